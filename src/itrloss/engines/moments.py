@@ -1,0 +1,108 @@
+"""Mean and variance of each row's and each column's negatives, forward and backward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .positives import Positives
+from .tiles import SIDES, Gradient, Pair, Source, tiles, unit
+
+
+def negative_counts(source: Source) -> tuple[Tensor | int, Tensor | int]:
+    """How many negatives each row and each column has; a plain number where that is the same for all."""
+    n, m = source.shape
+    positives = Positives.of(source)
+    if positives.diagonal:
+        return m - 1, n - 1
+    return m - positives.counts(), n - positives.T.counts()
+
+
+def moments(source: Source, asked: tuple[bool, bool]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Mean and population variance of each row's (column's) negatives; zeros where there are none."""
+    positives = Positives.of(source)
+    counts = negative_counts(source)
+    centre = _centres(source, asked)
+    first: list[Tensor | None] = [None, None]
+    second: list[Tensor | None] = [None, None]
+    for tile in tiles(source, scratch=1):
+        t = tile.scratch[0]
+        for side, dim in SIDES:
+            if not asked[side]:
+                continue
+            torch.sub(tile.scores, tile.spread(centre[side], dim), out=t)
+            positives.fill_(t, tile, 0.0)
+            size = source.shape[side]
+            first[side] = tile.add_to(first[side], t.sum(dim), dim, size)
+            second[side] = tile.add_to(second[side], t.square_().sum(dim), dim, size)
+    rows, cols = (_close(c, n, s1, s2) for c, n, s1, s2 in zip(centre, counts, first, second, strict=True))
+    return (rows[0], cols[0]), (rows[1], cols[1])
+
+
+def _close(centre: Tensor, count: Tensor | int, first: Tensor | None, second: Tensor | None) -> tuple[Tensor, Tensor]:
+    if first is None or second is None:
+        return centre.new_empty(0), centre.new_empty(0)
+    n = _at_least_one(count)
+    shift = first / n
+    mean, variance = centre + shift, (second / n).addcmul_(shift, shift, value=-1).clamp_min_(0)
+    if isinstance(count, Tensor):
+        return mean.masked_fill_(count == 0, 0.0), variance
+    return (mean if count else torch.zeros_like(mean)), variance
+
+
+def _at_least_one(count: Tensor | int) -> Tensor | int:
+    return count.clamp_min(1) if isinstance(count, Tensor) else max(1, count)
+
+
+def _centres(source: Source, asked: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
+    """Row and column means over *all* scores: a shift that keeps the squares small, cheap from either source."""
+    n, m = source.shape
+    if source.cols is None:
+        empty = source.rows.new_empty(0)
+        return source.rows.mean(1) if asked[0] else empty, source.rows.mean(0) if asked[1] else empty
+    average = []
+    for x, inv in ((source.rows, source.row_inv), (source.cols, source.col_inv)):
+        total = torch.zeros(x.shape[1], dtype=source.dtype, device=x.device)
+        for start in range(0, x.shape[0], 4096):
+            total += unit(x[start : start + 4096], None if inv is None else inv[start : start + 4096]).sum(0)
+        average.append(total / x.shape[0])
+
+    def along(x: Tensor, inv: Tensor | None, mean: Tensor) -> Tensor:
+        y = x.to(source.dtype) @ mean
+        return y if inv is None else y * inv
+
+    return along(source.rows, source.row_inv, average[1]), along(source.cols, source.col_inv, average[0])
+
+
+def moments_backward(
+    source: Source, means: Pair, grads: Pair, variance_grads: Pair, needs: tuple[bool, bool]
+) -> tuple[Tensor, Tensor]:
+    """``dS_ij = (g_mean + 2 g_var (S_ij - mean)) / n`` over the negatives, summed over both sides."""
+    positives = Positives.of(source)
+    counts = negative_counts(source)
+    gradient = Gradient(source, needs)
+    parts: list[tuple[Tensor, Tensor] | None] = []
+    for side, _ in SIDES:
+        mean, g, gv = means[side], grads[side], variance_grads[side]
+        if mean is None or (g is None and gv is None):
+            parts.append(None)
+            continue
+        n = _at_least_one(counts[side])
+        slope = torch.zeros_like(mean) if gv is None else 2 * gv / n
+        const = (torch.zeros_like(mean) if g is None else g / n) - slope * mean
+        parts.append((const, slope))
+    for tile in tiles(source, scratch=3):
+        out, t = gradient.of(tile), tile.scratch[0]
+        if parts[0] is not None and parts[1] is not None:
+            torch.add(tile.spread(parts[0][1], 1), tile.spread(parts[1][1], 0), out=out).mul_(tile.scores)
+            torch.add(tile.spread(parts[0][0], 1), tile.spread(parts[1][0], 0), out=t)
+            out.add_(t)
+        else:
+            for part, (_, dim) in zip(parts, SIDES, strict=True):
+                if part is not None:
+                    torch.mul(tile.scores, tile.spread(part[1], dim), out=out).add_(tile.spread(part[0], dim))
+            if parts[0] is None and parts[1] is None:
+                out.zero_()
+        positives.fill_(out, tile, 0.0)
+        gradient.add(tile)
+    return gradient.finish()

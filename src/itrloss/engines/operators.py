@@ -1,0 +1,385 @@
+"""Registration of the passes with PyTorch: one operator serves eager mode, ``torch.compile`` and graph capture.
+
+Each answer is an operator without autograd (opaque to the compiler, shapes known from its inputs' shapes) wrapped by
+an :class:`torch.autograd.Function` whose backward is another operator. That costs less per call than
+``register_autograd`` and is traced by ``torch.compile(fullgraph=True)``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import moments, pairs, softmax
+from .tiles import Pair, Source, compute_dtype, project_, unit
+
+_library = torch.library.Library("itrloss", "DEF")
+_SOURCE = "Tensor rows, Tensor? cols, Tensor? row_inv, Tensor? col_inv, Tensor? row_ids, Tensor? col_ids"
+_EPS = 1e-12  # a vector of at most this length counts as zero: its scores and its gradient are 0
+
+
+def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Define ``itrloss::<function name>`` and return the function to call."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        name = function.__name__
+
+        @functools.wraps(function)
+        def in_full_precision(*args: Any) -> Any:
+            # Autocast would round the score products to half precision behind our back.
+            device = next(a for a in args if isinstance(a, Tensor)).device.type
+            if torch.is_autocast_enabled(device):
+                with torch.autocast(device, enabled=False):
+                    return function(*args)
+            return function(*args)
+
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            # In eager mode the dispatcher would only cost time.
+            return operator(*args) if torch.compiler.is_compiling() else in_full_precision(*args)
+
+        _library.define(name + schema.replace("SOURCE", _SOURCE))
+        _library.impl(name, in_full_precision, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"itrloss::{name}", fake, lib=_library)
+        operator = getattr(torch.ops.itrloss, name).default
+        return call
+
+    return register
+
+
+def _sizes(source: Source, asked: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
+    """Uninitialised (N,) and (M,) results, empty where a side was not asked for."""
+    sizes = [size if a else 0 for size, a in zip(source.shape, asked, strict=True)]
+    first, second = (source.rows.new_empty(size, dtype=source.dtype) for size in sizes)
+    return first, second
+
+
+def _like_source(source: Source, needs: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
+    """Uninitialised gradients of the source's tensors, empty where none is needed."""
+    rows, cols = source.rows, source.cols
+    if cols is None:
+        return torch.empty_like(rows, memory_format=torch.contiguous_format), rows.new_empty(0)
+    made = (
+        torch.empty_like(x, memory_format=torch.contiguous_format) if need else rows.new_empty(0)
+        for x, need in zip((rows, cols), needs, strict=True)
+    )
+    first, second = made
+    return first, second
+
+
+def _asked(pair: Pair) -> tuple[bool, bool]:
+    return pair[0] is not None, pair[1] is not None
+
+
+def _or_none(x: Tensor) -> Tensor | None:
+    return x if x.numel() else None
+
+
+# -------------------------------------------------------------------------------- norms and the dense product
+
+
+def _fake_inverse_norms(x):
+    return x.new_empty(x.shape[0], dtype=compute_dtype(x))
+
+
+@_operator("(Tensor x) -> Tensor", _fake_inverse_norms)
+def inverse_norms(x: Tensor) -> Tensor:
+    """(N,) reciprocal lengths of the rows of ``x``; 0 for a row of length at most 1e-12."""
+    norm = torch.linalg.vector_norm(x, dim=1, dtype=compute_dtype(x))
+    if norm.device.type == "cpu":
+        low, high = (float(v) for v in norm.aminmax())
+        if low > _EPS and high < 1e18:
+            return norm.reciprocal_()
+    if norm.dtype == torch.float32:  # squares leave float32's range long before the vectors do
+        norm = torch.linalg.vector_norm(x, dim=1, dtype=torch.float64)
+    return torch.where(norm > _EPS, norm.reciprocal(), 0.0).to(compute_dtype(x))
+
+
+class Product(torch.autograd.Function):
+    """The dense score matrix ``unit(rows) @ unit(cols).T``, gradients through the normalisation included."""
+
+    @staticmethod
+    def forward(ctx, rows, cols, row_inv, col_inv):
+        left, right = unit(rows, row_inv), unit(cols, col_inv)
+        ctx.save_for_backward(left, right, row_inv, col_inv)
+        ctx.dtypes = rows.dtype, cols.dtype
+        with _full_precision(rows):
+            return left @ right.T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        left, right, row_inv, col_inv = ctx.saved_tensors
+        rows = cols = None
+        with _full_precision(grad):
+            if ctx.needs_input_grad[0]:
+                rows = grad @ right
+                rows = (rows if row_inv is None else project_(rows, left, row_inv)).to(ctx.dtypes[0])
+            if ctx.needs_input_grad[1]:
+                cols = grad.T @ left
+                cols = (cols if col_inv is None else project_(cols, right, col_inv)).to(ctx.dtypes[1])
+        return rows, cols, None, None
+
+
+def _full_precision(x: Tensor):
+    return torch.autocast(x.device.type, enabled=False)
+
+
+# ------------------------------------------------------------------------------------------------ log-sum-exp
+
+
+def _fake_logsumexp(*args):
+    source, asked = Source(*args[:6]), _asked(args[6:8])
+    means = _sizes(source, asked if args[10] else (False, False))
+    return (*_sizes(source, asked), *means)
+
+
+@_operator(
+    "(SOURCE, Tensor? row_scale, Tensor? col_scale, bool masked, bool bounded, bool expect)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _fake_logsumexp,
+)
+def logsumexp(*args):
+    values, means = softmax.logsumexp(Source(*args[:6]), args[6:8], *args[8:])
+    return (*values, *means)
+
+
+def _fake_source_gradient(*args):
+    return _like_source(Source(*args[:6]), args[-2:])
+
+
+@_operator(
+    "(SOURCE, Tensor? row_scale, Tensor? col_scale, Tensor? row_value, Tensor? col_value, Tensor? row_mean,"
+    " Tensor? col_mean, Tensor? row_grad, Tensor? col_grad, Tensor? row_mean_grad, Tensor? col_mean_grad,"
+    " bool masked, bool bounded, bool need_rows, bool need_cols) -> (Tensor, Tensor)",
+    _fake_source_gradient,
+)
+def logsumexp_backward(*args):
+    a = args[6:]
+    return softmax.logsumexp_backward(
+        Source(*args[:6]), a[0:2], a[2:4], a[4:6], a[6:8], a[8:10], a[10], a[11], (a[12], a[13])
+    )
+
+
+class LogSumExp(torch.autograd.Function):
+    """``(row L, column L, row E, column E)`` of :func:`itrloss.engines.softmax.logsumexp`."""
+
+    @staticmethod
+    def forward(ctx, rows, cols, row_inv, col_inv, row_ids, col_ids, row_scale, col_scale, masked, bounded, expect):
+        source = (rows, cols, row_inv, col_inv, row_ids, col_ids)
+        scales = (row_scale, col_scale)
+        # The softmax mean of the scores is also the derivative of L by its scale.
+        expect = expect or any(s is not None and s.requires_grad for s in scales)
+        out = logsumexp(*source, *scales, masked, bounded, expect)
+        ctx.save_for_backward(*source, *scales, *out)
+        ctx.flags = masked, bounded
+        ctx.set_materialize_grads(False)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        saved = ctx.saved_tensors
+        source, scales, values, means = saved[:6], saved[6:8], saved[8:10], saved[10:12]
+        rows = cols = None
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+            rows, cols = logsumexp_backward(
+                *source, *scales, *values, *means, *grads, *ctx.flags, *ctx.needs_input_grad[:2]
+            )
+        found = []
+        for scale, mean, grad, needed in zip(scales, means, grads[:2], ctx.needs_input_grad[6:8], strict=True):
+            by_scale = None
+            if needed and grad is not None:
+                by_scale = grad * mean
+                by_scale = by_scale.sum().reshape(1) if scale.numel() == 1 else by_scale
+            found.append(by_scale)
+        return _unless_empty(rows), _unless_empty(cols), None, None, None, None, *found, None, None, None
+
+
+def _unless_empty(x: Tensor | None) -> Tensor | None:
+    return None if x is None or x.numel() == 0 else x
+
+
+# ---------------------------------------------------------------------------------------------------- moments
+
+
+def _fake_moments(*args):
+    sizes = _sizes(Source(*args[:6]), args[6:])
+    return (*sizes, *(torch.empty_like(s) for s in sizes))
+
+
+@_operator("(SOURCE, bool for_rows, bool for_cols) -> (Tensor, Tensor, Tensor, Tensor)", _fake_moments)
+def moment_sums(*args):
+    means, variances = moments.moments(Source(*args[:6]), args[6:])
+    return (*means, *variances)
+
+
+@_operator(
+    "(SOURCE, Tensor? row_mean, Tensor? col_mean, Tensor? row_grad, Tensor? col_grad, Tensor? row_var_grad,"
+    " Tensor? col_var_grad, bool need_rows, bool need_cols) -> (Tensor, Tensor)",
+    _fake_source_gradient,
+)
+def moment_sums_backward(*args):
+    a = args[6:]
+    return moments.moments_backward(Source(*args[:6]), a[0:2], a[2:4], a[4:6], a[6:8])
+
+
+class Moments(torch.autograd.Function):
+    """``(row mean, column mean, row variance, column variance)`` of the negatives."""
+
+    @staticmethod
+    def forward(ctx, rows, cols, row_inv, col_inv, row_ids, col_ids, for_rows, for_cols):
+        source = (rows, cols, row_inv, col_inv, row_ids, col_ids)
+        out = moment_sums(*source, for_rows, for_cols)
+        ctx.save_for_backward(*source, *out[:2])
+        ctx.set_materialize_grads(False)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        saved = ctx.saved_tensors
+        rows, cols = moment_sums_backward(*saved[:6], *saved[6:8], *grads, *ctx.needs_input_grad[:2])
+        return _unless_empty(rows), _unless_empty(cols), *([None] * 6)
+
+
+# ------------------------------------------------------------------------------------------------ single pairs
+
+
+def _fake_hardest(*args):
+    return tuple(x.to(torch.int64) for x in _sizes(Source(*args[:6]), args[6:]))
+
+
+@_operator("(SOURCE, bool for_rows, bool for_cols) -> (Tensor, Tensor)", _fake_hardest)
+def hardest(*args):
+    return pairs.hardest(Source(*args[:6]), args[6:])
+
+
+def _fake_pair_scores(*args):
+    return args[0].new_empty(args[4].shape[0], dtype=compute_dtype(args[0]))
+
+
+@_operator("(Tensor rows, Tensor? cols, Tensor? row_inv, Tensor? col_inv, Tensor columns) -> Tensor", _fake_pair_scores)
+def pair_scores(*args):
+    return pairs.pair_scores(Source(*args[:4], None, None), None, args[4])
+
+
+def _fake_pair_scores_backward(*args):
+    return _like_source(Source(*args[:4], None, None), args[-2:])
+
+
+@_operator(
+    "(Tensor rows, Tensor? cols, Tensor? row_inv, Tensor? col_inv, Tensor columns, Tensor scores, Tensor grad,"
+    " bool need_rows, bool need_cols) -> (Tensor, Tensor)",
+    _fake_pair_scores_backward,
+)
+def pair_scores_backward(*args):
+    gradient = pairs.PairGradient(Source(*args[:4], None, None), args[7:])
+    gradient.add(None, args[4], args[5], args[6])
+    return gradient.finish()
+
+
+class PairScores(torch.autograd.Function):
+    """(N,) scores of row i with column ``columns[i]``; the gradient touches these pairs only."""
+
+    @staticmethod
+    def forward(ctx, rows, cols, row_inv, col_inv, columns):
+        scores = pair_scores(rows, cols, row_inv, col_inv, columns)
+        ctx.save_for_backward(rows, cols, row_inv, col_inv, columns, scores)
+        return scores
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        rows, cols = pair_scores_backward(*ctx.saved_tensors, grad, *ctx.needs_input_grad[:2])
+        return _unless_empty(rows), _unless_empty(cols), None, None, None
+
+
+def _fake_positives(*args):
+    return _sizes(Source(*args[:6]), args[9:])
+
+
+@_operator("(SOURCE, str term, Tensor[] row_params, Tensor[] col_params, bool for_rows, bool for_cols) -> (Tensor, Tensor)",
+           _fake_positives)
+def positive_sums(*args):
+    return pairs.positives(Source(*args[:6]), args[6], args[7:9], args[9:])
+
+
+def _fake_positives_backward(*args):
+    given = [torch.empty_like(p) for side in args[7:9] for p in side]
+    split = len(args[7])
+    return (*_like_source(Source(*args[:6]), args[-2:]), given[:split], given[split:])
+
+
+@_operator(
+    "(SOURCE, str term, Tensor[] row_params, Tensor[] col_params, Tensor? row_grad, Tensor? col_grad,"
+    " bool need_rows, bool need_cols) -> (Tensor, Tensor, Tensor[], Tensor[])",
+    _fake_positives_backward,
+)
+def positive_sums_backward(*args):
+    return pairs.positives_backward(Source(*args[:6]), args[6], args[7:9], args[9:11], args[11:])
+
+
+class PositiveSums(torch.autograd.Function):
+    """``(row sums, column sums)`` of a registered term over the positives; parameters follow, rows' first."""
+
+    @staticmethod
+    def forward(ctx, rows, cols, row_inv, col_inv, row_ids, col_ids, term, for_rows, for_cols, split, *params):
+        source = (rows, cols, row_inv, col_inv, row_ids, col_ids)
+        out = positive_sums(*source, term, list(params[:split]), list(params[split:]), for_rows, for_cols)
+        ctx.save_for_backward(*source, *params)
+        ctx.term, ctx.split = term, split
+        ctx.asked = for_rows, for_cols
+        ctx.set_materialize_grads(False)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, row_grad, col_grad):
+        source, params, split = ctx.saved_tensors[:6], ctx.saved_tensors[6:], ctx.split
+        rows, cols, by_row_params, by_col_params = positive_sums_backward(
+            *source, ctx.term, list(params[:split]), list(params[split:]), row_grad, col_grad, *ctx.needs_input_grad[:2]
+        )
+        return _unless_empty(rows), _unless_empty(cols), *([None] * 8), *by_row_params, *by_col_params
+
+
+def _fake_violations(*args):
+    return _sizes(Source(*args[:6]), args[7:])
+
+
+@_operator("(SOURCE, float margin, bool for_rows, bool for_cols) -> (Tensor, Tensor)", _fake_violations)
+def violations(*args):
+    return pairs.violations(Source(*args[:6]), args[6], args[7:])
+
+
+@_operator(
+    "(SOURCE, float margin, Tensor? row_grad, Tensor? col_grad, bool need_rows, bool need_cols) -> (Tensor, Tensor)",
+    _fake_source_gradient,
+)
+def violations_backward(*args):
+    return pairs.violations_backward(Source(*args[:6]), args[6], args[7:9], args[9:])
+
+
+class Violations(torch.autograd.Function):
+    """``(row sums, column sums)`` of margin violations by all negatives."""
+
+    @staticmethod
+    def forward(ctx, rows, cols, row_inv, col_inv, row_ids, col_ids, margin, for_rows, for_cols):
+        source = (rows, cols, row_inv, col_inv, row_ids, col_ids)
+        ctx.save_for_backward(*source)
+        ctx.margin = margin
+        ctx.set_materialize_grads(False)
+        return violations(*source, margin, for_rows, for_cols)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, row_grad, col_grad):
+        rows, cols = violations_backward(
+            *ctx.saved_tensors, ctx.margin, row_grad, col_grad, *ctx.needs_input_grad[:2]
+        )
+        return _unless_empty(rows), _unless_empty(cols), *([None] * 7)

@@ -1,0 +1,338 @@
+"""Answers about single pairs: hardest negatives, functions summed over the positives, margin violations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .positives import Positives
+from .tiles import SIDES, Gradient, Pair, Source, Tile, tiles
+
+# -------------------------------------------------------------------------------------- scores of listed pairs
+
+
+_BLOCK = 2**22  # elements of gathered embeddings held at once
+
+
+def pair_scores(source: Source, i: Tensor | None, j: Tensor) -> Tensor:
+    """(P,) scores of the pairs ``(i[p], j[p])``; ``i=None`` stands for 0, 1, 2, …"""
+    if source.cols is None:
+        i = torch.arange(j.numel(), device=j.device) if i is None else i
+        return source.rows[i, j]
+    parts = []
+    for a, b in _blocks(source, i, j):
+        score = (_take(source.rows, a).to(source.dtype) * _take(source.cols, b).to(source.dtype)).sum(1)
+        for inv, index in ((source.row_inv, a), (source.col_inv, b)):
+            if inv is not None:
+                score.mul_(_take(inv, index))
+        parts.append(score)
+    return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else source.rows.new_empty(0, dtype=source.dtype)
+
+
+def _blocks(source: Source, i: Tensor | None, j: Tensor) -> Iterator[tuple[Tensor | slice, Tensor | slice]]:
+    """The pairs in pieces whose embeddings fit in a fixed space."""
+    step = max(1, _BLOCK // source.rows.shape[1])
+    for start in range(0, j.numel(), step):
+        piece = slice(start, min(start + step, j.numel()))
+        yield (piece if i is None else i[piece]), j[piece]
+
+
+def _take(x: Tensor, index: Tensor | slice) -> Tensor:
+    return x[index] if isinstance(index, slice) else x.index_select(0, index)
+
+
+class PairGradient:
+    """Collects the gradient of listed pairs: sparse in the pairs, so no score matrix and no product is needed."""
+
+    def __init__(self, source: Source, needs: tuple[bool, bool]):
+        self.source = source
+        first = source.rows if source.cols is None or needs[0] else None
+        second = source.cols if needs[1] else None
+        self.rows, self.cols = (
+            None if x is None else torch.zeros(x.shape, dtype=source.dtype, device=x.device) for x in (first, second)
+        )
+
+    def add(self, i: Tensor | None, j: Tensor, scores: Tensor, grad: Tensor) -> None:
+        """Account for ``grad`` (P,) at the pairs ``(i, j)``, which have these ``scores``."""
+        s = self.source
+        if s.cols is None:
+            assert self.rows is not None
+            i = torch.arange(j.numel(), device=j.device) if i is None else i
+            self.rows.index_put_((i, j), grad, accumulate=True)
+            return
+        start = 0
+        for a, b in _blocks(s, i, j):
+            stop = start + (a.stop - a.start if isinstance(a, slice) else a.numel())
+            self._add_block(a, b, scores[start:stop], grad[start:stop])
+            start = stop
+
+    def _add_block(self, a: Tensor | slice, b: Tensor | slice, score: Tensor, grad: Tensor) -> None:
+        # d cos(v, w) / dv = w / (|v| |w|) - cos(v, w) v / |v|^2
+        s = self.source
+        assert s.cols is not None
+        row, col = _take(s.rows, a).to(s.dtype), _take(s.cols, b).to(s.dtype)
+        row_inv, col_inv = (None if x is None else _take(x, k) for x, k in ((s.row_inv, a), (s.col_inv, b)))
+        outer = grad if row_inv is None or col_inv is None else grad * row_inv * col_inv
+        for buffer, index, inv, own, other in ((self.rows, a, row_inv, row, col), (self.cols, b, col_inv, col, row)):
+            if buffer is None:
+                continue
+            step = other * outer[:, None]
+            if inv is not None:
+                step.addcmul_(own, (grad * score * inv * inv)[:, None], value=-1)
+            if isinstance(index, slice):
+                buffer[index] += step
+            else:
+                buffer.index_add_(0, index, step)
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """The gradients of rows and columns in their own dtype; an empty tensor where none was asked for."""
+        s = self.source
+        rows = s.rows.new_empty(0) if self.rows is None else self.rows.to(s.rows.dtype)
+        cols = s.rows.new_empty(0) if self.cols is None or s.cols is None else self.cols.to(s.cols.dtype)
+        return rows, cols
+
+
+# ------------------------------------------------------------------------------------------- hardest negative
+
+
+def hardest(source: Source, asked: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
+    """Index of the highest-scoring negative of each row and each column; -1 where there is no negative."""
+    positives = Positives.of(source)
+    best = [source.rows.new_full((size,), -math.inf, dtype=source.dtype) for size in source.shape]
+    where = [torch.full_like(b, -1, dtype=torch.int64) for b in best]
+    for tile in tiles(source, scratch=1):
+        t = positives.fill_(tile.scratch[0].copy_(tile.scores), tile, -math.inf)
+        for side, dim in SIDES:
+            if asked[side]:
+                value, index = t.max(dim)
+                b, w = tile.part(best[side], dim), tile.part(where[side], dim)
+                better = value > b
+                w.copy_(torch.where(better, index + (tile.c0 if dim == 1 else tile.r0), w))
+                b.copy_(torch.maximum(b, value))
+    return tuple(w if a else w.new_empty(0) for w, a in zip(where, asked, strict=True))  # type: ignore[return-value]
+
+
+# --------------------------------------------------------------------- sums of a function over the positives
+
+Term = Callable[..., Tensor]
+TERMS: dict[str, Term] = {}
+
+
+def pair_term(function: Term) -> Term:
+    """Register ``function(scores, *parameters) -> values``, elementwise, for :meth:`itrloss.Similarity.positives`.
+
+    Parameters hold one value per anchor. The derivative is found by autograd; it must be finite for every score.
+    """
+    name = function.__name__
+    if TERMS.get(name, function) is not function:
+        raise ValueError(f"pair_term: a term named {name!r} is already registered")
+    TERMS[name] = function
+    return function
+
+
+@pair_term
+def identity(scores: Tensor) -> Tensor:
+    """``S``."""
+    return scores
+
+
+@pair_term
+def log1p_clamp(scores: Tensor) -> Tensor:
+    """``log(1 + S)`` with S kept above -1 + 1e-6."""
+    return scores.clamp_min(-1 + 1e-6).log1p()
+
+
+@pair_term
+def log1p_relu(scores: Tensor) -> Tensor:
+    """``log(1 + max(S, 0))``: no pull on a positive whose score is not above zero."""
+    return scores.relu().log1p()
+
+
+@pair_term
+def negative_log_likelihood(scores: Tensor, negatives: Tensor, scale: Tensor) -> Tensor:
+    """``-log p = log(1 + exp(L - a S))``, L the log-sum-exp of the negatives and a the inverse temperature."""
+    return F.softplus(negatives - scale * scores, threshold=40)
+
+
+@pair_term
+def hinge(scores: Tensor, threshold: Tensor) -> Tensor:
+    """``max(threshold - S, 0)``."""
+    return F.relu(threshold - scores)
+
+
+@pair_term
+def surprisal(scores: Tensor, total: Tensor, scale: Tensor) -> Tensor:
+    """``-p log p`` with ``p = exp(a S - L)``: one candidate's share of an entropy, in nats."""
+    z = scale * scores - total
+    return -z.exp() * z
+
+
+def positives(source: Source, term: str, params: tuple[list[Tensor], list[Tensor]], asked: tuple[bool, bool]):
+    """``sum_{p in pos(i)} term(S_ip, *params_i)`` for the rows, and the same for the columns."""
+    sums = [source.rows.new_zeros(size, dtype=source.dtype) for size in source.shape]
+    for chunk in _positive_chunks(source):
+        for side, _ in SIDES:
+            if asked[side]:
+                chunk.add_to(sums[side], TERMS[term](chunk.scores, *chunk.take(params[side], side)), side)
+    return tuple(s if a else s.new_empty(0) for s, a in zip(sums, asked, strict=True))
+
+
+def positives_backward(
+    source: Source, term: str, params: tuple[list[Tensor], list[Tensor]], grads: Pair, needs: tuple[bool, bool]
+) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+    gradient = PairGradient(source, needs)
+    given = tuple([torch.zeros_like(p) for p in side] for side in params)
+    for chunk in _positive_chunks(source):
+        total = torch.zeros_like(chunk.scores)
+        for side, _ in SIDES:
+            g = grads[side]
+            if g is None:
+                continue
+            with torch.enable_grad():
+                leaves = [x.detach().requires_grad_() for x in (chunk.scores, *chunk.take(params[side], side))]
+                value = TERMS[term](*leaves)
+                found = torch.autograd.grad(value, leaves, chunk.take([g], side)[0].expand_as(value), allow_unused=True)
+            for into, d in zip((total, *given[side]), found, strict=True):
+                if d is not None:
+                    total.add_(d) if into is total else chunk.add_to(into, d, side)
+        chunk.back(gradient, total)
+    return (*gradient.finish(), given[0], given[1])
+
+
+class _Listed:
+    """Positive pairs as a list: exact, and as cheap as there are few of them."""
+
+    def __init__(self, source: Source, i: Tensor, j: Tensor, whole_diagonal: bool):
+        self.index = (None, None) if whole_diagonal else (i, j)
+        self.i, self.j = (None if whole_diagonal else i), j
+        self.scores = pair_scores(source, self.i, j)
+
+    def take(self, vectors: list[Tensor], side: int) -> list[Tensor]:
+        index = self.index[side]
+        return [v if index is None or v.numel() == 1 else v[index] for v in vectors]
+
+    def add_to(self, sums: Tensor, values: Tensor, side: int) -> None:
+        index = self.index[side]
+        if sums.numel() == 1:
+            sums.add_(values.sum())
+        elif index is None:
+            sums.add_(values)
+        else:
+            sums.index_add_(0, index, values)
+
+    def back(self, gradient: PairGradient, grad: Tensor) -> None:
+        gradient.add(self.i, self.j, self.scores, grad)
+
+
+class _Masked:
+    """Positive pairs as a mask over one tile: shapes depend on nothing but the tile, so no device waits."""
+
+    def __init__(self, tile: Tile, mask: Tensor):
+        self.tile, self.mask = tile, mask
+        self.scores = tile.scores
+
+    def take(self, vectors: list[Tensor], side: int) -> list[Tensor]:
+        return [self.tile.spread(v, SIDES[side][1]) for v in vectors]
+
+    def add_to(self, sums: Tensor, values: Tensor, side: int) -> None:
+        values = values.masked_fill(~self.mask, 0)
+        dim = SIDES[side][1]
+        self.tile.part(sums, dim).add_(values.sum() if sums.numel() == 1 else values.sum(dim))
+
+    def back(self, gradient: PairGradient, grad: Tensor) -> None:
+        grad = grad.masked_fill(~self.mask, 0)
+        tile, rows, cols = self.tile, gradient.rows, gradient.cols
+        if gradient.source.cols is None:
+            assert rows is not None
+            rows[tile.r0 : tile.r1] = grad
+            return
+        assert tile.left is not None and tile.right is not None
+        if rows is not None:
+            rows[tile.r0 : tile.r1] += self._through_norm(grad, tile.left, tile.right, gradient.source.row_inv, 1)
+        if cols is not None:
+            cols[tile.c0 : tile.c1] += self._through_norm(grad, tile.right, tile.left, gradient.source.col_inv, 0)
+
+    def _through_norm(self, grad: Tensor, own: Tensor, other: Tensor, inv: Tensor | None, dim: int) -> Tensor:
+        step = (grad if dim == 1 else grad.T) @ other
+        if inv is None:
+            return step
+        along = (grad * self.scores).sum(dim)
+        return step.addcmul_(own, along[:, None], value=-1).mul_(self.tile.part(inv, dim)[:, None])
+
+
+def _positive_chunks(source: Source):
+    pairs = Positives.of(source)
+    if pairs.listable:
+        for i, j in pairs.chunks():
+            yield _Listed(source, i, j, pairs.diagonal and i.numel() == pairs.n)
+    else:
+        for tile in tiles(source, scratch=0):
+            yield _Masked(tile, pairs.mask(tile))
+
+
+# ------------------------------------------------------------------------------------------ margin violations
+
+
+def _thresholds(source: Source, margin: float, asked: tuple[bool, bool]):
+    """For each side: its positive pairs (sorted by anchor), their slots, and ``S_p - margin`` as (anchors, slots)."""
+    pairs, found = Positives.of(source), []
+    for side, view in enumerate((pairs, pairs.T)):
+        if not asked[side]:
+            found.append(None)
+            continue
+        a, b, slot = view.slots()
+        i, j = (a, b) if side == 0 else (b, a)
+        scores = pair_scores(source, i, j)
+        width = 1 if pairs.diagonal else int(slot.max()) + 1 if slot.numel() else 0
+        table = scores.new_full((width, view.n), math.inf)
+        table[slot, a] = scores - margin
+        found.append((i, j, slot, a, table, scores))
+    return pairs, found
+
+
+def violations(source: Source, margin: float, asked: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
+    """``sum_{p in pos} sum_{j in neg} max(margin - S_p + S_j, 0)`` of each row and each column."""
+    pairs, found = _thresholds(source, margin, asked)
+    sums = [source.rows.new_zeros(size, dtype=source.dtype) for size in source.shape]
+    for tile in tiles(source, scratch=1):
+        t = tile.scratch[0]
+        for side, dim in SIDES:
+            if (entry := found[side]) is None:
+                continue
+            for threshold in entry[4]:
+                torch.sub(tile.scores, tile.spread(threshold, dim), out=t).relu_()
+                tile.part(sums[side], dim).add_(pairs.fill_(t, tile, 0.0).sum(dim))
+    return tuple(s if a else s.new_empty(0) for s, a in zip(sums, asked, strict=True))  # type: ignore[return-value]
+
+
+def violations_backward(
+    source: Source, margin: float, grads: Pair, needs: tuple[bool, bool]
+) -> tuple[Tensor, Tensor]:
+    """A violating negative is pushed down by each positive it violates, and pushes each of them up."""
+    pairs, found = _thresholds(source, margin, (grads[0] is not None, grads[1] is not None))
+    gradient = Gradient(source, needs)
+    active = [None if entry is None else torch.zeros_like(entry[4]) for entry in found]
+    for tile in tiles(source, scratch=2):
+        out, t = gradient.of(tile), tile.scratch[0]
+        out.zero_()
+        for side, dim in SIDES:
+            entry, count, g = found[side], active[side], grads[side]
+            if entry is None or count is None or g is None:
+                continue
+            for threshold, into in zip(entry[4], count, strict=True):
+                torch.gt(tile.scores, tile.spread(threshold, dim), out=t)
+                tile.part(into, dim).add_(pairs.fill_(t, tile, 0.0).sum(dim))
+                out.addcmul_(t, tile.spread(g, dim))
+        gradient.add(tile)
+    rows, cols = gradient.finish()
+    listed = PairGradient(source, needs)
+    for entry, count, g in zip(found, active, grads, strict=True):
+        if entry is not None and count is not None and g is not None:
+            i, j, slot, anchor, _, scores = entry
+            listed.add(i, j, scores, -g[anchor] * count[slot, anchor])
+    more_rows, more_cols = listed.finish()
+    return rows.add_(more_rows), cols.add_(more_cols)

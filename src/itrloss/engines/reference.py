@@ -1,0 +1,72 @@
+"""The specification: every answer on a dense score matrix, in plain PyTorch, differentiated by autograd.
+
+Each function takes the scores and a boolean mask of the positive pairs, both (N, M), and answers for the rows; the
+columns are the rows of the transposed matrix. In float64 this is the oracle of the tests.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .pairs import TERMS
+from .tiles import compute_dtype
+
+
+def scores(rows: Tensor, cols: Tensor, normalize: bool) -> Tensor:
+    """(N, M) inner products, of unit vectors if ``normalize``; a zero vector scores 0."""
+    rows, cols = rows.to(compute_dtype(rows)), cols.to(compute_dtype(cols))
+    with torch.autocast(rows.device.type, enabled=False):
+        return _unit(rows) @ _unit(cols).T if normalize else rows @ cols.T
+
+
+def _unit(x: Tensor) -> Tensor:
+    norm = torch.linalg.vector_norm(x.detach().double(), dim=1, keepdim=True)
+    zero = norm <= 1e-12
+    x = (x / norm.masked_fill(zero, 1).to(x.dtype)).masked_fill(zero, 0)  # brings the squares into range
+    return x / torch.linalg.vector_norm(x.masked_fill(zero, 1), dim=1, keepdim=True)
+
+
+def logsumexp(scores: Tensor, positive: Tensor, scale: Tensor, masked: bool) -> Tensor:
+    """``log sum_j exp(a_i S_ij)`` over the negatives, or over all columns."""
+    z = scores * scale.reshape(-1, 1)
+    if not masked:
+        return z.logsumexp(1)
+    empty = positive.all(1)
+    z = z.masked_fill(positive & ~empty[:, None], -math.inf)  # a row of -inf would have a nan gradient
+    return z.logsumexp(1).masked_fill(empty, -math.inf)
+
+
+def moments(scores: Tensor, positive: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and population variance of the negatives."""
+    n = (~positive).sum(1).clamp_min(1)
+    mean = scores.masked_fill(positive, 0).sum(1) / n
+    return mean, (scores - mean[:, None]).masked_fill(positive, 0).square().sum(1) / n
+
+
+def entropy(scores: Tensor, positive: Tensor, scale: float) -> Tensor:
+    """``-sum_{j in neg} p_ij log2 p_ij`` with ``p`` the softmax over all columns."""
+    log_p = (scores * scale).log_softmax(1)
+    return -(log_p.exp() * log_p).masked_fill(positive, 0).sum(1) / math.log(2)
+
+
+def hardest(scores: Tensor, positive: Tensor) -> tuple[Tensor, Tensor]:
+    """Score and index of the best negative; -inf and -1 where there is none."""
+    none = positive.all(1)
+    index = scores.masked_fill(positive, -math.inf).argmax(1)
+    value = scores.gather(1, index[:, None]).squeeze(1)
+    return value.masked_fill(none, -math.inf), index.masked_fill(none, -1)
+
+
+def positives(scores: Tensor, positive: Tensor, term: str, params: tuple[Tensor, ...]) -> Tensor:
+    """``sum_{p in pos(i)} term(S_ip, *params_i)``."""
+    values = TERMS[term](scores, *(p.reshape(-1, 1) for p in params))
+    return torch.where(positive, values, 0.0).sum(1)
+
+
+def violations(scores: Tensor, positive: Tensor, margin: float) -> Tensor:
+    """``sum_{p in pos(i)} sum_{j in neg(i)} max(margin - S_ip + S_ij, 0)``."""
+    hinge = (margin - scores[:, :, None] + scores[:, None, :]).relu()
+    return torch.where(positive[:, :, None] & ~positive[:, None, :], hinge, 0.0).sum((1, 2))

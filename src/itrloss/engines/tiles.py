@@ -1,0 +1,194 @@
+"""Where scores come from and where their gradients go.
+
+The dense and the tiled engine run the same passes (``softmax``, ``moments``, ``pairs``, ``ranking``). They differ only here: a *dense* source is a
+score matrix that exists, visited in panels that stay in the cache; a *tiled* source is two sets of embeddings whose
+product is formed tile by tile in a fixed workspace, once per pass, and again in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+PANEL = {"cpu": 2**19}  # scores per panel of a matrix that exists: a few panels fit in the cache
+TILE = {"cpu": (2**20, 2048)}  # scores per recomputed tile, and its least width: large enough for full-speed products
+_ACCELERATOR_PANEL = 2**24
+_ACCELERATOR_TILE = (2**24, 8192)
+
+
+Pair = tuple[Tensor | None, Tensor | None]  # (of the rows, of the columns); None: not asked for
+SIDES = ((0, 1), (1, 0))  # (position in a pair, dimension that is reduced)
+
+
+class Source(NamedTuple):
+    """What the operators receive: embeddings, or scores when ``cols`` is None, and who matches whom."""
+
+    rows: Tensor  # (N, D) embeddings, or (N, M) scores
+    cols: Tensor | None  # (M, D)
+    row_inv: Tensor | None  # (N,) reciprocal norms; None: do not normalise
+    col_inv: Tensor | None  # (M,)
+    row_ids: Tensor | None  # (N,); None on both sides: row i matches column i
+    col_ids: Tensor | None  # (M,)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows.shape[0], (self.rows.shape[1] if self.cols is None else self.cols.shape[0])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return compute_dtype(self.rows)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Scores and accumulators: float64 stays, everything else is computed in float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def unit(x: Tensor, inv: Tensor | None) -> Tensor:
+    """``x`` in the compute dtype, scaled by its reciprocal norms if there are any."""
+    x = x.to(compute_dtype(x))
+    return x if inv is None else x * inv[:, None]
+
+
+@dataclass(slots=True)
+class Tile:
+    """One block of scores, ``scores[i, j] = S[r0 + i, c0 + j]``, with scratch space of the same shape."""
+
+    r0: int
+    r1: int
+    c0: int
+    c1: int
+    scores: Tensor
+    scratch: list[Tensor]
+    alone: bool  # the only tile: it holds every row and every column
+    left: Tensor | None = None  # the unit embeddings that the scores were made of
+    right: Tensor | None = None
+
+    def part(self, x: Tensor, dim: int) -> Tensor:
+        """The piece of a per-row (``dim=1``) or per-column (``dim=0``) vector that belongs to this tile."""
+        if self.alone or x.numel() == 1:
+            return x
+        return x[self.r0 : self.r1] if dim == 1 else x[self.c0 : self.c1]
+
+    def spread(self, x: Tensor, dim: int) -> Tensor:
+        """:meth:`part`, shaped to broadcast over the tile."""
+        return self.part(x, dim).unsqueeze(dim)
+
+    def add_to(self, sums: Tensor | None, values: Tensor, dim: int, size: int) -> Tensor:
+        """Add this tile's per-anchor ``values`` to the sums over all tiles, which begin as None."""
+        if self.alone:
+            return values
+        if sums is None:
+            sums = values.new_zeros(size)
+        self.part(sums, dim).add_(values)
+        return sums
+
+
+def tiles(source: Source, scratch: int) -> Iterator[Tile]:
+    """Visit every score once. ``tile.scores`` must not be written to."""
+    return _panels(source, scratch) if source.cols is None else _products(source, scratch)
+
+
+def _workspace(source: Source, numel: int, count: int) -> list[Tensor]:
+    return [torch.empty(numel, dtype=source.dtype, device=source.rows.device) for _ in range(count)]
+
+
+def _panels(source: Source, scratch: int) -> Iterator[Tile]:
+    n, m = source.shape
+    step = min(n, max(1, PANEL.get(source.rows.device.type, _ACCELERATOR_PANEL) // m))
+    space = _workspace(source, step * m, scratch)
+    for r0 in range(0, n, step):
+        r1 = min(n, r0 + step)
+        views = [b[: (r1 - r0) * m].view(r1 - r0, m) for b in space]
+        yield Tile(r0, r1, 0, m, source.rows[r0:r1], views, alone=step == n)
+
+
+def tile_shape(source: Source) -> tuple[int, int]:
+    """Rows and columns of a recomputed tile."""
+    n, m = source.shape
+    numel, width = TILE.get(source.rows.device.type, _ACCELERATOR_TILE)
+    c = min(m, max(width, numel // n))
+    return min(n, max(1, numel // c)), c
+
+
+def _products(source: Source, scratch: int) -> Iterator[Tile]:
+    n, m = source.shape
+    step_r, step_c = tile_shape(source)
+    space = _workspace(source, step_r * step_c, scratch + 1)
+    assert source.cols is not None
+    # Columns outside: their wider block is normalised once, the narrow row block again and again.
+    for c0 in range(0, m, step_c):
+        c1 = min(m, c0 + step_c)
+        right = unit(source.cols[c0:c1], _cut(source.col_inv, c0, c1))
+        for r0 in range(0, n, step_r):
+            r1 = min(n, r0 + step_r)
+            left = unit(source.rows[r0:r1], _cut(source.row_inv, r0, r1))
+            views = [b[: (r1 - r0) * (c1 - c0)].view(r1 - r0, c1 - c0) for b in space]
+            torch.mm(left, right.T, out=views[0])
+            yield Tile(r0, r1, c0, c1, views[0], views[1:], step_r == n and step_c == m, left, right)
+
+
+def _cut(x: Tensor | None, start: int, stop: int) -> Tensor | None:
+    return None if x is None else x[start:stop]
+
+
+class Gradient:
+    """Takes ``dS`` tile by tile and holds the gradient of the source's own tensors."""
+
+    def __init__(self, source: Source, needs: tuple[bool, bool]):
+        self.source = source
+        self.rows = self.cols = None
+        if source.cols is None:
+            self.rows = torch.empty(source.shape, dtype=source.dtype, device=source.rows.device)
+        else:
+            self.rows = self._zeros(source.rows) if needs[0] else None
+            self.cols = self._zeros(source.cols) if needs[1] else None
+
+    def _zeros(self, x: Tensor) -> Tensor:
+        return torch.zeros(x.shape, dtype=self.source.dtype, device=x.device)
+
+    def of(self, tile: Tile) -> Tensor:
+        """The buffer to write this tile's ``dS`` into; the last scratch buffer if there is no matrix to keep."""
+        if self.source.cols is None:
+            assert self.rows is not None
+            return self.rows if tile.alone else self.rows[tile.r0 : tile.r1]
+        return tile.scratch[-1]
+
+    def add(self, tile: Tile) -> None:
+        """Account for the ``dS`` just written."""
+        if self.source.cols is None:
+            return
+        assert tile.left is not None and tile.right is not None
+        if self.rows is not None:
+            self.rows[tile.r0 : tile.r1].addmm_(tile.scratch[-1], tile.right)
+        if self.cols is not None:
+            self.cols[tile.c0 : tile.c1].addmm_(tile.scratch[-1].T, tile.left)
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """The gradients of ``rows`` and ``cols`` in their own dtype; an empty tensor where none was asked for."""
+        s = self.source
+        if s.cols is None:
+            assert self.rows is not None
+            return self.rows, s.rows.new_empty(0)
+        return _through_norm(self.rows, s.rows, s.row_inv), _through_norm(self.cols, s.cols, s.col_inv)
+
+
+def _through_norm(grad: Tensor | None, x: Tensor, inv: Tensor | None) -> Tensor:
+    """Gradient of ``x`` from the gradient of ``x / |x|``, in place and in blocks so that nothing else is held."""
+    if grad is None:
+        return x.new_empty(0)
+    if inv is not None:
+        for start in range(0, x.shape[0], 1024):
+            stop = start + 1024
+            project_(grad[start:stop], unit(x[start:stop], inv[start:stop]), inv[start:stop])
+    return grad.to(x.dtype)
+
+
+def project_(grad: Tensor, unit_x: Tensor, inv: Tensor) -> Tensor:
+    """``(g - u (u . g)) / |x|``: the gradient that leaves a normalisation, written over ``grad``."""
+    along = (unit_x * grad).sum(1, keepdim=True)
+    return grad.addcmul_(unit_x, along, value=-1).mul_(inv[:, None])

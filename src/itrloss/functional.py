@@ -1,0 +1,234 @@
+"""One pure function per equation. Each takes a :class:`itrloss.Similarity` and returns a tensor.
+
+Losses share one reduction: ``"mean"`` is the mean over the image anchors plus the mean over the text anchors,
+``"sum"`` the sum over all anchors, and ``"none"`` the pair of per-anchor values ``(rows (N,), columns (M,))``. An
+anchor without a positive or without a negative contributes 0 and does not count in a mean.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .similarity import Similarity
+
+Reduction = Literal["mean", "sum", "none"]
+Diversity = Literal["std", "entropy"] | None
+
+__all__ = [
+    "diversity_contrastive_loss",
+    "entropy_diversity",
+    "hubness_aware_loss",
+    "info_nce_loss",
+    "std_diversity",
+    "triplet_loss",
+]
+
+
+# -------------------------------------------------------------------------------------------------- diversity
+
+
+def std_diversity(sim: Similarity, epsilon: float = 0.1) -> Tensor:
+    r"""Diversity of each row's negatives by their standard deviation (CODER Eq. 3).
+
+    .. math:: \mathrm{raw}_i = 1 + e^{-\epsilon / SD_i}, \qquad \mathrm{div}_i = \mathrm{raw}_i / \max_k \mathrm{raw}_k
+
+    ``SD_i`` is the population standard deviation of ``{S_ij : j negative}``, at least 1e-6. A low score means that the
+    negatives are all equally far away.
+
+    Returns:
+        (N,) in (½, 1], 1 for the most diverse row. Differentiable. ``sim.T`` gives the columns' scores.
+    """
+    return _diversity_scores(sim.moments().std, epsilon)
+
+
+def entropy_diversity(sim: Similarity, epsilon: float = 0.1, temperature: float = 1.0) -> Tensor:
+    r"""Diversity of each row's negatives by the entropy of its similarities (CODER supplement, Eq. 7-8).
+
+    The map of :func:`std_diversity` applied to ``H_i = -sum_{j negative} P_ij log2 P_ij``, where ``P_i`` is the softmax
+    of ``S_i / temperature`` over all candidates.
+
+    Warning:
+        At temperature 1 cosines hardly differ: with 128 candidates H is within 0.1 % of log2 128 and every score is
+        practically 1. A temperature of the order of the similarities' spread makes the score informative.
+
+    Returns:
+        (N,) in (½, 1]. Differentiable. ``sim.T`` gives the columns' scores.
+    """
+    return _diversity_scores(sim.entropy(temperature).clamp_min(1e-6), epsilon)
+
+
+def _diversity_scores(spread: Tensor, epsilon: float) -> Tensor:
+    raw = torch.exp(-epsilon / spread) + 1
+    return raw / raw.amax()
+
+
+def _diversities(sim: Similarity, kind: Diversity, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Of rows and columns, out of one pass."""
+    if kind == "std":
+        rows, cols = (m.std for m in sim.both.moments())
+    elif kind == "entropy":
+        rows, cols = (h.clamp_min(1e-6) for h in sim.both.entropy())
+    else:
+        raise ValueError(f"diversity: expected 'std', 'entropy' or None, got {kind!r}")
+    return _diversity_scores(rows, epsilon), _diversity_scores(cols, epsilon)
+
+
+# ----------------------------------------------------------------------------------------------------- losses
+
+
+def diversity_contrastive_loss(
+    sim: Similarity,
+    temperature: float = 0.1,
+    margin: float = 0.3,
+    diversity: Diversity = "std",
+    epsilon: float = 0.1,
+    detach_diversity: bool = True,
+    positive_weight: float | Literal["paper"] = "paper",
+    positive: Literal["clamp", "relu"] = "clamp",
+    reduction: Reduction = "mean",
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Diversity-sensitive contrastive loss, DCL (CODER Eq. 4-5).
+
+    .. math::
+        \ell_i = \mu \log\Bigl(1 + \sum_{j \in neg(i)} e^{(S_{ij} - \gamma) / (\mu d_i)}\Bigr)
+                 - w \operatorname{mean}_{p \in pos(i)} \log(1 + S_{ip})
+
+    with temperature μ, margin γ, diversity ``d_i`` and ``w = μ`` as printed. ``diversity=None`` is the implicit form
+    (``d = 1``). See :class:`itrloss.DiversityContrastiveLoss` for the options.
+    """
+    term = _positive_term(positive)
+    weight = temperature if positive_weight == "paper" else float(positive_weight)
+    if diversity is None:
+        scale: Tensor | float = 1 / temperature
+        lse = sim.both.logsumexp(scale)
+        offsets = (scale * margin, scale * margin)
+    else:
+        scored = _diversities(sim.detach() if detach_diversity else sim, diversity, epsilon)
+        scales = tuple((1 / temperature) / d for d in scored)
+        lse = sim.both.logsumexp(*scales)
+        offsets = tuple(s * margin for s in scales)
+    attraction = sim.both.positives(term)
+    counts = _Counts(sim)
+    values = [
+        temperature * _log1p_exp(z - offset) - weight * counts.mean_of_positives(a, side)
+        for side, (z, offset, a) in enumerate(zip(lse, offsets, attraction, strict=True))
+    ]
+    return counts.reduce(values[0], values[1], reduction)
+
+
+def hubness_aware_loss(
+    sim: Similarity, scale: float = 90.0, margin: float = 0.5, reduction: Reduction = "mean"
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Hubness-aware loss, HAL (in-batch part of USER Eq. 17).
+
+    .. math::
+        \frac1B \sum_i \Bigl[ \tfrac1\gamma \log\bigl(1 + \sum_{j \ne i} e^{\gamma (S_{ij} - \varepsilon)}\bigr)
+        + \tfrac1\gamma \log\bigl(1 + \sum_{j \ne i} e^{\gamma (S_{ji} - \varepsilon)}\bigr) - \log(1 + S_{ii}) \Bigr]
+
+    In general: mean over rows of the row term, plus mean over columns of the column term, minus the mean over positive
+    pairs of ``log(1 + S)``. With ``reduction="none"`` each direction carries one half of the positive term.
+    """
+    lse = sim.both.logsumexp(scale)
+    attraction = sim.both.positives("log1p_clamp")
+    counts = _Counts(sim)
+    values = [
+        _log1p_exp(z - scale * margin) / scale - 0.5 * counts.mean_over_pairs(a, side)
+        for side, (z, a) in enumerate(zip(lse, attraction, strict=True))
+    ]
+    return counts.reduce(values[0], values[1], reduction)
+
+
+def info_nce_loss(
+    sim: Similarity, temperature: float | Tensor = 0.07, reduction: Reduction = "mean"
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""InfoNCE in both directions, with any number of positives.
+
+    .. math:: \ell_i = \operatorname{mean}_{p \in pos(i)} -\log
+        \frac{e^{S_{ip}/\tau}}{e^{S_{ip}/\tau} + \sum_{j \in neg(i)} e^{S_{ij}/\tau}}
+
+    A positive competes with the negatives, not with the anchor's other positives. With one positive per anchor this is
+    the sum of the two cross-entropies; CLIP's loss is half of it.
+    """
+    scale = 1 / temperature
+    rows, cols = sim.both.logsumexp(scale)
+    a = scale if isinstance(scale, Tensor) else rows.new_full((1,), scale)
+    loss = sim.both.positives("negative_log_likelihood", (rows, a), (cols, a))
+    counts = _Counts(sim)
+    return counts.reduce(*(counts.mean_of_positives(x, side) for side, x in enumerate(loss)), reduction)
+
+
+def triplet_loss(
+    sim: Similarity,
+    margin: float = 0.2,
+    mining: Literal["hardest", "all"] = "hardest",
+    reduction: Reduction = "sum",
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Triplet ranking loss (VSE++): every positive pair against negatives of both its members.
+
+    .. math:: \ell_i = \sum_{p \in pos(i)} \max_{j \in neg(i)} [\alpha - S_{ip} + S_{ij}]_+ \quad\text{("hardest")}
+
+    or the sum over all negatives instead of the maximum (``"all"``).
+    """
+    if mining == "hardest":
+        thresholds = [h.values + margin for h in sim.both.hardest()]
+        values = sim.both.positives("hinge", (thresholds[0],), (thresholds[1],), sparse=True)
+    elif mining == "all":
+        values = sim.both.violations(margin)
+    else:
+        raise ValueError(f"mining: expected 'hardest' or 'all', got {mining!r}")
+    return _Counts(sim).reduce(values[0], values[1], reduction)
+
+
+# ----------------------------------------------------------------------------------------------------- shared
+
+
+def _log1p_exp(z: Tensor) -> Tensor:
+    return F.softplus(z, threshold=40)
+
+
+def _positive_term(positive: str) -> str:
+    if positive not in ("clamp", "relu"):
+        raise ValueError(f"positive: expected 'clamp' or 'relu', got {positive!r}")
+    return f"log1p_{positive}"
+
+
+class _Counts:
+    """Which anchors take part, and how many positives each has. One-to-one batches need no counting."""
+
+    def __init__(self, sim: Similarity):
+        n, m = sim.shape
+        self.one_to_one = sim.one_to_one
+        if self.one_to_one:
+            self.active = n > 1
+            return
+        positives = sim.both.positive_counts
+        self.positives = [p.clamp_min(1) for p in positives]
+        self.valid = [(p > 0) & (p < size) for p, size in zip(positives, (m, n), strict=True)]
+        self.pairs = [(p * v).sum().clamp_min(1) for p, v in zip(positives, self.valid, strict=True)]
+        self.anchors = [v.sum().clamp_min(1) for v in self.valid]
+
+    def mean_of_positives(self, sums: Tensor, side: int) -> Tensor:
+        """Per anchor, from its sum over positives."""
+        return sums if self.one_to_one else sums / self.positives[side]
+
+    def mean_over_pairs(self, sums: Tensor, side: int) -> Tensor:
+        """Scaled so that the mean over valid anchors is the mean over their positive pairs."""
+        return sums if self.one_to_one else sums * (self.anchors[side] / self.pairs[side])
+
+    def reduce(self, rows: Tensor, cols: Tensor, reduction: Reduction) -> Tensor | tuple[Tensor, Tensor]:
+        if reduction not in ("mean", "sum", "none"):
+            raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
+        if self.one_to_one:
+            if not self.active:  # a single pair has no negatives
+                rows, cols = rows * 0, cols * 0
+            if reduction == "mean":
+                return rows.mean() + cols.mean()
+        else:
+            rows, cols = (torch.where(v, x, 0.0) for v, x in zip(self.valid, (rows, cols), strict=True))
+            if reduction == "mean":
+                return rows.sum() / self.anchors[0] + cols.sum() / self.anchors[1]
+        return rows.sum() + cols.sum() if reduction == "sum" else (rows, cols)

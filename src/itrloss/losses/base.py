@@ -1,0 +1,77 @@
+"""The call form that all losses on image-text pairs share."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ..functional import Reduction
+from ..similarity import Engine, Similarity
+
+
+class PairLoss(nn.Module):
+    """A loss on the similarities of images and texts; the base of the losses here and of your own.
+
+    A subclass implements ``compute(sim: Similarity) -> Tensor`` and gets the call forms below, ids, engines and input
+    checks with it.
+
+    Args:
+        reduction: ``"mean"`` (over image anchors plus over text anchors), ``"sum"`` or ``"none"`` (a pair of
+            per-anchor values: images (N,), texts (M,)).
+        engine: see :class:`itrloss.Similarity`.
+        check_finite: refuse nan and infinite input.
+    """
+
+    def __init__(self, *, reduction: Reduction = "mean", engine: Engine = "auto", check_finite: bool = False):
+        super().__init__()
+        if reduction not in ("mean", "sum", "none"):
+            raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
+        if engine not in ("auto", "reference", "dense", "tiled"):
+            raise ValueError(f"engine: expected 'auto', 'reference', 'dense' or 'tiled', got {engine!r}")
+        self.reduction: Reduction = reduction
+        self.engine: Engine = engine
+        self.check_finite = check_finite
+
+    def forward(
+        self,
+        images: Tensor | Similarity | None = None,
+        texts: Tensor | None = None,
+        image_ids: Tensor | None = None,
+        text_ids: Tensor | None = None,
+        *,
+        scores: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The loss of embeddings, of a score matrix, or of a :class:`itrloss.Similarity`.
+
+        Args:
+            images: (N, D) embeddings, any scale; or a ``Similarity`` with images as rows, in place of everything else.
+            texts: (M, D) embeddings.
+            image_ids, text_ids: (N,) and (M,) integers; equal ids are positives. ``arange`` where left out.
+            scores: (N, M) similarities from another model, instead of ``images`` and ``texts``.
+
+        Returns:
+            A 0-dim float32 tensor (float64 for float64 input), or per-anchor values with ``reduction="none"``.
+        """
+        return self.compute(self._similarity(images, texts, image_ids, text_ids, scores))
+
+    def compute(self, sim: Similarity) -> Tensor | tuple[Tensor, Tensor]:
+        """The loss of a similarity with images as rows and texts as columns."""
+        raise NotImplementedError(f"{type(self).__name__} must implement compute(sim)")
+
+    def _similarity(self, images, texts, image_ids, text_ids, scores) -> Similarity:
+        if isinstance(images, Similarity):
+            for name, x in (("texts", texts), ("image_ids", image_ids), ("text_ids", text_ids), ("scores", scores)):
+                if x is not None:
+                    raise ValueError(f"{name}: a Similarity stands for all of the input, expected None beside it")
+            return images
+        if scores is not None:
+            if images is not None or texts is not None:
+                raise ValueError("scores: expected either scores or images and texts, got both")
+            if self.engine == "tiled":
+                raise ValueError("engine: expected 'auto', 'dense' or 'reference' for scores, got 'tiled'")
+            return Similarity.from_scores(
+                scores, image_ids, text_ids, engine=self.engine, check_finite=self.check_finite
+            )
+        if images is None or texts is None:
+            missing = "images" if images is None else "texts"
+            raise TypeError(f"{missing}: expected embeddings (or pass scores=, or a Similarity), got None")
+        return Similarity(images, texts, image_ids, text_ids, engine=self.engine, check_finite=self.check_finite)

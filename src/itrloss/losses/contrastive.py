@@ -1,0 +1,88 @@
+"""The field's standard losses: triplet and InfoNCE."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from .. import functional
+from ..similarity import Similarity
+from .base import PairLoss
+
+
+class TripletLoss(PairLoss):
+    r"""Triplet ranking loss of VSE++ (Faghri et al. 2018), over both directions.
+
+    .. math:: \sum_{(i,p)\ \mathrm{positive}} \max_{j \in neg(i)} [\alpha - S_{ip} + S_{ij}]_+
+              + \max_{j \in neg(p)} [\alpha - S_{ip} + S_{jp}]_+
+
+    Training from scratch with the hardest negative can collapse to a plateau where the loss is ``2 * margin`` per pair;
+    the usual cure is to begin with all negatives: ``TripletLoss(mining="all")``, and after the first epoch
+    ``criterion.mining = "hardest"``.
+
+    Args:
+        margin: α, in units of cosine similarity.
+        mining: ``"hardest"`` negative of each anchor, or ``"all"`` (the sum over its negatives). May be set later.
+        reduction: as in VSE code bases the default is ``"sum"`` over all positive pairs and both directions.
+        engine, check_finite: see :class:`PairLoss`.
+    """
+
+    def __init__(self, margin: float = 0.2, mining: Literal["hardest", "all"] = "hardest", *, reduction="sum", **common):
+        super().__init__(reduction=reduction, **common)
+        self.margin = margin
+        self.mining = mining
+
+    @property
+    def mining(self) -> Literal["hardest", "all"]:
+        """Which negatives count: ``"hardest"`` or ``"all"``."""
+        return self._mining
+
+    @mining.setter
+    def mining(self, value: Literal["hardest", "all"]) -> None:
+        if value not in ("hardest", "all"):
+            raise ValueError(f"mining: expected 'hardest' or 'all', got {value!r}")
+        self._mining: Literal["hardest", "all"] = value
+
+    def compute(self, sim: Similarity) -> Tensor | tuple[Tensor, Tensor]:
+        """See :func:`itrloss.functional.triplet_loss`."""
+        return functional.triplet_loss(sim, self.margin, self.mining, self.reduction)
+
+    def extra_repr(self) -> str:
+        return f"margin={self.margin}, mining={self.mining!r}, reduction={self.reduction!r}"
+
+
+class InfoNCELoss(PairLoss):
+    r"""InfoNCE in both directions, any number of positives per anchor.
+
+    .. math:: \ell_i = \operatorname{mean}_{p \in pos(i)} -\log
+        \frac{e^{S_{ip}/\tau}}{e^{S_{ip}/\tau} + \sum_{j \in neg(i)} e^{S_{ij}/\tau}}
+
+    With ``reduction="mean"`` the two directions are added; CLIP's loss is half of it.
+
+    Args:
+        temperature: τ, in units of cosine similarity.
+        learnable: make τ a parameter, held as ``log(1/τ)`` (``log_scale``) as in CLIP.
+        reduction, engine, check_finite: see :class:`PairLoss`.
+    """
+
+    def __init__(self, temperature: float = 0.07, learnable: bool = False, **common):
+        super().__init__(**common)
+        if not temperature > 0:
+            raise ValueError(f"temperature: expected a number above 0, got {temperature}")
+        self.log_scale = nn.Parameter(torch.tensor(-math.log(temperature))) if learnable else None
+        self._temperature = temperature
+
+    @property
+    def temperature(self) -> float | Tensor:
+        """τ: a number, or a 0-dim tensor that follows ``log_scale``."""
+        return self._temperature if self.log_scale is None else (-self.log_scale).exp()
+
+    def compute(self, sim: Similarity) -> Tensor | tuple[Tensor, Tensor]:
+        """See :func:`itrloss.functional.info_nce_loss`."""
+        return functional.info_nce_loss(sim, self.temperature, self.reduction)
+
+    def extra_repr(self) -> str:
+        return f"temperature={float(self.temperature):.4g}, learnable={self.log_scale is not None}"

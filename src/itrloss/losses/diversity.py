@@ -1,0 +1,76 @@
+"""CODER's diversity-sensitive contrastive losses."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from .. import functional
+from ..similarity import Similarity
+from .base import PairLoss
+
+
+class DiversityContrastiveLoss(PairLoss):
+    r"""Diversity-sensitive contrastive loss, DCL (Wang et al., CODER, ECCV 2022, Eq. 4-5).
+
+    .. math::
+        \ell_i = \mu \log\Bigl(1 + \sum_{j \in neg(i)} e^{(S_{ij} - \gamma) / (\mu d_i)}\Bigr)
+                 - w \operatorname{mean}_{p \in pos(i)} \log(1 + S_{ip})
+
+    for images and for texts. The diversity ``d_i`` in (½, 1] is low where an anchor's negatives are all about equally
+    similar; that sharpens its temperature and weighs its hard negatives more.
+
+    Args:
+        temperature: μ.
+        margin: γ, in units of cosine similarity.
+        diversity: ``"std"`` (Eq. 3), ``"entropy"`` (supplement; see the warning at
+            :func:`itrloss.functional.entropy_diversity`), or None for the implicit form DCL_I with ``d = 1``.
+        epsilon: ε of the diversity scores.
+        detach_diversity: treat ``d`` as a weight; False sends gradients through it.
+        positive_weight: ``"paper"`` for ``w = μ`` as printed, or ``w`` itself, per direction. (HAL's balance, weight 1
+            counted once for both directions, is 0.5.)
+        positive: ``"clamp"`` keeps S above -1 + 1e-6 in ``log(1 + S)``; ``"relu"`` takes ``log(1 + max(S, 0))`` as the
+            public HAL and USER codes do. Warning: with ``"relu"`` a positive whose score is not above 0 is not pulled.
+        reduction, engine, check_finite: see :class:`PairLoss`.
+    """
+
+    def __init__(
+        self,
+        temperature: float = 0.1,
+        margin: float = 0.3,
+        diversity: functional.Diversity = "std",
+        epsilon: float = 0.1,
+        detach_diversity: bool = True,
+        positive_weight: float | Literal["paper"] = "paper",
+        positive: Literal["clamp", "relu"] = "clamp",
+        **common,
+    ):
+        super().__init__(**common)
+        if not temperature > 0:
+            raise ValueError(f"temperature: expected a number above 0, got {temperature}")
+        if diversity not in ("std", "entropy", None):
+            raise ValueError(f"diversity: expected 'std', 'entropy' or None, got {diversity!r}")
+        if positive_weight != "paper" and not isinstance(positive_weight, (int, float)):
+            raise ValueError(f"positive_weight: expected 'paper' or a number, got {positive_weight!r}")
+        if positive not in ("clamp", "relu"):
+            raise ValueError(f"positive: expected 'clamp' or 'relu', got {positive!r}")
+        self.temperature, self.margin, self.diversity, self.epsilon = temperature, margin, diversity, epsilon
+        self.detach_diversity, self.positive_weight, self.positive = detach_diversity, positive_weight, positive
+
+    def compute(self, sim: Similarity) -> Tensor | tuple[Tensor, Tensor]:
+        """See :func:`itrloss.functional.diversity_contrastive_loss`."""
+        return functional.diversity_contrastive_loss(
+            sim,
+            self.temperature,
+            self.margin,
+            self.diversity,
+            self.epsilon,
+            self.detach_diversity,
+            self.positive_weight,
+            self.positive,
+            self.reduction,
+        )
+
+    def extra_repr(self) -> str:
+        return f"temperature={self.temperature}, margin={self.margin}, diversity={self.diversity!r}"

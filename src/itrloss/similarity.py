@@ -1,0 +1,555 @@
+"""The similarity matrix of two sets of embeddings, as an object that answers questions and need never exist."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .engines import operators as ops
+from .engines import ranking, reference
+from .engines.pairs import TERMS
+from .engines.positives import Positives
+from .engines.tiles import Pair, Source, compute_dtype
+
+Engine = Literal["auto", "reference", "dense", "tiled"]
+Over = Literal["negatives", "all"]
+
+#: Bytes that ``engine="auto"`` lets the dense engine spend on the score matrix (8192 x 8192 float32 scores).
+DEFAULT_MEMORY_BUDGET = 256 * 2**20
+_SPARSE_PAYS = 2**18  # from so many scores gathering embeddings is cheaper than two products with a sparse gradient
+
+
+class Moments(NamedTuple):
+    """Mean and population standard deviation of an anchor's negatives, one value per anchor."""
+
+    mean: Tensor
+    std: Tensor
+
+
+class Hardest(NamedTuple):
+    """Score and index of an anchor's highest-scoring negative; -inf and -1 where it has none."""
+
+    values: Tensor
+    indices: Tensor
+
+
+class TopK(NamedTuple):
+    """The best candidates of an anchor, best first: (N, k) scores and indices."""
+
+    values: Tensor
+    indices: Tensor
+
+
+class _Matrix:
+    """What the views share: the inputs, the engine, and the scores once they were needed."""
+
+    def __init__(self, rows: Tensor, cols: Tensor | None, ids: Pair, normalize: bool, engine: str):
+        self.rows, self.cols, self.ids, self.normalize, self.engine = rows, cols, ids, normalize, engine
+        self.shape = (rows.shape[0], rows.shape[1] if cols is None else cols.shape[0])
+        self.bounded = normalize and cols is not None
+        self._scores = rows if cols is None else None
+        self._inv: Pair = (None, None)
+        if self.bounded and cols is not None and engine != "reference":
+            self._inv = ops.inverse_norms(rows.detach()), ops.inverse_norms(cols.detach())
+
+    def detach(self) -> _Matrix:
+        """The same scores without a gradient; a dense product is shared, not repeated."""
+        twin = object.__new__(_Matrix)
+        twin.__dict__.update(self.__dict__)
+        twin.rows, twin.cols = self.rows.detach(), None if self.cols is None else self.cols.detach()
+        twin._scores = None if self.engine == "tiled" and self.cols is not None else self.scores().detach()
+        return twin
+
+    def scores(self) -> Tensor:
+        if self._scores is None:
+            assert self.cols is not None
+            if self.engine == "reference":
+                self._scores = reference.scores(self.rows, self.cols, self.normalize)
+            else:
+                self._scores = ops.Product.apply(self.rows, self.cols, *self._inv)
+        assert self._scores is not None
+        return self._scores
+
+    def source(self, sparse: bool = False) -> Source:
+        """What the operators work on: the matrix if it may exist, else (or if ``sparse``) the embeddings."""
+        sparse = sparse and self.shape[0] * self.shape[1] >= _SPARSE_PAYS
+        if self.cols is None or (self.engine == "dense" and not sparse):
+            return Source(self.scores(), None, None, None, *self.ids)
+        return Source(self.rows, self.cols, *self._inv, *self.ids)
+
+    def positives_of(self) -> Positives:
+        return Positives(*self.shape, *self.ids, self.rows.device)
+
+    def _by_reference(self, asked: tuple[bool, bool]):
+        """(scores, positive mask) as each asked side sees them."""
+        s = self.scores()
+        if self.ids[0] is None:
+            mask = torch.eye(*self.shape, dtype=torch.bool, device=s.device)
+        else:
+            assert self.ids[1] is not None
+            mask = self.ids[0][:, None] == self.ids[1]
+        return [(s, mask) if asked[0] else None, (s.T, mask.T) if asked[1] else None]
+
+    def logsumexp(self, scales: Pair, over: Over) -> tuple[Pair, Pair]:
+        """Log-sum-exp and softmax mean of the scores (the latter empty unless a scale needs it)."""
+        masked = over == "negatives"
+        asked = scales[0] is not None, scales[1] is not None
+        if self.engine == "reference":
+            values = [
+                None if v is None or a is None else reference.logsumexp(*v, a, masked)
+                for v, a in zip(self._by_reference(asked), scales, strict=True)
+            ]
+            return (values[0], values[1]), (None, None)
+        expect = not masked or any(a is not None and a.requires_grad for a in scales)
+        out = ops.LogSumExp.apply(*self.source(), *scales, masked, self.bounded, expect)
+        return out[:2], out[2:]
+
+    def moments(self, asked: tuple[bool, bool]) -> list[Moments]:
+        if self.engine == "reference":
+            pairs = [None if v is None else reference.moments(*v) for v in self._by_reference(asked)]
+        else:
+            out = ops.Moments.apply(*self.source(), *asked)
+            pairs = [(out[0], out[2]), (out[1], out[3])]
+        return [p if p is None else Moments(p[0], p[1].clamp_min(1e-12).sqrt()) for p in pairs]  # type: ignore[misc]
+
+    def entropy(self, temperature: float, asked: tuple[bool, bool]) -> list[Tensor]:
+        scale = 1 / temperature
+        if self.engine == "reference":
+            return [None if v is None else reference.entropy(*v, scale) for v in self._by_reference(asked)]  # type: ignore[misc]
+        a = self.rows.new_full((1,), scale, dtype=compute_dtype(self.rows))
+        scales = a if asked[0] else None, a if asked[1] else None
+        totals, means = self.logsumexp(scales, "all")
+        # H = L - a E over all candidates, less what the positives contribute.
+        shares = self.positives("surprisal", ([totals[0], a], [totals[1], a]), asked)
+        return [(t - scale * e - p) / math.log(2) for t, e, p in zip(totals, means, shares, strict=True)]  # type: ignore[operator]
+
+    def hardest(self, asked: tuple[bool, bool]) -> list[Hardest]:
+        if self.engine == "reference":
+            return [None if v is None else Hardest(*reference.hardest(*v)) for v in self._by_reference(asked)]  # type: ignore[misc]
+        found: list[Hardest] = []
+        source = self.source(sparse=True)
+        for side, index in enumerate(ops.hardest(*_detached(self.source()), *asked)):
+            if not asked[side]:
+                found.append(None)  # type: ignore[arg-type]
+                continue
+            seen = source if side == 0 else _transposed(source)
+            value = ops.PairScores.apply(*seen[:4], index.clamp_min(0))
+            found.append(Hardest(value.masked_fill(index < 0, -math.inf), index))
+        return found
+
+    def positives(self, term: str, params: tuple[list, list], asked: tuple[bool, bool], sparse: bool = False):
+        if self.engine == "reference":
+            views = self._by_reference(asked)
+            return [None if v is None else reference.positives(*v, term, p) for v, p in zip(views, params, strict=True)]
+        if self.ids[0] is None:  # one positive an anchor: no sums, and a term without parameters is the same for both
+            diagonal = self.diagonal(sparse)
+            values = TERMS[term](diagonal, *params[0]) if asked[0] or not params[1] else None
+            return values, TERMS[term](diagonal, *params[1]) if params[1] and asked[1] else values
+        rows, cols = (params[0] if asked[0] else []), (params[1] if asked[1] else [])
+        return ops.PositiveSums.apply(*self.source(sparse), term, *asked, len(rows), *rows, *cols)
+
+    def diagonal(self, sparse: bool) -> Tensor:
+        """(N,) scores of row i with column i, differentiable."""
+        source = self.source(sparse)
+        if source.cols is None:
+            return source.rows.diagonal()
+        return ops.PairScores.apply(*source[:4], torch.arange(self.shape[0], device=self.rows.device))
+
+    def violations(self, margin: float, asked: tuple[bool, bool]):
+        if self.engine == "reference":
+            return [None if v is None else reference.violations(*v, margin) for v in self._by_reference(asked)]
+        return ops.Violations.apply(*self.source(), margin, *asked)
+
+    def positive_counts(self, asked: tuple[bool, bool]) -> list[Tensor]:
+        positives = self.positives_of()
+        return [p.counts() if a else None for p, a in zip((positives, positives.T), asked, strict=True)]  # type: ignore[misc]
+
+
+def _detached(source: Source) -> Source:
+    return Source(*(None if x is None else x.detach() for x in source))  # type: ignore[arg-type]
+
+
+def _transposed(source: Source) -> Source:
+    rows, cols, row_inv, col_inv, row_ids, col_ids = source
+    if cols is None:
+        return Source(rows.T, None, None, None, col_ids, row_ids)
+    return Source(cols, rows, col_inv, row_inv, col_ids, row_ids)
+
+
+class Both:
+    """Rows and columns answered out of one pass: each method returns the pair ``(of the rows, of the columns)``.
+
+    The methods are those of :class:`Similarity`; where that takes a value per row, these take one for the rows and
+    one for the columns.
+    """
+
+    def __init__(self, matrix: _Matrix, flipped: bool):
+        self._matrix, self._flipped = matrix, flipped
+
+    def _order(self, pair):
+        return (pair[1], pair[0]) if self._flipped else (pair[0], pair[1])
+
+    @property
+    def positive_counts(self) -> tuple[Tensor, Tensor]:
+        """(N,) and (M,) int64: how many positives each anchor has."""
+        return self._order(self._matrix.positive_counts((True, True)))
+
+    @property
+    def negative_counts(self) -> tuple[Tensor, Tensor]:
+        """(N,) and (M,) int64: how many negatives each anchor has."""
+        n, m = self._matrix.shape
+        rows, cols = self._matrix.positive_counts((True, True))
+        return self._order((m - rows, n - cols))
+
+    def moments(self) -> tuple[Moments, Moments]:
+        """See :meth:`Similarity.moments`."""
+        return self._order(self._matrix.moments((True, True)))
+
+    def logsumexp(
+        self, row_scale: float | Tensor = 1.0, col_scale: float | Tensor | None = None, *, over: Over = "negatives"
+    ) -> tuple[Tensor, Tensor]:
+        """See :meth:`Similarity.logsumexp`; ``col_scale`` is ``row_scale`` unless given."""
+        first = _scale(self._matrix, row_scale, self._flipped)
+        second = first if col_scale is None else _scale(self._matrix, col_scale, not self._flipped)
+        return self._order(self._matrix.logsumexp(self._order((first, second)), _over(over))[0])
+
+    def entropy(self, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """See :meth:`Similarity.entropy`."""
+        return self._order(self._matrix.entropy(_positive("temperature", temperature), (True, True)))
+
+    def hardest(self) -> tuple[Hardest, Hardest]:
+        """See :meth:`Similarity.hardest`."""
+        return self._order(self._matrix.hardest((True, True)))
+
+    def positives(
+        self,
+        term: str = "identity",
+        row_params: tuple[Tensor, ...] = (),
+        col_params: tuple[Tensor, ...] = (),
+        *,
+        sparse: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """See :meth:`Similarity.positives`."""
+        params = self._order((_params(self._matrix, row_params), _params(self._matrix, col_params)))
+        return self._order(self._matrix.positives(_term(term), params, (True, True), sparse))
+
+    def violations(self, margin: float) -> tuple[Tensor, Tensor]:
+        """See :meth:`Similarity.violations`."""
+        return self._order(self._matrix.violations(float(margin), (True, True)))
+
+    def topk(self, k: int, row_bias: Tensor | None = None, col_bias: Tensor | None = None) -> tuple[TopK, TopK]:
+        """See :meth:`Similarity.topk`: ``col_bias`` (M,) is added for the rows, ``row_bias`` (N,) for the columns."""
+        biases = self._order((_bias(col_bias), _bias(row_bias)))
+        with torch.no_grad():
+            values, indices = ranking.topk(_detached(self._matrix.source()), (k, k), biases)
+        return self._order((TopK(values[0], indices[0]), TopK(values[1], indices[1])))
+
+    def ranks(
+        self, row_bias: Tensor | None = None, col_bias: Tensor | None = None, *, ties: str = "pessimistic"
+    ) -> tuple[Tensor, Tensor]:
+        """See :meth:`Similarity.ranks`: ``col_bias`` (M,) is added for the rows, ``row_bias`` (N,) for the columns."""
+        biases = self._order((_bias(col_bias), _bias(row_bias)))
+        with torch.no_grad():
+            return self._order(
+                ranking.ranks(_detached(self._matrix.source()), biases, (True, True), _optimistic(ties))
+            )
+
+
+class Similarity:
+    """The cosine similarities of two sets of embeddings, and who matches whom.
+
+    ``S[i, j] = cos(rows[i], cols[j])``, computed in float32 at least. A pair is *positive* if its ids are equal and
+    *negative* otherwise. Losses, re-rankers and metrics ask this object questions; how an answer is computed, and
+    whether the (N, M) matrix ever exists, is the business of the engine:
+
+    ========== =======================================================================================
+    reference  dense matrix and autograd in plain PyTorch: the specification, for tests and for reading
+    dense      one product, hand-written forward and backward passes over it
+    tiled      tile after tile in a fixed workspace, recomputed in backward; memory O((N + M) D)
+    auto       dense while the matrix takes at most ``memory_budget`` bytes, else tiled
+    ========== =======================================================================================
+
+    All answers are differentiable unless they say otherwise. They describe each row; ``sim.T`` asks for the columns
+    and ``sim.both`` for rows and columns out of one pass.
+
+    Args:
+        rows: (N, D) embeddings, floating point; half precision is scored in float32.
+        cols: (M, D) embeddings.
+        row_ids, col_ids: (N,) and (M,) integers; ``arange`` where left out. If both are left out, N must be M.
+        normalize: scale embeddings to unit length first (a zero vector scores 0 and gets no gradient).
+        engine: one of the above.
+        memory_budget: bytes for ``engine="auto"``; backward holds a second matrix of the same size.
+        check_finite: refuse nan and infinite embeddings (reads the data: an accelerator has to be waited for).
+
+    Raises:
+        TypeError, ValueError: naming the argument, what it was and what it should be.
+    """
+
+    def __init__(
+        self,
+        rows: Tensor,
+        cols: Tensor,
+        row_ids: Tensor | None = None,
+        col_ids: Tensor | None = None,
+        *,
+        normalize: bool = True,
+        engine: Engine = "auto",
+        memory_budget: int = DEFAULT_MEMORY_BUDGET,
+        check_finite: bool = False,
+    ):
+        _check_matrix("rows", rows, "(N, D)", check_finite)
+        _check_matrix("cols", cols, "(M, D)", check_finite)
+        if rows.shape[1] != cols.shape[1]:
+            raise ValueError(
+                f"cols: expected embeddings of dimension {rows.shape[1]} like rows, got shape {tuple(cols.shape)}"
+            )
+        if (rows.dtype == torch.float64) != (cols.dtype == torch.float64):
+            raise TypeError(f"cols: expected float64 on both sides or on neither, got {rows.dtype} and {cols.dtype}")
+        if rows.device != cols.device:
+            raise ValueError(f"cols: expected device {rows.device} like rows, got {cols.device}")
+        n, m = rows.shape[0], cols.shape[0]
+        ids = _check_ids(row_ids, col_ids, n, m, rows.device)
+        chosen = _choose(engine, n * m * compute_dtype(rows).itemsize, memory_budget)
+        self._matrix, self._flipped = _Matrix(rows, cols, ids, normalize, chosen), False
+
+    @classmethod
+    def from_scores(
+        cls,
+        scores: Tensor,
+        row_ids: Tensor | None = None,
+        col_ids: Tensor | None = None,
+        *,
+        engine: Literal["auto", "reference", "dense"] = "auto",
+        check_finite: bool = False,
+    ) -> Similarity:
+        """A similarity matrix (N, M) that some model computed already; higher means more similar, any range.
+
+        The matrix exists, so the engine is dense (or the reference); the gradient is that of the scores.
+        """
+        _check_matrix("scores", scores, "(N, M)", check_finite)
+        if engine not in ("auto", "dense", "reference"):
+            raise ValueError(f"engine: expected 'auto', 'dense' or 'reference' for scores, got {engine!r}")
+        ids = _check_ids(row_ids, col_ids, *scores.shape, scores.device)
+        chosen = "dense" if engine == "auto" else engine
+        return cls._view(_Matrix(scores.to(compute_dtype(scores)), None, ids, False, chosen), False)
+
+    @classmethod
+    def _view(cls, matrix: _Matrix, flipped: bool) -> Similarity:
+        view = object.__new__(cls)
+        view._matrix, view._flipped = matrix, flipped
+        return view
+
+    def __repr__(self) -> str:
+        n, m = self.shape
+        return f"Similarity({n} x {m}, engine={self.engine!r}, dtype={self.dtype}, device={self.device})"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, M)."""
+        n, m = self._matrix.shape
+        return (m, n) if self._flipped else (n, m)
+
+    @property
+    def engine(self) -> str:
+        """The engine in use: ``"reference"``, ``"dense"`` or ``"tiled"``."""
+        return self._matrix.engine
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of scores and answers: float64 for float64 inputs, else float32."""
+        return compute_dtype(self._matrix.rows)
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs and answers live."""
+        return self._matrix.rows.device
+
+    @property
+    def ids(self) -> tuple[Tensor | None, Tensor | None]:
+        """(N,) and (M,) ids as they are compared; None, None if row i simply matches column i."""
+        return self._mine((self._matrix.ids, self._matrix.ids[::-1]))
+
+    @property
+    def one_to_one(self) -> bool:
+        """Whether ids were left out: row i matches column i and nothing else."""
+        return self._matrix.ids[0] is None
+
+    @property
+    def T(self) -> Similarity:
+        """The same similarities with the columns as anchors."""
+        return self._view(self._matrix, not self._flipped)
+
+    @property
+    def both(self) -> Both:
+        """The same questions, answered for rows and columns out of one pass."""
+        return Both(self._matrix, self._flipped)
+
+    def detach(self) -> Similarity:
+        """The same similarities, cut off from the gradient."""
+        return self._view(self._matrix.detach(), self._flipped)
+
+    def scores(self) -> Tensor:
+        """The (N, M) matrix itself, differentiable. It is materialised, whatever the engine."""
+        return self._matrix.scores().T if self._flipped else self._matrix.scores()
+
+    @property
+    def _asked(self) -> tuple[bool, bool]:
+        return (not self._flipped, self._flipped)
+
+    def _mine(self, pair):
+        return pair[1] if self._flipped else pair[0]
+
+    @property
+    def positive_counts(self) -> Tensor:
+        """(N,) int64: how many columns match each row."""
+        return self._mine(self._matrix.positive_counts(self._asked))
+
+    @property
+    def negative_counts(self) -> Tensor:
+        """(N,) int64: how many columns do not match each row."""
+        return self.shape[1] - self.positive_counts
+
+    def moments(self) -> Moments:
+        """(N,) mean and population standard deviation (at least 1e-6) of each row's negatives."""
+        return self._mine(self._matrix.moments(self._asked))
+
+    def logsumexp(self, scale: float | Tensor = 1.0, *, over: Over = "negatives") -> Tensor:
+        """(N,) ``log sum_j exp(scale_i S_ij)`` over each row's negatives, or over all columns.
+
+        ``scale`` is a number, a 0-dim tensor or one value per row, differentiable. -inf for a row without negatives.
+        """
+        mine = _scale(self._matrix, scale, self._flipped)
+        return self._mine(self._matrix.logsumexp((None, mine) if self._flipped else (mine, None), _over(over))[0])
+
+    def entropy(self, temperature: float = 1.0) -> Tensor:
+        """(N,) ``-sum_{j in neg(i)} P_ij log2 P_ij``, ``P_i`` the softmax of ``S_i / temperature`` over all columns."""
+        return self._mine(self._matrix.entropy(_positive("temperature", temperature), self._asked))
+
+    def hardest(self) -> Hardest:
+        """Each row's highest-scoring negative. Its gradient goes straight to the two embeddings of the pair."""
+        return self._mine(self._matrix.hardest(self._asked))
+
+    def positives(self, term: str = "identity", *params: Tensor, sparse: bool = False) -> Tensor:
+        """(N,) ``sum_{p in pos(i)} term(S_ip, *params_i)``, 0 for a row without positives.
+
+        ``term`` names an elementwise function registered with :func:`itrloss.pair_term`; each of ``params`` holds one
+        value per row, or one for all, and gets its gradient. ``sparse=True`` sends the gradient straight to the
+        embeddings of the pairs instead of through the dense matrix: cheaper if no other answer has a dense gradient.
+        """
+        mine = _params(self._matrix, params)
+        both = ([], mine) if self._flipped else (mine, [])
+        return self._mine(self._matrix.positives(_term(term), both, self._asked, sparse))
+
+    def violations(self, margin: float) -> Tensor:
+        """(N,) ``sum_{p in pos(i)} sum_{j in neg(i)} max(margin - S_ip + S_ij, 0)``."""
+        return self._mine(self._matrix.violations(float(margin), self._asked))
+
+    def topk(self, k: int, bias: Tensor | None = None) -> TopK:
+        """The k columns with the highest ``S_ij + bias_j`` for each row. No gradient."""
+        if not 1 <= k <= self.shape[1]:
+            raise ValueError(f"k: expected a number from 1 to {self.shape[1]}, got {k}")
+        ks, biases = ((0, k), (None, _bias(bias))) if self._flipped else ((k, 0), (_bias(bias), None))
+        with torch.no_grad():
+            values, indices = ranking.topk(_detached(self._matrix.source()), ks, biases)
+        return TopK(self._mine(values), self._mine(indices))
+
+    def ranks(self, bias: Tensor | None = None, *, ties: str = "pessimistic") -> Tensor:
+        """(N, P) ranks (from 1) of each row's positives by ``S_ij + bias_j``, ascending, padded with 0. No gradient.
+
+        P is the largest number of positives of a row. With ``ties="pessimistic"`` a negative that scores the same as
+        a positive is ahead of it, with ``"optimistic"`` behind it. The positive's score comes from the same product
+        as its rivals', so rounding cannot move it.
+        """
+        biases = (None, _bias(bias)) if self._flipped else (_bias(bias), None)
+        with torch.no_grad():
+            source = _detached(self._matrix.source())
+            return self._mine(ranking.ranks(source, biases, self._asked, _optimistic(ties)))
+
+
+# ------------------------------------------------------------------------------------------------- arguments
+
+
+def _check_matrix(name: str, x: Tensor, wanted: str, check_finite: bool) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a floating-point tensor {wanted}, got {type(x).__name__}")
+    if not x.is_floating_point():
+        raise TypeError(f"{name}: expected a floating-point tensor {wanted}, got {x.dtype}")
+    if x.dim() != 2:
+        raise ValueError(f"{name}: expected shape {wanted}, got {tuple(x.shape)}")
+    if x.shape[0] == 0 or x.shape[1] == 0:
+        raise ValueError(f"{name}: expected at least one row and one column, got shape {tuple(x.shape)}")
+    if check_finite and not bool(torch.isfinite(x).all()):
+        raise ValueError(f"{name}: expected finite values, got nan or infinity")
+
+
+def _check_ids(row_ids: Tensor | None, col_ids: Tensor | None, n: int, m: int, device: torch.device) -> Pair:
+    if row_ids is None and col_ids is None:
+        if n != m:
+            raise ValueError(f"row_ids, col_ids: needed for {n} rows and {m} columns; only N = M has a default pairing")
+        return None, None
+    checked = []
+    for name, ids, size in (("row_ids", row_ids, n), ("col_ids", col_ids, m)):
+        if ids is None:
+            checked.append(torch.arange(size, device=device))
+            continue
+        if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+            raise TypeError(f"{name}: expected an integer tensor of shape ({size},), got {got}")
+        if ids.shape != (size,):
+            raise ValueError(f"{name}: expected shape ({size},), got {tuple(ids.shape)}")
+        checked.append(ids.to(device, torch.int64))
+    return checked[0], checked[1]
+
+
+def _choose(engine: str, matrix_bytes: int, budget: int) -> str:
+    if engine == "auto":
+        return "dense" if matrix_bytes <= budget else "tiled"
+    if engine not in ("reference", "dense", "tiled"):
+        raise ValueError(f"engine: expected 'auto', 'reference', 'dense' or 'tiled', got {engine!r}")
+    return engine
+
+
+def _scale(matrix: _Matrix, scale: float | Tensor, of_columns: bool) -> Tensor:
+    """As a tensor of one value, or of one per anchor, in the compute dtype."""
+    dtype = compute_dtype(matrix.rows)
+    if not isinstance(scale, Tensor):
+        return matrix.rows.new_full((1,), float(scale), dtype=dtype)
+    size = matrix.shape[1 if of_columns else 0]
+    if scale.numel() != 1 and scale.shape != (size,):
+        raise ValueError(f"scale: expected a number or shape ({size},), got {tuple(scale.shape)}")
+    return scale.reshape(-1).to(matrix.rows.device, dtype)
+
+
+def _params(matrix: _Matrix, params: tuple[Tensor, ...]) -> list[Tensor]:
+    return [p.reshape(-1).to(compute_dtype(matrix.rows)) for p in params]
+
+
+def _over(over: str) -> Over:
+    if over not in ("negatives", "all"):
+        raise ValueError(f"over: expected 'negatives' or 'all', got {over!r}")
+    return over
+
+
+def _term(term: str) -> str:
+    if term not in TERMS:
+        raise ValueError(f"term: expected one of {sorted(TERMS)}, got {term!r}")
+    return term
+
+
+def _positive(name: str, value: float) -> float:
+    if not value > 0:
+        raise ValueError(f"{name}: expected a number above 0, got {value}")
+    return float(value)
+
+
+def _bias(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.detach()
+
+
+def _optimistic(ties: str) -> bool:
+    if ties not in ("pessimistic", "optimistic"):
+        raise ValueError(f"ties: expected 'pessimistic' or 'optimistic', got {ties!r}")
+    return ties == "optimistic"
