@@ -12,6 +12,7 @@ from .engines import operators as ops
 from .engines import ranking, reference
 from .engines.pairs import TERMS
 from .engines.positives import Positives
+from .engines.softmax import ENTROPY, MEAN
 from .engines.tiles import Pair, Source, compute_dtype
 
 Engine = Literal["auto", "reference", "dense", "tiled"]
@@ -93,19 +94,17 @@ class _Matrix:
             mask = self.ids[0][:, None] == self.ids[1]
         return [(s, mask) if asked[0] else None, (s.T, mask.T) if asked[1] else None]
 
-    def logsumexp(self, scales: Pair, over: Over) -> tuple[Pair, Pair]:
-        """Log-sum-exp and softmax mean of the scores (the latter empty unless a scale needs it)."""
+    def logsumexp(self, scales: Pair, over: Over) -> Pair:
         masked = over == "negatives"
-        asked = scales[0] is not None, scales[1] is not None
         if self.engine == "reference":
-            values = [
+            views = self._by_reference((scales[0] is not None, scales[1] is not None))
+            rows, cols = (
                 None if v is None or a is None else reference.logsumexp(*v, a, masked)
-                for v, a in zip(self._by_reference(asked), scales, strict=True)
-            ]
-            return (values[0], values[1]), (None, None)
-        expect = not masked or any(a is not None and a.requires_grad for a in scales)
-        out = ops.LogSumExp.apply(*self.source(), *scales, masked, self.bounded, expect)
-        return out[:2], out[2:]
+                for v, a in zip(views, scales, strict=True)
+            )
+            return rows, cols
+        by_scale = any(a is not None and a.requires_grad for a in scales)
+        return ops.LogSumExp.apply(*self.source(), *scales, masked, self.bounded, MEAN if by_scale else 0)[:2]
 
     def moments(self, asked: tuple[bool, bool]) -> list[Moments]:
         if self.engine == "reference":
@@ -121,10 +120,8 @@ class _Matrix:
             return [None if v is None else reference.entropy(*v, scale) for v in self._by_reference(asked)]  # type: ignore[misc]
         a = self.rows.new_full((1,), scale, dtype=compute_dtype(self.rows))
         scales = a if asked[0] else None, a if asked[1] else None
-        totals, means = self.logsumexp(scales, "all")
-        # H = L - a E over all candidates, less what the positives contribute.
-        shares = self.positives("surprisal", ([totals[0], a], [totals[1], a]), asked)
-        return [(t - scale * e - p) / math.log(2) for t, e, p in zip(totals, means, shares, strict=True)]  # type: ignore[operator]
+        *_, rows, cols = ops.LogSumExp.apply(*self.source(), *scales, True, self.bounded, ENTROPY)
+        return [figure[0] / math.log(2) if ask else figure for figure, ask in zip((rows, cols), asked, strict=True)]
 
     def hardest(self, asked: tuple[bool, bool]) -> list[Hardest]:
         if self.engine == "reference":
@@ -214,7 +211,7 @@ class Both:
         """See :meth:`Similarity.logsumexp`; ``col_scale`` is ``row_scale`` unless given."""
         first = _scale(self._matrix, row_scale, self._flipped)
         second = first if col_scale is None else _scale(self._matrix, col_scale, not self._flipped)
-        return self._order(self._matrix.logsumexp(self._order((first, second)), _over(over))[0])
+        return self._order(self._matrix.logsumexp(self._order((first, second)), _over(over)))
 
     def entropy(self, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """See :meth:`Similarity.entropy`."""
@@ -422,7 +419,7 @@ class Similarity:
         ``scale`` is a number, a 0-dim tensor or one value per row, differentiable. -inf for a row without negatives.
         """
         mine = _scale(self._matrix, scale, self._flipped)
-        return self._mine(self._matrix.logsumexp((None, mine) if self._flipped else (mine, None), _over(over))[0])
+        return self._mine(self._matrix.logsumexp((None, mine) if self._flipped else (mine, None), _over(over)))
 
     def entropy(self, temperature: float = 1.0) -> Tensor:
         """(N,) ``-sum_{j in neg(i)} P_ij log2 P_ij``, ``P_i`` the softmax of ``S_i / temperature`` over all columns."""

@@ -134,19 +134,24 @@ def _full_precision(x: Tensor):
 
 
 def _fake_logsumexp(*args):
-    source, asked = Source(*args[:6]), _asked(args[6:8])
-    means = _sizes(source, asked if args[10] else (False, False))
-    return (*_sizes(source, asked), *means)
+    source, asked, extra = Source(*args[:6]), _asked(args[6:8]), args[10]
+    made = []
+    for total, scale in zip(_sizes(source, asked), args[6:8], strict=True):
+        figure = torch.empty_like(total) if extra else total.new_empty(0)
+        if extra == softmax.ENTROPY and scale is not None:
+            figure = total.new_empty(2, total.shape[0])
+        made.append((total, torch.empty_like(total), figure))
+    return tuple(x for field in zip(*made, strict=True) for x in field)
 
 
 @_operator(
-    "(SOURCE, Tensor? row_scale, Tensor? col_scale, bool masked, bool bounded, bool expect)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    "(SOURCE, Tensor? row_scale, Tensor? col_scale, bool masked, bool bounded, int extra)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake_logsumexp,
 )
 def logsumexp(*args):
-    values, means = softmax.logsumexp(Source(*args[:6]), args[6:8], *args[8:])
-    return (*values, *means)
+    rows, cols = softmax.logsumexp(Source(*args[:6]), args[6:8], *args[8:])
+    return tuple(x for field in zip(rows, cols, strict=True) for x in field)
 
 
 def _fake_source_gradient(*args):
@@ -154,45 +159,49 @@ def _fake_source_gradient(*args):
 
 
 @_operator(
-    "(SOURCE, Tensor? row_scale, Tensor? col_scale, Tensor? row_value, Tensor? col_value, Tensor? row_mean,"
-    " Tensor? col_mean, Tensor? row_grad, Tensor? col_grad, Tensor? row_mean_grad, Tensor? col_mean_grad,"
-    " bool masked, bool bounded, bool need_rows, bool need_cols) -> (Tensor, Tensor)",
+    "(SOURCE, Tensor? row_scale, Tensor? col_scale, Tensor row_total, Tensor col_total, Tensor row_top,"
+    " Tensor col_top, Tensor row_figure, Tensor col_figure, Tensor? row_grad, Tensor? col_grad,"
+    " Tensor? row_figure_grad, Tensor? col_figure_grad, bool masked, bool bounded, int extra, bool need_rows,"
+    " bool need_cols) -> (Tensor, Tensor)",
     _fake_source_gradient,
 )
 def logsumexp_backward(*args):
     a = args[6:]
-    return softmax.logsumexp_backward(
-        Source(*args[:6]), a[0:2], a[2:4], a[4:6], a[6:8], a[8:10], a[10], a[11], (a[12], a[13])
-    )
+    sums = softmax.Sums(a[2], a[4], a[6]), softmax.Sums(a[3], a[5], a[7])
+    return softmax.logsumexp_backward(Source(*args[:6]), a[0:2], sums, a[8:10], a[10:12], *a[12:15], a[15:])
 
 
 class LogSumExp(torch.autograd.Function):
-    """``(row L, column L, row E, column E)`` of :func:`itrloss.engines.softmax.logsumexp`."""
+    """``(row L, column L, row figure, column figure)`` of :func:`itrloss.engines.softmax.logsumexp`.
+
+    The entropy is differentiable. The mean is there for the derivative by the scale, which it is.
+    """
 
     @staticmethod
-    def forward(ctx, rows, cols, row_inv, col_inv, row_ids, col_ids, row_scale, col_scale, masked, bounded, expect):
+    def forward(ctx, rows, cols, row_inv, col_inv, row_ids, col_ids, row_scale, col_scale, masked, bounded, extra):
         source = (rows, cols, row_inv, col_inv, row_ids, col_ids)
-        scales = (row_scale, col_scale)
-        # The softmax mean of the scores is also the derivative of L by its scale.
-        expect = expect or any(s is not None and s.requires_grad for s in scales)
-        out = logsumexp(*source, *scales, masked, bounded, expect)
-        ctx.save_for_backward(*source, *scales, *out)
-        ctx.flags = masked, bounded
+        sums = logsumexp(*source, row_scale, col_scale, masked, bounded, extra)
+        ctx.save_for_backward(*source, row_scale, col_scale, *sums)
+        ctx.flags, ctx.entropic = (masked, bounded, extra), extra == softmax.ENTROPY
         ctx.set_materialize_grads(False)
-        return out
+        values = (softmax.Sums(*sums[side::2]).value for side in (0, 1))
+        figures = tuple(x.clone() for x in sums[4:])
+        if not ctx.entropic:
+            ctx.mark_non_differentiable(*figures)
+        return (*values, *figures)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
         saved = ctx.saved_tensors
-        source, scales, values, means = saved[:6], saved[6:8], saved[8:10], saved[10:12]
+        source, scales, sums = saved[:6], saved[6:8], saved[8:]
         rows = cols = None
+        if not ctx.entropic:
+            grads = (*grads[:2], None, None)
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            rows, cols = logsumexp_backward(
-                *source, *scales, *values, *means, *grads, *ctx.flags, *ctx.needs_input_grad[:2]
-            )
+            rows, cols = logsumexp_backward(*source, *scales, *sums, *grads, *ctx.flags, *ctx.needs_input_grad[:2])
         found = []
-        for scale, mean, grad, needed in zip(scales, means, grads[:2], ctx.needs_input_grad[6:8], strict=True):
+        for scale, mean, grad, needed in zip(scales, sums[4:], grads[:2], ctx.needs_input_grad[6:8], strict=True):
             by_scale = None
             if needed and grad is not None:
                 by_scale = grad * mean

@@ -164,13 +164,6 @@ def hinge(scores: Tensor, threshold: Tensor) -> Tensor:
     return F.relu(threshold - scores)
 
 
-@pair_term
-def surprisal(scores: Tensor, total: Tensor, scale: Tensor) -> Tensor:
-    """``-p log p`` with ``p = exp(a S - L)``: one candidate's share of an entropy, in nats."""
-    z = scale * scores - total
-    return -z.exp() * z
-
-
 def positives(source: Source, term: str, params: tuple[list[Tensor], list[Tensor]], asked: tuple[bool, bool]):
     """``sum_{p in pos(i)} term(S_ip, *params_i)`` for the rows, and the same for the columns."""
     sums = [source.rows.new_zeros(size, dtype=source.dtype) for size in source.shape]
@@ -236,7 +229,7 @@ class _Masked:
         self.scores = tile.scores
 
     def take(self, vectors: list[Tensor], side: int) -> list[Tensor]:
-        return [self.tile.spread(v, SIDES[side][1]) for v in vectors]
+        return [self.tile.spread(v, SIDES[side][1]).expand(self.scores.shape) for v in vectors]
 
     def add_to(self, sums: Tensor, values: Tensor, side: int) -> None:
         values = values.masked_fill(~self.mask, 0)

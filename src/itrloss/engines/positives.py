@@ -87,12 +87,17 @@ class Positives:
         count = self.counts()
         return i, j, torch.arange(i.numel(), device=i.device) - (count.cumsum(0) - count)[i]
 
-    def fill_(self, x: Tensor, tile: Tile, value: float) -> Tensor:
-        """Overwrite the positive entries of a tile-shaped ``x``."""
+    def fill_(self, x: Tensor, tile: Tile, value: float | Tensor, dim: int = 1) -> Tensor:
+        """Overwrite the positive entries of a tile-shaped ``x`` by a number, or by one per row (``dim=1``) or column."""
         if self.diagonal:
             offset = tile.r0 - tile.c0
             if -x.shape[0] < offset < x.shape[1]:
-                x.diagonal(offset).fill_(value)
+                place = x.diagonal(offset)
+                if isinstance(value, Tensor):
+                    start = max(tile.r0, tile.c0)
+                    place.copy_(value[start : start + place.numel()] if value.numel() > 1 else value)
+                else:
+                    place.fill_(value)
             return x
         assert self.row_ids is not None and self.col_ids is not None
         if self.device.type == "cpu" and x.numel() > _DENSE_MASK:
@@ -102,8 +107,12 @@ class Positives:
                 if x.shape[1] < self.m:
                     inside = (j >= tile.c0) & (j < tile.c1)
                     i, j = i[inside], j[inside]
+                if isinstance(value, Tensor):
+                    value = value if value.numel() == 1 else value[i if dim == 1 else j]
                 x[i - tile.r0, j - tile.c0] = value
                 return x
+        if isinstance(value, Tensor):
+            return torch.where(self.mask(tile), tile.spread(value, dim), x, out=x)
         return x.masked_fill_(self.mask(tile), value)
 
     def mask(self, tile: Tile) -> Tensor:

@@ -1,4 +1,4 @@
-"""Log-sum-exp and softmax mean of the rows and columns of a similarity matrix, forward and backward."""
+"""Log-sum-exp, softmax mean and softmax entropy of the rows and columns of a similarity matrix, forward and backward."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from torch import Tensor
 from .positives import Positives
 from .tiles import SIDES, Gradient, Pair, Source, Tile, tiles
 
+MEAN, ENTROPY = 1, 2  # what may be asked for besides the log-sum-exp
 _NO_SHIFT = 40.0  # exp(±40) and sums of it are exact enough in float32: no maximum needs to be subtracted
 
 
-def _safe_without_maximum(scales: Pair, bounded: bool) -> bool:
+def _skips_maximum(scales: Pair, bounded: bool, extra: int) -> bool:
     """Scores in [-1, 1] times a scale of at most 40: ``exp`` neither overflows nor loses a row to underflow."""
-    if not bounded:
+    if not bounded or extra == ENTROPY:  # an entropy is the small difference of large numbers unless shifted
         return False
     given = [s for s in scales if s is not None]
     # Reading a value is free on the CPU; an accelerator would have to wait, and subtracts the maximum instead.
@@ -29,19 +30,31 @@ def _shared(scales: Pair) -> bool:
     return a is not None and b is not None and a.numel() == 1 and a.data_ptr() == b.data_ptr()
 
 
-def logsumexp(
-    source: Source, scales: Pair, masked: bool, bounded: bool, expect: bool
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """``L = log sum_j exp(a_i S_ij)`` over the negatives (``masked``) or all columns, and ``E = sum_j p_ij S_ij``.
+class Sums(NamedTuple):
+    """Per anchor, with exponentials ``e = exp(a S - top)``; empty where not asked for."""
 
-    ``p`` is the softmax belonging to ``L``; ``E`` is filled only if ``expect`` is set. A row without a term has
-    ``L = -inf`` and ``E = 0``.
+    total: Tensor  # sum of e, so that L = log total + top
+    top: Tensor  # the largest exponent, or 0
+    figure: Tensor  # MEAN: softmax mean of S. ENTROPY: (2, n), softmax entropy (nats) and share of what counts
+
+    @property
+    def value(self) -> Tensor:
+        """``L``, -inf where nothing was summed."""
+        return self.total.log() + self.top
+
+
+def logsumexp(source: Source, scales: Pair, masked: bool, bounded: bool, extra: int) -> tuple[Sums, Sums]:
+    """``L = log sum_j exp(a_i S_ij)`` and a figure of its softmax p, of the rows and of the columns.
+
+    ``extra=MEAN``: the figure is ``sum_j p_ij S_ij``, and all sums run over the negatives if ``masked``, else over all
+    columns. ``extra=ENTROPY``: L and p are over all columns, and the figure has two rows, ``-sum_j p_ij log p_ij``
+    (nats) and ``sum_j p_ij``, both over the negatives if ``masked``.
     """
     positives = Positives.of(source)
-    fast = _safe_without_maximum(scales, bounded)
+    fast = _skips_maximum(scales, bounded, extra)
     shared = fast and _shared(scales)
     stats: list[_Stats | None] = [None, None]
-    for tile in tiles(source, scratch=1 + expect):
+    for tile in tiles(source, scratch=2 if extra else 1):
         t = tile.scratch[0]
         for side, dim in SIDES:
             scale = scales[side]
@@ -51,49 +64,64 @@ def logsumexp(
                 torch.mul(tile.scores, tile.spread(scale, dim), out=t)
                 if fast:
                     t.exp_()
-                if masked:
+                if masked and extra != ENTROPY:
                     positives.fill_(t, tile, 0.0 if fast else -math.inf)
-            top = None
+            top = figure = share = None
             if not fast:
                 top = t.amax(dim)
-                t.sub_(_finite(top).unsqueeze(dim)).exp_()
-            mean = torch.mul(t, tile.scores, out=tile.scratch[1]).sum(dim) if expect else None
-            stats[side] = _merge(stats[side], _Stats(top, t.sum(dim), mean), tile, dim, source.shape[side])
-    (row_value, row_mean), (col_value, col_mean) = (_close(s, source) for s in stats)
-    return (row_value, col_value), (row_mean, col_mean)
+                t.sub_(_finite(top).unsqueeze(dim))
+            if extra == ENTROPY:
+                exponents = tile.scratch[1].copy_(t)
+                total = t.exp_().sum(dim)
+                if masked:
+                    positives.fill_(t, tile, 0.0)
+                figure, share = exponents.mul_(t).sum(dim), t.sum(dim)
+            else:
+                total = (t if fast else t.exp_()).sum(dim)
+                if extra == MEAN:
+                    figure = torch.mul(t, tile.scores, out=tile.scratch[1]).sum(dim)
+            new = _Stats(top, total, figure, share)
+            stats[side] = _merge(stats[side], new, tile, dim, source.shape[side])
+    rows, cols = (_close(s, source) for s in stats)
+    return rows, cols
 
 
 class _Stats(NamedTuple):
-    """Per anchor: the largest exponent (None: nothing was subtracted), the sum of exponentials, the same times S."""
+    """Per anchor, with exponentials ``e = exp(z - top)``; None where not asked for."""
 
-    top: Tensor | None
-    total: Tensor
-    mean: Tensor | None
+    top: Tensor | None  # the largest exponent; None: nothing was subtracted
+    total: Tensor  # sum of e
+    figure: Tensor | None  # MEAN: sum of e S. ENTROPY: sum of e (z - top) over what counts
+    share: Tensor | None  # ENTROPY: sum of e over what counts
 
 
 def _merge(old: _Stats | None, new: _Stats, tile: Tile, dim: int, size: int) -> _Stats:
     if tile.alone:
         return new
     if old is None:
-        old = _Stats(
-            None if new.top is None else new.total.new_full((size,), -math.inf),
-            new.total.new_zeros(size),
-            None if new.mean is None else new.total.new_zeros(size),
-        )
-    total, gain = tile.part(old.total, dim), None
-    if old.top is not None and new.top is not None:
-        top = tile.part(old.top, dim)
-        both = torch.maximum(top, new.top)
-        shift = _finite(both)
-        total.mul_((top - shift).exp_())
-        gain = (_finite(new.top) - shift).exp_()
-        if old.mean is not None:
-            tile.part(old.mean, dim).mul_((top - shift).exp_())
-        top.copy_(both)
-    total.add_(new.total if gain is None else new.total * gain)
-    if old.mean is not None and new.mean is not None:
-        tile.part(old.mean, dim).add_(new.mean if gain is None else new.mean * gain)
+        sums = (None if x is None else x.new_zeros(size) for x in new[1:])
+        old = _Stats(None if new.top is None else new.total.new_full((size,), -math.inf), *sums)  # type: ignore[arg-type]
+    mine = _Stats(*(None if x is None else tile.part(x, dim) for x in old))  # type: ignore[arg-type]
+    if mine.top is not None and new.top is not None:
+        top = torch.maximum(mine.top, new.top)
+        _rebase_(mine, top)
+        _rebase_(new, top)
+    for into, x in zip(mine[1:], new[1:], strict=True):
+        if into is not None and x is not None:
+            into.add_(x)
     return old
+
+
+def _rebase_(stats: _Stats, top: Tensor) -> None:
+    """The same sums with another maximum subtracted, in place."""
+    assert stats.top is not None
+    gap = stats.top - _finite(top)
+    if stats.figure is not None and stats.share is not None:
+        stats.figure.add_(_finite(gap) * stats.share)
+    for x in stats[1:]:
+        if x is not None:
+            x.mul_(gap.exp())
+    stats.top.copy_(top)
 
 
 def _finite(x: Tensor) -> Tensor:
@@ -101,55 +129,47 @@ def _finite(x: Tensor) -> Tensor:
     return x.masked_fill(x == -math.inf, 0.0)
 
 
-def _close(stats: _Stats | None, source: Source) -> tuple[Tensor, Tensor]:
-    """``(L, E)``; empty where not asked for."""
+def _close(stats: _Stats | None, source: Source) -> Sums:
     if stats is None:
-        empty = source.rows.new_empty(0, dtype=source.dtype)
-        return empty, empty.clone()
-    value = stats.total.log() if stats.top is None else stats.total.log().add_(stats.top)
-    if stats.mean is None:
-        return value, value.new_empty(0)
-    return value, stats.mean / stats.total.clamp_min(torch.finfo(source.dtype).tiny)
+        return Sums(*(source.rows.new_empty(0, dtype=source.dtype) for _ in range(3)))
+    top = torch.zeros_like(stats.total) if stats.top is None else stats.top
+    if stats.figure is None:
+        return Sums(stats.total, top, top.new_empty(0))
+    total = stats.total.clamp_min(torch.finfo(source.dtype).tiny)
+    if stats.share is None:
+        return Sums(stats.total, top, stats.figure / total)
+    share = stats.share / total
+    return Sums(stats.total, top, torch.stack([total.log() * share - stats.figure / total, share]))
 
 
 def logsumexp_backward(
     source: Source,
     scales: Pair,
-    values: Pair,
-    means: Pair,
+    sums: tuple[Sums | None, Sums | None],
     grads: Pair,
-    mean_grads: Pair,
+    entropy_grads: Pair,
     masked: bool,
     bounded: bool,
+    extra: int,
     needs: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor]:
-    """``dS_ij = p_ij (gL a + gE (1 + a (S_ij - E)))`` summed over both sides, sent on to the source."""
+    """Gradient of the source from those of ``L`` and of the first row of the entropy figure.
+
+    ``dL/dS_ij = a p_ij`` and ``dH/dS_ij = a p_ij (B - H - [j counts] (log p_ij + 1))``, B the share that counts.
+    """
     positives = Positives.of(source)
-    fast = _safe_without_maximum(scales, bounded)
-    shared = fast and _shared(scales) and mean_grads[0] is None and mean_grads[1] is None
+    fast, entropic = _skips_maximum(scales, bounded, extra), extra == ENTROPY
     gradient = Gradient(source, needs)
-    weights: list[tuple[Tensor, Tensor | None, Tensor] | None] = []
-    for side, _ in SIDES:
-        scale, value, g, ge = scales[side], values[side], grads[side], mean_grads[side]
-        if scale is None or value is None or (g is None and ge is None):
-            weights.append(None)
-            continue
-        value = value.masked_fill(value == -math.inf, math.inf)  # a row without terms: p = exp(-inf) = 0
-        const = torch.zeros_like(value) if g is None else g * scale
-        slope = None
-        if ge is not None:
-            mean = means[side]
-            assert mean is not None
-            const, slope = const + ge * (1 - scale * mean), ge * scale
-        if fast:  # exp(a S) stays in range, so the normaliser joins the weights
-            norm = value.neg().exp()
-            const, slope = const * norm, None if slope is None else slope * norm
-        weights.append((const, slope, value))
+    weights = [
+        None if x is None or s is None or (g is None and gh is None) else _weights(s, x, g, gh)
+        for s, x, g, gh in zip(scales, sums, grads, entropy_grads, strict=True)
+    ]
+    shared = fast and _shared(scales)
     for tile in tiles(source, scratch=3):
-        out, t, u = gradient.of(tile), tile.scratch[0], tile.scratch[1]
+        out, t = gradient.of(tile), tile.scratch[0]
         if shared and weights[0] is not None and weights[1] is not None:
             torch.mul(tile.scores, _given(scales[0]), out=out).exp_()
-            torch.add(tile.spread(weights[0][0], 1), tile.spread(weights[1][0], 0), out=t)
+            torch.add(tile.spread(weights[0].const, 1), tile.spread(weights[1].const, 0), out=t)
             out.mul_(t)
         else:
             written = False
@@ -160,22 +180,46 @@ def logsumexp_backward(
                 x = t if written else out
                 torch.mul(tile.scores, tile.spread(_given(scales[side]), dim), out=x)
                 if not fast:
-                    x.sub_(tile.spread(w[2], dim))
-                x.exp_()
-                if w[1] is None:
-                    x.mul_(tile.spread(w[0], dim))
+                    x.sub_(tile.spread(w.top, dim))
+                if w.slope is None:
+                    x.exp_().mul_(tile.spread(w.const, dim))
                 else:
-                    torch.mul(tile.scores, tile.spread(w[1], dim), out=u).add_(tile.spread(w[0], dim))
+                    u = torch.clamp_min(x, -1e4, out=tile.scratch[1])  # -inf would meet a p of 0
+                    x.exp_()
+                    u.mul_(tile.spread(w.slope, dim)).add_(tile.spread(w.const, dim))
+                    if masked:
+                        positives.fill_(u, tile, w.uncounted, dim)
                     x.mul_(u)
                 if written:
                     out.add_(t)
                 written = True
             if not written:
                 out.zero_()
-        if masked:
+        if masked and not entropic:
             positives.fill_(out, tile, 0.0)
         gradient.add(tile)
     return gradient.finish()
+
+
+class _Weights(NamedTuple):
+    """``dS = e (const + slope log e)``, and ``e uncounted`` where a term of the softmax does not count."""
+
+    const: Tensor
+    slope: Tensor | None
+    uncounted: Tensor
+    top: Tensor
+
+
+def _weights(scale: Tensor, sums: Sums, grad: Tensor | None, entropy_grad: Tensor | None) -> _Weights:
+    per_e = scale / sums.total.masked_fill(sums.total == 0, math.inf)  # nothing was summed: p = 0
+    const = torch.zeros_like(sums.total) if grad is None else grad * per_e
+    top = _finite(sums.top)
+    if entropy_grad is None:
+        return _Weights(const, None, const, top)
+    (entropy, share), weight = sums.figure, entropy_grad[0] * per_e
+    uncounted = const + weight * (share - entropy)
+    log_total = _finite(sums.total.log())
+    return _Weights(uncounted - weight * (1 - log_total), -weight, uncounted, top)
 
 
 def _given(x: Tensor | None) -> Tensor:

@@ -1,0 +1,254 @@
+"""The losses as a careful practitioner writes them in plain eager PyTorch: the benchmarks' baseline.
+
+One dense (N, M) score matrix, a mask of the positives, autograd for the backward. Both directions share the
+product, the mask and, where the temperature allows it, the logits; fresh matrices are masked in place;
+aligned pairs (no ids) take the short road over the diagonal. Every function compiles with ``fullgraph=True``.
+
+Arguments common to all: ``images`` (N, D) and ``texts`` (M, D), floating point, normalised inside;
+``image_ids`` (N,) and ``text_ids`` (M,), integer, ``arange`` where left out. The pair (i, j) is positive iff
+the ids are equal. An anchor without a positive or without a negative contributes 0 and is left out of the
+mean. ``reduction`` is ``"mean"`` (mean over images + mean over texts) or ``"sum"``. The result is a 0-dim
+tensor, float32 for half precision inputs and of the input's type otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+NEG_INF = float("-inf")
+SCORE_FLOOR = -1 + 1e-6  # log(1 + S) is finite from here upwards
+
+
+class Matches(NamedTuple):
+    """Which of a direction's anchors own which positive pairs; counts are of the scores' type."""
+
+    anchors: Tensor  # (P,) anchor of each positive pair
+    positives: Tensor  # (A,) positives of each anchor
+    negatives: Tensor  # (A,)
+    valid: Tensor  # (A,) has a positive and a negative
+
+
+class Side(NamedTuple):
+    """One direction: the rows' anchors reduce along ``dim`` 1, the columns' along ``dim`` 0."""
+
+    dim: int
+    candidates: int  # scores of one anchor
+    matches: Matches | None  # None: pair i is anchor i's only positive
+
+
+class Batch(NamedTuple):
+    scores: Tensor  # (N, M)
+    mask: Tensor  # (N, M) True at the positives
+    pairs: Tensor  # (P,) scores of the positive pairs
+    sides: tuple[Side, Side]  # images, texts
+
+
+def triplet(
+    images: Tensor,
+    texts: Tensor,
+    image_ids: Tensor | None = None,
+    text_ids: Tensor | None = None,
+    *,
+    margin: float = 0.2,
+    mining: str = "hardest",
+    reduction: str = "sum",
+) -> Tensor:
+    """Hinge of every positive pair against the anchor's hardest negative, or against all of them (VSE++)."""
+    _one_of("mining", mining, ("hardest", "all"))
+    _one_of("reduction", reduction, ("mean", "sum"))
+    batch = _compare(images, texts, image_ids, text_ids)
+    if mining == "all":
+        hinges = [_hinges_against_all(batch, side, margin) for side in batch.sides]
+        return _total(hinges[0], batch.sides[0], reduction) + _total(hinges[1], batch.sides[1], reduction)
+    rivals = batch.scores.masked_fill(batch.mask, NEG_INF)
+    losses = []
+    for side in batch.sides:
+        hardest = _at_pairs(rivals.max(dim=side.dim).values, side)
+        losses.append(_total(F.relu(margin - batch.pairs + hardest), side, reduction))
+    return losses[0] + losses[1]
+
+
+def infonce(
+    images: Tensor,
+    texts: Tensor,
+    image_ids: Tensor | None = None,
+    text_ids: Tensor | None = None,
+    *,
+    temperature: float = 0.07,
+    reduction: str = "mean",
+) -> Tensor:
+    """Cross-entropy of each positive against the anchor's negatives, averaged over its positives (CPC)."""
+    _one_of("reduction", reduction, ("mean", "sum"))
+    # Dividing the (N, D) embeddings by the temperature is cheaper than dividing the (N, M) scores.
+    logits, mask, pairs, sides = _compare(images, texts, image_ids, text_ids, scale=1 / temperature)
+    if sides[0].matches is not None:
+        logits = logits.masked_fill(mask, NEG_INF)
+    losses = []
+    for side in sides:
+        total = logits.logsumexp(side.dim)
+        if side.matches is None:  # the only positive is in the sum already
+            surprise = total - pairs
+        else:
+            surprise = F.softplus(_at_pairs(total, side) - pairs, threshold=50)
+            surprise = surprise / side.matches.positives[side.matches.anchors]
+        losses.append(_total(surprise, side, reduction))
+    return losses[0] + losses[1]
+
+
+def hal(
+    images: Tensor,
+    texts: Tensor,
+    image_ids: Tensor | None = None,
+    text_ids: Tensor | None = None,
+    *,
+    scale: float = 90.0,
+    margin: float = 0.5,
+    reduction: str = "mean",
+) -> Tensor:
+    """Hubness-aware loss (USER Eq. 17): row and column terms, less the positive pairs' mean log(1 + S)."""
+    _one_of("reduction", reduction, ("mean", "sum"))
+    batch = _compare(images, texts, image_ids, text_ids)
+    logits = (scale * batch.scores).masked_fill_(batch.mask, NEG_INF)
+    attraction = 0.5 * torch.log1p(batch.pairs.clamp_min(SCORE_FLOOR))  # half in each direction
+    losses = []
+    for side in batch.sides:
+        value = F.softplus(logits.logsumexp(side.dim) - scale * margin, threshold=50) / scale
+        pull = _sum_by_anchor(attraction, side)
+        if side.matches is not None:  # scaled so that the mean over anchors is the mean over their pairs
+            valid = side.matches.valid.to(pull.dtype)
+            pull = pull * (valid.sum() / (side.matches.positives * valid).sum().clamp_min(1))
+        losses.append(_total(_where_valid(value - pull, side), side, reduction))
+    return losses[0] + losses[1]
+
+
+def dcl(
+    images: Tensor,
+    texts: Tensor,
+    image_ids: Tensor | None = None,
+    text_ids: Tensor | None = None,
+    *,
+    temperature: float = 0.1,
+    margin: float = 0.3,
+    diversity: str | None = "std",
+    epsilon: float = 0.1,
+    positive_weight: str | float = "paper",
+    positive: str = "clamp",
+    reduction: str = "mean",
+) -> Tensor:
+    """Diversity-sensitive contrastive loss (CODER Eq. 5, Eq. 4 if ``diversity=None``), diversity detached."""
+    _one_of("positive", positive, ("clamp", "relu"))
+    _one_of("reduction", reduction, ("mean", "sum"))
+    batch = _compare(images, texts, image_ids, text_ids)
+    weight = temperature if positive_weight == "paper" else float(positive_weight)
+    attraction = weight * torch.log1p(batch.pairs.clamp_min(SCORE_FLOOR if positive == "clamp" else 0.0))
+    if diversity is None:  # one temperature, so both directions read the same logits
+        logits = (batch.scores / temperature).masked_fill_(batch.mask, NEG_INF)
+        exponents = [logits.logsumexp(side.dim) - margin / temperature for side in batch.sides]
+    else:
+        exponents = []
+        for side in batch.sides:
+            sharpness = 1 / (temperature * _diversity(batch, side, diversity, epsilon))
+            logits = (batch.scores * sharpness.unsqueeze(side.dim)).masked_fill_(batch.mask, NEG_INF)
+            exponents.append(logits.logsumexp(side.dim) - margin * sharpness)
+    losses = []
+    for side, exponent in zip(batch.sides, exponents, strict=True):
+        pull = _sum_by_anchor(attraction, side)
+        if side.matches is not None:
+            pull = pull / side.matches.positives.clamp_min(1)
+        value = temperature * F.softplus(exponent, threshold=50) - pull
+        losses.append(_total(_where_valid(value, side), side, reduction))
+    return losses[0] + losses[1]
+
+
+def _compare(
+    images: Tensor, texts: Tensor, image_ids: Tensor | None, text_ids: Tensor | None, scale: float = 1.0
+) -> Batch:
+    """``scale`` · cosines, mask, positive pairs. Half inputs: product in half, the rest in float32."""
+    precision = torch.promote_types(images.dtype, torch.float32)
+    rows, cols = F.normalize(images.to(precision), dim=-1), F.normalize(texts.to(precision), dim=-1)
+    if scale != 1.0:
+        rows = rows * scale
+    scores = (rows.to(images.dtype) @ cols.to(texts.dtype).T).to(precision)
+    n, m = scores.shape
+    if image_ids is None and text_ids is None:
+        if n != m:
+            raise ValueError(f"image_ids and text_ids: needed for {n} images and {m} texts, got neither")
+        if n > 1:
+            mask = torch.eye(n, dtype=torch.bool, device=scores.device)
+            return Batch(scores, mask, scores.diagonal(), (Side(1, n, None), Side(0, n, None)))
+    image_ids = torch.arange(n, device=scores.device) if image_ids is None else image_ids
+    text_ids = torch.arange(m, device=scores.device) if text_ids is None else text_ids
+    mask = image_ids[:, None] == text_ids
+    pair_rows, pair_cols = mask.nonzero(as_tuple=True)
+    sides = (_side(mask, 1, pair_rows, precision), _side(mask, 0, pair_cols, precision))
+    return Batch(scores, mask, scores[pair_rows, pair_cols], sides)
+
+
+def _side(mask: Tensor, dim: int, anchors: Tensor, dtype: torch.dtype) -> Side:
+    candidates = mask.shape[dim]
+    positives = mask.sum(dim, dtype=dtype)
+    negatives = candidates - positives
+    return Side(dim, candidates, Matches(anchors, positives, negatives, (positives > 0) & (negatives > 0)))
+
+
+def _at_pairs(values: Tensor, side: Side) -> Tensor:
+    """(A,) -> (P,): for each positive pair its anchor's value."""
+    return values if side.matches is None else values[side.matches.anchors]
+
+
+def _sum_by_anchor(values: Tensor, side: Side) -> Tensor:
+    """(P,) -> (A,): the sum over each anchor's positive pairs."""
+    if side.matches is None:
+        return values
+    return torch.zeros_like(side.matches.positives).index_add(0, side.matches.anchors, values)
+
+
+def _where_valid(values: Tensor, side: Side) -> Tensor:
+    return values if side.matches is None else values.where(side.matches.valid, 0)
+
+
+def _total(values: Tensor, side: Side, reduction: str) -> Tensor:
+    """Sum of all values, divided for the mean by the number of valid anchors."""
+    if reduction == "sum":
+        return values.sum()
+    return values.sum() / (side.candidates if side.matches is None else side.matches.valid.sum().clamp_min(1))
+
+
+def _hinges_against_all(batch: Batch, side: Side, margin: float) -> Tensor:
+    """Hinges of each positive pair against every negative of its anchor: P rows or columns of them."""
+    scores, mask = batch.scores, batch.mask
+    if side.matches is not None:
+        other = 1 - side.dim
+        scores = scores.index_select(other, side.matches.anchors)
+        mask = mask.index_select(other, side.matches.anchors)
+    return (scores - (batch.pairs - margin).unsqueeze(side.dim)).masked_fill_(mask, 0).relu_()
+
+
+@torch.no_grad()
+def _diversity(batch: Batch, side: Side, kind: str, epsilon: float) -> Tensor:
+    """CODER Eq. 3 and supplement Eq. 8: one score per anchor, (A,), in (1/2, 1]."""
+    _one_of("diversity", kind, ("std", "entropy"))
+    if kind == "std":
+        if side.matches is None:
+            count = side.candidates - 1
+            total = batch.scores.sum(side.dim) - batch.pairs
+        else:  # not less _sum_by_anchor(pairs): inductor (torch 2.13) then compiles dcl to wrong gradients
+            count = side.matches.negatives.clamp_min(1)
+            total = batch.scores.masked_fill(batch.mask, 0).sum(side.dim)
+        deviations = (batch.scores - (total / count).unsqueeze(side.dim)).masked_fill_(batch.mask, 0)
+        spread = torch.linalg.vector_norm(deviations, dim=side.dim) / count**0.5
+    else:
+        entropy = torch.special.entr(batch.scores.softmax(side.dim)).masked_fill_(batch.mask, 0)
+        spread = entropy.sum(side.dim) / math.log(2)
+    raw = 1 + torch.exp(-epsilon / spread.clamp_min(1e-6))
+    return raw / raw.max()
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {allowed}, got {value!r}")

@@ -1,0 +1,1 @@
+"""A trainer for image-text retrieval: VSE-style encoders, GPO pooling, any itrloss loss."""

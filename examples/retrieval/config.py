@@ -1,0 +1,141 @@
+"""The settings of a run: one frozen dataclass, read from a TOML file and ``key=value`` overrides."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that decides a run; ``config.json`` in the run directory is this, in full."""
+
+    # data
+    data: str = "scenes"  # a directory in the SCAN layout, or "scenes": the generated set
+    data_root: str = ""  # where "scenes" is generated; empty: the folder `data` beside `out`
+    scenes_sizes: dict[str, int] = field(default_factory=lambda: {"train": 2000, "dev": 500, "test": 500})
+    min_count: int = 2  # rarer training words become <unk>
+    captions_per_image: int = 1  # captions of an image in one sample: 1, or all (5) of them
+
+    # loss
+    loss: str = "infonce"
+    loss_options: dict[str, Any] = field(default_factory=dict)  # handed to the constructor of the loss
+    warmup_epochs: int = 1  # triplet only: epochs of the all-negatives sum before the hardest negative
+
+    # model
+    dim: int = 256
+    word_dim: int = 200
+    bag_of_words: bool = True  # add a linear path from the mean word embedding to the text embedding
+    feature_dropout: float = 0.4  # of each region feature
+    word_dropout: float = 0.2  # of whole words
+    embedding_dropout: float = 0.2  # of each entry of a word embedding
+
+    # optimisation
+    epochs: int = 15
+    batch_size: int = 256  # samples; images and captions a batch follow from captions_per_image
+    lr: float = 1e-3
+    lr_warmup_steps: int = 0
+    decay_epoch: int = 0  # lr x 0.1 once this many epochs are done; 0: never
+    weight_decay: float = 1e-2
+    clip: float = 2.0  # largest gradient norm
+    seed: int = 0
+    threads: int = 0  # of torch; 0: leave as it is
+    device: str = "cpu"
+
+    # the run directory
+    out: str = "runs/infonce"
+    resume: bool = False  # continue from out/last.pt where there is one; otherwise the run is replaced
+    save_steps: int = 0  # write last.pt every so many steps too, not only after each epoch
+    final_test: bool = False  # score the best checkpoint on the test split as well
+    tensorboard: bool = True
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("min_count", "captions_per_image", "dim", "word_dim", "epochs", "batch_size"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        for name in ("warmup_epochs", "lr_warmup_steps", "decay_epoch", "weight_decay", "threads", "save_steps"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "not negative")
+        for name in ("feature_dropout", "word_dropout", "embedding_dropout"):
+            _require(0 <= getattr(self, name) < 1, name, getattr(self, name), "in [0, 1)")
+        for name in ("lr", "clip"):
+            _require(getattr(self, name) > 0, name, getattr(self, name), "positive")
+
+
+# What may differ between a run and its continuation: nothing here changes a training step.
+RESUMABLE = frozenset(
+    "data data_root out resume epochs threads device save_steps final_test tensorboard progress".split()
+)
+
+
+def _require(condition: bool, name: str, value: object, wanted: str) -> None:
+    if not condition:
+        raise ValueError(f"{name} = {value!r}: must be {wanted}")
+
+
+def make_config(values: Mapping[str, Any]) -> Config:
+    """A :class:`Config` from a mapping; an unknown key or a value of the wrong type is refused by name."""
+    types = get_type_hints(Config)
+    checked = {}
+    for name, value in values.items():
+        if name not in types:
+            raise ValueError(f"unknown setting {name!r}; the settings are {', '.join(types)}")
+        checked[name] = _as_type(name, value, types[name])
+    return Config(**checked)
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file (None: the defaults) and apply overrides such as ``"seed=1"`` or ``"loss_options.margin=0.2"``."""
+    values: dict[str, Any] = {}
+    if path is not None:
+        with open(path, "rb") as file:
+            try:
+                values = tomllib.load(file)
+            except tomllib.TOMLDecodeError as error:
+                raise ValueError(f"{path}: {error}") from error
+    known = {f.name for f in fields(Config)}
+    tables = {name for name, kind in get_type_hints(Config).items() if _is_table(kind)}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        name, dot, option = key.partition(".")
+        if not equals:
+            raise ValueError(f"override {override!r}: must read key=value")
+        if dot and name in known and name not in tables:
+            raise ValueError(f"override {override!r}: {name} is not a table, so it takes no .{option}")
+        if dot and name in known:
+            values[name] = {**values.get(name, {}), option: _parse(text)}
+        else:
+            values[key] = text if get_type_hints(Config).get(key) is str else _parse(text)
+    return make_config(values)
+
+
+def _parse(text: str) -> Any:
+    """A value as TOML would read it; what is not TOML (``loss=dcl``) is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _is_table(kind: Any) -> bool:
+    return getattr(kind, "__origin__", None) is dict
+
+
+def _as_type(name: str, value: Any, kind: Any) -> Any:
+    if _is_table(kind):
+        item = kind.__args__[1]
+        if isinstance(value, Mapping):
+            return {key: v if item is Any else _as_type(f"{name}.{key}", v, item) for key, v in value.items()}
+    elif kind is float and type(value) is int:
+        return float(value)
+    elif type(value) is kind:  # not isinstance: a bool is an int to Python, not to a user
+        return value
+    wanted = "table" if _is_table(kind) else kind.__name__
+    raise TypeError(f"{name} = {value!r}: must be of type {wanted}, not {type(value).__name__}")

@@ -1,0 +1,166 @@
+"""The two encoders of a visual-semantic embedding: regions and words, each pooled by GPO.
+
+The embeddings that come out are not normalised: the losses and the metrics of itrloss take the cosine themselves.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+MASKED = -10000.0
+
+
+def sinusoid(length: int, dim: int) -> Tensor:
+    """Sine and cosine codes of the positions 0 .. length-1, float32 of shape (length, dim); dim must be even."""
+    position = torch.arange(length, dtype=torch.float32)
+    frequency = torch.exp(torch.arange(0, dim, 2) * (-math.log(10000.0) / dim))
+    angle = position[:, None] * frequency
+    return rearrange([angle.sin(), angle.cos()], "two length half -> length (half two)")
+
+
+def averaged_bigru(gru: nn.GRU, x: Tensor, lengths: Tensor) -> Tensor:
+    """Run a bidirectional GRU over padded sequences and average its two directions.
+
+    Packing keeps the backward direction from starting in the padding, so padding changes nothing.
+
+    Args:
+        x: (B, L, d) padded sequences.
+        lengths: (B,) int64 **on the CPU**, each from 1 to L.
+
+    Returns:
+        (B, L, hidden), zero on the padding.
+    """
+    packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    hidden, _ = pad_packed_sequence(gru(packed)[0], batch_first=True, total_length=x.shape[1])
+    forward, backward = hidden.chunk(2, dim=-1)
+    return (forward + backward) / 2
+
+
+class GPO(nn.Module):
+    """Generalized Pooling Operator (Chen et al., CVPR 2021): learn how to weigh the sorted values of a set.
+
+    Every dimension of the features is sorted in descending order over the set, and the k-th largest value gets the
+    weight theta_k: (1, 0, 0, ...) is max pooling, (1/n, ..., 1/n) is mean pooling, and training finds what lies
+    between. The weights come from a small bidirectional GRU over codes of the positions, so sets of any size
+    share them.
+    """
+
+    def __init__(self, position_dim: int = 32, hidden_dim: int = 32, temperature: float = 0.1) -> None:
+        super().__init__()
+        self.position_dim = position_dim
+        self.temperature = temperature
+        self.gru = nn.GRU(position_dim, hidden_dim, batch_first=True, bidirectional=True)
+        self.score = nn.Linear(hidden_dim, 1, bias=False)
+
+    def weights(self, lengths: Tensor, size: int) -> Tensor:
+        """The pooling weights of sets with these lengths, padded to `size`: (B,) int64 on the CPU -> (B, size).
+
+        The generator sees positions only, never features: two sets of the same length have the same weights. So it
+        runs once per *distinct* length (a single row for images, some twenty for captions, whatever the batch).
+        """
+        distinct, which = torch.unique(lengths, return_inverse=True)
+        device = self.score.weight.device
+        codes = sinusoid(size, self.position_dim).to(device).expand(len(distinct), -1, -1)
+        scores = self.score(averaged_bigru(self.gru, codes, distinct)).squeeze(-1)  # (distinct, size)
+        padding = torch.arange(size) >= distinct[:, None]
+        scores = scores.masked_fill(padding.to(device), MASKED)
+        return torch.softmax(scores / self.temperature, dim=1)[which.to(device)]
+
+    def forward(self, features: Tensor, lengths: Tensor) -> Tensor:
+        """Pool (B, L, d) features, of which the first lengths[b] count ((B,) int64 on the CPU), to (B, d)."""
+        size = features.shape[1]
+        padding = (torch.arange(size) >= lengths[:, None]).to(features.device)
+        # Masked positions sort last, where their weight is exactly 0.
+        ranked = features.masked_fill(padding[:, :, None], MASKED).sort(dim=1, descending=True).values
+        return torch.einsum("bld,bl->bd", ranked, self.weights(lengths, size))
+
+
+class ImageEncoder(nn.Module):
+    """Region features (B, R, region_dim) -> image embeddings (B, dim): standardise, project, pool.
+
+    The projection is that of VSE-infinity: one linear layer plus a two-layer residual MLP with batch normalisation.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, region_dim: int, dim: int, feature_dropout: float = 0.0) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(region_dim))
+        self.register_buffer("std", torch.ones(()))
+        self.dropout = nn.Dropout(feature_dropout)
+        self.linear = nn.Linear(region_dim, dim)
+        self.mlp = nn.Sequential(
+            nn.Linear(region_dim, dim // 2, bias=False),  # the batch normalisation brings its own bias
+            nn.BatchNorm1d(dim // 2),
+            nn.ReLU(),
+            nn.Linear(dim // 2, dim),
+        )
+        self.pool = GPO()
+
+    def forward(self, regions: Tensor) -> Tensor:
+        x = self.dropout((regions - self.mean) / self.std)
+        flat = rearrange(x, "b r d -> (b r) d")
+        projected = rearrange(self.linear(flat) + self.mlp(flat), "(b r) d -> b r d", b=len(x))
+        return self.pool(projected, torch.full((len(x),), x.shape[1]))
+
+
+class TextEncoder(nn.Module):
+    """Padded word ids (B, L) -> text embeddings (B, dim): embed, BiGRU, pool, and a linear bag of words beside it.
+
+    The bag of words is a residual path: the mean of the idf-weighted word embeddings, through one linear layer. On a
+    few thousand pictures most of what a caption tells is which words it has; the linear path learns that within an
+    epoch or two and leaves the recurrent path to learn what word order adds. idf keeps "a" and "the" out of the mean.
+    """
+
+    idf: Tensor
+
+    def __init__(
+        self,
+        vocabulary_size: int,
+        word_dim: int,
+        dim: int,
+        word_dropout: float = 0.0,
+        embedding_dropout: float = 0.0,
+        bag_of_words: bool = True,
+    ) -> None:
+        super().__init__()
+        self.register_buffer("idf", torch.ones(vocabulary_size))
+        self.embedding = nn.Embedding(vocabulary_size, word_dim, padding_idx=0)
+        # As VSE++: PyTorch's unit variance would take thousands of Adam steps to forget.
+        nn.init.uniform_(self.embedding.weight[1:], -0.1, 0.1)
+        self.word_dropout = word_dropout
+        self.dropout = nn.Dropout(embedding_dropout)
+        self.gru = nn.GRU(word_dim, dim, batch_first=True, bidirectional=True)
+        self.pool = GPO()
+        self.bag = nn.Linear(word_dim, dim) if bag_of_words else None
+
+    def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
+        x = self.dropout(self.embedding(words))
+        kept = F.dropout(torch.ones_like(x[:, :, :1]), self.word_dropout, self.training)  # whole words
+        x = x * kept
+        text = self.pool(averaged_bigru(self.gru, x, lengths), lengths)
+        if self.bag is None:
+            return text
+        # Padding embeds to zero, so the sum over the padded length is the sum over the words.
+        mean = torch.einsum("bld,bl->bd", x, self.idf[words]) / lengths.to(x.device)[:, None]
+        return text + self.bag(mean)
+
+
+class VSE(nn.Module):
+    """A visual-semantic embedding: two encoders into one space."""
+
+    def __init__(self, image: ImageEncoder, text: TextEncoder) -> None:
+        super().__init__()
+        self.image = image
+        self.text = text
+
+    def forward(self, regions: Tensor, words: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, R, d) regions, (M, L) word ids, (M,) lengths -> image embeddings (B, dim), text embeddings (M, dim)."""
+        return self.image(regions), self.text(words, lengths)

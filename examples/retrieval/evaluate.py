@@ -1,0 +1,58 @@
+"""Encode a split, score it, and measure recall before and after re-ranking."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from itrloss.metrics import retrieval_metrics
+from itrloss.rerank import FastReranker
+
+from .data import Split, Vocabulary, pad, regions
+from .encoders import VSE
+
+
+@torch.no_grad()
+def cosine_scores(model: VSE, split: Split, vocabulary: Vocabulary, batch_size: int = 512) -> Tensor:
+    """Cosine similarity of all images with all captions of a split: (n_images, n_captions) float32 on the CPU.
+
+    The model is put in evaluation mode for it and back into the mode it came in.
+    """
+    was_training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    images = [
+        model.image(regions(split.features, slice(i, i + batch_size)).to(device))
+        for i in range(0, len(split.features), batch_size)
+    ]
+    word_ids = [vocabulary.encode(caption) for caption in split.captions]
+    by_length = np.argsort([len(ids) for ids in word_ids], kind="stable")  # batches with next to no padding
+    texts = []
+    for i in range(0, len(word_ids), batch_size):
+        words, lengths = pad([word_ids[j] for j in by_length[i : i + batch_size]])
+        texts.append(model.text(words.to(device), lengths))
+    model.train(was_training)
+    unsorted = torch.from_numpy(np.argsort(by_length)).to(device)
+    image_embeddings = F.normalize(torch.cat(images), dim=1)
+    text_embeddings = F.normalize(torch.cat(texts), dim=1)[unsorted]
+    return (image_embeddings @ text_embeddings.T).cpu()
+
+
+def recalls(scores: Tensor, split: Split) -> dict[str, float]:
+    """R@1, 5, 10 both ways and their sum, in percent."""
+    return _floats(retrieval_metrics(scores, split.image_ids, split.text_ids))
+
+
+def before_and_after(scores: Tensor, split: Split) -> dict[str, dict[str, float]]:
+    """Recalls of the scores as they are, and after Fast Re-ranking, which looks at all queries of the split at once."""
+    i2t, t2i = FastReranker().rerank(scores)
+    after = retrieval_metrics(i2t, split.image_ids, split.text_ids, t2i_scores=t2i)
+    return {"before": recalls(scores, split), "after": _floats(after)}
+
+
+def _floats(metrics: Any) -> dict[str, float]:
+    return {name: float(value) for name, value in dict(metrics).items()}

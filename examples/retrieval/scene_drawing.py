@@ -1,0 +1,113 @@
+"""Pictures of scenes: flat shapes with an outline and a soft shadow, drawn large and averaged down."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFilter
+
+if TYPE_CHECKING:
+    from .scenes import Scene
+
+CANVAS = 96  # pixels
+SUPERSAMPLING = 3  # drawn this much larger, then averaged down: anti-aliasing
+COLOURS = {
+    "red": (214, 48, 49), "orange": (243, 140, 38), "yellow": (250, 212, 62), "green": (52, 160, 84),
+    "blue": (44, 104, 210), "purple": (130, 68, 180), "pink": (246, 142, 182), "brown": (134, 86, 54),
+    "white": (250, 249, 244),
+}  # fmt: skip
+BACKGROUNDS = {  # colours from the top edge to the bottom edge
+    "sky": ((118, 186, 238), (214, 236, 251)), "night": ((14, 18, 50), (58, 56, 112)),
+    "sunset": ((96, 70, 132), (238, 132, 104), (253, 206, 132)), "sand": ((241, 223, 178), (222, 193, 138)),
+    "grass": ((168, 212, 122), (104, 166, 78)), "sea": ((86, 178, 198), (20, 84, 128)),
+    "stripes": ((236, 224, 226), (236, 224, 226)), "paper": ((243, 238, 226), (236, 230, 216)),
+}  # fmt: skip
+
+
+def _arc(radius: float, start: float, stop: float, points: int = 40, centre: float = 0.0) -> np.ndarray:
+    angles = np.radians(np.linspace(start, stop, points))
+    return np.stack((centre + radius * np.cos(angles), radius * np.sin(angles)), 1)
+
+
+@cache
+def _loops(shape: str) -> list[np.ndarray]:
+    """Closed outlines of a shape about the origin, in units of its radius: (points, 2) each, y downwards."""
+    if shape == "circle":
+        return [_arc(0.94, 0, 360)]
+    if shape == "ring":
+        return [_arc(1.0, 0, 360), _arc(0.6, 360, 0)]
+    if shape == "crescent":  # the lit part of one disc that another, shifted to the right, covers
+        return [np.concatenate((_arc(1.0, 50, 310), _arc(0.77, 275, 85, centre=0.62)))]
+    if shape == "star":
+        radii = np.where(np.arange(10) % 2, 0.46, 1.1)[:, None]
+        return [radii * _arc(1.0, -90, 234, 10) + (0, 0.06)]
+    if shape == "cross":
+        arm = [(-0.32, -1), (0.32, -1), (0.32, -0.32)]
+        quarter = np.array([[0, 1], [-1, 0]])
+        return [np.concatenate([np.array(arm) @ np.linalg.matrix_power(quarter, turn) for turn in range(4)])]
+    corners = {
+        "square": [(-0.84, -0.84), (0.84, -0.84), (0.84, 0.84), (-0.84, 0.84)],
+        "triangle": [(0, -1.0), (1.0, 0.8), (-1.0, 0.8)],
+        "diamond": [(0, -1.12), (0.82, 0), (0, 1.12), (-0.82, 0)],
+    }
+    return [np.array(corners[shape], dtype=float)]
+
+
+@cache
+def _background(kind: str) -> Image.Image:
+    """The background at drawing size: its gradient and a few strokes that tell what it is."""
+    side = CANVAS * SUPERSAMPLING
+    stops = np.array(BACKGROUNDS[kind], dtype=float)
+    heights = np.linspace(0, len(stops) - 1, side)
+    column = np.stack([np.interp(heights, range(len(stops)), stops[:, channel]) for channel in range(3)], 1)
+    image = Image.fromarray(np.repeat(column[:, None], side, 1).round().astype(np.uint8))
+    draw = ImageDraw.Draw(image, "RGBA")
+    rng = np.random.default_rng(7)  # the same strokes whatever the data set's seed
+    if kind == "sky":
+        for left, top, width in rng.uniform((-0.1, 0.02, 0.25), (0.8, 0.85, 0.45), (7, 3)) * side:
+            for puff in range(3):
+                x, lift = left + puff * width / 4, width / 10 * (puff == 1)
+                draw.ellipse((x, top - lift, x + width / 2, top + width / 4), (255, 255, 255, 90))
+        image = image.filter(ImageFilter.GaussianBlur(3))
+    elif kind == "night":
+        for x, y, radius in rng.uniform((0, 0, 0.6), (side, side, 2.2), (70, 3)):
+            draw.ellipse((x - radius, y - radius, x + radius, y + radius), (255, 250, 220, 190))
+    elif kind in ("sea", "sand", "sunset"):
+        ink = {"sea": (255, 255, 255, 60), "sand": (150, 112, 60, 50), "sunset": (255, 226, 190, 46)}[kind]
+        xs = np.arange(-4, side + 8, 4)
+        for level in range(10, side, 20 if kind != "sunset" else 34):
+            height = {"sea": 4, "sand": 2.5, "sunset": 0.6}[kind]
+            ys = level + height * np.sin(xs / 11 + rng.uniform(0, 6.3))
+            draw.line(list(zip(xs.tolist(), ys.tolist(), strict=True)), ink, 8 if kind == "sunset" else 3)
+    elif kind == "grass":
+        for x, y, lean in rng.uniform((0, 0, -5), (side, side, 5), (420, 3)):
+            draw.line((x, y, x + lean, y - 11), (48, 112, 44, 80), 2)
+    elif kind == "stripes":
+        for left in range(0, side, 48):
+            draw.rectangle((left, 0, left + 23, side), (178, 190, 206, 255))
+    return image
+
+
+def render(scene: Scene) -> Image.Image:
+    """The scene as an RGB picture of 96 x 96 pixels."""
+    side = CANVAS * SUPERSAMPLING
+    image = _background(scene.background).copy()
+    draw = ImageDraw.Draw(image, "RGBA")
+    for item in scene.objects:
+        turn = math.radians(item.turn)
+        rotation = np.array(((math.cos(turn), math.sin(turn)), (-math.sin(turn), math.cos(turn))))
+        centre = np.array((item.x, item.y)) * side
+        loops = [loop @ rotation * (item.radius * side) + centre for loop in _loops(item.shape)]
+        loops = [np.concatenate((loop, loop[:1])) for loop in loops]
+        filled = np.concatenate((*loops, loops[0][:1]))  # a hole is cut by walking out to it and back
+        colour = COLOURS[item.colour]
+        shadow = filled + np.array((3.5, 5))  # to the lower right
+        draw.polygon(shadow.ravel().tolist(), (20, 20, 40, 70))
+        draw.polygon(filled.ravel().tolist(), colour)
+        draw.line(filled.ravel().tolist(), colour, 2)  # closes the seam of that walk
+        for loop in loops:
+            draw.line(loop.ravel().tolist(), tuple(int(0.62 * level) for level in colour), 4, joint="curve")
+    return image.reduce(SUPERSAMPLING)

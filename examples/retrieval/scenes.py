@@ -1,0 +1,369 @@
+"""A data set out of nothing: small rendered scenes with five true captions each.
+
+A machine without any data can still train a retrieval model and look at what it retrieves. A scene is two
+to five coloured shapes before a background (`scene_drawing.py`); its captions (`scene_captions.py`) each
+tell another side of it, so that no caption means as much as its picture. Two in five scenes come in
+families whose members differ from the first one in exactly one attribute of one object: hard negatives, as
+in real collections.
+
+Everything follows from a seed. Each family, caption set and region set draws from its own random stream,
+named by (seed, split, stage, index), so a split does not depend on how many scenes the other splits have,
+and the first n scenes of a split are the same whatever its size.
+
+    python -m examples.retrieval.scenes --out DIR [--train N --dev N --test N --seed S] [--sheet FILE.png]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from .scene_captions import captions
+from .scene_drawing import BACKGROUNDS, CANVAS, COLOURS, render
+
+VERSION = 1  # raise it whenever the same seed would give other files
+SPLITS = ("train", "dev", "test")
+SIZES = {"train": 2000, "dev": 300, "test": 300}
+REGIONS = 12  # regions an image, R
+GRID = 8  # a region's pixels are resized to GRID x GRID
+DIM = 3 * GRID**2 + 3 + 3 + 3 + 2 + 5  # pixels, mean, deviation, centre against border, edges, box geometry
+
+SHAPES = ("circle", "square", "triangle", "star", "cross", "diamond", "ring", "crescent")
+CONTAINERS = ("circle", "square", "diamond", "ring")  # a large one has room for a small object in front of it
+RADII = {"small": 0.08, "medium": 0.12, "large": 0.17}  # in canvas widths
+CLASHES = {("grass", "green"), ("sea", "blue"), ("sunset", "orange"), ("sand", "yellow"), ("paper", "white")}
+THIRDS = (0.19, 0.5, 0.81)  # objects stand near the nine crossings of these columns and rows ...
+WANDER = 0.06  # ... and this far from them at most, so that "left", "middle" and "top" are never in doubt
+EDGE = 0.01  # between the circle around an object and the edge of the canvas, at least
+GAP = 0.03  # between the circles around two objects that do not overlap
+
+FAMILY_SIZES = (1, 1, 1, 2, 1, 1, 1, 1, 3, 1, 1, 1, 2, 1, 1, 1, 1, 3, 1)  # repeated; 10 of 25 have siblings
+CALIBRATION = 200  # the features are standardised by this many training scenes, whatever the training size
+
+
+@dataclass(frozen=True)
+class SceneObject:
+    """A shape, colour and size (of SHAPES, COLOURS, RADII), its centre in canvas widths from the top left
+    corner, and its turn in degrees (a few, for looks; no caption speaks of it)."""
+
+    shape: str
+    colour: str
+    size: str
+    x: float
+    y: float
+    turn: float = 0.0
+
+    @property
+    def radius(self) -> float:
+        return RADII[self.size]
+
+    @property
+    def column(self) -> int:
+        """0 left, 1 middle, 2 right."""
+        return int(self.x * 3)
+
+    @property
+    def row(self) -> int:
+        """0 top, 1 middle, 2 bottom."""
+        return int(self.y * 3)
+
+    def distance(self, other: SceneObject) -> float:
+        return math.hypot(self.x - other.x, self.y - other.y)
+
+    def contains(self, other: SceneObject) -> bool:
+        """Whether the other object lies wholly in front of this one (or in the hole of this ring)."""
+        roomy = self.shape in CONTAINERS and self.size == "large" and other.size == "small"
+        return roomy and self.distance(other) < 0.03
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Objects from back to front before a background; near-duplicates share the number `family`."""
+
+    background: str
+    objects: tuple[SceneObject, ...]
+    family: int
+
+
+# --- drawing scenes at random -----------------------------------------------------------------------------
+
+
+_SCENE, _CAPTIONS, _REGIONS = 1, 2, 3  # stages of a random stream
+
+
+def _stream(seed: int, split: str, stage: int, index: int) -> np.random.Generator:
+    return np.random.default_rng((seed, SPLITS.index(split), stage, index))
+
+
+def _pick(rng: np.random.Generator, options):
+    return options[int(rng.random() * len(options))]
+
+
+def _propose_object(rng: np.random.Generator, cell: int, earlier: list[SceneObject]) -> SceneObject:
+    """A random object near a crossing, now and then in the colour or shape of an earlier one."""
+    size = _pick(rng, tuple(RADII))
+    x, y = (_fitted(THIRDS[third] + rng.uniform(-WANDER, WANDER), size) for third in (cell % 3, cell // 3))
+    colour, shape = _pick(rng, tuple(COLOURS)), _pick(rng, SHAPES)
+    if earlier and rng.random() < 0.3:
+        colour, shape = _pick(rng, ((earlier[-1].colour, shape), (colour, earlier[-1].shape)))
+    return SceneObject(shape, colour, size, x, y, round(rng.uniform(-12, 12), 1))
+
+
+def _fitted(centre: float, size: str) -> float:
+    """The coordinate moved so that an object of this size keeps clear of the edges."""
+    edge = RADII[size] + EDGE
+    return round(min(max(centre, edge), 1 - edge), 3)
+
+
+def _propose_scene(rng: np.random.Generator, family: int) -> Scene:
+    count = int(rng.choice((2, 3, 4, 5), p=(0.2, 0.3, 0.3, 0.2)))
+    nested = count > 2 and rng.random() < 0.35
+    objects: list[SceneObject] = []
+    for cell in rng.permutation(9)[: count - nested].tolist():
+        objects.append(_propose_object(rng, cell, objects))
+    if nested:
+        x, y = (_fitted(centre, "large") for centre in (objects[0].x, objects[0].y))
+        objects[0] = replace(objects[0], shape=_pick(rng, CONTAINERS), size="large", x=x, y=y)
+        objects.append(replace(_propose_object(rng, 4, []), size="small", x=x, y=y))
+    return Scene(_pick(rng, tuple(BACKGROUNDS)), tuple(objects), family)
+
+
+def _is_sound(scene: Scene) -> bool:
+    """Whether all objects can be seen: on the canvas, apart or nested, unlike what is behind them."""
+    nests = 0
+    for front, b in enumerate(scene.objects):
+        if (scene.background, b.colour) in CLASHES:
+            return False
+        if (_fitted(b.x, b.size), _fitted(b.y, b.size)) != (b.x, b.y):
+            return False
+        for a in scene.objects[:front]:
+            if a.contains(b):
+                nests += 1
+                if a.colour == b.colour:
+                    return False
+            elif a.distance(b) < a.radius + b.radius + GAP:
+                return False
+    return nests == 0 or (nests == 1 and len(scene.objects) > 2)
+
+
+def _vary(scene: Scene, rng: np.random.Generator) -> Scene:
+    """The scene, perhaps unsound, with one object's colour, shape or size replaced or its place mirrored."""
+    which = int(rng.integers(len(scene.objects)))
+    old = scene.objects[which]
+    attribute = _pick(rng, ("colour", "shape", "size", "x", "y"))
+    if attribute in ("x", "y"):
+        new = replace(old, **{attribute: round(1 - getattr(old, attribute), 3)})
+        if (new.column, new.row) == (old.column, old.row):
+            return scene
+    else:
+        values = {"colour": tuple(COLOURS), "shape": SHAPES, "size": tuple(RADII)}[attribute]
+        new = replace(old, **{attribute: _pick(rng, values)})
+    return replace(scene, objects=(*scene.objects[:which], new, *scene.objects[which + 1 :]))
+
+
+def _families(split: str, seed: int) -> Iterator[list[Scene]]:
+    family = 0
+    while True:
+        rng = _stream(seed, split, _SCENE, family)
+        scene = _propose_scene(rng, family)
+        while not _is_sound(scene):
+            scene = _propose_scene(rng, family)
+        members = [scene]
+        while len(members) < FAMILY_SIZES[family % len(FAMILY_SIZES)]:
+            sibling = _vary(scene, rng)
+            if sibling not in members and _is_sound(sibling):
+                members.append(sibling)
+        yield members
+        family += 1
+
+
+def generate_scenes(split: str, n: int, seed: int = 0) -> list[Scene]:
+    """The first n scenes of a split ("train", "dev" or "test"), members of a family next to each other.
+
+    Raises ValueError for an unknown split, for n below 1 and for a negative seed.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
+    _check_count("n", n, least=1)
+    _check_count("seed", seed, least=0)
+    scenes: list[Scene] = []
+    for members in _families(split, seed):
+        scenes += members
+        if len(scenes) >= n:
+            break
+    return scenes[:n]
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+
+# --- regions, as a detector would give them ---------------------------------------------------------------
+
+CONTEXT_BOXES = np.array((  # the whole, quarters, the centre, halves
+    (0, 0, 1, 1), (0, 0, 0.5, 0.5), (0.5, 0, 1, 0.5), (0, 0.5, 0.5, 1), (0.5, 0.5, 1, 1),
+    (0.25, 0.25, 0.75, 0.75), (0, 0, 0.5, 1), (0.5, 0, 1, 1), (0, 0, 1, 0.5), (0, 0.5, 1, 1),
+))  # fmt: skip
+
+
+def _boxes(scene: Scene, rng: np.random.Generator) -> np.ndarray:
+    """(REGIONS, 4) left, top, right, bottom in canvas widths: objects and context, in random order."""
+    centres = np.array([(item.x, item.y) for item in scene.objects])
+    radii = np.array([(item.radius, item.radius) for item in scene.objects])
+    centres = centres + radii * rng.uniform(-0.1, 0.1, centres.shape)
+    radii = radii * rng.uniform(1.1, 1.3, radii.shape)
+    boxes = np.clip(np.concatenate((centres - radii, centres + radii), 1), 0, 1)
+    return rng.permutation(np.concatenate((boxes, CONTEXT_BOXES[: REGIONS - len(boxes)])))
+
+
+def region_features(image: Image.Image, scene: Scene, rng: np.random.Generator) -> np.ndarray:
+    """(REGIONS, DIM) float32, not standardised: what the pixels of each region look like, and where it
+    lies.
+
+    The scene gives nothing but the boxes; colours and shapes have to be read off the pixels.
+    """
+    boxes = _boxes(scene, rng)
+    strip = Image.new("RGB", (GRID, GRID * REGIONS))
+    for i, box in enumerate((boxes * CANVAS).tolist()):
+        strip.paste(image.resize((GRID, GRID), Image.Resampling.BILINEAR, box=tuple(box)), (0, GRID * i))
+    crops = np.asarray(strip, dtype=np.float32).reshape(REGIONS, GRID, GRID, 3) / 255
+    inside = np.zeros((GRID, GRID), dtype=bool)
+    inside[2:-2, 2:-2] = True
+    corner, extent = boxes[:, :2], boxes[:, 2:] - boxes[:, :2]
+    parts = (
+        crops.reshape(REGIONS, -1),
+        crops.mean((1, 2)),
+        crops.std((1, 2)),
+        crops[:, inside].mean(1) - crops[:, ~inside].mean(1),
+        np.abs(np.diff(crops, axis=1)).mean((1, 2, 3))[:, None],
+        np.abs(np.diff(crops, axis=2)).mean((1, 2, 3))[:, None],
+        corner + extent / 2,
+        extent,
+        extent.prod(1, keepdims=True),
+    )
+    return np.concatenate(parts, 1).astype(np.float32)
+
+
+@cache
+def _calibration(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation (DIM,) of the features of the first CALIBRATION training scenes."""
+    scenes = generate_scenes("train", CALIBRATION, seed)
+    streams = [_stream(seed, "train", _REGIONS, i) for i in range(CALIBRATION)]
+    features = [region_features(render(s), s, rng) for s, rng in zip(scenes, streams, strict=True)]
+    flat = np.concatenate(features).astype(np.float64)
+    return flat.mean(0), flat.std(0)
+
+
+# --- files ------------------------------------------------------------------------------------------------
+
+
+def _expected_files(root: Path, sizes: Mapping[str, int]) -> list[Path]:
+    tables = [root / f"{split}_{kind}" for split in SPLITS for kind in ("ims.npy", "caps.txt")]
+    return tables + [_picture(root, split, i) for split in ("dev", "test") for i in range(sizes[split])]
+
+
+def _picture(root: Path, split: str, index: int) -> Path:
+    return root / "pictures" / f"{split}_{index:05d}.png"
+
+
+def write_scenes(root: str | Path, sizes: Mapping[str, int] = SIZES, seed: int = 0) -> bool:
+    """Write a data set in the pre-computed layout of SCAN and VSE∞; returns whether it had to.
+
+    `{split}_ims.npy` is (n, 12, 208) float16, standardised by training statistics; `{split}_caps.txt` has
+    one caption a line, five consecutive lines an image; `pictures/{split}_{index:05d}.png` are the dev and
+    test pictures. `dataset.json` says what the files are: a call with the same arguments does nothing, one
+    with others starts over.
+
+    Raises ValueError for sizes that do not give each split an integer of at least 1, and FileExistsError
+    where the folder holds somebody else's data set.
+    """
+    if set(sizes) != set(SPLITS):
+        raise ValueError(f"sizes must have the keys {', '.join(SPLITS)}, got {sizes!r}")
+    for split in SPLITS:
+        _check_count(f"sizes[{split!r}]", sizes[split], least=1)
+    _check_count("seed", seed, least=0)
+    root = Path(root)
+    card = root / "dataset.json"
+    described = {"generator": "scenes", "version": VERSION, "seed": seed, "sizes": dict(sizes)}
+    found = json.loads(card.read_text()) if card.exists() else {}
+    complete = found == {**described, "complete": True}
+    if complete and all(file.exists() for file in _expected_files(root, sizes)):
+        return False
+    if any(root.glob("*_ims.npy")) and found.get("generator") != "scenes":
+        raise FileExistsError(f"root holds another data set, which would be overwritten: {root}")
+    (root / "pictures").mkdir(parents=True, exist_ok=True)
+    _write_card(card, {**described, "complete": False})  # until the last file is there
+    for stale in (root / "pictures").glob("*_?????.png"):
+        stale.unlink()
+    for split in SPLITS:
+        _write_split(root, split, generate_scenes(split, sizes[split], seed), seed)
+    _write_card(card, {**described, "complete": True})
+    return True
+
+
+def _write_card(file: Path, content: dict) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _write_split(root: Path, split: str, scenes: list[Scene], seed: int) -> None:
+    mean, deviation = _calibration(seed)
+    features = np.empty((len(scenes), REGIONS, DIM), dtype=np.float16)
+    lines: list[str] = []
+    for i, scene in enumerate(scenes):
+        image = render(scene)
+        lines += captions(scene, _stream(seed, split, _CAPTIONS, i))
+        features[i] = (region_features(image, scene, _stream(seed, split, _REGIONS, i)) - mean) / deviation
+        if split != "train":
+            image.save(_picture(root, split, i))
+    np.save(root / f"{split}_ims.npy", features)
+    (root / f"{split}_caps.txt").write_text("\n".join(lines) + "\n")
+
+
+def contact_sheet(split: str = "dev", n: int = 24, seed: int = 0, columns: int = 2) -> Image.Image:
+    """The first n scenes of a split at twice their size, each beside its captions."""
+    scenes = generate_scenes(split, n, seed)
+    width, height, side = 880, 204, 2 * CANVAS
+    sheet = Image.new("RGB", (columns * width, -(-n // columns) * height), "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(13)
+    for i, scene in enumerate(scenes):
+        left, top = i % columns * width + 6, i // columns * height + 6
+        sheet.paste(render(scene).resize((side, side), Image.Resampling.LANCZOS), (left, top))
+        for line, caption in enumerate(captions(scene, _stream(seed, split, _CAPTIONS, i))):
+            draw.text((left + side + 10, top + 12 + 34 * line), caption, "black", font)
+        draw.text((left + side + 10, top + 178), f"{split} {i}, family {scene.family}", "grey", font)
+    return sheet
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="scenes", description="Write the data set of rendered scenes.")
+    parser.add_argument("--out", type=Path, help="folder for the data set")
+    for split in SPLITS:
+        parser.add_argument(f"--{split}", type=int, default=SIZES[split], help="scenes (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sheet", type=Path, help="write dev scenes with their captions to this picture")
+    options = parser.parse_args(arguments)
+    if options.out is None and options.sheet is None:
+        parser.error("nothing to do: give --out, --sheet or both")
+    if options.out is not None:
+        start = time.perf_counter()
+        sizes = {split: getattr(options, split) for split in SPLITS}
+        written = write_scenes(options.out, sizes, options.seed)
+        state = f"written in {time.perf_counter() - start:.1f} s" if written else "already there"
+        print(f"{sum(sizes.values())} scenes in {options.out}: {state}")
+    if options.sheet is not None:
+        contact_sheet(n=24, seed=options.seed).save(options.sheet)
+        print(f"contact sheet: {options.sheet}")
+
+
+if __name__ == "__main__":
+    main()

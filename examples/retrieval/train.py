@@ -1,0 +1,356 @@
+"""Train a visual-semantic embedding with any loss of itrloss.
+
+    python -m examples.retrieval.train --config examples/retrieval/configs/scenes.toml out=runs/dcl loss=dcl seed=1
+
+The run directory holds config.json, log.jsonl (a line an epoch), best.pt (by dev RSUM), last.pt (to resume from),
+metrics.json, dev_scores.npy and the TensorBoard events.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import itrloss
+
+from .config import RESUMABLE, Config, load_config, make_config
+from .data import Batch, Batches, Vocabulary, feature_statistics, load_split
+from .encoders import VSE, ImageEncoder, TextEncoder
+from .evaluate import before_and_after, cosine_scores, recalls
+
+LOSSES = {
+    "triplet": itrloss.TripletLoss,
+    "infonce": itrloss.InfoNCELoss,
+    "hal": itrloss.HubnessAwareLoss,
+    "dcl": itrloss.DiversityContrastiveLoss,
+}
+
+
+def build_loss(name: str, options: dict[str, Any]) -> nn.Module:
+    """The loss `name` with its constructor options; ValueError names an unknown loss or option."""
+    if name not in LOSSES:
+        raise ValueError(f"loss = {name!r}: must be one of {', '.join(LOSSES)}")
+    known = list(inspect.signature(LOSSES[name]).parameters)
+    for option in options:
+        if option not in known:
+            raise ValueError(f"loss_options.{option}: {LOSSES[name].__name__} takes {', '.join(known)}")
+    return LOSSES[name](**options)
+
+
+def build_model(config: Config, region_dim: int, vocabulary_size: int) -> VSE:
+    return VSE(
+        ImageEncoder(region_dim, config.dim, config.feature_dropout),
+        TextEncoder(
+            vocabulary_size,
+            config.word_dim,
+            config.dim,
+            config.word_dropout,
+            config.embedding_dropout,
+            config.bag_of_words,
+        ),
+    )
+
+
+def build_optimizer(model: nn.Module, loss: nn.Module, config: Config) -> torch.optim.AdamW:
+    """AdamW; weight decay pulls on matrices only, not on biases, normalisation or a learnable temperature."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1] + list(loss.parameters()), "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr)
+
+
+def learning_rate(config: Config, epoch: int, step: int) -> float:
+    """The rate of a step (counted over the whole run): linear warm-up, then a drop to a tenth at `decay_epoch`."""
+    warm = min(1.0, (step + 1) / config.lr_warmup_steps) if config.lr_warmup_steps else 1.0
+    return config.lr * warm * (0.1 if 0 < config.decay_epoch <= epoch else 1.0)
+
+
+def data_directory(config: Config) -> Path:
+    """Where the data lie; the generated scenes are written first, if they are not there yet."""
+    if config.data != "scenes":
+        return Path(config.data)
+    from .scenes import write_scenes
+
+    root = Path(config.data_root or Path(config.out).parent / "data")
+    write_scenes(root, sizes=config.scenes_sizes, seed=0)
+    return root
+
+
+def load_model(path: str | Path) -> tuple[VSE, Vocabulary, Config]:
+    """Rebuild the model of a checkpoint (best.pt or last.pt), in evaluation mode, on the CPU."""
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    config, vocabulary = make_config(state["config"]), Vocabulary(state["words"])
+    model = build_model(config, state["model"]["image.mean"].numel(), len(vocabulary))
+    model.load_state_dict(state["model"])
+    return model.eval(), vocabulary, config
+
+
+class Trainer:
+    """A run: the model, its optimiser, and how far it has come."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.out = Path(config.out)
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        random.seed(config.seed)
+        np.random.seed(config.seed % 2**32)
+        torch.manual_seed(config.seed)
+
+        self.loss = build_loss(config.loss, config.loss_options).to(config.device)
+        self.mining = getattr(self.loss, "mining", None)  # of the triplet loss, once warmed up
+        self.data = data_directory(config)
+        train = load_split(self.data, "train")
+        self.dev = load_split(self.data, "dev")
+        self.vocabulary = Vocabulary.from_captions(train.captions, config.min_count)
+        self.batches = Batches(
+            train, self.vocabulary, config.batch_size, config.captions_per_image, config.seed
+        )
+        model = build_model(config, train.features.shape[2], len(self.vocabulary))
+        mean, std = feature_statistics(train.features)
+        model.image.mean.copy_(mean)
+        model.image.std.copy_(std)
+        model.text.idf.copy_(self.vocabulary.idf(train.captions))
+        self.model = model.to(config.device)
+        self.optimizer = build_optimizer(self.model, self.loss, config)
+
+        self.epoch = 0  # epochs done
+        self.step = 0  # steps done in the current epoch
+        self.sums = {"loss": 0.0, "seconds": 0.0, "loss_seconds": 0.0}  # over the current epoch
+        self.best = -math.inf  # dev RSUM
+        self.history: list[dict[str, float]] = []  # the lines of log.jsonl
+        self.writer: Any = None
+
+    # --- training ---------------------------------------------------------------------------------------------
+
+    def run(self) -> dict[str, Any]:
+        """Train what is left to train, then measure the best checkpoint. Returns the metrics and the log."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        if self.config.resume and (self.out / "last.pt").exists():
+            self.load(self.out / "last.pt")
+        _write_json(self.out / "config.json", asdict(self.config))
+        if self.config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # slow to import, so only where it is used
+
+            self.writer = SummaryWriter(str(self.out), purge_step=self.total_steps + 1)
+        while self.epoch < self.config.epochs:
+            self.train_epoch()
+            self.finish_epoch()
+        if self.writer is not None:
+            self.writer.close()
+        return {"metrics": self.final_metrics(), "best_rsum": self.best, "history": self.history}
+
+    @property
+    def total_steps(self) -> int:
+        return self.epoch * len(self.batches) + self.step
+
+    def train_epoch(self) -> None:
+        self.model.train()
+        if self.mining is not None:
+            # The hardest negative of an untrained model is noise, and its gradient collapses all embeddings into one
+            # point; the sum over all negatives leads out of there first.
+            warming_up = self.epoch < self.config.warmup_epochs
+            setattr(self.loss, "mining", "all" if warming_up else self.mining)  # noqa: B010 (of one loss only)
+        bar = tqdm(
+            self.batches.epoch(self.epoch, self.step),
+            desc=f"epoch {self.epoch + 1}/{self.config.epochs}",
+            initial=self.step,
+            total=len(self.batches),
+            disable=not (self.config.progress and sys.stderr.isatty()),
+            leave=False,
+        )
+        for batch in bar:
+            value = self.train_step(batch)
+            bar.set_postfix(loss=f"{value:.4f}", refresh=False)
+            if self.config.save_steps and self.total_steps % self.config.save_steps == 0:
+                self.save(self.out / "last.pt")
+
+    def train_step(self, batch: Batch) -> float:
+        """One update. The loss runs on leaves cut from the encoders' outputs, so that its own forward and backward can
+        be timed; the gradients of the leaves are then sent on into the encoders: the very gradients of one backward.
+        """
+        start, device = self._now(), self.config.device
+        rate = learning_rate(self.config, self.epoch, self.total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.zero_grad(set_to_none=True)
+        outputs = self.model(batch.regions.to(device), batch.words.to(device), batch.lengths)
+
+        loss_start = self._now()
+        images, texts = (x.detach().requires_grad_() for x in outputs)
+        loss = self.loss(
+            images, texts, image_ids=batch.image_ids.to(device), text_ids=batch.text_ids.to(device)
+        )
+        loss.backward()
+        loss_seconds = self._now() - loss_start
+
+        torch.autograd.backward(outputs, [images.grad, texts.grad])
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        value = loss.item()
+        if not math.isfinite(value) or not torch.isfinite(norm):
+            raise FloatingPointError(
+                f"epoch {self.epoch + 1}, step {self.step + 1}: loss {value}, gradient norm {norm.item()}"
+            )
+        self.optimizer.step()
+        self.step += 1
+        self.sums["loss"] += value
+        self.sums["seconds"] += self._now() - start
+        self.sums["loss_seconds"] += loss_seconds
+        if self.writer is not None:
+            scalars = {"train/loss": value, "train/lr": rate, "train/gradient_norm": norm.item()}
+            self._log_scalars(scalars)
+        return value
+
+    def finish_epoch(self) -> None:
+        """Validate, keep the checkpoint if it is the best so far, and close the epoch in the log."""
+        measured = recalls(cosine_scores(self.model, self.dev, self.vocabulary), self.dev)
+        if self.writer is not None:
+            self._log_scalars({f"dev/{name}": value for name, value in measured.items()})
+        line = {
+            "epoch": self.epoch + 1,
+            "step": self.total_steps,
+            "loss": self.sums["loss"] / len(self.batches),
+            "lr": learning_rate(self.config, self.epoch, self.total_steps - 1),
+            "seconds": self.sums["seconds"],
+            "loss_seconds": self.sums["loss_seconds"],
+            **measured,
+        }
+        self.history.append(line)
+        self.epoch, self.step = self.epoch + 1, 0
+        self.sums = dict.fromkeys(self.sums, 0.0)
+        if measured["rsum"] > self.best:
+            self.best = measured["rsum"]
+            self.save(self.out / "best.pt")
+        self.save(self.out / "last.pt")
+        # Written whole from the checkpointed history, so that a resumed run neither repeats nor loses a line.
+        text = "".join(json.dumps(line) + "\n" for line in self.history)
+        _write_atomically(self.out / "log.jsonl", lambda file: file.write(text.encode()))
+
+    def final_metrics(self) -> dict[str, Any]:
+        """Measure best.pt on dev (and on test, if asked to); write metrics.json and dev_scores.npy."""
+        model, vocabulary, _ = load_model(self.out / "best.pt")
+        model.to(self.config.device)
+        scores = cosine_scores(model, self.dev, vocabulary)
+        _write_atomically(self.out / "dev_scores.npy", lambda file: np.save(file, scores.numpy()))
+        metrics = {"dev": before_and_after(scores, self.dev)}
+        if self.config.final_test:
+            test = load_split(self.data, "test")
+            metrics["test"] = before_and_after(cosine_scores(model, test, vocabulary), test)
+        _write_json(self.out / "metrics.json", metrics)
+        return metrics
+
+    # --- checkpoints ------------------------------------------------------------------------------------------
+
+    def save(self, path: Path) -> None:
+        """Write all that the next step depends on, so that a resumed run is the uninterrupted one, bit for bit."""
+        name, keys, *rest = np.random.get_state()
+        state = {
+            "config": asdict(self.config),
+            "words": self.vocabulary.words,
+            "model": self.model.state_dict(),
+            "loss": self.loss.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "epoch": self.epoch,
+            "step": self.step,
+            "sums": self.sums,
+            "best": self.best,
+            "history": self.history,
+            "rng": {
+                "python": random.getstate(),
+                "numpy": (name, keys.tolist(), *rest),
+                "torch": torch.get_rng_state(),
+                "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+            },
+        }
+        _write_atomically(path, lambda file: torch.save(state, file))
+
+    def load(self, path: Path) -> None:
+        """Continue from a checkpoint; ValueError where its settings were others."""
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        mine = asdict(self.config)
+        changed = [k for k in mine if k not in RESUMABLE and mine[k] != state["config"].get(k)]
+        if changed or state["words"] != self.vocabulary.words:
+            what = ", ".join(f"{k} = {state['config'].get(k)!r}" for k in changed) or "another vocabulary"
+            raise ValueError(f"{path} was trained with {what}: cannot resume; choose another out or resume=false")
+        self.model.load_state_dict(state["model"])
+        self.loss.load_state_dict(state["loss"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.epoch, self.step, self.best = state["epoch"], state["step"], state["best"]
+        self.sums, self.history = state["sums"], state["history"]
+        random.setstate(state["rng"]["python"])
+        np.random.set_state(state["rng"]["numpy"])
+        torch.set_rng_state(state["rng"]["torch"])
+        if torch.cuda.is_available() and state["rng"]["cuda"]:
+            torch.cuda.set_rng_state_all(state["rng"]["cuda"])
+
+    # --- small helpers ----------------------------------------------------------------------------------------
+
+    def _now(self) -> float:
+        """Seconds; on a GPU once its queue is empty, or the time would be that of the launches."""
+        if self.config.device.startswith("cuda"):
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _log_scalars(self, scalars: dict[str, float]) -> None:
+        for name, value in scalars.items():
+            self.writer.add_scalar(name, value, self.total_steps)
+
+
+def _write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Write beside `path`, then rename: a killed run leaves the old file or the new one, never half of one."""
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "wb") as file:
+        write(file)
+    os.replace(partial, path)
+
+
+def _write_json(path: Path, value: object) -> None:
+    text = json.dumps(value, indent=2) + "\n"
+    _write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def train(config: Config) -> dict[str, Any]:
+    """Run (or resume) the training that `config` describes.
+
+    Returns:
+        {"metrics": {"dev": {"before": {...}, "after": {...}}, ...}, "best_rsum": float, "history": [a dict an epoch]}.
+    """
+    return Trainer(config).run()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Train a visual-semantic embedding with any loss of itrloss.")
+    parser.add_argument("--config", metavar="FILE.toml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. loss=dcl loss_options.margin=0.2")
+    given = parser.parse_args(arguments)
+    try:
+        config = load_config(given.config, given.overrides)
+        build_loss(config.loss, config.loss_options)
+    except (OSError, TypeError, ValueError) as error:
+        parser.error(str(error))
+    metrics = train(config)["metrics"]
+    for split, both in metrics.items():
+        for when, measured in both.items():
+            figures = "  ".join(f"{name} {value:.1f}" for name, value in measured.items())
+            print(f"{split} {when} re-ranking: {figures}")
+
+
+if __name__ == "__main__":
+    main()

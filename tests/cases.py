@@ -1,0 +1,52 @@
+"""Inputs shared by the tests: shapes and ids by name."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# (rows, columns, ids): None is the diagonal, "random" has duplicates and anchors without positives
+SHAPES = {
+    "one pair": (1, 1, None),
+    "one row": (1, 7, "random"),
+    "one column": (7, 1, "random"),
+    "primes": (13, 13, None),
+    "square with duplicates": (13, 13, "random"),
+    "five captions": (5, 25, "captions"),
+    "wide": (5, 17, "random"),
+    "tall": (17, 5, "random"),
+    "no positive": (6, 9, "disjoint"),
+    "no negative": (6, 9, "same"),
+    "strided ids": (11, 11, "strided"),
+}
+
+
+def make_ids(kind: str | None, n: int, m: int, seed: int = 0) -> tuple[Tensor | None, Tensor | None]:
+    generator = torch.Generator().manual_seed(seed)
+    if kind is None:
+        return None, None
+    if kind == "random":
+        return tuple(torch.randint(0, 5, (size,), generator=generator) - 2 for size in (n, m))  # type: ignore
+    if kind == "captions":
+        return torch.arange(n), torch.arange(n).repeat_interleave(m // n)
+    if kind == "disjoint":
+        return torch.arange(n), torch.arange(m) + 1000
+    if kind == "same":
+        return torch.full((n,), 7), torch.full((m,), 7)
+    if kind == "strided":
+        return tuple(torch.randint(0, 5, (2 * size,), generator=generator)[::2] for size in (n, m))  # type: ignore
+    raise AssertionError(kind)
+
+
+def embeddings(n: int, m: int, d: int = 6, seed: int = 0, dtype=torch.float64) -> tuple[Tensor, Tensor]:
+    """Unnormalised, of very different lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    make = lambda size: torch.randn(size, d, generator=generator, dtype=torch.float64)  # noqa: E731
+    stretch = lambda size: torch.rand(size, 1, generator=generator, dtype=torch.float64) * 5 + 0.1  # noqa: E731
+    return (make(n) * stretch(n)).to(dtype), (make(m) * stretch(m)).to(dtype)
+
+
+def upstream(n: int, m: int, seed: int = 1, dtype=torch.float64) -> tuple[Tensor, Tensor]:
+    """Non-uniform upstream gradients of both signs for the rows and the columns."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for size in (n, m))  # type: ignore

@@ -1,0 +1,29 @@
+"""Shared by all tests: small tiles, poisoned buffers, and sets of inputs that used to break things."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from itrloss.engines import tiles
+
+torch.set_num_threads(2)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Many tiles even for small inputs, with ragged ends on both axes."""
+    monkeypatch.setitem(tiles.TILE, "cpu", (12, 3))
+    monkeypatch.setitem(tiles.PANEL, "cpu", 20)
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """``torch.empty`` full of nan, so that an entry which is never written shows."""
+    for name in ("empty", "empty_like"):
+        make = getattr(torch, name)
+
+        def nan_filled(*args, _make=make, **kwargs):
+            x = _make(*args, **kwargs)
+            return x.fill_(float("nan")) if x.is_floating_point() else x
+
+        monkeypatch.setattr(torch, name, nan_filled)

@@ -1,0 +1,338 @@
+"""The embedded data set; `caption_reader` is the independent judge of its captions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import fields
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from caption_reader import Reader
+from PIL import Image
+
+from examples.retrieval import scenes as module
+from examples.retrieval.scenes import (
+    DIM,
+    REGIONS,
+    SPLITS,
+    Scene,
+    SceneObject,
+    captions,
+    generate_scenes,
+    main,
+    region_features,
+    render,
+    write_scenes,
+)
+
+SMALL = {"train": 12, "dev": 6, "test": 5}
+
+
+@pytest.fixture(scope="module")
+def described() -> list[tuple[Scene, list[str]]]:
+    """Scenes of two splits and seeds with their captions."""
+    return [
+        (scene, captions(scene, np.random.default_rng((seed, i))))
+        for split, seed in (("test", 0), ("train", 5))
+        for i, scene in enumerate(generate_scenes(split, 175, seed))
+    ]
+
+
+def _digest(root: Path, *, only: str = "") -> dict[str, str]:
+    files = sorted(file for file in root.rglob("*") if file.is_file() and file.name.startswith(only))
+    return {str(file.relative_to(root)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def test_same_seed_gives_the_same_files_whatever_the_hash_seed(tmp_path):
+    write_scenes(tmp_path / "a", SMALL, seed=3)
+    arguments = ["--out", str(tmp_path / "b"), "--train", "12", "--dev", "6", "--test", "5", "--seed", "3"]
+    subprocess.run(
+        [sys.executable, "-m", "examples.retrieval.scenes", *arguments],
+        env={**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": os.pathsep.join(map(str, sys.path))},
+        check=True,
+        capture_output=True,
+    )
+    write_scenes(tmp_path / "c", SMALL, seed=0)
+    a, b, c = (_digest(tmp_path / name) for name in "abc")
+    assert len(a) == 2 * 3 + 6 + 5 + 1
+    assert a == b
+    assert all(a[name] != c[name] for name in a)
+
+
+def test_a_split_does_not_depend_on_the_sizes_of_the_others(tmp_path):
+    write_scenes(tmp_path / "a", SMALL)
+    write_scenes(tmp_path / "b", {"train": 3, "dev": 9, "test": 5})
+    assert _digest(tmp_path / "a", only="test") == _digest(tmp_path / "b", only="test")
+    for split in ("train", "dev"):
+        a, b = (np.load(tmp_path / name / f"{split}_ims.npy") for name in "ab")
+        shared = min(len(a), len(b))
+        assert np.array_equal(a[:shared], b[:shared])
+
+
+def test_layout_is_the_precomputed_one(tmp_path):
+    write_scenes(tmp_path, SMALL)
+    for split, n in SMALL.items():
+        features = np.load(tmp_path / f"{split}_ims.npy")
+        assert features.shape == (n, REGIONS, DIM) == (n, 12, 208)
+        assert features.dtype == np.float16
+        assert np.isfinite(features).all()
+        lines = (tmp_path / f"{split}_caps.txt").read_text().splitlines()
+        assert len(lines) == 5 * n and all(lines)
+        pictures = sorted((tmp_path / "pictures").glob(f"{split}_*.png"))
+        expected = [] if split == "train" else [f"{split}_{i:05d}.png" for i in range(n)]
+        assert [picture.name for picture in pictures] == expected
+    for i, scene in enumerate(generate_scenes("dev", SMALL["dev"])):
+        with Image.open(tmp_path / "pictures" / f"dev_{i:05d}.png") as picture:
+            assert picture.size == (96, 96) and picture.mode == "RGB"
+            assert picture.tobytes() == render(scene).tobytes()
+
+
+def test_features_are_standardised_on_training_scenes(tmp_path):
+    write_scenes(tmp_path, {"train": 200, "dev": 1, "test": 1})
+    flat = np.load(tmp_path / "train_ims.npy").astype(np.float64).reshape(-1, DIM)
+    np.testing.assert_allclose(flat.mean(0), 0, atol=2e-3)
+    np.testing.assert_allclose(flat.std(0), 1, atol=2e-3)
+
+
+def test_features_read_pixels_and_not_labels():
+    scene = generate_scenes("dev", 4)[3]
+    image = render(scene)
+    relabelled = Scene("paper", tuple(
+        SceneObject("star", "red", item.size, item.x, item.y) for item in scene.objects
+    ), family=99)  # fmt: skip
+    features = region_features(image, scene, np.random.default_rng(1))
+    assert features.shape == (REGIONS, DIM) and features.dtype == np.float32
+    assert np.array_equal(features, region_features(image, relabelled, np.random.default_rng(1)))
+    repainted = region_features(Image.new("RGB", image.size, "green"), scene, np.random.default_rng(1))
+    assert np.abs(features[:, :-5] - repainted[:, :-5]).max(1).min() > 0.05
+    assert np.array_equal(features[:, -5:], repainted[:, -5:])
+
+
+def test_order_of_regions_carries_no_information():
+    scene = generate_scenes("dev", 1)[0]
+    image = render(scene)
+    areas = np.stack([region_features(image, scene, np.random.default_rng(i))[:, -1] for i in range(200)])
+    whole = np.bincount((areas == 1).argmax(1), minlength=REGIONS)  # the place of the whole image
+    assert (areas == 1).sum() == 200
+    assert whole.min() >= 5 and whole.max() <= 35  # about 200 / 12 each
+
+
+def test_captions_are_five_distinct_english_sentences(described):
+    for _, texts in described:
+        assert len(texts) == len(set(texts)) == 5
+        for text in texts:
+            assert re.fullmatch(r"[a-z][a-z, -]+\.", text), text
+            assert not re.search(r"\ba [aeiou]|\ban [^aeiou]|  ", text), text
+
+
+def test_captions_are_distinct_even_where_objects_look_alike():
+    stars = tuple(SceneObject("star", "red", "small", x, 0.2) for x in (0.2, 0.5, 0.8))
+    for i in range(2840, 2900):  # at 2880 the writer comes upon the same words twice
+        assert len(set(captions(Scene("sea", stars, 0), np.random.default_rng(i)))) == 5
+
+
+def test_captions_use_a_vocabulary_of_some_size(described):
+    words = {word for _, texts in described for text in texts for word in re.findall(r"[a-z-]+", text)}
+    assert len(words) >= 120
+
+
+def test_captions_are_true(described):
+    for scene, texts in described:
+        for text in texts:
+            assert Reader(text).holds(scene), (text, scene)
+
+
+def test_captions_seldom_fit_other_scenes(described):
+    """Also a test of the reader: one that believes everything would fail here."""
+    scenes = [scene for scene, _ in described[:60]]
+    fits = [sum(map(Reader(text).holds, scenes)) for _, texts in described[:60] for text in texts]
+    assert np.median(fits) <= 3 and np.mean(fits) < 10
+
+
+HAND_MADE = Scene("sand", (
+    SceneObject("circle", "red", "large", 0.2, 0.2), SceneObject("star", "blue", "small", 0.2, 0.2),
+    SceneObject("star", "green", "medium", 0.5, 0.5), SceneObject("ring", "blue", "medium", 0.8, 0.8),
+), family=0)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("a red circle lies on the sand.", "a red circle lies on the grass."),
+        ("the red circle lies on the sand.", "the star lies on the sand."),
+        ("a big crimson disc lies on the sand.", "a tiny crimson disc lies on the sand."),
+        ("a star is left of a ring.", "a ring is left of a star."),
+        ("to the right of a star there is a ring.", "to the right of a ring there is a star."),
+        ("a blue star inside a circle.", "a green star inside a circle."),
+        ("four shapes in red, blue and green.", "four shapes in red, blue and white."),
+        ("the picture shows a circle, two stars and one ring.",
+         "the picture shows a circle, one star and one ring."),
+        ("we count one red thing, two blue things and a green thing.",
+         "we count one red thing and two blue things."),
+        ("four things, two of them blue, including one ring.",
+         "four things, three of them blue, including one ring."),
+        ("out of four things, two are blue and one is red.",
+         "out of three things, two are blue and one is red."),
+        ("a hoop at the bottom right and a disc at the top left.",
+         "a disc at the bottom right and a hoop at the top left."),
+        ("the biggest shape is a red circle at the top left.",
+         "the biggest shape is a ring at the bottom right."),
+        ("a ring is smaller than a circle.", "a circle is smaller than a ring."),
+        ("the rightmost object is a blue ring.", "the rightmost object is a green star."),
+        ("a circle and a ring are in opposite corners.",
+         "a green star and a ring are in opposite corners."),
+        ("a green star is between a circle and a ring.", "a ring is between a circle and a green star."),
+        ("a circle is far from a ring.", "a circle is near a ring."),
+        ("a star is placed in the middle.", "the middle is empty, with a star at the top left."),
+    ],
+)  # fmt: skip
+def test_the_reader_tells_true_from_false(right, wrong):
+    assert Reader(right).holds(HAND_MADE)
+    assert not Reader(wrong).holds(HAND_MADE)
+
+
+def _differences(a: Scene, b: Scene) -> list[str]:
+    """Which attributes of which objects differ; a place is one attribute."""
+    assert a.background == b.background and len(a.objects) == len(b.objects)
+    return [
+        "place" if field.name in "xy" else field.name
+        for x, y in zip(a.objects, b.objects, strict=True)
+        for field in fields(SceneObject)
+        if getattr(x, field.name) != getattr(y, field.name)
+    ]
+
+
+def test_members_of_a_family_differ_from_the_first_in_one_attribute():
+    families: dict[int, list[Scene]] = {}
+    for scene in generate_scenes("train", 250):
+        families.setdefault(scene.family, []).append(scene)
+    kinds = Counter()
+    for first, *siblings in families.values():
+        assert len({first, *siblings}) == 1 + len(siblings)
+        for sibling in siblings:
+            difference = _differences(first, sibling)
+            assert len(difference) == 1
+            kinds.update(difference)
+    assert set(kinds) == {"colour", "shape", "size", "place"}
+    assert sum(len(members) for members in families.values() if len(members) > 1) == 0.4 * 250
+    assert {len(members) for members in families.values()} == {1, 2, 3}
+
+
+def test_no_family_straddles_two_splits():
+    """Members of a family agree in all objects but one; no scenes of different splits do."""
+
+    def traces(split: str) -> set:
+        return {
+            (scene.background, scene.objects[:i] + scene.objects[i + 1 :])
+            for scene in generate_scenes(split, 150)
+            for i in range(len(scene.objects))
+        }
+
+    seen = {split: traces(split) for split in SPLITS}
+    for a, b in product(SPLITS, SPLITS):
+        assert a == b or not seen[a] & seen[b]
+
+
+def test_different_scenes_have_different_pictures():
+    scenes = generate_scenes("test", 150)
+    assert len(set(scenes)) == 150
+    assert len({render(scene).tobytes() for scene in scenes}) == 150
+    assert all(render(scene).tobytes() == render(scene).tobytes() for scene in scenes[:3])
+
+
+def test_a_second_call_writes_nothing_and_another_one_starts_over(tmp_path, monkeypatch):
+    assert write_scenes(tmp_path, SMALL)
+    before = _digest(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "generate_scenes", lambda *_: pytest.fail("generated again"))
+        assert not write_scenes(tmp_path, SMALL)
+        assert not write_scenes(str(tmp_path), dict(reversed(SMALL.items())))
+    assert write_scenes(tmp_path, {**SMALL, "dev": 2}, seed=3)
+    assert len(list(tmp_path.rglob("dev_*.png"))) == 2
+    assert write_scenes(tmp_path, SMALL)
+    assert _digest(tmp_path) == before
+
+
+def test_an_interrupted_or_damaged_data_set_is_written_again(tmp_path, monkeypatch):
+    write_scenes(tmp_path, SMALL, seed=3)
+    save = np.save
+
+    def stop_late(file, array):
+        if file.name == "test_ims.npy":
+            raise KeyboardInterrupt
+        save(file, array)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "save", stop_late)
+        with pytest.raises(KeyboardInterrupt):
+            write_scenes(tmp_path, SMALL)
+    assert write_scenes(tmp_path, SMALL)  # although every file was there, one of them with the other seed
+    write_scenes(tmp_path / "fresh", SMALL)
+    assert _digest(tmp_path / "pictures") == _digest(tmp_path / "fresh" / "pictures")
+    assert np.array_equal(*(np.load(root / "test_ims.npy") for root in (tmp_path, tmp_path / "fresh")))
+    (tmp_path / "pictures" / "test_00001.png").unlink()
+    assert write_scenes(tmp_path, SMALL)
+    assert not write_scenes(tmp_path, SMALL)
+
+
+def test_another_data_set_is_not_overwritten(tmp_path):
+    np.save(tmp_path / "train_ims.npy", np.zeros((2, 3, 4)))
+    with pytest.raises(FileExistsError, match="root"):
+        write_scenes(tmp_path, SMALL)
+    (tmp_path / "dataset.json").write_text(json.dumps({"name": "flickr"}))
+    with pytest.raises(FileExistsError, match="root"):
+        write_scenes(tmp_path, SMALL)
+    assert np.load(tmp_path / "train_ims.npy").shape == (2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"train": 0, "dev": 1, "test": 1}, {"train": 4, "dev": 1.5, "test": 1}, {"train": 4, "dev": 1},
+              {"train": True, "dev": 1, "test": 1}, {"train": 4, "dev": 1, "test": 1, "val": 1}, {}],
+)  # fmt: skip
+def test_wrong_sizes_are_named(tmp_path, sizes):
+    with pytest.raises(ValueError, match="sizes"):
+        write_scenes(tmp_path / "new", sizes)
+    assert not (tmp_path / "new").exists()
+
+
+def test_other_wrong_arguments_are_named(tmp_path):
+    with pytest.raises(ValueError, match="split must be one of train, dev, test, got 'val'"):
+        generate_scenes("val", 3)
+    with pytest.raises(ValueError, match="n must be an integer of at least 1, got 0"):
+        generate_scenes("dev", 0)
+    with pytest.raises(ValueError, match="seed"):
+        generate_scenes("dev", 3, seed=-1)
+    with pytest.raises(ValueError, match="seed"):
+        write_scenes(tmp_path, SMALL, seed=0.5)  # type: ignore[arg-type]
+
+
+def test_the_command_writes_data_and_a_contact_sheet(tmp_path, capsys):
+    sheet = tmp_path / "sheet.png"
+    arguments = [
+        "--out",
+        str(tmp_path / "data"),
+        "--train",
+        "2",
+        "--dev",
+        "2",
+        "--test",
+        "2",
+        "--sheet",
+        str(sheet),
+    ]
+    main(arguments)
+    assert "6 scenes" in capsys.readouterr().out
+    with Image.open(sheet) as picture:
+        assert picture.width > 1000 and len(picture.convert("RGB").getcolors(1 << 24) or []) > 1000
+    main(arguments[:-2])
+    assert "already there" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([])

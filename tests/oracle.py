@@ -1,0 +1,341 @@
+"""Every equation once more, as plain loops over pairs in float64: the second opinion the tests ask for.
+
+Written from the papers and not from the library, slow on purpose, for matrices of up to some thirty rows.
+
+Conventions. ``S`` is an (N, M) score matrix, rows are images and columns are texts. ``row_ids`` (N,) and
+``col_ids`` (M,) are integers; the pair (i, j) is positive iff ``row_ids[i] == col_ids[j]``, else negative.
+An anchor is *valid* iff it has at least one positive and at least one negative; an invalid anchor's loss is
+exactly 0. Equations are numbered as in the papers.
+
+Reductions, for values ``rows`` (N,) of the image anchors and ``cols`` (M,) of the text anchors:
+
+* ``"none"``: the pair ``(rows, cols)`` of float64 arrays,
+* ``"sum"``: ``Σ_i rows_i + Σ_j cols_j``,
+* ``"mean"``: mean of ``rows`` over valid images + mean of ``cols`` over valid texts (0 where none is valid).
+
+Papers: CODER (Wang et al., ECCV 2022), USER (Zhang et al., 2023), DVSE (Wei et al., 2023),
+VSE++ (Faghri et al., BMVC 2018), CPC (van den Oord et al., 2018).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Array = NDArray[np.float64]
+Ids = ArrayLike
+PerAnchor = tuple[Array, Array]
+
+SD_FLOOR = 1e-6  # the variance is floored at its square, 1e-12
+ENTROPY_FLOOR = 1e-6
+SCORE_FLOOR = -1.0 + 1e-6  # log(1 + S) is finite from here upwards
+
+
+def cosine(V: ArrayLike, W: ArrayLike) -> Array:
+    """``S_ij = ⟨v_i, w_j⟩ / (|v_i| |w_j|)``, (N, D) and (M, D) -> (N, M); a zero vector scores 0."""
+    images, texts = np.asarray(V, np.float64), np.asarray(W, np.float64)
+    S = np.zeros((len(images), len(texts)))
+    for i, v in enumerate(images):
+        for j, w in enumerate(texts):
+            v_norm = math.sqrt(math.fsum(a * a for a in v))
+            w_norm = math.sqrt(math.fsum(b * b for b in w))
+            if v_norm > 0 and w_norm > 0:
+                S[i, j] = math.fsum(a * b for a, b in zip(v, w, strict=True)) / (v_norm * w_norm)
+    return S
+
+
+def std_diversity(S: ArrayLike, row_ids: Ids, col_ids: Ids, epsilon: float = 0.1) -> Array:
+    """Standard-deviation diversity of each row, CODER Eq. 3: (N, M) -> (N,).
+
+    ``SD_i = sqrt(max(mean_{j∈neg(i)} (S_ij − mean_neg)², 1e-12))``,
+    ``raw_i = 1/sigmoid(ε/SD_i) = 1 + exp(−ε/SD_i)``, ``div_i = raw_i / max_i raw_i``, the maximum over all
+    rows. A row without negatives has the floor as its SD.
+    """
+    S = np.asarray(S, np.float64)
+    raw = []
+    for i in range(len(S)):
+        scores = [S[i, j] for j in _negatives(i, row_ids, col_ids)]
+        variance = 0.0
+        if scores:
+            mean = math.fsum(scores) / len(scores)
+            variance = math.fsum((s - mean) ** 2 for s in scores) / len(scores)
+        deviation = math.sqrt(max(variance, SD_FLOOR**2))
+        raw.append(1 + math.exp(-epsilon / deviation))
+    return np.array([r / max(raw) for r in raw])
+
+
+def entropy_diversity(
+    S: ArrayLike, row_ids: Ids, col_ids: Ids, epsilon: float = 0.1, temperature: float = 1.0
+) -> Array:
+    """Entropy diversity of each row, CODER supplement Eq. 8: (N, M) -> (N,).
+
+    ``P_ij = exp(S_ij/τ) / Σ_{all columns l} exp(S_il/τ)``, ``H_i = max(−Σ_{j∈neg(i)} P_ij log2 P_ij, 1e-6)``
+    in bits, ``raw_i = 1 + exp(−ε/H_i)``, ``div_i = raw_i / max_i raw_i``, the maximum over all rows.
+    """
+    S = np.asarray(S, np.float64)
+    raw = []
+    for i in range(len(S)):
+        log_total = _log_sum_exp([S[i, j] / temperature for j in range(S.shape[1])])
+        bits = []
+        for j in _negatives(i, row_ids, col_ids):
+            log_p = S[i, j] / temperature - log_total
+            bits.append(-math.exp(log_p) * log_p / math.log(2))
+        entropy = max(math.fsum(bits), ENTROPY_FLOOR)
+        raw.append(1 + math.exp(-epsilon / entropy))
+    return np.array([r / max(raw) for r in raw])
+
+
+def triplet(
+    S: ArrayLike,
+    row_ids: Ids,
+    col_ids: Ids,
+    margin: float = 0.2,
+    mining: str = "hardest",
+    reduction: str = "sum",
+) -> Any:
+    """Triplet ranking loss of VSE++: sum of hinges (``mining="all"``) or maximum of hinges (``"hardest"``).
+
+    ``hardest``: ``ℓ_i = Σ_{p∈pos(i)} [α − S_ip + max_{n∈neg(i)} S_in]_+``;
+    ``all``: ``ℓ_i = Σ_{p∈pos(i)} Σ_{n∈neg(i)} [α − S_ip + S_in]_+``.
+    """
+
+    def anchors(S: Array, ids: Ids, other_ids: Ids) -> Array:
+        values = np.zeros(len(S))
+        for i in _valid_anchors(ids, other_ids):
+            negatives = [S[i, n] for n in _negatives(i, ids, other_ids)]
+            competitors = [max(negatives)] if mining == "hardest" else negatives
+            values[i] = math.fsum(
+                max(0.0, margin - S[i, p] + s) for p in _positives(i, ids, other_ids) for s in competitors
+            )
+        return values
+
+    _one_of("mining", mining, ("hardest", "all"))
+    S = np.asarray(S, np.float64)
+    return _reduce(anchors(S, row_ids, col_ids), anchors(S.T, col_ids, row_ids), row_ids, col_ids, reduction)
+
+
+def infonce(
+    S: ArrayLike, row_ids: Ids, col_ids: Ids, temperature: float = 0.07, reduction: str = "mean"
+) -> Any:
+    """InfoNCE, CPC Eq. 4, averaged over an anchor's positives.
+
+    ``ℓ_i = mean_{p∈pos(i)} −log( exp(S_ip/τ) / (exp(S_ip/τ) + Σ_{n∈neg(i)} exp(S_in/τ)) )``: a positive
+    competes with the negatives alone, never with the anchor's other positives.
+    """
+
+    def anchors(S: Array, ids: Ids, other_ids: Ids) -> Array:
+        values = np.zeros(len(S))
+        for i in _valid_anchors(ids, other_ids):
+            negatives = [S[i, n] / temperature for n in _negatives(i, ids, other_ids)]
+            terms = []
+            for p in _positives(i, ids, other_ids):
+                positive = S[i, p] / temperature
+                terms.append(_log_sum_exp([positive, *negatives]) - positive)
+            values[i] = math.fsum(terms) / len(terms)
+        return values
+
+    S = np.asarray(S, np.float64)
+    return _reduce(anchors(S, row_ids, col_ids), anchors(S.T, col_ids, row_ids), row_ids, col_ids, reduction)
+
+
+def hal(
+    S: ArrayLike,
+    row_ids: Ids,
+    col_ids: Ids,
+    scale: float = 90.0,
+    margin: float = 0.5,
+    reduction: str = "mean",
+) -> Any:
+    """Hubness-aware loss, USER Eq. 17, for several positives and N ≠ M.
+
+    ``r_i = (1/γ) log(1 + Σ_{j∈neg(i)} exp(γ(S_ij − ε)))`` over a row, ``c_j`` likewise over a column; the
+    loss is ``mean_i r_i + mean_j c_j − mean_{positive pairs} log(1 + S_ip)``, S floored at −1 + 1e-6 in the
+    last term. Per anchor the positive term stands half in each direction:
+    ``ℓ_i = r_i − ½ (n_valid / P) Σ_{p∈pos(i)} log(1 + S_ip)``, P = positive pairs whose anchor is valid.
+    """
+
+    def anchors(S: Array, ids: Ids, other_ids: Ids) -> Array:
+        values = np.zeros(len(S))
+        valid = _valid_anchors(ids, other_ids)
+        pairs = sum(len(_positives(i, ids, other_ids)) for i in valid)
+        for i in valid:
+            exponents = [scale * (S[i, n] - margin) for n in _negatives(i, ids, other_ids)]
+            repulsion = _log_sum_exp([0.0, *exponents]) / scale
+            logs = [math.log(1 + max(S[i, p], SCORE_FLOOR)) for p in _positives(i, ids, other_ids)]
+            values[i] = repulsion - 0.5 * len(valid) / pairs * math.fsum(logs)
+        return values
+
+    S = np.asarray(S, np.float64)
+    return _reduce(anchors(S, row_ids, col_ids), anchors(S.T, col_ids, row_ids), row_ids, col_ids, reduction)
+
+
+def dcl(
+    S: ArrayLike,
+    row_ids: Ids,
+    col_ids: Ids,
+    temperature: float = 0.1,
+    margin: float = 0.3,
+    diversity: str | tuple[ArrayLike, ArrayLike] | None = "std",
+    epsilon: float = 0.1,
+    positive_weight: str | float = "paper",
+    positive: str = "clamp",
+    reduction: str = "mean",
+) -> Any:
+    """Diversity-sensitive contrastive loss, CODER Eq. 5 (Eq. 4 with ``diversity=None``).
+
+    ``ℓ_i = μ log(1 + Σ_{j∈neg(i)} exp((S_ij − γ)/(μ d_i))) − w mean_{p∈pos(i)} log(1 + S_ip)``, w = μ for
+    ``"paper"``. Texts are anchors of the transposed matrix; their diversities have a maximum of their own.
+    ``positive="clamp"`` floors S at −1 + 1e-6 in the last term, ``"relu"`` at 0. ``diversity`` may also be
+    the two arrays of scores, (N,) and (M,): held fixed, they make finite differences agree with gradients
+    that treat the diversity as a constant.
+    """
+    _one_of("positive", positive, ("clamp", "relu"))
+    S = np.asarray(S, np.float64)
+    weight = temperature if positive_weight == "paper" else float(positive_weight)
+    floor = SCORE_FLOOR if positive == "clamp" else 0.0
+    if diversity is None:
+        row_div, col_div = np.ones(S.shape[0]), np.ones(S.shape[1])
+    elif isinstance(diversity, tuple):
+        row_div, col_div = (np.asarray(d, np.float64) for d in diversity)
+    else:
+        _one_of("diversity", diversity, ("std", "entropy"))
+        score = std_diversity if diversity == "std" else entropy_diversity
+        row_div, col_div = score(S, row_ids, col_ids, epsilon), score(S.T, col_ids, row_ids, epsilon)
+
+    def anchors(S: Array, ids: Ids, other_ids: Ids, div: Array) -> Array:
+        values = np.zeros(len(S))
+        for i in _valid_anchors(ids, other_ids):
+            exponents = [(S[i, n] - margin) / (temperature * div[i]) for n in _negatives(i, ids, other_ids)]
+            logs = [math.log(1 + max(S[i, p], floor)) for p in _positives(i, ids, other_ids)]
+            values[i] = temperature * _log_sum_exp([0.0, *exponents]) - weight * math.fsum(logs) / len(logs)
+        return values
+
+    rows = anchors(S, row_ids, col_ids, row_div)
+    return _reduce(rows, anchors(S.T, col_ids, row_ids, col_div), row_ids, col_ids, reduction)
+
+
+def fast_rerank(
+    A: ArrayLike, i2t: tuple[float, float] = (25.0, 25.0), t2i: tuple[float, float] = (20.0, 20.0)
+) -> PerAnchor:
+    """Fast Re-ranking, DVSE Eq. 14 and 15 in log space: A (n_images, n_texts) -> two matrices of that shape.
+
+    Image→text ``γ2 A_ij − log Σ_{images l} exp(γ1 A_lj)``, ``i2t = (γ1, γ2)``;
+    text→image ``λ2 A_ij − log Σ_{texts l} exp(λ1 A_il)``, ``t2i = (λ1, λ2)``.
+    """
+    A = np.asarray(A, np.float64)
+    images, texts = A.shape
+    image_to_text, text_to_image = np.zeros_like(A), np.zeros_like(A)
+    for i in range(images):
+        for j in range(texts):
+            image_to_text[i, j] = i2t[1] * A[i, j] - _log_sum_exp([i2t[0] * A[k, j] for k in range(images)])
+            text_to_image[i, j] = t2i[1] * A[i, j] - _log_sum_exp([t2i[0] * A[i, k] for k in range(texts)])
+    return image_to_text, text_to_image
+
+
+def retrieval_metrics(S: ArrayLike, image_ids: Ids, text_ids: Ids) -> dict[str, float]:
+    """Retrieval figures of S (n_images, n_texts), named ``i2t_*`` (images ask) and ``t2i_*`` (texts ask).
+
+    ``r1 r5 r10``, ``median_rank``, ``r_precision``, ``map_at_r``, ``skewness`` per direction, and ``rsum``,
+    the sum of the six recalls; recalls, R-Precision and mAP@R in percent. Equations: see `_query_metrics`.
+    """
+    S = np.asarray(S, np.float64)
+    figures = {f"i2t_{name}": value for name, value in _query_metrics(S, image_ids, text_ids).items()}
+    figures |= {f"t2i_{name}": value for name, value in _query_metrics(S.T, text_ids, image_ids).items()}
+    figures["rsum"] = math.fsum(figures[f"{way}_r{k}"] for way in ("i2t", "t2i") for k in (1, 5, 10))
+    return figures
+
+
+def _query_metrics(S: Array, query_ids: Ids, item_ids: Ids) -> dict[str, float]:
+    """One direction, queries in rows; items ranked by descending score, negatives ahead of equal positives.
+
+    * rank of a query: 1-based place of its first positive; R@K: percentage of queries with rank ≤ K;
+    * R-Precision: with R positives, the share of positives in the first R items (Musgrave et al., ECCV 2020);
+    * mAP@R: ``(1/R) Σ_{k=1..R} [item k is positive] · (positives among the first k)/k`` (the same paper);
+    * skewness: see `_occurrence_skewness`.
+
+    Queries without a positive are left out of all but the skewness; with no query left the figures are NaN.
+    """
+    queries, items = np.asarray(query_ids), np.asarray(item_ids)
+    ranks, precisions, averages = [], [], []
+    for i, query in enumerate(queries):
+        places = sorted((-S[i, j], bool(items[j] == query)) for j in range(len(items)))
+        relevant = [positive for _, positive in places]
+        total = sum(relevant)
+        if total == 0:
+            continue
+        ranks.append(relevant.index(True) + 1)
+        precisions.append(sum(relevant[:total]) / total)
+        hits = [sum(relevant[:k]) / k for k in range(1, total + 1) if relevant[k - 1]]
+        averages.append(math.fsum(hits) / total)
+    figures = {f"r{k}": 100 * _mean([float(rank <= k) for rank in ranks]) for k in (1, 5, 10)}
+    figures["median_rank"] = float(median(ranks)) if ranks else math.nan
+    figures["r_precision"] = 100 * _mean(precisions)
+    figures["map_at_r"] = 100 * _mean(averages)
+    figures["skewness"] = _occurrence_skewness(S)
+    return figures
+
+
+def _occurrence_skewness(S: Array) -> float:
+    """Hubness as skewness of the k-occurrence, Radovanović et al., JMLR 2010, k = min(10, number of items).
+
+    ``N_k(j)`` = number of queries (rows) with item j among their k highest scores, the lower index first
+    where scores are equal; ``E[(N_k − μ)³] / σ³`` over the items, population moments, 0 when σ = 0.
+    """
+    items = S.shape[1]
+    occurrences = [0] * items
+    for row in S:
+        for j in sorted(range(items), key=lambda j, row=row: (-row[j], j))[: min(10, items)]:
+            occurrences[j] += 1
+    mean = sum(occurrences) / items
+    variance = math.fsum((n - mean) ** 2 for n in occurrences) / items
+    if variance == 0:
+        return 0.0
+    return math.fsum((n - mean) ** 3 for n in occurrences) / items / variance**1.5
+
+
+def _positives(i: int, ids: Ids, other_ids: Ids) -> list[int]:
+    anchor, others = np.asarray(ids)[i], np.asarray(other_ids)
+    return [j for j in range(len(others)) if others[j] == anchor]
+
+
+def _negatives(i: int, ids: Ids, other_ids: Ids) -> list[int]:
+    anchor, others = np.asarray(ids)[i], np.asarray(other_ids)
+    return [j for j in range(len(others)) if others[j] != anchor]
+
+
+def _valid_anchors(ids: Ids, other_ids: Ids) -> list[int]:
+    anchors = range(len(np.asarray(ids)))
+    return [i for i in anchors if _positives(i, ids, other_ids) and _negatives(i, ids, other_ids)]
+
+
+def _log_sum_exp(exponents: Sequence[float]) -> float:
+    """``log Σ_k exp(x_k)``, with the largest exponent taken out so that large scales do not overflow."""
+    largest = max(exponents)
+    return largest + math.log(math.fsum(math.exp(x - largest) for x in exponents))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+def _reduce(rows: Array, cols: Array, row_ids: Ids, col_ids: Ids, reduction: str) -> Any:
+    """Apply a reduction of the module's docstring; a pair of arrays for ``"none"``, else a float."""
+    _one_of("reduction", reduction, ("mean", "sum", "none"))
+    if reduction == "none":
+        return rows, cols
+    if reduction == "sum":
+        return math.fsum(rows) + math.fsum(cols)
+    valid_rows, valid_cols = _valid_anchors(row_ids, col_ids), _valid_anchors(col_ids, row_ids)
+    row_mean = math.fsum(rows[i] for i in valid_rows) / max(len(valid_rows), 1)
+    col_mean = math.fsum(cols[j] for j in valid_cols) / max(len(valid_cols), 1)
+    return row_mean + col_mean
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {allowed}, got {value!r}")

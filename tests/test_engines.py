@@ -1,0 +1,333 @@
+"""Every answer of ``Similarity``: the dense and the tiled engine against the float64 reference."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from cases import SHAPES, embeddings, make_ids, upstream
+from itrloss import Similarity
+from itrloss.engines import positives, tiles
+from torch.autograd import gradcheck
+
+ENGINES = ("dense", "tiled", "scores")
+
+
+def per_anchor(x, side):
+    """One positive value per anchor."""
+    size = x.shape[side]
+    return torch.linspace(0.5, 1.5, size, dtype=x.dtype) * 4
+
+
+ANSWERS = {
+    "logsumexp": lambda s: s.both.logsumexp(3.0),
+    "logsumexp per anchor": lambda s: s.both.logsumexp(per_anchor(s, 0), per_anchor(s, 1)),
+    "logsumexp sharp": lambda s: s.both.logsumexp(300.0),
+    "logsumexp sharp and flat": lambda s: s.both.logsumexp(300.0 * per_anchor(s, 0), 0.5),
+    "logsumexp negative scale": lambda s: s.both.logsumexp(-5.0),
+    "logsumexp over all": lambda s: s.both.logsumexp(7.0, over="all"),
+    "mean": lambda s: tuple(m.mean for m in s.both.moments()),
+    "std": lambda s: tuple(m.std for m in s.both.moments()),
+    "entropy": lambda s: s.both.entropy(1.0),
+    "sharp entropy": lambda s: s.both.entropy(0.01),
+    "hardest": lambda s: tuple(h.values for h in s.both.hardest()),
+    "positives": lambda s: s.both.positives("identity"),
+    "log1p": lambda s: s.both.positives("log1p_clamp"),
+    "log1p relu": lambda s: s.both.positives("log1p_relu"),
+    "likelihood": lambda s: s.both.positives(
+        "negative_log_likelihood",
+        (per_anchor(s, 0), per_anchor(s, 0) * 2),
+        (per_anchor(s, 1), per_anchor(s, 1) * 2),
+    ),
+    "hinge": lambda s: s.both.positives("hinge", (per_anchor(s, 0) / 8,), (per_anchor(s, 1) / 8,)),
+    "sparse hinge": lambda s: s.both.positives("hinge", (per_anchor(s, 0) / 8,), (per_anchor(s, 1) / 8,), sparse=True),
+    "violations": lambda s: s.both.violations(0.3),
+    "rows only": lambda s: (s.logsumexp(2.0), s.T.moments().std),
+    "columns only": lambda s: (s.entropy(0.5), s.T.logsumexp(2.0, over="all")),
+    "single sides": lambda s: (s.hardest().values, s.T.violations(0.1)),
+    "single positives": lambda s: (s.positives("log1p_relu"), s.T.positives("hinge", per_anchor(s, 1))),
+}
+
+
+def evaluate(answer, v, w, ids, engine, grads):
+    """Values of both sides and gradients of both inputs, with rows that have no answer taken out."""
+    v, w = v.clone().requires_grad_(), w.clone().requires_grad_()
+    if engine == "scores":
+        matrix = Similarity(v, w, *ids, engine="reference").scores()
+        sim = Similarity.from_scores(matrix, *ids)
+    else:
+        sim = Similarity(v, w, *ids, engine=engine)
+    values = [x if torch.is_tensor(x) else torch.stack(x) for x in answer(sim)]
+    total = sum((torch.where(x.isfinite(), x, 0.0) * g.to(x.dtype)).sum() for x, g in zip(values, grads, strict=True))
+    if not total.requires_grad:
+        return [x.detach() for x in values], (torch.zeros_like(v), torch.zeros_like(w))
+    found = torch.autograd.grad(total, (v, w), allow_unused=True)
+    return [x.detach() for x in values], [torch.zeros_like(x) if g is None else g for g, x in zip(found, (v, w))]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ANSWERS)
+def test_answers_and_gradients_equal_the_reference(name, shape, engine, small_tiles, poisoned):
+    n, m, kind = SHAPES[shape]
+    ids, (v, w), grads = make_ids(kind, n, m), embeddings(n, m), upstream(n, m)
+    wanted, wanted_grads = evaluate(ANSWERS[name], v, w, ids, "reference", grads)
+    got, got_grads = evaluate(ANSWERS[name], v, w, ids, engine, grads)
+    for a, b in zip((*got, *got_grads), (*wanted, *wanted_grads), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("shape", ["primes", "wide"])
+@pytest.mark.parametrize("name", ANSWERS)
+def test_whole_matrix_in_one_tile(name, shape):
+    n, m, kind = SHAPES[shape]
+    ids, (v, w), grads = make_ids(kind, n, m), embeddings(n, m), upstream(n, m)
+    wanted, wanted_grads = evaluate(ANSWERS[name], v, w, ids, "reference", grads)
+    for engine in ENGINES:
+        got, got_grads = evaluate(ANSWERS[name], v, w, ids, engine, grads)
+        for a, b in zip((*got, *got_grads), (*wanted, *wanted_grads), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ANSWERS)
+def test_float32_is_as_accurate_as_plain_float32(name, engine, small_tiles, poisoned):
+    n, m = 23, 31
+    ids, (v, w), grads = make_ids("random", n, m), embeddings(n, m, d=32), upstream(n, m)
+    exact = evaluate(ANSWERS[name], v, w, ids, "reference", grads)
+    plain = evaluate(ANSWERS[name], v.float(), w.float(), ids, "reference", grads)
+    ours = evaluate(ANSWERS[name], v.float(), w.float(), ids, engine, grads)
+    for got, floor, wanted in zip((*ours[0], *ours[1]), (*plain[0], *plain[1]), (*exact[0], *exact[1]), strict=True):
+        finite = wanted.isfinite()
+        assert got.dtype == torch.float32 and torch.equal(got.isfinite(), finite)
+        error, noise = ((x.double() - wanted)[finite].norm() for x in (got, floor))
+        assert error <= 4 * noise + 2e-6 * wanted[finite].norm() + 1e-7
+
+
+@pytest.mark.parametrize("engine", ["reference", *ENGINES])
+@pytest.mark.parametrize("name", ANSWERS)
+def test_gradcheck(name, engine, small_tiles):
+    n, m = 5, 7
+    ids, (v, w) = make_ids("random", n, m, seed=3), embeddings(n, m, d=4)
+
+    def function(v, w):
+        sim = Similarity(v, w, *ids, engine="reference" if engine == "scores" else engine)
+        if engine == "scores":
+            sim = Similarity.from_scores(sim.scores(), *ids)
+        return tuple(torch.where(x.isfinite(), x, 0.0) for x in ANSWERS[name](sim))
+
+    assert gradcheck(function, (v.requires_grad_(), w.requires_grad_()))
+
+
+@pytest.mark.parametrize("engine", ["reference", *ENGINES])
+@pytest.mark.parametrize("scale_of", ["one", "each"])
+def test_scale_gets_its_gradient(engine, scale_of, small_tiles):
+    n, m = 5, 7
+    ids, (v, w) = make_ids("random", n, m, seed=3), embeddings(n, m, d=4)
+    sizes = [(), ()] if scale_of == "one" else [(n,), (m,)]
+    a, b = (torch.full(k, x, dtype=torch.float64, requires_grad=True) for k, x in zip(sizes, (2.5, 70.0)))
+
+    def function(a, b, v):
+        sim = Similarity(v, w, *ids, engine="reference" if engine == "scores" else engine)
+        if engine == "scores":
+            sim = Similarity.from_scores(sim.scores(), *ids)
+        return tuple(torch.where(x.isfinite(), x, 0.0) for x in (*sim.both.logsumexp(a, b), sim.logsumexp(a), sim.T.logsumexp(b)))
+
+    assert gradcheck(function, (a, b, v.requires_grad_()))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_hardest_negative_is_found_with_its_index(engine, shape, small_tiles):
+    n, m, kind = SHAPES[shape]
+    ids, (v, w) = make_ids(kind, n, m), embeddings(n, m)
+    sim = Similarity(v, w, *ids, engine="reference")
+    other = Similarity.from_scores(sim.scores(), *ids) if engine == "scores" else Similarity(v, w, *ids, engine=engine)
+    for a, b in ((other.hardest(), sim.hardest()), (other.T.hardest(), sim.T.hardest())):
+        assert torch.equal(a.indices, b.indices)
+
+
+def test_counts():
+    ids = torch.tensor([0, 0, 1, 5]), torch.tensor([0, 1, 1, 2, 0])
+    sim = Similarity(*embeddings(4, 5), *ids)
+    assert sim.positive_counts.tolist() == [2, 2, 2, 0]
+    assert sim.T.positive_counts.tolist() == [2, 1, 1, 0, 2]
+    assert sim.negative_counts.tolist() == [3, 3, 3, 5]
+    assert [x.tolist() for x in sim.both.negative_counts] == [[3, 3, 3, 5], [2, 3, 3, 4, 2]]
+    assert [x.tolist() for x in sim.T.both.positive_counts] == [[2, 1, 1, 0, 2], [2, 2, 2, 0]]
+
+
+def test_one_id_may_be_left_out():
+    v, w = embeddings(3, 6)
+    captions = torch.arange(3).repeat_interleave(2)
+    full = Similarity(v, w, torch.arange(3), captions)
+    short = Similarity(v, w, col_ids=captions)
+    assert torch.equal(full.logsumexp(2.0), short.logsumexp(2.0))
+
+
+@pytest.mark.parametrize("engine", ["reference", "dense", "tiled"])
+def test_transposed_view_answers_for_the_columns(engine, small_tiles):
+    ids, (v, w) = make_ids("random", 9, 14), embeddings(9, 14)
+    sim, swapped = Similarity(v, w, *ids, engine=engine), Similarity(w, v, *ids[::-1], engine=engine)
+    assert sim.T.shape == swapped.shape == (14, 9)
+    for name, answer in ANSWERS.items():
+        for a, b in zip(answer(sim.T), answer(swapped), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=name)
+    torch.testing.assert_close(sim.T.scores(), swapped.scores())
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+def test_detached_similarity_has_no_gradient_and_the_same_answers(engine, small_tiles):
+    ids, (v, w) = make_ids("random", 9, 14), embeddings(9, 14)
+    sim = Similarity(v.requires_grad_(), w.requires_grad_(), *ids, engine=engine)
+    for name, answer in ANSWERS.items():
+        for a, b in zip(answer(sim.detach()), answer(sim), strict=True):
+            assert not a.requires_grad and torch.equal(a, b.detach()), name
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_only_the_gradient_that_is_needed_is_computed(engine, small_tiles):
+    ids, (v, w), grads = make_ids("random", 9, 14), embeddings(9, 14), upstream(9, 14)
+    for name, answer in ANSWERS.items():
+        wanted = evaluate(answer, v, w, ids, engine, grads)[1]
+        for side in (0, 1):
+            inputs = [v.clone(), w.clone()]
+            inputs[side].requires_grad_()
+            sim = Similarity(*inputs, *ids, engine="dense" if engine == "scores" else engine)
+            values = answer(sim)
+            total = sum((torch.where(x.isfinite(), x, 0.0) * g).sum() for x, g in zip(values, grads, strict=True))
+            total.backward()
+            assert inputs[1 - side].grad is None
+            torch.testing.assert_close(inputs[side].grad, wanted[side], rtol=1e-9, atol=1e-9, msg=name)
+
+
+def test_backward_twice_gives_the_same_gradient(small_tiles):
+    v, w = (x.requires_grad_() for x in embeddings(9, 9))
+    for engine in ("dense", "tiled"):
+        sim = Similarity(v, w, engine=engine)
+        total = sum(x.sum() for answer in ANSWERS.values() for x in answer(sim))
+        first = torch.autograd.grad(total, (v, w), retain_graph=True)
+        second = torch.autograd.grad(total, (v, w))
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_strided_input(engine, small_tiles):
+    ids, grads = make_ids("random", 9, 14), upstream(9, 14)
+    v, w = embeddings(9, 14, d=12)
+    strided = torch.cat([v, v], 1)[:, ::2], torch.cat([w, w]).T.contiguous().T[::2]
+    ids = ids[0], ids[1]
+    plain = tuple(x.contiguous() for x in strided)
+    assert not strided[0].is_contiguous() and not strided[1].is_contiguous()
+    for name, answer in ANSWERS.items():
+        a, b = evaluate(answer, *strided, ids, engine, grads), evaluate(answer, *plain, ids, engine, grads)
+        for x, y in zip((*a[0], *a[1]), (*b[0], *b[1]), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_strided_scores(small_tiles):
+    ids, (v, w) = make_ids("random", 9, 14), embeddings(9, 14)
+    matrix = Similarity(v, w, *ids).scores()
+    wide = torch.stack([matrix, matrix], 2).flatten(1)[:, ::2].requires_grad_()
+    for name, answer in ANSWERS.items():
+        leaf = matrix.clone().requires_grad_()
+        a, b = answer(Similarity.from_scores(wide, *ids)), answer(Similarity.from_scores(leaf, *ids))
+        grads = [
+            torch.autograd.grad(sum(torch.where(y.isfinite(), y, 0.0).sum() for y in out), x)[0]
+            for out, x in ((a, wide), (b, leaf))
+        ]
+        torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("engine", ["reference", "dense", "tiled"])
+def test_zero_vectors_score_zero_and_get_no_gradient(engine):
+    v, w = (x.float() for x in embeddings(6, 6))
+    v[2], w[4] = 0, 0
+    v.requires_grad_(), w.requires_grad_()
+    sim = Similarity(v, w, engine=engine)
+    assert (sim.scores()[2] == 0).all() and (sim.scores()[:, 4] == 0).all()
+    for name, answer in ANSWERS.items():
+        values = answer(sim)
+        found = torch.autograd.grad(sum(x.sum() for x in values), (v, w), retain_graph=True, allow_unused=True)
+        assert all(x.isfinite().all() for x in values), name
+        assert all(x is None or x.isfinite().all() for x in found), name
+        assert found[0] is None or (found[0][2] == 0).all(), name
+
+
+@pytest.mark.parametrize("engine", ["reference", "dense", "tiled"])
+@pytest.mark.parametrize("stretch", [1e-25, 1e-8, 1e25])
+def test_length_of_the_vectors_does_not_matter(engine, stretch):
+    v, w = (x.float() for x in embeddings(6, 6))
+    if stretch < 1e-12:
+        assert Similarity(v * stretch, w, engine=engine).scores().abs().max() == 0
+    else:
+        a, b = (Similarity(v * s, w, engine=engine).both.logsumexp(20.0) for s in (1, stretch))
+        for x, y in zip(a, b, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+def test_not_normalised(engine, small_tiles):
+    ids, (v, w), grads = make_ids("random", 9, 14), embeddings(9, 14), upstream(9, 14)
+    for name, answer in ANSWERS.items():
+        results = []
+        for e in (engine, "reference"):
+            a, b = v.clone().requires_grad_(), w.clone().requires_grad_()
+            values = answer(Similarity(a, b, *ids, engine=e, normalize=False))
+            total = sum((torch.where(x.isfinite(), x, 0.0) * g).sum() for x, g in zip(values, grads, strict=True))
+            results.append((*(x.detach() for x in values), *torch.autograd.grad(total, (a, b), allow_unused=True)))
+        for x, y in zip(*results, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-8, atol=1e-8, msg=name)
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+def test_tile_size_does_not_change_the_answer(engine, monkeypatch):
+    ids, (v, w), grads = make_ids("random", 29, 37), embeddings(29, 37), upstream(29, 37)
+    for name, answer in ANSWERS.items():
+        seen = []
+        for tile, panel in (((2**20, 2048), 2**19), ((1, 1), 1), ((64, 8), 100), ((200, 50), 37)):
+            monkeypatch.setitem(tiles.TILE, "cpu", tile)
+            monkeypatch.setitem(tiles.PANEL, "cpu", panel)
+            values, found = evaluate(answer, v, w, ids, engine, grads)
+            seen.append((*values, *found))
+        for other in seen[1:]:
+            for a, b in zip(other, seen[0], strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+@pytest.mark.parametrize("kind", ["random", "captions", "same"])
+def test_masks_and_pair_lists_agree(engine, kind, monkeypatch, small_tiles):
+    """Small tiles are masked by comparing ids, large ones by listing pairs, accelerators never list."""
+    ids, (v, w), grads = make_ids(kind, 10, 20), embeddings(10, 20), upstream(10, 20)
+    for name, answer in ANSWERS.items():
+        wanted = evaluate(answer, v, w, ids, engine, grads)
+        with monkeypatch.context() as patch:
+            patch.setattr(positives, "_DENSE_MASK", 0)
+            patch.setattr(positives, "_PAIR_CHUNK", 3)
+            listed = evaluate(answer, v, w, ids, engine, grads)
+        with monkeypatch.context() as patch:
+            patch.setattr(positives.Positives, "listable", False)
+            masked = evaluate(answer, v, w, ids, engine, grads)
+        for other in (listed, masked):
+            for a, b in zip((*other[0], *other[1]), (*wanted[0], *wanted[1]), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=name)
+
+
+def test_auto_picks_by_the_budget():
+    v, w = embeddings(10, 20, dtype=torch.float32)
+    ids = make_ids("captions", 10, 20)
+    assert Similarity(v, w, *ids).engine == "dense"
+    assert Similarity(v, w, *ids, memory_budget=10 * 20 * 4).engine == "dense"
+    assert Similarity(v, w, *ids, memory_budget=10 * 20 * 4 - 1).engine == "tiled"
+    assert Similarity(v.double(), w.double(), *ids, memory_budget=10 * 20 * 8 - 1).engine == "tiled"
+    assert "tiled" in repr(Similarity(v, w, *ids, engine="tiled"))
+
+
+def test_logsumexp_of_no_negatives_is_minus_infinity():
+    ids = torch.tensor([1, 1, 2]), torch.tensor([1, 1])
+    for engine in ("reference", "dense", "tiled"):
+        for scale in (2.0, 200.0):
+            rows = Similarity(*embeddings(3, 2), *ids, engine=engine).logsumexp(scale)
+            assert rows[:2].tolist() == [-math.inf] * 2 and rows[2].isfinite()
