@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib
+    import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Config:
     # data
     data: str = "scenes"  # a directory in the SCAN layout, or "scenes": the generated set
     data_root: str = ""  # where "scenes" is generated; empty: the folder `data` beside `out`
-    scenes_sizes: dict[str, int] = field(default_factory=lambda: {"train": 2000, "dev": 500, "test": 500})
+    scenes_sizes: dict[str, int] = field(default_factory=lambda: {"train": 2000, "dev": 300, "test": 300})
     min_count: int = 2  # rarer training words become <unk>
     captions_per_image: int = 1  # captions of an image in one sample: 1, or all (5) of them
 
@@ -70,9 +70,10 @@ class Config:
 
 
 # What may differ between a run and its continuation: nothing here changes a training step.
-RESUMABLE = frozenset(
-    "data data_root out resume epochs threads device save_steps final_test tensorboard progress".split()
-)
+RESUMABLE = {
+    *("data", "data_root", "out", "resume", "epochs", "threads"),
+    *("device", "save_steps", "final_test", "tensorboard", "progress"),
+}
 
 
 def _require(condition: bool, name: str, value: object, wanted: str) -> None:
@@ -92,7 +93,10 @@ def make_config(values: Mapping[str, Any]) -> Config:
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML file (None: the defaults) and apply overrides such as ``"seed=1"`` or ``"loss_options.margin=0.2"``."""
+    """Read a TOML file (None: the defaults) and apply overrides: ``"seed=1"``, ``"loss_options.margin=0.2"``.
+
+    The file's loss_options belong to the file's loss: an override that names another loss leaves them behind.
+    """
     values: dict[str, Any] = {}
     if path is not None:
         with open(path, "rb") as file:
@@ -100,19 +104,25 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
                 values = tomllib.load(file)
             except tomllib.TOMLDecodeError as error:
                 raise ValueError(f"{path}: {error}") from error
-    known = {f.name for f in fields(Config)}
-    tables = {name for name, kind in get_type_hints(Config).items() if _is_table(kind)}
+    types = get_type_hints(Config)
+    given: dict[str, Any] = {}
+    options: dict[str, dict[str, Any]] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
         name, dot, option = key.partition(".")
         if not equals:
             raise ValueError(f"override {override!r}: must read key=value")
-        if dot and name in known and name not in tables:
-            raise ValueError(f"override {override!r}: {name} is not a table, so it takes no .{option}")
-        if dot and name in known:
-            values[name] = {**values.get(name, {}), option: _parse(text)}
+        if dot and name in types:
+            if not _is_table(types[name]):
+                raise ValueError(f"override {override!r}: {name} is not a table, so it takes no .{option}")
+            options.setdefault(name, {})[option] = _parse(text)
         else:
-            values[key] = text if get_type_hints(Config).get(key) is str else _parse(text)
+            given[key] = text if types.get(key) is str else _parse(text)
+    if given.get("loss", values.get("loss")) != values.get("loss"):
+        values.pop("loss_options", None)
+    values |= given
+    for name, table in options.items():
+        values[name] = {**values.get(name, {}), **table}
     return make_config(values)
 
 

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
 import itrloss
@@ -45,10 +45,13 @@ def build_loss(name: str, options: dict[str, Any]) -> nn.Module:
     """The loss `name` with its constructor options; ValueError names an unknown loss or option."""
     if name not in LOSSES:
         raise ValueError(f"loss = {name!r}: must be one of {', '.join(LOSSES)}")
-    known = list(inspect.signature(LOSSES[name]).parameters)
+    own, common = (inspect.signature(kind).parameters.values() for kind in (LOSSES[name], itrloss.PairLoss))
+    known = dict.fromkeys(p.name for p in [*own, *common] if p.kind != p.VAR_KEYWORD)
     for option in options:
         if option not in known:
             raise ValueError(f"loss_options.{option}: {LOSSES[name].__name__} takes {', '.join(known)}")
+    if options.get("reduction") == "none":
+        raise ValueError("loss_options.reduction = 'none': training needs one number, 'mean' or 'sum'")
     return LOSSES[name](**options)
 
 
@@ -115,14 +118,11 @@ class Trainer:
         torch.manual_seed(config.seed)
 
         self.loss = build_loss(config.loss, config.loss_options).to(config.device)
-        self.mining = getattr(self.loss, "mining", None)  # of the triplet loss, once warmed up
         self.data = data_directory(config)
         train = load_split(self.data, "train")
         self.dev = load_split(self.data, "dev")
         self.vocabulary = Vocabulary.from_captions(train.captions, config.min_count)
-        self.batches = Batches(
-            train, self.vocabulary, config.batch_size, config.captions_per_image, config.seed
-        )
+        self.batches = Batches(train, self.vocabulary, config.batch_size, config.captions_per_image, config.seed)
         model = build_model(config, train.features.shape[2], len(self.vocabulary))
         mean, std = feature_statistics(train.features)
         model.image.mean.copy_(mean)
@@ -163,11 +163,11 @@ class Trainer:
 
     def train_epoch(self) -> None:
         self.model.train()
-        if self.mining is not None:
+        if isinstance(self.loss, itrloss.TripletLoss):
             # The hardest negative of an untrained model is noise, and its gradient collapses all embeddings into one
             # point; the sum over all negatives leads out of there first.
             warming_up = self.epoch < self.config.warmup_epochs
-            setattr(self.loss, "mining", "all" if warming_up else self.mining)  # noqa: B010 (of one loss only)
+            self.loss.mining = "all" if warming_up else self.config.loss_options.get("mining", "hardest")
         bar = tqdm(
             self.batches.epoch(self.epoch, self.step),
             desc=f"epoch {self.epoch + 1}/{self.config.epochs}",
@@ -195,9 +195,7 @@ class Trainer:
 
         loss_start = self._now()
         images, texts = (x.detach().requires_grad_() for x in outputs)
-        loss = self.loss(
-            images, texts, image_ids=batch.image_ids.to(device), text_ids=batch.text_ids.to(device)
-        )
+        loss = self.loss(images, texts, image_ids=batch.image_ids.to(device), text_ids=batch.text_ids.to(device))
         loss.backward()
         loss_seconds = self._now() - loss_start
 
@@ -260,7 +258,8 @@ class Trainer:
 
     def save(self, path: Path) -> None:
         """Write all that the next step depends on, so that a resumed run is the uninterrupted one, bit for bit."""
-        name, keys, *rest = np.random.get_state()
+        generator: Any = np.random.get_state()
+        name, keys, *rest = generator
         state = {
             "config": asdict(self.config),
             "words": self.vocabulary.words,

@@ -51,17 +51,15 @@ def retrieval_metrics(
         raise ValueError("t2i_scores: expected None beside a reranker, which finds both directions' scores itself")
     sim = _similarity("scores", scores, image_ids, text_ids).detach()
     if t2i_scores is not None:
+        if isinstance(t2i_scores, Tensor) and tuple(t2i_scores.shape) != sim.shape:
+            raise ValueError(f"t2i_scores: expected shape {sim.shape} like scores, got {tuple(t2i_scores.shape)}")
         other = _similarity("t2i_scores", t2i_scores, *sim.ids)
-        if other.shape != sim.shape:
-            raise ValueError(f"t2i_scores: expected shape {sim.shape} like scores, got {other.shape}")
         directions = {"i2t": _one_way(sim, ties, hubness_k), "t2i": _one_way(other.T, ties, hubness_k)}
     else:
         biases = (None, None) if reranker is None else reranker.biases(sim)
         ranks = sim.both.ranks(biases[1], biases[0], ties=ties)
-        n, m = sim.shape
-        k = min(hubness_k, n, m)
-        top = sim.both.topk(k, biases[1], biases[0])
-        sides = zip(("i2t", "t2i"), ranks, top, (m, n), strict=True)
+        top = sim.both.topk(hubness_k, biases[1], biases[0])
+        sides = zip(("i2t", "t2i"), ranks, top, sim.shape[::-1], strict=True)
         directions = {name: _figures(r, t.indices, size) for name, r, t, size in sides}
     result = {f"{way}_{name}": value for way, figures in directions.items() for name, value in figures.items()}
     result["rsum"] = sum(result[f"{way}_r{k}"] for way in ("i2t", "t2i") for k in (1, 5, 10))
@@ -114,7 +112,7 @@ def _figures(ranks: Tensor, top: Tensor, candidates: int) -> dict[str, float]:
     ranks = ranks.double()
     real = ranks > 0
     best = ranks[:, 0]
-    total = real.sum(1, keepdim=True)
+    total = real.sum(1, keepdim=True).double()
     hit = real & (ranks <= total)
     order = torch.arange(1, ranks.shape[1] + 1, device=ranks.device)
     precision = torch.where(hit, order / ranks.clamp_min(1), 0.0)

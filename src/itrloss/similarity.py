@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .engines import operators as ops
 from .engines import ranking, reference
-from .engines.pairs import TERMS
+from .engines.pairs import TERMS, TermValue
 from .engines.positives import Positives
 from .engines.softmax import ENTROPY, MEAN
 from .engines.tiles import Pair, Source, compute_dtype
@@ -52,6 +52,7 @@ class _Matrix:
         self.shape = (rows.shape[0], rows.shape[1] if cols is None else cols.shape[0])
         self.bounded = normalize and cols is not None
         self._scores = rows if cols is None else None
+        self._with_gradient = torch.is_grad_enabled()
         self._inv: Pair = (None, None)
         if self.bounded and cols is not None and engine != "reference":
             self._inv = ops.inverse_norms(rows.detach()), ops.inverse_norms(cols.detach())
@@ -67,17 +68,18 @@ class _Matrix:
     def scores(self) -> Tensor:
         if self._scores is None:
             assert self.cols is not None
-            if self.engine == "reference":
-                self._scores = reference.scores(self.rows, self.cols, self.normalize)
-            else:
-                self._scores = ops.Product.apply(self.rows, self.cols, *self._inv)
+            with torch.set_grad_enabled(self._with_gradient):  # whoever asks first may do so under no_grad
+                if self.engine == "reference":
+                    self._scores = reference.scores(self.rows, self.cols, self.normalize)
+                else:
+                    self._scores = ops.Product.apply(self.rows, self.cols, *self._inv)
         assert self._scores is not None
         return self._scores
 
     def source(self, sparse: bool = False) -> Source:
         """What the operators work on: the matrix if it may exist, else (or if ``sparse``) the embeddings."""
         sparse = sparse and self.shape[0] * self.shape[1] >= _SPARSE_PAYS
-        if self.cols is None or (self.engine == "dense" and not sparse):
+        if self.cols is None or (self.engine != "tiled" and not sparse):
             return Source(self.scores(), None, None, None, *self.ids)
         return Source(self.rows, self.cols, *self._inv, *self.ids)
 
@@ -103,8 +105,10 @@ class _Matrix:
                 for v, a in zip(views, scales, strict=True)
             )
             return rows, cols
-        by_scale = any(a is not None and a.requires_grad for a in scales)
-        return ops.LogSumExp.apply(*self.source(), *scales, masked, self.bounded, MEAN if by_scale else 0)[:2]
+        shared = scales[0] is scales[1]
+        extra = MEAN if any(a is not None and a.requires_grad for a in scales) else 0
+        scales = (scales[0], None if shared else scales[1])
+        return ops.LogSumExp.apply(*self.source(), *scales, shared, masked, self.bounded, extra)[:2]
 
     def moments(self, asked: tuple[bool, bool]) -> list[Moments]:
         if self.engine == "reference":
@@ -119,8 +123,8 @@ class _Matrix:
         if self.engine == "reference":
             return [None if v is None else reference.entropy(*v, scale) for v in self._by_reference(asked)]  # type: ignore[misc]
         a = self.rows.new_full((1,), scale, dtype=compute_dtype(self.rows))
-        scales = a if asked[0] else None, a if asked[1] else None
-        *_, rows, cols = ops.LogSumExp.apply(*self.source(), *scales, True, self.bounded, ENTROPY)
+        scales = (a, None) if asked[0] else (None, a)
+        *_, rows, cols = ops.LogSumExp.apply(*self.source(), *scales, all(asked), True, self.bounded, ENTROPY)
         return [figure[0] / math.log(2) if ask else figure for figure, ask in zip((rows, cols), asked, strict=True)]
 
     def hardest(self, asked: tuple[bool, bool]) -> list[Hardest]:
@@ -143,8 +147,8 @@ class _Matrix:
             return [None if v is None else reference.positives(*v, term, p) for v, p in zip(views, params, strict=True)]
         if self.ids[0] is None:  # one positive an anchor: no sums, and a term without parameters is the same for both
             diagonal = self.diagonal(sparse)
-            values = TERMS[term](diagonal, *params[0]) if asked[0] or not params[1] else None
-            return values, TERMS[term](diagonal, *params[1]) if params[1] and asked[1] else values
+            values = TermValue.apply(term, diagonal, *params[0]) if asked[0] or not params[1] else None
+            return values, TermValue.apply(term, diagonal, *params[1]) if params[1] and asked[1] else values
         rows, cols = (params[0] if asked[0] else []), (params[1] if asked[1] else [])
         return ops.PositiveSums.apply(*self.source(sparse), term, *asked, len(rows), *rows, *cols)
 
@@ -238,10 +242,16 @@ class Both:
         return self._order(self._matrix.violations(float(margin), (True, True)))
 
     def topk(self, k: int, row_bias: Tensor | None = None, col_bias: Tensor | None = None) -> tuple[TopK, TopK]:
-        """See :meth:`Similarity.topk`: ``col_bias`` (M,) is added for the rows, ``row_bias`` (N,) for the columns."""
+        """See :meth:`Similarity.topk`: ``col_bias`` (M,) is added for the rows, ``row_bias`` (N,) for the columns.
+
+        A side with fewer than k candidates gets them all.
+        """
+        if k < 1:
+            raise ValueError(f"k: expected a number of at least 1, got {k}")
         biases = self._order((_bias(col_bias), _bias(row_bias)))
+        n, m = self._matrix.shape
         with torch.no_grad():
-            values, indices = ranking.topk(_detached(self._matrix.source()), (k, k), biases)
+            values, indices = ranking.topk(_detached(self._matrix.source()), (min(k, m), min(k, n)), biases)
         return self._order((TopK(values[0], indices[0]), TopK(values[1], indices[1])))
 
     def ranks(

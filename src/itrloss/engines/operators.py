@@ -133,10 +133,15 @@ def _full_precision(x: Tensor):
 # ------------------------------------------------------------------------------------------------ log-sum-exp
 
 
+def _scales(row_scale: Tensor | None, col_scale: Tensor | None, shared: bool) -> Pair:
+    """``shared``: one scalar scale serves both sides (the compiler refuses to see the same tensor twice)."""
+    return row_scale, row_scale if shared else col_scale
+
+
 def _fake_logsumexp(*args):
-    source, asked, extra = Source(*args[:6]), _asked(args[6:8]), args[10]
+    source, scales, extra = Source(*args[:6]), _scales(*args[6:9]), args[11]
     made = []
-    for total, scale in zip(_sizes(source, asked), args[6:8], strict=True):
+    for total, scale in zip(_sizes(source, _asked(scales)), scales, strict=True):
         figure = torch.empty_like(total) if extra else total.new_empty(0)
         if extra == softmax.ENTROPY and scale is not None:
             figure = total.new_empty(2, total.shape[0])
@@ -145,12 +150,12 @@ def _fake_logsumexp(*args):
 
 
 @_operator(
-    "(SOURCE, Tensor? row_scale, Tensor? col_scale, bool masked, bool bounded, int extra)"
+    "(SOURCE, Tensor? row_scale, Tensor? col_scale, bool shared, bool masked, bool bounded, int extra)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake_logsumexp,
 )
 def logsumexp(*args):
-    rows, cols = softmax.logsumexp(Source(*args[:6]), args[6:8], *args[8:])
+    rows, cols = softmax.logsumexp(Source(*args[:6]), _scales(*args[6:9]), *args[9:])
     return tuple(x for field in zip(rows, cols, strict=True) for x in field)
 
 
@@ -159,7 +164,7 @@ def _fake_source_gradient(*args):
 
 
 @_operator(
-    "(SOURCE, Tensor? row_scale, Tensor? col_scale, Tensor row_total, Tensor col_total, Tensor row_top,"
+    "(SOURCE, Tensor? row_scale, Tensor? col_scale, bool shared, Tensor row_total, Tensor col_total, Tensor row_top,"
     " Tensor col_top, Tensor row_figure, Tensor col_figure, Tensor? row_grad, Tensor? col_grad,"
     " Tensor? row_figure_grad, Tensor? col_figure_grad, bool masked, bool bounded, int extra, bool need_rows,"
     " bool need_cols) -> (Tensor, Tensor)",
@@ -167,8 +172,9 @@ def _fake_source_gradient(*args):
 )
 def logsumexp_backward(*args):
     a = args[6:]
-    sums = softmax.Sums(a[2], a[4], a[6]), softmax.Sums(a[3], a[5], a[7])
-    return softmax.logsumexp_backward(Source(*args[:6]), a[0:2], sums, a[8:10], a[10:12], *a[12:15], a[15:])
+    sums = softmax.Sums(a[3], a[5], a[7]), softmax.Sums(a[4], a[6], a[8])
+    scales = _scales(*a[0:3])
+    return softmax.logsumexp_backward(Source(*args[:6]), scales, sums, a[9:11], a[11:13], *a[13:16], a[16:])
 
 
 class LogSumExp(torch.autograd.Function):
@@ -178,11 +184,12 @@ class LogSumExp(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, rows, cols, row_inv, col_inv, row_ids, col_ids, row_scale, col_scale, masked, bounded, extra):
+    def forward(ctx, rows, cols, row_inv, col_inv, row_ids, col_ids, row_scale, col_scale, *flags):
         source = (rows, cols, row_inv, col_inv, row_ids, col_ids)
-        sums = logsumexp(*source, row_scale, col_scale, masked, bounded, extra)
+        shared, masked, bounded, extra = flags
+        sums = logsumexp(*source, row_scale, col_scale, shared, masked, bounded, extra)
         ctx.save_for_backward(*source, row_scale, col_scale, *sums)
-        ctx.flags, ctx.entropic = (masked, bounded, extra), extra == softmax.ENTROPY
+        ctx.shared, ctx.flags, ctx.entropic = shared, (masked, bounded, extra), extra == softmax.ENTROPY
         ctx.set_materialize_grads(False)
         values = (softmax.Sums(*sums[side::2]).value for side in (0, 1))
         figures = tuple(x.clone() for x in sums[4:])
@@ -199,15 +206,17 @@ class LogSumExp(torch.autograd.Function):
         if not ctx.entropic:
             grads = (*grads[:2], None, None)
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            rows, cols = logsumexp_backward(*source, *scales, *sums, *grads, *ctx.flags, *ctx.needs_input_grad[:2])
-        found = []
-        for scale, mean, grad, needed in zip(scales, sums[4:], grads[:2], ctx.needs_input_grad[6:8], strict=True):
-            by_scale = None
-            if needed and grad is not None:
+            rows, cols = logsumexp_backward(
+                *source, *scales, ctx.shared, *sums, *grads, *ctx.flags, *ctx.needs_input_grad[:2]
+            )
+        found: list[Tensor | None] = [None, None]
+        for side, (mean, grad) in enumerate(zip(sums[4:], grads[:2], strict=True)):
+            to = 0 if ctx.shared else side
+            if ctx.needs_input_grad[6 + to] and grad is not None:
                 by_scale = grad * mean
-                by_scale = by_scale.sum().reshape(1) if scale.numel() == 1 else by_scale
-            found.append(by_scale)
-        return _unless_empty(rows), _unless_empty(cols), None, None, None, None, *found, None, None, None
+                by_scale = by_scale.sum().reshape(1) if scales[to].numel() == 1 else by_scale
+                found[to] = by_scale if found[to] is None else found[to] + by_scale
+        return _unless_empty(rows), _unless_empty(cols), None, None, None, None, *found, None, None, None, None
 
 
 def _unless_empty(x: Tensor | None) -> Tensor | None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .positives import Positives
 from .tiles import SIDES, Gradient, Pair, Source, Tile, tiles
@@ -118,14 +119,16 @@ def hardest(source: Source, asked: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
 
 # --------------------------------------------------------------------- sums of a function over the positives
 
-Term = Callable[..., Tensor]
+Term = Callable[..., tuple[Tensor, ...]]
 TERMS: dict[str, Term] = {}
 
 
 def pair_term(function: Term) -> Term:
-    """Register ``function(scores, *parameters) -> values``, elementwise, for :meth:`itrloss.Similarity.positives`.
+    """Register an elementwise function of scores for :meth:`itrloss.Similarity.positives`, under its own name.
 
-    Parameters hold one value per anchor. The derivative is found by autograd; it must be finite for every score.
+    ``function(scores, *parameters)`` returns a tuple: the values, their partial derivatives by the scores, and those by
+    each parameter. Parameters hold one value per anchor, shaped to broadcast with the scores. All must be finite for
+    every score, positive pair or not.
     """
     name = function.__name__
     if TERMS.get(name, function) is not function:
@@ -135,33 +138,57 @@ def pair_term(function: Term) -> Term:
 
 
 @pair_term
-def identity(scores: Tensor) -> Tensor:
+def identity(scores: Tensor) -> tuple[Tensor, ...]:
     """``S``."""
-    return scores
+    return scores, torch.ones_like(scores)
 
 
 @pair_term
-def log1p_clamp(scores: Tensor) -> Tensor:
+def log1p_clamp(scores: Tensor) -> tuple[Tensor, ...]:
     """``log(1 + S)`` with S kept above -1 + 1e-6."""
-    return scores.clamp_min(-1 + 1e-6).log1p()
+    floor = -1 + 1e-6
+    kept = scores.clamp_min(floor)
+    return kept.log1p(), (scores >= floor) / (1 + kept)
 
 
 @pair_term
-def log1p_relu(scores: Tensor) -> Tensor:
+def log1p_relu(scores: Tensor) -> tuple[Tensor, ...]:
     """``log(1 + max(S, 0))``: no pull on a positive whose score is not above zero."""
-    return scores.relu().log1p()
+    kept = scores.relu()
+    return kept.log1p(), (scores > 0) / (1 + kept)
 
 
 @pair_term
-def negative_log_likelihood(scores: Tensor, negatives: Tensor, scale: Tensor) -> Tensor:
+def negative_log_likelihood(scores: Tensor, negatives: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
     """``-log p = log(1 + exp(L - a S))``, L the log-sum-exp of the negatives and a the inverse temperature."""
-    return F.softplus(negatives - scale * scores, threshold=40)
+    z = negatives - scale * scores
+    miss = z.sigmoid()  # 1 - p
+    return F.softplus(z, threshold=40), -miss * scale, miss, -miss * scores
 
 
 @pair_term
-def hinge(scores: Tensor, threshold: Tensor) -> Tensor:
+def hinge(scores: Tensor, threshold: Tensor) -> tuple[Tensor, ...]:
     """``max(threshold - S, 0)``."""
-    return F.relu(threshold - scores)
+    gap = threshold - scores
+    active = (gap > 0).to(scores.dtype)
+    return gap.relu(), -active, active
+
+
+class TermValue(torch.autograd.Function):
+    """A term's values, differentiated by what it says of its own derivatives."""
+
+    @staticmethod
+    def forward(ctx, term, scores, *params):
+        value, *partials = TERMS[term](scores, *params)
+        ctx.save_for_backward(*partials)
+        ctx.shapes = [x.shape for x in (scores, *params)]
+        return value.clone() if value is scores else value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        needed = zip(ctx.saved_tensors, ctx.shapes, ctx.needs_input_grad[1:], strict=True)
+        return None, *((grad * d).sum_to_size(shape) if need else None for d, shape, need in needed)
 
 
 def positives(source: Source, term: str, params: tuple[list[Tensor], list[Tensor]], asked: tuple[bool, bool]):
@@ -170,7 +197,7 @@ def positives(source: Source, term: str, params: tuple[list[Tensor], list[Tensor
     for chunk in _positive_chunks(source):
         for side, _ in SIDES:
             if asked[side]:
-                chunk.add_to(sums[side], TERMS[term](chunk.scores, *chunk.take(params[side], side)), side)
+                chunk.add_to(sums[side], TERMS[term](chunk.scores, *chunk.take(params[side], side))[0], side)
     return tuple(s if a else s.new_empty(0) for s, a in zip(sums, asked, strict=True))
 
 
@@ -185,13 +212,11 @@ def positives_backward(
             g = grads[side]
             if g is None:
                 continue
-            with torch.enable_grad():
-                leaves = [x.detach().requires_grad_() for x in (chunk.scores, *chunk.take(params[side], side))]
-                value = TERMS[term](*leaves)
-                found = torch.autograd.grad(value, leaves, chunk.take([g], side)[0].expand_as(value), allow_unused=True)
-            for into, d in zip((total, *given[side]), found, strict=True):
-                if d is not None:
-                    total.add_(d) if into is total else chunk.add_to(into, d, side)
+            g = chunk.take([g], side)[0]
+            _, by_score, *by_params = TERMS[term](chunk.scores, *chunk.take(params[side], side))
+            total.add_(by_score * g)
+            for into, d in zip(given[side], by_params, strict=True):
+                chunk.add_to(into, d * g, side)
         chunk.back(gradient, total)
     return (*gradient.finish(), given[0], given[1])
 

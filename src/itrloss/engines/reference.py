@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from .pairs import TERMS
+from .pairs import TermValue
 from .tiles import compute_dtype
 
 
@@ -62,7 +62,7 @@ def hardest(scores: Tensor, positive: Tensor) -> tuple[Tensor, Tensor]:
 
 def positives(scores: Tensor, positive: Tensor, term: str, params: tuple[Tensor, ...]) -> Tensor:
     """``sum_{p in pos(i)} term(S_ip, *params_i)``."""
-    values = TERMS[term](scores, *(p.reshape(-1, 1) for p in params))
+    values = TermValue.apply(term, scores, *(p.reshape(-1, 1) for p in params))
     return torch.where(positive, values, 0.0).sum(1)
 
 

@@ -1,0 +1,389 @@
+"""The trainer: encoders, data, configuration, and runs that can be interrupted."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from examples.retrieval import train as module
+from examples.retrieval.config import Config, load_config, make_config
+from examples.retrieval.data import Batches, Split, Vocabulary, feature_statistics, load_split, pad
+from examples.retrieval.encoders import GPO, ImageEncoder, TextEncoder
+from examples.retrieval.train import LOSSES, Trainer, build_loss, learning_rate, load_model, train
+
+CONFIGS = Path(module.__file__).parent / "configs"
+WORDS = [f"word{i}" for i in range(20)]
+RECALLS = ["i2t_r1", "i2t_r5", "i2t_r10", "t2i_r1", "t2i_r5", "t2i_r10", "rsum"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """60 + 20 + 20 images of 4 regions; the words of a caption are those that its regions are made of."""
+    root = tmp_path_factory.mktemp("data")
+    rng = np.random.default_rng(0)
+    meanings = rng.normal(size=(len(WORDS), 8))
+    for split, n in {"train": 60, "dev": 20, "test": 20}.items():
+        told = rng.integers(len(WORDS), size=(n, 4))
+        features = meanings[told] + 0.1 * rng.normal(size=(n, 4, 8))
+        np.save(root / f"{split}_ims.npy", features.astype(np.float16))
+        captions = [rng.permutation(words)[: rng.integers(2, 5)] for words in told for _ in range(5)]
+        lines = [" ".join(WORDS[i] for i in caption) + "\n" for caption in captions]
+        (root / f"{split}_caps.txt").write_text("".join(lines))
+    return root
+
+
+@pytest.fixture
+def config(data: Path, tmp_path: Path) -> Config:
+    return Config(
+        data=str(data), out=str(tmp_path / "run"), dim=16, word_dim=8, epochs=2, batch_size=32, lr=1e-2,
+        min_count=1, tensorboard=False, progress=False, device="cpu",
+    )  # fmt: skip
+
+
+def captions_of(n: int) -> Split:
+    """n images with five captions each: caption c of image i reads `i-c`."""
+    return Split(np.zeros((n, 2, 3), np.float32), [f"{i} {c}" for i in range(n) for c in range(5)], 5)
+
+
+# --- encoders -------------------------------------------------------------------------------------------------------
+
+
+def test_gpo_agrees_with_a_loop_over_sets_and_dimensions():
+    torch.manual_seed(0)
+    gpo, lengths = GPO(), torch.tensor([5, 1, 3, 5])
+    features = torch.randn(4, 5, 6)
+    expected = torch.empty(4, 6)
+    for b, length in enumerate(lengths.tolist()):
+        codes = torch.zeros(1, length, 32)
+        for t in range(length):
+            for k in range(16):
+                angle = t / 10000 ** (2 * k / 32)
+                codes[0, t, 2 * k], codes[0, t, 2 * k + 1] = math.sin(angle), math.cos(angle)
+        hidden = gpo.gru(codes)[0][0]
+        weights = torch.softmax(gpo.score((hidden[:, :32] + hidden[:, 32:]) / 2)[:, 0] / 0.1, dim=0)
+        for d in range(6):
+            ranked = sorted(features[b, :length, d].tolist(), reverse=True)
+            expected[b, d] = sum(w * x for w, x in zip(weights.tolist(), ranked, strict=True))
+    torch.testing.assert_close(gpo(features, lengths), expected, rtol=0, atol=1e-6)
+    assert gpo.score.bias is None
+    assert len(gpo.weights(lengths, 5).unique(dim=0)) == 3  # one row of weights for each distinct length
+
+
+def test_padding_changes_nothing():
+    torch.manual_seed(0)
+    lengths = torch.tensor([4, 2, 6])
+    features = torch.randn(3, 6, 5)
+    longer = torch.cat([features, torch.full((3, 3, 5), 7.0)], dim=1)
+    longer[1, 2:] = 1e3
+    gpo = GPO()
+    torch.testing.assert_close(gpo(longer, lengths), gpo(features, lengths), rtol=0, atol=1e-6)
+
+    text = TextEncoder(20, 8, 16, word_dropout=0.5, embedding_dropout=0.5).eval()
+    captions = [[3, 4, 5, 6], [7, 8], [9, 10, 11, 12, 13, 14]]
+    words, lengths = pad(captions)
+    padded = torch.cat([words, torch.zeros(3, 4, dtype=torch.int64)], dim=1)
+    together = text(padded, lengths)
+    torch.testing.assert_close(together, text(words, lengths), rtol=0, atol=1e-6)
+    alone = torch.cat([text(*pad([caption])) for caption in captions])
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-6)
+
+
+def test_text_depends_on_word_order_and_images_not_on_region_order():
+    torch.manual_seed(0)
+    text, image = TextEncoder(20, 8, 16).eval(), ImageEncoder(5, 16).eval()
+    a, b = text(*pad([[3, 4, 5], [5, 4, 3]]))
+    assert (a - b).abs().max() > 1e-3
+    regions = torch.randn(2, 6, 5)
+    torch.testing.assert_close(image(regions), image(regions.flip(1)), rtol=0, atol=1e-6)
+
+
+def test_dropout_acts_in_training_only():
+    torch.manual_seed(0)
+    text = TextEncoder(20, 8, 16, word_dropout=0.5)
+    words, lengths = pad([[3, 4, 5, 6]])
+    assert not torch.equal(text(words, lengths), text(words, lengths))
+    text.eval()
+    assert torch.equal(text(words, lengths), text(words, lengths))
+
+
+# --- data -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("captions", "per_image"), [(30, 5), (6, 1)])
+def test_captions_belong_to_images_in_order(tmp_path: Path, captions: int, per_image: int):
+    np.save(tmp_path / "dev_ims.npy", np.zeros((6, 2, 3), np.float16))
+    (tmp_path / "dev_caps.txt").write_text("".join(f"caption\x0c {i}\n" for i in range(captions)))
+    split = load_split(tmp_path, "dev")
+    assert isinstance(split.features, np.memmap)
+    assert split.captions[captions - 1] == f"caption\x0c {captions - 1}"
+    assert split.text_ids.tolist() == [line // per_image for line in range(captions)]
+    assert split.image_ids.tolist() == list(range(6))
+
+
+def test_a_mismatch_of_images_and_captions_names_both_files(tmp_path: Path):
+    np.save(tmp_path / "dev_ims.npy", np.zeros((6, 2, 3), np.float16))
+    (tmp_path / "dev_caps.txt").write_text("one\n" * 29)
+    with pytest.raises(ValueError, match=r"dev_caps\.txt has 29 captions and .*dev_ims\.npy has 6 images"):
+        load_split(tmp_path, "dev")
+    np.save(tmp_path / "dev_ims.npy", np.zeros((6, 3), np.float16))
+    with pytest.raises(ValueError, match=r"dev_ims\.npy.*\(n, regions, d\)"):
+        load_split(tmp_path, "dev")
+
+
+def test_vocabulary_keeps_frequent_words_and_weighs_rare_ones():
+    captions = ["A dog, a dog's ball!", "A red ball", "a zebra", ""]
+    vocabulary = Vocabulary.from_captions(captions, min_count=2)
+    assert vocabulary.words == ["<pad>", "<unk>", "a", "ball"]
+    assert vocabulary.encode("Ball, a ZEBRA") == [3, 2, 1]
+    assert vocabulary.encode("...") == [1]
+    idf = vocabulary.idf(captions)
+    assert idf[3] / idf[2] == pytest.approx(math.log(4 / 2) / math.log(4 / 3))
+    ids = torch.tensor([i for caption in captions for i in vocabulary.encode(caption)])
+    assert idf[ids].mean() == pytest.approx(1)
+
+
+def test_feature_statistics_are_those_of_all_regions():
+    features = np.random.default_rng(0).normal(3, 2, size=(7, 2, 4)).astype(np.float16)
+    mean, std = feature_statistics(features, chunk=3)
+    flat = features.astype(np.float64).reshape(-1, 4)
+    np.testing.assert_allclose(mean, flat.mean(0), rtol=1e-6)
+    assert std.item() == pytest.approx(np.sqrt(((flat - flat.mean(0)) ** 2).mean()), rel=1e-6)
+    assert feature_statistics(np.ones((2, 2, 4), np.float16))[1] == 1
+
+
+@pytest.mark.parametrize("per_sample", [1, 5])
+def test_an_epoch_shows_every_caption_once_beside_its_image(per_sample: int):
+    split = captions_of(8)
+    split.features[:] = np.arange(8)[:, None, None]
+    vocabulary = Vocabulary.from_captions(split.captions, min_count=1)
+    batches = Batches(split, vocabulary, 4, per_sample, seed=0)
+    shown = []
+    for batch in batches.epoch(0):
+        assert batch.regions.shape == (4, 2, 3) and len(batch.words) == 4 * per_sample
+        assert torch.equal(batch.regions[:, 0, 0], batch.image_ids.float())
+        assert torch.equal(batch.text_ids, batch.image_ids.repeat_interleave(per_sample))
+        for words, length, image in zip(batch.words, batch.lengths, batch.text_ids, strict=True):
+            caption = " ".join(vocabulary.words[i] for i in words[:length])
+            assert caption.split()[0] == str(int(image))
+            shown.append(caption)
+    assert sorted(shown) == sorted(split.captions)
+
+
+def test_batches_follow_from_seed_epoch_and_step():
+    split = captions_of(9)
+    vocabulary = Vocabulary.from_captions(split.captions, min_count=1)
+
+    def texts(seed: int, epoch: int, first_step: int = 0) -> list[list]:
+        batches = Batches(split, vocabulary, 10, 1, seed)
+        return [batch.words.tolist() for batch in batches.epoch(epoch, first_step)]
+
+    whole = texts(0, 3)
+    assert len(whole) == 4  # 45 captions: the incomplete fifth batch is left out
+    assert texts(0, 3, first_step=2) == whole[2:]
+    assert texts(0, 4) != whole and texts(1, 3) != whole
+    with pytest.raises(ValueError, match="captions_per_image = 2"):
+        Batches(split, vocabulary, 10, 2, seed=0)
+
+
+# --- configuration --------------------------------------------------------------------------------------------------
+
+
+def test_overrides_win_over_the_file(tmp_path: Path):
+    file = tmp_path / "a.toml"
+    file.write_text('loss = "dcl"\nlr = 1\n[loss_options]\nmargin = 0.3\nepsilon = 0.1\n')
+    config = load_config(file, ["out=1", "seed=7", "loss_options.margin=0.2", "loss=dcl", "progress=false"])
+    assert (config.out, config.seed, config.loss, config.progress) == ("1", 7, "dcl", False)
+    assert config.loss_options == {"margin": 0.2, "epsilon": 0.1}
+    assert type(config.lr) is float
+    assert load_config(file, ["loss=hal", "loss_options.scale=20"]).loss_options == {"scale": 20}
+    assert load_config(None) == Config()
+
+
+@pytest.mark.parametrize(
+    ("override", "error", "message"),
+    [
+        ("batchsize=3", ValueError, "unknown setting 'batchsize'"),
+        ("seed=1.5", TypeError, "seed = 1.5.*int"),
+        ("epochs=true", TypeError, "epochs = True.*int"),
+        ("lr=fast", TypeError, "lr = 'fast'.*float"),
+        ("loss_options=3", TypeError, "loss_options = 3.*table"),
+        ("scenes_sizes.train=many", TypeError, r"scenes_sizes\.train = 'many'.*int"),
+        ("lr.fast=1", ValueError, "lr is not a table"),
+        ("lr", ValueError, "key=value"),
+        ("epochs=0", ValueError, "epochs = 0.*at least 1"),
+        ("word_dropout=1.0", ValueError, "word_dropout = 1.0"),
+        ("clip=-1", ValueError, "clip = -1.0.*positive"),
+        ("weight_decay=-1", ValueError, "weight_decay = -1.0.*negative"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name(override: str, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        load_config(None, [override])
+
+
+def test_an_unknown_loss_or_option_is_refused_by_name(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(ValueError, match=r"loss = 'softmax'.*triplet, infonce, hal, dcl"):
+        build_loss("softmax", {})
+    with pytest.raises(ValueError, match=r"loss_options\.temperature: TripletLoss takes margin"):
+        build_loss("triplet", {"temperature": 0.1})
+    with pytest.raises(ValueError, match=r"loss_options\.reduction = 'none'"):
+        build_loss("hal", {"reduction": "none"})
+    assert build_loss("infonce", {"engine": "reference"}).engine == "reference"
+    with pytest.raises(SystemExit):
+        module.main(["loss=softmax"])
+    assert "loss = 'softmax'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda file: file.stem)
+def test_shipped_configurations_are_valid(file: Path):
+    config = load_config(file)
+    build_loss(config.loss, config.loss_options)
+
+
+def test_learning_rate_warms_up_and_drops():
+    config = make_config({"lr": 1.0, "lr_warmup_steps": 4, "decay_epoch": 2})
+    assert [learning_rate(config, 0, step) for step in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
+    assert [learning_rate(config, epoch, 100) for epoch in range(4)] == pytest.approx([1, 1, 0.1, 0.1])
+    assert learning_rate(replace(config, decay_epoch=0), 50, 100) == 1
+
+
+# --- runs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("per_image", [1, 5])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_one_step_reaches_every_parameter_with_the_gradient_of_one_backward(config: Config, loss: str, per_image: int):
+    trainer = Trainer(replace(config, loss=loss, captions_per_image=per_image, clip=1e9))
+    batch = next(trainer.batches.epoch(0))
+    state = torch.get_rng_state()
+    images, texts = trainer.model(batch.regions, batch.words, batch.lengths)
+    trainer.loss(images, texts, image_ids=batch.image_ids, text_ids=batch.text_ids).backward()
+    expected = {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
+
+    torch.set_rng_state(state)  # the same dropout
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train_step(batch)
+    for name, p in trainer.model.named_parameters():
+        assert p.grad is not None and p.grad.abs().max() > 0, name
+        torch.testing.assert_close(p.grad, expected[name], msg=name)
+        assert not torch.equal(p, before[name]), name
+
+
+def test_a_run_learns_and_writes_every_file(config: Config):
+    config = replace(config, tensorboard=True, final_test=True, epochs=5)
+    result = train(config)
+    out = Path(config.out)
+    assert make_config(json.loads((out / "config.json").read_text())) == config
+
+    log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert log == result["history"]
+    assert [(line["epoch"], line["step"]) for line in log] == [(1, 9), (2, 18), (3, 27), (4, 36), (5, 45)]
+    assert {"loss", "lr", "seconds", "loss_seconds", *RECALLS} <= set(log[0])
+    assert 0 < log[0]["loss_seconds"] < log[0]["seconds"]
+    assert log[-1]["loss"] < 0.8 * log[0]["loss"]
+    assert result["best_rsum"] == max(line["rsum"] for line in log) > 200  # of 20 images; chance is 155
+
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert metrics == result["metrics"]
+    assert all(set(RECALLS) <= set(metrics[split][when]) for split in ("dev", "test") for when in ("before", "after"))
+    assert metrics["dev"]["before"]["rsum"] == pytest.approx(result["best_rsum"])
+    scores = np.load(out / "dev_scores.npy")
+    assert scores.dtype == np.float32 and scores.shape == (20, 100) and np.abs(scores).max() <= 1 + 1e-6
+
+    model, vocabulary, loaded = load_model(out / "best.pt")
+    assert loaded == config and not model.training
+    caption = load_split(config.data, "dev").captions[7]
+    regions = torch.from_numpy(load_split(config.data, "dev").features[3:4].astype(np.float32))
+    cosine = torch.cosine_similarity(model.image(regions), model.text(*pad([vocabulary.encode(caption)])))
+    assert cosine.item() == pytest.approx(scores[3, 7], abs=1e-6)
+    assert torch.load(out / "last.pt", weights_only=True)["epoch"] == 5
+    assert list(out.glob("events.out.tfevents*"))
+    assert not list(out.glob("*.partial"))
+
+
+def test_a_killed_run_resumes_bit_for_bit(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = replace(
+        config, loss="triplet", loss_options={"reduction": "mean"}, lr_warmup_steps=12, decay_epoch=1, save_steps=1
+    )
+    train(replace(config, out=str(tmp_path / "straight")))
+
+    step, calls = Trainer.train_step, iter(range(13))  # dies after step 4 of the second epoch
+
+    def mortal_step(self: Trainer, batch: object) -> float:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        return step(self, batch)
+
+    monkeypatch.setattr(Trainer, "train_step", mortal_step)
+    with pytest.raises(KeyboardInterrupt):
+        train(config)
+    monkeypatch.undo()
+    torch.manual_seed(123)  # another process would not have our random state either
+    train(replace(config, resume=True))
+
+    states = [torch.load(tmp_path / run / "last.pt", weights_only=True) for run in ("straight", "run")]
+    assert all(torch.equal(states[0]["model"][name], states[1]["model"][name]) for name in states[0]["model"])
+    moments = [[m for entry in s["optimizer"]["state"].values() for m in entry.values()] for s in states]
+    assert moments[0] and all(map(torch.equal, *moments))
+    assert torch.equal(states[0]["rng"]["torch"], states[1]["rng"]["torch"])
+    untimed = [[{k: v for k, v in line.items() if "seconds" not in k} for line in s["history"]] for s in states]
+    assert untimed[0] == untimed[1] and len(untimed[0]) == 2
+    logs = [(tmp_path / run / "log.jsonl").read_text().splitlines() for run in ("straight", "run")]
+    assert len(logs[0]) == len(logs[1]) == 2
+
+
+def test_a_finished_run_resumes_to_the_same_metrics_and_other_settings_do_not(config: Config):
+    first = train(config)
+    assert train(replace(config, resume=True)) == first
+    with pytest.raises(ValueError, match=r"was trained with loss = 'infonce', lr = 0\.01: .* resume=false"):
+        train(replace(config, resume=True, lr=1e-3, loss="hal"))
+
+
+def test_an_interrupted_write_leaves_the_old_checkpoint(config: Config, monkeypatch: pytest.MonkeyPatch):
+    train(replace(config, epochs=1))
+    path = Path(config.out, "last.pt")
+    before = path.read_bytes()
+
+    def dying_save(state: object, file) -> None:
+        file.write(b"half a checkpoint")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(torch, "save", dying_save)
+    with pytest.raises(OSError, match="no space"):
+        Trainer(config).save(path)
+    assert path.read_bytes() == before
+
+
+def test_triplet_warms_up_on_all_negatives(config: Config, monkeypatch: pytest.MonkeyPatch):
+    seen = []
+    step = Trainer.train_step
+
+    def watched_step(self: Trainer, batch: object) -> float:
+        seen.append((self.epoch, self.loss.mining))
+        return step(self, batch)
+
+    monkeypatch.setattr(Trainer, "train_step", watched_step)
+    train(replace(config, loss="triplet", warmup_epochs=1))
+    assert set(seen) == {(0, "all"), (1, "hardest")}
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run(config: Config):
+    trainer = Trainer(config)
+    with torch.no_grad():
+        trainer.model.image.linear.weight.fill_(math.inf)
+    with pytest.raises(FloatingPointError, match="epoch 1, step 1: loss nan"):
+        trainer.train_step(next(trainer.batches.epoch(0)))

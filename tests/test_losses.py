@@ -1,0 +1,410 @@
+"""Losses: equations against the loop oracle, call forms, invariants, hostile input, compilation."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+
+import itrloss
+import numpy as np
+import oracle
+import pytest
+import torch
+from cases import SHAPES, embeddings, make_ids, upstream
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from itrloss import Similarity
+from torch.autograd import gradcheck
+
+# name -> (module, the oracle's function and options)
+LOSSES = {
+    "triplet": (itrloss.TripletLoss, {}, oracle.triplet, {"margin": 0.2, "mining": "hardest"}),
+    "triplet all": (itrloss.TripletLoss, {"mining": "all", "margin": 0.3}, oracle.triplet, {"margin": 0.3, "mining": "all"}),
+    "infonce": (itrloss.InfoNCELoss, {}, oracle.infonce, {"temperature": 0.07}),
+    "infonce sharp": (itrloss.InfoNCELoss, {"temperature": 0.01}, oracle.infonce, {"temperature": 0.01}),
+    "infonce learnable": (itrloss.InfoNCELoss, {"learnable": True, "temperature": 0.2}, oracle.infonce, {"temperature": 0.2}),
+    "hal": (itrloss.HubnessAwareLoss, {}, oracle.hal, {"scale": 90.0, "margin": 0.5}),
+    "hal mild": (itrloss.HubnessAwareLoss, {"scale": 10.0, "margin": 0.1}, oracle.hal, {"scale": 10.0, "margin": 0.1}),
+    "dcl": (itrloss.DiversityContrastiveLoss, {}, oracle.dcl, {"diversity": "std"}),
+    "dcl entropy": (itrloss.DiversityContrastiveLoss, {"diversity": "entropy"}, oracle.dcl, {"diversity": "entropy"}),
+    "dcl implicit": (itrloss.DiversityContrastiveLoss, {"diversity": None}, oracle.dcl, {"diversity": None}),
+    "dcl weighted relu": (
+        itrloss.DiversityContrastiveLoss,
+        {"positive_weight": 0.5, "positive": "relu", "temperature": 0.2, "margin": 0.1, "epsilon": 0.3},
+        oracle.dcl,
+        {"diversity": "std", "positive_weight": 0.5, "positive": "relu", "temperature": 0.2, "margin": 0.1, "epsilon": 0.3},
+    ),
+    "dcl through diversity": (itrloss.DiversityContrastiveLoss, {"detach_diversity": False}, oracle.dcl, {"diversity": "std"}),
+    "dcl through entropy": (
+        itrloss.DiversityContrastiveLoss,
+        {"detach_diversity": False, "diversity": "entropy"},
+        oracle.dcl,
+        {"diversity": "entropy"},
+    ),
+}
+ENGINES = ("reference", "dense", "tiled")
+
+
+def make(name, **extra):
+    module, options, *_ = LOSSES[name]
+    return module(**{**options, **extra})
+
+
+def concrete(ids, n, m):
+    """Ids as the oracle wants them."""
+    return [np.arange(size) if x is None else x.numpy() for x, size in zip(ids, (n, m), strict=True)]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_values_equal_the_loop_oracle(name, shape, engine, small_tiles, poisoned):
+    n, m, kind = SHAPES[shape]
+    ids, (v, w) = make_ids(kind, n, m), embeddings(n, m)
+    _, _, function, options = LOSSES[name]
+    S = oracle.cosine(v.numpy(), w.numpy())
+    for reduction in ("none", "sum", "mean"):
+        wanted = function(S, *concrete(ids, n, m), reduction=reduction, **options)
+        loss = make(name, reduction=reduction, engine=engine)
+        found = [loss(v, w, *ids)]
+        if engine != "tiled":
+            found.append(loss(scores=torch.from_numpy(S), image_ids=ids[0], text_ids=ids[1]))
+        for got in found:
+            if reduction == "none":
+                for a, b in zip(got, wanted, strict=True):
+                    np.testing.assert_allclose(a.detach(), b, rtol=1e-6, atol=1e-8)
+            else:
+                assert got.dim() == 0
+                np.testing.assert_allclose(float(got), wanted, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_equal_the_reference_for_uneven_upstream(name, shape, engine, small_tiles, poisoned):
+    n, m, kind = SHAPES[shape]
+    ids, grads = make_ids(kind, n, m), upstream(n, m)
+    results = []
+    for e in ("reference", engine):
+        loss = make(name, reduction="none", engine=e)
+        loss.double()
+        v, w = (x.requires_grad_() for x in embeddings(n, m))
+        values = loss(v, w, *ids)
+        leaves = [v, w, *loss.parameters()]
+        results.append((*values, *torch.autograd.grad(sum((x * g).sum() for x, g in zip(values, grads)), leaves)))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradcheck_with_uneven_upstream(name, engine, small_tiles):
+    n, m = 5, 8
+    ids = make_ids("random", n, m, seed=3)
+    loss = make(name, reduction="none", engine=engine).double()
+    weights = upstream(n, m)
+
+    def weighted(v, w):
+        return tuple(x * g for x, g in zip(loss(v, w, *ids), weights, strict=True))
+
+    v, w = (x.requires_grad_() for x in embeddings(n, m, d=4))
+    if "through" in name or "dcl" not in name or "implicit" in name:  # a detached weight is not what gradcheck expects
+        assert gradcheck(weighted, (v, w))
+    else:
+        exact = make(name, reduction="none", engine="reference").double()
+        a, b = (
+            torch.autograd.grad(sum((x * g).sum() for x, g in zip(f(v, w, *ids), weights)), (v, w)) for f in (loss, exact)
+        )
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+
+
+def test_detached_diversity_is_a_constant_weight():
+    v, w = (x.requires_grad_() for x in embeddings(6, 6))
+    sim = Similarity(v, w)
+    with torch.no_grad():
+        d = [itrloss.functional.std_diversity(s) for s in (sim, sim.T)]
+    scales = [10 / x for x in d]
+    rows, cols = sim.both.logsumexp(*scales)
+    attraction = torch.log1p(sim.scores().diagonal())
+    by_hand = sum((0.1 * torch.nn.functional.softplus(z - 0.3 * a) - 0.1 * attraction).mean() for z, a in zip((rows, cols), scales))
+    ours = itrloss.DiversityContrastiveLoss()(v, w)
+    torch.testing.assert_close(ours, by_hand)
+    for a, b in zip(torch.autograd.grad(ours, (v, w)), torch.autograd.grad(by_hand, (v, w)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("name", ["std", "entropy"])
+def test_diversity_equals_the_oracle_and_stays_in_bounds(name):
+    ids, (v, w) = make_ids("random", 9, 14), embeddings(9, 14)
+    S = oracle.cosine(v.numpy(), w.numpy())
+    ours = {"std": itrloss.functional.std_diversity, "entropy": itrloss.functional.entropy_diversity}[name]
+    theirs = {"std": oracle.std_diversity, "entropy": oracle.entropy_diversity}[name]
+    extra = {"temperature": 0.1} if name == "entropy" else {}
+    for engine in ENGINES:
+        sim = Similarity(v, w, *ids, engine=engine)
+        rows, cols = ours(sim, 0.2, **extra), ours(sim.T, 0.2, **extra)
+        np.testing.assert_allclose(rows, theirs(S, *concrete(ids, 9, 14), 0.2, **extra), rtol=1e-9)
+        np.testing.assert_allclose(cols, theirs(S.T, *concrete(ids, 9, 14)[::-1], 0.2, **extra), rtol=1e-9)
+        assert (rows > 0.5).all() and rows.max() == 1
+
+
+# ------------------------------------------------------------------------------------------------ invariants
+
+batches = st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(0, 10_000), st.sampled_from(ENGINES))
+
+
+def draw(n, m, seed):
+    generator = torch.Generator().manual_seed(seed)
+    v, w = (torch.randn(size, 5, generator=generator, dtype=torch.float64) for size in (n, m))
+    ids = tuple(torch.randint(0, 4, (size,), generator=generator) for size in (n, m))
+    return v, w, ids, generator
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@given(batches)
+@settings(max_examples=15, deadline=None)
+def test_order_of_the_batch_does_not_matter(name, batch):
+    n, m, seed, engine = batch
+    v, w, ids, generator = draw(n, m, seed)
+    loss = make(name, reduction="none", engine=engine)
+    p, q = (torch.randperm(size, generator=generator) for size in (n, m))
+    (rows, cols), (a, b) = loss(v, w, *ids), loss(v[p], w[q], ids[0][p], ids[1][q])
+    torch.testing.assert_close(a, rows[p])
+    torch.testing.assert_close(b, cols[q])
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@given(batches)
+@settings(max_examples=15, deadline=None)
+def test_swapping_the_modalities_swaps_the_values(name, batch):
+    n, m, seed, engine = batch
+    v, w, ids, _ = draw(n, m, seed)
+    loss = make(name, reduction="none", engine=engine)
+    (rows, cols), (a, b) = loss(v, w, *ids), loss(w, v, *ids[::-1])
+    torch.testing.assert_close(a, cols)
+    torch.testing.assert_close(b, rows)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@given(batches)
+@settings(max_examples=15, deadline=None)
+def test_names_of_ids_do_not_matter(name, batch):
+    n, m, seed, engine = batch
+    v, w, ids, _ = draw(n, m, seed)
+    loss = make(name, engine=engine)
+    torch.testing.assert_close(loss(v, w, *ids), loss(v, w, *(1000 - 7 * x for x in ids)))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@given(batches)
+@settings(max_examples=15, deadline=None)
+def test_length_of_embeddings_does_not_matter(name, batch):
+    n, m, seed, engine = batch
+    v, w, ids, generator = draw(n, m, seed)
+    loss = make(name, engine=engine)
+    stretch = torch.rand(n, 1, generator=generator, dtype=torch.float64) + 0.1
+    torch.testing.assert_close(loss(v, w, *ids), loss(v * stretch, w * 3, *ids))
+
+
+@pytest.mark.parametrize("mining", ["hardest", "all"])
+@given(st.integers(0, 10_000), st.floats(0, 1), st.floats(0, 1))
+@settings(max_examples=25, deadline=None)
+def test_triplet_grows_with_the_margin_and_all_is_at_least_hardest(mining, seed, a, b):
+    v, w, ids, _ = draw(6, 7, seed)
+    low, high = (itrloss.TripletLoss(margin=x, mining=mining)(v, w, *ids) for x in sorted((a, b)))
+    assert 0 <= low <= high + 1e-12
+    assert itrloss.TripletLoss(a, mining="all")(v, w, *ids) >= itrloss.TripletLoss(a)(v, w, *ids) - 1e-12
+
+
+@given(st.integers(0, 10_000), st.floats(0.01, 5))
+@settings(max_examples=25, deadline=None)
+def test_infonce_is_positive_and_falls_as_the_positive_rises(seed, temperature):
+    v, w, _, _ = draw(6, 6, seed)
+    loss = itrloss.InfoNCELoss(temperature)
+    matrix = Similarity(v, w).scores()
+    assert loss(scores=matrix) > 0
+    assert loss(scores=matrix + 0.1 * torch.eye(6)) <= loss(scores=matrix)
+
+
+@given(st.integers(0, 10_000), st.floats(-0.5, 0.9), st.floats(-0.5, 0.9))
+@settings(max_examples=25, deadline=None)
+def test_hal_and_dcl_fall_with_the_margin_and_keep_their_lower_bounds(seed, a, b):
+    v, w, _, _ = draw(6, 6, seed)
+    low, high = sorted((a, b))
+    for make_loss, bound in (
+        (lambda x: itrloss.HubnessAwareLoss(20, x), -math.log(2)),
+        (lambda x: itrloss.DiversityContrastiveLoss(margin=x), -2 * 0.1 * math.log(2)),
+    ):
+        assert make_loss(high)(v, w) <= make_loss(low)(v, w) + 1e-12
+        assert make_loss(high)(v, w) >= bound
+
+
+def test_infonce_with_one_positive_is_cross_entropy():
+    v, w = embeddings(8, 8)
+    logits = Similarity(v, w).scores() / 0.07
+    target = torch.arange(8)
+    wanted = torch.nn.functional.cross_entropy(logits, target) + torch.nn.functional.cross_entropy(logits.T, target)
+    torch.testing.assert_close(itrloss.InfoNCELoss()(v, w), wanted)
+
+
+# -------------------------------------------------------------------------------------------------- hostile
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_zero_vectors_and_duplicates_stay_finite(name, engine, dtype):
+    v = torch.cat([torch.zeros(2, 8), torch.ones(3, 8), torch.eye(8)[:3]]).to(dtype)
+    for ids in ((None, None), make_ids("random", 8, 8), make_ids("same", 8, 8), make_ids("disjoint", 8, 8)):
+        a, b = v.clone().requires_grad_(), v.flip(0).clone().requires_grad_()
+        loss = make(name, engine=engine)(a, b, *ids)
+        loss.backward()
+        assert loss.isfinite() and loss.dtype == torch.float32
+        assert a.grad.dtype == dtype and a.grad.isfinite().all() and b.grad.isfinite().all()
+        assert (a.grad[:2] == 0).all()
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1.0, 10.0, 100.0])
+def test_half_precision_gradients_beat_autocast(scale, dtype, engine):
+    """Against what plain PyTorch makes of the same half-precision embeddings under autocast."""
+    n, d = 64, 128
+    generator = torch.Generator().manual_seed(0)
+    v = torch.randn(n, d, generator=generator).to(dtype)
+    w = (v.float() + 1.5 * torch.randn(n, d, generator=generator)).to(dtype)
+    for name, options in (("infonce", {"temperature": 1 / scale}), ("hal", {"scale": scale}), ("dcl", {"temperature": 1 / scale})):
+
+        def gradient(x, y, call):
+            x, y = x.clone().requires_grad_(), y.clone().requires_grad_()
+            return torch.cat(torch.autograd.grad(call(x, y), (x, y))).double()
+
+        exact = gradient(v.double(), w.double(), make(name, **options, engine="reference"))
+
+        def autocast(x, y, name=name, options=options):
+            with torch.autocast("cpu", dtype):
+                scores = torch.nn.functional.normalize(x) @ torch.nn.functional.normalize(y).T
+            return make(name, **options, engine="reference")(scores=scores)
+
+        ours = (gradient(v, w, make(name, **options, engine=engine)) - exact).norm()
+        plain = (gradient(v, w, autocast) - exact).norm()
+        assert ours <= plain, (name, ours / exact.norm(), plain / exact.norm())
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_autocast_around_the_loss_changes_nothing(name):
+    v, w = embeddings(16, 16, d=32, dtype=torch.float32)
+    for engine in ENGINES:
+        loss = make(name, engine=engine)
+        wanted = loss(v, w)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(loss(v, w), wanted)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_anchors_without_positives_do_not_count(name):
+    v, w = embeddings(5, 6)
+    ids = torch.tensor([0, 1, 2, 3, 99]), torch.tensor([0, 1, 2, 3, 3, 98])
+    rows, cols = make(name, reduction="none")(v, w, *ids)
+    assert rows[4] == 0 and cols[5] == 0
+    torch.testing.assert_close(make(name, reduction="mean")(v, w, *ids), rows[:4].mean() + cols[:5].mean())
+    torch.testing.assert_close(make(name, reduction="sum")(v, w, *ids), rows.sum() + cols.sum())
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_batch_without_a_usable_anchor_gives_zero_with_a_zero_gradient(name):
+    for ids in (make_ids("same", 4, 4), make_ids("disjoint", 4, 4)):
+        v, w = (x.requires_grad_() for x in embeddings(4, 4))
+        loss = make(name, reduction="mean")(v, w, *ids)
+        loss.backward()
+        assert loss == 0 and (v.grad == 0).all() and (w.grad == 0).all()
+    v, w = (x.requires_grad_() for x in embeddings(1, 1))
+    loss = make(name)(v, w)
+    loss.backward()
+    assert loss == 0 and (v.grad == 0).all()
+
+
+# ---------------------------------------------------------------------------------------- call forms, modules
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_similarity_stands_for_the_embeddings(name):
+    ids, (v, w) = make_ids("random", 6, 9), embeddings(6, 9)
+    loss = make(name)
+    sim = Similarity(v, w, *ids)
+    torch.testing.assert_close(loss(sim), loss(v, w, *ids))
+    torch.testing.assert_close(loss(sim.T), loss(w, v, *ids[::-1]))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_modules_can_be_copied_pickled_saved_and_printed(name):
+    v, w = embeddings(6, 6)
+    loss = make(name)
+    for other in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
+        assert torch.equal(other(v, w), loss(v, w))
+    fresh = make(name)
+    fresh.load_state_dict(loss.state_dict())
+    assert torch.equal(fresh(v, w), loss(v, w))
+    assert type(loss).__name__ in repr(loss) and "=" in repr(loss)
+
+
+def test_mining_can_be_switched_after_a_warm_up():
+    v, w = embeddings(6, 6)
+    loss = itrloss.TripletLoss(mining="all")
+    warm = loss(v, w)
+    loss.mining = "hardest"
+    assert torch.equal(loss(v, w), itrloss.TripletLoss()(v, w)) and loss(v, w) < warm
+    with pytest.raises(ValueError, match="mining"):
+        loss.mining = "soft"
+
+
+def test_learnable_temperature_learns():
+    v, w = embeddings(8, 8)
+    loss = itrloss.InfoNCELoss(0.5, learnable=True)
+    assert math.isclose(float(loss.temperature), 0.5, rel_tol=1e-6)
+    optimiser = torch.optim.SGD(loss.parameters(), lr=0.1)
+    before = loss(v, v + 0.1 * w)
+    before.backward()
+    optimiser.step()
+    assert loss(v, v + 0.1 * w) < before and loss.temperature < 0.5
+
+
+def test_a_loss_of_your_own():
+    class Margin(itrloss.PairLoss):
+        def compute(self, sim):
+            return (sim.hardest().values - sim.positives()).relu().mean()
+
+    v, w = embeddings(6, 6)
+    for engine in ENGINES:
+        S = Similarity(v, w).scores()
+        by_hand = ((S - 9 * torch.eye(6)).amax(1) - S.diagonal()).relu().mean()
+        torch.testing.assert_close(Margin(engine=engine)(v, w), by_hand)
+    with pytest.raises(NotImplementedError, match="compute"):
+        itrloss.PairLoss()(v, w)
+
+
+# ----------------------------------------------------------------------------------------------- compilation
+
+
+COMPILED = [(name, engine, "aot_eager") for name in LOSSES for engine in ENGINES] + [
+    (name, engine, "inductor") for name in ("triplet", "infonce learnable", "dcl") for engine in ("dense", "tiled")
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [None, "random"])
+@pytest.mark.parametrize(("name", "engine", "backend"), COMPILED)
+def test_compiles_without_graph_breaks(name, engine, backend, kind):
+    n, m = (8, 8) if kind is None else (8, 11)
+    ids = make_ids(kind, n, m)
+    loss = make(name, engine=engine)
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend=backend)
+    results = []
+    for f in (loss, compiled):
+        v, w = (x.requires_grad_() for x in embeddings(n, m, dtype=torch.float32))
+        value = f(v, w, *ids)
+        results.append((value, *torch.autograd.grad(value, (v, w))))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,198 @@
+"""Metrics and re-ranking against the loop oracle, on scores and streamed from embeddings."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from cases import embeddings, make_ids
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from itrloss import Similarity
+from itrloss.metrics import default_ids, retrieval_metrics, skewness
+from itrloss.rerank import FastReranker
+
+FIGURES = {f"{w}_{x}" for w in ("i2t", "t2i") for x in ("r1", "r5", "r10", "median_rank", "r_precision", "map_at_r", "skewness")}
+
+
+def coarse(n, m, seed=0):
+    """Scores with many ties."""
+    return torch.randint(0, 6, (n, m), generator=torch.Generator().manual_seed(seed)).double() / 4
+
+
+@pytest.mark.parametrize("kind", ["captions", "random", "same"])
+@pytest.mark.parametrize("seed", range(4))
+def test_metrics_equal_the_oracle_with_ties(kind, seed, small_tiles):
+    n, m = 8, 24
+    ids = make_ids(kind, n, m, seed)
+    scores = coarse(n, m, seed)
+    ours = retrieval_metrics(scores, *ids)
+    theirs = oracle.retrieval_metrics(scores.numpy(), *(x.numpy() for x in ids))
+    assert set(ours) == FIGURES | {"rsum"} == set(theirs)
+    for name in FIGURES | {"rsum"}:
+        if "skewness" not in name:  # which of two tied candidates is tenth is nobody's business
+            assert math.isclose(ours[name], theirs[name], abs_tol=1e-9), name
+    untied = torch.rand(n, m, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    ours, theirs = retrieval_metrics(untied, *ids), oracle.retrieval_metrics(untied.numpy(), *(x.numpy() for x in ids))
+    for name in theirs:
+        assert math.isclose(ours[name], theirs[name], abs_tol=1e-9), name
+
+
+@pytest.mark.parametrize("engine", ["reference", "dense", "tiled"])
+@pytest.mark.parametrize("kind", ["captions", "random"])
+def test_streamed_metrics_equal_those_of_the_matrix(engine, kind, small_tiles):
+    n, m = 8, 24
+    ids, (v, w) = make_ids(kind, n, m), embeddings(n, m)
+    sim = Similarity(v, w, *ids, engine=engine)
+    scores = torch.from_numpy(oracle.cosine(v.numpy(), w.numpy()))
+    a, b = retrieval_metrics(sim), retrieval_metrics(scores, *ids)
+    assert a.keys() == b.keys()
+    for name in a:
+        assert math.isclose(a[name], b[name], abs_tol=1e-9), name
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+def test_re_ranked_metrics_stream_too(engine, small_tiles):
+    ids, (v, w) = make_ids("captions", 8, 24), embeddings(8, 24)
+    sim, fast = Similarity(v, w, *ids, engine=engine), FastReranker((25.0, 10.0), (5.0, 20.0))
+    i2t, t2i = fast.rerank(sim)
+    streamed, dense = retrieval_metrics(sim, reranker=fast), retrieval_metrics(i2t, *ids, t2i_scores=t2i)
+    for name in streamed:
+        assert math.isclose(streamed[name], dense[name], abs_tol=1e-9), name
+    assert streamed != retrieval_metrics(sim)
+
+
+def test_many_positives_a_row_are_ranked_by_sorting(small_tiles):
+    n, m = 6, 80
+    scores = coarse(n, m)
+    ids = torch.arange(n) % 2, torch.arange(m) % 2
+    ours, theirs = retrieval_metrics(scores, *ids), oracle.retrieval_metrics(scores.numpy(), *(x.numpy() for x in ids))
+    for name in theirs:
+        if "skewness" not in name:
+            assert math.isclose(ours[name], theirs[name], abs_tol=1e-9), name
+
+
+def test_convention_of_consecutive_captions():
+    scores = torch.rand(4, 20)
+    ids = torch.arange(4), torch.arange(4).repeat_interleave(5)
+    assert retrieval_metrics(scores) == retrieval_metrics(scores, *ids)
+    assert [x.tolist() for x in default_ids(2, 4)] == [[0, 1], [0, 0, 1, 1]]
+    perfect = retrieval_metrics((ids[0][:, None] == ids[1]).float())
+    assert perfect["rsum"] == 600 and perfect["i2t_median_rank"] == 1 and perfect["i2t_map_at_r"] == 100
+
+
+def test_ties_have_a_policy():
+    """A model that says the same of everything has found nothing, unless one wants to be kind."""
+    flat = torch.zeros(20, 20)
+    assert retrieval_metrics(flat)["rsum"] == 0
+    assert retrieval_metrics(flat, ties="optimistic")["rsum"] == 600
+
+
+def test_duplicate_embeddings_tie_whatever_the_engine(monkeypatch):
+    v = torch.randn(12, 64, generator=torch.Generator().manual_seed(0)).repeat_interleave(2, 0)
+    ids = torch.arange(24)
+    for engine in ("dense", "tiled"):
+        figures = retrieval_metrics(Similarity(v, v, ids, ids, engine=engine))
+        assert figures["i2t_r1"] == 0 and figures["i2t_r5"] == 100
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=20, deadline=None)
+def test_metrics_do_not_depend_on_order_or_monotone_maps(seed):
+    g = torch.Generator().manual_seed(seed)
+    scores = torch.randn(6, 12, generator=g, dtype=torch.float64)
+    ids = torch.arange(6), torch.arange(6).repeat_interleave(2)
+    p, q = torch.randperm(6, generator=g), torch.randperm(12, generator=g)
+    plain = retrieval_metrics(scores, *ids)
+    for other in (retrieval_metrics(scores[p][:, q], ids[0][p], ids[1][q]), retrieval_metrics(3 * scores.exp() - 7, *ids)):
+        for name in plain:
+            assert math.isclose(plain[name], other[name], abs_tol=1e-9), name
+    assert 0 <= plain["i2t_r1"] <= plain["i2t_r5"] <= plain["i2t_r10"] <= 100
+
+
+def test_skewness_of_known_counts():
+    assert skewness(torch.tensor([3, 3, 3])) == 0
+    assert math.isclose(skewness(torch.tensor([0, 0, 0, 4])), 2 / math.sqrt(3))
+    assert skewness(torch.tensor([0, 4, 4, 4])) < 0
+
+
+@pytest.mark.parametrize("engine", ["scores", "dense", "tiled", "reference"])
+def test_fast_reranking_equals_the_oracle(engine, small_tiles):
+    v, w = embeddings(7, 14)
+    S = oracle.cosine(v.numpy(), w.numpy())
+    ids = make_ids("captions", 7, 14)
+    given_scores = torch.from_numpy(S) if engine == "scores" else Similarity(v, w, *ids, engine=engine)
+    for i2t, t2i in (((25.0, 25.0), (20.0, 20.0)), ((9.0, 8.0), (8.0, 17.0)), ((500.0, 1.0), (1.0, 500.0))):
+        wanted = oracle.fast_rerank(S, i2t, t2i)
+        found = FastReranker(i2t, t2i).rerank(given_scores)
+        for a, b in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+def test_top_of_the_re_ranked_without_the_matrix(engine, small_tiles):
+    ids, (v, w) = make_ids("captions", 9, 27), embeddings(9, 27)
+    sim, fast = Similarity(v, w, *ids, engine=engine), FastReranker((9.0, 8.0), (8.0, 17.0))
+    i2t, t2i = fast.rerank(sim)
+    found = fast.topk(sim, 4)
+    for top, full in zip(found, (i2t.topk(4, 1), t2i.T.topk(4, 1)), strict=True):
+        assert torch.equal(top.indices, full.indices)
+    biases = fast.biases(sim)
+    torch.testing.assert_close(found[0].values, (sim.scores() + biases.texts).topk(4).values * 8.0)
+
+
+@given(st.integers(0, 10_000), st.floats(-1, 1), st.integers(0, 11))
+@settings(max_examples=20, deadline=None)
+def test_removing_a_hub(seed, lift, text):
+    """With equal gammas, adding a constant to all scores of one text changes no image's ranking: that hub is gone."""
+    scores = torch.rand(6, 12, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    lifted = scores.clone()
+    lifted[:, text] += lift
+    a, b = (FastReranker((10.0, 10.0)).rerank(s)[0] for s in (scores, lifted))
+    torch.testing.assert_close(a, b)
+
+
+def test_re_ranking_lowers_the_skewness_of_a_hub():
+    scores = torch.rand(50, 50, generator=torch.Generator().manual_seed(0)) * 0.2 + 0.3 * torch.eye(50)
+    scores[:, 7] += 0.5
+    before, after = retrieval_metrics(scores), retrieval_metrics(*FastReranker().rerank(scores)[:1])
+    assert after["i2t_skewness"] < before["i2t_skewness"] and after["i2t_r1"] > before["i2t_r1"]
+
+
+def test_nothing_overflows():
+    scores = torch.rand(5, 5) * 1e4
+    assert all(x.isfinite().all() for x in FastReranker().rerank(scores))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: retrieval_metrics(torch.rand(4, 7)), ValueError, "image_ids, text_ids"),
+        (lambda: retrieval_metrics(torch.rand(4)), ValueError, "scores"),
+        (lambda: retrieval_metrics(torch.ones(4, 4).long()), TypeError, "scores"),
+        (lambda: retrieval_metrics([[1.0]]), TypeError, "scores"),
+        (lambda: retrieval_metrics(torch.full((4, 4), math.nan)), ValueError, "scores.*finite"),
+        (lambda: retrieval_metrics(torch.rand(4, 4), torch.arange(3)), ValueError, "image_ids"),
+        (lambda: retrieval_metrics(torch.rand(4, 4), text_ids=torch.rand(4)), TypeError, "text_ids"),
+        (lambda: retrieval_metrics(torch.rand(4, 4), ties="fair"), ValueError, "ties"),
+        (lambda: retrieval_metrics(torch.rand(4, 4), text_ids=torch.arange(4) + 9), ValueError, "no query"),
+        (lambda: retrieval_metrics(torch.rand(4, 4), t2i_scores=torch.rand(4, 5)), ValueError, "t2i_scores"),
+        (lambda: retrieval_metrics(Similarity(*embeddings(3, 3)), torch.arange(3)), ValueError, "image_ids"),
+        (
+            lambda: retrieval_metrics(torch.rand(4, 4), t2i_scores=torch.rand(4, 4), reranker=FastReranker()),
+            ValueError,
+            "t2i_scores",
+        ),
+        (lambda: FastReranker((25.0, 0.0)), ValueError, "i2t"),
+        (lambda: FastReranker(t2i=(1.0,)), ValueError, "t2i"),
+        (lambda: FastReranker().rerank(torch.rand(4)), ValueError, "scores"),
+        (lambda: FastReranker().rerank(torch.full((4, 4), math.inf)), ValueError, "scores.*finite"),
+        (lambda: FastReranker().topk(torch.rand(4, 9), 5), ValueError, "k"),
+    ],
+)
+def test_bad_input_is_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,154 @@
+"""The registered operators: schemas, fake shapes, what autograd keeps, and memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import itrloss
+import pytest
+import torch
+from cases import embeddings, make_ids
+from itrloss import Similarity
+from itrloss.engines import softmax
+from test_losses import LOSSES, make
+
+
+def sources():
+    v, w = embeddings(7, 9, dtype=torch.float32)
+    ids = make_ids("random", 7, 9)
+    inv = [1 / x.norm(dim=1) for x in (v, w)]
+    yield "embeddings", (v, w, *inv, *ids)
+    yield "half", (v.half(), w.half(), *inv, *ids)
+    yield "raw", (v, w, None, None, *ids)
+    yield "scores", (v @ w.T, None, None, None, *ids)
+    yield "diagonal", (v, w[:7], inv[0], inv[1][:7], None, None)
+
+
+def calls():
+    a, b = torch.linspace(1, 2, 7), torch.linspace(1, 2, 9)
+    for name, source in sources():
+        rows, cols = source[0], source[1]
+        n, m = rows.shape[0], rows.shape[1] if cols is None else cols.shape[0]
+        a, b = torch.linspace(1, 2, n), torch.linspace(1, 2, m)
+        pairs = torch.arange(n) % m
+        yield f"{name}: inverse_norms", "inverse_norms", (rows,)
+        for extra in (0, softmax.MEAN, softmax.ENTROPY):
+            yield f"{name}: logsumexp {extra}", "logsumexp", (*source, a, b, False, True, False, extra)
+        yield f"{name}: shared logsumexp", "logsumexp", (*source, torch.ones(1), None, True, False, True, 0)
+        yield f"{name}: row logsumexp", "logsumexp", (*source, a, None, False, True, True, 0)
+        sums = torch.ops.itrloss.logsumexp(*source, a, b, False, True, False, softmax.ENTROPY)
+        grads = (a, b, torch.stack([a, a]), None)
+        flags = (True, False, softmax.ENTROPY, True, False)
+        yield f"{name}: logsumexp_backward", "logsumexp_backward", (*source, a, b, False, *sums, *grads, *flags)
+        yield f"{name}: moment_sums", "moment_sums", (*source, True, False)
+        means = (a, b, a, None, None, b, True, True)
+        yield f"{name}: moment_sums_backward", "moment_sums_backward", (*source, *means)
+        yield f"{name}: hardest", "hardest", (*source, True, True)
+        yield f"{name}: pair_scores", "pair_scores", (*source[:4], pairs)
+        yield f"{name}: pair_scores_backward", "pair_scores_backward", (*source[:4], pairs, a, a, True, True)
+        yield f"{name}: positive_sums", "positive_sums", (*source, "hinge", [a], [b], True, True)
+        back = (*source, "hinge", [a], [b], a, b, True, True)
+        yield f"{name}: positive_sums_backward", "positive_sums_backward", back
+        yield f"{name}: violations", "violations", (*source, 0.2, True, True)
+        yield f"{name}: violations_backward", "violations_backward", (*source, 0.2, a, b, True, True)
+
+
+@pytest.mark.parametrize(("operator", "args"), [pytest.param(*x[1:], id=x[0]) for x in calls()])
+def test_operator_keeps_its_contract(operator, args):
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(getattr(torch.ops.itrloss, operator).default, args, test_utils=tests)
+
+
+def saved_bytes(loss, v, w, ids) -> int:
+    """Storage that autograd holds between forward and backward, beyond the inputs themselves."""
+    seen = {}
+
+    def pack(x):
+        seen[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        value = loss(v, w, *ids)
+    for x in (v, w, *(i for i in ids if i is not None)):
+        seen.pop(x.untyped_storage().data_ptr(), None)
+    assert value.requires_grad
+    return sum(seen.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [None, "captions"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_tiled_engine_saves_nothing_of_the_size_of_the_matrix(name, kind, dtype):
+    """A few numbers per embedding: less than an eighth of what the embeddings themselves take."""
+    n, d = 512, 256
+    m = n if kind is None else 2 * n
+    v, w = (x.requires_grad_() for x in embeddings(n, m, d, dtype=dtype))
+    saved = saved_bytes(make(name, engine="tiled"), v, w, make_ids(kind, n, m))
+    assert saved <= (n + m) * d * 4 / 8
+
+
+MEASURE = """
+    import resource, sys, threading, time, torch, itrloss
+
+    def resident():
+        return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+
+    v, w = (torch.randn({n}, {d}).requires_grad_() for _ in range(2))
+    small = [torch.randn(600, {d}).requires_grad_() for _ in range(2)]
+    loss = itrloss.{loss}
+    loss(*small).backward()  # libraries load and threads start before the measurement
+    start, peak, done = resident(), 0, False
+
+    def watch():
+        global peak
+        while not done:
+            peak = max(peak, resident())
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    loss(v, w).backward()
+    done = True
+    thread.join()
+    assert v.grad.isfinite().all()
+    print((peak - start) / 1e6)
+"""
+
+
+def extra_megabytes(loss: str, n: int, d: int) -> float:
+    """Growth of the resident set over inputs, in a fresh process."""
+    code = textwrap.dedent(MEASURE.format(loss=loss, n=n, d=d))
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return float(out.stdout)
+
+
+@pytest.mark.slow
+def test_memory_of_dcl_on_a_large_batch():
+    """16384 pairs of 512 dimensions: the matrix alone has 1074 MB, plain PyTorch takes over 4 GB."""
+    assert extra_megabytes("DiversityContrastiveLoss()", 16384, 512) < 250
+
+
+def test_memory_grows_with_n_and_not_with_its_square():
+    two, four = (extra_megabytes("InfoNCELoss(engine='tiled')", n, 64) for n in (4096, 8192))
+    assert four < 100  # the matrix: 268 MB
+    assert four - two < 40
+
+
+def test_no_gradient_is_kept_for_a_detached_side():
+    v, w = embeddings(256, 256, dtype=torch.float32)
+    v.requires_grad_()
+    for engine in ("dense", "tiled"):
+        loss = itrloss.DiversityContrastiveLoss(engine=engine)(v, w)
+        loss.backward()
+        assert w.grad is None and v.grad is not None
+        v.grad = None
+
+
+def test_second_derivatives_are_refused_not_wrong():
+    v, w = (x.requires_grad_() for x in embeddings(5, 5))
+    for engine in ("dense", "tiled"):
+        (gradient,) = torch.autograd.grad(Similarity(v, w, engine=engine).logsumexp(3.0).sum(), v, create_graph=True)
+        with pytest.raises(RuntimeError):
+            gradient.sum().backward()

@@ -1,0 +1,133 @@
+"""``Similarity`` and the losses refuse bad input by name; smaller behaviours of the public face."""
+
+from __future__ import annotations
+
+import itrloss
+import pytest
+import torch
+from cases import embeddings
+from itrloss import Similarity
+
+V, W = embeddings(4, 6, dtype=torch.float32)
+IDS = torch.arange(4), torch.arange(6)
+loss = itrloss.DiversityContrastiveLoss()
+
+BAD = {
+    "dims": (lambda: loss(V, W[:, :3], *IDS), ValueError, "cols.*dimension 6.*\\(6, 3\\)"),
+    "not a matrix": (lambda: loss(V[0], W, *IDS), ValueError, "rows.*\\(N, D\\).*\\(6,\\)"),
+    "not a tensor": (lambda: loss(V.numpy(), W, *IDS), TypeError, "rows.*ndarray"),
+    "integers": (lambda: loss(V, W.long(), *IDS), TypeError, "cols.*int64"),
+    "mixed precision": (lambda: loss(V, W.double(), *IDS), TypeError, "float64"),
+    "no rows": (lambda: loss(V[:0], W, *IDS), ValueError, "rows.*\\(0, 6\\)"),
+    "no columns": (lambda: loss(V, W[:0], *IDS), ValueError, "cols.*\\(0, 6\\)"),
+    "no dimensions": (lambda: loss(V[:, :0], W[:, :0], *IDS), ValueError, "rows"),
+    "unpaired": (lambda: loss(V, W), ValueError, "row_ids, col_ids.*4.*6"),
+    "short ids": (lambda: loss(V, W, IDS[0][:3], IDS[1]), ValueError, "row_ids.*\\(4,\\).*\\(3,\\)"),
+    "ids of the other side": (lambda: loss(V, W, *IDS[::-1]), ValueError, "row_ids"),
+    "float ids": (lambda: loss(V, W, IDS[0], IDS[1].float()), TypeError, "col_ids.*float32"),
+    "boolean ids": (lambda: loss(V, W, IDS[0].bool(), IDS[1]), TypeError, "row_ids.*bool"),
+    "listed ids": (lambda: loss(V, W, [0, 1, 2, 3], IDS[1]), TypeError, "row_ids.*list"),
+    "one input": (lambda: loss(V), TypeError, "texts"),
+    "no input": (lambda: loss(), TypeError, "images"),
+    "scores and embeddings": (lambda: loss(V, W, *IDS, scores=V @ W.T), ValueError, "scores"),
+    "similarity and ids": (lambda: loss(Similarity(V, W, *IDS), None, *IDS), ValueError, "image_ids"),
+    "similarity and texts": (lambda: loss(Similarity(V, W, *IDS), W), ValueError, "texts"),
+    "integer scores": (lambda: loss(scores=torch.ones(3, 3).int()), TypeError, "scores.*int32"),
+    "engine": (lambda: Similarity(V, W, *IDS, engine="triton2"), ValueError, "engine.*'triton2'"),
+    "engine of a loss": (lambda: itrloss.InfoNCELoss(engine="fast"), ValueError, "engine.*'fast'"),
+    "engine for scores": (lambda: itrloss.InfoNCELoss(engine="tiled")(scores=torch.rand(3, 3)), ValueError, "engine"),
+    "engine of scores": (lambda: Similarity.from_scores(torch.rand(3, 3), engine="tiled"), ValueError, "engine"),
+    "reduction": (lambda: itrloss.InfoNCELoss(reduction="average"), ValueError, "reduction.*'average'"),
+    "functional reduction": (lambda: itrloss.functional.info_nce_loss(Similarity(V, V), reduction="x"), ValueError, "reduction"),
+    "mining": (lambda: itrloss.TripletLoss(mining="semi"), ValueError, "mining.*'semi'"),
+    "functional mining": (lambda: itrloss.functional.triplet_loss(Similarity(V, V), mining="semi"), ValueError, "mining"),
+    "temperature": (lambda: itrloss.InfoNCELoss(0.0), ValueError, "temperature"),
+    "dcl temperature": (lambda: itrloss.DiversityContrastiveLoss(-1.0), ValueError, "temperature"),
+    "diversity": (lambda: itrloss.DiversityContrastiveLoss(diversity="var"), ValueError, "diversity.*'var'"),
+    "functional diversity": (
+        lambda: itrloss.functional.diversity_contrastive_loss(Similarity(V, V), diversity="var"),  # type: ignore[arg-type]
+        ValueError,
+        "diversity",
+    ),
+    "positive": (lambda: itrloss.DiversityContrastiveLoss(positive="abs"), ValueError, "positive.*'abs'"),
+    "positive weight": (lambda: itrloss.DiversityContrastiveLoss(positive_weight="half"), ValueError, "positive_weight"),
+    "hal scale": (lambda: itrloss.HubnessAwareLoss(scale=0), ValueError, "scale"),
+    "over": (lambda: Similarity(V, V).logsumexp(over="positives"), ValueError, "over"),
+    "scale": (lambda: Similarity(V, V).logsumexp(torch.ones(3)), ValueError, "scale.*\\(4,\\)"),
+    "entropy": (lambda: Similarity(V, V).entropy(0), ValueError, "temperature"),
+    "term": (lambda: Similarity(V, V).positives("square"), ValueError, "term.*log1p_clamp.*'square'"),
+    "k": (lambda: Similarity(V, V).topk(5), ValueError, "k.*4.*5"),
+    "ties": (lambda: Similarity(V, V).ranks(ties="random"), ValueError, "ties"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_by_name(name):
+    call, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_finite_input_is_checked_on_request(bad):
+    broken = V.clone()
+    broken[1, 2] = bad
+    strict = itrloss.InfoNCELoss(check_finite=True)
+    assert strict(V, V).isfinite()
+    with pytest.raises(ValueError, match="rows.*finite"):
+        strict(broken, V)
+    with pytest.raises(ValueError, match="cols.*finite"):
+        strict(V, broken)
+    with pytest.raises(ValueError, match="scores.*finite"):
+        strict(scores=broken[:, :4])
+    assert not itrloss.InfoNCELoss()(broken, V).isfinite()
+
+
+def test_ids_of_any_integer_type():
+    wanted = loss(V, W, IDS[0], IDS[1] % 4)
+    for dtype in (torch.int32, torch.int16, torch.uint8):
+        assert torch.equal(loss(V, W, IDS[0].to(dtype), (IDS[1] % 4).to(dtype)), wanted)
+
+
+def test_top_and_ranks_of_known_scores():
+    scores = torch.tensor([[0.9, 0.1, 0.5, 0.5], [0.2, 0.3, 0.3, 0.1]])
+    ids = torch.tensor([0, 1]), torch.tensor([1, 0, 0, 1])
+    sim = Similarity.from_scores(scores, *ids)
+    assert sim.ranks().tolist() == [[3, 4], [3, 4]]
+    assert sim.ranks(ties="optimistic").tolist() == [[2, 4], [3, 4]]
+    assert sim.T.ranks().tolist() == [[2], [2], [1], [2]]
+    assert sim.topk(2).indices[0, 0] == 0 and sim.T.topk(1).indices.flatten().tolist() == [0, 1, 0, 0]
+    bias = torch.tensor([-1.0, 0.0, 0.0, 0.0])
+    assert sim.ranks(bias=bias)[0].tolist() == [2, 3]
+    assert sim.topk(1, bias=bias).values.flatten().tolist() == [0.5, pytest.approx(0.3)]
+
+
+def test_terms_of_your_own():
+    @itrloss.pair_term
+    def doubled_for_a_test(scores, weight):
+        return 2 * weight * scores, 2 * weight + 0 * scores, 2 * scores
+
+    sim = Similarity(V, W, IDS[0], IDS[1] % 4)
+    weight = torch.rand(4, requires_grad=True)
+    value = sim.positives("doubled_for_a_test", weight)
+    torch.testing.assert_close(value, 2 * weight * sim.positives())
+    value.sum().backward()
+    torch.testing.assert_close(weight.grad, 2 * sim.positives())
+    with pytest.raises(ValueError, match="already registered"):
+        itrloss.pair_term(type("f", (), {"__name__": "hinge"})())
+
+
+def test_scores_asked_for_under_no_grad_keep_their_gradient():
+    v = V.clone().requires_grad_()
+    for engine in ("reference", "dense", "tiled"):
+        sim = Similarity(v, V, engine=engine)
+        with torch.no_grad():
+            sim.moments()
+            sim.scores()
+        assert sim.logsumexp(2.0).requires_grad
+
+
+def test_public_names_are_those_and_no_others():
+    public = {name for name in dir(itrloss) if not name.startswith("_")}
+    modules = {"engines", "losses", "similarity"}
+    assert public - modules == set(itrloss.__all__)
