@@ -331,3 +331,16 @@ def test_logsumexp_of_no_negatives_is_minus_infinity():
         for scale in (2.0, 200.0):
             rows = Similarity(*embeddings(3, 2), *ids, engine=engine).logsumexp(scale)
             assert rows[:2].tolist() == [-math.inf] * 2 and rows[2].isfinite()
+
+
+@pytest.mark.parametrize("shape", [(3, 128), (128, 3), (130, 257), (5, 5), (64, 129)])
+def test_best_negative_of_long_rows_and_columns(shape):
+    """Long axes are searched in runs of 64; the last run is ragged."""
+    n, m = shape
+    generator = torch.Generator().manual_seed(0)
+    for seed in range(5):
+        scores = torch.rand(n, m, generator=generator)
+        ids = make_ids("random", n, m, seed)
+        ours, reference = (Similarity.from_scores(scores, *ids, engine=e) for e in ("dense", "reference"))
+        for a, b in zip(ours.both.hardest(), reference.both.hardest(), strict=True):
+            assert torch.equal(a.values, b.values) and torch.equal(a.indices, b.indices)

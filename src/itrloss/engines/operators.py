@@ -106,24 +106,30 @@ class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, cols, row_inv, col_inv):
         left, right = unit(rows, row_inv), unit(cols, col_inv)
-        ctx.save_for_backward(left, right, row_inv, col_inv)
-        ctx.dtypes = rows.dtype, cols.dtype
         with _full_precision(rows):
-            return left @ right.T
+            scores = left @ right.T
+        # dS . S summed along an axis is what a gradient has along its own vector: the shorter way if D is large
+        short = row_inv is not None and 2 * scores.numel() <= left.numel() + right.numel()
+        ctx.save_for_backward(left, right, row_inv, col_inv, scores if short else None)
+        ctx.dtypes = rows.dtype, cols.dtype
+        return scores
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        left, right, row_inv, col_inv = ctx.saved_tensors
-        rows = cols = None
-        with _full_precision(grad):
-            if ctx.needs_input_grad[0]:
-                rows = grad @ right
-                rows = (rows if row_inv is None else project_(rows, left, row_inv)).to(ctx.dtypes[0])
-            if ctx.needs_input_grad[1]:
-                cols = grad.T @ left
-                cols = (cols if col_inv is None else project_(cols, right, col_inv)).to(ctx.dtypes[1])
-        return rows, cols, None, None
+        left, right, row_inv, col_inv, scores = ctx.saved_tensors
+        along = None if scores is None else grad * scores
+        found: list[Tensor | None] = [None, None]
+        for side, (matrix, own, other, inv) in enumerate(
+            ((grad, left, right, row_inv), (grad.T, right, left, col_inv))
+        ):
+            if ctx.needs_input_grad[side]:
+                with _full_precision(grad):
+                    gradient = matrix @ other
+                if inv is not None:
+                    project_(gradient, own, inv, None if along is None else along.sum(1 - side))
+                found[side] = gradient.to(ctx.dtypes[side])
+        return *found, None, None
 
 
 def _full_precision(x: Tensor):

@@ -109,12 +109,33 @@ def hardest(source: Source, asked: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
         t = positives.fill_(tile.scratch[0].copy_(tile.scores), tile, -math.inf)
         for side, dim in SIDES:
             if asked[side]:
-                value, index = t.max(dim)
+                value, index = _argmax(t, dim)
                 b, w = tile.part(best[side], dim), tile.part(where[side], dim)
                 better = value > b
                 w.copy_(torch.where(better, index + (tile.c0 if dim == 1 else tile.r0), w))
                 b.copy_(torch.maximum(b, value))
     return tuple(w if a else w.new_empty(0) for w, a in zip(where, asked, strict=True))  # type: ignore[return-value]
+
+
+_RUN = 64
+
+
+def _argmax(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """``x.max(dim)``, which PyTorch vectorises on the CPU only without the index: so find the run of 64 first."""
+    size = x.shape[dim]
+    runs = size // _RUN
+    if runs < 2 or x.device.type != "cpu":
+        return tuple(x.max(dim))
+    head = x.narrow(dim, 0, runs * _RUN).unflatten(dim, (runs, _RUN))
+    value, run = head.amax(dim + 1).max(dim)
+    where = run.unsqueeze(dim).unsqueeze(dim + 1)
+    inside = head.take_along_dim(where, dim).squeeze(dim)
+    index = inside.argmax(dim).add_(run, alpha=_RUN)
+    if size % _RUN:
+        rest, place = x.narrow(dim, runs * _RUN, size % _RUN).max(dim)
+        better = rest > value
+        value, index = torch.where(better, rest, value), torch.where(better, place + runs * _RUN, index)
+    return value, index
 
 
 # --------------------------------------------------------------------- sums of a function over the positives

@@ -16,6 +16,7 @@ from torch import Tensor
 
 PANEL = {"cpu": 2**19}  # scores per panel of a matrix that exists: a few panels fit in the cache
 TILE = {"cpu": (2**20, 2048)}  # scores per recomputed tile, and its least width: large enough for full-speed products
+_BLOCK = 256  # embeddings at a time, for passes over them that should stay in the cache
 _ACCELERATOR_PANEL = 2**24
 _ACCELERATOR_TILE = (2**24, 8192)
 
@@ -182,13 +183,19 @@ def _through_norm(grad: Tensor | None, x: Tensor, inv: Tensor | None) -> Tensor:
     if grad is None:
         return x.new_empty(0)
     if inv is not None:
-        for start in range(0, x.shape[0], 1024):
-            stop = start + 1024
-            project_(grad[start:stop], unit(x[start:stop], inv[start:stop]), inv[start:stop])
+        for start in range(0, x.shape[0], _BLOCK):
+            block = slice(start, start + _BLOCK)
+            project_(grad[block], unit(x[block], inv[block]), inv[block])
     return grad.to(x.dtype)
 
 
-def project_(grad: Tensor, unit_x: Tensor, inv: Tensor) -> Tensor:
-    """``(g - u (u . g)) / |x|``: the gradient that leaves a normalisation, written over ``grad``."""
-    along = (unit_x * grad).sum(1, keepdim=True)
-    return grad.addcmul_(unit_x, along, value=-1).mul_(inv[:, None])
+def project_(grad: Tensor, unit_x: Tensor, inv: Tensor, along: Tensor | None = None) -> None:
+    """``(g - u (u . g)) / |x|``: the gradient that leaves a normalisation, written over ``grad``.
+
+    ``along`` is ``u . g`` if it is known already.
+    """
+    for start in range(0, grad.shape[0], _BLOCK if along is None else grad.shape[0]):
+        block = slice(start, start + _BLOCK) if along is None else slice(None)
+        g, u = grad[block], unit_x[block]
+        a = (u * g).sum(1) if along is None else along
+        g.addcmul_(u, a[:, None], value=-1).mul_(inv[block, None])

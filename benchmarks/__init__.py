@@ -1,0 +1,1 @@
+"""Benchmarks: the losses against plain PyTorch, side by side in one process."""

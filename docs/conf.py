@@ -1,0 +1,88 @@
+"""Sphinx configuration. Built by ``make docs``: first the snippets are run, then the pages are written."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # examples/ is not part of the installed package
+try:
+    import itrloss
+except ModuleNotFoundError:  # not installed: document the sources beside this folder
+    sys.path.insert(0, str(ROOT / "src"))
+    import itrloss
+
+project = "itrloss"
+author = "the itrloss authors"
+project_copyright = "the itrloss authors, Apache-2.0"
+version = release = itrloss.__version__
+
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.doctest",
+    "sphinx.ext.mathjax",
+    "sphinx.ext.napoleon",
+]
+exclude_patterns = ["_build"]
+default_role = "code"
+highlight_language = "python3"
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 100
+
+# Snippets are checked to the digits they print. Each page starts afresh from here.
+doctest_global_setup = f"""
+import shutil, sysconfig
+from pathlib import Path
+import torch
+README = Path({str(ROOT / "README.md")!r})
+CONFIGS = Path({str(ROOT / "examples" / "retrieval" / "configs")!r})
+torch.manual_seed(0)
+torch.set_printoptions(precision=4, sci_mode=False)
+# torch.compile's default backend builds C++; the snippet that uses it is left out where nothing can.
+no_compiler = not (
+    (shutil.which("g++") or shutil.which("clang++")) and Path(sysconfig.get_path("include"), "Python.h").exists()
+)
+"""
+
+html_theme = "alabaster"
+html_title = f"itrloss {release}"
+html_show_sourcelink = False
+html_theme_options = {
+    "description": "Losses and re-rankers for image-text retrieval",
+    "fixed_sidebar": True,
+    "page_width": "1180px",
+    "sidebar_width": "230px",
+    "body_text_align": "left",
+    "font_family": "Georgia, 'DejaVu Serif', serif",
+    "head_font_family": "Georgia, 'DejaVu Serif', serif",
+    "code_font_size": "0.82em",
+    "show_relbars": True,
+    "show_powered_by": False,
+}
+html_sidebars = {"**": ["about.html", "searchfield.html", "navigation.html"]}
+
+
+# napoleon takes what stands before a colon in a property's docstring for its type. These docstrings are plain prose.
+_prose = {}
+
+
+def _keep(app, what, name, obj, options, lines):
+    if what == "property":
+        _prose[name] = list(lines)
+
+
+def _restore(app, what, name, obj, options, lines):
+    if what == "property":
+        lines[:] = _prose.pop(name)
+
+
+def setup(app):
+    """Run one listener before and one after napoleon's, which has the priority 500."""
+    app.connect("autodoc-process-docstring", _keep, priority=400)
+    app.connect("autodoc-process-docstring", _restore, priority=600)
