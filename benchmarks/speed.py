@@ -112,7 +112,9 @@ def machine() -> dict[str, object]:
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        names = [
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
         model = names[0] if names else model
     return {
         "device": "cpu",
@@ -141,7 +143,10 @@ def main() -> None:
             rounds = int(min(200, max(5, args.seconds / guess)))
             row = measure(name, size, args.dim, rounds, args.compiled)
             rows.append(row)
-            print(" · ".join(f"{k} {v:.2g}" if isinstance(v, float) and v < 1e-2 else f"{k} {v}" for k, v in row.items()), flush=True)
+            print(
+                " · ".join(f"{k} {v:.2g}" if isinstance(v, float) and v < 1e-2 else f"{k} {v}" for k, v in row.items()),
+                flush=True,
+            )
             if args.out:
                 args.out.parent.mkdir(parents=True, exist_ok=True)
                 args.out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")

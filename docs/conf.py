@@ -37,11 +37,10 @@ python_maximum_signature_line_length = 100
 
 # Snippets are checked to the digits they print. Each page starts afresh from here.
 doctest_global_setup = f"""
-import shutil, sysconfig
+import os, shutil, sysconfig
 from pathlib import Path
 import torch
-README = Path({str(ROOT / "README.md")!r})
-CONFIGS = Path({str(ROOT / "examples" / "retrieval" / "configs")!r})
+os.chdir({str(ROOT)!r})
 torch.manual_seed(0)
 torch.set_printoptions(precision=4, sci_mode=False)
 # torch.compile's default backend builds C++; the snippet that uses it is left out where nothing can.
@@ -57,6 +56,7 @@ html_theme_options = {
     "description": "Losses and re-rankers for image-text retrieval",
     "fixed_sidebar": True,
     "page_width": "1180px",
+    "body_max_width": "900px",
     "sidebar_width": "230px",
     "body_text_align": "left",
     "font_family": "Georgia, 'DejaVu Serif', serif",

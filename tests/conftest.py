@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from itrloss.engines import tiles
 
 torch.set_num_threads(2)

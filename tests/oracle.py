@@ -119,9 +119,7 @@ def triplet(
     return _reduce(anchors(S, row_ids, col_ids), anchors(S.T, col_ids, row_ids), row_ids, col_ids, reduction)
 
 
-def infonce(
-    S: ArrayLike, row_ids: Ids, col_ids: Ids, temperature: float = 0.07, reduction: str = "mean"
-) -> Any:
+def infonce(S: ArrayLike, row_ids: Ids, col_ids: Ids, temperature: float = 0.07, reduction: str = "mean") -> Any:
     """InfoNCE, CPC Eq. 4, averaged over an anchor's positives.
 
     ``ℓ_i = mean_{p∈pos(i)} −log( exp(S_ip/τ) / (exp(S_ip/τ) + Σ_{n∈neg(i)} exp(S_in/τ)) )``: a positive

@@ -91,9 +91,7 @@ def test_gradients_equal_finite_differences_of_the_oracle(loss, options, ids):
     directions = [torch.randn(x.shape, dtype=x.dtype, generator=generator) for x in (images, texts)]
     step = 1e-6
     ahead, behind = (
-        _oracle_value(
-            loss, images + s * directions[0], texts + s * directions[1], plain_ids, reduction="mean", **fixed
-        )
+        _oracle_value(loss, images + s * directions[0], texts + s * directions[1], plain_ids, reduction="mean", **fixed)
         for s in (step, -step)
     )
     slope = sum((g * d).sum().item() for g, d in zip(gradients, directions, strict=True))

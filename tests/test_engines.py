@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 from cases import SHAPES, embeddings, make_ids, upstream
+from torch.autograd import gradcheck
+
 from itrloss import Similarity
 from itrloss.engines import positives, tiles
-from torch.autograd import gradcheck
 
 ENGINES = ("dense", "tiled", "scores")
 
@@ -63,7 +64,9 @@ def evaluate(answer, v, w, ids, engine, grads):
     if not total.requires_grad:
         return [x.detach() for x in values], (torch.zeros_like(v), torch.zeros_like(w))
     found = torch.autograd.grad(total, (v, w), allow_unused=True)
-    return [x.detach() for x in values], [torch.zeros_like(x) if g is None else g for g, x in zip(found, (v, w))]
+    return [x.detach() for x in values], [
+        torch.zeros_like(x) if g is None else g for g, x in zip(found, (v, w), strict=True)
+    ]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -126,13 +129,15 @@ def test_scale_gets_its_gradient(engine, scale_of, small_tiles):
     n, m = 5, 7
     ids, (v, w) = make_ids("random", n, m, seed=3), embeddings(n, m, d=4)
     sizes = [(), ()] if scale_of == "one" else [(n,), (m,)]
-    a, b = (torch.full(k, x, dtype=torch.float64, requires_grad=True) for k, x in zip(sizes, (2.5, 70.0)))
+    a, b = (torch.full(k, x, dtype=torch.float64, requires_grad=True) for k, x in zip(sizes, (2.5, 70.0), strict=True))
 
     def function(a, b, v):
         sim = Similarity(v, w, *ids, engine="reference" if engine == "scores" else engine)
         if engine == "scores":
             sim = Similarity.from_scores(sim.scores(), *ids)
-        return tuple(torch.where(x.isfinite(), x, 0.0) for x in (*sim.both.logsumexp(a, b), sim.logsumexp(a), sim.T.logsumexp(b)))
+        return tuple(
+            torch.where(x.isfinite(), x, 0.0) for x in (*sim.both.logsumexp(a, b), sim.logsumexp(a), sim.T.logsumexp(b))
+        )
 
     assert gradcheck(function, (a, b, v.requires_grad_()))
 

@@ -6,7 +6,6 @@ import copy
 import math
 import pickle
 
-import itrloss
 import numpy as np
 import oracle
 import pytest
@@ -14,40 +13,39 @@ import torch
 from cases import SHAPES, embeddings, make_ids, upstream
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from itrloss import Similarity
 from torch.autograd import gradcheck
 
-# name -> (module, the oracle's function and options)
+import itrloss
+from itrloss import Similarity
+
+# name -> (module, the oracle's function, the module's options, the oracle's options)
+TRIPLET, INFONCE, HAL, DCL = (
+    (itrloss.TripletLoss, oracle.triplet),
+    (itrloss.InfoNCELoss, oracle.infonce),
+    (itrloss.HubnessAwareLoss, oracle.hal),
+    (itrloss.DiversityContrastiveLoss, oracle.dcl),
+)
+HEAVY = {"positive_weight": 0.5, "positive": "relu", "temperature": 0.2, "margin": 0.1, "epsilon": 0.3}
 LOSSES = {
-    "triplet": (itrloss.TripletLoss, {}, oracle.triplet, {"margin": 0.2, "mining": "hardest"}),
-    "triplet all": (itrloss.TripletLoss, {"mining": "all", "margin": 0.3}, oracle.triplet, {"margin": 0.3, "mining": "all"}),
-    "infonce": (itrloss.InfoNCELoss, {}, oracle.infonce, {"temperature": 0.07}),
-    "infonce sharp": (itrloss.InfoNCELoss, {"temperature": 0.01}, oracle.infonce, {"temperature": 0.01}),
-    "infonce learnable": (itrloss.InfoNCELoss, {"learnable": True, "temperature": 0.2}, oracle.infonce, {"temperature": 0.2}),
-    "hal": (itrloss.HubnessAwareLoss, {}, oracle.hal, {"scale": 90.0, "margin": 0.5}),
-    "hal mild": (itrloss.HubnessAwareLoss, {"scale": 10.0, "margin": 0.1}, oracle.hal, {"scale": 10.0, "margin": 0.1}),
-    "dcl": (itrloss.DiversityContrastiveLoss, {}, oracle.dcl, {"diversity": "std"}),
-    "dcl entropy": (itrloss.DiversityContrastiveLoss, {"diversity": "entropy"}, oracle.dcl, {"diversity": "entropy"}),
-    "dcl implicit": (itrloss.DiversityContrastiveLoss, {"diversity": None}, oracle.dcl, {"diversity": None}),
-    "dcl weighted relu": (
-        itrloss.DiversityContrastiveLoss,
-        {"positive_weight": 0.5, "positive": "relu", "temperature": 0.2, "margin": 0.1, "epsilon": 0.3},
-        oracle.dcl,
-        {"diversity": "std", "positive_weight": 0.5, "positive": "relu", "temperature": 0.2, "margin": 0.1, "epsilon": 0.3},
-    ),
-    "dcl through diversity": (itrloss.DiversityContrastiveLoss, {"detach_diversity": False}, oracle.dcl, {"diversity": "std"}),
-    "dcl through entropy": (
-        itrloss.DiversityContrastiveLoss,
-        {"detach_diversity": False, "diversity": "entropy"},
-        oracle.dcl,
-        {"diversity": "entropy"},
-    ),
+    "triplet": (*TRIPLET, {}, {"margin": 0.2, "mining": "hardest"}),
+    "triplet all": (*TRIPLET, {"mining": "all", "margin": 0.3}, {"margin": 0.3, "mining": "all"}),
+    "infonce": (*INFONCE, {}, {"temperature": 0.07}),
+    "infonce sharp": (*INFONCE, {"temperature": 0.01}, {"temperature": 0.01}),
+    "infonce learnable": (*INFONCE, {"learnable": True, "temperature": 0.2}, {"temperature": 0.2}),
+    "hal": (*HAL, {}, {"scale": 90.0, "margin": 0.5}),
+    "hal mild": (*HAL, {"scale": 10.0, "margin": 0.1}, {"scale": 10.0, "margin": 0.1}),
+    "dcl": (*DCL, {}, {"diversity": "std"}),
+    "dcl entropy": (*DCL, {"diversity": "entropy"}, {"diversity": "entropy"}),
+    "dcl implicit": (*DCL, {"diversity": None}, {"diversity": None}),
+    "dcl weighted relu": (*DCL, HEAVY, {"diversity": "std", **HEAVY}),
+    "dcl through diversity": (*DCL, {"detach_diversity": False}, {"diversity": "std"}),
+    "dcl through entropy": (*DCL, {"detach_diversity": False, "diversity": "entropy"}, {"diversity": "entropy"}),
 }
 ENGINES = ("reference", "dense", "tiled")
 
 
 def make(name, **extra):
-    module, options, *_ = LOSSES[name]
+    module, _, options, _ = LOSSES[name]
     return module(**{**options, **extra})
 
 
@@ -62,7 +60,7 @@ def concrete(ids, n, m):
 def test_values_equal_the_loop_oracle(name, shape, engine, small_tiles, poisoned):
     n, m, kind = SHAPES[shape]
     ids, (v, w) = make_ids(kind, n, m), embeddings(n, m)
-    _, _, function, options = LOSSES[name]
+    _, function, _, options = LOSSES[name]
     S = oracle.cosine(v.numpy(), w.numpy())
     for reduction in ("none", "sum", "mean"):
         wanted = function(S, *concrete(ids, n, m), reduction=reduction, **options)
@@ -92,7 +90,9 @@ def test_gradients_equal_the_reference_for_uneven_upstream(name, shape, engine, 
         v, w = (x.requires_grad_() for x in embeddings(n, m))
         values = loss(v, w, *ids)
         leaves = [v, w, *loss.parameters()]
-        results.append((*values, *torch.autograd.grad(sum((x * g).sum() for x, g in zip(values, grads)), leaves)))
+        results.append(
+            (*values, *torch.autograd.grad(sum((x * g).sum() for x, g in zip(values, grads, strict=True)), leaves))
+        )
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
 
@@ -114,7 +114,8 @@ def test_gradcheck_with_uneven_upstream(name, engine, small_tiles):
     else:
         exact = make(name, reduction="none", engine="reference").double()
         a, b = (
-            torch.autograd.grad(sum((x * g).sum() for x, g in zip(f(v, w, *ids), weights)), (v, w)) for f in (loss, exact)
+            torch.autograd.grad(sum((x * g).sum() for x, g in zip(f(v, w, *ids), weights, strict=True)), (v, w))
+            for f in (loss, exact)
         )
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
@@ -127,7 +128,10 @@ def test_detached_diversity_is_a_constant_weight():
     scales = [10 / x for x in d]
     rows, cols = sim.both.logsumexp(*scales)
     attraction = torch.log1p(sim.scores().diagonal())
-    by_hand = sum((0.1 * torch.nn.functional.softplus(z - 0.3 * a) - 0.1 * attraction).mean() for z, a in zip((rows, cols), scales))
+    by_hand = sum(
+        (0.1 * torch.nn.functional.softplus(z - 0.3 * a) - 0.1 * attraction).mean()
+        for z, a in zip((rows, cols), scales, strict=True)
+    )
     ours = itrloss.DiversityContrastiveLoss()(v, w)
     torch.testing.assert_close(ours, by_hand)
     for a, b in zip(torch.autograd.grad(ours, (v, w)), torch.autograd.grad(by_hand, (v, w)), strict=True):
@@ -274,7 +278,11 @@ def test_half_precision_gradients_beat_autocast(scale, dtype, engine):
     generator = torch.Generator().manual_seed(0)
     v = torch.randn(n, d, generator=generator).to(dtype)
     w = (v.float() + 1.5 * torch.randn(n, d, generator=generator)).to(dtype)
-    for name, options in (("infonce", {"temperature": 1 / scale}), ("hal", {"scale": scale}), ("dcl", {"temperature": 1 / scale})):
+    for name, options in (
+        ("infonce", {"temperature": 1 / scale}),
+        ("hal", {"scale": scale}),
+        ("dcl", {"temperature": 1 / scale}),
+    ):
 
         def gradient(x, y, call):
             x, y = x.clone().requires_grad_(), y.clone().requires_grad_()

@@ -11,11 +11,16 @@ import torch
 from cases import embeddings, make_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from itrloss import Similarity
 from itrloss.metrics import default_ids, retrieval_metrics, skewness
 from itrloss.rerank import FastReranker
 
-FIGURES = {f"{w}_{x}" for w in ("i2t", "t2i") for x in ("r1", "r5", "r10", "median_rank", "r_precision", "map_at_r", "skewness")}
+FIGURES = {
+    f"{w}_{x}"
+    for w in ("i2t", "t2i")
+    for x in ("r1", "r5", "r10", "median_rank", "r_precision", "map_at_r", "skewness")
+}
 
 
 def coarse(n, m, seed=0):
@@ -107,7 +112,10 @@ def test_metrics_do_not_depend_on_order_or_monotone_maps(seed):
     ids = torch.arange(6), torch.arange(6).repeat_interleave(2)
     p, q = torch.randperm(6, generator=g), torch.randperm(12, generator=g)
     plain = retrieval_metrics(scores, *ids)
-    for other in (retrieval_metrics(scores[p][:, q], ids[0][p], ids[1][q]), retrieval_metrics(3 * scores.exp() - 7, *ids)):
+    for other in (
+        retrieval_metrics(scores[p][:, q], ids[0][p], ids[1][q]),
+        retrieval_metrics(3 * scores.exp() - 7, *ids),
+    ):
         for name in plain:
             assert math.isclose(plain[name], other[name], abs_tol=1e-9), name
     assert 0 <= plain["i2t_r1"] <= plain["i2t_r5"] <= plain["i2t_r10"] <= 100

@@ -6,13 +6,14 @@ import subprocess
 import sys
 import textwrap
 
-import itrloss
 import pytest
 import torch
 from cases import embeddings, make_ids
+from test_losses import LOSSES, make
+
+import itrloss
 from itrloss import Similarity
 from itrloss.engines import softmax
-from test_losses import LOSSES, make
 
 
 def sources():

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import itrloss
 import pytest
 import torch
 from cases import embeddings
+
+import itrloss
 from itrloss import Similarity
 
 V, W = embeddings(4, 6, dtype=torch.float32)
 IDS = torch.arange(4), torch.arange(6)
 loss = itrloss.DiversityContrastiveLoss()
+F = itrloss.functional
 
 BAD = {
     "dims": (lambda: loss(V, W[:, :3], *IDS), ValueError, "cols.*dimension 6.*\\(6, 3\\)"),
@@ -38,19 +40,31 @@ BAD = {
     "engine for scores": (lambda: itrloss.InfoNCELoss(engine="tiled")(scores=torch.rand(3, 3)), ValueError, "engine"),
     "engine of scores": (lambda: Similarity.from_scores(torch.rand(3, 3), engine="tiled"), ValueError, "engine"),
     "reduction": (lambda: itrloss.InfoNCELoss(reduction="average"), ValueError, "reduction.*'average'"),
-    "functional reduction": (lambda: itrloss.functional.info_nce_loss(Similarity(V, V), reduction="x"), ValueError, "reduction"),
+    "functional reduction": (
+        lambda: F.info_nce_loss(Similarity(V, V), reduction="x"),
+        ValueError,
+        "reduction",
+    ),
     "mining": (lambda: itrloss.TripletLoss(mining="semi"), ValueError, "mining.*'semi'"),
-    "functional mining": (lambda: itrloss.functional.triplet_loss(Similarity(V, V), mining="semi"), ValueError, "mining"),
+    "functional mining": (
+        lambda: F.triplet_loss(Similarity(V, V), mining="semi"),
+        ValueError,
+        "mining",
+    ),
     "temperature": (lambda: itrloss.InfoNCELoss(0.0), ValueError, "temperature"),
     "dcl temperature": (lambda: itrloss.DiversityContrastiveLoss(-1.0), ValueError, "temperature"),
     "diversity": (lambda: itrloss.DiversityContrastiveLoss(diversity="var"), ValueError, "diversity.*'var'"),
     "functional diversity": (
-        lambda: itrloss.functional.diversity_contrastive_loss(Similarity(V, V), diversity="var"),  # type: ignore[arg-type]
+        lambda: F.diversity_contrastive_loss(Similarity(V, V), diversity="var"),  # type: ignore[arg-type]
         ValueError,
         "diversity",
     ),
     "positive": (lambda: itrloss.DiversityContrastiveLoss(positive="abs"), ValueError, "positive.*'abs'"),
-    "positive weight": (lambda: itrloss.DiversityContrastiveLoss(positive_weight="half"), ValueError, "positive_weight"),
+    "positive weight": (
+        lambda: itrloss.DiversityContrastiveLoss(positive_weight="half"),
+        ValueError,
+        "positive_weight",
+    ),
     "hal scale": (lambda: itrloss.HubnessAwareLoss(scale=0), ValueError, "scale"),
     "over": (lambda: Similarity(V, V).logsumexp(over="positives"), ValueError, "over"),
     "scale": (lambda: Similarity(V, V).logsumexp(torch.ones(3)), ValueError, "scale.*\\(4,\\)"),
@@ -74,11 +88,11 @@ def test_finite_input_is_checked_on_request(bad):
     broken[1, 2] = bad
     strict = itrloss.InfoNCELoss(check_finite=True)
     assert strict(V, V).isfinite()
-    with pytest.raises(ValueError, match="rows.*finite"):
+    with pytest.raises(ValueError, match=r"rows.*finite"):
         strict(broken, V)
-    with pytest.raises(ValueError, match="cols.*finite"):
+    with pytest.raises(ValueError, match=r"cols.*finite"):
         strict(V, broken)
-    with pytest.raises(ValueError, match="scores.*finite"):
+    with pytest.raises(ValueError, match=r"scores.*finite"):
         strict(scores=broken[:, :4])
     assert not itrloss.InfoNCELoss()(broken, V).isfinite()
 

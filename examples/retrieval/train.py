@@ -338,7 +338,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Train a visual-semantic embedding with any loss of itrloss.")
     parser.add_argument("--config", metavar="FILE.toml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. loss=dcl loss_options.margin=0.2")
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)  # overrides may stand before --config too
     try:
         config = load_config(given.config, given.overrides)
         build_loss(config.loss, config.loss_options)

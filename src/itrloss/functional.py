@@ -17,6 +17,9 @@ from .similarity import Similarity
 
 Reduction = Literal["mean", "sum", "none"]
 Diversity = Literal["std", "entropy"] | None
+Mining = Literal["hardest", "all"]
+PositiveWeight = float | Literal["paper"]
+PositiveForm = Literal["clamp", "relu"]
 
 __all__ = [
     "diversity_contrastive_loss",
@@ -87,8 +90,8 @@ def diversity_contrastive_loss(
     diversity: Diversity = "std",
     epsilon: float = 0.1,
     detach_diversity: bool = True,
-    positive_weight: float | Literal["paper"] = "paper",
-    positive: Literal["clamp", "relu"] = "clamp",
+    positive_weight: PositiveWeight = "paper",
+    positive: PositiveForm = "clamp",
     reduction: Reduction = "mean",
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Diversity-sensitive contrastive loss, DCL (CODER Eq. 4-5).
@@ -158,13 +161,14 @@ def info_nce_loss(
     a = scale if isinstance(scale, Tensor) else rows.new_full((1,), scale)
     loss = sim.both.positives("negative_log_likelihood", (rows, a), (cols, a))
     counts = _Counts(sim)
-    return counts.reduce(*(counts.mean_of_positives(x, side) for side, x in enumerate(loss)), reduction)
+    rows, cols = (counts.mean_of_positives(x, side) for side, x in enumerate(loss))
+    return counts.reduce(rows, cols, reduction)
 
 
 def triplet_loss(
     sim: Similarity,
     margin: float = 0.2,
-    mining: Literal["hardest", "all"] = "hardest",
+    mining: Mining = "hardest",
     reduction: Reduction = "sum",
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Triplet ranking loss (VSE++): every positive pair against negatives of both its members.

@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .engines import operators as ops
-from .engines import ranking, reference
-from .engines.pairs import TERMS, TermValue
-from .engines.positives import Positives
-from .engines.softmax import ENTROPY, MEAN
-from .engines.tiles import Pair, Source, compute_dtype
+from .engines.dispatch import Hardest, Matrix, Moments, Over, choose
+from .engines.pairs import TERMS
+from .engines.tiles import Pair, compute_dtype
 
 Engine = Literal["auto", "reference", "dense", "tiled"]
-Over = Literal["negatives", "all"]
 
 #: Bytes that ``engine="auto"`` lets the dense engine spend on the score matrix (8192 x 8192 float32 scores).
 DEFAULT_MEMORY_BUDGET = 256 * 2**20
-_SPARSE_PAYS = 2**18  # from so many scores gathering embeddings is cheaper than two products with a sparse gradient
-
-
-class Moments(NamedTuple):
-    """Mean and population standard deviation of an anchor's negatives, one value per anchor."""
-
-    mean: Tensor
-    std: Tensor
-
-
-class Hardest(NamedTuple):
-    """Score and index of an anchor's highest-scoring negative; -inf and -1 where it has none."""
-
-    values: Tensor
-    indices: Tensor
 
 
 class TopK(NamedTuple):
@@ -44,142 +24,6 @@ class TopK(NamedTuple):
     indices: Tensor
 
 
-class _Matrix:
-    """What the views share: the inputs, the engine, and the scores once they were needed."""
-
-    def __init__(self, rows: Tensor, cols: Tensor | None, ids: Pair, normalize: bool, engine: str):
-        self.rows, self.cols, self.ids, self.normalize, self.engine = rows, cols, ids, normalize, engine
-        self.shape = (rows.shape[0], rows.shape[1] if cols is None else cols.shape[0])
-        self.bounded = normalize and cols is not None
-        self._scores = rows if cols is None else None
-        self._with_gradient = torch.is_grad_enabled()
-        self._inv: Pair = (None, None)
-        if self.bounded and cols is not None and engine != "reference":
-            self._inv = ops.inverse_norms(rows.detach()), ops.inverse_norms(cols.detach())
-
-    def detach(self) -> _Matrix:
-        """The same scores without a gradient; a dense product is shared, not repeated."""
-        twin = object.__new__(_Matrix)
-        twin.__dict__.update(self.__dict__)
-        twin.rows, twin.cols = self.rows.detach(), None if self.cols is None else self.cols.detach()
-        twin._scores = None if self.engine == "tiled" and self.cols is not None else self.scores().detach()
-        return twin
-
-    def scores(self) -> Tensor:
-        if self._scores is None:
-            assert self.cols is not None
-            with torch.set_grad_enabled(self._with_gradient):  # whoever asks first may do so under no_grad
-                if self.engine == "reference":
-                    self._scores = reference.scores(self.rows, self.cols, self.normalize)
-                else:
-                    self._scores = ops.Product.apply(self.rows, self.cols, *self._inv)
-        assert self._scores is not None
-        return self._scores
-
-    def source(self, sparse: bool = False) -> Source:
-        """What the operators work on: the matrix if it may exist, else (or if ``sparse``) the embeddings."""
-        sparse = sparse and self.shape[0] * self.shape[1] >= _SPARSE_PAYS
-        if self.cols is None or (self.engine != "tiled" and not sparse):
-            return Source(self.scores(), None, None, None, *self.ids)
-        return Source(self.rows, self.cols, *self._inv, *self.ids)
-
-    def positives_of(self) -> Positives:
-        return Positives(*self.shape, *self.ids, self.rows.device)
-
-    def _by_reference(self, asked: tuple[bool, bool]):
-        """(scores, positive mask) as each asked side sees them."""
-        s = self.scores()
-        if self.ids[0] is None:
-            mask = torch.eye(*self.shape, dtype=torch.bool, device=s.device)
-        else:
-            assert self.ids[1] is not None
-            mask = self.ids[0][:, None] == self.ids[1]
-        return [(s, mask) if asked[0] else None, (s.T, mask.T) if asked[1] else None]
-
-    def logsumexp(self, scales: Pair, over: Over) -> Pair:
-        masked = over == "negatives"
-        if self.engine == "reference":
-            views = self._by_reference((scales[0] is not None, scales[1] is not None))
-            rows, cols = (
-                None if v is None or a is None else reference.logsumexp(*v, a, masked)
-                for v, a in zip(views, scales, strict=True)
-            )
-            return rows, cols
-        shared = scales[0] is scales[1]
-        extra = MEAN if any(a is not None and a.requires_grad for a in scales) else 0
-        scales = (scales[0], None if shared else scales[1])
-        return ops.LogSumExp.apply(*self.source(), *scales, shared, masked, self.bounded, extra)[:2]
-
-    def moments(self, asked: tuple[bool, bool]) -> list[Moments]:
-        if self.engine == "reference":
-            pairs = [None if v is None else reference.moments(*v) for v in self._by_reference(asked)]
-        else:
-            out = ops.Moments.apply(*self.source(), *asked)
-            pairs = [(out[0], out[2]), (out[1], out[3])]
-        return [p if p is None else Moments(p[0], p[1].clamp_min(1e-12).sqrt()) for p in pairs]  # type: ignore[misc]
-
-    def entropy(self, temperature: float, asked: tuple[bool, bool]) -> list[Tensor]:
-        scale = 1 / temperature
-        if self.engine == "reference":
-            return [None if v is None else reference.entropy(*v, scale) for v in self._by_reference(asked)]  # type: ignore[misc]
-        a = self.rows.new_full((1,), scale, dtype=compute_dtype(self.rows))
-        scales = (a, None) if asked[0] else (None, a)
-        *_, rows, cols = ops.LogSumExp.apply(*self.source(), *scales, all(asked), True, self.bounded, ENTROPY)
-        return [figure[0] / math.log(2) if ask else figure for figure, ask in zip((rows, cols), asked, strict=True)]
-
-    def hardest(self, asked: tuple[bool, bool]) -> list[Hardest]:
-        if self.engine == "reference":
-            return [None if v is None else Hardest(*reference.hardest(*v)) for v in self._by_reference(asked)]  # type: ignore[misc]
-        found: list[Hardest] = []
-        source = self.source(sparse=True)
-        for side, index in enumerate(ops.hardest(*_detached(self.source()), *asked)):
-            if not asked[side]:
-                found.append(None)  # type: ignore[arg-type]
-                continue
-            seen = source if side == 0 else _transposed(source)
-            value = ops.PairScores.apply(*seen[:4], index.clamp_min(0))
-            found.append(Hardest(value.masked_fill(index < 0, -math.inf), index))
-        return found
-
-    def positives(self, term: str, params: tuple[list, list], asked: tuple[bool, bool], sparse: bool = False):
-        if self.engine == "reference":
-            views = self._by_reference(asked)
-            return [None if v is None else reference.positives(*v, term, p) for v, p in zip(views, params, strict=True)]
-        if self.ids[0] is None:  # one positive an anchor: no sums, and a term without parameters is the same for both
-            diagonal = self.diagonal(sparse)
-            values = TermValue.apply(term, diagonal, *params[0]) if asked[0] or not params[1] else None
-            return values, TermValue.apply(term, diagonal, *params[1]) if params[1] and asked[1] else values
-        rows, cols = (params[0] if asked[0] else []), (params[1] if asked[1] else [])
-        return ops.PositiveSums.apply(*self.source(sparse), term, *asked, len(rows), *rows, *cols)
-
-    def diagonal(self, sparse: bool) -> Tensor:
-        """(N,) scores of row i with column i, differentiable."""
-        source = self.source(sparse)
-        if source.cols is None:
-            return source.rows.diagonal()
-        return ops.PairScores.apply(*source[:4], torch.arange(self.shape[0], device=self.rows.device))
-
-    def violations(self, margin: float, asked: tuple[bool, bool]):
-        if self.engine == "reference":
-            return [None if v is None else reference.violations(*v, margin) for v in self._by_reference(asked)]
-        return ops.Violations.apply(*self.source(), margin, *asked)
-
-    def positive_counts(self, asked: tuple[bool, bool]) -> list[Tensor]:
-        positives = self.positives_of()
-        return [p.counts() if a else None for p, a in zip((positives, positives.T), asked, strict=True)]  # type: ignore[misc]
-
-
-def _detached(source: Source) -> Source:
-    return Source(*(None if x is None else x.detach() for x in source))  # type: ignore[arg-type]
-
-
-def _transposed(source: Source) -> Source:
-    rows, cols, row_inv, col_inv, row_ids, col_ids = source
-    if cols is None:
-        return Source(rows.T, None, None, None, col_ids, row_ids)
-    return Source(cols, rows, col_inv, row_inv, col_ids, row_ids)
-
-
 class Both:
     """Rows and columns answered out of one pass: each method returns the pair ``(of the rows, of the columns)``.
 
@@ -187,10 +31,10 @@ class Both:
     one for the columns.
     """
 
-    def __init__(self, matrix: _Matrix, flipped: bool):
+    def __init__(self, matrix: Matrix, flipped: bool):
         self._matrix, self._flipped = matrix, flipped
 
-    def _order(self, pair):
+    def _order(self, pair: Any) -> Any:
         return (pair[1], pair[0]) if self._flipped else (pair[0], pair[1])
 
     @property
@@ -250,8 +94,7 @@ class Both:
             raise ValueError(f"k: expected a number of at least 1, got {k}")
         biases = self._order((_bias(col_bias), _bias(row_bias)))
         n, m = self._matrix.shape
-        with torch.no_grad():
-            values, indices = ranking.topk(_detached(self._matrix.source()), (min(k, m), min(k, n)), biases)
+        values, indices = self._matrix.topk((min(k, m), min(k, n)), biases)
         return self._order((TopK(values[0], indices[0]), TopK(values[1], indices[1])))
 
     def ranks(
@@ -259,10 +102,7 @@ class Both:
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`Similarity.ranks`: ``col_bias`` (M,) is added for the rows, ``row_bias`` (N,) for the columns."""
         biases = self._order((_bias(col_bias), _bias(row_bias)))
-        with torch.no_grad():
-            return self._order(
-                ranking.ranks(_detached(self._matrix.source()), biases, (True, True), _optimistic(ties))
-            )
+        return self._order(self._matrix.ranks(biases, (True, True), _optimistic(ties)))
 
 
 class Similarity:
@@ -319,8 +159,8 @@ class Similarity:
             raise ValueError(f"cols: expected device {rows.device} like rows, got {cols.device}")
         n, m = rows.shape[0], cols.shape[0]
         ids = _check_ids(row_ids, col_ids, n, m, rows.device)
-        chosen = _choose(engine, n * m * compute_dtype(rows).itemsize, memory_budget)
-        self._matrix, self._flipped = _Matrix(rows, cols, ids, normalize, chosen), False
+        chosen = choose(engine, n * m * compute_dtype(rows).itemsize, memory_budget)
+        self._matrix, self._flipped = Matrix(rows, cols, ids, normalize, chosen), False
 
     @classmethod
     def from_scores(
@@ -339,12 +179,12 @@ class Similarity:
         _check_matrix("scores", scores, "(N, M)", check_finite)
         if engine not in ("auto", "dense", "reference"):
             raise ValueError(f"engine: expected 'auto', 'dense' or 'reference' for scores, got {engine!r}")
-        ids = _check_ids(row_ids, col_ids, *scores.shape, scores.device)
+        ids = _check_ids(row_ids, col_ids, scores.shape[0], scores.shape[1], scores.device)
         chosen = "dense" if engine == "auto" else engine
-        return cls._view(_Matrix(scores.to(compute_dtype(scores)), None, ids, False, chosen), False)
+        return cls._view(Matrix(scores.to(compute_dtype(scores)), None, ids, False, chosen), False)
 
     @classmethod
-    def _view(cls, matrix: _Matrix, flipped: bool) -> Similarity:
+    def _view(cls, matrix: Matrix, flipped: bool) -> Similarity:
         view = object.__new__(cls)
         view._matrix, view._flipped = matrix, flipped
         return view
@@ -406,7 +246,7 @@ class Similarity:
     def _asked(self) -> tuple[bool, bool]:
         return (not self._flipped, self._flipped)
 
-    def _mine(self, pair):
+    def _mine(self, pair: Any) -> Any:
         return pair[1] if self._flipped else pair[0]
 
     @property
@@ -459,8 +299,7 @@ class Similarity:
         if not 1 <= k <= self.shape[1]:
             raise ValueError(f"k: expected a number from 1 to {self.shape[1]}, got {k}")
         ks, biases = ((0, k), (None, _bias(bias))) if self._flipped else ((k, 0), (_bias(bias), None))
-        with torch.no_grad():
-            values, indices = ranking.topk(_detached(self._matrix.source()), ks, biases)
+        values, indices = self._matrix.topk(ks, biases)
         return TopK(self._mine(values), self._mine(indices))
 
     def ranks(self, bias: Tensor | None = None, *, ties: str = "pessimistic") -> Tensor:
@@ -471,9 +310,7 @@ class Similarity:
         as its rivals', so rounding cannot move it.
         """
         biases = (None, _bias(bias)) if self._flipped else (_bias(bias), None)
-        with torch.no_grad():
-            source = _detached(self._matrix.source())
-            return self._mine(ranking.ranks(source, biases, self._asked, _optimistic(ties)))
+        return self._mine(self._matrix.ranks(biases, self._asked, _optimistic(ties)))
 
 
 # ------------------------------------------------------------------------------------------------- arguments
@@ -497,7 +334,7 @@ def _check_ids(row_ids: Tensor | None, col_ids: Tensor | None, n: int, m: int, d
         if n != m:
             raise ValueError(f"row_ids, col_ids: needed for {n} rows and {m} columns; only N = M has a default pairing")
         return None, None
-    checked = []
+    checked: list[Tensor] = []
     for name, ids, size in (("row_ids", row_ids, n), ("col_ids", col_ids, m)):
         if ids is None:
             checked.append(torch.arange(size, device=device))
@@ -511,15 +348,7 @@ def _check_ids(row_ids: Tensor | None, col_ids: Tensor | None, n: int, m: int, d
     return checked[0], checked[1]
 
 
-def _choose(engine: str, matrix_bytes: int, budget: int) -> str:
-    if engine == "auto":
-        return "dense" if matrix_bytes <= budget else "tiled"
-    if engine not in ("reference", "dense", "tiled"):
-        raise ValueError(f"engine: expected 'auto', 'reference', 'dense' or 'tiled', got {engine!r}")
-    return engine
-
-
-def _scale(matrix: _Matrix, scale: float | Tensor, of_columns: bool) -> Tensor:
+def _scale(matrix: Matrix, scale: float | Tensor, of_columns: bool) -> Tensor:
     """As a tensor of one value, or of one per anchor, in the compute dtype."""
     dtype = compute_dtype(matrix.rows)
     if not isinstance(scale, Tensor):
@@ -530,7 +359,7 @@ def _scale(matrix: _Matrix, scale: float | Tensor, of_columns: bool) -> Tensor:
     return scale.reshape(-1).to(matrix.rows.device, dtype)
 
 
-def _params(matrix: _Matrix, params: tuple[Tensor, ...]) -> list[Tensor]:
+def _params(matrix: Matrix, params: tuple[Tensor, ...]) -> list[Tensor]:
     return [p.reshape(-1).to(compute_dtype(matrix.rows)) for p in params]
 
 

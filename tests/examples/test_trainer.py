@@ -244,7 +244,7 @@ def test_an_unknown_loss_or_option_is_refused_by_name(capsys: pytest.CaptureFixt
         build_loss("hal", {"reduction": "none"})
     assert build_loss("infonce", {"engine": "reference"}).engine == "reference"
     with pytest.raises(SystemExit):
-        module.main(["loss=softmax"])
+        module.main(["seed=1", "--config", str(CONFIGS / "scenes.toml"), "loss=softmax"])
     assert "loss = 'softmax'" in capsys.readouterr().err
 
 

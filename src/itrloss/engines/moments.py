@@ -56,7 +56,6 @@ def _at_least_one(count: Tensor | int) -> Tensor | int:
 
 def _centres(source: Source, asked: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
     """Row and column means over *all* scores: a shift that keeps the squares small, cheap from either source."""
-    n, m = source.shape
     if source.cols is None:
         empty = source.rows.new_empty(0)
         return source.rows.mean(1) if asked[0] else empty, source.rows.mean(0) if asked[1] else empty

@@ -180,7 +180,7 @@ def logsumexp_backward(*args):
     a = args[6:]
     sums = softmax.Sums(a[3], a[5], a[7]), softmax.Sums(a[4], a[6], a[8])
     scales = _scales(*a[0:3])
-    return softmax.logsumexp_backward(Source(*args[:6]), scales, sums, a[9:11], a[11:13], *a[13:16], a[16:])
+    return softmax.logsumexp_backward(Source(*args[:6]), scales, sums, a[9:11], a[11:13], a[13], a[14], a[15], a[16:])
 
 
 class LogSumExp(torch.autograd.Function):
@@ -284,17 +284,21 @@ def hardest(*args):
     return pairs.hardest(Source(*args[:6]), args[6:])
 
 
+def _unlabelled(rows: Tensor, cols: Tensor | None, row_inv: Tensor | None, col_inv: Tensor | None) -> Source:
+    return Source(rows, cols, row_inv, col_inv, None, None)
+
+
 def _fake_pair_scores(*args):
     return args[0].new_empty(args[4].shape[0], dtype=compute_dtype(args[0]))
 
 
 @_operator("(Tensor rows, Tensor? cols, Tensor? row_inv, Tensor? col_inv, Tensor columns) -> Tensor", _fake_pair_scores)
 def pair_scores(*args):
-    return pairs.pair_scores(Source(*args[:4], None, None), None, args[4])
+    return pairs.pair_scores(_unlabelled(*args[:4]), None, args[4])
 
 
 def _fake_pair_scores_backward(*args):
-    return _like_source(Source(*args[:4], None, None), args[-2:])
+    return _like_source(_unlabelled(*args[:4]), args[-2:])
 
 
 @_operator(
@@ -303,7 +307,7 @@ def _fake_pair_scores_backward(*args):
     _fake_pair_scores_backward,
 )
 def pair_scores_backward(*args):
-    gradient = pairs.PairGradient(Source(*args[:4], None, None), args[7:])
+    gradient = pairs.PairGradient(_unlabelled(*args[:4]), args[7:])
     gradient.add(None, args[4], args[5], args[6])
     return gradient.finish()
 
@@ -328,8 +332,10 @@ def _fake_positives(*args):
     return _sizes(Source(*args[:6]), args[9:])
 
 
-@_operator("(SOURCE, str term, Tensor[] row_params, Tensor[] col_params, bool for_rows, bool for_cols) -> (Tensor, Tensor)",
-           _fake_positives)
+@_operator(
+    "(SOURCE, str term, Tensor[] row_params, Tensor[] col_params, bool for_rows, bool for_cols) -> (Tensor, Tensor)",
+    _fake_positives,
+)
 def positive_sums(*args):
     return pairs.positives(Source(*args[:6]), args[6], args[7:9], args[9:])
 
@@ -403,7 +409,5 @@ class Violations(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, row_grad, col_grad):
-        rows, cols = violations_backward(
-            *ctx.saved_tensors, ctx.margin, row_grad, col_grad, *ctx.needs_input_grad[:2]
-        )
+        rows, cols = violations_backward(*ctx.saved_tensors, ctx.margin, row_grad, col_grad, *ctx.needs_input_grad[:2])
         return _unless_empty(rows), _unless_empty(cols), *([None] * 7)

@@ -125,7 +125,8 @@ def _argmax(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     size = x.shape[dim]
     runs = size // _RUN
     if runs < 2 or x.device.type != "cpu":
-        return tuple(x.max(dim))
+        best = x.max(dim)
+        return best.values, best.indices
     head = x.narrow(dim, 0, runs * _RUN).unflatten(dim, (runs, _RUN))
     value, run = head.amax(dim + 1).max(dim)
     where = run.unsqueeze(dim).unsqueeze(dim + 1)
@@ -348,9 +349,7 @@ def violations(source: Source, margin: float, asked: tuple[bool, bool]) -> tuple
     return tuple(s if a else s.new_empty(0) for s, a in zip(sums, asked, strict=True))  # type: ignore[return-value]
 
 
-def violations_backward(
-    source: Source, margin: float, grads: Pair, needs: tuple[bool, bool]
-) -> tuple[Tensor, Tensor]:
+def violations_backward(source: Source, margin: float, grads: Pair, needs: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
     """A violating negative is pushed down by each positive it violates, and pushes each of them up."""
     pairs, found = _thresholds(source, margin, (grads[0] is not None, grads[1] is not None))
     gradient = Gradient(source, needs)

@@ -88,7 +88,7 @@ class Positives:
         return i, j, torch.arange(i.numel(), device=i.device) - (count.cumsum(0) - count)[i]
 
     def fill_(self, x: Tensor, tile: Tile, value: float | Tensor, dim: int = 1) -> Tensor:
-        """Overwrite the positive entries of a tile-shaped ``x`` by a number, or by one per row (``dim=1``) or column."""
+        """Overwrite the positive entries of a tile-shaped ``x``: by a number, or one per row (``dim=1``) or column."""
         if self.diagonal:
             offset = tile.r0 - tile.c0
             if -x.shape[0] < offset < x.shape[1]:

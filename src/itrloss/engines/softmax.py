@@ -1,4 +1,4 @@
-"""Log-sum-exp, softmax mean and softmax entropy of the rows and columns of a similarity matrix, forward and backward."""
+"""Log-sum-exp, softmax mean and softmax entropy of rows and columns, forward and backward."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Where scores come from and where their gradients go.
 
-The dense and the tiled engine run the same passes (``softmax``, ``moments``, ``pairs``, ``ranking``). They differ only here: a *dense* source is a
-score matrix that exists, visited in panels that stay in the cache; a *tiled* source is two sets of embeddings whose
-product is formed tile by tile in a fixed workspace, once per pass, and again in backward.
+The dense and the tiled engine run the same passes (``softmax``, ``moments``, ``pairs``, ``ranking``). They differ only
+here: a *dense* source is a score matrix that exists, visited in panels that stay in the cache; a *tiled* source is two
+sets of embeddings whose product is formed tile by tile in a fixed workspace, once per pass, and again in backward.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,21 +30,21 @@ class TripletLoss(PairLoss):
         engine, check_finite: see :class:`PairLoss`.
     """
 
-    def __init__(self, margin: float = 0.2, mining: Literal["hardest", "all"] = "hardest", *, reduction="sum", **common):
+    def __init__(self, margin: float = 0.2, mining: functional.Mining = "hardest", *, reduction="sum", **common):
         super().__init__(reduction=reduction, **common)
         self.margin = margin
         self.mining = mining
 
     @property
-    def mining(self) -> Literal["hardest", "all"]:
+    def mining(self) -> functional.Mining:
         """Which negatives count: ``"hardest"`` or ``"all"``."""
         return self._mining
 
     @mining.setter
-    def mining(self, value: Literal["hardest", "all"]) -> None:
+    def mining(self, value: functional.Mining) -> None:
         if value not in ("hardest", "all"):
             raise ValueError(f"mining: expected 'hardest' or 'all', got {value!r}")
-        self._mining: Literal["hardest", "all"] = value
+        self._mining: functional.Mining = value
 
     def compute(self, sim: Similarity) -> Tensor | tuple[Tensor, Tensor]:
         """See :func:`itrloss.functional.triplet_loss`."""
@@ -68,7 +68,7 @@ class InfoNCELoss(PairLoss):
         reduction, engine, check_finite: see :class:`PairLoss`.
     """
 
-    def __init__(self, temperature: float = 0.07, learnable: bool = False, **common):
+    def __init__(self, temperature: float = 0.07, learnable: bool = False, **common: Any):
         super().__init__(**common)
         if not temperature > 0:
             raise ValueError(f"temperature: expected a number above 0, got {temperature}")

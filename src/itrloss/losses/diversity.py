@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any
 
 from torch import Tensor
 
@@ -42,9 +42,9 @@ class DiversityContrastiveLoss(PairLoss):
         diversity: functional.Diversity = "std",
         epsilon: float = 0.1,
         detach_diversity: bool = True,
-        positive_weight: float | Literal["paper"] = "paper",
-        positive: Literal["clamp", "relu"] = "clamp",
-        **common,
+        positive_weight: functional.PositiveWeight = "paper",
+        positive: functional.PositiveForm = "clamp",
+        **common: Any,
     ):
         super().__init__(**common)
         if not temperature > 0:
@@ -55,8 +55,11 @@ class DiversityContrastiveLoss(PairLoss):
             raise ValueError(f"positive_weight: expected 'paper' or a number, got {positive_weight!r}")
         if positive not in ("clamp", "relu"):
             raise ValueError(f"positive: expected 'clamp' or 'relu', got {positive!r}")
-        self.temperature, self.margin, self.diversity, self.epsilon = temperature, margin, diversity, epsilon
-        self.detach_diversity, self.positive_weight, self.positive = detach_diversity, positive_weight, positive
+        self.temperature, self.margin, self.epsilon = temperature, margin, epsilon
+        self.diversity: functional.Diversity = diversity
+        self.detach_diversity = detach_diversity
+        self.positive_weight: functional.PositiveWeight = positive_weight
+        self.positive: functional.PositiveForm = positive
 
     def compute(self, sim: Similarity) -> Tensor | tuple[Tensor, Tensor]:
         """See :func:`itrloss.functional.diversity_contrastive_loss`."""

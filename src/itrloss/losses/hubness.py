@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from .. import functional
@@ -26,7 +28,7 @@ class HubnessAwareLoss(PairLoss):
         reduction, engine, check_finite: see :class:`PairLoss`.
     """
 
-    def __init__(self, scale: float = 90.0, margin: float = 0.5, **common):
+    def __init__(self, scale: float = 90.0, margin: float = 0.5, **common: Any):
         super().__init__(**common)
         if not scale > 0:
             raise ValueError(f"scale: expected a number above 0, got {scale}")

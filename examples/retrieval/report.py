@@ -1,0 +1,369 @@
+"""One self-contained HTML page about a set of runs: recalls, learning curves, hubness, and queries to look at.
+
+    python -m examples.retrieval.report --data DATA --out report.html runs/triplet runs/dcl
+
+The page needs no network and no JavaScript: figures are inline SVG, pictures inlined JPEG. Pictures are optional:
+where `DATA/pictures/dev_00000.png` and its like are missing, the gallery shows captions only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from itrloss.metrics import skewness
+
+from .data import Split, load_split
+from .report_charts import Series, histogram_pair, line_chart, small_chart
+from .report_gallery import MISSED, SEED, Direction, Gallery, both_directions
+
+TITLES = {
+    "triplet": ("Triplet", "hardest negative"),
+    "infonce": ("InfoNCE", "softmax over the batch"),
+    "hal": ("HAL", "hubness-aware"),
+    "dcl": ("DCL", "diversity-sensitive"),
+}
+RECALLS = [f"{way}_r{k}" for way in ("i2t", "t2i") for k in (1, 5, 10)]
+COLUMNS = [*RECALLS, "rsum", "i2t_median_rank", "t2i_median_rank", "i2t_skewness", "t2i_skewness"]
+HUBNESS_K = 10  # as in the skewness of retrieval_metrics
+# Settings that may differ between two runs of the same experiment with another loss.
+ABOUT_THE_LOSS = ("loss", "loss_options", "warmup_epochs")
+NO_MATTER = ("data_root", "out", "resume", "save_steps", "final_test", "tensorboard", "progress", "threads")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the trainer left in a run directory."""
+
+    name: str
+    config: dict[str, Any]
+    history: list[dict[str, float]]  # a dict an epoch
+    metrics: dict[str, dict[str, dict[str, float]]]  # [split]["before" or "after"][figure]
+    scores: Tensor  # (dev images, dev captions) float32
+    finished: datetime
+
+    @property
+    def title(self) -> str:
+        """What to call the run: its loss, if it is named after that."""
+        return TITLES[self.name][0] if self.name in TITLES and self.name == self.config["loss"] else self.name
+
+    @property
+    def subtitle(self) -> str:
+        """A word about its loss."""
+        loss = str(self.config["loss"])
+        title, meaning = TITLES.get(loss, (loss, ""))
+        return meaning if title == self.title else title
+
+    @property
+    def seconds(self) -> float:
+        return sum(line["seconds"] for line in self.history)
+
+
+def load_run(name: str, directory: Path) -> Run:
+    """Read a finished run directory; FileNotFoundError names what is missing."""
+    config, metrics = (json.loads(_existing(directory / f"{kind}.json").read_text()) for kind in ("config", "metrics"))
+    history = [json.loads(line) for line in _existing(directory / "log.jsonl").read_text().splitlines()]
+    if not history:
+        raise ValueError(f"{directory / 'log.jsonl'}: holds no epoch")
+    scores = torch.from_numpy(np.load(_existing(directory / "dev_scores.npy")))
+    finished = datetime.fromtimestamp((directory / "metrics.json").stat().st_mtime)
+    return Run(name, config, history, metrics, scores, finished)
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: the report needs it")
+    return path
+
+
+def reported_split(runs: Sequence[Run]) -> str:
+    """The split of the table: "test" where all runs were measured on it, else "dev"."""
+    return "test" if all("test" in run.metrics for run in runs) else "dev"
+
+
+def write_report(run_dirs: Mapping[str, Path], data_root: Path, out: Path) -> None:
+    """Write the page `out` about the runs, by name, that were trained on the data set at `data_root`.
+
+    Raises FileNotFoundError naming a missing file, and ValueError where scores and data disagree.
+    """
+    if not run_dirs:
+        raise ValueError("run_dirs: expected at least one run, got none")
+    runs = [load_run(name, directory) for name, directory in run_dirs.items()]
+    split = reported_split(runs)
+    for needed in ("dev", split):
+        for kind in ("ims.npy", "caps.txt"):
+            _existing(data_root / f"{needed}_{kind}")
+    splits = {n: load_split(data_root, n) for n in ("train", "dev", "test") if (data_root / f"{n}_ims.npy").is_file()}
+    dev = splits["dev"]
+    for run, directory in zip(runs, run_dirs.values(), strict=True):
+        if run.scores.shape != (len(dev.features), len(dev.captions)):
+            raise ValueError(
+                f"{directory / 'dev_scores.npy'} is {tuple(run.scores.shape)}, but {data_root} has "
+                f"{len(dev.features)} dev images and {len(dev.captions)} dev captions"
+            )
+    best = max(runs, key=lambda run: run.metrics[split]["after"]["rsum"])
+    directions = both_directions(best.scores, dev)
+    sections = [
+        _header(runs, splits, data_root),
+        _table(runs, split),
+        _curves(runs),
+        _hubness(best, directions, split),
+        _gallery(best, directions, Gallery(dev, data_root, "dev")),
+        _closing(runs, splits[split]),
+    ]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(_page(sections), encoding="utf-8")
+
+
+def _page(sections: Sequence[str]) -> str:
+    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>Image-text retrieval report</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
+        + "\n".join(sections)
+        + "\n</body>\n</html>\n"
+    )
+
+
+# --- header -----------------------------------------------------------------------------------------------
+
+
+def _header(runs: Sequence[Run], splits: Mapping[str, Split], data_root: Path) -> str:
+    titles = [escape(run.title) for run in runs]
+    differing = [k for k in runs[0].config if any(run.config.get(k) != runs[0].config[k] for run in runs)]
+    differing = [key for key in differing if key not in NO_MATTER]
+    if len(runs) == 1:
+        lead = "One run, measured"
+    elif set(differing) <= set(ABOUT_THE_LOSS):
+        lead = "The same model, data and batches; only the loss differs. Each run is measured"
+    else:
+        lead = f"The runs differ in {escape(_listed(differing))}. Each is measured"
+    sizes = "; ".join(f"{n} {len(s.features):,} pictures, {len(s.captions):,} captions" for n, s in splits.items())
+    times = ", ".join(f"{title} {run.seconds:.1f}\u00a0s" for title, run in zip(titles, runs, strict=True))
+    facts = {
+        "Losses" if runs[0].title in {t for t, _ in TITLES.values()} else "Runs": _listed(titles),
+        "Data": f"{_data_name(runs, data_root)}: {sizes}",
+        "Model": f"two encoders into one space of {_common(runs, 'dim')} dimensions",
+        "Training": f"{_common(runs, 'epochs')} epochs, batches of {_common(runs, 'batch_size')}, "
+        f"seed {_common(runs, 'seed')}, on {_common(runs, 'device')}",
+        "Loss options": _loss_options(runs),
+        "Time": f"{sum(run.seconds for run in runs) / 60:.1f} minutes of training ({times})",
+        "Finished": f"{max(run.finished for run in runs):%Y-%m-%d %H:%M}",
+    }
+    rows = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in facts.items())
+    return (
+        f'<header><h1>Image-text retrieval report</h1><p class="lead">{lead} by the cosine of image and text '
+        f'embeddings, and again after Fast Re-ranking of the same scores.</p><dl class="facts">{rows}</dl></header>'
+    )
+
+
+def _data_name(runs: Sequence[Run], data_root: Path) -> str:
+    card = data_root / "dataset.json"
+    if card.is_file() and all(run.config["data"] == "scenes" for run in runs):
+        return f"generated scenes (seed {json.loads(card.read_text())['seed']})"
+    return escape(data_root.resolve().name)
+
+
+def _loss_options(runs: Sequence[Run]) -> str:
+    given = {run.title: run.config["loss_options"] for run in runs if run.config["loss_options"]}
+    texts = [f"{title} {', '.join(f'{k} = {v}' for k, v in options.items())}" for title, options in given.items()]
+    rest = [] if len(given) == len(runs) else ["the defaults of itrloss" if not given else "the others by default"]
+    return escape("; ".join(texts + rest))
+
+
+def _common(runs: Sequence[Run], key: str) -> str:
+    """The value of a setting; where the runs differ, all of them."""
+    return escape(" / ".join(dict.fromkeys(str(run.config[key]) for run in runs)))
+
+
+def _listed(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
+
+
+# --- table ------------------------------------------------------------------------------------------------
+
+
+def best_value(column: str, values: Sequence[float]) -> float:
+    """The best of a column: the highest recall, the lowest median rank, the skewness nearest to 0."""
+    if column.endswith("skewness"):
+        return min(values, key=abs)
+    return min(values) if column.endswith("median_rank") else max(values)
+
+
+def _table(runs: Sequence[Run], split: str) -> str:
+    best = {
+        (when, column): round(best_value(column, [round(run.metrics[split][when][column], 1) for run in runs]), 1)
+        for when in ("before", "after")
+        for column in COLUMNS
+    }
+    bodies = []
+    for run in runs:
+        name = f"{escape(run.title)}<small>{escape(run.subtitle)}</small>"
+        before, after = (run.metrics[split][when] for when in ("before", "after"))
+        cells = {"before": "", "after": ""}
+        for column in COLUMNS:
+            gain = f'<span class="gain">{_signed(after[column] - before[column])}</span>'
+            for when, value, extra in (("before", before[column], ""), ("after", after[column], gain)):
+                mark = ' class="best"' if len(runs) > 1 and round(value, 1) == best[when, column] else ""
+                cells[when] += f"<td{mark}>{_number(value)}{extra}</td>"
+        bodies.append(
+            f'<tbody><tr><th class="loss" rowspan="2" scope="rowgroup">{name}</th><th scope="row">cosine</th>'
+            f'{cells["before"]}</tr><tr><th scope="row">re-ranked</th>{cells["after"]}</tr></tbody>'
+        )
+    held_out = "The test split chose nothing: the epoch that was kept is the best on dev."
+    if split == "dev":
+        held_out = "The dev split also chose the epoch that was kept, so these figures are a little too good."
+    marked = " Bold on a tint: the best of its column, among the cosine rows and among the re-ranked rows."
+    return (
+        f"<section><h2>Recall before and after re-ranking</h2><p>Percent of queries of the {split} split with a right "
+        "answer among the first 1, 5 or 10, for pictures asking for captions and captions asking for pictures. "
+        f'{held_out}</p><div class="scroll"><table><thead>{_table_head()}</thead>{"".join(bodies)}</table></div>'
+        f'<p class="note">Small figures: the change by re-ranking.{marked * (len(runs) > 1)} Median rank: of the first '
+        f"right answer, low is good. Skewness: of how often each candidate is among a query's first {HUBNESS_K}; 0 "
+        "means that no candidate is a hub.</p></section>"
+    )
+
+
+def _table_head() -> str:
+    groups = [("image → text", 3), ("text → image", 3), ("", 1), ("median rank", 2), ("skewness", 2)]
+    spans = "".join(
+        f'<th class="group" colspan="{n}" scope="colgroup"><span>{name}</span></th>' if name else "<td></td>"
+        for name, n in groups
+    )
+    recall = "".join(f'<th scope="col">R@{k}</th>' for k in (1, 5, 10))
+    ways = '<th scope="col">i → t</th><th scope="col">t → i</th>'
+    return (
+        f'<tr><td colspan="2"></td>{spans}</tr><tr><th></th><th></th>{recall}{recall}'
+        f'<th scope="col">RSUM</th>{ways}{ways}</tr>'
+    )
+
+
+def _number(value: float) -> str:
+    """One decimal, and a true minus sign."""
+    text = f"{value:,.1f}".replace("-", "−")
+    return "0.0" if text == "−0.0" else text
+
+
+def _signed(value: float) -> str:
+    text = _number(value)
+    return text if text == "0.0" or text.startswith("−") else f"+{text}"
+
+
+# --- figures ----------------------------------------------------------------------------------------------
+
+
+def _curves(runs: Sequence[Run]) -> str:
+    series = [
+        Series(run.title, [line["epoch"] for line in run.history], [line["rsum"] for line in run.history], i)
+        for i, run in enumerate(runs)
+    ]
+    chart = line_chart(series, "RSUM on the dev split after each epoch", "RSUM on dev")
+    epochs = [x for s in series for x in s.x]
+    losses = "".join(_loss_chart(run, i, (min(epochs), max(epochs))) for i, run in enumerate(runs))
+    return (
+        f'<section><h2>Learning curves</h2><figure class="scroll"><div class="wide">{chart}</div>'
+        "<figcaption>RSUM on the dev split after each epoch, by cosine, without re-ranking.</figcaption></figure>"
+        f'<h3>Training loss</h3><div class="multiples">{losses}</div><p class="note">Mean over each epoch. Every loss '
+        "has a scale of its own: the shapes compare, the heights do not.</p></section>"
+    )
+
+
+def _loss_chart(run: Run, style: int, epochs: tuple[float, float]) -> str:
+    """The triplet loss warms up with another sum, over all negatives, which would dwarf the rest."""
+    skipped = run.config["warmup_epochs"] if run.config["loss"] == "triplet" else 0
+    lines = [line for line in run.history if line["epoch"] > skipped] or run.history
+    series = Series(run.title, [line["epoch"] for line in lines], [line["loss"] for line in lines], style)
+    span = epochs if epochs[0] < epochs[1] else (epochs[0] - 0.5, epochs[1] + 0.5)
+    chart = small_chart(series, f"training loss of {run.title} by epoch", span)
+    note = f"; warm-up of {_count(skipped, 'epoch')} left out" if len(lines) < len(run.history) else ""
+    return f"<figure>{chart}<figcaption>{escape(run.title)}{note}</figcaption></figure>"
+
+
+def _hubness(run: Run, directions: Mapping[str, Direction], split: str) -> str:
+    figures = []
+    for way, candidate, query in (("i2t", "caption", "pictures"), ("t2i", "picture", "captions")):
+        direction = directions[way]
+        before, after = (direction.occurrences(s, HUBNESS_K) for s in (direction.before, direction.after))
+        label = f"How often a {candidate} is among the first {HUBNESS_K} of a query, before and after re-ranking"
+        chart = histogram_pair(before, after, label, f"queries with it in their first {HUBNESS_K}", f"{candidate}s")
+        skews = " → ".join(_number(skewness(torch.from_numpy(x))) for x in (before, after))
+        figures.append(
+            f"<figure>{chart}<figcaption>{candidate.capitalize()}s, asked for by {len(direction.right):,} {query}. "
+            f"Skewness {skews}. The most popular {candidate} is in {before.max():,} → {after.max():,} lists; "
+            f"{(before == 0).sum():,} → {(after == 0).sum():,} of {len(before):,} are in none.</figcaption></figure>"
+        )
+    return (
+        "<section><h2>Hubness</h2><p>A hub is a candidate that turns up for many queries, right or wrong. If answers "
+        "were shared out evenly, every candidate would be in as many lists as the mean says. Here for "
+        f"{escape(run.title)}, which has the highest RSUM after re-ranking on {split}; scores of the dev split, counts "
+        "on a logarithmic axis.</p>"
+        '<div class="key"><span><i class="bar"></i>cosine</span><span><i class="outline"></i>re-ranked</span></div>'
+        f'<div class="pair">{"".join(figures)}</div></section>'
+    )
+
+
+# --- gallery and closing ----------------------------------------------------------------------------------
+
+
+def _gallery(run: Run, directions: Mapping[str, Direction], gallery: Gallery) -> str:
+    return (
+        f"<section><h2>Queries to look at</h2><p>Dev queries answered by {escape(run.title)}. Nobody picked them: they "
+        f"were drawn at random (NumPy seed {SEED}) from groups by the rank of the first right answer. Two are right at "
+        f"once, one is nearly right, one has nothing right in its first {MISSED}, and re-ranking put one right and "
+        "spoilt one. A group without queries is left out. Right answers have a green edge and a check mark&nbsp;✓.</p>"
+        f"<h3>Pictures asking for captions</h3>{gallery.cards('i2t', directions['i2t'])}"
+        f"<h3>Captions asking for pictures</h3>{gallery.cards('t2i', directions['t2i'])}</section>"
+    )
+
+
+def _closing(runs: Sequence[Run], split: Split) -> str:
+    seeds = {run.config["seed"] for run in runs}
+    synthetic = all(run.config["data"] == "scenes" for run in runs)
+    drawn = "The pictures are drawn by a program; how the losses compare on photographs is another question. "
+    n = len(split.features)
+    return (
+        "<footer><h2>How to read this</h2><p>RSUM is the sum of the six recalls, at most 600. R@K counts a query as "
+        "answered if any of its right answers is among the first K; a picture has "
+        f"{_count(split.captions_per_image, 'right caption')}, a caption one right picture. An answer is right "
+        "if it was written for that very picture, so an answer marked wrong may still be a true one.</p>"
+        f"<p>{'Each loss was trained once, with one seed' if len(seeds) == 1 else 'The runs have different seeds'}. "
+        f"With {n:,} pictures an image → text recall has a standard error of up to {50 / n**0.5:.1f} points, and "
+        f"another seed would move it as well: small differences between losses mean nothing here. {drawn * synthetic}"
+        "Fast Re-ranking looks at all queries of a split together and at no labels; alone, a query keeps its ranking."
+        "</p></footer>"
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="report", description="Write one HTML page about finished runs.")
+    parser.add_argument("--data", type=Path, required=True, help="the data set, in the SCAN layout")
+    parser.add_argument("--out", type=Path, required=True, help="the page, such as report.html")
+    parser.add_argument("runs", type=Path, nargs="+", help="run directories; each is called by its last name")
+    given = parser.parse_args(arguments)
+    run_dirs = {directory.resolve().name: directory for directory in given.runs}
+    if len(run_dirs) < len(given.runs):
+        parser.error("runs: two of the directories have the same last name")
+    try:
+        write_report(run_dirs, given.data, given.out)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    print(given.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Chooses the engine and puts each question to it: what all views of one :class:`itrloss.Similarity` share.
+
+An answer covers the rows, the columns or both; ``asked`` says which, and the results come as a pair.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import operators as ops
+from . import ranking, reference
+from .pairs import TermValue
+from .positives import Positives
+from .softmax import ENTROPY, MEAN
+from .tiles import Pair, Source, compute_dtype
+
+Over = Literal["negatives", "all"]
+Asked = tuple[bool, bool]
+
+_SPARSE_PAYS = 2**18  # from so many scores gathering embeddings is cheaper than two products with a sparse gradient
+
+
+def choose(engine: str, matrix_bytes: int, budget: int) -> str:
+    """The engine that ``"auto"`` stands for; a known name is left as it is."""
+    if engine == "auto":
+        return "dense" if matrix_bytes <= budget else "tiled"
+    if engine not in ("reference", "dense", "tiled"):
+        raise ValueError(f"engine: expected 'auto', 'reference', 'dense' or 'tiled', got {engine!r}")
+    return engine
+
+
+class Moments(NamedTuple):
+    """Mean and population standard deviation of an anchor's negatives, one value per anchor."""
+
+    mean: Tensor
+    std: Tensor
+
+
+class Hardest(NamedTuple):
+    """Score and index of an anchor's highest-scoring negative; -inf and -1 where it has none."""
+
+    values: Tensor
+    indices: Tensor
+
+
+class Matrix:
+    """The inputs, the engine, and the scores once they were needed."""
+
+    def __init__(self, rows: Tensor, cols: Tensor | None, ids: Pair, normalize: bool, engine: str):
+        self.rows, self.cols, self.ids, self.normalize, self.engine = rows, cols, ids, normalize, engine
+        self.shape = (rows.shape[0], rows.shape[1] if cols is None else cols.shape[0])
+        self.bounded = normalize and cols is not None
+        self._scores = rows if cols is None else None
+        self._with_gradient = torch.is_grad_enabled()
+        self._inv: Pair = (None, None)
+        if self.bounded and cols is not None and engine != "reference":
+            self._inv = ops.inverse_norms(rows.detach()), ops.inverse_norms(cols.detach())
+
+    def detach(self) -> Matrix:
+        """The same scores without a gradient; a dense product is shared, not repeated."""
+        twin = object.__new__(Matrix)
+        twin.__dict__.update(self.__dict__)
+        twin.rows, twin.cols = self.rows.detach(), None if self.cols is None else self.cols.detach()
+        twin._scores = None if self.engine == "tiled" and self.cols is not None else self.scores().detach()
+        return twin
+
+    def scores(self) -> Tensor:
+        if self._scores is None:
+            assert self.cols is not None
+            with torch.set_grad_enabled(self._with_gradient):  # whoever asks first may do so under no_grad
+                if self.engine == "reference":
+                    self._scores = reference.scores(self.rows, self.cols, self.normalize)
+                else:
+                    self._scores = ops.Product.apply(self.rows, self.cols, *self._inv)
+        assert self._scores is not None
+        return self._scores
+
+    def source(self, sparse: bool = False) -> Source:
+        """What the operators work on: the matrix if it may exist, else (or if ``sparse``) the embeddings."""
+        sparse = sparse and self.shape[0] * self.shape[1] >= _SPARSE_PAYS
+        if self.cols is None or (self.engine != "tiled" and not sparse):
+            return Source(self.scores(), None, None, None, *self.ids)
+        return Source(self.rows, self.cols, *self._inv, *self.ids)
+
+    def _views(self, asked: Asked) -> list[tuple[Tensor, Tensor] | None]:
+        """(scores, positive mask) as each asked side sees them, for the reference."""
+        s = self.scores()
+        if self.ids[0] is None:
+            mask = torch.eye(*self.shape, dtype=torch.bool, device=s.device)
+        else:
+            assert self.ids[1] is not None
+            mask = self.ids[0][:, None] == self.ids[1]
+        return [(s, mask) if asked[0] else None, (s.T, mask.T) if asked[1] else None]
+
+    def _by_reference(self, answer: Callable[..., Any], asked: Asked, *args: Any) -> list[Any]:
+        return [None if view is None else answer(*view, *args) for view in self._views(asked)]
+
+    def logsumexp(self, scales: Pair, over: Over) -> Pair:
+        masked = over == "negatives"
+        if self.engine == "reference":
+            views = self._views((scales[0] is not None, scales[1] is not None))
+            rows, cols = (
+                None if v is None or a is None else reference.logsumexp(*v, a, masked)
+                for v, a in zip(views, scales, strict=True)
+            )
+            return rows, cols
+        shared = scales[0] is scales[1]
+        extra = MEAN if any(a is not None and a.requires_grad for a in scales) else 0
+        scales = (scales[0], None if shared else scales[1])
+        return ops.LogSumExp.apply(*self.source(), *scales, shared, masked, self.bounded, extra)[:2]
+
+    def moments(self, asked: Asked) -> Any:
+        if self.engine == "reference":
+            pairs = self._by_reference(reference.moments, asked)
+        else:
+            out = ops.Moments.apply(*self.source(), *asked)
+            pairs = [(out[0], out[2]), (out[1], out[3])]
+        return [Moments(p[0], p[1].clamp_min(1e-12).sqrt()) if a else None for p, a in zip(pairs, asked, strict=True)]
+
+    def entropy(self, temperature: float, asked: Asked) -> Any:
+        scale = 1 / temperature
+        if self.engine == "reference":
+            return self._by_reference(reference.entropy, asked, scale)
+        a = self.rows.new_full((1,), scale, dtype=compute_dtype(self.rows))
+        scales = (a, None) if asked[0] else (None, a)
+        *_, rows, cols = ops.LogSumExp.apply(*self.source(), *scales, all(asked), True, self.bounded, ENTROPY)
+        return [figure[0] / math.log(2) if ask else None for figure, ask in zip((rows, cols), asked, strict=True)]
+
+    def hardest(self, asked: Asked) -> Any:
+        if self.engine == "reference":
+            return [None if h is None else Hardest(*h) for h in self._by_reference(reference.hardest, asked)]
+        found: list[Hardest | None] = [None, None]
+        source = self.source(sparse=True)
+        for side, index in enumerate(ops.hardest(*_detached(self.source()), *asked)):
+            if asked[side]:
+                seen = source if side == 0 else _transposed(source)
+                value = ops.PairScores.apply(*seen[:4], index.clamp_min(0))
+                found[side] = Hardest(value.masked_fill(index < 0, -math.inf), index)
+        return found
+
+    def positives(self, term: str, params: tuple[list, list], asked: Asked, sparse: bool = False) -> Any:
+        if self.engine == "reference":
+            views = self._views(asked)
+            return [None if v is None else reference.positives(*v, term, p) for v, p in zip(views, params, strict=True)]
+        if self.ids[0] is None:  # one positive an anchor: no sums, and a term without parameters is the same for both
+            diagonal = self.diagonal(sparse)
+            values = TermValue.apply(term, diagonal, *params[0]) if asked[0] or not params[1] else None
+            return values, TermValue.apply(term, diagonal, *params[1]) if params[1] and asked[1] else values
+        rows, cols = (params[0] if asked[0] else []), (params[1] if asked[1] else [])
+        return ops.PositiveSums.apply(*self.source(sparse), term, *asked, len(rows), *rows, *cols)
+
+    def diagonal(self, sparse: bool) -> Tensor:
+        """(N,) scores of row i with column i, differentiable."""
+        source = self.source(sparse)
+        if source.cols is None:
+            return source.rows.diagonal()
+        return ops.PairScores.apply(*source[:4], torch.arange(self.shape[0], device=self.rows.device))
+
+    def violations(self, margin: float, asked: Asked) -> Any:
+        if self.engine == "reference":
+            return self._by_reference(reference.violations, asked, margin)
+        return ops.Violations.apply(*self.source(), margin, *asked)
+
+    def positive_counts(self, asked: Asked) -> Any:
+        positives = Positives(*self.shape, *self.ids, self.rows.device)
+        return [p.counts() if a else None for p, a in zip((positives, positives.T), asked, strict=True)]
+
+    @torch.no_grad()
+    def topk(self, k: tuple[int, int], biases: Pair) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        return ranking.topk(_detached(self.source()), k, biases)
+
+    @torch.no_grad()
+    def ranks(self, biases: Pair, asked: Asked, optimistic: bool) -> Pair:
+        return ranking.ranks(_detached(self.source()), biases, asked, optimistic)
+
+
+def _detached(source: Source) -> Source:
+    return Source(*(None if x is None else x.detach() for x in source))  # type: ignore[arg-type]
+
+
+def _transposed(source: Source) -> Source:
+    rows, cols, row_inv, col_inv, row_ids, col_ids = source
+    if cols is None:
+        return Source(rows.T, None, None, None, col_ids, row_ids)
+    return Source(cols, rows, col_inv, row_inv, col_ids, row_ids)
