@@ -244,6 +244,20 @@ def test_hal_and_dcl_fall_with_the_margin_and_keep_their_lower_bounds(seed, a, b
         assert make_loss(high)(v, w) >= bound
 
 
+def test_entropy_temperature_reaches_the_diversity():
+    v, w = embeddings(9, 9)
+    sim = Similarity(v, w)
+    d = [itrloss.functional.entropy_diversity(s, 0.1, 0.02) for s in (sim, sim.T)]
+    attraction = torch.log1p(sim.scores().diagonal())
+    lse = sim.both.logsumexp(*(10 / x for x in d))
+    wanted = sum(
+        (0.1 * torch.logaddexp(z - 3 / x, z * 0) - 0.1 * attraction).mean() for z, x in zip(lse, d, strict=True)
+    )
+    loss = itrloss.DiversityContrastiveLoss(diversity="entropy", entropy_temperature=0.02)
+    torch.testing.assert_close(loss(v, w), wanted)
+    assert abs(loss(v, w) - itrloss.DiversityContrastiveLoss(diversity="entropy")(v, w)) > 1e-4
+
+
 def test_infonce_with_one_positive_is_cross_entropy():
     v, w = embeddings(8, 8)
     logits = Similarity(v, w).scores() / 0.07

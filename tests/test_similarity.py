@@ -15,20 +15,20 @@ loss = itrloss.DiversityContrastiveLoss()
 F = itrloss.functional
 
 BAD = {
-    "dims": (lambda: loss(V, W[:, :3], *IDS), ValueError, "cols.*dimension 6.*\\(6, 3\\)"),
-    "not a matrix": (lambda: loss(V[0], W, *IDS), ValueError, "rows.*\\(N, D\\).*\\(6,\\)"),
-    "not a tensor": (lambda: loss(V.numpy(), W, *IDS), TypeError, "rows.*ndarray"),
-    "integers": (lambda: loss(V, W.long(), *IDS), TypeError, "cols.*int64"),
+    "dims": (lambda: loss(V, W[:, :3], *IDS), ValueError, "texts.*dimension 6.*\\(6, 3\\)"),
+    "not a matrix": (lambda: loss(V[0], W, *IDS), ValueError, "images.*\\(N, D\\).*\\(6,\\)"),
+    "not a tensor": (lambda: loss(V.numpy(), W, *IDS), TypeError, "images.*ndarray"),
+    "integers": (lambda: loss(V, W.long(), *IDS), TypeError, "texts.*int64"),
     "mixed precision": (lambda: loss(V, W.double(), *IDS), TypeError, "float64"),
-    "no rows": (lambda: loss(V[:0], W, *IDS), ValueError, "rows.*\\(0, 6\\)"),
-    "no columns": (lambda: loss(V, W[:0], *IDS), ValueError, "cols.*\\(0, 6\\)"),
-    "no dimensions": (lambda: loss(V[:, :0], W[:, :0], *IDS), ValueError, "rows"),
-    "unpaired": (lambda: loss(V, W), ValueError, "row_ids, col_ids.*4.*6"),
-    "short ids": (lambda: loss(V, W, IDS[0][:3], IDS[1]), ValueError, "row_ids.*\\(4,\\).*\\(3,\\)"),
-    "ids of the other side": (lambda: loss(V, W, *IDS[::-1]), ValueError, "row_ids"),
-    "float ids": (lambda: loss(V, W, IDS[0], IDS[1].float()), TypeError, "col_ids.*float32"),
-    "boolean ids": (lambda: loss(V, W, IDS[0].bool(), IDS[1]), TypeError, "row_ids.*bool"),
-    "listed ids": (lambda: loss(V, W, [0, 1, 2, 3], IDS[1]), TypeError, "row_ids.*list"),
+    "no rows": (lambda: loss(V[:0], W, *IDS), ValueError, "images.*\\(0, 6\\)"),
+    "no columns": (lambda: loss(V, W[:0], *IDS), ValueError, "texts.*\\(0, 6\\)"),
+    "no dimensions": (lambda: loss(V[:, :0], W[:, :0], *IDS), ValueError, "images"),
+    "unpaired": (lambda: loss(V, W), ValueError, "image_ids, text_ids.*4.*6"),
+    "short ids": (lambda: loss(V, W, IDS[0][:3], IDS[1]), ValueError, "image_ids.*\\(4,\\).*\\(3,\\)"),
+    "ids of the other side": (lambda: loss(V, W, *IDS[::-1]), ValueError, "image_ids"),
+    "float ids": (lambda: loss(V, W, IDS[0], IDS[1].float()), TypeError, "text_ids.*float32"),
+    "boolean ids": (lambda: loss(V, W, IDS[0].bool(), IDS[1]), TypeError, "image_ids.*bool"),
+    "listed ids": (lambda: loss(V, W, [0, 1, 2, 3], IDS[1]), TypeError, "image_ids.*list"),
     "one input": (lambda: loss(V), TypeError, "texts"),
     "no input": (lambda: loss(), TypeError, "images"),
     "scores and embeddings": (lambda: loss(V, W, *IDS, scores=V @ W.T), ValueError, "scores"),
@@ -52,6 +52,8 @@ BAD = {
         "mining",
     ),
     "temperature": (lambda: itrloss.InfoNCELoss(0.0), ValueError, "temperature"),
+    "epsilon": (lambda: itrloss.DiversityContrastiveLoss(epsilon=-1), ValueError, "epsilon.*-1"),
+    "entropy temperature": (lambda: itrloss.DiversityContrastiveLoss(entropy_temperature=0), ValueError, "entropy_t"),
     "dcl temperature": (lambda: itrloss.DiversityContrastiveLoss(-1.0), ValueError, "temperature"),
     "diversity": (lambda: itrloss.DiversityContrastiveLoss(diversity="var"), ValueError, "diversity.*'var'"),
     "functional diversity": (
@@ -88,9 +90,9 @@ def test_finite_input_is_checked_on_request(bad):
     broken[1, 2] = bad
     strict = itrloss.InfoNCELoss(check_finite=True)
     assert strict(V, V).isfinite()
-    with pytest.raises(ValueError, match=r"rows.*finite"):
+    with pytest.raises(ValueError, match=r"images.*finite"):
         strict(broken, V)
-    with pytest.raises(ValueError, match=r"cols.*finite"):
+    with pytest.raises(ValueError, match=r"texts.*finite"):
         strict(V, broken)
     with pytest.raises(ValueError, match=r"scores.*finite"):
         strict(scores=broken[:, :4])
@@ -116,6 +118,10 @@ def test_top_and_ranks_of_known_scores():
     assert sim.topk(1, bias=bias).values.flatten().tolist() == [0.5, pytest.approx(0.3)]
 
 
+def only_a_value(scores, weight):
+    return scores * weight
+
+
 def test_terms_of_your_own():
     @itrloss.pair_term
     def doubled_for_a_test(scores, weight):
@@ -127,6 +133,9 @@ def test_terms_of_your_own():
     torch.testing.assert_close(value, 2 * weight * sim.positives())
     value.sum().backward()
     torch.testing.assert_close(weight.grad, 2 * sim.positives())
+    with pytest.raises(TypeError, match=r"'only_a_value'.*2 partial derivatives, got Tensor"):
+        itrloss.pair_term(only_a_value)
+        sim.positives("only_a_value", weight)
     with pytest.raises(ValueError, match="already registered"):
         itrloss.pair_term(type("f", (), {"__name__": "hinge"})())
 

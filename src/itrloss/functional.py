@@ -55,8 +55,8 @@ def entropy_diversity(sim: Similarity, epsilon: float = 0.1, temperature: float 
     of ``S_i / temperature`` over all candidates.
 
     Warning:
-        At temperature 1 cosines hardly differ: with 128 candidates H is within 0.1 % of log2 128 and every score is
-        practically 1. A temperature of the order of the similarities' spread makes the score informative.
+        At temperature 1 cosines hardly differ: with 128 candidates H is within about 1 % of log2 128 for every row and
+        every score is practically 1. A temperature of the order of the similarities' spread makes it informative.
 
     Returns:
         (N,) in (½, 1]. Differentiable. ``sim.T`` gives the columns' scores.
@@ -69,12 +69,12 @@ def _diversity_scores(spread: Tensor, epsilon: float) -> Tensor:
     return raw / raw.amax()
 
 
-def _diversities(sim: Similarity, kind: Diversity, epsilon: float) -> tuple[Tensor, Tensor]:
+def _diversities(sim: Similarity, kind: Diversity, epsilon: float, temperature: float) -> tuple[Tensor, Tensor]:
     """Of rows and columns, out of one pass."""
     if kind == "std":
         rows, cols = (m.std for m in sim.both.moments())
     elif kind == "entropy":
-        rows, cols = (h.clamp_min(1e-6) for h in sim.both.entropy())
+        rows, cols = (h.clamp_min(1e-6) for h in sim.both.entropy(temperature))
     else:
         raise ValueError(f"diversity: expected 'std', 'entropy' or None, got {kind!r}")
     return _diversity_scores(rows, epsilon), _diversity_scores(cols, epsilon)
@@ -92,6 +92,7 @@ def diversity_contrastive_loss(
     detach_diversity: bool = True,
     positive_weight: PositiveWeight = "paper",
     positive: PositiveForm = "clamp",
+    entropy_temperature: float = 1.0,
     reduction: Reduction = "mean",
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Diversity-sensitive contrastive loss, DCL (CODER Eq. 4-5).
@@ -110,7 +111,7 @@ def diversity_contrastive_loss(
         lse = sim.both.logsumexp(scale)
         offsets = (scale * margin, scale * margin)
     else:
-        scored = _diversities(sim.detach() if detach_diversity else sim, diversity, epsilon)
+        scored = _diversities(sim.detach() if detach_diversity else sim, diversity, epsilon, entropy_temperature)
         scales = tuple((1 / temperature) / d for d in scored)
         lse = sim.both.logsumexp(*scales)
         offsets = tuple(s * margin for s in scales)

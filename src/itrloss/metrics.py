@@ -38,14 +38,15 @@ def retrieval_metrics(
         hubness_k: k of the k-occurrences.
 
     Returns:
-        For each direction: ``r1 r5 r10``, the percentage of queries with a right candidate among the first k;
-        ``median_rank`` of the best right candidate, from 1; ``r_precision``, the percentage of right ones among the
-        first R, R the number of right candidates; ``map_at_r``, mean average precision at R in percent; ``skewness`` of
-        the k-occurrences (how often a candidate is among a query's first k): 0 without hubs. And ``rsum``, the sum of
-        the six recalls. Queries without a right candidate do not count.
+        A dictionary. For each direction, ``r1 r5 r10``, the percentage of queries with a right candidate among the
+        first k; ``median_rank`` of the best right candidate, from 1; ``r_precision``, the percentage of right ones
+        among the first R, R the number of right candidates; ``map_at_r``, mean average precision at R in percent;
+        ``skewness`` of the k-occurrences (how often a candidate is among a query's first k), 0 without hubs. And
+        ``rsum``, the sum of the six recalls. Queries without a right candidate do not count.
 
     Raises:
-        ValueError: naming the argument, also for nan or infinite scores and if no query has a right candidate.
+        ValueError: naming the argument, also for nan or infinite scores and if no query has a right candidate. A
+            ``Similarity`` checks its own embeddings on request, with ``check_finite=True``.
     """
     if reranker is not None and t2i_scores is not None:
         raise ValueError("t2i_scores: expected None beside a reranker, which finds both directions' scores itself")

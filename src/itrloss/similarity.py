@@ -50,23 +50,23 @@ class Both:
         return self._order((m - rows, n - cols))
 
     def moments(self) -> tuple[Moments, Moments]:
-        """See :meth:`Similarity.moments`."""
+        """See :meth:`itrloss.Similarity.moments`."""
         return self._order(self._matrix.moments((True, True)))
 
     def logsumexp(
         self, row_scale: float | Tensor = 1.0, col_scale: float | Tensor | None = None, *, over: Over = "negatives"
     ) -> tuple[Tensor, Tensor]:
-        """See :meth:`Similarity.logsumexp`; ``col_scale`` is ``row_scale`` unless given."""
+        """See :meth:`itrloss.Similarity.logsumexp`; ``col_scale`` is ``row_scale`` unless given."""
         first = _scale(self._matrix, row_scale, self._flipped)
         second = first if col_scale is None else _scale(self._matrix, col_scale, not self._flipped)
         return self._order(self._matrix.logsumexp(self._order((first, second)), _over(over)))
 
     def entropy(self, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """See :meth:`Similarity.entropy`."""
+        """See :meth:`itrloss.Similarity.entropy`."""
         return self._order(self._matrix.entropy(_positive("temperature", temperature), (True, True)))
 
     def hardest(self) -> tuple[Hardest, Hardest]:
-        """See :meth:`Similarity.hardest`."""
+        """See :meth:`itrloss.Similarity.hardest`."""
         return self._order(self._matrix.hardest((True, True)))
 
     def positives(
@@ -77,16 +77,16 @@ class Both:
         *,
         sparse: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """See :meth:`Similarity.positives`."""
+        """See :meth:`itrloss.Similarity.positives`."""
         params = self._order((_params(self._matrix, row_params), _params(self._matrix, col_params)))
         return self._order(self._matrix.positives(_term(term), params, (True, True), sparse))
 
     def violations(self, margin: float) -> tuple[Tensor, Tensor]:
-        """See :meth:`Similarity.violations`."""
+        """See :meth:`itrloss.Similarity.violations`."""
         return self._order(self._matrix.violations(float(margin), (True, True)))
 
     def topk(self, k: int, row_bias: Tensor | None = None, col_bias: Tensor | None = None) -> tuple[TopK, TopK]:
-        """See :meth:`Similarity.topk`: ``col_bias`` (M,) is added for the rows, ``row_bias`` (N,) for the columns.
+        """See :meth:`itrloss.Similarity.topk`: ``col_bias`` (M,) is for the rows, ``row_bias`` (N,) for the columns.
 
         A side with fewer than k candidates gets them all.
         """
@@ -100,7 +100,7 @@ class Both:
     def ranks(
         self, row_bias: Tensor | None = None, col_bias: Tensor | None = None, *, ties: str = "pessimistic"
     ) -> tuple[Tensor, Tensor]:
-        """See :meth:`Similarity.ranks`: ``col_bias`` (M,) is added for the rows, ``row_bias`` (N,) for the columns."""
+        """See :meth:`itrloss.Similarity.ranks`: ``col_bias`` (M,) is for rows, ``row_bias`` (N,) for columns."""
         biases = self._order((_bias(col_bias), _bias(row_bias)))
         return self._order(self._matrix.ranks(biases, (True, True), _optimistic(ties)))
 
@@ -128,7 +128,8 @@ class Similarity:
         row_ids, col_ids: (N,) and (M,) integers; ``arange`` where left out. If both are left out, N must be M.
         normalize: scale embeddings to unit length first (a zero vector scores 0 and gets no gradient).
         engine: one of the above.
-        memory_budget: bytes for ``engine="auto"``; backward holds a second matrix of the same size.
+        memory_budget: bytes that the score matrix may take for ``engine="auto"`` to choose the dense engine. Forward
+            and backward of a loss hold up to three matrices of that size at once.
         check_finite: refuse nan and infinite embeddings (reads the data: an accelerator has to be waited for).
 
     Raises:

@@ -6,7 +6,7 @@ An answer covers the rows, the columns or both; ``asked`` says which, and the re
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -143,7 +143,7 @@ class Matrix:
                 found[side] = Hardest(value.masked_fill(index < 0, -math.inf), index)
         return found
 
-    def positives(self, term: str, params: tuple[list, list], asked: Asked, sparse: bool = False) -> Any:
+    def positives(self, term: str, params: Sequence[Sequence[Tensor]], asked: Asked, sparse: bool = False) -> Any:
         if self.engine == "reference":
             views = self._views(asked)
             return [None if v is None else reference.positives(*v, term, p) for v, p in zip(views, params, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -196,12 +196,23 @@ def hinge(scores: Tensor, threshold: Tensor) -> tuple[Tensor, ...]:
     return gap.relu(), -active, active
 
 
+def evaluate(term: str, scores: Tensor, params: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The values of a registered term and its partial derivatives, by the scores first."""
+    found = TERMS[term](scores, *params)
+    if not isinstance(found, tuple) or len(found) != 2 + len(params):
+        got = f"{len(found)} tensors" if isinstance(found, tuple) else type(found).__name__
+        raise TypeError(
+            f"term: {term!r} must return a tuple of its values and its {1 + len(params)} partial derivatives, got {got}"
+        )
+    return found
+
+
 class TermValue(torch.autograd.Function):
     """A term's values, differentiated by what it says of its own derivatives."""
 
     @staticmethod
     def forward(ctx, term, scores, *params):
-        value, *partials = TERMS[term](scores, *params)
+        value, *partials = evaluate(term, scores, params)
         ctx.save_for_backward(*partials)
         ctx.shapes = [x.shape for x in (scores, *params)]
         return value.clone() if value is scores else value
@@ -219,7 +230,7 @@ def positives(source: Source, term: str, params: tuple[list[Tensor], list[Tensor
     for chunk in _positive_chunks(source):
         for side, _ in SIDES:
             if asked[side]:
-                chunk.add_to(sums[side], TERMS[term](chunk.scores, *chunk.take(params[side], side))[0], side)
+                chunk.add_to(sums[side], evaluate(term, chunk.scores, chunk.take(params[side], side))[0], side)
     return tuple(s if a else s.new_empty(0) for s, a in zip(sums, asked, strict=True))
 
 
@@ -235,7 +246,7 @@ def positives_backward(
             if g is None:
                 continue
             g = chunk.take([g], side)[0]
-            _, by_score, *by_params = TERMS[term](chunk.scores, *chunk.take(params[side], side))
+            _, by_score, *by_params = evaluate(term, chunk.scores, chunk.take(params[side], side))
             total.add_(by_score * g)
             for into, d in zip(given[side], by_params, strict=True):
                 chunk.add_to(into, d * g, side)

@@ -7,6 +7,7 @@ columns are the rows of the transposed matrix. In float64 this is the oracle of 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -60,7 +61,7 @@ def hardest(scores: Tensor, positive: Tensor) -> tuple[Tensor, Tensor]:
     return value.masked_fill(none, -math.inf), index.masked_fill(none, -1)
 
 
-def positives(scores: Tensor, positive: Tensor, term: str, params: tuple[Tensor, ...]) -> Tensor:
+def positives(scores: Tensor, positive: Tensor, term: str, params: Sequence[Tensor]) -> Tensor:
     """``sum_{p in pos(i)} term(S_ip, *params_i)``."""
     values = TermValue.apply(term, scores, *(p.reshape(-1, 1) for p in params))
     return torch.where(positive, values, 0.0).sum(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from ..functional import Reduction
@@ -57,7 +59,7 @@ class PairLoss(nn.Module):
         """The loss of a similarity with images as rows and texts as columns."""
         raise NotImplementedError(f"{type(self).__name__} must implement compute(sim)")
 
-    def _similarity(self, images, texts, image_ids, text_ids, scores) -> Similarity:
+    def _similarity(self, images: Any, texts: Any, image_ids: Any, text_ids: Any, scores: Any) -> Similarity:
         if isinstance(images, Similarity):
             for name, x in (("texts", texts), ("image_ids", image_ids), ("text_ids", text_ids), ("scores", scores)):
                 if x is not None:
@@ -68,10 +70,21 @@ class PairLoss(nn.Module):
                 raise ValueError("scores: expected either scores or images and texts, got both")
             if self.engine == "tiled":
                 raise ValueError("engine: expected 'auto', 'dense' or 'reference' for scores, got 'tiled'")
-            return Similarity.from_scores(
-                scores, image_ids, text_ids, engine=self.engine, check_finite=self.check_finite
-            )
-        if images is None or texts is None:
+        elif images is None or texts is None:
             missing = "images" if images is None else "texts"
             raise TypeError(f"{missing}: expected embeddings (or pass scores=, or a Similarity), got None")
-        return Similarity(images, texts, image_ids, text_ids, engine=self.engine, check_finite=self.check_finite)
+        options: dict[str, Any] = {"engine": self.engine, "check_finite": self.check_finite}
+        try:
+            if scores is not None:
+                return Similarity.from_scores(scores, image_ids, text_ids, **options)
+            assert images is not None and texts is not None
+            return Similarity(images, texts, image_ids, text_ids, **options)
+        except (TypeError, ValueError) as error:
+            raise type(error)(in_words_of_pairs(str(error))) from None
+
+
+def in_words_of_pairs(message: str) -> str:
+    """A message about rows and columns, for a caller who passed images and texts."""
+    for ours, theirs in (("row_ids", "image_ids"), ("col_ids", "text_ids"), ("rows", "images"), ("cols", "texts")):
+        message = message.replace(ours, theirs)
+    return message.replace(" columns", " texts")

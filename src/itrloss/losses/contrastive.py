@@ -30,7 +30,14 @@ class TripletLoss(PairLoss):
         engine, check_finite: see :class:`PairLoss`.
     """
 
-    def __init__(self, margin: float = 0.2, mining: functional.Mining = "hardest", *, reduction="sum", **common):
+    def __init__(
+        self,
+        margin: float = 0.2,
+        mining: functional.Mining = "hardest",
+        *,
+        reduction: functional.Reduction = "sum",
+        **common: Any,
+    ):
         super().__init__(reduction=reduction, **common)
         self.margin = margin
         self.mining = mining
@@ -85,4 +92,5 @@ class InfoNCELoss(PairLoss):
         return functional.info_nce_loss(sim, self.temperature, self.reduction)
 
     def extra_repr(self) -> str:
-        return f"temperature={float(self.temperature):.4g}, learnable={self.log_scale is not None}"
+        learnable = self.log_scale is not None
+        return f"temperature={float(self.temperature):.4g}, learnable={learnable}, reduction={self.reduction!r}"

@@ -26,7 +26,8 @@ class DiversityContrastiveLoss(PairLoss):
         margin: γ, in units of cosine similarity.
         diversity: ``"std"`` (Eq. 3), ``"entropy"`` (supplement; see the warning at
             :func:`itrloss.functional.entropy_diversity`), or None for the implicit form DCL_I with ``d = 1``.
-        epsilon: ε of the diversity scores.
+        entropy_temperature: τ of ``diversity="entropy"``. At the paper's 1 every score is practically 1.
+        epsilon: ε of the diversity scores, above 0.
         detach_diversity: treat ``d`` as a weight; False sends gradients through it.
         positive_weight: ``"paper"`` for ``w = μ`` as printed, or ``w`` itself, per direction. (HAL's balance, weight 1
             counted once for both directions, is 0.5.)
@@ -44,11 +45,15 @@ class DiversityContrastiveLoss(PairLoss):
         detach_diversity: bool = True,
         positive_weight: functional.PositiveWeight = "paper",
         positive: functional.PositiveForm = "clamp",
+        *,
+        entropy_temperature: float = 1.0,
         **common: Any,
     ):
         super().__init__(**common)
-        if not temperature > 0:
-            raise ValueError(f"temperature: expected a number above 0, got {temperature}")
+        above_zero = {"temperature": temperature, "epsilon": epsilon, "entropy_temperature": entropy_temperature}
+        for name, value in above_zero.items():
+            if not value > 0:
+                raise ValueError(f"{name}: expected a number above 0, got {value}")
         if diversity not in ("std", "entropy", None):
             raise ValueError(f"diversity: expected 'std', 'entropy' or None, got {diversity!r}")
         if positive_weight != "paper" and not isinstance(positive_weight, (int, float)):
@@ -56,6 +61,7 @@ class DiversityContrastiveLoss(PairLoss):
         if positive not in ("clamp", "relu"):
             raise ValueError(f"positive: expected 'clamp' or 'relu', got {positive!r}")
         self.temperature, self.margin, self.epsilon = temperature, margin, epsilon
+        self.entropy_temperature = entropy_temperature
         self.diversity: functional.Diversity = diversity
         self.detach_diversity = detach_diversity
         self.positive_weight: functional.PositiveWeight = positive_weight
@@ -72,8 +78,10 @@ class DiversityContrastiveLoss(PairLoss):
             self.detach_diversity,
             self.positive_weight,
             self.positive,
+            self.entropy_temperature,
             self.reduction,
         )
 
     def extra_repr(self) -> str:
-        return f"temperature={self.temperature}, margin={self.margin}, diversity={self.diversity!r}"
+        names = ("temperature", "margin", "diversity", "epsilon", "detach_diversity", "positive_weight", "positive")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in (*names, "reduction"))

@@ -39,4 +39,4 @@ class HubnessAwareLoss(PairLoss):
         return functional.hubness_aware_loss(sim, self.scale, self.margin, self.reduction)
 
     def extra_repr(self) -> str:
-        return f"scale={self.scale}, margin={self.margin}"
+        return f"scale={self.scale}, margin={self.margin}, reduction={self.reduction!r}"
