@@ -175,8 +175,18 @@ def _data_name(runs: Sequence[Run], data_root: Path) -> str:
     return escape(data_root.resolve().name)
 
 
+def _warmup(run: Run) -> int:
+    """Epochs that the triplet loss spends on the sum over all negatives, before it turns to the hardest."""
+    hardest = run.config["loss"] == "triplet" and run.config["loss_options"].get("mining") != "all"
+    return min(run.config["warmup_epochs"], len(run.history)) if hardest else 0
+
+
 def _loss_options(runs: Sequence[Run]) -> str:
-    given = {run.title: run.config["loss_options"] for run in runs if run.config["loss_options"]}
+    given = {run.title: dict(run.config["loss_options"]) for run in runs}
+    for run in runs:
+        if warmup := _warmup(run):
+            given[run.title]["warm-up"] = _count(warmup, "epoch")
+    given = {title: options for title, options in given.items() if options}
     texts = [f"{title} {', '.join(f'{k} = {v}' for k, v in options.items())}" for title, options in given.items()]
     rest = [] if len(given) == len(runs) else ["the defaults of itrloss" if not given else "the others by default"]
     return escape("; ".join(texts + rest))
@@ -274,23 +284,25 @@ def _curves(runs: Sequence[Run]) -> str:
     ]
     chart = line_chart(series, "RSUM on the dev split after each epoch", "RSUM on dev")
     epochs = [x for s in series for x in s.x]
+    phases = " In its warm-up the triplet loss sums over all negatives; the shorter of its two phases is left out."
+    scales = "Every loss has a scale of its own: the shapes compare, the heights do not."
     losses = "".join(_loss_chart(run, i, (min(epochs), max(epochs))) for i, run in enumerate(runs))
     return (
         f'<section><h2>Learning curves</h2><figure class="scroll"><div class="wide">{chart}</div>'
         "<figcaption>RSUM on the dev split after each epoch, by cosine, without re-ranking.</figcaption></figure>"
-        f'<h3>Training loss</h3><div class="multiples">{losses}</div><p class="note">Mean over each epoch. Every loss '
-        "has a scale of its own: the shapes compare, the heights do not.</p></section>"
+        f'<h3>Training loss</h3><div class="multiples">{losses}</div><p class="note">Mean over each epoch. '
+        f"{scales}{phases * any(map(_warmup, runs))}</p></section>"
     )
 
 
 def _loss_chart(run: Run, style: int, epochs: tuple[float, float]) -> str:
-    """The triplet loss warms up with another sum, over all negatives, which would dwarf the rest."""
-    skipped = run.config["warmup_epochs"] if run.config["loss"] == "triplet" else 0
-    lines = [line for line in run.history if line["epoch"] > skipped] or run.history
+    """Of a triplet loss the longer of its two phases: the sum over all negatives would dwarf the hardest ones."""
+    warmup = _warmup(run)
+    lines = max(run.history[warmup:], run.history[:warmup], key=len)
     series = Series(run.title, [line["epoch"] for line in lines], [line["loss"] for line in lines], style)
     span = epochs if epochs[0] < epochs[1] else (epochs[0] - 0.5, epochs[1] + 0.5)
     chart = small_chart(series, f"training loss of {run.title} by epoch", span)
-    note = f"; warm-up of {_count(skipped, 'epoch')} left out" if len(lines) < len(run.history) else ""
+    note = (", warm-up" if lines[0] is run.history[0] else ", hardest negatives") if warmup else ""
     return f"<figure>{chart}<figcaption>{escape(run.title)}{note}</figcaption></figure>"
 
 

@@ -261,47 +261,32 @@ def test_demo_runs_differ_in_the_loss_only(tmp_path):
     assert [config["loss"] for config in configs] == ["triplet", "infonce", "hal", "dcl"]
     for config in configs:
         differing = {key for key in config if config[key] != configs[0][key]}
-        assert differing <= {"loss", "loss_options", "out"}
+        assert differing <= {"loss", "loss_options", "warmup_epochs", "out"}
     assert asdict(demo.demo_config("dcl", tmp_path, quick=True))["epochs"] < configs[0]["epochs"]
 
 
-def test_a_finished_run_is_reused_and_another_one_is_not(tmp_path, monkeypatch):
-    trained = []
-
-    def pretend_to_train(config: Config) -> None:
-        out = Path(config.out)
-        out.mkdir(parents=True, exist_ok=True)
-        trained.append(sorted(file.name for file in out.iterdir()))
-        (out / "config.json").write_text(json.dumps(asdict(config)))
-        for name in ("metrics.json", "last.pt"):
-            (out / name).write_text("{}")
-
-    monkeypatch.setattr(demo, "train", pretend_to_train)
+def test_a_finished_run_is_reused_and_another_one_is_not(tmp_path):
     config = demo.demo_config("dcl", tmp_path)
-    assert demo.train_or_reuse(config)
-    assert not demo.train_or_reuse(config)
-    assert len(trained) == 1
-    assert demo.train_or_reuse(demo.demo_config("dcl", tmp_path, quick=True))
-    assert trained[1] == ["config.json"]  # what the other run left would be resumed or taken for finished
-    (tmp_path / "runs" / "dcl" / "metrics.json").unlink()
-    assert demo.train_or_reuse(demo.demo_config("dcl", tmp_path, quick=True))
-    assert trained[2] == ["config.json", "last.pt"]  # cut off: goes on
+    out = Path(config.out)
+    assert not demo.is_finished(config)
+    out.mkdir(parents=True)
+    (out / "config.json").write_text(json.dumps({**asdict(config), "resume": True}))
+    (out / "last.pt").touch()
+    assert not demo.is_finished(config) and (out / "last.pt").exists()  # cut off: goes on from there
+    (out / "metrics.json").touch()
+    assert demo.is_finished(config)
+    other = demo.demo_config("dcl", tmp_path, quick=True)
+    assert not demo.is_finished(other)
+    assert [file.name for file in out.iterdir()] == ["config.json"]  # else taken for its own, or resumed
 
 
-@pytest.fixture
-def one_thread():
-    """Two threads on matrices this small spend their time waiting for each other, above all on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def test_quick_demo_runs_to_the_end(tmp_path, capsys, one_thread):
+@pytest.mark.slow
+def test_quick_demo_runs_to_the_end(tmp_path, capsys):
+    titles = ("Triplet", "InfoNCE", "HAL", "DCL")
     demo.main(["--out", str(tmp_path), "--quick"])
     first = capsys.readouterr().out
-    assert "HAL: 2 epochs" in first and "RSUM" in first and str(tmp_path / "report.html") in first
+    assert all(f"{title}: RSUM" in first for title in titles) and str(tmp_path / "report.html") in first
     page = (tmp_path / "report.html").read_text()
-    assert all(title in page for title in ("Triplet", "InfoNCE", "HAL", "DCL")) and "data:image/jpeg" in page
+    assert all(title in page for title in titles) and "data:image/jpeg" in page
     demo.main(["--out", str(tmp_path), "--quick"])
-    assert capsys.readouterr().out.count("already trained") == 4
+    assert capsys.readouterr().out.count("trained already") == 4
