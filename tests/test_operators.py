@@ -33,22 +33,27 @@ def calls():
         rows, cols = source[0], source[1]
         n, m = rows.shape[0], rows.shape[1] if cols is None else cols.shape[0]
         a, b = torch.linspace(1, 2, n), torch.linspace(1, 2, m)
-        pairs = torch.arange(n) % m
+        pairs = (torch.arange(n), torch.arange(n) % m)
+        carried = a if source[4] is None else None
         yield f"{name}: inverse_norms", "inverse_norms", (rows,)
         for extra in (0, softmax.MEAN, softmax.ENTROPY):
             yield f"{name}: logsumexp {extra}", "logsumexp", (*source, a, b, False, True, False, extra)
         yield f"{name}: shared logsumexp", "logsumexp", (*source, torch.ones(1), None, True, False, True, 0)
         yield f"{name}: row logsumexp", "logsumexp", (*source, a, None, False, True, True, 0)
-        sums = torch.ops.itrloss.logsumexp(*source, a, b, False, True, False, softmax.ENTROPY)
-        grads = (a, b, torch.stack([a, a]), None)
+        *sums, _ = torch.ops.itrloss.logsumexp(*source, a, b, False, True, False, softmax.ENTROPY)
+        grads = (a, b, torch.stack([a, a]), None, None)
         flags = (True, False, softmax.ENTROPY, True, False)
+        yield f"{name}: entropy_backward", "logsumexp_backward", (*source, a, b, False, *sums, *grads, *flags)
+        *sums, _ = torch.ops.itrloss.logsumexp(*source, a, b, False, True, False, 0)
+        grads, flags = (a, b, None, None, carried), (True, False, 0, True, False)
         yield f"{name}: logsumexp_backward", "logsumexp_backward", (*source, a, b, False, *sums, *grads, *flags)
         yield f"{name}: moment_sums", "moment_sums", (*source, True, False)
         means = (a, b, a, None, None, b, True, True)
         yield f"{name}: moment_sums_backward", "moment_sums_backward", (*source, *means)
         yield f"{name}: hardest", "hardest", (*source, True, True)
-        yield f"{name}: pair_scores", "pair_scores", (*source[:4], pairs)
-        yield f"{name}: pair_scores_backward", "pair_scores_backward", (*source[:4], pairs, a, a, True, True)
+        yield f"{name}: pair_scores", "pair_scores", (*source[:4], *pairs)
+        yield f"{name}: aligned pair_scores", "pair_scores", (*source[:4], torch.arange(min(n, m)), None)
+        yield f"{name}: pair_scores_backward", "pair_scores_backward", (*source[:4], *pairs, a, a, True, True)
         yield f"{name}: positive_sums", "positive_sums", (*source, "hinge", [a], [b], True, True)
         back = (*source, "hinge", [a], [b], a, b, True, True)
         yield f"{name}: positive_sums_backward", "positive_sums_backward", back

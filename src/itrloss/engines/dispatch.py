@@ -22,8 +22,6 @@ from .tiles import Pair, Source, compute_dtype
 Over = Literal["negatives", "all"]
 Asked = tuple[bool, bool]
 
-_SPARSE_PAYS = 2**18  # from so many scores gathering embeddings is cheaper than two products with a sparse gradient
-
 
 def choose(engine: str, matrix_bytes: int, budget: int) -> str:
     """The engine that ``"auto"`` stands for; a known name is left as it is."""
@@ -57,6 +55,7 @@ class Matrix:
         self.bounded = normalize and cols is not None
         self._scores = rows if cols is None else None
         self._with_gradient = torch.is_grad_enabled()
+        self._diagonal: Tensor | None = None
         self._inv: Pair = (None, None)
         if self.bounded and cols is not None and engine != "reference":
             self._inv = ops.inverse_norms(rows.detach()), ops.inverse_norms(cols.detach())
@@ -66,6 +65,7 @@ class Matrix:
         twin = object.__new__(Matrix)
         twin.__dict__.update(self.__dict__)
         twin.rows, twin.cols = self.rows.detach(), None if self.cols is None else self.cols.detach()
+        twin._diagonal = None if self._diagonal is None else self._diagonal.detach()
         twin._scores = None if self.engine == "tiled" and self.cols is not None else self.scores().detach()
         return twin
 
@@ -80,11 +80,13 @@ class Matrix:
         assert self._scores is not None
         return self._scores
 
-    def source(self, sparse: bool = False) -> Source:
-        """What the operators work on: the matrix if it may exist, else (or if ``sparse``) the embeddings."""
-        sparse = sparse and self.shape[0] * self.shape[1] >= _SPARSE_PAYS
-        if self.cols is None or (self.engine != "tiled" and not sparse):
-            return Source(self.scores(), None, None, None, *self.ids)
+    def source(self) -> Source:
+        """What the operators work on: the matrix if it may exist, else the embeddings."""
+        if self.engine == "tiled":
+            return self._given()
+        return Source(self.scores(), None, None, None, *self.ids)
+
+    def _given(self) -> Source:
         return Source(self.rows, self.cols, *self._inv, *self.ids)
 
     def _views(self, asked: Asked) -> list[tuple[Tensor, Tensor] | None]:
@@ -112,7 +114,10 @@ class Matrix:
         shared = scales[0] is scales[1]
         extra = MEAN if any(a is not None and a.requires_grad for a in scales) else 0
         scales = (scales[0], None if shared else scales[1])
-        return ops.LogSumExp.apply(*self.source(), *scales, shared, masked, self.bounded, extra)[:2]
+        *out, diagonal = ops.LogSumExp.apply(*self.source(), *scales, shared, masked, self.bounded, extra)
+        if diagonal.numel():
+            self._keep_diagonal(diagonal)
+        return out[0], out[1]
 
     def moments(self, asked: Asked) -> Any:
         if self.engine == "reference":
@@ -128,20 +133,30 @@ class Matrix:
             return self._by_reference(reference.entropy, asked, scale)
         a = self.rows.new_full((1,), scale, dtype=compute_dtype(self.rows))
         scales = (a, None) if asked[0] else (None, a)
-        *_, rows, cols = ops.LogSumExp.apply(*self.source(), *scales, all(asked), True, self.bounded, ENTROPY)
+        _, _, rows, cols, _ = ops.LogSumExp.apply(*self.source(), *scales, all(asked), True, self.bounded, ENTROPY)
         return [figure[0] / math.log(2) if ask else None for figure, ask in zip((rows, cols), asked, strict=True)]
 
     def hardest(self, asked: Asked) -> Any:
         if self.engine == "reference":
             return [None if h is None else Hardest(*h) for h in self._by_reference(reference.hardest, asked)]
-        found: list[Hardest | None] = [None, None]
-        source = self.source(sparse=True)
-        for side, index in enumerate(ops.hardest(*_detached(self.source()), *asked)):
-            if asked[side]:
-                seen = source if side == 0 else _transposed(source)
-                value = ops.PairScores.apply(*seen[:4], index.clamp_min(0))
-                found[side] = Hardest(value.masked_fill(index < 0, -math.inf), index)
-        return found
+        *values, rows, cols = ops.hardest(*_detached(self.source()), *asked)
+        along = torch.arange(max(self.shape), device=self.rows.device)
+        i, j = [along[: rows.numel()], cols.clamp_min(0)], [rows.clamp_min(0), along[: cols.numel()]]
+        one_to_one = self.ids[0] is None
+        if one_to_one:  # the positives join the list: one sparse gradient instead of two
+            i, j = [*i, along], [*j, along]
+            values.append(self._pair_scores(along) if self._scores is None else self._scores.diagonal())
+        known = torch.cat(values).detach()
+        known.clamp_min_(torch.finfo(known.dtype).min)  # where there is no negative: -inf times no gradient is nan
+        scores = self._pair_scores(torch.cat(i), torch.cat(j), known)
+        first, second, *diagonal = scores.split([x.numel() for x in values])
+        if one_to_one:
+            self._keep_diagonal(diagonal[0])
+        rows, cols = (
+            Hardest(v.masked_fill(x < 0, -math.inf), x) if a else None
+            for v, x, a in zip((first, second), (rows, cols), asked, strict=True)
+        )
+        return rows, cols
 
     def positives(self, term: str, params: Sequence[Sequence[Tensor]], asked: Asked, sparse: bool = False) -> Any:
         if self.engine == "reference":
@@ -152,14 +167,27 @@ class Matrix:
             values = TermValue.apply(term, diagonal, *params[0]) if asked[0] or not params[1] else None
             return values, TermValue.apply(term, diagonal, *params[1]) if params[1] and asked[1] else values
         rows, cols = (params[0] if asked[0] else []), (params[1] if asked[1] else [])
-        return ops.PositiveSums.apply(*self.source(sparse), term, *asked, len(rows), *rows, *cols)
+        source = self._given() if sparse else self.source()
+        return ops.PositiveSums.apply(*source, term, *asked, len(rows), *rows, *cols)
 
     def diagonal(self, sparse: bool) -> Tensor:
         """(N,) scores of row i with column i, differentiable."""
-        source = self.source(sparse)
-        if source.cols is None:
-            return source.rows.diagonal()
-        return ops.PairScores.apply(*source[:4], torch.arange(self.shape[0], device=self.rows.device))
+        if self._diagonal is not None:
+            return self._diagonal
+        if self.engine == "dense" and not sparse:
+            return self.scores().diagonal()
+        along = torch.arange(self.shape[0], device=self.rows.device)
+        return self._keep_diagonal(self._pair_scores(along))
+
+    def _keep_diagonal(self, diagonal: Tensor) -> Tensor:
+        """Whichever answer comes first hands out the positives' scores: their gradient rides along with its own."""
+        if self._diagonal is None and (torch.is_grad_enabled() or not self._with_gradient):
+            self._diagonal = diagonal
+        return diagonal
+
+    def _pair_scores(self, i: Tensor, j: Tensor | None = None, scores: Tensor | None = None) -> Tensor:
+        """(P,) scores of listed pairs, whose gradient goes straight to the embeddings."""
+        return ops.PairScores.apply(*self._given()[:4], i, j, scores)
 
     def violations(self, margin: float, asked: Asked) -> Any:
         if self.engine == "reference":
@@ -181,10 +209,3 @@ class Matrix:
 
 def _detached(source: Source) -> Source:
     return Source(*(None if x is None else x.detach() for x in source))  # type: ignore[arg-type]
-
-
-def _transposed(source: Source) -> Source:
-    rows, cols, row_inv, col_inv, row_ids, col_ids = source
-    if cols is None:
-        return Source(rows.T, None, None, None, col_ids, row_ids)
-    return Source(cols, rows, col_inv, row_inv, col_ids, row_ids)

@@ -76,10 +76,6 @@ def _asked(pair: Pair) -> tuple[bool, bool]:
     return pair[0] is not None, pair[1] is not None
 
 
-def _or_none(x: Tensor) -> Tensor | None:
-    return x if x.numel() else None
-
-
 # -------------------------------------------------------------------------------- norms and the dense product
 
 
@@ -105,12 +101,16 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows, cols, row_inv, col_inv):
-        left, right = unit(rows, row_inv), unit(cols, col_inv)
+        ctx.scaled_scores = _scaling_scores_pays(rows, cols, row_inv, col_inv)
+        if ctx.scaled_scores:
+            left, right = unit(rows, None), unit(cols, None)
+        else:
+            left, right = unit(rows, row_inv), unit(cols, col_inv)
         with _full_precision(rows):
             scores = left @ right.T
-        # dS . S summed along an axis is what a gradient has along its own vector: the shorter way if D is large
-        short = row_inv is not None and 2 * scores.numel() <= left.numel() + right.numel()
-        ctx.save_for_backward(left, right, row_inv, col_inv, scores if short else None)
+        if ctx.scaled_scores:
+            scores.mul_(row_inv[:, None]).mul_(col_inv)
+        ctx.save_for_backward(left, right, row_inv, col_inv, scores if ctx.scaled_scores else None)
         ctx.dtypes = rows.dtype, cols.dtype
         return scores
 
@@ -118,18 +118,34 @@ class Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         left, right, row_inv, col_inv, scores = ctx.saved_tensors
-        along = None if scores is None else grad * scores
-        found: list[Tensor | None] = [None, None]
+        needs, found = ctx.needs_input_grad, [None, None]
+        if ctx.scaled_scores:
+            along = grad * scores  # its sums are what a gradient has along its own vector
+            grad = (grad * row_inv[:, None]).mul_(col_inv)
         for side, (matrix, own, other, inv) in enumerate(
             ((grad, left, right, row_inv), (grad.T, right, left, col_inv))
         ):
-            if ctx.needs_input_grad[side]:
-                with _full_precision(grad):
-                    gradient = matrix @ other
-                if inv is not None:
-                    project_(gradient, own, inv, None if along is None else along.sum(1 - side))
-                found[side] = gradient.to(ctx.dtypes[side])
+            if not needs[side]:
+                continue
+            with _full_precision(grad):
+                gradient = matrix @ other
+            if ctx.scaled_scores:
+                gradient.addcmul_(own, (along.sum(1 - side) * inv * inv)[:, None], value=-1)
+            elif inv is not None:
+                project_(gradient, own, inv)
+            found[side] = gradient.to(ctx.dtypes[side])
         return *found, None, None
+
+
+def _scaling_scores_pays(rows: Tensor, cols: Tensor, row_inv: Tensor | None, col_inv: Tensor | None) -> bool:
+    """Few vectors of many dimensions: scale their products instead of normalised copies, unless that overflows."""
+    n, m, d = rows.shape[0], cols.shape[0], rows.shape[1]
+    if row_inv is None or col_inv is None or 2 * n * m > (n + m) * d:
+        return False
+    # Only the CPU may look at the lengths for nothing; a zero vector has the reciprocal 0.
+    if rows.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return float(row_inv.amin()) * float(col_inv.amin()) > 1e-36
 
 
 def _full_precision(x: Tensor):
@@ -152,17 +168,18 @@ def _fake_logsumexp(*args):
         if extra == softmax.ENTROPY and scale is not None:
             figure = total.new_empty(2, total.shape[0])
         made.append((total, torch.empty_like(total), figure))
-    return tuple(x for field in zip(*made, strict=True) for x in field)
+    diagonal = made[0][0].new_empty(source.shape[0] if softmax.carries_diagonal(source, args[9], extra) else 0)
+    return *(x for field in zip(*made, strict=True) for x in field), diagonal
 
 
 @_operator(
     "(SOURCE, Tensor? row_scale, Tensor? col_scale, bool shared, bool masked, bool bounded, int extra)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake_logsumexp,
 )
 def logsumexp(*args):
-    rows, cols = softmax.logsumexp(Source(*args[:6]), _scales(*args[6:9]), *args[9:])
-    return tuple(x for field in zip(rows, cols, strict=True) for x in field)
+    rows, cols, diagonal = softmax.logsumexp(Source(*args[:6]), _scales(*args[6:9]), *args[9:])
+    return *(x for field in zip(rows, cols, strict=True) for x in field), diagonal
 
 
 def _fake_source_gradient(*args):
@@ -172,19 +189,19 @@ def _fake_source_gradient(*args):
 @_operator(
     "(SOURCE, Tensor? row_scale, Tensor? col_scale, bool shared, Tensor row_total, Tensor col_total, Tensor row_top,"
     " Tensor col_top, Tensor row_figure, Tensor col_figure, Tensor? row_grad, Tensor? col_grad,"
-    " Tensor? row_figure_grad, Tensor? col_figure_grad, bool masked, bool bounded, int extra, bool need_rows,"
-    " bool need_cols) -> (Tensor, Tensor)",
+    " Tensor? row_figure_grad, Tensor? col_figure_grad, Tensor? diagonal_grad, bool masked, bool bounded, int extra,"
+    " bool need_rows, bool need_cols) -> (Tensor, Tensor)",
     _fake_source_gradient,
 )
 def logsumexp_backward(*args):
     a = args[6:]
     sums = softmax.Sums(a[3], a[5], a[7]), softmax.Sums(a[4], a[6], a[8])
     scales = _scales(*a[0:3])
-    return softmax.logsumexp_backward(Source(*args[:6]), scales, sums, a[9:11], a[11:13], a[13], a[14], a[15], a[16:])
+    return softmax.logsumexp_backward(Source(*args[:6]), scales, sums, a[9:11], a[11:13], *a[13:17], a[17:])
 
 
 class LogSumExp(torch.autograd.Function):
-    """``(row L, column L, row figure, column figure)`` of :func:`itrloss.engines.softmax.logsumexp`.
+    """``(row L, column L, row figure, column figure, diagonal)`` of :func:`itrloss.engines.softmax.logsumexp`.
 
     The entropy is differentiable. The mean is there for the derivative by the scale, which it is.
     """
@@ -193,7 +210,7 @@ class LogSumExp(torch.autograd.Function):
     def forward(ctx, rows, cols, row_inv, col_inv, row_ids, col_ids, row_scale, col_scale, *flags):
         source = (rows, cols, row_inv, col_inv, row_ids, col_ids)
         shared, masked, bounded, extra = flags
-        sums = logsumexp(*source, row_scale, col_scale, shared, masked, bounded, extra)
+        *sums, diagonal = logsumexp(*source, row_scale, col_scale, shared, masked, bounded, extra)
         ctx.save_for_backward(*source, row_scale, col_scale, *sums)
         ctx.shared, ctx.flags, ctx.entropic = shared, (masked, bounded, extra), extra == softmax.ENTROPY
         ctx.set_materialize_grads(False)
@@ -201,7 +218,7 @@ class LogSumExp(torch.autograd.Function):
         figures = tuple(x.clone() for x in sums[4:])
         if not ctx.entropic:
             ctx.mark_non_differentiable(*figures)
-        return (*values, *figures)
+        return (*values, *figures, diagonal)
 
     @staticmethod
     @once_differentiable
@@ -209,8 +226,8 @@ class LogSumExp(torch.autograd.Function):
         saved = ctx.saved_tensors
         source, scales, sums = saved[:6], saved[6:8], saved[8:]
         rows = cols = None
-        if not ctx.entropic:
-            grads = (*grads[:2], None, None)
+        figures = grads[2:4] if ctx.entropic else (None, None)
+        grads = (*grads[:2], *figures, _unless_empty(grads[4]))
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             rows, cols = logsumexp_backward(
                 *source, *scales, ctx.shared, *sums, *grads, *ctx.flags, *ctx.needs_input_grad[:2]
@@ -276,11 +293,13 @@ class Moments(torch.autograd.Function):
 
 
 def _fake_hardest(*args):
-    return tuple(x.to(torch.int64) for x in _sizes(Source(*args[:6]), args[6:]))
+    sizes = _sizes(Source(*args[:6]), args[6:])
+    return *sizes, *(x.to(torch.int64) for x in sizes)
 
 
-@_operator("(SOURCE, bool for_rows, bool for_cols) -> (Tensor, Tensor)", _fake_hardest)
+@_operator("(SOURCE, bool for_rows, bool for_cols) -> (Tensor, Tensor, Tensor, Tensor)", _fake_hardest)
 def hardest(*args):
+    """Scores and indices, of the rows and of the columns: ``(row score, column score, row index, column index)``."""
     return pairs.hardest(Source(*args[:6]), args[6:])
 
 
@@ -292,9 +311,13 @@ def _fake_pair_scores(*args):
     return args[0].new_empty(args[4].shape[0], dtype=compute_dtype(args[0]))
 
 
-@_operator("(Tensor rows, Tensor? cols, Tensor? row_inv, Tensor? col_inv, Tensor columns) -> Tensor", _fake_pair_scores)
+@_operator(
+    "(Tensor rows, Tensor? cols, Tensor? row_inv, Tensor? col_inv, Tensor row_index, Tensor? col_index) -> Tensor",
+    _fake_pair_scores,
+)
 def pair_scores(*args):
-    return pairs.pair_scores(_unlabelled(*args[:4]), None, args[4])
+    i, j = args[4:]
+    return pairs.pair_scores(_unlabelled(*args[:4]), i, i if j is None else j)
 
 
 def _fake_pair_scores_backward(*args):
@@ -302,30 +325,35 @@ def _fake_pair_scores_backward(*args):
 
 
 @_operator(
-    "(Tensor rows, Tensor? cols, Tensor? row_inv, Tensor? col_inv, Tensor columns, Tensor scores, Tensor grad,"
-    " bool need_rows, bool need_cols) -> (Tensor, Tensor)",
+    "(Tensor rows, Tensor? cols, Tensor? row_inv, Tensor? col_inv, Tensor row_index, Tensor? col_index, Tensor scores,"
+    " Tensor grad, bool need_rows, bool need_cols) -> (Tensor, Tensor)",
     _fake_pair_scores_backward,
 )
 def pair_scores_backward(*args):
-    gradient = pairs.PairGradient(_unlabelled(*args[:4]), args[7:])
-    gradient.add(None, args[4], args[5], args[6])
+    gradient = pairs.PairGradient(_unlabelled(*args[:4]), args[8:])
+    i, j, scores, grad = args[4:8]
+    gradient.add(i, i if j is None else j, scores, grad)
     return gradient.finish()
 
 
 class PairScores(torch.autograd.Function):
-    """(N,) scores of row i with column ``columns[i]``; the gradient touches these pairs only."""
+    """(P,) scores of the pairs ``(row_index[p], col_index[p])``; the gradient touches these pairs only.
+
+    Without ``col_index`` both have the same index. ``scores`` are the pairs' own if they are known already.
+    """
 
     @staticmethod
-    def forward(ctx, rows, cols, row_inv, col_inv, columns):
-        scores = pair_scores(rows, cols, row_inv, col_inv, columns)
-        ctx.save_for_backward(rows, cols, row_inv, col_inv, columns, scores)
+    def forward(ctx, rows, cols, row_inv, col_inv, row_index, col_index, scores=None):
+        pair = rows, cols, row_inv, col_inv, row_index, col_index
+        scores = pair_scores(*pair) if scores is None else scores.clone()
+        ctx.save_for_backward(*pair, scores)
         return scores
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         rows, cols = pair_scores_backward(*ctx.saved_tensors, grad, *ctx.needs_input_grad[:2])
-        return _unless_empty(rows), _unless_empty(cols), None, None, None
+        return _unless_empty(rows), _unless_empty(cols), *([None] * 5)
 
 
 def _fake_positives(*args):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -19,31 +19,21 @@ from .tiles import SIDES, Gradient, Pair, Source, Tile, tiles
 _BLOCK = 2**22  # elements of gathered embeddings held at once
 
 
-def pair_scores(source: Source, i: Tensor | None, j: Tensor) -> Tensor:
-    """(P,) scores of the pairs ``(i[p], j[p])``; ``i=None`` stands for 0, 1, 2, …"""
+def pair_scores(source: Source, i: Tensor, j: Tensor) -> Tensor:
+    """(P,) scores of the pairs ``(i[p], j[p])``."""
     if source.cols is None:
-        i = torch.arange(j.numel(), device=j.device) if i is None else i
         return source.rows[i, j]
-    parts = []
-    for a, b in _blocks(source, i, j):
-        score = (_take(source.rows, a).to(source.dtype) * _take(source.cols, b).to(source.dtype)).sum(1)
-        for inv, index in ((source.row_inv, a), (source.col_inv, b)):
-            if inv is not None:
-                score.mul_(_take(inv, index))
-        parts.append(score)
-    return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else source.rows.new_empty(0, dtype=source.dtype)
-
-
-def _blocks(source: Source, i: Tensor | None, j: Tensor) -> Iterator[tuple[Tensor | slice, Tensor | slice]]:
-    """The pairs in pieces whose embeddings fit in a fixed space."""
+    scores = source.rows.new_empty(j.numel(), dtype=source.dtype)
     step = max(1, _BLOCK // source.rows.shape[1])
     for start in range(0, j.numel(), step):
-        piece = slice(start, min(start + step, j.numel()))
-        yield (piece if i is None else i[piece]), j[piece]
-
-
-def _take(x: Tensor, index: Tensor | slice) -> Tensor:
-    return x[index] if isinstance(index, slice) else x.index_select(0, index)
+        a, b = i[start : start + step], j[start : start + step]
+        row, col = (x.index_select(0, k).to(source.dtype) for x, k in ((source.rows, a), (source.cols, b)))
+        score = scores[start : start + step]
+        torch.sum(row.mul_(col), 1, out=score)
+        for inv, index in ((source.row_inv, a), (source.col_inv, b)):
+            if inv is not None:
+                score.mul_(inv.index_select(0, index))
+    return scores
 
 
 class PairGradient:
@@ -51,57 +41,65 @@ class PairGradient:
 
     def __init__(self, source: Source, needs: tuple[bool, bool]):
         self.source = source
-        first = source.rows if source.cols is None or needs[0] else None
-        second = source.cols if needs[1] else None
-        self.rows, self.cols = (
-            None if x is None else torch.zeros(x.shape, dtype=source.dtype, device=x.device) for x in (first, second)
-        )
+        self.needs = (True, False) if source.cols is None else needs
+        self.sums: list[Tensor | None] = [None, None]
+        self.along: list[Tensor | None] = [None, None]  # of each gradient along its own vector, times its length
 
-    def add(self, i: Tensor | None, j: Tensor, scores: Tensor, grad: Tensor) -> None:
+    def add(self, i: Tensor, j: Tensor, scores: Tensor, grad: Tensor) -> None:
         """Account for ``grad`` (P,) at the pairs ``(i, j)``, which have these ``scores``."""
         s = self.source
         if s.cols is None:
-            assert self.rows is not None
-            i = torch.arange(j.numel(), device=j.device) if i is None else i
-            self.rows.index_put_((i, j), grad, accumulate=True)
+            if self.sums[0] is None:
+                self.sums[0] = torch.zeros(s.shape, dtype=s.dtype, device=s.rows.device)
+            self.sums[0].index_put_((i, j), grad, accumulate=True)
             return
-        start = 0
-        for a, b in _blocks(s, i, j):
-            stop = start + (a.stop - a.start if isinstance(a, slice) else a.numel())
-            self._add_block(a, b, scores[start:stop], grad[start:stop])
-            start = stop
-
-    def _add_block(self, a: Tensor | slice, b: Tensor | slice, score: Tensor, grad: Tensor) -> None:
         # d cos(v, w) / dv = w / (|v| |w|) - cos(v, w) v / |v|^2
-        s = self.source
-        assert s.cols is not None
-        row, col = _take(s.rows, a).to(s.dtype), _take(s.cols, b).to(s.dtype)
-        row_inv, col_inv = (None if x is None else _take(x, k) for x, k in ((s.row_inv, a), (s.col_inv, b)))
-        outer = grad if row_inv is None or col_inv is None else grad * row_inv * col_inv
-        for buffer, index, inv, own, other in ((self.rows, a, row_inv, row, col), (self.cols, b, col_inv, col, row)):
-            if buffer is None:
-                continue
-            step = other * outer[:, None]
-            if inv is not None:
-                step.addcmul_(own, (grad * score * inv * inv)[:, None], value=-1)
-            if isinstance(index, slice):
-                buffer[index] += step
-            else:
-                buffer.index_add_(0, index, step)
+        weight, pull = grad, grad * scores
+        if s.row_inv is not None and s.col_inv is not None:
+            weight = grad * s.row_inv.index_select(0, i) * s.col_inv.index_select(0, j)
+        for side, (own, inv, mine, other, theirs) in enumerate(
+            ((s.rows, s.row_inv, i, s.cols, j), (s.cols, s.col_inv, j, s.rows, i))
+        ):
+            if self.needs[side]:
+                self._add_side(side, _bags(mine, theirs, other.to(s.dtype), weight, own.shape[0]))
+                if inv is not None:
+                    along = torch.zeros_like(inv).index_add_(0, mine, pull)
+                    before = self.along[side]
+                    self.along[side] = along if before is None else before.add_(along)
+
+    def _add_side(self, side: int, step: Tensor) -> None:
+        before = self.sums[side]
+        self.sums[side] = step if before is None else before.add_(step)
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """The gradients of rows and columns in their own dtype; an empty tensor where none was asked for."""
         s = self.source
-        rows = s.rows.new_empty(0) if self.rows is None else self.rows.to(s.rows.dtype)
-        cols = s.rows.new_empty(0) if self.cols is None or s.cols is None else self.cols.to(s.cols.dtype)
-        return rows, cols
+        found = []
+        for side, (x, inv) in enumerate(((s.rows, s.row_inv), (s.cols, s.col_inv))):
+            total, along = self.sums[side], self.along[side]
+            if not self.needs[side] or x is None:
+                total = s.rows.new_empty(0)
+            elif total is None:  # no pair came
+                total = torch.zeros(x.shape, dtype=s.dtype, device=x.device)
+            elif inv is not None and along is not None:
+                total.addcmul_(x.to(s.dtype), (along * inv * inv)[:, None], value=-1)
+            found.append(total.to(s.rows.dtype if x is None else x.dtype))
+        return found[0], found[1]
+
+
+def _bags(anchors: Tensor, others: Tensor, vectors: Tensor, weights: Tensor, size: int) -> Tensor:
+    """(size, D): ``sum_{p: anchors[p] = a} weights[p] vectors[others[p]]``, without (P, D) copies of the vectors."""
+    anchors, order = torch.sort(anchors)
+    offsets = torch.searchsorted(anchors, torch.arange(size, device=anchors.device))
+    others, weights = others.index_select(0, order), weights.index_select(0, order)
+    return F.embedding_bag(others, vectors, offsets, mode="sum", per_sample_weights=weights)
 
 
 # ------------------------------------------------------------------------------------------- hardest negative
 
 
-def hardest(source: Source, asked: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
-    """Index of the highest-scoring negative of each row and each column; -1 where there is no negative."""
+def hardest(source: Source, asked: tuple[bool, bool]) -> tuple[Tensor, ...]:
+    """Scores and indices of the highest-scoring negatives, of the rows and of the columns: -inf and -1 for none."""
     positives = Positives.of(source)
     best = [source.rows.new_full((size,), -math.inf, dtype=source.dtype) for size in source.shape]
     where = [torch.full_like(b, -1, dtype=torch.int64) for b in best]
@@ -114,7 +112,7 @@ def hardest(source: Source, asked: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
                 better = value > b
                 w.copy_(torch.where(better, index + (tile.c0 if dim == 1 else tile.r0), w))
                 b.copy_(torch.maximum(b, value))
-    return tuple(w if a else w.new_empty(0) for w, a in zip(where, asked, strict=True))  # type: ignore[return-value]
+    return tuple(x if a else x.new_empty(0) for found in (best, where) for x, a in zip(found, asked, strict=True))
 
 
 _RUN = 64
@@ -130,7 +128,9 @@ def _argmax(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     head = x.narrow(dim, 0, runs * _RUN).unflatten(dim, (runs, _RUN))
     value, run = head.amax(dim + 1).max(dim)
     where = run.unsqueeze(dim).unsqueeze(dim + 1)
-    inside = head.take_along_dim(where, dim).squeeze(dim)
+    shape = list(head.shape)
+    shape[dim] = 1
+    inside = head.gather(dim, where.expand(shape)).squeeze(dim)
     index = inside.argmax(dim).add_(run, alpha=_RUN)
     if size % _RUN:
         rest, place = x.narrow(dim, runs * _RUN, size % _RUN).max(dim)
@@ -237,7 +237,7 @@ def positives(source: Source, term: str, params: tuple[list[Tensor], list[Tensor
 def positives_backward(
     source: Source, term: str, params: tuple[list[Tensor], list[Tensor]], grads: Pair, needs: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
-    gradient = PairGradient(source, needs)
+    gradient = (PairGradient if Positives.of(source).listable else Gradient)(source, needs)
     given = tuple([torch.zeros_like(p) for p in side] for side in params)
     for chunk in _positive_chunks(source):
         total = torch.zeros_like(chunk.scores)
@@ -259,8 +259,8 @@ class _Listed:
 
     def __init__(self, source: Source, i: Tensor, j: Tensor, whole_diagonal: bool):
         self.index = (None, None) if whole_diagonal else (i, j)
-        self.i, self.j = (None if whole_diagonal else i), j
-        self.scores = pair_scores(source, self.i, j)
+        self.i, self.j = i, j
+        self.scores = pair_scores(source, i, j)
 
     def take(self, vectors: list[Tensor], side: int) -> list[Tensor]:
         index = self.index[side]
@@ -294,25 +294,9 @@ class _Masked:
         dim = SIDES[side][1]
         self.tile.part(sums, dim).add_(values.sum() if sums.numel() == 1 else values.sum(dim))
 
-    def back(self, gradient: PairGradient, grad: Tensor) -> None:
-        grad = grad.masked_fill(~self.mask, 0)
-        tile, rows, cols = self.tile, gradient.rows, gradient.cols
-        if gradient.source.cols is None:
-            assert rows is not None
-            rows[tile.r0 : tile.r1] = grad
-            return
-        assert tile.left is not None and tile.right is not None
-        if rows is not None:
-            rows[tile.r0 : tile.r1] += self._through_norm(grad, tile.left, tile.right, gradient.source.row_inv, 1)
-        if cols is not None:
-            cols[tile.c0 : tile.c1] += self._through_norm(grad, tile.right, tile.left, gradient.source.col_inv, 0)
-
-    def _through_norm(self, grad: Tensor, own: Tensor, other: Tensor, inv: Tensor | None, dim: int) -> Tensor:
-        step = (grad if dim == 1 else grad.T) @ other
-        if inv is None:
-            return step
-        along = (grad * self.scores).sum(dim)
-        return step.addcmul_(own, along[:, None], value=-1).mul_(self.tile.part(inv, dim)[:, None])
+    def back(self, gradient: Gradient, grad: Tensor) -> None:
+        gradient.of(self.tile).copy_(grad.masked_fill(~self.mask, 0))
+        gradient.add(self.tile)
 
 
 def _positive_chunks(source: Source):
@@ -321,7 +305,7 @@ def _positive_chunks(source: Source):
         for i, j in pairs.chunks():
             yield _Listed(source, i, j, pairs.diagonal and i.numel() == pairs.n)
     else:
-        for tile in tiles(source, scratch=0):
+        for tile in tiles(source, scratch=1):
             yield _Masked(tile, pairs.mask(tile))
 
 

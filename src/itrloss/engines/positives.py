@@ -115,6 +115,14 @@ class Positives:
             return torch.where(self.mask(tile), tile.spread(value, dim), x, out=x)
         return x.masked_fill_(self.mask(tile), value)
 
+    def read_diagonal(self, tile: Tile, into: Tensor) -> None:
+        """Copy the scores of row i with column i that this tile holds."""
+        offset = tile.r0 - tile.c0
+        if -tile.scores.shape[0] < offset < tile.scores.shape[1]:
+            found = tile.scores.diagonal(offset)
+            start = max(tile.r0, tile.c0)
+            into[start : start + found.numel()].copy_(found)
+
     def mask(self, tile: Tile) -> Tensor:
         """Boolean, of the tile's shape."""
         if self.diagonal:

@@ -12,16 +12,28 @@ from .positives import Positives
 from .tiles import SIDES, Gradient, Pair, Source, Tile, tiles
 
 MEAN, ENTROPY = 1, 2  # what may be asked for besides the log-sum-exp
-_NO_SHIFT = 40.0  # exp(±40) and sums of it are exact enough in float32: no maximum needs to be subtracted
+_RANGE = 60.0  # exp(±60) and long sums of it are ordinary float32 numbers
 
 
-def _skips_maximum(scales: Pair, bounded: bool, extra: int) -> bool:
-    """Scores in [-1, 1] times a scale of at most 40: ``exp`` neither overflows nor loses a row to underflow."""
+def carries_diagonal(source: Source, masked: bool, extra: int) -> bool:
+    """Whether the pass hands out the positives' scores too: then their gradient needs no matrix of its own."""
+    return masked and extra != ENTROPY and source.row_ids is None
+
+
+def _fixed_shift(scales: Pair, bounded: bool, extra: int) -> float | None:
+    """What can be subtracted from all exponents instead of each anchor's maximum; None if nothing can.
+
+    Scores lie in [-1, 1], so ``aS - shift <= 60``. Up to a scale of 60 the shift is 0 and no anchor can underflow;
+    beyond, one underflows only if its best score is below ``1 - 120 / a``, which has to be checked afterwards.
+    """
     if not bounded or extra == ENTROPY:  # an entropy is the small difference of large numbers unless shifted
-        return False
+        return None
     given = [s for s in scales if s is not None]
     # Reading a value is free on the CPU; an accelerator would have to wait, and subtracts the maximum instead.
-    return all(s.device.type == "cpu" and float(s.abs().amax()) <= _NO_SHIFT for s in given)
+    if not all(s.device.type == "cpu" for s in given):
+        return None
+    largest = max(float(s.abs().amax()) for s in given)
+    return max(0.0, largest - _RANGE) if largest <= 3 * _RANGE else None
 
 
 def _shared(scales: Pair) -> bool:
@@ -34,7 +46,7 @@ class Sums(NamedTuple):
     """Per anchor, with exponentials ``e = exp(a S - top)``; empty where not asked for."""
 
     total: Tensor  # sum of e, so that L = log total + top
-    top: Tensor  # the largest exponent, or 0
+    top: Tensor  # the largest exponent, or the same number for all anchors
     figure: Tensor  # MEAN: softmax mean of S. ENTROPY: (2, n), softmax entropy (nats) and share of what counts
 
     @property
@@ -43,19 +55,36 @@ class Sums(NamedTuple):
         return self.total.log() + self.top
 
 
-def logsumexp(source: Source, scales: Pair, masked: bool, bounded: bool, extra: int) -> tuple[Sums, Sums]:
-    """``L = log sum_j exp(a_i S_ij)`` and a figure of its softmax p, of the rows and of the columns.
+def logsumexp(source: Source, scales: Pair, masked: bool, bounded: bool, extra: int) -> tuple[Sums, Sums, Tensor]:
+    """``L = log sum_j exp(a_i S_ij)`` and a figure of its softmax p, of the rows and of the columns; and ``S_ii``.
 
     ``extra=MEAN``: the figure is ``sum_j p_ij S_ij``, and all sums run over the negatives if ``masked``, else over all
     columns. ``extra=ENTROPY``: L and p are over all columns, and the figure has two rows, ``-sum_j p_ij log p_ij``
-    (nats) and ``sum_j p_ij``, both over the negatives if ``masked``.
+    (nats) and ``sum_j p_ij``, both over the negatives if ``masked``. The diagonal is empty unless
+    :func:`carries_diagonal`.
     """
+    shift = _fixed_shift(scales, bounded, extra)
+    wanted = carries_diagonal(source, masked, extra)
+    diagonal = source.rows.new_empty(source.shape[0] if wanted else 0, dtype=source.dtype)
+    stats = _sums(source, scales, masked, extra, shift, diagonal)
+    if shift and any(s is not None and float(s.total.amin()) < math.exp(-_RANGE) for s in stats):
+        shift = None
+        stats = _sums(source, scales, masked, extra, shift, diagonal)
+    rows, cols = (_close(s, source, shift) for s in stats)
+    return rows, cols, diagonal
+
+
+def _sums(
+    source: Source, scales: Pair, masked: bool, extra: int, shift: float | None, diagonal: Tensor
+) -> list[_Stats | None]:
     positives = Positives.of(source)
-    fast = _skips_maximum(scales, bounded, extra)
+    fast = shift is not None
     shared = fast and _shared(scales)
     stats: list[_Stats | None] = [None, None]
     for tile in tiles(source, scratch=2 if extra else 1):
         t = tile.scratch[0]
+        if diagonal.numel():
+            positives.read_diagonal(tile, diagonal)
         for side, dim in SIDES:
             scale = scales[side]
             if scale is None:
@@ -63,7 +92,7 @@ def logsumexp(source: Source, scales: Pair, masked: bool, bounded: bool, extra: 
             if not (shared and side == 1):
                 torch.mul(tile.scores, tile.spread(scale, dim), out=t)
                 if fast:
-                    t.exp_()
+                    (t.sub_(shift) if shift else t).exp_()
                 if masked and extra != ENTROPY:
                     positives.fill_(t, tile, 0.0 if fast else -math.inf)
             top = figure = share = None
@@ -82,14 +111,13 @@ def logsumexp(source: Source, scales: Pair, masked: bool, bounded: bool, extra: 
                     figure = torch.mul(t, tile.scores, out=tile.scratch[1]).sum(dim)
             new = _Stats(top, total, figure, share)
             stats[side] = _merge(stats[side], new, tile, dim, source.shape[side])
-    rows, cols = (_close(s, source) for s in stats)
-    return rows, cols
+    return stats
 
 
 class _Stats(NamedTuple):
     """Per anchor, with exponentials ``e = exp(z - top)``; None where not asked for."""
 
-    top: Tensor | None  # the largest exponent; None: nothing was subtracted
+    top: Tensor | None  # the largest exponent; None: the same number was subtracted everywhere
     total: Tensor  # sum of e
     figure: Tensor | None  # MEAN: sum of e S. ENTROPY: sum of e (z - top) over what counts
     share: Tensor | None  # ENTROPY: sum of e over what counts
@@ -129,10 +157,10 @@ def _finite(x: Tensor) -> Tensor:
     return x.masked_fill(x == -math.inf, 0.0)
 
 
-def _close(stats: _Stats | None, source: Source) -> Sums:
+def _close(stats: _Stats | None, source: Source, shift: float | None) -> Sums:
     if stats is None:
         return Sums(*(source.rows.new_empty(0, dtype=source.dtype) for _ in range(3)))
-    top = torch.zeros_like(stats.total) if stats.top is None else stats.top
+    top = torch.full_like(stats.total, shift or 0.0) if stats.top is None else stats.top
     if stats.figure is None:
         return Sums(stats.total, top, top.new_empty(0))
     total = stats.total.clamp_min(torch.finfo(source.dtype).tiny)
@@ -148,17 +176,21 @@ def logsumexp_backward(
     sums: tuple[Sums | None, Sums | None],
     grads: Pair,
     entropy_grads: Pair,
+    diagonal_grad: Tensor | None,
     masked: bool,
     bounded: bool,
     extra: int,
     needs: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of the source from those of ``L`` and of the first row of the entropy figure.
+    """Gradient of the source from those of ``L``, of the first row of the entropy figure and of the diagonal.
 
     ``dL/dS_ij = a p_ij`` and ``dH/dS_ij = a p_ij (B - H - [j counts] (log p_ij + 1))``, B the share that counts.
     """
     positives = Positives.of(source)
-    fast, entropic = _skips_maximum(scales, bounded, extra), extra == ENTROPY
+    shift, entropic = _fixed_shift(scales, bounded, extra), extra == ENTROPY
+    if shift and not all(s is None or bool((s.top == shift).all()) for s in sums):
+        shift = None  # the forward pass had to subtract the maximum
+    fast = shift is not None
     gradient = Gradient(source, needs)
     weights = [
         None if x is None or s is None or (g is None and gh is None) else _weights(s, x, g, gh)
@@ -168,7 +200,8 @@ def logsumexp_backward(
     for tile in tiles(source, scratch=3):
         out, t = gradient.of(tile), tile.scratch[0]
         if shared and weights[0] is not None and weights[1] is not None:
-            torch.mul(tile.scores, _given(scales[0]), out=out).exp_()
+            torch.mul(tile.scores, _given(scales[0]), out=out)
+            (out.sub_(shift) if shift else out).exp_()
             torch.add(tile.spread(weights[0].const, 1), tile.spread(weights[1].const, 0), out=t)
             out.mul_(t)
         else:
@@ -181,6 +214,8 @@ def logsumexp_backward(
                 torch.mul(tile.scores, tile.spread(_given(scales[side]), dim), out=x)
                 if not fast:
                     x.sub_(tile.spread(w.top, dim))
+                elif shift:
+                    x.sub_(shift)
                 if w.slope is None:
                     x.exp_().mul_(tile.spread(w.const, dim))
                 else:
@@ -196,7 +231,7 @@ def logsumexp_backward(
             if not written:
                 out.zero_()
         if masked and not entropic:
-            positives.fill_(out, tile, 0.0)
+            positives.fill_(out, tile, 0.0 if diagonal_grad is None else diagonal_grad)
         gradient.add(tile)
     return gradient.finish()
 

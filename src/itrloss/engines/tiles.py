@@ -189,13 +189,9 @@ def _through_norm(grad: Tensor | None, x: Tensor, inv: Tensor | None) -> Tensor:
     return grad.to(x.dtype)
 
 
-def project_(grad: Tensor, unit_x: Tensor, inv: Tensor, along: Tensor | None = None) -> None:
-    """``(g - u (u . g)) / |x|``: the gradient that leaves a normalisation, written over ``grad``.
-
-    ``along`` is ``u . g`` if it is known already.
-    """
-    for start in range(0, grad.shape[0], _BLOCK if along is None else grad.shape[0]):
-        block = slice(start, start + _BLOCK) if along is None else slice(None)
+def project_(grad: Tensor, unit_x: Tensor, inv: Tensor) -> None:
+    """``(g - u (u . g)) / |x|``: the gradient that leaves a normalisation, written over ``grad``."""
+    for start in range(0, grad.shape[0], _BLOCK):
+        block = slice(start, start + _BLOCK)
         g, u = grad[block], unit_x[block]
-        a = (u * g).sum(1) if along is None else along
-        g.addcmul_(u, a[:, None], value=-1).mul_(inv[block, None])
+        g.addcmul_(u, (u * g).sum(1, keepdim=True), value=-1).mul_(inv[block, None])
