@@ -34,7 +34,9 @@ def moments(source: Source, asked: tuple[bool, bool]) -> tuple[tuple[Tensor, Ten
             positives.fill_(t, tile, 0.0)
             size = source.shape[side]
             first[side] = tile.add_to(first[side], t.sum(dim), dim, size)
-            second[side] = tile.add_to(second[side], t.square_().sum(dim), dim, size)
+            # Along the rows the norm needs no second write; along the columns PyTorch does not vectorise it.
+            squares = torch.linalg.vector_norm(t, dim=1).square_() if dim == 1 else t.square_().sum(0)
+            second[side] = tile.add_to(second[side], squares, dim, size)
     rows, cols = (_close(c, n, s1, s2) for c, n, s1, s2 in zip(centre, counts, first, second, strict=True))
     return (rows[0], cols[0]), (rows[1], cols[1])
 

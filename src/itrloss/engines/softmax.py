@@ -90,9 +90,9 @@ def _sums(
             if scale is None:
                 continue
             if not (shared and side == 1):
-                torch.mul(tile.scores, tile.spread(scale, dim), out=t)
+                _exponents(tile, scale, dim, shift, t)
                 if fast:
-                    (t.sub_(shift) if shift else t).exp_()
+                    t.exp_()
                 if masked and extra != ENTROPY:
                     positives.fill_(t, tile, 0.0 if fast else -math.inf)
             top = figure = share = None
@@ -112,6 +112,13 @@ def _sums(
             new = _Stats(top, total, figure, share)
             stats[side] = _merge(stats[side], new, tile, dim, source.shape[side])
     return stats
+
+
+def _exponents(tile: Tile, scale: Tensor, dim: int, shift: float | None, out: Tensor) -> Tensor:
+    """``a S - shift``, in one pass."""
+    if not shift:
+        return torch.mul(tile.scores, tile.spread(scale, dim), out=out)
+    return torch.addcmul(scale.new_full((1, 1), -shift), tile.scores, tile.spread(scale, dim), out=out)
 
 
 class _Stats(NamedTuple):
@@ -190,43 +197,38 @@ def logsumexp_backward(
     shift, entropic = _fixed_shift(scales, bounded, extra), extra == ENTROPY
     if shift and not all(s is None or bool((s.top == shift).all()) for s in sums):
         shift = None  # the forward pass had to subtract the maximum
-    fast = shift is not None
     gradient = Gradient(source, needs)
     weights = [
-        None if x is None or s is None or (g is None and gh is None) else _weights(s, x, g, gh)
+        None if x is None or s is None or (g is None and gh is None) else _weights(s, x, g, gh, shift)
         for s, x, g, gh in zip(scales, sums, grads, entropy_grads, strict=True)
     ]
-    shared = fast and _shared(scales)
+    shared = shift is not None and _shared(scales)
     for tile in tiles(source, scratch=3):
         out, t = gradient.of(tile), tile.scratch[0]
         if shared and weights[0] is not None and weights[1] is not None:
-            torch.mul(tile.scores, _given(scales[0]), out=out)
-            (out.sub_(shift) if shift else out).exp_()
-            torch.add(tile.spread(weights[0].const, 1), tile.spread(weights[1].const, 0), out=t)
-            out.mul_(t)
+            _exponents(tile, _given(scales[0]), 1, shift, out).exp_()
+            out.mul_(torch.add(tile.spread(weights[0].const, 1), tile.spread(weights[1].const, 0), out=t))
         else:
             written = False
-            for side, dim in SIDES:
-                w = weights[side]
-                if w is None:
+            for (_, dim), w, scale in zip(SIDES, weights, scales, strict=True):
+                if w is None or scale is None:
                     continue
-                x = t if written else out
-                torch.mul(tile.scores, tile.spread(_given(scales[side]), dim), out=x)
-                if not fast:
-                    x.sub_(tile.spread(w.top, dim))
-                elif shift:
-                    x.sub_(shift)
-                if w.slope is None:
-                    x.exp_().mul_(tile.spread(w.const, dim))
+                x, a = t if written else out, tile.spread(scale, dim)
+                if shift is None:  # a large maximum is subtracted first and alone: what is left of it is exact
+                    torch.mul(tile.scores, a, out=x).sub_(tile.spread(w.offset, dim))
+                    factor = tile.spread(w.const, dim)
+                    if w.slope is not None:
+                        factor = torch.clamp_min(x, -1e4, out=tile.scratch[1])  # -inf would meet a p of 0
+                        factor.mul_(tile.spread(w.slope, dim)).add_(tile.spread(w.const, dim))
+                        if masked:
+                            positives.fill_(factor, tile, w.uncounted, dim)
+                    x.exp_().mul_(factor)
                 else:
-                    u = torch.clamp_min(x, -1e4, out=tile.scratch[1])  # -inf would meet a p of 0
-                    x.exp_()
-                    u.mul_(tile.spread(w.slope, dim)).add_(tile.spread(w.const, dim))
-                    if masked:
-                        positives.fill_(u, tile, w.uncounted, dim)
-                    x.mul_(u)
+                    torch.addcmul(tile.spread(w.offset, dim), tile.scores, a, out=x).exp_()
+                    if w.sign is not None:
+                        x.mul_(tile.spread(w.sign, dim))
                 if written:
-                    out.add_(t)
+                    out.add_(x)
                 written = True
             if not written:
                 out.zero_()
@@ -237,24 +239,34 @@ def logsumexp_backward(
 
 
 class _Weights(NamedTuple):
-    """``dS = e (const + slope log e)``, and ``e uncounted`` where a term of the softmax does not count."""
+    """What a side adds to ``dS``.
+
+    With a fixed shift it is ``sign exp(a S + offset)``. Otherwise ``e (const + slope log e)`` with ``e = exp(a S -
+    offset)``, and ``e uncounted`` where a term of the softmax does not count.
+    """
 
     const: Tensor
-    slope: Tensor | None
-    uncounted: Tensor
-    top: Tensor
+    offset: Tensor
+    sign: Tensor | None = None  # None: + everywhere
+    slope: Tensor | None = None
+    uncounted: float | Tensor = 0.0
 
 
-def _weights(scale: Tensor, sums: Sums, grad: Tensor | None, entropy_grad: Tensor | None) -> _Weights:
+def _weights(
+    scale: Tensor, sums: Sums, grad: Tensor | None, entropy_grad: Tensor | None, shift: float | None
+) -> _Weights:
     per_e = scale / sums.total.masked_fill(sums.total == 0, math.inf)  # nothing was summed: p = 0
     const = torch.zeros_like(sums.total) if grad is None else grad * per_e
+    if shift is not None:
+        sign = None if bool((const >= 0).all()) else const.sign()
+        return _Weights(const, const.abs().log_().sub_(shift), sign)
     top = _finite(sums.top)
     if entropy_grad is None:
-        return _Weights(const, None, const, top)
+        return _Weights(const, top)
     (entropy, share), weight = sums.figure, entropy_grad[0] * per_e
     uncounted = const + weight * (share - entropy)
     log_total = _finite(sums.total.log())
-    return _Weights(uncounted - weight * (1 - log_total), -weight, uncounted, top)
+    return _Weights(uncounted - weight * (1 - log_total), top, None, -weight, uncounted)
 
 
 def _given(x: Tensor | None) -> Tensor:
