@@ -7,6 +7,7 @@ an :class:`torch.autograd.Function` whose backward is another operator. That cos
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,12 @@ _SOURCE = "Tensor rows, Tensor? cols, Tensor? row_inv, Tensor? col_inv, Tensor? 
 _EPS = 1e-12  # a vector of at most this length counts as zero: its scores and its gradient are 0
 
 
+def _full_precision(x: Tensor):
+    """Autocast would round the score products to half precision behind our back."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
+
+
 def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Define ``itrloss::<function name>`` and return the function to call."""
 
@@ -31,12 +38,8 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., 
 
         @functools.wraps(function)
         def in_full_precision(*args: Any) -> Any:
-            # Autocast would round the score products to half precision behind our back.
-            device = next(a for a in args if isinstance(a, Tensor)).device.type
-            if torch.is_autocast_enabled(device):
-                with torch.autocast(device, enabled=False):
-                    return function(*args)
-            return function(*args)
+            with _full_precision(args[0]):
+                return function(*args)
 
         @functools.wraps(function)
         def call(*args: Any) -> Any:
@@ -146,10 +149,6 @@ def _scaling_scores_pays(rows: Tensor, cols: Tensor, row_inv: Tensor | None, col
     if rows.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     return float(row_inv.amin()) * float(col_inv.amin()) > 1e-36
-
-
-def _full_precision(x: Tensor):
-    return torch.autocast(x.device.type, enabled=False)
 
 
 # ------------------------------------------------------------------------------------------------ log-sum-exp

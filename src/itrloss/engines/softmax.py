@@ -32,7 +32,7 @@ def _fixed_shift(scales: Pair, bounded: bool, extra: int) -> float | None:
     # Reading a value is free on the CPU; an accelerator would have to wait, and subtracts the maximum instead.
     if not all(s.device.type == "cpu" for s in given):
         return None
-    largest = max(float(s.abs().amax()) for s in given)
+    largest = max(abs(float(s)) if s.numel() == 1 else float(s.abs().amax()) for s in given)
     return max(0.0, largest - _RANGE) if largest <= 3 * _RANGE else None
 
 
@@ -198,11 +198,15 @@ def logsumexp_backward(
     if shift and not all(s is None or bool((s.top == shift).all()) for s in sums):
         shift = None  # the forward pass had to subtract the maximum
     gradient = Gradient(source, needs)
-    weights = [
-        None if x is None or s is None or (g is None and gh is None) else _weights(s, x, g, gh, shift)
-        for s, x, g, gh in zip(scales, sums, grads, entropy_grads, strict=True)
+    active = [
+        not (a is None or x is None or (g is None and h is None))
+        for a, x, g, h in zip(scales, sums, grads, entropy_grads, strict=True)
     ]
-    shared = shift is not None and _shared(scales)
+    shared = shift is not None and _shared(scales) and all(active)
+    weights = [
+        _weights(_given(a), x, g, h, shift, shared) if on and x is not None else None
+        for a, x, g, h, on in zip(scales, sums, grads, entropy_grads, active, strict=True)
+    ]
     for tile in tiles(source, scratch=3):
         out, t = gradient.of(tile), tile.scratch[0]
         if shared and weights[0] is not None and weights[1] is not None:
@@ -241,7 +245,8 @@ def logsumexp_backward(
 class _Weights(NamedTuple):
     """What a side adds to ``dS``.
 
-    With a fixed shift it is ``sign exp(a S + offset)``. Otherwise ``e (const + slope log e)`` with ``e = exp(a S -
+    Where both sides share the exponentials it is ``exp(a S - shift) const``; else with a fixed shift ``sign exp(a S +
+    offset)``. Otherwise ``e (const + slope log e)`` with ``e = exp(a S -
     offset)``, and ``e uncounted`` where a term of the softmax does not count.
     """
 
@@ -253,10 +258,12 @@ class _Weights(NamedTuple):
 
 
 def _weights(
-    scale: Tensor, sums: Sums, grad: Tensor | None, entropy_grad: Tensor | None, shift: float | None
+    scale: Tensor, sums: Sums, grad: Tensor | None, entropy_grad: Tensor | None, shift: float | None, shared: bool
 ) -> _Weights:
     per_e = scale / sums.total.masked_fill(sums.total == 0, math.inf)  # nothing was summed: p = 0
     const = torch.zeros_like(sums.total) if grad is None else grad * per_e
+    if shared:
+        return _Weights(const, sums.top)
     if shift is not None:
         sign = None if bool((const >= 0).all()) else const.sign()
         return _Weights(const, const.abs().log_().sub_(shift), sign)
