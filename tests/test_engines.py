@@ -21,9 +21,17 @@ def per_anchor(x, side):
     return torch.linspace(0.5, 1.5, size, dtype=x.dtype) * 4
 
 
+def added(first, second):
+    return tuple(a + b for a, b in zip(first, second, strict=True))
+
+
 ANSWERS = {
     "logsumexp": lambda s: s.both.logsumexp(3.0),
     "logsumexp per anchor": lambda s: s.both.logsumexp(per_anchor(s, 0), per_anchor(s, 1)),
+    "logsumexp shifted": lambda s: s.both.logsumexp(100.0),
+    "logsumexp shifted per anchor": lambda s: s.both.logsumexp(20 * per_anchor(s, 0), 20 * per_anchor(s, 1)),
+    "logsumexp and positives": lambda s: added(s.both.logsumexp(3.0), s.both.positives("log1p_clamp")),
+    "hardest and positives": lambda s: added((h.values for h in s.both.hardest()), s.both.positives("identity")),
     "logsumexp sharp": lambda s: s.both.logsumexp(300.0),
     "logsumexp sharp and flat": lambda s: s.both.logsumexp(300.0 * per_anchor(s, 0), 0.5),
     "logsumexp negative scale": lambda s: s.both.logsumexp(-5.0),
@@ -82,10 +90,12 @@ def test_answers_and_gradients_equal_the_reference(name, shape, engine, small_ti
 
 
 @pytest.mark.parametrize("shape", ["primes", "wide"])
+@pytest.mark.parametrize("d", [6, 40])
 @pytest.mark.parametrize("name", ANSWERS)
-def test_whole_matrix_in_one_tile(name, shape):
+def test_whole_matrix_in_one_tile(name, shape, d):
     n, m, kind = SHAPES[shape]
-    ids, (v, w), grads = make_ids(kind, n, m), embeddings(n, m), upstream(n, m)
+    # Short vectors are normalised before the product; of long ones the scores are scaled.
+    ids, (v, w), grads = make_ids(kind, n, m), embeddings(n, m, d), upstream(n, m)
     wanted, wanted_grads = evaluate(ANSWERS[name], v, w, ids, "reference", grads)
     for engine in ENGINES:
         got, got_grads = evaluate(ANSWERS[name], v, w, ids, engine, grads)
@@ -318,6 +328,52 @@ def test_masks_and_pair_lists_agree(engine, kind, monkeypatch, small_tiles):
         for other in (listed, masked):
             for a, b in zip((*other[0], *other[1]), (*wanted[0], *wanted[1]), strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+@pytest.mark.parametrize("scale", [100.0, "per anchor"])
+def test_anchors_far_from_all_their_negatives_do_not_underflow(engine, scale, small_tiles):
+    """Some anchors' best score is near 1, others' near -1: one number subtracted from all exponents is not enough."""
+    generator = torch.Generator().manual_seed(0)
+    v = torch.randn(1, 16, generator=generator) + 0.01 * torch.randn(12, 16, generator=generator)
+    w = v + 0.01 * torch.randn(12, 16, generator=generator)
+    v[3], w[5] = -v[3], -w[5]  # row 3 and column 5 are opposite to everything else
+    v[5], w[3] = -v[5], -w[3]
+    v[4] = -v[4]
+    sims = []
+    for dtype, kind in ((torch.float64, "reference"), (torch.float32, engine)):
+        x, y = (z.to(dtype).requires_grad_() for z in (v, w))
+        a = scale if isinstance(scale, float) else torch.linspace(70, 150, 12, dtype=dtype)
+        values = torch.stack(Similarity(x, y, engine=kind).both.logsumexp(a))
+        sims.append((values, *torch.autograd.grad((values * torch.linspace(-1, 1, 12)).sum(), (x, y))))
+    for got, wanted in zip(sims[1], sims[0], strict=True):
+        assert got.isfinite().all()
+        torch.testing.assert_close(got, wanted.float(), rtol=3e-4, atol=3e-3)
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+@pytest.mark.parametrize("answer", ["logsumexp", "hardest"])
+def test_an_answer_without_gradient_leaves_the_positives_theirs(engine, answer):
+    v, w = (x.requires_grad_() for x in embeddings(7, 7))
+    sim = Similarity(v, w, engine=engine)
+    with torch.no_grad():
+        getattr(sim.both, answer)()
+    found = torch.autograd.grad(sim.positives().sum(), (v, w))
+    wanted = torch.autograd.grad(Similarity(v, w, engine="reference").positives().sum(), (v, w))
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("length", [1e-11, 1e17, 1e25])
+def test_long_vectors_of_extreme_length(length):
+    """Few vectors of many dimensions have their products scaled: these must not leave float32's range."""
+    v, w = embeddings(5, 5, 64, dtype=torch.float32)
+    values = []
+    for stretch in (1.0, length):
+        x, y = (v * stretch).requires_grad_(), (w * stretch).requires_grad_()
+        value = torch.cat(Similarity(x, y, engine="dense").both.logsumexp(5.0))
+        gradient = torch.autograd.grad(value.sum(), (x, y))
+        values.append((value, *(g * stretch for g in gradient)))
+    torch.testing.assert_close(values[1], values[0], rtol=1e-4, atol=1e-5)
 
 
 def test_auto_picks_by_the_budget():
