@@ -334,7 +334,7 @@ def test_masks_and_pair_lists_agree(engine, kind, monkeypatch, small_tiles):
 @pytest.mark.parametrize("side", ["row", "column"])
 @pytest.mark.parametrize("scale", [100.0, "per anchor"])
 def test_anchors_far_from_all_their_negatives_do_not_underflow(engine, side, scale, small_tiles):
-    """One anchor's best score is near -1, the others' near 1: one number subtracted from all exponents is not enough."""
+    """One anchor's best score is near -1, the others' near 1: to subtract one number from all is not enough."""
     generator = torch.Generator().manual_seed(0)
     v = torch.randn(1, 16, generator=generator) + 0.01 * torch.randn(12, 16, generator=generator)
     w = v + 0.01 * torch.randn(12, 16, generator=generator)

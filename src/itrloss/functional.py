@@ -66,7 +66,7 @@ def entropy_diversity(sim: Similarity, epsilon: float = 0.1, temperature: float 
 
 def _diversity_scores(spread: Tensor, epsilon: float) -> Tensor:
     raw = torch.exp(-epsilon / spread) + 1
-    return raw / raw.amax()
+    return raw / raw.amax(-1, keepdim=True)
 
 
 def _diversities(sim: Similarity, kind: Diversity, epsilon: float, temperature: float) -> tuple[Tensor, Tensor]:
@@ -77,6 +77,9 @@ def _diversities(sim: Similarity, kind: Diversity, epsilon: float, temperature: 
         rows, cols = (h.clamp_min(1e-6) for h in sim.both.entropy(temperature))
     else:
         raise ValueError(f"diversity: expected 'std', 'entropy' or None, got {kind!r}")
+    if rows.shape == cols.shape:
+        first, second = _diversity_scores(torch.stack((rows, cols)), epsilon)
+        return first, second
     return _diversity_scores(rows, epsilon), _diversity_scores(cols, epsilon)
 
 

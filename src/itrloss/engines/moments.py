@@ -19,7 +19,10 @@ def negative_counts(source: Source) -> tuple[Tensor | int, Tensor | int]:
 
 
 def moments(source: Source, asked: tuple[bool, bool]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Mean and population variance of each row's (column's) negatives; zeros where there are none."""
+    """Mean and population variance of each row's (column's) negatives; zeros where there are none.
+
+    Rounding can leave a variance a little below 0.
+    """
     positives = Positives.of(source)
     counts = negative_counts(source)
     centre = _centres(source, asked)
@@ -46,7 +49,7 @@ def _close(centre: Tensor, count: Tensor | int, first: Tensor | None, second: Te
         return centre.new_empty(0), centre.new_empty(0)
     n = _at_least_one(count)
     shift = first / n
-    mean, variance = centre + shift, (second / n).addcmul_(shift, shift, value=-1).clamp_min_(0)
+    mean, variance = centre + shift, (second / n).addcmul_(shift, shift, value=-1)
     if isinstance(count, Tensor):
         return mean.masked_fill_(count == 0, 0.0), variance
     return (mean if count else torch.zeros_like(mean)), variance

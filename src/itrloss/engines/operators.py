@@ -214,7 +214,7 @@ class LogSumExp(torch.autograd.Function):
         ctx.shared, ctx.flags, ctx.entropic = shared, (masked, bounded, extra), extra == softmax.ENTROPY
         ctx.set_materialize_grads(False)
         values = (softmax.Sums(*sums[side::2]).value for side in (0, 1))
-        figures = tuple(x.clone() for x in sums[4:])
+        figures = tuple(x.clone() if extra else x.new_empty(0) for x in sums[4:])
         if not ctx.entropic:
             ctx.mark_non_differentiable(*figures)
         return (*values, *figures, diagonal)

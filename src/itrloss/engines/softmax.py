@@ -23,8 +23,8 @@ def carries_diagonal(source: Source, masked: bool, extra: int) -> bool:
 def _fixed_shift(scales: Pair, bounded: bool, extra: int) -> float | None:
     """What can be subtracted from all exponents instead of each anchor's maximum; None if nothing can.
 
-    Scores lie in [-1, 1], so ``aS - shift <= 60``. Up to a scale of 60 the shift is 0 and no anchor can underflow;
-    beyond, one underflows only if its best score is below ``1 - 120 / a``, which has to be checked afterwards.
+    Scores lie in [-1, 1], so ``a S - shift <= 60``. Up to a scale of 60 the shift is 0 and no anchor can underflow;
+    beyond, one underflows only if its best score is below ``1 - 120 / a``, which :func:`logsumexp` checks.
     """
     if not bounded or extra == ENTROPY:  # an entropy is the small difference of large numbers unless shifted
         return None
@@ -194,7 +194,7 @@ def logsumexp_backward(
     ``dL/dS_ij = a p_ij`` and ``dH/dS_ij = a p_ij (B - H - [j counts] (log p_ij + 1))``, B the share that counts.
     """
     positives = Positives.of(source)
-    shift, entropic = _fixed_shift(scales, bounded, extra), extra == ENTROPY
+    shift = _fixed_shift(scales, bounded, extra)
     if shift and not all(s is None or bool((s.top == shift).all()) for s in sums):
         shift = None  # the forward pass had to subtract the maximum
     gradient = Gradient(source, needs)
@@ -236,7 +236,7 @@ def logsumexp_backward(
                 written = True
             if not written:
                 out.zero_()
-        if masked and not entropic:
+        if masked and extra != ENTROPY:
             positives.fill_(out, tile, 0.0 if diagonal_grad is None else diagonal_grad)
         gradient.add(tile)
     return gradient.finish()
@@ -260,17 +260,18 @@ class _Weights(NamedTuple):
 def _weights(
     scale: Tensor, sums: Sums, grad: Tensor | None, entropy_grad: Tensor | None, shift: float | None, shared: bool
 ) -> _Weights:
-    per_e = scale / sums.total.masked_fill(sums.total == 0, math.inf)  # nothing was summed: p = 0
-    const = torch.zeros_like(sums.total) if grad is None else grad * per_e
+    total = sums.total.clamp_min(torch.finfo(sums.total.dtype).tiny)  # 0 if nothing was summed
+    const = torch.zeros_like(total) if grad is None else grad * scale / total
     if shared:
         return _Weights(const, sums.top)
     if shift is not None:
-        sign = None if bool((const >= 0).all()) else const.sign()
-        return _Weights(const, const.abs().log_().sub_(shift), sign)
+        positive = float(const.amin()) >= 0
+        offset = (const if positive else const.abs()).log()
+        return _Weights(const, offset - shift if shift else offset, None if positive else const.sign())
     top = _finite(sums.top)
     if entropy_grad is None:
         return _Weights(const, top)
-    (entropy, share), weight = sums.figure, entropy_grad[0] * per_e
+    (entropy, share), weight = sums.figure, entropy_grad[0] * scale / total
     uncounted = const + weight * (share - entropy)
     log_total = _finite(sums.total.log())
     return _Weights(uncounted - weight * (1 - log_total), top, None, -weight, uncounted)

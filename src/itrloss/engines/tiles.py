@@ -101,11 +101,15 @@ def _workspace(source: Source, numel: int, count: int) -> list[Tensor]:
 def _panels(source: Source, scratch: int) -> Iterator[Tile]:
     n, m = source.shape
     step = min(n, max(1, PANEL.get(source.rows.device.type, _ACCELERATOR_PANEL) // m))
+    if step == n:
+        space = [torch.empty(n, m, dtype=source.dtype, device=source.rows.device) for _ in range(scratch)]
+        yield Tile(0, n, 0, m, source.rows, space, alone=True)
+        return
     space = _workspace(source, step * m, scratch)
     for r0 in range(0, n, step):
         r1 = min(n, r0 + step)
         views = [b[: (r1 - r0) * m].view(r1 - r0, m) for b in space]
-        yield Tile(r0, r1, 0, m, source.rows[r0:r1], views, alone=step == n)
+        yield Tile(r0, r1, 0, m, source.rows[r0:r1], views, alone=False)
 
 
 def tile_shape(source: Source) -> tuple[int, int]:
