@@ -2,9 +2,9 @@
 
     python -m benchmarks.speed --sizes 128 512 2048 8192 --dim 1024 --out benchmarks/results/NAME.json
 
-Shared machines are noisy. All variants of a case run in turn, round after round, in one process; a round's times are
-divided by each other, and the medians of these ratios are reported. The floor is one forward product and two backward
-products of the same sizes and nothing else.
+Shared machines are noisy. All variants of a case run in turn, round after round, in one process, and each time another
+one begins; a round's times are divided by each other, and the medians of these ratios are reported. The floor is one
+forward product and two backward products of the same sizes and nothing else.
 """
 
 from __future__ import annotations
@@ -82,8 +82,11 @@ def measure(name: str, size: int, dim: int, rounds: int, compiled: bool) -> dict
         run()
         run()
     times: dict[str, list[float]] = {label: [] for label in variants}
-    for _ in range(rounds):
-        for label, run in variants.items():
+    labels = list(variants)
+    for turn in range(rounds):
+        first = turn % len(labels)  # each variant gets to run after each other one
+        for label in labels[first:] + labels[:first]:
+            run = variants[label]
             start = time.perf_counter()
             run()
             times[label].append(time.perf_counter() - start)
@@ -143,7 +146,7 @@ def main() -> None:
     for size in args.sizes:
         for name in args.losses:
             guess = max(2e-3, 30 * size * size * args.dim * 2 / 2e11)  # a round of all variants, roughly
-            rounds = int(min(200, max(5, args.seconds / guess)))
+            rounds = int(min(200, max(3, args.seconds / guess)))
             row = measure(name, size, args.dim, rounds, args.compiled)
             rows.append(row)
             print(

@@ -37,6 +37,7 @@ class Config:
     feature_dropout: float = 0.4  # of each region feature
     word_dropout: float = 0.2  # of whole words
     embedding_dropout: float = 0.2  # of each entry of a word embedding
+    shared_dropout: bool = False  # drop a feature in all regions of an image (words of a caption), not in each
 
     # optimisation
     epochs: int = 15

@@ -57,7 +57,7 @@ def build_loss(name: str, options: dict[str, Any]) -> nn.Module:
 
 def build_model(config: Config, region_dim: int, vocabulary_size: int) -> VSE:
     return VSE(
-        ImageEncoder(region_dim, config.dim, config.feature_dropout),
+        ImageEncoder(region_dim, config.dim, config.feature_dropout, config.shared_dropout),
         TextEncoder(
             vocabulary_size,
             config.word_dim,
@@ -65,6 +65,7 @@ def build_model(config: Config, region_dim: int, vocabulary_size: int) -> VSE:
             config.word_dropout,
             config.embedding_dropout,
             config.bag_of_words,
+            config.shared_dropout,
         ),
     )
 

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from examples.retrieval import encoders
 from examples.retrieval import train as module
 from examples.retrieval.config import Config, load_config, make_config
 from examples.retrieval.data import Batches, Split, Vocabulary, feature_statistics, load_split, pad
-from examples.retrieval.encoders import GPO, ImageEncoder, TextEncoder
+from examples.retrieval.encoders import GPO, ImageEncoder, SetDropout, TextEncoder
 from examples.retrieval.train import LOSSES, Trainer, build_loss, learning_rate, load_model, train
 
 CONFIGS = Path(module.__file__).parent / "configs"
@@ -109,6 +110,31 @@ def test_text_depends_on_word_order_and_images_not_on_region_order():
     assert (a - b).abs().max() > 1e-3
     regions = torch.randn(2, 6, 5)
     torch.testing.assert_close(image(regions), image(regions.flip(1)), rtol=0, atol=1e-6)
+
+
+def test_captions_run_in_groups_as_they_would_in_one(monkeypatch: pytest.MonkeyPatch):
+    torch.manual_seed(0)
+    text = TextEncoder(20, 8, 16)
+    words, lengths = pad([torch.randint(1, 20, (int(n),)).tolist() for n in torch.randint(1, 12, (30,))])
+    seen = []
+    for group in (30, 7):
+        monkeypatch.setattr(encoders, "GROUP", group)
+        out = text(words, lengths)
+        seen.append([out, *torch.autograd.grad(out.square().sum(), list(text.parameters()))])
+    for grouped, whole in zip(*seen, strict=True):
+        torch.testing.assert_close(grouped, whole)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_shared_dropout_takes_a_feature_from_the_whole_set(shared: bool):
+    torch.manual_seed(0)
+    dropout = SetDropout(0.3, shared)
+    kept = dropout(torch.ones(200, 6, 50))
+    assert set(kept.unique().tolist()) == {0, torch.ones(()).div(0.7).item()}
+    assert (kept == 0).float().mean().item() == pytest.approx(0.3, abs=0.02)
+    assert torch.equal(kept, kept[:, :1].expand_as(kept)) == shared
+    assert not torch.equal(kept[:1].expand_as(kept), kept)  # another draw for every set
+    assert torch.equal(dropout.eval()(kept), kept)
 
 
 def test_dropout_acts_in_training_only():

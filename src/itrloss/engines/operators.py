@@ -196,7 +196,10 @@ def logsumexp_backward(*args):
     a = args[6:]
     sums = softmax.Sums(a[3], a[5], a[7]), softmax.Sums(a[4], a[6], a[8])
     scales = _scales(*a[0:3])
-    return softmax.logsumexp_backward(Source(*args[:6]), scales, sums, a[9:11], a[11:13], *a[13:17], a[17:])
+    diagonal_grad, masked, bounded, extra = a[13:17]
+    return softmax.logsumexp_backward(
+        Source(*args[:6]), scales, sums, a[9:11], a[11:13], diagonal_grad, masked, bounded, extra, a[17:]
+    )
 
 
 class LogSumExp(torch.autograd.Function):

@@ -275,7 +275,8 @@ class _Listed:
         else:
             sums.index_add_(0, index, values)
 
-    def back(self, gradient: PairGradient, grad: Tensor) -> None:
+    def back(self, gradient: PairGradient | Gradient, grad: Tensor) -> None:
+        assert isinstance(gradient, PairGradient)
         gradient.add(self.i, self.j, self.scores, grad)
 
 
@@ -294,7 +295,8 @@ class _Masked:
         dim = SIDES[side][1]
         self.tile.part(sums, dim).add_(values.sum() if sums.numel() == 1 else values.sum(dim))
 
-    def back(self, gradient: Gradient, grad: Tensor) -> None:
+    def back(self, gradient: PairGradient | Gradient, grad: Tensor) -> None:
+        assert isinstance(gradient, Gradient)
         gradient.of(self.tile).copy_(grad.masked_fill(~self.mask, 0))
         gradient.add(self.tile)
 
