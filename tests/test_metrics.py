@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 
 import numpy as np
 import oracle
@@ -152,6 +154,67 @@ def test_top_of_the_re_ranked_without_the_matrix(engine, small_tiles):
     torch.testing.assert_close(found[0].values, (sim.scores() + biases.texts).topk(4).values * 8.0)
 
 
+@pytest.mark.parametrize("engine", ["scores", "dense", "tiled", "reference"])
+@pytest.mark.parametrize("given_banks", [("images",), ("texts",), ("images", "texts")])
+def test_a_query_bank_takes_the_place_of_the_test_queries(engine, given_banks, small_tiles):
+    """Oracle: stack the bank onto the matrix, so that the sums run over it alone, and take our part of the result."""
+    v, w = embeddings(7, 14)
+    bank_v, bank_w = (x.to(v) for x in embeddings(11, 9, seed=5))
+    sim = Similarity(v, w, *make_ids("captions", 7, 14), engine="dense" if engine == "scores" else engine)
+    i2t, t2i = (9.0, 8.0), (8.0, 17.0)
+    if engine == "scores":
+        S = torch.from_numpy(oracle.cosine(v.numpy(), w.numpy()))
+        banks = {
+            "images": torch.from_numpy(oracle.cosine(bank_v.numpy(), w.numpy())),
+            "texts": torch.from_numpy(oracle.cosine(v.numpy(), bank_w.numpy())),
+        }
+    else:
+        S, banks = sim, {"images": bank_v, "texts": bank_w}
+    fast = FastReranker(i2t, t2i).fit(**{name: banks[name] for name in given_banks})
+    found = fast.rerank(S)
+    plain = oracle.cosine(v.numpy(), w.numpy())
+    queries_v = bank_v if "images" in given_banks else v
+    queries_w = bank_w if "texts" in given_banks else w
+    by_images = np.log(np.exp(9.0 * oracle.cosine(queries_v.numpy(), w.numpy())).sum(0))
+    by_texts = np.log(np.exp(8.0 * oracle.cosine(v.numpy(), queries_w.numpy())).sum(1))
+    np.testing.assert_allclose(found.i2t, 8.0 * plain - by_images, rtol=1e-9)
+    np.testing.assert_allclose(found.t2i, 17.0 * plain - by_texts[:, None], rtol=1e-9)
+    assert found.transductive == fast.transductive == ("images" not in given_banks, "texts" not in given_banks)
+    top = fast.topk(S, 3)
+    assert torch.equal(top.i2t.indices, found.i2t.topk(3).indices) and top.transductive == found.transductive
+
+
+def test_a_query_stands_for_itself_beside_a_bank():
+    v, w = embeddings(6, 12)
+    bank_v, bank_w = embeddings(20, 30, seed=5)
+    fast = FastReranker().fit(bank_v, bank_w)
+    ids = make_ids("captions", 6, 12)
+    whole = fast.rerank(Similarity(v, w, *ids))
+    for i in range(6):
+        alone = fast.rerank(Similarity(v[i : i + 1], w, ids[0][i : i + 1], ids[1]))
+        torch.testing.assert_close(alone.i2t[0], whole.i2t[i])
+    with pytest.raises(ValueError, match=r"single query.*fit\(images"):
+        FastReranker().fit(texts=bank_w).rerank(Similarity(v[:1], w, ids[0][:1], ids[1]))
+    with pytest.raises(ValueError, match=r"single query.*fit\(texts"):
+        FastReranker().fit(images=bank_v).rerank(torch.rand(4, 1))
+
+
+def test_the_bank_that_is_the_test_set_changes_nothing():
+    v, w = embeddings(6, 12)
+    sim = Similarity(v, w, *make_ids("captions", 6, 12))
+    for a, b in zip(FastReranker().rerank(sim), FastReranker().fit(v, w).rerank(sim), strict=True):
+        torch.testing.assert_close(a, b)
+    scores = sim.scores()
+    for a, b in zip(FastReranker().rerank(scores), FastReranker().fit(scores, scores).rerank(scores), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_re_ranked_pairs_copy_and_pickle():
+    pair = FastReranker().rerank(torch.rand(3, 3))
+    for twin in (copy.deepcopy(pair), pickle.loads(pickle.dumps(pair))):
+        assert torch.equal(twin.i2t, pair.i2t) and torch.equal(twin.t2i, pair[1]) and twin.transductive == (True, True)
+
+
 @given(st.integers(0, 10_000), st.floats(-1, 1), st.integers(0, 11))
 @settings(max_examples=20, deadline=None)
 def test_removing_a_hub(seed, lift, text):
@@ -199,6 +262,15 @@ def test_nothing_overflows():
         (lambda: FastReranker().rerank(torch.rand(4)), ValueError, "scores"),
         (lambda: FastReranker().rerank(torch.full((4, 4), math.inf)), ValueError, "scores.*finite"),
         (lambda: FastReranker().topk(torch.rand(4, 9), 5), ValueError, "k"),
+        (lambda: FastReranker().rerank(torch.full((4, 4), 3e38)), ValueError, "scores.*25"),
+        (lambda: FastReranker().rerank(Similarity(torch.full((4, 4), math.nan), torch.rand(4, 4))), ValueError, "rows"),
+        (lambda: retrieval_metrics(Similarity(torch.rand(4, 4), torch.full((4, 4), math.nan))), ValueError, "cols"),
+        (lambda: FastReranker().fit(torch.rand(4)), ValueError, "images"),
+        (lambda: FastReranker().fit(texts=torch.ones(4, 4).long()), TypeError, "texts"),
+        (lambda: FastReranker().fit(torch.full((2, 2), math.nan)), ValueError, "images.*finite"),
+        (lambda: FastReranker().fit(torch.rand(9, 5)).rerank(torch.rand(4, 8)), ValueError, "images.*8 candidates.*5"),
+        (lambda: FastReranker().fit(texts=torch.rand(9, 5)).rerank(torch.rand(4, 8)), ValueError, "texts.*4 cand.*9"),
+        (lambda: FastReranker().fit(torch.rand(9, 5)).rerank(Similarity(*embeddings(3, 3))), ValueError, "images.*dim"),
     ],
 )
 def test_bad_input_is_named(call, error, message):

@@ -45,8 +45,8 @@ def retrieval_metrics(
         ``rsum``, the sum of the six recalls. Queries without a right candidate do not count.
 
     Raises:
-        ValueError: naming the argument, also for nan or infinite scores and if no query has a right candidate. A
-            ``Similarity`` checks its own embeddings on request, with ``check_finite=True``.
+        ValueError: naming the argument, also for nan or infinite scores or embeddings and if no query has a right
+            candidate.
     """
     if reranker is not None and t2i_scores is not None:
         raise ValueError("t2i_scores: expected None beside a reranker, which finds both directions' scores itself")
@@ -90,6 +90,7 @@ def _similarity(name: str, scores: Tensor | Similarity, image_ids: Tensor | None
     if isinstance(scores, Similarity):
         if image_ids is not None or text_ids is not None:
             raise ValueError("image_ids, text_ids: expected None beside a Similarity, which has its own")
+        scores.check_finite()
         return scores
     if image_ids is None and text_ids is None and isinstance(scores, Tensor) and scores.dim() == 2:
         image_ids, text_ids = default_ids(*scores.shape) if scores.numel() else (None, None)

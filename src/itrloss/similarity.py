@@ -239,6 +239,26 @@ class Similarity:
         """The same similarities, cut off from the gradient."""
         return self._view(self._matrix.detach(), self._flipped)
 
+    def check_finite(self) -> None:
+        """Raise a ValueError if an embedding (or score) is nan or infinite: answers are then without meaning.
+
+        It reads the data, so an accelerator has to be waited for.
+        """
+        matrix = self._matrix
+        named = {"scores": matrix.rows} if matrix.cols is None else {"rows": matrix.rows, "cols": matrix.cols}
+        for name, x in named.items():
+            _check_finite(name, x)
+
+    def _against(self, cols: Tensor) -> Similarity:
+        """The same rows beside other columns, nothing matching: (B, D) embeddings, or (N, B) of their scores."""
+        rows, own_cols = self._matrix.rows, self._matrix.cols
+        if own_cols is None:
+            ids = torch.arange(cols.shape[0]), torch.arange(cols.shape[0], cols.shape[0] + cols.shape[1])
+            return Similarity.from_scores(cols, *ids)
+        rows = own_cols if self._flipped else rows
+        ids = torch.arange(rows.shape[0]), torch.arange(rows.shape[0], rows.shape[0] + cols.shape[0])
+        return Similarity(rows, cols, *ids, normalize=self._matrix.normalize)
+
     def scores(self) -> Tensor:
         """The (N, M) matrix itself, differentiable. It is materialised, whatever the engine."""
         return self._matrix.scores().T if self._flipped else self._matrix.scores()
@@ -326,7 +346,12 @@ def _check_matrix(name: str, x: Tensor, wanted: str, check_finite: bool) -> None
         raise ValueError(f"{name}: expected shape {wanted}, got {tuple(x.shape)}")
     if x.shape[0] == 0 or x.shape[1] == 0:
         raise ValueError(f"{name}: expected at least one row and one column, got shape {tuple(x.shape)}")
-    if check_finite and not bool(torch.isfinite(x).all()):
+    if check_finite:
+        _check_finite(name, x)
+
+
+def _check_finite(name: str, x: Tensor) -> None:
+    if not bool(torch.isfinite(x).all()):
         raise ValueError(f"{name}: expected finite values, got nan or infinity")
 
 

@@ -1,5 +1,5 @@
 """Re-rankers: better rankings from scores that exist already."""
 
-from .fast import FastReranker
+from .fast import FastReranker, RerankBiases, Reranked
 
-__all__ = ["FastReranker"]
+__all__ = ["FastReranker", "RerankBiases", "Reranked"]
