@@ -74,7 +74,7 @@ def test_values_equal_the_loop_oracle(name, shape, engine, small_tiles, poisoned
                     np.testing.assert_allclose(a.detach(), b, rtol=1e-6, atol=1e-8)
             else:
                 assert got.dim() == 0
-                np.testing.assert_allclose(float(got), wanted, rtol=1e-6, atol=1e-8)
+                np.testing.assert_allclose(got.item(), wanted, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("engine", ["dense", "tiled"])

@@ -49,24 +49,26 @@ class Hardest(NamedTuple):
 class Matrix:
     """The inputs, the engine, and the scores once they were needed."""
 
-    def __init__(self, rows: Tensor, cols: Tensor | None, ids: Pair, normalize: bool, engine: str):
+    def __init__(
+        self, rows: Tensor, cols: Tensor | None, ids: Pair, normalize: bool, engine: str, inv: Pair | None = None
+    ):
         self.rows, self.cols, self.ids, self.normalize, self.engine = rows, cols, ids, normalize, engine
         self.shape = (rows.shape[0], rows.shape[1] if cols is None else cols.shape[0])
         self.bounded = normalize and cols is not None
         self._scores = rows if cols is None else None
         self._with_gradient = torch.is_grad_enabled()
         self._diagonal: Tensor | None = None
-        self._inv: Pair = (None, None)
-        if self.bounded and cols is not None and engine != "reference":
+        self._inv: Pair = inv or (None, None)
+        if inv is None and self.bounded and cols is not None and engine != "reference":
             self._inv = ops.inverse_norms(rows.detach()), ops.inverse_norms(cols.detach())
 
     def detach(self) -> Matrix:
         """The same scores without a gradient; a dense product is shared, not repeated."""
-        twin = object.__new__(Matrix)
-        twin.__dict__.update(self.__dict__)
-        twin.rows, twin.cols = self.rows.detach(), None if self.cols is None else self.cols.detach()
+        cols = None if self.cols is None else self.cols.detach()
+        twin = Matrix(self.rows.detach(), cols, self.ids, self.normalize, self.engine, self._inv)
         twin._diagonal = None if self._diagonal is None else self._diagonal.detach()
-        twin._scores = None if self.engine == "tiled" and self.cols is not None else self.scores().detach()
+        if cols is not None and self.engine != "tiled":
+            twin._scores = self.scores().detach()
         return twin
 
     def scores(self) -> Tensor:
@@ -139,7 +141,8 @@ class Matrix:
     def hardest(self, asked: Asked) -> Any:
         if self.engine == "reference":
             return [None if h is None else Hardest(*h) for h in self._by_reference(reference.hardest, asked)]
-        *values, rows, cols = ops.hardest(*_detached(self.source()), *asked)
+        out = ops.hardest(*_detached(self.source()), *asked)
+        values, (rows, cols) = list(out[:2]), out[2:]
         along = torch.arange(max(self.shape), device=self.rows.device)
         i, j = [along[: rows.numel()], cols.clamp_min(0)], [rows.clamp_min(0), along[: cols.numel()]]
         one_to_one = self.ids[0] is None
@@ -187,7 +190,7 @@ class Matrix:
 
     def _pair_scores(self, i: Tensor, j: Tensor | None = None, scores: Tensor | None = None) -> Tensor:
         """(P,) scores of listed pairs, whose gradient goes straight to the embeddings."""
-        return ops.PairScores.apply(*self._given()[:4], i, j, scores)
+        return ops.PairScores.apply(self.rows, self.cols, *self._inv, i, j, scores)
 
     def violations(self, margin: float, asked: Asked) -> Any:
         if self.engine == "reference":

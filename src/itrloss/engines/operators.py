@@ -216,7 +216,8 @@ class LogSumExp(torch.autograd.Function):
         ctx.save_for_backward(*source, row_scale, col_scale, *sums)
         ctx.shared, ctx.flags, ctx.entropic = shared, (masked, bounded, extra), extra == softmax.ENTROPY
         ctx.set_materialize_grads(False)
-        values = (softmax.Sums(*sums[side::2]).value for side in (0, 1))
+        totals, tops = sums[:2], sums[2:4]
+        values = [total.log() + top for total, top in zip(totals, tops, strict=True)]  # -inf: nothing was summed
         figures = tuple(x.clone() if extra else x.new_empty(0) for x in sums[4:])
         if not ctx.entropic:
             ctx.mark_non_differentiable(*figures)

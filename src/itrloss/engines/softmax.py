@@ -49,11 +49,6 @@ class Sums(NamedTuple):
     top: Tensor  # the largest exponent, or the same number for all anchors
     figure: Tensor  # MEAN: softmax mean of S. ENTROPY: (2, n), softmax entropy (nats) and share of what counts
 
-    @property
-    def value(self) -> Tensor:
-        """``L``, -inf where nothing was summed."""
-        return self.total.log() + self.top
-
 
 def logsumexp(source: Source, scales: Pair, masked: bool, bounded: bool, extra: int) -> tuple[Sums, Sums, Tensor]:
     """``L = log sum_j exp(a_i S_ij)`` and a figure of its softmax p, of the rows and of the columns; and ``S_ii``.
