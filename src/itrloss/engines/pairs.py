@@ -101,28 +101,35 @@ def _bags(anchors: Tensor, others: Tensor, vectors: Tensor, weights: Tensor, siz
 def hardest(source: Source, asked: tuple[bool, bool]) -> tuple[Tensor, ...]:
     """Scores and indices of the highest-scoring negatives, of the rows and of the columns: -inf and -1 for none."""
     positives = Positives.of(source)
-    best = [source.rows.new_full((size,), -math.inf, dtype=source.dtype) for size in source.shape]
-    where = [torch.full_like(b, -1, dtype=torch.int64) for b in best]
+    best: dict[int, Tensor] = {}
+    where: dict[int, Tensor] = {}
     for tile in tiles(source, scratch=1):
         t = positives.fill_(tile.scratch[0].copy_(tile.scores), tile, -math.inf)
         for side, dim in SIDES:
-            if asked[side]:
-                value, index = _argmax(t, dim)
-                b, w = tile.part(best[side], dim), tile.part(where[side], dim)
-                better = value > b
-                w.copy_(torch.where(better, index + (tile.c0 if dim == 1 else tile.r0), w))
-                b.copy_(torch.maximum(b, value))
-    return tuple(x if a else x.new_empty(0) for found in (best, where) for x, a in zip(found, asked, strict=True))
+            if not asked[side]:
+                continue
+            value, index = _argmax(t, dim)
+            if tile.alone:
+                best[side], where[side] = value, index.masked_fill(value == -math.inf, -1)
+                continue
+            if side not in best:
+                best[side] = value.new_full((source.shape[side],), -math.inf)
+                where[side] = index.new_full((source.shape[side],), -1)
+            b, w = tile.part(best[side], dim), tile.part(where[side], dim)
+            w.copy_(torch.where(value > b, index + (tile.c0 if dim == 1 else tile.r0), w))
+            b.copy_(torch.maximum(b, value))
+    values, indices = source.rows.new_empty(0, dtype=source.dtype), source.rows.new_empty(0, dtype=torch.int64)
+    return tuple(found.get(side, empty) for found, empty in ((best, values), (where, indices)) for side, _ in SIDES)
 
 
-_RUN = 64
+_RUN, _SMALL = 64, 2**15
 
 
 def _argmax(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """``x.max(dim)``, which PyTorch vectorises on the CPU only without the index: so find the run of 64 first."""
     size = x.shape[dim]
     runs = size // _RUN
-    if runs < 2 or x.device.type != "cpu":
+    if runs < 2 or x.numel() <= _SMALL or x.device.type != "cpu":
         best = x.max(dim)
         return best.values, best.indices
     head = x.narrow(dim, 0, runs * _RUN).unflatten(dim, (runs, _RUN))
