@@ -404,3 +404,95 @@ def test_best_negative_of_long_rows_and_columns(shape):
         ours, reference = (Similarity.from_scores(scores, *ids, engine=e) for e in ("dense", "reference"))
         for a, b in zip(ours.both.hardest(), reference.both.hardest(), strict=True):
             assert torch.equal(a.values, b.values) and torch.equal(a.indices, b.indices)
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled", "scores"])
+def test_positives_far_off_and_first_cost_the_moments_no_digits(engine):
+    ids = torch.arange(512) // 64
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(512, 512, generator=generator, dtype=torch.float64) * 0.01
+    scores[ids[:, None] == ids] += 10
+    if engine == "scores":
+        make = lambda dtype, kind: Similarity.from_scores(scores.to(dtype), ids, ids, engine=kind)  # noqa: E731
+    else:
+        side = torch.eye(512, dtype=torch.float64)
+        make = lambda dtype, kind: Similarity(  # noqa: E731
+            scores.to(dtype), side.to(dtype), ids, ids, engine=kind, normalize=False
+        )
+    ours, wanted = make(torch.float32, "dense" if engine == "scores" else engine), make(torch.float64, "reference")
+    for found, exact in ((ours.moments(), wanted.moments()), (ours.T.moments(), wanted.T.moments())):
+        torch.testing.assert_close(found.std.double(), exact.std, rtol=1e-4, atol=0)
+        torch.testing.assert_close(found.mean.double(), exact.mean, rtol=0, atol=1e-6)
+
+
+def test_scores_of_minus_infinity_take_a_pair_out():
+    scores = torch.tensor([[0.5, -math.inf, 0.2], [0.0, 1.0, -math.inf], [-math.inf, -math.inf, 0.3]])
+    grads = []
+    for engine in ("reference", "dense"):
+        s = scores.clone().requires_grad_()
+        sim = Similarity.from_scores(s, engine=engine)
+        rows, cols = sim.both.logsumexp(20.0)
+        assert rows[2] == -math.inf and cols[1] == -math.inf
+        hardest = sim.hardest()
+        assert hardest.indices.tolist() == [2, 0, -1] and hardest.values[2] == -math.inf
+        values = torch.cat([rows, cols])
+        grads.append(torch.autograd.grad(torch.where(values.isfinite(), values, 0.0).sum(), s, retain_graph=True)[0])
+        (all_of_it,) = torch.autograd.grad(values.sum(), s)
+        assert all_of_it.isfinite().all() or engine == "reference"
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("engine", ["reference", "dense", "tiled"])
+def test_embeddings_changed_meanwhile_are_refused(engine):
+    for change in (0, 1):
+        given = list(embeddings(5, 5))
+        sim = Similarity(*given, engine=engine)
+        given[change].mul_(10)
+        with pytest.raises(RuntimeError, match=r"embeddings.*modified in place"):
+            sim.logsumexp(5.0)
+    scores = torch.rand(4, 4)
+    sim = Similarity.from_scores(scores)
+    sim.logsumexp(5.0)
+    scores.zero_()
+    with pytest.raises(RuntimeError, match=r"scores.*modified in place"):
+        sim.positives()
+
+
+@pytest.mark.parametrize("engine", ["reference", "dense", "tiled"])
+def test_no_grad_and_inference_mode_leave_the_gradient_to_others(engine):
+    v, w = (x.requires_grad_() for x in embeddings(5, 5))
+    wanted = torch.autograd.grad(itrloss_sum(Similarity(v, w)), v)
+    sim = Similarity(v, w, engine=engine)
+    with torch.inference_mode():
+        sim.scores(), sim.hardest(), sim.positives(), sim.detach().topk(2)
+    torch.testing.assert_close(torch.autograd.grad(itrloss_sum(sim), v), wanted)
+    with torch.no_grad():
+        sim = Similarity(v, w, engine=engine)
+    assert not itrloss_sum(sim).requires_grad and not sim.hardest().values.requires_grad
+
+
+def itrloss_sum(sim):
+    return sum(x.sum() for x in (*sim.both.logsumexp(5.0), *sim.both.positives("log1p_clamp")))
+
+
+@pytest.mark.parametrize("engine", ["reference", "dense", "tiled"])
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda s: s.both.logsumexp(torch.ones(8)), ValueError, "col_scale.*5"),
+        (lambda s: s.both.logsumexp(torch.ones(3), 1.0), ValueError, "row_scale.*8"),
+        (lambda s: s.T.logsumexp(torch.ones(8)), ValueError, "scale.*5"),
+        (lambda s: s.positives("hinge", torch.ones(9)), ValueError, "params.*8"),
+        (lambda s: s.positives("hinge", 0.2), TypeError, "params.*float"),
+        (lambda s: s.both.positives("hinge", (torch.ones(8),)), ValueError, "row_params, col_params.*1 and 0"),
+        (lambda s: s.both.positives("hinge", (torch.ones(8),), (torch.ones(8),)), ValueError, "col_params.*5"),
+        (lambda s: s.topk(2, torch.ones(5, 1)), ValueError, "bias.*5"),
+        (lambda s: s.ranks(torch.ones(6)), ValueError, "bias.*5"),
+        (lambda s: s.both.ranks(torch.ones(5)), ValueError, "row_bias.*8"),
+        (lambda s: s.T.both.topk(1, torch.ones(8)), ValueError, "row_bias.*5"),
+        (lambda s: s.ranks(0.5), TypeError, "bias.*float"),
+    ],
+)
+def test_a_value_per_anchor_has_the_size_of_the_anchors(engine, call, error, message, small_tiles):
+    with pytest.raises(error, match=message):
+        call(Similarity(*embeddings(8, 5), *make_ids("random", 8, 5), engine=engine))

@@ -409,17 +409,23 @@ def test_a_loss_of_your_own():
 # ----------------------------------------------------------------------------------------------- compilation
 
 
-COMPILED = [(name, engine, "aot_eager") for name in LOSSES for engine in ENGINES] + [
-    (name, engine, "inductor") for name in ("triplet", "infonce learnable", "dcl") for engine in ("dense", "tiled")
+COMPILED = [
+    *((name, engine, "aot_eager", kind) for name in LOSSES for engine in ENGINES for kind in (None, "random")),
+    *((name, "dense", "aot_eager", "shared") for name in ("triplet", "infonce", "hal", "dcl")),
+    *(
+        (name, engine, "inductor", kind)
+        for name in ("triplet", "infonce learnable", "dcl")
+        for engine in ("dense", "tiled")
+        for kind in (None, "random")
+    ),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [None, "random"])
-@pytest.mark.parametrize(("name", "engine", "backend"), COMPILED)
+@pytest.mark.parametrize(("name", "engine", "backend", "kind"), COMPILED)
 def test_compiles_without_graph_breaks(name, engine, backend, kind):
-    n, m = (8, 8) if kind is None else (8, 11)
-    ids = make_ids(kind, n, m)
+    n, m = (8, 11) if kind == "random" else (8, 8)
+    ids = (torch.arange(8) % 5,) * 2 if kind == "shared" else make_ids(kind, n, m)  # one tensor for both sides
     loss = make(name, engine=engine)
     torch._dynamo.reset()
     compiled = torch.compile(loss, fullgraph=True, backend=backend)

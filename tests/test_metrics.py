@@ -106,6 +106,32 @@ def test_duplicate_embeddings_tie_whatever_the_engine(monkeypatch):
         assert figures["i2t_r1"] == 0 and figures["i2t_r5"] == 100
 
 
+@pytest.mark.parametrize("shape", [(600, 2049), (513, 2048), (1025, 2050)])
+def test_copies_tie_wherever_the_tiles_end(shape):
+    """A product with one column rounds otherwise than one with many: no tile may be that narrow."""
+    n, m = shape
+    generator = torch.Generator().manual_seed(0)
+    rows, cols = torch.randn(n, 64, generator=generator), torch.randn(m, 64, generator=generator)
+    rows[-1], cols[-1] = rows[0], cols[0]
+    sim = Similarity(rows, cols, torch.zeros(n).long(), torch.arange(m), engine="tiled")
+    assert ((sim.ranks(ties="pessimistic") - sim.ranks(ties="optimistic")) >= 1).all()
+    sim = Similarity(rows, cols, torch.arange(n), torch.zeros(m).long(), engine="tiled").T
+    assert ((sim.ranks(ties="pessimistic") - sim.ranks(ties="optimistic")) >= 1).all()
+
+
+def test_a_positive_of_minus_infinity_ranks_last_and_not_behind_itself():
+    scores = torch.tensor([[-math.inf, 1.0, 2.0], [0.0, 1.0, 2.0], [0.0, 1.0, 2.0]])
+    for engine in ("reference", "dense"):
+        assert Similarity.from_scores(scores, engine=engine).ranks().flatten().tolist() == [3, 2, 1]
+    many = torch.zeros(40).long(), torch.tensor([0] * 20 + [1] * 20)  # enough positives to have them sorted
+    far = torch.cat([torch.full((40, 20), -math.inf), torch.rand(40, 20)], 1)
+    assert Similarity.from_scores(far, *many).ranks()[0].tolist() == list(range(21, 41))
+    v, w = embeddings(6, 6)
+    bias = torch.zeros(6)
+    bias[2] = -math.inf
+    assert Similarity(v, w).ranks(bias)[2].item() == 6
+
+
 @given(st.integers(0, 10_000))
 @settings(max_examples=20, deadline=None)
 def test_metrics_do_not_depend_on_order_or_monotone_maps(seed):
@@ -259,6 +285,13 @@ def test_nothing_overflows():
         ),
         (lambda: FastReranker((25.0, 0.0)), ValueError, "i2t"),
         (lambda: FastReranker(t2i=(1.0,)), ValueError, "t2i"),
+        (lambda: FastReranker(25.0), ValueError, "i2t.*25"),  # type: ignore[arg-type]
+        (lambda: FastReranker().fit(Similarity(*embeddings(3, 3))), TypeError, "images.*Similarity"),  # type: ignore
+        (
+            lambda: retrieval_metrics(torch.rand(3, 3), t2i_scores=Similarity(*embeddings(3, 3))),  # type: ignore
+            TypeError,
+            "t2i_scores.*Similarity",
+        ),
         (lambda: FastReranker().rerank(torch.rand(4)), ValueError, "scores"),
         (lambda: FastReranker().rerank(torch.full((4, 4), math.inf)), ValueError, "scores.*finite"),
         (lambda: FastReranker().topk(torch.rand(4, 9), 5), ValueError, "k"),

@@ -38,6 +38,11 @@ BAD = {
     "engine": (lambda: Similarity(V, W, *IDS, engine="triton2"), ValueError, "engine.*'triton2'"),
     "engine of a loss": (lambda: itrloss.InfoNCELoss(engine="fast"), ValueError, "engine.*'fast'"),
     "engine for scores": (lambda: itrloss.InfoNCELoss(engine="tiled")(scores=torch.rand(3, 3)), ValueError, "engine"),
+    "nan in a similarity": (
+        lambda: itrloss.InfoNCELoss(check_finite=True)(Similarity(V * float("nan"), W, *IDS)),
+        ValueError,
+        "rows.*finite",
+    ),
     "engine of scores": (lambda: Similarity.from_scores(torch.rand(3, 3), engine="tiled"), ValueError, "engine"),
     "reduction": (lambda: itrloss.InfoNCELoss(reduction="average"), ValueError, "reduction.*'average'"),
     "functional reduction": (

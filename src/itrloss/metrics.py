@@ -52,7 +52,9 @@ def retrieval_metrics(
         raise ValueError("t2i_scores: expected None beside a reranker, which finds both directions' scores itself")
     sim = _similarity("scores", scores, image_ids, text_ids).detach()
     if t2i_scores is not None:
-        if isinstance(t2i_scores, Tensor) and tuple(t2i_scores.shape) != sim.shape:
+        if not isinstance(t2i_scores, Tensor):
+            raise TypeError(f"t2i_scores: expected a tensor of shape {sim.shape}, got {type(t2i_scores).__name__}")
+        if tuple(t2i_scores.shape) != sim.shape:
             raise ValueError(f"t2i_scores: expected shape {sim.shape} like scores, got {tuple(t2i_scores.shape)}")
         other = _similarity("t2i_scores", t2i_scores, *sim.ids)
         directions = {"i2t": _one_way(sim, ties, hubness_k), "t2i": _one_way(other.T, ties, hubness_k)}

@@ -57,8 +57,12 @@ class Both:
         self, row_scale: float | Tensor = 1.0, col_scale: float | Tensor | None = None, *, over: Over = "negatives"
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`itrloss.Similarity.logsumexp`; ``col_scale`` is ``row_scale`` unless given."""
-        first = _scale(self._matrix, row_scale, self._flipped)
-        second = first if col_scale is None else _scale(self._matrix, col_scale, not self._flipped)
+        first = _scale("row_scale", self._matrix, row_scale, self._flipped)
+        if col_scale is None and first.numel() == 1:
+            second = first
+        else:
+            other = row_scale if col_scale is None else col_scale
+            second = _scale("col_scale", self._matrix, other, not self._flipped)
         return self._order(self._matrix.logsumexp(self._order((first, second)), _over(over)))
 
     def entropy(self, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -78,7 +82,11 @@ class Both:
         sparse: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`itrloss.Similarity.positives`."""
-        params = self._order((_params(self._matrix, row_params), _params(self._matrix, col_params)))
+        if len(row_params) != len(col_params):
+            got = f"{len(row_params)} and {len(col_params)}"
+            raise ValueError(f"row_params, col_params: expected as many for the columns as for the rows, got {got}")
+        rows = _params("row_params", self._matrix, row_params, self._flipped)
+        params = self._order((rows, _params("col_params", self._matrix, col_params, not self._flipped)))
         return self._order(self._matrix.positives(_term(term), params, (True, True), sparse))
 
     def violations(self, margin: float) -> tuple[Tensor, Tensor]:
@@ -92,7 +100,7 @@ class Both:
         """
         if k < 1:
             raise ValueError(f"k: expected a number of at least 1, got {k}")
-        biases = self._order((_bias(col_bias), _bias(row_bias)))
+        biases = self._biases(row_bias, col_bias)
         n, m = self._matrix.shape
         values, indices = self._matrix.topk((min(k, m), min(k, n)), biases)
         return self._order((TopK(values[0], indices[0]), TopK(values[1], indices[1])))
@@ -101,8 +109,13 @@ class Both:
         self, row_bias: Tensor | None = None, col_bias: Tensor | None = None, *, ties: str = "pessimistic"
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`itrloss.Similarity.ranks`: ``col_bias`` (M,) is for rows, ``row_bias`` (N,) for columns."""
-        biases = self._order((_bias(col_bias), _bias(row_bias)))
+        biases = self._biases(row_bias, col_bias)
         return self._order(self._matrix.ranks(biases, (True, True), _optimistic(ties)))
+
+    def _biases(self, row_bias: Tensor | None, col_bias: Tensor | None) -> Any:
+        """Of the rows' candidates, the columns, and of the columns', the rows."""
+        n, m = self._order(self._matrix.shape)
+        return self._order((_bias("col_bias", col_bias, m), _bias("row_bias", row_bias, n)))
 
 
 class Similarity:
@@ -126,7 +139,8 @@ class Similarity:
         rows: (N, D) embeddings, floating point; half precision is scored in float32.
         cols: (M, D) embeddings.
         row_ids, col_ids: (N,) and (M,) integers; ``arange`` where left out. If both are left out, N must be M.
-        normalize: scale embeddings to unit length first (a zero vector scores 0 and gets no gradient).
+        normalize: scale embeddings to unit length first (a zero vector scores 0 and gets no gradient). Lengths may be
+            anything from 1e-12, below which a vector counts as zero, to 1e18.
         engine: one of the above.
         memory_budget: bytes that the score matrix may take for ``engine="auto"`` to choose the dense engine. Forward
             and backward of a loss hold up to three matrices of that size at once.
@@ -160,6 +174,8 @@ class Similarity:
             raise ValueError(f"cols: expected device {rows.device} like rows, got {cols.device}")
         n, m = rows.shape[0], cols.shape[0]
         ids = _check_ids(row_ids, col_ids, n, m, rows.device)
+        if rows is cols:
+            cols = cols.view_as(cols)  # the compiler refuses to see the same tensor twice
         chosen = choose(engine, n * m * compute_dtype(rows).itemsize, memory_budget)
         self._matrix, self._flipped = Matrix(rows, cols, ids, normalize, chosen), False
 
@@ -257,7 +273,8 @@ class Similarity:
             return Similarity.from_scores(cols, *ids)
         rows = own_cols if self._flipped else rows
         ids = torch.arange(rows.shape[0]), torch.arange(rows.shape[0], rows.shape[0] + cols.shape[0])
-        return Similarity(rows, cols, *ids, normalize=self._matrix.normalize)
+        engine = "tiled" if self.engine == "tiled" else "auto"
+        return Similarity(rows, cols, *ids, normalize=self._matrix.normalize, engine=engine)
 
     def scores(self) -> Tensor:
         """The (N, M) matrix itself, differentiable. It is materialised, whatever the engine."""
@@ -289,7 +306,7 @@ class Similarity:
 
         ``scale`` is a number, a 0-dim tensor or one value per row, differentiable. -inf for a row without negatives.
         """
-        mine = _scale(self._matrix, scale, self._flipped)
+        mine = _scale("scale", self._matrix, scale, self._flipped)
         return self._mine(self._matrix.logsumexp((None, mine) if self._flipped else (mine, None), _over(over)))
 
     def entropy(self, temperature: float = 1.0) -> Tensor:
@@ -307,7 +324,7 @@ class Similarity:
         value per row, or one for all, and gets its gradient. ``sparse=True`` sends the gradient straight to the
         embeddings of the pairs instead of through the dense matrix: cheaper if no other answer has a dense gradient.
         """
-        mine = _params(self._matrix, params)
+        mine = _params("params", self._matrix, params, self._flipped)
         both = ([], mine) if self._flipped else (mine, [])
         return self._mine(self._matrix.positives(_term(term), both, self._asked, sparse))
 
@@ -319,7 +336,8 @@ class Similarity:
         """The k columns with the highest ``S_ij + bias_j`` for each row. No gradient."""
         if not 1 <= k <= self.shape[1]:
             raise ValueError(f"k: expected a number from 1 to {self.shape[1]}, got {k}")
-        ks, biases = ((0, k), (None, _bias(bias))) if self._flipped else ((k, 0), (_bias(bias), None))
+        bias = _bias("bias", bias, self.shape[1])
+        ks, biases = ((0, k), (None, bias)) if self._flipped else ((k, 0), (bias, None))
         values, indices = self._matrix.topk(ks, biases)
         return TopK(self._mine(values), self._mine(indices))
 
@@ -328,9 +346,10 @@ class Similarity:
 
         P is the largest number of positives of a row. With ``ties="pessimistic"`` a negative that scores the same as
         a positive is ahead of it, with ``"optimistic"`` behind it. The positive's score comes from the same product
-        as its rivals', so rounding cannot move it.
+        as its rivals', so rounding cannot move it. Memory grows with N times P.
         """
-        biases = (None, _bias(bias)) if self._flipped else (_bias(bias), None)
+        bias = _bias("bias", bias, self.shape[1])
+        biases = (None, bias) if self._flipped else (bias, None)
         return self._mine(self._matrix.ranks(biases, self._asked, _optimistic(ties)))
 
 
@@ -371,21 +390,28 @@ def _check_ids(row_ids: Tensor | None, col_ids: Tensor | None, n: int, m: int, d
         if ids.shape != (size,):
             raise ValueError(f"{name}: expected shape ({size},), got {tuple(ids.shape)}")
         checked.append(ids.to(device, torch.int64))
-    return checked[0], checked[1]
+    same = checked[0] is checked[1]
+    return checked[0], checked[1].view_as(checked[1]) if same else checked[1]
 
 
-def _scale(matrix: Matrix, scale: float | Tensor, of_columns: bool) -> Tensor:
+def _scale(name: str, matrix: Matrix, scale: float | Tensor, of_columns: bool) -> Tensor:
     """As a tensor of one value, or of one per anchor, in the compute dtype."""
     dtype = compute_dtype(matrix.rows)
     if not isinstance(scale, Tensor):
         return matrix.rows.new_full((1,), float(scale), dtype=dtype)
     size = matrix.shape[1 if of_columns else 0]
     if scale.numel() != 1 and scale.shape != (size,):
-        raise ValueError(f"scale: expected a number or shape ({size},), got {tuple(scale.shape)}")
+        raise ValueError(f"{name}: expected a number or shape ({size},), got {tuple(scale.shape)}")
     return scale.reshape(-1).to(matrix.rows.device, dtype)
 
 
-def _params(matrix: Matrix, params: tuple[Tensor, ...]) -> list[Tensor]:
+def _params(name: str, matrix: Matrix, params: tuple[Tensor, ...], of_columns: bool) -> list[Tensor]:
+    size = matrix.shape[1 if of_columns else 0]
+    for p in params:
+        if not isinstance(p, Tensor):
+            raise TypeError(f"{name}: expected tensors of shape ({size},) or of one value, got {type(p).__name__}")
+        if p.numel() != 1 and p.shape != (size,):
+            raise ValueError(f"{name}: expected shape ({size},) or one value, got {tuple(p.shape)}")
     return [p.reshape(-1).to(compute_dtype(matrix.rows)) for p in params]
 
 
@@ -407,8 +433,14 @@ def _positive(name: str, value: float) -> float:
     return float(value)
 
 
-def _bias(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.detach()
+def _bias(name: str, bias: Tensor | None, size: int) -> Tensor | None:
+    if bias is None:
+        return None
+    if not isinstance(bias, Tensor):
+        raise TypeError(f"{name}: expected a tensor of shape ({size},), got {type(bias).__name__}")
+    if bias.shape != (size,):
+        raise ValueError(f"{name}: expected shape ({size},), got {tuple(bias.shape)}")
+    return bias.detach()
 
 
 def _optimistic(ties: str) -> bool:

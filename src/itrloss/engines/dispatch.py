@@ -52,15 +52,27 @@ class Matrix:
     def __init__(
         self, rows: Tensor, cols: Tensor | None, ids: Pair, normalize: bool, engine: str, inv: Pair | None = None
     ):
+        if not torch.is_grad_enabled():  # what is made under no_grad has no gradient, whatever the engine and the time
+            rows, cols = rows.detach(), None if cols is None else cols.detach()
         self.rows, self.cols, self.ids, self.normalize, self.engine = rows, cols, ids, normalize, engine
+        self._versions = [] if torch.compiler.is_compiling() else self._seen()
         self.shape = (rows.shape[0], rows.shape[1] if cols is None else cols.shape[0])
         self.bounded = normalize and cols is not None
         self._scores = rows if cols is None else None
-        self._with_gradient = torch.is_grad_enabled()
         self._diagonal: Tensor | None = None
         self._inv: Pair = inv or (None, None)
         if inv is None and self.bounded and cols is not None and engine != "reference":
             self._inv = ops.inverse_norms(rows.detach()), ops.inverse_norms(cols.detach())
+
+    def _seen(self) -> list[int]:
+        given = [x for x in (self.rows, self.cols) if x is not None]
+        return [x._version for x in given if not x.is_inference()]
+
+    def _check_unchanged(self) -> None:
+        """Lengths and scores are kept between answers, so that a queue written meanwhile would give nonsense."""
+        if not torch.compiler.is_compiling() and self._versions != self._seen():
+            what = "scores were" if self.cols is None else "embeddings were"
+            raise RuntimeError(f"the {what} modified in place after this Similarity was made; make another one")
 
     def detach(self) -> Matrix:
         """The same scores without a gradient; a dense product is shared, not repeated."""
@@ -72,15 +84,24 @@ class Matrix:
         return twin
 
     def scores(self) -> Tensor:
-        if self._scores is None:
-            assert self.cols is not None
-            with torch.set_grad_enabled(self._with_gradient):  # whoever asks first may do so under no_grad
-                if self.engine == "reference":
-                    self._scores = reference.scores(self.rows, self.cols, self.normalize)
-                else:
-                    self._scores = ops.Product.apply(self.rows, self.cols, *self._inv)
-        assert self._scores is not None
-        return self._scores
+        if self.cols is None or self._scores is None:
+            self._check_unchanged()
+        if self._scores is not None:
+            return self._scores
+        assert self.cols is not None
+        inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+        with torch.set_grad_enabled(not inference):  # whoever asks first may do so under no_grad
+            if self.engine == "reference":
+                scores = reference.scores(self.rows, self.cols, self.normalize)
+            else:
+                scores = ops.Product.apply(self.rows, self.cols, *self._inv)
+        if not (inference and self._has_gradient):  # such scores would lack it for good
+            self._scores = scores
+        return scores
+
+    @property
+    def _has_gradient(self) -> bool:
+        return self.rows.requires_grad or (self.cols is not None and self.cols.requires_grad)
 
     def source(self) -> Source:
         """What the operators work on: the matrix if it may exist, else the embeddings."""
@@ -89,6 +110,7 @@ class Matrix:
         return Source(self.scores(), None, None, None, *self.ids)
 
     def _given(self) -> Source:
+        self._check_unchanged()
         return Source(self.rows, self.cols, *self._inv, *self.ids)
 
     def _views(self, asked: Asked) -> list[tuple[Tensor, Tensor] | None]:
@@ -175,6 +197,7 @@ class Matrix:
 
     def diagonal(self, sparse: bool) -> Tensor:
         """(N,) scores of row i with column i, differentiable."""
+        self._check_unchanged()
         if self._diagonal is not None:
             return self._diagonal
         if self.engine == "dense" and not sparse:
@@ -184,12 +207,13 @@ class Matrix:
 
     def _keep_diagonal(self, diagonal: Tensor) -> Tensor:
         """Whichever answer comes first hands out the positives' scores: their gradient rides along with its own."""
-        if self._diagonal is None and (torch.is_grad_enabled() or not self._with_gradient):
+        if self._diagonal is None and diagonal.requires_grad == self._has_gradient:
             self._diagonal = diagonal
         return diagonal
 
     def _pair_scores(self, i: Tensor, j: Tensor | None = None, scores: Tensor | None = None) -> Tensor:
         """(P,) scores of listed pairs, whose gradient goes straight to the embeddings."""
+        self._check_unchanged()
         return ops.PairScores.apply(self.rows, self.cols, *self._inv, i, j, scores)
 
     def violations(self, margin: float, asked: Asked) -> Any:

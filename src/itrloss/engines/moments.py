@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -23,9 +25,30 @@ def moments(source: Source, asked: tuple[bool, bool]) -> tuple[tuple[Tensor, Ten
 
     Rounding can leave a variance a little below 0.
     """
-    positives = Positives.of(source)
     counts = negative_counts(source)
-    centre = _centres(source, asked)
+    rows, cols = _around(_centres(source, asked), source, asked, counts)
+    # Only the CPU may look at a value for nothing.
+    if source.rows.device.type == "cpu" and (_is_far(rows) or _is_far(cols)):
+        rows, cols = _around((rows.mean, cols.mean), source, asked, counts)
+    return (rows.mean, cols.mean), (rows.variance, cols.variance)
+
+
+class _Moments(NamedTuple):
+    mean: Tensor
+    variance: Tensor
+    shift: Tensor  # from the centre to the mean
+
+
+def _is_far(found: _Moments) -> bool:
+    """Whether a centre was so far from the mean that the difference of two squares lost its digits."""
+    squared = found.shift.square()
+    return bool((squared > (100 * found.variance).clamp_min(1e-12)).any())
+
+
+def _around(
+    centre: tuple[Tensor, Tensor], source: Source, asked: tuple[bool, bool], counts: tuple[Tensor | int, Tensor | int]
+) -> tuple[_Moments, _Moments]:
+    positives = Positives.of(source)
     first: list[Tensor | None] = [None, None]
     second: list[Tensor | None] = [None, None]
     for tile in tiles(source, scratch=1):
@@ -41,18 +64,18 @@ def moments(source: Source, asked: tuple[bool, bool]) -> tuple[tuple[Tensor, Ten
             squares = torch.linalg.vector_norm(t, dim=1).square_() if dim == 1 else t.square_().sum(0)
             second[side] = tile.add_to(second[side], squares, dim, size)
     rows, cols = (_close(c, n, s1, s2) for c, n, s1, s2 in zip(centre, counts, first, second, strict=True))
-    return (rows[0], cols[0]), (rows[1], cols[1])
+    return rows, cols
 
 
-def _close(centre: Tensor, count: Tensor | int, first: Tensor | None, second: Tensor | None) -> tuple[Tensor, Tensor]:
+def _close(centre: Tensor, count: Tensor | int, first: Tensor | None, second: Tensor | None) -> _Moments:
     if first is None or second is None:
-        return centre.new_empty(0), centre.new_empty(0)
+        return _Moments(*(centre.new_empty(0) for _ in range(3)))
     n = _at_least_one(count)
     shift = first / n
     mean, variance = centre + shift, (second / n).addcmul_(shift, shift, value=-1)
     if isinstance(count, Tensor):
-        return mean.masked_fill_(count == 0, 0.0), variance
-    return (mean if count else torch.zeros_like(mean)), variance
+        return _Moments(mean.masked_fill_(count == 0, 0.0), variance, shift)
+    return _Moments(mean if count else torch.zeros_like(mean), variance, shift)
 
 
 def _at_least_one(count: Tensor | int) -> Tensor | int:
@@ -63,7 +86,8 @@ def _centres(source: Source, asked: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
     """A value near each row's and each column's mean: a shift that keeps the squares small, cheap from either source.
 
     The mean of a k-th of some values lies within sqrt(k) standard deviations of the mean of all, so a thirty-second
-    of them costs at most five of the bits of a variance.
+    of them costs at most five of the bits of a variance. That counts the positives, which can lie far off and come
+    first: :func:`moments` looks at the result.
     """
     if source.cols is None:
         s, (n, m), empty = source.rows, source.shape, source.rows.new_empty(0)
@@ -100,7 +124,7 @@ def moments_backward(
         slope = torch.zeros_like(mean) if gv is None else 2 * gv / n
         const = (torch.zeros_like(mean) if g is None else g / n) - slope * mean
         parts.append((const, slope))
-    for tile in tiles(source, scratch=3):
+    for tile in tiles(source, scratch=2):
         out, t = gradient.of(tile), tile.scratch[0]
         if parts[0] is not None and parts[1] is not None:
             torch.add(tile.spread(parts[0][1], 1), tile.spread(parts[1][1], 0), out=out).mul_(tile.scores)

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import moments, pairs, softmax
-from .tiles import Pair, Source, compute_dtype, project_, unit
+from .tiles import Pair, Source, compute_dtype, first_order, project_, unit
 
 _library = torch.library.Library("itrloss", "DEF")
 _SOURCE = "Tensor rows, Tensor? cols, Tensor? row_inv, Tensor? col_inv, Tensor? row_ids, Tensor? col_ids"
@@ -118,7 +117,7 @@ class Product(torch.autograd.Function):
         return scores
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         left, right, row_inv, col_inv, scores = ctx.saved_tensors
         needs, found = ctx.needs_input_grad, [None, None]
@@ -224,7 +223,7 @@ class LogSumExp(torch.autograd.Function):
         return (*values, *figures, diagonal)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, *grads):
         saved = ctx.saved_tensors
         source, scales, sums = saved[:6], saved[6:8], saved[8:]
@@ -285,7 +284,7 @@ class Moments(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, *grads):
         saved = ctx.saved_tensors
         rows, cols = moment_sums_backward(*saved[:6], *saved[6:8], *grads, *ctx.needs_input_grad[:2])
@@ -353,7 +352,7 @@ class PairScores(torch.autograd.Function):
         return scores
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         rows, cols = pair_scores_backward(*ctx.saved_tensors, grad, *ctx.needs_input_grad[:2])
         return _unless_empty(rows), _unless_empty(cols), *([None] * 5)
@@ -400,7 +399,7 @@ class PositiveSums(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, row_grad, col_grad):
         source, params, split = ctx.saved_tensors[:6], ctx.saved_tensors[6:], ctx.split
         rows, cols, by_row_params, by_col_params = positive_sums_backward(
@@ -438,7 +437,7 @@ class Violations(torch.autograd.Function):
         return violations(*source, margin, for_rows, for_cols)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, row_grad, col_grad):
         rows, cols = violations_backward(*ctx.saved_tensors, ctx.margin, row_grad, col_grad, *ctx.needs_input_grad[:2])
         return _unless_empty(rows), _unless_empty(cols), *([None] * 7)

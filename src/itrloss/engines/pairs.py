@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .positives import Positives
-from .tiles import SIDES, Gradient, Pair, Source, Tile, tiles
+from .tiles import SIDES, Gradient, Pair, Source, Tile, first_order, tiles
 
 # -------------------------------------------------------------------------------------- scores of listed pairs
 
@@ -225,7 +224,7 @@ class TermValue(torch.autograd.Function):
         return value.clone() if value is scores else value
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         needed = zip(ctx.saved_tensors, ctx.shapes, ctx.needs_input_grad[1:], strict=True)
         return None, *((grad * d).sum_to_size(shape) if need else None for d, shape, need in needed)

@@ -59,7 +59,7 @@ def ranks(
             table, count = tables[side], counts[side]
             if table is None or count is None:
                 continue
-            _biased(tile, biases[side], dim, t)
+            _biased(source, tile, biases[side], dim, t)
             pairs.fill_(t, tile, -math.inf)
             if len(table) > _MANY_SLOTS:
                 ordered = (t if dim == 1 else t.T).sort(dim=1).values.contiguous()
@@ -73,8 +73,14 @@ def ranks(
     return _finish(tables[0], counts[0]), _finish(tables[1], counts[1])
 
 
-def _biased(tile: Tile, bias: Tensor | None, dim: int, out: Tensor) -> Tensor:
-    return out.copy_(tile.scores) if bias is None else torch.add(tile.scores, tile.spread(bias, 1 - dim), out=out)
+def _biased(source: Source, tile: Tile, bias: Tensor | None, dim: int, out: Tensor) -> Tensor:
+    if bias is not None:
+        torch.add(tile.scores, tile.spread(bias, 1 - dim), out=out)
+    else:
+        out.copy_(tile.scores)
+    if bias is None and source.cols is not None:  # cosines are finite
+        return out
+    return out.clamp_min_(torch.finfo(out.dtype).min)  # -inf is kept for what does not count
 
 
 def _score_tables(source: Source, pairs: Positives, biases: Pair, asked: tuple[bool, bool]) -> list[Tensor | None]:
@@ -95,7 +101,7 @@ def _score_tables(source: Source, pairs: Positives, biases: Pair, asked: tuple[b
             table, place = tables[side], places[side]
             if table is None or place is None:
                 continue
-            t = _biased(tile, biases[side], dim, tile.scratch[0])
+            t = _biased(source, tile, biases[side], dim, tile.scratch[0])
             anchor, other, slot = place
             i, j = (anchor, other) if dim == 1 else (other, anchor)
             inside = (i >= tile.r0) & (i < tile.r1) & (j >= tile.c0) & (j < tile.c1)

@@ -35,9 +35,9 @@ def logsumexp(scores: Tensor, positive: Tensor, scale: Tensor, masked: bool) -> 
     z = scores * scale.reshape(-1, 1)
     if not masked:
         return z.logsumexp(1)
-    empty = positive.all(1)
-    z = z.masked_fill(positive & ~empty[:, None], -math.inf)  # a row of -inf would have a nan gradient
-    return z.logsumexp(1).masked_fill(empty, -math.inf)
+    z = z.masked_fill(positive, -math.inf)
+    empty = (z == -math.inf).all(1)
+    return z.masked_fill(empty[:, None], 0).logsumexp(1).masked_fill(empty, -math.inf)  # -inf has a nan gradient
 
 
 def moments(scores: Tensor, positive: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,8 +55,8 @@ def entropy(scores: Tensor, positive: Tensor, scale: float) -> Tensor:
 
 def hardest(scores: Tensor, positive: Tensor) -> tuple[Tensor, Tensor]:
     """Score and index of the best negative; -inf and -1 where there is none."""
-    none = positive.all(1)
-    index = scores.masked_fill(positive, -math.inf).argmax(1)
+    best, index = scores.masked_fill(positive, -math.inf).max(1)
+    none = best == -math.inf
     value = scores.gather(1, index[:, None]).squeeze(1)
     return value.masked_fill(none, -math.inf), index.masked_fill(none, -1)
 

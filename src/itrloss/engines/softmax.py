@@ -13,6 +13,7 @@ from .tiles import SIDES, Gradient, Pair, Source, Tile, tiles
 
 MEAN, ENTROPY = 1, 2  # what may be asked for besides the log-sum-exp
 _RANGE = 60.0  # exp(±60) and long sums of it are ordinary float32 numbers
+_NOTHING = 1e-30  # stands for a sum of no exponentials: smaller than any other, and its reciprocal is finite
 
 
 def carries_diagonal(source: Source, masked: bool, extra: int) -> bool:
@@ -165,7 +166,7 @@ def _close(stats: _Stats | None, source: Source, shift: float | None) -> Sums:
     top = torch.full_like(stats.total, shift or 0.0) if stats.top is None else stats.top
     if stats.figure is None:
         return Sums(stats.total, top, top.new_empty(0))
-    total = stats.total.clamp_min(torch.finfo(source.dtype).tiny)
+    total = stats.total.clamp_min(_NOTHING)
     if stats.share is None:
         return Sums(stats.total, top, stats.figure / total)
     share = stats.share / total
@@ -202,7 +203,7 @@ def logsumexp_backward(
         _weights(_given(a), x, g, h, shift, shared) if on and x is not None else None
         for a, x, g, h, on in zip(scales, sums, grads, entropy_grads, active, strict=True)
     ]
-    for tile in tiles(source, scratch=3):
+    for tile in tiles(source, scratch=3 if extra == ENTROPY else 2):
         out, t = gradient.of(tile), tile.scratch[0]
         if shared and weights[0] is not None and weights[1] is not None:
             _exponents(tile, _given(scales[0]), 1, shift, out).exp_()
@@ -241,8 +242,8 @@ class _Weights(NamedTuple):
     """What a side adds to ``dS``.
 
     Where both sides share the exponentials it is ``exp(a S - shift) const``; else with a fixed shift ``sign exp(a S +
-    offset)``. Otherwise ``e (const + slope log e)`` with ``e = exp(a S -
-    offset)``, and ``e uncounted`` where a term of the softmax does not count.
+    offset)``. Otherwise ``e (const + slope log e)`` with ``e = exp(a S - offset)``, and ``e uncounted`` where a term
+    of the softmax does not count.
     """
 
     const: Tensor
@@ -255,7 +256,7 @@ class _Weights(NamedTuple):
 def _weights(
     scale: Tensor, sums: Sums, grad: Tensor | None, entropy_grad: Tensor | None, shift: float | None, shared: bool
 ) -> _Weights:
-    total = sums.total.clamp_min(torch.finfo(sums.total.dtype).tiny)  # 0 if nothing was summed
+    total = sums.total.clamp_min(_NOTHING)
     const = torch.zeros_like(total) if grad is None else grad * scale / total
     if shared:
         return _Weights(const, sums.top)

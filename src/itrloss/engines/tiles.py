@@ -7,12 +7,14 @@ sets of embeddings whose product is formed tile by tile in a fixed workspace, on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 PANEL = {"cpu": 2**19}  # scores per panel of a matrix that exists: a few panels fit in the cache
 TILE = {"cpu": (2**20, 2048)}  # scores per recomputed tile, and its least width: large enough for full-speed products
@@ -42,6 +44,23 @@ class Source(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         return compute_dtype(self.rows)
+
+
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """For the backward pass of an ``autograd.Function`` without a second derivative: refuse one, on any path.
+
+    PyTorch's ``once_differentiable`` refuses only where an incoming gradient has a gradient itself; the dependence on
+    the embeddings would be dropped in silence.
+    """
+    backward = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *grads: Tensor | None) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError("itrloss has no second derivatives: create_graph=True is not supported")
+        return backward(ctx, *grads)
+
+    return checked
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -126,15 +145,22 @@ def _products(source: Source, scratch: int) -> Iterator[Tile]:
     space = _workspace(source, step_r * step_c, scratch + 1)
     assert source.cols is not None
     # Columns outside: their wider block is normalised once, the narrow row block again and again.
-    for c0 in range(0, m, step_c):
-        c1 = min(m, c0 + step_c)
+    for c0, c1 in _spans(m, step_c):
         right = unit(source.cols[c0:c1], _cut(source.col_inv, c0, c1))
-        for r0 in range(0, n, step_r):
-            r1 = min(n, r0 + step_r)
+        for r0, r1 in _spans(n, step_r):
             left = unit(source.rows[r0:r1], _cut(source.row_inv, r0, r1))
             views = [b[: (r1 - r0) * (c1 - c0)].view(r1 - r0, c1 - c0) for b in space]
             torch.mm(left, right.T, out=views[0])
             yield Tile(r0, r1, c0, c1, views[0], views[1:], step_r == n and step_c == m, left, right)
+
+
+def _spans(size: int, step: int) -> list[tuple[int, int]]:
+    """Pieces of at most ``step``, as equal as can be.
+
+    A product of a few columns rounds otherwise than that of many, and copies of an embedding would no longer tie.
+    """
+    count = -(-size // step)
+    return [(size * i // count, size * (i + 1) // count) for i in range(count)]
 
 
 def _cut(x: Tensor | None, start: int, stop: int) -> Tensor | None:

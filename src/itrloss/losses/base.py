@@ -19,7 +19,7 @@ class PairLoss(nn.Module):
     Args:
         reduction: ``"mean"`` (over image anchors plus over text anchors), ``"sum"`` or ``"none"`` (a pair of
             per-anchor values: images (N,), texts (M,)).
-        engine: see :class:`itrloss.Similarity`.
+        engine: see :class:`itrloss.Similarity`. A ``Similarity`` in place of the input keeps its own.
         check_finite: refuse nan and infinite input.
     """
 
@@ -45,7 +45,7 @@ class PairLoss(nn.Module):
         """The loss of embeddings, of a score matrix, or of a :class:`itrloss.Similarity`.
 
         Args:
-            images: (N, D) embeddings, any scale; or a ``Similarity`` with images as rows, in place of everything else.
+            images: (N, D) embeddings of any length; or a ``Similarity``, images as rows, in place of everything else.
             texts: (M, D) embeddings.
             image_ids, text_ids: (N,) and (M,) integers; equal ids are positives. ``arange`` where left out.
             scores: (N, M) similarities from another model, instead of ``images`` and ``texts``.
@@ -64,6 +64,8 @@ class PairLoss(nn.Module):
             for name, x in (("texts", texts), ("image_ids", image_ids), ("text_ids", text_ids), ("scores", scores)):
                 if x is not None:
                     raise ValueError(f"{name}: a Similarity stands for all of the input, expected None beside it")
+            if self.check_finite:
+                images.check_finite()
             return images
         if scores is not None:
             if images is not None or texts is not None:

@@ -93,4 +93,6 @@ class InfoNCELoss(PairLoss):
 
     def extra_repr(self) -> str:
         learnable = self.log_scale is not None
-        return f"temperature={float(self.temperature):.4g}, learnable={learnable}, reduction={self.reduction!r}"
+        with torch.no_grad():
+            temperature = float(self.temperature)
+        return f"temperature={temperature:.4g}, learnable={learnable}, reduction={self.reduction!r}"

@@ -67,7 +67,7 @@ class FastReranker:
 
     def __init__(self, i2t: tuple[float, float] = (25.0, 25.0), t2i: tuple[float, float] = (20.0, 20.0)):
         for name, pair in (("i2t", i2t), ("t2i", t2i)):
-            if len(pair) != 2 or not all(x > 0 for x in pair):
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(x > 0 for x in pair):
                 raise ValueError(f"{name}: expected two numbers above 0, got {pair!r}")
         self.i2t, self.t2i = i2t, t2i
         self._images: Tensor | None = None
@@ -99,6 +99,8 @@ class FastReranker:
         for name, bank in (("images", images), ("texts", texts)):
             if bank is None:
                 continue
+            if isinstance(bank, Similarity):
+                raise TypeError(f"{name}: expected a tensor of embeddings or scores, got a Similarity")
             try:
                 as_similarity(bank)
             except (TypeError, ValueError) as error:
