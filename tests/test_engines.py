@@ -179,6 +179,8 @@ def test_one_id_may_be_left_out():
     full = Similarity(v, w, torch.arange(3), captions)
     short = Similarity(v, w, col_ids=captions)
     assert torch.equal(full.logsumexp(2.0), short.logsumexp(2.0))
+    with pytest.raises(ValueError, match="col_ids"):  # labels of both sides, given once
+        Similarity(v, v, torch.tensor([0, 0, 1]))
 
 
 @pytest.mark.parametrize("engine", ["reference", "dense", "tiled"])

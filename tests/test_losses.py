@@ -436,3 +436,35 @@ def test_compiles_without_graph_breaks(name, engine, backend, kind):
         results.append((value, *torch.autograd.grad(value, (v, w))))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [None, "random"])
+@pytest.mark.parametrize("name", ["infonce", "infonce learnable", "triplet"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_compiles_for_validation_without_gradients(name, engine, kind):
+    ids, (v, w) = make_ids(kind, 8, 8), embeddings(8, 8, dtype=torch.float32)
+    loss = make(name, engine=engine)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")(v, w, *ids)
+        torch.testing.assert_close(compiled, loss(v, w, *ids))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [None, "random"])
+@pytest.mark.parametrize("name", ["infonce", "dcl", "triplet"])
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+def test_one_recompilation_serves_all_batch_sizes(name, engine, kind):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(make(name, engine=engine), fullgraph=True, backend=backend)
+    for n in (8, 12, 16, 20):
+        v, w = (x.requires_grad_() for x in embeddings(n, n, dtype=torch.float32))
+        compiled(v, w, *make_ids(kind, n, n)).backward()
+    assert len(graphs) == 2

@@ -176,6 +176,7 @@ def test_top_of_the_re_ranked_without_the_matrix(engine, small_tiles):
     found = fast.topk(sim, 4)
     for top, full in zip(found, (i2t.topk(4, 1), t2i.T.topk(4, 1)), strict=True):
         assert torch.equal(top.indices, full.indices)
+    assert [top.indices.shape for top in fast.topk(sim, 20)] == [(9, 20), (27, 9)]
     biases = fast.biases(sim)
     torch.testing.assert_close(found[0].values, (sim.scores() + biases.texts).topk(4).values * 8.0)
 
@@ -294,7 +295,9 @@ def test_nothing_overflows():
         ),
         (lambda: FastReranker().rerank(torch.rand(4)), ValueError, "scores"),
         (lambda: FastReranker().rerank(torch.full((4, 4), math.inf)), ValueError, "scores.*finite"),
-        (lambda: FastReranker().topk(torch.rand(4, 9), 5), ValueError, "k"),
+        (lambda: FastReranker().topk(torch.rand(4, 9), 0), ValueError, "k"),
+        (lambda: retrieval_metrics(torch.rand(4, 4), hubness_k=0), ValueError, "hubness_k"),
+        (lambda: retrieval_metrics(torch.rand(4, 8), image_ids=torch.arange(4)), ValueError, "text_ids"),
         (lambda: FastReranker().rerank(torch.full((4, 4), 3e38)), ValueError, "scores.*25"),
         (lambda: FastReranker().rerank(Similarity(torch.full((4, 4), math.nan), torch.rand(4, 4))), ValueError, "rows"),
         (lambda: retrieval_metrics(Similarity(torch.rand(4, 4), torch.full((4, 4), math.nan))), ValueError, "cols"),

@@ -59,6 +59,11 @@ BAD = {
     "temperature": (lambda: itrloss.InfoNCELoss(0.0), ValueError, "temperature"),
     "epsilon": (lambda: itrloss.DiversityContrastiveLoss(epsilon=-1), ValueError, "epsilon.*-1"),
     "entropy temperature": (lambda: itrloss.DiversityContrastiveLoss(entropy_temperature=0), ValueError, "entropy_t"),
+    "temperature of another type": (lambda: itrloss.InfoNCELoss("0.07"), TypeError, "temperature.*'0.07'"),  # type: ignore
+    "true for a number": (lambda: itrloss.HubnessAwareLoss(scale=True), TypeError, "scale.*True"),
+    "margin": (lambda: itrloss.TripletLoss(margin=None), TypeError, "margin.*None"),  # type: ignore[arg-type]
+    "embeddings for a similarity": (lambda: F.info_nce_loss(V, W), TypeError, "sim.*Tensor"),  # type: ignore[arg-type]
+    "embeddings for a diversity": (lambda: F.std_diversity(V), TypeError, "sim.*Tensor"),  # type: ignore[arg-type]
     "dcl temperature": (lambda: itrloss.DiversityContrastiveLoss(-1.0), ValueError, "temperature"),
     "diversity": (lambda: itrloss.DiversityContrastiveLoss(diversity="var"), ValueError, "diversity.*'var'"),
     "functional diversity": (
@@ -142,7 +147,16 @@ def test_terms_of_your_own():
         itrloss.pair_term(only_a_value)
         sim.positives("only_a_value", weight)
     with pytest.raises(ValueError, match="already registered"):
-        itrloss.pair_term(type("f", (), {"__name__": "hinge"})())
+
+        @itrloss.pair_term
+        def hinge(scores):
+            return scores, torch.ones_like(scores)
+
+    @itrloss.pair_term
+    def doubled_for_a_test(scores):  # noqa: F811 — defined anew, as by a notebook's cell that is run again
+        return 2 * scores, 2 + 0 * scores
+
+    torch.testing.assert_close(sim.positives("doubled_for_a_test"), 2 * sim.positives())
 
 
 def test_scores_asked_for_under_no_grad_keep_their_gradient():

@@ -43,7 +43,7 @@ def cosine_scores(model: VSE, split: Split, vocabulary: Vocabulary, batch_size: 
 
 
 def recalls(scores: Tensor, split: Split) -> dict[str, float]:
-    """R@1, 5, 10 both ways and their sum, in percent."""
+    """All figures of :func:`itrloss.metrics.retrieval_metrics`, as plain numbers."""
     return _floats(retrieval_metrics(scores, split.image_ids, split.text_ids))
 
 

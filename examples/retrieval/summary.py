@@ -1,4 +1,4 @@
-"""Mean ± standard deviation over seeds, of finished runs that differ in nothing else.
+"""Mean ± standard deviation of finished runs that differ in nothing but the seed.
 
 python -m examples.retrieval.summary runs/infonce_0 runs/infonce_1 runs/infonce_2 runs/dcl_0 ...
 """
@@ -25,7 +25,7 @@ def load(run: Path, split: str) -> tuple[dict[str, Any], Metrics]:
     try:
         config = json.loads((run / "config.json").read_text())
         metrics = json.loads((run / "metrics.json").read_text())
-    except FileNotFoundError as error:
+    except OSError as error:
         raise ValueError(f"{run}: no finished run, {Path(error.filename).name} is missing") from None
     if split not in metrics:
         raise ValueError(f"{run}: has no metrics on {split}, only on {', '.join(metrics)}")
@@ -65,7 +65,8 @@ def main() -> None:
     parser.add_argument("--split", default="dev", choices=["dev", "test"])
     args = parser.parse_args()
     try:
-        rows = table(group([load(run, args.split) for run in args.runs]))
+        runs = {run.resolve(): run for run in args.runs}  # a directory that is named twice is one seed
+        rows = table(group([load(run, args.split) for run in runs.values()]))
     except ValueError as error:
         sys.exit(str(error))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -146,6 +146,11 @@ class Trainer:
         self.out.mkdir(parents=True, exist_ok=True)
         if self.config.resume and (self.out / "last.pt").exists():
             self.load(self.out / "last.pt")
+        else:  # nothing of a former run may pass for one of this
+            for name in ("metrics.json", "log.jsonl", "dev_scores.npy", "best.pt", "last.pt"):
+                (self.out / name).unlink(missing_ok=True)
+            for file in self.out.glob("events.out.tfevents.*"):
+                file.unlink()
         _write_json(self.out / "config.json", asdict(self.config))
         if self.config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, so only where it is used

@@ -45,7 +45,7 @@ def std_diversity(sim: Similarity, epsilon: float = 0.1) -> Tensor:
     Returns:
         (N,) in (½, 1], 1 for the most diverse row. Differentiable. ``sim.T`` gives the columns' scores.
     """
-    return _diversity_scores(sim.moments().std, epsilon)
+    return _diversity_scores(_checked(sim).moments().std, epsilon)
 
 
 def entropy_diversity(sim: Similarity, epsilon: float = 0.1, temperature: float = 1.0) -> Tensor:
@@ -55,13 +55,13 @@ def entropy_diversity(sim: Similarity, epsilon: float = 0.1, temperature: float 
     of ``S_i / temperature`` over all candidates.
 
     Warning:
-        At temperature 1 cosines hardly differ: with 128 candidates H is within about 1 % of log2 128 for every row and
+        At temperature 1 cosines hardly differ: with 128 candidates H is within about 2 % of log2 128 for every row and
         every score is practically 1. A temperature of the order of the similarities' spread makes it informative.
 
     Returns:
         (N,) in (½, 1]. Differentiable. ``sim.T`` gives the columns' scores.
     """
-    return _diversity_scores(sim.entropy(temperature).clamp_min(1e-6), epsilon)
+    return _diversity_scores(_checked(sim).entropy(temperature).clamp_min(1e-6), epsilon)
 
 
 def _diversity_scores(spread: Tensor, epsilon: float) -> Tensor:
@@ -107,6 +107,7 @@ def diversity_contrastive_loss(
     with temperature μ, margin γ, diversity ``d_i`` and ``w = μ`` as printed. ``diversity=None`` is the implicit form
     (``d = 1``). See :class:`itrloss.DiversityContrastiveLoss` for the options.
     """
+    _checked(sim)
     term = _positive_term(positive)
     weight = temperature if positive_weight == "paper" else float(positive_weight)
     if diversity is None:
@@ -139,7 +140,7 @@ def hubness_aware_loss(
     In general: mean over rows of the row term, plus mean over columns of the column term, minus the mean over positive
     pairs of ``log(1 + S)``. With ``reduction="none"`` each direction carries one half of the positive term.
     """
-    lse = sim.both.logsumexp(scale)
+    lse = _checked(sim).both.logsumexp(scale)
     attraction = sim.both.positives("log1p_clamp")
     counts = _Counts(sim)
     values = [
@@ -161,7 +162,7 @@ def info_nce_loss(
     the sum of the two cross-entropies; CLIP's loss is half of it.
     """
     scale = 1 / temperature
-    rows, cols = sim.both.logsumexp(scale)
+    rows, cols = _checked(sim).both.logsumexp(scale)
     a = scale if isinstance(scale, Tensor) else rows.new_full((1,), scale)
     loss = sim.both.positives("negative_log_likelihood", (rows, a), (cols, a))
     counts = _Counts(sim)
@@ -181,6 +182,7 @@ def triplet_loss(
 
     or the sum over all negatives instead of the maximum (``"all"``).
     """
+    _checked(sim)
     if mining == "hardest":
         thresholds = [h.values + margin for h in sim.both.hardest()]
         values = sim.both.positives("hinge", (thresholds[0],), (thresholds[1],), sparse=True)
@@ -192,6 +194,13 @@ def triplet_loss(
 
 
 # ----------------------------------------------------------------------------------------------------- shared
+
+
+def _checked(sim: Similarity) -> Similarity:
+    if not isinstance(sim, Similarity):
+        wanted = "a Similarity; the classes in itrloss take embeddings and scores"
+        raise TypeError(f"sim: expected {wanted}, got {type(sim).__name__}")
+    return sim
 
 
 def _log1p_exp(z: Tensor) -> Tensor:

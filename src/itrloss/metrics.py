@@ -30,8 +30,8 @@ def retrieval_metrics(
     Args:
         scores: (n_images, n_texts), higher is better; or a :class:`itrloss.Similarity` with images as rows, whose
             answers are streamed.
-        image_ids, text_ids: integers, equal where image and text match. Left out: ``n_texts = c * n_images`` means c
-            consecutive texts an image. Not beside a ``Similarity``, which has its own.
+        image_ids, text_ids: integers, equal where image and text match. Both left out: ``n_texts = c * n_images`` means
+            c consecutive texts an image. Not beside a ``Similarity``, which has its own.
         t2i_scores: (n_images, n_texts) scores for the text queries, if they differ (as after re-ranking).
         reranker: evaluate these scores re-ranked, without holding the matrix.
         ties: whether a wrong candidate with the score of a right one is ahead of it (``"pessimistic"``) or behind.
@@ -50,6 +50,8 @@ def retrieval_metrics(
     """
     if reranker is not None and t2i_scores is not None:
         raise ValueError("t2i_scores: expected None beside a reranker, which finds both directions' scores itself")
+    if hubness_k < 1:
+        raise ValueError(f"hubness_k: expected a number of at least 1, got {hubness_k}")
     sim = _similarity("scores", scores, image_ids, text_ids).detach()
     if t2i_scores is not None:
         if not isinstance(t2i_scores, Tensor):
@@ -74,7 +76,7 @@ def default_ids(n_images: int, n_texts: int) -> tuple[Tensor, Tensor]:
     if n_texts % n_images:
         raise ValueError(
             f"image_ids, text_ids: needed for {n_images} images and {n_texts} texts, "
-            "which is not a whole number of texts an image"
+            "which is not a whole number of texts an image (images are the rows)"
         )
     images = torch.arange(n_images)
     return images, images.repeat_interleave(n_texts // n_images)

@@ -138,7 +138,8 @@ class Similarity:
     Args:
         rows: (N, D) embeddings, floating point; half precision is scored in float32.
         cols: (M, D) embeddings.
-        row_ids, col_ids: (N,) and (M,) integers; ``arange`` where left out. If both are left out, N must be M.
+        row_ids, col_ids: (N,) and (M,) integers, no value is special. If both are left out, row i matches column i,
+            and N must be M. ``col_ids`` alone refer to the rows by their number.
         normalize: scale embeddings to unit length first (a zero vector scores 0 and gets no gradient). Lengths may be
             anything from 1e-12, below which a vector counts as zero, to 1e18.
         engine: one of the above.
@@ -379,6 +380,8 @@ def _check_ids(row_ids: Tensor | None, col_ids: Tensor | None, n: int, m: int, d
         if n != m:
             raise ValueError(f"row_ids, col_ids: needed for {n} rows and {m} columns; only N = M has a default pairing")
         return None, None
+    if col_ids is None:
+        raise ValueError("col_ids: expected ids beside row_ids, got None")
     checked: list[Tensor] = []
     for name, ids, size in (("row_ids", row_ids, n), ("col_ids", col_ids, m)):
         if ids is None:

@@ -379,6 +379,16 @@ def test_a_finished_run_resumes_to_the_same_metrics_and_other_settings_do_not(co
         train(replace(config, resume=True, lr=1e-3, loss="hal"))
 
 
+def test_a_new_run_leaves_nothing_of_a_former_one(config: Config, monkeypatch: pytest.MonkeyPatch):
+    train(config)
+    left = {file.name for file in Path(config.out).iterdir()}
+    monkeypatch.setattr(Trainer, "train_epoch", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        train(config)
+    kept = {file.name for file in Path(config.out).iterdir()}
+    assert left >= {"metrics.json", "best.pt", "last.pt"} and not kept & left - {"config.json"}
+
+
 def test_an_interrupted_write_leaves_the_old_checkpoint(config: Config, monkeypatch: pytest.MonkeyPatch):
     train(replace(config, epochs=1))
     path = Path(config.out, "last.pt")

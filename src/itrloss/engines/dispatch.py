@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import operators as ops
 from . import ranking, reference
-from .pairs import TermValue
+from .pairs import needs_gradient, term_values
 from .positives import Positives
 from .softmax import ENTROPY, MEAN
 from .tiles import Pair, Source, compute_dtype
@@ -189,10 +189,12 @@ class Matrix:
             return [None if v is None else reference.positives(*v, term, p) for v, p in zip(views, params, strict=True)]
         if self.ids[0] is None:  # one positive an anchor: no sums, and a term without parameters is the same for both
             diagonal = self.diagonal(sparse)
-            values = TermValue.apply(term, diagonal, *params[0]) if asked[0] or not params[1] else None
-            return values, TermValue.apply(term, diagonal, *params[1]) if params[1] and asked[1] else values
+            values = term_values(term, diagonal, *params[0]) if asked[0] or not params[1] else None
+            return values, term_values(term, diagonal, *params[1]) if params[1] and asked[1] else values
         rows, cols = (params[0] if asked[0] else []), (params[1] if asked[1] else [])
         source = self._given() if sparse else self.source()
+        if not needs_gradient(source.rows, source.cols, *rows, *cols):  # as in term_values
+            return ops.positive_sums(*source, term, list(rows), list(cols), *asked)
         return ops.PositiveSums.apply(*source, term, *asked, len(rows), *rows, *cols)
 
     def diagonal(self, sparse: bool) -> Tensor:

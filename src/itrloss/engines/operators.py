@@ -141,11 +141,11 @@ class Product(torch.autograd.Function):
 
 def _scaling_scores_pays(rows: Tensor, cols: Tensor, row_inv: Tensor | None, col_inv: Tensor | None) -> bool:
     """Few vectors of many dimensions: scale their products instead of normalised copies, unless that overflows."""
-    n, m, d = rows.shape[0], cols.shape[0], rows.shape[1]
-    if row_inv is None or col_inv is None or 2 * n * m > (n + m) * d:
-        return False
     # Only the CPU may look at the lengths for nothing; a zero vector has the reciprocal 0.
-    if rows.device.type != "cpu" or torch.compiler.is_compiling():
+    if row_inv is None or col_inv is None or rows.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    n, m, d = rows.shape[0], cols.shape[0], rows.shape[1]
+    if 2 * n * m > (n + m) * d:
         return False
     return float(row_inv.amin()) * float(col_inv.amin()) > 1e-36
 

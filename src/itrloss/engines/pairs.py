@@ -159,7 +159,9 @@ def pair_term(function: Term) -> Term:
     every score, positive pair or not.
     """
     name = function.__name__
-    if TERMS.get(name, function) is not function:
+    known = TERMS.get(name, function)
+    # The same definition once more, as a notebook's cell that is run again makes it, replaces the former.
+    if (known.__module__, known.__qualname__) != (function.__module__, function.__qualname__):
         raise ValueError(f"pair_term: a term named {name!r} is already registered")
     TERMS[name] = function
     return function
@@ -213,9 +215,19 @@ def evaluate(term: str, scores: Tensor, params: Sequence[Tensor]) -> tuple[Tenso
     return found
 
 
-class TermValue(torch.autograd.Function):
-    """A term's values, differentiated by what it says of its own derivatives."""
+def needs_gradient(*given: Tensor | None) -> bool:
+    """Whether autograd records what is done with these."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
 
+
+def term_values(term: str, scores: Tensor, *params: Tensor) -> Tensor:
+    """A term's values, differentiated by what it says of its own derivatives."""
+    if needs_gradient(scores, *params):
+        return _TermValues.apply(term, scores, *params)
+    return evaluate(term, scores, params)[0]  # the compiler cannot trace the function where there is no gradient
+
+
+class _TermValues(torch.autograd.Function):
     @staticmethod
     def forward(ctx, term, scores, *params):
         value, *partials = evaluate(term, scores, params)

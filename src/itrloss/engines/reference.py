@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .pairs import TermValue
+from .pairs import term_values
 from .tiles import compute_dtype
 
 
@@ -63,7 +63,7 @@ def hardest(scores: Tensor, positive: Tensor) -> tuple[Tensor, Tensor]:
 
 def positives(scores: Tensor, positive: Tensor, term: str, params: Sequence[Tensor]) -> Tensor:
     """``sum_{p in pos(i)} term(S_ip, *params_i)``."""
-    values = TermValue.apply(term, scores, *(p.reshape(-1, 1) for p in params))
+    values = term_values(term, scores, *(p.reshape(-1, 1) for p in params))
     return torch.where(positive, values, 0.0).sum(1)
 
 

@@ -221,6 +221,9 @@ def _through_norm(grad: Tensor | None, x: Tensor, inv: Tensor | None) -> Tensor:
 
 def project_(grad: Tensor, unit_x: Tensor, inv: Tensor) -> None:
     """``(g - u (u . g)) / |x|``: the gradient that leaves a normalisation, written over ``grad``."""
+    if torch.compiler.is_compiling():  # it fuses without our help, and a loop would fix the number of rows
+        grad.copy_((grad - unit_x * (unit_x * grad).sum(1, keepdim=True)) * inv[:, None])
+        return
     for start in range(0, grad.shape[0], _BLOCK):
         block = slice(start, start + _BLOCK)
         g, u = grad[block], unit_x[block]

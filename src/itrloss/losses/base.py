@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,11 +11,19 @@ from ..functional import Reduction
 from ..similarity import Engine, Similarity
 
 
+def check_number(name: str, value: object, positive: bool = False) -> None:
+    """Raise an error that names the argument unless ``value`` is a number, above 0 if ``positive``."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}: expected a number, got {value!r}")
+    if positive and not float(value) > 0:
+        raise ValueError(f"{name}: expected a number above 0, got {value}")
+
+
 class PairLoss(nn.Module):
     """A loss on the similarities of images and texts; the base of the losses here and of your own.
 
     A subclass implements ``compute(sim: Similarity) -> Tensor`` and gets the call forms below, ids, engines and input
-    checks with it.
+    checks with it. Applying ``self.reduction`` is its own business; an ``__init__`` passes ``**common`` on to this one.
 
     Args:
         reduction: ``"mean"`` (over image anchors plus over text anchors), ``"sum"`` or ``"none"`` (a pair of
@@ -47,7 +56,8 @@ class PairLoss(nn.Module):
         Args:
             images: (N, D) embeddings of any length; or a ``Similarity``, images as rows, in place of everything else.
             texts: (M, D) embeddings.
-            image_ids, text_ids: (N,) and (M,) integers; equal ids are positives. ``arange`` where left out.
+            image_ids, text_ids: (N,) and (M,) integers; equal ids are positives. If both are left out, image i matches
+                text i. ``text_ids`` alone refer to the images by their number.
             scores: (N, M) similarities from another model, instead of ``images`` and ``texts``.
 
         Returns:

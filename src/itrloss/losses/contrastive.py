@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..similarity import Similarity
-from .base import PairLoss
+from .base import PairLoss, check_number
 
 
 class TripletLoss(PairLoss):
     r"""Triplet ranking loss of VSE++ (Faghri et al. 2018), over both directions.
 
-    .. math:: \sum_{(i,p)\ \mathrm{positive}} \max_{j \in neg(i)} [\alpha - S_{ip} + S_{ij}]_+
-              + \max_{j \in neg(p)} [\alpha - S_{ip} + S_{jp}]_+
+    .. math:: \sum_{(i,p)\ \mathrm{positive}} \Bigl( \max_{j \in neg(i)} [\alpha - S_{ip} + S_{ij}]_+
+              + \max_{j \in neg(p)} [\alpha - S_{ip} + S_{jp}]_+ \Bigr)
 
     Training from scratch with the hardest negative can collapse to a plateau where the loss is ``2 * margin`` per pair;
     the usual cure is to begin with all negatives: ``TripletLoss(mining="all")``, and after the first epoch
@@ -39,6 +39,7 @@ class TripletLoss(PairLoss):
         **common: Any,
     ):
         super().__init__(reduction=reduction, **common)
+        check_number("margin", margin)
         self.margin = margin
         self.mining = mining
 
@@ -77,8 +78,7 @@ class InfoNCELoss(PairLoss):
 
     def __init__(self, temperature: float = 0.07, learnable: bool = False, **common: Any):
         super().__init__(**common)
-        if not temperature > 0:
-            raise ValueError(f"temperature: expected a number above 0, got {temperature}")
+        check_number("temperature", temperature, positive=True)
         self.log_scale = nn.Parameter(torch.tensor(-math.log(temperature))) if learnable else None
         self._temperature = temperature
 

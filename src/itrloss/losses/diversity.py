@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import functional
 from ..similarity import Similarity
-from .base import PairLoss
+from .base import PairLoss, check_number
 
 
 class DiversityContrastiveLoss(PairLoss):
@@ -52,12 +52,14 @@ class DiversityContrastiveLoss(PairLoss):
         super().__init__(**common)
         above_zero = {"temperature": temperature, "epsilon": epsilon, "entropy_temperature": entropy_temperature}
         for name, value in above_zero.items():
-            if not value > 0:
-                raise ValueError(f"{name}: expected a number above 0, got {value}")
+            check_number(name, value, positive=True)
+        check_number("margin", margin)
         if diversity not in ("std", "entropy", None):
             raise ValueError(f"diversity: expected 'std', 'entropy' or None, got {diversity!r}")
-        if positive_weight != "paper" and not isinstance(positive_weight, (int, float)):
+        if isinstance(positive_weight, str) and positive_weight != "paper":
             raise ValueError(f"positive_weight: expected 'paper' or a number, got {positive_weight!r}")
+        if positive_weight != "paper":
+            check_number("positive_weight", positive_weight)
         if positive not in ("clamp", "relu"):
             raise ValueError(f"positive: expected 'clamp' or 'relu', got {positive!r}")
         self.temperature, self.margin, self.epsilon = temperature, margin, epsilon

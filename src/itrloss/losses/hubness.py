@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import functional
 from ..similarity import Similarity
-from .base import PairLoss
+from .base import PairLoss, check_number
 
 
 class HubnessAwareLoss(PairLoss):
@@ -30,8 +30,8 @@ class HubnessAwareLoss(PairLoss):
 
     def __init__(self, scale: float = 90.0, margin: float = 0.5, **common: Any):
         super().__init__(**common)
-        if not scale > 0:
-            raise ValueError(f"scale: expected a number above 0, got {scale}")
+        check_number("scale", scale, positive=True)
+        check_number("margin", margin)
         self.scale, self.margin = scale, margin
 
     def compute(self, sim: Similarity) -> Tensor | tuple[Tensor, Tensor]:

@@ -88,7 +88,7 @@ class FastReranker:
             texts: bank of text→image: (B, D) text embeddings, or the scores (n_images, B) of the images to be ranked
                 with the bank's texts.
 
-        A direction whose bank is left out keeps to the test queries.
+        A direction whose bank is left out keeps to the test queries. Another call replaces both banks.
 
         Returns:
             This object.
@@ -128,13 +128,10 @@ class FastReranker:
         """The k best texts of each image and the k best images of each text, by re-ranked score.
 
         Returns:
-            ``(image→text, text→image)``, each with ``values`` and ``indices`` of shape (queries, k). Memory is bounded
-            by the tiled engine's workspace and the result.
+            ``(image→text, text→image)``, each with ``values`` and ``indices`` of shape (queries, k); a direction with
+            fewer than k candidates has them all. Memory is bounded by the tiled engine's workspace and the result.
         """
         sim = as_similarity(scores)
-        n, m = sim.shape
-        if not 1 <= k <= min(n, m):
-            raise ValueError(f"k: expected a number from 1 to {min(n, m)}, got {k}")
         biases = self.biases(sim)
         i2t, t2i = sim.both.topk(k, biases.images, biases.texts)
         i2t = TopK(i2t.values * self.i2t[1], i2t.indices)
