@@ -55,7 +55,7 @@ class Matrix:
         if not torch.is_grad_enabled():  # what is made under no_grad has no gradient, whatever the engine and the time
             rows, cols = rows.detach(), None if cols is None else cols.detach()
         self.rows, self.cols, self.ids, self.normalize, self.engine = rows, cols, ids, normalize, engine
-        self._versions = [] if torch.compiler.is_compiling() else self._seen()
+        self._versions = None if torch.compiler.is_compiling() else self._seen()
         self.shape = (rows.shape[0], rows.shape[1] if cols is None else cols.shape[0])
         self.bounded = normalize and cols is not None
         self._scores = rows if cols is None else None
@@ -70,7 +70,7 @@ class Matrix:
 
     def _check_unchanged(self) -> None:
         """Lengths and scores are kept between answers, so that a queue written meanwhile would give nonsense."""
-        if not torch.compiler.is_compiling() and self._versions != self._seen():
+        if self._versions is not None and not torch.compiler.is_compiling() and self._versions != self._seen():
             what = "scores were" if self.cols is None else "embeddings were"
             raise RuntimeError(f"the {what} modified in place after this Similarity was made; make another one")
 
