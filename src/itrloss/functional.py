@@ -237,6 +237,7 @@ class _Counts:
         return sums if self.one_to_one else sums * (self.anchors[side] / self.pairs[side])
 
     def reduce(self, rows: Tensor, cols: Tensor, reduction: Reduction) -> Tensor | tuple[Tensor, Tensor]:
+        """The two means added, the sum of both, or both as they are; an anchor that takes no part counts nothing."""
         if reduction not in ("mean", "sum", "none"):
             raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
         if self.one_to_one:

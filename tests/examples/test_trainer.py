@@ -277,7 +277,9 @@ def test_an_unknown_loss_or_option_is_refused_by_name(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda file: file.stem)
 def test_shipped_configurations_are_valid(file: Path):
     config = load_config(file)
-    build_loss(config.loss, config.loss_options)
+    loss = build_loss(config.loss, config.loss_options)
+    assert type(loss) is LOSSES[config.loss]
+    assert config.loss_options and all(getattr(loss, name) == value for name, value in config.loss_options.items())
 
 
 def test_learning_rate_warms_up_and_drops():

@@ -84,6 +84,7 @@ class Matrix:
         return twin
 
     def scores(self) -> Tensor:
+        """(N, M), differentiable; formed once."""
         if self.cols is None or self._scores is None:
             self._check_unchanged()
         if self._scores is not None:
@@ -127,6 +128,7 @@ class Matrix:
         return [None if view is None else answer(*view, *args) for view in self._views(asked)]
 
     def logsumexp(self, scales: Pair, over: Over) -> Pair:
+        """``log sum exp`` of each asked side's scores times its scale; a side without a scale is not asked."""
         masked = over == "negatives"
         if self.engine == "reference":
             views = self._views((scales[0] is not None, scales[1] is not None))
@@ -144,6 +146,7 @@ class Matrix:
         return out[0], out[1]
 
     def moments(self, asked: Asked) -> Any:
+        """Mean and standard deviation of the negatives of each asked side."""
         if self.engine == "reference":
             pairs = self._by_reference(reference.moments, asked)
         else:
@@ -152,6 +155,7 @@ class Matrix:
         return [Moments(p[0], p[1].clamp_min(1e-12).sqrt()) if a else None for p, a in zip(pairs, asked, strict=True)]
 
     def entropy(self, temperature: float, asked: Asked) -> Any:
+        """Softmax entropy (bits) of the negatives of each asked side."""
         scale = 1 / temperature
         if self.engine == "reference":
             return self._by_reference(reference.entropy, asked, scale)
@@ -161,6 +165,7 @@ class Matrix:
         return [figure[0] / math.log(2) if ask else None for figure, ask in zip((rows, cols), asked, strict=True)]
 
     def hardest(self, asked: Asked) -> Any:
+        """Highest-scoring negative of each asked side, with its index."""
         if self.engine == "reference":
             return [None if h is None else Hardest(*h) for h in self._by_reference(reference.hardest, asked)]
         out = ops.hardest(*_detached(self.source()), *asked)
@@ -184,6 +189,7 @@ class Matrix:
         return rows, cols
 
     def positives(self, term: str, params: Sequence[Sequence[Tensor]], asked: Asked, sparse: bool = False) -> Any:
+        """Sums of a registered term over the positives of each asked side."""
         if self.engine == "reference":
             views = self._views(asked)
             return [None if v is None else reference.positives(*v, term, p) for v, p in zip(views, params, strict=True)]

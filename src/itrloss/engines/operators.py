@@ -33,6 +33,7 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., 
     """Define ``itrloss::<function name>`` and return the function to call."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        """Give the operator its implementation and its shapes."""
         name = function.__name__
 
         @functools.wraps(function)
@@ -103,6 +104,7 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows, cols, row_inv, col_inv):
+        """(N, M) scores."""
         ctx.scaled_scores = _scaling_scores_pays(rows, cols, row_inv, col_inv)
         if ctx.scaled_scores:
             left, right = unit(rows, None), unit(cols, None)
@@ -119,6 +121,7 @@ class Product(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, grad):
+        """Gradients of the embeddings."""
         left, right, row_inv, col_inv, scores = ctx.saved_tensors
         needs, found = ctx.needs_input_grad, [None, None]
         if ctx.scaled_scores:
@@ -192,6 +195,7 @@ def _fake_source_gradient(*args):
     _fake_source_gradient,
 )
 def logsumexp_backward(*args):
+    """Gradients of the source from those of :func:`logsumexp`."""
     a = args[6:]
     sums = softmax.Sums(a[3], a[5], a[7]), softmax.Sums(a[4], a[6], a[8])
     scales = _scales(*a[0:3])
@@ -209,6 +213,7 @@ class LogSumExp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows, cols, row_inv, col_inv, row_ids, col_ids, row_scale, col_scale, *flags):
+        """(N,) and (M,) log-sum-exps, their figures and the diagonal's scores."""
         source = (rows, cols, row_inv, col_inv, row_ids, col_ids)
         shared, masked, bounded, extra = flags
         *sums, diagonal = logsumexp(*source, row_scale, col_scale, shared, masked, bounded, extra)
@@ -225,6 +230,7 @@ class LogSumExp(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, *grads):
+        """Gradients of the source and of the scales."""
         saved = ctx.saved_tensors
         source, scales, sums = saved[:6], saved[6:8], saved[8:]
         rows = cols = None
@@ -277,6 +283,7 @@ class Moments(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows, cols, row_inv, col_inv, row_ids, col_ids, for_rows, for_cols):
+        """(N,) means, (M,) means, (N,) and (M,) variances."""
         source = (rows, cols, row_inv, col_inv, row_ids, col_ids)
         out = moment_sums(*source, for_rows, for_cols)
         ctx.save_for_backward(*source, *out[:2])
@@ -332,6 +339,7 @@ def _fake_pair_scores_backward(*args):
     _fake_pair_scores_backward,
 )
 def pair_scores_backward(*args):
+    """Gradients of the embeddings from those of :func:`pair_scores`."""
     gradient = pairs.PairGradient(_unlabelled(*args[:4]), args[8:])
     i, j, scores, grad = args[4:8]
     gradient.add(i, i if j is None else j, scores, grad)
@@ -346,6 +354,7 @@ class PairScores(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows, cols, row_inv, col_inv, row_index, col_index, scores=None):
+        """(P,) scores."""
         pair = rows, cols, row_inv, col_inv, row_index, col_index
         scores = pair_scores(*pair) if scores is None else scores.clone()
         ctx.save_for_backward(*pair, scores)
@@ -390,6 +399,7 @@ class PositiveSums(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows, cols, row_inv, col_inv, row_ids, col_ids, term, for_rows, for_cols, split, *params):
+        """(N,) and (M,) sums."""
         source = (rows, cols, row_inv, col_inv, row_ids, col_ids)
         out = positive_sums(*source, term, list(params[:split]), list(params[split:]), for_rows, for_cols)
         ctx.save_for_backward(*source, *params)
@@ -401,6 +411,7 @@ class PositiveSums(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, row_grad, col_grad):
+        """Gradients of the source and of the parameters."""
         source, params, split = ctx.saved_tensors[:6], ctx.saved_tensors[6:], ctx.split
         rows, cols, by_row_params, by_col_params = positive_sums_backward(
             *source, ctx.term, list(params[:split]), list(params[split:]), row_grad, col_grad, *ctx.needs_input_grad[:2]
@@ -430,6 +441,7 @@ class Violations(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows, cols, row_inv, col_inv, row_ids, col_ids, margin, for_rows, for_cols):
+        """(N,) and (M,) sums."""
         source = (rows, cols, row_inv, col_inv, row_ids, col_ids)
         ctx.save_for_backward(*source)
         ctx.margin = margin

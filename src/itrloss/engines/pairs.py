@@ -230,6 +230,7 @@ def term_values(term: str, scores: Tensor, *params: Tensor) -> Tensor:
 class _TermValues(torch.autograd.Function):
     @staticmethod
     def forward(ctx, term, scores, *params):
+        """The values."""
         value, *partials = evaluate(term, scores, params)
         ctx.save_for_backward(*partials)
         ctx.shapes = [x.shape for x in (scores, *params)]
@@ -255,6 +256,7 @@ def positives(source: Source, term: str, params: tuple[list[Tensor], list[Tensor
 def positives_backward(
     source: Source, term: str, params: tuple[list[Tensor], list[Tensor]], grads: Pair, needs: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+    """Gradients of the source and of the parameters from those of the sums."""
     gradient = (PairGradient if Positives.of(source).listable else Gradient)(source, needs)
     given = tuple([torch.zeros_like(p) for p in side] for side in params)
     for chunk in _positive_chunks(source):
@@ -285,6 +287,7 @@ class _Listed:
         return [v if index is None or v.numel() == 1 else v[index] for v in vectors]
 
     def add_to(self, sums: Tensor, values: Tensor, side: int) -> None:
+        """Add the pairs' values to the sums of the anchors on one side."""
         index = self.index[side]
         if sums.numel() == 1:
             sums.add_(values.sum())

@@ -92,6 +92,7 @@ class InfoNCELoss(PairLoss):
         return functional.info_nce_loss(sim, self.temperature, self.reduction)
 
     def extra_repr(self) -> str:
+        """What ``repr`` shows."""
         learnable = self.log_scale is not None
         with torch.no_grad():
             temperature = float(self.temperature)
