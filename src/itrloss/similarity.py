@@ -7,9 +7,20 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ._arguments import (
+    as_bias,
+    as_optimistic,
+    as_over,
+    as_params,
+    as_positive,
+    as_scale,
+    as_term,
+    check_ids,
+    check_matrix,
+    require_finite,
+)
 from .engines.dispatch import Hardest, Matrix, Moments, Over, choose
-from .engines.pairs import TERMS
-from .engines.tiles import Pair, compute_dtype
+from .engines.tiles import compute_dtype
 
 Engine = Literal["auto", "reference", "dense", "tiled"]
 
@@ -57,17 +68,17 @@ class Both:
         self, row_scale: float | Tensor = 1.0, col_scale: float | Tensor | None = None, *, over: Over = "negatives"
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`itrloss.Similarity.logsumexp`; ``col_scale`` is ``row_scale`` unless given."""
-        first = _scale("row_scale", self._matrix, row_scale, self._flipped)
+        first = as_scale("row_scale", self._matrix, row_scale, self._flipped)
         if col_scale is None and first.numel() == 1:
             second = first
         else:
             other = row_scale if col_scale is None else col_scale
-            second = _scale("col_scale", self._matrix, other, not self._flipped)
-        return self._order(self._matrix.logsumexp(self._order((first, second)), _over(over)))
+            second = as_scale("col_scale", self._matrix, other, not self._flipped)
+        return self._order(self._matrix.logsumexp(self._order((first, second)), as_over(over)))
 
     def entropy(self, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """See :meth:`itrloss.Similarity.entropy`."""
-        return self._order(self._matrix.entropy(_positive("temperature", temperature), (True, True)))
+        return self._order(self._matrix.entropy(as_positive("temperature", temperature), (True, True)))
 
     def hardest(self) -> tuple[Hardest, Hardest]:
         """See :meth:`itrloss.Similarity.hardest`."""
@@ -85,9 +96,9 @@ class Both:
         if len(row_params) != len(col_params):
             got = f"{len(row_params)} and {len(col_params)}"
             raise ValueError(f"row_params, col_params: expected as many for the columns as for the rows, got {got}")
-        rows = _params("row_params", self._matrix, row_params, self._flipped)
-        params = self._order((rows, _params("col_params", self._matrix, col_params, not self._flipped)))
-        return self._order(self._matrix.positives(_term(term), params, (True, True), sparse))
+        rows = as_params("row_params", self._matrix, row_params, self._flipped)
+        params = self._order((rows, as_params("col_params", self._matrix, col_params, not self._flipped)))
+        return self._order(self._matrix.positives(as_term(term), params, (True, True), sparse))
 
     def violations(self, margin: float) -> tuple[Tensor, Tensor]:
         """See :meth:`itrloss.Similarity.violations`."""
@@ -110,12 +121,12 @@ class Both:
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`itrloss.Similarity.ranks`: ``col_bias`` (M,) is for rows, ``row_bias`` (N,) for columns."""
         biases = self._biases(row_bias, col_bias)
-        return self._order(self._matrix.ranks(biases, (True, True), _optimistic(ties)))
+        return self._order(self._matrix.ranks(biases, (True, True), as_optimistic(ties)))
 
     def _biases(self, row_bias: Tensor | None, col_bias: Tensor | None) -> Any:
         """Of the rows' candidates, the columns, and of the columns', the rows."""
         n, m = self._order(self._matrix.shape)
-        return self._order((_bias("col_bias", col_bias, m), _bias("row_bias", row_bias, n)))
+        return self._order((as_bias("col_bias", col_bias, m), as_bias("row_bias", row_bias, n)))
 
 
 class Similarity:
@@ -163,8 +174,8 @@ class Similarity:
         memory_budget: int = DEFAULT_MEMORY_BUDGET,
         check_finite: bool = False,
     ):
-        _check_matrix("rows", rows, "(N, D)", check_finite)
-        _check_matrix("cols", cols, "(M, D)", check_finite)
+        check_matrix("rows", rows, "(N, D)", check_finite)
+        check_matrix("cols", cols, "(M, D)", check_finite)
         if rows.shape[1] != cols.shape[1]:
             raise ValueError(
                 f"cols: expected embeddings of dimension {rows.shape[1]} like rows, got shape {tuple(cols.shape)}"
@@ -174,7 +185,7 @@ class Similarity:
         if rows.device != cols.device:
             raise ValueError(f"cols: expected device {rows.device} like rows, got {cols.device}")
         n, m = rows.shape[0], cols.shape[0]
-        ids = _check_ids(row_ids, col_ids, n, m, rows.device)
+        ids = check_ids(row_ids, col_ids, n, m, rows.device)
         if rows is cols:
             cols = cols.view_as(cols)  # the compiler refuses to see the same tensor twice
         chosen = choose(engine, n * m * compute_dtype(rows).itemsize, memory_budget)
@@ -194,10 +205,10 @@ class Similarity:
 
         The matrix exists, so the engine is dense (or the reference); the gradient is that of the scores.
         """
-        _check_matrix("scores", scores, "(N, M)", check_finite)
+        check_matrix("scores", scores, "(N, M)", check_finite)
         if engine not in ("auto", "dense", "reference"):
             raise ValueError(f"engine: expected 'auto', 'dense' or 'reference' for scores, got {engine!r}")
-        ids = _check_ids(row_ids, col_ids, scores.shape[0], scores.shape[1], scores.device)
+        ids = check_ids(row_ids, col_ids, scores.shape[0], scores.shape[1], scores.device)
         chosen = "dense" if engine == "auto" else engine
         return cls._view(Matrix(scores.to(compute_dtype(scores)), None, ids, False, chosen), False)
 
@@ -264,7 +275,7 @@ class Similarity:
         matrix = self._matrix
         named = {"scores": matrix.rows} if matrix.cols is None else {"rows": matrix.rows, "cols": matrix.cols}
         for name, x in named.items():
-            _check_finite(name, x)
+            require_finite(name, x)
 
     def _against(self, cols: Tensor) -> Similarity:
         """The same rows beside other columns, nothing matching: (B, D) embeddings, or (N, B) of their scores."""
@@ -307,12 +318,12 @@ class Similarity:
 
         ``scale`` is a number, a 0-dim tensor or one value per row, differentiable. -inf for a row without negatives.
         """
-        mine = _scale("scale", self._matrix, scale, self._flipped)
-        return self._mine(self._matrix.logsumexp((None, mine) if self._flipped else (mine, None), _over(over)))
+        mine = as_scale("scale", self._matrix, scale, self._flipped)
+        return self._mine(self._matrix.logsumexp((None, mine) if self._flipped else (mine, None), as_over(over)))
 
     def entropy(self, temperature: float = 1.0) -> Tensor:
         """(N,) ``-sum_{j in neg(i)} P_ij log2 P_ij``, ``P_i`` the softmax of ``S_i / temperature`` over all columns."""
-        return self._mine(self._matrix.entropy(_positive("temperature", temperature), self._asked))
+        return self._mine(self._matrix.entropy(as_positive("temperature", temperature), self._asked))
 
     def hardest(self) -> Hardest:
         """Each row's highest-scoring negative. Its gradient goes straight to the two embeddings of the pair."""
@@ -325,9 +336,9 @@ class Similarity:
         value per row, or one for all, and gets its gradient. ``sparse=True`` sends the gradient straight to the
         embeddings of the pairs instead of through the dense matrix: cheaper if no other answer has a dense gradient.
         """
-        mine = _params("params", self._matrix, params, self._flipped)
+        mine = as_params("params", self._matrix, params, self._flipped)
         both = ([], mine) if self._flipped else (mine, [])
-        return self._mine(self._matrix.positives(_term(term), both, self._asked, sparse))
+        return self._mine(self._matrix.positives(as_term(term), both, self._asked, sparse))
 
     def violations(self, margin: float) -> Tensor:
         """(N,) ``sum_{p in pos(i)} sum_{j in neg(i)} max(margin - S_ip + S_ij, 0)``."""
@@ -337,7 +348,7 @@ class Similarity:
         """The k columns with the highest ``S_ij + bias_j`` for each row. No gradient."""
         if not 1 <= k <= self.shape[1]:
             raise ValueError(f"k: expected a number from 1 to {self.shape[1]}, got {k}")
-        bias = _bias("bias", bias, self.shape[1])
+        bias = as_bias("bias", bias, self.shape[1])
         ks, biases = ((0, k), (None, bias)) if self._flipped else ((k, 0), (bias, None))
         values, indices = self._matrix.topk(ks, biases)
         return TopK(self._mine(values), self._mine(indices))
@@ -349,104 +360,6 @@ class Similarity:
         a positive is ahead of it, with ``"optimistic"`` behind it. The positive's score comes from the same product
         as its rivals', so rounding cannot move it. Memory grows with N times P.
         """
-        bias = _bias("bias", bias, self.shape[1])
+        bias = as_bias("bias", bias, self.shape[1])
         biases = (None, bias) if self._flipped else (bias, None)
-        return self._mine(self._matrix.ranks(biases, self._asked, _optimistic(ties)))
-
-
-# ------------------------------------------------------------------------------------------------- arguments
-
-
-def _check_matrix(name: str, x: Tensor, wanted: str, check_finite: bool) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a floating-point tensor {wanted}, got {type(x).__name__}")
-    if not x.is_floating_point():
-        raise TypeError(f"{name}: expected a floating-point tensor {wanted}, got {x.dtype}")
-    if x.dim() != 2:
-        raise ValueError(f"{name}: expected shape {wanted}, got {tuple(x.shape)}")
-    if x.shape[0] == 0 or x.shape[1] == 0:
-        raise ValueError(f"{name}: expected at least one row and one column, got shape {tuple(x.shape)}")
-    if check_finite:
-        _check_finite(name, x)
-
-
-def _check_finite(name: str, x: Tensor) -> None:
-    if not bool(torch.isfinite(x).all()):
-        raise ValueError(f"{name}: expected finite values, got nan or infinity")
-
-
-def _check_ids(row_ids: Tensor | None, col_ids: Tensor | None, n: int, m: int, device: torch.device) -> Pair:
-    if row_ids is None and col_ids is None:
-        if n != m:
-            raise ValueError(f"row_ids, col_ids: needed for {n} rows and {m} columns; only N = M has a default pairing")
-        return None, None
-    if col_ids is None:
-        raise ValueError("col_ids: expected ids beside row_ids, got None")
-    checked: list[Tensor] = []
-    for name, ids, size in (("row_ids", row_ids, n), ("col_ids", col_ids, m)):
-        if ids is None:
-            checked.append(torch.arange(size, device=device))
-            continue
-        if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-            raise TypeError(f"{name}: expected an integer tensor of shape ({size},), got {got}")
-        if ids.shape != (size,):
-            raise ValueError(f"{name}: expected shape ({size},), got {tuple(ids.shape)}")
-        checked.append(ids.to(device, torch.int64))
-    same = checked[0] is checked[1]
-    return checked[0], checked[1].view_as(checked[1]) if same else checked[1]
-
-
-def _scale(name: str, matrix: Matrix, scale: float | Tensor, of_columns: bool) -> Tensor:
-    """As a tensor of one value, or of one per anchor, in the compute dtype."""
-    dtype = compute_dtype(matrix.rows)
-    if not isinstance(scale, Tensor):
-        return matrix.rows.new_full((1,), float(scale), dtype=dtype)
-    size = matrix.shape[1 if of_columns else 0]
-    if scale.numel() != 1 and scale.shape != (size,):
-        raise ValueError(f"{name}: expected a number or shape ({size},), got {tuple(scale.shape)}")
-    return scale.reshape(-1).to(matrix.rows.device, dtype)
-
-
-def _params(name: str, matrix: Matrix, params: tuple[Tensor, ...], of_columns: bool) -> list[Tensor]:
-    size = matrix.shape[1 if of_columns else 0]
-    for p in params:
-        if not isinstance(p, Tensor):
-            raise TypeError(f"{name}: expected tensors of shape ({size},) or of one value, got {type(p).__name__}")
-        if p.numel() != 1 and p.shape != (size,):
-            raise ValueError(f"{name}: expected shape ({size},) or one value, got {tuple(p.shape)}")
-    return [p.reshape(-1).to(compute_dtype(matrix.rows)) for p in params]
-
-
-def _over(over: str) -> Over:
-    if over not in ("negatives", "all"):
-        raise ValueError(f"over: expected 'negatives' or 'all', got {over!r}")
-    return over
-
-
-def _term(term: str) -> str:
-    if term not in TERMS:
-        raise ValueError(f"term: expected one of {sorted(TERMS)}, got {term!r}")
-    return term
-
-
-def _positive(name: str, value: float) -> float:
-    if not value > 0:
-        raise ValueError(f"{name}: expected a number above 0, got {value}")
-    return float(value)
-
-
-def _bias(name: str, bias: Tensor | None, size: int) -> Tensor | None:
-    if bias is None:
-        return None
-    if not isinstance(bias, Tensor):
-        raise TypeError(f"{name}: expected a tensor of shape ({size},), got {type(bias).__name__}")
-    if bias.shape != (size,):
-        raise ValueError(f"{name}: expected shape ({size},), got {tuple(bias.shape)}")
-    return bias.detach()
-
-
-def _optimistic(ties: str) -> bool:
-    if ties not in ("pessimistic", "optimistic"):
-        raise ValueError(f"ties: expected 'pessimistic' or 'optimistic', got {ties!r}")
-    return ties == "optimistic"
+        return self._mine(self._matrix.ranks(biases, self._asked, as_optimistic(ties)))

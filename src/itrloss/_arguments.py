@@ -1,0 +1,105 @@
+"""Checks of what :class:`itrloss.Similarity` is given: an error names the argument, what it got and what it wanted."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .engines.dispatch import Matrix, Over
+from .engines.pairs import TERMS
+from .engines.tiles import Pair, compute_dtype
+
+
+def check_matrix(name: str, x: Tensor, wanted: str, check_finite: bool) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a floating-point tensor {wanted}, got {type(x).__name__}")
+    if not x.is_floating_point():
+        raise TypeError(f"{name}: expected a floating-point tensor {wanted}, got {x.dtype}")
+    if x.dim() != 2:
+        raise ValueError(f"{name}: expected shape {wanted}, got {tuple(x.shape)}")
+    if x.shape[0] == 0 or x.shape[1] == 0:
+        raise ValueError(f"{name}: expected at least one row and one column, got shape {tuple(x.shape)}")
+    if check_finite:
+        require_finite(name, x)
+
+
+def require_finite(name: str, x: Tensor) -> None:
+    if not bool(torch.isfinite(x).all()):
+        raise ValueError(f"{name}: expected finite values, got nan or infinity")
+
+
+def check_ids(row_ids: Tensor | None, col_ids: Tensor | None, n: int, m: int, device: torch.device) -> Pair:
+    if row_ids is None and col_ids is None:
+        if n != m:
+            raise ValueError(f"row_ids, col_ids: needed for {n} rows and {m} columns; only N = M has a default pairing")
+        return None, None
+    if col_ids is None:
+        raise ValueError("col_ids: expected ids beside row_ids, got None")
+    checked: list[Tensor] = []
+    for name, ids, size in (("row_ids", row_ids, n), ("col_ids", col_ids, m)):
+        if ids is None:
+            checked.append(torch.arange(size, device=device))
+            continue
+        if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+            raise TypeError(f"{name}: expected an integer tensor of shape ({size},), got {got}")
+        if ids.shape != (size,):
+            raise ValueError(f"{name}: expected shape ({size},), got {tuple(ids.shape)}")
+        checked.append(ids.to(device, torch.int64))
+    same = checked[0] is checked[1]
+    return checked[0], checked[1].view_as(checked[1]) if same else checked[1]
+
+
+def as_scale(name: str, matrix: Matrix, scale: float | Tensor, of_columns: bool) -> Tensor:
+    """As a tensor of one value, or of one per anchor, in the compute dtype."""
+    dtype = compute_dtype(matrix.rows)
+    if not isinstance(scale, Tensor):
+        return matrix.rows.new_full((1,), float(scale), dtype=dtype)
+    size = matrix.shape[1 if of_columns else 0]
+    if scale.numel() != 1 and scale.shape != (size,):
+        raise ValueError(f"{name}: expected a number or shape ({size},), got {tuple(scale.shape)}")
+    return scale.reshape(-1).to(matrix.rows.device, dtype)
+
+
+def as_params(name: str, matrix: Matrix, params: tuple[Tensor, ...], of_columns: bool) -> list[Tensor]:
+    size = matrix.shape[1 if of_columns else 0]
+    for p in params:
+        if not isinstance(p, Tensor):
+            raise TypeError(f"{name}: expected tensors of shape ({size},) or of one value, got {type(p).__name__}")
+        if p.numel() != 1 and p.shape != (size,):
+            raise ValueError(f"{name}: expected shape ({size},) or one value, got {tuple(p.shape)}")
+    return [p.reshape(-1).to(compute_dtype(matrix.rows)) for p in params]
+
+
+def as_over(over: str) -> Over:
+    if over not in ("negatives", "all"):
+        raise ValueError(f"over: expected 'negatives' or 'all', got {over!r}")
+    return over
+
+
+def as_term(term: str) -> str:
+    if term not in TERMS:
+        raise ValueError(f"term: expected one of {sorted(TERMS)}, got {term!r}")
+    return term
+
+
+def as_positive(name: str, value: float) -> float:
+    if not value > 0:
+        raise ValueError(f"{name}: expected a number above 0, got {value}")
+    return float(value)
+
+
+def as_bias(name: str, bias: Tensor | None, size: int) -> Tensor | None:
+    if bias is None:
+        return None
+    if not isinstance(bias, Tensor):
+        raise TypeError(f"{name}: expected a tensor of shape ({size},), got {type(bias).__name__}")
+    if bias.shape != (size,):
+        raise ValueError(f"{name}: expected shape ({size},), got {tuple(bias.shape)}")
+    return bias.detach()
+
+
+def as_optimistic(ties: str) -> bool:
+    if ties not in ("pessimistic", "optimistic"):
+        raise ValueError(f"ties: expected 'pessimistic' or 'optimistic', got {ties!r}")
+    return ties == "optimistic"
