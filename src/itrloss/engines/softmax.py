@@ -111,10 +111,17 @@ def _sums(
 
 
 def _exponents(tile: Tile, scale: Tensor, dim: int, shift: float | None, out: Tensor) -> Tensor:
-    """``a S - shift``, in one pass."""
+    """``a S - shift``."""
     if not shift:
         return torch.mul(tile.scores, tile.spread(scale, dim), out=out)
-    return torch.addcmul(scale.new_full((1, 1), -shift), tile.scores, tile.spread(scale, dim), out=out)
+    return _affine(tile, scale, scale.new_full((1,), -shift), dim, out)
+
+
+def _affine(tile: Tile, scale: Tensor, offset: Tensor, dim: int, out: Tensor) -> Tensor:
+    """``a S + offset`` on the CPU, where PyTorch does not vectorise an addcmul along the rows."""
+    if scale.numel() == 1:
+        return torch.add(tile.spread(offset, dim), tile.scores, alpha=float(scale), out=out)
+    return torch.mul(tile.scores, tile.spread(scale, dim), out=out).add_(tile.spread(offset, dim))
 
 
 class _Stats(NamedTuple):
@@ -213,9 +220,9 @@ def logsumexp_backward(
             for (_, dim), w, scale in zip(SIDES, weights, scales, strict=True):
                 if w is None or scale is None:
                     continue
-                x, a = t if written else out, tile.spread(scale, dim)
+                x = t if written else out
                 if shift is None:  # a large maximum is subtracted first and alone: what is left of it is exact
-                    torch.mul(tile.scores, a, out=x).sub_(tile.spread(w.offset, dim))
+                    torch.mul(tile.scores, tile.spread(scale, dim), out=x).sub_(tile.spread(w.offset, dim))
                     factor = tile.spread(w.const, dim)
                     if w.slope is not None:
                         factor = torch.clamp_min(x, -1e4, out=tile.scratch[1])  # -inf would meet a p of 0
@@ -224,7 +231,7 @@ def logsumexp_backward(
                             positives.fill_(factor, tile, w.uncounted, dim)
                     x.exp_().mul_(factor)
                 else:
-                    torch.addcmul(tile.spread(w.offset, dim), tile.scores, a, out=x).exp_()
+                    _affine(tile, scale, w.offset, dim, x).exp_()
                     if w.sign is not None:
                         x.mul_(tile.spread(w.sign, dim))
                 if written:
