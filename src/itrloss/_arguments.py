@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Real
+
 import torch
 from torch import Tensor
 
@@ -68,7 +70,7 @@ def as_params(name: str, matrix: Matrix, params: tuple[Tensor, ...], of_columns:
             raise TypeError(f"{name}: expected tensors of shape ({size},) or of one value, got {type(p).__name__}")
         if p.numel() != 1 and p.shape != (size,):
             raise ValueError(f"{name}: expected shape ({size},) or one value, got {tuple(p.shape)}")
-    return [p.reshape(-1).to(compute_dtype(matrix.rows)) for p in params]
+    return [p.reshape(-1).to(matrix.rows.device, compute_dtype(matrix.rows)) for p in params]
 
 
 def as_over(over: str) -> Over:
@@ -83,20 +85,22 @@ def as_term(term: str) -> str:
     return term
 
 
-def as_positive(name: str, value: float) -> float:
-    if not value > 0:
+def check_number(name: str, value: object, positive: bool = False) -> None:
+    """Raise an error that names the argument unless ``value`` is a number, above 0 if ``positive``."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}: expected a number, got {value!r}")
+    if positive and not float(value) > 0:
         raise ValueError(f"{name}: expected a number above 0, got {value}")
-    return float(value)
 
 
-def as_bias(name: str, bias: Tensor | None, size: int) -> Tensor | None:
+def as_bias(name: str, matrix: Matrix, bias: Tensor | None, size: int) -> Tensor | None:
     if bias is None:
         return None
     if not isinstance(bias, Tensor):
         raise TypeError(f"{name}: expected a tensor of shape ({size},), got {type(bias).__name__}")
     if bias.shape != (size,):
         raise ValueError(f"{name}: expected shape ({size},), got {tuple(bias.shape)}")
-    return bias.detach()
+    return bias.detach().to(matrix.rows.device)
 
 
 def as_optimistic(ties: str) -> bool:

@@ -49,7 +49,7 @@ def std_diversity(sim: Similarity, epsilon: float = 0.1) -> Tensor:
 
 
 def entropy_diversity(sim: Similarity, epsilon: float = 0.1, temperature: float = 1.0) -> Tensor:
-    r"""Diversity of each row's negatives by the entropy of its similarities (CODER supplement, Eq. 7-8).
+    r"""Diversity of each row's negatives by the entropy of its similarities (CODER supplement, Eq. 8).
 
     The map of :func:`std_diversity` applied to ``H_i = -sum_{j negative} P_ij log2 P_ij``, where ``P_i`` is the softmax
     of ``S_i / temperature`` over all candidates.
@@ -137,8 +137,9 @@ def hubness_aware_loss(
         \frac1B \sum_i \Bigl[ \tfrac1\gamma \log\bigl(1 + \sum_{j \ne i} e^{\gamma (S_{ij} - \varepsilon)}\bigr)
         + \tfrac1\gamma \log\bigl(1 + \sum_{j \ne i} e^{\gamma (S_{ji} - \varepsilon)}\bigr) - \log(1 + S_{ii}) \Bigr]
 
-    In general: mean over rows of the row term, plus mean over columns of the column term, minus the mean over positive
-    pairs of ``log(1 + S)``. With ``reduction="none"`` each direction carries one half of the positive term.
+    with ``scale`` γ and ``margin`` ε. In general: mean over rows of the row term, plus mean over columns of the column
+    term, minus the mean over positive pairs of ``log(1 + S)``. With ``reduction="none"`` each direction carries one half
+    of the positive term. See :class:`itrloss.HubnessAwareLoss`.
     """
     lse = _checked(sim).both.logsumexp(scale)
     attraction = sim.both.positives("log1p_clamp")
@@ -158,8 +159,9 @@ def info_nce_loss(
     .. math:: \ell_i = \operatorname{mean}_{p \in pos(i)} -\log
         \frac{e^{S_{ip}/\tau}}{e^{S_{ip}/\tau} + \sum_{j \in neg(i)} e^{S_{ij}/\tau}}
 
-    A positive competes with the negatives, not with the anchor's other positives. With one positive per anchor this is
-    the sum of the two cross-entropies; CLIP's loss is half of it.
+    with the ``temperature`` τ, a number or a tensor of one value, which gets its gradient. A positive competes with the
+    negatives, not with the anchor's other positives. With one positive per anchor this is the sum of the two
+    cross-entropies; CLIP's loss is half of it.
     """
     scale = 1 / temperature
     rows, cols = _checked(sim).both.logsumexp(scale)
@@ -180,7 +182,7 @@ def triplet_loss(
 
     .. math:: \ell_i = \sum_{p \in pos(i)} \max_{j \in neg(i)} [\alpha - S_{ip} + S_{ij}]_+ \quad\text{("hardest")}
 
-    or the sum over all negatives instead of the maximum (``"all"``).
+    or the sum over all negatives instead of the maximum (``"all"``); α is the ``margin``, in units of cosine similarity.
     """
     _checked(sim)
     if mining == "hardest":

@@ -12,11 +12,11 @@ from ._arguments import (
     as_optimistic,
     as_over,
     as_params,
-    as_positive,
     as_scale,
     as_term,
     check_ids,
     check_matrix,
+    check_number,
     require_finite,
 )
 from .engines.dispatch import Hardest, Matrix, Moments, Over, choose
@@ -78,7 +78,8 @@ class Both:
 
     def entropy(self, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """See :meth:`itrloss.Similarity.entropy`."""
-        return self._order(self._matrix.entropy(as_positive("temperature", temperature), (True, True)))
+        check_number("temperature", temperature, positive=True)
+        return self._order(self._matrix.entropy(temperature, (True, True)))
 
     def hardest(self) -> tuple[Hardest, Hardest]:
         """See :meth:`itrloss.Similarity.hardest`."""
@@ -126,7 +127,7 @@ class Both:
     def _biases(self, row_bias: Tensor | None, col_bias: Tensor | None) -> Any:
         """Of the rows' candidates, the columns, and of the columns', the rows."""
         n, m = self._order(self._matrix.shape)
-        return self._order((as_bias("col_bias", col_bias, m), as_bias("row_bias", row_bias, n)))
+        return self._order((as_bias("col_bias", self._matrix, col_bias, m), as_bias("row_bias", self._matrix, row_bias, n)))
 
 
 class Similarity:
@@ -156,7 +157,8 @@ class Similarity:
         engine: one of the above.
         memory_budget: bytes that the score matrix may take for ``engine="auto"`` to choose the dense engine. Forward
             and backward of a loss hold up to three matrices of that size at once.
-        check_finite: refuse nan and infinite embeddings (reads the data: an accelerator has to be waited for).
+        check_finite: refuse nan and infinite embeddings. That reads the data: an accelerator has to be waited for, and
+            ``torch.compile(fullgraph=True)`` refuses.
 
     Raises:
         TypeError, ValueError: naming the argument, what it was and what it should be.
@@ -323,7 +325,8 @@ class Similarity:
 
     def entropy(self, temperature: float = 1.0) -> Tensor:
         """(N,) ``-sum_{j in neg(i)} P_ij log2 P_ij``, ``P_i`` the softmax of ``S_i / temperature`` over all columns."""
-        return self._mine(self._matrix.entropy(as_positive("temperature", temperature), self._asked))
+        check_number("temperature", temperature, positive=True)
+        return self._mine(self._matrix.entropy(temperature, self._asked))
 
     def hardest(self) -> Hardest:
         """Each row's highest-scoring negative. Its gradient goes straight to the two embeddings of the pair."""
@@ -332,23 +335,36 @@ class Similarity:
     def positives(self, term: str = "identity", *params: Tensor, sparse: bool = False) -> Tensor:
         """(N,) ``sum_{p in pos(i)} term(S_ip, *params_i)``, 0 for a row without positives.
 
-        ``term`` names an elementwise function registered with :func:`itrloss.pair_term`; each of ``params`` holds one
-        value per row, or one for all, and gets its gradient. ``sparse=True`` sends the gradient straight to the
-        embeddings of the pairs instead of through the dense matrix: cheaper if no other answer has a dense gradient.
+        ``term`` names an elementwise function; each of ``params`` holds one value per row, or one for all, and gets its
+        gradient. :func:`itrloss.pair_term` registers more of them. There are:
+
+        =========================== =====================================================
+        ``identity``                ``S``
+        ``log1p_clamp``             ``log(1 + max(S, -1 + 1e-6))``
+        ``log1p_relu``              ``log(1 + max(S, 0))``
+        ``negative_log_likelihood`` ``log(1 + exp(L - a S))``, with the parameters L and a
+        ``hinge``                   ``max(t - S, 0)``, with the parameter t
+        =========================== =====================================================
+
+        ``sparse=True`` sends the gradient straight to the embeddings of the pairs instead of through the dense matrix:
+        cheaper if no other answer has a dense gradient.
         """
         mine = as_params("params", self._matrix, params, self._flipped)
         both = ([], mine) if self._flipped else (mine, [])
         return self._mine(self._matrix.positives(as_term(term), both, self._asked, sparse))
 
     def violations(self, margin: float) -> Tensor:
-        """(N,) ``sum_{p in pos(i)} sum_{j in neg(i)} max(margin - S_ip + S_ij, 0)``."""
+        """(N,) ``sum_{p in pos(i)} sum_{j in neg(i)} max(margin - S_ip + S_ij, 0)``.
+
+        Takes a pass over the matrix for each positive that a row can have, and memory for all positive pairs.
+        """
         return self._mine(self._matrix.violations(float(margin), self._asked))
 
     def topk(self, k: int, bias: Tensor | None = None) -> TopK:
         """The k columns with the highest ``S_ij + bias_j`` for each row. No gradient."""
         if not 1 <= k <= self.shape[1]:
             raise ValueError(f"k: expected a number from 1 to {self.shape[1]}, got {k}")
-        bias = as_bias("bias", bias, self.shape[1])
+        bias = as_bias("bias", self._matrix, bias, self.shape[1])
         ks, biases = ((0, k), (None, bias)) if self._flipped else ((k, 0), (bias, None))
         values, indices = self._matrix.topk(ks, biases)
         return TopK(self._mine(values), self._mine(indices))
@@ -360,6 +376,6 @@ class Similarity:
         a positive is ahead of it, with ``"optimistic"`` behind it. The positive's score comes from the same product
         as its rivals', so rounding cannot move it. Memory grows with N times P.
         """
-        bias = as_bias("bias", bias, self.shape[1])
+        bias = as_bias("bias", self._matrix, bias, self.shape[1])
         biases = (None, bias) if self._flipped else (bias, None)
         return self._mine(self._matrix.ranks(biases, self._asked, as_optimistic(ties)))

@@ -33,14 +33,14 @@ def choose(engine: str, matrix_bytes: int, budget: int) -> str:
 
 
 class Moments(NamedTuple):
-    """Mean and population standard deviation of an anchor's negatives, one value per anchor."""
+    """Mean and population standard deviation of each anchor's negatives: (N,), float32 at least."""
 
     mean: Tensor
     std: Tensor
 
 
 class Hardest(NamedTuple):
-    """Score and index of an anchor's highest-scoring negative; -inf and -1 where it has none."""
+    """Score (N,) and index (N,) int64 of each anchor's highest-scoring negative; -inf and -1 where it has none."""
 
     values: Tensor
     indices: Tensor
@@ -78,6 +78,7 @@ class Matrix:
         """The same scores without a gradient; a dense product is shared, not repeated."""
         cols = None if self.cols is None else self.cols.detach()
         twin = Matrix(self.rows.detach(), cols, self.ids, self.normalize, self.engine, self._inv)
+        twin._versions = self._versions
         twin._diagonal = None if self._diagonal is None else self._diagonal.detach()
         if cols is not None and self.engine != "tiled":
             twin._scores = self.scores().detach()
@@ -198,7 +199,8 @@ class Matrix:
             values = term_values(term, diagonal, *params[0]) if asked[0] or not params[1] else None
             return values, term_values(term, diagonal, *params[1]) if params[1] and asked[1] else values
         rows, cols = (params[0] if asked[0] else []), (params[1] if asked[1] else [])
-        source = self._given() if sparse else self.source()
+        # Where pairs cannot be listed, the embeddings would have to be multiplied once more.
+        source = self._given() if sparse and Positives(*self.shape, *self.ids, self.rows.device).listable else self.source()
         if not needs_gradient(source.rows, source.cols, *rows, *cols):  # as in term_values
             return ops.positive_sums(*source, term, list(rows), list(cols), *asked)
         return ops.PositiveSums.apply(*source, term, *asked, len(rows), *rows, *cols)

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from . import moments, pairs, softmax
-from .tiles import Pair, Source, compute_dtype, first_order, project_, unit
+from .tiles import EPS, Pair, Source, compute_dtype, first_order, lengths, project_, unit
 
 _library = torch.library.Library("itrloss", "DEF")
 _SOURCE = "Tensor rows, Tensor? cols, Tensor? row_inv, Tensor? col_inv, Tensor? row_ids, Tensor? col_ids"
-_EPS = 1e-12  # a vector of at most this length counts as zero: its scores and its gradient are 0
 
 
 def _full_precision(x: Tensor):
@@ -92,11 +91,10 @@ def inverse_norms(x: Tensor) -> Tensor:
     norm = torch.linalg.vector_norm(x, dim=1, dtype=compute_dtype(x))
     if norm.device.type == "cpu":
         low, high = (float(v) for v in norm.aminmax())
-        if low > _EPS and high < 1e18:
+        if low > EPS and high < 1e18:
             return norm.reciprocal_()
-    if norm.dtype == torch.float32:  # squares leave float32's range long before the vectors do
-        norm = torch.linalg.vector_norm(x, dim=1, dtype=torch.float64)
-    return torch.where(norm > _EPS, norm.reciprocal(), 0.0).to(compute_dtype(x))
+    norm = lengths(x)
+    return torch.where(norm > EPS, norm.reciprocal(), 0.0)
 
 
 class Product(torch.autograd.Function):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .pairs import term_values
-from .tiles import compute_dtype
+from .tiles import EPS, compute_dtype, lengths
 
 
 def scores(rows: Tensor, cols: Tensor, normalize: bool) -> Tensor:
@@ -24,9 +24,9 @@ def scores(rows: Tensor, cols: Tensor, normalize: bool) -> Tensor:
 
 
 def _unit(x: Tensor) -> Tensor:
-    norm = torch.linalg.vector_norm(x.detach().double(), dim=1, keepdim=True)
-    zero = norm <= 1e-12
-    x = (x / norm.masked_fill(zero, 1).to(x.dtype)).masked_fill(zero, 0)  # brings the squares into range
+    norm = lengths(x.detach())[:, None]
+    zero = norm <= EPS
+    x = (x / norm.masked_fill(zero, 1)).masked_fill(zero, 0)  # brings the squares into range
     return x / torch.linalg.vector_norm(x.masked_fill(zero, 1), dim=1, keepdim=True)
 
 
@@ -69,5 +69,8 @@ def positives(scores: Tensor, positive: Tensor, term: str, params: Sequence[Tens
 
 def violations(scores: Tensor, positive: Tensor, margin: float) -> Tensor:
     """``sum_{p in pos(i)} sum_{j in neg(i)} max(margin - S_ip + S_ij, 0)``."""
-    hinge = (margin - scores[:, :, None] + scores[:, None, :]).relu()
-    return torch.where(positive[:, :, None] & ~positive[:, None, :], hinge, 0.0).sum((1, 2))
+    sums = []
+    for row, match in zip(scores, positive, strict=True):
+        hinge = (margin - row[:, None] + row).relu()
+        sums.append(torch.where(match[:, None] & ~match, hinge, 0.0).sum())
+    return torch.stack(sums)

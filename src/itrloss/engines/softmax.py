@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -201,85 +202,97 @@ def logsumexp_backward(
     if shift and not all(s is None or bool((s.top == shift).all()) for s in sums):
         shift = None  # the forward pass had to subtract the maximum
     gradient = Gradient(source, needs)
-    active = [
-        not (a is None or x is None or (g is None and h is None))
-        for a, x, g, h in zip(scales, sums, grads, entropy_grads, strict=True)
+    sides = [
+        (scale, x, g, h, dim)
+        for scale, x, g, h, (_, dim) in zip(scales, sums, grads, entropy_grads, SIDES, strict=True)
+        if scale is not None and x is not None and not (g is None and h is None)
     ]
-    shared = shift is not None and _shared(scales) and all(active)
-    weights = [
-        _weights(_given(a), x, g, h, shift, shared) if on and x is not None else None
-        for a, x, g, h, on in zip(scales, sums, grads, entropy_grads, active, strict=True)
-    ]
+    if shift is not None and _shared(scales) and len(sides) == 2:
+        rows, cols = (_constant(scale, x, g) for scale, x, g, _, _ in sides)
+        shares = [_of_both(rows, cols, sides[0][0], shift)]
+    else:
+        shares = []
+        for scale, x, g, h, dim in sides:
+            const = _constant(scale, x, g)
+            if h is not None:
+                shares.append(_of_entropy(const, scale, x, h[0], dim, positives if masked else None))
+            elif shift is not None:
+                shares.append(_of_shift(const, scale, shift, dim))
+            else:
+                shares.append(_of_top(const, scale, _finite(x.top), dim))
     for tile in tiles(source, scratch=3 if extra == ENTROPY else 2):
-        out, t = gradient.of(tile), tile.scratch[0]
-        if shared and weights[0] is not None and weights[1] is not None:
-            _exponents(tile, _given(scales[0]), 1, shift, out).exp_()
-            out.mul_(torch.add(tile.spread(weights[0].const, 1), tile.spread(weights[1].const, 0), out=t))
-        else:
-            written = False
-            for (_, dim), w, scale in zip(SIDES, weights, scales, strict=True):
-                if w is None or scale is None:
-                    continue
-                x = t if written else out
-                if shift is None:  # a large maximum is subtracted first and alone: what is left of it is exact
-                    torch.mul(tile.scores, tile.spread(scale, dim), out=x).sub_(tile.spread(w.offset, dim))
-                    factor = tile.spread(w.const, dim)
-                    if w.slope is not None:
-                        factor = torch.clamp_min(x, -1e4, out=tile.scratch[1])  # -inf would meet a p of 0
-                        factor.mul_(tile.spread(w.slope, dim)).add_(tile.spread(w.const, dim))
-                        if masked:
-                            positives.fill_(factor, tile, w.uncounted, dim)
-                    x.exp_().mul_(factor)
-                else:
-                    _affine(tile, scale, w.offset, dim, x).exp_()
-                    if w.sign is not None:
-                        x.mul_(tile.spread(w.sign, dim))
-                if written:
-                    out.add_(x)
-                written = True
-            if not written:
-                out.zero_()
+        out = gradient.of(tile)
+        if not shares:
+            out.zero_()
+        for number, share in enumerate(shares):
+            share(tile, tile.scratch[0] if number else out)
+            if number:
+                out.add_(tile.scratch[0])
         if masked and extra != ENTROPY:
             positives.fill_(out, tile, 0.0 if diagonal_grad is None else diagonal_grad)
         gradient.add(tile)
     return gradient.finish()
 
 
-class _Weights(NamedTuple):
-    """What a side adds to ``dS``.
-
-    Where both sides share the exponentials it is ``exp(a S - shift) const``; else with a fixed shift ``sign exp(a S +
-    offset)``. Otherwise ``e (const + slope log e)`` with ``e = exp(a S - offset)``, and ``e uncounted`` where a term
-    of the softmax does not count.
-    """
-
-    const: Tensor
-    offset: Tensor
-    sign: Tensor | None = None  # None: + everywhere
-    slope: Tensor | None = None
-    uncounted: float | Tensor = 0.0
+# What a side adds to dS: each of these returns a function that writes it for one tile.
+Share = Callable[[Tile, Tensor], object]
 
 
-def _weights(
-    scale: Tensor, sums: Sums, grad: Tensor | None, entropy_grad: Tensor | None, shift: float | None, shared: bool
-) -> _Weights:
+def _constant(scale: Tensor, sums: Sums, grad: Tensor | None) -> Tensor:
+    """``g a / total``, so that ``g dL/dS = constant exp(a S - top)``."""
     total = sums.total.clamp_min(_NOTHING)
-    const = torch.zeros_like(total) if grad is None else grad * scale / total
-    if shared:
-        return _Weights(const, sums.top)
-    if shift is not None:
-        positive = float(const.amin()) >= 0
-        offset = (const if positive else const.abs()).log()
-        return _Weights(const, offset - shift if shift else offset, None if positive else const.sign())
+    return torch.zeros_like(total) if grad is None else grad * scale / total
+
+
+def _of_both(rows: Tensor, cols: Tensor, scale: Tensor, shift: float) -> Share:
+    """Of both sides at once: they share the exponentials."""
+
+    def write(tile: Tile, out: Tensor) -> None:
+        _exponents(tile, scale, 1, shift, out).exp_()
+        out.mul_(torch.add(tile.spread(rows, 1), tile.spread(cols, 0), out=tile.scratch[0]))
+
+    return write
+
+
+def _of_shift(const: Tensor, scale: Tensor, shift: float, dim: int) -> Share:
+    """``sign exp(a S - shift + log |constant|)``: no pass for the constant."""
+    positive = float(const.amin()) >= 0
+    offset = (const if positive else const.abs()).log()
+    offset, sign = offset - shift if shift else offset, None if positive else const.sign()
+
+    def write(tile: Tile, out: Tensor) -> None:
+        _affine(tile, scale, offset, dim, out).exp_()
+        if sign is not None:
+            out.mul_(tile.spread(sign, dim))
+
+    return write
+
+
+def _of_top(const: Tensor, scale: Tensor, top: Tensor, dim: int) -> Share:
+    """``constant exp(a S - top)``: a large maximum is subtracted first and alone, what is left of it is exact."""
+
+    def write(tile: Tile, out: Tensor) -> None:
+        torch.mul(tile.scores, tile.spread(scale, dim), out=out).sub_(tile.spread(top, dim))
+        out.exp_().mul_(tile.spread(const, dim))
+
+    return write
+
+
+def _of_entropy(
+    const: Tensor, scale: Tensor, sums: Sums, grad: Tensor, dim: int, positives: Positives | None
+) -> Share:
+    """``e (base + slope log e)`` with ``e = exp(a S - top)``, and ``e uncounted`` at the positives that do not count."""
+    (entropy, share), weight = sums.figure, grad * scale / sums.total.clamp_min(_NOTHING)
     top = _finite(sums.top)
-    if entropy_grad is None:
-        return _Weights(const, top)
-    (entropy, share), weight = sums.figure, entropy_grad[0] * scale / total
     uncounted = const + weight * (share - entropy)
-    log_total = _finite(sums.total.log())
-    return _Weights(uncounted - weight * (1 - log_total), top, None, -weight, uncounted)
+    base = uncounted - weight * (1 - _finite(sums.total.log()))
 
+    def write(tile: Tile, out: Tensor) -> None:
+        torch.mul(tile.scores, tile.spread(scale, dim), out=out).sub_(tile.spread(top, dim))
+        factor = torch.clamp_min(out, -1e4, out=tile.scratch[1])  # -inf would meet a p of 0
+        factor.mul_(tile.spread(-weight, dim)).add_(tile.spread(base, dim))
+        if positives is not None:
+            positives.fill_(factor, tile, uncounted, dim)
+        out.exp_().mul_(factor)
 
-def _given(x: Tensor | None) -> Tensor:
-    assert x is not None
-    return x
+    return write

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 PANEL = {"cpu": 2**19}  # scores per panel of a matrix that exists: a few panels fit in the cache
 TILE = {"cpu": (2**20, 2048)}  # scores per recomputed tile, and its least width: large enough for full-speed products
+EPS = 1e-12  # a vector of at most this length counts as zero: its scores and its gradient are 0
 _BLOCK = 256  # embeddings at a time, for passes over them that should stay in the cache
 _ACCELERATOR_PANEL = 2**24
 _ACCELERATOR_TILE = (2**24, 8192)
@@ -72,6 +73,13 @@ def unit(x: Tensor, inv: Tensor | None) -> Tensor:
     """``x`` in the compute dtype, scaled by its reciprocal norms if there are any."""
     x = x.to(compute_dtype(x))
     return x if inv is None else x * inv[:, None]
+
+
+def lengths(x: Tensor) -> Tensor:
+    """(N,) Euclidean lengths of the rows in the compute dtype, though squares may leave its range."""
+    x = x.to(compute_dtype(x))
+    peak = x.abs().amax(1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+    return torch.linalg.vector_norm(x / peak, dim=1) * peak.squeeze(1)
 
 
 @dataclass(slots=True)

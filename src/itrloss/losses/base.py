@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from numbers import Real
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..functional import Reduction
 from ..similarity import Engine, Similarity
-
-
-def check_number(name: str, value: object, positive: bool = False) -> None:
-    """Raise an error that names the argument unless ``value`` is a number, above 0 if ``positive``."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name}: expected a number, got {value!r}")
-    if positive and not float(value) > 0:
-        raise ValueError(f"{name}: expected a number above 0, got {value}")
 
 
 class PairLoss(nn.Module):
@@ -29,7 +20,7 @@ class PairLoss(nn.Module):
         reduction: ``"mean"`` (over image anchors plus over text anchors), ``"sum"`` or ``"none"`` (a pair of
             per-anchor values: images (N,), texts (M,)).
         engine: see :class:`itrloss.Similarity`. A ``Similarity`` in place of the input keeps its own.
-        check_finite: refuse nan and infinite input.
+        check_finite: refuse nan and infinite input, see :class:`itrloss.Similarity`.
     """
 
     def __init__(self, *, reduction: Reduction = "mean", engine: Engine = "auto", check_finite: bool = False):
@@ -80,8 +71,6 @@ class PairLoss(nn.Module):
         if scores is not None:
             if images is not None or texts is not None:
                 raise ValueError("scores: expected either scores or images and texts, got both")
-            if self.engine == "tiled":
-                raise ValueError("engine: expected 'auto', 'dense' or 'reference' for scores, got 'tiled'")
         elif images is None or texts is None:
             missing = "images" if images is None else "texts"
             raise TypeError(f"{missing}: expected embeddings (or pass scores=, or a Similarity), got None")

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
+from .._arguments import check_number
 from ..similarity import Similarity
-from .base import PairLoss, check_number
+from .base import PairLoss
 
 
 class TripletLoss(PairLoss):

@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from .. import functional
+from .._arguments import check_number
 from ..similarity import Similarity
-from .base import PairLoss, check_number
+from .base import PairLoss
 
 
 class DiversityContrastiveLoss(PairLoss):
@@ -86,4 +87,4 @@ class DiversityContrastiveLoss(PairLoss):
 
     def extra_repr(self) -> str:
         names = ("temperature", "margin", "diversity", "epsilon", "detach_diversity", "positive_weight", "positive")
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in (*names, "reduction"))
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in (*names, "entropy_temperature", "reduction"))

@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from .. import functional
+from .._arguments import check_number
 from ..similarity import Similarity
-from .base import PairLoss, check_number
+from .base import PairLoss
 
 
 class HubnessAwareLoss(PairLoss):

@@ -33,10 +33,12 @@ class Reranked(tuple[T, T], Generic[T]):
 
     @property
     def i2t(self) -> T:
+        """Of the images asking for texts."""
         return self[0]
 
     @property
     def t2i(self) -> T:
+        """Of the texts asking for images."""
         return self[1]
 
 
@@ -120,7 +122,7 @@ class FastReranker:
         sim = as_similarity(scores)
         with torch.no_grad():
             text_lse, image_lse = self._log_sums(sim)
-            matrix = sim.scores()
+            matrix = sim.detach().scores()  # a tiled one would keep it
             i2t, t2i = matrix * self.i2t[1] - text_lse, matrix * self.t2i[1] - image_lse[:, None]
         return Reranked(i2t, t2i, self.transductive)
 
