@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 
 .PHONY: demo test lint types docs clean
 
-demo: $(STAMP)  ## train, evaluate and re-rank on the embedded data set; leaves demo/report.html
+demo: $(STAMP)  ## train, evaluate and re-rank on the drawn data set; leaves demo/report.html
 	$(BIN)/python -m examples.retrieval.demo --out demo
 
 test: lint types docs  ## everything CI runs

@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=1024)
     parser.add_argument("--losses", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--seconds", type=float, default=10, help="about how long to measure each case")
-    parser.add_argument("--compiled", action="store_true", help="also torch.compile of the eager form")
+    parser.add_argument("--compiled", action="store_true", help="also torch.compile of both")
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     args = parser.parse_args()
     rows = []

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from itrloss import Similarity
+
 # (rows, columns, ids): None is the diagonal, "random" has duplicates and anchors without positives
 SHAPES = {
     "one pair": (1, 1, None),
@@ -50,3 +52,15 @@ def upstream(n: int, m: int, seed: int = 1, dtype=torch.float64) -> tuple[Tensor
     """Non-uniform upstream gradients of both signs for the rows and the columns."""
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for size in (n, m))  # type: ignore
+
+
+def similarity(v: Tensor, w: Tensor, ids: tuple, engine: str) -> Similarity:
+    """On an engine, or with ``"scores"`` from the matrix, through which the embeddings still get their gradient."""
+    if engine != "scores":
+        return Similarity(v, w, *ids, engine=engine)  # type: ignore
+    return Similarity.from_scores(Similarity(v, w, *ids, engine="reference").scores(), *ids)
+
+
+def finite(x: Tensor) -> Tensor:
+    """With 0 in place of what an anchor without an answer has."""
+    return torch.where(x.isfinite(), x, 0.0)

@@ -1,12 +1,12 @@
 """The benchmarks' eager baselines compute what the oracle computes, and compile without a graph break."""
 
 import numpy as np
+import oracle
 import pytest
 import torch
 from torch import Tensor
 
 from benchmarks import eager
-from tests import oracle
 
 DCL_OPTIONS = [
     {"diversity": diversity, "positive_weight": weight, "positive": positive}

@@ -6,11 +6,12 @@ import math
 
 import pytest
 import torch
-from cases import SHAPES, embeddings, make_ids, upstream
+from cases import SHAPES, embeddings, finite, make_ids, similarity, upstream
 from torch.autograd import gradcheck
 
 from itrloss import Similarity
 from itrloss.engines import positives, tiles
+from itrloss.metrics import retrieval_metrics
 
 ENGINES = ("dense", "tiled", "scores")
 
@@ -62,13 +63,8 @@ ANSWERS = {
 def evaluate(answer, v, w, ids, engine, grads):
     """Values of both sides and gradients of both inputs, with rows that have no answer taken out."""
     v, w = v.clone().requires_grad_(), w.clone().requires_grad_()
-    if engine == "scores":
-        matrix = Similarity(v, w, *ids, engine="reference").scores()
-        sim = Similarity.from_scores(matrix, *ids)
-    else:
-        sim = Similarity(v, w, *ids, engine=engine)
-    values = [x if torch.is_tensor(x) else torch.stack(x) for x in answer(sim)]
-    total = sum((torch.where(x.isfinite(), x, 0.0) * g.to(x.dtype)).sum() for x, g in zip(values, grads, strict=True))
+    values = [x if torch.is_tensor(x) else torch.stack(x) for x in answer(similarity(v, w, ids, engine))]
+    total = sum((finite(x) * g.to(x.dtype)).sum() for x, g in zip(values, grads, strict=True))
     if not total.requires_grad:
         return [x.detach() for x in values], (torch.zeros_like(v), torch.zeros_like(w))
     found = torch.autograd.grad(total, (v, w), allow_unused=True)
@@ -125,10 +121,7 @@ def test_gradcheck(name, engine, small_tiles):
     ids, (v, w) = make_ids("random", n, m, seed=3), embeddings(n, m, d=4)
 
     def function(v, w):
-        sim = Similarity(v, w, *ids, engine="reference" if engine == "scores" else engine)
-        if engine == "scores":
-            sim = Similarity.from_scores(sim.scores(), *ids)
-        return tuple(torch.where(x.isfinite(), x, 0.0) for x in ANSWERS[name](sim))
+        return tuple(finite(x) for x in ANSWERS[name](similarity(v, w, ids, engine)))
 
     assert gradcheck(function, (v.requires_grad_(), w.requires_grad_()))
 
@@ -142,12 +135,8 @@ def test_scale_gets_its_gradient(engine, scale_of, small_tiles):
     a, b = (torch.full(k, x, dtype=torch.float64, requires_grad=True) for k, x in zip(sizes, (2.5, 70.0), strict=True))
 
     def function(a, b, v):
-        sim = Similarity(v, w, *ids, engine="reference" if engine == "scores" else engine)
-        if engine == "scores":
-            sim = Similarity.from_scores(sim.scores(), *ids)
-        return tuple(
-            torch.where(x.isfinite(), x, 0.0) for x in (*sim.both.logsumexp(a, b), sim.logsumexp(a), sim.T.logsumexp(b))
-        )
+        sim = similarity(v, w, ids, engine)
+        return tuple(finite(x) for x in (*sim.both.logsumexp(a, b), sim.logsumexp(a), sim.T.logsumexp(b)))
 
     assert gradcheck(function, (a, b, v.requires_grad_()))
 
@@ -158,7 +147,7 @@ def test_hardest_negative_is_found_with_its_index(engine, shape, small_tiles):
     n, m, kind = SHAPES[shape]
     ids, (v, w) = make_ids(kind, n, m), embeddings(n, m)
     sim = Similarity(v, w, *ids, engine="reference")
-    other = Similarity.from_scores(sim.scores(), *ids) if engine == "scores" else Similarity(v, w, *ids, engine=engine)
+    other = similarity(v, w, ids, engine)
     for a, b in ((other.hardest(), sim.hardest()), (other.T.hardest(), sim.T.hardest())):
         assert torch.equal(a.indices, b.indices)
 
@@ -213,7 +202,7 @@ def test_only_the_gradient_that_is_needed_is_computed(engine, small_tiles):
             inputs[side].requires_grad_()
             sim = Similarity(*inputs, *ids, engine="dense" if engine == "scores" else engine)
             values = answer(sim)
-            total = sum((torch.where(x.isfinite(), x, 0.0) * g).sum() for x, g in zip(values, grads, strict=True))
+            total = sum((finite(x) * g).sum() for x, g in zip(values, grads, strict=True))
             total.backward()
             assert inputs[1 - side].grad is None
             torch.testing.assert_close(inputs[side].grad, wanted[side], rtol=1e-9, atol=1e-9, msg=name)
@@ -250,10 +239,7 @@ def test_strided_scores(small_tiles):
     for name, answer in ANSWERS.items():
         leaf = matrix.clone().requires_grad_()
         a, b = answer(Similarity.from_scores(wide, *ids)), answer(Similarity.from_scores(leaf, *ids))
-        grads = [
-            torch.autograd.grad(sum(torch.where(y.isfinite(), y, 0.0).sum() for y in out), x)[0]
-            for out, x in ((a, wide), (b, leaf))
-        ]
+        grads = [torch.autograd.grad(sum(finite(y).sum() for y in out), x)[0] for out, x in ((a, wide), (b, leaf))]
         torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12, msg=name)
 
 
@@ -292,7 +278,7 @@ def test_not_normalised(engine, small_tiles):
         for e in (engine, "reference"):
             a, b = v.clone().requires_grad_(), w.clone().requires_grad_()
             values = answer(Similarity(a, b, *ids, engine=e, normalize=False))
-            total = sum((torch.where(x.isfinite(), x, 0.0) * g).sum() for x, g in zip(values, grads, strict=True))
+            total = sum((finite(x) * g).sum() for x, g in zip(values, grads, strict=True))
             results.append((*(x.detach() for x in values), *torch.autograd.grad(total, (a, b), allow_unused=True)))
         for x, y in zip(*results, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-8, atol=1e-8, msg=name)
@@ -438,7 +424,7 @@ def test_scores_of_minus_infinity_take_a_pair_out():
         hardest = sim.hardest()
         assert hardest.indices.tolist() == [2, 0, -1] and hardest.values[2] == -math.inf
         values = torch.cat([rows, cols])
-        grads.append(torch.autograd.grad(torch.where(values.isfinite(), values, 0.0).sum(), s, retain_graph=True)[0])
+        grads.append(torch.autograd.grad(finite(values).sum(), s, retain_graph=True)[0])
         (all_of_it,) = torch.autograd.grad(values.sum(), s)
         assert all_of_it.isfinite().all() or engine == "reference"
     torch.testing.assert_close(*grads)
@@ -450,8 +436,9 @@ def test_embeddings_changed_meanwhile_are_refused(engine):
         given = list(embeddings(5, 5))
         sim = Similarity(*given, engine=engine)
         given[change].mul_(10)
-        with pytest.raises(RuntimeError, match=r"embeddings.*modified in place"):
-            sim.logsumexp(5.0)
+        for question in (lambda s: s.logsumexp(5.0), lambda s: s.detach().logsumexp(5.0), retrieval_metrics):
+            with pytest.raises(RuntimeError, match=r"embeddings.*modified in place"):
+                question(sim)
     scores = torch.rand(4, 4)
     sim = Similarity.from_scores(scores)
     sim.logsumexp(5.0)

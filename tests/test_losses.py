@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import shutil
 
 import numpy as np
 import oracle
@@ -384,7 +385,7 @@ def test_mining_can_be_switched_after_a_warm_up():
 def test_learnable_temperature_learns():
     v, w = embeddings(8, 8)
     loss = itrloss.InfoNCELoss(0.5, learnable=True)
-    assert math.isclose(float(loss.temperature), 0.5, rel_tol=1e-6)
+    assert math.isclose(loss.temperature.item(), 0.5, rel_tol=1e-6)
     optimiser = torch.optim.SGD(loss.parameters(), lr=0.1)
     before = loss(v, v + 0.1 * w)
     before.backward()
@@ -427,6 +428,8 @@ def test_compiles_without_graph_breaks(name, engine, backend, kind):
     n, m = (8, 11) if kind == "random" else (8, 8)
     ids = (torch.arange(8) % 5,) * 2 if kind == "shared" else make_ids(kind, n, m)  # one tensor for both sides
     loss = make(name, engine=engine)
+    if backend == "inductor" and not (shutil.which("g++") or shutil.which("clang++")):
+        pytest.skip("torch.compile's default backend needs a C++ compiler")
     torch._dynamo.reset()
     compiled = torch.compile(loss, fullgraph=True, backend=backend)
     results = []

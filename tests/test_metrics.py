@@ -98,7 +98,7 @@ def test_ties_have_a_policy():
     assert retrieval_metrics(flat, ties="optimistic")["rsum"] == 600
 
 
-def test_duplicate_embeddings_tie_whatever_the_engine(monkeypatch):
+def test_duplicate_embeddings_tie_whatever_the_engine():
     v = torch.randn(12, 64, generator=torch.Generator().manual_seed(0)).repeat_interleave(2, 0)
     ids = torch.arange(24)
     for engine in ("dense", "tiled"):

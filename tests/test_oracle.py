@@ -3,9 +3,8 @@
 from math import exp, log, nan, sqrt
 
 import numpy as np
+import oracle
 import pytest
-
-from tests import oracle
 
 # Images 7 and 9; two captions of image 7, one of image 9.
 ROWS, COLS = [7, 9], [7, 7, 9]

@@ -70,11 +70,10 @@ class Config:
             _require(getattr(self, name) > 0, name, getattr(self, name), "positive")
 
 
-# What may differ between a run and its continuation: nothing here changes a training step.
-RESUMABLE = {
-    *("data", "data_root", "out", "resume", "epochs", "threads"),
-    *("device", "save_steps", "final_test", "tensorboard", "progress"),
-}
+# No figure depends on these.
+NO_EFFECT = {"data_root", "out", "resume", "threads", "save_steps", "final_test", "tensorboard", "progress"}
+# What may differ between a run and its continuation. The data may have moved; they must be the same.
+RESUMABLE = NO_EFFECT | {"data", "epochs", "device"}
 
 
 def _require(condition: bool, name: str, value: object, wanted: str) -> None:

@@ -1,4 +1,4 @@
-"""`make demo`: four losses on the embedded data set, before and after re-ranking, in one HTML page.
+"""`make demo`: four losses on the drawn data set, before and after re-ranking, in one HTML page.
 
     python -m examples.retrieval.demo --out demo [--quick]
 
@@ -21,7 +21,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from .config import Config, load_config
-from .report import RECALLS, TITLES, Run, load_run, reported_split, write_report
+from .evaluate import RECALLS
+from .report import TITLES, Run, load_run, reported_split, write_report
 from .scenes import write_scenes
 from .train import train
 
@@ -56,15 +57,19 @@ def demo_config(loss: str, out: Path, quick: bool = False) -> Config:
     return load_config(CONFIG, overrides + LOSSES[loss] + QUICK * quick)
 
 
-def is_finished(config: Config) -> bool:
-    """Whether this very run is complete; leftovers of a run with other settings are removed."""
+def clear_other_run(config: Config) -> None:
+    """Remove what a run with other settings has left in the directory of this one."""
     out = Path(config.out)
     described = out / "config.json"
     found = json.loads(described.read_text()) if described.is_file() else {}
     if {**found, "resume": False} != asdict(config):
         for stale in ("metrics.json", "log.jsonl", "last.pt"):
             (out / stale).unlink(missing_ok=True)
-    return (out / "metrics.json").is_file()
+
+
+def is_finished(config: Config) -> bool:
+    """Whether there are metrics, which a run writes last."""
+    return Path(config.out, "metrics.json").is_file()
 
 
 def train_all(configs: Sequence[Config]) -> None:
@@ -113,6 +118,8 @@ def run_demo(out: Path, quick: bool = False) -> None:
     if write_scenes(data, configs[0].scenes_sizes, seed=0):
         for config in configs:  # whatever is there was trained on other data
             Path(config.out, "config.json").unlink(missing_ok=True)
+    for config in configs:
+        clear_other_run(config)
     unfinished = [config for config in configs if not is_finished(config)]
     for config in configs:
         if config not in unfinished:

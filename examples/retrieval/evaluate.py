@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from itrloss import Similarity
 from itrloss.metrics import retrieval_metrics
 from itrloss.rerank import FastReranker
 
 from .data import Split, Vocabulary, pad, regions
 from .encoders import VSE
+
+RECALLS = tuple(f"{way}_r{k}" for way in ("i2t", "t2i") for k in (1, 5, 10))
 
 
 @torch.no_grad()
@@ -37,22 +37,17 @@ def cosine_scores(model: VSE, split: Split, vocabulary: Vocabulary, batch_size: 
         texts.append(model.text(words.to(device), lengths))
     model.train(was_training)
     unsorted = torch.from_numpy(np.argsort(by_length)).to(device)
-    image_embeddings = F.normalize(torch.cat(images), dim=1)
-    text_embeddings = F.normalize(torch.cat(texts), dim=1)[unsorted]
-    return (image_embeddings @ text_embeddings.T).cpu()
+    sim = Similarity(torch.cat(images), torch.cat(texts)[unsorted], split.image_ids, split.text_ids)
+    return sim.scores().cpu()
 
 
 def recalls(scores: Tensor, split: Split) -> dict[str, float]:
-    """All figures of :func:`itrloss.metrics.retrieval_metrics`, as plain numbers."""
-    return _floats(retrieval_metrics(scores, split.image_ids, split.text_ids))
+    """All figures of :func:`itrloss.metrics.retrieval_metrics`."""
+    return retrieval_metrics(scores, split.image_ids, split.text_ids)
 
 
 def before_and_after(scores: Tensor, split: Split) -> dict[str, dict[str, float]]:
     """Recalls of the scores as they are, and after Fast Re-ranking, which looks at all queries of the split at once."""
     i2t, t2i = FastReranker().rerank(scores)
     after = retrieval_metrics(i2t, split.image_ids, split.text_ids, t2i_scores=t2i)
-    return {"before": recalls(scores, split), "after": _floats(after)}
-
-
-def _floats(metrics: Any) -> dict[str, float]:
-    return {name: float(value) for name, value in dict(metrics).items()}
+    return {"before": recalls(scores, split), "after": after}

@@ -23,9 +23,12 @@ from torch import Tensor
 
 from itrloss.metrics import skewness
 
+from .config import NO_EFFECT
 from .data import Split, load_split
+from .evaluate import RECALLS
 from .report_charts import Series, histogram_pair, line_chart, small_chart
 from .report_gallery import MISSED, SEED, Direction, Gallery, both_directions
+from .scene_captions import listed
 
 TITLES = {
     "triplet": ("Triplet", "hardest negative"),
@@ -33,12 +36,10 @@ TITLES = {
     "hal": ("HAL", "hubness-aware"),
     "dcl": ("DCL", "diversity-sensitive"),
 }
-RECALLS = [f"{way}_r{k}" for way in ("i2t", "t2i") for k in (1, 5, 10)]
 COLUMNS = [*RECALLS, "rsum", "i2t_median_rank", "t2i_median_rank", "i2t_skewness", "t2i_skewness"]
 HUBNESS_K = 10  # as in the skewness of retrieval_metrics
 # Settings that may differ between two runs of the same experiment with another loss.
 ABOUT_THE_LOSS = ("loss", "loss_options", "warmup_epochs")
-NO_MATTER = ("data_root", "out", "resume", "save_steps", "final_test", "tensorboard", "progress", "threads")
 
 
 @dataclass(frozen=True)
@@ -142,17 +143,17 @@ def _page(sections: Sequence[str]) -> str:
 def _header(runs: Sequence[Run], splits: Mapping[str, Split], data_root: Path) -> str:
     titles = [escape(run.title) for run in runs]
     differing = [k for k in runs[0].config if any(run.config.get(k) != runs[0].config[k] for run in runs)]
-    differing = [key for key in differing if key not in NO_MATTER]
+    differing = [key for key in differing if key not in NO_EFFECT]
     if len(runs) == 1:
         lead = "One run, measured"
     elif set(differing) <= set(ABOUT_THE_LOSS):
         lead = "The same model, data and batches; only the loss differs. Each run is measured"
     else:
-        lead = f"The runs differ in {escape(_listed(differing))}. Each is measured"
+        lead = f"The runs differ in {escape(listed(differing))}. Each is measured"
     sizes = "; ".join(f"{n} {len(s.features):,} pictures, {len(s.captions):,} captions" for n, s in splits.items())
     times = ", ".join(f"{title} {run.seconds:.1f}\u00a0s" for title, run in zip(titles, runs, strict=True))
     facts = {
-        "Losses" if runs[0].title in {t for t, _ in TITLES.values()} else "Runs": _listed(titles),
+        "Losses" if runs[0].title in {t for t, _ in TITLES.values()} else "Runs": listed(titles),
         "Data": f"{_data_name(runs, data_root)}: {sizes}",
         "Model": f"two encoders into one space of {_common(runs, 'dim')} dimensions",
         "Training": f"{_common(runs, 'epochs')} epochs, batches of {_common(runs, 'batch_size')}, "
@@ -195,10 +196,6 @@ def _loss_options(runs: Sequence[Run]) -> str:
 def _common(runs: Sequence[Run], key: str) -> str:
     """The value of a setting; where the runs differ, all of them."""
     return escape(" / ".join(dict.fromkeys(str(run.config[key]) for run in runs)))
-
-
-def _listed(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def _count(n: int, noun: str) -> str:
@@ -315,7 +312,7 @@ def _hubness(run: Run, directions: Mapping[str, Direction], split: str) -> str:
         chart = histogram_pair(before, after, label, f"queries with it in their first {HUBNESS_K}", f"{candidate}s")
         skews = " → ".join(_number(skewness(torch.from_numpy(x))) for x in (before, after))
         figures.append(
-            f"<figure>{chart}<figcaption>{candidate.capitalize()}s, asked for by {len(direction.right):,} {query}. "
+            f"<figure>{chart}<figcaption>{candidate.capitalize()}s, asked for by {len(direction.query_ids):,} {query}. "
             f"Skewness {skews}. The most popular {candidate} is in {before.max():,} → {after.max():,} lists; "
             f"{(before == 0).sum():,} → {(after == 0).sum():,} of {len(before):,} are in none.</figcaption></figure>"
         )
@@ -356,7 +353,7 @@ def _closing(runs: Sequence[Run], split: Split) -> str:
         f"<p>{'Each loss was trained once, with one seed' if len(seeds) == 1 else 'The runs have different seeds'}. "
         f"With {n:,} pictures an image → text recall has a standard error of up to {50 / n**0.5:.1f} points, and "
         f"another seed would move it as well: small differences between losses mean nothing here. {drawn * synthetic}"
-        "Fast Re-ranking looks at all queries of a split together and at no labels; alone, a query keeps its ranking."
+        "Fast Re-ranking looks at all queries of a split together and at no labels; a query alone cannot be re-ranked."
         "</p></footer>"
     )
 

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from itrloss import Similarity
 from itrloss.rerank import FastReranker
 
 from .data import Split
@@ -29,12 +30,17 @@ class Direction:
 
     before: Tensor  # (queries, candidates) float32
     after: Tensor
-    right: Tensor  # (queries, candidates) bool
+    query_ids: Tensor  # (queries,)
+    candidate_ids: Tensor  # (candidates,); equal where query and candidate match
+
+    @property
+    def right(self) -> Tensor:
+        """(queries, candidates) bool, whether they match."""
+        return self.query_ids[:, None] == self.candidate_ids
 
     def ranks(self, scores: Tensor) -> np.ndarray:
         """(queries,) rank of the first right candidate, from 1; a wrong one with the same score is ahead of it."""
-        best = scores.masked_fill(~self.right, -torch.inf).amax(1, keepdim=True)
-        return (1 + ((scores >= best) & ~self.right).sum(1)).numpy()
+        return Similarity.from_scores(scores, self.query_ids, self.candidate_ids).ranks()[:, 0].numpy()
 
     def occurrences(self, scores: Tensor, k: int) -> np.ndarray:
         """(candidates,) how often a candidate is among the first k of a query."""
@@ -45,8 +51,8 @@ class Direction:
 def both_directions(scores: Tensor, split: Split) -> dict[str, Direction]:
     """Images asking for captions ("i2t") and captions asking for images ("t2i"), from (n_images, n_captions) scores."""
     i2t, t2i = FastReranker().rerank(scores)
-    right = split.image_ids[:, None] == split.text_ids
-    return {"i2t": Direction(scores, i2t, right), "t2i": Direction(scores.T, t2i.T, right.T)}
+    images, texts = split.image_ids, split.text_ids
+    return {"i2t": Direction(scores, i2t, images, texts), "t2i": Direction(scores.T, t2i.T, texts, images)}
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,7 @@ class Gallery:
 
     def _card(self, way: str, direction: Direction, pick: Pick) -> str:
         """A query with its first answers, and those after re-ranking where it moved the first right one."""
-        queries = len(direction.right)
+        queries = len(direction.query_ids)
         before, after = pick.ranks
         lists = []
         if before == after:
@@ -115,7 +121,7 @@ class Gallery:
         items = []
         pictures = way == "t2i" and self._file(found[0]).is_file()
         for rank, answer in enumerate(found, 1):
-            right = bool(direction.right[query, answer])
+            right = bool(direction.query_ids[query] == direction.candidate_ids[answer])
             mark = '<span class="check" aria-hidden="true">✓</span><span class="unseen"> right</span>' if right else ""
             if pictures:
                 content = f"{self._picture(answer)}{rank}{mark}"

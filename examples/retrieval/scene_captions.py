@@ -154,12 +154,12 @@ class _Speaker:
         by_shape = {shape: self._counted(self.pick(SHAPE_WORDS[shape]), k) for shape, k in shapes.items()}
         hues = {colour: self.pick(COLOUR_WORDS[colour]) for colour in colours}
         by_colour = [self._counted(f"{hues[c]} {things[:-1]}", k) for c, k in colours.items()]
-        inventory = _listed(list(by_shape.values()))
+        inventory = listed(list(by_shape.values()))
         colour, shape = self.pick(list(colours)), self.pick(list(shapes))
         texts = [
-            f"{total} {things} in {_listed(list(colours))}",
+            f"{total} {things} in {listed(list(colours))}",
             f"{self.pick(('the picture shows', 'this image contains', 'someone drew'))} {inventory}",
-            f"{self.pick(('in total we have', 'we count', 'a collection of'))} {_listed(by_colour)}",
+            f"{self.pick(('in total we have', 'we count', 'a collection of'))} {listed(by_colour)}",
             f"{total} {things}, {COUNT_WORDS[colours[colour]]} of them {colour}, including {by_shape[shape]}",
         ]
         if len(colours) > 1:
@@ -206,9 +206,9 @@ class _Speaker:
             order = sorted(items, key=lambda item, axis=axis: getattr(item, axis))
             places = [getattr(item, axis) for item in order]
             if len(set(places)) == len(places):
-                listed = _listed(self.names(order))
-                texts.append(f"from {start} to {end} we see {listed}")
-                texts.append(f"{listed}, in this order from {start} to {end}")
+                enumeration = listed(self.names(order))
+                texts.append(f"from {start} to {end} we see {enumeration}")
+                texts.append(f"{enumeration}, in this order from {start} to {end}")
             if places[0] != places[1]:
                 texts.append(f"the {lowest} {self.pick(ANY_SHAPE)} is {self.name(order[0], 0.6)}")
             if places[-1] != places[-2]:
@@ -254,5 +254,6 @@ def _is_between(a: SceneObject, middle: SceneObject, b: SceneObject) -> bool:
     return a.distance(b) > 0.4 and off < 0.12
 
 
-def _listed(words: Sequence[str]) -> str:
+def listed(words: Sequence[str]) -> str:
+    """``a, b and c``."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -13,9 +13,11 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-FIGURES = ("i2t_r1", "i2t_r5", "i2t_r10", "t2i_r1", "t2i_r5", "t2i_r10", "rsum")
-# What may differ between runs of one line: the seed, and what changes no figure.
-IGNORED = {"seed", "out", "data_root", "resume", "threads", "save_steps", "tensorboard", "progress", "final_test"}
+from .config import NO_EFFECT
+from .evaluate import RECALLS
+
+FIGURES = (*RECALLS, "rsum")
+IGNORED = NO_EFFECT | {"seed"}  # what may differ between runs of one line
 
 Metrics = dict[str, dict[str, float]]  # "before" and "after" re-ranking
 

@@ -13,7 +13,6 @@ import inspect
 import json
 import math
 import os
-import random
 import sys
 import time
 from collections.abc import Callable
@@ -114,8 +113,6 @@ class Trainer:
         self.out = Path(config.out)
         if config.threads:
             torch.set_num_threads(config.threads)
-        random.seed(config.seed)
-        np.random.seed(config.seed % 2**32)
         torch.manual_seed(config.seed)
 
         self.loss = build_loss(config.loss, config.loss_options).to(config.device)
@@ -264,8 +261,6 @@ class Trainer:
 
     def save(self, path: Path) -> None:
         """Write all that the next step depends on, so that a resumed run is the uninterrupted one, bit for bit."""
-        generator: Any = np.random.get_state()
-        name, keys, *rest = generator
         state = {
             "config": asdict(self.config),
             "words": self.vocabulary.words,
@@ -278,8 +273,6 @@ class Trainer:
             "best": self.best,
             "history": self.history,
             "rng": {
-                "python": random.getstate(),
-                "numpy": (name, keys.tolist(), *rest),
                 "torch": torch.get_rng_state(),
                 "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
             },
@@ -299,8 +292,6 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.epoch, self.step, self.best = state["epoch"], state["step"], state["best"]
         self.sums, self.history = state["sums"], state["history"]
-        random.setstate(state["rng"]["python"])
-        np.random.set_state(state["rng"]["numpy"])
         torch.set_rng_state(state["rng"]["torch"])
         if torch.cuda.is_available() and state["rng"]["cuda"]:
             torch.cuda.set_rng_state_all(state["rng"]["cuda"])

@@ -138,8 +138,8 @@ def hubness_aware_loss(
         + \tfrac1\gamma \log\bigl(1 + \sum_{j \ne i} e^{\gamma (S_{ji} - \varepsilon)}\bigr) - \log(1 + S_{ii}) \Bigr]
 
     with ``scale`` γ and ``margin`` ε. In general: mean over rows of the row term, plus mean over columns of the column
-    term, minus the mean over positive pairs of ``log(1 + S)``. With ``reduction="none"`` each direction carries one half
-    of the positive term. See :class:`itrloss.HubnessAwareLoss`.
+    term, minus the mean over positive pairs of ``log(1 + S)``. With ``reduction="none"`` each direction carries one
+    half of the positive term. See :class:`itrloss.HubnessAwareLoss`.
     """
     lse = _checked(sim).both.logsumexp(scale)
     attraction = sim.both.positives("log1p_clamp")
@@ -182,7 +182,8 @@ def triplet_loss(
 
     .. math:: \ell_i = \sum_{p \in pos(i)} \max_{j \in neg(i)} [\alpha - S_{ip} + S_{ij}]_+ \quad\text{("hardest")}
 
-    or the sum over all negatives instead of the maximum (``"all"``); α is the ``margin``, in units of cosine similarity.
+    or the sum over all negatives instead of the maximum (``"all"``); α is the ``margin``, in units of cosine
+    similarity.
     """
     _checked(sim)
     if mining == "hardest":

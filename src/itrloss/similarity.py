@@ -127,7 +127,9 @@ class Both:
     def _biases(self, row_bias: Tensor | None, col_bias: Tensor | None) -> Any:
         """Of the rows' candidates, the columns, and of the columns', the rows."""
         n, m = self._order(self._matrix.shape)
-        return self._order((as_bias("col_bias", self._matrix, col_bias, m), as_bias("row_bias", self._matrix, row_bias, n)))
+        return self._order(
+            (as_bias("col_bias", self._matrix, col_bias, m), as_bias("row_bias", self._matrix, row_bias, n))
+        )
 
 
 class Similarity:

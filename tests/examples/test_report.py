@@ -269,13 +269,17 @@ def test_a_finished_run_is_reused_and_another_one_is_not(tmp_path):
     config = demo.demo_config("dcl", tmp_path)
     out = Path(config.out)
     assert not demo.is_finished(config)
+    demo.clear_other_run(config)  # there is none
     out.mkdir(parents=True)
     (out / "config.json").write_text(json.dumps({**asdict(config), "resume": True}))
     (out / "last.pt").touch()
+    demo.clear_other_run(config)
     assert not demo.is_finished(config) and (out / "last.pt").exists()  # cut off: goes on from there
     (out / "metrics.json").touch()
+    demo.clear_other_run(config)
     assert demo.is_finished(config)
     other = demo.demo_config("dcl", tmp_path, quick=True)
+    demo.clear_other_run(other)
     assert not demo.is_finished(other)
     assert [file.name for file in out.iterdir()] == ["config.json"]  # else taken for its own, or resumed
 

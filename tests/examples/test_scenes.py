@@ -1,4 +1,4 @@
-"""The embedded data set; `caption_reader` is the independent judge of its captions."""
+"""The drawn data set; `caption_reader` is the independent judge of its captions."""
 
 from __future__ import annotations
 

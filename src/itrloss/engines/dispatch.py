@@ -200,7 +200,9 @@ class Matrix:
             return values, term_values(term, diagonal, *params[1]) if params[1] and asked[1] else values
         rows, cols = (params[0] if asked[0] else []), (params[1] if asked[1] else [])
         # Where pairs cannot be listed, the embeddings would have to be multiplied once more.
-        source = self._given() if sparse and Positives(*self.shape, *self.ids, self.rows.device).listable else self.source()
+        source = (
+            self._given() if sparse and Positives(*self.shape, *self.ids, self.rows.device).listable else self.source()
+        )
         if not needs_gradient(source.rows, source.cols, *rows, *cols):  # as in term_values
             return ops.positive_sums(*source, term, list(rows), list(cols), *asked)
         return ops.PositiveSums.apply(*source, term, *asked, len(rows), *rows, *cols)

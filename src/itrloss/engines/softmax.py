@@ -278,10 +278,8 @@ def _of_top(const: Tensor, scale: Tensor, top: Tensor, dim: int) -> Share:
     return write
 
 
-def _of_entropy(
-    const: Tensor, scale: Tensor, sums: Sums, grad: Tensor, dim: int, positives: Positives | None
-) -> Share:
-    """``e (base + slope log e)`` with ``e = exp(a S - top)``, and ``e uncounted`` at the positives that do not count."""
+def _of_entropy(const: Tensor, scale: Tensor, sums: Sums, grad: Tensor, dim: int, positives: Positives | None) -> Share:
+    """``e (base + slope log e)`` with ``e = exp(a S - top)``; at positives that do not count, ``e uncounted``."""
     (entropy, share), weight = sums.figure, grad * scale / sums.total.clamp_min(_NOTHING)
     top = _finite(sums.top)
     uncounted = const + weight * (share - entropy)
