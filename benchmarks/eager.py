@@ -165,6 +165,67 @@ def dcl(
     return losses[0] + losses[1]
 
 
+def memory_dcl(
+    images: Tensor,
+    texts: Tensor,
+    image_keys: Tensor,
+    text_keys: Tensor,
+    memory_images: Tensor,
+    memory_texts: Tensor,
+    ids: Tensor,
+    memory_ids: Tensor,
+    *,
+    temperature: float = 0.1,
+    margin: float = 0.3,
+    epsilon: float = 0.1,
+) -> Tensor:
+    """M-DCL (CODER Eq. 6) of N pairs with unique ids; memories (Q, D) are of unit length, diversity detached."""
+    batch = _compare(images.detach(), texts.detach(), None, None)
+    mask = ids[:, None] == memory_ids
+    count = (~mask).sum(1).clamp_min(1)
+    loss = images.new_zeros(())
+    ours = ((images, text_keys, memory_texts), (texts, image_keys, memory_images))
+    for side, (anchors, keys, memory) in zip(batch.sides, ours, strict=True):
+        anchors = F.normalize(anchors, dim=1)
+        scores = anchors @ memory.T
+        with torch.no_grad():
+            negatives = scores.masked_fill(mask, 0)
+            mean = negatives.sum(1) / count
+            spread = ((negatives.square().sum(1) / count) - mean.square()).clamp_min(1e-12).sqrt()
+            raw = 1 + torch.exp(-epsilon / spread)
+            diversity = (raw / raw.max() + _diversity(batch, side, "std", epsilon)) / 2
+        sharpness = 1 / (temperature * diversity)
+        logits = (scores * sharpness[:, None]).masked_fill(mask, NEG_INF)
+        pull = torch.log1p((anchors * F.normalize(keys, dim=1)).sum(1).clamp_min(SCORE_FLOOR))
+        push = F.softplus(logits.logsumexp(1) - margin * sharpness, threshold=50)
+        loss = loss + temperature * (push - pull).mean()
+    return loss
+
+
+def uto(
+    images: Tensor,
+    texts: Tensor,
+    image_keys: Tensor,
+    text_keys: Tensor,
+    memory_images: Tensor,
+    memory_texts: Tensor,
+    ids: Tensor,
+    memory_ids: Tensor,
+    *,
+    scale: float = 90.0,
+    margin: float = 0.5,
+) -> Tensor:
+    """UTO (USER Eq. 18-21) of N pairs with unique ids; memories (Q, D) are of unit length."""
+    mask = ids[:, None] == memory_ids
+    loss = hal(images, texts, scale=scale, margin=margin)
+    for anchors, keys, memory in ((images, text_keys, memory_texts), (texts, image_keys, memory_images)):
+        anchors = F.normalize(anchors, dim=1)
+        logits = (scale * (anchors @ memory.T)).masked_fill(mask, NEG_INF)
+        pull = torch.log1p((anchors * F.normalize(keys, dim=1)).sum(1).clamp_min(SCORE_FLOOR))
+        loss = loss + (F.softplus(logits.logsumexp(1) - scale * margin, threshold=50) / scale - pull).mean()
+    return loss
+
+
 def _compare(
     images: Tensor, texts: Tensor, image_ids: Tensor | None, text_ids: Tensor | None, scale: float = 1.0
 ) -> Batch:

@@ -485,3 +485,23 @@ def itrloss_sum(sim):
 def test_a_value_per_anchor_has_the_size_of_the_anchors(engine, call, error, message, small_tiles):
     with pytest.raises(error, match=message):
         call(Similarity(*embeddings(8, 5), *make_ids("random", 8, 5), engine=engine))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+@pytest.mark.parametrize("name", ["rows only", "columns only", "single sides", "single positives"])
+@pytest.mark.parametrize("kind", [None, "random"])
+def test_questions_about_one_side_compile(name, engine, kind):
+    (v, w), ids = embeddings(9, 9), make_ids(kind, 9, 9)
+
+    def total(v, w):
+        return sum(finite(x).square().sum() for x in ANSWERS[name](Similarity(v, w, *ids, engine=engine)))
+
+    torch._dynamo.reset()
+    results = []
+    for function in (total, torch.compile(total, fullgraph=True, backend="aot_eager")):
+        a, b = v.clone().requires_grad_(), w.clone().requires_grad_()
+        value = function(a, b)
+        results.append((value, *torch.autograd.grad(value, (a, b))))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)

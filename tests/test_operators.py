@@ -20,11 +20,12 @@ def sources():
     v, w = embeddings(7, 9, dtype=torch.float32)
     ids = make_ids("random", 7, 9)
     inv = [1 / x.norm(dim=1) for x in (v, w)]
-    yield "embeddings", (v, w, *inv, *ids)
-    yield "half", (v.half(), w.half(), *inv, *ids)
-    yield "raw", (v, w, None, None, *ids)
-    yield "scores", (v @ w.T, None, None, None, *ids)
-    yield "diagonal", (v, w[:7], inv[0], inv[1][:7], None, None)
+    yield "embeddings", (v, w, *inv, *ids, None, None)
+    yield "half", (v.half(), w.half(), *inv, *ids, None, None)
+    yield "raw", (v, w, None, None, *ids, None, None)
+    yield "scores", (v @ w.T, None, None, None, *ids, None, None)
+    yield "diagonal", (v, w[:7], inv[0], inv[1][:7], None, None, None, None)
+    yield "kept", (v, w, None, None, *ids, v @ w.T, None)
 
 
 def calls():
@@ -51,7 +52,9 @@ def calls():
         yield f"{name}: moment_sums_backward", "moment_sums_backward", (*source, *means)
         yield f"{name}: hardest", "hardest", (*source, True, True)
         yield f"{name}: pair_scores", "pair_scores", (*source[:4], *pairs)
-        yield f"{name}: aligned pair_scores", "pair_scores", (*source[:4], torch.arange(min(n, m)), None)
+        if name == "diagonal":
+            yield f"{name}: aligned pair_scores", "pair_scores", (*source[:4], None, None)
+            yield f"{name}: aligned backward", "pair_scores_backward", (*source[:4], None, None, a, a, True, True)
         yield f"{name}: pair_scores_backward", "pair_scores_backward", (*source[:4], *pairs, a, a, True, True)
         yield f"{name}: positive_sums", "positive_sums", (*source, "hinge", [a], [b], True, True)
         back = (*source, "hinge", [a], [b], a, b, True, True)

@@ -2,18 +2,33 @@
 
 from . import functional, metrics, rerank
 from .engines.pairs import pair_term
-from .losses import DiversityContrastiveLoss, HubnessAwareLoss, InfoNCELoss, PairLoss, TripletLoss
+from .losses import (
+    DiversityContrastiveLoss,
+    HubnessAwareLoss,
+    InfoNCELoss,
+    MemoryDiversityContrastiveLoss,
+    MemoryLoss,
+    PairLoss,
+    TripletLoss,
+    UnifiedTrainingObjective,
+)
+from .memory import CoupledMemory, MomentumEncoder
 from .similarity import Similarity
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CoupledMemory",
     "DiversityContrastiveLoss",
     "HubnessAwareLoss",
     "InfoNCELoss",
+    "MemoryDiversityContrastiveLoss",
+    "MemoryLoss",
+    "MomentumEncoder",
     "PairLoss",
     "Similarity",
     "TripletLoss",
+    "UnifiedTrainingObjective",
     "functional",
     "metrics",
     "pair_term",

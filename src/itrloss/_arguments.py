@@ -25,6 +25,18 @@ def check_matrix(name: str, x: Tensor, wanted: str, check_finite: bool) -> None:
         require_finite(name, x)
 
 
+def check_embeddings(rows: Tensor, cols: Tensor, check_finite: bool) -> None:
+    check_matrix("rows", rows, "(N, D)", check_finite)
+    check_matrix("cols", cols, "(M, D)", check_finite)
+    if rows.shape[1] != cols.shape[1]:
+        got = tuple(cols.shape)
+        raise ValueError(f"cols: expected embeddings of dimension {rows.shape[1]} like rows, got shape {got}")
+    if (rows.dtype == torch.float64) != (cols.dtype == torch.float64):
+        raise TypeError(f"cols: expected float64 on both sides or on neither, got {rows.dtype} and {cols.dtype}")
+    if rows.device != cols.device:
+        raise ValueError(f"cols: expected device {rows.device} like rows, got {cols.device}")
+
+
 def require_finite(name: str, x: Tensor) -> None:
     if not bool(torch.isfinite(x).all()):
         raise ValueError(f"{name}: expected finite values, got nan or infinity")
@@ -50,6 +62,15 @@ def check_ids(row_ids: Tensor | None, col_ids: Tensor | None, n: int, m: int, de
         checked.append(ids.to(device, torch.int64))
     same = checked[0] is checked[1]
     return checked[0], checked[1].view_as(checked[1]) if same else checked[1]
+
+
+def diagonal_if_unique(ids: Pair) -> Pair:
+    """None on both sides if the ids only say that row i matches column i, which then takes no searching for pairs."""
+    rows, cols = ids
+    # Only the CPU may look at them for nothing.
+    if rows is None or cols is None or rows.device.type != "cpu" or torch.compiler.is_compiling():
+        return ids
+    return (None, None) if torch.equal(rows, cols) and len(rows.unique()) == len(rows) else ids
 
 
 def as_scale(name: str, matrix: Matrix, scale: float | Tensor, of_columns: bool) -> Tensor:

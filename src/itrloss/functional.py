@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .memory import MemorySimilarity
 from .similarity import Similarity
 
 Reduction = Literal["mean", "sum", "none"]
@@ -20,14 +21,17 @@ Diversity = Literal["std", "entropy"] | None
 Mining = Literal["hardest", "all"]
 PositiveWeight = float | Literal["paper"]
 PositiveForm = Literal["clamp", "relu"]
+PositiveFrom = Literal["key", "batch"]
 
 __all__ = [
     "diversity_contrastive_loss",
     "entropy_diversity",
     "hubness_aware_loss",
     "info_nce_loss",
+    "memory_diversity_contrastive_loss",
     "std_diversity",
     "triplet_loss",
+    "unified_training_objective",
 ]
 
 
@@ -67,6 +71,10 @@ def entropy_diversity(sim: Similarity, epsilon: float = 0.1, temperature: float 
 def _diversity_scores(spread: Tensor, epsilon: float) -> Tensor:
     raw = torch.exp(-epsilon / spread) + 1
     return raw / raw.amax(-1, keepdim=True)
+
+
+def _diversity(sim: Similarity, kind: Diversity, epsilon: float, temperature: float) -> Tensor:
+    return std_diversity(sim, epsilon) if kind == "std" else entropy_diversity(sim, epsilon, temperature)
 
 
 def _diversities(sim: Similarity, kind: Diversity, epsilon: float, temperature: float) -> tuple[Tensor, Tensor]:
@@ -151,6 +159,79 @@ def hubness_aware_loss(
     return counts.reduce(values[0], values[1], reduction)
 
 
+def memory_diversity_contrastive_loss(
+    sims: MemorySimilarity,
+    temperature: float = 0.1,
+    margin: float = 0.3,
+    diversity: Diversity = "std",
+    epsilon: float = 0.1,
+    detach_diversity: bool = True,
+    positive_weight: PositiveWeight = "paper",
+    positive: PositiveForm = "clamp",
+    entropy_temperature: float = 1.0,
+    positive_from: PositiveFrom = "key",
+    reduction: Reduction = "mean",
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Memory-aided DCL, M-DCL (CODER Eq. 6): images against the memory's texts, texts against its images.
+
+    .. math::
+        \ell_i = \mu \log\Bigl(1 + \sum_{q} e^{(S_{iq} - \gamma) / (\mu d_i)}\Bigr)
+                 - w \operatorname{mean}_{p \in pos(i)} \log(1 + \operatorname{cos}(x_i, k_p)), \qquad
+        d_i = \tfrac12 (d_i^{batch} + d_i^{memory})
+
+    over the memory's entries q with another id than the anchor's, and the momentum keys k of its positives. See
+    :class:`itrloss.MemoryDiversityContrastiveLoss` for the options.
+    """
+    term = _positive_term(positive)
+    if positive_from not in ("key", "batch"):
+        raise ValueError(f"positive_from: expected 'key' or 'batch', got {positive_from!r}")
+    weight = temperature if positive_weight == "paper" else float(positive_weight)
+    beside = (sims.batch, sims.memory) if not detach_diversity else _detached(sims)
+    in_batch = () if diversity is None else _diversities(beside[0], diversity, epsilon, entropy_temperature)
+    values = []
+    for side, memory in enumerate(sims.memory):
+        scale: Tensor | float = 1 / temperature
+        if diversity is not None:
+            own = _diversity(beside[1][side], diversity, epsilon, entropy_temperature)
+            scale = 2 / temperature / (in_batch[side] + own)
+        repulsion = memory.logsumexp(scale)
+        positives = sims.keys[side] if positive_from == "key" else _seen(sims.batch, side)
+        attraction = _mean_over_positives(positives, term)
+        value = temperature * _log1p_exp(repulsion - scale * margin) - weight * attraction
+        values.append(_zero_without_partners(value, repulsion, positives))
+    return _reduce_valid(values, reduction)
+
+
+def unified_training_objective(
+    sims: MemorySimilarity,
+    scale: float = 90.0,
+    margin: float = 0.5,
+    batch_weight: float = 1.0,
+    reduction: Reduction = "mean",
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Unified training objective, UTO (USER Eq. 18-21): HAL in the batch, and its rows against the memory.
+
+    .. math::
+        \lambda\, \mathrm{HAL} + \operatorname{mean}_i Q(v_i) + \operatorname{mean}_i Q(w_i), \qquad
+        Q(x_i) = \tfrac1\gamma \log\bigl(1 + \sum_{q} e^{\gamma (S_{iq} - \varepsilon)}\bigr)
+                 - \operatorname{mean}_{p \in pos(i)} \log(1 + \operatorname{cos}(x_i, k_p))
+
+    with ``scale`` γ, ``margin`` ε and ``batch_weight`` λ, over the memory's entries q with another id than the
+    anchor's, and the momentum keys k of its positives. See :class:`itrloss.UnifiedTrainingObjective`.
+    """
+    values = []
+    for keys, memory in zip(sims.keys, sims.memory, strict=True):
+        repulsion = memory.logsumexp(scale)
+        value = _log1p_exp(repulsion - scale * margin) / scale - _mean_over_positives(keys, "log1p_clamp")
+        values.append(_zero_without_partners(value, repulsion, keys))
+    queue = _reduce_valid(values, reduction)
+    batch = hubness_aware_loss(sims.batch, scale, margin, reduction)
+    if isinstance(queue, Tensor) or isinstance(batch, Tensor):
+        return batch_weight * batch + queue  # type: ignore[operator]
+    rows, cols = (batch_weight * b + q for b, q in zip(batch, queue, strict=True))
+    return rows, cols
+
+
 def info_nce_loss(
     sim: Similarity, temperature: float | Tensor = 0.07, reduction: Reduction = "mean"
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -214,6 +295,38 @@ def _positive_term(positive: str) -> str:
     if positive not in ("clamp", "relu"):
         raise ValueError(f"positive: expected 'clamp' or 'relu', got {positive!r}")
     return f"log1p_{positive}"
+
+
+def _detached(sims: MemorySimilarity) -> tuple[Similarity, tuple[Similarity, Similarity]]:
+    images, texts = sims.memory
+    return sims.batch.detach(), (images.detach(), texts.detach())
+
+
+def _seen(batch: Similarity, side: int) -> Similarity:
+    return batch.T if side else batch
+
+
+def _mean_over_positives(sim: Similarity, term: str) -> Tensor:
+    sums = sim.positives(term, sparse=True)
+    return sums if sim.one_to_one else sums / sim.positive_counts.clamp_min(1)
+
+
+def _zero_without_partners(values: Tensor, repulsion: Tensor, positives: Similarity) -> tuple[Tensor, Tensor]:
+    """Per anchor: its value, and whether it counts, which takes a positive and a negative."""
+    valid = repulsion != -torch.inf
+    if not positives.one_to_one:
+        valid = valid & (positives.positive_counts > 0)
+    return torch.where(valid, values, 0.0), valid
+
+
+def _reduce_valid(sides: list[tuple[Tensor, Tensor]], reduction: Reduction) -> Tensor | tuple[Tensor, Tensor]:
+    """As :meth:`_Counts.reduce`, of what :func:`_zero_without_partners` returned for the images and for the texts."""
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
+    (rows, row_valid), (cols, col_valid) = sides
+    if reduction == "mean":
+        return rows.sum() / row_valid.sum().clamp_min(1) + cols.sum() / col_valid.sum().clamp_min(1)
+    return rows.sum() + cols.sum() if reduction == "sum" else (rows, cols)
 
 
 class _Counts:

@@ -14,13 +14,15 @@ from ._arguments import (
     as_params,
     as_scale,
     as_term,
+    check_embeddings,
     check_ids,
     check_matrix,
     check_number,
+    diagonal_if_unique,
     require_finite,
 )
 from .engines.dispatch import Hardest, Matrix, Moments, Over, choose
-from .engines.tiles import compute_dtype
+from .engines.tiles import Pair, compute_dtype
 
 Engine = Literal["auto", "reference", "dense", "tiled"]
 
@@ -178,18 +180,9 @@ class Similarity:
         memory_budget: int = DEFAULT_MEMORY_BUDGET,
         check_finite: bool = False,
     ):
-        check_matrix("rows", rows, "(N, D)", check_finite)
-        check_matrix("cols", cols, "(M, D)", check_finite)
-        if rows.shape[1] != cols.shape[1]:
-            raise ValueError(
-                f"cols: expected embeddings of dimension {rows.shape[1]} like rows, got shape {tuple(cols.shape)}"
-            )
-        if (rows.dtype == torch.float64) != (cols.dtype == torch.float64):
-            raise TypeError(f"cols: expected float64 on both sides or on neither, got {rows.dtype} and {cols.dtype}")
-        if rows.device != cols.device:
-            raise ValueError(f"cols: expected device {rows.device} like rows, got {cols.device}")
+        check_embeddings(rows, cols, check_finite)
         n, m = rows.shape[0], cols.shape[0]
-        ids = check_ids(row_ids, col_ids, n, m, rows.device)
+        ids = diagonal_if_unique(check_ids(row_ids, col_ids, n, m, rows.device))
         if rows is cols:
             cols = cols.view_as(cols)  # the compiler refuses to see the same tensor twice
         chosen = choose(engine, n * m * compute_dtype(rows).itemsize, memory_budget)
@@ -212,9 +205,17 @@ class Similarity:
         check_matrix("scores", scores, "(N, M)", check_finite)
         if engine not in ("auto", "dense", "reference"):
             raise ValueError(f"engine: expected 'auto', 'dense' or 'reference' for scores, got {engine!r}")
-        ids = check_ids(row_ids, col_ids, scores.shape[0], scores.shape[1], scores.device)
+        ids = diagonal_if_unique(check_ids(row_ids, col_ids, scores.shape[0], scores.shape[1], scores.device))
         chosen = "dense" if engine == "auto" else engine
         return cls._view(Matrix(scores.to(compute_dtype(scores)), None, ids, False, chosen), False)
+
+    @classmethod
+    def _of(
+        cls, rows: Tensor, cols: Tensor, ids: Pair, inv: Pair, engine: Engine, valid: Tensor | None = None
+    ) -> Similarity:
+        """Of checked embeddings with known reciprocal lengths; with ``valid`` as in :class:`Matrix`, of a memory."""
+        chosen = choose(engine, rows.shape[0] * cols.shape[0] * compute_dtype(rows).itemsize, DEFAULT_MEMORY_BUDGET)
+        return cls._view(Matrix(rows, cols, ids, True, chosen, inv, valid), False)
 
     @classmethod
     def _view(cls, matrix: Matrix, flipped: bool) -> Similarity:
@@ -249,12 +250,15 @@ class Similarity:
 
     @property
     def ids(self) -> tuple[Tensor | None, Tensor | None]:
-        """(N,) and (M,) ids as they are compared; None, None if row i simply matches column i."""
+        """(N,) and (M,) ids as they are compared; None, None if row i simply matches column i.
+
+        That holds where ids were left out, and on the CPU also where they say just that.
+        """
         return self._mine((self._matrix.ids, self._matrix.ids[::-1]))
 
     @property
     def one_to_one(self) -> bool:
-        """Whether ids were left out: row i matches column i and nothing else."""
+        """Whether :attr:`ids` are None: row i matches column i and nothing else."""
         return self._matrix.ids[0] is None
 
     @property

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -46,19 +47,43 @@ class Hardest(NamedTuple):
     indices: Tensor
 
 
+@dataclass
+class _Kept:
+    """The scores of a memory, shared with what detach returns."""
+
+    scores: Tensor | None
+    lent: bool = False  # to a backward pass
+
+
 class Matrix:
-    """The inputs, the engine, and the scores once they were needed."""
+    """The inputs, the engine, and the scores once they were needed.
+
+    A *memory* has columns of unit length that get no gradient, of which only the first ``valid`` exist; it answers for
+    the rows.
+    """
 
     def __init__(
-        self, rows: Tensor, cols: Tensor | None, ids: Pair, normalize: bool, engine: str, inv: Pair | None = None
+        self,
+        rows: Tensor,
+        cols: Tensor | None,
+        ids: Pair,
+        normalize: bool,
+        engine: str,
+        inv: Pair | None = None,
+        valid: Tensor | None = None,
     ):
+        self._memory = valid is not None
+        if valid is not None and cols is not None and not torch.compiler.is_compiling():
+            cols, ids, valid = cols[: int(valid)], (ids[0], _given(ids[1])[: int(valid)]), None
         if not torch.is_grad_enabled():  # what is made under no_grad has no gradient, whatever the engine and the time
             rows, cols = rows.detach(), None if cols is None else cols.detach()
         self.rows, self.cols, self.ids, self.normalize, self.engine = rows, cols, ids, normalize, engine
         self._versions = None if torch.compiler.is_compiling() else self._seen()
         self.shape = (rows.shape[0], rows.shape[1] if cols is None else cols.shape[0])
         self.bounded = normalize and cols is not None
+        self._valid = valid
         self._scores = rows if cols is None else None
+        self._kept = _Kept(None)
         self._diagonal: Tensor | None = None
         self._inv: Pair = inv or (None, None)
         if inv is None and self.bounded and cols is not None and engine != "reference":
@@ -78,9 +103,12 @@ class Matrix:
         """The same scores without a gradient; a dense product is shared, not repeated."""
         cols = None if self.cols is None else self.cols.detach()
         twin = Matrix(self.rows.detach(), cols, self.ids, self.normalize, self.engine, self._inv)
-        twin._versions = self._versions
+        twin._versions, twin._memory, twin._valid = self._versions, self._memory, self._valid
         twin._diagonal = None if self._diagonal is None else self._diagonal.detach()
-        if cols is not None and self.engine != "tiled":
+        if self._memory and self.engine == "dense":
+            self._keep()
+            twin._kept = self._kept
+        elif cols is not None and self.engine != "tiled":
             twin._scores = self.scores().detach()
         return twin
 
@@ -94,7 +122,7 @@ class Matrix:
         inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
         with torch.set_grad_enabled(not inference):  # whoever asks first may do so under no_grad
             if self.engine == "reference":
-                scores = reference.scores(self.rows, self.cols, self.normalize)
+                scores = reference.scores(self.rows, self.cols, self.normalize, self.normalize and not self._memory)
             else:
                 scores = ops.Product.apply(self.rows, self.cols, *self._inv)
         if not (inference and self._has_gradient):  # such scores would lack it for good
@@ -109,11 +137,27 @@ class Matrix:
         """What the operators work on: the matrix if it may exist, else the embeddings."""
         if self.engine == "tiled":
             return self._given()
+        if self._memory:  # the gradient goes to the rows as it is found, and no matrix of it is needed
+            self._kept.lent |= self.rows.requires_grad
+            return self._given()._replace(kept=self._keep())
         return Source(self.scores(), None, None, None, *self.ids)
+
+    def _keep(self) -> Tensor:
+        """(N, M) scores without a gradient; formed once."""
+        if self._kept.scores is None:
+            self._check_unchanged()
+            with torch.no_grad():
+                self._kept.scores = ops.Product.apply(self.rows.detach(), _given(self.cols), *self._inv)
+        return _given(self._kept.scores)
+
+    def _may_consume(self, scale: Tensor) -> bool:
+        """Whether the kept scores may be overwritten: a later question forms them again."""
+        needed = self._kept.lent or scale.requires_grad  # by another backward pass
+        return self.engine == "dense" and not needed and not torch.compiler.is_compiling()
 
     def _given(self) -> Source:
         self._check_unchanged()
-        return Source(self.rows, self.cols, *self._inv, *self.ids)
+        return Source(self.rows, self.cols, *self._inv, *self.ids, None, self._valid)
 
     def _views(self, asked: Asked) -> list[tuple[Tensor, Tensor] | None]:
         """(scores, positive mask) as each asked side sees them, for the reference."""
@@ -138,6 +182,10 @@ class Matrix:
                 for v, a in zip(views, scales, strict=True)
             )
             return rows, cols
+        if self._memory and scales[0] is not None and self._may_consume(scales[0]):
+            kept, self._kept.scores = self._keep(), None
+            source = (self.rows, _given(self.cols), self._inv[0], *self.ids)
+            return ops.ConsumedLogSumExp.apply(*source, kept, scales[0], masked, self.bounded), None
         shared = scales[0] is scales[1]
         extra = MEAN if any(a is not None and a.requires_grad for a in scales) else 0
         scales = (scales[0], None if shared else scales[1])
@@ -176,7 +224,7 @@ class Matrix:
         one_to_one = self.ids[0] is None
         if one_to_one:  # the positives join the list: one sparse gradient instead of two
             i, j = [*i, along], [*j, along]
-            values.append(self._pair_scores(along) if self._scores is None else self._scores.diagonal())
+            values.append(self._pair_scores() if self._scores is None else self._scores.diagonal())
         known = torch.cat(values).detach()
         known.clamp_min_(torch.finfo(known.dtype).min)  # where there is no negative: -inf times no gradient is nan
         scores = self._pair_scores(torch.cat(i), torch.cat(j), known)
@@ -212,10 +260,9 @@ class Matrix:
         self._check_unchanged()
         if self._diagonal is not None:
             return self._diagonal
-        if self.engine == "dense" and not sparse:
+        if self.cols is None or (self.engine == "dense" and not sparse):
             return self.scores().diagonal()
-        along = torch.arange(self.shape[0], device=self.rows.device)
-        return self._keep_diagonal(self._pair_scores(along))
+        return self._keep_diagonal(self._pair_scores())
 
     def _keep_diagonal(self, diagonal: Tensor) -> Tensor:
         """Whichever answer comes first hands out the positives' scores: their gradient rides along with its own."""
@@ -223,8 +270,8 @@ class Matrix:
             self._diagonal = diagonal
         return diagonal
 
-    def _pair_scores(self, i: Tensor, j: Tensor | None = None, scores: Tensor | None = None) -> Tensor:
-        """(P,) scores of listed pairs, whose gradient goes straight to the embeddings."""
+    def _pair_scores(self, i: Tensor | None = None, j: Tensor | None = None, scores: Tensor | None = None) -> Tensor:
+        """(P,) scores of listed pairs, or of row i with column i; the gradient goes straight to the embeddings."""
         self._check_unchanged()
         return ops.PairScores.apply(self.rows, self.cols, *self._inv, i, j, scores)
 
@@ -246,5 +293,10 @@ class Matrix:
         return ranking.ranks(_detached(self.source()), biases, asked, optimistic)
 
 
+def _given(x: Tensor | None) -> Tensor:
+    assert x is not None
+    return x
+
+
 def _detached(source: Source) -> Source:
-    return Source(*(None if x is None else x.detach() for x in source))  # type: ignore[arg-type]
+    return source._replace(rows=source.rows.detach(), cols=None if source.cols is None else source.cols.detach())

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .positives import Positives
-from .tiles import SIDES, Gradient, Pair, Source, tiles, unit
+from .tiles import SIDES, Gradient, Pair, Source, panels, tiles, unit
 
 
 def negative_counts(source: Source) -> tuple[Tensor | int, Tensor | int]:
@@ -25,7 +25,14 @@ def moments(source: Source, asked: tuple[bool, bool]) -> tuple[tuple[Tensor, Ten
 
     Rounding can leave a variance a little below 0.
     """
+    if 0 in source.shape:  # a memory that is empty yet
+        zeros = [source.rows.new_zeros(size, dtype=source.dtype) for size in source.shape]
+        return (zeros[0], zeros[1]), (zeros[0].clone(), zeros[1].clone())
     counts = negative_counts(source)
+    if source.kept is not None and source.rows.device.type == "cpu" and not asked[1]:
+        found = _around_zero(source.kept, source, counts[0])
+        if not _is_far(found):
+            return (found.mean, found.mean.new_empty(0)), (found.variance, found.mean.new_empty(0))
     rows, cols = _around(_centres(source, asked), source, asked, counts)
     # Only the CPU may look at a value for nothing.
     if source.rows.device.type == "cpu" and (_is_far(rows) or _is_far(cols)):
@@ -43,6 +50,20 @@ def _is_far(found: _Moments) -> bool:
     """Whether a centre was so far from the mean that the difference of two squares lost its digits."""
     squared = found.shift.square()
     return bool((squared > (100 * found.variance).clamp_min(1e-12)).any())
+
+
+def _around_zero(scores: Tensor, source: Source, count: Tensor | int) -> _Moments:
+    """Of the rows, without a copy of the scores."""
+    first, second = (torch.empty(scores.shape[0], dtype=scores.dtype) for _ in range(2))
+    for rows in panels(scores):
+        torch.sum(scores[rows], 1, out=first[rows])
+        torch.linalg.vector_norm(scores[rows], dim=1, out=second[rows])
+    second.square_()
+    i, j = Positives.of(source).pairs()
+    positive = scores[i, j]
+    first.index_add_(0, i, positive, alpha=-1)
+    second.index_add_(0, i, positive.square(), alpha=-1)
+    return _close(torch.zeros_like(first), count, first, second)
 
 
 def _around(
@@ -89,10 +110,12 @@ def _centres(source: Source, asked: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
     of them costs at most five of the bits of a variance. That counts the positives, which can lie far off and come
     first: :func:`moments` looks at the result.
     """
-    if source.cols is None:
-        s, (n, m), empty = source.rows, source.shape, source.rows.new_empty(0)
+    s = source.rows if source.cols is None else source.kept
+    if s is not None:
+        (n, m), empty = source.shape, s.new_empty(0)
         rows = s[:, : max(64, m // 32)].mean(1) if asked[0] else empty
         return rows, s[: max(64, n // 32)].mean(0) if asked[1] else empty
+    assert source.cols is not None
     average = []
     for x, inv in ((source.rows, source.row_inv), (source.cols, source.col_inv)):
         total = torch.zeros(x.shape[1], dtype=source.dtype, device=x.device)

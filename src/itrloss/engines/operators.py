@@ -16,10 +16,15 @@ import torch
 from torch import Tensor
 
 from . import moments, pairs, softmax
+from .positives import Positives
 from .tiles import EPS, Pair, Source, compute_dtype, first_order, lengths, project_, unit
 
 _library = torch.library.Library("itrloss", "DEF")
-_SOURCE = "Tensor rows, Tensor? cols, Tensor? row_inv, Tensor? col_inv, Tensor? row_ids, Tensor? col_ids"
+_SOURCE = (
+    "Tensor rows, Tensor? cols, Tensor? row_inv, Tensor? col_inv, Tensor? row_ids, Tensor? col_ids,"
+    " Tensor? kept, Tensor? valid"
+)
+_WIDTH = len(Source._fields)
 
 
 def _full_precision(x: Tensor):
@@ -29,25 +34,32 @@ def _full_precision(x: Tensor):
 
 
 def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Define ``itrloss::<function name>`` and return the function to call."""
+    """Define ``itrloss::<function name>`` and return the function to call.
+
+    Where the schema begins with SOURCE, the function and its fake get one :class:`Source` for the arguments of that.
+    """
+    on_source = schema.startswith("(SOURCE")
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         """Give the operator its implementation and its shapes."""
         name = function.__name__
 
         @functools.wraps(function)
-        def in_full_precision(*args: Any) -> Any:
+        def implementation(*args: Any) -> Any:
             with _full_precision(args[0]):
-                return function(*args)
+                return function(Source(*args[:_WIDTH]).trimmed(), *args[_WIDTH:]) if on_source else function(*args)
 
         @functools.wraps(function)
         def call(*args: Any) -> Any:
             # In eager mode the dispatcher would only cost time.
-            return operator(*args) if torch.compiler.is_compiling() else in_full_precision(*args)
+            return operator(*args) if torch.compiler.is_compiling() else implementation(*args)
+
+        def shapes(*args: Any) -> Any:
+            return fake(Source(*args[:_WIDTH]), *args[_WIDTH:]) if on_source else fake(*args)
 
         _library.define(name + schema.replace("SOURCE", _SOURCE))
-        _library.impl(name, in_full_precision, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"itrloss::{name}", fake, lib=_library)
+        _library.impl(name, implementation, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"itrloss::{name}", shapes, lib=_library)
         operator = getattr(torch.ops.itrloss, name).default
         return call
 
@@ -159,15 +171,15 @@ def _scales(row_scale: Tensor | None, col_scale: Tensor | None, shared: bool) ->
     return row_scale, row_scale if shared else col_scale
 
 
-def _fake_logsumexp(*args):
-    source, scales, extra = Source(*args[:6]), _scales(*args[6:9]), args[11]
+def _fake_logsumexp(source, row_scale, col_scale, shared, masked, bounded, extra):
+    scales = _scales(row_scale, col_scale, shared)
     made = []
     for total, scale in zip(_sizes(source, _asked(scales)), scales, strict=True):
         figure = torch.empty_like(total) if extra else total.new_empty(0)
         if extra == softmax.ENTROPY and scale is not None:
             figure = total.new_empty(2, total.shape[0])
         made.append((total, torch.empty_like(total), figure))
-    diagonal = made[0][0].new_empty(source.shape[0] if softmax.carries_diagonal(source, args[9], extra) else 0)
+    diagonal = made[0][0].new_empty(source.shape[0] if softmax.carries_diagonal(source, masked, extra) else 0)
     return *(x for field in zip(*made, strict=True) for x in field), diagonal
 
 
@@ -176,13 +188,13 @@ def _fake_logsumexp(*args):
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake_logsumexp,
 )
-def logsumexp(*args):
-    rows, cols, diagonal = softmax.logsumexp(Source(*args[:6]), _scales(*args[6:9]), *args[9:])
+def logsumexp(source, row_scale, col_scale, shared, *flags):
+    rows, cols, diagonal = softmax.logsumexp(source, _scales(row_scale, col_scale, shared), *flags)
     return *(x for field in zip(rows, cols, strict=True) for x in field), diagonal
 
 
-def _fake_source_gradient(*args):
-    return _like_source(Source(*args[:6]), args[-2:])
+def _fake_source_gradient(source, *args):
+    return _like_source(source, args[-2:])
 
 
 @_operator(
@@ -192,14 +204,13 @@ def _fake_source_gradient(*args):
     " bool need_rows, bool need_cols) -> (Tensor, Tensor)",
     _fake_source_gradient,
 )
-def logsumexp_backward(*args):
+def logsumexp_backward(source, row_scale, col_scale, shared, *args):
     """Gradients of the source from those of :func:`logsumexp`."""
-    a = args[6:]
-    sums = softmax.Sums(a[3], a[5], a[7]), softmax.Sums(a[4], a[6], a[8])
-    scales = _scales(*a[0:3])
-    diagonal_grad, masked, bounded, extra = a[13:17]
+    sums = softmax.Sums(*args[0:6:2]), softmax.Sums(*args[1:6:2])
+    diagonal_grad, masked, bounded, extra = args[10:14]
+    scales = _scales(row_scale, col_scale, shared)
     return softmax.logsumexp_backward(
-        Source(*args[:6]), scales, sums, a[9:11], a[11:13], diagonal_grad, masked, bounded, extra, a[17:]
+        source, scales, sums, args[6:8], args[8:10], diagonal_grad, masked, bounded, extra, args[14:]
     )
 
 
@@ -210,11 +221,10 @@ class LogSumExp(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, rows, cols, row_inv, col_inv, row_ids, col_ids, row_scale, col_scale, *flags):
+    def forward(ctx, *args):
         """(N,) and (M,) log-sum-exps, their figures and the diagonal's scores."""
-        source = (rows, cols, row_inv, col_inv, row_ids, col_ids)
-        shared, masked, bounded, extra = flags
-        *sums, diagonal = logsumexp(*source, row_scale, col_scale, shared, masked, bounded, extra)
+        source, (row_scale, col_scale, shared, masked, bounded, extra) = args[:_WIDTH], args[_WIDTH:]
+        *sums, diagonal = logsumexp(*args)
         ctx.save_for_backward(*source, row_scale, col_scale, *sums)
         ctx.shared, ctx.flags, ctx.entropic = shared, (masked, bounded, extra), extra == softmax.ENTROPY
         ctx.set_materialize_grads(False)
@@ -230,10 +240,10 @@ class LogSumExp(torch.autograd.Function):
     def backward(ctx, *grads):
         """Gradients of the source and of the scales."""
         saved = ctx.saved_tensors
-        source, scales, sums = saved[:6], saved[6:8], saved[8:]
+        source, scales, sums = saved[:_WIDTH], saved[_WIDTH : _WIDTH + 2], saved[_WIDTH + 2 :]
         rows = cols = None
         figures = grads[2:4] if ctx.entropic else (None, None)
-        grads = (*grads[:2], *figures, _unless_empty(grads[4]))
+        grads = _asked_for(*grads[:2], *figures, grads[4])
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             rows, cols = logsumexp_backward(
                 *source, *scales, ctx.shared, *sums, *grads, *ctx.flags, *ctx.needs_input_grad[:2]
@@ -241,28 +251,71 @@ class LogSumExp(torch.autograd.Function):
         found: list[Tensor | None] = [None, None]
         for side, (mean, grad) in enumerate(zip(sums[4:], grads[:2], strict=True)):
             to = 0 if ctx.shared else side
-            if ctx.needs_input_grad[6 + to] and grad is not None:
+            if ctx.needs_input_grad[_WIDTH + to] and grad is not None:
                 by_scale = grad * mean
                 by_scale = by_scale.sum().reshape(1) if scales[to].numel() == 1 else by_scale
                 found[to] = by_scale if found[to] is None else found[to] + by_scale
-        return _unless_empty(rows), _unless_empty(cols), None, None, None, None, *found, None, None, None, None
+        return *_of_source(rows, cols), *found, *([None] * 4)
+
+
+class ConsumedLogSumExp(torch.autograd.Function):
+    """``L`` of the rows of a memory, whose ``kept`` scores are overwritten by the exponentials of them.
+
+    What is left to do in backward is one product. Not for the compiler, which should not see the writing.
+    """
+
+    @staticmethod
+    def forward(ctx, rows, cols, row_inv, row_ids, col_ids, kept, scale, masked, bounded):
+        """(N,) log-sum-exps."""
+        source = Source(rows, cols, row_inv, None, row_ids, col_ids)
+        positives = Positives.of(source) if masked else None
+        found = softmax.exponentials_(kept, scale, positives, bounded)
+        if found is None:
+            torch.mm(unit(rows, row_inv), unit(cols, None).T, out=kept)
+            found = softmax.exponentials_(kept, scale, positives, False)
+        assert found is not None
+        total, top = found
+        ctx.save_for_backward(rows, cols, row_inv, kept, scale, total)
+        return total.log() + top
+
+    @staticmethod
+    @first_order
+    def backward(ctx, grad):
+        """Gradients of the rows."""
+        rows, cols, inv, exponentials, scale, total = ctx.saved_tensors
+        with _full_precision(grad):
+            gradient = exponentials @ unit(cols, None)
+        # Where nothing was summed, 0 is divided by 0.
+        gradient.mul_((grad * scale / torch.where(total > 0, total, 1.0))[:, None])
+        project_(gradient, unit(rows, inv), inv)
+        return gradient.to(rows.dtype), *([None] * 8)
 
 
 def _unless_empty(x: Tensor | None) -> Tensor | None:
     return None if x is None or x.numel() == 0 else x
 
 
+def _asked_for(*grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    """A side that was not asked for has no gradient, but the compiler makes zeros of no elements for it."""
+    return tuple(_unless_empty(g) for g in grads)
+
+
+def _of_source(rows: Tensor | None, cols: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients of all that a source is made of."""
+    return _unless_empty(rows), _unless_empty(cols), *([None] * (_WIDTH - 2))
+
+
 # ---------------------------------------------------------------------------------------------------- moments
 
 
-def _fake_moments(*args):
-    sizes = _sizes(Source(*args[:6]), args[6:])
+def _fake_moments(source, *asked):
+    sizes = _sizes(source, asked)
     return (*sizes, *(torch.empty_like(s) for s in sizes))
 
 
 @_operator("(SOURCE, bool for_rows, bool for_cols) -> (Tensor, Tensor, Tensor, Tensor)", _fake_moments)
-def moment_sums(*args):
-    means, variances = moments.moments(Source(*args[:6]), args[6:])
+def moment_sums(source, *asked):
+    means, variances = moments.moments(source, asked)
     return (*means, *variances)
 
 
@@ -271,43 +324,40 @@ def moment_sums(*args):
     " Tensor? col_var_grad, bool need_rows, bool need_cols) -> (Tensor, Tensor)",
     _fake_source_gradient,
 )
-def moment_sums_backward(*args):
-    a = args[6:]
-    return moments.moments_backward(Source(*args[:6]), a[0:2], a[2:4], a[4:6], a[6:8])
+def moment_sums_backward(source, *args):
+    return moments.moments_backward(source, args[0:2], args[2:4], args[4:6], args[6:8])
 
 
 class Moments(torch.autograd.Function):
     """``(row mean, column mean, row variance, column variance)`` of the negatives."""
 
     @staticmethod
-    def forward(ctx, rows, cols, row_inv, col_inv, row_ids, col_ids, for_rows, for_cols):
+    def forward(ctx, *args):
         """(N,) means, (M,) means, (N,) and (M,) variances."""
-        source = (rows, cols, row_inv, col_inv, row_ids, col_ids)
-        out = moment_sums(*source, for_rows, for_cols)
-        ctx.save_for_backward(*source, *out[:2])
+        out = moment_sums(*args)
+        ctx.save_for_backward(*args[:_WIDTH], *out[:2])
         ctx.set_materialize_grads(False)
         return out
 
     @staticmethod
     @first_order
     def backward(ctx, *grads):
-        saved = ctx.saved_tensors
-        rows, cols = moment_sums_backward(*saved[:6], *saved[6:8], *grads, *ctx.needs_input_grad[:2])
-        return _unless_empty(rows), _unless_empty(cols), *([None] * 6)
+        rows, cols = moment_sums_backward(*ctx.saved_tensors, *_asked_for(*grads), *ctx.needs_input_grad[:2])
+        return *_of_source(rows, cols), None, None
 
 
 # ------------------------------------------------------------------------------------------------ single pairs
 
 
-def _fake_hardest(*args):
-    sizes = _sizes(Source(*args[:6]), args[6:])
+def _fake_hardest(source, *asked):
+    sizes = _sizes(source, asked)
     return *sizes, *(x.to(torch.int64) for x in sizes)
 
 
 @_operator("(SOURCE, bool for_rows, bool for_cols) -> (Tensor, Tensor, Tensor, Tensor)", _fake_hardest)
-def hardest(*args):
+def hardest(source, *asked):
     """Scores and indices, of the rows and of the columns: ``(row score, column score, row index, column index)``."""
-    return pairs.hardest(Source(*args[:6]), args[6:])
+    return pairs.hardest(source, asked)
 
 
 def _unlabelled(rows: Tensor, cols: Tensor | None, row_inv: Tensor | None, col_inv: Tensor | None) -> Source:
@@ -315,16 +365,16 @@ def _unlabelled(rows: Tensor, cols: Tensor | None, row_inv: Tensor | None, col_i
 
 
 def _fake_pair_scores(*args):
-    return args[0].new_empty(args[4].shape[0], dtype=compute_dtype(args[0]))
+    return args[0].new_empty((args[0] if args[4] is None else args[4]).shape[0], dtype=compute_dtype(args[0]))
 
 
 @_operator(
-    "(Tensor rows, Tensor? cols, Tensor? row_inv, Tensor? col_inv, Tensor row_index, Tensor? col_index) -> Tensor",
+    "(Tensor rows, Tensor? cols, Tensor? row_inv, Tensor? col_inv, Tensor? row_index, Tensor? col_index) -> Tensor",
     _fake_pair_scores,
 )
 def pair_scores(*args):
-    i, j = args[4:]
-    return pairs.pair_scores(_unlabelled(*args[:4]), i, i if j is None else j)
+    source, (i, j) = _unlabelled(*args[:4]), args[4:]
+    return pairs.aligned_scores(source) if i is None else pairs.pair_scores(source, i, j)
 
 
 def _fake_pair_scores_backward(*args):
@@ -332,22 +382,24 @@ def _fake_pair_scores_backward(*args):
 
 
 @_operator(
-    "(Tensor rows, Tensor? cols, Tensor? row_inv, Tensor? col_inv, Tensor row_index, Tensor? col_index, Tensor scores,"
+    "(Tensor rows, Tensor? cols, Tensor? row_inv, Tensor? col_inv, Tensor? row_index, Tensor? col_index, Tensor scores,"
     " Tensor grad, bool need_rows, bool need_cols) -> (Tensor, Tensor)",
     _fake_pair_scores_backward,
 )
 def pair_scores_backward(*args):
     """Gradients of the embeddings from those of :func:`pair_scores`."""
-    gradient = pairs.PairGradient(_unlabelled(*args[:4]), args[8:])
-    i, j, scores, grad = args[4:8]
-    gradient.add(i, i if j is None else j, scores, grad)
+    source, (i, j, scores, grad), needs = _unlabelled(*args[:4]), args[4:8], args[8:]
+    if i is None:
+        return pairs.aligned_gradient(source, scores, grad, needs)
+    gradient = pairs.PairGradient(source, needs)
+    gradient.add(i, j, scores, grad)
     return gradient.finish()
 
 
 class PairScores(torch.autograd.Function):
     """(P,) scores of the pairs ``(row_index[p], col_index[p])``; the gradient touches these pairs only.
 
-    Without ``col_index`` both have the same index. ``scores`` are the pairs' own if they are known already.
+    Without indices, row i is paired with column i. ``scores`` are the pairs' own if they are known already.
     """
 
     @staticmethod
@@ -365,22 +417,21 @@ class PairScores(torch.autograd.Function):
         return _unless_empty(rows), _unless_empty(cols), *([None] * 5)
 
 
-def _fake_positives(*args):
-    return _sizes(Source(*args[:6]), args[9:])
+def _fake_positives(source, term, row_params, col_params, *asked):
+    return _sizes(source, asked)
 
 
 @_operator(
     "(SOURCE, str term, Tensor[] row_params, Tensor[] col_params, bool for_rows, bool for_cols) -> (Tensor, Tensor)",
     _fake_positives,
 )
-def positive_sums(*args):
-    return pairs.positives(Source(*args[:6]), args[6], args[7:9], args[9:])
+def positive_sums(source, term, row_params, col_params, *asked):
+    return pairs.positives(source, term, (row_params, col_params), asked)
 
 
-def _fake_positives_backward(*args):
-    given = [torch.empty_like(p) for side in args[7:9] for p in side]
-    split = len(args[7])
-    return (*_like_source(Source(*args[:6]), args[-2:]), given[:split], given[split:])
+def _fake_positives_backward(source, term, row_params, col_params, *args):
+    given = [[torch.empty_like(p) for p in side] for side in (row_params, col_params)]
+    return (*_like_source(source, args[-2:]), *given)
 
 
 @_operator(
@@ -388,66 +439,65 @@ def _fake_positives_backward(*args):
     " bool need_rows, bool need_cols) -> (Tensor, Tensor, Tensor[], Tensor[])",
     _fake_positives_backward,
 )
-def positive_sums_backward(*args):
-    return pairs.positives_backward(Source(*args[:6]), args[6], args[7:9], args[9:11], args[11:])
+def positive_sums_backward(source, term, row_params, col_params, *args):
+    return pairs.positives_backward(source, term, (row_params, col_params), args[:2], args[2:])
 
 
 class PositiveSums(torch.autograd.Function):
     """``(row sums, column sums)`` of a registered term over the positives; parameters follow, rows' first."""
 
     @staticmethod
-    def forward(ctx, rows, cols, row_inv, col_inv, row_ids, col_ids, term, for_rows, for_cols, split, *params):
+    def forward(ctx, *args):
         """(N,) and (M,) sums."""
-        source = (rows, cols, row_inv, col_inv, row_ids, col_ids)
+        source, (term, for_rows, for_cols, split), params = args[:_WIDTH], args[_WIDTH : _WIDTH + 4], args[_WIDTH + 4 :]
         out = positive_sums(*source, term, list(params[:split]), list(params[split:]), for_rows, for_cols)
         ctx.save_for_backward(*source, *params)
         ctx.term, ctx.split = term, split
-        ctx.asked = for_rows, for_cols
         ctx.set_materialize_grads(False)
         return out
 
     @staticmethod
     @first_order
-    def backward(ctx, row_grad, col_grad):
+    def backward(ctx, *grads):
         """Gradients of the source and of the parameters."""
-        source, params, split = ctx.saved_tensors[:6], ctx.saved_tensors[6:], ctx.split
+        source, params, split = ctx.saved_tensors[:_WIDTH], ctx.saved_tensors[_WIDTH:], ctx.split
         rows, cols, by_row_params, by_col_params = positive_sums_backward(
-            *source, ctx.term, list(params[:split]), list(params[split:]), row_grad, col_grad, *ctx.needs_input_grad[:2]
+            *(*source, ctx.term, list(params[:split]), list(params[split:])),
+            *(*_asked_for(*grads), *ctx.needs_input_grad[:2]),
         )
-        return _unless_empty(rows), _unless_empty(cols), *([None] * 8), *by_row_params, *by_col_params
+        return *_of_source(rows, cols), *([None] * 4), *by_row_params, *by_col_params
 
 
-def _fake_violations(*args):
-    return _sizes(Source(*args[:6]), args[7:])
+def _fake_violations(source, margin, *asked):
+    return _sizes(source, asked)
 
 
 @_operator("(SOURCE, float margin, bool for_rows, bool for_cols) -> (Tensor, Tensor)", _fake_violations)
-def violations(*args):
-    return pairs.violations(Source(*args[:6]), args[6], args[7:])
+def violations(source, margin, *asked):
+    return pairs.violations(source, margin, asked)
 
 
 @_operator(
     "(SOURCE, float margin, Tensor? row_grad, Tensor? col_grad, bool need_rows, bool need_cols) -> (Tensor, Tensor)",
     _fake_source_gradient,
 )
-def violations_backward(*args):
-    return pairs.violations_backward(Source(*args[:6]), args[6], args[7:9], args[9:])
+def violations_backward(source, margin, *args):
+    return pairs.violations_backward(source, margin, args[:2], args[2:])
 
 
 class Violations(torch.autograd.Function):
     """``(row sums, column sums)`` of margin violations by all negatives."""
 
     @staticmethod
-    def forward(ctx, rows, cols, row_inv, col_inv, row_ids, col_ids, margin, for_rows, for_cols):
+    def forward(ctx, *args):
         """(N,) and (M,) sums."""
-        source = (rows, cols, row_inv, col_inv, row_ids, col_ids)
-        ctx.save_for_backward(*source)
-        ctx.margin = margin
+        ctx.save_for_backward(*args[:_WIDTH])
+        ctx.margin = args[_WIDTH]
         ctx.set_materialize_grads(False)
-        return violations(*source, margin, for_rows, for_cols)
+        return violations(*args)
 
     @staticmethod
     @first_order
-    def backward(ctx, row_grad, col_grad):
-        rows, cols = violations_backward(*ctx.saved_tensors, ctx.margin, row_grad, col_grad, *ctx.needs_input_grad[:2])
-        return _unless_empty(rows), _unless_empty(cols), *([None] * 7)
+    def backward(ctx, *grads):
+        rows, cols = violations_backward(*ctx.saved_tensors, ctx.margin, *_asked_for(*grads), *ctx.needs_input_grad[:2])
+        return *_of_source(rows, cols), None, None, None

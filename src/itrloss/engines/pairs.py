@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .positives import Positives
-from .tiles import SIDES, Gradient, Pair, Source, Tile, first_order, tiles
+from .tiles import SIDES, Gradient, Pair, Source, Tile, first_order, tiles, unit
 
 # -------------------------------------------------------------------------------------- scores of listed pairs
 
@@ -34,6 +34,45 @@ def pair_scores(source: Source, i: Tensor, j: Tensor) -> Tensor:
             if inv is not None:
                 score.mul_(inv.index_select(0, index))
     return scores
+
+
+def aligned_scores(source: Source) -> Tensor:
+    """(N,) scores of row i with column i."""
+    assert source.cols is not None
+    scores = source.rows.new_empty(source.shape[0], dtype=source.dtype)
+    for part in _blocks(source.shape[0]):
+        rows, cols = unit(source.rows[part], None), unit(source.cols[part], None)
+        torch.sum(rows * cols, 1, out=scores[part])
+    for inv in (source.row_inv, source.col_inv):
+        if inv is not None:
+            scores.mul_(inv)
+    return scores
+
+
+def aligned_gradient(source: Source, scores: Tensor, grad: Tensor, needs: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
+    """Gradients of rows and columns from that of :func:`aligned_scores`."""
+    rows, cols, row_inv, col_inv = source[:4]
+    assert cols is not None
+    weight, pull = grad, grad * scores  # see PairGradient.add
+    for inv in (row_inv, col_inv):
+        if inv is not None:
+            weight = weight * inv
+    found = [rows.new_empty(0), rows.new_empty(0)]
+    for side, (own, inv, other) in enumerate(((rows, row_inv, cols), (cols, col_inv, rows))):
+        if not needs[side]:
+            continue
+        found[side] = torch.empty(own.shape, dtype=own.dtype, device=own.device)
+        along = None if inv is None else pull * inv * inv
+        for part in _blocks(own.shape[0]):
+            block = unit(other[part], None) * weight[part, None]
+            if along is not None:
+                block.addcmul_(unit(own[part], None), along[part, None], value=-1)
+            found[side][part] = block
+    return found[0], found[1]
+
+
+def _blocks(size: int, step: int = 256) -> list[slice]:
+    return [slice(start, min(size, start + step)) for start in range(0, size, step)]
 
 
 class PairGradient:

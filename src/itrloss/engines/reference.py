@@ -16,11 +16,11 @@ from .pairs import term_values
 from .tiles import EPS, compute_dtype, lengths
 
 
-def scores(rows: Tensor, cols: Tensor, normalize: bool) -> Tensor:
-    """(N, M) inner products, of unit vectors if ``normalize``; a zero vector scores 0."""
+def scores(rows: Tensor, cols: Tensor, normalize_rows: bool, normalize_cols: bool) -> Tensor:
+    """(N, M) inner products, of unit vectors if they are normalised; a zero vector scores 0."""
     rows, cols = rows.to(compute_dtype(rows)), cols.to(compute_dtype(cols))
     with torch.autocast(rows.device.type, enabled=False):
-        return _unit(rows) @ _unit(cols).T if normalize else rows @ cols.T
+        return (_unit(rows) if normalize_rows else rows) @ (_unit(cols) if normalize_cols else cols).T
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .positives import Positives
-from .tiles import SIDES, Gradient, Pair, Source, Tile, tiles
+from .tiles import SIDES, Gradient, Pair, Source, Tile, panels, tiles
 
 MEAN, ENTROPY = 1, 2  # what may be asked for besides the log-sum-exp
 _RANGE = 60.0  # exp(±60) and long sums of it are ordinary float32 numbers
@@ -78,6 +78,10 @@ def _sums(
     fast = shift is not None
     shared = fast and _shared(scales)
     stats: list[_Stats | None] = [None, None]
+    if 0 in source.shape:  # a memory that is empty yet
+        zeros = source.rows.new_zeros(source.shape[0], dtype=source.dtype)
+        none = _Stats(None, zeros, zeros if extra else None, zeros if extra == ENTROPY else None)
+        return [none if scales[0] is not None else None, None]
     for tile in tiles(source, scratch=2 if extra else 1):
         t = tile.scratch[0]
         if diagonal.numel():
@@ -179,6 +183,34 @@ def _close(stats: _Stats | None, source: Source, shift: float | None) -> Sums:
         return Sums(stats.total, top, stats.figure / total)
     share = stats.share / total
     return Sums(stats.total, top, torch.stack([total.log() * share - stats.figure / total, share]))
+
+
+def exponentials_(
+    scores: Tensor, scale: Tensor, positives: Positives | None, bounded: bool
+) -> tuple[Tensor, Tensor] | None:
+    """Overwrite scores (N, M) by ``exp(a_i S_ij - top_i)``, 0 at the positives; (N,) sums of that, and the tops.
+
+    None if a top for all anchors, tried where scores are ``bounded``, was too large for some: scores are lost then.
+    """
+    shift = _fixed_shift((scale, None), bounded, 0)
+    listed = positives is not None and positives.listable
+    if positives is not None and listed:
+        scores[positives.pairs()] = -math.inf
+    n = scores.shape[0]
+    total, top = (torch.zeros(n, dtype=scores.dtype, device=scores.device) for _ in range(2))
+    for rows in panels(scores) if scores.shape[1] else ():
+        x = scores[rows].mul_(scale if scale.numel() == 1 else scale[rows, None])
+        if positives is not None and not listed:
+            x.masked_fill_(positives.row_ids[rows, None] == positives.col_ids, -math.inf)  # type: ignore[index]
+        if shift is None:
+            top[rows] = _finite(x.amax(1))
+            x.sub_(top[rows, None])
+        elif shift:
+            x.sub_(shift)
+        torch.sum(x.exp_(), 1, out=total[rows])
+    if shift and scores.shape[1] and float(total.amin()) < math.exp(-_RANGE):
+        return None
+    return total, top.fill_(shift) if shift else top
 
 
 def logsumexp_backward(

@@ -37,6 +37,17 @@ class Source(NamedTuple):
     col_inv: Tensor | None  # (M,)
     row_ids: Tensor | None  # (N,); None on both sides: row i matches column i
     col_ids: Tensor | None  # (M,)
+    kept: Tensor | None = None  # (N, M) scores of the embeddings, where they exist already
+    valid: Tensor | None = None  # () int64 on the CPU: how many of the columns exist; None: all. No columns are asked
+
+    def trimmed(self) -> Source:
+        """Without the columns that do not exist."""
+        if self.valid is None:
+            return self
+        m = int(self.valid)
+        cols, col_inv, col_ids = (None if x is None else x[:m] for x in (self.cols, self.col_inv, self.col_ids))
+        kept = None if self.kept is None else self.kept[:, :m]
+        return Source(self.rows, cols, self.row_inv, col_inv, self.row_ids, col_ids, kept)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -45,6 +56,15 @@ class Source(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         return compute_dtype(self.rows)
+
+    def unit_rows(self, start: int, stop: int) -> Tensor:
+        """Some of the rows in the compute dtype, normalised if they are to be."""
+        return unit(self.rows[start:stop], None if self.row_inv is None else self.row_inv[start:stop])
+
+    def unit_cols(self, start: int, stop: int) -> Tensor:
+        """The same of the columns."""
+        assert self.cols is not None
+        return unit(self.cols[start:stop], None if self.col_inv is None else self.col_inv[start:stop])
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,6 +138,8 @@ class Tile:
 
 def tiles(source: Source, scratch: int) -> Iterator[Tile]:
     """Visit every score once. ``tile.scores`` must not be written to."""
+    if 0 in source.shape:
+        return iter(())
     return _panels(source, scratch) if source.cols is None else _products(source, scratch)
 
 
@@ -127,16 +149,23 @@ def _workspace(source: Source, numel: int, count: int) -> list[Tensor]:
 
 def _panels(source: Source, scratch: int) -> Iterator[Tile]:
     n, m = source.shape
-    step = min(n, max(1, PANEL.get(source.rows.device.type, _ACCELERATOR_PANEL) // m))
-    if step == n:
-        space = [torch.empty(n, m, dtype=source.dtype, device=source.rows.device) for _ in range(scratch)]
-        yield Tile(0, n, 0, m, source.rows, space, alone=True)
-        return
-    space = _workspace(source, step * m, scratch)
-    for r0 in range(0, n, step):
-        r1 = min(n, r0 + step)
+    space: list[Tensor] = []
+    for rows in panels(source.rows):
+        r0, r1 = rows.start, rows.stop
+        if r1 == n and r0 == 0:
+            space = [torch.empty(n, m, dtype=source.dtype, device=source.rows.device) for _ in range(scratch)]
+            yield Tile(0, n, 0, m, source.rows, space, alone=True)
+            return
+        space = space or _workspace(source, (r1 - r0) * m, scratch)
         views = [b[: (r1 - r0) * m].view(r1 - r0, m) for b in space]
-        yield Tile(r0, r1, 0, m, source.rows[r0:r1], views, alone=False)
+        yield Tile(r0, r1, 0, m, source.rows[rows], views, alone=False)
+
+
+def panels(scores: Tensor) -> Iterator[slice]:
+    """Rows of a matrix that exists, as many at a time as stay in the cache."""
+    n, m = scores.shape
+    step = min(n, max(1, PANEL.get(scores.device.type, _ACCELERATOR_PANEL) // max(1, m)))
+    return (slice(start, min(n, start + step)) for start in range(0, n, step))
 
 
 def tile_shape(source: Source) -> tuple[int, int]:
@@ -150,16 +179,21 @@ def tile_shape(source: Source) -> tuple[int, int]:
 def _products(source: Source, scratch: int) -> Iterator[Tile]:
     n, m = source.shape
     step_r, step_c = tile_shape(source)
-    space = _workspace(source, step_r * step_c, scratch + 1)
+    alone = step_r == n and step_c == m
+    kept = source.kept
+    space = _workspace(source, step_r * step_c, scratch + (kept is None))
     assert source.cols is not None
     # Columns outside: their wider block is normalised once, the narrow row block again and again.
     for c0, c1 in _spans(m, step_c):
-        right = unit(source.cols[c0:c1], _cut(source.col_inv, c0, c1))
+        right = source.unit_cols(c0, c1) if kept is None else None
         for r0, r1 in _spans(n, step_r):
-            left = unit(source.rows[r0:r1], _cut(source.row_inv, r0, r1))
             views = [b[: (r1 - r0) * (c1 - c0)].view(r1 - r0, c1 - c0) for b in space]
-            torch.mm(left, right.T, out=views[0])
-            yield Tile(r0, r1, c0, c1, views[0], views[1:], step_r == n and step_c == m, left, right)
+            if kept is not None:
+                yield Tile(r0, r1, c0, c1, kept[r0:r1, c0:c1], views, alone)
+            elif right is not None:
+                left = source.unit_rows(r0, r1)
+                torch.mm(left, right.T, out=views[0])
+                yield Tile(r0, r1, c0, c1, views[0], views[1:], alone, left, right)
 
 
 def _spans(size: int, step: int) -> list[tuple[int, int]]:
@@ -169,10 +203,6 @@ def _spans(size: int, step: int) -> list[tuple[int, int]]:
     """
     count = -(-size // step)
     return [(size * i // count, size * (i + 1) // count) for i in range(count)]
-
-
-def _cut(x: Tensor | None, start: int, stop: int) -> Tensor | None:
-    return None if x is None else x[start:stop]
 
 
 class Gradient:
@@ -201,11 +231,12 @@ class Gradient:
         """Account for the ``dS`` just written."""
         if self.source.cols is None:
             return
-        assert tile.left is not None and tile.right is not None
         if self.rows is not None:
-            self.rows[tile.r0 : tile.r1].addmm_(tile.scratch[-1], tile.right)
+            right = self.source.unit_cols(tile.c0, tile.c1) if tile.right is None else tile.right
+            self.rows[tile.r0 : tile.r1].addmm_(tile.scratch[-1], right)
         if self.cols is not None:
-            self.cols[tile.c0 : tile.c1].addmm_(tile.scratch[-1].T, tile.left)
+            left = self.source.unit_rows(tile.r0, tile.r1) if tile.left is None else tile.left
+            self.cols[tile.c0 : tile.c1].addmm_(tile.scratch[-1].T, left)
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """The gradients of ``rows`` and ``cols`` in their own dtype; an empty tensor where none was asked for."""

@@ -1,8 +1,17 @@
 """Losses as modules: they hold hyper-parameters and call :mod:`itrloss.functional`."""
 
-from .base import PairLoss
+from .base import MemoryLoss, PairLoss
 from .contrastive import InfoNCELoss, TripletLoss
-from .diversity import DiversityContrastiveLoss
-from .hubness import HubnessAwareLoss
+from .diversity import DiversityContrastiveLoss, MemoryDiversityContrastiveLoss
+from .hubness import HubnessAwareLoss, UnifiedTrainingObjective
 
-__all__ = ["DiversityContrastiveLoss", "HubnessAwareLoss", "InfoNCELoss", "PairLoss", "TripletLoss"]
+__all__ = [
+    "DiversityContrastiveLoss",
+    "HubnessAwareLoss",
+    "InfoNCELoss",
+    "MemoryDiversityContrastiveLoss",
+    "MemoryLoss",
+    "PairLoss",
+    "TripletLoss",
+    "UnifiedTrainingObjective",
+]

@@ -7,10 +7,25 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..functional import Reduction
+from ..memory import CoupledMemory, MemorySimilarity
 from ..similarity import Engine, Similarity
 
 
-class PairLoss(nn.Module):
+class Loss(nn.Module):
+    """The options that all losses on similarities share."""
+
+    def __init__(self, *, reduction: Reduction = "mean", engine: Engine = "auto", check_finite: bool = False):
+        super().__init__()
+        if reduction not in ("mean", "sum", "none"):
+            raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
+        if engine not in ("auto", "reference", "dense", "tiled"):
+            raise ValueError(f"engine: expected 'auto', 'reference', 'dense' or 'tiled', got {engine!r}")
+        self.reduction: Reduction = reduction
+        self.engine: Engine = engine
+        self.check_finite = check_finite
+
+
+class PairLoss(Loss):
     """A loss on the similarities of images and texts; the base of the losses here and of your own.
 
     A subclass implements ``compute(sim: Similarity) -> Tensor`` and gets the call forms below, ids, engines and input
@@ -22,16 +37,6 @@ class PairLoss(nn.Module):
         engine: see :class:`itrloss.Similarity`. A ``Similarity`` in place of the input keeps its own.
         check_finite: refuse nan and infinite input, see :class:`itrloss.Similarity`.
     """
-
-    def __init__(self, *, reduction: Reduction = "mean", engine: Engine = "auto", check_finite: bool = False):
-        super().__init__()
-        if reduction not in ("mean", "sum", "none"):
-            raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
-        if engine not in ("auto", "reference", "dense", "tiled"):
-            raise ValueError(f"engine: expected 'auto', 'reference', 'dense' or 'tiled', got {engine!r}")
-        self.reduction: Reduction = reduction
-        self.engine: Engine = engine
-        self.check_finite = check_finite
 
     def forward(
         self,
@@ -82,6 +87,53 @@ class PairLoss(nn.Module):
             return Similarity(images, texts, image_ids, text_ids, **options)
         except (TypeError, ValueError) as error:
             raise type(error)(in_words_of_pairs(str(error))) from None
+
+
+class MemoryLoss(Loss):
+    """A loss on images, texts, their momentum keys and a :class:`itrloss.CoupledMemory`; a base for your own.
+
+    A subclass implements ``compute(sims: MemorySimilarity) -> Tensor``. There is no gradient to keys and memory. Put
+    the batch into the memory after its backward pass: ``memory.enqueue(image_keys, text_keys, ids)``.
+
+    Args:
+        reduction, engine, check_finite: see :class:`PairLoss`. ``engine`` goes by the size of the memory.
+    """
+
+    def forward(
+        self,
+        images: Tensor,
+        texts: Tensor,
+        image_keys: Tensor,
+        text_keys: Tensor,
+        memory: CoupledMemory,
+        image_ids: Tensor | None = None,
+        text_ids: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The loss of a batch beside the memory of former ones.
+
+        Args:
+            images: (N, D) embeddings of any length.
+            texts: (M, D) embeddings.
+            image_keys: (N, D) embeddings of the same images by the momentum encoder.
+            text_keys: (M, D) those of the texts.
+            memory: keys of former batches. While it is empty, its terms are 0.
+            image_ids, text_ids: (N,) and (M,) integers; equal ids are positives in the batch, and entries of the
+                memory with an anchor's id are no negatives of it. If both are left out, image i matches text i; the
+                memory must have been filled without ids, too.
+
+        Returns:
+            A 0-dim float32 tensor (float64 for float64 input), or per-anchor values with ``reduction="none"``.
+        """
+        options: dict[str, Any] = {"engine": self.engine, "check_finite": self.check_finite}
+        try:
+            sims = MemorySimilarity.of(images, texts, image_keys, text_keys, memory, image_ids, text_ids, **options)
+        except (TypeError, ValueError) as error:
+            raise type(error)(in_words_of_pairs(str(error))) from None
+        return self.compute(sims)
+
+    def compute(self, sims: MemorySimilarity) -> Tensor | tuple[Tensor, Tensor]:
+        """The loss of what :class:`itrloss.memory.MemorySimilarity` holds."""
+        raise NotImplementedError(f"{type(self).__name__} must implement compute(sims)")
 
 
 def in_words_of_pairs(message: str) -> str:

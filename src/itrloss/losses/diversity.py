@@ -8,34 +8,13 @@ from torch import Tensor
 
 from .. import functional
 from .._arguments import check_number
+from ..memory import MemorySimilarity
 from ..similarity import Similarity
-from .base import PairLoss
+from .base import Loss, MemoryLoss, PairLoss
 
 
-class DiversityContrastiveLoss(PairLoss):
-    r"""Diversity-sensitive contrastive loss, DCL (Wang et al., CODER, ECCV 2022, Eq. 4-5).
-
-    .. math::
-        \ell_i = \mu \log\Bigl(1 + \sum_{j \in neg(i)} e^{(S_{ij} - \gamma) / (\mu d_i)}\Bigr)
-                 - w \operatorname{mean}_{p \in pos(i)} \log(1 + S_{ip})
-
-    for images and for texts. The diversity ``d_i`` in (½, 1] is low where an anchor's negatives are all about equally
-    similar; that sharpens its temperature and weighs its hard negatives more.
-
-    Args:
-        temperature: μ.
-        margin: γ, in units of cosine similarity.
-        diversity: ``"std"`` (Eq. 3), ``"entropy"`` (supplement; see the warning at
-            :func:`itrloss.functional.entropy_diversity`), or None for the implicit form DCL_I with ``d = 1``.
-        entropy_temperature: τ of ``diversity="entropy"``. At the paper's 1 every score is practically 1.
-        epsilon: ε of the diversity scores, above 0.
-        detach_diversity: treat ``d`` as a weight; False sends gradients through it.
-        positive_weight: ``"paper"`` for ``w = μ`` as printed, or ``w`` itself, per direction. (HAL's balance, weight 1
-            counted once for both directions, is 0.5.)
-        positive: ``"clamp"`` keeps S above -1 + 1e-6 in ``log(1 + S)``; ``"relu"`` takes ``log(1 + max(S, 0))`` as the
-            public HAL and USER codes do. Warning: with ``"relu"`` a positive whose score is not above 0 is not pulled.
-        reduction, engine, check_finite: see :class:`PairLoss`.
-    """
+class DiversityOptions(Loss):
+    """The options of DCL and M-DCL."""
 
     def __init__(
         self,
@@ -70,21 +49,93 @@ class DiversityContrastiveLoss(PairLoss):
         self.positive_weight: functional.PositiveWeight = positive_weight
         self.positive: functional.PositiveForm = positive
 
-    def compute(self, sim: Similarity) -> Tensor | tuple[Tensor, Tensor]:
-        """See :func:`itrloss.functional.diversity_contrastive_loss`."""
-        return functional.diversity_contrastive_loss(
-            sim,
-            self.temperature,
-            self.margin,
-            self.diversity,
-            self.epsilon,
-            self.detach_diversity,
-            self.positive_weight,
-            self.positive,
-            self.entropy_temperature,
-            self.reduction,
-        )
+    def options(self) -> dict[str, Any]:
+        """As the functions take them."""
+        names = ("temperature", "margin", "diversity", "epsilon", "detach_diversity", "positive_weight", "positive")
+        return {name: getattr(self, name) for name in (*names, "entropy_temperature", "reduction")}
 
     def extra_repr(self) -> str:
-        names = ("temperature", "margin", "diversity", "epsilon", "detach_diversity", "positive_weight", "positive")
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in (*names, "entropy_temperature", "reduction"))
+        """What ``repr`` shows."""
+        return ", ".join(f"{name}={value!r}" for name, value in self.options().items())
+
+
+class DiversityContrastiveLoss(DiversityOptions, PairLoss):
+    r"""Diversity-sensitive contrastive loss, DCL (Wang et al., CODER, ECCV 2022, Eq. 4-5).
+
+    .. math::
+        \ell_i = \mu \log\Bigl(1 + \sum_{j \in neg(i)} e^{(S_{ij} - \gamma) / (\mu d_i)}\Bigr)
+                 - w \operatorname{mean}_{p \in pos(i)} \log(1 + S_{ip})
+
+    for images and for texts. The diversity ``d_i`` in (½, 1] is low where an anchor's negatives are all about equally
+    similar; that sharpens its temperature and weighs its hard negatives more.
+
+    Args:
+        temperature: μ.
+        margin: γ, in units of cosine similarity.
+        diversity: ``"std"`` (Eq. 3), ``"entropy"`` (supplement; see the warning at
+            :func:`itrloss.functional.entropy_diversity`), or None for the implicit form DCL_I with ``d = 1``.
+        entropy_temperature: τ of ``diversity="entropy"``. At the paper's 1 every score is practically 1.
+        epsilon: ε of the diversity scores, above 0.
+        detach_diversity: treat ``d`` as a weight; False sends gradients through it.
+        positive_weight: ``"paper"`` for ``w = μ`` as printed, or ``w`` itself, per direction. (HAL's balance, weight 1
+            counted once for both directions, is 0.5.)
+        positive: ``"clamp"`` keeps S above -1 + 1e-6 in ``log(1 + S)``; ``"relu"`` takes ``log(1 + max(S, 0))`` as the
+            public HAL and USER codes do. Warning: with ``"relu"`` a positive whose score is not above 0 is not pulled.
+        reduction, engine, check_finite: see :class:`PairLoss`.
+    """
+
+    def compute(self, sim: Similarity) -> Tensor | tuple[Tensor, Tensor]:
+        """See :func:`itrloss.functional.diversity_contrastive_loss`."""
+        return functional.diversity_contrastive_loss(sim, **self.options())
+
+
+class MemoryDiversityContrastiveLoss(DiversityOptions, MemoryLoss):
+    r"""Memory-aided DCL, M-DCL (CODER Eq. 6): a batch against the keys of former batches.
+
+    .. math::
+        \ell_i = \mu \log\Bigl(1 + \sum_{q} e^{(S_{iq} - \gamma) / (\mu d_i)}\Bigr)
+                 - w \operatorname{mean}_{p \in pos(i)} \log(1 + \cos(x_i, k_p)), \qquad
+        d_i = \tfrac12 (d_i^{batch} + d_i^{memory})
+
+    for images against the memory's texts and for texts against its images. Negatives are the entries q with another id
+    than the anchor's; positives are the momentum keys k of the batch with the anchor's id, its own pair's if ids are
+    unique. Both diversities are normalised by their own maximum over the batch.
+
+    An anchor without a negative in the memory contributes 0 and does not count in a mean; so the loss is 0 while the
+    memory is empty.
+
+    Args:
+        positive_from: ``"key"``, or ``"batch"`` to take the positives from the batch instead of its keys; they get a
+            gradient then.
+        temperature, margin, diversity, epsilon, detach_diversity, positive_weight, positive, entropy_temperature: see
+            :class:`DiversityContrastiveLoss`.
+        reduction, engine, check_finite: see :class:`MemoryLoss`.
+    """
+
+    def __init__(
+        self,
+        temperature: float = 0.1,
+        margin: float = 0.3,
+        diversity: functional.Diversity = "std",
+        epsilon: float = 0.1,
+        detach_diversity: bool = True,
+        positive_weight: functional.PositiveWeight = "paper",
+        positive: functional.PositiveForm = "clamp",
+        *,
+        entropy_temperature: float = 1.0,
+        positive_from: functional.PositiveFrom = "key",
+        **common: Any,
+    ):
+        shared = (temperature, margin, diversity, epsilon, detach_diversity, positive_weight, positive)
+        super().__init__(*shared, entropy_temperature=entropy_temperature, **common)
+        if positive_from not in ("key", "batch"):
+            raise ValueError(f"positive_from: expected 'key' or 'batch', got {positive_from!r}")
+        self.positive_from: functional.PositiveFrom = positive_from
+
+    def options(self) -> dict[str, Any]:
+        """As the function takes them."""
+        return {**super().options(), "positive_from": self.positive_from}
+
+    def compute(self, sims: MemorySimilarity) -> Tensor | tuple[Tensor, Tensor]:
+        """See :func:`itrloss.functional.memory_diversity_contrastive_loss`."""
+        return functional.memory_diversity_contrastive_loss(sims, **self.options())

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from .. import functional
 from .._arguments import check_number
+from ..memory import MemorySimilarity
 from ..similarity import Similarity
-from .base import PairLoss
+from .base import MemoryLoss, PairLoss
 
 
 class HubnessAwareLoss(PairLoss):
@@ -41,3 +42,38 @@ class HubnessAwareLoss(PairLoss):
 
     def extra_repr(self) -> str:
         return f"scale={self.scale}, margin={self.margin}, reduction={self.reduction!r}"
+
+
+class UnifiedTrainingObjective(MemoryLoss):
+    r"""Unified training objective, UTO (USER Eq. 18-21): HAL in the batch, and the batch against a memory.
+
+    .. math::
+        \lambda\, \mathrm{HAL} + \operatorname{mean}_i Q(v_i) + \operatorname{mean}_i Q(w_i), \qquad
+        Q(x_i) = \tfrac1\gamma \log\bigl(1 + \sum_{q} e^{\gamma (S_{iq} - \varepsilon)}\bigr)
+                 - \operatorname{mean}_{p \in pos(i)} \log(1 + \cos(x_i, k_p))
+
+    for images against the memory's texts and for texts against its images; negatives and positives as in
+    :class:`MemoryDiversityContrastiveLoss`. While the memory is empty, only HAL is left.
+
+    Args:
+        scale: γ.
+        margin: ε, in units of cosine similarity.
+        batch_weight: λ, weight of HAL. The paper has 20 for Flickr30K and 1 for MSCOCO.
+        reduction, engine, check_finite: see :class:`MemoryLoss`.
+    """
+
+    def __init__(self, scale: float = 90.0, margin: float = 0.5, batch_weight: float = 1.0, **common: Any):
+        super().__init__(**common)
+        check_number("scale", scale, positive=True)
+        check_number("margin", margin)
+        check_number("batch_weight", batch_weight)
+        self.scale, self.margin, self.batch_weight = scale, margin, batch_weight
+
+    def compute(self, sims: MemorySimilarity) -> Tensor | tuple[Tensor, Tensor]:
+        """See :func:`itrloss.functional.unified_training_objective`."""
+        return functional.unified_training_objective(sims, self.scale, self.margin, self.batch_weight, self.reduction)
+
+    def extra_repr(self) -> str:
+        """What ``repr`` shows."""
+        names = ("scale", "margin", "batch_weight", "reduction")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)

@@ -1,0 +1,266 @@
+"""Momentum memories: keys of past batches, as more negatives than a batch can hold."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from ._arguments import check_embeddings, check_ids, check_matrix, diagonal_if_unique
+from .distributed import gather_rows
+from .engines.operators import inverse_norms
+from .engines.tiles import unit
+from .similarity import Engine, Similarity
+
+__all__ = ["CoupledMemory", "MemorySimilarity", "MomentumEncoder"]
+
+_FIRST = torch.iinfo(torch.int64).min  # ids of entries that were given none count up from here
+
+
+class CoupledMemory(nn.Module):
+    """Ring buffers of image keys and of the text keys that belong to them (CODER Sec. 3.2, USER Sec. III-D; MoCo).
+
+    Keys are stored at unit length. The memory starts empty and overwrites its oldest entries once it is full. Losses
+    read it as it is, without a copy, so put a batch in *after* its backward pass: PyTorch refuses a backward pass
+    through entries that were overwritten meanwhile.
+
+    In a ``torch.distributed`` job every process takes in the keys of all of them, so that contents are the same
+    everywhere; batches must be of one size then. Nothing here waits for an accelerator.
+
+    Args:
+        size: number of entries; need not be a multiple of the batch size.
+        dim: D of the embeddings.
+        dtype: what keys are stored in; float16 and bfloat16 halve the memory, scores are float32 all the same.
+        start: ``"empty"``, or ``"random"`` for a full memory of random unit vectors with non-negative coordinates, as
+            MoCo-like public codes have it.
+
+    Attributes:
+        images, texts: (size, dim) unit-length keys, of which the first ``len(memory)`` are valid.
+        ids: (size,) int64.
+        enqueued: () int64, number of entries that were ever put in; the next goes to ``enqueued % size``.
+
+    ``state_dict`` holds all of it, so that a resumed run continues bit for bit.
+    """
+
+    images: Tensor
+    texts: Tensor
+    ids: Tensor
+    enqueued: Tensor
+
+    def __init__(
+        self, size: int, dim: int, *, dtype: torch.dtype = torch.float32, start: Literal["empty", "random"] = "empty"
+    ):
+        super().__init__()
+        for name, value in (("size", size), ("dim", dim)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name}: expected an integer, got {value!r}")
+            if value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
+        if not dtype.is_floating_point:
+            raise TypeError(f"dtype: expected a floating-point type, got {dtype}")
+        if start not in ("empty", "random"):
+            raise ValueError(f"start: expected 'empty' or 'random', got {start!r}")
+        for name in ("images", "texts"):
+            keys = torch.zeros(size, dim) if start == "empty" else torch.rand(size, dim)
+            self.register_buffer(name, nn.functional.normalize(keys, dim=1).to(dtype))
+        self.register_buffer("ids", torch.arange(size) + _FIRST)
+        self.register_buffer("enqueued", torch.tensor(0 if start == "empty" else size))
+        # On the CPU for good: the host may ask how many entries are valid without waiting for an accelerator.
+        self.count = torch.tensor(0 if start == "empty" else size)
+        self._labelled: bool | None = None  # whether entries came with ids; None: nothing came yet
+
+    @property
+    def size(self) -> int:
+        """Number of entries there is room for."""
+        return self.images.shape[0]
+
+    @property
+    def dim(self) -> int:
+        """D of the embeddings."""
+        return self.images.shape[1]
+
+    def __len__(self) -> int:
+        """Number of valid entries."""
+        return int(self.count)
+
+    def __bool__(self) -> bool:
+        """A memory is there, even while it is empty."""
+        return True
+
+    @torch.no_grad()
+    def enqueue(self, image_keys: Tensor, text_keys: Tensor, ids: Tensor | None = None) -> None:
+        """Put in a batch of pairs, in place of the oldest entries.
+
+        Args:
+            image_keys, text_keys: (B, dim) floating point of any length, row i of one belonging to row i of the other.
+                Of more than ``size`` pairs the last stay.
+            ids: (B,) integers, as in the losses: an entry is no negative of an anchor with the same id. Left out,
+                entries are negatives of every anchor. All batches must have ids or none.
+
+        Raises:
+            TypeError, ValueError: naming the argument.
+        """
+        self._check(image_keys, text_keys, ids)
+        self._labelled = ids is not None
+        images, texts = gather_rows(image_keys), gather_rows(text_keys)
+        batch, device = images.shape[0], self.images.device
+        if ids is None:
+            ids = self.enqueued + torch.arange(_FIRST, _FIRST + batch, device=device)
+        else:
+            ids = gather_rows(ids.to(device, torch.int64))
+        kept = min(batch, self.size)
+        place = (self.enqueued + torch.arange(batch - kept, batch, device=device)) % self.size
+        for buffer, keys in ((self.images, images), (self.texts, texts)):
+            keys = keys[batch - kept :].to(device)
+            buffer.index_copy_(0, place, unit(keys, inverse_norms(keys)).to(buffer.dtype))
+        self.ids.index_copy_(0, place, ids[batch - kept :])
+        self.enqueued.add_(batch)
+        self.count.add_(batch).clamp_max_(self.size)
+
+    def _check(self, image_keys: Tensor, text_keys: Tensor, ids: Tensor | None) -> None:
+        for name, keys in (("image_keys", image_keys), ("text_keys", text_keys)):
+            check_matrix(name, keys, f"(B, {self.dim})", False)
+            if keys.shape != (image_keys.shape[0], self.dim):
+                raise ValueError(f"{name}: expected shape {(image_keys.shape[0], self.dim)}, got {tuple(keys.shape)}")
+        if ids is not None:
+            if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
+                got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+                raise TypeError(f"ids: expected an integer tensor of shape ({image_keys.shape[0]},), got {got}")
+            if ids.shape != (image_keys.shape[0],):
+                raise ValueError(f"ids: expected shape ({image_keys.shape[0]},), got {tuple(ids.shape)}")
+        if self._labelled is not None and self._labelled != (ids is not None):
+            had, got = ("ids", "none") if self._labelled else ("no ids", "some")
+            raise ValueError(f"ids: the entries before had {had}, got {got}")
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What the buffers do not tell."""
+        return {"count": self.count.clone(), "labelled": self._labelled}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """See :meth:`get_extra_state`."""
+        self.count.copy_(state["count"])
+        self._labelled = state["labelled"]
+
+    def extra_repr(self) -> str:
+        """What ``repr`` shows."""
+        return f"size={self.size}, dim={self.dim}, valid={len(self)}, dtype={self.images.dtype}"
+
+
+class MemorySimilarity(NamedTuple):
+    """What a loss with a memory asks: each pair is (of the images, of the texts), with these as rows."""
+
+    batch: Similarity  # images with texts
+    keys: tuple[Similarity, Similarity]  # images with the text keys; texts with the image keys
+    memory: tuple[Similarity, Similarity]  # images with the memory's texts; texts with its images. Rows only
+
+    @classmethod
+    def of(
+        cls,
+        images: Tensor,
+        texts: Tensor,
+        image_keys: Tensor,
+        text_keys: Tensor,
+        memory: CoupledMemory,
+        image_ids: Tensor | None = None,
+        text_ids: Tensor | None = None,
+        *,
+        engine: Engine = "auto",
+        check_finite: bool = False,
+    ) -> MemorySimilarity:
+        """See :class:`itrloss.MemoryLoss`, which passes its arguments on."""
+        if not isinstance(memory, CoupledMemory):
+            raise TypeError(f"memory: expected a CoupledMemory, got {type(memory).__name__}")
+        if memory._labelled is not None and memory._labelled != (image_ids is not None or text_ids is not None):
+            wanted = "ids, as the memory's entries have them" if memory._labelled else "None, as the memory has no ids"
+            raise ValueError(f"image_ids, text_ids: expected {wanted}")
+        check_embeddings(images, texts, check_finite)
+        for name, own, keys in (("image_keys", images, image_keys), ("text_keys", texts, text_keys)):
+            check_matrix(name, keys, f"({own.shape[0]}, {own.shape[1]})", check_finite)
+            if keys.shape != own.shape:
+                raise ValueError(
+                    f"{name}: expected shape {tuple(own.shape)} like its embeddings, got {tuple(keys.shape)}"
+                )
+        if images.shape[1] != memory.dim:
+            raise ValueError(f"memory: expected keys of dimension {images.shape[1]} like images, got {memory.dim}")
+        for name, other in (("image_keys", image_keys), ("text_keys", text_keys), ("memory", memory.images)):
+            if (images.dtype == torch.float64) != (other.dtype == torch.float64):
+                got = f"{other.dtype} beside {images.dtype}"
+                raise TypeError(f"{name}: expected float64 for float64 embeddings and for no others, got {got}")
+        n, m = images.shape[0], texts.shape[0]
+        ids = check_ids(image_ids, text_ids, n, m, images.device)
+        pairs = diagonal_if_unique(ids)
+        of_images, of_texts = ids
+        if of_images is None or of_texts is None:
+            of_images = of_texts = torch.arange(n, device=images.device)
+        image_keys, text_keys = image_keys.detach(), text_keys.detach()
+        v, w, v_keys, w_keys = (inverse_norms(x.detach()) for x in (images, texts, image_keys, text_keys))
+        return cls(
+            Similarity._of(images, texts, pairs, (v, w), engine),
+            (
+                Similarity._of(images, text_keys, pairs, (v, w_keys), engine),
+                Similarity._of(texts, image_keys, (pairs[1], pairs[0]), (w, v_keys), engine),
+            ),
+            (
+                Similarity._of(images, memory.texts, (of_images, memory.ids), (v, None), engine, memory.count),
+                Similarity._of(texts, memory.images, (of_texts, memory.ids), (w, None), engine, memory.count),
+            ),
+        )
+
+
+class _ExponentialAverage:
+    """torch's own update, in a form that can be pickled."""
+
+    def __init__(self, momentum: float):
+        self.momentum = momentum
+
+    def __call__(self, averaged: Any, current: Any, count: Any) -> None:
+        get_ema_multi_avg_fn(self.momentum)(averaged, current, count)
+
+
+class MomentumEncoder(AveragedModel):
+    """A key encoder: the exponential moving average of an encoder's parameters, ``θ_k ← m θ_k + (1 - m) θ_q``.
+
+    It is torch's :class:`~torch.optim.swa_utils.AveragedModel`, called without a gradient and kept in one mode.
+    Call :meth:`update` once a step; USER does so before the keys of the step are computed.
+
+    Args:
+        encoder: any module; its copy is averaged.
+        momentum: m in [0, 1]. CODER 0.995, USER 0.999.
+        buffers: ``"copy"`` takes the encoder's buffers (BatchNorm's statistics) as they are, ``"average"`` averages
+            them too.
+        training: the mode it stays in, whatever ``train()`` and ``eval()`` of a module around it say. Public codes
+            leave key encoders in training mode, with dropout and statistics of the batch.
+    """
+
+    def __init__(
+        self,
+        encoder: nn.Module,
+        momentum: float = 0.995,
+        *,
+        buffers: Literal["copy", "average"] = "copy",
+        training: bool = True,
+    ):
+        if not 0 <= momentum <= 1:
+            raise ValueError(f"momentum: expected a number in [0, 1], got {momentum}")
+        if buffers not in ("copy", "average"):
+            raise ValueError(f"buffers: expected 'copy' or 'average', got {buffers!r}")
+        super().__init__(encoder, multi_avg_fn=_ExponentialAverage(momentum), use_buffers=buffers == "average")
+        self.n_averaged.fill_(1)  # the copy is the first: torch would replace it by the first update
+        self.requires_grad_(False)
+        self.mode = training
+        self.train()
+
+    def train(self, mode: bool = True) -> MomentumEncoder:
+        """Stay in the mode given at the start."""
+        return super().train(self.mode)
+
+    def update(self, encoder: nn.Module) -> None:
+        """Move towards the encoder's parameters."""
+        self.update_parameters(encoder)
+
+    @torch.no_grad()
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The keys, without a gradient."""
+        return super().forward(*args, **kwargs)

@@ -1,0 +1,486 @@
+"""The coupled memory, momentum encoders, and the losses over them."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import pickle
+
+import numpy as np
+import oracle_more
+import pytest
+import torch
+import torch._dynamo.testing
+from cases import embeddings, make_ids
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.autograd import gradcheck
+
+import itrloss
+from itrloss import CoupledMemory, MomentumEncoder
+from itrloss.engines import tiles
+from itrloss.memory import MemorySimilarity
+
+ENGINES = ("reference", "dense", "tiled")
+# name -> (module, its options, the oracle, the oracle's options)
+MDCL = (itrloss.MemoryDiversityContrastiveLoss, oracle_more.memory_dcl)
+UTO = (itrloss.UnifiedTrainingObjective, oracle_more.uto)
+HEAVY = {"positive_weight": 0.5, "positive": "relu", "temperature": 0.2, "margin": 0.1, "epsilon": 0.3}
+SHARP = {"diversity": "entropy", "entropy_temperature": 0.1}
+LOSSES = {
+    "mdcl": (*MDCL, {}),
+    "mdcl implicit": (*MDCL, {"diversity": None}),
+    "mdcl entropy": (*MDCL, SHARP),
+    "mdcl heavy": (*MDCL, HEAVY),
+    "mdcl in batch": (*MDCL, {"positive_from": "batch"}),
+    "uto": (*UTO, {}),
+    "uto mild": (*UTO, {"scale": 10.0, "margin": 0.1, "batch_weight": 20.0}),
+}
+D = 6
+# images, texts, entries, kind of ids
+SHAPES = {
+    "pairs": (7, 7, 12, None),
+    "ids": (7, 7, 12, "random"),
+    "captions": (4, 12, 30, "captions"),
+    "wide": (5, 11, 9, "random"),
+    "one pair": (1, 1, 5, None),
+    "one entry": (6, 6, 1, "random"),
+    "empty": (6, 6, 0, None),
+    "all the same": (4, 4, 6, "same"),
+    "nothing in common": (5, 6, 8, "disjoint"),
+}
+
+
+def filled(n, dtype=torch.float64, ids=None, size=None, d=D, seed=5):
+    """A memory of n entries with room for some more, from batches that do not divide it."""
+    memory = CoupledMemory(size or n + 3, d, dtype=dtype)
+    v, w = embeddings(max(n, 1), max(n, 1), d, seed)
+    for start in range(0, n, 4):
+        part = slice(start, min(n, start + 4))
+        memory.enqueue(v[part], w[part], None if ids is None else ids[part])
+    return memory
+
+
+def case(shape, dtype=torch.float64):
+    """Embeddings, keys, memory and ids."""
+    n, m, entries, kind = SHAPES[shape]
+    ids = make_ids(kind, n, m)
+    memory_ids = None if kind is None else make_ids("random" if kind != "same" else "same", entries or 1, 1, 7)[0]
+    memory = filled(entries, dtype, memory_ids)
+    v, w = (x.to(dtype).requires_grad_() for x in embeddings(n, m, D))
+    keys = tuple(x.to(dtype) for x in embeddings(n, m, D, seed=9))
+    return (v, w), keys, memory, ids
+
+
+def expected(name, inputs, keys, memory, ids, **extra):
+    _, function, options = LOSSES[name]
+    n, m = len(inputs[0]), len(inputs[1])
+    ids = (torch.arange(n), torch.arange(m)) if ids[0] is None else ids
+    count = len(memory)
+    arrays = [x.detach().double().numpy() for x in (*inputs, *keys, memory.images[:count], memory.texts[:count])]
+    return function(*arrays, *(x.numpy() for x in ids), memory.ids[:count].numpy(), **options, **extra)
+
+
+def make(name, **extra):
+    module, _, options = LOSSES[name]
+    return module(**options, **extra)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_equal_the_loop_oracle(name, shape, engine, small_tiles, poisoned):
+    inputs, keys, memory, ids = case(shape)
+    for reduction in ("mean", "sum", "none"):
+        got = make(name, engine=engine, reduction=reduction)(*inputs, *keys, memory, *ids)
+        wanted = expected(name, inputs, keys, memory, ids, reduction=reduction)
+        for a, b in zip(*((x,) if reduction != "none" else x for x in (got, wanted)), strict=True):
+            np.testing.assert_allclose(a.detach().numpy(), b, rtol=1e-7, atol=1e-10)  # log(1 + S) near S = -1
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_are_those_of_the_reference(name, shape, small_tiles, poisoned):
+    inputs, keys, memory, ids = case(shape)
+    found = []
+    for engine in ENGINES:
+        rows, cols = make(name, engine=engine, reduction="none")(*inputs, *keys, memory, *ids)
+        total = (rows * torch.linspace(-1, 2, len(rows))).sum() + (cols * torch.linspace(3, 1, len(cols))).sum()
+        found.append(torch.autograd.grad(total, inputs))
+    for other in found[1:]:
+        for a, b in zip(other, found[0], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ["mdcl through std", "mdcl through entropy", "mdcl implicit", "uto mild"])
+def test_gradcheck(name, engine, small_tiles):
+    through = {"mdcl through std": {}, "mdcl through entropy": SHARP}
+    module = (
+        itrloss.MemoryDiversityContrastiveLoss(**through[name], detach_diversity=False, engine=engine)
+        if name in through
+        else make(name, engine=engine)
+    )
+    module.reduction = "none"
+    for shape in ("wide", "empty") if engine == "reference" else ("wide",):
+        inputs, keys, memory, ids = case(shape)
+        assert gradcheck(lambda v, w: module(v, w, *keys, memory, *ids), inputs)  # noqa: B023
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_keys_and_memory_get_no_gradient(name):
+    inputs, keys, memory, ids = case("ids")
+    keys = [x.requires_grad_() for x in keys]
+    before = memory.texts.clone()
+    make(name)(*inputs, *keys, memory, *ids).backward()
+    assert all(x.grad is None for x in keys) and not memory.texts.requires_grad
+    assert all(x.grad.abs().sum() > 0 for x in inputs)
+    assert torch.equal(memory.texts, before)
+
+
+def test_no_product_for_the_gradient_of_the_memory():
+    from test_operators import Products
+
+    inputs, keys, memory, ids = case("pairs", torch.float32)
+    n, _, entries, _ = SHAPES["pairs"]
+    for engine, memory_products in (("dense", 2), ("tiled", 4)):
+        with Products() as products:
+            make("mdcl", engine=engine)(*inputs, *keys, memory, *ids).backward()
+        # The diversity in the batch takes one product; the tiled engine makes one for each answer and one in backward.
+        assert products.flops == 2 * 2 * memory_products * n * entries * D + 2 * n * n * D
+
+
+def test_entries_with_the_anchors_id_are_no_negatives():
+    v, w = embeddings(3, 3)
+    memory = CoupledMemory(8, D, dtype=torch.float64)
+    memory.enqueue(v, w, torch.tensor([0, 1, 2]))  # the batch itself, from an earlier epoch
+    ids = torch.tensor([0, 1, 5])
+    rows, _ = itrloss.UnifiedTrainingObjective(5.0, batch_weight=0.0, reduction="none")(v, w, v, w, memory, ids, ids)
+    memory.enqueue(v[:1], w[:1], torch.tensor([0]))
+    again, _ = itrloss.UnifiedTrainingObjective(5.0, batch_weight=0.0, reduction="none")(v, w, v, w, memory, ids, ids)
+    assert torch.equal(rows[0], again[0]) and (rows[1:] != again[1:]).all()
+
+
+def test_nan_is_not_taken_for_an_anchor_without_negatives():
+    inputs, keys, memory, ids = case("ids")
+    broken = inputs[0].detach().clone()
+    broken[2] = torch.nan
+    for name in LOSSES:
+        assert make(name)(broken, inputs[1], *keys, memory, *ids).isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype):
+    """Half keys and half embeddings score in float32."""
+    inputs, keys, memory, ids = case("ids")
+    halved = copy.deepcopy(memory).to(dtype)
+    small = [x.detach().to(dtype).requires_grad_() for x in inputs]
+    for name in LOSSES:
+        value = make(name)(*small, *(k.to(dtype) for k in keys), halved, *ids)
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value.double(), make(name)(*inputs, *keys, memory, *ids), rtol=0.05, atol=0.02)
+        assert all(g.dtype == dtype and g.isfinite().all() for g in torch.autograd.grad(value, small))
+
+
+def drawn(seed, n, entries, labels):
+    """Embeddings, keys, entries and ids of a batch."""
+    g = torch.Generator().manual_seed(seed)
+    rows = [torch.randn(size, D, generator=g, dtype=torch.float64) for size in (n, n, n, n, entries, entries)]
+    ids = [torch.randint(0, labels, (size,), generator=g) for size in (n, entries)]
+    return rows, ids
+
+
+def value(name, rows, ids, **extra):
+    memory = CoupledMemory(len(rows[4]), D, dtype=torch.float64)
+    memory.enqueue(rows[4], rows[5], ids[1])
+    return make(name, **extra)(*rows[:4], memory, ids[0], ids[0])
+
+
+BATCHES = {
+    "seed": st.integers(0, 10**6),
+    "n": st.integers(1, 7),
+    "entries": st.integers(1, 12),
+    "labels": st.integers(1, 20),
+    "name": st.sampled_from(sorted(LOSSES)),
+}
+
+
+@given(**BATCHES)
+@settings(deadline=None)
+def test_order_and_length_change_nothing(seed, n, entries, labels, name):
+    rows, ids = drawn(seed, n, entries, labels)
+    g = torch.Generator().manual_seed(seed)
+    batch, memory = torch.randperm(n, generator=g), torch.randperm(entries, generator=g)
+    other = [x[batch if i < 4 else memory] * (i + 0.5) for i, x in enumerate(rows)]
+    shuffled = value(name, other, [ids[0][batch], ids[1][memory]])
+    torch.testing.assert_close(shuffled, value(name, rows, ids), rtol=1e-7, atol=1e-10)
+
+
+@given(**BATCHES)
+@settings(deadline=None)
+def test_swapping_the_modalities_changes_nothing(seed, n, entries, labels, name):
+    rows, ids = drawn(seed, n, entries, labels)
+    swapped = [rows[i] for i in (1, 0, 3, 2, 5, 4)]
+    torch.testing.assert_close(value(name, swapped, ids), value(name, rows, ids), rtol=1e-7, atol=1e-10)
+
+
+@given(**BATCHES)
+@settings(deadline=None)
+def test_more_entries_and_a_smaller_margin_never_lower_an_anchor(seed, n, entries, labels, name):
+    rows, ids = drawn(seed, n, entries, labels)
+    whole = value(name, rows, ids, reduction="none")
+    module, _, options = LOSSES[name]
+    stricter = module(**{**options, "margin": -0.2}, reduction="none")
+    memory = CoupledMemory(entries, D, dtype=torch.float64)
+    memory.enqueue(rows[4], rows[5], ids[1])
+    for a, b in zip(stricter(*rows[:4], memory, ids[0], ids[0]), whole, strict=True):
+        assert (a >= b - 1e-12).all()
+    if entries > 1 and options.get("diversity", "std" if name.startswith("mdcl") else None) is None:
+        part = value(name, [*rows[:4], rows[4][1:], rows[5][1:]], [ids[0], ids[1][1:]], reduction="none")
+        for a, b, own in zip(whole, part, (ids[0], ids[0]), strict=True):
+            had_negatives = (own[:, None] != ids[1][1:]).any(1)
+            assert (a >= b - 1e-12)[had_negatives].all()
+
+
+def test_the_kept_scores_are_not_overwritten_under_another_backward_pass():
+    inputs, keys, memory, ids = case("ids")
+    found = []
+    for engine in ENGINES:
+        sims = MemorySimilarity.of(*inputs, *keys, memory, *ids, engine=engine)
+        spread = sims.memory[0].moments().std.sum()
+        first = sims.memory[0].logsumexp(3.0)
+        second = sims.memory[0].detach().logsumexp(5.0) + sims.memory[0].logsumexp(5.0)
+        values = torch.where(first.isfinite(), first, 0.0).sum() + torch.where(second.isfinite(), second, 0.0).sum()
+        found.append((values, torch.autograd.grad(spread + values, inputs[0])[0]))
+    for a, b in found[1:]:
+        torch.testing.assert_close(a, found[0][0])
+        torch.testing.assert_close(b, found[0][1])
+
+
+def test_a_scale_at_which_sums_vanish_is_worked_out_with_maxima():
+    """cos = -1 throughout: exp(-90 - 30) is no normal float32 number."""
+    v = torch.eye(4)
+    memory = CoupledMemory(8, 4)
+    memory.enqueue(-v[:1].expand(8, 4), -v[:1].expand(8, 4), torch.arange(8) + 10)
+    x = v[:1].clone().requires_grad_()
+    sims = MemorySimilarity.of(x, x.detach(), v[:1], v[:1], memory, torch.tensor([0]), torch.tensor([0]))
+    for scale in (90.0, 150.0):
+        found = sims.memory[0].logsumexp(scale)
+        torch.testing.assert_close(found, torch.tensor([-scale]) + torch.log(torch.tensor(8.0)))
+        assert torch.autograd.grad(found.sum(), x)[0].isfinite().all()
+
+
+# -------------------------------------------------------------------------------------------------- the memory
+
+
+@given(
+    size=st.integers(1, 9),
+    batches=st.lists(st.integers(1, 21), max_size=8),
+    with_ids=st.booleans(),
+)
+@settings(deadline=None)
+def test_the_memory_is_a_queue(size, batches, with_ids):
+    memory, model = CoupledMemory(size, 2), collections.deque(maxlen=size)
+    number = 0
+    for batch in batches:
+        labels = torch.arange(number, number + batch)
+        keys = torch.stack([labels + 1.0, torch.ones(batch)], 1)  # a direction of its own for each
+        memory.enqueue(keys, -3 * keys, labels if with_ids else None)
+        model.extend(zip(labels.tolist(), torch.nn.functional.normalize(keys).tolist(), strict=True))
+        number += batch
+        assert len(memory) == len(model) and int(memory.enqueued) == number
+        order = (number - len(model) + torch.arange(len(model))) % size  # oldest first
+        np.testing.assert_allclose(memory.images[order], [key for _, key in model], rtol=1e-6)
+        np.testing.assert_allclose(memory.texts[order], [[-a, -b] for _, (a, b) in model], rtol=1e-6)
+        if with_ids:
+            assert memory.ids[order].tolist() == [label for label, _ in model]
+        assert len(memory.ids.unique()) == size
+    assert memory
+
+
+def test_unfilled_entries_do_not_count():
+    inputs, keys, memory, ids = case("ids")
+    roomy = filled(12, ids=make_ids("random", 12, 1, 7)[0], size=500)
+    for name in LOSSES:
+        for engine in ENGINES:
+            a, b = (make(name, engine=engine)(*inputs, *keys, x, *ids) for x in (memory, roomy))
+            torch.testing.assert_close(a, b)
+
+
+def test_random_start_is_full_at_once():
+    memory = CoupledMemory(16, 4, start="random")
+    assert len(memory) == 16 and (memory.images >= 0).all()
+    torch.testing.assert_close(memory.texts.norm(dim=1), torch.ones(16))
+    first = memory.images[0].clone()
+    memory.enqueue(-torch.ones(1, 4), torch.ones(1, 4), torch.tensor([3]))
+    assert len(memory) == 16 and memory.ids[0] == 3 and not torch.equal(memory.images[0], first)
+
+
+def test_a_backward_pass_after_its_entries_were_overwritten_is_refused():
+    inputs, keys, memory, ids = case("ids")
+    loss = make("mdcl")(*inputs, *keys, memory, *ids)
+    memory.enqueue(*(k[:5] for k in keys), ids[0][:5])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "state_dict", "file"])
+def test_a_restored_memory_goes_on_bit_for_bit(way, tmp_path):
+    memory = filled(7, torch.float32, size=5)
+    if way == "deepcopy":
+        other = copy.deepcopy(memory)
+    elif way == "pickle":
+        other = pickle.loads(pickle.dumps(memory))
+    else:
+        other = CoupledMemory(5, D)
+        state = memory.state_dict()
+        if way == "file":
+            torch.save(state, tmp_path / "state.pt")
+            state = torch.load(tmp_path / "state.pt", weights_only=True)
+        other.load_state_dict(state)
+    for x in (memory, other):
+        x.enqueue(*(k.float() for k in embeddings(3, 3)))
+    assert len(other) == len(memory) == 5
+    for name, value in memory.state_dict().items():
+        if torch.is_tensor(value):
+            assert torch.equal(other.state_dict()[name], value), name
+    with pytest.raises(ValueError, match=r"ids: the entries before had no ids"):
+        other.enqueue(torch.ones(1, D), torch.ones(1, D), torch.tensor([1]))
+
+
+def test_the_memory_shows_what_it_holds():
+    assert repr(filled(4, torch.float32)) == "CoupledMemory(size=7, dim=6, valid=4, dtype=torch.float32)"
+
+
+KEYS = torch.ones(3, D)
+WRONG = {
+    "size": (lambda: CoupledMemory(0, 4), ValueError, "size"),
+    "size type": (lambda: CoupledMemory(2.5, 4), TypeError, "size"),  # type: ignore[arg-type]
+    "start": (lambda: CoupledMemory(2, 4, start="full"), ValueError, "start"),  # type: ignore[arg-type]
+    "dtype": (lambda: CoupledMemory(2, 4, dtype=torch.int64), TypeError, "dtype"),
+    "dim": (lambda: CoupledMemory(2, 4).enqueue(KEYS, KEYS), ValueError, r"image_keys: expected shape \(3, 4\)"),
+    "texts": (lambda: CoupledMemory(2, D).enqueue(KEYS, KEYS[:2]), ValueError, r"text_keys: expected shape \(3, 6\)"),
+    "int keys": (lambda: CoupledMemory(2, D).enqueue(KEYS, KEYS.long()), TypeError, "text_keys"),
+    "ids": (
+        lambda: CoupledMemory(2, D).enqueue(KEYS, KEYS, torch.arange(2)),
+        ValueError,
+        r"ids: expected shape \(3,\)",
+    ),
+    "float ids": (lambda: CoupledMemory(2, D).enqueue(KEYS, KEYS, torch.ones(3)), TypeError, "ids"),
+    "memory": (lambda: make("uto")(KEYS, KEYS, KEYS, KEYS, KEYS), TypeError, "memory: expected a CoupledMemory"),
+    "keys": (lambda: make("uto")(KEYS, KEYS, KEYS[:2], KEYS, filled(2)), ValueError, "image_keys"),
+    "memory dim": (
+        lambda: make("uto")(*[KEYS[:, :4]] * 4, filled(2)),
+        ValueError,
+        "memory: expected keys of dimension 4",
+    ),
+    "memory dtype": (lambda: make("uto")(*[KEYS] * 4, filled(2)), TypeError, "memory: expected float64 for"),
+    "ids or none": (
+        lambda: make("uto")(*[KEYS] * 4, filled(2, torch.float32), torch.arange(3), torch.arange(3)),
+        ValueError,
+        "image_ids, text_ids: expected None",
+    ),
+    "none or ids": (
+        lambda: make("uto")(*[KEYS] * 4, filled(2, torch.float32, torch.arange(2))),
+        ValueError,
+        "image_ids, text_ids: expected ids",
+    ),
+    "text ids": (
+        lambda: make("uto")(*[KEYS] * 4, filled(2, torch.float32, torch.arange(2)), torch.arange(3), torch.arange(2)),
+        ValueError,
+        "text_ids: expected shape",
+    ),
+    "positive_from": (
+        lambda: itrloss.MemoryDiversityContrastiveLoss(positive_from="keys"),
+        ValueError,
+        "positive_from",
+    ),  # type: ignore[arg-type]
+    "momentum": (lambda: MomentumEncoder(nn.Linear(2, 2), 1.5), ValueError, "momentum"),
+    "buffers": (lambda: MomentumEncoder(nn.Linear(2, 2), buffers="keep"), ValueError, "buffers"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_input_is_named(name):
+    call, kind, message = WRONG[name]
+    with pytest.raises(kind, match=message):
+        call()
+
+
+# -------------------------------------------------------------------------------------------- momentum encoders
+
+
+def test_momentum_encoder_averages_parameters():
+    encoder = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    for buffers in ("copy", "average"):
+        keys = MomentumEncoder(encoder, 0.9, buffers=buffers)
+        wanted = [p.detach().clone() for p in encoder.parameters()]
+        mean = encoder[1].running_mean.clone()
+        for _ in range(3):
+            with torch.no_grad():
+                for p in encoder.parameters():
+                    p.add_(torch.randn_like(p))
+            encoder(torch.randn(8, 3))
+            keys.update(encoder)
+            wanted = [0.9 * a + 0.1 * b.detach() for a, b in zip(wanted, encoder.parameters(), strict=True)]
+            mean = encoder[1].running_mean.clone() if buffers == "copy" else 0.9 * mean + 0.1 * encoder[1].running_mean
+        for a, b in zip(keys.module.parameters(), wanted, strict=True):
+            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(keys.module[1].running_mean, mean)
+        assert not keys(torch.randn(8, 3)).requires_grad and not any(p.requires_grad for p in keys.parameters())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_momentum_encoder_keeps_its_mode(training):
+    keys = MomentumEncoder(nn.Sequential(nn.Linear(3, 4), nn.Dropout()), training=training)
+    around = nn.ModuleList([keys])
+    for mode in (True, False):
+        around.train(mode)
+        assert all(m.training == training for m in keys.modules())
+
+
+def test_momentum_encoder_is_stored_and_restored():
+    encoder = nn.Linear(3, 4)
+    keys = MomentumEncoder(encoder, 0.5)
+    encoder.weight.data.zero_()
+    copies = [copy.deepcopy(keys), pickle.loads(pickle.dumps(keys)), MomentumEncoder(nn.Linear(3, 4), 0.5)]
+    copies[2].load_state_dict(keys.state_dict())
+    for x in (keys, *copies):
+        x.update(encoder)
+        assert torch.equal(x.module.weight, keys.module.weight)
+
+
+# ------------------------------------------------------------------------------------------------- compilation
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_compiles_while_the_memory_fills(name, engine):
+    loss = make(name, engine=engine)
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(loss, fullgraph=True, backend=counter)
+    memories = [CoupledMemory(10, D) for _ in range(2)]
+    put = torch.compile(CoupledMemory.enqueue, fullgraph=True, backend=counter)
+    for step in range(5):
+        v, w = (x.float().requires_grad_() for x in embeddings(4, 4, D, seed=step))
+        ids = torch.tensor([0, 1, 2, step % 3])
+        values = [f(v, w, 2 * v, w + v, memory, ids, ids) for f, memory in zip((loss, compiled), memories, strict=True)]
+        torch.testing.assert_close(*values, rtol=1e-4, atol=1e-5)
+        for a, b in zip(*(torch.autograd.grad(x, (v, w)) for x in values), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        memories[0].enqueue(v, w, ids)
+        put(memories[1], v, w, ids)
+        assert len(memories[0]) == len(memories[1]) and torch.equal(memories[0].texts, memories[1].texts)
+    assert counter.frame_count <= 6  # not one for each filling
+
+
+def test_a_kept_matrix_in_pieces_gives_the_same(monkeypatch):
+    inputs, keys, memory, ids = case("captions")
+    wanted = [make(name)(*inputs, *keys, memory, *ids) for name in LOSSES]
+    for tile in ((7, 2), (12, 3), (30, 30)):
+        monkeypatch.setitem(tiles.TILE, "cpu", tile)
+        for name, value in zip(LOSSES, wanted, strict=True):
+            torch.testing.assert_close(make(name)(*inputs, *keys, memory, *ids), value)
