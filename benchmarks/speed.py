@@ -1,10 +1,12 @@
 """Forward + backward of every loss: itrloss, eager PyTorch, compiled PyTorch and the bare products, interleaved.
 
-    python -m benchmarks.speed --sizes 128 512 2048 8192 --dim 1024 --out benchmarks/results/NAME.json
+    python -m benchmarks.speed --sizes 128 512 2048 8192 --dim 1024 --out FILE
+    python -m benchmarks.speed --sizes --memory 128x4096x1024 512x16384x512 --out FILE
 
 Shared machines are noisy. The variants of a case run in turn, round after round, in one process, and each time another
-one begins; a round's times are divided by each other, and the medians of these ratios are reported. The floor is one
-forward product and two backward products of the same sizes and nothing else. Compiled code meets ours in rounds of its
+one begins; a round's times are divided by each other, and the medians of these ratios are reported. The floor is the
+matrix products that cannot be left out, and nothing else: one forward and two backward, or with a memory one of each in
+each direction. Compiled code meets ours in rounds of its
 own, so that the threads it leaves spinning disturb no other variant.
 """
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import statistics
 import time
@@ -19,6 +22,7 @@ from collections.abc import Callable
 from datetime import date
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,11 +45,60 @@ CASES: dict[str, tuple[Callable[..., torch.nn.Module], Callable[..., Tensor]]] =
 }
 
 
-def floor(v: Tensor, w: Tensor, s: Tensor) -> None:
-    """The three products that any dense implementation makes."""
-    torch.mm(v, w.T, out=s)
-    torch.mm(s, w)
-    torch.mm(s.T, v)
+# The same with a memory.
+MEMORY_CASES: dict[str, tuple[Callable[..., torch.nn.Module], Callable[..., Tensor]]] = {
+    "mdcl": (itrloss.MemoryDiversityContrastiveLoss, eager.memory_dcl),
+    "uto": (itrloss.UnifiedTrainingObjective, eager.uto),
+}
+
+
+class Case(NamedTuple):
+    """A loss, what it is compared with, and what they are called with."""
+
+    shape: dict[str, int]
+    ours: torch.nn.Module
+    plain: Callable[..., Tensor]
+    floor: Callable[[], None]
+    leaves: tuple[Tensor, ...]  # that get a gradient
+    given: tuple[Any, ...]  # to ours, after the leaves
+    given_plain: tuple[Any, ...]  # to the plain function
+
+
+def pair_case(name: str, size: int, dim: int) -> Case:
+    """N images and N texts; the floor is the three products that any dense implementation makes."""
+    module, plain = CASES[name]
+    v, w = inputs(size, dim)
+    s = torch.empty(size, size)
+
+    def floor() -> None:
+        torch.mm(v, w.T, out=s)
+        torch.mm(s, w)
+        torch.mm(s.T, v)
+
+    leaves = tuple(x.clone().requires_grad_() for x in (v, w))
+    return Case({"size": size, "dim": dim}, module(), plain, floor, leaves, (), ())
+
+
+def memory_case(name: str, batch: int, entries: int, dim: int) -> Case:
+    """A batch of pairs against a full memory; the floor is one product forward and one backward per direction."""
+    module, plain = MEMORY_CASES[name]
+    v, w = inputs(batch, dim)
+    v_keys, w_keys = inputs(batch, dim, seed=1)
+    memory = itrloss.CoupledMemory(entries, dim)
+    memory.enqueue(*inputs(entries, dim, seed=2), torch.arange(entries))
+    ids = torch.randperm(2 * entries, generator=torch.Generator().manual_seed(0))[:batch]  # some are in the memory
+    s = torch.empty(batch, entries)
+
+    def floor() -> None:
+        for anchors, keys in ((v, memory.texts), (w, memory.images)):
+            torch.mm(anchors, keys.T, out=s)
+            torch.mm(s, keys)
+
+    leaves = tuple(x.clone().requires_grad_() for x in (v, w))
+    given = (v_keys, w_keys, memory, ids, ids)
+    given_plain = (v_keys, w_keys, memory.images, memory.texts, ids, memory.ids)
+    shape = {"size": batch, "entries": entries, "dim": dim}
+    return Case(shape, module(), plain, floor, leaves, given, given_plain)
 
 
 def inputs(size: int, dim: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -58,32 +111,28 @@ def inputs(size: int, dim: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return tuple(x @ mix / x.norm(dim=1, keepdim=True) * 10 + 0.1 * n for x, n in zip((v, w), noise, strict=True))  # type: ignore[return-value]
 
 
-def measure(name: str, size: int, dim: int, rounds: int, compiled: bool) -> dict[str, object]:
+def measure(name: str, case: Case, rounds: int, compiled: bool) -> dict[str, object]:
     """One row of the table: medians of the rounds' ratios, and the agreement of the gradients."""
-    module, plain = CASES[name]
-    v, w = (x.requires_grad_() for x in inputs(size, dim))
     gradients: dict[str, Tensor] = {}
 
-    def step(label: str, loss: Callable[..., Tensor]) -> None:
-        v.grad = w.grad = None
-        loss(v, w).backward()
-        assert v.grad is not None and w.grad is not None
-        gradients[label] = v.grad
+    def step(label: str, loss: Callable[..., Tensor], given: tuple[Any, ...]) -> None:
+        for x in case.leaves:
+            x.grad = None
+        loss(*case.leaves, *given).backward()
+        assert case.leaves[0].grad is not None
+        gradients[label] = case.leaves[0].grad
 
     variants: dict[str, Callable[[], None]] = {
-        "ours": partial(step, "ours", module()),
-        "eager": partial(step, "eager", plain),
+        "ours": partial(step, "ours", case.ours, case.given),
+        "eager": partial(step, "eager", case.plain, case.given_plain),
+        "floor": case.floor,
     }
-    scores = torch.empty(size, size)
-    variants["floor"] = partial(floor, v.detach(), w.detach(), scores)
     times = interleave(variants, rounds)
     reference = gradients["ours"].norm()
     row: dict[str, object] = {
         "loss": name,
-        "size": size,
-        "dim": dim,
+        **case.shape,
         "rounds": rounds,
-        "engine": itrloss.Similarity(v, w).engine,
         "eager / ours": ratio(times["eager"], times["ours"]),
         "ours / floor": ratio(times["ours"], times["floor"]),
         "eager / floor": ratio(times["eager"], times["floor"]),
@@ -91,10 +140,11 @@ def measure(name: str, size: int, dim: int, rounds: int, compiled: bool) -> dict
     }
     if compiled:
         torch._dynamo.reset()
+        plain, ours = (torch.compile(f, fullgraph=True) for f in (case.plain, case.ours))
         variants = {
             "ours": variants["ours"],
-            "eager compiled": partial(step, "eager compiled", torch.compile(plain, fullgraph=True)),
-            "ours compiled": partial(step, "ours compiled", torch.compile(module(), fullgraph=True)),
+            "eager compiled": partial(step, "eager compiled", plain, case.given_plain),
+            "ours compiled": partial(step, "ours compiled", ours, case.given),
         }
         times = interleave(variants, rounds)
         row["eager compiled / ours"] = ratio(times["eager compiled"], times["ours"])
@@ -147,19 +197,25 @@ def machine() -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[128, 512, 2048])
+    parser.add_argument("--sizes", type=int, nargs="*", default=[128, 512, 2048], help="of the batch")
     parser.add_argument("--dim", type=int, default=1024)
-    parser.add_argument("--losses", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--losses", nargs="+", default=[*CASES, *MEMORY_CASES], choices=[*CASES, *MEMORY_CASES])
+    parser.add_argument("--memory", nargs="*", default=[], metavar="NxQxD", help="batch x entries x dim of a memory")
     parser.add_argument("--seconds", type=float, default=10, help="about how long to measure each case")
     parser.add_argument("--compiled", action="store_true", help="also torch.compile of both")
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     args = parser.parse_args()
+    shapes = [tuple(int(x) for x in text.split("x")) for text in args.memory]
+    runs = [
+        (n, 3 * size * size * args.dim, partial(pair_case, n, size, args.dim)) for size in args.sizes for n in CASES
+    ]
+    runs += [(n, 4 * math.prod(shape), partial(memory_case, n, *shape)) for shape in shapes for n in MEMORY_CASES]
     rows = []
-    for size in args.sizes:
-        for name in args.losses:
-            guess = max(2e-3, 30 * size * size * args.dim * 2 / 2e11)  # a round of all variants, roughly
+    for name, work, make in runs:
+        if name in args.losses:
+            guess = max(2e-3, 20 * work / 2e11)  # seconds of a round of all variants, roughly
             rounds = int(min(200, max(3, args.seconds / guess)))
-            row = measure(name, size, args.dim, rounds, args.compiled)
+            row = measure(name, make(), rounds, args.compiled)
             rows.append(row)
             print(
                 " · ".join(f"{k} {v:.2g}" if isinstance(v, float) and v < 1e-2 else f"{k} {v}" for k, v in row.items()),

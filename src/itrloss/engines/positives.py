@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterator
 
@@ -23,6 +22,7 @@ class Positives:
     def __init__(self, n: int, m: int, row_ids: Tensor | None, col_ids: Tensor | None, device: torch.device):
         self.n, self.m, self.row_ids, self.col_ids, self.device = n, m, row_ids, col_ids, device
         self._ranges: tuple[Tensor, Tensor, Tensor] | None = None
+        self._transposed: Positives | None = None
 
     @classmethod
     def of(cls, source: Source) -> Positives:
@@ -42,10 +42,12 @@ class Positives:
             _recent[key] = found
         return found[2]
 
-    @functools.cached_property
+    @property
     def T(self) -> Positives:
         """The same pairs, seen from the columns."""
-        return Positives(self.m, self.n, self.col_ids, self.row_ids, self.device)
+        if self._transposed is None:
+            self._transposed = Positives(self.m, self.n, self.col_ids, self.row_ids, self.device)
+        return self._transposed
 
     @property
     def diagonal(self) -> bool:
