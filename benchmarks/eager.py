@@ -100,6 +100,24 @@ def infonce(
     return losses[0] + losses[1]
 
 
+def sigmoid(
+    images: Tensor,
+    texts: Tensor,
+    image_ids: Tensor | None = None,
+    text_ids: Tensor | None = None,
+    *,
+    scale: float = 10.0,
+    bias: float = -10.0,
+    reduction: str = "mean",
+) -> Tensor:
+    """Every pair a classification (SigLIP Eq. 1); for the mean, divided by N and by M, one half each."""
+    _one_of("reduction", reduction, ("mean", "sum"))
+    batch = _compare(images, texts, image_ids, text_ids)
+    logits = scale * batch.scores + bias
+    total = -F.logsigmoid(torch.where(batch.mask, logits, -logits)).sum()
+    return total * (0.5 / logits.shape[0] + 0.5 / logits.shape[1]) if reduction == "mean" else total
+
+
 def hal(
     images: Tensor,
     texts: Tensor,

@@ -40,6 +40,7 @@ CASES: dict[str, tuple[Callable[..., torch.nn.Module], Callable[..., Tensor]]] =
     "dcl implicit": (partial(itrloss.DiversityContrastiveLoss, diversity=None), partial(eager.dcl, diversity=None)),
     "hal": (itrloss.HubnessAwareLoss, eager.hal),
     "infonce": (itrloss.InfoNCELoss, eager.infonce),
+    "sigmoid": (partial(itrloss.SigmoidLoss, learnable=False), eager.sigmoid),
     "triplet hardest": (itrloss.TripletLoss, eager.triplet),
     "triplet all": (partial(itrloss.TripletLoss, mining="all"), partial(eager.triplet, mining="all")),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -64,3 +65,8 @@ def similarity(v: Tensor, w: Tensor, ids: tuple, engine: str) -> Similarity:
 def finite(x: Tensor) -> Tensor:
     """With 0 in place of what an anchor without an answer has."""
     return torch.where(x.isfinite(), x, 0.0)
+
+
+def reference_first(*engines: str) -> list:
+    """For checks by finite differences: the quick suite leaves them to the reference, which the others are equal to."""
+    return ["reference", *(pytest.param(engine, marks=pytest.mark.slow) for engine in engines)]

@@ -2,6 +2,7 @@
 
 import numpy as np
 import oracle
+import oracle_more
 import pytest
 import torch
 from torch import Tensor
@@ -22,8 +23,10 @@ CASES = [
     ("hal", {"scale": 7.0, "margin": 0.1}),
     *[("dcl", options) for options in DCL_OPTIONS],
     ("dcl", {"temperature": 0.3, "margin": -0.2, "epsilon": 0.7}),
+    ("sigmoid", {}),
+    ("sigmoid", {"scale": 3.0, "bias": -0.5}),
 ]
-COMPILED = [CASES[i] for i in (0, 1, 2, 4, 6, 8, 10)]  # each loss, mining and diversity once
+COMPILED = [CASES[i] for i in (0, 1, 2, 4, 6, 8, 10, 13)]  # each loss, mining and diversity once
 # Duplicates on both sides, ids that one side lacks, one id everywhere, nothing in common, a single column.
 IDS = {
     "none": None,
@@ -47,7 +50,7 @@ def _case(name: str, seed: int = 0) -> tuple[Tensor, Tensor, tuple[Tensor | None
 
 def _oracle_value(loss: str, images: Tensor, texts: Tensor, ids: tuple, **options: object) -> float:
     scores = oracle.cosine(images.detach().numpy(), texts.detach().numpy())
-    return getattr(oracle, loss)(scores, *ids, **options)
+    return getattr(oracle_more if loss == "sigmoid" else oracle, loss)(scores, *ids, **options)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -61,7 +64,7 @@ def test_values_equal_the_oracle(loss, options, ids, reduction):
     assert value.item() == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
-@pytest.mark.parametrize("loss", ["triplet", "infonce", "hal", "dcl"])
+@pytest.mark.parametrize("loss", ["triplet", "infonce", "sigmoid", "hal", "dcl"])
 def test_defaults_equal_the_oracle(loss):
     images, texts, tensor_ids, plain_ids = _case("classes", seed=1)
     expected = _oracle_value(loss, images, texts, plain_ids)
@@ -110,7 +113,7 @@ def test_a_zero_vector_and_a_single_pair_stay_finite(loss):
     assert getattr(eager, loss)(images[:1], texts[:1]).item() == 0
 
 
-@pytest.mark.parametrize("loss", ["triplet", "infonce", "hal", "dcl"])
+@pytest.mark.parametrize("loss", ["triplet", "infonce", "sigmoid", "hal", "dcl"])
 def test_one_side_of_ids_may_be_left_out(loss):
     images, texts, _, _ = _case("none")
     ids = torch.tensor([0, 1, 2, 2, 3, 20, 5, 6, 0])
@@ -159,3 +162,15 @@ def test_unknown_options_are_refused(loss, wrong):
     images, texts, _, _ = _case("none")
     with pytest.raises(ValueError, match=next(iter(wrong))):
         getattr(eager, loss)(images, texts, **wrong)
+
+
+@pytest.mark.parametrize("loss", ["memory_dcl", "uto"])
+def test_memory_baselines_equal_the_oracle(loss):
+    generator = torch.Generator().manual_seed(0)
+    sizes = (6, 6, 6, 6, 11, 11)
+    rows = [torch.randn(n, 5, dtype=torch.float64, generator=generator) for n in sizes]
+    rows[4:] = [torch.nn.functional.normalize(x, dim=1) for x in rows[4:]]
+    ids, memory_ids = torch.randperm(9, generator=generator)[:6], torch.arange(11) % 7
+    value = getattr(eager, loss)(*rows, ids, memory_ids)
+    arrays = [x.numpy() for x in (*rows, ids, ids, memory_ids)]
+    assert value.item() == pytest.approx(getattr(oracle_more, loss)(*arrays), rel=1e-9)

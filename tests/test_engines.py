@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from cases import SHAPES, embeddings, finite, make_ids, similarity, upstream
+from cases import SHAPES, embeddings, finite, make_ids, reference_first, similarity, upstream
 from torch.autograd import gradcheck
 
 from itrloss import Similarity
@@ -32,6 +32,7 @@ ANSWERS = {
     "logsumexp shifted": lambda s: s.both.logsumexp(100.0),
     "logsumexp shifted per anchor": lambda s: s.both.logsumexp(20 * per_anchor(s, 0), 20 * per_anchor(s, 1)),
     "logsumexp and positives": lambda s: added(s.both.logsumexp(3.0), s.both.positives("log1p_clamp")),
+    "negatives and positives": lambda s: added(s.both.negatives("log1p_relu"), s.both.positives("log1p_clamp")),
     "hardest and positives": lambda s: added((h.values for h in s.both.hardest()), s.both.positives("identity")),
     "logsumexp sharp": lambda s: s.both.logsumexp(300.0),
     "logsumexp sharp and flat": lambda s: s.both.logsumexp(300.0 * per_anchor(s, 0), 0.5),
@@ -52,10 +53,15 @@ ANSWERS = {
     ),
     "hinge": lambda s: s.both.positives("hinge", (per_anchor(s, 0) / 8,), (per_anchor(s, 1) / 8,)),
     "sparse hinge": lambda s: s.both.positives("hinge", (per_anchor(s, 0) / 8,), (per_anchor(s, 1) / 8,), sparse=True),
+    "negatives": lambda s: s.both.negatives("identity"),
+    "softplus of negatives": lambda s: s.both.negatives(
+        "softplus", (per_anchor(s, 0), -per_anchor(s, 0)), (per_anchor(s, 1), per_anchor(s, 1) - 3)
+    ),
     "violations": lambda s: s.both.violations(0.3),
     "rows only": lambda s: (s.logsumexp(2.0), s.T.moments().std),
     "columns only": lambda s: (s.entropy(0.5), s.T.logsumexp(2.0, over="all")),
     "single sides": lambda s: (s.hardest().values, s.T.violations(0.1)),
+    "single negatives": lambda s: (s.negatives("log1p_relu"), s.T.negatives("hinge", per_anchor(s, 1))),
     "single positives": lambda s: (s.positives("log1p_relu"), s.T.positives("hinge", per_anchor(s, 1))),
 }
 
@@ -114,7 +120,7 @@ def test_float32_is_as_accurate_as_plain_float32(name, engine, small_tiles, pois
         assert error <= 4 * noise + 2e-6 * wanted[finite].norm() + 1e-7
 
 
-@pytest.mark.parametrize("engine", ["reference", *ENGINES])
+@pytest.mark.parametrize("engine", reference_first(*ENGINES))
 @pytest.mark.parametrize("name", ANSWERS)
 def test_gradcheck(name, engine, small_tiles):
     n, m = 5, 7

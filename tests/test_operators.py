@@ -56,9 +56,14 @@ def calls():
             yield f"{name}: aligned pair_scores", "pair_scores", (*source[:4], None, None)
             yield f"{name}: aligned backward", "pair_scores_backward", (*source[:4], None, None, a, a, True, True)
         yield f"{name}: pair_scores_backward", "pair_scores_backward", (*source[:4], *pairs, a, a, True, True)
-        yield f"{name}: positive_sums", "positive_sums", (*source, "hinge", [a], [b], True, True)
-        back = (*source, "hinge", [a], [b], a, b, True, True)
-        yield f"{name}: positive_sums_backward", "positive_sums_backward", back
+        for negative in (False, True):
+            asked = (*source, "hinge", negative, [a], [b])
+            yield f"{name}: term_sums {negative}", "term_sums", (*asked, True, True)
+            yield (
+                f"{name}: term_sums_backward {negative}",
+                "term_sums_backward",
+                (*asked, a, b, None, True, True, negative),
+            )
         yield f"{name}: violations", "violations", (*source, 0.2, True, True)
         yield f"{name}: violations_backward", "violations_backward", (*source, 0.2, a, b, True, True)
 
@@ -167,6 +172,7 @@ WORK = {
     "dcl": {"dense": (6, 4), "tiled": (10, 8)},
     "dcl entropy": {"dense": (6, 4), "tiled": (10, 8)},
     "dcl through diversity": {"dense": (6, 4), "tiled": (16, 12)},
+    "sigmoid": {"dense": (6, 4), "tiled": (8, 6)},
     "triplet": {"dense": (2, 2), "tiled": (2, 2)},
     "triplet all": {"dense": (6, 4), "tiled": (8, 6)},
 }

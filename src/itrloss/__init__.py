@@ -9,6 +9,7 @@ from .losses import (
     MemoryDiversityContrastiveLoss,
     MemoryLoss,
     PairLoss,
+    SigmoidLoss,
     TripletLoss,
     UnifiedTrainingObjective,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "MemoryLoss",
     "MomentumEncoder",
     "PairLoss",
+    "SigmoidLoss",
     "Similarity",
     "TripletLoss",
     "UnifiedTrainingObjective",

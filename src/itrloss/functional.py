@@ -29,6 +29,7 @@ __all__ = [
     "hubness_aware_loss",
     "info_nce_loss",
     "memory_diversity_contrastive_loss",
+    "sigmoid_loss",
     "std_diversity",
     "triplet_loss",
     "unified_training_objective",
@@ -251,6 +252,30 @@ def info_nce_loss(
     counts = _Counts(sim)
     rows, cols = (counts.mean_of_positives(x, side) for side, x in enumerate(loss))
     return counts.reduce(rows, cols, reduction)
+
+
+def sigmoid_loss(
+    sim: Similarity, scale: float | Tensor = 10.0, bias: float | Tensor = -10.0, reduction: Reduction = "mean"
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Sigmoid loss, SigLIP (Zhai et al., ICCV 2023, Eq. 1): every pair is a classification of its own.
+
+    .. math:: \frac12 \Bigl(\frac1N + \frac1M\Bigr) \sum_{i,j} \log\bigl(1 + e^{-z_{ij} (a S_{ij} + b)}\bigr)
+
+    with ``z = 1`` for a positive pair and -1 for a negative one, ``scale`` a and ``bias`` b, numbers or tensors of one
+    value, which get their gradients. All pairs count, also those of an anchor without positives. Of a pair's value one
+    half is its image's and the other its text's.
+    """
+    _checked(sim)
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
+    a, b = (torch.as_tensor(x, dtype=sim.dtype, device=sim.device).reshape(1) for x in (scale, bias))
+    if reduction == "none":
+        pushed = sim.both.negatives("softplus", (a, b), (a, b))
+        pulled = sim.both.positives("softplus", (-a, -b), (-a, -b), sparse=True)
+        return 0.5 * (pulled[0] + pushed[0]), 0.5 * (pulled[1] + pushed[1])
+    total = sim.negatives("softplus", a, b).sum() + sim.positives("softplus", -a, -b, sparse=True).sum()
+    n, m = sim.shape
+    return total * (0.5 / n + 0.5 / m) if reduction == "mean" else total
 
 
 def triplet_loss(

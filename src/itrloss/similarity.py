@@ -96,12 +96,15 @@ class Both:
         sparse: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`itrloss.Similarity.positives`."""
-        if len(row_params) != len(col_params):
-            got = f"{len(row_params)} and {len(col_params)}"
-            raise ValueError(f"row_params, col_params: expected as many for the columns as for the rows, got {got}")
-        rows = as_params("row_params", self._matrix, row_params, self._flipped)
-        params = self._order((rows, as_params("col_params", self._matrix, col_params, not self._flipped)))
+        params = self._params(row_params, col_params)
         return self._order(self._matrix.positives(as_term(term), params, (True, True), sparse))
+
+    def negatives(
+        self, term: str = "identity", row_params: tuple[Tensor, ...] = (), col_params: tuple[Tensor, ...] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """See :meth:`itrloss.Similarity.negatives`."""
+        params = self._params(row_params, col_params)
+        return self._order(self._matrix.negatives(as_term(term), params, (True, True)))
 
     def violations(self, margin: float) -> tuple[Tensor, Tensor]:
         """See :meth:`itrloss.Similarity.violations`."""
@@ -125,6 +128,13 @@ class Both:
         """See :meth:`itrloss.Similarity.ranks`: ``col_bias`` (M,) is for rows, ``row_bias`` (N,) for columns."""
         biases = self._biases(row_bias, col_bias)
         return self._order(self._matrix.ranks(biases, (True, True), as_optimistic(ties)))
+
+    def _params(self, row_params: tuple[Tensor, ...], col_params: tuple[Tensor, ...]) -> Any:
+        if len(row_params) != len(col_params):
+            got = f"{len(row_params)} and {len(col_params)}"
+            raise ValueError(f"row_params, col_params: expected as many for the columns as for the rows, got {got}")
+        rows = as_params("row_params", self._matrix, row_params, self._flipped)
+        return self._order((rows, as_params("col_params", self._matrix, col_params, not self._flipped)))
 
     def _biases(self, row_bias: Tensor | None, col_bias: Tensor | None) -> Any:
         """Of the rows' candidates, the columns, and of the columns', the rows."""
@@ -349,6 +359,7 @@ class Similarity:
         ``log1p_clamp``             ``log(1 + max(S, -1 + 1e-6))``
         ``log1p_relu``              ``log(1 + max(S, 0))``
         ``negative_log_likelihood`` ``log(1 + exp(L - a S))``, with the parameters L and a
+        ``softplus``                ``log(1 + exp(a S + b))``, with the parameters a and b
         ``hinge``                   ``max(t - S, 0)``, with the parameter t
         =========================== =====================================================
 
@@ -358,6 +369,12 @@ class Similarity:
         mine = as_params("params", self._matrix, params, self._flipped)
         both = ([], mine) if self._flipped else (mine, [])
         return self._mine(self._matrix.positives(as_term(term), both, self._asked, sparse))
+
+    def negatives(self, term: str = "identity", *params: Tensor) -> Tensor:
+        """(N,) ``sum_{j in neg(i)} term(S_ij, *params_i)``, 0 for a row without negatives. See :meth:`positives`."""
+        mine = as_params("params", self._matrix, params, self._flipped)
+        both = ([], mine) if self._flipped else (mine, [])
+        return self._mine(self._matrix.negatives(as_term(term), both, self._asked))
 
     def violations(self, margin: float) -> Tensor:
         """(N,) ``sum_{p in pos(i)} sum_{j in neg(i)} max(margin - S_ip + S_ij, 0)``.

@@ -246,14 +246,28 @@ class Matrix:
             diagonal = self.diagonal(sparse)
             values = term_values(term, diagonal, *params[0]) if asked[0] or not params[1] else None
             return values, term_values(term, diagonal, *params[1]) if params[1] and asked[1] else values
-        rows, cols = (params[0] if asked[0] else []), (params[1] if asked[1] else [])
         # Where pairs cannot be listed, the embeddings would have to be multiplied once more.
-        source = (
-            self._given() if sparse and Positives(*self.shape, *self.ids, self.rows.device).listable else self.source()
-        )
+        listable = Positives(*self.shape, *self.ids, self.rows.device).listable
+        return self._term_sums(self._given() if sparse and listable else self.source(), term, params, asked, False)
+
+    def negatives(self, term: str, params: Sequence[Sequence[Tensor]], asked: Asked) -> Any:
+        """Sums of a registered term over the negatives of each asked side."""
+        if self.engine == "reference":
+            views = [None if v is None else (v[0], ~v[1]) for v in self._views(asked)]
+            return [None if v is None else reference.positives(*v, term, p) for v, p in zip(views, params, strict=True)]
+        return self._term_sums(self.source(), term, params, asked, True)
+
+    def _term_sums(
+        self, source: Source, term: str, params: Sequence[Sequence[Tensor]], asked: Asked, negative: bool
+    ) -> list[Tensor]:
+        rows, cols = (params[0] if asked[0] else []), (params[1] if asked[1] else [])
         if not needs_gradient(source.rows, source.cols, *rows, *cols):  # as in term_values
-            return ops.positive_sums(*source, term, list(rows), list(cols), *asked)
-        return ops.PositiveSums.apply(*source, term, *asked, len(rows), *rows, *cols)
+            *sums, diagonal = ops.term_sums(*source, term, negative, list(rows), list(cols), *asked)
+        else:
+            *sums, diagonal = ops.TermSums.apply(*source, term, negative, *asked, len(rows), *rows, *cols)
+        if diagonal.numel():
+            self._keep_diagonal(diagonal)
+        return sums
 
     def diagonal(self, sparse: bool) -> Tensor:
         """(N,) scores of row i with column i, differentiable."""

@@ -417,42 +417,46 @@ class PairScores(torch.autograd.Function):
         return _unless_empty(rows), _unless_empty(cols), *([None] * 5)
 
 
-def _fake_positives(source, term, row_params, col_params, *asked):
-    return _sizes(source, asked)
+def _fake_term_sums(source, term, negative, row_params, col_params, *asked):
+    sums = _sizes(source, asked)
+    return *sums, sums[0].new_empty(source.shape[0] if pairs.hands_out_diagonal(source, negative) else 0)
 
 
 @_operator(
-    "(SOURCE, str term, Tensor[] row_params, Tensor[] col_params, bool for_rows, bool for_cols) -> (Tensor, Tensor)",
-    _fake_positives,
+    "(SOURCE, str term, bool negative, Tensor[] row_params, Tensor[] col_params, bool for_rows, bool for_cols)"
+    " -> (Tensor, Tensor, Tensor)",
+    _fake_term_sums,
 )
-def positive_sums(source, term, row_params, col_params, *asked):
-    return pairs.positives(source, term, (row_params, col_params), asked)
+def term_sums(source, term, negative, row_params, col_params, *asked):
+    return pairs.term_sums(source, term, (row_params, col_params), asked, negative)
 
 
-def _fake_positives_backward(source, term, row_params, col_params, *args):
+def _fake_term_sums_backward(source, term, negative, row_params, col_params, *args):
     given = [[torch.empty_like(p) for p in side] for side in (row_params, col_params)]
-    return (*_like_source(source, args[-2:]), *given)
+    return (*_like_source(source, args[3:5]), *given)
 
 
 @_operator(
-    "(SOURCE, str term, Tensor[] row_params, Tensor[] col_params, Tensor? row_grad, Tensor? col_grad,"
-    " bool need_rows, bool need_cols) -> (Tensor, Tensor, Tensor[], Tensor[])",
-    _fake_positives_backward,
+    "(SOURCE, str term, bool negative, Tensor[] row_params, Tensor[] col_params, Tensor? row_grad, Tensor? col_grad,"
+    " Tensor? diagonal_grad, bool need_rows, bool need_cols, bool need_params) -> (Tensor, Tensor, Tensor[], Tensor[])",
+    _fake_term_sums_backward,
 )
-def positive_sums_backward(source, term, row_params, col_params, *args):
-    return pairs.positives_backward(source, term, (row_params, col_params), args[:2], args[2:])
+def term_sums_backward(source, term, negative, row_params, col_params, *args):
+    params = row_params, col_params
+    return pairs.term_sums_backward(source, term, params, args[:2], args[2], negative, args[3:5], args[5])
 
 
-class PositiveSums(torch.autograd.Function):
-    """``(row sums, column sums)`` of a registered term over the positives; parameters follow, rows' first."""
+class TermSums(torch.autograd.Function):
+    """``(row sums, column sums, diagonal)`` of :func:`itrloss.engines.pairs.term_sums`; parameters come last."""
 
     @staticmethod
     def forward(ctx, *args):
-        """(N,) and (M,) sums."""
-        source, (term, for_rows, for_cols, split), params = args[:_WIDTH], args[_WIDTH : _WIDTH + 4], args[_WIDTH + 4 :]
-        out = positive_sums(*source, term, list(params[:split]), list(params[split:]), for_rows, for_cols)
+        """(N,) and (M,) sums, and the diagonal's scores."""
+        source, params = args[:_WIDTH], args[_WIDTH + 5 :]
+        term, negative, *asked, split = args[_WIDTH : _WIDTH + 5]
+        out = term_sums(*source, term, negative, list(params[:split]), list(params[split:]), *asked)
         ctx.save_for_backward(*source, *params)
-        ctx.term, ctx.split = term, split
+        ctx.term, ctx.split = (term, negative), split
         ctx.set_materialize_grads(False)
         return out
 
@@ -461,11 +465,11 @@ class PositiveSums(torch.autograd.Function):
     def backward(ctx, *grads):
         """Gradients of the source and of the parameters."""
         source, params, split = ctx.saved_tensors[:_WIDTH], ctx.saved_tensors[_WIDTH:], ctx.split
-        rows, cols, by_row_params, by_col_params = positive_sums_backward(
-            *(*source, ctx.term, list(params[:split]), list(params[split:])),
-            *(*_asked_for(*grads), *ctx.needs_input_grad[:2]),
+        rows, cols, by_row_params, by_col_params = term_sums_backward(
+            *(*source, *ctx.term, list(params[:split]), list(params[split:])),
+            *(*_asked_for(*grads), *ctx.needs_input_grad[:2], any(ctx.needs_input_grad[_WIDTH:])),
         )
-        return *_of_source(rows, cols), *([None] * 4), *by_row_params, *by_col_params
+        return *_of_source(rows, cols), *([None] * 5), *by_row_params, *by_col_params
 
 
 def _fake_violations(source, margin, *asked):

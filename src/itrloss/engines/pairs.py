@@ -237,6 +237,23 @@ def negative_log_likelihood(scores: Tensor, negatives: Tensor, scale: Tensor) ->
 
 
 @pair_term
+def softplus(scores: Tensor, scale: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+    """``log(1 + exp(a S + b))``."""
+    z = scale * scores + bias
+    slope = z.sigmoid()
+    return F.softplus(z, threshold=40), slope * scale, slope * scores, slope
+
+
+def _logits(scores: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    return (scores * scale).add_(bias)
+
+
+# The values alone, and the derivatives by the scores alone, of what is summed over whole matrices.
+_VALUES: dict[str, Callable[..., Tensor]] = {"softplus": lambda *args: F.softplus(_logits(*args), threshold=40)}
+_SLOPES: dict[str, Callable[..., Tensor]] = {"softplus": lambda *args: _logits(*args).sigmoid_().mul_(args[1])}
+
+
+@pair_term
 def hinge(scores: Tensor, threshold: Tensor) -> tuple[Tensor, ...]:
     """``max(threshold - S, 0)``."""
     gap = threshold - scores
@@ -283,34 +300,65 @@ class _TermValues(torch.autograd.Function):
         return None, *((grad * d).sum_to_size(shape) if need else None for d, shape, need in needed)
 
 
-def positives(source: Source, term: str, params: tuple[list[Tensor], list[Tensor]], asked: tuple[bool, bool]):
-    """``sum_{p in pos(i)} term(S_ip, *params_i)`` for the rows, and the same for the columns."""
+def hands_out_diagonal(source: Source, negative: bool) -> bool:
+    """Whether the pass gives the positives' scores too: then their gradient needs no matrix of its own."""
+    return negative and source.row_ids is None
+
+
+def term_sums(
+    source: Source, term: str, params: tuple[list[Tensor], list[Tensor]], asked: tuple[bool, bool], negative: bool
+):
+    """``sum_{p in pos(i)} term(S_ip, *params_i)`` for the rows, and the same for the columns; or over the negatives.
+
+    And ``S_ii``, empty unless :func:`hands_out_diagonal`.
+    """
     sums = [source.rows.new_zeros(size, dtype=source.dtype) for size in source.shape]
-    for chunk in _positive_chunks(source):
+    diagonal = source.rows.new_empty(source.shape[0] if hands_out_diagonal(source, negative) else 0, dtype=source.dtype)
+    for chunk in _chunks(source, negative):
+        if diagonal.numel() and isinstance(chunk, _Masked):
+            chunk.positives.read_diagonal(chunk.tile, diagonal)
         for side, _ in SIDES:
             if asked[side]:
-                chunk.add_to(sums[side], evaluate(term, chunk.scores, chunk.take(params[side], side))[0], side)
-    return tuple(s if a else s.new_empty(0) for s, a in zip(sums, asked, strict=True))
+                given = chunk.take(params[side], side)
+                alone = _VALUES.get(term)
+                values = alone(chunk.scores, *given) if alone else evaluate(term, chunk.scores, given)[0]
+                chunk.add_to(sums[side], values, side)
+    return *(s if a else s.new_empty(0) for s, a in zip(sums, asked, strict=True)), diagonal
 
 
-def positives_backward(
-    source: Source, term: str, params: tuple[list[Tensor], list[Tensor]], grads: Pair, needs: tuple[bool, bool]
+def term_sums_backward(
+    source: Source,
+    term: str,
+    params: tuple[list[Tensor], list[Tensor]],
+    grads: Pair,
+    diagonal_grad: Tensor | None,
+    negative: bool,
+    needs: tuple[bool, bool],
+    needs_params: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
-    """Gradients of the source and of the parameters from those of the sums."""
-    gradient = (PairGradient if Positives.of(source).listable else Gradient)(source, needs)
+    """Gradients of the source and, if they are needed, of the parameters from those of the sums."""
+    listed = not negative and Positives.of(source).listable
+    gradient = (PairGradient if listed else Gradient)(source, needs)
     given = tuple([torch.zeros_like(p) for p in side] for side in params)
-    for chunk in _positive_chunks(source):
-        total = torch.zeros_like(chunk.scores)
+    for chunk in _chunks(source, negative):
+        total = None
         for side, _ in SIDES:
             g = grads[side]
             if g is None:
                 continue
-            g = chunk.take([g], side)[0]
-            _, by_score, *by_params = evaluate(term, chunk.scores, chunk.take(params[side], side))
-            total.add_(by_score * g)
-            for into, d in zip(given[side], by_params, strict=True):
-                chunk.add_to(into, d * g, side)
-        chunk.back(gradient, total)
+            g, *taken = chunk.take([g, *params[side]], side)
+            alone = None if needs_params else _SLOPES.get(term)
+            if alone is not None:
+                part = alone(chunk.scores, *taken).mul_(g)
+            else:
+                _, by_score, *by_params = evaluate(term, chunk.scores, taken)
+                part = by_score * g
+                for into, d in zip(given[side], by_params, strict=True):
+                    if needs_params:
+                        chunk.add_to(into, d * g, side)
+            total = part if total is None else total.add_(part)
+        total = torch.zeros_like(chunk.scores) if total is None else total
+        chunk.back(gradient, total, diagonal_grad)
     return (*gradient.finish(), given[0], given[1])
 
 
@@ -336,40 +384,48 @@ class _Listed:
         else:
             sums.index_add_(0, index, values)
 
-    def back(self, gradient: PairGradient | Gradient, grad: Tensor) -> None:
+    def back(self, gradient: PairGradient | Gradient, grad: Tensor, diagonal_grad: Tensor | None) -> None:
         assert isinstance(gradient, PairGradient)
         gradient.add(self.i, self.j, self.scores, grad)
 
 
 class _Masked:
-    """Positive pairs as a mask over one tile: shapes depend on nothing but the tile, so no device waits."""
+    """A tile but for its negatives, or but for its positives: shapes depend on nothing else, so no device waits."""
 
-    def __init__(self, tile: Tile, mask: Tensor):
-        self.tile, self.mask = tile, mask
+    def __init__(self, tile: Tile, positives: Positives, negative: bool):
+        self.tile, self.positives, self.negative = tile, positives, negative
         self.scores = tile.scores
+
+    def only(self, values: Tensor) -> Tensor:
+        """Zeros in place of the others."""
+        if not self.negative:
+            return values.masked_fill(~self.positives.mask(self.tile), 0)
+        return self.positives.fill_(values.clone() if values is self.scores else values, self.tile, 0.0)
 
     def take(self, vectors: list[Tensor], side: int) -> list[Tensor]:
         return [self.tile.spread(v, SIDES[side][1]).expand(self.scores.shape) for v in vectors]
 
     def add_to(self, sums: Tensor, values: Tensor, side: int) -> None:
-        values = values.masked_fill(~self.mask, 0)
+        values = self.only(values)
         dim = SIDES[side][1]
         self.tile.part(sums, dim).add_(values.sum() if sums.numel() == 1 else values.sum(dim))
 
-    def back(self, gradient: PairGradient | Gradient, grad: Tensor) -> None:
+    def back(self, gradient: PairGradient | Gradient, grad: Tensor, diagonal_grad: Tensor | None) -> None:
         assert isinstance(gradient, Gradient)
-        gradient.of(self.tile).copy_(grad.masked_fill(~self.mask, 0))
+        out = gradient.of(self.tile).copy_(self.only(grad))
+        if diagonal_grad is not None:
+            self.positives.fill_(out, self.tile, diagonal_grad)
         gradient.add(self.tile)
 
 
-def _positive_chunks(source: Source):
+def _chunks(source: Source, negative: bool):
     pairs = Positives.of(source)
-    if pairs.listable:
+    if pairs.listable and not negative:
         for i, j in pairs.chunks():
             yield _Listed(source, i, j, pairs.diagonal and i.numel() == pairs.n)
     else:
         for tile in tiles(source, scratch=1):
-            yield _Masked(tile, pairs.mask(tile))
+            yield _Masked(tile, pairs, negative)
 
 
 # ------------------------------------------------------------------------------------------ margin violations

@@ -1,7 +1,7 @@
 """Losses as modules: they hold hyper-parameters and call :mod:`itrloss.functional`."""
 
 from .base import MemoryLoss, PairLoss
-from .contrastive import InfoNCELoss, TripletLoss
+from .contrastive import InfoNCELoss, SigmoidLoss, TripletLoss
 from .diversity import DiversityContrastiveLoss, MemoryDiversityContrastiveLoss
 from .hubness import HubnessAwareLoss, UnifiedTrainingObjective
 
@@ -12,6 +12,7 @@ __all__ = [
     "MemoryDiversityContrastiveLoss",
     "MemoryLoss",
     "PairLoss",
+    "SigmoidLoss",
     "TripletLoss",
     "UnifiedTrainingObjective",
 ]

@@ -1,4 +1,4 @@
-"""The field's standard losses: triplet and InfoNCE."""
+"""The field's standard losses: triplet, InfoNCE and SigLIP."""
 
 from __future__ import annotations
 
@@ -98,3 +98,44 @@ class InfoNCELoss(PairLoss):
         with torch.no_grad():
             temperature = float(self.temperature)
         return f"temperature={temperature:.4g}, learnable={learnable}, reduction={self.reduction!r}"
+
+
+class SigmoidLoss(PairLoss):
+    r"""Sigmoid loss, SigLIP (Zhai et al., ICCV 2023): every pair is a classification of its own.
+
+    .. math:: \frac12 \Bigl(\frac1N + \frac1M\Bigr) \sum_{i,j} \log\bigl(1 + e^{-z_{ij} (a S_{ij} + b)}\bigr)
+
+    with ``z = 1`` for a positive pair and -1 for a negative one. On one-to-one batches it is SigLIP's: the sum over all
+    pairs, divided by the number of images. No pair is left out: an image without a text of its own has negatives, too.
+
+    Args:
+        scale: a, above 0.
+        bias: b. The start at -10 makes up for the negatives' number.
+        learnable: make them parameters, a held as ``log(a)`` (``log_scale``); they belong in the optimizer then.
+        reduction, engine, check_finite: see :class:`PairLoss`; with ``"none"`` one half of a pair's value is its
+            image's and the other its text's.
+    """
+
+    def __init__(self, scale: float = 10.0, bias: float = -10.0, learnable: bool = True, **common: Any):
+        super().__init__(**common)
+        check_number("scale", scale, positive=True)
+        check_number("bias", bias)
+        self.log_scale = nn.Parameter(torch.tensor(math.log(scale))) if learnable else None
+        self.bias = nn.Parameter(torch.tensor(float(bias))) if learnable else float(bias)
+        self._scale = scale
+
+    @property
+    def scale(self) -> float | Tensor:
+        """a: a number, or a 0-dim tensor that follows ``log_scale``."""
+        return self._scale if self.log_scale is None else self.log_scale.exp()
+
+    def compute(self, sim: Similarity) -> Tensor | tuple[Tensor, Tensor]:
+        """See :func:`itrloss.functional.sigmoid_loss`."""
+        return functional.sigmoid_loss(sim, self.scale, self.bias, self.reduction)
+
+    def extra_repr(self) -> str:
+        """What ``repr`` shows."""
+        learnable = self.log_scale is not None
+        with torch.no_grad():
+            scale, bias = float(self.scale), float(self.bias)
+        return f"scale={scale:.4g}, bias={bias:.4g}, learnable={learnable}, reduction={self.reduction!r}"
