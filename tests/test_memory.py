@@ -484,3 +484,33 @@ def test_a_kept_matrix_in_pieces_gives_the_same(monkeypatch):
         monkeypatch.setitem(tiles.TILE, "cpu", tile)
         for name, value in zip(LOSSES, wanted, strict=True):
             torch.testing.assert_close(make(name)(*inputs, *keys, memory, *ids), value)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_are_copied_stored_and_moved(name):
+    inputs, keys, memory, ids = case("ids")
+    loss = make(name)
+    wanted = loss(*inputs, *keys, memory, *ids)
+    restored = make(name)
+    restored.load_state_dict(loss.state_dict())
+    for other in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss)), restored, loss.to(torch.float64)):
+        assert torch.equal(other(*inputs, *keys, memory, *ids), wanted) and repr(other) == repr(loss)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_autocast_does_not_touch_the_scores(name):
+    inputs, keys, memory, ids = case("ids", torch.float32)
+    wanted = make(name)(*inputs, *keys, memory, *ids)
+    gradient = torch.autograd.grad(wanted, inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        value = make(name)(*inputs, *keys, memory, *ids)
+    assert torch.equal(value, wanted)
+    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(value, inputs), gradient, strict=True))
+
+
+def test_the_memory_moves_with_its_module():
+    module = nn.ModuleDict({"memory": filled(4, torch.float32)}).to(torch.bfloat16)
+    memory = module["memory"]
+    assert memory.images.dtype == torch.bfloat16 and memory.ids.dtype == torch.int64 and len(memory) == 4
+    memory.enqueue(torch.ones(2, D), torch.ones(2, D))
+    assert len(memory) == 6

@@ -4,6 +4,8 @@ from . import functional, metrics, rerank
 from .engines.pairs import pair_term
 from .losses import (
     DiversityContrastiveLoss,
+    DynamicGate,
+    DynamicOrthogonalLoss,
     HubnessAwareLoss,
     InfoNCELoss,
     MemoryDiversityContrastiveLoss,
@@ -21,6 +23,8 @@ __version__ = "0.1.0"
 __all__ = [
     "CoupledMemory",
     "DiversityContrastiveLoss",
+    "DynamicGate",
+    "DynamicOrthogonalLoss",
     "HubnessAwareLoss",
     "InfoNCELoss",
     "MemoryDiversityContrastiveLoss",

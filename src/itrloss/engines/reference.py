@@ -20,14 +20,16 @@ def scores(rows: Tensor, cols: Tensor, normalize_rows: bool, normalize_cols: boo
     """(N, M) inner products, of unit vectors if they are normalised; a zero vector scores 0."""
     rows, cols = rows.to(compute_dtype(rows)), cols.to(compute_dtype(cols))
     with torch.autocast(rows.device.type, enabled=False):
-        return (_unit(rows) if normalize_rows else rows) @ (_unit(cols) if normalize_cols else cols).T
+        return (unit(rows) if normalize_rows else rows) @ (unit(cols) if normalize_cols else cols).T
 
 
-def _unit(x: Tensor) -> Tensor:
-    norm = lengths(x.detach())[:, None]
+def unit(x: Tensor) -> Tensor:
+    """Vectors along the last dimension at unit length, in the compute dtype; a zero vector stays zero."""
+    x = x.to(compute_dtype(x))
+    norm = lengths(x.detach().flatten(0, -2)).view(*x.shape[:-1], 1)
     zero = norm <= EPS
     x = (x / norm.masked_fill(zero, 1)).masked_fill(zero, 0)  # brings the squares into range
-    return x / torch.linalg.vector_norm(x.masked_fill(zero, 1), dim=1, keepdim=True)
+    return x / torch.linalg.vector_norm(x.masked_fill(zero, 1), dim=-1, keepdim=True)
 
 
 def logsumexp(scores: Tensor, positive: Tensor, scale: Tensor, masked: bool) -> Tensor:

@@ -1,0 +1,129 @@
+"""DVSE's losses on sets of sub-embeddings."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .. import functional
+from .._arguments import check_number
+
+
+class DynamicOrthogonalLoss(nn.Module):
+    r"""Dynamic orthogonal constraint (Wei et al., DVSE 2023, Eq. 4): an image's sub-embeddings should differ.
+
+    .. math:: \Bigl[ \frac1{K (K - 1)} \sum_{i \ne j} |m_i m_j \langle u_i, u_j \rangle| - \beta \Bigr]_+
+
+    for the normalised residuals u of an image's K heads and a gate m that says which of them take part, see
+    :class:`DynamicGate`. It is 0 for orthogonal heads, and never larger than with all heads on.
+
+    Args:
+        slack: β, a correlation that is let pass.
+        pair_reduction: ``"mean"`` over ordered pairs of heads; ``"sum"`` as printed, which grows with K (K - 1); or
+            ``"frobenius"``, the root of the sum of squares, divided by K². Warning: that is at most 0.152 for K = 6, so
+            with the default slack there is no loss at all.
+        reduction: over the images: ``"mean"``, ``"sum"``, or ``"none"`` for (N,).
+    """
+
+    def __init__(
+        self,
+        slack: float = 0.4,
+        pair_reduction: functional.PairReduction = "mean",
+        *,
+        reduction: functional.Reduction = "mean",
+    ):
+        super().__init__()
+        check_number("slack", slack)
+        if pair_reduction not in ("mean", "sum", "frobenius"):
+            raise ValueError(f"pair_reduction: expected 'mean', 'sum' or 'frobenius', got {pair_reduction!r}")
+        if reduction not in ("mean", "sum", "none"):
+            raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
+        self.slack = slack
+        self.pair_reduction: functional.PairReduction = pair_reduction
+        self.reduction: functional.Reduction = reduction
+
+    def forward(self, residuals: Tensor, gate: Tensor | None = None) -> Tensor:
+        """See :func:`itrloss.functional.dynamic_orthogonal_loss`."""
+        return functional.dynamic_orthogonal_loss(residuals, gate, self.slack, self.pair_reduction, self.reduction)
+
+    def extra_repr(self) -> str:
+        """What ``repr`` shows."""
+        return f"slack={self.slack}, pair_reduction={self.pair_reduction!r}, reduction={self.reduction!r}"
+
+
+class DynamicGate(nn.Module):
+    r"""Which heads of an image's sub-embeddings take part in the orthogonal constraint (DVSE Eq. 3).
+
+    .. math:: m = \operatorname{round}(\sigma(\operatorname{pool}(W z) - c))
+
+    for the features z of an image's regions, with a frozen random W and mean pooling. The features of all images have
+    much in common, so that W alone would leave some heads on, or off, for every image. Hence the centre c: the running
+    mean of what is pooled over the training batches, by which each head is on for about one half of the images.
+
+    Args:
+        dim: of the region features.
+        heads: K.
+        momentum: weight of a batch in the running figures.
+
+    Attributes:
+        weight: (heads, dim) W; no parameter, but part of the state.
+        centre: (heads,) c.
+        on_rate: (heads,) running share of the images for which a head is on. One that stays at 0 or 1 is stuck.
+    """
+
+    weight: Tensor
+    centre: Tensor
+    on_rate: Tensor
+    batches: Tensor
+
+    def __init__(self, dim: int, heads: int, *, momentum: float = 0.1):
+        super().__init__()
+        for name, value in (("dim", dim), ("heads", heads)):
+            check_number(name, value, positive=True)
+        check_number("momentum", momentum, positive=True)
+        self.momentum = momentum
+        self.register_buffer("weight", torch.randn(heads, dim) / dim**0.5)
+        self.register_buffer("centre", torch.zeros(heads))
+        self.register_buffer("on_rate", torch.zeros(heads))
+        self.register_buffer("batches", torch.tensor(0))
+
+    @torch.no_grad()
+    def forward(self, regions: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The gate of each image; in training mode the running figures are updated first.
+
+        Args:
+            regions: (N, R, dim) floating point.
+            mask: (N, R), True or 1 for regions that exist.
+
+        Returns:
+            (N, heads) float32 of zeros and ones, without a gradient.
+        """
+        dim = self.weight.shape[1]
+        if regions.dim() != 3 or regions.shape[2] != dim:
+            raise ValueError(f"regions: expected shape (N, R, {dim}), got {tuple(regions.shape)}")
+        if mask is None:
+            pooled = regions.float().mean(1)
+        else:
+            if mask.shape != regions.shape[:2]:
+                raise ValueError(f"mask: expected shape {tuple(regions.shape[:2])}, got {tuple(mask.shape)}")
+            weight = mask.float()
+            pooled = torch.einsum("nr,nrd->nd", weight, regions.float()) / weight.sum(1, keepdim=True).clamp_min(1)
+        with torch.autocast(regions.device.type, enabled=False):
+            found = pooled @ self.weight.float().T  # pooling and projection commute
+        if self.training:
+            self._follow(self.centre, found.mean(0))
+        gate = (found > self.centre).float()  # round(sigmoid(x)) is 1 for x > 0
+        if self.training:
+            self._follow(self.on_rate, gate.mean(0))
+            self.batches.add_(1)
+        return gate
+
+    def _follow(self, running: Tensor, now: Tensor) -> None:
+        """Running mean, which begins with the first batch."""
+        share = torch.where(self.batches == 0, 1.0, self.momentum).to(running.dtype)
+        running.lerp_(now.to(running.dtype), share)
+
+    def extra_repr(self) -> str:
+        """What ``repr`` shows."""
+        heads, dim = self.weight.shape
+        return f"dim={dim}, heads={heads}, momentum={self.momentum}"

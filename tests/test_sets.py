@@ -1,0 +1,218 @@
+"""Sets of sub-embeddings: the orthogonal constraint, its gate, and similarities of sets."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import numpy as np
+import oracle_more
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.autograd import gradcheck
+
+import itrloss
+from itrloss import DynamicGate, DynamicOrthogonalLoss, functional
+
+PAIRS = ("mean", "sum", "frobenius")
+
+
+def sets(n, k, d, seed=0, dtype=torch.float64):
+    """Elements of different lengths that are not orthogonal."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, k, d, generator=generator, dtype=torch.float64) + 0.7
+    return (x * torch.rand(n, k, 1, generator=generator, dtype=torch.float64).add(0.1)).to(dtype)
+
+
+def gates(n, size, seed=0):
+    return torch.randint(0, 2, (n, size), generator=torch.Generator().manual_seed(seed)).double()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("pairs", PAIRS)
+@pytest.mark.parametrize("gate", ["off", "heads", "dimensions"])
+@pytest.mark.parametrize("shape", [(5, 4, 7), (1, 2, 3), (3, 1, 4), (2, 6, 2)])
+def test_orthogonal_loss_equals_the_loop_oracle(shape, gate, pairs, reduction):
+    x = sets(*shape)
+    m = {"off": None, "heads": gates(shape[0], shape[1]), "dimensions": gates(shape[0], shape[2])}[gate]
+    for slack in (0.0, 0.1, 0.4):
+        found = DynamicOrthogonalLoss(slack, pairs, reduction=reduction)(x, m)
+        wanted = oracle_more.dynamic_orthogonal(
+            x.numpy(), None if m is None else m.numpy(), slack, pair_reduction=pairs, reduction=reduction
+        )
+        np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("pairs", PAIRS)
+def test_orthogonal_loss_gradient(pairs):
+    x, m = sets(3, 4, 5).requires_grad_(), gates(3, 4, seed=2)
+    module = DynamicOrthogonalLoss(0.01, pairs, reduction="none")
+    assert gradcheck(lambda r: module(r, m), x)
+    m = m.requires_grad_()
+    module(x, m).sum().backward()
+    assert m.grad is None  # the gate is frozen
+
+
+@given(st.integers(0, 10**6), st.integers(1, 6), st.sampled_from(PAIRS), st.floats(0, 1))
+@settings(deadline=None)
+def test_what_holds_of_the_orthogonal_loss(seed, k, pairs, slack):
+    x, m = sets(4, k, 8, seed), gates(4, k, seed)
+    generator = torch.Generator().manual_seed(seed)
+    loss = DynamicOrthogonalLoss(slack, pairs, reduction="none")
+    value, order = loss(x, m), torch.randperm(k, generator=generator)
+    assert (value >= 0).all() and (value <= loss(x) + 1e-12).all()  # heads that are off only lower it
+    torch.testing.assert_close(loss(x[:, order], m[:, order]), value)
+    lengths = torch.rand(4, k, 1, generator=generator, dtype=torch.float64) + 0.1
+    torch.testing.assert_close(loss(-x * lengths, m), value)
+    orthogonal = torch.linalg.qr(torch.randn(4, 8, 8, generator=generator, dtype=torch.float64))[0][:, :k]
+    assert (DynamicOrthogonalLoss(1e-9, pairs, reduction="none")(orthogonal) == 0).all()
+    same = x[:, :1].expand(4, k, 8)
+    highest = {"mean": float(k > 1), "sum": k * (k - 1), "frobenius": (k * (k - 1)) ** 0.5 / k**2}[pairs]
+    torch.testing.assert_close(
+        DynamicOrthogonalLoss(0.0, pairs, reduction="none")(same), torch.full((4,), highest, dtype=torch.float64)
+    )
+
+
+def test_frobenius_with_six_heads_never_reaches_the_default_slack():
+    same = torch.ones(1, 6, 3)
+    assert functional.dynamic_orthogonal_loss(same, slack=0.0, pair_reduction="frobenius").item() < 0.153
+    assert DynamicOrthogonalLoss(pair_reduction="frobenius")(same) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_zero_vectors_and_copies_stay_finite(dtype):
+    x = torch.zeros(3, 4, 5, dtype=dtype)
+    x[1:] = 2
+    x = x.requires_grad_()
+    for pairs in PAIRS:
+        loss = DynamicOrthogonalLoss(0.0, pairs)(x)
+        assert loss.dtype == torch.float32
+        assert torch.autograd.grad(loss, x)[0].isfinite().all()
+
+
+# ----------------------------------------------------------------------------------------------------- the gate
+
+
+def test_gate_rounds_the_sigmoid_of_centred_projections():
+    torch.manual_seed(0)
+    gate = DynamicGate(5, 3)
+    regions = torch.randn(16, 7, 5) + 3  # what all have in common would hold heads on, or off
+    found = gate(regions)
+    projected = (regions @ gate.weight.T).mean(1)
+    torch.testing.assert_close(gate.centre, projected.mean(0))
+    assert torch.equal(found, torch.round(torch.sigmoid(projected - gate.centre)))
+    assert found.shape == (16, 3) and not found.requires_grad
+    torch.testing.assert_close(gate.on_rate, found.mean(0))
+    assert ((gate.on_rate > 0.2) & (gate.on_rate < 0.8)).all()
+
+
+def test_gate_follows_training_and_stands_still_in_evaluation():
+    torch.manual_seed(0)
+    gate = DynamicGate(4, 6, momentum=0.25)
+    first, second = torch.randn(8, 3, 4), torch.randn(8, 3, 4) + 1
+    gate(first)
+    centre, rate = gate.centre.clone(), gate.on_rate.clone()
+    found = gate(second)
+    torch.testing.assert_close(gate.centre, 0.75 * centre + 0.25 * (second @ gate.weight.T).mean((0, 1)))
+    torch.testing.assert_close(gate.on_rate, 0.75 * rate + 0.25 * found.mean(0))
+    state = copy.deepcopy(gate.state_dict())
+    gate.eval()
+    assert torch.equal(gate(second), gate(second))
+    assert all(torch.equal(value, gate.state_dict()[name]) for name, value in state.items())
+    assert not list(gate.parameters())
+
+
+def test_gate_looks_at_the_regions_that_exist():
+    gate = DynamicGate(4, 6).eval()
+    regions, mask = torch.randn(5, 7, 4), torch.ones(5, 7, dtype=torch.bool)
+    mask[:, 4:] = False
+    wanted = gate(regions[:, :4])
+    regions[:, 4:] = 1e4
+    assert torch.equal(gate(regions, mask), wanted)
+    assert gate(regions, torch.zeros(5, 7)).isfinite().all()
+
+
+def test_no_head_is_stuck_on_features_with_much_in_common():
+    torch.manual_seed(0)
+    gate, common = DynamicGate(32, 8), 20 * torch.randn(32)
+    for _ in range(20):
+        gate(torch.randn(64, 9, 32) + common)
+    assert ((gate.on_rate > 0.3) & (gate.on_rate < 0.7)).all()
+
+
+# ------------------------------------------------------------------------------------------ similarities of sets
+
+
+@pytest.mark.parametrize("shape", [(5, 3, 7, 1), (4, 2, 6, 4), (1, 1, 1, 1)])
+def test_set_similarity_equals_the_loop_oracle(shape):
+    n, k, m, size = shape
+    v, w = sets(n, k, 5), sets(m, size, 5, seed=1)
+    if size == 1:
+        cosines = oracle_more.set_cosine(v.numpy(), w[:, 0].numpy())
+        for name, wanted in (("max", oracle_more.set_max(cosines)), ("mean", oracle_more.set_mean(cosines))):
+            np.testing.assert_allclose(functional.set_similarity(v, w[:, 0], name), wanted, rtol=1e-10)
+    else:
+        cosines = torch.einsum("nkd,mld->nkml", *(torch.nn.functional.normalize(x, dim=2) for x in (v, w)))
+        torch.testing.assert_close(functional.set_similarity(v, w, "max"), cosines.amax((1, 3)))
+        torch.testing.assert_close(functional.set_similarity(v, w, "mean"), cosines.mean((1, 3)))
+    for alpha in (1.0, 16.0):
+        found = functional.set_similarity(v, w, "smooth_chamfer", alpha)
+        np.testing.assert_allclose(found, oracle_more.smooth_chamfer(v.numpy(), w.numpy(), alpha), rtol=1e-10)
+
+
+@pytest.mark.parametrize("aggregation", ["max", "mean", "smooth_chamfer"])
+def test_set_similarity_is_differentiable_symmetric_and_worked_out_in_pieces(aggregation, monkeypatch):
+    v, w = sets(3, 2, 4).requires_grad_(), sets(5, 3, 4, seed=1).requires_grad_()
+    assert gradcheck(lambda a, b: functional.set_similarity(a, b, aggregation), (v, w))
+    whole = functional.set_similarity(v, w, aggregation)
+    torch.testing.assert_close(functional.set_similarity(w, v, aggregation).T, whole)
+    many = sets(300, 8, 4).float()
+    texts = sets(3000, 1, 4, seed=2).float()[:, 0]
+    found = functional.set_similarity(many, texts, aggregation)
+    torch.testing.assert_close(found[170:180], functional.set_similarity(many[170:180], texts, aggregation))
+
+
+# ----------------------------------------------------------------------------------------------------- both
+
+
+@pytest.mark.parametrize(
+    "module", [DynamicOrthogonalLoss(0.1, "sum"), DynamicGate(5, 4)], ids=lambda m: type(m).__name__
+)
+def test_modules_are_copied_stored_compiled_and_printed(module):
+    x = sets(3, 4, 5, dtype=torch.float32)
+    module = module.eval()
+    wanted = module(x)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), module.to(torch.float32)):
+        assert torch.equal(other(x), wanted) and repr(other) == repr(module)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(module, fullgraph=True, backend="eager")(x), wanted)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(module(x), wanted)
+
+
+X = torch.ones(2, 3, 4)
+WRONG = {
+    "residuals": (lambda: DynamicOrthogonalLoss()(X[0]), TypeError, "residuals"),
+    "gate": (lambda: DynamicOrthogonalLoss()(X, torch.ones(2, 5)), ValueError, r"gate: expected shape \(2, 3\) or"),
+    "pairs": (lambda: DynamicOrthogonalLoss(pair_reduction="max"), ValueError, "pair_reduction"),  # type: ignore[arg-type]
+    "slack": (lambda: DynamicOrthogonalLoss("0.4"), TypeError, "slack"),  # type: ignore[arg-type]
+    "reduction": (lambda: DynamicOrthogonalLoss(reduction="all"), ValueError, "reduction"),  # type: ignore[arg-type]
+    "heads": (lambda: DynamicGate(3, 0), ValueError, "heads"),
+    "regions": (lambda: DynamicGate(3, 2)(X), ValueError, r"regions: expected shape \(N, R, 3\)"),
+    "mask": (lambda: DynamicGate(4, 2)(X, torch.ones(2, 4)), ValueError, r"mask: expected shape \(2, 3\)"),
+    "aggregation": (lambda: functional.set_similarity(X, X, "min"), ValueError, "aggregation"),  # type: ignore[arg-type]
+    "texts": (lambda: functional.set_similarity(X, X[:, :, :3]), ValueError, "texts"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_input_is_named(name):
+    call, kind, message = WRONG[name]
+    with pytest.raises(kind, match=message):
+        call()
+
+
+def test_they_are_public():
+    assert {"DynamicGate", "DynamicOrthogonalLoss"} <= set(itrloss.__all__)
