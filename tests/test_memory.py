@@ -11,7 +11,7 @@ import oracle_more
 import pytest
 import torch
 import torch._dynamo.testing
-from cases import embeddings, make_ids, reference_first
+from cases import embeddings, finite, make_ids, reference_first
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -514,3 +514,136 @@ def test_the_memory_moves_with_its_module():
     assert memory.images.dtype == torch.bfloat16 and memory.ids.dtype == torch.int64 and len(memory) == 4
     memory.enqueue(torch.ones(2, D), torch.ones(2, D))
     assert len(memory) == 6
+
+
+QUESTIONS = {
+    "hardest": lambda s: s.hardest().values,
+    "positives": lambda s: s.positives("log1p_clamp"),
+    "sparse positives": lambda s: s.positives("identity", sparse=True),
+    "negatives": lambda s: s.negatives("log1p_relu"),
+    "violations": lambda s: s.violations(0.3),
+    "moments": lambda s: s.moments().std,
+    "entropy": lambda s: s.entropy(0.3),
+    "logsumexp": lambda s: s.logsumexp(4.0),
+    "no scale": lambda s: s.logsumexp(0.0),
+    "negative scale": lambda s: s.logsumexp(-3.0),
+    "twice": lambda s: s.logsumexp(3.0) + s.logsumexp(5.0) + s.moments().mean,
+}
+
+
+def asked(engine, shape="wide"):
+    inputs, keys, memory, ids = case(shape)
+    sims = MemorySimilarity.of(*inputs, *keys, memory, *ids, engine=engine)
+    return inputs, sims.memory
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_every_question_to_a_memory_has_the_reference_answer_and_gradient(name, small_tiles, poisoned):
+    found = []
+    for engine in ENGINES:
+        inputs, memories = asked(engine)
+        values = [QUESTIONS[name](s) for s in memories]
+        total = sum((finite(x) * torch.linspace(1, 2, len(x))).sum() for x in values)
+        found.append([*(x.detach() for x in values), *torch.autograd.grad(total, inputs)])
+    for other in found[1:]:
+        for a, b in zip(other, found[0], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_kept_scores_serve_parameters_that_learn_and_frozen_anchors(engine):
+    _, (s, _) = asked(engine)
+    s = s.detach()
+    a = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    first = s.logsumexp(a) + s.negatives("softplus", a.reshape(1), -a.reshape(1))
+    (gradient,) = torch.autograd.grad((finite(first) + finite(s.logsumexp(5.0))).sum(), a)
+    _, (other, _) = asked("reference")
+    other = other.detach()
+    (wanted,) = torch.autograd.grad(
+        finite(other.logsumexp(a) + other.negatives("softplus", a.reshape(1), -a.reshape(1))).sum(), a
+    )
+    torch.testing.assert_close(gradient, wanted)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_inference_mode_leaves_the_gradient_to_later_answers(engine):
+    inputs, (s, _) = asked(engine)
+    with torch.inference_mode():
+        s.moments()
+    for answer in (s.logsumexp(5.0), s.moments().std):
+        assert torch.autograd.grad(finite(answer).sum(), inputs[0], retain_graph=True)[0].abs().sum() > 0
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_empty_memory_answers(engine):
+    _, (s, _) = asked(engine, "empty")
+    assert s.hardest().values.tolist() == [-torch.inf] * 6 and s.hardest().indices.tolist() == [-1] * 6
+    assert s.logsumexp(3.0).tolist() == [-torch.inf] * 6 and s.negative_counts.tolist() == [0] * 6
+    for question in (lambda: s.T, lambda: s.both):
+        with pytest.raises(ValueError, match="rows"):
+            question()
+
+
+def test_ids_changed_behind_the_back_of_the_version_counter_are_seen():
+    v, w = embeddings(6, 6)
+    first, second = np.array([0, 0, 1, 1, 2, 3]), np.array([0, 1, 1, 2, 2, 3])
+    ids = torch.from_numpy(first), torch.from_numpy(second)
+    loss = itrloss.InfoNCELoss()
+    loss(v, w, *ids)
+    first[:], second[:] = [5, 4, 3, 2, 1, 0], [5, 5, 5, 2, 2, 0]
+    assert torch.equal(loss(v, w, *ids), loss(v, w, *(x.clone() for x in ids)))
+
+
+def test_few_labels_in_a_large_memory_are_listed_piece_by_piece(monkeypatch):
+    monkeypatch.setitem(tiles.PANEL, "cpu", 40)
+    v, w = embeddings(30, 30)
+    memory = CoupledMemory(20, D, dtype=torch.float64)
+    memory.enqueue(v[:20], w[:20], torch.arange(20) % 2)
+    ids = torch.arange(30) % 3
+    values = [make("mdcl", engine=engine)(v, w, v, w, memory, ids, ids) for engine in ENGINES]
+    torch.testing.assert_close(values[1], values[0])
+    torch.testing.assert_close(values[2], values[0])
+
+
+def test_positives_close_to_one_cost_the_memorys_moments_no_digits():
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.nn.functional.normalize(torch.randn(1, 64, generator=generator, dtype=torch.float64))
+    apart = torch.randn(40, 64, generator=generator, dtype=torch.float64)
+    apart = torch.nn.functional.normalize(apart - (apart @ rows.T) * rows * 0.99)
+    memory = CoupledMemory(60, 64)
+    memory.enqueue(torch.cat([rows.expand(20, 64), apart]).float(), rows.expand(60, 64).float(), torch.arange(60) // 20)
+    found = []
+    for engine in ENGINES:
+        texts = rows.float()
+        ids = torch.tensor([0])
+        sims = MemorySimilarity.of(texts, texts, texts, texts, memory, ids, ids, engine=engine)
+        found.append(sims.memory[1].moments().std)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=0)
+
+
+def test_a_state_that_does_not_fit_changes_nothing():
+    memory, other = filled(4, torch.float32, size=5), CoupledMemory(10, D)
+    with pytest.raises(RuntimeError, match=r"images: expected shape \(10, 6\), got \(5, 6\)"):
+        other.load_state_dict(memory.state_dict())
+    assert len(other) == 0 and other.enqueued == 0
+    other.enqueue(torch.ones(1, D), torch.ones(1, D), torch.tensor([1]))
+    state = {k: v for k, v in filled(4, torch.float32, size=10).state_dict().items() if torch.is_tensor(v)}
+    other.load_state_dict(state, strict=False)
+    assert len(other) == 4
+
+
+def test_the_number_of_entries_stays_on_the_cpu():
+    with torch.device("meta"):
+        memory = CoupledMemory(4, 3)
+    assert memory.images.is_meta and len(memory) == 0
+    memory = memory.to_empty(device="cpu")
+    source = CoupledMemory(4, 3)
+    source.enqueue(torch.ones(2, 3), torch.ones(2, 3))
+    memory.load_state_dict(source.state_dict())
+    assert len(memory) == 2
+
+
+def test_ids_of_one_side_alone_are_refused():
+    memory = filled(6, torch.float32, torch.arange(6))
+    with pytest.raises(ValueError, match="image_ids: expected ids for images and texts or for neither"):
+        make("uto")(*[KEYS] * 4, memory, None, torch.arange(3))

@@ -216,3 +216,16 @@ def test_wrong_input_is_named(name):
 
 def test_they_are_public():
     assert {"DynamicGate", "DynamicOrthogonalLoss"} <= set(itrloss.__all__)
+
+
+def test_gate_does_not_heed_autocast():
+    torch.manual_seed(0)
+    gate = DynamicGate(32, 6).eval()
+    regions = torch.randn(512, 9, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(gate(regions, torch.ones(512, 9)), gate(regions))
+
+
+def test_alpha_is_above_zero():
+    with pytest.raises(ValueError, match="alpha"):
+        functional.set_similarity(X, X, "smooth_chamfer", 0.0)

@@ -188,6 +188,7 @@ def memory_diversity_contrastive_loss(
     over the memory's entries q with another id than the anchor's, and the momentum keys k of its positives. See
     :class:`itrloss.MemoryDiversityContrastiveLoss` for the options.
     """
+    _checked_memory(sims)
     term = _positive_term(positive)
     if positive_from not in ("key", "batch"):
         raise ValueError(f"positive_from: expected 'key' or 'batch', got {positive_from!r}")
@@ -225,6 +226,7 @@ def unified_training_objective(
     with ``scale`` γ, ``margin`` ε and ``batch_weight`` λ, over the memory's entries q with another id than the
     anchor's, and the momentum keys k of its positives. See :class:`itrloss.UnifiedTrainingObjective`.
     """
+    _checked_memory(sims)
     values = []
     for keys, memory in zip(sims.keys, sims.memory, strict=True):
         repulsion = memory.logsumexp(scale)
@@ -273,6 +275,9 @@ def sigmoid_loss(
     _checked(sim)
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
+    for name, x in (("scale", scale), ("bias", bias)):
+        if isinstance(x, Tensor) and x.numel() != 1:
+            raise ValueError(f"{name}: expected a number or a tensor of one value, got shape {tuple(x.shape)}")
     a, b = (torch.as_tensor(x, dtype=sim.dtype, device=sim.device).reshape(1) for x in (scale, bias))
     if reduction == "none":
         pushed = sim.both.negatives("softplus", (a, b), (a, b))
@@ -338,6 +343,8 @@ def dynamic_orthogonal_loss(
     n, k, d = residuals.shape
     heads = unit_vectors(residuals)
     if gate is not None:
+        if not isinstance(gate, Tensor):
+            raise TypeError(f"gate: expected a tensor, got {type(gate).__name__}")
         if gate.shape not in ((n, k), (n, d)):
             raise ValueError(f"gate: expected shape ({n}, {k}) or ({n}, {d}), got {tuple(gate.shape)}")
         mask = gate.detach().to(heads.dtype)
@@ -388,6 +395,8 @@ def set_similarity(
     for name, x in (("images", images), ("texts", texts)):
         if x.dim() != 3 or x.shape[2] != images.shape[2] or 0 in x.shape:
             raise ValueError(f"{name}: expected sets of embeddings of one dimension, got shape {tuple(x.shape)}")
+    if not alpha > 0:
+        raise ValueError(f"alpha: expected a number above 0, got {alpha}")
     if aggregation not in ("max", "mean", "smooth_chamfer"):
         raise ValueError(f"aggregation: expected 'max', 'mean' or 'smooth_chamfer', got {aggregation!r}")
     (m, size, _), elements = texts.shape, unit_vectors(texts).flatten(0, 1)
@@ -414,6 +423,12 @@ def _checked(sim: Similarity) -> Similarity:
         wanted = "a Similarity; the classes in itrloss take embeddings and scores"
         raise TypeError(f"sim: expected {wanted}, got {type(sim).__name__}")
     return sim
+
+
+def _checked_memory(sims: MemorySimilarity) -> None:
+    if not isinstance(sims, MemorySimilarity):
+        wanted = "a MemorySimilarity; the classes in itrloss take embeddings, keys and a memory"
+        raise TypeError(f"sims: expected {wanted}, got {type(sims).__name__}")
 
 
 def _log1p_exp(z: Tensor) -> Tensor:

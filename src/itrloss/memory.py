@@ -27,7 +27,8 @@ class CoupledMemory(nn.Module):
     through entries that were overwritten meanwhile.
 
     In a ``torch.distributed`` job every process takes in the keys of all of them, so that contents are the same
-    everywhere; batches must be of one size then. Nothing here waits for an accelerator.
+    everywhere (but for a random start with another seed); batches must be of one size then. Nothing here waits for an
+    accelerator.
 
     Args:
         size: number of entries; need not be a multiple of the batch size.
@@ -68,7 +69,7 @@ class CoupledMemory(nn.Module):
         self.register_buffer("ids", torch.arange(size) + _FIRST)
         self.register_buffer("enqueued", torch.tensor(0 if start == "empty" else size))
         # On the CPU for good: the host may ask how many entries are valid without waiting for an accelerator.
-        self.count = torch.tensor(0 if start == "empty" else size)
+        self.count = torch.tensor(0 if start == "empty" else size, device="cpu")
         self._labelled: bool | None = None  # whether entries came with ids; None: nothing came yet
 
     @property
@@ -109,7 +110,7 @@ class CoupledMemory(nn.Module):
         if ids is None:
             ids = self.enqueued + torch.arange(_FIRST, _FIRST + batch, device=device)
         else:
-            ids = gather_rows(ids.to(device, torch.int64))
+            ids = gather_rows(ids.to(image_keys.device, torch.int64)).to(device)
         kept = min(batch, self.size)
         place = (self.enqueued + torch.arange(batch - kept, batch, device=device)) % self.size
         for buffer, keys in ((self.images, images), (self.texts, texts)):
@@ -136,12 +137,22 @@ class CoupledMemory(nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """What the buffers do not tell."""
-        return {"count": self.count.clone(), "labelled": self._labelled}
+        return {"labelled": self._labelled}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """See :meth:`get_extra_state`."""
-        self.count.copy_(state["count"])
         self._labelled = state["labelled"]
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """All of it or, where sizes differ, nothing."""
+        errors = args[-1]
+        for name, own in self._buffers.items():
+            given = state_dict.get(prefix + name)
+            if own is not None and given is not None and given.shape != own.shape:
+                errors.append(f"{prefix}{name}: expected shape {tuple(own.shape)}, got {tuple(given.shape)}")
+                return
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self.count.fill_(min(int(self.enqueued), self.size))
 
     def extra_repr(self) -> str:
         """What ``repr`` shows."""
@@ -172,6 +183,11 @@ class MemorySimilarity(NamedTuple):
         """See :class:`itrloss.MemoryLoss`, which passes its arguments on."""
         if not isinstance(memory, CoupledMemory):
             raise TypeError(f"memory: expected a CoupledMemory, got {type(memory).__name__}")
+        if (image_ids is None) != (text_ids is None):
+            missing = "image_ids" if image_ids is None else "text_ids"
+            raise ValueError(f"{missing}: expected ids for images and texts or for neither, got None")
+        if engine == "reference" and torch.compiler.is_compiling():
+            raise ValueError("engine: expected another than 'reference' for the compiler, with a memory")
         if memory._labelled is not None and memory._labelled != (image_ids is not None or text_ids is not None):
             wanted = "ids, as the memory's entries have them" if memory._labelled else "None, as the memory has no ids"
             raise ValueError(f"image_ids, text_ids: expected {wanted}")
@@ -185,6 +201,8 @@ class MemorySimilarity(NamedTuple):
         if images.shape[1] != memory.dim:
             raise ValueError(f"memory: expected keys of dimension {images.shape[1]} like images, got {memory.dim}")
         for name, other in (("image_keys", image_keys), ("text_keys", text_keys), ("memory", memory.images)):
+            if other.device != images.device:
+                raise ValueError(f"{name}: expected device {images.device} like images, got {other.device}")
             if (images.dtype == torch.float64) != (other.dtype == torch.float64):
                 got = f"{other.dtype} beside {images.dtype}"
                 raise TypeError(f"{name}: expected float64 for float64 embeddings and for no others, got {got}")

@@ -274,12 +274,18 @@ class Similarity:
     @property
     def T(self) -> Similarity:
         """The same similarities with the columns as anchors."""
+        self._refuse_memory()
         return self._view(self._matrix, not self._flipped)
 
     @property
     def both(self) -> Both:
         """The same questions, answered for rows and columns out of one pass."""
+        self._refuse_memory()
         return Both(self._matrix, self._flipped)
+
+    def _refuse_memory(self) -> None:
+        if self._matrix.memory:
+            raise ValueError("a Similarity with a memory answers for the batch only, which are the rows")
 
     def detach(self) -> Similarity:
         """The same similarities, cut off from the gradient."""
@@ -325,7 +331,8 @@ class Similarity:
     @property
     def negative_counts(self) -> Tensor:
         """(N,) int64: how many columns do not match each row."""
-        return self.shape[1] - self.positive_counts
+        valid = self._matrix.valid
+        return (self.shape[1] if valid is None else valid) - self.positive_counts
 
     def moments(self) -> Moments:
         """(N,) mean and population standard deviation (at least 1e-6) of each row's negatives."""

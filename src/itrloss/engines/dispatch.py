@@ -72,7 +72,7 @@ class Matrix:
         inv: Pair | None = None,
         valid: Tensor | None = None,
     ):
-        self._memory = valid is not None
+        self.memory = valid is not None
         if valid is not None and cols is not None and not torch.compiler.is_compiling():
             cols, ids, valid = cols[: int(valid)], (ids[0], _given(ids[1])[: int(valid)]), None
         if not torch.is_grad_enabled():  # what is made under no_grad has no gradient, whatever the engine and the time
@@ -81,7 +81,7 @@ class Matrix:
         self._versions = None if torch.compiler.is_compiling() else self._seen()
         self.shape = (rows.shape[0], rows.shape[1] if cols is None else cols.shape[0])
         self.bounded = normalize and cols is not None
-        self._valid = valid
+        self.valid = valid
         self._scores = rows if cols is None else None
         self._kept = _Kept(None)
         self._diagonal: Tensor | None = None
@@ -103,9 +103,9 @@ class Matrix:
         """The same scores without a gradient; a dense product is shared, not repeated."""
         cols = None if self.cols is None else self.cols.detach()
         twin = Matrix(self.rows.detach(), cols, self.ids, self.normalize, self.engine, self._inv)
-        twin._versions, twin._memory, twin._valid = self._versions, self._memory, self._valid
+        twin._versions, twin.memory, twin.valid = self._versions, self.memory, self.valid
         twin._diagonal = None if self._diagonal is None else self._diagonal.detach()
-        if self._memory and self.engine == "dense":
+        if self.memory and self.engine == "dense":
             self._keep()
             twin._kept = self._kept
         elif cols is not None and self.engine != "tiled":
@@ -122,7 +122,7 @@ class Matrix:
         inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
         with torch.set_grad_enabled(not inference):  # whoever asks first may do so under no_grad
             if self.engine == "reference":
-                scores = reference.scores(self.rows, self.cols, self.normalize, self.normalize and not self._memory)
+                scores = reference.scores(self.rows, self.cols, self.normalize, self.normalize and not self.memory)
             else:
                 scores = ops.Product.apply(self.rows, self.cols, *self._inv)
         if not (inference and self._has_gradient):  # such scores would lack it for good
@@ -137,18 +137,25 @@ class Matrix:
         """What the operators work on: the matrix if it may exist, else the embeddings."""
         if self.engine == "tiled":
             return self._given()
-        if self._memory:  # the gradient goes to the rows as it is found, and no matrix of it is needed
-            self._kept.lent |= self.rows.requires_grad
+        if self.memory:  # the gradient goes to the rows as it is found, and no matrix of it is needed
+            self._lend()
             return self._given()._replace(kept=self._keep())
         return Source(self.scores(), None, None, None, *self.ids)
 
     def _keep(self) -> Tensor:
         """(N, M) scores without a gradient; formed once."""
-        if self._kept.scores is None:
-            self._check_unchanged()
-            with torch.no_grad():
-                self._kept.scores = ops.Product.apply(self.rows.detach(), _given(self.cols), *self._inv)
-        return _given(self._kept.scores)
+        if self._kept.scores is not None:
+            return self._kept.scores
+        self._check_unchanged()
+        with torch.no_grad():
+            scores = ops.Product.apply(self.rows.detach(), _given(self.cols), *self._inv)
+        if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():  # no later answer could save such
+            self._kept.scores = scores
+        return scores
+
+    def _lend(self, *given: Tensor | None) -> None:
+        """Note that a backward pass will read the kept scores, if one is recorded for these."""
+        self._kept.lent |= needs_gradient(self.rows, *given)
 
     def _may_consume(self, scale: Tensor) -> bool:
         """Whether the kept scores may be overwritten: a later question forms them again."""
@@ -157,7 +164,7 @@ class Matrix:
 
     def _given(self) -> Source:
         self._check_unchanged()
-        return Source(self.rows, self.cols, *self._inv, *self.ids, None, self._valid)
+        return Source(self.rows, self.cols, *self._inv, *self.ids, None, self.valid)
 
     def _views(self, asked: Asked) -> list[tuple[Tensor, Tensor] | None]:
         """(scores, positive mask) as each asked side sees them, for the reference."""
@@ -182,10 +189,11 @@ class Matrix:
                 for v, a in zip(views, scales, strict=True)
             )
             return rows, cols
-        if self._memory and scales[0] is not None and self._may_consume(scales[0]):
+        if self.memory and scales[0] is not None and self._may_consume(scales[0]):
             kept, self._kept.scores = self._keep(), None
             source = (self.rows, _given(self.cols), self._inv[0], *self.ids)
             return ops.ConsumedLogSumExp.apply(*source, kept, scales[0], masked, self.bounded), None
+        self._lend(*scales)
         shared = scales[0] is scales[1]
         extra = MEAN if any(a is not None and a.requires_grad for a in scales) else 0
         scales = (scales[0], None if shared else scales[1])
@@ -215,6 +223,9 @@ class Matrix:
 
     def hardest(self, asked: Asked) -> Any:
         """Highest-scoring negative of each asked side, with its index."""
+        if 0 in self.shape:  # a memory that is empty yet
+            value = self.rows.new_full((self.shape[0],), -math.inf, dtype=compute_dtype(self.rows))
+            return Hardest(value, value.new_full(value.shape, -1, dtype=torch.int64)), None
         if self.engine == "reference":
             return [None if h is None else Hardest(*h) for h in self._by_reference(reference.hardest, asked)]
         out = ops.hardest(*_detached(self.source()), *asked)
@@ -261,6 +272,7 @@ class Matrix:
         self, source: Source, term: str, params: Sequence[Sequence[Tensor]], asked: Asked, negative: bool
     ) -> list[Tensor]:
         rows, cols = (params[0] if asked[0] else []), (params[1] if asked[1] else [])
+        self._lend(*rows, *cols)
         if not needs_gradient(source.rows, source.cols, *rows, *cols):  # as in term_values
             *sums, diagonal = ops.term_sums(*source, term, negative, list(rows), list(cols), *asked)
         else:

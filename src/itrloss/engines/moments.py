@@ -54,16 +54,18 @@ def _is_far(found: _Moments) -> bool:
 
 def _around_zero(scores: Tensor, source: Source, count: Tensor | int) -> _Moments:
     """Of the rows, without a copy of the scores."""
+    positives, n = Positives.of(source), _at_least_one(count)
     first, second = (torch.empty(scores.shape[0], dtype=scores.dtype) for _ in range(2))
+    taken = torch.zeros_like(first)
     for rows in panels(scores):
         torch.sum(scores[rows], 1, out=first[rows])
         torch.linalg.vector_norm(scores[rows], dim=1, out=second[rows])
-    second.square_()
-    i, j = Positives.of(source).pairs()
-    positive = scores[i, j]
-    first.index_add_(0, i, positive, alpha=-1)
-    second.index_add_(0, i, positive.square(), alpha=-1)
-    return _close(torch.zeros_like(first), count, first, second)
+        i, j = positives.pairs(rows.start, rows.stop)
+        positive = scores[i, j]
+        first.index_add_(0, i, positive, alpha=-1)
+        taken.index_add_(0, i, positive.square())
+    found = _close(torch.zeros_like(first), count, first, second.square_() - taken)
+    return found._replace(shift=(found.shift.square() + taken / n).sqrt())  # positives cost digits as a shift does
 
 
 def _around(

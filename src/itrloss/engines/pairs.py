@@ -94,8 +94,9 @@ class PairGradient:
             return
         # d cos(v, w) / dv = w / (|v| |w|) - cos(v, w) v / |v|^2
         weight, pull = grad, grad * scores
-        if s.row_inv is not None and s.col_inv is not None:
-            weight = grad * s.row_inv.index_select(0, i) * s.col_inv.index_select(0, j)
+        for inv, index in ((s.row_inv, i), (s.col_inv, j)):
+            if inv is not None:
+                weight = weight * inv.index_select(0, index)
         for side, (own, inv, mine, other, theirs) in enumerate(
             ((s.rows, s.row_inv, i, s.cols, j), (s.cols, s.col_inv, j, s.rows, i))
         ):
@@ -400,7 +401,8 @@ class _Masked:
         """Zeros in place of the others."""
         if not self.negative:
             return values.masked_fill(~self.positives.mask(self.tile), 0)
-        return self.positives.fill_(values.clone() if values is self.scores else values, self.tile, 0.0)
+        shared = values.untyped_storage().data_ptr() == self.scores.untyped_storage().data_ptr()
+        return self.positives.fill_(values.clone() if shared else values, self.tile, 0.0)
 
     def take(self, vectors: list[Tensor], side: int) -> list[Tensor]:
         return [self.tile.spread(v, SIDES[side][1]).expand(self.scores.shape) for v in vectors]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 
 import torch
@@ -12,8 +11,6 @@ from .tiles import Source, Tile
 
 _DENSE_MASK = 2**16  # below so many scores one comparison is cheaper than finding the pairs
 _PAIR_CHUNK = 2**16  # positive pairs handled at once
-_REMEMBERED = 8
-_recent: dict[tuple[int, int, int, int], tuple[weakref.ref, weakref.ref, Positives]] = {}
 
 
 class Positives:
@@ -26,21 +23,7 @@ class Positives:
 
     @classmethod
     def of(cls, source: Source) -> Positives:
-        """Those of a source. The passes of a training step ask for the same ones, which are searched for only once."""
-        rows, cols = source.row_ids, source.col_ids
-        if rows is None or cols is None or rows.is_inference() or cols.is_inference():
-            return cls(*source.shape, rows, cols, source.rows.device)
-        key = id(rows), id(cols), rows._version, cols._version
-        found = _recent.get(key)
-        if found is None or found[0]() is not rows or found[1]() is not cols:  # another tensor in the same place
-            found = weakref.ref(rows), weakref.ref(cols), cls(*source.shape, rows, cols, source.rows.device)
-            found[2].row_ids, found[2].col_ids = rows.detach(), cols.detach()  # the cache keeps no caller's tensor
-            for old in [k for k, entry in _recent.items() if entry[0]() is None or entry[1]() is None]:
-                del _recent[old]
-            while len(_recent) >= _REMEMBERED:
-                del _recent[next(iter(_recent))]
-            _recent[key] = found
-        return found[2]
+        return cls(*source.shape, source.row_ids, source.col_ids, source.rows.device)
 
     @property
     def T(self) -> Positives:

@@ -193,14 +193,14 @@ def exponentials_(
     None if a top for all anchors, tried where scores are ``bounded``, was too large for some: scores are lost then.
     """
     shift = _fixed_shift((scale, None), bounded, 0)
-    listed = positives is not None and positives.listable
-    if positives is not None and listed:
-        scores[positives.pairs()] = -math.inf
     n = scores.shape[0]
     total, top = (torch.zeros(n, dtype=scores.dtype, device=scores.device) for _ in range(2))
     for rows in panels(scores) if scores.shape[1] else ():
         x = scores[rows].mul_(scale if scale.numel() == 1 else scale[rows, None])
-        if positives is not None and not listed:
+        if positives is not None and positives.listable:
+            i, j = positives.pairs(rows.start, rows.stop)
+            x[i - rows.start, j] = -math.inf
+        elif positives is not None:
             x.masked_fill_(positives.row_ids[rows, None] == positives.col_ids, -math.inf)  # type: ignore[index]
         if shift is None:
             top[rows] = _finite(x.amax(1))

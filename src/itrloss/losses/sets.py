@@ -101,14 +101,14 @@ class DynamicGate(nn.Module):
         dim = self.weight.shape[1]
         if regions.dim() != 3 or regions.shape[2] != dim:
             raise ValueError(f"regions: expected shape (N, R, {dim}), got {tuple(regions.shape)}")
-        if mask is None:
-            pooled = regions.float().mean(1)
-        else:
-            if mask.shape != regions.shape[:2]:
-                raise ValueError(f"mask: expected shape {tuple(regions.shape[:2])}, got {tuple(mask.shape)}")
-            weight = mask.float()
-            pooled = torch.einsum("nr,nrd->nd", weight, regions.float()) / weight.sum(1, keepdim=True).clamp_min(1)
+        if mask is not None and mask.shape != regions.shape[:2]:
+            raise ValueError(f"mask: expected shape {tuple(regions.shape[:2])}, got {tuple(mask.shape)}")
         with torch.autocast(regions.device.type, enabled=False):
+            if mask is None:
+                pooled = regions.float().mean(1)
+            else:
+                total = mask.float().sum(1, keepdim=True).clamp_min(1)
+                pooled = torch.einsum("nr,nrd->nd", mask.float(), regions.float()) / total
             found = pooled @ self.weight.float().T  # pooling and projection commute
         if self.training:
             self._follow(self.centre, found.mean(0))
