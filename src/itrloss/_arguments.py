@@ -13,6 +13,7 @@ from .engines.tiles import Pair, compute_dtype
 
 
 def check_matrix(name: str, x: Tensor, wanted: str, check_finite: bool) -> None:
+    """Raise a TypeError or ValueError unless ``x`` is a floating-point matrix with rows and columns."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a floating-point tensor {wanted}, got {type(x).__name__}")
     if not x.is_floating_point():
@@ -26,6 +27,7 @@ def check_matrix(name: str, x: Tensor, wanted: str, check_finite: bool) -> None:
 
 
 def check_embeddings(rows: Tensor, cols: Tensor, check_finite: bool) -> None:
+    """Raise a TypeError or ValueError unless (N, D) and (M, D) embeddings go together."""
     check_matrix("rows", rows, "(N, D)", check_finite)
     check_matrix("cols", cols, "(M, D)", check_finite)
     if rows.shape[1] != cols.shape[1]:
@@ -38,11 +40,13 @@ def check_embeddings(rows: Tensor, cols: Tensor, check_finite: bool) -> None:
 
 
 def require_finite(name: str, x: Tensor) -> None:
+    """Raise a ValueError for nan or infinity."""
     if not bool(torch.isfinite(x).all()):
         raise ValueError(f"{name}: expected finite values, got nan or infinity")
 
 
 def check_ids(row_ids: Tensor | None, col_ids: Tensor | None, n: int, m: int, device: torch.device) -> Pair:
+    """(N,) and (M,) int64 ids on the device, or None on both sides; ``col_ids`` alone refer to rows by number."""
     if row_ids is None and col_ids is None:
         if n != m:
             raise ValueError(f"row_ids, col_ids: needed for {n} rows and {m} columns; only N = M has a default pairing")
@@ -85,6 +89,7 @@ def as_scale(name: str, matrix: Matrix, scale: float | Tensor, of_columns: bool)
 
 
 def as_params(name: str, matrix: Matrix, params: tuple[Tensor, ...], of_columns: bool) -> list[Tensor]:
+    """Parameters of a term, each of one value or one per anchor, in the compute dtype."""
     size = matrix.shape[1 if of_columns else 0]
     for p in params:
         if not isinstance(p, Tensor):
@@ -115,6 +120,7 @@ def check_number(name: str, value: object, positive: bool = False) -> None:
 
 
 def as_bias(name: str, matrix: Matrix, bias: Tensor | None, size: int) -> Tensor | None:
+    """(size,) added to the candidates' scores, detached and on the matrix's device; None for none."""
     if bias is None:
         return None
     if not isinstance(bias, Tensor):

@@ -386,6 +386,7 @@ class _Listed:
             sums.index_add_(0, index, values)
 
     def back(self, gradient: PairGradient | Gradient, grad: Tensor, diagonal_grad: Tensor | None) -> None:
+        """Hand the listed pairs' gradient on."""
         assert isinstance(gradient, PairGradient)
         gradient.add(self.i, self.j, self.scores, grad)
 
@@ -413,6 +414,7 @@ class _Masked:
         self.tile.part(sums, dim).add_(values.sum() if sums.numel() == 1 else values.sum(dim))
 
     def back(self, gradient: PairGradient | Gradient, grad: Tensor, diagonal_grad: Tensor | None) -> None:
+        """Hand the tile's gradient on, zero but where it counts and, if there is one, the diagonal's."""
         assert isinstance(gradient, Gradient)
         out = gradient.of(self.tile).copy_(self.only(grad))
         if diagonal_grad is not None:

@@ -318,6 +318,7 @@ def _of_entropy(const: Tensor, scale: Tensor, sums: Sums, grad: Tensor, dim: int
     base = uncounted - weight * (1 - _finite(sums.total.log()))
 
     def write(tile: Tile, out: Tensor) -> None:
+        """Write the share of one tile."""
         torch.mul(tile.scores, tile.spread(scale, dim), out=out).sub_(tile.spread(top, dim))
         factor = torch.clamp_min(out, -1e4, out=tile.scratch[1])  # -inf would meet a p of 0
         factor.mul_(tile.spread(-weight, dim)).add_(tile.spread(base, dim))
