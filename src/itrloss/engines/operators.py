@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import moments, pairs, softmax
+from . import violations as margins
 from .positives import Positives
 from .tiles import EPS, Pair, Source, compute_dtype, first_order, lengths, project_, unit
 
@@ -478,7 +479,7 @@ def _fake_violations(source, margin, *asked):
 
 @_operator("(SOURCE, float margin, bool for_rows, bool for_cols) -> (Tensor, Tensor)", _fake_violations)
 def violations(source, margin, *asked):
-    return pairs.violations(source, margin, asked)
+    return margins.violations(source, margin, asked)
 
 
 @_operator(
@@ -486,7 +487,7 @@ def violations(source, margin, *asked):
     _fake_source_gradient,
 )
 def violations_backward(source, margin, *args):
-    return pairs.violations_backward(source, margin, args[:2], args[2:])
+    return margins.violations_backward(source, margin, args[:2], args[2:])
 
 
 class Violations(torch.autograd.Function):

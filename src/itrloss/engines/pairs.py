@@ -1,10 +1,9 @@
-"""Answers about single pairs: hardest negatives, functions summed over the positives, margin violations."""
+"""Answers about single pairs: hardest negatives, functions summed over the positives or the negatives."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -430,92 +429,3 @@ def _chunks(source: Source, negative: bool):
     else:
         for tile in tiles(source, scratch=1):
             yield _Masked(tile, pairs, negative)
-
-
-# ------------------------------------------------------------------------------------------ margin violations
-
-
-class _Pairs(NamedTuple):
-    """The positive pairs as one side sees them, sorted by anchor."""
-
-    i: Tensor  # (P,) rows
-    j: Tensor  # (P,) columns
-    scores: Tensor  # (P,)
-    place: tuple[Tensor, Tensor] | None  # of each pair in a table (slots, anchors); None: one pair an anchor, in order
-    thresholds: Tensor  # such a table of ``S_p - margin``, infinite where an anchor has fewer positives
-
-    def listed(self, table: Tensor) -> Tensor:
-        """(P,) entries of a table."""
-        return table[0] if self.place is None else table[self.place]
-
-
-def _seen_from(source: Source, margin: float, asked: tuple[bool, bool]) -> list[_Pairs | None]:
-    pairs = Positives.of(source)
-    if pairs.diagonal:  # both sides see the same
-        i, j = pairs.pairs()
-        scores = source.rows.diagonal() if source.cols is None else pair_scores(source, i, j)
-        only = _Pairs(i, j, scores, None, (scores - margin)[None])
-        return [only if a else None for a in asked]
-    found: list[_Pairs | None] = []
-    for side, view in enumerate((pairs, pairs.T)):
-        if not asked[side]:
-            found.append(None)
-            continue
-        a, b, slot = view.slots()
-        i, j = (a, b) if side == 0 else (b, a)
-        scores = pair_scores(source, i, j)
-        table = scores.new_full((int(slot.max()) + 1 if slot.numel() else 0, view.n), math.inf)
-        table[slot, a] = scores - margin
-        found.append(_Pairs(i, j, scores, (slot, a), table))
-    return found
-
-
-def violations(source: Source, margin: float, asked: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
-    """``sum_{p in pos} sum_{j in neg} max(margin - S_p + S_j, 0)`` of each row and each column."""
-    positives, found = Positives.of(source), _seen_from(source, margin, asked)
-    sums = [
-        source.rows.new_zeros(size if a else 0, dtype=source.dtype) for size, a in zip(source.shape, asked, strict=True)
-    ]
-    for tile in tiles(source, scratch=1):
-        t = tile.scratch[0]
-        for side, dim in SIDES:
-            if (entry := found[side]) is None:
-                continue
-            for threshold in entry.thresholds:
-                torch.sub(tile.scores, tile.spread(threshold, dim), out=t).relu_()
-                tile.part(sums[side], dim).add_(positives.fill_(t, tile, 0.0).sum(dim))
-    return sums[0], sums[1]
-
-
-def violations_backward(source: Source, margin: float, grads: Pair, needs: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
-    """A violating negative is pushed down by each positive it violates, and pushes each of them up."""
-    positives, found = Positives.of(source), _seen_from(source, margin, (grads[0] is not None, grads[1] is not None))
-    gradient = Gradient(source, needs)
-    active = [None if entry is None else torch.zeros_like(entry.thresholds) for entry in found]
-    for tile in tiles(source, scratch=2):
-        out, t, written = gradient.of(tile), tile.scratch[0], False
-        for side, dim in SIDES:
-            entry, count, g = found[side], active[side], grads[side]
-            if entry is None or count is None or g is None:
-                continue
-            for threshold, into in zip(entry.thresholds, count, strict=True):
-                torch.gt(tile.scores, tile.spread(threshold, dim), out=t)
-                tile.part(into, dim).add_(positives.fill_(t, tile, 0.0).sum(dim))
-                if written:
-                    out.addcmul_(t, tile.spread(g, dim))
-                else:
-                    torch.mul(t, tile.spread(g, dim), out=out)
-                written = True
-        if not written:
-            out.zero_()
-        gradient.add(tile)
-    rows, cols = gradient.finish()
-    listed = PairGradient(source, needs)
-    if source.cols is None:
-        listed.sums[0] = rows
-    for entry, count, g in zip(found, active, grads, strict=True):
-        if entry is not None and count is not None and g is not None:
-            anchor = g if entry.place is None else g[entry.place[1]]
-            listed.add(entry.i, entry.j, entry.scores, -anchor * entry.listed(count))
-    more_rows, more_cols = listed.finish()
-    return (more_rows, more_cols) if source.cols is None else (rows.add_(more_rows), cols.add_(more_cols))
