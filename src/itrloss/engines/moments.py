@@ -29,11 +29,15 @@ def moments(source: Source, asked: tuple[bool, bool]) -> tuple[tuple[Tensor, Ten
         zeros = [source.rows.new_zeros(size, dtype=source.dtype) for size in source.shape]
         return (zeros[0], zeros[1]), (zeros[0].clone(), zeros[1].clone())
     counts = negative_counts(source)
-    if source.kept is not None and source.rows.device.type == "cpu" and not asked[1]:
-        found = _around_zero(source.kept, source, counts[0])
-        if not _is_far(found):
-            return (found.mean, found.mean.new_empty(0)), (found.variance, found.mean.new_empty(0))
-    rows, cols = _around(_centres(source, asked), source, asked, counts)
+    scores = source.rows if source.cols is None else source.kept
+    if scores is not None and source.rows.device.type == "cpu":
+        mean, variance, far = _around_zero(scores, source, asked, counts)
+        if not far:
+            return mean, variance
+        centres = mean
+    else:
+        centres = _centres(source, asked)
+    rows, cols = _around(centres, source, asked, counts)
     # Only the CPU may look at a value for nothing.
     if source.rows.device.type == "cpu" and (_is_far(rows) or _is_far(cols)):
         rows, cols = _around((rows.mean, cols.mean), source, asked, counts)
@@ -48,24 +52,63 @@ class _Moments(NamedTuple):
 
 def _is_far(found: _Moments) -> bool:
     """Whether a centre was so far from the mean that the difference of two squares lost its digits."""
-    squared = found.shift.square()
-    return bool((squared > (100 * found.variance).clamp_min(1e-12)).any())
+    return _lost_digits(found.shift.square(), found.variance)
 
 
-def _around_zero(scores: Tensor, source: Source, count: Tensor | int) -> _Moments:
-    """Of the rows, without a copy of the scores."""
-    positives, n = Positives.of(source), _at_least_one(count)
-    first, second = (torch.empty(scores.shape[0], dtype=scores.dtype) for _ in range(2))
-    taken = torch.zeros_like(first)
+def _lost_digits(subtracted: Tensor, variance: Tensor) -> bool:
+    return bool((subtracted > (100 * variance).clamp_min_(1e-12)).any())
+
+
+def _around_zero(
+    scores: Tensor, source: Source, asked: tuple[bool, bool], counts: tuple[Tensor | int, Tensor | int]
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], bool]:
+    """Means, variances, and whether they lost digits.
+
+    There is no copy of the scores, one square serves both sides, and the positives are taken out of the sums.
+    """
+    sizes = [size if a else 0 for size, a in zip(scores.shape, asked, strict=True)]
+    sums = scores.new_zeros(3, sum(sizes))  # of the scores, their squares, the positives' squares; rows, then columns
+    first, second, taken = (x.split(sizes) for x in sums)
+    space = None
     for rows in panels(scores):
-        torch.sum(scores[rows], 1, out=first[rows])
-        torch.linalg.vector_norm(scores[rows], dim=1, out=second[rows])
-        i, j = positives.pairs(rows.start, rows.stop)
-        positive = scores[i, j]
-        first.index_add_(0, i, positive, alpha=-1)
-        taken.index_add_(0, i, positive.square())
-    found = _close(torch.zeros_like(first), count, first, second.square_() - taken)
-    return found._replace(shift=(found.shift.square() + taken / n).sqrt())  # positives cost digits as a shift does
+        x = scores[rows]
+        if asked[1]:
+            space = torch.empty_like(x) if space is None else space[: x.shape[0]]
+            torch.mul(x, x, out=space)
+            first[1].add_(x.sum(0))
+            second[1].add_(space.sum(0))
+        if asked[0]:
+            torch.sum(x, 1, out=first[0][rows])
+            if space is None:
+                torch.linalg.vector_norm(x, dim=1, out=second[0][rows]).square_()
+            else:
+                torch.sum(space, 1, out=second[0][rows])
+    positives = Positives.of(source)
+    if positives.diagonal:
+        diagonal = scores.diagonal()
+        for side, size in enumerate(sizes):
+            if size:
+                first[side].sub_(diagonal)
+                torch.mul(diagonal, diagonal, out=taken[side])
+    else:
+        for i, j in positives.chunks():
+            positive = scores[i, j]
+            for side, index in enumerate((i, j)):
+                if asked[side]:
+                    first[side].index_add_(0, index, positive, alpha=-1)
+                    taken[side].index_add_(0, index, positive.square())
+    if positives.diagonal:
+        count = max(1, scores.shape[1] - 1)
+        mean = sums[0].div_(count)
+    else:
+        number = torch.cat([n for n, a in zip(counts, asked, strict=True) if a and isinstance(n, Tensor)])
+        count = number.clamp_min(1)
+        mean = sums[0].div_(count).masked_fill_(number == 0, 0.0)
+    squared = mean.square()
+    variance = sums[1].sub_(sums[2]).div_(count).sub_(squared)
+    far = _lost_digits(squared.add_(sums[2].div_(count)), variance)  # positives cost digits as a distance does
+    means, variances = (torch.split_with_sizes_copy(x, sizes) for x in (mean, variance))  # answers share no memory
+    return (means[0], means[1]), (variances[0], variances[1]), far
 
 
 def _around(
