@@ -9,12 +9,13 @@ import numpy as np
 import oracle_more
 import pytest
 import torch
+from cases import SHAPES, make_ids, reference_first, upstream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
 import itrloss
-from itrloss import DynamicGate, DynamicOrthogonalLoss, functional
+from itrloss import DynamicGate, DynamicOrthogonalLoss, VarianceAwareLoss, functional
 
 PAIRS = ("mean", "sum", "frobenius")
 
@@ -90,6 +91,113 @@ def test_zero_vectors_and_copies_stay_finite(dtype):
         loss = DynamicOrthogonalLoss(0.0, pairs)(x)
         assert loss.dtype == torch.float32
         assert torch.autograd.grad(loss, x)[0].isfinite().all()
+
+
+# ------------------------------------------------------------------------------------------------ variance-aware
+
+
+def set_case(name, k=3, d=5, seed=0, dtype=torch.float64):
+    n, m, kind = SHAPES[name]
+    generator = torch.Generator().manual_seed(seed)
+    images = sets(n, k, d, seed, dtype)
+    texts = (torch.randn(m, d, generator=generator, dtype=torch.float64) * 3 + 0.3).to(dtype)
+    ids = make_ids(kind, n, m, seed)
+    known = (torch.arange(n), torch.arange(m)) if ids[0] is None else ids
+    return images, texts, ids, known
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("engine", ["reference", "dense", "tiled"])
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_variance_aware_loss_equals_the_loop_oracle(shape, engine, shared, reduction):
+    images, texts, ids, known = set_case(shape)
+    for margin, detach in ((0.2, False), (0.7, True)):
+        module = VarianceAwareLoss(margin, detach, shared, reduction=reduction, engine=engine)
+        found = module(images, texts, *ids)
+        wanted = oracle_more.variance_aware(
+            images.numpy(), texts.numpy(), *(x.numpy() for x in known), margin, shared, reduction
+        )
+        for a, b in zip(found, wanted, strict=True) if reduction == "none" else [(found, wanted)]:
+            np.testing.assert_allclose(a.numpy(), b, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("engine", reference_first("dense", "tiled"))
+@pytest.mark.parametrize("shape", ["one row", "five captions", "wide", "no positive"])
+def test_variance_aware_gradient(shape, engine, shared):
+    images, texts, ids, known = set_case(shape, k=2, d=4)
+    weight = upstream(images.shape[0], texts.shape[0])
+
+    def value(v, w, detach=False, **options):
+        module = VarianceAwareLoss(0.5, detach, shared, reduction="none", engine=engine)
+        return sum((x * g).sum() for x, g in zip(module(v, w, *ids), weight, strict=True))
+
+    given_ = images.requires_grad_(), texts.requires_grad_()
+    assert gradcheck(value, given_)
+    # Detached, it is the gradient of the loss with sigma held fixed.
+    fixed = oracle_more.variance_sigma(oracle_more.set_cosine(images.detach().numpy(), texts.detach().numpy()))
+    fixed = (fixed[0], fixed[0] if shared else fixed[1])
+
+    def at(v, w):
+        per_anchor = oracle_more.variance_aware(v, w, *(x.numpy() for x in known), 0.5, shared, "none", fixed)
+        return sum(float((a * g.numpy()).sum()) for a, g in zip(per_anchor, weight, strict=True))
+
+    grads = torch.autograd.grad(value(*given_, detach=True), given_, allow_unused=True)
+    grads = [torch.zeros_like(x) if g is None else g for x, g in zip(given_, grads, strict=True)]
+    generator, eps = torch.Generator().manual_seed(5), 1e-6
+    for _ in range(2):
+        step = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in given_]
+        there, back = (
+            at(*((x + s * eps * e).detach().numpy() for x, e in zip(given_, step, strict=True))) for s in (1, -1)
+        )
+        along = sum(float((g * e).sum()) for g, e in zip(grads, step, strict=True))
+        np.testing.assert_allclose(along, (there - back) / (2 * eps), rtol=1e-5, atol=1e-7)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 4), st.booleans(), st.sampled_from(list(SHAPES)))
+@settings(deadline=None)
+def test_what_holds_of_the_variance_aware_loss(seed, k, shared, shape):
+    images, texts, ids, known = set_case(shape, k, 6, seed)
+    generator = torch.Generator().manual_seed(seed)
+    loss = VarianceAwareLoss(shared_sigma=shared, reduction="none")
+    rows, cols = loss(images, texts, *ids)
+    assert (rows >= 0).all() and (cols >= 0).all()
+    heads, i, j = (torch.randperm(size, generator=generator) for size in (k, len(images), len(texts)))
+    moved = loss(images[:, heads][i], texts[j], known[0][i], known[1][j])
+    torch.testing.assert_close(moved, (rows[i], cols[j]))
+    more = VarianceAwareLoss(margin=0.3, shared_sigma=shared, reduction="none")(images, texts, *ids)
+    assert all((a >= b - 1e-12).all() for a, b in zip(more, (rows, cols), strict=True))  # monotone in the margin
+    parts = [loss(images[:, h : h + 1], texts, *ids) for h in range(k)]
+    torch.testing.assert_close((sum(p[0] for p in parts), sum(p[1] for p in parts)), (rows, cols))
+
+
+def test_variance_aware_input_errors_name_the_argument():
+    loss, v, w = VarianceAwareLoss(), torch.randn(3, 2, 4), torch.randn(3, 4)
+    for call, error, words in (
+        (lambda: loss(v[:, 0], w), ValueError, r"image_sets: expected shape \(N, K, D\)"),
+        (lambda: loss([1], w), TypeError, "image_sets: expected a floating-point tensor"),
+        (lambda: loss(v.long(), w.long()), TypeError, "image_sets: expected a floating-point"),
+        (lambda: loss(v, w[:, :3]), ValueError, "texts: expected embeddings of dimension 4"),
+        (lambda: loss(v, w[:2]), ValueError, "image_ids, text_ids: needed for 3"),
+        (lambda: loss(v, w, torch.arange(3), torch.arange(2)), ValueError, "text_ids: expected shape"),
+        (lambda: VarianceAwareLoss(margin="x"), TypeError, "margin"),
+        (lambda: functional.variance_aware_loss([]), TypeError, "heads: expected similarities"),
+    ):
+        with pytest.raises(error, match=words):
+            call()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["zeros", "copies"])
+def test_variance_aware_loss_stays_finite(dtype, kind):
+    images, texts = (
+        (torch.zeros(4, 3, 5), torch.zeros(4, 5)) if kind == "zeros" else (torch.ones(4, 3, 5), torch.ones(4, 5))
+    )
+    images, texts = images.to(dtype).requires_grad_(), texts.to(dtype).requires_grad_()
+    loss = VarianceAwareLoss()(images, texts, torch.tensor([0, 0, 1, 2]), torch.arange(4))
+    assert loss.dtype == torch.float32 and loss.isfinite()
+    assert all(g.isfinite().all() for g in torch.autograd.grad(loss, (images, texts)))
 
 
 # ----------------------------------------------------------------------------------------------------- the gate

@@ -1,9 +1,14 @@
 """Losses and re-rankers for image-text retrieval."""
 
 from . import functional, metrics, rerank
+from .cluster import OnlineKMeans
 from .engines.pairs import pair_term
 from .losses import (
+    CODERObjective,
+    CODERTerms,
     DiversityContrastiveLoss,
+    DVSEObjective,
+    DVSETerms,
     DynamicGate,
     DynamicOrthogonalLoss,
     HubnessAwareLoss,
@@ -11,9 +16,11 @@ from .losses import (
     MemoryDiversityContrastiveLoss,
     MemoryLoss,
     PairLoss,
+    PrototypeClassificationLoss,
     SigmoidLoss,
     TripletLoss,
     UnifiedTrainingObjective,
+    VarianceAwareLoss,
 )
 from .memory import CoupledMemory, MomentumEncoder
 from .similarity import Similarity
@@ -21,8 +28,12 @@ from .similarity import Similarity
 __version__ = "0.1.0"
 
 __all__ = [
+    "CODERObjective",
+    "CODERTerms",
     "CoupledMemory",
     "DiversityContrastiveLoss",
+    "DVSEObjective",
+    "DVSETerms",
     "DynamicGate",
     "DynamicOrthogonalLoss",
     "HubnessAwareLoss",
@@ -30,11 +41,14 @@ __all__ = [
     "MemoryDiversityContrastiveLoss",
     "MemoryLoss",
     "MomentumEncoder",
+    "OnlineKMeans",
     "PairLoss",
+    "PrototypeClassificationLoss",
     "SigmoidLoss",
     "Similarity",
     "TripletLoss",
     "UnifiedTrainingObjective",
+    "VarianceAwareLoss",
     "functional",
     "metrics",
     "pair_term",

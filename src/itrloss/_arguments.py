@@ -58,14 +58,19 @@ def check_ids(row_ids: Tensor | None, col_ids: Tensor | None, n: int, m: int, de
         if ids is None:
             checked.append(torch.arange(size, device=device))
             continue
-        if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-            raise TypeError(f"{name}: expected an integer tensor of shape ({size},), got {got}")
-        if ids.shape != (size,):
-            raise ValueError(f"{name}: expected shape ({size},), got {tuple(ids.shape)}")
-        checked.append(ids.to(device, torch.int64))
+        checked.append(as_ids(name, ids, size, device))
     same = checked[0] is checked[1]
     return checked[0], checked[1].view_as(checked[1]) if same else checked[1]
+
+
+def as_ids(name: str, ids: Tensor, size: int, device: torch.device) -> Tensor:
+    """(size,) int64 on the device."""
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        raise TypeError(f"{name}: expected an integer tensor of shape ({size},), got {got}")
+    if ids.shape != (size,):
+        raise ValueError(f"{name}: expected shape ({size},), got {tuple(ids.shape)}")
+    return ids.to(device, torch.int64)
 
 
 def diagonal_if_unique(ids: Pair) -> Pair:

@@ -13,12 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._arguments import as_ids, check_matrix
+from ._reduction import AnchorCounts, reduce_valid
+from ._reduction import Reduction as Reduction
 from .memory import MemorySimilarity
 from .sets import Aggregation as Aggregation
 from .sets import PairReduction as PairReduction
-from .sets import Reduction as Reduction
-from .sets import dynamic_orthogonal_loss, set_similarity
-from .similarity import Similarity
+from .sets import dynamic_orthogonal_loss, set_similarity, variance_aware_loss
+from .similarity import Engine, Similarity
 
 Diversity = Literal["std", "entropy"] | None
 Mining = Literal["hardest", "all"]
@@ -33,11 +35,13 @@ __all__ = [
     "hubness_aware_loss",
     "info_nce_loss",
     "memory_diversity_contrastive_loss",
+    "prototype_classification_loss",
     "set_similarity",
     "sigmoid_loss",
     "std_diversity",
     "triplet_loss",
     "unified_training_objective",
+    "variance_aware_loss",
 ]
 
 
@@ -134,7 +138,7 @@ def diversity_contrastive_loss(
         lse = sim.both.logsumexp(*scales)
         offsets = tuple(s * margin for s in scales)
     attraction = sim.both.positives(term)
-    counts = _Counts(sim)
+    counts = AnchorCounts(sim)
     values = [
         temperature * _log1p_exp(z - offset) - weight * counts.mean_of_positives(a, side)
         for side, (z, offset, a) in enumerate(zip(lse, offsets, attraction, strict=True))
@@ -157,7 +161,7 @@ def hubness_aware_loss(
     """
     lse = _checked(sim).both.logsumexp(scale)
     attraction = sim.both.positives("log1p_clamp")
-    counts = _Counts(sim)
+    counts = AnchorCounts(sim)
     values = [
         _log1p_exp(z - scale * margin) / scale - 0.5 * counts.mean_over_pairs(a, side)
         for side, (z, a) in enumerate(zip(lse, attraction, strict=True))
@@ -206,7 +210,7 @@ def memory_diversity_contrastive_loss(
         attraction = _mean_over_positives(positives, term)
         value = temperature * _log1p_exp(repulsion - scale * margin) - weight * attraction
         values.append(_zero_without_partners(value, repulsion, positives))
-    return _reduce_valid(values, reduction)
+    return reduce_valid(values, reduction)
 
 
 def unified_training_objective(
@@ -232,7 +236,7 @@ def unified_training_objective(
         repulsion = memory.logsumexp(scale)
         value = _log1p_exp(repulsion - scale * margin) / scale - _mean_over_positives(keys, "log1p_clamp")
         values.append(_zero_without_partners(value, repulsion, keys))
-    queue = _reduce_valid(values, reduction)
+    queue = reduce_valid(values, reduction)
     batch = hubness_aware_loss(sims.batch, scale, margin, reduction)
     if isinstance(queue, Tensor) or isinstance(batch, Tensor):
         return batch_weight * batch + queue  # type: ignore[operator]
@@ -256,7 +260,7 @@ def info_nce_loss(
     rows, cols = _checked(sim).both.logsumexp(scale)
     a = scale if isinstance(scale, Tensor) else rows.new_full((1,), scale)
     loss = sim.both.positives("negative_log_likelihood", (rows, a), (cols, a))
-    counts = _Counts(sim)
+    counts = AnchorCounts(sim)
     rows, cols = (counts.mean_of_positives(x, side) for side, x in enumerate(loss))
     return counts.reduce(rows, cols, reduction)
 
@@ -309,7 +313,55 @@ def triplet_loss(
         values = sim.both.violations(margin)
     else:
         raise ValueError(f"mining: expected 'hardest' or 'all', got {mining!r}")
-    return _Counts(sim).reduce(values[0], values[1], reduction)
+    return AnchorCounts(sim).reduce(values[0], values[1], reduction)
+
+
+def prototype_classification_loss(
+    images: Tensor,  # (B, F)
+    texts: Tensor,  # (B, F)
+    weight: Tensor,  # (K, F)
+    prototype_ids: Tensor,  # (B,)
+    reduction: Reduction = "mean",
+    engine: Engine = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Prototype-guided classification, PGC (CODER Eq. 7): cross-entropies of one linear classifier for both sides.
+
+    .. math:: -\operatorname{mean}_b \log \operatorname{softmax}(P v_b)_{z_b}
+              - \operatorname{mean}_b \log \operatorname{softmax}(P w_b)_{z_b}
+
+    The classes are columns like any others: where the (2 B, K) logits are large, they are never all there.
+
+    Args:
+        images, texts: (B, F) embeddings v and w, row i of one belonging to row i of the other; taken as they are.
+        weight: (K, F) the classifier P.
+        prototype_ids: (B,) integers z in [0, K).
+        reduction: ``"mean"`` over the batch, ``"sum"``, or ``"none"`` for the values (B,) of images and of texts.
+        engine: see :class:`itrloss.Similarity`.
+
+    Returns:
+        A 0-dim float32 tensor (float64 for float64 input), or a pair of tensors for ``"none"``.
+    """
+    for name, x, wanted in (("images", images, "(B, F)"), ("texts", texts, "(B, F)"), ("weight", weight, "(K, F)")):
+        check_matrix(name, x, wanted, False)
+    if images.shape != texts.shape:
+        raise ValueError(f"texts: expected shape {tuple(images.shape)} like images, got {tuple(texts.shape)}")
+    if images.shape[1] != weight.shape[1]:
+        raise ValueError(f"weight: expected shape (K, {images.shape[1]}) like images, got {tuple(weight.shape)}")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
+    batch, classes = images.shape[0], weight.shape[0]
+    ids = as_ids("prototype_ids", prototype_ids, batch, images.device)
+    # Only the CPU may look at them for nothing.
+    if ids.device.type == "cpu" and not torch.compiler.is_compiling() and not 0 <= ids.amin() <= ids.amax() < classes:
+        got = f"{int(ids.amin())} to {int(ids.amax())}"
+        raise ValueError(f"prototype_ids: expected integers from 0 to {classes - 1}, got {got}")
+    both = torch.cat([images, texts.to(images.dtype)])
+    labels = ids.repeat(2), torch.arange(classes, device=ids.device)
+    logits = Similarity(both, weight, *labels, normalize=False, engine=engine)
+    values = logits.logsumexp(over="all") - logits.positives()
+    if reduction == "none":
+        return values[:batch], values[batch:]
+    return values.sum() / batch if reduction == "mean" else values.sum()
 
 
 # ----------------------------------------------------------------------------------------------------- shared
@@ -358,52 +410,3 @@ def _zero_without_partners(values: Tensor, repulsion: Tensor, positives: Similar
     if not positives.one_to_one:
         valid = valid & (positives.positive_counts > 0)
     return torch.where(valid, values, 0.0), valid
-
-
-def _reduce_valid(sides: list[tuple[Tensor, Tensor]], reduction: Reduction) -> Tensor | tuple[Tensor, Tensor]:
-    """As :meth:`_Counts.reduce`, of what :func:`_zero_without_partners` returned for the images and for the texts."""
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
-    (rows, row_valid), (cols, col_valid) = sides
-    if reduction == "mean":
-        return rows.sum() / row_valid.sum().clamp_min(1) + cols.sum() / col_valid.sum().clamp_min(1)
-    return rows.sum() + cols.sum() if reduction == "sum" else (rows, cols)
-
-
-class _Counts:
-    """Which anchors take part, and how many positives each has. One-to-one batches need no counting."""
-
-    def __init__(self, sim: Similarity):
-        n, m = sim.shape
-        self.one_to_one = sim.one_to_one
-        if self.one_to_one:
-            self.active = n > 1
-            return
-        positives = sim.both.positive_counts
-        self.positives = [p.clamp_min(1) for p in positives]
-        self.valid = [(p > 0) & (p < size) for p, size in zip(positives, (m, n), strict=True)]
-        self.pairs = [(p * v).sum().clamp_min(1) for p, v in zip(positives, self.valid, strict=True)]
-        self.anchors = [v.sum().clamp_min(1) for v in self.valid]
-
-    def mean_of_positives(self, sums: Tensor, side: int) -> Tensor:
-        """Per anchor, from its sum over positives."""
-        return sums if self.one_to_one else sums / self.positives[side]
-
-    def mean_over_pairs(self, sums: Tensor, side: int) -> Tensor:
-        """Scaled so that the mean over valid anchors is the mean over their positive pairs."""
-        return sums if self.one_to_one else sums * (self.anchors[side] / self.pairs[side])
-
-    def reduce(self, rows: Tensor, cols: Tensor, reduction: Reduction) -> Tensor | tuple[Tensor, Tensor]:
-        """The two means added, the sum of both, or both as they are; an anchor that takes no part counts nothing."""
-        if reduction not in ("mean", "sum", "none"):
-            raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
-        if self.one_to_one:
-            if not self.active:  # a single pair has no negatives
-                rows, cols = rows * 0, cols * 0
-            if reduction == "mean":
-                return rows.mean() + cols.mean()
-        else:
-            rows, cols = (torch.where(v, x, 0.0) for v, x in zip(self.valid, (rows, cols), strict=True))
-            if reduction == "mean":
-                return rows.sum() / self.anchors[0] + cols.sum() / self.anchors[1]
-        return rows.sum() + cols.sum() if reduction == "sum" else (rows, cols)

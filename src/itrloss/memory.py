@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from ._arguments import check_embeddings, check_ids, check_matrix, diagonal_if_unique
+from ._arguments import as_ids, check_embeddings, check_ids, check_matrix, diagonal_if_unique
 from .distributed import gather_rows
 from .engines.operators import inverse_norms
 from .engines.tiles import unit
@@ -126,11 +126,7 @@ class CoupledMemory(nn.Module):
             if keys.shape != (image_keys.shape[0], self.dim):
                 raise ValueError(f"{name}: expected shape {(image_keys.shape[0], self.dim)}, got {tuple(keys.shape)}")
         if ids is not None:
-            if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
-                got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-                raise TypeError(f"ids: expected an integer tensor of shape ({image_keys.shape[0]},), got {got}")
-            if ids.shape != (image_keys.shape[0],):
-                raise ValueError(f"ids: expected shape ({image_keys.shape[0]},), got {tuple(ids.shape)}")
+            as_ids("ids", ids, image_keys.shape[0], image_keys.device)
         if self._labelled is not None and self._labelled != (ids is not None):
             had, got = ("ids", "none") if self._labelled else ("no ids", "some")
             raise ValueError(f"ids: the entries before had {had}, got {got}")

@@ -2,16 +2,130 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from ._reduction import AnchorCounts, Reduction
+from .engines.dispatch import Moments
+from .engines.positives import Positives
 from .engines.reference import unit as unit_vectors
+from .similarity import Similarity
 
-Reduction = Literal["mean", "sum", "none"]
 PairReduction = Literal["mean", "sum", "frobenius"]
 Aggregation = Literal["max", "mean", "smooth_chamfer"]
+
+
+def variance_aware_loss(
+    heads: Sequence[Similarity],
+    margin: float = 0.2,
+    detach_sigma: bool = False,
+    shared_sigma: bool = True,
+    reduction: Reduction = "mean",
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Variance-aware weighting loss (DVSE Eq. 8, 11) of an image's K heads with the texts.
+
+    .. math::
+        \sum_k \operatorname{mean}_{(i, p)} \Bigl[ \frac1{\sigma_{ikp}^2}
+            \bigl[\alpha - S^k_{ip} + \max_{j \in neg(i)} S^k_{ij}\bigr]_+ + \log \sigma_{ikp} \Bigr]
+        + \text{the same from the texts}, \qquad
+        \sigma_{ikp} = 1 + \operatorname{Std}_{j \ne p} S^k_{ij}
+
+    over the positive pairs (i, p), with the ``margin`` α and the sample standard deviation of all that head k scores
+    with image i but the target p: other captions of the image stay in (Eq. 7).
+
+    Args:
+        heads: K similarities of (N, M) with the same ids, one for each head. Texts have one embedding.
+        margin, detach_sigma, shared_sigma: see :class:`itrloss.VarianceAwareLoss`.
+        reduction: ``"mean"`` over the images' pairs plus that over the texts' pairs, summed over the heads; ``"sum"``;
+            or ``"none"`` for each image's and each text's sum over its pairs and the heads, (N,) and (M,).
+
+    Returns:
+        A 0-dim tensor, or a pair of tensors for ``"none"``.
+    """
+    if not heads or not all(isinstance(sim, Similarity) for sim in heads):
+        raise TypeError("heads: expected similarities, one for each head; VarianceAwareLoss takes embeddings")
+    if any(sim.shape != heads[0].shape for sim in heads):
+        raise ValueError(f"heads: expected one shape, got {[sim.shape for sim in heads]}")
+    totals: list[Tensor] = []
+    for sim in heads:
+        hardest = sim.both.hardest()  # first: it hands out the positives' scores
+        pairs = _PositivePairs(sim)
+        beside, fixed = (sim.detach(), pairs.detach()) if detach_sigma else (sim, pairs)
+        if shared_sigma:
+            of_images = of_texts = _deviation(beside.moments(), beside.negative_counts, fixed, 0)
+        else:
+            moments, counts = beside.both.moments(), beside.both.negative_counts
+            of_images, of_texts = (_deviation(moments[side], counts[side], fixed, side) for side in (0, 1))
+        for side, sigma in enumerate((of_images, of_texts)):
+            gap = (margin - pairs.scores + pairs.of_anchor(hardest[side].values, side)).relu()
+            value = pairs.sum(gap / sigma.square() + sigma.log(), side)
+            if len(totals) == 2:
+                totals[side] = totals[side] + value
+            else:
+                totals.append(value)
+    counts = AnchorCounts(heads[0])
+    if reduction == "mean":
+        totals = [counts.mean_over_pairs(x, side) for side, x in enumerate(totals)]
+    return counts.reduce(totals[0], totals[1], reduction)
+
+
+def _deviation(moments: Moments, negatives: Tensor, pairs: _PositivePairs, side: int) -> Tensor:
+    """Of each positive pair: 1 + the sample standard deviation of its anchor's scores without the pair itself.
+
+    From the moments of the negatives; the other positives are added to them, and the pair taken out.
+    """
+    others = pairs.shape[1 - side] - 1
+    if others < 2:
+        return torch.ones_like(pairs.scores)
+    if pairs.one_to_one:
+        return 1 + moments.std * (others / (others - 1)) ** 0.5
+    apart = pairs.scores - pairs.of_anchor(moments.mean, side)
+    squares = moments.std.square() * negatives + pairs.sum(apart.square(), side)
+    rest = pairs.of_anchor(pairs.sum(apart, side), side) - apart
+    squares = pairs.of_anchor(squares, side) - apart.square() - rest.square() / others
+    return 1 + (squares / (others - 1)).clamp_min(1e-12).sqrt()
+
+
+class _PositivePairs:
+    """Scores of the positive pairs of a similarity: a list or, where listing them would wait, a masked matrix."""
+
+    def __init__(self, sim: Similarity):
+        self.shape, self.one_to_one = sim.shape, sim.one_to_one
+        self.index: tuple[Tensor, Tensor] | None = None
+        self.mask: Tensor | None = None
+        if self.one_to_one:
+            self.scores = sim.positives(sparse=True)
+            return
+        pairs = Positives(*sim.shape, *sim.ids, sim.device)
+        # The length of a list is data: an accelerator has to be waited for, and the compiler refuses.
+        if sim.engine == "reference" or torch.compiler.is_compiling() or not (pairs.listable or sim.engine == "tiled"):
+            row_ids, col_ids = sim.ids
+            assert row_ids is not None
+            self.scores, self.mask = sim.scores(), row_ids[:, None] == col_ids
+        else:
+            self.index = pairs.pairs()
+            self.scores = sim.pair_scores(*self.index)
+
+    def detach(self) -> _PositivePairs:
+        twin = copy(self)
+        twin.scores = self.scores.detach()
+        return twin
+
+    def of_anchor(self, x: Tensor, side: int) -> Tensor:
+        """Values per row (side 0) or column (side 1), for each of the pairs."""
+        if self.index is not None:
+            return x[self.index[side]]
+        return x if self.one_to_one else x.unsqueeze(1 - side)
+
+    def sum(self, x: Tensor, side: int) -> Tensor:
+        """Sums of the pairs' values per row or column."""
+        if self.index is not None:
+            return x.new_zeros(self.shape[side]).index_add(0, self.index[side], x)
+        return x if self.mask is None else torch.where(self.mask, x, 0.0).sum(1 - side)
 
 
 def dynamic_orthogonal_loss(

@@ -221,7 +221,7 @@ class Similarity:
 
     @classmethod
     def _of(
-        cls, rows: Tensor, cols: Tensor, ids: Pair, inv: Pair, engine: Engine, valid: Tensor | None = None
+        cls, rows: Tensor, cols: Tensor, ids: Pair, inv: Pair, engine: str, valid: Tensor | None = None
     ) -> Similarity:
         """Of checked embeddings with known reciprocal lengths; with ``valid`` as in :class:`Matrix`, of a memory."""
         chosen = choose(engine, rows.shape[0] * cols.shape[0] * compute_dtype(rows).itemsize, DEFAULT_MEMORY_BUDGET)
@@ -315,6 +315,16 @@ class Similarity:
     def scores(self) -> Tensor:
         """The (N, M) matrix itself, differentiable. It is materialised, whatever the engine."""
         return self._matrix.scores().T if self._flipped else self._matrix.scores()
+
+    def pair_scores(self, rows: Tensor, cols: Tensor) -> Tensor:
+        """(P,) scores of row ``rows[p]`` with column ``cols[p]``; their gradient touches no other embeddings.
+
+        ``rows`` and ``cols`` are (P,) int64 indices; a negative one is not understood.
+        """
+        i, j = (cols, rows) if self._flipped else (rows, cols)
+        if self.engine == "reference":
+            return self._matrix.scores()[i, j]
+        return self._matrix.pair_scores(i, j)
 
     @property
     def _asked(self) -> tuple[bool, bool]:

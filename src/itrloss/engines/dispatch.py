@@ -235,10 +235,10 @@ class Matrix:
         one_to_one = self.ids[0] is None
         if one_to_one:  # the positives join the list: one sparse gradient instead of two
             i, j = [*i, along], [*j, along]
-            values.append(self._pair_scores() if self._scores is None else self._scores.diagonal())
+            values.append(self.pair_scores() if self._scores is None else self._scores.diagonal())
         known = torch.cat(values).detach()
         known.clamp_min_(torch.finfo(known.dtype).min)  # where there is no negative: -inf times no gradient is nan
-        scores = self._pair_scores(torch.cat(i), torch.cat(j), known)
+        scores = self.pair_scores(torch.cat(i), torch.cat(j), known)
         first, second, *diagonal = scores.split([x.numel() for x in values])
         if one_to_one:
             self._keep_diagonal(diagonal[0])
@@ -288,7 +288,7 @@ class Matrix:
             return self._diagonal
         if self.cols is None or (self.engine == "dense" and not sparse):
             return self.scores().diagonal()
-        return self._keep_diagonal(self._pair_scores())
+        return self._keep_diagonal(self.pair_scores())
 
     def _keep_diagonal(self, diagonal: Tensor) -> Tensor:
         """Whichever answer comes first hands out the positives' scores: their gradient rides along with its own."""
@@ -296,7 +296,7 @@ class Matrix:
             self._diagonal = diagonal
         return diagonal
 
-    def _pair_scores(self, i: Tensor | None = None, j: Tensor | None = None, scores: Tensor | None = None) -> Tensor:
+    def pair_scores(self, i: Tensor | None = None, j: Tensor | None = None, scores: Tensor | None = None) -> Tensor:
         """(P,) scores of listed pairs, or of row i with column i; the gradient goes straight to the embeddings."""
         self._check_unchanged()
         return ops.PairScores.apply(self.rows, self.cols, *self._inv, i, j, scores)

@@ -69,17 +69,17 @@ def _around_zero(
     sizes = [size if a else 0 for size, a in zip(scores.shape, asked, strict=True)]
     sums = scores.new_zeros(3, sum(sizes))  # of the scores, their squares, the positives' squares; rows, then columns
     first, second, taken = (x.split(sizes) for x in sums)
-    space = None
+    space = scores.new_empty(0)
     for rows in panels(scores):
         x = scores[rows]
         if asked[1]:
-            space = torch.empty_like(x) if space is None else space[: x.shape[0]]
+            space = space[: x.shape[0]] if space.numel() else torch.empty_like(x)
             torch.mul(x, x, out=space)
             first[1].add_(x.sum(0))
             second[1].add_(space.sum(0))
         if asked[0]:
             torch.sum(x, 1, out=first[0][rows])
-            if space is None:
+            if not asked[1]:
                 torch.linalg.vector_norm(x, dim=1, out=second[0][rows]).square_()
             else:
                 torch.sum(space, 1, out=second[0][rows])
@@ -107,7 +107,7 @@ def _around_zero(
     squared = mean.square()
     variance = sums[1].sub_(sums[2]).div_(count).sub_(squared)
     far = _lost_digits(squared.add_(sums[2].div_(count)), variance)  # positives cost digits as a distance does
-    means, variances = (torch.split_with_sizes_copy(x, sizes) for x in (mean, variance))  # answers share no memory
+    means, variances = ([part.clone() for part in x.split(sizes)] for x in (mean, variance))  # answers share no memory
     return (means[0], means[1]), (variances[0], variances[1]), far
 
 

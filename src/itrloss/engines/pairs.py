@@ -100,7 +100,7 @@ class PairGradient:
             ((s.rows, s.row_inv, i, s.cols, j), (s.cols, s.col_inv, j, s.rows, i))
         ):
             if self.needs[side]:
-                self._add_side(side, _bags(mine, theirs, other.to(s.dtype), weight, own.shape[0]))
+                self._add_side(side, bags(mine, theirs, other.to(s.dtype), weight, own.shape[0]))
                 if inv is not None:
                     along = torch.zeros_like(inv).index_add_(0, mine, pull)
                     before = self.along[side]
@@ -126,7 +126,7 @@ class PairGradient:
         return found[0], found[1]
 
 
-def _bags(anchors: Tensor, others: Tensor, vectors: Tensor, weights: Tensor, size: int) -> Tensor:
+def bags(anchors: Tensor, others: Tensor, vectors: Tensor, weights: Tensor, size: int) -> Tensor:
     """(size, D): ``sum_{p: anchors[p] = a} weights[p] vectors[others[p]]``, without (P, D) copies of the vectors."""
     anchors, order = torch.sort(anchors)
     offsets = torch.searchsorted(anchors, torch.arange(size, device=anchors.device))

@@ -4,9 +4,15 @@ from .base import MemoryLoss, PairLoss
 from .contrastive import InfoNCELoss, SigmoidLoss, TripletLoss
 from .diversity import DiversityContrastiveLoss, MemoryDiversityContrastiveLoss
 from .hubness import HubnessAwareLoss, UnifiedTrainingObjective
-from .sets import DynamicGate, DynamicOrthogonalLoss
+from .objectives import CODERObjective, CODERTerms, DVSEObjective, DVSETerms
+from .prototypes import PrototypeClassificationLoss
+from .sets import DynamicGate, DynamicOrthogonalLoss, VarianceAwareLoss
 
 __all__ = [
+    "CODERObjective",
+    "CODERTerms",
+    "DVSEObjective",
+    "DVSETerms",
     "DiversityContrastiveLoss",
     "DynamicGate",
     "DynamicOrthogonalLoss",
@@ -15,7 +21,9 @@ __all__ = [
     "MemoryDiversityContrastiveLoss",
     "MemoryLoss",
     "PairLoss",
+    "PrototypeClassificationLoss",
     "SigmoidLoss",
     "TripletLoss",
     "UnifiedTrainingObjective",
+    "VarianceAwareLoss",
 ]

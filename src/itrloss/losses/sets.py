@@ -2,11 +2,96 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from .. import functional
-from .._arguments import check_number
+from .._arguments import check_embeddings, check_ids, check_number, diagonal_if_unique
+from ..engines.dispatch import choose
+from ..engines.operators import inverse_norms
+from ..engines.tiles import compute_dtype
+from ..similarity import DEFAULT_MEMORY_BUDGET, Similarity
+from .base import Loss, in_words_of_pairs
+
+
+class VarianceAwareLoss(Loss):
+    r"""Variance-aware weighting loss (Wei et al., DVSE 2023, Eq. 8, 11) on sets of image embeddings.
+
+    .. math::
+        \sum_k \operatorname{mean}_{(i, p)} \Bigl[ \frac1{\sigma_{ikp}^2}
+            \bigl[\alpha - S^k_{ip} + \max_{j \in neg(i)} S^k_{ij}\bigr]_+ + \log \sigma_{ikp} \Bigr]
+        + \text{the same from the texts}, \qquad
+        \sigma_{ikp} = 1 + \operatorname{Std}_{j \ne p} S^k_{ij}
+
+    over the positive pairs (i, p). A head that spreads its scores widely for an image is trusted less with it. With
+    several captions an image, those that are not the target stay in the distribution; with one, it is that of the
+    negatives. Permuting heads, images or texts changes nothing, and no value is below 0.
+
+    Warning:
+        The gradient through σ *lowers* the spread of an anchor's negatives as long as its hinge is below ½, which it
+        nearly always is: the opposite of what DCL's diversity asks for. Think twice before you add the two.
+
+    Args:
+        margin: α, in units of cosine similarity.
+        detach_sigma: treat σ as a weight. The log term has no effect on the model then.
+        shared_sigma: the texts' direction takes a pair's σ from the image's scores, as printed; False: from the text's
+            own, over all images but the pair's.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``, see :func:`itrloss.functional.variance_aware_loss`.
+        engine, check_finite: see :class:`itrloss.PairLoss`. With several captions an image, an accelerator forms the
+            matrices, or with ``engine="tiled"`` is waited for.
+    """
+
+    def __init__(self, margin: float = 0.2, detach_sigma: bool = False, shared_sigma: bool = True, **common: Any):
+        super().__init__(**common)
+        check_number("margin", margin)
+        self.margin, self.detach_sigma, self.shared_sigma = margin, detach_sigma, shared_sigma
+
+    def forward(
+        self,
+        image_sets: Tensor,
+        texts: Tensor,
+        image_ids: Tensor | None = None,
+        text_ids: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The loss of sets of image embeddings and texts.
+
+        Args:
+            image_sets: (N, K, D) embeddings of any length, K for each image.
+            texts: (M, D) embeddings.
+            image_ids, text_ids: (N,) and (M,) integers, see :class:`itrloss.PairLoss`.
+
+        Returns:
+            A 0-dim float32 tensor (float64 for float64 input), or per-anchor values with ``reduction="none"``.
+        """
+        heads = self._heads(image_sets, texts, image_ids, text_ids)
+        return functional.variance_aware_loss(heads, self.margin, self.detach_sigma, self.shared_sigma, self.reduction)
+
+    def _heads(self, images: Tensor, texts: Tensor, image_ids: Any, text_ids: Any) -> list[Similarity]:
+        if not isinstance(images, Tensor):
+            raise TypeError(f"image_sets: expected a floating-point tensor (N, K, D), got {type(images).__name__}")
+        if images.dim() != 3 or 0 in images.shape:
+            raise ValueError(f"image_sets: expected shape (N, K, D), got {tuple(images.shape)}")
+        n, k = images.shape[:2]
+        flat = images.flatten(0, 1)
+        try:
+            check_embeddings(flat, texts, self.check_finite)
+            ids = diagonal_if_unique(check_ids(image_ids, text_ids, n, texts.shape[0], images.device))
+        except (TypeError, ValueError) as error:
+            message = in_words_of_pairs(str(error)).replace("images:", "image_sets:", 1)
+            raise type(error)(message) from None
+        matrices = k * n * texts.shape[0] * compute_dtype(images).itemsize
+        engine = choose(self.engine, matrices, DEFAULT_MEMORY_BUDGET)
+        of_images, of_texts = inverse_norms(flat.detach()).view(n, k), inverse_norms(texts.detach())
+        return [
+            Similarity._of(images[:, head], texts, ids, (of_images[:, head], of_texts), engine) for head in range(k)
+        ]
+
+    def extra_repr(self) -> str:
+        """What ``repr`` shows."""
+        names = ("margin", "detach_sigma", "shared_sigma", "reduction")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 
 class DynamicOrthogonalLoss(nn.Module):

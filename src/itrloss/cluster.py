@@ -1,0 +1,241 @@
+"""Online k-means: prototypes that follow the embeddings of a model in training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._arguments import check_matrix, check_number
+from .distributed import gather_rows
+from .engines.operators import inverse_norms
+from .engines.pairs import bags
+from .engines.tiles import unit
+from .similarity import Similarity
+
+__all__ = ["OnlineKMeans"]
+
+_NEVER = torch.iinfo(torch.int64).min // 2
+
+
+class OnlineKMeans(nn.Module):
+    r"""Mini-batch spherical k-means (Sculley, WWW 2010; Dhillon & Modha, 2001) with centroids that persist.
+
+    Each point, at unit length, belongs to the centroid of highest cosine (the first of equals). After a batch
+
+    .. math:: c_k \leftarrow \frac{n_k c_k + \sum_{x \in k} x}{\lVert n_k c_k + \sum_{x \in k} x \rVert}, \qquad
+              n_k \leftarrow n_k + |\{x \in k\}|
+
+    Clusters begin empty. An empty one is seeded with a point of the batch, the worst served first, and so is one that
+    got no point while ``patience`` points per cluster came by. There is no randomness; in a ``torch.distributed`` job
+    every process sees the points of all, so that centroids are the same everywhere (batches must be of one size
+    then). The points' mean cosine with their centroids never falls by an update with them.
+
+    No (B, clusters) matrix is held where that is large, and nothing here waits for an accelerator.
+
+    Args:
+        clusters: K.
+        dim: D of the points.
+        max_count: of a cluster, for its step ``1 / n_k``: a centroid then keeps following embeddings that drift with
+            training. None: counts grow without bound.
+        patience: see above, above 0. A cluster of average size is reseeded by mistake with probability
+            ``exp(-patience)``.
+
+    Attributes:
+        centroids: (clusters, dim) float32, of unit length; zeros where a cluster is empty.
+        counts: (clusters,) float32 n.
+        reseeded: (clusters,) bool, whose centroid the last update replaced by a point: what a classifier learnt of such
+            a cluster is void, see :meth:`itrloss.PrototypeClassificationLoss.reset`.
+
+    ``state_dict`` holds all of it, so that a resumed run continues bit for bit.
+    """
+
+    centroids: Tensor
+    counts: Tensor
+    last: Tensor
+    seen: Tensor
+    reseeded: Tensor
+
+    def __init__(self, clusters: int, dim: int, *, max_count: float | None = None, patience: float = 10.0):
+        super().__init__()
+        for name, value in (("clusters", clusters), ("dim", dim)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name}: expected an integer, got {value!r}")
+            if value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
+        check_number("patience", patience, positive=True)
+        if max_count is not None:
+            check_number("max_count", max_count, positive=True)
+        self.max_count, self.patience = max_count, patience
+        self.register_buffer("centroids", torch.zeros(clusters, dim))
+        self.register_buffer("counts", torch.zeros(clusters))
+        self.register_buffer("last", torch.full((clusters,), _NEVER))  # value of ``seen`` at a cluster's last point
+        self.register_buffer("seen", torch.tensor(0))
+        self.register_buffer("reseeded", torch.zeros(clusters, dtype=torch.bool))
+        # On the CPU for good: empty clusters are the last ones, and the host knows how many without waiting.
+        self.count = torch.tensor(0, device="cpu")
+
+    @property
+    def clusters(self) -> int:
+        """K."""
+        return self.centroids.shape[0]
+
+    @property
+    def dim(self) -> int:
+        """D of the points."""
+        return self.centroids.shape[1]
+
+    def __len__(self) -> int:
+        """Number of clusters that are not empty."""
+        return int(self.count)
+
+    def __bool__(self) -> bool:
+        return True
+
+    @torch.no_grad()
+    def predict(self, x: Tensor) -> Tensor:
+        """(B,) int64: the cluster of each point.
+
+        Args:
+            x: (B, dim) floating point, of any length. Vectors of length 0 belong to the first cluster.
+
+        Raises:
+            RuntimeError: before the first update.
+        """
+        self._check(x)
+        if not len(self):
+            raise RuntimeError("OnlineKMeans: no cluster has a point yet; call update first")
+        return self._nearest(x.detach())[1]
+
+    @torch.no_grad()
+    def update(self, x: Tensor) -> Tensor:
+        """Assign a batch to its clusters and move their centroids.
+
+        Args:
+            x: (B, dim) floating point of any length; no gradient goes through it.
+
+        Returns:
+            (B,) int64: the cluster of each point, a new one for a point that seeded it.
+        """
+        self._check(x)
+        here, points = x.shape[0], gather_rows(x.detach())
+        if not len(self) and points.shape[0] > self.clusters:  # nothing is near enough to nothing
+            ids = torch.cat([self._step(points[: self.clusters]), self._step(points[self.clusters :])])
+        else:
+            ids = self._step(points)
+        if points.shape[0] == here:
+            return ids
+        start = torch.distributed.get_rank() * here
+        return ids[start : start + here]
+
+    @torch.no_grad()
+    def fit(self, x: Tensor, iterations: int = 20) -> Tensor:
+        """Refit to a whole data set, starting from the centroids there are (Lloyd's algorithm).
+
+        Counts begin anew. Between iterations the host waits for the assignment, to stop where it does not change.
+
+        Args:
+            x: (B, dim) points; in a distributed job all of them on every process.
+            iterations: at most.
+
+        Returns:
+            (B,) int64 clusters of the points.
+        """
+        self._check(x)
+        check_number("iterations", iterations, positive=True)
+        x = x.detach()
+        if not len(self):
+            self._step(x[: self.clusters])
+        before = None
+        replaced = torch.zeros_like(self.reseeded)
+        for _ in range(iterations):
+            self.counts.zero_()
+            ids = self._step(x, whole=True)
+            replaced |= self.reseeded
+            if before is not None and torch.equal(ids, before):
+                break
+            before = ids
+        self.reseeded.copy_(replaced)
+        return self.predict(x)
+
+    def _check(self, x: Tensor) -> None:
+        check_matrix("x", x, f"(B, {self.dim})", False)
+        if x.shape[1] != self.dim:
+            raise ValueError(f"x: expected shape (B, {self.dim}), got {tuple(x.shape)}")
+        if x.device != self.centroids.device:
+            raise ValueError(f"x: expected device {self.centroids.device} like the centroids, got {x.device}")
+
+    def _nearest(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Highest cosine with a centroid and its index; -1 and 0 while there is none."""
+        x = x.to(self.centroids.dtype)
+        ids = torch.full((x.shape[0],), -1, device=x.device), torch.zeros(self.clusters, dtype=torch.int64).to(x.device)
+        found = Similarity._of(x, self.centroids, ids, (inverse_norms(x), None), "auto", self.count).hardest()
+        return found.values.clamp_min(-1), found.indices.clamp_min(0)
+
+    def _step(self, x: Tensor, whole: bool = False) -> Tensor:
+        """One update with all of the points there are in this step."""
+        cosines, ids = self._nearest(x)
+        batch, clusters = x.shape[0], self.clusters
+        self.seen.add_(batch)
+        seeded = torch.arange(clusters, device=x.device) < self.count.to(x.device, non_blocking=True)
+        hit = torch.zeros_like(seeded).index_fill_(0, ids, True) & seeded
+        torch.where(hit, self.seen, self.last, out=self.last)
+        # Empty clusters first, in their order; then those that waited longest.
+        waited = torch.where(seeded, self.seen - self.last, torch.iinfo(torch.int64).max)
+        patience = 0 if whole else int(self.patience * clusters)
+        places = min(batch, clusters)
+        waited, place = (v[:places] for v in torch.sort(waited, descending=True, stable=True))
+        length = inverse_norms(x)
+        point = torch.sort(cosines.masked_fill(length == 0, 2.0), stable=True).indices[:places]
+        replaced = waited > patience
+        self.reseeded.zero_().index_copy_(0, place, replaced)
+        ids.index_copy_(0, point, torch.where(replaced, place, ids[point]))
+        self.counts.masked_fill_(self.reseeded, 0)
+        torch.where(self.reseeded, self.seen, self.last, out=self.last)
+        self.count.add_(batch).clamp_max_(clusters)
+        self._move(unit(x, length).to(self.centroids.dtype), ids)
+        return ids
+
+    def _move(self, x: Tensor, ids: Tensor) -> None:
+        """The centroids of the clusters that got some of these unit vectors."""
+        which, sums, sizes = _cluster_sums(x, ids, self.clusters)
+        old, count = self.centroids[which], self.counts[which]
+        if self.max_count is not None:
+            count = count.clamp_max(self.max_count)
+        new = sums + count[:, None] * old
+        inv = inverse_norms(new)
+        # Points that cancel each other leave a centroid in place, and where there is none, a direction has to do.
+        axis = torch.nn.functional.one_hot(which % self.dim, self.dim).to(old.dtype)
+        old = torch.where((old == 0).all(1, keepdim=True), axis, old)
+        new = torch.where(((inv > 0) & (sizes > 0))[:, None], unit(new, inv), old)
+        self.centroids.index_copy_(0, which, new)
+        self.counts.index_copy_(0, which, self.counts[which] + sizes)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self.count.fill_(min(int(self.seen), self.clusters))
+
+    def extra_repr(self) -> str:
+        """What ``repr`` shows."""
+        return f"clusters={self.clusters}, dim={self.dim}, max_count={self.max_count}, patience={self.patience}"
+
+
+def _cluster_sums(x: Tensor, ids: Tensor, clusters: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(G,) clusters, among them all that got points, with the sum (G, D) and the number (G,) of these.
+
+    In an order of additions that is always the same. G is the number of points or of clusters, whichever is less, so
+    that nobody has to wait for it; a cluster that is named twice has the same figures twice.
+    """
+    batch = torch.arange(x.shape[0], device=x.device)
+    ones = x.new_ones(x.shape[0])
+    if x.shape[0] >= clusters:
+        which = torch.arange(clusters, device=x.device)
+        return which, bags(ids, batch, x, ones, clusters), x.new_zeros(clusters).index_add_(0, ids, ones)
+    ordered, order = torch.sort(ids, stable=True)
+    begins = torch.cat([ordered.new_zeros(1), (ordered[1:] != ordered[:-1]).to(ordered.dtype)])
+    group = begins.cumsum(0)
+    which = ordered[:1].repeat(x.shape[0]).index_copy_(0, group, ordered)
+    named = torch.where(batch <= group[-1], batch, 0)
+    sums = bags(group, order, x, ones, x.shape[0])
+    return which[named], sums[named], torch.zeros_like(ones).index_add_(0, group, ones)[named]
