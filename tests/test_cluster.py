@@ -86,7 +86,7 @@ def test_cluster_without_points_is_seeded_again():
 
 
 @given(st.integers(0, 10**6), st.integers(1, 12), st.integers(1, 30), st.sampled_from([None, 3.0]), st.floats(0.1, 5))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_an_update_never_serves_its_batch_worse(seed, clusters, size, max_count, patience):
     means = trained(clusters, seed=seed, max_count=max_count, patience=patience)
     x = points(size, seed=seed + 1)
@@ -100,7 +100,7 @@ def test_an_update_never_serves_its_batch_worse(seed, clusters, size, max_count,
 
 
 @given(st.integers(0, 10**6), st.integers(1, 8), st.integers(1, 40))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 def test_refitting_never_serves_the_data_worse(seed, clusters, size):
     means, x = trained(clusters, seed=seed), points(size, seed=seed + 1)
     before = mean_cosine(x, means)
@@ -120,7 +120,7 @@ def test_refit_finds_separated_clusters():
     means = OnlineKMeans(4, 8)
     ids = means.fit(x)
     assert all(len(ids[labels == k].unique()) == 1 for k in range(4)) and len(ids.unique()) == 4
-    torch.testing.assert_close(means.counts, torch.full((4,), 50.0))
+    assert means.counts.tolist() == [50] * 4
     again = copy.deepcopy(means)
     assert torch.equal(again.fit(x), ids)
     torch.testing.assert_close(again.centroids, means.centroids)

@@ -43,8 +43,9 @@ class OnlineKMeans(nn.Module):
             ``exp(-patience)``.
 
     Attributes:
-        centroids: (clusters, dim) float32, of unit length; zeros where a cluster is empty.
-        counts: (clusters,) float32 n.
+        centroids: (clusters, dim) of unit length, zeros where a cluster is empty; float32, whatever type the module is
+            moved to, for small steps would be lost in half precision.
+        counts: (clusters,) int64 n.
         reseeded: (clusters,) bool, whose centroid the last update replaced by a point: what a classifier learnt of such
             a cluster is void, see :meth:`itrloss.PrototypeClassificationLoss.reset`.
 
@@ -69,7 +70,7 @@ class OnlineKMeans(nn.Module):
             check_number("max_count", max_count, positive=True)
         self.max_count, self.patience = max_count, patience
         self.register_buffer("centroids", torch.zeros(clusters, dim))
-        self.register_buffer("counts", torch.zeros(clusters))
+        self.register_buffer("counts", torch.zeros(clusters, dtype=torch.int64))
         self.register_buffer("last", torch.full((clusters,), _NEVER))  # value of ``seen`` at a cluster's last point
         self.register_buffer("seen", torch.tensor(0))
         self.register_buffer("reseeded", torch.zeros(clusters, dtype=torch.bool))
@@ -104,7 +105,7 @@ class OnlineKMeans(nn.Module):
             RuntimeError: before the first update.
         """
         self._check(x)
-        if not len(self):
+        if not torch.compiler.is_compiling() and not len(self):
             raise RuntimeError("OnlineKMeans: no cluster has a point yet; call update first")
         return self._nearest(x.detach())[1]
 
@@ -120,10 +121,7 @@ class OnlineKMeans(nn.Module):
         """
         self._check(x)
         here, points = x.shape[0], gather_rows(x.detach())
-        if not len(self) and points.shape[0] > self.clusters:  # nothing is near enough to nothing
-            ids = torch.cat([self._step(points[: self.clusters]), self._step(points[self.clusters :])])
-        else:
-            ids = self._step(points)
+        ids = self._step(points)
         if points.shape[0] == here:
             return ids
         start = torch.distributed.get_rank() * here
@@ -145,8 +143,6 @@ class OnlineKMeans(nn.Module):
         self._check(x)
         check_number("iterations", iterations, positive=True)
         x = x.detach()
-        if not len(self):
-            self._step(x[: self.clusters])
         before = None
         replaced = torch.zeros_like(self.reseeded)
         for _ in range(iterations):
@@ -175,26 +171,32 @@ class OnlineKMeans(nn.Module):
 
     def _step(self, x: Tensor, whole: bool = False) -> Tensor:
         """One update with all of the points there are in this step."""
-        cosines, ids = self._nearest(x)
         batch, clusters = x.shape[0], self.clusters
+        x = unit(x, inverse_norms(x)).to(self.centroids.dtype)
+        begins = torch.zeros_like(self.reseeded)
+        if batch > clusters:  # at the very first, points beyond the seeds need something to be near to
+            first = self.count == 0
+            begins = begins | first.to(x.device, non_blocking=True)
+            self.centroids.copy_(torch.where(begins[:, None], x[:clusters], self.centroids))
+            self.count.copy_(torch.where(first, clusters, self.count))
+        cosines, ids = self._nearest(x)
         self.seen.add_(batch)
         seeded = torch.arange(clusters, device=x.device) < self.count.to(x.device, non_blocking=True)
         hit = torch.zeros_like(seeded).index_fill_(0, ids, True) & seeded
-        torch.where(hit, self.seen, self.last, out=self.last)
+        self.last.copy_(torch.where(hit, self.seen, self.last))
         # Empty clusters first, in their order; then those that waited longest.
         waited = torch.where(seeded, self.seen - self.last, torch.iinfo(torch.int64).max)
         patience = 0 if whole else int(self.patience * clusters)
         places = min(batch, clusters)
         waited, place = (v[:places] for v in torch.sort(waited, descending=True, stable=True))
-        length = inverse_norms(x)
-        point = torch.sort(cosines.masked_fill(length == 0, 2.0), stable=True).indices[:places]
+        point = torch.sort(cosines.masked_fill((x == 0).all(1), 2.0), stable=True).indices[:places]
         replaced = waited > patience
-        self.reseeded.zero_().index_copy_(0, place, replaced)
+        self.reseeded.zero_().index_copy_(0, place, replaced).logical_or_(begins)
         ids.index_copy_(0, point, torch.where(replaced, place, ids[point]))
         self.counts.masked_fill_(self.reseeded, 0)
-        torch.where(self.reseeded, self.seen, self.last, out=self.last)
+        self.last.copy_(torch.where(self.reseeded, self.seen, self.last))
         self.count.add_(batch).clamp_max_(clusters)
-        self._move(unit(x, length).to(self.centroids.dtype), ids)
+        self._move(x, ids)
         return ids
 
     def _move(self, x: Tensor, ids: Tensor) -> None:
@@ -203,7 +205,7 @@ class OnlineKMeans(nn.Module):
         old, count = self.centroids[which], self.counts[which]
         if self.max_count is not None:
             count = count.clamp_max(self.max_count)
-        new = sums + count[:, None] * old
+        new = sums + count[:, None].to(old.dtype) * old
         inv = inverse_norms(new)
         # Points that cancel each other leave a centroid in place, and where there is none, a direction has to do.
         axis = torch.nn.functional.one_hot(which % self.dim, self.dim).to(old.dtype)
@@ -211,6 +213,14 @@ class OnlineKMeans(nn.Module):
         new = torch.where(((inv > 0) & (sizes > 0))[:, None], unit(new, inv), old)
         self.centroids.index_copy_(0, which, new)
         self.counts.index_copy_(0, which, self.counts[which] + sizes)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> OnlineKMeans:
+        """Moves between devices; the type stays."""
+        before = self.centroids
+        super()._apply(fn, recurse)
+        if self.centroids.dtype != before.dtype:
+            self.centroids = before.to(self.centroids.device)
+        return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -231,11 +241,12 @@ def _cluster_sums(x: Tensor, ids: Tensor, clusters: int) -> tuple[Tensor, Tensor
     ones = x.new_ones(x.shape[0])
     if x.shape[0] >= clusters:
         which = torch.arange(clusters, device=x.device)
-        return which, bags(ids, batch, x, ones, clusters), x.new_zeros(clusters).index_add_(0, ids, ones)
+        sizes = torch.zeros_like(which).index_add_(0, ids, torch.ones_like(ids))
+        return which, bags(ids, batch, x, ones, clusters), sizes
     ordered, order = torch.sort(ids, stable=True)
     begins = torch.cat([ordered.new_zeros(1), (ordered[1:] != ordered[:-1]).to(ordered.dtype)])
     group = begins.cumsum(0)
     which = ordered[:1].repeat(x.shape[0]).index_copy_(0, group, ordered)
     named = torch.where(batch <= group[-1], batch, 0)
     sums = bags(group, order, x, ones, x.shape[0])
-    return which[named], sums[named], torch.zeros_like(ones).index_add_(0, group, ones)[named]
+    return which[named], sums[named], torch.zeros_like(ids).index_add_(0, group, torch.ones_like(ids))[named]

@@ -224,8 +224,7 @@ class Matrix:
     def hardest(self, asked: Asked) -> Any:
         """Highest-scoring negative of each asked side, with its index."""
         if 0 in self.shape:  # a memory that is empty yet
-            value = self.rows.new_full((self.shape[0],), -math.inf, dtype=compute_dtype(self.rows))
-            return Hardest(value, value.new_full(value.shape, -1, dtype=torch.int64)), None
+            return Hardest(*ops.hardest(*_detached(self._given()), *asked)[::2]), None
         if self.engine == "reference":
             return [None if h is None else Hardest(*h) for h in self._by_reference(reference.hardest, asked)]
         out = ops.hardest(*_detached(self.source()), *asked)

@@ -142,6 +142,9 @@ def hardest(source: Source, asked: tuple[bool, bool]) -> tuple[Tensor, ...]:
     positives = Positives.of(source)
     best: dict[int, Tensor] = {}
     where: dict[int, Tensor] = {}
+    if 0 in source.shape and asked[0]:  # a memory that is empty yet
+        best[0] = source.rows.new_full((source.shape[0],), -math.inf, dtype=source.dtype)
+        where[0] = best[0].new_full(best[0].shape, -1, dtype=torch.int64)
     for tile in tiles(source, scratch=1):
         t = positives.fill_(tile.scratch[0].copy_(tile.scores), tile, -math.inf)
         for side, dim in SIDES:

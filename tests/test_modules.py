@@ -1,0 +1,270 @@
+"""What every module must survive: compiling, copying, storing, other types, autocast, two processes."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import itrloss
+
+B, K, D, ENTRIES = 6, 3, 8, 10
+IDS = torch.tensor([0, 1, 2, 0, 4, 9])
+
+
+class Inputs(NamedTuple):
+    """Of one step; all random numbers come from one tensor, so that an encoder can make them."""
+
+    vectors: Tensor  # (B, 8 D)
+    memory: itrloss.CoupledMemory
+
+    def part(self, at: int, heads: int = 1) -> Tensor:
+        """(B, D), or (B, heads, D)."""
+        x = self.vectors[:, at * D : (at + heads) * D]
+        return x if heads == 1 else x.unflatten(1, (heads, D))
+
+
+def pair(module: nn.Module, x: Inputs) -> Any:
+    return module(x.part(0), x.part(1), IDS, IDS)
+
+
+def memory(module: nn.Module, x: Inputs) -> Any:
+    return module(x.part(0), x.part(1), x.part(2).detach(), x.part(3).detach(), x.memory, IDS, IDS)
+
+
+def coder(module: nn.Module, x: Inputs) -> Any:
+    keys = x.part(2).detach(), x.part(3).detach()
+    return module(x.part(0), x.part(1), *keys, x.memory, x.part(4), x.part(5), IDS, IDS)[0]
+
+
+def dvse(module: nn.Module, x: Inputs) -> Any:
+    return module(x.part(0, K), x.part(3), x.part(4, K), None, IDS, IDS)[0]
+
+
+def classify(module: nn.Module, x: Inputs) -> Any:
+    return module(x.part(0), x.part(1), IDS)
+
+
+def enqueue(module: nn.Module, x: Inputs) -> Any:
+    module.enqueue(x.part(0), x.part(1), IDS)
+    return module.images.sum() + module.ids.sum()
+
+
+def cluster(module: nn.Module, x: Inputs) -> Any:
+    return module.update(x.part(0)).sum() + module.centroids.sum()
+
+
+# name -> (how it is made, how it is called)
+MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Inputs], Any]]] = {
+    "TripletLoss": (itrloss.TripletLoss, pair),
+    "TripletLoss all": (lambda: itrloss.TripletLoss(mining="all"), pair),
+    "InfoNCELoss": (lambda: itrloss.InfoNCELoss(learnable=True), pair),
+    "SigmoidLoss": (itrloss.SigmoidLoss, pair),
+    "HubnessAwareLoss": (itrloss.HubnessAwareLoss, pair),
+    "DiversityContrastiveLoss": (itrloss.DiversityContrastiveLoss, pair),
+    "MemoryDiversityContrastiveLoss": (itrloss.MemoryDiversityContrastiveLoss, memory),
+    "UnifiedTrainingObjective": (itrloss.UnifiedTrainingObjective, memory),
+    "VarianceAwareLoss": (itrloss.VarianceAwareLoss, lambda m, x: m(x.part(0, K), x.part(3), IDS, IDS)),
+    "VarianceAwareLoss own sigma": (
+        lambda: itrloss.VarianceAwareLoss(shared_sigma=False),
+        lambda m, x: m(x.part(0, K), x.part(3)),
+    ),
+    "DynamicOrthogonalLoss": (lambda: itrloss.DynamicOrthogonalLoss(0.0), lambda m, x: m(x.part(0, K))),
+    "DynamicGate": (lambda: itrloss.DynamicGate(D, K), lambda m, x: m(x.part(0, 4))),
+    "CoupledMemory": (lambda: itrloss.CoupledMemory(ENTRIES, D), enqueue),
+    "OnlineKMeans": (lambda: itrloss.OnlineKMeans(4, D), cluster),
+    "OnlineKMeans sparse": (lambda: itrloss.OnlineKMeans(40, D), cluster),
+    "PrototypeClassificationLoss": (lambda: itrloss.PrototypeClassificationLoss(D, 10), classify),
+    "CODERObjective": (lambda: itrloss.CODERObjective(D, 9), coder),
+    "DVSEObjective": (lambda: itrloss.DVSEObjective(slack=0.0), dvse),
+    "MomentumEncoder": (lambda: itrloss.MomentumEncoder(nn.Linear(D, D)), lambda m, x: m(x.part(0))),
+}
+every_module = pytest.mark.parametrize("name", list(MODULES))
+
+
+def make(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODULES[name][0]()
+
+
+def inputs(step: int = 0, dtype: torch.dtype = torch.float32, processes: int = 1) -> Inputs:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(B, 8 * D, generator=generator) + 0.3
+    stored = itrloss.CoupledMemory(ENTRIES, D, dtype=dtype)
+    keys = torch.randn(2, 7, D, generator=generator).to(dtype).repeat(1, processes, 1)  # as if each had put them in
+    stored.enqueue(*keys, torch.arange(7).repeat(processes))
+    return Inputs(x.to(dtype).requires_grad_(), stored)
+
+
+def outcome(
+    name: str, module: nn.Module, x: Inputs, call: Callable[..., Any] | None = None, autocast: bool = False
+) -> list[Tensor]:
+    """The value of one call and, where there is one, the gradient."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        value = (call or MODULES[name][1])(module, x)
+    if not value.requires_grad:
+        return [value]
+    return [value.detach(), *torch.autograd.grad(value.sum(), x.vectors)]
+
+
+def test_every_public_module_is_here():
+    public = {n for n in itrloss.__all__ if isinstance(getattr(itrloss, n), type)}
+    modules = {n for n in public if issubclass(getattr(itrloss, n), nn.Module)}
+    assert modules - {"PairLoss", "MemoryLoss"} == {n.split()[0] for n in MODULES}
+
+
+@pytest.mark.slow
+@every_module
+def test_compiles_without_a_graph_break(name):
+    torch._dynamo.reset()
+    call = MODULES[name][1]
+    module, twin = make(name), make(name)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for step in range(3):
+        wanted, found = outcome(name, module, inputs(step)), outcome(name, twin, inputs(step), compiled)
+        torch.testing.assert_close(found, wanted)
+    for a, b in zip(module.buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@every_module
+@pytest.mark.parametrize("by", ["deepcopy", "pickle", "state_dict", "torch.save"])
+def test_copies_go_on_as_the_original_does(name, by):
+    module = make(name)
+    for step in range(2):
+        outcome(name, module, inputs(step))
+    if by == "deepcopy":
+        twin = copy.deepcopy(module)
+    elif by == "pickle":
+        twin = pickle.loads(pickle.dumps(module))
+    elif by == "state_dict":
+        twin = MODULES[name][0]()
+        twin.load_state_dict(module.state_dict())
+    else:
+        stored = io.BytesIO()
+        torch.save(module.state_dict(), stored)
+        stored.seek(0)
+        twin = MODULES[name][0]()
+        twin.load_state_dict(torch.load(stored, weights_only=True))
+    for step in range(2, 5):
+        for a, b in zip(outcome(name, module, inputs(step)), outcome(name, twin, inputs(step)), strict=True):
+            assert torch.equal(a, b)
+    for (key, a), (_, b) in zip(module.named_buffers(), twin.named_buffers(), strict=True):
+        assert torch.equal(a, b), key
+
+
+@every_module
+def test_repr_is_one_that_can_be_read(name):
+    text = repr(make(name))
+    assert text.startswith(name.split()[0] + "(") and "object at" not in text
+
+
+@every_module
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_moves_to_another_type(name, dtype):
+    wanted = outcome(name, make(name), inputs())
+    found = outcome(name, make(name).to("cpu", dtype), inputs(dtype=dtype))
+    tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float64 else {"rtol": 0.1, "atol": 0.1}
+    for a, b in zip(found, wanted, strict=True):
+        assert a.isfinite().all()
+        if dtype == torch.float64 or name not in (
+            "DynamicGate",
+            "OnlineKMeans",
+            "OnlineKMeans sparse",
+            "CODERObjective",
+        ):
+            torch.testing.assert_close(a.to(b.dtype), b, **tolerance)  # a rounded input may fall to another cluster
+
+
+@every_module
+def test_autocast_changes_nothing(name):
+    wanted = outcome(name, make(name), inputs())
+    found = outcome(name, make(name), inputs(), autocast=True)
+    if name == "MomentumEncoder":  # runs the user's encoder, under the user's autocast
+        assert found[0].dtype == torch.bfloat16
+        return
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+class Step(nn.Module):
+    """An encoder and a module on what it makes, as DDP wraps them."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        torch.manual_seed(1)
+        self.name, self.encoder, self.module = name, nn.Linear(5, 8 * D), make(name)
+
+    def forward(self, x: Tensor, stored: itrloss.CoupledMemory) -> Tensor:
+        made = self.encoder(x)
+        value = MODULES[self.name][1](self.module, Inputs(made, stored))
+        return value.float().sum() + 0 * made.sum()
+
+
+def worker(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    found = {}
+    for name in MODULES:
+        model = DistributedDataParallel(Step(name))
+        gradients = []
+        for step in range(3):
+            x = torch.randn(B, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+            model.zero_grad()
+            model(x, inputs(step).memory).backward()
+            gradients.append({n: p.grad.clone() for n, p in model.module.named_parameters() if p.grad is not None})
+        buffers = dict(model.module.module.named_buffers())
+        found[name] = gradients, {n: b.clone() for n, b in buffers.items()}
+    torch.save(found, Path(folder, f"{rank}.pt"))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gloo")
+    mp.spawn(worker, (str(folder),), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+@pytest.mark.slow
+@every_module
+def test_two_processes_stay_equal(name, two_processes):
+    (gradients, buffers), (other_gradients, other_buffers) = (found[name] for found in two_processes)
+    for mine, theirs in zip(gradients, other_gradients, strict=True):
+        assert mine and all(g.isfinite().all() and torch.equal(g, theirs[n]) for n, g in mine.items())
+    for n, b in buffers.items():
+        if name == "DynamicGate":  # running figures of each process's own images, as BatchNorm's
+            continue
+        assert torch.equal(b, other_buffers[n]), n
+    # The mean of what each process alone would get, where nothing is exchanged but gradients.
+    if name in ("CoupledMemory", "OnlineKMeans", "OnlineKMeans sparse", "CODERObjective"):
+        return
+    alone = []
+    for rank in range(2):
+        model = Step(name)
+        model(
+            torch.randn(B, 5, generator=torch.Generator().manual_seed(rank)), inputs(0, processes=2).memory
+        ).backward()
+        alone.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    for n, g in gradients[0].items():
+        torch.testing.assert_close(g, (alone[0][n] + alone[1][n]) / 2, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_clusters_of_two_processes_are_those_of_one(two_processes):
+    model = Step("OnlineKMeans")
+    for step in range(3):
+        both = [torch.randn(B, 5, generator=torch.Generator().manual_seed(10 * step + rank)) for rank in range(2)]
+        model.module.update(Inputs(model.encoder(torch.cat(both)), None).part(0))
+    for n, b in model.module.named_buffers():
+        torch.testing.assert_close(two_processes[0]["OnlineKMeans"][1][n], b)
