@@ -172,18 +172,13 @@ def test_repr_is_one_that_can_be_read(name):
 @every_module
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_moves_to_another_type(name, dtype):
-    wanted = outcome(name, make(name), inputs())
-    found = outcome(name, make(name).to("cpu", dtype), inputs(dtype=dtype))
-    tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float64 else {"rtol": 0.1, "atol": 0.1}
-    for a, b in zip(found, wanted, strict=True):
+    given = inputs(dtype=dtype)
+    found = outcome(name, make(name).to("cpu", dtype), given)
+    same = Inputs(given.vectors.detach().float().requires_grad_(), inputs(dtype=dtype).memory.float())
+    for a, b in zip(found, outcome(name, make(name), same), strict=True):
         assert a.isfinite().all()
-        if dtype == torch.float64 or name not in (
-            "DynamicGate",
-            "OnlineKMeans",
-            "OnlineKMeans sparse",
-            "CODERObjective",
-        ):
-            torch.testing.assert_close(a.to(b.dtype), b, **tolerance)  # a rounded input may fall to another cluster
+        # Parameters are rounded, too, and so are gradients.
+        assert (a.to(b.dtype) - b).norm() <= (1e-5 if dtype == torch.float64 else 0.03) * b.norm()
 
 
 @every_module
