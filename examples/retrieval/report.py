@@ -310,7 +310,7 @@ def _hubness(run: Run, directions: Mapping[str, Direction], split: str) -> str:
         before, after = (direction.occurrences(s, HUBNESS_K) for s in (direction.before, direction.after))
         label = f"How often a {candidate} is among the first {HUBNESS_K} of a query, before and after re-ranking"
         chart = histogram_pair(before, after, label, f"queries with it in their first {HUBNESS_K}", f"{candidate}s")
-        skews = " → ".join(_number(skewness(torch.from_numpy(x))) for x in (before, after))
+        skews = " → ".join(_number(float(skewness(torch.from_numpy(x)))) for x in (before, after))
         figures.append(
             f"<figure>{chart}<figcaption>{candidate.capitalize()}s, asked for by {len(direction.query_ids):,} {query}. "
             f"Skewness {skews}. The most popular {candidate} is in {before.max():,} → {after.max():,} lists; "

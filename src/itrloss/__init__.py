@@ -24,6 +24,7 @@ from .losses import (
 )
 from .memory import CoupledMemory, MomentumEncoder
 from .similarity import Similarity
+from .telemetry import describe
 
 __version__ = "0.1.0"
 
@@ -49,6 +50,7 @@ __all__ = [
     "TripletLoss",
     "UnifiedTrainingObjective",
     "VarianceAwareLoss",
+    "describe",
     "functional",
     "metrics",
     "pair_term",

@@ -82,12 +82,12 @@ def default_ids(n_images: int, n_texts: int) -> tuple[Tensor, Tensor]:
     return images, images.repeat_interleave(n_texts // n_images)
 
 
-def skewness(counts: Tensor) -> float:
-    """Third standardised moment of ``counts`` (1-D, any dtype); 0 if they are all equal."""
+def skewness(counts: Tensor) -> Tensor:
+    """Third standardised moment of ``counts`` (1-D, any dtype) as a 0-dim tensor; 0 if they are all equal."""
     x = counts.double()
     x = x - x.mean()
     variance = x.square().mean()
-    return float((x**3).mean() / variance**1.5) if variance > 0 else 0.0
+    return torch.where(variance > 0, (x**3).mean() / variance**1.5, 0.0)
 
 
 def _similarity(name: str, scores: Tensor | Similarity, image_ids: Tensor | None, text_ids: Tensor | None):
@@ -126,5 +126,5 @@ def _figures(ranks: Tensor, top: Tensor, candidates: int) -> dict[str, float]:
     figures["median_rank"] = float(best.quantile(0.5))
     figures["r_precision"] = 100 * float((hit.sum(1, keepdim=True) / total).mean())
     figures["map_at_r"] = 100 * float((precision.sum(1, keepdim=True) / total).mean())
-    figures["skewness"] = skewness(torch.bincount(top.flatten(), minlength=candidates))
+    figures["skewness"] = float(skewness(torch.bincount(top.flatten(), minlength=candidates)))
     return figures

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..functional import Reduction
 from ..memory import CoupledMemory, MemorySimilarity
 from ..similarity import Engine, Similarity
+from ..telemetry import describe, describe_memory
 
 
 class Loss(nn.Module):
@@ -25,7 +28,23 @@ class Loss(nn.Module):
         self.check_finite = check_finite
 
 
-class PairLoss(Loss):
+class ObservedLoss(Loss):
+    """A loss that can tell what it saw."""
+
+    #: How far a positive pair is to be ahead of its hardest negative, for the figure ``active``.
+    active_margin: float = 0.0
+
+    def __init__(self, *, telemetry: bool = False, **common: Any):
+        super().__init__(**common)
+        self.observed = telemetry
+        self.telemetry: dict[str, Tensor] = {}
+
+    def _observe(self, figures: Callable[[], dict[str, Tensor]]) -> None:
+        if self.observed and not torch.compiler.is_compiling():
+            self.telemetry = figures()
+
+
+class PairLoss(ObservedLoss):
     """A loss on the similarities of images and texts; the base of the losses here and of your own.
 
     A subclass implements ``compute(sim: Similarity) -> Tensor`` and gets the call forms below, ids, engines and input
@@ -36,6 +55,8 @@ class PairLoss(Loss):
             per-anchor values: images (N,), texts (M,)).
         engine: see :class:`itrloss.Similarity`. A ``Similarity`` in place of the input keeps its own.
         check_finite: refuse nan and infinite input, see :class:`itrloss.Similarity`.
+        telemetry: keep what :func:`itrloss.describe` says of each call's similarity in the attribute ``telemetry``, a
+            dictionary. It costs a few passes over the scores, and is left out under ``torch.compile``.
     """
 
     def forward(
@@ -59,7 +80,10 @@ class PairLoss(Loss):
         Returns:
             A 0-dim float32 tensor (float64 for float64 input), or per-anchor values with ``reduction="none"``.
         """
-        return self.compute(self._similarity(images, texts, image_ids, text_ids, scores))
+        sim = self._similarity(images, texts, image_ids, text_ids, scores)
+        value = self.compute(sim)
+        self._observe(lambda: describe(sim, self.active_margin))
+        return value
 
     def compute(self, sim: Similarity) -> Tensor | tuple[Tensor, Tensor]:
         """The loss of a similarity with images as rows and texts as columns."""
@@ -89,7 +113,7 @@ class PairLoss(Loss):
             raise type(error)(in_words_of_pairs(str(error))) from None
 
 
-class MemoryLoss(Loss):
+class MemoryLoss(ObservedLoss):
     """A loss on images, texts, their momentum keys and a :class:`itrloss.CoupledMemory`; a base for your own.
 
     A subclass implements ``compute(sims: MemorySimilarity) -> Tensor``. There is no gradient to keys and memory. Put
@@ -97,6 +121,7 @@ class MemoryLoss(Loss):
 
     Args:
         reduction, engine, check_finite: see :class:`PairLoss`. ``engine`` goes by the size of the memory.
+        telemetry: the same of :func:`itrloss.telemetry.describe_memory`.
     """
 
     def forward(
@@ -129,7 +154,9 @@ class MemoryLoss(Loss):
             sims = MemorySimilarity.of(images, texts, image_keys, text_keys, memory, image_ids, text_ids, **options)
         except (TypeError, ValueError) as error:
             raise type(error)(in_words_of_pairs(str(error))) from None
-        return self.compute(sims)
+        value = self.compute(sims)
+        self._observe(lambda: describe_memory(sims))
+        return value
 
     def compute(self, sims: MemorySimilarity) -> Tensor | tuple[Tensor, Tensor]:
         """The loss of what :class:`itrloss.memory.MemorySimilarity` holds."""

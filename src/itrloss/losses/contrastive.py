@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -10,8 +11,11 @@ from torch import Tensor, nn
 
 from .. import functional
 from .._arguments import check_number
+from .._reduction import AnchorCounts
 from ..similarity import Similarity
 from .base import PairLoss
+
+_PLATEAU = 100  # calls
 
 
 class TripletLoss(PairLoss):
@@ -20,15 +24,16 @@ class TripletLoss(PairLoss):
     .. math:: \sum_{(i,p)\ \mathrm{positive}} \Bigl( \max_{j \in neg(i)} [\alpha - S_{ip} + S_{ij}]_+
               + \max_{j \in neg(p)} [\alpha - S_{ip} + S_{jp}]_+ \Bigr)
 
-    Training from scratch with the hardest negative can collapse to a plateau where the loss is ``2 * margin`` per pair;
-    the usual cure is to begin with all negatives: ``TripletLoss(mining="all")``, and after the first epoch
-    ``criterion.mining = "hardest"``.
+    Training from scratch with the hardest negative can collapse to a plateau where the loss is ``2 * margin`` per pair,
+    as all embeddings are alike. After a hundred calls on it in training mode there is a warning, once. The usual cure
+    is to begin with all negatives: ``TripletLoss(mining="all")``, and after the first epoch ``criterion.mining =
+    "hardest"``.
 
     Args:
         margin: α, in units of cosine similarity.
         mining: ``"hardest"`` negative of each anchor, or ``"all"`` (the sum over its negatives). May be set later.
         reduction: as in VSE code bases the default is ``"sum"`` over all positive pairs and both directions.
-        engine, check_finite: see :class:`PairLoss`.
+        engine, check_finite, telemetry: see :class:`PairLoss`.
     """
 
     def __init__(
@@ -43,6 +48,13 @@ class TripletLoss(PairLoss):
         check_number("margin", margin)
         self.margin = margin
         self.mining = mining
+        self._flat: Tensor | None = None  # number of calls in a row on the plateau
+        self._calls, self._warned = 0, False
+
+    @property
+    def active_margin(self) -> float:  # type: ignore[override]
+        """See :func:`itrloss.describe`."""
+        return self.margin
 
     @property
     def mining(self) -> functional.Mining:
@@ -57,7 +69,25 @@ class TripletLoss(PairLoss):
 
     def compute(self, sim: Similarity) -> Tensor | tuple[Tensor, Tensor]:
         """See :func:`itrloss.functional.triplet_loss`."""
-        return functional.triplet_loss(sim, self.margin, self.mining, self.reduction)
+        rows, cols = functional.triplet_loss(sim, self.margin, self.mining, "none")
+        if self.mining == "hardest" and self.training and not self._warned and not torch.compiler.is_compiling():
+            self._watch(sim, (rows.detach().sum() + cols.detach().sum()))
+        return AnchorCounts(sim).reduce(rows, cols, self.reduction)
+
+    def _watch(self, sim: Similarity, total: Tensor) -> None:
+        """Count the calls on the plateau, and read the number now and then only: an accelerator would have to wait."""
+        pairs = sim.shape[0] if sim.one_to_one else sim.positive_counts.sum().clamp_min(1)
+        near = (total / pairs - 2 * self.margin).abs() < 0.01 * self.margin
+        flat = near.to(torch.int64)
+        self._flat = flat if self._flat is None else (self._flat.to(flat.device) + 1) * flat
+        self._calls += 1
+        if self._calls % _PLATEAU == 0 and int(self._flat) >= _PLATEAU:
+            self._warned = True
+            warnings.warn(
+                f"TripletLoss: {_PLATEAU} calls within 1 % of {2 * self.margin:g} per pair, which is 2 * margin: all "
+                'embeddings seem to be alike. Begin with mining="all", or lower the learning rate.',
+                stacklevel=4,
+            )
 
     def extra_repr(self) -> str:
         return f"margin={self.margin}, mining={self.mining!r}, reduction={self.reduction!r}"
@@ -74,7 +104,7 @@ class InfoNCELoss(PairLoss):
     Args:
         temperature: τ, in units of cosine similarity.
         learnable: make τ a parameter, held as ``log(1/τ)`` (``log_scale``) as in CLIP.
-        reduction, engine, check_finite: see :class:`PairLoss`.
+        reduction, engine, check_finite, telemetry: see :class:`PairLoss`.
     """
 
     def __init__(self, temperature: float = 0.07, learnable: bool = False, **common: Any):
@@ -112,8 +142,8 @@ class SigmoidLoss(PairLoss):
         scale: a, above 0.
         bias: b. The start at -10 makes up for the negatives' number.
         learnable: make them parameters, a held as ``log(a)`` (``log_scale``); they belong in the optimizer then.
-        reduction, engine, check_finite: see :class:`PairLoss`; with ``"none"`` one half of a pair's value is its
-            image's and the other its text's.
+        reduction, engine, check_finite, telemetry: see :class:`PairLoss`; with ``"none"`` one half of a pair's value is
+            its image's and the other its text's.
     """
 
     def __init__(self, scale: float = 10.0, bias: float = -10.0, learnable: bool = True, **common: Any):

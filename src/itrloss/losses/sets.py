@@ -13,10 +13,11 @@ from ..engines.dispatch import choose
 from ..engines.operators import inverse_norms
 from ..engines.tiles import compute_dtype
 from ..similarity import DEFAULT_MEMORY_BUDGET, Similarity
-from .base import Loss, in_words_of_pairs
+from ..telemetry import describe
+from .base import ObservedLoss, in_words_of_pairs
 
 
-class VarianceAwareLoss(Loss):
+class VarianceAwareLoss(ObservedLoss):
     r"""Variance-aware weighting loss (Wei et al., DVSE 2023, Eq. 8, 11) on sets of image embeddings.
 
     .. math::
@@ -39,7 +40,8 @@ class VarianceAwareLoss(Loss):
         shared_sigma: the texts' direction takes a pair's σ from the image's scores, as printed; False: from the text's
             own, over all images but the pair's.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``, see :func:`itrloss.functional.variance_aware_loss`.
-        engine, check_finite: see :class:`itrloss.PairLoss`. With several captions an image, an accelerator forms the
+        engine, check_finite, telemetry: see :class:`itrloss.PairLoss`; the telemetry is that of each pair's best head,
+            and forms the matrix. With several captions an image, an accelerator forms the
             matrices, or with ``engine="tiled"`` is waited for.
     """
 
@@ -66,7 +68,9 @@ class VarianceAwareLoss(Loss):
             A 0-dim float32 tensor (float64 for float64 input), or per-anchor values with ``reduction="none"``.
         """
         heads = self._heads(image_sets, texts, image_ids, text_ids)
-        return functional.variance_aware_loss(heads, self.margin, self.detach_sigma, self.shared_sigma, self.reduction)
+        value = functional.variance_aware_loss(heads, self.margin, self.detach_sigma, self.shared_sigma, self.reduction)
+        self._observe(lambda: describe(_best_of(heads), self.margin))
+        return value
 
     def _heads(self, images: Tensor, texts: Tensor, image_ids: Any, text_ids: Any) -> list[Similarity]:
         if not isinstance(images, Tensor):
@@ -92,6 +96,14 @@ class VarianceAwareLoss(Loss):
         """What ``repr`` shows."""
         names = ("margin", "detach_sigma", "shared_sigma", "reduction")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
+
+def _best_of(heads: list[Similarity]) -> Similarity:
+    """What a model of sets retrieves by: the best head of each pair."""
+    scores = heads[0].detach().scores()
+    for sim in heads[1:]:
+        scores = torch.maximum(scores, sim.detach().scores())
+    return Similarity.from_scores(scores, *heads[0].ids)
 
 
 class DynamicOrthogonalLoss(nn.Module):

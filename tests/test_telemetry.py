@@ -1,0 +1,140 @@
+"""What losses tell of the batches they see, and the warning of a collapse."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from cases import SHAPES, make_ids, similarity
+
+import itrloss
+from itrloss import TripletLoss, describe
+
+
+def mean(values):
+    values = list(values)
+    return float(np.mean(values)) if values else 0.0
+
+
+def wanted_figures(scores, image_ids, text_ids, margin):
+    """By loops."""
+    positives, hardest, gaps, active = [], [], [], []
+    for s, own, other in ((scores, image_ids, text_ids), (scores.T, text_ids, image_ids)):
+        for i in range(len(s)):
+            good = [s[i, j] for j in range(len(other)) if other[j] == own[i]]
+            bad = [s[i, j] for j in range(len(other)) if other[j] != own[i]]
+            if s is scores:
+                positives += good
+            if bad:
+                hardest.append(max(bad))
+            if good and bad:
+                gaps.append(mean(good) - max(bad))
+                active += [p < max(bad) + margin for p in good]
+    found = {"positive": mean(positives), "hardest_negative": mean(hardest), "gap": mean(gaps), "active": mean(active)}
+    for name, s in (("i2t", scores), ("t2i", scores.T)):
+        top = np.argsort(-s, axis=1)[:, :10]
+        counts = np.bincount(top.ravel(), minlength=s.shape[1]).astype(float)
+        apart = counts - counts.mean()
+        variance = (apart**2).mean()
+        found[f"hubness_{name}"] = (apart**3).mean() / variance**1.5 if variance > 0 else 0.0
+    return found
+
+
+@pytest.mark.parametrize("engine", ["reference", "dense", "tiled", "scores"])
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_figures_equal_loops(shape, engine):
+    n, m, kind = SHAPES[shape]
+    generator = torch.Generator().manual_seed(3)
+    v, w = (torch.randn(size, 8, generator=generator, dtype=torch.float64) for size in (n, m))
+    ids = make_ids(kind, n, m)
+    sim = similarity(v.requires_grad_(), w, ids, engine)
+    known = (torch.arange(n), torch.arange(m)) if ids[0] is None else ids
+    found = describe(sim, 0.1)
+    scores = torch.nn.functional.normalize(v.detach()) @ torch.nn.functional.normalize(w).T
+    for name, value in wanted_figures(scores.numpy(), *(x.numpy() for x in known), 0.1).items():
+        np.testing.assert_allclose(float(found[name]), value, rtol=1e-9, atol=1e-12, err_msg=name)
+    assert not any(x.requires_grad for x in found.values()) and all(x.dim() == 0 for x in found.values())
+    if shape == "primes":
+        lowest = min(
+            oracle.std_diversity(s, *(x.numpy() for x in known)).min() for s in (scores.numpy(), scores.numpy().T)
+        )
+        np.testing.assert_allclose(float(found["diversity_min"]), lowest, rtol=1e-9)
+
+
+def test_losses_keep_the_figures_of_the_last_call_if_asked():
+    v, w = torch.randn(5, 4), torch.randn(5, 4)
+    quiet, loud = itrloss.DiversityContrastiveLoss(), itrloss.DiversityContrastiveLoss(telemetry=True)
+    assert loud.telemetry == {}
+    assert torch.equal(loud(v, w), quiet(v, w)) and quiet.telemetry == {}
+    torch.testing.assert_close(loud.telemetry, describe(itrloss.Similarity(v, w)))
+    triplet = TripletLoss(0.3, telemetry=True)
+    triplet(v, w)
+    torch.testing.assert_close(triplet.telemetry, describe(itrloss.Similarity(v, w), 0.3))
+    for twin in (copy.deepcopy(triplet), pickle.loads(pickle.dumps(triplet))):
+        torch.testing.assert_close(twin.telemetry, triplet.telemetry)
+
+
+def test_telemetry_of_a_memory():
+    memory = itrloss.CoupledMemory(8, 4)
+    v, w = torch.randn(3, 4), torch.randn(3, 4)
+    loss = itrloss.MemoryDiversityContrastiveLoss(telemetry=True)
+    ids = torch.arange(3)
+    loss(v, w, v, w, memory, ids, ids)
+    assert loss.telemetry["memory_entries"] == 0 and loss.telemetry["memory_hardest"] == 0
+    keys = torch.randn(2, 6, 4)
+    memory.enqueue(*keys, torch.arange(6) + 2)
+    loss(v, w, v, w, memory, ids, ids)
+    assert loss.telemetry["memory_entries"] == 6
+    torch.testing.assert_close(loss.telemetry["memory_age"], torch.tensor(3.5 / 3))
+    best = []
+    for x, bank in ((v, keys[1]), (w, keys[0])):
+        s = torch.nn.functional.normalize(x) @ torch.nn.functional.normalize(bank, dim=1).T
+        best += [s[i, [j for j in range(6) if j + 2 != i]].max() for i in range(3)]
+    torch.testing.assert_close(loss.telemetry["memory_hardest"], torch.stack(best).mean())
+    torch.testing.assert_close(loss.telemetry["gap"], describe(itrloss.Similarity(v, w))["gap"])
+
+
+def test_telemetry_of_sets_is_that_of_the_best_head():
+    sets, texts, ids = torch.randn(4, 3, 5), torch.randn(8, 5), torch.arange(4).repeat_interleave(2)
+    loss = itrloss.VarianceAwareLoss(telemetry=True)
+    loss(sets, texts, torch.arange(4), ids)
+    best = itrloss.functional.set_similarity(sets, texts)
+    wanted = describe(itrloss.Similarity.from_scores(best, torch.arange(4), ids), 0.2)
+    torch.testing.assert_close(loss.telemetry, wanted)
+
+
+def run(loss, v, w, calls, *ids):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(calls):
+            loss(v, w, *ids)
+    return [str(c.message) for c in caught]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(
+    "ids", [(), (torch.arange(4), torch.arange(4).repeat_interleave(2))], ids=["pairs", "captions"]
+)
+def test_collapse_is_told_once(reduction, ids):
+    v = torch.ones(4, 6) + 1e-4 * torch.randn(4, 6)
+    w = v.repeat_interleave(2, 0) if ids else v
+    loss = TripletLoss(reduction=reduction)
+    assert run(loss, v, w, 99, *ids) == []
+    told = run(loss, v, w, 400, *ids)
+    assert len(told) == 1 and "0.4 per pair" in told[0] and 'mining="all"' in told[0]
+
+
+def test_training_that_is_not_on_the_plateau_is_left_in_peace():
+    torch.manual_seed(0)
+    v, flat = torch.randn(6, 6), torch.ones(6, 6)
+    assert run(TripletLoss(), v, v, 300) == []
+    assert run(TripletLoss(mining="all"), flat, flat, 300) == []
+    assert run(TripletLoss().eval(), flat, flat, 300) == []
+    loss = TripletLoss()
+    for _ in range(6):  # never a hundred in a row
+        assert run(loss, flat, flat, 90) == [] and run(loss, v, v, 1) == []
