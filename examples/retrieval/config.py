@@ -30,8 +30,13 @@ class Config:
     loss_options: dict[str, Any] = field(default_factory=dict)  # handed to the constructor of the loss
     warmup_epochs: int = 1  # triplet only: epochs of the all-negatives sum before the hardest negative
 
+    momentum: float = 0.995  # of the key encoders; for losses with a memory, as are these:
+    memory: int = 2048  # pairs in it
+
     # model
     dim: int = 256
+    concepts: int = 100  # loss = "coder": vectors that the concept branch asks
+    heads: int = 4  # loss = "dvse": embeddings of an image
     word_dim: int = 200
     bag_of_words: bool = True  # add a linear path from the mean word embedding to the text embedding
     feature_dropout: float = 0.4  # of each region feature
@@ -60,12 +65,23 @@ class Config:
     progress: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("min_count", "captions_per_image", "dim", "word_dim", "epochs", "batch_size"):
+        for name in (
+            "min_count",
+            "captions_per_image",
+            "dim",
+            "word_dim",
+            "epochs",
+            "batch_size",
+            "memory",
+            "concepts",
+            "heads",
+        ):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         for name in ("warmup_epochs", "lr_warmup_steps", "decay_epoch", "weight_decay", "threads", "save_steps"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "not negative")
         for name in ("feature_dropout", "word_dropout", "embedding_dropout"):
             _require(0 <= getattr(self, name) < 1, name, getattr(self, name), "in [0, 1)")
+        _require(0 <= self.momentum <= 1, "momentum", self.momentum, "in [0, 1]")
         for name in ("lr", "clip"):
             _require(getattr(self, name) > 0, name, getattr(self, name), "positive")
 

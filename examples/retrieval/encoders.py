@@ -1,4 +1,4 @@
-"""The two encoders of a visual-semantic embedding: regions and words, each pooled by GPO.
+"""The two encoders that all models share: regions and words, each pooled by GPO.
 
 The embeddings that come out are not normalised: the losses and the metrics of itrloss take the cosine themselves.
 """
@@ -6,6 +6,7 @@ The embeddings that come out are not normalised: the losses and the metrics of i
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -102,8 +103,33 @@ class GPO(nn.Module):
         return torch.einsum("bdl,bl->bd", ranked, self.weights(lengths, size))
 
 
+class SubEmbeddings(nn.Module):
+    """Several embeddings of a set, one for each way to look at it (PVSE, Song & Soleymani, CVPR 2019; DVSE).
+
+    Each head attends to the elements of the set in its own way; what it sees is added to the pooled embedding:
+    ``LayerNorm(pooled + sigmoid(linear(attention @ elements)))``.
+    """
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.attention = nn.Sequential(
+            nn.Linear(dim, dim // 2, bias=False), nn.Tanh(), nn.Linear(dim // 2, heads, bias=False)
+        )
+        self.linear = nn.Linear(dim, dim)
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, elements: Tensor, pooled: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, L, d) elements, of which lengths[b] count, and pooled (B, d) -> sets and residuals, (B, heads, d)."""
+        padding = (torch.arange(elements.shape[1]) >= lengths[:, None]).to(elements.device)
+        weights = self.attention(elements).masked_fill(padding[:, :, None], MASKED).softmax(1)
+        residuals = torch.sigmoid(self.linear(torch.einsum("blk,bld->bkd", weights, elements)))
+        return self.norm(pooled[:, None] + residuals), residuals
+
+
 class ImageEncoder(nn.Module):
     """Region features (B, R, region_dim) -> image embeddings (B, dim): standardise, project, pool.
+
+    With ``heads``, sets of them: the last step is a :class:`SubEmbeddings`, and its answer what comes out.
 
     The projection is that of VSE-infinity: one linear layer plus a two-layer residual MLP with batch normalisation.
     """
@@ -111,7 +137,14 @@ class ImageEncoder(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, region_dim: int, dim: int, feature_dropout: float = 0.0, shared_dropout: bool = False) -> None:
+    def __init__(
+        self,
+        region_dim: int,
+        dim: int,
+        feature_dropout: float = 0.0,
+        shared_dropout: bool = False,
+        heads: SubEmbeddings | None = None,
+    ) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(region_dim))
         self.register_buffer("std", torch.ones(()))
@@ -124,12 +157,15 @@ class ImageEncoder(nn.Module):
             nn.Linear(dim // 2, dim),
         )
         self.pool = GPO()
+        self.heads = heads
 
-    def forward(self, regions: Tensor) -> Tensor:
+    def forward(self, regions: Tensor) -> Any:
         x = self.dropout((regions - self.mean) / self.std)
         flat = rearrange(x, "b r d -> (b r) d")
         projected = rearrange(self.linear(flat) + self.mlp(flat), "(b r) d -> b r d", b=len(x))
-        return self.pool(projected, torch.full((len(x),), x.shape[1]))
+        lengths = torch.full((len(x),), x.shape[1])
+        pooled = self.pool(projected, lengths)
+        return pooled if self.heads is None else self.heads(projected, pooled, lengths)
 
 
 class TextEncoder(nn.Module):
@@ -151,6 +187,7 @@ class TextEncoder(nn.Module):
         embedding_dropout: float = 0.0,
         bag_of_words: bool = True,
         shared_dropout: bool = False,
+        head: SubEmbeddings | None = None,
     ) -> None:
         super().__init__()
         self.register_buffer("idf", torch.ones(vocabulary_size))
@@ -161,6 +198,7 @@ class TextEncoder(nn.Module):
         self.dropout = SetDropout(embedding_dropout, shared_dropout)
         self.gru = nn.GRU(word_dim, dim, batch_first=True, bidirectional=True)
         self.pool = GPO()
+        self.head = head
         self.bag = nn.Linear(word_dim, dim) if bag_of_words else None
 
     def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
@@ -185,18 +223,6 @@ class TextEncoder(nn.Module):
         for rows in order.split(GROUP):
             own = lengths[rows]
             hidden = averaged_bigru(self.gru, x[rows.to(x.device), : int(own[-1])], own)
-            pooled.append(self.pool(hidden, own))
+            text = self.pool(hidden, own)
+            pooled.append(text if self.head is None else self.head(hidden, text, own)[0].squeeze(1))
         return torch.cat(pooled)[order.argsort().to(x.device)]
-
-
-class VSE(nn.Module):
-    """A visual-semantic embedding: two encoders into one space."""
-
-    def __init__(self, image: ImageEncoder, text: TextEncoder) -> None:
-        super().__init__()
-        self.image = image
-        self.text = text
-
-    def forward(self, regions: Tensor, words: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, R, d) regions, (M, L) word ids, (M,) lengths -> image embeddings (B, dim), text embeddings (M, dim)."""
-        return self.image(regions), self.text(words, lengths)

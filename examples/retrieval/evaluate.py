@@ -6,19 +6,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from itrloss import Similarity
 from itrloss.metrics import retrieval_metrics
 from itrloss.rerank import FastReranker
 
 from .data import Split, Vocabulary, pad, regions
-from .encoders import VSE
+from .models import VSE
 
 RECALLS = tuple(f"{way}_r{k}" for way in ("i2t", "t2i") for k in (1, 5, 10))
 
 
 @torch.no_grad()
-def cosine_scores(model: VSE, split: Split, vocabulary: Vocabulary, batch_size: int = 512) -> Tensor:
-    """Cosine similarity of all images with all captions of a split: (n_images, n_captions) float32 on the CPU.
+def model_scores(model: VSE, split: Split, vocabulary: Vocabulary, batch_size: int = 512) -> Tensor:
+    """Similarity of all images with all captions of a split, as the model has it: (n_images, n_captions) on the CPU.
 
     The model is put in evaluation mode for it and back into the mode it came in.
     """
@@ -26,7 +25,7 @@ def cosine_scores(model: VSE, split: Split, vocabulary: Vocabulary, batch_size: 
     model.eval()
     device = next(model.parameters()).device
     images = [
-        model.image(regions(split.features, slice(i, i + batch_size)).to(device))
+        model.embed_images(regions(split.features, slice(i, i + batch_size)).to(device))
         for i in range(0, len(split.features), batch_size)
     ]
     word_ids = [vocabulary.encode(caption) for caption in split.captions]
@@ -34,11 +33,10 @@ def cosine_scores(model: VSE, split: Split, vocabulary: Vocabulary, batch_size: 
     texts = []
     for i in range(0, len(word_ids), batch_size):
         words, lengths = pad([word_ids[j] for j in by_length[i : i + batch_size]])
-        texts.append(model.text(words.to(device), lengths))
+        texts.append(model.embed_texts(words.to(device), lengths))
     model.train(was_training)
     unsorted = torch.from_numpy(np.argsort(by_length)).to(device)
-    sim = Similarity(torch.cat(images), torch.cat(texts)[unsorted], split.image_ids, split.text_ids)
-    return sim.scores().cpu()
+    return model.similarity(torch.cat(images), torch.cat(texts)[unsorted]).cpu()
 
 
 def recalls(scores: Tensor, split: Split) -> dict[str, float]:

@@ -9,7 +9,6 @@ metrics.json, dev_scores.npy and the TensorBoard events.
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import math
 import os
@@ -29,52 +28,18 @@ import itrloss
 
 from .config import RESUMABLE, Config, load_config, make_config
 from .data import Batch, Batches, Vocabulary, feature_statistics, load_split
-from .encoders import VSE, ImageEncoder, TextEncoder
-from .evaluate import before_and_after, cosine_scores, recalls
-
-LOSSES = {
-    "triplet": itrloss.TripletLoss,
-    "infonce": itrloss.InfoNCELoss,
-    "hal": itrloss.HubnessAwareLoss,
-    "dcl": itrloss.DiversityContrastiveLoss,
-}
+from .evaluate import before_and_after, model_scores, recalls
+from .models import VSE, build_model
+from .objectives import Objective, build_loss
 
 
-def build_loss(name: str, options: dict[str, Any]) -> nn.Module:
-    """The loss `name` with its constructor options; ValueError names an unknown loss or option."""
-    if name not in LOSSES:
-        raise ValueError(f"loss = {name!r}: must be one of {', '.join(LOSSES)}")
-    own, common = (inspect.signature(kind).parameters.values() for kind in (LOSSES[name], itrloss.PairLoss))
-    known = dict.fromkeys(p.name for p in [*own, *common] if p.kind != p.VAR_KEYWORD)
-    for option in options:
-        if option not in known:
-            raise ValueError(f"loss_options.{option}: {LOSSES[name].__name__} takes {', '.join(known)}")
-    if options.get("reduction") == "none":
-        raise ValueError("loss_options.reduction = 'none': training needs one number, 'mean' or 'sum'")
-    return LOSSES[name](**options)
-
-
-def build_model(config: Config, region_dim: int, vocabulary_size: int) -> VSE:
-    return VSE(
-        ImageEncoder(region_dim, config.dim, config.feature_dropout, config.shared_dropout),
-        TextEncoder(
-            vocabulary_size,
-            config.word_dim,
-            config.dim,
-            config.word_dropout,
-            config.embedding_dropout,
-            config.bag_of_words,
-            config.shared_dropout,
-        ),
-    )
-
-
-def build_optimizer(model: nn.Module, loss: nn.Module, config: Config) -> torch.optim.AdamW:
-    """AdamW; weight decay pulls on matrices only, not on biases, normalisation or a learnable temperature."""
+def build_optimizer(model: nn.Module, objective: nn.Module, config: Config) -> torch.optim.AdamW:
+    """AdamW; weight decay pulls on the model's matrices only, not on biases, normalisation or what losses learn."""
     parameters = [p for p in model.parameters() if p.requires_grad]
+    learnt = [p for p in objective.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1] + list(loss.parameters()), "weight_decay": 0.0},
+        {"params": [p for p in parameters if p.ndim <= 1] + learnt, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=config.lr)
 
@@ -115,7 +80,7 @@ class Trainer:
             torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
 
-        self.loss = build_loss(config.loss, config.loss_options).to(config.device)
+        build_loss(config)  # a wrong option should not wait for the data
         self.data = data_directory(config)
         train = load_split(self.data, "train")
         self.dev = load_split(self.data, "dev")
@@ -127,7 +92,8 @@ class Trainer:
         model.image.std.copy_(std)
         model.text.idf.copy_(self.vocabulary.idf(train.captions))
         self.model = model.to(config.device)
-        self.optimizer = build_optimizer(self.model, self.loss, config)
+        self.objective = Objective(config, self.model).to(config.device)
+        self.optimizer = build_optimizer(self.model, self.objective, config)
 
         self.epoch = 0  # epochs done
         self.step = 0  # steps done in the current epoch
@@ -166,11 +132,12 @@ class Trainer:
 
     def train_epoch(self) -> None:
         self.model.train()
-        if isinstance(self.loss, itrloss.TripletLoss):
+        self.objective.train()
+        if isinstance(self.objective.criterion, itrloss.TripletLoss):
             # The hardest negative of an untrained model is noise, and its gradient collapses all embeddings into one
             # point; the sum over all negatives leads out of there first.
             warming_up = self.epoch < self.config.warmup_epochs
-            self.loss.mining = "all" if warming_up else self.config.loss_options.get("mining", "hardest")
+            self.objective.criterion.mining = "all" if warming_up else self.config.loss_options.get("mining", "hardest")
         bar = tqdm(
             self.batches.epoch(self.epoch, self.step),
             desc=f"epoch {self.epoch + 1}/{self.config.epochs}",
@@ -194,15 +161,20 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
-        outputs = self.model(batch.regions.to(device), batch.words.to(device), batch.lengths)
+        inputs = batch.regions.to(device), batch.words.to(device), batch.lengths
+        image_ids, text_ids = batch.image_ids.to(device), batch.text_ids.to(device)
+        self.objective.prepare(self.model, *inputs)
+        outputs = self.model(*inputs)
 
         loss_start = self._now()
-        images, texts = (x.detach().requires_grad_() for x in outputs)
-        loss = self.loss(images, texts, image_ids=batch.image_ids.to(device), text_ids=batch.text_ids.to(device))
+        leaves = [x.detach().requires_grad_(x.requires_grad) for x in outputs]
+        loss, figures = self.objective(leaves, image_ids, text_ids)
         loss.backward()
         loss_seconds = self._now() - loss_start
 
-        torch.autograd.backward(outputs, [images.grad, texts.grad])
+        reached = [(x, leaf.grad) for x, leaf in zip(outputs, leaves, strict=True) if leaf.grad is not None]
+        torch.autograd.backward([x for x, _ in reached], [gradient for _, gradient in reached])
+        self.objective.finish(text_ids)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         value = loss.item()
         if not math.isfinite(value) or not torch.isfinite(norm):
@@ -216,14 +188,15 @@ class Trainer:
         self.sums["loss_seconds"] += loss_seconds
         if self.writer is not None:
             scalars = {"train/loss": value, "train/lr": rate, "train/gradient_norm": norm.item()}
-            self._log_scalars(scalars)
+            self._log_scalars(scalars | {f"train/{name}": float(x) for name, x in figures.items()})
         return value
 
     def finish_epoch(self) -> None:
         """Validate, keep the checkpoint if it is the best so far, and close the epoch in the log."""
-        measured = recalls(cosine_scores(self.model, self.dev, self.vocabulary), self.dev)
+        measured = recalls(model_scores(self.model, self.dev, self.vocabulary), self.dev)
         if self.writer is not None:
             self._log_scalars({f"dev/{name}": value for name, value in measured.items()})
+            self._log_scalars({f"train/{name}": value for name, value in self.objective.figures(self.model).items()})
         line = {
             "epoch": self.epoch + 1,
             "step": self.total_steps,
@@ -248,12 +221,12 @@ class Trainer:
         """Measure best.pt on dev (and on test, if asked to); write metrics.json and dev_scores.npy."""
         model, vocabulary, _ = load_model(self.out / "best.pt")
         model.to(self.config.device)
-        scores = cosine_scores(model, self.dev, vocabulary)
+        scores = model_scores(model, self.dev, vocabulary)
         _write_atomically(self.out / "dev_scores.npy", lambda file: np.save(file, scores.numpy()))
         metrics = {"dev": before_and_after(scores, self.dev)}
         if self.config.final_test:
             test = load_split(self.data, "test")
-            metrics["test"] = before_and_after(cosine_scores(model, test, vocabulary), test)
+            metrics["test"] = before_and_after(model_scores(model, test, vocabulary), test)
         _write_json(self.out / "metrics.json", metrics)
         return metrics
 
@@ -265,7 +238,7 @@ class Trainer:
             "config": asdict(self.config),
             "words": self.vocabulary.words,
             "model": self.model.state_dict(),
-            "loss": self.loss.state_dict(),
+            "objective": self.objective.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "epoch": self.epoch,
             "step": self.step,
@@ -288,7 +261,7 @@ class Trainer:
             what = ", ".join(f"{k} = {state['config'].get(k)!r}" for k in changed) or "another vocabulary"
             raise ValueError(f"{path} was trained with {what}: cannot resume; choose another out or resume=false")
         self.model.load_state_dict(state["model"])
-        self.loss.load_state_dict(state["loss"])
+        self.objective.load_state_dict(state["objective"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.epoch, self.step, self.best = state["epoch"], state["step"], state["best"]
         self.sums, self.history = state["sums"], state["history"]
@@ -338,7 +311,7 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_intermixed_args(arguments)  # overrides may stand before --config too
     try:
         config = load_config(given.config, given.overrides)
-        build_loss(config.loss, config.loss_options)
+        build_loss(config)
     except (OSError, TypeError, ValueError) as error:
         parser.error(str(error))
     metrics = train(config)["metrics"]

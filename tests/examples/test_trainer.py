@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from dataclasses import replace
@@ -15,8 +16,10 @@ from examples.retrieval import encoders
 from examples.retrieval import train as module
 from examples.retrieval.config import Config, load_config, make_config
 from examples.retrieval.data import Batches, Split, Vocabulary, feature_statistics, load_split, pad
-from examples.retrieval.encoders import GPO, ImageEncoder, SetDropout, TextEncoder
-from examples.retrieval.train import LOSSES, Trainer, build_loss, learning_rate, load_model, train
+from examples.retrieval.encoders import GPO, ImageEncoder, SetDropout, SubEmbeddings, TextEncoder
+from examples.retrieval.models import CODER, DVSE, VSE, build_model
+from examples.retrieval.objectives import LOSSES, WITH_MEMORY, build_loss
+from examples.retrieval.train import Trainer, learning_rate, load_model, train
 
 CONFIGS = Path(module.__file__).parent / "configs"
 WORDS = [f"word{i}" for i in range(20)]
@@ -262,13 +265,18 @@ def test_a_wrong_setting_is_refused_by_name(override: str, error: type[Exception
 
 
 def test_an_unknown_loss_or_option_is_refused_by_name(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(ValueError, match=r"loss = 'softmax'.*triplet, infonce, hal, dcl"):
-        build_loss("softmax", {})
+    with pytest.raises(ValueError, match=r"loss = 'softmax'.*triplet, infonce, .*uto, coder, dvse"):
+        build_loss(Config(loss="softmax"))
     with pytest.raises(ValueError, match=r"loss_options\.temperature: TripletLoss takes margin"):
-        build_loss("triplet", {"temperature": 0.1})
+        build_loss(Config(loss="triplet", loss_options={"temperature": 0.1}))
     with pytest.raises(ValueError, match=r"loss_options\.reduction = 'none'"):
-        build_loss("hal", {"reduction": "none"})
-    assert build_loss("infonce", {"engine": "reference"}).engine == "reference"
+        build_loss(Config(loss="hal", loss_options={"reduction": "none"}))
+    with pytest.raises(ValueError, match=r"captions_per_image = 5: must be 1 for loss = 'uto'"):
+        build_loss(Config(loss="uto", captions_per_image=5))
+    with pytest.raises(ValueError, match=r"momentum = 2.0: must be in \[0, 1\]"):
+        Config(momentum=2.0)
+    assert build_loss(Config(loss_options={"engine": "reference"})).engine == "reference"
+    assert build_loss(Config(loss="coder", loss_options={"temperature": 0.2, "clusters": 7})).memory.temperature == 0.2
     with pytest.raises(SystemExit):
         module.main(["seed=1", "--config", str(CONFIGS / "scenes.toml"), "loss=softmax"])
     assert "loss = 'softmax'" in capsys.readouterr().err
@@ -277,7 +285,7 @@ def test_an_unknown_loss_or_option_is_refused_by_name(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda file: file.stem)
 def test_shipped_configurations_are_valid(file: Path):
     config = load_config(file)
-    loss = build_loss(config.loss, config.loss_options)
+    loss = build_loss(config)
     assert type(loss) is LOSSES[config.loss]
     assert config.loss_options and all(getattr(loss, name) == value for name, value in config.loss_options.items())
 
@@ -292,15 +300,22 @@ def test_learning_rate_warms_up_and_drops():
 # --- runs -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("per_image", [1, 5])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    ("loss", "per_image"),
+    [(loss, captions) for loss in LOSSES for captions in (1, 5) if captions == 1 or loss not in WITH_MEMORY],
+)
 def test_one_step_reaches_every_parameter_with_the_gradient_of_one_backward(config: Config, loss: str, per_image: int):
     trainer = Trainer(replace(config, loss=loss, captions_per_image=per_image, clip=1e9))
     batch = next(trainer.batches.epoch(0))
-    state = torch.get_rng_state()
-    images, texts = trainer.model(batch.regions, batch.words, batch.lengths)
-    trainer.loss(images, texts, image_ids=batch.image_ids, text_ids=batch.text_ids).backward()
+    if trainer.objective.memory is not None:  # of an empty one there is nothing to learn
+        trainer.objective.memory.enqueue(*torch.randn(2, 10, 16), torch.arange(10) + 1000)
+    objective, state = copy.deepcopy(trainer.objective), torch.get_rng_state()
+    inputs = batch.regions, batch.words, batch.lengths
+    objective.prepare(trainer.model, *inputs)
+    outputs = trainer.model(*inputs)
+    objective(outputs, batch.image_ids, batch.text_ids)[0].backward()
     expected = {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
+    learnt = {name: p.grad for name, p in objective.named_parameters() if p.requires_grad}
 
     torch.set_rng_state(state)  # the same dropout
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
@@ -309,6 +324,66 @@ def test_one_step_reaches_every_parameter_with_the_gradient_of_one_backward(conf
         assert p.grad is not None and p.grad.abs().max() > 0, name
         torch.testing.assert_close(p.grad, expected[name], msg=name)
         assert not torch.equal(p, before[name]), name
+    for name, gradient in learnt.items():
+        torch.testing.assert_close(dict(trainer.objective.named_parameters())[name].grad, gradient, msg=name)
+
+
+def test_keys_follow_the_model_and_enter_the_memory_after_the_step(config: Config):
+    trainer = Trainer(replace(config, loss="uto", momentum=0.5, memory=40))
+    keys, memory = trainer.objective.keys, trainer.objective.memory
+    start = trainer.model.text.embedding.weight.detach().clone()
+    batches = list(trainer.batches.epoch(0))
+    trainer.train_step(batches[0])
+    assert torch.equal(keys.module.text.embedding.weight, start)  # moved before the step, towards the same
+    assert len(memory) == 32 and torch.equal(memory.ids[:32], batches[0].text_ids)
+    after = trainer.model.text.embedding.weight.detach().clone()
+    trainer.train_step(batches[1])
+    torch.testing.assert_close(keys.module.text.embedding.weight, (start + after) / 2)
+    assert len(memory) == 40 and torch.equal(memory.ids[32:], batches[1].text_ids[:8])
+    assert not any(p.requires_grad for p in keys.parameters())
+    mine = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
+    assert mine == {id(p) for p in trainer.model.parameters()}
+
+
+def test_similarity_of_coder_is_the_weighted_sum_of_both_cosines(config: Config):
+    torch.manual_seed(0)
+    model = build_model(replace(config, loss="coder", concepts=5), 8, 30).eval()
+    regions, (words, lengths) = torch.randn(3, 4, 8), pad([[3, 4], [5], [6, 7, 8], [9, 2]])
+    v, w, v_concepts, w_concepts = model(regions, words[:3], lengths[:3])
+    cosines = [torch.cosine_similarity(a[:, None], b[None], dim=2) for a, b in ((v, w), (v_concepts, w_concepts))]
+    found = model.similarity(model.embed_images(regions), model.embed_texts(words[:3], lengths[:3]))
+    torch.testing.assert_close(found, 0.9 * cosines[0] + 0.1 * cosines[1])
+
+
+def test_similarity_of_dvse_is_that_of_the_best_head(config: Config):
+    torch.manual_seed(0)
+    model = build_model(replace(config, loss="dvse", heads=3), 8, 30).eval()
+    regions, (words, lengths) = torch.randn(3, 4, 8), pad([[3, 4], [5], [6, 7, 8], [9, 2]])
+    sets, texts, residuals, gate = model(regions, words, lengths)
+    assert sets.shape == (3, 3, 16) and residuals.shape == (3, 3, 16) and gate.shape == (3, 3)
+    assert texts.shape == (4, 16)
+    best = torch.stack([torch.cosine_similarity(sets[:, k, None], texts[None], dim=2) for k in range(3)]).amax(0)
+    found = model.similarity(model.embed_images(regions), model.embed_texts(words, lengths))
+    torch.testing.assert_close(found, best)
+
+
+def test_sub_embeddings_leave_padding_out():
+    torch.manual_seed(0)
+    heads, elements, pooled = SubEmbeddings(6, 2), torch.randn(3, 5, 6), torch.randn(3, 6)
+    lengths = torch.tensor([5, 2, 3])
+    sets, residuals = heads(elements, pooled, lengths)
+    for b, length in enumerate(lengths.tolist()):
+        alone = heads(elements[b : b + 1, :length], pooled[b : b + 1], torch.tensor([length]))
+        torch.testing.assert_close((sets[b : b + 1], residuals[b : b + 1]), alone)
+
+
+@pytest.mark.parametrize("loss", ["mdcl", "uto", "coder", "dvse"])
+def test_the_models_of_the_papers_learn(config: Config, loss: str):
+    options = {"mdcl": {"positive_weight": 1.0}}.get(loss, {})  # alone, the printed weight pulls too little
+    result = train(replace(config, loss=loss, loss_options=options, epochs=8, memory=64))
+    assert result["best_rsum"] > 200  # of 20 images; chance is 155
+    model, _, _ = load_model(Path(config.out, "best.pt"))
+    assert type(model) is {"coder": CODER, "dvse": DVSE}.get(loss, VSE)
 
 
 def test_a_run_learns_and_writes_every_file(config: Config):
@@ -343,9 +418,11 @@ def test_a_run_learns_and_writes_every_file(config: Config):
     assert not list(out.glob("*.partial"))
 
 
-def test_a_killed_run_resumes_bit_for_bit(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("loss", ["triplet", "uto", "coder", "dvse"])
+def test_a_killed_run_resumes_bit_for_bit(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str):
+    options = {"triplet": {"reduction": "mean"}, "coder": {"clusters": 20}}.get(loss, {})
     config = replace(
-        config, loss="triplet", loss_options={"reduction": "mean"}, lr_warmup_steps=12, decay_epoch=1, save_steps=1
+        config, loss=loss, loss_options=options, lr_warmup_steps=12, decay_epoch=1, save_steps=1, memory=70
     )
     train(replace(config, out=str(tmp_path / "straight")))
 
@@ -365,6 +442,13 @@ def test_a_killed_run_resumes_bit_for_bit(config: Config, tmp_path: Path, monkey
 
     states = [torch.load(tmp_path / run / "last.pt", weights_only=True) for run in ("straight", "run")]
     assert all(torch.equal(states[0]["model"][name], states[1]["model"][name]) for name in states[0]["model"])
+    state = states[0]["objective"]
+    assert all(
+        torch.equal(x, states[1]["objective"][n]) if torch.is_tensor(x) else x == states[1]["objective"][n]
+        for n, x in state.items()
+    )
+    held = {"uto": "memory.images", "coder": "criterion.prototypes.centroids"}.get(loss)
+    assert held is None or state[held].abs().sum() > 0
     moments = [[m for entry in s["optimizer"]["state"].values() for m in entry.values()] for s in states]
     assert moments[0] and all(map(torch.equal, *moments))
     assert torch.equal(states[0]["rng"]["torch"], states[1]["rng"]["torch"])
@@ -411,7 +495,7 @@ def test_triplet_warms_up_on_all_negatives(config: Config, monkeypatch: pytest.M
     step = Trainer.train_step
 
     def watched_step(self: Trainer, batch: object) -> float:
-        seen.append((self.epoch, self.loss.mining))
+        seen.append((self.epoch, self.objective.criterion.mining))
         return step(self, batch)
 
     monkeypatch.setattr(Trainer, "train_step", watched_step)

@@ -1,0 +1,105 @@
+"""What a model is trained with: any loss of itrloss and, where it needs them, momentum encoders and a memory."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import itrloss
+
+from .config import Config
+from .models import VSE
+
+LOSSES: dict[str, type[nn.Module]] = {
+    "triplet": itrloss.TripletLoss,
+    "infonce": itrloss.InfoNCELoss,
+    "sigmoid": itrloss.SigmoidLoss,
+    "hal": itrloss.HubnessAwareLoss,
+    "dcl": itrloss.DiversityContrastiveLoss,
+    "mdcl": itrloss.MemoryDiversityContrastiveLoss,
+    "uto": itrloss.UnifiedTrainingObjective,
+    "coder": itrloss.CODERObjective,
+    "dvse": itrloss.DVSEObjective,
+}
+WITH_MEMORY = ("mdcl", "uto", "coder")
+# Where keyword arguments of a class go on to.
+PASSED_ON: dict[str, type[nn.Module]] = {
+    "coder": itrloss.DiversityContrastiveLoss,
+    "dvse": itrloss.VarianceAwareLoss,
+}
+
+
+def build_loss(config: Config) -> nn.Module:
+    """The loss of the settings; ValueError names an unknown loss or option."""
+    name, options = config.loss, dict(config.loss_options)
+    if name not in LOSSES:
+        raise ValueError(f"loss = {name!r}: must be one of {', '.join(LOSSES)}")
+    if name in WITH_MEMORY and config.captions_per_image != 1:
+        raise ValueError(f"captions_per_image = {config.captions_per_image}: must be 1 for loss = {name!r}")
+    if options.get("reduction") == "none":
+        raise ValueError("loss_options.reduction = 'none': training needs one number, 'mean' or 'sum'")
+    known = [p for kind in (LOSSES[name], PASSED_ON.get(name)) if kind for p in _parameters(kind)]
+    for option in options:
+        if option not in known:
+            raise ValueError(f"loss_options.{option}: {LOSSES[name].__name__} takes {', '.join(known)}")
+    if name == "coder":
+        options = {"dim": config.dim, "clusters": 200, **options}
+    return LOSSES[name](**options)
+
+
+def _parameters(kind: type[nn.Module]) -> list[str]:
+    """Of the constructor and of those that it passes keyword arguments on to."""
+    own = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    parameters = [p for c in own if "__init__" in vars(c) for p in inspect.signature(c.__init__).parameters.values()]
+    return list(dict.fromkeys(p.name for p in parameters if p.name != "self" and p.kind != p.VAR_KEYWORD))
+
+
+class Objective(nn.Module):
+    """A loss and what it needs besides the batch; its state is part of a checkpoint."""
+
+    def __init__(self, config: Config, model: VSE) -> None:
+        super().__init__()
+        self.criterion = build_loss(config)
+        self.keys: itrloss.MomentumEncoder | None = None
+        self.memory: itrloss.CoupledMemory | None = None
+        self.batch_keys: tuple[Tensor, ...] = ()
+        if config.loss in WITH_MEMORY:
+            self.keys = itrloss.MomentumEncoder(model, config.momentum)
+            self.memory = itrloss.CoupledMemory(config.memory, config.dim)
+
+    def prepare(self, model: VSE, regions: Tensor, words: Tensor, lengths: Tensor) -> None:
+        """Before a step's loss: move the momentum encoders and compute the keys of the batch."""
+        if self.keys is not None:
+            self.keys.update(model)
+            self.batch_keys = self.keys(regions, words, lengths)[:2]
+
+    def forward(
+        self, outputs: Sequence[Tensor], image_ids: Tensor, text_ids: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of what the model returned, and figures worth logging."""
+        beside = (*self.batch_keys, self.memory) if self.memory is not None else ()
+        value = self.criterion(*outputs[:2], *beside, *outputs[2:], image_ids=image_ids, text_ids=text_ids)
+        if isinstance(value, tuple):
+            total, terms = value
+            return total, dict(terms._asdict())
+        return value, dict(getattr(self.criterion, "telemetry", {}))
+
+    def finish(self, ids: Tensor) -> None:
+        """After the backward pass: put the batch into the memory."""
+        if self.memory is not None:
+            images, texts = self.batch_keys
+            self.memory.enqueue(images, texts, ids)
+            self.batch_keys = ()
+
+    @torch.no_grad()
+    def figures(self, model: VSE) -> dict[str, float]:
+        """Of the state after an epoch."""
+        found: dict[str, Any] = {}
+        gate = getattr(model, "gate", None)
+        if gate is not None:
+            found |= {f"gate_{k}": float(rate) for k, rate in enumerate(gate.on_rate)}
+        return found

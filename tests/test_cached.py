@@ -1,0 +1,597 @@
+"""The step by chunks: gradients as of the whole batch, for the memory of one chunk, and no other trace of it."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections import namedtuple
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import itrloss
+from itrloss.cached import cached_step
+
+N, D = 10, 6
+Words = namedtuple("Words", "embedding hidden lengths")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def tower(width: int, dropout: float = 0.0) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, D)).double()
+
+
+def batch(n: int = N, m: int | None = None) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, 5).double(), torch.randn(n if m is None else m, 4).double()
+
+
+def whole(loss, encoders, inputs, **kwargs):
+    """What every test compares with: one graph of everything."""
+    result = loss(*(encoder(x) for encoder, x in zip(encoders, inputs, strict=True)), **kwargs)
+    total = result[0] if isinstance(result, tuple) else result
+    total.backward()
+    return total.detach()
+
+
+def by_chunks(loss, encoders, inputs, chunk_size, **kwargs):
+    """Plain autograd through all chunks at once: other draws than those of the whole batch, and all graphs kept."""
+    outputs = [
+        torch.cat([encoder(part) for part in x.split(chunk_size)]) for encoder, x in zip(encoders, inputs, strict=True)
+    ]
+    total = loss(*outputs, **kwargs)
+    total.backward()
+    return total.detach()
+
+
+def take_gradients(*modules: nn.Module) -> list[Tensor | None]:
+    gradients = [p.grad for module in modules for p in module.parameters()]
+    for module in modules:
+        module.zero_grad()
+    return gradients
+
+
+def assert_same(found, expected, **tolerance) -> None:
+    tolerance = tolerance or {"rtol": 1e-10, "atol": 1e-12}
+    torch.testing.assert_close(found, expected, **tolerance)
+
+
+def product(images: Tensor, texts: Tensor) -> Tensor:
+    """A loss that couples all rows, draws nothing and keeps little."""
+    return (images.sum(0) * texts.sum(0)).sum() + (images.sum(0) ** 3).sum()
+
+
+def exponential(images: Tensor, texts: Tensor) -> Tensor:
+    """One for encoders that end with BatchNorm: their outputs add up to 0."""
+    return (images.exp().sum(0) * texts.exp().sum(0)).mean()
+
+
+class Called(nn.Module):
+    """An encoder that counts its calls."""
+
+    def __init__(self, encoder: nn.Module):
+        super().__init__()
+        self.encoder, self.calls = encoder, 0
+
+    def forward(self, *args, **kwargs):
+        self.calls += 1
+        return self.encoder(*args, **kwargs)
+
+
+# ------------------------------------------------------------------------------------------------- gradients
+
+
+def memory_loss() -> tuple[nn.Module, dict]:
+    memory = itrloss.CoupledMemory(16, D, dtype=torch.float64)
+    memory.enqueue(torch.randn(12, D).double(), torch.randn(12, D).double())
+    keys = {"image_keys": torch.randn(N, D).double(), "text_keys": torch.randn(N, D).double()}
+    return itrloss.MemoryDiversityContrastiveLoss(), {"memory": memory, **keys}
+
+
+def with_ids() -> tuple[nn.Module, dict]:
+    ids = torch.arange(N) // 2
+    return itrloss.DiversityContrastiveLoss(), {"image_ids": ids, "text_ids": ids}
+
+
+LOSSES = {
+    "learnable": lambda: (itrloss.InfoNCELoss(learnable=True).double(), {}),
+    "ids": with_ids,
+    "triplet": lambda: (itrloss.TripletLoss(), {}),
+    "memory": memory_loss,
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("chunk_size", [1, 4, 5, N, 99])
+def test_value_and_gradients_are_those_of_the_whole_batch(name, chunk_size):
+    encoders, inputs = (tower(5), tower(4)), batch()
+    criterion, kwargs = LOSSES[name]()
+    expected = whole(criterion, encoders, inputs, **kwargs)
+    gradients = take_gradients(*encoders, criterion)
+    assert any(g.abs().max() > 1e-3 for g in gradients)
+    found = cached_step(criterion, encoders, inputs, chunk_size, **kwargs)
+    assert not found.requires_grad
+    assert_same(found, expected)
+    assert_same(take_gradients(*encoders, criterion), gradients)
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 12), st.integers(0, 9))
+@settings(max_examples=25, deadline=None)
+def test_batches_of_any_sizes_can_be_cut_anywhere(n, m, chunk_size, seed):
+    torch.manual_seed(seed)
+    encoders, inputs = (tower(5), tower(4)), batch(n, m)
+    ids = {"image_ids": torch.randint(0, 4, (n,)), "text_ids": torch.randint(0, 4, (m,))}
+    criterion = itrloss.HubnessAwareLoss(scale=5.0)
+    expected = whole(criterion, encoders, inputs, **ids), take_gradients(*encoders)
+    assert_same((cached_step(criterion, encoders, inputs, chunk_size, **ids), take_gradients(*encoders)), expected)
+
+
+def test_gradients_add_up_over_calls():
+    encoders, batches = (tower(5), tower(4)), (batch(), batch())
+    for inputs in batches:
+        whole(product, encoders, inputs)
+    expected = take_gradients(*encoders)
+    for inputs in batches:
+        cached_step(product, encoders, inputs, 4)
+    assert_same(take_gradients(*encoders), expected)
+
+
+def test_inputs_may_want_gradients():
+    encoders, inputs = (tower(5), tower(4)), batch()
+    prompts = inputs[0].clone().requires_grad_()
+    whole(product, encoders, (prompts, inputs[1]))
+    expected, prompts.grad = prompts.grad, None
+    take_gradients(*encoders)
+    for p in encoders[0].parameters():
+        p.requires_grad_(False)
+    cached_step(product, encoders, (prompts, inputs[1]), 4)
+    assert_same(prompts.grad, expected)
+
+
+def test_encoders_may_write_to_their_input():
+    class Halving(nn.Module):
+        def forward(self, x):
+            return x.mul_(0.5)
+
+    encoders, inputs = (nn.Sequential(Halving(), tower(5)), tower(4)), batch()
+    copies = [x.clone() for x in inputs]
+    expected = whole(product, encoders, copies), take_gradients(*encoders)
+    assert_same((cached_step(product, encoders, inputs, 4), take_gradients(*encoders)), expected)
+
+
+def test_one_encoder_may_serve_both_inputs():
+    encoder, inputs = tower(5), (batch()[0], batch()[0])
+    expected = whole(product, (encoder, encoder), inputs), take_gradients(encoder)
+    assert_same((cached_step(product, (encoder, encoder), inputs, 4), take_gradients(encoder)), expected)
+
+
+def test_scaler_scales_gradients_and_not_the_value():
+    encoders, inputs = (tower(5), tower(4)), batch()
+    expected = cached_step(product, encoders, inputs, 4)
+    gradients = take_gradients(*encoders)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    assert_same(cached_step(product, encoders, inputs, 4, scaler=scaler), expected)
+    assert_same(take_gradients(*encoders), [1024 * g for g in gradients])
+
+
+# ---------------------------------------------------------------------------------- what goes in and comes out
+
+
+class TextEncoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(20, D).double()
+
+    def forward(self, tokens, lengths):
+        mask = torch.arange(tokens.shape[1]) < lengths[:, None]
+        hidden = self.words(tokens) * mask[..., None]
+        return Words(hidden.sum(1), hidden, lengths)
+
+
+def of_words(images: Tensor, words: Words) -> Tensor:
+    """Uses two of the three outputs, and the third as numbers."""
+    return product(images, words.embedding) + (words.hidden.sum((0, 1)) ** 2 / words.lengths.sum()).sum()
+
+
+@pytest.mark.parametrize("form", [tuple, list, dict])
+def test_encoders_take_and_return_several_tensors(form):
+    encoders, (images, _) = (tower(5), TextEncoder()), batch()
+    tokens, lengths = torch.randint(0, 20, (N, 7)), torch.randint(1, 8, (N,))
+    words = {"lengths": lengths, "tokens": tokens} if form is dict else form((tokens, lengths))
+    of_words(encoders[0](images), encoders[1](tokens, lengths)).backward()
+    expected = take_gradients(*encoders)
+    cached_step(of_words, encoders, [images, words], 4)
+    assert_same(take_gradients(*encoders), expected)
+
+
+def test_loss_is_called_once_and_all_of_its_result_comes_back_without_a_graph():
+    calls = []
+
+    def loss(images, texts, weight):
+        calls.append((images.shape, texts.shape))
+        total = weight * product(images, texts)
+        return total, {"half": total / 2, "name": "x"}, [images.mean()]
+
+    encoders, inputs = (tower(5), tower(4)), batch()
+    expected = whole(partial(loss, weight=2.0), encoders, inputs), take_gradients(*encoders)
+    calls.clear()
+    total, terms, (mean,) = cached_step(loss, encoders, inputs, 3, weight=2.0)
+    assert calls == [((N, D), (N, D))]
+    assert_same((total, take_gradients(*encoders)), expected)
+    assert terms["name"] == "x"
+    assert_same(terms["half"], total / 2)
+    assert not any(x.requires_grad for x in (total, terms["half"], mean))
+
+
+@pytest.mark.parametrize("chunk_size", [3, 10])
+def test_frozen_encoder_runs_once_and_then_one_chunk(chunk_size):
+    images, texts = Called(tower(5)), Called(tower(4))
+    images.requires_grad_(False)
+    expected = whole(product, (images, texts), inputs := batch()), take_gradients(images, texts)
+    images.calls = texts.calls = 0
+    assert_same((cached_step(product, (images, texts), inputs, chunk_size), take_gradients(images, texts)), expected)
+    chunks = -(-N // chunk_size)
+    assert (images.calls, texts.calls) == (chunks + 1, 2 * chunks)
+
+
+def test_what_a_module_trains_may_be_held_elsewhere():
+    class Hidden(nn.Module):
+        def __init__(self, encoder):
+            super().__init__()
+            self.held = [encoder]
+            self.frozen = nn.Linear(D, D).double().requires_grad_(False)
+
+        def forward(self, x):
+            return self.frozen(self.held[0](x))
+
+    encoder, texts, inputs = tower(5), tower(4), batch()
+    hidden = Hidden(encoder)
+    expected = whole(product, (hidden, texts), inputs), take_gradients(encoder, texts)
+    assert_same((cached_step(product, (hidden, texts), inputs, 3), take_gradients(encoder, texts)), expected)
+
+
+def test_chunk_without_a_gradient_does_not_end_the_pass():
+    class Dropped(nn.Module):
+        """Its only trained layer is left out of every other chunk."""
+
+        def __init__(self):
+            super().__init__()
+            self.fixed, self.layer = tower(5).requires_grad_(False), nn.Linear(D, D).double()
+
+        def forward(self, x):
+            x = self.fixed(x)
+            return self.layer(x) if torch.rand(()) < 0.5 else x
+
+    encoders, inputs = (Dropped(), tower(4)), batch()
+    for seed in range(4):
+        torch.manual_seed(seed)
+        by_chunks(product, encoders, inputs, 2)
+        expected = take_gradients(*encoders)
+        torch.manual_seed(seed)
+        cached_step(product, encoders, inputs, 2)
+        assert_same(take_gradients(*encoders), expected)
+
+
+def test_encoder_that_the_loss_ignores_is_not_run_again():
+    encoders = Called(tower(5)), Called(tower(4))
+    cached_step(lambda images, texts: images.square().sum(), encoders, batch(), 5)
+    assert (encoders[0].calls, encoders[1].calls) == (4, 2)
+    assert take_gradients(encoders[1]) == [None] * 4
+
+
+# ---------------------------------------------------------------------------------------- random numbers, autocast
+
+
+class Draws(nn.Module):
+    """Drops elements by the random numbers of PyTorch, NumPy and Python."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.tower = tower(width, dropout=0.4)
+
+    def forward(self, x):
+        x = x * torch.from_numpy(np.random.rand(*x.shape) < 0.7) * (1 + random.random())
+        return self.tower(x)
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+def next_draws() -> tuple[float, float, float]:
+    return torch.rand(()).item(), np.random.rand(), random.random()
+
+
+def noisy(images: Tensor, texts: Tensor) -> Tensor:
+    return product(images * torch.rand(N, 1), texts * np.random.rand() * random.random())
+
+
+@pytest.mark.parametrize("chunk_size", [3, 5, 10])
+def test_second_pass_repeats_the_draws_of_the_first(chunk_size):
+    encoders, inputs = (Draws(5), Draws(4)), batch()
+    results = []
+    for step in (by_chunks, cached_step):
+        seed_all(7)
+        results.append((step(noisy, encoders, inputs, chunk_size), take_gradients(*encoders), next_draws()))
+    assert_same(results[1], results[0])
+    assert results[1][2] == results[0][2]
+    seed_all(8)
+    assert not torch.allclose(cached_step(noisy, encoders, inputs, chunk_size), results[0][0])
+
+
+def test_draws_are_repeated_behind_an_encoder_that_is_not_run_again():
+    encoders, inputs = (Draws(5).requires_grad_(False), Draws(4)), batch()
+    results = []
+    for step in (by_chunks, cached_step):
+        seed_all(7)
+        results.append((step(product, encoders, inputs, 3), take_gradients(*encoders)))
+    assert_same(results[1], results[0])
+
+
+class Island(nn.Module):
+    """An encoder with a part that opts out of autocast."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.tower, self.exact = tower(width, dropout=0.3).float(), nn.Linear(D, D)
+
+    def forward(self, x):
+        x = self.tower(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.exact(x.float()).bfloat16()
+
+
+@pytest.mark.parametrize("loss", [product, itrloss.InfoNCELoss()])
+def test_autocast_gives_the_bits_that_chunks_with_all_graphs_kept_give(loss):
+    encoders, inputs = (Island(5), Island(4)), [x.float() for x in batch()]
+    torch.manual_seed(1)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        parts = [[e(part) for part in x.split(3)] for e, x in zip(encoders, inputs, strict=True)]
+        leaves = [torch.cat(outputs).detach().requires_grad_() for outputs in parts]
+        expected = loss(*leaves)
+    expected.backward()
+    for outputs, leaf in zip(parts, leaves, strict=True):
+        for output, gradient in zip(outputs, leaf.grad.split(3), strict=True):
+            output.backward(gradient)
+    gradients = take_gradients(*encoders)
+    torch.manual_seed(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = cached_step(loss, encoders, inputs, 3)
+    assert torch.equal(found, expected.detach())
+    assert all(map(torch.equal, take_gradients(*encoders), gradients))
+
+
+# ------------------------------------------------------------------------------------------------------- buffers
+
+
+class Rebinding(nn.Module):
+    """Reads a buffer in training, and puts another tensor in its place."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(5).double())
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
+class WithBuffers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(5, 5))
+        self.layers = nn.Sequential(Rebinding(), spectral, nn.Tanh(), nn.Linear(5, D), nn.BatchNorm1d(D)).double()
+
+    def forward(self, x):
+        return self.layers(x)
+
+    def encode(self, x, k=1):
+        return k * self.layers(x)
+
+
+@pytest.mark.parametrize("encoder_of", [lambda m: m, lambda m: m.encode, lambda m: partial(partial(m.encode), k=1)])
+def test_buffers_are_read_and_left_as_after_one_pass(encoder_of):
+    once, twice = WithBuffers(), WithBuffers()
+    twice.load_state_dict(once.state_dict())
+    inputs = batch(9, 9)[0], batch(9, 9)[0]
+    by_chunks(exponential, (once, once), inputs, 3)
+    encoder = encoder_of(twice)
+    cached_step(exponential, (encoder, encoder), inputs, 3)
+    buffers = dict(twice.named_buffers())
+    assert buffers["layers.4.num_batches_tracked"] == 6
+    assert_same(buffers, dict(once.named_buffers()))
+    gradients = take_gradients(once)
+    assert all(g.dim() == 1 or g.abs().max() > 1e-2 for g in gradients)
+    assert_same(take_gradients(twice), gradients)
+
+
+def test_buffers_that_do_not_change_stay_good_for_other_graphs():
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.rand(D).double())
+            self.tower = tower(5)
+
+        def forward(self, x):
+            return self.tower(x) * self.scale
+
+    encoders, inputs = (Positions(), tower(4)), batch()
+    other = encoders[0](inputs[0]).sum()
+    cached_step(product, encoders, inputs, 4)
+    other.backward()
+
+
+# ------------------------------------------------------------------------------------------------------- memory
+
+
+@contextmanager
+def saved_bytes():
+    """The most that autograd held at a time."""
+    held, most = 0, [0]
+
+    class Kept:
+        def __init__(self, x):
+            nonlocal held
+            self.x, size = x.detach(), x.numel() * x.element_size()  # an output would hold its own graph
+            held += size
+            most[0] = max(most[0], held)
+            weakref.finalize(self, release, size)
+
+    def release(size):
+        nonlocal held
+        held -= size
+
+    with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.x):
+        yield most
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_memory_is_that_of_one_chunk(unused):
+    images = nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(6)), nn.Linear(5, D)).double()
+
+    def both(x):
+        """An output without a gradient, too, whose graph no backward pass frees."""
+        return (images(x), images(x) if unused else x)
+
+    def loss(pair, texts):
+        return product(pair[0], texts)
+
+    encoders, inputs = (both, tower(4)), batch(400)
+    with saved_bytes() as small:
+        whole(loss, encoders, [x[:20] for x in inputs])
+    with saved_bytes() as large:
+        whole(loss, encoders, inputs)
+    with saved_bytes() as most:
+        cached_step(loss, encoders, inputs, 20)
+    assert most[0] <= small[0] < large[0] / 10
+
+
+# ------------------------------------------------------------------------------------------------------- arguments
+
+
+@pytest.mark.parametrize("chunk_size, error", [(0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)])
+def test_chunk_size_is_a_positive_integer(chunk_size, error):
+    with pytest.raises(error, match="chunk_size"):
+        cached_step(product, (tower(5), tower(4)), batch(), chunk_size)
+
+
+@pytest.mark.parametrize(
+    "encoders, inputs, error, message",
+    [
+        (1, 2, ValueError, r"inputs: .* 1 encoders, .* got 2"),
+        (0, 0, ValueError, r"inputs: .* at least one"),
+        (2, [[1.0], [2.0]], TypeError, r"inputs\[0\]: .* float"),
+        (1, [None], TypeError, r"inputs\[0\]: .* NoneType"),
+        (1, [()], ValueError, r"inputs\[0\]: .* \[\]"),
+        (1, [torch.rand(0, 5)], ValueError, r"inputs\[0\]: .* at least 1"),
+        (1, [torch.tensor(1.0)], ValueError, r"inputs\[0\]: .*\(\)"),
+        (2, [torch.rand(4, 5), (torch.rand(4, 2), torch.rand(5))], ValueError, r"inputs\[1\]: .*\(4, 2\), \(5,\)"),
+        (1, [{"x": torch.rand(4, 2), "y": torch.tensor(4)}], ValueError, r"inputs\[0\]: .*\(4, 2\), \(\)"),
+        (1, [torch.rand(4, 5, requires_grad=True) * 2], ValueError, r"inputs\[0\]: .* graph"),
+    ],
+)
+def test_inputs_are_named_that_do_not_fit(encoders, inputs, error, message):
+    inputs = batch()[:inputs] if isinstance(inputs, int) else inputs
+    with pytest.raises(error, match=message):
+        cached_step(product, [tower(5)] * encoders, inputs, 4)
+
+
+def test_single_encoder_or_input_is_no_list():
+    with pytest.raises(TypeError, match=r"encoders: .* Sequential"):
+        cached_step(product, tower(5), batch(), 4)
+    with pytest.raises(TypeError, match=r"inputs: .* Tensor"):
+        cached_step(product, (tower(5),), batch()[0], 4)
+
+
+@pytest.mark.parametrize(
+    "encoder, error, message",
+    [
+        (lambda x: x.mean(), ValueError, r"encoders\[0\]: .*\(4, ...\), got \(\)"),
+        (lambda x: x.T, ValueError, r"encoders\[0\]: .*\(4, ...\), got \(5, 4\)"),
+        (lambda x: (x, None), TypeError, r"encoders\[0\]: .* NoneType"),
+        (lambda x: x[:, : len(x)], ValueError, r"encoders\[0\]: .*\(4, 4\), \(4, 4\), \(2, 2\)"),
+    ],
+)
+def test_encoders_are_named_whose_output_does_not_fit(encoder, error, message):
+    with pytest.raises(error, match=message):
+        cached_step(lambda x: x.sum(), (encoder,), batch()[:1], 4)
+
+
+@pytest.mark.parametrize(
+    "loss, error",
+    [
+        (itrloss.InfoNCELoss(reduction="none"), ValueError),
+        (lambda images, texts: images, ValueError),
+        (lambda images, texts: {"loss": images.sum()}, TypeError),
+        (lambda images, texts: 1.0, TypeError),
+    ],
+)
+def test_loss_returns_a_scalar(loss, error):
+    with pytest.raises(error, match="loss"):
+        cached_step(loss, (tower(5), tower(4)), batch(), 4)
+
+
+# ----------------------------------------------------------------------------------------------------- processes
+
+
+def towers_with_buffers() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(tower(5, dropout=0.3), nn.BatchNorm1d(D).double()), tower(4, dropout=0.3)]
+
+
+def worker(rank: int, folder: str) -> None:
+    """As many chunks on one process as are not on the other: they would miss each other if they met for each."""
+    torch.set_num_threads(1)
+    where = f"file://{folder}/store"
+    dist.init_process_group("gloo", where, timedelta(seconds=60), rank=rank, world_size=2)
+    alone, models = towers_with_buffers(), towers_with_buffers()
+    wrapped, met = [DistributedDataParallel(model) for model in models], []
+
+    def average(_, bucket):
+        met.append(rank)
+        tensor = bucket.buffer() / 2
+        return dist.all_reduce(tensor, async_op=True).get_future().then(lambda future: future.value()[0])
+
+    for model in wrapped:
+        model.register_comm_hook(None, average)
+    results = []
+    for step, siamese in enumerate((False, False, True, True)):
+        torch.manual_seed(10 * step + rank)
+        inputs = batch(4 + 4 * rank, 4)
+        inputs = (inputs[0], inputs[0] + 1) if siamese else inputs
+        met.clear()
+        for function, given_to in ((by_chunks, alone), (cached_step, wrapped)):
+            torch.manual_seed(rank)
+            function(exponential, [given_to[0]] * 2 if siamese else given_to, inputs, 2)
+        results.append((take_gradients(*alone), take_gradients(*models), len(met)))
+    torch.save(results, Path(folder, f"{rank}.pt"))
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_processes_meet_once_a_step_and_average_gradients(tmp_path):
+    mp.spawn(worker, (str(tmp_path),), nprocs=2)
+    results = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    for step, ((alone, found, met), (alone_too, found_too, met_too)) in enumerate(zip(*results, strict=True)):
+        siamese = step >= 2
+        mean = [None if a is None else (a + b) / 2 for a, b in zip(alone, alone_too, strict=True)]
+        assert met == met_too == (1 if siamese else 2)
+        assert all(g is None or g.dim() == 1 or g.abs().max() > 1e-2 for g in mean)
+        assert_same(found, mean)
+        assert_same(found_too, mean)
