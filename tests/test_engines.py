@@ -511,3 +511,17 @@ def test_questions_about_one_side_compile(name, engine, kind):
         results.append((value, *torch.autograd.grad(value, (a, b))))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("engine", ["reference", "dense", "tiled"])
+def test_best_candidates_compile(engine):
+    ids = torch.arange(5), torch.arange(7) % 5
+
+    def best(v, w):
+        sim = Similarity(v, w, *ids, engine=engine)
+        rows, cols = sim.both.topk(3)
+        return rows.values, rows.indices, cols.values, cols.indices, sim.T.topk(2).indices
+
+    v, w = embeddings(5, 7)
+    for a, b in zip(best(v, w), torch.compile(best, fullgraph=True, backend="aot_eager")(v, w), strict=True):
+        torch.testing.assert_close(a, b)

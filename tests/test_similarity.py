@@ -171,5 +171,5 @@ def test_scores_asked_for_under_no_grad_keep_their_gradient():
 
 def test_public_names_are_those_and_no_others():
     public = {name for name in dir(itrloss) if not name.startswith("_")}
-    modules = {"cluster", "distributed", "engines", "losses", "memory", "sets", "similarity", "telemetry"}
+    modules = {"cached", "cluster", "distributed", "engines", "losses", "memory", "sets", "similarity", "telemetry"}
     assert public - modules == set(itrloss.__all__)

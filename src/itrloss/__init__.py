@@ -1,6 +1,7 @@
 """Losses and re-rankers for image-text retrieval."""
 
-from . import functional, metrics, rerank
+from . import compat, functional, metrics, rerank
+from .cached import cached_step
 from .cluster import OnlineKMeans
 from .engines.pairs import pair_term
 from .losses import (
@@ -50,6 +51,8 @@ __all__ = [
     "TripletLoss",
     "UnifiedTrainingObjective",
     "VarianceAwareLoss",
+    "cached_step",
+    "compat",
     "describe",
     "functional",
     "metrics",
