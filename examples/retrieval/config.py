@@ -28,7 +28,7 @@ class Config:
     # loss
     loss: str = "infonce"
     loss_options: dict[str, Any] = field(default_factory=dict)  # handed to the constructor of the loss
-    warmup_epochs: int = 1  # triplet only: epochs of the all-negatives sum before the hardest negative
+    warmup_epochs: int = 1  # triplet and dvse: epochs of the all-negatives sum before the hardest negative
 
     momentum: float = 0.995  # of the key encoders; for losses with a memory, as are these:
     memory: int = 2048  # pairs in it

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import itrloss
+from itrloss import functional
 
 from .config import Config
 from .models import VSE
@@ -63,13 +64,26 @@ class Objective(nn.Module):
 
     def __init__(self, config: Config, model: VSE) -> None:
         super().__init__()
+        self.config = config
         self.criterion = build_loss(config)
+        self.warming_up = False
+        self.all_negatives = itrloss.TripletLoss(mining="all", reduction="mean")
         self.keys: itrloss.MomentumEncoder | None = None
         self.memory: itrloss.CoupledMemory | None = None
         self.batch_keys: tuple[Tensor, ...] = ()
         if config.loss in WITH_MEMORY:
             self.keys = itrloss.MomentumEncoder(model, config.momentum)
             self.memory = itrloss.CoupledMemory(config.memory, config.dim)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Losses on the hardest negative begin with the sum over all negatives.
+
+        The hardest negative of an untrained model is noise, and its gradient collapses all embeddings into one point;
+        the sum leads out of there first.
+        """
+        self.warming_up = epoch < self.config.warmup_epochs
+        if isinstance(self.criterion, itrloss.TripletLoss):
+            self.criterion.mining = "all" if self.warming_up else self.config.loss_options.get("mining", "hardest")
 
     def prepare(self, model: VSE, regions: Tensor, words: Tensor, lengths: Tensor) -> None:
         """Before a step's loss: move the momentum encoders and compute the keys of the batch."""
@@ -81,6 +95,9 @@ class Objective(nn.Module):
         self, outputs: Sequence[Tensor], image_ids: Tensor, text_ids: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of what the model returned, and figures worth logging."""
+        if self.warming_up and isinstance(self.criterion, itrloss.DVSEObjective):
+            scores = functional.set_similarity(outputs[0], outputs[1])
+            return self.all_negatives(scores=scores, image_ids=image_ids, text_ids=text_ids), {}
         beside = (*self.batch_keys, self.memory) if self.memory is not None else ()
         value = self.criterion(*outputs[:2], *beside, *outputs[2:], image_ids=image_ids, text_ids=text_ids)
         if isinstance(value, tuple):

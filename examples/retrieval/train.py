@@ -24,8 +24,6 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-import itrloss
-
 from .config import RESUMABLE, Config, load_config, make_config
 from .data import Batch, Batches, Vocabulary, feature_statistics, load_split
 from .evaluate import before_and_after, model_scores, recalls
@@ -133,11 +131,7 @@ class Trainer:
     def train_epoch(self) -> None:
         self.model.train()
         self.objective.train()
-        if isinstance(self.objective.criterion, itrloss.TripletLoss):
-            # The hardest negative of an untrained model is noise, and its gradient collapses all embeddings into one
-            # point; the sum over all negatives leads out of there first.
-            warming_up = self.epoch < self.config.warmup_epochs
-            self.objective.criterion.mining = "all" if warming_up else self.config.loss_options.get("mining", "hardest")
+        self.objective.begin_epoch(self.epoch)
         bar = tqdm(
             self.batches.epoch(self.epoch, self.step),
             desc=f"epoch {self.epoch + 1}/{self.config.epochs}",

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import itrloss
 from examples.retrieval import encoders
 from examples.retrieval import train as module
 from examples.retrieval.config import Config, load_config, make_config
@@ -501,6 +502,21 @@ def test_triplet_warms_up_on_all_negatives(config: Config, monkeypatch: pytest.M
     monkeypatch.setattr(Trainer, "train_step", watched_step)
     train(replace(config, loss="triplet", warmup_epochs=1))
     assert set(seen) == {(0, "all"), (1, "hardest")}
+
+
+def test_dvse_warms_up_on_all_negatives(config: Config):
+    trainer = Trainer(replace(config, loss="dvse", warmup_epochs=1))
+    batch = next(trainer.batches.epoch(0))
+    outputs = trainer.model(batch.regions, batch.words, batch.lengths)
+    trainer.objective.begin_epoch(0)
+    value, terms = trainer.objective(outputs, batch.image_ids, batch.text_ids)
+    scores = itrloss.functional.set_similarity(outputs[0], outputs[1])
+    every = itrloss.TripletLoss(mining="all", reduction="mean")
+    torch.testing.assert_close(value, every(scores=scores, image_ids=batch.image_ids, text_ids=batch.text_ids))
+    assert terms == {}
+    trainer.objective.begin_epoch(1)
+    value, terms = trainer.objective(outputs, batch.image_ids, batch.text_ids)
+    assert set(terms) == {"variance_aware", "orthogonal"}
 
 
 def test_a_loss_that_is_not_a_number_stops_the_run(config: Config):
