@@ -254,6 +254,49 @@ def test_hal_and_dcl_fall_with_the_margin_and_keep_their_lower_bounds(seed, a, b
         assert make_loss(high)(v, w) >= bound
 
 
+@given(st.integers(0, 10_000), st.floats(0.02, 2), st.floats(0.02, 2))
+@settings(max_examples=25, deadline=None)
+def test_softer_negatives_weigh_more(seed, a, b):
+    """``t log(1 + sum exp(x / t))`` does not fall as t grows: its derivative is an entropy."""
+    v, w, ids, _ = draw(6, 7, seed)
+    low, high = sorted((a, b))
+    for make_loss in (
+        lambda t: itrloss.HubnessAwareLoss(1 / t, 0.2, reduction="none"),
+        lambda t: itrloss.DiversityContrastiveLoss(t, 0.2, diversity=None, positive_weight=1.0, reduction="none"),
+    ):
+        for x, y in zip(make_loss(low)(v, w, *ids), make_loss(high)(v, w, *ids), strict=True):
+            assert (x <= y + 1e-12).all()
+
+
+@given(st.integers(0, 10_000), st.integers(1, 8), st.integers(1, 8))
+@settings(max_examples=25, deadline=None)
+def test_a_copy_of_each_positive_changes_nothing_for_its_anchor(seed, n, m):
+    v, w, ids, _ = draw(n, m, seed)
+    copied = (ids[1] == ids[0][0]).nonzero().squeeze(1)
+    more, more_ids = torch.cat([w, w[copied]]), torch.cat([ids[1], ids[1][copied]])
+    for loss in (
+        itrloss.InfoNCELoss(reduction="none"),
+        itrloss.DiversityContrastiveLoss(diversity=None, reduction="none"),
+    ):
+        torch.testing.assert_close(loss(v, more, ids[0], more_ids)[0][0], loss(v, w, *ids)[0][0])
+    hinge = itrloss.TripletLoss(reduction="none")
+    torch.testing.assert_close(hinge(v, more, ids[0], more_ids)[0][0], 2 * hinge(v, w, *ids)[0][0])
+
+
+@given(st.integers(0, 10_000), st.integers(1, 9), st.integers(1, 9), st.floats(0.01, 3), st.floats(0.001, 10))
+@settings(max_examples=40, deadline=None)
+def test_entropies_and_diversities_keep_their_bounds(seed, n, m, temperature, epsilon):
+    v, w, ids, _ = draw(n, m, seed)
+    sim = Similarity(v, w, *ids)
+    entropy = sim.entropy(temperature)
+    assert (entropy >= 0).all() and (entropy <= math.log2(m) + 1e-9).all()
+    for scores in (
+        itrloss.functional.std_diversity(sim, epsilon),
+        itrloss.functional.entropy_diversity(sim, epsilon, temperature),
+    ):
+        assert (scores >= 0.5).all() and scores.max() == 1  # one half is where rounding leaves it
+
+
 def test_entropy_temperature_reaches_the_diversity():
     v, w = embeddings(9, 9)
     sim = Similarity(v, w)

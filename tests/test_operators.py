@@ -13,6 +13,7 @@ from cases import embeddings, make_ids
 from test_losses import LOSSES, make
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import itrloss
 from itrloss.engines import softmax
 
 
@@ -100,6 +101,26 @@ def test_tiled_engine_saves_nothing_of_the_size_of_the_matrix(name, kind, dtype)
     v, w = (x.requires_grad_() for x in embeddings(n, m, d, dtype=dtype))
     saved = saved_bytes(make(name, engine="tiled"), v, w, make_ids(kind, n, m))
     assert saved <= (n + m) * d * 4 / 8
+
+
+def test_sets_save_nothing_of_the_size_of_their_matrices():
+    n, m, k, d = 256, 1024, 4, 64
+    images = torch.randn(n, k, d, requires_grad=True)
+    texts = torch.randn(m, d, requires_grad=True)
+    ids = torch.arange(n), torch.arange(n).repeat_interleave(m // n)
+    for shared in (True, False):
+        loss = itrloss.VarianceAwareLoss(engine="tiled", shared_sigma=shared)
+        saved = saved_bytes(loss, images, texts, ids)
+        # Some numbers for each positive pair and head, and the strided embeddings of a head.
+        assert saved <= (n * k * d + m * d + 60 * k * m) * 4 < n * m * k * 4 / 2
+
+
+def test_classification_by_many_prototypes_saves_no_logits():
+    batch, clusters, d = 256, 20_000, 32
+    images, texts = (torch.randn(batch, d, requires_grad=True) for _ in range(2))
+    module = itrloss.PrototypeClassificationLoss(d, clusters, engine="tiled")
+    saved = saved_bytes(lambda *x: module(*x[:2], x[2]), images, texts, (torch.randint(0, clusters, (batch,)),))
+    assert saved <= 2 * (2 * batch + clusters) * (d + 8) * 4 < 2 * batch * clusters * 4
 
 
 MEASURE = """

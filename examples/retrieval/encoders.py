@@ -205,15 +205,16 @@ class TextEncoder(nn.Module):
         x = self.dropout(self.embedding(words))
         kept = F.dropout(torch.ones_like(x[:, :, :1]), self.word_dropout, self.training)  # whole words
         x = x * kept
-        text = self.recurrent(x, lengths)
         if self.bag is None:
-            return text
+            return self.recurrent(x, lengths, None)
         # Padding embeds to zero, so the sum over the padded length is the sum over the words.
         mean = torch.einsum("bld,bl->bd", x, self.idf[words]) / lengths.to(x.device)[:, None]
-        return text + self.bag(mean)
+        return self.recurrent(x, lengths, self.bag(mean))
 
-    def recurrent(self, x: Tensor, lengths: Tensor) -> Tensor:
+    def recurrent(self, x: Tensor, lengths: Tensor, bag: Tensor | None) -> Tensor:
         """BiGRU and pooling, (B, L, word_dim) -> (B, dim), for groups of captions of about the same length.
+
+        What comes from the bag of words, (B, dim), is added to what is pooled.
 
         In a group no caption is padded to the longest of the batch. And the backward pass of a packed GRU on a CPU
         fills a buffer as large as all its tokens at every time step, which small groups keep small.
@@ -224,5 +225,6 @@ class TextEncoder(nn.Module):
             own = lengths[rows]
             hidden = averaged_bigru(self.gru, x[rows.to(x.device), : int(own[-1])], own)
             text = self.pool(hidden, own)
+            text = text if bag is None else text + bag[rows.to(x.device)]
             pooled.append(text if self.head is None else self.head(hidden, text, own)[0].squeeze(1))
         return torch.cat(pooled)[order.argsort().to(x.device)]
