@@ -244,6 +244,27 @@ def uto(
     return loss
 
 
+def variance_aware(image_sets: Tensor, texts: Tensor, *, margin: float = 0.2) -> Tensor:
+    """Variance-aware weighting loss (DVSE Eq. 11) of N images with K heads (N, K, D) and their one text each (N, D)."""
+    n = texts.shape[0]
+    scores = torch.einsum("nkd,md->knm", F.normalize(image_sets, dim=2), F.normalize(texts, dim=1))
+    diagonal = torch.eye(n, dtype=torch.bool, device=scores.device)
+    pairs = scores.diagonal(dim1=1, dim2=2)  # (K, N)
+    negatives, zeroed = scores.masked_fill(diagonal, NEG_INF), scores.masked_fill(diagonal, 0)
+    mean = zeroed.sum(2) / (n - 1)
+    variance = (zeroed.square().sum(2) - (n - 1) * mean.square()) / (n - 2)
+    sigma = 1 + variance.clamp_min(1e-12).sqrt()
+    loss = scores.new_zeros(())
+    for hardest in (negatives.amax(2), negatives.amax(1)):
+        loss = loss + ((margin - pairs + hardest).relu() / sigma.square() + sigma.log()).mean(1).sum()
+    return loss
+
+
+def prototype_classification(images: Tensor, texts: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    """PGC (CODER Eq. 7): one linear classifier for both sides."""
+    return F.cross_entropy(images @ weight.T, ids) + F.cross_entropy(texts @ weight.T, ids)
+
+
 def _compare(
     images: Tensor, texts: Tensor, image_ids: Tensor | None, text_ids: Tensor | None, scale: float = 1.0
 ) -> Batch:

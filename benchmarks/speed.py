@@ -2,6 +2,7 @@
 
     python -m benchmarks.speed --sizes 128 512 2048 8192 --dim 1024 --out FILE
     python -m benchmarks.speed --sizes --memory 128x4096x1024 512x16384x512 --out FILE
+    python -m benchmarks.speed --sizes --sets 128x6x1024 --prototypes 128x20000x1024
 
 Shared machines are noisy. The variants of a case run in turn, round after round, in one process, and each time another
 one begins; a round's times are divided by each other, and the medians of these ratios are reported. The floor is the
@@ -53,6 +54,14 @@ MEMORY_CASES: dict[str, tuple[Callable[..., torch.nn.Module], Callable[..., Tens
 }
 
 
+# More kinds of cases: option -> (their losses, what the numbers of a shape are).
+OTHERS: dict[str, tuple[list[str], str]] = {
+    "memory": (list(MEMORY_CASES), "batch x entries x dim of a memory"),
+    "sets": (["variance aware"], "batch x heads x dim of sets"),
+    "prototypes": (["pgc"], "batch x clusters x dim of a classification"),
+}
+
+
 class Case(NamedTuple):
     """A loss, what it is compared with, and what they are called with."""
 
@@ -100,6 +109,39 @@ def memory_case(name: str, batch: int, entries: int, dim: int) -> Case:
     given_plain = (v_keys, w_keys, memory.images, memory.texts, ids, memory.ids)
     shape = {"size": batch, "entries": entries, "dim": dim}
     return Case(shape, module(), plain, floor, leaves, given, given_plain)
+
+
+def sets_case(name: str, size: int, heads: int, dim: int) -> Case:
+    """Images with some embeddings each and one text each; the floor has one forward product a head and two backward."""
+    images, texts = torch.stack([inputs(size, dim, seed)[0] for seed in range(heads)], 1), inputs(size, dim)[1]
+    s = torch.empty(size, size)
+
+    def floor() -> None:
+        for head in range(heads):
+            torch.mm(images[:, head], texts.T, out=s)
+            torch.mm(s, texts)
+            torch.mm(s.T, images[:, head])
+
+    leaves = tuple(x.clone().requires_grad_() for x in (images, texts))
+    shape = {"size": size, "heads": heads, "dim": dim}
+    return Case(shape, itrloss.VarianceAwareLoss(), eager.variance_aware, floor, leaves, (), ())
+
+
+def prototypes_case(name: str, batch: int, clusters: int, dim: int) -> Case:
+    """Pairs of concept embeddings and their prototypes; the floor has one forward product and two backward."""
+    v, w = inputs(batch, dim)
+    module = itrloss.PrototypeClassificationLoss(dim, clusters)
+    both, weight, s = torch.cat([v, w]), module.weight.detach(), torch.empty(2 * batch, clusters)
+    ids = torch.randint(0, clusters, (batch,), generator=torch.Generator().manual_seed(0))
+
+    def floor() -> None:
+        torch.mm(both, weight.T, out=s)
+        torch.mm(s, weight)
+        torch.mm(s.T, both)
+
+    leaves = tuple(x.clone().requires_grad_() for x in (v, w))
+    shape = {"size": batch, "clusters": clusters, "dim": dim}
+    return Case(shape, module, eager.prototype_classification, floor, leaves, (ids,), (module.weight, ids))
 
 
 def inputs(size: int, dim: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -200,17 +242,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="*", default=[128, 512, 2048], help="of the batch")
     parser.add_argument("--dim", type=int, default=1024)
-    parser.add_argument("--losses", nargs="+", default=[*CASES, *MEMORY_CASES], choices=[*CASES, *MEMORY_CASES])
-    parser.add_argument("--memory", nargs="*", default=[], metavar="NxQxD", help="batch x entries x dim of a memory")
+    every = [*CASES, *(name for names, _ in OTHERS.values() for name in names)]
+    parser.add_argument("--losses", nargs="+", default=every, choices=every)
+    for option, (_, numbers) in OTHERS.items():
+        parser.add_argument(f"--{option}", nargs="*", default=[], metavar="NxMxD", help=numbers)
     parser.add_argument("--seconds", type=float, default=10, help="about how long to measure each case")
     parser.add_argument("--compiled", action="store_true", help="also torch.compile of both")
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     args = parser.parse_args()
-    shapes = [tuple(int(x) for x in text.split("x")) for text in args.memory]
+    makers = {"memory": memory_case, "sets": sets_case, "prototypes": prototypes_case}
     runs = [
         (n, 3 * size * size * args.dim, partial(pair_case, n, size, args.dim)) for size in args.sizes for n in CASES
     ]
-    runs += [(n, 4 * math.prod(shape), partial(memory_case, n, *shape)) for shape in shapes for n in MEMORY_CASES]
+    for option, (names, _) in OTHERS.items():
+        for shape in (tuple(int(x) for x in text.split("x")) for text in getattr(args, option)):
+            runs += [(n, 4 * math.prod(shape), partial(makers[option], n, *shape)) for n in names]
     rows = []
     for name, work, make in runs:
         if name in args.losses:

@@ -174,3 +174,15 @@ def test_memory_baselines_equal_the_oracle(loss):
     value = getattr(eager, loss)(*rows, ids, memory_ids)
     arrays = [x.numpy() for x in (*rows, ids, ids, memory_ids)]
     assert value.item() == pytest.approx(getattr(oracle_more, loss)(*arrays), rel=1e-9)
+
+
+def test_variance_aware_and_classification_equal_the_oracle():
+    generator = torch.Generator().manual_seed(0)
+    sets, texts = (torch.randn(7, *k, 5, generator=generator, dtype=torch.float64) for k in ((3,), ()))
+    ids = list(range(7))
+    wanted = oracle_more.variance_aware(sets.numpy(), texts.numpy(), ids, ids, 0.4)
+    np.testing.assert_allclose(float(eager.variance_aware(sets, texts, margin=0.4)), wanted, rtol=1e-9)
+    weight, labels = torch.randn(11, 5, generator=generator, dtype=torch.float64), torch.arange(7)
+    wanted = oracle_more.prototype_classification(sets[:, 0].numpy(), texts.numpy(), weight.numpy(), None, ids)
+    found = eager.prototype_classification(sets[:, 0], texts, weight, labels)
+    np.testing.assert_allclose(float(found), wanted, rtol=1e-9)
