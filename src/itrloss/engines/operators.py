@@ -1,4 +1,4 @@
-"""Registration of the passes with PyTorch: one operator serves eager mode, ``torch.compile`` and graph capture.
+"""The passes as operators of PyTorch, with their gradients: one serves eager mode, ``torch.compile`` and graph capture.
 
 Each answer is an operator without autograd (opaque to the compiler, shapes known from its inputs' shapes) wrapped by
 an :class:`torch.autograd.Function` whose backward is another operator. That costs less per call than
@@ -7,89 +7,14 @@ an :class:`torch.autograd.Function` whose backward is another operator. That cos
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from . import moments, pairs, softmax
 from . import violations as margins
 from .positives import Positives
+from .registration import WIDTH, full_precision, like_source, operator, uninitialised
 from .tiles import EPS, Pair, Source, compute_dtype, first_order, lengths, project_, unit
-
-_library = torch.library.Library("itrloss", "DEF")
-_SOURCE = (
-    "Tensor rows, Tensor? cols, Tensor? row_inv, Tensor? col_inv, Tensor? row_ids, Tensor? col_ids,"
-    " Tensor? kept, Tensor? valid"
-)
-_WIDTH = len(Source._fields)
-
-
-def _full_precision(x: Tensor):
-    """Autocast would round the score products to half precision behind our back."""
-    kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
-
-
-def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Define ``itrloss::<function name>`` and return the function to call.
-
-    Where the schema begins with SOURCE, the function and its fake get one :class:`Source` for the arguments of that.
-    """
-    on_source = schema.startswith("(SOURCE")
-
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        """Give the operator its implementation and its shapes."""
-        name = function.__name__
-
-        @functools.wraps(function)
-        def implementation(*args: Any) -> Any:
-            with _full_precision(args[0]):
-                return function(Source(*args[:_WIDTH]).trimmed(), *args[_WIDTH:]) if on_source else function(*args)
-
-        @functools.wraps(function)
-        def call(*args: Any) -> Any:
-            # In eager mode the dispatcher would only cost time.
-            return operator(*args) if torch.compiler.is_compiling() else implementation(*args)
-
-        def shapes(*args: Any) -> Any:
-            return fake(Source(*args[:_WIDTH]), *args[_WIDTH:]) if on_source else fake(*args)
-
-        _library.define(name + schema.replace("SOURCE", _SOURCE))
-        _library.impl(name, implementation, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"itrloss::{name}", shapes, lib=_library)
-        operator = getattr(torch.ops.itrloss, name).default
-        return call
-
-    return register
-
-
-def _sizes(source: Source, asked: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
-    """Uninitialised (N,) and (M,) results, empty where a side was not asked for."""
-    sizes = [size if a else 0 for size, a in zip(source.shape, asked, strict=True)]
-    first, second = (source.rows.new_empty(size, dtype=source.dtype) for size in sizes)
-    return first, second
-
-
-def _like_source(source: Source, needs: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
-    """Uninitialised gradients of the source's tensors, empty where none is needed."""
-    rows, cols = source.rows, source.cols
-    if cols is None:
-        return torch.empty_like(rows, memory_format=torch.contiguous_format), rows.new_empty(0)
-    made = (
-        torch.empty_like(x, memory_format=torch.contiguous_format) if need else rows.new_empty(0)
-        for x, need in zip((rows, cols), needs, strict=True)
-    )
-    first, second = made
-    return first, second
-
-
-def _asked(pair: Pair) -> tuple[bool, bool]:
-    return pair[0] is not None, pair[1] is not None
-
 
 # -------------------------------------------------------------------------------- norms and the dense product
 
@@ -98,7 +23,7 @@ def _fake_inverse_norms(x):
     return x.new_empty(x.shape[0], dtype=compute_dtype(x))
 
 
-@_operator("(Tensor x) -> Tensor", _fake_inverse_norms)
+@operator("(Tensor x) -> Tensor", _fake_inverse_norms)
 def inverse_norms(x: Tensor) -> Tensor:
     """(N,) reciprocal lengths of the rows of ``x``; 0 for a row of length at most 1e-12."""
     norm = torch.linalg.vector_norm(x, dim=1, dtype=compute_dtype(x))
@@ -121,7 +46,7 @@ class Product(torch.autograd.Function):
             left, right = unit(rows, None), unit(cols, None)
         else:
             left, right = unit(rows, row_inv), unit(cols, col_inv)
-        with _full_precision(rows):
+        with full_precision(rows):
             scores = left @ right.T
         if ctx.scaled_scores:
             scores.mul_(row_inv[:, None]).mul_(col_inv)
@@ -143,7 +68,7 @@ class Product(torch.autograd.Function):
         ):
             if not needs[side]:
                 continue
-            with _full_precision(grad):
+            with full_precision(grad):
                 gradient = matrix @ other
             if ctx.scaled_scores:
                 gradient.addcmul_(own, (along.sum(1 - side) * inv * inv)[:, None], value=-1)
@@ -175,7 +100,7 @@ def _scales(row_scale: Tensor | None, col_scale: Tensor | None, shared: bool) ->
 def _fake_logsumexp(source, row_scale, col_scale, shared, masked, bounded, extra):
     scales = _scales(row_scale, col_scale, shared)
     made = []
-    for total, scale in zip(_sizes(source, _asked(scales)), scales, strict=True):
+    for total, scale in zip(uninitialised(source, (scales[0] is not None, scales[1] is not None)), scales, strict=True):
         figure = torch.empty_like(total) if extra else total.new_empty(0)
         if extra == softmax.ENTROPY and scale is not None:
             figure = total.new_empty(2, total.shape[0])
@@ -184,7 +109,7 @@ def _fake_logsumexp(source, row_scale, col_scale, shared, masked, bounded, extra
     return *(x for field in zip(*made, strict=True) for x in field), diagonal
 
 
-@_operator(
+@operator(
     "(SOURCE, Tensor? row_scale, Tensor? col_scale, bool shared, bool masked, bool bounded, int extra)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake_logsumexp,
@@ -195,10 +120,10 @@ def logsumexp(source, row_scale, col_scale, shared, *flags):
 
 
 def _fake_source_gradient(source, *args):
-    return _like_source(source, args[-2:])
+    return like_source(source, args[-2:])
 
 
-@_operator(
+@operator(
     "(SOURCE, Tensor? row_scale, Tensor? col_scale, bool shared, Tensor row_total, Tensor col_total, Tensor row_top,"
     " Tensor col_top, Tensor row_figure, Tensor col_figure, Tensor? row_grad, Tensor? col_grad,"
     " Tensor? row_figure_grad, Tensor? col_figure_grad, Tensor? diagonal_grad, bool masked, bool bounded, int extra,"
@@ -224,7 +149,7 @@ class LogSumExp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
         """(N,) and (M,) log-sum-exps, their figures and the diagonal's scores."""
-        source, (row_scale, col_scale, shared, masked, bounded, extra) = args[:_WIDTH], args[_WIDTH:]
+        source, (row_scale, col_scale, shared, masked, bounded, extra) = args[:WIDTH], args[WIDTH:]
         *sums, diagonal = logsumexp(*args)
         ctx.save_for_backward(*source, row_scale, col_scale, *sums)
         ctx.shared, ctx.flags, ctx.entropic = shared, (masked, bounded, extra), extra == softmax.ENTROPY
@@ -241,7 +166,7 @@ class LogSumExp(torch.autograd.Function):
     def backward(ctx, *grads):
         """Gradients of the source and of the scales."""
         saved = ctx.saved_tensors
-        source, scales, sums = saved[:_WIDTH], saved[_WIDTH : _WIDTH + 2], saved[_WIDTH + 2 :]
+        source, scales, sums = saved[:WIDTH], saved[WIDTH : WIDTH + 2], saved[WIDTH + 2 :]
         rows = cols = None
         figures = grads[2:4] if ctx.entropic else (None, None)
         grads = _asked_for(*grads[:2], *figures, grads[4])
@@ -252,7 +177,7 @@ class LogSumExp(torch.autograd.Function):
         found: list[Tensor | None] = [None, None]
         for side, (mean, grad) in enumerate(zip(sums[4:], grads[:2], strict=True)):
             to = 0 if ctx.shared else side
-            if ctx.needs_input_grad[_WIDTH + to] and grad is not None:
+            if ctx.needs_input_grad[WIDTH + to] and grad is not None:
                 by_scale = grad * mean
                 by_scale = by_scale.sum().reshape(1) if scales[to].numel() == 1 else by_scale
                 found[to] = by_scale if found[to] is None else found[to] + by_scale
@@ -284,7 +209,7 @@ class ConsumedLogSumExp(torch.autograd.Function):
     def backward(ctx, grad):
         """Gradients of the rows."""
         rows, cols, inv, exponentials, scale, total = ctx.saved_tensors
-        with _full_precision(grad):
+        with full_precision(grad):
             gradient = exponentials @ unit(cols, None)
         # Where nothing was summed, 0 is divided by 0.
         gradient.mul_((grad * scale / torch.where(total > 0, total, 1.0))[:, None])
@@ -303,24 +228,24 @@ def _asked_for(*grads: Tensor | None) -> tuple[Tensor | None, ...]:
 
 def _of_source(rows: Tensor | None, cols: Tensor | None) -> tuple[Tensor | None, ...]:
     """The gradients of all that a source is made of."""
-    return _unless_empty(rows), _unless_empty(cols), *([None] * (_WIDTH - 2))
+    return _unless_empty(rows), _unless_empty(cols), *([None] * (WIDTH - 2))
 
 
 # ---------------------------------------------------------------------------------------------------- moments
 
 
 def _fake_moments(source, *asked):
-    sizes = _sizes(source, asked)
+    sizes = uninitialised(source, asked)
     return (*sizes, *(torch.empty_like(s) for s in sizes))
 
 
-@_operator("(SOURCE, bool for_rows, bool for_cols) -> (Tensor, Tensor, Tensor, Tensor)", _fake_moments)
+@operator("(SOURCE, bool for_rows, bool for_cols) -> (Tensor, Tensor, Tensor, Tensor)", _fake_moments)
 def moment_sums(source, *asked):
     means, variances = moments.moments(source, asked)
     return (*means, *variances)
 
 
-@_operator(
+@operator(
     "(SOURCE, Tensor? row_mean, Tensor? col_mean, Tensor? row_grad, Tensor? col_grad, Tensor? row_var_grad,"
     " Tensor? col_var_grad, bool need_rows, bool need_cols) -> (Tensor, Tensor)",
     _fake_source_gradient,
@@ -336,7 +261,7 @@ class Moments(torch.autograd.Function):
     def forward(ctx, *args):
         """(N,) means, (M,) means, (N,) and (M,) variances."""
         out = moment_sums(*args)
-        ctx.save_for_backward(*args[:_WIDTH], *out[:2])
+        ctx.save_for_backward(*args[:WIDTH], *out[:2])
         ctx.set_materialize_grads(False)
         return out
 
@@ -351,11 +276,11 @@ class Moments(torch.autograd.Function):
 
 
 def _fake_hardest(source, *asked):
-    sizes = _sizes(source, asked)
+    sizes = uninitialised(source, asked)
     return *sizes, *(x.to(torch.int64) for x in sizes)
 
 
-@_operator("(SOURCE, bool for_rows, bool for_cols) -> (Tensor, Tensor, Tensor, Tensor)", _fake_hardest)
+@operator("(SOURCE, bool for_rows, bool for_cols) -> (Tensor, Tensor, Tensor, Tensor)", _fake_hardest)
 def hardest(source, *asked):
     """Scores and indices, of the rows and of the columns: ``(row score, column score, row index, column index)``."""
     return pairs.hardest(source, asked)
@@ -369,7 +294,7 @@ def _fake_pair_scores(*args):
     return args[0].new_empty((args[0] if args[4] is None else args[4]).shape[0], dtype=compute_dtype(args[0]))
 
 
-@_operator(
+@operator(
     "(Tensor rows, Tensor? cols, Tensor? row_inv, Tensor? col_inv, Tensor? row_index, Tensor? col_index) -> Tensor",
     _fake_pair_scores,
 )
@@ -379,10 +304,10 @@ def pair_scores(*args):
 
 
 def _fake_pair_scores_backward(*args):
-    return _like_source(_unlabelled(*args[:4]), args[-2:])
+    return like_source(_unlabelled(*args[:4]), args[-2:])
 
 
-@_operator(
+@operator(
     "(Tensor rows, Tensor? cols, Tensor? row_inv, Tensor? col_inv, Tensor? row_index, Tensor? col_index, Tensor scores,"
     " Tensor grad, bool need_rows, bool need_cols) -> (Tensor, Tensor)",
     _fake_pair_scores_backward,
@@ -419,11 +344,11 @@ class PairScores(torch.autograd.Function):
 
 
 def _fake_term_sums(source, term, negative, row_params, col_params, *asked):
-    sums = _sizes(source, asked)
+    sums = uninitialised(source, asked)
     return *sums, sums[0].new_empty(source.shape[0] if pairs.hands_out_diagonal(source, negative) else 0)
 
 
-@_operator(
+@operator(
     "(SOURCE, str term, bool negative, Tensor[] row_params, Tensor[] col_params, bool for_rows, bool for_cols)"
     " -> (Tensor, Tensor, Tensor)",
     _fake_term_sums,
@@ -434,10 +359,10 @@ def term_sums(source, term, negative, row_params, col_params, *asked):
 
 def _fake_term_sums_backward(source, term, negative, row_params, col_params, *args):
     given = [[torch.empty_like(p) for p in side] for side in (row_params, col_params)]
-    return (*_like_source(source, args[3:5]), *given)
+    return (*like_source(source, args[3:5]), *given)
 
 
-@_operator(
+@operator(
     "(SOURCE, str term, bool negative, Tensor[] row_params, Tensor[] col_params, Tensor? row_grad, Tensor? col_grad,"
     " Tensor? diagonal_grad, bool need_rows, bool need_cols, bool need_params) -> (Tensor, Tensor, Tensor[], Tensor[])",
     _fake_term_sums_backward,
@@ -453,8 +378,8 @@ class TermSums(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
         """(N,) and (M,) sums, and the diagonal's scores."""
-        source, params = args[:_WIDTH], args[_WIDTH + 5 :]
-        term, negative, *asked, split = args[_WIDTH : _WIDTH + 5]
+        source, params = args[:WIDTH], args[WIDTH + 5 :]
+        term, negative, *asked, split = args[WIDTH : WIDTH + 5]
         out = term_sums(*source, term, negative, list(params[:split]), list(params[split:]), *asked)
         ctx.save_for_backward(*source, *params)
         ctx.term, ctx.split = (term, negative), split
@@ -465,24 +390,24 @@ class TermSums(torch.autograd.Function):
     @first_order
     def backward(ctx, *grads):
         """Gradients of the source and of the parameters."""
-        source, params, split = ctx.saved_tensors[:_WIDTH], ctx.saved_tensors[_WIDTH:], ctx.split
+        source, params, split = ctx.saved_tensors[:WIDTH], ctx.saved_tensors[WIDTH:], ctx.split
         rows, cols, by_row_params, by_col_params = term_sums_backward(
             *(*source, *ctx.term, list(params[:split]), list(params[split:])),
-            *(*_asked_for(*grads), *ctx.needs_input_grad[:2], any(ctx.needs_input_grad[_WIDTH:])),
+            *(*_asked_for(*grads), *ctx.needs_input_grad[:2], any(ctx.needs_input_grad[WIDTH:])),
         )
         return *_of_source(rows, cols), *([None] * 5), *by_row_params, *by_col_params
 
 
 def _fake_violations(source, margin, *asked):
-    return _sizes(source, asked)
+    return uninitialised(source, asked)
 
 
-@_operator("(SOURCE, float margin, bool for_rows, bool for_cols) -> (Tensor, Tensor)", _fake_violations)
+@operator("(SOURCE, float margin, bool for_rows, bool for_cols) -> (Tensor, Tensor)", _fake_violations)
 def violations(source, margin, *asked):
     return margins.violations(source, margin, asked)
 
 
-@_operator(
+@operator(
     "(SOURCE, float margin, Tensor? row_grad, Tensor? col_grad, bool need_rows, bool need_cols) -> (Tensor, Tensor)",
     _fake_source_gradient,
 )
@@ -496,8 +421,8 @@ class Violations(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
         """(N,) and (M,) sums."""
-        ctx.save_for_backward(*args[:_WIDTH])
-        ctx.margin = args[_WIDTH]
+        ctx.save_for_backward(*args[:WIDTH])
+        ctx.margin = args[WIDTH]
         ctx.set_materialize_grads(False)
         return violations(*args)
 

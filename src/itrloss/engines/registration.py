@@ -1,0 +1,79 @@
+"""How an operator is defined: its schema, its shapes for the compiler, and what eager mode calls."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .tiles import Source
+
+_library = torch.library.Library("itrloss", "DEF")
+_SOURCE = (
+    "Tensor rows, Tensor? cols, Tensor? row_inv, Tensor? col_inv, Tensor? row_ids, Tensor? col_ids,"
+    " Tensor? kept, Tensor? valid"
+)
+WIDTH = len(Source._fields)
+
+
+def full_precision(x: Tensor):
+    """Autocast would round the score products to half precision behind our back."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
+
+
+def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Define ``itrloss::<function name>`` and return the function to call.
+
+    Where the schema begins with SOURCE, the function and its fake get one :class:`Source` for the arguments of that.
+    """
+    on_source = schema.startswith("(SOURCE")
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        """Give the operator its implementation and its shapes."""
+        name = function.__name__
+
+        @functools.wraps(function)
+        def implementation(*args: Any) -> Any:
+            with full_precision(args[0]):
+                return function(Source(*args[:WIDTH]).trimmed(), *args[WIDTH:]) if on_source else function(*args)
+
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            # In eager mode the dispatcher would only cost time.
+            return registered(*args) if torch.compiler.is_compiling() else implementation(*args)
+
+        def shapes(*args: Any) -> Any:
+            return fake(Source(*args[:WIDTH]), *args[WIDTH:]) if on_source else fake(*args)
+
+        _library.define(name + schema.replace("SOURCE", _SOURCE))
+        _library.impl(name, implementation, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"itrloss::{name}", shapes, lib=_library)
+        registered = getattr(torch.ops.itrloss, name).default
+        return call
+
+    return register
+
+
+def uninitialised(source: Source, asked: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
+    """Uninitialised (N,) and (M,) results, empty where a side was not asked for."""
+    sizes = [size if a else 0 for size, a in zip(source.shape, asked, strict=True)]
+    first, second = (source.rows.new_empty(size, dtype=source.dtype) for size in sizes)
+    return first, second
+
+
+def like_source(source: Source, needs: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
+    """Uninitialised gradients of the source's tensors, empty where none is needed."""
+    rows, cols = source.rows, source.cols
+    if cols is None:
+        return torch.empty_like(rows, memory_format=torch.contiguous_format), rows.new_empty(0)
+    made = (
+        torch.empty_like(x, memory_format=torch.contiguous_format) if need else rows.new_empty(0)
+        for x, need in zip((rows, cols), needs, strict=True)
+    )
+    first, second = made
+    return first, second
