@@ -117,6 +117,9 @@ class SubEmbeddings(nn.Module):
         )
         self.linear = nn.Linear(dim, dim)
         self.norm = nn.LayerNorm(dim)
+        # As PVSE: a bias would be a pattern that all embeddings share, and retrieval suffers from it.
+        nn.init.xavier_uniform_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
 
     def forward(self, elements: Tensor, pooled: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """(B, L, d) elements, of which lengths[b] count, and pooled (B, d) -> sets and residuals, (B, heads, d)."""

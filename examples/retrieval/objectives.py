@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import itrloss
-from itrloss import functional
 
 from .config import Config
 from .models import VSE
@@ -96,8 +95,8 @@ class Objective(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of what the model returned, and figures worth logging."""
         if self.warming_up and isinstance(self.criterion, itrloss.DVSEObjective):
-            scores = functional.set_similarity(outputs[0], outputs[1])
-            return self.all_negatives(scores=scores, image_ids=image_ids, text_ids=text_ids), {}
+            heads = [self.all_negatives(x, outputs[1], image_ids, text_ids) for x in outputs[0].unbind(1)]
+            return torch.stack(heads).mean(), {}
         beside = (*self.batch_keys, self.memory) if self.memory is not None else ()
         value = self.criterion(*outputs[:2], *beside, *outputs[2:], image_ids=image_ids, text_ids=text_ids)
         if isinstance(value, tuple):
