@@ -595,3 +595,11 @@ def test_processes_meet_once_a_step_and_average_gradients(tmp_path):
         assert all(g is None or g.dim() == 1 or g.abs().max() > 1e-2 for g in mean)
         assert_same(found, mean)
         assert_same(found_too, mean)
+
+
+def test_expanded_buffers_are_left_alone():
+    encoder = torch.nn.Linear(3, 4)
+    encoder.register_buffer("shared", torch.zeros(1).expand(4))
+    x = torch.randn(5, 3), torch.randn(5, 3)
+    loss = itrloss.cached_step(itrloss.InfoNCELoss(), (encoder, encoder), x, chunk_size=2)
+    assert loss.isfinite()

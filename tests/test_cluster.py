@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import numpy as np
 import oracle_more
@@ -69,6 +70,7 @@ def test_first_batch_larger_than_the_number_of_clusters():
     means, x = OnlineKMeans(3, 6), points(50)
     ids = means.update(x)
     assert len(means) == 3 and means.counts.sum() == 50 and set(ids.tolist()) == {0, 1, 2}
+    assert means.reseeded.all()
     assert (means.counts == torch.bincount(ids, minlength=3)).all()
 
 
@@ -126,6 +128,60 @@ def test_refit_finds_separated_clusters():
     torch.testing.assert_close(again.centroids, means.centroids)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("at", [0, 3])  # in the first batch, which seeds, or later
+@pytest.mark.parametrize("clusters", [4, 40])
+def test_points_that_are_not_finite_leave_no_trace(bad, at, clusters):
+    """Mixed precision skips the optimiser's step after an overflow, but a centroid would be lost for good."""
+    means, clean = OnlineKMeans(clusters, 6), OnlineKMeans(clusters, 6)
+    for step in range(5):
+        x = points(12, seed=step)
+        if step == at:
+            x[1] = 0
+        y = x.clone()
+        if step == at:
+            y[1, 2] = bad
+        assert torch.equal(means.update(y), clean.update(x))
+    assert means.centroids.isfinite().all() and torch.equal(means.centroids, clean.centroids)
+
+
+def test_known_points_need_no_new_clusters():
+    means, x = OnlineKMeans(100, 6), points(10)
+    first = means.update(x)
+    for _ in range(3):
+        assert torch.equal(means.update(x), first)
+    assert len(means) == 10 and torch.equal(means.predict(x), first)
+    assert (means.counts[first] == 4).all()
+
+
+@pytest.mark.parametrize("distinct", [3, 10])
+def test_refit_with_fewer_points_than_clusters_settles(distinct):
+    means, x = OnlineKMeans(50, 6), points(distinct).repeat(4, 1)
+    ids = means.fit(x, iterations=100)
+    assert means.seen <= 4 * len(x)  # iterations, and each one counts its points
+    assert len(ids.unique()) == distinct and torch.equal(ids, means.predict(x))
+    assert torch.equal(means.counts, torch.bincount(ids, minlength=50))
+    assert mean_cosine(x, means) > 1 - 1e-6
+
+
+def test_refit_tells_all_that_was_reseeded():
+    means = OnlineKMeans(6, 6)
+    x = points(30)
+    means.fit(x, iterations=5)
+    assert means.reseeded.all()  # at the first of them
+    means.fit(x, iterations=2)
+    assert not means.reseeded.all()
+
+
+def test_a_failed_load_changes_nothing():
+    means, other = trained(10), OnlineKMeans(10, 4)
+    other.update(points(12, 4))
+    before = copy.deepcopy(means.state_dict())
+    with pytest.raises(RuntimeError, match=r"centroids: expected shape \(10, 6\), got \(10, 4\)"):
+        means.load_state_dict(other.state_dict())
+    assert all(torch.equal(x, before[name]) for name, x in means.state_dict().items())
+
+
 def test_counts_are_capped_for_the_step_alone():
     free, capped = (OnlineKMeans(1, 3, max_count=m) for m in (None, 2.0))
     for means in (free, capped):
@@ -141,6 +197,8 @@ def test_counts_are_capped_for_the_step_alone():
 def test_zero_vectors_copies_and_opposites_stay_finite(dtype):
     means = OnlineKMeans(4, 3)
     means.update(torch.zeros(3, 3, dtype=dtype))
+    assert len(means) == 0 and not means.centroids.any()  # they are no seeds
+    means.update(torch.eye(3, dtype=dtype))
     means.update(torch.ones(3, 3, dtype=dtype))
     means.update(torch.tensor([[0.0, 0, 0], [1, 0, 0], [-1, 0, 0]], dtype=dtype))
     ids = means.update(torch.zeros(1, 3, dtype=dtype))
@@ -281,13 +339,18 @@ def test_classification_input_errors():
     v, w, weight, ids = concepts(4, 5, 3)
     loss = functional.prototype_classification_loss
     for call, error, words in (
-        (lambda: loss(v, w[:3], weight, ids), ValueError, "texts: expected shape"),
+        (lambda: loss(v, w[:3], weight, ids), ValueError, r"text_concepts: expected shape \(4, 3\), got \(3, 3\)"),
+        (lambda: loss(v, w.float(), weight, ids), TypeError, "text_concepts: expected float64"),
+        (lambda: loss(v.long(), w, weight, ids), TypeError, "image_concepts: expected a floating-point"),
+        (lambda: loss([1], w, weight, ids), TypeError, "image_concepts: expected a floating-point"),
         (lambda: loss(v, w, weight, ids + 2), ValueError, "prototype_ids: expected integers from 0 to 4"),
         (lambda: loss(v, w, weight, ids - 5), ValueError, "prototype_ids: expected integers from 0 to 4"),
         (lambda: loss(v, w, weight, ids.double()), TypeError, "prototype_ids: expected an integer tensor"),
-        (lambda: loss(v, w, weight[:, :2], ids), ValueError, r"weight: expected shape \(K, 3\)"),
+        (lambda: loss(v, w, weight[:, :2], ids), ValueError, r"image_concepts: expected shape \(4, 2\)"),
         (lambda: loss(v, w, weight, ids, "max"), ValueError, "reduction"),
         (lambda: PrototypeClassificationLoss(3, 0), ValueError, "clusters"),
+        (lambda: PrototypeClassificationLoss(3.5, 5), TypeError, "dim: expected an integer"),
+        (lambda: PrototypeClassificationLoss(3, 5).reset(None, weight), TypeError, "reseeded: expected a tensor"),
         (
             lambda: PrototypeClassificationLoss(3, 5, check_finite=True)(v * torch.nan, w, ids),
             ValueError,
@@ -296,3 +359,38 @@ def test_classification_input_errors():
     ):
         with pytest.raises(error, match=words):
             call()
+
+
+@pytest.mark.parametrize("scale", [1.0, 10.0, 100.0])
+@pytest.mark.parametrize("engine", ["reference", "dense", "tiled"])
+def test_classification_is_never_negative_in_float32(engine, scale):
+    v, w, weight, ids = concepts(128, 500, 64)
+    v[:60] = weight[ids[:60]]  # easy ones, whose loss is next to nothing
+    given = [x.float() * (scale if at < 2 else 1) for at, x in enumerate((v, w, weight))]
+    found = functional.prototype_classification_loss(*given, ids, "none", engine)
+    wanted = functional.prototype_classification_loss(*(x.double() for x in given), ids, "none", "reference")
+    for a, b in zip(found, wanted, strict=True):
+        assert (a >= 0).all()
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=2e-6)
+
+
+def test_types_of_the_two_sides_may_differ():
+    v, w, weight, ids = concepts(5, 7, 64)
+    v, w, weight = v.to(torch.bfloat16), w.float(), weight.float()
+    found = functional.prototype_classification_loss(v, w, weight, ids, "none")
+    wanted = functional.prototype_classification_loss(v.float(), w, weight, ids, "none")
+    torch.testing.assert_close(found, wanted)
+
+
+def test_reset_does_not_disturb_a_graph_where_nothing_was_reseeded_and_clears_gradients_where_it_was():
+    v, w, _, ids = concepts(4, 5, 6)
+    module, means = PrototypeClassificationLoss(6, 5), trained(5)
+    v, w = v.float(), w.float()
+    loss = module(v, w, ids)
+    module.reset(torch.zeros(5, dtype=torch.bool), means.centroids)
+    loss.backward()
+    assert module.weight.grad.abs().sum() > 0
+    mask = torch.tensor([True, False, False, True, False])
+    before = module.weight.grad.clone()
+    module.reset(mask, means.centroids)
+    assert (module.weight.grad[mask] == 0).all() and torch.equal(module.weight.grad[~mask], before[~mask])

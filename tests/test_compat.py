@@ -562,3 +562,14 @@ def test_errors_name_the_argument(argument, call):
                     temperature=4.0, **vars(hal_options()))  # fmt: skip
     with pytest.raises((ValueError, TypeError), match=argument):
         call(*pairs(5), opt)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_scale_in_half_precision_is_not_inverted_in_it(dtype):
+    v, w = (torch.nn.functional.normalize(torch.randn(8, 16), dim=1) for _ in range(2))
+    scale = torch.tensor(14.3, dtype=dtype)
+    wanted = compat.ClipLoss()(v, w, scale.float())
+    torch.testing.assert_close(compat.ClipLoss()(v, w, scale), wanted, rtol=1e-6, atol=1e-7)
+    found = itrloss.functional.info_nce_loss(itrloss.Similarity(v, w), (1 / scale.float()).to(dtype))
+    exact = itrloss.functional.info_nce_loss(itrloss.Similarity(v, w), (1 / scale.float()).to(dtype).float())
+    torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-7)

@@ -70,3 +70,30 @@ def test_memories_and_gradients_of_two_processes_are_those_of_one(tmp_path, with
     if not with_ids:  # else the anchors without a negative differ in number between the processes
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(found[0]["gradients"][name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def late_worker(rank: int, folder: str) -> None:
+    """Only the first process loads a state; DDP hands it to the other."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    model = nn.ModuleDict({"encoder": encoder(), "memory": itrloss.CoupledMemory(9, D)})
+    model["means"] = itrloss.OnlineKMeans(4, D)
+    if rank == 0:
+        model.load_state_dict(torch.load(Path(folder, "state.pt"), weights_only=True))
+    DistributedDataParallel(model)
+    assert len(model["memory"]) == 5 and len(model["means"]) == 4
+    ids = model["means"].update(torch.ones(2, D) * (rank + 1))
+    torch.save((ids, model["means"].centroids), Path(folder, f"{rank}.pt"))
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_a_state_that_ddp_broadcasts_counts_too(tmp_path):
+    model = nn.ModuleDict({"encoder": encoder(), "memory": itrloss.CoupledMemory(9, D)})
+    model["means"] = itrloss.OnlineKMeans(4, D)
+    model["memory"].enqueue(*torch.randn(2, 5, D), torch.arange(5))
+    model["means"].update(torch.randn(4, D))
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    mp.spawn(late_worker, (str(tmp_path),), nprocs=WORLD)
+    (ids, centroids), (other_ids, other) = (torch.load(tmp_path / f"{r}.pt", weights_only=True) for r in range(WORLD))
+    assert torch.equal(ids, other_ids) and torch.equal(centroids, other)

@@ -69,6 +69,26 @@ def test_prototypes_move_in_training_and_stand_still_in_evaluation():
     assert all(torch.equal(x, before[name]) for name, x in objective.state_dict().items() if torch.is_tensor(x))
 
 
+def test_clusters_are_those_of_sums_of_unit_vectors():
+    objective, given = CODERObjective(5, 20), coder_input()
+    given[0] = given[0] * torch.tensor([[100.0], [0.01], [1], [30], [0.5], [7]])
+    objective(*given, torch.arange(6), torch.arange(6))
+    sums = unit(given[0].numpy()) + unit(given[1].numpy())
+    order = objective.prototypes.predict(torch.from_numpy(sums))
+    np.testing.assert_allclose(objective.prototypes.centroids[order].numpy(), unit(sums), rtol=1e-5, atol=1e-6)
+
+
+def test_options_reach_what_they_are_for():
+    options = {"engine": "tiled", "check_finite": True, "reduction": "sum", "telemetry": True}
+    objective = CODERObjective(5, 4, max_count=3.0, diversity=None, **options)
+    assert objective.prototypes.max_count == 3.0
+    for loss in (objective.batch, objective.memory, objective.concept):
+        assert loss.diversity is None and loss.engine == "tiled" and loss.check_finite and loss.observed
+    for loss in (objective.classifier, DVSEObjective(engine="tiled", check_finite=True).variance_aware):
+        assert loss.engine == "tiled" and loss.check_finite
+    assert objective.classifier.reduction == "sum"
+
+
 def test_a_reseeded_cluster_loses_what_the_classifier_learnt():
     objective, given = CODERObjective(5, 6), coder_input()
     ids = torch.arange(6)
@@ -133,7 +153,13 @@ def test_dvse_with_its_gate_trains_the_heads_apart():
 def test_input_errors_of_the_objectives():
     given = coder_input()
     for call, error, words in (
-        (lambda: CODERObjective(5, 4)(given[0], given[1][:4], *given[2:]), ValueError, "texts: expected one text"),
+        (
+            lambda: CODERObjective(5, 4)(given[0], given[1][:4], *given[2:]),
+            ValueError,
+            r"texts: expected shape \(6, 5\)",
+        ),
+        (lambda: CODERObjective(7, 4)(*given), ValueError, r"images: expected shape \(6, 7\)"),
+        (lambda: CODERObjective(5, 4)(*given[:6], given[6][:4]), ValueError, "text_concepts: expected shape"),
         (lambda: CODERObjective(5, 4, reduction="none"), ValueError, "reduction"),
         (lambda: CODERObjective(5, 4, batch_weight="x"), TypeError, "batch_weight"),
         (lambda: CODERObjective(5, 4, temperature=0), ValueError, "temperature"),

@@ -177,8 +177,14 @@ def test_variance_aware_input_errors_name_the_argument():
     for call, error, words in (
         (lambda: loss(v[:, 0], w), ValueError, r"image_sets: expected shape \(N, K, D\)"),
         (lambda: loss([1], w), TypeError, "image_sets: expected a floating-point tensor"),
-        (lambda: loss(v.long(), w.long()), TypeError, "image_sets: expected a floating-point"),
-        (lambda: loss(v, w[:, :3]), ValueError, "texts: expected embeddings of dimension 4"),
+        (
+            lambda: loss(v.long(), w.long()),
+            TypeError,
+            r"image_sets: expected a floating-point tensor \(N, K, D\), got torch.int64",
+        ),
+        (lambda: loss(v, w[:, :3]), ValueError, "texts: expected embeddings of dimension 4 like image_sets"),
+        (lambda: VarianceAwareLoss(check_finite=True)(v, w * torch.nan), ValueError, "texts: expected finite"),
+        (lambda: VarianceAwareLoss(check_finite=True)(v * torch.inf, w), ValueError, "image_sets: expected finite"),
         (lambda: loss(v, w[:2]), ValueError, "image_ids, text_ids: needed for 3"),
         (lambda: loss(v, w, torch.arange(3), torch.arange(2)), ValueError, "text_ids: expected shape"),
         (lambda: VarianceAwareLoss(margin="x"), TypeError, "margin"),
@@ -186,6 +192,16 @@ def test_variance_aware_input_errors_name_the_argument():
     ):
         with pytest.raises(error, match=words):
             call()
+
+
+def test_the_memory_budget_is_that_of_all_heads(monkeypatch):
+    made = []
+    of = itrloss.functional.variance_aware_loss
+    monkeypatch.setattr(functional, "variance_aware_loss", lambda heads, *args: made.append(heads) or of(heads, *args))
+    monkeypatch.setattr(itrloss.losses.sets, "DEFAULT_MEMORY_BUDGET", 3 * 4 * 4 * 4)
+    for k in (3, 4):
+        VarianceAwareLoss()(torch.randn(4, k, 5), torch.randn(4, 5))
+    assert [heads[0].engine for heads in made] == ["dense", "tiled"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -59,7 +59,7 @@ def test_figures_equal_loops(shape, engine):
     for name, value in wanted_figures(scores.numpy(), *(x.numpy() for x in known), 0.1).items():
         np.testing.assert_allclose(float(found[name]), value, rtol=1e-9, atol=1e-12, err_msg=name)
     assert not any(x.requires_grad for x in found.values()) and all(x.dim() == 0 for x in found.values())
-    if shape == "primes":
+    if kind in (None, "captions", "strided") and min(n, m) > 2:
         lowest = min(
             oracle.std_diversity(s, *(x.numpy() for x in known)).min() for s in (scores.numpy(), scores.numpy().T)
         )
@@ -90,7 +90,7 @@ def test_telemetry_of_a_memory():
     memory.enqueue(*keys, torch.arange(6) + 2)
     loss(v, w, v, w, memory, ids, ids)
     assert loss.telemetry["memory_entries"] == 6
-    torch.testing.assert_close(loss.telemetry["memory_age"], torch.tensor(3.5 / 3))
+    torch.testing.assert_close(loss.telemetry["memory_age"], torch.tensor(1.5))
     best = []
     for x, bank in ((v, keys[1]), (w, keys[0])):
         s = torch.nn.functional.normalize(x) @ torch.nn.functional.normalize(bank, dim=1).T
@@ -113,6 +113,7 @@ def run(loss, v, w, calls, *ids):
         warnings.simplefilter("always")
         for _ in range(calls):
             loss(v, w, *ids)
+    assert all(c.filename == __file__ for c in caught)  # the user's line, not one of ours or torch's
     return [str(c.message) for c in caught]
 
 

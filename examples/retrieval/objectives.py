@@ -66,7 +66,8 @@ class Objective(nn.Module):
         self.config = config
         self.criterion = build_loss(config)
         self.warming_up = False
-        self.all_negatives = itrloss.TripletLoss(mining="all", reduction="mean")
+        margin = self.criterion.variance_aware.margin if isinstance(self.criterion, itrloss.DVSEObjective) else 0.2
+        self.all_negatives = itrloss.TripletLoss(margin, mining="all", reduction="mean")
         self.keys: itrloss.MomentumEncoder | None = None
         self.memory: itrloss.CoupledMemory | None = None
         self.batch_keys: tuple[Tensor, ...] = ()

@@ -169,7 +169,8 @@ class Trainer:
         reached = [(x, leaf.grad) for x, leaf in zip(outputs, leaves, strict=True) if leaf.grad is not None]
         torch.autograd.backward([x for x, _ in reached], [gradient for _, gradient in reached])
         self.objective.finish(text_ids)
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        norm = nn.utils.clip_grad_norm_(trained, self.config.clip)
         value = loss.item()
         if not math.isfinite(value) or not torch.isfinite(norm):
             raise FloatingPointError(

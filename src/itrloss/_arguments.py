@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from numbers import Real
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .engines.dispatch import Matrix, Over
 from .engines.pairs import TERMS
@@ -122,6 +124,24 @@ def check_number(name: str, value: object, positive: bool = False) -> None:
         raise TypeError(f"{name}: expected a number, got {value!r}")
     if positive and not float(value) > 0:
         raise ValueError(f"{name}: expected a number above 0, got {value}")
+
+
+def check_size(name: str, value: object) -> None:
+    """Raise an error that names the argument unless ``value`` is an integer of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an integer, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name}: expected at least 1, got {value}")
+
+
+def refuse_other_shapes(module: nn.Module, state: Mapping[str, Any], prefix: str, errors: list[str]) -> bool:
+    """Whether buffers of a state have other shapes than the module's: none of it should be loaded then."""
+    for name, own in module._buffers.items():
+        given = state.get(prefix + name)
+        if own is not None and given is not None and given.shape != own.shape:
+            errors.append(f"{prefix}{name}: expected shape {tuple(own.shape)}, got {tuple(given.shape)}")
+            return True
+    return False
 
 
 def as_bias(name: str, matrix: Matrix, bias: Tensor | None, size: int) -> Tensor | None:

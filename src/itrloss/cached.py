@@ -177,7 +177,8 @@ def _state(modules: Iterable[nn.Module] = ()) -> list[tuple[Callable[[Any], Any]
 
 def _put_buffer(module: nn.Module, name: str, buffer: Tensor, value: Tensor) -> None:
     """Through ``data``: most buffers never change, and other graphs that keep them must not be told that they did."""
-    buffer.data.copy_(value)
+    if all(stride or size == 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
+        buffer.data.copy_(value)  # an expanded one cannot have been written to
     setattr(module, name, buffer)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._arguments import check_matrix, check_number
+from ._arguments import check_matrix, check_number, check_size, refuse_other_shapes
 from .distributed import gather_rows
 from .engines.operators import inverse_norms
 from .engines.pairs import bags
@@ -17,6 +17,7 @@ from .similarity import Similarity
 __all__ = ["OnlineKMeans"]
 
 _NEVER = torch.iinfo(torch.int64).min // 2
+_SERVED = 1 - 1e-5  # a cosine beyond which a point needs no centroid of its own
 
 
 class OnlineKMeans(nn.Module):
@@ -27,8 +28,9 @@ class OnlineKMeans(nn.Module):
     .. math:: c_k \leftarrow \frac{n_k c_k + \sum_{x \in k} x}{\lVert n_k c_k + \sum_{x \in k} x \rVert}, \qquad
               n_k \leftarrow n_k + |\{x \in k\}|
 
-    Clusters begin empty. An empty one is seeded with a point of the batch, the worst served first, and so is one that
-    got no point while ``patience`` points per cluster came by. There is no randomness; in a ``torch.distributed`` job
+    Clusters begin empty. An empty one is seeded with a point of the batch that no centroid is near to, the worst served
+    first (of a first batch of more points than clusters, the first points), and so is one that got no point while
+    ``patience`` points per cluster came by. There is no randomness; in a ``torch.distributed`` job
     every process sees the points of all, so that centroids are the same everywhere (batches must be of one size
     then). The points' mean cosine with their centroids never falls by an update with them.
 
@@ -61,10 +63,7 @@ class OnlineKMeans(nn.Module):
     def __init__(self, clusters: int, dim: int, *, max_count: float | None = None, patience: float = 10.0):
         super().__init__()
         for name, value in (("clusters", clusters), ("dim", dim)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name}: expected an integer, got {value!r}")
-            if value < 1:
-                raise ValueError(f"{name}: expected at least 1, got {value}")
+            check_size(name, value)
         check_number("patience", patience, positive=True)
         if max_count is not None:
             check_number("max_count", max_count, positive=True)
@@ -74,8 +73,6 @@ class OnlineKMeans(nn.Module):
         self.register_buffer("last", torch.full((clusters,), _NEVER))  # value of ``seen`` at a cluster's last point
         self.register_buffer("seen", torch.tensor(0))
         self.register_buffer("reseeded", torch.zeros(clusters, dtype=torch.bool))
-        # On the CPU for good: empty clusters are the last ones, and the host knows how many without waiting.
-        self.count = torch.tensor(0, device="cpu")
 
     @property
     def clusters(self) -> int:
@@ -89,7 +86,7 @@ class OnlineKMeans(nn.Module):
 
     def __len__(self) -> int:
         """Number of clusters that are not empty."""
-        return int(self.count)
+        return int((self.last != _NEVER).sum())
 
     def __bool__(self) -> bool:
         return True
@@ -102,12 +99,13 @@ class OnlineKMeans(nn.Module):
             x: (B, dim) floating point, of any length. Vectors of length 0 belong to the first cluster.
 
         Raises:
-            RuntimeError: before the first update.
+            RuntimeError: before the first update, on the CPU. An accelerator is not waited for and gives 0.
         """
         self._check(x)
-        if not torch.compiler.is_compiling() and not len(self):
+        # Only the CPU may look for nothing.
+        if x.device.type == "cpu" and not torch.compiler.is_compiling() and not len(self):
             raise RuntimeError("OnlineKMeans: no cluster has a point yet; call update first")
-        return self._nearest(x.detach())[1]
+        return self._nearest(self._unit(x.detach()), self.last != _NEVER)[1]
 
     @torch.no_grad()
     def update(self, x: Tensor) -> Tensor:
@@ -117,7 +115,8 @@ class OnlineKMeans(nn.Module):
             x: (B, dim) floating point of any length; no gradient goes through it.
 
         Returns:
-            (B,) int64: the cluster of each point, a new one for a point that seeded it.
+            (B,) int64: the cluster of each point, a new one for a point that seeded it. A point that is not finite is
+            taken for zero.
         """
         self._check(x)
         here, points = x.shape[0], gather_rows(x.detach())
@@ -153,7 +152,9 @@ class OnlineKMeans(nn.Module):
                 break
             before = ids
         self.reseeded.copy_(replaced)
-        return self.predict(x)
+        ids = self.predict(x)
+        self.counts.zero_().index_add_(0, ids, torch.ones_like(ids))
+        return ids
 
     def _check(self, x: Tensor) -> None:
         check_matrix("x", x, f"(B, {self.dim})", False)
@@ -162,40 +163,44 @@ class OnlineKMeans(nn.Module):
         if x.device != self.centroids.device:
             raise ValueError(f"x: expected device {self.centroids.device} like the centroids, got {x.device}")
 
-    def _nearest(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _nearest(self, x: Tensor, seeded: Tensor) -> tuple[Tensor, Tensor]:
         """Highest cosine with a centroid and its index; -1 and 0 while there is none."""
-        x = x.to(self.centroids.dtype)
-        ids = torch.full((x.shape[0],), -1, device=x.device), torch.zeros(self.clusters, dtype=torch.int64).to(x.device)
-        found = Similarity._of(x, self.centroids, ids, (inverse_norms(x), None), "auto", self.count).hardest()
+        # Who has the id of a point is no rival: the empty clusters.
+        ids = x.new_zeros(x.shape[0], dtype=torch.int64), seeded.to(torch.int64)
+        found = Similarity._of(x, self.centroids, ids, (inverse_norms(x), None), "auto").hardest()
         return found.values.clamp_min(-1), found.indices.clamp_min(0)
+
+    def _unit(self, x: Tensor) -> Tensor:
+        """At unit length; what is not finite (an overflow that the optimiser skips) counts as zero."""
+        x = torch.where(x.isfinite().all(1, keepdim=True), x, 0.0)
+        return unit(x, inverse_norms(x)).to(self.centroids.dtype)
 
     def _step(self, x: Tensor, whole: bool = False) -> Tensor:
         """One update with all of the points there are in this step."""
         batch, clusters = x.shape[0], self.clusters
-        x = unit(x, inverse_norms(x)).to(self.centroids.dtype)
-        begins = torch.zeros_like(self.reseeded)
+        x = self._unit(x)
+        zero = (x == 0).all(1)
+        seeded = self.last != _NEVER
+        begins = torch.zeros_like(seeded)
         if batch > clusters:  # at the very first, points beyond the seeds need something to be near to
-            first = self.count == 0
-            begins = begins | first.to(x.device, non_blocking=True)
+            begins = ~seeded.any() & ~zero[:clusters]
             self.centroids.copy_(torch.where(begins[:, None], x[:clusters], self.centroids))
-            self.count.copy_(torch.where(first, clusters, self.count))
-        cosines, ids = self._nearest(x)
+            seeded = seeded | begins
+        cosines, ids = self._nearest(x, seeded)
         self.seen.add_(batch)
-        seeded = torch.arange(clusters, device=x.device) < self.count.to(x.device, non_blocking=True)
         hit = torch.zeros_like(seeded).index_fill_(0, ids, True) & seeded
-        self.last.copy_(torch.where(hit, self.seen, self.last))
+        self.last.copy_(torch.where(hit | begins, self.seen, self.last))
         # Empty clusters first, in their order; then those that waited longest.
         waited = torch.where(seeded, self.seen - self.last, torch.iinfo(torch.int64).max)
         patience = 0 if whole else int(self.patience * clusters)
         places = min(batch, clusters)
         waited, place = (v[:places] for v in torch.sort(waited, descending=True, stable=True))
-        point = torch.sort(cosines.masked_fill((x == 0).all(1), 2.0), stable=True).indices[:places]
-        replaced = waited > patience
-        self.reseeded.zero_().index_copy_(0, place, replaced).logical_or_(begins)
+        served, point = (v[:places] for v in torch.sort(cosines.masked_fill(zero, 1.0), stable=True))
+        replaced = (waited > patience) & (served < _SERVED)
         ids.index_copy_(0, point, torch.where(replaced, place, ids[point]))
+        self.reseeded.zero_().index_copy_(0, place, replaced).logical_or_(begins)
         self.counts.masked_fill_(self.reseeded, 0)
         self.last.copy_(torch.where(self.reseeded, self.seen, self.last))
-        self.count.add_(batch).clamp_max_(clusters)
         self._move(x, ids)
         return ids
 
@@ -207,9 +212,7 @@ class OnlineKMeans(nn.Module):
             count = count.clamp_max(self.max_count)
         new = sums + count[:, None].to(old.dtype) * old
         inv = inverse_norms(new)
-        # Points that cancel each other leave a centroid in place, and where there is none, a direction has to do.
-        axis = torch.nn.functional.one_hot(which % self.dim, self.dim).to(old.dtype)
-        old = torch.where((old == 0).all(1, keepdim=True), axis, old)
+        # Points that cancel each other leave a centroid in place.
         new = torch.where(((inv > 0) & (sizes > 0))[:, None], unit(new, inv), old)
         self.centroids.index_copy_(0, which, new)
         self.counts.index_copy_(0, which, self.counts[which] + sizes)
@@ -223,8 +226,9 @@ class OnlineKMeans(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        self.count.fill_(min(int(self.seen), self.clusters))
+        """All of it or, where sizes differ, nothing."""
+        if not refuse_other_shapes(self, state_dict, prefix, args[-1]):
+            super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         """What ``repr`` shows."""

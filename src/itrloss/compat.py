@@ -485,6 +485,7 @@ class ClipLoss(_OpenClipLoss):
         super().__init__(world_size)
 
     def _loss(self, sim: Similarity, scale: Any, bias: Any) -> Any:
+        scale = scale.to(sim.dtype) if isinstance(scale, Tensor) else scale  # 1 / scale in half precision is not ours
         loss: Any = 0.5 * functional.info_nce_loss(sim, 1 / scale)  # type: ignore[operator]
         # A softmax does not see a constant, but distributed training wants a gradient for each parameter.
         return loss + 0 * bias.sum() if isinstance(bias, Tensor) else loss

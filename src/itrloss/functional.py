@@ -87,7 +87,7 @@ def _diversity(sim: Similarity, kind: Diversity, epsilon: float, temperature: fl
     return std_diversity(sim, epsilon) if kind == "std" else entropy_diversity(sim, epsilon, temperature)
 
 
-def _diversities(sim: Similarity, kind: Diversity, epsilon: float, temperature: float) -> tuple[Tensor, Tensor]:
+def diversities(sim: Similarity, kind: Diversity, epsilon: float, temperature: float) -> tuple[Tensor, Tensor]:
     """Of rows and columns, out of one pass."""
     if kind == "std":
         rows, cols = (m.std for m in sim.both.moments())
@@ -133,7 +133,7 @@ def diversity_contrastive_loss(
         lse = sim.both.logsumexp(scale)
         offsets = (scale * margin, scale * margin)
     else:
-        scored = _diversities(sim.detach() if detach_diversity else sim, diversity, epsilon, entropy_temperature)
+        scored = diversities(sim.detach() if detach_diversity else sim, diversity, epsilon, entropy_temperature)
         scales = tuple((1 / temperature) / d for d in scored)
         lse = sim.both.logsumexp(*scales)
         offsets = tuple(s * margin for s in scales)
@@ -198,7 +198,7 @@ def memory_diversity_contrastive_loss(
         raise ValueError(f"positive_from: expected 'key' or 'batch', got {positive_from!r}")
     weight = temperature if positive_weight == "paper" else float(positive_weight)
     beside = (sims.batch, sims.memory) if not detach_diversity else _detached(sims)
-    in_batch = () if diversity is None else _diversities(beside[0], diversity, epsilon, entropy_temperature)
+    in_batch = () if diversity is None else diversities(beside[0], diversity, epsilon, entropy_temperature)
     values = []
     for side, memory in enumerate(sims.memory):
         scale: Tensor | float = 1 / temperature
@@ -256,6 +256,8 @@ def info_nce_loss(
     negatives, not with the anchor's other positives. With one positive per anchor this is the sum of the two
     cross-entropies; CLIP's loss is half of it.
     """
+    if isinstance(temperature, Tensor):
+        temperature = temperature.to(_checked(sim).dtype)  # its reciprocal in half precision would be far off
     scale = 1 / temperature
     rows, cols = _checked(sim).both.logsumexp(scale)
     a = scale if isinstance(scale, Tensor) else rows.new_full((1,), scale)
@@ -282,7 +284,12 @@ def sigmoid_loss(
     for name, x in (("scale", scale), ("bias", bias)):
         if isinstance(x, Tensor) and x.numel() != 1:
             raise ValueError(f"{name}: expected a number or a tensor of one value, got shape {tuple(x.shape)}")
-    a, b = (torch.as_tensor(x, dtype=sim.dtype, device=sim.device).reshape(1) for x in (scale, bias))
+    a, b = (
+        x.to(sim.device, sim.dtype).reshape(1)
+        if isinstance(x, Tensor)
+        else torch.full((1,), x, dtype=sim.dtype, device=sim.device)
+        for x in (scale, bias)
+    )
     if reduction == "none":
         pushed = sim.both.negatives("softplus", (a, b), (a, b))
         pulled = sim.both.positives("softplus", (-a, -b), (-a, -b), sparse=True)
@@ -305,20 +312,22 @@ def triplet_loss(
     or the sum over all negatives instead of the maximum (``"all"``); α is the ``margin``, in units of cosine
     similarity.
     """
-    _checked(sim)
+    return AnchorCounts(sim).reduce(*triplet_values(_checked(sim), margin, mining), reduction)
+
+
+def triplet_values(sim: Similarity, margin: float, mining: Mining) -> tuple[Tensor, Tensor]:
+    """The terms of :func:`triplet_loss`, of each row and of each column, whether it counts or not."""
     if mining == "hardest":
         thresholds = [h.values + margin for h in sim.both.hardest()]
-        values = sim.both.positives("hinge", (thresholds[0],), (thresholds[1],), sparse=True)
-    elif mining == "all":
-        values = sim.both.violations(margin)
-    else:
-        raise ValueError(f"mining: expected 'hardest' or 'all', got {mining!r}")
-    return AnchorCounts(sim).reduce(values[0], values[1], reduction)
+        return sim.both.positives("hinge", (thresholds[0],), (thresholds[1],), sparse=True)
+    if mining == "all":
+        return sim.both.violations(margin)
+    raise ValueError(f"mining: expected 'hardest' or 'all', got {mining!r}")
 
 
 def prototype_classification_loss(
-    images: Tensor,  # (B, F)
-    texts: Tensor,  # (B, F)
+    image_concepts: Tensor,  # (B, F)
+    text_concepts: Tensor,  # (B, F)
     weight: Tensor,  # (K, F)
     prototype_ids: Tensor,  # (B,)
     reduction: Reduction = "mean",
@@ -332,33 +341,39 @@ def prototype_classification_loss(
     The classes are columns like any others: where the (2 B, K) logits are large, they are never all there.
 
     Args:
-        images, texts: (B, F) embeddings v and w, row i of one belonging to row i of the other; taken as they are.
+        image_concepts, text_concepts: (B, F) embeddings v and w, row i of one belonging to row i of the other; taken as
+            they are.
         weight: (K, F) the classifier P.
-        prototype_ids: (B,) integers z in [0, K).
+        prototype_ids: (B,) integers z in [0, K). Out of range they are refused on the CPU, and undefined elsewhere.
         reduction: ``"mean"`` over the batch, ``"sum"``, or ``"none"`` for the values (B,) of images and of texts.
         engine: see :class:`itrloss.Similarity`.
 
     Returns:
         A 0-dim float32 tensor (float64 for float64 input), or a pair of tensors for ``"none"``.
     """
-    for name, x, wanted in (("images", images, "(B, F)"), ("texts", texts, "(B, F)"), ("weight", weight, "(K, F)")):
+    given = (("image_concepts", image_concepts, "(B, F)"), ("text_concepts", text_concepts, "(B, F)"))
+    for name, x, wanted in (*given, ("weight", weight, "(K, F)")):
         check_matrix(name, x, wanted, False)
-    if images.shape != texts.shape:
-        raise ValueError(f"texts: expected shape {tuple(images.shape)} like images, got {tuple(texts.shape)}")
-    if images.shape[1] != weight.shape[1]:
-        raise ValueError(f"weight: expected shape (K, {images.shape[1]}) like images, got {tuple(weight.shape)}")
+    for name, x, _ in given:
+        wanted = (image_concepts.shape[0], weight.shape[1])
+        if x.shape != wanted:
+            raise ValueError(f"{name}: expected shape {wanted}, got {tuple(x.shape)}")
+        if (x.dtype == torch.float64) != (weight.dtype == torch.float64):
+            raise TypeError(f"{name}: expected float64 for a float64 weight and for no other, got {x.dtype}")
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
-    batch, classes = images.shape[0], weight.shape[0]
-    ids = as_ids("prototype_ids", prototype_ids, batch, images.device)
+    batch, classes = image_concepts.shape[0], weight.shape[0]
+    ids = as_ids("prototype_ids", prototype_ids, batch, weight.device)
     # Only the CPU may look at them for nothing.
     if ids.device.type == "cpu" and not torch.compiler.is_compiling() and not 0 <= ids.amin() <= ids.amax() < classes:
         got = f"{int(ids.amin())} to {int(ids.amax())}"
         raise ValueError(f"prototype_ids: expected integers from 0 to {classes - 1}, got {got}")
-    both = torch.cat([images, texts.to(images.dtype)])
+    common = torch.promote_types(image_concepts.dtype, text_concepts.dtype)
+    both = torch.cat([image_concepts.to(common), text_concepts.to(common)])
     labels = ids.repeat(2), torch.arange(classes, device=ids.device)
     logits = Similarity(both, weight, *labels, normalize=False, engine=engine)
-    values = logits.logsumexp(over="all") - logits.positives()
+    rivals = logits.logsumexp()
+    values = logits.positives("negative_log_likelihood", rivals, rivals.new_ones(1))
     if reduction == "none":
         return values[:batch], values[batch:]
     return values.sum() / batch if reduction == "mean" else values.sum()

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from ._arguments import as_ids, check_embeddings, check_ids, check_matrix, diagonal_if_unique
+from ._arguments import (
+    as_ids,
+    check_embeddings,
+    check_ids,
+    check_matrix,
+    check_size,
+    diagonal_if_unique,
+    refuse_other_shapes,
+)
 from .distributed import gather_rows
 from .engines.operators import inverse_norms
 from .engines.tiles import unit
@@ -55,10 +63,7 @@ class CoupledMemory(nn.Module):
     ):
         super().__init__()
         for name, value in (("size", size), ("dim", dim)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name}: expected an integer, got {value!r}")
-            if value < 1:
-                raise ValueError(f"{name}: expected at least 1, got {value}")
+            check_size(name, value)
         if not dtype.is_floating_point:
             raise TypeError(f"dtype: expected a floating-point type, got {dtype}")
         if start not in ("empty", "random"):
@@ -69,7 +74,8 @@ class CoupledMemory(nn.Module):
         self.register_buffer("ids", torch.arange(size) + _FIRST)
         self.register_buffer("enqueued", torch.tensor(0 if start == "empty" else size))
         # On the CPU for good: the host may ask how many entries are valid without waiting for an accelerator.
-        self.count = torch.tensor(0 if start == "empty" else size, device="cpu")
+        self._count = torch.tensor(0 if start == "empty" else size, device="cpu")
+        self._counted = self.enqueued._version
         self._labelled: bool | None = None  # whether entries came with ids; None: nothing came yet
 
     @property
@@ -81,6 +87,15 @@ class CoupledMemory(nn.Module):
     def dim(self) -> int:
         """D of the embeddings."""
         return self.images.shape[1]
+
+    @property
+    def count(self) -> Tensor:
+        """() int64 on the CPU: number of valid entries."""
+        # Somebody else wrote the buffer: a state was loaded or broadcast, or the module copied or moved.
+        if not torch.compiler.is_compiling() and self.enqueued._version != self._counted:
+            self._count.fill_(min(int(self.enqueued), self.size))
+            self._counted = self.enqueued._version
+        return self._count
 
     def __len__(self) -> int:
         """Number of valid entries."""
@@ -117,8 +132,11 @@ class CoupledMemory(nn.Module):
             keys = keys[batch - kept :].to(device)
             buffer.index_copy_(0, place, unit(keys, inverse_norms(keys)).to(buffer.dtype))
         self.ids.index_copy_(0, place, ids[batch - kept :])
+        count = self.count
         self.enqueued.add_(batch)
-        self.count.add_(batch).clamp_max_(self.size)
+        count.add_(batch).clamp_max_(self.size)
+        if not torch.compiler.is_compiling():
+            self._counted = self.enqueued._version
 
     def _check(self, image_keys: Tensor, text_keys: Tensor, ids: Tensor | None) -> None:
         for name, keys in (("image_keys", image_keys), ("text_keys", text_keys)):
@@ -141,14 +159,8 @@ class CoupledMemory(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """All of it or, where sizes differ, nothing."""
-        errors = args[-1]
-        for name, own in self._buffers.items():
-            given = state_dict.get(prefix + name)
-            if own is not None and given is not None and given.shape != own.shape:
-                errors.append(f"{prefix}{name}: expected shape {tuple(own.shape)}, got {tuple(given.shape)}")
-                return
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        self.count.fill_(min(int(self.enqueued), self.size))
+        if not refuse_other_shapes(self, state_dict, prefix, args[-1]):
+            super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         """What ``repr`` shows."""

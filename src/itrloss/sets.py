@@ -50,6 +50,8 @@ def variance_aware_loss(
         raise TypeError("heads: expected similarities, one for each head; VarianceAwareLoss takes embeddings")
     if any(sim.shape != heads[0].shape for sim in heads):
         raise ValueError(f"heads: expected one shape, got {[sim.shape for sim in heads]}")
+    if any(sim.one_to_one != heads[0].one_to_one for sim in heads):
+        raise ValueError("heads: expected the same ids for all of them")
     totals: list[Tensor] = []
     for sim in heads:
         hardest = sim.both.hardest()  # first: it hands out the positives' scores

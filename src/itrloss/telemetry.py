@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .distributed import world_size
 from .engines.pairs import pair_term
-from .functional import std_diversity
+from .functional import diversities
 from .memory import MemorySimilarity
 from .metrics import skewness
 from .similarity import Similarity
@@ -25,7 +26,7 @@ def below(scores: Tensor, threshold: Tensor) -> tuple[Tensor, ...]:
 def describe(sim: Similarity, margin: float = 0.0, hubness_k: int = 10) -> dict[str, Tensor]:
     """Figures of a batch, without a gradient and without waiting for an accelerator.
 
-    Shares the dense engine's matrix with the loss; the tiled engine forms the product once for each of four questions.
+    Shares the dense engine's matrix with the loss; the tiled engine forms the product once for each of three questions.
 
     Args:
         sim: images as rows, texts as columns.
@@ -61,7 +62,8 @@ def describe(sim: Similarity, margin: float = 0.0, hubness_k: int = 10) -> dict[
         index = top.indices.flatten()
         occurrences = torch.zeros(size, dtype=torch.int64, device=index.device)
         found[f"hubness_{name}"] = skewness(occurrences.index_add_(0, index, torch.ones_like(index)))
-    found["diversity_min"] = torch.minimum(std_diversity(sim).amin(), std_diversity(sim.T).amin())
+    rows, cols = diversities(sim, "std", 0.1, 1.0)
+    found["diversity_min"] = torch.minimum(rows.amin(), cols.amin())
     return {name: value.to(sim.dtype) for name, value in found.items()}
 
 
@@ -70,12 +72,14 @@ def describe_memory(sims: MemorySimilarity) -> dict[str, Tensor]:
     """:func:`describe` of the batch, and of its memory: 0-dim tensors by name.
 
     ``memory_entries``: how many are valid. ``memory_age``: how many batches of this size ago an entry came in, on
-    average. ``memory_hardest``: mean of the anchors' highest-scoring negatives in the memory, 0 while there is none.
+    average, the last one being 1. ``memory_hardest``: mean of the anchors' highest-scoring negatives in the memory, 0
+    while there is none.
     """
     found = describe(sims.batch)
     entries = sims.memory[0].shape[1]
-    found["memory_entries"] = found["gap"].new_tensor(float(entries))
-    found["memory_age"] = found["gap"].new_tensor((entries + 1) / 2 / sims.batch.shape[0] if entries else 0.0)
+    batch = sims.batch.shape[0] * world_size()
+    found["memory_entries"] = found["gap"].new_full((), entries)
+    found["memory_age"] = found["gap"].new_full((), (entries + batch) / 2 / batch if entries else 0.0)
     best = torch.cat([side.detach().hardest().values for side in sims.memory])
     rival = best != -torch.inf
     found["memory_hardest"] = torch.where(rival, best, 0.0).sum() / rival.sum().clamp_min(1)

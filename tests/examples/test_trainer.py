@@ -341,6 +341,14 @@ def test_keys_follow_the_model_and_enter_the_memory_after_the_step(config: Confi
     trainer.train_step(batches[1])
     torch.testing.assert_close(keys.module.text.embedding.weight, (start + after) / 2)
     assert len(memory) == 40 and torch.equal(memory.ids[32:], batches[1].text_ids[:8])
+    keys.update = lambda model: None
+    torch.manual_seed(3)
+    trainer.objective.prepare(trainer.model, batches[2].regions, batches[2].words, batches[2].lengths)
+    images, texts = trainer.objective.batch_keys
+    trainer.objective.finish(batches[2].text_ids)
+    place = torch.arange(64, 64 + 32) % 40
+    torch.testing.assert_close(memory.images[place], torch.nn.functional.normalize(images))
+    torch.testing.assert_close(memory.texts[place], torch.nn.functional.normalize(texts))
     assert not any(p.requires_grad for p in keys.parameters())
     mine = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
     assert mine == {id(p) for p in trainer.model.parameters()}
@@ -354,6 +362,9 @@ def test_similarity_of_coder_is_the_weighted_sum_of_both_cosines(config: Config)
     cosines = [torch.cosine_similarity(a[:, None], b[None], dim=2) for a, b in ((v, w), (v_concepts, w_concepts))]
     found = model.similarity(model.embed_images(regions), model.embed_texts(words[:3], lengths[:3]))
     torch.testing.assert_close(found, 0.9 * cosines[0] + 0.1 * cosines[1])
+    query = model.queries["text"](w)
+    attention = torch.softmax(10 * torch.cosine_similarity(query[:, None], model.concepts[None], dim=2), 1)
+    torch.testing.assert_close(w_concepts, attention @ model.concepts)
 
 
 def test_similarity_of_dvse_is_that_of_the_best_head(config: Config):

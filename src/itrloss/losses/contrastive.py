@@ -69,14 +69,14 @@ class TripletLoss(PairLoss):
 
     def compute(self, sim: Similarity) -> Tensor | tuple[Tensor, Tensor]:
         """See :func:`itrloss.functional.triplet_loss`."""
-        rows, cols = functional.triplet_loss(sim, self.margin, self.mining, "none")
+        values, counts = functional.triplet_values(sim, self.margin, self.mining), AnchorCounts(sim)
         if self.mining == "hardest" and self.training and not self._warned and not torch.compiler.is_compiling():
-            self._watch(sim, (rows.detach().sum() + cols.detach().sum()))
-        return AnchorCounts(sim).reduce(rows, cols, self.reduction)
+            rows, cols = counts.reduce(values[0].detach(), values[1].detach(), "none")
+            self._watch(rows.sum() + cols.sum(), sim.shape[0] if counts.one_to_one else counts.pairs[0])
+        return counts.reduce(*values, self.reduction)
 
-    def _watch(self, sim: Similarity, total: Tensor) -> None:
+    def _watch(self, total: Tensor, pairs: Tensor | int) -> None:
         """Count the calls on the plateau, and read the number now and then only: an accelerator would have to wait."""
-        pairs = sim.shape[0] if sim.one_to_one else sim.positive_counts.sum().clamp_min(1)
         near = (total / pairs - 2 * self.margin).abs() < 0.01 * self.margin
         flat = near.to(torch.int64)
         self._flat = flat if self._flat is None else (self._flat.to(flat.device) + 1) * flat
@@ -86,7 +86,7 @@ class TripletLoss(PairLoss):
             warnings.warn(
                 f"TripletLoss: {_PLATEAU} calls within 1 % of {2 * self.margin:g} per pair, which is 2 * margin: all "
                 'embeddings seem to be alike. Begin with mining="all", or lower the learning rate.',
-                stacklevel=4,
+                stacklevel=6,  # past compute, forward and what a module's call goes through,
             )
 
     def extra_repr(self) -> str:

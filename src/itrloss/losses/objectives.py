@@ -41,7 +41,8 @@ class CODERObjective(nn.Module):
     on instance embeddings (I) and concept embeddings (C) of the same pairs. The paper prints the third term as
     ``L(V, W) + L(W, V)`` of a loss that has both directions in it, hence the 2. The prototypes follow the sums
     of normalised instance embeddings: in training mode a call moves their centroids, and resets what the classifier
-    learnt of a cluster that was reseeded.
+    learnt of a cluster that was reseeded. That writes to a parameter: each call wants its backward pass before the
+    next.
 
     Args:
         dim: of instance and concept embeddings.
@@ -107,10 +108,11 @@ class CODERObjective(nn.Module):
         Returns:
             The total, a 0-dim tensor, and a :class:`CODERTerms`.
         """
-        if images.shape != texts.shape:
-            raise ValueError(
-                f"texts: expected one text for each image, got {tuple(texts.shape)} beside {tuple(images.shape)}"
-            )
+        wanted = (images.shape[0], self.prototypes.dim)
+        parts = {"images": images, "texts": texts, "image_concepts": image_concepts, "text_concepts": text_concepts}
+        for name, x in parts.items():
+            if x.shape != wanted:
+                raise ValueError(f"{name}: expected shape {wanted}, a row for each image, got {tuple(x.shape)}")
         zero = images.new_zeros((), dtype=torch.promote_types(images.dtype, torch.float32))
         batch = memory_term = concept = prototype = zero
         if self.weights.batch:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from .._arguments import check_number, require_finite
+from .._arguments import check_matrix, check_size
 from .base import Loss
 
 
@@ -35,16 +35,15 @@ class PrototypeClassificationLoss(Loss):
     def __init__(self, dim: int, clusters: int, **common: Any):
         super().__init__(**common)
         for name, value in (("dim", dim), ("clusters", clusters)):
-            check_number(name, value, positive=True)
+            check_size(name, value)
         self.weight = nn.Parameter(torch.empty(clusters, dim).uniform_(-1, 1) / dim**0.5)
 
     def forward(
         self, image_concepts: Tensor, text_concepts: Tensor, prototype_ids: Tensor
     ) -> Tensor | tuple[Tensor, Tensor]:
         """See :func:`itrloss.functional.prototype_classification_loss`."""
-        if self.check_finite:
-            for name, x in (("image_concepts", image_concepts), ("text_concepts", text_concepts)):
-                require_finite(name, x)
+        for name, x in (("image_concepts", image_concepts), ("text_concepts", text_concepts)):
+            check_matrix(name, x, f"(B, {self.weight.shape[1]})", self.check_finite)
         weight = self.weight.to(torch.promote_types(image_concepts.dtype, torch.float32))
         return functional.prototype_classification_loss(
             image_concepts, text_concepts, weight, prototype_ids, self.reduction, self.engine
@@ -54,14 +53,18 @@ class PrototypeClassificationLoss(Loss):
     def reset(self, reseeded: Tensor, centroids: Tensor) -> None:
         """Forget the clusters that another point took over: their old rows would mislabel what is in them now.
 
-        Such a row of P becomes the new centroid, as long as the other rows were at the start. What an optimiser
-        remembers of it (Adam's moments) decays in its own time.
+        Such a row of P becomes the new centroid, as long as the other rows were at the start, and its gradient, if
+        there is one yet, 0. What an optimiser remembers of it (Adam's moments) decays in its own time. The parameter is
+        written to: not between a forward pass and its backward pass, which PyTorch refuses then.
 
         Args:
             reseeded: (clusters,) bool, :attr:`itrloss.OnlineKMeans.reseeded`.
             centroids: (clusters, dim) of unit length.
         """
         clusters, dim = self.weight.shape
+        for name, x in (("reseeded", reseeded), ("centroids", centroids)):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
         if reseeded.shape != (clusters,) or reseeded.dtype != torch.bool:
             got = f"{tuple(reseeded.shape)} {reseeded.dtype}"
             raise ValueError(f"reseeded: expected a boolean tensor of shape ({clusters},), got {got}")
@@ -70,9 +73,15 @@ class PrototypeClassificationLoss(Loss):
         fresh = centroids.to(self.weight.dtype) / 3**0.5  # the expected length of a row of uniform numbers
         if self.weight.device.type == "cpu":
             rows = reseeded.nonzero().squeeze(1)
-            self.weight[rows] = fresh[rows]
-        else:  # a list of rows would have to be waited for
-            self.weight.copy_(torch.where(reseeded[:, None], fresh, self.weight))
+            if len(rows):
+                self.weight[rows] = fresh[rows]
+                if self.weight.grad is not None:
+                    self.weight.grad[rows] = 0
+            return
+        # A list of rows would have to be waited for.
+        self.weight.copy_(torch.where(reseeded[:, None], fresh, self.weight))
+        if self.weight.grad is not None:
+            self.weight.grad.masked_fill_(reseeded[:, None], 0)
 
     def extra_repr(self) -> str:
         """What ``repr`` shows."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import functional
-from .._arguments import check_embeddings, check_ids, check_number, diagonal_if_unique
+from .._arguments import check_embeddings, check_ids, check_number, check_size, diagonal_if_unique
 from ..engines.dispatch import choose
 from ..engines.operators import inverse_norms
 from ..engines.tiles import compute_dtype
@@ -75,6 +76,8 @@ class VarianceAwareLoss(ObservedLoss):
     def _heads(self, images: Tensor, texts: Tensor, image_ids: Any, text_ids: Any) -> list[Similarity]:
         if not isinstance(images, Tensor):
             raise TypeError(f"image_sets: expected a floating-point tensor (N, K, D), got {type(images).__name__}")
+        if not images.is_floating_point():
+            raise TypeError(f"image_sets: expected a floating-point tensor (N, K, D), got {images.dtype}")
         if images.dim() != 3 or 0 in images.shape:
             raise ValueError(f"image_sets: expected shape (N, K, D), got {tuple(images.shape)}")
         n, k = images.shape[:2]
@@ -83,13 +86,13 @@ class VarianceAwareLoss(ObservedLoss):
             check_embeddings(flat, texts, self.check_finite)
             ids = diagonal_if_unique(check_ids(image_ids, text_ids, n, texts.shape[0], images.device))
         except (TypeError, ValueError) as error:
-            message = in_words_of_pairs(str(error)).replace("images:", "image_sets:", 1)
-            raise type(error)(message) from None
+            raise type(error)(re.sub(r"\bimages\b", "image_sets", in_words_of_pairs(str(error)))) from None
         matrices = k * n * texts.shape[0] * compute_dtype(images).itemsize
         engine = choose(self.engine, matrices, DEFAULT_MEMORY_BUDGET)
         of_images, of_texts = inverse_norms(flat.detach()).view(n, k), inverse_norms(texts.detach())
         return [
-            Similarity._of(images[:, head], texts, ids, (of_images[:, head], of_texts), engine) for head in range(k)
+            Similarity._of(head, texts, ids, (inv, of_texts), engine)
+            for head, inv in zip(images.unbind(1), of_images.unbind(1), strict=True)
         ]
 
     def extra_repr(self) -> str:
@@ -176,7 +179,7 @@ class DynamicGate(nn.Module):
     def __init__(self, dim: int, heads: int, *, momentum: float = 0.1):
         super().__init__()
         for name, value in (("dim", dim), ("heads", heads)):
-            check_number(name, value, positive=True)
+            check_size(name, value)
         check_number("momentum", momentum, positive=True)
         self.momentum = momentum
         self.register_buffer("weight", torch.randn(heads, dim) / dim**0.5)
