@@ -97,7 +97,7 @@ def test_zero_vectors_and_copies_stay_finite(dtype):
 
 
 def set_case(name, k=3, d=5, seed=0, dtype=torch.float64):
-    n, m, kind = SHAPES[name]
+    n, m, kind = {"two captions": (3, 6, "captions"), **SHAPES}[name]
     generator = torch.Generator().manual_seed(seed)
     images = sets(n, k, d, seed, dtype)
     texts = (torch.randn(m, d, generator=generator, dtype=torch.float64) * 3 + 0.3).to(dtype)
@@ -124,7 +124,7 @@ def test_variance_aware_loss_equals_the_loop_oracle(shape, engine, shared, reduc
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("engine", reference_first("dense", "tiled"))
-@pytest.mark.parametrize("shape", ["one row", "five captions", "wide", "no positive"])
+@pytest.mark.parametrize("shape", ["one row", "two captions"])
 def test_variance_aware_gradient(shape, engine, shared):
     images, texts, ids, known = set_case(shape, k=2, d=4)
     weight = upstream(images.shape[0], texts.shape[0])
@@ -156,7 +156,7 @@ def test_variance_aware_gradient(shape, engine, shared):
 
 
 @given(st.integers(0, 10**6), st.integers(1, 4), st.booleans(), st.sampled_from(list(SHAPES)))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 def test_what_holds_of_the_variance_aware_loss(seed, k, shared, shape):
     images, texts, ids, known = set_case(shape, k, 6, seed)
     generator = torch.Generator().manual_seed(seed)

@@ -389,6 +389,7 @@ def test_sub_embeddings_leave_padding_out():
         torch.testing.assert_close((sets[b : b + 1], residuals[b : b + 1]), alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["mdcl", "uto", "coder", "dvse"])
 def test_the_models_of_the_papers_learn(config: Config, loss: str):
     options = {"mdcl": {"positive_weight": 1.0}}.get(loss, {})  # alone, the printed weight pulls too little
@@ -430,7 +431,9 @@ def test_a_run_learns_and_writes_every_file(config: Config):
     assert not list(out.glob("*.partial"))
 
 
-@pytest.mark.parametrize("loss", ["triplet", "uto", "coder", "dvse"])
+@pytest.mark.parametrize(
+    "loss", ["triplet", *(pytest.param(x, marks=pytest.mark.slow) for x in ("uto", "coder", "dvse"))]
+)
 def test_a_killed_run_resumes_bit_for_bit(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str):
     options = {"triplet": {"reduction": "mean"}, "coder": {"clusters": 20}}.get(loss, {})
     config = replace(
