@@ -71,14 +71,14 @@ class PrototypeClassificationLoss(Loss):
         if centroids.shape != self.weight.shape:
             raise ValueError(f"centroids: expected shape {(clusters, dim)}, got {tuple(centroids.shape)}")
         fresh = centroids.to(self.weight.dtype) / 3**0.5  # the expected length of a row of uniform numbers
-        if self.weight.device.type == "cpu":
+        if self.weight.device.type == "cpu" and not torch.compiler.is_compiling():
             rows = reseeded.nonzero().squeeze(1)
             if len(rows):
                 self.weight[rows] = fresh[rows]
                 if self.weight.grad is not None:
                     self.weight.grad[rows] = 0
             return
-        # A list of rows would have to be waited for.
+        # A list of rows would have to be waited for, and its length is not known to a compiler.
         self.weight.copy_(torch.where(reseeded[:, None], fresh, self.weight))
         if self.weight.grad is not None:
             self.weight.grad.masked_fill_(reseeded[:, None], 0)
