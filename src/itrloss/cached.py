@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only, tree_structure, tree_unflatten
 
+from ._arguments import check_size
+
 __all__ = ["cached_step"]
 
 
@@ -75,11 +77,7 @@ def cached_step(
 
     leaves = [[e.requires_grad_(e.is_floating_point()) for e in tree_leaves(embedding)] for embedding in embeddings]
     result = loss(*embeddings, **loss_kwargs)
-    total = result[0] if isinstance(result, (tuple, list)) else result
-    if not isinstance(total, Tensor):
-        raise TypeError(f"loss: expected it to return a scalar tensor, or that first, got {type(total).__name__}")
-    if total.numel() != 1:
-        raise ValueError(f"loss: expected it to return a scalar, got shape {tuple(total.shape)}")
+    total = _scalar_of(result)
     _backward([total if scaler is None else scaler.scale(total)], None)
     gradients = [[leaf.grad for leaf in group] for group in leaves]
     result = tree_map_only(Tensor, Tensor.detach, result)
@@ -187,6 +185,16 @@ def _put_back(saved: list[tuple[Callable[[Any], Any], Any]]) -> None:
         put(value)
 
 
+def _scalar_of(result: Any) -> Tensor:
+    """What is differentiated of what the loss returned."""
+    total = result[0] if isinstance(result, (tuple, list)) else result
+    if not isinstance(total, Tensor):
+        raise TypeError(f"loss: expected it to return a scalar tensor, or that first, got {type(total).__name__}")
+    if total.numel() != 1:
+        raise ValueError(f"loss: expected it to return a scalar, got shape {tuple(total.shape)}")
+    return total
+
+
 def _checked_sizes(encoders: Any, inputs: Any, chunk_size: Any) -> list[int]:
     """The batch size of each input."""
     for name, x in (("encoders", encoders), ("inputs", inputs)):
@@ -194,10 +202,7 @@ def _checked_sizes(encoders: Any, inputs: Any, chunk_size: Any) -> list[int]:
             raise TypeError(f"{name}: expected a tuple or list, one for each of the loss, got {type(x).__name__}")
     if len(encoders) != len(inputs) or not inputs:
         raise ValueError(f"inputs: expected one for each of {len(encoders)} encoders, at least one, got {len(inputs)}")
-    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
-        raise TypeError(f"chunk_size: expected an integer, got {chunk_size!r}")
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
+    check_size("chunk_size", chunk_size)
     sizes = []
     for i, given in enumerate(inputs):
         tensors = tree_leaves(given)

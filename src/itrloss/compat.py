@@ -161,6 +161,7 @@ class HREMLoss(_HingeLoss):
         self.mask_repeat = bool(_option(opt, "mask_repeat"))
 
     def forward(self, im: Tensor, s: Tensor, img_ids: Ids | None = None) -> Tensor:  # (B, D), (B, D), (B,) -> ()
+        """The loss; ``img_ids`` say which texts show the same image, and are needed if ``opt.mask_repeat``."""
         pairs = _pairs(im, s)
         if not self.mask_repeat:
             return self._hinges(pairs)
@@ -225,6 +226,7 @@ class HALLoss(nn.Module):
         mb_ind: Ids | None = None,  # M numbers in the data set
         indices: Ids | None = None,  # B of them: entries with these numbers do not count
     ) -> Tensor:
+        """The loss of a batch, weighted by the bank where there is one."""
         if self.triplet is not None:
             return self.triplet(im, s)
         sim = _pairs(im, s, order=self.order)
@@ -292,6 +294,7 @@ class USERLoss(nn.Module):
         v_queue: Tensor,  # (D, K) without a gradient
         t_queue: Tensor,  # (D, K) likewise
     ) -> Tensor:
+        """The queue terms of the objective, without that of the batch."""
         images = self._queue_term(v_q, t_k, t_queue, ("v_q", "t_k", "t_queue"))
         return images + self._queue_term(t_q, v_k, v_queue, ("t_q", "v_k", "v_queue"))
 
@@ -333,6 +336,7 @@ class PVSELoss(_HingeLoss):
         img_r: Tensor | None = None,  # (B, K, D) residuals, for div_weight
         txt_r: Tensor | None = None,
     ) -> tuple[Tensor, Parts]:
+        """The loss and its parts by name, which are detached."""
         n, k = len(img), self.k
         if k == 1:
             sim = _pairs(img, txt, ("img", "txt"), self.order)
@@ -407,6 +411,7 @@ class DivELoss(_HingeLoss):
         img_r: Tensor | None = None,  # residuals of the same shapes, for div_weight and unif_residual
         txt_r: Tensor | None = None,
     ) -> tuple[Tensor, Parts]:
+        """The loss and its parts by name, which are detached."""
         img, txt = (x.reshape(-1, x.shape[-1]) for x in (img_embs, txt_embs))
         n, m = len(img) // self.set_sizes[0], len(txt) // self.set_sizes[1]
         if m != n * self.set_per_img:
@@ -452,6 +457,7 @@ class _OpenClipLoss(nn.Module):
         logit_bias: Tensor | float | None = None,
         output_dict: bool = False,
     ) -> Tensor | Parts:
+        """The loss, or with ``output_dict`` a dictionary that has it as ``contrastive_loss``."""
         sim = _pairs(image_features, text_features, ("image_features", "text_features"))
         loss = self._loss(sim, logit_scale, 0.0 if logit_bias is None else logit_bias)
         return {"contrastive_loss": loss} if output_dict else loss
