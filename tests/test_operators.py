@@ -212,6 +212,50 @@ def test_no_product_is_made_twice_or_for_nothing(name, engine):
         assert products.flops == wanted * n * m * d
 
 
+@pytest.mark.parametrize("ids", [None, torch.arange(300) // 2], ids=["one-to-one", "several positives"])
+@pytest.mark.parametrize("case", ["once", "twice", "seen", "asked", "two readers", "by the moments too"])
+def test_scores_that_backward_may_overwrite(case, ids):
+    """One that is the only reader writes its gradient over them; nobody may notice."""
+    n, d = 300, 40  # more dimensions than scores would have the product keep them for itself
+    v, w = (x.float() for x in embeddings(n, n, d))
+    found = {}
+    for engine in ("dense", "reference"):
+        x, y = v.clone().requires_grad_(), w.clone().requires_grad_()
+        sim = itrloss.Similarity(x, y, ids, ids, engine=engine)
+        twin = sim.detach()
+        if case == "two readers":
+            loss = sim.logsumexp(5.0).sum() + 2 * sim.T.logsumexp(torch.linspace(1, 9, n)).square().sum()
+        else:
+            rows, cols = sim.both.logsumexp(5.0)
+            loss = rows.sum() + cols.square().sum()
+        if case == "by the moments too":
+            loss = loss + sim.moments().std.sum()
+        seen = sim.scores() if case == "seen" else None
+        before = None if seen is None else seen.detach().clone()
+        for _ in range(2 if case == "twice" else 1):
+            loss.backward(retain_graph=case in ("twice", "asked"))
+        spent = engine == "dense" and case in ("once", "twice", "asked")
+        assert sim._matrix._kept.spent == spent
+        if case == "asked":
+            (sim.entropy(0.5).sum() + sim.logsumexp(3.0).sum()).backward(retain_graph=True)
+        if seen is not None:
+            assert torch.equal(seen, before)
+        assert torch.allclose(twin.scores(), itrloss.Similarity(v, w, engine="reference").scores(), atol=1e-6)
+        found[engine] = (x.grad, y.grad)
+    for mine, wanted in zip(found["dense"], found["reference"], strict=True):
+        assert (mine - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+def test_a_second_backward_pass_notices_changed_embeddings():
+    v, w = (x.float().requires_grad_() for x in embeddings(300, 300, 40))
+    loss = itrloss.DiversityContrastiveLoss(engine="dense")(v, w)
+    loss.backward(retain_graph=True)
+    with torch.no_grad():
+        v.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_second_derivatives_are_refused_not_wrong():
     v, w = (x.requires_grad_() for x in embeddings(5, 5))
     for engine in ("dense", "tiled"):

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from copy import copy
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ._reduction import AnchorCounts, Reduction
-from .engines.dispatch import Moments
 from .engines.positives import Positives
 from .engines.reference import unit as unit_vectors
 from .similarity import Similarity
 
 PairReduction = Literal["mean", "sum", "frobenius"]
 Aggregation = Literal["max", "mean", "smooth_chamfer"]
+_SMALL = 2**21  # scores of all heads
 
 
 def variance_aware_loss(
@@ -52,82 +53,149 @@ def variance_aware_loss(
         raise ValueError(f"heads: expected one shape, got {[sim.shape for sim in heads]}")
     if any(sim.one_to_one != heads[0].one_to_one for sim in heads):
         raise ValueError("heads: expected the same ids for all of them")
-    totals: list[Tensor] = []
-    for sim in heads:
-        hardest = sim.both.hardest()  # first: it hands out the positives' scores
-        pairs = _PositivePairs(sim)
-        beside, fixed = (sim.detach(), pairs.detach()) if detach_sigma else (sim, pairs)
-        if shared_sigma:
-            of_images = of_texts = _deviation(beside.moments(), beside.negative_counts, fixed, 0)
-        else:
-            moments, counts = beside.both.moments(), beside.both.negative_counts
-            of_images, of_texts = (_deviation(moments[side], counts[side], fixed, side) for side in (0, 1))
-        for side, sigma in enumerate((of_images, of_texts)):
-            gap = (margin - pairs.scores + pairs.of_anchor(hardest[side].values, side)).relu()
-            value = pairs.sum(gap / sigma.square() + sigma.log(), side)
-            if len(totals) == 2:
-                totals[side] = totals[side] + value
-            else:
-                totals.append(value)
     counts = AnchorCounts(heads[0])
+    if len(heads) * heads[0].shape[0] * heads[0].shape[1] <= _SMALL and all(sim.engine == "dense" for sim in heads):
+        found = [x.sum(0) for x in _weighted_hinges(_Stack.of(heads), margin, detach_sigma, shared_sigma)]
+    else:
+        each = [_weighted_hinges(_Head.of(sim), margin, detach_sigma, shared_sigma) for sim in heads]
+        found = [torch.stack(values).sum(0) for values in zip(*each, strict=True)]
     if reduction == "mean":
-        totals = [counts.mean_over_pairs(x, side) for side, x in enumerate(totals)]
-    return counts.reduce(totals[0], totals[1], reduction)
+        found = [counts.mean_over_pairs(x, side) for side, x in enumerate(found)]
+    return counts.reduce(found[0], found[1], reduction)
 
 
-def _deviation(moments: Moments, negatives: Tensor, pairs: _PositivePairs, side: int) -> Tensor:
+def _weighted_hinges(head: _Head | _Stack, margin: float, detach_sigma: bool, shared_sigma: bool) -> list[Tensor]:
+    """Of each image and of each text the sum over its pairs."""
+    beside = head.detach() if detach_sigma else head
+    of_images, of_texts = _deviations(beside, shared_sigma)
+    pairs = head.pairs
+    return [
+        pairs.sum((margin - pairs.scores + pairs.of_anchor(best, side)).relu() / sigma.square() + sigma.log(), side)
+        for side, (best, sigma) in enumerate(zip(head.hardest, (of_images, of_texts), strict=True))
+    ]
+
+
+def _deviations(head: _Head | _Stack, shared: bool) -> list[Tensor]:
     """Of each positive pair: 1 + the sample standard deviation of its anchor's scores without the pair itself.
 
     From the moments of the negatives; the other positives are added to them, and the pair taken out.
     """
-    others = pairs.shape[1 - side] - 1
-    if others < 2:
-        return torch.ones_like(pairs.scores)
-    if pairs.one_to_one:
-        return 1 + moments.std * (others / (others - 1)) ** 0.5
-    apart = pairs.scores - pairs.of_anchor(moments.mean, side)
-    squares = moments.std.square() * negatives + pairs.sum(apart.square(), side)
-    rest = pairs.of_anchor(pairs.sum(apart, side), side) - apart
-    squares = pairs.of_anchor(squares, side) - apart.square() - rest.square() / others
-    return 1 + (squares / (others - 1)).clamp_min(1e-12).sqrt()
+    pairs, found = head.pairs, []
+    for side, (mean, std, negatives) in enumerate(head.moments(sides=1 if shared else 2)):
+        others = pairs.shape[1 - side] - 1
+        if others < 2:
+            found.append(torch.ones_like(pairs.scores))
+        elif pairs.one_to_one:
+            found.append(1 + std * (others / (others - 1)) ** 0.5)
+        else:
+            apart = pairs.scores - pairs.of_anchor(mean, side)
+            squares = std.square() * negatives + pairs.sum(apart.square(), side)
+            rest = pairs.of_anchor(pairs.sum(apart, side), side) - apart
+            squares = pairs.of_anchor(squares, side) - apart.square() - rest.square() / others
+            found.append(1 + (squares / (others - 1)).clamp_min(1e-12).sqrt())
+    return [found[0], found[-1]]
 
 
-class _PositivePairs:
-    """Scores of the positive pairs of a similarity: a list or, where listing them would wait, a masked matrix."""
+@dataclass
+class _Pairs:
+    """Scores of the positive pairs: of all rows, in a list or, where listing them would wait, in a masked matrix."""
 
-    def __init__(self, sim: Similarity):
-        self.shape, self.one_to_one = sim.shape, sim.one_to_one
-        self.index: tuple[Tensor, Tensor] | None = None
-        self.mask: Tensor | None = None
-        if self.one_to_one:
-            self.scores = sim.positives(sparse=True)
-            return
+    scores: Tensor
+    shape: tuple[int, int]
+    one_to_one: bool
+    index: tuple[Tensor, Tensor] | None = None
+    mask: Tensor | None = None
+
+    @staticmethod
+    def of(sim: Similarity) -> _Pairs:
+        if sim.one_to_one:
+            return _Pairs(sim.positives(sparse=True), sim.shape, True)
         pairs = Positives(*sim.shape, *sim.ids, sim.device)
         # The length of a list is data: an accelerator has to be waited for, and the compiler refuses.
         if sim.engine == "reference" or torch.compiler.is_compiling() or not (pairs.listable or sim.engine == "tiled"):
-            row_ids, col_ids = sim.ids
-            assert row_ids is not None
-            self.scores, self.mask = sim.scores(), row_ids[:, None] == col_ids
-        else:
-            self.index = pairs.pairs()
-            self.scores = sim.pair_scores(*self.index)
-
-    def detach(self) -> _PositivePairs:
-        twin = copy(self)
-        twin.scores = self.scores.detach()
-        return twin
+            return _Pairs(sim.scores(), sim.shape, False, mask=_positive_mask(sim))
+        index = pairs.pairs()
+        return _Pairs(sim.pair_scores(*index), sim.shape, False, index)
 
     def of_anchor(self, x: Tensor, side: int) -> Tensor:
         """Values per row (side 0) or column (side 1), for each of the pairs."""
         if self.index is not None:
             return x[self.index[side]]
-        return x if self.one_to_one else x.unsqueeze(1 - side)
+        return x if self.one_to_one else x.unsqueeze(-1 - side)
 
     def sum(self, x: Tensor, side: int) -> Tensor:
         """Sums of the pairs' values per row or column."""
         if self.index is not None:
             return x.new_zeros(self.shape[side]).index_add(0, self.index[side], x)
-        return x if self.mask is None else torch.where(self.mask, x, 0.0).sum(1 - side)
+        return x if self.mask is None else torch.where(self.mask, x, 0.0).sum(-1 - side)
+
+
+def _positive_mask(sim: Similarity) -> Tensor:
+    row_ids, col_ids = sim.ids
+    if row_ids is None:
+        return torch.eye(*sim.shape, dtype=torch.bool, device=sim.device)
+    return row_ids[:, None] == col_ids
+
+
+@dataclass
+class _Head:
+    """What the loss asks of one head."""
+
+    sim: Similarity
+    hardest: tuple[Tensor, Tensor]
+    pairs: _Pairs
+
+    @staticmethod
+    def of(sim: Similarity) -> _Head:
+        rows, cols = sim.both.hardest()  # first: it hands out the positives' scores
+        return _Head(sim, (rows.values, cols.values), _Pairs.of(sim))
+
+    def detach(self) -> _Head:
+        """The same without a gradient."""
+        return _Head(self.sim.detach(), self.hardest, replace(self.pairs, scores=self.pairs.scores.detach()))
+
+    def moments(self, sides: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Mean and deviation of the negatives of rows, or of rows and columns, and how many there are."""
+        if sides == 1:
+            return [(*self.sim.moments(), self.sim.negative_counts)]
+        both = self.sim.both
+        return [(*moments, count) for moments, count in zip(both.moments(), both.negative_counts, strict=True)]
+
+
+@dataclass
+class _Stack:
+    """The same of all heads at once, (K, N, M), in plain PyTorch: matrices so small that a call costs more than its work."""
+
+    scores: Tensor
+    mask: Tensor
+    pairs: _Pairs
+
+    @staticmethod
+    def of(heads: Sequence[Similarity]) -> _Stack:
+        scores, mask = torch.stack([sim.scores() for sim in heads]), _positive_mask(heads[0])
+        if heads[0].one_to_one:
+            return _Stack(scores, mask, _Pairs(scores.diagonal(dim1=1, dim2=2), heads[0].shape, True))
+        return _Stack(scores, mask, _Pairs(scores, heads[0].shape, False, mask=mask))
+
+    @property
+    def hardest(self) -> tuple[Tensor, Tensor]:
+        negatives = self.scores.masked_fill(self.mask, -math.inf)
+        return negatives.max(2).values, negatives.max(1).values
+
+    def detach(self) -> _Stack:
+        """The same without a gradient."""
+        return _Stack(self.scores.detach(), self.mask, replace(self.pairs, scores=self.pairs.scores.detach()))
+
+    def moments(self, sides: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """As of one head."""
+        found = []
+        for dim in (-1, -2)[:sides]:
+            count = (~self.mask).sum(dim)
+            n = count.clamp_min(1)
+            mean = self.scores.masked_fill(self.mask, 0).sum(dim) / n
+            apart = (self.scores - mean.unsqueeze(dim)).masked_fill(self.mask, 0)
+            found.append((mean, (apart.square().sum(dim) / n).clamp_min(1e-12).sqrt(), count))
+        return found
 
 
 def dynamic_orthogonal_loss(

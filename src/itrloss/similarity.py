@@ -216,8 +216,7 @@ class Similarity:
         if engine not in ("auto", "dense", "reference"):
             raise ValueError(f"engine: expected 'auto', 'dense' or 'reference' for scores, got {engine!r}")
         ids = diagonal_if_unique(check_ids(row_ids, col_ids, scores.shape[0], scores.shape[1], scores.device))
-        chosen = "dense" if engine == "auto" else engine
-        return cls._view(Matrix(scores.to(compute_dtype(scores)), None, ids, False, chosen), False)
+        return cls._of_scores(scores.to(compute_dtype(scores)), ids, "dense" if engine == "auto" else engine)
 
     @classmethod
     def _of(
@@ -226,6 +225,11 @@ class Similarity:
         """Of checked embeddings with known reciprocal lengths; with ``valid`` as in :class:`Matrix`, of a memory."""
         chosen = choose(engine, rows.shape[0] * cols.shape[0] * compute_dtype(rows).itemsize, DEFAULT_MEMORY_BUDGET)
         return cls._view(Matrix(rows, cols, ids, True, chosen, inv, valid), False)
+
+    @classmethod
+    def _of_scores(cls, scores: Tensor, ids: Pair, engine: str = "dense") -> Similarity:
+        """Of checked scores in the compute dtype."""
+        return cls._view(Matrix(scores, None, ids, False, engine), False)
 
     @classmethod
     def _view(cls, matrix: Matrix, flipped: bool) -> Similarity:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from . import ranking, reference
 from .pairs import needs_gradient, term_values
 from .positives import Positives
 from .softmax import ENTROPY, MEAN
-from .tiles import Pair, Source, compute_dtype
+from .tiles import Kept, Pair, Source, compute_dtype
 
 Over = Literal["negatives", "all"]
 Asked = tuple[bool, bool]
@@ -45,14 +44,6 @@ class Hardest(NamedTuple):
 
     values: Tensor
     indices: Tensor
-
-
-@dataclass
-class _Kept:
-    """The scores of a memory, shared with what detach returns."""
-
-    scores: Tensor | None
-    lent: bool = False  # to a backward pass
 
 
 class Matrix:
@@ -83,7 +74,7 @@ class Matrix:
         self.bounded = normalize and cols is not None
         self.valid = valid
         self._scores = rows if cols is None else None
-        self._kept = _Kept(None)
+        self._kept = Kept()
         self._diagonal: Tensor | None = None
         self._inv: Pair = inv or (None, None)
         if inv is None and self.bounded and cols is not None and engine != "reference":
@@ -107,13 +98,20 @@ class Matrix:
         twin._diagonal = None if self._diagonal is None else self._diagonal.detach()
         if self.memory and self.engine == "dense":
             self._keep()
-            twin._kept = self._kept
         elif cols is not None and self.engine != "tiled":
-            twin._scores = self.scores().detach()
+            twin._scores = self._formed().detach()
+        twin._kept = self._kept
         return twin
 
     def scores(self) -> Tensor:
-        """(N, M), differentiable; formed once."""
+        """(N, M), differentiable; formed once, and from now on never overwritten."""
+        scores = self._formed()
+        self._kept.readers += 1
+        return scores
+
+    def _formed(self) -> Tensor:
+        if self._kept.spent:
+            self._scores, self._kept = None, Kept()
         if self.cols is None or self._scores is None:
             self._check_unchanged()
         if self._scores is not None:
@@ -124,7 +122,9 @@ class Matrix:
             if self.engine == "reference":
                 scores = reference.scores(self.rows, self.cols, self.normalize, self.normalize and not self.memory)
             else:
-                scores = ops.Product.apply(self.rows, self.cols, *self._inv)
+                scaled = ops.scaling_scores_pays(self.rows, self.cols, *self._inv)
+                scores = ops.Product.apply(self.rows, self.cols, *self._inv, scaled)
+                self._kept.readers += scaled
         if not (inference and self._has_gradient):  # such scores would lack it for good
             self._scores = scores
         return scores
@@ -133,14 +133,22 @@ class Matrix:
     def _has_gradient(self) -> bool:
         return self.rows.requires_grad or (self.cols is not None and self.cols.requires_grad)
 
-    def source(self) -> Source:
-        """What the operators work on: the matrix if it may exist, else the embeddings."""
+    def source(self, *params: Tensor | None) -> Source:
+        """What a recorded operator works on: the matrix if it may exist, else the embeddings."""
+        source = self._source()
+        self._kept.readers += needs_gradient(self.rows, self.cols, *params)
+        return source
+
+    def _source(self) -> Source:
         if self.engine == "tiled":
             return self._given()
         if self.memory:  # the gradient goes to the rows as it is found, and no matrix of it is needed
-            self._lend()
             return self._given()._replace(kept=self._keep())
-        return Source(self.scores(), None, None, None, *self.ids)
+        return Source(self._formed(), None, None, None, *self.ids)
+
+    def _detached_source(self) -> Source:
+        source = self._source()
+        return source._replace(rows=source.rows.detach(), cols=None if source.cols is None else source.cols.detach())
 
     def _keep(self) -> Tensor:
         """(N, M) scores without a gradient; formed once."""
@@ -148,19 +156,22 @@ class Matrix:
             return self._kept.scores
         self._check_unchanged()
         with torch.no_grad():
-            scores = ops.Product.apply(self.rows.detach(), _given(self.cols), *self._inv)
+            scaled = ops.scaling_scores_pays(self.rows, self.cols, *self._inv)
+            scores = ops.Product.apply(self.rows.detach(), _given(self.cols), *self._inv, scaled)
         if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():  # no later answer could save such
             self._kept.scores = scores
         return scores
 
-    def _lend(self, *given: Tensor | None) -> None:
-        """Note that a backward pass will read the kept scores, if one is recorded for these."""
-        self._kept.lent |= needs_gradient(self.rows, *given)
-
     def _may_consume(self, scale: Tensor) -> bool:
         """Whether the kept scores may be overwritten: a later question forms them again."""
-        needed = self._kept.lent or scale.requires_grad  # by another backward pass
+        needed = self._kept.readers or scale.requires_grad  # by another backward pass
         return self.engine == "dense" and not needed and not torch.compiler.is_compiling()
+
+    def _spendable(self) -> tuple[Kept, *tuple[Tensor | None, ...]] | None:
+        """What a backward pass needs that may write over the scores: who reads them, and how to form them again."""
+        if self.engine != "dense" or self.memory or self.cols is None or torch.compiler.is_compiling():
+            return None
+        return self._kept, self.rows, self.cols, *self._inv
 
     def _given(self) -> Source:
         self._check_unchanged()
@@ -193,11 +204,11 @@ class Matrix:
             kept, self._kept.scores = self._keep(), None
             source = (self.rows, _given(self.cols), self._inv[0], *self.ids)
             return ops.ConsumedLogSumExp.apply(*source, kept, scales[0], masked, self.bounded), None
-        self._lend(*scales)
         shared = scales[0] is scales[1]
         extra = MEAN if any(a is not None and a.requires_grad for a in scales) else 0
         scales = (scales[0], None if shared else scales[1])
-        *out, diagonal = ops.LogSumExp.apply(*self.source(), *scales, shared, masked, self.bounded, extra)
+        source = self.source(*scales)
+        *out, diagonal = ops.LogSumExp.apply(*source, *scales, shared, masked, self.bounded, extra, self._spendable())
         if diagonal.numel():
             self._keep_diagonal(diagonal)
         return out[0], out[1]
@@ -218,16 +229,18 @@ class Matrix:
             return self._by_reference(reference.entropy, asked, scale)
         a = self.rows.new_full((1,), scale, dtype=compute_dtype(self.rows))
         scales = (a, None) if asked[0] else (None, a)
-        _, _, rows, cols, _ = ops.LogSumExp.apply(*self.source(), *scales, all(asked), True, self.bounded, ENTROPY)
+        _, _, rows, cols, _ = ops.LogSumExp.apply(
+            *self.source(), *scales, all(asked), True, self.bounded, ENTROPY, None
+        )
         return [figure[0] / math.log(2) if ask else None for figure, ask in zip((rows, cols), asked, strict=True)]
 
     def hardest(self, asked: Asked) -> Any:
         """Highest-scoring negative of each asked side, with its index."""
         if 0 in self.shape:  # a memory that is empty yet
-            return Hardest(*ops.hardest(*_detached(self._given()), *asked)[::2]), None
+            return Hardest(*ops.hardest(*self._given(), *asked)[::2]), None
         if self.engine == "reference":
             return [None if h is None else Hardest(*h) for h in self._by_reference(reference.hardest, asked)]
-        out = ops.hardest(*_detached(self.source()), *asked)
+        out = ops.hardest(*self._detached_source(), *asked)
         values, (rows, cols) = list(out[:2]), out[2:]
         along = torch.arange(max(self.shape), device=self.rows.device)
         i, j = [along[: rows.numel()], cols.clamp_min(0)], [rows.clamp_min(0), along[: cols.numel()]]
@@ -258,20 +271,20 @@ class Matrix:
             return values, term_values(term, diagonal, *params[1]) if params[1] and asked[1] else values
         # Where pairs cannot be listed, the embeddings would have to be multiplied once more.
         listable = Positives(*self.shape, *self.ids, self.rows.device).listable
-        return self._term_sums(self._given() if sparse and listable else self.source(), term, params, asked, False)
+        source = self._given() if sparse and listable else self.source(*params[0], *params[1])
+        return self._term_sums(source, term, params, asked, False)
 
     def negatives(self, term: str, params: Sequence[Sequence[Tensor]], asked: Asked) -> Any:
         """Sums of a registered term over the negatives of each asked side."""
         if self.engine == "reference":
             views = [None if v is None else (v[0], ~v[1]) for v in self._views(asked)]
             return [None if v is None else reference.positives(*v, term, p) for v, p in zip(views, params, strict=True)]
-        return self._term_sums(self.source(), term, params, asked, True)
+        return self._term_sums(self.source(*params[0], *params[1]), term, params, asked, True)
 
     def _term_sums(
         self, source: Source, term: str, params: Sequence[Sequence[Tensor]], asked: Asked, negative: bool
     ) -> list[Tensor]:
         rows, cols = (params[0] if asked[0] else []), (params[1] if asked[1] else [])
-        self._lend(*rows, *cols)
         if not needs_gradient(source.rows, source.cols, *rows, *cols):  # as in term_values
             *sums, diagonal = ops.term_sums(*source, term, negative, list(rows), list(cols), *asked)
         else:
@@ -311,17 +324,13 @@ class Matrix:
 
     def topk(self, k: tuple[int, int], biases: Pair) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         with torch.no_grad():  # as a decorator the compiler would refuse it
-            return ranking.topk(_detached(self.source()), k, biases)
+            return ranking.topk(self._detached_source(), k, biases)
 
     def ranks(self, biases: Pair, asked: Asked, optimistic: bool) -> Pair:
         with torch.no_grad():
-            return ranking.ranks(_detached(self.source()), biases, asked, optimistic)
+            return ranking.ranks(self._detached_source(), biases, asked, optimistic)
 
 
 def _given(x: Tensor | None) -> Tensor:
     assert x is not None
     return x
-
-
-def _detached(source: Source) -> Source:
-    return source._replace(rows=source.rows.detach(), cols=None if source.cols is None else source.cols.detach())

@@ -39,16 +39,16 @@ class Product(torch.autograd.Function):
     """The dense score matrix ``unit(rows) @ unit(cols).T``, gradients through the normalisation included."""
 
     @staticmethod
-    def forward(ctx, rows, cols, row_inv, col_inv):
+    def forward(ctx, rows, cols, row_inv, col_inv, scaled_scores):
         """(N, M) scores."""
-        ctx.scaled_scores = _scaling_scores_pays(rows, cols, row_inv, col_inv)
-        if ctx.scaled_scores:
+        ctx.scaled_scores = scaled_scores
+        if scaled_scores:
             left, right = unit(rows, None), unit(cols, None)
         else:
             left, right = unit(rows, row_inv), unit(cols, col_inv)
         with full_precision(rows):
             scores = left @ right.T
-        if ctx.scaled_scores:
+        if scaled_scores:
             scores.mul_(row_inv[:, None]).mul_(col_inv)
         ctx.save_for_backward(left, right, row_inv, col_inv, scores if ctx.scaled_scores else None)
         ctx.dtypes = rows.dtype, cols.dtype
@@ -75,10 +75,10 @@ class Product(torch.autograd.Function):
             elif inv is not None:
                 project_(gradient, own, inv)
             found[side] = gradient.to(ctx.dtypes[side])
-        return *found, None, None
+        return *found, None, None, None
 
 
-def _scaling_scores_pays(rows: Tensor, cols: Tensor, row_inv: Tensor | None, col_inv: Tensor | None) -> bool:
+def scaling_scores_pays(rows: Tensor, cols: Tensor, row_inv: Tensor | None, col_inv: Tensor | None) -> bool:
     """Few vectors of many dimensions: scale their products instead of normalised copies, unless that overflows."""
     # Only the CPU may look at the lengths for nothing; a zero vector has the reciprocal 0.
     if row_inv is None or col_inv is None or rows.device.type != "cpu" or torch.compiler.is_compiling():
@@ -132,12 +132,13 @@ def _fake_source_gradient(source, *args):
 )
 def logsumexp_backward(source, row_scale, col_scale, shared, *args):
     """Gradients of the source from those of :func:`logsumexp`."""
+    return _logsumexp_backward(source, row_scale, col_scale, shared, *args)
+
+
+def _logsumexp_backward(source, row_scale, col_scale, shared, *args, in_place=False):
     sums = softmax.Sums(*args[0:6:2]), softmax.Sums(*args[1:6:2])
-    diagonal_grad, masked, bounded, extra = args[10:14]
     scales = _scales(row_scale, col_scale, shared)
-    return softmax.logsumexp_backward(
-        source, scales, sums, args[6:8], args[8:10], diagonal_grad, masked, bounded, extra, args[14:]
-    )
+    return softmax.logsumexp_backward(source, scales, sums, args[6:8], args[8:10], *args[10:14], args[14:], in_place)
 
 
 class LogSumExp(torch.autograd.Function):
@@ -149,9 +150,10 @@ class LogSumExp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
         """(N,) and (M,) log-sum-exps, their figures and the diagonal's scores."""
-        source, (row_scale, col_scale, shared, masked, bounded, extra) = args[:WIDTH], args[WIDTH:]
-        *sums, diagonal = logsumexp(*args)
-        ctx.save_for_backward(*source, row_scale, col_scale, *sums)
+        source, (row_scale, col_scale, shared, masked, bounded, extra, spendable) = args[:WIDTH], args[WIDTH:]
+        *sums, diagonal = logsumexp(*args[:-1])
+        ctx.kept, *embeddings = spendable or (None,)
+        ctx.save_for_backward(*source, row_scale, col_scale, *sums, *embeddings)
         ctx.shared, ctx.flags, ctx.entropic = shared, (masked, bounded, extra), extra == softmax.ENTROPY
         ctx.set_materialize_grads(False)
         totals, tops = sums[:2], sums[2:4]
@@ -166,14 +168,21 @@ class LogSumExp(torch.autograd.Function):
     def backward(ctx, *grads):
         """Gradients of the source and of the scales."""
         saved = ctx.saved_tensors
-        source, scales, sums = saved[:WIDTH], saved[WIDTH : WIDTH + 2], saved[WIDTH + 2 :]
+        source, scales, sums = saved[:WIDTH], saved[WIDTH : WIDTH + 2], saved[WIDTH + 2 : WIDTH + 8]
         rows = cols = None
         figures = grads[2:4] if ctx.entropic else (None, None)
         grads = _asked_for(*grads[:2], *figures, grads[4])
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            rows, cols = logsumexp_backward(
-                *source, *scales, ctx.shared, *sums, *grads, *ctx.flags, *ctx.needs_input_grad[:2]
-            )
+            if ctx.kept is not None and ctx.kept.spent:  # by an earlier backward pass through this graph
+                source = Product.apply(*saved[WIDTH + 8 :], False), *source[1:]
+            args = *scales, ctx.shared, *sums, *grads, *ctx.flags, *ctx.needs_input_grad[:2]
+            if ctx.kept is not None and ctx.kept.readers == 1:
+                ctx.kept.spent = True
+                # `.data`: autograd need not know of the writing, as a second pass is provided for above.
+                own = Source(source[0].data, *source[1:])
+                rows, cols = _logsumexp_backward(own, *args, in_place=True)
+            else:
+                rows, cols = logsumexp_backward(*source, *args)
         found: list[Tensor | None] = [None, None]
         for side, (mean, grad) in enumerate(zip(sums[4:], grads[:2], strict=True)):
             to = 0 if ctx.shared else side
@@ -181,7 +190,7 @@ class LogSumExp(torch.autograd.Function):
                 by_scale = grad * mean
                 by_scale = by_scale.sum().reshape(1) if scales[to].numel() == 1 else by_scale
                 found[to] = by_scale if found[to] is None else found[to] + by_scale
-        return *_of_source(rows, cols), *found, *([None] * 4)
+        return *_of_source(rows, cols), *found, *([None] * 5)
 
 
 class ConsumedLogSumExp(torch.autograd.Function):

@@ -224,6 +224,7 @@ def logsumexp_backward(
     bounded: bool,
     extra: int,
     needs: tuple[bool, bool],
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Gradient of the source from those of ``L``, of the first row of the entropy figure and of the diagonal.
 
@@ -233,7 +234,7 @@ def logsumexp_backward(
     shift = _fixed_shift(scales, bounded, extra)
     if shift and not all(s is None or bool((s.top == shift).all()) for s in sums):
         shift = None  # the forward pass had to subtract the maximum
-    gradient = Gradient(source, needs)
+    gradient = Gradient(source, needs, in_place)
     sides = [
         (scale, x, g, h, dim)
         for scale, x, g, h, (_, dim) in zip(scales, sums, grads, entropy_grads, SIDES, strict=True)
@@ -256,10 +257,12 @@ def logsumexp_backward(
         out = gradient.of(tile)
         if not shares:
             out.zero_()
-        for number, share in enumerate(shares):
-            share(tile, tile.scratch[0] if number else out)
-            if number:
-                out.add_(tile.scratch[0])
+        for share in shares[:-1]:  # at most one; `out` may be the scores, and comes last
+            share(tile, tile.scratch[0])
+        for share in shares[-1:]:
+            share(tile, out)
+        if len(shares) == 2:
+            out.add_(tile.scratch[0])
         if masked and extra != ENTROPY:
             positives.fill_(out, tile, 0.0 if diagonal_grad is None else diagonal_grad)
         gradient.add(tile)

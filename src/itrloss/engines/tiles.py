@@ -67,6 +67,15 @@ class Source(NamedTuple):
         return unit(self.cols[start:stop], None if self.col_inv is None else self.col_inv[start:stop])
 
 
+@dataclass(slots=True)
+class Kept:
+    """A score matrix that was formed of embeddings, as all views of them share it."""
+
+    scores: Tensor | None = None  # of a memory
+    readers: int = 0  # recorded backward passes, and users, that count on the scores; a single one may overwrite them
+    spent: bool = False  # overwritten
+
+
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     """For the backward pass of an ``autograd.Function`` without a second derivative: refuse one, on any path.
 
@@ -206,12 +215,17 @@ def _spans(size: int, step: int) -> list[tuple[int, int]]:
 
 
 class Gradient:
-    """Takes ``dS`` tile by tile and holds the gradient of the source's own tensors."""
+    """Takes ``dS`` tile by tile and holds the gradient of the source's own tensors.
 
-    def __init__(self, source: Source, needs: tuple[bool, bool]):
+    ``in_place``: the source is a matrix, and ``dS`` is written over it.
+    """
+
+    def __init__(self, source: Source, needs: tuple[bool, bool], in_place: bool = False):
         self.source = source
         self.rows = self.cols = None
-        if source.cols is None:
+        if in_place:
+            self.rows = source.rows
+        elif source.cols is None:
             self.rows = torch.empty(source.shape, dtype=source.dtype, device=source.rows.device)
         else:
             self.rows = self._zeros(source.rows) if needs[0] else None

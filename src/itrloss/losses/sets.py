@@ -89,10 +89,13 @@ class VarianceAwareLoss(ObservedLoss):
             raise type(error)(re.sub(r"\bimages\b", "image_sets", in_words_of_pairs(str(error)))) from None
         matrices = k * n * texts.shape[0] * compute_dtype(images).itemsize
         engine = choose(self.engine, matrices, DEFAULT_MEMORY_BUDGET)
-        of_images, of_texts = inverse_norms(flat.detach()).view(n, k), inverse_norms(texts.detach())
+        of_images, of_texts = inverse_norms(flat.detach()), inverse_norms(texts.detach())
+        if engine == "dense":  # one product for all heads
+            scores = Similarity._of(flat, texts, (None, None), (of_images, of_texts), engine).scores()
+            return [Similarity._of_scores(head, ids) for head in scores.view(n, k, -1).unbind(1)]
         return [
             Similarity._of(head, texts, ids, (inv, of_texts), engine)
-            for head, inv in zip(images.unbind(1), of_images.unbind(1), strict=True)
+            for head, inv in zip(images.unbind(1), of_images.view(n, k).unbind(1), strict=True)
         ]
 
     def extra_repr(self) -> str:
