@@ -157,14 +157,15 @@ class _Head:
     def moments(self, sides: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Mean and deviation of the negatives of rows, or of rows and columns, and how many there are."""
         if sides == 1:
-            return [(*self.sim.moments(), self.sim.negative_counts)]
-        both = self.sim.both
-        return [(*moments, count) for moments, count in zip(both.moments(), both.negative_counts, strict=True)]
+            moments, counts = [self.sim.moments()], [self.sim.negative_counts]
+        else:
+            moments, counts = self.sim.both.moments(), self.sim.both.negative_counts
+        return [(m.mean, m.std, count) for m, count in zip(moments, counts, strict=True)]
 
 
 @dataclass
 class _Stack:
-    """The same of all heads at once, (K, N, M), in plain PyTorch: matrices so small that a call costs more than its work."""
+    """The same of all heads at once, (K, N, M), in plain PyTorch: for small matrices, where calls cost most."""
 
     scores: Tensor
     mask: Tensor

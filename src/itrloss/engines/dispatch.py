@@ -156,8 +156,8 @@ class Matrix:
             return self._kept.scores
         self._check_unchanged()
         with torch.no_grad():
-            scaled = ops.scaling_scores_pays(self.rows, self.cols, *self._inv)
-            scores = ops.Product.apply(self.rows.detach(), _given(self.cols), *self._inv, scaled)
+            pair = self.rows.detach(), _given(self.cols)
+            scores = ops.Product.apply(*pair, *self._inv, ops.scaling_scores_pays(*pair, *self._inv))
         if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():  # no later answer could save such
             self._kept.scores = scores
         return scores
@@ -167,7 +167,7 @@ class Matrix:
         needed = self._kept.readers or scale.requires_grad  # by another backward pass
         return self.engine == "dense" and not needed and not torch.compiler.is_compiling()
 
-    def _spendable(self) -> tuple[Kept, *tuple[Tensor | None, ...]] | None:
+    def _spendable(self) -> tuple[Any, ...] | None:
         """What a backward pass needs that may write over the scores: who reads them, and how to form them again."""
         if self.engine != "dense" or self.memory or self.cols is None or torch.compiler.is_compiling():
             return None

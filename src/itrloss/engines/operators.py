@@ -138,7 +138,20 @@ def logsumexp_backward(source, row_scale, col_scale, shared, *args):
 def _logsumexp_backward(source, row_scale, col_scale, shared, *args, in_place=False):
     sums = softmax.Sums(*args[0:6:2]), softmax.Sums(*args[1:6:2])
     scales = _scales(row_scale, col_scale, shared)
-    return softmax.logsumexp_backward(source, scales, sums, args[6:8], args[8:10], *args[10:14], args[14:], in_place)
+    diagonal_grad, masked, bounded, extra, need_rows, need_cols = args[10:]
+    return softmax.logsumexp_backward(
+        source,
+        scales,
+        sums,
+        args[6:8],
+        args[8:10],
+        diagonal_grad,
+        masked,
+        bounded,
+        extra,
+        (need_rows, need_cols),
+        in_place,
+    )
 
 
 class LogSumExp(torch.autograd.Function):
