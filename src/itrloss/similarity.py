@@ -170,7 +170,7 @@ class Similarity:
             anything from 1e-12, below which a vector counts as zero, to 1e18.
         engine: one of the above.
         memory_budget: bytes that the score matrix may take for ``engine="auto"`` to choose the dense engine. Forward
-            and backward of a loss hold up to three matrices of that size at once.
+            and backward of a loss hold one to three matrices of that size at once.
         check_finite: refuse nan and infinite embeddings. That reads the data: an accelerator has to be waited for, and
             ``torch.compile(fullgraph=True)`` refuses.
 

@@ -167,8 +167,8 @@ class Matrix:
         needed = self._kept.readers or scale.requires_grad  # by another backward pass
         return self.engine == "dense" and not needed and not torch.compiler.is_compiling()
 
-    def _spendable(self) -> tuple[Any, ...] | None:
-        """What a backward pass needs that may write over the scores: who reads them, and how to form them again."""
+    def _spendable(self) -> ops.Spendable | None:
+        """What a backward pass needs that may write over the scores."""
         if self.engine != "dense" or self.memory or self.cols is None or torch.compiler.is_compiling():
             return None
         return self._kept, self.rows, self.cols, *self._inv
@@ -288,7 +288,8 @@ class Matrix:
         if not needs_gradient(source.rows, source.cols, *rows, *cols):  # as in term_values
             *sums, diagonal = ops.term_sums(*source, term, negative, list(rows), list(cols), *asked)
         else:
-            *sums, diagonal = ops.TermSums.apply(*source, term, negative, *asked, len(rows), *rows, *cols)
+            spendable = self._spendable() if negative else None
+            *sums, diagonal = ops.TermSums.apply(*source, term, negative, *asked, spendable, len(rows), *rows, *cols)
         if diagonal.numel():
             self._keep_diagonal(diagonal)
         return sums
@@ -316,7 +317,7 @@ class Matrix:
     def violations(self, margin: float, asked: Asked) -> Any:
         if self.engine == "reference":
             return self._by_reference(reference.violations, asked, margin)
-        return ops.Violations.apply(*self.source(), margin, *asked)
+        return ops.Violations.apply(*self.source(), margin, *asked, self._spendable())
 
     def positive_counts(self, asked: Asked) -> Any:
         positives = Positives(*self.shape, *self.ids, self.rows.device)

@@ -14,7 +14,7 @@ from . import moments, pairs, softmax
 from . import violations as margins
 from .positives import Positives
 from .registration import WIDTH, full_precision, like_source, operator, uninitialised
-from .tiles import EPS, Pair, Source, compute_dtype, first_order, lengths, project_, unit
+from .tiles import EPS, Kept, Pair, Source, compute_dtype, first_order, lengths, project_, unit
 
 # -------------------------------------------------------------------------------- norms and the dense product
 
@@ -89,6 +89,28 @@ def scaling_scores_pays(rows: Tensor, cols: Tensor, row_inv: Tensor | None, col_
     return float(row_inv.amin()) * float(col_inv.amin()) > 1e-36
 
 
+# ------------------------------------------------------------------------------ backward over the scores
+
+Spendable = tuple[Kept, Tensor, Tensor, Tensor | None, Tensor | None]  # what forms the scores: as Product takes it
+
+
+def _save(ctx, spendable: Spendable | None, *tensors: Tensor | None) -> None:
+    """``save_for_backward``, the source first; ``spendable`` if the scores may be overwritten by the only reader."""
+    ctx.kept, *embeddings = spendable or (None,)
+    ctx.save_for_backward(*tensors, *embeddings)
+
+
+def _at_hand(ctx) -> tuple[Source, bool]:
+    """The source in a backward pass, and whether that is to write over the scores."""
+    source = Source(*ctx.saved_tensors[:WIDTH])
+    if ctx.kept is not None and ctx.kept.spent:  # a former backward pass through this graph did so
+        return source._replace(rows=Product.apply(*ctx.saved_tensors[-4:], False)), True
+    if ctx.kept is not None and ctx.kept.readers == 1:
+        ctx.kept.spent = True
+        return source._replace(rows=source.rows.data), True  # which autograd need not know of
+    return source, False
+
+
 # ------------------------------------------------------------------------------------------------ log-sum-exp
 
 
@@ -130,27 +152,13 @@ def _fake_source_gradient(source, *args):
     " bool need_rows, bool need_cols) -> (Tensor, Tensor)",
     _fake_source_gradient,
 )
-def logsumexp_backward(source, row_scale, col_scale, shared, *args):
+def logsumexp_backward(source, row_scale, col_scale, shared, *args, in_place=False):
     """Gradients of the source from those of :func:`logsumexp`."""
-    return _logsumexp_backward(source, row_scale, col_scale, shared, *args)
-
-
-def _logsumexp_backward(source, row_scale, col_scale, shared, *args, in_place=False):
     sums = softmax.Sums(*args[0:6:2]), softmax.Sums(*args[1:6:2])
+    diagonal_grad, masked, bounded, extra = args[10:14]
     scales = _scales(row_scale, col_scale, shared)
-    diagonal_grad, masked, bounded, extra, need_rows, need_cols = args[10:]
     return softmax.logsumexp_backward(
-        source,
-        scales,
-        sums,
-        args[6:8],
-        args[8:10],
-        diagonal_grad,
-        masked,
-        bounded,
-        extra,
-        (need_rows, need_cols),
-        in_place,
+        source, scales, sums, args[6:8], args[8:10], diagonal_grad, masked, bounded, extra, args[14:], in_place
     )
 
 
@@ -165,8 +173,7 @@ class LogSumExp(torch.autograd.Function):
         """(N,) and (M,) log-sum-exps, their figures and the diagonal's scores."""
         source, (row_scale, col_scale, shared, masked, bounded, extra, spendable) = args[:WIDTH], args[WIDTH:]
         *sums, diagonal = logsumexp(*args[:-1])
-        ctx.kept, *embeddings = spendable or (None,)
-        ctx.save_for_backward(*source, row_scale, col_scale, *sums, *embeddings)
+        _save(ctx, spendable, *source, row_scale, col_scale, *sums)
         ctx.shared, ctx.flags, ctx.entropic = shared, (masked, bounded, extra), extra == softmax.ENTROPY
         ctx.set_materialize_grads(False)
         totals, tops = sums[:2], sums[2:4]
@@ -180,22 +187,14 @@ class LogSumExp(torch.autograd.Function):
     @first_order
     def backward(ctx, *grads):
         """Gradients of the source and of the scales."""
-        saved = ctx.saved_tensors
-        source, scales, sums = saved[:WIDTH], saved[WIDTH : WIDTH + 2], saved[WIDTH + 2 : WIDTH + 8]
+        scales, sums = ctx.saved_tensors[WIDTH : WIDTH + 2], ctx.saved_tensors[WIDTH + 2 : WIDTH + 8]
         rows = cols = None
         figures = grads[2:4] if ctx.entropic else (None, None)
         grads = _asked_for(*grads[:2], *figures, grads[4])
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            if ctx.kept is not None and ctx.kept.spent:  # by an earlier backward pass through this graph
-                source = Product.apply(*saved[WIDTH + 8 :], False), *source[1:]
+            source, in_place = _at_hand(ctx)
             args = *scales, ctx.shared, *sums, *grads, *ctx.flags, *ctx.needs_input_grad[:2]
-            if ctx.kept is not None and ctx.kept.readers == 1:
-                ctx.kept.spent = True
-                # `.data`: autograd need not know of the writing, as a second pass is provided for above.
-                own = Source(source[0].data, *source[1:])
-                rows, cols = _logsumexp_backward(own, *args, in_place=True)
-            else:
-                rows, cols = logsumexp_backward(*source, *args)
+            rows, cols = logsumexp_backward(*source, *args, in_place=in_place)
         found: list[Tensor | None] = [None, None]
         for side, (mean, grad) in enumerate(zip(sums[4:], grads[:2], strict=True)):
             to = 0 if ctx.shared else side
@@ -389,9 +388,9 @@ def _fake_term_sums_backward(source, term, negative, row_params, col_params, *ar
     " Tensor? diagonal_grad, bool need_rows, bool need_cols, bool need_params) -> (Tensor, Tensor, Tensor[], Tensor[])",
     _fake_term_sums_backward,
 )
-def term_sums_backward(source, term, negative, row_params, col_params, *args):
+def term_sums_backward(source, term, negative, row_params, col_params, *args, in_place=False):
     params = row_params, col_params
-    return pairs.term_sums_backward(source, term, params, args[:2], args[2], negative, args[3:5], args[5])
+    return pairs.term_sums_backward(source, term, params, args[:2], args[2], negative, args[3:5], args[5], in_place)
 
 
 class TermSums(torch.autograd.Function):
@@ -400,11 +399,11 @@ class TermSums(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
         """(N,) and (M,) sums, and the diagonal's scores."""
-        source, params = args[:WIDTH], args[WIDTH + 5 :]
-        term, negative, *asked, split = args[WIDTH : WIDTH + 5]
+        source, params = args[:WIDTH], args[WIDTH + 6 :]
+        term, negative, *asked, spendable, split = args[WIDTH : WIDTH + 6]
         out = term_sums(*source, term, negative, list(params[:split]), list(params[split:]), *asked)
-        ctx.save_for_backward(*source, *params)
-        ctx.term, ctx.split = (term, negative), split
+        _save(ctx, spendable, *source, *params)
+        ctx.term, ctx.split, ctx.count = (term, negative), split, len(params)
         ctx.set_materialize_grads(False)
         return out
 
@@ -412,12 +411,14 @@ class TermSums(torch.autograd.Function):
     @first_order
     def backward(ctx, *grads):
         """Gradients of the source and of the parameters."""
-        source, params, split = ctx.saved_tensors[:WIDTH], ctx.saved_tensors[WIDTH:], ctx.split
+        params, split = ctx.saved_tensors[WIDTH : WIDTH + ctx.count], ctx.split
+        source, in_place = _at_hand(ctx)
         rows, cols, by_row_params, by_col_params = term_sums_backward(
             *(*source, *ctx.term, list(params[:split]), list(params[split:])),
             *(*_asked_for(*grads), *ctx.needs_input_grad[:2], any(ctx.needs_input_grad[WIDTH:])),
+            in_place=in_place,
         )
-        return *_of_source(rows, cols), *([None] * 5), *by_row_params, *by_col_params
+        return *_of_source(rows, cols), *([None] * 6), *by_row_params, *by_col_params
 
 
 def _fake_violations(source, margin, *asked):
@@ -433,8 +434,8 @@ def violations(source, margin, *asked):
     "(SOURCE, float margin, Tensor? row_grad, Tensor? col_grad, bool need_rows, bool need_cols) -> (Tensor, Tensor)",
     _fake_source_gradient,
 )
-def violations_backward(source, margin, *args):
-    return margins.violations_backward(source, margin, args[:2], args[2:])
+def violations_backward(source, margin, *args, in_place=False):
+    return margins.violations_backward(source, margin, args[:2], args[2:], in_place)
 
 
 class Violations(torch.autograd.Function):
@@ -443,7 +444,8 @@ class Violations(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
         """(N,) and (M,) sums."""
-        ctx.save_for_backward(*args[:WIDTH])
+        *args, spendable = args
+        _save(ctx, spendable, *args[:WIDTH])
         ctx.margin = args[WIDTH]
         ctx.set_materialize_grads(False)
         return violations(*args)
@@ -451,5 +453,8 @@ class Violations(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, *grads):
-        rows, cols = violations_backward(*ctx.saved_tensors, ctx.margin, *_asked_for(*grads), *ctx.needs_input_grad[:2])
-        return *_of_source(rows, cols), None, None, None
+        source, in_place = _at_hand(ctx)
+        rows, cols = violations_backward(
+            *source, ctx.margin, *_asked_for(*grads), *ctx.needs_input_grad[:2], in_place=in_place
+        )
+        return *_of_source(rows, cols), *([None] * 4)

@@ -338,10 +338,11 @@ def term_sums_backward(
     negative: bool,
     needs: tuple[bool, bool],
     needs_params: bool,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
     """Gradients of the source and, if they are needed, of the parameters from those of the sums."""
     listed = not negative and Positives.of(source).listable
-    gradient = (PairGradient if listed else Gradient)(source, needs)
+    gradient = PairGradient(source, needs) if listed else Gradient(source, needs, in_place)
     given = tuple([torch.zeros_like(p) for p in side] for side in params)
     for chunk in _chunks(source, negative):
         total = None

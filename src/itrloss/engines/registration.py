@@ -30,6 +30,7 @@ def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
     """Define ``itrloss::<function name>`` and return the function to call.
 
     Where the schema begins with SOURCE, the function and its fake get one :class:`Source` for the arguments of that.
+    Keywords are for eager mode, and are not part of the schema.
     """
     on_source = schema.startswith("(SOURCE")
 
@@ -38,14 +39,16 @@ def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
         name = function.__name__
 
         @functools.wraps(function)
-        def implementation(*args: Any) -> Any:
+        def implementation(*args: Any, **eager: Any) -> Any:
             with full_precision(args[0]):
-                return function(Source(*args[:WIDTH]).trimmed(), *args[WIDTH:]) if on_source else function(*args)
+                if on_source:
+                    return function(Source(*args[:WIDTH]).trimmed(), *args[WIDTH:], **eager)
+                return function(*args, **eager)
 
         @functools.wraps(function)
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **eager: Any) -> Any:
             # In eager mode the dispatcher would only cost time.
-            return registered(*args) if torch.compiler.is_compiling() else implementation(*args)
+            return registered(*args) if torch.compiler.is_compiling() else implementation(*args, **eager)
 
         def shapes(*args: Any) -> Any:
             return fake(Source(*args[:WIDTH]), *args[WIDTH:]) if on_source else fake(*args)

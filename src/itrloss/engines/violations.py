@@ -65,13 +65,16 @@ def violations(source: Source, margin: float, asked: tuple[bool, bool]) -> tuple
     return sums[0], sums[1]
 
 
-def violations_backward(source: Source, margin: float, grads: Pair, needs: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
+def violations_backward(
+    source: Source, margin: float, grads: Pair, needs: tuple[bool, bool], in_place: bool = False
+) -> tuple[Tensor, Tensor]:
     """A violating negative is pushed down by each positive it violates, and pushes each of them up."""
     positives, found = Positives.of(source), _seen_from(source, margin, (grads[0] is not None, grads[1] is not None))
-    gradient = Gradient(source, needs)
+    gradient = Gradient(source, needs, in_place)
     active = [None if entry is None else torch.zeros_like(entry.thresholds) for entry in found]
     for tile in tiles(source, scratch=2):
-        out, t, written = gradient.of(tile), tile.scratch[0], False
+        # The scores are looked at again after the first writing.
+        out, t, written = tile.scratch[1] if in_place else gradient.of(tile), tile.scratch[0], False
         for side, dim in SIDES:
             entry, count, g = found[side], active[side], grads[side]
             if entry is None or count is None or g is None:
@@ -86,6 +89,8 @@ def violations_backward(source: Source, margin: float, grads: Pair, needs: tuple
                 written = True
         if not written:
             out.zero_()
+        if in_place:
+            gradient.of(tile).copy_(out)
         gradient.add(tile)
     rows, cols = gradient.finish()
     listed = PairGradient(source, needs)
