@@ -270,8 +270,12 @@ class Matrix:
             values = term_values(term, diagonal, *params[0]) if asked[0] or not params[1] else None
             return values, term_values(term, diagonal, *params[1]) if params[1] and asked[1] else values
         # Where pairs cannot be listed, the embeddings would have to be multiplied once more.
-        listable = Positives(*self.shape, *self.ids, self.rows.device).listable
-        source = self._given() if sparse and listable else self.source(*params[0], *params[1])
+        pairs = Positives(*self.shape, *self.ids, self.rows.device)
+        formed = self.engine == "dense" and self.cols is not None and not self.memory
+        if formed and pairs.listable and not sparse and not torch.compiler.is_compiling():
+            # A matrix of nothing but their gradients would take more time and room than those of the pairs.
+            sparse = 4 * int(pairs.counts().sum()) * self.rows.shape[1] <= self.shape[0] * self.shape[1]
+        source = self._given() if sparse and pairs.listable else self.source(*params[0], *params[1])
         return self._term_sums(source, term, params, asked, False)
 
     def negatives(self, term: str, params: Sequence[Sequence[Tensor]], asked: Asked) -> Any:
