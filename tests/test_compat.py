@@ -489,6 +489,7 @@ def test_every_class_is_in_the_list_below():
     assert {name.split()[0] for name in every_class()} == public == set(compat.__all__)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", every_class())
 def test_modules_are_copied_pickled_loaded_and_compiled(name):
     module, inputs = every_class()[name]

@@ -133,6 +133,7 @@ def test_half_precision_scores_are_float32(ids):
     assert value.item() == pytest.approx(_oracle_value("dcl", images, texts, plain_ids), abs=2**-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ids", ["none", "classes"])
 @pytest.mark.parametrize(("loss", "options"), COMPILED)
 def test_compiles_without_a_graph_break(loss, options, ids):

@@ -305,6 +305,7 @@ def test_tile_size_does_not_change_the_answer(engine, monkeypatch):
                 torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["dense", "tiled"])
 @pytest.mark.parametrize("kind", ["random", "captions", "same"])
 def test_masks_and_pair_lists_agree(engine, kind, monkeypatch, small_tiles):

@@ -113,7 +113,8 @@ def test_gradients_are_those_of_the_reference(name, shape, small_tiles, poisoned
             torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("engine", reference_first("dense", "tiled"))
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["reference", "dense", "tiled"])
 @pytest.mark.parametrize("name", ["mdcl through std", "mdcl through entropy", "mdcl implicit", "uto mild"])
 def test_gradcheck(name, engine, small_tiles):
     through = {"mdcl through std": {}, "mdcl through entropy": SHARP}
@@ -317,12 +318,36 @@ def test_random_start_is_full_at_once():
     assert len(memory) == 16 and memory.ids[0] == 3 and not torch.equal(memory.images[0], first)
 
 
-def test_a_backward_pass_after_its_entries_were_overwritten_is_refused():
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_backward_pass_after_its_entries_were_overwritten_is_refused_or_right(engine):
+    """The dense engine has found the gradient in the forward pass."""
     inputs, keys, memory, ids = case("ids")
-    loss = make("mdcl")(*inputs, *keys, memory, *ids)
+    loss = make("mdcl", engine=engine)
+    wanted = torch.autograd.grad(loss(*inputs, *keys, memory, *ids), inputs)
+    value = loss(*inputs, *keys, memory, *ids)
     memory.enqueue(*(k[:5] for k in keys), ids[0][:5])
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+    if engine == "dense":
+        assert torch.equal(torch.cat(torch.autograd.grad(value, inputs)), torch.cat(wanted))
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            value.backward()
+
+
+def test_the_dense_engine_keeps_nothing_of_the_size_of_the_memory_for_backward():
+    inputs, keys, memory, ids = case("ids")
+    inputs = [x.float().detach().requires_grad_() for x in inputs]
+    saved = {}
+
+    def note(x):
+        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    entries = torch.randn(2, 5000, memory.dim)
+    large = CoupledMemory(5000, memory.dim)
+    large.enqueue(*entries, torch.arange(5000) + 1000)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        make("mdcl", engine="dense")(*inputs, *(k.float() for k in keys), large, *ids)
+    assert max(saved.values()) < 5000 * 4
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "state_dict", "file"])

@@ -143,7 +143,7 @@ MEASURE = """
 
     thread = threading.Thread(target=watch)
     thread.start()
-    loss(v, w).backward()
+    loss(v, w, *{ids}).backward()
     done = True
     thread.join()
     assert v.grad.isfinite().all()
@@ -151,9 +151,9 @@ MEASURE = """
 """
 
 
-def extra_megabytes(loss: str, n: int, d: int) -> float:
+def extra_megabytes(loss: str, n: int, d: int, ids: str = "()") -> float:
     """Growth of the resident set over inputs, in a fresh process."""
-    code = textwrap.dedent(MEASURE.format(loss=loss, n=n, d=d))
+    code = textwrap.dedent(MEASURE.format(loss=loss, n=n, d=d, ids=ids))
     if not Path("/proc/self/statm").exists():
         pytest.skip("the resident set is read from /proc, which this system does not have")
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -166,6 +166,16 @@ def test_memory_of_dcl_on_a_large_batch():
     assert extra_megabytes("DiversityContrastiveLoss()", 16384, 512) < 250
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ids", ["()", "[torch.arange(4096) // 2] * 2"])
+@pytest.mark.parametrize("loss", ["HubnessAwareLoss", "DiversityContrastiveLoss", "TripletLoss", "SigmoidLoss"])
+def test_a_dense_loss_holds_one_matrix(loss, ids):
+    """4096 pairs, a matrix of 67 MB: the gradient is written over the scores."""
+    option = {"TripletLoss": "mining='all', ", "SigmoidLoss": "learnable=False, "}.get(loss, "")
+    assert extra_megabytes(f"{loss}({option}engine='dense')", 4096, 64, ids) < 115
+
+
+@pytest.mark.slow
 def test_memory_grows_with_n_and_not_with_its_square():
     two, four = (extra_megabytes("InfoNCELoss(engine='tiled')", n, 64) for n in (4096, 8192))
     assert four < 100  # the matrix: 268 MB

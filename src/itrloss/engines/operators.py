@@ -208,7 +208,9 @@ class LogSumExp(torch.autograd.Function):
 class ConsumedLogSumExp(torch.autograd.Function):
     """``L`` of the rows of a memory, whose ``kept`` scores are overwritten by the exponentials of them.
 
-    What is left to do in backward is one product. Not for the compiler, which should not see the writing.
+    The gradient of an anchor's value needs nothing of the upstream gradient but a factor. So it is found at once, while
+    the memory is in the cache, and nothing of the size of the memory is kept for backward. Not for the compiler, which
+    should not see the writing.
     """
 
     @staticmethod
@@ -222,20 +224,22 @@ class ConsumedLogSumExp(torch.autograd.Function):
             found = softmax.exponentials_(kept, scale, positives, False)
         assert found is not None
         total, top = found
-        ctx.save_for_backward(rows, cols, row_inv, kept, scale, total)
+        if ctx.needs_input_grad[0]:
+            with full_precision(rows):
+                gradient = kept @ unit(cols, None)
+            # Where nothing was summed, 0 is divided by 0.
+            gradient.mul_((scale / torch.where(total > 0, total, 1.0))[:, None])
+            project_(gradient, unit(rows, row_inv), row_inv)
+            ctx.save_for_backward(gradient)
+            ctx.dtype = rows.dtype
         return total.log() + top
 
     @staticmethod
     @first_order
     def backward(ctx, grad):
         """Gradients of the rows."""
-        rows, cols, inv, exponentials, scale, total = ctx.saved_tensors
-        with full_precision(grad):
-            gradient = exponentials @ unit(cols, None)
-        # Where nothing was summed, 0 is divided by 0.
-        gradient.mul_((grad * scale / torch.where(total > 0, total, 1.0))[:, None])
-        project_(gradient, unit(rows, inv), inv)
-        return gradient.to(rows.dtype), *([None] * 8)
+        (gradient,) = ctx.saved_tensors
+        return (gradient * grad[:, None]).to(ctx.dtype), *([None] * 8)
 
 
 def _unless_empty(x: Tensor | None) -> Tensor | None:
