@@ -11,7 +11,7 @@ import oracle_more
 import pytest
 import torch
 import torch._dynamo.testing
-from cases import embeddings, finite, make_ids, reference_first
+from cases import embeddings, finite, make_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn

@@ -222,9 +222,17 @@ def test_no_product_is_made_twice_or_for_nothing(name, engine):
         assert products.flops == wanted * n * m * d
 
 
+QUESTIONS = {
+    "logsumexp": lambda both: both.logsumexp(5.0),
+    "logsumexp of each": lambda both: both.logsumexp(torch.linspace(1, 9, 300), torch.linspace(9, 1, 300)),
+    "softplus": lambda both: both.negatives("softplus", *[(torch.tensor([9.0]), torch.tensor([-1.0]))] * 2),
+    "violations": lambda both: both.violations(0.2),
+}
+
+
 @pytest.mark.parametrize("ids", [None, torch.arange(300) // 2], ids=["one-to-one", "several positives"])
 @pytest.mark.parametrize("case", ["once", "twice", "seen", "asked", "two readers", "by the moments too"])
-@pytest.mark.parametrize("question", ["logsumexp", "logsumexp of each", "softplus", "violations"])
+@pytest.mark.parametrize("question", QUESTIONS)
 def test_scores_that_backward_may_overwrite(question, case, ids, monkeypatch):
     """One that is the only reader writes its gradient over them; nobody may notice."""
     monkeypatch.setitem(tiles.PANEL, "cpu", 7000)  # the last of several panels is ragged
@@ -235,16 +243,10 @@ def test_scores_that_backward_may_overwrite(question, case, ids, monkeypatch):
         x, y = v.clone().requires_grad_(), w.clone().requires_grad_()
         sim = itrloss.Similarity(x, y, ids, ids, engine=engine)
         twin = sim.detach()
-        ask = {
-            "logsumexp": lambda: sim.both.logsumexp(5.0),
-            "logsumexp of each": lambda: sim.both.logsumexp(torch.linspace(1, 9, n), torch.linspace(9, 1, n)),
-            "softplus": lambda: sim.both.negatives("softplus", *[(torch.tensor([9.0]), torch.tensor([-1.0]))] * 2),
-            "violations": lambda: sim.both.violations(0.2),
-        }[question]
-        rows, cols = ask()
+        rows, cols = QUESTIONS[question](sim.both)
         loss = rows.sum() + cols.square().sum()
         if case == "two readers":
-            loss = loss + ask()[0].sum()
+            loss = loss + QUESTIONS[question](sim.both)[0].sum()
         if case == "by the moments too":
             loss = loss + sim.moments().std.sum()
         seen = sim.scores() if case == "seen" else None
