@@ -163,9 +163,9 @@ class Matrix:
         return scores
 
     def _may_consume(self, scale: Tensor) -> bool:
-        """Whether the kept scores may be overwritten: a later question forms them again."""
+        """Whether kept scores may be overwritten, which a later question forms again, and none needed in backward."""
         needed = self._kept.readers or scale.requires_grad  # by another backward pass
-        return self.engine == "dense" and not needed and not torch.compiler.is_compiling()
+        return not needed and not torch.compiler.is_compiling()
 
     def _spendable(self) -> ops.Spendable | None:
         """What a backward pass needs that may write over the scores."""
@@ -201,9 +201,12 @@ class Matrix:
             )
             return rows, cols
         if self.memory and scales[0] is not None and self._may_consume(scales[0]):
-            kept, self._kept.scores = self._keep(), None
+            kept = None
+            if self.engine == "dense":
+                kept, self._kept.scores = self._keep(), None
+            self._check_unchanged()
             source = (self.rows, _given(self.cols), self._inv[0], *self.ids)
-            return ops.ConsumedLogSumExp.apply(*source, kept, scales[0], masked, self.bounded), None
+            return ops.MemoryLogSumExp.apply(*source, kept, scales[0], masked, self.bounded), None
         shared = scales[0] is scales[1]
         extra = MEAN if any(a is not None and a.requires_grad for a in scales) else 0
         scales = (scales[0], None if shared else scales[1])

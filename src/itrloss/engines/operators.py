@@ -205,28 +205,21 @@ class LogSumExp(torch.autograd.Function):
         return *_of_source(rows, cols), *found, *([None] * 5)
 
 
-class ConsumedLogSumExp(torch.autograd.Function):
-    """``L`` of the rows of a memory, whose ``kept`` scores are overwritten by the exponentials of them.
+class MemoryLogSumExp(torch.autograd.Function):
+    """``L`` of the rows of a memory; ``kept`` scores, if there are any, are overwritten by the exponentials of them.
 
     The gradient of an anchor's value needs nothing of the upstream gradient but a factor. So it is found at once, while
-    the memory is in the cache, and nothing of the size of the memory is kept for backward. Not for the compiler, which
-    should not see the writing.
+    the memory is in the cache: no tile is formed again, and nothing of the size of the memory is kept for backward. Not
+    for the compiler, which should not see the writing.
     """
 
     @staticmethod
     def forward(ctx, rows, cols, row_inv, row_ids, col_ids, kept, scale, masked, bounded):
         """(N,) log-sum-exps."""
-        source = Source(rows, cols, row_inv, None, row_ids, col_ids)
-        positives = Positives.of(source) if masked else None
-        found = softmax.exponentials_(kept, scale, positives, bounded)
-        if found is None:
-            torch.mm(unit(rows, row_inv), unit(cols, None).T, out=kept)
-            found = softmax.exponentials_(kept, scale, positives, False)
-        assert found is not None
-        total, top = found
-        if ctx.needs_input_grad[0]:
-            with full_precision(rows):
-                gradient = kept @ unit(cols, None)
+        source, wanted = Source(rows, cols, row_inv, None, row_ids, col_ids), ctx.needs_input_grad[0]
+        with full_precision(rows):
+            total, top, gradient = (_tiled if kept is None else _formed)(source, kept, scale, masked, bounded, wanted)
+        if gradient is not None:
             # Where nothing was summed, 0 is divided by 0.
             gradient.mul_((scale / torch.where(total > 0, total, 1.0))[:, None])
             project_(gradient, unit(rows, row_inv), row_inv)
@@ -240,6 +233,19 @@ class ConsumedLogSumExp(torch.autograd.Function):
         """Gradients of the rows."""
         (gradient,) = ctx.saved_tensors
         return (gradient * grad[:, None]).to(ctx.dtype), *([None] * 8)
+
+
+def _tiled(source, _, scale, masked, bounded, wanted):
+    return softmax.sums_and_products(source, scale, masked, bounded, wanted)
+
+
+def _formed(source, kept, scale, masked, bounded, wanted):
+    positives, cols = Positives.of(source) if masked else None, unit(source.cols, None)
+    found = softmax.exponentials_(kept, scale, positives, bounded)
+    if found is None:
+        torch.mm(unit(source.rows, source.row_inv), cols.T, out=kept)
+        found = softmax.exponentials_(kept, scale, positives, False)
+    return *found, kept @ cols if wanted else None
 
 
 def _unless_empty(x: Tensor | None) -> Tensor | None:

@@ -213,6 +213,47 @@ def exponentials_(
     return total, top.fill_(shift) if shift else top
 
 
+def sums_and_products(
+    source: Source, scale: Tensor, masked: bool, bounded: bool, wanted: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Of embeddings, tile by tile: per row ``sum_j e_ij`` and the top of :func:`exponentials_`, and ``sum_j e_ij y_j``.
+
+    The last one, (N, D) with the unit columns y, is what the gradient is made of; None unless ``wanted``.
+    """
+    shift = _fixed_shift((scale, None), bounded, 0)
+    found = _sums_and_products(source, scale, masked, shift, wanted)
+    if shift and source.shape[1] and float(found[0].amin()) < math.exp(-_RANGE):
+        found = _sums_and_products(source, scale, masked, None, wanted)
+    return found
+
+
+def _sums_and_products(
+    source: Source, scale: Tensor, masked: bool, shift: float | None, wanted: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    positives, n = Positives.of(source), source.shape[0]
+    total = source.rows.new_zeros(n, dtype=source.dtype)
+    top = torch.full_like(total, -math.inf if shift is None else shift)
+    products = source.rows.new_zeros(source.rows.shape, dtype=source.dtype) if wanted else None
+    for tile in tiles(source, scratch=1):
+        t, rows = tile.scratch[0], slice(tile.r0, tile.r1)
+        _exponents(tile, scale, 1, shift, t)
+        if masked:
+            positives.fill_(t, tile, -math.inf)
+        if shift is None:
+            higher = torch.maximum(top[rows], t.amax(1))
+            t.sub_(_finite(higher)[:, None])
+            factor = (top[rows] - _finite(higher)).exp()
+            total[rows] *= factor
+            if products is not None:
+                products[rows] *= factor[:, None]
+            top[rows] = higher
+        total[rows] += t.exp_().sum(1)
+        if products is not None:
+            assert tile.right is not None
+            products[rows].addmm_(t, tile.right)
+    return total, _finite(top), products
+
+
 def logsumexp_backward(
     source: Source,
     scales: Pair,
