@@ -12,6 +12,7 @@ import torch
 from cases import embeddings, make_ids
 from test_losses import LOSSES, make
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import itrloss
 from itrloss.engines import softmax, tiles
@@ -231,7 +232,7 @@ QUESTIONS = {
 
 
 @pytest.mark.parametrize("ids", [None, torch.arange(300) // 2], ids=["one-to-one", "several positives"])
-@pytest.mark.parametrize("case", ["once", "twice", "seen", "asked", "two readers", "by the moments too"])
+@pytest.mark.parametrize("case", ["once", "twice", "seen", "asked", "twin", "two readers", "by the moments too"])
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_scores_that_backward_may_overwrite(question, case, ids, monkeypatch):
     """One that is the only reader writes its gradient over them; nobody may notice."""
@@ -242,7 +243,7 @@ def test_scores_that_backward_may_overwrite(question, case, ids, monkeypatch):
     for engine in ("dense", "reference"):
         x, y = v.clone().requires_grad_(), w.clone().requires_grad_()
         sim = itrloss.Similarity(x, y, ids, ids, engine=engine)
-        twin = sim.detach()
+        twin = sim.detach() if case == "twin" else None
         rows, cols = QUESTIONS[question](sim.both)
         loss = rows.sum() + cols.square().sum()
         if case == "two readers":
@@ -259,20 +260,68 @@ def test_scores_that_backward_may_overwrite(question, case, ids, monkeypatch):
             (sim.entropy(0.5).sum() + sim.logsumexp(3.0).sum()).backward(retain_graph=True)
         if seen is not None:
             assert torch.equal(seen, before)
-        assert torch.allclose(twin.scores(), itrloss.Similarity(v, w, engine="reference").scores(), atol=1e-6)
+        if twin is not None:  # it has the scores of then, whatever happens to the embeddings
+            with torch.no_grad():
+                x.mul_(-1)
+            assert torch.allclose(twin.scores(), itrloss.Similarity(v, w, engine="reference").scores(), atol=1e-6)
         found[engine] = (x.grad, y.grad)
     for mine, wanted in zip(found["dense"], found["reference"], strict=True):
         assert (mine - wanted).abs().max() <= 1e-5 * wanted.abs().max()
 
 
-def test_a_second_backward_pass_notices_changed_embeddings():
-    v, w = (x.float().requires_grad_() for x in embeddings(300, 300, 40))
-    loss = itrloss.DiversityContrastiveLoss(engine="dense")(v, w)
-    loss.backward(retain_graph=True)
-    with torch.no_grad():
-        v.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+OVERWRITERS = ["infonce", "dcl", "sigmoid", "triplet all"]
+
+
+@pytest.mark.parametrize("name", OVERWRITERS)
+def test_embeddings_may_change_before_backward(name):
+    """Both passes go by what they were: nothing is saved of them but the scores and unit vectors."""
+    v, w = (x.float() for x in embeddings(100, 100, 10))
+    first = v.clone().requires_grad_()
+    wanted = torch.autograd.grad(make(name)(first, w), first)[0]
+    x, y = v.clone().requires_grad_(), w.clone()
+    loss = make(name)(x, y)
+    y.zero_()
+    for _ in range(2):
+        found = torch.autograd.grad(loss, x, retain_graph=True)[0]
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("name", OVERWRITERS)
+def test_checkpoints_and_hooks_on_saved_tensors(name):
+    """Each saved tensor is unpacked once, and a copy that a hook keeps is not written over."""
+    v, w = (x.float() for x in embeddings(100, 100, 10))
+    found = []
+    for way in ("plain", "checkpoint", "hooks"):
+        x, y = v.clone().requires_grad_(), w.clone().requires_grad_()
+        if way == "checkpoint":
+            checkpoint(make(name), x, y, use_reentrant=False).backward()
+        elif way == "hooks":
+            with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda copy: copy):
+                loss = make(name)(x, y)
+            loss.backward(retain_graph=True)
+            x.grad = y.grad = None
+            loss.backward()
+        else:
+            make(name)(x, y).backward()
+        found.append(torch.cat((x.grad, y.grad)))
+    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(found[2], found[0])
+
+
+@pytest.mark.parametrize("name", OVERWRITERS)
+def test_embeddings_made_in_inference_mode(name):
+    v, w = (x.float() for x in embeddings(100, 100, 10))
+    with torch.inference_mode():
+        fixed = w.clone()
+    x, y = v.clone().requires_grad_(), v.clone().requires_grad_()
+    make(name)(x, fixed).backward()
+    make(name)(y, w).backward()
+    torch.testing.assert_close(x.grad, y.grad)
+    scale = torch.tensor(5.0, requires_grad=True)
+    with torch.inference_mode():
+        frozen = v.clone()
+    itrloss.Similarity(frozen, fixed, engine="dense").logsumexp(scale).sum().backward()
+    assert scale.grad is not None
 
 
 def test_second_derivatives_are_refused_not_wrong():

@@ -172,6 +172,21 @@ def test_what_holds_of_the_variance_aware_loss(seed, k, shared, shape):
     torch.testing.assert_close((sum(p[0] for p in parts), sum(p[1] for p in parts)), (rows, cols))
 
 
+def test_heads_with_other_ids_each():
+    """Against the contract, but no engine may take one head's ids for another's."""
+    torch.manual_seed(0)
+    ids = torch.arange(6) // 2, torch.arange(6) % 3
+    vectors = torch.randn(2, 2, 6, 4, dtype=torch.float64)
+    found = [
+        functional.variance_aware_loss(
+            [itrloss.Similarity(*x, i, i, engine=e) for x, i in zip(vectors, ids, strict=True)]
+        )
+        for e in ("reference", "dense", "tiled")
+    ]
+    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(found[2], found[0])
+
+
 def test_variance_aware_input_errors_name_the_argument():
     loss, v, w = VarianceAwareLoss(), torch.randn(3, 2, 4), torch.randn(3, 4)
     for call, error, words in (

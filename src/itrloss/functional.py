@@ -133,7 +133,8 @@ def diversity_contrastive_loss(
         lse = sim.both.logsumexp(scale)
         offsets = (scale * margin, scale * margin)
     else:
-        scored = diversities(sim.detach() if detach_diversity else sim, diversity, epsilon, entropy_temperature)
+        beside = sim._detach_for_now() if detach_diversity else sim
+        scored = diversities(beside, diversity, epsilon, entropy_temperature)
         scales = tuple((1 / temperature) / d for d in scored)
         lse = sim.both.logsumexp(*scales)
         offsets = tuple(s * margin for s in scales)
@@ -407,7 +408,7 @@ def _positive_term(positive: str) -> str:
 
 def _detached(sims: MemorySimilarity) -> tuple[Similarity, tuple[Similarity, Similarity]]:
     images, texts = sims.memory
-    return sims.batch.detach(), (images.detach(), texts.detach())
+    return sims.batch._detach_for_now(), (images._detach_for_now(), texts._detach_for_now())
 
 
 def _seen(batch: Similarity, side: int) -> Similarity:

@@ -31,8 +31,8 @@ class CoupledMemory(nn.Module):
     """Ring buffers of image keys and of the text keys that belong to them (CODER Sec. 3.2, USER Sec. III-D; MoCo).
 
     Keys are stored at unit length. The memory starts empty and overwrites its oldest entries once it is full. Losses
-    read it as it is, without a copy, so put a batch in *after* its backward pass: PyTorch refuses a backward pass
-    through entries that were overwritten meanwhile.
+    read it as it is, without a copy, so put a batch in *after* its backward pass: where that still needs entries that
+    were overwritten meanwhile, PyTorch refuses it.
 
     In a ``torch.distributed`` job every process takes in the keys of all of them, so that contents are the same
     everywhere (but for a random start with another seed); batches must be of one size then. Nothing here waits for an

@@ -54,7 +54,8 @@ def variance_aware_loss(
     if any(sim.one_to_one != heads[0].one_to_one for sim in heads):
         raise ValueError("heads: expected the same ids for all of them")
     counts = AnchorCounts(heads[0])
-    if len(heads) * heads[0].shape[0] * heads[0].shape[1] <= _SMALL and all(sim.engine == "dense" for sim in heads):
+    small = len(heads) * heads[0].shape[0] * heads[0].shape[1] <= _SMALL
+    if small and all(sim.engine == "dense" and _same_ids(sim, heads[0]) for sim in heads):
         found = [x.sum(0) for x in _weighted_hinges(_Stack.of(heads), margin, detach_sigma, shared_sigma)]
     else:
         each = [_weighted_hinges(_Head.of(sim), margin, detach_sigma, shared_sigma) for sim in heads]
@@ -62,6 +63,10 @@ def variance_aware_loss(
     if reduction == "mean":
         found = [counts.mean_over_pairs(x, side) for side, x in enumerate(found)]
     return counts.reduce(found[0], found[1], reduction)
+
+
+def _same_ids(sim: Similarity, other: Similarity) -> bool:
+    return all(a is b for a, b in zip(sim.ids, other.ids, strict=True))
 
 
 def _weighted_hinges(head: _Head | _Stack, margin: float, detach_sigma: bool, shared_sigma: bool) -> list[Tensor]:
@@ -152,7 +157,7 @@ class _Head:
 
     def detach(self) -> _Head:
         """The same without a gradient."""
-        return _Head(self.sim.detach(), self.hardest, replace(self.pairs, scores=self.pairs.scores.detach()))
+        return _Head(self.sim._detach_for_now(), self.hardest, replace(self.pairs, scores=self.pairs.scores.detach()))
 
     def moments(self, sides: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Mean and deviation of the negatives of rows, or of rows and columns, and how many there are."""

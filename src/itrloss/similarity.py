@@ -295,6 +295,10 @@ class Similarity:
         """The same similarities, cut off from the gradient."""
         return self._view(self._matrix.detach(), self._flipped)
 
+    def _detach_for_now(self) -> Similarity:
+        """:meth:`detach` for questions before a backward pass, which may then write over the scores."""
+        return self._view(self._matrix.detach(later=False), self._flipped)
+
     def check_finite(self) -> None:
         """Raise a ValueError if an embedding (or score) is nan or infinite: answers are then without meaning.
 

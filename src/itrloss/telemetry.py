@@ -40,7 +40,7 @@ def describe(sim: Similarity, margin: float = 0.0, hubness_k: int = 10) -> dict[
         by ``margin``. ``hubness_i2t``, ``hubness_t2i``: skewness of the k-occurrences, 0 without hubs.
         ``diversity_min``: the lowest score of :func:`itrloss.functional.std_diversity`; the highest is 1.
     """
-    sim = sim.detach()
+    sim = sim._detach_for_now()
     hardest, positives, counts = sim.both.hardest(), sim.both.positives(), sim.both.positive_counts
     close = sim.both.positives("below", (hardest[0].values + margin,), (hardest[1].values + margin,))
     pairs = counts[0].sum().clamp_min(1)
@@ -80,7 +80,7 @@ def describe_memory(sims: MemorySimilarity) -> dict[str, Tensor]:
     batch = sims.batch.shape[0] * world_size()
     found["memory_entries"] = found["gap"].new_full((), entries)
     found["memory_age"] = found["gap"].new_full((), (entries + batch) / 2 / batch if entries else 0.0)
-    best = torch.cat([side.detach().hardest().values for side in sims.memory])
+    best = torch.cat([side._detach_for_now().hardest().values for side in sims.memory])
     rival = best != -torch.inf
     found["memory_hardest"] = torch.where(rival, best, 0.0).sum() / rival.sum().clamp_min(1)
     return found

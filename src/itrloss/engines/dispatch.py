@@ -90,8 +90,11 @@ class Matrix:
             what = "scores were" if self.cols is None else "embeddings were"
             raise RuntimeError(f"the {what} modified in place after this Similarity was made; make another one")
 
-    def detach(self) -> Matrix:
-        """The same scores without a gradient; a dense product is shared, not repeated."""
+    def detach(self, later: bool = True) -> Matrix:
+        """The same scores without a gradient; a dense product is shared, not repeated.
+
+        ``later``: they may be asked for after a backward pass, when the embeddings may be others.
+        """
         cols = None if self.cols is None else self.cols.detach()
         twin = Matrix(self.rows.detach(), cols, self.ids, self.normalize, self.engine, self._inv)
         twin._versions, twin.memory, twin.valid = self._versions, self.memory, self.valid
@@ -101,6 +104,7 @@ class Matrix:
         elif cols is not None and self.engine != "tiled":
             twin._scores = self._formed().detach()
         twin._kept = self._kept
+        twin._kept.readers += later
         return twin
 
     def scores(self) -> Tensor:
@@ -167,11 +171,10 @@ class Matrix:
         needed = self._kept.readers or scale.requires_grad  # by another backward pass
         return not needed and not torch.compiler.is_compiling()
 
-    def _spendable(self) -> ops.Spendable | None:
-        """What a backward pass needs that may write over the scores."""
-        if self.engine != "dense" or self.memory or self.cols is None or torch.compiler.is_compiling():
-            return None
-        return self._kept, self.rows, self.cols, *self._inv
+    def _spendable(self) -> Kept | None:
+        """Given to a backward pass that may write over the scores."""
+        formed = self.engine == "dense" and self.cols is not None and not self.memory
+        return self._kept if formed and not torch.compiler.is_compiling() else None
 
     def _given(self) -> Source:
         self._check_unchanged()
@@ -206,7 +209,8 @@ class Matrix:
                 kept, self._kept.scores = self._keep(), None
             self._check_unchanged()
             source = (self.rows, _given(self.cols), self._inv[0], *self.ids)
-            return ops.MemoryLogSumExp.apply(*source, kept, scales[0], masked, self.bounded), None
+            wanted = needs_gradient(self.rows)
+            return ops.MemoryLogSumExp.apply(*source, kept, scales[0], masked, self.bounded, wanted), None
         shared = scales[0] is scales[1]
         extra = MEAN if any(a is not None and a.requires_grad for a in scales) else 0
         scales = (scales[0], None if shared else scales[1])

@@ -7,6 +7,8 @@ an :class:`torch.autograd.Function` whose backward is another operator. That cos
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -91,22 +93,25 @@ def scaling_scores_pays(rows: Tensor, cols: Tensor, row_inv: Tensor | None, col_
 
 # ------------------------------------------------------------------------------ backward over the scores
 
-Spendable = tuple[Kept, Tensor, Tensor, Tensor | None, Tensor | None]  # what forms the scores: as Product takes it
+
+def _save(ctx, kept: Kept | None, *tensors: Tensor | None) -> None:
+    """``save_for_backward``, the source first; ``kept`` if that is a :class:`Product` that may be overwritten."""
+    ctx.kept, ctx.address = kept, None if kept is None or tensors[0] is None else tensors[0].data_ptr()
+    ctx.save_for_backward(*tensors)
 
 
-def _save(ctx, spendable: Spendable | None, *tensors: Tensor | None) -> None:
-    """``save_for_backward``, the source first; ``spendable`` if the scores may be overwritten by the only reader."""
-    ctx.kept, *embeddings = spendable or (None,)
-    ctx.save_for_backward(*tensors, *embeddings)
-
-
-def _at_hand(ctx) -> tuple[Source, bool]:
+def _at_hand(ctx, saved: tuple[Any, ...]) -> tuple[Source, bool]:
     """The source in a backward pass, and whether that is to write over the scores."""
-    source = Source(*ctx.saved_tensors[:WIDTH])
-    if ctx.kept is not None and ctx.kept.spent:  # a former backward pass through this graph did so
-        return source._replace(rows=Product.apply(*ctx.saved_tensors[-4:], False)), True
-    if ctx.kept is not None and ctx.kept.readers == 1:
-        ctx.kept.spent = True
+    source, kept = Source(*saved[:WIDTH]), ctx.kept
+    if kept is None or not ctx.needs_input_grad[0]:
+        return source, False
+    if kept.spent:  # a former backward pass through this graph did so
+        left, right = ctx.next_functions[0][0].saved_tensors[:2]
+        with full_precision(left):
+            return source._replace(rows=left @ right.T), True
+    # Hooks on saved tensors may have brought another copy, which they may bring once more.
+    if kept.readers == 1 and source.rows.data_ptr() == ctx.address:
+        kept.spent = True
         return source._replace(rows=source.rows.data), True  # which autograd need not know of
     return source, False
 
@@ -171,9 +176,9 @@ class LogSumExp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
         """(N,) and (M,) log-sum-exps, their figures and the diagonal's scores."""
-        source, (row_scale, col_scale, shared, masked, bounded, extra, spendable) = args[:WIDTH], args[WIDTH:]
+        source, (row_scale, col_scale, shared, masked, bounded, extra, kept) = args[:WIDTH], args[WIDTH:]
         *sums, diagonal = logsumexp(*args[:-1])
-        _save(ctx, spendable, *source, row_scale, col_scale, *sums)
+        _save(ctx, kept, *source, row_scale, col_scale, *sums)
         ctx.shared, ctx.flags, ctx.entropic = shared, (masked, bounded, extra), extra == softmax.ENTROPY
         ctx.set_materialize_grads(False)
         totals, tops = sums[:2], sums[2:4]
@@ -187,12 +192,13 @@ class LogSumExp(torch.autograd.Function):
     @first_order
     def backward(ctx, *grads):
         """Gradients of the source and of the scales."""
-        scales, sums = ctx.saved_tensors[WIDTH : WIDTH + 2], ctx.saved_tensors[WIDTH + 2 : WIDTH + 8]
+        saved = ctx.saved_tensors
+        scales, sums = saved[WIDTH : WIDTH + 2], saved[WIDTH + 2 :]
         rows = cols = None
         figures = grads[2:4] if ctx.entropic else (None, None)
         grads = _asked_for(*grads[:2], *figures, grads[4])
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            source, in_place = _at_hand(ctx)
+            source, in_place = _at_hand(ctx, saved)
             args = *scales, ctx.shared, *sums, *grads, *ctx.flags, *ctx.needs_input_grad[:2]
             rows, cols = logsumexp_backward(*source, *args, in_place=in_place)
         found: list[Tensor | None] = [None, None]
@@ -214,9 +220,9 @@ class MemoryLogSumExp(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, rows, cols, row_inv, row_ids, col_ids, kept, scale, masked, bounded):
-        """(N,) log-sum-exps."""
-        source, wanted = Source(rows, cols, row_inv, None, row_ids, col_ids), ctx.needs_input_grad[0]
+    def forward(ctx, rows, cols, row_inv, row_ids, col_ids, kept, scale, masked, bounded, wanted):
+        """(N,) log-sum-exps; ``wanted``: there will be a backward pass."""
+        source = Source(rows, cols, row_inv, None, row_ids, col_ids)
         with full_precision(rows):
             total, top, gradient = (_tiled if kept is None else _formed)(source, kept, scale, masked, bounded, wanted)
         if gradient is not None:
@@ -232,7 +238,7 @@ class MemoryLogSumExp(torch.autograd.Function):
     def backward(ctx, grad):
         """Gradients of the rows."""
         (gradient,) = ctx.saved_tensors
-        return (gradient * grad[:, None]).to(ctx.dtype), *([None] * 8)
+        return (gradient * grad[:, None]).to(ctx.dtype), *([None] * 9)
 
 
 def _tiled(source, _, scale, masked, bounded, wanted):
@@ -245,6 +251,7 @@ def _formed(source, kept, scale, masked, bounded, wanted):
     if found is None:
         torch.mm(unit(source.rows, source.row_inv), cols.T, out=kept)
         found = softmax.exponentials_(kept, scale, positives, False)
+    assert found is not None
     return *found, kept @ cols if wanted else None
 
 
@@ -410,10 +417,10 @@ class TermSums(torch.autograd.Function):
     def forward(ctx, *args):
         """(N,) and (M,) sums, and the diagonal's scores."""
         source, params = args[:WIDTH], args[WIDTH + 6 :]
-        term, negative, *asked, spendable, split = args[WIDTH : WIDTH + 6]
+        term, negative, *asked, kept, split = args[WIDTH : WIDTH + 6]
         out = term_sums(*source, term, negative, list(params[:split]), list(params[split:]), *asked)
-        _save(ctx, spendable, *source, *params)
-        ctx.term, ctx.split, ctx.count = (term, negative), split, len(params)
+        _save(ctx, kept, *source, *params)
+        ctx.term, ctx.split = (term, negative), split
         ctx.set_materialize_grads(False)
         return out
 
@@ -421,8 +428,8 @@ class TermSums(torch.autograd.Function):
     @first_order
     def backward(ctx, *grads):
         """Gradients of the source and of the parameters."""
-        params, split = ctx.saved_tensors[WIDTH : WIDTH + ctx.count], ctx.split
-        source, in_place = _at_hand(ctx)
+        saved, split = ctx.saved_tensors, ctx.split
+        (source, in_place), params = _at_hand(ctx, saved), saved[WIDTH:]
         rows, cols, by_row_params, by_col_params = term_sums_backward(
             *(*source, *ctx.term, list(params[:split]), list(params[split:])),
             *(*_asked_for(*grads), *ctx.needs_input_grad[:2], any(ctx.needs_input_grad[WIDTH:])),
@@ -454,8 +461,8 @@ class Violations(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
         """(N,) and (M,) sums."""
-        *args, spendable = args
-        _save(ctx, spendable, *args[:WIDTH])
+        *args, kept = args
+        _save(ctx, kept, *args[:WIDTH])
         ctx.margin = args[WIDTH]
         ctx.set_materialize_grads(False)
         return violations(*args)
@@ -463,7 +470,7 @@ class Violations(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, *grads):
-        source, in_place = _at_hand(ctx)
+        source, in_place = _at_hand(ctx, ctx.saved_tensors)
         rows, cols = violations_backward(
             *source, ctx.margin, *_asked_for(*grads), *ctx.needs_input_grad[:2], in_place=in_place
         )
