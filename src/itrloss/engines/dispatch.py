@@ -168,8 +168,8 @@ class Matrix:
 
     def _may_consume(self, scale: Tensor) -> bool:
         """Whether kept scores may be overwritten, which a later question forms again, and none needed in backward."""
-        needed = self._kept.readers or scale.requires_grad  # by another backward pass
-        return not needed and not torch.compiler.is_compiling()
+        read = self.engine == "dense" and self._kept.readers > 0  # by another backward pass
+        return not (read or scale.requires_grad or torch.compiler.is_compiling())
 
     def _spendable(self) -> Kept | None:
         """Given to a backward pass that may write over the scores."""
