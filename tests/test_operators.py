@@ -49,6 +49,9 @@ def calls():
         *sums, _ = torch.ops.itrloss.logsumexp(*source, a, b, False, True, False, 0)
         grads, flags = (a, b, None, None, carried), (True, False, 0, True, False)
         yield f"{name}: logsumexp_backward", "logsumexp_backward", (*source, a, b, False, *sums, *grads, *flags)
+        if cols is not None:
+            for wanted in (False, True):
+                yield f"{name}: memory_sums {wanted}", "memory_sums", (*source, a, True, True, wanted)
         yield f"{name}: moment_sums", "moment_sums", (*source, True, False)
         means = (a, b, a, None, None, b, True, True)
         yield f"{name}: moment_sums_backward", "moment_sums_backward", (*source, *means)

@@ -166,10 +166,9 @@ class Matrix:
             self._kept.scores = scores
         return scores
 
-    def _may_consume(self, scale: Tensor) -> bool:
-        """Whether kept scores may be overwritten, which a later question forms again, and none needed in backward."""
-        read = self.engine == "dense" and self._kept.readers > 0  # by another backward pass
-        return not (read or scale.requires_grad or torch.compiler.is_compiling())
+    def _may_consume(self) -> bool:
+        """Whether the kept scores of a memory may be overwritten: no backward pass will read them."""
+        return self.engine == "dense" and not self._kept.readers and not torch.compiler.is_compiling()
 
     def _spendable(self) -> Kept | None:
         """Given to a backward pass that may write over the scores."""
@@ -203,14 +202,12 @@ class Matrix:
                 for v, a in zip(views, scales, strict=True)
             )
             return rows, cols
-        if self.memory and scales[0] is not None and self._may_consume(scales[0]):
-            kept = None
-            if self.engine == "dense":
-                kept, self._kept.scores = self._keep(), None
-            self._check_unchanged()
-            source = (self.rows, _given(self.cols), self._inv[0], *self.ids)
-            wanted = needs_gradient(self.rows)
-            return ops.MemoryLogSumExp.apply(*source, kept, scales[0], masked, self.bounded, wanted), None
+        if self.memory and scales[0] is not None and not scales[0].requires_grad:
+            source, in_place = self._source(), self._may_consume()
+            if in_place:  # a later question forms them again
+                self._kept.scores = None
+            flags = masked, self.bounded, needs_gradient(self.rows), in_place
+            return ops.MemoryLogSumExp.apply(*source, scales[0], *flags), None
         shared = scales[0] is scales[1]
         extra = MEAN if any(a is not None and a.requires_grad for a in scales) else 0
         scales = (scales[0], None if shared else scales[1])

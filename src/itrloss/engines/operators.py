@@ -211,26 +211,53 @@ class LogSumExp(torch.autograd.Function):
         return *_of_source(rows, cols), *found, *([None] * 5)
 
 
+def _fake_memory_sums(source, scale, masked, bounded, wanted):
+    total, _ = uninitialised(source, (True, False))
+    return total, torch.empty_like(total), total.new_empty(source.rows.shape if wanted else (0,))
+
+
+@operator(
+    "(SOURCE, Tensor scale, bool masked, bool bounded, bool wanted) -> (Tensor, Tensor, Tensor)", _fake_memory_sums
+)
+def memory_sums(source, scale, masked, bounded, wanted):
+    total, top, products = softmax.sums_and_products(source, scale, masked, bounded, wanted)
+    return total, top, total.new_empty(0) if products is None else products
+
+
+def _memory_sums_in_place(source, scale, masked, bounded, wanted):
+    """The same, where the scores exist and may be overwritten: not for the compiler, which should not see that."""
+    positives, cols = Positives.of(source) if masked else None, unit(source.cols, None)
+    with full_precision(source.rows):
+        found = softmax.exponentials_(source.kept, scale, positives, bounded)
+        if found is None:
+            torch.mm(unit(source.rows, source.row_inv), cols.T, out=source.kept)
+            found = softmax.exponentials_(source.kept, scale, positives, False)
+        assert found is not None
+        return *found, source.kept @ cols if wanted else found[0].new_empty(0)
+
+
 class MemoryLogSumExp(torch.autograd.Function):
-    """``L`` of the rows of a memory; ``kept`` scores, if there are any, are overwritten by the exponentials of them.
+    """``L`` of the rows of a memory; with ``in_place`` the scores that the source has kept are overwritten.
 
     The gradient of an anchor's value needs nothing of the upstream gradient but a factor. So it is found at once, while
-    the memory is in the cache: no tile is formed again, and nothing of the size of the memory is kept for backward. Not
-    for the compiler, which should not see the writing.
+    the memory is in the cache: no tile is formed again, and nothing of the size of the memory is kept for backward.
     """
 
     @staticmethod
-    def forward(ctx, rows, cols, row_inv, row_ids, col_ids, kept, scale, masked, bounded, wanted):
+    def forward(ctx, *args):
         """(N,) log-sum-exps; ``wanted``: there will be a backward pass."""
-        source = Source(rows, cols, row_inv, None, row_ids, col_ids)
-        with full_precision(rows):
-            total, top, gradient = (_tiled if kept is None else _formed)(source, kept, scale, masked, bounded, wanted)
-        if gradient is not None:
+        source, (scale, masked, bounded, wanted, in_place) = Source(*args[:WIDTH]), args[WIDTH:]
+        if in_place:
+            total, top, gradient = _memory_sums_in_place(source, scale, masked, bounded, wanted)
+        else:
+            total, top, gradient = memory_sums(*source, scale, masked, bounded, wanted)
+        if wanted:
             # Where nothing was summed, 0 is divided by 0.
-            gradient.mul_((scale / torch.where(total > 0, total, 1.0))[:, None])
-            project_(gradient, unit(rows, row_inv), row_inv)
+            gradient = gradient * (scale / torch.where(total > 0, total, 1.0))[:, None]
+            assert source.row_inv is not None
+            project_(gradient, unit(source.rows, source.row_inv), source.row_inv)
             ctx.save_for_backward(gradient)
-            ctx.dtype = rows.dtype
+            ctx.dtype = source.rows.dtype
         return total.log() + top
 
     @staticmethod
@@ -238,21 +265,7 @@ class MemoryLogSumExp(torch.autograd.Function):
     def backward(ctx, grad):
         """Gradients of the rows."""
         (gradient,) = ctx.saved_tensors
-        return (gradient * grad[:, None]).to(ctx.dtype), *([None] * 9)
-
-
-def _tiled(source, _, scale, masked, bounded, wanted):
-    return softmax.sums_and_products(source, scale, masked, bounded, wanted)
-
-
-def _formed(source, kept, scale, masked, bounded, wanted):
-    positives, cols = Positives.of(source) if masked else None, unit(source.cols, None)
-    found = softmax.exponentials_(kept, scale, positives, bounded)
-    if found is None:
-        torch.mm(unit(source.rows, source.row_inv), cols.T, out=kept)
-        found = softmax.exponentials_(kept, scale, positives, False)
-    assert found is not None
-    return *found, kept @ cols if wanted else None
+        return (gradient * grad[:, None]).to(ctx.dtype), *([None] * (WIDTH + 4))
 
 
 def _unless_empty(x: Tensor | None) -> Tensor | None:

@@ -249,8 +249,7 @@ def _sums_and_products(
             top[rows] = higher
         total[rows] += t.exp_().sum(1)
         if products is not None:
-            assert tile.right is not None
-            products[rows].addmm_(t, tile.right)
+            products[rows].addmm_(t, source.unit_cols(tile.c0, tile.c1) if tile.right is None else tile.right)
     return total, _finite(top), products
 
 
