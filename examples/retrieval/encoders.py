@@ -107,7 +107,7 @@ class SubEmbeddings(nn.Module):
     """Several embeddings of a set, one for each way to look at it (PVSE, Song & Soleymani, CVPR 2019; DVSE).
 
     Each head attends to the elements of the set in its own way; what it sees is added to the pooled embedding:
-    ``pooled + tanh(linear(attention @ elements))``, nothing at first. The papers have a sigmoid there, whose values all
+    ``pooled + tanh(linear(attention @ elements))``, little at first. The papers have a sigmoid there, whose values all
     heads share to the greater part, and a layer normalisation after it; with these the scenes are learnt more slowly,
     and with some seeds far more slowly.
     """
@@ -118,7 +118,7 @@ class SubEmbeddings(nn.Module):
             nn.Linear(dim, dim // 2, bias=False), nn.Tanh(), nn.Linear(dim // 2, heads, bias=False)
         )
         self.linear = nn.Linear(dim, dim)
-        nn.init.zeros_(self.linear.weight)
+        nn.init.xavier_uniform_(self.linear.weight, gain=0.1)
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, elements: Tensor, pooled: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
