@@ -113,6 +113,7 @@ class _Pairs:
 
     @staticmethod
     def of(sim: Similarity) -> _Pairs:
+        """Of one head."""
         if sim.one_to_one:
             return _Pairs(sim.positives(sparse=True), sim.shape, True)
         pairs = Positives(*sim.shape, *sim.ids, sim.device)
@@ -152,6 +153,7 @@ class _Head:
 
     @staticmethod
     def of(sim: Similarity) -> _Head:
+        """Of one similarity."""
         rows, cols = sim.both.hardest()  # first: it hands out the positives' scores
         return _Head(sim, (rows.values, cols.values), _Pairs.of(sim))
 
@@ -178,6 +180,7 @@ class _Stack:
 
     @staticmethod
     def of(heads: Sequence[Similarity]) -> _Stack:
+        """Of heads with the same ids."""
         scores, mask = torch.stack([sim.scores() for sim in heads]), _positive_mask(heads[0])
         if heads[0].one_to_one:
             return _Stack(scores, mask, _Pairs(scores.diagonal(dim1=1, dim2=2), heads[0].shape, True))

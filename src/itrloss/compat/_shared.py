@@ -66,6 +66,7 @@ def apart(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
 
 
 def square(name: str, scores: Tensor) -> Similarity:
+    """Of a score matrix (B, B), row i matching column i."""
     if not isinstance(scores, Tensor) or scores.dim() != 2 or scores.shape[0] != scores.shape[1]:
         got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
         raise ValueError(f"{name}: expected scores (B, B), got {got}")
@@ -86,6 +87,7 @@ _REQUIRED = object()
 
 
 def option(opt: Any, name: str, default: Any = _REQUIRED) -> Any:
+    """An attribute of a code base's settings; an error where it is missing and has no default."""
     found = getattr(opt, name, default)
     if found is _REQUIRED:
         raise ValueError(f"opt: expected an attribute {name!r}, got none")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import operators as ops
 from . import ranking, reference
+from .memory import MemoryLogSumExp
 from .pairs import needs_gradient, term_values
 from .positives import Positives
 from .softmax import ENTROPY, MEAN
@@ -207,7 +208,7 @@ class Matrix:
             if in_place:  # a later question forms them again
                 self._kept.scores = None
             flags = masked, self.bounded, needs_gradient(self.rows), in_place
-            return ops.MemoryLogSumExp.apply(*source, scales[0], *flags), None
+            return MemoryLogSumExp.apply(*source, scales[0], *flags), None
         shared = scales[0] is scales[1]
         extra = MEAN if any(a is not None and a.requires_grad for a in scales) else 0
         scales = (scales[0], None if shared else scales[1])

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from . import moments, pairs, softmax
 from . import violations as margins
-from .positives import Positives
 from .registration import WIDTH, full_precision, like_source, operator, uninitialised
 from .tiles import EPS, Kept, Pair, Source, compute_dtype, first_order, lengths, project_, unit
 
@@ -209,63 +208,6 @@ class LogSumExp(torch.autograd.Function):
                 by_scale = by_scale.sum().reshape(1) if scales[to].numel() == 1 else by_scale
                 found[to] = by_scale if found[to] is None else found[to] + by_scale
         return *_of_source(rows, cols), *found, *([None] * 5)
-
-
-def _fake_memory_sums(source, scale, masked, bounded, wanted):
-    total, _ = uninitialised(source, (True, False))
-    return total, torch.empty_like(total), total.new_empty(source.rows.shape if wanted else (0,))
-
-
-@operator(
-    "(SOURCE, Tensor scale, bool masked, bool bounded, bool wanted) -> (Tensor, Tensor, Tensor)", _fake_memory_sums
-)
-def memory_sums(source, scale, masked, bounded, wanted):
-    total, top, products = softmax.sums_and_products(source, scale, masked, bounded, wanted)
-    return total, top, total.new_empty(0) if products is None else products
-
-
-def _memory_sums_in_place(source, scale, masked, bounded, wanted):
-    """The same, where the scores exist and may be overwritten: not for the compiler, which should not see that."""
-    positives, cols = Positives.of(source) if masked else None, unit(source.cols, None)
-    with full_precision(source.rows):
-        found = softmax.exponentials_(source.kept, scale, positives, bounded)
-        if found is None:
-            torch.mm(unit(source.rows, source.row_inv), cols.T, out=source.kept)
-            found = softmax.exponentials_(source.kept, scale, positives, False)
-        assert found is not None
-        return *found, source.kept @ cols if wanted else found[0].new_empty(0)
-
-
-class MemoryLogSumExp(torch.autograd.Function):
-    """``L`` of the rows of a memory; with ``in_place`` the scores that the source has kept are overwritten.
-
-    The gradient of an anchor's value needs nothing of the upstream gradient but a factor. So it is found at once, while
-    the memory is in the cache: no tile is formed again, and nothing of the size of the memory is kept for backward.
-    """
-
-    @staticmethod
-    def forward(ctx, *args):
-        """(N,) log-sum-exps; ``wanted``: there will be a backward pass."""
-        source, (scale, masked, bounded, wanted, in_place) = Source(*args[:WIDTH]), args[WIDTH:]
-        if in_place:
-            total, top, gradient = _memory_sums_in_place(source, scale, masked, bounded, wanted)
-        else:
-            total, top, gradient = memory_sums(*source, scale, masked, bounded, wanted)
-        if wanted:
-            # Where nothing was summed, 0 is divided by 0.
-            gradient = gradient * (scale / torch.where(total > 0, total, 1.0))[:, None]
-            assert source.row_inv is not None
-            project_(gradient, unit(source.rows, source.row_inv), source.row_inv)
-            ctx.save_for_backward(gradient)
-            ctx.dtype = source.rows.dtype
-        return total.log() + top
-
-    @staticmethod
-    @first_order
-    def backward(ctx, grad):
-        """Gradients of the rows."""
-        (gradient,) = ctx.saved_tensors
-        return (gradient * grad[:, None]).to(ctx.dtype), *([None] * (WIDTH + 4))
 
 
 def _unless_empty(x: Tensor | None) -> Tensor | None:
@@ -483,6 +425,7 @@ class Violations(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, *grads):
+        """Gradients of the source."""
         source, in_place = _at_hand(ctx, ctx.saved_tensors)
         rows, cols = violations_backward(
             *source, ctx.margin, *_asked_for(*grads), *ctx.needs_input_grad[:2], in_place=in_place

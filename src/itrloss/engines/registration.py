@@ -40,6 +40,7 @@ def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
 
         @functools.wraps(function)
         def implementation(*args: Any, **eager: Any) -> Any:
+            """What runs, in eager mode and behind the dispatcher."""
             with full_precision(args[0]):
                 if on_source:
                     return function(Source(*args[:WIDTH]).trimmed(), *args[WIDTH:], **eager)
