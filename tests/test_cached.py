@@ -6,17 +6,15 @@ import random
 import weakref
 from collections import namedtuple
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import both
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -559,11 +557,8 @@ def towers_with_buffers() -> list[nn.Module]:
     return [nn.Sequential(tower(5, dropout=0.3), nn.BatchNorm1d(D).double()), tower(4, dropout=0.3)]
 
 
-def worker(rank: int, folder: str) -> None:
+def worker(rank: int) -> list[tuple]:
     """As many chunks on one process as are not on the other: they would miss each other if they met for each."""
-    torch.set_num_threads(1)
-    where = f"file://{folder}/store"
-    dist.init_process_group("gloo", where, timedelta(seconds=60), rank=rank, world_size=2)
     alone, models = towers_with_buffers(), towers_with_buffers()
     wrapped, met = [DistributedDataParallel(model) for model in models], []
 
@@ -584,14 +579,12 @@ def worker(rank: int, folder: str) -> None:
             torch.manual_seed(rank)
             function(exponential, [given_to[0]] * 2 if siamese else given_to, inputs, 2)
         results.append((take_gradients(*alone), take_gradients(*models), len(met)))
-    torch.save(results, Path(folder, f"{rank}.pt"))
-    dist.destroy_process_group()
+    return results
 
 
 @pytest.mark.slow
 def test_processes_meet_once_a_step_and_average_gradients(tmp_path):
-    mp.spawn(worker, (str(tmp_path),), nprocs=2)
-    results = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    results = both(worker, tmp_path)
     for step, ((alone, found, met), (alone_too, found_too, met_too)) in enumerate(zip(*results, strict=True)):
         siamese = step >= 2
         mean = [None if a is None else (a + b) / 2 for a, b in zip(alone, alone_too, strict=True)]

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from processes import WORLD, both
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import itrloss
 
-WORLD, BATCH, D, STEPS = 2, 3, 4, 3
+BATCH, D, STEPS = 3, 4, 3
 
 
 def encoder() -> nn.Linear:
@@ -41,24 +40,20 @@ def run(model: nn.Module, batches: list[tuple[torch.Tensor, ...]], with_ids: boo
     return memory
 
 
-def worker(rank: int, folder: str, with_ids: bool) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+def worker(rank: int, with_ids: bool) -> dict[str, Any]:
     model = DistributedDataParallel(encoder())
     memory = run(model, [batch(step, rank) for step in range(STEPS)], with_ids)
     gradients = {name: p.grad for name, p in model.module.named_parameters()}
-    torch.save({"memory": memory.state_dict(), "gradients": gradients}, Path(folder, f"{rank}.pt"))
-    dist.destroy_process_group()
+    return {"memory": memory.state_dict(), "gradients": gradients}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("with_ids", [True, False])
 def test_memories_and_gradients_of_two_processes_are_those_of_one(tmp_path, with_ids):
-    mp.spawn(worker, (str(tmp_path), with_ids), nprocs=WORLD)
-    found = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+    found = both(worker, tmp_path, with_ids)
     model = encoder()
-    both = [[batch(step, rank) for rank in range(WORLD)] for step in range(STEPS)]
-    whole = [tuple(torch.cat(x) for x in zip(*ranks, strict=True)) for ranks in both]
+    batches = [[batch(step, rank) for rank in range(WORLD)] for step in range(STEPS)]
+    whole = [tuple(torch.cat(x) for x in zip(*ranks, strict=True)) for ranks in batches]
     memory = run(model, whole, with_ids)
     for name, value in memory.state_dict().items():
         for other in found:
@@ -72,19 +67,15 @@ def test_memories_and_gradients_of_two_processes_are_those_of_one(tmp_path, with
             torch.testing.assert_close(found[0]["gradients"][name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
-def late_worker(rank: int, folder: str) -> None:
+def late_worker(rank: int, state: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Only the first process loads a state; DDP hands it to the other."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     model = nn.ModuleDict({"encoder": encoder(), "memory": itrloss.CoupledMemory(9, D)})
     model["means"] = itrloss.OnlineKMeans(4, D)
     if rank == 0:
-        model.load_state_dict(torch.load(Path(folder, "state.pt"), weights_only=True))
+        model.load_state_dict(state)
     DistributedDataParallel(model)
     assert len(model["memory"]) == 5 and len(model["means"]) == 4
-    ids = model["means"].update(torch.ones(2, D) * (rank + 1))
-    torch.save((ids, model["means"].centroids), Path(folder, f"{rank}.pt"))
-    dist.destroy_process_group()
+    return model["means"].update(torch.ones(2, D) * (rank + 1)), model["means"].centroids
 
 
 @pytest.mark.slow
@@ -93,7 +84,5 @@ def test_a_state_that_ddp_broadcasts_counts_too(tmp_path):
     model["means"] = itrloss.OnlineKMeans(4, D)
     model["memory"].enqueue(*torch.randn(2, 5, D), torch.arange(5))
     model["means"].update(torch.randn(4, D))
-    torch.save(model.state_dict(), tmp_path / "state.pt")
-    mp.spawn(late_worker, (str(tmp_path),), nprocs=WORLD)
-    (ids, centroids), (other_ids, other) = (torch.load(tmp_path / f"{r}.pt", weights_only=True) for r in range(WORLD))
+    (ids, centroids), (other_ids, other) = both(late_worker, tmp_path, model.state_dict())
     assert torch.equal(ids, other_ids) and torch.equal(centroids, other)

@@ -6,13 +6,11 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from processes import both
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -206,9 +204,7 @@ class Step(nn.Module):
         return value.float().sum() + 0 * made.sum()
 
 
-def worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def worker(rank: int) -> dict[str, Any]:
     found = {}
     for name in MODULES:
         model = DistributedDataParallel(Step(name))
@@ -220,15 +216,12 @@ def worker(rank: int, folder: str) -> None:
             gradients.append({n: p.grad.clone() for n, p in model.module.named_parameters() if p.grad is not None})
         buffers = dict(model.module.module.named_buffers())
         found[name] = gradients, {n: b.clone() for n, b in buffers.items()}
-    torch.save(found, Path(folder, f"{rank}.pt"))
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("gloo")
-    mp.spawn(worker, (str(folder),), nprocs=2)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    return both(worker, tmp_path_factory.mktemp("gloo"))
 
 
 @pytest.mark.slow
