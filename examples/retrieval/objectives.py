@@ -25,6 +25,9 @@ LOSSES: dict[str, type[nn.Module]] = {
     "coder": itrloss.CODERObjective,
     "dvse": itrloss.DVSEObjective,
 }
+# Weight of DVSE's orthogonal loss beside the sum over all negatives, which is some tens: heads that warm up without it
+# end up the same.
+APART = 10.0
 WITH_MEMORY = ("mdcl", "uto", "coder")
 # Where keyword arguments of a class go on to.
 PASSED_ON: dict[str, type[nn.Module]] = {
@@ -97,7 +100,8 @@ class Objective(nn.Module):
         """The loss of what the model returned, and figures worth logging."""
         if self.warming_up and isinstance(self.criterion, itrloss.DVSEObjective):
             heads = [self.all_negatives(x, outputs[1], image_ids, text_ids) for x in outputs[0].unbind(1)]
-            return torch.stack(heads).mean(), {}
+            orthogonal = self.criterion.orthogonal(*outputs[2:])
+            return torch.stack(heads).mean() + APART * orthogonal, {"orthogonal": orthogonal.detach()}
         beside = (*self.batch_keys, self.memory) if self.memory is not None else ()
         value = self.criterion(*outputs[:2], *beside, *outputs[2:], image_ids=image_ids, text_ids=text_ids)
         if isinstance(value, tuple):

@@ -44,8 +44,9 @@ class AnchorCounts:
         if self.one_to_one:
             if not self.active:  # a single pair has no negatives
                 rows, cols = rows * 0, cols * 0
-            if reduction == "mean":
-                return rows.mean() + cols.mean()
+            if reduction != "none":
+                both = rows + cols
+                return both.mean() if reduction == "mean" else both.sum()
         else:
             rows, cols = (torch.where(v, x, 0.0) for v, x in zip(self.valid, (rows, cols), strict=True))
             if reduction == "mean":

@@ -270,10 +270,13 @@ class Matrix:
         if self.engine == "reference":
             views = self._views(asked)
             return [None if v is None else reference.positives(*v, term, p) for v, p in zip(views, params, strict=True)]
-        if self.ids[0] is None:  # one positive an anchor: no sums, and a term without parameters is the same for both
-            diagonal = self.diagonal(sparse)
-            values = term_values(term, diagonal, *params[0]) if asked[0] or not params[1] else None
-            return values, term_values(term, diagonal, *params[1]) if params[1] and asked[1] else values
+        if self.ids[0] is None:  # one positive an anchor: no sums
+            scores = self.diagonal(sparse)
+            if not all(asked) or not params[0]:  # a term without parameters is the same for both sides
+                return (term_values(term, scores, *params[asked.index(True)]),) * 2
+            sides = zip(*params, strict=True)
+            given = [a if a is b else torch.stack((a.expand_as(scores), b.expand_as(scores))) for a, b in sides]
+            return term_values(term, scores, *given).expand(2, *scores.shape).unbind()
         # Where pairs cannot be listed, the embeddings would have to be multiplied once more.
         pairs = Positives(*self.shape, *self.ids, self.rows.device)
         formed = self.engine == "dense" and self.cols is not None and not self.memory

@@ -142,7 +142,7 @@ def _fake_logsumexp(source, row_scale, col_scale, shared, masked, bounded, extra
 )
 def logsumexp(source, row_scale, col_scale, shared, *flags):
     rows, cols, diagonal = softmax.logsumexp(source, _scales(row_scale, col_scale, shared), *flags)
-    return *(x for field in zip(rows, cols, strict=True) for x in field), diagonal
+    return *[x for field in zip(rows, cols, strict=True) for x in field], diagonal
 
 
 def _fake_source_gradient(source, *args):
@@ -182,7 +182,7 @@ class LogSumExp(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         totals, tops = sums[:2], sums[2:4]
         values = [total.log() + top for total, top in zip(totals, tops, strict=True)]  # -inf: nothing was summed
-        figures = tuple(x.clone() if extra else x.new_empty(0) for x in sums[4:])
+        figures = [x.clone() if extra else x.new_empty(0) for x in sums[4:]]
         if not ctx.entropic:
             ctx.mark_non_differentiable(*figures)
         return (*values, *figures, diagonal)
@@ -216,7 +216,7 @@ def _unless_empty(x: Tensor | None) -> Tensor | None:
 
 def _asked_for(*grads: Tensor | None) -> tuple[Tensor | None, ...]:
     """A side that was not asked for has no gradient, but the compiler makes zeros of no elements for it."""
-    return tuple(_unless_empty(g) for g in grads)
+    return tuple([_unless_empty(g) for g in grads])
 
 
 def _of_source(rows: Tensor | None, cols: Tensor | None) -> tuple[Tensor | None, ...]:

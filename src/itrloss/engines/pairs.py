@@ -234,9 +234,10 @@ def log1p_relu(scores: Tensor) -> tuple[Tensor, ...]:
 @pair_term
 def negative_log_likelihood(scores: Tensor, negatives: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
     """``-log p = log(1 + exp(L - a S))``, L the log-sum-exp of the negatives and a the inverse temperature."""
-    z = negatives - scale * scores
+    z = torch.addcmul(negatives, scale, scores, value=-1)
     miss = z.sigmoid()  # 1 - p
-    return F.softplus(z, threshold=40), -miss * scale, miss, -miss * scores
+    slope = -miss
+    return F.softplus(z, threshold=40), slope * scale, miss, slope * scores
 
 
 @pair_term
@@ -300,7 +301,11 @@ class _TermValues(torch.autograd.Function):
     @first_order
     def backward(ctx, grad):
         needed = zip(ctx.saved_tensors, ctx.shapes, ctx.needs_input_grad[1:], strict=True)
-        return None, *((grad * d).sum_to_size(shape) if need else None for d, shape, need in needed)
+        return None, *[_reduced(grad * d, shape) if need else None for d, shape, need in needed]
+
+
+def _reduced(x: Tensor, shape: torch.Size) -> Tensor:
+    return x if x.shape == shape else x.sum_to_size(shape)
 
 
 def hands_out_diagonal(source: Source, negative: bool) -> bool:

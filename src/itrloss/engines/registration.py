@@ -20,10 +20,13 @@ _SOURCE = (
 WIDTH = len(Source._fields)
 
 
+_AS_IT_IS = contextlib.nullcontext()
+
+
 def full_precision(x: Tensor):
     """Autocast would round the score products to half precision behind our back."""
     kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _AS_IT_IS
 
 
 def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -66,7 +69,7 @@ def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
 def uninitialised(source: Source, asked: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
     """Uninitialised (N,) and (M,) results, empty where a side was not asked for."""
     sizes = [size if a else 0 for size, a in zip(source.shape, asked, strict=True)]
-    first, second = (source.rows.new_empty(size, dtype=source.dtype) for size in sizes)
+    first, second = [source.rows.new_empty(size, dtype=source.dtype) for size in sizes]
     return first, second
 
 

@@ -32,9 +32,9 @@ def _fixed_shift(scales: Pair, bounded: bool, extra: int) -> float | None:
         return None
     given = [s for s in scales if s is not None]
     # Reading a value is free on the CPU; an accelerator would have to wait, and subtracts the maximum instead.
-    if not all(s.device.type == "cpu" for s in given):
+    if given[0].device.type != "cpu":
         return None
-    largest = max(abs(float(s)) if s.numel() == 1 else float(s.abs().amax()) for s in given)
+    largest = max([abs(float(s)) if s.numel() == 1 else float(s.abs().amax()) for s in given])
     return max(0.0, largest - _RANGE) if largest <= 3 * _RANGE else None
 
 
@@ -67,7 +67,7 @@ def logsumexp(source: Source, scales: Pair, masked: bool, bounded: bool, extra: 
     if shift and any(s is not None and float(s.total.amin()) < math.exp(-_RANGE) for s in stats):
         shift = None
         stats = _sums(source, scales, masked, extra, shift, diagonal)
-    rows, cols = (_close(s, source, shift) for s in stats)
+    rows, cols = [_close(s, source, shift) for s in stats]
     return rows, cols, diagonal
 
 
@@ -174,7 +174,7 @@ def _finite(x: Tensor) -> Tensor:
 
 def _close(stats: _Stats | None, source: Source, shift: float | None) -> Sums:
     if stats is None:
-        return Sums(*(source.rows.new_empty(0, dtype=source.dtype) for _ in range(3)))
+        return Sums(*[source.rows.new_empty(0, dtype=source.dtype) for _ in range(3)])
     top = torch.full_like(stats.total, shift or 0.0) if stats.top is None else stats.top
     if stats.figure is None:
         return Sums(stats.total, top, top.new_empty(0))
@@ -281,7 +281,7 @@ def logsumexp_backward(
         if scale is not None and x is not None and not (g is None and h is None)
     ]
     if shift is not None and _shared(scales) and len(sides) == 2:
-        rows, cols = (_constant(scale, x, g) for scale, x, g, _, _ in sides)
+        rows, cols = [_constant(scale, x, g) for scale, x, g, _, _ in sides]
         shares = [_of_both(rows, cols, sides[0][0], shift)]
     else:
         shares = []

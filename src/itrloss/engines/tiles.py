@@ -100,7 +100,8 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 def unit(x: Tensor, inv: Tensor | None) -> Tensor:
     """``x`` in the compute dtype, scaled by its reciprocal norms if there are any."""
-    x = x.to(compute_dtype(x))
+    dtype = compute_dtype(x)
+    x = x if x.dtype == dtype else x.to(dtype)
     return x if inv is None else x * inv[:, None]
 
 
@@ -277,7 +278,5 @@ def project_(grad: Tensor, unit_x: Tensor, inv: Tensor) -> None:
     if torch.compiler.is_compiling():  # it fuses without our help, and a loop would fix the number of rows
         grad.copy_((grad - unit_x * (unit_x * grad).sum(1, keepdim=True)) * inv[:, None])
         return
-    for start in range(0, grad.shape[0], _BLOCK):
-        block = slice(start, start + _BLOCK)
-        g, u = grad[block], unit_x[block]
-        g.addcmul_(u, (u * g).sum(1, keepdim=True), value=-1).mul_(inv[block, None])
+    for g, u, i in zip(grad.split(_BLOCK), unit_x.split(_BLOCK), inv[:, None].split(_BLOCK), strict=True):
+        g.addcmul_(u, (u * g).sum(1, keepdim=True), value=-1).mul_(i)
