@@ -98,16 +98,29 @@ class Objective(nn.Module):
         self, outputs: Sequence[Tensor], image_ids: Tensor, text_ids: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of what the model returned, and figures worth logging."""
-        if self.warming_up and isinstance(self.criterion, itrloss.DVSEObjective):
-            heads = [self.all_negatives(x, outputs[1], image_ids, text_ids) for x in outputs[0].unbind(1)]
-            orthogonal = self.criterion.orthogonal(*outputs[2:])
-            return torch.stack(heads).mean() + APART * orthogonal, {"orthogonal": orthogonal.detach()}
+        if isinstance(self.criterion, itrloss.DVSEObjective):
+            return self._of_sets(self.criterion, outputs, image_ids, text_ids)
         beside = (*self.batch_keys, self.memory) if self.memory is not None else ()
         value = self.criterion(*outputs[:2], *beside, *outputs[2:], image_ids=image_ids, text_ids=text_ids)
         if isinstance(value, tuple):
             total, terms = value
             return total, dict(terms._asdict())
         return value, dict(getattr(self.criterion, "telemetry", {}))
+
+    def _of_sets(
+        self, criterion: itrloss.DVSEObjective, outputs: Sequence[Tensor], image_ids: Tensor, text_ids: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Summed over the batch, so that gradients are clipped before and after the warm-up alike.
+
+        Else the warm-up's, many times as large, leave AdamW with steps that are too small for what follows.
+        """
+        batch = len(outputs[0])
+        if self.warming_up:
+            heads = [self.all_negatives(x, outputs[1], image_ids, text_ids) for x in outputs[0].unbind(1)]
+            orthogonal = criterion.orthogonal(*outputs[2:])
+            return batch * (torch.stack(heads).mean() + APART * orthogonal), {"orthogonal": orthogonal.detach()}
+        total, terms = criterion(*outputs, image_ids=image_ids, text_ids=text_ids)
+        return batch * total, dict(terms._asdict())
 
     def finish(self, ids: Tensor) -> None:
         """After the backward pass: put the batch into the memory."""

@@ -104,9 +104,9 @@ def as_params(name: str, matrix: Matrix, params: tuple[Tensor, ...], of_columns:
         if p.numel() != 1 and p.shape != (size,):
             raise ValueError(f"{name}: expected shape ({size},) or one value, got {tuple(p.shape)}")
     like = matrix.rows.device, compute_dtype(matrix.rows)
-    if not torch.compiler.is_compiling():  # the compiler refuses to see the same tensor twice, as both sides may give it
-        return [p if p.dim() == 1 and (p.device, p.dtype) == like else p.reshape(-1).to(*like) for p in params]
-    return [p.reshape(-1).to(*like) for p in params]
+    if torch.compiler.is_compiling():  # which refuses to see the same tensor twice, and both sides may be given it
+        return [p.reshape(-1).to(*like) for p in params]
+    return [p if p.dim() == 1 and (p.device, p.dtype) == like else p.reshape(-1).to(*like) for p in params]
 
 
 def as_over(over: str) -> Over:

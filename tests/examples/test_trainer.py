@@ -527,11 +527,13 @@ def test_dvse_warms_up_on_all_negatives(config: Config):
     every = itrloss.TripletLoss(mining="all", reduction="mean")
     ids = batch.image_ids, batch.text_ids
     heads = [every(outputs[0][:, k], outputs[1], *ids) for k in range(trainer.config.heads)]
-    torch.testing.assert_close(value, sum(heads) / len(heads) + 10 * terms["orthogonal"])
+    torch.testing.assert_close(value, len(outputs[0]) * (sum(heads) / len(heads) + 10 * terms["orthogonal"]))
     assert set(terms) == {"orthogonal"} and terms["orthogonal"] > 0
     trainer.objective.begin_epoch(1)
     value, terms = trainer.objective(outputs, batch.image_ids, batch.text_ids)
     assert set(terms) == {"variance_aware", "orthogonal"}
+    total, _ = trainer.objective.criterion(*outputs, *ids)
+    torch.testing.assert_close(value, len(outputs[0]) * total)
 
 
 def test_a_loss_that_is_not_a_number_stops_the_run(config: Config):
