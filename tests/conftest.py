@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+
+if not torch.cuda.is_available():  # kernels run on the CPU, by their own interpreter; read when Triton is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from itrloss.engines import tiles
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 import textwrap
@@ -22,12 +23,15 @@ def sources():
     v, w = embeddings(7, 9, dtype=torch.float32)
     ids = make_ids("random", 7, 9)
     inv = [1 / x.norm(dim=1) for x in (v, w)]
-    yield "embeddings", (v, w, *inv, *ids, None, None)
-    yield "half", (v.half(), w.half(), *inv, *ids, None, None)
-    yield "raw", (v, w, None, None, *ids, None, None)
-    yield "scores", (v @ w.T, None, None, None, *ids, None, None)
-    yield "diagonal", (v, w[:7], inv[0], inv[1][:7], None, None, None, None)
-    yield "kept", (v, w, None, None, *ids, v @ w.T, None)
+    yield "embeddings", (v, w, *inv, *ids, None, None, False)
+    yield "half", (v.half(), w.half(), *inv, *ids, None, None, False)
+    yield "raw", (v, w, None, None, *ids, None, None, False)
+    yield "scores", (v @ w.T, None, None, None, *ids, None, None, False)
+    yield "diagonal", (v, w[:7], inv[0], inv[1][:7], None, None, None, None, False)
+    yield "kept", (v, w, None, None, *ids, v @ w.T, None, False)
+    if importlib.util.find_spec("triton") and not torch.cuda.is_available():  # in the interpreter
+        yield "fused", (v, w, *inv, *ids, None, None, True)
+        yield "fused diagonal", (v, w[:7], inv[0], inv[1][:7], None, None, None, None, True)
 
 
 def calls():
@@ -36,7 +40,7 @@ def calls():
         n, m = rows.shape[0], rows.shape[1] if cols is None else cols.shape[0]
         a, b = torch.linspace(1, 2, n), torch.linspace(1, 2, m)
         pairs = (torch.arange(n), torch.arange(n) % m)
-        carried = a if source[4] is None else None
+        carried = a if source[4] is None and not source[8] else None
         yield f"{name}: inverse_norms", "inverse_norms", (rows,)
         for extra in (0, softmax.MEAN, softmax.ENTROPY):
             yield f"{name}: logsumexp {extra}", "logsumexp", (*source, a, b, False, True, False, extra)

@@ -118,7 +118,8 @@ class _Pairs:
             return _Pairs(sim.positives(sparse=True), sim.shape, True)
         pairs = Positives(*sim.shape, *sim.ids, sim.device)
         # The length of a list is data: an accelerator has to be waited for, and the compiler refuses.
-        if sim.engine == "reference" or torch.compiler.is_compiling() or not (pairs.listable or sim.engine == "tiled"):
+        dense = sim.engine in ("reference", "dense")
+        if sim.engine == "reference" or torch.compiler.is_compiling() or (dense and not pairs.listable):
             return _Pairs(sim.scores(), sim.shape, False, mask=_positive_mask(sim))
         index = pairs.pairs()
         return _Pairs(sim.pair_scores(*index), sim.shape, False, index)

@@ -24,7 +24,7 @@ from ._arguments import (
 from .engines.dispatch import Hardest, Matrix, Moments, Over, choose
 from .engines.tiles import Pair, compute_dtype
 
-Engine = Literal["auto", "reference", "dense", "tiled"]
+Engine = Literal["auto", "reference", "dense", "tiled", "triton"]
 
 #: Bytes that ``engine="auto"`` lets the dense engine spend on the score matrix (8192 x 8192 float32 scores).
 DEFAULT_MEMORY_BUDGET = 256 * 2**20
@@ -155,6 +155,7 @@ class Similarity:
     reference  dense matrix and autograd in plain PyTorch: the specification, for tests and for reading
     dense      one product, hand-written forward and backward passes over it
     tiled      tile after tile in a fixed workspace, recomputed in backward; memory O((N + M) D)
+    triton     the same on CUDA, in float32, with Triton kernels for the work on a tile
     auto       dense while the matrix takes at most ``memory_budget`` bytes, else tiled
     ========== =======================================================================================
 
@@ -195,7 +196,7 @@ class Similarity:
         ids = diagonal_if_unique(check_ids(row_ids, col_ids, n, m, rows.device))
         if rows is cols:
             cols = cols.view_as(cols)  # the compiler refuses to see the same tensor twice
-        chosen = choose(engine, n * m * compute_dtype(rows).itemsize, memory_budget)
+        chosen = choose(engine, n * m, memory_budget, rows)
         self._matrix, self._flipped = Matrix(rows, cols, ids, normalize, chosen), False
 
     @classmethod
@@ -205,25 +206,26 @@ class Similarity:
         row_ids: Tensor | None = None,
         col_ids: Tensor | None = None,
         *,
-        engine: Literal["auto", "reference", "dense"] = "auto",
+        engine: Literal["auto", "reference", "dense", "triton"] = "auto",
         check_finite: bool = False,
     ) -> Similarity:
         """A similarity matrix (N, M) that some model computed already; higher means more similar, any range.
 
-        The matrix exists, so the engine is dense (or the reference); the gradient is that of the scores.
+        The matrix exists, so the engine is dense (or Triton, or the reference); the gradient is that of the scores.
         """
         check_matrix("scores", scores, "(N, M)", check_finite)
-        if engine not in ("auto", "dense", "reference"):
-            raise ValueError(f"engine: expected 'auto', 'dense' or 'reference' for scores, got {engine!r}")
+        if engine not in ("auto", "dense", "reference", "triton"):
+            raise ValueError(f"engine: expected 'auto', 'dense', 'reference' or 'triton' for scores, got {engine!r}")
         ids = diagonal_if_unique(check_ids(row_ids, col_ids, scores.shape[0], scores.shape[1], scores.device))
-        return cls._of_scores(scores.to(compute_dtype(scores)), ids, "dense" if engine == "auto" else engine)
+        chosen = "dense" if engine == "auto" else choose(engine, scores.numel(), 0, scores)
+        return cls._of_scores(scores.to(compute_dtype(scores)), ids, chosen)
 
     @classmethod
     def _of(
         cls, rows: Tensor, cols: Tensor, ids: Pair, inv: Pair, engine: str, valid: Tensor | None = None
     ) -> Similarity:
         """Of checked embeddings with known reciprocal lengths; with ``valid`` as in :class:`Matrix`, of a memory."""
-        chosen = choose(engine, rows.shape[0] * cols.shape[0] * compute_dtype(rows).itemsize, DEFAULT_MEMORY_BUDGET)
+        chosen = choose(engine, rows.shape[0] * cols.shape[0], DEFAULT_MEMORY_BUDGET, rows)
         return cls._view(Matrix(rows, cols, ids, True, chosen, inv, valid), False)
 
     @classmethod
@@ -249,7 +251,7 @@ class Similarity:
 
     @property
     def engine(self) -> str:
-        """The engine in use: ``"reference"``, ``"dense"`` or ``"tiled"``."""
+        """The engine in use: ``"reference"``, ``"dense"``, ``"tiled"`` or ``"triton"``."""
         return self._matrix.engine
 
     @property
@@ -317,7 +319,7 @@ class Similarity:
             return Similarity.from_scores(cols, *ids)
         rows = own_cols if self._flipped else rows
         ids = torch.arange(rows.shape[0]), torch.arange(rows.shape[0], rows.shape[0] + cols.shape[0])
-        engine = "tiled" if self.engine == "tiled" else "auto"
+        engine = self.engine if self.engine in ("tiled", "triton") else "auto"
         return Similarity(rows, cols, *ids, normalize=self._matrix.normalize, engine=engine)
 
     def scores(self) -> Tensor:

@@ -5,7 +5,9 @@ An answer covers the rows, the columns or both; ``asked`` says which, and the re
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -24,12 +26,32 @@ Over = Literal["negatives", "all"]
 Asked = tuple[bool, bool]
 
 
-def choose(engine: str, matrix_bytes: int, budget: int) -> str:
-    """The engine that ``"auto"`` stands for; a known name is left as it is."""
+ENGINES = ("reference", "dense", "tiled", "triton")
+
+
+def check_engine(engine: str) -> None:
+    """Raise a ValueError for an unknown name."""
+    if engine not in ("auto", *ENGINES):
+        raise ValueError(f"engine: expected 'auto', 'reference', 'dense', 'tiled' or 'triton', got {engine!r}")
+
+
+def choose(engine: str, scores: int, budget: int, x: Tensor) -> str:
+    """The engine that ``"auto"`` stands for, for so many ``scores`` of embeddings like ``x``; a name is left as it is.
+
+    Raises:
+        ImportError, TypeError, ValueError: Triton is asked for and not there, or for float64, or on the CPU.
+    """
+    check_engine(engine)
+    dtype = compute_dtype(x)
     if engine == "auto":
-        return "dense" if matrix_bytes <= budget else "tiled"
-    if engine not in ("reference", "dense", "tiled"):
-        raise ValueError(f"engine: expected 'auto', 'reference', 'dense' or 'tiled', got {engine!r}")
+        return "dense" if scores * dtype.itemsize <= budget else "tiled"
+    if engine == "triton":
+        if importlib.util.find_spec("triton") is None:
+            raise ImportError("engine='triton' needs Triton, which comes with PyTorch for CUDA: pip install triton")
+        if dtype != torch.float32:
+            raise TypeError("engine: 'triton' computes in float32, and the embeddings are float64")
+        if x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ValueError("engine: 'triton' needs an accelerator (or TRITON_INTERPRET=1), got embeddings on the CPU")
     return engine
 
 
@@ -102,7 +124,7 @@ class Matrix:
         twin._diagonal = None if self._diagonal is None else self._diagonal.detach()
         if self.memory and self.engine == "dense":
             self._keep()
-        elif cols is not None and self.engine != "tiled":
+        elif cols is not None and self.engine not in ("tiled", "triton"):
             twin._scores = self._formed().detach()
         twin._kept = self._kept
         twin._kept.readers += later
@@ -145,7 +167,7 @@ class Matrix:
         return source
 
     def _source(self) -> Source:
-        if self.engine == "tiled":
+        if self.engine in ("tiled", "triton"):
             return self._given()
         if self.memory:  # the gradient goes to the rows as it is found, and no matrix of it is needed
             return self._given()._replace(kept=self._keep())
@@ -178,7 +200,7 @@ class Matrix:
 
     def _given(self) -> Source:
         self._check_unchanged()
-        return Source(self.rows, self.cols, *self._inv, *self.ids, None, self.valid)
+        return Source(self.rows, self.cols, *self._inv, *self.ids, None, self.valid, self.engine == "triton")
 
     def _views(self, asked: Asked) -> list[tuple[Tensor, Tensor] | None]:
         """(scores, positive mask) as each asked side sees them, for the reference."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .positives import Positives
-from .tiles import SIDES, Gradient, Pair, Source, panels, tiles, unit
+from .tiles import SIDES, Gradient, Pair, Source, fused, panels, tiles, unit
 
 
 def negative_counts(source: Source) -> tuple[Tensor | int, Tensor | int]:
@@ -28,16 +28,18 @@ def moments(source: Source, asked: tuple[bool, bool]) -> tuple[tuple[Tensor, Ten
     if 0 in source.shape:  # a memory that is empty yet
         zeros = [source.rows.new_zeros(size, dtype=source.dtype) for size in source.shape]
         return (zeros[0], zeros[1]), (zeros[0].clone(), zeros[1].clone())
+    if source.fused:
+        return fused().moments(source, asked)
     counts = negative_counts(source)
     scores = source.rows if source.cols is None else source.kept
     if scores is not None and source.rows.device.type == "cpu":
         mean, variance, far = _around_zero(scores, source, asked, counts)
         if not far:
             return mean, variance
-        centres = mean
+        middle = mean
     else:
-        centres = _centres(source, asked)
-    rows, cols = _around(centres, source, asked, counts)
+        middle = centres(source, asked)
+    rows, cols = _around(middle, source, asked, counts)
     # Only the CPU may look at a value for nothing.
     if source.rows.device.type == "cpu" and (_is_far(rows) or _is_far(cols)):
         rows, cols = _around((rows.mean, cols.mean), source, asked, counts)
@@ -129,11 +131,11 @@ def _around(
             # Along the rows the norm needs no second write; along the columns PyTorch does not vectorise it.
             squares = torch.linalg.vector_norm(t, dim=1).square_() if dim == 1 else t.square_().sum(0)
             second[side] = tile.add_to(second[side], squares, dim, size)
-    rows, cols = (_close(c, n, s1, s2) for c, n, s1, s2 in zip(centre, counts, first, second, strict=True))
+    rows, cols = (close(c, n, s1, s2) for c, n, s1, s2 in zip(centre, counts, first, second, strict=True))
     return rows, cols
 
 
-def _close(centre: Tensor, count: Tensor | int, first: Tensor | None, second: Tensor | None) -> _Moments:
+def close(centre: Tensor, count: Tensor | int, first: Tensor | None, second: Tensor | None) -> _Moments:
     if first is None or second is None:
         return _Moments(*(centre.new_empty(0) for _ in range(3)))
     n = _at_least_one(count)
@@ -148,7 +150,7 @@ def _at_least_one(count: Tensor | int) -> Tensor | int:
     return count.clamp_min(1) if isinstance(count, Tensor) else max(1, count)
 
 
-def _centres(source: Source, asked: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
+def centres(source: Source, asked: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
     """A value near each row's and each column's mean: a shift that keeps the squares small, cheap from either source.
 
     The mean of a k-th of some values lies within sqrt(k) standard deviations of the mean of all, so a thirty-second
@@ -181,7 +183,6 @@ def moments_backward(
     """``dS_ij = (g_mean + 2 g_var (S_ij - mean)) / n`` over the negatives, summed over both sides."""
     positives = Positives.of(source)
     counts = negative_counts(source)
-    gradient = Gradient(source, needs)
     parts: list[tuple[Tensor, Tensor] | None] = []
     for side, _ in SIDES:
         mean, g, gv = means[side], grads[side], variance_grads[side]
@@ -192,6 +193,9 @@ def moments_backward(
         slope = torch.zeros_like(mean) if gv is None else 2 * gv / n
         const = (torch.zeros_like(mean) if g is None else g / n) - slope * mean
         parts.append((const, slope))
+    if source.fused:
+        return fused().moments_backward(source, parts, needs)
+    gradient = Gradient(source, needs)
     for tile in tiles(source, scratch=2):
         out, t = gradient.of(tile), tile.scratch[0]
         if parts[0] is not None and parts[1] is not None:

@@ -7,6 +7,7 @@ an :class:`torch.autograd.Function` whose backward is another operator. That cos
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -93,15 +94,22 @@ def scaling_scores_pays(rows: Tensor, cols: Tensor, row_inv: Tensor | None, col_
 # ------------------------------------------------------------------------------ backward over the scores
 
 
-def _save(ctx, kept: Kept | None, *tensors: Tensor | None) -> None:
-    """``save_for_backward``, the source first; ``kept`` if that is a :class:`Product` that may be overwritten."""
-    ctx.kept, ctx.address = kept, None if kept is None or tensors[0] is None else tensors[0].data_ptr()
-    ctx.save_for_backward(*tensors)
+def _save(ctx, kept: Kept | None, source: Sequence[Any], *others: Tensor | None) -> None:
+    """``save_for_backward``; ``kept`` if the source is a :class:`Product` that may be overwritten."""
+    ctx.kept, ctx.address = kept, None if kept is None else source[0].data_ptr()
+    *tensors, ctx.fused = source
+    ctx.save_for_backward(*tensors, *others)
 
 
-def _at_hand(ctx, saved: tuple[Any, ...]) -> tuple[Source, bool]:
+def _saved(ctx) -> tuple[Source, tuple[Any, ...]]:
+    """The source and the others."""
+    saved = ctx.saved_tensors
+    return Source(*saved[: WIDTH - 1])._replace(fused=ctx.fused), saved[WIDTH - 1 :]
+
+
+def _at_hand(ctx, source: Source) -> tuple[Source, bool]:
     """The source in a backward pass, and whether that is to write over the scores."""
-    source, kept = Source(*saved[:WIDTH]), ctx.kept
+    kept = ctx.kept
     if kept is None or not ctx.needs_input_grad[0]:
         return source, False
     if kept.spent:  # a former backward pass through this graph did so
@@ -177,7 +185,7 @@ class LogSumExp(torch.autograd.Function):
         """(N,) and (M,) log-sum-exps, their figures and the diagonal's scores."""
         source, (row_scale, col_scale, shared, masked, bounded, extra, kept) = args[:WIDTH], args[WIDTH:]
         *sums, diagonal = logsumexp(*args[:-1])
-        _save(ctx, kept, *source, row_scale, col_scale, *sums)
+        _save(ctx, kept, source, row_scale, col_scale, *sums)
         ctx.shared, ctx.flags, ctx.entropic = shared, (masked, bounded, extra), extra == softmax.ENTROPY
         ctx.set_materialize_grads(False)
         totals, tops = sums[:2], sums[2:4]
@@ -191,13 +199,13 @@ class LogSumExp(torch.autograd.Function):
     @first_order
     def backward(ctx, *grads):
         """Gradients of the source and of the scales."""
-        saved = ctx.saved_tensors
-        scales, sums = saved[WIDTH : WIDTH + 2], saved[WIDTH + 2 :]
+        source, saved = _saved(ctx)
+        scales, sums = saved[:2], saved[2:]
         rows = cols = None
         figures = grads[2:4] if ctx.entropic else (None, None)
         grads = _asked_for(*grads[:2], *figures, grads[4])
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            source, in_place = _at_hand(ctx, saved)
+            source, in_place = _at_hand(ctx, source)
             args = *scales, ctx.shared, *sums, *grads, *ctx.flags, *ctx.needs_input_grad[:2]
             rows, cols = logsumexp_backward(*source, *args, in_place=in_place)
         found: list[Tensor | None] = [None, None]
@@ -254,14 +262,15 @@ class Moments(torch.autograd.Function):
     def forward(ctx, *args):
         """(N,) means, (M,) means, (N,) and (M,) variances."""
         out = moment_sums(*args)
-        ctx.save_for_backward(*args[:WIDTH], *out[:2])
+        _save(ctx, None, args[:WIDTH], *out[:2])
         ctx.set_materialize_grads(False)
         return out
 
     @staticmethod
     @first_order
     def backward(ctx, *grads):
-        rows, cols = moment_sums_backward(*ctx.saved_tensors, *_asked_for(*grads), *ctx.needs_input_grad[:2])
+        source, means = _saved(ctx)
+        rows, cols = moment_sums_backward(*source, *means, *_asked_for(*grads), *ctx.needs_input_grad[:2])
         return *_of_source(rows, cols), None, None
 
 
@@ -374,7 +383,7 @@ class TermSums(torch.autograd.Function):
         source, params = args[:WIDTH], args[WIDTH + 6 :]
         term, negative, *asked, kept, split = args[WIDTH : WIDTH + 6]
         out = term_sums(*source, term, negative, list(params[:split]), list(params[split:]), *asked)
-        _save(ctx, kept, *source, *params)
+        _save(ctx, kept, source, *params)
         ctx.term, ctx.split = (term, negative), split
         ctx.set_materialize_grads(False)
         return out
@@ -383,8 +392,8 @@ class TermSums(torch.autograd.Function):
     @first_order
     def backward(ctx, *grads):
         """Gradients of the source and of the parameters."""
-        saved, split = ctx.saved_tensors, ctx.split
-        (source, in_place), params = _at_hand(ctx, saved), saved[WIDTH:]
+        (source, params), split = _saved(ctx), ctx.split
+        source, in_place = _at_hand(ctx, source)
         rows, cols, by_row_params, by_col_params = term_sums_backward(
             *(*source, *ctx.term, list(params[:split]), list(params[split:])),
             *(*_asked_for(*grads), *ctx.needs_input_grad[:2], any(ctx.needs_input_grad[WIDTH:])),
@@ -417,7 +426,7 @@ class Violations(torch.autograd.Function):
     def forward(ctx, *args):
         """(N,) and (M,) sums."""
         *args, kept = args
-        _save(ctx, kept, *args[:WIDTH])
+        _save(ctx, kept, args[:WIDTH])
         ctx.margin = args[WIDTH]
         ctx.set_materialize_grads(False)
         return violations(*args)
@@ -426,7 +435,7 @@ class Violations(torch.autograd.Function):
     @first_order
     def backward(ctx, *grads):
         """Gradients of the source."""
-        source, in_place = _at_hand(ctx, ctx.saved_tensors)
+        source, in_place = _at_hand(ctx, _saved(ctx)[0])
         rows, cols = violations_backward(
             *source, ctx.margin, *_asked_for(*grads), *ctx.needs_input_grad[:2], in_place=in_place
         )

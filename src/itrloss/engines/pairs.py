@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .positives import Positives
-from .tiles import SIDES, Gradient, Pair, Source, Tile, first_order, tiles, unit
+from .tiles import SIDES, Gradient, Pair, Source, Tile, first_order, fused, tiles, unit
 
 # -------------------------------------------------------------------------------------- scores of listed pairs
 
@@ -139,6 +139,8 @@ def bags(anchors: Tensor, others: Tensor, vectors: Tensor, weights: Tensor, size
 
 def hardest(source: Source, asked: tuple[bool, bool]) -> tuple[Tensor, ...]:
     """Scores and indices of the highest-scoring negatives, of the rows and of the columns: -inf and -1 for none."""
+    if source.fused and 0 not in source.shape:
+        return fused().hardest(source, asked)
     positives = Positives.of(source)
     best: dict[int, Tensor] = {}
     where: dict[int, Tensor] = {}
@@ -309,8 +311,8 @@ def _reduced(x: Tensor, shape: torch.Size) -> Tensor:
 
 
 def hands_out_diagonal(source: Source, negative: bool) -> bool:
-    """Whether the pass gives the positives' scores too: then their gradient needs no matrix of its own."""
-    return negative and source.row_ids is None
+    """As :func:`itrloss.engines.softmax.carries_diagonal`."""
+    return negative and source.row_ids is None and not source.fused
 
 
 def term_sums(
@@ -320,6 +322,9 @@ def term_sums(
 
     And ``S_ii``, empty unless :func:`hands_out_diagonal`.
     """
+    if source.fused and negative and term == "softplus":
+        first, empty = fused().softplus_sums(source, params, asked)[0], params[0 if asked[0] else 1][0].new_empty(0)
+        return *[empty if x is None else x for x in first], empty.clone()
     sums = [source.rows.new_zeros(size, dtype=source.dtype) for size in source.shape]
     diagonal = source.rows.new_empty(source.shape[0] if hands_out_diagonal(source, negative) else 0, dtype=source.dtype)
     for chunk in _chunks(source, negative):
@@ -346,6 +351,8 @@ def term_sums_backward(
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
     """Gradients of the source and, if they are needed, of the parameters from those of the sums."""
+    if source.fused and negative and term == "softplus":
+        return fused().softplus_sums_backward(source, params, grads, needs, needs_params, in_place)
     listed = not negative and Positives.of(source).listable
     gradient = PairGradient(source, needs) if listed else Gradient(source, needs, in_place)
     given = tuple([torch.zeros_like(p) for p in side] for side in params)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .positives import Positives
-from .tiles import SIDES, Pair, Source, Tile, tiles
+from .tiles import SIDES, Pair, Source, Tile, fused, tiles
 
 _MANY_SLOTS = 16  # from so many positives a row, sorting the row beats comparing it once per positive
 
@@ -52,6 +52,9 @@ def ranks(
     """
     pairs = Positives.of(source)
     tables = _score_tables(source, pairs, biases, asked)
+    if source.fused and all(table is None or len(table) <= _MANY_SLOTS for table in tables):
+        counts = fused().ranks_counted(source, tables, biases, optimistic)
+        return _finish(tables[0], counts[0]), _finish(tables[1], counts[1])
     counts = [None if table is None else torch.zeros_like(table, dtype=torch.int64) for table in tables]
     for tile in tiles(source, scratch=1):
         t = tile.scratch[0]

@@ -15,7 +15,7 @@ from .tiles import Source
 _library = torch.library.Library("itrloss", "DEF")
 _SOURCE = (
     "Tensor rows, Tensor? cols, Tensor? row_inv, Tensor? col_inv, Tensor? row_ids, Tensor? col_ids,"
-    " Tensor? kept, Tensor? valid"
+    " Tensor? kept, Tensor? valid, bool fused"
 )
 WIDTH = len(Source._fields)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .positives import Positives
-from .tiles import SIDES, Gradient, Pair, Source, Tile, panels, tiles
+from .tiles import SIDES, Gradient, Pair, Source, Tile, fused, panels, tiles
 
 MEAN, ENTROPY = 1, 2  # what may be asked for besides the log-sum-exp
 _RANGE = 60.0  # exp(±60) and long sums of it are ordinary float32 numbers
@@ -18,8 +18,11 @@ _NOTHING = 1e-30  # stands for a sum of no exponentials: smaller than any other,
 
 
 def carries_diagonal(source: Source, masked: bool, extra: int) -> bool:
-    """Whether the pass hands out the positives' scores too: then their gradient needs no matrix of its own."""
-    return masked and extra != ENTROPY and source.row_ids is None
+    """Whether the pass hands out the positives' scores too: then their gradient needs no matrix of its own.
+
+    Not with Triton, where a block's gradient may be rounded to half precision: the positives' is often the largest.
+    """
+    return masked and extra != ENTROPY and source.row_ids is None and not source.fused
 
 
 def _fixed_shift(scales: Pair, bounded: bool, extra: int) -> float | None:
@@ -60,6 +63,8 @@ def logsumexp(source: Source, scales: Pair, masked: bool, bounded: bool, extra: 
     (nats) and ``sum_j p_ij``, both over the negatives if ``masked``. The diagonal is empty unless
     :func:`carries_diagonal`.
     """
+    if source.fused:
+        return fused().logsumexp(source, scales, masked, extra)
     shift = _fixed_shift(scales, bounded, extra)
     wanted = carries_diagonal(source, masked, extra)
     diagonal = source.rows.new_empty(source.shape[0] if wanted else 0, dtype=source.dtype)
@@ -67,20 +72,20 @@ def logsumexp(source: Source, scales: Pair, masked: bool, bounded: bool, extra: 
     if shift and any(s is not None and float(s.total.amin()) < math.exp(-_RANGE) for s in stats):
         shift = None
         stats = _sums(source, scales, masked, extra, shift, diagonal)
-    rows, cols = [_close(s, source, shift) for s in stats]
+    rows, cols = [close(s, source, shift) for s in stats]
     return rows, cols, diagonal
 
 
 def _sums(
     source: Source, scales: Pair, masked: bool, extra: int, shift: float | None, diagonal: Tensor
-) -> list[_Stats | None]:
+) -> list[Stats | None]:
     positives = Positives.of(source)
     fast = shift is not None
     shared = fast and _shared(scales)
-    stats: list[_Stats | None] = [None, None]
+    stats: list[Stats | None] = [None, None]
     if 0 in source.shape:  # a memory that is empty yet
         zeros = source.rows.new_zeros(source.shape[0], dtype=source.dtype)
-        none = _Stats(None, zeros, zeros if extra else None, zeros if extra == ENTROPY else None)
+        none = Stats(None, zeros, zeros if extra else None, zeros if extra == ENTROPY else None)
         return [none if scales[0] is not None else None, None]
     for tile in tiles(source, scratch=2 if extra else 1):
         t = tile.scratch[0]
@@ -99,7 +104,7 @@ def _sums(
             top = figure = share = None
             if not fast:
                 top = t.amax(dim)
-                t.sub_(_finite(top).unsqueeze(dim))
+                t.sub_(finite(top).unsqueeze(dim))
             if extra == ENTROPY:
                 exponents = tile.scratch[1].copy_(t)
                 total = t.exp_().sum(dim)
@@ -110,7 +115,7 @@ def _sums(
                 total = (t if fast else t.exp_()).sum(dim)
                 if extra == MEAN:
                     figure = torch.mul(t, tile.scores, out=tile.scratch[1]).sum(dim)
-            new = _Stats(top, total, figure, share)
+            new = Stats(top, total, figure, share)
             stats[side] = _merge(stats[side], new, tile, dim, source.shape[side])
     return stats
 
@@ -129,7 +134,7 @@ def _affine(tile: Tile, scale: Tensor, offset: Tensor, dim: int, out: Tensor) ->
     return torch.mul(tile.scores, tile.spread(scale, dim), out=out).add_(tile.spread(offset, dim))
 
 
-class _Stats(NamedTuple):
+class Stats(NamedTuple):
     """Per anchor, with exponentials ``e = exp(z - top)``; None where not asked for."""
 
     top: Tensor | None  # the largest exponent; None: the same number was subtracted everywhere
@@ -138,13 +143,13 @@ class _Stats(NamedTuple):
     share: Tensor | None  # ENTROPY: sum of e over what counts
 
 
-def _merge(old: _Stats | None, new: _Stats, tile: Tile, dim: int, size: int) -> _Stats:
+def _merge(old: Stats | None, new: Stats, tile: Tile, dim: int, size: int) -> Stats:
     if tile.alone:
         return new
     if old is None:
         sums = (None if x is None else x.new_zeros(size) for x in new[1:])
-        old = _Stats(None if new.top is None else new.total.new_full((size,), -math.inf), *sums)  # type: ignore[arg-type]
-    mine = _Stats(*(None if x is None else tile.part(x, dim) for x in old))  # type: ignore[arg-type]
+        old = Stats(None if new.top is None else new.total.new_full((size,), -math.inf), *sums)  # type: ignore[arg-type]
+    mine = Stats(*(None if x is None else tile.part(x, dim) for x in old))  # type: ignore[arg-type]
     if mine.top is not None and new.top is not None:
         top = torch.maximum(mine.top, new.top)
         _rebase_(mine, top)
@@ -155,24 +160,24 @@ def _merge(old: _Stats | None, new: _Stats, tile: Tile, dim: int, size: int) -> 
     return old
 
 
-def _rebase_(stats: _Stats, top: Tensor) -> None:
+def _rebase_(stats: Stats, top: Tensor) -> None:
     """The same sums with another maximum subtracted, in place."""
     assert stats.top is not None
-    gap = stats.top - _finite(top)
+    gap = stats.top - finite(top)
     if stats.figure is not None and stats.share is not None:
-        stats.figure.add_(_finite(gap) * stats.share)
+        stats.figure.add_(finite(gap) * stats.share)
     for x in stats[1:]:
         if x is not None:
             x.mul_(gap.exp())
     stats.top.copy_(top)
 
 
-def _finite(x: Tensor) -> Tensor:
+def finite(x: Tensor) -> Tensor:
     """-inf, the maximum of nothing, as 0: subtracting it must not give nan."""
     return x.masked_fill(x == -math.inf, 0.0)
 
 
-def _close(stats: _Stats | None, source: Source, shift: float | None) -> Sums:
+def close(stats: Stats | None, source: Source, shift: float | None) -> Sums:
     if stats is None:
         return Sums(*[source.rows.new_empty(0, dtype=source.dtype) for _ in range(3)])
     top = torch.full_like(stats.total, shift or 0.0) if stats.top is None else stats.top
@@ -203,7 +208,7 @@ def exponentials_(
         elif positives is not None:
             x.masked_fill_(positives.row_ids[rows, None] == positives.col_ids, -math.inf)  # type: ignore[index]
         if shift is None:
-            top[rows] = _finite(x.amax(1))
+            top[rows] = finite(x.amax(1))
             x.sub_(top[rows, None])
         elif shift:
             x.sub_(shift)
@@ -220,6 +225,8 @@ def sums_and_products(
 
     The last one, (N, D) with the unit columns y, is what the gradient is made of; None unless ``wanted``.
     """
+    if source.fused:
+        return fused().sums_and_products(source, scale, masked, wanted)
     shift = _fixed_shift((scale, None), bounded, 0)
     found = _sums_and_products(source, scale, masked, shift, wanted)
     if shift and source.shape[1] and float(found[0].amin()) < math.exp(-_RANGE):
@@ -241,8 +248,8 @@ def _sums_and_products(
             positives.fill_(t, tile, -math.inf)
         if shift is None:
             higher = torch.maximum(top[rows], t.amax(1))
-            t.sub_(_finite(higher)[:, None])
-            factor = (top[rows] - _finite(higher)).exp()
+            t.sub_(finite(higher)[:, None])
+            factor = (top[rows] - finite(higher)).exp()
             total[rows] *= factor
             if products is not None:
                 products[rows] *= factor[:, None]
@@ -250,7 +257,7 @@ def _sums_and_products(
         total[rows] += t.exp_().sum(1)
         if products is not None:
             products[rows].addmm_(t, source.unit_cols(tile.c0, tile.c1) if tile.right is None else tile.right)
-    return total, _finite(top), products
+    return total, finite(top), products
 
 
 def logsumexp_backward(
@@ -270,6 +277,8 @@ def logsumexp_backward(
 
     ``dL/dS_ij = a p_ij`` and ``dH/dS_ij = a p_ij (B - H - [j counts] (log p_ij + 1))``, B the share that counts.
     """
+    if source.fused:
+        return fused().logsumexp_backward(source, scales, sums, grads, entropy_grads, masked, extra, needs, in_place)
     positives = Positives.of(source)
     shift = _fixed_shift(scales, bounded, extra)
     if shift and not all(s is None or bool((s.top == shift).all()) for s in sums):
@@ -281,18 +290,18 @@ def logsumexp_backward(
         if scale is not None and x is not None and not (g is None and h is None)
     ]
     if shift is not None and _shared(scales) and len(sides) == 2:
-        rows, cols = [_constant(scale, x, g) for scale, x, g, _, _ in sides]
+        rows, cols = [constant(scale, x, g) for scale, x, g, _, _ in sides]
         shares = [_of_both(rows, cols, sides[0][0], shift)]
     else:
         shares = []
         for scale, x, g, h, dim in sides:
-            const = _constant(scale, x, g)
+            const = constant(scale, x, g)
             if h is not None:
                 shares.append(_of_entropy(const, scale, x, h[0], dim, positives if masked else None))
             elif shift is not None:
                 shares.append(_of_shift(const, scale, shift, dim))
             else:
-                shares.append(_of_top(const, scale, _finite(x.top), dim))
+                shares.append(_of_top(const, scale, finite(x.top), dim))
     for tile in tiles(source, scratch=3 if extra == ENTROPY else 2):
         out = gradient.of(tile)
         if not shares:
@@ -313,7 +322,7 @@ def logsumexp_backward(
 Share = Callable[[Tile, Tensor], object]
 
 
-def _constant(scale: Tensor, sums: Sums, grad: Tensor | None) -> Tensor:
+def constant(scale: Tensor, sums: Sums, grad: Tensor | None) -> Tensor:
     """``g a / total``, so that ``g dL/dS = constant exp(a S - top)``."""
     total = sums.total.clamp_min(_NOTHING)
     return torch.zeros_like(total) if grad is None else grad * scale / total
@@ -353,18 +362,23 @@ def _of_top(const: Tensor, scale: Tensor, top: Tensor, dim: int) -> Share:
     return write
 
 
+def entropy_factors(const: Tensor, scale: Tensor, sums: Sums, grad: Tensor) -> list[Tensor]:
+    """Per anchor ``base``, ``slope`` and ``uncounted`` of :func:`_of_entropy`."""
+    (entropy, share), weight = sums.figure, grad * scale / sums.total.clamp_min(_NOTHING)
+    uncounted = const + weight * (share - entropy)
+    return [uncounted - weight * (1 - finite(sums.total.log())), -weight, uncounted]
+
+
 def _of_entropy(const: Tensor, scale: Tensor, sums: Sums, grad: Tensor, dim: int, positives: Positives | None) -> Share:
     """``e (base + slope log e)`` with ``e = exp(a S - top)``; at positives that do not count, ``e uncounted``."""
-    (entropy, share), weight = sums.figure, grad * scale / sums.total.clamp_min(_NOTHING)
-    top = _finite(sums.top)
-    uncounted = const + weight * (share - entropy)
-    base = uncounted - weight * (1 - _finite(sums.total.log()))
+    base, slope, uncounted = entropy_factors(const, scale, sums, grad)
+    top = finite(sums.top)
 
     def write(tile: Tile, out: Tensor) -> None:
         """Write the share of one tile."""
         torch.mul(tile.scores, tile.spread(scale, dim), out=out).sub_(tile.spread(top, dim))
         factor = torch.clamp_min(out, -1e4, out=tile.scratch[1])  # -inf would meet a p of 0
-        factor.mul_(tile.spread(-weight, dim)).add_(tile.spread(base, dim))
+        factor.mul_(tile.spread(slope, dim)).add_(tile.spread(base, dim))
         if positives is not None:
             positives.fill_(factor, tile, uncounted, dim)
         out.exp_().mul_(factor)

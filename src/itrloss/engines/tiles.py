@@ -39,6 +39,7 @@ class Source(NamedTuple):
     col_ids: Tensor | None  # (M,)
     kept: Tensor | None = None  # (N, M) scores of the embeddings, where they exist already
     valid: Tensor | None = None  # () int64 on the CPU: how many of the columns exist; None: all. No columns are asked
+    fused: bool = False  # by Triton kernels
 
     def trimmed(self) -> Source:
         """Without the columns that do not exist."""
@@ -47,7 +48,7 @@ class Source(NamedTuple):
         m = int(self.valid)
         cols, col_inv, col_ids = (None if x is None else x[:m] for x in (self.cols, self.col_inv, self.col_ids))
         kept = None if self.kept is None else self.kept[:, :m]
-        return Source(self.rows, cols, self.row_inv, col_inv, self.row_ids, col_ids, kept)
+        return Source(self.rows, cols, self.row_inv, col_inv, self.row_ids, col_ids, kept, None, self.fused)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -74,6 +75,13 @@ class Kept:
     scores: Tensor | None = None  # of a memory
     readers: int = 0  # recorded backward passes, and users, that count on the scores; a single one may overwrite them
     spent: bool = False  # overwritten
+
+
+def fused() -> Any:
+    """The passes of the Triton engine, which is imported where it is used."""
+    from .triton import passes
+
+    return passes
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -150,6 +158,8 @@ def tiles(source: Source, scratch: int) -> Iterator[Tile]:
     """Visit every score once. ``tile.scores`` must not be written to."""
     if 0 in source.shape:
         return iter(())
+    if source.fused:
+        return fused().as_tiles(source, scratch)
     return _panels(source, scratch) if source.cols is None else _products(source, scratch)
 
 

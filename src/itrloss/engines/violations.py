@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .pairs import PairGradient, pair_scores
 from .positives import Positives
-from .tiles import SIDES, Gradient, Pair, Source, tiles
+from .tiles import SIDES, Gradient, Pair, Source, fused, tiles
 
 
 class _Pairs(NamedTuple):
@@ -27,7 +27,7 @@ class _Pairs(NamedTuple):
         return table[0] if self.place is None else table[self.place]
 
 
-def _seen_from(source: Source, margin: float, asked: tuple[bool, bool]) -> list[_Pairs | None]:
+def seen_from(source: Source, margin: float, asked: tuple[bool, bool]) -> list[_Pairs | None]:
     pairs = Positives.of(source)
     if pairs.diagonal:  # both sides see the same
         i, j = pairs.pairs()
@@ -50,7 +50,9 @@ def _seen_from(source: Source, margin: float, asked: tuple[bool, bool]) -> list[
 
 def violations(source: Source, margin: float, asked: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
     """``sum_{p in pos} sum_{j in neg} max(margin - S_p + S_j, 0)`` of each row and each column."""
-    positives, found = Positives.of(source), _seen_from(source, margin, asked)
+    if source.fused:
+        return fused().violations(source, margin, asked)
+    positives, found = Positives.of(source), seen_from(source, margin, asked)
     sums = [
         source.rows.new_zeros(size if a else 0, dtype=source.dtype) for size, a in zip(source.shape, asked, strict=True)
     ]
@@ -69,7 +71,9 @@ def violations_backward(
     source: Source, margin: float, grads: Pair, needs: tuple[bool, bool], in_place: bool = False
 ) -> tuple[Tensor, Tensor]:
     """A violating negative is pushed down by each positive it violates, and pushes each of them up."""
-    positives, found = Positives.of(source), _seen_from(source, margin, (grads[0] is not None, grads[1] is not None))
+    if source.fused:
+        return fused().violations_backward(source, margin, grads, needs, in_place)
+    positives, found = Positives.of(source), seen_from(source, margin, (grads[0] is not None, grads[1] is not None))
     gradient = Gradient(source, needs, in_place)
     active = [None if entry is None else torch.zeros_like(entry.thresholds) for entry in found]
     for tile in tiles(source, scratch=2):
@@ -92,7 +96,19 @@ def violations_backward(
         if in_place:
             gradient.of(tile).copy_(out)
         gradient.add(tile)
-    rows, cols = gradient.finish()
+    return pushed_up(source, found, active, grads, needs, *gradient.finish())
+
+
+def pushed_up(
+    source: Source,
+    found: list[_Pairs | None],
+    active: list[Tensor | None],
+    grads: Pair,
+    needs: tuple[bool, bool],
+    rows: Tensor,
+    cols: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Add the gradient of the positives to that of the negatives; ``active``: how many violate each threshold."""
     listed = PairGradient(source, needs)
     if source.cols is None:
         listed.sums[0] = rows

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..engines.dispatch import check_engine
 from ..functional import Reduction
 from ..memory import CoupledMemory, MemorySimilarity
 from ..similarity import Engine, Similarity
@@ -21,8 +22,7 @@ class Loss(nn.Module):
         super().__init__()
         if reduction not in ("mean", "sum", "none"):
             raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
-        if engine not in ("auto", "reference", "dense", "tiled"):
-            raise ValueError(f"engine: expected 'auto', 'reference', 'dense' or 'tiled', got {engine!r}")
+        check_engine(engine)
         self.reduction: Reduction = reduction
         self.engine: Engine = engine
         self.check_finite = check_finite

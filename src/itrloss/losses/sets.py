@@ -12,7 +12,6 @@ from .. import functional
 from .._arguments import check_embeddings, check_ids, check_number, check_size, diagonal_if_unique
 from ..engines.dispatch import choose
 from ..engines.operators import inverse_norms
-from ..engines.tiles import compute_dtype
 from ..similarity import DEFAULT_MEMORY_BUDGET, Similarity
 from ..telemetry import describe
 from .base import ObservedLoss, in_words_of_pairs
@@ -87,8 +86,7 @@ class VarianceAwareLoss(ObservedLoss):
             ids = diagonal_if_unique(check_ids(image_ids, text_ids, n, texts.shape[0], images.device))
         except (TypeError, ValueError) as error:
             raise type(error)(re.sub(r"\bimages\b", "image_sets", in_words_of_pairs(str(error)))) from None
-        matrices = k * n * texts.shape[0] * compute_dtype(images).itemsize
-        engine = choose(self.engine, matrices, DEFAULT_MEMORY_BUDGET)
+        engine = choose(self.engine, k * n * texts.shape[0], DEFAULT_MEMORY_BUDGET, images)
         of_images, of_texts = inverse_norms(flat.detach()), inverse_norms(texts.detach())
         if engine == "dense":  # one product for all heads
             scores = Similarity._of(flat, texts, (None, None), (of_images, of_texts), engine).scores()

@@ -1,0 +1,1 @@
+"""The Triton engine; import :mod:`itrloss.engines.triton.passes` where it is used."""

@@ -1,0 +1,209 @@
+"""The Triton engine against the float64 reference: on a GPU where there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import SHAPES, embeddings, make_ids, upstream
+from test_engines import ANSWERS, evaluate
+from torch.nn.functional import cross_entropy, normalize
+
+from itrloss import (
+    CoupledMemory,
+    DiversityContrastiveLoss,
+    HubnessAwareLoss,
+    InfoNCELoss,
+    MemoryDiversityContrastiveLoss,
+    SigmoidLoss,
+    Similarity,
+    TripletLoss,
+    UnifiedTrainingObjective,
+)
+from itrloss.engines import tiles
+
+pytest.importorskip("triton")
+
+# Of lanes whose result is not stored.
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+LOSSES = {
+    "dcl": lambda engine: DiversityContrastiveLoss(engine=engine),
+    "dcl entropy": lambda engine: DiversityContrastiveLoss(diversity="entropy", entropy_temperature=0.1, engine=engine),
+    "dcl attached": lambda engine: DiversityContrastiveLoss(detach_diversity=False, engine=engine),
+    "hal": lambda engine: HubnessAwareLoss(engine=engine),
+    "infonce": lambda engine: InfoNCELoss(engine=engine),
+    "sigmoid": lambda engine: SigmoidLoss(engine=engine),
+    "triplet": lambda engine: TripletLoss(engine=engine),
+    "triplet all": lambda engine: TripletLoss(mining="all", engine=engine),
+}
+
+
+@pytest.fixture
+def few_tiles(monkeypatch):
+    """Some tiles with ragged ends on both axes; the interpreter takes its time for each."""
+    monkeypatch.setitem(tiles.TILE, DEVICE, (50, 8))
+
+
+def moved(*given):
+    return [None if x is None else x.to(DEVICE) for x in given]
+
+
+def compare(name, n, m, ids, v, w):
+    """Errors against the reference, by what plain PyTorch makes of the same inputs in float32."""
+    sharpness = 300 if "sharp" in name else 100 if "shifted" in name else 1  # scores are rounded before they are scaled
+    grads = upstream(n, m)
+    exact = evaluate(ANSWERS[name], v.double(), w.double(), ids, "reference", grads)
+    plain = evaluate(ANSWERS[name], v.float(), w.float(), ids, "reference", grads)
+    mine = moved(*ids)
+    ours = evaluate(ANSWERS[name], *moved(v, w), mine, "triton", moved(*grads))
+    for got, floor, wanted in zip((*ours[0], *ours[1]), (*plain[0], *plain[1]), (*exact[0], *exact[1]), strict=True):
+        finite, got = wanted.isfinite(), got.cpu()
+        assert torch.equal(got.isfinite(), finite)
+        error, noise = ((x.double() - wanted)[finite].norm() for x in (got, floor))
+        assert error <= 4 * noise + (2e-6 + 1e-7 * sharpness) * wanted[finite].norm() + 1e-6
+
+
+def on_scores(s):
+    """The same question on a matrix that exists."""
+    return Similarity.from_scores(s.scores(), *s.ids, engine="triton")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ANSWERS)
+def test_of_scores(name):
+    n, m, kind = SHAPES["wide"]
+    ids, (v, w), grads = make_ids(kind, n, m), embeddings(n, m), upstream(n, m)
+    wanted = evaluate(ANSWERS[name], v, w, ids, "reference", grads)
+    v, w = (x.float() for x in (v, w))
+    ours = evaluate(lambda s: ANSWERS[name](on_scores(s)), *moved(v, w), moved(*ids), "reference", moved(*grads))
+    for got, exact in zip((*ours[0], *ours[1]), (*wanted[0], *wanted[1]), strict=True):
+        torch.testing.assert_close(got.cpu().double(), exact, rtol=1e-4, atol=1e-4)
+
+
+QUICK, MORE = ("primes", "five captions"), ("one row", "wide", "no negative", "strided ids")
+
+
+@pytest.mark.parametrize("shape", [*QUICK, *(pytest.param(s, marks=pytest.mark.slow) for s in MORE)])
+@pytest.mark.parametrize("name", ANSWERS)
+def test_answers_and_gradients_equal_the_reference(name, shape, few_tiles, poisoned):
+    n, m, kind = SHAPES[shape]
+    compare(name, n, m, make_ids(kind, n, m), *embeddings(n, m, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1.0, 10.0, 100.0])
+def test_half_precision_is_more_accurate_than_autocast(dtype, scale):
+    n, d = 64, 64
+    generator = torch.Generator().manual_seed(0)
+    common, *noise = (torch.randn(n, d, generator=generator) for _ in range(3))
+    v, w = ((common + x).to(dtype) for x in noise)
+
+    def gradient(v, w, loss):
+        v, w = v.detach().requires_grad_(), w.detach().requires_grad_()
+        return torch.autograd.grad(loss(v, w), (v, w))
+
+    def plain(v, w):
+        with torch.autocast("cpu", dtype):
+            z = scale * (normalize(v, dim=1) @ normalize(w, dim=1).T)
+            return cross_entropy(z, torch.arange(n)) + cross_entropy(z.T, torch.arange(n))
+
+    exact = gradient(v.double(), w.double(), InfoNCELoss(1 / scale, engine="reference"))
+    ours = gradient(*moved(v, w), InfoNCELoss(1 / scale, engine="triton"))
+    for got, theirs, wanted in zip(ours, gradient(v, w, plain), exact, strict=True):
+        assert got.dtype == dtype
+        rounding = (wanted.to(dtype).double() - wanted).norm()  # of the result, which nothing can escape
+        error, other = ((x.cpu().double() - wanted).norm() for x in (got, theirs))
+        assert error <= 0.25 * other + 1.2 * rounding
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_on_triton(loss, few_tiles, poisoned):
+    n, m = 13, 29
+    ids, (v, w) = make_ids("random", n, m), embeddings(n, m, d=16)
+    found = []
+    for engine, dtype in (("reference", torch.float64), ("triton", torch.float32)):
+        a, b = (x.to(DEVICE if engine == "triton" else "cpu", dtype).requires_grad_() for x in (v, w))
+        value = LOSSES[loss](engine)(a, b, *moved(*ids) if engine == "triton" else ids)
+        found.append([x.detach().cpu().double() for x in (value, *torch.autograd.grad(value, (a, b)))])
+    for wanted, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("entries", [0, 5, 40])
+def test_memory_on_triton(masked, entries, few_tiles):
+    n, d = 6, 16
+    (v, w), (v_keys, w_keys) = embeddings(n, n, d), embeddings(n, n, d, seed=1)
+    ids = torch.arange(n) if masked else torch.arange(n) + 1000
+    found = []
+    for engine, dtype in (("reference", torch.float64), ("triton", torch.float32)):
+        device = DEVICE if engine == "triton" else "cpu"
+        memory = CoupledMemory(48, d, dtype=dtype).to(device)
+        if entries:
+            keys = (x.to(device, dtype) for x in embeddings(entries, entries, d, seed=2))
+            memory.enqueue(*keys, torch.arange(entries, device=device) % 9)
+        a, b, *keys = (x.to(device, dtype) for x in (v, w, v_keys, w_keys))
+        for criterion in (MemoryDiversityContrastiveLoss(engine=engine), UnifiedTrainingObjective(engine=engine)):
+            a, b = (x.detach().requires_grad_() for x in (a, b))
+            value = criterion(a, b, *keys, memory, ids.to(device), ids.to(device))
+            found.append([x.detach().cpu().double() for x in (value, *torch.autograd.grad(value, (a, b)))])
+    for wanted, got in zip(found[0] + found[1], found[2] + found[3], strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("shape", ["primes", "five captions", "no negative", "square with duplicates"])
+def test_ranks_and_topk_on_triton(shape, biased, few_tiles):
+    n, m, kind = SHAPES[shape]
+    ids, (v, w) = make_ids(kind, n, m), embeddings(n, m, dtype=torch.float32)
+    v[1:3] = v[0]  # ties
+    bias = torch.linspace(-0.2, 0.2, m) if biased else None
+    sim = Similarity(*moved(v, w, *ids), engine="triton")
+    wanted = Similarity.from_scores(sim.scores().cpu(), *ids)
+    for ties in ("pessimistic", "optimistic"):
+        got = sim.ranks(*moved(bias), ties=ties).cpu()
+        assert torch.equal(got, wanted.ranks(bias, ties=ties))
+    k = min(3, m)
+    torch.testing.assert_close(sim.topk(k, *moved(bias)).values.cpu(), wanted.topk(k, bias).values)
+
+
+def test_what_triton_cannot_do_is_refused(monkeypatch):
+    v, w = embeddings(3, 3)
+    with pytest.raises(TypeError, match="engine: 'triton' computes in float32"):
+        Similarity(v, w, engine="triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="engine: 'triton' needs an accelerator"):
+        Similarity(v.float(), w.float(), engine="triton")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="pip install triton"):
+        Similarity(v.float(), w.float(), engine="triton")
+
+
+def test_losses_on_triton_give_the_same_bits_again():
+    v, w = moved(*embeddings(40, 56, d=16, dtype=torch.float32))
+    ids = moved(*make_ids("random", 40, 56))
+    for loss in LOSSES.values():
+        criterion, found = loss("triton"), []
+        for _ in range(2):
+            a, b = (x.clone().requires_grad_() for x in (v, w))
+            value = criterion(a, b, *ids)
+            found.append((value, *torch.autograd.grad(value, (a, b))))
+        assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [None, "random"])
+@pytest.mark.parametrize("loss", ["dcl", "hal", "infonce", "sigmoid", "triplet"])
+def test_compiles_without_graph_breaks(loss, kind):
+    v, w = moved(*embeddings(8, 8, d=16, dtype=torch.float32))
+    ids = moved(*make_ids(kind, 8, 8))
+    criterion, found = LOSSES[loss]("triton"), []
+    torch._dynamo.reset()
+    for f in (criterion, torch.compile(criterion, fullgraph=True, backend="aot_eager")):
+        a, b = (x.clone().requires_grad_() for x in (v, w))
+        value = f(a, b, *ids)
+        found.append((value, *torch.autograd.grad(value, (a, b))))
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
