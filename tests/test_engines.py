@@ -120,7 +120,7 @@ def test_float32_is_as_accurate_as_plain_float32(name, engine, small_tiles, pois
         assert error <= 4 * noise + 2e-6 * wanted[finite].norm() + 1e-7
 
 
-@pytest.mark.parametrize("engine", reference_first("tiled"))
+@pytest.mark.parametrize("engine", reference_first(*ENGINES))
 @pytest.mark.parametrize("name", ANSWERS)
 def test_gradcheck(name, engine, small_tiles):
     n, m = 5, 7

@@ -107,7 +107,7 @@ def test_gradients_equal_the_reference_for_uneven_upstream(name, shape, engine, 
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("engine", reference_first("tiled"))
+@pytest.mark.parametrize("engine", reference_first("dense", "tiled"))
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradcheck_with_uneven_upstream(name, engine, small_tiles):
     n, m = 5, 8
@@ -463,8 +463,7 @@ def test_a_loss_of_your_own():
 
 
 COMPILED = [
-    *((name, "dense", "aot_eager", None) for name in LOSSES),
-    *((name, engine, "aot_eager", "random") for name in LOSSES for engine in ENGINES),
+    *((name, engine, "aot_eager", kind) for name in LOSSES for engine in ENGINES for kind in (None, "random")),
     *((name, "dense", "aot_eager", "shared") for name in ("triplet", "infonce", "hal", "dcl")),
     *(
         (name, engine, "inductor", kind)

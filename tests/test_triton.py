@@ -50,21 +50,6 @@ def moved(*given):
     return [None if x is None else x.to(DEVICE) for x in given]
 
 
-def compare(name, n, m, ids, v, w):
-    """Errors against the reference, by what plain PyTorch makes of the same inputs in float32."""
-    sharpness = 300 if "sharp" in name else 100 if "shifted" in name else 1  # scores are rounded before they are scaled
-    grads = upstream(n, m)
-    exact = evaluate(ANSWERS[name], v.double(), w.double(), ids, "reference", grads)
-    plain = evaluate(ANSWERS[name], v.float(), w.float(), ids, "reference", grads)
-    mine = moved(*ids)
-    ours = evaluate(ANSWERS[name], *moved(v, w), mine, "triton", moved(*grads))
-    for got, floor, wanted in zip((*ours[0], *ours[1]), (*plain[0], *plain[1]), (*exact[0], *exact[1]), strict=True):
-        finite, got = wanted.isfinite(), got.cpu()
-        assert torch.equal(got.isfinite(), finite)
-        error, noise = ((x.double() - wanted)[finite].norm() for x in (got, floor))
-        assert error <= 4 * noise + (2e-6 + 1e-7 * sharpness) * wanted[finite].norm() + 1e-6
-
-
 def on_scores(s):
     """The same question on a matrix that exists."""
     return Similarity.from_scores(s.scores(), *s.ids, engine="triton")
@@ -88,8 +73,18 @@ QUICK, MORE = ("primes", "five captions"), ("one row", "wide", "no negative", "s
 @pytest.mark.parametrize("shape", [*QUICK, *(pytest.param(s, marks=pytest.mark.slow) for s in MORE)])
 @pytest.mark.parametrize("name", ANSWERS)
 def test_answers_and_gradients_equal_the_reference(name, shape, few_tiles, poisoned):
+    """With errors like those that plain PyTorch makes of the same inputs in float32."""
+    sharpness = 300 if "sharp" in name else 100 if "shifted" in name else 1  # scores are rounded before they are scaled
     n, m, kind = SHAPES[shape]
-    compare(name, n, m, make_ids(kind, n, m), *embeddings(n, m, dtype=torch.float32))
+    ids, (v, w), grads = make_ids(kind, n, m), embeddings(n, m, dtype=torch.float32), upstream(n, m)
+    exact = evaluate(ANSWERS[name], v.double(), w.double(), ids, "reference", grads)
+    plain = evaluate(ANSWERS[name], v, w, ids, "reference", grads)
+    ours = evaluate(ANSWERS[name], *moved(v, w), moved(*ids), "triton", moved(*grads))
+    for got, floor, wanted in zip((*ours[0], *ours[1]), (*plain[0], *plain[1]), (*exact[0], *exact[1]), strict=True):
+        finite, got = wanted.isfinite(), got.cpu()
+        assert torch.equal(got.isfinite(), finite)
+        error, noise = ((x.double() - wanted)[finite].norm() for x in (got, floor))
+        assert error <= 4 * noise + (2e-6 + 1e-7 * sharpness) * wanted[finite].norm() + 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -136,6 +136,7 @@ def _around(
 
 
 def close(centre: Tensor, count: Tensor | int, first: Tensor | None, second: Tensor | None) -> _Moments:
+    """Of one side, from the sums of its negatives' distances from ``centre`` and of their squares; empty for None."""
     if first is None or second is None:
         return _Moments(*(centre.new_empty(0) for _ in range(3)))
     n = _at_least_one(count)

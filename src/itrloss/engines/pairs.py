@@ -352,7 +352,7 @@ def term_sums_backward(
 ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
     """Gradients of the source and, if they are needed, of the parameters from those of the sums."""
     if source.fused and negative and term == "softplus":
-        return fused().softplus_sums_backward(source, params, grads, needs, needs_params, in_place)
+        return fused().softplus_sums_backward(source, params, grads, needs, needs_params)
     listed = not negative and Positives.of(source).listable
     gradient = PairGradient(source, needs) if listed else Gradient(source, needs, in_place)
     given = tuple([torch.zeros_like(p) for p in side] for side in params)

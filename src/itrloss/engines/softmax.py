@@ -178,6 +178,7 @@ def finite(x: Tensor) -> Tensor:
 
 
 def close(stats: Stats | None, source: Source, shift: float | None) -> Sums:
+    """What a pass hands out of one side's sums; empty for None."""
     if stats is None:
         return Sums(*[source.rows.new_empty(0, dtype=source.dtype) for _ in range(3)])
     top = torch.full_like(stats.total, shift or 0.0) if stats.top is None else stats.top
@@ -278,7 +279,7 @@ def logsumexp_backward(
     ``dL/dS_ij = a p_ij`` and ``dH/dS_ij = a p_ij (B - H - [j counts] (log p_ij + 1))``, B the share that counts.
     """
     if source.fused:
-        return fused().logsumexp_backward(source, scales, sums, grads, entropy_grads, masked, extra, needs, in_place)
+        return fused().logsumexp_backward(source, scales, sums, grads, entropy_grads, masked, extra, needs)
     positives = Positives.of(source)
     shift = _fixed_shift(scales, bounded, extra)
     if shift and not all(s is None or bool((s.top == shift).all()) for s in sums):

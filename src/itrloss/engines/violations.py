@@ -28,6 +28,7 @@ class _Pairs(NamedTuple):
 
 
 def seen_from(source: Source, margin: float, asked: tuple[bool, bool]) -> list[_Pairs | None]:
+    """The positive pairs and their thresholds, for each asked side."""
     pairs = Positives.of(source)
     if pairs.diagonal:  # both sides see the same
         i, j = pairs.pairs()
@@ -72,7 +73,7 @@ def violations_backward(
 ) -> tuple[Tensor, Tensor]:
     """A violating negative is pushed down by each positive it violates, and pushes each of them up."""
     if source.fused:
-        return fused().violations_backward(source, margin, grads, needs, in_place)
+        return fused().violations_backward(source, margin, grads, needs)
     positives, found = Positives.of(source), seen_from(source, margin, (grads[0] is not None, grads[1] is not None))
     gradient = Gradient(source, needs, in_place)
     active = [None if entry is None else torch.zeros_like(entry.thresholds) for entry in found]

@@ -18,7 +18,8 @@ from .. import moments as by_torch
 from .. import softmax
 from ..tiles import Pair, Source, Tile, tile_shape, unit
 from ..violations import pushed_up, seen_from
-from . import kernels
+from . import gradients
+from . import sums as along
 
 # Anchors and others per program of a kernel of sums, along the rows and along the columns; rows and columns per program
 # of a kernel of gradients.
@@ -104,14 +105,11 @@ def _packed(*given: Any) -> list[Any]:
 class Gradient:
     """Takes the gradient of block after block and holds that of the source's own tensors."""
 
-    def __init__(self, source: Source, needs: Sequence[bool], in_place: bool = False):
+    def __init__(self, source: Source, needs: Sequence[bool]):
         self.source, self.sums = source, [None, None]
         self.matrix, self.space = None, None
         if source.cols is None:
-            made = in_place and source.rows.is_contiguous()
-            self.matrix = (
-                source.rows if made else torch.empty(source.shape, dtype=torch.float32, device=source.rows.device)
-            )
+            self.matrix = torch.empty(source.shape, dtype=torch.float32, device=source.rows.device)
             return
         self.sums = [
             torch.zeros(x.shape, dtype=torch.float32, device=x.device) if need else None
@@ -189,7 +187,7 @@ def logsumexp(source: Source, scales: Pair, masked: bool, extra: int) -> tuple[s
             if scale is not None:
                 into = tops[side], totals[side], figures[side], shares[side]
                 flags = {"ONE_SCALE": scale.numel() == 1, "MASKED": masked, "EXTRA": extra}
-                _sum(kernels.softmax_sums, source, block, side, scale, *into, **flags)
+                _sum(along.softmax_sums, source, block, side, scale, *into, **flags)
     found = []
     for side, a in enumerate(asked):
         figure, share = figures[side] if extra else None, shares[side] if extra == softmax.ENTROPY else None
@@ -207,7 +205,6 @@ def logsumexp_backward(
     masked: bool,
     extra: int,
     needs: tuple[bool, bool],
-    in_place: bool,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`itrloss.engines.softmax.logsumexp_backward`."""
     given, single = [], []
@@ -223,10 +220,10 @@ def logsumexp_backward(
         single.append(scale is not None and scale.numel() == 1)
     flags = {"MASKED": masked, "ENTROPIC": extra == softmax.ENTROPY}
     flags |= {"ONE_ROW_SCALE": single[0], "ONE_COL_SCALE": single[1]}
-    gradient = Gradient(source, needs, in_place)
+    gradient = Gradient(source, needs)
     for block in blocks(source):
         out = gradient.of(block)
-        _write(kernels.softmax_gradient, source, block, out, *given, **flags)
+        _write(gradients.softmax_gradient, source, block, out, *given, **flags)
         gradient.add(block, out)
     return gradient.finish()
 
@@ -245,7 +242,7 @@ def sums_and_products(
         rows, size = slice(block.r0, block.r0 + block.scores.shape[0]), block.scores.shape[1]
         out = gradient.of(block)
         flags = {"ONE_SCALE": scale.numel() == 1, "MASKED": masked}
-        _write(kernels.exponentials, source, block, out, scale, top, total, factor, rows_only=True, **flags)
+        _write(gradients.exponentials, source, block, out, scale, top, total, factor, rows_only=True, **flags)
         if products is not None:
             products[rows] *= factor[rows, None]
             _add_product(products[rows], out, cols[block.c0 : block.c0 + size])
@@ -262,7 +259,7 @@ def moments(source: Source, asked: tuple[bool, bool]) -> tuple[tuple[Tensor, Ten
     for block in blocks(source):
         for side, a in enumerate(asked):
             if a:
-                _sum(kernels.moment_sums, source, block, side, centres[side], first[side], second[side])
+                _sum(along.moment_sums, source, block, side, centres[side], first[side], second[side])
     counts = by_torch.negative_counts(source)
     rows, cols = [by_torch.close(*x) for x in zip(centres, counts, first, second, strict=True)]
     return (rows.mean, cols.mean), (rows.variance, cols.variance)
@@ -278,7 +275,7 @@ def moments_backward(
     gradient = Gradient(source, needs)
     for block in blocks(source):
         out = gradient.of(block)
-        _write(kernels.affine_gradient, source, block, out, *given)
+        _write(gradients.affine_gradient, source, block, out, *given)
         gradient.add(block, out)
     return gradient.finish()
 
@@ -292,7 +289,7 @@ def hardest(source: Source, asked: tuple[bool, bool]) -> tuple[Tensor, ...]:
     for block in blocks(source):
         for side, a in enumerate(asked):
             if a:
-                _sum(kernels.hardest_negatives, source, block, side, best[side], where[side])
+                _sum(along.hardest_negatives, source, block, side, best[side], where[side])
     empty = torch.empty(0, dtype=torch.float32, device=source.rows.device)
     values = [empty if x is None else x for x in best]
     return *values, *[empty.to(torch.int64) if x is None else x for x in where]
@@ -303,7 +300,7 @@ def violations(source: Source, margin: float, asked: tuple[bool, bool]) -> tuple
     found = seen_from(source, margin, asked)
     sums = [None if x is None else torch.zeros_like(x.thresholds) for x in found]
     for block in blocks(source):
-        _count(source, block, [None if x is None else x.thresholds for x in found], sums, kernels.SUM)
+        _count(source, block, [None if x is None else x.thresholds for x in found], sums, along.SUM)
     empty = torch.empty(0, dtype=torch.float32, device=source.rows.device)
     rows, cols = [empty if x is None else x.sum(0) for x in sums]
     return rows, cols
@@ -321,12 +318,10 @@ def _count(
     for side, (table, out, bias) in enumerate(zip(thresholds, into, biases, strict=True)):
         if table is not None and out is not None and len(table):
             given = bias, table, out, source.shape[side]
-            _sum(kernels.threshold_sums, source, block, side, *given, slots=len(table), WHAT=what.value)
+            _sum(along.threshold_sums, source, block, side, *given, slots=len(table), WHAT=what.value)
 
 
-def violations_backward(
-    source: Source, margin: float, grads: Pair, needs: tuple[bool, bool], in_place: bool
-) -> tuple[Tensor, Tensor]:
+def violations_backward(source: Source, margin: float, grads: Pair, needs: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
     """See :func:`itrloss.engines.violations.violations_backward`."""
     found = seen_from(source, margin, (grads[0] is not None, grads[1] is not None))
     tables = [None if x is None else x.thresholds for x in found]
@@ -334,11 +329,11 @@ def violations_backward(
     given = []
     for table, grad, size in zip(tables, grads, source.shape, strict=True):
         given += [table, 0 if table is None else len(table), grad, size]
-    gradient = Gradient(source, needs, in_place)
+    gradient = Gradient(source, needs)
     for block in blocks(source):
-        _count(source, block, tables, active, kernels.COUNT)
+        _count(source, block, tables, active, along.COUNT)
         out = gradient.of(block)
-        _write(kernels.violation_gradient, source, block, out, *given)
+        _write(gradients.violation_gradient, source, block, out, *given)
         gradient.add(block, out)
     rows, cols = gradient.finish()
     return pushed_up(source, found, active, grads, needs, rows, cols)
@@ -357,7 +352,7 @@ def softplus_sums(
             if a:
                 scale, bias = params[side]
                 flags = {"ONE_SCALE": scale.numel() == 1, "ONE_BIAS": bias.numel() == 1}
-                _sum(kernels.softplus_sums, source, block, side, scale, bias, first[side], second[side], **flags)
+                _sum(along.softplus_sums, source, block, side, scale, bias, first[side], second[side], **flags)
     return first, second
 
 
@@ -367,7 +362,6 @@ def softplus_sums_backward(
     grads: Pair,
     needs: tuple[bool, bool],
     needs_params: bool,
-    in_place: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
     """See :func:`itrloss.engines.pairs.term_sums_backward`."""
     asked = grads[0] is not None, grads[1] is not None
@@ -382,10 +376,10 @@ def softplus_sums_backward(
     for side, g in enumerate(grads):
         given.append(None if g is None else torch.stack([x.expand(g.shape) for x in (*params[side], g)]))
         given.append(source.shape[side])
-    gradient = Gradient(source, needs, in_place)
+    gradient = Gradient(source, needs)
     for block in blocks(source):
         out = gradient.of(block)
-        _write(kernels.softplus_gradient, source, block, out, *given)
+        _write(gradients.softplus_gradient, source, block, out, *given)
         gradient.add(block, out)
     return (*gradient.finish(), *by_params)
 
@@ -396,5 +390,5 @@ def ranks_counted(
     """(slots, anchors) int64: how many negatives rank ahead of each positive."""
     counts = [None if t is None else torch.zeros_like(t, dtype=torch.int64) for t in tables]
     for block in blocks(source):
-        _count(source, block, tables, counts, kernels.COUNT if optimistic else kernels.COUNT_TIES, biases)
+        _count(source, block, tables, counts, along.COUNT if optimistic else along.COUNT_TIES, biases)
     return counts
