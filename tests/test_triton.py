@@ -73,18 +73,17 @@ QUICK, MORE = ("primes", "five captions"), ("one row", "wide", "no negative", "s
 @pytest.mark.parametrize("shape", [*QUICK, *(pytest.param(s, marks=pytest.mark.slow) for s in MORE)])
 @pytest.mark.parametrize("name", ANSWERS)
 def test_answers_and_gradients_equal_the_reference(name, shape, few_tiles, poisoned):
-    """With errors like those that plain PyTorch makes of the same inputs in float32."""
-    sharpness = 300 if "sharp" in name else 100 if "shifted" in name else 1  # scores are rounded before they are scaled
+    """With errors like those that autograd and the dense engine make of the same inputs in float32."""
     n, m, kind = SHAPES[shape]
     ids, (v, w), grads = make_ids(kind, n, m), embeddings(n, m, dtype=torch.float32), upstream(n, m)
     exact = evaluate(ANSWERS[name], v.double(), w.double(), ids, "reference", grads)
-    plain = evaluate(ANSWERS[name], v, w, ids, "reference", grads)
+    others = [evaluate(ANSWERS[name], v, w, ids, engine, grads) for engine in ("reference", "dense")]
     ours = evaluate(ANSWERS[name], *moved(v, w), moved(*ids), "triton", moved(*grads))
-    for got, floor, wanted in zip((*ours[0], *ours[1]), (*plain[0], *plain[1]), (*exact[0], *exact[1]), strict=True):
+    for got, wanted, *given in zip(*[[*x[0], *x[1]] for x in (ours, exact, *others)], strict=True):
         finite, got = wanted.isfinite(), got.cpu()
         assert torch.equal(got.isfinite(), finite)
-        error, noise = ((x.double() - wanted)[finite].norm() for x in (got, floor))
-        assert error <= 4 * noise + (2e-6 + 1e-7 * sharpness) * wanted[finite].norm() + 1e-6
+        error, *noise = ((x.double() - wanted)[finite].norm() for x in (got, *given))
+        assert error <= 4 * max(noise) + 2e-6 * wanted[finite].norm() + 1e-7
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -110,7 +109,7 @@ def test_half_precision_is_more_accurate_than_autocast(dtype, scale):
         assert got.dtype == dtype
         rounding = (wanted.to(dtype).double() - wanted).norm()  # of the result, which nothing can escape
         error, other = ((x.cpu().double() - wanted).norm() for x in (got, theirs))
-        assert error <= 0.25 * other + 1.2 * rounding
+        assert error <= 0.25 * other + rounding
 
 
 @pytest.mark.parametrize("loss", LOSSES)
