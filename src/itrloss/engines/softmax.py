@@ -14,6 +14,7 @@ from .tiles import SIDES, Gradient, Pair, Source, Tile, fused, panels, tiles
 
 MEAN, ENTROPY = 1, 2  # what may be asked for besides the log-sum-exp
 _RANGE = 60.0  # exp(±60) and long sums of it are ordinary float32 numbers
+_ENTROPY_RANGE = 4.0  # an entropy is ``log sum - mean``: both of this size at most, it keeps all but a few bits
 _NOTHING = 1e-30  # stands for a sum of no exponentials: smaller than any other, and its reciprocal is finite
 
 
@@ -31,13 +32,15 @@ def _fixed_shift(scales: Pair, bounded: bool, extra: int) -> float | None:
     Scores lie in [-1, 1], so ``a S - shift <= 60``. Up to a scale of 60 the shift is 0 and no anchor can underflow;
     beyond, one underflows only if its best score is below ``1 - 120 / a``, which :func:`logsumexp` checks.
     """
-    if not bounded or extra == ENTROPY:  # an entropy is the small difference of large numbers unless shifted
+    if not bounded:
         return None
     given = [s for s in scales if s is not None]
     # Reading a value is free on the CPU; an accelerator would have to wait, and subtracts the maximum instead.
     if given[0].device.type != "cpu":
         return None
     largest = max([abs(float(s)) if s.numel() == 1 else float(s.abs().amax()) for s in given])
+    if extra == ENTROPY:
+        return 0.0 if largest <= _ENTROPY_RANGE else None
     return max(0.0, largest - _RANGE) if largest <= 3 * _RANGE else None
 
 
@@ -68,7 +71,10 @@ def logsumexp(source: Source, scales: Pair, masked: bool, bounded: bool, extra: 
     shift = _fixed_shift(scales, bounded, extra)
     wanted = carries_diagonal(source, masked, extra)
     diagonal = source.rows.new_empty(source.shape[0] if wanted else 0, dtype=source.dtype)
-    stats = _sums(source, scales, masked, extra, shift, diagonal)
+    if extra == ENTROPY and shift is not None:
+        stats = _entropy_sums(source, scales, masked)
+    else:
+        stats = _sums(source, scales, masked, extra, shift, diagonal)
     if shift and any(s is not None and float(s.total.amin()) < math.exp(-_RANGE) for s in stats):
         shift = None
         stats = _sums(source, scales, masked, extra, shift, diagonal)
@@ -84,9 +90,7 @@ def _sums(
     shared = fast and _shared(scales)
     stats: list[Stats | None] = [None, None]
     if 0 in source.shape:  # a memory that is empty yet
-        zeros = source.rows.new_zeros(source.shape[0], dtype=source.dtype)
-        none = Stats(None, zeros, zeros if extra else None, zeros if extra == ENTROPY else None)
-        return [none if scales[0] is not None else None, None]
+        return _no_sums(source, scales, extra)
     for tile in tiles(source, scratch=2 if extra else 1):
         t = tile.scratch[0]
         if diagonal.numel():
@@ -117,6 +121,36 @@ def _sums(
                     figure = torch.mul(t, tile.scores, out=tile.scratch[1]).sum(dim)
             new = Stats(top, total, figure, share)
             stats[side] = _merge(stats[side], new, tile, dim, source.shape[side])
+    return stats
+
+
+def _no_sums(source: Source, scales: Pair, extra: int) -> list[Stats | None]:
+    zeros = source.rows.new_zeros(source.shape[0], dtype=source.dtype)
+    none = Stats(None, zeros, zeros if extra else None, zeros if extra == ENTROPY else None)
+    return [none if scales[0] is not None else None, None]
+
+
+def _entropy_sums(source: Source, scales: Pair, masked: bool) -> list[Stats | None]:
+    """:func:`_sums` of ``extra=ENTROPY`` with nothing subtracted: one scale for both sides makes all terms once."""
+    if 0 in source.shape:
+        return _no_sums(source, scales, ENTROPY)
+    positives = Positives.of(source)
+    together = [SIDES] if _shared(scales) else [(side,) for side in SIDES if scales[side[0]] is not None]
+    stats: list[Stats | None] = [None, None]
+    for tile in tiles(source, scratch=2):
+        e, weighted = tile.scratch
+        for sides in together:
+            first, dim = sides[0]
+            scale = scales[first]
+            assert scale is not None
+            torch.mul(tile.scores, tile.spread(scale, dim), out=e).exp_()
+            totals = [e.sum(dim) for _, dim in sides]
+            if masked:
+                positives.fill_(e, tile, 0.0)
+            torch.mul(e, tile.scores, out=weighted)
+            for (side, dim), total in zip(sides, totals, strict=True):
+                new = Stats(None, total, weighted.sum(dim).mul_(tile.part(scale, dim)), e.sum(dim))
+                stats[side] = _merge(stats[side], new, tile, dim, source.shape[side])
     return stats
 
 
@@ -188,7 +222,8 @@ def close(stats: Stats | None, source: Source, shift: float | None) -> Sums:
     if stats.share is None:
         return Sums(stats.total, top, stats.figure / total)
     share = stats.share / total
-    return Sums(stats.total, top, torch.stack([total.log() * share - stats.figure / total, share]))
+    entropy = (total.log() * share - stats.figure / total).clamp_min_(0.0)  # rounding could leave it below
+    return Sums(stats.total, top, torch.stack([entropy, share]))
 
 
 def exponentials_(
@@ -290,7 +325,7 @@ def logsumexp_backward(
         for scale, x, g, h, (_, dim) in zip(scales, sums, grads, entropy_grads, SIDES, strict=True)
         if scale is not None and x is not None and not (g is None and h is None)
     ]
-    if shift is not None and _shared(scales) and len(sides) == 2:
+    if shift is not None and extra != ENTROPY and _shared(scales) and len(sides) == 2:
         rows, cols = [constant(scale, x, g) for scale, x, g, _, _ in sides]
         shares = [_of_both(rows, cols, sides[0][0], shift)]
     else:
