@@ -20,7 +20,7 @@ from .memory import MemoryLogSumExp
 from .pairs import needs_gradient, term_values
 from .positives import Positives
 from .softmax import ENTROPY, MEAN
-from .tiles import Kept, Pair, Source, compute_dtype
+from .tiles import PANEL, Kept, Pair, Source, compute_dtype
 
 Over = Literal["negatives", "all"]
 Asked = tuple[bool, bool]
@@ -183,11 +183,23 @@ class Matrix:
             return self._kept.scores
         self._check_unchanged()
         with torch.no_grad():
-            pair = self.rows.detach(), _given(self.cols)
-            scores = ops.Product.apply(*pair, *self._inv, ops.scaling_scores_pays(*pair, *self._inv))
+            pair, inv = (self.rows.detach(), _given(self.cols)), self._inv
+            # A few anchors are the better right factor.
+            if math.prod(self.shape) <= PANEL.get(self.rows.device.type, 0):
+                scores = ops.Product.apply(*pair[::-1], *inv[::-1], ops.scaling_scores_pays(*pair, *inv)).T
+            else:
+                scores = ops.Product.apply(*pair, *inv, ops.scaling_scores_pays(*pair, *inv))
         if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():  # no later answer could save such
             self._kept.scores = scores
         return scores
+
+    def _listed(self) -> Positives | None:
+        """The positive pairs of a memory, found once for all questions; None where an operator has to find them."""
+        if not self.memory or self.engine != "dense" or torch.compiler.is_compiling():
+            return None
+        if self._kept.positives is None:
+            self._kept.positives = Positives(*self.shape, *self.ids, self.rows.device)
+        return self._kept.positives
 
     def _may_consume(self) -> bool:
         """Whether the kept scores of a memory may be overwritten: no backward pass will read them."""
@@ -229,7 +241,7 @@ class Matrix:
             source, in_place = self._source(), self._may_consume()
             if in_place:  # a later question forms them again
                 self._kept.scores = None
-            flags = masked, self.bounded, needs_gradient(self.rows), in_place
+            flags = masked, self.bounded, needs_gradient(self.rows), in_place, self._listed()
             return MemoryLogSumExp.apply(*source, scales[0], *flags), None
         shared = scales[0] is scales[1]
         extra = MEAN if any(a is not None and a.requires_grad for a in scales) else 0
@@ -245,7 +257,7 @@ class Matrix:
         if self.engine == "reference":
             pairs = self._by_reference(reference.moments, asked)
         else:
-            out = ops.Moments.apply(*self.source(), *asked)
+            out = ops.Moments.apply(*self.source(), *asked, self._listed())
             pairs = [(out[0], out[2]), (out[1], out[3])]
         return [Moments(p[0], p[1].clamp_min(1e-12).sqrt()) if a else None for p, a in zip(pairs, asked, strict=True)]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from . import softmax
-from .positives import Positives
 from .registration import WIDTH, full_precision, operator, uninitialised
 from .tiles import Source, first_order, project_, unit
 
@@ -23,9 +22,9 @@ def memory_sums(source, scale, masked, bounded, wanted):
     return total, top, total.new_empty(0) if products is None else products
 
 
-def _memory_sums_in_place(source, scale, masked, bounded, wanted):
+def _memory_sums_in_place(source, scale, positives, bounded, wanted):
     """The same, where the scores exist and may be overwritten: not for the compiler, which should not see that."""
-    positives, cols = Positives.of(source) if masked else None, unit(source.cols, None)
+    cols = unit(source.cols, None)
     with full_precision(source.rows):
         found = softmax.exponentials_(source.kept, scale, positives, bounded)
         if found is None:
@@ -45,14 +44,14 @@ class MemoryLogSumExp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
         """(N,) log-sum-exps; ``wanted``: there will be a backward pass."""
-        source, (scale, masked, bounded, wanted, in_place) = Source(*args[:WIDTH]), args[WIDTH:]
+        source, (scale, masked, bounded, wanted, in_place, positives) = Source(*args[:WIDTH]), args[WIDTH:]
         if in_place:
-            total, top, gradient = _memory_sums_in_place(source, scale, masked, bounded, wanted)
+            total, top, gradient = _memory_sums_in_place(source, scale, positives if masked else None, bounded, wanted)
         else:
             total, top, gradient = memory_sums(*source, scale, masked, bounded, wanted)
         if wanted:
             # Where nothing was summed, 0 is divided by 0.
-            gradient = gradient * (scale / torch.where(total > 0, total, 1.0))[:, None]
+            gradient.mul_((scale / torch.where(total > 0, total, 1.0))[:, None])
             assert source.row_inv is not None
             project_(gradient, unit(source.rows, source.row_inv), source.row_inv)
             ctx.save_for_backward(gradient)
@@ -64,4 +63,4 @@ class MemoryLogSumExp(torch.autograd.Function):
     def backward(ctx, grad):
         """Gradients of the rows."""
         (gradient,) = ctx.saved_tensors
-        return (gradient * grad[:, None]).to(ctx.dtype), *([None] * (WIDTH + 4))
+        return (gradient * grad[:, None]).to(ctx.dtype), *([None] * (WIDTH + 5))

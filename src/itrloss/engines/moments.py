@@ -10,17 +10,20 @@ from torch import Tensor
 from .positives import Positives
 from .tiles import SIDES, Gradient, Pair, Source, fused, panels, tiles, unit
 
+Counts = tuple[Tensor | int, Tensor | int]
 
-def negative_counts(source: Source) -> tuple[Tensor | int, Tensor | int]:
+
+def negative_counts(positives: Positives, asked: tuple[bool, bool]) -> Counts:
     """How many negatives each row and each column has; a plain number where that is the same for all."""
-    n, m = source.shape
-    positives = Positives.of(source)
+    n, m = positives.n, positives.m
     if positives.diagonal:
         return m - 1, n - 1
-    return m - positives.counts(), n - positives.T.counts()
+    return m - positives.counts() if asked[0] else 0, n - positives.T.counts() if asked[1] else 0
 
 
-def moments(source: Source, asked: tuple[bool, bool]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def moments(
+    source: Source, asked: tuple[bool, bool], positives: Positives | None = None
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Mean and population variance of each row's (column's) negatives; zeros where there are none.
 
     Rounding can leave a variance a little below 0.
@@ -30,19 +33,20 @@ def moments(source: Source, asked: tuple[bool, bool]) -> tuple[tuple[Tensor, Ten
         return (zeros[0], zeros[1]), (zeros[0].clone(), zeros[1].clone())
     if source.fused:
         return fused().moments(source, asked)
-    counts = negative_counts(source)
+    positives = positives or Positives.of(source)
+    counts = negative_counts(positives, asked)
     scores = source.rows if source.cols is None else source.kept
     if scores is not None and source.rows.device.type == "cpu":
-        mean, variance, far = _around_zero(scores, source, asked, counts)
+        mean, variance, far = _around_zero(scores, positives, asked, counts)
         if not far:
             return mean, variance
         middle = mean
     else:
         middle = centres(source, asked)
-    rows, cols = _around(middle, source, asked, counts)
+    rows, cols = _around(middle, source, positives, asked, counts)
     # Only the CPU may look at a value for nothing.
     if source.rows.device.type == "cpu" and (_is_far(rows) or _is_far(cols)):
-        rows, cols = _around((rows.mean, cols.mean), source, asked, counts)
+        rows, cols = _around((rows.mean, cols.mean), source, positives, asked, counts)
     return (rows.mean, cols.mean), (rows.variance, cols.variance)
 
 
@@ -62,30 +66,31 @@ def _lost_digits(subtracted: Tensor, variance: Tensor) -> bool:
 
 
 def _around_zero(
-    scores: Tensor, source: Source, asked: tuple[bool, bool], counts: tuple[Tensor | int, Tensor | int]
+    scores: Tensor, positives: Positives, asked: tuple[bool, bool], counts: Counts
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], bool]:
     """Means, variances, and whether they lost digits.
 
     There is no copy of the scores, one square serves both sides, and the positives are taken out of the sums.
     """
-    sizes = [size if a else 0 for size, a in zip(scores.shape, asked, strict=True)]
+    sizes, both = [size if a else 0 for size, a in zip(scores.shape, asked, strict=True)], all(asked)
     sums = scores.new_zeros(3, sum(sizes))  # of the scores, their squares, the positives' squares; rows, then columns
-    first, second, taken = (x.split(sizes) for x in sums)
+    first, second, taken = (x.split(sizes) if both else (x, x) for x in sums.unbind())
     space = scores.new_empty(0)
     for rows in panels(scores):
         x = scores[rows]
-        if asked[1]:
+        squares = asked[1] or x.stride(1) != 1  # else the norm needs no second write
+        if squares:
             space = space[: x.shape[0]] if space.numel() else torch.empty_like(x)
             torch.mul(x, x, out=space)
+        if asked[1]:
             first[1].add_(x.sum(0))
             second[1].add_(space.sum(0))
         if asked[0]:
             torch.sum(x, 1, out=first[0][rows])
-            if not asked[1]:
-                torch.linalg.vector_norm(x, dim=1, out=second[0][rows]).square_()
-            else:
+            if squares:
                 torch.sum(space, 1, out=second[0][rows])
-    positives = Positives.of(source)
+            else:
+                torch.linalg.vector_norm(x, dim=1, out=second[0][rows]).square_()
     if positives.diagonal:
         diagonal = scores.diagonal()
         for side, size in enumerate(sizes):
@@ -101,22 +106,25 @@ def _around_zero(
                     taken[side].index_add_(0, index, positive.square())
     if positives.diagonal:
         count = max(1, scores.shape[1] - 1)
-        mean = sums[0].div_(count)
+        mean = sums[0] / count
     else:
-        number = torch.cat([n for n, a in zip(counts, asked, strict=True) if a and isinstance(n, Tensor)])
+        given = [n for n, a in zip(counts, asked, strict=True) if a and isinstance(n, Tensor)]
+        number = torch.cat(given) if both else given[0]
         count = number.clamp_min(1)
-        mean = sums[0].div_(count).masked_fill_(number == 0, 0.0)
+        mean = (sums[0] / count).masked_fill_(number == 0, 0.0)
     squared = mean.square()
-    variance = sums[1].sub_(sums[2]).div_(count).sub_(squared)
+    variance = (sums[1] - sums[2]).div_(count).sub_(squared)
     far = _lost_digits(squared.add_(sums[2].div_(count)), variance)  # positives cost digits as a distance does
-    means, variances = ([part.clone() for part in x.split(sizes)] for x in (mean, variance))  # answers share no memory
+    if both:  # answers share no memory
+        means, variances = ([part.clone() for part in x.split(sizes)] for x in (mean, variance))
+    else:
+        means, variances = ([x if a else x.new_empty(0) for a in asked] for x in (mean, variance))
     return (means[0], means[1]), (variances[0], variances[1]), far
 
 
 def _around(
-    centre: tuple[Tensor, Tensor], source: Source, asked: tuple[bool, bool], counts: tuple[Tensor | int, Tensor | int]
+    centre: tuple[Tensor, Tensor], source: Source, positives: Positives, asked: tuple[bool, bool], counts: Counts
 ) -> tuple[_Moments, _Moments]:
-    positives = Positives.of(source)
     first: list[Tensor | None] = [None, None]
     second: list[Tensor | None] = [None, None]
     for tile in tiles(source, scratch=1):
@@ -183,7 +191,7 @@ def moments_backward(
 ) -> tuple[Tensor, Tensor]:
     """``dS_ij = (g_mean + 2 g_var (S_ij - mean)) / n`` over the negatives, summed over both sides."""
     positives = Positives.of(source)
-    counts = negative_counts(source)
+    counts = negative_counts(positives, (means[0] is not None, means[1] is not None))
     parts: list[tuple[Tensor, Tensor] | None] = []
     for side, _ in SIDES:
         mean, g, gv = means[side], grads[side], variance_grads[side]

@@ -241,8 +241,8 @@ def _fake_moments(source, *asked):
 
 
 @operator("(SOURCE, bool for_rows, bool for_cols) -> (Tensor, Tensor, Tensor, Tensor)", _fake_moments)
-def moment_sums(source, *asked):
-    means, variances = moments.moments(source, asked)
+def moment_sums(source, *asked, positives=None):
+    means, variances = moments.moments(source, asked, positives)
     return (*means, *variances)
 
 
@@ -261,7 +261,8 @@ class Moments(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
         """(N,) means, (M,) means, (N,) and (M,) variances."""
-        out = moment_sums(*args)
+        *args, positives = args
+        out = moment_sums(*args, positives=positives)
         _save(ctx, None, args[:WIDTH], *out[:2])
         ctx.set_materialize_grads(False)
         return out
@@ -271,7 +272,7 @@ class Moments(torch.autograd.Function):
     def backward(ctx, *grads):
         source, means = _saved(ctx)
         rows, cols = moment_sums_backward(*source, *means, *_asked_for(*grads), *ctx.needs_input_grad[:2])
-        return *_of_source(rows, cols), None, None
+        return *_of_source(rows, cols), None, None, None
 
 
 # ------------------------------------------------------------------------------------------------ single pairs

@@ -20,6 +20,7 @@ class Positives:
         self.n, self.m, self.row_ids, self.col_ids, self.device = n, m, row_ids, col_ids, device
         self._ranges: tuple[Tensor, Tensor, Tensor] | None = None
         self._transposed: Positives | None = None
+        self._pairs: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def of(cls, source: Source) -> Positives:
@@ -62,12 +63,18 @@ class Positives:
         if self.diagonal:
             i = torch.arange(r0, min(self.n if r1 is None else r1, self.m), device=self.device)
             return i, i
+        whole = r0 == 0 and (r1 is None or r1 >= self.n)
+        if whole and self._pairs is not None:
+            return self._pairs
         order, first, last = self.ranges()
         first, last = first[r0:r1], last[r0:r1]
         count = last - first
         i = torch.repeat_interleave(count)  # 0 0 0 1 2 2 …
         within = torch.arange(i.numel(), device=i.device) - (count.cumsum(0) - count)[i]
-        return i + r0, order[first[i] + within]
+        found = i + r0, order[first[i] + within]
+        if whole and i.numel() <= _PAIR_CHUNK:
+            self._pairs = found
+        return found
 
     def chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """:meth:`pairs`, a bounded number at a time (or one row's, if that is more)."""

@@ -75,6 +75,7 @@ class Kept:
     scores: Tensor | None = None  # of a memory
     readers: int = 0  # recorded backward passes, and users, that count on the scores; a single one may overwrite them
     spent: bool = False  # overwritten
+    positives: Any = None  # of a memory, once they were looked for
 
 
 def fused() -> Any:
@@ -288,5 +289,7 @@ def project_(grad: Tensor, unit_x: Tensor, inv: Tensor) -> None:
     if torch.compiler.is_compiling():  # it fuses without our help, and a loop would fix the number of rows
         grad.copy_((grad - unit_x * (unit_x * grad).sum(1, keepdim=True)) * inv[:, None])
         return
-    for g, u, i in zip(grad.split(_BLOCK), unit_x.split(_BLOCK), inv[:, None].split(_BLOCK), strict=True):
+    given = grad, unit_x, inv[:, None]
+    blocks = [given] if grad.shape[0] <= _BLOCK else zip(*(x.split(_BLOCK) for x in given), strict=True)
+    for g, u, i in blocks:
         g.addcmul_(u, (u * g).sum(1, keepdim=True), value=-1).mul_(i)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import moments as by_torch
 from .. import softmax
+from ..positives import Positives
 from ..tiles import Pair, Source, Tile, tile_shape, unit
 from ..violations import pushed_up, seen_from
 from . import gradients
@@ -260,7 +261,7 @@ def moments(source: Source, asked: tuple[bool, bool]) -> tuple[tuple[Tensor, Ten
         for side, a in enumerate(asked):
             if a:
                 _sum(along.moment_sums, source, block, side, centres[side], first[side], second[side])
-    counts = by_torch.negative_counts(source)
+    counts = by_torch.negative_counts(Positives.of(source), asked)
     rows, cols = [by_torch.close(*x) for x in zip(centres, counts, first, second, strict=True)]
     return (rows.mean, cols.mean), (rows.variance, cols.variance)
 
