@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import eager
+from itrloss.bench import eager
 
 DCL_OPTIONS = [
     {"diversity": diversity, "positive_weight": weight, "positive": positive}

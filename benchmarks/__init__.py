@@ -1,1 +1,0 @@
-"""Benchmarks: the losses against plain PyTorch, side by side in one process."""

@@ -1,0 +1,179 @@
+"""Other libraries' losses, called as their users call them; each is imported where it is used."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .cases import Case, Problem
+
+TEMPERATURE = 0.07  # of InfoNCELoss
+SCALE, BIAS = 10.0, -10.0  # of SigmoidLoss
+_ROOM = 8 * 2**30  # bytes that a peer may take beyond its inputs
+
+
+class Unavailable(Exception):
+    """A peer cannot run a case here; the message says why."""
+
+
+Make = Callable[[Case, Problem], Callable[..., Tensor]]
+
+
+class Peer(NamedTuple):
+    """``make`` returns a loss of the leaves whose gradient is that of ours, or raises :class:`Unavailable`."""
+
+    losses: tuple[str, ...]
+    make: Make
+    same: bool = True  # False: another loss over as many scores
+
+
+def _module(name: str, package: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise Unavailable(f"{package} is not installed (pip install 'itrloss[bench]'): {error}") from error
+
+
+def _open_clip() -> ModuleType:
+    """Its losses alone: the package as a whole imports torchvision and timm."""
+    name = "itrloss.bench._open_clip_loss"
+    if name not in sys.modules:
+        found = importlib.util.find_spec("open_clip")
+        if found is None or not found.submodule_search_locations:
+            raise Unavailable("open_clip_torch is not installed (pip install 'itrloss[bench]')")
+        path = Path(found.submodule_search_locations[0]) / "loss.py"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        sys.modules[name] = module
+    return sys.modules[name]
+
+
+def _one_to_one(case: Case) -> None:
+    if case.shape[0] != case.shape[1]:
+        raise Unavailable("knows one positive per anchor")
+
+
+def _on_cuda(case: Case) -> None:
+    if not case.device.startswith("cuda"):
+        raise Unavailable("runs on CUDA only")
+
+
+def _units(images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
+    return F.normalize(images, dim=1), F.normalize(texts, dim=1)
+
+
+def _clip(case: Case, problem: Problem) -> Callable[..., Tensor]:
+    _one_to_one(case)
+    loss = _open_clip().ClipLoss(cache_labels=True)
+    return lambda images, texts: 2 * loss(*_units(images, texts), 1 / TEMPERATURE)
+
+
+def _siglip(case: Case, problem: Problem) -> Callable[..., Tensor]:
+    _one_to_one(case)
+    loss = _open_clip().SigLipLoss(cache_labels=True)
+    return lambda images, texts: loss(*_units(images, texts), SCALE, BIAS)
+
+
+def _twice(case: Case, cross_entropy: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """A symmetric loss of a cross-entropy over a linear layer, whose weight is the other side's embeddings."""
+    _one_to_one(case)
+    target = torch.arange(case.shape[0], device=case.device)
+
+    def loss(images: Tensor, texts: Tensor) -> Tensor:
+        v, w = _units(images, texts)
+        return cross_entropy(v / TEMPERATURE, w, target) + cross_entropy(w / TEMPERATURE, v, target)
+
+    return loss
+
+
+def _linear(chunked: bool) -> Make:
+    def make(case: Case, problem: Problem) -> Callable[..., Tensor]:
+        function: Any = getattr(F, "linear_cross_entropy", None)
+        if function is None:
+            raise Unavailable(f"torch {torch.__version__} has no linear_cross_entropy")
+        options = {"options": torch.nn.LinearCrossEntropyOptions()} if chunked else {}  # type: ignore[attr-defined]
+        return _twice(case, lambda x, weight, target: function(x, weight, target, **options))
+
+    return make
+
+
+def _cce(case: Case, problem: Problem) -> Callable[..., Tensor]:
+    _on_cuda(case)
+    function = _module("cut_cross_entropy", "cut-cross-entropy").linear_cross_entropy
+    return _twice(case, lambda x, weight, target: function(x, weight, target))
+
+
+def _liger(case: Case, problem: Problem) -> Callable[..., Tensor]:
+    _on_cuda(case)
+    function = _module("liger_kernel.transformers.functional", "liger-kernel").liger_fused_linear_cross_entropy
+    return _twice(case, function)
+
+
+def _inf_cl(case: Case, problem: Problem) -> Callable[..., Tensor]:
+    _on_cuda(case)
+    _one_to_one(case)
+    if case.shape[2] % 256:
+        raise Unavailable("needs a dimension that 256 divides")
+    flash = _module("inf_cl", "inf-cl").cal_flash_loss
+
+    def loss(images: Tensor, texts: Tensor) -> Tensor:
+        v, w = (x.float() for x in _units(images, texts))  # it knows float32 only
+        return flash(v, w, scale=1 / TEMPERATURE).mean() + flash(w, v, scale=1 / TEMPERATURE).mean()
+
+    return loss
+
+
+def _metric_learning(name: str, bytes_of: Callable[[int, int], int]) -> Make:
+    def make(case: Case, problem: Problem) -> Callable[..., Tensor]:
+        n, m = case.shape[:2]
+        room = bytes_of(n, m)
+        if room > _ROOM:
+            raise Unavailable(f"would allocate {room / 1e9:.3g} GB")
+        loss = getattr(_module("pytorch_metric_learning.losses", "pytorch-metric-learning"), name)(TEMPERATURE)
+        # Two tensors: the same one twice would mean that the embeddings are the same.
+        rows, cols = problem.given or [torch.arange(n, device=case.device) for _ in range(2)]
+        return lambda images, texts: (
+            loss(images, rows, ref_emb=texts, ref_labels=cols) + loss(texts, cols, ref_emb=images, ref_labels=rows)
+        )
+
+    return make
+
+
+def _xbm(case: Case, problem: Problem) -> Callable[..., Tensor]:
+    losses = _module("pytorch_metric_learning.losses", "pytorch-metric-learning")
+    entries, dim = case.shape[1:]
+    _, _, memory, ids, _ = problem.given
+    queues = []
+    for keys in (memory.texts, memory.images):
+        queue = losses.CrossBatchMemory(losses.SupConLoss(TEMPERATURE), dim, entries)
+        queue.embedding_memory, queue.label_memory = keys.clone(), memory.ids.clone()
+        queue.has_been_filled = True
+        queues.append(queue)
+    return lambda images, texts, *_: queues[0](images, ids) + queues[1](texts, ids)
+
+
+_PML = "pytorch-metric-learning"
+PEERS: dict[str, Peer] = {
+    "open_clip": Peer(("infonce",), _clip),
+    "open_clip siglip": Peer(("sigmoid",), _siglip),
+    "linear_cross_entropy": Peer(("infonce",), _linear(False)),
+    "linear_cross_entropy chunked": Peer(("infonce",), _linear(True)),
+    "cut-cross-entropy": Peer(("infonce",), _cce),
+    "liger-kernel": Peer(("infonce",), _liger),
+    "inf-cl": Peer(("infonce",), _inf_cl),
+    # NTXent forms every positive pair beside every negative one, SupCon the matrix.
+    f"{_PML} ntxent": Peer(("infonce",), _metric_learning("NTXentLoss", lambda n, m: 16 * m * n * m)),
+    f"{_PML} supcon": Peer(("infonce",), _metric_learning("SupConLoss", lambda n, m: 32 * n * m), same=False),
+    f"{_PML} xbm": Peer(("mdcl",), _xbm, same=False),
+}
