@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from cases import SHAPES, embeddings, make_ids, upstream
@@ -22,6 +24,7 @@ from itrloss import (
 from itrloss.engines import tiles
 
 pytest.importorskip("triton")
+passes = importlib.import_module("itrloss.engines.triton.passes")
 
 # Of lanes whose result is not stored.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
@@ -42,8 +45,10 @@ LOSSES = {
 
 @pytest.fixture
 def few_tiles(monkeypatch):
-    """Some tiles with ragged ends on both axes; the interpreter takes its time for each."""
-    monkeypatch.setitem(tiles.TILE, DEVICE, (50, 8))
+    """Some tiles, programs and steps with ragged ends on both axes; the interpreter takes its time for each."""
+    monkeypatch.setitem(tiles.TILE, DEVICE, (64, 8))
+    monkeypatch.setattr(passes, "_ALONG", ((4, 4), (2, 4)))
+    monkeypatch.setattr(passes, "_SQUARE", (4, 4))
 
 
 def moved(*given):
