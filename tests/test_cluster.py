@@ -250,6 +250,7 @@ def test_input_errors_of_the_means():
         (lambda: OnlineKMeans(3, 2.5), TypeError, "dim: expected an integer"),
         (lambda: OnlineKMeans(3, 2, patience=0), ValueError, "patience"),
         (lambda: OnlineKMeans(3, 2, max_count=-1), ValueError, "max_count"),
+        (lambda: OnlineKMeans(3, 2, engine="fast"), ValueError, "engine: expected 'auto'"),
     ):
         with pytest.raises(error, match=words):
             call()

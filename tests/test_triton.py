@@ -16,6 +16,8 @@ from itrloss import (
     HubnessAwareLoss,
     InfoNCELoss,
     MemoryDiversityContrastiveLoss,
+    OnlineKMeans,
+    PrototypeClassificationLoss,
     SigmoidLoss,
     Similarity,
     TripletLoss,
@@ -128,6 +130,39 @@ def test_losses_on_triton(loss, few_tiles, poisoned):
         found.append([x.detach().cpu().double() for x in (value, *torch.autograd.grad(value, (a, b)))])
     for wanted, got in zip(*found, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_first_of_equal_negatives_on_triton(few_tiles):
+    v, w = torch.ones(13, 4), torch.ones(21, 4)  # every score is exactly 1
+    row_ids, col_ids = torch.arange(13) % 2, torch.arange(21) % 3
+    found = Similarity(*moved(v, w, row_ids, col_ids), engine="triton").both.hardest()
+    wanted = Similarity(v, w, row_ids, col_ids, engine="reference").both.hardest()
+    for got, exact in zip(found, wanted, strict=True):
+        assert torch.equal(got.indices.cpu(), exact.indices) and (exact.values == 1).all()
+
+
+def test_classification_on_triton(few_tiles, poisoned):
+    n, classes = 7, 19
+    (v, w), (weight, _) = embeddings(n, n, d=6), embeddings(classes, 1, d=6, seed=1)
+    ids = torch.randint(0, classes, (n,), generator=torch.Generator().manual_seed(0))
+    found = []
+    for engine, dtype, device in (("reference", torch.float64, "cpu"), ("triton", torch.float32, DEVICE)):
+        loss = PrototypeClassificationLoss(6, classes, engine=engine)
+        loss.weight = torch.nn.Parameter(weight.to(device, dtype))
+        a, b = (x.to(device, dtype).requires_grad_() for x in (v, w))
+        value = loss(a, b, ids.to(device))
+        found.append([x.detach().cpu().double() for x in (value, *torch.autograd.grad(value, (a, b, loss.weight)))])
+    for wanted, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_kmeans_on_triton(few_tiles):
+    x = embeddings(40, 1, d=6, dtype=torch.float32)[0]
+    means = {e: OnlineKMeans(9, 6, engine=e).to(DEVICE if e == "triton" else "cpu") for e in ("reference", "triton")}
+    for part in x.split(10):
+        ids = [m.update(part.to(m.centroids.device)).cpu() for m in means.values()]
+        assert torch.equal(*ids)
+    torch.testing.assert_close(means["triton"].centroids.cpu(), means["reference"].centroids)
 
 
 @pytest.mark.parametrize("masked", [True, False])

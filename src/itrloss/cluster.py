@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from ._arguments import check_matrix, check_number, check_size, refuse_other_shapes
 from .distributed import gather_rows
+from .engines.dispatch import check_engine
 from .engines.operators import inverse_norms
 from .engines.pairs import bags
 from .engines.tiles import unit
-from .similarity import Similarity
+from .similarity import Engine, Similarity
 
 __all__ = ["OnlineKMeans"]
 
@@ -43,6 +44,7 @@ class OnlineKMeans(nn.Module):
             training. None: counts grow without bound.
         patience: see above, above 0. A cluster of average size is reseeded by mistake with probability
             ``exp(-patience)``.
+        engine: that finds the nearest centroids, see :class:`itrloss.Similarity`.
 
     Attributes:
         centroids: (clusters, dim) of unit length, zeros where a cluster is empty; float32, whatever type the module is
@@ -60,14 +62,24 @@ class OnlineKMeans(nn.Module):
     seen: Tensor
     reseeded: Tensor
 
-    def __init__(self, clusters: int, dim: int, *, max_count: float | None = None, patience: float = 10.0):
+    def __init__(
+        self,
+        clusters: int,
+        dim: int,
+        *,
+        max_count: float | None = None,
+        patience: float = 10.0,
+        engine: Engine = "auto",
+    ):
         super().__init__()
         for name, value in (("clusters", clusters), ("dim", dim)):
             check_size(name, value)
         check_number("patience", patience, positive=True)
         if max_count is not None:
             check_number("max_count", max_count, positive=True)
+        check_engine(engine)
         self.max_count, self.patience = max_count, patience
+        self.engine: Engine = engine
         self.register_buffer("centroids", torch.zeros(clusters, dim))
         self.register_buffer("counts", torch.zeros(clusters, dtype=torch.int64))
         self.register_buffer("last", torch.full((clusters,), _NEVER))  # value of ``seen`` at a cluster's last point
@@ -167,7 +179,7 @@ class OnlineKMeans(nn.Module):
         """Highest cosine with a centroid and its index; -1 and 0 while there is none."""
         # Who has the id of a point is no rival: the empty clusters.
         ids = x.new_zeros(x.shape[0], dtype=torch.int64), seeded.to(torch.int64)
-        found = Similarity._of(x, self.centroids, ids, (inverse_norms(x), None), "auto").hardest()
+        found = Similarity._of(x, self.centroids, ids, (inverse_norms(x), None), self.engine).hardest()
         return found.values.clamp_min(-1), found.indices.clamp_min(0)
 
     def _unit(self, x: Tensor) -> Tensor:
@@ -232,7 +244,8 @@ class OnlineKMeans(nn.Module):
 
     def extra_repr(self) -> str:
         """What ``repr`` shows."""
-        return f"clusters={self.clusters}, dim={self.dim}, max_count={self.max_count}, patience={self.patience}"
+        options = ("clusters", "dim", "max_count", "patience", "engine")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in options)
 
 
 def _cluster_sums(x: Tensor, ids: Tensor, clusters: int) -> tuple[Tensor, Tensor, Tensor]:

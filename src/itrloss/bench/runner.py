@@ -55,6 +55,7 @@ def measure(
     problem = cases.problem(case)
     rows: dict[str, Row] = {}
     steps: dict[str, Step] = {}
+    took: dict[str, float] = {}
     gradients: dict[str, Tensor] = {}
     torch._dynamo.reset()  # another case's graphs would make this one's more general
     for name in dict.fromkeys(("ours", *_expand(variants, case))):
@@ -66,11 +67,14 @@ def measure(
         }
         try:
             run = step(name, case, problem)
-            run()
             run()  # warm: threads, caches, compilers
             _wait(case)
+            start = time.perf_counter()
             if memory:
                 rows[name]["peak_mb"] = _peak(run, case, problem)
+            else:
+                _timed(run, case)
+            took[name] = time.perf_counter() - start
             if name != "floor":
                 gradients[name] = _gradient(problem)
             steps[name] = run
@@ -79,7 +83,8 @@ def measure(
                 raise
             rows[name]["why not"] = re.sub(r"\s+", " ", str(error))[:200]
     for together in _groups(list(steps)):
-        for name, times in _interleave({name: steps[name] for name in together}, seconds, case).items():
+        rounds = int(min(MOST, max(LEAST, seconds / sum(took[name] for name in together))))
+        for name, times in _interleave({name: steps[name] for name in together}, rounds, case).items():
             if name == "ours" and "seconds" in rows[name]:
                 continue
             rows[name]["rounds"] = len(times["own"])
@@ -176,25 +181,23 @@ def _groups(names: list[str]) -> list[list[str]]:
     return [plain, ["ours", *compiled]] if compiled and "ours" in names else [names]
 
 
-def _interleave(steps: dict[str, Step], seconds: float, case: Case) -> dict[str, dict[str, list[float]]]:
+def _interleave(steps: dict[str, Step], rounds: int, case: Case) -> dict[str, dict[str, list[float]]]:
     """Per variant, the seconds of each round: its own, ours and the floor's."""
-
-    def timed(run: Step) -> float:
-        start = time.perf_counter()
-        run()
-        _wait(case)
-        return time.perf_counter() - start
-
-    a_round = sum(timed(run) for run in steps.values())
-    rounds = int(min(MOST, max(LEAST, seconds / a_round)))
     found: dict[str, list[float]] = {name: [] for name in steps}
     names = list(steps)
     for turn in range(rounds):
         first = turn % len(names)  # each variant gets to run after each other one
         for name in names[first:] + names[:first]:
-            found[name].append(timed(steps[name]))
+            found[name].append(_timed(steps[name], case))
     beside = {name: found[name] for name in ("ours", "floor") if name in found}
     return {name: {"own": times, **beside} for name, times in found.items()}
+
+
+def _timed(run: Step, case: Case) -> float:
+    start = time.perf_counter()
+    run()
+    _wait(case)
+    return time.perf_counter() - start
 
 
 def _wait(case: Case) -> None:
