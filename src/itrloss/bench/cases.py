@@ -17,15 +17,22 @@ from . import eager
 
 @dataclass(frozen=True)
 class Case:
-    """A loss, forward and backward, on inputs of one shape, type and device."""
+    """A loss, forward and backward, on inputs of one shape, type and device.
+
+    Args:
+        loss: a name of ``itrloss.bench.cases.LOSSES``.
+        shape: three numbers: images, texts and dimension; batch, memory entries and dimension; batch, heads and
+            dimension; or batch, clusters and dimension, as ``KINDS`` says.
+    """
 
     loss: str
-    shape: tuple[int, ...]  # see KINDS
+    shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
 
     @property
     def kind(self) -> str:
+        """A key of ``KINDS``."""
         return LOSSES[self.loss].kind
 
     def __str__(self) -> str:

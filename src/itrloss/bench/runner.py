@@ -48,9 +48,22 @@ def measure(
     """One row per variant; ``"ours"`` is always among them. A variant that cannot run has a row that says why.
 
     Args:
-        seconds: about how long to measure.
+        variants: names of ``VARIANTS`` and of ``itrloss.bench.peers.PEERS``.
+        seconds: about how long to measure. Every variant runs two times before and three times at least.
         accuracy: also the gradient of the images against one that our loss finds in float64 (pairs only).
-        memory: also the peak of memory beyond the inputs, gradients included.
+        memory: also the peak of memory.
+
+    Returns:
+        Dictionaries, with what the case is, and
+
+        - ``seconds``, ``rounds``: the median of how many rounds.
+        - ``to ours``, ``to floor``: medians of the ratios of a round's times.
+        - ``gflops``: the floor's products in that time, per second and divided by 10⁹.
+        - ``peak_mb``: 10⁶ bytes beyond what lives between two steps, gradients included; on the CPU the growth of the
+          resident set, on Linux only.
+        - ``gradient difference``, ``gradient error``: distance of the images' gradient from ours, and from that in
+          float64, divided by the length of the latter.
+        - ``why not``: instead of these, for what cannot run.
     """
     problem = cases.problem(case)
     rows: dict[str, Row] = {}
