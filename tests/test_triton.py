@@ -192,7 +192,7 @@ def test_memory_on_triton(masked, entries, few_tiles):
 def test_ranks_and_topk_on_triton(shape, biased, few_tiles):
     n, m, kind = SHAPES[shape]
     ids, (v, w) = make_ids(kind, n, m), embeddings(n, m, dtype=torch.float32)
-    v[1:3] = v[0]  # ties
+    w[1:3] = w[0]  # ties
     bias = torch.linspace(-0.2, 0.2, m) if biased else None
     sim = Similarity(*moved(v, w, *ids), engine="triton")
     wanted = Similarity.from_scores(sim.scores().cpu(), *ids)
