@@ -526,3 +526,11 @@ def test_best_candidates_compile(engine):
     v, w = embeddings(5, 7)
     for a, b in zip(best(v, w), torch.compile(best, fullgraph=True, backend="aot_eager")(v, w), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.3, 0.2, 0.01])  # with and without a maximum that is subtracted
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+def test_an_only_candidate_leaves_no_entropy(engine, temperature):
+    v, w = torch.randn(50, 3), torch.randn(1, 3)
+    entropy = Similarity(v, w, torch.arange(50), torch.tensor([99]), engine=engine).entropy(temperature)
+    assert (entropy >= 0).all() and (entropy < 1e-5).all()
