@@ -1,7 +1,10 @@
 """``itrloss bench``: cases, variants, peers, what is written and how wrong use is answered."""
 
+import itertools
 import json
 import sys
+import types
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -70,14 +73,20 @@ def test_a_floor_too_large_to_exist_is_made_in_panels(monkeypatch):
 # ----------------------------------------------------------------------------------------------------- runner
 
 
-def test_variants_take_turns_and_each_begins():
+def test_variants_take_turns_in_changing_order():
     order = []
     steps = {name: lambda name=name: order.append(name) for name in ("ours", "eager", "floor")}
-    found = runner._interleave(steps, rounds=6, case=Case("infonce", (2, 2, 2)))
-    rounds = [order[i : i + 3] for i in range(0, len(order), 3)]
-    assert len(rounds) == 6 and all(sorted(r) == sorted(steps) for r in rounds)
-    assert {r[0] for r in rounds} == set(steps)
-    assert len(found["eager"]["own"]) == 6 and found["eager"]["floor"] is found["floor"]["own"]
+    rows = {name: {"variant": name} for name in steps}
+    found = runner._interleave(steps, 30, Case("infonce", (2, 2, 2)), rows)
+    rounds = [order[i : i + 3] for i in range(0, 90, 3)]
+    assert len(order) == 90 and all(sorted(r) == sorted(steps) for r in rounds)
+    assert {tuple(r) for r in rounds} == set(itertools.permutations(steps))
+    assert all(len(times) == 30 for times in found.values())
+
+
+def test_many_rounds_where_time_allows():
+    rows = {row["variant"]: row for row in runner.measure(Case("infonce", (4, 4, 4)), ["floor", "eager"], seconds=1.0)}
+    assert rows["ours"]["rounds"] > 30
 
 
 def test_ratios_are_medians_of_rounds():
@@ -108,6 +117,64 @@ def test_a_failure_of_ours_is_no_row(monkeypatch):
     monkeypatch.setattr("itrloss.bench.cases.module", broken)
     with pytest.raises(RuntimeError, match="broken"):
         _measure(Case("infonce", (4, 4, 4)))
+
+
+@pytest.mark.parametrize("calls", [0, 1, 4])  # before it fails: at once, when memory is looked at, while timed
+def test_a_failure_of_a_peer_loses_nothing_else(monkeypatch, calls):
+    left = [calls]
+
+    def make(case, problem):
+        def loss(images, texts):
+            left[0] -= 1
+            if left[0] < 0:
+                raise ArithmeticError("no more")
+            return (images * texts).sum()
+
+        return loss
+
+    monkeypatch.setitem(peers.PEERS, "open_clip", peers.Peer(("infonce",), make))
+    rows = _measure(Case("infonce", (4, 4, 4)), "open_clip", "eager", accuracy=True)
+    assert rows["open_clip"]["why not"] == "no more" and "to ours" not in rows["open_clip"]
+    assert rows["eager"]["rounds"] >= 3 and rows["eager"]["gradient error"] < 1e-5
+
+
+def test_measure_knows_its_variants():
+    with pytest.raises(ValueError, match="variants: expected some of ours"):
+        _measure(Case("infonce", (4, 4, 4)), "eeager")
+    with pytest.raises(ValueError, match="seconds: expected a number above 0, got -1"):
+        runner.measure(Case("infonce", (4, 4, 4)), [], seconds=-1)
+    rows = _measure(Case("sigmoid", (4, 4, 4)), "open_clip")
+    assert rows["open_clip"]["why not"] == "has infonce only"
+
+
+def test_steps_begin_without_gradients():
+    for loss in ("pgc", "infonce"):
+        case = Case(loss, SHAPES[LOSSES[loss].kind])
+        given = problem(case)
+        run = runner.step("eager", case, given)
+        run()
+        before = [x.grad.clone() for x in given.trained]
+        run()
+        assert len(before) == (3 if loss == "pgc" else 2)
+        assert all(torch.equal(a, x.grad) for a, x in zip(before, given.trained, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("loss", ["dcl std", "mdcl", "variance aware", "pgc"])
+def test_other_types(loss, dtype):
+    rows = _measure(Case(loss, SHAPES[LOSSES[loss].kind], dtype), "eager", "floor")
+    assert rows["floor"]["dtype"] == rows["ours"]["dtype"] == str(dtype).removeprefix("torch.")
+    assert rows["eager"]["gradient difference"] < (1e-9 if dtype == torch.float64 else 0.05)
+
+
+@pytest.mark.slow
+def test_compiled_variants(tmp_path):
+    rows = _measure(Case("infonce", (12, 12, 8)), "eager", "floor", "ours compiled", "eager compiled")
+    for name in ("ours compiled", "eager compiled"):
+        assert rows[name]["gradient difference"] < 1e-5 and rows[name]["to ours"] > 0 and "to floor" not in rows[name]
+    picture = tmp_path / "bars.svg"
+    report.plot(picture, runner.machine("cpu"), list(rows.values()))
+    assert picture.read_text().count("<!-- infonce 12x12x8 · ") == 5
 
 
 # ------------------------------------------------------------------------------------------------------ peers
@@ -162,9 +229,56 @@ def test_open_clip_is_measured_on_the_same_gradient(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "itrloss.bench._open_clip_loss", raising=False)
     assert _measure(Case("infonce", (9, 9, 4)), "open_clip")["open_clip"]["gradient difference"] < 1e-5
-    rows = _measure(Case("sigmoid", (9, 9, 4)), "open_clip siglip", "open_clip")
-    assert rows["open_clip siglip"]["gradient difference"] < 1e-5 and "open_clip" not in rows
+    rows = _measure(Case("sigmoid", (9, 9, 4)), "open_clip siglip")
+    assert rows["open_clip siglip"]["gradient difference"] < 1e-5
     sys.modules.pop("itrloss.bench._open_clip_loss", None)
+
+
+def _cross_entropy(x, weight, target):
+    return torch.nn.functional.cross_entropy(x @ weight.T, target)
+
+
+STAND_INS = {  # what the libraries for CUDA publish, by their names, in plain PyTorch
+    "cut-cross-entropy": (
+        "cut_cross_entropy",
+        {"linear_cross_entropy": lambda e, c, targets: _cross_entropy(e, c, targets)},
+    ),
+    "liger-kernel": (
+        "liger_kernel.transformers.functional",
+        {"liger_fused_linear_cross_entropy": lambda input, weight, target: _cross_entropy(input, weight, target)},
+    ),
+    "inf-cl": (
+        "inf_cl",
+        {
+            "cal_flash_loss": lambda q, k, labels=None, scale=None, head_dim=256: torch.nn.functional.cross_entropy(
+                scale * q @ k.T, torch.arange(len(q)), reduction="none"
+            )
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+def test_libraries_for_cuda_are_called_for_the_same_gradient(monkeypatch, name):
+    module, contents = STAND_INS[name]
+    monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**contents))
+    monkeypatch.setattr(peers, "_on_cuda", lambda case: None)
+    half = name == "cut-cross-entropy"
+    row = _measure(Case("infonce", (9, 9, 256), torch.bfloat16 if half else torch.float32), name)[name]
+    assert row["gradient difference"] < (0.05 if half else 1e-5)
+    if half:
+        assert "half precision" in _measure(Case("infonce", (9, 9, 256)), name)[name]["why not"]
+    if name == "inf-cl":
+        assert "256" in _measure(Case("infonce", (9, 9, 8)), name)[name]["why not"]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in peers.PEERS if name.startswith("pytorch") and find_spec("pytorch_metric_learning")]
+)
+def test_pytorch_metric_learning_where_it_is_installed(name):
+    loss = peers.PEERS[name].losses[0]
+    row = _measure(Case(loss, SHAPES[LOSSES[loss].kind]), name)[name]
+    assert row["to ours"] > 0 and row.get("gradient difference", 0) < 1e-5
 
 
 def test_linear_cross_entropy_of_torch_is_measured_on_the_same_gradient():
@@ -214,7 +328,10 @@ def test_command_writes_table_json_and_plot(tmp_path, capsys):
         (["nothing"], "suites: expected some of quick, losses"),
         (["--losses", "dlc"], "losses: expected some of dcl std"),
         (["--variants", "quick"], "variants: expected some of ours"),
-        (["--losses", "pgc"], "losses: these suites have none of them"),
+        (["--losses", "infonce", "pgc"], "losses: these suites have no pgc"),
+        (["--losses", "mdcl", "--shapes", "9x4x8"], "shape: expected a batch of at most twice"),
+        (["--losses", "variance aware", "--shapes", "2x4x8"], "shape: expected at least 3 images"),
+        (["--seconds", "0"], "seconds: expected a number above 0"),
         (["--shapes", "12xa"], "shape: expected images x texts x dim"),
         (["--losses", "mdcl", "--shapes", "12x8"], "shape: expected batch x entries x dim"),
         (["--shapes", "0x8"], "shape: expected images x texts x dim"),
@@ -225,16 +342,35 @@ def test_wrong_arguments_are_named(arguments, complaint, capsys):
     assert complaint in capsys.readouterr().err
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_cuda_without_a_device_is_said_at_once(capsys):
-    assert main(["bench", "huge"]) == 2
-    assert "no CUDA device" in capsys.readouterr().err
+def test_what_cannot_be_is_said_before_anything_is_measured(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(runner, "measure", lambda *args: pytest.fail("measured"))
+    for arguments, complaint in (
+        (["--device", "gpu"], "device: 'gpu' cannot be used here"),
+        (["--device", "cuda:99"], "device: 'cuda:99' cannot be used here"),
+        (["quick", "huge"], "suites: expected those of one device, got cpu, cuda"),
+        (["--threads", "0"], "threads: expected at least 1, got 0"),
+        (["--out", str(tmp_path)], "Is a directory" if sys.platform != "win32" else ""),
+        (["--plot", "x.xyz"], "plot: expected a file name that ends in one of"),
+    ):
+        assert main(["bench", *arguments]) == 2
+        assert complaint in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    assert main(["bench", "--plot", "x.svg"]) == 2
+    assert "pip install 'itrloss[bench]'" in capsys.readouterr().err
 
 
-def test_a_plot_without_matplotlib_names_the_extra(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"itrloss\[bench\]"):
-        report.plot(tmp_path / "x.svg", {}, [])
+def test_cases_named_twice_are_measured_once(monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(runner, "measure", lambda case, variants, *args: seen.append((case, variants)) or [])
+    assert main(["bench", "quick", "quick"]) == 0
+    assert [case for case, _ in seen] == list(SUITES["quick"].cases)
+    assert all(variants == SUITES["quick"].variants for _, variants in seen)
+
+
+def test_a_single_pair_is_no_number_and_no_reason_to_stop(tmp_path):
+    out = tmp_path / "rows.json"
+    assert main(["bench", "--losses", "infonce", "--shapes", "1x8", "--seconds", "0.001", "--out", str(out)]) == 0
+    assert json.loads(out.read_text())["rows"][1]["gradient difference"] in (0.0, None)
 
 
 def test_shapes_are_read():

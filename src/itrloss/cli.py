@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         return args.run(args)
-    except (ImportError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         print(f"itrloss {args.command}: {error}", file=sys.stderr)
         return 2
 
@@ -57,7 +57,7 @@ def _add_bench(commands: Any) -> None:
     add("--device", help="default: the suite's")
     add("--threads", type=int, help="of PyTorch on the CPU")
     add("--seconds", type=float, default=10, help="about how long to measure each case (10)")
-    add("--accuracy", action="store_true", help="also the gradients' error against float64")
+    add("--accuracy", action="store_true", help="also the error of pairs' gradients against float64")
     add("--out", type=Path, metavar="FILE.json", help="write the rows and the machine's name")
     add("--plot", type=Path, metavar="FILE.svg", help="draw the ratios (needs matplotlib)")
     parser.set_defaults(run=_bench)
@@ -65,13 +65,17 @@ def _add_bench(commands: Any) -> None:
 
 def _bench(args: argparse.Namespace) -> int:
     cases = _cases(args)
-    if args.threads:
+    if args.threads is not None:
+        if args.threads < 1:
+            raise ValueError(f"threads: expected at least 1, got {args.threads}")
         torch.set_num_threads(args.threads)
+    if args.plot:
+        report.check_plot(args.plot)
     device = cases[0][0].device
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError("device: no CUDA device was found")
-    rows: list[runner.Row] = []
     about = runner.machine(device)
+    rows: list[runner.Row] = []
+    if args.out:
+        report.save(args.out, about, rows)  # before anything is measured: it might not be possible
     for number, (case, variants) in enumerate(cases, 1):
         print(f"[{number}/{len(cases)}] {case} …", file=sys.stderr, flush=True)
         found = runner.measure(case, variants, args.seconds, args.accuracy)
@@ -92,7 +96,7 @@ def _cases(args: argparse.Namespace) -> list[tuple[Case, tuple[str, ...]]]:
         for name in getattr(args, option) or ():
             if name not in names:
                 raise ValueError(f"{option}: expected some of {', '.join(names)}; got {name!r}")
-    chosen = []
+    chosen: dict[Case, tuple[str, ...]] = {}
     for suite in (SUITES[name] for name in args.suites or ["quick"]):
         losses = args.losses or dict.fromkeys(case.loss for case in suite.cases)
         cases = [case for case in suite.cases if case.loss in losses]
@@ -103,10 +107,19 @@ def _cases(args: argparse.Namespace) -> list[tuple[Case, tuple[str, ...]]]:
         for case in cases:
             dtype = getattr(torch, args.dtype) if args.dtype else case.dtype
             case = replace(case, dtype=dtype, device=args.device or case.device)
-            chosen.append((case, tuple(args.variants or suite.variants)))
-    if not chosen:
-        raise ValueError("losses: these suites have none of them; give --shapes too")
-    return chosen
+            chosen[case] = tuple(dict.fromkeys((*chosen.get(case, ()), *(args.variants or suite.variants))))
+    absent = set(args.losses or ()) - {case.loss for case in chosen}
+    if absent:
+        raise ValueError(f"losses: these suites have no {', '.join(sorted(absent))}; give --shapes too")
+    devices = {case.device for case in chosen}
+    if len(devices) > 1:
+        raise ValueError(f"suites: expected those of one device, got {', '.join(sorted(devices))}; give --device")
+    for device in devices:
+        try:
+            torch.empty(1, device=device).add_(1).item()
+        except (AssertionError, NotImplementedError, RuntimeError) as error:
+            raise ValueError(f"device: {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    return list(chosen.items())
 
 
 if __name__ == "__main__":

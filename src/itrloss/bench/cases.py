@@ -35,6 +35,16 @@ class Case:
         """A key of ``KINDS``."""
         return LOSSES[self.loss].kind
 
+    @property
+    def where(self) -> torch.device:
+        """The device."""
+        return torch.device(self.device)
+
+    def named(self) -> dict[str, Any]:
+        """As it stands in the rows of results."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return {"loss": self.loss, "shape": list(self.shape), "dtype": dtype, "device": self.device}
+
     def __str__(self) -> str:
         kind = "" if self.dtype == torch.float32 else f" {str(self.dtype).removeprefix('torch.')}"
         return f"{self.loss} {'x'.join(map(str, self.shape))}{kind}"
@@ -46,8 +56,15 @@ class Problem(NamedTuple):
     leaves: tuple[Tensor, ...]  # the embeddings, which get a gradient
     given: tuple[Any, ...]  # to our module, after the leaves
     given_plain: tuple[Any, ...]  # to the eager function, after the leaves
-    products: Callable[[], None]  # the matrix products that cannot be left out, and nothing else: the floor
+    products: Callable[[], None]  # matrix products of a dense loss and its gradient, and nothing else: the floor
     flops: int  # of these
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """All that gets a gradient."""
+        parameters = [p for x in self.given if isinstance(x, nn.Module) for p in x.parameters()]
+        others = [x for x in self.given_plain if isinstance(x, Tensor) and x.requires_grad]
+        return [*self.leaves, *parameters, *others]
 
 
 class Loss(NamedTuple):
@@ -120,6 +137,8 @@ def _pairs(case: Case, n: int, m: int, dim: int) -> Problem:
 
 
 def _memory(case: Case, n: int, entries: int, dim: int) -> Problem:
+    if n > 2 * entries:
+        raise ValueError(f"shape: expected a batch of at most twice the memory's entries, got {n} and {entries}")
     v, w, v_keys, w_keys, images, texts = (
         x.to(case.device, case.dtype)
         for x in (*embeddings(n, dim), *embeddings(n, dim, seed=1), *embeddings(entries, dim, seed=2))
@@ -138,25 +157,22 @@ def _memory(case: Case, n: int, entries: int, dim: int) -> Problem:
 
 
 def _sets(case: Case, n: int, heads: int, dim: int) -> Problem:
+    if n < 3:
+        raise ValueError(f"shape: expected at least 3 images, for a variance of their negatives, got {n}")
     images = torch.stack([embeddings(n, dim, seed)[0] for seed in range(heads)], 1).to(case.device, case.dtype)
     texts = embeddings(n, dim)[1].to(case.device, case.dtype)
-    runs = [_product(images[:, head].contiguous(), texts, 2) for head in range(heads)]
-
-    def products() -> None:
-        for run in runs:
-            run()
-
-    return Problem((images, texts), (), (), products, 6 * heads * n * n * dim)
+    return Problem((images, texts), (), (), _product(images.flatten(0, 1), texts, 2), 6 * heads * n * n * dim)
 
 
 def _prototypes(case: Case, n: int, clusters: int, dim: int) -> Problem:
     v, w = (x.to(case.device, case.dtype) for x in embeddings(n, dim))
     generator = torch.Generator().manual_seed(0)
     weight = ((torch.rand(clusters, dim, generator=generator) * 2 - 1) / dim**0.5).to(case.device)
+    weight = weight.double() if case.dtype == torch.float64 else weight
     ids = torch.randint(0, clusters, (n,), generator=generator).to(v.device)
     both = torch.cat([v, w])
     products = _product(both, weight.to(case.dtype).detach(), 2)
-    weight.requires_grad_()
+    weight = nn.Parameter(weight)
     return Problem((v, w), (ids,), (weight, ids), products, 12 * n * clusters * dim)
 
 
@@ -181,7 +197,7 @@ def module(case: Case, given: Sequence[Any], engine: str = "auto") -> nn.Module:
     if case.kind != "prototypes":
         return make(engine=engine)
     made = make(case.shape[2], case.shape[1], engine=engine)
-    made.weight = nn.Parameter(given[0].detach().clone())
+    made.weight = given[0]
     return made
 
 
@@ -230,7 +246,7 @@ SUITES: dict[str, Suite] = {
     "memory": Suite(
         "the losses with a memory",
         _of("memory", [(128, 4096, 1024), (512, 16384, 512), (1024, 65536, 256)]),
-        (*_ALL, "pytorch-metric-learning xbm"),
+        (*_ALL, "peers"),
     ),
     "more": Suite(
         "sets of embeddings, and classification by prototypes",

@@ -247,7 +247,9 @@ def uto(
 def variance_aware(image_sets: Tensor, texts: Tensor, *, margin: float = 0.2) -> Tensor:
     """Variance-aware weighting loss (DVSE Eq. 11) of N images with K heads (N, K, D) and their one text each (N, D)."""
     n = texts.shape[0]
-    scores = torch.einsum("nkd,md->knm", F.normalize(image_sets, dim=2), F.normalize(texts, dim=1))
+    precision = torch.promote_types(texts.dtype, torch.float32)
+    sets, ours = (F.normalize(x.to(precision), dim=-1).to(x.dtype) for x in (image_sets, texts))
+    scores = torch.einsum("nkd,md->knm", sets, ours).to(precision)
     diagonal = torch.eye(n, dtype=torch.bool, device=scores.device)
     pairs = scores.diagonal(dim1=1, dim2=2)  # (K, N)
     negatives, zeroed = scores.masked_fill(diagonal, NEG_INF), scores.masked_fill(diagonal, 0)

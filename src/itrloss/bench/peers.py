@@ -33,7 +33,7 @@ class Peer(NamedTuple):
 
     losses: tuple[str, ...]
     make: Make
-    same: bool = True  # False: another loss over as many scores
+    same: Callable[[Case], bool] = lambda case: True  # False: another loss over as many scores
 
 
 def _module(name: str, package: str) -> ModuleType:
@@ -59,13 +59,17 @@ def _open_clip() -> ModuleType:
     return sys.modules[name]
 
 
+def _is_square(case: Case) -> bool:
+    return case.shape[0] == case.shape[1]
+
+
 def _one_to_one(case: Case) -> None:
-    if case.shape[0] != case.shape[1]:
+    if not _is_square(case):
         raise Unavailable("knows one positive per anchor")
 
 
 def _on_cuda(case: Case) -> None:
-    if not case.device.startswith("cuda"):
+    if case.where.type != "cuda":
         raise Unavailable("runs on CUDA only")
 
 
@@ -91,7 +95,7 @@ def _twice(case: Case, cross_entropy: Callable[[Tensor, Tensor, Tensor], Tensor]
     target = torch.arange(case.shape[0], device=case.device)
 
     def loss(images: Tensor, texts: Tensor) -> Tensor:
-        v, w = _units(images, texts)
+        v, w = (x.to(case.dtype) for x in _units(images, texts))
         return cross_entropy(v / TEMPERATURE, w, target) + cross_entropy(w / TEMPERATURE, v, target)
 
     return loss
@@ -100,9 +104,10 @@ def _twice(case: Case, cross_entropy: Callable[[Tensor, Tensor, Tensor], Tensor]
 def _linear(chunked: bool) -> Make:
     def make(case: Case, problem: Problem) -> Callable[..., Tensor]:
         function: Any = getattr(F, "linear_cross_entropy", None)
-        if function is None:
-            raise Unavailable(f"torch {torch.__version__} has no linear_cross_entropy")
-        options = {"options": torch.nn.LinearCrossEntropyOptions()} if chunked else {}  # type: ignore[attr-defined]
+        make_options: Any = getattr(torch.nn, "LinearCrossEntropyOptions", None)
+        if function is None or (chunked and make_options is None):
+            raise Unavailable(f"torch {torch.__version__} does not have it")
+        options = {"options": make_options()} if chunked else {}
         return _twice(case, lambda x, weight, target: function(x, weight, target, **options))
 
     return make
@@ -110,6 +115,8 @@ def _linear(chunked: bool) -> Make:
 
 def _cce(case: Case, problem: Problem) -> Callable[..., Tensor]:
     _on_cuda(case)
+    if case.dtype not in (torch.bfloat16, torch.float16):
+        raise Unavailable("knows half precision only")
     function = _module("cut_cross_entropy", "cut-cross-entropy").linear_cross_entropy
     return _twice(case, lambda x, weight, target: function(x, weight, target))
 
@@ -134,12 +141,15 @@ def _inf_cl(case: Case, problem: Problem) -> Callable[..., Tensor]:
     return loss
 
 
+def _fits(room: int) -> None:
+    if room > _ROOM:
+        raise Unavailable(f"would allocate {room / 1e9:.3g} GB")
+
+
 def _metric_learning(name: str, bytes_of: Callable[[int, int], int]) -> Make:
     def make(case: Case, problem: Problem) -> Callable[..., Tensor]:
         n, m = case.shape[:2]
-        room = bytes_of(n, m)
-        if room > _ROOM:
-            raise Unavailable(f"would allocate {room / 1e9:.3g} GB")
+        _fits(bytes_of(n, m))
         loss = getattr(_module("pytorch_metric_learning.losses", "pytorch-metric-learning"), name)(TEMPERATURE)
         # Two tensors: the same one twice would mean that the embeddings are the same.
         rows, cols = problem.given or [torch.arange(n, device=case.device) for _ in range(2)]
@@ -152,7 +162,8 @@ def _metric_learning(name: str, bytes_of: Callable[[int, int], int]) -> Make:
 
 def _xbm(case: Case, problem: Problem) -> Callable[..., Tensor]:
     losses = _module("pytorch_metric_learning.losses", "pytorch-metric-learning")
-    entries, dim = case.shape[1:]
+    n, entries, dim = case.shape
+    _fits(96 * n * entries)
     _, _, memory, ids, _ = problem.given
     queues = []
     for keys in (memory.texts, memory.images):
@@ -172,8 +183,9 @@ PEERS: dict[str, Peer] = {
     "cut-cross-entropy": Peer(("infonce",), _cce),
     "liger-kernel": Peer(("infonce",), _liger),
     "inf-cl": Peer(("infonce",), _inf_cl),
-    # NTXent forms every positive pair beside every negative one, SupCon the matrix.
-    f"{_PML} ntxent": Peer(("infonce",), _metric_learning("NTXentLoss", lambda n, m: 16 * m * n * m)),
-    f"{_PML} supcon": Peer(("infonce",), _metric_learning("SupConLoss", lambda n, m: 32 * n * m), same=False),
-    f"{_PML} xbm": Peer(("mdcl",), _xbm, same=False),
+    # NTXent forms every positive pair beside every negative one, SupCon the matrix; bytes as measured.
+    f"{_PML} ntxent": Peer(("infonce",), _metric_learning("NTXentLoss", lambda n, m: 48 * m * n * m)),
+    # With several positives SupCon has them all among its rivals.
+    f"{_PML} supcon": Peer(("infonce",), _metric_learning("SupConLoss", lambda n, m: 96 * n * m), _is_square),
+    f"{_PML} xbm": Peer(("mdcl",), _xbm, lambda case: False),
 }

@@ -26,8 +26,7 @@ def table(rows: Iterable[Row]) -> str:
     titles = [title for title, (key, _) in COLUMNS.items() if any(row.get(key) is not None for row in rows)]
     lines = [["loss", "shape", "variant", *titles]]
     for row in rows:
-        shape = "x".join(map(str, row["shape"])) + ("" if row["dtype"] == "float32" else f" {row['dtype']}")
-        cells = [row["loss"], shape, row["variant"]]
+        cells = [row["loss"], _shape(row), row["variant"]]
         if "why not" in row:
             lines.append([*cells, f"({row['why not']})"])
             continue
@@ -45,37 +44,51 @@ def table(rows: Iterable[Row]) -> str:
     return "\n".join(text)
 
 
+def _shape(row: Row) -> str:
+    return "x".join(map(str, row["shape"])) + ("" if row["dtype"] == "float32" else f" {row['dtype']}")
+
+
 def save(path: Path, machine: dict[str, Any], rows: list[Row]) -> None:
     """Write a JSON object with ``machine`` and ``rows``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join("  " + json.dumps(row) for row in rows)
+    lines = ",\n".join("  " + json.dumps(row, allow_nan=False) for row in rows)
     path.write_text(f'{{\n "machine": {json.dumps(machine)},\n "rows": [\n{lines}\n ]\n}}\n', encoding="utf-8")
 
 
-def plot(path: Path, machine: dict[str, Any], rows: list[Row]) -> None:
-    """Draw each case's variants as bars: time as a multiple of the floor's or, without a floor, of ours.
+def check_plot(path: Path) -> None:
+    """Whether it could be drawn.
 
     Raises:
         ImportError: matplotlib is missing.
+        ValueError: matplotlib cannot write such a file.
     """
     try:
-        from matplotlib.figure import Figure
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
         raise ImportError("plot: matplotlib is missing; pip install 'itrloss[bench]'") from error
-    key = "to floor" if any("to floor" in row for row in rows) else "to ours"
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in known:
+        raise ValueError(f"plot: expected a file name that ends in one of {', '.join(known)}; got {str(path)!r}")
+
+
+def plot(path: Path, machine: dict[str, Any], rows: list[Row]) -> None:
+    """Draw each case's variants as bars: time as a multiple of ours."""
+    check_plot(path)
+    from matplotlib.figure import Figure
+
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        if key in row and row["variant"] != "floor":
-            groups.setdefault(f"{row['loss']} {'x'.join(map(str, row['shape']))}", []).append(row)
+        if "to ours" in row:
+            groups.setdefault(f"{row['loss']} {_shape(row)}", []).append(row)
     bars = sum(len(group) + 1 for group in groups.values())
     figure = Figure(figsize=(9, 1 + 0.22 * bars), layout="constrained")
     axes = figure.subplots()
     position, ticks = 0, []
     for name, group in groups.items():
-        for row in sorted(group, key=lambda row: row[key]):
+        for row in sorted(group, key=lambda row: row["to ours"]):
             ours = row["variant"].startswith("ours")
-            axes.barh(position, row[key], color="tab:blue" if ours else "tab:gray")
-            axes.annotate(f" {row[key]:.2f}", (row[key], position), va="center", fontsize=7)
+            axes.barh(position, row["to ours"], color="tab:blue" if ours else "tab:gray")
+            axes.annotate(f" {row['to ours']:.2f}", (row["to ours"], position), va="center", fontsize=7)
             ticks.append((position, f"{name} · {row['variant']}"))
             position += 1
         position += 1
@@ -83,7 +96,7 @@ def plot(path: Path, machine: dict[str, Any], rows: list[Row]) -> None:
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_xlabel(f"time, as a multiple of {'the bare products' if key == 'to floor' else 'ours'} (log scale)")
+    axes.set_xlabel("time, as a multiple of ours (log scale)")
     axes.set_title(f"{machine['processor']}, torch {machine['torch']}, {machine['date']}", fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

@@ -1,15 +1,18 @@
 """Runs the variants of a case in turn, and says how long they take, how much memory, and how exact they are.
 
-Machines are noisy, most of all shared ones. The variants of a case run round after round in one process, and each time
-another one begins; a round's times are divided by each other, and the medians of these ratios are reported. Compiled
-code meets ours in rounds of its own, so that the threads it leaves spinning disturb no other variant.
+Machines are noisy, most of all shared ones. The variants of a case run round after round in one process, in another
+order each time; a round's times are divided by each other, and the medians of these ratios are reported. Compiled code
+meets ours in rounds of its own, so that the threads it leaves spinning disturb no other variant than that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
+import math
 import platform
+import random
 import re
 import statistics
 import time
@@ -34,7 +37,7 @@ VARIANTS = {
     "ours compiled": "ours under torch.compile",
     "eager": "the loss in plain PyTorch; for half precision under autocast",
     "eager compiled": "that under torch.compile",
-    "floor": "the matrix products that cannot be left out, and nothing else",
+    "floor": "the matrix products of a dense loss and its gradient, and nothing else",
     "peers": "all other libraries that have this loss",
 }
 LEAST, MOST = 3, 200  # rounds
@@ -62,9 +65,18 @@ def measure(
         - ``peak_mb``: 10⁶ bytes beyond what lives between two steps, gradients included; on the CPU the growth of the
           resident set, on Linux only.
         - ``gradient difference``, ``gradient error``: distance of the images' gradient from ours, and from that in
-          float64, divided by the length of the latter.
+          float64, divided by the length of the latter; None where that is no number.
         - ``why not``: instead of these, for what cannot run.
+
+    Raises:
+        ValueError: for an unknown variant, a shape that the loss cannot have, or no time.
     """
+    known = {**VARIANTS, **PEERS}
+    for name in variants:
+        if name not in known:
+            raise ValueError(f"variants: expected some of {', '.join(known)}; got {name!r}")
+    if not seconds > 0:
+        raise ValueError(f"seconds: expected a number above 0, got {seconds}")
     problem = cases.problem(case)
     rows: dict[str, Row] = {}
     steps: dict[str, Step] = {}
@@ -72,81 +84,92 @@ def measure(
     gradients: dict[str, Tensor] = {}
     torch._dynamo.reset()  # another case's graphs would make this one's more general
     for name in dict.fromkeys(("ours", *_expand(variants, case))):
-        rows[name] = {
-            "loss": case.loss,
-            "shape": list(case.shape),
-            "dtype": str(case.dtype).removeprefix("torch."),
-            "variant": name,
-        }
-        try:
+        rows[name] = case.named() | {"variant": name}
+        with _or_why_not(rows[name]):
             run = step(name, case, problem)
-            run()  # warm: threads, caches, compilers
-            _wait(case)
+            _timed(run, case)  # warm: threads, caches, compilers
             start = time.perf_counter()
-            if memory:
+            if memory and name != "floor":
                 rows[name]["peak_mb"] = _peak(run, case, problem)
-            else:
-                _timed(run, case)
             took[name] = time.perf_counter() - start
+            if took[name] < 1:  # looking at the memory takes its time too
+                took[name] = _timed(run, case)
             if name != "floor":
                 gradients[name] = _gradient(problem)
             steps[name] = run
-        except (Unavailable, ImportError, MemoryError, RuntimeError, TypeError, ValueError) as error:
-            if name == "ours":
-                raise
-            rows[name]["why not"] = re.sub(r"\s+", " ", str(error))[:200]
-    for together in _groups(list(steps)):
-        rounds = int(min(MOST, max(LEAST, seconds / sum(took[name] for name in together))))
-        for name, times in _interleave({name: steps[name] for name in together}, rounds, case).items():
-            if name == "ours" and "seconds" in rows[name]:
-                continue
-            rows[name]["rounds"] = len(times["own"])
-            rows[name]["seconds"] = float(f"{statistics.median(times['own']):.4g}")
-            rows[name]["to ours"] = _ratio(times["own"], times["ours"])
-            rows[name]["gflops"] = round(problem.flops / statistics.median(times["own"]) / 1e9)
-            if "floor" in times:
-                rows[name]["to floor"] = _ratio(times["own"], times["floor"])
+    groups = _groups(list(steps))
+    rounds = int(min(MOST, max(LEAST, seconds / sum(took[name] for group in groups for name in group))))
+    for group in groups:
+        times = _interleave({name: steps[name] for name in group}, rounds, case, rows)
+        for name in group if group is groups[0] else group[1:]:
+            if "why not" not in rows[name]:
+                rows[name] |= _figures(times, name, problem)
     for name, gradient in gradients.items():
-        if PEERS[name].same if name in PEERS else name != "ours":
+        if name != "ours" and "why not" not in rows[name] and _same(name, case):
             rows[name]["gradient difference"] = _distance(gradient, gradients["ours"])
     if accuracy and case.kind == "pairs":
         exact = _exact(case, problem)
         for name, gradient in gradients.items():
-            if name not in PEERS or PEERS[name].same:
+            if "why not" not in rows[name] and _same(name, case):
                 rows[name]["gradient error"] = _distance(gradient, exact)
     return list(rows.values())
+
+
+@contextlib.contextmanager
+def _or_why_not(row: Row) -> Iterator[None]:
+    """Whatever another's code raises is no reason to lose the rest; a failure of ours is."""
+    try:
+        yield
+    except Exception as error:
+        if row["variant"] == "ours":
+            raise
+        row["why not"] = re.sub(r"\s+", " ", str(error) or type(error).__name__)[:200]
+
+
+def _figures(times: dict[str, list[float]], name: str, problem: Problem) -> Row:
+    median = statistics.median(times[name])
+    found = {"rounds": len(times[name]), "seconds": float(f"{median:.4g}")}
+    found["to ours"] = _ratio(times[name], times["ours"])
+    if "floor" in times:
+        found["to floor"] = _ratio(times[name], times["floor"])
+    return found | {"gflops": round(problem.flops / median / 1e9)}
 
 
 def _expand(variants: Sequence[str], case: Case) -> Iterator[str]:
     for name in variants:
         if name == "peers":
             yield from (peer for peer, it in PEERS.items() if case.loss in it.losses)
-        elif name not in PEERS or case.loss in PEERS[name].losses:
+        else:
             yield name
+
+
+def _same(name: str, case: Case) -> bool:
+    """Whether a variant's gradient is to be that of ours."""
+    return name not in PEERS or PEERS[name].same(case)
 
 
 def _loss(name: str, case: Case, problem: Problem) -> Callable[..., Tensor]:
     """The loss of the leaves that a variant stands for."""
+    if name == "ours" or name.startswith("ours "):
+        engine = name.removeprefix("ours").strip()
+        module = cases.module(case, problem.given_plain, engine if engine in ENGINES else "auto").to(case.device)
+        ours = torch.compile(module, fullgraph=True) if engine == "compiled" else module
+        return lambda *leaves: ours(*leaves, *problem.given)
     if name in PEERS:
-        return PEERS[name].make(case, problem)
-    if name.startswith("eager"):
-        plain = LOSSES[case.loss].plain
+        if case.loss not in PEERS[name].losses:
+            raise Unavailable(f"has {', '.join(PEERS[name].losses)} only")
+        plain, given = PEERS[name].make(case, problem), ()
+    else:
+        plain, given = LOSSES[case.loss].plain, problem.given_plain
         if name == "eager compiled":
             plain = torch.compile(plain, fullgraph=True)
-        half = case.dtype in (torch.bfloat16, torch.float16)
+    half = case.dtype in (torch.bfloat16, torch.float16)
 
-        def eager(*leaves: Tensor) -> Tensor:
-            with torch.autocast(torch.device(case.device).type, case.dtype, enabled=half):
-                return plain(*leaves, *problem.given_plain)
+    def loss(*leaves: Tensor) -> Tensor:
+        with torch.autocast(case.where.type, case.dtype, enabled=half):
+            return plain(*leaves, *given)
 
-        return eager
-    engine = name.removeprefix("ours").strip()
-    ours: Callable[..., Tensor] = cases.module(case, problem.given_plain, engine if engine in ENGINES else "auto").to(
-        case.device
-    )
-    if engine == "compiled":
-        ours = torch.compile(ours, fullgraph=True)
-    return lambda *leaves: ours(*leaves, *problem.given)
+    return loss
 
 
 def step(name: str, case: Case, problem: Problem) -> Step:
@@ -160,7 +183,7 @@ def step(name: str, case: Case, problem: Problem) -> Step:
     loss = _loss(name, case, problem)
 
     def run() -> None:
-        for x in problem.leaves:
+        for x in problem.trained:
             x.grad = None
         loss(*problem.leaves).backward()
 
@@ -180,30 +203,33 @@ def _exact(case: Case, problem: Problem) -> Tensor:
     return leaves[0].grad
 
 
-def _distance(found: Tensor, wanted: Tensor) -> float:
-    return float(f"{float((found.double() - wanted.double()).norm() / wanted.double().norm()):.3g}")
+def _distance(found: Tensor, wanted: Tensor) -> float | None:
+    """As a share of the length of what is wanted; None where it is not a number."""
+    gap, length = float((found.double() - wanted.double()).norm()), float(wanted.double().norm())
+    share = gap / length if length else gap
+    return float(f"{share:.3g}") if math.isfinite(share) else None
 
 
 # ------------------------------------------------------------------------------------------------------ time
 
 
 def _groups(names: list[str]) -> list[list[str]]:
-    """The variants that run in turn; both groups have ours."""
-    compiled = [name for name in names if name.endswith("compiled")]
+    """The variants that run in turn; ours is the first of both groups."""
+    compiled = [name for name in names if name.endswith(" compiled")]
     plain = [name for name in names if name not in compiled]
-    return [plain, ["ours", *compiled]] if compiled and "ours" in names else [names]
+    return [plain, ["ours", *compiled]] if compiled else [plain]
 
 
-def _interleave(steps: dict[str, Step], rounds: int, case: Case) -> dict[str, dict[str, list[float]]]:
-    """Per variant, the seconds of each round: its own, ours and the floor's."""
+def _interleave(steps: dict[str, Step], rounds: int, case: Case, rows: dict[str, Row]) -> dict[str, list[float]]:
+    """Seconds of each round. The order changes at random: a step finds the caches as the one before left them."""
     found: dict[str, list[float]] = {name: [] for name in steps}
-    names = list(steps)
-    for turn in range(rounds):
-        first = turn % len(names)  # each variant gets to run after each other one
-        for name in names[first:] + names[:first]:
-            found[name].append(_timed(steps[name], case))
-    beside = {name: found[name] for name in ("ours", "floor") if name in found}
-    return {name: {"own": times, **beside} for name, times in found.items()}
+    shuffle = random.Random(0)
+    for _ in range(rounds):
+        for name in shuffle.sample(list(steps), len(steps)):
+            with _or_why_not(rows[name]):
+                if "why not" not in rows[name]:
+                    found[name].append(_timed(steps[name], case))
+    return found
 
 
 def _timed(run: Step, case: Case) -> float:
@@ -214,8 +240,8 @@ def _timed(run: Step, case: Case) -> float:
 
 
 def _wait(case: Case) -> None:
-    if case.device != "cpu":
-        torch.accelerator.synchronize()
+    if case.where.type != "cpu":
+        torch.accelerator.synchronize(case.where)
 
 
 def _ratio(of: list[float], to: list[float]) -> float:
@@ -228,17 +254,17 @@ def _ratio(of: list[float], to: list[float]) -> float:
 
 def _peak(run: Step, case: Case, problem: Problem) -> float | None:
     """Megabytes (10⁶) that a step takes at its peak beyond what lives between steps; None where nothing tells."""
-    for x in problem.leaves:
+    for x in problem.trained:
         x.grad = None
     gc.collect()
-    if case.device.startswith("cuda"):
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+    if case.where.type == "cuda":
+        before = torch.cuda.memory_allocated(case.where)
+        torch.cuda.reset_peak_memory_stats(case.where)
         run()
         _wait(case)
-        return round((torch.cuda.max_memory_allocated() - before) / 1e6, 1)
+        return round((torch.cuda.max_memory_allocated(case.where) - before) / 1e6, 1)
     status = Path("/proc/self/status")
-    if case.device != "cpu" or not status.exists():
+    if case.where.type != "cpu" or not status.exists():
         return None
     _give_back()
     try:
@@ -267,7 +293,7 @@ def _give_back() -> None:
 def machine(device: str) -> dict[str, Any]:
     """What the figures were measured on."""
     if device.startswith("cuda"):
-        processor = torch.cuda.get_device_name()
+        processor = torch.cuda.get_device_name(device)
     else:
         processor = platform.processor() or platform.machine()
         info = Path("/proc/cpuinfo")
