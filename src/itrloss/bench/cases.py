@@ -257,7 +257,7 @@ SUITES: dict[str, Suite] = {
         "symmetric InfoNCE and SigLIP beside other libraries, 512 dimensions",
         _of("pairs", [(n, n, 512) for n in (1024, 4096, 8192)], ["infonce", "sigmoid"])
         + _of("pairs", [(1024, 5120, 512)], ["infonce"]),
-        (*_ALL, "peers"),
+        (*_ALL, "ours tiled", "peers"),
     ),
     "large": Suite(
         "InfoNCE where the matrix takes a gigabyte",
