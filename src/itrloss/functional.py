@@ -198,13 +198,16 @@ def memory_diversity_contrastive_loss(
     if positive_from not in ("key", "batch"):
         raise ValueError(f"positive_from: expected 'key' or 'batch', got {positive_from!r}")
     weight = temperature if positive_weight == "paper" else float(positive_weight)
-    beside = (sims.batch, sims.memory) if not detach_diversity else _detached(sims)
-    in_batch = () if diversity is None else diversities(beside[0], diversity, epsilon, entropy_temperature)
+    in_batch: tuple[Tensor, ...] = ()
     values = []
+    if diversity is not None:
+        batch = sims.batch._detach_for_now() if detach_diversity else sims.batch
+        in_batch = diversities(batch, diversity, epsilon, entropy_temperature)
     for side, memory in enumerate(sims.memory):
         scale: Tensor | float = 1 / temperature
         if diversity is not None:
-            own = _diversity(beside[1][side], diversity, epsilon, entropy_temperature)
+            beside = memory._detach_for_now() if detach_diversity else memory
+            own = _diversity(beside, diversity, epsilon, entropy_temperature)
             scale = 2 / temperature / (in_batch[side] + own)
         repulsion = memory.logsumexp(scale)
         positives = sims.keys[side] if positive_from == "key" else _seen(sims.batch, side)
@@ -404,11 +407,6 @@ def _positive_term(positive: str) -> str:
     if positive not in ("clamp", "relu"):
         raise ValueError(f"positive: expected 'clamp' or 'relu', got {positive!r}")
     return f"log1p_{positive}"
-
-
-def _detached(sims: MemorySimilarity) -> tuple[Similarity, tuple[Similarity, Similarity]]:
-    images, texts = sims.memory
-    return sims.batch._detach_for_now(), (images._detach_for_now(), texts._detach_for_now())
 
 
 def _seen(batch: Similarity, side: int) -> Similarity:

@@ -143,7 +143,7 @@ def _inf_cl(case: Case, problem: Problem) -> Callable[..., Tensor]:
 
 def _fits(room: int) -> None:
     if room > _ROOM:
-        raise Unavailable(f"would allocate {room / 1e9:.3g} GB")
+        raise Unavailable(f"would allocate some {room / 1e9:.2g} GB")
 
 
 def _metric_learning(name: str, bytes_of: Callable[[int, int], int]) -> Make:
