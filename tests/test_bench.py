@@ -21,7 +21,10 @@ def _measure(case: Case, *variants: str, **more) -> dict[str, dict]:
     return {row["variant"]: row for row in runner.measure(case, variants, seconds=0.001, **more)}
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    "loss",
+    ["infonce", "mdcl", *(pytest.param(x, marks=pytest.mark.slow) for x in LOSSES if x not in ("infonce", "mdcl"))],
+)
 def test_ours_and_eager_are_the_same_loss(loss):
     rows = _measure(Case(loss, SHAPES[LOSSES[loss].kind]), "eager", "floor", "ours tiled")
     assert list(rows) == ["ours", "eager", "floor", "ours tiled"]
@@ -159,6 +162,7 @@ def test_steps_begin_without_gradients():
         assert all(torch.equal(a, x.grad) for a, x in zip(before, given.trained, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("loss", ["dcl std", "mdcl", "variance aware", "pgc"])
 def test_other_types(loss, dtype):
