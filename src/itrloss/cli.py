@@ -116,7 +116,7 @@ def _cases(args: argparse.Namespace) -> list[tuple[Case, tuple[str, ...]]]:
         raise ValueError(f"suites: expected those of one device, got {', '.join(sorted(devices))}; give --device")
     for device in devices:
         try:
-            torch.empty(1, device=device).add_(1).item()
+            torch.empty(1, device=device).add_(1).item()  # waits on purpose: a device that cannot compute says so now
         except (AssertionError, NotImplementedError, RuntimeError) as error:
             raise ValueError(f"device: {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
     return list(chosen.items())

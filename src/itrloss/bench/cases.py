@@ -119,6 +119,7 @@ def _product(a: Tensor, b: Tensor, backward: int) -> Callable[[], None]:
     space = a.new_empty(step, len(b))
 
     def run() -> None:
+        """Make the products."""
         for part in a.split(step):
             scores = torch.mm(part, b.T, out=space[: len(part)])
             torch.mm(scores, b)

@@ -103,6 +103,7 @@ def _twice(case: Case, cross_entropy: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def _linear(chunked: bool) -> Make:
     def make(case: Case, problem: Problem) -> Callable[..., Tensor]:
+        """The loss on the inputs of a case."""
         function: Any = getattr(F, "linear_cross_entropy", None)
         make_options: Any = getattr(torch.nn, "LinearCrossEntropyOptions", None)
         if function is None or (chunked and make_options is None):
@@ -148,6 +149,7 @@ def _fits(room: int) -> None:
 
 def _metric_learning(name: str, bytes_of: Callable[[int, int], int]) -> Make:
     def make(case: Case, problem: Problem) -> Callable[..., Tensor]:
+        """The loss on the inputs of a case."""
         n, m = case.shape[:2]
         _fits(bytes_of(n, m))
         loss = getattr(_module("pytorch_metric_learning.losses", "pytorch-metric-learning"), name)(TEMPERATURE)
