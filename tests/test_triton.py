@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -241,3 +246,21 @@ def test_compiles_without_graph_breaks(loss, kind):
         found.append((value, *torch.autograd.grad(value, (a, b))))
     for x, y in zip(*found, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_compile_for_gpus(capability, tmp_path):
+    """Into code that keeps all values of a thread in registers."""
+    tests = Path(__file__).parent
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([str(tests), *sys.path])}
+    command = [sys.executable, str(tests / "gpu_compiler.py"), str(capability)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    kernels = json.loads(done.stdout.splitlines()[-1])
+    gradients = {"affine_gradient", "exponentials", "softmax_gradient", "softplus_gradient", "violation_gradient"}
+    sums = {"hardest_negatives", "moment_sums", "softmax_sums", "softplus_sums", "threshold_sums"}
+    assert {kernel["name"] for kernel in kernels} == gradients | sums
+    for kernel in kernels:
+        assert kernel["REG"] and not kernel["STACK"] and not kernel["LOCAL"], kernel
