@@ -185,13 +185,16 @@ class Matrix:
         with torch.no_grad():
             pair, inv = (self.rows.detach(), _given(self.cols)), self._inv
             # A few anchors are the better right factor.
-            if math.prod(self.shape) <= PANEL.get(self.rows.device.type, 0):
+            if self._is_small():
                 scores = ops.Product.apply(*pair[::-1], *inv[::-1], ops.scaling_scores_pays(*pair, *inv)).T
             else:
                 scores = ops.Product.apply(*pair, *inv, ops.scaling_scores_pays(*pair, *inv))
         if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():  # no later answer could save such
             self._kept.scores = scores
         return scores
+
+    def _is_small(self) -> bool:
+        return math.prod(self.shape) <= PANEL.get(self.rows.device.type, 0)
 
     def _listed(self) -> Positives | None:
         """The positive pairs of a memory, found once for all questions; None where an operator has to find them."""
@@ -238,7 +241,9 @@ class Matrix:
             )
             return rows, cols
         if self.memory and scales[0] is not None and not scales[0].requires_grad:
-            source, in_place = self._source(), self._may_consume()
+            # Scores that no question before has formed are not all needed at once; few are formed faster in one piece.
+            in_tiles = self._kept.scores is None and not self._is_small()
+            source, in_place = self._given() if in_tiles else self._source(), self._may_consume() and not in_tiles
             if in_place:  # a later question forms them again
                 self._kept.scores = None
             flags = masked, self.bounded, needs_gradient(self.rows), in_place, self._listed()
