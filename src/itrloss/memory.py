@@ -218,20 +218,24 @@ class MemorySimilarity(NamedTuple):
         ids = check_ids(image_ids, text_ids, n, m, images.device)
         pairs = diagonal_if_unique(ids)
         of_images, of_texts = ids
-        if of_images is None or of_texts is None:
-            of_images = of_texts = torch.arange(n, device=images.device)
+        if pairs[0] is None:  # the ids are the same on both sides
+            of_images = of_texts = torch.arange(n, device=images.device) if of_images is None else of_images
+        assert of_images is not None and of_texts is not None
         image_keys, text_keys = image_keys.detach(), text_keys.detach()
         v, w, v_keys, w_keys = (inverse_norms(x.detach()) for x in (images, texts, image_keys, text_keys))
+        of_memory = (
+            Similarity._of(images, memory.texts, (of_images, memory.ids), (v, None), engine, memory.count),
+            Similarity._of(texts, memory.images, (of_texts, memory.ids), (w, None), engine, memory.count),
+        )
+        if of_images is of_texts:
+            of_memory[1]._matrix.list_as(of_memory[0]._matrix)
         return cls(
             Similarity._of(images, texts, pairs, (v, w), engine),
             (
                 Similarity._of(images, text_keys, pairs, (v, w_keys), engine),
                 Similarity._of(texts, image_keys, (pairs[1], pairs[0]), (w, v_keys), engine),
             ),
-            (
-                Similarity._of(images, memory.texts, (of_images, memory.ids), (v, None), engine, memory.count),
-                Similarity._of(texts, memory.images, (of_texts, memory.ids), (w, None), engine, memory.count),
-            ),
+            of_memory,
         )
 
 

@@ -204,6 +204,10 @@ class Matrix:
             self._kept.positives = Positives(*self.shape, *self.ids, self.rows.device)
         return self._kept.positives
 
+    def list_as(self, other: Matrix) -> None:
+        """Take over the positive pairs of a memory with the same ids, whenever they are found."""
+        self._kept.positives = other._listed()
+
     def _may_consume(self) -> bool:
         """Whether the kept scores of a memory may be overwritten: no backward pass will read them."""
         return self.engine == "dense" and not self._kept.readers and not torch.compiler.is_compiling()

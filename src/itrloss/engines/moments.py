@@ -11,6 +11,7 @@ from .positives import Positives
 from .tiles import SIDES, Gradient, Pair, Source, fused, panels, tiles, unit
 
 Counts = tuple[Tensor | int, Tensor | int]
+_SQUARES = 2**17  # squares held at once: so few that the system need not give fresh memory for them, which takes longer
 
 
 def negative_counts(positives: Positives, asked: tuple[bool, bool]) -> Counts:
@@ -75,22 +76,25 @@ def _around_zero(
     sizes, both = [size if a else 0 for size, a in zip(scores.shape, asked, strict=True)], all(asked)
     sums = scores.new_zeros(3, sum(sizes))  # of the scores, their squares, the positives' squares; rows, then columns
     first, second, taken = (x.split(sizes) if both else (x, x) for x in sums.unbind())
+    # As the matrix lies in memory: (matrix, the dimension of it that is summed for the rows and for the columns).
+    lying, dims = (scores, (1, 0)) if scores.stride(1) == 1 else (scores.T, (0, 1))
+    across = any(a and dim == 0 for a, dim in zip(asked, dims, strict=True))  # else the norm needs no second write
     space = scores.new_empty(0)
-    for rows in panels(scores):
-        x = scores[rows]
-        squares = asked[1] or x.stride(1) != 1  # else the norm needs no second write
-        if squares:
+    for part in panels(lying, _SQUARES if across else None):
+        x = lying[part]
+        if across:
             space = space[: x.shape[0]] if space.numel() else torch.empty_like(x)
             torch.mul(x, x, out=space)
-        if asked[1]:
-            first[1].add_(x.sum(0))
-            second[1].add_(space.sum(0))
-        if asked[0]:
-            torch.sum(x, 1, out=first[0][rows])
-            if squares:
-                torch.sum(space, 1, out=second[0][rows])
-            else:
-                torch.linalg.vector_norm(x, dim=1, out=second[0][rows]).square_()
+        for side, dim in enumerate(dims):
+            if asked[side] and dim == 0:
+                first[side].add_(x.sum(0))
+                second[side].add_(space.sum(0))
+            elif asked[side]:
+                torch.sum(x, 1, out=first[side][part])
+                if across:
+                    torch.sum(space, 1, out=second[side][part])
+                else:
+                    torch.linalg.vector_norm(x, dim=1, out=second[side][part]).square_()
     if positives.diagonal:
         diagonal = scores.diagonal()
         for side, size in enumerate(sizes):

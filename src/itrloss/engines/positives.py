@@ -82,7 +82,11 @@ class Positives:
             for r0 in range(0, self.n, _PAIR_CHUNK):
                 yield self.pairs(r0, min(self.n, r0 + _PAIR_CHUNK))
             return
-        total = self.counts().cumsum(0)
+        counts = self.counts()
+        if int(counts.sum()) <= _PAIR_CHUNK:
+            yield self.pairs()
+            return
+        total = counts.cumsum(0)
         r0, done = 0, 0
         while r0 < self.n:
             r1 = max(r0 + 1, int(torch.searchsorted(total, done + _PAIR_CHUNK, right=True)))

@@ -182,10 +182,10 @@ def _panels(source: Source, scratch: int) -> Iterator[Tile]:
         yield Tile(r0, r1, 0, m, source.rows[rows], views, alone=False)
 
 
-def panels(scores: Tensor) -> Iterator[slice]:
-    """Rows of a matrix that exists, as many at a time as stay in the cache."""
+def panels(scores: Tensor, size: int | None = None) -> Iterator[slice]:
+    """Rows of a matrix that exists, as many at a time as stay in the cache, or as have ``size`` scores."""
     n, m = scores.shape
-    step = min(n, max(1, PANEL.get(scores.device.type, _ACCELERATOR_PANEL) // max(1, m)))
+    step = min(n, max(1, (size or PANEL.get(scores.device.type, _ACCELERATOR_PANEL)) // max(1, m)))
     return (slice(start, min(n, start + step)) for start in range(0, n, step))
 
 
