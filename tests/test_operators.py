@@ -57,8 +57,10 @@ def calls():
             for wanted in (False, True):
                 yield f"{name}: memory_sums {wanted}", "memory_sums", (*source, a, True, True, wanted)
         yield f"{name}: moment_sums", "moment_sums", (*source, True, False)
-        means = (a, b, a, None, None, b, True, True)
-        yield f"{name}: moment_sums_backward", "moment_sums_backward", (*source, *means)
+        yield f"{name}: moment_sums of both", "moment_sums", (*source, True, True)
+        for grads in ((torch.cat((a, b)), None), (None, torch.cat((a, b)))):
+            given = (True, True, torch.cat((a, b)), *grads, True, True)
+            yield f"{name}: moment_sums_backward", "moment_sums_backward", (*source, *given)
         yield f"{name}: hardest", "hardest", (*source, True, True)
         yield f"{name}: pair_scores", "pair_scores", (*source[:4], *pairs)
         if name == "diagonal":

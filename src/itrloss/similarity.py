@@ -64,7 +64,8 @@ class Both:
 
     def moments(self) -> tuple[Moments, Moments]:
         """See :meth:`itrloss.Similarity.moments`."""
-        return self._order(self._matrix.moments((True, True)))
+        mean, std = (x.split(self._matrix.shape) for x in self._matrix.moments((True, True)))
+        return self._order([Moments(*x) for x in zip(mean, std, strict=True)])
 
     def logsumexp(
         self, row_scale: float | Tensor = 1.0, col_scale: float | Tensor | None = None, *, over: Over = "negatives"
@@ -356,7 +357,7 @@ class Similarity:
 
     def moments(self) -> Moments:
         """(N,) mean and population standard deviation (at least 1e-6) of each row's negatives."""
-        return self._mine(self._matrix.moments(self._asked))
+        return self._matrix.moments(self._asked)
 
     def logsumexp(self, scale: float | Tensor = 1.0, *, over: Over = "negatives") -> Tensor:
         """(N,) ``log sum_j exp(scale_i S_ij)`` over each row's negatives, or over all columns.

@@ -261,14 +261,14 @@ class Matrix:
             self._keep_diagonal(diagonal)
         return out[0], out[1]
 
-    def moments(self, asked: Asked) -> Any:
-        """Mean and standard deviation of the negatives of each asked side."""
+    def moments(self, asked: Asked) -> Moments:
+        """Mean and standard deviation of the negatives, of the rows if they are asked and then of the columns."""
         if self.engine == "reference":
-            pairs = self._by_reference(reference.moments, asked)
+            sides = [x for x in self._by_reference(reference.moments, asked) if x is not None]
+            mean, variance = (torch.cat(x) for x in zip(*sides, strict=True))
         else:
-            out = ops.Moments.apply(*self.source(), *asked, self._listed())
-            pairs = [(out[0], out[2]), (out[1], out[3])]
-        return [Moments(p[0], p[1].clamp_min(1e-12).sqrt()) if a else None for p, a in zip(pairs, asked, strict=True)]
+            mean, variance = ops.Moments.apply(*self.source(), *asked, self._listed())
+        return Moments(mean, variance.clamp_min(1e-12).sqrt())
 
     def entropy(self, temperature: float, asked: Asked) -> Any:
         """Softmax entropy (bits) of the negatives of each asked side."""

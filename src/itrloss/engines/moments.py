@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .positives import Positives
-from .tiles import SIDES, Gradient, Pair, Source, fused, panels, tiles, unit
+from .tiles import SIDES, Gradient, Source, fused, panels, tiles, unit
 
 Counts = tuple[Tensor | int, Tensor | int]
 _SQUARES = 2**17  # squares held at once: so few that the system need not give fresh memory for them, which takes longer
@@ -22,16 +23,14 @@ def negative_counts(positives: Positives, asked: tuple[bool, bool]) -> Counts:
     return m - positives.counts() if asked[0] else 0, n - positives.T.counts() if asked[1] else 0
 
 
-def moments(
-    source: Source, asked: tuple[bool, bool], positives: Positives | None = None
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Mean and population variance of each row's (column's) negatives; zeros where there are none.
+def moments(source: Source, asked: tuple[bool, bool], positives: Positives | None = None) -> tuple[Tensor, Tensor]:
+    """Mean and population variance of the negatives, of the rows that are asked and then of the columns.
 
-    Rounding can leave a variance a little below 0.
+    Zeros where there are none. Rounding can leave a variance a little below 0.
     """
     if 0 in source.shape:  # a memory that is empty yet
-        zeros = [source.rows.new_zeros(size, dtype=source.dtype) for size in source.shape]
-        return (zeros[0], zeros[1]), (zeros[0].clone(), zeros[1].clone())
+        zeros = source.rows.new_zeros(source.shape[0], dtype=source.dtype)
+        return zeros, zeros.clone()
     if source.fused:
         return fused().moments(source, asked)
     positives = positives or Positives.of(source)
@@ -41,94 +40,98 @@ def moments(
         mean, variance, far = _around_zero(scores, positives, asked, counts)
         if not far:
             return mean, variance
-        middle = mean
+        middle = _sides(mean, source.shape, asked)
     else:
         middle = centres(source, asked)
-    rows, cols = _around(middle, source, positives, asked, counts)
+    found = _around(middle, source, positives, asked, counts)
     # Only the CPU may look at a value for nothing.
-    if source.rows.device.type == "cpu" and (_is_far(rows) or _is_far(cols)):
-        rows, cols = _around((rows.mean, cols.mean), source, positives, asked, counts)
-    return (rows.mean, cols.mean), (rows.variance, cols.variance)
+    if source.rows.device.type == "cpu" and _lost_digits(found.shift.square(), found.variance):
+        found = _around(_sides(found.mean, source.shape, asked), source, positives, asked, counts)
+    return found.mean, found.variance
 
 
-class _Moments(NamedTuple):
+class Moments(NamedTuple):
     mean: Tensor
     variance: Tensor
     shift: Tensor  # from the centre to the mean
 
 
-def _is_far(found: _Moments) -> bool:
-    """Whether a centre was so far from the mean that the difference of two squares lost its digits."""
-    return _lost_digits(found.shift.square(), found.variance)
+def _sides(x: Tensor, shape: tuple[int, int], asked: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
+    """Of the rows and of the columns; empty for a side that was not asked for."""
+    rows, cols = x.split([size if a else 0 for size, a in zip(shape, asked, strict=True)])
+    return rows, cols
+
+
+def _joined(sides: Sequence[Tensor]) -> Tensor:
+    return torch.cat(sides) if len(sides) > 1 else sides[0]
 
 
 def _lost_digits(subtracted: Tensor, variance: Tensor) -> bool:
-    return bool((subtracted > (100 * variance).clamp_min_(1e-12)).any())
+    """Whether a difference of two squares was so small beside them that it lost its digits."""
+    return float(torch.sub(subtracted, variance, alpha=100).amax()) > 1e-12
 
 
 def _around_zero(
     scores: Tensor, positives: Positives, asked: tuple[bool, bool], counts: Counts
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], bool]:
+) -> tuple[Tensor, Tensor, bool]:
     """Means, variances, and whether they lost digits.
 
     There is no copy of the scores, one square serves both sides, and the positives are taken out of the sums.
     """
-    sizes, both = [size if a else 0 for size, a in zip(scores.shape, asked, strict=True)], all(asked)
-    sums = scores.new_zeros(3, sum(sizes))  # of the scores, their squares, the positives' squares; rows, then columns
-    first, second, taken = (x.split(sizes) if both else (x, x) for x in sums.unbind())
     # As the matrix lies in memory: (matrix, the dimension of it that is summed for the rows and for the columns).
     lying, dims = (scores, (1, 0)) if scores.stride(1) == 1 else (scores.T, (0, 1))
-    across = any(a and dim == 0 for a, dim in zip(asked, dims, strict=True))  # else the norm needs no second write
-    space = scores.new_empty(0)
+    wanted = [side for side, a in enumerate(asked) if a]
+    across = any(dims[side] == 0 for side in wanted)  # else the norm needs no second write
+    found: list[tuple[list[Tensor], list[Tensor]]] = [([], []), ([], [])]  # sums and sums of squares, of each part
+    space = None
     for part in panels(lying, _SQUARES if across else None):
         x = lying[part]
         if across:
-            space = space[: x.shape[0]] if space.numel() else torch.empty_like(x)
+            space = torch.empty_like(x) if space is None else space[: x.shape[0]]
             torch.mul(x, x, out=space)
-        for side, dim in enumerate(dims):
-            if asked[side] and dim == 0:
-                first[side].add_(x.sum(0))
-                second[side].add_(space.sum(0))
-            elif asked[side]:
-                torch.sum(x, 1, out=first[side][part])
-                if across:
-                    torch.sum(space, 1, out=second[side][part])
-                else:
-                    torch.linalg.vector_norm(x, dim=1, out=second[side][part]).square_()
+        for side in wanted:
+            dim = dims[side]
+            found[side][0].append(x.sum(dim))
+            found[side][1].append(torch.linalg.vector_norm(x, dim=1).square_() if space is None else space.sum(dim))
+    first, second = (
+        _joined([_joined(x[side][k]) if dims[side] == 1 else _total(x[side][k]) for side in wanted])
+        for k, x in ((0, found), (1, found))
+    )
     if positives.diagonal:
-        diagonal = scores.diagonal()
-        for side, size in enumerate(sizes):
-            if size:
-                first[side].sub_(diagonal)
-                torch.mul(diagonal, diagonal, out=taken[side])
+        positive = scores.diagonal()
+        positive = torch.cat((positive, positive)) if all(asked) else positive
+        first.sub_(positive)
+        taken = positive.square()
+        count: Tensor | int = max(1, scores.shape[1] - 1)
+        mean = first / count
     else:
+        taken = torch.zeros_like(first)
+        sides = _sides(first, (scores.shape[0], scores.shape[1]), asked), _sides(taken, scores.shape, asked)  # type: ignore[arg-type]
         for i, j in positives.chunks():
             positive = scores[i, j]
-            for side, index in enumerate((i, j)):
-                if asked[side]:
-                    first[side].index_add_(0, index, positive, alpha=-1)
-                    taken[side].index_add_(0, index, positive.square())
-    if positives.diagonal:
-        count = max(1, scores.shape[1] - 1)
-        mean = sums[0] / count
-    else:
-        given = [n for n, a in zip(counts, asked, strict=True) if a and isinstance(n, Tensor)]
-        number = torch.cat(given) if both else given[0]
+            for side in wanted:
+                index = (i, j)[side]
+                sides[0][side].index_add_(0, index, positive, alpha=-1)
+                sides[1][side].index_add_(0, index, positive.square())
+        number = _joined([counts[side] for side in wanted])  # type: ignore[misc]
         count = number.clamp_min(1)
-        mean = (sums[0] / count).masked_fill_(number == 0, 0.0)
+        mean = (first / count).masked_fill_(number == 0, 0.0)
     squared = mean.square()
-    variance = (sums[1] - sums[2]).div_(count).sub_(squared)
-    far = _lost_digits(squared.add_(sums[2].div_(count)), variance)  # positives cost digits as a distance does
-    if both:  # answers share no memory
-        means, variances = ([part.clone() for part in x.split(sizes)] for x in (mean, variance))
-    else:
-        means, variances = ([x if a else x.new_empty(0) for a in asked] for x in (mean, variance))
-    return (means[0], means[1]), (variances[0], variances[1]), far
+    variance = second.sub_(taken).div_(count).sub_(squared)
+    far = _lost_digits(squared.add_(taken.div_(count)), variance)  # positives cost digits as a distance does
+    return mean, variance, far
+
+
+def _total(parts: list[Tensor]) -> Tensor:
+    total = parts[0]
+    for x in parts[1:]:
+        total.add_(x)
+    return total
 
 
 def _around(
     centre: tuple[Tensor, Tensor], source: Source, positives: Positives, asked: tuple[bool, bool], counts: Counts
-) -> tuple[_Moments, _Moments]:
+) -> Moments:
     first: list[Tensor | None] = [None, None]
     second: list[Tensor | None] = [None, None]
     for tile in tiles(source, scratch=1):
@@ -143,20 +146,24 @@ def _around(
             # Along the rows the norm needs no second write; along the columns PyTorch does not vectorise it.
             squares = torch.linalg.vector_norm(t, dim=1).square_() if dim == 1 else t.square_().sum(0)
             second[side] = tile.add_to(second[side], squares, dim, size)
-    rows, cols = (close(c, n, s1, s2) for c, n, s1, s2 in zip(centre, counts, first, second, strict=True))
-    return rows, cols
+    return close(centre, counts, first, second)
 
 
-def close(centre: Tensor, count: Tensor | int, first: Tensor | None, second: Tensor | None) -> _Moments:
-    """Of one side, from the sums of its negatives' distances from ``centre`` and of their squares; empty for None."""
-    if first is None or second is None:
-        return _Moments(*(centre.new_empty(0) for _ in range(3)))
-    n = _at_least_one(count)
-    shift = first / n
-    mean, variance = centre + shift, (second / n).addcmul_(shift, shift, value=-1)
-    if isinstance(count, Tensor):
-        return _Moments(mean.masked_fill_(count == 0, 0.0), variance, shift)
-    return _Moments(mean if count else torch.zeros_like(mean), variance, shift)
+def close(centre: tuple[Tensor, Tensor], counts: Counts, first: Sequence[Any], second: Sequence[Any]) -> Moments:
+    """From the sums of the negatives' distances from ``centre`` and of their squares; None for a side not asked for."""
+    found = []
+    for middle, count, s1, s2 in zip(centre, counts, first, second, strict=True):
+        if s1 is None:
+            continue
+        n = _at_least_one(count)
+        shift = s1 / n
+        mean, variance = middle + shift, (s2 / n).addcmul_(shift, shift, value=-1)
+        if isinstance(count, Tensor):
+            mean = mean.masked_fill_(count == 0, 0.0)
+        elif not count:
+            mean = torch.zeros_like(mean)
+        found.append((mean, variance, shift))
+    return Moments(*(_joined(x) for x in zip(*found, strict=True)))
 
 
 def _at_least_one(count: Tensor | int) -> Tensor | int:
@@ -191,21 +198,25 @@ def centres(source: Source, asked: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
 
 
 def moments_backward(
-    source: Source, means: Pair, grads: Pair, variance_grads: Pair, needs: tuple[bool, bool]
+    source: Source,
+    asked: tuple[bool, bool],
+    mean: Tensor,
+    grad: Tensor | None,
+    variance_grad: Tensor | None,
+    needs: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor]:
     """``dS_ij = (g_mean + 2 g_var (S_ij - mean)) / n`` over the negatives, summed over both sides."""
     positives = Positives.of(source)
-    counts = negative_counts(positives, (means[0] is not None, means[1] is not None))
-    parts: list[tuple[Tensor, Tensor] | None] = []
-    for side, _ in SIDES:
-        mean, g, gv = means[side], grads[side], variance_grads[side]
-        if mean is None or (g is None and gv is None):
-            parts.append(None)
-            continue
-        n = _at_least_one(counts[side])
-        slope = torch.zeros_like(mean) if gv is None else 2 * gv / n
-        const = (torch.zeros_like(mean) if g is None else g / n) - slope * mean
-        parts.append((const, slope))
+    parts: list[tuple[Tensor, Tensor] | None] = [None, None]
+    if grad is not None or variance_grad is not None:
+        zero = torch.zeros_like(mean)
+        given = (_sides(zero if x is None else x, source.shape, asked) for x in (mean, grad, variance_grad))
+        sides = zip(negative_counts(positives, asked), *given, strict=True)
+        for side, (count, middle, g, gv) in enumerate(sides):
+            if asked[side]:
+                n = _at_least_one(count)
+                slope = 2 * gv / n
+                parts[side] = g / n - slope * middle, slope
     if source.fused:
         return fused().moments_backward(source, parts, needs)
     gradient = Gradient(source, needs)

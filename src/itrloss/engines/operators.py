@@ -236,42 +236,42 @@ def _of_source(rows: Tensor | None, cols: Tensor | None) -> tuple[Tensor | None,
 
 
 def _fake_moments(source, *asked):
-    sizes = uninitialised(source, asked)
-    return (*sizes, *(torch.empty_like(s) for s in sizes))
+    mean = torch.cat(uninitialised(source, asked))
+    return mean, torch.empty_like(mean)
 
 
-@operator("(SOURCE, bool for_rows, bool for_cols) -> (Tensor, Tensor, Tensor, Tensor)", _fake_moments)
+@operator("(SOURCE, bool for_rows, bool for_cols) -> (Tensor, Tensor)", _fake_moments)
 def moment_sums(source, *asked, positives=None):
-    means, variances = moments.moments(source, asked, positives)
-    return (*means, *variances)
+    return moments.moments(source, asked, positives)
 
 
 @operator(
-    "(SOURCE, Tensor? row_mean, Tensor? col_mean, Tensor? row_grad, Tensor? col_grad, Tensor? row_var_grad,"
-    " Tensor? col_var_grad, bool need_rows, bool need_cols) -> (Tensor, Tensor)",
+    "(SOURCE, bool for_rows, bool for_cols, Tensor mean, Tensor? grad, Tensor? var_grad, bool need_rows,"
+    " bool need_cols) -> (Tensor, Tensor)",
     _fake_source_gradient,
 )
 def moment_sums_backward(source, *args):
-    return moments.moments_backward(source, args[0:2], args[2:4], args[4:6], args[6:8])
+    return moments.moments_backward(source, args[:2], *args[2:5], args[5:])
 
 
 class Moments(torch.autograd.Function):
-    """``(row mean, column mean, row variance, column variance)`` of the negatives."""
+    """Means and variances of the negatives: of the rows that are asked, then of the columns."""
 
     @staticmethod
     def forward(ctx, *args):
-        """(N,) means, (M,) means, (N,) and (M,) variances."""
+        """(N,), (M,) or (N + M,) means, and as many variances."""
         *args, positives = args
-        out = moment_sums(*args, positives=positives)
-        _save(ctx, None, args[:WIDTH], *out[:2])
+        mean, variance = moment_sums(*args, positives=positives)
+        _save(ctx, None, args[:WIDTH], mean)
+        ctx.asked = args[WIDTH:]
         ctx.set_materialize_grads(False)
-        return out
+        return mean, variance
 
     @staticmethod
     @first_order
     def backward(ctx, *grads):
-        source, means = _saved(ctx)
-        rows, cols = moment_sums_backward(*source, *means, *_asked_for(*grads), *ctx.needs_input_grad[:2])
+        source, (mean,) = _saved(ctx)
+        rows, cols = moment_sums_backward(*source, *ctx.asked, mean, *grads, *ctx.needs_input_grad[:2])
         return *_of_source(rows, cols), None, None, None
 
 

@@ -253,7 +253,7 @@ def sums_and_products(
 # ---------------------------------------------------------------------------------------------------- moments
 
 
-def moments(source: Source, asked: tuple[bool, bool]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def moments(source: Source, asked: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
     """See :func:`itrloss.engines.moments.moments`."""
     centres = by_torch.centres(source, asked)
     first, second = _figures(source, asked), _figures(source, asked)
@@ -262,8 +262,8 @@ def moments(source: Source, asked: tuple[bool, bool]) -> tuple[tuple[Tensor, Ten
             if a:
                 _sum(along.moment_sums, source, block, side, centres[side], first[side], second[side])
     counts = by_torch.negative_counts(Positives.of(source), asked)
-    rows, cols = [by_torch.close(*x) for x in zip(centres, counts, first, second, strict=True)]
-    return (rows.mean, cols.mean), (rows.variance, cols.variance)
+    found = by_torch.close(centres, counts, first, second)
+    return found.mean, found.variance
 
 
 def moments_backward(
