@@ -87,8 +87,8 @@ def _diversity(sim: Similarity, kind: Diversity, epsilon: float, temperature: fl
     return std_diversity(sim, epsilon) if kind == "std" else entropy_diversity(sim, epsilon, temperature)
 
 
-def diversities(sim: Similarity, kind: Diversity, epsilon: float, temperature: float) -> tuple[Tensor, Tensor]:
-    """Of rows and columns, out of one pass."""
+def diversities(sim: Similarity, kind: Diversity, epsilon: float, temperature: float) -> Tensor:
+    """Of rows and columns, out of one pass: (N + M,)."""
     if kind == "std":
         rows, cols = (m.std for m in sim.both.moments())
     elif kind == "entropy":
@@ -96,9 +96,8 @@ def diversities(sim: Similarity, kind: Diversity, epsilon: float, temperature: f
     else:
         raise ValueError(f"diversity: expected 'std', 'entropy' or None, got {kind!r}")
     if rows.shape == cols.shape:
-        first, second = _diversity_scores(torch.stack((rows, cols)), epsilon)
-        return first, second
-    return _diversity_scores(rows, epsilon), _diversity_scores(cols, epsilon)
+        return _diversity_scores(torch.stack((rows, cols)), epsilon).flatten()
+    return torch.cat((_diversity_scores(rows, epsilon), _diversity_scores(cols, epsilon)))
 
 
 # ----------------------------------------------------------------------------------------------------- losses
@@ -128,23 +127,17 @@ def diversity_contrastive_loss(
     _checked(sim)
     term = _positive_term(positive)
     weight = temperature if positive_weight == "paper" else float(positive_weight)
+    scale: Tensor | float = 1 / temperature
     if diversity is None:
-        scale: Tensor | float = 1 / temperature
-        lse = sim.both.logsumexp(scale)
-        offsets = (scale * margin, scale * margin)
+        repulsion = sim.both.logsumexp(scale)
     else:
         beside = sim._detach_for_now() if detach_diversity else sim
-        scored = diversities(beside, diversity, epsilon, entropy_temperature)
-        scales = tuple((1 / temperature) / d for d in scored)
-        lse = sim.both.logsumexp(*scales)
-        offsets = tuple(s * margin for s in scales)
-    attraction = sim.both.positives(term)
+        scale = scale / diversities(beside, diversity, epsilon, entropy_temperature)
+        repulsion = sim.both.logsumexp(*scale.split(sim.shape))
     counts = AnchorCounts(sim)
-    values = [
-        temperature * _log1p_exp(z - offset) - weight * counts.mean_of_positives(a, side)
-        for side, (z, offset, a) in enumerate(zip(lse, offsets, attraction, strict=True))
-    ]
-    return counts.reduce(values[0], values[1], reduction)
+    attraction = counts.mean_of_positives(torch.cat(sim.both.positives(term)))
+    values = temperature * _log1p_exp(torch.cat(repulsion) - scale * margin) - weight * attraction
+    return counts.reduce(values, reduction)
 
 
 def hubness_aware_loss(
@@ -160,14 +153,10 @@ def hubness_aware_loss(
     term, minus the mean over positive pairs of ``log(1 + S)``. With ``reduction="none"`` each direction carries one
     half of the positive term. See :class:`itrloss.HubnessAwareLoss`.
     """
-    lse = _checked(sim).both.logsumexp(scale)
-    attraction = sim.both.positives("log1p_clamp")
+    repulsion = _log1p_exp(torch.cat(_checked(sim).both.logsumexp(scale)) - scale * margin) / scale
     counts = AnchorCounts(sim)
-    values = [
-        _log1p_exp(z - scale * margin) / scale - 0.5 * counts.mean_over_pairs(a, side)
-        for side, (z, a) in enumerate(zip(lse, attraction, strict=True))
-    ]
-    return counts.reduce(values[0], values[1], reduction)
+    attraction = counts.mean_over_pairs(torch.cat(sim.both.positives("log1p_clamp")))
+    return counts.reduce(repulsion - 0.5 * attraction, reduction)
 
 
 def memory_diversity_contrastive_loss(
@@ -202,7 +191,7 @@ def memory_diversity_contrastive_loss(
     values = []
     if diversity is not None:
         batch = sims.batch._detach_for_now() if detach_diversity else sims.batch
-        in_batch = diversities(batch, diversity, epsilon, entropy_temperature)
+        in_batch = diversities(batch, diversity, epsilon, entropy_temperature).split(batch.shape)
     for side, memory in enumerate(sims.memory):
         scale: Tensor | float = 1 / temperature
         if diversity is not None:
@@ -267,8 +256,7 @@ def info_nce_loss(
     a = scale if isinstance(scale, Tensor) else rows.new_full((1,), scale)
     loss = sim.both.positives("negative_log_likelihood", (rows, a), (cols, a))
     counts = AnchorCounts(sim)
-    rows, cols = (counts.mean_of_positives(x, side) for side, x in enumerate(loss))
-    return counts.reduce(rows, cols, reduction)
+    return counts.reduce(counts.mean_of_positives(torch.cat(loss)), reduction)
 
 
 def sigmoid_loss(
@@ -316,16 +304,16 @@ def triplet_loss(
     or the sum over all negatives instead of the maximum (``"all"``); α is the ``margin``, in units of cosine
     similarity.
     """
-    return AnchorCounts(sim).reduce(*triplet_values(_checked(sim), margin, mining), reduction)
+    return AnchorCounts(sim).reduce(triplet_values(_checked(sim), margin, mining), reduction)
 
 
-def triplet_values(sim: Similarity, margin: float, mining: Mining) -> tuple[Tensor, Tensor]:
-    """The terms of :func:`triplet_loss`, of each row and of each column, whether it counts or not."""
+def triplet_values(sim: Similarity, margin: float, mining: Mining) -> Tensor:
+    """The terms of :func:`triplet_loss`, of each row and then of each column, whether it counts or not: (N + M,)."""
     if mining == "hardest":
         thresholds = [h.values + margin for h in sim.both.hardest()]
-        return sim.both.positives("hinge", (thresholds[0],), (thresholds[1],), sparse=True)
+        return torch.cat(sim.both.positives("hinge", (thresholds[0],), (thresholds[1],), sparse=True))
     if mining == "all":
-        return sim.both.violations(margin)
+        return torch.cat(sim.both.violations(margin))
     raise ValueError(f"mining: expected 'hardest' or 'all', got {mining!r}")
 
 

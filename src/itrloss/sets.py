@@ -60,9 +60,8 @@ def variance_aware_loss(
     else:
         each = [_weighted_hinges(_Head.of(sim), margin, detach_sigma, shared_sigma) for sim in heads]
         found = [torch.stack(values).sum(0) for values in zip(*each, strict=True)]
-    if reduction == "mean":
-        found = [counts.mean_over_pairs(x, side) for side, x in enumerate(found)]
-    return counts.reduce(found[0], found[1], reduction)
+    values = torch.cat(found)
+    return counts.reduce(counts.mean_over_pairs(values) if reduction == "mean" else values, reduction)
 
 
 def _same_ids(sim: Similarity, other: Similarity) -> bool:

@@ -62,8 +62,7 @@ def describe(sim: Similarity, margin: float = 0.0, hubness_k: int = 10) -> dict[
         index = top.indices.flatten()
         occurrences = torch.zeros(size, dtype=torch.int64, device=index.device)
         found[f"hubness_{name}"] = skewness(occurrences.index_add_(0, index, torch.ones_like(index)))
-    rows, cols = diversities(sim, "std", 0.1, 1.0)
-    found["diversity_min"] = torch.minimum(rows.amin(), cols.amin())
+    found["diversity_min"] = diversities(sim, "std", 0.1, 1.0).amin()
     return {name: value.to(sim.dtype) for name, value in found.items()}
 
 

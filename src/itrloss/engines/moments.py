@@ -63,7 +63,7 @@ def _sides(x: Tensor, shape: tuple[int, int], asked: tuple[bool, bool]) -> tuple
 
 
 def _joined(sides: Sequence[Tensor]) -> Tensor:
-    return torch.cat(sides) if len(sides) > 1 else sides[0]
+    return torch.cat(list(sides)) if len(sides) > 1 else sides[0]
 
 
 def _lost_digits(subtracted: Tensor, variance: Tensor) -> bool:

@@ -251,7 +251,8 @@ def moment_sums(source, *asked, positives=None):
     _fake_source_gradient,
 )
 def moment_sums_backward(source, *args):
-    return moments.moments_backward(source, args[:2], *args[2:5], args[5:])
+    asked, (mean, grad, var_grad), needs = args[:2], args[2:5], args[5:]
+    return moments.moments_backward(source, asked, mean, grad, var_grad, needs)
 
 
 class Moments(torch.autograd.Function):

@@ -71,9 +71,10 @@ class TripletLoss(PairLoss):
         """See :func:`itrloss.functional.triplet_loss`."""
         values, counts = functional.triplet_values(sim, self.margin, self.mining), AnchorCounts(sim)
         if self.mining == "hardest" and self.training and not self._warned and not torch.compiler.is_compiling():
-            rows, cols = counts.reduce(values[0].detach(), values[1].detach(), "none")
-            self._watch(rows.sum() + cols.sum(), sim.shape[0] if counts.one_to_one else counts.pairs[0])
-        return counts.reduce(*values, self.reduction)
+            total = counts.reduce(values.detach(), "sum")
+            assert isinstance(total, Tensor)
+            self._watch(total, sim.shape[0] if counts.one_to_one else counts.pairs[0])
+        return counts.reduce(values, self.reduction)
 
     def _watch(self, total: Tensor, pairs: Tensor | int) -> None:
         """Count the calls on the plateau, and read the number now and then only: an accelerator would have to wait."""
