@@ -38,7 +38,8 @@ def _fixed_shift(scales: Pair, bounded: bool, extra: int) -> float | None:
     # Reading a value is free on the CPU; an accelerator would have to wait, and subtracts the maximum instead.
     if given[0].device.type != "cpu":
         return None
-    largest = max([max(-float(low), float(high)) for low, high in (s.aminmax() for s in given)])
+    ends = [(s, s) if s.numel() == 1 else s.aminmax() for s in given[: 1 if scales[0] is scales[1] else 2]]
+    largest = max([max(-float(low), float(high)) for low, high in ends])
     if extra == ENTROPY:
         return 0.0 if largest <= _ENTROPY_RANGE else None
     return max(0.0, largest - _RANGE) if largest <= 3 * _RANGE else None
