@@ -252,8 +252,8 @@ def info_nce_loss(
     if isinstance(temperature, Tensor):
         temperature = temperature.to(_checked(sim).dtype)  # its reciprocal in half precision would be far off
     scale = 1 / temperature
-    rows, cols = _checked(sim).both.logsumexp(scale)
-    a = scale if isinstance(scale, Tensor) else rows.new_full((1,), scale)
+    a = scale if isinstance(scale, Tensor) else torch.full((1,), scale, dtype=_checked(sim).dtype, device=sim.device)
+    rows, cols = sim.both.logsumexp(a)
     loss = sim.both.positives("negative_log_likelihood", (rows, a), (cols, a))
     counts = AnchorCounts(sim)
     return counts.reduce(counts.mean_of_positives(torch.cat(loss)), reduction)

@@ -318,7 +318,10 @@ class Matrix:
             if not all(asked) or not params[0]:  # a term without parameters is the same for both sides
                 return (term_values(term, scores, *params[asked.index(True)]),) * 2
             sides = zip(*params, strict=True)
-            given = [a if a is b else torch.stack((a.expand_as(scores), b.expand_as(scores))) for a, b in sides]
+            given = [
+                a if a is b else torch.stack([x.expand_as(scores) if len(x) == 1 else x for x in (a, b)])
+                for a, b in sides
+            ]
             return term_values(term, scores, *given).expand(2, *scores.shape).unbind()
         # Where pairs cannot be listed, the embeddings would have to be multiplied once more.
         pairs = Positives(*self.shape, *self.ids, self.rows.device)

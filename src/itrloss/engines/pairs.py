@@ -307,7 +307,9 @@ class _TermValues(torch.autograd.Function):
 
 
 def _reduced(x: Tensor, shape: torch.Size) -> Tensor:
-    return x if x.shape == shape else x.sum_to_size(shape)
+    if x.shape == shape:
+        return x
+    return x.sum(0) if x.shape[1:] == shape else x.sum_to_size(shape)
 
 
 def hands_out_diagonal(source: Source, negative: bool) -> bool:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 PANEL = {"cpu": 2**19}  # scores per panel of a matrix that exists: a few panels fit in the cache
 TILE = {"cpu": (2**20, 2048)}  # scores per recomputed tile, and its least width: large enough for full-speed products
@@ -91,7 +90,6 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     PyTorch's ``once_differentiable`` refuses only where an incoming gradient has a gradient itself; the dependence on
     the embeddings would be dropped in silence.
     """
-    backward = once_differentiable(backward)
 
     @functools.wraps(backward)
     def checked(ctx: Any, *grads: Tensor | None) -> Any:
