@@ -35,9 +35,15 @@ class Config:
 
     # model
     dim: int = 256
-    concepts: int = 100  # loss = "coder": vectors that the concept branch asks
+    enhancement: str = ""  # "sge" or "cge": USER's, of the regions
+    whole_features: bool = False  # add a linear path from the feature of the whole picture to the image embedding
+    whole_dropout: float = 0.5  # of that feature
+    concepts: int = 100  # loss = "coder": concepts in its concept branch
+    concept_threshold: float = 0.3  # an edge of their graph: how often one has to come with the other
+    tagger: str = "rules"  # what finds them: "rules", or "spacy" (which must be installed)
     heads: int = 4  # loss = "dvse": embeddings of an image
     word_dim: int = 200
+    word_vectors: str = ""  # GloVe's text file, or .npy with a list of words beside it (.json): where words begin
     bag_of_words: bool = True  # add a linear path from the mean word embedding to the text embedding
     feature_dropout: float = 0.4  # of each region feature
     word_dropout: float = 0.2  # of whole words
@@ -79,9 +85,12 @@ class Config:
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         for name in ("warmup_epochs", "lr_warmup_steps", "decay_epoch", "weight_decay", "threads", "save_steps"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "not negative")
-        for name in ("feature_dropout", "word_dropout", "embedding_dropout"):
+        for name in ("feature_dropout", "whole_dropout", "word_dropout", "embedding_dropout"):
             _require(0 <= getattr(self, name) < 1, name, getattr(self, name), "in [0, 1)")
-        _require(0 <= self.momentum <= 1, "momentum", self.momentum, "in [0, 1]")
+        for name in ("momentum", "concept_threshold"):
+            _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "in [0, 1]")
+        _require(self.enhancement in ("", "sge", "cge"), "enhancement", self.enhancement, "'sge', 'cge' or ''")
+        _require(self.tagger in ("rules", "spacy"), "tagger", self.tagger, "'rules' or 'spacy'")
         for name in ("lr", "clip"):
             _require(getattr(self, name) > 0, name, getattr(self, name), "positive")
 

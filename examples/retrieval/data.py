@@ -2,13 +2,15 @@
 
 A data set is a directory with `{split}_ims.npy`, (n, regions, d), and `{split}_caps.txt`, one caption a line; five
 lines in a row describe one image (`image = line // 5`), or one line each where there are as many lines as images.
+Beside them there may be `{split}_global.npy`, (n, d'), a feature of each picture as a whole.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +28,7 @@ class Split:
     features: np.ndarray  # (n, regions, d), memory-mapped: only what a batch takes is read
     captions: list[str]
     captions_per_image: int
+    wholes: np.ndarray | None = None  # (n, d')
 
     @property
     def image_ids(self) -> Tensor:
@@ -50,7 +53,11 @@ def load_split(root: str | Path, name: str) -> Split:
             f"{captions_path} has {len(captions)} captions and {features_path} has {len(features)} images: "
             "there must be five captions an image, or one"
         )
-    return Split(features, captions, len(captions) // len(features))
+    wholes_path = Path(root, f"{name}_global.npy")
+    wholes = np.load(wholes_path, mmap_mode="r") if wholes_path.exists() else None
+    if wholes is not None and (wholes.ndim != 2 or wholes.dtype.kind != "f" or len(wholes) != len(features)):
+        raise ValueError(f"{wholes_path}: {wholes.dtype} {wholes.shape}, must be a float array ({len(features)}, d)")
+    return Split(features, captions, len(captions) // len(features), wholes)
 
 
 def tokenize(caption: str) -> list[str]:
@@ -90,6 +97,45 @@ class Vocabulary:
         return (idf / (idf * running).sum().clamp(min=1e-12) * running.sum()).float()
 
 
+def word_vectors(path: str | Path) -> dict[str, np.ndarray]:
+    """Vectors of words, float32: from GloVe's text format, or from an .npy file with its words as a list in a .json.
+
+    That file is the only .json in the same folder, or has the array's name.
+    """
+    path = Path(path)
+    if path.suffix != ".npy":
+        vectors = {}
+        with open(path, encoding="utf-8") as file:
+            for line in file:
+                word, *values = line.rstrip().split(" ")
+                vectors[word] = np.array(values, dtype=np.float32)
+        return vectors
+    beside = sorted(path.parent.glob("*.json"))
+    named = path.with_suffix(".json")
+    if not named.exists() and len(beside) != 1:
+        raise ValueError(f"{path}: its words must be a list in {named.name}, or in the only .json file of the folder")
+    words = json.loads((named if named.exists() else beside[0]).read_text(encoding="utf-8"))
+    array = np.load(path).astype(np.float32)
+    if array.ndim != 2 or len(array) != len(words):
+        raise ValueError(f"{path}: shape {array.shape}, must be ({len(words)}, d) for the words in {beside[0].name}")
+    return dict(zip(words, array, strict=True))
+
+
+def begin_with(weight: Tensor, words: Sequence[str], vectors: Mapping[str, np.ndarray]) -> int:
+    """Overwrite the rows of the words that have a vector, at the mean length of the rows; returns how many have one."""
+    found = [i for i, word in enumerate(words) if word in vectors]
+    if found:
+        given = torch.from_numpy(np.stack([vectors[words[i]] for i in found]))
+        if given.shape[1] > weight.shape[1]:
+            raise ValueError(
+                f"word_dim = {weight.shape[1]}: must be at least {given.shape[1]}, as the word vectors have"
+            )
+        given *= weight[found].norm(dim=1).mean() / given.norm(dim=1).mean()
+        with torch.no_grad():
+            weight[found, : given.shape[1]] = given.to(weight)
+    return len(found)
+
+
 def pad(sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """Right-pad with 0: -> (B, L) int64 and the lengths (B,) int64."""
     lengths = torch.tensor([len(s) for s in sequences])
@@ -99,8 +145,8 @@ def pad(sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     return padded, lengths
 
 
-def regions(features: np.ndarray, rows: np.ndarray | slice) -> Tensor:
-    """The chosen images of a memory-mapped array, as a float32 tensor (B, R, d)."""
+def chosen(features: np.ndarray, rows: np.ndarray | slice) -> Tensor:
+    """The chosen images of a memory-mapped array, as a float32 tensor."""
     return torch.from_numpy(np.asarray(features[rows], dtype=np.float32))
 
 
@@ -117,6 +163,17 @@ def feature_statistics(features: np.ndarray, chunk: int = 1024) -> tuple[Tensor,
     return torch.from_numpy(mean).float(), torch.tensor(variance or 1.0).sqrt().float()
 
 
+def whole_statistics(wholes: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each feature of whole pictures, (d,) float32, after :func:`compressed`."""
+    x = compressed(torch.from_numpy(np.asarray(wholes, dtype=np.float32)))
+    return x.mean(0), x.std(0).clamp_min(1e-3)
+
+
+def compressed(x: Tensor) -> Tensor:
+    """The root of what is positive, with the sign: activations of a network have long tails."""
+    return x.sign() * x.abs().sqrt()
+
+
 @dataclass(frozen=True)
 class Batch:
     """B images and M = B * captions_per_image captions; equal ids say which belong together."""
@@ -126,6 +183,7 @@ class Batch:
     lengths: Tensor  # (M,) int64
     image_ids: Tensor  # (B,) int64
     text_ids: Tensor  # (M,) int64
+    wholes: Tensor | None = None  # (B, d') float32
 
 
 class Batches:
@@ -165,9 +223,10 @@ class Batches:
         images = samples * self.captions_per_image // self.split.captions_per_image
         words, lengths = pad([self.word_ids[i] for i in captions])
         return Batch(
-            regions(self.split.features, images),
+            chosen(self.split.features, images),
             words,
             lengths,
             torch.from_numpy(images),
             torch.from_numpy(captions // self.split.captions_per_image),
+            None if self.split.wholes is None else chosen(self.split.wholes, images),
         )

@@ -1,4 +1,4 @@
-"""The two encoders that all models share: regions and words, each pooled by GPO.
+"""The two encoders that all models share: regions and words, each pooled by GPO; and USER's enhancements of regions.
 
 The embeddings that come out are not normalised: the losses and the metrics of itrloss take the cosine themselves.
 """
@@ -13,6 +13,8 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from .data import compressed
 
 MASKED = -10000.0
 GROUP = 64  # captions that the text encoder runs at a time
@@ -129,16 +131,68 @@ class SubEmbeddings(nn.Module):
         return pooled[:, None] + residuals, residuals
 
 
-class ImageEncoder(nn.Module):
-    """Region features (B, R, region_dim) -> image embeddings (B, dim): standardise, project, pool.
+class SelfGuidedEnhancement(nn.Module):
+    """SGE of USER (Zhang et al., 2023, Eq. 1-7): regions are told what the picture as a whole shows.
 
-    With ``heads``, sets of them: the last step is a :class:`SubEmbeddings`, and its answer what comes out.
+    The mean of the regions asks them which ones matter; the sum weighted by their answers, at unit length, is the
+    picture as a whole, and each region gets more of it the closer it is to it.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.local, self.whole = nn.Linear(dim, dim), nn.Linear(dim, dim)  # kappa, nu
+        self.local_norm, self.whole_norm = nn.BatchNorm1d(dim), nn.BatchNorm1d(dim)
+        self.score = nn.Linear(dim, 1, bias=False)
+
+    def forward(self, regions: Tensor, wholes: Tensor | None = None) -> Tensor:
+        """(B, R, d) -> (B, R, d)."""
+        local = rearrange(
+            self.local_norm(rearrange(self.local(regions), "b r d -> (b r) d")), "(b r) d -> b r d", b=len(regions)
+        )
+        whole = self.whole_norm(self.whole(regions.mean(1)))
+        weights = self.score(local.tanh() * whole.tanh()[:, None]).softmax(1)  # (B, R, 1)
+        return told(regions, F.normalize((weights * regions).sum(1), dim=1))
+
+
+class GuidedEnhancement(nn.Module):
+    """CGE of USER (Eq. 8, 6, 7): the same with a feature of the whole picture from elsewhere, CLIP's in the paper."""
+
+    def __init__(self, whole_dim: int, dim: int) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(whole_dim),
+            nn.BatchNorm1d(whole_dim),
+            nn.Linear(whole_dim, dim),
+            nn.GELU(),
+            nn.BatchNorm1d(dim),
+            nn.Linear(dim, dim),
+        )
+
+    def forward(self, regions: Tensor, wholes: Tensor | None) -> Tensor:
+        """(B, R, d), (B, d') -> (B, R, d)."""
+        assert wholes is not None
+        return told(regions, self.mlp(wholes))
+
+
+def told(regions: Tensor, whole: Tensor) -> Tensor:
+    """``x_i = v_i + a_i v_glo``, ``a = softmax_i(v_glo . v_i)`` at unit length over the regions, as in USER's code."""
+    attention = torch.einsum("brd,bd->br", regions, whole).softmax(1)
+    return regions + F.normalize(attention, dim=1)[:, :, None] * whole[:, None]
+
+
+class ImageEncoder(nn.Module):
+    """Region features (B, R, region_dim) -> image embeddings (B, dim): standardise, enhance, project, pool.
+
+    With ``heads``, sets of them: the last step is a :class:`SubEmbeddings`, and its answer what comes out. With
+    ``whole``, a linear path from the feature of the whole picture (B, whole_dim) is added to what is pooled.
 
     The projection is that of VSE-infinity: one linear layer plus a two-layer residual MLP with batch normalisation.
     """
 
     mean: Tensor
     std: Tensor
+    whole_mean: Tensor
+    whole_std: Tensor
 
     def __init__(
         self,
@@ -147,11 +201,22 @@ class ImageEncoder(nn.Module):
         feature_dropout: float = 0.0,
         shared_dropout: bool = False,
         heads: SubEmbeddings | None = None,
+        whole_dim: int = 0,
+        whole: bool = False,
+        whole_dropout: float = 0.0,
+        enhancement: str = "",
     ) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(region_dim))
         self.register_buffer("std", torch.ones(()))
+        self.register_buffer("whole_mean", torch.zeros(whole_dim))
+        self.register_buffer("whole_std", torch.ones(whole_dim))
         self.dropout = SetDropout(feature_dropout, shared_dropout)
+        self.enhancement: nn.Module | None = None
+        if enhancement == "sge":
+            self.enhancement = SelfGuidedEnhancement(region_dim)
+        elif enhancement == "cge":
+            self.enhancement = GuidedEnhancement(whole_dim, region_dim)
         self.linear = nn.Linear(region_dim, dim)
         self.mlp = nn.Sequential(
             nn.Linear(region_dim, dim // 2, bias=False),  # the batch normalisation brings its own bias
@@ -161,13 +226,20 @@ class ImageEncoder(nn.Module):
         )
         self.pool = GPO()
         self.heads = heads
+        self.whole = nn.Sequential(nn.Dropout(whole_dropout), nn.Linear(whole_dim, dim)) if whole else None
 
-    def forward(self, regions: Tensor) -> Any:
+    def forward(self, regions: Tensor, wholes: Tensor | None = None) -> Any:
         x = self.dropout((regions - self.mean) / self.std)
+        if wholes is not None:
+            wholes = (compressed(wholes) - self.whole_mean) / self.whole_std
+        if self.enhancement is not None:
+            x = self.enhancement(x, wholes)
         flat = rearrange(x, "b r d -> (b r) d")
         projected = rearrange(self.linear(flat) + self.mlp(flat), "(b r) d -> b r d", b=len(x))
         lengths = torch.full((len(x),), x.shape[1])
         pooled = self.pool(projected, lengths)
+        if self.whole is not None:
+            pooled = pooled + self.whole(wholes)
         return pooled if self.heads is None else self.heads(projected, pooled, lengths)
 
 
@@ -191,6 +263,7 @@ class TextEncoder(nn.Module):
         bag_of_words: bool = True,
         shared_dropout: bool = False,
         head: SubEmbeddings | None = None,
+        asks: bool = False,
     ) -> None:
         super().__init__()
         self.register_buffer("idf", torch.ones(vocabulary_size))
@@ -203,8 +276,9 @@ class TextEncoder(nn.Module):
         self.pool = GPO()
         self.head = head
         self.bag = nn.Linear(word_dim, dim) if bag_of_words else None
+        self.asking = GPO() if asks else None
 
-    def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
+    def forward(self, words: Tensor, lengths: Tensor) -> Any:
         x = self.dropout(self.embedding(words))
         kept = F.dropout(torch.ones_like(x[:, :, :1]), self.word_dropout, self.training)  # whole words
         x = x * kept
@@ -214,20 +288,25 @@ class TextEncoder(nn.Module):
         mean = torch.einsum("bld,bl->bd", x, self.idf[words]) / lengths.to(x.device)[:, None]
         return self.recurrent(x, lengths, self.bag(mean))
 
-    def recurrent(self, x: Tensor, lengths: Tensor, bag: Tensor | None) -> Tensor:
+    def recurrent(self, x: Tensor, lengths: Tensor, bag: Tensor | None) -> Any:
         """BiGRU and pooling, (B, L, word_dim) -> (B, dim), for groups of captions of about the same length.
 
-        What comes from the bag of words, (B, dim), is added to what is pooled.
+        What comes from the bag of words, (B, dim), is added to what is pooled. With ``asks``, a second aggregator
+        pools the same words once more, and the answer is a pair.
 
         In a group no caption is padded to the longest of the batch. And the backward pass of a packed GRU on a CPU
         fills a buffer as large as all its tokens at every time step, which small groups keep small.
         """
         order = lengths.argsort(stable=True)
-        pooled = []
+        pooled, asked = [], []
         for rows in order.split(GROUP):
             own = lengths[rows]
             hidden = averaged_bigru(self.gru, x[rows.to(x.device), : int(own[-1])], own)
-            text = self.pool(hidden, own)
-            text = text if bag is None else text + bag[rows.to(x.device)]
+            beside = 0 if bag is None else bag[rows.to(x.device)]
+            text = self.pool(hidden, own) + beside
             pooled.append(text if self.head is None else self.head(hidden, text, own)[0].squeeze(1))
-        return torch.cat(pooled)[order.argsort().to(x.device)]
+            if self.asking is not None:
+                asked.append(self.asking(hidden, own) + beside)
+        back = order.argsort().to(x.device)
+        texts = torch.cat(pooled)[back]
+        return (texts, torch.cat(asked)[back]) if asked else texts

@@ -9,7 +9,7 @@ from torch import Tensor
 from itrloss.metrics import retrieval_metrics
 from itrloss.rerank import FastReranker
 
-from .data import Split, Vocabulary, pad, regions
+from .data import Split, Vocabulary, chosen, pad
 from .models import VSE
 
 RECALLS = tuple(f"{way}_r{k}" for way in ("i2t", "t2i") for k in (1, 5, 10))
@@ -24,10 +24,11 @@ def model_scores(model: VSE, split: Split, vocabulary: Vocabulary, batch_size: i
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
-    images = [
-        model.embed_images(regions(split.features, slice(i, i + batch_size)).to(device))
-        for i in range(0, len(split.features), batch_size)
-    ]
+    images = []
+    for i in range(0, len(split.features), batch_size):
+        rows = slice(i, i + batch_size)
+        wholes = None if split.wholes is None else chosen(split.wholes, rows).to(device)
+        images.append(model.embed_images(chosen(split.features, rows).to(device), wholes))
     word_ids = [vocabulary.encode(caption) for caption in split.captions]
     by_length = np.argsort([len(ids) for ids in word_ids], kind="stable")  # batches with next to no padding
     texts = []

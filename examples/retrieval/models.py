@@ -25,13 +25,21 @@ class VSE(nn.Module):
         self.image = image
         self.text = text
 
-    def forward(self, regions: Tensor, words: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
-        """(B, R, d) regions, (M, L) word ids, (M,) lengths -> image embeddings (B, dim), text embeddings (M, dim)."""
-        return self.image(regions), self.text(words, lengths)
+    def forward(
+        self, regions: Tensor, words: Tensor, lengths: Tensor, wholes: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """Image embeddings (B, dim) and text embeddings (M, dim).
 
-    def embed_images(self, regions: Tensor) -> Tensor:
-        """(B, R, d) -> what images are retrieved by."""
-        return self.image(regions)
+        Args:
+            regions: (B, R, d) features.
+            words, lengths: (M, L) word ids, padded, and (M,) numbers of words.
+            wholes: (B, d') features of the whole pictures, for encoders that use them.
+        """
+        return self.image(regions, wholes), self.text(words, lengths)
+
+    def embed_images(self, regions: Tensor, wholes: Tensor | None = None) -> Tensor:
+        """(B, R, d), (B, d') -> what images are retrieved by."""
+        return self.image(regions, wholes)
 
     def embed_texts(self, words: Tensor, lengths: Tensor) -> Tensor:
         """(M, L), (M,) -> what texts are retrieved by."""
@@ -43,40 +51,68 @@ class VSE(nn.Module):
         return itrloss.Similarity(images, texts, *ids).scores()
 
 
+class ConceptBranch(nn.Module):
+    """Answers a query by a sum of concepts, weighted by how close each is to it (CODER Eq. 2).
+
+    The concepts are word vectors ``X``, learnt on, that one graph convolution lets know of each other:
+    ``Y = rho(A X W)`` with the normalised graph A of :mod:`examples.retrieval.concepts` (supplement, Eq. 5). The paper
+    leaves rho open. It is tanh here: a leaky ReLU puts all concepts into one orthant, where a query hardly tells them
+    apart, and retrieval of the scenes falls by some 20 points of RSUM.
+    """
+
+    smoothness = 10.0  # of the attention to concepts
+
+    graph: Tensor
+
+    def __init__(self, dim: int, concepts: int, word_dim: int) -> None:
+        super().__init__()
+        self.vectors = nn.Parameter(torch.randn(concepts, word_dim) / word_dim**0.5)
+        self.register_buffer("graph", torch.eye(concepts))
+        self.convolution = nn.Linear(word_dim, dim, bias=False)
+        self.queries = nn.ModuleDict({side: nn.Linear(dim, dim, bias=False) for side in ("image", "text")})
+
+    def concepts(self) -> Tensor:
+        """(g, dim) ``Y``."""
+        return torch.tanh(self.graph @ self.convolution(self.vectors))
+
+    def forward(self, side: str, queries: Tensor) -> Tensor:
+        """(B, dim) queries of ``side``, "image" or "text" -> (B, dim) concept embeddings."""
+        concepts = F.normalize(self.concepts(), dim=1)
+        asked = F.normalize(self.queries[side](queries), dim=1)
+        return (self.smoothness * asked @ concepts.T).softmax(1) @ concepts
+
+
 class CODER(VSE):
     """An instance embedding and a concept embedding of everything (Wang et al., ECCV 2022).
 
-    The concept branch asks a set of concept vectors, learnt and shared by images and texts: an instance embedding
-    makes the query, and the concepts, weighted by their cosine with it, make the concept embedding. Retrieval goes by
-    0.9 of the instances' cosine and 0.1 of the concepts', which is the cosine of the two embeddings in one vector.
+    The query of an image is its instance embedding, as the two share their aggregator; that of a text is pooled from
+    its words once more. Retrieval goes by 0.9 of the instances' cosine and 0.1 of the concepts', which is the cosine of
+    the two embeddings in one vector.
     """
 
     share = 0.9  # of the instance similarity
-    smoothness = 10.0  # of the attention to concepts
 
-    def __init__(self, image: ImageEncoder, text: TextEncoder, dim: int, concepts: int) -> None:
+    def __init__(self, image: ImageEncoder, text: TextEncoder, branch: ConceptBranch) -> None:
         super().__init__(image, text)
-        self.concepts = nn.Parameter(torch.randn(concepts, dim) / dim**0.5)
-        self.queries = nn.ModuleDict({"image": nn.Linear(dim, dim), "text": nn.Linear(dim, dim)})
+        self.branch = branch
 
-    def forward(self, regions: Tensor, words: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        self, regions: Tensor, words: Tensor, lengths: Tensor, wholes: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """Embeddings (B, dim) of images and of texts, and their concept embeddings (B, dim)."""
-        images, texts = super().forward(regions, words, lengths)
-        return images, texts, self.ask("image", images), self.ask("text", texts)
+        images, (texts, asked) = super().forward(regions, words, lengths, wholes)
+        return images, texts, self.branch("image", images), self.branch("text", asked)
 
-    def ask(self, side: str, instances: Tensor) -> Tensor:
-        query = F.normalize(self.queries[side](instances), dim=1)
-        weights = (self.smoothness * query @ F.normalize(self.concepts, dim=1).T).softmax(1)
-        return weights @ self.concepts
-
-    def embed_images(self, regions: Tensor) -> Tensor:
-        return self._both("image", self.image(regions))
+    def embed_images(self, regions: Tensor, wholes: Tensor | None = None) -> Tensor:
+        images = self.image(regions, wholes)
+        return self._both(images, self.branch("image", images))
 
     def embed_texts(self, words: Tensor, lengths: Tensor) -> Tensor:
-        return self._both("text", self.text(words, lengths))
+        texts, asked = self.text(words, lengths)
+        return self._both(texts, self.branch("text", asked))
 
-    def _both(self, side: str, instances: Tensor) -> Tensor:
-        parts = F.normalize(instances, dim=1), F.normalize(self.ask(side, instances), dim=1)
+    def _both(self, instances: Tensor, concepts: Tensor) -> Tensor:
+        parts = F.normalize(instances, dim=1), F.normalize(concepts, dim=1)
         return torch.cat([self.share**0.5 * parts[0], (1 - self.share) ** 0.5 * parts[1]], 1)
 
 
@@ -87,27 +123,33 @@ class DVSE(VSE):
         super().__init__(image, text)
         self.gate = itrloss.DynamicGate(region_dim, heads)
 
-    def forward(self, regions: Tensor, words: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        self, regions: Tensor, words: Tensor, lengths: Tensor, wholes: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """Sets (B, K, dim) of images, texts (M, dim), residuals (B, K, dim), and the gate (B, K)."""
-        sets, residuals = self.image(regions)
+        sets, residuals = self.image(regions, wholes)
         return sets, self.text(words, lengths), residuals, self.gate(regions)
 
-    def embed_images(self, regions: Tensor) -> Tensor:
-        return self.image(regions)[0]
+    def embed_images(self, regions: Tensor, wholes: Tensor | None = None) -> Tensor:
+        return self.image(regions, wholes)[0]
 
     def similarity(self, images: Tensor, texts: Tensor) -> Tensor:
         return set_similarity(images, texts, "max")
 
 
-def build_model(config: Config, region_dim: int, vocabulary_size: int) -> VSE:
-    """The model that goes with the settings' loss."""
-    sets = config.loss == "dvse"
+def build_model(config: Config, region_dim: int, vocabulary_size: int, whole_dim: int = 0) -> VSE:
+    """The model that goes with the settings' loss; ``whole_dim`` of the pictures' global features, 0 without any."""
+    sets, concepts = config.loss == "dvse", config.loss == "coder"
     image = ImageEncoder(
         region_dim,
         config.dim,
         config.feature_dropout,
         config.shared_dropout,
         SubEmbeddings(config.dim, config.heads) if sets else None,
+        whole_dim,
+        config.whole_features,
+        config.whole_dropout,
+        config.enhancement,
     )
     text = TextEncoder(
         vocabulary_size,
@@ -118,7 +160,10 @@ def build_model(config: Config, region_dim: int, vocabulary_size: int) -> VSE:
         config.bag_of_words,
         config.shared_dropout,
         SubEmbeddings(config.dim, 1) if sets else None,
+        asks=concepts,
     )
     if sets:
         return DVSE(image, text, region_dim, config.heads)
-    return CODER(image, text, config.dim, config.concepts) if config.loss == "coder" else VSE(image, text)
+    if concepts:
+        return CODER(image, text, ConceptBranch(config.dim, config.concepts, config.word_dim))
+    return VSE(image, text)

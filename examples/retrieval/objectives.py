@@ -88,11 +88,11 @@ class Objective(nn.Module):
         if isinstance(self.criterion, itrloss.TripletLoss):
             self.criterion.mining = "all" if self.warming_up else self.config.loss_options.get("mining", "hardest")
 
-    def prepare(self, model: VSE, regions: Tensor, words: Tensor, lengths: Tensor) -> None:
+    def prepare(self, model: VSE, *inputs: Tensor | None) -> None:
         """Before a step's loss: move the momentum encoders and compute the keys of the batch."""
         if self.keys is not None:
             self.keys.update(model)
-            self.batch_keys = self.keys(regions, words, lengths)[:2]
+            self.batch_keys = self.keys(*inputs)[:2]
 
     def forward(
         self, outputs: Sequence[Tensor], image_ids: Tensor, text_ids: Tensor

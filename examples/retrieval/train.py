@@ -24,10 +24,21 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from .concepts import find_concepts, normalized_graph
 from .config import RESUMABLE, Config, load_config, make_config
-from .data import Batch, Batches, Vocabulary, feature_statistics, load_split
+from .data import (
+    Batch,
+    Batches,
+    Split,
+    Vocabulary,
+    begin_with,
+    feature_statistics,
+    load_split,
+    whole_statistics,
+    word_vectors,
+)
 from .evaluate import before_and_after, model_scores, recalls
-from .models import VSE, build_model
+from .models import CODER, VSE, build_model
 from .objectives import Objective, build_loss
 
 
@@ -63,7 +74,8 @@ def load_model(path: str | Path) -> tuple[VSE, Vocabulary, Config]:
     """Rebuild the model of a checkpoint (best.pt or last.pt), in evaluation mode, on the CPU."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     config, vocabulary = make_config(state["config"]), Vocabulary(state["words"])
-    model = build_model(config, state["model"]["image.mean"].numel(), len(vocabulary))
+    sizes = (state["model"][f"image.{name}"].numel() for name in ("mean", "whole_mean"))
+    model = build_model(config, next(sizes), len(vocabulary), next(sizes))
     model.load_state_dict(state["model"])
     return model.eval(), vocabulary, config
 
@@ -84,12 +96,7 @@ class Trainer:
         self.dev = load_split(self.data, "dev")
         self.vocabulary = Vocabulary.from_captions(train.captions, config.min_count)
         self.batches = Batches(train, self.vocabulary, config.batch_size, config.captions_per_image, config.seed)
-        model = build_model(config, train.features.shape[2], len(self.vocabulary))
-        mean, std = feature_statistics(train.features)
-        model.image.mean.copy_(mean)
-        model.image.std.copy_(std)
-        model.text.idf.copy_(self.vocabulary.idf(train.captions))
-        self.model = model.to(config.device)
+        self.model = self.new_model(train).to(config.device)
         self.objective = Objective(config, self.model).to(config.device)
         self.optimizer = build_optimizer(self.model, self.objective, config)
 
@@ -99,6 +106,32 @@ class Trainer:
         self.best = -math.inf  # dev RSUM
         self.history: list[dict[str, float]] = []  # the lines of log.jsonl
         self.writer: Any = None
+
+    def new_model(self, train: Split) -> VSE:
+        """The model before its first step, with what it takes from the training data."""
+        config, wholes = self.config, train.wholes
+        if wholes is None and (config.whole_features or config.enhancement == "cge"):
+            what = "whole_features = True" if config.whole_features else "enhancement = 'cge'"
+            raise ValueError(f"{what}: needs {self.data}/{{split}}_global.npy, the features of whole pictures")
+        model = build_model(
+            config, train.features.shape[2], len(self.vocabulary), 0 if wholes is None else wholes.shape[1]
+        )
+        encoder = model.image
+        for buffer, value in zip((encoder.mean, encoder.std), feature_statistics(train.features), strict=True):
+            buffer.copy_(value)
+        if wholes is not None:
+            for buffer, value in zip((encoder.whole_mean, encoder.whole_std), whole_statistics(wholes), strict=True):
+                buffer.copy_(value)
+        model.text.idf.copy_(self.vocabulary.idf(train.captions))
+        vectors = word_vectors(config.word_vectors) if config.word_vectors else {}
+        begin_with(model.text.embedding.weight, self.vocabulary.words, vectors)
+        if isinstance(model, CODER):
+            concepts = find_concepts(train.captions, config.concepts, config.tagger)
+            self.out.mkdir(parents=True, exist_ok=True)
+            concepts.save(self.out / "concepts.json")
+            model.branch.graph.copy_(normalized_graph(concepts.graph(config.concept_threshold)))
+            begin_with(model.branch.vectors, concepts.words, vectors)
+        return model
 
     # --- training ---------------------------------------------------------------------------------------------
 
@@ -155,7 +188,8 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
-        inputs = batch.regions.to(device), batch.words.to(device), batch.lengths
+        wholes = None if batch.wholes is None else batch.wholes.to(device)
+        inputs = batch.regions.to(device), batch.words.to(device), batch.lengths, wholes
         image_ids, text_ids = batch.image_ids.to(device), batch.text_ids.to(device)
         self.objective.prepare(self.model, *inputs)
         outputs = self.model(*inputs)

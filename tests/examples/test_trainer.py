@@ -55,7 +55,7 @@ def data(tmp_path_factory) -> Path:
 def config(data: Path, tmp_path: Path) -> Config:
     return Config(
         data=str(data), out=str(tmp_path / "run"), dim=16, word_dim=8, epochs=2, batch_size=32, lr=1e-2,
-        min_count=1, tensorboard=False, progress=False, device="cpu",
+        min_count=1, concepts=10, tensorboard=False, progress=False, device="cpu",
     )  # fmt: skip
 
 
@@ -362,9 +362,8 @@ def test_similarity_of_coder_is_the_weighted_sum_of_both_cosines(config: Config)
     cosines = [torch.cosine_similarity(a[:, None], b[None], dim=2) for a, b in ((v, w), (v_concepts, w_concepts))]
     found = model.similarity(model.embed_images(regions), model.embed_texts(words[:3], lengths[:3]))
     torch.testing.assert_close(found, 0.9 * cosines[0] + 0.1 * cosines[1])
-    query = model.queries["text"](w)
-    attention = torch.softmax(10 * torch.cosine_similarity(query[:, None], model.concepts[None], dim=2), 1)
-    torch.testing.assert_close(w_concepts, attention @ model.concepts)
+    torch.testing.assert_close(v_concepts, model.branch("image", v))
+    torch.testing.assert_close(w_concepts, model.branch("text", model.text(words[:3], lengths[:3])[1]))
 
 
 def test_similarity_of_dvse_is_that_of_the_best_head(config: Config):
