@@ -28,7 +28,7 @@ class Config:
     # loss
     loss: str = "infonce"
     loss_options: dict[str, Any] = field(default_factory=dict)  # handed to the constructor of the loss
-    warmup_epochs: int = 1  # triplet and dvse: epochs of the all-negatives sum before the hardest negative
+    warmup_epochs: int = 1  # triplet, pvse and dvse: epochs of the all-negatives sum before the hardest negative
 
     momentum: float = 0.995  # of the key encoders; for losses with a memory, as are these:
     memory: int = 2048  # pairs in it
@@ -41,7 +41,7 @@ class Config:
     concepts: int = 100  # loss = "coder": concepts in its concept branch
     concept_threshold: float = 0.3  # an edge of their graph: how often one has to come with the other
     tagger: str = "rules"  # what finds them: "rules", or "spacy" (which must be installed)
-    heads: int = 4  # loss = "dvse": embeddings of an image
+    heads: int = 4  # loss = "dvse": embeddings of an image; "pvse": and of a text
     word_dim: int = 200
     word_vectors: str = ""  # GloVe's text file, or .npy with a list of words beside it (.json): where words begin
     bag_of_words: bool = True  # add a linear path from the mean word embedding to the text embedding

@@ -262,7 +262,7 @@ class TextEncoder(nn.Module):
         embedding_dropout: float = 0.0,
         bag_of_words: bool = True,
         shared_dropout: bool = False,
-        head: SubEmbeddings | None = None,
+        heads: SubEmbeddings | None = None,
         asks: bool = False,
     ) -> None:
         super().__init__()
@@ -274,7 +274,7 @@ class TextEncoder(nn.Module):
         self.dropout = SetDropout(embedding_dropout, shared_dropout)
         self.gru = nn.GRU(word_dim, dim, batch_first=True, bidirectional=True)
         self.pool = GPO()
-        self.head = head
+        self.heads = heads
         self.bag = nn.Linear(word_dim, dim) if bag_of_words else None
         self.asking = GPO() if asks else None
 
@@ -291,22 +291,23 @@ class TextEncoder(nn.Module):
     def recurrent(self, x: Tensor, lengths: Tensor, bag: Tensor | None) -> Any:
         """BiGRU and pooling, (B, L, word_dim) -> (B, dim), for groups of captions of about the same length.
 
-        What comes from the bag of words, (B, dim), is added to what is pooled. With ``asks``, a second aggregator
-        pools the same words once more, and the answer is a pair.
+        What comes from the bag of words, (B, dim), is added to what is pooled. With ``heads``, the answer is theirs.
+        With ``asks``, a second aggregator pools the same words once more, and the answer is a pair.
 
         In a group no caption is padded to the longest of the batch. And the backward pass of a packed GRU on a CPU
         fills a buffer as large as all its tokens at every time step, which small groups keep small.
         """
         order = lengths.argsort(stable=True)
-        pooled, asked = [], []
+        parts = []
         for rows in order.split(GROUP):
             own = lengths[rows]
             hidden = averaged_bigru(self.gru, x[rows.to(x.device), : int(own[-1])], own)
             beside = 0 if bag is None else bag[rows.to(x.device)]
             text = self.pool(hidden, own) + beside
-            pooled.append(text if self.head is None else self.head(hidden, text, own)[0].squeeze(1))
-            if self.asking is not None:
-                asked.append(self.asking(hidden, own) + beside)
+            if self.heads is not None:
+                parts.append(self.heads(hidden, text, own))
+            else:
+                parts.append((text,) if self.asking is None else (text, self.asking(hidden, own) + beside))
         back = order.argsort().to(x.device)
-        texts = torch.cat(pooled)[back]
-        return (texts, torch.cat(asked)[back]) if asked else texts
+        whole = [torch.cat(part)[back] for part in zip(*parts, strict=True)]
+        return tuple(whole) if len(whole) > 1 else whole[0]

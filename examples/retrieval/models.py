@@ -1,4 +1,4 @@
-"""The models: two encoders into one space, and what CODER and DVSE add to them.
+"""The models: two encoders into one space, and what CODER, DVSE and PVSE add to them.
 
 Each is called with a batch and returns what its objective takes, and answers three questions in evaluation: the
 embeddings of images, those of texts, and the similarity of the two.
@@ -128,10 +128,33 @@ class DVSE(VSE):
     ) -> tuple[Tensor, ...]:
         """Sets (B, K, dim) of images, texts (M, dim), residuals (B, K, dim), and the gate (B, K)."""
         sets, residuals = self.image(regions, wholes)
-        return sets, self.text(words, lengths), residuals, self.gate(regions)
+        return sets, self.text(words, lengths)[0].squeeze(1), residuals, self.gate(regions)
 
     def embed_images(self, regions: Tensor, wholes: Tensor | None = None) -> Tensor:
         return self.image(regions, wholes)[0]
+
+    def embed_texts(self, words: Tensor, lengths: Tensor) -> Tensor:
+        return self.text(words, lengths)[0].squeeze(1)
+
+    def similarity(self, images: Tensor, texts: Tensor) -> Tensor:
+        return set_similarity(images, texts, "max")
+
+
+class PVSE(VSE):
+    """As many embeddings of a text as of an image (Song & Soleymani, CVPR 2019), similar as the closest two are."""
+
+    def forward(
+        self, regions: Tensor, words: Tensor, lengths: Tensor, wholes: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """Sets (B, K, dim) of images and of texts, and the residuals (B, K, dim) of both."""
+        (images, of_images), (texts, of_texts) = super().forward(regions, words, lengths, wholes)
+        return images, texts, of_images, of_texts
+
+    def embed_images(self, regions: Tensor, wholes: Tensor | None = None) -> Tensor:
+        return self.image(regions, wholes)[0]
+
+    def embed_texts(self, words: Tensor, lengths: Tensor) -> Tensor:
+        return self.text(words, lengths)[0]
 
     def similarity(self, images: Tensor, texts: Tensor) -> Tensor:
         return set_similarity(images, texts, "max")
@@ -139,7 +162,7 @@ class DVSE(VSE):
 
 def build_model(config: Config, region_dim: int, vocabulary_size: int, whole_dim: int = 0) -> VSE:
     """The model that goes with the settings' loss; ``whole_dim`` of the pictures' global features, 0 without any."""
-    sets, concepts = config.loss == "dvse", config.loss == "coder"
+    sets, concepts = config.loss in ("dvse", "pvse"), config.loss == "coder"
     image = ImageEncoder(
         region_dim,
         config.dim,
@@ -159,11 +182,11 @@ def build_model(config: Config, region_dim: int, vocabulary_size: int, whole_dim
         config.embedding_dropout,
         config.bag_of_words,
         config.shared_dropout,
-        SubEmbeddings(config.dim, 1) if sets else None,
+        SubEmbeddings(config.dim, config.heads if config.loss == "pvse" else 1) if sets else None,
         asks=concepts,
     )
     if sets:
-        return DVSE(image, text, region_dim, config.heads)
+        return PVSE(image, text) if config.loss == "pvse" else DVSE(image, text, region_dim, config.heads)
     if concepts:
         return CODER(image, text, ConceptBranch(config.dim, config.concepts, config.word_dim))
     return VSE(image, text)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import itrloss
+from itrloss.functional import set_similarity
 
 from .config import Config
 from .models import VSE
@@ -24,10 +25,12 @@ LOSSES: dict[str, type[nn.Module]] = {
     "uto": itrloss.UnifiedTrainingObjective,
     "coder": itrloss.CODERObjective,
     "dvse": itrloss.DVSEObjective,
+    "pvse": itrloss.TripletLoss,
 }
 # Weight of DVSE's orthogonal loss beside the sum over all negatives, which is some tens: heads that warm up without it
 # end up the same.
 APART = 10.0
+DIVERSITY = 0.1  # weight of PVSE's, on the residuals of both sides
 WITH_MEMORY = ("mdcl", "uto", "coder")
 # Where keyword arguments of a class go on to.
 PASSED_ON: dict[str, type[nn.Module]] = {
@@ -71,6 +74,7 @@ class Objective(nn.Module):
         self.warming_up = False
         margin = self.criterion.variance_aware.margin if isinstance(self.criterion, itrloss.DVSEObjective) else 0.2
         self.all_negatives = itrloss.TripletLoss(margin, mining="all", reduction="mean")
+        self.apart = itrloss.DynamicOrthogonalLoss(0.0, "frobenius")
         self.keys: itrloss.MomentumEncoder | None = None
         self.memory: itrloss.CoupledMemory | None = None
         self.batch_keys: tuple[Tensor, ...] = ()
@@ -100,6 +104,11 @@ class Objective(nn.Module):
         """The loss of what the model returned, and figures worth logging."""
         if isinstance(self.criterion, itrloss.DVSEObjective):
             return self._of_sets(self.criterion, outputs, image_ids, text_ids)
+        if self.config.loss == "pvse":
+            scores = set_similarity(outputs[0], outputs[1], "max")
+            diversity = torch.stack([self.apart(residuals) for residuals in outputs[2:]]).sum()
+            value = self.criterion(scores=scores, image_ids=image_ids, text_ids=text_ids)
+            return value + DIVERSITY * diversity, {"diversity": diversity.detach()}
         beside = (*self.batch_keys, self.memory) if self.memory is not None else ()
         value = self.criterion(*outputs[:2], *beside, *outputs[2:], image_ids=image_ids, text_ids=text_ids)
         if isinstance(value, tuple):

@@ -248,6 +248,7 @@ SYSTEMS = {
         "loss_options": {"clusters": 5, "concept_weight": 0.0, "prototype_weight": 0.0},
     },
     "dvse": {"loss": "dvse"},
+    "pvse": {"loss": "pvse", "heads": 3},
 }
 
 
@@ -274,7 +275,7 @@ def test_one_step_reaches_every_parameter(system: str, data: Path, tmp_path: Pat
     assert not still
 
 
-@pytest.mark.parametrize("system", ["user cge", "coder"])
+@pytest.mark.parametrize("system", ["user cge", "coder", "pvse"])
 def test_a_stored_system_answers_as_the_trained_one(system: str, data: Path, tmp_path: Path):
     trainer = Trainer(settings(data, tmp_path / "run", system))
     trainer.run()
@@ -288,6 +289,19 @@ def test_a_stored_system_answers_as_the_trained_one(system: str, data: Path, tmp
     if system == "coder":
         stored = Concepts.load(tmp_path / "run" / "concepts.json")
         torch.testing.assert_close(model.branch.graph, normalized_graph(stored.graph(0.3)))  # type: ignore[union-attr]
+
+
+def test_similarity_of_pvse_is_that_of_the_closest_two(data: Path, tmp_path: Path):
+    torch.manual_seed(0)
+    model = build_model(settings(data, tmp_path, "pvse"), 6, 30).eval().requires_grad_(False)
+    regions, (words, lengths) = torch.randn(3, 4, 6), pad([[3, 4], [5], [6, 7, 8], [9, 2]])
+    images, texts, of_images, of_texts = model(regions, words, lengths)
+    assert images.shape == of_images.shape == (3, 3, 16) and texts.shape == of_texts.shape == (4, 3, 16)
+    found = model.similarity(model.embed_images(regions), model.embed_texts(words, lengths))
+    for i in range(3):
+        for j in range(4):
+            pairs = [float(torch.cosine_similarity(a, b, dim=0)) for a in images[i] for b in texts[j]]
+            assert float(found[i, j]) == pytest.approx(max(pairs), abs=1e-6)
 
 
 def test_what_needs_features_of_whole_pictures_says_so(data: Path, tmp_path: Path):
