@@ -57,6 +57,7 @@ class Config:
     lr_warmup_steps: int = 0
     decay_epoch: int = 0  # lr x 0.1 once this many epochs are done; 0: never
     weight_decay: float = 1e-2
+    patience: int = 0  # end the run after so many epochs without a better RSUM on dev; 0: never
     clip: float = 2.0  # largest gradient norm
     seed: int = 0
     threads: int = 0  # of torch; 0: leave as it is
@@ -83,7 +84,15 @@ class Config:
             "heads",
         ):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        for name in ("warmup_epochs", "lr_warmup_steps", "decay_epoch", "weight_decay", "threads", "save_steps"):
+        for name in (
+            "warmup_epochs",
+            "lr_warmup_steps",
+            "decay_epoch",
+            "weight_decay",
+            "patience",
+            "threads",
+            "save_steps",
+        ):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "not negative")
         for name in ("feature_dropout", "whole_dropout", "word_dropout", "embedding_dropout"):
             _require(0 <= getattr(self, name) < 1, name, getattr(self, name), "in [0, 1)")
@@ -98,7 +107,7 @@ class Config:
 # No figure depends on these.
 NO_EFFECT = {"data_root", "out", "resume", "threads", "save_steps", "final_test", "tensorboard", "progress"}
 # What may differ between a run and its continuation. The data may have moved; they must be the same.
-RESUMABLE = NO_EFFECT | {"data", "epochs", "device"}
+RESUMABLE = NO_EFFECT | {"data", "epochs", "patience", "device"}
 
 
 def _require(condition: bool, name: str, value: object, wanted: str) -> None:

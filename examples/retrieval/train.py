@@ -150,12 +150,18 @@ class Trainer:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, so only where it is used
 
             self.writer = SummaryWriter(str(self.out), purge_step=self.total_steps + 1)
-        while self.epoch < self.config.epochs:
+        while self.epoch < self.config.epochs and not self.stalled:
             self.train_epoch()
             self.finish_epoch()
         if self.writer is not None:
             self.writer.close()
         return {"metrics": self.final_metrics(), "best_rsum": self.best, "history": self.history}
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the last `patience` epochs brought nothing on dev."""
+        found = [line["rsum"] for line in self.history]
+        return bool(self.config.patience and found) and len(found) - 1 - found.index(max(found)) >= self.config.patience
 
     @property
     def total_steps(self) -> int:

@@ -354,6 +354,15 @@ def test_keys_follow_the_model_and_enter_the_memory_after_the_step(config: Confi
     assert mine == {id(p) for p in trainer.model.parameters()}
 
 
+def test_a_run_ends_when_its_patience_does(config: Config, monkeypatch: pytest.MonkeyPatch):
+    figures = iter([10.0, 30.0, 20.0, 30.0, 40.0, 50.0])
+    monkeypatch.setattr(module, "recalls", lambda scores, split: {"rsum": next(figures)})
+    patient = replace(config, epochs=6, patience=2)
+    assert [line["rsum"] for line in train(patient)["history"]] == [10, 30, 20, 30]  # equal is not better
+    resumed = train(replace(patient, resume=True, patience=3))
+    assert [line["rsum"] for line in resumed["history"]] == [10, 30, 20, 30, 40, 50]
+
+
 def test_similarity_of_coder_is_the_weighted_sum_of_both_cosines(config: Config):
     torch.manual_seed(0)
     model = build_model(replace(config, loss="coder", concepts=5), 8, 30).eval()
