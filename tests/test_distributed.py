@@ -86,3 +86,97 @@ def test_a_state_that_ddp_broadcasts_counts_too(tmp_path):
     model["means"].update(torch.randn(4, D))
     (ids, centroids), (other_ids, other) = both(late_worker, tmp_path, model.state_dict())
     assert torch.equal(ids, other_ids) and torch.equal(centroids, other)
+
+
+PAIR_LOSSES = {
+    "dcl": itrloss.DiversityContrastiveLoss,
+    "hal": itrloss.HubnessAwareLoss,
+    "infonce": lambda **common: itrloss.InfoNCELoss(learnable=True, **common),
+    "sigmoid": itrloss.SigmoidLoss,
+    "triplet": itrloss.TripletLoss,
+    "triplet all": lambda **common: itrloss.TripletLoss(mining="all", reduction="mean", **common),
+}
+
+
+def whole_batch(world: int, ids: str) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor | None, ...]]:
+    """Inputs of all processes, and ids as one process would have them."""
+    n, m = 4 * world, (8 if ids == "of texts" else 4) * world
+    generator = torch.Generator().manual_seed(1)
+    first, second = torch.randn(n, 6, generator=generator), torch.randn(m, 6, generator=generator)
+    if ids == "none":
+        return first, second, (None, None)
+    if ids == "of texts":  # two for each image, by its number
+        return first, second, (None, torch.arange(n).repeat_interleave(2))
+    same = torch.randint(0, 5, (n,), generator=generator)
+    return first, second, (same, same)
+
+
+def gathered(rank: int, ids: str) -> dict[str, Any]:
+    """Losses and gradients of a process that has its part of the batch only."""
+    first, second, given = whole_batch(WORLD, ids)
+    first, second = first.chunk(WORLD)[rank], second.chunk(WORLD)[rank]
+    given = tuple(None if x is None else x.chunk(WORLD)[rank] for x in given)
+    if ids == "of texts":
+        given = (None, given[1] - rank * len(first))
+    return outcomes(lambda model: DistributedDataParallel(model), first, second, given)
+
+
+def outcomes(wrap, first, second, given) -> dict[str, Any]:
+    found = {}
+    for name, loss in PAIR_LOSSES.items():
+        model, criterion = encoder(), loss(gather=True)
+        wrapped = wrap(model)  # which must be there in the backward pass
+        v, w = wrapped(torch.cat([first, second])).split([len(first), len(second)])
+        value = criterion(v, w, *given)
+        value.backward()
+        found[name] = [value.detach(), *(p.grad for p in (*model.parameters(), *criterion.parameters()))]
+    model, criterion = encoder(), itrloss.VarianceAwareLoss(gather=True)
+    wrapped = wrap(model)
+    v, w = wrapped(torch.cat([first, -first, second])).split([2 * len(first), len(second)])
+    value = criterion(v.view(2, len(first), D).transpose(0, 1), w, *given)
+    value.backward()
+    found["variance aware"] = [value.detach(), *(p.grad for p in model.parameters())]
+    if len(first) == len(second):
+        for name, loss in (("mdcl", itrloss.MemoryDiversityContrastiveLoss), ("uto", itrloss.UnifiedTrainingObjective)):
+            model, criterion, memory = encoder(), loss(gather=True), itrloss.CoupledMemory(30, D)
+            wrapped = wrap(model)
+            for step in range(2):  # the memory is empty in the first
+                v, w = wrapped(torch.cat([first, second]) + step).chunk(2)
+                keys = v.detach() + 1, w.detach() - 1
+                value = criterion(v, w, *keys, memory, *given)
+                value.backward()
+                memory.enqueue(*keys, given[0])
+            found[name] = [value.detach(), *(p.grad for p in model.parameters())]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ids", ["none", "both", "of texts"])
+def test_gathered_batches_have_the_loss_and_the_gradients_of_one_process(tmp_path, ids):
+    first, second = both(gathered, tmp_path, ids)
+    wanted = outcomes(lambda model: model, *whole_batch(WORLD, ids))
+    assert first.keys() == second.keys() == wanted.keys()
+    for name, whole in wanted.items():
+        for other in (first, second):
+            for x, y in zip(other[name], whole, strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def refused(rank: int) -> str:
+    try:
+        itrloss.InfoNCELoss(gather=True)(scores=torch.eye(3))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_scores_cannot_be_gathered(tmp_path):
+    assert all(said.startswith("gather: expected embeddings") for said in both(refused, tmp_path))
+
+
+def test_a_process_alone_gathers_nothing():
+    x = torch.randn(3, 2)
+    assert itrloss.distributed.gather(x) is x
+    scores = torch.randn(3, 3)
+    assert torch.equal(itrloss.InfoNCELoss(gather=True)(scores=scores), itrloss.InfoNCELoss()(scores=scores))

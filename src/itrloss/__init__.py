@@ -1,6 +1,6 @@
 """Losses and re-rankers for image-text retrieval."""
 
-from . import compat, functional, metrics, rerank
+from . import compat, distributed, functional, metrics, rerank
 from .cached import cached_step
 from .cluster import OnlineKMeans
 from .engines.pairs import pair_term
@@ -54,6 +54,7 @@ __all__ = [
     "cached_step",
     "compat",
     "describe",
+    "distributed",
     "functional",
     "metrics",
     "pair_term",

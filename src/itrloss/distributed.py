@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from .engines.tiles import first_order
 
 
 def world_size() -> int:
@@ -23,3 +27,36 @@ def gather_rows(x: Tensor) -> Tensor:
     with torch.no_grad():
         dist.all_gather_into_tensor(gathered, x.detach().contiguous())
     return gathered
+
+
+def gather(x: Tensor) -> Tensor:
+    """``x`` (B, ...) of all processes in the order of their ranks, (world * B, ...), with its gradient.
+
+    Each process may then compute the loss of the whole batch. Its gradient comes back summed over the processes, which
+    ``DistributedDataParallel`` divides by their number: what it leaves is the gradient of one process with the whole
+    batch. Without it, average the gradients of the parameters yourself.
+
+    B must be the same on every process. Without a process group, or alone in it, ``x`` itself.
+    """
+    return x if world_size() == 1 else _Gather.apply(x)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.size = x.shape[0]
+        return gather_rows(x)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total.narrow(0, dist.get_rank() * ctx.size, ctx.size)
+
+
+def gather_ids(ids: Tensor | None, images: int) -> Tensor | None:
+    """Ids of all processes. ``images``: 0, or how many there are a process where ids number its own."""
+    if ids is None or world_size() == 1:
+        return ids
+    return gather_rows(ids + dist.get_rank() * images)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..distributed import gather, gather_ids, world_size
 from ..engines.dispatch import check_engine
 from ..functional import Reduction
 from ..memory import CoupledMemory, MemorySimilarity
@@ -34,10 +35,21 @@ class ObservedLoss(Loss):
     #: How far a positive pair is to be ahead of its hardest negative, for the figure ``active``.
     active_margin: float = 0.0
 
-    def __init__(self, *, telemetry: bool = False, **common: Any):
+    def __init__(self, *, telemetry: bool = False, gather: bool = False, **common: Any):
         super().__init__(**common)
-        self.observed = telemetry
+        self.observed, self.gather = telemetry, gather
         self.telemetry: dict[str, Tensor] = {}
+
+    def _gathered(
+        self, embeddings: Sequence[Tensor], image_ids: Tensor | None, text_ids: Tensor | None
+    ) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
+        """Embeddings, the first of them of images, and ids of all processes if ``gather`` is on."""
+        given = [*embeddings, *(ids for ids in (image_ids, text_ids) if ids is not None)]
+        if not self.gather or world_size() == 1 or not all(isinstance(x, Tensor) for x in given):  # refused later
+            return list(embeddings), image_ids, text_ids
+        numbered = embeddings[0].shape[0] if image_ids is None else 0  # text_ids alone number the process's own images
+        ids = gather_ids(image_ids, 0), gather_ids(text_ids, numbered)
+        return [gather(x) for x in embeddings], *ids
 
     def _observe(self, figures: Callable[[], dict[str, Tensor]]) -> None:
         if self.observed and not torch.compiler.is_compiling():
@@ -57,6 +69,10 @@ class PairLoss(ObservedLoss):
         check_finite: refuse nan and infinite input, see :class:`itrloss.Similarity`.
         telemetry: keep what :func:`itrloss.describe` says of each call's similarity in the attribute ``telemetry``, a
             dictionary. It costs a few passes over the scores, and is left out under ``torch.compile``.
+        gather: in a ``torch.distributed`` job, the loss of the embeddings of all processes, on each of them, so that
+            every other process's pairs are negatives, too (or positives, where ids are equal). Batches must be of one
+            size. With ``DistributedDataParallel`` gradients are those of one process with the whole batch, see
+            :func:`itrloss.distributed.gather`.
     """
 
     def forward(
@@ -90,6 +106,8 @@ class PairLoss(ObservedLoss):
         raise NotImplementedError(f"{type(self).__name__} must implement compute(sim)")
 
     def _similarity(self, images: Any, texts: Any, image_ids: Any, text_ids: Any, scores: Any) -> Similarity:
+        if self.gather and world_size() > 1 and (scores is not None or isinstance(images, Similarity)):
+            raise ValueError("gather: expected embeddings; of scores and of a Similarity there is nothing to gather")
         if isinstance(images, Similarity):
             for name, x in (("texts", texts), ("image_ids", image_ids), ("text_ids", text_ids), ("scores", scores)):
                 if x is not None:
@@ -108,6 +126,7 @@ class PairLoss(ObservedLoss):
             if scores is not None:
                 return Similarity.from_scores(scores, image_ids, text_ids, **options)
             assert images is not None and texts is not None
+            (images, texts), image_ids, text_ids = self._gathered((images, texts), image_ids, text_ids)
             return Similarity(images, texts, image_ids, text_ids, **options)
         except (TypeError, ValueError) as error:
             raise type(error)(in_words_of_pairs(str(error))) from None
@@ -122,6 +141,7 @@ class MemoryLoss(ObservedLoss):
     Args:
         reduction, engine, check_finite: see :class:`PairLoss`. ``engine`` goes by the size of the memory.
         telemetry: the same of :func:`itrloss.telemetry.describe_memory`.
+        gather: see :class:`PairLoss`. The memory takes in the keys of all processes in any case.
     """
 
     def forward(
@@ -151,6 +171,8 @@ class MemoryLoss(ObservedLoss):
         """
         options: dict[str, Any] = {"engine": self.engine, "check_finite": self.check_finite}
         try:
+            given, image_ids, text_ids = self._gathered((images, texts, image_keys, text_keys), image_ids, text_ids)
+            images, texts, image_keys, text_keys = given
             sims = MemorySimilarity.of(images, texts, image_keys, text_keys, memory, image_ids, text_ids, **options)
         except (TypeError, ValueError) as error:
             raise type(error)(in_words_of_pairs(str(error))) from None

@@ -105,7 +105,7 @@ class InfoNCELoss(PairLoss):
     Args:
         temperature: τ, in units of cosine similarity.
         learnable: make τ a parameter, held as ``log(1/τ)`` (``log_scale``) as in CLIP.
-        reduction, engine, check_finite, telemetry: see :class:`PairLoss`.
+        reduction, engine, check_finite, telemetry, gather: see :class:`PairLoss`.
     """
 
     def __init__(self, temperature: float = 0.07, learnable: bool = False, **common: Any):
@@ -143,8 +143,8 @@ class SigmoidLoss(PairLoss):
         scale: a, above 0.
         bias: b. The start at -10 makes up for the negatives' number.
         learnable: make them parameters, a held as ``log(a)`` (``log_scale``); they belong in the optimizer then.
-        reduction, engine, check_finite, telemetry: see :class:`PairLoss`; with ``"none"`` one half of a pair's value is
-            its image's and the other its text's.
+        reduction, engine, check_finite, telemetry, gather: see :class:`PairLoss`; with ``"none"`` one half of a pair's
+            value is its image's and the other its text's.
     """
 
     def __init__(self, scale: float = 10.0, bias: float = -10.0, learnable: bool = True, **common: Any):

@@ -81,7 +81,7 @@ class DiversityContrastiveLoss(DiversityOptions, PairLoss):
             counted once for both directions, is 0.5.)
         positive: ``"clamp"`` keeps S above -1 + 1e-6 in ``log(1 + S)``; ``"relu"`` takes ``log(1 + max(S, 0))`` as the
             public HAL and USER codes do. Warning: with ``"relu"`` a positive whose score is not above 0 is not pulled.
-        reduction, engine, check_finite, telemetry: see :class:`PairLoss`.
+        reduction, engine, check_finite, telemetry, gather: see :class:`PairLoss`.
     """
 
     def compute(self, sim: Similarity) -> Tensor | tuple[Tensor, Tensor]:
@@ -109,7 +109,7 @@ class MemoryDiversityContrastiveLoss(DiversityOptions, MemoryLoss):
             gradient then.
         temperature, margin, diversity, epsilon, detach_diversity, positive_weight, positive, entropy_temperature: see
             :class:`DiversityContrastiveLoss`.
-        reduction, engine, check_finite, telemetry: see :class:`MemoryLoss`.
+        reduction, engine, check_finite, telemetry, gather: see :class:`MemoryLoss`.
     """
 
     def __init__(

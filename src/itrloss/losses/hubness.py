@@ -27,7 +27,7 @@ class HubnessAwareLoss(PairLoss):
     Args:
         scale: γ.
         margin: ε, in units of cosine similarity.
-        reduction, engine, check_finite, telemetry: see :class:`PairLoss`.
+        reduction, engine, check_finite, telemetry, gather: see :class:`PairLoss`.
     """
 
     def __init__(self, scale: float = 90.0, margin: float = 0.5, **common: Any):
@@ -59,7 +59,7 @@ class UnifiedTrainingObjective(MemoryLoss):
         scale: γ.
         margin: ε, in units of cosine similarity.
         batch_weight: λ, weight of HAL. The paper has 20 for Flickr30K and 1 for MSCOCO.
-        reduction, engine, check_finite, telemetry: see :class:`MemoryLoss`.
+        reduction, engine, check_finite, telemetry, gather: see :class:`MemoryLoss`.
     """
 
     def __init__(self, scale: float = 90.0, margin: float = 0.5, batch_weight: float = 1.0, **common: Any):

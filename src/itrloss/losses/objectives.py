@@ -51,7 +51,7 @@ class CODERObjective(nn.Module):
             computed.
         max_count: of a cluster, see :class:`itrloss.OnlineKMeans`.
         options: of all diversity-sensitive losses, see :class:`itrloss.DiversityContrastiveLoss`: ``temperature``,
-            ``margin``, ``diversity``, …, ``engine``, ``check_finite``.
+            ``margin``, ``diversity``, …, ``engine``, ``check_finite``, ``gather``.
 
     Attributes:
         batch, memory, concept: the losses, whose options may be changed one by one.
@@ -154,7 +154,7 @@ class DVSEObjective(nn.Module):
         balance: η in [0, 1].
         margin, detach_sigma, shared_sigma: see :class:`itrloss.VarianceAwareLoss`.
         slack, pair_reduction: see :class:`itrloss.DynamicOrthogonalLoss`.
-        engine, check_finite: see :class:`itrloss.PairLoss`.
+        engine, check_finite, gather: see :class:`itrloss.PairLoss`.
     """
 
     def __init__(

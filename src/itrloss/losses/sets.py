@@ -40,9 +40,9 @@ class VarianceAwareLoss(ObservedLoss):
         shared_sigma: the texts' direction takes a pair's σ from the image's scores, as printed; False: from the text's
             own, over all images but the pair's.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``, see :func:`itrloss.functional.variance_aware_loss`.
-        engine, check_finite, telemetry: see :class:`itrloss.PairLoss`; the telemetry is that of each pair's best head,
-            and forms the matrix. With several captions an image, an accelerator forms the
-            matrices, or with ``engine="tiled"`` is waited for.
+        engine, check_finite, telemetry, gather: see :class:`itrloss.PairLoss`; the telemetry is that of each pair's
+            best head, and forms the matrix. With several captions an image, an accelerator forms the matrices, or with
+            ``engine="tiled"`` is waited for.
     """
 
     def __init__(self, margin: float = 0.2, detach_sigma: bool = False, shared_sigma: bool = True, **common: Any):
@@ -67,6 +67,7 @@ class VarianceAwareLoss(ObservedLoss):
         Returns:
             A 0-dim float32 tensor (float64 for float64 input), or per-anchor values with ``reduction="none"``.
         """
+        (image_sets, texts), image_ids, text_ids = self._gathered((image_sets, texts), image_ids, text_ids)
         heads = self._heads(image_sets, texts, image_ids, text_ids)
         value = functional.variance_aware_loss(heads, self.margin, self.detach_sigma, self.shared_sigma, self.reduction)
         self._observe(lambda: describe(_best_of(heads), self.margin))
