@@ -62,8 +62,8 @@ def _sides(x: Tensor, shape: tuple[int, int], asked: tuple[bool, bool]) -> tuple
     return rows, cols
 
 
-def _joined(sides: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(sides)) if len(sides) > 1 else sides[0]
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
 
 
 def _lost_digits(subtracted: Tensor, variance: Tensor) -> bool:
@@ -82,7 +82,7 @@ def _around_zero(
     lying, dims = (scores, (1, 0)) if scores.stride(1) == 1 else (scores.T, (0, 1))
     wanted = [side for side, a in enumerate(asked) if a]
     across = any(dims[side] == 0 for side in wanted)  # else the norm needs no second write
-    found: list[tuple[list[Tensor], list[Tensor]]] = [([], []), ([], [])]  # sums and sums of squares, of each part
+    sums: list[list[tuple[Tensor, Tensor]]] = [[], []]  # of each side: of the scores and of their squares
     space = None
     for part in panels(lying, _SQUARES if across else None):
         x = lying[part]
@@ -91,12 +91,13 @@ def _around_zero(
             torch.mul(x, x, out=space)
         for side in wanted:
             dim = dims[side]
-            found[side][0].append(x.sum(dim))
-            found[side][1].append(torch.linalg.vector_norm(x, dim=1).square_() if space is None else space.sum(dim))
-    first, second = (
-        _joined([_joined(x[side][k]) if dims[side] == 1 else _total(x[side][k]) for side in wanted])
-        for k, x in ((0, found), (1, found))
-    )
+            squares = torch.linalg.vector_norm(x, dim=1).square_() if space is None else space.sum(dim)
+            if dim == 1 or not sums[side]:  # of these anchors, or of all of them for the first time
+                sums[side].append((x.sum(dim), squares))
+            else:
+                sums[side][0][0].add_(x.sum(dim))
+                sums[side][0][1].add_(squares)
+    first, second = (_joined([_joined([found[k] for found in sums[side]]) for side in wanted]) for k in (0, 1))
     if positives.diagonal:
         positive = scores.diagonal()
         positive = torch.cat((positive, positive)) if all(asked) else positive
@@ -106,7 +107,8 @@ def _around_zero(
         mean = first / count
     else:
         taken = torch.zeros_like(first)
-        sides = _sides(first, (scores.shape[0], scores.shape[1]), asked), _sides(taken, scores.shape, asked)  # type: ignore[arg-type]
+        shape = positives.n, positives.m
+        sides = _sides(first, shape, asked), _sides(taken, shape, asked)
         for i, j in positives.chunks():
             positive = scores[i, j]
             for side in wanted:
@@ -120,13 +122,6 @@ def _around_zero(
     variance = second.sub_(taken).div_(count).sub_(squared)
     far = _lost_digits(squared.add_(taken.div_(count)), variance)  # positives cost digits as a distance does
     return mean, variance, far
-
-
-def _total(parts: list[Tensor]) -> Tensor:
-    total = parts[0]
-    for x in parts[1:]:
-        total.add_(x)
-    return total
 
 
 def _around(
