@@ -147,7 +147,7 @@ def pad(sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 
 def chosen(features: np.ndarray, rows: np.ndarray | slice) -> Tensor:
     """The chosen images of a memory-mapped array, as a float32 tensor."""
-    return torch.from_numpy(np.asarray(features[rows], dtype=np.float32))
+    return torch.from_numpy(np.array(features[rows], dtype=np.float32))
 
 
 def feature_statistics(features: np.ndarray, chunk: int = 1024) -> tuple[Tensor, Tensor]:
@@ -165,7 +165,7 @@ def feature_statistics(features: np.ndarray, chunk: int = 1024) -> tuple[Tensor,
 
 def whole_statistics(wholes: np.ndarray) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of each feature of whole pictures, (d,) float32, after :func:`compressed`."""
-    x = compressed(torch.from_numpy(np.asarray(wholes, dtype=np.float32)))
+    x = compressed(torch.from_numpy(np.array(wholes, dtype=np.float32)))
     return x.mean(0), x.std(0).clamp_min(1e-3)
 
 
@@ -192,11 +192,19 @@ class Batches:
     A sample is one image with `captions_per_image` of its captions, and an epoch shows every caption once. With one
     caption a sample (the VSE default) a batch may hold the same image twice, so the ids travel with the batch: the
     other caption of an image is then a positive, not a negative. The incomplete last batch is left out; the order
-    is new every epoch, so nothing is left out for good.
+    is new every epoch, so nothing is left out for good. Of several processes each has ``batch_size`` samples of a step:
+    together they see what one with as many times the batch size would.
     """
 
     def __init__(
-        self, split: Split, vocabulary: Vocabulary, batch_size: int, captions_per_image: int, seed: int
+        self,
+        split: Split,
+        vocabulary: Vocabulary,
+        batch_size: int,
+        captions_per_image: int,
+        seed: int,
+        rank: int = 0,
+        world: int = 1,
     ) -> None:
         if captions_per_image not in (1, split.captions_per_image):
             raise ValueError(
@@ -206,17 +214,18 @@ class Batches:
         self.word_ids = [vocabulary.encode(caption) for caption in split.captions]
         self.captions_per_image = captions_per_image
         self.samples = len(split.captions) // captions_per_image
-        self.batch_size = min(batch_size, self.samples)
-        self.seed = seed
+        self.batch_size = min(batch_size, self.samples // world)
+        self.seed, self.rank, self.world = seed, rank, world
 
     def __len__(self) -> int:
-        return self.samples // self.batch_size
+        return self.samples // (self.batch_size * self.world)
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """The batches of one epoch, from `first_step` on."""
         order = np.random.default_rng([self.seed, epoch]).permutation(self.samples)
         for step in range(first_step, len(self)):
-            yield self._batch(order[step * self.batch_size : (step + 1) * self.batch_size])
+            start = (step * self.world + self.rank) * self.batch_size
+            yield self._batch(order[start : start + self.batch_size])
 
     def _batch(self, samples: np.ndarray) -> Batch:
         captions = (samples[:, None] * self.captions_per_image + np.arange(self.captions_per_image)).ravel()

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from itrloss.distributed import gather, world_size
+
 from .data import compressed
 
 MASKED = -10000.0
@@ -44,6 +46,26 @@ def averaged_bigru(gru: nn.GRU, x: Tensor, lengths: Tensor) -> Tensor:
     hidden, _ = pad_packed_sequence(gru(packed)[0], batch_first=True, total_length=x.shape[1])
     forward, backward = hidden.chunk(2, dim=-1)
     return (forward + backward) / 2
+
+
+class BatchNorm(nn.BatchNorm1d):
+    """Batch normalisation over the batch of all processes; torch's synchronised one runs on GPUs only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or world_size() == 1:
+            return super().forward(x)
+        assert self.running_mean is not None and self.running_var is not None and self.momentum is not None
+        own = torch.stack([x.float().sum(0), x.float().square().sum(0)])
+        first, second = gather(own[None]).sum(0)  # with a gradient
+        count = len(x) * world_size()
+        mean = first / count
+        variance = (second / count - mean.square()).clamp_min(0.0)
+        with torch.no_grad():
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(variance * (count / max(1, count - 1)), self.momentum)
+            if self.num_batches_tracked is not None:
+                self.num_batches_tracked.add_(1)
+        return (x - mean) * (variance + self.eps).rsqrt() * self.weight + self.bias
 
 
 class SetDropout(nn.Module):
@@ -140,8 +162,9 @@ class SelfGuidedEnhancement(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.local, self.whole = nn.Linear(dim, dim), nn.Linear(dim, dim)  # kappa, nu
-        self.local_norm, self.whole_norm = nn.BatchNorm1d(dim), nn.BatchNorm1d(dim)
+        # kappa and nu; the batch normalisation brings their biases.
+        self.local, self.whole = nn.Linear(dim, dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.local_norm, self.whole_norm = BatchNorm(dim), BatchNorm(dim)
         self.score = nn.Linear(dim, 1, bias=False)
 
     def forward(self, regions: Tensor, wholes: Tensor | None = None) -> Tensor:
@@ -161,10 +184,10 @@ class GuidedEnhancement(nn.Module):
         super().__init__()
         self.mlp = nn.Sequential(
             nn.LayerNorm(whole_dim),
-            nn.BatchNorm1d(whole_dim),
+            BatchNorm(whole_dim),
             nn.Linear(whole_dim, dim),
             nn.GELU(),
-            nn.BatchNorm1d(dim),
+            BatchNorm(dim),
             nn.Linear(dim, dim),
         )
 
@@ -220,7 +243,7 @@ class ImageEncoder(nn.Module):
         self.linear = nn.Linear(region_dim, dim)
         self.mlp = nn.Sequential(
             nn.Linear(region_dim, dim // 2, bias=False),  # the batch normalisation brings its own bias
-            nn.BatchNorm1d(dim // 2),
+            BatchNorm(dim // 2),
             nn.ReLU(),
             nn.Linear(dim // 2, dim),
         )

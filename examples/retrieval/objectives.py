@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import itrloss
+from itrloss.distributed import gather, gather_rows, world_size
 from itrloss.functional import set_similarity
 
 from .config import Config
@@ -54,6 +55,8 @@ def build_loss(config: Config) -> nn.Module:
             raise ValueError(f"loss_options.{option}: {LOSSES[name].__name__} takes {', '.join(known)}")
     if name == "coder":
         options = {"dim": config.dim, "clusters": 200, **options}
+    if name != "pvse":  # which is given scores
+        options["gather"] = True  # in a job of several processes the batch is that of all of them
     return LOSSES[name](**options)
 
 
@@ -73,7 +76,7 @@ class Objective(nn.Module):
         self.criterion = build_loss(config)
         self.warming_up = False
         margin = self.criterion.variance_aware.margin if isinstance(self.criterion, itrloss.DVSEObjective) else 0.2
-        self.all_negatives = itrloss.TripletLoss(margin, mining="all", reduction="mean")
+        self.all_negatives = itrloss.TripletLoss(margin, mining="all", reduction="mean", gather=True)
         self.apart = itrloss.DynamicOrthogonalLoss(0.0, "frobenius")
         self.keys: itrloss.MomentumEncoder | None = None
         self.memory: itrloss.CoupledMemory | None = None
@@ -105,7 +108,8 @@ class Objective(nn.Module):
         if isinstance(self.criterion, itrloss.DVSEObjective):
             return self._of_sets(self.criterion, outputs, image_ids, text_ids)
         if self.config.loss == "pvse":
-            scores = set_similarity(outputs[0], outputs[1], "max")
+            image_ids, text_ids = (gather_rows(ids) for ids in (image_ids, text_ids))
+            scores = set_similarity(gather(outputs[0]), gather(outputs[1]), "max")
             diversity = torch.stack([self.apart(residuals) for residuals in outputs[2:]]).sum()
             value = self.criterion(scores=scores, image_ids=image_ids, text_ids=text_ids)
             return value + DIVERSITY * diversity, {"diversity": diversity.detach()}
@@ -123,7 +127,7 @@ class Objective(nn.Module):
 
         Else the warm-up's, many times as large, leave AdamW with steps that are too small for what follows.
         """
-        batch = len(outputs[0])
+        batch = len(outputs[0]) * world_size()
         if self.warming_up:
             heads = [self.all_negatives(x, outputs[1], image_ids, text_ids) for x in outputs[0].unbind(1)]
             orthogonal = criterion.orthogonal(*outputs[2:])

@@ -1,6 +1,7 @@
 """Train a visual-semantic embedding with any loss of itrloss.
 
     python -m examples.retrieval.train --config examples/retrieval/configs/scenes.toml out=runs/dcl loss=dcl seed=1
+    torchrun --nproc-per-node 2 -m examples.retrieval.train --config ...
 
 The run directory holds config.json, log.jsonl (a line an epoch), best.pt (by dev RSUM), last.pt (to resume from),
 metrics.json, dev_scores.npy and the TensorBoard events.
@@ -15,14 +16,18 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
+
+from itrloss.distributed import world_size
 
 from .concepts import find_concepts, normalized_graph
 from .config import RESUMABLE, Config, load_config, make_config
@@ -66,8 +71,16 @@ def data_directory(config: Config) -> Path:
     from .scenes import write_scenes
 
     root = Path(config.data_root or Path(config.out).parent / "data")
-    write_scenes(root, sizes=config.scenes_sizes, seed=0)
+    if is_first():
+        write_scenes(root, sizes=config.scenes_sizes, seed=0)
+    if world_size() > 1:
+        dist.barrier()
     return root
+
+
+def is_first() -> bool:
+    """Whether this process is the only one, or the one that writes files."""
+    return world_size() == 1 or dist.get_rank() == 0
 
 
 def load_model(path: str | Path) -> tuple[VSE, Vocabulary, Config]:
@@ -95,10 +108,17 @@ class Trainer:
         train = load_split(self.data, "train")
         self.dev = load_split(self.data, "dev")
         self.vocabulary = Vocabulary.from_captions(train.captions, config.min_count)
-        self.batches = Batches(train, self.vocabulary, config.batch_size, config.captions_per_image, config.seed)
+        self.world, self.rank = world_size(), dist.get_rank() if world_size() > 1 else 0
+        sampling = config.batch_size, config.captions_per_image, config.seed, self.rank, self.world
+        self.batches = Batches(train, self.vocabulary, *sampling)
         self.model = self.new_model(train).to(config.device)
         self.objective = Objective(config, self.model).to(config.device)
         self.optimizer = build_optimizer(self.model, self.objective, config)
+        self.encode: nn.Module = self.model  # the same, with the gradients of all processes averaged
+        if self.world > 1:
+            # A term of CODER's loss may have no weight.
+            self.encode = DistributedDataParallel(self.model, find_unused_parameters=config.loss == "coder")
+            torch.manual_seed(config.seed + 1000 * self.rank)  # of dropout
 
         self.epoch = 0  # epochs done
         self.step = 0  # steps done in the current epoch
@@ -127,8 +147,9 @@ class Trainer:
         begin_with(model.text.embedding.weight, self.vocabulary.words, vectors)
         if isinstance(model, CODER):
             concepts = find_concepts(train.captions, config.concepts, config.tagger)
-            self.out.mkdir(parents=True, exist_ok=True)
-            concepts.save(self.out / "concepts.json")
+            if is_first():
+                self.out.mkdir(parents=True, exist_ok=True)
+                concepts.save(self.out / "concepts.json")
             model.branch.graph.copy_(normalized_graph(concepts.graph(config.concept_threshold)))
             begin_with(model.branch.vectors, concepts.words, vectors)
         return model
@@ -140,13 +161,14 @@ class Trainer:
         self.out.mkdir(parents=True, exist_ok=True)
         if self.config.resume and (self.out / "last.pt").exists():
             self.load(self.out / "last.pt")
-        else:  # nothing of a former run may pass for one of this
+        elif is_first():  # nothing of a former run may pass for one of this
             for name in ("metrics.json", "log.jsonl", "dev_scores.npy", "best.pt", "last.pt"):
                 (self.out / name).unlink(missing_ok=True)
             for file in self.out.glob("events.out.tfevents.*"):
                 file.unlink()
-        _write_json(self.out / "config.json", asdict(self.config))
-        if self.config.tensorboard:
+        if is_first():
+            _write_json(self.out / "config.json", asdict(self.config))
+        if self.config.tensorboard and is_first():
             from torch.utils.tensorboard import SummaryWriter  # slow to import, so only where it is used
 
             self.writer = SummaryWriter(str(self.out), purge_step=self.total_steps + 1)
@@ -155,7 +177,10 @@ class Trainer:
             self.finish_epoch()
         if self.writer is not None:
             self.writer.close()
-        return {"metrics": self.final_metrics(), "best_rsum": self.best, "history": self.history}
+        metrics = [self.final_metrics() if is_first() else None]
+        if self.world > 1:
+            dist.broadcast_object_list(metrics)
+        return {"metrics": metrics[0], "best_rsum": self.best, "history": self.history}
 
     @property
     def stalled(self) -> bool:
@@ -176,7 +201,7 @@ class Trainer:
             desc=f"epoch {self.epoch + 1}/{self.config.epochs}",
             initial=self.step,
             total=len(self.batches),
-            disable=not (self.config.progress and sys.stderr.isatty()),
+            disable=not (self.config.progress and sys.stderr.isatty() and is_first()),
             leave=False,
         )
         for batch in bar:
@@ -198,7 +223,7 @@ class Trainer:
         inputs = batch.regions.to(device), batch.words.to(device), batch.lengths, wholes
         image_ids, text_ids = batch.image_ids.to(device), batch.text_ids.to(device)
         self.objective.prepare(self.model, *inputs)
-        outputs = self.model(*inputs)
+        outputs = self.encode(*inputs)
 
         loss_start = self._now()
         leaves = [x.detach().requires_grad_(x.requires_grad) for x in outputs]
@@ -208,6 +233,7 @@ class Trainer:
 
         reached = [(x, leaf.grad) for x, leaf in zip(outputs, leaves, strict=True) if leaf.grad is not None]
         torch.autograd.backward([x for x, _ in reached], [gradient for _, gradient in reached])
+        self._average_what_losses_learn()
         self.objective.finish(text_ids)
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
         norm = nn.utils.clip_grad_norm_(trained, self.config.clip)
@@ -226,9 +252,19 @@ class Trainer:
             self._log_scalars(scalars | {f"train/{name}": float(x) for name, x in figures.items()})
         return value
 
+    def _average_what_losses_learn(self) -> None:
+        """Gradients of the losses' own parameters, over all processes, as DDP does it with the model's."""
+        for p in self.objective.parameters() if self.world > 1 else ():
+            if p.grad is not None:
+                dist.all_reduce(p.grad)
+                p.grad /= self.world
+
     def finish_epoch(self) -> None:
         """Validate, keep the checkpoint if it is the best so far, and close the epoch in the log."""
-        measured = recalls(model_scores(self.model, self.dev, self.vocabulary), self.dev)
+        found = [recalls(model_scores(self.model, self.dev, self.vocabulary), self.dev) if is_first() else {}]
+        if self.world > 1:  # who waits goes by the same figures as who measured
+            dist.broadcast_object_list(found)
+        measured = found[0]
         if self.writer is not None:
             self._log_scalars({f"dev/{name}": value for name, value in measured.items()})
             self._log_scalars({f"train/{name}": value for name, value in self.objective.figures(self.model).items()})
@@ -248,6 +284,8 @@ class Trainer:
             self.best = measured["rsum"]
             self.save(self.out / "best.pt")
         self.save(self.out / "last.pt")
+        if not is_first():
+            return
         # Written whole from the checkpointed history, so that a resumed run neither repeats nor loses a line.
         text = "".join(json.dumps(line) + "\n" for line in self.history)
         _write_atomically(self.out / "log.jsonl", lambda file: file.write(text.encode()))
@@ -269,6 +307,17 @@ class Trainer:
 
     def save(self, path: Path) -> None:
         """Write all that the next step depends on, so that a resumed run is the uninterrupted one, bit for bit."""
+        random = [
+            {
+                "torch": torch.get_rng_state(),
+                "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+            }
+        ]
+        if self.world > 1:
+            random = random * self.world
+            dist.all_gather_object(random, random[self.rank])
+        if not is_first():
+            return
         state = {
             "config": asdict(self.config),
             "words": self.vocabulary.words,
@@ -280,10 +329,7 @@ class Trainer:
             "sums": self.sums,
             "best": self.best,
             "history": self.history,
-            "rng": {
-                "torch": torch.get_rng_state(),
-                "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-            },
+            "rng": random,  # of each process
         }
         _write_atomically(path, lambda file: torch.save(state, file))
 
@@ -300,9 +346,12 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.epoch, self.step, self.best = state["epoch"], state["step"], state["best"]
         self.sums, self.history = state["sums"], state["history"]
-        torch.set_rng_state(state["rng"]["torch"])
-        if torch.cuda.is_available() and state["rng"]["cuda"]:
-            torch.cuda.set_rng_state_all(state["rng"]["cuda"])
+        if len(state["rng"]) != self.world:
+            raise ValueError(f"{path} was trained by {len(state['rng'])} processes: cannot resume with {self.world}")
+        random = state["rng"][self.rank]
+        torch.set_rng_state(random["torch"])
+        if torch.cuda.is_available() and random["cuda"]:
+            torch.cuda.set_rng_state_all(random["cuda"])
 
     # --- small helpers ----------------------------------------------------------------------------------------
 
@@ -349,11 +398,20 @@ def main(arguments: list[str] | None = None) -> None:
         build_loss(config)
     except (OSError, TypeError, ValueError) as error:
         parser.error(str(error))
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1  # torchrun says so
+    if several:
+        cuda = config.device.startswith("cuda")
+        if cuda:
+            config = replace(config, device=f"cuda:{os.environ['LOCAL_RANK']}")
+            torch.cuda.set_device(config.device)
+        dist.init_process_group("nccl" if cuda else "gloo")
     metrics = train(config)["metrics"]
-    for split, both in metrics.items():
+    for split, both in metrics.items() if is_first() else ():
         for when, measured in both.items():
             figures = "  ".join(f"{name} {value:.1f}" for name, value in measured.items())
             print(f"{split} {when} re-ranking: {figures}")
+    if several:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -23,10 +23,10 @@ def gather_rows(x: Tensor) -> Tensor:
     """
     if world_size() == 1:
         return x
-    gathered = x.new_empty(world_size() * x.shape[0], *x.shape[1:])
-    with torch.no_grad():
-        dist.all_gather_into_tensor(gathered, x.detach().contiguous())
-    return gathered
+    x = x.detach().contiguous()
+    parts = [torch.empty_like(x) for _ in range(world_size())]
+    dist.all_gather(parts, x)
+    return torch.cat(parts)
 
 
 def gather(x: Tensor) -> Tensor:

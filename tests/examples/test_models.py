@@ -65,10 +65,10 @@ def test_self_guided_enhancement_is_that_of_the_equations():
     found = module(regions)
     for picture, wanted in zip(regions, found, strict=True):
         average = sum(picture) / len(picture)  # Eq. 1
-        whole = tanh_of_norm(module.whole_norm, module.whole.weight @ average + module.whole.bias)
+        whole = tanh_of_norm(module.whole_norm, module.whole.weight @ average)
         scores = []
         for v in picture:
-            local = tanh_of_norm(module.local_norm, module.local.weight @ v + module.local.bias)
+            local = tanh_of_norm(module.local_norm, module.local.weight @ v)
             scores.append(float(module.score.weight[0] @ (whole * local)))  # Eq. 3
         powers = [math.exp(x) for x in scores]
         summed = sum(p / sum(powers) * v for p, v in zip(powers, picture, strict=True))
@@ -318,7 +318,7 @@ def test_parameters_at_the_papers_sizes():
     gpo = 3 * 2 * (32 * 32 + 32 * 32 + 2 * 32) + 32
     image = (region + 1) * space + region * 512 + 2 * 512 + (512 + 1) * space + gpo
     text = words * word + 2 * 3 * (word * space + space * space + 2 * space) + gpo
-    sge = 2 * (region + 1) * region + 4 * region + region
+    sge = 2 * region * region + 4 * region + region
     branch = 400 * word + word * space + 2 * space * space
     config = Config(dim=space, word_dim=word, bag_of_words=False, concepts=400)
     for change, wanted in (

@@ -474,7 +474,7 @@ def test_a_killed_run_resumes_bit_for_bit(config: Config, tmp_path: Path, monkey
     assert held is None or state[held].abs().sum() > 0
     moments = [[m for entry in s["optimizer"]["state"].values() for m in entry.values()] for s in states]
     assert moments[0] and all(map(torch.equal, *moments))
-    assert torch.equal(states[0]["rng"]["torch"], states[1]["rng"]["torch"])
+    assert torch.equal(states[0]["rng"][0]["torch"], states[1]["rng"][0]["torch"])
     untimed = [[{k: v for k, v in line.items() if "seconds" not in k} for line in s["history"]] for s in states]
     assert untimed[0] == untimed[1] and len(untimed[0]) == 2
     logs = [(tmp_path / run / "log.jsonl").read_text().splitlines() for run in ("straight", "run")]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .. import functional
 from .._arguments import check_embeddings, check_ids, check_number, check_size, diagonal_if_unique
+from ..distributed import gather_rows
 from ..engines.dispatch import choose
 from ..engines.operators import inverse_norms
 from ..similarity import DEFAULT_MEMORY_BUDGET, Similarity
@@ -191,7 +192,7 @@ class DynamicGate(nn.Module):
 
     @torch.no_grad()
     def forward(self, regions: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The gate of each image; in training mode the running figures are updated first.
+        """The gate of each image; in training mode the running figures are updated first, over all processes.
 
         Args:
             regions: (N, R, dim) floating point.
@@ -213,10 +214,10 @@ class DynamicGate(nn.Module):
                 pooled = torch.einsum("nr,nrd->nd", mask.float(), regions.float()) / total
             found = pooled @ self.weight.float().T  # pooling and projection commute
         if self.training:
-            self._follow(self.centre, found.mean(0))
+            self._follow(self.centre, gather_rows(found).mean(0))
         gate = (found > self.centre).float()  # round(sigmoid(x)) is 1 for x > 0
         if self.training:
-            self._follow(self.on_rate, gate.mean(0))
+            self._follow(self.on_rate, gather_rows(gate).mean(0))
             self.batches.add_(1)
         return gate
 
