@@ -177,5 +177,5 @@ def test_public_names_are_those_and_no_others():
     names = "import itrloss; print(*(name for name in dir(itrloss) if not name.startswith('_')))"
     found = subprocess.run([sys.executable, "-c", names], capture_output=True, text=True, check=True)
     public = set(found.stdout.split())
-    modules = {"cached", "cluster", "distributed", "engines", "losses", "memory", "sets", "similarity", "telemetry"}
+    modules = {"cached", "cluster", "engines", "losses", "memory", "sets", "similarity", "telemetry"}
     assert public - modules == set(itrloss.__all__)
