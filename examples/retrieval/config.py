@@ -53,6 +53,8 @@ class Config:
     # optimisation
     epochs: int = 15
     batch_size: int = 256  # samples; images and captions a batch follow from captions_per_image
+    micro_batch: int = 0  # samples that the encoders take at a time, for a loss of all of them; 0: the whole batch
+    precision: str = "float32"  # of the encoders in training; "bfloat16" and "float16" by autocast
     lr: float = 1e-3
     lr_warmup_steps: int = 0
     decay_epoch: int = 0  # lr x 0.1 once this many epochs are done; 0: never
@@ -86,6 +88,7 @@ class Config:
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         for name in (
             "warmup_epochs",
+            "micro_batch",
             "lr_warmup_steps",
             "decay_epoch",
             "weight_decay",
@@ -100,6 +103,8 @@ class Config:
             _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "in [0, 1]")
         _require(self.enhancement in ("", "sge", "cge"), "enhancement", self.enhancement, "'sge', 'cge' or ''")
         _require(self.tagger in ("rules", "spacy"), "tagger", self.tagger, "'rules' or 'spacy'")
+        wanted = ("float32", "bfloat16", "float16")
+        _require(self.precision in wanted, "precision", self.precision, ", ".join(map(repr, wanted)))
         for name in ("lr", "clip"):
             _require(getattr(self, name) > 0, name, getattr(self, name), "positive")
 

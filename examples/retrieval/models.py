@@ -20,6 +20,8 @@ from .encoders import ImageEncoder, SubEmbeddings, TextEncoder
 class VSE(nn.Module):
     """A visual-semantic embedding: two encoders into one space."""
 
+    of_texts: tuple[int, ...] = (1,)  # which of what it returns in training has a row a text
+
     def __init__(self, image: ImageEncoder, text: TextEncoder) -> None:
         super().__init__()
         self.image = image
@@ -91,6 +93,7 @@ class CODER(VSE):
     """
 
     share = 0.9  # of the instance similarity
+    of_texts = (1, 3)
 
     def __init__(self, image: ImageEncoder, text: TextEncoder, branch: ConceptBranch) -> None:
         super().__init__(image, text)
@@ -142,6 +145,8 @@ class DVSE(VSE):
 
 class PVSE(VSE):
     """As many embeddings of a text as of an image (Song & Soleymani, CVPR 2019), similar as the closest two are."""
+
+    of_texts = (1, 3)
 
     def forward(
         self, regions: Tensor, words: Tensor, lengths: Tensor, wholes: Tensor | None = None

@@ -43,6 +43,7 @@ from .data import (
     word_vectors,
 )
 from .evaluate import before_and_after, model_scores, recalls
+from .gradients import of_chunks, of_whole_batch
 from .models import CODER, VSE, build_model
 from .objectives import Objective, build_loss
 
@@ -114,6 +115,8 @@ class Trainer:
         self.model = self.new_model(train).to(config.device)
         self.objective = Objective(config, self.model).to(config.device)
         self.optimizer = build_optimizer(self.model, self.objective, config)
+        # float16 has not the range for gradients as they come; bfloat16 has.
+        self.scaler = torch.amp.GradScaler(config.device.partition(":")[0], enabled=config.precision == "float16")
         self.encode: nn.Module = self.model  # the same, with the gradients of all processes averaged
         if self.world > 1:
             # A term of CODER's loss may have no weight.
@@ -211,9 +214,7 @@ class Trainer:
                 self.save(self.out / "last.pt")
 
     def train_step(self, batch: Batch) -> float:
-        """One update. The loss runs on leaves cut from the encoders' outputs, so that its own forward and backward can
-        be timed; the gradients of the leaves are then sent on into the encoders: the very gradients of one backward.
-        """
+        """One update."""
         start, device = self._now(), self.config.device
         rate = learning_rate(self.config, self.epoch, self.total_steps)
         for group in self.optimizer.param_groups:
@@ -221,28 +222,26 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         wholes = None if batch.wholes is None else batch.wholes.to(device)
         inputs = batch.regions.to(device), batch.words.to(device), batch.lengths, wholes
-        image_ids, text_ids = batch.image_ids.to(device), batch.text_ids.to(device)
-        self.objective.prepare(self.model, *inputs)
-        outputs = self.encode(*inputs)
-
-        loss_start = self._now()
-        leaves = [x.detach().requires_grad_(x.requires_grad) for x in outputs]
-        loss, figures = self.objective(leaves, image_ids, text_ids)
-        loss.backward()
-        loss_seconds = self._now() - loss_start
-
-        reached = [(x, leaf.grad) for x, leaf in zip(outputs, leaves, strict=True) if leaf.grad is not None]
-        torch.autograd.backward([x for x, _ in reached], [gradient for _, gradient in reached])
+        ids = batch.image_ids.to(device), batch.text_ids.to(device)
+        with self._precision():
+            self.objective.prepare(self.model, *inputs)
+        step = self.encode, self.objective, inputs, ids, self.scaler, self._precision(), self._now
+        if self.config.micro_batch:
+            value, figures, loss_seconds = of_chunks(*step, self.config.micro_batch, self.model.of_texts)
+        else:
+            value, figures, loss_seconds = of_whole_batch(*step)
         self._average_what_losses_learn()
-        self.objective.finish(text_ids)
+        self.objective.finish(ids[1])
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.scaler.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(trained, self.config.clip)
-        value = loss.item()
-        if not math.isfinite(value) or not torch.isfinite(norm):
+        # A scaler begins too high, and leaves out the steps that overflow.
+        if not math.isfinite(value) or not (torch.isfinite(norm) or self.scaler.is_enabled()):
             raise FloatingPointError(
                 f"epoch {self.epoch + 1}, step {self.step + 1}: loss {value}, gradient norm {norm.item()}"
             )
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.step += 1
         self.sums["loss"] += value
         self.sums["seconds"] += self._now() - start
@@ -251,6 +250,11 @@ class Trainer:
             scalars = {"train/loss": value, "train/lr": rate, "train/gradient_norm": norm.item()}
             self._log_scalars(scalars | {f"train/{name}": float(x) for name, x in figures.items()})
         return value
+
+    def _precision(self) -> torch.autocast:
+        """For the encoders; losses compute in float32 at least, whatever they are given."""
+        kind, low = self.config.device.partition(":")[0], self.config.precision != "float32"
+        return torch.autocast(kind, getattr(torch, self.config.precision) if low else None, enabled=low)
 
     def _average_what_losses_learn(self) -> None:
         """Gradients of the losses' own parameters, over all processes, as DDP does it with the model's."""
@@ -324,6 +328,7 @@ class Trainer:
             "model": self.model.state_dict(),
             "objective": self.objective.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
             "epoch": self.epoch,
             "step": self.step,
             "sums": self.sums,
@@ -344,6 +349,8 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         self.objective.load_state_dict(state["objective"])
         self.optimizer.load_state_dict(state["optimizer"])
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(state["scaler"])
         self.epoch, self.step, self.best = state["epoch"], state["step"], state["best"]
         self.sums, self.history = state["sums"], state["history"]
         if len(state["rng"]) != self.world:

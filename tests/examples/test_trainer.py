@@ -17,7 +17,7 @@ from examples.retrieval import encoders
 from examples.retrieval import train as module
 from examples.retrieval.config import Config, load_config, make_config
 from examples.retrieval.data import Batches, Split, Vocabulary, feature_statistics, load_split, pad
-from examples.retrieval.encoders import GPO, ImageEncoder, SetDropout, SubEmbeddings, TextEncoder
+from examples.retrieval.encoders import GPO, BatchNorm, ImageEncoder, SetDropout, SubEmbeddings, TextEncoder
 from examples.retrieval.models import CODER, DVSE, VSE, build_model
 from examples.retrieval.objectives import LOSSES, WITH_MEMORY, build_loss
 from examples.retrieval.train import Trainer, learning_rate, load_model, train
@@ -258,6 +258,8 @@ def test_overrides_win_over_the_file(tmp_path: Path):
         ("word_dropout=1.0", ValueError, "word_dropout = 1.0"),
         ("clip=-1", ValueError, "clip = -1.0.*positive"),
         ("weight_decay=-1", ValueError, "weight_decay = -1.0.*negative"),
+        ("micro_batch=-1", ValueError, "micro_batch = -1.*negative"),
+        ("precision=half", ValueError, "precision = 'half'.*'float32', 'bfloat16', 'float16'"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(override: str, error: type[Exception], message: str):
@@ -327,6 +329,60 @@ def test_one_step_reaches_every_parameter_with_the_gradient_of_one_backward(conf
         assert not torch.equal(p, before[name]), name
     for name, gradient in learnt.items():
         torch.testing.assert_close(dict(trainer.objective.named_parameters())[name].grad, gradient, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("loss", "per_image"),
+    [(loss, captions) for loss in LOSSES for captions in (1, 5) if captions == 1 or loss not in WITH_MEMORY],
+)
+def test_a_few_samples_at_a_time_give_the_gradients_of_the_batch(config: Config, loss: str, per_image: int):
+    dry = {"feature_dropout": 0.0, "word_dropout": 0.0, "embedding_dropout": 0.0, "heads": 5, "clip": 1e9}
+    config = replace(config, loss=loss, captions_per_image=per_image, batch_size=20, **dry)
+    found = []
+    for micro in (0, 7):
+        trainer = Trainer(replace(config, micro_batch=micro))
+        if trainer.objective.memory is not None:
+            torch.manual_seed(1)
+            trainer.objective.memory.enqueue(*torch.randn(2, 10, 16), torch.arange(10) + 1000)
+        for layer in trainer.model.modules():
+            if isinstance(layer, BatchNorm | itrloss.DynamicGate):
+                layer.training = False  # their statistics would be those of a few samples
+        found.append((trainer.train_step(next(trainer.batches.epoch(0))), trainer))
+    (value, whole), (chunked_value, chunked) = found
+    assert chunked_value == pytest.approx(value, rel=1e-5)
+    for (name, p), other in zip(whole.model.named_parameters(), chunked.model.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, p.grad, rtol=1e-4, atol=1e-5 * p.grad.abs().max().item(), msg=name)
+    for (name, x), other in zip(
+        whole.objective.state_dict().items(), chunked.objective.state_dict().values(), strict=True
+    ):
+        if torch.is_tensor(x):
+            torch.testing.assert_close(other, x, rtol=1e-4, atol=1e-4, msg=name)
+    assert 0 < chunked.sums["loss_seconds"] < chunked.sums["seconds"]
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@pytest.mark.parametrize("micro", [0, 16])
+def test_encoders_run_in_the_precision_asked_for(
+    config: Config, monkeypatch: pytest.MonkeyPatch, precision: str, micro: int
+):
+    config = replace(config, loss="mdcl", memory=64, micro_batch=micro, epochs=3)
+    trainer = Trainer(replace(config, precision=precision))
+    seen: list[torch.dtype] = []
+    loss = trainer.objective.criterion.forward
+    monkeypatch.setattr(
+        trainer.objective.criterion,
+        "forward",
+        lambda *x, **y: (seen.extend(t.dtype for t in x if torch.is_tensor(t)), loss(*x, **y))[1],
+    )
+    trainer.run()
+    assert set(seen) == {getattr(torch, precision)}
+    assert all(p.dtype == torch.float32 for p in trainer.model.parameters())
+    losses = [line["loss"] for line in trainer.history]
+    if precision == "float16":  # its scale takes most steps of the first epoch to come down
+        assert losses[-1] < 0.7 * losses[0] and trainer.scaler.get_scale() < 2**16
+    else:
+        exact = train(replace(config, out=config.out + "_exact"))
+        assert losses[-1] == pytest.approx(exact["history"][-1]["loss"], rel=0.05)
 
 
 def test_keys_follow_the_model_and_enter_the_memory_after_the_step(config: Config):
@@ -440,10 +496,12 @@ def test_a_run_learns_and_writes_every_file(config: Config):
 
 
 @pytest.mark.parametrize(
-    "loss", ["triplet", *(pytest.param(x, marks=pytest.mark.slow) for x in ("uto", "coder", "dvse"))]
+    "loss", ["triplet", "float16", *(pytest.param(x, marks=pytest.mark.slow) for x in ("uto", "coder", "dvse"))]
 )
 def test_a_killed_run_resumes_bit_for_bit(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str):
     options = {"triplet": {"reduction": "mean"}, "coder": {"clusters": 20}}.get(loss, {})
+    if loss == "float16":  # with the scale that its gradients have come to
+        config, loss = replace(config, precision="float16", micro_batch=16), "infonce"
     config = replace(
         config, loss=loss, loss_options=options, lr_warmup_steps=12, decay_epoch=1, save_steps=1, memory=70
     )
