@@ -64,7 +64,7 @@ def check(root: str | Path, min_count: int = 2) -> tuple[list[str], bool]:
         ready = False
     if len({split.wholes is None for split in found.values()}) > 1:
         without = [f"{name}_global.npy" for name, split in found.items() if split.wholes is None]
-        lines.append(f"  MISSING: {', '.join(without)}, for whole_features=true and enhancement=cge")
+        lines.append(f"  MISSING: {', '.join(without)}, for views=regions+whole and enhancement=cge")
     if "train" in found:
         vocabulary = Vocabulary.from_captions(found["train"].captions, min_count)
         lines.append(f"  words  {len(vocabulary) - 2} that occur {min_count} times or more in the training captions")

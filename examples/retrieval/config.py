@@ -35,9 +35,10 @@ class Config:
 
     # model
     dim: int = 256
+    # What of an image is seen: "regions", "whole" (the feature of the whole picture), or several, joined by "+". Each
+    # view has a model of its own, trained by itself; retrieval goes by the mean of their similarities.
+    views: str = "regions"
     enhancement: str = ""  # "sge" or "cge": USER's, of the regions
-    whole_features: bool = False  # add a linear path from the feature of the whole picture to the image embedding
-    whole_dropout: float = 0.5  # of that feature
     concepts: int = 100  # loss = "coder": concepts in its concept branch
     concept_threshold: float = 0.3  # an edge of their graph: how often one has to come with the other
     tagger: str = "rules"  # what finds them: "rules", or "spacy" (which must be installed)
@@ -46,6 +47,7 @@ class Config:
     word_vectors: str = ""  # GloVe's text file, or .npy with a list of words beside it (.json): where words begin
     bag_of_words: bool = True  # add a linear path from the mean word embedding to the text embedding
     feature_dropout: float = 0.4  # of each region feature
+    whole_dropout: float = 0.5  # of each feature of a whole picture
     word_dropout: float = 0.2  # of whole words
     embedding_dropout: float = 0.2  # of each entry of a word embedding
     shared_dropout: bool = False  # drop a feature in all regions of an image (words of a caption), not in each
@@ -101,6 +103,10 @@ class Config:
             _require(0 <= getattr(self, name) < 1, name, getattr(self, name), "in [0, 1)")
         for name in ("momentum", "concept_threshold"):
             _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "in [0, 1]")
+        known = all(view in ("regions", "whole") for view in self.views.split("+"))
+        _require(known, "views", self.views, "'regions', 'whole', or several of them, joined by '+'")
+        heads = self.loss not in ("dvse", "pvse") or "whole" not in self.views
+        _require(heads, "views", self.views, f"of regions for loss = {self.loss!r}: heads need a set to look at")
         _require(self.enhancement in ("", "sge", "cge"), "enhancement", self.enhancement, "'sge', 'cge' or ''")
         _require(self.tagger in ("rules", "spacy"), "tagger", self.tagger, "'rules' or 'spacy'")
         wanted = ("float32", "bfloat16", "float16")

@@ -206,8 +206,8 @@ def told(regions: Tensor, whole: Tensor) -> Tensor:
 class ImageEncoder(nn.Module):
     """Region features (B, R, region_dim) -> image embeddings (B, dim): standardise, enhance, project, pool.
 
-    With ``heads``, sets of them: the last step is a :class:`SubEmbeddings`, and its answer what comes out. With
-    ``whole``, a linear path from the feature of the whole picture (B, whole_dim) is added to what is pooled.
+    With ``whole``, it sees the feature of the whole picture (B, whole_dim) in their stead, and there is nothing to
+    pool. With ``heads``, the answer is sets of embeddings: the last step is a :class:`SubEmbeddings`.
 
     The projection is that of VSE-infinity: one linear layer plus a two-layer residual MLP with batch normalisation.
     """
@@ -226,7 +226,6 @@ class ImageEncoder(nn.Module):
         heads: SubEmbeddings | None = None,
         whole_dim: int = 0,
         whole: bool = False,
-        whole_dropout: float = 0.0,
         enhancement: str = "",
     ) -> None:
         super().__init__()
@@ -234,35 +233,44 @@ class ImageEncoder(nn.Module):
         self.register_buffer("std", torch.ones(()))
         self.register_buffer("whole_mean", torch.zeros(whole_dim))
         self.register_buffer("whole_std", torch.ones(whole_dim))
+        self.whole = whole
         self.dropout = SetDropout(feature_dropout, shared_dropout)
         self.enhancement: nn.Module | None = None
-        if enhancement == "sge":
+        if enhancement == "sge" and not whole:
             self.enhancement = SelfGuidedEnhancement(region_dim)
-        elif enhancement == "cge":
+        elif enhancement == "cge" and not whole:
             self.enhancement = GuidedEnhancement(whole_dim, region_dim)
-        self.linear = nn.Linear(region_dim, dim)
+        seen = whole_dim if whole else region_dim
+        self.linear = nn.Linear(seen, dim)
         self.mlp = nn.Sequential(
-            nn.Linear(region_dim, dim // 2, bias=False),  # the batch normalisation brings its own bias
+            nn.Linear(seen, dim // 2, bias=False),  # the batch normalisation brings its own bias
             BatchNorm(dim // 2),
             nn.ReLU(),
             nn.Linear(dim // 2, dim),
         )
-        self.pool = GPO()
+        self.pool = None if whole else GPO()
         self.heads = heads
-        self.whole = nn.Sequential(nn.Dropout(whole_dropout), nn.Linear(whole_dim, dim)) if whole else None
 
-    def forward(self, regions: Tensor, wholes: Tensor | None = None) -> Any:
-        x = self.dropout((regions - self.mean) / self.std)
+    def elements(self, regions: Tensor, wholes: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What is seen of the images, standardised, (B, R, d); and (B, d') the features of the whole pictures."""
         if wholes is not None:
             wholes = (compressed(wholes) - self.whole_mean) / self.whole_std
+        if not self.whole:
+            return (regions - self.mean) / self.std, wholes
+        assert wholes is not None
+        return wholes[:, None], wholes
+
+    def forward(self, regions: Tensor, wholes: Tensor | None = None) -> Any:
+        x, wholes = self.elements(regions, wholes)
+        x = self.dropout(x)
         if self.enhancement is not None:
             x = self.enhancement(x, wholes)
         flat = rearrange(x, "b r d -> (b r) d")
         projected = rearrange(self.linear(flat) + self.mlp(flat), "(b r) d -> b r d", b=len(x))
+        if self.pool is None:
+            return projected.squeeze(1)
         lengths = torch.full((len(x),), x.shape[1])
         pooled = self.pool(projected, lengths)
-        if self.whole is not None:
-            pooled = pooled + self.whole(wholes)
         return pooled if self.heads is None else self.heads(projected, pooled, lengths)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import itrloss
 
-from .objectives import Objective
+from .objectives import Objective, Objectives
 
 # Regions (B, R, d), words (M, L), lengths (M,), and whole pictures (B, d') where there are any.
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
@@ -22,7 +22,7 @@ Found = tuple[float, dict[str, Tensor], float]
 
 def of_whole_batch(
     encode: nn.Module,
-    objective: Objective,
+    objective: Objective | Objectives,
     inputs: Inputs,
     ids: tuple[Tensor, Tensor],
     scaler: torch.amp.GradScaler,
@@ -46,7 +46,7 @@ def of_whole_batch(
 
 def of_chunks(
     encode: nn.Module,
-    objective: Objective,
+    objective: Objective | Objectives,
     inputs: Inputs,
     ids: tuple[Tensor, Tensor],
     scaler: torch.amp.GradScaler,

@@ -6,6 +6,8 @@ embeddings of images, those of texts, and the similarity of the two.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,7 +22,8 @@ from .encoders import ImageEncoder, SubEmbeddings, TextEncoder
 class VSE(nn.Module):
     """A visual-semantic embedding: two encoders into one space."""
 
-    of_texts: tuple[int, ...] = (1,)  # which of what it returns in training has a row a text
+    outputs = 2  # how many tensors it returns in training
+    of_texts: tuple[int, ...] = (1,)  # which of them have a row a text
 
     def __init__(self, image: ImageEncoder, text: TextEncoder) -> None:
         super().__init__()
@@ -93,7 +96,7 @@ class CODER(VSE):
     """
 
     share = 0.9  # of the instance similarity
-    of_texts = (1, 3)
+    outputs, of_texts = 4, (1, 3)
 
     def __init__(self, image: ImageEncoder, text: TextEncoder, branch: ConceptBranch) -> None:
         super().__init__(image, text)
@@ -119,32 +122,38 @@ class CODER(VSE):
         return torch.cat([self.share**0.5 * parts[0], (1 - self.share) ** 0.5 * parts[1]], 1)
 
 
-class DVSE(VSE):
-    """Several embeddings of an image, one of a text (Wei et al., 2023); their similarity is that of the best head."""
+class SetVSE(VSE):
+    """Several embeddings of an image; the similarity is that of the closest pair, of image and text."""
 
-    def __init__(self, image: ImageEncoder, text: TextEncoder, region_dim: int, heads: int) -> None:
+    outputs = 4
+
+    def embed_images(self, regions: Tensor, wholes: Tensor | None = None) -> Tensor:
+        return self.image(regions, wholes)[0]
+
+    def similarity(self, images: Tensor, texts: Tensor) -> Tensor:
+        return set_similarity(images, texts, "max")
+
+
+class DVSE(SetVSE):
+    """Several embeddings of an image, one of a text (Wei et al., 2023), and a gate on the image's."""
+
+    def __init__(self, image: ImageEncoder, text: TextEncoder, heads: int) -> None:
         super().__init__(image, text)
-        self.gate = itrloss.DynamicGate(region_dim, heads)
+        self.gate = itrloss.DynamicGate(image.linear.in_features, heads)
 
     def forward(
         self, regions: Tensor, words: Tensor, lengths: Tensor, wholes: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """Sets (B, K, dim) of images, texts (M, dim), residuals (B, K, dim), and the gate (B, K)."""
         sets, residuals = self.image(regions, wholes)
-        return sets, self.text(words, lengths)[0].squeeze(1), residuals, self.gate(regions)
-
-    def embed_images(self, regions: Tensor, wholes: Tensor | None = None) -> Tensor:
-        return self.image(regions, wholes)[0]
+        return sets, self.embed_texts(words, lengths), residuals, self.gate(self.image.elements(regions, wholes)[0])
 
     def embed_texts(self, words: Tensor, lengths: Tensor) -> Tensor:
         return self.text(words, lengths)[0].squeeze(1)
 
-    def similarity(self, images: Tensor, texts: Tensor) -> Tensor:
-        return set_similarity(images, texts, "max")
 
-
-class PVSE(VSE):
-    """As many embeddings of a text as of an image (Song & Soleymani, CVPR 2019), similar as the closest two are."""
+class PVSE(SetVSE):
+    """As many embeddings of a text as of an image (Song & Soleymani, CVPR 2019)."""
 
     of_texts = (1, 3)
 
@@ -155,28 +164,64 @@ class PVSE(VSE):
         (images, of_images), (texts, of_texts) = super().forward(regions, words, lengths, wholes)
         return images, texts, of_images, of_texts
 
-    def embed_images(self, regions: Tensor, wholes: Tensor | None = None) -> Tensor:
-        return self.image(regions, wholes)[0]
-
     def embed_texts(self, words: Tensor, lengths: Tensor) -> Tensor:
         return self.text(words, lengths)[0]
 
+
+class Views(VSE):
+    """Models that each see something else of an image, with a text encoder of their own; one loss for each.
+
+    Retrieval goes by the mean of their similarities. A model that is given all features at once learns to match the
+    training pictures by whatever tells them apart soonest; of two, each has to find out what its own features say.
+    """
+
+    def __init__(self, models: Sequence[VSE]) -> None:
+        nn.Module.__init__(self)
+        self.models = nn.ModuleList(models)
+        self.outputs = sum(model.outputs for model in models)
+        self.of_texts = tuple(v * model.outputs + k for v, model in enumerate(models) for k in model.of_texts)
+
+    def __iter__(self) -> Iterator[VSE]:
+        return iter(self.models)  # type: ignore[arg-type]
+
+    def forward(self, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        """What each returns, one behind the other."""
+        return tuple(x for model in self for x in model(*inputs))
+
+    def embed_images(self, regions: Tensor, wholes: Tensor | None = None) -> Tensor:
+        return torch.cat([model.embed_images(regions, wholes) for model in self], -1)
+
+    def embed_texts(self, words: Tensor, lengths: Tensor) -> Tensor:
+        return torch.cat([model.embed_texts(words, lengths) for model in self], -1)
+
     def similarity(self, images: Tensor, texts: Tensor) -> Tensor:
-        return set_similarity(images, texts, "max")
+        parts = zip(self, *(x.chunk(len(self.models), -1) for x in (images, texts)), strict=True)
+        return torch.stack([model.similarity(*part) for model, *part in parts]).mean(0)
+
+
+def views(model: VSE) -> list[VSE]:
+    """The models that a model is made of."""
+    return list(model) if isinstance(model, Views) else [model]
 
 
 def build_model(config: Config, region_dim: int, vocabulary_size: int, whole_dim: int = 0) -> VSE:
-    """The model that goes with the settings' loss; ``whole_dim`` of the pictures' global features, 0 without any."""
+    """The model that goes with the settings; ``whole_dim`` of the pictures' global features, 0 without any."""
+    sizes = region_dim, vocabulary_size, whole_dim
+    models = [build_view(config, view == "whole", *sizes) for view in config.views.split("+")]
+    return Views(models) if len(models) > 1 else models[0]
+
+
+def build_view(config: Config, whole: bool, region_dim: int, vocabulary_size: int, whole_dim: int) -> VSE:
+    """One that sees the regions, or the whole."""
     sets, concepts = config.loss in ("dvse", "pvse"), config.loss == "coder"
     image = ImageEncoder(
         region_dim,
         config.dim,
-        config.feature_dropout,
+        config.whole_dropout if whole else config.feature_dropout,
         config.shared_dropout,
         SubEmbeddings(config.dim, config.heads) if sets else None,
         whole_dim,
-        config.whole_features,
-        config.whole_dropout,
+        whole,
         config.enhancement,
     )
     text = TextEncoder(
@@ -191,7 +236,7 @@ def build_model(config: Config, region_dim: int, vocabulary_size: int, whole_dim
         asks=concepts,
     )
     if sets:
-        return PVSE(image, text) if config.loss == "pvse" else DVSE(image, text, region_dim, config.heads)
+        return PVSE(image, text) if config.loss == "pvse" else DVSE(image, text, config.heads)
     if concepts:
         return CODER(image, text, ConceptBranch(config.dim, config.concepts, config.word_dim))
     return VSE(image, text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from itrloss.distributed import gather, gather_rows, world_size
 from itrloss.functional import set_similarity
 
 from .config import Config
-from .models import VSE
+from .models import VSE, Views, views
 
 LOSSES: dict[str, type[nn.Module]] = {
     "triplet": itrloss.TripletLoss,
@@ -150,3 +150,48 @@ class Objective(nn.Module):
         if gate is not None:
             found |= {f"gate_{k}": float(rate) for k, rate in enumerate(gate.on_rate)}
         return found
+
+
+class Objectives(nn.Module):
+    """The sum of one objective for each view of a model."""
+
+    def __init__(self, config: Config, models: Sequence[VSE]) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(Objective(config, model) for model in models)
+        self.outputs = [model.outputs for model in models]
+
+    def __iter__(self) -> Iterator[Objective]:
+        return iter(self.each)  # type: ignore[arg-type]
+
+    def begin_epoch(self, epoch: int) -> None:
+        """See :class:`Objective`, as of what follows."""
+        for objective in self:
+            objective.begin_epoch(epoch)
+
+    def prepare(self, model: VSE, *inputs: Tensor | None) -> None:
+        for objective, view in zip(self, views(model), strict=True):
+            objective.prepare(view, *inputs)
+
+    def forward(
+        self, outputs: Sequence[Tensor], image_ids: Tensor, text_ids: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        values, figures, start = [], {}, 0
+        for v, (objective, width) in enumerate(zip(self, self.outputs, strict=True)):
+            value, found = objective(outputs[start : start + width], image_ids, text_ids)
+            values.append(value)
+            figures |= {f"{name}_view{v}": x for name, x in found.items()}
+            start += width
+        return torch.stack(values).sum(), figures
+
+    def finish(self, ids: Tensor) -> None:
+        for objective in self:
+            objective.finish(ids)
+
+    def figures(self, model: VSE) -> dict[str, float]:
+        found = [objective.figures(view) for objective, view in zip(self, views(model), strict=True)]
+        return {f"{name}_view{v}": x for v, own in enumerate(found) for name, x in own.items()}
+
+
+def build_objective(config: Config, model: VSE) -> Objective | Objectives:
+    """What the model is trained with."""
+    return Objectives(config, views(model)) if isinstance(model, Views) else Objective(config, model)

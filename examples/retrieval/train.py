@@ -23,7 +23,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
@@ -44,8 +44,8 @@ from .data import (
 )
 from .evaluate import before_and_after, model_scores, recalls
 from .gradients import of_chunks, of_whole_batch
-from .models import CODER, VSE, build_model
-from .objectives import Objective, build_loss
+from .models import CODER, VSE, build_model, views
+from .objectives import build_loss, build_objective
 
 
 def build_optimizer(model: nn.Module, objective: nn.Module, config: Config) -> torch.optim.AdamW:
@@ -88,10 +88,12 @@ def load_model(path: str | Path) -> tuple[VSE, Vocabulary, Config]:
     """Rebuild the model of a checkpoint (best.pt or last.pt), in evaluation mode, on the CPU."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     config, vocabulary = make_config(state["config"]), Vocabulary(state["words"])
-    sizes = (state["model"][f"image.{name}"].numel() for name in ("mean", "whole_mean"))
-    model = build_model(config, next(sizes), len(vocabulary), next(sizes))
+    model = build_model(config, state["sizes"][0], len(vocabulary), state["sizes"][1])
     model.load_state_dict(state["model"])
     return model.eval(), vocabulary, config
+
+
+Statistics = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]  # of regions and of whole pictures
 
 
 class Trainer:
@@ -113,7 +115,7 @@ class Trainer:
         sampling = config.batch_size, config.captions_per_image, config.seed, self.rank, self.world
         self.batches = Batches(train, self.vocabulary, *sampling)
         self.model = self.new_model(train).to(config.device)
-        self.objective = Objective(config, self.model).to(config.device)
+        self.objective = build_objective(config, self.model).to(config.device)
         self.optimizer = build_optimizer(self.model, self.objective, config)
         # float16 has not the range for gradients as they come; bfloat16 has.
         self.scaler = torch.amp.GradScaler(config.device.partition(":")[0], enabled=config.precision == "float16")
@@ -133,20 +135,25 @@ class Trainer:
     def new_model(self, train: Split) -> VSE:
         """The model before its first step, with what it takes from the training data."""
         config, wholes = self.config, train.wholes
-        if wholes is None and (config.whole_features or config.enhancement == "cge"):
-            what = "whole_features = True" if config.whole_features else "enhancement = 'cge'"
+        if wholes is None and ("whole" in config.views or config.enhancement == "cge"):
+            what = f"views = {config.views!r}" if "whole" in config.views else "enhancement = 'cge'"
             raise ValueError(f"{what}: needs {self.data}/{{split}}_global.npy, the features of whole pictures")
-        model = build_model(
-            config, train.features.shape[2], len(self.vocabulary), 0 if wholes is None else wholes.shape[1]
-        )
-        encoder = model.image
-        for buffer, value in zip((encoder.mean, encoder.std), feature_statistics(train.features), strict=True):
-            buffer.copy_(value)
-        if wholes is not None:
-            for buffer, value in zip((encoder.whole_mean, encoder.whole_std), whole_statistics(wholes), strict=True):
+        self.sizes = train.features.shape[2], 0 if wholes is None else wholes.shape[1]
+        model = build_model(config, self.sizes[0], len(self.vocabulary), self.sizes[1])
+        statistics = feature_statistics(train.features), None if wholes is None else whole_statistics(wholes)
+        vectors = word_vectors(config.word_vectors) if config.word_vectors else {}
+        for view in views(model):
+            self.begin(view, train, statistics, vectors)
+        return model
+
+    def begin(self, model: VSE, train: Split, statistics: Statistics, vectors: dict[str, np.ndarray]) -> None:
+        """Hand a model what it takes from the training data."""
+        config, image = self.config, model.image
+        buffers = (image.mean, image.std), (image.whole_mean, image.whole_std)
+        for own, given in zip(buffers, statistics, strict=True):
+            for buffer, value in zip(own, given or own, strict=True):
                 buffer.copy_(value)
         model.text.idf.copy_(self.vocabulary.idf(train.captions))
-        vectors = word_vectors(config.word_vectors) if config.word_vectors else {}
         begin_with(model.text.embedding.weight, self.vocabulary.words, vectors)
         if isinstance(model, CODER):
             concepts = find_concepts(train.captions, config.concepts, config.tagger)
@@ -155,7 +162,6 @@ class Trainer:
                 concepts.save(self.out / "concepts.json")
             model.branch.graph.copy_(normalized_graph(concepts.graph(config.concept_threshold)))
             begin_with(model.branch.vectors, concepts.words, vectors)
-        return model
 
     # --- training ---------------------------------------------------------------------------------------------
 
@@ -325,6 +331,7 @@ class Trainer:
         state = {
             "config": asdict(self.config),
             "words": self.vocabulary.words,
+            "sizes": self.sizes,  # of a region's features and a whole picture's
             "model": self.model.state_dict(),
             "objective": self.objective.state_dict(),
             "optimizer": self.optimizer.state_dict(),

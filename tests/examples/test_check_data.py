@@ -50,7 +50,7 @@ def test_what_is_wrong_is_named(data: Path):
     np.save(data / "test_ims.npy", np.ones((2, 2, 5), np.float16))
     out, ready = said(data)
     assert not ready and "dev    WRONG: " in out and "14 captions" in out
-    assert "MISSING: train_global.npy, for whole_features=true" in out
+    assert "MISSING: train_global.npy, for views=regions" in out
     assert "different dimensions" in out
 
 

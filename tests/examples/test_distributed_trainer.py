@@ -20,7 +20,7 @@ from processes import WORLD, both
 
 CAPTIONS = ["a brown dog runs", "two dogs on grass", "a black dog jumping", "a man rides a bike", "a woman sits"]
 SYSTEMS: dict[str, dict[str, Any]] = {
-    "infonce": {"loss": "infonce", "loss_options": {"learnable": True}, "whole_features": True},
+    "infonce": {"loss": "infonce", "loss_options": {"learnable": True}, "views": "regions+whole"},
     "triplet": {"loss": "triplet"},
     "user": {"loss": "uto", "enhancement": "sge", "loss_options": {"scale": 20.0}},
     "coder": {"loss": "coder", "concepts": 6, "loss_options": {"clusters": 4}},

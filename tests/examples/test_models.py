@@ -24,6 +24,7 @@ from examples.retrieval.data import (
     word_vectors,
 )
 from examples.retrieval.encoders import GuidedEnhancement, ImageEncoder, SelfGuidedEnhancement
+from examples.retrieval.evaluate import model_scores
 from examples.retrieval.models import ConceptBranch, build_model
 from examples.retrieval.train import Trainer, load_model
 
@@ -90,16 +91,15 @@ def test_guided_enhancement_is_that_of_the_equations():
         torch.testing.assert_close(told(picture, whole), wanted)
 
 
-def test_the_whole_picture_is_added_to_what_is_pooled():
+def test_the_whole_picture_is_seen_in_place_of_the_regions():
     torch.manual_seed(0)
     encoder = ImageEncoder(5, 8, whole_dim=3, whole=True).eval()
     encoder.whole_mean.copy_(torch.tensor([1.0, 2.0, 0.0]))
     encoder.whole_std.copy_(torch.tensor([2.0, 1.0, 0.5]))
-    regions, wholes = torch.randn(2, 4, 5), torch.tensor([[9.0, 4.0, -4.0], [0.0, 1.0, 1.0]])
-    linear = encoder.whole[1]  # type: ignore[index]
+    wholes = torch.tensor([[9.0, 4.0, -4.0], [0.0, 1.0, 1.0]])
     standard = torch.tensor([[1.0, 0.0, -4.0], [-0.5, -1.0, 2.0]])
-    with_whole, encoder.whole = encoder(regions, wholes), None
-    torch.testing.assert_close(with_whole, encoder(regions, wholes) + linear(standard))
+    found = encoder(torch.full((2, 4, 5), torch.nan), wholes)
+    torch.testing.assert_close(found, encoder.linear(standard) + encoder.mlp(standard))
 
 
 # --- CODER: concepts -------------------------------------------------------------------------------------------------
@@ -239,9 +239,12 @@ def test_features_of_whole_pictures_travel_with_the_regions(data: Path):
 
 SYSTEMS = {
     "vse": {"loss": "triplet"},
-    "whole": {"loss": "infonce", "whole_features": True},
+    "whole": {"loss": "infonce", "views": "whole"},
+    "two views": {"loss": "infonce", "views": "regions+whole"},
+    "coder, two views": {"loss": "coder", "views": "regions+whole", "loss_options": {"clusters": 5}},
+    "dvse twice": {"loss": "dvse", "views": "regions+regions"},
     "user sge": {"loss": "uto", "enhancement": "sge"},
-    "user cge": {"loss": "uto", "enhancement": "cge", "whole_features": True},
+    "user cge": {"loss": "uto", "enhancement": "cge"},
     "coder": {"loss": "coder", "loss_options": {"clusters": 5}},
     "coder without concepts": {
         "loss": "coder",
@@ -275,7 +278,7 @@ def test_one_step_reaches_every_parameter(system: str, data: Path, tmp_path: Pat
     assert not still
 
 
-@pytest.mark.parametrize("system", ["user cge", "coder", "pvse"])
+@pytest.mark.parametrize("system", ["user cge", "coder", "pvse", "two views", "dvse twice"])
 def test_a_stored_system_answers_as_the_trained_one(system: str, data: Path, tmp_path: Path):
     trainer = Trainer(settings(data, tmp_path / "run", system))
     trainer.run()
@@ -304,10 +307,35 @@ def test_similarity_of_pvse_is_that_of_the_closest_two(data: Path, tmp_path: Pat
             assert float(found[i, j]) == pytest.approx(max(pairs), abs=1e-6)
 
 
+def test_views_are_trained_as_each_would_be_alone_and_retrieve_by_their_mean(data: Path, tmp_path: Path):
+    """With dropout off: the steps of one do not touch the other."""
+    dry = {"feature_dropout": 0.0, "whole_dropout": 0.0, "word_dropout": 0.0, "embedding_dropout": 0.0, "clip": 1e9}
+    config = replace(settings(data, tmp_path / "run", "coder, two views"), **dry)
+    both = Trainer(config)
+    for index, view in enumerate(("regions", "whole")):
+        alone = Trainer(replace(config, views=view))
+        alone.model.load_state_dict(both.model.models[index].state_dict())  # type: ignore[union-attr, index]
+        alone.objective.load_state_dict(both.objective.each[index].state_dict())  # type: ignore[union-attr, index]
+        for batch in alone.batches.epoch(0):
+            alone.train_step(batch)
+        if index == 0:
+            first = alone
+    for batch in both.batches.epoch(0):
+        both.train_step(batch)
+    scores = []
+    for index, trainer in enumerate((first, alone)):
+        for name, p in trainer.model.named_parameters():
+            mine = dict(both.model.models[index].named_parameters())[name]  # type: ignore[union-attr, operator]
+            torch.testing.assert_close(mine, p, rtol=1e-4, atol=1e-5, msg=name)
+        scores.append(model_scores(trainer.model, trainer.dev, trainer.vocabulary))
+    found = model_scores(both.model, both.dev, both.vocabulary)
+    torch.testing.assert_close(found, (scores[0] + scores[1]) / 2, rtol=1e-4, atol=1e-4)
+
+
 def test_what_needs_features_of_whole_pictures_says_so(data: Path, tmp_path: Path):
     for split in ("train", "dev"):
         (data / f"{split}_global.npy").unlink()
-    for change in ({"whole_features": True}, {"enhancement": "cge"}):
+    for change in ({"views": "regions+whole"}, {"enhancement": "cge"}):
         with pytest.raises(ValueError, match=rf"{next(iter(change))} = .*_global\.npy"):
             Trainer(replace(settings(data, tmp_path / "run", "vse"), **change))
 

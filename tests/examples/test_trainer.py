@@ -27,14 +27,6 @@ WORDS = [f"word{i}" for i in range(20)]
 RECALLS = ["i2t_r1", "i2t_r5", "i2t_r10", "t2i_r1", "t2i_r5", "t2i_r10", "rsum"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
     """60 + 20 + 20 images of 4 regions; the words of a caption are those that its regions are made of."""
@@ -259,6 +251,7 @@ def test_overrides_win_over_the_file(tmp_path: Path):
         ("clip=-1", ValueError, "clip = -1.0.*positive"),
         ("weight_decay=-1", ValueError, "weight_decay = -1.0.*negative"),
         ("micro_batch=-1", ValueError, "micro_batch = -1.*negative"),
+        ("views=regions+global", ValueError, "views = 'regions.global'.*'whole'"),
         ("precision=half", ValueError, "precision = 'half'.*'float32', 'bfloat16', 'float16'"),
     ],
 )
