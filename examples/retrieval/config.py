@@ -23,13 +23,14 @@ class Config:
     data_root: str = ""  # where "scenes" is generated; empty: the folder `data` beside `out`
     scenes_sizes: dict[str, int] = field(default_factory=lambda: {"train": 2000, "dev": 300, "test": 300})
     min_count: int = 2  # rarer training words become <unk>
-    captions_per_image: int = 1  # captions of an image in one sample: 1, or all (5) of them
+    captions_per_image: int = 1  # captions of an image in one sample, from one to all (5) of them
 
     # loss
     loss: str = "infonce"
     loss_options: dict[str, Any] = field(default_factory=dict)  # handed to the constructor of the loss
     warmup_epochs: int = 1  # triplet, pvse and dvse: epochs of the all-negatives sum before the hardest negative
 
+    caption_weight: float = 0.0  # of InfoNCE between two captions of an image, beside the loss
     momentum: float = 0.995  # of the key encoders; for losses with a memory, as are these:
     memory: int = 2048  # pairs in it
 
@@ -90,6 +91,7 @@ class Config:
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         for name in (
             "warmup_epochs",
+            "caption_weight",
             "micro_batch",
             "lr_warmup_steps",
             "decay_epoch",
@@ -103,6 +105,8 @@ class Config:
             _require(0 <= getattr(self, name) < 1, name, getattr(self, name), "in [0, 1)")
         for name in ("momentum", "concept_threshold"):
             _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "in [0, 1]")
+        two = self.captions_per_image > 1 or not self.caption_weight
+        _require(two, "captions_per_image", self.captions_per_image, "at least 2 for caption_weight")
         known = all(view in ("regions", "whole") for view in self.views.split("+"))
         _require(known, "views", self.views, "'regions', 'whole', or several of them, joined by '+'")
         heads = self.loss not in ("dvse", "pvse") or "whole" not in self.views

@@ -189,10 +189,11 @@ class Batch:
 class Batches:
     """The batches of each epoch, a pure function of (seed, epoch, step): a run can go on from any step.
 
-    A sample is one image with `captions_per_image` of its captions, and an epoch shows every caption once. With one
-    caption a sample (the VSE default) a batch may hold the same image twice, so the ids travel with the batch: the
-    other caption of an image is then a positive, not a negative. The incomplete last batch is left out; the order
-    is new every epoch, so nothing is left out for good. Of several processes each has ``batch_size`` samples of a step:
+    A sample is one image with `captions_per_image` of its captions, drawn anew every epoch, which shows every caption
+    once; where they do not divide by that number, some come twice. With less than all captions a sample (one is the VSE
+    default) a batch may hold the same image twice, so the ids travel with the batch: the other caption of an image is
+    then a positive, not a negative. The incomplete last batch is left out; the order is new every epoch, so nothing is
+    left out for good. Of several processes each has ``batch_size`` samples of a step:
     together they see what one with as many times the batch size would.
     """
 
@@ -206,14 +207,15 @@ class Batches:
         rank: int = 0,
         world: int = 1,
     ) -> None:
-        if captions_per_image not in (1, split.captions_per_image):
+        if captions_per_image > split.captions_per_image:
             raise ValueError(
-                f"captions_per_image = {captions_per_image}: must be 1 or {split.captions_per_image}, all of an image"
+                f"captions_per_image = {captions_per_image}: must be at most {split.captions_per_image}, all of an image"
             )
         self.split = split
         self.word_ids = [vocabulary.encode(caption) for caption in split.captions]
         self.captions_per_image = captions_per_image
-        self.samples = len(split.captions) // captions_per_image
+        self.samples_of_image = -(-split.captions_per_image // captions_per_image)
+        self.samples = len(split.features) * self.samples_of_image
         self.batch_size = min(batch_size, self.samples // world)
         self.seed, self.rank, self.world = seed, rank, world
 
@@ -222,20 +224,25 @@ class Batches:
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """The batches of one epoch, from `first_step` on."""
-        order = np.random.default_rng([self.seed, epoch]).permutation(self.samples)
+        random = np.random.default_rng([self.seed, epoch])
+        order = random.permutation(self.samples)
+        captions = np.arange(len(self.split.captions)).reshape(len(self.split.features), -1)
+        if 1 < self.captions_per_image < self.split.captions_per_image:
+            captions = random.permuted(captions, axis=1)
         for step in range(first_step, len(self)):
             start = (step * self.world + self.rank) * self.batch_size
-            yield self._batch(order[start : start + self.batch_size])
+            yield self._batch(order[start : start + self.batch_size], captions)
 
-    def _batch(self, samples: np.ndarray) -> Batch:
-        captions = (samples[:, None] * self.captions_per_image + np.arange(self.captions_per_image)).ravel()
-        images = samples * self.captions_per_image // self.split.captions_per_image
-        words, lengths = pad([self.word_ids[i] for i in captions])
+    def _batch(self, samples: np.ndarray, captions: np.ndarray) -> Batch:
+        images, part = np.divmod(samples, self.samples_of_image)
+        place = part[:, None] * self.captions_per_image + np.arange(self.captions_per_image)
+        chosen_captions = captions[images[:, None], place % self.split.captions_per_image].ravel()
+        words, lengths = pad([self.word_ids[i] for i in chosen_captions])
         return Batch(
             chosen(self.split.features, images),
             words,
             lengths,
             torch.from_numpy(images),
-            torch.from_numpy(captions // self.split.captions_per_image),
+            torch.from_numpy(chosen_captions // self.split.captions_per_image),
             None if self.split.wholes is None else chosen(self.split.wholes, images),
         )

@@ -32,6 +32,7 @@ LOSSES: dict[str, type[nn.Module]] = {
 # end up the same.
 APART = 10.0
 DIVERSITY = 0.1  # weight of PVSE's, on the residuals of both sides
+CAPTION_TEMPERATURE = 0.07
 WITH_MEMORY = ("mdcl", "uto", "coder")
 # Where keyword arguments of a class go on to.
 PASSED_ON: dict[str, type[nn.Module]] = {
@@ -45,8 +46,6 @@ def build_loss(config: Config) -> nn.Module:
     name, options = config.loss, dict(config.loss_options)
     if name not in LOSSES:
         raise ValueError(f"loss = {name!r}: must be one of {', '.join(LOSSES)}")
-    if name in WITH_MEMORY and config.captions_per_image != 1:
-        raise ValueError(f"captions_per_image = {config.captions_per_image}: must be 1 for loss = {name!r}")
     if options.get("reduction") == "none":
         raise ValueError("loss_options.reduction = 'none': training needs one number, 'mean' or 'sum'")
     known = [p for kind in (LOSSES[name], PASSED_ON.get(name)) if kind for p in _parameters(kind)]
@@ -78,6 +77,7 @@ class Objective(nn.Module):
         margin = self.criterion.variance_aware.margin if isinstance(self.criterion, itrloss.DVSEObjective) else 0.2
         self.all_negatives = itrloss.TripletLoss(margin, mining="all", reduction="mean", gather=True)
         self.apart = itrloss.DynamicOrthogonalLoss(0.0, "frobenius")
+        self.captions = itrloss.InfoNCELoss(CAPTION_TEMPERATURE, gather=True)
         self.keys: itrloss.MomentumEncoder | None = None
         self.memory: itrloss.CoupledMemory | None = None
         self.batch_keys: tuple[Tensor, ...] = ()
@@ -99,12 +99,28 @@ class Objective(nn.Module):
         """Before a step's loss: move the momentum encoders and compute the keys of the batch."""
         if self.keys is not None:
             self.keys.update(model)
-            self.batch_keys = self.keys(*inputs)[:2]
+            images, texts = self.keys(*inputs)[:2]
+            self.batch_keys = self._for_each_caption(images), texts
+
+    def _for_each_caption(self, images: Tensor) -> Tensor:
+        """An image as often as it has captions in the batch."""
+        return images.repeat_interleave(self.config.captions_per_image, 0)
 
     def forward(
         self, outputs: Sequence[Tensor], image_ids: Tensor, text_ids: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of what the model returned, and figures worth logging."""
+        value, figures = self._of_pairs(outputs, image_ids, text_ids)
+        if not self.config.caption_weight:
+            return value, figures
+        texts = outputs[1] if outputs[1].ndim == 2 else outputs[1].mean(1)
+        firsts, seconds = texts.unflatten(0, (-1, self.config.captions_per_image)).unbind(1)[:2]
+        same_image = self.captions(firsts, seconds, image_ids, image_ids)
+        return value + self.config.caption_weight * same_image, figures | {"captions": same_image.detach()}
+
+    def _of_pairs(
+        self, outputs: Sequence[Tensor], image_ids: Tensor, text_ids: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         if isinstance(self.criterion, itrloss.DVSEObjective):
             return self._of_sets(self.criterion, outputs, image_ids, text_ids)
         if self.config.loss == "pvse":
@@ -113,8 +129,12 @@ class Objective(nn.Module):
             diversity = torch.stack([self.apart(residuals) for residuals in outputs[2:]]).sum()
             value = self.criterion(scores=scores, image_ids=image_ids, text_ids=text_ids)
             return value + DIVERSITY * diversity, {"diversity": diversity.detach()}
-        beside = (*self.batch_keys, self.memory) if self.memory is not None else ()
-        value = self.criterion(*outputs[:2], *beside, *outputs[2:], image_ids=image_ids, text_ids=text_ids)
+        if self.memory is None:
+            value = self.criterion(*outputs[:2], *outputs[2:], image_ids=image_ids, text_ids=text_ids)
+        else:  # a memory holds pairs
+            pairs = [x if k % 2 else self._for_each_caption(x) for k, x in enumerate(outputs)]
+            ids = {"image_ids": text_ids, "text_ids": text_ids}
+            value = self.criterion(*pairs[:2], *self.batch_keys, self.memory, *pairs[2:], **ids)
         if isinstance(value, tuple):
             total, terms = value
             return total, dict(terms._asdict())
