@@ -68,6 +68,10 @@ class Config:
     threads: int = 0  # of torch; 0: leave as it is
     device: str = "cpu"
 
+    # Fast Re-ranking of the best checkpoint
+    rerank_i2t: float = 25.0  # gamma_1 = gamma_2
+    rerank_t2i: float = 20.0  # lambda_1 = lambda_2
+
     # the run directory
     out: str = "runs/infonce"
     resume: bool = False  # continue from out/last.pt where there is one; otherwise the run is replaced
@@ -115,14 +119,14 @@ class Config:
         _require(self.tagger in ("rules", "spacy"), "tagger", self.tagger, "'rules' or 'spacy'")
         wanted = ("float32", "bfloat16", "float16")
         _require(self.precision in wanted, "precision", self.precision, ", ".join(map(repr, wanted)))
-        for name in ("lr", "clip"):
+        for name in ("lr", "clip", "rerank_i2t", "rerank_t2i"):
             _require(getattr(self, name) > 0, name, getattr(self, name), "positive")
 
 
 # No figure depends on these.
 NO_EFFECT = {"data_root", "out", "resume", "threads", "save_steps", "final_test", "tensorboard", "progress"}
 # What may differ between a run and its continuation. The data may have moved; they must be the same.
-RESUMABLE = NO_EFFECT | {"data", "epochs", "patience", "device"}
+RESUMABLE = NO_EFFECT | {"data", "epochs", "patience", "device", "rerank_i2t", "rerank_t2i"}
 
 
 def _require(condition: bool, name: str, value: object, wanted: str) -> None:

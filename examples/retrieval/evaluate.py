@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -45,8 +48,14 @@ def recalls(scores: Tensor, split: Split) -> dict[str, float]:
     return retrieval_metrics(scores, split.image_ids, split.text_ids)
 
 
-def before_and_after(scores: Tensor, split: Split) -> dict[str, dict[str, float]]:
-    """Recalls of the scores as they are, and after Fast Re-ranking, which looks at all queries of the split at once."""
-    i2t, t2i = FastReranker().rerank(scores)
-    after = retrieval_metrics(i2t, split.image_ids, split.text_ids, t2i_scores=t2i)
+def reranker(settings: Mapping[str, Any]) -> FastReranker:
+    """Fast Re-ranking with the parameters of a run, ``rerank_i2t`` and ``rerank_t2i``."""
+    i2t, t2i = settings["rerank_i2t"], settings["rerank_t2i"]
+    return FastReranker((i2t, i2t), (t2i, t2i))
+
+
+def before_and_after(scores: Tensor, split: Split, by: FastReranker) -> dict[str, dict[str, float]]:
+    """Recalls of the scores as they are, and after re-ranking, which looks at all queries of the split at once."""
+    reranked = by.rerank(scores)
+    after = retrieval_metrics(reranked.i2t, split.image_ids, split.text_ids, t2i_scores=reranked.t2i)
     return {"before": recalls(scores, split), "after": after}

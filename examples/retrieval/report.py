@@ -25,7 +25,7 @@ from itrloss.metrics import skewness
 
 from .config import NO_EFFECT
 from .data import Split, load_split
-from .evaluate import RECALLS
+from .evaluate import RECALLS, reranker
 from .report_charts import Series, histogram_pair, line_chart, small_chart
 from .report_gallery import MISSED, SEED, Direction, Gallery, both_directions
 from .scene_captions import listed
@@ -113,7 +113,7 @@ def write_report(run_dirs: Mapping[str, Path], data_root: Path, out: Path) -> No
                 f"{len(dev.features)} dev images and {len(dev.captions)} dev captions"
             )
     best = max(runs, key=lambda run: run.metrics[split]["after"]["rsum"])
-    directions = both_directions(best.scores, dev)
+    directions = both_directions(best.scores, dev, reranker(best.config))
     sections = [
         _header(runs, splits, data_root),
         _table(runs, split),

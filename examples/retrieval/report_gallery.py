@@ -48,9 +48,9 @@ class Direction:
         return torch.bincount(top.flatten(), minlength=scores.shape[1]).numpy()
 
 
-def both_directions(scores: Tensor, split: Split) -> dict[str, Direction]:
+def both_directions(scores: Tensor, split: Split, by: FastReranker) -> dict[str, Direction]:
     """Images asking for captions ("i2t") and captions asking for images ("t2i"), from (n_images, n_captions) scores."""
-    i2t, t2i = FastReranker().rerank(scores)
+    i2t, t2i = by.rerank(scores)
     images, texts = split.image_ids, split.text_ids
     return {"i2t": Direction(scores, i2t, images, texts), "t2i": Direction(scores.T, t2i.T, texts, images)}
 

@@ -42,7 +42,7 @@ from .data import (
     whole_statistics,
     word_vectors,
 )
-from .evaluate import before_and_after, model_scores, recalls
+from .evaluate import before_and_after, model_scores, recalls, reranker
 from .gradients import of_chunks, of_whole_batch
 from .models import CODER, VSE, build_model, views
 from .objectives import build_loss, build_objective
@@ -306,10 +306,11 @@ class Trainer:
         model.to(self.config.device)
         scores = model_scores(model, self.dev, vocabulary)
         _write_atomically(self.out / "dev_scores.npy", lambda file: np.save(file, scores.numpy()))
-        metrics = {"dev": before_and_after(scores, self.dev)}
+        by = reranker(asdict(self.config))
+        metrics = {"dev": before_and_after(scores, self.dev, by)}
         if self.config.final_test:
             test = load_split(self.data, "test")
-            metrics["test"] = before_and_after(model_scores(model, test, vocabulary), test)
+            metrics["test"] = before_and_after(model_scores(model, test, vocabulary), test, by)
         _write_json(self.out / "metrics.json", metrics)
         return metrics
 

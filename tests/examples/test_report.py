@@ -21,6 +21,7 @@ from examples.retrieval.report import best_value, main, write_report
 from examples.retrieval.report_charts import Series, histogram_pair, line_chart, nice_ticks
 from examples.retrieval.report_gallery import both_directions, draw_queries
 from itrloss.metrics import retrieval_metrics
+from itrloss.rerank import FastReranker
 
 IMAGES, CAPTIONS = 6, 30
 
@@ -48,7 +49,7 @@ def write_run(out: Path, data: Path, loss: str, quality: float, splits: tuple[st
     noise = torch.rand(IMAGES, CAPTIONS, generator=torch.Generator().manual_seed(len(loss)))
     scores = (0.2 * noise + quality * right).float()
     np.save(out / "dev_scores.npy", scores.numpy())
-    metrics = {name: before_and_after(scores, split) for name in splits}
+    metrics = {name: before_and_after(scores, split, FastReranker()) for name in splits}
     (out / "metrics.json").write_text(json.dumps(metrics))
     lines = [{"epoch": e, "step": e, "loss": 3.0 / e, "lr": 1e-3, "seconds": 1.5, "rsum": 100.0 * e} for e in (1, 2, 3)]
     (out / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -179,7 +180,7 @@ def test_ranks_and_occurrences_are_those_of_the_metrics(data):
     split = load_split(data, "dev")
     scores = torch.rand(IMAGES, CAPTIONS, generator=torch.Generator().manual_seed(5))
     wanted = retrieval_metrics(scores, split.image_ids, split.text_ids)
-    for way, direction in both_directions(scores, split).items():
+    for way, direction in both_directions(scores, split, FastReranker()).items():
         ranks = direction.ranks(direction.before)
         for k in (1, 5, 10):
             assert 100 * np.mean(ranks <= k) == pytest.approx(wanted[f"{way}_r{k}"])
@@ -191,7 +192,7 @@ def test_ranks_and_occurrences_are_those_of_the_metrics(data):
 def test_queries_are_drawn_from_their_groups_and_the_same_every_time(data):
     split = load_split(data, "dev")
     scores = torch.rand(IMAGES, CAPTIONS, generator=torch.Generator().manual_seed(1))
-    direction = both_directions(scores, split)["t2i"]
+    direction = both_directions(scores, split, FastReranker())["t2i"]
     picks = draw_queries(direction)
     assert picks == draw_queries(direction)
     assert len({pick.query for pick in picks}) == len(picks) >= 4

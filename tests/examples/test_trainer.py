@@ -257,6 +257,7 @@ def test_overrides_win_over_the_file(tmp_path: Path):
         ("weight_decay=-1", ValueError, "weight_decay = -1.0.*negative"),
         ("micro_batch=-1", ValueError, "micro_batch = -1.*negative"),
         ("views=regions+global", ValueError, "views = 'regions.global'.*'whole'"),
+        ("rerank_i2t=0", ValueError, "rerank_i2t = 0.0.*positive"),
         ("precision=half", ValueError, "precision = 'half'.*'float32', 'bfloat16', 'float16'"),
     ],
 )
