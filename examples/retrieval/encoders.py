@@ -207,7 +207,8 @@ class ImageEncoder(nn.Module):
     """Region features (B, R, region_dim) -> image embeddings (B, dim): standardise, enhance, project, pool.
 
     With ``heads``, sets of them: the last step is a :class:`SubEmbeddings`, and its answer what comes out. With
-    ``whole``, a linear path from the feature of the whole picture (B, whole_dim) is added to what is pooled.
+    ``whole``, a linear path from the feature of the whole picture (B, whole_dim) is added to what is pooled. With a
+    ``backbone``, it takes raw images (B, 3, H, W), whose regions the backbone finds.
 
     The projection is that of VSE-infinity: one linear layer plus a two-layer residual MLP with batch normalisation.
     """
@@ -228,8 +229,10 @@ class ImageEncoder(nn.Module):
         whole: bool = False,
         whole_dropout: float = 0.0,
         enhancement: str = "",
+        backbone: nn.Module | None = None,
     ) -> None:
         super().__init__()
+        self.backbone = backbone
         self.register_buffer("mean", torch.zeros(region_dim))
         self.register_buffer("std", torch.ones(()))
         self.register_buffer("whole_mean", torch.zeros(whole_dim))
@@ -251,8 +254,12 @@ class ImageEncoder(nn.Module):
         self.heads = heads
         self.whole = nn.Sequential(nn.Dropout(whole_dropout), nn.Linear(whole_dim, dim)) if whole else None
 
-    def forward(self, regions: Tensor, wholes: Tensor | None = None) -> Any:
-        x = self.dropout((regions - self.mean) / self.std)
+    def regions(self, images: Tensor) -> Tensor:
+        """Raw images (B, 3, H, W) -> (B, R, region_dim); regions are given back as they are."""
+        return images if self.backbone is None or images.ndim == 3 else self.backbone(images)
+
+    def forward(self, images: Tensor, wholes: Tensor | None = None) -> Any:
+        x = self.dropout((self.regions(images) - self.mean) / self.std)
         if wholes is not None:
             wholes = (compressed(wholes) - self.whole_mean) / self.whole_std
         if self.enhancement is not None:

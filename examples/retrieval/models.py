@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import itrloss
 from itrloss.functional import set_similarity
 
+from .backbones import Backbone, BertEncoder, WordPieces, build_backbone
 from .config import Config
 from .encoders import ImageEncoder, SubEmbeddings, TextEncoder
 
@@ -20,7 +21,7 @@ from .encoders import ImageEncoder, SubEmbeddings, TextEncoder
 class VSE(nn.Module):
     """A visual-semantic embedding: two encoders into one space."""
 
-    def __init__(self, image: ImageEncoder, text: TextEncoder) -> None:
+    def __init__(self, image: ImageEncoder, text: TextEncoder | BertEncoder) -> None:
         super().__init__()
         self.image = image
         self.text = text
@@ -31,8 +32,8 @@ class VSE(nn.Module):
         """Image embeddings (B, dim) and text embeddings (M, dim).
 
         Args:
-            regions: (B, R, d) features.
-            words, lengths: (M, L) word ids, padded, and (M,) numbers of words.
+            regions: (B, R, d) features, or raw images (B, 3, H, W).
+            words, lengths: (M, L) ids of words or of word pieces, padded, and (M,) numbers of words.
             wholes: (B, d') features of the whole pictures, for encoders that use them.
         """
         return self.image(regions, wholes), self.text(words, lengths)
@@ -92,7 +93,7 @@ class CODER(VSE):
 
     share = 0.9  # of the instance similarity
 
-    def __init__(self, image: ImageEncoder, text: TextEncoder, branch: ConceptBranch) -> None:
+    def __init__(self, image: ImageEncoder, text: TextEncoder | BertEncoder, branch: ConceptBranch) -> None:
         super().__init__(image, text)
         self.branch = branch
 
@@ -119,7 +120,7 @@ class CODER(VSE):
 class DVSE(VSE):
     """Several embeddings of an image, one of a text (Wei et al., 2023); their similarity is that of the best head."""
 
-    def __init__(self, image: ImageEncoder, text: TextEncoder, region_dim: int, heads: int) -> None:
+    def __init__(self, image: ImageEncoder, text: TextEncoder | BertEncoder, region_dim: int, heads: int) -> None:
         super().__init__(image, text)
         self.gate = itrloss.DynamicGate(region_dim, heads)
 
@@ -127,6 +128,7 @@ class DVSE(VSE):
         self, regions: Tensor, words: Tensor, lengths: Tensor, wholes: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """Sets (B, K, dim) of images, texts (M, dim), residuals (B, K, dim), and the gate (B, K)."""
+        regions = self.image.regions(regions)
         sets, residuals = self.image(regions, wholes)
         return sets, self.text(words, lengths)[0].squeeze(1), residuals, self.gate(regions)
 
@@ -160,9 +162,18 @@ class PVSE(VSE):
         return set_similarity(images, texts, "max")
 
 
-def build_model(config: Config, region_dim: int, vocabulary_size: int, whole_dim: int = 0) -> VSE:
-    """The model that goes with the settings' loss; ``whole_dim`` of the pictures' global features, 0 without any."""
+def build_model(config: Config, region_dim: int, words: int | WordPieces, whole_dim: int = 0) -> VSE:
+    """The model that goes with the settings' loss.
+
+    Args:
+        config: the settings.
+        region_dim: of the features of regions; that of the backbone, where there is one, counts instead.
+        words: the size of the vocabulary, or a BERT's word pieces.
+        whole_dim: of the pictures' global features, 0 without any.
+    """
     sets, concepts = config.loss in ("dvse", "pvse"), config.loss == "coder"
+    backbone = build_backbone(config)
+    region_dim = region_dim if backbone is None else backbone.dim
     image = ImageEncoder(
         region_dim,
         config.dim,
@@ -173,20 +184,33 @@ def build_model(config: Config, region_dim: int, vocabulary_size: int, whole_dim
         config.whole_features,
         config.whole_dropout,
         config.enhancement,
+        backbone,
     )
-    text = TextEncoder(
-        vocabulary_size,
-        config.word_dim,
-        config.dim,
-        config.word_dropout,
-        config.embedding_dropout,
-        config.bag_of_words,
-        config.shared_dropout,
-        SubEmbeddings(config.dim, config.heads if config.loss == "pvse" else 1) if sets else None,
-        asks=concepts,
-    )
+    heads = SubEmbeddings(config.dim, config.heads if config.loss == "pvse" else 1) if sets else None
+    if isinstance(words, WordPieces):
+        text = BertEncoder(words, config.dim, config.word_dropout, heads, asks=concepts)
+    else:
+        text = TextEncoder(
+            words,
+            config.word_dim,
+            config.dim,
+            config.word_dropout,
+            config.embedding_dropout,
+            config.bag_of_words,
+            config.shared_dropout,
+            heads,
+            asks=concepts,
+        )
     if sets:
         return PVSE(image, text) if config.loss == "pvse" else DVSE(image, text, region_dim, config.heads)
     if concepts:
         return CODER(image, text, ConceptBranch(config.dim, config.concepts, config.word_dim))
     return VSE(image, text)
+
+
+def load_pretrained(model: VSE, config: Config) -> None:
+    """Begin with the weights from elsewhere that the settings name."""
+    if isinstance(model.image.backbone, Backbone) and config.backbone_weights:
+        model.image.backbone.load_weights(config.backbone_weights)
+    if isinstance(model.text, BertEncoder) and config.bert_weights:
+        model.text.load_weights(config.bert)

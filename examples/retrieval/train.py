@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from itrloss.distributed import world_size
 
+from .backbones import WordPieces
 from .concepts import find_concepts, normalized_graph
 from .config import RESUMABLE, Config, load_config, make_config
 from .data import (
@@ -42,20 +43,29 @@ from .data import (
     whole_statistics,
     word_vectors,
 )
+from .encoders import TextEncoder
 from .evaluate import before_and_after, model_scores, recalls
-from .models import CODER, VSE, build_model
+from .models import CODER, VSE, build_model, load_pretrained
 from .objectives import Objective, build_loss
+from .pictures import Images
 
 
 def build_optimizer(model: nn.Module, objective: nn.Module, config: Config) -> torch.optim.AdamW:
-    """AdamW; weight decay pulls on the model's matrices only, not on biases, normalisation or what losses learn."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    learnt = [p for p in objective.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1] + learnt, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=config.lr)
+    """AdamW; weight decay pulls on the model's matrices only, not on biases, normalisation or what losses learn.
+
+    What is pre-trained has a rate of its own: each group says by which ``factor`` it differs from the others'.
+    """
+    factors = {"text.bert.": config.bert_lr_factor, "image.backbone.": config.backbone_lr_factor}
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {(1.0, config.weight_decay): [], (1.0, 0.0): []}
+    for name, p in model.named_parameters():
+        factor = next((f for start, f in factors.items() if name.startswith(start)), 1.0)
+        if p.requires_grad:
+            groups.setdefault((factor, config.weight_decay if p.ndim > 1 else 0.0), []).append(p)
+    groups[1.0, 0.0] += [p for p in objective.parameters() if p.requires_grad]
+    return torch.optim.AdamW(
+        [{"params": own, "weight_decay": decay, "factor": factor} for (factor, decay), own in groups.items()],
+        lr=config.lr,
+    )
 
 
 def learning_rate(config: Config, epoch: int, step: int) -> float:
@@ -83,12 +93,14 @@ def is_first() -> bool:
     return world_size() == 1 or dist.get_rank() == 0
 
 
-def load_model(path: str | Path) -> tuple[VSE, Vocabulary, Config]:
+def load_model(path: str | Path) -> tuple[VSE, Vocabulary | WordPieces, Config]:
     """Rebuild the model of a checkpoint (best.pt or last.pt), in evaluation mode, on the CPU."""
     state = torch.load(path, map_location="cpu", weights_only=True)
-    config, vocabulary = make_config(state["config"]), Vocabulary(state["words"])
+    config, stored = make_config(state["config"]), state["vocabulary"]
+    vocabulary = WordPieces(**stored) if config.bert else Vocabulary(stored)
     sizes = (state["model"][f"image.{name}"].numel() for name in ("mean", "whole_mean"))
-    model = build_model(config, next(sizes), len(vocabulary), next(sizes))
+    words = vocabulary if isinstance(vocabulary, WordPieces) else len(vocabulary)
+    model = build_model(config, next(sizes), words, next(sizes))
     model.load_state_dict(state["model"])
     return model.eval(), vocabulary, config
 
@@ -105,9 +117,12 @@ class Trainer:
 
         build_loss(config)  # a wrong option should not wait for the data
         self.data = data_directory(config)
-        train = load_split(self.data, "train")
-        self.dev = load_split(self.data, "dev")
-        self.vocabulary = Vocabulary.from_captions(train.captions, config.min_count)
+        train, self.dev = (load_split(self.data, name, config.image_size) for name in ("train", "dev"))
+        self.vocabulary = (
+            WordPieces.of_checkpoint(config.bert)
+            if config.bert
+            else Vocabulary.from_captions(train.captions, config.min_count)
+        )
         self.world, self.rank = world_size(), dist.get_rank() if world_size() > 1 else 0
         sampling = config.batch_size, config.captions_per_image, config.seed, self.rank, self.world
         self.batches = Batches(train, self.vocabulary, *sampling)
@@ -133,18 +148,29 @@ class Trainer:
         if wholes is None and (config.whole_features or config.enhancement == "cge"):
             what = "whole_features = True" if config.whole_features else "enhancement = 'cge'"
             raise ValueError(f"{what}: needs {self.data}/{{split}}_global.npy, the features of whole pictures")
+        images, vocabulary = train.features, self.vocabulary
+        raw = isinstance(images, Images)
+        if raw != bool(config.backbone):
+            wanted = "the name of one, resnet50 for example, for the raw images" if raw else "empty for the features"
+            raise ValueError(f"backbone = {config.backbone!r}: must be {wanted} of {self.data}")
         model = build_model(
-            config, train.features.shape[2], len(self.vocabulary), 0 if wholes is None else wholes.shape[1]
+            config,
+            0 if isinstance(images, Images) else images.shape[2],
+            vocabulary if isinstance(vocabulary, WordPieces) else len(vocabulary),
+            0 if wholes is None else wholes.shape[1],
         )
+        load_pretrained(model, config)
         encoder = model.image
-        for buffer, value in zip((encoder.mean, encoder.std), feature_statistics(train.features), strict=True):
-            buffer.copy_(value)
+        if not isinstance(images, Images):
+            for buffer, value in zip((encoder.mean, encoder.std), feature_statistics(images), strict=True):
+                buffer.copy_(value)
         if wholes is not None:
             for buffer, value in zip((encoder.whole_mean, encoder.whole_std), whole_statistics(wholes), strict=True):
                 buffer.copy_(value)
-        model.text.idf.copy_(self.vocabulary.idf(train.captions))
         vectors = word_vectors(config.word_vectors) if config.word_vectors else {}
-        begin_with(model.text.embedding.weight, self.vocabulary.words, vectors)
+        if isinstance(vocabulary, Vocabulary) and isinstance(model.text, TextEncoder):
+            model.text.idf.copy_(vocabulary.idf(train.captions))
+            begin_with(model.text.embedding.weight, vocabulary.words, vectors)
         if isinstance(model, CODER):
             concepts = find_concepts(train.captions, config.concepts, config.tagger)
             if is_first():
@@ -217,7 +243,7 @@ class Trainer:
         start, device = self._now(), self.config.device
         rate = learning_rate(self.config, self.epoch, self.total_steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["factor"]
         self.optimizer.zero_grad(set_to_none=True)
         wholes = None if batch.wholes is None else batch.wholes.to(device)
         inputs = batch.regions.to(device), batch.words.to(device), batch.lengths, wholes
@@ -298,7 +324,7 @@ class Trainer:
         _write_atomically(self.out / "dev_scores.npy", lambda file: np.save(file, scores.numpy()))
         metrics = {"dev": before_and_after(scores, self.dev)}
         if self.config.final_test:
-            test = load_split(self.data, "test")
+            test = load_split(self.data, "test", self.config.image_size)
             metrics["test"] = before_and_after(model_scores(model, test, vocabulary), test)
         _write_json(self.out / "metrics.json", metrics)
         return metrics
@@ -320,7 +346,7 @@ class Trainer:
             return
         state = {
             "config": asdict(self.config),
-            "words": self.vocabulary.words,
+            "vocabulary": self.vocabulary.state(),
             "model": self.model.state_dict(),
             "objective": self.objective.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -338,7 +364,7 @@ class Trainer:
         state = torch.load(path, map_location="cpu", weights_only=True)
         mine = asdict(self.config)
         changed = [k for k in mine if k not in RESUMABLE and mine[k] != state["config"].get(k)]
-        if changed or state["words"] != self.vocabulary.words:
+        if changed or state["vocabulary"] != self.vocabulary.state():
             what = ", ".join(f"{k} = {state['config'].get(k)!r}" for k in changed) or "another vocabulary"
             raise ValueError(f"{path} was trained with {what}: cannot resume; choose another out or resume=false")
         self.model.load_state_dict(state["model"])
