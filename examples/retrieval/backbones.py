@@ -90,7 +90,11 @@ class BertEncoder(nn.Module):
     def load_weights(self, path: str) -> None:
         """Take over the weights of a checkpoint."""
         try:
-            model = _transformers().BertModel.from_pretrained(path, add_pooling_layer=False, local_files_only=True)
+            model, report = _transformers().BertModel.from_pretrained(
+                path, add_pooling_layer=False, local_files_only=True, output_loading_info=True
+            )
+            if report["missing_keys"]:
+                raise ValueError(f"{len(report['missing_keys'])} are missing, as {min(report['missing_keys'])}")
         except (OSError, ValueError) as error:
             raise ValueError(f"{_bert(path)} with weights ({error}); bert_weights=false does without") from error
         self.bert.load_state_dict(model.state_dict())

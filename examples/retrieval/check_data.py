@@ -29,8 +29,8 @@ LAYOUTS = {
   five lines in a row for each image, or one; and {split}_global.npy, (n, d), if there is one.
   Or raw images: dataset_flickr30k.json or dataset_coco.json with images/, or text_c10/ and images/ of CUB.""",
     "karpathy": """\
-  Karpathy's dataset_*.json says where its images belong: in images/ (or flickr30k-images/, or beside the JSON), those of
-  MSCOCO in its train2014/ and val2014/. Links will do.""",
+  Karpathy's dataset_*.json names its images: they belong in images/ (or flickr30k-images/, or beside the JSON), those
+  of MSCOCO there in train2014/ and val2014/. Links will do.""",
     "cub": """\
   CUB Captions: text_c10/<class>/<image>.txt, ten captions, one a line; images/<class>/<image>.jpg (or in
   CUB_200_2011/images/); trainclasses.txt, valclasses.txt and testclasses.txt, a class a line; or, for PCME's protocol,
@@ -58,15 +58,16 @@ def check(root: str | Path, min_count: int = 2) -> tuple[list[str], bool]:
                 if isinstance(split.features, Images)
                 else of_features(name, split.features, split.wholes)
             )
-        except (KeyError, ValueError) as error:
+        except ValueError as error:
             lines.append(f"  {name:6} WRONG: {error}")
             ready &= not needed
             continue
         found[name] = split
         ready &= complete or not needed
         lines += [said[0], of_captions(split), *said[1:]]
-    lines += disagreements(found)
-    ready &= not any("WRONG: the splits" in line for line in lines)
+    between = disagreements(found)
+    ready &= not any(line.startswith("  WRONG") for line in between)
+    lines += between
     if "train" in found:
         vocabulary = Vocabulary.from_captions(found["train"].captions, min_count)
         lines.append(f"  words  {len(vocabulary) - 2} that occur {min_count} times or more in the training captions")

@@ -115,13 +115,18 @@ def karpathy(root: Path, name: str) -> Iterable[Listed]:
     files = sorted(root.glob("dataset*.json"))
     if len(files) != 1:
         raise ValueError(f"{root}: {', '.join(file.name for file in files)}: must be one file")
-    entries = json.loads(files[0].read_text(encoding="utf-8"))["images"]
-    chosen = [entry for entry in entries if entry["split"] in KARPATHY[name]]
-    inner = [Path(entry.get("filepath", ""), entry["filename"]) for entry in chosen]
+    try:
+        entries = json.loads(files[0].read_text(encoding="utf-8"))["images"]
+        chosen = [entry for entry in entries if entry["split"] in KARPATHY[name]]
+        inner = [Path(entry.get("filepath", ""), entry["filename"]) for entry in chosen]
+        captions = [[" ".join(sentence["raw"].split()) for sentence in entry["sentences"]] for entry in chosen]
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{files[0]}: must have images with filename, split and sentences with raw ({error})"
+        ) from error
     folder = image_folder(root, inner[:1])
-    for path, entry in zip(inner, chosen, strict=True):
-        # Only "\n" ends a line of a caption file; here it would end a caption.
-        yield Listed(folder / path, [" ".join(sentence["raw"].split()) for sentence in entry["sentences"]])
+    for path, own in zip(inner, captions, strict=True):
+        yield Listed(folder / path, own)
 
 
 def cub(root: Path, name: str) -> Iterable[Listed]:
@@ -136,12 +141,12 @@ def cub(root: Path, name: str) -> Iterable[Listed]:
     seen = {str(Path(line)) for line in held_out or ()}
     for text, path in zip(texts, inner, strict=True):
         if held_out is None or name == "test" or (str(path) in seen) == (name == "dev"):
-            yield Listed(folder / path, [line for line in _lines(text) if line], path.parent.name)
+            yield Listed(folder / path, _lines(text), path.parent.name)
 
 
 def image_folder(root: Path, inner: list[Path]) -> Path:
-    """Where the images lie: the first known folder that holds this one, or else the first known one there is."""
-    folders = [root / name for name in IMAGE_FOLDERS if (root / name).is_dir()]
+    """Where the images lie: the first known folder that holds this one, or else where it should be."""
+    folders = [root / name for name in IMAGE_FOLDERS]
     return next((folder for folder in folders if inner and (folder / inner[0]).exists()), folders[0])
 
 
