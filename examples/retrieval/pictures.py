@@ -5,8 +5,8 @@
     text_c10/<class>/<image>.txt, images/<class>/<image>.jpg        CUB with the ten captions an image of Reed et al.
 
 CUB comes with lists of classes: trainclasses.txt, valclasses.txt and testclasses.txt, 100, 50 and 50 of them. Where
-there is a seen_test_images.txt, its images are the development set, and the others of the classes in
-trainvalclasses.txt train: the protocol of PCME, and so of DVSE. A caption of CUB matches every image of its class.
+there is PCME's seen_test_images.txt, its images are the development set, and the others of the classes in
+trainvalclasses.txt train, 150 in the split of Xian et al. A caption of CUB matches every image of its class.
 """
 
 from __future__ import annotations

@@ -20,6 +20,14 @@ from examples.retrieval.pictures import Images, layout, listed_images, random_bo
 from examples.retrieval.train import train
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def coco(tmp_path: Path) -> Path:
     return drawn.karpathy(tmp_path)
@@ -149,6 +157,11 @@ def test_several_processes_cut_a_sample_as_one_would(coco: Path):
     alone = next(Batches(split, vocabulary, 8, 1, seed=3).epoch(2))
     halves = [next(Batches(split, vocabulary, 4, 1, 3, rank, 2).epoch(2)) for rank in (0, 1)]
     assert torch.equal(alone.regions, torch.cat([half.regions for half in halves]))
+    whole = [batch.regions for batch in Batches(split, vocabulary, 8, 1, seed=3).epoch(2)]
+    rest = [batch.regions for batch in Batches(split, vocabulary, 8, 1, seed=3).epoch(2, first_step=6)]
+    assert len(rest) == 4 and all(
+        map(torch.equal, rest, whole[6:])
+    )  # a resumed run sees what the interrupted one would
     another = next(Batches(split, vocabulary, 8, 1, seed=3).epoch(3))
     assert not torch.equal(alone.regions, another.regions)
 
