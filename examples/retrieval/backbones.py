@@ -43,10 +43,14 @@ class WordPieces:
             tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
         except (OSError, ValueError) as error:
             raise ValueError(f"{_bert(path)} with config.json, tokenizer.json or vocab.txt ({error})") from error
-        if sizes.model_type != "bert" or tokenizer.mask_token_id is None or len(tokenizer) > sizes.vocab_size:
+        # Without its files transformers makes a tokeniser that knows nothing but the special pieces.
+        fits = len(tokenizer.all_special_ids) < len(tokenizer) <= sizes.vocab_size
+        if sizes.model_type != "bert" or tokenizer.mask_token_id is None or not fits:
             found = f"a {sizes.model_type} of {sizes.vocab_size} pieces, a tokeniser of {len(tokenizer)}"
-            raise ValueError(f"{_bert(path)}, with a tokeniser that fits it, not {found}")
-        return cls(tokenizer.backend_tokenizer.to_str(), sizes.to_diff_dict(), tokenizer.mask_token_id)
+            raise ValueError(f"{_bert(path)} with a tokeniser that fits it, not {found}")
+        settings = sizes.to_diff_dict()
+        settings.pop("transformers_version", None)  # the installed one: a newer one may go on with a run
+        return cls(tokenizer.backend_tokenizer.to_str(), settings, tokenizer.mask_token_id)
 
     def state(self) -> dict[str, Any]:
         """What the constructor takes."""

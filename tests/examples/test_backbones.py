@@ -84,6 +84,7 @@ def test_captions_are_cut_into_the_pieces_of_the_checkpoint(bert: str):
     assert len(long) == 16 and long[-1] == 3 and len(pieces) == len(drawn.PIECES)
     again = WordPieces(**pieces.state())
     assert again.encode("Left reds, blue") == pieces.encode("Left reds, blue") and again.state() == pieces.state()
+    assert "transformers_version" not in pieces.sizes and pieces.sizes["hidden_size"] == 12
 
 
 def test_bert_is_pooled_over_all_its_pieces(bert: str):
@@ -182,6 +183,9 @@ def test_what_is_no_bert_is_refused_by_name(config: Config, features: Path, bert
     Trainer(replace(config, bert=str(tmp_path), bert_weights=False))
     (tmp_path / "vocab.txt").write_text("\n".join([*drawn.PIECES, "more"]))
     with pytest.raises(ValueError, match=r"with a tokeniser that fits it, not a bert of 14 pieces, a tokeniser of 15"):
+        Trainer(replace(config, bert=str(tmp_path)))
+    (tmp_path / "vocab.txt").unlink()
+    with pytest.raises(ValueError, match=r"with a tokeniser that fits it, not a bert of 14 pieces, a tokeniser of 5"):
         Trainer(replace(config, bert=str(tmp_path)))
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match=r"bert needs transformers: pip install 'itrloss\[bert\]'"):
