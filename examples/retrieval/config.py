@@ -19,7 +19,7 @@ class Config:
     """Everything that decides a run; ``config.json`` in the run directory is this, in full."""
 
     # data
-    data: str = "scenes"  # a directory in the SCAN layout, or "scenes": the generated set
+    data: str = "scenes"  # a directory of features or of raw images, or "scenes": the generated set
     data_root: str = ""  # where "scenes" is generated; empty: the folder `data` beside `out`
     scenes_sizes: dict[str, int] = field(default_factory=lambda: {"train": 2000, "dev": 300, "test": 300})
     min_count: int = 2  # rarer training words become <unk>
@@ -52,6 +52,16 @@ class Config:
     word_dropout: float = 0.2  # of whole words
     embedding_dropout: float = 0.2  # of each entry of a word embedding
     shared_dropout: bool = False  # drop a feature in all regions of an image (words of a caption), not in each
+
+    # pre-trained encoders
+    bert: str = ""  # captions by this BERT, not by words and a GRU: its directory, or the name of a downloaded one
+    bert_weights: bool = True  # begin with its weights; false: at random
+    bert_lr_factor: float = 0.1  # of lr, for the BERT itself
+    backbone: str = ""  # for raw images: resnet50, ... resnext101_32x8d, or timm/NAME
+    backbone_weights: str = ""  # the file of its weights; empty: it begins at random
+    backbone_lr_factor: float = 0.01  # of lr, for the backbone itself
+    backbone_frozen: int = 0  # its first stages that are not trained: 1 is the stem, 5 all
+    image_size: int = 256  # raw images are scaled to squares
 
     # optimisation
     epochs: int = 15
@@ -91,6 +101,7 @@ class Config:
             "memory",
             "concepts",
             "heads",
+            "image_size",
         ):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         for name in (
@@ -103,6 +114,8 @@ class Config:
             "patience",
             "threads",
             "save_steps",
+            "bert_lr_factor",
+            "backbone_lr_factor",
         ):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "not negative")
         for name in ("feature_dropout", "whole_dropout", "word_dropout", "embedding_dropout"):
@@ -119,6 +132,7 @@ class Config:
         _require(self.tagger in ("rules", "spacy"), "tagger", self.tagger, "'rules' or 'spacy'")
         wanted = ("float32", "bfloat16", "float16")
         _require(self.precision in wanted, "precision", self.precision, ", ".join(map(repr, wanted)))
+        _require(0 <= self.backbone_frozen <= 5, "backbone_frozen", self.backbone_frozen, "from 0 to 5")
         for name in ("lr", "clip", "rerank_i2t", "rerank_t2i"):
             _require(getattr(self, name) > 0, name, getattr(self, name), "positive")
 

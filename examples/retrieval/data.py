@@ -1,8 +1,10 @@
-"""The SCAN / VSE-infinity layout of pre-computed features, its vocabulary, and resumable batches.
+"""Data sets, their vocabulary, and resumable batches.
 
-A data set is a directory with `{split}_ims.npy`, (n, regions, d), and `{split}_caps.txt`, one caption a line; five
-lines in a row describe one image (`image = line // 5`), or one line each where there are as many lines as images.
-Beside them there may be `{split}_global.npy`, (n, d'), a feature of each picture as a whole.
+A data set of pre-computed features, in the layout of SCAN and VSE-infinity, is a directory with `{split}_ims.npy`,
+(n, regions, d), and `{split}_caps.txt`, one caption a line; five lines in a row describe one image
+(`image = line // 5`), or one line each where there are as many lines as images. Beside them there may be
+`{split}_global.npy`, (n, d'), a feature of each picture as a whole. Data sets of raw images are those of
+:mod:`examples.retrieval.pictures`.
 """
 
 from __future__ import annotations
@@ -11,12 +13,16 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from .pictures import Images, layout, listed_images
 
 PAD, UNKNOWN = "<pad>", "<unk>"  # ids 0 and 1
 
@@ -25,22 +31,33 @@ PAD, UNKNOWN = "<pad>", "<unk>"  # ids 0 and 1
 class Split:
     """One split of a data set."""
 
-    features: np.ndarray  # (n, regions, d), memory-mapped: only what a batch takes is read
+    features: np.ndarray | Images  # (n, regions, d), memory-mapped: only what a batch takes is read; or raw images
     captions: list[str]
     captions_per_image: int
     wholes: np.ndarray | None = None  # (n, d')
+    classes: Tensor | None = None  # (n,) int64: images of a class match one another's captions
 
     @property
     def image_ids(self) -> Tensor:
-        return torch.arange(len(self.features))
+        return torch.arange(len(self.features)) if self.classes is None else self.classes
 
     @property
     def text_ids(self) -> Tensor:
-        return torch.arange(len(self.captions)) // self.captions_per_image
+        return self.image_ids.repeat_interleave(self.captions_per_image)
 
 
-def load_split(root: str | Path, name: str) -> Split:
-    """Read the split `name` ("train", "dev", "test") under `root`; ValueError names both files where they disagree."""
+def load_split(root: str | Path, name: str, image_size: int = 256) -> Split:
+    """Read the split `name` ("train", "dev", "test") under `root`; ValueError names both files where they disagree.
+
+    Raw images are scaled to squares of ``image_size``.
+    """
+    if layout(root) != "features":
+        listed = listed_images(root, name)
+        captions = [caption for image in listed for caption in image.captions]
+        numbers = {kind: i for i, kind in enumerate(sorted({image.kind for image in listed}))}
+        classes = torch.tensor([numbers[image.kind] for image in listed]) if "" not in numbers else None
+        pictures = Images([image.path for image in listed], image_size)
+        return Split(pictures, captions, len(listed[0].captions), classes=classes)
     features_path, captions_path = Path(root, f"{name}_ims.npy"), Path(root, f"{name}_caps.txt")
     features = np.load(features_path, mmap_mode="r")
     # Only "\n" ends a caption: str.splitlines would also break at form feeds and Unicode separators inside one.
@@ -65,6 +82,12 @@ def tokenize(caption: str) -> list[str]:
     return re.findall(r"[^\W_]+(?:'[^\W_]+)?", caption.lower())
 
 
+class Encodes(Protocol):
+    """What turns a caption into ids: a :class:`Vocabulary`, or the word pieces of a BERT."""
+
+    def encode(self, caption: str) -> list[int]: ...
+
+
 class Vocabulary:
     """Words and their ids; id 0 pads, id 1 is every word that is not listed."""
 
@@ -78,6 +101,10 @@ class Vocabulary:
         counts = Counter(word for caption in captions for word in tokenize(caption))
         frequent = [word for word, count in counts.items() if count >= min_count]
         return cls([PAD, UNKNOWN, *sorted(frequent, key=lambda word: (-counts[word], word))])
+
+    def state(self) -> list[str]:
+        """What the constructor takes."""
+        return self.words
 
     def __len__(self) -> int:
         return len(self.words)
@@ -145,8 +172,15 @@ def pad(sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     return padded, lengths
 
 
-def chosen(features: np.ndarray, rows: np.ndarray | slice) -> Tensor:
-    """The chosen images of a memory-mapped array, as a float32 tensor."""
+def chosen(
+    features: np.ndarray | Images, rows: np.ndarray | slice, rngs: Sequence[np.random.Generator] | None = None
+) -> Tensor:
+    """The chosen images of a memory-mapped array, or of raw images, as a float32 tensor.
+
+    With a generator for each, raw images are cut and mirrored as for training.
+    """
+    if isinstance(features, Images):
+        return features.read(rows, rngs)
     return torch.from_numpy(np.array(features[rows], dtype=np.float32))
 
 
@@ -178,7 +212,7 @@ def compressed(x: Tensor) -> Tensor:
 class Batch:
     """B images and M = B * captions_per_image captions; equal ids say which belong together."""
 
-    regions: Tensor  # (B, R, d) float32
+    regions: Tensor  # (B, R, d) float32; raw images: (B, 3, H, W)
     words: Tensor  # (M, L) int64, padded with 0
     lengths: Tensor  # (M,) int64
     image_ids: Tensor  # (B,) int64
@@ -200,7 +234,7 @@ class Batches:
     def __init__(
         self,
         split: Split,
-        vocabulary: Vocabulary,
+        vocabulary: Encodes,
         batch_size: int,
         captions_per_image: int,
         seed: int,
@@ -209,9 +243,10 @@ class Batches:
     ) -> None:
         if captions_per_image > split.captions_per_image:
             raise ValueError(
-                f"captions_per_image = {captions_per_image}: must be at most {split.captions_per_image}, all of an image"
+                f"captions_per_image = {captions_per_image}: must be at most all {split.captions_per_image} of an image"
             )
         self.split = split
+        self.image_ids = split.image_ids
         self.word_ids = [vocabulary.encode(caption) for caption in split.captions]
         self.captions_per_image = captions_per_image
         self.samples_of_image = -(-split.captions_per_image // captions_per_image)
@@ -229,20 +264,31 @@ class Batches:
         captions = np.arange(len(self.split.captions)).reshape(len(self.split.features), -1)
         if 1 < self.captions_per_image < self.split.captions_per_image:
             captions = random.permuted(captions, axis=1)
-        for step in range(first_step, len(self)):
-            start = (step * self.world + self.rank) * self.batch_size
-            yield self._batch(order[start : start + self.batch_size], captions)
+        with ThreadPoolExecutor(1) as reader:  # the next batch is read while this one is trained on
+            ahead = None
+            for step in range(first_step, len(self)):
+                start = (step * self.world + self.rank) * self.batch_size
+                following = reader.submit(self._batch, order[start : start + self.batch_size], captions, epoch)
+                if ahead is not None:
+                    yield ahead.result()
+                ahead = following
+            if ahead is not None:
+                yield ahead.result()
 
-    def _batch(self, samples: np.ndarray, captions: np.ndarray) -> Batch:
+    def _batch(self, samples: np.ndarray, captions: np.ndarray, epoch: int) -> Batch:
         images, part = np.divmod(samples, self.samples_of_image)
         place = part[:, None] * self.captions_per_image + np.arange(self.captions_per_image)
-        chosen_captions = captions[images[:, None], place % self.split.captions_per_image].ravel()
-        words, lengths = pad([self.word_ids[i] for i in chosen_captions])
+        shown = captions[images[:, None], place % self.split.captions_per_image].ravel()
+        words, lengths = pad([self.word_ids[i] for i in shown])
+        rngs = None
+        if isinstance(self.split.features, Images):  # one for each sample: several processes cut as one would
+            rngs = [np.random.default_rng([self.seed, epoch, 1 + int(sample)]) for sample in samples]
+        ids = self.image_ids[torch.from_numpy(images)]
         return Batch(
-            chosen(self.split.features, images),
+            chosen(self.split.features, images, rngs),
             words,
             lengths,
-            torch.from_numpy(images),
-            torch.from_numpy(chosen_captions // self.split.captions_per_image),
+            ids,
+            ids.repeat_interleave(self.captions_per_image),
             None if self.split.wholes is None else chosen(self.split.wholes, images),
         )

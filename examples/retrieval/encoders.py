@@ -207,7 +207,8 @@ class ImageEncoder(nn.Module):
     """Region features (B, R, region_dim) -> image embeddings (B, dim): standardise, enhance, project, pool.
 
     With ``whole``, it sees the feature of the whole picture (B, whole_dim) in their stead, and there is nothing to
-    pool. With ``heads``, the answer is sets of embeddings: the last step is a :class:`SubEmbeddings`.
+    pool. With ``heads``, the answer is sets of embeddings: the last step is a :class:`SubEmbeddings`. With a
+    ``backbone``, it takes raw images (B, 3, H, W), whose regions the backbone finds.
 
     The projection is that of VSE-infinity: one linear layer plus a two-layer residual MLP with batch normalisation.
     """
@@ -227,8 +228,10 @@ class ImageEncoder(nn.Module):
         whole_dim: int = 0,
         whole: bool = False,
         enhancement: str = "",
+        backbone: nn.Module | None = None,
     ) -> None:
         super().__init__()
+        self.backbone = backbone
         self.register_buffer("mean", torch.zeros(region_dim))
         self.register_buffer("std", torch.ones(()))
         self.register_buffer("whole_mean", torch.zeros(whole_dim))
@@ -251,17 +254,21 @@ class ImageEncoder(nn.Module):
         self.pool = None if whole else GPO()
         self.heads = heads
 
-    def elements(self, regions: Tensor, wholes: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def elements(self, images: Tensor, wholes: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """What is seen of the images, standardised, (B, R, d); and (B, d') the features of the whole pictures."""
         if wholes is not None:
             wholes = (compressed(wholes) - self.whole_mean) / self.whole_std
-        if not self.whole:
-            return (regions - self.mean) / self.std, wholes
-        assert wholes is not None
-        return wholes[:, None], wholes
+        if self.whole:
+            assert wholes is not None
+            return wholes[:, None], wholes
+        regions = images if self.backbone is None else self.backbone(images)
+        return (regions - self.mean) / self.std, wholes
 
-    def forward(self, regions: Tensor, wholes: Tensor | None = None) -> Any:
-        x, wholes = self.elements(regions, wholes)
+    def forward(self, images: Tensor, wholes: Tensor | None = None) -> Any:
+        return self.embed(*self.elements(images, wholes))
+
+    def embed(self, x: Tensor, wholes: Tensor | None) -> Any:
+        """The answer of :meth:`elements` -> embeddings."""
         x = self.dropout(x)
         if self.enhancement is not None:
             x = self.enhancement(x, wholes)

@@ -12,14 +12,16 @@ from torch import Tensor
 from itrloss.metrics import retrieval_metrics
 from itrloss.rerank import FastReranker
 
-from .data import Split, Vocabulary, chosen, pad
+from .data import Encodes, Split, chosen, pad
 from .models import VSE
+from .pictures import Images
 
 RECALLS = tuple(f"{way}_r{k}" for way in ("i2t", "t2i") for k in (1, 5, 10))
+PICTURES = 64  # raw images that are encoded at a time
 
 
 @torch.no_grad()
-def model_scores(model: VSE, split: Split, vocabulary: Vocabulary, batch_size: int = 512) -> Tensor:
+def model_scores(model: VSE, split: Split, vocabulary: Encodes, batch_size: int = 512) -> Tensor:
     """Similarity of all images with all captions of a split, as the model has it: (n_images, n_captions) on the CPU.
 
     The model is put in evaluation mode for it and back into the mode it came in.
@@ -28,8 +30,9 @@ def model_scores(model: VSE, split: Split, vocabulary: Vocabulary, batch_size: i
     model.eval()
     device = next(model.parameters()).device
     images = []
-    for i in range(0, len(split.features), batch_size):
-        rows = slice(i, i + batch_size)
+    step = min(batch_size, PICTURES) if isinstance(split.features, Images) else batch_size
+    for i in range(0, len(split.features), step):
+        rows = slice(i, i + step)
         wholes = None if split.wholes is None else chosen(split.wholes, rows).to(device)
         images.append(model.embed_images(chosen(split.features, rows).to(device), wholes))
     word_ids = [vocabulary.encode(caption) for caption in split.captions]

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import itrloss
 from itrloss.functional import set_similarity
 
+from .backbones import Backbone, BertEncoder, WordPieces, build_backbone
 from .config import Config
 from .encoders import ImageEncoder, SubEmbeddings, TextEncoder
 
@@ -25,7 +26,7 @@ class VSE(nn.Module):
     outputs = 2  # how many tensors it returns in training
     of_texts: tuple[int, ...] = (1,)  # which of them have a row a text
 
-    def __init__(self, image: ImageEncoder, text: TextEncoder) -> None:
+    def __init__(self, image: ImageEncoder, text: TextEncoder | BertEncoder) -> None:
         super().__init__()
         self.image = image
         self.text = text
@@ -36,8 +37,8 @@ class VSE(nn.Module):
         """Image embeddings (B, dim) and text embeddings (M, dim).
 
         Args:
-            regions: (B, R, d) features.
-            words, lengths: (M, L) word ids, padded, and (M,) numbers of words.
+            regions: (B, R, d) features, or raw images (B, 3, H, W).
+            words, lengths: (M, L) ids of words or of word pieces, padded, and (M,) numbers of words.
             wholes: (B, d') features of the whole pictures, for encoders that use them.
         """
         return self.image(regions, wholes), self.text(words, lengths)
@@ -98,7 +99,7 @@ class CODER(VSE):
     share = 0.9  # of the instance similarity
     outputs, of_texts = 4, (1, 3)
 
-    def __init__(self, image: ImageEncoder, text: TextEncoder, branch: ConceptBranch) -> None:
+    def __init__(self, image: ImageEncoder, text: TextEncoder | BertEncoder, branch: ConceptBranch) -> None:
         super().__init__(image, text)
         self.branch = branch
 
@@ -137,7 +138,7 @@ class SetVSE(VSE):
 class DVSE(SetVSE):
     """Several embeddings of an image, one of a text (Wei et al., 2023), and a gate on the image's."""
 
-    def __init__(self, image: ImageEncoder, text: TextEncoder, heads: int) -> None:
+    def __init__(self, image: ImageEncoder, text: TextEncoder | BertEncoder, heads: int) -> None:
         super().__init__(image, text)
         self.gate = itrloss.DynamicGate(image.linear.in_features, heads)
 
@@ -145,8 +146,9 @@ class DVSE(SetVSE):
         self, regions: Tensor, words: Tensor, lengths: Tensor, wholes: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """Sets (B, K, dim) of images, texts (M, dim), residuals (B, K, dim), and the gate (B, K)."""
-        sets, residuals = self.image(regions, wholes)
-        return sets, self.embed_texts(words, lengths), residuals, self.gate(self.image.elements(regions, wholes)[0])
+        elements, wholes = self.image.elements(regions, wholes)
+        sets, residuals = self.image.embed(elements, wholes)
+        return sets, self.embed_texts(words, lengths), residuals, self.gate(elements)
 
     def embed_texts(self, words: Tensor, lengths: Tensor) -> Tensor:
         return self.text(words, lengths)[0].squeeze(1)
@@ -204,16 +206,24 @@ def views(model: VSE) -> list[VSE]:
     return list(model) if isinstance(model, Views) else [model]
 
 
-def build_model(config: Config, region_dim: int, vocabulary_size: int, whole_dim: int = 0) -> VSE:
-    """The model that goes with the settings; ``whole_dim`` of the pictures' global features, 0 without any."""
-    sizes = region_dim, vocabulary_size, whole_dim
-    models = [build_view(config, view == "whole", *sizes) for view in config.views.split("+")]
+def build_model(config: Config, region_dim: int, words: int | WordPieces, whole_dim: int = 0) -> VSE:
+    """The model that goes with the settings.
+
+    Args:
+        config: the settings.
+        region_dim: of the features of regions; that of the backbone, where there is one, counts instead.
+        words: the size of the vocabulary, or a BERT's word pieces.
+        whole_dim: of the pictures' global features, 0 without any.
+    """
+    models = [build_view(config, view == "whole", region_dim, words, whole_dim) for view in config.views.split("+")]
     return Views(models) if len(models) > 1 else models[0]
 
 
-def build_view(config: Config, whole: bool, region_dim: int, vocabulary_size: int, whole_dim: int) -> VSE:
+def build_view(config: Config, whole: bool, region_dim: int, words: int | WordPieces, whole_dim: int) -> VSE:
     """One that sees the regions, or the whole."""
     sets, concepts = config.loss in ("dvse", "pvse"), config.loss == "coder"
+    backbone = None if whole else build_backbone(config)
+    region_dim = region_dim if backbone is None else backbone.dim
     image = ImageEncoder(
         region_dim,
         config.dim,
@@ -223,20 +233,34 @@ def build_view(config: Config, whole: bool, region_dim: int, vocabulary_size: in
         whole_dim,
         whole,
         config.enhancement,
+        backbone,
     )
-    text = TextEncoder(
-        vocabulary_size,
-        config.word_dim,
-        config.dim,
-        config.word_dropout,
-        config.embedding_dropout,
-        config.bag_of_words,
-        config.shared_dropout,
-        SubEmbeddings(config.dim, config.heads if config.loss == "pvse" else 1) if sets else None,
-        asks=concepts,
-    )
+    heads = SubEmbeddings(config.dim, config.heads if config.loss == "pvse" else 1) if sets else None
+    if isinstance(words, WordPieces):
+        text = BertEncoder(words, config.dim, config.word_dropout, heads, asks=concepts)
+    else:
+        text = TextEncoder(
+            words,
+            config.word_dim,
+            config.dim,
+            config.word_dropout,
+            config.embedding_dropout,
+            config.bag_of_words,
+            config.shared_dropout,
+            heads,
+            asks=concepts,
+        )
     if sets:
         return PVSE(image, text) if config.loss == "pvse" else DVSE(image, text, config.heads)
     if concepts:
         return CODER(image, text, ConceptBranch(config.dim, config.concepts, config.word_dim))
     return VSE(image, text)
+
+
+def load_pretrained(model: VSE, config: Config) -> None:
+    """Begin with the weights from elsewhere that the settings name."""
+    for view in views(model):
+        if isinstance(view.image.backbone, Backbone) and config.backbone_weights:
+            view.image.backbone.load_weights(config.backbone_weights)
+        if isinstance(view.text, BertEncoder) and config.bert_weights:
+            view.text.load_weights(config.bert)

@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from itrloss.distributed import world_size
 
+from .backbones import WordPieces
 from .concepts import find_concepts, normalized_graph
 from .config import RESUMABLE, Config, load_config, make_config
 from .data import (
@@ -42,21 +43,30 @@ from .data import (
     whole_statistics,
     word_vectors,
 )
+from .encoders import TextEncoder
 from .evaluate import before_and_after, model_scores, recalls, reranker
 from .gradients import of_chunks, of_whole_batch
-from .models import CODER, VSE, build_model, views
+from .models import CODER, VSE, build_model, load_pretrained, views
 from .objectives import build_loss, build_objective
+from .pictures import Images
 
 
 def build_optimizer(model: nn.Module, objective: nn.Module, config: Config) -> torch.optim.AdamW:
-    """AdamW; weight decay pulls on the model's matrices only, not on biases, normalisation or what losses learn."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    learnt = [p for p in objective.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1] + learnt, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=config.lr)
+    """AdamW; weight decay pulls on the model's matrices only, not on biases, normalisation or what losses learn.
+
+    What is pre-trained has a rate of its own: each group says by which ``factor`` it differs from the others'.
+    """
+    factors = {"text.bert.": config.bert_lr_factor, "image.backbone.": config.backbone_lr_factor}
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {(1.0, config.weight_decay): [], (1.0, 0.0): []}
+    for name, p in model.named_parameters():
+        factor = next((f for start, f in factors.items() if name.startswith(start)), 1.0)
+        if p.requires_grad:
+            groups.setdefault((factor, config.weight_decay if p.ndim > 1 else 0.0), []).append(p)
+    groups[1.0, 0.0] += [p for p in objective.parameters() if p.requires_grad]
+    return torch.optim.AdamW(
+        [{"params": own, "weight_decay": decay, "factor": factor} for (factor, decay), own in groups.items()],
+        lr=config.lr,
+    )
 
 
 def learning_rate(config: Config, epoch: int, step: int) -> float:
@@ -84,16 +94,18 @@ def is_first() -> bool:
     return world_size() == 1 or dist.get_rank() == 0
 
 
-def load_model(path: str | Path) -> tuple[VSE, Vocabulary, Config]:
+def load_model(path: str | Path) -> tuple[VSE, Vocabulary | WordPieces, Config]:
     """Rebuild the model of a checkpoint (best.pt or last.pt), in evaluation mode, on the CPU."""
     state = torch.load(path, map_location="cpu", weights_only=True)
-    config, vocabulary = make_config(state["config"]), Vocabulary(state["words"])
-    model = build_model(config, state["sizes"][0], len(vocabulary), state["sizes"][1])
+    config, stored = make_config(state["config"]), state["vocabulary"]
+    vocabulary = WordPieces(**stored) if config.bert else Vocabulary(stored)
+    words = vocabulary if isinstance(vocabulary, WordPieces) else len(vocabulary)
+    model = build_model(config, state["sizes"][0], words, state["sizes"][1])
     model.load_state_dict(state["model"])
     return model.eval(), vocabulary, config
 
 
-Statistics = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]  # of regions and of whole pictures
+Statistics = tuple[tuple[Tensor, Tensor] | None, ...]  # of regions and of whole pictures, where there are any
 
 
 class Trainer:
@@ -108,9 +120,12 @@ class Trainer:
 
         build_loss(config)  # a wrong option should not wait for the data
         self.data = data_directory(config)
-        train = load_split(self.data, "train")
-        self.dev = load_split(self.data, "dev")
-        self.vocabulary = Vocabulary.from_captions(train.captions, config.min_count)
+        train, self.dev = (load_split(self.data, name, config.image_size) for name in ("train", "dev"))
+        self.vocabulary = (
+            WordPieces.of_checkpoint(config.bert)
+            if config.bert
+            else Vocabulary.from_captions(train.captions, config.min_count)
+        )
         self.world, self.rank = world_size(), dist.get_rank() if world_size() > 1 else 0
         sampling = config.batch_size, config.captions_per_image, config.seed, self.rank, self.world
         self.batches = Batches(train, self.vocabulary, *sampling)
@@ -138,9 +153,19 @@ class Trainer:
         if wholes is None and ("whole" in config.views or config.enhancement == "cge"):
             what = f"views = {config.views!r}" if "whole" in config.views else "enhancement = 'cge'"
             raise ValueError(f"{what}: needs {self.data}/{{split}}_global.npy, the features of whole pictures")
-        self.sizes = train.features.shape[2], 0 if wholes is None else wholes.shape[1]
-        model = build_model(config, self.sizes[0], len(self.vocabulary), self.sizes[1])
-        statistics = feature_statistics(train.features), None if wholes is None else whole_statistics(wholes)
+        images, vocabulary = train.features, self.vocabulary
+        raw = isinstance(images, Images)
+        if raw != bool(config.backbone):
+            wanted = "the name of one, resnet50 for example, for the raw images" if raw else "empty for the features"
+            raise ValueError(f"backbone = {config.backbone!r}: must be {wanted} of {self.data}")
+        self.sizes = 0 if isinstance(images, Images) else images.shape[2], 0 if wholes is None else wholes.shape[1]
+        words = vocabulary if isinstance(vocabulary, WordPieces) else len(vocabulary)
+        model = build_model(config, self.sizes[0], words, self.sizes[1])
+        load_pretrained(model, config)
+        statistics = (
+            None if isinstance(images, Images) else feature_statistics(images),
+            None if wholes is None else whole_statistics(wholes),
+        )
         vectors = word_vectors(config.word_vectors) if config.word_vectors else {}
         for view in views(model):
             self.begin(view, train, statistics, vectors)
@@ -148,13 +173,14 @@ class Trainer:
 
     def begin(self, model: VSE, train: Split, statistics: Statistics, vectors: dict[str, np.ndarray]) -> None:
         """Hand a model what it takes from the training data."""
-        config, image = self.config, model.image
+        config, image, vocabulary = self.config, model.image, self.vocabulary
         buffers = (image.mean, image.std), (image.whole_mean, image.whole_std)
         for own, given in zip(buffers, statistics, strict=True):
             for buffer, value in zip(own, given or own, strict=True):
                 buffer.copy_(value)
-        model.text.idf.copy_(self.vocabulary.idf(train.captions))
-        begin_with(model.text.embedding.weight, self.vocabulary.words, vectors)
+        if isinstance(vocabulary, Vocabulary) and isinstance(model.text, TextEncoder):
+            model.text.idf.copy_(vocabulary.idf(train.captions))
+            begin_with(model.text.embedding.weight, vocabulary.words, vectors)
         if isinstance(model, CODER):
             concepts = find_concepts(train.captions, config.concepts, config.tagger)
             if is_first():
@@ -224,7 +250,7 @@ class Trainer:
         start, device = self._now(), self.config.device
         rate = learning_rate(self.config, self.epoch, self.total_steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["factor"]
         self.optimizer.zero_grad(set_to_none=True)
         wholes = None if batch.wholes is None else batch.wholes.to(device)
         inputs = batch.regions.to(device), batch.words.to(device), batch.lengths, wholes
@@ -309,7 +335,7 @@ class Trainer:
         by = reranker(asdict(self.config))
         metrics = {"dev": before_and_after(scores, self.dev, by)}
         if self.config.final_test:
-            test = load_split(self.data, "test")
+            test = load_split(self.data, "test", self.config.image_size)
             metrics["test"] = before_and_after(model_scores(model, test, vocabulary), test, by)
         _write_json(self.out / "metrics.json", metrics)
         return metrics
@@ -331,8 +357,8 @@ class Trainer:
             return
         state = {
             "config": asdict(self.config),
-            "words": self.vocabulary.words,
-            "sizes": self.sizes,  # of a region's features and a whole picture's
+            "vocabulary": self.vocabulary.state(),
+            "sizes": self.sizes,  # of a region's features and a whole picture's; 0 where there is none
             "model": self.model.state_dict(),
             "objective": self.objective.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -351,7 +377,7 @@ class Trainer:
         state = torch.load(path, map_location="cpu", weights_only=True)
         mine = asdict(self.config)
         changed = [k for k in mine if k not in RESUMABLE and mine[k] != state["config"].get(k)]
-        if changed or state["words"] != self.vocabulary.words:
+        if changed or state["vocabulary"] != self.vocabulary.state():
             what = ", ".join(f"{k} = {state['config'].get(k)!r}" for k in changed) or "another vocabulary"
             raise ValueError(f"{path} was trained with {what}: cannot resume; choose another out or resume=false")
         self.model.load_state_dict(state["model"])

@@ -222,7 +222,7 @@ def test_batches_follow_from_seed_epoch_and_step():
     assert texts(0, 3, first_step=2) == whole[2:]
     assert texts(0, 4) != whole and texts(1, 3) != whole
     assert texts(0, 3, per_image=2)[1:] == texts(0, 3, 1, per_image=2) != texts(0, 4, 1, per_image=2)
-    with pytest.raises(ValueError, match="captions_per_image = 6: must be at most 5"):
+    with pytest.raises(ValueError, match="captions_per_image = 6: must be at most all 5"):
         Batches(split, vocabulary, 10, 6, seed=0)
 
 
