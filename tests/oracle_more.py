@@ -136,6 +136,8 @@ def uto(
     scale: float = 90.0,
     margin: float = 0.5,
     batch_weight: float = 1.0,
+    image_memory_weight: float = 1.0,
+    text_memory_weight: float = 1.0,
     reduction: str = "mean",
 ) -> Any:
     """Unified training objective, USER Eq. 18–21: ``λ HAL(batch) + Q(texts, images in memory) + Q(images, texts)``.
@@ -163,8 +165,8 @@ def uto(
         return values
 
     batch = oracle.hal(cosine(V, W), image_ids, text_ids, scale, margin, reduction)
-    images = anchors(V, W_keys, memory_texts, image_ids, text_ids)
-    texts = anchors(W, V_keys, memory_images, text_ids, image_ids)
+    images = text_memory_weight * anchors(V, W_keys, memory_texts, image_ids, text_ids)
+    texts = image_memory_weight * anchors(W, V_keys, memory_images, text_ids, image_ids)
     if reduction == "none":
         return batch_weight * batch[0] + images, batch_weight * batch[1] + texts
     valid_images = _valid_in_memory(image_ids, text_ids, memory_ids)

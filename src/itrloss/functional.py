@@ -212,6 +212,9 @@ def unified_training_objective(
     margin: float = 0.5,
     batch_weight: float = 1.0,
     reduction: Reduction = "mean",
+    *,
+    image_memory_weight: float = 1.0,
+    text_memory_weight: float = 1.0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Unified training objective, UTO (USER Eq. 18-21): HAL in the batch, and its rows against the memory.
 
@@ -221,14 +224,15 @@ def unified_training_objective(
                  - \operatorname{mean}_{p \in pos(i)} \log(1 + \operatorname{cos}(x_i, k_p))
 
     with ``scale`` γ, ``margin`` ε and ``batch_weight`` λ, over the memory's entries q with another id than the
-    anchor's, and the momentum keys k of its positives. See :class:`itrloss.UnifiedTrainingObjective`.
+    anchor's, and the momentum keys k of its positives. ``text_memory_weight`` multiplies Q of the images, which ask the
+    memory's texts, ``image_memory_weight`` that of the texts. See :class:`itrloss.UnifiedTrainingObjective`.
     """
     _checked_memory(sims)
     values = []
-    for keys, memory in zip(sims.keys, sims.memory, strict=True):
+    for keys, memory, weight in zip(sims.keys, sims.memory, (text_memory_weight, image_memory_weight), strict=True):
         repulsion = memory.logsumexp(scale)
         value = _log1p_exp(repulsion - scale * margin) / scale - _mean_over_positives(keys, "log1p_clamp")
-        values.append(_zero_without_partners(value, repulsion, keys))
+        values.append(_zero_without_partners(weight * value, repulsion, keys))
     queue = reduce_valid(values, reduction)
     batch = hubness_aware_loss(sims.batch, scale, margin, reduction)
     if isinstance(queue, Tensor) or isinstance(batch, Tensor):
