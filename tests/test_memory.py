@@ -34,6 +34,7 @@ LOSSES = {
     "mdcl entropy": (*MDCL, SHARP),
     "mdcl heavy": (*MDCL, HEAVY),
     "mdcl in batch": (*MDCL, {"positive_from": "batch"}),
+    "mdcl, diversity in batch": (*MDCL, {"diversity_from": "batch"}),
     "uto": (*UTO, {}),
     "uto mild": (*UTO, {"scale": 10.0, "margin": 0.1, "batch_weight": 20.0}),
     "uto queues": (*UTO, {"scale": 10.0, "image_memory_weight": 0.0, "text_memory_weight": 0.5}),
@@ -417,6 +418,11 @@ WRONG = {
         lambda: make("uto")(*[KEYS] * 4, filled(2, torch.float32, torch.arange(2)), torch.arange(3), torch.arange(2)),
         ValueError,
         "text_ids: expected shape",
+    ),
+    "diversity_from": (
+        lambda: itrloss.MemoryDiversityContrastiveLoss(diversity_from="memory"),
+        ValueError,
+        "diversity_from",
     ),
     "positive_from": (
         lambda: itrloss.MemoryDiversityContrastiveLoss(positive_from="keys"),

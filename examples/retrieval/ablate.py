@@ -16,8 +16,9 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,9 @@ def _with_tuples(given: Mapping[str, Any]) -> dict[str, Any]:
 def _printed(rows: dict[str, list[Any]]) -> dict[str, dict[str, float]]:
     """Rows of figures by name; where all six recalls are printed without their sum, with it."""
     columns = rows.get("columns", [*RECALLS, "rsum"])
-    figures = {name: dict(zip(columns, row, strict=False)) for name, row in rows.items() if name != "columns"}
+    figures = {
+        name: dict(zip(columns, row, strict="columns" in rows)) for name, row in rows.items() if name != "columns"
+    }
     for row in figures.values():
         if "rsum" not in row and set(RECALLS) <= set(row):
             row["rsum"] = round(sum(row[recall] for recall in RECALLS), 1)
@@ -128,10 +131,8 @@ class Grid:
     seeds: tuple[int, ...] = (0,)
     out: Path = Path("runs/ablate")
     only: tuple[str, ...] = ()  # tables; empty: all
-    source: Paper = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "source", load_paper(self.paper))
         for setting in self.common:
             if setting.partition("=")[0] in OWN:
                 raise ValueError(f"{setting!r}: the grid itself decides {', '.join(OWN)}; see --seeds and --out")
@@ -139,12 +140,16 @@ class Grid:
             if number not in self.source.tables:
                 raise ValueError(f"tables: {self.paper} has {', '.join(self.source.tables)}, got {number!r}")
 
+    @cached_property
+    def source(self) -> Paper:
+        return load_paper(self.paper)
+
     @property
     def tables(self) -> dict[str, Table]:
         return {number: t for number, t in self.source.tables.items() if not self.only or number in self.only}
 
     def config(self, row: Row, seed: int) -> Config:
-        """The settings of a run: the row's, before the command line's, the file's and the paper's."""
+        """The settings of a run: the row's go before the command line's, these before the file's and the paper's."""
         base = [setting for setting in self.source.base if not self._in_file(setting)]
         shared = [*base, *self.common]
         if any(setting.startswith("loss=") for setting in row.set):  # options belong to a loss
@@ -166,19 +171,14 @@ class Grid:
         name, _, option = setting.partition("=")[0].partition(".")
         return option in stated.get(name, {}) if option else name in stated
 
-    def cells(self) -> Iterator[tuple[str, str, Row, int]]:
-        """(table, row, its settings, seed) of all that can be run."""
-        for number, table in self.tables.items():
-            for (name, row), seed in product(table.rows.items(), self.seeds):
-                if not row.cannot:
-                    yield number, name, row, seed
-
     def runs(self) -> dict[str, tuple[Config, list[str]]]:
         """The distinct runs by directory, with the rows that each stands for."""
         found: dict[str, tuple[Config, list[str]]] = {}
-        for number, name, row, seed in self.cells():
-            config = self.config(row, seed)
-            found.setdefault(config.out, (config, []))[1].append(f"{number}: {name}")
+        for number, table in self.tables.items():
+            for (name, row), seed in product(table.rows.items(), self.seeds):
+                if not row.cannot:
+                    config = self.config(row, seed)
+                    found.setdefault(config.out, (config, []))[1].append(f"{number}: {name}")
         return found
 
 

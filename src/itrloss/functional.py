@@ -27,6 +27,7 @@ Mining = Literal["hardest", "all"]
 PositiveWeight = float | Literal["paper"]
 PositiveForm = Literal["clamp", "relu"]
 PositiveFrom = Literal["key", "batch"]
+DiversityFrom = Literal["both", "batch"]
 
 __all__ = [
     "diversity_contrastive_loss",
@@ -171,6 +172,8 @@ def memory_diversity_contrastive_loss(
     entropy_temperature: float = 1.0,
     positive_from: PositiveFrom = "key",
     reduction: Reduction = "mean",
+    *,
+    diversity_from: DiversityFrom = "both",
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Memory-aided DCL, M-DCL (CODER Eq. 6): images against the memory's texts, texts against its images.
 
@@ -186,6 +189,8 @@ def memory_diversity_contrastive_loss(
     term = _positive_term(positive)
     if positive_from not in ("key", "batch"):
         raise ValueError(f"positive_from: expected 'key' or 'batch', got {positive_from!r}")
+    if diversity_from not in ("both", "batch"):
+        raise ValueError(f"diversity_from: expected 'both' or 'batch', got {diversity_from!r}")
     weight = temperature if positive_weight == "paper" else float(positive_weight)
     in_batch: tuple[Tensor, ...] = ()
     values = []
@@ -194,7 +199,9 @@ def memory_diversity_contrastive_loss(
         in_batch = diversities(batch, diversity, epsilon, entropy_temperature).split(batch.shape)
     for side, memory in enumerate(sims.memory):
         scale: Tensor | float = 1 / temperature
-        if diversity is not None:
+        if diversity is not None and diversity_from == "batch":
+            scale = 1 / temperature / in_batch[side]
+        elif diversity is not None:
             beside = memory._detach_for_now() if detach_diversity else memory
             own = _diversity(beside, diversity, epsilon, entropy_temperature)
             scale = 2 / temperature / (in_batch[side] + own)
