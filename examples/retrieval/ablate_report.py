@@ -119,7 +119,9 @@ def _table(table: Table, rows: Rows) -> str:
             line.append(str(difference) if difference and name != table.baseline else "")
         for data, figure in shown.items():
             value = table.printed[data].get(name, {}).get(figure)
-            line += ["", ""] if value is None else [f"{value:.1f}", f"{_printed(table, data, name, figure):+.1f}"]
+            line.append("" if value is None else f"{value:.1f}")
+            compared = value is not None and name != table.baseline
+            line.append(f"{_printed(table, data, name, figure):+.1f}" if compared else "")
         if row.cannot:
             line[1] += f"; cannot be run: {row.cannot}"
         lines.append(line)
