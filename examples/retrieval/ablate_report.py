@@ -12,6 +12,7 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import combinations
 from typing import Any, NamedTuple
 
 from .ablate import Claim, Grid, Table, measured
@@ -82,7 +83,7 @@ def write_report(grid: Grid) -> str:
         rows = measured(grid, table)
         claims = [(claim, *verdict(claim, rows, _when(table))) for claim in table.claims]
         parts += [f"## Table {number}: {table.title}", _table(table, rows)]
-        parts += [table.note] if table.note else []
+        parts += [note for note in (table.note, _alike(grid, table, rows)) if note]
         parts.append("\n".join(_claim(table, *judged) for judged in claims))
         content["tables"][number] = {
             "title": table.title,
@@ -131,6 +132,19 @@ def _table(table: Table, rows: Rows) -> str:
         "| " + " | ".join(text.ljust(max(3, width)) for text, width in zip(line, widths, strict=True)) + " |"
         for line in lines
     )
+
+
+def _alike(grid: Grid, table: Table, rows: Rows) -> str:
+    """Which rows are other runs with the same figures: a difference of 0 ± 0 says nothing about them."""
+    pairs = [
+        f"{a} and {b}"
+        for a, b in combinations(table.rows, 2)
+        if rows[a]
+        and rows[a] == rows[b]
+        and grid.config(table.rows[a], grid.seeds[0]).out != grid.config(table.rows[b], grid.seeds[0]).out
+    ]
+    what = "Other settings, the same figures: their best epochs come before anything that the settings change, in rows "
+    return what + "; ".join(pairs) + "." if pairs else ""
 
 
 def _shown(printed: Mapping[str, Mapping[str, float]]) -> str:

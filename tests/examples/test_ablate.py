@@ -207,6 +207,16 @@ def test_other_settings_are_other_runs(data: Path, tmp_path: Path, small: list[s
     assert state(same.config(Row(""), 0)) == "finished"
 
 
+def test_rows_that_differ_after_their_best_epochs_are_named(data: Path, tmp_path: Path, monkeypatch):
+    rows = {"early": Row("as it is"), "late": Row("would end later", ("patience=9",)), "other": Row("", ("lr=1e-3",))}
+    tables = {"1": Table("a", "early", rows, {}, ()), "2": Table("b", "early", {"early": rows["early"]}, {}, ())}
+    monkeypatch.setattr(ablate, "load_paper", lambda name: Paper("Alike", ("loss=dcl",), tables))
+    grid = Grid("coder", common=(*TINY, f"data={data}"), out=tmp_path)
+    run(grid)
+    text = write_report(grid)
+    assert "in rows early and late." in text and text.count("Other settings") == 1
+
+
 def test_a_row_that_diverges_does_not_end_the_grid(data: Path, tmp_path: Path, monkeypatch, capsys):
     monkeypatch.setattr(ablate, "load_paper", lambda name: small_paper())
 
