@@ -43,6 +43,7 @@ def memory_dcl(
     positive_weight: str | float = "paper",
     positive: str = "clamp",
     positive_from: str = "key",
+    diversity_from: str = "both",
     reduction: str = "mean",
 ) -> Any:
     """Memory-aided diversity-sensitive contrastive loss, CODER Eq. 6: V (N, D), W (M, D), memories (Q, D).
@@ -51,15 +52,16 @@ def memory_dcl(
     ``ℓ_n = μ log(1 + Σ_{q: id_q ≠ id_n} exp((cos(v_n, b_q) − γ)/(μ d_n))) − w mean_p log(1 + cos(v_n, w_p^key))``,
     p over the text keys of the anchor's id (``positive_from="batch"``: over the texts w_p themselves), w = μ
     for ``"paper"``. Memory entries of the anchor's id are neither negatives nor positives. Text anchors
-    likewise against the memory *images*, with positives from ``V_keys``. d is `memory_diversity`, or the two
-    arrays (N,) and (M,) given as ``diversity``, or 1 for None. An anchor without a positive or without a
-    negative in the memory is invalid.
+    likewise against the memory *images*, with positives from ``V_keys``. d is `memory_diversity`
+    (``diversity_from="batch"``: of an empty memory), or the two arrays (N,) and (M,) given as ``diversity``, or 1
+    for None. An anchor without a positive or without a negative in the memory is invalid.
 
     Eq. 6 prints ``L_DCL(V, B_w) + L_DCL(W, B_v)``; ``L_DCL`` of Eq. 5 is a sum of two directions, of which one
     would have memory entries as anchors. Only the direction whose anchors are in the batch is meant.
     """
     _one_of("positive", positive, ("clamp", "relu"))
     _one_of("positive_from", positive_from, ("key", "batch"))
+    _one_of("diversity_from", diversity_from, ("both", "batch"))
     weight = temperature if positive_weight == "paper" else float(positive_weight)
     floor = SCORE_FLOOR if positive == "clamp" else 0.0
     if diversity is None:
@@ -67,7 +69,8 @@ def memory_dcl(
     elif isinstance(diversity, tuple):
         image_div, text_div = (np.asarray(d, np.float64) for d in diversity)
     else:
-        embeddings = (V, W, memory_images, memory_texts, image_ids, text_ids, memory_ids)
+        estimated_in = memory_ids if diversity_from == "both" else []
+        embeddings = (V, W, memory_images, memory_texts, image_ids, text_ids, estimated_in)
         image_div, text_div = memory_diversity(*embeddings, diversity, epsilon, entropy_temperature)
 
     def anchors(queries: ArrayLike, keys: ArrayLike, memory: ArrayLike, ids: Ids, key_ids: Ids, div: Array) -> Array:
@@ -136,6 +139,8 @@ def uto(
     scale: float = 90.0,
     margin: float = 0.5,
     batch_weight: float = 1.0,
+    image_memory_weight: float = 1.0,
+    text_memory_weight: float = 1.0,
     reduction: str = "mean",
 ) -> Any:
     """Unified training objective, USER Eq. 18–21: ``λ HAL(batch) + Q(texts, images in memory) + Q(images, texts)``.
@@ -163,8 +168,8 @@ def uto(
         return values
 
     batch = oracle.hal(cosine(V, W), image_ids, text_ids, scale, margin, reduction)
-    images = anchors(V, W_keys, memory_texts, image_ids, text_ids)
-    texts = anchors(W, V_keys, memory_images, text_ids, image_ids)
+    images = text_memory_weight * anchors(V, W_keys, memory_texts, image_ids, text_ids)
+    texts = image_memory_weight * anchors(W, V_keys, memory_images, text_ids, image_ids)
     if reduction == "none":
         return batch_weight * batch[0] + images, batch_weight * batch[1] + texts
     valid_images = _valid_in_memory(image_ids, text_ids, memory_ids)

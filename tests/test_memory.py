@@ -34,8 +34,10 @@ LOSSES = {
     "mdcl entropy": (*MDCL, SHARP),
     "mdcl heavy": (*MDCL, HEAVY),
     "mdcl in batch": (*MDCL, {"positive_from": "batch"}),
+    "mdcl, diversity in batch": (*MDCL, {"diversity_from": "batch"}),
     "uto": (*UTO, {}),
     "uto mild": (*UTO, {"scale": 10.0, "margin": 0.1, "batch_weight": 20.0}),
+    "uto queues": (*UTO, {"scale": 10.0, "image_memory_weight": 0.0, "text_memory_weight": 0.5}),
 }
 D = 6
 # images, texts, entries, kind of ids
@@ -218,7 +220,7 @@ def test_order_and_length_change_nothing(seed, n, entries, labels, name):
     torch.testing.assert_close(shuffled, value(name, rows, ids), rtol=1e-7, atol=1e-10)
 
 
-@given(**BATCHES)
+@given(**BATCHES | {"name": st.sampled_from(sorted(LOSSES.keys() - {"uto queues"}))})  # which treats them differently
 @settings(deadline=None)
 def test_swapping_the_modalities_changes_nothing(seed, n, entries, labels, name):
     rows, ids = drawn(seed, n, entries, labels)
@@ -416,6 +418,11 @@ WRONG = {
         lambda: make("uto")(*[KEYS] * 4, filled(2, torch.float32, torch.arange(2)), torch.arange(3), torch.arange(2)),
         ValueError,
         "text_ids: expected shape",
+    ),
+    "diversity_from": (
+        lambda: itrloss.MemoryDiversityContrastiveLoss(diversity_from="memory"),
+        ValueError,
+        "diversity_from",
     ),
     "positive_from": (
         lambda: itrloss.MemoryDiversityContrastiveLoss(positive_from="keys"),

@@ -43,7 +43,10 @@ class Config:
     concepts: int = 100  # loss = "coder": concepts in its concept branch
     concept_threshold: float = 0.3  # an edge of their graph: how often one has to come with the other
     tagger: str = "rules"  # what finds them: "rules", or "spacy" (which must be installed)
+    concept_share: float = 0.1  # of the concepts' cosine in what loss = "coder" retrieves by; the rest: the instances'
     heads: int = 4  # loss = "dvse": embeddings of an image; "pvse": and of a text
+    gate: bool = True  # loss = "dvse": an image's gate says which heads its orthogonal loss is about; else all
+    variance_weights: bool = True  # loss = "dvse": weigh a head's hinges by the spread of its scores
     word_dim: int = 200
     word_vectors: str = ""  # GloVe's text file, or .npy with a list of words beside it (.json): where words begin
     bag_of_words: bool = True  # add a linear path from the mean word embedding to the text embedding
@@ -120,7 +123,7 @@ class Config:
             _require(getattr(self, name) >= 0, name, getattr(self, name), "not negative")
         for name in ("feature_dropout", "whole_dropout", "word_dropout", "embedding_dropout"):
             _require(0 <= getattr(self, name) < 1, name, getattr(self, name), "in [0, 1)")
-        for name in ("momentum", "concept_threshold"):
+        for name in ("momentum", "concept_threshold", "concept_share"):
             _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "in [0, 1]")
         two = self.captions_per_image > 1 or not self.caption_weight
         _require(two, "captions_per_image", self.captions_per_image, "at least 2 for caption_weight")

@@ -92,16 +92,18 @@ class CODER(VSE):
     """An instance embedding and a concept embedding of everything (Wang et al., ECCV 2022).
 
     The query of an image is its instance embedding, as the two share their aggregator; that of a text is pooled from
-    its words once more. Retrieval goes by 0.9 of the instances' cosine and 0.1 of the concepts', which is the cosine of
-    the two embeddings in one vector.
+    its words once more. Retrieval goes by 0.9 of the instances' cosine and 0.1 of the concepts' (``share``), which is
+    the cosine of the two embeddings in one vector.
     """
 
-    share = 0.9  # of the instance similarity
     outputs, of_texts = 4, (1, 3)
 
-    def __init__(self, image: ImageEncoder, text: TextEncoder | BertEncoder, branch: ConceptBranch) -> None:
+    def __init__(
+        self, image: ImageEncoder, text: TextEncoder | BertEncoder, branch: ConceptBranch, share: float = 0.1
+    ) -> None:
         super().__init__(image, text)
         self.branch = branch
+        self.share = share
 
     def forward(
         self, regions: Tensor, words: Tensor, lengths: Tensor, wholes: Tensor | None = None
@@ -120,7 +122,7 @@ class CODER(VSE):
 
     def _both(self, instances: Tensor, concepts: Tensor) -> Tensor:
         parts = F.normalize(instances, dim=1), F.normalize(concepts, dim=1)
-        return torch.cat([self.share**0.5 * parts[0], (1 - self.share) ** 0.5 * parts[1]], 1)
+        return torch.cat([(1 - self.share) ** 0.5 * parts[0], self.share**0.5 * parts[1]], 1)
 
 
 class SetVSE(VSE):
@@ -253,7 +255,8 @@ def build_view(config: Config, whole: bool, region_dim: int, words: int | WordPi
     if sets:
         return PVSE(image, text) if config.loss == "pvse" else DVSE(image, text, config.heads)
     if concepts:
-        return CODER(image, text, ConceptBranch(config.dim, config.concepts, config.word_dim))
+        branch = ConceptBranch(config.dim, config.concepts, config.word_dim)
+        return CODER(image, text, branch, config.concept_share)
     return VSE(image, text)
 
 

@@ -52,6 +52,8 @@ def build_loss(config: Config) -> nn.Module:
     for option in options:
         if option not in known:
             raise ValueError(f"loss_options.{option}: {LOSSES[name].__name__} takes {', '.join(known)}")
+    if options.get("diversity") == "none":  # TOML has no null
+        options["diversity"] = None
     if name == "coder":
         options = {"dim": config.dim, "clusters": 200, **options}
     if name != "pvse":  # which is given scores
@@ -76,6 +78,7 @@ class Objective(nn.Module):
         self.warming_up = False
         margin = self.criterion.variance_aware.margin if isinstance(self.criterion, itrloss.DVSEObjective) else 0.2
         self.all_negatives = itrloss.TripletLoss(margin, mining="all", reduction="mean", gather=True)
+        self.hardest = itrloss.TripletLoss(margin, reduction="mean", gather=True)
         self.apart = itrloss.DynamicOrthogonalLoss(0.0, "frobenius")
         self.captions = itrloss.InfoNCELoss(CAPTION_TEMPERATURE, gather=True)
         self.keys: itrloss.MomentumEncoder | None = None
@@ -147,13 +150,20 @@ class Objective(nn.Module):
 
         Else the warm-up's, many times as large, leave AdamW with steps that are too small for what follows.
         """
-        batch = len(outputs[0]) * world_size()
+        sets, texts, residuals, gate = outputs
+        batch, gate = len(sets) * world_size(), gate if self.config.gate else None
+        if self.config.variance_weights and not self.warming_up:
+            total, terms = criterion(sets, texts, residuals, gate, image_ids, text_ids)
+            return batch * total, dict(terms._asdict())
+        mining = self.all_negatives if self.warming_up else self.hardest
+        hinges = torch.stack([mining(x, texts, image_ids, text_ids) for x in sets.unbind(1)])
+        orthogonal = criterion.orthogonal(residuals, gate)
         if self.warming_up:
-            heads = [self.all_negatives(x, outputs[1], image_ids, text_ids) for x in outputs[0].unbind(1)]
-            orthogonal = criterion.orthogonal(*outputs[2:])
-            return batch * (torch.stack(heads).mean() + APART * orthogonal), {"orthogonal": orthogonal.detach()}
-        total, terms = criterion(*outputs, image_ids=image_ids, text_ids=text_ids)
-        return batch * total, dict(terms._asdict())
+            apart = APART if criterion.balance < 1 else 0.0  # who trains without the orthogonal loss warms up without
+            total = hinges.mean() + apart * orthogonal
+        else:
+            total = criterion.balance * hinges.sum() + (1 - criterion.balance) * orthogonal
+        return batch * total, {"orthogonal": orthogonal.detach()}
 
     def finish(self, ids: Tensor) -> None:
         """After the backward pass: put the batch into the memory."""

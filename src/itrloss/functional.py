@@ -27,6 +27,7 @@ Mining = Literal["hardest", "all"]
 PositiveWeight = float | Literal["paper"]
 PositiveForm = Literal["clamp", "relu"]
 PositiveFrom = Literal["key", "batch"]
+DiversityFrom = Literal["both", "batch"]
 
 __all__ = [
     "diversity_contrastive_loss",
@@ -171,6 +172,8 @@ def memory_diversity_contrastive_loss(
     entropy_temperature: float = 1.0,
     positive_from: PositiveFrom = "key",
     reduction: Reduction = "mean",
+    *,
+    diversity_from: DiversityFrom = "both",
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Memory-aided DCL, M-DCL (CODER Eq. 6): images against the memory's texts, texts against its images.
 
@@ -186,6 +189,8 @@ def memory_diversity_contrastive_loss(
     term = _positive_term(positive)
     if positive_from not in ("key", "batch"):
         raise ValueError(f"positive_from: expected 'key' or 'batch', got {positive_from!r}")
+    if diversity_from not in ("both", "batch"):
+        raise ValueError(f"diversity_from: expected 'both' or 'batch', got {diversity_from!r}")
     weight = temperature if positive_weight == "paper" else float(positive_weight)
     in_batch: tuple[Tensor, ...] = ()
     values = []
@@ -194,7 +199,9 @@ def memory_diversity_contrastive_loss(
         in_batch = diversities(batch, diversity, epsilon, entropy_temperature).split(batch.shape)
     for side, memory in enumerate(sims.memory):
         scale: Tensor | float = 1 / temperature
-        if diversity is not None:
+        if diversity is not None and diversity_from == "batch":
+            scale = 1 / temperature / in_batch[side]
+        elif diversity is not None:
             beside = memory._detach_for_now() if detach_diversity else memory
             own = _diversity(beside, diversity, epsilon, entropy_temperature)
             scale = 2 / temperature / (in_batch[side] + own)
@@ -212,6 +219,9 @@ def unified_training_objective(
     margin: float = 0.5,
     batch_weight: float = 1.0,
     reduction: Reduction = "mean",
+    *,
+    image_memory_weight: float = 1.0,
+    text_memory_weight: float = 1.0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Unified training objective, UTO (USER Eq. 18-21): HAL in the batch, and its rows against the memory.
 
@@ -221,14 +231,15 @@ def unified_training_objective(
                  - \operatorname{mean}_{p \in pos(i)} \log(1 + \operatorname{cos}(x_i, k_p))
 
     with ``scale`` γ, ``margin`` ε and ``batch_weight`` λ, over the memory's entries q with another id than the
-    anchor's, and the momentum keys k of its positives. See :class:`itrloss.UnifiedTrainingObjective`.
+    anchor's, and the momentum keys k of its positives. ``text_memory_weight`` multiplies Q of the images, which ask the
+    memory's texts, ``image_memory_weight`` that of the texts. See :class:`itrloss.UnifiedTrainingObjective`.
     """
     _checked_memory(sims)
     values = []
-    for keys, memory in zip(sims.keys, sims.memory, strict=True):
+    for keys, memory, weight in zip(sims.keys, sims.memory, (text_memory_weight, image_memory_weight), strict=True):
         repulsion = memory.logsumexp(scale)
         value = _log1p_exp(repulsion - scale * margin) / scale - _mean_over_positives(keys, "log1p_clamp")
-        values.append(_zero_without_partners(value, repulsion, keys))
+        values.append(_zero_without_partners(weight * value, repulsion, keys))
     queue = reduce_valid(values, reduction)
     batch = hubness_aware_loss(sims.batch, scale, margin, reduction)
     if isinstance(queue, Tensor) or isinstance(batch, Tensor):

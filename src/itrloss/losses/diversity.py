@@ -107,6 +107,7 @@ class MemoryDiversityContrastiveLoss(DiversityOptions, MemoryLoss):
     Args:
         positive_from: ``"key"``, or ``"batch"`` to take the positives from the batch instead of its keys; they get a
             gradient then.
+        diversity_from: ``"both"`` for the mean of the two diversities, ``"batch"`` for that of the batch alone.
         temperature, margin, diversity, epsilon, detach_diversity, positive_weight, positive, entropy_temperature: see
             :class:`DiversityContrastiveLoss`.
         reduction, engine, check_finite, telemetry, gather: see :class:`MemoryLoss`.
@@ -124,17 +125,21 @@ class MemoryDiversityContrastiveLoss(DiversityOptions, MemoryLoss):
         *,
         entropy_temperature: float = 1.0,
         positive_from: functional.PositiveFrom = "key",
+        diversity_from: functional.DiversityFrom = "both",
         **common: Any,
     ):
         shared = (temperature, margin, diversity, epsilon, detach_diversity, positive_weight, positive)
         super().__init__(*shared, entropy_temperature=entropy_temperature, **common)
         if positive_from not in ("key", "batch"):
             raise ValueError(f"positive_from: expected 'key' or 'batch', got {positive_from!r}")
+        if diversity_from not in ("both", "batch"):
+            raise ValueError(f"diversity_from: expected 'both' or 'batch', got {diversity_from!r}")
         self.positive_from: functional.PositiveFrom = positive_from
+        self.diversity_from: functional.DiversityFrom = diversity_from
 
     def options(self) -> dict[str, Any]:
         """As the function takes them."""
-        return {**super().options(), "positive_from": self.positive_from}
+        return {**super().options(), "positive_from": self.positive_from, "diversity_from": self.diversity_from}
 
     def compute(self, sims: MemorySimilarity) -> Tensor | tuple[Tensor, Tensor]:
         """See :func:`itrloss.functional.memory_diversity_contrastive_loss`."""

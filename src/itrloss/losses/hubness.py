@@ -59,21 +59,42 @@ class UnifiedTrainingObjective(MemoryLoss):
         scale: γ.
         margin: ε, in units of cosine similarity.
         batch_weight: λ, weight of HAL. The paper has 20 for Flickr30K and 1 for MSCOCO.
+        image_memory_weight, text_memory_weight: of the texts against the memory's images (the paper's DVQ), and of the
+            images against its texts (DTQ).
         reduction, engine, check_finite, telemetry, gather: see :class:`MemoryLoss`.
     """
 
-    def __init__(self, scale: float = 90.0, margin: float = 0.5, batch_weight: float = 1.0, **common: Any):
+    def __init__(
+        self,
+        scale: float = 90.0,
+        margin: float = 0.5,
+        batch_weight: float = 1.0,
+        *,
+        image_memory_weight: float = 1.0,
+        text_memory_weight: float = 1.0,
+        **common: Any,
+    ):
         super().__init__(**common)
         check_number("scale", scale, positive=True)
-        check_number("margin", margin)
-        check_number("batch_weight", batch_weight)
+        weights = {"image_memory_weight": image_memory_weight, "text_memory_weight": text_memory_weight}
+        for name, value in {"margin": margin, "batch_weight": batch_weight, **weights}.items():
+            check_number(name, value)
         self.scale, self.margin, self.batch_weight = scale, margin, batch_weight
+        self.image_memory_weight, self.text_memory_weight = image_memory_weight, text_memory_weight
 
     def compute(self, sims: MemorySimilarity) -> Tensor | tuple[Tensor, Tensor]:
         """See :func:`itrloss.functional.unified_training_objective`."""
-        return functional.unified_training_objective(sims, self.scale, self.margin, self.batch_weight, self.reduction)
+        return functional.unified_training_objective(
+            sims,
+            self.scale,
+            self.margin,
+            self.batch_weight,
+            self.reduction,
+            image_memory_weight=self.image_memory_weight,
+            text_memory_weight=self.text_memory_weight,
+        )
 
     def extra_repr(self) -> str:
         """What ``repr`` shows."""
-        names = ("scale", "margin", "batch_weight", "reduction")
+        names = ("scale", "margin", "batch_weight", "image_memory_weight", "text_memory_weight", "reduction")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)

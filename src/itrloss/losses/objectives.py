@@ -11,6 +11,7 @@ from .._arguments import check_number
 from ..cluster import OnlineKMeans
 from ..engines.operators import inverse_norms
 from ..engines.tiles import unit
+from ..functional import DiversityFrom
 from ..memory import CoupledMemory
 from .diversity import DiversityContrastiveLoss, MemoryDiversityContrastiveLoss
 from .prototypes import PrototypeClassificationLoss
@@ -50,6 +51,7 @@ class CODERObjective(nn.Module):
         batch_weight, memory_weight, concept_weight, prototype_weight: of the four terms. A term of weight 0 is not
             computed.
         max_count: of a cluster, see :class:`itrloss.OnlineKMeans`.
+        diversity_from: of the memory's term, see :class:`itrloss.MemoryDiversityContrastiveLoss`.
         options: of all diversity-sensitive losses, see :class:`itrloss.DiversityContrastiveLoss`: ``temperature``,
             ``margin``, ``diversity``, …, ``engine``, ``check_finite``, ``gather``.
 
@@ -70,6 +72,7 @@ class CODERObjective(nn.Module):
         concept_weight: float = 2.0,
         prototype_weight: float = 1.0,
         max_count: float | None = None,
+        diversity_from: DiversityFrom = "both",
         **options: Any,
     ):
         super().__init__()
@@ -79,7 +82,7 @@ class CODERObjective(nn.Module):
         for name, weight in self.weights._asdict().items():
             check_number(f"{name}_weight", weight)
         self.batch, self.concept = DiversityContrastiveLoss(**options), DiversityContrastiveLoss(**options)
-        self.memory = MemoryDiversityContrastiveLoss(**options)
+        self.memory = MemoryDiversityContrastiveLoss(diversity_from=diversity_from, **options)
         common = {name: options[name] for name in ("reduction", "engine", "check_finite") if name in options}
         self.prototypes = OnlineKMeans(clusters, dim, max_count=max_count)
         self.classifier = PrototypeClassificationLoss(dim, clusters, **common)

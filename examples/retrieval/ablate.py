@@ -1,0 +1,282 @@
+"""Run the rows of a paper's ablation tables on your data, and hold them against the printed ones.
+
+    python -m examples.retrieval.ablate coder --config examples/retrieval/configs/scenes.toml --seeds 0 1 2 \
+        --out runs/ablate_coder epochs=14 decay_epoch=11
+
+What the rows change in the full model, what is printed and what the paper claims stands in ablations.toml. Every row
+and seed is an ordinary run directory below --out, named after a digest of its settings: rows of the same settings are
+one run, what is finished is not run again, what was interrupted goes on, and other settings are other directories.
+`ablate_report.py` compares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from itrloss.metrics import retrieval_metrics
+from itrloss.rerank import FastReranker
+
+from .config import Config, load_config, make_config, tomllib
+from .data import load_split
+from .evaluate import RECALLS, recalls
+from .objectives import build_loss
+from .summary import IGNORED, Metrics, load
+from .train import data_directory, train
+
+TABLES = Path(__file__).with_name("ablations.toml")
+PAPERS = ("coder", "user", "dvse")
+OWN = ("loss", "seed", "out", "resume")  # settings that the grid decides
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table: the full model with other settings."""
+
+    what: str  # in words
+    set: tuple[str, ...] = ()  # key=value, or key*=factor of the full model's
+    rerank: tuple[float, ...] = ()  # γ1, γ2, λ1, λ2; in a table of re-rankings
+    cannot: str = ""  # why it is not run
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a paper says of pairs of rows: the first is above the second, or they are at most `apart`."""
+
+    says: str
+    above: tuple[tuple[str, str], ...] = ()
+    within: tuple[tuple[str, str], ...] = ()
+    apart: float = 0.0
+    figure: str = "rsum"
+
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        return self.above + self.within
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    baseline: str  # the row that others are compared with
+    rows: dict[str, Row]
+    printed: dict[str, dict[str, dict[str, float]]]  # by data set, row and figure
+    claims: tuple[Claim, ...]
+    note: str = ""
+    reranks: bool = False  # rows differ in how the full model's scores are re-ranked
+
+
+@dataclass(frozen=True)
+class Paper:
+    title: str
+    base: tuple[str, ...]  # settings of the full model, where nobody says otherwise
+    tables: dict[str, Table]
+
+
+def load_paper(name: str) -> Paper:
+    """What ablations.toml has about a paper."""
+    with open(TABLES, "rb") as file:
+        found = tomllib.load(file)[name]
+    tables = {}
+    for number, table in found["tables"].items():
+        tables[number] = Table(
+            title=table["title"],
+            baseline=table["baseline"],
+            rows={row: Row(**_with_tuples(given)) for row, given in table["rows"].items()},
+            printed={data: _printed(rows) for data, rows in table["printed"].items()},
+            claims=tuple(Claim(**_with_tuples(claim)) for claim in table["claims"]),
+            note=table.get("note", ""),
+            reranks=table.get("reranks", False),
+        )
+    return Paper(found["title"], tuple(found["base"]), tables)
+
+
+def _with_tuples(given: Mapping[str, Any]) -> dict[str, Any]:
+    def frozen(value: Any) -> Any:
+        return tuple(map(frozen, value)) if isinstance(value, list) else value
+
+    return {name: frozen(value) for name, value in given.items()}
+
+
+def _printed(rows: dict[str, list[Any]]) -> dict[str, dict[str, float]]:
+    """Rows of figures by name; where all six recalls are printed without their sum, with it."""
+    columns = rows.get("columns", [*RECALLS, "rsum"])
+    figures = {
+        name: dict(zip(columns, row, strict="columns" in rows)) for name, row in rows.items() if name != "columns"
+    }
+    for row in figures.values():
+        if "rsum" not in row and set(RECALLS) <= set(row):
+            row["rsum"] = round(sum(row[recall] for recall in RECALLS), 1)
+    return figures
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Tables of a paper over seeds, with the settings that all rows share."""
+
+    paper: str
+    file: Path | None = None  # of --config
+    common: tuple[str, ...] = ()  # key=value
+    seeds: tuple[int, ...] = (0,)
+    out: Path = Path("runs/ablate")
+    only: tuple[str, ...] = ()  # tables; empty: all
+
+    def __post_init__(self) -> None:
+        for setting in self.common:
+            if setting.partition("=")[0] in OWN:
+                raise ValueError(f"{setting!r}: the grid itself decides {', '.join(OWN)}; see --seeds and --out")
+        for number in self.only:
+            if number not in self.source.tables:
+                raise ValueError(f"tables: {self.paper} has {', '.join(self.source.tables)}, got {number!r}")
+
+    @cached_property
+    def source(self) -> Paper:
+        return load_paper(self.paper)
+
+    @property
+    def tables(self) -> dict[str, Table]:
+        return {number: t for number, t in self.source.tables.items() if not self.only or number in self.only}
+
+    def config(self, row: Row, seed: int) -> Config:
+        """The settings of a run: the row's go before the command line's, these before the file's and the paper's."""
+        base = [setting for setting in self.source.base if not self._in_file(setting)]
+        shared = [*base, *self.common]
+        if any(setting.startswith("loss=") for setting in row.set):  # options belong to a loss
+            shared = [setting for setting in shared if not setting.startswith("loss_options.")]
+        config = load_config(self.file, [*shared, *(s for s in row.set if "*=" not in s)])
+        for setting in row.set:
+            if "*=" in setting:
+                config = _times(config, *setting.split("*="))
+        config = replace(config, seed=seed, resume=True, data_root=config.data_root or str(self.out / "data"))
+        decisive = {name: value for name, value in asdict(config).items() if name not in IGNORED}
+        digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:10]
+        return replace(config, out=str(self.out / f"{config.loss}_{digest}_seed{seed}"))
+
+    def _in_file(self, setting: str) -> bool:
+        if self.file is None or setting.startswith("loss="):
+            return False
+        with open(self.file, "rb") as file:
+            stated = tomllib.load(file)
+        name, _, option = setting.partition("=")[0].partition(".")
+        return option in stated.get(name, {}) if option else name in stated
+
+    def runs(self) -> dict[str, tuple[Config, list[str]]]:
+        """The distinct runs by directory, with the rows that each stands for."""
+        found: dict[str, tuple[Config, list[str]]] = {}
+        for number, table in self.tables.items():
+            for (name, row), seed in product(table.rows.items(), self.seeds):
+                if not row.cannot:
+                    config = self.config(row, seed)
+                    found.setdefault(config.out, (config, []))[1].append(f"{number}: {name}")
+        return found
+
+
+def _times(config: Config, key: str, factor: str) -> Config:
+    """The settings with a number of them multiplied, and at least 1."""
+    values = asdict(config)
+    name, _, option = key.partition(".")
+    holder, last = (values[name], option) if option else (values, name)
+    holder[last] = max(1, round(holder[last] * float(factor)))
+    return make_config(values)
+
+
+def state(config: Config) -> str:
+    """Of a run: "finished", "interrupted" or "to run"."""
+    out = Path(config.out)
+    if (out / "metrics.json").exists():
+        return "finished"
+    return "interrupted" if (out / "last.pt").exists() else "to run"
+
+
+def run(grid: Grid) -> None:
+    """Train what is not finished."""
+    runs = grid.runs()
+    for i, (config, rows) in enumerate(runs.values()):
+        print(f"[{i + 1}/{len(runs)}] {Path(config.out).name}  {state(config)}  {', '.join(rows)}", flush=True)
+        if state(config) != "finished":
+            try:
+                train(config)
+            except FloatingPointError as error:  # one row that diverges should not cost the others
+                print(f"    diverged: {error}", flush=True)
+
+
+def measured(grid: Grid, table: Table) -> dict[str, dict[int, Metrics]]:
+    """Metrics on dev of the finished runs, before and after re-ranking, by row and seed."""
+    found: dict[str, dict[int, Metrics]] = {name: {} for name in table.rows}
+    for (name, row), seed in product(table.rows.items(), grid.seeds):
+        config = grid.config(row, seed)
+        if not row.cannot and state(config) == "finished":
+            metrics = load(Path(config.out), "dev")[1]
+            found[name][seed] = _reranked(config, row, metrics) if table.reranks else metrics
+    return found
+
+
+def _reranked(config: Config, row: Row, metrics: Metrics) -> Metrics:
+    """The run's scores, re-ranked as the row has it."""
+    if not row.rerank:
+        return {"before": metrics["before"], "after": metrics["before"]}
+    scores = torch.from_numpy(np.load(Path(config.out) / "dev_scores.npy"))
+    split = load_split(data_directory(config), "dev")
+    i2t, t2i = FastReranker(i2t=row.rerank[:2], t2i=row.rerank[2:]).rerank(scores)  # type: ignore[arg-type]
+    after = retrieval_metrics(i2t, split.image_ids, split.text_ids, t2i_scores=t2i)
+    return {"before": recalls(scores, split), "after": after}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    from .ablate_report import write_report
+
+    words = sys.argv[1:] if arguments is None else arguments
+    # Taken out first: --seeds 0 1 would take a following key=value for a seed.
+    common = [word for word in words if re.match(r"[a-z_.]+=", word)]
+    parser = argparse.ArgumentParser(
+        description="Run the rows of a paper's ablation tables and compare them with the printed ones.",
+        epilog="key=value anywhere: settings of all rows, as for examples.retrieval.train",
+    )
+    parser.add_argument("paper", choices=PAPERS)
+    parser.add_argument("--config", type=Path, metavar="FILE.toml")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--tables", nargs="+", default=[], metavar="NUMBER", help="as printed; default: all")
+    parser.add_argument("--out", type=Path, help="default: runs/ablate_PAPER")
+    doing = parser.add_mutually_exclusive_group()
+    doing.add_argument("--dry-run", action="store_true", help="say what there is to run")
+    doing.add_argument("--report", action="store_true", help="report on what is finished, and run nothing")
+    given = parser.parse_args([word for word in words if word not in common])
+    try:
+        out = given.out or Path(f"runs/ablate_{given.paper}")
+        seeds = tuple(dict.fromkeys(given.seeds))
+        grid = Grid(given.paper, given.config, tuple(common), seeds, out, tuple(given.tables))
+        for config, _ in grid.runs().values():
+            build_loss(config)  # a wrong setting should not wait for its turn
+    except (OSError, TypeError, ValueError) as error:
+        parser.error(str(error))
+    if given.dry_run:
+        print_grid(grid)
+        return
+    if not given.report:
+        run(grid)
+    print(write_report(grid))
+
+
+def print_grid(grid: Grid) -> None:
+    """What would be run, and what would not."""
+    for config, rows in grid.runs().values():
+        print(f"{Path(config.out).name}  {state(config):11}  {', '.join(rows)}")
+    for number, table in grid.tables.items():
+        for name, row in table.rows.items():
+            what = f"cannot be run: {row.cannot}" if row.cannot else f"{row.what}  {' '.join(row.set)}"
+            print(f"{number}: {name}  {what}".rstrip())
+
+
+if __name__ == "__main__":
+    main()
