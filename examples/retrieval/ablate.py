@@ -1,7 +1,7 @@
 """Run the rows of a paper's ablation tables on your data, and hold them against the printed ones.
 
     python -m examples.retrieval.ablate coder --config examples/retrieval/configs/scenes.toml --seeds 0 1 2 \
-        --out runs/ablate_coder epochs=14 decay_epoch=11
+        --out runs/ablate_coder epochs=14 decay_epochs=11
 
 What the rows change in the full model, what is printed and what the paper claims stands in ablations.toml. Every row
 and seed is an ordinary run directory below --out, named after a digest of its settings: rows of the same settings are
@@ -26,12 +26,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from itrloss.metrics import retrieval_metrics
-from itrloss.rerank import FastReranker
-
 from .config import Config, load_config, make_config, tomllib
 from .data import load_split
-from .evaluate import RECALLS, recalls
+from .evaluate import RECALLS, before_and_after, reranker
 from .objectives import build_loss
 from .summary import IGNORED, Metrics, load
 from .train import data_directory, train
@@ -228,9 +225,7 @@ def _reranked(config: Config, row: Row, metrics: Metrics) -> Metrics:
         return {"before": metrics["before"], "after": metrics["before"]}
     scores = torch.from_numpy(np.load(Path(config.out) / "dev_scores.npy"))
     split = load_split(data_directory(config), "dev")
-    i2t, t2i = FastReranker(i2t=row.rerank[:2], t2i=row.rerank[2:]).rerank(scores)  # type: ignore[arg-type]
-    after = retrieval_metrics(i2t, split.image_ids, split.text_ids, t2i_scores=t2i)
-    return {"before": recalls(scores, split), "after": after}
+    return before_and_after(scores, split, reranker(row.rerank))
 
 
 def main(arguments: list[str] | None = None) -> None:

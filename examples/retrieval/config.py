@@ -73,7 +73,7 @@ class Config:
     precision: str = "float32"  # of the encoders in training; "bfloat16" and "float16" by autocast
     lr: float = 1e-3
     lr_warmup_steps: int = 0
-    decay_epoch: int = 0  # lr x 0.1 once this many epochs are done; 0: never
+    decay_epochs: list[int] = field(default_factory=list)  # lr x 0.1 each time that so many epochs are done
     weight_decay: float = 1e-2
     patience: int = 0  # end the run after so many epochs without a better RSUM on dev; 0: never
     clip: float = 2.0  # largest gradient norm
@@ -81,9 +81,8 @@ class Config:
     threads: int = 0  # of torch; 0: leave as it is
     device: str = "cpu"
 
-    # Fast Re-ranking of the best checkpoint
-    rerank_i2t: float = 25.0  # gamma_1 = gamma_2
-    rerank_t2i: float = 20.0  # lambda_1 = lambda_2
+    # Fast Re-ranking of the best checkpoint: gamma_1, gamma_2, lambda_1, lambda_2
+    rerank: list[float] = field(default_factory=lambda: [25.0, 25.0, 20.0, 20.0])
 
     # the run directory
     out: str = "runs/infonce"
@@ -112,7 +111,6 @@ class Config:
             "caption_weight",
             "micro_batch",
             "lr_warmup_steps",
-            "decay_epoch",
             "weight_decay",
             "patience",
             "threads",
@@ -121,6 +119,9 @@ class Config:
             "backbone_lr_factor",
         ):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "not negative")
+        four = len(self.rerank) == 4 and all(x > 0 for x in self.rerank)
+        _require(four, "rerank", self.rerank, "four numbers above 0")
+        _require(all(e >= 1 for e in self.decay_epochs), "decay_epochs", self.decay_epochs, "numbers of at least 1")
         for name in ("feature_dropout", "whole_dropout", "word_dropout", "embedding_dropout"):
             _require(0 <= getattr(self, name) < 1, name, getattr(self, name), "in [0, 1)")
         for name in ("momentum", "concept_threshold", "concept_share"):
@@ -136,14 +137,14 @@ class Config:
         wanted = ("float32", "bfloat16", "float16")
         _require(self.precision in wanted, "precision", self.precision, ", ".join(map(repr, wanted)))
         _require(0 <= self.backbone_frozen <= 5, "backbone_frozen", self.backbone_frozen, "from 0 to 5")
-        for name in ("lr", "clip", "rerank_i2t", "rerank_t2i"):
+        for name in ("lr", "clip"):
             _require(getattr(self, name) > 0, name, getattr(self, name), "positive")
 
 
 # No figure depends on these.
 NO_EFFECT = {"data_root", "out", "resume", "threads", "save_steps", "final_test", "tensorboard", "progress"}
 # What may differ between a run and its continuation. The data may have moved; they must be the same.
-RESUMABLE = NO_EFFECT | {"data", "epochs", "patience", "device", "rerank_i2t", "rerank_t2i"}
+RESUMABLE = NO_EFFECT | {"data", "epochs", "patience", "device", "rerank"}
 
 
 def _require(condition: bool, name: str, value: object, wanted: str) -> None:
@@ -208,11 +209,18 @@ def _is_table(kind: Any) -> bool:
     return getattr(kind, "__origin__", None) is dict
 
 
+def _is_list(kind: Any) -> bool:
+    return getattr(kind, "__origin__", None) is list
+
+
 def _as_type(name: str, value: Any, kind: Any) -> Any:
     if _is_table(kind):
         item = kind.__args__[1]
         if isinstance(value, Mapping):
             return {key: v if item is Any else _as_type(f"{name}.{key}", v, item) for key, v in value.items()}
+    elif _is_list(kind):
+        values = value if isinstance(value, list) else [value]  # decay_epochs=15 on a command line
+        return [_as_type(f"{name}[{i}]", v, kind.__args__[0]) for i, v in enumerate(values)]
     elif kind is float and type(value) is int:
         return float(value)
     elif type(value) is kind:  # not isinstance: a bool is an int to Python, not to a user

@@ -36,7 +36,7 @@ LOSSES = {
 }
 CONFIG = Path(__file__).with_name("configs") / "scenes.toml"
 QUICK = [
-    *("epochs=2", "decay_epoch=0", "dim=32", "word_dim=16"),
+    *("epochs=2", "decay_epochs=[]", "dim=32", "word_dim=16"),
     *("scenes_sizes.train=100", "scenes_sizes.dev=30", "scenes_sizes.test=30"),
 ]
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -51,10 +50,10 @@ def recalls(scores: Tensor, split: Split) -> dict[str, float]:
     return retrieval_metrics(scores, split.image_ids, split.text_ids)
 
 
-def reranker(settings: Mapping[str, Any]) -> FastReranker:
-    """Fast Re-ranking with the parameters of a run, ``rerank_i2t`` and ``rerank_t2i``."""
-    i2t, t2i = settings["rerank_i2t"], settings["rerank_t2i"]
-    return FastReranker((i2t, i2t), (t2i, t2i))
+def reranker(parameters: Sequence[float]) -> FastReranker:
+    """Fast Re-ranking with a run's ``rerank``."""
+    gamma_1, gamma_2, lambda_1, lambda_2 = parameters
+    return FastReranker((gamma_1, gamma_2), (lambda_1, lambda_2))
 
 
 def before_and_after(scores: Tensor, split: Split, by: FastReranker) -> dict[str, dict[str, float]]:

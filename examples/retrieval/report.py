@@ -113,7 +113,7 @@ def write_report(run_dirs: Mapping[str, Path], data_root: Path, out: Path) -> No
                 f"{len(dev.features)} dev images and {len(dev.captions)} dev captions"
             )
     best = max(runs, key=lambda run: run.metrics[split]["after"]["rsum"])
-    directions = both_directions(best.scores, dev, reranker(best.config))
+    directions = both_directions(best.scores, dev, reranker(best.config["rerank"]))
     sections = [
         _header(runs, splits, data_root),
         _table(runs, split),

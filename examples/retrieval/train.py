@@ -70,9 +70,9 @@ def build_optimizer(model: nn.Module, objective: nn.Module, config: Config) -> t
 
 
 def learning_rate(config: Config, epoch: int, step: int) -> float:
-    """The rate of a step (counted over the whole run): linear warm-up, then a drop to a tenth at `decay_epoch`."""
+    """The rate of a step (counted over the whole run): linear warm-up, and a tenth after each of `decay_epochs`."""
     warm = min(1.0, (step + 1) / config.lr_warmup_steps) if config.lr_warmup_steps else 1.0
-    return config.lr * warm * (0.1 if 0 < config.decay_epoch <= epoch else 1.0)
+    return config.lr * warm * 0.1 ** sum(end <= epoch for end in config.decay_epochs)
 
 
 def data_directory(config: Config) -> Path:
@@ -332,7 +332,7 @@ class Trainer:
         model.to(self.config.device)
         scores = model_scores(model, self.dev, vocabulary)
         _write_atomically(self.out / "dev_scores.npy", lambda file: np.save(file, scores.numpy()))
-        by = reranker(asdict(self.config))
+        by = reranker(self.config.rerank)
         metrics = {"dev": before_and_after(scores, self.dev, by)}
         if self.config.final_test:
             test = load_split(self.data, "test", self.config.image_size)

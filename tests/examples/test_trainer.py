@@ -257,7 +257,9 @@ def test_overrides_win_over_the_file(tmp_path: Path):
         ("weight_decay=-1", ValueError, "weight_decay = -1.0.*negative"),
         ("micro_batch=-1", ValueError, "micro_batch = -1.*negative"),
         ("views=regions+global", ValueError, "views = 'regions.global'.*'whole'"),
-        ("rerank_i2t=0", ValueError, "rerank_i2t = 0.0.*positive"),
+        ("decay_epochs=0", ValueError, r"decay_epochs = \[0\].*at least 1"),
+        ("decay_epochs=[1.5]", TypeError, r"decay_epochs\[0\] = 1.5.*int"),
+        ("rerank=[25, 25, 20]", ValueError, r"rerank = \[25.0, 25.0, 20.0\].*four numbers"),
         ("precision=half", ValueError, "precision = 'half'.*'float32', 'bfloat16', 'float16'"),
     ],
 )
@@ -289,14 +291,19 @@ def test_shipped_configurations_are_valid(file: Path):
     config = load_config(file)
     loss = build_loss(config)
     assert type(loss) is LOSSES[config.loss]
-    assert config.loss_options and all(getattr(loss, name) == value for name, value in config.loss_options.items())
+    for name, value in config.loss_options.items():  # of the loss, or of a part of it
+        if name == "clusters":
+            assert len(loss.prototypes.centroids) == value
+        else:
+            assert value in [getattr(part, name, None) for part in loss.modules()]
 
 
 def test_learning_rate_warms_up_and_drops():
-    config = make_config({"lr": 1.0, "lr_warmup_steps": 4, "decay_epoch": 2})
+    config = make_config({"lr": 1.0, "lr_warmup_steps": 4, "decay_epochs": 2})
     assert [learning_rate(config, 0, step) for step in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
     assert [learning_rate(config, epoch, 100) for epoch in range(4)] == pytest.approx([1, 1, 0.1, 0.1])
-    assert learning_rate(replace(config, decay_epoch=0), 50, 100) == 1
+    assert learning_rate(replace(config, decay_epochs=[]), 50, 100) == 1
+    assert learning_rate(replace(config, decay_epochs=[2, 9]), 9, 100) == pytest.approx(0.01)
 
 
 # --- runs -----------------------------------------------------------------------------------------------------------
@@ -530,7 +537,7 @@ def test_a_killed_run_resumes_bit_for_bit(config: Config, tmp_path: Path, monkey
     if loss == "float16":  # with the scale that its gradients have come to
         config, loss = replace(config, precision="float16", micro_batch=16), "infonce"
     config = replace(
-        config, loss=loss, loss_options=options, lr_warmup_steps=12, decay_epoch=1, save_steps=1, memory=70
+        config, loss=loss, loss_options=options, lr_warmup_steps=12, decay_epochs=[1], save_steps=1, memory=70
     )
     train(replace(config, out=str(tmp_path / "straight")))
 
