@@ -1,6 +1,8 @@
 """One self-contained HTML page about a set of runs: recalls, learning curves, hubness, and queries to look at.
 
-    python -m examples.retrieval.report --data DATA --out report.html runs/triplet runs/dcl
+    python -m examples.retrieval.report --data DATA --out report.html runs/dcl_0 runs/dcl_1 runs/hal_0 runs/hal_1
+
+Runs that differ in nothing but the seed are one line of it, mean and standard deviation.
 
 The page needs no network and no JavaScript: figures are inline SVG, pictures inlined JPEG. Pictures are optional:
 where `DATA/pictures/dev_00000.png` and its like are missing, the gallery shows captions only.
@@ -10,8 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from html import escape
 from pathlib import Path
@@ -29,6 +32,7 @@ from .evaluate import RECALLS, reranker
 from .report_charts import Series, histogram_pair, line_chart, small_chart
 from .report_gallery import MISSED, SEED, Direction, Gallery, both_directions
 from .scene_captions import listed
+from .summary import IGNORED
 
 TITLES = {
     "triplet": ("Triplet", "hardest negative"),
@@ -42,16 +46,20 @@ HUBNESS_K = 10  # as in the skewness of retrieval_metrics
 ABOUT_THE_LOSS = ("loss", "loss_options", "warmup_epochs")
 
 
+Metrics = dict[str, dict[str, dict[str, float]]]  # [split]["before" or "after"][figure]
+
+
 @dataclass(frozen=True)
 class Run:
-    """What the trainer left in a run directory."""
+    """What the trainer left in a run directory, or in several of one experiment with other seeds."""
 
     name: str
     config: dict[str, Any]
-    history: list[dict[str, float]]  # a dict an epoch
-    metrics: dict[str, dict[str, dict[str, float]]]  # [split]["before" or "after"][figure]
-    scores: Tensor  # (dev images, dev captions) float32
+    history: list[dict[str, float]]  # a dict an epoch: the mean over seeds
+    metrics: Metrics  # the mean over seeds
+    scores: Tensor  # (dev images, dev captions) float32: of the best seed
     finished: datetime
+    seeds: tuple[Run, ...] = ()  # each by itself, where there are several
 
     @property
     def title(self) -> str:
@@ -67,7 +75,45 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        return sum(line["seconds"] for line in self.history)
+        return sum(line["seconds"] for run in self.seeds or (self,) for line in run.history)
+
+    def spread(self, split: str, when: str, figure: str) -> float:
+        """Standard deviation of a figure over seeds, 0 for one."""
+        return statistics.stdev(run.metrics[split][when][figure] for run in self.seeds) if self.seeds else 0.0
+
+
+def merge_seeds(runs: Sequence[Run]) -> list[Run]:
+    """Runs that differ in nothing but the seed as one, named after what their names begin with in common."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        decisive = {key: value for key, value in run.config.items() if key not in IGNORED}
+        groups.setdefault(json.dumps(decisive, sort_keys=True), []).append(run)
+    return [_mean(group) if len(group) > 1 else group[0] for group in groups.values()]
+
+
+def _mean(runs: list[Run]) -> Run:
+    names = [run.name for run in runs]
+    in_common = next((i for i, letters in enumerate(zip(*names, strict=False)) if len(set(letters)) > 1), len(names[0]))
+    name = names[0][:in_common].rstrip("_-. ").removesuffix("seed").rstrip("_-. ")
+    best = max(runs, key=lambda run: run.metrics["dev"]["after"]["rsum"])
+    epochs = zip(*(run.history for run in runs), strict=False)  # as far as all have come
+    splits = [split for split in best.metrics if all(split in run.metrics for run in runs)]
+    return replace(
+        best,
+        name=name or best.name,
+        config={**best.config, "seed": ", ".join(str(run.config["seed"]) for run in runs)},
+        history=[_mean_of(lines) for lines in epochs],
+        metrics={
+            split: {when: _mean_of([run.metrics[split][when] for run in runs]) for when in ("before", "after")}
+            for split in splits
+        },
+        finished=max(run.finished for run in runs),
+        seeds=tuple(runs),
+    )
+
+
+def _mean_of(dictionaries: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {key: statistics.fmean(d[key] for d in dictionaries) for key in dictionaries[0]}
 
 
 def load_run(name: str, directory: Path) -> Run:
@@ -112,6 +158,7 @@ def write_report(run_dirs: Mapping[str, Path], data_root: Path, out: Path) -> No
                 f"{directory / 'dev_scores.npy'} is {tuple(run.scores.shape)}, but {data_root} has "
                 f"{len(dev.features)} dev images and {len(dev.captions)} dev captions"
             )
+    runs = merge_seeds(runs)
     best = max(runs, key=lambda run: run.metrics[split]["after"]["rsum"])
     directions = both_directions(best.scores, dev, reranker(best.config["rerank"]))
     sections = [
@@ -226,8 +273,10 @@ def _table(runs: Sequence[Run], split: str) -> str:
         for column in COLUMNS:
             gain = f'<span class="gain">{_signed(after[column] - before[column])}</span>'
             for when, value, extra in (("before", before[column], ""), ("after", after[column], gain)):
+                over_seeds = _number(run.spread(split, when, column))
+                spread = f'<span class="spread">±\u00a0{over_seeds}</span>' if run.seeds else ""
                 mark = ' class="best"' if len(runs) > 1 and round(value, 1) == best[when, column] else ""
-                cells[when] += f"<td{mark}>{_number(value)}{extra}</td>"
+                cells[when] += f"<td{mark}>{_number(value)}{spread}{extra}</td>"
         bodies.append(
             f'<tbody><tr><th class="loss" rowspan="2" scope="rowgroup">{name}</th><th scope="row">cosine</th>'
             f'{cells["before"]}</tr><tr><th scope="row">re-ranked</th>{cells["after"]}</tr></tbody>'
@@ -240,7 +289,8 @@ def _table(runs: Sequence[Run], split: str) -> str:
         f"<section><h2>Recall before and after re-ranking</h2><p>Percent of queries of the {split} split with a right "
         "answer among the first 1, 5 or 10, for pictures asking for captions and captions asking for pictures. "
         f'{held_out}</p><div class="scroll"><table><thead>{_table_head()}</thead>{"".join(bodies)}</table></div>'
-        f'<p class="note">Small figures: the change by re-ranking.{marked * (len(runs) > 1)} Median rank: of the first '
+        f'<p class="note">{"±: standard deviation over seeds. " * any(run.seeds for run in runs)}'
+        f"Small figures: the change by re-ranking.{marked * (len(runs) > 1)} Median rank: of the first "
         f"right answer, low is good. Skewness: of how often each candidate is among a query's first {HUBNESS_K}; 0 "
         "means that no candidate is a hub.</p></section>"
     )
@@ -276,17 +326,25 @@ def _signed(value: float) -> str:
 
 def _curves(runs: Sequence[Run]) -> str:
     series = [
-        Series(run.title, [line["epoch"] for line in run.history], [line["rsum"] for line in run.history], i)
+        Series(
+            run.title,
+            [line["epoch"] for line in run.history],
+            [line["rsum"] for line in run.history],
+            i,
+            [[line["rsum"] for line in seed.history] for seed in run.seeds],
+        )
         for i, run in enumerate(runs)
     ]
     chart = line_chart(series, "RSUM on the dev split after each epoch", "RSUM on dev")
     epochs = [x for s in series for x in s.x]
     phases = " In its warm-up the triplet loss sums over all negatives; the shorter of its two phases is left out."
     scales = "Every loss has a scale of its own: the shapes compare, the heights do not."
+    thin = " Thin lines are single seeds, strong ones their means."
     losses = "".join(_loss_chart(run, i, (min(epochs), max(epochs))) for i, run in enumerate(runs))
     return (
         f'<section><h2>Learning curves</h2><figure class="scroll"><div class="wide">{chart}</div>'
-        "<figcaption>RSUM on the dev split after each epoch, by cosine, without re-ranking.</figcaption></figure>"
+        "<figcaption>RSUM on the dev split after each epoch, by cosine, without re-ranking."
+        f"{thin * any(run.seeds for run in runs)}</figcaption></figure>"
         f'<h3>Training loss</h3><div class="multiples">{losses}</div><p class="note">Mean over each epoch. '
         f"{scales}{phases * any(map(_warmup, runs))}</p></section>"
     )
@@ -342,6 +400,12 @@ def _gallery(run: Run, directions: Mapping[str, Direction], gallery: Gallery) ->
 
 def _closing(runs: Sequence[Run], split: Split) -> str:
     seeds = {run.config["seed"] for run in runs}
+    trained = "The runs have different seeds"
+    if any(run.seeds for run in runs):
+        numbers = dict.fromkeys(_count(max(1, len(run.seeds)), "seed") for run in runs)
+        trained = f"Figures are means over {listed(list(numbers))}"
+    elif len(seeds) == 1:
+        trained = "Each loss was trained once, with one seed"
     synthetic = all(run.config["data"] == "scenes" for run in runs)
     drawn = "The pictures are drawn by a program; how the losses compare on photographs is another question. "
     n = len(split.features)
@@ -350,7 +414,7 @@ def _closing(runs: Sequence[Run], split: Split) -> str:
         "answered if any of its right answers is among the first K; a picture has "
         f"{_count(split.captions_per_image, 'right caption')}, a caption one right picture. An answer is right "
         "if it was written for that very picture, so an answer marked wrong may still be a true one.</p>"
-        f"<p>{'Each loss was trained once, with one seed' if len(seeds) == 1 else 'The runs have different seeds'}. "
+        f"<p>{trained}. "
         f"With {n:,} pictures an image → text recall has a standard error of up to {50 / n**0.5:.1f} points, and "
         f"another seed would move it as well: small differences between losses mean nothing here. {drawn * synthetic}"
         "Fast Re-ranking looks at all queries of a split together and at no labels; a query alone cannot be re-ranked."

@@ -15,12 +15,16 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Series:
-    """A line of a chart; `style` is the number of the CSS classes `s0`, `s1`, ... and of the marker."""
+    """A line of a chart; `style` is the number of the CSS classes `s0`, `s1`, ... and of the marker.
+
+    `beside` are lines of the same style drawn thin, without markers.
+    """
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
     style: int
+    beside: Sequence[Sequence[float]] = ()
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ def nice_ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 def line_chart(series: Sequence[Series], label: str, y_label: str, x_label: str = "epoch") -> str:
     """All series in one frame, each with its name at its end."""
-    values = [v for s in series for v in s.y]
+    values = [v for s in series for line in (s.y, *s.beside) for v in line]
     frame = Frame(560, 310, 46, 88, 28, 42, _span([v for s in series for v in s.x]), _padded(values))
     parts = [_y_axis(frame, nice_ticks(*frame.y_range), y_label), _x_axis(frame, _whole_ticks(frame.x_range), x_label)]
     ends = _spread([frame.y(s.y[-1]) for s in series], 17, frame.top, frame.height - frame.bottom)
@@ -126,9 +130,13 @@ def _text(kind: str, x: float, y: float, content: str, anchor: str = "start") ->
 
 def _line(frame: Frame, series: Series) -> str:
     style = series.style % STYLES
-    points = [(frame.x(x), frame.y(y)) for x, y in zip(series.x, series.y, strict=True)]
-    path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-    return f'<path class="line s{style}" d="M{path}"/>' + "".join(_marker(style, x, y) for x, y in points)
+
+    def path(values: Sequence[float]) -> str:
+        return "M" + "L".join(f"{frame.x(x):.1f} {frame.y(y):.1f}" for x, y in zip(series.x, values, strict=False))
+
+    thin = "".join(f'<path class="thin line s{style}" d="{path(values)}"/>' for values in series.beside)
+    markers = "".join(_marker(style, frame.x(x), frame.y(y)) for x, y in zip(series.x, series.y, strict=True))
+    return f'{thin}<path class="line s{style}" d="{path(series.y)}"/>{markers}'
 
 
 def _marker(style: int, x: float, y: float) -> str:

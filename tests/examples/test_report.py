@@ -17,7 +17,7 @@ from examples.retrieval import demo
 from examples.retrieval.config import Config
 from examples.retrieval.data import load_split
 from examples.retrieval.evaluate import before_and_after
-from examples.retrieval.report import best_value, main, write_report
+from examples.retrieval.report import best_value, load_run, main, merge_seeds, write_report
 from examples.retrieval.report_charts import Series, histogram_pair, line_chart, nice_ticks
 from examples.retrieval.report_gallery import both_directions, draw_queries
 from itrloss.metrics import retrieval_metrics
@@ -100,8 +100,30 @@ class Checker(HTMLParser):
 def rows_of(page: str) -> list[list[str]]:
     """The cells of the body rows of the table, without the small figures of the gain."""
     table = page[page.index("<tbody>") : page.index("</table>")]
-    table = re.sub(r'<span class="gain">.*?</span>', "", table)
+    table = re.sub(r'<span class="(gain|spread)">.*?</span>', "", table)
     return [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in table.split("</tr>")][:-1]
+
+
+def test_seeds_of_one_experiment_are_one_line_with_their_spread(tmp_path, data, runs):
+    for seed, quality in enumerate((0.02, 0.05, 0.09)):
+        out = write_run(tmp_path / "runs" / f"hal_{seed}", data, "hal", quality)
+        config = json.loads((out / "config.json").read_text())
+        (out / "config.json").write_text(json.dumps(config | {"seed": seed}))
+        runs[f"hal_{seed}"] = out
+    lines = [json.loads(line) for line in (runs["hal_2"] / "log.jsonl").read_text().splitlines()]
+    (runs["hal_2"] / "log.jsonl").write_text("".join(json.dumps(x | {"rsum": 7.0}) + "\n" for x in lines[:2]))
+    page = page_of(runs, data)
+    assert "seed 0 / 0, 1, 2," in page and "means over 1 seed and 3 seeds" in page
+    measured = [json.loads((runs[f"hal_{s}"] / "metrics.json").read_text())["dev"] for s in range(3)]
+    assert len(rows_of(page)) == 6
+    for when, row in zip(("before", "after"), page.split("<tbody>")[3].split("</tr>"), strict=False):
+        values = [m[when]["rsum"] for m in measured]
+        assert f">{np.mean(values):.1f}<" in row and f"±\u00a0{np.std(values, ddof=1):.1f}<" in row
+    merged = merge_seeds([load_run(name, directory) for name, directory in runs.items()])
+    assert [run.title for run in merged] == ["Triplet", "DCL", "HAL"]
+    assert [line["rsum"] for line in merged[2].history] == pytest.approx([(100 + 100 + 7) / 3, (200 + 200 + 7) / 3])
+    assert merged[2].seconds == pytest.approx(1.5 * 8)
+    assert page.count('class="thin line') == 3
 
 
 def test_table_holds_the_figures_of_metrics_json(runs, data):
