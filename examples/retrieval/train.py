@@ -15,7 +15,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
@@ -142,7 +142,7 @@ class Trainer:
 
         self.epoch = 0  # epochs done
         self.step = 0  # steps done in the current epoch
-        self.sums = {"loss": 0.0, "seconds": 0.0, "loss_seconds": 0.0}  # over the current epoch
+        self.sums = dict.fromkeys(("loss", "seconds", "loss_seconds", "data_seconds"), 0.0)  # over the current epoch
         self.best = -math.inf  # dev RSUM
         self.history: list[dict[str, float]] = []  # the lines of log.jsonl
         self.writer: Any = None
@@ -232,7 +232,7 @@ class Trainer:
         self.objective.train()
         self.objective.begin_epoch(self.epoch)
         bar = tqdm(
-            self.batches.epoch(self.epoch, self.step),
+            self._awaited(self.batches.epoch(self.epoch, self.step)),
             desc=f"epoch {self.epoch + 1}/{self.config.epochs}",
             initial=self.step,
             total=len(self.batches),
@@ -283,6 +283,16 @@ class Trainer:
             self._log_scalars(scalars | {f"train/{name}": float(x) for name, x in figures.items()})
         return value
 
+    def _awaited(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same, with the time that training has to wait for them."""
+        while True:
+            start = time.perf_counter()
+            batch = next(batches, None)
+            self.sums["data_seconds"] += time.perf_counter() - start
+            if batch is None:
+                return
+            yield batch
+
     def _precision(self) -> torch.autocast:
         """For the encoders; losses compute in float32 at least, whatever they are given."""
         kind, low = self.config.device.partition(":")[0], self.config.precision != "float32"
@@ -311,6 +321,7 @@ class Trainer:
             "lr": learning_rate(self.config, self.epoch, self.total_steps - 1),
             "seconds": self.sums["seconds"],
             "loss_seconds": self.sums["loss_seconds"],
+            "data_seconds": self.sums["data_seconds"],
             **measured,
         }
         self.history.append(line)

@@ -507,7 +507,7 @@ def test_a_run_learns_and_writes_every_file(config: Config):
     assert log == result["history"]
     assert [(line["epoch"], line["step"]) for line in log] == [(1, 9), (2, 18), (3, 27), (4, 36), (5, 45)]
     assert {"loss", "lr", "seconds", "loss_seconds", *RECALLS} <= set(log[0])
-    assert 0 < log[0]["loss_seconds"] < log[0]["seconds"]
+    assert 0 < log[0]["loss_seconds"] < log[0]["seconds"] and log[0]["data_seconds"] > 0
     assert log[-1]["loss"] < 0.8 * log[0]["loss"]
     assert result["best_rsum"] == max(line["rsum"] for line in log) > 200  # of 20 images; chance is 155
 
