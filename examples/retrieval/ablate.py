@@ -180,11 +180,14 @@ class Grid:
 
 
 def _times(config: Config, key: str, factor: str) -> Config:
-    """The settings with a number of them multiplied, and at least 1."""
+    """The settings with a number of them multiplied; a whole one stays whole, and at least 1."""
     values = asdict(config)
     name, _, option = key.partition(".")
     holder, last = (values[name], option) if option else (values, name)
-    holder[last] = max(1, round(holder[last] * float(factor)))
+    if type(holder.get(last)) not in (int, float):
+        raise ValueError(f"{key}: must be a number, so that a row can have {factor} times as much of it")
+    found = holder[last] * float(factor)
+    holder[last] = max(1, round(found)) if type(holder[last]) is int else found
     return make_config(values)
 
 

@@ -247,13 +247,14 @@ class Backbone(nn.Module):
 
     def load_weights(self, path: str) -> None:
         """Take over the weights of a file (.pth, .pt, .bin, .safetensors); those of a classifier are left out."""
-        if path.endswith(".safetensors"):
-            from safetensors.torch import load_file  # comes with transformers and with timm
-
-            given = load_file(path)
-        else:
-            given = torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            given = _weights(path)
+        except Exception as error:  # torch has no error of its own for what is no file of weights
+            what = str(error).partition("\n")[0]
+            raise ValueError(f"backbone_weights = {path!r}: must be a file of weights ({what})") from None
         own = self.network.state_dict()
+        # Files from before PyTorch 0.4.1 do not count batches, which only matters to averages that are not exponential.
+        given = {n: x for n, x in own.items() if n.endswith(".num_batches_tracked")} | dict(given)
         lacking = [n for n, x in own.items() if n not in given or given[n].shape != x.shape]
         if lacking:
             raise ValueError(
@@ -264,7 +265,18 @@ class Backbone(nn.Module):
 
     def forward(self, pictures: Tensor) -> Tensor:
         x = self.network.forward_features((pictures - self.mean) / self.std)
-        return x if x.ndim == 3 else rearrange(x, "b d h w -> b (h w) d")
+        if x.ndim == 3:
+            return x
+        last = x.shape[3] == self.dim != x.shape[1]  # some of timm's, as Swin
+        return rearrange(x, "b h w d -> b (h w) d" if last else "b d h w -> b (h w) d")
+
+
+def _weights(path: str) -> Mapping[str, Tensor]:
+    if path.endswith(".safetensors"):
+        from safetensors.torch import load_file  # comes with transformers and with timm
+
+        return load_file(path)
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def build_backbone(config: Config) -> Backbone | None:

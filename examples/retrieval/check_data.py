@@ -118,6 +118,8 @@ def disagreements(found: dict[str, Split]) -> list[str]:
     lines = []
     if len({s.features.shape[2] for s in found.values() if not isinstance(s.features, Images)}) > 1:
         lines.append("  WRONG: the splits' features have different dimensions")
+    if len({split.wholes.shape[1] for split in found.values() if split.wholes is not None}) > 1:
+        lines.append("  WRONG: the splits' features of whole pictures have different dimensions")
     if len({split.wholes is None for split in found.values()}) > 1:
         without = [f"{name}_global.npy" for name, split in found.items() if split.wholes is None]
         lines.append(f"  MISSING: {', '.join(without)}, for views=regions+whole and enhancement=cge")

@@ -107,6 +107,7 @@ class Config:
         ):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         for name in (
+            "seed",
             "warmup_epochs",
             "caption_weight",
             "micro_batch",
@@ -133,10 +134,15 @@ class Config:
         heads = self.loss not in ("dvse", "pvse") or "whole" not in self.views
         _require(heads, "views", self.views, f"of regions for loss = {self.loss!r}: heads need a set to look at")
         _require(self.enhancement in ("", "sge", "cge"), "enhancement", self.enhancement, "'sge', 'cge' or ''")
+        seen = not self.enhancement or "regions" in self.views
+        _require(seen, "enhancement", self.enhancement, f"empty for views = {self.views!r}: it is of regions")
         _require(self.tagger in ("rules", "spacy"), "tagger", self.tagger, "'rules' or 'spacy'")
         wanted = ("float32", "bfloat16", "float16")
         _require(self.precision in wanted, "precision", self.precision, ", ".join(map(repr, wanted)))
         _require(0 <= self.backbone_frozen <= 5, "backbone_frozen", self.backbone_frozen, "from 0 to 5")
+        if not self.backbone:
+            _require(not self.backbone_weights, "backbone_weights", self.backbone_weights, "empty without a backbone")
+            _require(not self.backbone_frozen, "backbone_frozen", self.backbone_frozen, "0 without a backbone")
         for name in ("lr", "clip"):
             _require(getattr(self, name) > 0, name, getattr(self, name), "positive")
 

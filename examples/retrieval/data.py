@@ -252,6 +252,8 @@ class Batches:
         self.samples_of_image = -(-split.captions_per_image // captions_per_image)
         self.samples = len(split.features) * self.samples_of_image
         self.batch_size = min(batch_size, self.samples // world)
+        if not self.batch_size:
+            raise ValueError(f"data: {self.samples} training samples are too few for {world} processes")
         self.seed, self.rank, self.world = seed, rank, world
 
     def __len__(self) -> int:
@@ -262,7 +264,7 @@ class Batches:
         random = np.random.default_rng([self.seed, epoch])
         order = random.permutation(self.samples)
         captions = np.arange(len(self.split.captions)).reshape(len(self.split.features), -1)
-        if 1 < self.captions_per_image < self.split.captions_per_image:
+        if self.captions_per_image > 1:
             captions = random.permuted(captions, axis=1)
         with ThreadPoolExecutor(1) as reader:  # the next batch is read while this one is trained on
             ahead = None

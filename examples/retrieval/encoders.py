@@ -256,7 +256,7 @@ class ImageEncoder(nn.Module):
 
     def elements(self, images: Tensor, wholes: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """What is seen of the images, standardised, (B, R, d); and (B, d') the features of the whole pictures."""
-        if wholes is not None:
+        if wholes is not None and (self.whole or isinstance(self.enhancement, GuidedEnhancement)):
             wholes = (compressed(wholes) - self.whole_mean) / self.whole_std
         if self.whole:
             assert wholes is not None

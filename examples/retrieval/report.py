@@ -29,6 +29,7 @@ from itrloss.metrics import skewness
 from .config import NO_EFFECT
 from .data import Split, load_split
 from .evaluate import RECALLS, reranker
+from .pictures import layout
 from .report_charts import Series, histogram_pair, line_chart, small_chart
 from .report_gallery import MISSED, SEED, Direction, Gallery, both_directions
 from .scene_captions import listed
@@ -147,10 +148,13 @@ def write_report(run_dirs: Mapping[str, Path], data_root: Path, out: Path) -> No
         raise ValueError("run_dirs: expected at least one run, got none")
     runs = [load_run(name, directory) for name, directory in run_dirs.items()]
     split = reported_split(runs)
-    for needed in ("dev", split):
-        for kind in ("ims.npy", "caps.txt"):
-            _existing(data_root / f"{needed}_{kind}")
-    splits = {n: load_split(data_root, n) for n in ("train", "dev", "test") if (data_root / f"{n}_ims.npy").is_file()}
+    there = ["train", "dev", "test"]
+    if layout(data_root) == "features":
+        for needed in ("dev", split):
+            for kind in ("ims.npy", "caps.txt"):
+                _existing(data_root / f"{needed}_{kind}")
+        there = [name for name in there if (data_root / f"{name}_ims.npy").is_file()]
+    splits = {name: load_split(data_root, name) for name in there}
     dev = splits["dev"]
     for run, directory in zip(runs, run_dirs.values(), strict=True):
         if run.scores.shape != (len(dev.features), len(dev.captions)):

@@ -10,6 +10,7 @@ metrics.json, dev_scores.npy and the TensorBoard events.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -56,10 +57,10 @@ def build_optimizer(model: nn.Module, objective: nn.Module, config: Config) -> t
 
     What is pre-trained has a rate of its own: each group says by which ``factor`` it differs from the others'.
     """
-    factors = {"text.bert.": config.bert_lr_factor, "image.backbone.": config.backbone_lr_factor}
+    factors = {".text.bert.": config.bert_lr_factor, ".image.backbone.": config.backbone_lr_factor}
     groups: dict[tuple[float, float], list[nn.Parameter]] = {(1.0, config.weight_decay): [], (1.0, 0.0): []}
     for name, p in model.named_parameters():
-        factor = next((f for start, f in factors.items() if name.startswith(start)), 1.0)
+        factor = next((f for part, f in factors.items() if part in f".{name}"), 1.0)  # of any view
         if p.requires_grad:
             groups.setdefault((factor, config.weight_decay if p.ndim > 1 else 0.0), []).append(p)
     groups[1.0, 0.0] += [p for p in objective.parameters() if p.requires_grad]
@@ -129,6 +130,8 @@ class Trainer:
         self.world, self.rank = world_size(), dist.get_rank() if world_size() > 1 else 0
         sampling = config.batch_size, config.captions_per_image, config.seed, self.rank, self.world
         self.batches = Batches(train, self.vocabulary, *sampling)
+        self.captions = hashlib.sha256("\n".join(train.captions).encode()).hexdigest()
+        self.check_fit(train)
         self.model = self.new_model(train).to(config.device)
         self.objective = build_objective(config, self.model).to(config.device)
         self.optimizer = build_optimizer(self.model, self.objective, config)
@@ -147,12 +150,25 @@ class Trainer:
         self.history: list[dict[str, float]] = []  # the lines of log.jsonl
         self.writer: Any = None
 
+    def check_fit(self, train: Split) -> None:
+        """What would else come up after an epoch, or not at all."""
+        config, needs = self.config, "whole" in self.config.views or self.config.enhancement == "cge"
+        for name in ("train", "dev", "test") if config.final_test else ("train", "dev"):
+            split = load_split(self.data, name, config.image_size)
+            if needs and split.wholes is None:
+                what = f"views = {config.views!r}" if "whole" in config.views else "enhancement = 'cge'"
+                raise ValueError(f"{what}: needs {self.data}/{name}_global.npy, the features of whole pictures")
+            for kind, own, wanted in (("ims", split.features, train.features), ("global", split.wholes, train.wholes)):
+                if isinstance(own, np.ndarray) and isinstance(wanted, np.ndarray) and own.shape[-1] != wanted.shape[-1]:
+                    dims = f"{own.shape[-1]} features, must be {wanted.shape[-1]} as in train_{kind}.npy"
+                    raise ValueError(f"{self.data}/{name}_{kind}.npy: {dims}")
+        if config.micro_batch and (self.batches.batch_size - 1) % config.micro_batch == 0:
+            last = f"must leave more than one of the {self.batches.batch_size} samples for the last, to normalise over"
+            raise ValueError(f"micro_batch = {config.micro_batch}: {last}")
+
     def new_model(self, train: Split) -> VSE:
         """The model before its first step, with what it takes from the training data."""
         config, wholes = self.config, train.wholes
-        if wholes is None and ("whole" in config.views or config.enhancement == "cge"):
-            what = f"views = {config.views!r}" if "whole" in config.views else "enhancement = 'cge'"
-            raise ValueError(f"{what}: needs {self.data}/{{split}}_global.npy, the features of whole pictures")
         images, vocabulary = train.features, self.vocabulary
         raw = isinstance(images, Images)
         if raw != bool(config.backbone):
@@ -268,7 +284,8 @@ class Trainer:
         self.scaler.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(trained, self.config.clip)
         # A scaler begins too high, and leaves out the steps that overflow.
-        if not math.isfinite(value) or not (torch.isfinite(norm) or self.scaler.is_enabled()):
+        coming_down = self.scaler.is_enabled() and self.scaler.get_scale() > 1e-3
+        if not math.isfinite(value) or not (torch.isfinite(norm) or coming_down):
             raise FloatingPointError(
                 f"epoch {self.epoch + 1}, step {self.step + 1}: loss {value}, gradient norm {norm.item()}"
             )
@@ -369,6 +386,7 @@ class Trainer:
         state = {
             "config": asdict(self.config),
             "vocabulary": self.vocabulary.state(),
+            "captions": self.captions,
             "sizes": self.sizes,  # of a region's features and a whole picture's; 0 where there is none
             "model": self.model.state_dict(),
             "objective": self.objective.state_dict(),
@@ -388,8 +406,8 @@ class Trainer:
         state = torch.load(path, map_location="cpu", weights_only=True)
         mine = asdict(self.config)
         changed = [k for k in mine if k not in RESUMABLE and mine[k] != state["config"].get(k)]
-        if changed or state["vocabulary"] != self.vocabulary.state():
-            what = ", ".join(f"{k} = {state['config'].get(k)!r}" for k in changed) or "another vocabulary"
+        if changed or state["vocabulary"] != self.vocabulary.state() or state["captions"] != self.captions:
+            what = ", ".join(f"{k} = {state['config'].get(k)!r}" for k in changed) or "other captions"
             raise ValueError(f"{path} was trained with {what}: cannot resume; choose another out or resume=false")
         self.model.load_state_dict(state["model"])
         self.objective.load_state_dict(state["objective"])

@@ -14,7 +14,7 @@ import itrloss
 from examples.retrieval import ablate
 from examples.retrieval.ablate import PAPERS, Claim, Grid, Paper, Row, Table, load_paper, main, measured, run, state
 from examples.retrieval.ablate_report import FAILS, HOLDS, UNKNOWN, Difference, paired, verdict, write_report
-from examples.retrieval.config import make_config
+from examples.retrieval.config import Config, make_config
 from examples.retrieval.evaluate import RECALLS
 from examples.retrieval.models import build_model
 from examples.retrieval.objectives import Objective, build_loss
@@ -302,3 +302,12 @@ def test_all_pairs_of_a_claim_must_hold_and_one_refutes_it():
     assert verdict(Claim("", above=(("a", "b"), ("d", "a"))), rows, "before")[0] == HOLDS
     assert verdict(Claim("", above=(("a", "b"), ("c", "b"))), rows, "before")[0] == UNKNOWN
     assert verdict(Claim("", above=(("c", "b"), ("b", "a"))), rows, "before")[0] == FAILS
+
+
+def test_a_multiple_of_a_number_stays_what_it_was():
+    config = Config(lr=0.5, memory=100, loss_options={"clusters": 5})
+    assert ablate._times(config, "lr", "0.1").lr == pytest.approx(0.05)
+    assert ablate._times(config, "memory", "0.003").memory == 1
+    assert ablate._times(config, "loss_options.clusters", "1.5").loss_options["clusters"] == 8
+    with pytest.raises(ValueError, match=r"loss_options\.margin: must be a number"):
+        ablate._times(config, "loss_options.margin", "2")

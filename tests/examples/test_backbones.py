@@ -126,6 +126,29 @@ def test_pieces_are_hidden_in_training_but_never_the_first_or_the_last(bert: str
     assert torch.equal(seen[1], words)
 
 
+def test_what_is_pre_trained_has_its_rate_in_every_view(config: Config, photos: Path, bert: str):
+    trainer = Trainer(
+        replace(
+            config, data=str(photos), views="regions+regions", bert=bert, backbone="resnet18", backbone_lr_factor=0.3
+        )
+    )
+    rates = {id(p): group["factor"] for group in trainer.optimizer.param_groups for p in group["params"]}
+    for name, p in trainer.model.named_parameters():
+        assert rates[id(p)] == (0.1 if ".text.bert." in name else 0.3 if ".image.backbone." in name else 1.0), name
+
+
+def test_weights_from_elsewhere_are_read_or_refused_by_name(weights: str, tmp_path: Path):
+    given = torch.load(weights, weights_only=True)
+    path = tmp_path / "old.pth"  # from before batches were counted
+    torch.save({name: x for name, x in given.items() if not name.endswith("num_batches_tracked")}, path)
+    Backbone("resnet18").load_weights(str(path))
+    for name, content in (("junk.pth", b"junk"), ("junk.safetensors", b"junk"), ("none.pth", None)):
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=rf"backbone_weights = '.*{name}': must be a file of weights"):
+            Backbone("resnet18").load_weights(str(tmp_path / name))
+
+
 @pytest.mark.parametrize("loss", ["infonce", "uto", "coder", "dvse", "pvse"])
 def test_one_step_reaches_every_parameter_of_a_bert(config: Config, features: Path, bert: str, loss: str):
     options = {"coder": {"clusters": 5}}.get(loss, {})

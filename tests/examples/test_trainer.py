@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -256,6 +257,9 @@ def test_overrides_win_over_the_file(tmp_path: Path):
         ("clip=-1", ValueError, "clip = -1.0.*positive"),
         ("weight_decay=-1", ValueError, "weight_decay = -1.0.*negative"),
         ("micro_batch=-1", ValueError, "micro_batch = -1.*negative"),
+        ("seed=-1", ValueError, "seed = -1.*negative"),
+        ("backbone_weights=a.pth", ValueError, "backbone_weights = 'a.pth'.*without a backbone"),
+        ("backbone_frozen=3", ValueError, "backbone_frozen = 3: must be 0 without a backbone"),
         ("views=regions+global", ValueError, "views = 'regions.global'.*'whole'"),
         ("decay_epochs=0", ValueError, r"decay_epochs = \[0\].*at least 1"),
         ("decay_epochs=[1.5]", TypeError, r"decay_epochs\[0\] = 1.5.*int"),
@@ -389,6 +393,40 @@ def test_encoders_run_in_the_precision_asked_for(
     else:
         exact = train(replace(config, out=config.out + "_exact"))
         assert losses[-1] == pytest.approx(exact["history"][-1]["loss"], rel=0.05)
+
+
+def test_what_does_not_fit_is_refused_before_the_first_step(config: Config, data: Path, tmp_path: Path):
+    with pytest.raises(ValueError, match="enhancement = 'sge': must be empty for views = 'whole'"):
+        replace(config, enhancement="sge", views="whole")
+    with pytest.raises(ValueError, match="micro_batch = 31: must leave more than one of the 32 samples"):
+        Trainer(replace(config, micro_batch=31))
+    other = tmp_path / "other"
+    shutil.copytree(data, other)
+    for split in ("train", "dev"):
+        np.save(other / f"{split}_global.npy", np.ones((len(load_split(data, split).features), 5), np.float32))
+    seen = replace(config, data=str(other), views="regions+whole")
+    Trainer(seen)
+    np.save(other / "dev_global.npy", np.ones((20, 6), np.float32))
+    with pytest.raises(ValueError, match=r"dev_global\.npy: 6 features, must be 5 as in train_global\.npy"):
+        Trainer(seen)
+    (other / "dev_global.npy").unlink()
+    with pytest.raises(ValueError, match=r"views = 'regions\+whole': needs .*dev_global\.npy"):
+        Trainer(seen)
+    assert train(replace(seen, views="regions", epochs=1))["best_rsum"] > 0  # which does not look at them
+    np.save(other / "dev_ims.npy", np.ones((20, 4, 7), np.float32))
+    with pytest.raises(ValueError, match=r"dev_ims\.npy: 7 features, must be 8"):
+        Trainer(replace(config, data=str(other)))
+
+
+def test_a_run_goes_on_with_the_captions_it_began_with(config: Config, data: Path, tmp_path: Path):
+    train(replace(config, epochs=1))
+    other = tmp_path / "other"
+    shutil.copytree(data, other)
+    train(replace(config, resume=True, data=str(other)))
+    lines = (other / "train_caps.txt").read_text().splitlines()
+    (other / "train_caps.txt").write_text("\n".join(reversed(lines)) + "\n")
+    with pytest.raises(ValueError, match="was trained with other captions"):
+        train(replace(config, resume=True, data=str(other), epochs=3))
 
 
 @pytest.mark.parametrize("loss", ["infonce", "mdcl", "pvse"])
