@@ -28,7 +28,8 @@ class Config:
     # loss
     loss: str = "infonce"
     loss_options: dict[str, Any] = field(default_factory=dict)  # handed to the constructor of the loss
-    warmup_epochs: int = 1  # triplet, pvse and dvse: epochs of the all-negatives sum before the hardest negative
+    warmup_epochs: int = 1  # triplet, pvse and dvse: epochs before they turn to the hardest negative
+    warmup: str = "triplet"  # the loss of these: "triplet", summed over all negatives, or "infonce"
 
     caption_weight: float = 0.0  # of InfoNCE between two captions of an image, beside the loss
     momentum: float = 0.995  # of the key encoders; for losses with a memory, as are these:
@@ -129,6 +130,7 @@ class Config:
             _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "in [0, 1]")
         two = self.captions_per_image > 1 or not self.caption_weight
         _require(two, "captions_per_image", self.captions_per_image, "at least 2 for caption_weight")
+        _require(self.warmup in ("triplet", "infonce"), "warmup", self.warmup, "'triplet' or 'infonce'")
         known = all(view in ("regions", "whole") for view in self.views.split("+"))
         _require(known, "views", self.views, "'regions', 'whole', or several of them, joined by '+'")
         heads = self.loss not in ("dvse", "pvse") or "whole" not in self.views

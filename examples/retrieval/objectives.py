@@ -32,7 +32,7 @@ LOSSES: dict[str, type[nn.Module]] = {
 # end up the same.
 APART = 10.0
 DIVERSITY = 0.1  # weight of PVSE's, on the residuals of both sides
-CAPTION_TEMPERATURE = 0.07
+TEMPERATURE = 0.07  # of InfoNCE between captions, and in the warm-up
 WITH_MEMORY = ("mdcl", "uto", "coder")
 # Where keyword arguments of a class go on to.
 PASSED_ON: dict[str, type[nn.Module]] = {
@@ -77,10 +77,13 @@ class Objective(nn.Module):
         self.criterion = build_loss(config)
         self.warming_up = False
         margin = self.criterion.variance_aware.margin if isinstance(self.criterion, itrloss.DVSEObjective) else 0.2
-        self.all_negatives = itrloss.TripletLoss(margin, mining="all", reduction="mean", gather=True)
+        self.beginning: nn.Module = itrloss.TripletLoss(margin, mining="all", reduction="mean", gather=True)
+        if config.warmup == "infonce":
+            reduction = self.criterion.reduction if isinstance(self.criterion, itrloss.TripletLoss) else "mean"
+            self.beginning = itrloss.InfoNCELoss(TEMPERATURE, reduction=reduction, gather=config.loss != "pvse")
         self.hardest = itrloss.TripletLoss(margin, reduction="mean", gather=True)
         self.apart = itrloss.DynamicOrthogonalLoss(0.0, "frobenius")
-        self.captions = itrloss.InfoNCELoss(CAPTION_TEMPERATURE, gather=True)
+        self.captions = itrloss.InfoNCELoss(TEMPERATURE, gather=True)
         self.keys: itrloss.MomentumEncoder | None = None
         self.memory: itrloss.CoupledMemory | None = None
         self.batch_keys: tuple[Tensor, ...] = ()
@@ -89,10 +92,10 @@ class Objective(nn.Module):
             self.memory = itrloss.CoupledMemory(config.memory, config.dim)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Losses on the hardest negative begin with the sum over all negatives.
+        """Losses on the hardest negative begin with the sum over all negatives, or with InfoNCE.
 
         The hardest negative of an untrained model is noise, and its gradient collapses all embeddings into one point;
-        the sum leads out of there first.
+        the others lead out of there first.
         """
         self.warming_up = epoch < self.config.warmup_epochs
         if isinstance(self.criterion, itrloss.TripletLoss):
@@ -126,18 +129,20 @@ class Objective(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         if isinstance(self.criterion, itrloss.DVSEObjective):
             return self._of_sets(self.criterion, outputs, image_ids, text_ids)
+        softly = self.warming_up and self.config.warmup == "infonce" and isinstance(self.criterion, itrloss.TripletLoss)
+        criterion = self.beginning if softly else self.criterion
         if self.config.loss == "pvse":
             image_ids, text_ids = (gather_rows(ids) for ids in (image_ids, text_ids))
             scores = set_similarity(gather(outputs[0]), gather(outputs[1]), "max")
             diversity = torch.stack([self.apart(residuals) for residuals in outputs[2:]]).sum()
-            value = self.criterion(scores=scores, image_ids=image_ids, text_ids=text_ids)
+            value = criterion(scores=scores, image_ids=image_ids, text_ids=text_ids)
             return value + DIVERSITY * diversity, {"diversity": diversity.detach()}
         if self.memory is None:
-            value = self.criterion(*outputs[:2], *outputs[2:], image_ids=image_ids, text_ids=text_ids)
+            value = criterion(*outputs, image_ids=image_ids, text_ids=text_ids)
         else:  # a memory holds pairs
             pairs = [x if k % 2 else self._for_each_caption(x) for k, x in enumerate(outputs)]
             ids = {"image_ids": text_ids, "text_ids": text_ids}
-            value = self.criterion(*pairs[:2], *self.batch_keys, self.memory, *pairs[2:], **ids)
+            value = criterion(*pairs[:2], *self.batch_keys, self.memory, *pairs[2:], **ids)
         if isinstance(value, tuple):
             total, terms = value
             return total, dict(terms._asdict())
@@ -155,14 +160,14 @@ class Objective(nn.Module):
         if self.config.variance_weights and not self.warming_up:
             total, terms = criterion(sets, texts, residuals, gate, image_ids, text_ids)
             return batch * total, dict(terms._asdict())
-        mining = self.all_negatives if self.warming_up else self.hardest
-        hinges = torch.stack([mining(x, texts, image_ids, text_ids) for x in sets.unbind(1)])
+        loss = self.beginning if self.warming_up else self.hardest
+        heads = torch.stack([loss(x, texts, image_ids, text_ids) for x in sets.unbind(1)])
         orthogonal = criterion.orthogonal(residuals, gate)
         if self.warming_up:
             apart = APART if criterion.balance < 1 else 0.0  # who trains without the orthogonal loss warms up without
-            total = hinges.mean() + apart * orthogonal
+            total = heads.mean() + apart * orthogonal
         else:
-            total = criterion.balance * hinges.sum() + (1 - criterion.balance) * orthogonal
+            total = criterion.balance * heads.sum() + (1 - criterion.balance) * orthogonal
         return batch * total, {"orthogonal": orthogonal.detach()}
 
     def finish(self, ids: Tensor) -> None:

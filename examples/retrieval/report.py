@@ -44,7 +44,7 @@ TITLES = {
 COLUMNS = [*RECALLS, "rsum", "i2t_median_rank", "t2i_median_rank", "i2t_skewness", "t2i_skewness"]
 HUBNESS_K = 10  # as in the skewness of retrieval_metrics
 # Settings that may differ between two runs of the same experiment with another loss.
-ABOUT_THE_LOSS = ("loss", "loss_options", "warmup_epochs")
+ABOUT_THE_LOSS = ("loss", "loss_options", "warmup_epochs", "warmup")
 
 
 Metrics = dict[str, dict[str, dict[str, float]]]  # [split]["before" or "after"][figure]

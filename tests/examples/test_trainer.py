@@ -260,6 +260,7 @@ def test_overrides_win_over_the_file(tmp_path: Path):
         ("seed=-1", ValueError, "seed = -1.*negative"),
         ("backbone_weights=a.pth", ValueError, "backbone_weights = 'a.pth'.*without a backbone"),
         ("backbone_frozen=3", ValueError, "backbone_frozen = 3: must be 0 without a backbone"),
+        ("warmup=hinge", ValueError, "warmup = 'hinge': must be 'triplet' or 'infonce'"),
         ("views=regions+global", ValueError, "views = 'regions.global'.*'whole'"),
         ("decay_epochs=0", ValueError, r"decay_epochs = \[0\].*at least 1"),
         ("decay_epochs=[1.5]", TypeError, r"decay_epochs\[0\] = 1.5.*int"),
@@ -672,6 +673,32 @@ def test_dvse_warms_up_on_all_negatives(config: Config):
     assert set(terms) == {"variance_aware", "orthogonal"}
     total, _ = trainer.objective.criterion(*outputs, *ids)
     torch.testing.assert_close(value, len(outputs[0]) * total)
+
+
+@pytest.mark.parametrize("loss", ["triplet", "pvse", "dvse"])
+def test_the_warm_up_may_be_infonce(config: Config, loss: str):
+    trainer = Trainer(replace(config, loss=loss, warmup="infonce", warmup_epochs=1))
+    batch = next(trainer.batches.epoch(0))
+    outputs, ids = trainer.model(batch.regions, batch.words, batch.lengths), (batch.image_ids, batch.text_ids)
+    nce = itrloss.InfoNCELoss(0.07, reduction="mean")
+    trainer.objective.begin_epoch(0)
+    value, terms = trainer.objective(outputs, *ids)
+    if loss == "triplet":  # whose sums over the batch it stands in for
+        expected = itrloss.InfoNCELoss(0.07, reduction="sum")(*outputs, *ids)
+    elif loss == "pvse":
+        scores = trainer.model.similarity(*outputs[:2])
+        expected = (
+            itrloss.InfoNCELoss(0.07, reduction="sum")(None, None, *ids, scores=scores) + 0.1 * terms["diversity"]
+        )
+    else:
+        heads = torch.stack([nce(x, outputs[1], *ids) for x in outputs[0].unbind(1)])
+        expected = len(outputs[0]) * (heads.mean() + 10 * terms["orthogonal"])
+    torch.testing.assert_close(value, expected)
+    trainer.objective.begin_epoch(1)
+    after, _ = trainer.objective(outputs, *ids)
+    usual = Trainer(replace(config, loss=loss, warmup_epochs=0))
+    usual.objective.begin_epoch(1)
+    torch.testing.assert_close(after, usual.objective(outputs, *ids)[0])
 
 
 def test_a_loss_that_is_not_a_number_stops_the_run(config: Config):
