@@ -24,6 +24,8 @@ from examples.retrieval.train import Trainer, learning_rate, load_model, train
 
 CONFIGS = Path(module.__file__).parent / "configs"
 WORDS = [f"word{i}" for i in range(20)]
+# Two steps see the same embeddings, and gradients as they are.
+DRY = {"feature_dropout": 0.0, "word_dropout": 0.0, "embedding_dropout": 0.0, "clip": 1e9}
 RECALLS = ["i2t_r1", "i2t_r5", "i2t_r10", "t2i_r1", "t2i_r5", "t2i_r10", "rsum"]
 
 
@@ -338,18 +340,21 @@ def test_one_step_reaches_every_parameter_with_the_gradient_of_one_backward(conf
 
 
 @pytest.mark.parametrize(
-    ("loss", "per_image"),
-    [(loss, captions) for loss in LOSSES for captions in (1, 2, 5) if captions < 5 or loss not in WITH_MEMORY],
+    ("loss", "per_image", "views"),
+    [
+        *((loss, n, "regions") for loss in LOSSES for n in (1, 2, 5) if n < 5 or loss not in WITH_MEMORY),
+        *((loss, 2, "regions+regions") for loss in ("infonce", "coder", "dvse", "pvse")),
+    ],
 )
-def test_a_few_samples_at_a_time_give_the_gradients_of_the_batch(config: Config, loss: str, per_image: int):
-    dry = {"feature_dropout": 0.0, "word_dropout": 0.0, "embedding_dropout": 0.0, "heads": 5, "clip": 1e9}
-    config = replace(config, loss=loss, captions_per_image=per_image, batch_size=20, **dry)
+def test_a_few_samples_at_a_time_give_the_gradients_of_the_batch(config: Config, loss: str, per_image: int, views: str):
+    config = replace(config, loss=loss, captions_per_image=per_image, views=views, batch_size=20, heads=5, **DRY)
     found = []
     for micro in (0, 7):
         trainer = Trainer(replace(config, micro_batch=micro))
-        if trainer.objective.memory is not None:
-            torch.manual_seed(1)
-            trainer.objective.memory.enqueue(*torch.randn(2, 10, 16), torch.arange(10) + 1000)
+        for objective in trainer.objective if views == "regions+regions" else [trainer.objective]:
+            if objective.memory is not None:
+                torch.manual_seed(1)
+                objective.memory.enqueue(*torch.randn(2, 10, 16), torch.arange(10) + 1000)
         for layer in trainer.model.modules():
             if isinstance(layer, BatchNorm | itrloss.DynamicGate):
                 layer.training = False  # their statistics would be those of a few samples
@@ -391,9 +396,10 @@ def test_encoders_run_in_the_precision_asked_for(
         assert losses[-1] == pytest.approx(exact["history"][-1]["loss"], rel=0.05)
 
 
+@pytest.mark.parametrize("per_image", [2, 3])
 @pytest.mark.parametrize("loss", ["infonce", "mdcl", "pvse"])
-def test_two_captions_of_an_image_belong_together(config: Config, loss: str):
-    config = replace(config, loss=loss, captions_per_image=2)
+def test_the_first_two_captions_of_an_image_belong_together(config: Config, loss: str, per_image: int):
+    config = replace(config, loss=loss, captions_per_image=per_image)
     trainer = Trainer(replace(config, caption_weight=0.5))
     batch = next(trainer.batches.epoch(0))
     trainer.objective.prepare(trainer.model, batch.regions, batch.words, batch.lengths)
@@ -404,7 +410,8 @@ def test_two_captions_of_an_image_belong_together(config: Config, loss: str):
     texts = outputs[1].mean(1) if loss == "pvse" else outputs[1]
     texts = torch.nn.functional.normalize(texts, dim=1).detach().double()
     expected = 0.0
-    for this, other in ((texts[::2], texts[1::2]), (texts[1::2], texts[::2])):
+    firsts, seconds = texts[::per_image], texts[1::per_image]
+    for this, other in ((firsts, seconds), (seconds, firsts)):
         scores = (this @ other.T / 0.07).exp()
         for i, own in enumerate(batch.image_ids):
             negatives = scores[i][batch.image_ids != own].sum()
@@ -412,11 +419,22 @@ def test_two_captions_of_an_image_belong_together(config: Config, loss: str):
             expected += torch.stack(terms).mean().item() / len(this)
     assert figures["captions"].item() == pytest.approx(expected, rel=1e-4)
     assert value.item() == pytest.approx(alone.item() + 0.5 * expected, rel=1e-4)
-    if trainer.objective.memory is not None:
-        trainer.objective.finish(batch.text_ids)
-        assert torch.equal(trainer.objective.memory.ids[:64], batch.text_ids)
-        keys = torch.nn.functional.normalize(trainer.objective.keys.module.image(batch.regions)).repeat_interleave(2, 0)
-        assert trainer.objective.memory.images[:64].shape == keys.shape
+
+
+@pytest.mark.parametrize("loss", WITH_MEMORY)
+def test_captions_enter_the_memory_beside_the_keys_of_their_image(config: Config, loss: str):
+    trainer = Trainer(replace(config, loss=loss, captions_per_image=3, memory=200, **DRY))
+    objective, batch = trainer.objective, next(trainer.batches.epoch(0))
+    inputs = batch.regions, batch.words, batch.lengths
+    images, texts = (torch.nn.functional.normalize(keys) for keys in objective.keys(*inputs)[:2])
+    objective.keys.update = lambda model: None
+    objective.prepare(trainer.model, *inputs)
+    objective.finish(batch.text_ids)
+    assert len(objective.memory) == len(texts) == 96
+    for row, text in enumerate(texts):
+        assert objective.memory.ids[row] == batch.image_ids[row // 3]
+        torch.testing.assert_close(objective.memory.images[row], images[row // 3])
+        torch.testing.assert_close(objective.memory.texts[row], text)
 
 
 def test_keys_follow_the_model_and_enter_the_memory_after_the_step(config: Config):
@@ -616,6 +634,13 @@ def test_triplet_warms_up_on_all_negatives(config: Config, monkeypatch: pytest.M
     monkeypatch.setattr(Trainer, "train_step", watched_step)
     train(replace(config, loss="triplet", warmup_epochs=1))
     assert set(seen) == {(0, "all"), (1, "hardest")}
+
+
+def test_every_view_warms_up_on_all_negatives(config: Config):
+    objective = Trainer(replace(config, loss="triplet", views="regions+regions", warmup_epochs=1)).objective
+    for epoch, mining in enumerate(("all", "hardest")):
+        objective.begin_epoch(epoch)
+        assert [each.criterion.mining for each in objective] == [mining, mining]
 
 
 def test_dvse_warms_up_on_all_negatives(config: Config):
