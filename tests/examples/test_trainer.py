@@ -18,9 +18,11 @@ from examples.retrieval import train as module
 from examples.retrieval.config import Config, load_config, make_config
 from examples.retrieval.data import Batches, Split, Vocabulary, feature_statistics, load_split, pad
 from examples.retrieval.encoders import GPO, BatchNorm, ImageEncoder, SetDropout, SubEmbeddings, TextEncoder
+from examples.retrieval.evaluate import before_and_after, model_scores, reranker
 from examples.retrieval.models import CODER, DVSE, VSE, build_model
 from examples.retrieval.objectives import LOSSES, WITH_MEMORY, build_loss
 from examples.retrieval.train import Trainer, learning_rate, load_model, train
+from itrloss.rerank import FastReranker
 
 CONFIGS = Path(module.__file__).parent / "configs"
 WORDS = [f"word{i}" for i in range(20)]
@@ -211,6 +213,24 @@ def test_an_epoch_shows_every_caption_once_beside_its_image(per_sample: int):
         assert sorted(shown) == sorted(split.captions)
 
 
+@pytest.mark.parametrize("per_sample", [2, 3, 4])
+def test_captions_of_a_sample_differ_and_are_drawn_anew_in_every_epoch(per_sample: int):
+    split = captions_of(8)
+    vocabulary = Vocabulary.from_captions(split.captions, min_count=1)
+
+    def together(seed: int, epoch: int) -> set[frozenset[str]]:
+        """Which captions were a sample, whatever the order of samples and of captions in them."""
+        found = []
+        for batch in Batches(split, vocabulary, 4, per_sample, seed).epoch(epoch):
+            said = [" ".join(vocabulary.words[i] for i in words[:2]) for words in batch.words]
+            found += [frozenset(said[i : i + per_sample]) for i in range(0, len(said), per_sample)]
+        assert all(len(sample) == per_sample for sample in found)
+        return set(found)
+
+    assert together(0, 0) == together(0, 0)
+    assert together(0, 0) != together(0, 1) and together(0, 0) != together(1, 0)
+
+
 def test_batches_follow_from_seed_epoch_and_step():
     split = captions_of(9)
     vocabulary = Vocabulary.from_captions(split.captions, min_count=1)
@@ -396,6 +416,23 @@ def test_encoders_run_in_the_precision_asked_for(
         assert losses[-1] == pytest.approx(exact["history"][-1]["loss"], rel=0.05)
 
 
+@pytest.mark.parametrize("micro", [0, 16])
+def test_gradients_are_clipped_at_their_own_norm_whatever_their_scale(
+    config: Config, monkeypatch: pytest.MonkeyPatch, micro: int
+):
+    clip, norms = torch.nn.utils.clip_grad_norm_, []
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *given: (norms.append(clip(*given)), norms[-1])[1])
+    config = replace(config, micro_batch=micro, **DRY | {"clip": 0.1})
+    for precision in ("float32", "float16"):
+        trainer = Trainer(replace(config, precision=precision))
+        if precision == "float16":  # lower than the default, which overflows here and leaves no norm to compare
+            trainer.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        trainer.train_step(next(trainer.batches.epoch(0)))
+    assert norms[1].item() == pytest.approx(norms[0].item(), rel=0.05)
+    clipped = torch.stack([p.grad.norm() for p in trainer.model.parameters()]).norm()
+    assert norms[0] > 0.1 and clipped.item() == pytest.approx(0.1, rel=1e-3)
+
+
 @pytest.mark.parametrize("per_image", [2, 3])
 @pytest.mark.parametrize("loss", ["infonce", "mdcl", "pvse"])
 def test_the_first_two_captions_of_an_image_belong_together(config: Config, loss: str, per_image: int):
@@ -545,6 +582,22 @@ def test_a_run_learns_and_writes_every_file(config: Config):
     assert torch.load(out / "last.pt", weights_only=True)["epoch"] == 5
     assert list(out.glob("events.out.tfevents*"))
     assert not list(out.glob("*.partial"))
+
+
+def test_metrics_are_re_ranked_as_the_settings_say(config: Config):
+    run = train(replace(config, epochs=1, final_test=True, rerank=[9.0, 4.0, 3.0, 17.0]))["metrics"]
+    dev = load_split(config.data, "dev")
+    scores = torch.from_numpy(np.load(Path(config.out, "dev_scores.npy")))
+    wanted = before_and_after(scores, dev, FastReranker(i2t=(9, 4), t2i=(3, 17)))
+    assert run["dev"] == wanted != before_and_after(scores, dev, FastReranker())
+    model, vocabulary, _ = load_model(Path(config.out, "best.pt"))
+    test = load_split(config.data, "test")
+    assert run["test"] == before_and_after(model_scores(model, test, vocabulary), test, reranker([9, 4, 3, 17]))
+
+
+def test_the_four_numbers_of_a_re_ranking_are_gammas_and_lambdas():
+    by = reranker([9.0, 4.0, 3.0, 17.0])
+    assert by.i2t == (9, 4) and by.t2i == (3, 17)
 
 
 @pytest.mark.parametrize(
