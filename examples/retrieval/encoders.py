@@ -124,6 +124,8 @@ class GPO(nn.Module):
         # that takes two thirds of the time.
         columns = rearrange(features.masked_fill(padding[:, :, None], MASKED), "b l d -> b d l").contiguous()
         ranked = columns.sort(dim=2, descending=True).values
+        # Their weight of 0 does not keep them out of the weights' gradient, which in float16 they overflow.
+        ranked = ranked.masked_fill(padding[:, None], 0.0)
         return torch.einsum("bdl,bl->bd", ranked, self.weights(lengths, size))
 
 

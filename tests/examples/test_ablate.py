@@ -11,14 +11,16 @@ import pytest
 import torch
 
 import itrloss
-from examples.retrieval import ablate
+from examples.retrieval import ablate, ablate_report
 from examples.retrieval.ablate import PAPERS, Claim, Grid, Paper, Row, Table, load_paper, main, measured, run, state
 from examples.retrieval.ablate_report import FAILS, HOLDS, UNKNOWN, Difference, paired, verdict, write_report
 from examples.retrieval.config import Config, make_config
-from examples.retrieval.evaluate import RECALLS
+from examples.retrieval.data import Split
+from examples.retrieval.evaluate import RECALLS, before_and_after
 from examples.retrieval.models import build_model
 from examples.retrieval.objectives import Objective, build_loss
 from examples.retrieval.train import train
+from itrloss.rerank import FastReranker
 
 SCENES = Path(ablate.__file__).parent / "configs" / "scenes.toml"
 TINY = (
@@ -197,6 +199,42 @@ def test_a_grid_runs_once_goes_on_and_reports(data: Path, tmp_path: Path, small:
     assert [claim["verdict"] for claim in report["tables"]["1"]["claims"]][1] == UNKNOWN
 
 
+def test_a_row_is_re_ranked_by_its_own_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rng = np.random.default_rng(0)
+    split = Split(np.zeros((20, 1, 1)), ["caption"] * 100, 5)
+    scores = rng.uniform(size=(20, 100)).astype(np.float32)
+    np.save(tmp_path / "dev_scores.npy", scores)
+    monkeypatch.setattr(ablate, "load_split", lambda *named: split)
+    config = make_config({"data": "somewhere", "out": str(tmp_path)})
+    given = before_and_after(torch.from_numpy(scores), split, FastReranker())
+    for numbers in ((25, 25, 20, 20), (9, 4, 3, 17)):
+        wanted = before_and_after(torch.from_numpy(scores), split, FastReranker(numbers[:2], numbers[2:]))
+        assert ablate._reranked(config, Row("", rerank=numbers), given) == wanted
+    assert wanted["after"] != given["after"]
+
+
+def test_rows_are_judged_by_what_their_table_is_about(tmp_path: Path, small: list[str], monkeypatch):
+    """Losses before re-ranking, re-rankings after it."""
+
+    def runs(before: float, after: float) -> dict[int, dict[str, dict[str, float]]]:
+        return {s: {"before": {"rsum": before + s}, "after": {"rsum": after + 1.1 * s}} for s in range(3)}
+
+    found = {
+        "triplet": runs(100, 120),
+        "dcl": runs(110, 110),
+        "SCAN": {},
+        "plain": runs(105, 100),
+        "FR": runs(100, 110),
+    }
+    monkeypatch.setattr(ablate_report, "measured", lambda grid, table: {name: found[name] for name in table.rows})
+    write_report(Grid("coder", seeds=(0, 1, 2), out=tmp_path))
+    tables = json.loads((tmp_path / "report.json").read_text())["tables"]
+    verdicts = {number: [claim["verdict"] for claim in table["claims"]] for number, table in tables.items()}
+    assert verdicts == {"1": [HOLDS, UNKNOWN], "2": [HOLDS]}
+    means = [claim["differences"][0]["mean"] for table in tables.values() for claim in table["claims"][:1]]
+    assert means == pytest.approx([10, 10])
+
+
 def test_other_settings_are_other_runs(data: Path, tmp_path: Path, small: list[str]):
     grid = Grid("coder", common=(*TINY, f"data={data}"), out=tmp_path, only=("2",))
     run(grid)
@@ -295,6 +333,21 @@ def test_a_claim_of_closeness_needs_the_whole_interval():
     assert verdict(Claim("", within=(("a", "b"),), apart=3.0), rows, "before")[0] == HOLDS
     assert verdict(Claim("", within=(("a", "b"),), apart=0.1), rows, "before")[0] == UNKNOWN
     assert verdict(Claim("", within=(("c", "b"),), apart=3.0), rows, "before")[0] == FAILS
+    rows = planted((100.4, 111.0, 121.6), (100.0, 110.0, 120.0))  # 1 ± 1.5 and, the other way round, -1 ± 1.5
+    for pair in (("a", "b"), ("b", "a")):
+        assert verdict(Claim("", within=(pair,), apart=2.0), rows, "before")[0] == UNKNOWN
+        assert verdict(Claim("", within=(pair,), apart=2.6), rows, "before")[0] == HOLDS
+
+
+def test_a_claim_is_judged_by_its_own_figure():
+    """Which may say the opposite of RSUM."""
+    rows = {
+        name: {seed: {"before": {"rsum": rsum + seed, "i2t_r1": r1 + 1.1 * seed}} for seed in range(3)}
+        for name, rsum, r1 in (("a", 400.0, 60.0), ("b", 420.0, 50.0))
+    }
+    found, differences = verdict(Claim("", above=(("a", "b"),), figure="i2t_r1"), rows, "before")
+    assert found == HOLDS and differences == [pytest.approx(Difference(10.0, 0.0, 3))]
+    assert verdict(Claim("", above=(("a", "b"),)), rows, "before")[0] == FAILS
 
 
 def test_all_pairs_of_a_claim_must_hold_and_one_refutes_it():

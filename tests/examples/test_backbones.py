@@ -12,8 +12,9 @@ import drawn
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
-from examples.retrieval.backbones import RESNETS, Backbone, BertEncoder, WordPieces
+from examples.retrieval.backbones import RESNETS, Backbone, BertEncoder, Block, WordPieces
 from examples.retrieval.config import Config
 from examples.retrieval.data import load_split, pad
 from examples.retrieval.evaluate import model_scores
@@ -238,6 +239,35 @@ def test_backbones_have_the_sizes_of_the_published(name: str, dim: int, paramete
     assert set(RESNETS) >= {name}
 
 
+@pytest.mark.parametrize(("narrow", "stride", "groups"), [(False, 1, 1), (False, 2, 1), (True, 1, 1), (True, 2, 4)])
+def test_a_block_is_that_of_the_published_networks(narrow: bool, stride: int, groups: int):
+    """As torchvision's, whose weights it takes: where a narrow block strides, its 3x3 convolution does (ResNet 1.5)."""
+    torch.manual_seed(0)
+    outputs = 16 if stride > 1 else 8
+    block = Block(8, 4 if narrow else outputs, outputs, stride, narrow, groups).eval().requires_grad_(False)
+    for name, buffer in block.named_buffers():
+        if buffer.ndim:
+            buffer.uniform_(0.5, 1.5) if "var" in name else buffer.normal_()
+    state = block.state_dict()
+
+    def convolved(x: torch.Tensor, convolution: str, norm: str, stride: int = 1, groups: int = 1) -> torch.Tensor:
+        weight = state[f"{convolution}.weight"]
+        x = F.conv2d(x, weight, stride=stride, padding=weight.shape[-1] // 2, groups=groups)
+        mean, var, scale, shift = (state[f"{norm}.{k}"] for k in ("running_mean", "running_var", "weight", "bias"))
+        return F.batch_norm(x, mean, var, scale, shift)
+
+    given = torch.randn(2, 8, 6, 6)
+    if narrow:
+        x = convolved(given, "conv1", "bn1").relu()
+        x = convolved(x, "conv2", "bn2", stride, groups).relu()
+        x = convolved(x, "conv3", "bn3")
+    else:
+        x = convolved(given, "conv1", "bn1", stride).relu()
+        x = convolved(x, "conv2", "bn2")
+    past = convolved(given, "downsample.0", "downsample.1", stride) if stride > 1 else given
+    torch.testing.assert_close(block(given), (x + past).relu())
+
+
 def test_regions_are_the_places_of_the_last_feature_map():
     torch.manual_seed(0)
     backbone = Backbone("resnet18").eval()
@@ -271,6 +301,18 @@ def test_statistics_and_frozen_stages_stay(config: Config, photos: Path, weights
     assert rates == {1.0, 0.5}
     frozen = Trainer(replace(config, backbone_frozen=5)).model
     assert not any(p.requires_grad for p in frozen.image.backbone.parameters())  # type: ignore[union-attr]
+
+
+def test_every_view_begins_with_the_weights_that_are_named(config: Config, photos: Path, bert: str, weights: str):
+    from transformers import BertModel
+
+    words, given = BertModel.from_pretrained(bert).state_dict(), torch.load(weights)
+    config = replace(config, data=str(photos), bert=bert, backbone="resnet18", backbone_weights=weights)
+    both = list(Trainer(replace(config, views="regions+regions")).model)  # type: ignore[call-overload]
+    assert len(both) == 2
+    for view in both:
+        assert all(torch.equal(x, given[name]) for name, x in view.image.backbone.network.state_dict().items())
+        assert all(torch.equal(x, words[name]) for name, x in view.text.bert.state_dict().items())
 
 
 @pytest.mark.parametrize("loss", ["infonce", "coder", "dvse", "pvse"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import drawn
@@ -14,7 +15,7 @@ from PIL import Image
 
 from examples.retrieval.check_data import check
 from examples.retrieval.config import Config
-from examples.retrieval.data import Batches, Vocabulary, load_split
+from examples.retrieval.data import Batches, Split, Vocabulary, load_split
 from examples.retrieval.evaluate import recalls
 from examples.retrieval.pictures import Images, layout, listed_images, random_box
 from examples.retrieval.train import train
@@ -149,6 +150,10 @@ def test_cuts_stay_in_the_picture():
     np.testing.assert_allclose(width, height)
     assert 0.6 <= width.min() < 0.62 and 0.98 < width.max() <= 1
     assert boxes.min() >= 0 and boxes[:, 2].max() <= 40 and boxes[:, 3].max() <= 20
+    # Where a cut lies in what it may move by: anywhere, and how far down does not follow from how far right.
+    right, down = boxes[:, 0] / 40 / (1 - width), boxes[:, 1] / 20 / (1 - height)
+    assert all(0.45 < place.mean() < 0.55 and place.min() < 0.05 and place.max() > 0.95 for place in (right, down))
+    assert abs(np.corrcoef(right, down)[0, 1]) < 0.15
 
 
 def test_several_processes_cut_a_sample_as_one_would(coco: Path):
@@ -164,6 +169,22 @@ def test_several_processes_cut_a_sample_as_one_would(coco: Path):
     )  # a resumed run sees what the interrupted one would
     another = next(Batches(split, vocabulary, 8, 1, seed=3).epoch(3))
     assert not torch.equal(alone.regions, another.regions)
+
+
+def test_a_picture_is_cut_anew_in_every_epoch_and_by_every_seed(tmp_path: Path):
+    noise = np.random.default_rng(0).integers(256, size=(40, 48, 3), dtype=np.uint8)  # two cuts of it are never alike
+    Image.fromarray(noise).save(tmp_path / "noise.png")
+    split = Split(Images([tmp_path / "noise.png"] * 6, 8), ["caption"] * 6, 1)
+
+    def cut(seed: int, epoch: int) -> list[torch.Tensor]:
+        """In the order of the images, as that of the samples is another in every epoch."""
+        batch = next(Batches(split, Vocabulary.from_captions(split.captions, 1), 6, 1, seed).epoch(epoch))
+        return list(batch.regions[batch.image_ids.argsort()])
+
+    first = cut(0, 0)
+    assert all(map(torch.equal, first, cut(0, 0)))
+    assert not any(map(torch.equal, first, cut(0, 1))) and not any(map(torch.equal, first, cut(1, 0)))
+    assert not any(torch.equal(a, b) for a, b in combinations(first, 2))
 
 
 def test_a_file_that_is_no_picture_is_named(tmp_path: Path):
