@@ -62,7 +62,8 @@ def outcome(config: Config) -> dict[str, Any]:
             layer.eval().train = lambda mode=True, layer=layer: layer
     found = trainer.run()
     state = {k: v for k, v in trainer.model.state_dict().items()}
-    learnt = {k: v for k, v in trainer.objective.state_dict().items() if torch.is_tensor(v) and ("classifier" in k or "scale" in k)}
+    objective = trainer.objective.state_dict()
+    learnt = {k: v for k, v in objective.items() if "classifier" in k or k.endswith("log_scale")}
     return {"history": found["history"], "metrics": found["metrics"], "state": state | learnt}
 
 
