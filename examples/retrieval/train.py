@@ -46,7 +46,7 @@ from .data import (
 )
 from .encoders import TextEncoder
 from .evaluate import before_and_after, model_scores, recalls, reranker
-from .gradients import of_chunks, of_whole_batch
+from .gradients import Step, of_chunks, of_whole_batch
 from .models import CODER, VSE, build_model, load_pretrained, views
 from .objectives import build_loss, build_objective
 from .pictures import Images
@@ -273,11 +273,11 @@ class Trainer:
         ids = batch.image_ids.to(device), batch.text_ids.to(device)
         with self._precision():
             self.objective.prepare(self.model, *inputs)
-        step = self.encode, self.objective, inputs, ids, self.scaler, self._precision(), self._now
+        step = Step(self.encode, self.objective, inputs, ids, self.scaler, self._precision(), self._now)
         if self.config.micro_batch:
-            value, figures, loss_seconds = of_chunks(*step, self.config.micro_batch, self.model.of_texts)
+            value, figures, loss_seconds = of_chunks(step, self.config.micro_batch, self.model.of_texts)
         else:
-            value, figures, loss_seconds = of_whole_batch(*step)
+            value, figures, loss_seconds = of_whole_batch(step)
         self._average_what_losses_learn()
         self.objective.finish(ids[1])
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]

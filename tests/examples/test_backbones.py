@@ -21,14 +21,6 @@ from examples.retrieval.evaluate import model_scores
 from examples.retrieval.train import Trainer, load_model, train
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory) -> str:
     return str(drawn.tiny_bert(tmp_path_factory.mktemp("bert")))

@@ -21,14 +21,6 @@ from examples.retrieval.pictures import Images, layout, listed_images, random_bo
 from examples.retrieval.train import train
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def coco(tmp_path: Path) -> Path:
     return drawn.karpathy(tmp_path)
