@@ -131,10 +131,12 @@ class Config:
         two = self.captions_per_image > 1 or not self.caption_weight
         _require(two, "captions_per_image", self.captions_per_image, "at least 2 for caption_weight")
         _require(self.warmup in ("triplet", "infonce"), "warmup", self.warmup, "'triplet' or 'infonce'")
-        known = all(view in ("regions", "whole") for view in self.views.split("+"))
+        views = self.views.split("+")
+        known = all(view in ("regions", "whole") for view in views)
         _require(known, "views", self.views, "'regions', 'whole', or several of them, joined by '+'")
-        heads = self.loss not in ("dvse", "pvse") or "whole" not in self.views
-        _require(heads, "views", self.views, f"of regions for loss = {self.loss!r}: heads need a set to look at")
+        _require(self.loss != "pvse" or "whole" not in views, "views", self.views, "of regions for loss = 'pvse'")
+        heads = self.loss != "dvse" or "regions" in views
+        _require(heads, "views", self.views, "'regions' too for loss = 'dvse', whose heads need a set to look at")
         _require(self.enhancement in ("", "sge", "cge"), "enhancement", self.enhancement, "'sge', 'cge' or ''")
         seen = not self.enhancement or "regions" in self.views
         _require(seen, "enhancement", self.enhancement, f"empty for views = {self.views!r}: it is of regions")

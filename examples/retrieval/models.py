@@ -6,6 +6,7 @@ embeddings of images, those of texts, and the similarity of the two.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -52,7 +53,9 @@ class VSE(nn.Module):
         return self.text(words, lengths)
 
     def similarity(self, images: Tensor, texts: Tensor) -> Tensor:
-        """(N, M) of what the two methods above return."""
+        """(N, M) of what the two methods above return; where those are sets, the similarity of the closest pair."""
+        if images.ndim == 3:
+            return set_similarity(images, texts, "max")
         ids = torch.arange(len(images)), torch.arange(len(texts))  # nobody asks which match
         return itrloss.Similarity(images, texts, *ids).scores()
 
@@ -126,15 +129,12 @@ class CODER(VSE):
 
 
 class SetVSE(VSE):
-    """Several embeddings of an image; the similarity is that of the closest pair, of image and text."""
+    """Several embeddings of an image."""
 
     outputs = 4
 
     def embed_images(self, regions: Tensor, wholes: Tensor | None = None) -> Tensor:
         return self.image(regions, wholes)[0]
-
-    def similarity(self, images: Tensor, texts: Tensor) -> Tensor:
-        return set_similarity(images, texts, "max")
 
 
 class DVSE(SetVSE):
@@ -182,8 +182,9 @@ class Views(VSE):
     def __init__(self, models: Sequence[VSE]) -> None:
         nn.Module.__init__(self)
         self.models = nn.ModuleList(models)
-        self.outputs = sum(model.outputs for model in models)
-        self.of_texts = tuple(v * model.outputs + k for v, model in enumerate(models) for k in model.of_texts)
+        starts = [0, *itertools.accumulate(model.outputs for model in models)]
+        self.outputs = starts.pop()
+        self.of_texts = tuple(start + k for start, model in zip(starts, models, strict=True) for k in model.of_texts)
 
     def __iter__(self) -> Iterator[VSE]:
         return iter(self.models)  # type: ignore[arg-type]
@@ -193,7 +194,11 @@ class Views(VSE):
         return tuple(x for model in self for x in model(*inputs))
 
     def embed_images(self, regions: Tensor, wholes: Tensor | None = None) -> Tensor:
-        return torch.cat([model.embed_images(regions, wholes) for model in self], -1)
+        found = [model.embed_images(regions, wholes) for model in self]
+        if any(isinstance(model, SetVSE) for model in self):  # beside sets, an embedding is a set of its copies
+            heads = max(x.shape[1] for x in found if x.ndim == 3)
+            found = [x if x.ndim == 3 else x[:, None].expand(-1, heads, -1) for x in found]
+        return torch.cat(found, -1)
 
     def embed_texts(self, words: Tensor, lengths: Tensor) -> Tensor:
         return torch.cat([model.embed_texts(words, lengths) for model in self], -1)
@@ -222,8 +227,8 @@ def build_model(config: Config, region_dim: int, words: int | WordPieces, whole_
 
 
 def build_view(config: Config, whole: bool, region_dim: int, words: int | WordPieces, whole_dim: int) -> VSE:
-    """One that sees the regions, or the whole."""
-    sets, concepts = config.loss in ("dvse", "pvse"), config.loss == "coder"
+    """One that sees the regions, or the whole, in which heads would have nothing to choose from."""
+    sets, concepts = config.loss in ("dvse", "pvse") and not whole, config.loss == "coder"
     backbone = None if whole else build_backbone(config)
     region_dim = region_dim if backbone is None else backbone.dim
     image = ImageEncoder(

@@ -155,7 +155,11 @@ class Objective(nn.Module):
 
         Else the warm-up's, many times as large, leave AdamW with steps that are too small for what follows.
         """
-        sets, texts, residuals, gate = outputs
+        if len(outputs) == 2:  # of a whole picture: a set of one, with nothing to be orthogonal to
+            sets, texts, gate = outputs[0][:, None], outputs[1], None
+            residuals = sets.detach()
+        else:
+            sets, texts, residuals, gate = outputs
         batch, gate = len(sets) * world_size(), gate if self.config.gate else None
         if self.config.variance_weights and not self.warming_up:
             total, terms = criterion(sets, texts, residuals, gate, image_ids, text_ids)

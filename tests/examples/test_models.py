@@ -242,7 +242,7 @@ SYSTEMS = {
     "whole": {"loss": "infonce", "views": "whole"},
     "two views": {"loss": "infonce", "views": "regions+whole"},
     "coder, two views": {"loss": "coder", "views": "regions+whole", "loss_options": {"clusters": 5}},
-    "dvse twice": {"loss": "dvse", "views": "regions+regions"},
+    "dvse and the whole": {"loss": "dvse", "views": "regions+whole"},
     "user sge": {"loss": "uto", "enhancement": "sge"},
     "user cge": {"loss": "uto", "enhancement": "cge"},
     "coder": {"loss": "coder", "loss_options": {"clusters": 5}},
@@ -278,7 +278,7 @@ def test_one_step_reaches_every_parameter(system: str, data: Path, tmp_path: Pat
     assert not still
 
 
-@pytest.mark.parametrize("system", ["user cge", "coder", "pvse", "two views", "dvse twice"])
+@pytest.mark.parametrize("system", ["user cge", "coder", "pvse", "two views", "dvse and the whole"])
 def test_a_stored_system_answers_as_the_trained_one(system: str, data: Path, tmp_path: Path):
     trainer = Trainer(settings(data, tmp_path / "run", system))
     trainer.run()
@@ -305,6 +305,20 @@ def test_similarity_of_pvse_is_that_of_the_closest_two(data: Path, tmp_path: Pat
         for j in range(4):
             pairs = [float(torch.cosine_similarity(a, b, dim=0)) for a in images[i] for b in texts[j]]
             assert float(found[i, j]) == pytest.approx(max(pairs), abs=1e-6)
+
+
+def test_beside_heads_a_whole_picture_is_one_embedding(data: Path, tmp_path: Path):
+    torch.manual_seed(0)
+    model = build_model(settings(data, tmp_path, "dvse and the whole"), 6, 30, 7).eval().requires_grad_(False)
+    regions, wholes, (words, lengths) = torch.randn(3, 4, 6), torch.rand(3, 7), pad([[3, 4], [5], [6, 7, 8], [9, 2]])
+    sets, texts, _, _, images, texts_of_wholes = outputs = model(regions, words, lengths, wholes)
+    assert len(outputs) == model.outputs and [k for k, x in enumerate(outputs) if len(x) == 4] == list(model.of_texts)
+    found = model.similarity(model.embed_images(regions, wholes), model.embed_texts(words, lengths))
+    for i in range(3):
+        for j in range(4):
+            best = max(float(torch.cosine_similarity(head, texts[j], dim=0)) for head in sets[i])
+            whole = float(torch.cosine_similarity(images[i], texts_of_wholes[j], dim=0))
+            assert float(found[i, j]) == pytest.approx((best + whole) / 2, abs=1e-6)
 
 
 def test_views_are_trained_as_each_would_be_alone_and_retrieve_by_their_mean(data: Path, tmp_path: Path):

@@ -431,6 +431,10 @@ def test_encoders_run_in_the_precision_asked_for(
 def test_what_does_not_fit_is_refused_before_the_first_step(config: Config, data: Path, tmp_path: Path):
     with pytest.raises(ValueError, match="enhancement = 'sge': must be empty for views = 'whole'"):
         replace(config, enhancement="sge", views="whole")
+    with pytest.raises(ValueError, match="views = 'whole': must be 'regions' too for loss = 'dvse'"):
+        replace(config, loss="dvse", views="whole")
+    with pytest.raises(ValueError, match=r"views = 'regions\+whole': must be of regions for loss = 'pvse'"):
+        replace(config, loss="pvse", views="regions+whole")
     with pytest.raises(ValueError, match="micro_batch = 31: must leave more than one of the 32 samples"):
         Trainer(replace(config, micro_batch=31))
     other = tmp_path / "other"
