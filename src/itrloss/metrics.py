@@ -10,7 +10,7 @@ from torch import Tensor
 from .similarity import Similarity
 
 if TYPE_CHECKING:
-    from .rerank import FastReranker
+    from .rerank import Reranker
 
 __all__ = ["default_ids", "retrieval_metrics", "skewness"]
 
@@ -21,7 +21,7 @@ def retrieval_metrics(
     text_ids: Tensor | None = None,
     *,
     t2i_scores: Tensor | None = None,
-    reranker: FastReranker | None = None,
+    reranker: Reranker | None = None,
     ties: Literal["pessimistic", "optimistic"] = "pessimistic",
     hubness_k: int = 10,
 ) -> dict[str, float]:
@@ -52,20 +52,22 @@ def retrieval_metrics(
         raise ValueError("t2i_scores: expected None beside a reranker, which finds both directions' scores itself")
     if hubness_k < 1:
         raise ValueError(f"hubness_k: expected a number of at least 1, got {hubness_k}")
-    sim = _similarity("scores", scores, image_ids, text_ids).detach()
+    sim = labelled("scores", scores, image_ids, text_ids).detach()
     if t2i_scores is not None:
         if not isinstance(t2i_scores, Tensor):
             raise TypeError(f"t2i_scores: expected a tensor of shape {sim.shape}, got {type(t2i_scores).__name__}")
         if tuple(t2i_scores.shape) != sim.shape:
             raise ValueError(f"t2i_scores: expected shape {sim.shape} like scores, got {tuple(t2i_scores.shape)}")
-        other = _similarity("t2i_scores", t2i_scores, *sim.ids)
+        other = labelled("t2i_scores", t2i_scores, *sim.ids)
         directions = {"i2t": _one_way(sim, ties, hubness_k), "t2i": _one_way(other.T, ties, hubness_k)}
     else:
-        biases = (None, None) if reranker is None else reranker.biases(sim)
-        ranks = sim.both.ranks(biases[1], biases[0], ties=ties)
-        top = sim.both.topk(hubness_k, biases[1], biases[0])
-        sides = zip(("i2t", "t2i"), ranks, top, sim.shape[::-1], strict=True)
-        directions = {name: _figures(r, t.indices, size) for name, r, t, size in sides}
+        if reranker is None:
+            tops = (top.indices for top in sim.both.topk(hubness_k))
+            found = zip(sim.both.ranks(ties=ties), tops, strict=True)
+        else:
+            found = reranker._ranked(sim, hubness_k, ties)
+        sides = zip(("i2t", "t2i"), found, sim.shape[::-1], strict=True)
+        directions = {name: _figures(*ranks_and_top, size) for name, ranks_and_top, size in sides}
     result = {f"{way}_{name}": value for way, figures in directions.items() for name, value in figures.items()}
     result["rsum"] = sum(result[f"{way}_r{k}"] for way in ("i2t", "t2i") for k in (1, 5, 10))
     return result
@@ -90,7 +92,8 @@ def skewness(counts: Tensor) -> Tensor:
     return torch.where(variance > 0, (x**3).mean() / variance**1.5, 0.0)
 
 
-def _similarity(name: str, scores: Tensor | Similarity, image_ids: Tensor | None, text_ids: Tensor | None):
+def labelled(name: str, scores: Tensor | Similarity, image_ids: Tensor | None, text_ids: Tensor | None) -> Similarity:
+    """Scores with ids, by the field's convention where they are left out; errors name ``name`` and the ids."""
     if isinstance(scores, Similarity):
         if image_ids is not None or text_ids is not None:
             raise ValueError("image_ids, text_ids: expected None beside a Similarity, which has its own")

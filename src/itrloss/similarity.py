@@ -22,11 +22,13 @@ from ._arguments import (
     require_finite,
 )
 from .engines.dispatch import Hardest, Matrix, Moments, Over, choose
+from .engines.registration import full_precision
 from .engines.tiles import Pair, compute_dtype
 
 Engine = Literal["auto", "reference", "dense", "tiled", "triton"]
 
 #: Bytes that ``engine="auto"`` lets the dense engine spend on the score matrix (8192 x 8192 float32 scores).
+_SOME_COLUMNS = 2**14  # embeddings normalised at a time
 DEFAULT_MEMORY_BUDGET = 256 * 2**20
 
 
@@ -301,6 +303,30 @@ class Similarity:
     def _detach_for_now(self) -> Similarity:
         """:meth:`detach` for questions before a backward pass, which may then write over the scores."""
         return self._view(self._matrix.detach(later=False), self._flipped)
+
+    def _unlabelled(self) -> Similarity:
+        """The same scores without a gradient, nothing matching, so that every column is a negative."""
+        matrix = self._matrix.detach()
+        n, m = matrix.shape
+        matrix.ids = tuple(torch.arange(n + m, device=matrix.rows.device).split((n, m)))  # type: ignore[assignment]
+        matrix._diagonal = None
+        return self._view(matrix, self._flipped)
+
+    def _some_scores(self, rows: slice) -> Tensor:
+        """A copy of some rows of the scores, without a gradient; of embeddings no other score is formed."""
+        matrix = self._matrix
+        if matrix.cols is None or matrix.engine in ("dense", "reference"):
+            scores = self.scores().detach()[rows]
+            return scores.clone(memory_format=torch.contiguous_format)
+        source = matrix.source()
+        first, second = (source.unit_cols, source.unit_rows) if self._flipped else (source.unit_rows, source.unit_cols)
+        left, size = first(rows.start, rows.stop), self.shape[1]
+        out = left.new_empty(len(left), size)
+        with full_precision(left):
+            for start in range(0, size, _SOME_COLUMNS):
+                columns = slice(start, min(size, start + _SOME_COLUMNS))
+                torch.mm(left, second(columns.start, columns.stop).T, out=out[:, columns])
+        return out
 
     def check_finite(self) -> None:
         """Raise a ValueError if an embedding (or score) is nan or infinite: answers are then without meaning.

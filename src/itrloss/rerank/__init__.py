@@ -1,5 +1,32 @@
 """Re-rankers: better rankings from scores that exist already."""
 
-from .fast import FastReranker, RerankBiases, Reranked
+from .base import RerankBiases, Reranked, Reranker
+from .fast import FastReranker, InvertedSoftmax
+from .neighbours import KReciprocalReranker, MultiFactorReranker, ReciprocalReranker
+from .normalization import (
+    CSLS,
+    DualBankNorm,
+    DualSoftmax,
+    MutualProximity,
+    NearestNeighborNorm,
+    QueryBankNorm,
+    Sinkhorn,
+)
 
-__all__ = ["FastReranker", "RerankBiases", "Reranked"]
+__all__ = [
+    "CSLS",
+    "DualBankNorm",
+    "DualSoftmax",
+    "FastReranker",
+    "InvertedSoftmax",
+    "KReciprocalReranker",
+    "MultiFactorReranker",
+    "MutualProximity",
+    "NearestNeighborNorm",
+    "QueryBankNorm",
+    "ReciprocalReranker",
+    "RerankBiases",
+    "Reranked",
+    "Reranker",
+    "Sinkhorn",
+]

@@ -1,55 +1,39 @@
-"""DVSE's Fast Re-ranking."""
+"""DVSE's Fast Re-ranking, and the inverted softmax, which it contains."""
 
 from __future__ import annotations
 
-from typing import Generic, NamedTuple, TypeVar
+from abc import abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ..similarity import Similarity, TopK
+from .._arguments import check_number
+from ..metrics import labelled
+from ..similarity import Similarity
+from .base import BiasReranker, Direction
 
-T = TypeVar("T", Tensor, TopK)
-
-
-class Reranked(tuple[T, T], Generic[T]):
-    """The pair ``(image→text, text→image)``, which also says where it came from.
-
-    Attributes:
-        i2t, t2i: the two parts.
-        transductive: (image→text, text→image), whether that part depends on which test queries were asked together;
-            False where it came from a query bank.
-    """
-
-    transductive: tuple[bool, bool]
-
-    def __new__(cls, i2t: T, t2i: T, transductive: tuple[bool, bool]) -> Reranked[T]:
-        pair = super().__new__(cls, (i2t, t2i))
-        pair.transductive = transductive
-        return pair
-
-    def __getnewargs__(self) -> tuple[T, T, tuple[bool, bool]]:  # for copy and pickle
-        return self[0], self[1], self.transductive
-
-    @property
-    def i2t(self) -> T:
-        """Of the images asking for texts."""
-        return self[0]
-
-    @property
-    def t2i(self) -> T:
-        """Of the texts asking for images."""
-        return self[1]
+SCALES = (5.0, 7.0, 10.0, 14.0, 20.0, 28.0, 40.0, 57.0, 80.0)  # that are tried, each times √2
 
 
-class RerankBiases(NamedTuple):
-    """What re-ranking adds to a score: ``texts`` (M,) when an image asks for texts, ``images`` (N,) the other way."""
+class _LogSumReranker(BiasReranker):
+    """``factor S_qc - log sum_r exp(scale R_rc)``."""
 
-    texts: Tensor
-    images: Tensor
+    @abstractmethod
+    def _scale(self, side: int) -> float: ...
+
+    def _penalty(self, direction: Direction) -> Tensor:
+        return direction.candidates.logsumexp(self._scale(direction.side))
+
+    def _penalties(self, sim: Similarity) -> tuple[Tensor, Tensor]:
+        if not all(self.transductive):
+            return super()._penalties(sim)
+        self._check(sim)
+        images, texts = sim.detach().both.logsumexp(self._scale(1), self._scale(0), over="all")  # one product for both
+        return texts, images
 
 
-class FastReranker:
+class FastReranker(_LogSumReranker):
     r"""Fast Re-ranking (DVSE Eq. 13-15): a candidate that is similar to every query loses by it.
 
     With A (n_images, n_texts), worked out in log space so that nothing overflows:
@@ -72,124 +56,77 @@ class FastReranker:
             if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(x > 0 for x in pair):
                 raise ValueError(f"{name}: expected two numbers above 0, got {pair!r}")
         self.i2t, self.t2i = i2t, t2i
-        self._images: Tensor | None = None
-        self._texts: Tensor | None = None
 
-    @property
-    def transductive(self) -> tuple[bool, bool]:
-        """(image→text, text→image), whether the sums of that direction run over the test queries."""
-        return self._images is None, self._texts is None
+    @torch.no_grad()
+    def calibrate(
+        self,
+        validation: Tensor | Similarity,
+        image_ids: Tensor | None = None,
+        text_ids: Tensor | None = None,
+        *,
+        scales: Sequence[float] = SCALES,
+    ) -> FastReranker:
+        """Choose all four parameters on held-out pairs, those with the highest R@1 + R@5 + R@10 of each direction.
 
-    def fit(self, images: Tensor | None = None, texts: Tensor | None = None) -> FastReranker:
-        """Let the sums run over a bank of queries instead of the test queries.
+        Of pairs with the same recalls, those with the highest mean reciprocal rank. Labels are looked at here, which is
+        why this takes a validation set and not the test set.
 
         Args:
-            images: bank of image→text, floating point. To re-rank a ``Similarity`` of embeddings, (B, D) image
-                embeddings of the same model. To re-rank a matrix, the scores (B, n_texts) of the bank's images with
-                the texts to be ranked.
-            texts: bank of text→image: (B, D) text embeddings, or the scores (n_images, B) of the images to be ranked
-                with the bank's texts.
-
-        A direction whose bank is left out keeps to the test queries. Another call replaces both banks.
+            validation: (n_images, n_texts) scores, or a :class:`itrloss.Similarity`. Banks of :meth:`fit` are used if
+                they were given, and have to fit it.
+            image_ids, text_ids: as of :func:`itrloss.metrics.retrieval_metrics`.
+            scales: the values that are tried for each parameter.
 
         Returns:
             This object.
-
-        Raises:
-            TypeError, ValueError: naming the argument; here, or when what is re-ranked turns out not to fit the bank.
         """
-        for name, bank in (("images", images), ("texts", texts)):
-            if bank is None:
-                continue
-            if isinstance(bank, Similarity):
-                raise TypeError(f"{name}: expected a tensor of embeddings or scores, got a Similarity")
-            try:
-                as_similarity(bank)
-            except (TypeError, ValueError) as error:
-                raise type(error)(str(error).replace("scores:", f"{name}:", 1)) from None
-        self._images, self._texts = (None if bank is None else bank.detach() for bank in (images, texts))
+        scales = [float(x) for x in scales]
+        if not scales or not all(x > 0 for x in scales):
+            raise ValueError(f"scales: expected numbers above 0, got {scales}")
+        sim = labelled("validation", validation, image_ids, text_ids).detach()
+        chosen = []
+        for direction, answers in zip(self._directions(sim), (sim, sim.T), strict=True):
+            best: tuple[tuple[float, float], tuple[float, float]] | None = None
+            for gamma in scales:
+                penalty = direction.candidates.logsumexp(gamma)
+                for factor in scales:
+                    found = _quality(answers.ranks(-penalty / factor)[:, 0]), (gamma, factor)
+                    if best is None or found[0] > best[0]:
+                        best = found
+            assert best is not None
+            chosen.append(best[1])
+        self.i2t, self.t2i = chosen
         return self
 
-    def rerank(self, scores: Tensor | Similarity) -> Reranked[Tensor]:
-        """Re-ranked scores ``(image→text, text→image)``, both (n_images, n_texts), higher is better.
+    def _factor(self, side: int) -> float:
+        return (self.i2t, self.t2i)[side][1]
 
-        The result is two full matrices. From embeddings too many for that, use :meth:`topk`, or
-        ``retrieval_metrics(sim, reranker=self)``.
-
-        Raises:
-            TypeError, ValueError: naming the argument; for nan and infinity; for a single query without a bank.
-        """
-        sim = as_similarity(scores)
-        with torch.no_grad():
-            text_lse, image_lse = self._log_sums(sim)
-            matrix = sim.detach().scores()  # a tiled one would keep it
-            i2t, t2i = matrix * self.i2t[1] - text_lse, matrix * self.t2i[1] - image_lse[:, None]
-        return Reranked(i2t, t2i, self.transductive)
-
-    def topk(self, scores: Tensor | Similarity, k: int) -> Reranked[TopK]:
-        """The k best texts of each image and the k best images of each text, by re-ranked score.
-
-        Returns:
-            ``(image→text, text→image)``, each with ``values`` and ``indices`` of shape (queries, k); a direction with
-            fewer than k candidates has them all. Memory is bounded by the tiled engine's workspace and the result.
-        """
-        sim = as_similarity(scores)
-        biases = self.biases(sim)
-        i2t, t2i = sim.both.topk(k, biases.images, biases.texts)
-        i2t = TopK(i2t.values * self.i2t[1], i2t.indices)
-        t2i = TopK(t2i.values * self.t2i[1], t2i.indices)
-        return Reranked(i2t, t2i, self.transductive)
-
-    def biases(self, scores: Tensor | Similarity) -> RerankBiases:
-        """Re-ranking as an additive bias: image→text ranks by ``A_ij + texts_j``, text→image by ``A_ij + images_i``."""
-        with torch.no_grad():
-            texts, images = self._log_sums(as_similarity(scores))
-        return RerankBiases(-texts / self.i2t[1], -images / self.t2i[1])
-
-    def _log_sums(self, sim: Similarity) -> tuple[Tensor, Tensor]:
-        """(M,) over the image queries and (N,) over the text queries."""
-        queries = zip(("images", "texts"), self.transductive, sim.shape, strict=True)
-        for name, transductive, number in queries:
-            if transductive and number == 1:
-                raise ValueError(
-                    f"scores: a single query is compared with no other, so re-ranking cannot rank for it; "
-                    f"fit({name}=...) a bank of queries first"
-                )
-        sim = sim.detach()
-        if all(self.transductive):
-            images, texts = sim.both.logsumexp(self.t2i[0], self.i2t[0], over="all")
-        else:
-            texts = _over_queries(sim.T, "images", self._images, self.i2t[0])
-            images = _over_queries(sim, "texts", self._texts, self.t2i[0])
-        for sums, gamma in ((texts, self.i2t[0]), (images, self.t2i[0])):
-            if not bool(sums.isfinite().all()):
-                raise ValueError(f"scores: too large to be multiplied by {gamma}")
-        return texts, images
+    def _scale(self, side: int) -> float:
+        return (self.i2t, self.t2i)[side][0]
 
 
-def _over_queries(candidates: Similarity, name: str, bank: Tensor | None, gamma: float) -> Tensor:
-    """Log-sum of each candidate, a row here, over the queries of the bank, or over the columns without one."""
-    if bank is not None:
-        bank = bank.to(candidates.device, candidates.dtype)
-        matrix = candidates._matrix
-        if matrix.cols is None:
-            bank = bank.T if name == "images" else bank
-            got, wanted = bank.shape[0], candidates.shape[0]
-            what = f"scores with the {wanted} candidates"
-        else:
-            got, wanted = bank.shape[1], matrix.cols.shape[1]
-            what = f"embeddings of dimension {wanted}"
-        if got != wanted:
-            raise ValueError(f"{name}: expected {what}, got a bank of {got}")
-        candidates = candidates._against(bank)
-    return candidates.logsumexp(gamma, over="all")
+def _quality(ranks: Tensor) -> tuple[float, float]:
+    """Sum of the recalls, and the mean reciprocal rank, of the queries that have an answer."""
+    ranks = ranks[ranks > 0].double()
+    return sum(float((ranks <= k).double().mean()) for k in (1, 5, 10)), float((1 / ranks).mean())
 
 
-def as_similarity(scores: Tensor | Similarity) -> Similarity:
-    """Scores without ids: re-ranking never asks who matches whom."""
-    if isinstance(scores, Similarity):
-        scores.check_finite()
-        return scores
-    n, m = (scores.shape[0], scores.shape[1]) if isinstance(scores, Tensor) and scores.dim() == 2 else (1, 1)
-    ids = (torch.arange(n), torch.arange(m))
-    return Similarity.from_scores(scores, *ids, check_finite=True)
+class InvertedSoftmax(_LogSumReranker):
+    r"""Inverted softmax (Smith et al., ICLR 2017): ``β S_qc - log sum_r exp(β R_rc)``.
+
+    That is Fast Re-ranking with γ1 = γ2 = λ1 = λ2 = β. With queries of the training set as a bank it is the inverted
+    softmax of QB-Norm.
+
+    Args:
+        scale: β.
+    """
+
+    def __init__(self, scale: float = 20.0):
+        check_number("scale", scale, positive=True)
+        self.scale = scale
+
+    def _factor(self, side: int) -> float:
+        return self.scale
+
+    def _scale(self, side: int) -> float:
+        return self.scale

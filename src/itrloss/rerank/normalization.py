@@ -1,0 +1,212 @@
+"""Re-rankers that weigh a candidate's scores by what queries in general think of it."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._arguments import check_number, check_size
+from ..engines.tiles import unit
+from ..similarity import Similarity
+from .base import BiasReranker, BlockReranker, Direction
+
+
+class DualSoftmax(BlockReranker):
+    r"""Dual softmax (CAMoE; Cheng et al., 2021): ``S_qc exp(β S_qc) / sum_r exp(β R_rc)``.
+
+    Args:
+        scale: β.
+    """
+
+    def __init__(self, scale: float = 20.0):
+        check_number("scale", scale, positive=True)
+        self.scale = scale
+
+    def _prepare(self, direction: Direction) -> Tensor:
+        return direction.candidates.logsumexp(self.scale)
+
+    def _apply(self, scores: Tensor, rows: slice, known: Tensor) -> Tensor:
+        return (self.scale * scores).sub_(known).exp_().mul_(scores)
+
+
+class _Activation(NamedTuple):
+    penalty: Tensor  # (candidates,)
+    active: Tensor  # (candidates,) bool: best of some query of the bank
+
+
+class QueryBankNorm(BlockReranker):
+    r"""QB-Norm with the dynamic inverted softmax (Bogolin et al., CVPR 2022); needs a bank of queries.
+
+    .. math::
+        \beta S_{qc} - a_q \log \sum_r e^{\beta R_{rc}}, \qquad
+        a_q = \bigl[\operatorname{arg\,max}_c S_{qc} \in \bigcup_r \operatorname{top-}k_{c} R_{rc}\bigr]
+
+    Only a query whose best candidate is a hub of the bank is normalised. With the test queries as the bank all would
+    be: that is :class:`InvertedSoftmax`.
+
+    Args:
+        scale: β.
+        k: how many candidates of a query of the bank count as its best.
+    """
+
+    needs_bank = True
+
+    def __init__(self, scale: float = 20.0, k: int = 1):
+        check_number("scale", scale, positive=True)
+        check_size("k", k)
+        self.scale, self.k = scale, k
+
+    def _prepare(self, direction: Direction) -> _Activation:
+        candidates = direction.candidates
+        active = torch.zeros(candidates.shape[0], dtype=torch.bool, device=candidates.device)
+        active[candidates.T.topk(min(self.k, candidates.shape[0])).indices.flatten()] = True
+        return _Activation(candidates.logsumexp(self.scale), active)
+
+    def _apply(self, scores: Tensor, rows: slice, known: _Activation) -> Tensor:
+        normalised = known.active[scores.argmax(1)]
+        scores.mul_(self.scale)
+        return torch.where(normalised[:, None], scores - known.penalty, scores)
+
+
+class DualBankNorm(BiasReranker):
+    r"""DBNorm in its static form, DualIS (Wang et al., EMNLP 2023); needs both banks, and embeddings.
+
+    .. math::
+        (\beta_1 + \beta_2) S_{qc} - \log \sum_r e^{\beta_1 R_{rc}} - \log \sum_g e^{\beta_2 G_{gc}}
+
+    where G compares a candidate with the bank of its own modality.
+
+    Args:
+        query_scale, gallery_scale: β₁, β₂.
+    """
+
+    needs_bank = True
+    needs_embeddings = True
+
+    def __init__(self, query_scale: float = 1 / 1.99, gallery_scale: float = 3.0):
+        check_number("query_scale", query_scale, positive=True)
+        check_number("gallery_scale", gallery_scale, positive=True)
+        self.query_scale, self.gallery_scale = query_scale, gallery_scale
+
+    def _factor(self, side: int) -> float:
+        return self.query_scale + self.gallery_scale
+
+    def _penalty(self, direction: Direction) -> Tensor:
+        assert direction.gallery is not None
+        bank = direction.gallery.to(direction.candidates.device, direction.candidates.dtype)
+        gallery = direction.candidates._against(bank)
+        return direction.candidates.logsumexp(self.query_scale) + gallery.logsumexp(self.gallery_scale)
+
+
+class NearestNeighborNorm(BiasReranker):
+    """Nearest neighbor normalization, NNN (Chowdhury et al., EMNLP 2024): ``S_qc - α mean top-k_r R_rc``.
+
+    A candidate gives up a share of its similarity with those queries that like it best.
+
+    Args:
+        alpha: α.
+        k: how many queries; all of them if there are fewer.
+    """
+
+    def __init__(self, alpha: float = 0.75, k: int = 128):
+        check_number("alpha", alpha)
+        check_size("k", k)
+        self.alpha, self.k = alpha, k
+
+    def _factor(self, side: int) -> float:
+        return 1.0
+
+    def _penalty(self, direction: Direction) -> Tensor:
+        candidates = direction.candidates
+        return candidates.topk(min(self.k, candidates.shape[1])).values.mean(1).mul_(self.alpha)
+
+
+class CSLS(BiasReranker):
+    """Cross-domain similarity local scaling (Conneau et al., ICLR 2018): ``2 S_qc - mean top-k_r R_rc``.
+
+    Its third term, the mean of the query's own k best scores, is the same for all candidates and left out.
+
+    Args:
+        k: how many queries; all of them if there are fewer.
+    """
+
+    def __init__(self, k: int = 10):
+        check_size("k", k)
+        self.k = k
+
+    def _factor(self, side: int) -> float:
+        return 2.0
+
+    def _penalty(self, direction: Direction) -> Tensor:
+        candidates = direction.candidates
+        return candidates.topk(min(self.k, candidates.shape[1])).values.mean(1)
+
+
+class MutualProximity(BlockReranker):
+    r"""Mutual proximity with independent normal distributions (Schnitzer et al., JMLR 2012).
+
+    .. math::
+        \log \Phi\Bigl(\frac{S_{qc} - \mu_q}{\sigma_q}\Bigr) + \log \Phi\Bigl(\frac{S_{qc} - \mu_c}{\sigma_c}\Bigr)
+
+    How probable it is that neither would be closer to another: μ and σ are those of the query's scores with all
+    candidates, and of the candidate's with the reference queries.
+    """
+
+    def _prepare(self, direction: Direction) -> tuple[Tensor, ...]:
+        own, theirs = direction.queries.moments(), direction.candidates.moments()
+        return own.mean, own.std, theirs.mean, theirs.std
+
+    def _apply(self, scores: Tensor, rows: slice, known: tuple[Tensor, ...]) -> Tensor:
+        mean, std, mean_of_candidate, std_of_candidate = known
+        theirs = torch.special.log_ndtr((scores - mean_of_candidate).div_(std_of_candidate))
+        own = scores.sub_(mean[rows, None]).div_(std[rows, None])
+        return torch.special.log_ndtr(own).add_(theirs)
+
+
+class Sinkhorn(BiasReranker):
+    r"""Sinkhorn normalisation, as DBSN has it (Pan et al., 2025): ``β S_qc + g_c``.
+
+    .. math::
+        f_r \leftarrow -\log |r| - \log \sum_c e^{\beta R_{rc} + g_c}, \qquad
+        g_c \leftarrow -\log C - \log \sum_r e^{\beta R_{rc} + f_r}
+
+    alternately, from g = 0. In the end all C candidates are liked equally by all queries together.
+
+    Args:
+        scale: β, one over the temperature.
+        iterations: how often both are renewed. Each passes over the scores twice.
+    """
+
+    def __init__(self, scale: float = 100.0, iterations: int = 10):
+        check_number("scale", scale, positive=True)
+        check_size("iterations", iterations)
+        self.scale, self.iterations = scale, iterations
+
+    def _factor(self, side: int) -> float:
+        return self.scale
+
+    def _penalty(self, direction: Direction) -> Tensor:
+        candidates = direction.candidates
+        c, r = candidates.shape
+        g, f = (torch.zeros(size, dtype=candidates.dtype, device=candidates.device) for size in (c, r))
+        for _ in range(self.iterations):
+            f = f - math.log(r) - _raised(candidates, g / self.scale, f / self.scale).T.logsumexp(self.scale)
+            g = g - math.log(c) - _raised(candidates, g / self.scale, f / self.scale).logsumexp(self.scale)
+        return -g
+
+
+def _raised(sim: Similarity, rows: Tensor, cols: Tensor) -> Similarity:
+    """``S_ij + rows_i + cols_j``: of embeddings, by two more dimensions of them."""
+    matrix = sim._matrix
+    ids = torch.arange(sim.shape[0]), torch.arange(sim.shape[0], sum(sim.shape))
+    if matrix.cols is None or sim.engine in ("dense", "reference"):
+        return Similarity.from_scores(sim.scores() + rows[:, None] + cols, *ids)
+    first, second = (matrix.cols, matrix.rows) if sim._flipped else (matrix.rows, matrix.cols)
+    inv = matrix._inv[::-1] if sim._flipped else matrix._inv
+    one = torch.ones_like
+    left = torch.cat([unit(first, inv[0]), rows[:, None], one(rows)[:, None]], 1)
+    right = torch.cat([unit(second, inv[1]), one(cols)[:, None], cols[:, None]], 1)
+    return Similarity(left, right, *ids, normalize=False, engine=sim.engine)  # type: ignore[arg-type]
