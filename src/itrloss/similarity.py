@@ -312,6 +312,18 @@ class Similarity:
         matrix._diagonal = None
         return self._view(matrix, self._flipped)
 
+    def _part(self, rows: Tensor, cols: Tensor) -> Similarity:
+        """The similarities of some rows and some columns, without a gradient."""
+        matrix = self._matrix
+        ids = [torch.arange(n) if x is None else x for x, n in zip(self.ids, self.shape, strict=True)]
+        kept = ids[0].to(rows.device)[rows], ids[1].to(cols.device)[cols]
+        if matrix.cols is None:
+            return Similarity.from_scores(self.scores().detach()[rows][:, cols], *kept)
+        first, second = (matrix.cols, matrix.rows) if self._flipped else (matrix.rows, matrix.cols)
+        return Similarity(
+            first.detach()[rows], second.detach()[cols], *kept, normalize=matrix.normalize, engine=self.engine
+        )  # type: ignore[arg-type]
+
     def _some_scores(self, rows: slice) -> Tensor:
         """A copy of some rows of the scores, without a gradient; of embeddings no other score is formed."""
         matrix = self._matrix
