@@ -80,7 +80,7 @@ class QueryResults:
     @property
     def r_precision(self) -> Tensor:
         """(Q,) float64: share of right ones among the first R of R right candidates; 0 where there is none."""
-        return (self._within_r().sum(1) / self.positives.clamp_min(1)).double()
+        return self._within_r().sum(1).double() / self.positives.clamp_min(1)
 
     @property
     def average_precision(self) -> Tensor:
@@ -236,7 +236,7 @@ def retrieval_results(
         if reranker is not None:
             raise ValueError("judgements: expected None beside a reranker; give its scores, and t2i_scores")
         pairs = _relevant(judgements, relevant, sim.shape)
-        found = [_judged(view, *pairs[:: 1 - 2 * way], ties, hubness_k) for way, view in enumerate(views)]
+        found = [_judged(view, pairs[way], pairs[1 - way], ties, hubness_k) for way, view in enumerate(views)]
     elif other is not None:
         found = [(view.ranks(ties=ties), view.topk(min(hubness_k, view.shape[1])).indices) for view in views]
     elif reranker is not None:
@@ -335,7 +335,7 @@ _FIGURES = (*(f"r{k}" for k in RECALLS), "r_precision", "map_at_r")
 
 
 def _sums_of_ids(*runs: RetrievalResults) -> tuple[list[str], list[Tensor]]:
-    """Names of figures, and of each run (ids, 2, 6): sums of five figures over the queries of an id, and their number."""
+    """Names of figures, and of each run (ids, 2, 6): sums of five figures over an id's queries, and their number."""
     for run in runs[1:]:
         for way in WAYS:
             mine, theirs = (getattr(x, way) for x in (runs[0], run))
@@ -404,8 +404,8 @@ def agreement(scores: Tensor | Similarity, judgements: Judgements, *, k: int = 1
         \mathrm{nDCG@}k = \frac{\sum_{l \le k} (g_l - g_{min}) / \log_2 (l + 1)}{\text{the same, best first}}
 
     with the number of concordant pairs of judgements P and of discordant ones Q, of all pairs n₀, and of those tied in
-    score n₁ or in grade n₂. :math:`g_l` is the grade of the candidate at rank l, of the lowest one if it was not judged;
-    queries with nothing above the lowest grade do not count.
+    score n₁ or in grade n₂. :math:`g_l` is the grade of the candidate at rank l, or the lowest one if it was not
+    judged; queries with nothing above the lowest grade do not count.
 
     Args:
         scores: (n_images, n_texts), or a ``Similarity``.
@@ -465,7 +465,7 @@ def _relevant(judgements: Judgements, relevant: float | None, shape: tuple[int, 
 
 
 def _judged(sim: Similarity, rows: Tensor, cols: Tensor, ties: str, k: int) -> tuple[Tensor, Tensor]:
-    """Ranks of listed right candidates, and the k best: as ``Similarity.ranks`` and ``topk`` of those with equal ids."""
+    """Ranks of listed right candidates as of ``Similarity.ranks``, and the k best."""
     from .rerank.base import blocks
 
     order = rows.argsort(stable=True)

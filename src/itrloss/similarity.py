@@ -304,6 +304,16 @@ class Similarity:
         """:meth:`detach` for questions before a backward pass, which may then write over the scores."""
         return self._view(self._matrix.detach(later=False), self._flipped)
 
+    def _stacked(self, rows: Tensor) -> Similarity:
+        """Of embeddings: more rows (B, D) below those that are there, nothing matching."""
+        matrix = self._matrix
+        assert matrix.cols is not None
+        first, second = (matrix.cols, matrix.rows) if self._flipped else (matrix.rows, matrix.cols)
+        both = torch.cat([first.detach(), rows.to(first)])
+        ids = torch.arange(len(both) + len(second)).split((len(both), len(second)))
+        engine = self.engine if self.engine in ("tiled", "triton") else "auto"
+        return Similarity(both, second.detach(), *ids, normalize=matrix.normalize, engine=engine)  # type: ignore[arg-type]
+
     def _unlabelled(self) -> Similarity:
         """The same scores without a gradient, nothing matching, so that every column is a negative."""
         matrix = self._matrix.detach()
@@ -320,9 +330,8 @@ class Similarity:
         if matrix.cols is None:
             return Similarity.from_scores(self.scores().detach()[rows][:, cols], *kept)
         first, second = (matrix.cols, matrix.rows) if self._flipped else (matrix.rows, matrix.cols)
-        return Similarity(
-            first.detach()[rows], second.detach()[cols], *kept, normalize=matrix.normalize, engine=self.engine
-        )  # type: ignore[arg-type]
+        engine: Any = self.engine
+        return Similarity(first.detach()[rows], second.detach()[cols], *kept, normalize=matrix.normalize, engine=engine)
 
     def _some_scores(self, rows: slice) -> Tensor:
         """A copy of some rows of the scores, without a gradient; of embeddings no other score is formed."""

@@ -6,6 +6,7 @@ from .neighbours import KReciprocalReranker, MultiFactorReranker, ReciprocalRera
 from .normalization import (
     CSLS,
     DualBankNorm,
+    DualBankSinkhorn,
     DualSoftmax,
     MutualProximity,
     NearestNeighborNorm,
@@ -16,6 +17,7 @@ from .normalization import (
 __all__ = [
     "CSLS",
     "DualBankNorm",
+    "DualBankSinkhorn",
     "DualSoftmax",
     "FastReranker",
     "InvertedSoftmax",

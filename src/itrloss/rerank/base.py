@@ -71,6 +71,7 @@ class Reranker(ABC):
     needs_bank: bool = False
     needs_embeddings: bool = False
 
+    _ranks_alone: bool = False  # a single query, without a bank
     _images: Tensor | None = None
     _texts: Tensor | None = None
 
@@ -161,7 +162,7 @@ class Reranker(ABC):
         for name, transductive, number in zip(SIDES, self.transductive, sim.shape, strict=True):
             if transductive and self.needs_bank:
                 raise ValueError(f"{name}: {type(self).__name__} needs a bank of queries; call fit({name}=...) first")
-            if transductive and number == 1:
+            if transductive and number == 1 and not self._ranks_alone:
                 raise ValueError(
                     f"scores: a single query is compared with no other, so re-ranking cannot rank for it; "
                     f"fit({name}=...) a bank of queries first"

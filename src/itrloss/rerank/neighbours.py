@@ -121,7 +121,8 @@ class MultiFactorReranker(BlockReranker):
         j = torch.arange(1, k + 1, dtype=scores.dtype, device=scores.device)
         order = place.argsort(dim=1, stable=True)
         by_place = torch.empty_like(scores[:, :k]).scatter_(1, order, j.expand(len(scores), k))
-        share = scores.gather(1, candidates) / known.total[candidates]
+        total = known.total[candidates]
+        share = torch.where(total == 0, 0.0, scores.gather(1, candidates) / total)
         values = self.share_weight * share + (-0.05 * j).exp() + self.place_weight * (-0.05 * by_place).exp()
         return _lift_(scores, candidates, values)
 
@@ -140,6 +141,7 @@ class KReciprocalReranker(BlockReranker):
     """
 
     needs_embeddings = True
+    _ranks_alone = True
 
     def __init__(self, k1: int = 20, k2: int = 6, weight: float = 0.3):
         check_size("k1", k1)

@@ -167,7 +167,7 @@ class MutualProximity(BlockReranker):
 
 
 class Sinkhorn(BiasReranker):
-    r"""Sinkhorn normalisation, as DBSN has it (Pan et al., 2025): ``β S_qc + g_c``.
+    r"""Sinkhorn normalisation (of Pan et al., 2025): ``β S_qc + g_c``.
 
     .. math::
         f_r \leftarrow -\log |r| - \log \sum_c e^{\beta R_{rc} + g_c}, \qquad
@@ -189,13 +189,35 @@ class Sinkhorn(BiasReranker):
         return self.scale
 
     def _penalty(self, direction: Direction) -> Tensor:
-        candidates = direction.candidates
+        return self._potential(direction.candidates)
+
+    def _potential(self, candidates: Similarity) -> Tensor:
+        """``-g``."""
         c, r = candidates.shape
         g, f = (torch.zeros(size, dtype=candidates.dtype, device=candidates.device) for size in (c, r))
         for _ in range(self.iterations):
             f = f - math.log(r) - _raised(candidates, g / self.scale, f / self.scale).T.logsumexp(self.scale)
             g = g - math.log(c) - _raised(candidates, g / self.scale, f / self.scale).logsumexp(self.scale)
         return -g
+
+
+class DualBankSinkhorn(Sinkhorn):
+    r"""Dual bank Sinkhorn normalisation, DBSN (Pan et al., 2025); needs both banks, and embeddings.
+
+    :class:`Sinkhorn` of the bank's queries with the candidates *and* the bank's items of the same modality as one side:
+    so the candidates need not take up all that the bank's queries look for.
+
+    Args:
+        scale, iterations: see :class:`Sinkhorn`.
+    """
+
+    needs_bank = True
+    needs_embeddings = True
+
+    def _penalty(self, direction: Direction) -> Tensor:
+        assert direction.gallery is not None
+        candidates = direction.candidates
+        return self._potential(candidates._stacked(direction.gallery))[: candidates.shape[0]]
 
 
 def _raised(sim: Similarity, rows: Tensor, cols: Tensor) -> Similarity:

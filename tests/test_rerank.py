@@ -1,0 +1,417 @@
+"""Every re-ranker against loops over queries and candidates, and what one may rely on."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import pickle
+
+import numpy as np
+import oracle
+import oracle_rerank
+import pytest
+import torch
+from cases import embeddings
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from itrloss import Similarity, rerank
+from itrloss.metrics import retrieval_metrics
+from itrloss.rerank import (
+    CSLS,
+    DualBankNorm,
+    DualBankSinkhorn,
+    DualSoftmax,
+    FastReranker,
+    InvertedSoftmax,
+    KReciprocalReranker,
+    MultiFactorReranker,
+    MutualProximity,
+    NearestNeighborNorm,
+    QueryBankNorm,
+    ReciprocalReranker,
+    Sinkhorn,
+)
+
+N, M = 7, 14
+METHODS = {
+    "fast": FastReranker((9.0, 8.0), (8.0, 17.0)),
+    "inverted softmax": InvertedSoftmax(15.0),
+    "dual softmax": DualSoftmax(15.0),
+    "qb-norm": QueryBankNorm(15.0, 2),
+    "dbnorm": DualBankNorm(2.0, 3.0),
+    "nnn": NearestNeighborNorm(0.6, 4),
+    "csls": CSLS(3),
+    "mutual proximity": MutualProximity(),
+    "sinkhorn": Sinkhorn(12.0, 4),
+    "dbsn": DualBankSinkhorn(12.0, 4),
+    "rr": ReciprocalReranker(4, 5),
+    "mr": MultiFactorReranker(5, 0.5, 1.1),
+    "k-reciprocal": KReciprocalReranker(4, 3, 0.3),
+}
+SETTLED = ("k-reciprocal",)  # takes no bank
+
+
+def names(transductive=False, matrix=False):
+    """Those that go without a bank, and those that are content with a matrix of scores."""
+    found = {name: m for name, m in METHODS.items() if not (transductive and m.needs_bank)}
+    return [name for name, m in found.items() if not (matrix and m.needs_embeddings)]
+
+
+def expected(name, S, R, side, G=None, B=None):
+    """The oracle's scores of one direction, or its order; G: gallery bank x candidates, B: query x gallery bank."""
+    method = METHODS[name]
+    if name == "fast":
+        return oracle_rerank.fast(S, R, *(method.i2t, method.t2i)[side])
+    if name == "inverted softmax":
+        return oracle_rerank.inverted_softmax(S, R, method.scale)
+    if name == "dual softmax":
+        return oracle_rerank.dual_softmax(S, R, method.scale)
+    if name == "qb-norm":
+        return oracle_rerank.query_bank_norm(S, R, method.scale, method.k)
+    if name == "dbnorm":
+        return oracle_rerank.dual_bank_norm(S, R, G, method.query_scale, method.gallery_scale)
+    if name == "nnn":
+        return oracle_rerank.nearest_neighbor_norm(S, R, method.alpha, method.k)
+    if name == "csls":
+        return oracle_rerank.csls(S, R, method.k)
+    if name == "mutual proximity":
+        return oracle_rerank.mutual_proximity(S, R)
+    if name == "sinkhorn":
+        return oracle_rerank.sinkhorn(S, R, method.scale, method.iterations)
+    if name == "dbsn":
+        wide = oracle_rerank.sinkhorn(
+            np.c_[S, np.zeros((len(S), B.shape[1]))], np.c_[R, B], method.scale, method.iterations
+        )
+        return wide[:, : S.shape[1]]
+    if name == "rr":
+        return oracle_rerank.reciprocal_order(S, R, (method.i2t_k, method.t2i_k)[side])
+    if name == "mr":
+        return oracle_rerank.multi_factor(S, R, method.k, method.share_weight, method.place_weight)[0]
+    raise AssertionError(name)
+
+
+def agrees(name, found, wanted):
+    """``found`` (queries, candidates); of orders, the order, and of scores all but a constant of each query."""
+    found = np.asarray(found)
+    if name in ("rr", "mr"):
+        assert (np.argsort(-found, axis=1, kind="stable") == wanted).all()
+    else:
+        centre = lambda x: x - x.mean(1, keepdims=True)  # noqa: E731
+        np.testing.assert_allclose(centre(found), centre(wanted), rtol=1e-8, atol=1e-9)
+
+
+def cosine(a, b):
+    return oracle.cosine(a.numpy(), b.numpy())
+
+
+def kinds_of_input():
+    """What goes with a bank or without, from embeddings or a matrix; the rest is refused (below)."""
+    for name, method in METHODS.items():
+        for bank in (False, True):
+            if not ((method.needs_bank and not bank) or (bank and name in SETTLED)):
+                for engine in ("scores", "dense", "tiled", "reference")[method.needs_embeddings :]:
+                    yield name, bank, engine
+
+
+@pytest.mark.parametrize(("name", "bank", "engine"), kinds_of_input())
+def test_every_method_equals_its_loops(name, bank, engine, small_tiles, monkeypatch):
+    method = copy.copy(METHODS[name])
+    if (
+        (method.needs_bank and not bank)
+        or (bank and name in SETTLED)
+        or (method.needs_embeddings and engine == "scores")
+    ):
+        return  # refused: below
+    monkeypatch.setattr(rerank.base, "_BLOCK", 30)
+    monkeypatch.setattr(rerank.base.blocks, "__defaults__", (30,))
+    v, w = embeddings(N, M)
+    bank_v, bank_w = embeddings(11, 9, seed=5)
+    S = cosine(v, w)
+    R = (cosine(bank_v, w), cosine(bank_w, v)) if bank else (S, S.T)
+    if engine == "scores":
+        asked = torch.from_numpy(S)
+        banks = [torch.from_numpy(x) for x in (R[0], R[1].T)]
+    else:
+        asked, banks = Similarity(v, w, torch.zeros(N).long(), torch.zeros(M).long(), engine=engine), [bank_v, bank_w]
+    if bank:
+        method.fit(*banks)
+    found = method.rerank(asked)
+    assert found.i2t.shape == found.t2i.shape == (N, M) and found.transductive == (not bank, not bank)
+    if name == "k-reciprocal":
+        for x, pair in ((found.i2t, (v, w)), (found.t2i.T, (w, v))):
+            wanted = oracle_rerank.k_reciprocal(*(y.numpy() for y in pair), method.k1, method.k2, method.weight)
+            np.testing.assert_allclose(x, wanted, rtol=1e-8)
+    else:
+        gallery = (cosine(bank_w, w), cosine(bank_v, v))
+        both = (cosine(bank_v, bank_w), cosine(bank_w, bank_v))
+        for side, (x, s) in enumerate(((found.i2t, S), (found.t2i.T, S.T))):
+            agrees(name, x, expected(name, s, R[side], side, gallery[side], both[side]))
+    top = method.topk(asked, 4)
+    assert torch.equal(top.i2t.indices, found.i2t.topk(4).indices) and top.transductive == found.transductive
+    assert torch.equal(top.t2i.indices, found.t2i.T.topk(4).indices)
+    torch.testing.assert_close(top.t2i.values.argsort(1, descending=True), torch.arange(4).expand(M, 4))
+
+
+@pytest.mark.parametrize("name", names(transductive=True))
+def test_metrics_of_the_re_ranked_need_no_matrix(name, small_tiles, monkeypatch):
+    monkeypatch.setattr(rerank.base.blocks, "__defaults__", (30,))
+    ids = torch.randint(0, 4, (N,), generator=torch.Generator().manual_seed(0)), torch.arange(M) % 5
+    sim = Similarity(*embeddings(N, M), *ids, engine="tiled")
+    i2t, t2i = METHODS[name].rerank(sim)
+    streamed, dense = retrieval_metrics(sim, reranker=METHODS[name]), retrieval_metrics(i2t, *ids, t2i_scores=t2i)
+    assert streamed == pytest.approx(dense, abs=1e-9) and streamed.keys() == dense.keys()
+
+
+@pytest.mark.parametrize("name", names(transductive=True))
+def test_no_method_looks_at_labels(name):
+    v, w = embeddings(N, M)
+    found = [METHODS[name].rerank(Similarity(v, w, *ids)) for ids in (
+        (torch.arange(N), torch.arange(N).repeat_interleave(2)),
+        (torch.zeros(N).long(), torch.arange(M)),
+    )]  # fmt: skip
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("name", names(transductive=True))
+@given(seed=st.integers(0, 10_000))
+@settings(max_examples=10, deadline=None)
+def test_order_of_images_and_texts_changes_nothing(name, seed):
+    generator = torch.Generator().manual_seed(seed)
+    v, w = embeddings(N, M, seed=seed)
+    p, q = torch.randperm(N, generator=generator), torch.randperm(M, generator=generator)
+    ids = torch.arange(N), torch.arange(M)
+    plain = METHODS[name].rerank(Similarity(v, w, *ids))
+    mixed = METHODS[name].rerank(Similarity(v[p], w[q], *ids))
+    for a, b in zip(plain, mixed, strict=True):
+        torch.testing.assert_close(a[p][:, q], b, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", [n for n in names(transductive=True) if n not in SETTLED])
+def test_the_test_queries_as_a_bank_change_nothing(name):
+    v, w = embeddings(N, M)
+    scores = torch.rand(N, M)
+    cases = [(scores, (scores, scores))]
+    if name not in ("rr", "mr"):  # which count, and a product with a bank may round otherwise
+        cases.append((Similarity(v, w, torch.arange(N), torch.arange(M)), (v, w)))
+    for asked, banks in cases:
+        alone = METHODS[name].rerank(asked)
+        fitted = copy.copy(METHODS[name]).fit(*banks).rerank(asked)
+        for a, b in zip(alone, fitted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [n for n in METHODS if n not in SETTLED])
+def test_beside_a_bank_a_query_stands_for_itself(name):
+    v, w = embeddings(N, M)
+    method = copy.copy(METHODS[name]).fit(*embeddings(11, 9, seed=5))
+    whole = method.rerank(Similarity(v, w, torch.arange(N), torch.arange(M))).i2t
+    for i in range(N):
+        alone = method.rerank(Similarity(v[i : i + 1], w, torch.arange(1), torch.arange(M))).i2t
+        torch.testing.assert_close(alone[0], whole[i], rtol=1e-8, atol=1e-8)
+
+
+@given(st.integers(0, 10_000), st.floats(-1, 1), st.integers(0, M - 1))
+@settings(max_examples=20, deadline=None)
+def test_a_hub_is_gone(seed, lift, text):
+    """Added to all scores of a text, a constant changes nothing for these."""
+    scores = torch.rand(N, M, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    lifted = scores.clone()
+    lifted[:, text] += lift
+    for method in (FastReranker((7.0, 7.0)), InvertedSoftmax(9.0), NearestNeighborNorm(1.0, 3), CSLS(N)):
+        a, b = (method.rerank(s).i2t for s in (scores, lifted))
+        factor = 2 if isinstance(method, CSLS) else 1
+        torch.testing.assert_close(b - a, torch.zeros_like(a).index_fill_(1, torch.tensor(text), (factor - 1) * lift))
+    raised = [Sinkhorn(9.0, 300).rerank(s).i2t for s in (scores, lifted)]
+    torch.testing.assert_close(*(x - x.mean(1, keepdim=True) for x in raised), rtol=1e-6, atol=1e-6)
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=20, deadline=None)
+def test_limits_of_the_scale(seed):
+    scores = torch.rand(N, M, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    mild, sharp = (FastReranker((g, g), (g, g)).rerank(scores).i2t / g for g in (1e-4, 1e4))
+    away = lambda x: x - x.mean(1, keepdim=True)  # noqa: E731
+    torch.testing.assert_close(away(mild), away(scores - scores.mean(0)), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(away(sharp), away(scores - scores.amax(0)), rtol=1e-3, atol=1e-3)
+
+
+def test_fast_re_ranking_with_equal_scales_is_the_inverted_softmax():
+    sim = Similarity(*embeddings(N, M), torch.arange(N), torch.arange(M))
+    for a, b in zip(FastReranker((9, 9), (9, 9)).rerank(sim), InvertedSoftmax(9).rerank(sim), strict=True):
+        assert torch.equal(a, b)
+    bank = embeddings(11, 9, seed=5)
+    whole = QueryBankNorm(9.0, k=M).fit(*bank).rerank(sim)  # with all candidates active
+    for a, b in zip(whole, InvertedSoftmax(9.0).fit(*bank).rerank(sim), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_sinkhorn_has_all_candidates_liked_equally():
+    scores = torch.rand(N, M, dtype=torch.float64)
+    i2t = Sinkhorn(10.0, 500).rerank(scores).i2t
+    shares = i2t.softmax(1).mean(0)  # what all queries together give each candidate
+    torch.testing.assert_close(shares, torch.full((M,), 1 / M, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", names(transductive=True))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_half_precision_scores_in_float32(name, dtype):
+    v, w = embeddings(N, M, dtype=dtype)
+    found = METHODS[name].rerank(Similarity(v, w, torch.arange(N), torch.arange(M)))
+    exact = METHODS[name].rerank(Similarity(v.float(), w.float(), torch.arange(N), torch.arange(M)))
+    for a, b in zip(found, exact, strict=True):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", names(transductive=True))
+def test_hostile_input_gives_finite_scores(name):
+    v, w = embeddings(N, M, dtype=torch.float32)
+    cases = {"duplicates": (v[:1].repeat(N, 1), w[:1].repeat(M, 1)), "one candidate": (v, w[:1])}
+    v[2], w[3] = 0.0, 0.0
+    cases |= {"zero vectors": (v, w), "non-contiguous": (v.T.contiguous().T, w.repeat(1, 2)[:, ::2])}
+    for what, (a, b) in cases.items():
+        if what == "one candidate":  # for whom a single text would be a single query
+            method = copy.copy(METHODS[name])
+            if name not in SETTLED:
+                method.fit(texts=embeddings(11, 9, seed=5, dtype=torch.float32)[1])
+        else:
+            method = METHODS[name]
+        sim = Similarity(a, b, torch.arange(len(a)), torch.arange(len(b)))
+        assert all(x.isfinite().all() for x in method.rerank(sim)), what
+        assert [x.indices.shape for x in method.topk(sim, 50)] == [(len(a), len(b)), (len(b), len(a))]
+
+
+def test_what_is_not_reordered_keeps_its_order_below():
+    scores = torch.rand(N, M)
+    for method in (ReciprocalReranker(4, 4), MultiFactorReranker(4)):
+        order, before = (x.argsort(1, descending=True) for x in (method.rerank(scores).i2t, scores))
+        assert torch.equal(order[:, 4:], before[:, 4:])
+        assert torch.equal(order[:, :4].sort(1).values, before[:, :4].sort(1).values)
+        assert not torch.equal(order, before)
+    huge = scores * 1e7
+    assert torch.equal(*(ReciprocalReranker(4).rerank(s).i2t.argsort(1) for s in (scores, huge)))
+
+
+def test_of_equals_the_first_comes_first():
+    """Two texts that are the same to all: the reciprocal re-rankers keep them in the order they are in."""
+    scores = torch.rand(N, M)
+    scores[:, 9] = scores[:, 4]
+    order = ReciprocalReranker(M, 4).rerank(scores).i2t.argsort(dim=1, descending=True, stable=True)
+    assert ((order == 4).nonzero()[:, 1] < (order == 9).nonzero()[:, 1]).all()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_re_rankers_show_and_copy_themselves(name):
+    method = METHODS[name]
+    twin = eval(repr(method), vars(rerank))
+    assert repr(twin) == repr(method)
+    for other in (copy.deepcopy(method), pickle.loads(pickle.dumps(method))):
+        assert repr(other) == repr(method)
+    assert type(method).__name__ in rerank.__all__
+
+
+def test_all_are_named_and_tested():
+    concrete = {
+        x for x in vars(rerank).values()
+        if inspect.isclass(x) and issubclass(x, rerank.Reranker) and not inspect.isabstract(x)
+    }  # fmt: skip
+    assert concrete == {type(method) for method in METHODS.values()}
+
+
+# --- calibration -----------------------------------------------------------------------------------------------------
+
+
+def captions(seed=0, n=40):
+    """Scores with hubs."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(n, 3 * n, generator=generator, dtype=torch.float64) * 0.5
+    scores += 0.35 * (torch.arange(n)[:, None] == torch.arange(3 * n) // 3)
+    return scores + 0.3 * torch.rand(3 * n, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("as_embeddings", [False, True])
+def test_calibration_finds_the_best_of_all_that_are_tried(as_embeddings):
+    scales = (2.0, 10.0, 40.0)
+    if as_embeddings:
+        v, w = embeddings(20, 60, d=4)
+        held_out = Similarity(
+            v, w + 2 * v.repeat_interleave(3, 0), torch.arange(20), torch.arange(20).repeat_interleave(3)
+        )
+    else:
+        held_out = captions()
+    found = FastReranker().calibrate(held_out, scales=scales)
+    best = [-1.0, -1.0]
+    for a in scales:
+        for b in scales:
+            metrics = retrieval_metrics(held_out, reranker=FastReranker((a, b), (a, b)))
+            sums = [sum(metrics[f"{way}_r{k}"] for k in (1, 5, 10)) for way in ("i2t", "t2i")]
+            best = [max(x) for x in zip(best, sums, strict=True)]
+    metrics = retrieval_metrics(held_out, reranker=found)
+    assert [sum(metrics[f"{way}_r{k}"] for k in (1, 5, 10)) for way in ("i2t", "t2i")] == pytest.approx(best)
+    assert {*found.i2t, *found.t2i} <= set(scales)
+
+
+def test_calibration_uses_the_bank():
+    scores, bank = captions(), captions(1)
+    bank[:, ::2] += 5.0  # says that every other text is a hub, so that the sum has to count for little
+    plain, fitted = FastReranker().calibrate(scores), FastReranker().fit(images=bank).calibrate(scores)
+    assert fitted.i2t != plain.i2t and fitted.t2i == plain.t2i
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [n for n in METHODS if METHODS[n].needs_bank])
+def test_methods_that_need_a_bank_say_so(name):
+    sim = Similarity(*embeddings(N, M), torch.arange(N), torch.arange(M))
+    for call in (lambda m: m.rerank(sim), lambda m: m.topk(sim, 3), lambda m: retrieval_metrics(sim, reranker=m)):
+        with pytest.raises(ValueError, match=r"images: .* needs a bank of queries; call fit\(images=...\)"):
+            call(METHODS[name])
+    with pytest.raises(ValueError, match=r"texts: .* needs a bank"):
+        copy.copy(METHODS[name]).fit(images=embeddings(11, 9, seed=5)[0]).rerank(sim)
+
+
+@pytest.mark.parametrize("name", [n for n in METHODS if METHODS[n].needs_embeddings])
+def test_methods_that_need_embeddings_say_so(name):
+    with pytest.raises(ValueError, match=r"scores: .* needs a Similarity of embeddings"):
+        METHODS[name].rerank(torch.rand(N, M))
+
+
+@pytest.mark.parametrize("name", [n for n in names(transductive=True) if n not in SETTLED])
+def test_a_single_query_without_a_bank_is_refused(name):
+    for shape, missing in (((1, M), "images"), ((N, 1), "texts")):
+        sim = Similarity(*embeddings(*shape), torch.arange(shape[0]), torch.arange(shape[1]))
+        with pytest.raises(ValueError, match=rf"single query.*fit\({missing}"):
+            METHODS[name].rerank(sim)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: InvertedSoftmax(0.0), ValueError, "scale"),
+        (lambda: DualSoftmax("warm"), TypeError, "scale"),  # type: ignore[arg-type]
+        (lambda: QueryBankNorm(k=0), ValueError, "k"),
+        (lambda: DualBankNorm(gallery_scale=-1.0), ValueError, "gallery_scale"),
+        (lambda: NearestNeighborNorm(k=1.5), TypeError, "k"),  # type: ignore[arg-type]
+        (lambda: CSLS(-3), ValueError, "k"),
+        (lambda: Sinkhorn(iterations=0), ValueError, "iterations"),
+        (lambda: Sinkhorn(math.nan), ValueError, "scale"),
+        (lambda: ReciprocalReranker(t2i_k=0), ValueError, "t2i_k"),
+        (lambda: MultiFactorReranker(share_weight=None), TypeError, "share_weight"),  # type: ignore[arg-type]
+        (lambda: KReciprocalReranker(weight=1.5), ValueError, "weight"),
+        (lambda: KReciprocalReranker().fit(torch.rand(3, 3)), ValueError, "no use for a bank"),
+        (lambda: CSLS().topk(torch.rand(4, 9), 0), ValueError, "k"),
+        (lambda: DualSoftmax().topk(torch.rand(4, 9), 0), ValueError, "k"),
+        (lambda: MutualProximity().rerank(torch.full((4, 4), math.nan)), ValueError, "scores.*finite"),
+        (lambda: Sinkhorn().rerank(torch.full((4, 4), 3e38)), ValueError, r"scores: too large for Sinkhorn\(scale=100"),
+        (lambda: MutualProximity().fit(torch.rand(9, 5)).rerank(torch.rand(4, 8)), ValueError, "images.*8 candidates"),
+        (lambda: FastReranker().calibrate(torch.rand(4, 7)), ValueError, "image_ids, text_ids"),
+        (lambda: FastReranker().calibrate(torch.rand(4, 8), scales=()), ValueError, "scales"),
+        (lambda: FastReranker().calibrate(torch.full((4, 8), math.nan)), ValueError, "validation.*finite"),
+    ],
+)
+def test_bad_input_is_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
