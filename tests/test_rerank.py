@@ -115,7 +115,7 @@ def kinds_of_input():
                     yield name, bank, engine
 
 
-@pytest.mark.parametrize(("name", "bank", "engine"), kinds_of_input())
+@pytest.mark.parametrize(("name", "bank", "engine"), list(kinds_of_input()))
 def test_every_method_equals_its_loops(name, bank, engine, small_tiles, monkeypatch):
     method = copy.copy(METHODS[name])
     if (
