@@ -1,4 +1,4 @@
-"""The command line: ``itrloss bench``."""
+"""The command line: ``itrloss rerank``, ``itrloss eval`` and ``itrloss bench``."""
 
 from __future__ import annotations
 
@@ -9,18 +9,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
+from . import files, study_report
 from .bench import report, runner
 from .bench.cases import KINDS, LOSSES, SUITES, Case, parse_shape
 from .bench.peers import PEERS
 from .bench.runner import VARIANTS
+from .metrics import default_ids
+from .rerank import FastReranker
+from .similarity import Similarity
+from .study import METHODS, PLAIN, Entry, Study, study, table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit status."""
     parser = argparse.ArgumentParser(prog="itrloss", description="Losses and re-rankers for image-text retrieval.")
     commands = parser.add_subparsers(dest="command", required=True)
+    _add_rerank(commands)
+    _add_eval(commands)
     _add_bench(commands)
     args = parser.parse_args(arguments)
     try:
@@ -28,6 +37,182 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ImportError, OSError, ValueError) as error:
         print(f"itrloss {args.command}: {error}", file=sys.stderr)
         return 2
+
+
+def _add_rerank(commands: Any) -> None:
+    about = "Recalls of a saved matrix of scores (n_images, n_texts) before and after re-ranking, by every method."
+    parser = commands.add_parser("rerank", help="re-rank a saved matrix of scores", description=about)
+    add = parser.add_argument
+    add("scores", type=Path, help="*.npy, *.npz, *.pt, *.pkl; or what np.save made of {'npts': ..., 'sims': ...}")
+    add("--val", type=Path, metavar="FILE", help="scores of held-out pairs: calibrate Fast Re-ranking on them")
+    add("--transpose", action="store_true", help="the matrices have texts as rows")
+    bank = "scores of other {} with the {}: look for hubs in them, not in the test queries"
+    add("--bank-images", type=Path, metavar="FILE", help=bank.format("images (B, n_texts)", "test texts"))
+    add("--bank-texts", type=Path, metavar="FILE", help=bank.format("texts (n_images, B)", "test images"))
+    _add_shared(parser)
+    parser.set_defaults(run=_rerank)
+
+
+def _add_eval(commands: Any) -> None:
+    about = "Recalls of saved embeddings (n_images, D) and (n_texts, D) before and after re-ranking, by every method."
+    parser = commands.add_parser("eval", help="evaluate saved embeddings, and re-rank them", description=about)
+    add = parser.add_argument
+    add("images", type=Path, help="*.npy, *.npz, *.pt or *.pkl")
+    add("texts", type=Path)
+    add("--val", type=Path, nargs=2, metavar=("IMAGES", "TEXTS"), help="held-out pairs to calibrate Fast Re-ranking on")
+    bank = "embeddings of other {}: look for hubs in their scores, not in those of the test queries"
+    add("--bank-images", type=Path, metavar="FILE", help=bank.format("images"))
+    add("--bank-texts", type=Path, metavar="FILE", help=bank.format("texts"))
+    _add_shared(parser)
+    parser.set_defaults(run=_eval)
+
+
+def _add_shared(parser: Any) -> None:
+    add = parser.add_argument
+    add("--key", help="of the array in files with several (sims, or the only one)")
+    add(
+        "--image-ids", type=Path, metavar="FILE", help="integers, equal where image and text match; a line each in .txt"
+    )
+    add("--text-ids", type=Path, metavar="FILE", help="default: as many consecutive texts an image as there are")
+    add("--methods", nargs="+", choices=METHODS, default=tuple(METHODS), metavar="METHOD", help=", ".join(METHODS))
+    for name, symbols in (("i2t", "γ1 γ2"), ("t2i", "λ1 λ2")):
+        default = tuple(getattr(FastReranker(), name))
+        what = f"of Fast Re-ranking ({' '.join(f'{x:g}' for x in default)})"
+        add(f"--{name}", type=float, nargs=2, default=default, metavar=tuple(symbols.split()), help=what)
+    add("--write", metavar="METHOD", help="whose results go into files; default: the first of --methods")
+    add("--out", type=Path, metavar="FILE.npz", help="its scores i2t and t2i, (n_images, n_texts)")
+    add("--rankings", type=Path, metavar="FILE.npz", help="its best candidates i2t (n_images, k) and t2i (n_texts, k)")
+    add("--top", type=int, default=10, metavar="K", help="how many for --rankings (10)")
+    add("--queries", type=Path, metavar="FILE.csv", help="ranks and precisions of every query")
+    add("--report", type=Path, metavar="FILE.html", help="a page on hubs, who gained and who lost")
+    add("--image-names", type=Path, metavar="FILE.txt", help="a line an image, for the report")
+    add("--text-names", type=Path, metavar="FILE.txt", help="a line a text, for the report: the captions")
+
+
+def _rerank(args: argparse.Namespace) -> int:
+    def read(path: Path) -> Tensor:
+        return _transposed(path, files.read_matrix(path, args.key), args.transpose)
+
+    sim = _labelled(args, args.scores, read(args.scores))
+    validation = None if args.val is None else _similarity(args.val, read(args.val))
+    banks = [None if path is None else read(path) for path in (args.bank_images, args.bank_texts)]
+    return _study(args, str(args.scores), sim, banks, validation)
+
+
+def _eval(args: argparse.Namespace) -> int:
+    def read(path: Path) -> Tensor:
+        return files.read_matrix(path, args.key)
+
+    sim = _labelled(args, args.images, read(args.images), read(args.texts))
+    validation = None if args.val is None else _similarity(args.val[0], *map(read, args.val))
+    banks = [None if path is None else read(path) for path in (args.bank_images, args.bank_texts)]
+    return _study(args, f"{args.images}, {args.texts}", sim, banks, validation)
+
+
+def _transposed(path: Path, matrix: Tensor, wanted: bool) -> Tensor:
+    matrix = matrix.T if wanted else matrix
+    n, m = matrix.shape
+    if n > m and n % m == 0:
+        what = "with --transpose it has" if wanted else "it has"
+        how = "leave --transpose out" if wanted else "pass --transpose, or --image-ids and --text-ids"
+        raise ValueError(f"{path}: expected images as rows; {what} {n} rows and {m} columns, as if texts were: {how}")
+    return matrix
+
+
+def _similarity(path: Path, *given: Tensor, ids: tuple[Tensor, Tensor] | None = None) -> Similarity:
+    """Of scores or of embeddings; errors name the file."""
+    n, m = given[0].shape if len(given) == 1 else (len(given[0]), len(given[1]))
+    try:
+        if ids is None:
+            ids = default_ids(n, m)
+        if len(given) == 1:
+            return Similarity.from_scores(given[0], *ids, check_finite=True)
+        return Similarity(given[0].float(), given[1].float(), *ids, check_finite=True)
+    except (TypeError, ValueError) as error:
+        text = str(error).replace("row_ids", "--image-ids").replace("col_ids", "--text-ids")
+        raise ValueError(f"{path}: {text.replace('image_ids, text_ids', '--image-ids, --text-ids')}") from None
+
+
+def _labelled(args: argparse.Namespace, path: Path, *given: Tensor) -> Similarity:
+    if (args.image_ids is None) != (args.text_ids is None):
+        raise ValueError("--image-ids, --text-ids: expected both or neither")
+    if args.image_ids is None:
+        return _similarity(path, *given)
+    return _similarity(path, *given, ids=(files.read_ids(args.image_ids), files.read_ids(args.text_ids)))
+
+
+def _study(
+    args: argparse.Namespace,
+    title: str,
+    sim: Similarity,
+    banks: Sequence[Tensor | None],
+    validation: Similarity | None,
+) -> int:
+    outputs = [path for path in (args.out, args.rankings, args.queries, args.report) if path is not None]
+    for path in outputs:  # before anything is worked out
+        if not path.parent.is_dir():
+            raise ValueError(f"{path}: there is no directory {path.parent}")
+    if args.top < 1:
+        raise ValueError(f"--top: expected at least 1, got {args.top}")
+    names = _names(args, sim)
+    fast = FastReranker(tuple(args.i2t), tuple(args.t2i))
+    images, texts = banks
+    print(f"{title}: {sim.shape[0]} images, {sim.shape[1]} texts", flush=True)
+    total, done = len(args.methods) * (1 + any(b is not None for b in banks)) + 1, iter(range(1, 1000))
+    shown = sys.stderr.isatty()
+
+    def progress(text: str) -> None:
+        if shown:
+            print(f"\r\033[K[{next(done)}/{total}] {text} …", end="", file=sys.stderr, flush=True)
+
+    found = study(sim, args.methods, (images, texts), validation, fast, progress)
+    if shown:
+        print("\r\033[K", end="", file=sys.stderr)
+    print(table(found))
+    if outputs:
+        _write(args, title, found, _entry(found, args.write), names)
+    return 0
+
+
+def _entry(found: Study, name: str | None) -> Entry:
+    """What is written: the first method, or that of the name; by the bank if it was tried both ways."""
+    tried = found.entries[1:] or found.entries
+    named = [entry for entry in found.entries if entry.name == (name or tried[0].name)]
+    if not named:
+        raise ValueError(
+            f"--write: expected one of {', '.join(dict.fromkeys(e.name for e in found.entries))}; got {name!r}"
+        )
+    return named[-1]
+
+
+def _write(args: argparse.Namespace, title: str, found: Study, entry: Entry, names: study_report.Names) -> None:
+    sim = found.sim
+    if args.out:
+        pair = (sim.scores(),) * 2 if entry.reranker is None else entry.reranker.rerank(sim)
+        with files.written(args.out, "wb") as file:
+            np.savez(file, i2t=pair[0].numpy(), t2i=pair[1].numpy())
+    if args.rankings:
+        tops = sim.both.topk(args.top) if entry.reranker is None else entry.reranker.topk(sim, args.top)
+        with files.written(args.rankings, "wb") as file:
+            np.savez(file, i2t=tops[0].indices.numpy(), t2i=tops[1].indices.numpy())
+    if args.queries:
+        with files.written(args.queries) as file:
+            entry.results.write(file)
+    if args.report:
+        with files.written(args.report) as file:
+            file.write(study_report.page(found, entry, title, names))
+    by = "the scores as they are" if entry.name == PLAIN else f"{entry.name}, hubs of {entry.looks_at}"
+    print(f"written ({by}): {', '.join(str(x) for x in (args.out, args.rankings, args.queries, args.report) if x)}")
+
+
+def _names(args: argparse.Namespace, sim: Similarity) -> study_report.Names:
+    given = []
+    for path, size, what in zip((args.image_names, args.text_names), sim.shape, ("images", "texts"), strict=True):
+        lines = [] if path is None else path.read_text(encoding="utf-8").splitlines()
+        if path is not None and len(lines) != size:
+            raise ValueError(f"{path}: expected a line for each of the {size} {what}, got {len(lines)}")
+        given.append(lines)
+    return study_report.Names(*given)
 
 
 def _add_bench(commands: Any) -> None:

@@ -6,7 +6,7 @@ import csv
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import IO, TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -144,9 +144,13 @@ class RetrievalResults:
     def save(self, path: str | Path) -> None:
         """Write :meth:`rows` as CSV with a header."""
         with open(path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, ["direction", "query", *_COLUMNS])
-            writer.writeheader()
-            writer.writerows(self.rows())
+            self.write(file)
+
+    def write(self, file: IO[str]) -> None:
+        """The same into an open text file."""
+        writer = csv.DictWriter(file, ["direction", "query", *_COLUMNS], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows())
 
 
 _COLUMNS = ("id", "best_rank", "positives", "r_precision", "average_precision", "first")

@@ -1,0 +1,213 @@
+"""Score matrices, embeddings and ids from the files that people have: ``.npy``, ``.npz``, ``.pt`` and pickles.
+
+Nothing in a file is ever executed. Of pickles, such as VSE code bases save, only NumPy arrays, numbers, strings and
+containers of them are understood, and ``.pt`` files are read with ``weights_only=True``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import pickle
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_LONGEST_HEADER = 2**16
+# Under these names pickled arrays refer to what makes them; NumPy 2 has moved its module.
+_ALLOWED = {
+    (module, name)
+    for module in ("numpy.core.multiarray", "numpy._core.multiarray")
+    for name in ("_reconstruct", "scalar")
+} | {
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+    ("numpy.core.numeric", "_frombuffer"),
+    ("numpy._core.numeric", "_frombuffer"),
+}
+
+
+def read_matrix(path: str | Path, key: str | None = None) -> Tensor:
+    """The (N, M) matrix in a file, floating point; an ``.npy`` file stays on disk, its pages are read as they are used.
+
+    Args:
+        path: ``.npy``, ``.npz``, ``.pt``/``.pth``, ``.pkl``/``.pickle``, or ``.npy`` with a pickled dictionary in it.
+        key: the entry, where a file has several. By default ``sims``, or the only one.
+
+    Raises:
+        ValueError: naming the file and what was expected.
+        OSError: if it cannot be read.
+    """
+    array = _tensor(path, _chosen(path, _read(Path(path)), key))
+    if array.ndim != 2 or 0 in array.shape:
+        raise ValueError(f"{path}: expected a matrix with rows and columns, got shape {tuple(array.shape)}")
+    if not array.is_floating_point():
+        raise ValueError(f"{path}: expected floating-point numbers, got {array.dtype}")
+    return array
+
+
+def read_ids(path: str | Path, key: str | None = None) -> Tensor:
+    """(N,) int64 ids: a text file with an integer a line, or any of the formats of :func:`read_matrix`."""
+    path = Path(path)
+    if path.suffix == ".txt":
+        lines = path.read_text(encoding="utf-8").split()
+        try:
+            return torch.tensor([int(x) for x in lines], dtype=torch.int64)
+        except ValueError:
+            raise ValueError(f"{path}: expected one integer a line") from None
+    array = _tensor(path, _chosen(path, _read(path), key))
+    if array.ndim != 1 or array.is_floating_point() or array.is_complex() or array.dtype == torch.bool:
+        raise ValueError(f"{path}: expected a row of integers, got {array.dtype} of shape {tuple(array.shape)}")
+    return array.long()
+
+
+@contextlib.contextmanager
+def written(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
+    """A file to write, which takes its place only when it is complete; where that fails, nothing is left behind."""
+    path = Path(path)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, mode, encoding=None if "b" in mode else "utf-8") as file:
+            yield file
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)  # as any other new file
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def _read(path: Path) -> Any:
+    readers: dict[str, Callable[[Path], Any]] = {
+        ".npy": _read_npy,
+        ".npz": _read_npz,
+        ".pt": _read_torch,
+        ".pth": _read_torch,
+        ".pkl": _read_pickle,
+        ".pickle": _read_pickle,
+    }
+    if path.suffix not in readers:
+        raise ValueError(f"{path}: expected a file named {', '.join('*' + s for s in readers)}")
+    if path.is_file() and path.stat().st_size == 0:
+        raise ValueError(f"{path}: the file is empty")
+    try:
+        return readers[path.suffix](path)
+    except (FileNotFoundError, IsADirectoryError, PermissionError):
+        raise
+    except MemoryError:
+        raise ValueError(f"{path}: speaks of more data than there is memory; damaged?") from None
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise ValueError(f"{path}: not a readable {path.suffix} file: {said[:200] or type(error).__name__}") from None
+
+
+def _read_npy(path: Path) -> Any:
+    with open(path, "rb") as file:
+        if _header(file)[1].hasobject:  # np.save of a dictionary
+            return _unpickled(file)
+    return np.load(path, mmap_mode="c")  # which refuses a file that is shorter than its header says
+
+
+def _header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and type of an array in NumPy's format; its data are next in the file."""
+    version = np.lib.format.read_magic(file)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(f"version {version} of the format is not known")
+    start = file.tell()
+    length = int.from_bytes(file.read(2 * version[0]), "little")
+    if length > _LONGEST_HEADER:
+        raise ValueError(f"a header of {length} bytes")
+    file.seek(start)
+    read = np.lib.format.read_array_header_1_0 if version[0] == 1 else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(file)
+    return shape, dtype
+
+
+def _read_npz(path: Path) -> dict[str, Any]:
+    with zipfile.ZipFile(path) as archive:
+        for entry in archive.infolist():
+            with archive.open(entry) as file:
+                shape, dtype = _header(file)
+            if dtype.hasobject:
+                raise ValueError(f"{entry.filename} holds Python objects")
+            if math.prod(shape) * dtype.itemsize > entry.file_size:
+                raise ValueError(f"{entry.filename} is shorter than its header says")
+    with np.load(path, allow_pickle=False) as arrays:
+        return {name: arrays[name] for name in arrays.files}
+
+
+def _read_torch(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError):  # whose messages advise to trust the file
+        raise ValueError("damaged, or more in it than tensors and containers of them") from None
+
+
+def _read_pickle(path: Path) -> Any:
+    with open(path, "rb") as file:
+        return _unpickled(file)
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED:
+            return super().find_class(module, name)
+        if (module, name) == ("_codecs", "encode"):  # how old protocols store bytes
+            return _latin
+        raise ValueError(f"it asks for {module}.{name}, which is not read")
+
+
+def _latin(text: str, encoding: str) -> bytes:
+    if encoding != "latin1" or not isinstance(text, str):
+        raise ValueError(f"it asks for the encoding {encoding!r}, which is not read")
+    return text.encode("latin1")
+
+
+def _unpickled(file: IO[bytes]) -> Any:
+    found = _Unpickler(file, encoding="latin1").load()  # as written by Python 2, too
+    while isinstance(found, np.ndarray) and found.dtype.hasobject and found.size == 1:
+        found = found.item()
+    return found
+
+
+def _chosen(path: str | Path, found: Any, key: str | None) -> Any:
+    """The array, of a file that may have several."""
+    if not isinstance(found, dict):
+        if key is not None:
+            raise ValueError(f"{path}: expected entries with names, among them {key!r}; got {type(found).__name__}")
+        return found
+    names = [name for name, value in found.items() if isinstance(value, (np.ndarray, Tensor)) and value.ndim]
+    if key is None:
+        key = "sims" if "sims" in names else names[0] if len(names) == 1 else None
+    if key not in names:
+        wanted = "one array, or one of the name sims" if key is None else f"an array of the name {key!r}"
+        raise ValueError(f"{path}: expected {wanted}; it has {', '.join(map(str, names)) or 'none'}")
+    array, count = found[key], found.get("npts")
+    if isinstance(count, (int, np.integer)) and array.ndim == 2 and count not in (array.shape[0], array.shape[1]):
+        raise ValueError(f"{path}: says npts = {count}, but {key} has shape {tuple(array.shape)}")
+    return array
+
+
+def _tensor(path: str | Path, array: Any) -> Tensor:
+    if isinstance(array, Tensor):
+        return array.detach()
+    if not isinstance(array, np.ndarray):
+        raise ValueError(f"{path}: expected an array, got {type(array).__name__}")
+    if array.dtype.kind not in "fiub":
+        raise ValueError(f"{path}: expected numbers, got {array.dtype}")
+    if array.dtype.kind == "f" and array.dtype.itemsize > 8:
+        array = array.astype(np.float64)
+    if array.dtype.kind == "u" and array.dtype.itemsize > 1:
+        array = array.astype(np.int64)
+    if not array.dtype.isnative or any(stride < 0 for stride in array.strides):
+        array = array.astype(array.dtype.newbyteorder("="), order="C")
+    return torch.from_numpy(array)

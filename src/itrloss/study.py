@@ -1,0 +1,158 @@
+"""All re-rankers on one set of scores: what ``itrloss rerank`` and ``itrloss eval`` print and write."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .metrics import Comparison, RetrievalResults, compare, retrieval_results
+from .rerank import (
+    CSLS,
+    DualBankNorm,
+    DualBankSinkhorn,
+    DualSoftmax,
+    FastReranker,
+    InvertedSoftmax,
+    KReciprocalReranker,
+    MultiFactorReranker,
+    MutualProximity,
+    NearestNeighborNorm,
+    QueryBankNorm,
+    ReciprocalReranker,
+    Reranker,
+    Sinkhorn,
+)
+from .similarity import Similarity
+
+METHODS: dict[str, type[Reranker]] = {
+    "fast": FastReranker,
+    "inverted-softmax": InvertedSoftmax,
+    "dual-softmax": DualSoftmax,
+    "qb-norm": QueryBankNorm,
+    "dbnorm": DualBankNorm,
+    "nnn": NearestNeighborNorm,
+    "csls": CSLS,
+    "mutual-proximity": MutualProximity,
+    "sinkhorn": Sinkhorn,
+    "dbsn": DualBankSinkhorn,
+    "reciprocal": ReciprocalReranker,
+    "multi-factor": MultiFactorReranker,
+    "k-reciprocal": KReciprocalReranker,
+}
+K_RECIPROCAL_ITEMS = 12_000  # from so many, (N + M)² numbers a few times over are more than most machines have
+PLAIN = "as they are"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A method, and what it makes of the scores."""
+
+    name: str
+    reranker: Reranker | None  # None: the scores as they are
+    inductive: bool  # by a bank of queries
+    results: RetrievalResults
+    change: Comparison  # of the RSUM
+    seconds: float
+
+    @property
+    def looks_at(self) -> str:
+        """Where the hubs were looked for."""
+        return "" if self.reranker is None else "the bank" if self.inductive else "the test queries"
+
+
+@dataclass(frozen=True)
+class Study:
+    """Entries, the scores as they are first, and what could not be tried."""
+
+    sim: Similarity
+    entries: list[Entry]
+    left_out: dict[str, str]  # method: why
+
+
+def study(
+    sim: Similarity,
+    methods: Sequence[str] = tuple(METHODS),
+    banks: tuple[Tensor | None, Tensor | None] = (None, None),
+    validation: Similarity | None = None,
+    fast: FastReranker | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Study:
+    """Try methods on scores, on the test queries and, with banks, on these.
+
+    Args:
+        sim: what is re-ranked, with ids.
+        methods: names in :data:`METHODS`.
+        banks: queries of another set, of images and of texts, see :meth:`itrloss.rerank.Reranker.fit`.
+        validation: held-out pairs that Fast Re-ranking is calibrated on, beside its numbers in ``fast``.
+        fast: Fast Re-ranking as it is to be tried; its defaults if left out.
+        progress: told what is done next.
+    """
+    entries: list[Entry] = []
+    left_out: dict[str, str] = {}
+
+    def add(name: str, reranker: Reranker | None, inductive: bool = False) -> None:
+        progress(name + (", with a bank" if inductive else ""))
+        start = time.perf_counter()
+        results = retrieval_results(sim, reranker=reranker)
+        seconds = time.perf_counter() - start
+        plain = entries[0].results if entries else results
+        change = compare(results, plain)["rsum"]
+        entries.append(Entry(name, reranker, inductive, results, change, seconds))
+
+    add(PLAIN, None)
+    for name in methods:
+        kind = METHODS[name]
+        if kind.needs_embeddings and sim._matrix.cols is None:
+            left_out[name] = "needs embeddings: itrloss eval"
+            continue
+        if name == "k-reciprocal" and sum(sim.shape) > K_RECIPROCAL_ITEMS:
+            left_out[name] = f"holds (N + M)² numbers, too many from {K_RECIPROCAL_ITEMS} items on"
+            continue
+        if kind.needs_bank and None in banks:
+            left_out[name] = "needs banks of queries: --bank-images and --bank-texts"
+            continue
+        if not kind.needs_bank:
+            add(name, _made(kind, fast))
+            if name == "fast" and validation is not None:
+                add("fast, calibrated", FastReranker().calibrate(validation))
+        if any(bank is not None for bank in banks) and name != "k-reciprocal":
+            add(name, _made(kind, fast).fit(*banks), True)
+            if name == "fast" and validation is not None:
+                add("fast, calibrated", _calibrated(validation, banks), True)
+    return Study(sim, entries, left_out)
+
+
+def _made(kind: type[Reranker], fast: FastReranker | None) -> Reranker:
+    return FastReranker(fast.i2t, fast.t2i) if kind is FastReranker and fast is not None else kind()
+
+
+def _calibrated(validation: Similarity, banks: tuple[Tensor | None, Tensor | None]) -> Reranker:
+    """With the banks, which of embeddings fit the validation set too; scores of a bank are of the test candidates."""
+    if validation._matrix.cols is None:
+        return FastReranker().calibrate(validation).fit(*banks)
+    return FastReranker().fit(*banks).calibrate(validation)
+
+
+def table(found: Study) -> str:
+    """One line a method."""
+    head = (
+        f"{'':18} {'hubs looked for in':18} {'image→text 1, 5, 10':>19} {'text→image 1, 5, 10':>19} "
+        f"{'RSUM':>6} {'change (95 %)':>24} {'skewness':>11} {'time':>8}"
+    )
+    lines = [head]
+    for entry in found.entries:
+        m = entry.results.metrics()
+        recalls = (" ".join(f"{m[f'{way}_r{k}']:5.1f}" for k in (1, 5, 10)) for way in ("i2t", "t2i"))
+        c = entry.change
+        change = "" if entry.reranker is None else f"{c.difference:+.1f} ({c.low:+.1f} to {c.high:+.1f})"
+        skew = f"{m['i2t_skewness']:5.2f} {m['t2i_skewness']:5.2f}"
+        i2t, t2i = recalls
+        lines.append(
+            f"{entry.name:18} {entry.looks_at:18} {i2t:>19} {t2i:>19} {m['rsum']:6.1f} {change:>24} {skew:>11} "
+            f"{entry.seconds:6.1f} s"
+        )
+    lines += [f"{name:18} left out: {why}" for name, why in found.left_out.items()]
+    return "\n".join(line.rstrip() for line in lines)
