@@ -180,3 +180,57 @@ def test_a_process_alone_gathers_nothing():
     assert itrloss.distributed.gather(x) is x
     scores = torch.randn(3, 3)
     assert torch.equal(itrloss.InfoNCELoss(gather=True)(scores=scores), itrloss.InfoNCELoss()(scores=scores))
+
+
+# --- re-ranking ------------------------------------------------------------------------------------------------------
+
+RERANKERS = {
+    "fast": itrloss.rerank.FastReranker((9.0, 8.0), (8.0, 17.0)),
+    "nnn": itrloss.rerank.NearestNeighborNorm(k=4),
+    "fast, bank": itrloss.rerank.FastReranker((9.0, 8.0), (8.0, 17.0)),
+    "dbnorm": itrloss.rerank.DualBankNorm(),
+}
+CUTS = {"images": 5, "texts": 12}  # of 8 and 16: the first process has more
+
+
+def embedded() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"images": 8, "texts": 16, "bank_images": 11, "bank_texts": 9}
+    return {name: torch.randn(n, D, generator=generator, dtype=torch.float64) for name, n in sizes.items()}
+
+
+def reranked(given: dict[str, torch.Tensor], **options: Any) -> dict[str, list[torch.Tensor]]:
+    sim = itrloss.Similarity(
+        given["images"], given["texts"], torch.arange(len(given["images"])), torch.arange(len(given["texts"]))
+    )
+    found = {}
+    for name, reranker in RERANKERS.items():
+        reranker.fit(*((given["bank_images"], given["bank_texts"]) if name in ("fast, bank", "dbnorm") else ()))
+        found[name] = [x for top in reranker.topk(sim, 3, **options) for x in top]
+    return found
+
+
+def reranking_worker(rank: int) -> dict[str, Any]:
+    given = embedded()
+    for name, cut in CUTS.items():
+        given[name] = given[name][:cut] if rank == 0 else given[name][cut:]
+    found: dict[str, Any] = reranked(given, gather=True)
+    try:
+        itrloss.rerank.Sinkhorn().topk(torch.rand(4, 4), 2, gather=True)
+    except ValueError as error:
+        found["of scores"] = str(error)
+    sim = itrloss.Similarity(given["images"], given["images"])
+    try:
+        itrloss.rerank.Sinkhorn().topk(sim, 2, gather=True)
+    except ValueError as error:
+        found["sinkhorn"] = str(error)
+    return found
+
+
+@pytest.mark.slow
+def test_two_processes_rank_as_one_does(tmp_path):
+    found, whole = both(reranking_worker, tmp_path), reranked(embedded())
+    for name, wanted in whole.items():
+        for part, (mine, theirs) in zip(wanted, zip(*(f[name] for f in found), strict=True), strict=True):
+            torch.testing.assert_close(torch.cat([mine, theirs]), part)
+    assert "Similarity of embeddings" in found[0]["of scores"] and "all candidates at once" in found[1]["sinkhorn"]

@@ -127,7 +127,9 @@ def _similarity(path: Path, *given: Tensor, ids: tuple[Tensor, Tensor] | None = 
             ids = default_ids(n, m)
         if len(given) == 1:
             return Similarity.from_scores(given[0], *ids, check_finite=True)
-        return Similarity(given[0].float(), given[1].float(), *ids, check_finite=True)
+        if (given[0].dtype == torch.float64) != (given[1].dtype == torch.float64):
+            given = given[0].float(), given[1].float()
+        return Similarity(given[0], given[1], *ids, check_finite=True)
     except (TypeError, ValueError) as error:
         text = str(error).replace("row_ids", "--image-ids").replace("col_ids", "--text-ids")
         raise ValueError(f"{path}: {text.replace('image_ids, text_ids', '--image-ids, --text-ids')}") from None

@@ -29,6 +29,18 @@ def gather_rows(x: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
+def gather_parts(x: Tensor) -> Tensor:
+    """:func:`gather_rows` of parts that need not have the same number of rows."""
+    if world_size() == 1:
+        return x
+    own = torch.tensor([x.shape[0]], device=x.device)
+    sizes = gather_rows(own).tolist()
+    padded = x.new_zeros(max(sizes), *x.shape[1:])
+    padded[: x.shape[0]] = x.detach()
+    parts = gather_rows(padded).split(max(sizes))
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
 def gather(x: Tensor) -> Tensor:
     """``x`` (B, ...) of all processes in the order of their ranks, (world * B, ...), with its gradient.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._arguments import check_size
+from ..distributed import gather_parts, world_size
 from ..similarity import Similarity, TopK
 
 T = TypeVar("T", Tensor, TopK)
@@ -154,12 +155,12 @@ class Reranker(ABC):
             found.append(Direction(side, queries, references, bank is None, banks[1 - side]))
         return found[0], found[1]
 
-    def _check(self, sim: Similarity) -> None:
-        """Whether it has all it needs."""
+    def _check(self, sim: Similarity, queries: tuple[int, int] | None = None) -> None:
+        """Whether it has all it needs; ``queries``: how many there are, if not those of ``sim``."""
         if self.needs_embeddings and sim._matrix.cols is None:
             wanted = "a Similarity of embeddings: images are compared with images, or texts with texts"
             raise ValueError(f"scores: {type(self).__name__} needs {wanted}; got a matrix of scores")
-        for name, transductive, number in zip(SIDES, self.transductive, sim.shape, strict=True):
+        for name, transductive, number in zip(SIDES, self.transductive, queries or sim.shape, strict=True):
             if transductive and self.needs_bank:
                 raise ValueError(f"{name}: {type(self).__name__} needs a bank of queries; call fit({name}=...) first")
             if transductive and number == 1 and not self._ranks_alone:
@@ -178,6 +179,8 @@ class RerankBiases(NamedTuple):
 
 class BiasReranker(Reranker):
     """Re-rankers that take one number from all scores of a candidate: ``factor S_qc - penalty_c``."""
+
+    _one_by_one: bool = True  # whether the number of a candidate depends on no other candidate
 
     @abstractmethod
     def _factor(self, side: int) -> float:
@@ -207,12 +210,58 @@ class BiasReranker(Reranker):
             i2t, t2i = matrix * self._factor(0) - texts, matrix * self._factor(1) - images[:, None]
         return Reranked(i2t, t2i, self.transductive)
 
-    def topk(self, scores: Tensor | Similarity, k: int) -> Reranked[TopK]:
+    def topk(self, scores: Tensor | Similarity, k: int, *, gather: bool = False) -> Reranked[TopK]:
+        """The k best texts of each image and the k best images of each text, by re-ranked score.
+
+        Args:
+            scores: (n_images, n_texts), or a :class:`itrloss.Similarity`.
+            k: how many.
+            gather: in a job of several processes (``torch.distributed``), each with its own images and texts as a
+                ``Similarity`` of embeddings: rank the candidates of all processes, numbered in the order of the ranks,
+                for one's own queries. The results are those of one process with everything, and each does its share of
+                the work. Every process holds the embeddings of all. Parts may differ in size. Banks are the same in
+                each process.
+
+        Returns:
+            ``(image→text, text→image)``, each with ``values`` and ``indices`` of shape (queries, k); a direction with
+            fewer than k candidates has them all. Of a tiled ``Similarity`` there never is a matrix.
+        """
         sim = as_similarity(scores)
+        if gather and world_size() > 1:
+            return self._topk_of_all(sim, k)
         biases = self.biases(sim)
         tops = sim.both.topk(k, biases.images, biases.texts)
         i2t, t2i = (TopK(top.values * self._factor(side), top.indices) for side, top in enumerate(tops))
         return Reranked(i2t, t2i, self.transductive)
+
+    @torch.no_grad()
+    def _topk_of_all(self, sim: Similarity, k: int) -> Reranked[TopK]:
+        check_size("k", k)
+        matrix = sim._matrix
+        if matrix.cols is None or sim._flipped:
+            raise ValueError("scores: expected a Similarity of embeddings, images as rows, for gather=True")
+        if not self._one_by_one:
+            raise ValueError(f"gather: {type(self).__name__} has to see all candidates at once")
+        own = matrix.rows.detach(), matrix.cols.detach()
+        every = [gather_parts(x) for x in own]
+        self._check(sim, (len(every[0]), len(every[1])))
+        banks, engine = (self._images, self._texts), sim.engine if sim.engine in ("tiled", "triton") else "auto"
+
+        def against(rows: Tensor, cols: Tensor) -> Similarity:
+            ids = torch.arange(len(rows) + len(cols), device=rows.device).split((len(rows), len(cols)))
+            return Similarity(rows, cols, *ids, normalize=matrix.normalize, engine=engine)  # type: ignore[arg-type]
+
+        found = []
+        for side in (0, 1):
+            bank = banks[side]
+            references = every[side] if bank is None else bank.to(own[1 - side])
+            candidates = against(own[1 - side], references)
+            queries = against(own[side], every[1 - side])
+            direction = Direction(side, queries, candidates, bank is None, banks[1 - side])
+            penalty, factor = gather_parts(self._penalty(direction)), self._factor(side)
+            top = queries.topk(min(k, queries.shape[1]), -penalty / factor)
+            found.append(TopK(top.values * factor, top.indices))
+        return Reranked(found[0], found[1], self.transductive)
 
     def biases(self, scores: Tensor | Similarity) -> RerankBiases:
         """Re-ranking as an additive bias: image→text ranks by ``A_ij + texts_j``, text→image by ``A_ij + images_i``."""

@@ -180,6 +180,8 @@ class Sinkhorn(BiasReranker):
         iterations: how often both are renewed. Each passes over the scores twice.
     """
 
+    _one_by_one = False
+
     def __init__(self, scale: float = 100.0, iterations: int = 10):
         check_number("scale", scale, positive=True)
         check_size("iterations", iterations)
