@@ -6,6 +6,7 @@ import copy
 import inspect
 import math
 import pickle
+import sys
 
 import numpy as np
 import oracle
@@ -360,6 +361,44 @@ def test_calibration_uses_the_bank():
     assert fitted.i2t != plain.i2t and fitted.t2i == plain.t2i
 
 
+# --- an index --------------------------------------------------------------------------------------------------------
+
+
+def test_an_exact_index_finds_what_re_ranking_finds():
+    v, w = embeddings(20, 60, dtype=torch.float32)
+    fast = FastReranker((9.0, 8.0), (8.0, 17.0))
+    sim = Similarity(v, w, torch.arange(20), torch.arange(60))
+    wanted, biases = fast.topk(sim, 5), fast.biases(sim)
+    for top, candidates, bias, queries, factor in (
+        (wanted.i2t, w, biases.texts, v, 8.0),
+        (wanted.t2i, v, biases.images, w, 17.0),
+    ):
+        found = rerank.BiasedIndex(candidates, bias).search(queries, 5)
+        assert torch.equal(found.indices, top.indices)
+        torch.testing.assert_close(found.values * factor, top.values, rtol=1e-5, atol=1e-4)
+    plain = rerank.BiasedIndex(w.half()).search(v.double(), 3)
+    assert (plain.indices == sim.topk(3).indices).float().mean() > 0.95  # half precision may swap two
+
+
+def test_an_index_of_cells_finds_most_and_says_what_it_misses():
+    v, w = embeddings(50, 400, dtype=torch.float32)
+    fast, sim = FastReranker(), Similarity(v, w, torch.arange(50), torch.arange(400))
+    exact, bias = fast.topk(sim, 5).i2t.indices, fast.biases(sim).texts
+    shares = []
+    for nprobe in (1, 8):
+        found = rerank.BiasedIndex(w, bias, "IVF8,Flat", nprobe=nprobe).search(v, 5).indices
+        shares.append(float((found[:, :, None] == exact[:, None]).any(2).float().mean()))
+    assert shares[0] < 1.0 and shares[1] == 1.0  # all of the cells
+    few = rerank.BiasedIndex(w, bias, "IVF8,Flat", nprobe=1).search(v, 200)
+    assert ((few.indices == -1) == (few.values == -math.inf)).all() and (few.indices == -1).any()
+
+
+def test_without_faiss_an_index_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    with pytest.raises(ImportError, match=r"pip install 'itrloss\[faiss\]'"):
+        rerank.BiasedIndex(torch.rand(4, 3))
+
+
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -407,6 +446,10 @@ def test_a_single_query_without_a_bank_is_refused(name):
         (lambda: MutualProximity().rerank(torch.full((4, 4), math.nan)), ValueError, "scores.*finite"),
         (lambda: Sinkhorn().rerank(torch.full((4, 4), 3e38)), ValueError, r"scores: too large for Sinkhorn\(scale=100"),
         (lambda: MutualProximity().fit(torch.rand(9, 5)).rerank(torch.rand(4, 8)), ValueError, "images.*8 candidates"),
+        (lambda: rerank.BiasedIndex(torch.rand(4, 3), torch.rand(3)), ValueError, r"bias: expected shape \(4,\)"),
+        (lambda: rerank.BiasedIndex(torch.rand(4, 3), factory="Heap"), ValueError, "factory.*'Heap'"),
+        (lambda: rerank.BiasedIndex(torch.rand(4, 3)).search(torch.rand(2, 4), 2), ValueError, r"queries.*\(Q, 3\)"),
+        (lambda: rerank.BiasedIndex(torch.rand(4, 3)).search(torch.rand(2, 3), 0), ValueError, "k"),
         (lambda: FastReranker().calibrate(torch.rand(4, 7)), ValueError, "image_ids, text_ids"),
         (lambda: FastReranker().calibrate(torch.rand(4, 8), scales=()), ValueError, "scales"),
         (lambda: FastReranker().calibrate(torch.full((4, 8), math.nan)), ValueError, "validation.*finite"),

@@ -1,7 +1,8 @@
 """Re-rankers: better rankings from scores that exist already."""
 
-from .base import RerankBiases, Reranked, Reranker
+from .base import BiasReranker, RerankBiases, Reranked, Reranker
 from .fast import FastReranker, InvertedSoftmax
+from .index import BiasedIndex
 from .neighbours import KReciprocalReranker, MultiFactorReranker, ReciprocalReranker
 from .normalization import (
     CSLS,
@@ -15,6 +16,8 @@ from .normalization import (
 )
 
 __all__ = [
+    "BiasReranker",
+    "BiasedIndex",
     "CSLS",
     "DualBankNorm",
     "DualBankSinkhorn",
