@@ -246,8 +246,7 @@ def retrieval_results(
     elif reranker is not None:
         found = reranker._ranked(sim, hubness_k, ties)
     else:
-        tops = (top.indices for top in sim.both.topk(hubness_k))
-        found = list(zip(sim.both.ranks(ties=ties), tops, strict=True))
+        found = sim.both._ranked(hubness_k, ties=ties)
     ids = (torch.arange(n, device=sim.device) if x is None else x for x, n in zip(sim.ids, sim.shape, strict=True))
     i2t, t2i = (QueryResults(i, *f, view.shape[1]) for i, f, view in zip(ids, found, views, strict=True))
     return RetrievalResults(i2t, t2i)

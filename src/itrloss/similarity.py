@@ -132,6 +132,15 @@ class Both:
         biases = self._biases(row_bias, col_bias)
         return self._order(self._matrix.ranks(biases, (True, True), as_optimistic(ties)))
 
+    def _ranked(
+        self, k: int, row_bias: Tensor | None = None, col_bias: Tensor | None = None, *, ties: str = "pessimistic"
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Of the rows and of the columns, :meth:`ranks` and the indices of :meth:`topk`, from one pass."""
+        n, m = self._matrix.shape
+        biases = self._biases(row_bias, col_bias)
+        ranks, (_, top) = self._matrix.ranks_and_top((min(k, m), min(k, n)), biases, as_optimistic(ties))
+        return self._order(tuple(zip(ranks, top, strict=True)))
+
     def _params(self, row_params: tuple[Tensor, ...], col_params: tuple[Tensor, ...]) -> Any:
         if len(row_params) != len(col_params):
             got = f"{len(row_params)} and {len(col_params)}"

@@ -385,6 +385,10 @@ class Matrix:
         with torch.no_grad():  # as a decorator the compiler would refuse it
             return ranking.topk(self._detached_source(), k, biases)
 
+    def ranks_and_top(self, k: tuple[int, int], biases: Pair, optimistic: bool) -> Any:
+        with torch.no_grad():
+            return ranking.ranks_and_top(self._detached_source(), k, biases, optimistic)
+
     def ranks(self, biases: Pair, asked: Asked, optimistic: bool) -> Pair:
         with torch.no_grad():
             return ranking.ranks(self._detached_source(), biases, asked, optimistic)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,45 +12,48 @@ from .positives import Positives
 from .tiles import SIDES, Pair, Source, Tile, fused, tiles
 
 _MANY_SLOTS = 16  # from so many positives a row, sorting the row beats comparing it once per positive
+_PARTIAL_SORT = 64  # PyTorch on a CPU finds the k best of at least 64 k values some ten times as fast as of fewer
+
+Tops = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
+Ranks = tuple[Tensor | None, Tensor | None]
 
 
-def topk(source: Source, k: tuple[int, int], biases: Pair) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def topk(source: Source, k: tuple[int, int], biases: Pair) -> Tops:
     """The k highest ``S_ij + bias_j`` of each row (and column): values and indices, best first."""
-    values = [source.rows.new_empty(size, 0, dtype=source.dtype) for size in source.shape]
-    index = [v.new_empty(v.shape, dtype=torch.int64) for v in values]
-    best: list[dict[int, tuple[Tensor, Tensor]]] = [{}, {}]
+    best = [_Best(source, side, k[side]) for side in (0, 1)]
     for tile in tiles(source, scratch=1):
         for side, dim in SIDES:
-            if k[side] == 0:
-                continue
-            scores = tile.scores
-            if (bias := biases[side]) is not None:
-                scores = torch.add(scores, tile.spread(bias, 1 - dim), out=tile.scratch[0])
-            value, where = scores.topk(min(k[side], scores.shape[dim]), dim=dim)
-            start, first = (tile.r0, tile.c0) if dim == 1 else (tile.c0, tile.r0)
-            value, where = (x if dim == 1 else x.T for x in (value, where + first))
-            if start in best[side]:
-                old_value, old_where = best[side][start]
-                value, order = torch.cat([old_value, value], 1).topk(
-                    min(k[side], old_value.shape[1] + value.shape[1]), dim=1
-                )
-                where = torch.cat([old_where, where], 1).gather(1, order)
-            best[side][start] = value, where
-    for side, _ in SIDES:
-        if k[side]:
-            parts = [best[side][start] for start in sorted(best[side])]
-            values[side], index[side] = (torch.cat(list(x)) for x in zip(*parts, strict=True))
-    return (values[0], values[1]), (index[0], index[1])
+            if k[side]:
+                scores = tile.scores
+                if (bias := biases[side]) is not None:
+                    scores = torch.add(scores, tile.spread(bias, 1 - dim), out=tile.scratch[0])
+                best[side].add(tile, scores)
+    values, indices = zip(*(b.finish() for b in best), strict=True)
+    return values, indices  # type: ignore[return-value]
 
 
-def ranks(
-    source: Source, biases: Pair, asked: tuple[bool, bool], optimistic: bool
-) -> tuple[Tensor | None, Tensor | None]:
+def ranks(source: Source, biases: Pair, asked: tuple[bool, bool], optimistic: bool) -> Ranks:
     """Per row, the 1-based ranks of its positives among all columns, ascending, padded with 0: (N, most positives).
 
     A negative with the score of a positive is ahead of it, unless ``optimistic``. The positive's score is read from
     the very product that its rivals' scores come from.
     """
+    return _ranked(source, biases, asked, optimistic, None)
+
+
+def ranks_and_top(source: Source, k: tuple[int, int], biases: Pair, optimistic: bool) -> tuple[Ranks, Tops]:
+    """:func:`ranks` and :func:`topk` of both sides, from one pass over the scores."""
+    if source.fused:
+        return ranks(source, biases, (True, True), optimistic), topk(source, k, biases)
+    best = [_Best(source, side, k[side]) for side in (0, 1)]
+    found = _ranked(source, biases, (True, True), optimistic, best)
+    values, indices = zip(*(b.finish() for b in best), strict=True)
+    return found, (values, indices)  # type: ignore[return-value]
+
+
+def _ranked(
+    source: Source, biases: Pair, asked: tuple[bool, bool], optimistic: bool, best: list[_Best] | None
+) -> Ranks:
     pairs = Positives.of(source)
     tables = _score_tables(source, pairs, biases, asked)
     if source.fused and all(table is None or len(table) <= _MANY_SLOTS for table in tables):
@@ -63,6 +67,8 @@ def ranks(
             if table is None or count is None:
                 continue
             _biased(source, tile, biases[side], dim, t)
+            if best is not None:
+                best[side].add(tile, t)
             pairs.fill_(t, tile, -math.inf)
             if len(table) > _MANY_SLOTS:
                 ordered = (t if dim == 1 else t.T).sort(dim=1).values.contiguous()
@@ -74,6 +80,61 @@ def ranks(
                 compare = torch.gt if optimistic else torch.ge
                 tile.part(into, dim).add_(compare(t, tile.spread(threshold, dim)).sum(dim))
     return _finish(tables[0], counts[0]), _finish(tables[1], counts[1])
+
+
+class _Best:
+    """The k best candidates of each anchor of one side, of the tiles seen so far."""
+
+    def __init__(self, source: Source, side: int, k: int):
+        self.source, self.side, self.k = source, side, k
+        self.found: dict[int, tuple[Tensor, Tensor]] = {}  # of the anchors from this one on: values and indices
+        self.space: Tensor | None = None
+
+    def add(self, tile: Tile, scores: Tensor) -> None:
+        """Scores of the tile's shape, with whatever was added to them."""
+        x, start, first = (scores, tile.r0, tile.c0) if self.side == 0 else (scores.T, tile.c0, tile.r0)
+        old, size = self.found.get(start), x.shape[1]
+        k = min(self.k, size + (0 if old is None else old[0].shape[1]))
+        if x.device.type == "cpu" and size < _PARTIAL_SORT * k <= 4 * size:
+            self.found[start] = self._of_padded(x, k, old, first)
+            return
+        value, where = x.topk(min(k, size), dim=1)
+        where = where + first
+        if old is not None:
+            value, order = torch.cat([old[0], value], 1).topk(k, dim=1)
+            where = torch.cat([old[1], where], 1).gather(1, order)
+        self.found[start] = value, where
+
+    def _of_padded(self, x: Tensor, k: int, old: tuple[Tensor, Tensor] | None, first: int) -> tuple[Tensor, Tensor]:
+        """Those of before stand behind the new ones, and -inf behind both, up to a size that is sorted fast."""
+        n, size = x.shape
+        width = size + (0 if old is None else old[0].shape[1])
+        wide = max(width, _PARTIAL_SORT * k)
+        if self.space is None or self.space.shape[0] < n or self.space.shape[1] < wide:
+            self.space = torch.empty(n, wide, dtype=x.dtype)
+        space = self.space[:n, :wide]
+        space[:, :size] = x
+        space[:, width:] = -math.inf
+        least = torch.finfo(x.dtype).min
+        if old is not None:
+            space[:, size:width] = old[0]
+        space[:, :width].clamp_min_(least)  # so that -inf as a score is still ahead of nothing
+        value, where = space.topk(k, dim=1)
+        value.masked_fill_(value == least, -math.inf)
+        found = where + first
+        if old is not None:
+            found = torch.where(where < size, found, old[1].gather(1, (where - size).clamp_min_(0)))
+        return value, found
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """(anchors, k) values and indices."""
+        if not self.found:
+            anchors = self.source.shape[self.side]
+            empty = self.source.rows.new_empty(anchors, 0, dtype=self.source.dtype)
+            return empty, empty.long()
+        parts = [self.found[start] for start in sorted(self.found)]
+        values, indices = (torch.cat(list(x)) for x in zip(*parts, strict=True))
+        return values, indices
 
 
 def _biased(source: Source, tile: Tile, bias: Tensor | None, dim: int, out: Tensor) -> Tensor:
@@ -99,7 +160,8 @@ def _score_tables(source: Source, pairs: Positives, biases: Pair, asked: tuple[b
         width = int(slot.max()) + 1 if slot.numel() else 0
         tables.append(source.rows.new_full((width, view.n), math.nan, dtype=source.dtype))
         places.append((anchor, other, slot))
-    for tile in tiles(source, scratch=1):
+    i, j = pairs.pairs()
+    for tile in tiles(source, scratch=1, wanted=_holding(i, j)):
         for side, dim in SIDES:
             table, place = tables[side], places[side]
             if table is None or place is None:
@@ -110,6 +172,15 @@ def _score_tables(source: Source, pairs: Positives, biases: Pair, asked: tuple[b
             inside = (i >= tile.r0) & (i < tile.r1) & (j >= tile.c0) & (j < tile.c1)
             table[slot[inside], anchor[inside]] = t[i[inside] - tile.r0, j[inside] - tile.c0]
     return tables
+
+
+def _holding(i: Tensor, j: Tensor) -> Callable[[int, int, int, int], bool]:
+    """Whether one of these pairs lies in a tile: captions that stand by their images are in a few tiles of many."""
+
+    def wanted(r0: int, r1: int, c0: int, c1: int) -> bool:
+        return bool(((i >= r0) & (i < r1) & (j >= c0) & (j < c1)).any())
+
+    return wanted
 
 
 def _finish(table: Tensor | None, count: Tensor | None) -> Tensor | None:

@@ -153,13 +153,16 @@ class Tile:
         return sums
 
 
-def tiles(source: Source, scratch: int) -> Iterator[Tile]:
-    """Visit every score once. ``tile.scores`` must not be written to."""
+Wanted = Callable[[int, int, int, int], bool]  # whether a tile r0, r1, c0, c1 is
+
+
+def tiles(source: Source, scratch: int, wanted: Wanted | None = None) -> Iterator[Tile]:
+    """Visit every score once, or those of wanted tiles alone. ``tile.scores`` must not be written to."""
     if 0 in source.shape:
         return iter(())
     if source.fused:
         return fused().as_tiles(source, scratch)
-    return _panels(source, scratch) if source.cols is None else _products(source, scratch)
+    return _panels(source, scratch) if source.cols is None else _products(source, scratch, wanted)
 
 
 def _workspace(source: Source, numel: int, count: int) -> list[Tensor]:
@@ -195,7 +198,7 @@ def tile_shape(source: Source) -> tuple[int, int]:
     return min(n, max(1, numel // c)), c
 
 
-def _products(source: Source, scratch: int) -> Iterator[Tile]:
+def _products(source: Source, scratch: int, wanted: Wanted | None = None) -> Iterator[Tile]:
     n, m = source.shape
     step_r, step_c = tile_shape(source)
     alone = step_r == n and step_c == m
@@ -204,8 +207,9 @@ def _products(source: Source, scratch: int) -> Iterator[Tile]:
     assert source.cols is not None
     # Columns outside: their wider block is normalised once, the narrow row block again and again.
     for c0, c1 in _spans(m, step_c):
-        right = source.unit_cols(c0, c1) if kept is None else None
-        for r0, r1 in _spans(n, step_r):
+        spans = [span for span in _spans(n, step_r) if wanted is None or wanted(*span, c0, c1)]
+        right = source.unit_cols(c0, c1) if kept is None and spans else None
+        for r0, r1 in spans:
             views = [b[: (r1 - r0) * (c1 - c0)].view(r1 - r0, c1 - c0) for b in space]
             if kept is not None:
                 yield Tile(r0, r1, c0, c1, kept[r0:r1, c0:c1], views, alone)

@@ -270,9 +270,7 @@ class BiasReranker(Reranker):
 
     def _ranked(self, sim: Similarity, k: int, ties: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         biases = self.biases(sim)
-        ranks = sim.both.ranks(biases.images, biases.texts, ties=ties)
-        tops = sim.both.topk(k, biases.images, biases.texts)
-        return (ranks[0], tops[0].indices), (ranks[1], tops[1].indices)
+        return sim.both._ranked(k, biases.images, biases.texts, ties=ties)
 
 
 class BlockReranker(Reranker):
