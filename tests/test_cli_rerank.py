@@ -1,0 +1,324 @@
+"""``itrloss rerank`` and ``itrloss eval``: what they print and write, and how they refuse what they cannot read."""
+
+from __future__ import annotations
+
+import csv
+import os
+import pickle
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from itrloss import Similarity, rerank
+from itrloss.cli import main
+from itrloss.files import read_ids, read_matrix
+from itrloss.metrics import retrieval_metrics
+from itrloss.study import METHODS
+
+N, C, D = 12, 5, 8
+
+
+def pairs(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Embeddings of images and of five captions each, with hubs."""
+    generator = np.random.default_rng(seed)
+    images = generator.normal(size=(N, D))
+    texts = images.repeat(C, 0) + 1.2 * generator.normal(size=(N * C, D)) + generator.random((N * C, 1))
+    return images.astype(np.float32), texts.astype(np.float32)
+
+
+def scores(seed: int = 0) -> np.ndarray:
+    images, texts = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in pairs(seed))
+    return images @ texts.T
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "sims.npy"
+    np.save(path, scores())
+    return path
+
+
+def run(*arguments: object) -> int:
+    return main([str(x) for x in arguments])
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> dict[str, list[str]]:
+    """Of the table, by the method."""
+    found: dict[str, list[str]] = {}
+    for line in capsys.readouterr().out.splitlines():
+        found.setdefault(line[:18].strip(), []).append(line)
+    return found
+
+
+def test_every_method_has_its_line(saved: Path, capsys: pytest.CaptureFixture[str]):
+    assert run("rerank", saved) == 0
+    found = lines(capsys)
+    assert set(METHODS) | {"as they are"} <= set(found)
+    plain = retrieval_metrics(torch.from_numpy(scores()))
+    assert f"{plain['rsum']:6.1f}" in found["as they are"][0]
+    fast = retrieval_metrics(torch.from_numpy(scores()), reranker=rerank.FastReranker())
+    assert f"{fast['rsum']:6.1f}" in found["fast"][0] and f"{fast['rsum'] - plain['rsum']:+.1f}" in found["fast"][0]
+    for name, kind in METHODS.items():
+        assert ("left out" in found[name][0]) == (kind.needs_bank or kind.needs_embeddings), name
+
+
+def test_embeddings_and_banks_leave_none_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for name, arrays in {"": pairs(), "val_": pairs(1), "bank_": pairs(2)}.items():
+        for side, x in zip(("images", "texts"), arrays, strict=True):
+            np.save(tmp_path / f"{name}{side}.npy", x.astype(np.float16))
+    given = [tmp_path / f"{name}.npy" for name in ("images", "texts")]
+    banks = ["--bank-images", tmp_path / "bank_images.npy", "--bank-texts", tmp_path / "bank_texts.npy"]
+    assert run("eval", *given, "--val", tmp_path / "val_images.npy", tmp_path / "val_texts.npy", *banks) == 0
+    found = lines(capsys)
+    for name, kind in METHODS.items():
+        wanted = ["the bank"] if kind.needs_bank else ["the test queries", "the bank"]
+        assert [line[19:37].strip() for line in found[name]] == wanted[: 1 if name == "k-reciprocal" else 2]
+    assert len(found["fast, calibrated"]) == 2
+    images, texts = (torch.from_numpy(x).half() for x in pairs())
+    ids = torch.arange(N), torch.arange(N).repeat_interleave(C)
+    bank = [torch.from_numpy(x).half() for x in pairs(2)]
+    fitted = retrieval_metrics(Similarity(images, texts, *ids), reranker=rerank.CSLS().fit(*bank))
+    assert f"{fitted['rsum']:6.1f}" in found["csls"][1]
+
+
+def test_a_bank_of_scores_and_a_validation_set(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    generator = np.random.default_rng(0)
+    np.save(tmp_path / "bank.npy", generator.random((30, N * C)))
+    np.save(tmp_path / "val.npy", scores(1))
+    options = ("--bank-images", tmp_path / "bank.npy", "--val", tmp_path / "val.npy")
+    assert run("rerank", saved, *options, "--methods", "fast", "qb-norm") == 0
+    found = lines(capsys)
+    assert len(found["fast"]) == len(found["fast, calibrated"]) == 2 and "needs banks" in found["qb-norm"][0]
+    chosen = rerank.FastReranker().calibrate(torch.from_numpy(scores(1)))
+    wanted = retrieval_metrics(torch.from_numpy(scores()), reranker=chosen)["rsum"]
+    assert f"{wanted:6.1f}" in found["fast, calibrated"][0]
+
+
+def test_what_is_written_is_what_the_library_finds(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out, ranked, queries = (tmp_path / name for name in ("out.npz", "rankings.npz", "queries.csv"))
+    options = ("--methods", "csls", "fast", "--write", "fast", "--i2t", 9, 8, "--t2i", 8, 17, "--top", 3)
+    assert run("rerank", saved, *options, "--out", out, "--rankings", ranked, "--queries", queries) == 0
+    assert "written (fast, hubs of the test queries)" in capsys.readouterr().out
+    fast, given = rerank.FastReranker((9, 8), (8, 17)), torch.from_numpy(scores())
+    wanted, tops = fast.rerank(given), fast.topk(given, 3)
+    with np.load(out) as arrays:
+        np.testing.assert_allclose(arrays["i2t"], wanted.i2t)
+        np.testing.assert_allclose(arrays["t2i"], wanted.t2i)
+    with np.load(ranked) as arrays:
+        assert (arrays["i2t"] == tops.i2t.indices.numpy()).all() and (arrays["t2i"] == tops.t2i.indices.numpy()).all()
+    with open(queries, encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == N + N * C
+    metrics = retrieval_metrics(given, reranker=fast)
+    hits = [int(row["best_rank"]) <= 5 for row in rows if row["direction"] == "t2i"]
+    assert 100 * sum(hits) / len(hits) == pytest.approx(metrics["t2i_r5"])
+    assert run("rerank", saved, "--methods", "csls", "--write", "as they are", "--out", out) == 0
+    with np.load(out) as arrays:
+        np.testing.assert_allclose(arrays["t2i"], given)
+
+
+class _Page(HTMLParser):
+    """The text of a page, whose elements are closed as they were opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+        assert not any(name in ("src", "href") for name, _ in attrs)  # nothing is loaded
+
+    def handle_startendtag(self, tag: str, attrs: list) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_report_names_hubs_and_who_gained(saved: Path, tmp_path: Path):
+    report, names = tmp_path / "report.html", tmp_path / "captions.txt"
+    names.write_text("\n".join(f"caption <{i}> & co" for i in range(N * C)), encoding="utf-8")
+    assert run("rerank", saved, "--report", report, "--text-names", names, "--methods", "fast", "sinkhorn") == 0
+    page = _Page()
+    page.feed(report.read_text(encoding="utf-8"))
+    assert page.open == []
+    plain = Similarity.from_scores(torch.from_numpy(scores()), torch.arange(N), torch.arange(N * C) // C)
+    hub = int(torch.bincount(plain.topk(10).indices.flatten(), minlength=N * C).argmax())
+    assert f"caption <{hub}> & co" in page.text and "image 3" in page.text
+    for text in ("sinkhorn", "greatest hubs before", "gained most", "lost most", "text→image"[:4]):
+        assert text in page.text
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_pickled_dictionaries_are_read(tmp_path: Path, protocol: int):
+    path = tmp_path / "sims.pkl"
+    path.write_bytes(pickle.dumps({"npts": N, "sims": scores()}, protocol))
+    np.testing.assert_array_equal(read_matrix(path), scores())
+
+
+def test_formats(tmp_path: Path):
+    wanted = scores()
+    np.save(tmp_path / "dictionary.npy", {"npts": N, "sims": wanted})  # type: ignore[arg-type]
+    np.save(tmp_path / "fortran.npy", np.asfortranarray(wanted))
+    np.save(tmp_path / "big.npy", wanted.astype(">f8"))
+    np.save(tmp_path / "half.npy", wanted.astype(np.float16))
+    np.savez(tmp_path / "one.npz", wanted)
+    np.savez_compressed(tmp_path / "several.npz", sims=wanted, other=wanted[:3])
+    torch.save(torch.from_numpy(wanted), tmp_path / "tensor.pt")
+    torch.save({"sims": torch.from_numpy(wanted).bfloat16(), "epoch": 3}, tmp_path / "dictionary.pt")
+    for path in tmp_path.iterdir():
+        loose = 0.01 if "half" in path.name or path.name == "dictionary.pt" else 0
+        np.testing.assert_allclose(read_matrix(path).float(), wanted, atol=loose)
+    assert read_matrix(tmp_path / "several.npz", "other").shape == (3, N * C)
+    (tmp_path / "ids.txt").write_text("3\n4\n-5\n")
+    np.save(tmp_path / "ids.npy", np.array([3, 4, 5], np.uint16))
+    assert read_ids(tmp_path / "ids.txt").tolist() == [3, 4, -5] and read_ids(tmp_path / "ids.npy").tolist() == [
+        3,
+        4,
+        5,
+    ]
+
+
+class _Evil:
+    def __reduce__(self):
+        return os.mkdir, (os.environ["ITRLOSS_TEST_EVIL"],)
+
+
+def _header(text: str) -> bytes:
+    return b"\x93NUMPY\x01\x00" + len(text := text.ljust(117) + "\n").to_bytes(2, "little") + text.encode()
+
+
+BAD = {
+    "empty.npy": (b"", "is empty"),
+    "text.npy": (b"These are no numbers at all.", "magic string"),
+    "damaged.npz": (b"PK\x03\x04" + bytes(60), "not a zip file"),
+    "damaged.pt": (b"PK\x03\x04" + bytes(60), "not a readable .pt"),
+    "damaged.pkl": (b"\x80\x04\x95\xff\xff", "not a readable .pkl"),
+    "long_header.npy": (b"\x93NUMPY\x02\x00" + (2**31).to_bytes(4, "little") + b"{", "a header of 2147483648 bytes"),
+    "large.npy": (
+        _header("{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000, 1000000)}"),
+        "not a readable",
+    ),
+    "negative.npy": (_header("{'descr': '<f4', 'fortran_order': False, 'shape': (-4, 4)}"), "not a readable"),
+    "sims.csv": (b"0.1,0.2", r"expected a file named \*.npy"),
+}
+ARRAYS = {
+    "nan.npy": (np.where(np.arange(N * C) == 7, np.nan, scores()), "finite"),
+    "infinite.npy": (np.where(np.arange(N * C) == 7, np.inf, scores()), "finite"),
+    "transposed.npy": (scores().T, "--transpose"),
+    "misshapen.npy": (scores()[:, :-1], "--image-ids, --text-ids"),
+    "vector.npy": (scores()[0], "expected a matrix"),
+    "cube.npy": (scores()[None], "expected a matrix"),
+    "no_rows.npy": (scores()[:0], "expected a matrix"),
+    "integers.npy": (np.arange(N * C).reshape(N, C), "floating-point"),
+    "complex.npy": (scores() + 1j, "expected numbers"),
+    "objects.npy": (np.array([[0.5, "a"], [0.1, None]], dtype=object), "expected numbers"),
+    "strings.npy": (np.array([["a", "b"]]), "expected numbers"),
+    "wrong_count.npy": ({"npts": 7, "sims": scores()}, "npts = 7"),
+    "no_sims.npy": ({"a": scores(), "b": scores()}, "one of the name sims; it has a, b"),
+}
+
+
+@pytest.mark.parametrize("name", [*BAD, *ARRAYS, "missing.npy", "short.npy", "short.pkl"])
+def test_a_bad_file_gets_one_line_and_leaves_nothing(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path, message = tmp_path / name, "No such file"
+    if name in BAD:
+        path.write_bytes(BAD[name][0])
+        message = BAD[name][1]
+    elif name in ARRAYS:
+        np.save(path, ARRAYS[name][0])
+        message = ARRAYS[name][1]
+    elif name == "short.npy":
+        np.save(path, scores())
+        path.write_bytes(path.read_bytes()[:-100])
+        message = "not a readable .npy"
+    elif name == "short.pkl":
+        path.write_bytes(pickle.dumps({"sims": scores()})[:-100])
+        message = "not a readable .pkl"
+    before = set(tmp_path.iterdir())
+    outputs = ["--out", tmp_path / "o.npz", "--rankings", tmp_path / "r.npz", "--report", tmp_path / "r.html"]
+    assert run("rerank", path, "--methods", "fast", *outputs, "--queries", tmp_path / "q.csv") == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1 and name.split(".")[0] in error and "Traceback" not in error, error
+    assert re.search(message, error), error
+    assert set(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("suffix", [".pkl", ".npy", ".npz", ".pt"])
+def test_nothing_in_a_file_is_executed(suffix: str, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]):
+    mark = tmp_path / "executed"
+    monkeypatch.setenv("ITRLOSS_TEST_EVIL", str(mark))
+    path = tmp_path / f"evil{suffix}"
+    if suffix == ".pkl":
+        path.write_bytes(pickle.dumps({"sims": _Evil()}))
+    elif suffix == ".pt":
+        torch.save({"sims": _Evil()}, path)
+    elif suffix == ".npy":
+        np.save(path, np.array([_Evil()], dtype=object))
+    else:
+        np.savez(path, sims=np.array([_Evil()], dtype=object))
+    assert run("rerank", path) == 2 and len(capsys.readouterr().err.splitlines()) == 1
+    assert not mark.exists()
+
+
+def test_what_is_interrupted_leaves_the_old_file(saved: Path, tmp_path: Path, monkeypatch):
+    out = tmp_path / "out.npz"
+    out.write_text("of yesterday")
+
+    def full(*args: object, **arrays: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(np, "savez", full)
+    assert run("rerank", saved, "--methods", "fast", "--out", out) == 2
+    assert out.read_text() == "of yesterday" and sorted(x.name for x in tmp_path.iterdir()) == ["out.npz", "sims.npy"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--out", "nowhere/out.npz"), "there is no directory"),
+        (("--top", 0), "--top"),
+        (("--write", "csls"), "--write: expected one of as they are, fast"),
+        (("--i2t", 0, 1), "i2t: expected two numbers above 0"),
+        (("--image-ids", "ids.txt"), "--image-ids, --text-ids: expected both or neither"),
+        (("--text-names", "ids.txt"), "ids.txt: expected a line for each of the 60 texts, got 3"),
+        (("--image-ids", "ids.txt", "--text-ids", "ids.txt"), r"--image-ids: expected shape \(12,\)"),
+        (("--val", "val.npy"), "val.npy: .*--image-ids, --text-ids"),
+        (("--bank-images", "val.npy"), "images: expected scores with the 60 candidates, got a bank of 10"),
+        (("--transpose",), "with --transpose it has 60 rows"),
+        (("--key", "sims"), "expected entries with names"),
+    ],
+)
+def test_bad_options_are_named(arguments, message, saved: Path, monkeypatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.chdir(saved.parent)
+    Path("ids.txt").write_text("1\n2\n3\n")
+    np.save("val.npy", np.random.default_rng(0).random((7, 10)))
+    output = ("--out", "o.npz") if "--out" not in arguments and "--top" not in arguments else ()
+    assert run("rerank", saved, "--methods", "fast", *output, *arguments) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not Path("o.npz").exists()
+
+
+def test_transposed_matrices_and_ids_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    np.save(tmp_path / "t.npy", scores().T)
+    assert run("rerank", tmp_path / "t.npy", "--transpose", "--methods", "fast") == 0
+    plain = lines(capsys)["as they are"]
+    shuffled = np.random.default_rng(0).permutation(N * C)
+    np.save(tmp_path / "s.npy", scores()[:, shuffled])
+    np.save(tmp_path / "i.npy", np.arange(N) + 7)
+    np.save(tmp_path / "j.npy", shuffled // C + 7)
+    ids = ("--image-ids", tmp_path / "i.npy", "--text-ids", tmp_path / "j.npy")
+    assert run("rerank", tmp_path / "s.npy", *ids, "--methods", "fast") == 0
+    assert lines(capsys)["as they are"][0][:84] == plain[0][:84]
