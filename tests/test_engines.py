@@ -534,3 +534,26 @@ def test_an_only_candidate_leaves_no_entropy(engine, temperature):
     v, w = torch.randn(50, 3), torch.randn(1, 3)
     entropy = Similarity(v, w, torch.arange(50), torch.tensor([99]), engine=engine).entropy(temperature)
     assert (entropy >= 0).all() and (entropy < 1e-5).all()
+
+
+@pytest.mark.parametrize("tile", [(2**20, 2048), (90 * 70, 70)])
+@pytest.mark.parametrize("k", [1, 3, 7, 40])
+def test_best_candidates_whatever_the_sizes(tile, k, monkeypatch):
+    """Few candidates for the k asked, and many, are found in different ways; so are those of several tiles."""
+    monkeypatch.setitem(tiles.TILE, "cpu", tile)
+    v, w = embeddings(230, 310, dtype=torch.float64)
+    ids = torch.arange(230), torch.arange(310)
+    rows, cols = (torch.randn(n, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in (230, 310))
+    rows[5], cols[::3] = -math.inf, -math.inf  # candidates that nobody is to find
+    sim = Similarity(v, w, *ids, engine="tiled")
+    matrix = sim.scores()
+    found = sim.both.topk(k, rows, cols)
+    for top, biased in zip(found, (matrix + cols, matrix.T + rows), strict=True):
+        wanted = biased.topk(k)
+        torch.testing.assert_close(top.values, wanted.values)
+        torch.testing.assert_close(biased.gather(1, top.indices), wanted.values)
+        assert all(len(set(row)) == k for row in top.indices.tolist())
+    ranks, top = sim.both._ranked(k, rows, cols)[0]
+    assert torch.equal(top, found[0].indices) and torch.equal(ranks, sim.both.ranks(rows, cols)[0])
+    one = sim.topk(k, cols)
+    assert torch.equal(one.indices, found[0].indices)
