@@ -97,25 +97,14 @@ def test_ragged_ids_and_listed_pairs_equal_the_loops(engine, ties, seed, tiny_bl
     judgements, S2 = judged(seed), S[::-1, ::-1].copy()
     for relevant in (2, 2.5, 4):
         pairs = right_pairs(judgements, relevant)
-        found = retrieval_results(tied(engine, seed=seed)[0], judgements=judgements, relevant=relevant, ties=ties)
-        assert without_skewness(found.metrics()) == pytest.approx(oracle_metrics.listed(S, pairs, ties))
         both = {"judgements": judgements, "relevant": relevant, "ties": ties}
+        found = retrieval_results(tied(engine, seed=seed)[0], **both)
+        assert without_skewness(found.metrics()) == pytest.approx(oracle_metrics.listed(S, pairs, ties))
+        assert found.t2i.candidates == N and int(found.i2t.occurrences.sum()) == found.i2t.top.numel() == 10 * N
         t2i = retrieval_results(asked, *given_ids, t2i_scores=torch.from_numpy(S2), **both).t2i
         assert without_skewness(t2i.metrics()) == pytest.approx(
             {k[4:]: x for k, x in oracle_metrics.listed(S2, pairs, ties).items() if k.startswith("t2i")}
         )
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_judgements_by_ids_are_ids(engine, tiny_blocks):
-    asked, S = tied(engine, ragged(1))
-    images, texts = (ragged(1)[0][:, None] == ragged(1)[1]).nonzero().T
-    like = Judgements(images.int(), texts.int(), torch.ones(len(images)).half())
-    by_ids = retrieval_results(torch.from_numpy(S), *ragged(1), hubness_k=3)
-    by_judgements = retrieval_results(asked, judgements=like, relevant=1, hubness_k=3)
-    for a, b in ((by_ids.i2t, by_judgements.i2t), (by_ids.t2i, by_judgements.t2i)):
-        assert torch.equal(a.ranks, b.ranks) and a.candidates == b.candidates == len(b.occurrences)
-        assert a.top.shape == b.top.shape and int(b.occurrences.sum()) == b.top.numel()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -278,6 +267,7 @@ def simulated(seed, n=80, captions=5):
     return RetrievalResults(*(QueryResults(i, r, torch.zeros_like(r), 100) for i, r in zip(ids, ranks, strict=True)))
 
 
+@pytest.mark.slow
 def test_intervals_hold_what_they_promise():
     runs = [simulated(seed) for seed in range(200)]
     found = [confidence_intervals(run, level=0.9, samples=200) for run in runs]
@@ -341,14 +331,12 @@ UNANSWERED = retrieval_results(PERFECT, torch.arange(4), torch.arange(20) + 9)
     [
         (asked_with(images=torch.tensor([0.0, 1.0])), TypeError, r"judgements\.images.*integers.*float32"),
         (asked_with(images=torch.tensor([True, False])), TypeError, r"judgements\.images.*integers.*bool"),
-        (asked_with(images=[0, 1]), TypeError, r"judgements\.images.*list"),
         (asked_with(texts=torch.tensor([[0, 1]])), TypeError, r"judgements\.texts.*\(1, 2\)"),
         (asked_with(texts=torch.tensor([0])), ValueError, r"judgements\.texts.*got 1"),
         (asked_with(images=torch.tensor([0, 4])), ValueError, r"judgements\.images.*0 to 3, got 0 to 4"),
         (asked_with(texts=torch.tensor([-1, 4])), ValueError, r"judgements\.texts.*0 to 19, got -1 to 4"),
         (asked_with(images=torch.tensor([]).long()), ValueError, r"judgements\.images.*got 0"),
         (asked_with(grades=torch.tensor([1.0])), ValueError, r"judgements\.grades.*\(2,\).*\(1,\)"),
-        (asked_with(grades=[1.0, 2.0]), ValueError, r"judgements\.grades.*list"),
         (asked_with(grades=torch.tensor([1.0, math.nan])), ValueError, r"judgements\.grades.*finite"),
         (asked_with(grades=torch.tensor([2.0, 2.0])), ValueError, "judgements.*two different"),
         (asked_with(relevant=None), ValueError, "relevant.*None"),
@@ -359,12 +347,10 @@ UNANSWERED = retrieval_results(PERFECT, torch.arange(4), torch.arange(20) + 9)
         (lambda: agreement(PERFECT, FEW, k=0), ValueError, "k: .*0"),
         (lambda: agreement(torch.rand(4), FEW), ValueError, "scores"),
         (lambda: retrieval_metrics(PERFECT, folds=3), ValueError, "folds.*divisor of the 4.*3"),
-        (lambda: retrieval_metrics(PERFECT, folds=8), ValueError, "folds.*8"),
         (lambda: retrieval_metrics(PERFECT, folds=0), ValueError, "folds.*0"),
         (lambda: retrieval_metrics(PERFECT, folds=2.0), TypeError, r"folds.*2\.0"),  # type: ignore[arg-type]
         (lambda: retrieval_metrics(PERFECT[:, :2], torch.arange(4), torch.arange(2), folds=2), ValueError, "2 to 3"),
         *((lambda x=x: confidence_intervals(ONE, level=x), ValueError, f"level.*{x}") for x in (0, 1, 1.5, math.nan)),
-        (lambda: compare(ONE, ONE, level=1), ValueError, "level.*1"),
         (lambda: compare(ONE, ONE, level="high"), TypeError, "level.*high"),  # type: ignore[arg-type]
         (lambda: confidence_intervals(ONE, samples=0), ValueError, "samples.*0"),
         (lambda: compare(ONE, ONE, samples=1.5), TypeError, r"samples.*1\.5"),  # type: ignore[arg-type]
