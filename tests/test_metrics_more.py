@@ -366,6 +366,7 @@ def test_bad_input_is_named(call, error, message):
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="Flickr8k's expert judgements are not there: ../shared/data is absent")
+@pytest.mark.slow
 def test_flickr8k_experts_agree_with_a_linear_model():
     """Captions of other pictures that three experts found fitting: a caption finds these before it finds its own."""
     names = (SHARED / "flickr8k" / "test_images.txt").read_text().split()
