@@ -256,7 +256,7 @@ def _query_metrics(S: Array, query_ids: Ids, item_ids: Ids) -> dict[str, float]:
     * mAP@R: ``(1/R) Σ_{k=1..R} [item k is positive] · (positives among the first k)/k`` (the same paper);
     * skewness: see `_occurrence_skewness`.
 
-    Queries without a positive are left out of all but the skewness; with no query left the figures are NaN.
+    Queries without a positive are left out; with no query left the figures are NaN.
     """
     queries, items = np.asarray(query_ids), np.asarray(item_ids)
     ranks, precisions, averages = [], [], []
@@ -274,7 +274,7 @@ def _query_metrics(S: Array, query_ids: Ids, item_ids: Ids) -> dict[str, float]:
     figures["median_rank"] = float(median(ranks)) if ranks else math.nan
     figures["r_precision"] = 100 * _mean(precisions)
     figures["map_at_r"] = 100 * _mean(averages)
-    figures["skewness"] = _occurrence_skewness(S)
+    figures["skewness"] = _occurrence_skewness(S[[i for i, query in enumerate(queries) if query in items]])
     return figures
 
 

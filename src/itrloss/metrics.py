@@ -50,7 +50,7 @@ class QueryResults:
     """What each query of one direction found.
 
     Attributes:
-        ids: (Q,) int64 ids of the queries.
+        ids: (Q,) int64 ids of the queries, as :attr:`itrloss.Similarity.ids` has them: their numbers where it has none.
         ranks: (Q, P) int64 ranks of their right candidates, from 1, ascending, padded with 0.
         top: (Q, k) int64 indices of their best candidates, best first.
         candidates: how many there are to choose from.
@@ -220,7 +220,8 @@ def retrieval_results(
         t2i_scores: (n_images, n_texts) scores for the text queries, if they differ (as after re-ranking).
         reranker: evaluate these scores re-ranked, without holding the matrix.
         judgements: pairs that people graded; those graded ``relevant`` or higher are right then, not those with equal
-            ids. Queries without such a pair do not count. Not beside a reranker.
+            ids, which may then be left out whatever the shape. Queries without such a pair do not count. Not beside a
+            reranker.
         relevant: the lowest grade that counts as right, for ``judgements``.
         ties: whether a wrong candidate with the score of a right one is ahead of it (``"pessimistic"``) or behind.
         hubness_k: k of the k-occurrences.
@@ -233,6 +234,10 @@ def retrieval_results(
     if hubness_k < 1:
         raise ValueError(f"hubness_k: expected a number of at least 1, got {hubness_k}")
     as_optimistic(ties)
+    if judgements is None and relevant is not None:
+        raise ValueError(f"relevant: expected None without judgements, got {relevant}")
+    if judgements is not None and image_ids is None and text_ids is None and not _fits_convention(scores):
+        image_ids, text_ids = _no_ids(scores)
     sim = labelled("scores", scores, image_ids, text_ids).detach()
     other = _of_texts(sim, t2i_scores)
     views = sim, (sim if other is None else other).T
@@ -296,6 +301,9 @@ def confidence_intervals(
         level: of confidence; the interval leaves ``(1 - level) / 2`` of the samples out at either end.
         samples: how often is drawn.
         seed: of the draws.
+
+    Raises:
+        ValueError: naming the argument, also if no query has a right candidate.
     """
     names, (sums,) = _sums_of_ids(results)
     found = _resampled(sums, samples, seed)
@@ -320,15 +328,16 @@ def compare(
         level, samples, seed: see :func:`confidence_intervals`.
 
     Raises:
-        ValueError: if the queries differ.
+        ValueError: if the queries differ, or none has a right candidate.
     """
     names, (first, second) = _sums_of_ids(results, others)
     together = _resampled(torch.stack([first, second]), samples, seed)
     found = together[0] - together[1]
+    valid = found.isfinite().sum(0)  # a sample of unanswered queries alone has no figures
     exact = _figures(first.sum(0)) - _figures(second.sum(0))
     low, high = _interval(found, level)
     tail = torch.minimum((found <= 0).sum(0), (found >= 0).sum(0))
-    p = (2 * (tail + 1) / (samples + 1)).clamp_max(1.0)
+    p = (2 * (tail + 1).double() / (valid + 1)).clamp_max(1.0)
     return {
         name: Comparison(*(float(x) for x in values)) for name, *values in zip(names, exact, low, high, p, strict=True)
     }
@@ -355,6 +364,8 @@ def _sums_of_ids(*runs: RetrievalResults) -> tuple[list[str], list[Tensor]]:
             answered = (side.positives > 0).double()
             values = [*side.hits.double().unbind(1), side.r_precision, side.average_precision, answered]
             sums[:, w].index_add_(0, index, torch.stack(values, 1) * answered[:, None])
+        if not bool(sums[..., -1].any()):
+            raise ValueError("results: no query has a right candidate")
         found.append(sums)
     return [f"{way}_{name}" for way in WAYS for name in _FIGURES] + ["rsum"], found
 
@@ -408,7 +419,7 @@ def agreement(scores: Tensor | Similarity, judgements: Judgements, *, k: int = 1
 
     with the number of concordant pairs of judgements P and of discordant ones Q, of all pairs n₀, and of those tied in
     score n₁ or in grade n₂. :math:`g_l` is the grade of the candidate at rank l, or the lowest one if it was not
-    judged; queries with nothing above the lowest grade do not count.
+    judged; queries with nothing above the lowest grade do not count. Equal scores rank in no particular order.
 
     Args:
         scores: (n_images, n_texts), or a ``Similarity``.
@@ -421,7 +432,7 @@ def agreement(scores: Tensor | Similarity, judgements: Judgements, *, k: int = 1
     gains = (grades - grades.amin()).double()
     if not bool(gains.any()):
         raise ValueError("judgements: expected at least two different grades")
-    values = sim.pair_scores(images, texts).double()
+    values = sim.pair_scores(images.to(sim.device), texts.to(sim.device)).double().cpu()
     ndcg = [_ndcg(sim, images, texts, gains, k), _ndcg(sim.T, texts, images, gains, k)]
     return Agreement(_kendall(values, grades), *ndcg)
 
@@ -429,15 +440,22 @@ def agreement(scores: Tensor | Similarity, judgements: Judgements, *, k: int = 1
 def _no_ids(scores: Tensor | Similarity) -> tuple[Tensor | None, Tensor | None]:
     """Judgements take the place of ids, so that any shape goes."""
     if isinstance(scores, Tensor) and scores.dim() == 2:
-        return torch.arange(scores.shape[0]), torch.arange(scores.shape[1])
+        images, texts = torch.arange(sum(scores.shape)).split(tuple(scores.shape))
+        return images, texts
     return None, None
 
 
+def _fits_convention(scores: Tensor | Similarity) -> bool:
+    matrix = isinstance(scores, Tensor) and scores.dim() == 2 and scores.numel()
+    return not matrix or scores.shape[1] % scores.shape[0] == 0
+
+
 def _averaged(judgements: Judgements, shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Checked; each pair once."""
+    """Checked, on the CPU; each pair once."""
     images, texts, grades = judgements
     for name, x, size in (("images", images, shape[0]), ("texts", texts, shape[1])):
-        if not isinstance(x, Tensor) or x.is_floating_point() or x.dim() != 1:
+        integers = isinstance(x, Tensor) and not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+        if not integers or x.dim() != 1:
             raise TypeError(f"judgements.{name}: expected a 1-D tensor of integers, got {_seen(x)}")
         if len(x) == 0 or len(x) != len(images):
             raise ValueError(f"judgements.{name}: expected as many as there are images, above 0; got {len(x)}")
@@ -448,9 +466,12 @@ def _averaged(judgements: Judgements, shape: tuple[int, int]) -> tuple[Tensor, T
         raise ValueError(f"judgements.grades: expected a tensor of shape {tuple(images.shape)}, got {_seen(grades)}")
     if not bool(grades.double().isfinite().all()):
         raise ValueError("judgements.grades: expected finite numbers")
-    pairs, which = torch.unique(images * shape[1] + texts, return_inverse=True)
-    sums = torch.zeros(len(pairs), dtype=torch.float64).index_add_(0, which, grades.double())
-    return pairs // shape[1], pairs % shape[1], sums / torch.bincount(which)
+    images, texts, values = images.cpu().long(), texts.cpu().long(), grades.detach().cpu().double()
+    pairs, which, count = torch.unique(images * shape[1] + texts, return_inverse=True, return_counts=True)
+    none = torch.zeros(len(pairs), dtype=torch.float64)
+    lowest, highest = (none.scatter_reduce(0, which, values, way, include_self=False) for way in ("amin", "amax"))
+    means = none.index_add(0, which, values) / count
+    return pairs // shape[1], pairs % shape[1], means.clamp(lowest, highest)  # that of equal grades is that very grade
 
 
 def _seen(x: object) -> str:
@@ -461,7 +482,8 @@ def _relevant(judgements: Judgements, relevant: float | None, shape: tuple[int, 
     if relevant is None:
         raise ValueError("relevant: expected the lowest grade that counts as right, beside judgements; got None")
     images, texts, grades = _averaged(judgements, shape)
-    right = grades >= relevant
+    kind = judgements.grades.dtype  # 0.7 as float32 is less than 0.7: the limit is rounded as the grades are
+    right = grades >= (float(torch.tensor(relevant, dtype=kind)) if kind.is_floating_point else relevant)
     if not bool(right.any()):
         raise ValueError(f"relevant: no pair has a grade of {relevant} or above")
     return images[right], texts[right]
@@ -513,21 +535,34 @@ def _ndcg(sim: Similarity, rows: Tensor, cols: Tensor, gains: Tensor, k: int) ->
 
 
 def _kendall(scores: Tensor, grades: Tensor) -> float:
-    """τ-b; the grades are few different ones, so that each two of them are compared as wholes."""
-    levels = grades.unique()
-    groups = [scores[grades == level].sort().values for level in levels]
-    balance = 0
-    for high in range(len(groups)):
-        for low in range(high):
-            below = torch.searchsorted(groups[low], groups[high], right=False).sum()
-            not_above = torch.searchsorted(groups[low], groups[high], right=True).sum()
-            above = len(groups[low]) * len(groups[high]) - int(not_above)
-            balance += int(below) - above
+    """τ-b. In the order of grades, and of scores where these are equal, the discordant scores are those that fall."""
     n = len(scores)
-    tied = [sum(int(c) * (int(c) - 1) // 2 for c in x.unique(return_counts=True)[1]) for x in (scores, grades)]
-    pairs = n * (n - 1) // 2
-    scale = ((pairs - tied[0]) * (pairs - tied[1])) ** 0.5
-    return balance / scale if scale else 0.0
+    score, grade = (x.unique(return_inverse=True)[1] for x in (scores, grades))
+    both = grade * n + score
+    tied_score, tied_grade, tied_both = (_pairs(x.unique(return_counts=True)[1]) for x in (score, grade, both))
+    total = n * (n - 1) // 2
+    falling = _falling(score[both.argsort()])
+    rising = total - tied_score - tied_grade + tied_both - falling
+    scale = ((total - tied_score) * (total - tied_grade)) ** 0.5
+    return (rising - falling) / scale if scale else 0.0
+
+
+def _pairs(counts: Tensor) -> int:
+    return int((counts * (counts - 1) // 2).sum())
+
+
+def _falling(x: Tensor) -> int:
+    """Pairs ``x_i > x_j``, i < j, of numbers from 0 to below ``len(x)``; counted between halves as in a merge sort."""
+    n, width, found = len(x), 1, 0
+    place = torch.arange(n)
+    while width < n:
+        block, later = place // (2 * width), place // width % 2 == 1
+        keys = block * n + x
+        earlier = keys[~later].sort().values
+        not_above = torch.searchsorted(earlier, keys[later], right=True)
+        found += int((torch.searchsorted(earlier, (block[later] + 1) * n) - not_above).sum())
+        width *= 2
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------ shared
@@ -567,7 +602,10 @@ def _folds(sim: Similarity, folds: int) -> Iterator[tuple[Tensor, Tensor]]:
         raise ValueError(f"folds: expected a divisor of the {n} images, got {folds}")
     image_ids, text_ids = (torch.arange(s) if x is None else x for x, s in zip(sim.ids, (n, m), strict=True))
     for rows in torch.arange(n, device=image_ids.device).split(n // folds):
-        yield rows, torch.isin(text_ids, image_ids[rows]).nonzero().squeeze(1)
+        cols = torch.isin(text_ids, image_ids[rows]).nonzero().squeeze(1)
+        if len(cols) == 0:
+            raise ValueError(f"folds: images {int(rows[0])} to {int(rows[-1])} are a part without a text")
+        yield rows, cols
 
 
 def _rsum(found: dict[str, float]) -> float:
