@@ -119,13 +119,6 @@ def kinds_of_input():
 @pytest.mark.parametrize(("name", "bank", "engine"), list(kinds_of_input()))
 def test_every_method_equals_its_loops(name, bank, engine, small_tiles, monkeypatch):
     method = copy.copy(METHODS[name])
-    if (
-        (method.needs_bank and not bank)
-        or (bank and name in SETTLED)
-        or (method.needs_embeddings and engine == "scores")
-    ):
-        return  # refused: below
-    monkeypatch.setattr(rerank.base, "_BLOCK", 30)
     monkeypatch.setattr(rerank.base.blocks, "__defaults__", (30,))
     v, w = embeddings(N, M)
     bank_v, bank_w = embeddings(11, 9, seed=5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -486,3 +487,12 @@ class Similarity:
         bias = as_bias("bias", self._matrix, bias, self.shape[1])
         biases = (None, bias) if self._flipped else (bias, None)
         return self._mine(self._matrix.ranks(biases, self._asked, as_optimistic(ties)))
+
+
+def blocks(sim: Similarity, size: int = 2**22) -> Iterator[tuple[slice, Tensor]]:
+    """Copies of some rows of the scores after the other, as many as have ``size`` scores."""
+    n, m = sim.shape
+    step = max(1, size // m)
+    for start in range(0, n, step):
+        rows = slice(start, min(n, start + step))
+        yield rows, sim._some_scores(rows)

@@ -9,7 +9,7 @@ from .distributed import world_size
 from .engines.pairs import pair_term
 from .functional import diversities
 from .memory import MemorySimilarity
-from .metrics import skewness
+from .metrics.results import skewness
 from .similarity import Similarity
 
 __all__ = ["describe", "describe_memory"]

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from .._arguments import check_size
 from ..distributed import gather_parts, world_size
-from ..similarity import Similarity, TopK
+from ..similarity import Similarity, TopK, blocks
 
 T = TypeVar("T", Tensor, TopK)
 R = TypeVar("R", bound="Reranker")
 
 SIDES = ("images", "texts")  # who asks: image→text, text→image
-_BLOCK = 2**22  # scores that are re-ranked at a time
 
 
 class Reranked(tuple[T, T], Generic[T]):
@@ -323,15 +322,6 @@ class BlockReranker(Reranker):
         known = self._prepare(direction)
         for rows, scores in blocks(direction.queries):
             yield rows, self._apply(scores, rows, known)
-
-
-def blocks(sim: Similarity, size: int = _BLOCK) -> Iterator[tuple[slice, Tensor]]:
-    """Copies of some rows of the scores after the other, as many as have ``size`` scores."""
-    n, m = sim.shape
-    step = max(1, size // m)
-    for start in range(0, n, step):
-        rows = slice(start, min(n, start + step))
-        yield rows, sim._some_scores(rows)
 
 
 def _or_numbers(ids: Tensor | None, size: int) -> Tensor:

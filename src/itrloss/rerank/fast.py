@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._arguments import check_number
-from ..metrics import labelled
+from ..metrics.labels import labelled
 from ..similarity import Similarity
 from .base import BiasReranker, Direction
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from .._arguments import check_number, check_size
-from .base import BlockReranker, Direction, blocks
+from ..similarity import blocks
+from .base import BlockReranker, Direction
 
 
 class _Best(NamedTuple):

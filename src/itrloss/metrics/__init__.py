@@ -1,0 +1,22 @@
+"""Retrieval metrics, streamed: the score matrix need not exist."""
+
+from .judgements import Agreement, Judgements, agreement
+from .labels import default_ids
+from .results import QueryResults, RetrievalResults, skewness
+from .retrieval import retrieval_metrics, retrieval_results
+from .uncertainty import Comparison, compare, confidence_intervals
+
+__all__ = [
+    "Agreement",
+    "Comparison",
+    "Judgements",
+    "QueryResults",
+    "RetrievalResults",
+    "agreement",
+    "compare",
+    "confidence_intervals",
+    "default_ids",
+    "retrieval_metrics",
+    "retrieval_results",
+    "skewness",
+]

@@ -1,0 +1,35 @@
+"""Which image and which text match."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..similarity import Similarity
+
+
+def default_ids(n_images: int, n_texts: int) -> tuple[Tensor, Tensor]:
+    """Ids by the field's convention: ``n_texts = c * n_images`` texts, c consecutive ones an image."""
+    if n_texts % n_images:
+        raise ValueError(
+            f"image_ids, text_ids: needed for {n_images} images and {n_texts} texts, "
+            "which is not a whole number of texts an image (images are the rows)"
+        )
+    images = torch.arange(n_images)
+    return images, images.repeat_interleave(n_texts // n_images)
+
+
+def labelled(name: str, scores: Tensor | Similarity, image_ids: Tensor | None, text_ids: Tensor | None) -> Similarity:
+    """Scores with ids, by the field's convention where they are left out; errors name ``name`` and the ids."""
+    if isinstance(scores, Similarity):
+        if image_ids is not None or text_ids is not None:
+            raise ValueError("image_ids, text_ids: expected None beside a Similarity, which has its own")
+        scores.check_finite()
+        return scores
+    if image_ids is None and text_ids is None and isinstance(scores, Tensor) and scores.dim() == 2:
+        image_ids, text_ids = default_ids(*scores.shape) if scores.numel() else (None, None)
+    try:
+        return Similarity.from_scores(scores, image_ids, text_ids, check_finite=True)
+    except (TypeError, ValueError) as error:
+        renamed = str(error).replace("row_ids", "image_ids").replace("col_ids", "text_ids")
+        raise type(error)(renamed.replace("scores:", f"{name}:", 1)) from None

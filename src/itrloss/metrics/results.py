@@ -1,0 +1,136 @@
+"""What every query found, before it is averaged."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor
+
+WAYS = ("i2t", "t2i")
+RECALLS = (1, 5, 10)
+_COLUMNS = ("id", "best_rank", "positives", "r_precision", "average_precision", "first")
+
+
+@dataclass(frozen=True)
+class QueryResults:
+    """What each query of one direction found.
+
+    Attributes:
+        ids: (Q,) int64 ids of the queries, as :attr:`itrloss.Similarity.ids` has them: their numbers where it has none.
+        ranks: (Q, P) int64 ranks of their right candidates, from 1, ascending, padded with 0.
+        top: (Q, k) int64 indices of their best candidates, best first.
+        candidates: how many there are to choose from.
+    """
+
+    ids: Tensor
+    ranks: Tensor
+    top: Tensor
+    candidates: int
+
+    @property
+    def best(self) -> Tensor:
+        """(Q,) int64 rank of the best right candidate; 0 where there is none."""
+        return self.ranks[:, 0] if self.ranks.shape[1] else self.ranks.new_zeros(len(self.ranks))
+
+    @property
+    def positives(self) -> Tensor:
+        """(Q,) int64: how many right candidates there are."""
+        return (self.ranks > 0).sum(1)
+
+    @property
+    def hits(self) -> Tensor:
+        """(Q, 3) bool: a right candidate among the first 1, 5, 10."""
+        best = self.best[:, None]
+        return (best > 0) & (best <= torch.tensor(RECALLS, device=best.device))
+
+    @property
+    def r_precision(self) -> Tensor:
+        """(Q,) float64: share of right ones among the first R of R right candidates; 0 where there is none."""
+        return self._within_r().sum(1).double() / self.positives.clamp_min(1)
+
+    @property
+    def average_precision(self) -> Tensor:
+        """(Q,) float64 average precision at R; 0 where there is no right candidate."""
+        order = torch.arange(1, self.ranks.shape[1] + 1, device=self.ranks.device, dtype=torch.float64)
+        precision = torch.where(self._within_r(), order / self.ranks.clamp_min(1), 0.0)
+        return precision.sum(1) / self.positives.clamp_min(1)
+
+    @property
+    def occurrences(self) -> Tensor:
+        """(candidates,) int64: among the first k of how many queries a candidate is."""
+        return torch.bincount(self.top.flatten(), minlength=self.candidates)
+
+    def _within_r(self) -> Tensor:
+        return (self.ranks > 0) & (self.ranks <= self.positives[:, None])
+
+    def metrics(self) -> dict[str, float]:
+        """Of the queries with a right candidate; see :func:`retrieval_metrics`."""
+        answered = self.positives > 0
+        if not bool(answered.any()):
+            raise ValueError("image_ids, text_ids: no query has a matching candidate")
+        best = self.best[answered].double()
+        recalls = 100 * self.hits[answered].double().mean(0)
+        figures = {f"r{k}": float(x) for k, x in zip(RECALLS, recalls, strict=True)}
+        figures["median_rank"] = float(best.quantile(0.5))
+        figures["r_precision"] = 100 * float(self.r_precision[answered].mean())
+        figures["map_at_r"] = 100 * float(self.average_precision[answered].mean())
+        figures["skewness"] = float(
+            skewness(self.occurrences if bool(answered.all()) else self._of(answered).occurrences)
+        )
+        return figures
+
+    def _of(self, queries: Tensor) -> QueryResults:
+        return QueryResults(self.ids[queries], self.ranks[queries], self.top[queries], self.candidates)
+
+
+@dataclass(frozen=True)
+class RetrievalResults:
+    """What every query found, in both directions.
+
+    Attributes:
+        i2t, t2i: :class:`QueryResults` of the images asking for texts, and of the texts asking for images.
+    """
+
+    i2t: QueryResults
+    t2i: QueryResults
+
+    def metrics(self) -> dict[str, float]:
+        """See :func:`retrieval_metrics`."""
+        found = {f"{way}_{name}": x for way in WAYS for name, x in getattr(self, way).metrics().items()}
+        return found | {"rsum": _rsum(found)}
+
+    def rows(self) -> Iterator[dict[str, object]]:
+        """A row for each query: its direction, number and id, ranks and precisions, and its best candidate."""
+        for way in WAYS:
+            side: QueryResults = getattr(self, way)
+            columns = (side.ids, side.best, side.positives, side.r_precision, side.average_precision, side.top[:, 0])
+            for query, values in enumerate(zip(*(x.tolist() for x in columns), strict=True)):
+                yield {"direction": way, "query": query, **dict(zip(_COLUMNS, values, strict=True))}
+
+    def save(self, path: str | Path) -> None:
+        """Write :meth:`rows` as CSV with a header."""
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            self.write(file)
+
+    def write(self, file: IO[str]) -> None:
+        """The same into an open text file."""
+        writer = csv.DictWriter(file, ["direction", "query", *_COLUMNS], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows())
+
+
+def skewness(counts: Tensor) -> Tensor:
+    """Third standardised moment of ``counts`` (1-D, any dtype) as a 0-dim tensor; 0 if they are all equal."""
+    x = counts.double()
+    x = x - x.mean()
+    variance = x.square().mean()
+    return torch.where(variance > 0, (x**3).mean() / variance**1.5, 0.0)
+
+
+def _rsum(found: dict[str, float]) -> float:
+    return sum(found[f"{way}_r{k}"] for way in WAYS for k in RECALLS)

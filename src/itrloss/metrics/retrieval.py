@@ -1,0 +1,145 @@
+"""Recalls and their companions, streamed: the score matrix need not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from .._arguments import as_optimistic, check_size
+from ..similarity import Similarity
+from .judgements import Judgements, fits_convention, judged, no_ids, relevant_pairs
+from .labels import labelled
+from .results import QueryResults, RetrievalResults
+
+if TYPE_CHECKING:
+    from ..rerank import Reranker
+
+Ties = Literal["pessimistic", "optimistic"]
+
+
+def retrieval_metrics(
+    scores: Tensor | Similarity,
+    image_ids: Tensor | None = None,
+    text_ids: Tensor | None = None,
+    *,
+    t2i_scores: Tensor | None = None,
+    reranker: Reranker | None = None,
+    ties: Ties = "pessimistic",
+    hubness_k: int = 10,
+    folds: int = 1,
+) -> dict[str, float]:
+    """Recalls and their companions, for images asking for texts (``i2t_``) and texts asking for images (``t2i_``).
+
+    Args:
+        scores, image_ids, text_ids, t2i_scores, reranker, ties, hubness_k: see :func:`retrieval_results`.
+        folds: cut the images into so many consecutive parts, each with its texts, retrieve within each, and average
+            every figure over them, as MSCOCO's "5-fold 1K" has it.
+
+    Returns:
+        A dictionary. For each direction, ``r1 r5 r10``, the percentage of queries with a right candidate among the
+        first k; ``median_rank`` of the best right candidate, from 1; ``r_precision``, the percentage of right ones
+        among the first R, R the number of right candidates; ``map_at_r``, mean average precision at R in percent;
+        ``skewness`` of the k-occurrences (how often a candidate is among a query's first k), 0 without hubs. And
+        ``rsum``, the sum of the six recalls. Queries without a right candidate do not count.
+
+    Raises:
+        ValueError: naming the argument, also for nan or infinite scores or embeddings and if no query has a right
+            candidate.
+    """
+    check_size("folds", folds)
+    options = {"reranker": reranker, "ties": ties, "hubness_k": hubness_k}
+    if folds == 1:
+        return retrieval_results(scores, image_ids, text_ids, t2i_scores=t2i_scores, **options).metrics()  # type: ignore[arg-type]
+    sim = labelled("scores", scores, image_ids, text_ids)
+    other = _of_texts(sim, t2i_scores)
+    found = []
+    for rows, cols in _folds(sim, folds):
+        part = None if other is None else other._part(rows, cols).scores()
+        found.append(retrieval_results(sim._part(rows, cols), t2i_scores=part, **options).metrics())  # type: ignore[arg-type]
+    return {name: sum(x[name] for x in found) / folds for name in found[0]}
+
+
+def retrieval_results(
+    scores: Tensor | Similarity,
+    image_ids: Tensor | None = None,
+    text_ids: Tensor | None = None,
+    *,
+    t2i_scores: Tensor | None = None,
+    reranker: Reranker | None = None,
+    judgements: Judgements | None = None,
+    relevant: float | None = None,
+    ties: Ties = "pessimistic",
+    hubness_k: int = 10,
+) -> RetrievalResults:
+    """What every query found: the figures of :func:`retrieval_metrics` before they are averaged.
+
+    Args:
+        scores: (n_images, n_texts), higher is better; or a :class:`itrloss.Similarity` with images as rows, whose
+            answers are streamed.
+        image_ids, text_ids: integers, equal where image and text match. Both left out: ``n_texts = c * n_images`` means
+            c consecutive texts an image. Not beside a ``Similarity``, which has its own.
+        t2i_scores: (n_images, n_texts) scores for the text queries, if they differ (as after re-ranking).
+        reranker: evaluate these scores re-ranked, without holding the matrix.
+        judgements: pairs that people graded; those graded ``relevant`` or higher are right then, not those with equal
+            ids, which may then be left out whatever the shape. Queries without such a pair do not count. Not beside a
+            reranker.
+        relevant: the lowest grade that counts as right, for ``judgements``.
+        ties: whether a wrong candidate with the score of a right one is ahead of it (``"pessimistic"``) or behind.
+        hubness_k: k of the k-occurrences.
+
+    Raises:
+        ValueError: naming the argument, also for nan or infinite scores or embeddings.
+    """
+    if reranker is not None and t2i_scores is not None:
+        raise ValueError("t2i_scores: expected None beside a reranker, which finds both directions' scores itself")
+    if hubness_k < 1:
+        raise ValueError(f"hubness_k: expected a number of at least 1, got {hubness_k}")
+    as_optimistic(ties)
+    if judgements is None and relevant is not None:
+        raise ValueError(f"relevant: expected None without judgements, got {relevant}")
+    if judgements is not None and image_ids is None and text_ids is None and not fits_convention(scores):
+        image_ids, text_ids = no_ids(scores)
+    sim = labelled("scores", scores, image_ids, text_ids).detach()
+    other = _of_texts(sim, t2i_scores)
+    views = sim, (sim if other is None else other).T
+    if judgements is not None:
+        if reranker is not None:
+            raise ValueError("judgements: expected None beside a reranker; give its scores, and t2i_scores")
+        pairs = relevant_pairs(judgements, relevant, sim.shape)
+        found = [judged(view, pairs[way], pairs[1 - way], ties, hubness_k) for way, view in enumerate(views)]
+    elif other is not None:
+        found = [(view.ranks(ties=ties), view.topk(min(hubness_k, view.shape[1])).indices) for view in views]
+    elif reranker is not None:
+        found = reranker._ranked(sim, hubness_k, ties)
+    else:
+        found = sim.both._ranked(hubness_k, ties=ties)
+    ids = (torch.arange(n, device=sim.device) if x is None else x for x, n in zip(sim.ids, sim.shape, strict=True))
+    i2t, t2i = (QueryResults(i, *f, view.shape[1]) for i, f, view in zip(ids, found, views, strict=True))
+    return RetrievalResults(i2t, t2i)
+
+
+def _of_texts(sim: Similarity, scores: Tensor | None) -> Similarity | None:
+    """The scores for the text queries, checked."""
+    if scores is None:
+        return None
+    if not isinstance(scores, Tensor):
+        raise TypeError(f"t2i_scores: expected a tensor of shape {sim.shape}, got {type(scores).__name__}")
+    if tuple(scores.shape) != sim.shape:
+        raise ValueError(f"t2i_scores: expected shape {sim.shape} like scores, got {tuple(scores.shape)}")
+    return labelled("t2i_scores", scores, *sim.ids)
+
+
+def _folds(sim: Similarity, folds: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows and columns of each: consecutive images, and the texts with their ids."""
+    n, m = sim.shape
+    if n % folds:
+        raise ValueError(f"folds: expected a divisor of the {n} images, got {folds}")
+    image_ids, text_ids = (torch.arange(s) if x is None else x for x, s in zip(sim.ids, (n, m), strict=True))
+    for rows in torch.arange(n, device=image_ids.device).split(n // folds):
+        cols = torch.isin(text_ids, image_ids[rows]).nonzero().squeeze(1)
+        if len(cols) == 0:
+            raise ValueError(f"folds: images {int(rows[0])} to {int(rows[-1])} are a part without a text")
+        yield rows, cols
