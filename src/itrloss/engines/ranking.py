@@ -95,6 +95,8 @@ class _Best:
         x, start, first = (scores, tile.r0, tile.c0) if self.side == 0 else (scores.T, tile.c0, tile.r0)
         old, size = self.found.get(start), x.shape[1]
         k = min(self.k, size + (0 if old is None else old[0].shape[1]))
+        if old is not None and x.device.type == "cpu" and self._add_better(scores, old, start, first):
+            return
         if x.device.type == "cpu" and size < _PARTIAL_SORT * k <= 4 * size:
             self.found[start] = self._of_padded(x, k, old, first)
             return
@@ -104,6 +106,32 @@ class _Best:
             value, order = torch.cat([old[0], value], 1).topk(k, dim=1)
             where = torch.cat([old[1], where], 1).gather(1, order)
         self.found[start] = value, where
+
+    def _add_better(self, scores: Tensor, old: tuple[Tensor, Tensor], start: int, first: int) -> bool:
+        """Take in what is better than the worst that was found before, mostly little; False: that would not pay."""
+        values, indices = old
+        worst = values[:, -1]
+        if values.shape[1] < self.k or not bool(worst.isfinite().all()):
+            return False
+        better = (scores > (worst[:, None] if self.side == 0 else worst)).nonzero()
+        if len(better) > self.k * len(values):
+            return False
+        anchor, candidate = better.unbind(1) if self.side == 0 else better.flip(1).unbind(1)
+        new = scores[better[:, 0], better[:, 1]]
+        if self.side:
+            anchor, order = anchor.sort(stable=True)
+            candidate, new = candidate[order], new[order]
+        count = torch.bincount(anchor, minlength=len(values))
+        place = torch.arange(len(anchor)) - (count.cumsum(0) - count)[anchor]
+        changed = count.nonzero().squeeze(1)
+        row = torch.searchsorted(changed, anchor)
+        width = int(count.amax())
+        more = values.new_full((len(changed), width), -math.inf), indices.new_zeros(len(changed), width)
+        more[0][row, place], more[1][row, place] = new, candidate + first
+        both, order = torch.cat([values[changed], more[0]], 1).topk(self.k, dim=1)
+        values[changed] = both
+        indices[changed] = torch.cat([indices[changed], more[1]], 1).gather(1, order)
+        return True
 
     def _of_padded(self, x: Tensor, k: int, old: tuple[Tensor, Tensor] | None, first: int) -> tuple[Tensor, Tensor]:
         """Those of before stand behind the new ones, and -inf behind both, up to a size that is sorted fast."""
