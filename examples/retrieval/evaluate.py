@@ -20,8 +20,8 @@ PICTURES = 64  # raw images that are encoded at a time
 
 
 @torch.no_grad()
-def model_scores(model: VSE, split: Split, vocabulary: Encodes, batch_size: int = 512) -> Tensor:
-    """Similarity of all images with all captions of a split, as the model has it: (n_images, n_captions) on the CPU.
+def encode(model: VSE, split: Split, vocabulary: Encodes, batch_size: int = 512) -> tuple[Tensor, Tensor]:
+    """What the images and the captions of a split are retrieved by, on the model's device.
 
     The model is put in evaluation mode for it and back into the mode it came in.
     """
@@ -42,7 +42,13 @@ def model_scores(model: VSE, split: Split, vocabulary: Encodes, batch_size: int 
         texts.append(model.embed_texts(words.to(device), lengths))
     model.train(was_training)
     unsorted = torch.from_numpy(np.argsort(by_length)).to(device)
-    return model.similarity(torch.cat(images), torch.cat(texts)[unsorted]).cpu()
+    return torch.cat(images), torch.cat(texts)[unsorted]
+
+
+@torch.no_grad()
+def model_scores(model: VSE, split: Split, vocabulary: Encodes, batch_size: int = 512) -> Tensor:
+    """Similarity of all images with all captions of a split, as the model has it: (n_images, n_captions) on the CPU."""
+    return model.similarity(*encode(model, split, vocabulary, batch_size)).cpu()
 
 
 def recalls(scores: Tensor, split: Split) -> dict[str, float]:

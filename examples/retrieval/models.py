@@ -59,6 +59,12 @@ class VSE(nn.Module):
         ids = torch.arange(len(images)), torch.arange(len(texts))  # nobody asks which match
         return itrloss.Similarity(images, texts, *ids).scores()
 
+    def as_vectors(self, embeddings: Tensor) -> Tensor:
+        """What is retrieved by as vectors (N, d) of which the similarity is the cosine; ValueError for sets."""
+        if embeddings.ndim == 3:
+            raise ValueError("the similarity of sets of embeddings is no cosine")
+        return F.normalize(embeddings, dim=1)
+
 
 class ConceptBranch(nn.Module):
     """Answers a query by a sum of concepts, weighted by how close each is to it (CODER Eq. 2).
@@ -202,6 +208,11 @@ class Views(VSE):
 
     def embed_texts(self, words: Tensor, lengths: Tensor) -> Tensor:
         return torch.cat([model.embed_texts(words, lengths) for model in self], -1)
+
+    def as_vectors(self, embeddings: Tensor) -> Tensor:
+        """Unit vectors behind one another: their cosine is the mean of the parts'."""
+        parts = embeddings.chunk(len(self.models), -1)
+        return F.normalize(torch.cat([model.as_vectors(x) for model, x in zip(self, parts, strict=True)], 1), dim=1)
 
     def similarity(self, images: Tensor, texts: Tensor) -> Tensor:
         parts = zip(self, *(x.chunk(len(self.models), -1) for x in (images, texts)), strict=True)

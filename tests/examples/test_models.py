@@ -25,6 +25,7 @@ from examples.retrieval.data import (
 )
 from examples.retrieval.encoders import GuidedEnhancement, ImageEncoder, SelfGuidedEnhancement
 from examples.retrieval.evaluate import model_scores
+from examples.retrieval.export import export, main
 from examples.retrieval.models import ConceptBranch, build_model
 from examples.retrieval.train import Trainer, load_model
 
@@ -292,6 +293,23 @@ def test_a_stored_system_answers_as_the_trained_one(system: str, data: Path, tmp
     if system == "coder":
         stored = Concepts.load(tmp_path / "run" / "concepts.json")
         torch.testing.assert_close(model.branch.graph, normalized_graph(stored.graph(0.3)))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("system", ["vse", "coder, two views"])
+def test_exported_embeddings_have_the_models_similarities(system: str, data: Path, tmp_path: Path):
+    trainer = Trainer(settings(data, tmp_path / "run", system))
+    trainer.run()
+    files = export(tmp_path / "run", ["dev", "train"], tmp_path / "out")
+    assert [file.name for file in files] == ["dev_images.npy", "dev_texts.npy", "train_images.npy", "train_texts.npy"]
+    images, texts = (np.load(file) for file in files[:2])
+    np.testing.assert_allclose(images @ texts.T, np.load(tmp_path / "run" / "dev_scores.npy"), atol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(texts, axis=1), 1, atol=1e-5)
+
+
+def test_sets_are_not_exported(data: Path, tmp_path: Path):
+    Trainer(settings(data, tmp_path / "run", "dvse and the whole")).run()
+    with pytest.raises(SystemExit, match="sets of embeddings is no cosine"):
+        main(["--out", str(tmp_path / "out"), str(tmp_path / "run")])
 
 
 def test_similarity_of_pvse_is_that_of_the_closest_two(data: Path, tmp_path: Path):

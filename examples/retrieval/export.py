@@ -1,0 +1,53 @@
+"""Embeddings of a trained model as files: for ``itrloss eval``, as a bank of queries, for an index.
+
+python -m examples.retrieval.export runs/user --splits train dev --out embeddings
+itrloss eval embeddings/dev_images.npy embeddings/dev_texts.npy \\
+    --bank-images embeddings/train_images.npy --bank-texts embeddings/train_texts.npy
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from .data import load_split
+from .evaluate import encode
+from .train import data_directory, load_model
+
+
+def export(run: Path, splits: Sequence[str], out: Path, data: Path | None = None) -> list[Path]:
+    """Write ``{split}_images.npy`` (n, d) and ``{split}_texts.npy`` (captions, d), float32 of length 1.
+
+    Their cosine is the model's similarity. Of sets of embeddings (DVSE, PVSE) it is none: a ValueError says so.
+    """
+    model, vocabulary, config = load_model(run / "best.pt")
+    out.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name in splits:
+        split = load_split(data or data_directory(config), name, config.image_size)
+        for what, embeddings in zip(("images", "texts"), encode(model, split, vocabulary), strict=True):
+            vectors = model.as_vectors(embeddings).cpu().numpy()
+            written.append(out / f"{name}_{what}.npy")
+            np.save(written[-1], vectors)
+    return written
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="a run directory")
+    parser.add_argument("--splits", nargs="+", default=["dev"], choices=("train", "dev", "test"))
+    parser.add_argument("--data", type=Path, help="where the data are, if not where the run had them")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args(arguments)
+    try:
+        print(*export(args.run, args.splits, args.out, args.data), sep="\n")
+    except (OSError, ValueError) as error:
+        sys.exit(f"export: {error}")
+
+
+if __name__ == "__main__":
+    main()
