@@ -66,6 +66,15 @@ def test_every_method_has_its_line(saved: Path, capsys: pytest.CaptureFixture[st
         assert ("left out" in found[name][0]) == (kind.needs_bank or kind.needs_embeddings), name
 
 
+def test_memory_is_measured_where_it_is_asked_for(saved: Path, capsys: pytest.CaptureFixture[str]):
+    assert run("rerank", saved, "--methods", "fast") == 0
+    assert "memory" not in capsys.readouterr().out
+    assert run("rerank", saved, "--methods", "fast", "--memory") == 0
+    found = lines(capsys)
+    if Path("/proc/self/clear_refs").exists():
+        assert found["fast"][0].endswith(" MB")
+
+
 def test_embeddings_and_banks_leave_none_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for name, arrays in {"": pairs(), "val_": pairs(1), "bank_": pairs(2)}.items():
         for side, x in zip(("images", "texts"), arrays, strict=True):

@@ -79,6 +79,7 @@ def _add_shared(parser: Any) -> None:
         default = tuple(getattr(FastReranker(), name))
         what = f"of Fast Re-ranking ({' '.join(f'{x:g}' for x in default)})"
         add(f"--{name}", type=float, nargs=2, default=default, metavar=tuple(symbols.split()), help=what)
+    add("--memory", action="store_true", help="run every method once more, to see how much memory it takes")
     add("--write", metavar="METHOD", help="whose results go into files; default: the first of --methods")
     add("--out", type=Path, metavar="FILE.npz", help="its scores i2t and t2i, (n_images, n_texts)")
     add("--rankings", type=Path, metavar="FILE.npz", help="its best candidates i2t (n_images, k) and t2i (n_texts, k)")
@@ -167,7 +168,7 @@ def _study(
         if shown:
             print(f"\r\033[K[{next(done)}/{total}] {text} …", end="", file=sys.stderr, flush=True)
 
-    found = study(sim, args.methods, (images, texts), validation, fast, progress)
+    found = study(sim, args.methods, (images, texts), validation, fast, progress, args.memory)
     if shown:
         print("\r\033[K", end="", file=sys.stderr)
     print(table(found))

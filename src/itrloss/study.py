@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .bench.runner import peak
 from .metrics import Comparison, RetrievalResults, compare, retrieval_results
 from .rerank import (
     CSLS,
@@ -56,6 +57,7 @@ class Entry:
     results: RetrievalResults
     change: Comparison  # of the RSUM
     seconds: float
+    peak_mb: float | None  # memory beyond the scores or embeddings, 10⁶ bytes; None where nothing tells
 
     @property
     def looks_at(self) -> str:
@@ -79,6 +81,7 @@ def study(
     validation: Similarity | None = None,
     fast: FastReranker | None = None,
     progress: Callable[[str], None] = lambda text: None,
+    memory: bool = False,
 ) -> Study:
     """Try methods on scores, on the test queries and, with banks, on these.
 
@@ -89,6 +92,7 @@ def study(
         validation: held-out pairs that Fast Re-ranking is calibrated on, beside its numbers in ``fast``.
         fast: Fast Re-ranking as it is to be tried; its defaults if left out.
         progress: told what is done next.
+        memory: run every method once more, and see how much memory it takes.
     """
     entries: list[Entry] = []
     left_out: dict[str, str] = {}
@@ -100,7 +104,9 @@ def study(
         seconds = time.perf_counter() - start
         plain = entries[0].results if entries else results
         change = compare(results, plain)["rsum"]
-        entries.append(Entry(name, reranker, inductive, results, change, seconds))
+        # Once more: looking at the memory takes its time.
+        megabytes = peak(lambda: retrieval_results(sim, reranker=reranker), sim.device) if memory else None
+        entries.append(Entry(name, reranker, inductive, results, change, seconds, megabytes))
 
     add(PLAIN, None)
     for name in methods:
@@ -142,6 +148,8 @@ def table(found: Study) -> str:
         f"{'':18} {'hubs looked for in':18} {'image→text 1, 5, 10':>19} {'text→image 1, 5, 10':>19} "
         f"{'RSUM':>6} {'change (95 %)':>24} {'skewness':>11} {'time':>8}"
     )
+    measured = any(entry.peak_mb is not None for entry in found.entries)
+    head += f" {'memory':>9}" if measured else ""
     lines = [head]
     for entry in found.entries:
         m = entry.results.metrics()
@@ -152,7 +160,7 @@ def table(found: Study) -> str:
         i2t, t2i = recalls
         lines.append(
             f"{entry.name:18} {entry.looks_at:18} {i2t:>19} {t2i:>19} {m['rsum']:6.1f} {change:>24} {skew:>11} "
-            f"{entry.seconds:6.1f} s"
+            f"{entry.seconds:6.1f} s" + ("" if entry.peak_mb is None else f" {entry.peak_mb:6.0f} MB")
         )
     lines += [f"{name:18} left out: {why}" for name, why in found.left_out.items()]
     return "\n".join(line.rstrip() for line in lines)

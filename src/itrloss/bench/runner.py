@@ -253,18 +253,23 @@ def _ratio(of: list[float], to: list[float]) -> float:
 
 
 def _peak(run: Step, case: Case, problem: Problem) -> float | None:
-    """Megabytes (10⁶) that a step takes at its peak beyond what lives between steps; None where nothing tells."""
+    """Of a step, beyond what lives between steps."""
     for x in problem.trained:
         x.grad = None
+    return peak(run, case.where)
+
+
+def peak(run: Callable[[], Any], where: torch.device) -> float | None:
+    """Megabytes (10⁶) that a call takes at its peak beyond what there was before; None where nothing tells."""
     gc.collect()
-    if case.where.type == "cuda":
-        before = torch.cuda.memory_allocated(case.where)
-        torch.cuda.reset_peak_memory_stats(case.where)
+    if where.type == "cuda":
+        before = torch.cuda.memory_allocated(where)
+        torch.cuda.reset_peak_memory_stats(where)
         run()
-        _wait(case)
-        return round((torch.cuda.max_memory_allocated(case.where) - before) / 1e6, 1)
+        torch.cuda.synchronize(where)
+        return round((torch.cuda.max_memory_allocated(where) - before) / 1e6, 1)
     status = Path("/proc/self/status")
-    if case.where.type != "cpu" or not status.exists():
+    if where.type != "cpu" or not status.exists():
         return None
     _give_back()
     try:
