@@ -6,6 +6,8 @@ import csv
 import os
 import pickle
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -15,7 +17,7 @@ import torch
 
 from itrloss import Similarity, rerank
 from itrloss.cli import main
-from itrloss.files import read_ids, read_matrix
+from itrloss.files import read_ids, read_matrix, written
 from itrloss.metrics import retrieval_metrics
 from itrloss.study import METHODS
 
@@ -273,6 +275,72 @@ def test_nothing_in_a_file_is_executed(suffix: str, tmp_path: Path, monkeypatch,
     assert not mark.exists()
 
 
+def _pickled(*parts: bytes) -> bytes:
+    return b"\x80\x04" + b"".join(parts) + b"."
+
+
+_OBJECT = (  # numpy.dtype("O8"), told that its items are no references
+    b"cnumpy\ndtype\n(X\x02\x00\x00\x00O8\x89\x88tR(K\x03X\x01\x00\x00\x00|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+)
+_ADDRESS = b"C\x08AAAAAAAA"
+_EMPTY = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\nK\x00\x85C\x01btR"
+HOSTILE = {
+    "array": _pickled(_EMPTY, b"(K\x01K\x01\x85", _OBJECT, b"\x89", _ADDRESS, b"tb"),
+    "constructor": _pickled(b"cnumpy\nndarray\n(K\x01\x85X\x01\x00\x00\x00O", _ADDRESS, b"tR"),
+    "offset": _pickled(b"cnumpy\nndarray\n(K\x02K\x02\x86X\x02\x00\x00\x00f8C\x20", b"A" * 32, b"J\xf0\xff\xff\xfftR"),
+    "scalar": _pickled(b"cnumpy.core.multiarray\nscalar\n(", _OBJECT, _ADDRESS, b"tR"),
+    "buffer": _pickled(b"cnumpy.core.numeric\n_frombuffer\n(", _ADDRESS, _OBJECT, b"K\x01\x85X\x01\x00\x00\x00CtR"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_bytes_of_a_pickle_are_taken_for_addresses(name: str, tmp_path: Path):
+    path = tmp_path / "sims.pkl"
+    path.write_bytes(HOSTILE[name])
+    # In a process of its own, which would crash.
+    code = (
+        f"from itrloss.files import read_matrix\ntry: read_matrix({str(path)!r})\nexcept ValueError: print('refused')"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert found.stdout == "refused\n", (found.returncode, found.stderr)
+
+
+def test_an_array_that_holds_itself_has_an_end(tmp_path: Path):
+    array = np.empty((), object)
+    array[()] = array
+    path = tmp_path / "sims.pkl"
+    path.write_bytes(pickle.dumps(array))
+    with pytest.raises(ValueError, match="expected numbers"):
+        read_matrix(path)
+
+
+def test_arrays_of_other_kinds_in_pickles(tmp_path: Path):
+    path, wanted = tmp_path / "sims.pkl", scores()
+    others = {"names": np.array(["a", "b"]), "objects": np.array([1, "a"], dtype=object), "big": wanted.astype(">f8")}
+    given = {"npts": np.int64(N), "mean": np.float64(0.5), "sims": np.asfortranarray(wanted), **others}
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        path.write_bytes(pickle.dumps(given, protocol))
+        np.testing.assert_array_equal(read_matrix(path), wanted)
+        np.testing.assert_array_equal(read_matrix(path, "big"), wanted)
+    path.write_bytes(pickle.dumps({"sims": np.zeros(2, "f4,f4")}))
+    with pytest.raises(ValueError, match="array of 'V8', which is not read"):
+        read_matrix(path)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "float8", "meta", "nested"])
+def test_tensors_that_are_no_matrices_of_numbers_are_refused(kind: str, tmp_path: Path, capsys):
+    x = torch.from_numpy(scores())
+    made = {
+        "sparse": x.to_sparse(),
+        "float8": x.to(torch.float8_e4m3fn),
+        "meta": x.to("meta"),
+        "nested": torch.nested.nested_tensor([x[0], x[1, :3]]),
+    }
+    torch.save(made[kind], tmp_path / "sims.pt")
+    assert run("rerank", tmp_path / "sims.pt") == 2
+    assert "expected a dense tensor" in capsys.readouterr().err
+
+
 def test_what_is_interrupted_leaves_the_old_file(saved: Path, tmp_path: Path, monkeypatch):
     out = tmp_path / "out.npz"
     out.write_text("of yesterday")
@@ -296,19 +364,98 @@ def test_what_is_interrupted_leaves_the_old_file(saved: Path, tmp_path: Path, mo
         (("--text-names", "ids.txt"), "ids.txt: expected a line for each of the 60 texts, got 3"),
         (("--image-ids", "ids.txt", "--text-ids", "ids.txt"), r"--image-ids: expected shape \(12,\)"),
         (("--val", "val.npy"), "val.npy: .*--image-ids, --text-ids"),
-        (("--bank-images", "val.npy"), "images: expected scores with the 60 candidates, got a bank of 10"),
+        (("--bank-images", "val.npy"), r"val.npy: expected \(B, 60\), got shape \(7, 10\)"),
         (("--transpose",), "with --transpose it has 60 rows"),
         (("--key", "sims"), "expected entries with names"),
+        (("--image-ids", "long.txt", "--text-ids", "ids.txt"), "long.txt: expected one integer a line"),
+        (("--image-ids", "bytes.txt", "--text-ids", "ids.txt"), "bytes.txt: expected one integer a line"),
+        (("--text-names", "bytes.txt"), "bytes.txt: expected UTF-8"),
+        (("--out", "."), ".: expected a file to write, got a directory"),
+        (("--rankings", "o.npz"), "expected a file of its own for each result"),
+        (("--methods", "dbnorm"), "--methods: all were left out"),
+        (("--methods", "fast", "dbnorm", "--write", "dbnorm"), "--write: dbnorm needs embeddings"),
     ],
 )
 def test_bad_options_are_named(arguments, message, saved: Path, monkeypatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.chdir(saved.parent)
     Path("ids.txt").write_text("1\n2\n3\n")
+    Path("long.txt").write_text("1" * 30)
+    Path("bytes.txt").write_bytes(b"\xff\xfe")
     np.save("val.npy", np.random.default_rng(0).random((7, 10)))
     output = ("--out", "o.npz") if "--out" not in arguments and "--top" not in arguments else ()
     assert run("rerank", saved, "--methods", "fast", *output, *arguments) == 2
     assert re.search(message, capsys.readouterr().err)
     assert not Path("o.npz").exists()
+
+
+def test_a_wrong_method_to_write_is_found_before_all_are_tried(saved: Path, capsys: pytest.CaptureFixture[str]):
+    assert run("rerank", saved, "--write", "csl", "--out", saved.parent / "o.npz") == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_what_is_calibrated_is_what_is_written(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    np.save(tmp_path / "val.npy", scores(1))
+    given = ("rerank", saved, "--val", tmp_path / "val.npy", "--methods", "fast", "csls", "--out", tmp_path / "o.npz")
+    assert run(*given) == 0 and "written (fast, calibrated, hubs of" in capsys.readouterr().out
+    wanted = rerank.FastReranker().calibrate(torch.from_numpy(scores(1))).rerank(torch.from_numpy(scores()))
+    with np.load(tmp_path / "o.npz") as arrays:
+        np.testing.assert_allclose(arrays["i2t"], wanted.i2t)
+    assert run(*given, "--write", "fast") == 0 and "written (fast, hubs of" in capsys.readouterr().out
+
+
+def test_a_bank_has_any_number_of_queries_and_its_direction_is_named(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    generator = np.random.default_rng(0)
+    np.save(tmp_path / "images.npy", generator.random((2 * N * C, N * C)))  # as many as if they were texts
+    np.save(tmp_path / "texts.npy", generator.random((N, N // 2)))
+    for side, way in (("images", "i2t"), ("texts", "t2i")):
+        assert run("rerank", saved, "--methods", "fast", f"--bank-{side}", tmp_path / f"{side}.npy") == 0
+        assert f"the bank ({way})" in lines(capsys)["fast"][1]
+
+
+def test_more_images_than_texts_with_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    np.save(tmp_path / "t.npy", scores().T)  # five images a text
+    np.save(tmp_path / "i.npy", np.arange(N * C) // C)
+    np.save(tmp_path / "j.npy", np.arange(N))
+    ids = ("--image-ids", tmp_path / "i.npy", "--text-ids", tmp_path / "j.npy")
+    assert run("rerank", tmp_path / "t.npy", *ids, "--methods", "fast") == 0
+
+
+def test_errors_name_the_file_that_is_wrong(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.chdir(tmp_path)
+    images, texts = pairs()
+    broken = texts.copy()
+    broken[3, 2] = np.nan
+    for name, x in {"images": images, "texts": texts, "broken": broken, "narrow": texts[:, :-1]}.items():
+        np.save(f"{name}.npy", x)
+    for arguments, message in (
+        (("images.npy", "broken.npy"), "eval: broken.npy: expected finite"),
+        (("images.npy", "narrow.npy"), "eval: images.npy, narrow.npy: expected embeddings of the same dimension"),
+        (("images.npy", "texts.npy", "--bank-texts", "broken.npy"), "eval: broken.npy: expected finite"),
+        (("images.npy", "texts.npy", "--bank-images", "narrow.npy"), "eval: narrow.npy: expected embeddings of"),
+    ):
+        assert run("eval", *arguments, "--methods", "fast") == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_line_ends_where_the_file_says_so(saved: Path, tmp_path: Path):
+    names, report = tmp_path / "captions.txt", tmp_path / "report.html"
+    names.write_text("\n".join(["a\u2028dog\x85"] * (N * C)) + "\n", encoding="utf-8")
+    assert run("rerank", saved, "--methods", "fast", "--text-names", names, "--report", report) == 0
+
+
+def test_results_follow_links_and_leave_devices_alone(saved: Path, tmp_path: Path):
+    link, target, pipe = (tmp_path / name for name in ("link.csv", "target.csv", "pipe.csv"))
+    link.symlink_to(target)
+    assert run("rerank", saved, "--methods", "fast", "--queries", link) == 0
+    assert link.is_symlink() and target.read_text().startswith("direction")
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with written(pipe) as file:
+        file.write("x")
+    assert os.read(reader, 9) == b"x" and pipe.is_fifo()
+    os.close(reader)
 
 
 def test_transposed_matrices_and_ids_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

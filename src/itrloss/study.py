@@ -44,6 +44,7 @@ METHODS: dict[str, type[Reranker]] = {
 }
 K_RECIPROCAL_ITEMS = 12_000  # from so many, (N + M)² numbers a few times over are more than most machines have
 PLAIN = "as they are"
+CALIBRATED = "fast, calibrated"
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,12 @@ class Entry:
     @property
     def looks_at(self) -> str:
         """Where the hubs were looked for."""
-        return "" if self.reranker is None else "the bank" if self.inductive else "the test queries"
+        if self.reranker is None:
+            return ""
+        if not self.inductive:
+            return "the test queries"
+        one = {(False, True): " (i2t)", (True, False): " (t2i)"}  # the other direction keeps to the test queries
+        return "the bank" + one.get(self.reranker.transductive, "")
 
 
 @dataclass(frozen=True)
@@ -117,11 +123,11 @@ def study(
         if not kind.needs_bank:
             add(name, _made(kind, fast))
             if name == "fast" and validation is not None:
-                add("fast, calibrated", FastReranker().calibrate(validation))
+                add(CALIBRATED, FastReranker().calibrate(validation))
         if any(bank is not None for bank in banks) and name != "k-reciprocal":
             add(name, _made(kind, fast).fit(*banks), True)
             if name == "fast" and validation is not None:
-                add("fast, calibrated", _calibrated(validation, banks), True)
+                add(CALIBRATED, _calibrated(validation, banks), True)
     return Study(sim, entries, left_out)
 
 

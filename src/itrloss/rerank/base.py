@@ -206,7 +206,8 @@ class BiasReranker(Reranker):
         texts, images = self._checked(sim)
         with torch.no_grad():
             matrix = sim.detach().scores()  # a tiled one would keep it
-            i2t, t2i = matrix * self._factor(0) - texts, matrix * self._factor(1) - images[:, None]
+            i2t = (matrix * self._factor(0)).sub_(texts)
+            t2i = (matrix * self._factor(1)).sub_(images[:, None])
         return Reranked(i2t, t2i, self.transductive)
 
     def topk(self, scores: Tensor | Similarity, k: int, *, gather: bool = False) -> Reranked[TopK]:
@@ -253,7 +254,8 @@ class BiasReranker(Reranker):
         found = []
         for side in (0, 1):
             bank = banks[side]
-            references = every[side] if bank is None else bank.to(own[1 - side])
+            # In the type of scores, as it is in one process: half precision would round a bank of single precision.
+            references = every[side] if bank is None else bank.to(own[0].device, sim.dtype)
             candidates = against(own[1 - side], references)
             queries = against(own[side], every[1 - side])
             direction = Direction(side, queries, candidates, bank is None, banks[1 - side])
