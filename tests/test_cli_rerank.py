@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from itrloss import Similarity, rerank
+from itrloss import Similarity, rerank, study
 from itrloss.cli import main
 from itrloss.files import read_ids, read_matrix, written
-from itrloss.metrics import retrieval_metrics
+from itrloss.metrics import retrieval_metrics, retrieval_results
 from itrloss.study import METHODS
 
 N, C, D = 12, 5, 8
@@ -66,6 +66,18 @@ def test_every_method_has_its_line(saved: Path, capsys: pytest.CaptureFixture[st
     assert f"{fast['rsum']:6.1f}" in found["fast"][0] and f"{fast['rsum'] - plain['rsum']:+.1f}" in found["fast"][0]
     for name, kind in METHODS.items():
         assert ("left out" in found[name][0]) == (kind.needs_bank or kind.needs_embeddings), name
+    intervals = re.findall(r"([-+][\d.]+) \(([-+][\d.]+) to ([-+][\d.]+)\)", "".join(sum(found.values(), [])))
+    assert len(intervals) == sum(not (kind.needs_bank or kind.needs_embeddings) for kind in METHODS.values())
+    assert all(float(low) <= float(change) <= float(high) for change, low, high in intervals)
+    assert any(float(low) < float(high) for _, low, high in intervals)
+
+
+def test_k_reciprocal_is_left_out_where_memory_would_end(tmp_path: Path, monkeypatch, capsys):
+    for side, x in zip(("images", "texts"), pairs(), strict=True):
+        np.save(tmp_path / f"{side}.npy", x)
+    monkeypatch.setattr(study, "K_RECIPROCAL_ITEMS", N * (1 + C) - 1)
+    assert run("eval", tmp_path / "images.npy", tmp_path / "texts.npy", "--methods", "k-reciprocal") == 0
+    assert "left out: holds" in lines(capsys)["k-reciprocal"][0]
 
 
 def test_embeddings_and_banks_leave_none_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -85,6 +97,15 @@ def test_embeddings_and_banks_leave_none_out(tmp_path: Path, capsys: pytest.Capt
     bank = [torch.from_numpy(x).half() for x in pairs(2)]
     fitted = retrieval_metrics(Similarity(images, texts, *ids), reranker=rerank.CSLS().fit(*bank))
     assert f"{fitted['rsum']:6.1f}" in found["csls"][1]
+
+
+def test_embeddings_are_calibrated_with_the_bank_that_they_are_re_ranked_by():
+    held_out, banks = (tuple(torch.from_numpy(x) for x in pairs(seed)) for seed in (1, 2))
+    banks = banks[0] + 3.0, banks[1][:9] - 2.0
+    validation = Similarity(*held_out, torch.arange(N), torch.arange(N * C) // C)
+    found = study._calibrated(validation, banks)
+    with_bank, without = rerank.FastReranker().fit(*banks), rerank.FastReranker()
+    assert repr(found) == repr(with_bank.calibrate(validation)) != repr(without.calibrate(validation))
 
 
 def test_a_bank_of_scores_and_a_validation_set(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -116,11 +137,28 @@ def test_what_is_written_is_what_the_library_finds(saved: Path, tmp_path: Path, 
         rows = list(csv.DictReader(file))
     assert len(rows) == N + N * C
     metrics = retrieval_metrics(given, reranker=fast)
+    results = retrieval_results(given, reranker=fast)
+    for way in ("i2t", "t2i"):
+        found = [int(row["best_rank"]) for row in rows if row["direction"] == way]
+        assert found == getattr(results, way).best.tolist() != getattr(retrieval_results(given), way).best.tolist()
     hits = [int(row["best_rank"]) <= 5 for row in rows if row["direction"] == "t2i"]
     assert 100 * sum(hits) / len(hits) == pytest.approx(metrics["t2i_r5"])
     assert run("rerank", saved, "--methods", "csls", "--write", "as they are", "--out", out) == 0
     with np.load(out) as arrays:
         np.testing.assert_allclose(arrays["t2i"], given)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_of_both_ways_that_by_the_bank_is_written(transposed: bool, saved: Path, tmp_path: Path, capsys):
+    bank = np.random.default_rng(0).random((30, N * C))
+    for name, x in (("s", scores()), ("b", bank)):
+        np.save(tmp_path / f"{name}.npy", x.T if transposed else x)
+    options = ["--bank-images", tmp_path / "b.npy", "--methods", "csls", "--out", tmp_path / "o.npz"]
+    assert run("rerank", tmp_path / "s.npy", *options, *["--transpose"][: int(transposed)]) == 0
+    assert "written (csls, hubs of the bank (i2t))" in capsys.readouterr().out
+    wanted = rerank.CSLS().fit(images=torch.from_numpy(bank).float()).rerank(torch.from_numpy(scores()))
+    with np.load(tmp_path / "o.npz") as arrays:
+        np.testing.assert_allclose(arrays["i2t"], wanted.i2t, rtol=1e-5)
 
 
 class _Page(HTMLParser):
@@ -148,16 +186,23 @@ class _Page(HTMLParser):
 
 def test_the_report_names_hubs_and_who_gained(saved: Path, tmp_path: Path):
     report, names = tmp_path / "report.html", tmp_path / "captions.txt"
-    names.write_text("\n".join(f"caption <{i}> & co" for i in range(N * C)), encoding="utf-8")
+    names.write_text("\n".join(f"caption <b{i}> & co" for i in range(N * C)), encoding="utf-8")
     assert run("rerank", saved, "--report", report, "--text-names", names, "--methods", "fast", "sinkhorn") == 0
     page = _Page()
     page.feed(report.read_text(encoding="utf-8"))
     assert page.open == []
     plain = Similarity.from_scores(torch.from_numpy(scores()), torch.arange(N), torch.arange(N * C) // C)
     hub = int(torch.bincount(plain.topk(10).indices.flatten(), minlength=N * C).argmax())
-    assert f"caption <{hub}> & co" in page.text and "image 3" in page.text
+    assert f"caption <b{hub}> & co" in page.text and "image 3" in page.text
     for text in ("sinkhorn", "greatest hubs before", "gained most", "lost most", "text→image"[:4]):
         assert text in page.text
+    before, after = (
+        retrieval_results(torch.from_numpy(scores()), reranker=x).i2t.best for x in (None, rerank.FastReranker())
+    )
+    moved = f"{int((after < before).sum())} of {N} queries rank their right candidate higher than before"
+    assert f"{moved}, {int((after > before).sum())} lower" in page.text
+    gained = int((before.double().log() - after.double().log()).argmax())
+    assert re.search(rf"gained most\D*before, afterrank beforeafterimage {gained}\D", page.text)
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -437,6 +482,14 @@ def test_errors_name_the_file_that_is_wrong(tmp_path: Path, monkeypatch, capsys:
     ):
         assert run("eval", *arguments, "--methods", "fast") == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_terminal_without_greek_letters_gets_the_rest(saved: Path):
+    code = "import sys; from itrloss.cli import main; sys.exit(main())"
+    for arguments in (["--help"], [str(saved), "--methods", "fast"]):
+        given = [sys.executable, "-c", code, "rerank", *arguments]
+        found = subprocess.run(given, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"}, timeout=120)
+        assert found.returncode == 0 and b"fast" in found.stdout, found.stderr
 
 
 def test_a_line_ends_where_the_file_says_so(saved: Path, tmp_path: Path):

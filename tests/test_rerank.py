@@ -304,6 +304,13 @@ def test_a_bank_keeps_its_precision_beside_half_precision(monkeypatch):
         torch.testing.assert_close(a, b)
 
 
+def test_a_bank_with_as_many_queries_as_candidates_is_read_the_right_way():
+    scores, images, texts = torch.rand(4, 6), torch.rand(6, 6), torch.rand(4, 4)
+    found = InvertedSoftmax(3.0).fit(images, texts).biases(scores)
+    torch.testing.assert_close(found.texts, -(3 * images).logsumexp(0) / 3)
+    torch.testing.assert_close(found.images, -(3 * texts).logsumexp(1) / 3)
+
+
 @pytest.mark.parametrize("name", names(transductive=True))
 def test_hostile_input_gives_finite_scores(name):
     v, w = embeddings(N, M, dtype=torch.float32)
@@ -329,7 +336,7 @@ def test_what_is_not_reordered_keeps_its_order_below():
         assert torch.equal(order[:, 4:], before[:, 4:])
         assert torch.equal(order[:, :4].sort(1).values, before[:, :4].sort(1).values)
         assert not torch.equal(order, before)
-    huge = scores * 1e7
+    huge = scores * 2.0**40  # between numbers of this size there is no room for 1
     assert torch.equal(*(ReciprocalReranker(4).rerank(s).i2t.argsort(1) for s in (scores, huge)))
 
 
@@ -390,6 +397,12 @@ def test_calibration_finds_the_best_of_all_that_are_tried(as_embeddings):
     metrics = retrieval_metrics(held_out, reranker=found)
     assert [sum(metrics[f"{way}_r{k}"] for k in (1, 5, 10)) for way in ("i2t", "t2i")] == pytest.approx(best)
     assert {*found.i2t, *found.t2i} <= set(scales)
+
+
+def test_what_calibration_compares():
+    """Recalls, and where these are equal the reciprocal ranks, of the queries that have an answer."""
+    assert rerank.fast._quality(torch.tensor([0, 2, 0, 20])) == pytest.approx((1.0, 0.275))
+    assert rerank.fast._quality(torch.tensor([2, 20])) > rerank.fast._quality(torch.tensor([3, 20]))
 
 
 def test_calibration_uses_the_bank():
@@ -495,6 +508,10 @@ def test_a_single_query_without_a_bank_is_refused(name):
             ValueError,
             "image_ids, text_ids: no query",
         ),
+        (lambda: CSLS().fit(torch.full((2, 4), math.nan)), ValueError, "images: expected finite"),
+        (lambda: CSLS().fit(texts=torch.rand(4)), ValueError, "texts: expected shape"),
+        (lambda: CSLS().fit(torch.arange(4)), TypeError, "images: expected a floating-point"),
+        (lambda: CSLS().fit(texts=[[0.5]]), TypeError, "texts: expected a floating-point"),  # type: ignore[arg-type]
         (lambda: DualSoftmax().fit(torch.rand(3, 4)).rerank(9 * torch.rand(3, 4) + 5), ValueError, "scores: too large"),
         (lambda: FastReranker().calibrate(torch.full((4, 8), math.nan)), ValueError, "validation.*finite"),
     ],

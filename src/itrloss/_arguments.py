@@ -13,7 +13,7 @@ from .engines.dispatch import Matrix, Over
 from .engines.pairs import TERMS
 from .engines.tiles import Pair, compute_dtype
 
-_FEW = 2**24  # numbers looked at together
+_FEW = 2**22  # numbers looked at together
 
 
 def check_matrix(name: str, x: Tensor, wanted: str, check_finite: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,6 +28,9 @@ from .study import CALIBRATED, METHODS, PLAIN, Entry, Study, study, table
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal without Greek letters and arrows gets question marks
+            stream.reconfigure(errors="replace")
     parser = argparse.ArgumentParser(prog="itrloss", description="Losses and re-rankers for image-text retrieval.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_rerank(commands)

@@ -166,7 +166,8 @@ class _Type:
     """Stands for ``numpy.dtype``: a pickle could give a real one flags that have bytes taken for addresses."""
 
     def __init__(self, name: object, *_: object):
-        self.name, self.order = name, "="
+        self.name = name
+        self.order: Any = "="
 
     def __setstate__(self, state: Any) -> None:
         self.order = state[1]
@@ -181,22 +182,23 @@ class _Type:
 class _Array(np.ndarray):
     """An array whose size, type and data have to agree before NumPy sees them."""
 
-    def __setstate__(self, state: Any) -> None:  # type: ignore[override]
+    def __setstate__(self, state: Any) -> None:
         shape, kind, fortran, data = state[-4:]
         if not isinstance(kind, _Type):
             raise ValueError("an array without a type")
         dtype = kind.made()
         data = list(data) if dtype.hasobject else _as_bytes(data)
-        super().__setstate__((1, tuple(shape), dtype, bool(fortran), data))  # which compares the sizes
+        checked: Any = (1, tuple(shape), dtype, bool(fortran), data)
+        super().__setstate__(checked)  # which compares the sizes
 
 
-def _reconstruct(*_: object) -> np.ndarray:
+def _reconstruct(*_: object) -> _Array:
     return np.ndarray.__new__(_Array, (0,), np.int8)
 
 
 def _from_buffer(data: Any, kind: Any, shape: Any, order: Any, *_: object) -> np.ndarray:
-    array = _reconstruct()
-    array.__setstate__((shape, kind, order == "F", data))
+    array, state = _reconstruct(), (shape, kind, order == "F", data)
+    array.__setstate__(state)
     return array
 
 
