@@ -66,7 +66,9 @@ def test_every_method_has_its_line(saved: Path, capsys: pytest.CaptureFixture[st
     assert f"{fast['rsum']:6.1f}" in found["fast"][0] and f"{fast['rsum'] - plain['rsum']:+.1f}" in found["fast"][0]
     for name, kind in METHODS.items():
         assert ("left out" in found[name][0]) == (kind.needs_bank or kind.needs_embeddings), name
-    intervals = re.findall(r"([-+][\d.]+) \(([-+][\d.]+) to ([-+][\d.]+)\)", "".join(sum(found.values(), [])))
+    intervals = re.findall(
+        r"([-+][\d.]+) \(([-+][\d.]+) to ([-+][\d.]+)\)", "".join(x for every in found.values() for x in every)
+    )
     assert len(intervals) == sum(not (kind.needs_bank or kind.needs_embeddings) for kind in METHODS.values())
     assert all(float(low) <= float(change) <= float(high) for change, low, high in intervals)
     assert any(float(low) < float(high) for _, low, high in intervals)
