@@ -6,6 +6,8 @@ import csv
 import os
 import pickle
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from itrloss import Similarity, rerank
+from itrloss import Similarity, rerank, study
 from itrloss.cli import main
-from itrloss.files import read_ids, read_matrix
-from itrloss.metrics import retrieval_metrics
+from itrloss.files import read_ids, read_matrix, written
+from itrloss.metrics import retrieval_metrics, retrieval_results
 from itrloss.study import METHODS
 
 N, C, D = 12, 5, 8
@@ -64,6 +66,20 @@ def test_every_method_has_its_line(saved: Path, capsys: pytest.CaptureFixture[st
     assert f"{fast['rsum']:6.1f}" in found["fast"][0] and f"{fast['rsum'] - plain['rsum']:+.1f}" in found["fast"][0]
     for name, kind in METHODS.items():
         assert ("left out" in found[name][0]) == (kind.needs_bank or kind.needs_embeddings), name
+    intervals = re.findall(
+        r"([-+][\d.]+) \(([-+][\d.]+) to ([-+][\d.]+)\)", "".join(x for every in found.values() for x in every)
+    )
+    assert len(intervals) == sum(not (kind.needs_bank or kind.needs_embeddings) for kind in METHODS.values())
+    assert all(float(low) <= float(change) <= float(high) for change, low, high in intervals)
+    assert any(float(low) < float(high) for _, low, high in intervals)
+
+
+def test_k_reciprocal_is_left_out_where_memory_would_end(tmp_path: Path, monkeypatch, capsys):
+    for side, x in zip(("images", "texts"), pairs(), strict=True):
+        np.save(tmp_path / f"{side}.npy", x)
+    monkeypatch.setattr(study, "K_RECIPROCAL_ITEMS", N * (1 + C) - 1)
+    assert run("eval", tmp_path / "images.npy", tmp_path / "texts.npy", "--methods", "k-reciprocal") == 0
+    assert "left out: holds" in lines(capsys)["k-reciprocal"][0]
 
 
 def test_memory_is_measured_where_it_is_asked_for(saved: Path, capsys: pytest.CaptureFixture[str]):
@@ -92,6 +108,15 @@ def test_embeddings_and_banks_leave_none_out(tmp_path: Path, capsys: pytest.Capt
     bank = [torch.from_numpy(x).half() for x in pairs(2)]
     fitted = retrieval_metrics(Similarity(images, texts, *ids), reranker=rerank.CSLS().fit(*bank))
     assert f"{fitted['rsum']:6.1f}" in found["csls"][1]
+
+
+def test_embeddings_are_calibrated_with_the_bank_that_they_are_re_ranked_by():
+    held_out, banks = (tuple(torch.from_numpy(x) for x in pairs(seed)) for seed in (1, 2))
+    banks = banks[0] + 3.0, banks[1][:9] - 2.0
+    validation = Similarity(*held_out, torch.arange(N), torch.arange(N * C) // C)
+    found = study._calibrated(validation, banks)
+    with_bank, without = rerank.FastReranker().fit(*banks), rerank.FastReranker()
+    assert repr(found) == repr(with_bank.calibrate(validation)) != repr(without.calibrate(validation))
 
 
 def test_a_bank_of_scores_and_a_validation_set(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -123,11 +148,28 @@ def test_what_is_written_is_what_the_library_finds(saved: Path, tmp_path: Path, 
         rows = list(csv.DictReader(file))
     assert len(rows) == N + N * C
     metrics = retrieval_metrics(given, reranker=fast)
+    results = retrieval_results(given, reranker=fast)
+    for way in ("i2t", "t2i"):
+        found = [int(row["best_rank"]) for row in rows if row["direction"] == way]
+        assert found == getattr(results, way).best.tolist() != getattr(retrieval_results(given), way).best.tolist()
     hits = [int(row["best_rank"]) <= 5 for row in rows if row["direction"] == "t2i"]
     assert 100 * sum(hits) / len(hits) == pytest.approx(metrics["t2i_r5"])
     assert run("rerank", saved, "--methods", "csls", "--write", "as they are", "--out", out) == 0
     with np.load(out) as arrays:
         np.testing.assert_allclose(arrays["t2i"], given)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_of_both_ways_that_by_the_bank_is_written(transposed: bool, saved: Path, tmp_path: Path, capsys):
+    bank = np.random.default_rng(0).random((30, N * C))
+    for name, x in (("s", scores()), ("b", bank)):
+        np.save(tmp_path / f"{name}.npy", x.T if transposed else x)
+    options = ["--bank-images", tmp_path / "b.npy", "--methods", "csls", "--out", tmp_path / "o.npz"]
+    assert run("rerank", tmp_path / "s.npy", *options, *["--transpose"][: int(transposed)]) == 0
+    assert "written (csls, hubs of the bank (i2t))" in capsys.readouterr().out
+    wanted = rerank.CSLS().fit(images=torch.from_numpy(bank).float()).rerank(torch.from_numpy(scores()))
+    with np.load(tmp_path / "o.npz") as arrays:
+        np.testing.assert_allclose(arrays["i2t"], wanted.i2t, rtol=1e-5)
 
 
 class _Page(HTMLParser):
@@ -155,16 +197,25 @@ class _Page(HTMLParser):
 
 def test_the_report_names_hubs_and_who_gained(saved: Path, tmp_path: Path):
     report, names = tmp_path / "report.html", tmp_path / "captions.txt"
-    names.write_text("\n".join(f"caption <{i}> & co" for i in range(N * C)), encoding="utf-8")
-    assert run("rerank", saved, "--report", report, "--text-names", names, "--methods", "fast", "sinkhorn") == 0
+    given = ("--i2t", 60, 25, "--t2i", 60, 20)  # more lose than gain
+    names.write_text("\n".join(f"caption <b{i}> & co" for i in range(N * C)), encoding="utf-8")
+    assert run("rerank", saved, "--report", report, "--text-names", names, "--methods", "fast", "sinkhorn", *given) == 0
     page = _Page()
     page.feed(report.read_text(encoding="utf-8"))
     assert page.open == []
     plain = Similarity.from_scores(torch.from_numpy(scores()), torch.arange(N), torch.arange(N * C) // C)
     hub = int(torch.bincount(plain.topk(10).indices.flatten(), minlength=N * C).argmax())
-    assert f"caption <{hub}> & co" in page.text and "image 3" in page.text
+    assert f"caption <b{hub}> & co" in page.text and "image 3" in page.text
     for text in ("sinkhorn", "greatest hubs before", "gained most", "lost most", "text→image"[:4]):
         assert text in page.text
+    chosen = rerank.FastReranker((60, 25), (60, 20))
+    results = [retrieval_results(torch.from_numpy(scores()), reranker=x) for x in (None, chosen)]
+    for way, size in (("t2i", N * C), ("i2t", N)):
+        before, after = (getattr(x, way).best for x in results)
+        moved = f"{int((after < before).sum())} of {size} queries rank their right candidate higher than before"
+        assert f"{moved}, {int((after > before).sum())} lower" in page.text
+    gained = int((before.double().log() - after.double().log()).argmax())
+    assert re.search(rf"gained most\D*before, afterrank beforeafterimage {gained}\D", page.text)
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -282,6 +333,72 @@ def test_nothing_in_a_file_is_executed(suffix: str, tmp_path: Path, monkeypatch,
     assert not mark.exists()
 
 
+def _pickled(*parts: bytes) -> bytes:
+    return b"\x80\x04" + b"".join(parts) + b"."
+
+
+_OBJECT = (  # numpy.dtype("O8"), told that its items are no references
+    b"cnumpy\ndtype\n(X\x02\x00\x00\x00O8\x89\x88tR(K\x03X\x01\x00\x00\x00|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+)
+_ADDRESS = b"C\x08AAAAAAAA"
+_EMPTY = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\nK\x00\x85C\x01btR"
+HOSTILE = {
+    "array": _pickled(_EMPTY, b"(K\x01K\x01\x85", _OBJECT, b"\x89", _ADDRESS, b"tb"),
+    "constructor": _pickled(b"cnumpy\nndarray\n(K\x01\x85X\x01\x00\x00\x00O", _ADDRESS, b"tR"),
+    "offset": _pickled(b"cnumpy\nndarray\n(K\x02K\x02\x86X\x02\x00\x00\x00f8C\x20", b"A" * 32, b"J\xf0\xff\xff\xfftR"),
+    "scalar": _pickled(b"cnumpy.core.multiarray\nscalar\n(", _OBJECT, _ADDRESS, b"tR"),
+    "buffer": _pickled(b"cnumpy.core.numeric\n_frombuffer\n(", _ADDRESS, _OBJECT, b"K\x01\x85X\x01\x00\x00\x00CtR"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_bytes_of_a_pickle_are_taken_for_addresses(name: str, tmp_path: Path):
+    path = tmp_path / "sims.pkl"
+    path.write_bytes(HOSTILE[name])
+    # In a process of its own, which would crash.
+    code = (
+        f"from itrloss.files import read_matrix\ntry: read_matrix({str(path)!r})\nexcept ValueError: print('refused')"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert found.stdout == "refused\n", (found.returncode, found.stderr)
+
+
+def test_an_array_that_holds_itself_has_an_end(tmp_path: Path):
+    array = np.empty((), object)
+    array[()] = array
+    path = tmp_path / "sims.pkl"
+    path.write_bytes(pickle.dumps(array))
+    with pytest.raises(ValueError, match="expected numbers"):
+        read_matrix(path)
+
+
+def test_arrays_of_other_kinds_in_pickles(tmp_path: Path):
+    path, wanted = tmp_path / "sims.pkl", scores()
+    others = {"names": np.array(["a", "b"]), "objects": np.array([1, "a"], dtype=object), "big": wanted.astype(">f8")}
+    given = {"npts": np.int64(N), "mean": np.float64(0.5), "sims": np.asfortranarray(wanted), **others}
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        path.write_bytes(pickle.dumps(given, protocol))
+        np.testing.assert_array_equal(read_matrix(path), wanted)
+        np.testing.assert_array_equal(read_matrix(path, "big"), wanted)
+    path.write_bytes(pickle.dumps({"sims": np.zeros(2, "f4,f4")}))
+    with pytest.raises(ValueError, match="array of 'V8', which is not read"):
+        read_matrix(path)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "float8", "meta", "nested"])
+def test_tensors_that_are_no_matrices_of_numbers_are_refused(kind: str, tmp_path: Path, capsys):
+    x = torch.from_numpy(scores())
+    made = {
+        "sparse": x.to_sparse(),
+        "float8": x.to(torch.float8_e4m3fn),
+        "meta": x.to("meta"),
+        "nested": torch.nested.nested_tensor([x[0], x[1, :3]]),
+    }
+    torch.save(made[kind], tmp_path / "sims.pt")
+    assert run("rerank", tmp_path / "sims.pt") == 2
+    assert "expected a dense tensor" in capsys.readouterr().err
+
+
 def test_what_is_interrupted_leaves_the_old_file(saved: Path, tmp_path: Path, monkeypatch):
     out = tmp_path / "out.npz"
     out.write_text("of yesterday")
@@ -305,19 +422,106 @@ def test_what_is_interrupted_leaves_the_old_file(saved: Path, tmp_path: Path, mo
         (("--text-names", "ids.txt"), "ids.txt: expected a line for each of the 60 texts, got 3"),
         (("--image-ids", "ids.txt", "--text-ids", "ids.txt"), r"--image-ids: expected shape \(12,\)"),
         (("--val", "val.npy"), "val.npy: .*--image-ids, --text-ids"),
-        (("--bank-images", "val.npy"), "images: expected scores with the 60 candidates, got a bank of 10"),
+        (("--bank-images", "val.npy"), r"val.npy: expected \(B, 60\), got shape \(7, 10\)"),
         (("--transpose",), "with --transpose it has 60 rows"),
         (("--key", "sims"), "expected entries with names"),
+        (("--image-ids", "long.txt", "--text-ids", "ids.txt"), "long.txt: expected one integer a line"),
+        (("--image-ids", "bytes.txt", "--text-ids", "ids.txt"), "bytes.txt: expected one integer a line"),
+        (("--text-names", "bytes.txt"), "bytes.txt: expected UTF-8"),
+        (("--out", "."), ".: expected a file to write, got a directory"),
+        (("--rankings", "o.npz"), "expected a file of its own for each result"),
+        (("--methods", "dbnorm"), "--methods: all were left out"),
+        (("--methods", "fast", "dbnorm", "--write", "dbnorm"), "--write: dbnorm needs embeddings"),
     ],
 )
 def test_bad_options_are_named(arguments, message, saved: Path, monkeypatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.chdir(saved.parent)
     Path("ids.txt").write_text("1\n2\n3\n")
+    Path("long.txt").write_text("1" * 30)
+    Path("bytes.txt").write_bytes(b"\xff\xfe")
     np.save("val.npy", np.random.default_rng(0).random((7, 10)))
     output = ("--out", "o.npz") if "--out" not in arguments and "--top" not in arguments else ()
     assert run("rerank", saved, "--methods", "fast", *output, *arguments) == 2
     assert re.search(message, capsys.readouterr().err)
     assert not Path("o.npz").exists()
+
+
+def test_a_wrong_method_to_write_is_found_before_all_are_tried(saved: Path, capsys: pytest.CaptureFixture[str]):
+    assert run("rerank", saved, "--write", "csl", "--out", saved.parent / "o.npz") == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_what_is_calibrated_is_what_is_written(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    np.save(tmp_path / "val.npy", scores(1))
+    given = ("rerank", saved, "--val", tmp_path / "val.npy", "--methods", "fast", "csls", "--out", tmp_path / "o.npz")
+    assert run(*given) == 0 and "written (fast, calibrated, hubs of" in capsys.readouterr().out
+    wanted = rerank.FastReranker().calibrate(torch.from_numpy(scores(1))).rerank(torch.from_numpy(scores()))
+    with np.load(tmp_path / "o.npz") as arrays:
+        np.testing.assert_allclose(arrays["i2t"], wanted.i2t)
+    assert run(*given, "--write", "fast") == 0 and "written (fast, hubs of" in capsys.readouterr().out
+
+
+def test_a_bank_has_any_number_of_queries_and_its_direction_is_named(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    generator = np.random.default_rng(0)
+    np.save(tmp_path / "images.npy", generator.random((2 * N * C, N * C)))  # as many as if they were texts
+    np.save(tmp_path / "texts.npy", generator.random((N, N // 2)))
+    for side, way in (("images", "i2t"), ("texts", "t2i")):
+        assert run("rerank", saved, "--methods", "fast", f"--bank-{side}", tmp_path / f"{side}.npy") == 0
+        assert f"the bank ({way})" in lines(capsys)["fast"][1]
+
+
+def test_more_images_than_texts_with_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    np.save(tmp_path / "t.npy", scores().T)  # five images a text
+    np.save(tmp_path / "i.npy", np.arange(N * C) // C)
+    np.save(tmp_path / "j.npy", np.arange(N))
+    ids = ("--image-ids", tmp_path / "i.npy", "--text-ids", tmp_path / "j.npy")
+    assert run("rerank", tmp_path / "t.npy", *ids, "--methods", "fast") == 0
+
+
+def test_errors_name_the_file_that_is_wrong(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.chdir(tmp_path)
+    images, texts = pairs()
+    broken = texts.copy()
+    broken[3, 2] = np.nan
+    for name, x in {"images": images, "texts": texts, "broken": broken, "narrow": texts[:, :-1]}.items():
+        np.save(f"{name}.npy", x)
+    for arguments, message in (
+        (("images.npy", "broken.npy"), "eval: broken.npy: expected finite"),
+        (("images.npy", "narrow.npy"), "eval: images.npy, narrow.npy: expected embeddings of the same dimension"),
+        (("images.npy", "texts.npy", "--bank-texts", "broken.npy"), "eval: broken.npy: expected finite"),
+        (("images.npy", "texts.npy", "--bank-images", "narrow.npy"), "eval: narrow.npy: expected embeddings of"),
+    ):
+        assert run("eval", *arguments, "--methods", "fast") == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_terminal_without_greek_letters_gets_the_rest(saved: Path):
+    code = "import sys; from itrloss.cli import main; sys.exit(main())"
+    for arguments in (["--help"], [str(saved), "--methods", "fast"]):
+        given = [sys.executable, "-c", code, "rerank", *arguments]
+        found = subprocess.run(given, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"}, timeout=120)
+        assert found.returncode == 0 and b"fast" in found.stdout, found.stderr
+
+
+def test_a_line_ends_where_the_file_says_so(saved: Path, tmp_path: Path):
+    names, report = tmp_path / "captions.txt", tmp_path / "report.html"
+    names.write_text("\n".join(["a\u2028dog\x85"] * (N * C)) + "\n", encoding="utf-8")
+    assert run("rerank", saved, "--methods", "fast", "--text-names", names, "--report", report) == 0
+
+
+def test_results_follow_links_and_leave_devices_alone(saved: Path, tmp_path: Path):
+    link, target, pipe = (tmp_path / name for name in ("link.csv", "target.csv", "pipe.csv"))
+    link.symlink_to(target)
+    assert run("rerank", saved, "--methods", "fast", "--queries", link) == 0
+    assert link.is_symlink() and target.read_text().startswith("direction")
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with written(pipe) as file:
+        file.write("x")
+    assert os.read(reader, 9) == b"x" and pipe.is_fifo()
+    os.close(reader)
 
 
 def test_transposed_matrices_and_ids_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

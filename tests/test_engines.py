@@ -557,3 +557,30 @@ def test_best_candidates_whatever_the_sizes(tile, k, monkeypatch):
     assert torch.equal(top, found[0].indices) and torch.equal(ranks, sim.both.ranks(rows, cols)[0])
     one = sim.topk(k, cols)
     assert torch.equal(one.indices, found[0].indices)
+
+
+def test_the_only_positive_is_found_in_every_corner_of_a_tile(monkeypatch):
+    monkeypatch.setitem(tiles.TILE, "cpu", (12, 4))
+    v, w = embeddings(9, 11)
+    for i in range(9):
+        for j in range(11):
+            ids = torch.arange(9), torch.arange(11) + 20
+            ids[1][j] = i
+            tiled, dense = (Similarity(v, w, *ids, engine=engine).both.ranks() for engine in ("tiled", "dense"))
+            assert all(torch.equal(a, b) for a, b in zip(tiled, dense, strict=True)) and int(tiled[0][i]) > 0
+
+
+@pytest.mark.parametrize("k", [4, 7, 40])
+@pytest.mark.parametrize("tile", [(2**20, 2048), (90 * 70, 70), (90 * 150, 150)])
+def test_fewer_candidates_than_are_asked_for(tile, k, monkeypatch):
+    """A bias of -inf leaves few to be found, in one tile or in several; the rest are any others, and each once."""
+    monkeypatch.setitem(tiles.TILE, "cpu", tile)
+    sim = Similarity(*embeddings(230, 310), torch.arange(230), torch.arange(310), engine="tiled")
+    rows, cols = torch.full((230,), -math.inf), torch.full((310,), -math.inf)
+    kept = [3, 100, 225], [5, 6, 309]
+    rows[kept[0]], cols[kept[1]] = 0.0, 0.0
+    for top, some, size in zip(sim.both.topk(k, rows, cols), reversed(kept), (310, 230), strict=True):
+        assert top.values[:, :3].isfinite().all() and (top.values[:, 3:] == -math.inf).all()
+        assert (top.indices[:, :3].sort(1).values == torch.tensor(some)).all()
+        assert all(len(set(row)) == k for row in top.indices.tolist())
+        assert (top.indices >= 0).all() and (top.indices < size).all()

@@ -299,6 +299,20 @@ def test_the_smallest_sets_have_results(scores):
     assert everything.metrics()["rsum"] == 600 and confidence_intervals(everything)["rsum"] == (600, 600)
 
 
+@pytest.mark.parametrize("where", [(0, 0), (17, 30), (40, 52)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_nan_is_found_wherever_it_is(where, turned, monkeypatch):
+    """A matrix is looked at some rows at a time, as it lies in memory."""
+    monkeypatch.setattr("itrloss._arguments._FEW", 100)
+    scores = torch.rand(41, 53)
+    scores[where] = torch.nan
+    scores = scores.T.contiguous().T if turned else scores
+    with pytest.raises(ValueError, match="scores: expected finite"):
+        Similarity.from_scores(scores, torch.arange(41), torch.arange(53), check_finite=True)
+    scores[where] = 0.0
+    Similarity.from_scores(scores, torch.arange(41), torch.arange(53), check_finite=True)
+
+
 def test_a_table_has_a_row_for_each_query(tmp_path):
     results = retrieval_results(torch.rand(N, M, generator=generator(0)), *ragged(0))
     results.save(str(tmp_path / "queries.csv"))

@@ -148,6 +148,38 @@ def test_every_method_equals_its_loops(name, bank, engine, small_tiles, monkeypa
     torch.testing.assert_close(top.t2i.values.argsort(1, descending=True), torch.arange(4).expand(M, 4))
 
 
+@pytest.mark.parametrize("engine", ["dense", "tiled", "reference"])
+@pytest.mark.parametrize("name", METHODS)
+def test_images_are_the_rows_of_a_transposed_view_too(name, engine, small_tiles, monkeypatch):
+    monkeypatch.setattr(rerank.base.blocks, "__defaults__", (30,))
+    method = copy.copy(METHODS[name])
+    if name not in SETTLED:
+        method.fit(*embeddings(11, 9, seed=5))
+    v, w = embeddings(N, M)
+    ids = torch.arange(N), torch.arange(M) // 2
+    sim, turned = Similarity(v, w, *ids, engine=engine), Similarity(w, v, *ids[::-1], engine=engine).T
+    for a, b in zip(method.rerank(sim), method.rerank(turned), strict=True):
+        torch.testing.assert_close(a, b)
+    for a, b in zip(method.topk(sim, 3), method.topk(turned, 3), strict=True):
+        assert torch.equal(a.indices, b.indices)
+    assert retrieval_metrics(sim, reranker=method) == retrieval_metrics(turned, reranker=method)
+
+
+@pytest.mark.parametrize("name", names(matrix=True))
+def test_scores_and_embeddings_stay_as_they_are_and_without_a_gradient(name):
+    scores = torch.rand(N, M).requires_grad_()
+    banks = [torch.rand(11, M), torch.rand(N, 9)]
+    before = [x.detach().clone() for x in (scores, *banks)]
+    method = copy.copy(METHODS[name]).fit(*banks)
+    results = [*method.rerank(scores), *(x.values for x in method.topk(scores, 3))]
+    retrieval_metrics(scores, reranker=method)
+    assert not any(x.requires_grad for x in results)
+    assert all(torch.equal(x, y) for x, y in zip((scores, *banks), before, strict=True))
+    turned = scores.detach().T.contiguous().T
+    for a, b in zip(method.rerank(scores), method.rerank(turned), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("name", names(transductive=True))
 def test_metrics_of_the_re_ranked_need_no_matrix(name, small_tiles, monkeypatch):
     monkeypatch.setattr(rerank.base.blocks, "__defaults__", (30,))
@@ -259,6 +291,26 @@ def test_half_precision_scores_in_float32(name, dtype):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
+def test_a_bank_keeps_its_precision_beside_half_precision(monkeypatch):
+    (v, w), banks = (x.bfloat16() for x in embeddings(N, M)), embeddings(11, 9, seed=5, dtype=torch.float32)
+    ids = torch.arange(N), torch.arange(M)
+    for method in (DualBankSinkhorn(12.0, 4), DualBankNorm(2.0, 3.0)):
+        half, single = (method.fit(*banks).biases(Similarity(v.to(t), w.to(t), *ids)) for t in (v.dtype, torch.float32))
+        for a, b in zip(half, single, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+    fast = FastReranker().fit(*banks)
+    sim = Similarity(v, w, *ids)
+    for a, b in zip(fast._topk_of_all(sim, 5), fast.topk(sim, 5), strict=True):  # what each of several processes does
+        torch.testing.assert_close(a, b)
+
+
+def test_a_bank_with_as_many_queries_as_candidates_is_read_the_right_way():
+    scores, images, texts = torch.rand(4, 6), torch.rand(6, 6), torch.rand(4, 4)
+    found = InvertedSoftmax(3.0).fit(images, texts).biases(scores)
+    torch.testing.assert_close(found.texts, -(3 * images).logsumexp(0) / 3)
+    torch.testing.assert_close(found.images, -(3 * texts).logsumexp(1) / 3)
+
+
 @pytest.mark.parametrize("name", names(transductive=True))
 def test_hostile_input_gives_finite_scores(name):
     v, w = embeddings(N, M, dtype=torch.float32)
@@ -284,7 +336,7 @@ def test_what_is_not_reordered_keeps_its_order_below():
         assert torch.equal(order[:, 4:], before[:, 4:])
         assert torch.equal(order[:, :4].sort(1).values, before[:, :4].sort(1).values)
         assert not torch.equal(order, before)
-    huge = scores * 1e7
+    huge = scores * 2.0**40  # between numbers of this size there is no room for 1
     assert torch.equal(*(ReciprocalReranker(4).rerank(s).i2t.argsort(1) for s in (scores, huge)))
 
 
@@ -345,6 +397,12 @@ def test_calibration_finds_the_best_of_all_that_are_tried(as_embeddings):
     metrics = retrieval_metrics(held_out, reranker=found)
     assert [sum(metrics[f"{way}_r{k}"] for k in (1, 5, 10)) for way in ("i2t", "t2i")] == pytest.approx(best)
     assert {*found.i2t, *found.t2i} <= set(scales)
+
+
+def test_what_calibration_compares():
+    """Recalls, and where these are equal the reciprocal ranks, of the queries that have an answer."""
+    assert rerank.fast._quality(torch.tensor([0, 2, 0, 20])) == pytest.approx((1.0, 0.275))
+    assert rerank.fast._quality(torch.tensor([2, 20])) > rerank.fast._quality(torch.tensor([3, 20]))
 
 
 def test_calibration_uses_the_bank():
@@ -445,6 +503,16 @@ def test_a_single_query_without_a_bank_is_refused(name):
         (lambda: rerank.BiasedIndex(torch.rand(4, 3)).search(torch.rand(2, 3), 0), ValueError, "k"),
         (lambda: FastReranker().calibrate(torch.rand(4, 7)), ValueError, "image_ids, text_ids"),
         (lambda: FastReranker().calibrate(torch.rand(4, 8), scales=()), ValueError, "scales"),
+        (
+            lambda: FastReranker().calibrate(torch.rand(3, 2), torch.arange(3), torch.arange(7, 9)),
+            ValueError,
+            "image_ids, text_ids: no query",
+        ),
+        (lambda: CSLS().fit(torch.full((2, 4), math.nan)), ValueError, "images: expected finite"),
+        (lambda: CSLS().fit(texts=torch.rand(4)), ValueError, "texts: expected shape"),
+        (lambda: CSLS().fit(torch.arange(4)), TypeError, "images: expected a floating-point"),
+        (lambda: CSLS().fit(texts=[[0.5]]), TypeError, "texts: expected a floating-point"),  # type: ignore[arg-type]
+        (lambda: DualSoftmax().fit(torch.rand(3, 4)).rerank(9 * torch.rand(3, 4) + 5), ValueError, "scores: too large"),
         (lambda: FastReranker().calibrate(torch.full((4, 8), math.nan)), ValueError, "validation.*finite"),
     ],
 )

@@ -13,6 +13,8 @@ from .engines.dispatch import Matrix, Over
 from .engines.pairs import TERMS
 from .engines.tiles import Pair, compute_dtype
 
+_FEW = 2**22  # numbers looked at together
+
 
 def check_matrix(name: str, x: Tensor, wanted: str, check_finite: bool) -> None:
     """Raise a TypeError or ValueError unless ``x`` is a floating-point matrix with rows and columns."""
@@ -43,7 +45,10 @@ def check_embeddings(rows: Tensor, cols: Tensor, check_finite: bool) -> None:
 
 def require_finite(name: str, x: Tensor) -> None:
     """Raise a ValueError for nan or infinity."""
-    if not bool(torch.isfinite(x).all()):
+    x = x.detach().T if x.stride(0) < x.stride(1) else x.detach()  # as it lies in memory
+    # Some at a time: of what is as large as memory, or on a disk, PyTorch would make a copy to look at.
+    parts = x.split(max(1, _FEW // x.shape[1]))
+    if not bool(torch.stack([part.isfinite().all() for part in parts]).all()):
         raise ValueError(f"{name}: expected finite values, got nan or infinity")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import files, study_report
+from ._arguments import require_finite
 from .bench import report, runner
 from .bench.cases import KINDS, LOSSES, SUITES, Case, parse_shape
 from .bench.peers import PEERS
@@ -21,11 +23,14 @@ from .bench.runner import VARIANTS
 from .metrics import default_ids
 from .rerank import FastReranker
 from .similarity import Similarity
-from .study import METHODS, PLAIN, Entry, Study, study, table
+from .study import CALIBRATED, METHODS, PLAIN, Entry, Study, study, table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal without Greek letters and arrows gets question marks
+            stream.reconfigure(errors="replace")
     parser = argparse.ArgumentParser(prog="itrloss", description="Losses and re-rankers for image-text retrieval.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_rerank(commands)
@@ -80,7 +85,11 @@ def _add_shared(parser: Any) -> None:
         what = f"of Fast Re-ranking ({' '.join(f'{x:g}' for x in default)})"
         add(f"--{name}", type=float, nargs=2, default=default, metavar=tuple(symbols.split()), help=what)
     add("--memory", action="store_true", help="run every method once more, to see how much memory it takes")
-    add("--write", metavar="METHOD", help="whose results go into files; default: the first of --methods")
+    add(
+        "--write",
+        metavar="METHOD",
+        help="whose results go into files; default: the first of --methods, calibrated by --val",
+    )
     add("--out", type=Path, metavar="FILE.npz", help="its scores i2t and t2i, (n_images, n_texts)")
     add("--rankings", type=Path, metavar="FILE.npz", help="its best candidates i2t (n_images, k) and t2i (n_texts, k)")
     add("--top", type=int, default=10, metavar="K", help="how many for --rankings (10)")
@@ -91,11 +100,15 @@ def _add_shared(parser: Any) -> None:
 
 
 def _rerank(args: argparse.Namespace) -> int:
-    def read(path: Path) -> Tensor:
-        return _transposed(path, files.read_matrix(path, args.key), args.transpose)
+    def read(path: Path, labelled: bool = True) -> Tensor:
+        matrix = files.read_matrix(path, args.key)
+        matrix = matrix.T if args.transpose else matrix
+        if not labelled:  # ids, or a bank, of any shape
+            _check_images_as_rows(path, matrix, args.transpose)
+        return matrix
 
-    sim = _labelled(args, args.scores, read(args.scores))
-    validation = None if args.val is None else _similarity(args.val, read(args.val))
+    sim = _labelled(args, (args.scores,), read(args.scores, args.image_ids is not None))
+    validation = None if args.val is None else _similarity((args.val,), read(args.val, False))
     banks = [None if path is None else read(path) for path in (args.bank_images, args.bank_texts)]
     return _study(args, str(args.scores), sim, banks, validation)
 
@@ -104,44 +117,48 @@ def _eval(args: argparse.Namespace) -> int:
     def read(path: Path) -> Tensor:
         return files.read_matrix(path, args.key)
 
-    sim = _labelled(args, args.images, read(args.images), read(args.texts))
-    validation = None if args.val is None else _similarity(args.val[0], *map(read, args.val))
+    sim = _labelled(args, (args.images, args.texts), read(args.images), read(args.texts))
+    validation = None if args.val is None else _similarity(args.val, *map(read, args.val))
     banks = [None if path is None else read(path) for path in (args.bank_images, args.bank_texts)]
     return _study(args, f"{args.images}, {args.texts}", sim, banks, validation)
 
 
-def _transposed(path: Path, matrix: Tensor, wanted: bool) -> Tensor:
-    matrix = matrix.T if wanted else matrix
+def _check_images_as_rows(path: Path, matrix: Tensor, transposed: bool) -> None:
     n, m = matrix.shape
     if n > m and n % m == 0:
-        what = "with --transpose it has" if wanted else "it has"
-        how = "leave --transpose out" if wanted else "pass --transpose, or --image-ids and --text-ids"
+        what = "with --transpose it has" if transposed else "it has"
+        how = "leave --transpose out" if transposed else "pass --transpose, or --image-ids and --text-ids"
         raise ValueError(f"{path}: expected images as rows; {what} {n} rows and {m} columns, as if texts were: {how}")
-    return matrix
 
 
-def _similarity(path: Path, *given: Tensor, ids: tuple[Tensor, Tensor] | None = None) -> Similarity:
-    """Of scores or of embeddings; errors name the file."""
+def _similarity(paths: Sequence[Path], *given: Tensor, ids: tuple[Tensor, Tensor] | None = None) -> Similarity:
+    """Of scores or of embeddings; errors name the file, or both."""
     n, m = given[0].shape if len(given) == 1 else (len(given[0]), len(given[1]))
+    for path, matrix in zip(paths, given, strict=True):
+        require_finite(str(path), matrix)
+    if len({x.shape[1] for x in given}) > 1 and len(given) == 2:
+        got = f"{given[0].shape[1]} and {given[1].shape[1]}"
+        raise ValueError(f"{paths[0]}, {paths[1]}: expected embeddings of the same dimension, got {got}")
     try:
         if ids is None:
             ids = default_ids(n, m)
         if len(given) == 1:
-            return Similarity.from_scores(given[0], *ids, check_finite=True)
+            return Similarity.from_scores(given[0], *ids)
         if (given[0].dtype == torch.float64) != (given[1].dtype == torch.float64):
             given = given[0].float(), given[1].float()
-        return Similarity(given[0], given[1], *ids, check_finite=True)
+        return Similarity(given[0], given[1], *ids)
     except (TypeError, ValueError) as error:
         text = str(error).replace("row_ids", "--image-ids").replace("col_ids", "--text-ids")
-        raise ValueError(f"{path}: {text.replace('image_ids, text_ids', '--image-ids, --text-ids')}") from None
+        named = ", ".join(map(str, paths))
+        raise ValueError(f"{named}: {text.replace('image_ids, text_ids', '--image-ids, --text-ids')}") from None
 
 
-def _labelled(args: argparse.Namespace, path: Path, *given: Tensor) -> Similarity:
+def _labelled(args: argparse.Namespace, paths: Sequence[Path], *given: Tensor) -> Similarity:
     if (args.image_ids is None) != (args.text_ids is None):
         raise ValueError("--image-ids, --text-ids: expected both or neither")
     if args.image_ids is None:
-        return _similarity(path, *given)
-    return _similarity(path, *given, ids=(files.read_ids(args.image_ids), files.read_ids(args.text_ids)))
+        return _similarity(paths, *given)
+    return _similarity(paths, *given, ids=(files.read_ids(args.image_ids), files.read_ids(args.text_ids)))
 
 
 def _study(
@@ -155,18 +172,29 @@ def _study(
     for path in outputs:  # before anything is worked out
         if not path.parent.is_dir():
             raise ValueError(f"{path}: there is no directory {path.parent}")
+        if path.is_dir():
+            raise ValueError(f"{path}: expected a file to write, got a directory")
+    if len({path.resolve() for path in outputs}) < len(outputs):
+        raise ValueError(f"expected a file of its own for each result, got {', '.join(map(str, outputs))}")
+    writable = [PLAIN, *args.methods]
+    if args.val is not None and "fast" in args.methods:
+        writable.append(CALIBRATED)
+    if args.write is not None and args.write not in writable:
+        raise ValueError(f"--write: expected one of {', '.join(writable)}; got {args.write!r}")
     if args.top < 1:
         raise ValueError(f"--top: expected at least 1, got {args.top}")
     names = _names(args, sim)
     fast = FastReranker(tuple(args.i2t), tuple(args.t2i))
     images, texts = banks
-    print(f"{title}: {sim.shape[0]} images, {sim.shape[1]} texts", flush=True)
-    total, done = len(args.methods) * (1 + any(b is not None for b in banks)) + 1, iter(range(1, 1000))
+    _check_banks(args, sim, banks)
+    n, m = sim.shape
+    each = "by the ids given" if args.image_ids else f"{m // n} an image, one behind the other"
+    print(f"{title}: {n} images, {m} texts ({each})", flush=True)
     shown = sys.stderr.isatty()
 
     def progress(text: str) -> None:
         if shown:
-            print(f"\r\033[K[{next(done)}/{total}] {text} …", end="", file=sys.stderr, flush=True)
+            print(f"\r\033[K{text} …", end="", file=sys.stderr, flush=True)
 
     found = study(sim, args.methods, (images, texts), validation, fast, progress, args.memory)
     if shown:
@@ -177,15 +205,30 @@ def _study(
     return 0
 
 
+def _check_banks(args: argparse.Namespace, sim: Similarity, banks: Sequence[Tensor | None]) -> None:
+    """Before anything is worked out, and by the names of the files."""
+    cols = sim._matrix.cols
+    for side, (path, bank) in enumerate(zip((args.bank_images, args.bank_texts), banks, strict=True)):
+        if bank is None:
+            continue
+        require_finite(str(path), bank)
+        n, m = sim.shape
+        wanted = f"embeddings of dimension {cols.shape[1]}" if cols is not None else (f"(B, {m})", f"({n}, B)")[side]
+        got, size = (bank.shape[1], cols.shape[1]) if cols is not None else (bank.shape[1 - side], (m, n)[side])
+        if got != size:
+            raise ValueError(f"{path}: expected {wanted}, got shape {tuple(bank.shape)}")
+
+
 def _entry(found: Study, name: str | None) -> Entry:
-    """What is written: the first method, or that of the name; by the bank if it was tried both ways."""
-    tried = found.entries[1:] or found.entries
-    named = [entry for entry in found.entries if entry.name == (name or tried[0].name)]
-    if not named:
-        raise ValueError(
-            f"--write: expected one of {', '.join(dict.fromkeys(e.name for e in found.entries))}; got {name!r}"
-        )
-    return named[-1]
+    """What is written: that of the name, or the first method, calibrated if it was; by the bank if tried both ways."""
+    names = [entry.name for entry in found.entries]
+    if name is None:
+        if len(names) == 1:
+            raise ValueError("--methods: all were left out, so that there is nothing to write")
+        name = CALIBRATED if names[1] == "fast" and CALIBRATED in names else names[1]
+    if name not in names:
+        raise ValueError(f"--write: {name} {found.left_out[name]}")
+    return [entry for entry in found.entries if entry.name == name][-1]
 
 
 def _write(args: argparse.Namespace, title: str, found: Study, entry: Entry, names: study_report.Names) -> None:
@@ -211,7 +254,7 @@ def _write(args: argparse.Namespace, title: str, found: Study, entry: Entry, nam
 def _names(args: argparse.Namespace, sim: Similarity) -> study_report.Names:
     given = []
     for path, size, what in zip((args.image_names, args.text_names), sim.shape, ("images", "texts"), strict=True):
-        lines = [] if path is None else path.read_text(encoding="utf-8").splitlines()
+        lines = [] if path is None else files.read_lines(path)
         if path is not None and len(lines) != size:
             raise ValueError(f"{path}: expected a line for each of the {size} {what}, got {len(lines)}")
         given.append(lines)

@@ -21,17 +21,7 @@ import torch
 from torch import Tensor
 
 _LONGEST_HEADER = 2**16
-# Under these names pickled arrays refer to what makes them; NumPy 2 has moved its module.
-_ALLOWED = {
-    (module, name)
-    for module in ("numpy.core.multiarray", "numpy._core.multiarray")
-    for name in ("_reconstruct", "scalar")
-} | {
-    ("numpy", "ndarray"),
-    ("numpy", "dtype"),
-    ("numpy.core.numeric", "_frombuffer"),
-    ("numpy._core.numeric", "_frombuffer"),
-}
+_ENCODING = "latin1"  # of bytes in old protocols
 
 
 def read_matrix(path: str | Path, key: str | None = None) -> Tensor:
@@ -57,10 +47,9 @@ def read_ids(path: str | Path, key: str | None = None) -> Tensor:
     """(N,) int64 ids: a text file with an integer a line, or any of the formats of :func:`read_matrix`."""
     path = Path(path)
     if path.suffix == ".txt":
-        lines = path.read_text(encoding="utf-8").split()
         try:
-            return torch.tensor([int(x) for x in lines], dtype=torch.int64)
-        except ValueError:
+            return torch.tensor([int(x) for x in path.read_text(encoding="utf-8").split()], dtype=torch.int64)
+        except (OverflowError, RuntimeError, ValueError):  # the second: more than 64 bits
             raise ValueError(f"{path}: expected one integer a line") from None
     array = _tensor(path, _chosen(path, _read(path), key))
     if array.ndim != 1 or array.is_floating_point() or array.is_complex() or array.dtype == torch.bool:
@@ -68,10 +57,26 @@ def read_ids(path: str | Path, key: str | None = None) -> Tensor:
     return array.long()
 
 
+def read_lines(path: str | Path) -> list[str]:
+    """The lines of a text file; what else Unicode takes for the end of a line is left in them."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: expected UTF-8: {error}") from None
+    return text.removesuffix("\n").split("\n") if text else []
+
+
 @contextlib.contextmanager
 def written(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
-    """A file to write, which takes its place only when it is complete; where that fails, nothing is left behind."""
-    path = Path(path)
+    """A file to write, which takes its place only when it is complete; where that fails, nothing is left behind.
+
+    A link stays, and the file it leads to is replaced. What is no file, such as ``/dev/null``, is written to as it is.
+    """
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        with open(path, mode, encoding=None if "b" in mode else "utf-8") as file:
+            yield file
+        return
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, mode, encoding=None if "b" in mode else "utf-8") as file:
@@ -157,24 +162,84 @@ def _read_pickle(path: Path) -> Any:
         return _unpickled(file)
 
 
+class _Type:
+    """Stands for ``numpy.dtype``: a pickle could give a real one flags that have bytes taken for addresses."""
+
+    def __init__(self, name: object, *_: object):
+        self.name = name
+        self.order: Any = "="
+
+    def __setstate__(self, state: Any) -> None:
+        self.order = state[1]
+
+    def made(self) -> np.dtype:
+        found = np.dtype(self.name) if isinstance(self.name, str) else np.dtype("V")
+        if found.kind not in "fiubcSUO":
+            raise ValueError(f"it has an array of {self.name!r}, which is not read")
+        return found.newbyteorder("=" if self.order == "|" else self.order)
+
+
+class _Array(np.ndarray):
+    """An array whose size, type and data have to agree before NumPy sees them."""
+
+    def __setstate__(self, state: Any) -> None:
+        shape, kind, fortran, data = state[-4:]
+        if not isinstance(kind, _Type):
+            raise ValueError("an array without a type")
+        dtype = kind.made()
+        data = list(data) if dtype.hasobject else _as_bytes(data)
+        checked: Any = (1, tuple(shape), dtype, bool(fortran), data)
+        super().__setstate__(checked)  # which compares the sizes
+
+
+def _reconstruct(*_: object) -> _Array:
+    return np.ndarray.__new__(_Array, (0,), np.int8)
+
+
+def _from_buffer(data: Any, kind: Any, shape: Any, order: Any, *_: object) -> np.ndarray:
+    array, state = _reconstruct(), (shape, kind, order == "F", data)
+    array.__setstate__(state)
+    return array
+
+
+def _scalar(kind: Any, data: Any) -> Any:
+    return _from_buffer(data, kind, (1,), "C")[0]
+
+
+def _as_bytes(data: object) -> bytes:
+    if not isinstance(data, (bytes, bytearray, str)):
+        raise ValueError(f"an array of {type(data).__name__}")
+    return data.encode(_ENCODING) if isinstance(data, str) else bytes(data)
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    if encoding != _ENCODING or not isinstance(text, str):
+        raise ValueError(f"it asks for the encoding {encoding!r}, which is not read")
+    return text.encode(_ENCODING)
+
+
+# What pickled arrays refer to, and what they get instead; NumPy 2 has moved its module.
+_INSTEAD: dict[tuple[str, str], Any] = {
+    (f"numpy.{core}.{module}", name): ours
+    for core in ("core", "_core")
+    for module, name, ours in (
+        ("multiarray", "_reconstruct", _reconstruct),
+        ("multiarray", "scalar", _scalar),
+        ("numeric", "_frombuffer", _from_buffer),
+    )
+} | {("numpy", "ndarray"): "ndarray", ("numpy", "dtype"): _Type, ("_codecs", "encode"): _encode}
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ALLOWED:
-            return super().find_class(module, name)
-        if (module, name) == ("_codecs", "encode"):  # how old protocols store bytes
-            return _latin
-        raise ValueError(f"it asks for {module}.{name}, which is not read")
-
-
-def _latin(text: str, encoding: str) -> bytes:
-    if encoding != "latin1" or not isinstance(text, str):
-        raise ValueError(f"it asks for the encoding {encoding!r}, which is not read")
-    return text.encode("latin1")
+        if (module, name) not in _INSTEAD:
+            raise ValueError(f"it asks for {module}.{name}, which is not read")
+        return _INSTEAD[module, name]
 
 
 def _unpickled(file: IO[bytes]) -> Any:
-    found = _Unpickler(file, encoding="latin1").load()  # as written by Python 2, too
-    while isinstance(found, np.ndarray) and found.dtype.hasobject and found.size == 1:
+    found = _Unpickler(file, encoding=_ENCODING).load()  # as written by Python 2, too
+    if isinstance(found, np.ndarray) and found.dtype.hasobject and found.size == 1:  # once: it may hold itself
         found = found.item()
     return found
 
@@ -199,9 +264,14 @@ def _chosen(path: str | Path, found: Any, key: str | None) -> Any:
 
 def _tensor(path: str | Path, array: Any) -> Tensor:
     if isinstance(array, Tensor):
+        plain = array.layout == torch.strided and not array.is_nested and array.device.type == "cpu"
+        if not plain or (array.is_floating_point() and array.dtype.itemsize < 2):
+            what = f"{array.dtype} on {array.device}, {array.layout}"
+            raise ValueError(f"{path}: expected a dense tensor of 16 bits a number at least, got {what}")
         return array.detach()
     if not isinstance(array, np.ndarray):
         raise ValueError(f"{path}: expected an array, got {type(array).__name__}")
+    array = np.asarray(array)
     if array.dtype.kind not in "fiub":
         raise ValueError(f"{path}: expected numbers, got {array.dtype}")
     if array.dtype.kind == "f" and array.dtype.itemsize > 8:

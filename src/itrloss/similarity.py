@@ -319,7 +319,7 @@ class Similarity:
         matrix = self._matrix
         assert matrix.cols is not None
         first, second = (matrix.cols, matrix.rows) if self._flipped else (matrix.rows, matrix.cols)
-        both = torch.cat([first.detach(), rows.to(first)])
+        both = torch.cat([x.to(self.device, self.dtype) for x in (first.detach(), rows)])  # neither is rounded
         ids = torch.arange(len(both) + len(second)).split((len(both), len(second)))
         engine = self.engine if self.engine in ("tiled", "triton") else "auto"
         return Similarity(both, second.detach(), *ids, normalize=matrix.normalize, engine=engine)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -45,6 +46,7 @@ METHODS: dict[str, type[Reranker]] = {
 }
 K_RECIPROCAL_ITEMS = 12_000  # from so many, (N + M)² numbers a few times over are more than most machines have
 PLAIN = "as they are"
+CALIBRATED = "fast, calibrated"
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,12 @@ class Entry:
     @property
     def looks_at(self) -> str:
         """Where the hubs were looked for."""
-        return "" if self.reranker is None else "the bank" if self.inductive else "the test queries"
+        if self.reranker is None:
+            return ""
+        if not self.inductive:
+            return "the test queries"
+        one = {(False, True): " (i2t)", (True, False): " (t2i)"}  # the other direction keeps to the test queries
+        return "the bank" + one.get(self.reranker.transductive, "")
 
 
 @dataclass(frozen=True)
@@ -94,41 +101,48 @@ def study(
         progress: told what is done next.
         memory: run every method once more, and see how much memory it takes.
     """
-    entries: list[Entry] = []
     left_out: dict[str, str] = {}
-
-    def add(name: str, reranker: Reranker | None, inductive: bool = False) -> None:
-        progress(name + (", with a bank" if inductive else ""))
-        start = time.perf_counter()
-        results = retrieval_results(sim, reranker=reranker)
-        seconds = time.perf_counter() - start
-        plain = entries[0].results if entries else results
-        change = compare(results, plain)["rsum"]
-        # Once more: looking at the memory takes its time.
-        megabytes = peak(lambda: retrieval_results(sim, reranker=reranker), sim.device) if memory else None
-        entries.append(Entry(name, reranker, inductive, results, change, seconds, megabytes))
-
-    add(PLAIN, None)
+    tried: list[tuple[str, Callable[[], Reranker | None], bool]] = [(PLAIN, lambda: None, False)]
     for name in methods:
         kind = METHODS[name]
         if kind.needs_embeddings and sim._matrix.cols is None:
             left_out[name] = "needs embeddings: itrloss eval"
-            continue
-        if name == "k-reciprocal" and sum(sim.shape) > K_RECIPROCAL_ITEMS:
+        elif name == "k-reciprocal" and sum(sim.shape) > K_RECIPROCAL_ITEMS:
             left_out[name] = f"holds (N + M)² numbers, too many from {K_RECIPROCAL_ITEMS} items on"
-            continue
-        if kind.needs_bank and None in banks:
+        elif kind.needs_bank and None in banks:
             left_out[name] = "needs banks of queries: --bank-images and --bank-texts"
-            continue
-        if not kind.needs_bank:
-            add(name, _made(kind, fast))
-            if name == "fast" and validation is not None:
-                add("fast, calibrated", FastReranker().calibrate(validation))
-        if any(bank is not None for bank in banks) and name != "k-reciprocal":
-            add(name, _made(kind, fast).fit(*banks), True)
-            if name == "fast" and validation is not None:
-                add("fast, calibrated", _calibrated(validation, banks), True)
+        else:
+            tried += _ways(name, banks, validation, fast)
+    entries: list[Entry] = []
+    for number, (name, make, inductive) in enumerate(tried, 1):
+        progress(f"[{number}/{len(tried)}] {name}" + (", with a bank" if inductive else ""))
+        reranker = make()
+        start = time.perf_counter()
+        results = retrieval_results(sim, reranker=reranker)
+        seconds = time.perf_counter() - start
+        change = compare(results, entries[0].results if entries else results)["rsum"]
+        # Once more: looking at the memory takes its time.
+        megabytes = peak(partial(retrieval_results, sim, reranker=reranker), sim.device) if memory else None
+        entries.append(Entry(name, reranker, inductive, results, change, seconds, megabytes))
     return Study(sim, entries, left_out)
+
+
+def _ways(
+    name: str, banks: tuple[Tensor | None, Tensor | None], validation: Similarity | None, fast: FastReranker | None
+) -> list[tuple[str, Callable[[], Reranker | None], bool]]:
+    """A method on the test queries and by the banks, as far as it goes, and what makes it."""
+    kind = METHODS[name]
+    found: list[tuple[str, Callable[[], Reranker | None], bool]] = []
+    held_out = validation if name == "fast" else None
+    if not kind.needs_bank:
+        found.append((name, lambda: _made(kind, fast), False))
+        if held_out is not None:
+            found.append((CALIBRATED, lambda: FastReranker().calibrate(held_out), False))
+    if any(bank is not None for bank in banks) and name != "k-reciprocal":
+        found.append((name, lambda: _made(kind, fast).fit(*banks), True))
+        if held_out is not None:
+            found.append((CALIBRATED, lambda: _calibrated(held_out, banks), True))
+    return found
 
 
 def _made(kind: type[Reranker], fast: FastReranker | None) -> Reranker:

@@ -93,7 +93,7 @@ def _hubness(before: QueryResults, after: QueryResults) -> str:
     k, width, height, left, bottom = before.top.shape[1], 620, 210, 46, 34
     curves = [x.occurrences.sort(descending=True).values.double() for x in (before, after)]
     size, peak = len(curves[0]), max(float(c[0]) for c in curves)
-    where = torch.logspace(0, torch.tensor(float(size)).log10(), 120).round().long().unique() - 1
+    where = torch.logspace(0, torch.tensor(float(size)).log10(), 120).round().long().clamp_max(size).unique() - 1
 
     def place(index: Tensor, value: Tensor) -> str:
         x = left + (index + 1).double().log() / max(1e-9, torch.tensor(float(size)).log()) * (width - left - 12)

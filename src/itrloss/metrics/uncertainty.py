@@ -126,5 +126,6 @@ def _interval(found: Tensor, level: float) -> tuple[Tensor, Tensor]:
     check_number("level", level, positive=True)
     if level >= 1:
         raise ValueError(f"level: expected a number below 1, got {level}")
-    low, high = found.nanquantile(torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=found.dtype), dim=0)
+    ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=found.dtype, device=found.device)
+    low, high = found.nanquantile(ends, dim=0)
     return low, high

@@ -60,14 +60,17 @@ class Direction(NamedTuple):
 
 
 class Reranker(ABC):
-    """What every re-ranker can do. None looks at a label.
+    """What every re-ranker can do.
 
     Attributes:
+        uses_labels: whether it looks at which image and text belong together. None does: the ids of a ``Similarity``
+            are out of a method's reach.
         needs_bank: whether it takes queries other than the test queries, given by :meth:`fit`.
         needs_embeddings: whether it asks for the similarity of images with images, or texts with texts, so that a
             matrix of scores is not enough.
     """
 
+    uses_labels: bool = False
     needs_bank: bool = False
     needs_embeddings: bool = False
 
@@ -206,7 +209,8 @@ class BiasReranker(Reranker):
         texts, images = self._checked(sim)
         with torch.no_grad():
             matrix = sim.detach().scores()  # a tiled one would keep it
-            i2t, t2i = matrix * self._factor(0) - texts, matrix * self._factor(1) - images[:, None]
+            i2t = (matrix * self._factor(0)).sub_(texts)
+            t2i = (matrix * self._factor(1)).sub_(images[:, None])
         return Reranked(i2t, t2i, self.transductive)
 
     def topk(self, scores: Tensor | Similarity, k: int, *, gather: bool = False) -> Reranked[TopK]:
@@ -253,7 +257,8 @@ class BiasReranker(Reranker):
         found = []
         for side in (0, 1):
             bank = banks[side]
-            references = every[side] if bank is None else bank.to(own[1 - side])
+            # In the type of scores, as it is in one process: half precision would round a bank of single precision.
+            references = every[side] if bank is None else bank.to(own[0].device, sim.dtype)
             candidates = against(own[1 - side], references)
             queries = against(own[side], every[1 - side])
             direction = Direction(side, queries, candidates, bank is None, banks[1 - side])

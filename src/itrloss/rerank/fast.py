@@ -84,6 +84,8 @@ class FastReranker(_LogSumReranker):
         if not scales or not all(x > 0 for x in scales):
             raise ValueError(f"scales: expected numbers above 0, got {scales}")
         sim = labelled("validation", validation, image_ids, text_ids).detach()
+        if not bool(sim.positive_counts.any()):
+            raise ValueError("image_ids, text_ids: no query of the validation set has a matching candidate")
         chosen = []
         for direction, answers in zip(self._directions(sim), (sim, sim.T), strict=True):
             best: tuple[tuple[float, float], tuple[float, float]] | None = None

@@ -159,14 +159,12 @@ class KReciprocalReranker(BlockReranker):
     def _prepare(self, direction: Direction) -> tuple[Tensor, Tensor]:
         matrix = direction.queries._matrix
         assert matrix.cols is not None
-        pair = matrix.rows, matrix.cols
+        pair = (matrix.cols, matrix.rows) if direction.queries._flipped else (matrix.rows, matrix.cols)  # queries first
         items = torch.cat([torch.nn.functional.normalize(x.to(direction.queries.dtype), dim=1) for x in pair])
-        if direction.side:
-            items = items.roll(matrix.cols.shape[0], 0)  # queries first
         distance = (2 - 2 * items @ items.T).clamp_min_(0.0)
         distance /= distance.amax(1, keepdim=True).clamp_min(torch.finfo(distance.dtype).tiny)
         distance.fill_diagonal_(-1.0)  # an item is its own first neighbour
-        near = distance.argsort(dim=1, stable=True)[:, : max(self.k1, self.k2) + 1]
+        near = distance.argsort(dim=1, stable=True)[:, : max(self.k1, self.k2) + 1].clone()  # not all of it
         distance.fill_diagonal_(0.0)
         weights = self._encoded(distance, near)
         n = direction.queries.shape[0]

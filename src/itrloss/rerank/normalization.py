@@ -29,7 +29,10 @@ class DualSoftmax(BlockReranker):
         return direction.candidates.logsumexp(self.scale)
 
     def _apply(self, scores: Tensor, rows: slice, known: Tensor) -> Tensor:
-        return (self.scale * scores).sub_(known).exp_().mul_(scores)
+        found = (self.scale * scores).sub_(known).exp_().mul_(scores)
+        if not bool(found.isfinite().all()):  # beside a bank a share may be above 1
+            raise ValueError(f"scores: too large for {self!r}")
+        return found
 
 
 class _Activation(NamedTuple):
