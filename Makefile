@@ -9,7 +9,7 @@ demo: $(STAMP)  ## train, evaluate and re-rank on the drawn data set; leaves dem
 	$(BIN)/python -m examples.retrieval.demo --out demo
 
 test: lint types docs  ## everything CI runs
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -12,7 +12,8 @@ if not torch.cuda.is_available():  # kernels run on the CPU, by their own interp
 
 from itrloss.engines import tiles
 
-torch.set_num_threads(2)
+# Workers of pytest-xdist share the cores: more threads than cores would slow all of them down tenfold.
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 
 @pytest.fixture

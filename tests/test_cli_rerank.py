@@ -385,6 +385,7 @@ def test_arrays_of_other_kinds_in_pickles(tmp_path: Path):
         read_matrix(path)
 
 
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
 @pytest.mark.parametrize("kind", ["sparse", "float8", "meta", "nested"])
 def test_tensors_that_are_no_matrices_of_numbers_are_refused(kind: str, tmp_path: Path, capsys):
     x = torch.from_numpy(scores())

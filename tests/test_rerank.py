@@ -499,6 +499,11 @@ def test_a_single_query_without_a_bank_is_refused(name):
         (lambda: MutualProximity().fit(torch.rand(9, 5)).rerank(torch.rand(4, 8)), ValueError, "images.*8 candidates"),
         (lambda: rerank.BiasedIndex(torch.rand(4, 3), torch.rand(3)), ValueError, r"bias: expected shape \(4,\)"),
         (lambda: rerank.BiasedIndex(torch.rand(4, 3), factory="Heap"), ValueError, "factory.*'Heap'"),
+        (lambda: rerank.BiasedIndex(torch.rand(4, 3), factory="IVF8,Flat"), ValueError, "factory.*with 4 candidates"),
+        (lambda: rerank.BiasedIndex(torch.rand(4, 3), nprobe=2), ValueError, "factory.*'Flat'.*nprobe = 2"),
+        (lambda: FastReranker(("a", 2.0)), TypeError, "i2t.*'a'"),  # type: ignore[arg-type]
+        (lambda: CSLS().topk(torch.rand(4, 9), 2.5), TypeError, "k.*2.5"),  # type: ignore[arg-type]
+        (lambda: retrieval_metrics(torch.rand(4, 8), hubness_k=2.5), TypeError, "hubness_k"),  # type: ignore[arg-type]
         (lambda: rerank.BiasedIndex(torch.rand(4, 3)).search(torch.rand(2, 4), 2), ValueError, r"queries.*\(Q, 3\)"),
         (lambda: rerank.BiasedIndex(torch.rand(4, 3)).search(torch.rand(2, 3), 0), ValueError, "k"),
         (lambda: FastReranker().calibrate(torch.rand(4, 7)), ValueError, "image_ids, text_ids"),

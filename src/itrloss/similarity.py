@@ -19,6 +19,7 @@ from ._arguments import (
     check_ids,
     check_matrix,
     check_number,
+    check_size,
     diagonal_if_unique,
     require_finite,
 )
@@ -119,8 +120,7 @@ class Both:
 
         A side with fewer than k candidates gets them all.
         """
-        if k < 1:
-            raise ValueError(f"k: expected a number of at least 1, got {k}")
+        check_size("k", k)
         biases = self._biases(row_bias, col_bias)
         n, m = self._matrix.shape
         values, indices = self._matrix.topk((min(k, m), min(k, n)), biases)
@@ -470,7 +470,8 @@ class Similarity:
 
     def topk(self, k: int, bias: Tensor | None = None) -> TopK:
         """The k columns with the highest ``S_ij + bias_j`` for each row. No gradient."""
-        if not 1 <= k <= self.shape[1]:
+        check_size("k", k)
+        if k > self.shape[1]:
             raise ValueError(f"k: expected a number from 1 to {self.shape[1]}, got {k}")
         bias = as_bias("bias", self._matrix, bias, self.shape[1])
         ks, biases = ((0, k), (None, bias)) if self._flipped else ((k, 0), (bias, None))

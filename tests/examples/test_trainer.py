@@ -331,6 +331,8 @@ def test_shipped_configurations_are_valid(file: Path):
     for name, value in config.loss_options.items():  # of the loss, or of a part of it
         if name == "clusters":
             assert len(loss.prototypes.centroids) == value
+        elif config.loss == "coder" and name.endswith("_weight") and name != "positive_weight":
+            assert getattr(loss.weights, name.removesuffix("_weight")) == value
         else:
             assert value in [getattr(part, name, None) for part in loss.modules()]
 

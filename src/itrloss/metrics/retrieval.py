@@ -95,8 +95,7 @@ def retrieval_results(
     """
     if reranker is not None and t2i_scores is not None:
         raise ValueError("t2i_scores: expected None beside a reranker, which finds both directions' scores itself")
-    if hubness_k < 1:
-        raise ValueError(f"hubness_k: expected a number of at least 1, got {hubness_k}")
+    check_size("hubness_k", hubness_k)
     as_optimistic(ties)
     if judgements is None and relevant is not None:
         raise ValueError(f"relevant: expected None without judgements, got {relevant}")

@@ -53,8 +53,10 @@ class FastReranker(_LogSumReranker):
 
     def __init__(self, i2t: tuple[float, float] = (25.0, 25.0), t2i: tuple[float, float] = (20.0, 20.0)):
         for name, pair in (("i2t", i2t), ("t2i", t2i)):
-            if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(x > 0 for x in pair):
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
                 raise ValueError(f"{name}: expected two numbers above 0, got {pair!r}")
+            for x in pair:
+                check_number(name, x, positive=True)
         self.i2t, self.t2i = i2t, t2i
 
     @torch.no_grad()

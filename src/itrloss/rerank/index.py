@@ -41,17 +41,19 @@ class BiasedIndex:
         vectors = _unit(candidates)
         last = torch.zeros(len(vectors), 1) if bias is None else bias.detach().float().cpu()[:, None]
         data = torch.cat([vectors, last], 1).numpy()
-        try:
-            self.index = faiss.index_factory(data.shape[1], factory, faiss.METRIC_INNER_PRODUCT)
-        except RuntimeError as error:
-            said = str(error).strip().splitlines()[-1]
-            raise ValueError(f"factory: FAISS does not make an index of {factory!r}: {said}") from None
-        if not self.index.is_trained:
-            self.index.train(data)
-        self.index.add(data)
         if nprobe is not None:
             check_size("nprobe", nprobe)
-            faiss.ParameterSpace().set_index_parameter(self.index, "nprobe", nprobe)
+        try:
+            self.index = faiss.index_factory(data.shape[1], factory, faiss.METRIC_INNER_PRODUCT)
+            if not self.index.is_trained:
+                self.index.train(data)
+            self.index.add(data)
+            if nprobe is not None:
+                faiss.ParameterSpace().set_index_parameter(self.index, "nprobe", nprobe)
+        except RuntimeError as error:
+            said = str(error).strip().splitlines()[-1]
+            what = f"{factory!r} with {len(data)} candidates" + (f" and nprobe = {nprobe}" if nprobe else "")
+            raise ValueError(f"factory: FAISS does not make an index of {what}: {said}") from None
 
     def search(self, queries: Tensor, k: int) -> TopK:
         """The k best candidates of each query.
