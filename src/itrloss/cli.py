@@ -100,15 +100,15 @@ def _add_shared(parser: Any) -> None:
 
 
 def _rerank(args: argparse.Namespace) -> int:
-    def read(path: Path, labelled: bool = True) -> Tensor:
+    def read(path: Path, by_convention: bool = False) -> Tensor:
         matrix = files.read_matrix(path, args.key)
         matrix = matrix.T if args.transpose else matrix
-        if not labelled:  # ids, or a bank, of any shape
+        if by_convention:  # with ids, or as a bank, it may have any shape
             _check_images_as_rows(path, matrix, args.transpose)
         return matrix
 
-    sim = _labelled(args, (args.scores,), read(args.scores, args.image_ids is not None))
-    validation = None if args.val is None else _similarity((args.val,), read(args.val, False))
+    sim = _labelled(args, (args.scores,), read(args.scores, args.image_ids is None))
+    validation = None if args.val is None else _similarity((args.val,), read(args.val, True))
     banks = [None if path is None else read(path) for path in (args.bank_images, args.bank_texts)]
     return _study(args, str(args.scores), sim, banks, validation)
 
