@@ -418,7 +418,7 @@ def test_what_is_interrupted_leaves_the_old_file(saved: Path, tmp_path: Path, mo
         (("--out", "nowhere/out.npz"), "there is no directory"),
         (("--top", 0), "--top"),
         (("--write", "csls"), "--write: expected one of as they are, fast"),
-        (("--i2t", 0, 1), "i2t: expected two numbers above 0"),
+        (("--i2t", 0, 1), "i2t: expected a number above 0"),
         (("--image-ids", "ids.txt"), "--image-ids, --text-ids: expected both or neither"),
         (("--text-names", "ids.txt"), "ids.txt: expected a line for each of the 60 texts, got 3"),
         (("--image-ids", "ids.txt", "--text-ids", "ids.txt"), r"--image-ids: expected shape \(12,\)"),
