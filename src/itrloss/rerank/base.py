@@ -209,8 +209,8 @@ class BiasReranker(Reranker):
         texts, images = self._checked(sim)
         with torch.no_grad():
             matrix = sim.detach().scores()  # a tiled one would keep it
-            i2t = (matrix * self._factor(0)).sub_(texts)
-            t2i = (matrix * self._factor(1)).sub_(images[:, None])
+            i2t = torch.add(-texts, matrix, alpha=self._factor(0))
+            t2i = torch.add(-images[:, None], matrix, alpha=self._factor(1))
         return Reranked(i2t, t2i, self.transductive)
 
     def topk(self, scores: Tensor | Similarity, k: int, *, gather: bool = False) -> Reranked[TopK]:
