@@ -391,4 +391,7 @@ def test_committed_results_are_rows_of_the_present_form():
         found = json.loads(path.read_text(encoding="utf-8"))
         assert {"processor", "torch", "date", "device"} <= set(found["machine"]), path.name
         for row in found["rows"]:
+            if path.stem.endswith("reranking"):  # by benchmarks/reranking.py
+                assert {"shape", "to the products", "seconds"} <= set(row), path.name
+                continue
             assert row["loss"] in LOSSES and "shape" in row and ("seconds" in row or "why not" in row), path.name
