@@ -10,7 +10,7 @@ import torch
 if not torch.cuda.is_available():  # kernels run on the CPU, by their own interpreter; read when Triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from itrloss.engines import tiles
+from itrloss.engines import products, tiles
 
 # Workers of pytest-xdist share the cores: more threads than cores would slow all of them down tenfold.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
@@ -21,6 +21,22 @@ def small_tiles(monkeypatch):
     """Many tiles even for small inputs, with ragged ends on both axes."""
     monkeypatch.setitem(tiles.TILE, "cpu", (12, 3))
     monkeypatch.setitem(tiles.PANEL, "cpu", 20)
+
+
+@pytest.fixture
+def by_blas(monkeypatch):
+    """As where oneDNN is not the faster library."""
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: False)
+
+
+@pytest.fixture
+def by_onednn(monkeypatch):
+    """All products of float32 by oneDNN, small ones too."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("PyTorch was built without oneDNN")
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
+    for limit in ("_LARGE", "_NARROW", "_SHALLOW"):
+        monkeypatch.setattr(products, limit, 1)
 
 
 @pytest.fixture

@@ -105,9 +105,11 @@ def test_whole_matrix_in_one_tile(name, shape, d):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("library", ["by_blas", "by_onednn"])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", ANSWERS)
-def test_float32_is_as_accurate_as_plain_float32(name, engine, small_tiles, poisoned):
+def test_float32_is_as_accurate_as_plain_float32(name, engine, library, small_tiles, poisoned, request):
+    request.getfixturevalue(library)
     n, m = 23, 31
     ids, (v, w), grads = make_ids("random", n, m), embeddings(n, m, d=32), upstream(n, m)
     exact = evaluate(ANSWERS[name], v, w, ids, "reference", grads)

@@ -142,9 +142,11 @@ def test_keys_and_memory_get_no_gradient(name):
     assert torch.equal(memory.texts, before)
 
 
-def test_no_product_for_the_gradient_of_the_memory():
+@pytest.mark.parametrize("library", ["by_blas", "by_onednn"])
+def test_no_product_for_the_gradient_of_the_memory(library, request):
     from test_operators import Products
 
+    request.getfixturevalue(library)
     inputs, keys, memory, ids = case("pairs", torch.float32)
     n, _, entries, _ = SHAPES["pairs"]
     for engine, memory_products in (("dense", 2), ("tiled", 3)):

@@ -35,6 +35,8 @@ def sources():
 
 
 def calls():
+    x, y = embeddings(7, 9, dtype=torch.float32)
+    yield "product", "product", (x, y.T)
     for name, source in sources():
         rows, cols = source[0], source[1]
         n, m = rows.shape[0], rows.shape[1] if cols is None else cols.shape[0]
@@ -200,7 +202,10 @@ class Products(TorchDispatchMode):
         self.flops = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        factors = {"mm": args[:2], "addmm": args[1:3], "addmm_": args[1:3]}.get(function._overloadpacket.__name__)
+        name = function._overloadpacket.__name__
+        factors = {"mm": args[:2], "addmm": args[1:3], "addmm_": args[1:3]}.get(name)
+        if name == "_linear_pointwise":
+            factors = args[0], args[1].T
         if factors:
             self.flops += 2 * factors[0].numel() * factors[1].shape[1]
         return function(*args, **(kwargs or {}))
@@ -219,9 +224,11 @@ WORK = {
 }
 
 
+@pytest.mark.parametrize("library", ["by_blas", "by_onednn"])
 @pytest.mark.parametrize("engine", ["dense", "tiled"])
 @pytest.mark.parametrize("name", WORK)
-def test_no_product_is_made_twice_or_for_nothing(name, engine):
+def test_no_product_is_made_twice_or_for_nothing(name, engine, library, request):
+    request.getfixturevalue(library)
     n, m, d = 30, 30, 200
     loss = make(name, engine=engine)
     for both, wanted in zip((True, False), WORK[name][engine], strict=True):

@@ -24,6 +24,7 @@ from ._arguments import (
     require_finite,
 )
 from .engines.dispatch import Hardest, Matrix, Moments, Over, choose
+from .engines.products import matmul
 from .engines.registration import full_precision
 from .engines.tiles import Pair, compute_dtype
 
@@ -356,7 +357,7 @@ class Similarity:
         with full_precision(left):
             for start in range(0, size, _SOME_COLUMNS):
                 columns = slice(start, min(size, start + _SOME_COLUMNS))
-                torch.mm(left, second(columns.start, columns.stop).T, out=out[:, columns])
+                out[:, columns] = matmul(left, second(columns.start, columns.stop).T)
         return out
 
     def check_finite(self) -> None:

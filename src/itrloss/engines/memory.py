@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from . import softmax
+from .products import matmul
 from .registration import WIDTH, full_precision, operator, uninitialised
 from .tiles import Source, first_order, project_, unit
 
@@ -28,10 +29,10 @@ def _memory_sums_in_place(source, scale, positives, bounded, wanted):
     with full_precision(source.rows):
         found = softmax.exponentials_(source.kept, scale, positives, bounded)
         if found is None:
-            torch.mm(unit(source.rows, source.row_inv), cols.T, out=source.kept)
+            source.kept.copy_(matmul(unit(source.rows, source.row_inv), cols.T))
             found = softmax.exponentials_(source.kept, scale, positives, False)
         assert found is not None
-        return *found, source.kept @ cols if wanted else found[0].new_empty(0)
+        return *found, matmul(source.kept, cols) if wanted else found[0].new_empty(0)
 
 
 class MemoryLogSumExp(torch.autograd.Function):

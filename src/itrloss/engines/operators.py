@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import moments, pairs, softmax
+from . import moments, pairs, products, softmax
 from . import violations as margins
+from .products import matmul
 from .registration import WIDTH, full_precision, like_source, operator, uninitialised
 from .tiles import EPS, Kept, Pair, Source, compute_dtype, first_order, lengths, project_, unit
 
@@ -37,6 +38,18 @@ def inverse_norms(x: Tensor) -> Tensor:
     return torch.where(norm > EPS, norm.reciprocal(), 0.0)
 
 
+@operator("(Tensor a, Tensor b) -> Tensor", lambda a, b: a.new_empty(a.shape[0], b.shape[1]))
+def product(a: Tensor, b: Tensor) -> Tensor:
+    return matmul(a, b).contiguous()
+
+
+def _multiply(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b``, which the compiler sees unless it would leave it to the slower library."""
+    if torch.compiler.is_compiling() and a.device.type == "cpu" and a.dtype == torch.float32:
+        return product(a, b) if products.onednn_is_faster() else a @ b
+    return matmul(a, b)
+
+
 class Product(torch.autograd.Function):
     """The dense score matrix ``unit(rows) @ unit(cols).T``, gradients through the normalisation included."""
 
@@ -49,7 +62,7 @@ class Product(torch.autograd.Function):
         else:
             left, right = unit(rows, row_inv), unit(cols, col_inv)
         with full_precision(rows):
-            scores = left @ right.T
+            scores = _multiply(left, right.T)
         if scaled_scores:
             scores.mul_(row_inv[:, None]).mul_(col_inv)
         ctx.save_for_backward(left, right, row_inv, col_inv, scores if ctx.scaled_scores else None)
@@ -61,7 +74,8 @@ class Product(torch.autograd.Function):
     def backward(ctx, grad):
         """Gradients of the embeddings."""
         left, right, row_inv, col_inv, scores = ctx.saved_tensors
-        needs, found = ctx.needs_input_grad, [None, None]
+        needs = ctx.needs_input_grad
+        found: list[Tensor | None] = [None, None]
         if ctx.scaled_scores:
             along = grad * scores  # its sums are what a gradient has along its own vector
             grad = (grad * row_inv[:, None]).mul_(col_inv)
@@ -71,7 +85,7 @@ class Product(torch.autograd.Function):
             if not needs[side]:
                 continue
             with full_precision(grad):
-                gradient = matrix @ other
+                gradient = _multiply(matrix, other)
             if ctx.scaled_scores:
                 gradient.addcmul_(own, (along.sum(1 - side) * inv * inv)[:, None], value=-1)
             elif inv is not None:
@@ -115,7 +129,7 @@ def _at_hand(ctx, source: Source) -> tuple[Source, bool]:
     if kept.spent:  # a former backward pass through this graph did so
         left, right = ctx.next_functions[0][0].saved_tensors[:2]
         with full_precision(left):
-            return source._replace(rows=left @ right.T), True
+            return source._replace(rows=matmul(left, right.T)), True
     # Hooks on saved tensors may have brought another copy, which they may bring once more.
     if kept.readers == 1 and source.rows.data_ptr() == ctx.address:
         kept.spent = True

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .positives import Positives
+from .products import add_matmul_
 from .tiles import SIDES, Gradient, Pair, Source, Tile, fused, panels, tiles
 
 MEAN, ENTROPY = 1, 2  # what may be asked for besides the log-sum-exp
@@ -293,7 +294,8 @@ def _sums_and_products(
             top[rows] = higher
         total[rows] += t.exp_().sum(1)
         if products is not None:
-            products[rows].addmm_(t, source.unit_cols(tile.c0, tile.c1) if tile.right is None else tile.right)
+            right = source.unit_cols(tile.c0, tile.c1) if tile.right is None else tile.right
+            add_matmul_(products[rows], t, right)
     return total, finite(top), products
 
 

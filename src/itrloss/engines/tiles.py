@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .products import add_matmul_, matmul
+
 PANEL = {"cpu": 2**19}  # scores per panel of a matrix that exists: a few panels fit in the cache
 TILE = {"cpu": (2**20, 2048)}  # scores per recomputed tile, and its least width: large enough for full-speed products
 EPS = 1e-12  # a vector of at most this length counts as zero: its scores and its gradient are 0
@@ -215,8 +217,8 @@ def _products(source: Source, scratch: int, wanted: Wanted | None = None) -> Ite
                 yield Tile(r0, r1, c0, c1, kept[r0:r1, c0:c1], views, alone)
             elif right is not None:
                 left = source.unit_rows(r0, r1)
-                torch.mm(left, right.T, out=views[0])
-                yield Tile(r0, r1, c0, c1, views[0], views[1:], alone, left, right)
+                scores = matmul(left, right.T, out=views[0])
+                yield Tile(r0, r1, c0, c1, scores, views[1:], alone, left, right)
 
 
 def _spans(size: int, step: int) -> list[tuple[int, int]]:
@@ -261,10 +263,10 @@ class Gradient:
             return
         if self.rows is not None:
             right = self.source.unit_cols(tile.c0, tile.c1) if tile.right is None else tile.right
-            self.rows[tile.r0 : tile.r1].addmm_(tile.scratch[-1], right)
+            add_matmul_(self.rows[tile.r0 : tile.r1], tile.scratch[-1], right)
         if self.cols is not None:
             left = self.source.unit_rows(tile.r0, tile.r1) if tile.left is None else tile.left
-            self.cols[tile.c0 : tile.c1].addmm_(tile.scratch[-1].T, left)
+            add_matmul_(self.cols[tile.c0 : tile.c1], tile.scratch[-1].T, left)
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """The gradients of ``rows`` and ``cols`` in their own dtype; an empty tensor where none was asked for."""
