@@ -234,3 +234,99 @@ def test_two_processes_rank_as_one_does(tmp_path):
         for part, (mine, theirs) in zip(wanted, zip(*(f[name] for f in found), strict=True), strict=True):
             torch.testing.assert_close(torch.cat([mine, theirs]), part)
     assert "Similarity of embeddings" in found[0]["of scores"] and "all candidates at once" in found[1]["sinkhorn"]
+
+
+# --- metrics ---------------------------------------------------------------------------------------------------------
+
+
+def parts_of(rank: int | None, given: dict[str, torch.Tensor]) -> dict[str, itrloss.Similarity]:
+    """This process's share, or everything: with ids, and with what stands for them where they are left out."""
+    images, texts = given["images"], given["texts"]
+    near, of = images + 0.5 * texts[:8], torch.arange(16) // 2
+    n, m = {None: (slice(8), slice(16)), 0: (slice(5), slice(12)), 1: (slice(5, 8), slice(12, 16))}[rank]
+    own = torch.arange(8)[n]
+    twice = torch.tensor([7, 3, 1, 2, 9, 3, 1, 7])  # in one process they only say that row i matches column i
+    return {
+        "matches across": itrloss.Similarity(images[n], texts[m], own, of[m]),
+        "pairs": itrloss.Similarity(images[n], near[n]),
+        "the same ids in both": itrloss.Similarity(images[n], near[n], twice[n], twice[n]),
+        "numbers": itrloss.Similarity(images[n], near[n].flip(0), None, (own - own[0]).flip(0)),
+        "numbers of none": itrloss.Similarity(images[n], near[n], None, torch.where(own % 5 == 2, -1, own - own[0])),
+    }
+
+
+def evaluated(rank: int | None, **options: Any) -> dict[str, Any]:
+    given = embedded()
+    found: dict[str, Any] = {}
+    for kind, sim in parts_of(rank, given).items():
+        for name, reranker in {"plain": None, **RERANKERS}.items():
+            if reranker is not None:
+                reranker.fit(*((given["bank_images"], given["bank_texts"]) if name in ("fast, bank", "dbnorm") else ()))
+            for ties in ("pessimistic", "optimistic"):
+                found[f"{kind}, {name}, {ties}"] = itrloss.metrics.retrieval_metrics(
+                    sim, reranker=reranker, ties=ties, hubness_k=2, **options
+                )
+        results = itrloss.metrics.retrieval_results(sim, **options)
+        found[f"{kind}, queries"] = [dict(row) for row in results.rows()]
+    return found
+
+
+def metrics_worker(rank: int) -> dict[str, Any]:
+    found, given = evaluated(rank, gather=True), embedded()
+    sims, metrics = parts_of(rank, given), itrloss.metrics
+    broken = given["images"][:3].clone()
+    broken[1, 2] = float("nan") if rank == 1 else 0.0
+    wrong = {
+        "nan": lambda: metrics.retrieval_metrics(itrloss.Similarity(broken, given["texts"][:3]), gather=True),
+        "nan, best": lambda: RERANKERS["nnn"].topk(itrloss.Similarity(broken, given["texts"][:3]), 2, gather=True),
+        "scores": lambda: metrics.retrieval_metrics(torch.eye(4), gather=True),
+        "folds": lambda: metrics.retrieval_metrics(sims["matches across"], gather=True, folds=2),
+        "whole": lambda: metrics.retrieval_metrics(
+            sims["matches across"], gather=True, reranker=itrloss.rerank.Sinkhorn()
+        ),
+        "blocks": lambda: metrics.retrieval_metrics(
+            sims["matches across"], gather=True, reranker=itrloss.rerank.ReciprocalReranker()
+        ),
+        "other": lambda: metrics.retrieval_results(sims["matches across"], gather=True, t2i_scores=torch.eye(4)),
+    }
+    for name, call in wrong.items():
+        try:
+            call()
+        except ValueError as error:
+            found[f"wrong: {name}"] = str(error)
+    return found
+
+
+@pytest.mark.slow
+def test_two_processes_evaluate_as_one_does(tmp_path):
+    first, second = both(metrics_worker, tmp_path)
+    assert first == second
+    for name, wanted in evaluated(None).items():
+        if name.endswith("queries"):
+            assert sorted(found_by(first[name])) == sorted(found_by(wanted))
+        else:
+            assert first[name] == pytest.approx(wanted)
+    assert first["matches across, plain, pessimistic"] != first["matches across, fast, pessimistic"]
+    for name, begins in REFUSED.items():
+        assert first[f"wrong: {name}"].startswith(begins)
+
+
+def found_by(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """Whatever the order of the queries and candidates."""
+    return [tuple(row[name] for name in ("direction", "id", "best_rank", "positives")) for row in rows]
+
+
+REFUSED = {
+    "nan": "images: expected finite",
+    "nan, best": "images: expected finite",
+    "scores": "scores: expected a Similarity",
+    "folds": "folds: expected 1",
+    "whole": "gather: Sinkhorn",
+    "blocks": "gather: ReciprocalReranker",
+    "other": "t2i_scores, judgements",
+}
+
+
+def test_a_process_alone_evaluates_its_own():
+    sim = itrloss.Similarity(torch.randn(4, D), torch.randn(4, D))
+    assert itrloss.metrics.retrieval_metrics(sim, gather=True) == itrloss.metrics.retrieval_metrics(sim)

@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ._arguments import require_finite
 from .engines.tiles import first_order
+from .similarity import Similarity
 
 
 def world_size() -> int:
@@ -39,6 +41,67 @@ def gather_parts(x: Tensor) -> Tensor:
     padded[: x.shape[0]] = x.detach()
     parts = gather_rows(padded).split(max(sizes))
     return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def gather_table(x: Tensor) -> Tensor:
+    """:func:`gather_parts` of tables (B, ...) that need not have the same number of columns: filled up with zeros."""
+    width = int(gather_rows(torch.tensor([x.shape[1]], device=x.device)).amax())
+    return gather_parts(torch.nn.functional.pad(x, (0, width - x.shape[1])))
+
+
+class Shares:
+    """The images and texts of all processes, each of which asks for its own.
+
+    Args:
+        sim: this process's, of embeddings, images as rows. Its ids hold across processes; those of texts alone number
+            the process's own images.
+
+    Raises:
+        ValueError: on every process, for nan or infinity on any.
+
+    Attributes:
+        sim: what was given.
+        own: this process's images and texts.
+        every: those of all processes, in the order of their ranks.
+        ids: of own images and texts.
+        every_ids: of all.
+    """
+
+    def __init__(self, sim: Similarity | Tensor):
+        matrix = None if isinstance(sim, Tensor) or sim._flipped else sim._matrix
+        if isinstance(sim, Tensor) or matrix is None or matrix.cols is None:
+            raise ValueError("scores: expected a Similarity of embeddings, images as rows, for gather=True")
+        self.sim, self.own = sim, (matrix.rows.detach(), matrix.cols.detach())
+        self.every = gather_parts(self.own[0]), gather_parts(self.own[1])
+        for name, x in zip(
+            ("images", "texts"), self.every, strict=True
+        ):  # one that fails alone would leave others waiting
+            require_finite(name, x)
+        self.ids = self._across(sim)
+        self.every_ids = gather_parts(self.ids[0]), gather_parts(self.ids[1])
+        self.normalize, self.engine = matrix.normalize, sim.engine if sim.engine in ("tiled", "triton") else "auto"
+
+    def _across(self, sim: Similarity) -> tuple[Tensor, Tensor]:
+        images, texts = sim._matrix.given_ids
+        sizes = gather_rows(torch.tensor([sim.shape[0]], device=sim.device))
+        numbers = torch.arange(sim.shape[0], device=sim.device) + sizes[: dist.get_rank()].sum()
+        if images is not None and texts is not None:
+            return images.to(numbers), texts.to(numbers)
+        if texts is None:
+            return numbers, numbers
+        texts = texts.to(numbers)
+        own = (texts >= 0) & (texts < len(numbers))  # another number is that of no image
+        return numbers, torch.where(own, numbers[texts * own], -1)
+
+    def beside(self, rows: Tensor, cols: Tensor, *ids: Tensor) -> Similarity:
+        """Rows with columns, nothing matching unless there are ids."""
+        if not ids:
+            ids = torch.arange(len(rows) + len(cols), device=rows.device).split((len(rows), len(cols)))
+        return Similarity(rows, cols, *ids, normalize=self.normalize, engine=self.engine)  # type: ignore[arg-type]
+
+    def queries(self, side: int) -> Similarity:
+        """Own images with all texts, or (1) own texts with all images."""
+        return self.beside(self.own[side], self.every[1 - side], self.ids[side], self.every_ids[1 - side])
 
 
 def gather(x: Tensor) -> Tensor:

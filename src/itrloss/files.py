@@ -173,6 +173,7 @@ class _Type:
         self.order = state[1]
 
     def made(self) -> np.dtype:
+        """The real type, where it is one that is read."""
         found = np.dtype(self.name) if isinstance(self.name, str) else np.dtype("V")
         if found.kind not in "fiubcSUO":
             raise ValueError(f"it has an array of {self.name!r}, which is not read")

@@ -135,12 +135,18 @@ class Both:
         return self._order(self._matrix.ranks(biases, (True, True), as_optimistic(ties)))
 
     def _ranked(
-        self, k: int, row_bias: Tensor | None = None, col_bias: Tensor | None = None, *, ties: str = "pessimistic"
+        self,
+        k: int,
+        row_bias: Tensor | None = None,
+        col_bias: Tensor | None = None,
+        *,
+        ties: str = "pessimistic",
+        columns: bool = True,
     ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Of the rows and of the columns, :meth:`ranks` and the indices of :meth:`topk`, from one pass."""
-        n, m = self._matrix.shape
-        biases = self._biases(row_bias, col_bias)
-        ranks, (_, top) = self._matrix.ranks_and_top((min(k, m), min(k, n)), biases, as_optimistic(ties))
+        """Of the rows, and the ``columns`` if wanted, :meth:`ranks` and the indices of :meth:`topk`, from one pass."""
+        n, m = self._order(self._matrix.shape)
+        biases, sizes = self._biases(row_bias, col_bias), self._order((min(k, m), min(k, n) if columns else 0))
+        ranks, (_, top) = self._matrix.ranks_and_top(sizes, biases, as_optimistic(ties))
         return self._order(tuple(zip(ranks, top, strict=True)))
 
     def _params(self, row_params: tuple[Tensor, ...], col_params: tuple[Tensor, ...]) -> Any:
@@ -212,6 +218,7 @@ class Similarity:
             cols = cols.view_as(cols)  # the compiler refuses to see the same tensor twice
         chosen = choose(engine, n * m, memory_budget, rows)
         self._matrix, self._flipped = Matrix(rows, cols, ids, normalize, chosen), False
+        self._matrix.given_ids = row_ids, col_ids
 
     @classmethod
     def from_scores(

@@ -117,7 +117,7 @@ def test_the_command_line_is_stronger_than_the_file_and_the_file_than_the_paper(
     assert grid.config(rows["15000"], 0).loss_options == {"clusters": 60, "margin": 0.2}
     assert Grid("coder", out=tmp_path).config(rows["5000"], 0).loss_options == {"clusters": 100}
     triplet = grid.config(load_paper("coder").tables["2"].rows["1"], 0)
-    assert (triplet.loss, triplet.loss_options, triplet.concepts) == ("triplet", {}, 7)
+    assert (triplet.loss, triplet.loss_options, triplet.concepts) == ("triplet", {"reduction": "mean"}, 7)
 
 
 # --- what rows ask of the trainer -----------------------------------------------------------------------------------

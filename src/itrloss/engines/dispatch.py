@@ -76,6 +76,8 @@ class Matrix:
     the rows.
     """
 
+    given_ids: Pair = (None, None)  # before ids that only say what leaving them out says were dropped
+
     def __init__(
         self,
         rows: Tensor,
@@ -121,6 +123,7 @@ class Matrix:
         cols = None if self.cols is None else self.cols.detach()
         twin = Matrix(self.rows.detach(), cols, self.ids, self.normalize, self.engine, self._inv)
         twin._versions, twin.memory, twin.valid = self._versions, self.memory, self.valid
+        twin.given_ids = self.given_ids
         twin._diagonal = None if self._diagonal is None else self._diagonal.detach()
         if self.memory and self.engine == "dense":
             self._keep()

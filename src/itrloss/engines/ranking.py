@@ -42,11 +42,12 @@ def ranks(source: Source, biases: Pair, asked: tuple[bool, bool], optimistic: bo
 
 
 def ranks_and_top(source: Source, k: tuple[int, int], biases: Pair, optimistic: bool) -> tuple[Ranks, Tops]:
-    """:func:`ranks` and :func:`topk` of both sides, from one pass over the scores."""
+    """:func:`ranks` and :func:`topk` of the sides with a k above 0, from one pass over the scores."""
+    asked = k[0] > 0, k[1] > 0
     if source.fused:
-        return ranks(source, biases, (True, True), optimistic), topk(source, k, biases)
+        return ranks(source, biases, asked, optimistic), topk(source, k, biases)
     best = [_Best(source, side, k[side]) for side in (0, 1)]
-    found = _ranked(source, biases, (True, True), optimistic, best)
+    found = _ranked(source, biases, asked, optimistic, best)
     values, indices = zip(*(b.finish() for b in best), strict=True)
     return found, (values, indices)  # type: ignore[return-value]
 

@@ -97,6 +97,7 @@ def _seen(x: object) -> str:
 
 
 def relevant_pairs(judgements: Judgements, relevant: float | None, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Images and texts of the pairs whose mean grade is ``relevant`` or more."""
     if relevant is None:
         raise ValueError("relevant: expected the lowest grade that counts as right, beside judgements; got None")
     images, texts, grades = _averaged(judgements, shape)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from .._arguments import as_optimistic, check_size
+from ..distributed import Shares, gather_parts, gather_table, world_size
 from ..similarity import Similarity
 from .judgements import Judgements, fits_convention, judged, no_ids, relevant_pairs
 from .labels import labelled
@@ -30,11 +31,12 @@ def retrieval_metrics(
     ties: Ties = "pessimistic",
     hubness_k: int = 10,
     folds: int = 1,
+    gather: bool = False,
 ) -> dict[str, float]:
     """Recalls and their companions, for images asking for texts (``i2t_``) and texts asking for images (``t2i_``).
 
     Args:
-        scores, image_ids, text_ids, t2i_scores, reranker, ties, hubness_k: see :func:`retrieval_results`.
+        scores, image_ids, text_ids, t2i_scores, reranker, ties, hubness_k, gather: see :func:`retrieval_results`.
         folds: cut the images into so many consecutive parts, each with its texts, retrieve within each, and average
             every figure over them, as MSCOCO's "5-fold 1K" has it.
 
@@ -50,15 +52,17 @@ def retrieval_metrics(
             candidate.
     """
     check_size("folds", folds)
-    options = {"reranker": reranker, "ties": ties, "hubness_k": hubness_k}
+    options: Any = {"reranker": reranker, "ties": ties, "hubness_k": hubness_k}
     if folds == 1:
-        return retrieval_results(scores, image_ids, text_ids, t2i_scores=t2i_scores, **options).metrics()  # type: ignore[arg-type]
+        return retrieval_results(scores, image_ids, text_ids, t2i_scores=t2i_scores, gather=gather, **options).metrics()
+    if gather:
+        raise ValueError("folds: expected 1 for gather=True")
     sim = labelled("scores", scores, image_ids, text_ids)
     other = _of_texts(sim, t2i_scores)
     found = []
     for rows, cols in _folds(sim, folds):
         part = None if other is None else other._part(rows, cols).scores()
-        found.append(retrieval_results(sim._part(rows, cols), t2i_scores=part, **options).metrics())  # type: ignore[arg-type]
+        found.append(retrieval_results(sim._part(rows, cols), t2i_scores=part, **options).metrics())
     return {name: sum(x[name] for x in found) / folds for name in found[0]}
 
 
@@ -73,6 +77,7 @@ def retrieval_results(
     relevant: float | None = None,
     ties: Ties = "pessimistic",
     hubness_k: int = 10,
+    gather: bool = False,
 ) -> RetrievalResults:
     """What every query found: the figures of :func:`retrieval_metrics` before they are averaged.
 
@@ -89,6 +94,10 @@ def retrieval_results(
         relevant: the lowest grade that counts as right, for ``judgements``.
         ties: whether a wrong candidate with the score of a right one is ahead of it (``"pessimistic"``) or behind.
         hubness_k: k of the k-occurrences.
+        gather: in a job of several processes (``torch.distributed``), each with its own images and texts as a
+            ``Similarity`` of embeddings: every process ranks all candidates for its own queries, and gets the results
+            of all, which are those of one process with everything. Ids hold across processes; without them row i
+            matches column i of the same process. Every process holds the embeddings of all; parts may differ in size.
 
     Raises:
         ValueError: naming the argument, also for nan or infinite scores or embeddings.
@@ -99,6 +108,10 @@ def retrieval_results(
     as_optimistic(ties)
     if judgements is None and relevant is not None:
         raise ValueError(f"relevant: expected None without judgements, got {relevant}")
+    if gather and world_size() > 1:
+        if t2i_scores is not None or judgements is not None or image_ids is not None or text_ids is not None:
+            raise ValueError("t2i_scores, judgements, image_ids, text_ids: expected None for gather=True")
+        return _of_all(Shares(scores), reranker, hubness_k, ties)
     if judgements is not None and image_ids is None and text_ids is None and not fits_convention(scores):
         image_ids, text_ids = no_ids(scores)
     sim = labelled("scores", scores, image_ids, text_ids).detach()
@@ -118,6 +131,19 @@ def retrieval_results(
     ids = (torch.arange(n, device=sim.device) if x is None else x for x, n in zip(sim.ids, sim.shape, strict=True))
     i2t, t2i = (QueryResults(i, *f, view.shape[1]) for i, f, view in zip(ids, found, views, strict=True))
     return RetrievalResults(i2t, t2i)
+
+
+def _of_all(shares: Shares, reranker: Reranker | None, k: int, ties: Ties) -> RetrievalResults:
+    """Each process ranks for its own queries, and all exchange what they found."""
+    if reranker is None:
+        asked = [(shares.queries(side), None) for side in (0, 1)]
+    else:
+        asked = [(queries, bias) for queries, bias, _ in reranker._queries_of_all(shares)]
+    found = []
+    for (queries, bias), ids in zip(asked, shares.every_ids, strict=True):
+        ranks, top = queries.both._ranked(k, None, bias, ties=ties, columns=False)[0]
+        found.append(QueryResults(ids, gather_table(ranks), gather_parts(top), queries.shape[1]))
+    return RetrievalResults(*found)
 
 
 def _of_texts(sim: Similarity, scores: Tensor | None) -> Similarity | None:

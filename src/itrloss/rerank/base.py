@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._arguments import check_size
-from ..distributed import gather_parts, world_size
+from ..distributed import Shares, gather_parts, world_size
 from ..similarity import Similarity, TopK, blocks
 
 T = TypeVar("T", Tensor, TopK)
@@ -145,6 +145,10 @@ class Reranker(ABC):
     def _ranked(self, sim: Similarity, k: int, ties: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """Of the images and of the texts, the ranks of their positives and the indices of their k best."""
 
+    def _queries_of_all(self, shares: Shares) -> Iterator[tuple[Similarity, Tensor, float]]:
+        """Of either direction: own queries with the candidates of all processes, the bias of these, and the factor."""
+        raise ValueError(f"gather: {type(self).__name__} has to see all scores at once")
+
     def _directions(self, sim: Similarity) -> tuple[Direction, Direction]:
         """Both, checked."""
         self._check(sim)
@@ -229,43 +233,34 @@ class BiasReranker(Reranker):
             ``(image→text, text→image)``, each with ``values`` and ``indices`` of shape (queries, k); a direction with
             fewer than k candidates has them all. Of a tiled ``Similarity`` there never is a matrix.
         """
-        sim = as_similarity(scores)
         if gather and world_size() > 1:
-            return self._topk_of_all(sim, k)
+            check_size("k", k)
+            found = []
+            for queries, bias, factor in self._queries_of_all(Shares(scores)):
+                top = queries.topk(min(k, queries.shape[1]), bias)
+                found.append(TopK(top.values * factor, top.indices))
+            return Reranked(found[0], found[1], self.transductive)
+        sim = as_similarity(scores)
         biases = self.biases(sim)
         tops = sim.both.topk(k, biases.images, biases.texts)
         i2t, t2i = (TopK(top.values * self._factor(side), top.indices) for side, top in enumerate(tops))
         return Reranked(i2t, t2i, self.transductive)
 
-    @torch.no_grad()
-    def _topk_of_all(self, sim: Similarity, k: int) -> Reranked[TopK]:
-        check_size("k", k)
-        matrix = sim._matrix
-        if matrix.cols is None or sim._flipped:
-            raise ValueError("scores: expected a Similarity of embeddings, images as rows, for gather=True")
+    def _queries_of_all(self, shares: Shares) -> Iterator[tuple[Similarity, Tensor, float]]:
         if not self._one_by_one:
             raise ValueError(f"gather: {type(self).__name__} has to see all candidates at once")
-        own = matrix.rows.detach(), matrix.cols.detach()
-        every = [gather_parts(x) for x in own]
-        self._check(sim, (len(every[0]), len(every[1])))
-        banks, engine = (self._images, self._texts), sim.engine if sim.engine in ("tiled", "triton") else "auto"
-
-        def against(rows: Tensor, cols: Tensor) -> Similarity:
-            ids = torch.arange(len(rows) + len(cols), device=rows.device).split((len(rows), len(cols)))
-            return Similarity(rows, cols, *ids, normalize=matrix.normalize, engine=engine)  # type: ignore[arg-type]
-
-        found = []
+        sim, banks = shares.sim, (self._images, self._texts)
+        self._check(sim, (len(shares.every[0]), len(shares.every[1])))
         for side in (0, 1):
             bank = banks[side]
             # In the type of scores, as it is in one process: half precision would round a bank of single precision.
-            references = every[side] if bank is None else bank.to(own[0].device, sim.dtype)
-            candidates = against(own[1 - side], references)
-            queries = against(own[side], every[1 - side])
-            direction = Direction(side, queries, candidates, bank is None, banks[1 - side])
-            penalty, factor = gather_parts(self._penalty(direction)), self._factor(side)
-            top = queries.topk(min(k, queries.shape[1]), -penalty / factor)
-            found.append(TopK(top.values * factor, top.indices))
-        return Reranked(found[0], found[1], self.transductive)
+            references = shares.every[side] if bank is None else bank.to(sim.device, sim.dtype)
+            candidates = shares.beside(shares.own[1 - side], references)
+            queries = shares.queries(side)
+            direction = Direction(side, queries._unlabelled(), candidates, bank is None, banks[1 - side])
+            with torch.no_grad():
+                penalty, factor = gather_parts(self._penalty(direction)), self._factor(side)
+            yield queries, -penalty / factor, factor
 
     def biases(self, scores: Tensor | Similarity) -> RerankBiases:
         """Re-ranking as an additive bias: image→text ranks by ``A_ij + texts_j``, text→image by ``A_ij + images_i``."""
