@@ -25,6 +25,7 @@ from itrloss.metrics import (
     confidence_intervals,
     retrieval_metrics,
     retrieval_results,
+    uncertainty,
 )
 from itrloss.rerank import FastReranker, InvertedSoftmax
 
@@ -213,6 +214,14 @@ def test_the_bootstrap_equals_its_loops(seed):
         p = min(1, 2 * (1 + min((d <= 1e-9).sum(), (d >= -1e-9).sum())) / (1 + np.isfinite(d).sum()))
         wanted = exact[0][name] - exact[1][name], *np.nanquantile(d, [0.1, 0.9]), p
         assert found == pytest.approx(wanted, abs=1e-9), name
+
+
+def test_how_many_samples_are_drawn_at_once_does_not_matter(monkeypatch):
+    results = chance(0)
+    wanted = confidence_intervals(results, samples=70)
+    for drawn in (1, 3 * len(results.i2t.ids)):
+        monkeypatch.setattr(uncertainty, "_DRAWN", drawn)
+        assert confidence_intervals(results, samples=70) == wanted
 
 
 @given(st.integers(0, 10_000))

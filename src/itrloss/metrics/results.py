@@ -73,10 +73,10 @@ class QueryResults:
         answered = self.positives > 0
         if not bool(answered.any()):
             raise ValueError("image_ids, text_ids: no query has a matching candidate")
-        best = self.best[answered].double()
+        best = self.best[answered]
         recalls = 100 * self.hits[answered].double().mean(0)
         figures = {f"r{k}": float(x) for k, x in zip(RECALLS, recalls, strict=True)}
-        figures["median_rank"] = float(best.quantile(0.5))
+        figures["median_rank"] = _median(best)
         figures["r_precision"] = 100 * float(self.r_precision[answered].mean())
         figures["map_at_r"] = 100 * float(self.average_precision[answered].mean())
         figures["skewness"] = float(
@@ -122,6 +122,12 @@ class RetrievalResults:
         writer = csv.DictWriter(file, ["direction", "query", *_COLUMNS], lineterminator="\n")
         writer.writeheader()
         writer.writerows(self.rows())
+
+
+def _median(x: Tensor) -> float:
+    """The mean of the two in the middle if there are two; ``torch.quantile`` takes no more than 16 million numbers."""
+    x = x.sort().values
+    return float(x[(len(x) - 1) // 2] + x[len(x) // 2]) / 2
 
 
 def skewness(counts: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from .._arguments import check_number, check_size
 from .results import RECALLS, WAYS, QueryResults, RetrievalResults
 
 _FIGURES = (*(f"r{k}" for k in RECALLS), "r_precision", "map_at_r")
+_DRAWN = 2**22  # ids drawn at once
 
 
 class Comparison(NamedTuple):
@@ -114,8 +115,9 @@ def _resampled(sums: Tensor, samples: int, seed: int) -> Tensor:
     n = sums.shape[-3]
     generator = torch.Generator().manual_seed(seed)
     flat, parts = sums.flatten(-2), []
-    for start in range(0, samples, 64):
-        count = min(64, samples - start)
+    step = max(1, min(64, _DRAWN // n))
+    for start in range(0, samples, step):
+        count = min(step, samples - start)
         drawn = torch.randint(n, (count, n), generator=generator)
         weights = torch.zeros(count, n, dtype=torch.float64).scatter_add_(1, drawn, torch.ones(count, n).double())
         parts.append(_figures((weights.to(sums.device) @ flat).unflatten(-1, sums.shape[-2:])))
