@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from ._arguments import (
     diagonal_if_unique,
     require_finite,
 )
+from ._both import Both, TopK
 from .engines.dispatch import Hardest, Matrix, Moments, Over, choose
 from .engines.products import matmul
 from .engines.registration import full_precision
@@ -30,138 +31,9 @@ from .engines.tiles import Pair, compute_dtype
 
 Engine = Literal["auto", "reference", "dense", "tiled", "triton"]
 
-#: Bytes that ``engine="auto"`` lets the dense engine spend on the score matrix (8192 x 8192 float32 scores).
 _SOME_COLUMNS = 2**14  # embeddings normalised at a time
+#: Bytes that ``engine="auto"`` lets the dense engine spend on the score matrix (8192 x 8192 float32 scores).
 DEFAULT_MEMORY_BUDGET = 256 * 2**20
-
-
-class TopK(NamedTuple):
-    """The best candidates of an anchor, best first: (N, k) scores and indices."""
-
-    values: Tensor
-    indices: Tensor
-
-
-class Both:
-    """Rows and columns answered out of one pass: each method returns the pair ``(of the rows, of the columns)``.
-
-    The methods are those of :class:`Similarity`; where that takes a value per row, these take one for the rows and
-    one for the columns.
-    """
-
-    def __init__(self, matrix: Matrix, flipped: bool):
-        self._matrix, self._flipped = matrix, flipped
-
-    def _order(self, pair: Any) -> Any:
-        return (pair[1], pair[0]) if self._flipped else (pair[0], pair[1])
-
-    @property
-    def positive_counts(self) -> tuple[Tensor, Tensor]:
-        """(N,) and (M,) int64: how many positives each anchor has."""
-        return self._order(self._matrix.positive_counts((True, True)))
-
-    @property
-    def negative_counts(self) -> tuple[Tensor, Tensor]:
-        """(N,) and (M,) int64: how many negatives each anchor has."""
-        n, m = self._matrix.shape
-        rows, cols = self._matrix.positive_counts((True, True))
-        return self._order((m - rows, n - cols))
-
-    def moments(self) -> tuple[Moments, Moments]:
-        """See :meth:`itrloss.Similarity.moments`."""
-        mean, std = (x.split(self._matrix.shape) for x in self._matrix.moments((True, True)))
-        return self._order([Moments(*x) for x in zip(mean, std, strict=True)])
-
-    def logsumexp(
-        self, row_scale: float | Tensor = 1.0, col_scale: float | Tensor | None = None, *, over: Over = "negatives"
-    ) -> tuple[Tensor, Tensor]:
-        """See :meth:`itrloss.Similarity.logsumexp`; ``col_scale`` is ``row_scale`` unless given."""
-        first = as_scale("row_scale", self._matrix, row_scale, self._flipped)
-        if col_scale is None and first.numel() == 1:
-            second = first
-        else:
-            other = row_scale if col_scale is None else col_scale
-            second = as_scale("col_scale", self._matrix, other, not self._flipped)
-        return self._order(self._matrix.logsumexp(self._order((first, second)), as_over(over)))
-
-    def entropy(self, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """See :meth:`itrloss.Similarity.entropy`."""
-        check_number("temperature", temperature, positive=True)
-        return self._order(self._matrix.entropy(temperature, (True, True)))
-
-    def hardest(self) -> tuple[Hardest, Hardest]:
-        """See :meth:`itrloss.Similarity.hardest`."""
-        return self._order(self._matrix.hardest((True, True)))
-
-    def positives(
-        self,
-        term: str = "identity",
-        row_params: tuple[Tensor, ...] = (),
-        col_params: tuple[Tensor, ...] = (),
-        *,
-        sparse: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """See :meth:`itrloss.Similarity.positives`."""
-        params = self._params(row_params, col_params)
-        return self._order(self._matrix.positives(as_term(term), params, (True, True), sparse))
-
-    def negatives(
-        self, term: str = "identity", row_params: tuple[Tensor, ...] = (), col_params: tuple[Tensor, ...] = ()
-    ) -> tuple[Tensor, Tensor]:
-        """See :meth:`itrloss.Similarity.negatives`."""
-        params = self._params(row_params, col_params)
-        return self._order(self._matrix.negatives(as_term(term), params, (True, True)))
-
-    def violations(self, margin: float) -> tuple[Tensor, Tensor]:
-        """See :meth:`itrloss.Similarity.violations`."""
-        return self._order(self._matrix.violations(float(margin), (True, True)))
-
-    def topk(self, k: int, row_bias: Tensor | None = None, col_bias: Tensor | None = None) -> tuple[TopK, TopK]:
-        """See :meth:`itrloss.Similarity.topk`: ``col_bias`` (M,) is for the rows, ``row_bias`` (N,) for the columns.
-
-        A side with fewer than k candidates gets them all.
-        """
-        check_size("k", k)
-        biases = self._biases(row_bias, col_bias)
-        n, m = self._matrix.shape
-        values, indices = self._matrix.topk((min(k, m), min(k, n)), biases)
-        return self._order((TopK(values[0], indices[0]), TopK(values[1], indices[1])))
-
-    def ranks(
-        self, row_bias: Tensor | None = None, col_bias: Tensor | None = None, *, ties: str = "pessimistic"
-    ) -> tuple[Tensor, Tensor]:
-        """See :meth:`itrloss.Similarity.ranks`: ``col_bias`` (M,) is for rows, ``row_bias`` (N,) for columns."""
-        biases = self._biases(row_bias, col_bias)
-        return self._order(self._matrix.ranks(biases, (True, True), as_optimistic(ties)))
-
-    def _ranked(
-        self,
-        k: int,
-        row_bias: Tensor | None = None,
-        col_bias: Tensor | None = None,
-        *,
-        ties: str = "pessimistic",
-        columns: bool = True,
-    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Of the rows, and the ``columns`` if wanted, :meth:`ranks` and the indices of :meth:`topk`, from one pass."""
-        n, m = self._order(self._matrix.shape)
-        biases, sizes = self._biases(row_bias, col_bias), self._order((min(k, m), min(k, n) if columns else 0))
-        ranks, (_, top) = self._matrix.ranks_and_top(sizes, biases, as_optimistic(ties))
-        return self._order(tuple(zip(ranks, top, strict=True)))
-
-    def _params(self, row_params: tuple[Tensor, ...], col_params: tuple[Tensor, ...]) -> Any:
-        if len(row_params) != len(col_params):
-            got = f"{len(row_params)} and {len(col_params)}"
-            raise ValueError(f"row_params, col_params: expected as many for the columns as for the rows, got {got}")
-        rows = as_params("row_params", self._matrix, row_params, self._flipped)
-        return self._order((rows, as_params("col_params", self._matrix, col_params, not self._flipped)))
-
-    def _biases(self, row_bias: Tensor | None, col_bias: Tensor | None) -> Any:
-        """Of the rows' candidates, the columns, and of the columns', the rows."""
-        n, m = self._order(self._matrix.shape)
-        return self._order(
-            (as_bias("col_bias", self._matrix, col_bias, m), as_bias("row_bias", self._matrix, row_bias, n))
-        )
 
 
 class Similarity:
