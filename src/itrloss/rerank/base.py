@@ -247,19 +247,19 @@ class BiasReranker(Reranker):
         return Reranked(i2t, t2i, self.transductive)
 
     def _queries_of_all(self, shares: Shares) -> Iterator[tuple[Similarity, Tensor, float]]:
-        if not self._one_by_one:
-            raise ValueError(f"gather: {type(self).__name__} has to see all candidates at once")
         sim, banks = shares.sim, (self._images, self._texts)
         self._check(sim, (len(shares.every[0]), len(shares.every[1])))
         for side in (0, 1):
             bank = banks[side]
             # In the type of scores, as it is in one process: half precision would round a bank of single precision.
             references = shares.every[side] if bank is None else bank.to(sim.device, sim.dtype)
-            candidates = shares.beside(shares.own[1 - side], references)
+            # Numbers that hang on one another are found whole, by every process for itself.
+            candidates = shares.beside((shares.own if self._one_by_one else shares.every)[1 - side], references)
             queries = shares.queries(side)
             direction = Direction(side, queries._unlabelled(), candidates, bank is None, banks[1 - side])
             with torch.no_grad():
-                penalty, factor = gather_parts(self._penalty(direction)), self._factor(side)
+                penalty, factor = self._penalty(direction), self._factor(side)
+            penalty = gather_parts(penalty) if self._one_by_one else penalty
             yield queries, -penalty / factor, factor
 
     def biases(self, scores: Tensor | Similarity) -> RerankBiases:
