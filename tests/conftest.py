@@ -35,6 +35,7 @@ def by_onednn(monkeypatch):
     if not torch.backends.mkldnn.is_available():
         pytest.skip("PyTorch was built without oneDNN")
     monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(products, "_SHAPES", 10**6)
     for limit in ("_LARGE", "_NARROW", "_SHALLOW"):
         monkeypatch.setattr(products, limit, 1)
 

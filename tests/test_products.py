@@ -10,6 +10,7 @@ from cases import embeddings, make_ids
 from test_losses import make
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import itrloss
 from itrloss.engines import products
 
 SHAPES = ((1, 1, 1), (3, 5, 7), (40, 3, 70), (70, 33, 2), (64, 200, 64), (5, 300, 200))  # rows, summands, columns
@@ -23,6 +24,8 @@ def layouts(n, m):
     yield "columns", x.T.contiguous().T
     yield "padded", torch.cat((x, x), 1)[:, :m]
     yield "strided", torch.stack((x, x), 2)[:, :, 0]
+    yield "windows", x.flatten().repeat(2).unfold(0, m, 1)[:n]
+    yield "expanded", x[:1].expand(n, m)
 
 
 @pytest.mark.parametrize("library", ["by_blas", "by_onednn"])
@@ -36,6 +39,7 @@ def test_products_of_all_layouts(shape, library, request):
             sums = torch.ones(n, m)
             products.add_matmul_(sums, a, b)
             for got in (products.matmul(a, b), products.matmul(a, b, out=torch.empty(n, m)), sums - 1):
+                assert got.is_contiguous()
                 torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=2e-5)
 
 
@@ -60,6 +64,7 @@ def asks_onednn(a, b):
 
 def test_what_onednn_is_asked_for(monkeypatch):
     monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(products, "_shapes", set())
     large, small = torch.randn(200, 200), torch.randn(20, 20)
     assert asks_onednn(large, large)
     assert not asks_onednn(small, small)
@@ -72,10 +77,40 @@ def test_what_onednn_is_asked_for(monkeypatch):
     assert not asks_onednn(large, large)
 
 
+def test_onednn_is_given_so_many_shapes_and_no_more(monkeypatch):
+    """It keeps something for each."""
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(products, "_shapes", set())
+    monkeypatch.setattr(products, "_SHAPES", 3)
+    b = torch.randn(200, 200)
+    asked = [asks_onednn(torch.randn(n, 200), b) for n in (100, 101, 102, 103, 104, 100, 102, 104)]
+    assert asked == [True, True, True, False, False, True, True, False]
+
+
 def test_a_gradient_is_never_lost(by_onednn):
-    a, b = torch.randn(5, 6, requires_grad=True), torch.randn(6, 7)
-    products.matmul(a, b).sum().backward()
-    torch.testing.assert_close(a.grad, b.sum(1).expand(5, 6))
+    for needs in ((True, False), (False, True), (True, True)):
+        a, b = (torch.randn(n, m, requires_grad=x) for n, m, x in ((5, 6, needs[0]), (6, 7, needs[1])))
+        products.matmul(a, b).sum().backward()
+        assert not needs[0] or torch.allclose(a.grad, b.sum(1).expand(5, 6))
+        assert not needs[1] or torch.allclose(b.grad, a.sum(0)[:, None].expand(6, 7))
+
+
+def test_gradients_and_scores_are_contiguous(by_onednn):
+    v, w = (torch.randn(30, 20, requires_grad=True) for _ in range(2))
+    make("infonce", engine="dense")(v, w).backward()
+    assert v.grad.is_contiguous() and w.grad.is_contiguous()
+    scores = itrloss.Similarity(torch.randn(200, 300).T, torch.randn(300, 200), engine="dense").scores()
+    assert scores.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_type_is_no_matter(dtype, monkeypatch):
+    monkeypatch.setattr(products, "_least_seconds", lambda *calls: [float(call().numel()) for call in calls])
+    torch.set_default_dtype(dtype)
+    try:
+        assert products._measured.__wrapped__() is False
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_the_faster_library_is_measured_once(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import torch
@@ -49,15 +50,27 @@ def gather_table(x: Tensor) -> Tensor:
     return gather_parts(torch.nn.functional.pad(x, (0, width - x.shape[1])))
 
 
+def _embeddings_of(sim: Any) -> Any:
+    """Its matrix, if it is one of embeddings."""
+    if not isinstance(sim, Similarity | Tensor):
+        raise TypeError(f"scores: expected a Similarity, got {type(sim).__name__}")
+    if isinstance(sim, Tensor) or sim._flipped or sim._matrix.cols is None:
+        raise ValueError("scores: expected a Similarity of embeddings, images as rows, for gather=True")
+    sim._matrix._check_unchanged()
+    return sim._matrix
+
+
 class Shares:
     """The images and texts of all processes, each of which asks for its own.
 
     Args:
         sim: this process's, of embeddings, images as rows. Its ids hold across processes; those of texts alone number
             the process's own images.
+        asked: what is asked, in words: the same in every process.
 
     Raises:
-        ValueError: on every process, for nan or infinity on any.
+        TypeError, ValueError, RuntimeError: on every process, if something is wrong on any: a process that fails alone
+            would leave others waiting.
 
     Attributes:
         sim: what was given.
@@ -67,15 +80,35 @@ class Shares:
         every_ids: of all.
     """
 
-    def __init__(self, sim: Similarity | Tensor):
-        matrix = None if isinstance(sim, Tensor) or sim._flipped else sim._matrix
-        if isinstance(sim, Tensor) or matrix is None or matrix.cols is None:
-            raise ValueError("scores: expected a Similarity of embeddings, images as rows, for gather=True")
+    def __init__(self, sim: Similarity | Tensor, asked: str):
+        try:
+            matrix, wrong = _embeddings_of(sim), None
+        except (TypeError, ValueError, RuntimeError) as error:
+            matrix, wrong = None, error
+        told = [
+            "inputs",
+            "types",
+            "dimensions",
+            "normalize",
+            "ids: some have none, or those of the texts alone",
+            "questions",
+        ]
+        mine = [0] * len(told)
+        if matrix is not None:
+            kinds = f"{matrix.rows.dtype} {matrix.cols.dtype}"
+            has = [x is None for x in matrix.given_ids]
+            numbers = zlib.crc32(kinds.encode()), matrix.rows.shape[1], matrix.normalize, has[0] + 2 * has[1]
+            mine = [1, *map(int, numbers), zlib.crc32(asked.encode())]
+        every = gather_rows(torch.tensor([mine], device=getattr(sim, "device", None)))
+        if wrong is not None:
+            raise wrong
+        for what, alike in zip(told, (every == every[0]).all(0).tolist(), strict=True):
+            if not alike:
+                raise ValueError(f"gather: the processes differ in their {what}")
+        assert matrix is not None and isinstance(sim, Similarity)
         self.sim, self.own = sim, (matrix.rows.detach(), matrix.cols.detach())
         self.every = gather_parts(self.own[0]), gather_parts(self.own[1])
-        for name, x in zip(
-            ("images", "texts"), self.every, strict=True
-        ):  # one that fails alone would leave others waiting
+        for name, x in zip(("images", "texts"), self.every, strict=True):
             require_finite(name, x)
         self.ids = self._across(sim)
         self.every_ids = gather_parts(self.ids[0]), gather_parts(self.ids[1])
@@ -86,10 +119,9 @@ class Shares:
         sizes = gather_rows(torch.tensor([sim.shape[0]], device=sim.device))
         numbers = torch.arange(sim.shape[0], device=sim.device) + sizes[: dist.get_rank()].sum()
         if images is not None and texts is not None:
-            return images.to(numbers), texts.to(numbers)
+            return images, texts
         if texts is None:
             return numbers, numbers
-        texts = texts.to(numbers)
         own = (texts >= 0) & (texts < len(numbers))  # another number is that of no image
         return numbers, torch.where(own, numbers[texts * own], -1)
 

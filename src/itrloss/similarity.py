@@ -85,12 +85,15 @@ class Similarity:
     ):
         check_embeddings(rows, cols, check_finite)
         n, m = rows.shape[0], cols.shape[0]
-        ids = diagonal_if_unique(check_ids(row_ids, col_ids, n, m, rows.device))
+        given = check_ids(row_ids, col_ids, n, m, rows.device)
+        ids = diagonal_if_unique(given)
         if rows is cols:
             cols = cols.view_as(cols)  # the compiler refuses to see the same tensor twice
         chosen = choose(engine, n * m, memory_budget, rows)
         self._matrix, self._flipped = Matrix(rows, cols, ids, normalize, chosen), False
-        self._matrix.given_ids = row_ids, col_ids
+        if row_ids is not None and ids[0] is None and given[0] is not None:
+            ids = (given[0].clone(),) * 2
+        self._matrix.given_ids = None if row_ids is None else ids[0], ids[1]
 
     @classmethod
     def from_scores(

@@ -76,7 +76,7 @@ class Matrix:
     the rows.
     """
 
-    given_ids: Pair = (None, None)  # before ids that only say what leaving them out says were dropped
+    given_ids: Pair = (None, None)  # as they were given: also those dropped that only say what leaving them out says
 
     def __init__(
         self,

@@ -17,13 +17,19 @@ from torch import Tensor
 
 _LARGE = 2**21  # multiplications, from which on oneDNN's overhead of some microseconds does not matter
 _NARROW, _SHALLOW = 16, 32  # fewer rows or columns, or summands, and a product is bound by memory
+_SHAPES = 64  # of products that oneDNN is asked for
+_shapes: set[tuple[int, int, int, bool, bool]] = set()
 _MARGIN = 1.25  # between equally fast libraries the choice should not hang on noise
 
 
 def matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """``a @ b`` of matrices; written to ``out`` only if that is for free, so that the result is what is returned."""
-    if not _by_onednn(a, b):
-        return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
+    """``a @ b``, contiguous; written to ``out`` only if that is for free, so that the result is what is returned."""
+    if _by_onednn(a, b):
+        return _onednn(a, b).contiguous()
+    return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
+
+
+def _onednn(a: Tensor, b: Tensor) -> Tensor:
     # A first factor without contiguous rows is copied; a transposed result costs whoever reads it about half as much.
     as_it_is = 0 if a.stride(1) == 1 else a.numel()
     transposed = (0 if b.stride(0) == 1 else b.numel()) + a.shape[0] * b.shape[1] // 2
@@ -33,7 +39,7 @@ def matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 def add_matmul_(into: Tensor, a: Tensor, b: Tensor) -> None:
     """``into += a @ b``."""
     if _by_onednn(a, b):
-        into.add_(matmul(a, b))
+        into.add_(_onednn(a, b))
     else:
         into.addmm_(a, b)
 
@@ -50,11 +56,22 @@ def _by_onednn(a: Tensor, b: Tensor) -> bool:
         and not (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad))  # it has no backward pass
         and torch.backends.mkldnn.enabled
         and onednn_is_faster()
+        and _known((n, k, m, a.stride(1) == 1, b.stride(1) == 1))
     )
+
+
+def _known(shape: tuple[int, int, int, bool, bool]) -> bool:
+    """oneDNN keeps a megabyte for every shape that it has seen; sizes that are always others are the BLAS's."""
+    if shape not in _shapes and len(_shapes) < _SHAPES:
+        _shapes.add(shape)
+    return shape in _shapes
 
 
 def _linear(x: Tensor, weight: Tensor) -> Tensor:
     """``x @ weight.T`` by oneDNN, in float32: the operator that ``torch.compile`` makes of a linear layer."""
+    (n, k), (down, right) = weight.shape, weight.stride()
+    if not ((right == 1 and down >= k) or (down == 1 and right >= n)):  # such as windows that overlap
+        weight = weight.contiguous()
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 
@@ -69,7 +86,7 @@ def _measured() -> bool:
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         return False
     with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        a, b = torch.ones(256, 512), torch.ones(512, 512)
+        a, b = (torch.ones(n, 512, dtype=torch.float32, device="cpu") for n in (256, 512))
         blas, onednn = _least_seconds(lambda: a @ b.T, lambda: _linear(a, b))
     return blas > _MARGIN * onednn
 

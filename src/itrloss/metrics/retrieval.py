@@ -97,7 +97,9 @@ def retrieval_results(
         gather: in a job of several processes (``torch.distributed``), each with its own images and texts as a
             ``Similarity`` of embeddings: every process ranks all candidates for its own queries, and gets the results
             of all, which are those of one process with everything. Ids hold across processes; without them row i
-            matches column i of the same process. Every process holds the embeddings of all; parts may differ in size.
+            matches column i of the same process. Every process holds the embeddings of all; parts may differ in size,
+            but have an image and a text at least. Rounding is another than in one product: copies of an embedding in
+            several processes need not tie.
 
     Raises:
         ValueError: naming the argument, also for nan or infinite scores or embeddings.
@@ -111,7 +113,7 @@ def retrieval_results(
     if gather and world_size() > 1:
         if t2i_scores is not None or judgements is not None or image_ids is not None or text_ids is not None:
             raise ValueError("t2i_scores, judgements, image_ids, text_ids: expected None for gather=True")
-        return _of_all(Shares(scores), reranker, hubness_k, ties)
+        return _of_all(Shares(scores, f"{reranker!r} {hubness_k} {ties}"), reranker, hubness_k, ties)
     if judgements is not None and image_ids is None and text_ids is None and not fits_convention(scores):
         image_ids, text_ids = no_ids(scores)
     sim = labelled("scores", scores, image_ids, text_ids).detach()

@@ -236,7 +236,7 @@ class BiasReranker(Reranker):
         if gather and world_size() > 1:
             check_size("k", k)
             found = []
-            for queries, bias, factor in self._queries_of_all(Shares(scores)):
+            for queries, bias, factor in self._queries_of_all(Shares(scores, f"{self!r} {k}")):
                 top = queries.topk(min(k, queries.shape[1]), bias)
                 found.append(TopK(top.values * factor, top.indices))
             return Reranked(found[0], found[1], self.transductive)
@@ -260,6 +260,8 @@ class BiasReranker(Reranker):
             with torch.no_grad():
                 penalty, factor = self._penalty(direction), self._factor(side)
             penalty = gather_parts(penalty) if self._one_by_one else penalty
+            if not bool(penalty.isfinite().all()):
+                raise ValueError(f"scores: too large for {self!r}")
             yield queries, -penalty / factor, factor
 
     def biases(self, scores: Tensor | Similarity) -> RerankBiases:
