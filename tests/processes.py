@@ -26,6 +26,7 @@ def _process(rank: int, work: Callable[..., Any], folder: str, args: tuple) -> N
     where = f"file://{folder}/store"
     dist.init_process_group("gloo", where, timedelta(seconds=120), rank=rank, world_size=WORLD)
     torch.save(work(rank, *args), Path(folder, f"{rank}.pt"))
+    dist.barrier()  # one that is gone before the other has connected makes it fail
     dist.destroy_process_group()
     # Without taking Python down: DDP keeps the group's threads alive, and one that drops its last tensor while
     # the interpreter goes down aborts the process (pytorch/pytorch#179291), seldom and on a busy machine.

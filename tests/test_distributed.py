@@ -191,8 +191,18 @@ RERANKERS = {
     "dbnorm": itrloss.rerank.DualBankNorm(),
     "sinkhorn": itrloss.rerank.Sinkhorn(scale=9.0, iterations=3),
     "dbsn": itrloss.rerank.DualBankSinkhorn(scale=9.0, iterations=3),
+    "dual softmax": itrloss.rerank.DualSoftmax(9.0),
+    "dual softmax, bank": itrloss.rerank.DualSoftmax(9.0),
+    "qb-norm": itrloss.rerank.QueryBankNorm(9.0),
+    "qb-norm, 4": itrloss.rerank.QueryBankNorm(9.0, k=4),  # more than the second process has images
+    "mutual proximity": itrloss.rerank.MutualProximity(),
+    "mutual proximity, bank": itrloss.rerank.MutualProximity(),
+    "rr": itrloss.rerank.ReciprocalReranker(3, 5),
+    "rr, bank": itrloss.rerank.ReciprocalReranker(3, 5),
+    "mr": itrloss.rerank.MultiFactorReranker(4),
+    "mr, bank": itrloss.rerank.MultiFactorReranker(4),
 }
-BANKED = ("fast, bank", "dbnorm", "dbsn")
+BANKED = ("dbnorm", "dbsn", "qb-norm", "qb-norm, 4", *(name for name in RERANKERS if name.endswith(", bank")))
 CUTS = {"images": 5, "texts": 12}  # of 8 and 16: the first process has more
 
 
@@ -293,6 +303,7 @@ def metrics_worker(rank: int) -> dict[str, Any]:
     far = itrloss.Similarity(given["images"] * 1e200, given["images"] * 1e200, **unnormalised)
     halves = [given[x][:3].to((torch.float16, torch.bfloat16)[rank]) for x in ("images", "texts")]
     numbered = (torch.arange(3), torch.arange(3)) if rank else ()
+    x = given["images"][:1]
     wrong = {
         "nan": lambda: metrics.retrieval_metrics(itrloss.Similarity(broken, given["texts"][:3]), gather=True),
         "nan, best": lambda: RERANKERS["nnn"].topk(itrloss.Similarity(broken, given["texts"][:3]), 2, gather=True),
@@ -311,7 +322,12 @@ def metrics_worker(rank: int) -> dict[str, Any]:
         "scores": lambda: metrics.retrieval_metrics(torch.eye(4), gather=True),
         "folds": lambda: metrics.retrieval_metrics(sims["matches across"], gather=True, folds=2),
         "blocks": lambda: metrics.retrieval_metrics(
-            sims["matches across"], gather=True, reranker=itrloss.rerank.ReciprocalReranker()
+            sims["matches across"], gather=True, reranker=itrloss.rerank.KReciprocalReranker()
+        ),
+        "one overflows": lambda: metrics.retrieval_metrics(
+            itrloss.Similarity((1.0 - 2 * rank) * x, (1.0 - 2 * rank) * x),
+            gather=True,
+            reranker=itrloss.rerank.DualSoftmax(2e3).fit(x, torch.cat([x, -x])),
         ),
         "other": lambda: metrics.retrieval_results(sims["matches across"], gather=True, t2i_scores=torch.eye(4)),
     }
@@ -356,7 +372,8 @@ REFUSED = {  # what either process says
     "far": ("scores: too large for NearestNeighborNorm",) * 2,
     "scores": ("scores: expected a Similarity of",) * 2,
     "folds": ("folds: expected 1",) * 2,
-    "blocks": ("gather: ReciprocalReranker",) * 2,
+    "blocks": ("gather: KReciprocalReranker",) * 2,
+    "one overflows": ("gather: another process failed", "scores: too large for DualSoftmax"),
     "other": ("t2i_scores, judgements",) * 2,
 }
 

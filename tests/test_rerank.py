@@ -302,7 +302,7 @@ def test_a_bank_keeps_its_precision_beside_half_precision(monkeypatch):
     fast = FastReranker().fit(*banks)
     sim = Similarity(v, w, *ids)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    found = [bias for _, bias, _ in fast._queries_of_all(Shares(sim, ""))]  # what each of several processes does
+    found = [fast._bias(direction) for direction, _ in fast._of_all(Shares(sim, ""))]  # as each of several processes
     for a, b in zip(found, fast.biases(sim), strict=True):
         torch.testing.assert_close(a, b)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._arguments import require_finite
+from .engines.dispatch import Matrix
 from .engines.tiles import first_order
 from .similarity import Similarity
 
@@ -50,7 +53,32 @@ def gather_table(x: Tensor) -> Tensor:
     return gather_parts(torch.nn.functional.pad(x, (0, width - x.shape[1])))
 
 
-def _embeddings_of(sim: Any) -> Any:
+def sum_over_processes(x: Tensor) -> Tensor:
+    """The sum of the ``x`` of all processes, which have one shape; it is written over."""
+    if world_size() > 1:
+        dist.all_reduce(x)
+    return x
+
+
+@contextmanager
+def failing_together(device: torch.device) -> Iterator[None]:
+    """Raise in every process if one raises; one that failed alone would leave the others waiting for it.
+
+    For what is done between exchanges: an exchange that some have left undone cannot be made up for.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as found:
+        error = found
+    failed = gather_rows(torch.tensor([error is not None], device=device).int())
+    if error is not None:
+        raise error
+    if bool(failed.any()):
+        raise ValueError("gather: another process failed")
+
+
+def _embeddings_of(sim: Any) -> Matrix:
     """Its matrix, if it is one of embeddings."""
     if not isinstance(sim, Similarity | Tensor):
         raise TypeError(f"scores: expected a Similarity, got {type(sim).__name__}")
@@ -58,6 +86,41 @@ def _embeddings_of(sim: Any) -> Any:
         raise ValueError("scores: expected a Similarity of embeddings, images as rows, for gather=True")
     sim._matrix._check_unchanged()
     return sim._matrix
+
+
+_TOLD = (
+    "inputs",
+    "types",
+    "dimensions",
+    "normalize",
+    "ids: some have none, or those of the texts alone",
+    "questions",
+)
+
+
+def _agreed(sim: Similarity | Tensor, asked: str) -> Matrix:
+    """The matrix of ``sim``, if all processes have one of the same kind and ask the same."""
+    matrix: Matrix | None = None
+    wrong: Exception | None = None
+    try:
+        matrix = _embeddings_of(sim)
+    except (TypeError, ValueError, RuntimeError) as error:
+        wrong = error
+    mine = [0] * len(_TOLD)
+    if matrix is not None:
+        assert matrix.cols is not None
+        kinds = f"{matrix.rows.dtype} {matrix.cols.dtype}"
+        has = [x is None for x in matrix.given_ids]
+        numbers = zlib.crc32(kinds.encode()), matrix.rows.shape[1], matrix.normalize, has[0] + 2 * has[1]
+        mine = [1, *map(int, numbers), zlib.crc32(asked.encode())]
+    every = gather_rows(torch.tensor([mine], device=getattr(sim, "device", None)))
+    if wrong is not None:
+        raise wrong
+    for what, alike in zip(_TOLD, (every == every[0]).all(0).tolist(), strict=True):
+        if not alike:
+            raise ValueError(f"gather: the processes differ in their {what}")
+    assert matrix is not None
+    return matrix
 
 
 class Shares:
@@ -76,48 +139,28 @@ class Shares:
         sim: what was given.
         own: this process's images and texts.
         every: those of all processes, in the order of their ranks.
+        first: the number of the first own image, and of the first own text, among them.
         ids: of own images and texts.
         every_ids: of all.
     """
 
     def __init__(self, sim: Similarity | Tensor, asked: str):
-        try:
-            matrix, wrong = _embeddings_of(sim), None
-        except (TypeError, ValueError, RuntimeError) as error:
-            matrix, wrong = None, error
-        told = [
-            "inputs",
-            "types",
-            "dimensions",
-            "normalize",
-            "ids: some have none, or those of the texts alone",
-            "questions",
-        ]
-        mine = [0] * len(told)
-        if matrix is not None:
-            kinds = f"{matrix.rows.dtype} {matrix.cols.dtype}"
-            has = [x is None for x in matrix.given_ids]
-            numbers = zlib.crc32(kinds.encode()), matrix.rows.shape[1], matrix.normalize, has[0] + 2 * has[1]
-            mine = [1, *map(int, numbers), zlib.crc32(asked.encode())]
-        every = gather_rows(torch.tensor([mine], device=getattr(sim, "device", None)))
-        if wrong is not None:
-            raise wrong
-        for what, alike in zip(told, (every == every[0]).all(0).tolist(), strict=True):
-            if not alike:
-                raise ValueError(f"gather: the processes differ in their {what}")
-        assert matrix is not None and isinstance(sim, Similarity)
+        matrix = _agreed(sim, asked)
+        assert isinstance(sim, Similarity) and matrix.cols is not None
         self.sim, self.own = sim, (matrix.rows.detach(), matrix.cols.detach())
         self.every = gather_parts(self.own[0]), gather_parts(self.own[1])
         for name, x in zip(("images", "texts"), self.every, strict=True):
             require_finite(name, x)
+        sizes = gather_rows(torch.tensor([sim.shape], device=sim.device))
+        images, texts = sizes[: dist.get_rank()].sum(0).tolist()
+        self.first = images, texts
         self.ids = self._across(sim)
         self.every_ids = gather_parts(self.ids[0]), gather_parts(self.ids[1])
         self.normalize, self.engine = matrix.normalize, sim.engine if sim.engine in ("tiled", "triton") else "auto"
 
     def _across(self, sim: Similarity) -> tuple[Tensor, Tensor]:
         images, texts = sim._matrix.given_ids
-        sizes = gather_rows(torch.tensor([sim.shape[0]], device=sim.device))
-        numbers = torch.arange(sim.shape[0], device=sim.device) + sizes[: dist.get_rank()].sum()
+        numbers = torch.arange(sim.shape[0], device=sim.device) + self.first[0]
         if images is not None and texts is not None:
             return images, texts
         if texts is None:

@@ -138,13 +138,13 @@ def retrieval_results(
 def _of_all(shares: Shares, reranker: Reranker | None, k: int, ties: Ties) -> RetrievalResults:
     """Each process ranks for its own queries, and all exchange what they found."""
     if reranker is None:
-        asked = [(shares.queries(side), None) for side in (0, 1)]
+        queries = (shares.queries(side) for side in (0, 1))
+        ranked = (own.both._ranked(k, ties=ties, columns=False)[0] for own in queries)
     else:
-        asked = [(queries, bias) for queries, bias, _ in reranker._queries_of_all(shares)]
+        ranked = reranker._ranked_of_all(shares, k, ties)
     found = []
-    for (queries, bias), ids in zip(asked, shares.every_ids, strict=True):
-        ranks, top = queries.both._ranked(k, None, bias, ties=ties, columns=False)[0]
-        found.append(QueryResults(ids, gather_table(ranks), gather_parts(top), queries.shape[1]))
+    for (ranks, top), ids, candidates in zip(ranked, shares.every_ids, shares.every[::-1], strict=True):
+        found.append(QueryResults(ids, gather_table(ranks), gather_parts(top), len(candidates)))
     return RetrievalResults(*found)
 
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from .._arguments import check_size
-from ..distributed import Shares, gather_parts, world_size
+from ..distributed import Shares, failing_together, gather_parts, world_size
 from ..similarity import Similarity, TopK, blocks
 
 T = TypeVar("T", Tensor, TopK)
 R = TypeVar("R", bound="Reranker")
+Ranked = tuple[Tensor, Tensor]  # ranks of the queries' positives, and the indices of their best candidates
 
 SIDES = ("images", "texts")  # who asks: image→text, text→image
 
@@ -50,13 +51,23 @@ class Reranked(tuple[T, T], Generic[T]):
 
 
 class Direction(NamedTuple):
-    """What a re-ranker may look at when the images, or the texts, are the queries. Labels are not part of it."""
+    """What a re-ranker may look at when the images, or the texts, are the queries. Labels are not part of it.
+
+    Of several processes, each has its own queries, which choose among the candidates of all, and compares its own
+    candidates with all references: where ``shared``, what it finds for them is a part of the whole.
+    """
 
     side: int  # 0: images ask; 1: texts
     queries: Similarity  # (queries, candidates)
     candidates: Similarity  # (candidates, references): the test queries or the bank's
     transductive: bool
     gallery: Tensor | None  # the bank of the candidates' own modality
+    shared: bool = False
+    first: tuple[int, int] = (0, 0)  # number of the first own query, and of the first own candidate, among those of all
+
+    def of_all(self, x: Tensor) -> Tensor:
+        """(B, ...) of each own query, or candidate -> that of all queries, or candidates."""
+        return gather_parts(x) if self.shared else x
 
 
 class Reranker(ABC):
@@ -75,6 +86,7 @@ class Reranker(ABC):
     needs_embeddings: bool = False
 
     _ranks_alone: bool = False  # a single query, without a bank
+    _one_by_one: bool = True  # whether what is known of a candidate depends on no other candidate
     _images: Tensor | None = None
     _texts: Tensor | None = None
 
@@ -117,7 +129,6 @@ class Reranker(ABC):
         self._images, self._texts = (None if bank is None else bank.detach() for bank in (images, texts))
         return self
 
-    @abstractmethod
     def rerank(self, scores: Tensor | Similarity) -> Reranked[Tensor]:
         """Re-ranked scores ``(image→text, text→image)``, both (n_images, n_texts), higher is better.
 
@@ -131,23 +142,81 @@ class Reranker(ABC):
             TypeError, ValueError: naming the argument; for nan and infinity; for a single query without a bank; for
                 what the method needs and was not given.
         """
+        i2t, t2i = self._matrices(as_similarity(scores))
+        return Reranked(i2t, t2i, self.transductive)
 
-    @abstractmethod
-    def topk(self, scores: Tensor | Similarity, k: int) -> Reranked[TopK]:
+    def topk(self, scores: Tensor | Similarity, k: int, *, gather: bool = False) -> Reranked[TopK]:
         """The k best texts of each image and the k best images of each text, by re-ranked score.
+
+        Args:
+            scores: (n_images, n_texts), or a :class:`itrloss.Similarity`.
+            k: how many.
+            gather: in a job of several processes (``torch.distributed``), each with its own images and texts as a
+                ``Similarity`` of embeddings: rank the candidates of all processes, numbered in the order of the ranks,
+                for one's own queries. The results are those of one process with everything, and each does its share of
+                the work. Every process holds the embeddings of all. Parts may differ in size. Banks are the same in
+                each process.
 
         Returns:
             ``(image→text, text→image)``, each with ``values`` and ``indices`` of shape (queries, k); a direction with
             fewer than k candidates has them all. Of a tiled ``Similarity`` there never is a matrix.
+
+        Raises:
+            TypeError, ValueError: as :meth:`rerank`; with ``gather=True`` in every process if in one.
         """
+        check_size("k", k)
+        if gather and world_size() > 1:
+            found = []
+            for direction, _ in self._of_all(Shares(scores, f"{self!r} {k}")):
+                with failing_together(direction.queries.device):
+                    found.append(self._best_of(direction, k))
+            i2t, t2i = found
+        else:
+            i2t, t2i = self._best(as_similarity(scores), k)
+        return Reranked(i2t, t2i, self.transductive)
+
+    def _best(self, sim: Similarity, k: int) -> tuple[TopK, TopK]:
+        """Of all images, and of all texts."""
+        i2t, t2i = (self._best_of(direction, k) for direction in self._directions(sim))
+        return i2t, t2i
+
+    def _ranked(self, sim: Similarity, k: int, ties: str) -> tuple[Ranked, Ranked]:
+        """Of all images, and of all texts."""
+        views = zip(self._directions(sim), (sim, sim.T), strict=True)
+        i2t, t2i = (self._ranked_of(direction, answers, k, ties) for direction, answers in views)
+        return i2t, t2i
+
+    def _ranked_of_all(self, shares: Shares, k: int, ties: str) -> Iterator[Ranked]:
+        """Of one's own images among the texts of all processes, and of one's own texts."""
+        for direction, answers in self._of_all(shares):
+            with failing_together(answers.device):
+                ranked = self._ranked_of(direction, answers, k, ties)
+            yield ranked
 
     @abstractmethod
-    def _ranked(self, sim: Similarity, k: int, ties: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Of the images and of the texts, the ranks of their positives and the indices of their k best."""
+    def _matrices(self, sim: Similarity) -> tuple[Tensor, Tensor]:
+        """Both (n_images, n_texts)."""
 
-    def _queries_of_all(self, shares: Shares) -> Iterator[tuple[Similarity, Tensor, float]]:
-        """Of either direction: own queries with the candidates of all processes, the bias of these, and the factor."""
-        raise ValueError(f"gather: {type(self).__name__} has to see all scores at once")
+    @abstractmethod
+    def _best_of(self, direction: Direction, k: int) -> TopK: ...
+
+    @abstractmethod
+    def _ranked_of(self, direction: Direction, answers: Similarity, k: int, ties: str) -> Ranked:
+        """``answers``: the direction's queries with their labels."""
+
+    def _of_all(self, shares: Shares) -> Iterator[tuple[Direction, Similarity]]:
+        """Either direction, checked, and its queries with their labels."""
+        self._check(shares.sim, (len(shares.every[0]), len(shares.every[1])))
+        given = zip(SIDES, (self._images, self._texts), strict=True)
+        banks = [None if bank is None else _fitting(bank, name, shares.sim) for name, bank in given]
+        # What hangs on other candidates is found whole, by every process for itself.
+        own = shares.own if self._one_by_one else shares.every
+        for side, bank in enumerate(banks):
+            candidates = shares.beside(own[1 - side], shares.every[side] if bank is None else bank)
+            answers = shares.queries(side)
+            shared, first = self._one_by_one, (shares.first[side], shares.first[1 - side])
+            asked = answers._unlabelled(), candidates, bank is None, banks[1 - side]
+            yield Direction(side, *asked, shared, first), answers
 
     def _directions(self, sim: Similarity) -> tuple[Direction, Direction]:
         """Both, checked."""
@@ -186,8 +255,6 @@ class RerankBiases(NamedTuple):
 class BiasReranker(Reranker):
     """Re-rankers that take one number from all scores of a candidate: ``factor S_qc - penalty_c``."""
 
-    _one_by_one: bool = True  # whether the number of a candidate depends on no other candidate
-
     @abstractmethod
     def _factor(self, side: int) -> float:
         """What multiplies the scores of a direction."""
@@ -204,74 +271,50 @@ class BiasReranker(Reranker):
     def _checked(self, sim: Similarity) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             found = self._penalties(sim)
-        if not all(bool(penalty.isfinite().all()) for penalty in found):
-            raise ValueError(f"scores: too large for {self!r}")
+        for penalty in found:
+            self._check_size_of(penalty)
         return found
 
-    def rerank(self, scores: Tensor | Similarity) -> Reranked[Tensor]:
-        sim = as_similarity(scores)
+    def _check_size_of(self, penalty: Tensor) -> None:
+        if not bool(penalty.isfinite().all()):
+            raise ValueError(f"scores: too large for {self!r}")
+
+    def _matrices(self, sim: Similarity) -> tuple[Tensor, Tensor]:
         texts, images = self._checked(sim)
         with torch.no_grad():
             matrix = sim.detach().scores()  # a tiled one would keep it
             i2t = torch.add(-texts, matrix, alpha=self._factor(0))
-            t2i = torch.add(-images[:, None], matrix, alpha=self._factor(1))
-        return Reranked(i2t, t2i, self.transductive)
+            return i2t, torch.add(-images[:, None], matrix, alpha=self._factor(1))
 
-    def topk(self, scores: Tensor | Similarity, k: int, *, gather: bool = False) -> Reranked[TopK]:
-        """The k best texts of each image and the k best images of each text, by re-ranked score.
-
-        Args:
-            scores: (n_images, n_texts), or a :class:`itrloss.Similarity`.
-            k: how many.
-            gather: in a job of several processes (``torch.distributed``), each with its own images and texts as a
-                ``Similarity`` of embeddings: rank the candidates of all processes, numbered in the order of the ranks,
-                for one's own queries. The results are those of one process with everything, and each does its share of
-                the work. Every process holds the embeddings of all. Parts may differ in size. Banks are the same in
-                each process.
-
-        Returns:
-            ``(image→text, text→image)``, each with ``values`` and ``indices`` of shape (queries, k); a direction with
-            fewer than k candidates has them all. Of a tiled ``Similarity`` there never is a matrix.
-        """
-        if gather and world_size() > 1:
-            check_size("k", k)
-            found = []
-            for queries, bias, factor in self._queries_of_all(Shares(scores, f"{self!r} {k}")):
-                top = queries.topk(min(k, queries.shape[1]), bias)
-                found.append(TopK(top.values * factor, top.indices))
-            return Reranked(found[0], found[1], self.transductive)
-        sim = as_similarity(scores)
+    def _best(self, sim: Similarity, k: int) -> tuple[TopK, TopK]:
         biases = self.biases(sim)
         tops = sim.both.topk(k, biases.images, biases.texts)
         i2t, t2i = (TopK(top.values * self._factor(side), top.indices) for side, top in enumerate(tops))
-        return Reranked(i2t, t2i, self.transductive)
+        return i2t, t2i
 
-    def _queries_of_all(self, shares: Shares) -> Iterator[tuple[Similarity, Tensor, float]]:
-        sim, banks = shares.sim, (self._images, self._texts)
-        self._check(sim, (len(shares.every[0]), len(shares.every[1])))
-        for side in (0, 1):
-            bank = banks[side]
-            # In the type of scores, as it is in one process: half precision would round a bank of single precision.
-            references = shares.every[side] if bank is None else bank.to(sim.device, sim.dtype)
-            # Numbers that hang on one another are found whole, by every process for itself.
-            candidates = shares.beside((shares.own if self._one_by_one else shares.every)[1 - side], references)
-            queries = shares.queries(side)
-            direction = Direction(side, queries._unlabelled(), candidates, bank is None, banks[1 - side])
-            with torch.no_grad():
-                penalty, factor = self._penalty(direction), self._factor(side)
-            penalty = gather_parts(penalty) if self._one_by_one else penalty
-            if not bool(penalty.isfinite().all()):
-                raise ValueError(f"scores: too large for {self!r}")
-            yield queries, -penalty / factor, factor
+    def _ranked(self, sim: Similarity, k: int, ties: str) -> tuple[Ranked, Ranked]:
+        biases = self.biases(sim)
+        return sim.both._ranked(k, biases.images, biases.texts, ties=ties)
+
+    def _best_of(self, direction: Direction, k: int) -> TopK:
+        queries = direction.queries
+        top = queries.topk(min(k, queries.shape[1]), self._bias(direction))
+        return TopK(top.values * self._factor(direction.side), top.indices)
+
+    def _ranked_of(self, direction: Direction, answers: Similarity, k: int, ties: str) -> Ranked:
+        return answers.both._ranked(k, None, self._bias(direction), ties=ties, columns=False)[0]
+
+    @torch.no_grad()
+    def _bias(self, direction: Direction) -> Tensor:
+        """(candidates,)."""
+        penalty = direction.of_all(self._penalty(direction))
+        self._check_size_of(penalty)
+        return -penalty / self._factor(direction.side)
 
     def biases(self, scores: Tensor | Similarity) -> RerankBiases:
         """Re-ranking as an additive bias: image→text ranks by ``A_ij + texts_j``, text→image by ``A_ij + images_i``."""
         texts, images = self._checked(as_similarity(scores))
         return RerankBiases(-texts / self._factor(0), -images / self._factor(1))
-
-    def _ranked(self, sim: Similarity, k: int, ties: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        biases = self.biases(sim)
-        return sim.both._ranked(k, biases.images, biases.texts, ties=ties)
 
 
 class BlockReranker(Reranker):
@@ -285,39 +328,30 @@ class BlockReranker(Reranker):
     def _apply(self, scores: Tensor, rows: slice, known: Any) -> Tensor:
         """(b, candidates) scores of the queries ``rows``, which may be overwritten -> those to rank by."""
 
-    def rerank(self, scores: Tensor | Similarity) -> Reranked[Tensor]:
-        sim = as_similarity(scores)
+    def _matrices(self, sim: Similarity) -> tuple[Tensor, Tensor]:
         found = []
         for direction in self._directions(sim):
             out = torch.empty(direction.queries.shape, dtype=sim.dtype, device=sim.device)
             for rows, block in self._blocks(direction):
                 out[rows] = block
             found.append(out)
-        return Reranked(found[0], found[1].T, self.transductive)
+        return found[0], found[1].T
 
-    def topk(self, scores: Tensor | Similarity, k: int) -> Reranked[TopK]:
-        check_size("k", k)
-        found = []
-        for direction in self._directions(as_similarity(scores)):
-            width = min(k, direction.queries.shape[1])
-            parts = [block.topk(width, 1) for _, block in self._blocks(direction)]
-            found.append(TopK(*(torch.cat(x) for x in zip(*parts, strict=True))))
-        return Reranked(found[0], found[1], self.transductive)
+    def _best_of(self, direction: Direction, k: int) -> TopK:
+        width = min(k, direction.queries.shape[1])
+        parts = [block.topk(width, 1) for _, block in self._blocks(direction)]
+        return TopK(*(torch.cat(x) for x in zip(*parts, strict=True)))
 
-    def _ranked(self, sim: Similarity, k: int, ties: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        ids = [_or_numbers(given, size) for given, size in zip(sim.ids, sim.shape, strict=True)]
-        found = []
-        for direction in self._directions(sim):
-            own, others = ids[direction.side], ids[1 - direction.side]
-            ranks, tops = [], []
-            for rows, block in self._blocks(direction):
-                part = Similarity.from_scores(block, own[rows], others)
-                ranks.append(part.ranks(ties=ties))
-                tops.append(part.topk(min(k, block.shape[1])).indices)
-            width = max(x.shape[1] for x in ranks)
-            padded = [torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in ranks]
-            found.append((torch.cat(padded), torch.cat(tops)))
-        return found[0], found[1]
+    def _ranked_of(self, direction: Direction, answers: Similarity, k: int, ties: str) -> Ranked:
+        own, others = (_or_numbers(ids, size) for ids, size in zip(answers.ids, answers.shape, strict=True))
+        ranks, tops = [], []
+        for rows, block in self._blocks(direction):
+            part = Similarity.from_scores(block, own[rows], others)
+            ranks.append(part.ranks(ties=ties))
+            tops.append(part.topk(min(k, block.shape[1])).indices)
+        width = max(x.shape[1] for x in ranks)
+        padded = [torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in ranks]
+        return torch.cat(padded), torch.cat(tops)
 
     @torch.no_grad()
     def _blocks(self, direction: Direction) -> Iterator[tuple[slice, Tensor]]:
@@ -332,18 +366,21 @@ def _or_numbers(ids: Tensor | None, size: int) -> Tensor:
 
 def _beside(candidates: Similarity, name: str, bank: Tensor) -> Similarity:
     """The candidates, rows here, and the queries of the bank ``name``."""
+    if candidates._matrix.cols is not None:
+        return candidates._against(_fitting(bank, name, candidates))
     bank = bank.to(candidates.device, candidates.dtype)
-    matrix = candidates._matrix
-    if matrix.cols is None:
-        bank = bank.T if name == "images" else bank
-        got, wanted = bank.shape[0], candidates.shape[0]
-        what = f"scores with the {wanted} candidates"
-    else:
-        got, wanted = bank.shape[1], matrix.cols.shape[1]
-        what = f"embeddings of dimension {wanted}"
-    if got != wanted:
-        raise ValueError(f"{name}: expected {what}, got a bank of {got}")
+    bank, wanted = bank.T if name == "images" else bank, candidates.shape[0]
+    if bank.shape[0] != wanted:
+        raise ValueError(f"{name}: expected scores with the {wanted} candidates, got a bank of {bank.shape[0]}")
     return candidates._against(bank)
+
+
+def _fitting(bank: Tensor, name: str, sim: Similarity) -> Tensor:
+    """The bank ``name`` of embeddings, in the type of scores: half precision would round one of single precision."""
+    wanted = sim._matrix.rows.shape[1]
+    if bank.shape[1] != wanted:
+        raise ValueError(f"{name}: expected embeddings of dimension {wanted}, got a bank of {bank.shape[1]}")
+    return bank.to(sim.device, sim.dtype)
 
 
 def as_similarity(scores: Tensor | Similarity) -> Similarity:

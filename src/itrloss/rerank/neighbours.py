@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._arguments import check_number, check_size
-from ..similarity import blocks
+from ..distributed import Shares, sum_over_processes
+from ..similarity import Similarity, blocks
 from .base import BlockReranker, Direction
 
 
 class _Best(NamedTuple):
-    """The k best candidates of each query, best first, (queries, k) each."""
+    """The k best candidates of each own query, best first, (queries, k) each."""
 
     candidates: Tensor
     place: Tensor  # how many reference queries the candidate likes better than this one
@@ -22,8 +24,16 @@ class _Best(NamedTuple):
 def _best(direction: Direction, k: int) -> _Best:
     best = direction.queries.topk(min(k, direction.queries.shape[1]))
     values, candidates = _stable(best.values, best.indices)
-    place = torch.empty_like(candidates)
-    flat = candidates.flatten()
+    place = _places(direction, direction.of_all(values), direction.of_all(candidates))
+    place = sum_over_processes(place) if direction.shared else place
+    first = direction.first[0]
+    return _Best(candidates, place[first : first + len(candidates)])
+
+
+def _places(direction: Direction, values: Tensor, candidates: Tensor) -> Tensor:
+    """(queries of all processes, k): how many references an own candidate likes better; 0 for the others."""
+    place = torch.zeros_like(candidates)
+    flat = candidates.flatten() - direction.first[1]
     order = flat.argsort()
     wanted = flat[order]  # the pairs, by candidate
     query = order // candidates.shape[1]
@@ -40,7 +50,7 @@ def _best(direction: Direction, k: int) -> _Best:
             found = torch.searchsorted(ascending[row[part]], own[part, None], right=True).squeeze(1)
             count[part] = scores.shape[1] - found
         place.view(-1)[pair] = count
-    return _Best(candidates, place)
+    return place
 
 
 def _stable(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,7 +124,8 @@ class MultiFactorReranker(BlockReranker):
 
     def _prepare(self, direction: Direction) -> _Factors:
         candidates = direction.candidates
-        return _Factors(_best(direction, self.k), candidates.moments().mean * candidates.shape[1])
+        total = candidates.moments().mean * candidates.shape[1]
+        return _Factors(_best(direction, self.k), direction.of_all(total))
 
     def _apply(self, scores: Tensor, rows: slice, known: _Factors) -> Tensor:
         candidates, place = known.best.candidates[rows], known.best.place[rows]
@@ -155,6 +166,9 @@ class KReciprocalReranker(BlockReranker):
     def fit(self, images: Tensor | None = None, texts: Tensor | None = None) -> KReciprocalReranker:
         """Refused: the neighbourhoods are those of the items to be ranked."""
         raise ValueError("images, texts: KReciprocalReranker has no use for a bank of queries")
+
+    def _of_all(self, shares: Shares) -> Iterator[tuple[Direction, Similarity]]:
+        raise ValueError("gather: KReciprocalReranker needs all items at once; re-rank those of all in one process")
 
     def _prepare(self, direction: Direction) -> tuple[Tensor, Tensor]:
         matrix = direction.queries._matrix

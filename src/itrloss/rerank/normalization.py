@@ -26,7 +26,7 @@ class DualSoftmax(BlockReranker):
         self.scale = scale
 
     def _prepare(self, direction: Direction) -> Tensor:
-        return direction.candidates.logsumexp(self.scale)
+        return direction.of_all(direction.candidates.logsumexp(self.scale))
 
     def _apply(self, scores: Tensor, rows: slice, known: Tensor) -> Tensor:
         found = (self.scale * scores).sub_(known).exp_().mul_(scores)
@@ -63,10 +63,14 @@ class QueryBankNorm(BlockReranker):
         self.scale, self.k = scale, k
 
     def _prepare(self, direction: Direction) -> _Activation:
-        candidates = direction.candidates
-        active = torch.zeros(candidates.shape[0], dtype=torch.bool, device=candidates.device)
-        active[candidates.T.topk(min(self.k, candidates.shape[0])).indices.flatten()] = True
-        return _Activation(candidates.logsumexp(self.scale), active)
+        penalty = direction.of_all(direction.candidates.logsumexp(self.scale))
+        best = direction.candidates.T.topk(min(self.k, direction.candidates.shape[0]))
+        # The best of all candidates are among the best of each process's.
+        values = direction.of_all(best.values.T)
+        numbers = direction.of_all(best.indices.T + direction.first[1])
+        active = torch.zeros(len(penalty), dtype=torch.bool, device=penalty.device)
+        active[numbers.gather(0, values.topk(min(self.k, len(values)), 0).indices)] = True
+        return _Activation(penalty, active)
 
     def _apply(self, scores: Tensor, rows: slice, known: _Activation) -> Tensor:
         normalised = known.active[scores.argmax(1)]
@@ -160,7 +164,7 @@ class MutualProximity(BlockReranker):
 
     def _prepare(self, direction: Direction) -> tuple[Tensor, ...]:
         own, theirs = direction.queries.moments(), direction.candidates.moments()
-        return own.mean, own.std, theirs.mean, theirs.std
+        return own.mean, own.std, direction.of_all(theirs.mean), direction.of_all(theirs.std)
 
     def _apply(self, scores: Tensor, rows: slice, known: tuple[Tensor, ...]) -> Tensor:
         mean, std, mean_of_candidate, std_of_candidate = known
