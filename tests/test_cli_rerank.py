@@ -74,6 +74,41 @@ def test_every_method_has_its_line(saved: Path, capsys: pytest.CaptureFixture[st
     assert any(float(low) < float(high) for _, low, high in intervals)
 
 
+def test_folds_retrieve_within_parts(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    page = tmp_path / "page.html"
+    assert (
+        run("rerank", saved, "--folds", 3, "--methods", "fast", "--report", page, "--queries", tmp_path / "q.csv") == 0
+    )
+    out = capsys.readouterr().out
+    assert f"{N} images, {N * C} texts" in out and "in 3 parts" in out and "in 3 parts" in page.read_text("utf-8")
+    for name, method in {"as they are": None, "fast ": rerank.FastReranker()}.items():
+        wanted = retrieval_metrics(torch.from_numpy(scores()), folds=3, reranker=method)["rsum"]
+        assert any(line.startswith(name) and f"{wanted:6.1f}" in line for line in out.splitlines())
+    with open(tmp_path / "q.csv", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["direction"] == "t2i"]
+    assert [int(row["id"]) for row in rows] == [text // C for text in range(N * C)]
+    assert all(int(row["first"]) // 4 == int(row["id"]) // 4 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--folds", 5), "--folds: expected a divisor of the 12 images, got 5"),
+        (("--folds", 0), "--folds: expected a divisor of the 12 images, got 0"),
+        (("--folds", 3, "--out", "x.npz"), "--folds: nothing is ranked among all"),
+        (("--folds", 3, "--rankings", "x.npz"), "--folds: nothing is ranked among all"),
+        (("--folds", 3, "--bank-images", "sims.npy"), "--folds: banks of scores"),
+        (("--folds", 3, "--image-ids", "i.txt", "--text-ids", "t.txt"), "--folds: expected each text"),
+    ],
+)
+def test_what_folds_cannot_do(saved: Path, tmp_path: Path, monkeypatch, capsys, given, said):
+    monkeypatch.chdir(tmp_path)
+    Path("i.txt").write_text("\n".join(map(str, range(N))))
+    Path("t.txt").write_text("\n".join(str(x % (N + 1)) for x in range(N * C)))  # a text of no image
+    assert run("rerank", saved, *given) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_k_reciprocal_is_left_out_where_memory_would_end(tmp_path: Path, monkeypatch, capsys):
     for side, x in zip(("images", "texts"), pairs(), strict=True):
         np.save(tmp_path / f"{side}.npy", x)

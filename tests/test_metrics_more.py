@@ -144,6 +144,27 @@ def test_folds_equal_the_oracle(engine, kind, tiny_blocks):
         assert found == pytest.approx({k: sum(p[k] for p in parts) / 4 for k in parts[0]})
 
 
+def test_queries_of_folds_are_those_of_their_parts():
+    n, parts = 8, 4
+    image_ids = torch.arange(n) + 3
+    text_ids = torch.cat([image_ids.repeat_interleave(2).flip(0), torch.tensor([99])])  # and a text of no image
+    S = torch.rand(n, len(text_ids), generator=generator(2), dtype=torch.float64)
+    for method in (None, InvertedSoftmax(scale=9.0)):
+        found = retrieval_results(S, image_ids, text_ids, folds=parts, reranker=method, hubness_k=1)
+        assert found.i2t.ids.tolist() == image_ids.tolist() and found.t2i.ids.tolist() == text_ids[:-1].tolist()
+        for rows in torch.arange(n).split(n // parts):
+            cols = torch.isin(text_ids, image_ids[rows]).nonzero().squeeze(1)
+            part = retrieval_results(S[rows][:, cols], image_ids[rows], text_ids[cols], reranker=method, hubness_k=1)
+            for side, wanted, queries, candidates in (
+                (found.i2t, part.i2t, rows, cols),
+                (found.t2i, part.t2i, cols, rows),
+            ):
+                assert torch.equal(side.ranks[queries], wanted.ranks)
+                assert torch.equal(side.top[queries], candidates[wanted.top])
+        averaged = retrieval_metrics(S, image_ids, text_ids, folds=parts, reranker=method)
+        assert found.metrics()["rsum"] == pytest.approx(averaged["rsum"])
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("seed", range(3))
 def test_agreement_equals_the_loops(engine, seed, tiny_blocks):
@@ -370,6 +391,8 @@ UNANSWERED = retrieval_results(PERFECT, torch.arange(4), torch.arange(20) + 9)
         (lambda: agreement(PERFECT, FEW, k=0), ValueError, "k: .*0"),
         (lambda: agreement(torch.rand(4), FEW), ValueError, "scores"),
         (lambda: retrieval_metrics(PERFECT, folds=3), ValueError, "folds.*divisor of the 4.*3"),
+        (lambda: retrieval_results(PERFECT, folds=3), ValueError, "folds.*divisor of the 4.*3"),
+        (lambda: retrieval_results(PERFECT, folds=0), ValueError, "folds.*0"),
         (lambda: retrieval_metrics(PERFECT, folds=0), ValueError, "folds.*0"),
         (lambda: retrieval_metrics(PERFECT, folds=2.0), TypeError, r"folds.*2\.0"),  # type: ignore[arg-type]
         (lambda: retrieval_metrics(PERFECT[:, :2], torch.arange(4), torch.arange(2), folds=2), ValueError, "2 to 3"),

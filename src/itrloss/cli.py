@@ -84,6 +84,13 @@ def _add_shared(parser: Any) -> None:
         default = tuple(getattr(FastReranker(), name))
         what = f"of Fast Re-ranking ({' '.join(f'{x:g}' for x in default)})"
         add(f"--{name}", type=float, nargs=2, default=default, metavar=tuple(symbols.split()), help=what)
+    add(
+        "--folds",
+        type=int,
+        default=1,
+        metavar="N",
+        help="retrieve within each Nth of the images; 5: MSCOCO's 5-fold 1K",
+    )
     add("--memory", action="store_true", help="run every method once more, to see how much memory it takes")
     add(
         "--write",
@@ -183,12 +190,15 @@ def _study(
         raise ValueError(f"--write: expected one of {', '.join(writable)}; got {args.write!r}")
     if args.top < 1:
         raise ValueError(f"--top: expected at least 1, got {args.top}")
+    if args.folds != 1:
+        _check_folds(args, sim, banks)
     names = _names(args, sim)
     fast = FastReranker(tuple(args.i2t), tuple(args.t2i))
     images, texts = banks
     _check_banks(args, sim, banks)
     n, m = sim.shape
     each = "by the ids given" if args.image_ids else f"{m // n} an image, one behind the other"
+    title += "" if args.folds == 1 else f", in {args.folds} parts"
     print(f"{title}: {n} images, {m} texts ({each})", flush=True)
     shown = sys.stderr.isatty()
 
@@ -196,13 +206,27 @@ def _study(
         if shown:
             print(f"\r\033[K{text} …", end="", file=sys.stderr, flush=True)
 
-    found = study(sim, args.methods, (images, texts), validation, fast, progress, args.memory)
+    found = study(sim, args.methods, (images, texts), validation, fast, progress, args.memory, args.folds)
     if shown:
         print("\r\033[K", end="", file=sys.stderr)
     print(table(found))
     if outputs:
         _write(args, title, found, _entry(found, args.write), names)
     return 0
+
+
+def _check_folds(args: argparse.Namespace, sim: Similarity, banks: Sequence[Tensor | None]) -> None:
+    n, m = sim.shape
+    if args.folds < 1 or n % args.folds:
+        raise ValueError(f"--folds: expected a divisor of the {n} images, got {args.folds}")
+    if args.out or args.rankings:
+        raise ValueError("--folds: nothing is ranked among all candidates then, as --out and --rankings have it")
+    if sim._matrix.cols is None and any(bank is not None for bank in banks):
+        raise ValueError("--folds: banks of scores are with all candidates, those of a part are others")
+    image_ids, text_ids = (torch.arange(size) if x is None else x for x, size in zip(sim.ids, (n, m), strict=True))
+    parts = [torch.isin(text_ids, part) for part in image_ids.split(n // args.folds)]
+    if not bool((torch.stack(parts).sum(0) == 1).all()):
+        raise ValueError("--folds: expected each text to have its images in one part")
 
 
 def _check_banks(args: argparse.Namespace, sim: Similarity, banks: Sequence[Tensor | None]) -> None:

@@ -89,6 +89,7 @@ def study(
     fast: FastReranker | None = None,
     progress: Callable[[str], None] = lambda text: None,
     memory: bool = False,
+    folds: int = 1,
 ) -> Study:
     """Try methods on scores, on the test queries and, with banks, on these.
 
@@ -100,6 +101,7 @@ def study(
         fast: Fast Re-ranking as it is to be tried; its defaults if left out.
         progress: told what is done next.
         memory: run every method once more, and see how much memory it takes.
+        folds: see :func:`itrloss.metrics.retrieval_results`.
     """
     left_out: dict[str, str] = {}
     tried: list[tuple[str, Callable[[], Reranker | None], bool]] = [(PLAIN, lambda: None, False)]
@@ -107,7 +109,7 @@ def study(
         kind = METHODS[name]
         if kind.needs_embeddings and sim._matrix.cols is None:
             left_out[name] = "needs embeddings: itrloss eval"
-        elif name == "k-reciprocal" and sum(sim.shape) > K_RECIPROCAL_ITEMS:
+        elif name == "k-reciprocal" and sum(sim.shape) > folds * K_RECIPROCAL_ITEMS:
             left_out[name] = f"holds (N + M)² numbers, too many from {K_RECIPROCAL_ITEMS} items on"
         elif kind.needs_bank and None in banks:
             left_out[name] = "needs banks of queries: --bank-images and --bank-texts"
@@ -118,11 +120,13 @@ def study(
         progress(f"[{number}/{len(tried)}] {name}" + (", with a bank" if inductive else ""))
         reranker = make()
         start = time.perf_counter()
-        results = retrieval_results(sim, reranker=reranker)
+        results = retrieval_results(sim, reranker=reranker, folds=folds)
         seconds = time.perf_counter() - start
         change = compare(results, entries[0].results if entries else results)["rsum"]
         # Once more: looking at the memory takes its time.
-        megabytes = peak(partial(retrieval_results, sim, reranker=reranker), sim.device) if memory else None
+        megabytes = (
+            peak(partial(retrieval_results, sim, reranker=reranker, folds=folds), sim.device) if memory else None
+        )
         entries.append(Entry(name, reranker, inductive, results, change, seconds, megabytes))
     return Study(sim, entries, left_out)
 

@@ -10,6 +10,7 @@ from typing import IO
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 WAYS = ("i2t", "t2i")
 RECALLS = (1, 5, 10)
@@ -122,6 +123,21 @@ class RetrievalResults:
         writer = csv.DictWriter(file, ["direction", "query", *_COLUMNS], lineterminator="\n")
         writer.writeheader()
         writer.writerows(self.rows())
+
+
+def joined(parts: list[tuple[RetrievalResults, Tensor, Tensor]]) -> RetrievalResults:
+    """Results of parts, and which images and texts these have -> results of all, in the order of images and texts."""
+    results, images, texts = zip(*parts, strict=True)
+    sides = []
+    for way, queries, candidates in ((WAYS[0], images, texts), (WAYS[1], texts, images)):
+        found: list[QueryResults] = [getattr(result, way) for result in results]
+        order = torch.cat(queries).argsort(stable=True)
+        width, k = max(x.ranks.shape[1] for x in found), min(x.top.shape[1] for x in found)
+        ids = torch.cat([x.ids for x in found])
+        ranks = torch.cat([pad(x.ranks, (0, width - x.ranks.shape[1])) for x in found])
+        top = torch.cat([own[x.top[:, :k]] for x, own in zip(found, candidates, strict=True)])
+        sides.append(QueryResults(ids[order], ranks[order], top[order], 1 + int(torch.cat(candidates).amax())))
+    return RetrievalResults(*sides)
 
 
 def _median(x: Tensor) -> float:

@@ -13,7 +13,7 @@ from ..distributed import Shares, gather_parts, gather_table, world_size
 from ..similarity import Similarity
 from .judgements import Judgements, fits_convention, judged, no_ids, relevant_pairs
 from .labels import labelled
-from .results import QueryResults, RetrievalResults
+from .results import QueryResults, RetrievalResults, joined
 
 if TYPE_CHECKING:
     from ..rerank import Reranker
@@ -51,18 +51,11 @@ def retrieval_metrics(
         ValueError: naming the argument, also for nan or infinite scores or embeddings and if no query has a right
             candidate.
     """
+    asked: Any = {"t2i_scores": t2i_scores, "reranker": reranker, "ties": ties, "hubness_k": hubness_k}
     check_size("folds", folds)
-    options: Any = {"reranker": reranker, "ties": ties, "hubness_k": hubness_k}
     if folds == 1:
-        return retrieval_results(scores, image_ids, text_ids, t2i_scores=t2i_scores, gather=gather, **options).metrics()
-    if gather:
-        raise ValueError("folds: expected 1 for gather=True")
-    sim = labelled("scores", scores, image_ids, text_ids)
-    other = _of_texts(sim, t2i_scores)
-    found = []
-    for rows, cols in _folds(sim, folds):
-        part = None if other is None else other._part(rows, cols).scores()
-        found.append(retrieval_results(sim._part(rows, cols), t2i_scores=part, **options).metrics())
+        return retrieval_results(scores, image_ids, text_ids, gather=gather, **asked).metrics()
+    found = [part.metrics() for part, *_ in _of_folds(folds, scores, image_ids, text_ids, gather=gather, **asked)]
     return {name: sum(x[name] for x in found) / folds for name in found[0]}
 
 
@@ -77,6 +70,7 @@ def retrieval_results(
     relevant: float | None = None,
     ties: Ties = "pessimistic",
     hubness_k: int = 10,
+    folds: int = 1,
     gather: bool = False,
 ) -> RetrievalResults:
     """What every query found: the figures of :func:`retrieval_metrics` before they are averaged.
@@ -94,6 +88,8 @@ def retrieval_results(
         relevant: the lowest grade that counts as right, for ``judgements``.
         ties: whether a wrong candidate with the score of a right one is ahead of it (``"pessimistic"``) or behind.
         hubness_k: k of the k-occurrences.
+        folds: cut the images into so many consecutive parts, each with its texts, and retrieve within each, where a
+            transductive reranker sees no other queries; a text without an image does not ask. Not beside judgements.
         gather: in a job of several processes (``torch.distributed``), each with its own images and texts as a
             ``Similarity`` of embeddings: every process ranks all candidates for its own queries, and gets the results
             of all, which are those of one process with everything. Ids hold across processes; without them row i
@@ -110,6 +106,12 @@ def retrieval_results(
     as_optimistic(ties)
     if judgements is None and relevant is not None:
         raise ValueError(f"relevant: expected None without judgements, got {relevant}")
+    check_size("folds", folds)
+    if folds > 1:
+        if judgements is not None:
+            raise ValueError("folds: expected 1 beside judgements")
+        asked: Any = {"t2i_scores": t2i_scores, "reranker": reranker, "ties": ties, "hubness_k": hubness_k}
+        return joined(list(_of_folds(folds, scores, image_ids, text_ids, gather=gather, **asked)))
     if gather and world_size() > 1:
         if t2i_scores is not None or judgements is not None or image_ids is not None or text_ids is not None:
             raise ValueError("t2i_scores, judgements, image_ids, text_ids: expected None for gather=True")
@@ -159,14 +161,28 @@ def _of_texts(sim: Similarity, scores: Tensor | None) -> Similarity | None:
     return labelled("t2i_scores", scores, *sim.ids)
 
 
-def _folds(sim: Similarity, folds: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows and columns of each: consecutive images, and the texts with their ids."""
+def _of_folds(
+    folds: int,
+    scores: Tensor | Similarity,
+    image_ids: Tensor | None,
+    text_ids: Tensor | None,
+    *,
+    t2i_scores: Tensor | None,
+    gather: bool,
+    **asked: Any,
+) -> Iterator[tuple[RetrievalResults, Tensor, Tensor]]:
+    """Of each: consecutive images and the texts with their ids; what they found, and which they are."""
+    if gather:
+        raise ValueError("folds: expected 1 for gather=True")
+    sim = labelled("scores", scores, image_ids, text_ids)
+    other = _of_texts(sim, t2i_scores)
     n, m = sim.shape
     if n % folds:
         raise ValueError(f"folds: expected a divisor of the {n} images, got {folds}")
-    image_ids, text_ids = (torch.arange(s) if x is None else x for x, s in zip(sim.ids, (n, m), strict=True))
-    for rows in torch.arange(n, device=image_ids.device).split(n // folds):
-        cols = torch.isin(text_ids, image_ids[rows]).nonzero().squeeze(1)
+    ids = [torch.arange(s) if x is None else x for x, s in zip(sim.ids, (n, m), strict=True)]
+    for rows in torch.arange(n, device=ids[0].device).split(n // folds):
+        cols = torch.isin(ids[1], ids[0][rows]).nonzero().squeeze(1)
         if len(cols) == 0:
             raise ValueError(f"folds: images {int(rows[0])} to {int(rows[-1])} are a part without a text")
-        yield rows, cols
+        part = None if other is None else other._part(rows, cols).scores()
+        yield retrieval_results(sim._part(rows, cols), t2i_scores=part, **asked), rows, cols
