@@ -30,8 +30,9 @@ from .config import Config, load_config, make_config, tomllib
 from .data import load_split
 from .evaluate import RECALLS, before_and_after, reranker
 from .objectives import build_loss
+from .preparation import data_directory
 from .summary import IGNORED, Metrics, load
-from .train import data_directory, train
+from .train import train
 
 TABLES = Path(__file__).with_name("ablations.toml")
 PAPERS = ("coder", "user", "dvse")

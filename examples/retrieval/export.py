@@ -16,7 +16,7 @@ import numpy as np
 
 from .data import load_split
 from .evaluate import encode
-from .train import data_directory, load_model
+from .preparation import data_directory, load_model
 
 
 def export(run: Path, splits: Sequence[str], out: Path, data: Path | None = None) -> list[Path]:

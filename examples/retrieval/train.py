@@ -24,89 +24,25 @@ from typing import IO, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from itrloss.distributed import world_size
 
 from .backbones import WordPieces
-from .concepts import find_concepts, normalized_graph
-from .config import RESUMABLE, Config, load_config, make_config
-from .data import (
-    Batch,
-    Batches,
-    Split,
-    Vocabulary,
-    begin_with,
-    feature_statistics,
-    load_split,
-    whole_statistics,
-    word_vectors,
-)
-from .encoders import TextEncoder
+from .config import RESUMABLE, Config, load_config
+from .data import Batch, Batches, Vocabulary, load_split
 from .evaluate import before_and_after, model_scores, recalls, reranker
 from .gradients import Step, of_chunks, of_whole_batch
-from .models import CODER, VSE, build_model, load_pretrained, views
 from .objectives import build_loss, build_objective
-from .pictures import Images
-
-
-def build_optimizer(model: nn.Module, objective: nn.Module, config: Config) -> torch.optim.AdamW:
-    """AdamW; weight decay pulls on the model's matrices only, not on biases, normalisation or what losses learn.
-
-    What is pre-trained has a rate of its own: each group says by which ``factor`` it differs from the others'.
-    """
-    factors = {".text.bert.": config.bert_lr_factor, ".image.backbone.": config.backbone_lr_factor}
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {(1.0, config.weight_decay): [], (1.0, 0.0): []}
-    for name, p in model.named_parameters():
-        factor = next((f for part, f in factors.items() if part in f".{name}"), 1.0)  # of any view
-        if p.requires_grad:
-            groups.setdefault((factor, config.weight_decay if p.ndim > 1 else 0.0), []).append(p)
-    groups[1.0, 0.0] += [p for p in objective.parameters() if p.requires_grad]
-    return torch.optim.AdamW(
-        [{"params": own, "weight_decay": decay, "factor": factor} for (factor, decay), own in groups.items()],
-        lr=config.lr,
-    )
+from .preparation import build_optimizer, check_fit, data_directory, is_first, load_model, new_model, sizes_of
 
 
 def learning_rate(config: Config, epoch: int, step: int) -> float:
     """The rate of a step (counted over the whole run): linear warm-up, and a tenth after each of `decay_epochs`."""
     warm = min(1.0, (step + 1) / config.lr_warmup_steps) if config.lr_warmup_steps else 1.0
     return config.lr * warm * 0.1 ** sum(end <= epoch for end in config.decay_epochs)
-
-
-def data_directory(config: Config) -> Path:
-    """Where the data lie; the generated scenes are written first, if they are not there yet."""
-    if config.data != "scenes":
-        return Path(config.data)
-    from .scenes import write_scenes
-
-    root = Path(config.data_root or Path(config.out).parent / "data")
-    if is_first():
-        write_scenes(root, sizes=config.scenes_sizes, seed=0)
-    if world_size() > 1:
-        dist.barrier()
-    return root
-
-
-def is_first() -> bool:
-    """Whether this process is the only one, or the one that writes files."""
-    return world_size() == 1 or dist.get_rank() == 0
-
-
-def load_model(path: str | Path) -> tuple[VSE, Vocabulary | WordPieces, Config]:
-    """Rebuild the model of a checkpoint (best.pt or last.pt), in evaluation mode, on the CPU."""
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    config, stored = make_config(state["config"]), state["vocabulary"]
-    vocabulary = WordPieces(**stored) if config.bert else Vocabulary(stored)
-    words = vocabulary if isinstance(vocabulary, WordPieces) else len(vocabulary)
-    model = build_model(config, state["sizes"][0], words, state["sizes"][1])
-    model.load_state_dict(state["model"])
-    return model.eval(), vocabulary, config
-
-
-Statistics = tuple[tuple[Tensor, Tensor] | None, ...]  # of regions and of whole pictures, where there are any
 
 
 class Trainer:
@@ -131,8 +67,9 @@ class Trainer:
         sampling = config.batch_size, config.captions_per_image, config.seed, self.rank, self.world
         self.batches = Batches(train, self.vocabulary, *sampling)
         self.captions = hashlib.sha256("\n".join(train.captions).encode()).hexdigest()
-        self.check_fit(train)
-        self.model = self.new_model(train).to(config.device)
+        check_fit(config, self.data, train, self.batches.batch_size)
+        self.sizes = sizes_of(train)
+        self.model = new_model(config, train, self.vocabulary).to(config.device)
         self.objective = build_objective(config, self.model).to(config.device)
         self.optimizer = build_optimizer(self.model, self.objective, config)
         # float16 has not the range for gradients as they come; bfloat16 has.
@@ -149,61 +86,6 @@ class Trainer:
         self.best = -math.inf  # dev RSUM
         self.history: list[dict[str, float]] = []  # the lines of log.jsonl
         self.writer: Any = None
-
-    def check_fit(self, train: Split) -> None:
-        """What would else come up after an epoch, or not at all."""
-        config, needs = self.config, "whole" in self.config.views or self.config.enhancement == "cge"
-        for name in ("train", "dev", "test") if config.final_test else ("train", "dev"):
-            split = load_split(self.data, name, config.image_size)
-            if needs and split.wholes is None:
-                what = f"views = {config.views!r}" if "whole" in config.views else "enhancement = 'cge'"
-                raise ValueError(f"{what}: needs {self.data}/{name}_global.npy, the features of whole pictures")
-            for kind, own, wanted in (("ims", split.features, train.features), ("global", split.wholes, train.wholes)):
-                if isinstance(own, np.ndarray) and isinstance(wanted, np.ndarray) and own.shape[-1] != wanted.shape[-1]:
-                    dims = f"{own.shape[-1]} features, must be {wanted.shape[-1]} as in train_{kind}.npy"
-                    raise ValueError(f"{self.data}/{name}_{kind}.npy: {dims}")
-        if config.micro_batch and (self.batches.batch_size - 1) % config.micro_batch == 0:
-            last = f"must leave more than one of the {self.batches.batch_size} samples for the last, to normalise over"
-            raise ValueError(f"micro_batch = {config.micro_batch}: {last}")
-
-    def new_model(self, train: Split) -> VSE:
-        """The model before its first step, with what it takes from the training data."""
-        config, wholes = self.config, train.wholes
-        images, vocabulary = train.features, self.vocabulary
-        raw = isinstance(images, Images)
-        if raw != bool(config.backbone):
-            wanted = "the name of one, resnet50 for example, for the raw images" if raw else "empty for the features"
-            raise ValueError(f"backbone = {config.backbone!r}: must be {wanted} of {self.data}")
-        self.sizes = 0 if isinstance(images, Images) else images.shape[2], 0 if wholes is None else wholes.shape[1]
-        words = vocabulary if isinstance(vocabulary, WordPieces) else len(vocabulary)
-        model = build_model(config, self.sizes[0], words, self.sizes[1])
-        load_pretrained(model, config)
-        statistics = (
-            None if isinstance(images, Images) else feature_statistics(images),
-            None if wholes is None else whole_statistics(wholes),
-        )
-        vectors = word_vectors(config.word_vectors) if config.word_vectors else {}
-        for view in views(model):
-            self.begin(view, train, statistics, vectors)
-        return model
-
-    def begin(self, model: VSE, train: Split, statistics: Statistics, vectors: dict[str, np.ndarray]) -> None:
-        """Hand a model what it takes from the training data."""
-        config, image, vocabulary = self.config, model.image, self.vocabulary
-        buffers = (image.mean, image.std), (image.whole_mean, image.whole_std)
-        for own, given in zip(buffers, statistics, strict=True):
-            for buffer, value in zip(own, given or own, strict=True):
-                buffer.copy_(value)
-        if isinstance(vocabulary, Vocabulary) and isinstance(model.text, TextEncoder):
-            model.text.idf.copy_(vocabulary.idf(train.captions))
-            begin_with(model.text.embedding.weight, vocabulary.words, vectors)
-        if isinstance(model, CODER):
-            concepts = find_concepts(train.captions, config.concepts, config.tagger)
-            if is_first():
-                self.out.mkdir(parents=True, exist_ok=True)
-                concepts.save(self.out / "concepts.json")
-            model.branch.graph.copy_(normalized_graph(concepts.graph(config.concept_threshold)))
-            begin_with(model.branch.vectors, concepts.words, vectors)
 
     # --- training ---------------------------------------------------------------------------------------------
 
@@ -387,7 +269,7 @@ class Trainer:
             "config": asdict(self.config),
             "vocabulary": self.vocabulary.state(),
             "captions": self.captions,
-            "sizes": self.sizes,  # of a region's features and a whole picture's; 0 where there is none
+            "sizes": self.sizes,
             "model": self.model.state_dict(),
             "objective": self.objective.state_dict(),
             "optimizer": self.optimizer.state_dict(),

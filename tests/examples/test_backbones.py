@@ -18,7 +18,8 @@ from examples.retrieval.backbones import RESNETS, Backbone, BertEncoder, Block, 
 from examples.retrieval.config import Config
 from examples.retrieval.data import load_split, pad
 from examples.retrieval.evaluate import model_scores
-from examples.retrieval.train import Trainer, load_model, train
+from examples.retrieval.preparation import load_model
+from examples.retrieval.train import Trainer, train
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,8 @@ from examples.retrieval.encoders import GuidedEnhancement, ImageEncoder, SelfGui
 from examples.retrieval.evaluate import model_scores
 from examples.retrieval.export import export, main
 from examples.retrieval.models import ConceptBranch, build_model
-from examples.retrieval.train import Trainer, load_model
+from examples.retrieval.preparation import load_model
+from examples.retrieval.train import Trainer
 
 CAPTIONS = [
     "A brown dog runs.",

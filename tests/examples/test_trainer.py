@@ -22,7 +22,8 @@ from examples.retrieval.encoders import GPO, BatchNorm, ImageEncoder, SetDropout
 from examples.retrieval.evaluate import before_and_after, model_scores, reranker
 from examples.retrieval.models import CODER, DVSE, VSE, build_model
 from examples.retrieval.objectives import LOSSES, WITH_MEMORY, build_loss
-from examples.retrieval.train import Trainer, learning_rate, load_model, train
+from examples.retrieval.preparation import load_model
+from examples.retrieval.train import Trainer, learning_rate, train
 from itrloss.rerank import FastReranker
 
 CONFIGS = Path(module.__file__).parent / "configs"
