@@ -13,6 +13,7 @@ from torch import Tensor
 from ._reduction import AnchorCounts, Reduction
 from .engines.positives import Positives
 from .engines.reference import unit as unit_vectors
+from .engines.registration import full_precision
 from .similarity import Similarity
 
 PairReduction = Literal["mean", "sum", "frobenius"]
@@ -241,7 +242,7 @@ def dynamic_orthogonal_loss(
             raise ValueError(f"gate: expected shape ({n}, {k}) or ({n}, {d}), got {tuple(gate.shape)}")
         mask = gate.detach().to(heads.dtype)
         heads = heads * (mask[:, :, None] if gate.shape == (n, k) else mask[:, None, :])
-    with torch.autocast(heads.device.type, enabled=False):
+    with full_precision(heads):
         correlation = heads @ heads.transpose(1, 2)
     apart = correlation.masked_fill(torch.eye(k, dtype=torch.bool, device=heads.device), 0.0).flatten(1)
     if pair_reduction == "frobenius":
@@ -295,7 +296,7 @@ def set_similarity(
     step = max(1, 2**22 // (images.shape[1] * len(elements)))
     found = []
     for block in unit_vectors(images).split(step):
-        with torch.autocast(elements.device.type, enabled=False):
+        with full_precision(elements):
             cosines = (block.flatten(0, 1) @ elements.T).view(len(block), -1, m, size)
         if aggregation == "max":
             found.append(cosines.amax((1, 3)))

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from .pairs import term_values
+from .registration import full_precision
 from .tiles import EPS, compute_dtype, lengths
 
 
 def scores(rows: Tensor, cols: Tensor, normalize_rows: bool, normalize_cols: bool) -> Tensor:
     """(N, M) inner products, of unit vectors if they are normalised; a zero vector scores 0."""
     rows, cols = rows.to(compute_dtype(rows)), cols.to(compute_dtype(cols))
-    with torch.autocast(rows.device.type, enabled=False):
+    with full_precision(rows):
         return (unit(rows) if normalize_rows else rows) @ (unit(cols) if normalize_cols else cols).T
 
 

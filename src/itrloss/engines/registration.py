@@ -26,7 +26,8 @@ _AS_IT_IS = contextlib.nullcontext()
 def full_precision(x: Tensor):
     """Autocast would round the score products to half precision behind our back."""
     kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _AS_IT_IS
+    rounds = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if rounds else _AS_IT_IS
 
 
 def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

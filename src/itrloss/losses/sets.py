@@ -13,6 +13,7 @@ from .._arguments import check_embeddings, check_ids, check_number, check_size, 
 from ..distributed import gather_rows
 from ..engines.dispatch import choose
 from ..engines.operators import inverse_norms
+from ..engines.registration import full_precision
 from ..similarity import DEFAULT_MEMORY_BUDGET, Similarity
 from ..telemetry import describe
 from .base import ObservedLoss, in_words_of_pairs
@@ -206,7 +207,7 @@ class DynamicGate(nn.Module):
             raise ValueError(f"regions: expected shape (N, R, {dim}), got {tuple(regions.shape)}")
         if mask is not None and mask.shape != regions.shape[:2]:
             raise ValueError(f"mask: expected shape {tuple(regions.shape[:2])}, got {tuple(mask.shape)}")
-        with torch.autocast(regions.device.type, enabled=False):
+        with full_precision(regions):
             if mask is None:
                 pooled = regions.float().mean(1)
             else:

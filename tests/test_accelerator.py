@@ -1,0 +1,94 @@
+"""Nothing waits for an accelerator: on the meta device there are no numbers, and whoever reads one raises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import itrloss
+
+N, M, D, K = 16, 24, 8, 40
+ENGINES = ("reference", "dense", "tiled", "triton")
+LOSSES = {
+    "dcl": itrloss.DiversityContrastiveLoss,
+    "dcl entropy": lambda **e: itrloss.DiversityContrastiveLoss(diversity="entropy", entropy_temperature=0.1, **e),
+    "dcl attached": lambda **e: itrloss.DiversityContrastiveLoss(detach_diversity=False, **e),
+    "hal": itrloss.HubnessAwareLoss,
+    "infonce": itrloss.InfoNCELoss,
+    "sigmoid": itrloss.SigmoidLoss,
+    "triplet": itrloss.TripletLoss,
+    "triplet all": lambda **e: itrloss.TripletLoss(mining="all", **e),
+}
+ANSWERS = {
+    "logsumexp": lambda sim: sim.both.logsumexp(30.0),
+    "logsumexp of a learnt scale": lambda sim: (sim.logsumexp(given(1)[0]),),
+    "moments": lambda sim: sim.moments(),
+    "entropy": lambda sim: sim.both.entropy(0.1),
+    "hardest": lambda sim: sim.hardest(),
+    "positives": lambda sim: (sim.positives("hinge", given(N)),),
+    "negatives": lambda sim: sim.both.negatives("log1p_relu"),
+    "topk": lambda sim: sim.topk(3, torch.zeros(sim.shape[1], device="meta")),
+    "pairs": lambda sim: (sim.pair_scores(*torch.zeros(2, 5, dtype=torch.int64, device="meta")),),
+    "counts": lambda sim: (sim.positive_counts, sim.negative_counts),
+}
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request, monkeypatch):
+    """Each; the kernels of Triton's have nothing to work on."""
+    if request.param == "triton":
+        interpreter = pytest.importorskip("triton.runtime.interpreter")
+        monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda *_, **__: None)
+    return request.param
+
+
+def given(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, dtype=dtype, device="meta", requires_grad=True)
+
+
+def numbers(*sizes: int) -> list[torch.Tensor]:
+    return [torch.arange(size, device="meta") for size in sizes]
+
+
+def backward(*found: torch.Tensor) -> None:
+    torch.autograd.backward([x.sum() for x in found if x.requires_grad])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_wait_for_nothing(name, engine, dtype):
+    for m, ids in ((N, ()), (M, numbers(N, M))):
+        images, texts = given(N, D, dtype=dtype), given(m, D, dtype=dtype)
+        if name == "triplet all" and ids and engine != "reference":
+            continue  # lists the pairs: docs/engines.rst
+        LOSSES[name](engine=engine).to("meta")(images, texts, *ids).backward()
+        assert images.grad is not None and texts.grad is not None and images.grad.is_meta
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_answers_wait_for_nothing(name, engine):
+    for m, ids in ((N, ()), (M, numbers(N, M))):
+        backward(*ANSWERS[name](itrloss.Similarity(given(N, D), given(m, D), *ids, engine=engine)))
+
+
+@pytest.mark.parametrize("loss", [itrloss.MemoryDiversityContrastiveLoss, itrloss.UnifiedTrainingObjective])
+def test_memories_wait_for_nothing(loss, engine):
+    memory = itrloss.CoupledMemory(K, D).to("meta")
+    for size in (K, N):  # filled, and over its end
+        memory.enqueue(given(size, D).detach(), given(size, D).detach(), *numbers(size))
+    keys = given(N, D).detach(), given(N, D).detach()
+    loss(engine=engine)(given(N, D), given(N, D), *keys, memory, *numbers(N, N)).backward()
+
+
+def test_sets_and_prototypes_wait_for_nothing(engine):
+    itrloss.VarianceAwareLoss(engine=engine)(given(N, 4, D), given(N, D)).backward()
+    itrloss.DynamicOrthogonalLoss()(given(N, 4, D)).backward()
+    itrloss.PrototypeClassificationLoss(D, 20, engine=engine).to("meta")(
+        given(N, D), given(N, D), *numbers(N)
+    ).backward()
+
+
+def test_reading_a_number_is_seen():
+    sim = itrloss.Similarity(given(N, D), given(M, D), *numbers(N, M))
+    with pytest.raises(RuntimeError, match="meta"):
+        sim.ranks()
