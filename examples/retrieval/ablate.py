@@ -1,7 +1,7 @@
 """Run the rows of a paper's ablation tables on your data, and hold them against the printed ones.
 
-    python -m examples.retrieval.ablate coder --config examples/retrieval/configs/scenes.toml --seeds 0 1 2 \
-        --out runs/ablate_coder epochs=14 decay_epochs=11
+    python -m examples.retrieval.ablate coder --config examples/retrieval/configs/coder_scenes.toml --seeds 0 1 2 \
+        --out runs/ablate_coder
 
 What the rows change in the full model, what is printed and what the paper claims stands in ablations.toml. Every row
 and seed is an ordinary run directory below --out, named after a digest of its settings: rows of the same settings are
@@ -26,6 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from itrloss.study import METHODS
+
 from .config import Config, load_config, make_config, tomllib
 from .data import load_split
 from .evaluate import RECALLS, before_and_after, reranker
@@ -45,7 +47,7 @@ class Row:
 
     what: str  # in words
     set: tuple[str, ...] = ()  # key=value, or key*=factor of the full model's
-    rerank: tuple[float, ...] = ()  # γ1, γ2, λ1, λ2; in a table of re-rankings
+    rerank: tuple[float, ...] | str = ()  # γ1, γ2, λ1, λ2, or another method of `itrloss rerank`; of re-rankings
     cannot: str = ""  # why it is not run
 
 
@@ -229,7 +231,8 @@ def _reranked(config: Config, row: Row, metrics: Metrics) -> Metrics:
         return {"before": metrics["before"], "after": metrics["before"]}
     scores = torch.from_numpy(np.load(Path(config.out) / "dev_scores.npy"))
     split = load_split(data_directory(config), "dev")
-    return before_and_after(scores, split, reranker(row.rerank))
+    by = METHODS[row.rerank]() if isinstance(row.rerank, str) else reranker(row.rerank)
+    return before_and_after(scores, split, by)
 
 
 def main(arguments: list[str] | None = None) -> None:

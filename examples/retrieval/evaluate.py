@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from itrloss.metrics import retrieval_metrics
-from itrloss.rerank import FastReranker
+from itrloss.rerank import FastReranker, Reranker
 
 from .data import Encodes, Split, chosen, pad
 from .models import VSE
@@ -62,7 +62,7 @@ def reranker(parameters: Sequence[float]) -> FastReranker:
     return FastReranker((gamma_1, gamma_2), (lambda_1, lambda_2))
 
 
-def before_and_after(scores: Tensor, split: Split, by: FastReranker) -> dict[str, dict[str, float]]:
+def before_and_after(scores: Tensor, split: Split, by: Reranker) -> dict[str, dict[str, float]]:
     """Recalls of the scores as they are, and after re-ranking, which looks at all queries of the split at once."""
     reranked = by.rerank(scores)
     after = retrieval_metrics(reranked.i2t, split.image_ids, split.text_ids, t2i_scores=reranked.t2i)

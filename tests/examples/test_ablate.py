@@ -20,7 +20,8 @@ from examples.retrieval.evaluate import RECALLS, before_and_after
 from examples.retrieval.models import build_model
 from examples.retrieval.objectives import Objective, build_loss
 from examples.retrieval.train import train
-from itrloss.rerank import FastReranker
+from itrloss.rerank import FastReranker, ReciprocalReranker
+from itrloss.study import METHODS
 
 SCENES = Path(ablate.__file__).parent / "configs" / "scenes.toml"
 TINY = (
@@ -96,7 +97,8 @@ def test_tables_are_whole(paper: str):
             assert {name for pair in claim.pairs for name in pair} <= rows
             assert bool(claim.above) != bool(claim.within) and (claim.apart > 0) == bool(claim.within)
         for row in table.rows.values():
-            assert len(row.rerank) in ((0, 4) if table.reranks else (0,))
+            known = row.rerank in METHODS or len(row.rerank) in (0, 4)
+            assert known if table.reranks else not row.rerank
 
 
 @pytest.mark.parametrize("paper", ["coder", "user"])
@@ -210,6 +212,8 @@ def test_a_row_is_re_ranked_by_its_own_numbers(tmp_path: Path, monkeypatch: pyte
     for numbers in ((25, 25, 20, 20), (9, 4, 3, 17)):
         wanted = before_and_after(torch.from_numpy(scores), split, FastReranker(numbers[:2], numbers[2:]))
         assert ablate._reranked(config, Row("", rerank=numbers), given) == wanted
+    reciprocal = before_and_after(torch.from_numpy(scores), split, ReciprocalReranker())
+    assert ablate._reranked(config, Row("", rerank="reciprocal"), given) == reciprocal != wanted
     assert wanted["after"] != given["after"]
 
 
