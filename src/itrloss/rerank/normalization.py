@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._arguments import check_number, check_size
 from ..engines.tiles import unit
-from ..similarity import Similarity
+from ..similarity import Similarity, blocks
 from .base import BiasReranker, BlockReranker, Direction
 
 
@@ -203,10 +203,10 @@ class Sinkhorn(BiasReranker):
     def _potential(self, candidates: Similarity) -> Tensor:
         """``-g``."""
         c, r = candidates.shape
-        g, f = (torch.zeros(size, dtype=candidates.dtype, device=candidates.device) for size in (c, r))
+        g = torch.zeros(c, dtype=candidates.dtype, device=candidates.device)
         for _ in range(self.iterations):
-            f = f - math.log(r) - _raised(candidates, g / self.scale, f / self.scale).T.logsumexp(self.scale)
-            g = g - math.log(c) - _raised(candidates, g / self.scale, f / self.scale).logsumexp(self.scale)
+            f = -math.log(r) - _logsumexp(candidates.T, self.scale, g)
+            g = -math.log(c) - _logsumexp(candidates, self.scale, f)
         return -g
 
 
@@ -229,15 +229,15 @@ class DualBankSinkhorn(Sinkhorn):
         return self._potential(candidates._stacked(direction.gallery))[: candidates.shape[0]]
 
 
-def _raised(sim: Similarity, rows: Tensor, cols: Tensor) -> Similarity:
-    """``S_ij + rows_i + cols_j``: of embeddings, by two more dimensions of them."""
+def _logsumexp(sim: Similarity, scale: float, cols: Tensor) -> Tensor:
+    """(N,) ``log sum_j exp(scale S_ij + cols_j)``: of embeddings, by one more dimension of them."""
     matrix = sim._matrix
-    ids = torch.arange(sim.shape[0]), torch.arange(sim.shape[0], sum(sim.shape))
     if matrix.cols is None or sim.engine in ("dense", "reference"):
-        return Similarity.from_scores(sim.scores() + rows[:, None] + cols, *ids)
+        return torch.cat([block.mul_(scale).add_(cols).logsumexp(1) for _, block in blocks(sim)])
     first, second = (matrix.cols, matrix.rows) if sim._flipped else (matrix.rows, matrix.cols)
     inv = matrix._inv[::-1] if sim._flipped else matrix._inv
-    one = torch.ones_like
-    left = torch.cat([unit(first, inv[0]), rows[:, None], one(rows)[:, None]], 1)
-    right = torch.cat([unit(second, inv[1]), one(cols)[:, None], cols[:, None]], 1)
-    return Similarity(left, right, *ids, normalize=False, engine=sim.engine)  # type: ignore[arg-type]
+    left, right = unit(first, inv[0]), unit(second, inv[1])
+    left, right = torch.cat([left, torch.ones_like(left[:, :1])], 1), torch.cat([right, cols[:, None] / scale], 1)
+    ids = torch.arange(sum(sim.shape)).split(sim.shape)
+    longer = Similarity(left, right, *ids, normalize=False, engine=sim.engine)  # type: ignore[arg-type]
+    return longer.logsumexp(scale)
