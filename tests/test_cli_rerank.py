@@ -95,6 +95,10 @@ def test_folds_retrieve_within_parts(saved: Path, tmp_path: Path, capsys: pytest
     [
         (("--folds", 5), "--folds: expected a divisor of the 12 images, got 5"),
         (("--folds", 0), "--folds: expected a divisor of the 12 images, got 0"),
+        (("--folds", N), "--folds: 12 are parts of one image"),
+        (("--folds", 3, "--image-ids", "i.txt", "--text-ids", "late.txt"), "--folds: images 0 to 3 are a part without"),
+        (("--folds", 3, "--image-ids", "i.txt", "--text-ids", "i5.txt"), ""),
+        (("--folds", 3, "--image-ids", "twice.txt", "--text-ids", "i5.txt"), "--folds: expected each text"),
         (("--folds", 3, "--out", "x.npz"), "--folds: nothing is ranked among all"),
         (("--folds", 3, "--rankings", "x.npz"), "--folds: nothing is ranked among all"),
         (("--folds", 3, "--bank-images", "sims.npy"), "--folds: banks of scores"),
@@ -105,7 +109,10 @@ def test_what_folds_cannot_do(saved: Path, tmp_path: Path, monkeypatch, capsys, 
     monkeypatch.chdir(tmp_path)
     Path("i.txt").write_text("\n".join(map(str, range(N))))
     Path("t.txt").write_text("\n".join(str(x % (N + 1)) for x in range(N * C)))  # a text of no image
-    assert run("rerank", saved, *given) == 2
+    Path("late.txt").write_text("\n".join(str(4 + x % (N - 4)) for x in range(N * C)))
+    Path("i5.txt").write_text("\n".join(str(x // C) for x in range(N * C)))
+    Path("twice.txt").write_text("\n".join(map(str, [*range(N - 1), 0])))
+    assert run("rerank", saved, *given) == (2 if said else 0)
     assert said in capsys.readouterr().err
 
 
@@ -115,6 +122,9 @@ def test_k_reciprocal_is_left_out_where_memory_would_end(tmp_path: Path, monkeyp
     monkeypatch.setattr(study, "K_RECIPROCAL_ITEMS", N * (1 + C) - 1)
     assert run("eval", tmp_path / "images.npy", tmp_path / "texts.npy", "--methods", "k-reciprocal") == 0
     assert "left out: holds" in lines(capsys)["k-reciprocal"][0]
+    given = "eval", tmp_path / "images.npy", tmp_path / "texts.npy", "--methods", "k-reciprocal", "--folds", 2
+    assert run(*given) == 0
+    assert "left out" not in lines(capsys)["k-reciprocal"][0]
 
 
 def test_memory_is_measured_where_it_is_asked_for(saved: Path, capsys: pytest.CaptureFixture[str]):

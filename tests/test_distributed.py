@@ -213,13 +213,19 @@ def embedded() -> dict[str, torch.Tensor]:
 
 
 def reranked(given: dict[str, torch.Tensor], **options: Any) -> dict[str, list[torch.Tensor]]:
-    sim = itrloss.Similarity(
-        given["images"], given["texts"], torch.arange(len(given["images"])), torch.arange(len(given["texts"]))
-    )
+    ids = torch.arange(len(given["images"])), torch.arange(len(given["texts"]))
     found = {}
-    for name, reranker in RERANKERS.items():
-        reranker.fit(*((given["bank_images"], given["bank_texts"]) if name in BANKED else ()))
-        found[name] = [x for top in reranker.topk(sim, 3, **options) for x in top]
+    for kind, (dtype, more) in {
+        "": (torch.float64, {}),
+        "tiled ": (torch.float64, {"engine": "tiled", "normalize": False}),
+        "half ": (torch.bfloat16, {}),
+    }.items():
+        sim = itrloss.Similarity(given["images"].to(dtype), given["texts"].to(dtype), *ids, **more)
+        for name, reranker in RERANKERS.items():
+            reranker.fit(*((given["bank_images"], given["bank_texts"]) if name in BANKED else ()))
+            found[kind + name] = [x for top in reranker.topk(sim, 3, **options) for x in top]
+        half = itrloss.rerank.ReciprocalReranker(3, 5).fit(images=given["bank_images"])
+        found[f"{kind}rr, one bank"] = [x for top in half.topk(sim, 3, **options) for x in top]
     return found
 
 
@@ -324,6 +330,21 @@ def metrics_worker(rank: int) -> dict[str, Any]:
         "blocks": lambda: metrics.retrieval_metrics(
             sims["matches across"], gather=True, reranker=itrloss.rerank.KReciprocalReranker()
         ),
+        "other banks": lambda: metrics.retrieval_metrics(
+            sims["matches across"],
+            gather=True,
+            reranker=itrloss.rerank.ReciprocalReranker().fit(given["bank_images"] + rank, given["bank_texts"]),
+        ),
+        "one bank": lambda: (
+            itrloss.rerank.DualSoftmax()
+            .fit(*[given["bank_images"]] * rank)
+            .topk(sims["matches across"], 3, gather=True)
+        ),
+        "one overflows, best": lambda: (
+            itrloss.rerank.DualSoftmax(2e3)
+            .fit(x, torch.cat([x, -x]))
+            .topk(itrloss.Similarity((1.0 - 2 * rank) * x, (1.0 - 2 * rank) * x), 1, gather=True)
+        ),
         "one overflows": lambda: metrics.retrieval_metrics(
             itrloss.Similarity((1.0 - 2 * rank) * x, (1.0 - 2 * rank) * x),
             gather=True,
@@ -373,6 +394,9 @@ REFUSED = {  # what either process says
     "scores": ("scores: expected a Similarity of",) * 2,
     "folds": ("folds: expected 1",) * 2,
     "blocks": ("gather: KReciprocalReranker",) * 2,
+    "other banks": ("gather: the processes differ in their questions",) * 2,
+    "one bank": ("gather: the processes differ in their questions",) * 2,
+    "one overflows, best": ("gather: another process failed", "scores: too large for DualSoftmax"),
     "one overflows": ("gather: another process failed", "scores: too large for DualSoftmax"),
     "other": ("t2i_scores, judgements",) * 2,
 }

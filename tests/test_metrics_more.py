@@ -144,25 +144,50 @@ def test_folds_equal_the_oracle(engine, kind, tiny_blocks):
         assert found == pytest.approx({k: sum(p[k] for p in parts) / 4 for k in parts[0]})
 
 
-def test_queries_of_folds_are_those_of_their_parts():
+@pytest.mark.parametrize("kind", ["two texts", "pairs", "pairs by number", "ragged", "ties"])
+def test_queries_of_folds_are_those_of_their_parts(kind):
     n, parts = 8, 4
     image_ids = torch.arange(n) + 3
-    text_ids = torch.cat([image_ids.repeat_interleave(2).flip(0), torch.tensor([99])])  # and a text of no image
+    counts = torch.tensor([1, 2, 1, 1, 4, 1, 1, 2]) if kind == "ragged" else torch.full((n,), 2 - kind.startswith("p"))
+    text_ids = image_ids.repeat_interleave(counts)
+    text_ids = text_ids if kind.startswith("p") else text_ids.flip(0)
     S = torch.rand(n, len(text_ids), generator=generator(2), dtype=torch.float64)
-    for method in (None, InvertedSoftmax(scale=9.0)):
-        found = retrieval_results(S, image_ids, text_ids, folds=parts, reranker=method, hubness_k=1)
-        assert found.i2t.ids.tolist() == image_ids.tolist() and found.t2i.ids.tolist() == text_ids[:-1].tolist()
-        for rows in torch.arange(n).split(n // parts):
+    S = (4 * S).round() if kind == "ties" else S
+    given = (Similarity.from_scores(S),) if kind == "pairs by number" else (S, image_ids, text_ids)
+    numbers = torch.arange(n)
+    for method, ties in ((None, "pessimistic"), (None, "optimistic"), (InvertedSoftmax(scale=9.0), "optimistic")):
+        options = {"reranker": method, "ties": ties}
+        found = retrieval_results(*given, folds=parts, hubness_k=2, **options)
+        whole = retrieval_results(*given)
+        assert torch.equal(found.i2t.ids, whole.i2t.ids) and torch.equal(found.t2i.ids, whole.t2i.ids)
+        assert (found.i2t.candidates, found.t2i.candidates) == (len(text_ids), n)
+        for rows in numbers.split(n // parts):
             cols = torch.isin(text_ids, image_ids[rows]).nonzero().squeeze(1)
-            part = retrieval_results(S[rows][:, cols], image_ids[rows], text_ids[cols], reranker=method, hubness_k=1)
+            part = retrieval_results(S[rows][:, cols], image_ids[rows], text_ids[cols], hubness_k=2, **options)
             for side, wanted, queries, candidates in (
                 (found.i2t, part.i2t, rows, cols),
                 (found.t2i, part.t2i, cols, rows),
             ):
-                assert torch.equal(side.ranks[queries], wanted.ranks)
+                width = wanted.ranks.shape[1]
+                assert torch.equal(side.ranks[queries, :width], wanted.ranks) and not side.ranks[queries, width:].any()
                 assert torch.equal(side.top[queries], candidates[wanted.top])
-        averaged = retrieval_metrics(S, image_ids, text_ids, folds=parts, reranker=method)
-        assert found.metrics()["rsum"] == pytest.approx(averaged["rsum"])
+        if kind != "ragged":
+            averaged = retrieval_metrics(*given, folds=parts, **options)
+            assert found.metrics()["rsum"] == pytest.approx(averaged["rsum"])
+
+
+def test_hubs_of_folds_are_among_as_many_as_every_part_has():
+    text_ids = torch.tensor([0, 1, 1, 1, 2, 2, 2, 2, 3])
+    found = retrieval_results(torch.rand(4, 9), torch.arange(4), text_ids, folds=2, hubness_k=10)
+    assert found.i2t.top.shape == (4, 2) and found.t2i.top.shape == (9, 2)
+
+
+@pytest.mark.parametrize("text_ids", [[0, 1, 2, 3, 7], [0, 1, 2, 3, 5]], ids=["no image's", "in two parts"])
+def test_folds_take_texts_of_one_part(text_ids):
+    given = torch.rand(6, 5), torch.tensor([0, 1, 5, 2, 3, 5]), torch.tensor(text_ids)
+    with pytest.raises(ValueError, match="folds: expected each text to have its images in one part"):
+        retrieval_results(*given, folds=2)
+    assert retrieval_metrics(*given, folds=2)["rsum"] > 0
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -393,6 +418,8 @@ UNANSWERED = retrieval_results(PERFECT, torch.arange(4), torch.arange(20) + 9)
         (lambda: retrieval_metrics(PERFECT, folds=3), ValueError, "folds.*divisor of the 4.*3"),
         (lambda: retrieval_results(PERFECT, folds=3), ValueError, "folds.*divisor of the 4.*3"),
         (lambda: retrieval_results(PERFECT, folds=0), ValueError, "folds.*0"),
+        (lambda: retrieval_results(PERFECT, folds=2, reranker=FastReranker().fit(PERFECT)), ValueError, "folds: banks"),
+        (lambda: retrieval_metrics(PERFECT, folds=2, reranker=FastReranker().fit(PERFECT)), ValueError, "folds: banks"),
         (lambda: retrieval_metrics(PERFECT, folds=0), ValueError, "folds.*0"),
         (lambda: retrieval_metrics(PERFECT, folds=2.0), TypeError, r"folds.*2\.0"),  # type: ignore[arg-type]
         (lambda: retrieval_metrics(PERFECT[:, :2], torch.arange(4), torch.arange(2), folds=2), ValueError, "2 to 3"),

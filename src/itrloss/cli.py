@@ -21,6 +21,7 @@ from .bench.cases import KINDS, LOSSES, SUITES, Case, parse_shape
 from .bench.peers import PEERS
 from .bench.runner import VARIANTS
 from .metrics import default_ids
+from .metrics.labels import whole_parts_of
 from .rerank import FastReranker
 from .similarity import Similarity
 from .study import CALIBRATED, METHODS, PLAIN, Entry, Study, study, table
@@ -216,17 +217,19 @@ def _study(
 
 
 def _check_folds(args: argparse.Namespace, sim: Similarity, banks: Sequence[Tensor | None]) -> None:
-    n, m = sim.shape
+    n = sim.shape[0]
     if args.folds < 1 or n % args.folds:
         raise ValueError(f"--folds: expected a divisor of the {n} images, got {args.folds}")
+    if args.folds == n:
+        raise ValueError(f"--folds: {n} are parts of one image, where there is nothing to re-rank")
     if args.out or args.rankings:
         raise ValueError("--folds: nothing is ranked among all candidates then, as --out and --rankings have it")
     if sim._matrix.cols is None and any(bank is not None for bank in banks):
         raise ValueError("--folds: banks of scores are with all candidates, those of a part are others")
-    image_ids, text_ids = (torch.arange(size) if x is None else x for x, size in zip(sim.ids, (n, m), strict=True))
-    parts = [torch.isin(text_ids, part) for part in image_ids.split(n // args.folds)]
-    if not bool((torch.stack(parts).sum(0) == 1).all()):
-        raise ValueError("--folds: expected each text to have its images in one part")
+    try:
+        whole_parts_of(sim, args.folds)
+    except ValueError as error:
+        raise ValueError(f"--{error}") from None
 
 
 def _check_banks(args: argparse.Namespace, sim: Similarity, banks: Sequence[Tensor | None]) -> None:

@@ -94,7 +94,7 @@ _TOLD = (
     "dimensions",
     "normalize",
     "ids: some have none, or those of the texts alone",
-    "questions",
+    "questions, which are methods with their banks, and numbers",
 )
 
 

@@ -110,7 +110,7 @@ def study(
         if kind.needs_embeddings and sim._matrix.cols is None:
             left_out[name] = "needs embeddings: itrloss eval"
         elif name == "k-reciprocal" and sum(sim.shape) > folds * K_RECIPROCAL_ITEMS:
-            left_out[name] = f"holds (N + M)² numbers, too many from {K_RECIPROCAL_ITEMS} items on"
+            left_out[name] = f"holds (N + M)² numbers, too many from {folds * K_RECIPROCAL_ITEMS} items on"
         elif kind.needs_bank and None in banks:
             left_out[name] = "needs banks of queries: --bank-images and --bank-texts"
         else:

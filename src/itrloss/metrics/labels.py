@@ -33,3 +33,27 @@ def labelled(name: str, scores: Tensor | Similarity, image_ids: Tensor | None, t
     except (TypeError, ValueError) as error:
         renamed = str(error).replace("row_ids", "image_ids").replace("col_ids", "text_ids")
         raise type(error)(renamed.replace("scores:", f"{name}:", 1)) from None
+
+
+def parts_of(sim: Similarity, folds: int) -> list[tuple[Tensor, Tensor]]:
+    """Which images and which texts are in each: consecutive images, and the texts with their ids."""
+    n, m = sim.shape
+    if n % folds:
+        raise ValueError(f"folds: expected a divisor of the {n} images, got {folds}")
+    ids = [torch.arange(s, device=sim.device) if x is None else x for x, s in zip(sim.ids, (n, m), strict=True)]
+    found = []
+    for rows in torch.arange(n, device=ids[0].device).split(n // folds):
+        cols = torch.isin(ids[1], ids[0][rows]).nonzero().squeeze(1)
+        if len(cols) == 0:
+            raise ValueError(f"folds: images {int(rows[0])} to {int(rows[-1])} are a part without a text")
+        found.append((rows, cols))
+    return found
+
+
+def whole_parts_of(sim: Similarity, folds: int) -> list[tuple[Tensor, Tensor]]:
+    """:func:`parts_of`, each text in one of them."""
+    found = parts_of(sim, folds)
+    texts = torch.cat([cols for _, cols in found])
+    if len(texts) != sim.shape[1] or len(texts.unique()) != len(texts):
+        raise ValueError("folds: expected each text to have its images in one part")
+    return found

@@ -125,19 +125,13 @@ class RetrievalResults:
         writer.writerows(self.rows())
 
 
-def joined(parts: list[tuple[RetrievalResults, Tensor, Tensor]]) -> RetrievalResults:
-    """Results of parts, and which images and texts these have -> results of all, in the order of images and texts."""
-    results, images, texts = zip(*parts, strict=True)
-    sides = []
-    for way, queries, candidates in ((WAYS[0], images, texts), (WAYS[1], texts, images)):
-        found: list[QueryResults] = [getattr(result, way) for result in results]
-        order = torch.cat(queries).argsort(stable=True)
-        width, k = max(x.ranks.shape[1] for x in found), min(x.top.shape[1] for x in found)
-        ids = torch.cat([x.ids for x in found])
-        ranks = torch.cat([pad(x.ranks, (0, width - x.ranks.shape[1])) for x in found])
-        top = torch.cat([own[x.top[:, :k]] for x, own in zip(found, candidates, strict=True)])
-        sides.append(QueryResults(ids[order], ranks[order], top[order], 1 + int(torch.cat(candidates).amax())))
-    return RetrievalResults(*sides)
+def joined(found: list[QueryResults], queries: list[Tensor], candidates: list[Tensor], ids: Tensor) -> QueryResults:
+    """Results of parts, and which queries and candidates these have -> results of all, whose ``ids`` are given."""
+    order = torch.cat(queries).argsort()
+    width = max(x.ranks.shape[1] for x in found)
+    ranks = torch.cat([pad(x.ranks, (0, width - x.ranks.shape[1])) for x in found])
+    top = torch.cat([own[x.top] for x, own in zip(found, candidates, strict=True)])
+    return QueryResults(ids, ranks[order], top[order], sum(map(len, candidates)))
 
 
 def _median(x: Tensor) -> float:

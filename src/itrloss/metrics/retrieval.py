@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -12,7 +11,7 @@ from .._arguments import as_optimistic, check_size
 from ..distributed import Shares, gather_parts, gather_table, world_size
 from ..similarity import Similarity
 from .judgements import Judgements, fits_convention, judged, no_ids, relevant_pairs
-from .labels import labelled
+from .labels import labelled, parts_of, whole_parts_of
 from .results import QueryResults, RetrievalResults, joined
 
 if TYPE_CHECKING:
@@ -51,11 +50,12 @@ def retrieval_metrics(
         ValueError: naming the argument, also for nan or infinite scores or embeddings and if no query has a right
             candidate.
     """
-    asked: Any = {"t2i_scores": t2i_scores, "reranker": reranker, "ties": ties, "hubness_k": hubness_k}
+    options: Any = {"reranker": reranker, "ties": ties, "hubness_k": hubness_k}
     check_size("folds", folds)
     if folds == 1:
-        return retrieval_results(scores, image_ids, text_ids, gather=gather, **asked).metrics()
-    found = [part.metrics() for part, *_ in _of_folds(folds, scores, image_ids, text_ids, gather=gather, **asked)]
+        return retrieval_results(scores, image_ids, text_ids, t2i_scores=t2i_scores, gather=gather, **options).metrics()
+    sim, other = _to_be_cut(scores, image_ids, text_ids, t2i_scores, reranker, gather)
+    found = [_of_part(sim, other, part, options).metrics() for part in parts_of(sim, folds)]
     return {name: sum(x[name] for x in found) / folds for name in found[0]}
 
 
@@ -87,9 +87,11 @@ def retrieval_results(
             reranker.
         relevant: the lowest grade that counts as right, for ``judgements``.
         ties: whether a wrong candidate with the score of a right one is ahead of it (``"pessimistic"``) or behind.
-        hubness_k: k of the k-occurrences.
+        hubness_k: k of the k-occurrences; with fewer candidates, as many as there are.
         folds: cut the images into so many consecutive parts, each with its texts, and retrieve within each, where a
-            transductive reranker sees no other queries; a text without an image does not ask. Not beside judgements.
+            transductive reranker sees no other queries. The figures of the result are those of all queries together,
+            where :func:`retrieval_metrics` averages over the parts. Each text has its images in one part. Not beside
+            judgements or banks of scores.
         gather: in a job of several processes (``torch.distributed``), each with its own images and texts as a
             ``Similarity`` of embeddings: every process ranks all candidates for its own queries, and gets the results
             of all, which are those of one process with everything. Ids hold across processes; without them row i
@@ -110,12 +112,13 @@ def retrieval_results(
     if folds > 1:
         if judgements is not None:
             raise ValueError("folds: expected 1 beside judgements")
-        asked: Any = {"t2i_scores": t2i_scores, "reranker": reranker, "ties": ties, "hubness_k": hubness_k}
-        return joined(list(_of_folds(folds, scores, image_ids, text_ids, gather=gather, **asked)))
+        sim, other = _to_be_cut(scores, image_ids, text_ids, t2i_scores, reranker, gather)
+        return _of_parts(sim, other, whole_parts_of(sim, folds), reranker, ties, hubness_k)
     if gather and world_size() > 1:
         if t2i_scores is not None or judgements is not None or image_ids is not None or text_ids is not None:
             raise ValueError("t2i_scores, judgements, image_ids, text_ids: expected None for gather=True")
-        return _of_all(Shares(scores, f"{reranker!r} {hubness_k} {ties}"), reranker, hubness_k, ties)
+        question = None if reranker is None else reranker._question()
+        return _of_all(Shares(scores, f"{question} {hubness_k} {ties}"), reranker, hubness_k, ties)
     if judgements is not None and image_ids is None and text_ids is None and not fits_convention(scores):
         image_ids, text_ids = no_ids(scores)
     sim = labelled("scores", scores, image_ids, text_ids).detach()
@@ -161,28 +164,43 @@ def _of_texts(sim: Similarity, scores: Tensor | None) -> Similarity | None:
     return labelled("t2i_scores", scores, *sim.ids)
 
 
-def _of_folds(
-    folds: int,
+def _to_be_cut(
     scores: Tensor | Similarity,
     image_ids: Tensor | None,
     text_ids: Tensor | None,
-    *,
     t2i_scores: Tensor | None,
+    reranker: Reranker | None,
     gather: bool,
-    **asked: Any,
-) -> Iterator[tuple[RetrievalResults, Tensor, Tensor]]:
-    """Of each: consecutive images and the texts with their ids; what they found, and which they are."""
-    if gather:
+) -> tuple[Similarity, Similarity | None]:
+    """What folds are parts of, and the scores for the text queries."""
+    if gather and world_size() > 1:
         raise ValueError("folds: expected 1 for gather=True")
     sim = labelled("scores", scores, image_ids, text_ids)
-    other = _of_texts(sim, t2i_scores)
-    n, m = sim.shape
-    if n % folds:
-        raise ValueError(f"folds: expected a divisor of the {n} images, got {folds}")
-    ids = [torch.arange(s) if x is None else x for x, s in zip(sim.ids, (n, m), strict=True)]
-    for rows in torch.arange(n, device=ids[0].device).split(n // folds):
-        cols = torch.isin(ids[1], ids[0][rows]).nonzero().squeeze(1)
-        if len(cols) == 0:
-            raise ValueError(f"folds: images {int(rows[0])} to {int(rows[-1])} are a part without a text")
-        part = None if other is None else other._part(rows, cols).scores()
-        yield retrieval_results(sim._part(rows, cols), t2i_scores=part, **asked), rows, cols
+    if reranker is not None and not all(reranker.transductive) and sim._matrix.cols is None:
+        raise ValueError("folds: banks of scores are with all candidates, those of a part are others")
+    return sim, _of_texts(sim, t2i_scores)
+
+
+def _of_part(
+    sim: Similarity, other: Similarity | None, part: tuple[Tensor, Tensor], options: dict[str, Any]
+) -> RetrievalResults:
+    texts = None if other is None else other._part(*part).scores()
+    return retrieval_results(sim._part(*part), t2i_scores=texts, **options)
+
+
+def _of_parts(
+    sim: Similarity,
+    other: Similarity | None,
+    parts: list[tuple[Tensor, Tensor]],
+    reranker: Reranker | None,
+    ties: Ties,
+    k: int,
+) -> RetrievalResults:
+    rows, cols = (list(x) for x in zip(*parts, strict=True))
+    k = min(k, *map(len, rows), *map(len, cols))  # the same for all queries
+    options: dict[str, Any] = {"reranker": reranker, "ties": ties, "hubness_k": k}
+    found = [_of_part(sim, other, part, options) for part in parts]
+    ids = [torch.arange(s, device=sim.device) if x is None else x for x, s in zip(sim.ids, sim.shape, strict=True)]
+    return RetrievalResults(
+        joined([x.i2t for x in found], rows, cols, ids[0]), joined([x.t2i for x in found], cols, rows, ids[1])
+    )

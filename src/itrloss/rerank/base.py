@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._arguments import check_size
-from ..distributed import Shares, failing_together, gather_parts, world_size
+from ..distributed import Shares, failing_together, gather_parts, sum_over_processes, world_size
 from ..similarity import Similarity, TopK, blocks
 
 T = TypeVar("T", Tensor, TopK)
@@ -69,6 +70,10 @@ class Direction(NamedTuple):
         """(B, ...) of each own query, or candidate -> that of all queries, or candidates."""
         return gather_parts(x) if self.shared else x
 
+    def summed(self, x: Tensor) -> Tensor:
+        """What all processes have found together; written over."""
+        return sum_over_processes(x) if self.shared else x
+
 
 class Reranker(ABC):
     """What every re-ranker can do.
@@ -86,7 +91,6 @@ class Reranker(ABC):
     needs_embeddings: bool = False
 
     _ranks_alone: bool = False  # a single query, without a bank
-    _one_by_one: bool = True  # whether what is known of a candidate depends on no other candidate
     _images: Tensor | None = None
     _texts: Tensor | None = None
 
@@ -153,21 +157,22 @@ class Reranker(ABC):
             k: how many.
             gather: in a job of several processes (``torch.distributed``), each with its own images and texts as a
                 ``Similarity`` of embeddings: rank the candidates of all processes, numbered in the order of the ranks,
-                for one's own queries. The results are those of one process with everything, and each does its share of
-                the work. Every process holds the embeddings of all. Parts may differ in size. Banks are the same in
-                each process.
+                for one's own queries. The results are those of one process with everything, up to rounding and the
+                order of equal scores, and each does its share of the work. Every process holds the embeddings of all.
+                Parts may differ in size. Banks are whole in each process.
 
         Returns:
             ``(image→text, text→image)``, each with ``values`` and ``indices`` of shape (queries, k); a direction with
             fewer than k candidates has them all. Of a tiled ``Similarity`` there never is a matrix.
 
         Raises:
-            TypeError, ValueError: as :meth:`rerank`; with ``gather=True`` in every process if in one.
+            TypeError, ValueError: as :meth:`rerank`. With ``gather=True``, what is wrong with the embeddings of one
+                process, or differs between processes, is raised in all of them.
         """
         check_size("k", k)
         if gather and world_size() > 1:
             found = []
-            for direction, _ in self._of_all(Shares(scores, f"{self!r} {k}")):
+            for direction, _ in self._of_all(Shares(scores, f"{self._question()} {k}")):
                 with failing_together(direction.queries.device):
                     found.append(self._best_of(direction, k))
             i2t, t2i = found
@@ -204,19 +209,21 @@ class Reranker(ABC):
     def _ranked_of(self, direction: Direction, answers: Similarity, k: int, ties: str) -> Ranked:
         """``answers``: the direction's queries with their labels."""
 
-    def _of_all(self, shares: Shares) -> Iterator[tuple[Direction, Similarity]]:
-        """Either direction, checked, and its queries with their labels."""
+    def _question(self) -> str:
+        """What processes have to have in common: the method, its numbers and its banks."""
+        return f"{self!r} {[None if bank is None else _fingerprint(bank) for bank in (self._images, self._texts)]}"
+
+    def _of_all(self, shares: Shares, whole: bool = False) -> Iterator[tuple[Direction, Similarity]]:
+        """Either direction, checked, and its queries with their labels; ``whole``: with the candidates of all."""
         self._check(shares.sim, (len(shares.every[0]), len(shares.every[1])))
         given = zip(SIDES, (self._images, self._texts), strict=True)
         banks = [None if bank is None else _fitting(bank, name, shares.sim) for name, bank in given]
-        # What hangs on other candidates is found whole, by every process for itself.
-        own = shares.own if self._one_by_one else shares.every
+        own, first = (shares.every, (0, 0)) if whole else (shares.own, shares.first)
         for side, bank in enumerate(banks):
             candidates = shares.beside(own[1 - side], shares.every[side] if bank is None else bank)
             answers = shares.queries(side)
-            shared, first = self._one_by_one, (shares.first[side], shares.first[1 - side])
             asked = answers._unlabelled(), candidates, bank is None, banks[1 - side]
-            yield Direction(side, *asked, shared, first), answers
+            yield Direction(side, *asked, not whole, (shares.first[side], first[1 - side])), answers
 
     def _directions(self, sim: Similarity) -> tuple[Direction, Direction]:
         """Both, checked."""
@@ -255,6 +262,8 @@ class RerankBiases(NamedTuple):
 class BiasReranker(Reranker):
     """Re-rankers that take one number from all scores of a candidate: ``factor S_qc - penalty_c``."""
 
+    _one_by_one: bool = True  # whether the number of a candidate depends on no other candidate
+
     @abstractmethod
     def _factor(self, side: int) -> float:
         """What multiplies the scores of a direction."""
@@ -287,7 +296,7 @@ class BiasReranker(Reranker):
             return i2t, torch.add(-images[:, None], matrix, alpha=self._factor(1))
 
     def _best(self, sim: Similarity, k: int) -> tuple[TopK, TopK]:
-        biases = self.biases(sim)
+        biases = self.biases(sim)  # both directions out of one pass
         tops = sim.both.topk(k, biases.images, biases.texts)
         i2t, t2i = (TopK(top.values * self._factor(side), top.indices) for side, top in enumerate(tops))
         return i2t, t2i
@@ -295,6 +304,10 @@ class BiasReranker(Reranker):
     def _ranked(self, sim: Similarity, k: int, ties: str) -> tuple[Ranked, Ranked]:
         biases = self.biases(sim)
         return sim.both._ranked(k, biases.images, biases.texts, ties=ties)
+
+    def _of_all(self, shares: Shares, whole: bool = False) -> Iterator[tuple[Direction, Similarity]]:
+        # Numbers that hang on one another are found by every process for itself.
+        return super()._of_all(shares, whole or not self._one_by_one)
 
     def _best_of(self, direction: Direction, k: int) -> TopK:
         queries = direction.queries
@@ -373,6 +386,11 @@ def _beside(candidates: Similarity, name: str, bank: Tensor) -> Similarity:
     if bank.shape[0] != wanted:
         raise ValueError(f"{name}: expected scores with the {wanted} candidates, got a bank of {bank.shape[0]}")
     return candidates._against(bank)
+
+
+def _fingerprint(bank: Tensor) -> tuple[Any, ...]:
+    content = bank.detach().cpu().contiguous().view(torch.uint8).numpy().data
+    return tuple(bank.shape), bank.dtype, zlib.crc32(content)
 
 
 def _fitting(bank: Tensor, name: str, sim: Similarity) -> Tensor:

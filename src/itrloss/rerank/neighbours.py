@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._arguments import check_number, check_size
-from ..distributed import Shares, sum_over_processes
-from ..similarity import Similarity, blocks
+from ..similarity import blocks
 from .base import BlockReranker, Direction
 
 
@@ -24,8 +22,7 @@ class _Best(NamedTuple):
 def _best(direction: Direction, k: int) -> _Best:
     best = direction.queries.topk(min(k, direction.queries.shape[1]))
     values, candidates = _stable(best.values, best.indices)
-    place = _places(direction, direction.of_all(values), direction.of_all(candidates))
-    place = sum_over_processes(place) if direction.shared else place
+    place = direction.summed(_places(direction, direction.of_all(values), direction.of_all(candidates)))
     first = direction.first[0]
     return _Best(candidates, place[first : first + len(candidates)])
 
@@ -167,7 +164,7 @@ class KReciprocalReranker(BlockReranker):
         """Refused: the neighbourhoods are those of the items to be ranked."""
         raise ValueError("images, texts: KReciprocalReranker has no use for a bank of queries")
 
-    def _of_all(self, shares: Shares) -> Iterator[tuple[Direction, Similarity]]:
+    def _question(self) -> str:
         raise ValueError("gather: KReciprocalReranker needs all items at once; re-rank those of all in one process")
 
     def _prepare(self, direction: Direction) -> tuple[Tensor, Tensor]:
