@@ -203,7 +203,8 @@ class Reranker(ABC):
         """Both (n_images, n_texts)."""
 
     @abstractmethod
-    def _best_of(self, direction: Direction, k: int) -> TopK: ...
+    def _best_of(self, direction: Direction, k: int) -> TopK:
+        """The k best candidates of its queries, by re-ranked score."""
 
     @abstractmethod
     def _ranked_of(self, direction: Direction, answers: Similarity, k: int, ties: str) -> Ranked:
