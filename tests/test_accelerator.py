@@ -50,8 +50,11 @@ def numbers(*sizes: int) -> list[torch.Tensor]:
     return [torch.arange(size, device="meta") for size in sizes]
 
 
-def backward(*found: torch.Tensor) -> None:
-    torch.autograd.backward([x.sum() for x in found if x.requires_grad])
+def backward(found: tuple[torch.Tensor, ...], *leaves: torch.Tensor) -> bool:
+    """Whether all was answered on the device, and what has a gradient hands it on to the leaves."""
+    differentiable = [x.sum() for x in found if x.requires_grad]
+    torch.autograd.backward(differentiable)
+    return all(x.is_meta for x in found) and all((x.grad is not None) == bool(differentiable) for x in leaves)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -68,7 +71,8 @@ def test_losses_wait_for_nothing(name, engine, dtype):
 @pytest.mark.parametrize("name", ANSWERS)
 def test_answers_wait_for_nothing(name, engine):
     for m, ids in ((N, ()), (M, numbers(N, M))):
-        backward(*ANSWERS[name](itrloss.Similarity(given(N, D), given(m, D), *ids, engine=engine)))
+        rows, cols = given(N, D), given(m, D)
+        assert backward(tuple(ANSWERS[name](itrloss.Similarity(rows, cols, *ids, engine=engine))), rows, cols)
 
 
 @pytest.mark.parametrize("loss", [itrloss.MemoryDiversityContrastiveLoss, itrloss.UnifiedTrainingObjective])
@@ -77,15 +81,16 @@ def test_memories_wait_for_nothing(loss, engine):
     for size in (K, N):  # filled, and over its end
         memory.enqueue(given(size, D).detach(), given(size, D).detach(), *numbers(size))
     keys = given(N, D).detach(), given(N, D).detach()
-    loss(engine=engine)(given(N, D), given(N, D), *keys, memory, *numbers(N, N)).backward()
+    images, texts = given(N, D), given(N, D)
+    assert backward((loss(engine=engine)(images, texts, *keys, memory, *numbers(N, N)),), images, texts)
 
 
 def test_sets_and_prototypes_wait_for_nothing(engine):
-    itrloss.VarianceAwareLoss(engine=engine)(given(N, 4, D), given(N, D)).backward()
-    itrloss.DynamicOrthogonalLoss()(given(N, 4, D)).backward()
-    itrloss.PrototypeClassificationLoss(D, 20, engine=engine).to("meta")(
-        given(N, D), given(N, D), *numbers(N)
-    ).backward()
+    heads, images, texts = given(N, 4, D), given(N, D), given(N, D)
+    assert backward((itrloss.VarianceAwareLoss(engine=engine)(heads, texts),), heads, texts)
+    assert backward((itrloss.DynamicOrthogonalLoss()(heads),), heads)
+    prototypes = itrloss.PrototypeClassificationLoss(D, 20, engine=engine).to("meta")
+    assert backward((prototypes(images, texts, *numbers(N)),), images, texts, prototypes.weight)
 
 
 def test_reading_a_number_is_seen():

@@ -109,6 +109,7 @@ def _add_shared(parser: Any) -> None:
 
 def _rerank(args: argparse.Namespace) -> int:
     def read(path: Path, by_convention: bool = False) -> Tensor:
+        """Scores with images as rows."""
         matrix = files.read_matrix(path, args.key)
         matrix = matrix.T if args.transpose else matrix
         if by_convention:  # with ids, or as a bank, it may have any shape
@@ -123,6 +124,7 @@ def _rerank(args: argparse.Namespace) -> int:
 
 def _eval(args: argparse.Namespace) -> int:
     def read(path: Path) -> Tensor:
+        """Embeddings."""
         return files.read_matrix(path, args.key)
 
     sim = _labelled(args, (args.images, args.texts), read(args.images), read(args.texts))
