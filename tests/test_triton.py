@@ -36,6 +36,7 @@ passes = importlib.import_module("itrloss.engines.triton.passes")
 # Of lanes whose result is not stored.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MULTIPLIED = (4, 8, 4, 4) if DEVICE == "cpu" else (16, 64, 16, 4)  # GPUs multiply 16 rows and dimensions at least
 
 
 LOSSES = {
@@ -54,8 +55,16 @@ LOSSES = {
 def few_tiles(monkeypatch):
     """Some tiles, programs and steps with ragged ends on both axes; the interpreter takes its time for each."""
     monkeypatch.setitem(tiles.TILE, DEVICE, (64, 8))
-    monkeypatch.setattr(passes, "_ALONG", ((4, 4), (2, 4)))
-    monkeypatch.setattr(passes, "_SQUARE", (4, 4))
+    monkeypatch.setattr(passes, "READING", passes.Cut(4, 4))
+    monkeypatch.setattr(passes, "MULTIPLYING", (passes.Cut(*MULTIPLIED),))
+    monkeypatch.setattr(passes, "_BLOCK", 128)
+
+
+@pytest.fixture(params=[False, True], ids=["products before", "multiplying kernels"])
+def multiplying(request, monkeypatch):
+    """Whether kernels multiply embeddings themselves; of half precision they do, here float32 shows every mistake."""
+    if request.param:
+        monkeypatch.setattr(passes, "_half", lambda source: source.cols is not None)
 
 
 def moved(*given):
@@ -84,7 +93,7 @@ QUICK, MORE = ("five captions",), ("primes", "one row", "wide", "no negative", "
 
 @pytest.mark.parametrize("shape", [*QUICK, *(pytest.param(s, marks=pytest.mark.slow) for s in MORE)])
 @pytest.mark.parametrize("name", ANSWERS)
-def test_answers_and_gradients_equal_the_reference(name, shape, few_tiles, poisoned):
+def test_answers_and_gradients_equal_the_reference(name, shape, multiplying, few_tiles, poisoned):
     """With errors like those that autograd and the dense engine make of the same inputs in float32."""
     n, m, kind = SHAPES[shape]
     ids, (v, w), grads = make_ids(kind, n, m), embeddings(n, m, dtype=torch.float32), upstream(n, m)
@@ -125,7 +134,7 @@ def test_half_precision_is_more_accurate_than_autocast(dtype, scale):
 
 
 @pytest.mark.parametrize("loss", ["dcl", *(pytest.param(x, marks=pytest.mark.slow) for x in LOSSES if x != "dcl")])
-def test_losses_on_triton(loss, few_tiles, poisoned):
+def test_losses_on_triton(loss, multiplying, few_tiles, poisoned):
     n, m = 13, 29
     ids, (v, w) = make_ids("random", n, m), embeddings(n, m, d=16)
     found = []
@@ -137,7 +146,7 @@ def test_losses_on_triton(loss, few_tiles, poisoned):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_first_of_equal_negatives_on_triton(few_tiles):
+def test_first_of_equal_negatives_on_triton(multiplying, few_tiles):
     v, w = torch.ones(13, 4), torch.ones(21, 4)  # every score is exactly 1
     row_ids, col_ids = torch.arange(13) % 2, torch.arange(21) % 3
     found = Similarity(*moved(v, w, row_ids, col_ids), engine="triton").both.hardest()
@@ -146,7 +155,7 @@ def test_first_of_equal_negatives_on_triton(few_tiles):
         assert torch.equal(got.indices.cpu(), exact.indices) and (exact.values == 1).all()
 
 
-def test_classification_on_triton(few_tiles, poisoned):
+def test_classification_on_triton(multiplying, few_tiles, poisoned):
     n, classes = 7, 19
     (v, w), (weight, _) = embeddings(n, n, d=6), embeddings(classes, 1, d=6, seed=1)
     ids = torch.randint(0, classes, (n,), generator=torch.Generator().manual_seed(0))
@@ -161,7 +170,7 @@ def test_classification_on_triton(few_tiles, poisoned):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_kmeans_on_triton(few_tiles):
+def test_kmeans_on_triton(multiplying, few_tiles):
     x = embeddings(40, 1, d=6, dtype=torch.float32)[0]
     means = {e: OnlineKMeans(9, 6, engine=e).to(DEVICE if e == "triton" else "cpu") for e in ("reference", "triton")}
     for part in x.split(10):
@@ -172,7 +181,7 @@ def test_kmeans_on_triton(few_tiles):
 
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("entries", [0, 5, 40])
-def test_memory_on_triton(masked, entries, few_tiles):
+def test_memory_on_triton(masked, entries, multiplying, few_tiles):
     n, d = 6, 16
     (v, w), (v_keys, w_keys) = embeddings(n, n, d), embeddings(n, n, d, seed=1)
     ids = torch.arange(n) if masked else torch.arange(n) + 1000
@@ -194,7 +203,7 @@ def test_memory_on_triton(masked, entries, few_tiles):
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("shape", ["primes", "five captions", "no negative", "square with duplicates"])
-def test_ranks_and_topk_on_triton(shape, biased, few_tiles):
+def test_ranks_and_topk_on_triton(shape, biased, multiplying, few_tiles):
     n, m, kind = SHAPES[shape]
     ids, (v, w) = make_ids(kind, n, m), embeddings(n, m, dtype=torch.float32)
     w[1:3] = w[0]  # ties
@@ -251,7 +260,7 @@ def test_compiles_without_graph_breaks(loss, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_compile_for_gpus(capability, tmp_path):
-    """Into code that keeps all values of a thread in registers."""
+    """Into code that keeps the values of a thread in registers, but for eight at most."""
     tests = Path(__file__).parent
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([str(tests), *sys.path])}
@@ -260,7 +269,7 @@ def test_kernels_compile_for_gpus(capability, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = json.loads(done.stdout.splitlines()[-1])
     gradients = {"affine_gradient", "exponentials", "softmax_gradient", "softplus_gradient", "violation_gradient"}
-    sums = {"hardest_negatives", "moment_sums", "softmax_sums", "softplus_sums", "threshold_sums"}
+    sums = {"hardest_negatives", "moment_sums", "softmax_sums", "softplus_sums", "threshold_sums", "add_softmax_sums"}
     assert {kernel["name"] for kernel in kernels} == gradients | sums
     for kernel in kernels:
-        assert kernel["REG"] and not kernel["STACK"] and not kernel["LOCAL"], kernel
+        assert kernel["REG"] and kernel["STACK"] <= 32 and not kernel["LOCAL"], kernel

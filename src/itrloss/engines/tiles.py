@@ -192,10 +192,11 @@ def panels(scores: Tensor, size: int | None = None) -> Iterator[slice]:
     return (slice(start, min(n, start + step)) for start in range(0, n, step))
 
 
-def tile_shape(source: Source) -> tuple[int, int]:
-    """Rows and columns of a recomputed tile."""
+def tile_shape(source: Source, numel: int | None = None) -> tuple[int, int]:
+    """Rows and columns of a recomputed tile; of one that has at most ``numel`` scores."""
     n, m = source.shape
-    numel, width = TILE.get(source.rows.device.type, _ACCELERATOR_TILE)
+    usual, width = TILE.get(source.rows.device.type, _ACCELERATOR_TILE)
+    numel = numel or usual
     c = min(m, max(width, numel // n))
     return min(n, max(1, numel // c)), c
 

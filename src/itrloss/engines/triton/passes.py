@@ -1,8 +1,8 @@
 """The passes of the other engines, with the work on each block of scores in one kernel.
 
-A block is formed by a matrix product of embeddings as they came (half precision multiplies half precision, accumulated
-in float32) and worked on by kernels that know reciprocal lengths and ids. Its gradient is rounded to bfloat16 if the
-embeddings are bfloat16, and goes into float32 sums by two more products.
+Embeddings of half precision are multiplied by that kernel itself, as they came and with float32 sums; others by a
+matrix product before, into a workspace. The gradient of a block is rounded to bfloat16 if the embeddings are bfloat16,
+and goes into float32 sums by two more products.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from .. import moments as by_torch
@@ -21,48 +22,90 @@ from ..tiles import Pair, Source, Tile, tile_shape, unit
 from ..violations import pushed_up, seen_from
 from . import gradients
 from . import sums as along
+from .scores import Scores
 
-# Anchors and others per program of a kernel of sums, along the rows and along the columns; rows and columns per program
-# of a kernel of gradients.
-_ALONG, _SQUARE = ((16, 256), (64, 64)), (32, 128)
+
+class Cut(NamedTuple):
+    """How a block is cut into tiles, one for a program."""
+
+    rows: int
+    cols: int
+    dims: int = 0  # of the embeddings that a program multiplies at a time
+    parts: int = 1  # in which the columns of a tile are worked on
+    warps: int = 8
+    stages: int = 3  # of loads that are under way meanwhile
+
+    @property
+    def memory(self) -> int:
+        """Shared memory that the loads need, in bytes."""
+        return 2 * self.stages * (self.rows + self.cols) * self.dims
+
+    def grid(self, block: Scores) -> tuple[int, int]:
+        """Tiles above each other, and beside each other."""
+        return -(-block.size_r // self.rows), -(-block.size_c // self.cols)
+
+    def options(self) -> dict[str, int]:
+        """Of a launch."""
+        sizes = {"R": self.rows, "C": self.cols, "K": self.dims, "PARTS": self.parts}
+        return sizes | {"num_warps": self.warps, "num_stages": self.stages}
+
+
+_INTERPRETED = not isinstance(along.softmax_sums, triton.JITFunction)
+FUSED = True  # whether kernels multiply embeddings of half precision themselves; False: a product before does it
+# Chosen by what Triton's compiler makes of them: as large as their values fit into the registers of a thread.
+MULTIPLYING = Cut(128, 256, 64, 4, stages=4), Cut(128, 128, 64, 4), Cut(64, 64, 64, warps=4)
+READING = Cut(64, 128)
+_BLOCK = 2**28  # scores, the figures of whose tiles are held until they are added up
+_SLOTS = 32  # thresholds of an anchor that one kernel looks at
 _ROWS = 2**15  # embeddings at a time on their way through the normalisation
 
 
-class Block(NamedTuple):
-    """Inner products of some rows with some columns, or scores."""
+def blocks(source: Source, formed: bool = False, numel: int | None = None) -> Iterator[Scores]:
+    """All of them; one after the other in the same memory if their products have to be ``formed``.
 
-    scores: Tensor  # (rows, columns), contiguous
-    r0: int
-    c0: int
-
-
-def blocks(source: Source) -> Iterator[Block]:
-    """All of them; one after the other in the same memory if they have to be formed."""
+    Kernels that multiply themselves may have larger blocks, of ``numel`` scores.
+    """
     n, m = source.shape
     if 0 in (n, m):
         return
+    vectors = [None if x is None else x.contiguous() for x in (*_inverses(source), source.row_ids, source.col_ids)]
     if source.cols is None:
-        yield Block(source.rows.contiguous(), 0, 0)
+        matrix, step = source.rows.contiguous(), max(1, _BLOCK // m)
+        for r0 in range(0, n, step):
+            part = matrix[r0 : r0 + step]
+            yield Scores(part, None, None, m, 0, 0, 0, len(part), m, r0, 0, *vectors)
+        return
+    if FUSED and _half(source) and not formed:
+        rows, cols = (x if x.stride(1) == 1 else x.contiguous() for x in (source.rows, source.cols))
+        if _INTERPRETED:  # which cannot multiply bfloat16
+            rows, cols = rows.float(), cols.float()
+        given = rows, cols, 0, rows.stride(0), cols.stride(0), rows.shape[1]
+        step_r, step_c = tile_shape(source, numel)
+        for c0, r0 in _starts(n, m, step_r, step_c):
+            size = min(step_r, n - r0), min(step_c, m - c0)
+            yield Scores(None, *given, *size, r0, c0, *vectors)
         return
     step_r, step_c = tile_shape(source)
     space = torch.empty(step_r * step_c, dtype=torch.float32, device=source.rows.device)
-    for c0 in range(0, m, step_c):
-        cols = source.cols[c0 : c0 + step_c]
-        for r0 in range(0, n, step_r):
-            rows = source.rows[r0 : r0 + step_r]
-            out = space[: len(rows) * len(cols)].view(len(rows), len(cols))
-            if _half(source) and rows.is_cuda:
-                torch.mm(rows, cols.T, out_dtype=torch.float32, out=out)
-            else:
-                torch.mm(rows.float(), cols.float().T, out=out)
-            yield Block(out, r0, c0)
+    for c0, r0 in _starts(n, m, step_r, step_c):
+        rows, cols = source.rows[r0 : r0 + step_r], source.cols[c0 : c0 + step_c]
+        out = space[: len(rows) * len(cols)].view(len(rows), len(cols))
+        if _half(source) and rows.is_cuda:
+            torch.mm(rows, cols.T, out_dtype=torch.float32, out=out)
+        else:
+            torch.mm(rows.float(), cols.float().T, out=out)
+        yield Scores(out, None, None, len(cols), 0, 0, 0, len(rows), len(cols), r0, c0, *vectors)
+
+
+def _starts(n: int, m: int, step_r: int, step_c: int) -> Iterator[tuple[int, int]]:
+    return ((c0, r0) for c0 in range(0, m, step_c) for r0 in range(0, n, step_r))
 
 
 def as_tiles(source: Source, scratch: int) -> Iterator[Tile]:
-    """For what has no kernel: the very scores that the kernels see."""
-    for block in blocks(source):
-        x, (r0, c0) = block.scores, block[1:]
-        r1, c1 = r0 + x.shape[0], c0 + x.shape[1]
+    """For what has no kernel: the very scores that the kernels of thresholds see."""
+    for block in blocks(source, formed=True):
+        x, r0, c0 = block.products, block.start_r, block.start_c
+        r1, c1 = r0 + block.size_r, c0 + block.size_c
         left, right = _inverses(source)
         if left is not None:
             x.mul_(left[r0:r1, None] if right is None else left[r0:r1, None] * right[c0:c1])
@@ -78,29 +121,62 @@ def _inverses(source: Source) -> Pair:
     return (None, None) if source.cols is None else (source.row_inv, source.col_inv)
 
 
-def _sum(kernel: Any, source: Source, block: Block, side: int, *args: Any, slots: int = 1, **flags: Any) -> None:
-    """Launch a kernel of sums along the rows (side 0) or the columns of a block."""
-    inverses, ids, x = _inverses(source), (source.row_ids, source.col_ids), block.scores
-    seen = []
-    for pair in (x.stride(), x.shape, (block.r0, block.c0), inverses, ids):
-        seen += pair if side == 0 else pair[::-1]
-    anchors, others = _ALONG[side]
-    grid = -(-x.shape[side] // anchors), slots
-    kernel[grid](x, *_packed(*seen, *args), **flags, ANCHORS=anchors, OTHERS=others)
+def _cut(block: Scores) -> Cut:
+    """Of the multiplying ones the largest that fits into the GPU and has work for all of it."""
+    if block.products is not None:
+        return READING
+    if block.rows.is_cuda:
+        gpu = torch.cuda.get_device_properties(block.rows.device)
+        for cut in MULTIPLYING:
+            tiles = math.prod(cut.grid(block))
+            if cut.memory <= gpu.shared_memory_per_block_optin and tiles >= gpu.multi_processor_count:
+                return cut
+    return MULTIPLYING[-1]
 
 
-def _write(kernel: Any, source: Source, block: Block, out: Tensor, *args: Any, rows_only: bool = False, **flags: Any):
-    """Launch a kernel that writes as many values as a block has."""
-    inverses, ids, (n, m) = _inverses(source), (source.row_ids, source.col_ids), block.scores.shape
-    rows, cols = _ALONG[0] if rows_only else _SQUARE
-    grid = -(-n // rows), 1 if rows_only else -(-m // cols)
-    given = _packed(*inverses, *ids, *args)
-    kernel[grid](block.scores, out, m, n, m, block.r0, block.c0, *given, **flags, R=rows, C=cols)
+def _launch(kernel: Any, block: Scores, *args: Any, **flags: Any) -> None:
+    """A program for each tile of a block. Kernels read vectors one value after the other."""
+    args = tuple(x.contiguous() if isinstance(x, Tensor) else x for x in args)
+    cut = _cut(block)
+    kernel[(math.prod(cut.grid(block)),)](block, *args, **flags, **cut.options())
 
 
-def _packed(*given: Any) -> list[Any]:
-    """Kernels read vectors one value after the other."""
-    return [x.contiguous() if isinstance(x, Tensor) else x for x in given]
+def _one(**vectors: Tensor | None) -> dict[str, bool]:
+    """Flags of a launch: whose vector is one value for all."""
+    return {f"ONE_{name.upper()}": x is not None and x.numel() == 1 for name, x in vectors.items()}
+
+
+class Sides:
+    """Figures of the anchors of both sides, (figures, anchors); None for a side that is not asked."""
+
+    def __init__(self, rows: Tensor | None, cols: Tensor | None):
+        self.sums = rows, cols
+
+    @classmethod
+    def full(cls, source: Source, figures: Sequence[int], value: float, dtype: torch.dtype = torch.float32) -> Sides:
+        """As they begin; no figures for a side that is not asked."""
+        device, made = source.rows.device, zip(figures, source.shape, strict=True)
+        return cls(*[torch.full((int(f), size), value, dtype=dtype, device=device) if f else None for f, size in made])
+
+    def found(self, block: Scores, dtype: torch.dtype = torch.float32) -> list[Tensor | None]:
+        """Where the tiles of a block leave their figures: (figures, tiles, anchors)."""
+        cut = _cut(block)
+        high, wide = cut.grid(block)
+        shapes = (wide * cut.parts, block.size_r), (high, block.size_c)
+        each = zip(self.sums, shapes, strict=True)
+        return [None if x is None else torch.empty(len(x), *shape, dtype=dtype, device=x.device) for x, shape in each]
+
+    def parts(self, block: Scores, found: Sequence[Tensor | None]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of each side that is asked: the figures of the block's anchors, and what its tiles found."""
+        places = (block.start_r, block.size_r), (block.start_c, block.size_c)
+        for sums, new, (start, size) in zip(self.sums, found, places, strict=True):
+            if sums is not None and new is not None:
+                yield sums[:, start : start + size], new
+
+    def add(self, block: Scores, found: Sequence[Tensor | None]) -> None:
+        """In the order of the tiles."""
+        for sums, new in self.parts(block, found):
+            sums += new.sum(1)
 
 
 class Gradient:
@@ -117,27 +193,29 @@ class Gradient:
             for x, need in zip((source.rows, source.cols), needs, strict=True)
         ]
         # float16 would lose small gradients.
-        if _half(source) and source.rows.dtype == torch.bfloat16:
-            step_r, step_c = tile_shape(source)
-            self.space = torch.empty(step_r * step_c, dtype=torch.bfloat16, device=source.rows.device)
+        self.dtype = torch.bfloat16 if _half(source) and source.rows.dtype == torch.bfloat16 else torch.float32
 
-    def of(self, block: Block) -> Tensor:
-        """Where to write the gradient of this block; that may be over its scores."""
+    def of(self, block: Scores) -> Tensor:
+        """Where to write the gradient of this block; that may be over its products."""
         if self.matrix is not None:
-            return self.matrix
-        x = block.scores
-        return x if self.space is None else self.space[: x.numel()].view(x.shape)
+            return self.matrix[block.start_r : block.start_r + block.size_r]
+        if block.products is not None and self.dtype == torch.float32:
+            return block.products
+        numel = block.size_r * block.size_c
+        if self.space is None:  # the first block is the largest
+            self.space = torch.empty(numel, dtype=self.dtype, device=self.source.rows.device)
+        return self.space[:numel].view(block.size_r, block.size_c)
 
-    def add(self, block: Block, grad: Tensor) -> None:
+    def add(self, block: Scores, grad: Tensor) -> None:
         """Account for what was just written."""
         s = self.source
         if s.cols is None:
             return
         (n, m), (rows, cols) = grad.shape, self.sums
         if rows is not None:
-            _add_product(rows[block.r0 : block.r0 + n], grad, s.cols[block.c0 : block.c0 + m])
+            _add_product(rows[block.start_r : block.start_r + n], grad, s.cols[block.start_c : block.start_c + m])
         if cols is not None:
-            _add_product(cols[block.c0 : block.c0 + m], grad.T, s.rows[block.r0 : block.r0 + n])
+            _add_product(cols[block.start_c : block.start_c + m], grad.T, s.rows[block.start_r : block.start_r + n])
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """The gradients of rows and columns in their own dtype; an empty tensor where none was asked for."""
@@ -165,14 +243,14 @@ def _add_product(total: Tensor, grad: Tensor, other: Tensor) -> None:
         total.addmm_(grad.float(), other.float())
 
 
-def _figures(
-    source: Source, asked: Sequence[bool], value: float = 0.0, dtype: torch.dtype = torch.float32
-) -> list[Any]:
-    """Per anchor of each asked side, as they begin."""
-    return [
-        torch.full((size,), value, dtype=dtype, device=source.rows.device) if a else None
-        for size, a in zip(source.shape, asked, strict=True)
-    ]
+def _by_kernel(kernel: Any, source: Source, needs: Sequence[bool], *args: Any, **flags: Any) -> tuple[Tensor, Tensor]:
+    """The source's gradient from that which a kernel writes of each block."""
+    gradient = Gradient(source, needs)
+    for block in blocks(source):
+        out = gradient.of(block)
+        _launch(kernel, block, out, *args, **flags)
+        gradient.add(block, out)
+    return gradient.finish()
 
 
 # ------------------------------------------------------------------------------------------------ log-sum-exp
@@ -180,21 +258,32 @@ def _figures(
 
 def logsumexp(source: Source, scales: Pair, masked: bool, extra: int) -> tuple[softmax.Sums, softmax.Sums, Tensor]:
     """See :func:`itrloss.engines.softmax.logsumexp`."""
-    asked = [scale is not None for scale in scales]
-    tops = _figures(source, asked, -math.inf)
-    totals, figures, shares = (_figures(source, asked) for _ in range(3))
-    for block in blocks(source):
-        for side, scale in enumerate(scales):
-            if scale is not None:
-                into = tops[side], totals[side], figures[side], shares[side]
-                flags = {"ONE_SCALE": scale.numel() == 1, "MASKED": masked, "EXTRA": extra}
-                _sum(along.softmax_sums, source, block, side, scale, *into, **flags)
+    figures = {0: 2, softmax.MEAN: 3, softmax.ENTROPY: 4}[extra]
+    sides = Sides.full(source, [0 if scale is None else figures for scale in scales], 0.0)
+    for sums in sides.sums:
+        if sums is not None:
+            sums[0] = -math.inf
+    for block in blocks(source, numel=_BLOCK):
+        _add_softmax_sums(block, sides, scales, masked, extra)
     found = []
-    for side, a in enumerate(asked):
-        figure, share = figures[side] if extra else None, shares[side] if extra == softmax.ENTROPY else None
-        found.append(softmax.Stats(tops[side], totals[side], figure, share) if a else None)
-    rows, cols = [softmax.close(stats, source, None) for stats in found]
-    return rows, cols, torch.empty(0, dtype=torch.float32, device=source.rows.device)
+    for sums in sides.sums:
+        stats = None
+        if sums is not None:
+            top, total, *others = sums
+            figure, share = (*others, None, None)[:2]
+            stats = softmax.Stats(top, total.clone(), figure, share)  # results may not share their memory
+        found.append(softmax.close(stats, source, None))
+    return *found, torch.empty(0, dtype=torch.float32, device=source.rows.device)
+
+
+def _add_softmax_sums(block: Scores, sides: Sides, scales: Pair, masked: bool, extra: int) -> None:
+    found = sides.found(block)
+    flags = _one(row_scale=scales[0], col_scale=scales[1]) | {"MASKED": masked, "EXTRA": extra}
+    _launch(along.softmax_sums, block, *found, *scales, **flags)
+    add: Any = along.add_softmax_sums
+    for sums, new in sides.parts(block, found):
+        _, tiles, anchors = new.shape
+        add[(-(-anchors // 32),)](new, tiles, anchors, sums, sums.stride(0), EXTRA=extra, ANCHORS=32, TILES=32)
 
 
 def logsumexp_backward(
@@ -208,25 +297,19 @@ def logsumexp_backward(
     needs: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor]:
     """See :func:`itrloss.engines.softmax.logsumexp_backward`."""
-    given, single = [], []
+    given = []
     for side, (scale, x, g, h) in enumerate(zip(scales, sums, grads, entropy_grads, strict=True)):
         vectors = None
         if scale is not None and x is not None and not (g is None and h is None):
             const = softmax.constant(scale, x, g)
-            factors = [const, torch.zeros_like(const), const]
+            factors = [const, torch.zeros_like(const), const] if extra == softmax.ENTROPY else [const]
             if h is not None:
                 factors = softmax.entropy_factors(const, scale, x, h[0])
             vectors = torch.stack([softmax.finite(x.top), *factors])
-        given += [scale, vectors, source.shape[side]]
-        single.append(scale is not None and scale.numel() == 1)
-    flags = {"MASKED": masked, "ENTROPIC": extra == softmax.ENTROPY}
-    flags |= {"ONE_ROW_SCALE": single[0], "ONE_COL_SCALE": single[1]}
-    gradient = Gradient(source, needs)
-    for block in blocks(source):
-        out = gradient.of(block)
-        _write(gradients.softmax_gradient, source, block, out, *given, **flags)
-        gradient.add(block, out)
-    return gradient.finish()
+        given += [vectors, source.shape[side], scale]
+    flags = _one(row_scale=scales[0], col_scale=scales[1])
+    flags |= {"MASKED": masked, "ENTROPIC": extra == softmax.ENTROPY}
+    return _by_kernel(gradients.softmax_gradient, source, needs, *given, **flags)
 
 
 def sums_and_products(
@@ -235,19 +318,26 @@ def sums_and_products(
     """See :func:`itrloss.engines.softmax.sums_and_products`."""
     cols = source.cols
     assert cols is not None
-    (top, _), (total, _), (factor, _) = (_figures(source, (True, False), x) for x in (-math.inf, 0.0, 0.0))
-    shape = source.rows.shape
-    products = torch.zeros(shape, dtype=torch.float32, device=source.rows.device) if wanted else None
+    sides = Sides.full(source, (2, 0), 0.0)
+    (sums, _), products = sides.sums, torch.zeros_like(source.rows, dtype=torch.float32) if wanted else None
+    assert sums is not None
+    top, total = sums
+    top.fill_(-math.inf)
     gradient = Gradient(source, (False, False))
-    for block in blocks(source):
-        rows, size = slice(block.r0, block.r0 + block.scores.shape[0]), block.scores.shape[1]
-        out = gradient.of(block)
-        flags = {"ONE_SCALE": scale.numel() == 1, "MASKED": masked}
-        _write(gradients.exponentials, source, block, out, scale, top, total, factor, rows_only=True, **flags)
+    flags = _one(scale=scale) | {"MASKED": masked}
+    for block in blocks(source, formed=True):
+        before = top.clone()
+        _add_softmax_sums(block, sides, (scale, None), masked, 0)
         if products is not None:
-            products[rows] *= factor[rows, None]
-            _add_product(products[rows], out, cols[block.c0 : block.c0 + size])
-    return total, softmax.finite(top), products
+            rows, base, out = (
+                slice(block.start_r, block.start_r + block.size_r),
+                softmax.finite(top),
+                gradient.of(block),
+            )
+            products[rows] *= (before - base).exp()[rows, None]
+            _launch(gradients.exponentials, block, out, base, scale, **flags)
+            _add_product(products[rows], out, cols[block.start_c : block.start_c + block.size_c])
+    return total.clone(), softmax.finite(top), products
 
 
 # ---------------------------------------------------------------------------------------------------- moments
@@ -256,14 +346,15 @@ def sums_and_products(
 def moments(source: Source, asked: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
     """See :func:`itrloss.engines.moments.moments`."""
     centres = by_torch.centres(source, asked)
-    first, second = _figures(source, asked), _figures(source, asked)
-    for block in blocks(source):
-        for side, a in enumerate(asked):
-            if a:
-                _sum(along.moment_sums, source, block, side, centres[side], first[side], second[side])
+    sides = Sides.full(source, [2 * a for a in asked], 0.0)
+    for block in blocks(source, numel=_BLOCK):
+        found = sides.found(block)
+        _launch(along.moment_sums, block, *found, *centres)
+        sides.add(block, found)
+    first, second = ([None if x is None else x[figure] for x in sides.sums] for figure in (0, 1))
     counts = by_torch.negative_counts(Positives.of(source), asked)
-    found = by_torch.close(centres, counts, first, second)
-    return found.mean, found.variance
+    closed = by_torch.close(centres, counts, first, second)
+    return closed.mean, closed.variance
 
 
 def moments_backward(
@@ -273,12 +364,7 @@ def moments_backward(
     given = []
     for part, size in zip(parts, source.shape, strict=True):
         given += [None if part is None else torch.stack(part), size]
-    gradient = Gradient(source, needs)
-    for block in blocks(source):
-        out = gradient.of(block)
-        _write(gradients.affine_gradient, source, block, out, *given)
-        gradient.add(block, out)
-    return gradient.finish()
+    return _by_kernel(gradients.affine_gradient, source, needs, *given)
 
 
 # --------------------------------------------------------------------------------------- hardest, margins, terms
@@ -286,22 +372,27 @@ def moments_backward(
 
 def hardest(source: Source, asked: tuple[bool, bool]) -> tuple[Tensor, ...]:
     """See :func:`itrloss.engines.pairs.hardest`."""
-    best, where = _figures(source, asked, -math.inf), _figures(source, asked, -1, torch.int64)
-    for block in blocks(source):
-        for side, a in enumerate(asked):
-            if a:
-                _sum(along.hardest_negatives, source, block, side, best[side], where[side])
+    best, where = Sides.full(source, asked, -math.inf), Sides.full(source, asked, -1, torch.int64)
+    for block in blocks(source, numel=_BLOCK):
+        values, places = best.found(block), where.found(block, torch.int32)
+        _launch(along.hardest_negatives, block, *values, *places)
+        both = zip(best.parts(block, values), where.parts(block, places), strict=True)
+        for (sums, value), (index, place) in both:
+            highest = value.amax(1)
+            first = place.masked_fill_(value != highest[:, None], torch.iinfo(torch.int32).max).amin(1)
+            index.copy_(torch.where(highest > sums, first, index))
+            sums.copy_(torch.maximum(highest, sums))
     empty = torch.empty(0, dtype=torch.float32, device=source.rows.device)
-    values = [empty if x is None else x for x in best]
-    return *values, *[empty.to(torch.int64) if x is None else x for x in where]
+    found = [empty if x is None else x[0] for x in best.sums]
+    return *found, *[empty.to(torch.int64) if x is None else x[0] for x in where.sums]
 
 
 def violations(source: Source, margin: float, asked: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
     """See :func:`itrloss.engines.violations.violations`."""
-    found = seen_from(source, margin, asked)
-    sums = [None if x is None else torch.zeros_like(x.thresholds) for x in found]
-    for block in blocks(source):
-        _count(source, block, [None if x is None else x.thresholds for x in found], sums, along.SUM)
+    tables = [None if x is None else x.thresholds for x in seen_from(source, margin, asked)]
+    sums = [None if x is None else torch.zeros_like(x) for x in tables]
+    for block in blocks(source, formed=True):
+        _count(source, block, tables, sums, along.SUM)
     empty = torch.empty(0, dtype=torch.float32, device=source.rows.device)
     rows, cols = [empty if x is None else x.sum(0) for x in sums]
     return rows, cols
@@ -309,17 +400,24 @@ def violations(source: Source, margin: float, asked: tuple[bool, bool]) -> tuple
 
 def _count(
     source: Source,
-    block: Block,
+    block: Scores,
     thresholds: Sequence[Tensor | None],
     into: Sequence[Tensor | None],
     what: Any,
     biases: Pair = (None, None),
 ) -> None:
     """Add to (slots, anchors) how many negatives are above each threshold, or by how much."""
-    for side, (table, out, bias) in enumerate(zip(thresholds, into, biases, strict=True)):
-        if table is not None and out is not None and len(table):
-            given = bias, table, out, source.shape[side]
-            _sum(along.threshold_sums, source, block, side, *given, slots=len(table), WHAT=what.value)
+    most = max([0, *(len(x) for x in thresholds if x is not None)])
+    for first in range(0, most, _SLOTS):
+        some, sums = (
+            [None if x is None or first >= len(x) else x[first : first + _SLOTS] for x in given]
+            for given in (thresholds, into)
+        )
+        sides = Sides(*sums)
+        found = sides.found(block, torch.float32 if what is along.SUM else torch.int32)
+        slots = [0 if x is None else len(x) for x in some]
+        _launch(along.threshold_sums, block, *found, *some, *slots, *source.shape, *biases, WHAT=what.value)
+        sides.add(block, found)
 
 
 def violations_backward(source: Source, margin: float, grads: Pair, needs: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
@@ -331,10 +429,10 @@ def violations_backward(source: Source, margin: float, grads: Pair, needs: tuple
     for table, grad, size in zip(tables, grads, source.shape, strict=True):
         given += [table, 0 if table is None else len(table), grad, size]
     gradient = Gradient(source, needs)
-    for block in blocks(source):
+    for block in blocks(source, formed=True):
         _count(source, block, tables, active, along.COUNT)
         out = gradient.of(block)
-        _write(gradients.violation_gradient, source, block, out, *given)
+        _launch(gradients.violation_gradient, block, out, *given)
         gradient.add(block, out)
     rows, cols = gradient.finish()
     return pushed_up(source, found, active, grads, needs, rows, cols)
@@ -347,13 +445,14 @@ def softplus_sums(
 
     With ``slopes`` two sums instead, which times the upstream gradient are the parameters' gradients.
     """
-    first, second = _figures(source, asked), _figures(source, asked) if slopes else [None, None]
-    for block in blocks(source):
-        for side, a in enumerate(asked):
-            if a:
-                scale, bias = params[side]
-                flags = {"ONE_SCALE": scale.numel() == 1, "ONE_BIAS": bias.numel() == 1}
-                _sum(along.softplus_sums, source, block, side, scale, bias, first[side], second[side], **flags)
+    sides = Sides.full(source, [(1 + slopes) * a for a in asked], 0.0)
+    (a, b), (c, d) = [x if ask else (None, None) for x, ask in zip(params, asked, strict=True)]
+    flags = _one(row_scale=a, row_bias=b, col_scale=c, col_bias=d) | {"SLOPES": slopes}
+    for block in blocks(source, numel=_BLOCK):
+        found = sides.found(block)
+        _launch(along.softplus_sums, block, *found, a, b, c, d, **flags)
+        sides.add(block, found)
+    first, second = ([None if x is None else x[i] for x in sides.sums] for i in (0, slopes))
     return first, second
 
 
@@ -377,12 +476,7 @@ def softplus_sums_backward(
     for side, g in enumerate(grads):
         given.append(None if g is None else torch.stack([x.expand(g.shape) for x in (*params[side], g)]))
         given.append(source.shape[side])
-    gradient = Gradient(source, needs)
-    for block in blocks(source):
-        out = gradient.of(block)
-        _write(gradients.softplus_gradient, source, block, out, *given)
-        gradient.add(block, out)
-    return (*gradient.finish(), *by_params)
+    return (*_by_kernel(gradients.softplus_gradient, source, needs, *given), *by_params)
 
 
 def ranks_counted(
@@ -390,6 +484,6 @@ def ranks_counted(
 ) -> list[Tensor | None]:
     """(slots, anchors) int64: how many negatives rank ahead of each positive."""
     counts = [None if t is None else torch.zeros_like(t, dtype=torch.int64) for t in tables]
-    for block in blocks(source):
+    for block in blocks(source, formed=True):
         _count(source, block, tables, counts, along.COUNT if optimistic else along.COUNT_TIES, biases)
     return counts

@@ -1,10 +1,8 @@
-"""Triton kernels of sums: what is found in a block of scores that a matrix product has just left.
+"""Triton kernels of sums: what the anchors of a tile find in it.
 
-A *side* is seen from its anchors: the rows of the block, or its columns. A kernel of sums has a program for some
-anchors, which walks along all of the others in the block and adds to the anchors' figures in memory. No other program
-of the launch touches these, so results do not depend on the order of the programs.
-
-The block holds inner products of embeddings as they came; their reciprocal lengths are multiplied in here, in float32.
+A *side* is seen from its anchors: the rows, or the columns. One reading of a tile answers both. Every program leaves
+the figures of its own anchors in its own place, ``out`` (figures, tiles, anchors); they are added up afterwards, in the
+order of the tiles. So results do not depend on the order of the programs.
 """
 
 from __future__ import annotations
@@ -12,250 +10,236 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .scores import cosines, products, tile, vector
+
 MEAN, ENTROPY = tl.constexpr(1), tl.constexpr(2)  # as in itrloss.engines.softmax
 SUM, COUNT, COUNT_TIES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def _positive(i, j, row_ids, col_ids, inside_i, inside_j):
-    """Whether the global row i matches the global column j, for all pairs of the two lists."""
-    if row_ids is not None:
-        a = tl.load(row_ids + i, mask=inside_i, other=0)
-        b = tl.load(col_ids + j, mask=inside_j, other=0)
-        return a[:, None] == b[None, :]
-    return i[:, None] == j[None, :]
+def _leave(out, figure, tiles, number, anchors, a, values):
+    """Store a figure of some anchors in the place of this tile."""
+    tl.store(out + (figure * tiles + number) * anchors + a, values, mask=a < anchors)
 
 
 @triton.jit
-def vector(x, i, inside, ONE: tl.constexpr):
-    """Values of some anchors; the same one for all if there is only one."""
-    if ONE:
-        i = i * 0
-    return tl.load(x + i, mask=inside, other=0.0)
-
-
-@triton.jit
-def cosines(
-    block,
-    a,
-    first,
-    stride_a,
-    stride_o,
-    size_a,
-    size_o,
-    start_a,
-    start_o,
-    inv_a,
-    inv_o,
-    ids_a,
-    ids_o,
-    OTHERS: tl.constexpr,
-):
-    """Of the anchors ``a`` of a block with its others from ``first`` on; which pairs exist, and which are negatives.
-
-    And the numbers of these others in the block.
-    """
-    o = first + tl.arange(0, OTHERS)
-    i, j, inside_a, inside_o = start_a + a, start_o + o, a < size_a, o < size_o
-    inside = inside_a[:, None] & inside_o[None, :]
-    place = a.to(tl.int64)[:, None] * stride_a + o.to(tl.int64)[None, :] * stride_o
-    x = tl.load(block + place, mask=inside, other=0.0)
-    # The reciprocals are multiplied first: rows and columns, forward and backward must see the same rounding.
-    if inv_a is not None and inv_o is not None:
-        left = tl.load(inv_a + i, mask=inside_a, other=0.0)
-        x = x * (left[:, None] * tl.load(inv_o + j, mask=inside_o, other=0.0)[None, :])
-    elif inv_a is not None:
-        x = x * tl.load(inv_a + i, mask=inside_a, other=0.0)[:, None]
-    elif inv_o is not None:
-        x = x * tl.load(inv_o + j, mask=inside_o, other=0.0)[None, :]
-    negative = inside & (_positive(i, j, ids_a, ids_o, inside_a, inside_o) == 0)
-    return x, inside, negative, o
+def _of_softmax(out, tiles, number, anchors, a, s, k, counts, inside, EXTRA: tl.constexpr, AXIS: tl.constexpr):
+    summed = counts
+    if EXTRA == ENTROPY:
+        summed = inside
+    z = tl.where(summed, s * tl.expand_dims(k, AXIS), -float("inf"))
+    top = tl.max(z, AXIS)
+    z -= tl.expand_dims(tl.where(top == -float("inf"), 0.0, top), AXIS)
+    e = tl.exp(z)
+    _leave(out, 0, tiles, number, anchors, a, top)
+    _leave(out, 1, tiles, number, anchors, a, tl.sum(e, AXIS))
+    if EXTRA == MEAN:
+        _leave(out, 2, tiles, number, anchors, a, tl.sum(e * s, AXIS))
+    if EXTRA == ENTROPY:
+        e = tl.where(counts, e, 0.0)
+        _leave(out, 2, tiles, number, anchors, a, tl.sum(e * tl.where(counts, z, 0.0), AXIS))
+        _leave(out, 3, tiles, number, anchors, a, tl.sum(e, AXIS))
 
 
 @triton.jit
 def softmax_sums(
-    block,
-    stride_a,
-    stride_o,
-    size_a,
-    size_o,
-    start_a,
-    start_o,
-    inv_a,
-    inv_o,
-    ids_a,
-    ids_o,
-    scale,  # (anchors,), or (1,)
-    top,  # (anchors,) highest exponent so far; with exponentials e = exp(scale S - top):
-    total,  # (anchors,) sum of e
-    figure,  # (anchors,) MEAN: sum of e S. ENTROPY: sum of e (scale S - top) over what counts
-    share,  # (anchors,) ENTROPY: sum of e over what counts
-    ONE_SCALE: tl.constexpr,
+    given,
+    row_out,  # top: highest exponent. With exponentials e = exp(scale S - top), total: sum of e. MEAN: sum of e S.
+    col_out,  # ENTROPY: sum of e (scale S - top) over what counts, and sum of e over what counts
+    row_scale,  # (N,), or (1,)
+    col_scale,
+    ONE_ROW_SCALE: tl.constexpr,
+    ONE_COL_SCALE: tl.constexpr,
     MASKED: tl.constexpr,
     EXTRA: tl.constexpr,
-    ANCHORS: tl.constexpr,
-    OTHERS: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """Sums of exponentials along one side of a block, rescaled whenever a higher exponent comes."""
+    """Sums of exponentials."""
+    up, across, r = tile(given, R, C)
+    parts = products(given, across, r, R, C, K, PARTS)
+    for part in tl.static_range(PARTS):
+        number = across * PARTS + part
+        s, inside, counts, c = cosines(given, parts[part], r, number * (C // PARTS), C // PARTS)
+        if not MASKED:
+            counts = inside
+        if row_out is not None:
+            k = vector(row_scale, given.start_r + r, r < given.size_r, ONE_ROW_SCALE)
+            _of_softmax(
+                row_out, tl.cdiv(given.size_c, C) * PARTS, number, given.size_r, r, s, k, counts, inside, EXTRA, 1
+            )
+        if col_out is not None:
+            k = vector(col_scale, given.start_c + c, c < given.size_c, ONE_COL_SCALE)
+            _of_softmax(col_out, tl.cdiv(given.size_r, R), up, given.size_c, c, s, k, counts, inside, EXTRA, 0)
+
+
+@triton.jit
+def add_softmax_sums(
+    found,  # (figures, tiles, anchors) that softmax_sums has left
+    tiles,
+    anchors,
+    into,  # (figures, anchors) so far
+    stride,  # between figures
+    EXTRA: tl.constexpr,
+    ANCHORS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Add the tiles' sums, put on a common top."""
     a = tl.program_id(0) * ANCHORS + tl.arange(0, ANCHORS)
-    i, inside_a = start_a + a, a < size_a
-    k = vector(scale, i, inside_a, ONE_SCALE)
-    highest = tl.load(top + i, mask=inside_a, other=-float("inf"))
-    sums = tl.load(total + i, mask=inside_a, other=0.0)
-    figures = tl.zeros([ANCHORS], tl.float32)
-    shares = tl.zeros([ANCHORS], tl.float32)
+    inside, place, plane = a < anchors, into + a, tiles * anchors
+    top = tl.load(place, mask=inside, other=-float("inf"))
+    total = tl.load(place + stride, mask=inside, other=0.0)
+    figure, share = tl.zeros_like(total), tl.zeros_like(total)
     if EXTRA != 0:
-        figures = tl.load(figure + i, mask=inside_a, other=0.0)
+        figure = tl.load(place + 2 * stride, mask=inside, other=0.0)
     if EXTRA == ENTROPY:
-        shares = tl.load(share + i, mask=inside_a, other=0.0)
-    for first in range(0, size_o, OTHERS):
-        s, inside, negative, _ = cosines(
-            block, a, first, stride_a, stride_o, size_a, size_o, start_a, start_o, inv_a, inv_o, ids_a, ids_o, OTHERS
-        )
-        counts = inside
-        if MASKED:
-            counts = negative
-        summed = counts
-        if EXTRA == ENTROPY:
-            summed = inside
-        z = tl.where(summed, s * k[:, None], -float("inf"))
-        higher = tl.maximum(highest, tl.max(z, 1))
+        share = tl.load(place + 3 * stride, mask=inside, other=0.0)
+    for first in range(0, tiles, TILES):
+        t = first + tl.arange(0, TILES)
+        there = (t < tiles)[:, None] & inside[None, :]
+        one = found + t[:, None] * anchors + a[None, :]
+        tops = tl.load(one, mask=there, other=-float("inf"))
+        higher = tl.maximum(top, tl.max(tops, 0))
         base = tl.where(higher == -float("inf"), 0.0, higher)
-        factor = tl.exp(highest - base)
-        e = tl.exp(z - base[:, None])
-        if EXTRA == ENTROPY:
-            gap = tl.where(highest == -float("inf"), 0.0, highest - base)
-            counted = tl.where(counts, e, 0.0)
-            figures = (figures + gap * shares) * factor
-            figures += tl.sum(counted * tl.where(counts, z - base[:, None], 0.0), 1)
-            shares = shares * factor + tl.sum(counted, 1)
+        gap, gaps = top - base, tops - base[None, :]
+        factor, factors = tl.exp(gap), tl.exp(gaps)
+        total = total * factor + tl.sum(tl.load(one + plane, mask=there, other=0.0) * factors, 0)
         if EXTRA == MEAN:
-            figures = figures * factor + tl.sum(e * s, 1)
-        sums = sums * factor + tl.sum(e, 1)
-        highest = higher
-    tl.store(top + i, highest, mask=inside_a)
-    tl.store(total + i, sums, mask=inside_a)
+            figure = figure * factor + tl.sum(tl.load(one + 2 * plane, mask=there, other=0.0) * factors, 0)
+        if EXTRA == ENTROPY:
+            gap, gaps = tl.where(top == -float("inf"), 0.0, gap), tl.where(tops == -float("inf"), 0.0, gaps)
+            figures = tl.load(one + 2 * plane, mask=there, other=0.0)
+            shares = tl.load(one + 3 * plane, mask=there, other=0.0)
+            figure = (figure + gap * share) * factor + tl.sum((figures + gaps * shares) * factors, 0)
+            share = share * factor + tl.sum(shares * factors, 0)
+        top = higher
+    tl.store(place, top, mask=inside)
+    tl.store(place + stride, total, mask=inside)
     if EXTRA != 0:
-        tl.store(figure + i, figures, mask=inside_a)
+        tl.store(place + 2 * stride, figure, mask=inside)
     if EXTRA == ENTROPY:
-        tl.store(share + i, shares, mask=inside_a)
+        tl.store(place + 3 * stride, share, mask=inside)
 
 
 @triton.jit
 def moment_sums(
-    block,
-    stride_a,
-    stride_o,
-    size_a,
-    size_o,
-    start_a,
-    start_o,
-    inv_a,
-    inv_o,
-    ids_a,
-    ids_o,
-    centre,  # (anchors,)
-    first,  # (anchors,) sum of S - centre over the negatives
-    second,  # (anchors,) of its square
-    ANCHORS: tl.constexpr,
-    OTHERS: tl.constexpr,
+    given,
+    row_out,  # sum of S - centre over the negatives, and of its square
+    col_out,
+    row_centre,  # (N,)
+    col_centre,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Sums of the negatives' distances from a centre, and of their squares."""
-    a = tl.program_id(0) * ANCHORS + tl.arange(0, ANCHORS)
-    i, inside_a = start_a + a, a < size_a
-    middle = tl.load(centre + i, mask=inside_a, other=0.0)
-    sums = tl.load(first + i, mask=inside_a, other=0.0)
-    squares = tl.load(second + i, mask=inside_a, other=0.0)
-    for start in range(0, size_o, OTHERS):
-        s, _, negative, _ = cosines(
-            block, a, start, stride_a, stride_o, size_a, size_o, start_a, start_o, inv_a, inv_o, ids_a, ids_o, OTHERS
-        )
-        x = tl.where(negative, s - middle[:, None], 0.0)
-        sums += tl.sum(x, 1)
-        squares += tl.sum(x * x, 1)
-    tl.store(first + i, sums, mask=inside_a)
-    tl.store(second + i, squares, mask=inside_a)
+    up, across, r = tile(given, R, C)
+    parts = products(given, across, r, R, C, K, PARTS)
+    for part in tl.static_range(PARTS):
+        number = across * PARTS + part
+        s, _, negative, c = cosines(given, parts[part], r, number * (C // PARTS), C // PARTS)
+        if row_out is not None:
+            middle = tl.load(row_centre + given.start_r + r, mask=r < given.size_r, other=0.0)
+            x, tiles = tl.where(negative, s - middle[:, None], 0.0), tl.cdiv(given.size_c, C) * PARTS
+            _leave(row_out, 0, tiles, number, given.size_r, r, tl.sum(x, 1))
+            _leave(row_out, 1, tiles, number, given.size_r, r, tl.sum(x * x, 1))
+        if col_out is not None:
+            middle = tl.load(col_centre + given.start_c + c, mask=c < given.size_c, other=0.0)
+            x, tiles = tl.where(negative, s - middle[None, :], 0.0), tl.cdiv(given.size_r, R)
+            _leave(col_out, 0, tiles, up, given.size_c, c, tl.sum(x, 0))
+            _leave(col_out, 1, tiles, up, given.size_c, c, tl.sum(x * x, 0))
 
 
 @triton.jit
 def hardest_negatives(
-    block,
-    stride_a,
-    stride_o,
-    size_a,
-    size_o,
-    start_a,
-    start_o,
-    inv_a,
-    inv_o,
-    ids_a,
-    ids_o,
-    best,  # (anchors,)
-    where,  # (anchors,) int64
-    ANCHORS: tl.constexpr,
-    OTHERS: tl.constexpr,
+    given,
+    row_out,  # highest score among the negatives
+    col_out,
+    row_where,  # int32, whose it is, as a number in the matrix; of no use where there is no negative
+    col_where,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """The highest score among the negatives, and whose it is."""
-    a = tl.program_id(0) * ANCHORS + tl.arange(0, ANCHORS)
-    i, inside_a = start_a + a, a < size_a
-    highest = tl.load(best + i, mask=inside_a, other=-float("inf"))
-    index = tl.load(where + i, mask=inside_a, other=-1)
-    for first in range(0, size_o, OTHERS):
-        s, _, negative, o = cosines(
-            block, a, first, stride_a, stride_o, size_a, size_o, start_a, start_o, inv_a, inv_o, ids_a, ids_o, OTHERS
-        )
+    """The highest score among the negatives; of equals the first, whatever a tree of comparisons would make of them."""
+    up, across, r = tile(given, R, C)
+    parts = products(given, across, r, R, C, K, PARTS)
+    for part in tl.static_range(PARTS):
+        number = across * PARTS + part
+        s, _, negative, c = cosines(given, parts[part], r, number * (C // PARTS), C // PARTS)
         s = tl.where(negative, s, -float("inf"))
-        value = tl.max(s, 1)
-        # The first of equals, whatever a tree of comparisons would make of them.
-        place = tl.min(tl.where(s == value[:, None], o[None, :], size_o), 1)
-        index = tl.where(value > highest, (start_o + place).to(tl.int64), index)
-        highest = tl.maximum(highest, value)
-    tl.store(best + i, highest, mask=inside_a)
-    tl.store(where + i, index, mask=inside_a)
+        if row_out is not None:
+            best, tiles = tl.max(s, 1), tl.cdiv(given.size_c, C) * PARTS
+            _leave(row_out, 0, tiles, number, given.size_r, r, best)
+            where = tl.min(tl.where(s == best[:, None], c[None, :], given.size_c), 1)
+            _leave(row_where, 0, tiles, number, given.size_r, r, given.start_c + where)
+        if col_out is not None:
+            best, tiles = tl.max(s, 0), tl.cdiv(given.size_r, R)
+            _leave(col_out, 0, tiles, up, given.size_c, c, best)
+            where = tl.min(tl.where(s == best[None, :], r[:, None], given.size_r), 0)
+            _leave(col_where, 0, tiles, up, given.size_c, c, given.start_r + where)
+
+
+@triton.jit
+def _beyond(out, slot, tiles, number, anchors, a, s, t, negative, WHAT: tl.constexpr, AXIS: tl.constexpr):
+    t = tl.expand_dims(t, AXIS)
+    if WHAT == SUM:
+        found = tl.where(negative, tl.maximum(s - t, 0.0), 0.0)
+    elif WHAT == COUNT:
+        found = (negative & (s > t)).to(tl.int32)
+    else:
+        found = (negative & (s >= t)).to(tl.int32)
+    _leave(out, slot, tiles, number, anchors, a, tl.sum(found, AXIS))
 
 
 @triton.jit
 def threshold_sums(
-    block,
-    stride_a,
-    stride_o,
-    size_a,
-    size_o,
-    start_a,
-    start_o,
-    inv_a,
-    inv_o,
-    ids_a,
-    ids_o,
-    bias,  # (others,) added to the scores
-    thresholds,  # (slots, anchors); infinite or nan where there is none
-    out,  # (slots, anchors)
-    anchors,
+    given,
+    row_out,  # a figure for each slot
+    col_out,
+    row_thresholds,  # (slots, N); infinite or nan where there is none
+    col_thresholds,
+    row_slots,
+    col_slots,
+    n,
+    m,
+    row_bias,  # (M,) added to the scores as rows see them
+    col_bias,
     WHAT: tl.constexpr,  # SUM of what is above the threshold, or its COUNT, or COUNT_TIES of what is not below it
-    ANCHORS: tl.constexpr,
-    OTHERS: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """How many negatives are above a threshold, or by how much; a program for each slot."""
-    a = tl.program_id(0) * ANCHORS + tl.arange(0, ANCHORS)
-    slot = tl.program_id(1)
-    i, inside_a = start_a + a, a < size_a
-    t = tl.load(thresholds + slot.to(tl.int64) * anchors + i, mask=inside_a, other=float("inf"))
-    found = tl.zeros([ANCHORS], out.dtype.element_ty)
-    for first in range(0, size_o, OTHERS):
-        s, _, negative, o = cosines(
-            block, a, first, stride_a, stride_o, size_a, size_o, start_a, start_o, inv_a, inv_o, ids_a, ids_o, OTHERS
-        )
-        if bias is not None:
-            s += tl.load(bias + start_o + o, mask=o < size_o, other=0.0)[None, :]
-        if WHAT == SUM:
-            found += tl.sum(tl.where(negative, tl.maximum(s - t[:, None], 0.0), 0.0), 1)
-        if WHAT == COUNT:
-            found += tl.sum((negative & (s > t[:, None])).to(out.dtype.element_ty), 1)
-        if WHAT == COUNT_TIES:
-            found += tl.sum((negative & (s >= t[:, None])).to(out.dtype.element_ty), 1)
-    place = slot.to(tl.int64) * anchors + i
-    found += tl.load(out + place, mask=inside_a, other=0)
-    tl.store(out + place, found, mask=inside_a)
+    """How many negatives are above each threshold, or by how much."""
+    up, across, r = tile(given, R, C)
+    parts = products(given, across, r, R, C, K, PARTS)
+    for part in tl.static_range(PARTS):
+        number = across * PARTS + part
+        s, _, negative, c = cosines(given, parts[part], r, number * (C // PARTS), C // PARTS)
+        inside_r, inside_c = r < given.size_r, c < given.size_c
+        if row_out is not None:
+            seen, place = s, row_thresholds + given.start_r + r
+            if row_bias is not None:
+                seen = s + tl.load(row_bias + given.start_c + c, mask=inside_c, other=0.0)[None, :]
+            for slot in range(row_slots):
+                t = tl.load(place, mask=inside_r, other=float("inf"))
+                _beyond(
+                    row_out, slot, tl.cdiv(given.size_c, C) * PARTS, number, given.size_r, r, seen, t, negative, WHAT, 1
+                )
+                place += n
+        if col_out is not None:
+            seen, place = s, col_thresholds + given.start_c + c
+            if col_bias is not None:
+                seen = s + tl.load(col_bias + given.start_r + r, mask=inside_r, other=0.0)[:, None]
+            for slot in range(col_slots):
+                t = tl.load(place, mask=inside_c, other=float("inf"))
+                _beyond(col_out, slot, tl.cdiv(given.size_r, R), up, given.size_c, c, seen, t, negative, WHAT, 0)
+                place += m
 
 
 @triton.jit
@@ -274,46 +258,48 @@ def sigmoid(z):
 
 
 @triton.jit
+def _of_softplus(out, tiles, number, anchors, a, s, k, b, negative, SLOPES: tl.constexpr, AXIS: tl.constexpr):
+    z = s * tl.expand_dims(k, AXIS) + tl.expand_dims(b, AXIS)
+    if SLOPES:
+        slope = tl.where(negative, sigmoid(z), 0.0)
+        _leave(out, 0, tiles, number, anchors, a, tl.sum(slope * s, AXIS))
+        _leave(out, 1, tiles, number, anchors, a, tl.sum(slope, AXIS))
+    else:
+        _leave(out, 0, tiles, number, anchors, a, tl.sum(tl.where(negative, _softplus(z), 0.0), AXIS))
+
+
+@triton.jit
 def softplus_sums(
-    block,
-    stride_a,
-    stride_o,
-    size_a,
-    size_o,
-    start_a,
-    start_o,
-    inv_a,
-    inv_o,
-    ids_a,
-    ids_o,
-    scale,  # (anchors,), or (1,)
-    bias,  # (anchors,), or (1,)
-    values,  # (anchors,) sum of log(1 + e^z) over the negatives, z = scale S + bias; or, for SLOPES, of its slope by S,
-    slopes,  # (anchors,) and of that by the bias
-    ONE_SCALE: tl.constexpr,
-    ONE_BIAS: tl.constexpr,
-    ANCHORS: tl.constexpr,
-    OTHERS: tl.constexpr,
+    given,
+    row_out,  # sum of log(1 + e^z) over the negatives, z = scale S + bias. SLOPES: of its slope by S, of that by bias
+    col_out,
+    row_scale,  # (N,), or (1,)
+    row_bias,  # (N,), or (1,)
+    col_scale,
+    col_bias,
+    ONE_ROW_SCALE: tl.constexpr,
+    ONE_ROW_BIAS: tl.constexpr,
+    ONE_COL_SCALE: tl.constexpr,
+    ONE_COL_BIAS: tl.constexpr,
+    SLOPES: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Sums of ``log(1 + e^z)`` over the negatives, or of its slopes."""
-    a = tl.program_id(0) * ANCHORS + tl.arange(0, ANCHORS)
-    i, inside_a = start_a + a, a < size_a
-    k, b = vector(scale, i, inside_a, ONE_SCALE), vector(bias, i, inside_a, ONE_BIAS)
-    first_sum = tl.load(values + i, mask=inside_a, other=0.0)
-    second_sum = tl.zeros([ANCHORS], tl.float32)
-    if slopes is not None:
-        second_sum = tl.load(slopes + i, mask=inside_a, other=0.0)
-    for first in range(0, size_o, OTHERS):
-        s, _, negative, _ = cosines(
-            block, a, first, stride_a, stride_o, size_a, size_o, start_a, start_o, inv_a, inv_o, ids_a, ids_o, OTHERS
-        )
-        z = s * k[:, None] + b[:, None]
-        if slopes is not None:
-            slope = tl.where(negative, sigmoid(z), 0.0)
-            first_sum += tl.sum(slope * s, 1)
-            second_sum += tl.sum(slope, 1)
-        else:
-            first_sum += tl.sum(tl.where(negative, _softplus(z), 0.0), 1)
-    tl.store(values + i, first_sum, mask=inside_a)
-    if slopes is not None:
-        tl.store(slopes + i, second_sum, mask=inside_a)
+    up, across, r = tile(given, R, C)
+    parts = products(given, across, r, R, C, K, PARTS)
+    for part in tl.static_range(PARTS):
+        number = across * PARTS + part
+        s, _, negative, c = cosines(given, parts[part], r, number * (C // PARTS), C // PARTS)
+        if row_out is not None:
+            i, inside = given.start_r + r, r < given.size_r
+            k, b = vector(row_scale, i, inside, ONE_ROW_SCALE), vector(row_bias, i, inside, ONE_ROW_BIAS)
+            _of_softplus(
+                row_out, tl.cdiv(given.size_c, C) * PARTS, number, given.size_r, r, s, k, b, negative, SLOPES, 1
+            )
+        if col_out is not None:
+            j, inside = given.start_c + c, c < given.size_c
+            k, b = vector(col_scale, j, inside, ONE_COL_SCALE), vector(col_bias, j, inside, ONE_COL_BIAS)
+            _of_softplus(col_out, tl.cdiv(given.size_r, R), up, given.size_c, c, s, k, b, negative, SLOPES, 0)
