@@ -35,6 +35,20 @@ def test_ours_and_eager_are_the_same_loss(loss):
     assert "gradient difference" not in rows["ours"] and "gradient difference" not in rows["floor"]
 
 
+def test_triton_with_its_products_before_the_kernels(monkeypatch):
+    passes = pytest.importorskip("itrloss.engines.triton.passes")
+    ways, launch = set(), passes._launch
+    monkeypatch.setattr(passes, "_launch", lambda kernel, block, *args, **flags: (
+        ways.add(block.products is None), launch(kernel, block, *args, **flags)
+    ))  # fmt: skip
+    case = Case("infonce", (12, 12, 8), torch.bfloat16, "cuda" if torch.cuda.is_available() else "cpu")
+    for variant, multiplying in (("ours triton", True), ("ours triton panels", False)):
+        ways.clear()
+        made = problem(case)
+        runner.step(variant, case, made)()
+        assert ways == {multiplying} and made.leaves[0].grad is not None and passes.FUSED
+
+
 @pytest.mark.parametrize(("shape", "losses"), [((8, 40, 16), ["infonce", "dcl std", "sigmoid"])])
 def test_several_captions_an_image(shape, losses):
     for loss in losses:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from itrloss import (
     UnifiedTrainingObjective,
 )
 from itrloss.engines import tiles
+from itrloss.engines.dispatch import _kernels_work, choose
 
 pytest.importorskip("triton")
 passes = importlib.import_module("itrloss.engines.triton.passes")
@@ -215,6 +217,81 @@ def test_ranks_and_topk_on_triton(shape, biased, multiplying, few_tiles):
         assert torch.equal(got, wanted.ranks(bias, ties=ties))
     k = min(3, m)
     torch.testing.assert_close(sim.topk(k, *moved(bias)).values.cpu(), wanted.topk(k, bias).values)
+
+
+@pytest.fixture
+def check():
+    check = importlib.import_module("itrloss.engines.triton.check")
+    works = check._works
+    works.cache_clear()
+    yield check
+    works.cache_clear()
+    check._works = works
+
+
+SMALL = (40, 56, 24)
+
+
+def test_that_it_works_is_found_out_on_an_example(check, recwarn):
+    assert check._works(DEVICE, *SMALL) and not recwarn
+
+
+def test_the_compiler_does_not_look_into_the_example(check):
+    torch._dynamo.reset()
+    f = torch.compile(lambda x: x + 1 if _kernels_work("cpu") else x - 1, fullgraph=True, backend="eager")
+    for works in (True, False):
+        check._works = lambda device, works=works: works
+        torch._dynamo.reset()
+        assert f(torch.zeros(())) == (1 if works else -1)
+
+
+def nothing(*args):
+    """A product that was not made."""
+
+
+def refused(*args, **kwargs):
+    raise RuntimeError("no C compiler")
+
+
+@pytest.mark.parametrize(
+    ("name", "broken", "why"),
+    [
+        ("_add_product", nothing, "finds something else than the dense engine, of torch.float32 and of torch.bfloat16"),
+        ("_add_softmax_sums", nothing, "finds something else"),
+        ("_launch", refused, "fails: RuntimeError: no C compiler"),
+    ],
+)
+def test_what_does_not_work_is_left_alone(name, broken, why, check, monkeypatch):
+    monkeypatch.setattr(passes, name, broken)
+    with pytest.warns(UserWarning, match=f"the Triton engine {why}.*does without it on {DEVICE}"):
+        assert not check._works(DEVICE, *SMALL)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "scores", "budget", "works", "wanted"),
+    [
+        (torch.bfloat16, "cuda:1", 2**20, 2**30, True, "triton"),
+        (torch.float16, "cuda:1", 2**20, 2**30, True, "triton"),
+        (torch.bfloat16, "cuda:1", 2**20, 2**30, False, "dense"),
+        (torch.bfloat16, "cuda:1", 2**20, 2**20, False, "tiled"),
+        (torch.bfloat16, "cuda:1", 2**20 - 1, 2**30, True, "dense"),
+        (torch.float32, "cuda:1", 2**20, 2**30, True, "dense"),
+        (torch.float32, "cuda:1", 2**20, 2**20, True, "triton"),
+        (torch.float64, "cuda:1", 2**20, 2**20, True, "tiled"),
+        (torch.bfloat16, "cpu", 2**20, 2**20, True, "tiled"),
+        (torch.bfloat16, "cpu", 2**20, 2**30, True, "dense"),
+    ],
+)
+def test_auto_takes_triton_where_it_pays_and_works(dtype, device, scores, budget, works, wanted, check, monkeypatch):
+    asked = []
+    monkeypatch.setattr(check, "works", lambda device: asked.append(device) or works)
+    x = SimpleNamespace(dtype=dtype, device=torch.device(device))
+    assert choose("auto", scores, budget, x) == wanted
+    assert set(asked) <= {"cuda:1"}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert choose("auto", scores, budget, x) == (
+        "dense" if scores * (8 if dtype == torch.float64 else 4) <= budget else "tiled"
+    )
 
 
 def test_what_triton_cannot_do_is_refused(monkeypatch):

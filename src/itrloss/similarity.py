@@ -48,7 +48,8 @@ class Similarity:
     dense      one product, hand-written forward and backward passes over it
     tiled      tile after tile in a fixed workspace, recomputed in backward; memory O((N + M) D)
     triton     the same on CUDA, in float32, with Triton kernels for the work on a tile
-    auto       dense while the matrix takes at most ``memory_budget`` bytes, else tiled
+    auto       dense while the matrix takes at most ``memory_budget`` bytes, else tiled; on CUDA triton instead of
+               tiled, and of dense from a million scores of half precision on, where Triton works
     ========== =======================================================================================
 
     All answers are differentiable unless they say otherwise. They describe each row; ``sim.T`` asks for the columns

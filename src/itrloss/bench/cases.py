@@ -270,7 +270,7 @@ SUITES: dict[str, Suite] = {
         _of("pairs", [(32768, 32768, d) for d in (512, 1024)], ["infonce"], **_CUDA)
         + _of("pairs", [(4096, 4096, 1024)], **_CUDA)
         + _of("memory", [(128, 4096, 1024), (4096, 65536, 1024)], **_CUDA),
-        (*_ALL, "ours triton", "ours tiled", "peers"),
+        (*_ALL, "ours dense", "ours triton", "ours triton panels", "ours tiled", "peers"),
     ),
     "huge": Suite(
         "InfoNCE of 262144 pairs on a CUDA device, bfloat16: a matrix of 128 GiB that never exists",

@@ -34,6 +34,7 @@ from .peers import PEERS, Unavailable
 VARIANTS = {
     "ours": "the engine that 'auto' chooses",
     **{f"ours {engine}": f"engine={engine!r}" for engine in ENGINES},
+    "ours triton panels": "engine='triton', with matrix products before its kernels instead of in them",
     "ours compiled": "ours under torch.compile",
     "eager": "the loss in plain PyTorch; for half precision under autocast",
     "eager compiled": "that under torch.compile",
@@ -151,7 +152,7 @@ def _same(name: str, case: Case) -> bool:
 def _loss(name: str, case: Case, problem: Problem) -> Callable[..., Tensor]:
     """The loss of the leaves that a variant stands for."""
     if name == "ours" or name.startswith("ours "):
-        engine = name.removeprefix("ours").strip()
+        engine = name.removeprefix("ours").removesuffix("panels").strip()
         module = cases.module(case, problem.given_plain, engine if engine in ENGINES else "auto").to(case.device)
         ours = torch.compile(module, fullgraph=True) if engine == "compiled" else module
         return lambda *leaves: ours(*leaves, *problem.given)
@@ -185,9 +186,21 @@ def step(name: str, case: Case, problem: Problem) -> Step:
     def run() -> None:
         for x in problem.trained:
             x.grad = None
-        loss(*problem.leaves).backward()
+        with _products_before() if name == "ours triton panels" else contextlib.nullcontext():
+            loss(*problem.leaves).backward()
 
     return run
+
+
+@contextlib.contextmanager
+def _products_before() -> Iterator[None]:
+    from ..engines.triton import passes
+
+    passes.FUSED = False
+    try:
+        yield
+    finally:
+        passes.FUSED = True
 
 
 def _gradient(problem: Problem) -> Tensor:

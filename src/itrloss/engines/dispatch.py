@@ -26,6 +26,7 @@ Over = Literal["negatives", "all"]
 Asked = tuple[bool, bool]
 
 
+_MANY = 2**20  # scores from which on their products weigh more than the launches of a loss
 ENGINES = ("reference", "dense", "tiled", "triton")
 
 
@@ -44,7 +45,12 @@ def choose(engine: str, scores: int, budget: int, x: Tensor) -> str:
     check_engine(engine)
     dtype = compute_dtype(x)
     if engine == "auto":
-        return "dense" if scores * dtype.itemsize <= budget else "tiled"
+        dense = scores * dtype.itemsize <= budget
+        # Products of half precision are many times as fast as those of float32, which the other engines make.
+        by_kernels = not dense or (x.dtype != torch.float32 and scores >= _MANY)
+        if by_kernels and x.device.type == "cuda" and dtype == torch.float32 and _kernels_work(str(x.device)):
+            return "triton"
+        return "dense" if dense else "tiled"
     if engine == "triton":
         if importlib.util.find_spec("triton") is None:
             raise ImportError("engine='triton' needs Triton, which comes with PyTorch for CUDA: pip install triton")
@@ -53,6 +59,14 @@ def choose(engine: str, scores: int, budget: int, x: Tensor) -> str:
         if x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             raise ValueError("engine: 'triton' needs an accelerator (or TRITON_INTERPRET=1), got embeddings on the CPU")
     return engine
+
+
+def _kernels_work(device: str) -> bool:
+    if importlib.util.find_spec("triton") is None:
+        return False
+    from .triton import check
+
+    return check.works(device)
 
 
 class Moments(NamedTuple):

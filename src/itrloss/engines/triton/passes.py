@@ -138,7 +138,8 @@ def _launch(kernel: Any, block: Scores, *args: Any, **flags: Any) -> None:
     """A program for each tile of a block. Kernels read vectors one value after the other."""
     args = tuple(x.contiguous() if isinstance(x, Tensor) else x for x in args)
     cut = _cut(block)
-    kernel[(math.prod(cut.grid(block)),)](block, *args, **flags, **cut.options())
+    with torch.cuda.device_of(block.rows if block.products is None else block.products):  # Triton takes the current one
+        kernel[(math.prod(cut.grid(block)),)](block, *args, **flags, **cut.options())
 
 
 def _one(**vectors: Tensor | None) -> dict[str, bool]:
@@ -283,7 +284,8 @@ def _add_softmax_sums(block: Scores, sides: Sides, scales: Pair, masked: bool, e
     add: Any = along.add_softmax_sums
     for sums, new in sides.parts(block, found):
         _, tiles, anchors = new.shape
-        add[(-(-anchors // 32),)](new, tiles, anchors, sums, sums.stride(0), EXTRA=extra, ANCHORS=32, TILES=32)
+        with torch.cuda.device_of(new):
+            add[(-(-anchors // 32),)](new, tiles, anchors, sums, sums.stride(0), EXTRA=extra, ANCHORS=32, TILES=32)
 
 
 def logsumexp_backward(
