@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .positives import Positives
-from .tiles import SIDES, Gradient, Pair, Source, Tile, first_order, fused, tiles, unit
+from .tiles import SIDES, Gradient, Pair, Source, Tile, at_a_time, first_order, fused, tiles, unit
 
 # -------------------------------------------------------------------------------------- scores of listed pairs
 
@@ -39,7 +39,7 @@ def aligned_scores(source: Source) -> Tensor:
     """(N,) scores of row i with column i."""
     assert source.cols is not None
     scores = source.rows.new_empty(source.shape[0], dtype=source.dtype)
-    for part in _blocks(source.shape[0]):
+    for part in _blocks(source.rows):
         rows, cols = unit(source.rows[part], None), unit(source.cols[part], None)
         torch.sum(rows * cols, 1, out=scores[part])
     for inv in (source.row_inv, source.col_inv):
@@ -62,7 +62,7 @@ def aligned_gradient(source: Source, scores: Tensor, grad: Tensor, needs: tuple[
             continue
         found[side] = torch.empty(own.shape, dtype=own.dtype, device=own.device)
         along = None if inv is None else pull * inv * inv
-        for part in _blocks(own.shape[0]):
+        for part in _blocks(own):
             block = unit(other[part], None) * weight[part, None]
             if along is not None:
                 block.addcmul_(unit(own[part], None), along[part, None], value=-1)
@@ -70,7 +70,8 @@ def aligned_gradient(source: Source, scores: Tensor, grad: Tensor, needs: tuple[
     return found[0], found[1]
 
 
-def _blocks(size: int, step: int = 256) -> list[slice]:
+def _blocks(x: Tensor) -> list[slice]:
+    size, step = len(x), at_a_time(x)
     return [slice(start, min(size, start + step)) for start in range(0, size, step)]
 
 
@@ -327,6 +328,9 @@ def term_sums(
     if source.fused and negative and term == "softplus":
         first, empty = fused().softplus_sums(source, params, asked)[0], params[0 if asked[0] else 1][0].new_empty(0)
         return *[empty if x is None else x for x in first], empty.clone()
+    if source.fused and not negative and fused().takes_positives(source, term):
+        first, empty = fused().positive_sums(source, term, params, asked), source.rows.new_empty(0, dtype=source.dtype)
+        return *[empty if x is None else x for x in first], empty.clone()
     sums = [source.rows.new_zeros(size, dtype=source.dtype) for size in source.shape]
     diagonal = source.rows.new_empty(source.shape[0] if hands_out_diagonal(source, negative) else 0, dtype=source.dtype)
     for chunk in _chunks(source, negative):
@@ -355,6 +359,8 @@ def term_sums_backward(
     """Gradients of the source and, if they are needed, of the parameters from those of the sums."""
     if source.fused and negative and term == "softplus":
         return fused().softplus_sums_backward(source, params, grads, needs, needs_params)
+    if source.fused and not negative and fused().takes_positives(source, term):
+        return fused().positive_sums_backward(source, term, params, grads, needs, needs_params)
     listed = not negative and Positives.of(source).listable
     gradient = PairGradient(source, needs) if listed else Gradient(source, needs, in_place)
     given = tuple([torch.zeros_like(p) for p in side] for side in params)

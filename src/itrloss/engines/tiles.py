@@ -20,9 +20,9 @@ from .products import add_matmul_, matmul
 PANEL = {"cpu": 2**19}  # scores per panel of a matrix that exists: a few panels fit in the cache
 TILE = {"cpu": (2**20, 2048)}  # scores per recomputed tile, and its least width: large enough for full-speed products
 EPS = 1e-12  # a vector of at most this length counts as zero: its scores and its gradient are 0
-_BLOCK = 256  # embeddings at a time, for passes over them that should stay in the cache
 _ACCELERATOR_PANEL = 2**24
 _ACCELERATOR_TILE = (2**24, 8192)
+_FEW, _ACCELERATOR_NUMBERS = 256, 2**22  # embeddings at a time that stay in the cache; numbers in them
 
 
 Pair = tuple[Tensor | None, Tensor | None]  # (of the rows, of the columns); None: not asked for
@@ -119,6 +119,11 @@ def lengths(x: Tensor) -> Tensor:
     x = x.to(compute_dtype(x))
     peak = x.abs().amax(1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
     return torch.linalg.vector_norm(x / peak, dim=1) * peak.squeeze(1)
+
+
+def at_a_time(x: Tensor) -> int:
+    """How many of the embeddings (N, D) a pass over them takes at once: an accelerator waits for every call."""
+    return _FEW if x.device.type == "cpu" else max(_FEW, _ACCELERATOR_NUMBERS // max(1, x.shape[1]))
 
 
 @dataclass(slots=True)
@@ -283,8 +288,9 @@ def _through_norm(grad: Tensor | None, x: Tensor, inv: Tensor | None) -> Tensor:
     if grad is None:
         return x.new_empty(0)
     if inv is not None:
-        for start in range(0, x.shape[0], _BLOCK):
-            block = slice(start, start + _BLOCK)
+        step = at_a_time(x)
+        for start in range(0, x.shape[0], step):
+            block = slice(start, start + step)
             project_(grad[block], unit(x[block], inv[block]), inv[block])
     return grad.to(x.dtype)
 
@@ -295,6 +301,7 @@ def project_(grad: Tensor, unit_x: Tensor, inv: Tensor) -> None:
         grad.copy_((grad - unit_x * (unit_x * grad).sum(1, keepdim=True)) * inv[:, None])
         return
     given = grad, unit_x, inv[:, None]
-    blocks = [given] if grad.shape[0] <= _BLOCK else zip(*(x.split(_BLOCK) for x in given), strict=True)
+    step = at_a_time(grad)
+    blocks = [given] if grad.shape[0] <= step else zip(*(x.split(step) for x in given), strict=True)
     for g, u, i in blocks:
         g.addcmul_(u, (u * g).sum(1, keepdim=True), value=-1).mul_(i)

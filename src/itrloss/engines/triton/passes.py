@@ -18,9 +18,10 @@ from torch import Tensor
 from .. import moments as by_torch
 from .. import softmax
 from ..positives import Positives
-from ..tiles import Pair, Source, Tile, tile_shape, unit
+from ..tiles import Pair, Source, Tile, at_a_time, tile_shape, unit
 from ..violations import pushed_up, seen_from
 from . import gradients
+from . import positives as of_positives
 from . import sums as along
 from .scores import Scores
 
@@ -56,8 +57,8 @@ FUSED = True  # whether kernels multiply embeddings of half precision themselves
 MULTIPLYING = Cut(128, 256, 64, 4, stages=4), Cut(128, 128, 64, 4), Cut(64, 64, 64, warps=4)
 READING = Cut(64, 128)
 _BLOCK = 2**28  # scores, the figures of whose tiles are held until they are added up
+_LONGEST = 2**13  # embedding that one program holds
 _SLOTS = 32  # thresholds of an anchor that one kernel looks at
-_ROWS = 2**15  # embeddings at a time on their way through the normalisation
 
 
 def blocks(source: Source, formed: bool = False, numel: int | None = None) -> Iterator[Scores]:
@@ -68,7 +69,7 @@ def blocks(source: Source, formed: bool = False, numel: int | None = None) -> It
     n, m = source.shape
     if 0 in (n, m):
         return
-    vectors = [None if x is None else x.contiguous() for x in (*_inverses(source), source.row_ids, source.col_ids)]
+    vectors = _packed(*_inverses(source), source.row_ids, source.col_ids)
     if source.cols is None:
         matrix, step = source.rows.contiguous(), max(1, _BLOCK // m)
         for r0 in range(0, n, step):
@@ -76,7 +77,7 @@ def blocks(source: Source, formed: bool = False, numel: int | None = None) -> It
             yield Scores(part, None, None, m, 0, 0, 0, len(part), m, r0, 0, *vectors)
         return
     if FUSED and _half(source) and not formed:
-        rows, cols = (x if x.stride(1) == 1 else x.contiguous() for x in (source.rows, source.cols))
+        rows, cols = _by_rows(source.rows), _by_rows(source.cols)
         if _INTERPRETED:  # which cannot multiply bfloat16
             rows, cols = rows.float(), cols.float()
         given = rows, cols, 0, rows.stride(0), cols.stride(0), rows.shape[1]
@@ -135,11 +136,20 @@ def _cut(block: Scores) -> Cut:
 
 
 def _launch(kernel: Any, block: Scores, *args: Any, **flags: Any) -> None:
-    """A program for each tile of a block. Kernels read vectors one value after the other."""
-    args = tuple(x.contiguous() if isinstance(x, Tensor) else x for x in args)
+    """A program for each tile of a block."""
     cut = _cut(block)
     with torch.cuda.device_of(block.rows if block.products is None else block.products):  # Triton takes the current one
-        kernel[(math.prod(cut.grid(block)),)](block, *args, **flags, **cut.options())
+        kernel[(math.prod(cut.grid(block)),)](block, *_packed(*args), **flags, **cut.options())
+
+
+def _packed(*given: Any) -> list[Any]:
+    """Kernels read vectors one value after the other."""
+    return [x.contiguous() if isinstance(x, Tensor) else x for x in given]
+
+
+def _by_rows(x: Tensor) -> Tensor:
+    """Embeddings whose numbers follow each other."""
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def _one(**vectors: Tensor | None) -> dict[str, bool]:
@@ -230,7 +240,8 @@ class Gradient:
                 found.append(x.new_empty(0))
                 continue
             if inv is not None:  # what it has along its own vector changes only the length
-                for g, v, i in zip(grad.split(_ROWS), x.split(_ROWS), inv.split(_ROWS), strict=True):
+                step = at_a_time(x)
+                for g, v, i in zip(grad.split(step), x.split(step), inv.split(step), strict=True):
                     u = unit(v, i)
                     g.addcmul_(u, (u * g).sum(1, keepdim=True), value=-1)
             found.append(grad.to(x.dtype))
@@ -479,6 +490,82 @@ def softplus_sums_backward(
         given.append(None if g is None else torch.stack([x.expand(g.shape) for x in (*params[side], g)]))
         given.append(source.shape[side])
     return (*_by_kernel(gradients.softplus_gradient, source, needs, *given), *by_params)
+
+
+def takes_positives(source: Source, term: str) -> bool:
+    """Whether there are kernels for the positives of such a source."""
+    named = source.cols is not None and source.row_ids is not None
+    return named and term in of_positives.TERMS and source.rows.shape[1] <= _LONGEST
+
+
+def _positives_of(source: Source, side: int) -> list[Any]:
+    """Of the anchors of one side: embeddings, where their positives are, what a launch has to know of them."""
+    assert source.cols is not None
+    pairs = [(_by_rows(x), inv) for x, inv in zip((source.rows, source.cols), _inverses(source), strict=True)]
+    (own, own_inv), (other, other_inv) = pairs[:: 1 - 2 * side]
+    found = Positives.of(source)
+    strides = own.stride(0), other.stride(0), own.shape[1]
+    return [own, other, *_packed(own_inv, other_inv), *strides, *(found.T if side else found).ranges()]
+
+
+def _of_term(term: str, width: int) -> dict[str, Any]:
+    return {"TERM": of_positives.TERMS.index(term), "D": triton.next_power_of_2(width)}
+
+
+def positive_sums(
+    source: Source, term: str, params: tuple[list[Tensor], list[Tensor]], asked: tuple[bool, bool]
+) -> list[Tensor | None]:
+    """Of each asked side the sums of a term over the positives."""
+    sums = [_zeros(source, size) if a else None for size, a in zip(source.shape, asked, strict=True)]
+    for side, out in enumerate(sums):
+        if out is not None and out.numel():
+            p, q = _two(params[side])
+            given = *_positives_of(source, side), p, q, out
+            _per_anchor(of_positives.positive_sums, given, **_one(p=p, q=q), **_of_term(term, source.rows.shape[1]))
+    return sums
+
+
+def positive_sums_backward(
+    source: Source,
+    term: str,
+    params: tuple[list[Tensor], list[Tensor]],
+    grads: Pair,
+    needs: tuple[bool, bool],
+    needs_params: bool,
+) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+    """See :func:`itrloss.engines.pairs.term_sums_backward`."""
+    found, by_params = [], []
+    grads = tuple(None if g is None else g.contiguous() for g in grads)  # type: ignore[assignment]
+    for side, x in enumerate((source.rows, source.cols)):
+        assert x is not None
+        out = torch.zeros(x.shape, dtype=x.dtype, device=x.device) if needs[side] else None
+        of_params = [_zeros(source, len(x)) if needs_params else None for _ in params[side]]
+        (a, b), (c, d) = _two(params[side]), _two(params[1 - side])
+        if len(x) and (out is not None or any(of is not None for of in of_params)):
+            given = *_positives_of(source, side), a, b, grads[side], c, d, grads[1 - side], out, *_two(of_params)
+            flags = _one(own_p=a, own_q=b, other_p=c, other_q=d) | _of_term(term, x.shape[1])
+            _per_anchor(of_positives.positive_gradient, given, **flags)
+        found.append(x.new_empty(0) if out is None else out)
+        by_params.append([
+            torch.zeros_like(p) if of is None else of.sum().reshape(1) if p.numel() == 1 else of
+            for p, of in zip(params[side], of_params, strict=True)
+        ])  # fmt: skip
+    return found[0], found[1], by_params[0], by_params[1]
+
+
+def _two(given: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
+    first, second = (*_packed(*given), None, None)[:2]
+    return first, second
+
+
+def _zeros(source: Source, size: int) -> Tensor:
+    return torch.zeros(size, dtype=torch.float32, device=source.rows.device)
+
+
+def _per_anchor(kernel: Any, given: Sequence[Any], **flags: Any) -> None:
+    own = given[0]
+    with torch.cuda.device_of(own):
+        kernel[(len(own),)](*given, **flags)
 
 
 def ranks_counted(

@@ -243,12 +243,15 @@ def threshold_sums(
 
 
 @triton.jit
-def _softplus(z):
-    u = tl.exp(-tl.abs(z))
+def log1p(u):
+    """With all digits of a small u: what rounding took from 1 + u is in the quotient (Kahan)."""
     w = 1.0 + u
-    # log(1 + u) with all digits of a small u: what rounding took from w is in the quotient (Kahan).
-    log1p = tl.where(w == 1.0, u, tl.log(w) * (u / tl.where(w == 1.0, 1.0, w - 1.0)))
-    return tl.maximum(z, 0.0) + log1p
+    return tl.where(w == 1.0, u, tl.log(w) * (u / tl.where(w == 1.0, 1.0, w - 1.0)))
+
+
+@triton.jit
+def softplus(z):
+    return tl.maximum(z, 0.0) + log1p(tl.exp(-tl.abs(z)))
 
 
 @triton.jit
@@ -265,7 +268,7 @@ def _of_softplus(out, tiles, number, anchors, a, s, k, b, negative, SLOPES: tl.c
         _leave(out, 0, tiles, number, anchors, a, tl.sum(slope * s, AXIS))
         _leave(out, 1, tiles, number, anchors, a, tl.sum(slope, AXIS))
     else:
-        _leave(out, 0, tiles, number, anchors, a, tl.sum(tl.where(negative, _softplus(z), 0.0), AXIS))
+        _leave(out, 0, tiles, number, anchors, a, tl.sum(tl.where(negative, softplus(z), 0.0), AXIS))
 
 
 @triton.jit
