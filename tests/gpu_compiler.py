@@ -50,15 +50,15 @@ def compiled(capability: int) -> list[dict]:
     torch.empty = torch.zeros  # whose is the hardest, say, is not computed, and must exist
     driver.set_active(Absent(capability))
     JITFunction.run = compile_only
-    from itrloss.engines.triton import passes
+    from itrloss.engines.triton import blocks
 
     os.environ["TRITON_INTERPRET"] = "1"  # read as "embeddings may be on the CPU": the kernels are there already
     for dtype in (torch.float32, torch.float16):
         for ids in (False, True):
             launch(dtype, ids)
-    for cut in passes.MULTIPLYING:
+    for cut in blocks.MULTIPLYING:
         if cut.memory <= SHARED[capability]:
-            passes.MULTIPLYING = (cut,)
+            blocks.MULTIPLYING = (cut,)
             for ids in (False, True):
                 launch(torch.bfloat16, ids)
     return [{"name": name, **usage(code)} for name, code in kernels.values()]

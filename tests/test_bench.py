@@ -36,9 +36,9 @@ def test_ours_and_eager_are_the_same_loss(loss):
 
 
 def test_triton_with_its_products_before_the_kernels(monkeypatch):
-    passes = pytest.importorskip("itrloss.engines.triton.passes")
-    ways, launch = set(), passes._launch
-    monkeypatch.setattr(passes, "_launch", lambda kernel, block, *args, **flags: (
+    passes, blocks = (pytest.importorskip(f"itrloss.engines.triton.{x}") for x in ("passes", "blocks"))
+    ways, launch = set(), passes.launch
+    monkeypatch.setattr(passes, "launch", lambda kernel, block, *args, **flags: (
         ways.add(block.products is None), launch(kernel, block, *args, **flags)
     ))  # fmt: skip
     case = Case("infonce", (12, 12, 8), torch.bfloat16, "cuda" if torch.cuda.is_available() else "cpu")
@@ -46,7 +46,7 @@ def test_triton_with_its_products_before_the_kernels(monkeypatch):
         ways.clear()
         made = problem(case)
         runner.step(variant, case, made)()
-        assert ways == {multiplying} and made.leaves[0].grad is not None and passes.FUSED
+        assert ways == {multiplying} and made.leaves[0].grad is not None and blocks.FUSED
 
 
 @pytest.mark.parametrize(("shape", "losses"), [((8, 40, 16), ["infonce", "dcl std", "sigmoid"])])

@@ -33,7 +33,7 @@ from itrloss.engines import tiles
 from itrloss.engines.dispatch import _kernels_work, choose
 
 pytest.importorskip("triton")
-passes = importlib.import_module("itrloss.engines.triton.passes")
+passes, blocks = (importlib.import_module(f"itrloss.engines.triton.{x}") for x in ("passes", "blocks"))
 
 # Of lanes whose result is not stored.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
@@ -57,16 +57,16 @@ LOSSES = {
 def few_tiles(monkeypatch):
     """Some tiles, programs and steps with ragged ends on both axes; the interpreter takes its time for each."""
     monkeypatch.setitem(tiles.TILE, DEVICE, (64, 8))
-    monkeypatch.setattr(passes, "READING", passes.Cut(4, 4))
-    monkeypatch.setattr(passes, "MULTIPLYING", (passes.Cut(*MULTIPLIED),))
-    monkeypatch.setattr(passes, "_BLOCK", 128)
+    monkeypatch.setattr(blocks, "READING", blocks.Cut(4, 4))
+    monkeypatch.setattr(blocks, "MULTIPLYING", (blocks.Cut(*MULTIPLIED),))
+    monkeypatch.setattr(blocks, "_BLOCK", 128)
 
 
 @pytest.fixture(params=[False, True], ids=["products before", "multiplying kernels"])
 def multiplying(request, monkeypatch):
     """Whether kernels multiply embeddings themselves; of half precision they do, here float32 shows every mistake."""
     if request.param:
-        monkeypatch.setattr(passes, "_half", lambda source: source.cols is not None)
+        monkeypatch.setattr(blocks, "half", lambda source: source.cols is not None)
 
 
 def moved(*given):
@@ -133,6 +133,58 @@ def test_half_precision_is_more_accurate_than_autocast(dtype, scale):
         rounding = (wanted.to(dtype).double() - wanted).norm()  # of the result, which nothing can escape
         error, other = ((x.cpu().double() - wanted).norm() for x in (got, theirs))
         assert error <= 0.25 * other + rounding
+
+
+@pytest.fixture(params=["columns", "panels"])
+def held(request, monkeypatch):
+    """Of which sums of a gradient in half precision are held: of all columns, or of panels on both sides."""
+    monkeypatch.setattr(blocks, "_HELD", 2**25 if request.param == "columns" else 0)
+
+
+@pytest.mark.parametrize(
+    "loss", ["infonce", *(pytest.param(x, marks=pytest.mark.slow) for x in LOSSES if x != "infonce")]
+)
+@pytest.mark.parametrize("kind", [None, "random"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_losses_of_half_precision_on_triton(loss, kind, dtype, held, few_tiles, poisoned, monkeypatch):
+    monkeypatch.setitem(tiles.TILE, DEVICE, (192, 16))
+    monkeypatch.setattr(blocks, "MULTIPLYING", (blocks.Cut(16, 16, 16, 1),))
+    monkeypatch.setattr(blocks, "READING", blocks.Cut(16, 16))
+    n, m = (21, 21) if kind is None else (21, 29)
+    ids, (v, w) = make_ids(kind, n, m), embeddings(n, m, d=20, dtype=dtype)
+    found = []
+    for engine in ("reference", "triton"):
+        a, b = (x.double() if engine == "reference" else x.to(DEVICE) for x in (v, w))
+        a, b = a.requires_grad_(), b.requires_grad_()
+        value = LOSSES[loss](engine)(a, b, *(moved(*ids) if engine == "triton" else ids))
+        found.append([x.detach().cpu() for x in (value, *torch.autograd.grad(value, (a, b)))])
+    exact, got = found
+    torch.testing.assert_close(got[0].double(), exact[0], rtol=1e-4, atol=1e-5)
+    for wanted, found_here in zip(exact[1:], got[1:], strict=True):
+        rounding = (wanted.to(dtype).double() - wanted).norm()
+        # What comes from tiles is rounded, of some losses what comes from positives by itself, and their sum.
+        assert (found_here.double() - wanted).norm() <= 4 * rounding + 1e-4 * wanted.norm()
+
+
+def test_no_sums_of_all_embeddings_are_held_where_they_are_many(monkeypatch, few_tiles):
+    n, d = 96, 40
+    monkeypatch.setattr(blocks, "_HELD", 0)
+    monkeypatch.setitem(tiles.TILE, DEVICE, (16 * 24, 24))
+    monkeypatch.setattr(tiles, "_FEW", 8)
+    monkeypatch.setattr(tiles, "_ACCELERATOR_NUMBERS", 8 * d)
+    v, w = (x.to(DEVICE).requires_grad_() for x in embeddings(n, n, d, dtype=torch.float16))
+    loss, largest = InfoNCELoss(engine="triton")(v, w), []
+    for name in ("empty", "zeros"):
+        make = getattr(torch, name)
+
+        def noted(*args, _make=make, **kwargs):
+            x = _make(*args, **kwargs)
+            largest.append(x.numel() * (x.dtype == torch.float32))
+            return x
+
+        monkeypatch.setattr(torch, name, noted)
+    loss.backward()
+    assert 0 < max(largest) <= 24 * d
 
 
 @pytest.mark.parametrize("loss", ["dcl", *(pytest.param(x, marks=pytest.mark.slow) for x in LOSSES if x != "dcl")])
@@ -256,13 +308,14 @@ def refused(*args, **kwargs):
 @pytest.mark.parametrize(
     ("name", "broken", "why"),
     [
-        ("_add_product", nothing, "finds something else than the dense engine, of torch.float32 and of torch.bfloat16"),
+        ("add_product", nothing, "finds something else than the dense engine, of torch.float32 and of torch.bfloat16"),
         ("_add_softmax_sums", nothing, "finds something else"),
-        ("_launch", refused, "fails: RuntimeError: no C compiler"),
+        ("launch", refused, "fails: RuntimeError: no C compiler"),
     ],
 )
 def test_what_does_not_work_is_left_alone(name, broken, why, check, monkeypatch):
-    monkeypatch.setattr(passes, name, broken)
+    for module in (passes, blocks):
+        monkeypatch.setattr(module, name, broken, raising=False)
     with pytest.warns(UserWarning, match=f"the Triton engine {why}.*does without it on {DEVICE}"):
         assert not check._works(DEVICE, *SMALL)
 

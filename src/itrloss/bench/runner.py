@@ -194,13 +194,13 @@ def step(name: str, case: Case, problem: Problem) -> Step:
 
 @contextlib.contextmanager
 def _products_before() -> Iterator[None]:
-    from ..engines.triton import passes
+    from ..engines.triton import blocks
 
-    passes.FUSED = False
+    blocks.FUSED = False
     try:
         yield
     finally:
-        passes.FUSED = True
+        blocks.FUSED = True
 
 
 def _gradient(problem: Problem) -> Tensor:

@@ -315,7 +315,7 @@ def _reduced(x: Tensor, shape: torch.Size) -> Tensor:
 
 def hands_out_diagonal(source: Source, negative: bool) -> bool:
     """As :func:`itrloss.engines.softmax.carries_diagonal`."""
-    return negative and source.row_ids is None and not source.fused
+    return negative and source.row_ids is None and not (source.fused and source.cols is None)
 
 
 def term_sums(
@@ -326,8 +326,9 @@ def term_sums(
     And ``S_ii``, empty unless :func:`hands_out_diagonal`.
     """
     if source.fused and negative and term == "softplus":
-        first, empty = fused().softplus_sums(source, params, asked)[0], params[0 if asked[0] else 1][0].new_empty(0)
-        return *[empty if x is None else x for x in first], empty.clone()
+        first, empty = fused().softplus_sums(source, params, asked)[0], source.rows.new_empty(0, dtype=source.dtype)
+        diagonal = fused().diagonal_of(source, hands_out_diagonal(source, negative))
+        return *[empty if x is None else x for x in first], diagonal
     if source.fused and not negative and fused().takes_positives(source, term):
         first, empty = fused().positive_sums(source, term, params, asked), source.rows.new_empty(0, dtype=source.dtype)
         return *[empty if x is None else x for x in first], empty.clone()
@@ -358,7 +359,7 @@ def term_sums_backward(
 ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
     """Gradients of the source and, if they are needed, of the parameters from those of the sums."""
     if source.fused and negative and term == "softplus":
-        return fused().softplus_sums_backward(source, params, grads, needs, needs_params)
+        return fused().softplus_sums_backward(source, params, grads, diagonal_grad, needs, needs_params)
     if source.fused and not negative and fused().takes_positives(source, term):
         return fused().positive_sums_backward(source, term, params, grads, needs, needs_params)
     listed = not negative and Positives.of(source).listable

@@ -20,11 +20,8 @@ _NOTHING = 1e-30  # stands for a sum of no exponentials: smaller than any other,
 
 
 def carries_diagonal(source: Source, masked: bool, extra: int) -> bool:
-    """Whether the pass hands out the positives' scores too: then their gradient needs no matrix of its own.
-
-    Not with Triton, where a block's gradient may be rounded to half precision: the positives' is often the largest.
-    """
-    return masked and extra != ENTROPY and source.row_ids is None and not source.fused
+    """Whether the pass hands out the positives' scores too: then their gradient needs no matrix of its own."""
+    return masked and extra != ENTROPY and source.row_ids is None and not (source.fused and source.cols is None)
 
 
 def _fixed_shift(scales: Pair, bounded: bool, extra: int) -> float | None:
@@ -317,7 +314,9 @@ def logsumexp_backward(
     ``dL/dS_ij = a p_ij`` and ``dH/dS_ij = a p_ij (B - H - [j counts] (log p_ij + 1))``, B the share that counts.
     """
     if source.fused:
-        return fused().logsumexp_backward(source, scales, sums, grads, entropy_grads, masked, extra, needs)
+        return fused().logsumexp_backward(
+            source, scales, sums, grads, entropy_grads, diagonal_grad, masked, extra, needs
+        )
     positives = Positives.of(source)
     shift = _fixed_shift(scales, bounded, extra)
     if shift and not all(s is None or bool((s.top == shift).all()) for s in sums):

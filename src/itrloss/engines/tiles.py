@@ -168,7 +168,9 @@ def tiles(source: Source, scratch: int, wanted: Wanted | None = None) -> Iterato
     if 0 in source.shape:
         return iter(())
     if source.fused:
-        return fused().as_tiles(source, scratch)
+        from .triton.blocks import as_tiles
+
+        return as_tiles(source, scratch)
     return _panels(source, scratch) if source.cols is None else _products(source, scratch, wanted)
 
 

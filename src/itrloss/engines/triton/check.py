@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..tiles import Source
-from . import passes
+from .blocks import blocks
 
 
 @torch.compiler.assume_constant_result
@@ -38,7 +38,7 @@ def _works(device: str, n: int = 2048, m: int = 2816, d: int = 72) -> bool:
 
 def _agree(device: str, dtype: torch.dtype, n: int, m: int, d: int) -> bool:
     wanted, got = (_found(engine, device, dtype, n, m, d) for engine in ("dense", "triton"))
-    products = next(passes.blocks(Source(*_example(device, dtype, n, m, d), None, None, None, None), formed=True))
+    products = next(blocks(Source(*_example(device, dtype, n, m, d), None, None, None, None), formed=True))
     rows, cols = _example(device, dtype, n, m, d)
     some = (rows[: products.size_r].double() @ cols[: products.size_c].double().T).float()
     pairs = zip((*got, products.products), (*wanted, some), strict=True)
