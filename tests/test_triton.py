@@ -14,7 +14,10 @@ import pytest
 import torch
 from cases import SHAPES, embeddings, make_ids, upstream
 from test_engines import ANSWERS, evaluate
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import cross_entropy, normalize
+from torch.utils.checkpoint import checkpoint
 
 from itrloss import (
     CoupledMemory,
@@ -59,7 +62,10 @@ def few_tiles(monkeypatch):
     monkeypatch.setitem(tiles.TILE, DEVICE, (64, 8))
     monkeypatch.setattr(blocks, "READING", blocks.Cut(4, 4))
     monkeypatch.setattr(blocks, "MULTIPLYING", (blocks.Cut(*MULTIPLIED),))
-    monkeypatch.setattr(blocks, "_BLOCK", 128)
+    monkeypatch.setattr(blocks, "_BLOCK", 32)
+    monkeypatch.setattr(passes, "_SLOTS", 2)
+    monkeypatch.setattr(tiles, "_FEW", 5)
+    monkeypatch.setattr(tiles, "_ACCELERATOR_NUMBERS", 5)
 
 
 @pytest.fixture(params=[False, True], ids=["products before", "multiplying kernels"])
@@ -170,6 +176,7 @@ def test_no_sums_of_all_embeddings_are_held_where_they_are_many(monkeypatch, few
     n, d = 96, 40
     monkeypatch.setattr(blocks, "_HELD", 0)
     monkeypatch.setitem(tiles.TILE, DEVICE, (16 * 24, 24))
+    monkeypatch.setattr(blocks, "MULTIPLYING", (blocks.Cut(16, 32, 16),))
     monkeypatch.setattr(tiles, "_FEW", 8)
     monkeypatch.setattr(tiles, "_ACCELERATOR_NUMBERS", 8 * d)
     v, w = (x.to(DEVICE).requires_grad_() for x in embeddings(n, n, d, dtype=torch.float16))
@@ -207,6 +214,78 @@ def test_first_of_equal_negatives_on_triton(multiplying, few_tiles):
     wanted = Similarity(v, w, row_ids, col_ids, engine="reference").both.hardest()
     for got, exact in zip(found, wanted, strict=True):
         assert torch.equal(got.indices.cpu(), exact.indices) and (exact.values == 1).all()
+
+
+def test_more_tiles_than_are_added_at_once(multiplying, few_tiles, monkeypatch, poisoned):
+    monkeypatch.setattr(blocks, "_BLOCK", 2**20)
+    monkeypatch.setitem(tiles.TILE, DEVICE, (2**20, 2**10))
+    n, m = 5, 300
+    v, w = embeddings(n, m, dtype=torch.float32)
+    w[-1] = v[0] * 2  # the highest score of all comes late
+    ids = torch.arange(n), torch.arange(m) % 7
+    for question in (lambda s: s.both.logsumexp(30.0), lambda s: s.both.entropy(0.1)):
+        wanted = question(Similarity(v.double(), w.double(), *ids, engine="reference"))
+        for got, exact in zip(question(Similarity(*moved(v, w, *ids), engine="triton")), wanted, strict=True):
+            torch.testing.assert_close(got.cpu().double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_softplus_of_what_is_almost_nothing(multiplying, few_tiles):
+    v, w = embeddings(13, 21, dtype=torch.float32)
+    ids = make_ids("random", 13, 21)
+    given = torch.ones(1), torch.full((1,), -30.0)
+    wanted = Similarity(v.double(), w.double(), *ids, engine="reference").negatives("softplus", *given)
+    got = Similarity(*moved(v, w, *ids), engine="triton").negatives("softplus", *moved(*given))
+    torch.testing.assert_close(got.cpu().double(), wanted, rtol=1e-5, atol=0)
+
+
+def test_negatives_as_high_as_a_positive_are_not_pushed_at_no_margin(few_tiles):
+    scores = torch.tensor([[2.0, 2.0, 1.0], [3.0, 1.0, 1.0]])
+    ids = torch.arange(2), torch.tensor([0, 1, 5])
+    found = []
+    for engine, device in (("reference", "cpu"), ("triton", DEVICE)):
+        s = scores.to(device).requires_grad_()
+        value = Similarity.from_scores(s, *(x.to(device) for x in ids), engine=engine).violations(0.0)
+        found.append([x.cpu() for x in (value, *torch.autograd.grad(value.sum(), s))])
+    for got, wanted in zip(found[1], found[0], strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_what_is_no_number_is_the_hardest(multiplying, few_tiles):
+    v, w = embeddings(13, 21, dtype=torch.float32)
+    v[3, 2], ids = float("nan"), (torch.arange(13), torch.arange(21))
+    rows, cols = Similarity(*moved(v, w, *ids), engine="triton").both.hardest()
+    wanted = Similarity(v, w, *ids, engine="reference").both.hardest()
+    for got, exact in zip((rows, cols), wanted, strict=True):
+        assert torch.equal(got.indices.cpu(), exact.indices)
+        torch.testing.assert_close(got.values.cpu(), exact.values, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copies_tie_wherever_they_are(dtype):
+    n, m, d = 40, 2049, 64  # tiles of 2048 columns, and what is left
+    v, w = embeddings(n, m, d, dtype=dtype)
+    w[-1] = w[0]
+    ids = torch.zeros(n, dtype=torch.int64), torch.arange(m)
+    sim = Similarity(*moved(v, w, *ids), engine="triton")
+    assert (sim.ranks(ties="pessimistic") > sim.ranks(ties="optimistic")).all()
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_embeddings_as_they_lie(side, multiplying, few_tiles):
+    given = embeddings(13, 13, d=20, dtype=torch.float32)
+    contiguous = [x[:, ::2].contiguous() for x in given]
+    layouts = [given[side][:, ::2], contiguous[side].T.contiguous().T, given[side].repeat(1, 2)[:, :20:2]]
+    ids = torch.arange(13) % 4
+    found = []
+    for layout in (contiguous[side], *layouts):
+        leaves = [x.to(DEVICE) for x in contiguous]
+        leaves[side] = layout.to(DEVICE)
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        value = InfoNCELoss(engine="triton")(*leaves, *moved(ids, ids))
+        found.append([value.detach(), *torch.autograd.grad(value, leaves)])
+    for other in found[1:]:
+        for got, wanted in zip(other, found[0], strict=True):
+            torch.testing.assert_close(got, wanted)
 
 
 def test_classification_on_triton(multiplying, few_tiles, poisoned):
@@ -272,32 +351,62 @@ def test_ranks_and_topk_on_triton(shape, biased, multiplying, few_tiles):
 
 
 @pytest.fixture
-def check():
+def check(monkeypatch):
     check = importlib.import_module("itrloss.engines.triton.check")
-    works = check._works
-    works.cache_clear()
-    yield check
-    works.cache_clear()
-    check._works = works
+    monkeypatch.setattr(check, "_known", {})
+    return check
 
 
 SMALL = (40, 56, 24)
 
 
-def test_that_it_works_is_found_out_on_an_example(check, recwarn):
-    assert check._works(DEVICE, *SMALL) and not recwarn
+@pytest.fixture
+def small_example(check, monkeypatch):
+    why_not = check._why_not
+    monkeypatch.setattr(check, "_why_not", lambda device: why_not(device, *SMALL))
+
+
+def test_that_it_works_is_found_out_on_an_example(check, small_example, recwarn):
+    assert check.works(DEVICE) and not recwarn
+
+
+def test_the_example_is_tried_out_of_sight_of_the_caller(check, small_example, recwarn):
+    def step(x):
+        return (x.sin() if check.works(DEVICE) else x.cos()).sum()
+
+    wanted = [(torch.ones(3) * 1.0).cos()]
+    x = torch.ones(3, requires_grad=True)
+    assert torch.equal(torch.autograd.grad(checkpoint(step, x, use_reentrant=False), x)[0], wanted[0])
+    modes = [torch.device("meta"), torch.inference_mode(), torch.no_grad(), FakeTensorMode()]
+    modes += [torch.autocast(DEVICE, torch.bfloat16), saved_tensors_hooks(refused, refused)]
+    for mode in modes:
+        check._known.clear()
+        with mode:
+            assert check.works(DEVICE)
+    check._known.clear()
+    assert torch.func.grad(step)(torch.ones(3)).equal(wanted[0])
+    assert not recwarn
+
+
+def test_nothing_is_tried_while_a_graph_is_captured(check, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(check, "_why_not", refused)
+    assert not check.works("cuda:0") and not check._known
+    check._known["cuda:0"] = True
+    assert check.works("cuda:0")
 
 
 def test_the_compiler_does_not_look_into_the_example(check):
     torch._dynamo.reset()
     f = torch.compile(lambda x: x + 1 if _kernels_work("cpu") else x - 1, fullgraph=True, backend="eager")
     for works in (True, False):
-        check._works = lambda device, works=works: works
+        check._known["cpu"] = works
         torch._dynamo.reset()
         assert f(torch.zeros(())) == (1 if works else -1)
 
 
-def nothing(*args):
+def nothing(*args, **kwargs):
     """A product that was not made."""
 
 
@@ -308,16 +417,18 @@ def refused(*args, **kwargs):
 @pytest.mark.parametrize(
     ("name", "broken", "why"),
     [
-        ("add_product", nothing, "finds something else than the dense engine, of torch.float32 and of torch.bfloat16"),
+        ("add_product", nothing, "finds something else than the dense engine, of torch.float32 and of torch.bfloat16 "),
         ("_add_softmax_sums", nothing, "finds something else"),
         ("launch", refused, "fails: RuntimeError: no C compiler"),
+        ("_multiply", nothing, "finds something else"),
     ],
 )
-def test_what_does_not_work_is_left_alone(name, broken, why, check, monkeypatch):
+def test_what_does_not_work_is_left_alone(name, broken, why, check, small_example, monkeypatch):
     for module in (passes, blocks):
         monkeypatch.setattr(module, name, broken, raising=False)
     with pytest.warns(UserWarning, match=f"the Triton engine {why}.*does without it on {DEVICE}"):
-        assert not check._works(DEVICE, *SMALL)
+        assert not check.works(DEVICE)
+    assert not check.works(DEVICE)  # and is not tried again
 
 
 @pytest.mark.parametrize(
@@ -361,7 +472,7 @@ def test_what_triton_cannot_do_is_refused(monkeypatch):
 
 def test_losses_on_triton_give_the_same_bits_again():
     v, w = moved(*embeddings(40, 56, d=16, dtype=torch.float32))
-    ids = moved(*make_ids("random", 40, 56))
+    ids = moved(torch.arange(40), torch.arange(56) // 2)
     for loss in LOSSES.values():
         criterion, found = loss("triton"), []
         for _ in range(2):

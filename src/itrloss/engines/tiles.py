@@ -216,10 +216,10 @@ def _products(source: Source, scratch: int, wanted: Wanted | None = None) -> Ite
     space = _workspace(source, step_r * step_c, scratch + (kept is None))
     assert source.cols is not None
     # Columns outside: their wider block is normalised once, the narrow row block again and again.
-    for c0, c1 in _spans(m, step_c):
-        spans = [span for span in _spans(n, step_r) if wanted is None or wanted(*span, c0, c1)]
-        right = source.unit_cols(c0, c1) if kept is None and spans else None
-        for r0, r1 in spans:
+    for c0, c1 in spans(m, step_c):
+        above = [span for span in spans(n, step_r) if wanted is None or wanted(*span, c0, c1)]
+        right = source.unit_cols(c0, c1) if kept is None and above else None
+        for r0, r1 in above:
             views = [b[: (r1 - r0) * (c1 - c0)].view(r1 - r0, c1 - c0) for b in space]
             if kept is not None:
                 yield Tile(r0, r1, c0, c1, kept[r0:r1, c0:c1], views, alone)
@@ -229,7 +229,7 @@ def _products(source: Source, scratch: int, wanted: Wanted | None = None) -> Ite
                 yield Tile(r0, r1, c0, c1, scores, views[1:], alone, left, right)
 
 
-def _spans(size: int, step: int) -> list[tuple[int, int]]:
+def spans(size: int, step: int) -> list[tuple[int, int]]:
     """Pieces of at most ``step``, as equal as can be.
 
     A product of a few columns rounds otherwise than that of many, and copies of an embedding would no longer tie.

@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..tiles import Pair, Source, Tile, at_a_time, tile_shape, unit
+from ..tiles import Pair, Source, Tile, at_a_time, spans, tile_shape, unit
 from .scores import Scores
 from .sums import softmax_sums
 
@@ -76,26 +76,35 @@ def blocks(source: Source, formed: bool = False, large: bool = False, by_cols: b
             rows, cols = rows.float(), cols.float()
         given = rows, cols, 0, rows.stride(0), cols.stride(0), rows.shape[1]
         step_r, step_c = tile_shape(source, _BLOCK if large else None)
-        for c0, r0 in _starts(n, m, step_r, step_c, by_cols):
-            size = min(step_r, n - r0), min(step_c, m - c0)
-            yield Scores(None, *given, *size, r0, c0, *vectors)
+        for (r0, r1), (c0, c1) in _in_order(_steps(n, step_r), _steps(m, step_c), by_cols):
+            yield Scores(None, *given, r1 - r0, c1 - c0, r0, c0, *vectors)
         return
     step_r, step_c = tile_shape(source)
     space = torch.empty(step_r * step_c, dtype=torch.float32, device=source.rows.device)
-    for c0, r0 in _starts(n, m, step_r, step_c, by_cols):
-        rows, cols = source.rows[r0 : r0 + step_r], source.cols[c0 : c0 + step_c]
-        out = space[: len(rows) * len(cols)].view(len(rows), len(cols))
-        if half(source) and rows.is_cuda:
-            torch.mm(rows, cols.T, out_dtype=torch.float32, out=out)
-        else:
-            torch.mm(rows.float(), cols.float().T, out=out)
-        yield Scores(out, None, None, len(cols), 0, 0, 0, len(rows), len(cols), r0, c0, *vectors)
+    for (r0, r1), (c0, c1) in _in_order(spans(n, step_r), spans(m, step_c), by_cols):
+        shape = r1 - r0, c1 - c0
+        out = space[: math.prod(shape)].view(shape)
+        _multiply(source.rows[r0:r1], source.cols[c0:c1], out)
+        yield Scores(out, None, None, shape[1], 0, 0, 0, *shape, r0, c0, *vectors)
 
 
-def _starts(n: int, m: int, step_r: int, step_c: int, by_cols: bool) -> Iterator[tuple[int, int]]:
-    if by_cols:
-        return ((c0, r0) for c0 in range(0, m, step_c) for r0 in range(0, n, step_r))
-    return ((c0, r0) for r0 in range(0, n, step_r) for c0 in range(0, m, step_c))
+Span = tuple[int, int]
+
+
+def _in_order(rows: Sequence[Span], cols: Sequence[Span], by_cols: bool) -> Iterator[tuple[Span, Span]]:
+    return ((r, c) for c in cols for r in rows) if by_cols else ((r, c) for r in rows for c in cols)
+
+
+def _steps(size: int, step: int) -> list[Span]:
+    """Whole tiles but for the last: what a kernel multiplies rounds in the same way everywhere."""
+    return [(start, min(size, start + step)) for start in range(0, size, step)]
+
+
+def _multiply(rows: Tensor, cols: Tensor, out: Tensor) -> None:
+    if rows.is_cuda and rows.dtype == cols.dtype != torch.float32:
+        torch.mm(rows, cols.T, out_dtype=torch.float32, out=out)
+    else:
+        torch.mm(rows.float(), cols.float().T, out=out)
 
 
 def as_tiles(source: Source, scratch: int) -> Iterator[Tile]:
@@ -236,7 +245,7 @@ class Gradient:
         if block.products is not None and self.dtype == torch.float32:
             return block.products
         numel = block.size_r * block.size_c
-        if self.space is None:  # the first block is the largest
+        if self.space is None or self.space.numel() < numel:
             self.space = torch.empty(numel, dtype=self.dtype, device=self.source.rows.device)
         return self.space[:numel].view(block.size_r, block.size_c)
 
@@ -268,7 +277,7 @@ class Gradient:
             return out[own]
         whole = side == 1 and self.turn == (True, True)
         held = self.held[side]
-        if held is None:
+        if held is None or (len(held) < size and not whole):
             held = torch.empty(len(out) if whole else size, out.shape[1], dtype=torch.float32, device=out.device)
             self.held[side] = held
         return held[own] if whole else held[:size]

@@ -109,7 +109,7 @@ def sums_and_products(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """See :func:`itrloss.engines.softmax.sums_and_products`."""
     cols = source.cols
-    assert cols is not None
+    assert cols is not None and source.col_inv is None  # a memory's columns have unit length
     sides = Sides.full(source, (2, 0), 0.0)
     (sums, _), products = sides.sums, torch.zeros_like(source.rows, dtype=torch.float32) if wanted else None
     assert sums is not None
@@ -121,11 +121,8 @@ def sums_and_products(
         before = top.clone()
         _add_softmax_sums(block, sides, (scale, None), masked, 0)
         if products is not None:
-            rows, base, out = (
-                slice(block.start_r, block.start_r + block.size_r),
-                softmax.finite(top),
-                gradient.of(block),
-            )
+            rows, base = slice(block.start_r, block.start_r + block.size_r), softmax.finite(top)
+            out = gradient.of(block)
             products[rows] *= (before - base).exp()[rows, None]
             launch(gradients.exponentials, block, out, base, scale, **flags)
             add_product(products[rows], out, cols[block.start_c : block.start_c + block.size_c])
@@ -169,11 +166,12 @@ def hardest(source: Source, asked: tuple[bool, bool]) -> tuple[Tensor, ...]:
         values, places = best.found(block), where.found(block, torch.int32)
         launch(along.hardest_negatives, block, *values, *places)
         both = zip(best.parts(block, values), where.parts(block, places), strict=True)
-        for (sums, value), (index, place) in both:
+        for (best_so_far, value), (index, place) in both:
             highest = value.amax(1)
-            first = place.masked_fill_(value != highest[:, None], torch.iinfo(torch.int32).max).amin(1)
-            index.copy_(torch.where(highest > sums, first, index))
-            sums.copy_(torch.maximum(highest, sums))
+            missed = (value != highest[:, None]) & ~value.isnan()
+            first = place.masked_fill_(missed, torch.iinfo(torch.int32).max).amin(1)
+            index.copy_(torch.where((highest > best_so_far) | (highest.isnan() & ~best_so_far.isnan()), first, index))
+            best_so_far.copy_(torch.maximum(highest, best_so_far))
     empty = torch.empty(0, dtype=torch.float32, device=source.rows.device)
     found = [empty if x is None else x[0] for x in best.sums]
     return *found, *[empty.to(torch.int64) if x is None else x[0] for x in where.sums]

@@ -19,13 +19,13 @@ class Scores(NamedTuple):
     products: Any  # (rows, columns); None: to be formed of these:
     rows: Any  # (N, D)
     cols: Any  # (M, D)
-    stride: Any  # of the products' rows, or of
-    row_stride: Any
+    stride: Any  # between rows of the products
+    row_stride: Any  # between embeddings
     col_stride: Any
     width: Any  # D
-    size_r: Any
+    size_r: Any  # rows of the block
     size_c: Any
-    start_r: Any  # place in the matrix
+    start_r: Any  # first row of the block in the matrix
     start_c: Any
     row_inv: Any  # (N,) reciprocal lengths
     col_inv: Any  # (M,)
@@ -40,7 +40,7 @@ _BAND = tl.constexpr(
 
 @triton.jit
 def tile(given, R: tl.constexpr, C: tl.constexpr):
-    """This program's: the numbers of its row and of its column of tiles, and of its rows."""
+    """Where this program's tile is: how many above it, how many to the left, and the rows that it has."""
     number, high, wide = tl.program_id(0), tl.cdiv(given.size_r, R), tl.cdiv(given.size_c, C)
     band = number // (_BAND * wide)
     height = tl.minimum(high - band * _BAND, _BAND)
@@ -77,7 +77,7 @@ def _multiplied(given, r, c, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def _halves(x, R: tl.constexpr, C: tl.constexpr):
-    """Of the columns."""
+    """Left and right half of a tile."""
     return tl.split(tl.permute(tl.reshape(x, (R, 2, C // 2)), (0, 2, 1)))
 
 
@@ -105,9 +105,9 @@ def products(given, across, r, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr
 
 @triton.jit
 def cosines(given, x, r, first, C: tl.constexpr):
-    """Of inner products of the block's rows r with its columns from ``first`` on; which of these pairs exist.
+    """Cosines, from inner products of rows r with C columns from ``first`` on.
 
-    And which are negatives, and the numbers of the columns.
+    Then which of these pairs exist, which of them are negatives, and the numbers of the columns.
     """
     c = first + tl.arange(0, C)
     i, j, inside_r, inside_c = given.start_r + r, given.start_c + c, r < given.size_r, c < given.size_c

@@ -154,6 +154,12 @@ def moment_sums(
 
 
 @triton.jit
+def _highest(s, AXIS: tl.constexpr):
+    """nan if there is one, which Triton's maximum leaves out."""
+    return tl.where(tl.max((s != s).to(tl.int32), AXIS) > 0, float("nan"), tl.max(s, AXIS))
+
+
+@triton.jit
 def hardest_negatives(
     given,
     row_out,  # highest score among the negatives
@@ -165,7 +171,10 @@ def hardest_negatives(
     K: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """The highest score among the negatives; of equals the first, whatever a tree of comparisons would make of them."""
+    """The highest score among the negatives; of equals the first, whatever a tree of comparisons would make of them.
+
+    A score that is not a number is the highest, as it is to PyTorch.
+    """
     up, across, r = tile(given, R, C)
     parts = products(given, across, r, R, C, K, PARTS)
     for part in tl.static_range(PARTS):
@@ -173,14 +182,14 @@ def hardest_negatives(
         s, _, negative, c = cosines(given, parts[part], r, number * (C // PARTS), C // PARTS)
         s = tl.where(negative, s, -float("inf"))
         if row_out is not None:
-            best, tiles = tl.max(s, 1), tl.cdiv(given.size_c, C) * PARTS
+            best, tiles = _highest(s, 1), tl.cdiv(given.size_c, C) * PARTS
             _leave(row_out, 0, tiles, number, given.size_r, r, best)
-            where = tl.min(tl.where(s == best[:, None], c[None, :], given.size_c), 1)
+            where = tl.min(tl.where((s == best[:, None]) | (s != s), c[None, :], given.size_c), 1)
             _leave(row_where, 0, tiles, number, given.size_r, r, given.start_c + where)
         if col_out is not None:
-            best, tiles = tl.max(s, 0), tl.cdiv(given.size_r, R)
+            best, tiles = _highest(s, 0), tl.cdiv(given.size_r, R)
             _leave(col_out, 0, tiles, up, given.size_c, c, best)
-            where = tl.min(tl.where(s == best[None, :], r[:, None], given.size_r), 0)
+            where = tl.min(tl.where((s == best[None, :]) | (s != s), r[:, None], given.size_r), 0)
             _leave(col_where, 0, tiles, up, given.size_c, c, given.start_r + where)
 
 
