@@ -1,5 +1,6 @@
 """``itrloss bench``: cases, variants, peers, what is written and how wrong use is answered."""
 
+import contextlib
 import itertools
 import json
 import sys
@@ -47,6 +48,31 @@ def test_triton_with_its_products_before_the_kernels(monkeypatch):
         made = problem(case)
         runner.step(variant, case, made)()
         assert ways == {multiplying} and made.leaves[0].grad is not None and blocks.FUSED
+
+
+def test_a_graph_is_recorded_once_and_leaves_its_gradients(monkeypatch):
+    case = Case("infonce", (6, 6, 8))
+    with pytest.raises(peers.Unavailable, match="CUDA only"):
+        runner.step("ours graphed", case, problem(case))
+    calls, nothing = [], contextlib.nullcontext
+    stream = types.SimpleNamespace(wait_stream=lambda other: None)
+    for name in ("device", "stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args: nothing())
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda: stream)
+    graph = types.SimpleNamespace(replay=lambda: calls.append("replay"))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(Case, "where", torch.device("cuda"))
+    made = problem(case)
+
+    def run():
+        calls.append("run")
+        made.leaves[0].grad = torch.full_like(made.leaves[0], len(calls))
+
+    replay = runner._graphed(run, case, made)
+    recorded, made.leaves[0].grad = made.leaves[0].grad, None
+    replay()
+    assert calls == ["run"] * 4 + ["replay"] and made.leaves[0].grad is recorded
 
 
 @pytest.mark.parametrize(("shape", "losses"), [((8, 40, 16), ["infonce", "dcl std", "sigmoid"])])

@@ -266,11 +266,13 @@ SUITES: dict[str, Suite] = {
         ("ours", "eager", "floor", "open_clip", "linear_cross_entropy chunked"),
     ),
     "cuda": Suite(
-        "the Triton engine, bfloat16: every loss of pairs, M-DCL, large InfoNCE",
-        _of("pairs", [(32768, 32768, d) for d in (512, 1024)], ["infonce"], **_CUDA)
+        "the Triton engine, bfloat16: every loss of pairs, M-DCL, large InfoNCE of one caption an image and of four",
+        _of(
+            "pairs", [(n, m, d) for d in (512, 1024) for n, m in ((32768, 32768), (16384, 65536))], ["infonce"], **_CUDA
+        )
         + _of("pairs", [(4096, 4096, 1024)], **_CUDA)
         + _of("memory", [(128, 4096, 1024), (4096, 65536, 1024)], **_CUDA),
-        (*_ALL, "ours dense", "ours triton", "ours triton panels", "ours tiled", "peers"),
+        (*_ALL, "ours graphed", "ours dense", "ours triton", "ours triton panels", "ours tiled", "peers"),
     ),
     "huge": Suite(
         "InfoNCE of 262144 pairs on a CUDA device, bfloat16: a matrix of 128 GiB that never exists",

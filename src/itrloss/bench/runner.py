@@ -36,6 +36,7 @@ VARIANTS = {
     **{f"ours {engine}": f"engine={engine!r}" for engine in ENGINES},
     "ours triton panels": "engine='triton', with matrix products before its kernels instead of in them",
     "ours compiled": "ours under torch.compile",
+    "ours graphed": "ours as a CUDA graph, forward and backward",
     "eager": "the loss in plain PyTorch; for half precision under autocast",
     "eager compiled": "that under torch.compile",
     "floor": "the matrix products of a dense loss and its gradient, and nothing else",
@@ -189,7 +190,31 @@ def step(name: str, case: Case, problem: Problem) -> Step:
         with _products_before() if name == "ours triton panels" else contextlib.nullcontext():
             loss(*problem.leaves).backward()
 
-    return run
+    return _graphed(run, case, problem) if name == "ours graphed" else run
+
+
+def _graphed(run: Step, case: Case, problem: Problem) -> Step:
+    """Recorded once, and replayed without the host."""
+    if case.where.type != "cuda":
+        raise Unavailable("runs on CUDA only")
+    with torch.cuda.device(case.where):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # what is compiled or chosen at the first call cannot be recorded
+            for _ in range(3):
+                run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+    recorded = [x.grad for x in problem.trained]
+
+    def replay() -> None:
+        graph.replay()
+        for x, grad in zip(problem.trained, recorded, strict=True):
+            x.grad = grad
+
+    return replay
 
 
 @contextlib.contextmanager
