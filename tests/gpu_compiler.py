@@ -50,7 +50,7 @@ def compiled(capability: int) -> list[dict]:
     torch.empty = torch.zeros  # whose is the hardest, say, is not computed, and must exist
     driver.set_active(Absent(capability))
     JITFunction.run = compile_only
-    from itrloss.engines.triton import blocks
+    from itrloss.engines.triton import blocks, passes  # noqa: F401  # the kernels are made when they are imported
 
     os.environ["TRITON_INTERPRET"] = "1"  # read as "embeddings may be on the CPU": the kernels are there already
     for dtype in (torch.float32, torch.float16):

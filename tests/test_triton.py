@@ -388,6 +388,14 @@ def test_the_example_is_tried_out_of_sight_of_the_caller(check, small_example, r
     assert not recwarn
 
 
+def test_a_full_memory_is_no_answer(check, monkeypatch, recwarn):
+    def full(*args):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(check, "_agree", full)
+    assert not check.works(DEVICE) and not check._known and not recwarn
+
+
 def test_nothing_is_tried_while_a_graph_is_captured(check, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -399,7 +407,9 @@ def test_nothing_is_tried_while_a_graph_is_captured(check, monkeypatch):
 
 def test_the_compiler_does_not_look_into_the_example(check):
     torch._dynamo.reset()
-    f = torch.compile(lambda x: x + 1 if _kernels_work("cpu") else x - 1, fullgraph=True, backend="eager")
+    f = torch.compile(
+        lambda x: x + 1 if _kernels_work(torch.device("cpu"), True) else x - 1, fullgraph=True, backend="eager"
+    )
     for works in (True, False):
         check._known["cpu"] = works
         torch._dynamo.reset()
@@ -442,6 +452,8 @@ def test_what_does_not_work_is_left_alone(name, broken, why, check, small_exampl
         (torch.float32, "cuda:1", 2**20, 2**30, True, "dense"),
         (torch.float32, "cuda:1", 2**20, 2**20, True, "triton"),
         (torch.float64, "cuda:1", 2**20, 2**20, True, "tiled"),
+        (torch.float16, "old", 2**20, 2**30, True, "dense"),
+        (torch.float16, "old", 2**20, 2**20, True, "triton"),
         (torch.bfloat16, "cpu", 2**20, 2**20, True, "tiled"),
         (torch.bfloat16, "cpu", 2**20, 2**30, True, "dense"),
     ],
@@ -449,7 +461,8 @@ def test_what_does_not_work_is_left_alone(name, broken, why, check, small_exampl
 def test_auto_takes_triton_where_it_pays_and_works(dtype, device, scores, budget, works, wanted, check, monkeypatch):
     asked = []
     monkeypatch.setattr(check, "works", lambda device: asked.append(device) or works)
-    x = SimpleNamespace(dtype=dtype, device=torch.device(device))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda x: (7, 5) if device == "old" else (8, 0))
+    x = SimpleNamespace(dtype=dtype, device=torch.device(device.replace("old", "cuda:1")))
     assert choose("auto", scores, budget, x) == wanted
     assert set(asked) <= {"cuda:1"}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -46,9 +46,8 @@ def choose(engine: str, scores: int, budget: int, x: Tensor) -> str:
     dtype = compute_dtype(x)
     if engine == "auto":
         dense = scores * dtype.itemsize <= budget
-        # Products of half precision are many times as fast as those of float32, which the other engines make.
-        by_kernels = not dense or (x.dtype != torch.float32 and scores >= _MANY)
-        if by_kernels and x.device.type == "cuda" and dtype == torch.float32 and _kernels_work(str(x.device)):
+        pays = not dense or (x.dtype != torch.float32 and scores >= _MANY)
+        if pays and x.device.type == "cuda" and dtype == torch.float32 and _kernels_work(x.device, dense):
             return "triton"
         return "dense" if dense else "tiled"
     if engine == "triton":
@@ -61,12 +60,13 @@ def choose(engine: str, scores: int, budget: int, x: Tensor) -> str:
     return engine
 
 
-def _kernels_work(device: str) -> bool:
+def _kernels_work(device: torch.device, multiplying: bool) -> bool:
+    """Whether Triton is there and works; and multiplies half precision, many times as fast as others do float32."""
     if importlib.util.find_spec("triton") is None:
         return False
-    from .triton import check
+    from .triton import blocks, check
 
-    return check.works(device)
+    return (blocks.multiplies(device) or not multiplying) and check.works(str(device))
 
 
 class Moments(NamedTuple):

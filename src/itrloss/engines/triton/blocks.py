@@ -19,6 +19,9 @@ from ..tiles import Pair, Source, Tile, at_a_time, spans, tile_shape, unit
 from .scores import Scores
 from .sums import softmax_sums
 
+# ``a b - c`` is rounded twice everywhere: what one kernel, or PyTorch, finds equal, another must not find larger.
+EXACT = {"enable_fp_fusion": False}
+
 
 class Cut(NamedTuple):
     """How a block is cut into tiles, one for a program."""
@@ -42,14 +45,15 @@ class Cut(NamedTuple):
     def options(self) -> dict[str, int]:
         """Of a launch."""
         sizes = {"R": self.rows, "C": self.cols, "K": self.dims, "PARTS": self.parts}
-        return sizes | {"num_warps": self.warps, "num_stages": self.stages}
+        return sizes | EXACT | {"num_warps": self.warps, "num_stages": self.stages}
 
 
 _INTERPRETED = not isinstance(softmax_sums, triton.JITFunction)
 FUSED = True  # whether kernels multiply embeddings of half precision themselves; False: a product before does it
-# Chosen by what Triton's compiler makes of them: as large as their values fit into the registers of a thread.
-MULTIPLYING = Cut(128, 256, 64, 4, stages=4), Cut(128, 128, 64, 4), Cut(64, 64, 64, warps=4)
-READING = Cut(64, 128)
+# By what Triton's compiler makes of them: the values of a thread fit into its registers, and two programs into a
+# processor of an H100, so that one multiplies while the other adds up.
+MULTIPLYING = Cut(128, 128, 64, 4, warps=4), Cut(64, 64, 64, warps=4)
+READING = Cut(64, 64)
 _HELD = 2**25  # float32 sums of a gradient, beside a panel's: 128 MiB
 _BLOCK = 2**28  # scores, the figures of whose tiles are held until they are added up
 
@@ -70,8 +74,8 @@ def blocks(source: Source, formed: bool = False, large: bool = False, by_cols: b
             part = matrix[r0 : r0 + step]
             yield Scores(part, None, None, m, 0, 0, 0, len(part), m, r0, 0, *vectors)
         return
-    if FUSED and half(source) and not formed:
-        rows, cols = by_rows(source.rows), by_rows(source.cols)
+    if FUSED and not formed and half(source) and multiplies(source.rows.device):
+        rows, cols = _aligned(source.rows), _aligned(source.cols)
         if _INTERPRETED:  # which cannot multiply bfloat16
             rows, cols = rows.float(), cols.float()
         given = rows, cols, 0, rows.stride(0), cols.stride(0), rows.shape[1]
@@ -133,9 +137,9 @@ def cut_of(block: Scores) -> Cut:
         return READING
     if block.rows.is_cuda:
         gpu = torch.cuda.get_device_properties(block.rows.device)
+        shared = getattr(gpu, "shared_memory_per_block_optin", 2**16)  # which ROCm does not tell
         for cut in MULTIPLYING:
-            tiles = math.prod(cut.grid(block))
-            if cut.memory <= gpu.shared_memory_per_block_optin and tiles >= gpu.multi_processor_count:
+            if cut.memory <= shared and math.prod(cut.grid(block)) >= gpu.multi_processor_count:
                 return cut
     return MULTIPLYING[-1]
 
@@ -150,6 +154,20 @@ def launch(kernel: Any, block: Scores, *args: Any, **flags: Any) -> None:
 def packed(*given: Any) -> list[Any]:
     """Kernels read vectors one value after the other."""
     return [x.contiguous() if isinstance(x, Tensor) else x for x in given]
+
+
+def multiplies(device: torch.device) -> bool:
+    """Whether there are tensor cores that Triton knows how to feed."""
+    return device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Embeddings that can be loaded 16 bytes at a time, with zeros at the end if need be, which change no product."""
+    if x.shape[1] % 16 == 0 and x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0:
+        return x
+    made = x.new_zeros(x.shape[0], -(-x.shape[1] // 16) * 16)
+    made[:, : x.shape[1]] = x
+    return made
 
 
 def by_rows(x: Tensor) -> Tensor:

@@ -25,18 +25,23 @@ def works(device: str) -> bool:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return False
         with ThreadPoolExecutor(1) as other:  # where no mode, hook or tracer of the caller's sees the example
-            why = other.submit(_why_not, device).result()
+            try:
+                why = other.submit(_why_not, device).result()
+            except torch.OutOfMemoryError:  # which may be otherwise the next time
+                return False
         if why:
             warnings.warn(f"itrloss: the Triton engine {why}; engine='auto' does without it on {device}", stacklevel=3)
         _known[device] = not why
     return _known[device]
 
 
-def _why_not(device: str, n: int = 2048, m: int = 2816, d: int = 72) -> str:
+def _why_not(device: str, n: int = 2048, m: int = 2816, d: int = 80) -> str:
     """Empty if it works. The example has as many tiles of the largest kind as the largest GPUs have processors."""
     try:
         dtypes = torch.float32, torch.bfloat16, torch.float16
         wrong = [str(dtype) for dtype in dtypes if not _agree(device, dtype, n, m, d)]
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # of a compiler, a driver, a product that a GPU does not have
         return f"fails: {type(error).__name__}: {error}"
     return f"finds something else than the dense engine, of {' and of '.join(wrong)}" if wrong else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .scores import cosines, products, tile, vector
+from .scores import cosines, exp, products, tile, vector
 from .sums import sigmoid
 
 
@@ -34,7 +34,7 @@ def _softmax_share(
         if MASKED:
             uncounted = tl.expand_dims(tl.load(vectors + 3 * size + i, mask=inside, other=0.0), AXIS)
             factor = tl.where(negative, factor, uncounted)
-    return tl.exp(log_e) * factor
+    return exp(log_e) * factor
 
 
 @triton.jit
@@ -99,7 +99,7 @@ def exponentials(
             counts = inside
         i, there = given.start_r + r, r < given.size_r
         z = s * vector(scale, i, there, ONE_SCALE)[:, None] - tl.load(top + i, mask=there, other=0.0)[:, None]
-        e = tl.where(counts, tl.exp(z), 0.0)
+        e = tl.where(counts, exp(z), 0.0)
         place = r.to(tl.int64)[:, None] * given.size_c + c.to(tl.int64)[None, :]
         tl.store(out + place, e.to(out.dtype.element_ty), mask=inside)
 

@@ -19,7 +19,7 @@ from ..violations import pushed_up, seen_from
 from . import gradients
 from . import positives as of_positives
 from . import sums as along
-from .blocks import Gradient, Sides, add_product, blocks, by_rows, inverses, launch, one, packed
+from .blocks import EXACT, Gradient, Sides, add_product, blocks, by_rows, inverses, launch, one, packed
 from .scores import Scores
 
 _LONGEST = 2**13  # embedding that one program holds
@@ -74,7 +74,9 @@ def _add_softmax_sums(block: Scores, sides: Sides, scales: Pair, masked: bool, e
     for sums, new in sides.parts(block, found):
         _, tiles, anchors = new.shape
         with torch.cuda.device_of(new):
-            add[(-(-anchors // 32),)](new, tiles, anchors, sums, sums.stride(0), EXTRA=extra, ANCHORS=32, TILES=32)
+            add[(-(-anchors // 32),)](
+                new, tiles, anchors, sums, sums.stride(0), EXTRA=extra, ANCHORS=32, TILES=32, **EXACT
+            )
 
 
 def logsumexp_backward(
@@ -344,7 +346,7 @@ def _zeros(source: Source, size: int) -> Tensor:
 def _per_anchor(kernel: Any, given: Sequence[Any], **flags: Any) -> None:
     own = given[0]
     with torch.cuda.device_of(own):
-        kernel[(len(own),)](*given, **flags)
+        kernel[(len(own),)](*given, **flags, **EXACT)
 
 
 def ranks_counted(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .scores import cosines, products, tile, vector
+from .scores import cosines, exp, products, tile, vector
 
 MEAN, ENTROPY = tl.constexpr(1), tl.constexpr(2)  # as in itrloss.engines.softmax
 SUM, COUNT, COUNT_TIES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -30,7 +30,7 @@ def _of_softmax(out, tiles, number, anchors, a, s, k, counts, inside, EXTRA: tl.
     z = tl.where(summed, s * tl.expand_dims(k, AXIS), -float("inf"))
     top = tl.max(z, AXIS)
     z -= tl.expand_dims(tl.where(top == -float("inf"), 0.0, top), AXIS)
-    e = tl.exp(z)
+    e = exp(z)
     _leave(out, 0, tiles, number, anchors, a, top)
     _leave(out, 1, tiles, number, anchors, a, tl.sum(e, AXIS))
     if EXTRA == MEAN:
@@ -104,7 +104,7 @@ def add_softmax_sums(
         higher = tl.maximum(top, tl.max(tops, 0))
         base = tl.where(higher == -float("inf"), 0.0, higher)
         gap, gaps = top - base, tops - base[None, :]
-        factor, factors = tl.exp(gap), tl.exp(gaps)
+        factor, factors = exp(gap), exp(gaps)
         total = total * factor + tl.sum(tl.load(one + plane, mask=there, other=0.0) * factors, 0)
         if EXTRA == MEAN:
             figure = figure * factor + tl.sum(tl.load(one + 2 * plane, mask=there, other=0.0) * factors, 0)
@@ -260,12 +260,12 @@ def log1p(u):
 
 @triton.jit
 def softplus(z):
-    return tl.maximum(z, 0.0) + log1p(tl.exp(-tl.abs(z)))
+    return tl.maximum(z, 0.0) + log1p(exp(-tl.abs(z)))
 
 
 @triton.jit
 def sigmoid(z):
-    e = tl.exp(-tl.abs(z))
+    e = exp(-tl.abs(z))
     return tl.where(z >= 0, 1.0, e) / (1.0 + e)
 
 
