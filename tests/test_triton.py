@@ -32,7 +32,7 @@ from itrloss import (
     TripletLoss,
     UnifiedTrainingObjective,
 )
-from itrloss.engines import tiles
+from itrloss.engines import softmax, tiles
 from itrloss.engines.dispatch import _kernels_work, choose
 
 pytest.importorskip("triton")
@@ -332,6 +332,20 @@ def test_memory_on_triton(masked, entries, multiplying, few_tiles):
             found.append([x.detach().cpu().double() for x in (value, *torch.autograd.grad(value, (a, b)))])
     for wanted, got in zip(found[0] + found[1], found[2] + found[3], strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_sums_over_columns_of_any_length(masked, few_tiles, poisoned):
+    (v, w), ids = embeddings(6, 40, 16), (torch.arange(6) % 4, torch.arange(40) % 9)
+    inverses = [1 / x.norm(dim=1) for x in (v, w)]
+    found = []
+    for fused, dtype, device in ((False, torch.float64, "cpu"), (True, torch.float32, DEVICE)):
+        given = [x.to(device, dtype) for x in (v, w, *inverses)] + [x.to(device) for x in ids]
+        source = tiles.Source(*given, fused=fused)
+        total, top, products = softmax.sums_and_products(source, given[0].new_full((1,), 9.0), masked, False, True)
+        found.append([x.cpu().double() for x in (total.log() + top, products / total[:, None])])
+    for wanted, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -89,7 +89,7 @@ def exponentials(
     K: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """``exp(scale S - top)``."""
+    """``exp(scale S - top)`` over the lengths of the columns."""
     _, across, r = tile(given, R, C)
     parts = products(given, across, r, R, C, K, PARTS)
     for part in tl.static_range(PARTS):
@@ -100,6 +100,9 @@ def exponentials(
         i, there = given.start_r + r, r < given.size_r
         z = s * vector(scale, i, there, ONE_SCALE)[:, None] - tl.load(top + i, mask=there, other=0.0)[:, None]
         e = tl.where(counts, exp(z), 0.0)
+        # For products with columns as they came.
+        if given.col_inv is not None:
+            e = e * tl.load(given.col_inv + given.start_c + c, mask=c < given.size_c, other=0.0)[None, :]
         place = r.to(tl.int64)[:, None] * given.size_c + c.to(tl.int64)[None, :]
         tl.store(out + place, e.to(out.dtype.element_ty), mask=inside)
 

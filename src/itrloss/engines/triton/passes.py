@@ -111,7 +111,7 @@ def sums_and_products(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """See :func:`itrloss.engines.softmax.sums_and_products`."""
     cols = source.cols
-    assert cols is not None and source.col_inv is None  # a memory's columns have unit length
+    assert cols is not None
     sides = Sides.full(source, (2, 0), 0.0)
     (sums, _), products = sides.sums, torch.zeros_like(source.rows, dtype=torch.float32) if wanted else None
     assert sums is not None
