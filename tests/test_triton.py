@@ -334,6 +334,29 @@ def test_memory_on_triton(masked, entries, multiplying, few_tiles):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    "term", ["identity", "log1p_clamp", "log1p_relu", "negative_log_likelihood", "softplus", "hinge"]
+)
+def test_positives_and_their_parameters(term, shared, poisoned):
+    n, m, d = 7, 11, 20
+    (v, w), ids = embeddings(n, m, d), (torch.arange(n) % 5, torch.arange(m) % 6)
+    w[0] = -3 * v[0]  # a positive at the least of all cosines
+    count, grads = {"negative_log_likelihood": 2, "softplus": 2, "hinge": 1}.get(term, 0), upstream(n, m)
+    sizes = (1, 1) if shared else (n, m)
+    found = []
+    for engine, dtype, device in (("reference", torch.float64, "cpu"), ("triton", torch.float32, DEVICE)):
+        leaves = [v, w, *(torch.linspace(0.5, 1.5, size).double() + k for size in sizes for k in range(count))]
+        leaves = [x.to(device, dtype).requires_grad_() for x in leaves]
+        sim = Similarity(*leaves[:2], *(x.to(device) for x in ids), engine=engine)
+        sums = sim.both.positives(term, leaves[2 : 2 + count], leaves[2 + count :])
+        total = sum((x * g.to(x)).sum() for x, g in zip(sums, grads, strict=True))
+        found.append([x.detach().cpu().double() for x in (*sums, *torch.autograd.grad(total, leaves))])
+    rtol = 2e-3 if term == "log1p_clamp" else 1e-4  # float32 has few digits of 1 - 0.999999
+    for wanted, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=rtol, atol=1e-5)
+
+
 @pytest.mark.parametrize("masked", [True, False])
 def test_sums_over_columns_of_any_length(masked, few_tiles, poisoned):
     (v, w), ids = embeddings(6, 40, 16), (torch.arange(6) % 4, torch.arange(40) % 9)

@@ -89,7 +89,7 @@ class VarianceAwareLoss(ObservedLoss):
             ids = diagonal_if_unique(check_ids(image_ids, text_ids, n, texts.shape[0], images.device))
         except (TypeError, ValueError) as error:
             raise type(error)(re.sub(r"\bimages\b", "image_sets", in_words_of_pairs(str(error)))) from None
-        engine = choose(self.engine, k * n * texts.shape[0], DEFAULT_MEMORY_BUDGET, images)
+        engine = choose(self.engine, n * texts.shape[0], DEFAULT_MEMORY_BUDGET // k, images)  # all heads, one by one
         of_images, of_texts = inverse_norms(flat.detach()), inverse_norms(texts.detach())
         if engine == "dense":  # one product for all heads
             scores = Similarity._of(flat, texts, (None, None), (of_images, of_texts), engine).scores()
