@@ -261,8 +261,10 @@ def test_what_is_no_number_is_the_hardest(multiplying, few_tiles):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_copies_tie_wherever_they_are(dtype):
-    n, m, d = 40, 2049, 64  # tiles of 2048 columns, and what is left
+def test_copies_tie_wherever_they_are(dtype, monkeypatch):
+    n, m, d = 600, 2049, 64
+    monkeypatch.setitem(tiles.TILE, DEVICE, (2**20, 2048))  # 2048 columns a block, and one is left
+    monkeypatch.setattr(blocks, "READING", blocks.Cut(128, 256))
     v, w = embeddings(n, m, d, dtype=dtype)
     w[-1] = w[0]
     ids = torch.zeros(n, dtype=torch.int64), torch.arange(m)
