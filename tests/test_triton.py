@@ -250,17 +250,6 @@ def test_negatives_as_high_as_a_positive_are_not_pushed_at_no_margin(few_tiles):
         assert torch.equal(got, wanted)
 
 
-def test_entropy_of_scores_one_of_which_is_infinitely_low(few_tiles):
-    scores = torch.tensor([[0.1, 0.2, -0.3], [0.3, float("-inf"), 0.5]])
-    ids, found = (torch.arange(2), torch.tensor([0, 5, 6])), []
-    for engine, low, device in (("reference", -1e6, "cpu"), ("triton", -torch.inf, DEVICE)):
-        s = scores.clamp_min(low).to(device).requires_grad_()
-        rows = Similarity.from_scores(s, *(x.to(device) for x in ids), engine=engine).entropy(1.0)
-        found.append([x.detach().cpu() for x in (rows, *torch.autograd.grad(rows.sum(), s))])
-    for wanted, got in zip(*found, strict=True):
-        torch.testing.assert_close(got, wanted)
-
-
 def test_what_is_no_number_is_the_hardest(multiplying, few_tiles):
     v, w = embeddings(13, 21, dtype=torch.float32)
     v[3, 2], ids = float("nan"), (torch.arange(13), torch.arange(21))

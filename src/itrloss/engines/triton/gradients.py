@@ -30,7 +30,7 @@ def _softmax_share(
     log_e = s * tl.expand_dims(k, AXIS) - top
     if ENTROPIC:
         slope = tl.expand_dims(tl.load(vectors + 2 * size + i, mask=inside, other=0.0), AXIS)
-        factor = factor + slope * tl.maximum(log_e, -1e4)
+        factor = factor + slope * log_e
         if MASKED:
             uncounted = tl.expand_dims(tl.load(vectors + 3 * size + i, mask=inside, other=0.0), AXIS)
             factor = tl.where(negative, factor, uncounted)
