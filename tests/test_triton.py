@@ -16,7 +16,6 @@ from cases import SHAPES, embeddings, make_ids, upstream
 from test_engines import ANSWERS, evaluate
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.functional import cross_entropy, normalize
 from torch.utils.checkpoint import checkpoint
 
 from itrloss import (
@@ -32,6 +31,7 @@ from itrloss import (
     TripletLoss,
     UnifiedTrainingObjective,
 )
+from itrloss.bench import eager
 from itrloss.engines import softmax, tiles
 from itrloss.engines.dispatch import _kernels_work, choose
 
@@ -115,26 +115,26 @@ def test_answers_and_gradients_equal_the_reference(name, shape, multiplying, few
         assert error <= 4 * max(noise) + 2e-6 * wanted[finite].norm() + 1e-7
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dtype", "captions"), [(torch.bfloat16, 1), (torch.bfloat16, 3), (torch.float16, 1)])
 @pytest.mark.parametrize("scale", [1.0, 10.0, 100.0])
-def test_half_precision_is_more_accurate_than_autocast(dtype, scale):
+def test_half_precision_is_more_accurate_than_autocast(dtype, scale, captions):
     n, d = 64, 64
     generator = torch.Generator().manual_seed(0)
-    common, *noise = (torch.randn(n, d, generator=generator) for _ in range(3))
-    v, w = ((common + x).to(dtype) for x in noise)
+    common, other, *noise = (torch.randn(n, d, generator=generator) for _ in range(2 + captions))
+    v, w = (common + other).to(dtype), torch.cat([common + x for x in noise]).to(dtype)
+    ids = (torch.arange(n), torch.arange(n).repeat(captions)) if captions > 1 else ()
 
-    def gradient(v, w, loss):
+    def gradient(v, w, loss, *ids):
         v, w = v.detach().requires_grad_(), w.detach().requires_grad_()
-        return torch.autograd.grad(loss(v, w), (v, w))
+        return torch.autograd.grad(loss(v, w, *ids), (v, w))
 
-    def plain(v, w):
+    def plain(v, w, *ids):
         with torch.autocast("cpu", dtype):
-            z = scale * (normalize(v, dim=1) @ normalize(w, dim=1).T)
-            return cross_entropy(z, torch.arange(n)) + cross_entropy(z.T, torch.arange(n))
+            return eager.infonce(v, w, *ids, temperature=1 / scale)
 
-    exact = gradient(v.double(), w.double(), InfoNCELoss(1 / scale, engine="reference"))
-    ours = gradient(*moved(v, w), InfoNCELoss(1 / scale, engine="triton"))
-    for got, theirs, wanted in zip(ours, gradient(v, w, plain), exact, strict=True):
+    exact = gradient(v.double(), w.double(), InfoNCELoss(1 / scale, engine="reference"), *ids)
+    ours = gradient(*moved(v, w), InfoNCELoss(1 / scale, engine="triton"), *moved(*ids))
+    for got, theirs, wanted in zip(ours, gradient(v, w, plain, *ids), exact, strict=True):
         assert got.dtype == dtype
         rounding = (wanted.to(dtype).double() - wanted).norm()  # of the result, which nothing can escape
         error, other = ((x.cpu().double() - wanted).norm() for x in (got, theirs))

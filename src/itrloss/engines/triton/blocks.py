@@ -48,7 +48,8 @@ class Cut(NamedTuple):
         return sizes | EXACT | {"num_warps": self.warps, "num_stages": self.stages}
 
 
-_INTERPRETED = not isinstance(softmax_sums, triton.JITFunction)
+# The interpreter cannot multiply bfloat16, and rounds to it towards zero: it computes in float32.
+INTERPRETED = not isinstance(softmax_sums, triton.JITFunction)
 FUSED = True  # whether kernels multiply embeddings of half precision themselves; False: a product before does it
 # By what Triton's compiler makes of them: the values of a thread fit into its registers, and two programs into a
 # processor of an H100, so that one multiplies while the other adds up.
@@ -76,7 +77,7 @@ def blocks(source: Source, formed: bool = False, large: bool = False, by_cols: b
         return
     if FUSED and not formed and half(source) and multiplies(source.rows.device):
         rows, cols = _aligned(source.rows), _aligned(source.cols)
-        if _INTERPRETED:  # which cannot multiply bfloat16
+        if INTERPRETED:
             rows, cols = rows.float(), cols.float()
         given = rows, cols, 0, rows.stride(0), cols.stride(0), rows.shape[1]
         step_r, step_c = tile_shape(source, _BLOCK if large else None)
@@ -264,7 +265,8 @@ class Gradient:
             return block.products
         numel = block.size_r * block.size_c
         if self.space is None or self.space.numel() < numel:
-            self.space = torch.empty(numel, dtype=self.dtype, device=self.source.rows.device)
+            dtype = torch.float32 if INTERPRETED else self.dtype
+            self.space = torch.empty(numel, dtype=dtype, device=self.source.rows.device)
         return self.space[:numel].view(block.size_r, block.size_c)
 
     def add(self, block: Scores, grad: Tensor) -> None:
@@ -274,6 +276,7 @@ class Gradient:
             return
         r, c = (slice(a, a + size) for a, size in ((block.start_r, block.size_r), (block.start_c, block.size_c)))
         n, m = self.source.shape
+        grad = grad.to(self.dtype)
         if self.turn[0]:
             self._add(0, r, grad, cols[c], c.start == 0, c.stop == m)
         if self.turn[1]:

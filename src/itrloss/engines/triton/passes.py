@@ -19,7 +19,7 @@ from ..violations import pushed_up, seen_from
 from . import gradients
 from . import positives as of_positives
 from . import sums as along
-from .blocks import EXACT, Gradient, Sides, add_product, blocks, by_rows, inverses, launch, one, packed
+from .blocks import EXACT, INTERPRETED, Gradient, Sides, add_product, blocks, by_rows, inverses, launch, one, packed
 from .scores import Scores
 
 _LONGEST = 2**13  # embedding that one program holds
@@ -319,14 +319,15 @@ def positive_sums_backward(
     grads = tuple(None if g is None else g.contiguous() for g in grads)  # type: ignore[assignment]
     for side, x in enumerate((source.rows, source.cols)):
         assert x is not None
-        out = torch.zeros(x.shape, dtype=x.dtype, device=x.device) if needs[side] else None
+        dtype = torch.float32 if INTERPRETED else x.dtype
+        out = torch.zeros(x.shape, dtype=dtype, device=x.device) if needs[side] else None
         of_params = [_zeros(source, len(x)) if needs_params else None for _ in params[side]]
         (a, b), (c, d) = _two(params[side]), _two(params[1 - side])
         if len(x) and (out is not None or any(of is not None for of in of_params)):
             given = *_positives_of(source, side), a, b, grads[side], c, d, grads[1 - side], out, *_two(of_params)
             flags = one(own_p=a, own_q=b, other_p=c, other_q=d) | _of_term(term, x.shape[1])
             _per_anchor(of_positives.positive_gradient, given, **flags)
-        found.append(x.new_empty(0) if out is None else out)
+        found.append(x.new_empty(0) if out is None else out.to(x.dtype))
         by_params.append([
             torch.zeros_like(p) if of is None else of.sum().reshape(1) if p.numel() == 1 else of
             for p, of in zip(params[side], of_params, strict=True)
