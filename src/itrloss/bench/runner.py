@@ -185,6 +185,7 @@ def step(name: str, case: Case, problem: Problem) -> Step:
     loss = _loss(name, case, problem)
 
     def run() -> None:
+        """Forward and backward, gradients anew."""
         for x in problem.trained:
             x.grad = None
         with _products_before() if name == "ours triton panels" else contextlib.nullcontext():

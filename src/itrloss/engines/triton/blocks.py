@@ -332,6 +332,7 @@ class Gradient:
 
 
 def add_product(total: Tensor, grad: Tensor, other: Tensor) -> None:
+    """``total += grad @ other``, with float32 sums."""
     if grad.dtype != torch.float32 and grad.is_cuda:
         torch.addmm(total, grad, other, out_dtype=torch.float32, out=total)
     else:
