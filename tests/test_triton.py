@@ -359,18 +359,27 @@ def test_positives_and_their_parameters(term, shared, poisoned):
         torch.testing.assert_close(got, wanted, rtol=rtol, atol=1e-5)
 
 
-@pytest.mark.parametrize("masked", [True, False])
-def test_sums_over_columns_of_any_length(masked, few_tiles, poisoned):
-    (v, w), ids = embeddings(6, 40, 16), (torch.arange(6) % 4, torch.arange(40) % 9)
+@pytest.mark.parametrize(("masked", "kind"), [(True, "random"), (False, "random"), (True, "same")])
+@pytest.mark.parametrize("low", [False, True])
+def test_sums_over_columns_of_any_length(masked, kind, low, multiplying, few_tiles, poisoned):
+    """Whatever power of two a tile takes, and wherever a row has its largest exponent."""
+    scale = torch.tensor([0.01, 9.0, 90.0, 1000.0, -50.0, 0.0, 300.0, -1000.0, 60.0], dtype=torch.float64)
+    n, m = len(scale), 40
+    v, w = embeddings(n, m, 16)
+    w[:12], w[12:24], w[30] = w[:12] / 50 - v[3], w[12:24] / 50 + v[3], v[6]  # some cosines near -1 and 1
+    if low:
+        v, w = v.abs(), -w.abs()  # none above 0
     inverses = [1 / x.norm(dim=1) for x in (v, w)]
     found = []
     for fused, dtype, device in ((False, torch.float64, "cpu"), (True, torch.float32, DEVICE)):
-        given = [x.to(device, dtype) for x in (v, w, *inverses)] + [x.to(device) for x in ids]
+        given = [x.to(device, dtype) for x in (v, w, *inverses)] + [x.to(device) for x in make_ids(kind, n, m)]
         source = tiles.Source(*given, fused=fused)
-        total, top, products = softmax.sums_and_products(source, given[0].new_full((1,), 9.0), masked, False, True)
-        found.append([x.cpu().double() for x in (total.log() + top, products / total[:, None])])
-    for wanted, got in zip(*found, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+        total, top, products = softmax.sums_and_products(source, scale.to(given[0]), masked, False, True)
+        found.append([x.cpu().double() for x in (total.log() + top, products / total.clamp_min(1e-30)[:, None])])
+        alone = softmax.sums_and_products(source, scale.to(given[0]), masked, False, False)
+        torch.testing.assert_close(alone[0].log() + alone[1], total.log() + top)
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -565,7 +574,14 @@ def test_kernels_compile_for_gpus(capability, tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = json.loads(done.stdout.splitlines()[-1])
-    gradients = {"affine_gradient", "exponentials", "softmax_gradient", "softplus_gradient", "violation_gradient"}
+    gradients = {
+        "affine_gradient",
+        "exponentials",
+        "rescale",
+        "softmax_gradient",
+        "softplus_gradient",
+        "violation_gradient",
+    }
     sums = {"hardest_negatives", "moment_sums", "softmax_sums", "softplus_sums", "threshold_sums", "add_softmax_sums"}
     assert {kernel["name"] for kernel in kernels} == gradients | sums | {"positive_gradient", "positive_sums"}
     for kernel in kernels:

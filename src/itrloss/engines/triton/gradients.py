@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .scores import cosines, exp, products, tile, vector
-from .sums import sigmoid
+from .sums import leave, sigmoid
 
 
 @triton.jit
@@ -79,32 +79,71 @@ def softmax_gradient(
 @triton.jit
 def exponentials(
     given,
-    out,  # (rows, columns), 0 for what does not count; may be the products
-    top,  # (N,), finite
+    out,  # (rows, columns): 2^(z - power) over lengths of columns, 0 for what does not count; may be the products
+    found,  # (2, tiles, rows): the tile's powers, -inf where nothing ever counted, and sums of its exponentials
+    powers,  # (N,) that the rows have so far; -inf: none yet
     scale,  # (N,), or (1,)
     ONE_SCALE: tl.constexpr,
     MASKED: tl.constexpr,
+    REACH: tl.constexpr,
     R: tl.constexpr,
     C: tl.constexpr,
     K: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """``exp(scale S - top)`` over the lengths of the columns."""
+    """Exponentials in one go, with ``z = scale S log2(e)``, before the largest of a row is known.
+
+    A row's largest has to lie between 1 and 2^REACH, and what is far below it may vanish. A tile takes the power that
+    its row has; only where its own largest does not lie there, another. As powers are integers, to change them later
+    (:func:`rescale`) rounds nothing.
+    """
     _, across, r = tile(given, R, C)
     parts = products(given, across, r, R, C, K, PARTS)
+    i, there = given.start_r + r, r < given.size_r
+    k = vector(scale, i, there, ONE_SCALE) * 1.4426950408889634
+    had = tl.load(powers + i, mask=there, other=-float("inf"))
+    base = tl.where(had == -float("inf"), 0.0, had)
+    lowest = tl.where(had == -float("inf"), base, -float("inf"))
     for part in tl.static_range(PARTS):
-        number = across * PARTS + part
+        number, tiles = across * PARTS + part, tl.cdiv(given.size_c, C) * PARTS
         s, inside, counts, c = cosines(given, parts[part], r, number * (C // PARTS), C // PARTS)
         if not MASKED:
             counts = inside
-        i, there = given.start_r + r, r < given.size_r
-        z = s * vector(scale, i, there, ONE_SCALE)[:, None] - tl.load(top + i, mask=there, other=0.0)[:, None]
-        e = tl.where(counts, exp(z), 0.0)
+        z = tl.where(counts, s * k[:, None], -float("inf"))
+        top = tl.max(z, 1)
+        power = tl.where((top >= lowest) & (top <= base + REACH), base, tl.ceil(top) - REACH // 2)
+        e = tl.where(counts, tl.exp2(z - power[:, None]), 0.0)
+        leave(found, 0, tiles, number, given.size_r, r, power)
+        leave(found, 1, tiles, number, given.size_r, r, tl.sum(e, 1))
         # For products with columns as they came.
         if given.col_inv is not None:
             e = e * tl.load(given.col_inv + given.start_c + c, mask=c < given.size_c, other=0.0)[None, :]
         place = r.to(tl.int64)[:, None] * given.size_c + c.to(tl.int64)[None, :]
         tl.store(out + place, e.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def rescale(
+    x,  # (rows, width): numbers over 2^old
+    rows,
+    width,
+    old,  # (tiles, rows) of each C columns; -inf: there are only zeros
+    stride,  # between tiles; 0: the same for all columns
+    new,  # (rows,)
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Numbers over 2^new instead, which is not below 2^old; where it is the same they are not even read."""
+    up, across = tl.program_id(0), tl.program_id(1)
+    r, c = up * R + tl.arange(0, R), across * C + tl.arange(0, C)
+    there = r < rows
+    power = tl.load(old + across * stride + r, mask=there, other=-float("inf"))
+    gap = tl.where(power == -float("inf"), 0.0, power - tl.load(new + r, mask=there, other=0.0))
+    if tl.min(gap) < 0:
+        inside = there[:, None] & (c < width)[None, :]
+        place = x + r.to(tl.int64)[:, None] * width + c.to(tl.int64)[None, :]
+        scaled = tl.load(place, mask=inside, other=0.0) * tl.exp2(gap)[:, None]
+        tl.store(place, scaled.to(x.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import triton
@@ -19,10 +19,25 @@ from ..violations import pushed_up, seen_from
 from . import gradients
 from . import positives as of_positives
 from . import sums as along
-from .blocks import EXACT, INTERPRETED, Gradient, Sides, add_product, blocks, by_rows, inverses, launch, one, packed
+from .blocks import (
+    EXACT,
+    INTERPRETED,
+    Gradient,
+    Sides,
+    add_product,
+    blocks,
+    by_rows,
+    cut_of,
+    inverses,
+    launch,
+    one,
+    packed,
+)
 from .scores import Scores
 
 _LONGEST = 2**13  # embedding that one program holds
+# Powers of two that exponentials may take up: their sums, and products with them, are float32.
+_REACH = {torch.float32: 60, torch.bfloat16: 60, torch.float16: 15}
 _SLOTS = 32  # thresholds of an anchor that one kernel looks at
 
 
@@ -70,13 +85,17 @@ def _add_softmax_sums(block: Scores, sides: Sides, scales: Pair, masked: bool, e
     found = sides.found(block)
     flags = one(row_scale=scales[0], col_scale=scales[1]) | {"MASKED": masked, "EXTRA": extra}
     launch(along.softmax_sums, block, *found, *scales, **flags)
-    add: Any = along.add_softmax_sums
     for sums, new in sides.parts(block, found):
-        _, tiles, anchors = new.shape
-        with torch.cuda.device_of(new):
-            add[(-(-anchors // 32),)](
-                new, tiles, anchors, sums, sums.stride(0), EXTRA=extra, ANCHORS=32, TILES=32, **EXACT
-            )
+        _put_together(sums, new, extra, binary=False)
+
+
+def _put_together(sums: Tensor, new: Tensor, extra: int, binary: bool) -> None:
+    _, tiles, anchors = new.shape
+    add: Any = along.add_softmax_sums
+    with torch.cuda.device_of(new):
+        add[(-(-anchors // 32),)](
+            new, tiles, anchors, sums, sums.stride(0), EXTRA=extra, BINARY=binary, ANCHORS=32, TILES=32, **EXACT
+        )
 
 
 def logsumexp_backward(
@@ -110,25 +129,39 @@ def sums_and_products(
     source: Source, scale: Tensor, masked: bool, wanted: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """See :func:`itrloss.engines.softmax.sums_and_products`."""
-    cols = source.cols
-    assert cols is not None
     sides = Sides.full(source, (2, 0), 0.0)
-    (sums, _), products = sides.sums, torch.zeros_like(source.rows, dtype=torch.float32) if wanted else None
-    assert sums is not None
+    sums, cols = sides.sums[0], source.cols
+    assert sums is not None and cols is not None
     top, total = sums
     top.fill_(-math.inf)
+    if not wanted:
+        for block in blocks(source, large=True):
+            _add_softmax_sums(block, sides, (scale, None), masked, 0)
+        return total.clone(), softmax.finite(top), None
+    products = torch.zeros_like(source.rows, dtype=torch.float32)
     gradient = Gradient(source, (False, False))
-    flags = one(scale=scale) | {"MASKED": masked}
-    for block in blocks(source, formed=True):
-        before = top.clone()
-        _add_softmax_sums(block, sides, (scale, None), masked, 0)
-        if products is not None:
-            rows, base = slice(block.start_r, block.start_r + block.size_r), softmax.finite(top)
-            out = gradient.of(block)
-            products[rows] *= (before - base).exp()[rows, None]
-            launch(gradients.exponentials, block, out, base, scale, **flags)
-            add_product(products[rows], out, cols[block.start_c : block.start_c + block.size_c])
-    return total.clone(), softmax.finite(top), products
+    reach = _REACH[gradient.dtype]
+    flags = one(scale=scale) | {"MASKED": masked, "REACH": reach}
+    for block in blocks(source):
+        rows, out = slice(block.start_r, block.start_r + block.size_r), gradient.of(block)
+        found, before = sides.found(block)[0], top[rows].clone()
+        assert found is not None
+        launch(gradients.exponentials, block, out, found, top, scale, **flags)
+        _put_together(sums[:, rows], found, 0, binary=True)
+        _rescale(products[rows], before[None], top[rows])
+        cut = cut_of(block)
+        _rescale(out, found[0], top[rows], cut.cols // cut.parts)
+        add_product(products[rows], out.to(gradient.dtype), cols[block.start_c : block.start_c + block.size_c])
+    return total.clone(), softmax.finite(top).mul_(math.log(2)), products
+
+
+def _rescale(x: Tensor, old: Tensor, new: Tensor, width: int = 64) -> None:
+    """Numbers (rows, columns) over 2^old as such over 2^new; ``old`` (tiles, rows) is of ``width`` columns, or all."""
+    n, rescale = len(x), cast(Any, gradients.rescale)
+    with torch.cuda.device_of(x):
+        rescale[(-(-n // 32), -(-x.shape[1] // width))](
+            x, n, x.shape[1], old, n if len(old) > 1 else 0, new, R=32, C=width, **EXACT
+        )
 
 
 # ---------------------------------------------------------------------------------------------------- moments

@@ -17,7 +17,7 @@ SUM, COUNT, COUNT_TIES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def _leave(out, figure, tiles, number, anchors, a, values):
+def leave(out, figure, tiles, number, anchors, a, values):
     """Store a figure of some anchors in the place of this tile."""
     tl.store(out + (figure * tiles + number) * anchors + a, values, mask=a < anchors)
 
@@ -31,14 +31,14 @@ def _of_softmax(out, tiles, number, anchors, a, s, k, counts, inside, EXTRA: tl.
     top = tl.max(z, AXIS)
     z -= tl.expand_dims(tl.where(top == -float("inf"), 0.0, top), AXIS)
     e = exp(z)
-    _leave(out, 0, tiles, number, anchors, a, top)
-    _leave(out, 1, tiles, number, anchors, a, tl.sum(e, AXIS))
+    leave(out, 0, tiles, number, anchors, a, top)
+    leave(out, 1, tiles, number, anchors, a, tl.sum(e, AXIS))
     if EXTRA == MEAN:
-        _leave(out, 2, tiles, number, anchors, a, tl.sum(e * s, AXIS))
+        leave(out, 2, tiles, number, anchors, a, tl.sum(e * s, AXIS))
     if EXTRA == ENTROPY:
         e = tl.where(counts, e, 0.0)
-        _leave(out, 2, tiles, number, anchors, a, tl.sum(e * tl.where(counts, z, 0.0), AXIS))
-        _leave(out, 3, tiles, number, anchors, a, tl.sum(e, AXIS))
+        leave(out, 2, tiles, number, anchors, a, tl.sum(e * tl.where(counts, z, 0.0), AXIS))
+        leave(out, 3, tiles, number, anchors, a, tl.sum(e, AXIS))
 
 
 @triton.jit
@@ -83,6 +83,7 @@ def add_softmax_sums(
     into,  # (figures, anchors) so far
     stride,  # between figures
     EXTRA: tl.constexpr,
+    BINARY: tl.constexpr,  # tops are of powers of two, as itrloss.engines.triton.gradients.exponentials leaves them
     ANCHORS: tl.constexpr,
     TILES: tl.constexpr,
 ):
@@ -104,7 +105,10 @@ def add_softmax_sums(
         higher = tl.maximum(top, tl.max(tops, 0))
         base = tl.where(higher == -float("inf"), 0.0, higher)
         gap, gaps = top - base, tops - base[None, :]
-        factor, factors = exp(gap), exp(gaps)
+        if BINARY:
+            factor, factors = tl.exp2(gap), tl.exp2(gaps)
+        else:
+            factor, factors = exp(gap), exp(gaps)
         total = total * factor + tl.sum(tl.load(one + plane, mask=there, other=0.0) * factors, 0)
         if EXTRA == MEAN:
             figure = figure * factor + tl.sum(tl.load(one + 2 * plane, mask=there, other=0.0) * factors, 0)
@@ -144,13 +148,13 @@ def moment_sums(
         if row_out is not None:
             middle = tl.load(row_centre + given.start_r + r, mask=r < given.size_r, other=0.0)
             x, tiles = tl.where(negative, s - middle[:, None], 0.0), tl.cdiv(given.size_c, C) * PARTS
-            _leave(row_out, 0, tiles, number, given.size_r, r, tl.sum(x, 1))
-            _leave(row_out, 1, tiles, number, given.size_r, r, tl.sum(x * x, 1))
+            leave(row_out, 0, tiles, number, given.size_r, r, tl.sum(x, 1))
+            leave(row_out, 1, tiles, number, given.size_r, r, tl.sum(x * x, 1))
         if col_out is not None:
             middle = tl.load(col_centre + given.start_c + c, mask=c < given.size_c, other=0.0)
             x, tiles = tl.where(negative, s - middle[None, :], 0.0), tl.cdiv(given.size_r, R)
-            _leave(col_out, 0, tiles, up, given.size_c, c, tl.sum(x, 0))
-            _leave(col_out, 1, tiles, up, given.size_c, c, tl.sum(x * x, 0))
+            leave(col_out, 0, tiles, up, given.size_c, c, tl.sum(x, 0))
+            leave(col_out, 1, tiles, up, given.size_c, c, tl.sum(x * x, 0))
 
 
 @triton.jit
@@ -183,14 +187,14 @@ def hardest_negatives(
         s = tl.where(negative, s, -float("inf"))
         if row_out is not None:
             best, tiles = _highest(s, 1), tl.cdiv(given.size_c, C) * PARTS
-            _leave(row_out, 0, tiles, number, given.size_r, r, best)
+            leave(row_out, 0, tiles, number, given.size_r, r, best)
             where = tl.min(tl.where((s == best[:, None]) | (s != s), c[None, :], given.size_c), 1)
-            _leave(row_where, 0, tiles, number, given.size_r, r, given.start_c + where)
+            leave(row_where, 0, tiles, number, given.size_r, r, given.start_c + where)
         if col_out is not None:
             best, tiles = _highest(s, 0), tl.cdiv(given.size_r, R)
-            _leave(col_out, 0, tiles, up, given.size_c, c, best)
+            leave(col_out, 0, tiles, up, given.size_c, c, best)
             where = tl.min(tl.where((s == best[None, :]) | (s != s), r[:, None], given.size_r), 0)
-            _leave(col_where, 0, tiles, up, given.size_c, c, given.start_r + where)
+            leave(col_where, 0, tiles, up, given.size_c, c, given.start_r + where)
 
 
 @triton.jit
@@ -202,7 +206,7 @@ def _beyond(out, slot, tiles, number, anchors, a, s, t, negative, WHAT: tl.const
         found = (negative & (s > t)).to(tl.int32)
     else:
         found = (negative & (s >= t)).to(tl.int32)
-    _leave(out, slot, tiles, number, anchors, a, tl.sum(found, AXIS))
+    leave(out, slot, tiles, number, anchors, a, tl.sum(found, AXIS))
 
 
 @triton.jit
@@ -274,10 +278,10 @@ def _of_softplus(out, tiles, number, anchors, a, s, k, b, negative, SLOPES: tl.c
     z = s * tl.expand_dims(k, AXIS) + tl.expand_dims(b, AXIS)
     if SLOPES:
         slope = tl.where(negative, sigmoid(z), 0.0)
-        _leave(out, 0, tiles, number, anchors, a, tl.sum(slope * s, AXIS))
-        _leave(out, 1, tiles, number, anchors, a, tl.sum(slope, AXIS))
+        leave(out, 0, tiles, number, anchors, a, tl.sum(slope * s, AXIS))
+        leave(out, 1, tiles, number, anchors, a, tl.sum(slope, AXIS))
     else:
-        _leave(out, 0, tiles, number, anchors, a, tl.sum(tl.where(negative, softplus(z), 0.0), AXIS))
+        leave(out, 0, tiles, number, anchors, a, tl.sum(tl.where(negative, softplus(z), 0.0), AXIS))
 
 
 @triton.jit
