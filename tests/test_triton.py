@@ -39,7 +39,9 @@ pytest.importorskip("triton")
 passes, blocks = (importlib.import_module(f"itrloss.engines.triton.{x}") for x in ("passes", "blocks"))
 
 # Of lanes whose result is not stored.
-pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:(overflow|invalid value|divide by zero|All-NaN slice) encountered:RuntimeWarning"
+)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MULTIPLIED = (4, 8, 4, 4) if DEVICE == "cpu" else (16, 64, 16, 4)  # GPUs multiply 16 rows and dimensions at least
 
@@ -139,6 +141,54 @@ def test_half_precision_is_more_accurate_than_autocast(dtype, scale, captions):
         rounding = (wanted.to(dtype).double() - wanted).norm()  # of the result, which nothing can escape
         error, other = ((x.cpu().double() - wanted).norm() for x in (got, theirs))
         assert error <= 0.25 * other + rounding
+
+
+@pytest.mark.parametrize("name", ["hal", "infonce", "sigmoid", "triplet all", "dcl attached", "dcl entropy"])
+@pytest.mark.parametrize("upstream", [0.01, 1.0, 1e4])
+def test_no_gradient_leaves_the_range_of_float16(name, upstream):
+    """Whatever the lengths: float16 ends at 65504, and has half of its digits at 10^-6."""
+    n, d = 24, 16
+    v, w = (torch.nn.functional.normalize(x, dim=1) for x in embeddings(n, n, d))
+    v = (v * torch.logspace(-2, 2, n, dtype=v.dtype)[:, None]).half()
+    w = (w * torch.logspace(3, -1, n, dtype=v.dtype)[:, None]).half()
+    found = []
+    for engine, dtype, device in (("reference", torch.float64, "cpu"), ("triton", torch.float16, DEVICE)):
+        a, b = (x.to(device, dtype).requires_grad_() for x in (v, w))
+        value = LOSSES[name](engine)(a, b).sum() * upstream
+        found.append([x.cpu() for x in torch.autograd.grad(value, (a, b))])
+    for wanted, got in zip(*found, strict=True):
+        size = wanted.norm(dim=1)
+        stored = (size > 1e-3) & (wanted.abs().amax(1) < 6e4)  # what float16 can hold
+        assert stored.any()
+        error = (got.double() - wanted).norm(dim=1)
+        assert (error[stored] <= 2e-3 * size[stored]).all()
+
+
+def test_without_lengths_scores_may_leave_the_range_of_float16():
+    v, w = (200 * x.half() for x in embeddings(8, 8, 16))
+    w, ids = torch.cat([w, -w]), (torch.arange(8), torch.arange(16) + 100)  # with a mean of 0
+    found = []
+    for engine, dtype, device in (("reference", torch.float64, "cpu"), ("triton", torch.float16, DEVICE)):
+        a, b = (x.to(device, dtype).requires_grad_() for x in (v, w))
+        std = Similarity(a, b, *(x.to(device) for x in ids), engine=engine, normalize=False).moments().std
+        found.append([x.cpu().double() for x in torch.autograd.grad(std.sum(), (a, b))])
+    for wanted, got in zip(*found, strict=True):
+        assert (got - wanted).norm() <= 1e-3 * wanted.norm()
+
+
+def test_in_float16_no_gradient_is_no_gradient():
+    v, w = (x.half().to(DEVICE).requires_grad_() for x in embeddings(9, 9, 16))
+    found = torch.autograd.grad(0 * InfoNCELoss(engine="triton")(v, w), (v, w))
+    assert all(not x.any() for x in found)
+
+
+def test_in_float16_a_gradient_that_is_no_number_stays_with_its_anchor():
+    v, w = (x.half().to(DEVICE).requires_grad_() for x in embeddings(9, 9, 16))
+    sim = Similarity(v, w, engine="triton")
+    grad = torch.ones(9, device=DEVICE)
+    grad[4] = torch.nan
+    (found,) = torch.autograd.grad(sim.logsumexp(10.0), v, grad)
+    assert found.isfinite().all(1).tolist() == [i != 4 for i in range(9)]
 
 
 @pytest.fixture(params=["columns", "panels"])
@@ -380,6 +430,27 @@ def test_sums_over_columns_of_any_length(masked, kind, low, multiplying, few_til
         torch.testing.assert_close(alone[0].log() + alone[1], total.log() + top)
     torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("unit", [True, False])
+def test_sums_over_columns_of_half_precision(dtype, unit, few_tiles, poisoned):
+    n, m = 9, 40
+    v, w = (x.to(dtype) for x in embeddings(n, m, 16))
+    w = w if not unit else torch.nn.functional.normalize(w, dim=1)
+    w[30] = v[3] if not unit else torch.nn.functional.normalize(v[3], dim=0)
+    if not unit:
+        w[30:] /= 4000  # their reciprocal lengths times exponentials leave the range of float16
+    found = []
+    for fused, kind, device in ((False, torch.float64, "cpu"), (True, dtype, DEVICE)):
+        rows, cols = v.to(device, kind), w.to(device, kind)
+        inverses = [(1 / x.double().norm(dim=1)).to(tiles.compute_dtype(rows)).to(device) for x in (v, w)]
+        source = tiles.Source(rows, cols, inverses[0], None if unit else inverses[1], None, None, fused=fused)
+        scale = torch.linspace(1, 300, n).to(inverses[0])
+        total, top, products = softmax.sums_and_products(source, scale, False, False, True)
+        found.append([x.cpu().double() for x in (total.log() + top, products / total[:, None])])
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-5, atol=1e-5)
+    assert (found[1][1] - found[0][1]).norm() <= torch.finfo(dtype).eps * found[0][1].norm()
 
 
 @pytest.mark.parametrize("biased", [False, True])

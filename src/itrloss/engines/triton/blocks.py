@@ -1,8 +1,8 @@
 """Blocks of scores: how they are cut for the kernels, what is held of them, and where their gradients go.
 
 Embeddings of half precision are multiplied by the kernels themselves, as they came and with float32 sums; others by a
-matrix product before, into a workspace. The gradient of a block is rounded to bfloat16 if the embeddings are bfloat16,
-and goes into float32 sums by two more products.
+matrix product before, into a workspace. The gradient of a block is rounded to half precision if the embeddings are of
+it, and goes into float32 sums by two more products.
 """
 
 from __future__ import annotations
@@ -222,9 +222,19 @@ class Gradient:
     panels of columns then, which takes the blocks twice.
 
     ``diagonal`` (N,) is added at the scores of row i with column i, and never rounded to half precision.
+
+    Small gradients would vanish in float16, and lengths leave its range. So it takes those of the scores, times a power
+    of two that uses its range, and is multiplied with unit vectors; for that it has to be known how large they can get,
+    ``largest`` (one value each) of the rows' part and of the columns'. Else they stay in float32.
     """
 
-    def __init__(self, source: Source, needs: Sequence[bool], diagonal: Tensor | None = None):
+    def __init__(
+        self,
+        source: Source,
+        needs: Sequence[bool],
+        diagonal: Tensor | None = None,
+        largest: Sequence[Tensor | None] = (),
+    ):
         self.source, self.diagonal = source, diagonal
         self.matrix, self.space = None, None
         self.turns = [(needs[0], needs[1])]  # which sums the blocks go to, each time that they are visited
@@ -245,8 +255,12 @@ class Gradient:
         if all(needs) and too_many:
             self.turns = [(True, False), (False, True)]
         self.held: list[Tensor | None] = [None, None]
-        # float16 would lose small gradients.
-        self.dtype = torch.bfloat16 if half(source) and source.rows.dtype == torch.bfloat16 else torch.float32
+        self.dtype, self.factor = torch.float32, None
+        bounds = [x for x in largest if x is not None]
+        if half(source) and (source.rows.dtype == torch.bfloat16 or bounds):
+            self.dtype = source.rows.dtype
+        if self.dtype == torch.float16:
+            self.factor = (14 - torch.stack(bounds).sum().log2()).floor_().clamp_(-100, 100).exp2_()
 
     def blocks(self, formed: bool = False) -> Iterator[Scores]:
         """All that :meth:`of` and :meth:`add` are to see."""
@@ -255,7 +269,8 @@ class Gradient:
             return
         for turn in self.turns:
             self.turn = turn
-            yield from blocks(self.source, formed, by_cols=self.turn == (False, True))
+            for block in blocks(self.source, formed, by_cols=self.turn == (False, True)):
+                yield block._replace(factor=self.factor)
 
     def of(self, block: Scores) -> Tensor:
         """Where to write the gradient of this block; that may be over its products."""
@@ -271,16 +286,23 @@ class Gradient:
 
     def add(self, block: Scores, grad: Tensor) -> None:
         """Account for what was just written."""
-        rows, cols = self.source.rows, self.source.cols
-        if cols is None:
+        if self.source.cols is None:
             return
         r, c = (slice(a, a + size) for a, size in ((block.start_r, block.size_r), (block.start_c, block.size_c)))
         n, m = self.source.shape
         grad = grad.to(self.dtype)
         if self.turn[0]:
-            self._add(0, r, grad, cols[c], c.start == 0, c.stop == m)
+            self._add(0, r, grad, self._factors(1, c), c.start == 0, c.stop == m)
         if self.turn[1]:
-            self._add(1, c, grad.T, rows[r], r.start == 0, r.stop == n)
+            self._add(1, c, grad.T, self._factors(0, r), r.start == 0, r.stop == n)
+
+    def _factors(self, side: int, some: slice) -> Tensor:
+        """Embeddings that the gradient of a block is multiplied with."""
+        x, inv = (self.source.rows, self.source.cols)[side], inverses(self.source)[side]
+        assert x is not None
+        if self.factor is None or inv is None:
+            return x[some]
+        return torch.mul(x[some], inv[some, None], out=torch.empty_like(x[some]))
 
     def _add(self, side: int, own: slice, grad: Tensor, others: Tensor, begins: bool, ends: bool) -> None:
         sums = self._sums(side, own)
@@ -312,6 +334,8 @@ class Gradient:
         for start in range(own.start, own.stop, step):
             part = slice(start, min(own.stop, start + step))
             g = sums[part.start - own.start : part.stop - own.start]
+            if self.factor is not None:
+                g.div_(self.factor) if inv is None else g.mul_(inv[part, None] / self.factor)
             if self.diagonal is not None:
                 weight = self.diagonal[part]
                 for i in (inv, other_inv):

@@ -11,11 +11,14 @@ from .sums import leave, sigmoid
 
 @triton.jit
 def _write(given, out, grad, r, c, inside):
-    """The gradient of the inner products from that of the cosines."""
-    if given.row_inv is not None:
-        grad = grad * tl.load(given.row_inv + given.start_r + r, mask=r < given.size_r, other=0.0)[:, None]
-    if given.col_inv is not None:
-        grad = grad * tl.load(given.col_inv + given.start_c + c, mask=c < given.size_c, other=0.0)[None, :]
+    """The gradient of the inner products from that of the cosines; this one, times a factor, if there is one."""
+    if given.factor is not None:
+        grad = grad * tl.load(given.factor)
+    else:
+        if given.row_inv is not None:
+            grad = grad * tl.load(given.row_inv + given.start_r + r, mask=r < given.size_r, other=0.0)[:, None]
+        if given.col_inv is not None:
+            grad = grad * tl.load(given.col_inv + given.start_c + c, mask=c < given.size_c, other=0.0)[None, :]
     place = r.to(tl.int64)[:, None] * given.size_c + c.to(tl.int64)[None, :]
     tl.store(out + place, grad.to(out.dtype.element_ty), mask=inside)
 

@@ -28,6 +28,7 @@ from .blocks import (
     blocks,
     by_rows,
     cut_of,
+    half,
     inverses,
     launch,
     one,
@@ -42,10 +43,16 @@ _SLOTS = 32  # thresholds of an anchor that one kernel looks at
 
 
 def _by_kernel(
-    kernel: Any, source: Source, needs: Sequence[bool], diagonal: Tensor | None, *args: Any, **flags: Any
+    kernel: Any,
+    source: Source,
+    needs: Sequence[bool],
+    diagonal: Tensor | None,
+    largest: Sequence[Tensor | None],
+    *args: Any,
+    **flags: Any,
 ) -> tuple[Tensor, Tensor]:
     """The source's gradient from that which a kernel writes of each block, and from the diagonal's."""
-    gradient = Gradient(source, needs, diagonal)
+    gradient = Gradient(source, needs, diagonal, largest)
     for block in gradient.blocks():
         out = gradient.of(block)
         launch(kernel, block, out, *args, **flags)
@@ -98,6 +105,11 @@ def _put_together(sums: Tensor, new: Tensor, extra: int, binary: bool) -> None:
         )
 
 
+def _most(x: Tensor) -> Tensor | None:
+    """The largest of numbers that are not negative; what is no number spoils its own anchor's gradient, no other's."""
+    return x.nan_to_num(0.0, 0.0).amax() if x.numel() else None
+
+
 def logsumexp_backward(
     source: Source,
     scales: Pair,
@@ -110,7 +122,7 @@ def logsumexp_backward(
     needs: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor]:
     """See :func:`itrloss.engines.softmax.logsumexp_backward`."""
-    given = []
+    given, largest = [], []
     for side, (scale, x, g, h) in enumerate(zip(scales, sums, grads, entropy_grads, strict=True)):
         vectors = None
         if scale is not None and x is not None and not (g is None and h is None):
@@ -119,10 +131,11 @@ def logsumexp_backward(
             if h is not None:
                 factors = softmax.entropy_factors(const, scale, x, h[0])
             vectors = torch.stack([softmax.finite(x.top), *factors])
+            largest.append(_most(vectors[1:].abs().sum(0)))  # e and |e log e| are at most 1
         given += [vectors, source.shape[side], scale]
     flags = one(row_scale=scales[0], col_scale=scales[1])
     flags |= {"MASKED": masked, "ENTROPIC": extra == softmax.ENTROPY}
-    return _by_kernel(gradients.softmax_gradient, source, needs, diagonal_grad, *given, **flags)
+    return _by_kernel(gradients.softmax_gradient, source, needs, diagonal_grad, largest, *given, **flags)
 
 
 def sums_and_products(
@@ -140,8 +153,9 @@ def sums_and_products(
         return total.clone(), softmax.finite(top), None
     products = torch.zeros_like(source.rows, dtype=torch.float32)
     gradient = Gradient(source, (False, False))
-    reach = _REACH[gradient.dtype]
-    flags = one(scale=scale) | {"MASKED": masked, "REACH": reach}
+    if half(source) and source.col_inv is None:
+        gradient.dtype = source.rows.dtype
+    flags = one(scale=scale) | {"MASKED": masked, "REACH": _REACH[gradient.dtype]}
     for block in blocks(source):
         rows, out = slice(block.start_r, block.start_r + block.size_r), gradient.of(block)
         found, before = sides.found(block)[0], top[rows].clone()
@@ -185,10 +199,12 @@ def moments_backward(
     source: Source, parts: Sequence[tuple[Tensor, Tensor] | None], needs: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor]:
     """``dS = constant + slope S``, of each side, over the negatives."""
-    given = []
+    given, largest = [], []
     for part, size in zip(parts, source.shape, strict=True):
         given += [None if part is None else torch.stack(part), size]
-    return _by_kernel(gradients.affine_gradient, source, needs, None, *given)
+        if part is not None and source.row_inv is not None:  # else scores may have any size
+            largest.append(_most(part[0].abs() + 1.01 * part[1].abs()))
+    return _by_kernel(gradients.affine_gradient, source, needs, None, largest, *given)
 
 
 # --------------------------------------------------------------------------------------- hardest, margins, terms
@@ -253,7 +269,8 @@ def violations_backward(source: Source, margin: float, grads: Pair, needs: tuple
     given = []
     for table, grad, size in zip(tables, grads, source.shape, strict=True):
         given += [table, 0 if table is None else len(table), grad, size]
-    gradient = Gradient(source, needs)
+    largest = [None if g is None or t is None else _most(g.abs() * len(t)) for t, g in zip(tables, grads, strict=True)]
+    gradient = Gradient(source, needs, largest=largest)
     for block in gradient.blocks(formed=True):
         if gradient.turn == gradient.turns[0]:
             _count(source, block, tables, active, along.COUNT)
@@ -303,7 +320,8 @@ def softplus_sums_backward(
     for side, g in enumerate(grads):
         given.append(None if g is None else torch.stack([x.expand(g.shape) for x in (*params[side], g)]))
         given.append(source.shape[side])
-    return (*_by_kernel(gradients.softplus_gradient, source, needs, diagonal_grad, *given), *by_params)
+    largest = [None if g is None else _most((params[side][0] * g).abs()) for side, g in enumerate(grads)]
+    return (*_by_kernel(gradients.softplus_gradient, source, needs, diagonal_grad, largest, *given), *by_params)
 
 
 def takes_positives(source: Source, term: str) -> bool:

@@ -31,6 +31,7 @@ class Scores(NamedTuple):
     col_inv: Any  # (M,)
     row_ids: Any  # (N,)
     col_ids: Any  # (M,)
+    factor: Any = None  # (1,) that multiplies gradients, which are then left undivided by the lengths
 
 
 _BAND = tl.constexpr(
