@@ -41,7 +41,8 @@ class CoupledMemory(nn.Module):
     Args:
         size: number of entries; need not be a multiple of the batch size.
         dim: D of the embeddings.
-        dtype: what keys are stored in; float16 and bfloat16 halve the memory, scores are float32 all the same.
+        dtype: what keys are stored in; float16 and bfloat16 halve the memory, scores are float32 all the same. A GPU
+            multiplies embeddings of half precision fast only with keys of the same dtype.
         start: ``"empty"``, or ``"random"`` for a full memory of random unit vectors with non-negative coordinates, as
             MoCo-like public codes have it.
 
