@@ -176,6 +176,58 @@ def test_without_lengths_scores_may_leave_the_range_of_float16():
         assert (got - wanted).norm() <= 1e-3 * wanted.norm()
 
 
+def test_in_float16_an_anchor_without_negatives_leaves_the_others_alone():
+    v, w = (x.half() for x in embeddings(12, 12, 16))
+    found = []
+    for engine, dtype, device in (("reference", torch.float64, "cpu"), ("triton", torch.float16, DEVICE)):
+        a, b = (x.to(device, dtype).requires_grad_() for x in (v, w))
+        ids = torch.arange(12, device=device), torch.zeros(12, dtype=torch.int64, device=device)
+        values = Similarity(a, b, *ids, engine=engine).logsumexp(5.0)
+        found.append([x.cpu().double() for x in torch.autograd.grad(values, (a, b), torch.ones_like(values))])
+    for wanted, got in zip(*found, strict=True):
+        assert (got - wanted).norm() <= 1e-3 * wanted.norm()
+
+
+def test_in_float16_many_small_exponentials_count():
+    """Of which each is 2^26 times smaller than the largest."""
+    many, x = 2**13, torch.eye(16)[:1]
+    largest, others = torch.eye(16)[1:2], torch.tensor([[-0.18, 0.0, 1.0] + [0.0] * 13]).expand(many, 16)
+    found = []
+    for fused, dtype, device in ((False, torch.float64, "cpu"), (True, torch.float16, DEVICE)):
+        rows, cols = (y.half().to(device, dtype) for y in (x, torch.cat([largest, others])))
+        source = tiles.Source(rows, cols, torch.ones(1, device=device), None, None, None, fused=fused)
+        scale = torch.full((1,), 100.0, device=device)
+        total, _, products = softmax.sums_and_products(source, scale.to(source.dtype), False, False, True)
+        found.append((products / total).cpu().double())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-8)
+
+
+def test_rows_alone_are_counted_by_the_short_axis_of_a_grid(monkeypatch):
+    """A GPU's has 65535 places."""
+    grids = []
+
+    class Recorder:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *args, **options: None
+
+    monkeypatch.setattr(passes.gradients, "rescale", Recorder())
+    passes._rescale(torch.zeros(40, 1000), torch.zeros(10, 40), torch.zeros(40), 100)
+    assert grids == [(10, 2)]
+
+
+def test_sums_of_half_precision_are_float32_whatever_the_model_does():
+    flags = torch.backends.cuda.matmul
+    before = flags.allow_fp16_accumulation
+    try:
+        flags.allow_fp16_accumulation = True
+        with blocks._float32_sums():
+            assert not flags.allow_fp16_accumulation
+        assert flags.allow_fp16_accumulation
+    finally:
+        flags.allow_fp16_accumulation = before
+
+
 def test_in_float16_no_gradient_is_no_gradient():
     v, w = (x.half().to(DEVICE).requires_grad_() for x in embeddings(9, 9, 16))
     found = torch.autograd.grad(0 * InfoNCELoss(engine="triton")(v, w), (v, w))
@@ -423,6 +475,7 @@ def test_sums_over_columns_of_any_length(masked, kind, low, multiplying, few_til
     found = []
     for fused, dtype, device in ((False, torch.float64, "cpu"), (True, torch.float32, DEVICE)):
         given = [x.to(device, dtype) for x in (v, w, *inverses)] + [x.to(device) for x in make_ids(kind, n, m)]
+        given[0] = given[0].T.contiguous().T
         source = tiles.Source(*given, fused=fused)
         total, top, products = softmax.sums_and_products(source, scale.to(given[0]), masked, False, True)
         found.append([x.cpu().double() for x in (total.log() + top, products / total.clamp_min(1e-30)[:, None])])
@@ -476,7 +529,7 @@ def check(monkeypatch):
     return check
 
 
-SMALL = (40, 56, 24)
+SMALL = (40, 136, 24)
 
 
 @pytest.fixture
@@ -552,6 +605,7 @@ def refused(*args, **kwargs):
     [
         ("add_product", nothing, "finds something else than the dense engine, of torch.float32 and of torch.bfloat16 "),
         ("_add_softmax_sums", nothing, "finds something else"),
+        ("_rescale", nothing, "finds something else"),
         ("launch", refused, "fails: RuntimeError: no C compiler"),
         ("_multiply", nothing, "finds something else"),
     ],

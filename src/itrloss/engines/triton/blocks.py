@@ -7,6 +7,7 @@ it, and goes into float32 sums by two more products.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -107,7 +108,8 @@ def _steps(size: int, step: int) -> list[Span]:
 
 def _multiply(rows: Tensor, cols: Tensor, out: Tensor) -> None:
     if rows.is_cuda and rows.dtype == cols.dtype != torch.float32:
-        torch.mm(rows, cols.T, out_dtype=torch.float32, out=out)
+        with _float32_sums():
+            torch.mm(rows, cols.T, out_dtype=torch.float32, out=out)
     else:
         torch.mm(rows.float(), cols.float().T, out=out)
 
@@ -357,7 +359,23 @@ class Gradient:
 
 def add_product(total: Tensor, grad: Tensor, other: Tensor) -> None:
     """``total += grad @ other``, with float32 sums."""
-    if grad.dtype != torch.float32 and grad.is_cuda:
-        torch.addmm(total, grad, other, out_dtype=torch.float32, out=total)
-    else:
+    if grad.dtype == torch.float32 or not grad.is_cuda:
         total.addmm_(grad.float(), other.float())
+        return
+    with _float32_sums():
+        if torch.__version__ >= "2.11":
+            torch.addmm(total, grad, other, out_dtype=torch.float32, out=total)
+        else:  # which took only a total of half precision
+            total.add_(torch.mm(grad, other, out_dtype=torch.float32))
+
+
+@contextlib.contextmanager
+def _float32_sums() -> Iterator[None]:
+    """Who lets a model's products of float16 be summed in float16 does not mean these, whose sums leave its range."""
+    flags = torch.backends.cuda.matmul
+    before = flags.allow_fp16_accumulation
+    flags.allow_fp16_accumulation = False
+    try:
+        yield
+    finally:
+        flags.allow_fp16_accumulation = before

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from ..operators import inverse_norms
 from ..tiles import Source
 from .blocks import blocks
 
@@ -73,5 +74,11 @@ def _found(engine: str, rows: Tensor, cols: Tensor) -> list[Tensor]:
     leaves = [x.detach().requires_grad_() for x in (rows, cols)]
     ids = [torch.arange(len(x), device=x.device) % 97 for x in leaves]
     values = Similarity(*leaves, *ids, engine=engine).both.logsumexp(20.0)  # type: ignore[arg-type]
-    total = sum((x * torch.linspace(0.5, 1.5, len(x), device=x.device)).sum() for x in values)
-    return [x.detach() for x in (*values, *torch.autograd.grad(total, leaves))]  # type: ignore[arg-type]
+    keys = torch.nn.functional.normalize(cols.float(), dim=1).to(cols.dtype)
+    count, lengths = torch.tensor(len(keys), device="cpu"), (inverse_norms(rows), None)
+    memory = Similarity._of(leaves[0], keys, (ids[0], ids[1]), lengths, engine, count)
+    values = *values, memory.logsumexp(200.0)
+    given = [torch.linspace(0.5, 1.5, len(x), device=x.device) for x in values]
+    by_pairs = torch.autograd.grad(values[:2], leaves, given[:2])
+    by_memory = torch.autograd.grad(values[2], leaves[0], given[2])
+    return [x.detach() for x in (*values, *by_pairs, *by_memory)]

@@ -88,7 +88,8 @@ def exponentials(
     scale,  # (N,), or (1,)
     ONE_SCALE: tl.constexpr,
     MASKED: tl.constexpr,
-    REACH: tl.constexpr,
+    LEAST: tl.constexpr,
+    MOST: tl.constexpr,
     R: tl.constexpr,
     C: tl.constexpr,
     K: tl.constexpr,
@@ -96,9 +97,9 @@ def exponentials(
 ):
     """Exponentials in one go, with ``z = scale S log2(e)``, before the largest of a row is known.
 
-    A row's largest has to lie between 1 and 2^REACH, and what is far below it may vanish. A tile takes the power that
-    its row has; only where its own largest does not lie there, another. As powers are integers, to change them later
-    (:func:`rescale`) rounds nothing.
+    A row's largest has to lie between 2^LEAST and 2^MOST, and what is far below it may vanish. A tile takes the power
+    that its row has; only where its own largest does not lie there, another. As powers are integers, to change them
+    later (:func:`rescale`) rounds only what vanishes.
     """
     _, across, r = tile(given, R, C)
     parts = products(given, across, r, R, C, K, PARTS)
@@ -106,7 +107,7 @@ def exponentials(
     k = vector(scale, i, there, ONE_SCALE) * 1.4426950408889634
     had = tl.load(powers + i, mask=there, other=-float("inf"))
     base = tl.where(had == -float("inf"), 0.0, had)
-    lowest = tl.where(had == -float("inf"), base, -float("inf"))
+    lowest = tl.where(had == -float("inf"), float(LEAST), -float("inf"))
     for part in tl.static_range(PARTS):
         number, tiles = across * PARTS + part, tl.cdiv(given.size_c, C) * PARTS
         s, inside, counts, c = cosines(given, parts[part], r, number * (C // PARTS), C // PARTS)
@@ -114,7 +115,7 @@ def exponentials(
             counts = inside
         z = tl.where(counts, s * k[:, None], -float("inf"))
         top = tl.max(z, 1)
-        power = tl.where((top >= lowest) & (top <= base + REACH), base, tl.ceil(top) - REACH // 2)
+        power = tl.where((top >= lowest) & (top <= base + MOST), base, tl.ceil(top) - (LEAST + MOST) // 2)
         e = tl.where(counts, tl.exp2(z - power[:, None]), 0.0)
         leave(found, 0, tiles, number, given.size_r, r, power)
         leave(found, 1, tiles, number, given.size_r, r, tl.sum(e, 1))
@@ -137,7 +138,7 @@ def rescale(
     C: tl.constexpr,
 ):
     """Numbers over 2^new instead, which is not below 2^old; where it is the same they are not even read."""
-    up, across = tl.program_id(0), tl.program_id(1)
+    across, up = tl.program_id(0), tl.program_id(1)
     r, c = up * R + tl.arange(0, R), across * C + tl.arange(0, C)
     there = r < rows
     power = tl.load(old + across * stride + r, mask=there, other=-float("inf"))

@@ -37,8 +37,9 @@ from .blocks import (
 from .scores import Scores
 
 _LONGEST = 2**13  # embedding that one program holds
-# Powers of two that exponentials may take up: their sums, and products with them, are float32.
-_REACH = {torch.float32: 60, torch.bfloat16: 60, torch.float16: 15}
+# Powers of two between which the largest exponential of a row has to lie. Their sums, and products with them, are
+# float32, and what is 2^60 times smaller may vanish; float16 begins to lose digits at 2^-14, and ends at 2^16.
+_REACH = {torch.float32: (0, 60), torch.bfloat16: (0, 60), torch.float16: (8, 15)}
 _SLOTS = 32  # thresholds of an anchor that one kernel looks at
 
 
@@ -106,7 +107,7 @@ def _put_together(sums: Tensor, new: Tensor, extra: int, binary: bool) -> None:
 
 
 def _most(x: Tensor) -> Tensor | None:
-    """The largest of numbers that are not negative; what is no number spoils its own anchor's gradient, no other's."""
+    """The largest of numbers that are not negative, and finite: nan spoils the gradient of its own anchor alone."""
     return x.nan_to_num(0.0, 0.0).amax() if x.numel() else None
 
 
@@ -131,7 +132,8 @@ def logsumexp_backward(
             if h is not None:
                 factors = softmax.entropy_factors(const, scale, x, h[0])
             vectors = torch.stack([softmax.finite(x.top), *factors])
-            largest.append(_most(vectors[1:].abs().sum(0)))  # e and |e log e| are at most 1
+            # e and |e log e| are at most 1. Where nothing counts, the factors are those of a sum of nearly nothing.
+            largest.append(_most(vectors[1:].abs().sum(0).masked_fill(x.total == 0, 0.0)))
         given += [vectors, source.shape[side], scale]
     flags = one(row_scale=scales[0], col_scale=scales[1])
     flags |= {"MASKED": masked, "ENTROPIC": extra == softmax.ENTROPY}
@@ -151,11 +153,12 @@ def sums_and_products(
         for block in blocks(source, large=True):
             _add_softmax_sums(block, sides, (scale, None), masked, 0)
         return total.clone(), softmax.finite(top), None
-    products = torch.zeros_like(source.rows, dtype=torch.float32)
+    products = torch.zeros(source.rows.shape, dtype=torch.float32, device=source.rows.device)
     gradient = Gradient(source, (False, False))
     if half(source) and source.col_inv is None:
         gradient.dtype = source.rows.dtype
-    flags = one(scale=scale) | {"MASKED": masked, "REACH": _REACH[gradient.dtype]}
+    least, most = _REACH[gradient.dtype]
+    flags = one(scale=scale) | {"MASKED": masked, "LEAST": least, "MOST": most}
     for block in blocks(source):
         rows, out = slice(block.start_r, block.start_r + block.size_r), gradient.of(block)
         found, before = sides.found(block)[0], top[rows].clone()
@@ -173,7 +176,7 @@ def _rescale(x: Tensor, old: Tensor, new: Tensor, width: int = 64) -> None:
     """Numbers (rows, columns) over 2^old as such over 2^new; ``old`` (tiles, rows) is of ``width`` columns, or all."""
     n, rescale = len(x), cast(Any, gradients.rescale)
     with torch.cuda.device_of(x):
-        rescale[(-(-n // 32), -(-x.shape[1] // width))](
+        rescale[(-(-x.shape[1] // width), -(-n // 32))](  # of the second, GPUs have no more than 65535
             x, n, x.shape[1], old, n if len(old) > 1 else 0, new, R=32, C=width, **EXACT
         )
 
