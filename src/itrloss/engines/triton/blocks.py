@@ -373,9 +373,11 @@ def add_product(total: Tensor, grad: Tensor, other: Tensor) -> None:
 def _float32_sums() -> Iterator[None]:
     """Who lets a model's products of float16 be summed in float16 does not mean these, whose sums leave its range."""
     flags = torch.backends.cuda.matmul
-    before = flags.allow_fp16_accumulation
+    if not flags.allow_fp16_accumulation:
+        yield
+        return
     flags.allow_fp16_accumulation = False
     try:
         yield
     finally:
-        flags.allow_fp16_accumulation = before
+        flags.allow_fp16_accumulation = True
