@@ -12,9 +12,11 @@ import pytest
 import torch
 import torch._dynamo.testing
 from cases import embeddings, finite, make_ids
+from functorch.compile import make_boxed_func
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.autograd import gradcheck
 
 import itrloss
@@ -313,6 +315,16 @@ def test_unfilled_entries_do_not_count():
             torch.testing.assert_close(a, b)
 
 
+def test_a_memory_that_was_moved_and_loaded_is_counted_again():
+    """Moving replaces the buffers; their versions begin anew, and may meet the old ones."""
+    small, large = CoupledMemory(8, 4), CoupledMemory(8, 4)
+    small.enqueue(torch.ones(2, 4), torch.ones(2, 4))
+    large.enqueue(torch.ones(5, 4), torch.ones(5, 4))
+    small._apply(torch.clone)  # as .to() does
+    small.load_state_dict(large.state_dict())
+    assert len(small) == 5
+
+
 def test_random_start_is_full_at_once():
     memory = CoupledMemory(16, 4, start="random")
     assert len(memory) == 16 and (memory.images >= 0).all()
@@ -487,6 +499,25 @@ def test_momentum_encoder_is_stored_and_restored():
 
 
 # ------------------------------------------------------------------------------------------------- compilation
+
+
+@pytest.mark.slow
+def test_no_cuda_graph_keeps_the_count_of_a_memory():
+    """The compiler cuts its graphs where an operator says so."""
+    called = set()
+
+    def backend(graph, inputs):
+        called.update(node.target for node in graph.graph.nodes if "itrloss" in str(node.target))
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    (v, w), keys, memory, ids = case("ids")
+    loss = torch.compile(make("mdcl"), fullgraph=True, backend=aot_autograd(fw_compiler=backend))
+    loss(v, w, *keys, memory, *ids).backward()
+    names = {x.name(): torch.Tag.cudagraph_unsafe in x.tags for x in called}
+    assert names["itrloss::memory_sums_of_memory"] and names["itrloss::moment_sums_of_memory"]
+    assert not names["itrloss::moment_sums"]
+    assert all(unsafe == name.endswith("_of_memory") for name, unsafe in names.items())
 
 
 @pytest.mark.slow

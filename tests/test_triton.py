@@ -377,13 +377,14 @@ def test_copies_tie_wherever_they_are(dtype, monkeypatch):
 @pytest.mark.parametrize("side", [0, 1])
 def test_embeddings_as_they_lie(side, multiplying, few_tiles):
     given = embeddings(13, 13, d=20, dtype=torch.float32)
+    given = moved(*given)
     contiguous = [x[:, ::2].contiguous() for x in given]
     layouts = [given[side][:, ::2], contiguous[side].T.contiguous().T, given[side].repeat(1, 2)[:, :20:2]]
     ids = torch.arange(13) % 4
     found = []
     for layout in (contiguous[side], *layouts):
-        leaves = [x.to(DEVICE) for x in contiguous]
-        leaves[side] = layout.to(DEVICE)
+        leaves = list(contiguous)
+        leaves[side] = layout
         leaves = [x.detach().requires_grad_() for x in leaves]
         value = InfoNCELoss(engine="triton")(*leaves, *moved(ids, ids))
         found.append([value.detach(), *torch.autograd.grad(value, leaves)])

@@ -36,7 +36,8 @@ class CoupledMemory(nn.Module):
 
     In a ``torch.distributed`` job every process takes in the keys of all of them, so that contents are the same
     everywhere (but for a random start with another seed); batches must be of one size then. Nothing here waits for an
-    accelerator.
+    accelerator. A CUDA graph that you record keeps the number of entries that there were, so record it when the memory is
+    full; ``torch.compile`` keeps what counts them out of its graphs.
 
     Args:
         size: number of entries; need not be a multiple of the batch size.
@@ -76,7 +77,7 @@ class CoupledMemory(nn.Module):
         self.register_buffer("enqueued", torch.tensor(0 if start == "empty" else size))
         # On the CPU for good: the host may ask how many entries are valid without waiting for an accelerator.
         self._count = torch.tensor(0 if start == "empty" else size, device="cpu")
-        self._counted = self.enqueued._version
+        self._counted = self.enqueued, self.enqueued._version
         self._labelled: bool | None = None  # whether entries came with ids; None: nothing came yet
 
     @property
@@ -93,9 +94,11 @@ class CoupledMemory(nn.Module):
     def count(self) -> Tensor:
         """() int64 on the CPU: number of valid entries."""
         # Somebody else wrote the buffer: a state was loaded or broadcast, or the module copied or moved.
-        if not torch.compiler.is_compiling() and self.enqueued._version != self._counted:
-            self._count.fill_(min(int(self.enqueued), self.size))
-            self._counted = self.enqueued._version
+        if not torch.compiler.is_compiling():
+            buffer, version = self._counted
+            if buffer is not self.enqueued or version != buffer._version:
+                self._count.fill_(min(int(self.enqueued), self.size))
+                self._counted = self.enqueued, self.enqueued._version
         return self._count
 
     def __len__(self) -> int:
@@ -137,7 +140,7 @@ class CoupledMemory(nn.Module):
         self.enqueued.add_(batch)
         count.add_(batch).clamp_max_(self.size)
         if not torch.compiler.is_compiling():
-            self._counted = self.enqueued._version
+            self._counted = self.enqueued, self.enqueued._version
 
     def _check(self, image_keys: Tensor, text_keys: Tensor, ids: Tensor | None) -> None:
         for name, keys in (("image_keys", image_keys), ("text_keys", text_keys)):

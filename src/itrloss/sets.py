@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ._reduction import AnchorCounts, Reduction
+from .engines.pairs import add_at_
 from .engines.positives import Positives
 from .engines.reference import unit as unit_vectors
 from .engines.registration import full_precision
@@ -133,7 +134,7 @@ class _Pairs:
     def sum(self, x: Tensor, side: int) -> Tensor:
         """Sums of the pairs' values per row or column."""
         if self.index is not None:
-            return x.new_zeros(self.shape[side]).index_add(0, self.index[side], x)
+            return add_at_(x.new_zeros(self.shape[side]), self.index[side], x)
         return x if self.mask is None else torch.where(self.mask, x, 0.0).sum(-1 - side)
 
 

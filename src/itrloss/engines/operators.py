@@ -422,7 +422,9 @@ def _fake_violations(source, margin, *asked):
     return uninitialised(source, asked)
 
 
-@operator("(SOURCE, float margin, bool for_rows, bool for_cols) -> (Tensor, Tensor)", _fake_violations)
+@operator(
+    "(SOURCE, float margin, bool for_rows, bool for_cols) -> (Tensor, Tensor)", _fake_violations, reads_values=True
+)
 def violations(source, margin, *asked):
     return margins.violations(source, margin, asked)
 
@@ -430,6 +432,7 @@ def violations(source, margin, *asked):
 @operator(
     "(SOURCE, float margin, Tensor? row_grad, Tensor? col_grad, bool need_rows, bool need_cols) -> (Tensor, Tensor)",
     _fake_source_gradient,
+    reads_values=True,
 )
 def violations_backward(source, margin, *args, in_place=False):
     return margins.violations_backward(source, margin, args[:2], args[2:], in_place)

@@ -103,7 +103,7 @@ class PairGradient:
             if self.needs[side]:
                 self._add_side(side, bags(mine, theirs, other.to(s.dtype), weight, own.shape[0]))
                 if inv is not None:
-                    along = torch.zeros_like(inv).index_add_(0, mine, pull)
+                    along = add_at_(torch.zeros_like(inv), mine, pull)
                     before = self.along[side]
                     self.along[side] = along if before is None else before.add_(along)
 
@@ -125,6 +125,13 @@ class PairGradient:
                 total.addcmul_(x.to(s.dtype), (along * inv * inv)[:, None], value=-1)
             found.append(total.to(s.rows.dtype if x is None else x.dtype))
         return found[0], found[1]
+
+
+def add_at_(sums: Tensor, index: Tensor, values: Tensor) -> Tensor:
+    """``sums[index[p]] += values[p]``, with the same bits each time: accelerators add as it comes, unless they sort."""
+    if sums.device.type == "cpu":
+        return sums.index_add_(0, index, values)
+    return sums.index_put_((index,), values, accumulate=True)
 
 
 def bags(anchors: Tensor, others: Tensor, vectors: Tensor, weights: Tensor, size: int) -> Tensor:
@@ -407,7 +414,7 @@ class _Listed:
         elif index is None:
             sums.add_(values)
         else:
-            sums.index_add_(0, index, values)
+            add_at_(sums, index, values)
 
     def back(self, gradient: PairGradient | Gradient, grad: Tensor, diagonal_grad: Tensor | None) -> None:
         """Hand the listed pairs' gradient on."""

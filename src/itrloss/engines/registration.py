@@ -30,11 +30,19 @@ def full_precision(x: Tensor):
     return torch.autocast(kind, enabled=False) if rounds else _AS_IT_IS
 
 
-def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+# Tells the compiler that a CUDA graph would keep a value that was read when it was recorded.
+_READS_VALUES = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []
+_COUNT = Source._fields.index("valid")
+
+
+def operator(
+    schema: str, fake: Callable[..., Any], *, reads_values: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Define ``itrloss::<function name>`` and return the function to call.
 
     Where the schema begins with SOURCE, the function and its fake get one :class:`Source` for the arguments of that.
-    Keywords are for eager mode, and are not part of the schema.
+    Keywords are for eager mode, and are not part of the schema. ``reads_values``: the host reads some of its inputs; of
+    a memory it does in any case, for which there is an operator ``<function name>_of_memory``.
     """
     on_source = schema.startswith("(SOURCE")
 
@@ -53,15 +61,21 @@ def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
         @functools.wraps(function)
         def call(*args: Any, **eager: Any) -> Any:
             # In eager mode the dispatcher would only cost time.
-            return registered(*args) if torch.compiler.is_compiling() else implementation(*args, **eager)
+            if not torch.compiler.is_compiling():
+                return implementation(*args, **eager)
+            return (of_memory if on_source and args[_COUNT] is not None else registered)(*args)
 
         def shapes(*args: Any) -> Any:
             return fake(Source(*args[:WIDTH]), *args[WIDTH:]) if on_source else fake(*args)
 
-        _library.define(name + schema.replace("SOURCE", _SOURCE))
-        _library.impl(name, implementation, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"itrloss::{name}", shapes, lib=_library)
-        registered = getattr(torch.ops.itrloss, name).default
+        def define(name: str, tags: list[torch.Tag]) -> Any:
+            _library.define(name + schema.replace("SOURCE", _SOURCE), tags=tags)
+            _library.impl(name, implementation, "CompositeExplicitAutograd")
+            torch.library.register_fake(f"itrloss::{name}", shapes, lib=_library)
+            return getattr(torch.ops.itrloss, name).default
+
+        registered = define(name, _READS_VALUES if reads_values else [])
+        of_memory = define(f"{name}_of_memory", _READS_VALUES) if on_source else registered
         return call
 
     return register
