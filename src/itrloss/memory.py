@@ -36,8 +36,8 @@ class CoupledMemory(nn.Module):
 
     In a ``torch.distributed`` job every process takes in the keys of all of them, so that contents are the same
     everywhere (but for a random start with another seed); batches must be of one size then. Nothing here waits for an
-    accelerator. A CUDA graph that you record keeps the number of entries that there were, so record it when the memory is
-    full; ``torch.compile`` keeps what counts them out of its graphs.
+    accelerator. A CUDA graph that you record keeps the number of entries that there were, so record it when the memory
+    is full; ``torch.compile`` leaves what counts them out of its graphs.
 
     Args:
         size: number of entries; need not be a multiple of the batch size.
@@ -100,6 +100,13 @@ class CoupledMemory(nn.Module):
                 self._count.fill_(min(int(self.enqueued), self.size))
                 self._counted = self.enqueued, self.enqueued._version
         return self._count
+
+    def _apply(self, *args: Any, **options: Any) -> CoupledMemory:
+        """Moved buffers are others, and hold the same."""
+        _ = self.count  # while it can be read
+        super()._apply(*args, **options)
+        self._counted = self.enqueued, self.enqueued._version
+        return self
 
     def __len__(self) -> int:
         """Number of valid entries."""
