@@ -39,12 +39,12 @@ class Absent:
 
 
 def compiled(capability: int) -> list[dict]:
-    """The kernels that the losses and metrics launch: name, registers and bytes of a thread outside of them."""
+    """The kernels that losses and metrics launch: name, shared memory, registers and a thread's bytes beside them."""
     kernels, run = {}, JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **options):
         kernel = run(self, *args, grid=grid, warmup=True, **options)
-        kernels[kernel.hash] = self.__name__, kernel.asm["cubin"]
+        kernels[kernel.hash] = self.__name__, kernel.metadata.shared, kernel.asm["cubin"]
         return kernel
 
     torch.empty = torch.zeros  # whose is the hardest, say, is not computed, and must exist
@@ -61,7 +61,7 @@ def compiled(capability: int) -> list[dict]:
             blocks.MULTIPLYING = (cut,)
             for ids in (False, True):
                 launch(torch.bfloat16, ids)
-    return [{"name": name, **usage(code)} for name, code in kernels.values()]
+    return [{"name": name, "DYNAMIC": shared, **usage(code)} for name, shared, code in kernels.values()]
 
 
 def launch(dtype: torch.dtype, with_ids: bool) -> None:

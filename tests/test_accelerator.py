@@ -85,6 +85,13 @@ def test_memories_wait_for_nothing(loss, engine):
     assert backward((loss(engine=engine)(images, texts, *keys, memory, *numbers(N, N)),), images, texts)
 
 
+def test_momentum_encoders_wait_for_nothing():
+    encoder = torch.nn.Sequential(torch.nn.Linear(D, D), torch.nn.BatchNorm1d(D)).to("meta")
+    keys = itrloss.MomentumEncoder(encoder).to("meta")
+    keys.update(encoder)
+    assert keys.n_averaged.is_meta
+
+
 def test_sets_and_prototypes_wait_for_nothing(engine):
     heads, images, texts = given(N, 4, D), given(N, D), given(N, D)
     assert backward((itrloss.VarianceAwareLoss(engine=engine)(heads, texts),), heads, texts)

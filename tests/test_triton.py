@@ -712,3 +712,6 @@ def test_kernels_compile_for_gpus(capability, tmp_path):
     assert {kernel["name"] for kernel in kernels} == gradients | sums | {"positive_gradient", "positive_sums"}
     for kernel in kernels:
         assert kernel["REG"] and kernel["STACK"] <= 32 and not kernel["LOCAL"], kernel
+        assert kernel["DYNAMIC"] <= 96 * 2**10, (
+            kernel
+        )  # two programs fit into a processor of an H100, one into an A100's

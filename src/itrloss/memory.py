@@ -299,7 +299,13 @@ class MomentumEncoder(AveragedModel):
 
     def update(self, encoder: nn.Module) -> None:
         """Move towards the encoder's parameters."""
-        self.update_parameters(encoder)
+        count = self.n_averaged
+        self.n_averaged = torch.ones_like(count, device="cpu")  # torch reads it, and would wait for an accelerator
+        try:
+            self.update_parameters(encoder)
+        finally:
+            self.n_averaged = count
+        count.add_(1)
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
