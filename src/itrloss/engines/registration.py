@@ -60,6 +60,7 @@ def operator(
 
         @functools.wraps(function)
         def call(*args: Any, **eager: Any) -> Any:
+            """The function that this module's users get."""
             # In eager mode the dispatcher would only cost time.
             if not torch.compiler.is_compiling():
                 return implementation(*args, **eager)
@@ -69,6 +70,7 @@ def operator(
             return fake(Source(*args[:WIDTH]), *args[WIDTH:]) if on_source else fake(*args)
 
         def define(name: str, tags: list[torch.Tag]) -> Any:
+            """Register the implementation and its shapes under a name; what the dispatcher calls."""
             _library.define(name + schema.replace("SOURCE", _SOURCE), tags=tags)
             _library.impl(name, implementation, "CompositeExplicitAutograd")
             torch.library.register_fake(f"itrloss::{name}", shapes, lib=_library)
