@@ -41,27 +41,29 @@ def calls():
         rows, cols = source[0], source[1]
         n, m = rows.shape[0], rows.shape[1] if cols is None else cols.shape[0]
         a, b = torch.linspace(1, 2, n), torch.linspace(1, 2, m)
+        both = torch.cat((a, b))
         pairs = (torch.arange(n), torch.arange(n) % m)
         carried = a if source[4] is None and not source[8] else None
         yield f"{name}: inverse_norms", "inverse_norms", (rows,)
         for extra in (0, softmax.MEAN, softmax.ENTROPY):
-            yield f"{name}: logsumexp {extra}", "logsumexp", (*source, a, b, False, True, False, extra)
-        yield f"{name}: shared logsumexp", "logsumexp", (*source, torch.ones(1), None, True, False, True, 0)
-        yield f"{name}: row logsumexp", "logsumexp", (*source, a, None, False, True, True, 0)
-        *sums, _ = torch.ops.itrloss.logsumexp(*source, a, b, False, True, False, softmax.ENTROPY)
-        grads = (a, b, torch.stack([a, a]), None, None)
-        flags = (True, False, softmax.ENTROPY, True, False)
-        yield f"{name}: entropy_backward", "logsumexp_backward", (*source, a, b, False, *sums, *grads, *flags)
-        *sums, _ = torch.ops.itrloss.logsumexp(*source, a, b, False, True, False, 0)
-        grads, flags = (a, b, None, None, carried), (True, False, 0, True, False)
-        yield f"{name}: logsumexp_backward", "logsumexp_backward", (*source, a, b, False, *sums, *grads, *flags)
+            yield f"{name}: logsumexp {extra}", "logsumexp", (*source, both, True, True, True, False, extra)
+        yield f"{name}: shared logsumexp", "logsumexp", (*source, torch.ones(1), True, True, False, True, 0)
+        yield f"{name}: row logsumexp", "logsumexp", (*source, a, True, False, True, True, 0)
+        yield f"{name}: column entropy", "logsumexp", (*source, b, False, True, True, True, softmax.ENTROPY)
+        asked = (*source, both, True, True)
+        *sums, _ = torch.ops.itrloss.logsumexp(*asked, True, False, softmax.ENTROPY)
+        grads, flags = (both, torch.stack([both, both]), None), (True, False, softmax.ENTROPY, True, False)
+        yield f"{name}: entropy_backward", "logsumexp_backward", (*asked, *sums, *grads, *flags)
+        *sums, _ = torch.ops.itrloss.logsumexp(*asked, True, False, 0)
+        grads, flags = (both, None, carried), (True, False, 0, True, False)
+        yield f"{name}: logsumexp_backward", "logsumexp_backward", (*asked, *sums, *grads, *flags)
         if cols is not None:
             for wanted in (False, True):
                 yield f"{name}: memory_sums {wanted}", "memory_sums", (*source, a, True, True, wanted)
         yield f"{name}: moment_sums", "moment_sums", (*source, True, False)
         yield f"{name}: moment_sums of both", "moment_sums", (*source, True, True)
-        for grads in ((torch.cat((a, b)), None), (None, torch.cat((a, b)))):
-            given = (True, True, torch.cat((a, b)), *grads, True, True)
+        for grads in ((both, None), (None, both)):
+            given = (True, True, both, *grads, True, True)
             yield f"{name}: moment_sums_backward", "moment_sums_backward", (*source, *given)
         yield f"{name}: hardest", "hardest", (*source, True, True)
         yield f"{name}: pair_scores", "pair_scores", (*source[:4], *pairs)

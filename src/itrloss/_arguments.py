@@ -89,28 +89,26 @@ def diagonal_if_unique(ids: Pair) -> Pair:
     return (None, None) if torch.equal(rows, cols) and len(rows.unique()) == len(rows) else ids
 
 
-def as_scale(name: str, matrix: Matrix, scale: float | Tensor, of_columns: bool) -> Tensor:
-    """As a tensor of one value, or of one per anchor, in the compute dtype."""
+def as_scale(name: str, matrix: Matrix, scale: float | Tensor, size: int) -> Tensor:
+    """As a tensor of one value, or of one for each of so many anchors, in the compute dtype."""
     dtype = compute_dtype(matrix.rows)
     if not isinstance(scale, Tensor):
         return matrix.rows.new_full((1,), float(scale), dtype=dtype)
-    size = matrix.shape[1 if of_columns else 0]
     if scale.numel() != 1 and scale.shape != (size,):
         raise ValueError(f"{name}: expected a number or shape ({size},), got {tuple(scale.shape)}")
+    if scale.dim() == 1 and scale.dtype == dtype and scale.device == matrix.rows.device:
+        return scale
     return scale.reshape(-1).to(matrix.rows.device, dtype)
 
 
-def as_params(name: str, matrix: Matrix, params: tuple[Tensor, ...], of_columns: bool) -> list[Tensor]:
-    """Parameters of a term, each of one value or one per anchor, in the compute dtype."""
-    size = matrix.shape[1 if of_columns else 0]
+def as_params(name: str, matrix: Matrix, params: tuple[Tensor, ...], size: int) -> list[Tensor]:
+    """Parameters of a term, each of one value or of one for each of so many anchors, in the compute dtype."""
     for p in params:
         if not isinstance(p, Tensor):
             raise TypeError(f"{name}: expected tensors of shape ({size},) or of one value, got {type(p).__name__}")
         if p.numel() != 1 and p.shape != (size,):
             raise ValueError(f"{name}: expected shape ({size},) or one value, got {tuple(p.shape)}")
     like = matrix.rows.device, compute_dtype(matrix.rows)
-    if torch.compiler.is_compiling():  # which refuses to see the same tensor twice, and both sides may be given it
-        return [p.reshape(-1).to(*like) for p in params]
     return [p if p.dim() == 1 and (p.device, p.dtype) == like else p.reshape(-1).to(*like) for p in params]
 
 

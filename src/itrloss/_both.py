@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ._arguments import as_bias, as_optimistic, as_over, as_params, as_scale, as_term, check_number, check_size
@@ -17,6 +18,51 @@ class TopK(NamedTuple):
     indices: Tensor
 
 
+class Joined:
+    """Rows and columns answered out of one pass, in one vector (N + M,): the rows first.
+
+    Parameters hold one number for all anchors, or one for each in the same order.
+    """
+
+    def __init__(self, matrix: Matrix, flipped: bool):
+        self._matrix, self._flipped = matrix, flipped
+
+    def _turned(self, x: Tensor, back: bool = False) -> Tensor:
+        """From the order of the matrix to that of the view, or ``back``."""
+        if not self._flipped or x.numel() == 1:
+            return x
+        first = self._matrix.shape[back]
+        return torch.cat((x[first:], x[:first]))
+
+    def _params(self, params: tuple[Tensor, ...]) -> list[Tensor]:
+        given = as_params("params", self._matrix, params, sum(self._matrix.shape))
+        return [self._turned(p, back=True) for p in given] if self._flipped else given
+
+    def moments(self) -> Moments:
+        mean, std = self._matrix.moments((True, True))
+        return Moments(self._turned(mean), self._turned(std))
+
+    def logsumexp(self, scale: float | Tensor, over: Over = "negatives") -> Tensor:
+        scale = self._turned(as_scale("scale", self._matrix, scale, sum(self._matrix.shape)), back=True)
+        return self._turned(self._matrix.logsumexp(scale, (True, True), over))
+
+    def entropy(self, temperature: float) -> Tensor:
+        return self._turned(self._matrix.entropy(temperature, (True, True)))
+
+    def hardest(self) -> tuple[Hardest, Hardest]:
+        rows, cols = self._matrix.hardest((True, True))
+        return (cols, rows) if self._flipped else (rows, cols)
+
+    def positives(self, term: str, *params: Tensor, sparse: bool = False) -> Tensor:
+        return self._turned(self._matrix.positives(as_term(term), self._params(params), (True, True), sparse))
+
+    def negatives(self, term: str, *params: Tensor) -> Tensor:
+        return self._turned(self._matrix.negatives(as_term(term), self._params(params), (True, True)))
+
+    def violations(self, margin: float) -> Tensor:
+        return self._turned(self._matrix.violations(float(margin), (True, True)))
+
+
 class Both:
     """Rows and columns answered out of one pass: each method returns the pair ``(of the rows, of the columns)``.
 
@@ -25,10 +71,13 @@ class Both:
     """
 
     def __init__(self, matrix: Matrix, flipped: bool):
-        self._matrix, self._flipped = matrix, flipped
+        self._matrix, self._flipped, self._joined = matrix, flipped, Joined(matrix, flipped)
 
     def _order(self, pair: Any) -> Any:
         return (pair[1], pair[0]) if self._flipped else (pair[0], pair[1])
+
+    def _parted(self, x: Tensor) -> Any:
+        return x.split(self._order(self._matrix.shape))
 
     @property
     def positive_counts(self) -> tuple[Tensor, Tensor]:
@@ -44,29 +93,28 @@ class Both:
 
     def moments(self) -> tuple[Moments, Moments]:
         """See :meth:`itrloss.Similarity.moments`."""
-        mean, std = (x.split(self._matrix.shape) for x in self._matrix.moments((True, True)))
-        return self._order([Moments(*x) for x in zip(mean, std, strict=True)])
+        rows, cols = (Moments(*x) for x in zip(*(self._parted(x) for x in self._joined.moments()), strict=True))
+        return rows, cols
 
     def logsumexp(
         self, row_scale: float | Tensor = 1.0, col_scale: float | Tensor | None = None, *, over: Over = "negatives"
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`itrloss.Similarity.logsumexp`; ``col_scale`` is ``row_scale`` unless given."""
-        first = as_scale("row_scale", self._matrix, row_scale, self._flipped)
-        if col_scale is None and first.numel() == 1:
-            second = first
-        else:
-            other = row_scale if col_scale is None else col_scale
-            second = as_scale("col_scale", self._matrix, other, not self._flipped)
-        return self._order(self._matrix.logsumexp(self._order((first, second)), as_over(over)))
+        n, m = self._order(self._matrix.shape)
+        scale = as_scale("row_scale", self._matrix, row_scale, n)
+        if col_scale is not None or scale.numel() > 1:
+            other = as_scale("col_scale", self._matrix, row_scale if col_scale is None else col_scale, m)
+            scale = torch.cat((scale.expand(n), other.expand(m)))
+        return self._parted(self._joined.logsumexp(scale, as_over(over)))
 
     def entropy(self, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """See :meth:`itrloss.Similarity.entropy`."""
         check_number("temperature", temperature, positive=True)
-        return self._order(self._matrix.entropy(temperature, (True, True)))
+        return self._parted(self._joined.entropy(temperature))
 
     def hardest(self) -> tuple[Hardest, Hardest]:
         """See :meth:`itrloss.Similarity.hardest`."""
-        return self._order(self._matrix.hardest((True, True)))
+        return self._joined.hardest()
 
     def positives(
         self,
@@ -78,18 +126,18 @@ class Both:
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`itrloss.Similarity.positives`."""
         params = self._params(row_params, col_params)
-        return self._order(self._matrix.positives(as_term(term), params, (True, True), sparse))
+        return self._parted(self._joined.positives(term, *params, sparse=sparse))
 
     def negatives(
         self, term: str = "identity", row_params: tuple[Tensor, ...] = (), col_params: tuple[Tensor, ...] = ()
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`itrloss.Similarity.negatives`."""
         params = self._params(row_params, col_params)
-        return self._order(self._matrix.negatives(as_term(term), params, (True, True)))
+        return self._parted(self._joined.negatives(term, *params))
 
     def violations(self, margin: float) -> tuple[Tensor, Tensor]:
         """See :meth:`itrloss.Similarity.violations`."""
-        return self._order(self._matrix.violations(float(margin), (True, True)))
+        return self._parted(self._joined.violations(margin))
 
     def topk(self, k: int, row_bias: Tensor | None = None, col_bias: Tensor | None = None) -> tuple[TopK, TopK]:
         """See :meth:`itrloss.Similarity.topk`: ``col_bias`` (M,) is for the rows, ``row_bias`` (N,) for the columns.
@@ -124,12 +172,16 @@ class Both:
         ranks, (_, top) = self._matrix.ranks_and_top(sizes, biases, as_optimistic(ties))
         return self._order(tuple(zip(ranks, top, strict=True)))
 
-    def _params(self, row_params: tuple[Tensor, ...], col_params: tuple[Tensor, ...]) -> Any:
+    def _params(self, row_params: tuple[Tensor, ...], col_params: tuple[Tensor, ...]) -> list[Tensor]:
         if len(row_params) != len(col_params):
             got = f"{len(row_params)} and {len(col_params)}"
             raise ValueError(f"row_params, col_params: expected as many for the columns as for the rows, got {got}")
-        rows = as_params("row_params", self._matrix, row_params, self._flipped)
-        return self._order((rows, as_params("col_params", self._matrix, col_params, not self._flipped)))
+        n, m = self._order(self._matrix.shape)
+        rows = as_params("row_params", self._matrix, row_params, n)
+        cols = as_params("col_params", self._matrix, col_params, m)
+        given = zip(row_params, col_params, rows, cols, strict=True)
+        # A single number that both sides are given stays one.
+        return [a if p is q and a.numel() == 1 else torch.cat((a.expand(n), b.expand(m))) for p, q, a, b in given]
 
     def _biases(self, row_bias: Tensor | None, col_bias: Tensor | None) -> Any:
         """Of the rows' candidates, the columns, and of the columns', the rows."""

@@ -91,14 +91,15 @@ def _diversity(sim: Similarity, kind: Diversity, epsilon: float, temperature: fl
 def diversities(sim: Similarity, kind: Diversity, epsilon: float, temperature: float) -> Tensor:
     """Of rows and columns, out of one pass: (N + M,)."""
     if kind == "std":
-        rows, cols = (m.std for m in sim.both.moments())
+        spread = sim._joined.moments().std
     elif kind == "entropy":
-        rows, cols = (h.clamp_min(1e-6) for h in sim.both.entropy(temperature))
+        spread = sim._joined.entropy(temperature).clamp_min(1e-6)
     else:
         raise ValueError(f"diversity: expected 'std', 'entropy' or None, got {kind!r}")
-    if rows.shape == cols.shape:
-        return _diversity_scores(torch.stack((rows, cols)), epsilon).flatten()
-    return torch.cat((_diversity_scores(rows, epsilon), _diversity_scores(cols, epsilon)))
+    n, m = sim.shape
+    if n == m:
+        return _diversity_scores(spread.view(2, n), epsilon).flatten()
+    return torch.cat([_diversity_scores(x, epsilon) for x in spread.split((n, m))])
 
 
 # ----------------------------------------------------------------------------------------------------- losses
@@ -130,14 +131,14 @@ def diversity_contrastive_loss(
     weight = temperature if positive_weight == "paper" else float(positive_weight)
     scale: Tensor | float = 1 / temperature
     if diversity is None:
-        repulsion = sim.both.logsumexp(scale)
+        repulsion = sim._joined.logsumexp(scale)
     else:
         beside = sim._detach_for_now() if detach_diversity else sim
         scale = scale / diversities(beside, diversity, epsilon, entropy_temperature)
-        repulsion = sim.both.logsumexp(*scale.split(sim.shape))
+        repulsion = sim._joined.logsumexp(scale)
     counts = AnchorCounts(sim)
-    attraction = counts.mean_of_positives(torch.cat(sim.both.positives(term)))
-    values = temperature * _log1p_exp(torch.cat(repulsion) - scale * margin) - weight * attraction
+    attraction = counts.mean_of_positives(sim._joined.positives(term))
+    values = temperature * _log1p_exp(repulsion - scale * margin) - weight * attraction
     return counts.reduce(values, reduction)
 
 
@@ -154,9 +155,9 @@ def hubness_aware_loss(
     term, minus the mean over positive pairs of ``log(1 + S)``. With ``reduction="none"`` each direction carries one
     half of the positive term. See :class:`itrloss.HubnessAwareLoss`.
     """
-    repulsion = _log1p_exp(torch.cat(_checked(sim).both.logsumexp(scale)) - scale * margin) / scale
+    repulsion = _log1p_exp(_checked(sim)._joined.logsumexp(scale) - scale * margin) / scale
     counts = AnchorCounts(sim)
-    attraction = counts.mean_over_pairs(torch.cat(sim.both.positives("log1p_clamp")))
+    attraction = counts.mean_over_pairs(sim._joined.positives("log1p_clamp"))
     return counts.reduce(repulsion - 0.5 * attraction, reduction)
 
 
@@ -264,10 +265,10 @@ def info_nce_loss(
         temperature = temperature.to(_checked(sim).dtype)  # its reciprocal in half precision would be far off
     scale = 1 / temperature
     a = scale if isinstance(scale, Tensor) else torch.full((1,), scale, dtype=_checked(sim).dtype, device=sim.device)
-    rows, cols = sim.both.logsumexp(a)
-    loss = sim.both.positives("negative_log_likelihood", (rows, a), (cols, a))
+    negatives = sim._joined.logsumexp(a)
+    loss = sim._joined.positives("negative_log_likelihood", negatives, a)
     counts = AnchorCounts(sim)
-    return counts.reduce(counts.mean_of_positives(torch.cat(loss)), reduction)
+    return counts.reduce(counts.mean_of_positives(loss), reduction)
 
 
 def sigmoid_loss(
@@ -321,10 +322,10 @@ def triplet_loss(
 def triplet_values(sim: Similarity, margin: float, mining: Mining) -> Tensor:
     """The terms of :func:`triplet_loss`, of each row and then of each column, whether it counts or not: (N + M,)."""
     if mining == "hardest":
-        thresholds = [h.values + margin for h in sim.both.hardest()]
-        return torch.cat(sim.both.positives("hinge", (thresholds[0],), (thresholds[1],), sparse=True))
+        thresholds = torch.cat([h.values for h in sim.both.hardest()]) + margin
+        return sim._joined.positives("hinge", thresholds, sparse=True)
     if mining == "all":
-        return torch.cat(sim.both.violations(margin))
+        return sim._joined.violations(margin)
     raise ValueError(f"mining: expected 'hardest' or 'all', got {mining!r}")
 
 

@@ -23,7 +23,7 @@ from ._arguments import (
     diagonal_if_unique,
     require_finite,
 )
-from ._both import Both, TopK
+from ._both import Both, Joined, TopK
 from .engines.dispatch import Hardest, Matrix, Moments, Over, choose
 from .engines.products import matmul
 from .engines.registration import full_precision
@@ -186,6 +186,12 @@ class Similarity:
         self._refuse_memory()
         return Both(self._matrix, self._flipped)
 
+    @property
+    def _joined(self) -> Joined:
+        """The same in one vector: what the losses work on."""
+        self._refuse_memory()
+        return Joined(self._matrix, self._flipped)
+
     def _refuse_memory(self) -> None:
         if self._matrix.memory:
             raise ValueError("a Similarity with a memory answers for the batch only, which are the rows")
@@ -305,13 +311,13 @@ class Similarity:
 
         ``scale`` is a number, a 0-dim tensor or one value per row, differentiable. -inf for a row without negatives.
         """
-        mine = as_scale("scale", self._matrix, scale, self._flipped)
-        return self._mine(self._matrix.logsumexp((None, mine) if self._flipped else (mine, None), as_over(over)))
+        mine = as_scale("scale", self._matrix, scale, self.shape[0])
+        return self._matrix.logsumexp(mine, self._asked, as_over(over))
 
     def entropy(self, temperature: float = 1.0) -> Tensor:
         """(N,) ``-sum_{j in neg(i)} P_ij log2 P_ij``, ``P_i`` the softmax of ``S_i / temperature`` over all columns."""
         check_number("temperature", temperature, positive=True)
-        return self._mine(self._matrix.entropy(temperature, self._asked))
+        return self._matrix.entropy(temperature, self._asked)
 
     def hardest(self) -> Hardest:
         """Each row's highest-scoring negative. Its gradient goes straight to the two embeddings of the pair."""
@@ -335,22 +341,20 @@ class Similarity:
         ``sparse=True`` sends the gradient straight to the embeddings of the pairs instead of through the dense matrix:
         cheaper if no other answer has a dense gradient.
         """
-        mine = as_params("params", self._matrix, params, self._flipped)
-        both = ([], mine) if self._flipped else (mine, [])
-        return self._mine(self._matrix.positives(as_term(term), both, self._asked, sparse))
+        mine = as_params("params", self._matrix, params, self.shape[0])
+        return self._matrix.positives(as_term(term), mine, self._asked, sparse)
 
     def negatives(self, term: str = "identity", *params: Tensor) -> Tensor:
         """(N,) ``sum_{j in neg(i)} term(S_ij, *params_i)``, 0 for a row without negatives. See :meth:`positives`."""
-        mine = as_params("params", self._matrix, params, self._flipped)
-        both = ([], mine) if self._flipped else (mine, [])
-        return self._mine(self._matrix.negatives(as_term(term), both, self._asked))
+        mine = as_params("params", self._matrix, params, self.shape[0])
+        return self._matrix.negatives(as_term(term), mine, self._asked)
 
     def violations(self, margin: float) -> Tensor:
         """(N,) ``sum_{p in pos(i)} sum_{j in neg(i)} max(margin - S_ip + S_ij, 0)``.
 
         Takes a pass over the matrix for each positive that a row can have, and memory for all positive pairs.
         """
-        return self._mine(self._matrix.violations(float(margin), self._asked))
+        return self._matrix.violations(float(margin), self._asked)
 
     def topk(self, k: int, bias: Tensor | None = None) -> TopK:
         """The k columns with the highest ``S_ij + bias_j`` for each row. No gradient."""

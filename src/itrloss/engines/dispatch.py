@@ -1,6 +1,7 @@
 """Chooses the engine and puts each question to it: what all views of one :class:`itrloss.Similarity` share.
 
-An answer covers the rows, the columns or both; ``asked`` says which, and the results come as a pair.
+An answer covers the rows, the columns or both; ``asked`` says which. Numbers (A,) of all asked anchors follow each other
+in one vector, the rows' before the columns'; other results come as a pair.
 """
 
 from __future__ import annotations
@@ -20,11 +21,9 @@ from .memory import MemoryLogSumExp
 from .pairs import needs_gradient, term_values
 from .positives import Positives
 from .softmax import ENTROPY, MEAN
-from .tiles import PANEL, Kept, Pair, Source, compute_dtype
+from .tiles import PANEL, Asked, Kept, Pair, Source, apart, compute_dtype
 
 Over = Literal["negatives", "all"]
-Asked = tuple[bool, bool]
-
 
 _MANY = 2**20  # scores from which on their products weigh more than the launches of a loss
 ENGINES = ("reference", "dense", "tiled", "triton")
@@ -116,12 +115,19 @@ class Matrix:
         self._kept = Kept()
         self._diagonal: Tensor | None = None
         self._inv: Pair = inv or (None, None)
+        self._usual = False  # whether all lengths are known to be usual
         if inv is None and self.bounded and cols is not None and engine != "reference":
-            self._inv = ops.inverse_norms(rows.detach()), ops.inverse_norms(cols.detach())
+            self._measure(rows.detach(), cols.detach())
+
+    def _measure(self, rows: Tensor, cols: Tensor) -> None:
+        if rows.device.type == "cpu" and not torch.compiler.is_compiling():
+            self._inv = ops.usual_inverse_norms(rows), ops.usual_inverse_norms(cols)
+            self._usual = self._inv[0] is not None and self._inv[1] is not None
+        if not self._usual:
+            self._inv = ops.inverse_norms(rows), ops.inverse_norms(cols)
 
     def _seen(self) -> list[int]:
-        given = [x for x in (self.rows, self.cols) if x is not None]
-        return [x._version for x in given if not x.is_inference()]
+        return [x._version for x in (self.rows, self.cols) if x is not None and not x.is_inference()]
 
     def _check_unchanged(self) -> None:
         """Lengths and scores are kept between answers, so that a queue written meanwhile would give nonsense."""
@@ -136,6 +142,7 @@ class Matrix:
         """
         cols = None if self.cols is None else self.cols.detach()
         twin = Matrix(self.rows.detach(), cols, self.ids, self.normalize, self.engine, self._inv)
+        twin._usual = self._usual
         twin._versions, twin.memory, twin.valid = self._versions, self.memory, self.valid
         twin.given_ids = self.given_ids
         twin._diagonal = None if self._diagonal is None else self._diagonal.detach()
@@ -166,7 +173,7 @@ class Matrix:
             if self.engine == "reference":
                 scores = reference.scores(self.rows, self.cols, self.normalize, self.normalize and not self.memory)
             else:
-                scaled = ops.scaling_scores_pays(self.rows, self.cols, *self._inv)
+                scaled = ops.scaling_scores_pays(self.rows, self.cols, *self._inv, self._usual)
                 scores = ops.Product.apply(self.rows, self.cols, *self._inv, scaled)
                 self._kept.readers += scaled
         if not (inference and self._has_gradient):  # such scores would lack it for good
@@ -203,9 +210,9 @@ class Matrix:
             pair, inv = (self.rows.detach(), _given(self.cols)), self._inv
             # A few anchors are the better right factor.
             if self._is_small():
-                scores = ops.Product.apply(*pair[::-1], *inv[::-1], ops.scaling_scores_pays(*pair, *inv)).T
+                scores = ops.Product.apply(*pair[::-1], *inv[::-1], False).T
             else:
-                scores = ops.Product.apply(*pair, *inv, ops.scaling_scores_pays(*pair, *inv))
+                scores = ops.Product.apply(*pair, *inv, False)
         if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():  # no later answer could save such
             self._kept.scores = scores
         return scores
@@ -251,32 +258,26 @@ class Matrix:
     def _by_reference(self, answer: Callable[..., Any], asked: Asked, *args: Any) -> list[Any]:
         return [None if view is None else answer(*view, *args) for view in self._views(asked)]
 
-    def logsumexp(self, scales: Pair, over: Over) -> Pair:
-        """``log sum exp`` of each asked side's scores times its scale; a side without a scale is not asked."""
+    def logsumexp(self, scale: Tensor, asked: Asked, over: Over) -> Tensor:
+        """``log sum exp`` of each asked side's scores times ``scale``, which is one number or one per anchor."""
         masked = over == "negatives"
         if self.engine == "reference":
-            views = self._views((scales[0] is not None, scales[1] is not None))
-            rows, cols = (
-                None if v is None or a is None else reference.logsumexp(*v, a, masked)
-                for v, a in zip(views, scales, strict=True)
-            )
-            return rows, cols
-        if self.memory and scales[0] is not None and not scales[0].requires_grad:
+            scales = [x for x in apart(scale, self.shape[0], asked) if x is not None]
+            views = [x for x in self._views(asked) if x is not None]
+            return torch.cat([reference.logsumexp(*v, a, masked) for v, a in zip(views, scales, strict=True)])
+        if self.memory and not scale.requires_grad:
             # Scores that no question before has formed are not all needed at once; few are formed faster in one piece.
             in_tiles = self._kept.scores is None and not self._is_small()
             source, in_place = self._given() if in_tiles else self._source(), self._may_consume() and not in_tiles
             if in_place:  # a later question forms them again
                 self._kept.scores = None
             flags = masked, self.bounded, needs_gradient(self.rows), in_place, self._listed()
-            return MemoryLogSumExp.apply(*source, scales[0], *flags), None
-        shared = scales[0] is scales[1]
-        extra = MEAN if any(a is not None and a.requires_grad for a in scales) else 0
-        scales = (scales[0], None if shared else scales[1])
-        source = self.source(*scales)
-        *out, diagonal = ops.LogSumExp.apply(*source, *scales, shared, masked, self.bounded, extra, self._spendable())
+            return MemoryLogSumExp.apply(*source, scale, *flags)
+        flags = masked, self.bounded, MEAN if scale.requires_grad else 0, self._spendable()
+        found, _, diagonal = ops.LogSumExp.apply(*self.source(scale), scale, *asked, *flags)
         if diagonal.numel():
             self._keep_diagonal(diagonal)
-        return out[0], out[1]
+        return found
 
     def moments(self, asked: Asked) -> Moments:
         """Mean and standard deviation of the negatives, of the rows if they are asked and then of the columns."""
@@ -287,17 +288,14 @@ class Matrix:
             mean, variance = ops.Moments.apply(*self.source(), *asked, self._listed())
         return Moments(mean, variance.clamp_min(1e-12).sqrt())
 
-    def entropy(self, temperature: float, asked: Asked) -> Any:
+    def entropy(self, temperature: float, asked: Asked) -> Tensor:
         """Softmax entropy (bits) of the negatives of each asked side."""
         scale = 1 / temperature
         if self.engine == "reference":
-            return self._by_reference(reference.entropy, asked, scale)
+            return torch.cat([x for x in self._by_reference(reference.entropy, asked, scale) if x is not None])
         a = self.rows.new_full((1,), scale, dtype=compute_dtype(self.rows))
-        scales = (a, None) if asked[0] else (None, a)
-        _, _, rows, cols, _ = ops.LogSumExp.apply(
-            *self.source(), *scales, all(asked), True, self.bounded, ENTROPY, None
-        )
-        return [figure[0] / math.log(2) if ask else None for figure, ask in zip((rows, cols), asked, strict=True)]
+        _, figure, _ = ops.LogSumExp.apply(*self.source(), a, *asked, True, self.bounded, ENTROPY, None)
+        return figure[0] / math.log(2)
 
     def hardest(self, asked: Asked) -> Any:
         """Highest-scoring negative of each asked side, with its index."""
@@ -325,41 +323,51 @@ class Matrix:
         )
         return rows, cols
 
-    def positives(self, term: str, params: Sequence[Sequence[Tensor]], asked: Asked, sparse: bool = False) -> Any:
-        """Sums of a registered term over the positives of each asked side."""
+    def positives(self, term: str, params: Sequence[Tensor], asked: Asked, sparse: bool = False) -> Tensor:
+        """Sums of a registered term over the positives of each asked side; ``params`` are as in :meth:`logsumexp`."""
         if self.engine == "reference":
-            views = self._views(asked)
-            return [None if v is None else reference.positives(*v, term, p) for v, p in zip(views, params, strict=True)]
+            return self._sums_by_reference(self._views(asked), term, params, asked)
         if self.ids[0] is None:  # one positive an anchor: no sums
             scores = self.diagonal(sparse)
-            if not all(asked) or not params[0]:  # a term without parameters is the same for both sides
-                return (term_values(term, scores, *params[asked.index(True)]),) * 2
-            sides = zip(*params, strict=True)
-            given = [
-                a if a is b else torch.stack([x.expand_as(scores) if len(x) == 1 else x for x in (a, b)])
-                for a, b in sides
-            ]
-            return term_values(term, scores, *given).expand(2, *scores.shape).unbind()
+            if all(asked):
+                params = [p.reshape(2, -1) if p.numel() > 1 else p for p in params]
+            values = term_values(term, scores, *params)
+            return (values if values.dim() == 2 else values.expand(2, -1)).flatten() if all(asked) else values
         # Where pairs cannot be listed, the embeddings would have to be multiplied once more.
         pairs = Positives(*self.shape, *self.ids, self.rows.device)
         formed = self.engine == "dense" and self.cols is not None and not self.memory
         if formed and pairs.listable and not sparse and not torch.compiler.is_compiling():
             # A matrix of nothing but their gradients would take more time and room than those of the pairs.
             sparse = 4 * int(pairs.counts().sum()) * self.rows.shape[1] <= self.shape[0] * self.shape[1]
-        source = self._given() if sparse and pairs.listable else self.source(*params[0], *params[1])
+        source = self._given() if sparse and pairs.listable else self.source(*params)
         return self._term_sums(source, term, params, asked, False)
 
-    def negatives(self, term: str, params: Sequence[Sequence[Tensor]], asked: Asked) -> Any:
+    def negatives(self, term: str, params: Sequence[Tensor], asked: Asked) -> Tensor:
         """Sums of a registered term over the negatives of each asked side."""
         if self.engine == "reference":
             views = [None if v is None else (v[0], ~v[1]) for v in self._views(asked)]
-            return [None if v is None else reference.positives(*v, term, p) for v, p in zip(views, params, strict=True)]
-        return self._term_sums(self.source(*params[0], *params[1]), term, params, asked, True)
+            return self._sums_by_reference(views, term, params, asked)
+        return self._term_sums(self.source(*params), term, params, asked, True)
+
+    def _sums_by_reference(self, views: list[Any], term: str, params: Sequence[Tensor], asked: Asked) -> Tensor:
+        sides = zip(views, self._of_sides(params, asked), strict=True)
+        return torch.cat([reference.positives(*view, term, mine) for view, mine in sides if view is not None])
+
+    def _of_sides(self, params: Sequence[Tensor], asked: Asked) -> tuple[list[Tensor], list[Tensor]]:
+        rows: list[Tensor] = []
+        cols: list[Tensor] = []
+        for p in params:
+            row, col = apart(p, self.shape[0], asked)
+            if row is not None:
+                rows.append(row)
+            if col is not None:  # the compiler refuses to see the same tensor twice
+                cols.append(col.view_as(col) if col is row else col)
+        return rows, cols
 
     def _term_sums(
-        self, source: Source, term: str, params: Sequence[Sequence[Tensor]], asked: Asked, negative: bool
-    ) -> list[Tensor]:
-        rows, cols = (params[0] if asked[0] else []), (params[1] if asked[1] else [])
+        self, source: Source, term: str, params: Sequence[Tensor], asked: Asked, negative: bool
+    ) -> Tensor:
+        rows, cols = self._of_sides(params, asked)
         if not needs_gradient(source.rows, source.cols, *rows, *cols):  # as in term_values
             *sums, diagonal = ops.term_sums(*source, term, negative, list(rows), list(cols), *asked)
         else:
@@ -367,7 +375,7 @@ class Matrix:
             *sums, diagonal = ops.TermSums.apply(*source, term, negative, *asked, spendable, len(rows), *rows, *cols)
         if diagonal.numel():
             self._keep_diagonal(diagonal)
-        return sums
+        return torch.cat(sums) if all(asked) else sums[asked.index(True)]
 
     def diagonal(self, sparse: bool) -> Tensor:
         """(N,) scores of row i with column i, differentiable."""
@@ -389,10 +397,12 @@ class Matrix:
         self._check_unchanged()
         return ops.PairScores.apply(self.rows, self.cols, *self._inv, i, j, scores)
 
-    def violations(self, margin: float, asked: Asked) -> Any:
+    def violations(self, margin: float, asked: Asked) -> Tensor:
+        """Sums of margin violations of each asked side."""
         if self.engine == "reference":
-            return self._by_reference(reference.violations, asked, margin)
-        return ops.Violations.apply(*self.source(), margin, *asked, self._spendable())
+            return torch.cat([x for x in self._by_reference(reference.violations, asked, margin) if x is not None])
+        sums = ops.Violations.apply(*self.source(), margin, *asked, self._spendable())
+        return torch.cat(sums) if all(asked) else sums[asked.index(True)]
 
     def positive_counts(self, asked: Asked) -> Any:
         positives = Positives(*self.shape, *self.ids, self.rows.device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .positives import Positives
-from .tiles import SIDES, Gradient, Source, fused, panels, tiles, unit
+from .tiles import SIDES, Gradient, Source, fused, joined, panels, tiles, unit
 
 Counts = tuple[Tensor | int, Tensor | int]
 _SQUARES = 2**17  # squares held at once: so few that the system need not give fresh memory for them, which takes longer
@@ -62,10 +62,6 @@ def _sides(x: Tensor, shape: tuple[int, int], asked: tuple[bool, bool]) -> tuple
     return rows, cols
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
-
-
 def _lost_digits(subtracted: Tensor, variance: Tensor) -> bool:
     """Whether a difference of two squares was so small beside them that it lost its digits."""
     return float(torch.sub(subtracted, variance, alpha=100).amax()) > 1e-12
@@ -97,7 +93,7 @@ def _around_zero(
             else:
                 sums[side][0][0].add_(x.sum(dim))
                 sums[side][0][1].add_(squares)
-    first, second = (_joined([_joined([found[k] for found in sums[side]]) for side in wanted]) for k in (0, 1))
+    first, second = (joined([joined([found[k] for found in sums[side]]) for side in wanted]) for k in (0, 1))
     if positives.diagonal:
         positive = scores.diagonal()
         positive = torch.cat((positive, positive)) if all(asked) else positive
@@ -115,7 +111,7 @@ def _around_zero(
                 index = (i, j)[side]
                 sides[0][side].index_add_(0, index, positive, alpha=-1)
                 sides[1][side].index_add_(0, index, positive.square())
-        number = _joined([counts[side] for side in wanted])  # type: ignore[misc]
+        number = joined([counts[side] for side in wanted])  # type: ignore[misc]
         count = number.clamp_min(1)
         mean = (first / count).masked_fill_(number == 0, 0.0)
     squared = mean.square()
@@ -158,7 +154,7 @@ def close(centre: tuple[Tensor, Tensor], counts: Counts, first: Sequence[Any], s
         elif not count:
             mean = torch.zeros_like(mean)
         found.append((mean, variance, shift))
-    return Moments(*(_joined(x) for x in zip(*found, strict=True)))
+    return Moments(*(joined(x) for x in zip(*found, strict=True)))
 
 
 def _at_least_one(count: Tensor | int) -> Tensor | int:

@@ -29,13 +29,18 @@ def _fake_inverse_norms(x):
 @operator("(Tensor x) -> Tensor", _fake_inverse_norms)
 def inverse_norms(x: Tensor) -> Tensor:
     """(N,) reciprocal lengths of the rows of ``x``; 0 for a row of length at most 1e-12."""
+    found = usual_inverse_norms(x) if x.device.type == "cpu" else None
+    if found is None:
+        norm = lengths(x)
+        found = torch.where(norm > EPS, norm.reciprocal(), 0.0)
+    return found
+
+
+def usual_inverse_norms(x: Tensor) -> Tensor | None:
+    """The same on the CPU, where looking is free; None if some length is not between 1e-12 and 1e18."""
     norm = torch.linalg.vector_norm(x, dim=1, dtype=compute_dtype(x))
-    if norm.device.type == "cpu":
-        low, high = (float(v) for v in norm.aminmax())
-        if low > EPS and high < 1e18:
-            return norm.reciprocal_()
-    norm = lengths(x)
-    return torch.where(norm > EPS, norm.reciprocal(), 0.0)
+    low, high = norm.aminmax()
+    return norm.reciprocal_() if float(low) > EPS and float(high) < 1e18 else None
 
 
 @operator("(Tensor a, Tensor b) -> Tensor", lambda a, b: a.new_empty(a.shape[0], b.shape[1]))
@@ -79,28 +84,35 @@ class Product(torch.autograd.Function):
         if ctx.scaled_scores:
             along = grad * scores  # its sums are what a gradient has along its own vector
             grad = (grad * row_inv[:, None]).mul_(col_inv)
-        for side, (matrix, own, other, inv) in enumerate(
-            ((grad, left, right, row_inv), (grad.T, right, left, col_inv))
-        ):
-            if not needs[side]:
-                continue
-            with full_precision(grad):
+        with full_precision(grad):
+            for side, (matrix, own, other, inv) in enumerate(
+                ((grad, left, right, row_inv), (grad.T, right, left, col_inv))
+            ):
+                if not needs[side]:
+                    continue
                 gradient = _multiply(matrix, other)
-            if ctx.scaled_scores:
-                gradient.addcmul_(own, (along.sum(1 - side) * inv * inv)[:, None], value=-1)
-            elif inv is not None:
-                project_(gradient, own, inv)
-            found[side] = gradient.to(ctx.dtypes[side])
+                if ctx.scaled_scores:
+                    gradient.addcmul_(own, along.sum(1 - side).mul_(inv).mul_(inv)[:, None], value=-1)
+                elif inv is not None:
+                    project_(gradient, own, inv)
+                found[side] = gradient if gradient.dtype == ctx.dtypes[side] else gradient.to(ctx.dtypes[side])
         return *found, None, None, None
 
 
-def scaling_scores_pays(rows: Tensor, cols: Tensor, row_inv: Tensor | None, col_inv: Tensor | None) -> bool:
-    """Few vectors of many dimensions: scale their products instead of normalised copies, unless that overflows."""
+def scaling_scores_pays(
+    rows: Tensor, cols: Tensor, row_inv: Tensor | None, col_inv: Tensor | None, usual: bool
+) -> bool:
+    """Few vectors of many dimensions: scale their products instead of normalised copies, unless that overflows.
+
+    ``usual``: it cannot, as all lengths are known to be usual.
+    """
+    (n, d), m = rows.shape, cols.shape[0]
+    if 2 * n * m > (n + m) * d:
+        return False
+    if usual:
+        return True
     # Only the CPU may look at the lengths for nothing; a zero vector has the reciprocal 0.
     if row_inv is None or col_inv is None or rows.device.type != "cpu" or torch.compiler.is_compiling():
-        return False
-    n, m, d = rows.shape[0], cols.shape[0], rows.shape[1]
-    if 2 * n * m > (n + m) * d:
         return False
     return float(row_inv.amin()) * float(col_inv.amin()) > 1e-36
 
@@ -118,7 +130,7 @@ def _save(ctx, kept: Kept | None, source: Sequence[Any], *others: Tensor | None)
 def _saved(ctx) -> tuple[Source, tuple[Any, ...]]:
     """The source and the others."""
     saved = ctx.saved_tensors
-    return Source(*saved[: WIDTH - 1])._replace(fused=ctx.fused), saved[WIDTH - 1 :]
+    return Source(*saved[: WIDTH - 1], ctx.fused), saved[WIDTH - 1 :]
 
 
 def _at_hand(ctx, source: Source) -> tuple[Source, bool]:
@@ -140,31 +152,23 @@ def _at_hand(ctx, source: Source) -> tuple[Source, bool]:
 # ------------------------------------------------------------------------------------------------ log-sum-exp
 
 
-def _scales(row_scale: Tensor | None, col_scale: Tensor | None, shared: bool) -> Pair:
-    """``shared``: one scalar scale serves both sides (the compiler refuses to see the same tensor twice)."""
-    return row_scale, row_scale if shared else col_scale
-
-
-def _fake_logsumexp(source, row_scale, col_scale, shared, masked, bounded, extra):
-    scales = _scales(row_scale, col_scale, shared)
-    made = []
-    for total, scale in zip(uninitialised(source, (scales[0] is not None, scales[1] is not None)), scales, strict=True):
-        figure = torch.empty_like(total) if extra else total.new_empty(0)
-        if extra == softmax.ENTROPY and scale is not None:
-            figure = total.new_empty(2, total.shape[0])
-        made.append((total, torch.empty_like(total), figure))
-    diagonal = made[0][0].new_empty(source.shape[0] if softmax.carries_diagonal(source, masked, extra) else 0)
-    return *(x for field in zip(*made, strict=True) for x in field), diagonal
+def _fake_logsumexp(source, scale, for_rows, for_cols, masked, bounded, extra):
+    total = torch.cat(uninitialised(source, (for_rows, for_cols)))
+    figure = torch.empty_like(total) if extra else total.new_empty(0)
+    if extra == softmax.ENTROPY:
+        figure = total.new_empty(2, total.shape[0])
+    diagonal = total.new_empty(source.shape[0] if softmax.carries_diagonal(source, masked, extra) else 0)
+    return total, torch.empty_like(total), figure, diagonal
 
 
 @operator(
-    "(SOURCE, Tensor? row_scale, Tensor? col_scale, bool shared, bool masked, bool bounded, int extra)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "(SOURCE, Tensor scale, bool for_rows, bool for_cols, bool masked, bool bounded, int extra)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_logsumexp,
 )
-def logsumexp(source, row_scale, col_scale, shared, *flags):
-    rows, cols, diagonal = softmax.logsumexp(source, _scales(row_scale, col_scale, shared), *flags)
-    return *[x for field in zip(rows, cols, strict=True) for x in field], diagonal
+def logsumexp(source, scale, for_rows, for_cols, *flags):
+    sums, diagonal = softmax.logsumexp(source, scale, (for_rows, for_cols), *flags)
+    return *sums, diagonal
 
 
 def _fake_source_gradient(source, *args):
@@ -172,64 +176,52 @@ def _fake_source_gradient(source, *args):
 
 
 @operator(
-    "(SOURCE, Tensor? row_scale, Tensor? col_scale, bool shared, Tensor row_total, Tensor col_total, Tensor row_top,"
-    " Tensor col_top, Tensor row_figure, Tensor col_figure, Tensor? row_grad, Tensor? col_grad,"
-    " Tensor? row_figure_grad, Tensor? col_figure_grad, Tensor? diagonal_grad, bool masked, bool bounded, int extra,"
-    " bool need_rows, bool need_cols) -> (Tensor, Tensor)",
+    "(SOURCE, Tensor scale, bool for_rows, bool for_cols, Tensor total, Tensor top, Tensor figure, Tensor? grad,"
+    " Tensor? figure_grad, Tensor? diagonal_grad, bool masked, bool bounded, int extra, bool need_rows, bool need_cols)"
+    " -> (Tensor, Tensor)",
     _fake_source_gradient,
 )
-def logsumexp_backward(source, row_scale, col_scale, shared, *args, in_place=False):
+def logsumexp_backward(source, scale, for_rows, for_cols, *args, in_place=False):
     """Gradients of the source from those of :func:`logsumexp`."""
-    sums = softmax.Sums(*args[0:6:2]), softmax.Sums(*args[1:6:2])
-    diagonal_grad, masked, bounded, extra = args[10:14]
-    scales = _scales(row_scale, col_scale, shared)
-    return softmax.logsumexp_backward(
-        source, scales, sums, args[6:8], args[8:10], diagonal_grad, masked, bounded, extra, args[14:], in_place
-    )
+    sums, rest, needs = softmax.Sums(*args[:3]), args[3:9], args[9:]
+    return softmax.logsumexp_backward(source, scale, (for_rows, for_cols), sums, *rest, needs, in_place)
 
 
 class LogSumExp(torch.autograd.Function):
-    """``(row L, column L, row figure, column figure, diagonal)`` of :func:`itrloss.engines.softmax.logsumexp`.
+    """``(L, figure, diagonal)`` of :func:`itrloss.engines.softmax.logsumexp`.
 
     The entropy is differentiable. The mean is there for the derivative by the scale, which it is.
     """
 
     @staticmethod
     def forward(ctx, *args):
-        """(N,) and (M,) log-sum-exps, their figures and the diagonal's scores."""
-        source, (row_scale, col_scale, shared, masked, bounded, extra, kept) = args[:WIDTH], args[WIDTH:]
-        *sums, diagonal = logsumexp(*args[:-1])
-        _save(ctx, kept, source, row_scale, col_scale, *sums)
-        ctx.shared, ctx.flags, ctx.entropic = shared, (masked, bounded, extra), extra == softmax.ENTROPY
+        """(A,) log-sum-exps, their figures and the diagonal's scores."""
+        total, top, figure, diagonal = logsumexp(*args[:-1])
+        scale, *ctx.asked, masked, bounded, extra, kept = args[WIDTH:]
+        _save(ctx, kept, args[:WIDTH], scale, total, top, figure)
+        ctx.flags, ctx.entropic = (masked, bounded, extra), extra == softmax.ENTROPY
         ctx.set_materialize_grads(False)
-        totals, tops = sums[:2], sums[2:4]
-        values = [total.log() + top for total, top in zip(totals, tops, strict=True)]  # -inf: nothing was summed
-        figures = [x.clone() if extra else x.new_empty(0) for x in sums[4:]]
+        if extra:
+            figure = figure.clone()
         if not ctx.entropic:
-            ctx.mark_non_differentiable(*figures)
-        return (*values, *figures, diagonal)
+            ctx.mark_non_differentiable(figure)
+        return total.log().add_(top), figure, diagonal  # -inf: nothing was summed
 
     @staticmethod
     @first_order
-    def backward(ctx, *grads):
-        """Gradients of the source and of the scales."""
-        source, saved = _saved(ctx)
-        scales, sums = saved[:2], saved[2:]
-        rows = cols = None
-        figures = grads[2:4] if ctx.entropic else (None, None)
-        grads = _asked_for(*grads[:2], *figures, grads[4])
+    def backward(ctx, grad, figure_grad, diagonal_grad):
+        """Gradients of the source and of the scale."""
+        source, (scale, *sums) = _saved(ctx)
+        rows = cols = by_scale = None
+        grads = grad, figure_grad if ctx.entropic else None, _unless_empty(diagonal_grad)
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             source, in_place = _at_hand(ctx, source)
-            args = *scales, ctx.shared, *sums, *grads, *ctx.flags, *ctx.needs_input_grad[:2]
+            args = scale, *ctx.asked, *sums, *grads, *ctx.flags, *ctx.needs_input_grad[:2]
             rows, cols = logsumexp_backward(*source, *args, in_place=in_place)
-        found: list[Tensor | None] = [None, None]
-        for side, (mean, grad) in enumerate(zip(sums[4:], grads[:2], strict=True)):
-            to = 0 if ctx.shared else side
-            if ctx.needs_input_grad[WIDTH + to] and grad is not None:
-                by_scale = grad * mean
-                by_scale = by_scale.sum().reshape(1) if scales[to].numel() == 1 else by_scale
-                found[to] = by_scale if found[to] is None else found[to] + by_scale
-        return *_of_source(rows, cols), *found, *([None] * 5)
+        if ctx.needs_input_grad[WIDTH] and grad is not None:
+            by_scale = grad * sums[2]
+            by_scale = by_scale.sum().reshape(1) if scale.numel() == 1 else by_scale
+        return *_of_source(rows, cols), by_scale, *([None] * 6)
 
 
 def _unless_empty(x: Tensor | None) -> Tensor | None:

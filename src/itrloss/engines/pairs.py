@@ -202,6 +202,7 @@ def _argmax(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 Term = Callable[..., tuple[Tensor, ...]]
 TERMS: dict[str, Term] = {}
+_FLOOR = -1 + 1e-6  # of scores whose log(1 + S) is taken
 
 
 def pair_term(function: Term) -> Term:
@@ -229,9 +230,8 @@ def identity(scores: Tensor) -> tuple[Tensor, ...]:
 @pair_term
 def log1p_clamp(scores: Tensor) -> tuple[Tensor, ...]:
     """``log(1 + S)`` with S kept above -1 + 1e-6."""
-    floor = -1 + 1e-6
-    kept = scores.clamp_min(floor)
-    return kept.log1p(), (scores >= floor) / (1 + kept)
+    kept = scores.clamp_min(_FLOOR)
+    return kept.log1p(), (scores >= _FLOOR) / (1 + kept)
 
 
 @pair_term
@@ -258,21 +258,30 @@ def softplus(scores: Tensor, scale: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
     return F.softplus(z, threshold=40), slope * scale, slope * scores, slope
 
 
-def _logits(scores: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    return (scores * scale).add_(bias)
-
-
-# The values alone, and the derivatives by the scores alone, of what is summed over whole matrices.
-_VALUES: dict[str, Callable[..., Tensor]] = {"softplus": lambda *args: F.softplus(_logits(*args), threshold=40)}
-_SLOPES: dict[str, Callable[..., Tensor]] = {"softplus": lambda *args: _logits(*args).sigmoid_().mul_(args[1])}
-
-
 @pair_term
 def hinge(scores: Tensor, threshold: Tensor) -> tuple[Tensor, ...]:
     """``max(threshold - S, 0)``."""
     gap = threshold - scores
     active = (gap > 0).to(scores.dtype)
     return gap.relu(), -active, active
+
+
+def _logits(scores: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    return (scores * scale).add_(bias)
+
+
+# The values alone, which autograd differentiates as the terms do themselves; and the derivatives by the scores alone.
+_VALUES: dict[str, Callable[..., Tensor]] = {
+    "identity": torch.clone,
+    "log1p_clamp": lambda scores: scores.clamp_min(_FLOOR).log1p(),
+    "log1p_relu": lambda scores: scores.relu().log1p(),
+    "negative_log_likelihood": lambda scores, negatives, scale: F.softplus(
+        torch.addcmul(negatives, scale, scores, value=-1), threshold=40
+    ),
+    "softplus": lambda *args: F.softplus(_logits(*args), threshold=40),
+    "hinge": lambda scores, threshold: (threshold - scores).relu(),
+}
+_SLOPES: dict[str, Callable[..., Tensor]] = {"softplus": lambda *args: _logits(*args).sigmoid_().mul_(args[1])}
 
 
 def evaluate(term: str, scores: Tensor, params: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -293,6 +302,8 @@ def needs_gradient(*given: Tensor | None) -> bool:
 
 def term_values(term: str, scores: Tensor, *params: Tensor) -> Tensor:
     """A term's values, differentiated by what it says of its own derivatives."""
+    if term in _VALUES:
+        return _VALUES[term](scores, *params)
     if needs_gradient(scores, *params):
         return _TermValues.apply(term, scores, *params)
     return evaluate(term, scores, params)[0]  # the compiler cannot trace the function where there is no gradient

@@ -109,7 +109,8 @@ class Positives:
                 place = x.diagonal(offset)
                 if isinstance(value, Tensor):
                     start = max(tile.r0, tile.c0)
-                    place.copy_(value[start : start + place.numel()] if value.numel() > 1 else value)
+                    part = value if value.numel() in (1, place.numel()) else value[start : start + place.numel()]
+                    place.copy_(part)
                 else:
                     place.fill_(value)
             return x
@@ -135,7 +136,7 @@ class Positives:
         if -tile.scores.shape[0] < offset < tile.scores.shape[1]:
             found = tile.scores.diagonal(offset)
             start = max(tile.r0, tile.c0)
-            into[start : start + found.numel()].copy_(found)
+            (into if into.shape == found.shape else into[start : start + found.numel()]).copy_(found)
 
     def mask(self, tile: Tile) -> Tensor:
         """Boolean, of the tile's shape."""

@@ -45,13 +45,14 @@ def add_matmul_(into: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _by_onednn(a: Tensor, b: Tensor) -> bool:
-    n, k, m = *a.shape, b.shape[1]
+    (n, k), m = a.shape, b.shape[1]
     return (
-        not torch.compiler.is_compiling()
-        and n * k * m >= _LARGE
+        n * k * m >= _LARGE
+        and not torch.compiler.is_compiling()
         and a.device.type == "cpu"
         and a.dtype == b.dtype == torch.float32
-        and min(n, m) >= _NARROW
+        and n >= _NARROW
+        and m >= _NARROW
         and k >= _SHALLOW
         and not (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad))  # it has no backward pass
         and torch.backends.mkldnn.enabled
@@ -72,7 +73,7 @@ def _linear(x: Tensor, weight: Tensor) -> Tensor:
     (n, k), (down, right) = weight.shape, weight.stride()
     if not ((right == 1 and down >= k) or (down == 1 and right >= n)):  # such as windows that overlap
         weight = weight.contiguous()
-    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, None, "none", [], "")
 
 
 @torch.compiler.assume_constant_result

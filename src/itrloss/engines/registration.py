@@ -26,7 +26,7 @@ _AS_IT_IS = contextlib.nullcontext()
 def full_precision(x: Tensor):
     """Autocast would round the score products to half precision behind our back."""
     kind = x.device.type
-    rounds = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    rounds = (kind == "cpu" or torch.amp.is_autocast_available(kind)) and torch.is_autocast_enabled(kind)
     return torch.autocast(kind, enabled=False) if rounds else _AS_IT_IS
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .positives import Positives
 from .products import add_matmul_
-from .tiles import SIDES, Gradient, Pair, Source, Tile, fused, panels, tiles
+from .tiles import SIDES, Asked, Gradient, Pair, Source, Tile, apart, fused, joined, panels, tiles
 
 MEAN, ENTROPY = 1, 2  # what may be asked for besides the log-sum-exp
 _RANGE = 60.0  # exp(±60) and long sums of it are ordinary float32 numbers
@@ -24,72 +24,72 @@ def carries_diagonal(source: Source, masked: bool, extra: int) -> bool:
     return masked and extra != ENTROPY and source.row_ids is None and not (source.fused and source.cols is None)
 
 
-def _fixed_shift(scales: Pair, bounded: bool, extra: int) -> float | None:
+def _fixed_shift(scale: Tensor, bounded: bool, extra: int) -> float | None:
     """What can be subtracted from all exponents instead of each anchor's maximum; None if nothing can.
 
     Scores lie in [-1, 1], so ``a S - shift <= 60``. Up to a scale of 60 the shift is 0 and no anchor can underflow;
     beyond, one underflows only if its best score is below ``1 - 120 / a``, which :func:`logsumexp` checks.
     """
-    if not bounded:
-        return None
-    given = [s for s in scales if s is not None]
     # Reading a value is free on the CPU; an accelerator would have to wait, and subtracts the maximum instead.
-    if given[0].device.type != "cpu":
+    if not bounded or scale.device.type != "cpu":
         return None
-    ends = [(s, s) if s.numel() == 1 else s.aminmax() for s in given[: 1 if scales[0] is scales[1] else 2]]
-    largest = max([max(-float(low), float(high)) for low, high in ends])
+    largest = float(scale if scale.numel() == 1 else scale.abs().amax())
+    largest = abs(largest)
     if extra == ENTROPY:
         return 0.0 if largest <= _ENTROPY_RANGE else None
     return max(0.0, largest - _RANGE) if largest <= 3 * _RANGE else None
 
 
-def _shared(scales: Pair) -> bool:
-    """One scalar scale for both sides: one exponential serves both."""
-    a, b = scales
-    return a is not None and a is b and a.numel() == 1
-
-
 class Sums(NamedTuple):
-    """Per anchor, with exponentials ``e = exp(a S - top)``; empty where not asked for."""
+    """Per anchor, the rows before the columns where both are asked, with exponentials ``e = exp(a S - top)``."""
 
     total: Tensor  # sum of e, so that L = log total + top
     top: Tensor  # the largest exponent, or the same number for all anchors
-    figure: Tensor  # MEAN: softmax mean of S. ENTROPY: (2, n), softmax entropy (nats) and share of what counts
+    # MEAN: softmax mean of S. ENTROPY: (2, A), softmax entropy (nats) and share of what counts. Empty if not asked for.
+    figure: Tensor
 
 
-def logsumexp(source: Source, scales: Pair, masked: bool, bounded: bool, extra: int) -> tuple[Sums, Sums, Tensor]:
-    """``L = log sum_j exp(a_i S_ij)`` and a figure of its softmax p, of the rows and of the columns; and ``S_ii``.
+def logsumexp(
+    source: Source, scale: Tensor, asked: Asked, masked: bool, bounded: bool, extra: int
+) -> tuple[Sums, Tensor]:
+    """``L = log sum_j exp(a_i S_ij)`` and a figure of its softmax p, of each asked side; and ``S_ii``.
 
-    ``extra=MEAN``: the figure is ``sum_j p_ij S_ij``, and all sums run over the negatives if ``masked``, else over all
-    columns. ``extra=ENTROPY``: L and p are over all columns, and the figure has two rows, ``-sum_j p_ij log p_ij``
-    (nats) and ``sum_j p_ij``, both over the negatives if ``masked``. The diagonal is empty unless
-    :func:`carries_diagonal`.
+    ``scale`` is one number, or one per anchor. ``extra=MEAN``: the figure is ``sum_j p_ij S_ij``, and all sums run over
+    the negatives if ``masked``, else over all columns. ``extra=ENTROPY``: L and p are over all columns, and the figure
+    has two rows, ``-sum_j p_ij log p_ij`` (nats) and ``sum_j p_ij``, both over the negatives if ``masked``. The
+    diagonal is empty unless :func:`carries_diagonal`.
     """
     if source.fused:
-        return fused().logsumexp(source, scales, masked, extra)
-    shift = _fixed_shift(scales, bounded, extra)
+        return fused().logsumexp(source, scale, asked, masked, extra)
+    shift = _fixed_shift(scale, bounded, extra)
     wanted = carries_diagonal(source, masked, extra)
     diagonal = source.rows.new_empty(source.shape[0] if wanted else 0, dtype=source.dtype)
+    scales = apart(scale, source.shape[0], asked)
+    if 0 in source.shape:  # a memory that is empty yet
+        zeros = source.rows.new_zeros(source.shape[0], dtype=source.dtype)
+        none = Stats(None, zeros, zeros if extra else None, zeros if extra == ENTROPY else None)
+        return close(none, shift), diagonal
     if extra == ENTROPY and shift is not None:
         stats = _entropy_sums(source, scales, masked)
     else:
         stats = _sums(source, scales, masked, extra, shift, diagonal)
-    if shift and any(s is not None and float(s.total.amin()) < math.exp(-_RANGE) for s in stats):
+    if shift and float(stats.total.amin()) < math.exp(-_RANGE):
         shift = None
         stats = _sums(source, scales, masked, extra, shift, diagonal)
-    rows, cols = [close(s, source, shift) for s in stats]
-    return rows, cols, diagonal
+    return close(stats, shift), diagonal
 
 
-def _sums(
-    source: Source, scales: Pair, masked: bool, extra: int, shift: float | None, diagonal: Tensor
-) -> list[Stats | None]:
+def _shared(scales: Pair) -> bool:
+    """One scalar scale for both sides: one exponential serves both."""
+    a, b = scales
+    return a is not None and a is b
+
+
+def _sums(source: Source, scales: Pair, masked: bool, extra: int, shift: float | None, diagonal: Tensor) -> Stats:
     positives = Positives.of(source)
     fast = shift is not None
     shared = fast and _shared(scales)
     stats: list[Stats | None] = [None, None]
-    if 0 in source.shape:  # a memory that is empty yet
-        return _no_sums(source, scales, extra)
     for tile in tiles(source, scratch=2 if extra else 1):
         t = tile.scratch[0]
         if diagonal.numel():
@@ -120,19 +120,11 @@ def _sums(
                     figure = torch.mul(t, tile.scores, out=tile.scratch[1]).sum(dim)
             new = Stats(top, total, figure, share)
             stats[side] = _merge(stats[side], new, tile, dim, source.shape[side])
-    return stats
+    return join(stats)
 
 
-def _no_sums(source: Source, scales: Pair, extra: int) -> list[Stats | None]:
-    zeros = source.rows.new_zeros(source.shape[0], dtype=source.dtype)
-    none = Stats(None, zeros, zeros if extra else None, zeros if extra == ENTROPY else None)
-    return [none if scales[0] is not None else None, None]
-
-
-def _entropy_sums(source: Source, scales: Pair, masked: bool) -> list[Stats | None]:
+def _entropy_sums(source: Source, scales: Pair, masked: bool) -> Stats:
     """:func:`_sums` of ``extra=ENTROPY`` with nothing subtracted: one scale for both sides makes all terms once."""
-    if 0 in source.shape:
-        return _no_sums(source, scales, ENTROPY)
     positives = Positives.of(source)
     together = [SIDES] if _shared(scales) else [(side,) for side in SIDES if scales[side[0]] is not None]
     stats: list[Stats | None] = [None, None]
@@ -150,7 +142,7 @@ def _entropy_sums(source: Source, scales: Pair, masked: bool) -> list[Stats | No
             for (side, dim), total in zip(sides, totals, strict=True):
                 new = Stats(None, total, weighted.sum(dim).mul_(tile.part(scale, dim)), e.sum(dim))
                 stats[side] = _merge(stats[side], new, tile, dim, source.shape[side])
-    return stats
+    return join(stats)
 
 
 def _exponents(tile: Tile, scale: Tensor, dim: int, shift: float | None, out: Tensor) -> Tensor:
@@ -174,6 +166,12 @@ class Stats(NamedTuple):
     total: Tensor  # sum of e
     figure: Tensor | None  # MEAN: sum of e S. ENTROPY: sum of e (z - top) over what counts
     share: Tensor | None  # ENTROPY: sum of e over what counts
+
+
+def join(sides: Sequence[Stats | None]) -> Stats:
+    """One vector of the rows and the columns for each figure."""
+    given = [x for x in sides if x is not None]
+    return Stats(*[None if x[0] is None else joined(x) for x in zip(*given, strict=True)])  # type: ignore[arg-type]
 
 
 def _merge(old: Stats | None, new: Stats, tile: Tile, dim: int, size: int) -> Stats:
@@ -210,10 +208,8 @@ def finite(x: Tensor) -> Tensor:
     return x.masked_fill(x == -math.inf, 0.0)
 
 
-def close(stats: Stats | None, source: Source, shift: float | None) -> Sums:
-    """What a pass hands out of one side's sums; empty for None."""
-    if stats is None:
-        return Sums(*[source.rows.new_empty(0, dtype=source.dtype) for _ in range(3)])
+def close(stats: Stats, shift: float | None) -> Sums:
+    """What a pass hands out of its sums."""
     top = torch.full_like(stats.total, shift or 0.0) if stats.top is None else stats.top
     if stats.figure is None:
         return Sums(stats.total, top, top.new_empty(0))
@@ -232,7 +228,7 @@ def exponentials_(
 
     None if a top for all anchors, tried where scores are ``bounded``, was too large for some: scores are lost then.
     """
-    shift = _fixed_shift((scale, None), bounded, 0)
+    shift = _fixed_shift(scale, bounded, 0)
     n = scores.shape[0]
     total, top = (torch.zeros(n, dtype=scores.dtype, device=scores.device) for _ in range(2))
     for rows in panels(scores) if scores.shape[1] else ():
@@ -262,7 +258,7 @@ def sums_and_products(
     """
     if source.fused:
         return fused().sums_and_products(source, scale, masked, wanted)
-    shift = _fixed_shift((scale, None), bounded, 0)
+    shift = _fixed_shift(scale, bounded, 0)
     found = _sums_and_products(source, scale, masked, shift, wanted)
     if shift and source.shape[1] and float(found[0].amin()) < math.exp(-_RANGE):
         found = _sums_and_products(source, scale, masked, None, wanted)
@@ -298,10 +294,11 @@ def _sums_and_products(
 
 def logsumexp_backward(
     source: Source,
-    scales: Pair,
-    sums: tuple[Sums | None, Sums | None],
-    grads: Pair,
-    entropy_grads: Pair,
+    scale: Tensor,
+    asked: Asked,
+    sums: Sums,
+    grad: Tensor | None,
+    figure_grad: Tensor | None,
     diagonal_grad: Tensor | None,
     masked: bool,
     bounded: bool,
@@ -315,32 +312,32 @@ def logsumexp_backward(
     """
     if source.fused:
         return fused().logsumexp_backward(
-            source, scales, sums, grads, entropy_grads, diagonal_grad, masked, extra, needs
+            source, scale, asked, sums, grad, figure_grad, diagonal_grad, masked, extra, needs
         )
     positives = Positives.of(source)
-    shift = _fixed_shift(scales, bounded, extra)
-    if shift and not all(s is None or bool((s.top == shift).all()) for s in sums):
-        shift = None  # the forward pass had to subtract the maximum
     gradient = Gradient(source, needs, in_place)
-    sides = [
-        (scale, x, g, h, dim)
-        for scale, x, g, h, (_, dim) in zip(scales, sums, grads, entropy_grads, SIDES, strict=True)
-        if scale is not None and x is not None and not (g is None and h is None)
-    ]
-    if shift is not None and extra != ENTROPY and _shared(scales) and len(sides) == 2:
-        rows, cols = [constant(scale, x, g) for scale, x, g, _, _ in sides]
-        shares = [_of_both(rows, cols, sides[0][0], shift)]
-    else:
-        shares = []
-        for scale, x, g, h, dim in sides:
-            const = constant(scale, x, g)
-            if h is not None:
-                shares.append(_of_entropy(const, scale, x, h[0], dim, positives if masked else None))
-            elif shift is not None:
-                shares.append(_of_shift(const, scale, shift, dim))
-            else:
-                shares.append(_of_top(const, scale, finite(x.top), dim))
-    for tile in tiles(source, scratch=3 if extra == ENTROPY else 2):
+    shares: list[Share] = []
+    if not (grad is None and figure_grad is None):
+        shift = _fixed_shift(scale, bounded, extra)
+        if shift and not bool((sums.top == shift).all()):
+            shift = None  # the forward pass had to subtract the maximum
+        const = constant(scale, sums, grad)
+        scales = apart(scale, source.shape[0], asked)
+        if extra != ENTROPY and shift is not None and _shared(scales):
+            shares = [_of_both(apart(const, source.shape[0], asked), scale, shift)]
+        else:
+            if figure_grad is not None:
+                const = torch.stack([finite(sums.top), *entropy_factors(const, scale, sums, figure_grad[0])])
+            elif shift is None:
+                const = torch.stack([finite(sums.top), const])
+            for (_, dim), a, x in zip(SIDES, scales, apart(const, source.shape[0], asked), strict=True):
+                if a is None or x is None:
+                    continue
+                if figure_grad is not None:
+                    shares.append(_of_entropy(a, x, dim, positives if masked else None))
+                else:
+                    shares.append(_of_top(a, x, dim) if shift is None else _of_shift(a, x, shift, dim))
+    for tile in tiles(source, scratch=gradient.scratch(2 if extra == ENTROPY else 1)):
         out = gradient.of(tile)
         if not shares:
             out.zero_()
@@ -366,8 +363,10 @@ def constant(scale: Tensor, sums: Sums, grad: Tensor | None) -> Tensor:
     return torch.zeros_like(total) if grad is None else grad * scale / total
 
 
-def _of_both(rows: Tensor, cols: Tensor, scale: Tensor, shift: float) -> Share:
+def _of_both(constants: Pair, scale: Tensor, shift: float) -> Share:
     """Of both sides at once: they share the exponentials."""
+    rows, cols = constants
+    assert rows is not None and cols is not None
 
     def write(tile: Tile, out: Tensor) -> None:
         _exponents(tile, scale, 1, shift, out).exp_()
@@ -376,7 +375,7 @@ def _of_both(rows: Tensor, cols: Tensor, scale: Tensor, shift: float) -> Share:
     return write
 
 
-def _of_shift(const: Tensor, scale: Tensor, shift: float, dim: int) -> Share:
+def _of_shift(scale: Tensor, const: Tensor, shift: float, dim: int) -> Share:
     """``sign exp(a S - shift + log |constant|)``: no pass for the constant."""
     positive = float(const.amin()) >= 0
     offset = (const if positive else const.abs()).log()
@@ -390,8 +389,9 @@ def _of_shift(const: Tensor, scale: Tensor, shift: float, dim: int) -> Share:
     return write
 
 
-def _of_top(const: Tensor, scale: Tensor, top: Tensor, dim: int) -> Share:
+def _of_top(scale: Tensor, vectors: Tensor, dim: int) -> Share:
     """``constant exp(a S - top)``: a large maximum is subtracted first and alone, what is left of it is exact."""
+    top, const = vectors
 
     def write(tile: Tile, out: Tensor) -> None:
         torch.mul(tile.scores, tile.spread(scale, dim), out=out).sub_(tile.spread(top, dim))
@@ -407,10 +407,9 @@ def entropy_factors(const: Tensor, scale: Tensor, sums: Sums, grad: Tensor) -> l
     return [uncounted - weight * (1 - finite(sums.total.log())), -weight, uncounted]
 
 
-def _of_entropy(const: Tensor, scale: Tensor, sums: Sums, grad: Tensor, dim: int, positives: Positives | None) -> Share:
+def _of_entropy(scale: Tensor, vectors: Tensor, dim: int, positives: Positives | None) -> Share:
     """``e (base + slope log e)`` with ``e = exp(a S - top)``; at positives that do not count, ``e uncounted``."""
-    base, slope, uncounted = entropy_factors(const, scale, sums, grad)
-    top = finite(sums.top)
+    top, base, slope, uncounted = vectors
 
     def write(tile: Tile, out: Tensor) -> None:
         """Write the share of one tile."""

@@ -8,7 +8,7 @@ sets of embeddings whose product is formed tile by tile in a fixed workspace, on
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,7 +26,25 @@ _FEW, _ACCELERATOR_NUMBERS = 256, 2**22  # embeddings at a time that stay in the
 
 
 Pair = tuple[Tensor | None, Tensor | None]  # (of the rows, of the columns); None: not asked for
+Asked = tuple[bool, bool]  # whether the rows are, and the columns
 SIDES = ((0, 1), (1, 0))  # (position in a pair, dimension that is reduced)
+
+
+def apart(x: Tensor, n: int, asked: Asked) -> Pair:
+    """What is of the n rows and what is of the columns, of numbers (..., A) of all asked anchors; a single one is both's.
+
+    Where both are asked, the rows' numbers come before the columns'.
+    """
+    rows, cols = asked
+    if not (rows and cols) or x.numel() == 1:
+        return x if rows else None, x if cols else None
+    first, second = x.split_with_sizes((n, x.shape[-1] - n), -1)
+    return first, second
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The contrary of :func:`apart`."""
+    return torch.cat(list(parts), -1) if len(parts) > 1 else parts[0]
 
 
 class Source(NamedTuple):
@@ -257,6 +275,10 @@ class Gradient:
 
     def _zeros(self, x: Tensor) -> Tensor:
         return torch.zeros(x.shape, dtype=self.source.dtype, device=x.device)
+
+    def scratch(self, wanted: int) -> int:
+        """How many scratch buffers a tile takes if so many are ``wanted`` beside that of :meth:`of`."""
+        return wanted + (self.source.cols is not None)
 
     def of(self, tile: Tile) -> Tensor:
         """The buffer to write this tile's ``dS`` into; the last scratch buffer if there is no matrix to keep."""

@@ -126,7 +126,8 @@ class PairLoss(ObservedLoss):
             if scores is not None:
                 return Similarity.from_scores(scores, image_ids, text_ids, **options)
             assert images is not None and texts is not None
-            (images, texts), image_ids, text_ids = self._gathered((images, texts), image_ids, text_ids)
+            if self.gather:
+                (images, texts), image_ids, text_ids = self._gathered((images, texts), image_ids, text_ids)
             return Similarity(images, texts, image_ids, text_ids, **options)
         except (TypeError, ValueError) as error:
             raise type(error)(in_words_of_pairs(str(error))) from None

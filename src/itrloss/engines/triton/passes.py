@@ -14,7 +14,7 @@ from .. import moments as by_torch
 from .. import softmax
 from ..pairs import aligned_scores
 from ..positives import Positives
-from ..tiles import Pair, Source
+from ..tiles import Asked, Pair, Source, apart, joined
 from ..violations import pushed_up, seen_from
 from . import gradients
 from . import positives as of_positives
@@ -64,24 +64,21 @@ def _by_kernel(
 # ------------------------------------------------------------------------------------------------ log-sum-exp
 
 
-def logsumexp(source: Source, scales: Pair, masked: bool, extra: int) -> tuple[softmax.Sums, softmax.Sums, Tensor]:
+def logsumexp(
+    source: Source, scale: Tensor, asked: Asked, masked: bool, extra: int
+) -> tuple[softmax.Sums, Tensor]:
     """See :func:`itrloss.engines.softmax.logsumexp`."""
-    figures = {0: 2, softmax.MEAN: 3, softmax.ENTROPY: 4}[extra]
-    sides = Sides.full(source, [0 if scale is None else figures for scale in scales], 0.0)
+    figures, scales = {0: 2, softmax.MEAN: 3, softmax.ENTROPY: 4}[extra], apart(scale, source.shape[0], asked)
+    sides = Sides.full(source, [figures * a for a in asked], 0.0)
     for sums in sides.sums:
         if sums is not None:
             sums[0] = -math.inf
     for block in blocks(source, large=True):
         _add_softmax_sums(block, sides, scales, masked, extra)
-    found = []
-    for sums in sides.sums:
-        stats = None
-        if sums is not None:
-            top, total, *others = sums
-            figure, share = (*others, None, None)[:2]
-            stats = softmax.Stats(top, total.clone(), figure, share)  # results may not share their memory
-        found.append(softmax.close(stats, source, None))
-    return *found, diagonal_of(source, softmax.carries_diagonal(source, masked, extra))
+    top, total, *others = joined([x for x in sides.sums if x is not None])
+    figure, share = (*others, None, None)[:2]
+    stats = softmax.Stats(top, total.clone(), figure, share)  # results may not share their memory
+    return softmax.close(stats, None), diagonal_of(source, softmax.carries_diagonal(source, masked, extra))
 
 
 def diagonal_of(source: Source, wanted: bool) -> Tensor:
@@ -113,28 +110,30 @@ def _most(x: Tensor) -> Tensor | None:
 
 def logsumexp_backward(
     source: Source,
-    scales: Pair,
-    sums: tuple[softmax.Sums | None, softmax.Sums | None],
-    grads: Pair,
-    entropy_grads: Pair,
+    scale: Tensor,
+    asked: Asked,
+    sums: softmax.Sums,
+    grad: Tensor | None,
+    figure_grad: Tensor | None,
     diagonal_grad: Tensor | None,
     masked: bool,
     extra: int,
     needs: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor]:
     """See :func:`itrloss.engines.softmax.logsumexp_backward`."""
-    given, largest = [], []
-    for side, (scale, x, g, h) in enumerate(zip(scales, sums, grads, entropy_grads, strict=True)):
-        vectors = None
-        if scale is not None and x is not None and not (g is None and h is None):
-            const = softmax.constant(scale, x, g)
-            factors = [const, torch.zeros_like(const), const] if extra == softmax.ENTROPY else [const]
-            if h is not None:
-                factors = softmax.entropy_factors(const, scale, x, h[0])
-            vectors = torch.stack([softmax.finite(x.top), *factors])
-            # e and |e log e| are at most 1. Where nothing counts, the factors are those of a sum of nearly nothing.
-            largest.append(_most(vectors[1:].abs().sum(0).masked_fill(x.total == 0, 0.0)))
-        given += [vectors, source.shape[side], scale]
+    scales, vectors = apart(scale, source.shape[0], asked), (None, None)
+    largest: list[Tensor | None] = []
+    if not (grad is None and figure_grad is None):
+        const = softmax.constant(scale, sums, grad)
+        factors = [const, torch.zeros_like(const), const] if extra == softmax.ENTROPY else [const]
+        if figure_grad is not None:
+            factors = softmax.entropy_factors(const, scale, sums, figure_grad[0])
+        both = torch.stack([softmax.finite(sums.top), *factors])
+        # e and |e log e| are at most 1. Where nothing counts, the factors are those of a sum of nearly nothing.
+        most = both[1:].abs().sum(0).masked_fill(sums.total == 0, 0.0)
+        vectors = apart(both, source.shape[0], asked)
+        largest = [None if x is None else _most(x) for x in apart(most, source.shape[0], asked)]
+    given = [y for x in zip(vectors, source.shape, scales, strict=True) for y in x]
     flags = one(row_scale=scales[0], col_scale=scales[1])
     flags |= {"MASKED": masked, "ENTROPIC": extra == softmax.ENTROPY}
     return _by_kernel(gradients.softmax_gradient, source, needs, diagonal_grad, largest, *given, **flags)
