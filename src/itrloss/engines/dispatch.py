@@ -1,7 +1,7 @@
 """Chooses the engine and puts each question to it: what all views of one :class:`itrloss.Similarity` share.
 
-An answer covers the rows, the columns or both; ``asked`` says which. Numbers (A,) of all asked anchors follow each other
-in one vector, the rows' before the columns'; other results come as a pair.
+An answer covers the rows, the columns or both; ``asked`` says which. Numbers (A,) of all asked anchors follow each
+other in one vector, the rows' before the columns'; other results come as a pair.
 """
 
 from __future__ import annotations
@@ -306,19 +306,24 @@ class Matrix:
         out = ops.hardest(*self._detached_source(), *asked)
         values, (rows, cols) = list(out[:2]), out[2:]
         along = torch.arange(max(self.shape), device=self.rows.device)
-        i, j = [along[: rows.numel()], cols.clamp_min(0)], [rows.clamp_min(0), along[: cols.numel()]]
+        i, j = [along[: rows.numel()], cols], [rows, along[: cols.numel()]]
         one_to_one = self.ids[0] is None
         if one_to_one:  # the positives join the list: one sparse gradient instead of two
             i, j = [*i, along], [*j, along]
             values.append(self.pair_scores() if self._scores is None else self._scores.diagonal())
-        known = torch.cat(values).detach()
-        known.clamp_min_(torch.finfo(known.dtype).min)  # where there is no negative: -inf times no gradient is nan
-        scores = self.pair_scores(torch.cat(i), torch.cat(j), known)
-        first, second, *diagonal = scores.split([x.numel() for x in values])
+        known, i, j = torch.cat(values).detach(), torch.cat(i), torch.cat(j)
+        # Whether some anchor has no negative; only the CPU may look for nothing.
+        looking = known.device.type == "cpu" and not torch.compiler.is_compiling()
+        missing = not looking or float(known.amin()) == -math.inf
+        if missing:  # -inf times no gradient is nan
+            known.clamp_min_(torch.finfo(known.dtype).min)
+            i, j = i.clamp_min(0), j.clamp_min(0)
+        scores = self.pair_scores(i, j, known)
+        first, second, *diagonal = scores.split_with_sizes([x.numel() for x in values])
         if one_to_one:
             self._keep_diagonal(diagonal[0])
         rows, cols = (
-            Hardest(v.masked_fill(x < 0, -math.inf), x) if a else None
+            Hardest(v.masked_fill(x < 0, -math.inf) if missing else v, x) if a else None
             for v, x, a in zip((first, second), (rows, cols), asked, strict=True)
         )
         return rows, cols
@@ -351,7 +356,9 @@ class Matrix:
 
     def _sums_by_reference(self, views: list[Any], term: str, params: Sequence[Tensor], asked: Asked) -> Tensor:
         sides = zip(views, self._of_sides(params, asked), strict=True)
-        return torch.cat([reference.positives(*view, term, mine) for view, mine in sides if view is not None])
+        return torch.cat(
+            [reference.positives(view[0], view[1], term, mine) for view, mine in sides if view is not None]
+        )
 
     def _of_sides(self, params: Sequence[Tensor], asked: Asked) -> tuple[list[Tensor], list[Tensor]]:
         rows: list[Tensor] = []
@@ -364,9 +371,7 @@ class Matrix:
                 cols.append(col.view_as(col) if col is row else col)
         return rows, cols
 
-    def _term_sums(
-        self, source: Source, term: str, params: Sequence[Tensor], asked: Asked, negative: bool
-    ) -> Tensor:
+    def _term_sums(self, source: Source, term: str, params: Sequence[Tensor], asked: Asked, negative: bool) -> Tensor:
         rows, cols = self._of_sides(params, asked)
         if not needs_gradient(source.rows, source.cols, *rows, *cols):  # as in term_values
             *sums, diagonal = ops.term_sums(*source, term, negative, list(rows), list(cols), *asked)

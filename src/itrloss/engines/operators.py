@@ -17,7 +17,7 @@ from . import moments, pairs, products, softmax
 from . import violations as margins
 from .products import matmul
 from .registration import WIDTH, full_precision, like_source, operator, uninitialised
-from .tiles import EPS, Kept, Pair, Source, compute_dtype, first_order, lengths, project_, unit
+from .tiles import EPS, Kept, Source, compute_dtype, first_order, lengths, project_, unit
 
 # -------------------------------------------------------------------------------- norms and the dense product
 
@@ -130,7 +130,7 @@ def _save(ctx, kept: Kept | None, source: Sequence[Any], *others: Tensor | None)
 def _saved(ctx) -> tuple[Source, tuple[Any, ...]]:
     """The source and the others."""
     saved = ctx.saved_tensors
-    return Source(*saved[: WIDTH - 1], ctx.fused), saved[WIDTH - 1 :]
+    return Source._make((*saved[: WIDTH - 1], ctx.fused)), saved[WIDTH - 1 :]
 
 
 def _at_hand(ctx, source: Source) -> tuple[Source, bool]:
@@ -183,8 +183,9 @@ def _fake_source_gradient(source, *args):
 )
 def logsumexp_backward(source, scale, for_rows, for_cols, *args, in_place=False):
     """Gradients of the source from those of :func:`logsumexp`."""
-    sums, rest, needs = softmax.Sums(*args[:3]), args[3:9], args[9:]
-    return softmax.logsumexp_backward(source, scale, (for_rows, for_cols), sums, *rest, needs, in_place)
+    sums, grads, (masked, bounded, extra), needs = softmax.Sums(*args[:3]), args[3:6], args[6:9], args[9:]
+    asked = for_rows, for_cols
+    return softmax.logsumexp_backward(source, scale, asked, sums, grads, masked, bounded, extra, needs, in_place)
 
 
 class LogSumExp(torch.autograd.Function):

@@ -350,7 +350,8 @@ def term_sums(
     if source.fused and not negative and fused().takes_positives(source, term):
         first, empty = fused().positive_sums(source, term, params, asked), source.rows.new_empty(0, dtype=source.dtype)
         return *[empty if x is None else x for x in first], empty.clone()
-    sums = [source.rows.new_zeros(size, dtype=source.dtype) for size in source.shape]
+    shape = zip(source.shape, asked, strict=True)
+    sums = [source.rows.new_zeros(size if a else 0, dtype=source.dtype) for size, a in shape]
     diagonal = source.rows.new_empty(source.shape[0] if hands_out_diagonal(source, negative) else 0, dtype=source.dtype)
     for chunk in _chunks(source, negative):
         if diagonal.numel() and isinstance(chunk, _Masked):
@@ -361,7 +362,7 @@ def term_sums(
                 alone = _VALUES.get(term)
                 values = alone(chunk.scores, *given) if alone else evaluate(term, chunk.scores, given)[0]
                 chunk.add_to(sums[side], values, side)
-    return *(s if a else s.new_empty(0) for s, a in zip(sums, asked, strict=True)), diagonal
+    return *sums, diagonal
 
 
 def term_sums_backward(
@@ -395,7 +396,7 @@ def term_sums_backward(
                 part = alone(chunk.scores, *taken).mul_(g)
             else:
                 _, by_score, *by_params = evaluate(term, chunk.scores, taken)
-                part = by_score * g
+                part = _whole(by_score * g, chunk.scores)
                 for into, d in zip(given[side], by_params, strict=True):
                     if needs_params:
                         chunk.add_to(into, d * g, side)
@@ -403,6 +404,11 @@ def term_sums_backward(
         total = torch.zeros_like(chunk.scores) if total is None else total
         chunk.back(gradient, total, diagonal_grad)
     return (*gradient.finish(), given[0], given[1])
+
+
+def _whole(x: Tensor, scores: Tensor) -> Tensor:
+    """One number for each score: what a term says of its parameters alone may be less."""
+    return x if x.shape == scores.shape else x.expand_as(scores).clone()
 
 
 class _Listed:
@@ -442,17 +448,17 @@ class _Masked:
 
     def only(self, values: Tensor) -> Tensor:
         """Zeros in place of the others."""
+        values = _whole(values, self.scores)
         if not self.negative:
             return values.masked_fill(~self.positives.mask(self.tile), 0)
         shared = values.untyped_storage().data_ptr() == self.scores.untyped_storage().data_ptr()
         return self.positives.fill_(values.clone() if shared else values, self.tile, 0.0)
 
     def take(self, vectors: list[Tensor], side: int) -> list[Tensor]:
-        return [self.tile.spread(v, SIDES[side][1]).expand(self.scores.shape) for v in vectors]
+        return [self.tile.spread(v, SIDES[side][1]) for v in vectors]
 
     def add_to(self, sums: Tensor, values: Tensor, side: int) -> None:
-        values = self.only(values)
-        dim = SIDES[side][1]
+        values, dim = self.only(values), SIDES[side][1]
         self.tile.part(sums, dim).add_(values.sum() if sums.numel() == 1 else values.sum(dim))
 
     def back(self, gradient: PairGradient | Gradient, grad: Tensor, diagonal_grad: Tensor | None) -> None:

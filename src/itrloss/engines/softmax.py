@@ -297,9 +297,7 @@ def logsumexp_backward(
     scale: Tensor,
     asked: Asked,
     sums: Sums,
-    grad: Tensor | None,
-    figure_grad: Tensor | None,
-    diagonal_grad: Tensor | None,
+    grads: tuple[Tensor | None, Tensor | None, Tensor | None],
     masked: bool,
     bounded: bool,
     extra: int,
@@ -311,10 +309,8 @@ def logsumexp_backward(
     ``dL/dS_ij = a p_ij`` and ``dH/dS_ij = a p_ij (B - H - [j counts] (log p_ij + 1))``, B the share that counts.
     """
     if source.fused:
-        return fused().logsumexp_backward(
-            source, scale, asked, sums, grad, figure_grad, diagonal_grad, masked, extra, needs
-        )
-    positives = Positives.of(source)
+        return fused().logsumexp_backward(source, scale, asked, sums, grads, masked, extra, needs)
+    (grad, figure_grad, diagonal_grad), positives = grads, Positives.of(source)
     gradient = Gradient(source, needs, in_place)
     shares: list[Share] = []
     if not (grad is None and figure_grad is None):

@@ -31,9 +31,9 @@ SIDES = ((0, 1), (1, 0))  # (position in a pair, dimension that is reduced)
 
 
 def apart(x: Tensor, n: int, asked: Asked) -> Pair:
-    """What is of the n rows and what is of the columns, of numbers (..., A) of all asked anchors; a single one is both's.
+    """What is of the n rows and what is of the columns, of numbers (..., A) of all asked anchors.
 
-    Where both are asked, the rows' numbers come before the columns'.
+    Where both are asked, the rows' numbers come before the columns'. A single number belongs to both.
     """
     rows, cols = asked
     if not (rows and cols) or x.numel() == 1:

@@ -18,6 +18,28 @@ from .base import PairLoss
 _PLATEAU = 100  # calls
 
 
+class _Plateau:
+    """How long a triplet loss has been what it is where all embeddings are alike."""
+
+    def __init__(self) -> None:
+        self.flat: Tensor | int = 0  # number of calls in a row on the plateau
+        self.calls, self.warned = 0, False
+
+    def lasts(self, total: Tensor, pairs: Tensor | int, margin: float) -> bool:
+        """Count the calls on the plateau; True once there are too many."""
+        self.calls += 1
+        if total.device.type == "cpu":
+            flat = self.flat = (int(self.flat) + 1) * self._near(float(total) / float(pairs), margin)
+        else:  # which would have to be waited for: read the number now and then only
+            before = self.flat.to(total.device) if isinstance(self.flat, Tensor) else self.flat
+            flat = self.flat = (before + 1) * self._near(total / pairs, margin)
+        self.warned = self.calls % _PLATEAU == 0 and int(flat) >= _PLATEAU
+        return self.warned
+
+    def _near(self, value: Any, margin: float) -> Any:
+        return abs(value - 2 * margin) < 0.01 * margin
+
+
 class TripletLoss(PairLoss):
     r"""Triplet ranking loss of VSE++ (Faghri et al. 2018), over both directions.
 
@@ -48,8 +70,7 @@ class TripletLoss(PairLoss):
         check_number("margin", margin)
         self.margin = margin
         self.mining = mining
-        self._flat: Tensor | None = None  # number of calls in a row on the plateau
-        self._calls, self._warned = 0, False
+        self._plateau = _Plateau()
 
     @property
     def active_margin(self) -> float:  # type: ignore[override]
@@ -70,25 +91,17 @@ class TripletLoss(PairLoss):
     def compute(self, sim: Similarity) -> Tensor | tuple[Tensor, Tensor]:
         """See :func:`itrloss.functional.triplet_loss`."""
         values, counts = functional.triplet_values(sim, self.margin, self.mining), AnchorCounts(sim)
-        if self.mining == "hardest" and self.training and not self._warned and not torch.compiler.is_compiling():
-            total = counts.reduce(values.detach(), "sum")
+        loss, plateau = counts.reduce(values, self.reduction), self._plateau
+        if self.mining == "hardest" and self.training and not plateau.warned and not torch.compiler.is_compiling():
+            total = loss if self.reduction == "sum" else counts.reduce(values.detach(), "sum")
             assert isinstance(total, Tensor)
-            self._watch(total, sim.shape[0] if counts.one_to_one else counts.pairs[0])
-        return counts.reduce(values, self.reduction)
-
-    def _watch(self, total: Tensor, pairs: Tensor | int) -> None:
-        """Count the calls on the plateau, and read the number now and then only: an accelerator would have to wait."""
-        near = (total / pairs - 2 * self.margin).abs() < 0.01 * self.margin
-        flat = near.to(torch.int64)
-        self._flat = flat if self._flat is None else (self._flat.to(flat.device) + 1) * flat
-        self._calls += 1
-        if self._calls % _PLATEAU == 0 and int(self._flat) >= _PLATEAU:
-            self._warned = True
-            warnings.warn(
-                f"TripletLoss: {_PLATEAU} calls within 1 % of {2 * self.margin:g} per pair, which is 2 * margin: all "
-                'embeddings seem to be alike. Begin with mining="all", or lower the learning rate.',
-                stacklevel=6,  # past compute, forward and what a module's call goes through,
-            )
+            if plateau.lasts(total.detach(), sim.shape[0] if counts.one_to_one else counts.pairs[0], self.margin):
+                warnings.warn(
+                    f"TripletLoss: {_PLATEAU} calls within 1 % of {2 * self.margin:g} per pair, which is 2 * margin:"
+                    ' all embeddings seem to be alike. Begin with mining="all", or lower the learning rate.',
+                    stacklevel=5,  # past forward and what a module's call goes through,
+                )
+        return loss
 
     def extra_repr(self) -> str:
         return f"margin={self.margin}, mining={self.mining!r}, reduction={self.reduction!r}"

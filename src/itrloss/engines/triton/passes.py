@@ -64,9 +64,7 @@ def _by_kernel(
 # ------------------------------------------------------------------------------------------------ log-sum-exp
 
 
-def logsumexp(
-    source: Source, scale: Tensor, asked: Asked, masked: bool, extra: int
-) -> tuple[softmax.Sums, Tensor]:
+def logsumexp(source: Source, scale: Tensor, asked: Asked, masked: bool, extra: int) -> tuple[softmax.Sums, Tensor]:
     """See :func:`itrloss.engines.softmax.logsumexp`."""
     figures, scales = {0: 2, softmax.MEAN: 3, softmax.ENTROPY: 4}[extra], apart(scale, source.shape[0], asked)
     sides = Sides.full(source, [figures * a for a in asked], 0.0)
@@ -113,14 +111,13 @@ def logsumexp_backward(
     scale: Tensor,
     asked: Asked,
     sums: softmax.Sums,
-    grad: Tensor | None,
-    figure_grad: Tensor | None,
-    diagonal_grad: Tensor | None,
+    grads: tuple[Tensor | None, Tensor | None, Tensor | None],
     masked: bool,
     extra: int,
     needs: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor]:
     """See :func:`itrloss.engines.softmax.logsumexp_backward`."""
+    grad, figure_grad, diagonal_grad = grads
     scales, vectors = apart(scale, source.shape[0], asked), (None, None)
     largest: list[Tensor | None] = []
     if not (grad is None and figure_grad is None):
