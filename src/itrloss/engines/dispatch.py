@@ -285,7 +285,11 @@ class Matrix:
             sides = [x for x in self._by_reference(reference.moments, asked) if x is not None]
             mean, variance = (torch.cat(x) for x in zip(*sides, strict=True))
         else:
-            mean, variance = ops.Moments.apply(*self.source(), *asked, self._listed())
+            source = self.source()
+            if needs_gradient(source.rows, source.cols):
+                mean, variance = ops.Moments.apply(*source, *asked, self._listed())
+            else:
+                mean, variance = ops.moment_sums(*source, *asked, positives=self._listed())
         return Moments(mean, variance.clamp_min(1e-12).sqrt())
 
     def entropy(self, temperature: float, asked: Asked) -> Tensor:

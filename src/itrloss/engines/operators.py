@@ -166,8 +166,8 @@ def _fake_logsumexp(source, scale, for_rows, for_cols, masked, bounded, extra):
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_logsumexp,
 )
-def logsumexp(source, scale, for_rows, for_cols, *flags):
-    sums, diagonal = softmax.logsumexp(source, scale, (for_rows, for_cols), *flags)
+def logsumexp(source, scale, for_rows, for_cols, *flags, held=None):
+    sums, diagonal = softmax.logsumexp(source, scale, (for_rows, for_cols), *flags, held)
     return *sums, diagonal
 
 
@@ -181,11 +181,11 @@ def _fake_source_gradient(source, *args):
     " -> (Tensor, Tensor)",
     _fake_source_gradient,
 )
-def logsumexp_backward(source, scale, for_rows, for_cols, *args, in_place=False):
+def logsumexp_backward(source, scale, for_rows, for_cols, *args, in_place=False, held=None):
     """Gradients of the source from those of :func:`logsumexp`."""
     sums, grads, (masked, bounded, extra), needs = softmax.Sums(*args[:3]), args[3:6], args[6:9], args[9:]
     asked = for_rows, for_cols
-    return softmax.logsumexp_backward(source, scale, asked, sums, grads, masked, bounded, extra, needs, in_place)
+    return softmax.logsumexp_backward(source, scale, asked, sums, grads, masked, bounded, extra, needs, in_place, held)
 
 
 class LogSumExp(torch.autograd.Function):
@@ -197,9 +197,10 @@ class LogSumExp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
         """(A,) log-sum-exps, their figures and the diagonal's scores."""
-        total, top, figure, diagonal = logsumexp(*args[:-1])
+        held: list[Tensor] = []
+        total, top, figure, diagonal = logsumexp(*args[:-1], held=held)
         scale, *ctx.asked, masked, bounded, extra, kept = args[WIDTH:]
-        _save(ctx, kept, args[:WIDTH], scale, total, top, figure)
+        _save(ctx, kept, args[:WIDTH], scale, total, top, figure, *held)
         ctx.flags, ctx.entropic = (masked, bounded, extra), extra == softmax.ENTROPY
         ctx.set_materialize_grads(False)
         if extra:
@@ -212,15 +213,15 @@ class LogSumExp(torch.autograd.Function):
     @first_order
     def backward(ctx, grad, figure_grad, diagonal_grad):
         """Gradients of the source and of the scale."""
-        source, (scale, *sums) = _saved(ctx)
+        source, (scale, total, top, figure, *held) = _saved(ctx)
         rows = cols = by_scale = None
         grads = grad, figure_grad if ctx.entropic else None, _unless_empty(diagonal_grad)
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             source, in_place = _at_hand(ctx, source)
-            args = scale, *ctx.asked, *sums, *grads, *ctx.flags, *ctx.needs_input_grad[:2]
-            rows, cols = logsumexp_backward(*source, *args, in_place=in_place)
+            args = scale, *ctx.asked, total, top, figure, *grads, *ctx.flags, *ctx.needs_input_grad[:2]
+            rows, cols = logsumexp_backward(*source, *args, in_place=in_place, held=held[0] if held else None)
         if ctx.needs_input_grad[WIDTH] and grad is not None:
-            by_scale = grad * sums[2]
+            by_scale = grad * figure
             by_scale = by_scale.sum().reshape(1) if scale.numel() == 1 else by_scale
         return *_of_source(rows, cols), by_scale, *([None] * 6)
 

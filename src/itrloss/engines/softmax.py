@@ -50,14 +50,21 @@ class Sums(NamedTuple):
 
 
 def logsumexp(
-    source: Source, scale: Tensor, asked: Asked, masked: bool, bounded: bool, extra: int
+    source: Source,
+    scale: Tensor,
+    asked: Asked,
+    masked: bool,
+    bounded: bool,
+    extra: int,
+    held: list[Tensor] | None = None,
 ) -> tuple[Sums, Tensor]:
     """``L = log sum_j exp(a_i S_ij)`` and a figure of its softmax p, of each asked side; and ``S_ii``.
 
     ``scale`` is one number, or one per anchor. ``extra=MEAN``: the figure is ``sum_j p_ij S_ij``, and all sums run over
     the negatives if ``masked``, else over all columns. ``extra=ENTROPY``: L and p are over all columns, and the figure
     has two rows, ``-sum_j p_ij log p_ij`` (nats) and ``sum_j p_ij``, both over the negatives if ``masked``. The
-    diagonal is empty unless :func:`carries_diagonal`.
+    diagonal is empty unless :func:`carries_diagonal`. The exponentials of a matrix of a single panel, if they serve both
+    sides, are left in ``held`` for :func:`logsumexp_backward`.
     """
     if source.fused:
         return fused().logsumexp(source, scale, asked, masked, extra)
@@ -72,9 +79,11 @@ def logsumexp(
     if extra == ENTROPY and shift is not None:
         stats = _entropy_sums(source, scales, masked)
     else:
-        stats = _sums(source, scales, masked, extra, shift, diagonal)
+        stats = _sums(source, scales, masked, extra, shift, diagonal, held)
     if shift and float(stats.total.amin()) < math.exp(-_RANGE):
         shift = None
+        if held:
+            held.clear()
         stats = _sums(source, scales, masked, extra, shift, diagonal)
     return close(stats, shift), diagonal
 
@@ -85,7 +94,15 @@ def _shared(scales: Pair) -> bool:
     return a is not None and a is b
 
 
-def _sums(source: Source, scales: Pair, masked: bool, extra: int, shift: float | None, diagonal: Tensor) -> Stats:
+def _sums(
+    source: Source,
+    scales: Pair,
+    masked: bool,
+    extra: int,
+    shift: float | None,
+    diagonal: Tensor,
+    held: list[Tensor] | None = None,
+) -> Stats:
     positives = Positives.of(source)
     fast = shift is not None
     shared = fast and _shared(scales)
@@ -120,6 +137,8 @@ def _sums(source: Source, scales: Pair, masked: bool, extra: int, shift: float |
                     figure = torch.mul(t, tile.scores, out=tile.scratch[1]).sum(dim)
             new = Stats(top, total, figure, share)
             stats[side] = _merge(stats[side], new, tile, dim, source.shape[side])
+        if held is not None and shared and tile.alone and source.cols is None and extra != ENTROPY:
+            held.append(t)
     return join(stats)
 
 
@@ -303,6 +322,7 @@ def logsumexp_backward(
     extra: int,
     needs: tuple[bool, bool],
     in_place: bool = False,
+    held: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradient of the source from those of ``L``, of the first row of the entropy figure and of the diagonal.
 
@@ -314,13 +334,13 @@ def logsumexp_backward(
     gradient = Gradient(source, needs, in_place)
     shares: list[Share] = []
     if not (grad is None and figure_grad is None):
-        shift = _fixed_shift(scale, bounded, extra)
+        shift = _fixed_shift(scale, bounded, extra) if held is None else 0.0
         if shift and not bool((sums.top == shift).all()):
             shift = None  # the forward pass had to subtract the maximum
         const = constant(scale, sums, grad)
         scales = apart(scale, source.shape[0], asked)
         if extra != ENTROPY and shift is not None and _shared(scales):
-            shares = [_of_both(apart(const, source.shape[0], asked), scale, shift)]
+            shares = [_of_both(apart(const, source.shape[0], asked), scale, shift, held)]
         else:
             if figure_grad is not None:
                 const = torch.stack([finite(sums.top), *entropy_factors(const, scale, sums, figure_grad[0])])
@@ -359,12 +379,15 @@ def constant(scale: Tensor, sums: Sums, grad: Tensor | None) -> Tensor:
     return torch.zeros_like(total) if grad is None else grad * scale / total
 
 
-def _of_both(constants: Pair, scale: Tensor, shift: float) -> Share:
-    """Of both sides at once: they share the exponentials."""
+def _of_both(constants: Pair, scale: Tensor, shift: float, held: Tensor | None) -> Share:
+    """Of both sides at once: they share the exponentials, which may be at hand."""
     rows, cols = constants
     assert rows is not None and cols is not None
 
     def write(tile: Tile, out: Tensor) -> None:
+        if held is not None:
+            torch.add(tile.spread(rows, 1), tile.spread(cols, 0), out=out).mul_(held)
+            return
         _exponents(tile, scale, 1, shift, out).exp_()
         out.mul_(torch.add(tile.spread(rows, 1), tile.spread(cols, 0), out=tile.scratch[0]))
 
