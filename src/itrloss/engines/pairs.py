@@ -353,7 +353,7 @@ def term_sums(
     shape = zip(source.shape, asked, strict=True)
     sums = [source.rows.new_zeros(size if a else 0, dtype=source.dtype) for size, a in shape]
     diagonal = source.rows.new_empty(source.shape[0] if hands_out_diagonal(source, negative) else 0, dtype=source.dtype)
-    for chunk in _chunks(source, negative):
+    for chunk in _chunks(source, negative, scratch=0):
         if diagonal.numel() and isinstance(chunk, _Masked):
             chunk.positives.read_diagonal(chunk.tile, diagonal)
         for side, _ in SIDES:
@@ -384,7 +384,7 @@ def term_sums_backward(
     listed = not negative and Positives.of(source).listable
     gradient = PairGradient(source, needs) if listed else Gradient(source, needs, in_place)
     given = tuple([torch.zeros_like(p) for p in side] for side in params)
-    for chunk in _chunks(source, negative):
+    for chunk in _chunks(source, negative, scratch=int(source.cols is not None)):
         total = None
         for side, _ in SIDES:
             g = grads[side]
@@ -446,13 +446,13 @@ class _Masked:
         self.tile, self.positives, self.negative = tile, positives, negative
         self.scores = tile.scores
 
-    def only(self, values: Tensor) -> Tensor:
-        """Zeros in place of the others."""
+    def only(self, values: Tensor, others: float | Tensor = 0.0) -> Tensor:
+        """Zeros, or ``others`` of one number per row, in place of the others."""
         values = _whole(values, self.scores)
         if not self.negative:
             return values.masked_fill(~self.positives.mask(self.tile), 0)
         shared = values.untyped_storage().data_ptr() == self.scores.untyped_storage().data_ptr()
-        return self.positives.fill_(values.clone() if shared else values, self.tile, 0.0)
+        return self.positives.fill_(values.clone() if shared else values, self.tile, others)
 
     def take(self, vectors: list[Tensor], side: int) -> list[Tensor]:
         return [self.tile.spread(v, SIDES[side][1]) for v in vectors]
@@ -464,17 +464,15 @@ class _Masked:
     def back(self, gradient: PairGradient | Gradient, grad: Tensor, diagonal_grad: Tensor | None) -> None:
         """Hand the tile's gradient on, zero but where it counts and, if there is one, the diagonal's."""
         assert isinstance(gradient, Gradient)
-        out = gradient.of(self.tile).copy_(self.only(grad))
-        if diagonal_grad is not None:
-            self.positives.fill_(out, self.tile, diagonal_grad)
+        gradient.put(self.tile, self.only(grad, 0.0 if diagonal_grad is None else diagonal_grad))
         gradient.add(self.tile)
 
 
-def _chunks(source: Source, negative: bool):
+def _chunks(source: Source, negative: bool, scratch: int):
     pairs = Positives.of(source)
     if pairs.listable and not negative:
         for i, j in pairs.chunks():
             yield _Listed(source, i, j, pairs.diagonal and i.numel() == pairs.n)
     else:
-        for tile in tiles(source, scratch=1):
+        for tile in tiles(source, scratch):
             yield _Masked(tile, pairs, negative)

@@ -267,9 +267,7 @@ class Gradient:
         self.rows = self.cols = None
         if in_place:
             self.rows = source.rows
-        elif source.cols is None:
-            self.rows = torch.empty(source.shape, dtype=source.dtype, device=source.rows.device)
-        else:
+        elif source.cols is not None:
             self.rows = self._zeros(source.rows) if needs[0] else None
             self.cols = self._zeros(source.cols) if needs[1] else None
 
@@ -283,9 +281,21 @@ class Gradient:
     def of(self, tile: Tile) -> Tensor:
         """The buffer to write this tile's ``dS`` into; the last scratch buffer if there is no matrix to keep."""
         if self.source.cols is None:
-            assert self.rows is not None
-            return self.rows if tile.alone else self.rows[tile.r0 : tile.r1]
+            rows = self._matrix()
+            return rows if tile.alone else rows[tile.r0 : tile.r1]
         return tile.scratch[-1]
+
+    def _matrix(self) -> Tensor:
+        if self.rows is None:
+            self.rows = torch.empty(self.source.shape, dtype=self.source.dtype, device=self.source.rows.device)
+        return self.rows
+
+    def put(self, tile: Tile, values: Tensor) -> Tensor:
+        """Write ``values``, or take them over where they are all; the buffer that they are in."""
+        if self.source.cols is None and self.rows is None and tile.alone and values.is_contiguous():
+            self.rows = values
+            return values
+        return self.of(tile).copy_(values)
 
     def add(self, tile: Tile) -> None:
         """Account for the ``dS`` just written."""
@@ -302,8 +312,7 @@ class Gradient:
         """The gradients of ``rows`` and ``cols`` in their own dtype; an empty tensor where none was asked for."""
         s = self.source
         if s.cols is None:
-            assert self.rows is not None
-            return self.rows, s.rows.new_empty(0)
+            return self._matrix(), s.rows.new_empty(0)
         return _through_norm(self.rows, s.rows, s.row_inv), _through_norm(self.cols, s.cols, s.col_inv)
 
 
