@@ -93,7 +93,8 @@ def _around_zero(
             else:
                 sums[side][0][0].add_(x.sum(dim))
                 sums[side][0][1].add_(squares)
-    first, second = (joined([joined([found[k] for found in sums[side]]) for side in wanted]) for k in (0, 1))
+    # A side's sums are of some anchors after the other, or of all of them.
+    first, second = (joined([found[k] for side in wanted for found in sums[side]]) for k in (0, 1))
     if positives.diagonal:
         positive = scores.diagonal()
         positive = torch.cat((positive, positive)) if all(asked) else positive

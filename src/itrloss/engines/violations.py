@@ -77,7 +77,7 @@ def violations_backward(
     positives, found = Positives.of(source), seen_from(source, margin, (grads[0] is not None, grads[1] is not None))
     gradient = Gradient(source, needs, in_place)
     active = [None if entry is None else torch.zeros_like(entry.thresholds) for entry in found]
-    for tile in tiles(source, scratch=2):
+    for tile in tiles(source, scratch=2 if in_place or source.cols is not None else 1):
         # The scores are looked at again after the first writing.
         out, t, written = tile.scratch[1] if in_place else gradient.of(tile), tile.scratch[0], False
         for side, dim in SIDES:
@@ -114,8 +114,12 @@ def pushed_up(
     if source.cols is None:
         listed.sums[0] = rows
     for entry, count, g in zip(found, active, grads, strict=True):
-        if entry is not None and count is not None and g is not None:
-            anchor = g if entry.place is None else g[entry.place[1]]
-            listed.add(entry.i, entry.j, entry.scores, -anchor * entry.listed(count))
+        if entry is None or count is None or g is None:
+            continue
+        if entry.place is None and source.cols is None:
+            rows.diagonal().addcmul_(g, entry.listed(count), value=-1)
+            continue
+        anchor = g if entry.place is None else g[entry.place[1]]
+        listed.add(entry.i, entry.j, entry.scores, -anchor * entry.listed(count))
     more_rows, more_cols = listed.finish()
     return (more_rows, more_cols) if source.cols is None else (rows.add_(more_rows), cols.add_(more_cols))
