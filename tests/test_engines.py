@@ -9,6 +9,7 @@ import torch
 from cases import SHAPES, embeddings, finite, make_ids, reference_first, similarity, upstream
 from torch.autograd import gradcheck
 
+import itrloss
 from itrloss import Similarity
 from itrloss.engines import positives, tiles
 from itrloss.metrics import retrieval_metrics
@@ -20,6 +21,33 @@ def per_anchor(x, side):
     """One positive value per anchor."""
     size = x.shape[side]
     return torch.linspace(0.5, 1.5, size, dtype=x.dtype) * 4
+
+
+def one(x, value):
+    """The same for all anchors."""
+    return torch.tensor([value], dtype=x.dtype)
+
+
+@itrloss.pair_term
+def only_the_parameter(scores, weight):
+    return weight.square(), torch.zeros_like(scores), 2 * weight
+
+
+@itrloss.pair_term
+def returned_for_a_test(scores, weight):
+    return weight, torch.zeros_like(scores), torch.ones_like(weight)
+
+
+@itrloss.pair_term
+def plane(scores, weight, bias):
+    """Its derivative by the second parameter has that parameter's shape."""
+    return weight * scores + bias, weight, scores, torch.ones_like(bias)
+
+
+@itrloss.pair_term
+def straight_line(scores, weight):
+    """Its derivative has the parameter's shape."""
+    return weight * scores, weight, scores
 
 
 def added(first, second):
@@ -37,6 +65,9 @@ ANSWERS = {
     "logsumexp sharp": lambda s: s.both.logsumexp(300.0),
     "logsumexp sharp and flat": lambda s: s.both.logsumexp(300.0 * per_anchor(s, 0), 0.5),
     "logsumexp negative scale": lambda s: s.both.logsumexp(-5.0),
+    "logsumexp of a scale beyond the exponential's range": lambda s: s.both.logsumexp(-2000.0),
+    "logsumexp of such scales": lambda s: s.both.logsumexp(-500 * per_anchor(s, 0), per_anchor(s, 1)),
+    "logsumexp of two scales": lambda s: s.both.logsumexp(3.0, 5.0),
     "logsumexp over all": lambda s: s.both.logsumexp(7.0, over="all"),
     "mean": lambda s: tuple(m.mean for m in s.both.moments()),
     "std": lambda s: tuple(m.std for m in s.both.moments()),
@@ -54,6 +85,24 @@ ANSWERS = {
     "hinge": lambda s: s.both.positives("hinge", (per_anchor(s, 0) / 8,), (per_anchor(s, 1) / 8,)),
     "sparse hinge": lambda s: s.both.positives("hinge", (per_anchor(s, 0) / 8,), (per_anchor(s, 1) / 8,), sparse=True),
     "negatives": lambda s: s.both.negatives("identity"),
+    "negatives of two thresholds": lambda s: s.both.negatives("hinge", (one(s, 0.1),), (one(s, 0.3),)),
+    "positives of two thresholds": lambda s: s.both.positives("hinge", (one(s, 0.1),), (one(s, 0.3),)),
+    "softplus of one scale and two biases": lambda s: added(
+        s.both.positives("softplus", (one(s, 3.0),) * 2, (one(s, 3.0), one(s, -1.0))),
+        s.both.negatives("softplus", (one(s, 3.0), one(s, 1.0)), (one(s, 3.0), one(s, -1.0))),
+    ),
+    "positives and likelihood": lambda s: added(
+        s.both.positives("identity"),
+        s.both.positives("negative_log_likelihood", (per_anchor(s, 0), one(s, 30.0)), (one(s, 2.0), one(s, 30.0))),
+    ),
+    "values of the parameters alone": lambda s: added(
+        s.both.positives("only_the_parameter", (per_anchor(s, 0),), (one(s, 2.0),)),
+        s.both.negatives("only_the_parameter", (one(s, 3.0),), (per_anchor(s, 1),)),
+    ),
+    "straight lines": lambda s: added(
+        s.both.positives("straight_line", (per_anchor(s, 0),), (per_anchor(s, 1),)),
+        s.both.negatives("straight_line", (one(s, 3.0),), (per_anchor(s, 1),)),
+    ),
     "softplus of negatives": lambda s: s.both.negatives(
         "softplus", (per_anchor(s, 0), -per_anchor(s, 0)), (per_anchor(s, 1), per_anchor(s, 1) - 3)
     ),
@@ -89,6 +138,83 @@ def test_answers_and_gradients_equal_the_reference(name, shape, engine, small_ti
     got, got_grads = evaluate(ANSWERS[name], v, w, ids, engine, grads)
     for a, b in zip((*got, *got_grads), (*wanted, *wanted_grads), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def gradients_of_parameters(engine, ids, n, m, which, term, shared, dtype=torch.float64, device="cpu"):
+    """Of the two parameters of a term that is summed over ``which``: one number each, or one per anchor."""
+    v, w = (x.to(device, dtype) for x in embeddings(n, m))
+    sizes = (1, 1) if shared else (n, m)
+    rows, cols = (
+        [torch.linspace(0.5, 2.0, k, dtype=dtype, device=device).requires_grad_() for _ in range(2)] for k in sizes
+    )
+    both = similarity(v, w, ids, engine).both
+    sums = getattr(both, which)(term, tuple(rows), tuple(cols))
+    total = sum((x * g.to(x)).sum() for x, g in zip(sums, upstream(n, m), strict=True))
+    return torch.autograd.grad(total, (*rows, *cols))
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one number", "per anchor"])
+@pytest.mark.parametrize("which", ["positives", "negatives"])
+@pytest.mark.parametrize("term", ["softplus", "negative_log_likelihood", "plane"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gradients_of_parameters(engine, shape, term, which, shared):
+    n, m, kind = SHAPES[shape]
+    given = make_ids(kind, n, m), n, m, which, term, shared
+    found, wanted = gradients_of_parameters(engine, *given), gradients_of_parameters("reference", *given)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("engine", ["reference", *ENGINES])
+def test_answers_may_be_written_to(engine):
+    v, w = (x.requires_grad_() for x in embeddings(6, 6))
+    sim = similarity(v, w, (None, None), engine)
+    for answer in (
+        lambda: sim.both.logsumexp(3.0),
+        lambda: sim.both.negatives("log1p_relu"),
+        lambda: sim.both.entropy(),
+    ):
+        first, second = answer()
+        wanted = torch.autograd.grad(2 * first.sum() + second.sum(), v, retain_graph=True)
+        first, second = answer()
+        first.mul_(2)
+        assert torch.equal(torch.autograd.grad(first.sum() + second.sum(), v, retain_graph=True)[0], wanted[0])
+    wanted = sim.both.hardest()[0].values.detach().clone()
+    for best in (sim.hardest(), sim.both.hardest()[0]):
+        gradient = torch.autograd.grad(best.values.sum(), v, retain_graph=True)
+        best.values.zero_()  # of which the gradient must not be made
+        again = torch.autograd.grad(sim.hardest().values.sum(), v, retain_graph=True)
+        torch.testing.assert_close(again, gradient)
+    torch.testing.assert_close(sim.hardest().values, wanted)
+    with torch.no_grad():
+        sim.positives().zero_()
+    assert (sim.positives() != 0).all()
+
+
+def test_a_written_to_hardest_negative_keeps_its_gradient():
+    v, w = (x.requires_grad_() for x in embeddings(6, 6))
+    wanted = torch.autograd.grad(Similarity(v, w).hardest().values.mul(3).sum(), v)
+    values = Similarity(v, w).hardest().values
+    torch.testing.assert_close(torch.autograd.grad(values.mul_(3).sum(), v), wanted)
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+def test_a_nan_beside_an_anchor_without_negatives(engine):
+    v, w = (x.float() for x in embeddings(5, 5))
+    v[2] = math.nan
+    v.requires_grad_()
+    hardest = Similarity(v, w, torch.tensor([1, 1, 2, 3, 4]), torch.ones(5, dtype=torch.int64), engine=engine).hardest()
+    assert hardest.values[:2].tolist() == [-math.inf] * 2 and hardest.values[2].isnan()
+    (gradient,) = torch.autograd.grad(hardest.values[[0, 1, 3]].sum(), v)
+    assert (gradient[:2] == 0).all() and gradient[3].any()
+
+
+def test_a_term_does_not_lose_what_it_returns():
+    """Its parameter, where the matrix has a single column."""
+    weight = torch.linspace(0.1, 1.0, 5).double()
+    sim = Similarity(*embeddings(5, 1), torch.tensor([1, 1, 1, 3, 9]), torch.tensor([1]), engine="dense")
+    sim.negatives("returned_for_a_test", weight)
+    assert torch.equal(weight, torch.linspace(0.1, 1.0, 5).double())
 
 
 @pytest.mark.parametrize("shape", ["primes", "wide"])
@@ -264,6 +390,16 @@ def test_zero_vectors_score_zero_and_get_no_gradient(engine):
         assert all(x.isfinite().all() for x in values), name
         assert all(x is None or x.isfinite().all() for x in found), name
         assert found[0] is None or (found[0][2] == 0).all(), name
+
+
+@pytest.mark.parametrize("engine", ["reference", "dense", "tiled"])
+def test_what_counts_as_zero(engine):
+    v, w = (x.float() for x in embeddings(6, 6, 40))
+    v[2] *= 1e-13 / v[2].norm()
+    v.requires_grad_()
+    sim = Similarity(v, w, engine=engine)
+    assert (sim.scores()[2] == 0).all()
+    assert (torch.autograd.grad(sim.logsumexp(3.0).sum(), v)[0][2] == 0).all()
 
 
 @pytest.mark.parametrize("engine", ["reference", "dense", "tiled"])

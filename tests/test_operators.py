@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo.testing
 from cases import embeddings, make_ids
 from test_losses import LOSSES, make
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,6 +28,7 @@ def sources():
     yield "half", (v.half(), w.half(), *inv, *ids, None, None, False)
     yield "raw", (v, w, None, None, *ids, None, None, False)
     yield "scores", (v @ w.T, None, None, None, *ids, None, None, False)
+    yield "transposed scores", ((w @ v.T).T, None, None, None, *ids, None, None, False)
     yield "diagonal", (v, w[:7], inv[0], inv[1][:7], None, None, None, None, False)
     yield "kept", (v, w, None, None, *ids, v @ w.T, None, False)
     if importlib.util.find_spec("triton") and not torch.cuda.is_available():  # in the interpreter
@@ -115,6 +117,30 @@ def test_tiled_engine_saves_nothing_of_the_size_of_the_matrix(name, kind, dtype)
     v, w = (x.requires_grad_() for x in embeddings(n, m, d, dtype=dtype))
     saved = saved_bytes(make(name, engine="tiled"), v, w, make_ids(kind, n, m))
     assert saved <= (n + m) * d * 4 / 8
+
+
+def test_exponentials_are_kept_for_those_only_who_read_them():
+    v, w = embeddings(64, 64, 32, dtype=torch.float32)
+    scale = torch.tensor([5.0], requires_grad=True)
+
+    def saved(*leaves):
+        return saved_bytes(
+            lambda v, w: itrloss.Similarity(v, w, engine="dense").both.logsumexp(scale)[0].sum(), *leaves, ()
+        )
+
+    alone = saved(v, w)
+    assert alone < 1.5 * 64 * 64 * 4 < saved(v.requires_grad_(), w)
+
+
+@pytest.mark.parametrize("name", ["infonce", "triplet"])
+def test_one_graph_for_batches_of_any_size(name):
+    """Few long vectors are multiplied otherwise than many short ones, which is no matter of the compiler's."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(make(name), fullgraph=True, dynamic=True, backend=counter)
+    for n in (16, 32, 80):
+        compiled(*(x.requires_grad_() for x in embeddings(n, n, 32, dtype=torch.float32))).backward()
+    assert counter.frame_count == 1
 
 
 def test_sets_save_nothing_of_the_size_of_their_matrices():

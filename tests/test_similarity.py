@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ from cases import embeddings
 
 import itrloss
 from itrloss import Similarity
+from itrloss.engines import pairs
 
 V, W = embeddings(4, 6, dtype=torch.float32)
 IDS = torch.arange(4), torch.arange(6)
@@ -160,6 +162,22 @@ def test_terms_of_your_own():
         return 2 * scores, 2 + 0 * scores
 
     torch.testing.assert_close(sim.positives("doubled_for_a_test"), 2 * sim.positives())
+
+
+@pytest.mark.parametrize("term", sorted(pairs._VALUES))
+@pytest.mark.parametrize("shape", [(), (2, 1), (1, 5)])
+def test_autograd_differentiates_the_values_as_the_terms_do(term, shape):
+    scores = torch.cat((torch.randn(2, 4), torch.tensor([[-1.0], [0.0]])), 1).double()
+    count = len(inspect.signature(pairs.TERMS[term]).parameters) - 1
+    params = [torch.rand(shape).double().requires_grad_() for _ in range(count)]
+    value, *partials = pairs.TERMS[term](scores, *params)
+    leaves = [scores.requires_grad_(), *params]
+    given = pairs._VALUES[term](*leaves)
+    torch.testing.assert_close(given, value)
+    grad = torch.randn_like(given)
+    found = torch.autograd.grad(given, leaves, grad)
+    for x, leaf, partial in zip(found, leaves, partials, strict=True):
+        torch.testing.assert_close(x, (grad * partial).sum_to_size(leaf.shape))
 
 
 def test_scores_asked_for_under_no_grad_keep_their_gradient():

@@ -14,6 +14,7 @@ from cases import SHAPES, make_ids, similarity
 
 import itrloss
 from itrloss import TripletLoss, describe
+from itrloss.losses import contrastive
 
 
 def mean(values):
@@ -131,6 +132,21 @@ def test_collapse_is_told_once(reduction, ids):
     assert run(loss, v, w, 99, *ids) == []
     told = run(loss, v, w, 102, *ids)
     assert len(told) == 1 and "0.4 per pair" in told[0] and 'mining="all"' in told[0]
+
+
+class LossOnDevice(float):
+    """As far as the count goes."""
+
+    device = torch.device("cuda")
+
+
+def test_the_plateau_is_counted_on_a_device_too():
+    plateau = contrastive._Plateau()
+    for _ in range(2):  # never a hundred in a row
+        for value in [0.4] * 50 + [0.5] + [0.4] * 49:
+            assert not plateau.lasts(LossOnDevice(4 * value), 4, 0.2)
+    told = [plateau.lasts(LossOnDevice(1.6), 4, 0.2) for _ in range(100)]
+    assert told == [False] * 99 + [True] and plateau.warned
 
 
 def test_training_that_is_not_on_the_plateau_is_left_in_peace():

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases import SHAPES, embeddings, make_ids, upstream
-from test_engines import ANSWERS, evaluate
+from test_engines import ANSWERS, evaluate, gradients_of_parameters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -241,6 +241,19 @@ def test_in_float16_a_gradient_that_is_no_number_stays_with_its_anchor():
     grad[4] = torch.nan
     (found,) = torch.autograd.grad(sim.logsumexp(10.0), v, grad)
     assert found.isfinite().all(1).tolist() == [i != 4 for i in range(9)]
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one number", "per anchor"])
+@pytest.mark.parametrize("which", ["positives", "negatives"])
+@pytest.mark.parametrize("term", ["softplus", "negative_log_likelihood"])
+@pytest.mark.parametrize("shape", ["primes", "one row", "wide"])
+def test_gradients_of_parameters(shape, term, which, shared, few_tiles):
+    n, m, kind = SHAPES[shape]
+    given = make_ids(kind, n, m), n, m, which, term, shared
+    wanted = gradients_of_parameters("reference", *given)
+    found = gradients_of_parameters("triton", *given, dtype=torch.float32, device=DEVICE)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a.cpu().double(), b, rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture(params=["columns", "panels"])

@@ -77,7 +77,8 @@ class Both:
         return (pair[1], pair[0]) if self._flipped else (pair[0], pair[1])
 
     def _parted(self, x: Tensor) -> Any:
-        return x.split(self._order(self._matrix.shape))
+        n, _ = self._order(self._matrix.shape)
+        return x[:n], x[n:]  # outputs of a split may not be changed in place
 
     @property
     def positive_counts(self) -> tuple[Tensor, Tensor]:

@@ -120,11 +120,14 @@ class Matrix:
             self._measure(rows.detach(), cols.detach())
 
     def _measure(self, rows: Tensor, cols: Tensor) -> None:
+        first = second = None
         if rows.device.type == "cpu" and not torch.compiler.is_compiling():
-            self._inv = ops.usual_inverse_norms(rows), ops.usual_inverse_norms(cols)
-            self._usual = self._inv[0] is not None and self._inv[1] is not None
-        if not self._usual:
-            self._inv = ops.inverse_norms(rows), ops.inverse_norms(cols)
+            first, second = ops.usual_inverse_norms(rows), ops.usual_inverse_norms(cols)
+        self._usual = first is not None and second is not None
+        self._inv = (
+            ops.inverse_norms(rows) if first is None else first,
+            ops.inverse_norms(cols) if second is None else second,
+        )
 
     def _seen(self) -> list[int]:
         return [x._version for x in (self.rows, self.cols) if x is not None and not x.is_inference()]
@@ -318,12 +321,13 @@ class Matrix:
         known, i, j = torch.cat(values).detach(), torch.cat(i), torch.cat(j)
         # Whether some anchor has no negative; only the CPU may look for nothing.
         looking = known.device.type == "cpu" and not torch.compiler.is_compiling()
-        missing = not looking or float(known.amin()) == -math.inf
+        missing = not looking or not float(known.amin()) > -math.inf
         if missing:  # -inf times no gradient is nan
             known.clamp_min_(torch.finfo(known.dtype).min)
             i, j = i.clamp_min(0), j.clamp_min(0)
         scores = self.pair_scores(i, j, known)
-        first, second, *diagonal = scores.split_with_sizes([x.numel() for x in values])
+        # Outputs of an ordinary split may not be changed in place, and nothing else reads these scores.
+        first, second, *diagonal = torch.unsafe_split_with_sizes(scores, [x.numel() for x in values])
         if one_to_one:
             self._keep_diagonal(diagonal[0])
         rows, cols = (
@@ -338,10 +342,12 @@ class Matrix:
             return self._sums_by_reference(self._views(asked), term, params, asked)
         if self.ids[0] is None:  # one positive an anchor: no sums
             scores = self.diagonal(sparse)
-            if all(asked):
-                params = [p.reshape(2, -1) if p.numel() > 1 else p for p in params]
-            values = term_values(term, scores, *params)
-            return (values if values.dim() == 2 else values.expand(2, -1)).flatten() if all(asked) else values
+            if not all(asked):
+                return term_values(term, scores, *params)
+            n = len(scores)
+            if any(p.numel() > 1 for p in params):
+                scores, params = scores.expand(2, n), [p.reshape(2, n) if p.numel() > 1 else p for p in params]
+            return term_values(term, scores, *params).expand(2, n).flatten()
         # Where pairs cannot be listed, the embeddings would have to be multiplied once more.
         pairs = Positives(*self.shape, *self.ids, self.rows.device)
         formed = self.engine == "dense" and self.cols is not None and not self.memory

@@ -37,7 +37,7 @@ def inverse_norms(x: Tensor) -> Tensor:
 
 
 def usual_inverse_norms(x: Tensor) -> Tensor | None:
-    """The same on the CPU, where looking is free; None if some length is not between 1e-12 and 1e18."""
+    """:func:`inverse_norms` on the CPU, where looking is free; None if a length is not between 1e-12 and 1e18."""
     norm = torch.linalg.vector_norm(x, dim=1, dtype=compute_dtype(x))
     low, high = norm.aminmax()
     return norm.reciprocal_() if float(low) > EPS and float(high) < 1e18 else None
@@ -106,15 +106,13 @@ def scaling_scores_pays(
 
     ``usual``: it cannot, as all lengths are known to be usual.
     """
+    # Only the CPU may look at the lengths for nothing; the compiler is not to make graphs for shapes.
+    if row_inv is None or col_inv is None or rows.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
     (n, d), m = rows.shape, cols.shape[0]
     if 2 * n * m > (n + m) * d:
         return False
-    if usual:
-        return True
-    # Only the CPU may look at the lengths for nothing; a zero vector has the reciprocal 0.
-    if row_inv is None or col_inv is None or rows.device.type != "cpu" or torch.compiler.is_compiling():
-        return False
-    return float(row_inv.amin()) * float(col_inv.amin()) > 1e-36
+    return usual or float(row_inv.amin()) * float(col_inv.amin()) > 1e-36  # a zero vector has the reciprocal 0
 
 
 # ------------------------------------------------------------------------------ backward over the scores
@@ -166,8 +164,8 @@ def _fake_logsumexp(source, scale, for_rows, for_cols, masked, bounded, extra):
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_logsumexp,
 )
-def logsumexp(source, scale, for_rows, for_cols, *flags, held=None):
-    sums, diagonal = softmax.logsumexp(source, scale, (for_rows, for_cols), *flags, held)
+def logsumexp(source, scale, for_rows, for_cols, masked, bounded, extra, held=None):
+    sums, diagonal = softmax.logsumexp(source, scale, (for_rows, for_cols), masked, bounded, extra, held)
     return *sums, diagonal
 
 
@@ -197,10 +195,10 @@ class LogSumExp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
         """(A,) log-sum-exps, their figures and the diagonal's scores."""
-        held: list[Tensor] = []
+        held = [] if args[0].requires_grad else None
         total, top, figure, diagonal = logsumexp(*args[:-1], held=held)
         scale, *ctx.asked, masked, bounded, extra, kept = args[WIDTH:]
-        _save(ctx, kept, args[:WIDTH], scale, total, top, figure, *held)
+        _save(ctx, kept, args[:WIDTH], scale, total, top, figure, *held or ())
         ctx.flags, ctx.entropic = (masked, bounded, extra), extra == softmax.ENTROPY
         ctx.set_materialize_grads(False)
         if extra:
@@ -344,9 +342,9 @@ class PairScores(torch.autograd.Function):
     def forward(ctx, rows, cols, row_inv, col_inv, row_index, col_index, scores=None):
         """(P,) scores."""
         pair = rows, cols, row_inv, col_inv, row_index, col_index
-        scores = pair_scores(*pair) if scores is None else scores.clone()
-        ctx.save_for_backward(*pair, scores)
-        return scores
+        found = pair_scores(*pair) if scores is None else scores.clone()
+        ctx.save_for_backward(*pair, found if scores is None else scores)
+        return found
 
     @staticmethod
     @first_order

@@ -301,12 +301,13 @@ def needs_gradient(*given: Tensor | None) -> bool:
 
 
 def term_values(term: str, scores: Tensor, *params: Tensor) -> Tensor:
-    """A term's values, differentiated by what it says of its own derivatives."""
+    """A term's values, one for each score; differentiated by what it says of its derivatives unless autograd knows."""
     if term in _VALUES:
         return _VALUES[term](scores, *params)
     if needs_gradient(scores, *params):
-        return _TermValues.apply(term, scores, *params)
-    return evaluate(term, scores, params)[0]  # the compiler cannot trace the function where there is no gradient
+        return _TermValues.apply(term, scores, *params).expand_as(scores)
+    # The compiler cannot trace the function where there is no gradient.
+    return evaluate(term, scores, params)[0].expand_as(scores)
 
 
 class _TermValues(torch.autograd.Function):
@@ -360,7 +361,10 @@ def term_sums(
             if asked[side]:
                 given = chunk.take(params[side], side)
                 alone = _VALUES.get(term)
-                values = alone(chunk.scores, *given) if alone else evaluate(term, chunk.scores, given)[0]
+                if alone is None:
+                    values = _unshared(evaluate(term, chunk.scores, given)[0], chunk.scores, *given)
+                else:
+                    values = alone(chunk.scores, *given)
                 chunk.add_to(sums[side], values, side)
     return *sums, diagonal
 
@@ -384,7 +388,7 @@ def term_sums_backward(
     listed = not negative and Positives.of(source).listable
     gradient = PairGradient(source, needs) if listed else Gradient(source, needs, in_place)
     given = tuple([torch.zeros_like(p) for p in side] for side in params)
-    for chunk in _chunks(source, negative, scratch=int(source.cols is not None)):
+    for chunk in _chunks(source, negative, scratch=0 if isinstance(gradient, PairGradient) else gradient.scratch(0)):
         total = None
         for side, _ in SIDES:
             g = grads[side]
@@ -411,6 +415,12 @@ def _whole(x: Tensor, scores: Tensor) -> Tensor:
     return x if x.shape == scores.shape else x.expand_as(scores).clone()
 
 
+def _unshared(x: Tensor, *given: Tensor) -> Tensor:
+    """What may be written to: a term may return what it was given."""
+    own = x.untyped_storage().data_ptr()
+    return x.clone() if any(own == y.untyped_storage().data_ptr() for y in given) else x
+
+
 class _Listed:
     """Positive pairs as a list: exact, and as cheap as there are few of them."""
 
@@ -425,7 +435,7 @@ class _Listed:
 
     def add_to(self, sums: Tensor, values: Tensor, side: int) -> None:
         """Add the pairs' values to the sums of the anchors on one side."""
-        index = self.index[side]
+        index, values = self.index[side], _whole(values, self.scores)
         if sums.numel() == 1:
             sums.add_(values.sum())
         elif index is None:
@@ -446,13 +456,12 @@ class _Masked:
         self.tile, self.positives, self.negative = tile, positives, negative
         self.scores = tile.scores
 
-    def only(self, values: Tensor, others: float | Tensor = 0.0) -> Tensor:
-        """Zeros, or ``others`` of one number per row, in place of the others."""
+    def only(self, values: Tensor, positive: float | Tensor = 0.0) -> Tensor:
+        """Zeros in place of the others, or ``positive`` at the positives that are not to count; ``values`` are lost."""
         values = _whole(values, self.scores)
         if not self.negative:
             return values.masked_fill(~self.positives.mask(self.tile), 0)
-        shared = values.untyped_storage().data_ptr() == self.scores.untyped_storage().data_ptr()
-        return self.positives.fill_(values.clone() if shared else values, self.tile, others)
+        return self.positives.fill_(values, self.tile, positive)
 
     def take(self, vectors: list[Tensor], side: int) -> list[Tensor]:
         return [self.tile.spread(v, SIDES[side][1]) for v in vectors]

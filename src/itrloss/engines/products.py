@@ -47,8 +47,8 @@ def add_matmul_(into: Tensor, a: Tensor, b: Tensor) -> None:
 def _by_onednn(a: Tensor, b: Tensor) -> bool:
     (n, k), m = a.shape, b.shape[1]
     return (
-        n * k * m >= _LARGE
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
+        and n * k * m >= _LARGE
         and a.device.type == "cpu"
         and a.dtype == b.dtype == torch.float32
         and n >= _NARROW

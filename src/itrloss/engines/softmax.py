@@ -33,8 +33,7 @@ def _fixed_shift(scale: Tensor, bounded: bool, extra: int) -> float | None:
     # Reading a value is free on the CPU; an accelerator would have to wait, and subtracts the maximum instead.
     if not bounded or scale.device.type != "cpu":
         return None
-    largest = float(scale if scale.numel() == 1 else scale.abs().amax())
-    largest = abs(largest)
+    largest = abs(float(scale if scale.numel() == 1 else scale.abs().amax()))
     if extra == ENTROPY:
         return 0.0 if largest <= _ENTROPY_RANGE else None
     return max(0.0, largest - _RANGE) if largest <= 3 * _RANGE else None
@@ -63,8 +62,8 @@ def logsumexp(
     ``scale`` is one number, or one per anchor. ``extra=MEAN``: the figure is ``sum_j p_ij S_ij``, and all sums run over
     the negatives if ``masked``, else over all columns. ``extra=ENTROPY``: L and p are over all columns, and the figure
     has two rows, ``-sum_j p_ij log p_ij`` (nats) and ``sum_j p_ij``, both over the negatives if ``masked``. The
-    diagonal is empty unless :func:`carries_diagonal`. The exponentials of a matrix of a single panel, if they serve both
-    sides, are left in ``held`` for :func:`logsumexp_backward`.
+    diagonal is empty unless :func:`carries_diagonal`. The exponentials of a matrix of a single panel (2 MiB of them at
+    most), if they serve both sides, are left in ``held`` for :func:`logsumexp_backward`.
     """
     if source.fused:
         return fused().logsumexp(source, scale, asked, masked, extra)
@@ -334,13 +333,15 @@ def logsumexp_backward(
     gradient = Gradient(source, needs, in_place)
     shares: list[Share] = []
     if not (grad is None and figure_grad is None):
-        shift = _fixed_shift(scale, bounded, extra) if held is None else 0.0
+        shift = None if held is not None else _fixed_shift(scale, bounded, extra)
         if shift and not bool((sums.top == shift).all()):
             shift = None  # the forward pass had to subtract the maximum
         const = constant(scale, sums, grad)
         scales = apart(scale, source.shape[0], asked)
-        if extra != ENTROPY and shift is not None and _shared(scales):
-            shares = [_of_both(apart(const, source.shape[0], asked), scale, shift, held)]
+        if held is not None:
+            shares = [_of_held(apart(const, source.shape[0], asked), held)]
+        elif extra != ENTROPY and shift is not None and _shared(scales):
+            shares = [_of_both(apart(const, source.shape[0], asked), scale, shift)]
         else:
             if figure_grad is not None:
                 const = torch.stack([finite(sums.top), *entropy_factors(const, scale, sums, figure_grad[0])])
@@ -379,15 +380,19 @@ def constant(scale: Tensor, sums: Sums, grad: Tensor | None) -> Tensor:
     return torch.zeros_like(total) if grad is None else grad * scale / total
 
 
-def _of_both(constants: Pair, scale: Tensor, shift: float, held: Tensor | None) -> Share:
-    """Of both sides at once: they share the exponentials, which may be at hand."""
+def _of_held(constants: Pair, held: Tensor) -> Share:
+    """Of both sides at once, the exponentials being there."""
+    rows, cols = constants
+    assert rows is not None and cols is not None
+    return lambda tile, out: torch.add(tile.spread(rows, 1), tile.spread(cols, 0), out=out).mul_(held)
+
+
+def _of_both(constants: Pair, scale: Tensor, shift: float) -> Share:
+    """Of both sides at once: they share the exponentials."""
     rows, cols = constants
     assert rows is not None and cols is not None
 
     def write(tile: Tile, out: Tensor) -> None:
-        if held is not None:
-            torch.add(tile.spread(rows, 1), tile.spread(cols, 0), out=out).mul_(held)
-            return
         _exponents(tile, scale, 1, shift, out).exp_()
         out.mul_(torch.add(tile.spread(rows, 1), tile.spread(cols, 0), out=tile.scratch[0]))
 

@@ -43,8 +43,8 @@ def apart(x: Tensor, n: int, asked: Asked) -> Pair:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """The contrary of :func:`apart`."""
-    return torch.cat(list(parts), -1) if len(parts) > 1 else parts[0]
+    """One vector of those that :func:`apart` makes two of."""
+    return torch.cat(tuple(parts), -1) if len(parts) > 1 else parts[0]
 
 
 class Source(NamedTuple):
@@ -290,12 +290,12 @@ class Gradient:
             self.rows = torch.empty(self.source.shape, dtype=self.source.dtype, device=self.source.rows.device)
         return self.rows
 
-    def put(self, tile: Tile, values: Tensor) -> Tensor:
-        """Write ``values``, or take them over where they are all; the buffer that they are in."""
+    def put(self, tile: Tile, values: Tensor) -> None:
+        """Write this tile's ``dS``; the buffer of a whole matrix is taken over, and no longer the caller's."""
         if self.source.cols is None and self.rows is None and tile.alone and values.is_contiguous():
             self.rows = values
-            return values
-        return self.of(tile).copy_(values)
+        else:
+            self.of(tile).copy_(values)
 
     def add(self, tile: Tile) -> None:
         """Account for the ``dS`` just written."""

@@ -77,7 +77,7 @@ def violations_backward(
     positives, found = Positives.of(source), seen_from(source, margin, (grads[0] is not None, grads[1] is not None))
     gradient = Gradient(source, needs, in_place)
     active = [None if entry is None else torch.zeros_like(entry.thresholds) for entry in found]
-    for tile in tiles(source, scratch=2 if in_place or source.cols is not None else 1):
+    for tile in tiles(source, scratch=gradient.scratch(1 + in_place)):
         # The scores are looked at again after the first writing.
         out, t, written = tile.scratch[1] if in_place else gradient.of(tile), tile.scratch[0], False
         for side, dim in SIDES:

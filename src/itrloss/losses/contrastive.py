@@ -26,18 +26,20 @@ class _Plateau:
         self.calls, self.warned = 0, False
 
     def lasts(self, total: Tensor, pairs: Tensor | int, margin: float) -> bool:
-        """Count the calls on the plateau; True once there are too many."""
+        """Count the calls on the plateau; True, and ``warned`` from then on, once there are too many."""
         self.calls += 1
         if total.device.type == "cpu":
-            flat = self.flat = (int(self.flat) + 1) * self._near(float(total) / float(pairs), margin)
+            flat = self.flat = (int(self.flat) + 1) * _alike(float(total) / float(pairs), margin)
         else:  # which would have to be waited for: read the number now and then only
             before = self.flat.to(total.device) if isinstance(self.flat, Tensor) else self.flat
-            flat = self.flat = (before + 1) * self._near(total / pairs, margin)
+            flat = self.flat = (before + 1) * _alike(total / pairs, margin)
         self.warned = self.calls % _PLATEAU == 0 and int(flat) >= _PLATEAU
         return self.warned
 
-    def _near(self, value: Any, margin: float) -> Any:
-        return abs(value - 2 * margin) < 0.01 * margin
+
+def _alike(value: Any, margin: float) -> Any:
+    """Whether a pair's loss is that of embeddings that are all alike."""
+    return abs(value - 2 * margin) < 0.01 * margin
 
 
 class TripletLoss(PairLoss):
@@ -99,7 +101,7 @@ class TripletLoss(PairLoss):
                 warnings.warn(
                     f"TripletLoss: {_PLATEAU} calls within 1 % of {2 * self.margin:g} per pair, which is 2 * margin:"
                     ' all embeddings seem to be alike. Begin with mining="all", or lower the learning rate.',
-                    stacklevel=5,  # past forward and what a module's call goes through,
+                    stacklevel=5,  # past forward and what a module's call goes through
                 )
         return loss
 

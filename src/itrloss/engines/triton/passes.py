@@ -294,7 +294,7 @@ def softplus_sums(
         found = sides.found(block)
         launch(along.softplus_sums, block, *found, a, b, c, d, **flags)
         sides.add(block, found)
-    first, second = ([None if x is None else x[i] for x in sides.sums] for i in (0, slopes))
+    first, second = ([None if x is None else x[i] for x in sides.sums] for i in (0, int(slopes)))
     return first, second
 
 
