@@ -140,6 +140,40 @@ def test_answers_and_gradients_equal_the_reference(name, shape, engine, small_ti
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
+SIDES = {
+    "two scales": (lambda b: b.logsumexp(3.0, 5.0), lambda s, i: s.logsumexp([3.0, 5.0][i])),
+    "a number and one per anchor": (
+        lambda b: b.logsumexp(3.0, torch.linspace(1, 5, b.positive_counts[1].numel())),
+        lambda s, i: s.logsumexp([3.0, torch.linspace(1, 5, s.shape[0])][i]),
+    ),
+    "entropy": (lambda b: b.entropy(0.3), lambda s, i: s.entropy(0.3)),
+    "moments": (lambda b: [m.std for m in b.moments()], lambda s, i: s.moments().std),
+    "hardest": (lambda b: [h.values for h in b.hardest()], lambda s, i: s.hardest().values),
+    "violations": (lambda b: b.violations(0.3), lambda s, i: s.violations(0.3)),
+    "two thresholds of negatives": (
+        lambda b: b.negatives("hinge", (torch.tensor([0.1]),), (torch.tensor([0.4]),)),
+        lambda s, i: s.negatives("hinge", torch.tensor([[0.1], [0.4]][i])),
+    ),
+    "two thresholds of positives": (
+        lambda b: b.positives("hinge", (torch.tensor([0.1]),), (torch.tensor([0.4]),)),
+        lambda s, i: s.positives("hinge", torch.tensor([[0.1], [0.4]][i])),
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", ["primes", "wide", "tall"])
+@pytest.mark.parametrize("engine", ["reference", *ENGINES])
+@pytest.mark.parametrize("name", SIDES)
+def test_both_sides_are_answered_as_each_alone(name, engine, shape):
+    """Of what is given for each side: the order of the two, which the reference shares with the engines."""
+    n, m, kind = SHAPES[shape]
+    sim = similarity(*embeddings(n, m), make_ids(kind, n, m), engine)
+    together, alone = SIDES[name]
+    for view in (sim, sim.T):
+        for i, (found, side) in enumerate(zip(together(view.both), (view, view.T), strict=True)):
+            torch.testing.assert_close(found, alone(side, i))
+
+
 def gradients_of_parameters(engine, ids, n, m, which, term, shared, dtype=torch.float64, device="cpu"):
     """Of the two parameters of a term that is summed over ``which``: one number each, or one per anchor."""
     v, w = (x.to(device, dtype) for x in embeddings(n, m))
