@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from itrloss import Similarity
+from itrloss import Similarity, pair_term
 
 # (rows, columns, ids): None is the diagonal, "random" has duplicates and anchors without positives
 SHAPES = {
@@ -70,3 +70,28 @@ def finite(x: Tensor) -> Tensor:
 def reference_first(*engines: str) -> list:
     """For checks by finite differences: the quick suite leaves them to the reference, which the others are equal to."""
     return ["reference", *(pytest.param(engine, marks=pytest.mark.slow) for engine in engines)]
+
+
+# Terms of one's own; here, as a module of tests may be imported under two names.
+
+
+@pair_term
+def only_the_parameter(scores, weight):
+    return weight.square(), torch.zeros_like(scores), 2 * weight
+
+
+@pair_term
+def returned_for_a_test(scores, weight):
+    return weight, torch.zeros_like(scores), torch.ones_like(weight)
+
+
+@pair_term
+def plane(scores, weight, bias):
+    """Its derivative by the second parameter has that parameter's shape."""
+    return weight * scores + bias, weight, scores, torch.ones_like(bias)
+
+
+@pair_term
+def straight_line(scores, weight):
+    """Its derivative has the parameter's shape."""
+    return weight * scores, weight, scores

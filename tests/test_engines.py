@@ -9,7 +9,6 @@ import torch
 from cases import SHAPES, embeddings, finite, make_ids, reference_first, similarity, upstream
 from torch.autograd import gradcheck
 
-import itrloss
 from itrloss import Similarity
 from itrloss.engines import positives, tiles
 from itrloss.metrics import retrieval_metrics
@@ -26,28 +25,6 @@ def per_anchor(x, side):
 def one(x, value):
     """The same for all anchors."""
     return torch.tensor([value], dtype=x.dtype)
-
-
-@itrloss.pair_term
-def only_the_parameter(scores, weight):
-    return weight.square(), torch.zeros_like(scores), 2 * weight
-
-
-@itrloss.pair_term
-def returned_for_a_test(scores, weight):
-    return weight, torch.zeros_like(scores), torch.ones_like(weight)
-
-
-@itrloss.pair_term
-def plane(scores, weight, bias):
-    """Its derivative by the second parameter has that parameter's shape."""
-    return weight * scores + bias, weight, scores, torch.ones_like(bias)
-
-
-@itrloss.pair_term
-def straight_line(scores, weight):
-    """Its derivative has the parameter's shape."""
-    return weight * scores, weight, scores
 
 
 def added(first, second):
@@ -157,6 +134,10 @@ SIDES = {
     "two thresholds of positives": (
         lambda b: b.positives("hinge", (torch.tensor([0.1]),), (torch.tensor([0.4]),)),
         lambda s, i: s.positives("hinge", torch.tensor([[0.1], [0.4]][i])),
+    ),
+    "values of the parameters alone": (
+        lambda b: b.positives("only_the_parameter", (torch.tensor([0.1]),), (torch.tensor([0.4]),)),
+        lambda s, i: s.positives("only_the_parameter", torch.tensor([[0.1], [0.4]][i], requires_grad=True)),
     ),
 }
 
