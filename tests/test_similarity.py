@@ -12,7 +12,7 @@ from cases import embeddings
 
 import itrloss
 from itrloss import Similarity
-from itrloss.engines import pairs
+from itrloss.engines import terms
 
 V, W = embeddings(4, 6, dtype=torch.float32)
 IDS = torch.arange(4), torch.arange(6)
@@ -164,15 +164,15 @@ def test_terms_of_your_own():
     torch.testing.assert_close(sim.positives("doubled_for_a_test"), 2 * sim.positives())
 
 
-@pytest.mark.parametrize("term", sorted(pairs._VALUES))
+@pytest.mark.parametrize("term", sorted(terms.VALUES))
 @pytest.mark.parametrize("shape", [(), (2, 1), (1, 5)])
 def test_autograd_differentiates_the_values_as_the_terms_do(term, shape):
     scores = torch.cat((torch.randn(2, 4), torch.tensor([[-1.0], [0.0]])), 1).double()
-    count = len(inspect.signature(pairs.TERMS[term]).parameters) - 1
+    count = len(inspect.signature(terms.TERMS[term]).parameters) - 1
     params = [torch.rand(shape).double().requires_grad_() for _ in range(count)]
-    value, *partials = pairs.TERMS[term](scores, *params)
+    value, *partials = terms.TERMS[term](scores, *params)
     leaves = [scores.requires_grad_(), *params]
-    given = pairs._VALUES[term](*leaves)
+    given = terms.VALUES[term](*leaves)
     torch.testing.assert_close(given, value)
     grad = torch.randn_like(given)
     found = torch.autograd.grad(given, leaves, grad)

@@ -3,7 +3,7 @@
 from . import compat, distributed, functional, metrics, rerank
 from .cached import cached_step
 from .cluster import OnlineKMeans
-from .engines.pairs import pair_term
+from .engines.terms import pair_term
 from .losses import (
     CODERObjective,
     CODERTerms,

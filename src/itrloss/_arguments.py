@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .engines.dispatch import Matrix, Over
-from .engines.pairs import TERMS
+from .engines.terms import TERMS
 from .engines.tiles import Pair, compute_dtype
 
 _FEW = 2**22  # numbers looked at together

@@ -49,10 +49,6 @@ class Joined:
     def entropy(self, temperature: float) -> Tensor:
         return self._turned(self._matrix.entropy(temperature, (True, True)))
 
-    def hardest(self) -> tuple[Hardest, Hardest]:
-        rows, cols = self._matrix.hardest((True, True))
-        return (cols, rows) if self._flipped else (rows, cols)
-
     def positives(self, term: str, *params: Tensor, sparse: bool = False) -> Tensor:
         return self._turned(self._matrix.positives(as_term(term), self._params(params), (True, True), sparse))
 
@@ -115,7 +111,7 @@ class Both:
 
     def hardest(self) -> tuple[Hardest, Hardest]:
         """See :meth:`itrloss.Similarity.hardest`."""
-        return self._joined.hardest()
+        return self._order(self._matrix.hardest((True, True)))
 
     def positives(
         self,

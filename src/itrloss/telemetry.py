@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .distributed import world_size
-from .engines.pairs import pair_term
+from .engines.terms import pair_term
 from .functional import diversities
 from .memory import MemorySimilarity
 from .metrics.results import skewness

@@ -18,9 +18,9 @@ from torch import Tensor
 from . import operators as ops
 from . import ranking, reference
 from .memory import MemoryLogSumExp
-from .pairs import needs_gradient, term_values
 from .positives import Positives
 from .softmax import ENTROPY, MEAN
+from .terms import needs_gradient, term_values
 from .tiles import PANEL, Asked, Kept, Pair, Source, apart, compute_dtype
 
 Over = Literal["negatives", "all"]

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .pairs import term_values
 from .registration import full_precision
+from .terms import term_values
 from .tiles import EPS, compute_dtype, lengths
 
 

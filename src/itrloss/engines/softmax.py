@@ -138,7 +138,7 @@ def _sums(
             stats[side] = _merge(stats[side], new, tile, dim, source.shape[side])
         if held is not None and shared and tile.alone and source.cols is None and extra != ENTROPY:
             held.append(t)
-    return join(stats)
+    return _join(stats)
 
 
 def _entropy_sums(source: Source, scales: Pair, masked: bool) -> Stats:
@@ -160,7 +160,7 @@ def _entropy_sums(source: Source, scales: Pair, masked: bool) -> Stats:
             for (side, dim), total in zip(sides, totals, strict=True):
                 new = Stats(None, total, weighted.sum(dim).mul_(tile.part(scale, dim)), e.sum(dim))
                 stats[side] = _merge(stats[side], new, tile, dim, source.shape[side])
-    return join(stats)
+    return _join(stats)
 
 
 def _exponents(tile: Tile, scale: Tensor, dim: int, shift: float | None, out: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ class Stats(NamedTuple):
     share: Tensor | None  # ENTROPY: sum of e over what counts
 
 
-def join(sides: Sequence[Stats | None]) -> Stats:
+def _join(sides: Sequence[Stats | None]) -> Stats:
     """One vector of the rows and the columns for each figure."""
     given = [x for x in sides if x is not None]
     return Stats(*[None if x[0] is None else joined(x) for x in zip(*given, strict=True)])  # type: ignore[arg-type]

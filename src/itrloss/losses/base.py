@@ -44,8 +44,10 @@ class ObservedLoss(Loss):
         self, embeddings: Sequence[Tensor], image_ids: Tensor | None, text_ids: Tensor | None
     ) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
         """Embeddings, the first of them of images, and ids of all processes if ``gather`` is on."""
+        if not self.gather or world_size() == 1:
+            return list(embeddings), image_ids, text_ids
         given = [*embeddings, *(ids for ids in (image_ids, text_ids) if ids is not None)]
-        if not self.gather or world_size() == 1 or not all(isinstance(x, Tensor) for x in given):  # refused later
+        if not all(isinstance(x, Tensor) for x in given):  # refused later
             return list(embeddings), image_ids, text_ids
         numbered = embeddings[0].shape[0] if image_ids is None else 0  # text_ids alone number the process's own images
         ids = gather_ids(image_ids, 0), gather_ids(text_ids, numbered)
@@ -126,8 +128,7 @@ class PairLoss(ObservedLoss):
             if scores is not None:
                 return Similarity.from_scores(scores, image_ids, text_ids, **options)
             assert images is not None and texts is not None
-            if self.gather:
-                (images, texts), image_ids, text_ids = self._gathered((images, texts), image_ids, text_ids)
+            (images, texts), image_ids, text_ids = self._gathered((images, texts), image_ids, text_ids)
             return Similarity(images, texts, image_ids, text_ids, **options)
         except (TypeError, ValueError) as error:
             raise type(error)(in_words_of_pairs(str(error))) from None

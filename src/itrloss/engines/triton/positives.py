@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .sums import log1p, sigmoid, softplus
 
-# Of itrloss.engines.pairs; a term of someone's own is not among them.
+# Of itrloss.engines.terms; a term of someone's own is not among them.
 TERMS = ("identity", "log1p_clamp", "log1p_relu", "negative_log_likelihood", "softplus", "hinge")
 _CLAMP, _RELU, _LIKELIHOOD, _SOFTPLUS, _HINGE = (tl.constexpr(i) for i in range(1, len(TERMS)))
 _FLOOR = tl.constexpr(-1 + 1e-6)
