@@ -2,70 +2,402 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Literal
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from ._arguments import (
-    as_bias,
-    as_optimistic,
-    as_over,
-    as_params,
-    as_scale,
-    as_term,
-    check_embeddings,
-    check_ids,
-    check_matrix,
-    check_number,
-    check_size,
-    diagonal_if_unique,
-    require_finite,
-)
-from ._both import Both, Joined, TopK
-from .engines.dispatch import Hardest, Matrix, Moments, Over, choose
-from .engines.products import matmul
-from .engines.registration import full_precision
-from .engines.tiles import Pair, compute_dtype
+from . import checks
+from .checks import as_bias, as_params, check_number, check_size, one_of
+from .engine import ranking
+from .engine.answers import term_name
+from .engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
+from .engine.pairs import segment_sum
+from .engine.scores import Ids, compute_dtype, host_may_read, inverse_norms
 
-Engine = Literal["auto", "reference", "dense", "tiled", "triton"]
+Engine = Literal["auto", "dense", "tiled", "triton"]
+Over = Literal["negatives", "all"]
+Reduction = Literal["mean", "sum", "none"]
+Term = Callable[..., Tensor]
+Self = TypeVar("Self", bound="Anchors")
 
-_SOME_COLUMNS = 2**14  # embeddings normalised at a time
-#: Bytes that ``engine="auto"`` lets the dense engine spend on the score matrix (8192 x 8192 float32 scores).
-DEFAULT_MEMORY_BUDGET = 256 * 2**20
+_RANGE = 60.0  # exp(±60) and long sums of it are ordinary float32 numbers
 
 
-class Similarity:
-    """The cosine similarities of two sets of embeddings, and who matches whom.
+class MeanStd(NamedTuple):
+    """Mean and population standard deviation (at least 1e-6) of each anchor's negatives: (A,), 0 without any."""
+
+    mean: Tensor
+    std: Tensor
+
+
+class Hardest(NamedTuple):
+    """Score (A,) and index (A,) int64 of each anchor's highest-scoring negative; -inf and -1 where it has none."""
+
+    values: Tensor
+    indices: Tensor
+
+
+class TopK(NamedTuple):
+    """The best candidates of an anchor, best first: (A, k) scores and indices."""
+
+    values: Tensor
+    indices: Tensor
+
+
+class Anchors:
+    """Whoever asks about similarities: rows, columns, both, or the rows of several matrices.
+
+    Answers are one vector (A,) over all anchors, group after group; :meth:`split` takes it apart. A parameter holds one
+    value per anchor, in the same order, or one for all. All answers are differentiable unless they say otherwise.
+
+    Anchors come from a :class:`Similarity`, which is one (its rows), from its ``both``, and from :meth:`together`.
+    """
+
+    #: For each group of anchors: the matrices that hold its candidates, one after the other, and as which side of each.
+    _groups: tuple[tuple[tuple[Matrix, int], ...], ...]
+
+    @classmethod
+    def _of(cls: type[Self], *groups: Sequence[tuple[Matrix, int]]) -> Self:
+        view = object.__new__(cls)
+        view._groups = tuple(tuple(group) for group in groups)
+        return view
+
+    @staticmethod
+    def together(*anchors: Anchors) -> Anchors:
+        """Return the anchors of all, one after the other, which ask each their own candidates."""
+        return Anchors._of(*(group for x in anchors for group in x._groups))
+
+    @staticmethod
+    def pooled(*anchors: Anchors) -> Anchors:
+        """Return the same anchors with the candidates of all: a gallery in blocks. One block's rows are the other's.
+
+        >>> v, w = torch.randn(3, 4), torch.randn(6, 4)
+        >>> ids = torch.arange(3), torch.arange(6) % 3
+        >>> blocks = [Similarity(v, x, ids[0], i) for x, i in zip(w.split(2), ids[1].split(2))]
+        >>> whole = Similarity(v, w, *ids).logsumexp(5.0)
+        >>> torch.allclose(Anchors.pooled(*blocks).logsumexp(5.0), whole, atol=1e-6)
+        True
+        """
+        groups = list(zip(*(x._groups for x in anchors), strict=True))
+        if any(len({m.shape[side] for group in same for m, side in group}) > 1 for same in groups):
+            raise ValueError("anchors: expected as many anchors in each block")
+        return Anchors._of(*([part for group in same for part in group] for same in groups))
+
+    # ------------------------------------------------------------------------------------------- what there is
+
+    @functools.cached_property
+    def sizes(self) -> list[int]:
+        """Number of anchors in each group."""
+        return [group[0][0].shape[group[0][1]] for group in self._groups]
+
+    def __len__(self) -> int:
+        """Number of anchors, A."""
+        return sum(self.sizes)
+
+    def __bool__(self) -> bool:
+        return True
+
+    @property
+    def _first(self) -> Matrix:
+        return self._groups[0][0][0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of scores and answers: float64 for float64 inputs, else float32."""
+        return compute_dtype(self._first.rows)
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs and answers live."""
+        return self._first.rows.device
+
+    @property
+    def one_to_one(self) -> bool:
+        """Whether anchor i of each group matches its candidate i and nothing else."""
+        return all(len(group) == 1 and group[0][0].pairs.one_to_one for group in self._groups)
+
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return what each group holds of a tensor (..., A)."""
+        return x.split(self.sizes, -1)
+
+    def detach(self: Self) -> Self:
+        """Return the same anchors of similarities without a gradient."""
+        known = {id(m): m.detach() for group in self._groups for m, _ in group}
+        return self._of(*([(known[id(m)], side) for m, side in group] for group in self._groups))
+
+    def _counted(self, count: Callable[[Matrix, int], Any]) -> Tensor:
+        return torch.cat([sum(count(m, side) for m, side in group) for group in self._groups])  # type: ignore[misc]
+
+    @property
+    def positive_counts(self) -> Tensor:
+        """(A,) int64: how many candidates match each anchor."""
+        return self._counted(lambda m, side: m.pairs.counts(side))
+
+    @property
+    def negative_counts(self) -> Tensor:
+        """(A,) int64: how many candidates do not match each anchor."""
+        return self._counted(lambda m, side: m.pairs.negative_counts(side))
+
+    # ------------------------------------------------------------------------------------------------ questions
+
+    def _params(self, name: str, *params: Any) -> list[Tensor]:
+        return as_params(name, params, len(self), self.dtype, self.device)
+
+    def _sums(self, key: str, *params: Tensor, over: str = "negatives") -> Tensor:
+        """(K, A) sums of an answer; both sides of one matrix out of one visit."""
+        if len(self._groups) == 1 and len(self._groups[0]) == 1:
+            ((matrix, side),) = self._groups[0]
+            return matrix.reduce(key, (side,), *params, over=over)
+        visits: dict[int, tuple[Matrix, list[tuple[int, int]]]] = {}
+        for g, group in enumerate(self._groups):
+            for matrix, side in group:
+                visits.setdefault(id(matrix), (matrix, []))[1].append((side, g))
+        parts = [p if p.shape[-1] == 1 else self.split(p) for p in params]
+        sums: list[list[Tensor]] = [[] for _ in self._groups]
+        for matrix, places in visits.values():
+            places.sort()
+            mine = [p if isinstance(p, Tensor) else torch.cat([p[g] for _, g in places], -1) for p in parts]
+            found = matrix.reduce(key, [side for side, _ in places], *mine, over=over)
+            for (_, g), x in zip(places, found.split([self.sizes[g] for _, g in places], 1), strict=True):
+                sums[g].append(x)
+        if key == "peak":
+            return torch.cat([functools.reduce(torch.maximum, x) for x in sums], 1)
+        return torch.cat([functools.reduce(torch.add, x) for x in sums], 1)
+
+    def logsumexp(self, scale: float | Tensor = 1.0, *, over: Over = "negatives") -> Tensor:
+        """Return (A,) ``log sum_j exp(scale_i S_ij)`` over each anchor's negatives, or over all candidates.
+
+        ``scale`` is a number, a tensor of one value, or one of (A,); it gets its gradient. -inf for an empty sum.
+        """
+        one_of("over", over, "negatives", "all")
+        (a,) = self._params("scale", scale)
+        top = self._shift(a)
+        if top is not None:
+            (total,) = self._sums("exp", a, top, over=over)
+            if not float(top) or float(total.detach().amin()) >= math.exp(-_RANGE):
+                return total.log() + top
+        with torch.no_grad():
+            (top,) = self._sums("peak", a.detach(), over=over)
+            top = top.masked_fill(top == -math.inf, 0.0)
+        (total,) = self._sums("exp", a, top, over=over)
+        return total.log() + top
+
+    def _shift(self, scale: Tensor) -> Tensor | None:
+        """(1,) what can be subtracted from all exponents instead of each anchor's maximum; None if nothing can.
+
+        Scores lie in [-1, 1], so ``a S - shift <= 60``. Up to a scale of 60 no sum underflows; beyond, one does only if
+        its best score is below ``1 - 120 / a``, which is looked for. One pass over the scores less.
+        """
+        if not (all(m.bounded for group in self._groups for m, _ in group) and host_may_read(scale)):
+            return None
+        largest = float(scale.detach().abs().amax())
+        return scale.new_full((1,), max(0.0, largest - _RANGE)) if largest <= 3 * _RANGE else None
+
+    def mean_std(self) -> MeanStd:
+        """Return mean and population standard deviation of each anchor's negatives, (A,) each."""
+        count = self.negative_counts
+        centre = self._centre()
+        first, second = self._sums("moments", centre) / count.clamp_min(1)
+        mean = torch.where(count > 0, centre + first, 0.0)
+        return MeanStd(mean, (second - first.square()).clamp_min(1e-12).sqrt())
+
+    @torch.no_grad()
+    def _centre(self) -> Tensor:
+        """(A,) the mean over all candidates, near that of the negatives: squares of distances lose no digits."""
+        means = [[_mean_score(m, side) * m.shape[1 - side] for m, side in group] for group in self._groups]
+        sizes = [sum(m.shape[1 - side] for m, side in group) for group in self._groups]
+        return torch.cat([sum(x) / size for x, size in zip(means, sizes, strict=True)])  # type: ignore[arg-type]
+
+    def entropy(self, temperature: float = 1.0) -> Tensor:
+        """Return (A,) ``-sum_{j in neg(i)} P_ij log2 P_ij``, ``P_i`` the softmax of ``S_i / temperature`` over all."""
+        check_number("temperature", temperature, positive=True)
+        (a,) = self._params("temperature", 1 / temperature)
+        (bits,) = self._sums("information", a, self.logsumexp(a, over="all"))
+        return bits.clamp_min(0.0) / math.log(2)
+
+    def sum(self, term: Term, *params: float | Tensor) -> Tensor:
+        """Return (A,) ``sum_{j in neg(i)} term(S_ij, *params_i)``, 0 for an anchor without negatives.
+
+        ``term`` is a function that :func:`itrloss.pair_term` registered; parameters get their gradients.
+        """
+        return self._sums(term_name(term), *self._params("params", *params))[0]
+
+    def sum_of_positives(self, term: Term, *params: float | Tensor) -> Tensor:
+        """Return (A,) ``sum_{p in pos(i)} term(S_ip, *params_i)``, 0 for an anchor without positives.
+
+        ``term`` is as in :meth:`sum`. The gradient goes straight to the embeddings of the pairs.
+        """
+        name, given = term_name(term), self._params("params", *params)
+        if not all(m.pairs.listable for group in self._groups for m, _ in group):
+            return self._sums(name, *given, over="positives")[0]
+        shared = all(p.numel() == 1 for p in given)
+        known: dict[int, Tensor] = {}
+        found, start = [], 0
+        for group, size in zip(self._groups, self.sizes, strict=True):
+            sums = []
+            for matrix, side in group:
+                anchor = None if matrix.pairs.one_to_one else matrix.pairs.listed[side]
+                if not shared or id(matrix) not in known:
+                    own = [p if p.numel() == 1 else p[start : start + size] for p in given]
+                    own = [p if anchor is None or p.numel() == 1 else p[anchor] for p in own]
+                    known[id(matrix)] = term(matrix.positive_scores, *own).expand_as(matrix.positive_scores)
+                sums.append(segment_sum(known[id(matrix)], anchor, size))
+            found.append(functools.reduce(torch.add, sums))
+            start += size
+        return torch.cat(found)
+
+    def mean_of_positives(self, term: Term, *params: float | Tensor) -> Tensor:
+        """Return (A,) the mean of a term over each anchor's positives, 0 without any."""
+        sums = self.sum_of_positives(term, *params)
+        return sums if self.one_to_one else sums / self.positive_counts.clamp_min(1)
+
+    def hinge_sum(self, margin: float) -> Tensor:
+        """Return (A,) ``sum_{p in pos(i)} sum_{j in neg(i)} max(margin - S_ip + S_ij, 0)``.
+
+        Memory for all positive pairs, and work for the largest number of positives that an anchor has.
+        """
+        if any(len(group) > 1 for group in self._groups):
+            raise ValueError("hinge_sum: expected the candidates of an anchor in one matrix")
+        tables = [_positive_table(m, side, math.inf) for ((m, side),) in self._groups]
+        slots = max(len(t) for t in tables)
+        padded = [torch.cat((t, t.new_full((slots - len(t), t.shape[1]), math.inf))) for t in tables]
+        return self._sums("hinges", torch.cat(padded, 1) - margin)[0]
+
+    def hardest_negatives(self) -> Hardest:
+        """Return score and index (A,) of each anchor's highest-scoring negative; the gradient goes to the pair."""
+        found: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        for m, sides in self._visits():
+            with torch.no_grad():  # inside, as the compiler refuses a decorator
+                best = ranking.hardest(m, sides)
+            for side, (value, index) in zip(sides, best, strict=True):
+                found[id(m), side] = _with_gradient(m, side, value, index), index
+        groups = []
+        for group in self._groups:
+            values, indices = found[id(group[0][0]), group[0][1]]
+            offset = group[0][0].shape[1 - group[0][1]]
+            for m, side in group[1:]:
+                more, at = found[id(m), side]
+                better = more > values
+                values, indices = torch.where(better, more, values), torch.where(better, at + offset, indices)
+                offset += m.shape[1 - side]
+            groups.append((values, indices))
+        values, indices = (torch.cat(x) for x in zip(*groups, strict=True))
+        return Hardest(values, indices)
+
+    def _visits(self) -> Iterator[tuple[Matrix, list[int]]]:
+        """Each matrix with the sides that are asked of it."""
+        matrices = {id(m): m for group in self._groups for m, _ in group}
+        for k, m in matrices.items():
+            yield m, sorted(side for group in self._groups for x, side in group if id(x) == k)
+
+    # --------------------------------------------------------------------------------------- losses' reduction
+
+    def valid(self) -> Tensor | None:
+        """Return (A,) bool: which anchors have a positive and a negative; None: all do."""
+        if self.one_to_one and all(m.shape[1 - side] > 1 for ((m, side),) in self._groups):
+            return None
+        return (self.positive_counts > 0) & (self.negative_counts > 0)
+
+    def reduce(self, values: Tensor, reduction: Reduction, valid: Tensor | None = None) -> Any:
+        """Return the means over each group's ``valid`` anchors (default: :meth:`valid`) added, the sum, or the parts.
+
+        An anchor that is not valid contributes 0 and does not count in a mean.
+        """
+        one_of("reduction", reduction, "mean", "sum", "none")
+        valid = self.valid() if valid is None else valid
+        if valid is not None:
+            values = torch.where(valid, values, 0.0)
+        if reduction == "none":
+            return self.split(values)
+        if reduction == "sum":
+            return values.sum()
+        if valid is None and len(set(self.sizes)) == 1:
+            return values.sum() / self.sizes[0]
+        counts = self.sizes if valid is None else [v.sum().clamp_min(1) for v in self.split(valid)]
+        return sum(x.sum() / count for x, count in zip(self.split(values), counts, strict=True))
+
+    def per_pair(self, sums: Tensor) -> Tensor:
+        """Return sums (A,) over positives, scaled so that the mean over a group's valid anchors is that over pairs."""
+        valid = self.valid()
+        if self.one_to_one or valid is None:
+            return sums
+        sides = zip(self.split(sums), self.split(valid), self.split(self.positive_counts), strict=True)
+        # In this order: a quotient of counts would be float32.
+        return torch.cat([x * v.sum().clamp_min(1) / (n * v).sum().clamp_min(1) for x, v, n in sides])
+
+
+def _mean_score(m: Matrix, side: int) -> Tensor:
+    """(A,) mean over all candidates."""
+    scores = m.scores() if m.engine == "dense" else m.source().matrix
+    if scores is not None:
+        return scores.detach().mean(1 - side)
+    own, other = (m.rows, m.cols) if side == 0 else (m.cols, m.rows)
+    assert own is not None and other is not None
+    average = torch.zeros(own.shape[1], dtype=compute_dtype(own), device=own.device)
+    for part in _parts(other, m.normalize[1 - side]):
+        average += part.sum(0)
+    return torch.cat([part @ average for part in _parts(own, m.normalize[side])]) / len(other)
+
+
+def _parts(x: Tensor, normalize: bool) -> Iterator[Tensor]:
+    from .engine.scores import chunks, scaled
+
+    x = x.detach()
+    for part in chunks(x):
+        yield scaled(x[part], inverse_norms(x[part]) if normalize else None)
+
+
+def _positive_table(m: Matrix, side: int, empty: float) -> Tensor:
+    """(slots, A) scores of each anchor's positives, ``empty`` where it has fewer."""
+    if m.pairs.one_to_one:
+        return m.positive_scores[None]
+    anchor, other, slot = m.pairs.slots(side)
+    scores = m.pair_scores(*((anchor, other) if side == 0 else (other, anchor)))
+    table = scores.new_full((int(slot.max()) + 1 if len(slot) else 0, m.shape[side]), empty)
+    return table.index_put((slot, anchor), scores)
+
+
+def _with_gradient(m: Matrix, side: int, value: Tensor, index: Tensor) -> Tensor:
+    """The scores of each anchor's best pair, with their gradient; -inf where there is none."""
+    if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (m.rows, m.cols))):
+        return value
+    anchor, other = torch.arange(len(index), device=index.device), index.clamp_min(0)
+    scores = m.pair_scores(*((anchor, other) if side == 0 else (other, anchor)))
+    return scores.masked_fill(index < 0, -math.inf)
+
+
+class Similarity(Anchors):
+    """The cosine similarities of two sets of embeddings, and who matches whom; its rows are the anchors.
 
     ``S[i, j] = cos(rows[i], cols[j])``, computed in float32 at least. A pair is *positive* if its ids are equal and
     *negative* otherwise. Losses, re-rankers and metrics ask this object questions; how an answer is computed, and
     whether the (N, M) matrix ever exists, is the business of the engine:
 
-    ========== =======================================================================================
-    reference  dense matrix and autograd in plain PyTorch: the specification, for tests and for reading
-    dense      one product, hand-written forward and backward passes over it
-    tiled      tile after tile in a fixed workspace, recomputed in backward; memory O((N + M) D)
-    triton     the same on CUDA, in float32, with Triton kernels for the work on a tile
-    auto       dense while the matrix takes at most ``memory_budget`` bytes, else tiled; on CUDA triton instead of
-               tiled, and of dense from a million scores of half precision on, where Triton works
-    ========== =======================================================================================
+    ====== ===========================================================================================
+    dense  plain PyTorch and autograd on the matrix: the specification, and what runs for small ones
+    tiled  tile after tile in a fixed workspace; scores are kept within ``memory_budget``, and formed
+           again in the backward pass beyond it: memory O((N + M) D)
+    triton the same on CUDA, in float32, with Triton kernels for the work on a tile
+    auto   dense up to 65 536 scores (a million on accelerators); beyond, triton on CUDA, else tiled
+    ====== ===========================================================================================
 
-    All answers are differentiable unless they say otherwise. They describe each row; ``sim.T`` asks for the columns
-    and ``sim.both`` for rows and columns out of one pass.
+    ``sim.T`` has the columns as anchors, ``sim.both`` the rows and then the columns, out of one pass.
 
     Args:
         rows: (N, D) embeddings, floating point; half precision is scored in float32.
         cols: (M, D) embeddings.
-        row_ids, col_ids: (N,) and (M,) integers, no value is special. If both are left out, row i matches column i,
-            and N must be M. ``col_ids`` alone refer to the rows by their number.
+        row_ids, col_ids: (N,) and (M,) integers. If both are left out, row i matches column i, and N must be M.
+            ``col_ids`` alone refer to the rows by their number. The least int64 marks what does not exist: it takes
+            part in nothing.
         normalize: scale embeddings to unit length first (a zero vector scores 0 and gets no gradient). Lengths may be
             anything from 1e-12, below which a vector counts as zero, to 1e18.
         engine: one of the above.
-        memory_budget: bytes that the score matrix may take for ``engine="auto"`` to choose the dense engine. Forward
-            and backward of a loss hold one to three matrices of that size at once.
-        check_finite: refuse nan and infinite embeddings. That reads the data: an accelerator has to be waited for, and
+        memory_budget: bytes of scores that may be kept; by default 256 MiB, and none for ``engine="tiled"``.
+        check_finite: refuse nan and infinite embeddings. That reads the data: an accelerator has to synchronise, and
             ``torch.compile(fullgraph=True)`` refuses.
 
     Raises:
@@ -81,20 +413,51 @@ class Similarity:
         *,
         normalize: bool = True,
         engine: Engine = "auto",
-        memory_budget: int = DEFAULT_MEMORY_BUDGET,
+        memory_budget: int | None = None,
         check_finite: bool = False,
     ):
-        check_embeddings(rows, cols, check_finite)
-        n, m = rows.shape[0], cols.shape[0]
-        given = check_ids(row_ids, col_ids, n, m, rows.device)
-        ids = diagonal_if_unique(given)
-        if rows is cols:
+        options: dict[str, Any] = {"normalize": (normalize, normalize), "memory_budget": memory_budget}
+        made = self._made(rows, cols, row_ids, col_ids, engine=engine, check_finite=check_finite, **options)
+        self._groups, self._ids = made._groups, made._ids
+
+    @classmethod
+    def _made(
+        cls,
+        rows: Tensor,
+        cols: Tensor,
+        row_ids: Tensor | None,
+        col_ids: Tensor | None,
+        *,
+        normalize: tuple[bool, bool] = (True, True),
+        engine: str = "auto",
+        memory_budget: int | None = None,
+        check_finite: bool = False,
+        names: checks.Names = checks.ROWS_AND_COLUMNS,
+    ) -> Similarity:
+        """Check and build, with errors in the caller's names."""
+        checks.check_embeddings(rows, cols, check_finite, names)
+        ids = checks.check_ids(row_ids, col_ids, rows.shape[0], cols.shape[0], rows.device, names)
+        return cls._unchecked(rows, cols, ids, normalize, engine, memory_budget, row_ids is not None)
+
+    @classmethod
+    def _unchecked(
+        cls,
+        rows: Tensor,
+        cols: Tensor | None,
+        ids: Ids,
+        normalize: tuple[bool, bool] = (True, True),
+        engine: str = "auto",
+        memory_budget: int | None = None,
+        rows_labelled: bool = True,
+    ) -> Similarity:
+        budget = (0 if engine == "tiled" else MEMORY_BUDGET) if memory_budget is None else memory_budget
+        numel = rows.shape[0] * (rows.shape[1] if cols is None else cols.shape[0])
+        if cols is rows:
             cols = cols.view_as(cols)  # the compiler refuses to see the same tensor twice
-        chosen = choose(engine, n * m, memory_budget, rows)
-        self._matrix, self._flipped = Matrix(rows, cols, ids, normalize, chosen), False
-        if row_ids is not None and ids[0] is None and given[0] is not None:
-            ids = (given[0].clone(),) * 2
-        self._matrix.given_ids = None if row_ids is None else ids[0], ids[1]
+        chosen = choose_engine(engine, numel, budget, rows)
+        sim = cls._of([(Matrix(rows, cols, _diagonal_if_unique(ids), normalize, chosen, budget), 0)])
+        sim._ids = (ids[0] if rows_labelled else None, ids[1])
+        return sim
 
     @classmethod
     def from_scores(
@@ -103,285 +466,149 @@ class Similarity:
         row_ids: Tensor | None = None,
         col_ids: Tensor | None = None,
         *,
-        engine: Literal["auto", "reference", "dense", "triton"] = "auto",
+        engine: Engine = "auto",
         check_finite: bool = False,
     ) -> Similarity:
-        """A similarity matrix (N, M) that some model computed already; higher means more similar, any range.
+        """Return the similarity matrix (N, M) that some model computed already; higher means more similar, any range.
 
-        The matrix exists, so the engine is dense (or Triton, or the reference); the gradient is that of the scores.
+        The gradient is that of the scores. They are not copied: what writes to them makes later answers an error.
         """
-        check_matrix("scores", scores, "(N, M)", check_finite)
-        if engine not in ("auto", "dense", "reference", "triton"):
-            raise ValueError(f"engine: expected 'auto', 'dense', 'reference' or 'triton' for scores, got {engine!r}")
-        ids = diagonal_if_unique(check_ids(row_ids, col_ids, scores.shape[0], scores.shape[1], scores.device))
-        chosen = "dense" if engine == "auto" else choose(engine, scores.numel(), 0, scores)
-        return cls._of_scores(scores.to(compute_dtype(scores)), ids, chosen)
+        checks.check_matrix("scores", scores, "(N, M)", check_finite)
+        ids = checks.check_ids(row_ids, col_ids, *scores.shape, scores.device)
+        return cls._unchecked(
+            scores.to(compute_dtype(scores)), None, ids, engine=engine, rows_labelled=row_ids is not None
+        )
 
-    @classmethod
-    def _of(
-        cls, rows: Tensor, cols: Tensor, ids: Pair, inv: Pair, engine: str, valid: Tensor | None = None
-    ) -> Similarity:
-        """Of checked embeddings with known reciprocal lengths; with ``valid`` as in :class:`Matrix`, of a memory."""
-        chosen = choose(engine, rows.shape[0] * cols.shape[0], DEFAULT_MEMORY_BUDGET, rows)
-        return cls._view(Matrix(rows, cols, ids, True, chosen, inv, valid), False)
-
-    @classmethod
-    def _of_scores(cls, scores: Tensor, ids: Pair, engine: str = "dense") -> Similarity:
-        """Of checked scores in the compute dtype."""
-        return cls._view(Matrix(scores, None, ids, False, engine), False)
-
-    @classmethod
-    def _view(cls, matrix: Matrix, flipped: bool) -> Similarity:
-        view = object.__new__(cls)
-        view._matrix, view._flipped = matrix, flipped
-        return view
+    _ids: Ids = (None, None)
 
     def __repr__(self) -> str:
         n, m = self.shape
         return f"Similarity({n} x {m}, engine={self.engine!r}, dtype={self.dtype}, device={self.device})"
 
     @property
+    def _side(self) -> int:
+        return self._groups[0][0][1]
+
+    @property
+    def _inputs(self) -> tuple[Tensor, Tensor] | None:
+        """The (N, D) and (M, D) embeddings as this view sees them; None for scores that exist."""
+        m = self._first
+        if m.cols is None:
+            return None
+        return (m.cols, m.rows) if self._side else (m.rows, m.cols)
+
+    @property
     def shape(self) -> tuple[int, int]:
         """(N, M)."""
-        n, m = self._matrix.shape
-        return (m, n) if self._flipped else (n, m)
+        n, m = self._first.shape
+        return (m, n) if self._side else (n, m)
 
     @property
     def engine(self) -> str:
-        """The engine in use: ``"reference"``, ``"dense"``, ``"tiled"`` or ``"triton"``."""
-        return self._matrix.engine
+        """The engine in use: ``"dense"``, ``"tiled"`` or ``"triton"``."""
+        return self._first.engine
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Type of scores and answers: float64 for float64 inputs, else float32."""
-        return compute_dtype(self._matrix.rows)
-
-    @property
-    def device(self) -> torch.device:
-        """Where inputs and answers live."""
-        return self._matrix.rows.device
-
-    @property
-    def ids(self) -> tuple[Tensor | None, Tensor | None]:
-        """(N,) and (M,) ids as they are compared; None, None if row i simply matches column i.
-
-        That holds where ids were left out, and on the CPU also where they say just that.
-        """
-        return self._mine((self._matrix.ids, self._matrix.ids[::-1]))
-
-    @property
-    def one_to_one(self) -> bool:
-        """Whether :attr:`ids` are None: row i matches column i and nothing else."""
-        return self._matrix.ids[0] is None
+    def ids(self) -> Ids:
+        """(N,) and (M,) int64 ids as they were given; None where they were left out."""
+        return self._ids[::-1] if self._side else self._ids
 
     @property
     def T(self) -> Similarity:
         """The same similarities with the columns as anchors."""
-        self._refuse_memory()
-        return self._view(self._matrix, not self._flipped)
+        return self._seen([(self._first, 1 - self._side)])
 
-    @property
-    def both(self) -> Both:
-        """The same questions, answered for rows and columns out of one pass."""
-        self._refuse_memory()
-        return Both(self._matrix, self._flipped)
-
-    @property
-    def _joined(self) -> Joined:
-        """The same in one vector: what the losses work on."""
-        self._refuse_memory()
-        return Joined(self._matrix, self._flipped)
-
-    def _refuse_memory(self) -> None:
-        if self._matrix.memory:
-            raise ValueError("a Similarity with a memory answers for the batch only, which are the rows")
+    def _seen(self, group: list[tuple[Matrix, int]]) -> Similarity:
+        view = Similarity._of(group)
+        view._ids = self._ids
+        return view
 
     def detach(self) -> Similarity:
-        """The same similarities, cut off from the gradient."""
-        return self._view(self._matrix.detach(), self._flipped)
+        """Return the same similarities without a gradient."""
+        return self._seen([(self._first.detach(), self._side)])
 
-    def _detach_for_now(self) -> Similarity:
-        """:meth:`detach` for questions before a backward pass, which may then write over the scores."""
-        return self._view(self._matrix.detach(later=False), self._flipped)
-
-    def _stacked(self, rows: Tensor) -> Similarity:
-        """Of embeddings: more rows (B, D) below those that are there, nothing matching."""
-        matrix = self._matrix
-        assert matrix.cols is not None
-        first, second = (matrix.cols, matrix.rows) if self._flipped else (matrix.rows, matrix.cols)
-        both = torch.cat([x.to(self.device, self.dtype) for x in (first.detach(), rows)])  # neither is rounded
-        ids = torch.arange(len(both) + len(second)).split((len(both), len(second)))
-        engine = self.engine if self.engine in ("tiled", "triton") else "auto"
-        return Similarity(both, second.detach(), *ids, normalize=matrix.normalize, engine=engine)  # type: ignore[arg-type]
-
-    def _unlabelled(self) -> Similarity:
-        """The same scores without a gradient, nothing matching, so that every column is a negative."""
-        matrix = self._matrix.detach()
-        n, m = matrix.shape
-        matrix.ids = tuple(torch.arange(n + m, device=matrix.rows.device).split((n, m)))  # type: ignore[assignment]
-        matrix._diagonal = None
-        return self._view(matrix, self._flipped)
-
-    def _part(self, rows: Tensor, cols: Tensor) -> Similarity:
-        """The similarities of some rows and some columns, without a gradient."""
-        matrix = self._matrix
-        ids = [torch.arange(n) if x is None else x for x, n in zip(self.ids, self.shape, strict=True)]
-        kept = ids[0].to(rows.device)[rows], ids[1].to(cols.device)[cols]
-        if matrix.cols is None:
-            return Similarity.from_scores(self.scores().detach()[rows][:, cols], *kept)
-        first, second = (matrix.cols, matrix.rows) if self._flipped else (matrix.rows, matrix.cols)
-        engine: Any = self.engine
-        return Similarity(first.detach()[rows], second.detach()[cols], *kept, normalize=matrix.normalize, engine=engine)
-
-    def _some_scores(self, rows: slice) -> Tensor:
-        """A copy of some rows of the scores, without a gradient; of embeddings no other score is formed."""
-        matrix = self._matrix
-        if matrix.cols is None or matrix.engine in ("dense", "reference"):
-            scores = self.scores().detach()[rows]
-            return scores.clone(memory_format=torch.contiguous_format)
-        source = matrix.source()
-        first, second = (source.unit_cols, source.unit_rows) if self._flipped else (source.unit_rows, source.unit_cols)
-        left, size = first(rows.start, rows.stop), self.shape[1]
-        out = left.new_empty(len(left), size)
-        with full_precision(left):
-            for start in range(0, size, _SOME_COLUMNS):
-                columns = slice(start, min(size, start + _SOME_COLUMNS))
-                out[:, columns] = matmul(left, second(columns.start, columns.stop).T)
-        return out
+    @functools.cached_property
+    def both(self) -> Anchors:
+        """The rows and then the columns as anchors, answered out of one pass."""
+        return Anchors._of([(self._first, self._side)], [(self._first, 1 - self._side)])
 
     def check_finite(self) -> None:
-        """Raise a ValueError if an embedding (or score) is nan or infinite: answers are then without meaning.
-
-        It reads the data, so an accelerator has to be waited for.
-        """
-        matrix = self._matrix
-        named = {"scores": matrix.rows} if matrix.cols is None else {"rows": matrix.rows, "cols": matrix.cols}
+        """Raise a ValueError if an embedding (or score) is nan or infinite. Synchronises with an accelerator."""
+        named = {"scores": self._first.rows} if self._inputs is None else dict(zip(("rows", "cols"), self._inputs))  # noqa: B905
         for name, x in named.items():
-            require_finite(name, x)
-
-    def _against(self, cols: Tensor) -> Similarity:
-        """The same rows beside other columns, nothing matching: (B, D) embeddings, or (N, B) of their scores."""
-        rows, own_cols = self._matrix.rows, self._matrix.cols
-        if own_cols is None:
-            ids = torch.arange(cols.shape[0]), torch.arange(cols.shape[0], cols.shape[0] + cols.shape[1])
-            return Similarity.from_scores(cols, *ids)
-        rows = own_cols if self._flipped else rows
-        ids = torch.arange(rows.shape[0]), torch.arange(rows.shape[0], rows.shape[0] + cols.shape[0])
-        engine = self.engine if self.engine in ("tiled", "triton") else "auto"
-        return Similarity(rows, cols, *ids, normalize=self._matrix.normalize, engine=engine)
+            checks.require_finite(name, x)
 
     def scores(self) -> Tensor:
-        """The (N, M) matrix itself, differentiable. It is materialised, whatever the engine."""
-        return self._matrix.scores().T if self._flipped else self._matrix.scores()
+        """Return a copy of the (N, M) matrix itself, differentiable. It is materialised, whatever the engine."""
+        scores = self._first.scores()
+        return (scores.T if self._side else scores).clone(memory_format=torch.contiguous_format)
 
     def pair_scores(self, rows: Tensor, cols: Tensor) -> Tensor:
-        """(P,) scores of row ``rows[p]`` with column ``cols[p]``; their gradient touches no other embeddings.
+        """Return the (P,) scores of row ``rows[p]`` with column ``cols[p]``; their gradient touches no other embeddings.
 
         ``rows`` and ``cols`` are (P,) int64 indices; a negative one is not understood.
         """
-        i, j = (cols, rows) if self._flipped else (rows, cols)
-        if self.engine == "reference":
-            return self._matrix.scores()[i, j]
-        return self._matrix.pair_scores(i, j)
+        return self._first.pair_scores(*((cols, rows) if self._side else (rows, cols)))
 
-    @property
-    def _asked(self) -> tuple[bool, bool]:
-        return (not self._flipped, self._flipped)
+    def blocks(self, size: int = 2**22) -> Iterator[tuple[slice, Tensor]]:
+        """Yield some rows after the others, and a copy of their scores without a gradient, ``size`` at most at a time."""
+        n, m = self.shape
+        step = max(1, size // m)
+        for start in range(0, n, step):
+            rows = slice(start, min(n, start + step))
+            yield rows, ranking.rows_of(self._first, self._side, rows)
 
-    def _mine(self, pair: Any) -> Any:
-        return pair[1] if self._flipped else pair[0]
-
-    @property
-    def positive_counts(self) -> Tensor:
-        """(N,) int64: how many columns match each row."""
-        return self._mine(self._matrix.positive_counts(self._asked))
-
-    @property
-    def negative_counts(self) -> Tensor:
-        """(N,) int64: how many columns do not match each row."""
-        valid = self._matrix.valid
-        return (self.shape[1] if valid is None else valid) - self.positive_counts
-
-    def moments(self) -> Moments:
-        """(N,) mean and population standard deviation (at least 1e-6) of each row's negatives."""
-        return self._matrix.moments(self._asked)
-
-    def logsumexp(self, scale: float | Tensor = 1.0, *, over: Over = "negatives") -> Tensor:
-        """(N,) ``log sum_j exp(scale_i S_ij)`` over each row's negatives, or over all columns.
-
-        ``scale`` is a number, a 0-dim tensor or one value per row, differentiable. -inf for a row without negatives.
-        """
-        mine = as_scale("scale", self._matrix, scale, self.shape[0])
-        return self._matrix.logsumexp(mine, self._asked, as_over(over))
-
-    def entropy(self, temperature: float = 1.0) -> Tensor:
-        """(N,) ``-sum_{j in neg(i)} P_ij log2 P_ij``, ``P_i`` the softmax of ``S_i / temperature`` over all columns."""
-        check_number("temperature", temperature, positive=True)
-        return self._matrix.entropy(temperature, self._asked)
-
-    def hardest(self) -> Hardest:
-        """Each row's highest-scoring negative. Its gradient goes straight to the two embeddings of the pair."""
-        return self._mine(self._matrix.hardest(self._asked))
-
-    def positives(self, term: str = "identity", *params: Tensor, sparse: bool = False) -> Tensor:
-        """(N,) ``sum_{p in pos(i)} term(S_ip, *params_i)``, 0 for a row without positives.
-
-        ``term`` names an elementwise function; each of ``params`` holds one value per row, or one for all, and gets its
-        gradient. :func:`itrloss.pair_term` registers more of them. There are:
-
-        =========================== =====================================================
-        ``identity``                ``S``
-        ``log1p_clamp``             ``log(1 + max(S, -1 + 1e-6))``
-        ``log1p_relu``              ``log(1 + max(S, 0))``
-        ``negative_log_likelihood`` ``log(1 + exp(L - a S))``, with the parameters L and a
-        ``softplus``                ``log(1 + exp(a S + b))``, with the parameters a and b
-        ``hinge``                   ``max(t - S, 0)``, with the parameter t
-        =========================== =====================================================
-
-        ``sparse=True`` sends the gradient straight to the embeddings of the pairs instead of through the dense matrix:
-        cheaper if no other answer has a dense gradient.
-        """
-        mine = as_params("params", self._matrix, params, self.shape[0])
-        return self._matrix.positives(as_term(term), mine, self._asked, sparse)
-
-    def negatives(self, term: str = "identity", *params: Tensor) -> Tensor:
-        """(N,) ``sum_{j in neg(i)} term(S_ij, *params_i)``, 0 for a row without negatives. See :meth:`positives`."""
-        mine = as_params("params", self._matrix, params, self.shape[0])
-        return self._matrix.negatives(as_term(term), mine, self._asked)
-
-    def violations(self, margin: float) -> Tensor:
-        """(N,) ``sum_{p in pos(i)} sum_{j in neg(i)} max(margin - S_ip + S_ij, 0)``.
-
-        Takes a pass over the matrix for each positive that a row can have, and memory for all positive pairs.
-        """
-        return self._matrix.violations(float(margin), self._asked)
+    # ----------------------------------------------------------------------------- answers without a gradient
 
     def topk(self, k: int, bias: Tensor | None = None) -> TopK:
-        """The k columns with the highest ``S_ij + bias_j`` for each row. No gradient."""
+        """Return the k columns with the highest ``S_ij + bias_j`` for each row, (N, k). No gradient."""
         check_size("k", k)
         if k > self.shape[1]:
             raise ValueError(f"k: expected a number from 1 to {self.shape[1]}, got {k}")
-        bias = as_bias("bias", self._matrix, bias, self.shape[1])
-        ks, biases = ((0, k), (None, bias)) if self._flipped else ((k, 0), (bias, None))
-        values, indices = self._matrix.topk(ks, biases)
-        return TopK(self._mine(values), self._mine(indices))
+        bias = as_bias("bias", bias, self.shape[1], self.device)
+        return self._ranked(((self._side, k, bias),), ranks=False)[0][1]
 
     def ranks(self, bias: Tensor | None = None, *, ties: str = "pessimistic") -> Tensor:
-        """(N, P) ranks (from 1) of each row's positives by ``S_ij + bias_j``, ascending, padded with 0. No gradient.
+        """Return the (N, P) ranks (from 1) of each row's positives by ``S_ij + bias_j``, ascending, padded with 0.
 
         P is the largest number of positives of a row. With ``ties="pessimistic"`` a negative that scores the same as
         a positive is ahead of it, with ``"optimistic"`` behind it. The positive's score comes from the same product
-        as its rivals', so rounding cannot move it. Memory grows with N times P.
+        as its rivals', so rounding cannot move it. Memory grows with N times P. No gradient.
         """
-        bias = as_bias("bias", self._matrix, bias, self.shape[1])
-        biases = (None, bias) if self._flipped else (bias, None)
-        return self._mine(self._matrix.ranks(biases, self._asked, as_optimistic(ties)))
+        bias = as_bias("bias", bias, self.shape[1], self.device)
+        return self._ranked(((self._side, 0, bias),), ties=ties)[0][0]
+
+    def ranked(
+        self,
+        k: int,
+        row_bias: Tensor | None = None,
+        col_bias: Tensor | None = None,
+        *,
+        ties: str = "pessimistic",
+        columns: bool = True,
+    ) -> list[tuple[Tensor, TopK]]:
+        """Return :meth:`ranks` and :meth:`topk` of the rows, and of the ``columns`` if wanted, out of one pass.
+
+        ``col_bias`` (M,) is for the rows, ``row_bias`` (N,) for the columns. A side with fewer than k candidates gets
+        them all.
+        """
+        check_size("k", k)
+        n, m = self.shape
+        asked = [(self._side, min(k, m), as_bias("col_bias", col_bias, m, self.device))]
+        if columns:
+            asked.append((1 - self._side, min(k, n), as_bias("row_bias", row_bias, n, self.device)))
+        return self._ranked(asked, ties=ties)
+
+    def _ranked(self, asked: Any, ranks: bool = True, ties: str = "pessimistic") -> Any:
+        one_of("ties", ties, "pessimistic", "optimistic")
+        with torch.no_grad():
+            found = ranking.ranked(self._first, asked, ranks, ties == "optimistic")
+        return [(rank, TopK(*top)) for rank, top in found]
 
 
-def blocks(sim: Similarity, size: int = 2**22) -> Iterator[tuple[slice, Tensor]]:
-    """Copies of some rows of the scores after the other, as many as have ``size`` scores."""
-    n, m = sim.shape
-    step = max(1, size // m)
-    for start in range(0, n, step):
-        rows = slice(start, min(n, start + step))
-        yield rows, sim._some_scores(rows)
+def _diagonal_if_unique(ids: Ids) -> Ids:
+    """None on both sides if the ids only say that row i matches column i, which then takes no searching for pairs."""
+    rows, cols = ids
+    if rows is None or cols is None or not host_may_read(rows):
+        return ids
+    return (None, None) if torch.equal(rows, cols) and len(rows.unique()) == len(rows) else ids

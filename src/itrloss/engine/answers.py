@@ -1,0 +1,216 @@
+"""What may be asked of the candidates of an anchor: ``finish(sum_j f(S_ij; params_i))``, ``f`` elementwise.
+
+An :class:`Answer` is the ``f`` of a question, with its derivative where writing it out pays. How it is summed over a
+matrix, and how its gradient gets to the embeddings, is said once, in :mod:`itrloss.engine.reduce`; how sums become
+answers, in :class:`itrloss.Anchors`. Triton's form of each has the same name in :mod:`itrloss.engine.kernels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+FLOOR = -1 + 1e-6  # of scores whose log(1 + S) is taken
+
+
+class Answer(NamedTuple):
+    """An elementwise function of scores that is summed, or maximised, over candidates."""
+
+    # (s, *params, out): values like s, or a tuple of ``width`` of them. Parameters broadcast with s; ``out`` holds
+    # buffers that values may be written to, or is None where autograd is to see the work.
+    value: Callable[..., Any]
+    # (s, params, grads, needs, out): the values' gradient by s, and those by the parameters where needed, each like s,
+    # times the upstream gradients, one for each of ``width``. None: autograd finds them on a tile.
+    slopes: Callable[..., list[Tensor | None]] | None = None
+    width: int = 1
+    exponential: bool = False  # the derivative by s is the first parameter times the value
+    maximum: bool = False  # instead of the sum; without a gradient
+
+
+ANSWERS: dict[str, Answer] = {}
+
+
+def slopes_of(answer: Answer, s: Tensor, params: Sequence[Tensor], grads: Sequence[Tensor], needs, out):
+    """Return the gradients by s and by each parameter, like s, from upstream ones that broadcast with s."""
+    if answer.slopes is not None:
+        return answer.slopes(s, params, grads, needs, out)
+    with torch.enable_grad():
+        leaves = [s.detach().requires_grad_()]
+        # Whole tiles, so that a sum over some of the candidates can be taken afterwards.
+        leaves += [p.detach().expand(*p.shape[:-2], *s.shape).clone().requires_grad_(n) for p, n in zip(params, needs)]  # noqa: B905
+        values = answer.value(*leaves)
+        values = values if isinstance(values, tuple) else (values,)
+        total = [(v.expand_as(s) * g).sum() for v, g in zip(values, grads, strict=True) if v.requires_grad]
+        wanted = [x for x in leaves if x.requires_grad]
+        found = iter(torch.autograd.grad(total, wanted, allow_unused=True) if total else [None] * len(wanted))
+    return [next(found) if x.requires_grad else None for x in leaves]
+
+
+def pair_term(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Register an elementwise function of scores, under its own name, for sums over negatives or positives.
+
+    ``function(scores, *parameters)`` returns a tensor like ``scores``; autograd differentiates it, tile by tile.
+    Parameters hold one value per anchor, shaped to broadcast with the scores. It should be finite for every score,
+    also for those of pairs that are left out.
+
+    >>> @pair_term
+    ... def cube(scores):
+    ...     return scores**3
+    >>> from itrloss import Similarity
+    >>> Similarity.from_scores(torch.tensor([[0.0, 2.0], [3.0, 0.0]])).sum(cube)
+    tensor([ 8., 27.])
+    """
+    name = function.__name__
+    known = _TERMS.get(name, function)
+    # The same definition once more, as a notebook's cell that is run again makes it, replaces the former.
+    if (known.__module__, known.__qualname__) != (function.__module__, function.__qualname__):
+        raise ValueError(f"pair_term: a term named {name!r} is already registered")
+    _register(function, Answer(lambda s, *params, out=None: function(s, *params)))
+    return function
+
+
+_TERMS: dict[str, Callable[..., Tensor]] = {}
+
+
+def _register(function: Callable[..., Tensor], answer: Answer) -> None:
+    _TERMS[function.__name__], ANSWERS[function.__name__] = function, answer
+
+
+def term_name(term: Callable[..., Tensor]) -> str:
+    """Return the name of a registered term."""
+    name = getattr(term, "__name__", None)
+    if name is None or _TERMS.get(name) is not term:
+        raise ValueError(f"term: expected a function registered by itrloss.pair_term, got {term!r}")
+    return name
+
+
+# ---------------------------------------------------------------------------------------------- exponentials
+
+
+def _exponent(s: Tensor, scale: Tensor, top: Tensor, out: Any) -> Tensor:
+    """Return ``scale s - top``."""
+    if out is None:
+        return s * scale - top
+    if scale.numel() == 1 and s.device.type == "cpu":  # in one pass
+        return torch.add(-top, s, alpha=float(scale), out=out[0])
+    return torch.mul(s, scale, out=out[0]).sub_(top)
+
+
+def _exp(s: Tensor, scale: Tensor, top: Tensor, out: Any = None) -> Tensor:
+    z = _exponent(s, scale, top, out)
+    return z.exp() if out is None else z.exp_()
+
+
+def _exp_slopes(s, params, grads, needs, out):
+    scale, top = params
+    e = _exp(s, scale, top, out).mul_(grads[0])
+    by_scale = e * s if needs[0] else None
+    return [e.mul_(scale), by_scale, None]
+
+
+# The sum of a log-sum-exp, of which ``top`` is not to overflow: L = log sum + top.
+ANSWERS["exp"] = Answer(_exp, _exp_slopes, exponential=True)
+ANSWERS["peak"] = Answer(lambda s, scale, out=None: torch.mul(s, scale, out=out and out[0]), maximum=True)
+
+
+def _information(s: Tensor, scale: Tensor, log_total: Tensor, out: Any = None) -> Tensor:
+    """``-p log p`` with ``p = exp(scale s - log_total)``."""
+    z = _exponent(s, scale, log_total, out)
+    if out is None:
+        return z.exp() * -z.clamp_min(-1e4)  # -inf would meet a p of 0
+    p = torch.exp(z, out=out[1])
+    return p.mul_(z.clamp_min_(-1e4).neg_())
+
+
+def _information_slopes(s, params, grads, needs, out):
+    scale, log_total = params
+    z = _exponent(s, scale, log_total, out)
+    p = torch.exp(z, out=out[1])
+    by_log_total = p.mul_(z.clamp_min_(-1e4).add_(1)).mul_(grads[0])  # p (log p + 1)
+    return [by_log_total * -scale, -by_log_total * s if needs[0] else None, by_log_total]
+
+
+ANSWERS["information"] = Answer(_information, _information_slopes)
+
+# ----------------------------------------------------------------------------------- moments, thresholds, terms
+
+
+def _moments(s: Tensor, centre: Tensor, out: Any = None) -> tuple[Tensor, Tensor]:
+    d = torch.sub(s, centre, out=out and out[0])
+    return d, torch.mul(d, d, out=out and out[1])
+
+
+def _moments_slopes(s, params, grads, needs, out):
+    g1, g2 = grads
+    return [torch.sub(s, params[0], out=out[0]).mul_(2 * g2).add_(g1), None]
+
+
+# Distances from a centre near the mean, so that squares lose no digits, and their squares.
+ANSWERS["moments"] = Answer(_moments, _moments_slopes, width=2)
+
+
+def _hinges(s: Tensor, thresholds: Tensor, out: Any = None) -> Tensor:
+    """``sum_k max(s - t_k, 0)`` for thresholds (slots, …); an infinite one is none."""
+    total = (s - thresholds[0]).relu()
+    for t in thresholds[1:]:
+        total = total + (s - t).relu()
+    return total
+
+
+def _hinges_slopes(s, params, grads, needs, out):
+    (thresholds,) = params
+    beyond = [(s > t) * grads[0] for t in thresholds]
+    total = beyond[0].clone() if needs[0] else beyond[0]
+    for x in beyond[1:]:
+        total.add_(x)
+    return [total, torch.stack(beyond).neg_() if needs[0] else None]
+
+
+ANSWERS["hinges"] = Answer(_hinges, _hinges_slopes)
+
+
+def identity(scores: Tensor) -> Tensor:
+    """Return ``S``."""
+    return scores.clone()
+
+
+def log1p_clamp(scores: Tensor) -> Tensor:
+    """Return ``log(1 + S)`` with S kept above -1 + 1e-6."""
+    return scores.clamp_min(FLOOR).log1p()
+
+
+def log1p_relu(scores: Tensor) -> Tensor:
+    """Return ``log(1 + max(S, 0))``: no pull on a positive whose score is not above zero."""
+    return scores.relu().log1p()
+
+
+def negative_log_likelihood(scores: Tensor, negatives: Tensor, scale: Tensor) -> Tensor:
+    """Return ``-log p = log(1 + exp(L - a S))``, L the log-sum-exp of the negatives and a the inverse temperature."""
+    return F.softplus(torch.addcmul(negatives, scale, scores, value=-1), threshold=40)
+
+
+def hinge(scores: Tensor, threshold: Tensor) -> Tensor:
+    """Return ``max(threshold - S, 0)``."""
+    return (threshold - scores).relu()
+
+
+def softplus(scores: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """Return ``log(1 + exp(a S + b))``."""
+    return F.softplus(scale * scores + bias, threshold=40)
+
+
+def _softplus_slopes(s, params, grads, needs, out):
+    """By hand for the sigmoid loss: autograd on tiles takes 1.5 times as long, see benchmarks/test_micro.py."""
+    scale, bias = params
+    by_bias = torch.mul(s, scale, out=out[0]).add_(bias).sigmoid_().mul_(grads[0])
+    by_scale = by_bias * s if needs[0] else None
+    return [torch.mul(by_bias, scale, out=out[1]), by_scale, by_bias]
+
+
+for _term in (identity, log1p_clamp, log1p_relu, negative_log_likelihood, hinge):
+    pair_term(_term)
+_register(softplus, Answer(lambda s, *params, out=None: softplus(s, *params), _softplus_slopes))

@@ -1,0 +1,192 @@
+"""Where scores come from: embeddings, multiplied tile by tile, or a matrix that exists."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .products import matmul
+
+EPS = 1e-12  # a vector of at most this length counts as zero: its scores and its gradient are 0
+IGNORE_ID = torch.iinfo(torch.int64).min  # id of an entry that does not exist, and takes part in nothing
+# Scores of a tile, and its least width. On a CPU a tile and its scratch stay in the last cache and are still large
+# enough for full-speed products: 2^19 and 2^21 take 1.03 and 1.05 times as long at 2048 x 2048 x 1024.
+TILE = {"cpu": (2**20, 2048)}
+_ACCELERATOR_TILE = (2**24, 8192)
+_CHUNK, _ACCELERATOR_CHUNK = 2**19, 2**23  # numbers of embeddings that a pass over them takes at once
+
+Ids = tuple[Tensor | None, Tensor | None]
+
+
+class Scores(NamedTuple):
+    """The inputs of a score matrix (N, M). Everything that a pass needs, as tensors, so that an operator can take it."""
+
+    rows: Tensor  # (N, D) embeddings, or (N, M) scores
+    cols: Tensor | None = None  # (M, D)
+    row_inv: Tensor | None = None  # (N,) reciprocal lengths; None: taken as they are
+    col_inv: Tensor | None = None  # (M,)
+    row_ids: Tensor | None = None  # (N,) int64; None on both sides: row i matches column i
+    col_ids: Tensor | None = None  # (M,)
+    kept: Tensor | None = None  # (N, M) scores of the embeddings, if they are kept
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, M)."""
+        return self.rows.shape[0], (self.rows.shape[1] if self.cols is None else self.cols.shape[0])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of scores and sums."""
+        return compute_dtype(self.rows)
+
+    @property
+    def matrix(self) -> Tensor | None:
+        """(N, M) scores, if they exist."""
+        return self.rows if self.cols is None else self.kept
+
+    def detach(self) -> Scores:
+        """Return the same without a gradient."""
+        return Scores(*(None if x is None else x.detach() for x in self))
+
+    def unit_rows(self, part: slice) -> Tensor:
+        """Return some of the rows in the compute dtype, at unit length if they are to be."""
+        return scaled(self.rows[part], None if self.row_inv is None else self.row_inv[part])
+
+    def unit_cols(self, part: slice) -> Tensor:
+        """Return some of the columns likewise."""
+        assert self.cols is not None
+        return scaled(self.cols[part], None if self.col_inv is None else self.col_inv[part])
+
+
+class Tile(NamedTuple):
+    """A block of scores, with buffers of its shape."""
+
+    rows: slice
+    cols: slice
+    scores: Tensor  # (r, c), not to be written to
+    scratch: list[Tensor]  # uninitialised
+
+
+def tiles(scores: Scores, scratch: int, wanted: Callable[[slice, slice], bool] | None = None) -> Iterator[Tile]:
+    """Visit every score once, or those of wanted tiles alone; workspaces are shared by all tiles."""
+    n, m = scores.shape
+    if 0 in (n, m):
+        return
+    step_r, step_c = tile_shape(n, m, scores.rows.device.type)
+    count = scratch + (scores.matrix is None)
+    space = [torch.empty(step_r * step_c, dtype=scores.dtype, device=scores.rows.device) for _ in range(count)]
+    # Columns outside: their wider block is normalised once, the narrow row block again and again.
+    for c in even_chunks(m, step_c):
+        above = [r for r in even_chunks(n, step_r) if wanted is None or wanted(r, c)]
+        right = scores.unit_cols(c).T if scores.matrix is None and above else None
+        for r in above:
+            shape = r.stop - r.start, c.stop - c.start
+            views = [x[: shape[0] * shape[1]].view(shape) for x in space]
+            if scores.matrix is not None:
+                yield Tile(r, c, scores.matrix[r, c], views)
+            elif right is not None:
+                yield Tile(r, c, matmul(scores.unit_rows(r), right, out=views[-1]), views[:scratch])
+
+
+def tile_shape(n: int, m: int, device: str) -> tuple[int, int]:
+    """Return the rows and the columns of a tile."""
+    numel, width = TILE.get(device, _ACCELERATOR_TILE)
+    c = min(m, max(width, numel // n))
+    return min(n, max(1, numel // c)), c
+
+
+def even_chunks(size: int, step: int) -> list[slice]:
+    """Return slices of at most ``step``, as equal as can be.
+
+    A product of a few columns rounds otherwise than that of many, and copies of an embedding would no longer tie.
+    """
+    count = -(-size // step)
+    return [slice(size * i // count, size * (i + 1) // count) for i in range(count)]
+
+
+def chunks(x: Tensor) -> list[slice]:
+    """Return slices of the rows of (N, D) embeddings for a pass over them, whose temporaries stay small."""
+    step = max(1, (_CHUNK if x.device.type == "cpu" else _ACCELERATOR_CHUNK) // max(1, x.shape[1]))
+    return [slice(start, min(start + step, len(x))) for start in range(0, len(x), step)]
+
+
+# ------------------------------------------------------------------------------------------- precision, lengths
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the type of scores and sums: float64 stays, everything else is computed in float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+_AS_IT_IS = contextlib.nullcontext()
+
+
+def full_precision(x: Tensor):
+    """Return a context in which autocast does not round the products of scores to half precision."""
+    kind = x.device.type
+    rounds = (kind == "cpu" or torch.amp.is_autocast_available(kind)) and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if rounds else _AS_IT_IS
+
+
+def host_may_read(x: Tensor) -> bool:
+    """Return whether a value may be looked at: an accelerator would have to synchronise, a compiler to break its graph."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not _is_fake(x)
+
+
+def _is_fake(x: Tensor) -> bool:
+    return type(x) is not Tensor and isinstance(x, torch._subclasses.FakeTensor)
+
+
+def scaled(x: Tensor, inv: Tensor | None) -> Tensor:
+    """Return (N, D) vectors in the compute dtype, times (N,) reciprocal lengths if there are any."""
+    x = x.to(compute_dtype(x))
+    return x if inv is None else x * inv[:, None]
+
+
+def in_range(norms: Tensor) -> bool:
+    """Return whether lengths are known to be such that neither squares nor reciprocals leave float32's range."""
+    if not host_may_read(norms) or not norms.numel():
+        return False
+    low, high = norms.aminmax()
+    return float(low) > EPS and float(high) < 1e18
+
+
+def inverse_norms(x: Tensor) -> Tensor:
+    """Return the (N,) reciprocal lengths of vectors (N, D) in the compute dtype; 0 for a length of at most 1e-12."""
+    dtype = compute_dtype(x)
+    norms = torch.linalg.vector_norm(x, dim=1, dtype=dtype)
+    if in_range(norms):
+        return norms.reciprocal_()
+    norms = torch.empty_like(norms)
+    for part in chunks(x):  # squares may overflow or underflow; their quotients by the largest do not
+        y = x[part].to(dtype)
+        peak = y.abs().amax(1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
+        norms[part] = torch.linalg.vector_norm(y / peak, dim=1) * peak.squeeze(1)
+    return torch.where(norms > EPS, norms.reciprocal(), 0.0)
+
+
+def normalized(x: Tensor) -> Tensor:
+    """Return vectors (..., D) at unit length in the compute dtype, differentiable twice; a zero vector stays zero."""
+    x = x.to(compute_dtype(x))
+    norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    if not in_range(norms.detach()):
+        inv = inverse_norms(x.detach().reshape(-1, x.shape[-1])).view(norms.shape)
+        x = x * inv  # of length 1 or 0 now, and its squares are in range
+        norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True).masked_fill(inv == 0, 1.0)
+    return x / norms
+
+
+def project_(grad: Tensor, x: Tensor, inv: Tensor | None) -> Tensor:
+    """Turn the gradient of unit vectors (N, D), in place, into that of ``x``, and return it in the type of ``x``.
+
+    ``dL/dx = (g - u <u, g>) / |x|`` with ``u = x / |x|``.
+    """
+    for part in chunks(x) if inv is not None else ():
+        assert inv is not None
+        g, u = grad[part], scaled(x[part], inv[part])
+        g.addcmul_(u, (u * g).sum(1, keepdim=True), value=-1).mul_(inv[part, None])
+    return grad.to(x.dtype)
