@@ -10,7 +10,7 @@ import torch
 if not torch.cuda.is_available():  # kernels run on the CPU, by their own interpreter; read when Triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from itrloss.engines import products, tiles
+from itrloss.engine import products, scores
 
 # Workers of pytest-xdist share the cores: more threads than cores would slow all of them down tenfold.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
@@ -19,14 +19,13 @@ torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Many tiles even for small inputs, with ragged ends on both axes."""
-    monkeypatch.setitem(tiles.TILE, "cpu", (12, 3))
-    monkeypatch.setitem(tiles.PANEL, "cpu", 20)
+    monkeypatch.setitem(scores.TILE, "cpu", (12, 3))
 
 
 @pytest.fixture
 def by_blas(monkeypatch):
     """As where oneDNN is not the faster library."""
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: False)
+    monkeypatch.setattr(products, "prefers_onednn", lambda: False)
 
 
 @pytest.fixture
@@ -34,9 +33,9 @@ def by_onednn(monkeypatch):
     """All products of float32 by oneDNN, small ones too."""
     if not torch.backends.mkldnn.is_available():
         pytest.skip("PyTorch was built without oneDNN")
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(products, "prefers_onednn", lambda: True)
     monkeypatch.setattr(products, "_SHAPES", 10**6)
-    for limit in ("_LARGE", "_NARROW", "_SHALLOW"):
+    for limit in ("LARGE", "_THIN"):
         monkeypatch.setattr(products, limit, 1)
 
 
@@ -51,3 +50,10 @@ def poisoned(monkeypatch):
             return x.fill_(float("nan")) if x.is_floating_point() else x
 
         monkeypatch.setattr(torch, name, nan_filled)
+    new_empty = torch.Tensor.new_empty
+
+    def new_nan_filled(self, *args, **kwargs):
+        x = new_empty(self, *args, **kwargs)
+        return x.fill_(float("nan")) if x.is_floating_point() else x
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_nan_filled)

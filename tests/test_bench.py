@@ -36,20 +36,6 @@ def test_ours_and_eager_are_the_same_loss(loss):
     assert "gradient difference" not in rows["ours"] and "gradient difference" not in rows["floor"]
 
 
-def test_triton_with_its_products_before_the_kernels(monkeypatch):
-    passes, blocks = (pytest.importorskip(f"itrloss.engines.triton.{x}") for x in ("passes", "blocks"))
-    ways, launch = set(), passes.launch
-    monkeypatch.setattr(passes, "launch", lambda kernel, block, *args, **flags: (
-        ways.add(block.products is None), launch(kernel, block, *args, **flags)
-    ))  # fmt: skip
-    case = Case("infonce", (12, 12, 8), torch.bfloat16, "cuda" if torch.cuda.is_available() else "cpu")
-    for variant, multiplying in (("ours triton", True), ("ours triton panels", False)):
-        ways.clear()
-        made = problem(case)
-        runner.step(variant, case, made)()
-        assert ways == {multiplying} and made.leaves[0].grad is not None and blocks.FUSED
-
-
 def test_a_graph_is_recorded_once_and_leaves_its_gradients(monkeypatch):
     case = Case("infonce", (6, 6, 8))
     with pytest.raises(peers.Unavailable, match="CUDA only"):

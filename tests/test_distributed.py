@@ -162,6 +162,65 @@ def test_gathered_batches_have_the_loss_and_the_gradients_of_one_process(tmp_pat
                 torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6, msg=name)
 
 
+NUMBERED = {  # texts' own numbers of images in each process: those of no image stay so, and small types are enough
+    "none": (4, torch.tensor([0, 1, 2, -1])),
+    "beyond the last": (4, torch.tensor([0, 1, 2, 5])),
+    "int8": (100, torch.arange(100).to(torch.int8)),
+    "uint8": (200, torch.arange(200).to(torch.uint8)),
+}
+
+
+def numbering(rank: int) -> dict[str, torch.Tensor]:
+    found = {name: itrloss.distributed.gather_ids(ids, n) for name, (n, ids) in NUMBERED.items()}
+    v, w = (x.chunk(WORLD)[rank] for x in whole_batch(WORLD, "none")[:2])
+    found["loss"] = itrloss.InfoNCELoss(gather=True)(v, w, None, NUMBERED["none"][1])
+    return found
+
+
+@pytest.mark.slow
+def test_texts_of_no_image_stay_so_among_the_images_of_all(tmp_path):
+    none = torch.tensor([0, 1, 2, -1, 4, 5, 6, -1])
+    v, w, _ = whole_batch(WORLD, "none")
+    wanted = {"none": none, "beyond the last": none, "int8": torch.arange(200), "uint8": torch.arange(400)}
+    for found in both(numbering, tmp_path):
+        torch.testing.assert_close(found.pop("loss"), itrloss.InfoNCELoss()(v, w, None, none))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+def unlike(rank: int) -> dict[str, str]:
+    half = (torch.float16, torch.bfloat16)[rank]
+    ids = torch.arange(4)
+    given = {
+        "types": (torch.randn(4, 6, dtype=half), torch.randn(4, 6, dtype=half)),
+        "turned": (torch.randn(4 + 2 * rank, 6 - 2 * rank),) * 2,
+        "uneven": (torch.randn(8 + rank, 4),) * 2,
+        "uneven texts": (torch.randn(4, 6), torch.randn(4 + rank, 6), ids, torch.arange(4 + rank)),
+        "one has ids": (torch.randn(4, 6), torch.randn(4, 6), *(() if rank else (ids, ids))),
+    }
+    found = {}
+    for name, x in given.items():
+        with pytest.raises(ValueError) as error:
+            itrloss.InfoNCELoss(gather=True)(*x)
+        found[name] = str(error.value)
+    found["after"] = str(float(itrloss.InfoNCELoss(gather=True)(*torch.ones(2, 3, 4))))
+    return found
+
+
+@pytest.mark.slow
+def test_batches_that_differ_between_processes_are_refused_in_all(tmp_path):
+    first, second = both(unlike, tmp_path)
+    assert first == second
+    for name, (here, there) in {
+        "types": ("float16 (4, 6)", "bfloat16 (4, 6)"),
+        "turned": ("float32 (4, 6)", "float32 (6, 4)"),
+        "uneven": ("float32 (8, 4)", "float32 (9, 4)"),
+        "uneven texts": ("int64 (4,)", "int64 (5,)"),
+        "one has ids": ("int64 (4,)", "float32 (4, 6)"),
+    }.items():
+        said = f"gather: expected tensors of one type and shape in all processes, got torch.{here} in process 0"
+        assert first[name] == f"{said}, torch.{there} in process 1"
+
+
 def refused(rank: int) -> str:
     try:
         itrloss.InfoNCELoss(gather=True)(scores=torch.eye(3))
@@ -316,7 +375,7 @@ def metrics_worker(rank: int) -> dict[str, Any]:
         "nan in texts": lambda: metrics.retrieval_metrics(itrloss.Similarity(given["texts"][:3], broken), gather=True),
         "type": lambda: metrics.retrieval_metrics(itrloss.Similarity(*halves), gather=True),
         "dimension": lambda: metrics.retrieval_metrics(
-            itrloss.Similarity(*[x[:, : D - rank] for x in (broken * 0 + 1, whole._matrix.cols)]), gather=True
+            itrloss.Similarity(*[x[:, : D - rank] for x in (broken * 0 + 1, given["texts"][:3])]), gather=True
         ),
         "numbers here": lambda: metrics.retrieval_metrics(
             itrloss.Similarity(given["images"][:3], given["texts"][:3], *numbered), gather=True

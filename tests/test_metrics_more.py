@@ -11,7 +11,7 @@ import oracle
 import oracle_metrics
 import pytest
 import torch
-from cases import embeddings, make_ids
+from cases import embeddings, make_ids, similarity
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,14 +30,14 @@ from itrloss.metrics import (
 from itrloss.rerank import FastReranker, InvertedSoftmax
 
 N, M = 9, 17
-ENGINES = ["scores", "dense", "tiled"]
+ENGINES = ["scores", "dense", "tiled", "kept"]
 PERFECT = torch.eye(4).repeat_interleave(5, 1)
 SHARED = Path(__file__).parents[1] / ".." / "shared" / "data"
 
 
 @pytest.fixture
 def tiny_blocks(small_tiles, monkeypatch):
-    monkeypatch.setattr(rerank.base.blocks, "__defaults__", (30,))
+    monkeypatch.setattr(Similarity.blocks, "__defaults__", (30,))
 
 
 def generator(seed):
@@ -56,7 +56,7 @@ def tied(engine, ids=(None, None), seed=0):
     if engine == "scores":
         return v @ w.T, (v @ w.T).numpy()
     unlike = torch.arange(N), torch.arange(N, N + M)
-    sim = Similarity(v, w, *(unlike if ids[0] is None else ids), normalize=False, engine=engine)
+    sim = similarity(v, w, unlike if ids[0] is None else ids, engine, normalize=False)
     return sim, (v @ w.T).numpy()
 
 
@@ -126,7 +126,7 @@ def test_folds_equal_the_oracle(engine, kind, tiny_blocks):
     n, m = 8, 40
     ids, (v, w) = make_ids(kind, n, m), embeddings(n, m)
     S, other = oracle.cosine(v.numpy(), w.numpy()), torch.rand(n, m, generator=generator(1)).double()
-    asked = (torch.from_numpy(S), *ids) if engine == "scores" else (Similarity(v, w, *ids, engine=engine),)
+    asked = (torch.from_numpy(S), *ids) if engine == "scores" else (similarity(v, w, ids, engine),)
     wanted, of_other = (oracle_metrics.folds(x, *ids, 4) for x in (S, other))
     assert retrieval_metrics(*asked, folds=4) == pytest.approx(wanted)
     assert retrieval_metrics(*asked, folds=1) == retrieval_metrics(*asked) != pytest.approx(wanted)
@@ -195,7 +195,7 @@ def test_folds_take_texts_of_one_part(text_ids):
 def test_agreement_equals_the_loops(engine, seed, tiny_blocks):
     judgements, (v, w) = judged(seed), embeddings(N, M, seed=seed)
     S = oracle.cosine(v.numpy(), w.numpy())
-    asked = torch.from_numpy(S) if engine == "scores" else Similarity(v, w, *ragged(seed), engine=engine)
+    asked = torch.from_numpy(S) if engine == "scores" else similarity(v, w, ragged(seed), engine)
     for k in (1, 3, 10, 40):
         found = agreement(asked, judgements, k=k)
         assert found[1:] == pytest.approx(oracle_metrics.ndcg(S, triples(judgements), k))
@@ -358,7 +358,7 @@ def test_the_smallest_sets_have_results(scores):
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_nan_is_found_wherever_it_is(where, turned, monkeypatch):
     """A matrix is looked at some rows at a time, as it lies in memory."""
-    monkeypatch.setattr("itrloss._arguments._FEW", 100)
+    monkeypatch.setattr("itrloss.checks._AT_ONCE", 100)
     scores = torch.rand(41, 53)
     scores[where] = torch.nan
     scores = scores.T.contiguous().T if turned else scores

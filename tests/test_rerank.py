@@ -13,7 +13,7 @@ import oracle
 import oracle_rerank
 import pytest
 import torch
-from cases import embeddings
+from cases import embeddings, similarity
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -113,14 +113,14 @@ def kinds_of_input():
     for name, method in METHODS.items():
         for bank in (False, True):
             if not ((method.needs_bank and not bank) or (bank and name in SETTLED)):
-                for engine in ("scores", "dense", "tiled", "reference")[method.needs_embeddings :]:
+                for engine in ("scores", "dense", "tiled", "kept")[method.needs_embeddings :]:
                     yield name, bank, engine
 
 
 @pytest.mark.parametrize(("name", "bank", "engine"), list(kinds_of_input()))
 def test_every_method_equals_its_loops(name, bank, engine, small_tiles, monkeypatch):
     method = copy.copy(METHODS[name])
-    monkeypatch.setattr(rerank.base.blocks, "__defaults__", (30,))
+    monkeypatch.setattr(Similarity.blocks, "__defaults__", (30,))
     v, w = embeddings(N, M)
     bank_v, bank_w = embeddings(11, 9, seed=5)
     S = cosine(v, w)
@@ -129,7 +129,8 @@ def test_every_method_equals_its_loops(name, bank, engine, small_tiles, monkeypa
         asked = torch.from_numpy(S)
         banks = [torch.from_numpy(x) for x in (R[0], R[1].T)]
     else:
-        asked, banks = Similarity(v, w, torch.zeros(N).long(), torch.zeros(M).long(), engine=engine), [bank_v, bank_w]
+        ids = torch.zeros(N).long(), torch.zeros(M).long()
+        asked, banks = similarity(v, w, ids, engine), [bank_v, bank_w]
     if bank:
         method.fit(*banks)
     found = method.rerank(asked)
@@ -149,16 +150,16 @@ def test_every_method_equals_its_loops(name, bank, engine, small_tiles, monkeypa
     torch.testing.assert_close(top.t2i.values.argsort(1, descending=True), torch.arange(4).expand(M, 4))
 
 
-@pytest.mark.parametrize("engine", ["dense", "tiled", "reference"])
+@pytest.mark.parametrize("engine", ["dense", "tiled", "kept"])
 @pytest.mark.parametrize("name", METHODS)
 def test_images_are_the_rows_of_a_transposed_view_too(name, engine, small_tiles, monkeypatch):
-    monkeypatch.setattr(rerank.base.blocks, "__defaults__", (30,))
+    monkeypatch.setattr(Similarity.blocks, "__defaults__", (30,))
     method = copy.copy(METHODS[name])
     if name not in SETTLED:
         method.fit(*embeddings(11, 9, seed=5))
     v, w = embeddings(N, M)
     ids = torch.arange(N), torch.arange(M) // 2
-    sim, turned = Similarity(v, w, *ids, engine=engine), Similarity(w, v, *ids[::-1], engine=engine).T
+    sim, turned = similarity(v, w, ids, engine), similarity(w, v, ids[::-1], engine).T
     for a, b in zip(method.rerank(sim), method.rerank(turned), strict=True):
         torch.testing.assert_close(a, b)
     for a, b in zip(method.topk(sim, 3), method.topk(turned, 3), strict=True):
@@ -183,7 +184,7 @@ def test_scores_and_embeddings_stay_as_they_are_and_without_a_gradient(name):
 
 @pytest.mark.parametrize("name", names(transductive=True))
 def test_metrics_of_the_re_ranked_need_no_matrix(name, small_tiles, monkeypatch):
-    monkeypatch.setattr(rerank.base.blocks, "__defaults__", (30,))
+    monkeypatch.setattr(Similarity.blocks, "__defaults__", (30,))
     ids = torch.randint(0, 4, (N,), generator=torch.Generator().manual_seed(0)), torch.arange(M) % 5
     sim = Similarity(*embeddings(N, M), *ids, engine="tiled")
     i2t, t2i = METHODS[name].rerank(sim)

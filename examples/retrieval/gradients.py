@@ -74,7 +74,7 @@ def of_chunks(step: Step, chunk: int, of_texts: tuple[int, ...]) -> Found:
     given = tuple(rows if wholes is None else [*rows, wholes])
     with step.precision:
         encoders = [BySample(step.encode, of_texts)]
-        value, figures = itrloss.cached_step(loss, encoders, [given], chunk, scaler=step.scaler)
+        value, figures = itrloss.grad_cache_step(loss, encoders, [given], chunk, scaler=step.scaler)
     return value.item(), figures, end - start
 
 

@@ -1,9 +1,9 @@
 """Losses and re-rankers for image-text retrieval."""
 
 from . import compat, distributed, functional, metrics, rerank
-from .cached import cached_step
-from .cluster import OnlineKMeans
-from .engines.terms import pair_term
+from .engine.answers import pair_term
+from .grad_cache import grad_cache_step
+from .kmeans import OnlineKMeans
 from .losses import (
     CODERObjective,
     CODERTerms,
@@ -24,12 +24,13 @@ from .losses import (
     VarianceAwareLoss,
 )
 from .memory import CoupledMemory, MomentumEncoder
-from .similarity import Similarity
+from .similarity import Anchors, Similarity
 from .telemetry import describe
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Anchors",
     "CODERObjective",
     "CODERTerms",
     "CoupledMemory",
@@ -51,11 +52,11 @@ __all__ = [
     "TripletLoss",
     "UnifiedTrainingObjective",
     "VarianceAwareLoss",
-    "cached_step",
     "compat",
     "describe",
     "distributed",
     "functional",
+    "grad_cache_step",
     "metrics",
     "pair_term",
     "rerank",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import files, study_report
-from ._arguments import require_finite
+from .checks import require_finite
 from .bench import report, runner
 from .bench.cases import KINDS, LOSSES, SUITES, Case, parse_shape
 from .bench.peers import PEERS
@@ -226,7 +226,7 @@ def _check_folds(args: argparse.Namespace, sim: Similarity, banks: Sequence[Tens
         raise ValueError(f"--folds: {n} are parts of one image, where there is nothing to re-rank")
     if args.out or args.rankings:
         raise ValueError("--folds: nothing is ranked among all candidates then, as --out and --rankings have it")
-    if sim._matrix.cols is None and any(bank is not None for bank in banks):
+    if sim._inputs is None and any(bank is not None for bank in banks):
         raise ValueError("--folds: banks of scores are with all candidates, those of a part are others")
     try:
         whole_parts_of(sim, args.folds)
@@ -236,7 +236,7 @@ def _check_folds(args: argparse.Namespace, sim: Similarity, banks: Sequence[Tens
 
 def _check_banks(args: argparse.Namespace, sim: Similarity, banks: Sequence[Tensor | None]) -> None:
     """Before anything is worked out, and by the names of the files."""
-    cols = sim._matrix.cols
+    cols = None if sim._inputs is None else sim._inputs[1]
     for side, (path, bank) in enumerate(zip((args.bank_images, args.bank_texts), banks, strict=True)):
         if bank is None:
             continue
@@ -267,7 +267,10 @@ def _write(args: argparse.Namespace, title: str, found: Study, entry: Entry, nam
         with files.written(args.out, "wb") as file:
             np.savez(file, i2t=pair[0].numpy(), t2i=pair[1].numpy())
     if args.rankings:
-        tops = sim.both.topk(args.top) if entry.reranker is None else entry.reranker.topk(sim, args.top)
+        if entry.reranker is None:
+            tops = [view.topk(min(args.top, view.shape[1])) for view in (sim, sim.T)]
+        else:
+            tops = entry.reranker.topk(sim, args.top)
         with files.written(args.rankings, "wb") as file:
             np.savez(file, i2t=tops[0].indices.numpy(), t2i=tops[1].indices.numpy())
     if args.queries:

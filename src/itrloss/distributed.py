@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._arguments import require_finite
-from .engines.dispatch import Matrix
-from .engines.tiles import first_order
+from .checks import require_finite
+from .engine.pairs import first_derivative_only
 from .similarity import Similarity
+
+_DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
+_DIMS = 6  # of a shape that processes compare
 
 
 def world_size() -> int:
@@ -78,14 +80,14 @@ def failing_together(device: torch.device) -> Iterator[None]:
         raise ValueError("gather: another process failed")
 
 
-def _embeddings_of(sim: Any) -> Matrix:
-    """Its matrix, if it is one of embeddings."""
+def _embeddings_of(sim: Any) -> tuple[Tensor, Tensor]:
+    """Return the images and texts of a Similarity, if it is one of embeddings."""
     if not isinstance(sim, Similarity | Tensor):
         raise TypeError(f"scores: expected a Similarity, got {type(sim).__name__}")
-    if isinstance(sim, Tensor) or sim._flipped or sim._matrix.cols is None:
+    if isinstance(sim, Tensor) or sim._side or sim._inputs is None:
         raise ValueError("scores: expected a Similarity of embeddings, images as rows, for gather=True")
-    sim._matrix._check_unchanged()
-    return sim._matrix
+    sim._first.check_unchanged()
+    return sim._inputs
 
 
 _TOLD = (
@@ -98,20 +100,19 @@ _TOLD = (
 )
 
 
-def _agreed(sim: Similarity | Tensor, asked: str) -> Matrix:
-    """The matrix of ``sim``, if all processes have one of the same kind and ask the same."""
-    matrix: Matrix | None = None
+def _agreed(sim: Similarity | Tensor, asked: str) -> tuple[Tensor, Tensor]:
+    """Return images and texts of ``sim``, if all processes have some of the same kind and ask the same."""
     wrong: Exception | None = None
+    mine = [0] * len(_TOLD)
     try:
-        matrix = _embeddings_of(sim)
+        images, texts = _embeddings_of(sim)
     except (TypeError, ValueError, RuntimeError) as error:
         wrong = error
-    mine = [0] * len(_TOLD)
-    if matrix is not None:
-        assert matrix.cols is not None
-        kinds = f"{matrix.rows.dtype} {matrix.cols.dtype}"
-        has = [x is None for x in matrix.given_ids]
-        numbers = zlib.crc32(kinds.encode()), matrix.rows.shape[1], matrix.normalize, has[0] + 2 * has[1]
+    else:
+        assert isinstance(sim, Similarity)
+        kinds = f"{images.dtype} {texts.dtype}"
+        has = [x is None for x in sim.ids]
+        numbers = zlib.crc32(kinds.encode()), images.shape[1], all(sim._first.normalize), has[0] + 2 * has[1]
         mine = [1, *map(int, numbers), zlib.crc32(asked.encode())]
     every = gather_rows(torch.tensor([mine], device=getattr(sim, "device", None)))
     if wrong is not None:
@@ -119,8 +120,7 @@ def _agreed(sim: Similarity | Tensor, asked: str) -> Matrix:
     for what, alike in zip(_TOLD, (every == every[0]).all(0).tolist(), strict=True):
         if not alike:
             raise ValueError(f"gather: the processes differ in their {what}")
-    assert matrix is not None
-    return matrix
+    return images, texts
 
 
 class Shares:
@@ -145,28 +145,26 @@ class Shares:
     """
 
     def __init__(self, sim: Similarity | Tensor, asked: str):
-        matrix = _agreed(sim, asked)
-        assert isinstance(sim, Similarity) and matrix.cols is not None
-        self.sim, self.own = sim, (matrix.rows.detach(), matrix.cols.detach())
+        images, texts = _agreed(sim, asked)
+        assert isinstance(sim, Similarity)
+        self.sim, self.own = sim, (images.detach(), texts.detach())
         self.every = gather_parts(self.own[0]), gather_parts(self.own[1])
         for name, x in zip(("images", "texts"), self.every, strict=True):
             require_finite(name, x)
         sizes = gather_rows(torch.tensor([sim.shape], device=sim.device))
-        images, texts = sizes[: dist.get_rank()].sum(0).tolist()
-        self.first = images, texts
+        first = sizes[: dist.get_rank()].sum(0).tolist()
+        self.first = first[0], first[1]
         self.ids = self._across(sim)
         self.every_ids = gather_parts(self.ids[0]), gather_parts(self.ids[1])
-        self.normalize, self.engine = matrix.normalize, sim.engine if sim.engine in ("tiled", "triton") else "auto"
+        self.normalize = all(sim._first.normalize)
+        self.engine = sim.engine if sim.engine in ("tiled", "triton") else "auto"
 
     def _across(self, sim: Similarity) -> tuple[Tensor, Tensor]:
-        images, texts = sim._matrix.given_ids
+        images, texts = sim.ids
         numbers = torch.arange(sim.shape[0], device=sim.device) + self.first[0]
         if images is not None and texts is not None:
             return images, texts
-        if texts is None:
-            return numbers, numbers
-        own = (texts >= 0) & (texts < len(numbers))  # another number is that of no image
-        return numbers, torch.where(own, numbers[texts * own], -1)
+        return numbers, numbers if texts is None else _numbered(texts, len(numbers), self.first[0])
 
     def beside(self, rows: Tensor, cols: Tensor, *ids: Tensor) -> Similarity:
         """Rows with columns, nothing matching unless there are ids."""
@@ -179,6 +177,29 @@ class Shares:
         return self.beside(self.own[side], self.every[1 - side], self.ids[side], self.every_ids[1 - side])
 
 
+def _numbered(ids: Tensor, images: int, first: int) -> Tensor:
+    """Return numbers of own images as those among the images of all; -1 for what is the number of none."""
+    return torch.where((ids >= 0) & (ids < images), ids + first, -1)
+
+
+def agree(x: Tensor) -> None:
+    """Raise a ValueError in every process if the ``x`` of some has another type or shape than in others.
+
+    Gathered as they are, bits of one type would be read as another's, and a longer batch would end or hang the job.
+    """
+    if world_size() == 1:
+        return
+    # A last batch differs when all before it did not, so each is compared. Processes that only have NCCL wait for
+    # their device to do it; with "cpu:gloo,cuda:nccl", which init_process_group() takes by itself, the hosts talk.
+    device = "cpu" if "cpu:" in str(dist.get_backend_config()) else x.device
+    shape = [*x.shape, *[-1] * _DIMS][:_DIMS]
+    own = torch.tensor([[_DTYPES.index(x.dtype), *shape]], device=device)
+    kinds = [f"{_DTYPES[kind]} {tuple(n for n in size if n >= 0)}" for kind, *size in gather_rows(own).tolist()]
+    if len(set(kinds)) > 1:
+        got = ", ".join(f"{kind} in process {rank}" for rank, kind in enumerate(kinds))
+        raise ValueError(f"gather: expected tensors of one type and shape in all processes, got {got}")
+
+
 def gather(x: Tensor) -> Tensor:
     """``x`` (B, ...) of all processes in the order of their ranks, (world * B, ...), with its gradient.
 
@@ -186,9 +207,15 @@ def gather(x: Tensor) -> Tensor:
     ``DistributedDataParallel`` divides by their number: what it leaves is the gradient of one process with the whole
     batch. Without it, average the gradients of the parameters yourself.
 
-    B must be the same on every process. Without a process group, or alone in it, ``x`` itself.
+    Without a process group, or alone in it, ``x`` itself.
+
+    Raises:
+        ValueError: in every process, if types or shapes differ between them.
     """
-    return x if world_size() == 1 else _Gather.apply(x)
+    if world_size() == 1:
+        return x
+    agree(x)
+    return _Gather.apply(x)
 
 
 class _Gather(torch.autograd.Function):
@@ -198,15 +225,21 @@ class _Gather(torch.autograd.Function):
         return gather_rows(x)
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, grad: Tensor) -> Tensor:
+        first_derivative_only()
         total = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total)
         return total.narrow(0, dist.get_rank() * ctx.size, ctx.size)
 
 
 def gather_ids(ids: Tensor | None, images: int) -> Tensor | None:
-    """Ids of all processes. ``images``: 0, or how many there are a process where ids number its own."""
+    """Return the ids of all processes as int64; other types than integers are left to later checks.
+
+    ``images``: 0, or how many there are in a process where ids number its own: another number stays that of none.
+    """
     if ids is None or world_size() == 1:
         return ids
-    return gather_rows(ids + dist.get_rank() * images)
+    if not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
+        ids = ids.long()  # small types could not hold the numbers of all
+    agree(ids)
+    return gather_rows(_numbered(ids, images, dist.get_rank() * images) if images else ids)

@@ -1,4 +1,4 @@
-"""One pure function per equation. Each takes a :class:`itrloss.Similarity` and returns a tensor.
+"""One pure function per equation. Each takes a :class:`itrloss.Similarity`, or :class:`itrloss.Anchors`, and returns a tensor.
 
 Losses share one reduction: ``"mean"`` is the mean over the image anchors plus the mean over the text anchors,
 ``"sum"`` the sum over all anchors, and ``"none"`` the pair of per-anchor values ``(rows (N,), columns (M,))``. An
@@ -7,20 +7,21 @@ anchor without a positive or without a negative contributes 0 and does not count
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._arguments import as_ids, check_matrix
-from ._reduction import AnchorCounts, reduce_valid
-from ._reduction import Reduction as Reduction
+from .checks import as_ids, check_matrix, one_of
+from .engine.answers import hinge, log1p_clamp, log1p_relu, negative_log_likelihood, softplus
+from .engine.scores import host_may_read
 from .memory import MemorySimilarity
 from .sets import Aggregation as Aggregation
 from .sets import PairReduction as PairReduction
 from .sets import dynamic_orthogonal_loss, set_similarity, variance_aware_loss
-from .similarity import Engine, Similarity
+from .similarity import Anchors, Engine, Similarity
+from .similarity import Reduction as Reduction
 
 Diversity = Literal["std", "entropy"] | None
 Mining = Literal["hardest", "all"]
@@ -28,6 +29,7 @@ PositiveWeight = float | Literal["paper"]
 PositiveForm = Literal["clamp", "relu"]
 PositiveFrom = Literal["key", "batch"]
 DiversityFrom = Literal["both", "batch"]
+Loss = Tensor | tuple[Tensor, Tensor]
 
 __all__ = [
     "diversity_contrastive_loss",
@@ -45,120 +47,90 @@ __all__ = [
     "variance_aware_loss",
 ]
 
+_TERMS = {"clamp": log1p_clamp, "relu": log1p_relu}
+
 
 # -------------------------------------------------------------------------------------------------- diversity
 
 
-def std_diversity(sim: Similarity, epsilon: float = 0.1) -> Tensor:
-    r"""Diversity of each row's negatives by their standard deviation (CODER Eq. 3).
+def std_diversity(sim: Anchors, epsilon: float = 0.1) -> Tensor:
+    r"""Return the (N,) diversity of each row's negatives by their standard deviation (CODER Eq. 3).
 
     .. math:: \mathrm{raw}_i = 1 + e^{-\epsilon / SD_i}, \qquad \mathrm{div}_i = \mathrm{raw}_i / \max_k \mathrm{raw}_k
 
     ``SD_i`` is the population standard deviation of ``{S_ij : j negative}``, at least 1e-6. A low score means that the
-    negatives are all equally far away.
-
-    Returns:
-        (N,) in (½, 1], 1 for the most diverse row. Differentiable. ``sim.T`` gives the columns' scores.
+    negatives are all equally far away. It lies in (½, 1], and is 1 for the most diverse row. Differentiable.
+    ``sim.T`` gives the columns' scores, ``sim.both`` those of both, each with a maximum of its own.
     """
-    return _diversity_scores(_checked(sim).moments().std, epsilon)
+    return _diversity_scores(_checked(sim), sim.mean_std().std, epsilon)
 
 
-def entropy_diversity(sim: Similarity, epsilon: float = 0.1, temperature: float = 1.0) -> Tensor:
-    r"""Diversity of each row's negatives by the entropy of its similarities (CODER supplement, Eq. 8).
+def entropy_diversity(sim: Anchors, epsilon: float = 0.1, temperature: float = 1.0) -> Tensor:
+    r"""Return the (N,) diversity of each row's negatives by the entropy of its similarities (CODER supplement, Eq. 8).
 
     The map of :func:`std_diversity` applied to ``H_i = -sum_{j negative} P_ij log2 P_ij``, where ``P_i`` is the softmax
-    of ``S_i / temperature`` over all candidates.
+    of ``S_i / temperature`` over all candidates. In (½, 1]. Differentiable.
 
     Warning:
         At temperature 1 cosines hardly differ: with 128 candidates H is within about 2 % of log2 128 for every row and
         every score is practically 1. A temperature of the order of the similarities' spread makes it informative.
-
-    Returns:
-        (N,) in (½, 1]. Differentiable. ``sim.T`` gives the columns' scores.
     """
-    return _diversity_scores(_checked(sim).entropy(temperature).clamp_min(1e-6), epsilon)
+    return _diversity_scores(_checked(sim), sim.entropy(temperature).clamp_min(1e-6), epsilon)
 
 
-def _diversity_scores(spread: Tensor, epsilon: float) -> Tensor:
+def _diversity_scores(anchors: Anchors, spread: Tensor, epsilon: float) -> Tensor:
     raw = torch.exp(-epsilon / spread) + 1
-    return raw / raw.amax(-1, keepdim=True)
+    return torch.cat([x / x.amax() for x in anchors.split(raw)])
 
 
-def _diversity(sim: Similarity, kind: Diversity, epsilon: float, temperature: float) -> Tensor:
-    return std_diversity(sim, epsilon) if kind == "std" else entropy_diversity(sim, epsilon, temperature)
-
-
-def diversities(sim: Similarity, kind: Diversity, epsilon: float, temperature: float) -> Tensor:
-    """Of rows and columns, out of one pass: (N + M,)."""
+def _diversity(anchors: Anchors, kind: Diversity, epsilon: float, temperature: float, detached: bool) -> Tensor:
+    """(A,) scores of one kind."""
+    one_of("diversity", kind, "std", "entropy", None)
+    anchors = anchors.detach() if detached else anchors
     if kind == "std":
-        spread = sim._joined.moments().std
-    elif kind == "entropy":
-        spread = sim._joined.entropy(temperature).clamp_min(1e-6)
-    else:
-        raise ValueError(f"diversity: expected 'std', 'entropy' or None, got {kind!r}")
-    n, m = sim.shape
-    if n == m:
-        return _diversity_scores(spread.view(2, n), epsilon).flatten()
-    return torch.cat([_diversity_scores(x, epsilon) for x in spread.split((n, m))])
+        return std_diversity(anchors, epsilon)
+    return entropy_diversity(anchors, epsilon, temperature)
 
 
 # ----------------------------------------------------------------------------------------------------- losses
 
 
 def diversity_contrastive_loss(
-    sim: Similarity,
+    sim: Anchors,
     temperature: float = 0.1,
     margin: float = 0.3,
-    diversity: Diversity = "std",
+    diversity: Diversity | Tensor = "std",
     epsilon: float = 0.1,
     detach_diversity: bool = True,
     positive_weight: PositiveWeight = "paper",
     positive: PositiveForm = "clamp",
     entropy_temperature: float = 1.0,
     reduction: Reduction = "mean",
-) -> Tensor | tuple[Tensor, Tensor]:
-    r"""Diversity-sensitive contrastive loss, DCL (CODER Eq. 4-5).
+    *,
+    positives: Anchors | None = None,
+) -> Any:
+    r"""Return the diversity-sensitive contrastive loss, DCL (CODER Eq. 4-5).
 
     .. math::
         \ell_i = \mu \log\Bigl(1 + \sum_{j \in neg(i)} e^{(S_{ij} - \gamma) / (\mu d_i)}\Bigr)
                  - w \operatorname{mean}_{p \in pos(i)} \log(1 + S_{ip})
 
     with temperature μ, margin γ, diversity ``d_i`` and ``w = μ`` as printed. ``diversity=None`` is the implicit form
-    (``d = 1``). See :class:`itrloss.DiversityContrastiveLoss` for the options.
+    (``d = 1``), and a tensor (A,) holds scores of your own. ``positives``: the same anchors with the candidates that
+    their positives are among, instead of those of the negatives. See :class:`itrloss.DiversityContrastiveLoss`.
     """
-    _checked(sim)
-    term = _positive_term(positive)
+    anchors = _both(sim)
+    one_of("positive", positive, *_TERMS)
+    scale: float | Tensor = 1 / temperature
+    if isinstance(diversity, Tensor):
+        scale = scale / diversity
+    elif diversity is not None:
+        scale = scale / _diversity(anchors, diversity, epsilon, entropy_temperature, detach_diversity)
+    repulsion = anchors.logsumexp(scale)
+    attraction = (positives or anchors).mean_of_positives(_TERMS[positive])
     weight = temperature if positive_weight == "paper" else float(positive_weight)
-    scale: Tensor | float = 1 / temperature
-    if diversity is None:
-        repulsion = sim._joined.logsumexp(scale)
-    else:
-        beside = sim._detach_for_now() if detach_diversity else sim
-        scale = scale / diversities(beside, diversity, epsilon, entropy_temperature)
-        repulsion = sim._joined.logsumexp(scale)
-    counts = AnchorCounts(sim)
-    attraction = counts.mean_of_positives(sim._joined.positives(term))
     values = temperature * _log1p_exp(repulsion - scale * margin) - weight * attraction
-    return counts.reduce(values, reduction)
-
-
-def hubness_aware_loss(
-    sim: Similarity, scale: float = 90.0, margin: float = 0.5, reduction: Reduction = "mean"
-) -> Tensor | tuple[Tensor, Tensor]:
-    r"""Hubness-aware loss, HAL (in-batch part of USER Eq. 17).
-
-    .. math::
-        \frac1B \sum_i \Bigl[ \tfrac1\gamma \log\bigl(1 + \sum_{j \ne i} e^{\gamma (S_{ij} - \varepsilon)}\bigr)
-        + \tfrac1\gamma \log\bigl(1 + \sum_{j \ne i} e^{\gamma (S_{ji} - \varepsilon)}\bigr) - \log(1 + S_{ii}) \Bigr]
-
-    with ``scale`` γ and ``margin`` ε. In general: mean over rows of the row term, plus mean over columns of the column
-    term, minus the mean over positive pairs of ``log(1 + S)``. With ``reduction="none"`` each direction carries one
-    half of the positive term. See :class:`itrloss.HubnessAwareLoss`.
-    """
-    repulsion = _log1p_exp(_checked(sim)._joined.logsumexp(scale) - scale * margin) / scale
-    counts = AnchorCounts(sim)
-    attraction = counts.mean_over_pairs(sim._joined.positives("log1p_clamp"))
-    return counts.reduce(repulsion - 0.5 * attraction, reduction)
+    return anchors.reduce(values, reduction, _valid(repulsion, positives))
 
 
 def memory_diversity_contrastive_loss(
@@ -175,43 +147,61 @@ def memory_diversity_contrastive_loss(
     reduction: Reduction = "mean",
     *,
     diversity_from: DiversityFrom = "both",
-) -> Tensor | tuple[Tensor, Tensor]:
-    r"""Memory-aided DCL, M-DCL (CODER Eq. 6): images against the memory's texts, texts against its images.
+) -> Any:
+    r"""Return the memory-aided DCL, M-DCL (CODER Eq. 6): images against the memory's texts, texts against its images.
 
-    .. math::
-        \ell_i = \mu \log\Bigl(1 + \sum_{q} e^{(S_{iq} - \gamma) / (\mu d_i)}\Bigr)
-                 - w \operatorname{mean}_{p \in pos(i)} \log(1 + \operatorname{cos}(x_i, k_p)), \qquad
-        d_i = \tfrac12 (d_i^{batch} + d_i^{memory})
+    It is :func:`diversity_contrastive_loss` over the memory's entries with another id than the anchor's, with the
+    momentum keys of the batch as positives and
 
-    over the memory's entries q with another id than the anchor's, and the momentum keys k of its positives. See
-    :class:`itrloss.MemoryDiversityContrastiveLoss` for the options.
+    .. math:: d_i = \tfrac12 (d_i^{batch} + d_i^{memory}).
+
+    See :class:`itrloss.MemoryDiversityContrastiveLoss` for the options.
     """
     _checked_memory(sims)
-    term = _positive_term(positive)
-    if positive_from not in ("key", "batch"):
-        raise ValueError(f"positive_from: expected 'key' or 'batch', got {positive_from!r}")
-    if diversity_from not in ("both", "batch"):
-        raise ValueError(f"diversity_from: expected 'both' or 'batch', got {diversity_from!r}")
-    weight = temperature if positive_weight == "paper" else float(positive_weight)
-    in_batch: tuple[Tensor, ...] = ()
-    values = []
+    one_of("positive_from", positive_from, "key", "batch")
+    one_of("diversity_from", diversity_from, "both", "batch")
+    scores: Tensor | None = None
     if diversity is not None:
-        batch = sims.batch._detach_for_now() if detach_diversity else sims.batch
-        in_batch = diversities(batch, diversity, epsilon, entropy_temperature).split(batch.shape)
-    for side, memory in enumerate(sims.memory):
-        scale: Tensor | float = 1 / temperature
-        if diversity is not None and diversity_from == "batch":
-            scale = 1 / temperature / in_batch[side]
-        elif diversity is not None:
-            beside = memory._detach_for_now() if detach_diversity else memory
-            own = _diversity(beside, diversity, epsilon, entropy_temperature)
-            scale = 2 / temperature / (in_batch[side] + own)
-        repulsion = memory.logsumexp(scale)
-        positives = sims.keys[side] if positive_from == "key" else _seen(sims.batch, side)
-        attraction = _mean_over_positives(positives, term)
-        value = temperature * _log1p_exp(repulsion - scale * margin) - weight * attraction
-        values.append(_zero_without_partners(value, repulsion, positives))
-    return reduce_valid(values, reduction)
+        options = diversity, epsilon, entropy_temperature, detach_diversity
+        scores = _diversity(sims.batch.both, *options)
+        if diversity_from == "both":
+            scores = 0.5 * (scores + _diversity(sims.memory, *options))
+    positives = sims.keys if positive_from == "key" else sims.batch.both
+    given = temperature, margin, scores, epsilon, detach_diversity, positive_weight, positive, entropy_temperature
+    return diversity_contrastive_loss(sims.memory, *given, reduction, positives=positives)
+
+
+def hubness_aware_loss(
+    sim: Anchors,
+    scale: float = 90.0,
+    margin: float = 0.5,
+    reduction: Reduction = "mean",
+    *,
+    positive: PositiveForm = "clamp",
+    positives: Anchors | None = None,
+) -> Any:
+    r"""Return the hubness-aware loss, HAL (in-batch part of USER Eq. 17).
+
+    .. math::
+        \frac1B \sum_i \Bigl[ \tfrac1\gamma \log\bigl(1 + \sum_{j \ne i} e^{\gamma (S_{ij} - \varepsilon)}\bigr)
+        + \tfrac1\gamma \log\bigl(1 + \sum_{j \ne i} e^{\gamma (S_{ji} - \varepsilon)}\bigr) - \log(1 + S_{ii}) \Bigr]
+
+    with ``scale`` γ and ``margin`` ε. In general: mean over rows of the row term, plus mean over columns of the column
+    term, minus the mean over positive pairs of ``log(1 + S)``. With ``reduction="none"`` each direction carries one
+    half of the positive term.
+
+    ``positives``: the same anchors with the candidates that their positives are among; then the mean of ``log(1 + S)``
+    over them is each anchor's own, as in a memory's terms of USER. See :class:`itrloss.HubnessAwareLoss`.
+    """
+    anchors = _both(sim)
+    one_of("positive", positive, *_TERMS)
+    repulsion = anchors.logsumexp(scale)
+    if positives is None:
+        attraction = 0.5 * anchors.per_pair(anchors.sum_of_positives(_TERMS[positive]))
+    else:
+        attraction = positives.mean_of_positives(_TERMS[positive])
+    values = _log1p_exp(repulsion - scale * margin) / scale - attraction
+    return anchors.reduce(values, reduction, _valid(repulsion, positives))
 
 
 def unified_training_objective(
@@ -221,10 +211,11 @@ def unified_training_objective(
     batch_weight: float = 1.0,
     reduction: Reduction = "mean",
     *,
+    positive: PositiveForm = "clamp",
     image_memory_weight: float = 1.0,
     text_memory_weight: float = 1.0,
-) -> Tensor | tuple[Tensor, Tensor]:
-    r"""Unified training objective, UTO (USER Eq. 18-21): HAL in the batch, and its rows against the memory.
+) -> Any:
+    r"""Return the unified training objective, UTO (USER Eq. 18-21): HAL in the batch, and its rows against the memory.
 
     .. math::
         \lambda\, \mathrm{HAL} + \operatorname{mean}_i Q(v_i) + \operatorname{mean}_i Q(w_i), \qquad
@@ -236,23 +227,17 @@ def unified_training_objective(
     memory's texts, ``image_memory_weight`` that of the texts. See :class:`itrloss.UnifiedTrainingObjective`.
     """
     _checked_memory(sims)
-    values = []
-    for keys, memory, weight in zip(sims.keys, sims.memory, (text_memory_weight, image_memory_weight), strict=True):
-        repulsion = memory.logsumexp(scale)
-        value = _log1p_exp(repulsion - scale * margin) / scale - _mean_over_positives(keys, "log1p_clamp")
-        values.append(_zero_without_partners(weight * value, repulsion, keys))
-    queue = reduce_valid(values, reduction)
-    batch = hubness_aware_loss(sims.batch, scale, margin, reduction)
-    if isinstance(queue, Tensor) or isinstance(batch, Tensor):
-        return batch_weight * batch + queue  # type: ignore[operator]
-    rows, cols = (batch_weight * b + q for b, q in zip(batch, queue, strict=True))
-    return rows, cols
+    options: dict[str, Any] = {"scale": scale, "margin": margin, "reduction": reduction, "positive": positive}
+    batch = hubness_aware_loss(sims.batch, **options)
+    sides = zip((text_memory_weight, image_memory_weight), sims.memory.groups(), sims.keys.groups(), strict=True)
+    queues = [(weight, hubness_aware_loss(memory, **options, positives=keys)) for weight, memory, keys in sides]
+    if reduction != "none":
+        return batch_weight * batch + sum(weight * value for weight, value in queues)
+    return tuple(batch_weight * b + weight * value for b, (weight, (value,)) in zip(batch, queues, strict=True))
 
 
-def info_nce_loss(
-    sim: Similarity, temperature: float | Tensor = 0.07, reduction: Reduction = "mean"
-) -> Tensor | tuple[Tensor, Tensor]:
-    r"""InfoNCE in both directions, with any number of positives.
+def info_nce_loss(sim: Anchors, temperature: float | Tensor = 0.07, reduction: Reduction = "mean") -> Any:
+    r"""Return InfoNCE in both directions, with any number of positives.
 
     .. math:: \ell_i = \operatorname{mean}_{p \in pos(i)} -\log
         \frac{e^{S_{ip}/\tau}}{e^{S_{ip}/\tau} + \sum_{j \in neg(i)} e^{S_{ij}/\tau}}
@@ -261,20 +246,18 @@ def info_nce_loss(
     negatives, not with the anchor's other positives. With one positive per anchor this is the sum of the two
     cross-entropies; CLIP's loss is half of it.
     """
+    anchors = _both(sim)
     if isinstance(temperature, Tensor):
-        temperature = temperature.to(_checked(sim).dtype)  # its reciprocal in half precision would be far off
+        temperature = temperature.to(anchors.dtype)  # its reciprocal in half precision would be far off
     scale = 1 / temperature
-    a = scale if isinstance(scale, Tensor) else torch.full((1,), scale, dtype=_checked(sim).dtype, device=sim.device)
-    negatives = sim._joined.logsumexp(a)
-    loss = sim._joined.positives("negative_log_likelihood", negatives, a)
-    counts = AnchorCounts(sim)
-    return counts.reduce(counts.mean_of_positives(loss), reduction)
+    loss = anchors.mean_of_positives(negative_log_likelihood, anchors.logsumexp(scale), scale)
+    return anchors.reduce(loss, reduction)
 
 
 def sigmoid_loss(
     sim: Similarity, scale: float | Tensor = 10.0, bias: float | Tensor = -10.0, reduction: Reduction = "mean"
-) -> Tensor | tuple[Tensor, Tensor]:
-    r"""Sigmoid loss, SigLIP (Zhai et al., ICCV 2023, Eq. 1): every pair is a classification of its own.
+) -> Any:
+    r"""Return the sigmoid loss, SigLIP (Zhai et al., ICCV 2023, Eq. 1): every pair is a classification of its own.
 
     .. math:: \frac12 \Bigl(\frac1N + \frac1M\Bigr) \sum_{i,j} \log\bigl(1 + e^{-z_{ij} (a S_{ij} + b)}\bigr)
 
@@ -282,51 +265,36 @@ def sigmoid_loss(
     value, which get their gradients. All pairs count, also those of an anchor without positives. Of a pair's value one
     half is its image's and the other its text's.
     """
-    _checked(sim)
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
+    one_of("reduction", reduction, "mean", "sum", "none")
+    anchors = _both(sim) if reduction == "none" else _checked(sim)
     for name, x in (("scale", scale), ("bias", bias)):
         if isinstance(x, Tensor) and x.numel() != 1:
             raise ValueError(f"{name}: expected a number or a tensor of one value, got shape {tuple(x.shape)}")
-    a, b = (
-        x.to(sim.device, sim.dtype).reshape(1)
-        if isinstance(x, Tensor)
-        else torch.full((1,), x, dtype=sim.dtype, device=sim.device)
-        for x in (scale, bias)
-    )
+    # Each pair is visited once, from its row; for the values of both sides, from both.
+    values = anchors.sum(softplus, scale, bias) + anchors.sum_of_positives(softplus, -scale, -bias)
     if reduction == "none":
-        pushed = sim.both.negatives("softplus", (a, b), (a, b))
-        pulled = sim.both.positives("softplus", (-a, -b), (-a, -b), sparse=True)
-        return 0.5 * (pulled[0] + pushed[0]), 0.5 * (pulled[1] + pushed[1])
-    total = sim.negatives("softplus", a, b).sum() + sim.positives("softplus", -a, -b, sparse=True).sum()
+        return anchors.split(0.5 * values)
     n, m = sim.shape
-    return total * (0.5 / n + 0.5 / m) if reduction == "mean" else total
+    return values.sum() * (0.5 / n + 0.5 / m) if reduction == "mean" else values.sum()
 
 
 def triplet_loss(
-    sim: Similarity,
-    margin: float = 0.2,
-    mining: Mining = "hardest",
-    reduction: Reduction = "sum",
-) -> Tensor | tuple[Tensor, Tensor]:
-    r"""Triplet ranking loss (VSE++): every positive pair against negatives of both its members.
+    sim: Anchors, margin: float = 0.2, mining: Mining = "hardest", reduction: Reduction = "sum"
+) -> Any:
+    r"""Return the triplet ranking loss (VSE++): every positive pair against negatives of both its members.
 
     .. math:: \ell_i = \sum_{p \in pos(i)} \max_{j \in neg(i)} [\alpha - S_{ip} + S_{ij}]_+ \quad\text{("hardest")}
 
     or the sum over all negatives instead of the maximum (``"all"``); α is the ``margin``, in units of cosine
     similarity.
     """
-    return AnchorCounts(sim).reduce(triplet_values(_checked(sim), margin, mining), reduction)
-
-
-def triplet_values(sim: Similarity, margin: float, mining: Mining) -> Tensor:
-    """The terms of :func:`triplet_loss`, of each row and then of each column, whether it counts or not: (N + M,)."""
+    anchors = _both(sim)
+    one_of("mining", mining, "hardest", "all")
     if mining == "hardest":
-        thresholds = torch.cat([h.values for h in sim.both.hardest()]) + margin
-        return sim._joined.positives("hinge", thresholds, sparse=True)
-    if mining == "all":
-        return sim._joined.violations(margin)
-    raise ValueError(f"mining: expected 'hardest' or 'all', got {mining!r}")
+        values = anchors.sum_of_positives(hinge, anchors.hardest_negatives().values + margin)
+    else:
+        values = anchors.hinge_sum(margin)
+    return anchors.reduce(values, reduction)
 
 
 def prototype_classification_loss(
@@ -336,8 +304,8 @@ def prototype_classification_loss(
     prototype_ids: Tensor,  # (B,)
     reduction: Reduction = "mean",
     engine: Engine = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
-    r"""Prototype-guided classification, PGC (CODER Eq. 7): cross-entropies of one linear classifier for both sides.
+) -> Any:
+    r"""Return prototype-guided classification, PGC (CODER Eq. 7): cross-entropies of one linear classifier.
 
     .. math:: -\operatorname{mean}_b \log \operatorname{softmax}(P v_b)_{z_b}
               - \operatorname{mean}_b \log \operatorname{softmax}(P w_b)_{z_b}
@@ -355,29 +323,26 @@ def prototype_classification_loss(
     Returns:
         A 0-dim float32 tensor (float64 for float64 input), or a pair of tensors for ``"none"``.
     """
-    given = (("image_concepts", image_concepts, "(B, F)"), ("text_concepts", text_concepts, "(B, F)"))
-    for name, x, wanted in (*given, ("weight", weight, "(K, F)")):
+    named = (("image_concepts", image_concepts, "(B, F)"), ("text_concepts", text_concepts, "(B, F)"))
+    for name, x, wanted in (*named, ("weight", weight, "(K, F)")):
         check_matrix(name, x, wanted, False)
-    for name, x, _ in given:
-        wanted = (image_concepts.shape[0], weight.shape[1])
-        if x.shape != wanted:
-            raise ValueError(f"{name}: expected shape {wanted}, got {tuple(x.shape)}")
+    for name, x, _ in named:
+        shape = (image_concepts.shape[0], weight.shape[1])
+        if x.shape != shape:
+            raise ValueError(f"{name}: expected shape {shape}, got {tuple(x.shape)}")
         if (x.dtype == torch.float64) != (weight.dtype == torch.float64):
             raise TypeError(f"{name}: expected float64 for a float64 weight and for no other, got {x.dtype}")
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
+    one_of("reduction", reduction, "mean", "sum", "none")
     batch, classes = image_concepts.shape[0], weight.shape[0]
     ids = as_ids("prototype_ids", prototype_ids, batch, weight.device)
-    # Only the CPU may look at them for nothing.
-    if ids.device.type == "cpu" and not torch.compiler.is_compiling() and not 0 <= ids.amin() <= ids.amax() < classes:
+    if host_may_read(ids) and not 0 <= int(ids.amin()) <= int(ids.amax()) < classes:
         got = f"{int(ids.amin())} to {int(ids.amax())}"
         raise ValueError(f"prototype_ids: expected integers from 0 to {classes - 1}, got {got}")
-    common = torch.promote_types(image_concepts.dtype, text_concepts.dtype)
-    both = torch.cat([image_concepts.to(common), text_concepts.to(common)])
+    dtype = torch.promote_types(image_concepts.dtype, torch.float32)  # autocast does not join two half types
+    both = torch.cat([image_concepts.to(dtype), text_concepts.to(dtype)])
     labels = ids.repeat(2), torch.arange(classes, device=ids.device)
-    logits = Similarity(both, weight, *labels, normalize=False, engine=engine)
-    rivals = logits.logsumexp()
-    values = logits.positives("negative_log_likelihood", rivals, rivals.new_ones(1))
+    logits = Similarity._unchecked(both, weight, labels, (False, False), engine)
+    values = logits.sum_of_positives(negative_log_likelihood, logits.logsumexp(), 1.0)
     if reduction == "none":
         return values[:batch], values[batch:]
     return values.sum() / batch if reduction == "mean" else values.sum()
@@ -386,11 +351,16 @@ def prototype_classification_loss(
 # ----------------------------------------------------------------------------------------------------- shared
 
 
-def _checked(sim: Similarity) -> Similarity:
-    if not isinstance(sim, Similarity):
+def _checked(sim: Anchors) -> Anchors:
+    if not isinstance(sim, Anchors):
         wanted = "a Similarity; the classes in itrloss take embeddings and scores"
         raise TypeError(f"sim: expected {wanted}, got {type(sim).__name__}")
     return sim
+
+
+def _both(sim: Anchors) -> Anchors:
+    """Rows and columns of a similarity; other anchors as they are."""
+    return sim.both if isinstance(sim, Similarity) else _checked(sim)
 
 
 def _checked_memory(sims: MemorySimilarity) -> None:
@@ -403,24 +373,9 @@ def _log1p_exp(z: Tensor) -> Tensor:
     return F.softplus(z, threshold=40)
 
 
-def _positive_term(positive: str) -> str:
-    if positive not in ("clamp", "relu"):
-        raise ValueError(f"positive: expected 'clamp' or 'relu', got {positive!r}")
-    return f"log1p_{positive}"
-
-
-def _seen(batch: Similarity, side: int) -> Similarity:
-    return batch.T if side else batch
-
-
-def _mean_over_positives(sim: Similarity, term: str) -> Tensor:
-    sums = sim.positives(term, sparse=True)
-    return sums if sim.one_to_one else sums / sim.positive_counts.clamp_min(1)
-
-
-def _zero_without_partners(values: Tensor, repulsion: Tensor, positives: Similarity) -> tuple[Tensor, Tensor]:
-    """Per anchor: its value, and whether it counts, which takes a positive and a negative."""
-    valid = repulsion != -torch.inf
-    if not positives.one_to_one:
-        valid = valid & (positives.positive_counts > 0)
-    return torch.where(valid, values, 0.0), valid
+def _valid(repulsion: Tensor, positives: Anchors | None) -> Tensor | None:
+    """(A,) which anchors count whose positives are others than their candidates': one of each kind; None: the usual."""
+    if positives is None:
+        return None
+    valid = repulsion > -torch.inf
+    return valid if positives.one_to_one else valid & (positives.positive_counts > 0)

@@ -8,23 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from ._arguments import (
-    as_ids,
-    check_embeddings,
-    check_ids,
-    check_matrix,
-    check_size,
-    diagonal_if_unique,
-    refuse_other_shapes,
-)
+from . import checks
+from .checks import as_ids, check_alike, check_matrix, check_size, one_of, refuse_other_shapes
 from .distributed import gather_rows
-from .engines.operators import inverse_norms
-from .engines.tiles import unit
-from .similarity import Engine, Similarity
+from .engine.scores import IGNORE_ID, inverse_norms, scaled
+from .similarity import Anchors, Engine, Similarity
 
 __all__ = ["CoupledMemory", "MemorySimilarity", "MomentumEncoder"]
-
-_FIRST = torch.iinfo(torch.int64).min  # ids of entries that were given none count up from here
 
 
 class CoupledMemory(nn.Module):
@@ -34,10 +24,12 @@ class CoupledMemory(nn.Module):
     read it as it is, without a copy, so put a batch in *after* its backward pass: where that still needs entries that
     were overwritten meanwhile, PyTorch refuses it.
 
+    Entries that do not exist yet have an id that takes part in nothing, and so has a pair with a key that is not finite
+    (an overflow that the optimiser skips).
+
     In a ``torch.distributed`` job every process takes in the keys of all of them, so that contents are the same
-    everywhere (but for a random start with another seed); batches must be of one size then. Nothing here waits for an
-    accelerator. A CUDA graph that you record keeps the number of entries that there were, so record it when the memory
-    is full; ``torch.compile`` leaves what counts them out of its graphs.
+    everywhere (but for a random start with another seed); batches must be of one size then. Nothing here synchronises
+    with an accelerator but ``len(memory)``, so that steps may be recorded as CUDA graphs.
 
     Args:
         size: number of entries; need not be a multiple of the batch size.
@@ -48,8 +40,8 @@ class CoupledMemory(nn.Module):
             MoCo-like public codes have it.
 
     Attributes:
-        images, texts: (size, dim) unit-length keys, of which the first ``len(memory)`` are valid.
-        ids: (size,) int64.
+        images, texts: (size, dim) unit-length keys.
+        ids: (size,) int64; the least of all where there is no entry.
         enqueued: () int64, number of entries that were ever put in; the next goes to ``enqueued % size``.
 
     ``state_dict`` holds all of it, so that a resumed run continues bit for bit.
@@ -68,16 +60,14 @@ class CoupledMemory(nn.Module):
             check_size(name, value)
         if not dtype.is_floating_point:
             raise TypeError(f"dtype: expected a floating-point type, got {dtype}")
-        if start not in ("empty", "random"):
-            raise ValueError(f"start: expected 'empty' or 'random', got {start!r}")
-        for name in ("images", "texts"):
-            keys = torch.zeros(size, dim) if start == "empty" else torch.rand(size, dim)
-            self.register_buffer(name, nn.functional.normalize(keys, dim=1).to(dtype))
-        self.register_buffer("ids", torch.arange(size) + _FIRST)
-        self.register_buffer("enqueued", torch.tensor(0 if start == "empty" else size))
-        # On the CPU for good: the host may ask how many entries are valid without waiting for an accelerator.
-        self._count = torch.tensor(0 if start == "empty" else size, device="cpu")
-        self._counted = self.enqueued, self.enqueued._version
+        one_of("start", start, "empty", "random")
+        with torch.inference_mode(False):  # whose tensors could not be written to later
+            for name in ("images", "texts"):
+                keys = torch.zeros(size, dim) if start == "empty" else torch.rand(size, dim)
+                self.register_buffer(name, nn.functional.normalize(keys, dim=1).to(dtype))
+            ids = torch.full((size,), IGNORE_ID) if start == "empty" else IGNORE_ID + 1 + torch.arange(size)
+            self.register_buffer("ids", ids)
+            self.register_buffer("enqueued", torch.tensor(0 if start == "empty" else size))
         self._labelled: bool | None = None  # whether entries came with ids; None: nothing came yet
 
     @property
@@ -90,27 +80,9 @@ class CoupledMemory(nn.Module):
         """D of the embeddings."""
         return self.images.shape[1]
 
-    @property
-    def count(self) -> Tensor:
-        """() int64 on the CPU: number of valid entries."""
-        # Somebody else wrote the buffer: a state was loaded or broadcast, or the module copied or moved.
-        if not torch.compiler.is_compiling():
-            buffer, version = self._counted
-            if buffer is not self.enqueued or version != buffer._version:
-                self._count.fill_(min(int(self.enqueued), self.size))
-                self._counted = self.enqueued, self.enqueued._version
-        return self._count
-
-    def _apply(self, *args: Any, **options: Any) -> CoupledMemory:
-        """Moved buffers are others, and hold the same."""
-        _ = self.count  # while it can be read
-        super()._apply(*args, **options)
-        self._counted = self.enqueued, self.enqueued._version
-        return self
-
     def __len__(self) -> int:
-        """Number of valid entries."""
-        return int(self.count)
+        """Number of valid entries. Synchronises with an accelerator."""
+        return int((self.ids != IGNORE_ID).sum())
 
     def __bool__(self) -> bool:
         """A memory is there, even while it is empty."""
@@ -133,21 +105,21 @@ class CoupledMemory(nn.Module):
         self._labelled = ids is not None
         images, texts = gather_rows(image_keys), gather_rows(text_keys)
         batch, device = images.shape[0], self.images.device
-        if ids is None:
-            ids = self.enqueued + torch.arange(_FIRST, _FIRST + batch, device=device)
+        if ids is None:  # entries that match nothing
+            ids = self.enqueued + torch.arange(IGNORE_ID + 1, IGNORE_ID + 1 + batch, device=device)
         else:
             ids = gather_rows(ids.to(image_keys.device, torch.int64)).to(device)
         kept = min(batch, self.size)
         place = (self.enqueued + torch.arange(batch - kept, batch, device=device)) % self.size
+        ids = ids[batch - kept :]
         for buffer, keys in ((self.images, images), (self.texts, texts)):
             keys = keys[batch - kept :].to(device)
-            buffer.index_copy_(0, place, unit(keys, inverse_norms(keys)).to(buffer.dtype))
-        self.ids.index_copy_(0, place, ids[batch - kept :])
-        count = self.count
+            finite = keys.isfinite().all(1)
+            keys = torch.where(finite[:, None], keys, 0.0)
+            ids = torch.where(finite, ids, IGNORE_ID)
+            buffer.index_copy_(0, place, scaled(keys, inverse_norms(keys)).to(buffer.dtype))
+        self.ids.index_copy_(0, place, ids)
         self.enqueued.add_(batch)
-        count.add_(batch).clamp_max_(self.size)
-        if not torch.compiler.is_compiling():
-            self._counted = self.enqueued, self.enqueued._version
 
     def _check(self, image_keys: Tensor, text_keys: Tensor, ids: Tensor | None) -> None:
         for name, keys in (("image_keys", image_keys), ("text_keys", text_keys)):
@@ -161,7 +133,7 @@ class CoupledMemory(nn.Module):
             raise ValueError(f"ids: the entries before had {had}, got {got}")
 
     def get_extra_state(self) -> dict[str, Any]:
-        """What the buffers do not tell."""
+        """Return what the buffers do not tell."""
         return {"labelled": self._labelled}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
@@ -174,16 +146,17 @@ class CoupledMemory(nn.Module):
             super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
-        """What ``repr`` shows."""
+        """Return what ``repr`` shows."""
         return f"size={self.size}, dim={self.dim}, valid={len(self)}, dtype={self.images.dtype}"
 
 
 class MemorySimilarity(NamedTuple):
-    """What a loss with a memory asks: each pair is (of the images, of the texts), with these as rows."""
+    """What a loss with a memory asks. Of keys and memory, the anchors are the images, and then the texts."""
 
     batch: Similarity  # images with texts
-    keys: tuple[Similarity, Similarity]  # images with the text keys; texts with the image keys
-    memory: tuple[Similarity, Similarity]  # images with the memory's texts; texts with its images. Rows only
+    keys: Anchors  # images with the text keys; texts with the image keys
+    memory: Anchors  # images with the memory's texts; texts with its images
+    entries: Tensor  # () int64, how many are valid
 
     @classmethod
     def of(
@@ -199,18 +172,10 @@ class MemorySimilarity(NamedTuple):
         engine: Engine = "auto",
         check_finite: bool = False,
     ) -> MemorySimilarity:
-        """See :class:`itrloss.MemoryLoss`, which passes its arguments on."""
-        if not isinstance(memory, CoupledMemory):
-            raise TypeError(f"memory: expected a CoupledMemory, got {type(memory).__name__}")
-        if (image_ids is None) != (text_ids is None):
-            missing = "image_ids" if image_ids is None else "text_ids"
-            raise ValueError(f"{missing}: expected ids for images and texts or for neither, got None")
-        if engine == "reference" and torch.compiler.is_compiling():
-            raise ValueError("engine: expected another than 'reference' for the compiler, with a memory")
-        if memory._labelled is not None and memory._labelled != (image_ids is not None or text_ids is not None):
-            wanted = "ids, as the memory's entries have them" if memory._labelled else "None, as the memory has no ids"
-            raise ValueError(f"image_ids, text_ids: expected {wanted}")
-        check_embeddings(images, texts, check_finite)
+        """Return the similarities of a batch; see :class:`itrloss.MemoryLoss`, which passes its arguments on."""
+        ids = _checked_ids(memory, image_ids, text_ids)
+        options: dict[str, Any] = {"engine": engine, "check_finite": check_finite}
+        batch = Similarity._made(images, texts, *ids, names=checks.IMAGES_AND_TEXTS, **options)
         for name, own, keys in (("image_keys", images, image_keys), ("text_keys", texts, text_keys)):
             check_matrix(name, keys, f"({own.shape[0]}, {own.shape[1]})", check_finite)
             if keys.shape != own.shape:
@@ -220,34 +185,37 @@ class MemorySimilarity(NamedTuple):
         if images.shape[1] != memory.dim:
             raise ValueError(f"memory: expected keys of dimension {images.shape[1]} like images, got {memory.dim}")
         for name, other in (("image_keys", image_keys), ("text_keys", text_keys), ("memory", memory.images)):
-            if other.device != images.device:
-                raise ValueError(f"{name}: expected device {images.device} like images, got {other.device}")
-            if (images.dtype == torch.float64) != (other.dtype == torch.float64):
-                got = f"{other.dtype} beside {images.dtype}"
-                raise TypeError(f"{name}: expected float64 for float64 embeddings and for no others, got {got}")
-        n, m = images.shape[0], texts.shape[0]
-        ids = check_ids(image_ids, text_ids, n, m, images.device)
-        pairs = diagonal_if_unique(ids)
-        of_images, of_texts = ids
-        if pairs[0] is None:  # the ids are the same on both sides
-            of_images = of_texts = torch.arange(n, device=images.device) if of_images is None else of_images
-        assert of_images is not None and of_texts is not None
-        image_keys, text_keys = image_keys.detach(), text_keys.detach()
-        v, w, v_keys, w_keys = (inverse_norms(x.detach()) for x in (images, texts, image_keys, text_keys))
-        of_memory = (
-            Similarity._of(images, memory.texts, (of_images, memory.ids), (v, None), engine, memory.count),
-            Similarity._of(texts, memory.images, (of_texts, memory.ids), (w, None), engine, memory.count),
-        )
+            check_alike(name, other, "images", images)
+        pairs = batch._first.pairs
+        pairings = (images, text_keys, pairs.ids), (texts, image_keys, pairs.ids[::-1])
+        keys = [_rows(own, others.detach(), i, engine) for own, others, i in pairings]
+        of_images, of_texts = batch.ids
+        if pairs.one_to_one:  # the ids are the same on both sides
+            of_images = of_texts = torch.arange(len(images), device=images.device) if of_texts is None else of_texts
+        queues = [
+            _rows(own, entries, (own_ids, memory.ids), engine, normalize=(True, False), bounded=True)
+            for own, entries, own_ids in ((images, memory.texts, of_images), (texts, memory.images, of_texts))
+        ]
         if of_images is of_texts:
-            of_memory[1]._matrix.list_as(of_memory[0]._matrix)
-        return cls(
-            Similarity._of(images, texts, pairs, (v, w), engine),
-            (
-                Similarity._of(images, text_keys, pairs, (v, w_keys), engine),
-                Similarity._of(texts, image_keys, (pairs[1], pairs[0]), (w, v_keys), engine),
-            ),
-            of_memory,
-        )
+            queues[1]._first.pairs = queues[0]._first.pairs  # found once
+        valid = (memory.ids != IGNORE_ID).sum()
+        return cls(batch, Anchors.together(*keys), Anchors.together(*queues), valid)
+
+
+def _rows(rows: Tensor, cols: Tensor, ids: Any, engine: str, **options: Any) -> Similarity:
+    return Similarity._unchecked(rows, cols, ids, engine=engine, **options)
+
+
+def _checked_ids(memory: CoupledMemory, image_ids: Any, text_ids: Any) -> tuple[Any, Any]:
+    if not isinstance(memory, CoupledMemory):
+        raise TypeError(f"memory: expected a CoupledMemory, got {type(memory).__name__}")
+    if (image_ids is None) != (text_ids is None):
+        missing = "image_ids" if image_ids is None else "text_ids"
+        raise ValueError(f"{missing}: expected ids for images and texts or for neither, got None")
+    if memory._labelled is not None and memory._labelled != (image_ids is not None):
+        wanted = "ids, as the memory's entries have them" if memory._labelled else "None, as the memory has no ids"
+        raise ValueError(f"image_ids, text_ids: expected {wanted}")
+    return image_ids, text_ids
 
 
 class _ExponentialAverage:

@@ -124,6 +124,10 @@ class Anchors:
         """Return what each group holds of a tensor (..., A)."""
         return x.split(self.sizes, -1)
 
+    def groups(self) -> list[Anchors]:
+        """Return the anchors of each group by themselves."""
+        return [Anchors._of(group) for group in self._groups]
+
     def detach(self: Self) -> Self:
         """Return the same anchors of similarities without a gradient."""
         known = {id(m): m.detach() for group in self._groups for m, _ in group}
@@ -424,7 +428,7 @@ class Similarity(Anchors):
     def _made(
         cls,
         rows: Tensor,
-        cols: Tensor,
+        cols: Tensor | None,
         row_ids: Tensor | None,
         col_ids: Tensor | None,
         *,
@@ -435,6 +439,11 @@ class Similarity(Anchors):
         names: checks.Names = checks.ROWS_AND_COLUMNS,
     ) -> Similarity:
         """Check and build, with errors in the caller's names."""
+        if cols is None:
+            checks.check_matrix("scores", rows, "(N, M)", check_finite)
+            ids = checks.check_ids(row_ids, col_ids, *rows.shape, rows.device, names)
+            scores = rows.to(compute_dtype(rows))
+            return cls._unchecked(scores, None, ids, engine=engine, rows_labelled=row_ids is not None)
         checks.check_embeddings(rows, cols, check_finite, names)
         ids = checks.check_ids(row_ids, col_ids, rows.shape[0], cols.shape[0], rows.device, names)
         return cls._unchecked(rows, cols, ids, normalize, engine, memory_budget, row_ids is not None)
@@ -449,13 +458,17 @@ class Similarity(Anchors):
         engine: str = "auto",
         memory_budget: int | None = None,
         rows_labelled: bool = True,
+        bounded: bool | None = None,
     ) -> Similarity:
+        """Build of checked input. ``bounded``: scores lie in [-1, 1]; by default where both sides are normalised."""
         budget = (0 if engine == "tiled" else MEMORY_BUDGET) if memory_budget is None else memory_budget
         numel = rows.shape[0] * (rows.shape[1] if cols is None else cols.shape[0])
         if cols is rows:
             cols = cols.view_as(cols)  # the compiler refuses to see the same tensor twice
         chosen = choose_engine(engine, numel, budget, rows)
-        sim = cls._of([(Matrix(rows, cols, _diagonal_if_unique(ids), normalize, chosen, budget), 0)])
+        matrix = Matrix(rows, cols, _diagonal_if_unique(ids), normalize, chosen, budget)
+        matrix.bounded = cols is not None and all(normalize) if bounded is None else bounded
+        sim = cls._of([(matrix, 0)])
         sim._ids = (ids[0] if rows_labelled else None, ids[1])
         return sim
 
@@ -473,11 +486,7 @@ class Similarity(Anchors):
 
         The gradient is that of the scores. They are not copied: what writes to them makes later answers an error.
         """
-        checks.check_matrix("scores", scores, "(N, M)", check_finite)
-        ids = checks.check_ids(row_ids, col_ids, *scores.shape, scores.device)
-        return cls._unchecked(
-            scores.to(compute_dtype(scores)), None, ids, engine=engine, rows_labelled=row_ids is not None
-        )
+        return cls._made(scores, None, row_ids, col_ids, engine=engine, check_finite=check_finite)
 
     _ids: Ids = (None, None)
 

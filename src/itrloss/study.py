@@ -107,7 +107,7 @@ def study(
     tried: list[tuple[str, Callable[[], Reranker | None], bool]] = [(PLAIN, lambda: None, False)]
     for name in methods:
         kind = METHODS[name]
-        if kind.needs_embeddings and sim._matrix.cols is None:
+        if kind.needs_embeddings and sim._inputs is None:
             left_out[name] = "needs embeddings: itrloss eval"
         elif name == "k-reciprocal" and sum(sim.shape) > folds * K_RECIPROCAL_ITEMS:
             left_out[name] = f"holds (N + M)² numbers, too many from {folds * K_RECIPROCAL_ITEMS} items on"
@@ -155,7 +155,7 @@ def _made(kind: type[Reranker], fast: FastReranker | None) -> Reranker:
 
 def _calibrated(validation: Similarity, banks: tuple[Tensor | None, Tensor | None]) -> Reranker:
     """With the banks, which of embeddings fit the validation set too; scores of a bank are of the test candidates."""
-    if validation._matrix.cols is None:
+    if validation._inputs is None:
         return FastReranker().calibrate(validation).fit(*banks)
     return FastReranker().fit(*banks).calibrate(validation)
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from .distributed import world_size
-from .engines.terms import pair_term
-from .functional import diversities
+from .engine.answers import identity, pair_term
+from .functional import std_diversity
 from .memory import MemorySimilarity
 from .metrics.results import skewness
 from .similarity import Similarity
@@ -16,17 +16,17 @@ __all__ = ["describe", "describe_memory"]
 
 
 @pair_term
-def below(scores: Tensor, threshold: Tensor) -> tuple[Tensor, ...]:
-    """1 where ``S < threshold``, else 0; flat, so there is no gradient."""
-    value = (scores < threshold).to(scores.dtype)
-    return value, torch.zeros_like(value), torch.zeros_like(value)
+def below(scores: Tensor, threshold: Tensor) -> Tensor:
+    """Return 1 where ``S < threshold``, else 0; flat, so there is no gradient."""
+    return (scores < threshold).to(scores.dtype)
 
 
 @torch.no_grad()
 def describe(sim: Similarity, margin: float = 0.0, hubness_k: int = 10) -> dict[str, Tensor]:
     """Figures of a batch, without a gradient and without waiting for an accelerator.
 
-    Shares the dense engine's matrix with the loss; the tiled engine forms the product once for each of three questions.
+    Shares the dense engine's matrix with the loss; beyond its memory budget the tiled engine forms the product
+    once for each of four questions.
 
     Args:
         sim: images as rows, texts as columns.
@@ -40,29 +40,24 @@ def describe(sim: Similarity, margin: float = 0.0, hubness_k: int = 10) -> dict[
         by ``margin``. ``hubness_i2t``, ``hubness_t2i``: skewness of the k-occurrences, 0 without hubs.
         ``diversity_min``: the lowest score of :func:`itrloss.functional.std_diversity`; the highest is 1.
     """
-    sim = sim._detach_for_now()
-    hardest, positives, counts = sim.both.hardest(), sim.both.positives(), sim.both.positive_counts
-    close = sim.both.positives("below", (hardest[0].values + margin,), (hardest[1].values + margin,))
-    pairs = counts[0].sum().clamp_min(1)
-    found = {"positive": positives[0].sum() / pairs}
-    values, gaps, active, anchors, seen = [], [], [], [], []
-    for best, positive, count, near in zip(hardest, positives, counts, close, strict=True):
-        rival = best.values != -torch.inf
-        values.append(torch.where(rival, best.values, 0.0).sum())
-        valid = rival & (count > 0)
-        gaps.append(torch.where(valid, positive / count.clamp_min(1) - best.values, 0.0).sum())
-        active.append(torch.where(valid, near, 0.0).sum())
-        anchors.append(torch.stack([rival.sum(), valid.sum()]))
-        seen.append((count * valid).sum())
-    with_rival, valid = (anchors[0] + anchors[1]).clamp_min(1)
-    found["hardest_negative"] = (values[0] + values[1]) / with_rival
-    found["gap"] = (gaps[0] + gaps[1]) / valid
-    found["active"] = (active[0] + active[1]) / (seen[0] + seen[1]).clamp_min(1)
-    for name, top, size in zip(("i2t", "t2i"), sim.both.topk(hubness_k), sim.shape[::-1], strict=True):
-        index = top.indices.flatten()
-        occurrences = torch.zeros(size, dtype=torch.int64, device=index.device)
+    sim = sim.detach()
+    both = sim.both
+    hardest, counts = both.hardest_negatives().values, both.positive_counts
+    positive, near = both.sum_of_positives(identity), both.sum_of_positives(below, hardest + margin)
+    rival = hardest != -torch.inf
+    valid = rival & (counts > 0)
+    gaps = torch.where(valid, positive / counts.clamp_min(1) - hardest, 0.0)
+    found = {
+        "positive": both.split(positive)[0].sum() / both.split(counts)[0].sum().clamp_min(1),
+        "hardest_negative": _mean(hardest, rival),
+        "gap": _mean(gaps, valid),
+        "active": torch.where(valid, near, 0.0).sum() / (counts * valid).sum().clamp_min(1),
+    }
+    for name, view in (("i2t", sim), ("t2i", sim.T)):
+        index = view.topk(min(hubness_k, view.shape[1])).indices.flatten()
+        occurrences = torch.zeros(view.shape[1], dtype=torch.int64, device=index.device)
         found[f"hubness_{name}"] = skewness(occurrences.index_add_(0, index, torch.ones_like(index)))
-    found["diversity_min"] = diversities(sim, "std", 0.1, 1.0).amin()
+    found["diversity_min"] = std_diversity(sim.both).amin()
     return {name: value.to(sim.dtype) for name, value in found.items()}
 
 
@@ -75,11 +70,15 @@ def describe_memory(sims: MemorySimilarity) -> dict[str, Tensor]:
     while there is none.
     """
     found = describe(sims.batch)
-    entries = sims.memory[0].shape[1]
+    entries = sims.entries.to(found["gap"].dtype)
     batch = sims.batch.shape[0] * world_size()
-    found["memory_entries"] = found["gap"].new_full((), entries)
-    found["memory_age"] = found["gap"].new_full((), (entries + batch) / 2 / batch if entries else 0.0)
-    best = torch.cat([side._detach_for_now().hardest().values for side in sims.memory])
-    rival = best != -torch.inf
-    found["memory_hardest"] = torch.where(rival, best, 0.0).sum() / rival.sum().clamp_min(1)
+    found["memory_entries"] = entries
+    found["memory_age"] = torch.where(entries > 0, (entries + batch) / 2 / batch, 0.0)
+    hardest = sims.memory.detach().hardest_negatives().values
+    found["memory_hardest"] = _mean(hardest, hardest != -torch.inf)
     return found
+
+
+def _mean(x: Tensor, counted: Tensor) -> Tensor:
+    """Return the mean of what is counted, 0 for none."""
+    return torch.where(counted, x, 0.0).sum() / counted.sum().clamp_min(1)

@@ -317,7 +317,7 @@ def test_an_unknown_loss_or_option_is_refused_by_name(capsys: pytest.CaptureFixt
         Config(caption_weight=0.5)
     with pytest.raises(ValueError, match=r"momentum = 2.0: must be in \[0, 1\]"):
         Config(momentum=2.0)
-    assert build_loss(Config(loss_options={"engine": "reference"})).engine == "reference"
+    assert build_loss(Config(loss_options={"engine": "dense"})).engine == "dense"
     assert build_loss(Config(loss="coder", loss_options={"temperature": 0.2, "clusters": 7})).memory.temperature == 0.2
     with pytest.raises(SystemExit):
         module.main(["seed=1", "--config", str(CONFIGS / "scenes.toml"), "loss=softmax"])

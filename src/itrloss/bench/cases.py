@@ -272,7 +272,7 @@ SUITES: dict[str, Suite] = {
         )
         + _of("pairs", [(4096, 4096, 1024)], **_CUDA)
         + _of("memory", [(128, 4096, 1024), (4096, 65536, 1024)], **_CUDA),
-        (*_ALL, "ours graphed", "ours dense", "ours triton", "ours triton panels", "ours tiled", "peers"),
+        (*_ALL, "ours graphed", "ours dense", "ours triton", "ours tiled", "peers"),
     ),
     "huge": Suite(
         "InfoNCE of 262144 pairs on a CUDA device, bfloat16: a matrix of 128 GiB that never exists",

@@ -26,7 +26,7 @@ from torch import Tensor
 
 import itrloss
 
-from ..engines.dispatch import ENGINES
+from ..engine.matrix import ENGINES
 from . import cases
 from .cases import LOSSES, Case, Problem
 from .peers import PEERS, Unavailable
@@ -34,7 +34,6 @@ from .peers import PEERS, Unavailable
 VARIANTS = {
     "ours": "the engine that 'auto' chooses",
     **{f"ours {engine}": f"engine={engine!r}" for engine in ENGINES},
-    "ours triton panels": "engine='triton', with matrix products before its kernels instead of in them",
     "ours compiled": "ours under torch.compile",
     "ours graphed": "ours as a CUDA graph, forward and backward",
     "eager": "the loss in plain PyTorch; for half precision under autocast",
@@ -153,7 +152,7 @@ def _same(name: str, case: Case) -> bool:
 def _loss(name: str, case: Case, problem: Problem) -> Callable[..., Tensor]:
     """The loss of the leaves that a variant stands for."""
     if name == "ours" or name.startswith("ours "):
-        engine = name.removeprefix("ours").removesuffix("panels").strip()
+        engine = name.removeprefix("ours").strip()
         module = cases.module(case, problem.given_plain, engine if engine in ENGINES else "auto").to(case.device)
         ours = torch.compile(module, fullgraph=True) if engine == "compiled" else module
         return lambda *leaves: ours(*leaves, *problem.given)
@@ -188,8 +187,7 @@ def step(name: str, case: Case, problem: Problem) -> Step:
         """Forward and backward, gradients anew."""
         for x in problem.trained:
             x.grad = None
-        with _products_before() if name == "ours triton panels" else contextlib.nullcontext():
-            loss(*problem.leaves).backward()
+        loss(*problem.leaves).backward()
 
     return _graphed(run, case, problem) if name == "ours graphed" else run
 
@@ -216,17 +214,6 @@ def _graphed(run: Step, case: Case, problem: Problem) -> Step:
             x.grad = grad
 
     return replay
-
-
-@contextlib.contextmanager
-def _products_before() -> Iterator[None]:
-    from ..engines.triton import blocks
-
-    blocks.FUSED = False
-    try:
-        yield
-    finally:
-        blocks.FUSED = True
 
 
 def _gradient(problem: Problem) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from .._arguments import check_number
+from ..checks import Names, check_number
 from ..similarity import Similarity
 
 Ids = Tensor | Sequence[int]
@@ -44,13 +44,9 @@ def similarity_of(
     x: Tensor, y: Tensor, ids: Any = (None, None), names: tuple[str, str] = ("im", "s"), order: bool = False
 ) -> Similarity:
     """Of embeddings as they come; errors name the caller's arguments."""
-    try:
-        if order:
-            return Similarity.from_scores(order_scores(x, y), *ids)
-        return Similarity(x, y, *ids, normalize=False)
-    except (TypeError, ValueError) as error:
-        message = str(error).replace("row_ids", "img_ids").replace("rows", names[0]).replace("cols", names[1])
-        raise type(error)(message) from None
+    if order:
+        return Similarity.from_scores(order_scores(x, y), *ids)
+    return Similarity._made(x, y, *ids, normalize=(False, False), names=Names(*names, "img_ids"))
 
 
 def pairs_of(x: Tensor, y: Tensor, names: tuple[str, str] = ("im", "s"), order: bool = False) -> Similarity:

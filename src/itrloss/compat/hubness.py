@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import functional
+from ..engine.answers import log1p_clamp
 from ..similarity import Similarity
 from ._shared import Ids, apart, given, is_order, option, pairs_of, similarity_of
 from .triplets import VSEPPLoss
@@ -135,7 +136,7 @@ class USERLoss(nn.Module):
         return images + self._queue_term(t_q, v_k, v_queue, ("t_q", "v_k", "v_queue"))
 
     def _queue_term(self, anchors: Tensor, keys: Tensor, queue: Tensor, names: tuple[str, str, str]) -> Tensor:
-        attraction = pairs_of(anchors, keys, names[:2]).positives("log1p_clamp", sparse=True)
+        attraction = pairs_of(anchors, keys, names[:2]).sum_of_positives(log1p_clamp)
         entries = queue.detach().T
         repulsion = similarity_of(anchors, entries, apart(anchors, entries), (names[0], names[2])).logsumexp(self.scale)
         return (F.softplus(repulsion - self.scale * self.margin, threshold=40) / self.scale - attraction).mean()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import functional
-from ..engines.tiles import compute_dtype
+from ..engine.scores import compute_dtype
 from ..similarity import Similarity
 from ._shared import HingeLoss, Parts, given, option, order_scores, pairs_of
 

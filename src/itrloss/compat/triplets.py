@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..engine.answers import hinge, identity
 from ._shared import HingeLoss, Ids, given, is_order, option, pairs_of, similarity_of, square
 
 
@@ -127,10 +128,8 @@ class HREMLoss(HingeLoss):
         if not self.mask_repeat:
             return self._hinges(pairs)
         ids = torch.as_tensor(given("img_ids", img_ids), device=im.device)
-        threshold = self.margin - pairs.positives(sparse=True)  # a pair's own score
+        threshold = self.margin - pairs.both.sum_of_positives(identity)  # a pair's own score, of image and text
         if self.max_violation:
-            rows, cols = (h.values for h in similarity_of(im, s, (ids, ids)).both.hardest())
-            return (threshold + rows).relu().sum() + (threshold + cols).relu().sum()
+            return (threshold + similarity_of(im, s, (ids, ids)).both.hardest_negatives().values).relu().sum()
         # max(threshold + S, 0) is the hinge at -S, which is the score of -im
-        rows, cols = similarity_of(-im, s, (ids, ids)).both.negatives("hinge", (threshold,), (threshold,))
-        return rows.sum() + cols.sum()
+        return similarity_of(-im, s, (ids, ids)).both.sum(hinge, threshold).sum()

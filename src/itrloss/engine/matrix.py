@@ -83,17 +83,13 @@ class Matrix:
         self._versions = self._current_versions()
         self._scores: Tensor | None = None  # dense: differentiable
         self._source: Scores | None = None  # tiled: with scores that are kept
-
-    @property
-    def bounded(self) -> bool:
-        """Whether scores are known to lie in [-1, 1]."""
-        return self.cols is not None and all(self.normalize)
+        self.bounded = cols is not None and all(normalize)  # whether scores are known to lie in [-1, 1]
 
     def detach(self) -> Matrix:
         """Return the same scores without a gradient; what was formed, or is to be kept, is shared."""
         cols = None if self.cols is None else self.cols.detach()
         twin = Matrix(self.rows.detach(), cols, self.pairs.ids, self.normalize, self.engine, self.budget)
-        twin.pairs, twin._versions = self.pairs, self._versions
+        twin.pairs, twin._versions, twin.bounded = self.pairs, self._versions, self.bounded
         if self.engine == "dense":
             twin._scores = self.scores().detach()
         else:

@@ -1,12 +1,16 @@
 """Losses as modules: they hold hyper-parameters and call :mod:`itrloss.functional`."""
 
 from .base import MemoryLoss, PairLoss
+from .coder import (
+    CODERObjective,
+    CODERTerms,
+    DiversityContrastiveLoss,
+    MemoryDiversityContrastiveLoss,
+    PrototypeClassificationLoss,
+)
 from .contrastive import InfoNCELoss, SigmoidLoss, TripletLoss
-from .diversity import DiversityContrastiveLoss, MemoryDiversityContrastiveLoss
-from .hubness import HubnessAwareLoss, UnifiedTrainingObjective
-from .objectives import CODERObjective, CODERTerms, DVSEObjective, DVSETerms
-from .prototypes import PrototypeClassificationLoss
-from .sets import DynamicGate, DynamicOrthogonalLoss, VarianceAwareLoss
+from .dvse import DVSEObjective, DVSETerms, DynamicGate, DynamicOrthogonalLoss, VarianceAwareLoss
+from .user import HubnessAwareLoss, UnifiedTrainingObjective
 
 __all__ = [
     "CODERObjective",

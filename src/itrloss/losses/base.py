@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checks import IMAGES_AND_TEXTS, one_of
 from ..distributed import gather, gather_ids, world_size
-from ..engines.dispatch import check_engine
+from ..engine.matrix import check_engine
 from ..functional import Reduction
 from ..memory import CoupledMemory, MemorySimilarity
 from ..similarity import Engine, Similarity
@@ -19,14 +20,23 @@ from ..telemetry import describe, describe_memory
 class Loss(nn.Module):
     """The options that all losses on similarities share."""
 
+    #: Attributes that ``repr`` shows.
+    shown: tuple[str, ...] = ()
+
     def __init__(self, *, reduction: Reduction = "mean", engine: Engine = "auto", check_finite: bool = False):
         super().__init__()
-        if reduction not in ("mean", "sum", "none"):
-            raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
+        one_of("reduction", reduction, "mean", "sum", "none")
         check_engine(engine)
         self.reduction: Reduction = reduction
         self.engine: Engine = engine
         self.check_finite = check_finite
+
+    def extra_repr(self) -> str:
+        """Return what ``repr`` shows."""
+        with torch.no_grad():
+            values = {name: getattr(self, name) for name in (*self.shown, "reduction")}
+            shown = {name: float(f"{float(x):.4g}") if isinstance(x, Tensor) else x for name, x in values.items()}
+        return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
 
 class ObservedLoss(Loss):
@@ -41,13 +51,13 @@ class ObservedLoss(Loss):
         self.telemetry: dict[str, Tensor] = {}
 
     def _gathered(
-        self, embeddings: Sequence[Tensor], image_ids: Tensor | None, text_ids: Tensor | None
-    ) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
+        self, embeddings: Sequence[Any], image_ids: Tensor | None, text_ids: Tensor | None
+    ) -> tuple[list[Any], Tensor | None, Tensor | None]:
         """Embeddings, the first of them of images, and ids of all processes if ``gather`` is on."""
         if not self.gather or world_size() == 1:
             return list(embeddings), image_ids, text_ids
-        given = [*embeddings, *(ids for ids in (image_ids, text_ids) if ids is not None)]
-        if not all(isinstance(x, Tensor) for x in given):  # refused later
+        tensors = [*embeddings, *(ids for ids in (image_ids, text_ids) if ids is not None)]
+        if not all(isinstance(x, Tensor) for x in tensors):  # refused later
             return list(embeddings), image_ids, text_ids
         numbered = embeddings[0].shape[0] if image_ids is None else 0  # text_ids alone number the process's own images
         ids = gather_ids(image_ids, 0), gather_ids(text_ids, numbered)
@@ -62,7 +72,8 @@ class PairLoss(ObservedLoss):
     """A loss on the similarities of images and texts; the base of the losses here and of your own.
 
     A subclass implements ``compute(sim: Similarity) -> Tensor`` and gets the call forms below, ids, engines and input
-    checks with it. Applying ``self.reduction`` is its own business; an ``__init__`` passes ``**common`` on to this one.
+    checks with it. Applying ``self.reduction`` is its own business (``sim.both.reduce``); an ``__init__`` passes
+    ``**common`` on to this one.
 
     Args:
         reduction: ``"mean"`` (over image anchors plus over text anchors), ``"sum"`` or ``"none"`` (a pair of
@@ -85,8 +96,8 @@ class PairLoss(ObservedLoss):
         text_ids: Tensor | None = None,
         *,
         scores: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """The loss of embeddings, of a score matrix, or of a :class:`itrloss.Similarity`.
+    ) -> Any:
+        """Return the loss of embeddings, of a score matrix, or of a :class:`itrloss.Similarity`.
 
         Args:
             images: (N, D) embeddings of any length; or a ``Similarity``, images as rows, in place of everything else.
@@ -103,8 +114,8 @@ class PairLoss(ObservedLoss):
         self._observe(lambda: describe(sim, self.active_margin))
         return value
 
-    def compute(self, sim: Similarity) -> Tensor | tuple[Tensor, Tensor]:
-        """The loss of a similarity with images as rows and texts as columns."""
+    def compute(self, sim: Similarity) -> Any:
+        """Return the loss of a similarity with images as rows and texts as columns."""
         raise NotImplementedError(f"{type(self).__name__} must implement compute(sim)")
 
     def _similarity(self, images: Any, texts: Any, image_ids: Any, text_ids: Any, scores: Any) -> Similarity:
@@ -117,21 +128,16 @@ class PairLoss(ObservedLoss):
             if self.check_finite:
                 images.check_finite()
             return images
+        options: dict[str, Any] = {"engine": self.engine, "check_finite": self.check_finite, "names": IMAGES_AND_TEXTS}
         if scores is not None:
             if images is not None or texts is not None:
                 raise ValueError("scores: expected either scores or images and texts, got both")
-        elif images is None or texts is None:
+            return Similarity._made(scores, None, image_ids, text_ids, **options)
+        if images is None or texts is None:
             missing = "images" if images is None else "texts"
             raise TypeError(f"{missing}: expected embeddings (or pass scores=, or a Similarity), got None")
-        options: dict[str, Any] = {"engine": self.engine, "check_finite": self.check_finite}
-        try:
-            if scores is not None:
-                return Similarity.from_scores(scores, image_ids, text_ids, **options)
-            assert images is not None and texts is not None
-            (images, texts), image_ids, text_ids = self._gathered((images, texts), image_ids, text_ids)
-            return Similarity(images, texts, image_ids, text_ids, **options)
-        except (TypeError, ValueError) as error:
-            raise type(error)(in_words_of_pairs(str(error))) from None
+        (images, texts), image_ids, text_ids = self._gathered((images, texts), image_ids, text_ids)
+        return Similarity._made(images, texts, image_ids, text_ids, **options)
 
 
 class MemoryLoss(ObservedLoss):
@@ -155,8 +161,8 @@ class MemoryLoss(ObservedLoss):
         memory: CoupledMemory,
         image_ids: Tensor | None = None,
         text_ids: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """The loss of a batch beside the memory of former ones.
+    ) -> Any:
+        """Return the loss of a batch beside the memory of former ones.
 
         Args:
             images: (N, D) embeddings of any length.
@@ -171,24 +177,14 @@ class MemoryLoss(ObservedLoss):
         Returns:
             A 0-dim float32 tensor (float64 for float64 input), or per-anchor values with ``reduction="none"``.
         """
+        embeddings = images, texts, image_keys, text_keys
+        embeddings, image_ids, text_ids = self._gathered(embeddings, image_ids, text_ids)
         options: dict[str, Any] = {"engine": self.engine, "check_finite": self.check_finite}
-        try:
-            given, image_ids, text_ids = self._gathered((images, texts, image_keys, text_keys), image_ids, text_ids)
-            images, texts, image_keys, text_keys = given
-            sims = MemorySimilarity.of(images, texts, image_keys, text_keys, memory, image_ids, text_ids, **options)
-        except (TypeError, ValueError) as error:
-            raise type(error)(in_words_of_pairs(str(error))) from None
+        sims = MemorySimilarity.of(*embeddings, memory, image_ids, text_ids, **options)
         value = self.compute(sims)
         self._observe(lambda: describe_memory(sims))
         return value
 
-    def compute(self, sims: MemorySimilarity) -> Tensor | tuple[Tensor, Tensor]:
-        """The loss of what :class:`itrloss.memory.MemorySimilarity` holds."""
+    def compute(self, sims: MemorySimilarity) -> Any:
+        """Return the loss of what :class:`itrloss.memory.MemorySimilarity` holds."""
         raise NotImplementedError(f"{type(self).__name__} must implement compute(sims)")
-
-
-def in_words_of_pairs(message: str) -> str:
-    """A message about rows and columns, for a caller who passed images and texts."""
-    for ours, theirs in (("row_ids", "image_ids"), ("col_ids", "text_ids"), ("rows", "images"), ("cols", "texts")):
-        message = message.replace(ours, theirs)
-    return message.replace(" columns", " texts")

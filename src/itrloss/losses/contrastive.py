@@ -10,36 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from .._arguments import check_number
-from .._reduction import AnchorCounts
+from ..checks import check_number, one_of
 from ..similarity import Similarity
 from .base import PairLoss
 
-_PLATEAU = 100  # calls
-
-
-class _Plateau:
-    """How long a triplet loss has been what it is where all embeddings are alike."""
-
-    def __init__(self) -> None:
-        self.flat: Tensor | int = 0  # number of calls in a row on the plateau
-        self.calls, self.warned = 0, False
-
-    def lasts(self, total: Tensor, pairs: Tensor | int, margin: float) -> bool:
-        """Count the calls on the plateau; True, and ``warned`` from then on, once there are too many."""
-        self.calls += 1
-        if total.device.type == "cpu":
-            flat = self.flat = (int(self.flat) + 1) * _alike(float(total) / float(pairs), margin)
-        else:  # which would have to be waited for: read the number now and then only
-            before = self.flat.to(total.device) if isinstance(self.flat, Tensor) else self.flat
-            flat = self.flat = (before + 1) * _alike(total / pairs, margin)
-        self.warned = self.calls % _PLATEAU == 0 and int(flat) >= _PLATEAU
-        return self.warned
-
-
-def _alike(value: Any, margin: float) -> Any:
-    """Whether a pair's loss is that of embeddings that are all alike."""
-    return abs(value - 2 * margin) < 0.01 * margin
+_CHECKED = 50  # calls
 
 
 class TripletLoss(PairLoss):
@@ -60,6 +35,8 @@ class TripletLoss(PairLoss):
         engine, check_finite, telemetry: see :class:`PairLoss`.
     """
 
+    shown = ("margin", "mining")
+
     def __init__(
         self,
         margin: float = 0.2,
@@ -72,7 +49,7 @@ class TripletLoss(PairLoss):
         check_number("margin", margin)
         self.margin = margin
         self.mining = mining
-        self._plateau = _Plateau()
+        self._calls, self._alike = 0, 0  # in training mode; looks in a row that found embeddings alike
 
     @property
     def active_margin(self) -> float:  # type: ignore[override]
@@ -86,27 +63,32 @@ class TripletLoss(PairLoss):
 
     @mining.setter
     def mining(self, value: functional.Mining) -> None:
-        if value not in ("hardest", "all"):
-            raise ValueError(f"mining: expected 'hardest' or 'all', got {value!r}")
+        one_of("mining", value, "hardest", "all")
         self._mining: functional.Mining = value
 
-    def compute(self, sim: Similarity) -> Tensor | tuple[Tensor, Tensor]:
+    def compute(self, sim: Similarity) -> Any:
         """See :func:`itrloss.functional.triplet_loss`."""
-        values, counts = functional.triplet_values(sim, self.margin, self.mining), AnchorCounts(sim)
-        loss, plateau = counts.reduce(values, self.reduction), self._plateau
-        if self.mining == "hardest" and self.training and not plateau.warned and not torch.compiler.is_compiling():
-            total = loss if self.reduction == "sum" else counts.reduce(values.detach(), "sum")
-            assert isinstance(total, Tensor)
-            if plateau.lasts(total.detach(), sim.shape[0] if counts.one_to_one else counts.pairs[0], self.margin):
-                warnings.warn(
-                    f"TripletLoss: {_PLATEAU} calls within 1 % of {2 * self.margin:g} per pair, which is 2 * margin:"
-                    ' all embeddings seem to be alike. Begin with mining="all", or lower the learning rate.',
-                    stacklevel=5,  # past forward and what a module's call goes through
-                )
+        loss = functional.triplet_loss(sim, self.margin, self.mining, self.reduction)
+        if self.mining == "hardest" and self.training and not torch.compiler.is_compiling():
+            self._calls += 1
+            if self._calls % _CHECKED == 0 and self._alike < 2:
+                self._look(sim)
         return loss
 
-    def extra_repr(self) -> str:
-        return f"margin={self.margin}, mining={self.mining!r}, reduction={self.reduction!r}"
+    @torch.no_grad()
+    def _look(self, sim: Similarity) -> None:
+        """Warn after two looks in a row, a hundred calls, that found embeddings all alike. Each synchronises."""
+        if sim.device.type == "meta" or (sim.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return
+        total = functional.triplet_loss(sim, self.margin, "hardest", "sum")
+        per_pair = float(total / sim.positive_counts.sum().clamp_min(1))
+        self._alike = self._alike + 1 if abs(per_pair - 2 * self.margin) < 0.01 * self.margin else 0
+        if self._alike == 2:
+            warnings.warn(
+                f"TripletLoss: {2 * _CHECKED} calls within 1 % of {2 * self.margin:g} per pair, which is 2 * margin:"
+                ' all embeddings seem to be alike. Begin with mining="all", or lower the learning rate.',
+                stacklevel=6,  # past forward and what a module's call goes through
+            )
 
 
 class InfoNCELoss(PairLoss):
@@ -123,27 +105,23 @@ class InfoNCELoss(PairLoss):
         reduction, engine, check_finite, telemetry, gather: see :class:`PairLoss`.
     """
 
+    shown = ("temperature", "learnable")
+
     def __init__(self, temperature: float = 0.07, learnable: bool = False, **common: Any):
         super().__init__(**common)
         check_number("temperature", temperature, positive=True)
-        self.log_scale = nn.Parameter(torch.tensor(-math.log(temperature))) if learnable else None
-        self._temperature = temperature
+        # (1,): what shards parameters over processes refuses those without a dimension.
+        self.log_scale = nn.Parameter(torch.tensor([-math.log(temperature)])) if learnable else None
+        self._temperature, self.learnable = temperature, learnable
 
     @property
     def temperature(self) -> float | Tensor:
-        """τ: a number, or a 0-dim tensor that follows ``log_scale``."""
-        return self._temperature if self.log_scale is None else (-self.log_scale).exp()
+        """τ: a number, or a 0-dim tensor that follows ``log_scale`` (1,)."""
+        return self._temperature if self.log_scale is None else (-self.log_scale).exp().squeeze()
 
-    def compute(self, sim: Similarity) -> Tensor | tuple[Tensor, Tensor]:
+    def compute(self, sim: Similarity) -> Any:
         """See :func:`itrloss.functional.info_nce_loss`."""
         return functional.info_nce_loss(sim, self.temperature, self.reduction)
-
-    def extra_repr(self) -> str:
-        """What ``repr`` shows."""
-        learnable = self.log_scale is not None
-        with torch.no_grad():
-            temperature = float(self.temperature)
-        return f"temperature={temperature:.4g}, learnable={learnable}, reduction={self.reduction!r}"
 
 
 class SigmoidLoss(PairLoss):
@@ -162,26 +140,21 @@ class SigmoidLoss(PairLoss):
             value is its image's and the other its text's.
     """
 
+    shown = ("scale", "bias", "learnable")
+
     def __init__(self, scale: float = 10.0, bias: float = -10.0, learnable: bool = True, **common: Any):
         super().__init__(**common)
         check_number("scale", scale, positive=True)
         check_number("bias", bias)
-        self.log_scale = nn.Parameter(torch.tensor(math.log(scale))) if learnable else None
-        self.bias = nn.Parameter(torch.tensor(float(bias))) if learnable else float(bias)
-        self._scale = scale
+        self.log_scale = nn.Parameter(torch.tensor([math.log(scale)])) if learnable else None
+        self.bias = nn.Parameter(torch.tensor([float(bias)])) if learnable else float(bias)
+        self._scale, self.learnable = scale, learnable
 
     @property
     def scale(self) -> float | Tensor:
-        """a: a number, or a 0-dim tensor that follows ``log_scale``."""
-        return self._scale if self.log_scale is None else self.log_scale.exp()
+        """a: a number, or a 0-dim tensor that follows ``log_scale`` (1,)."""
+        return self._scale if self.log_scale is None else self.log_scale.exp().squeeze()
 
-    def compute(self, sim: Similarity) -> Tensor | tuple[Tensor, Tensor]:
+    def compute(self, sim: Similarity) -> Any:
         """See :func:`itrloss.functional.sigmoid_loss`."""
         return functional.sigmoid_loss(sim, self.scale, self.bias, self.reduction)
-
-    def extra_repr(self) -> str:
-        """What ``repr`` shows."""
-        learnable = self.log_scale is not None
-        with torch.no_grad():
-            scale, bias = float(self.scale), float(self.bias)
-        return f"scale={scale:.4g}, bias={bias:.4g}, learnable={learnable}, reduction={self.reduction!r}"

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._arguments import check_size
-from ..similarity import Similarity, blocks
+from ..checks import check_size
+from ..similarity import Similarity, TopK
 from .labels import labelled
 
 
@@ -108,7 +108,7 @@ def relevant_pairs(judgements: Judgements, relevant: float | None, shape: tuple[
     return images[right], texts[right]
 
 
-def judged(sim: Similarity, rows: Tensor, cols: Tensor, ties: str, k: int) -> tuple[Tensor, Tensor]:
+def judged(sim: Similarity, rows: Tensor, cols: Tensor, ties: str, k: int) -> tuple[Tensor, TopK]:
     """Ranks of listed right candidates as of ``Similarity.ranks``, and the k best."""
     order = rows.argsort(stable=True)
     rows, cols = rows[order].to(sim.device), cols[order].to(sim.device)
@@ -116,8 +116,8 @@ def judged(sim: Similarity, rows: Tensor, cols: Tensor, ties: str, k: int) -> tu
     width = int(count.amax())
     place = torch.arange(len(rows), device=rows.device) - (count.cumsum(0) - count)[rows]
     ranks, tops = [], []
-    for part, scores in blocks(sim):
-        tops.append(scores.topk(min(k, scores.shape[1])).indices)
+    for part, scores in sim.blocks():
+        tops.append(scores.topk(min(k, scores.shape[1])))
         mine = (rows >= part.start) & (rows < part.stop)
         row, col = rows[mine] - part.start, cols[mine]
         right = torch.full((len(scores), width), -torch.inf, dtype=scores.dtype, device=scores.device)
@@ -127,7 +127,7 @@ def judged(sim: Similarity, rows: Tensor, cols: Tensor, ties: str, k: int) -> tu
         ahead = scores.shape[1] - torch.searchsorted(scores.sort(1).values, right, right=ties == "optimistic")
         found = ahead + torch.arange(1, width + 1, device=rows.device)
         ranks.append(torch.where(torch.arange(width, device=rows.device) < count[part, None], found, 0))
-    return torch.cat(ranks), torch.cat(tops)
+    return torch.cat(ranks), TopK(*(torch.cat(x) for x in zip(*tops, strict=True)))
 
 
 def _ndcg(sim: Similarity, rows: Tensor, cols: Tensor, gains: Tensor, k: int) -> float:

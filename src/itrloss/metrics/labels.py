@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -35,15 +37,30 @@ def labelled(name: str, scores: Tensor | Similarity, image_ids: Tensor | None, t
         raise type(error)(renamed.replace("scores:", f"{name}:", 1)) from None
 
 
+def numbered(sim: Similarity) -> list[Tensor]:
+    """Return the ids of rows and columns, their numbers where there are none."""
+    return [torch.arange(n, device=sim.device) if x is None else x for x, n in zip(sim.ids, sim.shape, strict=True)]
+
+
+def part_of(sim: Similarity, rows: Tensor, cols: Tensor) -> Similarity:
+    """Return the similarities of some rows and some columns, without a gradient."""
+    kept = [ids[part] for ids, part in zip(numbered(sim), (rows, cols), strict=True)]
+    if sim._inputs is None:
+        return Similarity.from_scores(sim.detach().scores()[rows][:, cols], *kept)
+    first, second = (x.detach()[part] for x, part in zip(sim._inputs, (rows, cols), strict=True))
+    engine: Any = sim.engine
+    return Similarity(first, second, *kept, normalize=all(sim._first.normalize), engine=engine)
+
+
 def parts_of(sim: Similarity, folds: int) -> list[tuple[Tensor, Tensor]]:
     """Which images and which texts are in each: consecutive images, and the texts with their ids."""
-    n, m = sim.shape
+    n = sim.shape[0]
     if n % folds:
         raise ValueError(f"folds: expected a divisor of the {n} images, got {folds}")
-    ids = [torch.arange(s, device=sim.device) if x is None else x for x, s in zip(sim.ids, (n, m), strict=True)]
+    image_ids, text_ids = numbered(sim)
     found = []
-    for rows in torch.arange(n, device=ids[0].device).split(n // folds):
-        cols = torch.isin(ids[1], ids[0][rows]).nonzero().squeeze(1)
+    for rows in torch.arange(n, device=sim.device).split(n // folds):
+        cols = torch.isin(text_ids, image_ids[rows]).nonzero().squeeze(1)
         if len(cols) == 0:
             raise ValueError(f"folds: images {int(rows[0])} to {int(rows[-1])} are a part without a text")
         found.append((rows, cols))

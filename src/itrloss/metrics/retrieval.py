@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from .._arguments import as_optimistic, check_size
+from ..checks import check_size, one_of
 from ..distributed import Shares, gather_parts, gather_table, world_size
 from ..similarity import Similarity
 from .judgements import Judgements, fits_convention, judged, no_ids, relevant_pairs
-from .labels import labelled, parts_of, whole_parts_of
+from .labels import labelled, numbered, part_of, parts_of, whole_parts_of
 from .results import QueryResults, RetrievalResults, joined
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def retrieval_results(
     if reranker is not None and t2i_scores is not None:
         raise ValueError("t2i_scores: expected None beside a reranker, which finds both directions' scores itself")
     check_size("hubness_k", hubness_k)
-    as_optimistic(ties)
+    one_of("ties", ties, "pessimistic", "optimistic")
     if judgements is None and relevant is not None:
         raise ValueError(f"relevant: expected None without judgements, got {relevant}")
     check_size("folds", folds)
@@ -130,26 +130,25 @@ def retrieval_results(
         pairs = relevant_pairs(judgements, relevant, sim.shape)
         found = [judged(view, pairs[way], pairs[1 - way], ties, hubness_k) for way, view in enumerate(views)]
     elif other is not None:
-        found = [(view.ranks(ties=ties), view.topk(min(hubness_k, view.shape[1])).indices) for view in views]
+        found = [view.ranked(hubness_k, ties=ties, columns=False)[0] for view in views]
     elif reranker is not None:
         found = reranker._ranked(sim, hubness_k, ties)
     else:
-        found = sim.both._ranked(hubness_k, ties=ties)
-    ids = (torch.arange(n, device=sim.device) if x is None else x for x, n in zip(sim.ids, sim.shape, strict=True))
-    i2t, t2i = (QueryResults(i, *f, view.shape[1]) for i, f, view in zip(ids, found, views, strict=True))
-    return RetrievalResults(i2t, t2i)
+        found = sim.ranked(hubness_k, ties=ties)
+    parts = zip(numbered(sim), found, views, strict=True)
+    return RetrievalResults(*(QueryResults(ids, ranks, top.indices, v.shape[1]) for ids, (ranks, top), v in parts))
 
 
 def _of_all(shares: Shares, reranker: Reranker | None, k: int, ties: Ties) -> RetrievalResults:
     """Each process ranks for its own queries, and all exchange what they found."""
     if reranker is None:
         queries = (shares.queries(side) for side in (0, 1))
-        ranked = (own.both._ranked(k, ties=ties, columns=False)[0] for own in queries)
+        ranked = (own.ranked(k, ties=ties, columns=False)[0] for own in queries)
     else:
         ranked = reranker._ranked_of_all(shares, k, ties)
     found = []
     for (ranks, top), ids, candidates in zip(ranked, shares.every_ids, shares.every[::-1], strict=True):
-        found.append(QueryResults(ids, gather_table(ranks), gather_parts(top), len(candidates)))
+        found.append(QueryResults(ids, gather_table(ranks), gather_parts(top.indices), len(candidates)))
     return RetrievalResults(*found)
 
 
@@ -176,7 +175,7 @@ def _to_be_cut(
     if gather and world_size() > 1:
         raise ValueError("folds: expected 1 for gather=True")
     sim = labelled("scores", scores, image_ids, text_ids)
-    if reranker is not None and not all(reranker.transductive) and sim._matrix.cols is None:
+    if reranker is not None and not all(reranker.transductive) and sim._inputs is None:
         raise ValueError("folds: banks of scores are with all candidates, those of a part are others")
     return sim, _of_texts(sim, t2i_scores)
 
@@ -184,8 +183,8 @@ def _to_be_cut(
 def _of_part(
     sim: Similarity, other: Similarity | None, part: tuple[Tensor, Tensor], options: dict[str, Any]
 ) -> RetrievalResults:
-    texts = None if other is None else other._part(*part).scores()
-    return retrieval_results(sim._part(*part), t2i_scores=texts, **options)
+    texts = None if other is None else part_of(other, *part).scores()
+    return retrieval_results(part_of(sim, *part), t2i_scores=texts, **options)
 
 
 def _of_parts(
@@ -200,7 +199,7 @@ def _of_parts(
     k = min(k, *map(len, rows), *map(len, cols))  # the same for all queries
     options: dict[str, Any] = {"reranker": reranker, "ties": ties, "hubness_k": k}
     found = [_of_part(sim, other, part, options) for part in parts]
-    ids = [torch.arange(s, device=sim.device) if x is None else x for x, s in zip(sim.ids, sim.shape, strict=True)]
+    ids = numbered(sim)
     return RetrievalResults(
         joined([x.i2t for x in found], rows, cols, ids[0]), joined([x.t2i for x in found], cols, rows, ids[1])
     )

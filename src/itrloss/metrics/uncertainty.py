@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._arguments import check_number, check_size
+from ..checks import check_number, check_size
 from .results import RECALLS, WAYS, QueryResults, RetrievalResults
 
 _FIGURES = (*(f"r{k}" for k in RECALLS), "r_precision", "map_at_r")

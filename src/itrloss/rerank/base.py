@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from .._arguments import check_size
+from ..checks import check_matrix, check_size
 from ..distributed import Shares, failing_together, gather_parts, sum_over_processes, world_size
-from ..similarity import Similarity, TopK, blocks
+from ..engine.pairs import Pairs
+from ..similarity import Similarity, TopK
 
 T = TypeVar("T", Tensor, TopK)
 R = TypeVar("R", bound="Reranker")
-Ranked = tuple[Tensor, Tensor]  # ranks of the queries' positives, and the indices of their best candidates
+Ranked = tuple[Tensor, TopK]  # ranks of the queries' positives, and their best candidates
 
 SIDES = ("images", "texts")  # who asks: image→text, text→image
 
@@ -126,10 +127,7 @@ class Reranker(ABC):
                 continue
             if isinstance(bank, Similarity):
                 raise TypeError(f"{name}: expected a tensor of embeddings or scores, got a Similarity")
-            try:
-                as_similarity(bank)
-            except (TypeError, ValueError) as error:
-                raise type(error)(str(error).replace("scores:", f"{name}:", 1)) from None
+            check_matrix(name, bank, "(N, M)", check_finite=True)
         self._images, self._texts = (None if bank is None else bank.detach() for bank in (images, texts))
         return self
 
@@ -223,13 +221,13 @@ class Reranker(ABC):
         for side, bank in enumerate(banks):
             candidates = shares.beside(own[1 - side], shares.every[side] if bank is None else bank)
             answers = shares.queries(side)
-            asked = answers._unlabelled(), candidates, bank is None, banks[1 - side]
+            asked = unlabelled(answers), candidates, bank is None, banks[1 - side]
             yield Direction(side, *asked, not whole, (shares.first[side], first[1 - side])), answers
 
     def _directions(self, sim: Similarity) -> tuple[Direction, Direction]:
         """Both, checked."""
         self._check(sim)
-        sim = sim._unlabelled()
+        sim = unlabelled(sim)
         banks = self._images, self._texts
         found = []
         for side, queries in enumerate((sim, sim.T)):
@@ -240,7 +238,7 @@ class Reranker(ABC):
 
     def _check(self, sim: Similarity, queries: tuple[int, int] | None = None) -> None:
         """Whether it has all it needs; ``queries``: how many there are, if not those of ``sim``."""
-        if self.needs_embeddings and sim._matrix.cols is None:
+        if self.needs_embeddings and sim._inputs is None:
             wanted = "a Similarity of embeddings: images are compared with images, or texts with texts"
             raise ValueError(f"scores: {type(self).__name__} needs {wanted}; got a matrix of scores")
         for name, transductive, number in zip(SIDES, self.transductive, queries or sim.shape, strict=True):
@@ -292,31 +290,34 @@ class BiasReranker(Reranker):
     def _matrices(self, sim: Similarity) -> tuple[Tensor, Tensor]:
         texts, images = self._checked(sim)
         with torch.no_grad():
-            matrix = sim.detach().scores()  # a tiled one would keep it
+            matrix = sim.detach().scores()
             i2t = torch.add(-texts, matrix, alpha=self._factor(0))
             return i2t, torch.add(-images[:, None], matrix, alpha=self._factor(1))
 
     def _best(self, sim: Similarity, k: int) -> tuple[TopK, TopK]:
-        biases = self.biases(sim)  # both directions out of one pass
-        tops = sim.both.topk(k, biases.images, biases.texts)
-        i2t, t2i = (TopK(top.values * self._factor(side), top.indices) for side, top in enumerate(tops))
+        found = self.biases(sim)
+        tops = zip((sim, sim.T), found, strict=True)
+        i2t, t2i = (self._top(view, side, bias, k) for side, (view, bias) in enumerate(tops))
         return i2t, t2i
 
     def _ranked(self, sim: Similarity, k: int, ties: str) -> tuple[Ranked, Ranked]:
         biases = self.biases(sim)
-        return sim.both._ranked(k, biases.images, biases.texts, ties=ties)
+        i2t, t2i = sim.ranked(k, biases.images, biases.texts, ties=ties)  # out of one pass
+        return i2t, t2i
 
     def _of_all(self, shares: Shares, whole: bool = False) -> Iterator[tuple[Direction, Similarity]]:
         # Numbers that hang on one another are found by every process for itself.
         return super()._of_all(shares, whole or not self._one_by_one)
 
     def _best_of(self, direction: Direction, k: int) -> TopK:
-        queries = direction.queries
-        top = queries.topk(min(k, queries.shape[1]), self._bias(direction))
-        return TopK(top.values * self._factor(direction.side), top.indices)
+        return self._top(direction.queries, direction.side, self._bias(direction), k)
+
+    def _top(self, queries: Similarity, side: int, bias: Tensor, k: int) -> TopK:
+        top = queries.topk(min(k, queries.shape[1]), bias)
+        return TopK(top.values * self._factor(side), top.indices)
 
     def _ranked_of(self, direction: Direction, answers: Similarity, k: int, ties: str) -> Ranked:
-        return answers.both._ranked(k, None, self._bias(direction), ties=ties, columns=False)[0]
+        return answers.ranked(k, None, self._bias(direction), ties=ties, columns=False)[0]
 
     @torch.no_grad()
     def _bias(self, direction: Direction) -> Tensor:
@@ -360,17 +361,17 @@ class BlockReranker(Reranker):
         own, others = (_or_numbers(ids, size) for ids, size in zip(answers.ids, answers.shape, strict=True))
         ranks, tops = [], []
         for rows, block in self._blocks(direction):
-            part = Similarity.from_scores(block, own[rows], others)
-            ranks.append(part.ranks(ties=ties))
-            tops.append(part.topk(min(k, block.shape[1])).indices)
+            ((rank, top),) = Similarity.from_scores(block, own[rows], others).ranked(k, ties=ties, columns=False)
+            ranks.append(rank)
+            tops.append(top)
         width = max(x.shape[1] for x in ranks)
         padded = [torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in ranks]
-        return torch.cat(padded), torch.cat(tops)
+        return torch.cat(padded), TopK(*(torch.cat(x) for x in zip(*tops, strict=True)))
 
     @torch.no_grad()
     def _blocks(self, direction: Direction) -> Iterator[tuple[slice, Tensor]]:
         known = self._prepare(direction)
-        for rows, scores in blocks(direction.queries):
+        for rows, scores in direction.queries.blocks():
             yield rows, self._apply(scores, rows, known)
 
 
@@ -380,13 +381,39 @@ def _or_numbers(ids: Tensor | None, size: int) -> Tensor:
 
 def _beside(candidates: Similarity, name: str, bank: Tensor) -> Similarity:
     """The candidates, rows here, and the queries of the bank ``name``."""
-    if candidates._matrix.cols is not None:
-        return candidates._against(_fitting(bank, name, candidates))
+    if candidates._inputs is not None:
+        return against(candidates, _fitting(bank, name, candidates))
     bank = bank.to(candidates.device, candidates.dtype)
     bank, wanted = bank.T if name == "images" else bank, candidates.shape[0]
     if bank.shape[0] != wanted:
         raise ValueError(f"{name}: expected scores with the {wanted} candidates, got a bank of {bank.shape[0]}")
-    return candidates._against(bank)
+    return Similarity.from_scores(bank, *_apart(*bank.shape))
+
+
+def _apart(n: int, m: int) -> Sequence[Tensor]:
+    """Return ids by which no row matches a column."""
+    return torch.arange(n + m).split((n, m))
+
+
+def unlabelled(sim: Similarity) -> Similarity:
+    """Return the same scores without a gradient, nothing matching, so that every column is a negative."""
+    matrix = sim._first.detach()
+    ids = tuple(x.to(sim.device) for x in _apart(*matrix.shape))
+    matrix.pairs = Pairs(matrix.shape, ids, sim.device)
+    if matrix._source is not None:
+        matrix._source = matrix._source._replace(row_ids=ids[0], col_ids=ids[1])
+    return Similarity._of([(matrix, sim._side)])
+
+
+def against(sim: Similarity, cols: Tensor, more_rows: Tensor | None = None) -> Similarity:
+    """Return the same embeddings as rows, with more below them, beside other columns; nothing matches."""
+    assert sim._inputs is not None
+    rows = sim._inputs[0].detach()
+    if more_rows is not None:
+        rows = torch.cat([x.to(sim.device, sim.dtype) for x in (rows, more_rows)])  # neither is rounded
+    engine: Any = sim.engine if sim.engine in ("tiled", "triton") else "auto"
+    ids = _apart(len(rows), len(cols))
+    return Similarity(rows, cols, *ids, normalize=all(sim._first.normalize), engine=engine)
 
 
 def _fingerprint(bank: Tensor) -> tuple[Any, ...]:
@@ -396,7 +423,8 @@ def _fingerprint(bank: Tensor) -> tuple[Any, ...]:
 
 def _fitting(bank: Tensor, name: str, sim: Similarity) -> Tensor:
     """The bank ``name`` of embeddings, in the type of scores: half precision would round one of single precision."""
-    wanted = sim._matrix.rows.shape[1]
+    assert sim._inputs is not None
+    wanted = sim._inputs[0].shape[1]
     if bank.shape[1] != wanted:
         raise ValueError(f"{name}: expected embeddings of dimension {wanted}, got a bank of {bank.shape[1]}")
     return bank.to(sim.device, sim.dtype)

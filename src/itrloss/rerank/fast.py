@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._arguments import check_number
+from ..checks import check_number
 from ..metrics.labels import labelled
 from ..similarity import Similarity
 from .base import BiasReranker, Direction
@@ -29,7 +29,9 @@ class _LogSumReranker(BiasReranker):
         if not all(self.transductive):
             return super()._penalties(sim)
         self._check(sim)
-        images, texts = sim.detach().both.logsumexp(self._scale(1), self._scale(0), over="all")  # one product for both
+        both = sim.detach().both  # one product for both
+        scale = torch.cat([torch.full((n,), self._scale(1 - side), dtype=sim.dtype) for side, n in enumerate(sim.shape)])
+        images, texts = both.split(both.logsumexp(scale, over="all"))
         return texts, images
 
 

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._arguments import check_matrix, check_size
-from ..engines.operators import inverse_norms
-from ..engines.tiles import unit
+from ..checks import check_matrix, check_size
+from ..engine.scores import inverse_norms, scaled
 from ..similarity import TopK
 
 
@@ -77,7 +76,7 @@ class BiasedIndex:
 
 def _unit(x: Tensor) -> Tensor:
     x = x.detach().cpu()
-    return unit(x, inverse_norms(x)).float()
+    return scaled(x, inverse_norms(x)).float()
 
 
 def _faiss() -> Any:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._arguments import check_number, check_size
-from ..similarity import blocks
+from ..checks import check_number, check_size
+from ..engine.answers import identity
 from .base import BlockReranker, Direction
 
 
@@ -34,7 +34,7 @@ def _places(direction: Direction, values: Tensor, candidates: Tensor) -> Tensor:
     order = flat.argsort()
     wanted = flat[order]  # the pairs, by candidate
     query = order // candidates.shape[1]
-    for rows, scores in blocks(direction.candidates):
+    for rows, scores in direction.candidates.blocks():
         first, last = torch.searchsorted(wanted, torch.tensor([rows.start, rows.stop], device=wanted.device)).tolist()
         if first == last:
             continue
@@ -120,9 +120,8 @@ class MultiFactorReranker(BlockReranker):
         self.k, self.share_weight, self.place_weight = k, share_weight, place_weight
 
     def _prepare(self, direction: Direction) -> _Factors:
-        candidates = direction.candidates
-        total = candidates.moments().mean * candidates.shape[1]
-        return _Factors(_best(direction, self.k), direction.of_all(total))
+        total = direction.of_all(direction.candidates.sum(identity))
+        return _Factors(_best(direction, self.k), total)
 
     def _apply(self, scores: Tensor, rows: slice, known: _Factors) -> Tensor:
         candidates, place = known.best.candidates[rows], known.best.place[rows]
@@ -168,9 +167,8 @@ class KReciprocalReranker(BlockReranker):
         raise ValueError("gather: KReciprocalReranker needs all items at once; re-rank those of all in one process")
 
     def _prepare(self, direction: Direction) -> tuple[Tensor, Tensor]:
-        matrix = direction.queries._matrix
-        assert matrix.cols is not None
-        pair = (matrix.cols, matrix.rows) if direction.queries._flipped else (matrix.rows, matrix.cols)  # queries first
+        pair = direction.queries._inputs
+        assert pair is not None
         items = torch.cat([torch.nn.functional.normalize(x.to(direction.queries.dtype), dim=1) for x in pair])
         distance = (2 - 2 * items @ items.T).clamp_min_(0.0)
         distance /= distance.amax(1, keepdim=True).clamp_min(torch.finfo(distance.dtype).tiny)

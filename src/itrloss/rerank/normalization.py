@@ -8,10 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._arguments import check_number, check_size
-from ..engines.tiles import unit
-from ..similarity import Similarity, blocks
-from .base import BiasReranker, BlockReranker, Direction
+from ..checks import check_number, check_size
+from ..similarity import Similarity
+from .base import BiasReranker, BlockReranker, Direction, against
 
 
 class DualSoftmax(BlockReranker):
@@ -104,7 +103,7 @@ class DualBankNorm(BiasReranker):
     def _penalty(self, direction: Direction) -> Tensor:
         assert direction.gallery is not None
         bank = direction.gallery.to(direction.candidates.device, direction.candidates.dtype)
-        gallery = direction.candidates._against(bank)
+        gallery = against(direction.candidates, bank)
         return direction.candidates.logsumexp(self.query_scale) + gallery.logsumexp(self.gallery_scale)
 
 
@@ -163,7 +162,7 @@ class MutualProximity(BlockReranker):
     """
 
     def _prepare(self, direction: Direction) -> tuple[Tensor, ...]:
-        own, theirs = direction.queries.moments(), direction.candidates.moments()
+        own, theirs = direction.queries.mean_std(), direction.candidates.mean_std()
         return own.mean, own.std, direction.of_all(theirs.mean), direction.of_all(theirs.std)
 
     def _apply(self, scores: Tensor, rows: slice, known: tuple[Tensor, ...]) -> Tensor:
@@ -226,18 +225,11 @@ class DualBankSinkhorn(Sinkhorn):
     def _penalty(self, direction: Direction) -> Tensor:
         assert direction.gallery is not None
         candidates = direction.candidates
-        return self._potential(candidates._stacked(direction.gallery))[: candidates.shape[0]]
+        assert candidates._inputs is not None
+        stacked = against(candidates, candidates._inputs[1].detach(), direction.gallery)
+        return self._potential(stacked)[: candidates.shape[0]]
 
 
 def _logsumexp(sim: Similarity, scale: float, cols: Tensor) -> Tensor:
-    """(N,) ``log sum_j exp(scale S_ij + cols_j)``: of embeddings, by one more dimension of them."""
-    matrix = sim._matrix
-    if matrix.cols is None or sim.engine in ("dense", "reference"):
-        return torch.cat([block.mul_(scale).add_(cols).logsumexp(1) for _, block in blocks(sim)])
-    first, second = (matrix.cols, matrix.rows) if sim._flipped else (matrix.rows, matrix.cols)
-    inv = matrix._inv[::-1] if sim._flipped else matrix._inv
-    left, right = unit(first, inv[0]), unit(second, inv[1])
-    left, right = torch.cat([left, torch.ones_like(left[:, :1])], 1), torch.cat([right, cols[:, None] / scale], 1)
-    ids = torch.arange(sum(sim.shape)).split(sim.shape)
-    longer = Similarity(left, right, *ids, normalize=False, engine=sim.engine)  # type: ignore[arg-type]
-    return longer.logsumexp(scale)
+    """Return (N,) ``log sum_j exp(scale S_ij + cols_j)``."""
+    return torch.cat([block.mul_(scale).add_(cols).logsumexp(1) for _, block in sim.blocks()])

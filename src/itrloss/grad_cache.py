@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only, tree_structure, tree_unflatten
 
-from ._arguments import check_size
+from .checks import check_size
 
-__all__ = ["cached_step"]
+__all__ = ["grad_cache_step"]
 
 
-def cached_step(
+def grad_cache_step(
     loss: Callable[..., Any],
     encoders: Sequence[Callable[..., Any]],
     inputs: Sequence[Any],

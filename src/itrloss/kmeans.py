@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._arguments import check_matrix, check_number, check_size, refuse_other_shapes
+from .checks import check_matrix, check_number, check_size, refuse_other_shapes
 from .distributed import gather_rows
-from .engines.dispatch import check_engine
-from .engines.operators import inverse_norms
-from .engines.pairs import bags
-from .engines.tiles import unit
+from .engine.matrix import check_engine
+from .engine.pairs import weighted_sums
+from .engine.scores import IGNORE_ID, host_may_read, inverse_norms, scaled
 from .similarity import Engine, Similarity
 
 __all__ = ["OnlineKMeans"]
@@ -80,7 +79,7 @@ class OnlineKMeans(nn.Module):
         check_engine(engine)
         self.max_count, self.patience = max_count, patience
         self.engine: Engine = engine
-        self.register_buffer("centroids", torch.zeros(clusters, dim))
+        self.register_buffer("centroids", torch.zeros(clusters, dim, dtype=torch.float32))
         self.register_buffer("counts", torch.zeros(clusters, dtype=torch.int64))
         self.register_buffer("last", torch.full((clusters,), _NEVER))  # value of ``seen`` at a cluster's last point
         self.register_buffer("seen", torch.tensor(0))
@@ -114,8 +113,7 @@ class OnlineKMeans(nn.Module):
             RuntimeError: before the first update, on the CPU. An accelerator is not waited for and gives 0.
         """
         self._check(x)
-        # Only the CPU may look for nothing.
-        if x.device.type == "cpu" and not torch.compiler.is_compiling() and not len(self):
+        if host_may_read(x) and not len(self):
             raise RuntimeError("OnlineKMeans: no cluster has a point yet; call update first")
         return self._nearest(self._unit(x.detach()), self.last != _NEVER)[1]
 
@@ -177,15 +175,15 @@ class OnlineKMeans(nn.Module):
 
     def _nearest(self, x: Tensor, seeded: Tensor) -> tuple[Tensor, Tensor]:
         """Highest cosine with a centroid and its index; -1 and 0 while there is none."""
-        # Who has the id of a point is no rival: the empty clusters.
-        ids = x.new_zeros(x.shape[0], dtype=torch.int64), seeded.to(torch.int64)
-        found = Similarity._of(x, self.centroids, ids, (inverse_norms(x), None), self.engine).hardest()
-        return found.values.clamp_min(-1), found.indices.clamp_min(0)
+        ids = x.new_zeros(x.shape[0], dtype=torch.int64), torch.where(seeded, 1, IGNORE_ID)
+        options: dict[str, Any] = {"normalize": (True, False), "engine": self.engine, "memory_budget": 0}
+        best = Similarity._unchecked(x, self.centroids, ids, **options).hardest_negatives()
+        return best.values.clamp_min(-1), best.indices.clamp_min(0)
 
     def _unit(self, x: Tensor) -> Tensor:
         """At unit length; what is not finite (an overflow that the optimiser skips) counts as zero."""
         x = torch.where(x.isfinite().all(1, keepdim=True), x, 0.0)
-        return unit(x, inverse_norms(x)).to(self.centroids.dtype)
+        return scaled(x, inverse_norms(x)).to(self.centroids.dtype)
 
     def _step(self, x: Tensor, whole: bool = False) -> Tensor:
         """One update with all of the points there are in this step."""
@@ -225,7 +223,7 @@ class OnlineKMeans(nn.Module):
         new = sums + count[:, None].to(old.dtype) * old
         inv = inverse_norms(new)
         # Points that cancel each other leave a centroid in place.
-        new = torch.where(((inv > 0) & (sizes > 0))[:, None], unit(new, inv), old)
+        new = torch.where(((inv > 0) & (sizes > 0))[:, None], scaled(new, inv), old)
         self.centroids.index_copy_(0, which, new)
         self.counts.index_copy_(0, which, self.counts[which] + sizes)
 
@@ -243,7 +241,7 @@ class OnlineKMeans(nn.Module):
             super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
-        """What ``repr`` shows."""
+        """Return what ``repr`` shows."""
         options = ("clusters", "dim", "max_count", "patience", "engine")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in options)
 
@@ -259,11 +257,11 @@ def _cluster_sums(x: Tensor, ids: Tensor, clusters: int) -> tuple[Tensor, Tensor
     if x.shape[0] >= clusters:
         which = torch.arange(clusters, device=x.device)
         sizes = torch.zeros_like(which).index_add_(0, ids, torch.ones_like(ids))
-        return which, bags(ids, batch, x, ones, clusters), sizes
+        return which, weighted_sums(x, batch, ones, ids, clusters), sizes
     ordered, order = torch.sort(ids, stable=True)
     begins = torch.cat([ordered.new_zeros(1), (ordered[1:] != ordered[:-1]).to(ordered.dtype)])
     group = begins.cumsum(0)
     which = ordered[:1].repeat(x.shape[0]).index_copy_(0, group, ordered)
     named = torch.where(batch <= group[-1], batch, 0)
-    sums = bags(group, order, x, ones, x.shape[0])
+    sums = weighted_sums(x, order, ones, group, x.shape[0])
     return which[named], sums[named], torch.zeros_like(ids).index_add_(0, group, torch.ones_like(ids))[named]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import itrloss
-from itrloss.cached import cached_step
+from itrloss.grad_cache import grad_cache_step
 
 N, D = 10, 6
 Words = namedtuple("Words", "embedding hidden lengths")
@@ -121,7 +121,7 @@ def test_value_and_gradients_are_those_of_the_whole_batch(name, chunk_size):
     expected = whole(criterion, encoders, inputs, **kwargs)
     gradients = take_gradients(*encoders, criterion)
     assert any(g.abs().max() > 1e-3 for g in gradients)
-    found = cached_step(criterion, encoders, inputs, chunk_size, **kwargs)
+    found = grad_cache_step(criterion, encoders, inputs, chunk_size, **kwargs)
     assert not found.requires_grad
     assert_same(found, expected)
     assert_same(take_gradients(*encoders, criterion), gradients)
@@ -135,7 +135,7 @@ def test_batches_of_any_sizes_can_be_cut_anywhere(n, m, chunk_size, seed):
     ids = {"image_ids": torch.randint(0, 4, (n,)), "text_ids": torch.randint(0, 4, (m,))}
     criterion = itrloss.HubnessAwareLoss(scale=5.0)
     expected = whole(criterion, encoders, inputs, **ids), take_gradients(*encoders)
-    assert_same((cached_step(criterion, encoders, inputs, chunk_size, **ids), take_gradients(*encoders)), expected)
+    assert_same((grad_cache_step(criterion, encoders, inputs, chunk_size, **ids), take_gradients(*encoders)), expected)
 
 
 def test_gradients_add_up_over_calls():
@@ -144,7 +144,7 @@ def test_gradients_add_up_over_calls():
         whole(product, encoders, inputs)
     expected = take_gradients(*encoders)
     for inputs in batches:
-        cached_step(product, encoders, inputs, 4)
+        grad_cache_step(product, encoders, inputs, 4)
     assert_same(take_gradients(*encoders), expected)
 
 
@@ -156,7 +156,7 @@ def test_inputs_may_want_gradients():
     take_gradients(*encoders)
     for p in encoders[0].parameters():
         p.requires_grad_(False)
-    cached_step(product, encoders, (prompts, inputs[1]), 4)
+    grad_cache_step(product, encoders, (prompts, inputs[1]), 4)
     assert_same(prompts.grad, expected)
 
 
@@ -168,21 +168,21 @@ def test_encoders_may_write_to_their_input():
     encoders, inputs = (nn.Sequential(Halving(), tower(5)), tower(4)), batch()
     copies = [x.clone() for x in inputs]
     expected = whole(product, encoders, copies), take_gradients(*encoders)
-    assert_same((cached_step(product, encoders, inputs, 4), take_gradients(*encoders)), expected)
+    assert_same((grad_cache_step(product, encoders, inputs, 4), take_gradients(*encoders)), expected)
 
 
 def test_one_encoder_may_serve_both_inputs():
     encoder, inputs = tower(5), (batch()[0], batch()[0])
     expected = whole(product, (encoder, encoder), inputs), take_gradients(encoder)
-    assert_same((cached_step(product, (encoder, encoder), inputs, 4), take_gradients(encoder)), expected)
+    assert_same((grad_cache_step(product, (encoder, encoder), inputs, 4), take_gradients(encoder)), expected)
 
 
 def test_scaler_scales_gradients_and_not_the_value():
     encoders, inputs = (tower(5), tower(4)), batch()
-    expected = cached_step(product, encoders, inputs, 4)
+    expected = grad_cache_step(product, encoders, inputs, 4)
     gradients = take_gradients(*encoders)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    assert_same(cached_step(product, encoders, inputs, 4, scaler=scaler), expected)
+    assert_same(grad_cache_step(product, encoders, inputs, 4, scaler=scaler), expected)
     assert_same(take_gradients(*encoders), [1024 * g for g in gradients])
 
 
@@ -212,7 +212,7 @@ def test_encoders_take_and_return_several_tensors(form):
     words = {"lengths": lengths, "tokens": tokens} if form is dict else form((tokens, lengths))
     of_words(encoders[0](images), encoders[1](tokens, lengths)).backward()
     expected = take_gradients(*encoders)
-    cached_step(of_words, encoders, [images, words], 4)
+    grad_cache_step(of_words, encoders, [images, words], 4)
     assert_same(take_gradients(*encoders), expected)
 
 
@@ -227,7 +227,7 @@ def test_loss_is_called_once_and_all_of_its_result_comes_back_without_a_graph():
     encoders, inputs = (tower(5), tower(4)), batch()
     expected = whole(partial(loss, weight=2.0), encoders, inputs), take_gradients(*encoders)
     calls.clear()
-    total, terms, (mean,) = cached_step(loss, encoders, inputs, 3, weight=2.0)
+    total, terms, (mean,) = grad_cache_step(loss, encoders, inputs, 3, weight=2.0)
     assert calls == [((N, D), (N, D))]
     assert_same((total, take_gradients(*encoders)), expected)
     assert terms["name"] == "x"
@@ -241,7 +241,7 @@ def test_frozen_encoder_runs_once_and_then_one_chunk(chunk_size):
     images.requires_grad_(False)
     expected = whole(product, (images, texts), inputs := batch()), take_gradients(images, texts)
     images.calls = texts.calls = 0
-    assert_same((cached_step(product, (images, texts), inputs, chunk_size), take_gradients(images, texts)), expected)
+    assert_same((grad_cache_step(product, (images, texts), inputs, chunk_size), take_gradients(images, texts)), expected)
     chunks = -(-N // chunk_size)
     assert (images.calls, texts.calls) == (chunks + 1, 2 * chunks)
 
@@ -259,7 +259,7 @@ def test_what_a_module_trains_may_be_held_elsewhere():
     encoder, texts, inputs = tower(5), tower(4), batch()
     hidden = Hidden(encoder)
     expected = whole(product, (hidden, texts), inputs), take_gradients(encoder, texts)
-    assert_same((cached_step(product, (hidden, texts), inputs, 3), take_gradients(encoder, texts)), expected)
+    assert_same((grad_cache_step(product, (hidden, texts), inputs, 3), take_gradients(encoder, texts)), expected)
 
 
 def test_chunk_without_a_gradient_does_not_end_the_pass():
@@ -280,13 +280,13 @@ def test_chunk_without_a_gradient_does_not_end_the_pass():
         by_chunks(product, encoders, inputs, 2)
         expected = take_gradients(*encoders)
         torch.manual_seed(seed)
-        cached_step(product, encoders, inputs, 2)
+        grad_cache_step(product, encoders, inputs, 2)
         assert_same(take_gradients(*encoders), expected)
 
 
 def test_encoder_that_the_loss_ignores_is_not_run_again():
     encoders = Called(tower(5)), Called(tower(4))
-    cached_step(lambda images, texts: images.square().sum(), encoders, batch(), 5)
+    grad_cache_step(lambda images, texts: images.square().sum(), encoders, batch(), 5)
     assert (encoders[0].calls, encoders[1].calls) == (4, 2)
     assert take_gradients(encoders[1]) == [None] * 4
 
@@ -324,19 +324,19 @@ def noisy(images: Tensor, texts: Tensor) -> Tensor:
 def test_second_pass_repeats_the_draws_of_the_first(chunk_size):
     encoders, inputs = (Draws(5), Draws(4)), batch()
     results = []
-    for step in (by_chunks, cached_step):
+    for step in (by_chunks, grad_cache_step):
         seed_all(7)
         results.append((step(noisy, encoders, inputs, chunk_size), take_gradients(*encoders), next_draws()))
     assert_same(results[1], results[0])
     assert results[1][2] == results[0][2]
     seed_all(8)
-    assert not torch.allclose(cached_step(noisy, encoders, inputs, chunk_size), results[0][0])
+    assert not torch.allclose(grad_cache_step(noisy, encoders, inputs, chunk_size), results[0][0])
 
 
 def test_draws_are_repeated_behind_an_encoder_that_is_not_run_again():
     encoders, inputs = (Draws(5).requires_grad_(False), Draws(4)), batch()
     results = []
-    for step in (by_chunks, cached_step):
+    for step in (by_chunks, grad_cache_step):
         seed_all(7)
         results.append((step(product, encoders, inputs, 3), take_gradients(*encoders)))
     assert_same(results[1], results[0])
@@ -370,7 +370,7 @@ def test_autocast_gives_the_bits_that_chunks_with_all_graphs_kept_give(loss):
     gradients = take_gradients(*encoders)
     torch.manual_seed(1)
     with torch.autocast("cpu", torch.bfloat16):
-        found = cached_step(loss, encoders, inputs, 3)
+        found = grad_cache_step(loss, encoders, inputs, 3)
     assert torch.equal(found, expected.detach())
     assert all(map(torch.equal, take_gradients(*encoders), gradients))
 
@@ -410,7 +410,7 @@ def test_buffers_are_read_and_left_as_after_one_pass(encoder_of):
     inputs = batch(9, 9)[0], batch(9, 9)[0]
     by_chunks(exponential, (once, once), inputs, 3)
     encoder = encoder_of(twice)
-    cached_step(exponential, (encoder, encoder), inputs, 3)
+    grad_cache_step(exponential, (encoder, encoder), inputs, 3)
     buffers = dict(twice.named_buffers())
     assert buffers["layers.4.num_batches_tracked"] == 6
     assert_same(buffers, dict(once.named_buffers()))
@@ -433,7 +433,7 @@ def test_buffers_that_do_not_change_stay_good_for_other_graphs():
     encoders[0](inputs[0]).sum().backward()
     expected = take_gradients(encoders[0])
     other = encoders[0](inputs[0]).sum()
-    cached_step(product, encoders, inputs, 4)
+    grad_cache_step(product, encoders, inputs, 4)
     take_gradients(encoders[0])
     other.backward()  # PyTorch refuses where a saved buffer was written to
     assert_same(take_gradients(encoders[0]), expected)
@@ -480,7 +480,7 @@ def test_memory_is_that_of_one_chunk(unused):
     with saved_bytes() as large:
         whole(loss, encoders, inputs)
     with saved_bytes() as most:
-        cached_step(loss, encoders, inputs, 20)
+        grad_cache_step(loss, encoders, inputs, 20)
     assert most[0] <= small[0] < large[0] / 10
 
 
@@ -490,7 +490,7 @@ def test_memory_is_that_of_one_chunk(unused):
 @pytest.mark.parametrize("chunk_size, error", [(0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)])
 def test_chunk_size_is_a_positive_integer(chunk_size, error):
     with pytest.raises(error, match="chunk_size"):
-        cached_step(product, (tower(5), tower(4)), batch(), chunk_size)
+        grad_cache_step(product, (tower(5), tower(4)), batch(), chunk_size)
 
 
 @pytest.mark.parametrize(
@@ -511,14 +511,14 @@ def test_chunk_size_is_a_positive_integer(chunk_size, error):
 def test_inputs_are_named_that_do_not_fit(encoders, inputs, error, message):
     inputs = batch()[:inputs] if isinstance(inputs, int) else inputs
     with pytest.raises(error, match=message):
-        cached_step(product, [tower(5)] * encoders, inputs, 4)
+        grad_cache_step(product, [tower(5)] * encoders, inputs, 4)
 
 
 def test_single_encoder_or_input_is_no_list():
     with pytest.raises(TypeError, match=r"encoders: .* Sequential"):
-        cached_step(product, tower(5), batch(), 4)
+        grad_cache_step(product, tower(5), batch(), 4)
     with pytest.raises(TypeError, match=r"inputs: .* Tensor"):
-        cached_step(product, (tower(5),), batch()[0], 4)
+        grad_cache_step(product, (tower(5),), batch()[0], 4)
 
 
 @pytest.mark.parametrize(
@@ -532,7 +532,7 @@ def test_single_encoder_or_input_is_no_list():
 )
 def test_encoders_are_named_whose_output_does_not_fit(encoder, error, message):
     with pytest.raises(error, match=message):
-        cached_step(lambda x: x.sum(), (encoder,), batch()[:1], 4)
+        grad_cache_step(lambda x: x.sum(), (encoder,), batch()[:1], 4)
 
 
 @pytest.mark.parametrize(
@@ -546,7 +546,7 @@ def test_encoders_are_named_whose_output_does_not_fit(encoder, error, message):
 )
 def test_loss_returns_a_scalar(loss, error):
     with pytest.raises(error, match="loss"):
-        cached_step(loss, (tower(5), tower(4)), batch(), 4)
+        grad_cache_step(loss, (tower(5), tower(4)), batch(), 4)
 
 
 # ----------------------------------------------------------------------------------------------------- processes
@@ -575,7 +575,7 @@ def worker(rank: int) -> list[tuple]:
         inputs = batch(4 + 4 * rank, 4)
         inputs = (inputs[0], inputs[0] + 1) if siamese else inputs
         met.clear()
-        for function, given_to in ((by_chunks, alone), (cached_step, wrapped)):
+        for function, given_to in ((by_chunks, alone), (grad_cache_step, wrapped)):
             torch.manual_seed(rank)
             function(exponential, [given_to[0]] * 2 if siamese else given_to, inputs, 2)
         results.append((take_gradients(*alone), take_gradients(*models), len(met)))
@@ -598,5 +598,5 @@ def test_expanded_buffers_are_left_alone():
     encoder = torch.nn.Linear(3, 4)
     encoder.register_buffer("shared", torch.zeros(1).expand(4))
     x = torch.randn(5, 3), torch.randn(5, 3)
-    loss = itrloss.cached_step(itrloss.InfoNCELoss(), (encoder, encoder), x, chunk_size=2)
+    loss = itrloss.grad_cache_step(itrloss.InfoNCELoss(), (encoder, encoder), x, chunk_size=2)
     assert loss.isfinite()

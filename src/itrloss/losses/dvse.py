@@ -1,22 +1,22 @@
-"""DVSE's losses on sets of sub-embeddings."""
+"""DVSE's losses on sets of sub-embeddings, and its objective."""
 
 from __future__ import annotations
 
-import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .. import functional
-from .._arguments import check_embeddings, check_ids, check_number, check_size, diagonal_if_unique
+from ..checks import IMAGES_AND_TEXTS, check_embeddings, check_ids, check_number, check_size, one_of
 from ..distributed import gather_rows
-from ..engines.dispatch import choose
-from ..engines.operators import inverse_norms
-from ..engines.registration import full_precision
-from ..similarity import DEFAULT_MEMORY_BUDGET, Similarity
+from ..engine.matrix import MEMORY_BUDGET, choose_engine
+from ..engine.scores import full_precision
+from ..similarity import Similarity
 from ..telemetry import describe
-from .base import ObservedLoss, in_words_of_pairs
+from .base import ObservedLoss
+
+_NAMES = IMAGES_AND_TEXTS._replace(rows="image_sets", columns="texts")
 
 
 class VarianceAwareLoss(ObservedLoss):
@@ -47,6 +47,8 @@ class VarianceAwareLoss(ObservedLoss):
             ``engine="tiled"`` is waited for.
     """
 
+    shown = ("margin", "detach_sigma", "shared_sigma")
+
     def __init__(self, margin: float = 0.2, detach_sigma: bool = False, shared_sigma: bool = True, **common: Any):
         super().__init__(**common)
         check_number("margin", margin)
@@ -58,8 +60,8 @@ class VarianceAwareLoss(ObservedLoss):
         texts: Tensor,
         image_ids: Tensor | None = None,
         text_ids: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """The loss of sets of image embeddings and texts.
+    ) -> Any:
+        """Return the loss of sets of image embeddings and texts.
 
         Args:
             image_sets: (N, K, D) embeddings of any length, K for each image.
@@ -84,32 +86,24 @@ class VarianceAwareLoss(ObservedLoss):
             raise ValueError(f"image_sets: expected shape (N, K, D), got {tuple(images.shape)}")
         n, k = images.shape[:2]
         flat = images.flatten(0, 1)
-        try:
-            check_embeddings(flat, texts, self.check_finite)
-            ids = diagonal_if_unique(check_ids(image_ids, text_ids, n, texts.shape[0], images.device))
-        except (TypeError, ValueError) as error:
-            raise type(error)(re.sub(r"\bimages\b", "image_sets", in_words_of_pairs(str(error)))) from None
-        engine = choose(self.engine, n * texts.shape[0], DEFAULT_MEMORY_BUDGET // k, images)  # all heads, one by one
-        of_images, of_texts = inverse_norms(flat.detach()), inverse_norms(texts.detach())
+        check_embeddings(flat, texts, self.check_finite, _NAMES)
+        ids = check_ids(image_ids, text_ids, n, texts.shape[0], images.device, _NAMES)
+        budget = 0 if self.engine == "tiled" else MEMORY_BUDGET // k  # for each of the heads
+        engine = choose_engine(self.engine, n * texts.shape[0], budget, images)
         if engine == "dense":  # one product for all heads
-            scores = Similarity._of(flat, texts, (None, None), (of_images, of_texts), engine).scores()
-            return [Similarity._of_scores(head, ids) for head in scores.view(n, k, -1).unbind(1)]
-        return [
-            Similarity._of(head, texts, ids, (inv, of_texts), engine)
-            for head, inv in zip(images.unbind(1), of_images.view(n, k).unbind(1), strict=True)
-        ]
-
-    def extra_repr(self) -> str:
-        """What ``repr`` shows."""
-        names = ("margin", "detach_sigma", "shared_sigma", "reduction")
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
-
+            scores = Similarity._unchecked(flat, texts, (None, None), engine=engine)._first.scores()
+            heads = [Similarity._unchecked(x, None, ids, engine=engine) for x in scores.view(n, k, -1).unbind(1)]
+        else:
+            heads = [
+                Similarity._unchecked(x, texts, ids, engine=engine, memory_budget=budget) for x in images.unbind(1)
+            ]
+        for head in heads:
+            head._first.pairs = heads[0]._first.pairs  # found once
+        return heads
 
 def _best_of(heads: list[Similarity]) -> Similarity:
-    """What a model of sets retrieves by: the best head of each pair."""
-    scores = heads[0].detach().scores()
-    for sim in heads[1:]:
-        scores = torch.maximum(scores, sim.detach().scores())
+    """The score of each pair's best head, by which a model of sets retrieves."""
+    scores = torch.stack([sim.detach().scores() for sim in heads]).amax(0)
     return Similarity.from_scores(scores, *heads[0].ids)
 
 
@@ -138,10 +132,8 @@ class DynamicOrthogonalLoss(nn.Module):
     ):
         super().__init__()
         check_number("slack", slack)
-        if pair_reduction not in ("mean", "sum", "frobenius"):
-            raise ValueError(f"pair_reduction: expected 'mean', 'sum' or 'frobenius', got {pair_reduction!r}")
-        if reduction not in ("mean", "sum", "none"):
-            raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
+        one_of("pair_reduction", pair_reduction, "mean", "sum", "frobenius")
+        one_of("reduction", reduction, "mean", "sum", "none")
         self.slack = slack
         self.pair_reduction: functional.PairReduction = pair_reduction
         self.reduction: functional.Reduction = reduction
@@ -151,7 +143,7 @@ class DynamicOrthogonalLoss(nn.Module):
         return functional.dynamic_orthogonal_loss(residuals, gate, self.slack, self.pair_reduction, self.reduction)
 
     def extra_repr(self) -> str:
-        """What ``repr`` shows."""
+        """Return what ``repr`` shows."""
         return f"slack={self.slack}, pair_reduction={self.pair_reduction!r}, reduction={self.reduction!r}"
 
 
@@ -193,7 +185,7 @@ class DynamicGate(nn.Module):
 
     @torch.no_grad()
     def forward(self, regions: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The gate of each image; in training mode the running figures are updated first, over all processes.
+        """Return the gate of each image; in training mode the running figures are updated first, over all processes.
 
         Args:
             regions: (N, R, dim) floating point.
@@ -213,21 +205,98 @@ class DynamicGate(nn.Module):
             else:
                 total = mask.float().sum(1, keepdim=True).clamp_min(1)
                 pooled = torch.einsum("nr,nrd->nd", mask.float(), regions.float()) / total
-            found = pooled @ self.weight.float().T  # pooling and projection commute
+            projected = pooled @ self.weight.float().T  # pooling and projection commute
         if self.training:
-            self._follow(self.centre, gather_rows(found).mean(0))
-        gate = (found > self.centre).float()  # round(sigmoid(x)) is 1 for x > 0
+            self._follow(self.centre, gather_rows(projected))
+        gate = (projected > self.centre).float()  # round(sigmoid(x)) is 1 for x > 0
         if self.training:
-            self._follow(self.on_rate, gather_rows(gate).mean(0))
+            self._follow(self.on_rate, gather_rows(gate))
             self.batches.add_(1)
         return gate
 
-    def _follow(self, running: Tensor, now: Tensor) -> None:
-        """Running mean, which begins with the first batch."""
-        share = torch.where(self.batches == 0, 1.0, self.momentum).to(running.dtype)
-        running.lerp_(now.to(running.dtype), share)
+    def _follow(self, running: Tensor, values: Tensor) -> None:
+        """Move a running mean, which begins with the first batch, towards that of finite rows (N, heads).
+
+        An overflow, as a GradScaler skips it, would leave it nan for good.
+        """
+        finite = values.isfinite().all(1, keepdim=True)
+        mean = torch.where(finite, values, 0.0).sum(0) / finite.sum().clamp_min(1)
+        share = torch.where(self.batches == 0, 1.0, self.momentum) * finite.any()
+        running.lerp_(mean.to(running.dtype), share.to(running.dtype))
 
     def extra_repr(self) -> str:
-        """What ``repr`` shows."""
+        """Return what ``repr`` shows."""
         heads, dim = self.weight.shape
         return f"dim={dim}, heads={heads}, momentum={self.momentum}"
+
+
+class DVSETerms(NamedTuple):
+    """The terms of :class:`DVSEObjective`, without their weights and without a gradient."""
+
+    variance_aware: Tensor
+    orthogonal: Tensor
+
+
+class DVSEObjective(nn.Module):
+    r"""The training objective of DVSE (Wei et al., 2023, Eq. 12).
+
+    .. math:: L = \eta\, L_{var} + (1 - \eta)\, L_{dc}
+
+    with the variance-aware weighting loss and the dynamic orthogonal loss.
+
+    Args:
+        balance: η in [0, 1].
+        margin, detach_sigma, shared_sigma: see :class:`itrloss.VarianceAwareLoss`.
+        slack, pair_reduction: see :class:`itrloss.DynamicOrthogonalLoss`.
+        engine, check_finite, gather: see :class:`itrloss.PairLoss`.
+    """
+
+    def __init__(
+        self,
+        balance: float = 0.6,
+        *,
+        margin: float = 0.2,
+        detach_sigma: bool = False,
+        shared_sigma: bool = True,
+        slack: float = 0.4,
+        pair_reduction: Any = "mean",
+        **common: Any,
+    ):
+        super().__init__()
+        check_number("balance", balance)
+        if not 0 <= balance <= 1:
+            raise ValueError(f"balance: expected a number in [0, 1], got {balance}")
+        if common.get("reduction", "mean") != "mean":
+            raise ValueError(f"reduction: expected 'mean' for a total, got {common['reduction']!r}")
+        self.balance = balance
+        self.variance_aware = VarianceAwareLoss(margin, detach_sigma, shared_sigma, **common)
+        self.orthogonal = DynamicOrthogonalLoss(slack, pair_reduction)
+
+    def forward(
+        self,
+        image_sets: Tensor,
+        texts: Tensor,
+        residuals: Tensor,
+        gate: Tensor | None = None,
+        image_ids: Tensor | None = None,
+        text_ids: Tensor | None = None,
+    ) -> tuple[Tensor, DVSETerms]:
+        """Return the total and its terms.
+
+        Args:
+            image_sets: (N, K, D) sub-embeddings of the images.
+            texts: (M, D) embeddings.
+            residuals: (N, K, D') what the heads add to the global feature, before its normalisation.
+            gate: (N, K) of :class:`itrloss.DynamicGate`; None has all heads on.
+            image_ids, text_ids: (N,) and (M,) integers, see :class:`itrloss.PairLoss`.
+
+        Returns:
+            The total, a 0-dim tensor, and a :class:`DVSETerms`.
+        """
+        terms = DVSETerms(self.variance_aware(image_sets, texts, image_ids, text_ids), self.orthogonal(residuals, gate))
+        total = self.balance * terms.variance_aware + (1 - self.balance) * terms.orthogonal
+        return total, DVSETerms(*(x.detach() for x in terms))
+
+    def extra_repr(self) -> str:
+        """Return what ``repr`` shows."""
+        return f"balance={self.balance}"

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from .. import functional
-from .._arguments import check_number
+from ..checks import check_number, one_of
 from ..memory import MemorySimilarity
 from ..similarity import Similarity
 from .base import MemoryLoss, PairLoss
@@ -27,21 +25,26 @@ class HubnessAwareLoss(PairLoss):
     Args:
         scale: γ.
         margin: ε, in units of cosine similarity.
+        positive: ``"clamp"``, or ``"relu"`` for the objective that HAL and USER published, see
+            :class:`DiversityContrastiveLoss`.
         reduction, engine, check_finite, telemetry, gather: see :class:`PairLoss`.
     """
 
-    def __init__(self, scale: float = 90.0, margin: float = 0.5, **common: Any):
+    shown = ("scale", "margin", "positive")
+
+    def __init__(
+        self, scale: float = 90.0, margin: float = 0.5, positive: functional.PositiveForm = "clamp", **common: Any
+    ):
         super().__init__(**common)
         check_number("scale", scale, positive=True)
         check_number("margin", margin)
+        one_of("positive", positive, "clamp", "relu")
         self.scale, self.margin = scale, margin
+        self.positive: functional.PositiveForm = positive
 
-    def compute(self, sim: Similarity) -> Tensor | tuple[Tensor, Tensor]:
+    def compute(self, sim: Similarity) -> Any:
         """See :func:`itrloss.functional.hubness_aware_loss`."""
-        return functional.hubness_aware_loss(sim, self.scale, self.margin, self.reduction)
-
-    def extra_repr(self) -> str:
-        return f"scale={self.scale}, margin={self.margin}, reduction={self.reduction!r}"
+        return functional.hubness_aware_loss(sim, self.scale, self.margin, self.reduction, positive=self.positive)
 
 
 class UnifiedTrainingObjective(MemoryLoss):
@@ -59,16 +62,20 @@ class UnifiedTrainingObjective(MemoryLoss):
         scale: γ.
         margin: ε, in units of cosine similarity.
         batch_weight: λ, weight of HAL. The paper has 20 for Flickr30K and 1 for MSCOCO.
+        positive: ``"clamp"``, or ``"relu"`` as in :class:`HubnessAwareLoss`.
         image_memory_weight, text_memory_weight: of the texts against the memory's images (the paper's DVQ), and of the
             images against its texts (DTQ).
         reduction, engine, check_finite, telemetry, gather: see :class:`MemoryLoss`.
     """
+
+    shown = ("scale", "margin", "batch_weight", "positive", "image_memory_weight", "text_memory_weight")
 
     def __init__(
         self,
         scale: float = 90.0,
         margin: float = 0.5,
         batch_weight: float = 1.0,
+        positive: functional.PositiveForm = "clamp",
         *,
         image_memory_weight: float = 1.0,
         text_memory_weight: float = 1.0,
@@ -79,22 +86,12 @@ class UnifiedTrainingObjective(MemoryLoss):
         weights = {"image_memory_weight": image_memory_weight, "text_memory_weight": text_memory_weight}
         for name, value in {"margin": margin, "batch_weight": batch_weight, **weights}.items():
             check_number(name, value)
+        one_of("positive", positive, "clamp", "relu")
         self.scale, self.margin, self.batch_weight = scale, margin, batch_weight
+        self.positive: functional.PositiveForm = positive
         self.image_memory_weight, self.text_memory_weight = image_memory_weight, text_memory_weight
 
-    def compute(self, sims: MemorySimilarity) -> Tensor | tuple[Tensor, Tensor]:
+    def compute(self, sims: MemorySimilarity) -> Any:
         """See :func:`itrloss.functional.unified_training_objective`."""
-        return functional.unified_training_objective(
-            sims,
-            self.scale,
-            self.margin,
-            self.batch_weight,
-            self.reduction,
-            image_memory_weight=self.image_memory_weight,
-            text_memory_weight=self.text_memory_weight,
-        )
-
-    def extra_repr(self) -> str:
-        """What ``repr`` shows."""
-        names = ("scale", "margin", "batch_weight", "image_memory_weight", "text_memory_weight", "reduction")
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        options = {name: getattr(self, name) for name in (*self.shown, "reduction")}
+        return functional.unified_training_objective(sims, **options)

@@ -1,1 +1,0 @@
-"""The Triton engine; import :mod:`itrloss.engines.triton.passes` where it is used."""

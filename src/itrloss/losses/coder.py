@@ -1,0 +1,343 @@
+"""CODER's losses: diversity-sensitive contrast in the batch and against a memory, and prototypes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import functional
+from ..checks import check_matrix, check_number, check_size, one_of
+from ..engine.scores import host_may_read, normalized
+from ..kmeans import OnlineKMeans
+from ..memory import CoupledMemory, MemorySimilarity
+from ..similarity import Similarity
+from .base import Loss, MemoryLoss, PairLoss
+
+
+class DiversityOptions(Loss):
+    """The options of DCL and M-DCL."""
+
+    shown = (
+        *("temperature", "margin", "diversity", "epsilon", "detach_diversity", "positive_weight", "positive"),
+        "entropy_temperature",
+    )
+
+    def __init__(
+        self,
+        temperature: float = 0.1,
+        margin: float = 0.3,
+        diversity: functional.Diversity = "std",
+        epsilon: float = 0.1,
+        detach_diversity: bool = True,
+        positive_weight: functional.PositiveWeight = "paper",
+        positive: functional.PositiveForm = "clamp",
+        *,
+        entropy_temperature: float = 1.0,
+        **common: Any,
+    ):
+        super().__init__(**common)
+        above_zero = {"temperature": temperature, "epsilon": epsilon, "entropy_temperature": entropy_temperature}
+        for name, value in above_zero.items():
+            check_number(name, value, positive=True)
+        check_number("margin", margin)
+        one_of("diversity", diversity, "std", "entropy", None)
+        if isinstance(positive_weight, str) and positive_weight != "paper":
+            raise ValueError(f"positive_weight: expected 'paper' or a number, got {positive_weight!r}")
+        if positive_weight != "paper":
+            check_number("positive_weight", positive_weight)
+        one_of("positive", positive, "clamp", "relu")
+        self.temperature, self.margin, self.epsilon = temperature, margin, epsilon
+        self.entropy_temperature = entropy_temperature
+        self.diversity: functional.Diversity = diversity
+        self.detach_diversity = detach_diversity
+        self.positive_weight: functional.PositiveWeight = positive_weight
+        self.positive: functional.PositiveForm = positive
+
+    def options(self) -> dict[str, Any]:
+        """Return the options as the functions take them."""
+        return {name: getattr(self, name) for name in (*self.shown, "reduction")}
+
+
+class DiversityContrastiveLoss(DiversityOptions, PairLoss):
+    r"""Diversity-sensitive contrastive loss, DCL (Wang et al., CODER, ECCV 2022, Eq. 4-5).
+
+    .. math::
+        \ell_i = \mu \log\Bigl(1 + \sum_{j \in neg(i)} e^{(S_{ij} - \gamma) / (\mu d_i)}\Bigr)
+                 - w \operatorname{mean}_{p \in pos(i)} \log(1 + S_{ip})
+
+    for images and for texts. The diversity ``d_i`` in (½, 1] is low where an anchor's negatives are all about equally
+    similar; that sharpens its temperature and weighs its hard negatives more.
+
+    Args:
+        temperature: μ.
+        margin: γ, in units of cosine similarity.
+        diversity: ``"std"`` (Eq. 3), ``"entropy"`` (supplement; see the warning at
+            :func:`itrloss.functional.entropy_diversity`), or None for the implicit form DCL_I with ``d = 1``.
+        entropy_temperature: τ of ``diversity="entropy"``. At the paper's 1 every score is practically 1.
+        epsilon: ε of the diversity scores, above 0.
+        detach_diversity: treat ``d`` as a weight; False sends gradients through it.
+        positive_weight: ``"paper"`` for ``w = μ`` as printed, or ``w`` itself, per direction. (HAL's balance, weight 1
+            counted once for both directions, is 0.5.)
+        positive: ``"clamp"`` keeps S above -1 + 1e-6 in ``log(1 + S)``; ``"relu"`` takes ``log(1 + max(S, 0))`` as the
+            public HAL and USER codes do. Warning: with ``"relu"`` a positive whose score is not above 0 is not pulled.
+        reduction, engine, check_finite, telemetry, gather: see :class:`PairLoss`.
+    """
+
+    def compute(self, sim: Similarity) -> Any:
+        """See :func:`itrloss.functional.diversity_contrastive_loss`."""
+        return functional.diversity_contrastive_loss(sim, **self.options())
+
+
+class MemoryDiversityContrastiveLoss(DiversityOptions, MemoryLoss):
+    r"""Memory-aided DCL, M-DCL (CODER Eq. 6): a batch against the keys of former batches.
+
+    .. math::
+        \ell_i = \mu \log\Bigl(1 + \sum_{q} e^{(S_{iq} - \gamma) / (\mu d_i)}\Bigr)
+                 - w \operatorname{mean}_{p \in pos(i)} \log(1 + \cos(x_i, k_p)), \qquad
+        d_i = \tfrac12 (d_i^{batch} + d_i^{memory})
+
+    for images against the memory's texts and for texts against its images. Negatives are the entries q with another id
+    than the anchor's; positives are the momentum keys k of the batch with the anchor's id, its own pair's if ids are
+    unique. Both diversities are normalised by their own maximum over the batch.
+
+    An anchor without a negative in the memory contributes 0 and does not count in a mean; so the loss is 0 while the
+    memory is empty.
+
+    Args:
+        positive_from: ``"key"``, or ``"batch"`` to take the positives from the batch instead of its keys; they get a
+            gradient then.
+        diversity_from: ``"both"`` for the mean of the two diversities, ``"batch"`` for that of the batch alone.
+        temperature, margin, diversity, epsilon, detach_diversity, positive_weight, positive, entropy_temperature: see
+            :class:`DiversityContrastiveLoss`.
+        reduction, engine, check_finite, telemetry, gather: see :class:`MemoryLoss`.
+    """
+
+    shown = (*DiversityOptions.shown, "positive_from", "diversity_from")
+
+    def __init__(
+        self,
+        temperature: float = 0.1,
+        margin: float = 0.3,
+        diversity: functional.Diversity = "std",
+        epsilon: float = 0.1,
+        detach_diversity: bool = True,
+        positive_weight: functional.PositiveWeight = "paper",
+        positive: functional.PositiveForm = "clamp",
+        *,
+        positive_from: functional.PositiveFrom = "key",
+        diversity_from: functional.DiversityFrom = "both",
+        **common: Any,
+    ):
+        super().__init__(
+            temperature, margin, diversity, epsilon, detach_diversity, positive_weight, positive, **common
+        )
+        one_of("positive_from", positive_from, "key", "batch")
+        one_of("diversity_from", diversity_from, "both", "batch")
+        self.positive_from: functional.PositiveFrom = positive_from
+        self.diversity_from: functional.DiversityFrom = diversity_from
+
+    def compute(self, sims: MemorySimilarity) -> Any:
+        """See :func:`itrloss.functional.memory_diversity_contrastive_loss`."""
+        return functional.memory_diversity_contrastive_loss(sims, **self.options())
+
+
+class PrototypeClassificationLoss(Loss):
+    r"""Prototype-guided classification, PGC (Wang et al., CODER, ECCV 2022, Eq. 7).
+
+    .. math:: -\operatorname{mean}_b \log \operatorname{softmax}(P v_b)_{z_b}
+              - \operatorname{mean}_b \log \operatorname{softmax}(P w_b)_{z_b}
+
+    One linear classifier P tells from the concept embedding of an image, and from that of its text, which prototype z
+    the pair belongs to: its cluster of the sums of normalised instance embeddings, see :class:`itrloss.OnlineKMeans`.
+    It is at least 0; swapping images and texts, or renaming prototypes together with the rows of P, changes nothing.
+
+    Args:
+        dim: F of the concept embeddings.
+        clusters: K, the number of prototypes.
+        reduction: ``"mean"`` (over images plus over texts), ``"sum"`` or ``"none"`` for two tensors (B,).
+        engine, check_finite: see :class:`itrloss.PairLoss`. ``"auto"`` holds no (2 B, K) logits above 256 MiB.
+
+    Attributes:
+        weight: (clusters, dim) P, a parameter: give it to the optimiser.
+    """
+
+    def __init__(self, dim: int, clusters: int, **common: Any):
+        super().__init__(**common)
+        for name, value in (("dim", dim), ("clusters", clusters)):
+            check_size(name, value)
+        self.weight = nn.Parameter(torch.empty(clusters, dim).uniform_(-1, 1) / dim**0.5)
+
+    def forward(
+        self, image_concepts: Tensor, text_concepts: Tensor, prototype_ids: Tensor
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """See :func:`itrloss.functional.prototype_classification_loss`."""
+        for name, x in (("image_concepts", image_concepts), ("text_concepts", text_concepts)):
+            check_matrix(name, x, f"(B, {self.weight.shape[1]})", self.check_finite)
+        weight = self.weight.to(torch.promote_types(image_concepts.dtype, torch.float32))
+        return functional.prototype_classification_loss(
+            image_concepts, text_concepts, weight, prototype_ids, self.reduction, self.engine
+        )
+
+    @torch.no_grad()
+    def reset(self, reseeded: Tensor, centroids: Tensor) -> None:
+        """Forget the clusters that another point took over: their old rows would mislabel what is in them now.
+
+        Such a row of P becomes the new centroid, as long as the other rows were at the start, and its gradient, if
+        there is one yet, 0. What an optimiser remembers of it (Adam's moments) decays in its own time. The parameter is
+        written to: not between a forward pass and its backward pass, which PyTorch refuses then.
+
+        Args:
+            reseeded: (clusters,) bool, :attr:`itrloss.OnlineKMeans.reseeded`.
+            centroids: (clusters, dim) of unit length.
+        """
+        clusters, dim = self.weight.shape
+        for name, x in (("reseeded", reseeded), ("centroids", centroids)):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        if reseeded.shape != (clusters,) or reseeded.dtype != torch.bool:
+            got = f"{tuple(reseeded.shape)} {reseeded.dtype}"
+            raise ValueError(f"reseeded: expected a boolean tensor of shape ({clusters},), got {got}")
+        if centroids.shape != self.weight.shape:
+            raise ValueError(f"centroids: expected shape {(clusters, dim)}, got {tuple(centroids.shape)}")
+        fresh = centroids.to(self.weight.dtype) / 3**0.5  # the expected length of a row of uniform numbers
+        if host_may_read(self.weight):
+            rows = reseeded.nonzero().squeeze(1)
+            if len(rows):
+                self.weight[rows] = fresh[rows]
+                if self.weight.grad is not None:
+                    self.weight.grad[rows] = 0
+            return
+        # Elsewhere listing rows would synchronise.
+        self.weight.copy_(torch.where(reseeded[:, None], fresh, self.weight))
+        if self.weight.grad is not None:
+            self.weight.grad.masked_fill_(reseeded[:, None], 0)
+
+    def extra_repr(self) -> str:
+        """Return what ``repr`` shows."""
+        clusters, dim = self.weight.shape
+        return f"dim={dim}, clusters={clusters}, reduction={self.reduction!r}"
+
+
+class CODERTerms(NamedTuple):
+    """The terms of :class:`CODERObjective`, without their weights and without a gradient."""
+
+    batch: Tensor
+    memory: Tensor
+    concept: Tensor
+    prototype: Tensor
+
+
+class CODERObjective(nn.Module):
+    r"""The training objective of CODER (Wang et al., ECCV 2022, Eq. 8).
+
+    .. math:: L = 3\, L^I_{DCL} + L^I_{M\text{-}DCL} + 2\, L^C_{DCL} + L_{PGC}
+
+    on instance embeddings (I) and concept embeddings (C) of the same pairs. The paper prints the third term as
+    ``L(V, W) + L(W, V)`` of a loss that has both directions in it, hence the 2. The prototypes follow the sums
+    of normalised instance embeddings: in training mode a call moves their centroids, and resets what the classifier
+    learnt of a cluster that was reseeded. That writes to a parameter: each call wants its backward pass before the
+    next.
+
+    Args:
+        dim: of instance and concept embeddings.
+        clusters: number of prototypes: 10 000 for Flickr30K, 20 000 for MSCOCO, in the paper.
+        batch_weight, memory_weight, concept_weight, prototype_weight: of the four terms. A term of weight 0 is not
+            computed.
+        max_count: of a cluster, see :class:`itrloss.OnlineKMeans`.
+        diversity_from: of the memory's term, see :class:`itrloss.MemoryDiversityContrastiveLoss`.
+        options: of all diversity-sensitive losses, see :class:`itrloss.DiversityContrastiveLoss`: ``temperature``,
+            ``margin``, ``diversity``, …, ``engine``, ``check_finite``, ``gather``.
+
+    Attributes:
+        batch, memory, concept: the losses, whose options may be changed one by one.
+        prototypes: :class:`itrloss.OnlineKMeans`.
+        classifier: :class:`itrloss.PrototypeClassificationLoss`. It has a parameter: give this module's parameters
+            to the optimiser, too.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        clusters: int,
+        *,
+        batch_weight: float = 3.0,
+        memory_weight: float = 1.0,
+        concept_weight: float = 2.0,
+        prototype_weight: float = 1.0,
+        max_count: float | None = None,
+        diversity_from: functional.DiversityFrom = "both",
+        **options: Any,
+    ):
+        super().__init__()
+        if options.get("reduction", "mean") == "none":
+            raise ValueError("reduction: expected 'mean' or 'sum' for a total, got 'none'")
+        self.weights = CODERTerms(batch_weight, memory_weight, concept_weight, prototype_weight)  # type: ignore[arg-type]
+        for name, weight in self.weights._asdict().items():
+            check_number(f"{name}_weight", weight)
+        self.batch, self.concept = DiversityContrastiveLoss(**options), DiversityContrastiveLoss(**options)
+        self.memory = MemoryDiversityContrastiveLoss(diversity_from=diversity_from, **options)
+        common = {name: options[name] for name in ("reduction", "engine", "check_finite") if name in options}
+        self.prototypes = OnlineKMeans(clusters, dim, max_count=max_count)
+        self.classifier = PrototypeClassificationLoss(dim, clusters, **common)
+
+    def forward(
+        self,
+        images: Tensor,
+        texts: Tensor,
+        image_keys: Tensor,
+        text_keys: Tensor,
+        memory: CoupledMemory,
+        image_concepts: Tensor,
+        text_concepts: Tensor,
+        image_ids: Tensor | None = None,
+        text_ids: Tensor | None = None,
+    ) -> tuple[Tensor, CODERTerms]:
+        """Return the total and its terms. Row i of each input belongs to pair i.
+
+        Args:
+            images, texts: (B, dim) instance embeddings.
+            image_keys, text_keys: (B, dim) the same by the momentum encoders.
+            memory: keys of former batches. Put the batch in after the backward pass.
+            image_concepts, text_concepts: (B, dim) concept embeddings.
+            image_ids, text_ids: (B,) integers: further positives, or entries of the memory that are no negatives.
+
+        Returns:
+            The total, a 0-dim tensor, and a :class:`CODERTerms`.
+        """
+        wanted = (images.shape[0], self.prototypes.dim)
+        parts = {"images": images, "texts": texts, "image_concepts": image_concepts, "text_concepts": text_concepts}
+        for name, x in parts.items():
+            if x.shape != wanted:
+                raise ValueError(f"{name}: expected shape {wanted}, a row for each image, got {tuple(x.shape)}")
+        zero = images.new_zeros((), dtype=torch.promote_types(images.dtype, torch.float32))
+        batch = memory_term = concept = prototype = zero
+        if self.weights.batch:
+            batch = self.batch(images, texts, image_ids, text_ids)
+        if self.weights.memory:
+            memory_term = self.memory(images, texts, image_keys, text_keys, memory, image_ids, text_ids)
+        if self.weights.concept:
+            concept = self.concept(image_concepts, text_concepts, image_ids, text_ids)
+        if self.weights.prototype:
+            prototype = self._prototype(images, texts, image_concepts, text_concepts, zero)
+        terms = CODERTerms(batch, memory_term, concept, prototype)
+        total = sum(weight * term for weight, term in zip(self.weights, terms, strict=True))
+        assert isinstance(total, Tensor)
+        return total, CODERTerms(*(x.detach() for x in terms))
+
+    def _prototype(self, images: Tensor, texts: Tensor, image_concepts: Tensor, text_concepts: Tensor, zero: Tensor):
+        with torch.no_grad():
+            v, w = normalized(images), normalized(texts)
+        if self.training:
+            ids = self.prototypes.update(v + w)
+            self.classifier.reset(self.prototypes.reseeded, self.prototypes.centroids)
+        elif len(self.prototypes):
+            ids = self.prototypes.predict(v + w)
+        else:
+            return zero
+        return self.classifier(image_concepts, text_concepts, ids)
+
+    def extra_repr(self) -> str:
+        """Return what ``repr`` shows."""
+        return ", ".join(f"{name}_weight={weight}" for name, weight in self.weights._asdict().items())

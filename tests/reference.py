@@ -1,0 +1,152 @@
+"""The specification: every answer on a dense score matrix, in plain PyTorch, differentiated by autograd.
+
+In float64 this is the judge of the engines, and shares no line with them. :class:`Reference` answers what
+``itrloss.Anchors`` does, for the rows of matrices; the columns are the rows of the transposed matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Values(NamedTuple):
+    values: Tensor
+    indices: Tensor
+
+
+class MeanStd(NamedTuple):
+    mean: Tensor
+    std: Tensor
+
+
+# By the names of the registered terms; those of the tests' own are taken as they are.
+TERMS: dict[str, Callable[..., Tensor]] = {
+    "identity": lambda s: s,
+    "log1p_clamp": lambda s: torch.log(1 + s.clamp_min(-1 + 1e-6)),
+    "log1p_relu": lambda s: torch.log(1 + s.relu()),
+    "negative_log_likelihood": lambda s, negatives, scale: -F.logsigmoid(scale * s - negatives),
+    "softplus": lambda s, scale, bias: -F.logsigmoid(-(scale * s + bias)),
+    "hinge": lambda s, threshold: (threshold - s).relu(),
+}
+
+
+def unit(x: Tensor) -> Tensor:
+    """(N, D) vectors at unit length; a zero vector stays zero."""
+    norm = x.norm(dim=1, keepdim=True)
+    zero = norm.detach() <= 1e-12
+    return torch.where(zero, 0.0, x / torch.where(zero, 1.0, norm))
+
+
+def matches(ids: Sequence[Tensor | None], n: int, m: int) -> Tensor:
+    """(N, M) bool: which pairs are positive."""
+    rows, cols = (torch.arange(size) if x is None else x for x, size in zip(ids, (n, m), strict=True))
+    return rows[:, None] == cols
+
+
+class Reference:
+    """Anchors: groups of rows of dense scores (A, C), with the mask of their positives."""
+
+    def __init__(self, *groups: tuple[Tensor, Tensor]):
+        self.groups = groups
+
+    @classmethod
+    def of(cls, v: Tensor, w: Tensor, ids: Sequence[Tensor | None] = (None, None), normalize: bool = True) -> Reference:
+        """The rows of the cosines, or of the inner products."""
+        return cls.from_scores((unit(v) @ unit(w).T) if normalize else v @ w.T, ids)
+
+    @classmethod
+    def from_scores(cls, scores: Tensor, ids: Sequence[Tensor | None] = (None, None)) -> Reference:
+        """The rows of a matrix."""
+        return cls((scores, matches(ids, *scores.shape)))
+
+    @property
+    def T(self) -> Reference:
+        return Reference(*((s.T, p.T) for s, p in self.groups))
+
+    @property
+    def both(self) -> Reference:
+        return Reference(*self.groups, *self.T.groups)
+
+    def __len__(self) -> int:
+        return sum(len(s) for s, _ in self.groups)
+
+    def _each(self, answer: Callable[..., Tensor], *params: float | Tensor) -> Tensor:
+        """(A,) of ``answer(scores, positive, *params)``, parameters as columns (A, 1) of their group."""
+        given = [
+            (x.reshape(-1) if isinstance(x, Tensor) else self.groups[0][0].new_tensor([x])).expand(len(self))
+            for x in params
+        ]
+        split = zip(*(x.split([len(s) for s, _ in self.groups]) for x in given), strict=True) if given else None
+        return torch.cat([answer(s, p, *(x[:, None] for x in next(split))) if split else answer(s, p) for s, p in self.groups])
+
+    def logsumexp(self, scale: float | Tensor = 1.0, *, over: str = "negatives") -> Tensor:
+        def one(s, positive, a):
+            z = s * a
+            if over == "all":
+                return z.logsumexp(1)
+            empty = positive.all(1)
+            z = z.masked_fill(positive, -math.inf).masked_fill(empty[:, None], 0.0)  # -inf alone has a nan gradient
+            return z.logsumexp(1).masked_fill(empty, -math.inf)
+
+        return self._each(one, scale)
+
+    def mean_std(self) -> MeanStd:
+        def mean(s, positive):
+            return s.masked_fill(positive, 0.0).sum(1) / (~positive).sum(1).clamp_min(1)
+
+        def std(s, positive):
+            away = (s - mean(s, positive)[:, None]).masked_fill(positive, 0.0)
+            return (away.square().sum(1) / (~positive).sum(1).clamp_min(1)).clamp_min(1e-12).sqrt()
+
+        return MeanStd(self._each(mean), self._each(std))
+
+    def entropy(self, temperature: float = 1.0) -> Tensor:
+        def one(s, positive):
+            log_p = (s / temperature).log_softmax(1)
+            return -(log_p.exp() * log_p).masked_fill(positive, 0.0).sum(1) / math.log(2)
+
+        return self._each(one)
+
+    def hardest_negatives(self) -> Values:
+        def index(s, positive):
+            return s.masked_fill(positive, -math.inf).argmax(1).masked_fill(positive.all(1), -1)
+
+        def value(s, positive):
+            best = s.gather(1, index(s, positive).clamp_min(0)[:, None]).squeeze(1)
+            return best.masked_fill(positive.all(1), -math.inf)
+
+        return Values(self._each(value), self._each(index))
+
+    def sum(self, term: Callable[..., Tensor], *params: float | Tensor) -> Tensor:
+        return self._sum(term, True, *params)
+
+    def sum_of_positives(self, term: Callable[..., Tensor], *params: float | Tensor) -> Tensor:
+        return self._sum(term, False, *params)
+
+    def mean_of_positives(self, term: Callable[..., Tensor], *params: float | Tensor) -> Tensor:
+        count = self._each(lambda s, positive: positive.sum(1))
+        return self.sum_of_positives(term, *params) / count.clamp_min(1)
+
+    def _sum(self, term: Callable[..., Tensor], negatives: bool, *params: float | Tensor) -> Tensor:
+        function = TERMS.get(term.__name__, term)
+
+        def one(s, positive, *given):
+            return torch.where(positive != negatives, function(s, *given).expand_as(s), 0.0).sum(1)
+
+        return self._each(one, *params)
+
+    def hinge_sum(self, margin: float) -> Tensor:
+        def one(s, positive):
+            sums = []
+            for row, match in zip(s, positive, strict=True):
+                hinge = (margin - row[:, None] + row).relu()
+                sums.append(torch.where(match[:, None] & ~match, hinge, 0.0).sum())
+            return torch.stack(sums)
+
+        return self._each(one)
