@@ -12,8 +12,8 @@ if not torch.cuda.is_available():  # kernels run on the CPU, by their own interp
 
 from itrloss.engine import products, scores
 
-# Workers of pytest-xdist share the cores: more threads than cores would slow all of them down tenfold.
-torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+# Matrices are small, and workers of pytest-xdist share the cores: threads would only wait for each other.
+torch.set_num_threads(1)
 
 
 @pytest.fixture

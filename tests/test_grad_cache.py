@@ -241,7 +241,9 @@ def test_frozen_encoder_runs_once_and_then_one_chunk(chunk_size):
     images.requires_grad_(False)
     expected = whole(product, (images, texts), inputs := batch()), take_gradients(images, texts)
     images.calls = texts.calls = 0
-    assert_same((grad_cache_step(product, (images, texts), inputs, chunk_size), take_gradients(images, texts)), expected)
+    assert_same(
+        (grad_cache_step(product, (images, texts), inputs, chunk_size), take_gradients(images, texts)), expected
+    )
     chunks = -(-N // chunk_size)
     assert (images.calls, texts.calls) == (chunks + 1, 2 * chunks)
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from itrloss import Similarity
-from itrloss.metrics import default_ids, retrieval_metrics, skewness
+from itrloss.metrics import default_ids, retrieval_metrics, retrieval_results, skewness
 from itrloss.rerank import FastReranker
 
 FIGURES = {
@@ -312,3 +312,10 @@ def test_nothing_overflows():
 def test_bad_input_is_named(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_results_name_the_ids_that_were_given():
+    ids = torch.tensor([1003, 1001, 1002])
+    for scores in (torch.eye(3), Similarity(torch.eye(3), torch.eye(3), ids, ids)):
+        found = retrieval_results(scores, *(() if isinstance(scores, Similarity) else (ids, ids)))
+        assert torch.equal(found.i2t.ids, ids) and torch.equal(found.t2i.ids, ids)

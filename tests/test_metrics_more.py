@@ -15,7 +15,7 @@ from cases import embeddings, make_ids, similarity
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from itrloss import Similarity, rerank
+from itrloss import Similarity
 from itrloss.metrics import (
     Judgements,
     QueryResults,

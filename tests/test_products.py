@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from test_losses import make
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import itrloss
-from itrloss.engines import products
+from itrloss.engine import products
 
 SHAPES = ((1, 1, 1), (3, 5, 7), (40, 3, 70), (70, 33, 2), (64, 200, 64), (5, 300, 200))  # rows, summands, columns
 
@@ -63,36 +64,29 @@ def asks_onednn(a, b):
 
 
 def test_what_onednn_is_asked_for(monkeypatch):
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
-    monkeypatch.setattr(products, "_shapes", set())
+    monkeypatch.setattr(products, "prefers_onednn", lambda: True)
+    monkeypatch.setattr(products, "_seen", set())
     large, small = torch.randn(200, 200), torch.randn(20, 20)
     assert asks_onednn(large, large)
     assert not asks_onednn(small, small)
     assert not asks_onednn(large.double(), large.double())
     assert not asks_onednn(torch.randn(8, 2048), torch.randn(2048, 256))  # bound by memory
-    assert not asks_onednn(torch.randn(512, 16), torch.randn(16, 512))
+    assert not asks_onednn(torch.randn(512, 8), torch.randn(8, 1024))
+    assert not asks_onednn(large.T, large)  # would be copied first
     with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):
         assert not asks_onednn(large, large)
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: False)
+    monkeypatch.setattr(products, "prefers_onednn", lambda: False)
     assert not asks_onednn(large, large)
 
 
 def test_onednn_is_given_so_many_shapes_and_no_more(monkeypatch):
     """It keeps something for each."""
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
-    monkeypatch.setattr(products, "_shapes", set())
+    monkeypatch.setattr(products, "prefers_onednn", lambda: True)
+    monkeypatch.setattr(products, "_seen", set())
     monkeypatch.setattr(products, "_SHAPES", 3)
     b = torch.randn(200, 200)
     asked = [asks_onednn(torch.randn(n, 200), b) for n in (100, 101, 102, 103, 104, 100, 102, 104)]
     assert asked == [True, True, True, False, False, True, True, False]
-
-
-def test_a_gradient_is_never_lost(by_onednn):
-    for needs in ((True, False), (False, True), (True, True)):
-        a, b = (torch.randn(n, m, requires_grad=x) for n, m, x in ((5, 6, needs[0]), (6, 7, needs[1])))
-        products.matmul(a, b).sum().backward()
-        assert not needs[0] or torch.allclose(a.grad, b.sum(1).expand(5, 6))
-        assert not needs[1] or torch.allclose(b.grad, a.sum(0)[:, None].expand(6, 7))
 
 
 def test_gradients_and_scores_are_contiguous(by_onednn):
@@ -103,48 +97,47 @@ def test_gradients_and_scores_are_contiguous(by_onednn):
     assert scores.is_contiguous()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_the_default_type_is_no_matter(dtype, monkeypatch):
-    monkeypatch.setattr(products, "_least_seconds", lambda *calls: [float(call().numel()) for call in calls])
-    torch.set_default_dtype(dtype)
-    try:
-        assert products._measured.__wrapped__() is False
-    finally:
-        torch.set_default_dtype(torch.float32)
+@pytest.mark.parametrize(
+    ("capability", "maker", "built", "wanted"),
+    [
+        ("AVX512", "AuthenticAMD", True, True),
+        ("AVX512", "GenuineIntel", True, False),
+        ("AVX2", "AuthenticAMD", True, False),
+        ("AVX512", "AuthenticAMD", False, False),
+    ],
+)
+def test_the_rule_goes_by_the_processor_and_by_no_clock(capability, maker, built, wanted, monkeypatch, tmp_path):
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor : 0\nvendor_id : {maker}\n")
+    monkeypatch.setattr(products, "Path", lambda _: cpuinfo)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: built)
+    rule = products.prefers_onednn.__wrapped__
+    assert rule() is wanted
+    cpuinfo.unlink()  # another operating system
+    assert rule() is False
 
 
-def test_the_faster_library_is_measured_once(monkeypatch):
-    measure = products._measured.__wrapped__
-    for blas, onednn, faster in ((2.0, 1.0, True), (1.1, 1.0, False), (1.0, 2.0, False)):
-        monkeypatch.setattr(products, "_least_seconds", lambda *_, x=(blas, onednn): x)
-        assert measure() is faster
-    with monkeypatch.context() as without:
-        without.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-        without.setattr(products, "_least_seconds", lambda *_: (2.0, 1.0))
-        assert measure() is False
+def test_the_rule_is_looked_up_once_and_moves_no_random_number():
     state = torch.get_rng_state()
-    products._measured.cache_clear()
-    assert products.onednn_is_faster() is products.onednn_is_faster()
-    assert products._measured.cache_info().misses == 1
+    products.prefers_onednn.cache_clear()
+    assert products.prefers_onednn() is products.prefers_onednn()
+    assert products.prefers_onednn.cache_info().misses == 1
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_the_least_of_the_measured_times_counts(monkeypatch):
-    ticks = iter([0.0, 5.0, 0.0, 1.0, 0.0, 2.0, 0.0, 4.0])
-    monkeypatch.setattr(products.time, "perf_counter", lambda: next(ticks))
-    assert products._least_seconds(lambda: torch.ones(1), lambda: torch.ones(1), repeats=2) == [2.0, 1.0]
+    source = Path(products.__file__).read_text()
+    assert "perf_counter" not in source and "import time" not in source
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("engine", ["dense", "tiled"])
-def test_compiled_losses_ask_the_faster_library_too(engine, backend, by_onednn, monkeypatch):
+def test_compiled_losses_ask_the_faster_library_too(backend, by_onednn, monkeypatch):
+    """The tiled engine is an operator; of plain PyTorch the compiler makes what it likes."""
     if backend == "inductor" and not (shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("torch.compile's default backend needs a C++ compiler")
-    made, linear = [], products._linear
-    monkeypatch.setattr(products, "_linear", lambda *x: made.append(x) or linear(*x))
+    made, onednn = [], products._onednn
+    monkeypatch.setattr(products, "_onednn", lambda *x: made.append(x) or onednn(*x))
     torch._dynamo.reset()
-    loss = make("dcl", engine=engine)
+    loss = make("dcl", engine="tiled")
     compiled = torch.compile(loss, fullgraph=True, backend=backend)
     for n, m in ((8, 11), (12, 9)):
         results = []

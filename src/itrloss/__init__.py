@@ -1,6 +1,7 @@
 """Losses and re-rankers for image-text retrieval."""
 
 from . import compat, distributed, functional, metrics, rerank
+from .anchors import Anchors
 from .engine.answers import pair_term
 from .grad_cache import grad_cache_step
 from .kmeans import OnlineKMeans
@@ -24,7 +25,7 @@ from .losses import (
     VarianceAwareLoss,
 )
 from .memory import CoupledMemory, MomentumEncoder
-from .similarity import Anchors, Similarity
+from .similarity import Similarity
 from .telemetry import describe
 
 __version__ = "0.1.0"

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from . import files, study_report
-from .checks import require_finite
 from .bench import report, runner
 from .bench.cases import KINDS, LOSSES, SUITES, Case, parse_shape
 from .bench.peers import PEERS
 from .bench.runner import VARIANTS
+from .checks import require_finite
 from .metrics import default_ids
 from .metrics.labels import whole_parts_of
 from .rerank import FastReranker

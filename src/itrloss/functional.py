@@ -13,15 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .anchors import Anchors
+from .anchors import Reduction as Reduction
 from .checks import as_ids, check_matrix, one_of
 from .engine.answers import hinge, log1p_clamp, log1p_relu, negative_log_likelihood, softplus
-from .engine.scores import host_may_read
+from .engine.scores import Embeddings, host_may_read
 from .memory import MemorySimilarity
 from .sets import Aggregation as Aggregation
 from .sets import PairReduction as PairReduction
 from .sets import dynamic_orthogonal_loss, set_similarity, variance_aware_loss
-from .similarity import Anchors, Engine, Similarity
-from .similarity import Reduction as Reduction
+from .similarity import Engine, Similarity
 
 Diversity = Literal["std", "entropy"] | None
 Mining = Literal["hardest", "all"]
@@ -86,10 +87,10 @@ def _diversity_scores(anchors: Anchors, spread: Tensor, epsilon: float) -> Tenso
 def _diversity(anchors: Anchors, kind: Diversity, epsilon: float, temperature: float, detached: bool) -> Tensor:
     """(A,) scores of one kind."""
     one_of("diversity", kind, "std", "entropy", None)
-    anchors = anchors.detach() if detached else anchors
-    if kind == "std":
-        return std_diversity(anchors, epsilon)
-    return entropy_diversity(anchors, epsilon, temperature)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not detached):
+        if kind == "std":
+            return std_diversity(anchors, epsilon)
+        return entropy_diversity(anchors, epsilon, temperature)
 
 
 # ----------------------------------------------------------------------------------------------------- losses
@@ -341,7 +342,7 @@ def prototype_classification_loss(
     dtype = torch.promote_types(image_concepts.dtype, torch.float32)  # autocast does not join two half types
     both = torch.cat([image_concepts.to(dtype), text_concepts.to(dtype)])
     labels = ids.repeat(2), torch.arange(classes, device=ids.device)
-    logits = Similarity._unchecked(both, weight, labels, (False, False), engine)
+    logits = Similarity._of(Embeddings(both, False), Embeddings(weight, False), labels, engine)
     values = logits.sum_of_positives(negative_log_likelihood, logits.logsumexp(), 1.0)
     if reduction == "none":
         return values[:batch], values[batch:]

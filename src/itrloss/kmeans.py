@@ -11,7 +11,7 @@ from .checks import check_matrix, check_number, check_size, refuse_other_shapes
 from .distributed import gather_rows
 from .engine.matrix import check_engine
 from .engine.pairs import weighted_sums
-from .engine.scores import IGNORE_ID, host_may_read, inverse_norms, scaled
+from .engine.scores import IGNORE_ID, Embeddings, host_may_read, inverse_norms, scaled
 from .similarity import Engine, Similarity
 
 __all__ = ["OnlineKMeans"]
@@ -176,8 +176,8 @@ class OnlineKMeans(nn.Module):
     def _nearest(self, x: Tensor, seeded: Tensor) -> tuple[Tensor, Tensor]:
         """Highest cosine with a centroid and its index; -1 and 0 while there is none."""
         ids = x.new_zeros(x.shape[0], dtype=torch.int64), torch.where(seeded, 1, IGNORE_ID)
-        options: dict[str, Any] = {"normalize": (True, False), "engine": self.engine, "memory_budget": 0}
-        best = Similarity._unchecked(x, self.centroids, ids, **options).hardest_negatives()
+        sides = Embeddings(x), Embeddings(self.centroids, False)
+        best = Similarity._of(*sides, ids, self.engine, memory_budget=0).hardest_negatives()
         return best.values.clamp_min(-1), best.indices.clamp_min(0)
 
     def _unit(self, x: Tensor) -> Tensor:

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from . import checks
+from .anchors import Anchors
 from .checks import as_ids, check_alike, check_matrix, check_size, one_of, refuse_other_shapes
 from .distributed import gather_rows
-from .engine.scores import IGNORE_ID, inverse_norms, scaled
-from .similarity import Anchors, Engine, Similarity
+from .engine.scores import IGNORE_ID, Embeddings, inverse_norms, scaled
+from .similarity import Engine, Similarity
 
 __all__ = ["CoupledMemory", "MemorySimilarity", "MomentumEncoder"]
 
@@ -187,23 +188,23 @@ class MemorySimilarity(NamedTuple):
         for name, other in (("image_keys", image_keys), ("text_keys", text_keys), ("memory", memory.images)):
             check_alike(name, other, "images", images)
         pairs = batch._first.pairs
-        pairings = (images, text_keys, pairs.ids), (texts, image_keys, pairs.ids[::-1])
-        keys = [_rows(own, others.detach(), i, engine) for own, others, i in pairings]
+        v, w = batch._first.embeddings
+        assert w is not None
+        others = Embeddings(image_keys.detach()), Embeddings(text_keys.detach())
+        keys = Similarity._of(v, others[1], pairs.ids, engine), Similarity._of(w, others[0], pairs.ids[::-1], engine)
         of_images, of_texts = batch.ids
         if pairs.one_to_one:  # the ids are the same on both sides
             of_images = of_texts = torch.arange(len(images), device=images.device) if of_texts is None else of_texts
         queues = [
-            _rows(own, entries, (own_ids, memory.ids), engine, normalize=(True, False), bounded=True)
-            for own, entries, own_ids in ((images, memory.texts, of_images), (texts, memory.images, of_texts))
+            Similarity._of(own, Embeddings(entries, False), (own_ids, memory.ids), engine)
+            for own, entries, own_ids in ((v, memory.texts, of_images), (w, memory.images, of_texts))
         ]
+        for queue in queues:
+            queue._first.bounded = True  # entries have unit length
         if of_images is of_texts:
             queues[1]._first.pairs = queues[0]._first.pairs  # found once
         valid = (memory.ids != IGNORE_ID).sum()
         return cls(batch, Anchors.together(*keys), Anchors.together(*queues), valid)
-
-
-def _rows(rows: Tensor, cols: Tensor, ids: Any, engine: str, **options: Any) -> Similarity:
-    return Similarity._unchecked(rows, cols, ids, engine=engine, **options)
 
 
 def _checked_ids(memory: CoupledMemory, image_ids: Any, text_ids: Any) -> tuple[Any, Any]:

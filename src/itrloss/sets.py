@@ -8,9 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .anchors import Anchors, Reduction
 from .checks import one_of
 from .engine.scores import full_precision, normalized
-from .similarity import Anchors, Reduction, Similarity
+from .similarity import Similarity
 
 PairReduction = Literal["mean", "sum", "frobenius"]
 Aggregation = Literal["max", "mean", "smooth_chamfer"]
@@ -87,7 +88,7 @@ class _Pairs:
         else:
             index = tuple(x.flatten() for x in torch.meshgrid(*map(self._numbers, first.shape), indexing="ij"))
             self.mask = first.pairs.positive().flatten()
-            self.scores = torch.stack([sim._first.scores().flatten() for sim in heads])
+            self.scores = torch.stack([sim._first.differentiable_scores().flatten() for sim in heads])
         self.index = index[::-1] if side else index
         self.negatives = [first.pairs.negative_counts(s) for s in ((1, 0) if side else (0, 1))]
 

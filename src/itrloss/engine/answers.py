@@ -7,6 +7,7 @@ answers, in :class:`itrloss.Anchors`. Triton's form of each has the same name in
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +25,8 @@ class Answer(NamedTuple):
     # buffers that values may be written to, or is None where autograd is to see the work.
     value: Callable[..., Any]
     # (s, params, grads, needs, out): the values' gradient by s, and those by the parameters where needed, each like s,
-    # times the upstream gradients, one for each of ``width``. None: autograd finds them on a tile.
+    # times the upstream gradients, one for each of ``width``; that by s may lie in ``out[0]``, the others in later ones.
+    # None: autograd finds them on a tile.
     slopes: Callable[..., list[Tensor | None]] | None = None
     width: int = 1
     exponential: bool = False  # the derivative by s is the first parameter times the value
@@ -93,26 +95,28 @@ def term_name(term: Callable[..., Tensor]) -> str:
 
 def _exponent(s: Tensor, scale: Tensor, top: Tensor, out: Any) -> Tensor:
     """Return ``scale s - top``."""
-    if out is None:
-        return s * scale - top
+    if out is None:  # a pair that is left out may lie far above ``top``: inf times a gradient of 0 would be nan
+        return (s * scale - top).clamp_max(80.0)
     if scale.numel() == 1 and s.device.type == "cpu":  # in one pass
         return torch.add(-top, s, alpha=float(scale), out=out[0])
     return torch.mul(s, scale, out=out[0]).sub_(top)
 
 
-def _exp(s: Tensor, scale: Tensor, top: Tensor, out: Any = None) -> Tensor:
+def _exp(s: Tensor, scale: Tensor, top: Tensor | None = None, out: Any = None) -> Tensor:
+    if top is None:
+        return (s * scale).exp() if out is None else torch.mul(s, scale, out=out[0]).exp_()
     z = _exponent(s, scale, top, out)
     return z.exp() if out is None else z.exp_()
 
 
 def _exp_slopes(s, params, grads, needs, out):
-    scale, top = params
-    e = _exp(s, scale, top, out).mul_(grads[0])
+    e = _exp(s, *params, out=out).mul_(grads[0])
     by_scale = e * s if needs[0] else None
-    return [e.mul_(scale), by_scale, None]
+    return [e.mul_(params[0]), by_scale, None][: 1 + len(params)]
 
 
-# The sum of a log-sum-exp, of which ``top`` is not to overflow: L = log sum + top.
+# The sum of a log-sum-exp: parameters are the scale and, if exponents are large, a ``top`` that is subtracted from them:
+# L = log sum + top.
 ANSWERS["exp"] = Answer(_exp, _exp_slopes, exponential=True)
 ANSWERS["peak"] = Answer(lambda s, scale, out=None: torch.mul(s, scale, out=out and out[0]), maximum=True)
 
@@ -131,7 +135,8 @@ def _information_slopes(s, params, grads, needs, out):
     z = _exponent(s, scale, log_total, out)
     p = torch.exp(z, out=out[1])
     by_log_total = p.mul_(z.clamp_min_(-1e4).add_(1)).mul_(grads[0])  # p (log p + 1)
-    return [by_log_total * -scale, -by_log_total * s if needs[0] else None, by_log_total]
+    by_scale = -by_log_total * s if needs[0] else None
+    return [torch.mul(by_log_total, -scale, out=z), by_scale, by_log_total]
 
 
 ANSWERS["information"] = Answer(_information, _information_slopes)
@@ -155,19 +160,21 @@ ANSWERS["moments"] = Answer(_moments, _moments_slopes, width=2)
 
 def _hinges(s: Tensor, thresholds: Tensor, out: Any = None) -> Tensor:
     """``sum_k max(s - t_k, 0)`` for thresholds (slots, …); an infinite one is none."""
-    total = (s - thresholds[0]).relu()
-    for t in thresholds[1:]:
-        total = total + (s - t).relu()
+    first, *others = thresholds
+    if out is None:
+        return functools.reduce(torch.add, [(s - t).relu() for t in others], (s - first).relu())
+    total = torch.sub(s, first, out=out[0]).relu_()
+    for t in others:
+        total.add_(torch.sub(s, t, out=out[1]).relu_())
     return total
 
 
 def _hinges_slopes(s, params, grads, needs, out):
     (thresholds,) = params
-    beyond = [(s > t) * grads[0] for t in thresholds]
-    total = beyond[0].clone() if needs[0] else beyond[0]
-    for x in beyond[1:]:
-        total.add_(x)
-    return [total, torch.stack(beyond).neg_() if needs[0] else None]
+    beyond = [torch.gt(s, t, out=torch.empty_like(s)).mul_(grads[0]) for t in thresholds[1:]]
+    first = torch.gt(s, thresholds[0], out=out[1]).mul_(grads[0])
+    total = functools.reduce(torch.Tensor.add_, beyond, out[0].copy_(first))
+    return [total, torch.stack([first, *beyond]).neg_() if needs[0] else None]
 
 
 ANSWERS["hinges"] = Answer(_hinges, _hinges_slopes)
@@ -206,9 +213,9 @@ def softplus(scores: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
 def _softplus_slopes(s, params, grads, needs, out):
     """By hand for the sigmoid loss: autograd on tiles takes 1.5 times as long, see benchmarks/test_micro.py."""
     scale, bias = params
-    by_bias = torch.mul(s, scale, out=out[0]).add_(bias).sigmoid_().mul_(grads[0])
+    by_bias = torch.mul(s, scale, out=out[1]).add_(bias).sigmoid_().mul_(grads[0])
     by_scale = by_bias * s if needs[0] else None
-    return [torch.mul(by_bias, scale, out=out[1]), by_scale, by_bias]
+    return [torch.mul(by_bias, scale, out=out[0]), by_scale, by_bias]
 
 
 for _term in (identity, log1p_clamp, log1p_relu, negative_log_likelihood, hinge):

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
+import math
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from . import reduce
 from .answers import ANSWERS
-from .pairs import Pairs, listed_scores, pair_scores, with_norms
+from .pairs import Pairs, pair_scores
 from .products import matmul
-from .scores import Ids, Scores, compute_dtype, full_precision, host_may_read, normalized
+from .scores import (
+    Embeddings,
+    Ids,
+    Scores,
+    cached_property,
+    chunks,
+    compute_dtype,
+    full_precision,
+    inverse_norms,
+    outside_inference,
+    scaled,
+)
 
 ENGINES = ("dense", "tiled", "triton")
 MEMORY_BUDGET = 256 * 2**20  # bytes of scores that "auto" keeps (8192 x 8192 in float32)
@@ -37,7 +47,6 @@ def choose_engine(engine: str, numel: int, budget: int, x: Tensor) -> str:
     Raises:
         ImportError, TypeError, ValueError: Triton is named and not there, or for float64, or on the CPU.
     """
-    check_engine(engine)
     if engine == "auto":
         small = SMALL.get(x.device.type, _ACCELERATOR_SMALL)
         if torch.compiler.is_compiling():  # the compiler fuses what plain PyTorch does with a matrix
@@ -45,6 +54,7 @@ def choose_engine(engine: str, numel: int, budget: int, x: Tensor) -> str:
         if numel <= small:
             return "dense"
         return "triton" if _triton_serves(x) else "tiled"
+    check_engine(engine)
     if engine == "triton":
         if importlib.util.find_spec("triton") is None:
             raise ImportError("engine='triton' needs Triton, which comes with PyTorch for CUDA: pip install triton")
@@ -66,129 +76,181 @@ def _triton_serves(x: Tensor) -> bool:
 class Matrix:
     """A score matrix (N, M) of embeddings, or one that exists, as all views of it share it."""
 
-    def __init__(
-        self,
-        rows: Tensor,  # (N, D), or (N, M) scores
-        cols: Tensor | None,  # (M, D)
-        ids: Ids,
-        normalize: tuple[bool, bool],  # the rows, the columns
-        engine: str,
-        budget: int = MEMORY_BUDGET,
-    ):
-        if not torch.is_grad_enabled():  # what is made under no_grad has no gradient, whenever it is asked
-            rows, cols = rows.detach(), None if cols is None else cols.detach()
-        self.rows, self.cols, self.normalize, self.engine, self.budget = rows, cols, normalize, engine, budget
-        self.shape = rows.shape[0], rows.shape[1] if cols is None else cols.shape[0]
-        self.pairs = Pairs(self.shape, ids, rows.device)
-        self._versions = self._current_versions()
-        self._scores: Tensor | None = None  # dense: differentiable
-        self._source: Scores | None = None  # tiled: with scores that are kept
-        self.bounded = cols is not None and all(normalize)  # whether scores are known to lie in [-1, 1]
+    def __init__(self, rows: Embeddings, cols: Embeddings | None, ids: Ids, engine: str, budget: int = MEMORY_BUDGET):
+        """``cols`` None: the rows are (N, M) scores."""
+        x = rows.x
+        self.embeddings, self.engine, self.device = (rows, cols), engine, x.device
+        self.dtype = compute_dtype(x)
+        self.shape = x.shape[0], x.shape[1] if cols is None else cols.x.shape[0]
+        self.pairs = Pairs(self.shape, ids, x.device)
+        #: Whether scores are known to lie in [-1, 1].
+        self.bounded = cols is not None and rows.normalize and cols.normalize
+        # Where scores are kept, unit vectors are, too: 5 passes over the embeddings less in each pass over the scores.
+        # Elsewhere the lengths are multiplied in tile by tile, and nothing of the embeddings' size is held.
+        self.keeps = engine == "dense" or (engine == "tiled" and self.shape[0] * self.shape[1] * self.dtype.itemsize <= budget)
+        self._scores: Tensor | None = None  # (N, M), differentiable if dense
+        self._masks: dict[tuple[str, bool, bool], Tensor | None] = {}
+
+    @property
+    def rows(self) -> Tensor:
+        """(N, D) embeddings, or (N, M) scores, as they were given."""
+        return self.embeddings[0].x
+
+    @property
+    def cols(self) -> Tensor | None:
+        """(M, D) embeddings."""
+        return None if self.embeddings[1] is None else self.embeddings[1].x
+
+    @property
+    def normalize(self) -> tuple[bool, bool]:
+        """Whether rows, and columns, are scaled to unit length."""
+        rows, cols = self.embeddings
+        return rows.normalize, cols is not None and cols.normalize
 
     def detach(self) -> Matrix:
         """Return the same scores without a gradient; what was formed, or is to be kept, is shared."""
-        cols = None if self.cols is None else self.cols.detach()
-        twin = Matrix(self.rows.detach(), cols, self.pairs.ids, self.normalize, self.engine, self.budget)
-        twin.pairs, twin._versions, twin.bounded = self.pairs, self._versions, self.bounded
-        if self.engine == "dense":
-            twin._scores = self.scores().detach()
-        else:
-            self.keep()
-            twin._source = self._source and self._source.detach()
+        rows, cols = self.embeddings
+        if self.keeps:
+            self.scores()
+        twin = Matrix(rows.detach(), None if cols is None else cols.detach(), self.pairs.ids, self.engine)
+        twin.pairs, twin.bounded, twin.keeps = self.pairs, self.bounded, self.keeps
+        twin._scores = None if self._scores is None else self._scores.detach()
         return twin
+
+    def check_unchanged(self) -> None:
+        """Refuse embeddings that were written to."""
+        rows, cols = self.embeddings
+        rows.check_unchanged("scores were" if cols is None else "embeddings were")
+        if cols is not None:
+            cols.check_unchanged("embeddings were")
 
     # ------------------------------------------------------------------------------------------- scores
 
     def scores(self) -> Tensor:
-        """Return the (N, M) scores, differentiable; not to be written to or handed out."""
-        self.check_unchanged()
+        """Return the (N, M) scores, not to be written to or handed out; differentiable on the dense engine."""
         if self._scores is not None:
             return self._scores
-        if self.cols is None:
-            return self.rows
-        inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
-        with full_precision(self.rows), torch.set_grad_enabled(not inference):  # whoever asks first may not want one
-            left, right = (
-                normalized(x) if n else x.to(compute_dtype(x))
-                for x, n in zip((self.rows, self.cols), self.normalize, strict=True)
-            )
-            scores = left @ right.T
-        if self.engine == "dense" and not inference:
+        rows, cols = self.embeddings
+        if cols is None:
+            scores = rows.unit
+        elif self.engine == "dense":
+            with outside_inference(), torch.enable_grad(), full_precision(rows.x):
+                scores = rows.unit @ cols.unit.T
+        else:
+            with outside_inference(), torch.no_grad(), full_precision(rows.x):
+                scores = matmul(rows.unit, cols.unit.T)
+        if self.keeps:
             self._scores = scores
         return scores
 
-    def source(self) -> Scores:
-        """Return what a pass needs, with the scores that are kept, if there are any."""
-        self.check_unchanged()
-        if self._source is not None:
-            return self._source
-        return with_norms(self.rows, self.cols, self.normalize)._replace(row_ids=self.pairs.ids[0], col_ids=self.pairs.ids[1])
+    @cached_property
+    def scores_of_both(self) -> Tensor:
+        """(2, N, N) scores of a square matrix as its rows see them, and as its columns do."""
+        scores = self.scores()
+        with outside_inference(), torch.enable_grad():
+            return torch.stack((scores, scores.T))
 
-    def keep(self) -> None:
-        """Form the scores for further questions, and for backward passes, if they fit into the budget.
+    def dense_mask(self, over: str, of_both: bool, as_bool: bool) -> Tensor | None:
+        """Return what leaves pairs out of a sum over the whole matrix: a bool mask of them, or factors of 0 and 1.
 
-        One product less in each of them: 0.75 of the time of a loss at 2048 x 2048 x 1024.
+        Factors cost a fifth of the time of filling; scores that are given may be infinite, and are filled.
         """
-        fits = self.shape[0] * self.shape[1] * compute_dtype(self.rows).itemsize <= self.budget
-        compiling = torch.compiler.is_compiling()
-        if self._source is not None or not fits or self.cols is None or self.engine != "tiled" or compiling:
-            return
-        with torch.inference_mode(False), torch.no_grad():  # what is kept may be saved for a backward pass
-            source = self.source().detach()
-            with full_precision(self.rows):
-                kept = matmul(source.unit_rows(slice(None)), source.unit_cols(slice(None)).T)
-        self._source = source._replace(rows=self.rows, cols=self.cols, kept=kept)
+        as_bool = as_bool or self.cols is None
+        key = over, of_both, as_bool
+        if key not in self._masks:
+            with outside_inference():
+                mask = self.pairs.mask(over)
+                if mask is not None and of_both:
+                    mask = torch.stack((mask, mask.T))
+                self._masks[key] = mask if mask is None or as_bool else (~mask).to(self.dtype)
+        return self._masks[key]
 
-    def pair_scores(self, i: Tensor, j: Tensor) -> Tensor:
-        """Return the (P,) scores of rows ``i`` with columns ``j``, differentiable."""
+    def differentiable_scores(self) -> Tensor:
+        """Return the (N, M) scores with their gradient, whatever the engine."""
+        rows, cols = self.embeddings
+        if self.engine == "dense" or cols is None:
+            return self.scores()
+        with full_precision(rows.x):
+            return rows.unit @ cols.unit.T
+
+    def source(self, keep: bool = True) -> Scores:
+        """Return what a pass needs; with the scores, formed if need be, if these are kept.
+
+        One product less in each further question, and in backward passes: 0.75 of the time at 2048 x 2048 x 1024.
+        """
+        (rows, cols), ids = self.embeddings, self.pairs.ids
+        if cols is None:
+            return Scores(rows.unit, None, None, None, *ids)
+        if self.keeps:
+            kept = self.scores() if keep and not torch.compiler.is_compiling() else self._scores
+            return Scores(rows.unit, cols.unit, None, None, *ids, kept)
+        return Scores(rows.x, cols.x, rows.inverse_norms(), cols.inverse_norms(), *ids)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether embeddings or scores have one."""
+        return any(x is not None and x.x.requires_grad for x in self.embeddings)
+
+    def pair_scores(self, i: Tensor | None, j: Tensor | None, known: Tensor | None = None) -> Tensor:
+        """Return the (P,) scores of rows ``i`` with columns ``j``, or of row p with column p, differentiable.
+
+        ``known``: the scores themselves, if a product has formed them.
+        """
         if self.engine == "dense":
-            return self.scores()[i, j]
-        self.check_unchanged()
-        return pair_scores(with_norms(self.rows, self.cols, self.normalize), i, j)
+            scores = self.scores()
+            return scores.diagonal() if i is None or j is None else scores[i, j]
+        return pair_scores(self.source(keep=False), i, j, known)
 
-    @functools.cached_property
+    @cached_property
     def positive_scores(self) -> Tensor:
-        """(P,) scores of the positive pairs in the order of ``pairs.listed``, differentiable."""
-        if self.engine == "dense":
-            return self.scores().diagonal() if self.pairs.one_to_one else self.scores()[self.pairs.listed]
-        self.check_unchanged()
-        return listed_scores(with_norms(self.rows, self.cols, self.normalize), self.pairs)
+        """(P,) scores of the positive pairs in the order of ``pairs.listed``; differentiable, whoever asks first."""
+        with outside_inference(), torch.enable_grad():
+            return self.pair_scores(*((None, None) if self.pairs.one_to_one else self.pairs.listed))
+
+    def positive_table(self, side: int) -> Tensor:
+        """Return (slots, A) scores of each anchor's positives, inf where it has fewer than others."""
+        if self.pairs.one_to_one:
+            return self.positive_scores[None]
+        anchor, other, slot = self.pairs.slots(side)
+        scores = self.pair_scores(*((anchor, other) if side == 0 else (other, anchor)))
+        table = scores.new_full((int(slot.max()) + 1 if len(slot) else 1, self.shape[side]), math.inf)
+        return table.index_put((slot, anchor), scores)
+
+    @torch.no_grad()
+    def mean_scores(self, sides: Sequence[int]) -> Tensor:
+        """Return (A,) a number near the mean of each anchor's candidates."""
+        if self.keeps or self.embeddings[1] is None:
+            scores = self.scores()
+            return torch.cat([scores.mean(1 - side) for side in sides])
+        found = []
+        for side in sides:
+            own, other = self.embeddings[side], self.embeddings[1 - side]
+            assert own is not None and other is not None
+            total = sum(part.sum(0) for part in _parts(other))
+            found += [part @ total / self.shape[1 - side] for part in _parts(own)]
+        return torch.cat(found)
 
     # ---------------------------------------------------------------------------------------- reduction
 
     def reduce(self, key: str, sides: Sequence[int], *params: Tensor, over: str = "negatives") -> Tensor:
         """Return (K, A): the sums of an answer over the candidates of each anchor of these sides."""
+        self.check_unchanged()
+        answer = ANSWERS[key]
         if self.engine == "dense":
-            return reduce.dense_sums(self.scores(), self.pairs, ANSWERS[key], over, tuple(sides), params)
-        early = len(sides) == 1 and self.cols is not None and not self.cols.requires_grad
-        if not (early and ANSWERS[key].exponential):
-            self.keep()
-        source = self.source()
+            return reduce.dense_sums(self, answer, over, sides, params)
+        cols = self.cols
+        early = answer.exponential and len(sides) == 1 and cols is not None and not cols.requires_grad
+        source = self.source(keep=not early)
         pairs = None if torch.compiler.is_compiling() else self.pairs
-        args = key, over, tuple(sides), self.engine == "triton"
+        question = key, over, tuple(sides), self.engine == "triton"
         tensors = (*source, *params)
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-            return reduce.Reduce.apply(pairs, *args, *tensors)
-        return reduce.sums(list(source), list(params), *args, False, pairs=pairs)[0]
+            return reduce.Reduce.apply(pairs, *question, *tensors)
+        return reduce.sums(list(source), list(params), *question, False, pairs=pairs)[0]
 
-    # --------------------------------------------------------------------------------------------- state
 
-    def _current_versions(self) -> list[int] | None:
-        if torch.compiler.is_compiling():
-            return None
-        return [x._version for x in (self.rows, self.cols) if x is not None and not x.is_inference()]
-
-    def check_unchanged(self) -> None:
-        """Refuse embeddings that were written to: scores that are kept would not fit to later answers."""
-        if not torch.compiler.is_compiling() and self._versions != self._current_versions():
-            what = "scores were" if self.cols is None else "embeddings were"
-            raise RuntimeError(f"the {what} modified in place after this Similarity was made; make another one")
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._versions = self._current_versions()  # a copy counts its own
-
-    @property
-    def readable(self) -> bool:
-        """Whether the host may look at values without synchronising."""
-        return host_may_read(self.rows)
+def _parts(x: Embeddings) -> Iterator[Tensor]:
+    """Yield some vectors after the others, at unit length if they are to be."""
+    for part in chunks(x.x):
+        y = x.x[part].detach()
+        yield scaled(y, inverse_norms(y) if x.normalize else None)

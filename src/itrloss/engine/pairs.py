@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .scores import IGNORE_ID, Ids, Scores, Tile, chunks, host_may_read, inverse_norms, normalized
+from .scores import (
+    IGNORE_ID,
+    Ids,
+    Scores,
+    Tile,
+    cached_property,
+    chunks,
+    compute_dtype,
+    host_may_read,
+    normalized,
+    outside_inference,
+)
 
 _MASKED = 2**16  # scores of a tile up to which comparing ids costs less than listing pairs
-_GATHERED = 2**22  # numbers of gathered embeddings held at once
+_GATHERED = 2**18  # numbers of gathered embeddings held at once
 
 
 class Pairs:
@@ -26,7 +36,7 @@ class Pairs:
         """Whether row i matches column i and nothing else."""
         return self.ids[0] is None
 
-    @functools.cached_property
+    @cached_property
     def listable(self) -> bool:
         """Whether pairs may be listed: how many there are is data, for which an accelerator has to synchronise."""
         if self.one_to_one:
@@ -36,7 +46,7 @@ class Pairs:
         assert self.ids[0] is not None
         return host_may_read(self.ids[0])
 
-    @functools.cached_property
+    @cached_property
     def ignored(self) -> list[Tensor | None]:
         """(N,) and (M,) bool: which rows and columns do not exist; None where all are known to."""
         found: list[Tensor | None] = []
@@ -77,9 +87,13 @@ class Pairs:
             known[side] = order, torch.searchsorted(ordered, own), torch.searchsorted(ordered, own, right=True)
         return known[side]
 
-    @functools.cached_property
+    @cached_property
     def listed(self) -> tuple[Tensor, Tensor]:
         """(P,) rows and (P,) columns of the positive pairs, sorted by row."""
+        with outside_inference():
+            return self._listed()
+
+    def _listed(self) -> tuple[Tensor, Tensor]:
         if self.one_to_one:
             i = torch.arange(min(self.shape), device=self.device)
             return i, i
@@ -110,8 +124,7 @@ class Pairs:
     def positive(self, rows: slice = slice(None), cols: slice = slice(None)) -> Tensor:
         """Return a (r, c) bool mask of the positive pairs."""
         if self.one_to_one:
-            i, j = (torch.arange(size, device=self.device)[part] for size, part in zip(self.shape, (rows, cols)))  # noqa: B905
-            return i[:, None] == j
+            return torch.eye(*self.shape, dtype=torch.bool, device=self.device)[rows, cols]
         assert self.ids[0] is not None and self.ids[1] is not None
         found = self.ids[0][rows, None] == self.ids[1][cols]
         return found if self.ignored[0] is None else found & ~self.ignored[0][rows, None]
@@ -130,7 +143,8 @@ class Pairs:
         """Return :meth:`excluded` of the whole matrix, which is kept."""
         known = self.__dict__.setdefault("_masks", {})
         if over not in known:
-            known[over] = self.excluded(over=over)
+            with outside_inference():
+                known[over] = self.excluded(over=over)
         return known[over]
 
     def exclude_(self, x: Tensor, tile: Tile, value: float, over: str) -> Tensor:
@@ -154,7 +168,7 @@ class Pairs:
         mask = self.excluded(r, c, over)
         return x if mask is None else x.masked_fill_(mask, value)
 
-    @functools.cached_property
+    @cached_property
     def _row_starts(self) -> list[int]:
         """Where the pairs of each row begin in :attr:`listed`, and where they end."""
         return [0, *self.counts(0).cumsum(0).tolist()]
@@ -163,33 +177,28 @@ class Pairs:
 # -------------------------------------------------------------------------------------------- scores of pairs
 
 
-def pair_scores(scores: Scores, i: Tensor | None, j: Tensor | None) -> Tensor:
-    """Return the (P,) scores of rows ``i`` with columns ``j``, or of row p with column p; the gradient touches these."""
+def pair_scores(scores: Scores, i: Tensor | None, j: Tensor | None, known: Tensor | None = None) -> Tensor:
+    """Return the (P,) scores of rows ``i`` with columns ``j``, or of row p with column p; the gradient goes to these.
+
+    ``known``: the scores themselves, if a product has formed them.
+    """
     rows, cols = scores.rows, scores.cols
     if cols is None:
         return rows.diagonal().clone() if i is None or j is None else rows[i, j]
     if torch.compiler.is_compiling():  # which fuses it, and plans its memory
-        unit = [x if inv is None else normalized(x) for x, inv in ((rows, scores.row_inv), (cols, scores.col_inv))]
-        left, right = (x.to(scores.dtype) if k is None else x[k].to(scores.dtype) for x, k in zip(unit, (i, j)))  # noqa: B905
+        sides = (rows, scores.row_inv), (cols, scores.col_inv)
+        unit = [x.to(scores.dtype) if inv is None else normalized(x) for x, inv in sides]
+        left, right = (x if k is None else x[k] for x, k in zip(unit, (i, j), strict=True))
         return (left * right).sum(1)
-    return _PairScores.apply(rows, cols, scores.row_inv, scores.col_inv, i, j)
+    return _PairScores.apply(rows, cols, scores.row_inv, scores.col_inv, i, j, known)
 
 
 class _PairScores(torch.autograd.Function):
     """(P,) cosines of pairs: the gradient is of the size of the pairs, and nothing is saved but the inputs."""
 
     @staticmethod
-    def forward(ctx: Any, rows, cols, row_inv, col_inv, i, j):
-        scores, p = Scores(rows, cols, row_inv, col_inv), rows.shape[0] if i is None else i.shape[0]
-        found = rows.new_empty(p, dtype=scores.dtype)
-        step = max(1, _GATHERED // rows.shape[1])
-        for start in range(0, p, step):
-            part = slice(start, min(p, start + step))
-            left, right = (_gathered(x, k, part).to(scores.dtype) for x, k in ((rows, i), (cols, j)))
-            torch.sum(left * right, 1, out=found[part])
-        for inv, k in ((row_inv, i), (col_inv, j)):
-            if inv is not None:
-                found.mul_(inv if k is None else inv[k])
+    def forward(ctx: Any, rows, cols, row_inv, col_inv, i, j, known):
+        found = _pair_products(rows, cols, row_inv, col_inv, i, j) if known is None else known.clone()
         ctx.save_for_backward(rows, cols, row_inv, col_inv, i, j, found.clone())  # answers may be written to
         return found
 
@@ -199,9 +208,22 @@ class _PairScores(torch.autograd.Function):
         rows, cols, row_inv, col_inv, i, j, found = ctx.saved_tensors
         sides = (rows, row_inv, i), (cols, col_inv, j)
         needed = zip((sides, sides[::-1]), ctx.needs_input_grad[:2], strict=True)
-        return *(_pair_gradient(*own, *other, found, grads[0]) if need else None for (own, other), need in needed), *(
-            [None] * 4
-        )
+        by_side = [_pair_gradient(*own, *other, found, grads[0]) if need else None for (own, other), need in needed]
+        return *by_side, *([None] * 5)
+
+
+def _pair_products(rows, cols, row_inv, col_inv, i, j) -> Tensor:
+    dtype, p = compute_dtype(rows), rows.shape[0] if i is None else i.shape[0]
+    found = rows.new_empty(p, dtype=dtype)
+    step = max(1, _GATHERED // rows.shape[1])
+    for start in range(0, p, step):
+        part = slice(start, min(p, start + step))
+        left, right = (_gathered(x, k, part).to(dtype) for x, k in ((rows, i), (cols, j)))
+        torch.sum(left * right, 1, out=found[part])
+    for inv, k in ((row_inv, i), (col_inv, j)):
+        if inv is not None:
+            found.mul_(inv if k is None else inv[k])
+    return found
 
 
 def _gathered(x: Tensor, index: Tensor | None, part: slice) -> Tensor:
@@ -216,13 +238,12 @@ def _pair_gradient(x, inv, index, other, other_inv, other_index, scores: Tensor,
             weight = weight * (i if k is None else i[k])
     along = None if inv is None else segment_sum(grad * scores, index, len(x)) * inv * inv
     listed = None if index is None else weighted_sums(other.to(weight.dtype), other_index, weight, index, len(x))
-    found = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    for part in chunks(x):
-        total = other[part].to(weight.dtype) * weight[part, None] if listed is None else listed[part]
-        if along is not None:
-            total.addcmul_(x[part].to(total.dtype), along[part, None], value=-1)
-        found[part] = total
-    return found
+    if listed is None:  # no copy of N x D numbers more than the gradient
+        listed = torch.mul(other, weight[:, None]) if other.dtype == weight.dtype else other.to(weight.dtype) * weight[:, None]
+    if along is not None:
+        for part in chunks(x):
+            listed[part].addcmul_(x[part].to(weight.dtype), along[part, None], value=-1)
+    return listed.to(x.dtype)
 
 
 def segment_sum(values: Tensor, index: Tensor | None, size: int) -> Tensor:
@@ -246,15 +267,3 @@ def first_derivative_only() -> None:
     """Refuse a second derivative, on any path: the dependence on the embeddings would be dropped in silence."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError("create_graph: second derivatives need engine='dense', whose answers are plain PyTorch")
-
-
-def listed_scores(scores: Scores, pairs: Pairs) -> Tensor:
-    """Return the (P,) scores of the positive pairs, in the order of :attr:`Pairs.listed`."""
-    return pair_scores(scores, *((None, None) if pairs.one_to_one else pairs.listed))
-
-
-def with_norms(rows: Tensor, cols: Tensor | None, normalize: tuple[bool, bool]) -> Scores:
-    """Return the scores of embeddings with their reciprocal lengths as they are now, or of a matrix."""
-    if cols is None:
-        return Scores(rows)
-    return Scores(rows, cols, *(inverse_norms(x.detach()) if n else None for x, n in zip((rows, cols), normalize)))  # noqa: B905

@@ -22,11 +22,11 @@ Top = tuple[Tensor, Tensor]  # (A, k) values and indices
 
 
 def _whole(m: Matrix) -> Scores:
-    """The scores without a gradient."""
+    """The scores without a gradient; none are formed to be kept for one question."""
+    m.check_unchanged()
     if m.engine == "dense":
         return Scores(m.scores().detach())
-    m.keep()
-    return m.source().detach()
+    return m.source(keep=False).detach()
 
 
 def _oriented(x: Tensor, side: int) -> Tensor:
@@ -61,14 +61,33 @@ def rows_of(m: Matrix, side: int, rows: slice) -> Tensor:
 
 
 def hardest(m: Matrix, sides: Sequence[int]) -> list[Top]:
-    """Return score and index (A,) of the highest-scoring negative for each of these sides; -inf and -1 without one."""
-    if torch.compiler.is_compiling() and m.engine != "dense":
-        source = m.source()
-        pairs = m.pairs.ids
-        found = _registered([*source._replace(row_ids=pairs[0], col_ids=pairs[1])])
-        return [(found[side], found[2 + side]) for side in sides]
-    with full_precision(m.rows):
-        return _hardest(_whole(m), m.pairs, sides)
+    """Return score and index (A,) of the highest-scoring negative for each of these sides; -inf and -1 without one.
+
+    The gradient of a score goes to its pair.
+    """
+    m.check_unchanged()
+    if m.engine == "dense":
+        return [_dense_hardest(m, side) for side in sides]
+    with torch.no_grad(), full_precision(m.rows):  # inside, as the compiler refuses a decorator
+        if torch.compiler.is_compiling():
+            found = _registered(list(m.source()))
+            best = [(found[side], found[2 + side]) for side in sides]
+        else:
+            best = _hardest(m.source(keep=False).detach(), m.pairs, sides)
+    if not (torch.is_grad_enabled() and m.has_gradient):
+        return best
+    anchors = [torch.arange(len(index), device=index.device) for _, index in best]
+    pairs = [(a, i.clamp_min(0))[:: 1 - 2 * s] for a, (_, i), s in zip(anchors, best, sides, strict=True)]
+    known = torch.cat([values for values, _ in best])
+    known = known.masked_fill(known == -math.inf, 0.0)  # whose product with no gradient would be nan
+    scores = m.pair_scores(*(torch.cat(x) for x in zip(*pairs, strict=True)), known).split([len(a) for a in anchors])
+    return [(x.masked_fill(i < 0, -math.inf), i) for x, (_, i) in zip(scores, best, strict=True)]
+
+
+def _dense_hardest(m: Matrix, side: int) -> Top:
+    scores, mask = m.scores(), m.pairs.mask("negatives")
+    values, index = (scores if mask is None else scores.masked_fill(mask, -math.inf)).max(1 - side)
+    return values, index.masked_fill(values == -math.inf, -1)
 
 
 def _hardest(source: Scores, pairs: Pairs, sides: Sequence[int]) -> list[Top]:
@@ -144,6 +163,7 @@ def ranked(
     unless ``optimistic``. The positive's score is read from the very product that its rivals' scores come from.
     """
     source = _whole(m)
+    asked = [(side, k, _of_existing(bias, m.pairs.ignored[1 - side], source)) for side, k, bias in asked]
     best = [_Best(side, k) for side, k, _ in asked]
     with full_precision(m.rows):
         tables = _score_tables(source, m.pairs, asked) if ranks else []
@@ -158,6 +178,14 @@ def ranked(
                     _count_ahead(counts[at], tables[at], tile, side, rivals, optimistic)
     places = [_ranks(*x) for x in zip(tables, counts, strict=True)] if ranks else [None] * len(asked)
     return [(place, b.finish(source)) for place, b in zip(places, best, strict=True)]
+
+
+def _of_existing(bias: Tensor | None, ignored: Tensor | None, source: Scores) -> Tensor | None:
+    """Return the bias of candidates, -inf for those that do not exist: they are found last."""
+    if ignored is None:
+        return bias
+    bias = torch.zeros(ignored.shape, dtype=source.dtype, device=ignored.device) if bias is None else bias
+    return bias.masked_fill(ignored, -math.inf)
 
 
 def _own(scores: Tensor, tile: Tile) -> Tensor:
@@ -301,4 +329,4 @@ class _Best:
             return empty, empty.long()
         parts = [self.found[start] for start in sorted(self.found)]
         values, indices = (torch.cat(list(x)) for x in zip(*parts, strict=True))
-        return values, indices
+        return values.masked_fill(values == torch.finfo(values.dtype).min, -math.inf), indices

@@ -9,66 +9,79 @@ size of the matrix is held beyond scores that are kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .answers import ANSWERS, Answer, slopes_of
 from .pairs import Pairs, first_derivative_only
-from .products import add_matmul_
+from .products import add_matmul_, matmul
 from .scores import Scores, Tile, full_precision, project_, tiles
 
-Sides = tuple[int, ...]  # which anchors ask: 0 the rows, 1 the columns
+if TYPE_CHECKING:
+    from .matrix import Matrix
+
 _WIDTH = len(Scores._fields)
 
 
-class _View:
-    """A tile as seen by sides that share its values: what they sum over, where their anchors are, their parameters."""
+class _View(NamedTuple):
+    """A tile as seen by sides that share its values."""
 
-    __slots__ = ("params", "sums")
-
-    def __init__(self, sums: list[tuple[int, slice]], params: list[Tensor]):
-        self.sums, self.params = sums, params  # (dimension summed, anchors in the vector); broadcast with the tile
+    sums: list[tuple[int, slice]]  # for each: the dimension summed, and where its anchors are in the vector
+    params: list[Tensor]  # broadcast with the tile
 
 
-def _views(tile: Tile, sides: Sides, first: int, params: Sequence[Tensor]) -> Iterator[_View]:
+def _views(tile: Tile, sides: Sequence[int], first: int, params: Sequence[Tensor]) -> list[_View]:
     """Split a tile by sides; parameters of one number each serve both, and one evaluation does. ``first``: of columns."""
     places = []
     for side in sides:
         part, start = (tile.rows, 0) if side == 0 else (tile.cols, first)
         places.append((1 - side, slice(start + part.start, start + part.stop)))
     if all(p.shape[-1] == 1 for p in params):
-        yield _View(places, [p.unsqueeze(-1) for p in params])
-        return
+        return [_View(places, [p.unsqueeze(-1) for p in params])]
+    views = []
     for dim, anchors in places:
-        yield _View([(dim, anchors)], [(p if p.shape[-1] == 1 else p[..., anchors]).unsqueeze(dim - 2) for p in params])
+        given = [(p if p.shape[-1] == 1 else p[..., anchors]).unsqueeze(dim - 2) for p in params]
+        views.append(_View([(dim, anchors)], given))
+    return views
 
 
-def _tuple(x: Any) -> tuple[Tensor, ...]:
-    return x if isinstance(x, tuple) else (x,)
-
-
-def _sizes(shape: tuple[int, int], sides: Sides) -> tuple[int, int]:
+def _sizes(shape: tuple[int, int], sides: Sequence[int]) -> tuple[int, int]:
     """Return the number of anchors and where the columns begin among them."""
-    return sum(shape[side] for side in sides), shape[0] if 0 in sides else 0
+    n, m = shape
+    return (n + m, n) if len(sides) == 2 else (shape[sides[0]], 0)
 
 
-def dense_sums(scores: Tensor, pairs: Pairs, answer: Answer, over: str, sides: Sides, params: Sequence[Tensor]):
+def dense_sums(matrix: Matrix, answer: Answer, over: str, sides: Sequence[int], params: Sequence[Tensor]) -> Tensor:
     """Return the (K, A) sums over a matrix (N, M) that exists, in plain PyTorch: autograd differentiates it."""
-    whole = Tile(slice(0, scores.shape[0]), slice(0, scores.shape[1]), scores, [])
-    excluded, empty = pairs.mask(over), float("-inf") if answer.maximum else 0.0
+    n, m = matrix.shape
+    if len(sides) == 2 and n == m and any(p.shape[-1] > 1 for p in params):
+        # Rows and columns as one batch of rows: half the operators, which is what small matrices cost.
+        scores = matrix.scores_of_both
+        params = [p.unsqueeze(-1) if p.shape[-1] == 1 else p.reshape(*p.shape[:-1], 2, n, 1) for p in params]
+        views = [_View([(-1, slice(0, 2 * n))], list(params))]
+    else:
+        scores = matrix.scores()
+        views = _views(Tile(slice(0, n), slice(0, m), scores, []), sides, _sizes((n, m), sides)[1], params)
+    mask = matrix.dense_mask(over, scores.dim() == 3, answer.maximum)
     found: list[list[Tensor]] = [[] for _ in range(answer.width)]
-    for view in _views(whole, sides, _sizes(pairs.shape, sides)[1], params):
-        for k, values in enumerate(_tuple(answer.value(scores, *view.params))):
-            values = values.expand_as(scores) if excluded is None else values.masked_fill(excluded, empty)
-            found[k] += [values.amax(dim) if answer.maximum else values.sum(dim) for dim, _ in view.sums]
-    return torch.stack([torch.cat(x) if len(x) > 1 else x[0] for x in found])
+    for view in views:
+        values = answer.value(scores, *view.params)
+        for k, x in enumerate(values if answer.width > 1 else (values,)):
+            x = x.expand_as(scores)
+            if mask is not None:
+                x = x.masked_fill(mask, float("-inf") if answer.maximum else 0.0) if mask.dtype == torch.bool else x * mask
+            for dim, _ in view.sums:
+                found[k].append((x.amax(dim) if answer.maximum else x.sum(dim)).flatten())
+    sums = [torch.cat(x) if len(x) > 1 else x[0] for x in found]
+    return torch.stack(sums) if len(sums) > 1 else sums[0][None]
 
 
 def tiled_sums(
-    scores: Scores, pairs: Pairs, answer: Answer, over: str, sides: Sides, params: Sequence[Tensor], early: bool
+    scores: Scores, pairs: Pairs, answer: Answer, over: str, sides: Sequence[int], params: Sequence[Tensor], early: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the (K, A) sums of :func:`dense_sums`, visited tile by tile.
 
@@ -84,7 +97,8 @@ def tiled_sums(
     right: tuple[int, Tensor] | None = None
     for tile in tiles(scores, max(2, answer.width)):
         for view in _views(tile, sides, first, params):
-            for k, values in enumerate(_tuple(answer.value(tile.scores, *view.params, out=tile.scratch))):
+            values = answer.value(tile.scores, *view.params, out=tile.scratch)
+            for k, values in enumerate(values if answer.width > 1 else (values,)):  # noqa: B020
                 values = _whole(values, tile, view.params)
                 pairs.exclude_(values, tile, start, over)
                 for dim, anchors in view.sums:
@@ -115,7 +129,7 @@ def tiled_gradient(
     pairs: Pairs,
     answer: Answer,
     over: str,
-    sides: Sides,
+    sides: Sequence[int],
     params: Sequence[Tensor],
     grad: Tensor,  # (K, A)
     needs: Sequence[bool],  # of the rows, the columns, and each parameter
@@ -123,11 +137,11 @@ def tiled_gradient(
     """Return the gradients of rows, columns and parameters from those of the sums; empty where not needed."""
     gradient, first = _Gradient(scores, needs[:2]), _sizes(scores.shape, sides)[1]
     by_params = [torch.zeros_like(p, dtype=scores.dtype) for p in params]
-    for tile in tiles(scores, max(2, answer.width)):
+    for tile in tiles(scores, 3):
         total: Tensor | None = None
-        for view in _views(tile, sides, first, params):
-            g = [sum(grad[k, anchors].unsqueeze(dim) for dim, anchors in view.sums) for k in range(answer.width)]
-            found = slopes_of(answer, tile.scores, view.params, g, needs[2:], tile.scratch)
+        for at, view in enumerate(_views(tile, sides, first, params)):
+            g = [functools.reduce(torch.add, [x[a].unsqueeze(dim) for dim, a in view.sums]) for x in grad]
+            found = slopes_of(answer, tile.scores, view.params, g, needs[2:], tile.scratch[at:])
             for by, of in zip(found[1:], by_params, strict=True):
                 if by is not None:
                     for part in by.unbind() if by.dim() > 2 else (by,):
@@ -135,8 +149,7 @@ def tiled_gradient(
                     _add_by_anchor(of, by, view)
             if found[0] is not None:
                 slope = pairs.exclude_(found[0], tile, 0.0, over)
-                # Scratch is used again by the other side.
-                total = (slope if len(view.sums) == len(sides) else slope.clone()) if total is None else total.add_(slope)
+                total = slope if total is None else total.add_(slope)
         gradient.add(tile, torch.zeros_like(tile.scores) if total is None else total)
     return [*gradient.finish(), *(p if need else p.new_empty(0) for p, need in zip(by_params, needs[2:], strict=True))]
 
@@ -154,33 +167,46 @@ class _Gradient:
     """Takes the gradient of the scores tile by tile and holds that of the embeddings, or of the matrix."""
 
     def __init__(self, scores: Scores, needs: Sequence[bool]):
-        self.scores = scores
-        shapes = [scores.shape, None] if scores.cols is None else [scores.rows.shape, scores.cols.shape]
-        self.sums = [
-            torch.zeros(shape, dtype=scores.dtype, device=scores.rows.device) if need and shape is not None else None
-            for shape, need in zip(shapes, needs, strict=True)
-        ]
+        self.scores, self.needs = scores, needs
+        self.rows: Tensor | None = None
+        self.cols: Tensor | None = None
         self.right: tuple[int, Tensor] | None = None
 
     def add(self, tile: Tile, grad: Tensor) -> None:
-        rows, cols = self.sums
-        if self.scores.cols is None:
-            assert rows is not None
-            rows[tile.rows, tile.cols] = grad
+        """Account for a tile's gradient, which is taken over."""
+        (n, m), s = self.scores.shape, self.scores
+        if s.cols is None:
+            if grad.shape == (n, m):
+                self.rows = grad
+            elif self.needs[0]:
+                self.rows = grad.new_empty(n, m) if self.rows is None else self.rows
+                self.rows[tile.rows, tile.cols] = grad
             return
-        if rows is not None:
+        if self.needs[0]:
             if self.right is None or self.right[0] != tile.cols.start:
-                self.right = tile.cols.start, self.scores.unit_cols(tile.cols)
-            add_matmul_(rows[tile.rows], grad, self.right[1])
-        if cols is not None:
-            add_matmul_(cols[tile.cols], grad.T, self.scores.unit_rows(tile.rows))
+                self.right = tile.cols.start, s.unit_cols(tile.cols)
+            self.rows = _add_product(self.rows, n, tile.rows, grad, self.right[1])
+        if self.needs[1]:
+            self.cols = _add_product(self.cols, m, tile.cols, grad.T, s.unit_rows(tile.rows))
 
     def finish(self) -> list[Tensor]:
         """Return the gradients in the types of their tensors; empty where none is needed."""
-        s, (rows, cols) = self.scores, self.sums
-        first = s.rows.new_empty(0) if rows is None else project_(rows, s.rows, s.row_inv)
-        second = s.rows.new_empty(0) if cols is None or s.cols is None else project_(cols, s.cols, s.col_inv)
-        return [first, second]
+        s, found = self.scores, []
+        for x, inv, total, need in zip((s.rows, s.cols), s[2:4], (self.rows, self.cols), self.needs, strict=True):
+            if x is None or not need:
+                found.append(s.rows.new_empty(0))
+            else:  # zeros where there was no tile
+                found.append(torch.zeros_like(x) if total is None else project_(total, x, inv))
+        return found
+
+
+def _add_product(total: Tensor | None, size: int, part: slice, a: Tensor, b: Tensor) -> Tensor:
+    """Add ``a @ b`` to some of the sums (size, D), which begin with the first product if it is of all of them."""
+    if total is None and len(a) == size:
+        return matmul(a, b)
+    total = b.new_zeros(size, b.shape[1]) if total is None else total
+    add_matmul_(total[part], a, b)
+    return total
 
 
 # ----------------------------------------------------------------------------------------------- operators

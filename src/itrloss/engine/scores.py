@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ IGNORE_ID = torch.iinfo(torch.int64).min  # id of an entry that does not exist, 
 # enough for full-speed products: 2^19 and 2^21 take 1.03 and 1.05 times as long at 2048 x 2048 x 1024.
 TILE = {"cpu": (2**20, 2048)}
 _ACCELERATOR_TILE = (2**24, 8192)
-_CHUNK, _ACCELERATOR_CHUNK = 2**19, 2**23  # numbers of embeddings that a pass over them takes at once
+_CHUNK, _ACCELERATOR_CHUNK = 2**17, 2**23  # numbers of embeddings that a pass over them takes at once
 
 Ids = tuple[Tensor | None, Tensor | None]
 
@@ -110,8 +110,22 @@ def even_chunks(size: int, step: int) -> list[slice]:
 
 def chunks(x: Tensor) -> list[slice]:
     """Return slices of the rows of (N, D) embeddings for a pass over them, whose temporaries stay small."""
-    step = max(1, (_CHUNK if x.device.type == "cpu" else _ACCELERATOR_CHUNK) // max(1, x.shape[1]))
+    step = max(1, (_CHUNK if x.device.type == "cpu" else _ACCELERATOR_CHUNK) // max(1, x[:1].numel()))
     return [slice(start, min(start + step, len(x))) for start in range(0, len(x), step)]
+
+
+class cached_property:
+    """``functools.cached_property`` without the lock that it has up to Python 3.11, which the compiler refuses."""
+
+    def __init__(self, function: Callable[[Any], Any]):
+        self.function, self.name, self.__doc__ = function, function.__name__, function.__doc__
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        if instance is None:
+            return self
+        value = self.function(instance)
+        setattr(instance, self.name, value)  # is found first from now on
+        return value
 
 
 # ------------------------------------------------------------------------------------------- precision, lengths
@@ -132,13 +146,18 @@ def full_precision(x: Tensor):
     return torch.autocast(kind, enabled=False) if rounds else _AS_IT_IS
 
 
+def outside_inference():
+    """Return a context for what is kept: a tensor that is made in inference mode could not be saved for backward."""
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        return _AS_IT_IS
+    return torch.inference_mode(False)
+
+
 def host_may_read(x: Tensor) -> bool:
     """Return whether a value may be looked at: an accelerator would have to synchronise, a compiler to break its graph."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not _is_fake(x)
-
-
-def _is_fake(x: Tensor) -> bool:
-    return type(x) is not Tensor and isinstance(x, torch._subclasses.FakeTensor)
+    if torch.compiler.is_compiling() or x.device.type != "cpu":
+        return False
+    return type(x) is Tensor or not isinstance(x, torch._subclasses.FakeTensor)
 
 
 def scaled(x: Tensor, inv: Tensor | None) -> Tensor:
@@ -171,13 +190,78 @@ def inverse_norms(x: Tensor) -> Tensor:
 
 def normalized(x: Tensor) -> Tensor:
     """Return vectors (..., D) at unit length in the compute dtype, differentiable twice; a zero vector stays zero."""
+    return _normalized(x) if torch.compiler.is_compiling() else _Normalize.apply(x)
+
+
+def _normalized(x: Tensor) -> Tensor:
+    """:func:`normalized` in operators that autograd differentiates."""
     x = x.to(compute_dtype(x))
-    norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    if not in_range(norms.detach()):
-        inv = inverse_norms(x.detach().reshape(-1, x.shape[-1])).view(norms.shape)
-        x = x * inv  # of length 1 or 0 now, and its squares are in range
-        norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True).masked_fill(inv == 0, 1.0)
-    return x / norms
+    inv = inverse_norms(x.detach().reshape(-1, x.shape[-1])).view(*x.shape[:-1], 1)
+    x = x * inv  # of length 1 or 0 now, and its squares are in range
+    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).masked_fill(inv == 0, 1.0)
+
+
+class _Normalize(torch.autograd.Function):
+    """Unit vectors; the backward pass takes half as many passes over them as autograd's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        inv = inverse_norms(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], 1)
+        unit = x * inv if x.dtype == inv.dtype else x.to(inv.dtype) * inv
+        ctx.save_for_backward(x, unit, inv)
+        return unit
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (grad,), (x, unit, inv) = grads, ctx.saved_tensors
+        if torch.is_grad_enabled():  # a second derivative is wanted
+            return torch.autograd.grad(_normalized(x), x, grad, create_graph=True)[0]
+        found = torch.empty_like(grad)
+        for part in chunks(x):  # of which temporaries stay in the cache
+            u, g = unit[part], grad[part]
+            along = (u * g).sum(-1, keepdim=True)
+            torch.addcmul(g, u, along, value=-1, out=found[part]).mul_(inv[part])
+        return found.to(x.dtype)
+
+
+class Embeddings:
+    """The vectors (N, D) of one side; those at unit length, once they were needed, serve all matrices of that side."""
+
+    def __init__(self, x: Tensor, normalize: bool = True):
+        if not torch.is_grad_enabled():  # what is made under no_grad has no gradient, whenever it is asked
+            x = x.detach()
+        compiling = torch.compiler.is_compiling()
+        if not compiling and x.is_inference() and not torch.is_inference_mode_enabled():
+            x = x.clone()  # which may be saved for a backward pass
+        self.x, self.normalize = x, normalize
+        self.version = None if compiling or x.is_inference() else x._version
+
+    @cached_property
+    def unit(self) -> Tensor:
+        """(N, D) in the compute dtype, at unit length if they are to be; differentiable, whoever asks first."""
+        with outside_inference(), torch.enable_grad(), full_precision(self.x):
+            return normalized(self.x) if self.normalize else self.x.to(compute_dtype(self.x))
+
+    def inverse_norms(self) -> Tensor | None:
+        """Return the (N,) reciprocal lengths as they are now; None if they are not to be normalised."""
+        return inverse_norms(self.x.detach()) if self.normalize else None
+
+    def detach(self) -> Embeddings:
+        """Return the same without a gradient."""
+        twin = Embeddings(self.x.detach(), self.normalize)
+        twin.version = self.version
+        if "unit" in self.__dict__:
+            twin.unit = self.unit.detach()
+        return twin
+
+    def check_unchanged(self, what: str) -> None:
+        """Refuse a tensor that was written to meanwhile: what is kept would not fit to later answers."""
+        if self.version is not None and not torch.compiler.is_compiling() and self.version != self.x._version:
+            raise RuntimeError(f"the {what} modified in place after this Similarity was made; make another one")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.version = None if self.x.is_inference() else self.x._version  # a copy counts its own
 
 
 def project_(grad: Tensor, x: Tensor, inv: Tensor | None) -> Tensor:

@@ -54,7 +54,7 @@ class ObservedLoss(Loss):
         self, embeddings: Sequence[Any], image_ids: Tensor | None, text_ids: Tensor | None
     ) -> tuple[list[Any], Tensor | None, Tensor | None]:
         """Embeddings, the first of them of images, and ids of all processes if ``gather`` is on."""
-        if not self.gather or world_size() == 1:
+        if world_size() == 1:
             return list(embeddings), image_ids, text_ids
         tensors = [*embeddings, *(ids for ids in (image_ids, text_ids) if ids is not None)]
         if not all(isinstance(x, Tensor) for x in tensors):  # refused later
@@ -64,7 +64,7 @@ class ObservedLoss(Loss):
         return [gather(x) for x in embeddings], *ids
 
     def _observe(self, figures: Callable[[], dict[str, Tensor]]) -> None:
-        if self.observed and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
             self.telemetry = figures()
 
 
@@ -111,7 +111,8 @@ class PairLoss(ObservedLoss):
         """
         sim = self._similarity(images, texts, image_ids, text_ids, scores)
         value = self.compute(sim)
-        self._observe(lambda: describe(sim, self.active_margin))
+        if self.observed:
+            self._observe(lambda: describe(sim, self.active_margin))
         return value
 
     def compute(self, sim: Similarity) -> Any:
@@ -136,7 +137,8 @@ class PairLoss(ObservedLoss):
         if images is None or texts is None:
             missing = "images" if images is None else "texts"
             raise TypeError(f"{missing}: expected embeddings (or pass scores=, or a Similarity), got None")
-        (images, texts), image_ids, text_ids = self._gathered((images, texts), image_ids, text_ids)
+        if self.gather:
+            (images, texts), image_ids, text_ids = self._gathered((images, texts), image_ids, text_ids)
         return Similarity._made(images, texts, image_ids, text_ids, **options)
 
 
@@ -178,11 +180,13 @@ class MemoryLoss(ObservedLoss):
             A 0-dim float32 tensor (float64 for float64 input), or per-anchor values with ``reduction="none"``.
         """
         embeddings = images, texts, image_keys, text_keys
-        embeddings, image_ids, text_ids = self._gathered(embeddings, image_ids, text_ids)
+        if self.gather:
+            embeddings, image_ids, text_ids = self._gathered(embeddings, image_ids, text_ids)
         options: dict[str, Any] = {"engine": self.engine, "check_finite": self.check_finite}
         sims = MemorySimilarity.of(*embeddings, memory, image_ids, text_ids, **options)
         value = self.compute(sims)
-        self._observe(lambda: describe_memory(sims))
+        if self.observed:
+            self._observe(lambda: describe_memory(sims))
         return value
 
     def compute(self, sims: MemorySimilarity) -> Any:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from .. import functional
 from ..checks import IMAGES_AND_TEXTS, check_embeddings, check_ids, check_number, check_size, one_of
 from ..distributed import gather_rows
-from ..engine.matrix import MEMORY_BUDGET, choose_engine
-from ..engine.scores import full_precision
+from ..engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
+from ..engine.scores import Embeddings, full_precision
 from ..similarity import Similarity
 from ..telemetry import describe
 from .base import ObservedLoss
@@ -90,13 +90,12 @@ class VarianceAwareLoss(ObservedLoss):
         ids = check_ids(image_ids, text_ids, n, texts.shape[0], images.device, _NAMES)
         budget = 0 if self.engine == "tiled" else MEMORY_BUDGET // k  # for each of the heads
         engine = choose_engine(self.engine, n * texts.shape[0], budget, images)
+        sides = Embeddings(flat), Embeddings(texts)
         if engine == "dense":  # one product for all heads
-            scores = Similarity._unchecked(flat, texts, (None, None), engine=engine)._first.scores()
-            heads = [Similarity._unchecked(x, None, ids, engine=engine) for x in scores.view(n, k, -1).unbind(1)]
+            scores = Matrix(*sides, (None, None), engine).scores().view(n, k, -1)
+            heads = [Similarity._of(Embeddings(x, False), None, ids, engine) for x in scores.unbind(1)]
         else:
-            heads = [
-                Similarity._unchecked(x, texts, ids, engine=engine, memory_budget=budget) for x in images.unbind(1)
-            ]
+            heads = [Similarity._of(Embeddings(x), sides[1], ids, engine, budget) for x in images.unbind(1)]
         for head in heads:
             head._first.pairs = heads[0]._first.pairs  # found once
         return heads

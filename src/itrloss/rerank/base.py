@@ -398,11 +398,9 @@ def _apart(n: int, m: int) -> Sequence[Tensor]:
 def unlabelled(sim: Similarity) -> Similarity:
     """Return the same scores without a gradient, nothing matching, so that every column is a negative."""
     matrix = sim._first.detach()
-    ids = tuple(x.to(sim.device) for x in _apart(*matrix.shape))
-    matrix.pairs = Pairs(matrix.shape, ids, sim.device)
-    if matrix._source is not None:
-        matrix._source = matrix._source._replace(row_ids=ids[0], col_ids=ids[1])
-    return Similarity._of([(matrix, sim._side)])
+    rows, cols = (x.to(sim.device) for x in _apart(*matrix.shape))
+    matrix.pairs = Pairs(matrix.shape, (rows, cols), sim.device)
+    return Similarity._seen(matrix, sim._side, (rows, cols))
 
 
 def against(sim: Similarity, cols: Tensor, more_rows: Tensor | None = None) -> Similarity:

@@ -30,7 +30,9 @@ class _LogSumReranker(BiasReranker):
             return super()._penalties(sim)
         self._check(sim)
         both = sim.detach().both  # one product for both
-        scale = torch.cat([torch.full((n,), self._scale(1 - side), dtype=sim.dtype) for side, n in enumerate(sim.shape)])
+        scale = torch.cat(
+            [torch.full((n,), self._scale(1 - side), dtype=sim.dtype) for side, n in enumerate(sim.shape)]
+        )
         images, texts = both.split(both.logsumexp(scale, over="all"))
         return texts, images
 

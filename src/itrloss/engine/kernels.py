@@ -1,0 +1,427 @@
+"""Triton kernels of the reduction: one sums a function of the scores of a tile, one writes the tile's gradient.
+
+A program has one tile of BLOCK_M x BLOCK_N scores to itself. It multiplies the embeddings of the tile, or reads scores
+that exist, and applies the answer's function, a jitted one that it takes as a constant:
+
+    FORM(s, p, q, K) -> (value, slope by s, slope by p, slope by q)         of the answer's K-th sum
+
+s are scores, p and q parameters that broadcast with them; of what a kernel does not use the compiler makes nothing. A
+further answer is one such function, listed in :data:`FORMS`. The sums of each tile are stored in a place of their own and
+added in the tiles' order afterwards: results have the same bits each time, which atomic additions would not give.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+
+import triton
+import triton.language as tl
+
+from . import answers, scores
+
+FLOOR, EPS, IGNORE_ID = tl.constexpr(answers.FLOOR), tl.constexpr(scores.EPS), tl.constexpr(scores.IGNORE_ID)
+LOG2E = tl.constexpr(1.4426950408889634)
+BAND = tl.constexpr(8)  # rows of tiles that run together, so that the embeddings they share stay in the L2 cache
+
+# What kernels take; None for what there is not.
+# Embeddings (N, D) and (M, D) in half precision with strides and D, unless products are given; (N,) and (M,) float32
+# reciprocal lengths; (N,) and (M,) int64 ids (None: row i matches column i).
+Inputs = namedtuple("Inputs", "rows cols row_stride col_stride dim row_inv col_inv row_ids col_ids")
+# Of an answer: float32 (1,), or (A,) with the rows' anchors first, or (slots, A), over which values are summed. A stride
+# between anchors of 0: one number for all.
+Params = namedtuple("Params", "p q p_stride q_stride slots slot_stride")
+Block = namedtuple("Block", "row col size_m size_n first_col")  # part of the matrix; number of column 0 among anchors
+Panel = namedtuple("Panel", "x stride")  # buffer (size_m, stride) for a block
+Upstream = namedtuple("Upstream", "x plane stride")  # gradient (WIDTH, A) of the sums, with strides
+# What a kernel is compiled for. PARTS, 1 or 4, of a tile's columns are worked on one after the other. SHARED: parameters
+# are one number each, and one evaluation serves both sides. ROWS, COLS: which sides are asked. BY_P, BY_Q: whether
+# gradients by the parameters are.
+_FLAGS = "OVER IDS SHARED ROWS COLS WIDTH MAXIMUM BY_P BY_Q"
+Config = namedtuple("Config", f"BLOCK_M BLOCK_N BLOCK_K PARTS EVEN_K {_FLAGS}")
+# Rows of a tile, or columns of a part of it: number ``pid`` of the ``parts`` of a block's axis, from number ``start`` of
+# the matrix on, of ``size`` in the block; (BLOCK,) numbers in the block; numbers in the matrix, where beyond the end of
+# the block its last one stands in, so that loads need no mask; reciprocal lengths; ids, or the numbers in the matrix.
+Axis = namedtuple("Axis", "pid parts start size local index inv ids")
+
+
+# ------------------------------------------------------------------------------------------------- a tile
+
+
+@triton.jit
+def _axis(pid, start, size, inv, ids, BLOCK: tl.constexpr):
+    """Return part ``pid`` of the rows or columns of a block."""
+    local = pid * BLOCK + tl.arange(0, BLOCK)
+    index = start + tl.minimum(local, size - 1)
+    own = index
+    if ids is not None:
+        own = tl.load(ids + index)
+    if inv is not None:
+        inv = tl.load(inv + index)
+    return Axis(pid, tl.cdiv(size, BLOCK), start + pid * BLOCK, size, local, index, inv, own)
+
+
+@triton.jit
+def _dot(inputs, i, j, C: tl.constexpr):
+    """Return (BLOCK_M, BLOCK_N) float32 inner products of rows i and columns j."""
+    k = tl.arange(0, C.BLOCK_K)
+    a = inputs.rows + i.to(tl.int64)[:, None] * inputs.row_stride + k[None, :]
+    b = inputs.cols + j.to(tl.int64)[None, :] * inputs.col_stride + k[:, None]
+    acc = tl.zeros([C.BLOCK_M, C.BLOCK_N], tl.float32)
+    for start in range(0, inputs.dim, C.BLOCK_K):
+        if C.EVEN_K:
+            x, y = tl.load(a + start), tl.load(b + start)
+        else:
+            there = start + k < inputs.dim
+            x = tl.load(a + start, mask=there[None, :], other=0.0)
+            y = tl.load(b + start, mask=there[:, None], other=0.0)
+        acc = tl.dot(x, y, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _halves(x, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the left and the right half of a tile."""
+    return tl.split(tl.permute(tl.reshape(x, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _tile(inputs, products, block, C: tl.constexpr):
+    """Return this program's rows, the number of its tile along the columns, and the PARTS of its inner products.
+
+    A thread has values of many columns. Of a vector of the columns it needs as many registers: with the whole tile at
+    once 1.5 times the 128 that let two programs share a multiprocessor.
+    """
+    pid, grid_m, grid_n = tl.program_id(0), tl.cdiv(block.size_m, C.BLOCK_M), tl.cdiv(block.size_n, C.BLOCK_N)
+    band, within = pid // (BAND * grid_n), pid % (BAND * grid_n)
+    height = tl.minimum(grid_m - band * BAND, BAND)
+    rows = _axis(band * BAND + within % height, block.row, block.size_m, inputs.row_inv, inputs.row_ids, C.BLOCK_M)
+    cols = _axis(within // height, block.col, block.size_n, None, None, C.BLOCK_N)
+    if products.x is None:
+        x = _dot(inputs, rows.index, cols.index, C)
+    else:
+        place = rows.local.to(tl.int64)[:, None] * products.stride + cols.local[None, :]
+        inside = (rows.local < rows.size)[:, None] & (cols.local < products.stride)[None, :]
+        x = tl.load(products.x + place, mask=inside, other=0.0)
+    if C.PARTS == 1:
+        parts = (x,)
+    else:
+        left, right = _halves(x, C.BLOCK_M, C.BLOCK_N)
+        a, b = _halves(left, C.BLOCK_M, C.BLOCK_N // 2)
+        c, d = _halves(right, C.BLOCK_M, C.BLOCK_N // 2)
+        parts = (a, b, c, d)
+    return rows, cols.pid, parts
+
+
+@triton.jit
+def _over_lengths(x, rows, cols):
+    """Return x over the lengths of rows and columns, whose product is formed once for scores and gradients."""
+    if rows.inv is not None and cols.inv is not None:
+        x = x * (rows.inv[:, None] * cols.inv[None, :])
+    elif rows.inv is not None:
+        x = x * rows.inv[:, None]
+    elif cols.inv is not None:
+        x = x * cols.inv[None, :]
+    return x
+
+
+@triton.jit
+def _counts(rows, cols, C: tl.constexpr):
+    """Return a bool tile: which pairs are summed over."""
+    i, j = rows.local < rows.size, cols.local < cols.size
+    if C.IDS:
+        i, j = i & (rows.ids != IGNORE_ID), j & (cols.ids != IGNORE_ID)
+    found = i[:, None] & j[None, :]
+    if C.OVER == "negatives":
+        found = found & (rows.ids[:, None] != cols.ids[None, :])
+    elif C.OVER == "positives":
+        found = found & (rows.ids[:, None] == cols.ids[None, :])
+    return found
+
+
+@triton.jit
+def _masked(x, empty, rows, cols, C: tl.constexpr):
+    """Return x with ``empty`` for the pairs that are not summed over."""
+    if C.IDS or C.OVER == "positives":
+        x = tl.where(_counts(rows, cols, C), x, empty)
+    else:
+        # Only at the end of a block or on the diagonal: for most tiles there is nothing to do.
+        BLOCK_N: tl.constexpr = C.BLOCK_N // C.PARTS
+        special = ((rows.pid + 1) * C.BLOCK_M > rows.size) | ((cols.pid + 1) * BLOCK_N > cols.size)
+        if C.OVER == "negatives":
+            special = special | ((rows.start < cols.start + BLOCK_N) & (cols.start < rows.start + C.BLOCK_M))
+        if special:
+            x = tl.where(_counts(rows, cols, C), x, empty)
+    return x
+
+
+@triton.jit
+def _params(parameters, anchors, slot, AXIS: tl.constexpr, SHARED: tl.constexpr):
+    """Return p and q of some anchors, which broadcast with the scores; numbers if SHARED."""
+    p, q = 0.0, 0.0
+    if parameters.p is not None:
+        p = parameters.p + slot * parameters.slot_stride
+        p = tl.load(p) if SHARED else tl.expand_dims(tl.load(p + anchors * parameters.p_stride), AXIS)
+    if parameters.q is not None:
+        q = parameters.q
+        q = tl.load(q) if SHARED else tl.expand_dims(tl.load(q + anchors * parameters.q_stride), AXIS)
+    return p, q
+
+
+@triton.jit
+def _store_partial(out, plane, x, rows, cols, AXIS: tl.constexpr, MAXIMUM: tl.constexpr):
+    """Store a tile's sums or maxima along an axis at ``out[plane, part along that axis, anchor]``."""
+    x = tl.max(x, AXIS) if MAXIMUM else tl.sum(x, AXIS)
+    if AXIS == 1:
+        tl.store(out + (plane * cols.parts + cols.pid) * rows.size + rows.local, x, mask=rows.local < rows.size)
+    else:
+        tl.store(out + (plane * rows.parts + rows.pid) * cols.size + cols.local, x, mask=cols.local < cols.size)
+
+
+@triton.jit
+def _store_panel(panel, x, rows, cols):
+    """Store a tile; up to the stride, as with masks at a multiple of 16 entries stores are of 16 bytes."""
+    place = rows.local.to(tl.int64)[:, None] * panel.stride + cols.local[None, :]
+    mask = (rows.local < rows.size)[:, None] & (cols.local < panel.stride)[None, :]
+    tl.store(panel.x + place, x.to(panel.x.dtype.element_ty), mask=mask)
+
+
+# --------------------------------------------------------------------------------------------- the two templates
+
+
+@triton.jit
+def _values(s, rows, cols, parameters, anchors, empty, K: tl.constexpr, AXIS: tl.constexpr, FORM: tl.constexpr,
+            C: tl.constexpr):  # fmt: skip
+    """Return the K-th values of a tile, summed over the slots of the parameters."""
+    p, q = _params(parameters, anchors, 0, AXIS, C.SHARED)
+    x = FORM(s, p, q, K)[0]
+    for slot in range(1, parameters.slots):
+        p, q = _params(parameters, anchors, slot, AXIS, C.SHARED)
+        x += FORM(s, p, q, K)[0]
+    return _masked(x, empty, rows, cols, C)
+
+
+@triton.jit(do_not_specialize=["block"])  # its numbers change from batch to batch
+def sums_kernel(
+    inputs,
+    products,  # Panel of float32 inner products or scores
+    block,
+    parameters,
+    row_out,  # (WIDTH, column parts, size_m) float32: sums of each tile over its columns
+    col_out,  # (WIDTH, row parts, size_n) over its rows
+    panel,  # Panel of value 0 over the columns' lengths, if wanted
+    FORM: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Sum ``value(S_ij)`` over the columns and over the rows of each tile, or find the MAXIMUM."""
+    rows, pid_n, parts = _tile(inputs, products, block, C)
+    empty: tl.constexpr = float("-inf") if C.MAXIMUM else 0.0
+    for part in tl.static_range(C.PARTS):
+        pid = pid_n * C.PARTS + part
+        cols = _axis(pid, block.col, block.size_n, inputs.col_inv, inputs.col_ids, C.BLOCK_N // C.PARTS)
+        s = _over_lengths(parts[part], rows, cols)
+        for k in tl.static_range(C.WIDTH):
+            if C.ROWS:
+                x = _values(s, rows, cols, parameters, rows.index, empty, k, 1, FORM, C)
+                _store_partial(row_out, k, x, rows, cols, 1, C.MAXIMUM)
+            if C.COLS:
+                if not (C.ROWS and C.SHARED):
+                    x = _values(s, rows, cols, parameters, block.first_col + cols.index, empty, k, 0, FORM, C)
+                _store_partial(col_out, k, x, rows, cols, 0, C.MAXIMUM)
+            if panel.x is not None and k == 0:
+                if cols.inv is not None:
+                    x = x * cols.inv[None, :]
+                _store_panel(panel, x, rows, cols)
+
+
+@triton.jit
+def _slopes(total, s, rows, cols, parameters, grad, j, by, AXIS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+            FORM: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Add the gradients by the scores to ``total``, and store sums along an axis of those by the parameters."""
+    for k in tl.static_range(C.WIDTH):
+        upstream = grad.x + k * grad.plane
+        if ROWS and COLS:
+            g = tl.load(upstream + rows.index * grad.stride)[:, None] + tl.load(upstream + j * grad.stride)[None, :]
+        elif ROWS:
+            g = tl.load(upstream + rows.index * grad.stride)[:, None]
+        else:
+            g = tl.load(upstream + j * grad.stride)[None, :]
+        for slot in range(parameters.slots):
+            p, q = _params(parameters, rows.index if AXIS == 1 else j, slot, AXIS, C.SHARED)
+            _, by_s, by_p, by_q = FORM(s, p, q, k)
+            total += by_s * g
+            if C.BY_P:
+                x = _masked(by_p * g + tl.zeros_like(s), 0.0, rows, cols, C)
+                _store_partial(by, slot, x, rows, cols, AXIS, False)
+            if C.BY_Q:
+                x = _masked(by_q * g + tl.zeros_like(s), 0.0, rows, cols, C)
+                _store_partial(by, parameters.slots, x, rows, cols, AXIS, False)
+    return total
+
+
+@triton.jit(do_not_specialize=["block"])
+def gradient_kernel(
+    inputs,
+    products,  # as in sums_kernel
+    block,
+    parameters,
+    grad,  # Upstream
+    row_by,  # (planes, parts, anchors) float32 gradients by p (a plane for each slot) and q, summed per tile
+    col_by,
+    panel,  # Panel of the gradient of the inner products, if wanted; may be the products
+    FORM: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Write ``dL/d(x_i y_j) = sum_sides g slope(S_ij) / (|x_i| |y_j|)``, and sum the gradients by the parameters.
+
+    If SHARED, one evaluation serves both sides, and gradients by the parameters are summed by row alone.
+    """
+    rows, pid_n, parts = _tile(inputs, products, block, C)
+    BOTH: tl.constexpr = C.SHARED and C.ROWS and C.COLS
+    for part in tl.static_range(C.PARTS):
+        pid = pid_n * C.PARTS + part
+        cols = _axis(pid, block.col, block.size_n, inputs.col_inv, inputs.col_ids, C.BLOCK_N // C.PARTS)
+        s = _over_lengths(parts[part], rows, cols)
+        x, j = tl.zeros_like(s), block.first_col + cols.index
+        if C.ROWS:
+            x = _slopes(x, s, rows, cols, parameters, grad, j, row_by, 1, True, BOTH, FORM, C)
+        if C.COLS and not BOTH:
+            x = _slopes(x, s, rows, cols, parameters, grad, j, col_by, 0, False, True, FORM, C)
+        if panel.x is not None:
+            _store_panel(panel, _over_lengths(_masked(x, 0.0, rows, cols, C), rows, cols), rows, cols)
+
+
+# ------------------------------------------------------------------------------------------------- answers
+
+
+@triton.jit
+def _log1p(u):
+    """log(1 + u) with all digits of a small u: what rounding took from 1 + u is in the quotient (Kahan)."""
+    w = 1.0 + u
+    return tl.where(w == 1.0, u, tl.log(w) * (u / tl.where(w == 1.0, 1.0, w - 1.0)))
+
+
+@triton.jit
+def _softplus(z):
+    """log(1 + e^z), and its slope."""
+    e = tl.exp2(-tl.abs(z) * LOG2E)
+    return tl.maximum(z, 0.0) + _log1p(e), tl.where(z >= 0, 1.0, e) / (1.0 + e)
+
+
+@triton.jit
+def _relu(x):
+    """max(x, 0), and its slope."""
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL), tl.where(x > 0, 1.0, 0.0)
+
+
+@triton.jit
+def exp(s, scale, top, K: tl.constexpr):
+    e = tl.exp2(s * (scale * LOG2E) - top * LOG2E)  # one multiplication and addition, and one instruction
+    return e, scale * e, s * e, 0.0
+
+
+@triton.jit
+def exp_and_score(s, scale, top, K: tl.constexpr):
+    """exp, and s times it: for the gradient that the forward pass finds."""
+    e = exp(s, scale, top, 0)[0]
+    return (e if K == 0 else s * e), 0.0, 0.0, 0.0
+
+
+@triton.jit
+def peak(s, scale, q, K: tl.constexpr):
+    return scale * s, scale, s, 0.0
+
+
+@triton.jit
+def information(s, scale, log_total, K: tl.constexpr):
+    z = scale * s - log_total
+    p, bits = tl.exp2(z * LOG2E), tl.maximum(z, -1e4)  # -inf would meet a p of 0
+    slope = p * (bits + 1.0)
+    return -p * bits, -scale * slope, -s * slope, slope
+
+
+@triton.jit
+def moments(s, centre, q, K: tl.constexpr):
+    d = s - centre
+    return (d if K == 0 else d * d), (1.0 if K == 0 else 2.0 * d), 0.0, 0.0
+
+
+@triton.jit
+def hinges(s, threshold, q, K: tl.constexpr):
+    x, slope = _relu(s - threshold)
+    return x, slope, -slope, 0.0
+
+
+@triton.jit
+def identity(s, p, q, K: tl.constexpr):
+    return s, 1.0, 0.0, 0.0
+
+
+@triton.jit
+def log1p_clamp(s, p, q, K: tl.constexpr):
+    clamped = tl.maximum(s, FLOOR)
+    return _log1p(clamped), tl.where(s >= FLOOR, 1.0 / (1.0 + clamped), 0.0), 0.0, 0.0
+
+
+@triton.jit
+def log1p_relu(s, p, q, K: tl.constexpr):
+    x, slope = _relu(s)
+    return _log1p(x), slope / (1.0 + x), 0.0, 0.0
+
+
+@triton.jit
+def negative_log_likelihood(s, negatives, scale, K: tl.constexpr):
+    x, slope = _softplus(negatives - scale * s)
+    return x, -scale * slope, slope, -s * slope
+
+
+@triton.jit
+def hinge(s, threshold, q, K: tl.constexpr):
+    x, slope = _relu(threshold - s)
+    return x, -slope, slope, 0.0
+
+
+@triton.jit
+def softplus(s, scale, bias, K: tl.constexpr):
+    x, slope = _softplus(scale * s + bias)
+    return x, scale * slope, s * slope, slope
+
+
+_TERMS = identity, log1p_clamp, log1p_relu, negative_log_likelihood, hinge, softplus
+FORMS = {form.__name__: form for form in (exp, peak, information, moments, hinges, *_TERMS)}
+
+
+# ------------------------------------------------------------------------------------ passes over embeddings
+
+
+@triton.jit
+def _chunk(x, row, stride, d, dim):
+    """Return some numbers of a vector in float32."""
+    return tl.load(x + row * stride + d, mask=d < dim, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def inverse_norms_kernel(x, stride, dim, out, BLOCK_D: tl.constexpr):
+    """out (N,) float32: ``1 / |x_i|`` of x (N, dim), 0 for a length of at most EPS. A program for each vector.
+
+    Squares of the lengths that are promised, 1e-12 to 1e18, are in the range of float32.
+    """
+    row, d, squares = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D), tl.zeros([BLOCK_D], tl.float32)
+    for start in range(0, dim, BLOCK_D):
+        y = _chunk(x, row, stride, start + d, dim)
+        squares += y * y
+    norm = tl.sqrt(tl.sum(squares, 0))
+    tl.store(out + row, tl.where(norm > EPS, 1.0 / norm, 0.0))
+
+
+@triton.jit
+def project_kernel(x, stride, dim, inv, grad, out, BLOCK_D: tl.constexpr):
+    """out (N, dim): ``g - u <u, g>`` with ``u = x inv`` and float32 g (N, dim), which may be out. A program for each."""
+    row, d, along = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D), tl.zeros([BLOCK_D], tl.float32)
+    scale = tl.load(inv + row)
+    for start in range(0, dim, BLOCK_D):
+        along += _chunk(x, row, stride, start + d, dim) * scale * _chunk(grad, row, dim, start + d, dim)
+    length = tl.sum(along, 0)
+    for start in range(0, dim, BLOCK_D):
+        u = _chunk(x, row, stride, start + d, dim) * scale
+        g = _chunk(grad, row, dim, start + d, dim) - u * length
+        tl.store(out + row * dim + start + d, g.to(out.dtype.element_ty), mask=start + d < dim)

@@ -1,0 +1,447 @@
+"""The reduction on a GPU: Triton kernels around cuBLAS products.
+
+Embeddings of half precision are multiplied by the kernels themselves, with float32 sums, and their scores never leave
+the chip; others are multiplied by cuBLAS panel by panel. A pass backward writes the gradient of a panel's inner products
+and multiplies it into float32 sums of the embeddings' gradients by cuBLAS. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from . import kernels
+from .answers import ANSWERS
+from .pairs import Pairs
+from .reduce import tiled_gradient, tiled_sums
+from .scores import IGNORE_ID, Scores
+
+Sides = tuple[int, ...]
+Place = tuple[slice, slice]  # rows and columns of a block
+
+
+class TileConfig(NamedTuple):
+    """A tile of scores for each program, multiplied BLOCK_K dimensions at a time, and worked on in parts."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    parts: int
+    num_warps: int
+    num_stages: int
+    registers: int | None = None  # of a thread at most
+
+
+# For products, the largest that has a tile for every multiprocessor. Limited to 128 registers, two programs of 8 warps
+# fit into a multiprocessor, and one multiplies while the other adds up: the kernels take 112 to 190 without the limit,
+# and spill at most 24 bytes with it (python tests/gpu_compiler.py 90).
+PRODUCT_TILES = TileConfig(128, 128, 64, 4, 8, 3, 128), TileConfig(64, 64, 64, 1, 4, 3)
+READING_TILE = TileConfig(64, 64, 64, 1, 4, 3)  # for scores that exist: bound by memory
+BLOCK = 2**28  # scores, of whose tiles the sums are held until they are added up: 40 MiB
+PANEL = 2**26  # bytes of scores, or of their gradient, that are written at once
+PANEL_ROWS = 4096  # of a panel: its products have enough tiles for all multiprocessors
+HELD = 2**27  # bytes of float32 sums of one side's gradient; of more, the scores are visited twice instead
+
+# The interpreter cannot multiply bfloat16, and rounds to it towards zero: it computes in float32.
+INTERPRETED = not isinstance(kernels.sums_kernel, triton.JITFunction)
+
+# ------------------------------------------------------------------------------------------------ the two passes
+
+
+def sums(
+    scores: Scores, pairs: Pairs, key: str, over: str, sides: Sides, params: Sequence[Tensor], early: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the (K, A) sums, and if ``early`` (N, D) directions and (A,) gradients by the scale: see ``tiled_sums``."""
+    answer, form = ANSWERS[key], kernels.FORMS.get(key)
+    if form is None:  # a user's term
+        return tiled_sums(scores, pairs, answer, over, sides, params, early)
+    run = _Pass(scores, over, sides, params)
+    width, form = (2, kernels.exp_and_score) if early else (answer.width, form)
+    total = _AnchorSums(run, width, sides, answer.maximum)
+    direction = total.sums.new_zeros(scores.rows.shape if early else (0,))
+    with torch.cuda.device_of(scores.rows):
+        for place in run.blocks(run.panel_shape(widest=True) if early else run.block_shape()):
+            products, partials = run.products(place), total.partials(place)
+            panel = run.buffer(1, place, run.panel_dtype) if early else None
+            flags = {"WIDTH": width, "MAXIMUM": answer.maximum}
+            run.launch(kernels.sums_kernel, form, place, products, (*partials, _panel(panel)), flags)
+            total.add(place, partials)
+            if panel is not None and scores.cols is not None:
+                add_product_(direction[place[0]], panel, scores.cols[place[1]])
+    return (total.sums[:1], direction, total.sums[1]) if early else (total.sums, direction, direction)
+
+
+def gradient(
+    scores: Scores,
+    pairs: Pairs,
+    key: str,
+    over: str,
+    sides: Sides,
+    params: Sequence[Tensor],
+    grad: Tensor,  # (K, A)
+    needs: Sequence[bool],  # of the rows, the columns, and each parameter
+) -> list[Tensor]:
+    """Return the gradients of rows, columns and parameters in their types, empty where not needed."""
+    form = kernels.FORMS.get(key)
+    if form is None:
+        return tiled_gradient(scores, pairs, ANSWERS[key], over, sides, params, grad, needs)
+    run, upstream = _Pass(scores, over, sides, params), kernels.Upstream(grad, grad.stride(0), grad.stride(1))
+    # By p for each slot, then by q; of one evaluation for both sides they are summed by row alone.
+    by = _AnchorSums(run, run.slots + 1, sides[:1] if run.shared else sides) if any(needs[2:]) else None
+
+    def write(place: Place, products: Tensor | None, panel: Tensor | None, first: bool) -> None:
+        by_p, by_q = (first and need for need in (*needs[2:], False, False)[:2])
+        partials = by.partials(place) if by is not None and first else [None, None]
+        flags = {"WIDTH": len(grad), "BY_P": by_p, "BY_Q": by_q}
+        run.launch(kernels.gradient_kernel, form, place, products, (upstream, *partials, _panel(panel)), flags)
+        if by is not None and first:
+            by.add(place, partials)
+
+    with torch.cuda.device_of(scores.rows):
+        found = _of_matrix(run, needs[0], write) if scores.cols is None else _of_embeddings(run, needs, write)
+    for k, (p, need) in enumerate(zip(params, needs[2:], strict=True)):
+        planes = None if by is None or not need else by.sums[run.slots :] if k else by.sums[: run.slots]
+        if planes is not None:
+            planes = (planes.sum(-1) if p.shape[-1] == 1 else planes).reshape(p.shape)
+        found.append(p.new_empty(0) if planes is None else planes)
+    return found
+
+
+def _of_matrix(run: _Pass, needed: bool, write: Any) -> list[Tensor]:
+    """Return the gradient of a matrix that exists."""
+    x = run.scores.rows
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needed else None
+    for place in run.blocks((run.block_shape()[0], max(1, x.shape[1]))):
+        write(place, run.products(place), None if out is None else out[place[0]], True)
+    return [x.new_empty(0) if out is None else out, x.new_empty(0)]
+
+
+def _of_embeddings(run: _Pass, needs: Sequence[bool], write: Any) -> list[Tensor]:
+    """Return the gradients of rows and columns, from products with the gradient of panels of scores.
+
+    Panels of the outer side are visited one after the other, each with all of the inner side. So the sums of a panel of
+    the outer side are soon complete; those of the inner side are held to the end.
+    """
+    scores = run.scores
+    xs, invs = (scores.rows, scores.cols), (scores.row_inv, scores.col_inv)
+    outs: list[Any] = [torch.zeros_like(x) if need else None for x, need in zip(xs, needs[:2], strict=True)]
+    shape = run.panel_shape()
+    for visit, (outer, holds) in enumerate(_visits(xs, needs)):
+        inner = 1 - outer
+        held = _float32_sums(outs[inner]) if holds else None
+        for o in _spans(len(xs[outer]), shape[outer]):
+            total = None if outs[outer] is None else _float32_sums(outs[outer][o])
+            for i in _spans(len(xs[inner]), shape[inner]):
+                place = (i, o) if outer else (o, i)
+                products = run.products(place)
+                panel = None
+                if total is not None:  # a tile reads its products before it writes
+                    panel = run.buffer(1, place, run.panel_dtype) if products is None else products
+                write(place, products, panel, visit == 0)
+                if panel is not None:
+                    add_product_(total, panel.T if outer else panel, xs[inner][i])
+                    if held is not None:
+                        add_product_(held[i], panel if outer else panel.T, xs[outer][o])
+            _project(total, xs[outer], invs[outer], o, outs[outer])
+        _project(held, xs[inner], invs[inner], slice(0, len(xs[inner])), outs[inner])
+    return [scores.rows.new_empty(0) if out is None else out for out in outs]
+
+
+def _visits(xs: Sequence[Any], needs: Sequence[bool]) -> list[tuple[int, bool]]:
+    """Return for each visit of the scores its outer side, and whether the sums of the inner one are held.
+
+    Those of the smaller one are. If even they are too many, the scores are visited once for each side.
+    """
+    if not (needs[0] and needs[1]):
+        return [(int(needs[1]), False)]
+    inner = int(xs[1].numel() <= xs[0].numel())
+    fit = xs[inner].dtype == torch.float32 or xs[inner].numel() * 4 <= HELD
+    return [(1 - inner, True)] if fit else [(0, False), (1, False)]
+
+
+# ------------------------------------------------------------------------------------------- a pass' launches
+
+
+class _Pass:
+    """The inputs of a pass as kernels take them, made once for all of its launches."""
+
+    def __init__(self, scores: Scores, over: str, sides: Sides, params: Sequence[Tensor]):
+        self.scores, self.shape, self.device = scores, scores.shape, scores.rows.device
+        self.matrix = scores.rows.contiguous() if scores.cols is None else None
+        self.workspace: dict[int, Tensor] = {}
+        self.fused = fused(scores)
+        self.tile = _product_tile(*self.shape, self.device) if self.fused else READING_TILE
+        embeddings: Any = (None, None, 0, 0, 0)
+        if self.fused:
+            rows, cols = _aligned(scores.rows), _aligned(scores.cols)
+            embeddings = rows, cols, rows.stride(0), cols.stride(0), rows.shape[1]
+        ids = (None if x is None else x.contiguous() for x in (scores.row_ids, scores.col_ids))
+        self.inputs = kernels.Inputs(*embeddings, scores.row_inv, scores.col_inv, *ids)
+        self.panel_dtype = torch.float32  # float16 has too little range for gradients: see add_product_
+        if self.fused and scores.rows.dtype == torch.bfloat16 and not INTERPRETED:
+            self.panel_dtype = torch.bfloat16
+        p, q = (*params, None, None)[:2]
+        steps = [0 if x is None or x.shape[-1] == 1 else x.stride(-1) for x in (p, q)]
+        self.slots, slot_stride = (len(p), p.stride(0)) if p is not None and p.dim() == 2 else (1, 0)
+        self.params = kernels.Params(p, q, *steps, self.slots, slot_stride)
+        self.first_col = self.shape[0] if 0 in sides else 0
+        self.shared = all(x.shape[-1] == 1 for x in params)
+        self.flags = {"OVER": over, "IDS": scores.row_ids is not None, "SHARED": self.shared, "ROWS": 0 in sides}
+        self.flags |= {"COLS": 1 in sides, "MAXIMUM": False, "BY_P": False, "BY_Q": False}
+
+    def block_shape(self) -> tuple[int, int]:
+        """Return the rows and columns of a block of which the tiles' sums are held."""
+        if self.matrix is None and not self.fused:
+            return self.panel_shape()
+        rows = min(max(self.shape[0], 1), math.isqrt(BLOCK))
+        cols = min(max(self.shape[1], 1), BLOCK // rows)
+        return _whole_tiles(BLOCK // cols), _whole_tiles(BLOCK // rows)
+
+    def panel_shape(self, widest: bool = False) -> tuple[int, int]:
+        """Return the rows and columns of a panel that is written; ``widest``: no sums of its columns are held."""
+        rows = min(PANEL_ROWS, _whole_tiles(self.shape[0] + 127)) if widest else PANEL_ROWS
+        return rows, _whole_tiles(PANEL // self.panel_dtype.itemsize // rows)
+
+    def blocks(self, shape: tuple[int, int]) -> Iterator[Place]:
+        """Yield the rows and columns of blocks that are visited one after the other."""
+        return ((r, c) for r in _spans(self.shape[0], shape[0]) for c in _spans(self.shape[1], shape[1]))
+
+    def products(self, place: Place) -> Tensor | None:
+        """Return the (r, c) float32 inner products of a block, or scores that exist; None where kernels multiply."""
+        if self.fused or self.matrix is not None:
+            return None if self.matrix is None else self.matrix[place]
+        assert self.scores.cols is not None
+        rows, cols = self.scores.rows[place[0]].float(), self.scores.cols[place[1]].float()
+        return torch.mm(rows, cols.T, out=self.buffer(0, place, torch.float32))
+
+    def buffer(self, which: int, place: Place, dtype: torch.dtype) -> Tensor:
+        """Return an (r, c) part of a workspace; rows begin at multiples of 64 entries, as fast products want."""
+        (r, c), device = (part.stop - part.start for part in place), self.device
+        stride = -(-c // 64) * 64
+        space = self.workspace.get(which)
+        if space is None or space.numel() < r * stride:
+            space = self.workspace[which] = torch.empty(r * stride, dtype=dtype, device=device)
+        return space[: r * stride].view(r, stride)[:, :c]
+
+    def grid(self, place: Place) -> tuple[int, int]:
+        """Return the numbers of tiles of a block above, and beside each other."""
+        (r, c), tile = (part.stop - part.start for part in place), self.tile
+        return -(-r // tile.block_m), -(-c // tile.block_n)
+
+    def launch(self, kernel: Any, form: Any, place: Place, products: Tensor | None, args: Any, flags: Any) -> None:
+        """Run a program for each tile of a block."""
+        (rows, cols), tile = place, self.tile
+        block = kernels.Block(rows.start, cols.start, rows.stop - rows.start, cols.stop - cols.start, self.first_col)
+        config = kernels.Config(*tile[:4], EVEN_K=self.inputs.dim % tile.block_k == 0, **(self.flags | flags))
+        limits = {} if tile.registers is None or torch.version.hip else {"maxnreg": tile.registers}
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **limits}
+        inputs = self.inputs, _panel(products), block, self.params
+        kernel[(math.prod(self.grid(place)),)](*inputs, *args, FORM=form, C=config, **options)
+
+
+def fused(scores: Scores) -> bool:
+    """Return whether kernels multiply the embeddings themselves."""
+    return scores.cols is not None and scores.rows.dtype == scores.cols.dtype != torch.float32
+
+
+def _panel(x: Tensor | None) -> Any:
+    return kernels.Panel(x, 0 if x is None else x.stride(0))
+
+
+def _whole_tiles(size: int) -> int:
+    """Return a multiple of all tiles' sizes: what kernels multiply rounds in the same way wherever it is."""
+    return max(size // 128 * 128, 128)
+
+
+def _spans(size: int, step: int) -> list[slice]:
+    return [slice(start, min(size, start + step)) for start in range(0, size, step)]
+
+
+def _product_tile(n: int, m: int, device: torch.device) -> TileConfig:
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        for tile in PRODUCT_TILES:
+            if -(-n // tile.block_m) * -(-m // tile.block_n) >= processors:
+                return tile
+    return PRODUCT_TILES[-1]
+
+
+def _aligned(x: Any) -> Tensor:
+    """Return embeddings that can be loaded 16 bytes at a time; zeros at the end change no product."""
+    if INTERPRETED:
+        return x.float().contiguous()
+    if x.shape[1] % 16 == 0 and x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0:
+        return x
+    made = x.new_zeros(x.shape[0], -(-x.shape[1] // 16) * 16)
+    made[:, : x.shape[1]] = x
+    return made
+
+
+class _AnchorSums:
+    """(K, A) sums of the anchors of both sides, added up from those of tiles, in the tiles' order."""
+
+    def __init__(self, run: _Pass, width: int, sides: Sides, maximum: bool = False):
+        self.run, self.sides, self.maximum = run, sides, maximum
+        size, start = sum(run.shape[side] for side in sides), -math.inf if maximum else 0.0
+        self.sums = torch.full((width, size), start, dtype=torch.float32, device=run.device)
+
+    def partials(self, place: Place) -> list[Tensor | None]:
+        """Return buffers for the sums of a block's tiles: (K, column parts, r) and (K, row parts, c)."""
+        high, wide = self.run.grid(place)
+        counts = wide * self.run.tile.parts, high
+        shapes = [(len(self.sums), counts[side], part.stop - part.start) for side, part in enumerate(place)]
+        return [self.sums.new_empty(shape) if side in self.sides else None for side, shape in enumerate(shapes)]
+
+    def add(self, place: Place, partials: Sequence[Tensor | None]) -> None:
+        """Add the sums of a block's tiles."""
+        for part, first, new in zip(place, (0, self.run.first_col), partials, strict=True):
+            if new is not None:
+                old = self.sums[:, first + part.start : first + part.stop]
+                if self.maximum:
+                    torch.maximum(old, new.amax(1), out=old)
+                else:
+                    old += new.sum(1)
+
+
+# ------------------------------------------------------------------------------------ gradients of embeddings
+
+
+def _float32_sums(out: Tensor) -> Tensor:
+    """Return zeros to add to; a float32 gradient itself."""
+    return out if out.dtype == torch.float32 else torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+
+
+def _project(total: Tensor | None, x: Any, inv: Tensor | None, part: slice, out: Any) -> None:
+    """Write part of the gradient of vectors x from that of their inner products, which is over the lengths already.
+
+    What it has along its own vector changes only the length, on which cosines do not depend.
+    """
+    if total is None or part.start == part.stop:
+        return
+    if inv is not None:
+        _by_vector(kernels.project_kernel, x[part], inv[part], total, out[part])
+    elif out.dtype != torch.float32:
+        out[part] = total
+
+
+def _by_vector(kernel: Any, x: Tensor, *args: Tensor) -> None:
+    """Run a program for each of the vectors (N, D)."""
+    x = x.float().contiguous() if INTERPRETED else x if x.stride(1) == 1 else x.contiguous()
+    kernel[(len(x),)](x, x.stride(0), x.shape[1], *args, BLOCK_D=min(1024, triton.next_power_of_2(x.shape[1])))
+
+
+def inverse_norms(x: Tensor) -> Tensor:
+    """Return the (N,) float32 reciprocal lengths of vectors (N, D), read once; 0 for a length of at most 1e-12."""
+    out = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    if len(x):
+        with torch.cuda.device_of(x):
+            _by_vector(kernels.inverse_norms_kernel, x, out)
+    return out
+
+
+def add_product_(total: Tensor, panel: Tensor, other: Tensor) -> None:
+    """Add ``panel @ other`` to float32 sums.
+
+    A panel of float16 embeddings is float32, and here scaled to the range of float16, each row by a power of two:
+    gradients and exponentials have any size. bfloat16 has the range of float32.
+    """
+    if panel.dtype == other.dtype or other.dtype != torch.float16:
+        _addmm(total, panel.to(other.dtype), other)
+        return
+    largest = torch.linalg.vector_norm(panel, math.inf, 1, keepdim=True).clamp_(1e-30, 1e30)
+    scale = (14 - largest.log2().ceil_()).exp2_()
+    half, part = torch.empty_like(panel, dtype=torch.float16), torch.zeros_like(total)
+    _addmm(part, torch.mul(panel, scale, out=half), other)
+    total.add_(part.div_(scale))
+
+
+def _addmm(total: Tensor, a: Tensor, b: Tensor) -> None:
+    if a.dtype == torch.float32 or not a.is_cuda:
+        total.addmm_(a.float(), b.float())
+        return
+    with _summed_in_float32():
+        if torch.__version__ >= "2.11":
+            torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+        else:  # which took only a total of half precision
+            total.add_(torch.mm(a, b, out_dtype=torch.float32))
+
+
+@contextlib.contextmanager
+def _summed_in_float32() -> Iterator[None]:
+    """Undo ``allow_fp16_accumulation``, which a model may want for its own products: these leave float16's range."""
+    flags = torch.backends.cuda.matmul
+    before = flags.allow_fp16_accumulation
+    flags.allow_fp16_accumulation = False
+    try:
+        yield
+    finally:
+        flags.allow_fp16_accumulation = before
+
+
+# ----------------------------------------------------------------------------------------------- does it work?
+
+_known: dict[tuple[torch.device, torch.dtype], bool] = {}
+
+
+@torch.compiler.assume_constant_result
+def works(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether this engine agrees with the tiled one on an example, tried once per device and dtype.
+
+    If not, a warning says why. While a CUDA graph is captured nothing can be tried: what is not known is taken not to
+    work, with a warning, and is tried the next time.
+    """
+    where = device, dtype
+    if where not in _known:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            message = "a CUDA graph is captured before the Triton engine was tried, and goes without it: call once before"
+            warnings.warn(f"itrloss: {message}", stacklevel=3)
+            return False
+        with ThreadPoolExecutor(1) as other:  # where no mode, hook or tracer of the caller's sees the example
+            try:
+                error = other.submit(_error, device, dtype).result()
+            except torch.OutOfMemoryError:  # which may be otherwise the next time
+                return False
+        if error:
+            message = f"the Triton engine {error}; engine='auto' does without it for {dtype} on {device}"
+            warnings.warn(f"itrloss: {message}", stacklevel=3)
+        _known[where] = not error
+    return _known[where]
+
+
+def _error(device: torch.device, dtype: torch.dtype, n: int = 2048, m: int = 2816, d: int = 80) -> str:
+    """Return what is wrong, or nothing. The example has as many large tiles as the largest GPUs multiprocessors."""
+    if device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0):
+        return "needs a GPU of compute capability 8.0"
+    try:
+        return "" if _agrees(device, dtype, n, m, d) else "finds something else than the tiled one"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of a compiler, a driver, a product that a GPU does not have
+        return f"fails: {type(error).__name__}: {error}"
+
+
+def _agrees(device: torch.device, dtype: torch.dtype, n: int, m: int, d: int) -> bool:
+    """Return whether sums and gradients of an example agree; its numbers need no generator, whose state is a user's."""
+    x, noise = (torch.arange(size * d, dtype=torch.float64, device="cpu").view(size, d) for size in (n, m))
+    x = (x * 0.7).sin()
+    xs = [y.to(device, dtype) for y in (x, x[torch.arange(m) % n] + (noise * 1.3).cos())]
+    ids = [(torch.arange(size) % 97).to(device) for size in (n, m)]
+    ids[0][0] = IGNORE_ID
+    scores, pairs = Scores(*xs, *(inverse_norms(y) for y in xs), *ids), Pairs((n, m), (ids[0], ids[1]), device)
+    params = [torch.full((1,), y, device=device) for y in (20.0, 5.0)]
+    grad, needs = torch.linspace(0.5, 1.5, n + m, device=device)[None], (True, True, True, False)
+    found: list[list[Tensor]] = []
+    for forward, backward, key in ((sums, gradient, "exp"), (tiled_sums, tiled_gradient, ANSWERS["exp"])):
+        ask: Any = scores, pairs, key, "negatives"
+        late, early = forward(*ask, (0, 1), params, False)[:1], forward(*ask, (0,), params, True)
+        found.append([*late, *early, *backward(*ask, (0, 1), params, grad, needs)[:3]])
+    # Half precision rounds by less than a percent.
+    return all(bool((a.float() - b.float()).norm() <= 0.02 * b.float().norm()) for a, b in zip(*found, strict=True))

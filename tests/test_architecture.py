@@ -1,0 +1,141 @@
+"""The house: who imports whom, how long things are, what an import costs, and how many calls a loss takes."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import itrloss
+from itrloss.engine import reduce  # noqa: F401 — registers the operators
+
+HOME = Path(itrloss.__file__).parent
+# From the ground up: a module imports from its own floor and those below.
+FLOORS = [
+    {"checks", "files"},
+    {"engine"},
+    {"anchors"},
+    {"similarity"},
+    {"functional", "sets", "memory", "kmeans", "metrics", "rerank", "distributed", "telemetry", "grad_cache"},
+    {"losses", "compat"},
+    {"study", "study_report", "bench", "report"},
+    {"cli"},
+]
+FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+MODULES = {
+    ".".join(path.relative_to(HOME).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in HOME.rglob("*.py")
+    if path != HOME / "__init__.py"
+}
+
+
+def imports(name: str) -> set[str]:
+    """Modules of the library that a module imports, whatever the place in it, but for type checkers."""
+    path = MODULES[name]
+    package = ("itrloss." + name).split(".")
+    package = package if path.name == "__init__.py" else package[:-1]
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            node.body = [ast.Pass()]
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(filter(None, (base, node.module)))
+            # Of a package, its modules; of a module, itself.
+            found |= {f"{module}.{a.name}" if f"{module}.{a.name}"[8:] in MODULES else module for a in node.names}
+    return {x.removeprefix("itrloss.") for x in found if x.startswith("itrloss.")} & {*MODULES} - {name}
+
+
+def test_every_module_has_its_floor():
+    assert {name.split(".")[0] for name in MODULES} <= set(FLOOR) | {"__main__"}
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_nothing_is_imported_from_above(name):
+    above = {x for x in imports(name) if FLOOR[x.split(".")[0]] > FLOOR.get(name.split(".")[0], 99)}
+    assert not above
+
+
+def test_imports_go_round_in_no_circle():
+    """Triton's module, which the engine asks for when it is there, sees the engine."""
+    left = {name: imports(name) - {"engine.triton", name.split(".")[0]} for name in MODULES}
+    while free := {name for name, needs in left.items() if not needs & left.keys()}:
+        left = {name: needs for name, needs in left.items() if name not in free}
+    assert not left
+
+
+@pytest.mark.parametrize("name", [n for n in MODULES if n.split(".")[0] in ("engine", "similarity", "anchors")])
+def test_modules_and_functions_of_the_engine_are_short(name):
+    text = MODULES[name].read_text()
+    longest = 600 if name in ("engine.triton", "engine.kernels") else 400
+    assert len(text.splitlines()) <= longest
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            described = node.body[0] if ast.get_docstring(node) else None
+            lines = node.end_lineno - node.lineno + 1
+            lines -= 0 if described is None else described.end_lineno - described.lineno + 1
+            assert lines <= 60, node.name
+
+
+def test_operators_have_few_arguments():
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("itrloss::")]
+    assert len(names) >= 3
+    for name in names:
+        schema = getattr(torch.ops.itrloss, name.split("::")[1]).default._schema
+        assert len(schema.arguments) <= 12, schema
+
+
+def test_an_import_brings_no_compiler_along():
+    """It would take a second."""
+    code = """
+import sys, torch
+before = set(sys.modules)
+import itrloss
+print(*(name for name in sys.modules if name not in before))
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    heavy = ("torch._dynamo", "torch._inductor", "triton", "sympy", "matplotlib", "transformers", "torch._export")
+    assert not [name for name in found if name.startswith(heavy)]
+
+
+COMPREHENSIONS = {"<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>"}
+
+
+def calls(function) -> int:
+    """How many functions of the library are called; comprehensions are none, in some versions of Python."""
+    count, home = 0, str(HOME)
+
+    def note(frame, event, _):
+        nonlocal count
+        code = frame.f_code
+        count += event == "call" and code.co_filename.startswith(home) and code.co_name not in COMPREHENSIONS
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_a_loss_takes_few_calls():
+    """At 128 pairs they are the run time."""
+    v, w = (torch.randn(16, 8, requires_grad=True) for _ in range(2))
+    memory = itrloss.CoupledMemory(32, 8)
+    memory.enqueue(torch.randn(32, 8), torch.randn(32, 8))
+    for loss, inputs, forward in (
+        (itrloss.DiversityContrastiveLoss(), (v, w), 60),
+        (itrloss.MemoryDiversityContrastiveLoss(), (v, w, v, w, memory), 120),
+    ):
+        loss(*inputs).backward()  # what is imported and looked up once
+        value: list[torch.Tensor] = []
+        assert calls(lambda loss=loss, inputs=inputs, value=value: value.append(loss(*inputs))) <= forward
+        assert calls(value[0].backward) <= 25
