@@ -9,6 +9,7 @@ import numpy as np
 import oracle_more
 import pytest
 import torch
+from cases import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
@@ -210,13 +211,31 @@ def test_large_matrices_are_never_held(monkeypatch):
     means = trained(50, size=30)
     x = points(64, seed=9)
     wanted = means.predict(x)
-    monkeypatch.setattr(itrloss.similarity, "DEFAULT_MEMORY_BUDGET", 1000)
+    monkeypatch.setitem(itrloss.engine.matrix.SMALL, "cpu", 1000)
     seen = []
     of = itrloss.Similarity._of.__func__
-    monkeypatch.setattr(
-        itrloss.Similarity, "_of", classmethod(lambda cls, *a: seen.append(of(cls, *a).engine) or of(cls, *a))
-    )
-    assert torch.equal(means.predict(x), wanted) and seen == ["tiled"]
+
+    def noted(cls, *args, **options):
+        sim = of(cls, *args, **options)
+        seen.append((sim.engine, sim._first.keeps))
+        return sim
+
+    monkeypatch.setattr(itrloss.Similarity, "_of", classmethod(noted))
+    assert torch.equal(means.predict(x), wanted) and seen == [("tiled", False)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_default_type_is_no_matter(dtype):
+    x = points(5, 4)
+    wanted = trained(3, 4).centroids
+    torch.set_default_dtype(dtype)
+    try:
+        means = OnlineKMeans(3, 4)
+        means.update(x)
+        assert means.centroids.isfinite().all() and len(means) == 3
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(trained(3, 4).centroids, wanted)
 
 
 def test_resumed_updates_are_bit_equal():
@@ -269,9 +288,14 @@ def concepts(b, k, f, seed=0):
     )
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("engine", ["dense", "tiled"])
-@pytest.mark.parametrize("shape", [(1, 1, 3), (5, 7, 4), (9, 2, 6), (4, 8, 5)])
+@pytest.mark.parametrize(
+    ("shape", "engine", "reduction"),
+    pairwise(
+        shape=[(1, 1, 3), (5, 7, 4), (9, 2, 6), (4, 8, 5)],
+        engine=["dense", "tiled"],
+        reduction=["mean", "sum", "none"],
+    ),
+)
 def test_classification_equals_the_loop_oracle(shape, engine, reduction, small_tiles):
     v, w, weight, ids = concepts(*shape)
     found = functional.prototype_classification_loss(v, w, weight, ids, reduction, engine)
@@ -280,7 +304,7 @@ def test_classification_equals_the_loop_oracle(shape, engine, reduction, small_t
         np.testing.assert_allclose(a.numpy(), b, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("engine", ["dense"])
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
 def test_classification_gradient(engine, small_tiles):
     v, w, weight, ids = concepts(4, 5, 3)
     up = torch.randn(2, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -394,3 +418,18 @@ def test_reset_does_not_disturb_a_graph_where_nothing_was_reseeded_and_clears_gr
     before = module.weight.grad.clone()
     module.reset(mask, means.centroids)
     assert (module.weight.grad[mask] == 0).all() and torch.equal(module.weight.grad[~mask], before[~mask])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("active", [torch.bfloat16, torch.float16])
+def test_autocast_of_either_type_leaves_the_classification_alone(dtype, active):
+    v, w, _, ids = concepts(6, 10, 8)
+    module = PrototypeClassificationLoss(8, 10)
+    module = module.double() if dtype == torch.float64 else module
+    v, w = (x.to(dtype).requires_grad_() for x in (v, w))
+    wanted = module(v, w, ids)
+    with torch.autocast("cpu", active):
+        loss = module(v, w, ids)
+    assert torch.equal(loss, wanted)
+    loss.backward()
+    assert v.grad.dtype == dtype and v.grad.isfinite().all()

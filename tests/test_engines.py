@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
 import itrloss
-from itrloss import Similarity
+from itrloss import Anchors, Similarity
 from itrloss.engine import pairs, scores
 from itrloss.engine.answers import (
     hinge,
@@ -41,7 +41,6 @@ from itrloss.engine.answers import (
 )
 from itrloss.engine.scores import IGNORE_ID
 from itrloss.metrics import retrieval_metrics
-from itrloss.similarity import Anchors
 
 # What anchors are asked, with one parameter between 2 and 6 for each; see `parameters`.
 ANSWERS = {
@@ -185,6 +184,17 @@ def test_candidates_in_blocks_are_answered_as_the_whole_matrix(name, of, engine,
         found = torch.autograd.grad((finite(values) * grad).sum(), (x, y, q), allow_unused=True)
         results.append(([values], [torch.zeros_like(t) if g is None else g for g, t in zip(found, (x, y, q), strict=True)]))
     assert_equal(*results)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_groups_of_one_anchor_have_parameters_of_their_own(engine):
+    v, w = embeddings(3, 8)
+    ids = torch.arange(3), torch.arange(8) % 4
+    rows = [similarity(v[i : i + 1], w, (ids[0][i : i + 1], ids[1]), engine) for i in range(3)]
+    p = parameters(3, 0)
+    for name, answer in ANSWERS.items():
+        whole = answer(similarity(v, w, ids, engine), p)
+        torch.testing.assert_close(answer(Anchors.together(*rows), p), whole, rtol=1e-11, atol=1e-11, msg=name)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

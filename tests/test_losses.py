@@ -15,6 +15,7 @@ import torch
 from cases import SHAPES, each, embeddings, make_ids, pairwise, upstream
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import gradcheck
 
 import itrloss
@@ -541,3 +542,62 @@ def test_sigmoid_scale_and_bias_get_their_gradients(engine):
     module = itrloss.SigmoidLoss(engine=engine)
     module(v, w, *ids).backward()
     assert {name for name, p in module.named_parameters() if p.grad != 0} == {"log_scale", "bias"}
+
+
+# ------------------------------------------------------------------------------ tensors without numbers, shards
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_dry_run_leaves_no_trace(name, engine):
+    """Of shapes alone, on the meta device or with fake tensors, as estimators of memory and work make it."""
+    v, w = embeddings(8, 8, dtype=torch.float32)
+    loss = make(name, engine=engine)
+    wanted = loss(v, w)
+    for ids in ((), (torch.arange(8), torch.arange(8) % 4)):
+        if not (name == "triplet all" and ids):  # has a table of the positives
+            copy.deepcopy(loss).to("meta")(*(x.to("meta") for x in (v, w, *ids)))
+            if not list(loss.parameters()):
+                loss(*(x.to("meta") for x in (v, w, *ids)))
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                x, y, *known = (mode.from_tensor(t) for t in (v, w, *ids))
+                x.requires_grad_()
+                value = loss(x, y, *known)
+                value.backward()
+                assert isinstance(value, FakeTensor) and x.grad.shape == x.shape
+            loss.zero_grad()
+    assert torch.equal(loss(v, w), wanted)
+
+
+def test_no_parameter_is_without_a_dimension():
+    """``fully_shard`` refuses those."""
+    for loss in (itrloss.SigmoidLoss(), itrloss.InfoNCELoss(learnable=True)):
+        assert list(loss.parameters()) and all(p.dim() > 0 for p in loss.parameters())
+    assert itrloss.InfoNCELoss(learnable=True).temperature.dim() == 0
+
+
+def test_a_positive_that_is_not_above_zero_may_be_left_unpulled():
+    """USER's published form of HAL: log(1 + max(S, 0))."""
+    scores = torch.tensor([[0.6, 0.1], [0.2, -0.4]], dtype=torch.float64, requires_grad=True)
+    clamp, relu = (itrloss.HubnessAwareLoss(10.0, 0.1, positive=p, reduction="none") for p in ("clamp", "relu"))
+    (a, _), (b, _) = clamp(scores=scores), relu(scores=scores)
+    torch.testing.assert_close(b - a, 0.5 * torch.stack((0 * scores[0, 0], torch.log1p(scores[1, 1]))))
+    (gradient,) = torch.autograd.grad(relu(scores=scores)[0].sum(), scores)
+    assert gradient[1, 1] == 0 and gradient[0, 0] < 0
+
+
+@pytest.mark.slow
+def test_losses_are_sharded(tmp_path):
+    """One process is enough for ``fully_shard`` to look at the parameters."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        v, w = (x.float().requires_grad_() for x in embeddings(6, 6))
+        for loss in (itrloss.SigmoidLoss(), itrloss.InfoNCELoss(learnable=True)):
+            wanted = loss(v, w)
+            fully_shard(loss, mesh=dist.init_device_mesh("cpu", (1,)))
+            torch.testing.assert_close(loss(v, w), wanted)
+    finally:
+        dist.destroy_process_group()

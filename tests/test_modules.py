@@ -121,8 +121,13 @@ def test_every_public_module_is_here():
     assert modules - {"PairLoss", "MemoryLoss"} == {n.split()[0] for n in MODULES}
 
 
+# What is compiled elsewhere: losses on pairs, and those with a memory.
+ELSEWHERE = {"TripletLoss", "InfoNCELoss", "SigmoidLoss", "HubnessAwareLoss", "DiversityContrastiveLoss"}
+ELSEWHERE |= {"MemoryDiversityContrastiveLoss", "UnifiedTrainingObjective", "DynamicOrthogonalLoss", "MomentumEncoder"}
+
+
 @pytest.mark.slow
-@every_module
+@pytest.mark.parametrize("name", [name for name in MODULES if name.split()[0] not in ELSEWHERE])
 def test_compiles_without_a_graph_break(name):
     torch._dynamo.reset()
     call = MODULES[name][1]

@@ -9,7 +9,7 @@ import numpy as np
 import oracle_more
 import pytest
 import torch
-from cases import SHAPES, make_ids, upstream
+from cases import SHAPES, make_ids, pairwise, upstream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
@@ -31,10 +31,15 @@ def gates(n, size, seed=0):
     return torch.randint(0, 2, (n, size), generator=torch.Generator().manual_seed(seed)).double()
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("pairs", PAIRS)
-@pytest.mark.parametrize("gate", ["off", "heads", "dimensions"])
-@pytest.mark.parametrize("shape", [(5, 4, 7), (1, 2, 3), (3, 1, 4), (2, 6, 2)])
+@pytest.mark.parametrize(
+    ("shape", "gate", "pairs", "reduction"),
+    pairwise(
+        shape=[(5, 4, 7), (1, 2, 3), (3, 1, 4), (2, 6, 2)],
+        gate=["off", "heads", "dimensions"],
+        pairs=PAIRS,
+        reduction=["mean", "sum", "none"],
+    ),
+)
 def test_orthogonal_loss_equals_the_loop_oracle(shape, gate, pairs, reduction):
     x = sets(*shape)
     m = {"off": None, "heads": gates(shape[0], shape[1]), "dimensions": gates(shape[0], shape[2])}[gate]
@@ -106,10 +111,15 @@ def set_case(name, k=3, d=5, seed=0, dtype=torch.float64):
     return images, texts, ids, known
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("engine", ["dense", "tiled"])
-@pytest.mark.parametrize("shape", list(SHAPES))
+@pytest.mark.parametrize(
+    ("shape", "engine", "shared", "reduction"),
+    pairwise(
+        shape=["two captions", *SHAPES],
+        engine=["dense", "tiled"],
+        shared=[True, False],
+        reduction=["mean", "sum", "none"],
+    ),
+)
 def test_variance_aware_loss_equals_the_loop_oracle(shape, engine, shared, reduction):
     images, texts, ids, known = set_case(shape)
     for margin, detach in ((0.2, False), (0.7, True)):
@@ -123,7 +133,7 @@ def test_variance_aware_loss_equals_the_loop_oracle(shape, engine, shared, reduc
 
 
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("engine", ["dense"])
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
 @pytest.mark.parametrize("shape", ["one row", "two captions"])
 def test_variance_aware_gradient(shape, engine, shared):
     images, texts, ids, known = set_case(shape, k=2, d=4)
@@ -134,7 +144,7 @@ def test_variance_aware_gradient(shape, engine, shared):
         return sum((x * g).sum() for x, g in zip(module(v, w, *ids), weight, strict=True))
 
     given_ = images.requires_grad_(), texts.requires_grad_()
-    assert gradcheck(value, given_)
+    assert gradcheck(value, given_, fast_mode=True)
     # Detached, it is the gradient of the loss with sigma held fixed.
     fixed = oracle_more.variance_sigma(oracle_more.set_cosine(images.detach().numpy(), texts.detach().numpy()))
     fixed = (fixed[0], fixed[0] if shared else fixed[1])
@@ -184,7 +194,6 @@ def test_heads_with_other_ids_each():
         for e in ("dense", "tiled")
     ]
     torch.testing.assert_close(found[1], found[0])
-    torch.testing.assert_close(found[2], found[0])
 
 
 def test_variance_aware_input_errors_name_the_argument():
@@ -210,13 +219,21 @@ def test_variance_aware_input_errors_name_the_argument():
 
 
 def test_the_memory_budget_is_that_of_all_heads(monkeypatch):
-    made = []
-    of = itrloss.functional.variance_aware_loss
-    monkeypatch.setattr(functional, "variance_aware_loss", lambda heads, *args: made.append(heads) or of(heads, *args))
-    monkeypatch.setattr(itrloss.losses.sets, "DEFAULT_MEMORY_BUDGET", 3 * 4 * 4 * 4)
-    for k in (3, 4):
-        VarianceAwareLoss()(torch.randn(4, k, 5), torch.randn(4, 5))
-    assert [heads[0].engine for heads in made] == ["dense", "tiled"]
+    """It is what the scores of all of them together may take."""
+    given = []
+    of = itrloss.Similarity._of.__func__
+
+    def noted(cls, *args, **options):
+        sim = of(cls, *args, **options)
+        given.append(sim._first.keeps)
+        return sim
+
+    monkeypatch.setattr(itrloss.Similarity, "_of", classmethod(noted))
+    monkeypatch.setattr(itrloss.losses.dvse, "MEMORY_BUDGET", 3 * 300 * 300 * 4)
+    for k, kept in ((3, True), (4, False)):
+        given.clear()
+        VarianceAwareLoss()(torch.randn(300, k, 5), torch.randn(300, 5))
+        assert len(given) >= k and set(given) == {kept}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -326,7 +343,7 @@ def test_modules_are_copied_stored_compiled_and_printed(module):
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), module.to(torch.float32)):
         assert torch.equal(other(x), wanted) and repr(other) == repr(module)
     torch._dynamo.reset()
-    assert torch.equal(torch.compile(module, fullgraph=True, backend="eager")(x), wanted)
+    torch.testing.assert_close(torch.compile(module, fullgraph=True, backend="eager")(x), wanted)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(module(x), wanted)
 
@@ -368,3 +385,17 @@ def test_gate_does_not_heed_autocast():
 def test_alpha_is_above_zero():
     with pytest.raises(ValueError, match="alpha"):
         functional.set_similarity(X, X, "smooth_chamfer", 0.0)
+
+
+def test_an_overflow_does_not_switch_the_gate_off():
+    """A scaler skips the step, but the running figures stay."""
+    torch.manual_seed(0)
+    gate, loss = DynamicGate(8, 6), DynamicOrthogonalLoss()
+    alike = torch.randn(4, 1, 8).expand(4, 6, 8)  # their correlation is 1
+    for step in range(12):
+        regions = torch.randn(4, 5, 8)
+        if step == 2:
+            regions[0, 0, 0], regions[0, 1, 0], regions[2, 0, 3] = torch.inf, -torch.inf, torch.nan
+        heads = gate(regions)
+        assert gate.centre.isfinite().all() and gate.on_rate.isfinite().all() and heads.isfinite().all()
+    assert heads.sum() > 0 and torch.stack([loss(alike, gate(torch.randn(4, 5, 8))) for _ in range(5)]).max() > 0

@@ -66,6 +66,7 @@ class Anchors:
                 sides.append(side)
                 places.append(g)
         self._visits = list(visits.values())  # each matrix with the sides that ask it, and the groups that these are
+        self._size = sum(sizes)
         #: Whether anchor i of each group matches its candidate i and nothing else.
         self.one_to_one = one_to_one
 
@@ -94,7 +95,7 @@ class Anchors:
 
     def __len__(self) -> int:
         """Number of anchors, A."""
-        return sum(self.sizes)
+        return self._size
 
     def __bool__(self) -> bool:
         return True
@@ -126,18 +127,19 @@ class Anchors:
     # ------------------------------------------------------------------------------------------------ questions
 
     def _params(self, name: str, *params: Any) -> list[Tensor]:
-        return as_params(name, params, len(self), self.dtype, self.device)
+        return as_params(name, params, self._size, self.dtype, self.device)
 
     def _sums(self, key: str, *params: Tensor, over: str = "negatives") -> Tensor:
         """(K, A) sums of an answer; both sides of one matrix out of one visit."""
         if len(self._visits) == 1 and self._visits[0][1] in ([0], [1], [0, 1]):
             matrix, sides, _ = self._visits[0]
             return matrix.reduce(key, sides, *params, over=over)
-        parts = [[p] * len(self.sizes) if p.shape[-1] == 1 else self.split(p) for p in params]
+        parts = [None if p.shape[-1] == 1 else self.split(p) for p in params]
         sums: list[list[Tensor]] = [[] for _ in self._groups]
         for matrix, sides, groups in self._visits:
             sides, groups = zip(*sorted(zip(sides, groups, strict=True)), strict=True)
-            mine = [part[0] if part[0].shape[-1] == 1 else torch.cat([part[g] for g in groups], -1) for part in parts]
+            given = zip(params, parts, strict=True)
+            mine = [p if part is None else torch.cat([part[g] for g in groups], -1) for p, part in given]
             found = matrix.reduce(key, sides, *mine, over=over)
             for g, x in zip(groups, found.split([self.sizes[g] for g in groups], 1), strict=True):
                 sums[g].append(x)
@@ -151,20 +153,22 @@ class Anchors:
         """
         if over != "negatives":
             one_of("over", over, "negatives", "all")
-        (a,) = self._params("scale", scale)
+        (a,) = as_params("scale", (scale,), self._size, self.dtype, self.device)
         shift = self._shift(a)
         if shift is not None:
             total = self._sums("exp", a, *([a.new_full((1,), shift)] if shift else []), over=over)[0]
-            if not shift:
-                return total.log()
-            if float(total.detach().amin()) >= math.exp(-_RANGE):
-                return total.log() + shift
+            if not shift or float(total.detach().amin()) >= math.exp(-_RANGE):
+                return self._log(total, shift)
         with torch.no_grad():
             top = self._sums("peak", a.detach(), over=over)[0]
-            empty = top == -math.inf
-            top = top.masked_fill(empty, 0.0)
-        total = self._sums("exp", a, top, over=over)[0]
-        # The gradient of log 0 would be nan, also for scores of -inf.
+            top = top.masked_fill(top == -math.inf, 0.0)
+        return self._log(self._sums("exp", a, top, over=over)[0], top)
+
+    def _log(self, total: Tensor, top: float | Tensor) -> Tensor:
+        """(A,) ``log total + top``; -inf for a sum of nothing, through which no gradient goes."""
+        if self.one_to_one and min(self.sizes) > 1 and isinstance(top, float):
+            return total.log() + top if top else total.log()
+        empty = total == 0
         return (total.masked_fill(empty, 1.0).log() + top).masked_fill(empty, -math.inf)
 
     def _shift(self, scale: Tensor) -> float | None:
@@ -183,7 +187,8 @@ class Anchors:
 
     def mean_std(self) -> MeanStd:
         """Return mean and population standard deviation of each anchor's negatives, (A,) each."""
-        centre = self._centre()
+        with torch.no_grad():  # inside, as the compiler refuses a decorator
+            centre = self._centre()
         sums = self._sums("moments", centre)
         if self.one_to_one and len(set(self.sizes)) == 1:
             count: Any = max(1, self.sizes[0] - 1)
@@ -195,7 +200,6 @@ class Anchors:
             mean = torch.where(count > 0, centre + first, 0.0)
         return MeanStd(mean, (second - first.square()).clamp_min(1e-12).sqrt())
 
-    @torch.no_grad()
     def _centre(self) -> Tensor:
         """(A,) a number near the mean of the negatives, so that squares of distances from it lose no digits.
 
@@ -240,6 +244,7 @@ class Anchors:
         for group, size in zip(self._groups, self.sizes, strict=True):
             sums: list[Tensor] = []
             for matrix, side in group:
+                matrix.check_unchanged()
                 scores, one_to_one = matrix.positive_scores, matrix.pairs.one_to_one
                 anchor = None if one_to_one else matrix.pairs.listed[side]
                 if not shared or id(matrix) not in known:
@@ -264,6 +269,8 @@ class Anchors:
         """
         if any(len(group) > 1 for group in self._groups):
             raise ValueError("hinge_sum: expected the candidates of an anchor in one matrix")
+        if not all(m.pairs.listable for m, _, _ in self._visits):
+            return torch.cat([m.sorted_hinges(side, margin) for ((m, side),) in self._groups])
         tables = [m.positive_table(side) - margin for ((m, side),) in self._groups]
         if len({len(t) for t in tables}) == 1:
             return self._sums("hinges", torch.cat(tables, 1))[0]
@@ -302,8 +309,10 @@ class Anchors:
 
         An anchor that is not valid contributes 0 and does not count in a mean.
         """
-        one_of("reduction", reduction, "mean", "sum", "none")
-        valid = self.valid() if valid is None else valid
+        if reduction not in ("mean", "sum", "none"):
+            one_of("reduction", reduction, "mean", "sum", "none")
+        if valid is None and not (self.one_to_one and min(self.sizes) > 1):
+            valid = self.valid()
         if valid is not None:
             values = torch.where(valid, values, 0.0)
         if reduction == "none":

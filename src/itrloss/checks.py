@@ -65,6 +65,10 @@ def check_matrix(name: str, x: Any, shape: str, check_finite: bool = False) -> N
 
 def check_embeddings(rows: Any, cols: Any, check_finite: bool = False, names: Names = ROWS_AND_COLUMNS) -> None:
     """Raise an error unless (N, D) and (M, D) embeddings go together."""
+    if isinstance(rows, Tensor) and isinstance(cols, Tensor) and rows.dim() == cols.dim() == 2 and not check_finite:
+        alike = rows.dtype == cols.dtype and rows.device == cols.device and rows.shape[1] == cols.shape[1]
+        if alike and rows.is_floating_point() and rows.numel() and cols.numel():
+            return  # what nearly all calls are
     check_matrix(names.rows, rows, "(N, D)", check_finite)
     check_matrix(names.cols, cols, "(M, D)", check_finite)
     if rows.shape[1] != cols.shape[1]:

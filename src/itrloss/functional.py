@@ -63,7 +63,7 @@ def std_diversity(sim: Anchors, epsilon: float = 0.1) -> Tensor:
     negatives are all equally far away. It lies in (½, 1], and is 1 for the most diverse row. Differentiable.
     ``sim.T`` gives the columns' scores, ``sim.both`` those of both, each with a maximum of its own.
     """
-    return _diversity_scores(_checked(sim), sim.mean_std().std, epsilon)
+    return _diversity_scores(sim, sim.mean_std().std, epsilon)
 
 
 def entropy_diversity(sim: Anchors, epsilon: float = 0.1, temperature: float = 1.0) -> Tensor:
@@ -76,7 +76,7 @@ def entropy_diversity(sim: Anchors, epsilon: float = 0.1, temperature: float = 1
         At temperature 1 cosines hardly differ: with 128 candidates H is within about 2 % of log2 128 for every row and
         every score is practically 1. A temperature of the order of the similarities' spread makes it informative.
     """
-    return _diversity_scores(_checked(sim), sim.entropy(temperature).clamp_min(1e-6), epsilon)
+    return _diversity_scores(sim, sim.entropy(temperature).clamp_min(1e-6), epsilon)
 
 
 def _diversity_scores(anchors: Anchors, spread: Tensor, epsilon: float) -> Tensor:
@@ -86,7 +86,8 @@ def _diversity_scores(anchors: Anchors, spread: Tensor, epsilon: float) -> Tenso
 
 def _diversity(anchors: Anchors, kind: Diversity, epsilon: float, temperature: float, detached: bool) -> Tensor:
     """(A,) scores of one kind."""
-    one_of("diversity", kind, "std", "entropy", None)
+    if kind not in ("std", "entropy"):
+        one_of("diversity", kind, "std", "entropy", None)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not detached):
         if kind == "std":
             return std_diversity(anchors, epsilon)
@@ -121,7 +122,8 @@ def diversity_contrastive_loss(
     their positives are among, instead of those of the negatives. See :class:`itrloss.DiversityContrastiveLoss`.
     """
     anchors = _both(sim)
-    one_of("positive", positive, *_TERMS)
+    if positive not in _TERMS:
+        one_of("positive", positive, *_TERMS)
     scale: float | Tensor = 1 / temperature
     if isinstance(diversity, Tensor):
         scale = scale / diversity
@@ -130,8 +132,8 @@ def diversity_contrastive_loss(
     repulsion = anchors.logsumexp(scale)
     attraction = (positives or anchors).mean_of_positives(_TERMS[positive])
     weight = temperature if positive_weight == "paper" else float(positive_weight)
-    values = temperature * _log1p_exp(repulsion - scale * margin) - weight * attraction
-    return anchors.reduce(values, reduction, _valid(repulsion, positives))
+    values = temperature * F.softplus(repulsion - scale * margin, threshold=40) - weight * attraction
+    return anchors.reduce(values, reduction, None if positives is None else _valid(repulsion, positives))
 
 
 def memory_diversity_contrastive_loss(
@@ -201,8 +203,8 @@ def hubness_aware_loss(
         attraction = 0.5 * anchors.per_pair(anchors.sum_of_positives(_TERMS[positive]))
     else:
         attraction = positives.mean_of_positives(_TERMS[positive])
-    values = _log1p_exp(repulsion - scale * margin) / scale - attraction
-    return anchors.reduce(values, reduction, _valid(repulsion, positives))
+    values = F.softplus(repulsion - scale * margin, threshold=40) / scale - attraction
+    return anchors.reduce(values, reduction, None if positives is None else _valid(repulsion, positives))
 
 
 def unified_training_objective(
@@ -370,13 +372,7 @@ def _checked_memory(sims: MemorySimilarity) -> None:
         raise TypeError(f"sims: expected {wanted}, got {type(sims).__name__}")
 
 
-def _log1p_exp(z: Tensor) -> Tensor:
-    return F.softplus(z, threshold=40)
-
-
-def _valid(repulsion: Tensor, positives: Anchors | None) -> Tensor | None:
-    """(A,) which anchors count whose positives are others than their candidates': one of each kind; None: the usual."""
-    if positives is None:
-        return None
+def _valid(repulsion: Tensor, positives: Anchors) -> Tensor:
+    """(A,) which anchors have a negative, and a positive among the candidates for that."""
     valid = repulsion > -torch.inf
     return valid if positives.one_to_one else valid & (positives.positive_counts > 0)

@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from . import checks
 from .anchors import Anchors
 from .checks import as_ids, check_alike, check_matrix, check_size, one_of, refuse_other_shapes
-from .distributed import gather_rows
+from .distributed import agree, gather_rows
 from .engine.scores import IGNORE_ID, Embeddings, inverse_norms, scaled
 from .similarity import Engine, Similarity
 
@@ -104,6 +104,9 @@ class CoupledMemory(nn.Module):
         """
         self._check(image_keys, text_keys, ids)
         self._labelled = ids is not None
+        for x in (image_keys, text_keys, ids):
+            if x is not None:
+                agree(x)
         images, texts = gather_rows(image_keys), gather_rows(text_keys)
         batch, device = images.shape[0], self.images.device
         if ids is None:  # entries that match nothing

@@ -115,7 +115,8 @@ class Similarity(Anchors):
             memory_budget = 0 if engine == "tiled" else MEMORY_BUDGET
         numel = len(rows.x) * (rows.x.shape[1] if cols is None else len(cols.x))
         chosen = choose_engine(engine, numel, memory_budget, rows.x)
-        return cls._seen(Matrix(rows, cols, _diagonal_if_unique(ids), chosen, memory_budget), 0, ids)
+        unique = ids if ids[0] is None else _diagonal_if_unique(ids)
+        return cls._seen(Matrix(rows, cols, unique, chosen, memory_budget), 0, ids)
 
     @classmethod
     def _seen(cls, matrix: Matrix, side: int, ids: Ids) -> Similarity:

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .scores import host_may_read
+
 FLOOR = -1 + 1e-6  # of scores whose log(1 + S) is taken
 
 
@@ -97,7 +99,7 @@ def _exponent(s: Tensor, scale: Tensor, top: Tensor, out: Any) -> Tensor:
     """Return ``scale s - top``."""
     if out is None:  # a pair that is left out may lie far above ``top``: inf times a gradient of 0 would be nan
         return (s * scale - top).clamp_max(80.0)
-    if scale.numel() == 1 and s.device.type == "cpu":  # in one pass
+    if scale.numel() == 1 and host_may_read(scale):  # in one pass
         return torch.add(-top, s, alpha=float(scale), out=out[0])
     return torch.mul(s, scale, out=out[0]).sub_(top)
 

@@ -48,8 +48,8 @@ Axis = namedtuple("Axis", "pid parts start size local index inv ids")
 
 
 @triton.jit
-def _axis(pid, start, size, inv, ids, BLOCK: tl.constexpr):
-    """Return part ``pid`` of the rows or columns of a block."""
+def _axis(pid, start, size, inv, ids, BLOCK: tl.constexpr, PARTS: tl.constexpr = 1):
+    """Return part ``pid`` of the rows or columns of a block, whose tiles have PARTS of them."""
     local = pid * BLOCK + tl.arange(0, BLOCK)
     index = start + tl.minimum(local, size - 1)
     own = index
@@ -57,16 +57,18 @@ def _axis(pid, start, size, inv, ids, BLOCK: tl.constexpr):
         own = tl.load(ids + index)
     if inv is not None:
         inv = tl.load(inv + index)
-    return Axis(pid, tl.cdiv(size, BLOCK), start + pid * BLOCK, size, local, index, inv, own)
+    return Axis(pid, tl.cdiv(size, BLOCK * PARTS) * PARTS, start + pid * BLOCK, size, local, index, inv, own)
 
 
 @triton.jit
 def _dot(inputs, i, j, C: tl.constexpr):
     """Return (BLOCK_M, BLOCK_N) float32 inner products of rows i and columns j."""
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    BLOCK_N: tl.constexpr = C.BLOCK_N
     k = tl.arange(0, C.BLOCK_K)
     a = inputs.rows + i.to(tl.int64)[:, None] * inputs.row_stride + k[None, :]
     b = inputs.cols + j.to(tl.int64)[None, :] * inputs.col_stride + k[:, None]
-    acc = tl.zeros([C.BLOCK_M, C.BLOCK_N], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, inputs.dim, C.BLOCK_K):
         if C.EVEN_K:
             x, y = tl.load(a + start), tl.load(b + start)
@@ -110,6 +112,12 @@ def _tile(inputs, products, block, C: tl.constexpr):
         c, d = _halves(right, C.BLOCK_M, C.BLOCK_N // 2)
         parts = (a, b, c, d)
     return rows, cols.pid, parts
+
+
+@triton.jit
+def _part(inputs, block, pid, C: tl.constexpr):
+    """Return the columns of part ``pid`` of all tiles."""
+    return _axis(pid, block.col, block.size_n, inputs.col_inv, inputs.col_ids, C.BLOCK_N // C.PARTS, C.PARTS)
 
 
 @triton.jit
@@ -214,12 +222,13 @@ def sums_kernel(
 ):
     """Sum ``value(S_ij)`` over the columns and over the rows of each tile, or find the MAXIMUM."""
     rows, pid_n, parts = _tile(inputs, products, block, C)
+    PARTS: tl.constexpr = C.PARTS
+    WIDTH: tl.constexpr = C.WIDTH
     empty: tl.constexpr = float("-inf") if C.MAXIMUM else 0.0
-    for part in tl.static_range(C.PARTS):
-        pid = pid_n * C.PARTS + part
-        cols = _axis(pid, block.col, block.size_n, inputs.col_inv, inputs.col_ids, C.BLOCK_N // C.PARTS)
+    for part in tl.static_range(PARTS):
+        cols = _part(inputs, block, pid_n * PARTS + part, C)
         s = _over_lengths(parts[part], rows, cols)
-        for k in tl.static_range(C.WIDTH):
+        for k in tl.static_range(WIDTH):
             if C.ROWS:
                 x = _values(s, rows, cols, parameters, rows.index, empty, k, 1, FORM, C)
                 _store_partial(row_out, k, x, rows, cols, 1, C.MAXIMUM)
@@ -237,7 +246,8 @@ def sums_kernel(
 def _slopes(total, s, rows, cols, parameters, grad, j, by, AXIS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
             FORM: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Add the gradients by the scores to ``total``, and store sums along an axis of those by the parameters."""
-    for k in tl.static_range(C.WIDTH):
+    WIDTH: tl.constexpr = C.WIDTH
+    for k in tl.static_range(WIDTH):
         upstream = grad.x + k * grad.plane
         if ROWS and COLS:
             g = tl.load(upstream + rows.index * grad.stride)[:, None] + tl.load(upstream + j * grad.stride)[None, :]
@@ -276,10 +286,10 @@ def gradient_kernel(
     If SHARED, one evaluation serves both sides, and gradients by the parameters are summed by row alone.
     """
     rows, pid_n, parts = _tile(inputs, products, block, C)
+    PARTS: tl.constexpr = C.PARTS
     BOTH: tl.constexpr = C.SHARED and C.ROWS and C.COLS
-    for part in tl.static_range(C.PARTS):
-        pid = pid_n * C.PARTS + part
-        cols = _axis(pid, block.col, block.size_n, inputs.col_inv, inputs.col_ids, C.BLOCK_N // C.PARTS)
+    for part in tl.static_range(PARTS):
+        cols = _part(inputs, block, pid_n * PARTS + part, C)
         s = _over_lengths(parts[part], rows, cols)
         x, j = tl.zeros_like(s), block.first_col + cols.index
         if C.ROWS:

@@ -23,7 +23,6 @@ from .scores import (
     compute_dtype,
     full_precision,
     inverse_norms,
-    outside_inference,
     scaled,
 )
 
@@ -79,27 +78,17 @@ class Matrix:
     def __init__(self, rows: Embeddings, cols: Embeddings | None, ids: Ids, engine: str, budget: int = MEMORY_BUDGET):
         """``cols`` None: the rows are (N, M) scores."""
         x = rows.x
-        self.embeddings, self.engine, self.device = (rows, cols), engine, x.device
-        self.dtype = compute_dtype(x)
-        self.shape = x.shape[0], x.shape[1] if cols is None else cols.x.shape[0]
+        self.embeddings, self.engine, self.dtype, self.device = (rows, cols), engine, rows.dtype, x.device
+        self.rows, self.cols = x, None if cols is None else cols.x  # as they were given
+        n, m = self.shape = len(x), x.shape[1] if cols is None else len(cols.x)
         self.pairs = Pairs(self.shape, ids, x.device)
         #: Whether scores are known to lie in [-1, 1].
         self.bounded = cols is not None and rows.normalize and cols.normalize
         # Where scores are kept, unit vectors are, too: 5 passes over the embeddings less in each pass over the scores.
         # Elsewhere the lengths are multiplied in tile by tile, and nothing of the embeddings' size is held.
-        self.keeps = engine == "dense" or (engine == "tiled" and self.shape[0] * self.shape[1] * self.dtype.itemsize <= budget)
+        self.keeps = engine == "dense" or (engine == "tiled" and n * m * self.dtype.itemsize <= budget)
         self._scores: Tensor | None = None  # (N, M), differentiable if dense
         self._masks: dict[tuple[str, bool, bool], Tensor | None] = {}
-
-    @property
-    def rows(self) -> Tensor:
-        """(N, D) embeddings, or (N, M) scores, as they were given."""
-        return self.embeddings[0].x
-
-    @property
-    def cols(self) -> Tensor | None:
-        """(M, D) embeddings."""
-        return None if self.embeddings[1] is None else self.embeddings[1].x
 
     @property
     def normalize(self) -> tuple[bool, bool]:
@@ -118,11 +107,13 @@ class Matrix:
         return twin
 
     def check_unchanged(self) -> None:
-        """Refuse embeddings that were written to."""
-        rows, cols = self.embeddings
-        rows.check_unchanged("scores were" if cols is None else "embeddings were")
-        if cols is not None:
-            cols.check_unchanged("embeddings were")
+        """Refuse embeddings that were written to meanwhile: what is kept would not fit to later answers."""
+        if torch.compiler.is_compiling():
+            return
+        for x in self.embeddings:
+            if x is not None and x.version is not None and x.version != x.x._version:
+                what = "scores were" if self.cols is None else "embeddings were"
+                raise RuntimeError(f"the {what} modified in place after this Similarity was made; make another one")
 
     # ------------------------------------------------------------------------------------------- scores
 
@@ -134,10 +125,10 @@ class Matrix:
         if cols is None:
             scores = rows.unit
         elif self.engine == "dense":
-            with outside_inference(), torch.enable_grad(), full_precision(rows.x):
+            with full_precision(rows.x, lasting=True), torch.enable_grad():
                 scores = rows.unit @ cols.unit.T
         else:
-            with outside_inference(), torch.no_grad(), full_precision(rows.x):
+            with full_precision(rows.x, lasting=True), torch.no_grad():
                 scores = matmul(rows.unit, cols.unit.T)
         if self.keeps:
             self._scores = scores
@@ -147,7 +138,7 @@ class Matrix:
     def scores_of_both(self) -> Tensor:
         """(2, N, N) scores of a square matrix as its rows see them, and as its columns do."""
         scores = self.scores()
-        with outside_inference(), torch.enable_grad():
+        with full_precision(self.device, lasting=True), torch.enable_grad():
             return torch.stack((scores, scores.T))
 
     def dense_mask(self, over: str, of_both: bool, as_bool: bool) -> Tensor | None:
@@ -155,14 +146,14 @@ class Matrix:
 
         Factors cost a fifth of the time of filling; scores that are given may be infinite, and are filled.
         """
-        as_bool = as_bool or self.cols is None
-        key = over, of_both, as_bool
-        if key not in self._masks:
-            with outside_inference():
-                mask = self.pairs.mask(over)
-                if mask is not None and of_both:
-                    mask = torch.stack((mask, mask.T))
-                self._masks[key] = mask if mask is None or as_bool else (~mask).to(self.dtype)
+        key = over, of_both, as_bool or self.cols is None
+        if key in self._masks:
+            return self._masks[key]
+        with full_precision(self.device, lasting=True):
+            mask = self.pairs.excluded(over=over)
+            if mask is not None and of_both and not self.pairs.one_to_one:
+                mask = torch.stack((mask, mask.T))
+            self._masks[key] = mask if mask is None or key[2] else (~mask).to(self.dtype)
         return self._masks[key]
 
     def differentiable_scores(self) -> Tensor:
@@ -204,7 +195,7 @@ class Matrix:
     @cached_property
     def positive_scores(self) -> Tensor:
         """(P,) scores of the positive pairs in the order of ``pairs.listed``; differentiable, whoever asks first."""
-        with outside_inference(), torch.enable_grad():
+        with full_precision(self.device, lasting=True), torch.enable_grad():
             return self.pair_scores(*((None, None) if self.pairs.one_to_one else self.pairs.listed))
 
     def positive_table(self, side: int) -> Tensor:
@@ -216,12 +207,28 @@ class Matrix:
         table = scores.new_full((int(slot.max()) + 1 if len(slot) else 1, self.shape[side]), math.inf)
         return table.index_put((slot, anchor), scores)
 
-    @torch.no_grad()
+    def sorted_hinges(self, side: int, margin: float) -> Tensor:
+        """Return (A,) the hinges of each positive against all negatives of its anchor, without listing the positives.
+
+        Every candidate is taken for one: what lies above its threshold is a prefix of the anchor's sorted negatives.
+        """
+        mask, positive = self.pairs.excluded(), self.pairs.positive()
+        assert mask is not None
+        scores, mask, positive = (x.T if side else x for x in (self.differentiable_scores(), mask, positive))
+        negatives = scores.masked_fill(mask, -math.inf).sort(dim=1).values
+        sums = negatives.masked_fill(negatives == -math.inf, 0.0).flip(1).cumsum(1)
+        thresholds = scores - margin
+        behind = torch.searchsorted(negatives.detach().contiguous(), thresholds.detach().contiguous(), right=True)
+        count = scores.shape[1] - behind
+        above = torch.nn.functional.pad(sums, (1, 0)).gather(1, count)
+        return torch.where(positive, above - count * thresholds, 0.0).sum(1)
+
     def mean_scores(self, sides: Sequence[int]) -> Tensor:
         """Return (A,) a number near the mean of each anchor's candidates."""
         if self.keeps or self.embeddings[1] is None:
             scores = self.scores()
-            return torch.cat([scores.mean(1 - side) for side in sides])
+            means = [scores.mean(1)] if 0 in sides else []
+            return torch.cat([*means, scores.mean(0)]) if 1 in sides else means[0]
         found = []
         for side in sides:
             own, other = self.embeddings[side], self.embeddings[1 - side]
@@ -238,15 +245,14 @@ class Matrix:
         answer = ANSWERS[key]
         if self.engine == "dense":
             return reduce.dense_sums(self, answer, over, sides, params)
-        cols = self.cols
+        cols, compiling = self.cols, torch.compiler.is_compiling()
         early = answer.exponential and len(sides) == 1 and cols is not None and not cols.requires_grad
         source = self.source(keep=not early)
-        pairs = None if torch.compiler.is_compiling() else self.pairs
         question = key, over, tuple(sides), self.engine == "triton"
-        tensors = (*source, *params)
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-            return reduce.Reduce.apply(pairs, *question, *tensors)
-        return reduce.sums(list(source), list(params), *question, False, pairs=pairs)[0]
+        if not torch.is_grad_enabled():
+            pairs = None if compiling else self.pairs
+            return reduce.sums(list(source), list(params), *question, False, pairs=pairs)[0]
+        return reduce.Reduce.apply(None if compiling else self.pairs, *question, *source, *params)
 
 
 def _parts(x: Embeddings) -> Iterator[Tensor]:

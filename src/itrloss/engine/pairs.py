@@ -16,9 +16,9 @@ from .scores import (
     cached_property,
     chunks,
     compute_dtype,
+    full_precision,
     host_may_read,
     normalized,
-    outside_inference,
 )
 
 _MASKED = 2**16  # scores of a tile up to which comparing ids costs less than listing pairs
@@ -30,11 +30,8 @@ class Pairs:
 
     def __init__(self, shape: tuple[int, int], ids: Ids, device: torch.device):
         self.shape, self.ids, self.device = shape, ids, device
-
-    @property
-    def one_to_one(self) -> bool:
-        """Whether row i matches column i and nothing else."""
-        return self.ids[0] is None
+        #: Whether row i matches column i and nothing else.
+        self.one_to_one = ids[0] is None
 
     @cached_property
     def listable(self) -> bool:
@@ -90,7 +87,7 @@ class Pairs:
     @cached_property
     def listed(self) -> tuple[Tensor, Tensor]:
         """(P,) rows and (P,) columns of the positive pairs, sorted by row."""
-        with outside_inference():
+        with full_precision(self.device, lasting=True):
             return self._listed()
 
     def _listed(self) -> tuple[Tensor, Tensor]:
@@ -138,14 +135,6 @@ class Pairs:
             if ignored is not None:
                 found = ignored[part] if found is None else found | ignored[part]
         return found
-
-    def mask(self, over: str) -> Tensor | None:
-        """Return :meth:`excluded` of the whole matrix, which is kept."""
-        known = self.__dict__.setdefault("_masks", {})
-        if over not in known:
-            with outside_inference():
-                known[over] = self.excluded(over=over)
-        return known[over]
 
     def exclude_(self, x: Tensor, tile: Tile, value: float, over: str) -> Tensor:
         """Overwrite what :meth:`excluded` says of a tile-shaped ``x`` by ``value``; return ``x``."""

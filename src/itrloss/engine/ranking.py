@@ -85,7 +85,7 @@ def hardest(m: Matrix, sides: Sequence[int]) -> list[Top]:
 
 
 def _dense_hardest(m: Matrix, side: int) -> Top:
-    scores, mask = m.scores(), m.pairs.mask("negatives")
+    scores, mask = m.scores(), m.dense_mask("negatives", False, True)
     values, index = (scores if mask is None else scores.masked_fill(mask, -math.inf)).max(1 - side)
     return values, index.masked_fill(values == -math.inf, -1)
 

@@ -40,7 +40,7 @@ def _views(tile: Tile, sides: Sequence[int], first: int, params: Sequence[Tensor
     for side in sides:
         part, start = (tile.rows, 0) if side == 0 else (tile.cols, first)
         places.append((1 - side, slice(start + part.start, start + part.stop)))
-    if all(p.shape[-1] == 1 for p in params):
+    if _single(params):
         return [_View(places, [p.unsqueeze(-1) for p in params])]
     views = []
     for dim, anchors in places:
@@ -58,26 +58,34 @@ def _sizes(shape: tuple[int, int], sides: Sequence[int]) -> tuple[int, int]:
 def dense_sums(matrix: Matrix, answer: Answer, over: str, sides: Sequence[int], params: Sequence[Tensor]) -> Tensor:
     """Return the (K, A) sums over a matrix (N, M) that exists, in plain PyTorch: autograd differentiates it."""
     n, m = matrix.shape
-    if len(sides) == 2 and n == m and any(p.shape[-1] > 1 for p in params):
+    if len(sides) == 2 and n == m and not _single(params):
         # Rows and columns as one batch of rows: half the operators, which is what small matrices cost.
-        scores = matrix.scores_of_both
-        params = [p.unsqueeze(-1) if p.shape[-1] == 1 else p.reshape(*p.shape[:-1], 2, n, 1) for p in params]
-        views = [_View([(-1, slice(0, 2 * n))], list(params))]
+        scores, params = matrix.scores_of_both, list(params)
+        for k, p in enumerate(params):
+            params[k] = p.unsqueeze(-1) if p.shape[-1] == 1 else p.reshape(*p.shape[:-1], 2, n, 1)
+        views = [_View([(-1, slice(0, 2 * n))], params)]
     else:
         scores = matrix.scores()
         views = _views(Tile(slice(0, n), slice(0, m), scores, []), sides, _sizes((n, m), sides)[1], params)
     mask = matrix.dense_mask(over, scores.dim() == 3, answer.maximum)
-    found: list[list[Tensor]] = [[] for _ in range(answer.width)]
+    found: list[Tensor] = []  # of the first view's sides, and then of the second's
     for view in views:
         values = answer.value(scores, *view.params)
-        for k, x in enumerate(values if answer.width > 1 else (values,)):
-            x = x.expand_as(scores)
-            if mask is not None:
-                x = x.masked_fill(mask, float("-inf") if answer.maximum else 0.0) if mask.dtype == torch.bool else x * mask
-            for dim, _ in view.sums:
-                found[k].append((x.amax(dim) if answer.maximum else x.sum(dim)).flatten())
-    sums = [torch.cat(x) if len(x) > 1 else x[0] for x in found]
-    return torch.stack(sums) if len(sums) > 1 else sums[0][None]
+        x = values.expand_as(scores) if answer.width == 1 else torch.stack(values)
+        if mask is not None:
+            x = x.masked_fill(mask, float("-inf") if answer.maximum else 0.0) if mask.dtype == torch.bool else x * mask
+        for dim, _ in view.sums:
+            dim = dim - 2 if dim >= 0 else dim
+            found.append((x.amax(dim) if answer.maximum else x.sum(dim)).reshape(answer.width, -1))
+    return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+
+def _single(params: Sequence[Tensor]) -> bool:
+    """Return whether parameters are one number each, for all anchors."""
+    for p in params:
+        if p.shape[-1] != 1:
+            return False
+    return True
 
 
 def tiled_sums(
@@ -119,9 +127,9 @@ def _whole(values: Tensor, tile: Tile, params: Sequence[Tensor]) -> Tensor:
     """Return values of the tile's shape that may be written to: a term may return what it was given, or less."""
     if values.shape != tile.scores.shape:
         return values.expand_as(tile.scores).clone()
-    own = values.untyped_storage().data_ptr()
+    own = values.untyped_storage()._cdata
     given = (tile.scores, *params)
-    return values.clone() if any(x.untyped_storage().data_ptr() == own for x in given) else values
+    return values.clone() if any(x.untyped_storage()._cdata == own for x in given) else values
 
 
 def tiled_gradient(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -69,27 +71,29 @@ class Tile(NamedTuple):
     cols: slice
     scores: Tensor  # (r, c), not to be written to
     scratch: list[Tensor]  # uninitialised
+    right: Tensor | None = None  # (c, D) unit columns that the scores were made of
 
 
 def tiles(scores: Scores, scratch: int, wanted: Callable[[slice, slice], bool] | None = None) -> Iterator[Tile]:
     """Visit every score once, or those of wanted tiles alone; workspaces are shared by all tiles."""
-    n, m = scores.shape
+    (n, m), matrix, device = scores.shape, scores.matrix, scores.rows.device
     if 0 in (n, m):
         return
-    step_r, step_c = tile_shape(n, m, scores.rows.device.type)
-    count = scratch + (scores.matrix is None)
-    space = [torch.empty(step_r * step_c, dtype=scores.dtype, device=scores.rows.device) for _ in range(count)]
+    step_r, step_c = tile_shape(n, m, device.type)
+    space = torch.empty(scratch + (matrix is None), step_r * step_c, dtype=scores.dtype, device=device)
     # Columns outside: their wider block is normalised once, the narrow row block again and again.
     for c in even_chunks(m, step_c):
-        above = [r for r in even_chunks(n, step_r) if wanted is None or wanted(r, c)]
-        right = scores.unit_cols(c).T if scores.matrix is None and above else None
-        for r in above:
-            shape = r.stop - r.start, c.stop - c.start
-            views = [x[: shape[0] * shape[1]].view(shape) for x in space]
-            if scores.matrix is not None:
-                yield Tile(r, c, scores.matrix[r, c], views)
-            elif right is not None:
-                yield Tile(r, c, matmul(scores.unit_rows(r), right, out=views[-1]), views[:scratch])
+        right: Tensor | None = None
+        for r in even_chunks(n, step_r):
+            if wanted is not None and not wanted(r, c):
+                continue
+            height, width = r.stop - r.start, c.stop - c.start
+            *views, last = space[:, : height * width].view(-1, height, width)
+            if matrix is not None:
+                yield Tile(r, c, matrix[r, c], [*views, last])
+            else:
+                right = scores.unit_cols(c) if right is None else right
+                yield Tile(r, c, matmul(scores.unit_rows(r), right.T, out=last), views, right)
 
 
 def tile_shape(n: int, m: int, device: str) -> tuple[int, int]:
@@ -139,18 +143,19 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 _AS_IT_IS = contextlib.nullcontext()
 
 
-def full_precision(x: Tensor):
-    """Return a context in which autocast does not round the products of scores to half precision."""
-    kind = x.device.type
+def full_precision(x: Tensor | torch.device, lasting: bool = False):
+    """Return a context in which autocast does not round the products of scores to half precision.
+
+    ``lasting``: for what is kept, also outside of inference mode, whose tensors could not be saved for a backward pass.
+    """
+    kind = x.type if isinstance(x, torch.device) else x.device.type
     rounds = (kind == "cpu" or torch.amp.is_autocast_available(kind)) and torch.is_autocast_enabled(kind)
+    if lasting and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+        stack = contextlib.ExitStack()
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.autocast(kind, enabled=False) if rounds else _AS_IT_IS)
+        return stack
     return torch.autocast(kind, enabled=False) if rounds else _AS_IT_IS
-
-
-def outside_inference():
-    """Return a context for what is kept: a tensor that is made in inference mode could not be saved for backward."""
-    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
-        return _AS_IT_IS
-    return torch.inference_mode(False)
 
 
 def host_may_read(x: Tensor) -> bool:
@@ -166,26 +171,29 @@ def scaled(x: Tensor, inv: Tensor | None) -> Tensor:
     return x if inv is None else x * inv[:, None]
 
 
-def in_range(norms: Tensor) -> bool:
-    """Return whether lengths are known to be such that neither squares nor reciprocals leave float32's range."""
-    if not host_may_read(norms) or not norms.numel():
-        return False
-    low, high = norms.aminmax()
-    return float(low) > EPS and float(high) < 1e18
-
-
 def inverse_norms(x: Tensor) -> Tensor:
     """Return the (N,) reciprocal lengths of vectors (N, D) in the compute dtype; 0 for a length of at most 1e-12."""
     dtype = compute_dtype(x)
+    if x.is_cuda and x.dtype.itemsize < 4 and _has_triton():
+        from . import triton as kernels
+
+        return kernels.inverse_norms(x)
     norms = torch.linalg.vector_norm(x, dim=1, dtype=dtype)
-    if in_range(norms):
-        return norms.reciprocal_()
+    if norms.numel() and host_may_read(norms):
+        low, high = norms.aminmax()
+        if float(low) > EPS and float(high) < 1e18:  # neither squares nor reciprocals leave float32's range
+            return norms.reciprocal_()
     norms = torch.empty_like(norms)
     for part in chunks(x):  # squares may overflow or underflow; their quotients by the largest do not
         y = x[part].to(dtype)
         peak = y.abs().amax(1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
         norms[part] = torch.linalg.vector_norm(y / peak, dim=1) * peak.squeeze(1)
     return torch.where(norms > EPS, norms.reciprocal(), 0.0)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def normalized(x: Tensor) -> Tensor:
@@ -206,7 +214,7 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        inv = inverse_norms(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], 1)
+        inv = inverse_norms(x if x.dim() == 2 else x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], 1)
         unit = x * inv if x.dtype == inv.dtype else x.to(inv.dtype) * inv
         ctx.save_for_backward(x, unit, inv)
         return unit
@@ -233,14 +241,16 @@ class Embeddings:
         compiling = torch.compiler.is_compiling()
         if not compiling and x.is_inference() and not torch.is_inference_mode_enabled():
             x = x.clone()  # which may be saved for a backward pass
-        self.x, self.normalize = x, normalize
+        self.x, self.normalize, self.dtype = x, normalize, compute_dtype(x)
         self.version = None if compiling or x.is_inference() else x._version
 
     @cached_property
     def unit(self) -> Tensor:
         """(N, D) in the compute dtype, at unit length if they are to be; differentiable, whoever asks first."""
-        with outside_inference(), torch.enable_grad(), full_precision(self.x):
-            return normalized(self.x) if self.normalize else self.x.to(compute_dtype(self.x))
+        if not self.normalize and self.x.dtype == self.dtype:
+            return self.x
+        with full_precision(self.x, True), torch.enable_grad():
+            return normalized(self.x) if self.normalize else self.x.to(self.dtype)
 
     def inverse_norms(self) -> Tensor | None:
         """Return the (N,) reciprocal lengths as they are now; None if they are not to be normalised."""
@@ -254,10 +264,9 @@ class Embeddings:
             twin.unit = self.unit.detach()
         return twin
 
-    def check_unchanged(self, what: str) -> None:
-        """Refuse a tensor that was written to meanwhile: what is kept would not fit to later answers."""
-        if self.version is not None and not torch.compiler.is_compiling() and self.version != self.x._version:
-            raise RuntimeError(f"the {what} modified in place after this Similarity was made; make another one")
+    def changed(self) -> bool:
+        """Return whether the tensor was written to meanwhile."""
+        return self.version is not None and not torch.compiler.is_compiling() and self.version != self.x._version
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -57,7 +57,8 @@ class DiversityOptions(Loss):
 
     def options(self) -> dict[str, Any]:
         """Return the options as the functions take them."""
-        return {name: getattr(self, name) for name in (*self.shown, "reduction")}
+        state = vars(self)
+        return dict(zip(names := (*self.shown, "reduction"), map(state.__getitem__, names), strict=True))
 
 
 class DiversityContrastiveLoss(DiversityOptions, PairLoss):

@@ -87,7 +87,7 @@ class TripletLoss(PairLoss):
             warnings.warn(
                 f"TripletLoss: {2 * _CHECKED} calls within 1 % of {2 * self.margin:g} per pair, which is 2 * margin:"
                 ' all embeddings seem to be alike. Begin with mining="all", or lower the learning rate.',
-                stacklevel=6,  # past forward and what a module's call goes through
+                stacklevel=7,  # past forward and what a module's call goes through
             )
 
 
