@@ -45,13 +45,12 @@ def pairwise(**axes: Sequence[Any]) -> list[tuple[Any, ...]]:
         i, a, j, b = min(missing)
         case = {i: a, j: b}
         for k in [k for k in range(len(values)) if k not in case]:
-
-            def gain(x: int, k: int = k) -> int:
-                pairs = ((m, y, k, x) if m < k else (k, x, m, y) for m, y in case.items())  # noqa: B023
-                return sum(pair in missing for pair in pairs)
-
             size, start = len(values[k]), len(cases)
-            case[k] = max(((start + x) % size for x in range(size)), key=gain)
+            gains = {
+                x: sum(((m, y, k, x) if m < k else (k, x, m, y)) in missing for m, y in case.items())
+                for x in ((start + x) % size for x in range(size))
+            }
+            case[k] = max(gains, key=lambda x: gains[x])
         missing -= {(i, case[i], j, case[j]) for i, j in itertools.combinations(sorted(case), 2)}
         cases.append(tuple(values[k][case[k]] for k in range(len(values))))
     return cases

@@ -83,7 +83,9 @@ class Reference:
             for x in params
         ]
         split = zip(*(x.split([len(s) for s, _ in self.groups]) for x in given), strict=True) if given else None
-        return torch.cat([answer(s, p, *(x[:, None] for x in next(split))) if split else answer(s, p) for s, p in self.groups])
+        return torch.cat(
+            [answer(s, p, *(x[:, None] for x in next(split))) if split else answer(s, p) for s, p in self.groups]
+        )
 
     def logsumexp(self, scale: float | Tensor = 1.0, *, over: str = "negatives") -> Tensor:
         def one(s, positive, a):

@@ -92,7 +92,7 @@ def parameters(n, m, dtype=torch.float64):
 
 
 def evaluate(answer, v, w, ids, engine, grads, view=lambda s: s.both, **options):
-    """Values of anchors, and gradients of both inputs and of the parameters, with anchors without an answer left out."""
+    """Values of anchors, and gradients of inputs and parameters, with anchors without an answer left out."""
     p = parameters(len(v), len(w), v.dtype).to(v.device)
     v, w, p = (x.clone().requires_grad_() for x in (v, w, p))
     anchors = view(similarity(v, w, ids, engine, **options))
@@ -157,7 +157,9 @@ def parts(v, w, ids, engine, cuts, **options):
     ]
 
 
-@pytest.mark.parametrize(("name", "engine"), each(name=ANSWERS, engine=ENGINES) + each(name=[*ANSWERS][::-1], engine=ENGINES))
+@pytest.mark.parametrize(
+    ("name", "engine"), each(name=ANSWERS, engine=ENGINES) + each(name=[*ANSWERS][::-1], engine=ENGINES)
+)
 @pytest.mark.parametrize("of", ["rows", "rows and columns"])
 def test_candidates_in_blocks_are_answered_as_the_whole_matrix(name, of, engine, small_tiles, poisoned):
     """Of rows, whose candidates lie in three matrices, and of two such groups."""
@@ -182,7 +184,9 @@ def test_candidates_in_blocks_are_answered_as_the_whole_matrix(name, of, engine,
         values = ANSWERS[name](asked, q[: len(asked)])
         grad = torch.cat(grads)[: len(values)]
         found = torch.autograd.grad((finite(values) * grad).sum(), (x, y, q), allow_unused=True)
-        results.append(([values], [torch.zeros_like(t) if g is None else g for g, t in zip(found, (x, y, q), strict=True)]))
+        results.append(
+            ([values], [torch.zeros_like(t) if g is None else g for g, t in zip(found, (x, y, q), strict=True)])
+        )
     assert_equal(*results)
 
 
@@ -212,7 +216,10 @@ def test_anchors_of_several_matrices_are_counted_split_and_reduced(engine):
     assert three.sizes == [n, m, n] and not rows.one_to_one
     values = torch.arange(2.0 * n + m)
     valid = three.valid()
-    means = [x[ok].mean() if ok.any() else torch.tensor(0.0) for x, ok in zip(three.split(values), three.split(valid), strict=True)]
+    means = [
+        x[ok].mean() if ok.any() else torch.tensor(0.0)
+        for x, ok in zip(three.split(values), three.split(valid), strict=True)
+    ]
     torch.testing.assert_close(three.reduce(values, "mean"), sum(means))
     torch.testing.assert_close(three.reduce(values, "sum"), values[valid].sum())
     assert [len(x) for x in three.reduce(values, "none")] == [n, m, n]
@@ -327,7 +334,9 @@ def test_one_scale_for_all_gets_its_gradient(engine, shape, of, small_tiles):
         anchors = sim.both if of == "both" else sim
         values = torch.stack([anchors.logsumexp(a), anchors.logsumexp(40 * a), anchors.sum(hinge, a / 9)])
         grad = torch.linspace(-1, 2, values.numel()).view_as(values)
-        results.append(([values], torch.autograd.grad((finite(values) * grad).sum(), [t for t in (x, y, a) if t.requires_grad])))
+        results.append(
+            ([values], torch.autograd.grad((finite(values) * grad).sum(), [t for t in (x, y, a) if t.requires_grad]))
+        )
     assert_equal(*results)
 
 
@@ -692,7 +701,9 @@ def test_tile_size_does_not_change_the_answer(engine, monkeypatch):
             assert_equal(other, seen[0])
 
 
-@pytest.mark.parametrize(("engine", "kind"), each(engine=["tiled", "kept"], kind=["random", "captions", "same", "ignored"]))
+@pytest.mark.parametrize(
+    ("engine", "kind"), each(engine=["tiled", "kept"], kind=["random", "captions", "same", "ignored"])
+)
 def test_masks_and_pair_lists_agree(engine, kind, monkeypatch):
     """Small tiles are masked by comparing ids, large ones by listing pairs, captured graphs never list."""
     monkeypatch.setitem(scores.TILE, "cpu", (60, 10))
@@ -785,16 +796,22 @@ def test_best_negative_of_long_rows_and_columns(shape, seed):
     ids = make_ids("random", n, m, seed)
     sim, wanted = (similarity_of(matrix, ids, kind).both.hardest_negatives() for kind in ("tiled", "reference"))
     assert torch.equal(sim.values, wanted.values)
-    for scores, index, best in zip((matrix, matrix.T), sim.indices.split((n, m)), wanted.values.split((n, m)), strict=True):
+    for own, index, best in zip(
+        (matrix, matrix.T), sim.indices.split((n, m)), wanted.values.split((n, m)), strict=True
+    ):
         assert torch.equal(index >= 0, best.isfinite())
-        assert torch.equal(scores.gather(1, index.clamp_min(0)[:, None]).squeeze(1)[index >= 0], best[index >= 0])
+        assert torch.equal(own.gather(1, index.clamp_min(0)[:, None]).squeeze(1)[index >= 0], best[index >= 0])
 
 
 def similarity_of(matrix, ids, engine):
     """Of a matrix that exists."""
     from reference import Reference
 
-    return Reference.from_scores(matrix, ids) if engine == "reference" else Similarity.from_scores(matrix, *ids, engine=engine)
+    return (
+        Reference.from_scores(matrix, ids)
+        if engine == "reference"
+        else Similarity.from_scores(matrix, *ids, engine=engine)
+    )
 
 
 @pytest.mark.parametrize("engine", ["dense", "tiled"])
@@ -854,7 +871,7 @@ def test_embeddings_changed_meanwhile_are_refused(engine):
 @pytest.mark.parametrize("engine", ["dense", "tiled", "kept"])
 @pytest.mark.parametrize("asked", [False, True])
 def test_cosines_stay_cosines_after_changes_that_nobody_counts(engine, asked):
-    """A fused optimiser's step does not count up a tensor's version: lengths of before may not meet embeddings of now."""
+    """A fused optimiser's step counts up no version: lengths of before may not meet embeddings of now."""
     v, w = (x.float() for x in embeddings(6, 6))
     sim = similarity(v, w, (None, None), engine)
     if asked:
@@ -949,13 +966,23 @@ def test_a_value_per_anchor_has_the_size_of_the_anchors(engine, call, error, mes
 
 # --------------------------------------------------------------------------------------------------- compilation
 
-COMPILED = ["logsumexp shifted", "logsumexp per anchor", "std", "entropy", "hardest", "likelihood", "hinge of negatives"]
+COMPILED = [
+    "logsumexp shifted",
+    "logsumexp per anchor",
+    "std",
+    "entropy",
+    "hardest",
+    "likelihood",
+    "hinge of negatives",
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "engine", "kind", "view"),
-    pairwise(names=[COMPILED[:4], COMPILED[4:]], engine=["dense", "tiled"], kind=[None, "random"], view=["both", "rows"]),
+    pairwise(
+        names=[COMPILED[:4], COMPILED[4:]], engine=["dense", "tiled"], kind=[None, "random"], view=["both", "rows"]
+    ),
 )
 def test_questions_compile(names, engine, kind, view):
     (v, w), ids = embeddings(9, 9), make_ids(kind, 9, 9)
@@ -1033,7 +1060,9 @@ def test_ranks_are_those_of_sorted_scores(seed, n, m, optimistic):
     matrix = torch.randint(0, 6, (n, m), generator=generator).double()
     ids = make_ids("random", n, m, seed)
     for engine in ("dense", "tiled"):
-        found = Similarity.from_scores(matrix, *ids, engine=engine).ranks(ties="optimistic" if optimistic else "pessimistic")
+        found = Similarity.from_scores(matrix, *ids, engine=engine).ranks(
+            ties="optimistic" if optimistic else "pessimistic"
+        )
         for i, row in enumerate(found.tolist()):
             positive = ids[0][i] == ids[1]
             own, rivals = matrix[i][positive].sort(descending=True).values, matrix[i][~positive]

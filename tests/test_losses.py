@@ -457,7 +457,6 @@ def test_a_loss_of_your_own():
 COMPILED = [
     *each(name=LOSSES, engine=["dense", "tiled"], backend=["aot_eager"], kind=[None, "random", "shared"]),
     ("dcl", "dense", "inductor", "random"),
-    ("infonce learnable", "tiled", "inductor", None),
 ]
 
 

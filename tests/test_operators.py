@@ -72,7 +72,8 @@ def test_sums_keep_their_contract(source, key, over, sides, shared):
 
 
 @pytest.mark.parametrize(
-    ("source", "key", "over", "sides", "shared"), [x for x in CASES if x[1] != "peak"]  # which has no gradient
+    ("source", "key", "over", "sides", "shared"),
+    [x for x in CASES if x[1] != "peak"],  # which has no gradient
 )
 def test_gradients_keep_their_contract(source, key, over, sides, shared):
     scores, params, *asked = question(sources()[source], key, over, sides, shared)
@@ -140,8 +141,7 @@ def test_tiled_engine_saves_nothing_of_the_size_of_the_matrix(name, kind, dtype)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["infonce", "triplet"])
-def test_one_graph_for_batches_of_any_size(name):
+def test_one_graph_for_batches_of_any_size(name="infonce"):
     """Few long vectors are multiplied otherwise than many short ones, which is no matter of the compiler's."""
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")

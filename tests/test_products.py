@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -129,24 +128,20 @@ def test_the_rule_is_looked_up_once_and_moves_no_random_number():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_losses_ask_the_faster_library_too(backend, by_onednn, monkeypatch):
+def test_compiled_losses_ask_the_faster_library_too(by_onednn, monkeypatch):
     """The tiled engine is an operator; of plain PyTorch the compiler makes what it likes."""
-    if backend == "inductor" and not (shutil.which("g++") or shutil.which("clang++")):
-        pytest.skip("torch.compile's default backend needs a C++ compiler")
     made, onednn = [], products._onednn
     monkeypatch.setattr(products, "_onednn", lambda *x: made.append(x) or onednn(*x))
     torch._dynamo.reset()
     loss = make("dcl", engine="tiled")
-    compiled = torch.compile(loss, fullgraph=True, backend=backend)
-    for n, m in ((8, 11), (12, 9)):
-        results = []
-        for f in (loss, compiled):
-            v, w = (x.requires_grad_() for x in embeddings(n, m, dtype=torch.float32))
-            f(v, w, *make_ids("random", n, m)).backward()
-            v.grad = w.grad = None
-            made.clear()  # of compilation
-            f(v, w, *make_ids("random", n, m)).backward()
-            results.append((v.grad, w.grad, torch.tensor(len(made))))
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    results = []
+    for f in (loss, compiled):
+        v, w = (x.requires_grad_() for x in embeddings(8, 11, dtype=torch.float32))
+        f(v, w, *make_ids("random", 8, 11)).backward()
+        v.grad = w.grad = None
+        made.clear()  # of compilation
+        f(v, w, *make_ids("random", 8, 11)).backward()
+        results.append((v.grad, w.grad))
         assert made
-        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)

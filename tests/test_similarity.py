@@ -156,7 +156,7 @@ def test_terms_of_your_own():
             return scores
 
     @itrloss.pair_term
-    def doubled_for_a_test(scores):  # noqa: F811 — defined anew, as by a notebook's cell that is run again
+    def doubled_for_a_test(scores):
         return 2 * scores
 
     torch.testing.assert_close(sim.sum(doubled_for_a_test), 2 * sim.sum(identity))

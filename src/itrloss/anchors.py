@@ -93,6 +93,11 @@ class Anchors:
 
     # ------------------------------------------------------------------------------------------- what there is
 
+    @property
+    def _of_one_size(self) -> bool:
+        """Whether all groups are of one size. (A set of sizes would have the compiler take each for a constant.)"""
+        return all(size == self.sizes[0] for size in self.sizes)
+
     def __len__(self) -> int:
         """Number of anchors, A."""
         return self._size
@@ -190,7 +195,7 @@ class Anchors:
         with torch.no_grad():  # inside, as the compiler refuses a decorator
             centre = self._centre()
         sums = self._sums("moments", centre)
-        if self.one_to_one and len(set(self.sizes)) == 1:
+        if self.one_to_one and self._of_one_size:
             count: Any = max(1, self.sizes[0] - 1)
             first, second = sums / count
             mean = centre + first if self.sizes[0] > 1 else centre * 0
@@ -319,7 +324,7 @@ class Anchors:
             return self.split(values)
         if reduction == "sum":
             return values.sum()
-        if valid is None and len(set(self.sizes)) == 1:
+        if valid is None and self._of_one_size:
             return values.sum() / self.sizes[0]
         counts = self.sizes if valid is None else [v.sum().clamp_min(1) for v in self.split(valid)]
         return sum(x.sum() / count for x, count in zip(self.split(values), counts, strict=True))

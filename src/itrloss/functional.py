@@ -1,4 +1,4 @@
-"""One pure function per equation. Each takes a :class:`itrloss.Similarity`, or :class:`itrloss.Anchors`, and returns a tensor.
+"""One pure function per equation, of a :class:`itrloss.Similarity` or of :class:`itrloss.Anchors`.
 
 Losses share one reduction: ``"mean"`` is the mean over the image anchors plus the mean over the text anchors,
 ``"sum"`` the sum over all anchors, and ``"none"`` the pair of per-anchor values ``(rows (N,), columns (M,))``. An
@@ -281,9 +281,7 @@ def sigmoid_loss(
     return values.sum() * (0.5 / n + 0.5 / m) if reduction == "mean" else values.sum()
 
 
-def triplet_loss(
-    sim: Anchors, margin: float = 0.2, mining: Mining = "hardest", reduction: Reduction = "sum"
-) -> Any:
+def triplet_loss(sim: Anchors, margin: float = 0.2, mining: Mining = "hardest", reduction: Reduction = "sum") -> Any:
     r"""Return the triplet ranking loss (VSE++): every positive pair against negatives of both its members.
 
     .. math:: \ell_i = \sum_{p \in pos(i)} \max_{j \in neg(i)} [\alpha - S_{ip} + S_{ij}]_+ \quad\text{("hardest")}

@@ -194,7 +194,8 @@ class MemorySimilarity(NamedTuple):
         v, w = batch._first.embeddings
         assert w is not None
         others = Embeddings(image_keys.detach()), Embeddings(text_keys.detach())
-        keys = Similarity._of(v, others[1], pairs.ids, engine), Similarity._of(w, others[0], pairs.ids[::-1], engine)
+        mirrored = pairs.ids[1], pairs.ids[0]
+        keys = Similarity._of(v, others[1], pairs.ids, engine), Similarity._of(w, others[0], mirrored, engine)
         of_images, of_texts = batch.ids
         if pairs.one_to_one:  # the ids are the same on both sides
             of_images = of_texts = torch.arange(len(images), device=images.device) if of_texts is None else of_texts

@@ -76,7 +76,7 @@ def _by_head(x: Tensor, heads: Sequence[Similarity]) -> list[Tensor]:
 
 
 class _Pairs:
-    """The positive pairs (P,) of all heads: in a list or, where listing them would synchronise, all pairs and a mask."""
+    """The positive pairs (P,) of all heads: listed or, where that would synchronise, all pairs and a mask."""
 
     def __init__(self, heads: Sequence[Similarity]):
         first, side = heads[0]._first, heads[0]._side
@@ -130,7 +130,7 @@ def dynamic_orthogonal_loss(
     pair_reduction: PairReduction = "mean",
     reduction: Reduction = "mean",
 ) -> Tensor:
-    r"""Return the dynamic orthogonal constraint (DVSE Eq. 4): correlation of an image's sub-embeddings above a ``slack`` β.
+    r"""Return the dynamic orthogonal constraint (DVSE Eq. 4): correlation of sub-embeddings above a ``slack`` β.
 
     .. math:: \Bigl[ \frac1{K (K - 1)} \sum_{i \ne j} |m_i m_j \langle u_i, u_j \rangle| - \beta \Bigr]_+
 

@@ -72,10 +72,8 @@ class Similarity(Anchors):
         memory_budget: int | None = None,
         check_finite: bool = False,
     ):
-        made = self._made(
-            rows, cols, row_ids, col_ids, normalize, engine=engine, memory_budget=memory_budget, check_finite=check_finite
-        )
-        self.__dict__ = made.__dict__
+        options: dict[str, Any] = {"engine": engine, "memory_budget": memory_budget, "check_finite": check_finite}
+        self.__dict__ = self._made(rows, cols, row_ids, col_ids, normalize, **options).__dict__
 
     @classmethod
     def _made(
@@ -94,7 +92,7 @@ class Similarity(Anchors):
         """Check and build, with errors in the caller's names; ``cols`` None: of scores."""
         if cols is None:
             checks.check_matrix("scores", rows, "(N, M)", check_finite)
-            ids = checks.check_ids(row_ids, col_ids, *rows.shape, rows.device, names)
+            ids = checks.check_ids(row_ids, col_ids, rows.shape[0], rows.shape[1], rows.device, names)
             sim = cls._of(Embeddings(rows, False), None, ids, engine)
         else:
             checks.check_embeddings(rows, cols, check_finite, names)
@@ -170,7 +168,8 @@ class Similarity(Anchors):
     @property
     def ids(self) -> Ids:
         """(N,) and (M,) int64 ids as they were given; None where they were left out."""
-        return self._ids[::-1] if self._side else self._ids
+        rows, cols = self._ids
+        return (cols, rows) if self._side else (rows, cols)
 
     @property
     def T(self) -> Similarity:
@@ -188,9 +187,10 @@ class Similarity(Anchors):
 
     def check_finite(self) -> None:
         """Raise a ValueError if an embedding (or score) is nan or infinite. Synchronises with an accelerator."""
-        named = {"scores": self._first.rows} if self._inputs is None else dict(zip(("rows", "cols"), self._inputs))  # noqa: B905
-        for name, x in named.items():
+        for name, x in zip(("rows", "cols"), self._inputs or (), strict=False):
             checks.require_finite(name, x)
+        if self._inputs is None:
+            checks.require_finite("scores", self._first.rows)
 
     def scores(self) -> Tensor:
         """Return a copy of the (N, M) matrix itself, differentiable. It is materialised, whatever the engine."""
@@ -199,7 +199,7 @@ class Similarity(Anchors):
         return (scores.T if self._side else scores).clone(memory_format=torch.contiguous_format)
 
     def pair_scores(self, rows: Tensor, cols: Tensor) -> Tensor:
-        """Return the (P,) scores of row ``rows[p]`` with column ``cols[p]``; their gradient touches no other embeddings.
+        """Return the (P,) scores of row ``rows[p]`` with column ``cols[p]``; their gradient goes to these embeddings.
 
         ``rows`` and ``cols`` are (P,) int64 indices; a negative one is not understood.
         """
@@ -207,7 +207,7 @@ class Similarity(Anchors):
         return self._first.pair_scores(*((cols, rows) if self._side else (rows, cols)))
 
     def blocks(self, size: int = 2**22) -> Iterator[tuple[slice, Tensor]]:
-        """Yield some rows after the others, and a copy of their scores without a gradient, ``size`` at most at a time."""
+        """Yield slices of the rows, one after the other, each with a copy of its scores (B, M), ``size`` at most."""
         n, m = self.shape
         step = max(1, size // m)
         for start in range(0, n, step):

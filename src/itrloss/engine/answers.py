@@ -27,7 +27,7 @@ class Answer(NamedTuple):
     # buffers that values may be written to, or is None where autograd is to see the work.
     value: Callable[..., Any]
     # (s, params, grads, needs, out): the values' gradient by s, and those by the parameters where needed, each like s,
-    # times the upstream gradients, one for each of ``width``; that by s may lie in ``out[0]``, the others in later ones.
+    # times the upstream gradients, one for each of ``width``; that by s may lie in ``out[0]``, others in later buffers.
     # None: autograd finds them on a tile.
     slopes: Callable[..., list[Tensor | None]] | None = None
     width: int = 1
@@ -117,7 +117,7 @@ def _exp_slopes(s, params, grads, needs, out):
     return [e.mul_(params[0]), by_scale, None][: 1 + len(params)]
 
 
-# The sum of a log-sum-exp: parameters are the scale and, if exponents are large, a ``top`` that is subtracted from them:
+# The sum of a log-sum-exp. Parameters are the scale and, if exponents are large, a ``top`` that is subtracted:
 # L = log sum + top.
 ANSWERS["exp"] = Answer(_exp, _exp_slopes, exponential=True)
 ANSWERS["peak"] = Answer(lambda s, scale, out=None: torch.mul(s, scale, out=out and out[0]), maximum=True)

@@ -44,20 +44,14 @@ Config = namedtuple("Config", f"BLOCK_M BLOCK_N BLOCK_K PARTS EVEN_K {_FLAGS}")
 Axis = namedtuple("Axis", "pid parts start size local index inv ids")
 
 
-# ------------------------------------------------------------------------------------------------- a tile
-
-
 @triton.jit
 def _axis(pid, start, size, inv, ids, BLOCK: tl.constexpr, PARTS: tl.constexpr = 1):
     """Return part ``pid`` of the rows or columns of a block, whose tiles have PARTS of them."""
     local = pid * BLOCK + tl.arange(0, BLOCK)
     index = start + tl.minimum(local, size - 1)
-    own = index
-    if ids is not None:
-        own = tl.load(ids + index)
-    if inv is not None:
-        inv = tl.load(inv + index)
-    return Axis(pid, tl.cdiv(size, BLOCK * PARTS) * PARTS, start + pid * BLOCK, size, local, index, inv, own)
+    ids = index if ids is None else tl.load(ids + index)
+    inv = None if inv is None else tl.load(inv + index)
+    return Axis(pid, tl.cdiv(size, BLOCK * PARTS) * PARTS, start + pid * BLOCK, size, local, index, inv, ids)
 
 
 @triton.jit
@@ -87,6 +81,13 @@ def _halves(x, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def _entries(panel, rows, cols):
+    """Return where a tile's entries are, and which exist: up to the stride, so that 16 bytes are accessed at a time."""
+    place = panel.x + rows.local.to(tl.int64)[:, None] * panel.stride + cols.local[None, :]
+    return place, (rows.local < rows.size)[:, None] & (cols.local < panel.stride)[None, :]
+
+
+@triton.jit
 def _tile(inputs, products, block, C: tl.constexpr):
     """Return this program's rows, the number of its tile along the columns, and the PARTS of its inner products.
 
@@ -101,9 +102,8 @@ def _tile(inputs, products, block, C: tl.constexpr):
     if products.x is None:
         x = _dot(inputs, rows.index, cols.index, C)
     else:
-        place = rows.local.to(tl.int64)[:, None] * products.stride + cols.local[None, :]
-        inside = (rows.local < rows.size)[:, None] & (cols.local < products.stride)[None, :]
-        x = tl.load(products.x + place, mask=inside, other=0.0)
+        place, inside = _entries(products, rows, cols)
+        x = tl.load(place, mask=inside, other=0.0)
     if C.PARTS == 1:
         parts = (x,)
     else:
@@ -124,12 +124,9 @@ def _part(inputs, block, pid, C: tl.constexpr):
 def _over_lengths(x, rows, cols):
     """Return x over the lengths of rows and columns, whose product is formed once for scores and gradients."""
     if rows.inv is not None and cols.inv is not None:
-        x = x * (rows.inv[:, None] * cols.inv[None, :])
-    elif rows.inv is not None:
-        x = x * rows.inv[:, None]
-    elif cols.inv is not None:
-        x = x * cols.inv[None, :]
-    return x
+        return x * (rows.inv[:, None] * cols.inv[None, :])
+    x = x if rows.inv is None else x * rows.inv[:, None]
+    return x if cols.inv is None else x * cols.inv[None, :]
 
 
 @triton.jit
@@ -149,14 +146,16 @@ def _counts(rows, cols, C: tl.constexpr):
 @triton.jit
 def _masked(x, empty, rows, cols, C: tl.constexpr):
     """Return x with ``empty`` for the pairs that are not summed over."""
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    BLOCK_N: tl.constexpr = C.BLOCK_N // C.PARTS
+    x = tl.broadcast_to(x, (BLOCK_M, BLOCK_N))  # a slope may be the same for all candidates of an anchor
     if C.IDS or C.OVER == "positives":
         x = tl.where(_counts(rows, cols, C), x, empty)
     else:
         # Only at the end of a block or on the diagonal: for most tiles there is nothing to do.
-        BLOCK_N: tl.constexpr = C.BLOCK_N // C.PARTS
-        special = ((rows.pid + 1) * C.BLOCK_M > rows.size) | ((cols.pid + 1) * BLOCK_N > cols.size)
+        special = ((rows.pid + 1) * BLOCK_M > rows.size) | ((cols.pid + 1) * BLOCK_N > cols.size)
         if C.OVER == "negatives":
-            special = special | ((rows.start < cols.start + BLOCK_N) & (cols.start < rows.start + C.BLOCK_M))
+            special = special | ((rows.start < cols.start + BLOCK_N) & (cols.start < rows.start + BLOCK_M))
         if special:
             x = tl.where(_counts(rows, cols, C), x, empty)
     return x
@@ -185,27 +184,19 @@ def _store_partial(out, plane, x, rows, cols, AXIS: tl.constexpr, MAXIMUM: tl.co
         tl.store(out + (plane * rows.parts + rows.pid) * cols.size + cols.local, x, mask=cols.local < cols.size)
 
 
-@triton.jit
-def _store_panel(panel, x, rows, cols):
-    """Store a tile; up to the stride, as with masks at a multiple of 16 entries stores are of 16 bytes."""
-    place = rows.local.to(tl.int64)[:, None] * panel.stride + cols.local[None, :]
-    mask = (rows.local < rows.size)[:, None] & (cols.local < panel.stride)[None, :]
-    tl.store(panel.x + place, x.to(panel.x.dtype.element_ty), mask=mask)
-
-
 # --------------------------------------------------------------------------------------------- the two templates
 
 
 @triton.jit
-def _values(s, rows, cols, parameters, anchors, empty, K: tl.constexpr, AXIS: tl.constexpr, FORM: tl.constexpr,
-            C: tl.constexpr):  # fmt: skip
-    """Return the K-th values of a tile, summed over the slots of the parameters."""
-    p, q = _params(parameters, anchors, 0, AXIS, C.SHARED)
-    x = FORM(s, p, q, K)[0]
+def _values(s, rows, cols, parameters, i, K: tl.constexpr, AXIS: tl.constexpr, FORM: tl.constexpr, C: tl.constexpr):
+    """Return the K-th values of a tile for anchors i, summed over the slots; with BY_P, of K = 1 the slopes by p."""
+    WHICH: tl.constexpr = 2 if C.BY_P and K == 1 else 0
+    p, q = _params(parameters, i, 0, AXIS, C.SHARED)
+    x = FORM(s, p, q, K)[WHICH]
     for slot in range(1, parameters.slots):
-        p, q = _params(parameters, anchors, slot, AXIS, C.SHARED)
-        x += FORM(s, p, q, K)[0]
-    return _masked(x, empty, rows, cols, C)
+        p, q = _params(parameters, i, slot, AXIS, C.SHARED)
+        x += FORM(s, p, q, K)[WHICH]
+    return _masked(x, float("-inf") if C.MAXIMUM else 0.0, rows, cols, C)
 
 
 @triton.jit(do_not_specialize=["block"])  # its numbers change from batch to batch
@@ -224,22 +215,21 @@ def sums_kernel(
     rows, pid_n, parts = _tile(inputs, products, block, C)
     PARTS: tl.constexpr = C.PARTS
     WIDTH: tl.constexpr = C.WIDTH
-    empty: tl.constexpr = float("-inf") if C.MAXIMUM else 0.0
     for part in tl.static_range(PARTS):
         cols = _part(inputs, block, pid_n * PARTS + part, C)
         s = _over_lengths(parts[part], rows, cols)
         for k in tl.static_range(WIDTH):
             if C.ROWS:
-                x = _values(s, rows, cols, parameters, rows.index, empty, k, 1, FORM, C)
+                x = _values(s, rows, cols, parameters, rows.index, k, 1, FORM, C)
                 _store_partial(row_out, k, x, rows, cols, 1, C.MAXIMUM)
             if C.COLS:
                 if not (C.ROWS and C.SHARED):
-                    x = _values(s, rows, cols, parameters, block.first_col + cols.index, empty, k, 0, FORM, C)
+                    x = _values(s, rows, cols, parameters, block.first_col + cols.index, k, 0, FORM, C)
                 _store_partial(col_out, k, x, rows, cols, 0, C.MAXIMUM)
             if panel.x is not None and k == 0:
-                if cols.inv is not None:
-                    x = x * cols.inv[None, :]
-                _store_panel(panel, x, rows, cols)
+                x = x if cols.inv is None else x * cols.inv[None, :]
+                place, inside = _entries(panel, rows, cols)
+                tl.store(place, x.to(panel.x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -249,22 +239,18 @@ def _slopes(total, s, rows, cols, parameters, grad, j, by, AXIS: tl.constexpr, R
     WIDTH: tl.constexpr = C.WIDTH
     for k in tl.static_range(WIDTH):
         upstream = grad.x + k * grad.plane
-        if ROWS and COLS:
-            g = tl.load(upstream + rows.index * grad.stride)[:, None] + tl.load(upstream + j * grad.stride)[None, :]
-        elif ROWS:
-            g = tl.load(upstream + rows.index * grad.stride)[:, None]
-        else:
-            g = tl.load(upstream + j * grad.stride)[None, :]
+        g = tl.load(upstream + rows.index * grad.stride)[:, None] if ROWS else 0.0
+        if COLS:
+            g += tl.load(upstream + j * grad.stride)[None, :]
         for slot in range(parameters.slots):
             p, q = _params(parameters, rows.index if AXIS == 1 else j, slot, AXIS, C.SHARED)
             _, by_s, by_p, by_q = FORM(s, p, q, k)
             total += by_s * g
             if C.BY_P:
-                x = _masked(by_p * g + tl.zeros_like(s), 0.0, rows, cols, C)
-                _store_partial(by, slot, x, rows, cols, AXIS, False)
+                _store_partial(by, slot, _masked(by_p * g, 0.0, rows, cols, C), rows, cols, AXIS, False)
             if C.BY_Q:
-                x = _masked(by_q * g + tl.zeros_like(s), 0.0, rows, cols, C)
-                _store_partial(by, parameters.slots, x, rows, cols, AXIS, False)
+                by_q = _masked(by_q * g, 0.0, rows, cols, C)
+                _store_partial(by, parameters.slots, by_q, rows, cols, AXIS, False)
     return total
 
 
@@ -297,7 +283,9 @@ def gradient_kernel(
         if C.COLS and not BOTH:
             x = _slopes(x, s, rows, cols, parameters, grad, j, col_by, 0, False, True, FORM, C)
         if panel.x is not None:
-            _store_panel(panel, _over_lengths(_masked(x, 0.0, rows, cols, C), rows, cols), rows, cols)
+            x = _over_lengths(_masked(x, 0.0, rows, cols, C), rows, cols)
+            place, inside = _entries(panel, rows, cols)
+            tl.store(place, x.to(panel.x.dtype.element_ty), mask=inside)
 
 
 # ------------------------------------------------------------------------------------------------- answers
@@ -327,13 +315,6 @@ def _relu(x):
 def exp(s, scale, top, K: tl.constexpr):
     e = tl.exp2(s * (scale * LOG2E) - top * LOG2E)  # one multiplication and addition, and one instruction
     return e, scale * e, s * e, 0.0
-
-
-@triton.jit
-def exp_and_score(s, scale, top, K: tl.constexpr):
-    """exp, and s times it: for the gradient that the forward pass finds."""
-    e = exp(s, scale, top, 0)[0]
-    return (e if K == 0 else s * e), 0.0, 0.0, 0.0
 
 
 @triton.jit

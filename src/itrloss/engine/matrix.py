@@ -196,7 +196,13 @@ class Matrix:
     def positive_scores(self) -> Tensor:
         """(P,) scores of the positive pairs in the order of ``pairs.listed``; differentiable, whoever asks first."""
         with full_precision(self.device, lasting=True), torch.enable_grad():
-            return self.pair_scores(*((None, None) if self.pairs.one_to_one else self.pairs.listed))
+            pairs = (None, None) if self.pairs.one_to_one else self.pairs.listed
+            formed = self._scores
+            if formed is not None and self.cols is not None:
+                formed = formed.diagonal() if pairs[0] is None else formed[pairs]
+            else:
+                formed = None
+            return self.pair_scores(pairs[0], pairs[1], formed)
 
     def positive_table(self, side: int) -> Tensor:
         """Return (slots, A) scores of each anchor's positives, inf where it has fewer than others."""

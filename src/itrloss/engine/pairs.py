@@ -228,7 +228,7 @@ def _pair_gradient(x, inv, index, other, other_inv, other_index, scores: Tensor,
     along = None if inv is None else segment_sum(grad * scores, index, len(x)) * inv * inv
     listed = None if index is None else weighted_sums(other.to(weight.dtype), other_index, weight, index, len(x))
     if listed is None:  # no copy of N x D numbers more than the gradient
-        listed = torch.mul(other, weight[:, None]) if other.dtype == weight.dtype else other.to(weight.dtype) * weight[:, None]
+        listed = other.to(weight.dtype) * weight[:, None]
     if along is not None:
         for part in chunks(x):
             listed[part].addcmul_(x[part].to(weight.dtype), along[part, None], value=-1)
@@ -242,7 +242,7 @@ def segment_sum(values: Tensor, index: Tensor | None, size: int) -> Tensor:
     total = values.new_zeros(size)
     if values.device.type == "cpu" or torch.is_grad_enabled():
         return total.index_add(0, index, values)
-    return total.index_put_((index,), values, accumulate=True)  # accelerators sort for it, and add as it comes otherwise
+    return total.index_put_((index,), values, accumulate=True)  # which sorts on accelerators: index_add is atomic
 
 
 def weighted_sums(vectors: Tensor, which: Tensor, weights: Tensor, index: Tensor, size: int) -> Tensor:

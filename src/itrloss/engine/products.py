@@ -1,7 +1,7 @@
 """Matrix products on the CPU by oneDNN or by the BLAS, chosen by a rule that no clock takes part in.
 
-Intel's BLAS, which PyTorch's packages for x86 come with, leaves half of the arithmetic units idle on processors of other
-makers that have AVX-512; oneDNN, which comes with them too, does not. So on those, large float32 products go to oneDNN.
+Intel's BLAS, which PyTorch's packages for x86 come with, leaves half of the arithmetic units idle on some processors of
+other makers that have AVX-512; oneDNN, which comes with them too, does not. There, large float32 products go to oneDNN.
 Gain on an AMD EPYC (Zen 4, 2 cores): 128 x 1024 x 4096 in 0.65 of the BLAS's time, 2048 x 1024 x 2048 in 0.88.
 
     python -m pytest benchmarks/test_micro.py --benchmark-enable -k product
@@ -20,7 +20,7 @@ from torch import Tensor
 
 LARGE = 2**21  # multiplications, from which on oneDNN's overhead of some microseconds does not matter
 _THIN = 16  # fewer rows or columns, and a product is bound by memory
-_SHAPES = 64  # oneDNN keeps a megabyte for every shape that it has seen; of sizes that always differ, no more than so many
+_SHAPES = 64  # oneDNN keeps a megabyte for every shape that it has seen: sizes that always differ are the BLAS's
 _seen: set[tuple[int, ...]] = set()
 
 

@@ -80,7 +80,8 @@ def hardest(m: Matrix, sides: Sequence[int]) -> list[Top]:
     pairs = [(a, i.clamp_min(0))[:: 1 - 2 * s] for a, (_, i), s in zip(anchors, best, sides, strict=True)]
     known = torch.cat([values for values, _ in best])
     known = known.masked_fill(known == -math.inf, 0.0)  # whose product with no gradient would be nan
-    scores = m.pair_scores(*(torch.cat(x) for x in zip(*pairs, strict=True)), known).split([len(a) for a in anchors])
+    i, j = (torch.cat(x) for x in zip(*pairs, strict=True))
+    scores = m.pair_scores(i, j, known).split([len(a) for a in anchors])
     return [(x.masked_fill(i < 0, -math.inf), i) for x, (_, i) in zip(scores, best, strict=True)]
 
 

@@ -35,7 +35,10 @@ class _View(NamedTuple):
 
 
 def _views(tile: Tile, sides: Sequence[int], first: int, params: Sequence[Tensor]) -> list[_View]:
-    """Split a tile by sides; parameters of one number each serve both, and one evaluation does. ``first``: of columns."""
+    """Split a tile by sides; where parameters are one number each, one evaluation serves both.
+
+    ``first``: where the columns' anchors begin.
+    """
     places = []
     for side in sides:
         part, start = (tile.rows, 0) if side == 0 else (tile.cols, first)
@@ -82,7 +85,7 @@ def dense_sums(matrix: Matrix, answer: Answer, over: str, sides: Sequence[int], 
 
 def _single(params: Sequence[Tensor]) -> bool:
     """Return whether parameters are one number each, for all anchors."""
-    for p in params:
+    for p in params:  # noqa: SIM110  # a generator costs more than what it looks at
         if p.shape[-1] != 1:
             return False
     return True
@@ -93,9 +96,9 @@ def tiled_sums(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the (K, A) sums of :func:`dense_sums`, visited tile by tile.
 
-    With ``early``, for rows with an exponential: also ``sum_j f(S_ij) y_j`` (N, D) with the unit columns y, of which the
-    rows' gradient is made, and ``sum_j f(S_ij) S_ij`` (N,), that of the scale. So columns without a gradient, a memory,
-    are multiplied with once for both passes: 0.6 of the time at 1024 x 65536 x 256 (``python -m itrloss bench memory``).
+    With ``early``, of rows: also ``sum_j f(S_ij) y_j`` (N, D) with the unit columns y, of which the rows' gradient by
+    an exponential is made, and ``sum_j f(S_ij) S_ij`` (N,), that by its scale. So a memory, columns without a gradient, is
+    multiplied with once for both passes.
     """
     size, first = _sizes(scores.shape, sides)
     start = float("-inf") if answer.maximum else 0.0
@@ -185,7 +188,7 @@ class _Gradient:
         (n, m), s = self.scores.shape, self.scores
         if s.cols is None:
             if grad.shape == (n, m):
-                self.rows = grad
+                self.rows = grad.contiguous()  # autograd's may lie as a transposed matrix does
             elif self.needs[0]:
                 self.rows = grad.new_empty(n, m) if self.rows is None else self.rows
                 self.rows[tile.rows, tile.cols] = grad
@@ -204,7 +207,7 @@ class _Gradient:
             if x is None or not need:
                 found.append(s.rows.new_empty(0))
             else:  # zeros where there was no tile
-                found.append(torch.zeros_like(x) if total is None else project_(total, x, inv))
+                found.append(x.new_zeros(x.shape) if total is None else project_(total, x, inv))
         return found
 
 

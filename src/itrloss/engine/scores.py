@@ -25,7 +25,7 @@ Ids = tuple[Tensor | None, Tensor | None]
 
 
 class Scores(NamedTuple):
-    """The inputs of a score matrix (N, M). Everything that a pass needs, as tensors, so that an operator can take it."""
+    """The inputs of a score matrix (N, M): all that a pass needs, as tensors, which an operator can take."""
 
     rows: Tensor  # (N, D) embeddings, or (N, M) scores
     cols: Tensor | None = None  # (M, D)
@@ -52,7 +52,7 @@ class Scores(NamedTuple):
 
     def detach(self) -> Scores:
         """Return the same without a gradient."""
-        return Scores(*(None if x is None else x.detach() for x in self))
+        return Scores(self.rows.detach(), *(None if x is None else x.detach() for x in self[1:]))
 
     def unit_rows(self, part: slice) -> Tensor:
         """Return some of the rows in the compute dtype, at unit length if they are to be."""
@@ -159,7 +159,7 @@ def full_precision(x: Tensor | torch.device, lasting: bool = False):
 
 
 def host_may_read(x: Tensor) -> bool:
-    """Return whether a value may be looked at: an accelerator would have to synchronise, a compiler to break its graph."""
+    """Return whether a value may be looked at: an accelerator would synchronise, and a compiler break its graph."""
     if torch.compiler.is_compiling() or x.device.type != "cpu":
         return False
     return type(x) is Tensor or not isinstance(x, torch._subclasses.FakeTensor)

@@ -7,7 +7,6 @@ and multiplies it into float32 sums of the embeddings' gradients by cuBLAS. Noth
 
 from __future__ import annotations
 
-import contextlib
 import math
 import warnings
 from collections.abc import Iterator, Sequence
@@ -59,19 +58,19 @@ INTERPRETED = not isinstance(kernels.sums_kernel, triton.JITFunction)
 def sums(
     scores: Scores, pairs: Pairs, key: str, over: str, sides: Sides, params: Sequence[Tensor], early: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the (K, A) sums, and if ``early`` (N, D) directions and (A,) gradients by the scale: see ``tiled_sums``."""
+    """Return the (K, A) sums, and if ``early`` (N, D) directions and (A,) gradients by the scale, as ``tiled_sums``."""
     answer, form = ANSWERS[key], kernels.FORMS.get(key)
     if form is None:  # a user's term
         return tiled_sums(scores, pairs, answer, over, sides, params, early)
     run = _Pass(scores, over, sides, params)
-    width, form = (2, kernels.exp_and_score) if early else (answer.width, form)
+    width = 2 if early else answer.width  # the exponentials, and their gradients by the scale
     total = _AnchorSums(run, width, sides, answer.maximum)
     direction = total.sums.new_zeros(scores.rows.shape if early else (0,))
     with torch.cuda.device_of(scores.rows):
         for place in run.blocks(run.panel_shape(widest=True) if early else run.block_shape()):
             products, partials = run.products(place), total.partials(place)
             panel = run.buffer(1, place, run.panel_dtype) if early else None
-            flags = {"WIDTH": width, "MAXIMUM": answer.maximum}
+            flags = {"WIDTH": width, "MAXIMUM": answer.maximum, "BY_P": early}
             run.launch(kernels.sums_kernel, form, place, products, (*partials, _panel(panel)), flags)
             total.add(place, partials)
             if panel is not None and scores.cols is not None:
@@ -80,16 +79,10 @@ def sums(
 
 
 def gradient(
-    scores: Scores,
-    pairs: Pairs,
-    key: str,
-    over: str,
-    sides: Sides,
-    params: Sequence[Tensor],
-    grad: Tensor,  # (K, A)
-    needs: Sequence[bool],  # of the rows, the columns, and each parameter
-) -> list[Tensor]:
-    """Return the gradients of rows, columns and parameters in their types, empty where not needed."""
+    scores: Scores, pairs: Pairs, key: str, over: str, sides: Sides, params: Sequence[Tensor], grad: Tensor,
+    needs: Sequence[bool],
+) -> list[Tensor]:  # fmt: skip
+    """Return the gradients of rows, columns and parameters from ``grad`` (K, A); empty where it ``needs`` none."""
     form = kernels.FORMS.get(key)
     if form is None:
         return tiled_gradient(scores, pairs, ANSWERS[key], over, sides, params, grad, needs)
@@ -130,8 +123,7 @@ def _of_embeddings(run: _Pass, needs: Sequence[bool], write: Any) -> list[Tensor
     Panels of the outer side are visited one after the other, each with all of the inner side. So the sums of a panel of
     the outer side are soon complete; those of the inner side are held to the end.
     """
-    scores = run.scores
-    xs, invs = (scores.rows, scores.cols), (scores.row_inv, scores.col_inv)
+    xs, invs = (run.scores.rows, run.scores.cols), (run.scores.row_inv, run.scores.col_inv)
     outs: list[Any] = [torch.zeros_like(x) if need else None for x, need in zip(xs, needs[:2], strict=True)]
     shape = run.panel_shape()
     for visit, (outer, holds) in enumerate(_visits(xs, needs)):
@@ -152,7 +144,7 @@ def _of_embeddings(run: _Pass, needs: Sequence[bool], write: Any) -> list[Tensor
                         add_product_(held[i], panel if outer else panel.T, xs[outer][o])
             _project(total, xs[outer], invs[outer], o, outs[outer])
         _project(held, xs[inner], invs[inner], slice(0, len(xs[inner])), outs[inner])
-    return [scores.rows.new_empty(0) if out is None else out for out in outs]
+    return [run.scores.rows.new_empty(0) if out is None else out for out in outs]
 
 
 def _visits(xs: Sequence[Any], needs: Sequence[bool]) -> list[tuple[int, bool]]:
@@ -185,9 +177,8 @@ class _Pass:
             embeddings = rows, cols, rows.stride(0), cols.stride(0), rows.shape[1]
         ids = (None if x is None else x.contiguous() for x in (scores.row_ids, scores.col_ids))
         self.inputs = kernels.Inputs(*embeddings, scores.row_inv, scores.col_inv, *ids)
-        self.panel_dtype = torch.float32  # float16 has too little range for gradients: see add_product_
-        if self.fused and scores.rows.dtype == torch.bfloat16 and not INTERPRETED:
-            self.panel_dtype = torch.bfloat16
+        narrow = self.fused and scores.rows.dtype == torch.bfloat16 and not INTERPRETED
+        self.panel_dtype = torch.bfloat16 if narrow else torch.float32  # float16's range is too small: add_product_
         p, q = (*params, None, None)[:2]
         steps = [0 if x is None or x.shape[-1] == 1 else x.stride(-1) for x in (p, q)]
         self.slots, slot_stride = (len(p), p.stride(0)) if p is not None and p.dim() == 2 else (1, 0)
@@ -224,11 +215,10 @@ class _Pass:
 
     def buffer(self, which: int, place: Place, dtype: torch.dtype) -> Tensor:
         """Return an (r, c) part of a workspace; rows begin at multiples of 64 entries, as fast products want."""
-        (r, c), device = (part.stop - part.start for part in place), self.device
-        stride = -(-c // 64) * 64
-        space = self.workspace.get(which)
+        r, c = (part.stop - part.start for part in place)
+        stride, space = -(-c // 64) * 64, self.workspace.get(which)
         if space is None or space.numel() < r * stride:
-            space = self.workspace[which] = torch.empty(r * stride, dtype=dtype, device=device)
+            space = self.workspace[which] = torch.empty(r * stride, dtype=dtype, device=self.device)
         return space[: r * stride].view(r, stride)[:, :c]
 
     def grid(self, place: Place) -> tuple[int, int]:
@@ -241,10 +231,10 @@ class _Pass:
         (rows, cols), tile = place, self.tile
         block = kernels.Block(rows.start, cols.start, rows.stop - rows.start, cols.stop - cols.start, self.first_col)
         config = kernels.Config(*tile[:4], EVEN_K=self.inputs.dim % tile.block_k == 0, **(self.flags | flags))
-        limits = {} if tile.registers is None or torch.version.hip else {"maxnreg": tile.registers}
-        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **limits}
-        inputs = self.inputs, _panel(products), block, self.params
-        kernel[(math.prod(self.grid(place)),)](*inputs, *args, FORM=form, C=config, **options)
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "FORM": form, "C": config}
+        if tile.registers is not None and not torch.version.hip:
+            options["maxnreg"] = tile.registers
+        kernel[(math.prod(self.grid(place)),)](self.inputs, _panel(products), block, self.params, *args, **options)
 
 
 def fused(scores: Scores) -> bool:
@@ -320,10 +310,7 @@ def _float32_sums(out: Tensor) -> Tensor:
 
 
 def _project(total: Tensor | None, x: Any, inv: Tensor | None, part: slice, out: Any) -> None:
-    """Write part of the gradient of vectors x from that of their inner products, which is over the lengths already.
-
-    What it has along its own vector changes only the length, on which cosines do not depend.
-    """
+    """Write part of the gradient of vectors x from that of their inner products, which is over the lengths already."""
     if total is None or part.start == part.stop:
         return
     if inv is not None:
@@ -367,21 +354,14 @@ def _addmm(total: Tensor, a: Tensor, b: Tensor) -> None:
     if a.dtype == torch.float32 or not a.is_cuda:
         total.addmm_(a.float(), b.float())
         return
-    with _summed_in_float32():
+    # A model may let its own products be summed in float16: sums of these leave its range.
+    flags, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.allow_fp16_accumulation
+    flags.allow_fp16_accumulation = False
+    try:
         if torch.__version__ >= "2.11":
             torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
         else:  # which took only a total of half precision
             total.add_(torch.mm(a, b, out_dtype=torch.float32))
-
-
-@contextlib.contextmanager
-def _summed_in_float32() -> Iterator[None]:
-    """Undo ``allow_fp16_accumulation``, which a model may want for its own products: these leave float16's range."""
-    flags = torch.backends.cuda.matmul
-    before = flags.allow_fp16_accumulation
-    flags.allow_fp16_accumulation = False
-    try:
-        yield
     finally:
         flags.allow_fp16_accumulation = before
 
@@ -401,8 +381,7 @@ def works(device: torch.device, dtype: torch.dtype) -> bool:
     where = device, dtype
     if where not in _known:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            message = "a CUDA graph is captured before the Triton engine was tried, and goes without it: call once before"
-            warnings.warn(f"itrloss: {message}", stacklevel=3)
+            _warn("has to be tried before a CUDA graph is captured, which goes without it now")
             return False
         with ThreadPoolExecutor(1) as other:  # where no mode, hook or tracer of the caller's sees the example
             try:
@@ -410,10 +389,13 @@ def works(device: torch.device, dtype: torch.dtype) -> bool:
             except torch.OutOfMemoryError:  # which may be otherwise the next time
                 return False
         if error:
-            message = f"the Triton engine {error}; engine='auto' does without it for {dtype} on {device}"
-            warnings.warn(f"itrloss: {message}", stacklevel=3)
+            _warn(f"{error}; engine='auto' does without it for {dtype} on {device}")
         _known[where] = not error
     return _known[where]
+
+
+def _warn(what: str) -> None:
+    warnings.warn(f"itrloss: the Triton engine {what}", stacklevel=4)
 
 
 def _error(device: torch.device, dtype: torch.dtype, n: int = 2048, m: int = 2816, d: int = 80) -> str:

@@ -179,11 +179,13 @@ class MemoryLoss(ObservedLoss):
         Returns:
             A 0-dim float32 tensor (float64 for float64 input), or per-anchor values with ``reduction="none"``.
         """
-        embeddings = images, texts, image_keys, text_keys
         if self.gather:
-            embeddings, image_ids, text_ids = self._gathered(embeddings, image_ids, text_ids)
+            embeddings = images, texts, image_keys, text_keys
+            (images, texts, image_keys, text_keys), image_ids, text_ids = self._gathered(
+                embeddings, image_ids, text_ids
+            )
         options: dict[str, Any] = {"engine": self.engine, "check_finite": self.check_finite}
-        sims = MemorySimilarity.of(*embeddings, memory, image_ids, text_ids, **options)
+        sims = MemorySimilarity.of(images, texts, image_keys, text_keys, memory, image_ids, text_ids, **options)
         value = self.compute(sims)
         if self.observed:
             self._observe(lambda: describe_memory(sims))

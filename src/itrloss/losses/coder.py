@@ -131,9 +131,7 @@ class MemoryDiversityContrastiveLoss(DiversityOptions, MemoryLoss):
         diversity_from: functional.DiversityFrom = "both",
         **common: Any,
     ):
-        super().__init__(
-            temperature, margin, diversity, epsilon, detach_diversity, positive_weight, positive, **common
-        )
+        super().__init__(temperature, margin, diversity, epsilon, detach_diversity, positive_weight, positive, **common)
         one_of("positive_from", positive_from, "key", "batch")
         one_of("diversity_from", diversity_from, "both", "batch")
         self.positive_from: functional.PositiveFrom = positive_from

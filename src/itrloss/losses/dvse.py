@@ -100,6 +100,7 @@ class VarianceAwareLoss(ObservedLoss):
             head._first.pairs = heads[0]._first.pairs  # found once
         return heads
 
+
 def _best_of(heads: list[Similarity]) -> Similarity:
     """The score of each pair's best head, by which a model of sets retrieves."""
     scores = torch.stack([sim.detach().scores() for sim in heads]).amax(0)
