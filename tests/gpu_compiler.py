@@ -7,7 +7,6 @@ be accepted by Triton's compiler, and a kernel whose values do not fit into regi
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -18,8 +17,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
-
-SHARED = {80: 163 * 2**10, 90: 227 * 2**10}  # bytes that a program may have
 
 
 class Absent:
@@ -39,51 +36,56 @@ class Absent:
 
 
 def compiled(capability: int) -> list[dict]:
-    """The kernels that losses and metrics launch: name, shared memory, registers and a thread's bytes beside them."""
-    kernels, run = {}, JITFunction.run
+    """The kernels of all answers: what is asked, shared memory, registers and a thread's bytes beside them."""
+    kernels, run, asked = {}, JITFunction.run, ""
 
     def compile_only(self, *args, grid, warmup, **options):
         kernel = run(self, *args, grid=grid, warmup=True, **options)
-        kernels[kernel.hash] = self.__name__, kernel.metadata.shared, kernel.asm["cubin"]
+        name = f"{self.__name__} {asked}"
+        kernels.setdefault(kernel.hash, (name, kernel.metadata.shared, options.get("num_warps", 4), kernel.asm["cubin"]))
         return kernel
 
-    torch.empty = torch.zeros  # whose is the hardest, say, is not computed, and must exist
     driver.set_active(Absent(capability))
     JITFunction.run = compile_only
-    from itrloss.engines.triton import blocks, passes  # noqa: F401  # the kernels are made when they are imported
+    from itrloss.engine import triton as engine
+    from itrloss.engine.kernels import FORMS
 
-    os.environ["TRITON_INTERPRET"] = "1"  # read as "embeddings may be on the CPU": the kernels are there already
-    for dtype in (torch.float32, torch.float16):
-        for ids in (False, True):
-            launch(dtype, ids)
-    for cut in blocks.MULTIPLYING:
-        if cut.memory <= SHARED[capability]:
-            blocks.MULTIPLYING = (cut,)
-            for ids in (False, True):
-                launch(torch.bfloat16, ids)
-    return [{"name": name, "DYNAMIC": shared, **usage(code)} for name, shared, code in kernels.values()]
+    tiles = engine.PRODUCT_TILES
+    for tile in tiles:
+        engine.PRODUCT_TILES = (tile,)  # on the CPU the last one is taken
+        # All answers of what is most common, then all that changes the kernels of one.
+        cases = [(key, {}) for key in FORMS] if tile == tiles[0] else []
+        cases += [("exp", {"shared": shared, "ids": ids}) for shared in (True, False) for ids in (True, False)]
+        cases += [("exp", {"early": True}), ("exp", {"dim": 200, "size": 999})]
+        for key, case in cases:
+            asked = f"{key} {case} {tile.block_m}"
+            ask(engine, key, torch.bfloat16, **case)
+    for key in ("exp", "hinges", "moments"):
+        asked = f"{key} float32"
+        ask(engine, key, torch.float32)
+    return [{"name": name, "DYNAMIC": shared, "WARPS": warps, **usage(code)} for name, shared, warps, code in kernels.values()]
 
 
-def launch(dtype: torch.dtype, with_ids: bool) -> None:
-    """Call the kernels with all kinds of arguments; nothing is computed."""
-    from test_triton import LOSSES
+def ask(engine, key, dtype, shared=False, ids=True, early=False, dim=512, size=1024) -> None:
+    """Ask for sums and their gradient; nothing is computed."""
+    from itrloss.engine.answers import ANSWERS
+    from itrloss.engine.pairs import Pairs
+    from itrloss.engine.scores import Scores
 
-    import itrloss
-
-    n, m, d = 96, 160 if with_ids else 96, 32
-    images, texts = (torch.randn(size, d).to(dtype).requires_grad_() for size in (n, m))
-    ids = (torch.arange(n) // 2, torch.arange(m) // 5) if with_ids else ()
-    for loss in LOSSES.values():
-        loss("triton")(images, texts, *ids).backward()
-    memory = itrloss.CoupledMemory(100, d, dtype=dtype)
-    memory.enqueue(torch.randn(100, d), torch.randn(100, d))
-    for loss in (itrloss.MemoryDiversityContrastiveLoss, itrloss.UnifiedTrainingObjective):
-        loss(engine="triton")(images, images, images.detach(), images.detach(), memory).backward()
-    sim = itrloss.Similarity(images, texts, *ids, engine="triton")
-    sim.hardest()
-    for ties in ("optimistic", "pessimistic"):
-        sim.ranks(ties=ties)
-        sim.ranks(torch.zeros(m), ties=ties)
+    ones, numbers = torch.ones(size), torch.arange(size)
+    which = (numbers, numbers) if ids else (None, None)
+    x = torch.zeros(size, dim, dtype=dtype)
+    source, sides = Scores(x, x, ones, ones, *which), (0,) if early else (0, 1)
+    count = {"exp": 2, "information": 2, "negative_log_likelihood": 2, "softplus": 2}.get(key, 1)
+    count = 0 if key.startswith(("log1p", "identity")) else count
+    params = [torch.ones(1 if shared else len(sides) * size) for _ in range(count)]
+    params = [torch.ones(3, len(params[0]))] if key == "hinges" else params
+    question = source, Pairs((size, size), which, x.device), key, "negatives", sides, params
+    engine.sums(*question, early)
+    if not early and not ANSWERS[key].maximum:
+        needs = [key not in ("exp", "moments"), key != "exp"][:count]
+        grad = torch.ones(ANSWERS[key].width, len(sides) * size)
+        engine.gradient(*question, grad, (True, True, *needs))
 
 
 def usage(code: bytes) -> dict[str, int]:

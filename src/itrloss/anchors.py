@@ -250,7 +250,7 @@ class Anchors:
             sums: list[Tensor] = []
             for matrix, side in group:
                 matrix.check_unchanged()
-                scores, one_to_one = matrix.positive_scores, matrix.pairs.one_to_one
+                scores, one_to_one = matrix.positive_scores(), matrix.pairs.one_to_one
                 anchor = None if one_to_one else matrix.pairs.listed[side]
                 if not shared or id(matrix) not in known:
                     own = [p if p.numel() == 1 else p[start : start + size] for p in given]

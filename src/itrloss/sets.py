@@ -84,7 +84,7 @@ class _Pairs:
         self.mask: Tensor | None = None
         if first.pairs.listable:
             index = first.pairs.listed
-            self.scores = torch.stack([sim._first.positive_scores for sim in heads])  # (K, P)
+            self.scores = torch.stack([sim._first.positive_scores() for sim in heads])  # (K, P)
         else:
             index = tuple(x.flatten() for x in torch.meshgrid(*map(self._numbers, first.shape), indexing="ij"))
             self.mask = first.pairs.positive().flatten()

@@ -33,6 +33,7 @@ class Answer(NamedTuple):
     width: int = 1
     exponential: bool = False  # the derivative by s is the first parameter times the value
     maximum: bool = False  # instead of the sum; without a gradient
+    buffers: int = 2  # in ``out``
 
 
 ANSWERS: dict[str, Answer] = {}
@@ -119,7 +120,7 @@ def _exp_slopes(s, params, grads, needs, out):
 
 # The sum of a log-sum-exp. Parameters are the scale and, if exponents are large, a ``top`` that is subtracted:
 # L = log sum + top.
-ANSWERS["exp"] = Answer(_exp, _exp_slopes, exponential=True)
+ANSWERS["exp"] = Answer(_exp, _exp_slopes, exponential=True, buffers=1)
 ANSWERS["peak"] = Answer(lambda s, scale, out=None: torch.mul(s, scale, out=out and out[0]), maximum=True)
 
 

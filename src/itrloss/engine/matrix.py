@@ -88,6 +88,7 @@ class Matrix:
         # Elsewhere the lengths are multiplied in tile by tile, and nothing of the embeddings' size is held.
         self.keeps = engine == "dense" or (engine == "tiled" and n * m * self.dtype.itemsize <= budget)
         self._scores: Tensor | None = None  # (N, M), differentiable if dense
+        self._positive_scores: Tensor | None = None
         self._masks: dict[tuple[str, bool, bool], Tensor | None] = {}
 
     @property
@@ -192,22 +193,21 @@ class Matrix:
             return scores.diagonal() if i is None or j is None else scores[i, j]
         return pair_scores(self.source(keep=False), i, j, known)
 
-    @cached_property
     def positive_scores(self) -> Tensor:
-        """(P,) scores of the positive pairs in the order of ``pairs.listed``; differentiable, whoever asks first."""
-        with full_precision(self.device, lasting=True), torch.enable_grad():
+        """Return the (P,) scores of the positive pairs in the order of ``pairs.listed``; differentiable."""
+        if self._positive_scores is None:
             pairs = (None, None) if self.pairs.one_to_one else self.pairs.listed
-            formed = self._scores
-            if formed is not None and self.cols is not None:
-                formed = formed.diagonal() if pairs[0] is None else formed[pairs]
-            else:
-                formed = None
-            return self.pair_scores(pairs[0], pairs[1], formed)
+            formed = self._scores if self.cols is not None else None
+            if formed is not None:
+                formed = formed.detach().diagonal() if pairs[0] is None else formed.detach()[pairs]
+            with full_precision(self.device, lasting=True), torch.enable_grad():  # whoever asks first
+                self._positive_scores = self.pair_scores(pairs[0], pairs[1], formed)
+        return self._positive_scores
 
     def positive_table(self, side: int) -> Tensor:
         """Return (slots, A) scores of each anchor's positives, inf where it has fewer than others."""
         if self.pairs.one_to_one:
-            return self.positive_scores[None]
+            return self.positive_scores()[None]
         anchor, other, slot = self.pairs.slots(side)
         scores = self.pair_scores(*((anchor, other) if side == 0 else (other, anchor)))
         table = scores.new_full((int(slot.max()) + 1 if len(slot) else 1, self.shape[side]), math.inf)
@@ -258,7 +258,11 @@ class Matrix:
         if not torch.is_grad_enabled():
             pairs = None if compiling else self.pairs
             return reduce.sums(list(source), list(params), *question, False, pairs=pairs)[0]
-        return reduce.Reduce.apply(None if compiling else self.pairs, *question, *source, *params)
+        listed = self.engine == "tiled" and not (early or self.keeps or compiling or self._positive_scores is not None)
+        listed = listed and cols is not None and self.pairs.listable
+        sums, pairs = reduce.Reduce.apply(None if compiling else self.pairs, *question, listed, *source, *params)
+        self._positive_scores = pairs if listed else self._positive_scores
+        return sums
 
 
 def _parts(x: Embeddings) -> Iterator[Tensor]:

@@ -187,7 +187,7 @@ class _PairScores(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows, cols, row_inv, col_inv, i, j, known):
-        found = _pair_products(rows, cols, row_inv, col_inv, i, j) if known is None else known.clone()
+        found = pair_products(rows, cols, row_inv, col_inv, i, j) if known is None else known.clone()
         ctx.save_for_backward(rows, cols, row_inv, col_inv, i, j, found.clone())  # answers may be written to
         return found
 
@@ -201,7 +201,8 @@ class _PairScores(torch.autograd.Function):
         return *by_side, *([None] * 5)
 
 
-def _pair_products(rows, cols, row_inv, col_inv, i, j) -> Tensor:
+def pair_products(rows, cols, row_inv, col_inv, i, j) -> Tensor:
+    """Return the (P,) scores of rows i with columns j, or of row p with column p, without a gradient."""
     dtype, p = compute_dtype(rows), rows.shape[0] if i is None else i.shape[0]
     found = rows.new_empty(p, dtype=dtype)
     step = max(1, _GATHERED // rows.shape[1])

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from .answers import ANSWERS, Answer, slopes_of
-from .pairs import Pairs, first_derivative_only
+from .pairs import Pairs, first_derivative_only, pair_products, weighted_sums
 from .products import add_matmul_, matmul
-from .scores import Scores, Tile, full_precision, project_, tiles
+from .scores import Scores, Tile, chunks, full_precision, project_, tiles
 
 if TYPE_CHECKING:
     from .matrix import Matrix
@@ -58,6 +58,18 @@ def _sizes(shape: tuple[int, int], sides: Sequence[int]) -> tuple[int, int]:
     return (n + m, n) if len(sides) == 2 else (shape[sides[0]], 0)
 
 
+def _whole_views(shape: tuple[int, int], sides: Sequence[int], params: Sequence[Tensor]) -> list[_View]:
+    """Return the views of the whole matrix, without slices: the compiler would take their ends for constants."""
+    everything = slice(None)
+    if all(p.shape[-1] == 1 for p in params):
+        return [_View([(1 - side, everything) for side in sides], [p.unsqueeze(-1) for p in params])]
+    sizes, views = [shape[side] for side in sides], []
+    for k, side in enumerate(sides):
+        own = [p if p.shape[-1] == 1 else p.split(sizes, -1)[k] for p in params]
+        views.append(_View([(1 - side, everything)], [p.unsqueeze(-1 - side) for p in own]))
+    return views
+
+
 def dense_sums(matrix: Matrix, answer: Answer, over: str, sides: Sequence[int], params: Sequence[Tensor]) -> Tensor:
     """Return the (K, A) sums over a matrix (N, M) that exists, in plain PyTorch: autograd differentiates it."""
     n, m = matrix.shape
@@ -66,10 +78,10 @@ def dense_sums(matrix: Matrix, answer: Answer, over: str, sides: Sequence[int], 
         scores, params = matrix.scores_of_both, list(params)
         for k, p in enumerate(params):
             params[k] = p.unsqueeze(-1) if p.shape[-1] == 1 else p.reshape(*p.shape[:-1], 2, n, 1)
-        views = [_View([(-1, slice(0, 2 * n))], params)]
+        views = [_View([(-1, slice(None))], params)]
     else:
         scores = matrix.scores()
-        views = _views(Tile(slice(0, n), slice(0, m), scores, []), sides, _sizes((n, m), sides)[1], params)
+        views = _whole_views((n, m), sides, params)
     mask = matrix.dense_mask(over, scores.dim() == 3, answer.maximum)
     found: list[Tensor] = []  # of the first view's sides, and then of the second's
     for view in views:
@@ -105,8 +117,7 @@ def tiled_sums(
     sums = torch.full((answer.width, size), start, dtype=scores.dtype, device=scores.rows.device)
     direction = sums.new_zeros(scores.rows.shape if early else (0,))
     by_scale = sums.new_zeros(size if early else 0)
-    right: tuple[int, Tensor] | None = None
-    for tile in tiles(scores, max(2, answer.width)):
+    for tile in tiles(scores, answer.buffers):
         for view in _views(tile, sides, first, params):
             values = answer.value(tile.scores, *view.params, out=tile.scratch)
             for k, values in enumerate(values if answer.width > 1 else (values,)):  # noqa: B020
@@ -119,9 +130,8 @@ def tiled_sums(
                     else:
                         part.add_(values.sum(dim))
                 if early:
-                    if right is None or right[0] != tile.cols.start:
-                        right = tile.cols.start, scores.unit_cols(tile.cols)
-                    add_matmul_(direction[tile.rows], values, right[1])
+                    right = scores.unit_cols(tile.cols) if tile.right is None else tile.right
+                    add_matmul_(direction[tile.rows], values, right)
                     by_scale[tile.rows] += values.mul_(tile.scores).sum(1)
     return sums, direction, by_scale
 
@@ -144,11 +154,12 @@ def tiled_gradient(
     params: Sequence[Tensor],
     grad: Tensor,  # (K, A)
     needs: Sequence[bool],  # of the rows, the columns, and each parameter
+    riding: tuple[Tensor | None, Tensor | None, Tensor] | None = None,  # pairs i, j, and the gradient of their scores
 ) -> list[Tensor]:
     """Return the gradients of rows, columns and parameters from those of the sums; empty where not needed."""
     gradient, first = _Gradient(scores, needs[:2]), _sizes(scores.shape, sides)[1]
     by_params = [torch.zeros_like(p, dtype=scores.dtype) for p in params]
-    for tile in tiles(scores, 3):
+    for tile in tiles(scores, answer.buffers + (len(sides) == 2 and not _single(params))):
         total: Tensor | None = None
         for at, view in enumerate(_views(tile, sides, first, params)):
             g = [functools.reduce(torch.add, [x[a].unsqueeze(dim) for dim, a in view.sums]) for x in grad]
@@ -162,6 +173,8 @@ def tiled_gradient(
                 slope = pairs.exclude_(found[0], tile, 0.0, over)
                 total = slope if total is None else total.add_(slope)
         gradient.add(tile, torch.zeros_like(tile.scores) if total is None else total)
+    if riding is not None:
+        gradient.add_pairs(*riding)
     return [*gradient.finish(), *(p if need else p.new_empty(0) for p, need in zip(by_params, needs[2:], strict=True))]
 
 
@@ -181,7 +194,6 @@ class _Gradient:
         self.scores, self.needs = scores, needs
         self.rows: Tensor | None = None
         self.cols: Tensor | None = None
-        self.right: tuple[int, Tensor] | None = None
 
     def add(self, tile: Tile, grad: Tensor) -> None:
         """Account for a tile's gradient, which is taken over."""
@@ -194,11 +206,28 @@ class _Gradient:
                 self.rows[tile.rows, tile.cols] = grad
             return
         if self.needs[0]:
-            if self.right is None or self.right[0] != tile.cols.start:
-                self.right = tile.cols.start, s.unit_cols(tile.cols)
-            self.rows = _add_product(self.rows, n, tile.rows, grad, self.right[1])
+            right = s.unit_cols(tile.cols) if tile.right is None else tile.right
+            self.rows = _add_product(self.rows, n, tile.rows, grad, right)
         if self.needs[1]:
             self.cols = _add_product(self.cols, m, tile.cols, grad.T, s.unit_rows(tile.rows))
+
+    def add_pairs(self, i: Tensor | None, j: Tensor | None, grad: Tensor) -> None:
+        """Account for the gradient (P,) of the scores of listed pairs; of their lengths it is taken as of all."""
+        s = self.scores
+        assert s.cols is not None
+        sides = (s.rows, s.row_inv, i), (s.cols, s.col_inv, j)
+        for side, ((x, _, index), (other, inv, others)) in enumerate((sides, sides[::-1])):
+            if not self.needs[side]:
+                continue
+            total = (self.rows, self.cols)[side]
+            total = grad.new_zeros(x.shape) if total is None else total
+            weight = grad if inv is None else grad * (inv if others is None else inv[others])
+            if index is None:
+                for part in chunks(x):
+                    total[part].addcmul_(other[part].to(total.dtype), weight[part, None])
+            else:
+                total.add_(weighted_sums(other.to(total.dtype), others, weight, index, len(x)))
+            self.rows, self.cols = (total, self.cols) if side == 0 else (self.rows, total)
 
     def finish(self) -> list[Tensor]:
         """Return the gradients in the types of their tensors; empty where none is needed."""
@@ -238,8 +267,8 @@ def _sums(source, params, key, over, sides, triton, early, pairs=None):
         return tiled_sums(scores, pairs, ANSWERS[key], over, tuple(sides), params, early)
 
 
-def _gradients(source, params, grad, key, over, sides, triton, needs, pairs=None):
-    """Gradients of rows, columns and parameters."""
+def _gradients(source, params, grad, key, over, sides, triton, needs, pairs=None, riding=None):
+    """Gradients of rows, columns and parameters; ``riding``: and from (P,) of the scores of listed pairs."""
     scores = Scores(*source)
     pairs = pairs or Pairs(scores.shape, (scores.row_ids, scores.col_ids), scores.rows.device)
     with full_precision(scores.rows), torch.no_grad():
@@ -247,7 +276,7 @@ def _gradients(source, params, grad, key, over, sides, triton, needs, pairs=None
             from . import triton as kernels
 
             return kernels.gradient(scores, pairs, key, over, tuple(sides), params, grad, needs)
-        return tiled_gradient(scores, pairs, ANSWERS[key], over, tuple(sides), params, grad, needs)
+        return tiled_gradient(scores, pairs, ANSWERS[key], over, tuple(sides), params, grad, needs, riding)
 
 
 def _fake_sums(source, params, key, over, sides, triton, early):
@@ -271,8 +300,8 @@ def _operator(name: str, schema: str, function: Any, fake: Any) -> Any:
     torch.library.register_fake(f"itrloss::{name}", fake, lib=_library)
     registered = getattr(torch.ops.itrloss, name).default
 
-    def call(*args: Any, pairs: Pairs | None = None) -> Any:
-        return registered(*args) if torch.compiler.is_compiling() else function(*args, pairs=pairs)
+    def call(*args: Any, **eager: Any) -> Any:
+        return registered(*args) if torch.compiler.is_compiling() else function(*args, **eager)
 
     return call
 
@@ -292,35 +321,46 @@ gradients = _operator(
 
 
 class Reduce(torch.autograd.Function):
-    """(K, A) sums with their gradient, by the two operators."""
+    """(K, A) sums with their gradient, by the two operators; and (P,) scores of listed pairs, or None.
+
+    Where nothing of the embeddings' size is held, the gradient of positives rides along with that of the first sums: one
+    gradient less of all embeddings at a time, 34 MB of 105 for InfoNCE at 8192 x 8192 x 512 (``pytest
+    tests/test_operators.py -k memory``).
+    """
 
     @staticmethod
-    def forward(ctx: Any, pairs, key, over, sides, triton, *tensors):
+    def forward(ctx: Any, pairs, key, over, sides, triton, listed, *tensors):
         source, params = list(tensors[:_WIDTH]), list(tensors[_WIDTH:])
-        rows, cols = ctx.needs_input_grad[5:7]
+        rows, cols = ctx.needs_input_grad[6:8]
         ctx.early = ANSWERS[key].exponential and tuple(sides) == (0,) and rows and not cols and source[1] is not None
         found, direction, by_scale = sums(source, params, key, over, sides, triton, ctx.early, pairs=pairs)
         ctx.question, ctx.pairs, ctx.count = (key, over, sides, triton), pairs, len(params)
+        ctx.index = (None, None) if not listed or pairs.one_to_one else pairs.listed
+        ctx.set_materialize_grads(False)
         if ctx.early:
             ctx.save_for_backward(source[0], source[2], params[0], direction, by_scale)
         else:
             ctx.save_for_backward(*tensors)
-        return found
+        return found, pair_products(*source[:4], *ctx.index) if listed else None
 
     @staticmethod
     def backward(ctx: Any, *grads):
         first_derivative_only()
-        (grad,) = grads
+        grad, by_pair = grads
         if ctx.early:
             rows, row_inv, scale, direction, by_scale = ctx.saved_tensors
             found = project_(direction * (grad[0] * scale)[:, None], rows, row_inv)
-            of_scale = grad[0] * by_scale if ctx.needs_input_grad[5 + _WIDTH] else None
+            of_scale = grad[0] * by_scale if ctx.needs_input_grad[6 + _WIDTH] else None
             if of_scale is not None and scale.numel() == 1:
                 of_scale = of_scale.sum().view(1)
-            return *([None] * 5), found, *([None] * (_WIDTH - 1)), of_scale, *([None] * (ctx.count - 1))
-        tensors, needs = ctx.saved_tensors, ctx.needs_input_grad[5:]
+            return *([None] * 6), found, *([None] * (_WIDTH - 1)), of_scale, *([None] * (ctx.count - 1))
+        tensors, needs = ctx.saved_tensors, ctx.needs_input_grad[6:]
         needed = [*needs[:2], *needs[_WIDTH:]]
         source, params = list(tensors[:_WIDTH]), list(tensors[_WIDTH:])
-        found = gradients(source, params, grad, *ctx.question, needed, pairs=ctx.pairs)
+        riding: dict[str, Any] = {} if by_pair is None else {"riding": (*ctx.index, by_pair)}
+        if grad is None:
+            size, _ = _sizes(Scores(*source).shape, ctx.question[2])
+            grad = by_pair.new_zeros(ANSWERS[ctx.question[0]].width, size)
+        found = gradients(source, params, grad, *ctx.question, needed, pairs=ctx.pairs, **riding)
         found = [x if need else None for x, need in zip(found, needed, strict=True)]
-        return *([None] * 5), *found[:2], *([None] * (_WIDTH - 2)), *found[2:]
+        return *([None] * 6), *found[:2], *([None] * (_WIDTH - 2)), *found[2:]

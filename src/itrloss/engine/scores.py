@@ -80,7 +80,7 @@ def tiles(scores: Scores, scratch: int, wanted: Callable[[slice, slice], bool] |
     if 0 in (n, m):
         return
     step_r, step_c = tile_shape(n, m, device.type)
-    space = torch.empty(scratch + (matrix is None), step_r * step_c, dtype=scores.dtype, device=device)
+    space = [torch.empty(step_r * step_c, dtype=scores.dtype, device=device) for _ in range(scratch + (matrix is None))]
     # Columns outside: their wider block is normalised once, the narrow row block again and again.
     for c in even_chunks(m, step_c):
         right: Tensor | None = None
@@ -88,12 +88,12 @@ def tiles(scores: Scores, scratch: int, wanted: Callable[[slice, slice], bool] |
             if wanted is not None and not wanted(r, c):
                 continue
             height, width = r.stop - r.start, c.stop - c.start
-            *views, last = space[:, : height * width].view(-1, height, width)
+            views = [x[: height * width].view(height, width) for x in space]
             if matrix is not None:
-                yield Tile(r, c, matrix[r, c], [*views, last])
+                yield Tile(r, c, matrix[r, c], views)
             else:
                 right = scores.unit_cols(c) if right is None else right
-                yield Tile(r, c, matmul(scores.unit_rows(r), right.T, out=last), views, right)
+                yield Tile(r, c, matmul(scores.unit_rows(r), right.T, out=views.pop()), views, right)
 
 
 def tile_shape(n: int, m: int, device: str) -> tuple[int, int]:
@@ -114,6 +114,8 @@ def even_chunks(size: int, step: int) -> list[slice]:
 
 def chunks(x: Tensor) -> list[slice]:
     """Return slices of the rows of (N, D) embeddings for a pass over them, whose temporaries stay small."""
+    if torch.compiler.is_compiling():  # it would take the size for a constant, and fuses passes anyway
+        return [slice(0, x.shape[0])]
     step = max(1, (_CHUNK if x.device.type == "cpu" else _ACCELERATOR_CHUNK) // max(1, x[:1].numel()))
     return [slice(start, min(start + step, len(x))) for start in range(0, len(x), step)]
 

@@ -124,7 +124,7 @@ def _of_embeddings(run: _Pass, needs: Sequence[bool], write: Any) -> list[Tensor
     the outer side are soon complete; those of the inner side are held to the end.
     """
     xs, invs = (run.scores.rows, run.scores.cols), (run.scores.row_inv, run.scores.col_inv)
-    outs: list[Any] = [torch.zeros_like(x) if need else None for x, need in zip(xs, needs[:2], strict=True)]
+    outs: list[Any] = [x.new_zeros(x.shape) if need else None for x, need in zip(xs, needs[:2], strict=True)]
     shape = run.panel_shape()
     for visit, (outer, holds) in enumerate(_visits(xs, needs)):
         inner = 1 - outer
