@@ -42,7 +42,8 @@ def compiled(capability: int) -> list[dict]:
     def compile_only(self, *args, grid, warmup, **options):
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         name = f"{self.__name__} {asked}"
-        kernels.setdefault(kernel.hash, (name, kernel.metadata.shared, options.get("num_warps", 4), kernel.asm["cubin"]))
+        about = name, kernel.metadata.shared, kernel.metadata.num_warps, kernel.asm["cubin"]
+        kernels.setdefault(kernel.hash, about)
         return kernel
 
     driver.set_active(Absent(capability))
@@ -51,22 +52,24 @@ def compiled(capability: int) -> list[dict]:
     from itrloss.engine.kernels import FORMS
 
     tiles = engine.PRODUCT_TILES
-    for tile in tiles:
+    # All that changes the kernels of one answer; all answers for one GPU; and the other tiles.
+    variants = [{"shared": shared, "ids": ids} for shared in (True, False) for ids in (True, False)]
+    cases = [(tiles[0], "exp", case) for case in (*variants, {"early": True}, {"dim": 200, "size": 999})]
+    if capability == 90:
+        cases += [(tiles[0], key, {}) for key in FORMS if key != "exp"]
+        cases += [(tile, "exp", {}) for tile in tiles[1:]]
+    cases += [(tiles[0], key, {"dtype": torch.float32}) for key in ("exp", "hinges")]
+    for tile, key, case in cases:
         engine.PRODUCT_TILES = (tile,)  # on the CPU the last one is taken
-        # All answers of what is most common, then all that changes the kernels of one.
-        cases = [(key, {}) for key in FORMS] if tile == tiles[0] else []
-        cases += [("exp", {"shared": shared, "ids": ids}) for shared in (True, False) for ids in (True, False)]
-        cases += [("exp", {"early": True}), ("exp", {"dim": 200, "size": 999})]
-        for key, case in cases:
-            asked = f"{key} {case} {tile.block_m}"
-            ask(engine, key, torch.bfloat16, **case)
-    for key in ("exp", "hinges", "moments"):
-        asked = f"{key} float32"
-        ask(engine, key, torch.float32)
-    return [{"name": name, "DYNAMIC": shared, "WARPS": warps, **usage(code)} for name, shared, warps, code in kernels.values()]
+        asked = f"{key} {case} {tile.block_m}"
+        ask(engine, key, **case)
+    return [
+        {"name": name, "DYNAMIC": shared, "WARPS": warps, **usage(code)}
+        for name, shared, warps, code in kernels.values()
+    ]
 
 
-def ask(engine, key, dtype, shared=False, ids=True, early=False, dim=512, size=1024) -> None:
+def ask(engine, key, dtype=torch.bfloat16, shared=False, ids=True, early=False, dim=512, size=1024) -> None:
     """Ask for sums and their gradient; nothing is computed."""
     from itrloss.engine.answers import ANSWERS
     from itrloss.engine.pairs import Pairs

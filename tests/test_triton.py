@@ -1,4 +1,4 @@
-"""The Triton engine against the float64 reference of the tests: on a GPU where there is one, else in its interpreter."""
+"""The Triton engine against the float64 reference of the tests: on a GPU if there is one, else in its interpreter."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ def compare(name, shape, view=lambda s: s.both, on_scores=False, **options):
 
 
 # What has no function of its own here is asked in another way, or not of the engine at all.
-ASKED = [name for name in ANSWERS if not ("positives" in name or name in ("hardest", "log1p", "log1p relu", "likelihood"))]
+OTHERS = ("hardest", "log1p", "log1p relu", "likelihood", "hinge", "straight lines", "plane of negatives")
+ASKED = [name for name in ANSWERS if "positives" not in name and name not in OTHERS and "alone" not in name]
 QUICK = "strided ids", "wide", "primes", "no negative", "one pair"
 VIEWS = {"rows": lambda s: s, "columns": lambda s: s.T, "both": lambda s: s.both}
 
@@ -354,7 +355,7 @@ def test_nothing_is_tried_while_a_graph_is_captured(example, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(engine, "_error", refused)
     where = torch.device("cuda:0"), torch.float16
-    with pytest.warns(UserWarning, match="before a CUDA graph is captured"):
+    with pytest.warns(UserWarning, match="not tried while a CUDA graph is captured"):
         assert not engine.works(*where)
     engine._known[where] = True
     assert engine.works(*where)
@@ -379,7 +380,8 @@ def test_the_compiler_does_not_look_into_the_example(example):
     for works in (True, False):
         torch._dynamo.reset()
         engine._known[DEVICE, torch.float32] = works
-        f = torch.compile(lambda x: x + 1 if engine.works(x.device, x.dtype) else x - 1, fullgraph=True, backend="eager")
+        step = lambda x: x + 1 if engine.works(x.device, x.dtype) else x - 1  # noqa: E731
+        f = torch.compile(step, fullgraph=True, backend="eager")
         assert f(torch.zeros((), device=DEVICE)) == (1 if works else -1)
 
 
@@ -411,11 +413,11 @@ def test_auto_takes_triton_on_cuda_where_it_works(monkeypatch):
 
 @pytest.mark.slow
 def test_kernels_compile_for_gpus(tmp_path):
-    """Into code that keeps the values of a thread in registers, but for a few, and lets two programs share a processor."""
+    """Into code that keeps a thread's values in registers, but for a few, and lets two programs share a processor."""
     with ThreadPoolExecutor(2) as pool:
         found = pool.map(lambda capability: compiled(capability, tmp_path), (80, 90, 100))
     for kernel in (kernel for kernels_of_one in found for kernel in kernels_of_one):
-        assert kernel["REG"] and kernel["STACK"] <= 128 and not kernel["LOCAL"], kernel
+        assert kernel["REG"] and kernel["STACK"] <= 256 and not kernel["LOCAL"], kernel
         assert kernel["DYNAMIC"] <= 96 * 2**10, kernel
         assert kernel["REG"] <= 128 or kernel["WARPS"] == 4, kernel
 

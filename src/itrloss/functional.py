@@ -63,7 +63,7 @@ def std_diversity(sim: Anchors, epsilon: float = 0.1) -> Tensor:
     negatives are all equally far away. It lies in (½, 1], and is 1 for the most diverse row. Differentiable.
     ``sim.T`` gives the columns' scores, ``sim.both`` those of both, each with a maximum of its own.
     """
-    return _diversity_scores(sim, sim.mean_std().std, epsilon)
+    return _diversity_scores(sim, _checked(sim).mean_std().std, epsilon)
 
 
 def entropy_diversity(sim: Anchors, epsilon: float = 0.1, temperature: float = 1.0) -> Tensor:
@@ -76,7 +76,7 @@ def entropy_diversity(sim: Anchors, epsilon: float = 0.1, temperature: float = 1
         At temperature 1 cosines hardly differ: with 128 candidates H is within about 2 % of log2 128 for every row and
         every score is practically 1. A temperature of the order of the similarities' spread makes it informative.
     """
-    return _diversity_scores(sim, sim.entropy(temperature).clamp_min(1e-6), epsilon)
+    return _diversity_scores(sim, _checked(sim).entropy(temperature).clamp_min(1e-6), epsilon)
 
 
 def _diversity_scores(anchors: Anchors, spread: Tensor, epsilon: float) -> Tensor:
@@ -372,5 +372,5 @@ def _checked_memory(sims: MemorySimilarity) -> None:
 
 def _valid(repulsion: Tensor, positives: Anchors) -> Tensor:
     """(A,) which anchors have a negative, and a positive among the candidates for that."""
-    valid = repulsion > -torch.inf
+    valid = repulsion != -torch.inf
     return valid if positives.one_to_one else valid & (positives.positive_counts > 0)

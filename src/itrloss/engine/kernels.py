@@ -5,9 +5,9 @@ that exist, and applies the answer's function, a jitted one that it takes as a c
 
     FORM(s, p, q, K) -> (value, slope by s, slope by p, slope by q)         of the answer's K-th sum
 
-s are scores, p and q parameters that broadcast with them; of what a kernel does not use the compiler makes nothing. A
-further answer is one such function, listed in :data:`FORMS`. The sums of each tile are stored in a place of their own and
-added in the tiles' order afterwards: results have the same bits each time, which atomic additions would not give.
+s are scores, p and q parameters that broadcast with them; what a kernel does not use is not compiled. A further answer
+is one such function, listed in :data:`FORMS`. The sums of each tile are stored in a place of their own, to be added in
+the tiles' order: results have the same bits each time, which atomic additions would not give.
 """
 
 from __future__ import annotations
@@ -24,23 +24,21 @@ LOG2E = tl.constexpr(1.4426950408889634)
 BAND = tl.constexpr(8)  # rows of tiles that run together, so that the embeddings they share stay in the L2 cache
 
 # What kernels take; None for what there is not.
-# Embeddings (N, D) and (M, D) in half precision with strides and D, unless products are given; (N,) and (M,) float32
-# reciprocal lengths; (N,) and (M,) int64 ids (None: row i matches column i).
+# Embeddings (N, D), (M, D) of half precision, strides, D; (N,), (M,) float32 reciprocal lengths; (N,), (M,) int64 ids
 Inputs = namedtuple("Inputs", "rows cols row_stride col_stride dim row_inv col_inv row_ids col_ids")
-# Of an answer: float32 (1,), or (A,) with the rows' anchors first, or (slots, A), over which values are summed. A stride
-# between anchors of 0: one number for all.
+# (1,), or (A,) with the rows' anchors first, or (slots, A), over which values are summed; stride 0: one number for all
 Params = namedtuple("Params", "p q p_stride q_stride slots slot_stride")
 Block = namedtuple("Block", "row col size_m size_n first_col")  # part of the matrix; number of column 0 among anchors
 Panel = namedtuple("Panel", "x stride")  # buffer (size_m, stride) for a block
 Upstream = namedtuple("Upstream", "x plane stride")  # gradient (WIDTH, A) of the sums, with strides
-# What a kernel is compiled for. PARTS, 1 or 4, of a tile's columns are worked on one after the other. SHARED: parameters
-# are one number each, and one evaluation serves both sides. ROWS, COLS: which sides are asked. BY_P, BY_Q: whether
-# gradients by the parameters are.
-_FLAGS = "OVER IDS SHARED ROWS COLS WIDTH MAXIMUM BY_P BY_Q"
-Config = namedtuple("Config", f"BLOCK_M BLOCK_N BLOCK_K PARTS EVEN_K {_FLAGS}")
+# What a kernel is compiled for: PARTS (1 or 4) of a tile's columns that are worked on one after the other; SHARED:
+# parameters are one number each, and one evaluation serves both sides; ROWS, COLS: which are asked; BY_P, BY_Q: whether
+# gradients by the parameters are, too.
+_SIZES, _ASKED = "BLOCK_M BLOCK_N BLOCK_K PARTS EVEN_K", "OVER IDS SHARED ROWS COLS WIDTH MAXIMUM BY_P BY_Q"
+Config = namedtuple("Config", f"{_SIZES} {_ASKED}")
 # Rows of a tile, or columns of a part of it: number ``pid`` of the ``parts`` of a block's axis, from number ``start`` of
-# the matrix on, of ``size`` in the block; (BLOCK,) numbers in the block; numbers in the matrix, where beyond the end of
-# the block its last one stands in, so that loads need no mask; reciprocal lengths; ids, or the numbers in the matrix.
+# the matrix on, of ``size`` in the block; (BLOCK,) numbers in the block; (BLOCK,) in the matrix, where beyond the end the
+# block's last one stands in, so that loads need no mask; (BLOCK,) reciprocal lengths; (BLOCK,) ids, or numbers again.
 Axis = namedtuple("Axis", "pid parts start size local index inv ids")
 
 
@@ -75,12 +73,6 @@ def _dot(inputs, i, j, C: tl.constexpr):
 
 
 @triton.jit
-def _halves(x, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the left and the right half of a tile."""
-    return tl.split(tl.permute(tl.reshape(x, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
-
-
-@triton.jit
 def _entries(panel, rows, cols):
     """Return where a tile's entries are, and which exist: up to the stride, so that 16 bytes are accessed at a time."""
     place = panel.x + rows.local.to(tl.int64)[:, None] * panel.stride + cols.local[None, :]
@@ -107,9 +99,9 @@ def _tile(inputs, products, block, C: tl.constexpr):
     if C.PARTS == 1:
         parts = (x,)
     else:
-        left, right = _halves(x, C.BLOCK_M, C.BLOCK_N)
-        a, b = _halves(left, C.BLOCK_M, C.BLOCK_N // 2)
-        c, d = _halves(right, C.BLOCK_M, C.BLOCK_N // 2)
+        even, odd = tl.split(tl.permute(tl.reshape(x, (C.BLOCK_M, 2, 2, C.BLOCK_N // 4)), (0, 3, 1, 2)))
+        a, c = tl.split(even)
+        b, d = tl.split(odd)
         parts = (a, b, c, d)
     return rows, cols.pid, parts
 
@@ -182,9 +174,6 @@ def _store_partial(out, plane, x, rows, cols, AXIS: tl.constexpr, MAXIMUM: tl.co
         tl.store(out + (plane * cols.parts + cols.pid) * rows.size + rows.local, x, mask=rows.local < rows.size)
     else:
         tl.store(out + (plane * rows.parts + rows.pid) * cols.size + cols.local, x, mask=cols.local < cols.size)
-
-
-# --------------------------------------------------------------------------------------------- the two templates
 
 
 @triton.jit
@@ -286,9 +275,6 @@ def gradient_kernel(
             x = _over_lengths(_masked(x, 0.0, rows, cols, C), rows, cols)
             place, inside = _entries(panel, rows, cols)
             tl.store(place, x.to(panel.x.dtype.element_ty), mask=inside)
-
-
-# ------------------------------------------------------------------------------------------------- answers
 
 
 @triton.jit
@@ -406,7 +392,7 @@ def inverse_norms_kernel(x, stride, dim, out, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def project_kernel(x, stride, dim, inv, grad, out, BLOCK_D: tl.constexpr):
-    """out (N, dim): ``g - u <u, g>`` with ``u = x inv`` and float32 g (N, dim), which may be out. A program for each."""
+    """out (N, dim): ``g - u <u, g>``, ``u = x inv``, of float32 g (N, dim), which may be out. A program for each."""
     row, d, along = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D), tl.zeros([BLOCK_D], tl.float32)
     scale = tl.load(inv + row)
     for start in range(0, dim, BLOCK_D):

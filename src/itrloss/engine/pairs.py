@@ -95,17 +95,21 @@ class Pairs:
             i = torch.arange(min(self.shape), device=self.device)
             return i, i
         side = int(self.shape[1] > self.shape[0])  # whose ids are looked up among the other's, which are sorted
-        order, first, last = self._ranges(side)
-        count = last - first
-        if (ignored := self.ignored[side]) is not None:
-            count = count.masked_fill(ignored, 0)
-        own = torch.repeat_interleave(count)  # 0 0 0 1 2 2 …
-        within = torch.arange(len(own), device=own.device) - (count.cumsum(0) - count)[own]
-        other = order[first[own] + within]
+        own, other, ignored = self.ids[side], self.ids[1 - side], self.ignored[side]
+        assert own is not None and other is not None
+        ordered, order = torch.sort(other, stable=True)
+        first = torch.searchsorted(ordered, own, out_int32=True)
+        hit = ordered[first.clamp_max(len(ordered) - 1)] == own  # few of a memory's
+        which = (hit if ignored is None else hit & ~ignored).nonzero().squeeze(1)
+        first = first[which].long()
+        count = torch.searchsorted(ordered, own[which], right=True) - first
+        at = torch.repeat_interleave(count)  # 0 0 0 1 2 2 …
+        within = torch.arange(len(at), device=at.device) - (count.cumsum(0) - count)[at]
+        mine, theirs = which[at], order[first[at] + within]
         if side == 0:
-            return own, other
-        other, order = torch.sort(other, stable=True)
-        return other, own[order]
+            return mine, theirs
+        theirs, order = torch.sort(theirs, stable=True)
+        return theirs, mine[order]
 
     def slots(self, side: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return (P,) anchors, candidates, and the number of each pair among its anchor's pairs (0, 1, …)."""

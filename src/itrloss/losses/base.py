@@ -54,7 +54,7 @@ class ObservedLoss(Loss):
         self, embeddings: Sequence[Any], image_ids: Tensor | None, text_ids: Tensor | None
     ) -> tuple[list[Any], Tensor | None, Tensor | None]:
         """Embeddings, the first of them of images, and ids of all processes if ``gather`` is on."""
-        if world_size() == 1:
+        if not self.gather or world_size() == 1:
             return list(embeddings), image_ids, text_ids
         tensors = [*embeddings, *(ids for ids in (image_ids, text_ids) if ids is not None)]
         if not all(isinstance(x, Tensor) for x in tensors):  # refused later
