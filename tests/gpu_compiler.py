@@ -51,7 +51,7 @@ def compiled(capability: int) -> list[dict]:
     from itrloss.engine import triton as engine
     from itrloss.engine.kernels import FORMS
 
-    tiles = engine.PRODUCT_TILES
+    tiles, engine._is_hopper = engine.PRODUCT_TILES, lambda device: capability == 90
     # All that changes the kernels of one answer; all answers for one GPU; and the other tiles.
     variants = [{"shared": shared, "ids": ids} for shared in (True, False) for ids in (True, False)]
     cases = [(tiles[0], "exp", case) for case in (*variants, {"early": True}, {"dim": 200, "size": 999})]

@@ -57,9 +57,10 @@ class Anchors:
         #: Number of anchors in each group.
         self.sizes = sizes = []
         visits: dict[int, tuple[Matrix, list[int], list[int]]] = {}
-        one_to_one = True
+        one_to_one = alike = True
         for g, group in enumerate(groups):
             sizes.append(group[0][0].shape[group[0][1]])
+            alike = alike and sizes[g] == sizes[0]  # a set would have the compiler take each size for a constant
             one_to_one = one_to_one and len(group) == 1 and group[0][0].pairs.one_to_one
             for matrix, side in group:
                 _, sides, places = visits.setdefault(id(matrix), (matrix, [], []))
@@ -68,7 +69,7 @@ class Anchors:
         self._visits = list(visits.values())  # each matrix with the sides that ask it, and the groups that these are
         self._size = sum(sizes)
         #: Whether anchor i of each group matches its candidate i and nothing else.
-        self.one_to_one = one_to_one
+        self.one_to_one, self.of_one_size = one_to_one, alike
 
     @staticmethod
     def together(*anchors: Anchors) -> Anchors:
@@ -92,11 +93,6 @@ class Anchors:
         return Anchors(*groups)
 
     # ------------------------------------------------------------------------------------------- what there is
-
-    @property
-    def _of_one_size(self) -> bool:
-        """Whether all groups are of one size. (A set of sizes would have the compiler take each for a constant.)"""
-        return all(size == self.sizes[0] for size in self.sizes)
 
     def __len__(self) -> int:
         """Number of anchors, A."""
@@ -162,6 +158,8 @@ class Anchors:
         shift = self._shift(a)
         if shift is not None:
             total = self._sums("exp", a, *([a.new_full((1,), shift)] if shift else []), over=over)[0]
+            if not shift and self.one_to_one and min(self.sizes) > 1:
+                return total.log()
             if not shift or float(total.detach().amin()) >= math.exp(-_RANGE):
                 return self._log(total, shift)
         with torch.no_grad():
@@ -195,7 +193,7 @@ class Anchors:
         with torch.no_grad():  # inside, as the compiler refuses a decorator
             centre = self._centre()
         sums = self._sums("moments", centre)
-        if self.one_to_one and self._of_one_size:
+        if self.one_to_one and self.of_one_size:
             count: Any = max(1, self.sizes[0] - 1)
             first, second = sums / count
             mean = centre + first if self.sizes[0] > 1 else centre * 0
@@ -243,21 +241,24 @@ class Anchors:
         given = self._params("params", *params) if params else []
         if not self.one_to_one and not all(m.pairs.listable for m, _, _ in self._visits):
             return self._sums(name, *given, over="positives")[0]
-        shared = all(p.numel() == 1 for p in given)
-        known: dict[int, Tensor] = {}
+        known: dict[int, Tensor] = {}  # terms that both sides of a matrix share
         found, start = [], 0
         for group, size in zip(self._groups, self.sizes, strict=True):
             sums: list[Tensor] = []
             for matrix, side in group:
-                matrix.check_unchanged()
-                scores, one_to_one = matrix.positive_scores(), matrix.pairs.one_to_one
-                anchor = None if one_to_one else matrix.pairs.listed[side]
-                if not shared or id(matrix) not in known:
-                    own = [p if p.numel() == 1 else p[start : start + size] for p in given]
-                    own = own if one_to_one else [p if p.numel() == 1 else p[anchor] for p in own]
-                    known[id(matrix)] = term(scores, *own).expand_as(scores)
-                values = known[id(matrix)]
-                sums.append(values if one_to_one else segment_sum(values, anchor, size))
+                anchor = None if matrix.pairs.one_to_one else matrix.pairs.listed[side]
+                values = known.get(id(matrix))
+                if values is None:
+                    scores, own, shared = matrix.positive_scores(), [], True
+                    for p in given:
+                        if p.numel() > 1:
+                            shared, p = False, p[start : start + size]
+                            p = p if anchor is None else p[anchor]
+                        own.append(p)
+                    values = term(scores, *own).expand_as(scores)
+                    if shared:
+                        known[id(matrix)] = values
+                sums.append(values if anchor is None else segment_sum(values, anchor, size))
             found.append(sums[0] if len(sums) == 1 else functools.reduce(torch.add, sums))
             start += size
         return torch.cat(found)
@@ -324,7 +325,7 @@ class Anchors:
             return self.split(values)
         if reduction == "sum":
             return values.sum()
-        if valid is None and self._of_one_size:
+        if valid is None and self.of_one_size:
             return values.sum() / self.sizes[0]
         counts = self.sizes if valid is None else [v.sum().clamp_min(1) for v in self.split(valid)]
         return sum(x.sum() / count for x, count in zip(self.split(values), counts, strict=True))

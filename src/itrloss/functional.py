@@ -63,7 +63,9 @@ def std_diversity(sim: Anchors, epsilon: float = 0.1) -> Tensor:
     negatives are all equally far away. It lies in (½, 1], and is 1 for the most diverse row. Differentiable.
     ``sim.T`` gives the columns' scores, ``sim.both`` those of both, each with a maximum of its own.
     """
-    return _diversity_scores(sim, _checked(sim).mean_std().std, epsilon)
+    if not isinstance(sim, Anchors):
+        _checked(sim)
+    return _diversity_scores(sim, sim.mean_std().std, epsilon)
 
 
 def entropy_diversity(sim: Anchors, epsilon: float = 0.1, temperature: float = 1.0) -> Tensor:
@@ -81,6 +83,9 @@ def entropy_diversity(sim: Anchors, epsilon: float = 0.1, temperature: float = 1
 
 def _diversity_scores(anchors: Anchors, spread: Tensor, epsilon: float) -> Tensor:
     raw = torch.exp(-epsilon / spread) + 1
+    if anchors.of_one_size:
+        groups = raw.view(len(anchors.sizes), -1)
+        return (groups / groups.amax(1, keepdim=True)).flatten()
     return torch.cat([x / x.amax() for x in anchors.split(raw)])
 
 
@@ -121,7 +126,7 @@ def diversity_contrastive_loss(
     (``d = 1``), and a tensor (A,) holds scores of your own. ``positives``: the same anchors with the candidates that
     their positives are among, instead of those of the negatives. See :class:`itrloss.DiversityContrastiveLoss`.
     """
-    anchors = _both(sim)
+    anchors = sim.both if isinstance(sim, Similarity) else _checked(sim)
     if positive not in _TERMS:
         one_of("positive", positive, *_TERMS)
     scale: float | Tensor = 1 / temperature

@@ -14,7 +14,7 @@ from .anchors import Reduction as Reduction
 from .checks import as_bias, check_size, one_of
 from .engine import ranking
 from .engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
-from .engine.scores import IGNORE_ID, Embeddings, Ids, cached_property, host_may_read
+from .engine.scores import IGNORE_ID, Embeddings, Ids, host_may_read
 
 Engine = Literal["auto", "dense", "tiled", "triton"]
 
@@ -96,7 +96,9 @@ class Similarity(Anchors):
             sim = cls._of(Embeddings(rows, False), None, ids, engine)
         else:
             checks.check_embeddings(rows, cols, check_finite, names)
-            ids = checks.check_ids(row_ids, col_ids, rows.shape[0], cols.shape[0], rows.device, names)
+            ids: Ids = (None, None)
+            if row_ids is not None or col_ids is not None or len(rows) != len(cols):
+                ids = checks.check_ids(row_ids, col_ids, len(rows), len(cols), rows.device, names)
             if cols is rows:
                 cols = cols.view_as(cols)  # the compiler refuses to see the same tensor twice
             sim = cls._of(Embeddings(rows, normalize), Embeddings(cols, normalize), ids, engine, memory_budget)
@@ -180,7 +182,7 @@ class Similarity(Anchors):
         """Return the same similarities without a gradient."""
         return self._seen(self._first.detach(), self._side, self._ids)
 
-    @cached_property
+    @property
     def both(self) -> Anchors:
         """The rows and then the columns as anchors, answered out of one pass."""
         return Anchors(((self._first, self._side),), ((self._first, 1 - self._side),))

@@ -34,11 +34,11 @@ Upstream = namedtuple("Upstream", "x plane stride")  # gradient (WIDTH, A) of th
 # What a kernel is compiled for: PARTS (1 or 4) of a tile's columns that are worked on one after the other; SHARED:
 # parameters are one number each, and one evaluation serves both sides; ROWS, COLS: which are asked; BY_P, BY_Q: whether
 # gradients by the parameters are, too.
-_SIZES, _ASKED = "BLOCK_M BLOCK_N BLOCK_K PARTS EVEN_K", "OVER IDS SHARED ROWS COLS WIDTH MAXIMUM BY_P BY_Q"
-Config = namedtuple("Config", f"{_SIZES} {_ASKED}")
-# Rows of a tile, or columns of a part of it: number ``pid`` of the ``parts`` of a block's axis, from number ``start`` of
-# the matrix on, of ``size`` in the block; (BLOCK,) numbers in the block; (BLOCK,) in the matrix, where beyond the end the
-# block's last one stands in, so that loads need no mask; (BLOCK,) reciprocal lengths; (BLOCK,) ids, or numbers again.
+_CONFIG = "BLOCK_M BLOCK_N BLOCK_K PARTS EVEN_K OVER IDS SHARED ROWS COLS WIDTH MAXIMUM BY_P BY_Q"
+Config = namedtuple("Config", _CONFIG)
+# Rows of a tile, or columns of a part of it: number ``pid`` of the ``parts`` of a block's axis, from ``start`` in the
+# matrix on, of ``size`` in the block; (BLOCK,) numbers in the block; (BLOCK,) in the matrix, where beyond the end the
+# last one stands in, so that loads need no mask; (BLOCK,) reciprocal lengths; (BLOCK,) ids, or the numbers again.
 Axis = namedtuple("Axis", "pid parts start size local index inv ids")
 
 
@@ -188,19 +188,20 @@ def _values(s, rows, cols, parameters, i, K: tl.constexpr, AXIS: tl.constexpr, F
     return _masked(x, float("-inf") if C.MAXIMUM else 0.0, rows, cols, C)
 
 
-@triton.jit(do_not_specialize=["block"])  # its numbers change from batch to batch
+@triton.jit(do_not_specialize=Block._fields)  # which change from batch to batch
 def sums_kernel(
     inputs,
     products,  # Panel of float32 inner products or scores
-    block,
+    row, col, size_m, size_n, first_col,  # Block
     parameters,
     row_out,  # (WIDTH, column parts, size_m) float32: sums of each tile over its columns
     col_out,  # (WIDTH, row parts, size_n) over its rows
     panel,  # Panel of value 0 over the columns' lengths, if wanted
     FORM: tl.constexpr,
     C: tl.constexpr,
-):
+):  # fmt: skip
     """Sum ``value(S_ij)`` over the columns and over the rows of each tile, or find the MAXIMUM."""
+    block = Block(row, col, size_m, size_n, first_col)
     rows, pid_n, parts = _tile(inputs, products, block, C)
     PARTS: tl.constexpr = C.PARTS
     WIDTH: tl.constexpr = C.WIDTH
@@ -213,7 +214,7 @@ def sums_kernel(
                 _store_partial(row_out, k, x, rows, cols, 1, C.MAXIMUM)
             if C.COLS:
                 if not (C.ROWS and C.SHARED):
-                    x = _values(s, rows, cols, parameters, block.first_col + cols.index, k, 0, FORM, C)
+                    x = _values(s, rows, cols, parameters, first_col + cols.index, k, 0, FORM, C)
                 _store_partial(col_out, k, x, rows, cols, 0, C.MAXIMUM)
             if panel.x is not None and k == 0:
                 x = x if cols.inv is None else x * cols.inv[None, :]
@@ -243,11 +244,11 @@ def _slopes(total, s, rows, cols, parameters, grad, j, by, AXIS: tl.constexpr, R
     return total
 
 
-@triton.jit(do_not_specialize=["block"])
+@triton.jit(do_not_specialize=Block._fields)
 def gradient_kernel(
     inputs,
     products,  # as in sums_kernel
-    block,
+    row, col, size_m, size_n, first_col,
     parameters,
     grad,  # Upstream
     row_by,  # (planes, parts, anchors) float32 gradients by p (a plane for each slot) and q, summed per tile
@@ -255,18 +256,19 @@ def gradient_kernel(
     panel,  # Panel of the gradient of the inner products, if wanted; may be the products
     FORM: tl.constexpr,
     C: tl.constexpr,
-):
+):  # fmt: skip
     """Write ``dL/d(x_i y_j) = sum_sides g slope(S_ij) / (|x_i| |y_j|)``, and sum the gradients by the parameters.
 
     If SHARED, one evaluation serves both sides, and gradients by the parameters are summed by row alone.
     """
+    block = Block(row, col, size_m, size_n, first_col)
     rows, pid_n, parts = _tile(inputs, products, block, C)
     PARTS: tl.constexpr = C.PARTS
     BOTH: tl.constexpr = C.SHARED and C.ROWS and C.COLS
     for part in tl.static_range(PARTS):
         cols = _part(inputs, block, pid_n * PARTS + part, C)
         s = _over_lengths(parts[part], rows, cols)
-        x, j = tl.zeros_like(s), block.first_col + cols.index
+        x, j = tl.zeros_like(s), first_col + cols.index
         if C.ROWS:
             x = _slopes(x, s, rows, cols, parameters, grad, j, row_by, 1, True, BOTH, FORM, C)
         if C.COLS and not BOTH:
@@ -365,9 +367,6 @@ def softplus(s, scale, bias, K: tl.constexpr):
 
 _TERMS = identity, log1p_clamp, log1p_relu, negative_log_likelihood, hinge, softplus
 FORMS = {form.__name__: form for form in (exp, peak, information, moments, hinges, *_TERMS)}
-
-
-# ------------------------------------------------------------------------------------ passes over embeddings
 
 
 @triton.jit

@@ -18,11 +18,11 @@ from .scores import (
     Embeddings,
     Ids,
     Scores,
-    cached_property,
     chunks,
     compute_dtype,
     full_precision,
     inverse_norms,
+    may_keep,
     scaled,
 )
 
@@ -88,6 +88,7 @@ class Matrix:
         # Elsewhere the lengths are multiplied in tile by tile, and nothing of the embeddings' size is held.
         self.keeps = engine == "dense" or (engine == "tiled" and n * m * self.dtype.itemsize <= budget)
         self._scores: Tensor | None = None  # (N, M), differentiable if dense
+        self._of_both: Tensor | None = None
         self._positive_scores: Tensor | None = None
         self._masks: dict[tuple[str, bool, bool], Tensor | None] = {}
 
@@ -122,25 +123,27 @@ class Matrix:
         """Return the (N, M) scores, not to be written to or handed out; differentiable on the dense engine."""
         if self._scores is not None:
             return self._scores
-        rows, cols = self.embeddings
+        (rows, cols), keep = self.embeddings, may_keep()
         if cols is None:
-            scores = rows.unit
-        elif self.engine == "dense":
-            with full_precision(rows.x, lasting=True), torch.enable_grad():
-                scores = rows.unit @ cols.unit.T
+            scores = rows.unit()
         else:
-            with full_precision(rows.x, lasting=True), torch.no_grad():
-                scores = matmul(rows.unit, cols.unit.T)
-        if self.keeps:
+            with full_precision(rows.x), torch.set_grad_enabled(keep and self.engine == "dense"):  # whoever asks first
+                left, right = rows.unit(), cols.unit().T
+                scores = left @ right if self.engine == "dense" else matmul(left, right)
+        if self.keeps and keep:
             self._scores = scores
         return scores
 
-    @cached_property
     def scores_of_both(self) -> Tensor:
-        """(2, N, N) scores of a square matrix as its rows see them, and as its columns do."""
-        scores = self.scores()
-        with full_precision(self.device, lasting=True), torch.enable_grad():
-            return torch.stack((scores, scores.T))
+        """Return (2, N, N) scores of a square matrix as its rows see them, and as its columns do; differentiable."""
+        if self._of_both is not None:
+            return self._of_both
+        scores, keep = self.scores(), may_keep()
+        with torch.set_grad_enabled(keep):
+            both = torch.stack((scores, scores.T))
+        if keep:
+            self._of_both = both
+        return both
 
     def dense_mask(self, over: str, of_both: bool, as_bool: bool) -> Tensor | None:
         """Return what leaves pairs out of a sum over the whole matrix: a bool mask of them, or factors of 0 and 1.
@@ -150,12 +153,13 @@ class Matrix:
         key = over, of_both, as_bool or self.cols is None
         if key in self._masks:
             return self._masks[key]
-        with full_precision(self.device, lasting=True):
-            mask = self.pairs.excluded(over=over)
-            if mask is not None and of_both and not self.pairs.one_to_one:
-                mask = torch.stack((mask, mask.T))
-            self._masks[key] = mask if mask is None or key[2] else (~mask).to(self.dtype)
-        return self._masks[key]
+        mask = self.pairs.excluded(over=over)
+        if mask is not None and of_both and not self.pairs.one_to_one:
+            mask = torch.stack((mask, mask.T))
+        mask = mask if mask is None or key[2] else (~mask).to(self.dtype)
+        if may_keep():
+            self._masks[key] = mask
+        return mask
 
     def differentiable_scores(self) -> Tensor:
         """Return the (N, M) scores with their gradient, whatever the engine."""
@@ -163,7 +167,7 @@ class Matrix:
         if self.engine == "dense" or cols is None:
             return self.scores()
         with full_precision(rows.x):
-            return rows.unit @ cols.unit.T
+            return rows.unit() @ cols.unit().T
 
     def source(self, keep: bool = True) -> Scores:
         """Return what a pass needs; with the scores, formed if need be, if these are kept.
@@ -172,10 +176,10 @@ class Matrix:
         """
         (rows, cols), ids = self.embeddings, self.pairs.ids
         if cols is None:
-            return Scores(rows.unit, None, None, None, *ids)
+            return Scores(rows.unit(), None, None, None, *ids)
         if self.keeps:
             kept = self.scores() if keep and not torch.compiler.is_compiling() else self._scores
-            return Scores(rows.unit, cols.unit, None, None, *ids, kept)
+            return Scores(rows.unit(), cols.unit(), None, None, *ids, kept)
         return Scores(rows.x, cols.x, rows.inverse_norms(), cols.inverse_norms(), *ids)
 
     @property
@@ -195,14 +199,19 @@ class Matrix:
 
     def positive_scores(self) -> Tensor:
         """Return the (P,) scores of the positive pairs in the order of ``pairs.listed``; differentiable."""
-        if self._positive_scores is None:
-            pairs = (None, None) if self.pairs.one_to_one else self.pairs.listed
-            formed = self._scores if self.cols is not None else None
-            if formed is not None:
-                formed = formed.detach().diagonal() if pairs[0] is None else formed.detach()[pairs]
-            with full_precision(self.device, lasting=True), torch.enable_grad():  # whoever asks first
-                self._positive_scores = self.pair_scores(pairs[0], pairs[1], formed)
-        return self._positive_scores
+        self.check_unchanged()
+        if self._positive_scores is not None:
+            return self._positive_scores
+        i, j = (None, None) if self.pairs.one_to_one else self.pairs.listed
+        formed = None if self._scores is None or self.cols is None else self._scores.detach()
+        if formed is not None:
+            formed = formed.diagonal() if i is None or j is None else formed[i, j]
+        keep = may_keep()
+        with torch.set_grad_enabled(keep):  # whoever asks first
+            scores = self.pair_scores(i, j, formed)
+        if keep:
+            self._positive_scores = scores
+        return scores
 
     def positive_table(self, side: int) -> Tensor:
         """Return (slots, A) scores of each anchor's positives, inf where it has fewer than others."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from .scores import (
     cached_property,
     chunks,
     compute_dtype,
-    full_precision,
     host_may_read,
+    may_keep,
     normalized,
 )
 
@@ -87,7 +88,7 @@ class Pairs:
     @cached_property
     def listed(self) -> tuple[Tensor, Tensor]:
         """(P,) rows and (P,) columns of the positive pairs, sorted by row."""
-        with full_precision(self.device, lasting=True):
+        with contextlib.nullcontext() if may_keep() else torch.inference_mode(False):
             return self._listed()
 
     def _listed(self) -> tuple[Tensor, Tensor]:
@@ -132,6 +133,8 @@ class Pairs:
 
     def excluded(self, rows: slice = slice(None), cols: slice = slice(None), over: str = "negatives") -> Tensor | None:
         """Return a (r, c) bool mask of the pairs that a sum ``over`` something leaves out; None: none of them."""
+        if self.one_to_one and over == "negatives":
+            return torch.eye(*self.shape, dtype=torch.bool, device=self.device)[rows, cols]
         if over == "positives":
             return ~self.positive(rows, cols)
         found = self.positive(rows, cols) if over == "negatives" else None
@@ -245,9 +248,9 @@ def segment_sum(values: Tensor, index: Tensor | None, size: int) -> Tensor:
     if index is None:
         return values
     total = values.new_zeros(size)
-    if values.device.type == "cpu" or torch.is_grad_enabled():
+    if values.device.type == "cpu":
         return total.index_add(0, index, values)
-    return total.index_put_((index,), values, accumulate=True)  # which sorts on accelerators: index_add is atomic
+    return total.index_put((index,), values, accumulate=True)  # which sorts on accelerators: index_add is atomic
 
 
 def weighted_sums(vectors: Tensor, which: Tensor, weights: Tensor, index: Tensor, size: int) -> Tensor:

@@ -75,7 +75,7 @@ def dense_sums(matrix: Matrix, answer: Answer, over: str, sides: Sequence[int], 
     n, m = matrix.shape
     if len(sides) == 2 and n == m and not _single(params):
         # Rows and columns as one batch of rows: half the operators, which is what small matrices cost.
-        scores, params = matrix.scores_of_both, list(params)
+        scores, params = matrix.scores_of_both(), list(params)
         for k, p in enumerate(params):
             params[k] = p.unsqueeze(-1) if p.shape[-1] == 1 else p.reshape(*p.shape[:-1], 2, n, 1)
         views = [_View([(-1, slice(None))], params)]
@@ -347,6 +347,8 @@ class Reduce(torch.autograd.Function):
     def backward(ctx: Any, *grads):
         first_derivative_only()
         grad, by_pair = grads
+        if grad is None and by_pair is None:
+            return (None,) * len(ctx.needs_input_grad)
         if ctx.early:
             rows, row_inv, scale, direction, by_scale = ctx.saved_tensors
             found = project_(direction * (grad[0] * scale)[:, None], rows, row_inv)

@@ -145,19 +145,16 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 _AS_IT_IS = contextlib.nullcontext()
 
 
-def full_precision(x: Tensor | torch.device, lasting: bool = False):
-    """Return a context in which autocast does not round the products of scores to half precision.
-
-    ``lasting``: for what is kept, also outside of inference mode, whose tensors could not be saved for a backward pass.
-    """
-    kind = x.type if isinstance(x, torch.device) else x.device.type
+def full_precision(x: Tensor):
+    """Return a context in which autocast does not round the products of scores to half precision."""
+    kind = x.device.type
     rounds = (kind == "cpu" or torch.amp.is_autocast_available(kind)) and torch.is_autocast_enabled(kind)
-    if lasting and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-        stack = contextlib.ExitStack()
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.autocast(kind, enabled=False) if rounds else _AS_IT_IS)
-        return stack
     return torch.autocast(kind, enabled=False) if rounds else _AS_IT_IS
+
+
+def may_keep() -> bool:
+    """Return whether tensors that are made now may be kept: one of inference mode could not be saved for backward."""
+    return torch.compiler.is_compiling() or not torch.is_inference_mode_enabled()
 
 
 def host_may_read(x: Tensor) -> bool:
@@ -175,13 +172,13 @@ def scaled(x: Tensor, inv: Tensor | None) -> Tensor:
 
 def inverse_norms(x: Tensor) -> Tensor:
     """Return the (N,) reciprocal lengths of vectors (N, D) in the compute dtype; 0 for a length of at most 1e-12."""
-    dtype = compute_dtype(x)
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     if x.is_cuda and x.dtype.itemsize < 4 and _has_triton():
         from . import triton as kernels
 
         return kernels.inverse_norms(x)
     norms = torch.linalg.vector_norm(x, dim=1, dtype=dtype)
-    if norms.numel() and host_may_read(norms):
+    if norms.device.type == "cpu" and host_may_read(norms) and norms.numel():
         low, high = norms.aminmax()
         if float(low) > EPS and float(high) < 1e18:  # neither squares nor reciprocals leave float32's range
             return norms.reciprocal_()
@@ -243,16 +240,21 @@ class Embeddings:
         compiling = torch.compiler.is_compiling()
         if not compiling and x.is_inference() and not torch.is_inference_mode_enabled():
             x = x.clone()  # which may be saved for a backward pass
-        self.x, self.normalize, self.dtype = x, normalize, compute_dtype(x)
+        self.x, self.normalize = x, normalize
+        self.dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         self.version = None if compiling or x.is_inference() else x._version
+        self._unit: Tensor | None = None
 
-    @cached_property
     def unit(self) -> Tensor:
-        """(N, D) in the compute dtype, at unit length if they are to be; differentiable, whoever asks first."""
-        if not self.normalize and self.x.dtype == self.dtype:
-            return self.x
-        with full_precision(self.x, True), torch.enable_grad():
-            return normalized(self.x) if self.normalize else self.x.to(self.dtype)
+        """Return (N, D) in the compute dtype, at unit length if they are to be; differentiable, whoever asks first."""
+        if self._unit is not None:
+            return self._unit
+        keep = may_keep()
+        with torch.set_grad_enabled(keep):  # whoever asks first
+            unit = normalized(self.x) if self.normalize else self.x.to(self.dtype)
+        if keep:
+            self._unit = unit
+        return unit
 
     def inverse_norms(self) -> Tensor | None:
         """Return the (N,) reciprocal lengths as they are now; None if they are not to be normalised."""
@@ -262,8 +264,7 @@ class Embeddings:
         """Return the same without a gradient."""
         twin = Embeddings(self.x.detach(), self.normalize)
         twin.version = self.version
-        if "unit" in self.__dict__:
-            twin.unit = self.unit.detach()
+        twin._unit = None if self._unit is None else self._unit.detach()
         return twin
 
     def changed(self) -> bool:

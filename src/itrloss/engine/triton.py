@@ -27,6 +27,10 @@ Sides = tuple[int, ...]
 Place = tuple[slice, slice]  # rows and columns of a block
 
 
+def _panel(x: Tensor | None) -> Any:
+    return kernels.Panel(x, 0 if x is None else x.stride(0))
+
+
 class TileConfig(NamedTuple):
     """A tile of scores for each program; see :class:`kernels.Config`."""
 
@@ -36,12 +40,13 @@ class TileConfig(NamedTuple):
     parts: int
     num_warps: int
     num_stages: int
-    registers: int | None = None  # of a thread at most
+    registers: int | None = None  # of a thread at most, on Hopper
 
 
-# For products, the largest that has a tile for every multiprocessor. Limited to 128 registers, two programs of 8 warps
-# fit into a multiprocessor, and one multiplies while the other adds up: the kernels take 112 to 190 without the limit,
-# and spill at most 24 bytes with it (python tests/gpu_compiler.py 90).
+# For products, the largest that has a tile for every multiprocessor. Hopper's kernels take 114 to 190 registers; with
+# 128, two programs of 8 warps share a multiprocessor, and one multiplies while the other adds up. Sums, and gradients by
+# scores alone, spill at most 48 bytes then; others, and on other GPUs all, would up to 1.5 KB, and are not limited
+# (python tests/gpu_compiler.py 90).
 PRODUCT_TILES = TileConfig(128, 128, 64, 4, 8, 3, 128), TileConfig(64, 64, 64, 1, 4, 3)
 READING_TILE = TileConfig(64, 64, 64, 1, 4, 3)  # for scores that exist: bound by memory
 BLOCK = 2**28  # scores, of whose tiles the sums are held until they are added up: 40 MiB
@@ -51,8 +56,6 @@ HELD = 2**27  # bytes of float32 sums of one side's gradient; of more, the score
 
 # The interpreter cannot multiply bfloat16, and rounds to it towards zero: it computes in float32.
 INTERPRETED = not isinstance(kernels.sums_kernel, triton.JITFunction)
-
-# ------------------------------------------------------------------------------------------------ the two passes
 
 
 def sums(
@@ -125,9 +128,9 @@ def _of_embeddings(run: _Pass, needs: Sequence[bool], write: Any) -> list[Tensor
     shape = run.panel_shape()
     for visit, (outer, holds) in enumerate(_visits(xs, needs)):
         inner = 1 - outer
-        held = _float32_sums(outs[inner]) if holds else None
+        held = outs[inner].float() if holds else None  # zeros to add to; a float32 gradient itself
         for o in _spans(len(xs[outer]), shape[outer]):
-            total = None if outs[outer] is None else _float32_sums(outs[outer][o])
+            total = None if outs[outer] is None else outs[outer][o].float()
             for i in _spans(len(xs[inner]), shape[inner]):
                 place = (i, o) if outer else (o, i)
                 products = run.products(place)
@@ -224,9 +227,10 @@ class _Pass:
         block = kernels.Block(rows.start, cols.start, rows.stop - rows.start, cols.stop - cols.start, self.first_col)
         config = kernels.Config(*tile[:4], EVEN_K=self.inputs.dim % tile.block_k == 0, **(self.flags | flags))
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "C": config}
-        if tile.registers is not None and not torch.version.hip:
+        by_params = kernel is kernels.gradient_kernel and (flags["BY_P"] or flags["BY_Q"])
+        if tile.registers is not None and not by_params and _is_hopper(self.device):
             options["maxnreg"] = tile.registers
-        options["FORM"], given = kernels.FORMS[key], (self.inputs, _panel(products), block, self.params)
+        options["FORM"], given = kernels.FORMS[key], (self.inputs, _panel(products), *block, self.params)
         kernel[(math.prod(self.grid(place)),)](*given, *args, **options)
 
 
@@ -235,17 +239,13 @@ def fused(scores: Scores) -> bool:
     return scores.cols is not None and scores.rows.dtype == scores.cols.dtype != torch.float32
 
 
-def _panel(x: Tensor | None) -> Any:
-    return kernels.Panel(x, 0 if x is None else x.stride(0))
+def _spans(size: int, step: int) -> list[slice]:
+    return [slice(start, min(size, start + step)) for start in range(0, size, step)]
 
 
 def _whole_tiles(size: int) -> int:
     """Return a multiple of all tiles' sizes: what kernels multiply rounds in the same way wherever it is."""
     return max(size // 128 * 128, 128)
-
-
-def _spans(size: int, step: int) -> list[slice]:
-    return [slice(start, min(size, start + step)) for start in range(0, size, step)]
 
 
 def _product_tile(n: int, m: int, device: torch.device) -> TileConfig:
@@ -255,6 +255,10 @@ def _product_tile(n: int, m: int, device: torch.device) -> TileConfig:
             if -(-n // tile.block_m) * -(-m // tile.block_n) >= processors:
                 return tile
     return PRODUCT_TILES[-1]
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _aligned(x: Any) -> Tensor:
@@ -292,14 +296,6 @@ class _AnchorSums:
                     torch.maximum(old, new.amax(1), out=old)
                 else:
                     old += new.sum(1)
-
-
-# ------------------------------------------------------------------------------------ gradients of embeddings
-
-
-def _float32_sums(out: Tensor) -> Tensor:
-    """Return zeros to add to; a float32 gradient itself."""
-    return out if out.dtype == torch.float32 else torch.zeros(out.shape, dtype=torch.float32, device=out.device)
 
 
 def _project(total: Tensor | None, x: Any, inv: Tensor | None, part: slice, out: Any) -> None:
@@ -393,9 +389,9 @@ def _error(device: torch.device, dtype: torch.dtype, n: int = 2048, m: int = 281
         return "needs a GPU of compute capability 8.0"
     try:
         return "" if _agrees(device, dtype, n, m, d) else "finds something else than the tiled one"
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:  # of a compiler, a driver, a product that a GPU does not have
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
         return f"fails: {type(error).__name__}: {error}"
 
 
