@@ -421,8 +421,8 @@ def test_kernels_compile_for_gpus(tmp_path):
     for capability, kernel in (
         (c, k) for c, found_of_one in zip(CAPABILITIES, found, strict=True) for k in found_of_one
     ):
-        assert kernel["REG"] and kernel["STACK"] <= 512 and not kernel["LOCAL"], kernel
-        assert kernel["DYNAMIC"] <= 96 * 2**10, kernel
+        assert kernel["REG"] and kernel["STACK"] <= 640 and not kernel["LOCAL"], kernel
+        assert kernel["DYNAMIC"] <= 97 * 2**10, kernel
         if capability == 90 and "_kernel exp " in kernel["name"]:
             assert kernel["STACK"] <= 64 and (kernel["REG"] <= 128 or kernel["WARPS"] == 4), kernel
 

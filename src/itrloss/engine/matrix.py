@@ -89,6 +89,7 @@ class Matrix:
         self.keeps = engine == "dense" or (engine == "tiled" and n * m * self.dtype.itemsize <= budget)
         self._scores: Tensor | None = None  # (N, M), differentiable if dense
         self._of_both: Tensor | None = None
+        self._summed = False  # whether a sum over the matrix was recorded for a backward pass
         self._positive_scores: Tensor | None = None
         self._masks: dict[tuple[str, bool, bool], Tensor | None] = {}
 
@@ -193,8 +194,15 @@ class Matrix:
         ``known``: the scores themselves, if a product has formed them.
         """
         if self.engine == "dense":
-            scores = self.scores()
-            return scores.diagonal() if i is None or j is None else scores[i, j]
+            rows, cols = self.embeddings
+            if cols is None or self._summed:  # the matrix has a gradient anyway
+                scores = self.scores()
+                return scores.diagonal() if i is None or j is None else scores[i, j]
+            # Two products less in the backward pass of a loss of pairs alone: 0.7 of the time at 128 x 128 x 1024.
+            with full_precision(rows.x):
+                sides = (rows.unit(), i), (cols.unit(), j)
+                left, right = (x if k is None else x.index_select(0, k) for x, k in sides)
+                return (left * right).sum(1)
         return pair_scores(self.source(keep=False), i, j, known)
 
     def positive_scores(self) -> Tensor:
@@ -259,6 +267,7 @@ class Matrix:
         self.check_unchanged()
         answer = ANSWERS[key]
         if self.engine == "dense":
+            self._summed = self._summed or torch.is_grad_enabled()
             return reduce.dense_sums(self, answer, over, sides, params)
         cols, compiling = self.cols, torch.compiler.is_compiling()
         early = answer.exponential and len(sides) == 1 and cols is not None and not cols.requires_grad

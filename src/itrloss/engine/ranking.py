@@ -66,23 +66,25 @@ def hardest(m: Matrix, sides: Sequence[int]) -> list[Top]:
     The gradient of a score goes to its pair.
     """
     m.check_unchanged()
-    if m.engine == "dense":
-        return [_dense_hardest(m, side) for side in sides]
     with torch.no_grad(), full_precision(m.rows):  # inside, as the compiler refuses a decorator
-        if torch.compiler.is_compiling():
+        if m.engine == "dense":
+            best = [_dense_hardest(m, side) for side in sides]
+        elif torch.compiler.is_compiling():
             found = _registered(list(m.source()))
             best = [(found[side], found[2 + side]) for side in sides]
         else:
             best = _hardest(m.source(keep=False).detach(), m.pairs, sides)
     if not (torch.is_grad_enabled() and m.has_gradient):
         return best
-    anchors = [torch.arange(len(index), device=index.device) for _, index in best]
-    pairs = [(a, i.clamp_min(0))[:: 1 - 2 * s] for a, (_, i), s in zip(anchors, best, sides, strict=True)]
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for side, (values, index) in zip(sides, best, strict=True):
+        anchors = torch.arange(len(values), device=values.device)
+        pairs.append((index.clamp_min(0), anchors) if side else (anchors, index.clamp_min(0)))
+    i, j = (torch.cat(x) for x in zip(*pairs, strict=True))
     known = torch.cat([values for values, _ in best])
     known = known.masked_fill(known == -math.inf, 0.0)  # whose product with no gradient would be nan
-    i, j = (torch.cat(x) for x in zip(*pairs, strict=True))
-    scores = m.pair_scores(i, j, known).split([len(a) for a in anchors])
-    return [(x.masked_fill(i < 0, -math.inf), i) for x, (_, i) in zip(scores, best, strict=True)]
+    scores = m.pair_scores(i, j, known).split([len(values) for values, _ in best])
+    return [(x.masked_fill(index < 0, -math.inf), index) for x, (_, index) in zip(scores, best, strict=True)]
 
 
 def _dense_hardest(m: Matrix, side: int) -> Top:

@@ -222,7 +222,7 @@ class _Gradient:
             total = (self.rows, self.cols)[side]
             total = grad.new_zeros(x.shape) if total is None else total
             weight = grad if inv is None else grad * (inv if others is None else inv[others])
-            if index is None:
+            if index is None or others is None:
                 for part in chunks(x):
                     total[part].addcmul_(other[part].to(total.dtype), weight[part, None])
             else:

@@ -44,9 +44,9 @@ class TileConfig(NamedTuple):
 
 
 # For products, the largest that has a tile for every multiprocessor. Hopper's kernels take 114 to 190 registers; with
-# 128, two programs of 8 warps share a multiprocessor, and one multiplies while the other adds up. Sums, and gradients by
-# scores alone, spill at most 48 bytes then; others, and on other GPUs all, would up to 1.5 KB, and are not limited
-# (python tests/gpu_compiler.py 90).
+# 128, two programs of 8 warps share a multiprocessor, and one multiplies while the other adds up. Sums, and gradients
+# by scores alone, spill at most 152 bytes then, those of exp 8; others, and all on other GPUs, would up to 1.5 KB, and
+# are not limited (python tests/gpu_compiler.py 90).
 PRODUCT_TILES = TileConfig(128, 128, 64, 4, 8, 3, 128), TileConfig(64, 64, 64, 1, 4, 3)
 READING_TILE = TileConfig(64, 64, 64, 1, 4, 3)  # for scores that exist: bound by memory
 BLOCK = 2**28  # scores, of whose tiles the sums are held until they are added up: 40 MiB
