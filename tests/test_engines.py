@@ -485,12 +485,17 @@ def test_gradcheck(name):
     assert gradcheck(function, (v.requires_grad_(), w.requires_grad_(), p.requires_grad_()), fast_mode=True)
 
 
-@pytest.mark.parametrize("name", ["logsumexp per anchor", "std", "likelihood", "entropy", "softplus of negatives"])
-def test_dense_has_second_derivatives(name):
+SECOND = ["logsumexp per anchor", "std", "likelihood", "entropy", "softplus of negatives", "hardest", "log1p"]
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"), [*((name, "dense") for name in SECOND), *((name, "tiled") for name in ("hardest", "log1p"))]
+)
+def test_dense_and_single_pairs_have_second_derivatives(name, engine):
     ids, (v, w) = make_ids("random", 4, 5, seed=3), embeddings(4, 5, d=3)
 
     def function(v, w, p):
-        return finite(ANSWERS[name](similarity(v, w, ids, "dense").both, p))
+        return finite(ANSWERS[name](similarity(v, w, ids, engine).both, p))
 
     inputs = (x.requires_grad_() for x in (v, w, parameters(4, 5)))
     assert gradgradcheck(function, tuple(inputs), fast_mode=True)
@@ -500,7 +505,7 @@ def test_dense_has_second_derivatives(name):
 def test_tiles_refuse_second_derivatives(engine):
     v, w = (x.requires_grad_() for x in embeddings(4, 5))
     ids = make_ids("random", 4, 5, seed=3)
-    for name in ("logsumexp", "hardest", "positives", "softplus of negatives", "std"):
+    for name in ("logsumexp", "softplus of negatives", "std"):
         values = finite(ANSWERS[name](similarity(v, w, ids, engine).both, parameters(4, 5)))
         with pytest.raises(RuntimeError, match="create_graph"):
             torch.autograd.grad(values.sum(), v, create_graph=True)

@@ -191,7 +191,8 @@ class Anchors:
     def mean_std(self) -> MeanStd:
         """Return mean and population standard deviation of each anchor's negatives, (A,) each."""
         with torch.no_grad():  # inside, as the compiler refuses a decorator
-            centre = self._centre()
+            alone = self.one_to_one and len(self._visits) == 1
+            centre = self._first.mean_scores(self._visits[0][1]) if alone else self._centre()
         sums = self._sums("moments", centre)
         if self.one_to_one and self.of_one_size:
             count: Any = max(1, self.sizes[0] - 1)
@@ -208,8 +209,6 @@ class Anchors:
 
         Several positives that score far from the negatives would move the mean of all candidates away from theirs.
         """
-        if len(self._visits) == 1 and self.one_to_one:
-            return self._first.mean_scores(self._visits[0][1])
         groups = [[(m.mean_scores([side]), m.shape[1 - side]) for m, side in group] for group in self._groups]
         total = torch.cat([sum(mean * size for mean, size in group) for group in groups])  # type: ignore[arg-type]
         sizes = zip(self.sizes, groups, strict=True)

@@ -116,13 +116,15 @@ class Similarity(Anchors):
         numel = len(rows.x) * (rows.x.shape[1] if cols is None else len(cols.x))
         chosen = choose_engine(engine, numel, memory_budget, rows.x)
         unique = ids if ids[0] is None else _diagonal_if_unique(ids)
-        return cls._seen(Matrix(rows, cols, unique, chosen, memory_budget), 0, ids)
+        sim = object.__new__(cls)
+        Anchors.__init__(sim, ((Matrix(rows, cols, unique, chosen, memory_budget), 0),))
+        sim._side, sim._ids = 0, ids
+        return sim
 
-    @classmethod
-    def _seen(cls, matrix: Matrix, side: int, ids: Ids) -> Similarity:
-        view = object.__new__(cls)
+    def _seen(self, matrix: Matrix, side: int) -> Similarity:
+        view = object.__new__(Similarity)
         Anchors.__init__(view, ((matrix, side),))
-        view._side, view._ids = side, ids
+        view._side, view._ids = side, self._ids
         return view
 
     @classmethod
@@ -176,11 +178,11 @@ class Similarity(Anchors):
     @property
     def T(self) -> Similarity:
         """The same similarities with the columns as anchors."""
-        return self._seen(self._first, 1 - self._side, self._ids)
+        return self._seen(self._first, 1 - self._side)
 
     def detach(self) -> Similarity:
         """Return the same similarities without a gradient."""
-        return self._seen(self._first.detach(), self._side, self._ids)
+        return self._seen(self._first.detach(), self._side)
 
     @property
     def both(self) -> Anchors:

@@ -182,11 +182,16 @@ def pair_scores(scores: Scores, i: Tensor | None, j: Tensor | None, known: Tenso
     if cols is None:
         return rows.diagonal().clone() if i is None or j is None else rows[i, j]
     if torch.compiler.is_compiling():  # which fuses it, and plans its memory
-        sides = (rows, scores.row_inv), (cols, scores.col_inv)
-        unit = [x.to(scores.dtype) if inv is None else normalized(x) for x, inv in sides]
-        left, right = (x if k is None else x[k] for x, k in zip(unit, (i, j), strict=True))
-        return (left * right).sum(1)
+        return _plain_pair_scores(rows, cols, scores.row_inv, scores.col_inv, i, j)
     return _PairScores.apply(rows, cols, scores.row_inv, scores.col_inv, i, j, known)
+
+
+def _plain_pair_scores(rows, cols, row_inv, col_inv, i, j) -> Tensor:
+    """:func:`pair_scores` in operators that autograd differentiates."""
+    sides = (rows, row_inv, i), (cols, col_inv, j)
+    units = [(x.to(compute_dtype(x)) if inv is None else normalized(x), k) for x, inv, k in sides]
+    left, right = (x if k is None else x[k] for x, k in units)
+    return (left * right).sum(1)
 
 
 class _PairScores(torch.autograd.Function):
@@ -200,8 +205,12 @@ class _PairScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
-        first_derivative_only()
         rows, cols, row_inv, col_inv, i, j, found = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a second derivative is wanted
+            scores = _plain_pair_scores(rows, cols, row_inv, col_inv, i, j)
+            needed = [x for x, need in zip((rows, cols), ctx.needs_input_grad, strict=False) if need]
+            by = iter(torch.autograd.grad(scores, needed, grads[0], create_graph=True))
+            return *(next(by) if need else None for need in ctx.needs_input_grad[:2]), *([None] * 5)
         sides = (rows, row_inv, i), (cols, col_inv, j)
         needed = zip((sides, sides[::-1]), ctx.needs_input_grad[:2], strict=True)
         by_side = [_pair_gradient(*own, *other, found, grads[0]) if need else None for (own, other), need in needed]

@@ -72,8 +72,10 @@ def _whole_views(shape: tuple[int, int], sides: Sequence[int], params: Sequence[
 
 def dense_sums(matrix: Matrix, answer: Answer, over: str, sides: Sequence[int], params: Sequence[Tensor]) -> Tensor:
     """Return the (K, A) sums over a matrix (N, M) that exists, in plain PyTorch: autograd differentiates it."""
-    n, m = matrix.shape
-    if len(sides) == 2 and n == m and not _single(params):
+    (n, m), each = matrix.shape, False
+    for p in params:
+        each = each or p.shape[-1] != 1
+    if each and n == m and len(sides) == 2:
         # Rows and columns as one batch of rows: half the operators, which is what small matrices cost.
         scores, params = matrix.scores_of_both(), list(params)
         for k, p in enumerate(params):

@@ -245,13 +245,19 @@ class Embeddings:
         self.version = None if compiling or x.is_inference() else x._version
         self._unit: Tensor | None = None
 
-    def unit(self) -> Tensor:
-        """Return (N, D) in the compute dtype, at unit length if they are to be; differentiable, whoever asks first."""
+    def unit(self, keep: bool | None = None) -> Tensor:
+        """Return (N, D) in the compute dtype, at unit length if they are to be; differentiable, whoever asks first.
+
+        ``keep``: what :func:`may_keep` says.
+        """
         if self._unit is not None:
             return self._unit
-        keep = may_keep()
-        with torch.set_grad_enabled(keep):  # whoever asks first
-            unit = normalized(self.x) if self.normalize else self.x.to(self.dtype)
+        keep = may_keep() if keep is None else keep
+        with torch.set_grad_enabled(keep):
+            if self.normalize and not torch.compiler.is_compiling():
+                unit = _Normalize.apply(self.x)
+            else:
+                unit = _normalized(self.x) if self.normalize else self.x.to(self.dtype)
         if keep:
             self._unit = unit
         return unit

@@ -78,7 +78,9 @@ def sums(
             total.add(place, partials)
             if panel is not None and scores.cols is not None:
                 add_product_(direction[place[0]], panel, scores.cols[place[1]])
-    return (total.sums[:1], direction, total.sums[1]) if early else (total.sums, direction, direction)
+    if early:  # results may not share their memory
+        return total.sums[:1].clone(), direction, total.sums[1].clone()
+    return total.sums, direction, torch.empty_like(direction)
 
 
 def gradient(

@@ -400,7 +400,9 @@ def unlabelled(sim: Similarity) -> Similarity:
     matrix = sim._first.detach()
     rows, cols = (x.to(sim.device) for x in _apart(*matrix.shape))
     matrix.pairs = Pairs(matrix.shape, (rows, cols), sim.device)
-    return Similarity._seen(matrix, sim._side, (rows, cols))
+    view = sim._seen(matrix, sim._side)
+    view._ids = (rows, cols)
+    return view
 
 
 def against(sim: Similarity, cols: Tensor, more_rows: Tensor | None = None) -> Similarity:
