@@ -212,6 +212,8 @@ def test_anchors_of_several_matrices_are_counted_split_and_reduced(engine):
     assert torch.equal(rows.positive_counts, sim.positive_counts)
     assert torch.equal(rows.negative_counts, sim.negative_counts)
     assert torch.equal(rows.hardest_negatives().indices, sim.hardest_negatives().indices)
+    blocks = Anchors.pooled(*parts(v, w, ids, engine, (4, 9)))  # an offset of each its own
+    assert torch.equal(blocks.hardest_negatives().indices, sim.hardest_negatives().indices)
     three = Anchors.together(rows, sim.T, rows)
     assert three.sizes == [n, m, n] and not rows.one_to_one
     values = torch.arange(2.0 * n + m)
@@ -728,6 +730,20 @@ def test_masks_and_pair_lists_agree(engine, kind, monkeypatch):
             assert_equal(evaluate(answer, v, w, ids, engine, grads), wanted)
 
 
+@pytest.mark.parametrize("ignored", [False, True])
+def test_few_pairs_of_a_tile_are_listed(ignored, monkeypatch):
+    """So few that their places are written to; tiles differ in width, and pairs lie in their first and last columns."""
+    monkeypatch.setitem(scores.TILE, "cpu", (300, 40))
+    monkeypatch.setattr(pairs, "_MASKED", 0)
+    (v, w), grads = embeddings(40, 100), upstream(40, 100)
+    ids = torch.arange(40), torch.arange(100).roll(33)
+    if ignored:
+        ids = ids[0].masked_fill(ids[0] % 9 == 3, IGNORE_ID), ids[1].masked_fill(ids[1] % 9 == 5, IGNORE_ID)
+    for name in ("logsumexp", "logsumexp per anchor", "mean", "hardest"):
+        wanted = evaluate(ANSWERS[name], v, w, ids, "dense", grads)
+        assert_equal(evaluate(ANSWERS[name], v, w, ids, "tiled", grads), wanted)
+
+
 @pytest.mark.parametrize(
     ("engine", "side", "scale"),
     pairwise(engine=["dense", "tiled", "kept"], side=["row", "column"], scale=[100.0, "per anchor"]),
@@ -851,6 +867,26 @@ def test_scores_of_minus_infinity_take_a_pair_out():
         grads.append(torch.autograd.grad(finite(values).sum(), s)[0])
         assert grads[-1].isfinite().all()
     torch.testing.assert_close(*grads)
+
+
+def test_scores_of_minus_infinity_carry_no_entropy():
+    matrix = torch.tensor([[0.5, -math.inf, 0.2], [0.0, 1.0, -0.4], [0.3, -math.inf, 0.3]])
+    found, wanted = (Similarity.from_scores(matrix, engine=engine).entropy() for engine in ("tiled", "dense"))
+    assert found.isfinite().all()
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("kind", [None, "random"])
+def test_positives_alone_get_their_gradient_after_an_answer_that_nobody_uses(kind):
+    """They ride along with that answer's gradient, and it has none."""
+    ids, results = make_ids(kind, 9, 9), []
+    for engine in ("tiled", "reference"):
+        v, w = (x.requires_grad_() for x in embeddings(9, 9))
+        anchors = similarity(v, w, ids, engine).both
+        anchors.logsumexp(3.0)
+        values = anchors.sum_of_positives(log1p_clamp)
+        results.append(([values], torch.autograd.grad((values * torch.cat(upstream(9, 9))).sum(), (v, w))))
+    assert_equal(*results)
 
 
 # ------------------------------------------------------------------------------------------------- state, copies

@@ -348,7 +348,8 @@ class Reduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads):
         first_derivative_only()
-        grad, by_pair = grads
+        grad: Any = grads[0]
+        by_pair: Any = grads[1]
         if grad is None and by_pair is None:
             return (None,) * len(ctx.needs_input_grad)
         if ctx.early:

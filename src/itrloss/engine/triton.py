@@ -125,14 +125,15 @@ def _of_embeddings(run: _Pass, needs: Sequence[bool], write: Any) -> list[Tensor
     Panels of the outer side are visited one after the other, each with all of the inner side. So the sums of a panel of
     the outer side are soon complete; those of the inner side are held to the end, or found in a second visit.
     """
-    xs, invs = (run.scores.rows, run.scores.cols), (run.scores.row_inv, run.scores.col_inv)
+    xs: Any = run.scores[:2]  # which are both there
+    invs = run.scores[2:4]
     outs: list[Any] = [x.new_zeros(x.shape) if need else None for x, need in zip(xs, needs[:2], strict=True)]
     shape = run.panel_shape()
     for visit, (outer, holds) in enumerate(_visits(xs, needs)):
         inner = 1 - outer
         held = outs[inner].float() if holds else None  # zeros to add to; a float32 gradient itself
         for o in _spans(len(xs[outer]), shape[outer]):
-            total = None if outs[outer] is None else outs[outer][o].float()
+            total: Any = None if outs[outer] is None else outs[outer][o].float()
             for i in _spans(len(xs[inner]), shape[inner]):
                 place = (i, o) if outer else (o, i)
                 products = run.products(place)
@@ -170,18 +171,20 @@ class _Pass:
         self.workspace: dict[int, Tensor] = {}
         self.fused = fused(scores)
         self.tile = _product_tile(*self.shape, self.device) if self.fused else READING_TILE
-        embeddings: Any = (None, None, 0, 0, 0)
+        rows: Any = None
+        cols: Any = None
+        strides = 0, 0, 0
         if self.fused:
             rows, cols = _aligned(scores.rows), _aligned(scores.cols)
-            embeddings = rows, cols, rows.stride(0), cols.stride(0), rows.shape[1]
-        ids = (None if x is None else x.contiguous() for x in (scores.row_ids, scores.col_ids))
-        self.inputs = kernels.Inputs(*embeddings, scores.row_inv, scores.col_inv, *ids)
+            strides = rows.stride(0), cols.stride(0), rows.shape[1]
+        ids = [None if x is None else x.contiguous() for x in scores[4:6]]
+        self.inputs = kernels.Inputs(rows, cols, *strides, scores.row_inv, scores.col_inv, ids[0], ids[1])
         narrow = self.fused and scores.rows.dtype == torch.bfloat16 and not INTERPRETED
         self.panel_dtype = torch.bfloat16 if narrow else torch.float32  # float16's range is too small: add_product_
         p, q = (*params, None, None)[:2]
         steps = [0 if x is None or x.shape[-1] == 1 else x.stride(-1) for x in (p, q)]
         self.slots, slot_stride = (len(p), p.stride(0)) if p is not None and p.dim() == 2 else (1, 0)
-        self.params = kernels.Params(p, q, *steps, self.slots, slot_stride)
+        self.params = kernels.Params(p, q, steps[0], steps[1], self.slots, slot_stride)
         self.first_col = self.shape[0] if 0 in sides else 0
         self.shared = all(x.shape[-1] == 1 for x in params)
         self.flags = {"OVER": over, "IDS": scores.row_ids is not None, "SHARED": self.shared, "ROWS": 0 in sides}
@@ -408,8 +411,9 @@ def _agrees(device: torch.device, dtype: torch.dtype, n: int, m: int, d: int) ->
     params = [torch.full((1,), y, device=device) for y in (20.0, 5.0)]
     grad, needs = torch.linspace(1e-5, 3e-5, n + m, device=device)[None], (True, True, True, False)
     found: list[list[Tensor]] = []
-    for forward, backward, key in ((sums, gradient, "exp"), (tiled_sums, tiled_gradient, ANSWERS["exp"])):
-        ask: Any = scores, pairs, key, "negatives"
+    ways: Any = (sums, gradient, "exp"), (tiled_sums, tiled_gradient, ANSWERS["exp"])
+    for forward, backward, key in ways:
+        ask = scores, pairs, key, "negatives"
         late, early = forward(*ask, (0, 1), params, False)[:1], forward(*ask, (0,), params, True)
         found.append([*late, *early, *backward(*ask, (0, 1), params, grad, needs)[:3]])
     # Half precision rounds by less than a percent.
