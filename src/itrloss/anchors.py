@@ -185,7 +185,7 @@ class Anchors:
         for matrix, _, _ in self._visits:
             if not matrix.bounded:
                 return None
-        largest = float(scale.detach().abs().amax())
+        largest = float((scale if scale.numel() == 1 else scale.abs().amax()).detach().abs())
         return max(0.0, largest - _RANGE) if largest <= 3 * _RANGE else None
 
     def mean_std(self) -> MeanStd:
@@ -240,6 +240,10 @@ class Anchors:
         given = self._params("params", *params) if params else []
         if not self.one_to_one and not all(m.pairs.listable for m, _, _ in self._visits):
             return self._sums(name, *given, over="positives")[0]
+        if self.one_to_one and len(self._visits) == 1:  # all groups at once
+            scores, sides = self._first.positive_scores(), len(self.sizes)
+            values = term(scores, *[p if p.numel() == 1 else p.view(sides, -1) for p in given])
+            return values.expand(sides, len(scores)).flatten()
         known: dict[int, Tensor] = {}  # terms that both sides of a matrix share
         found, start = [], 0
         for group, size in zip(self._groups, self.sizes, strict=True):
@@ -277,9 +281,11 @@ class Anchors:
         if not all(m.pairs.listable for m, _, _ in self._visits):
             return torch.cat([m.sorted_hinges(side, margin) for ((m, side),) in self._groups])
         tables = [m.positive_table(side) - margin for ((m, side),) in self._groups]
-        if len({len(t) for t in tables}) == 1:
-            return self._sums("hinges", torch.cat(tables, 1))[0]
-        return torch.cat([x._sums("hinges", t)[0] for x, t in zip(self.groups(), tables, strict=True)])
+        slots = max(len(t) for t in tables)
+        for k, t in enumerate(tables):
+            if len(t) < slots:
+                tables[k] = torch.cat((t, t.new_full((slots - len(t), t.shape[1]), math.inf)))
+        return self._sums("hinges", torch.cat(tables, 1))[0]
 
     def hardest_negatives(self) -> Hardest:
         """Return score and index (A,) of each anchor's highest-scoring negative; the gradient goes to the pair."""

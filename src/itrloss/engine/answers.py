@@ -8,6 +8,7 @@ answers, in :class:`itrloss.Anchors`. Triton's form of each has the same name in
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -163,7 +164,7 @@ ANSWERS["moments"] = Answer(_moments, _moments_slopes, width=2)
 
 def _hinges(s: Tensor, thresholds: Tensor, out: Any = None) -> Tensor:
     """``sum_k max(s - t_k, 0)`` for thresholds (slots, …); an infinite one is none."""
-    first, *others = thresholds
+    first, *others = [t for t in thresholds if _any_finite(t)] or thresholds[:1]
     if out is None:
         return functools.reduce(torch.add, [(s - t).relu() for t in others], (s - first).relu())
     total = torch.sub(s, first, out=out[0]).relu_()
@@ -172,12 +173,20 @@ def _hinges(s: Tensor, thresholds: Tensor, out: Any = None) -> Tensor:
     return total
 
 
+def _any_finite(thresholds: Tensor) -> bool:
+    """Whether a slot is used, as far as the host may look: one side may have fewer positives than the other."""
+    return not host_may_read(thresholds) or float(thresholds.detach().amin()) < math.inf
+
+
 def _hinges_slopes(s, params, grads, needs, out):
-    (thresholds,) = params
-    beyond = [torch.gt(s, t, out=torch.empty_like(s)).mul_(grads[0]) for t in thresholds[1:]]
-    first = torch.gt(s, thresholds[0], out=out[1]).mul_(grads[0])
-    total = functools.reduce(torch.Tensor.add_, beyond, out[0].copy_(first))
-    return [total, torch.stack([first, *beyond]).neg_() if needs[0] else None]
+    total, by_slot = out[0].zero_(), []
+    for t in params[0]:
+        used = _any_finite(t)
+        if used:
+            total.add_(torch.gt(s, t, out=out[1]).mul_(grads[0]))
+        if needs[0]:
+            by_slot.append(out[1].neg() if used else torch.zeros_like(s))
+    return [total, torch.stack(by_slot) if by_slot else None]
 
 
 ANSWERS["hinges"] = Answer(_hinges, _hinges_slopes)

@@ -111,8 +111,8 @@ def tiled_sums(
     """Return the (K, A) sums of :func:`dense_sums`, visited tile by tile.
 
     With ``early``, of rows: also ``sum_j f(S_ij) y_j`` (N, D) with the unit columns y, of which the rows' gradient by
-    an exponential is made, and ``sum_j f(S_ij) S_ij`` (N,), that by its scale. So a memory, columns without a gradient, is
-    multiplied with once for both passes.
+    an exponential is made, and ``sum_j f(S_ij) S_ij`` (N,), that by its scale. So a memory, columns without a gradient,
+    is multiplied with once for both passes.
     """
     size, first = _sizes(scores.shape, sides)
     start = float("-inf") if answer.maximum else 0.0
@@ -325,8 +325,8 @@ gradients = _operator(
 class Reduce(torch.autograd.Function):
     """(K, A) sums with their gradient, by the two operators; and (P,) scores of listed pairs, or None.
 
-    Where nothing of the embeddings' size is held, the gradient of positives rides along with that of the first sums: one
-    gradient less of all embeddings at a time, 34 MB of 105 for InfoNCE at 8192 x 8192 x 512 (``pytest
+    Where nothing of the embeddings' size is held, the gradient of positives rides along with that of the first sums:
+    one gradient less of all embeddings at a time, 34 MB of 105 for InfoNCE at 8192 x 8192 x 512 (``pytest
     tests/test_operators.py -k memory``).
     """
 
@@ -346,10 +346,8 @@ class Reduce(torch.autograd.Function):
         return found, pair_products(*source[:4], *ctx.index) if listed else None
 
     @staticmethod
-    def backward(ctx: Any, *grads):
+    def backward(ctx: Any, grad: Any, by_pair: Any):  # type: ignore[override]
         first_derivative_only()
-        grad: Any = grads[0]
-        by_pair: Any = grads[1]
         if grad is None and by_pair is None:
             return (None,) * len(ctx.needs_input_grad)
         if ctx.early:

@@ -141,7 +141,7 @@ def _of_embeddings(run: _Pass, needs: Sequence[bool], write: Any) -> list[Tensor
                 if total is not None and products is None:
                     panel = run.buffer(1, place, run.panel_dtype)
                 write(place, products, panel, visit == 0)
-                if panel is not None:
+                if panel is not None and total is not None:
                     add_product_(total, panel.T if outer else panel, xs[inner][i])
                     if held is not None:
                         add_product_(held[i], panel if outer else panel.T, xs[outer][o])
