@@ -350,7 +350,7 @@ class Reduce(torch.autograd.Function):
         first_derivative_only()
         if grad is None and by_pair is None:
             return (None,) * len(ctx.needs_input_grad)
-        if ctx.early:
+        if ctx.early and grad is not None:
             rows, row_inv, scale, direction, by_scale = ctx.saved_tensors
             found = project_(direction * (grad[0] * scale)[:, None], rows, row_inv)
             of_scale = grad[0] * by_scale if ctx.needs_input_grad[6 + _WIDTH] else None
@@ -361,7 +361,7 @@ class Reduce(torch.autograd.Function):
         needed = [*needs[:2], *needs[_WIDTH:]]
         source, params = list(tensors[:_WIDTH]), list(tensors[_WIDTH:])
         riding: dict[str, Any] = {} if by_pair is None else {"riding": (*ctx.index, by_pair)}
-        if grad is None:
+        if grad is None and by_pair is not None:
             size, _ = _sizes(Scores(*source).shape, ctx.question[2])
             grad = by_pair.new_zeros(ANSWERS[ctx.question[0]].width, size)
         found = gradients(source, params, grad, *ctx.question, needed, pairs=ctx.pairs, **riding)
