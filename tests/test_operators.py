@@ -294,8 +294,11 @@ def test_kept_scores_are_multiplied_out_once(name):
     assert products.flops == {"triplet": 2, "dcl through diversity": 10}.get(name, 6) * n * m * d
 
 
-@pytest.mark.parametrize("engine", ["dense", "tiled"])
-def test_pytorchs_flop_counter_sees_all_products(engine, by_blas):
+@pytest.mark.parametrize(
+    ("engine", "library"), [("dense", "by_blas"), ("tiled", "by_blas"), ("dense", "by_onednn"), ("tiled", "by_onednn")]
+)
+def test_pytorchs_flop_counter_sees_all_products(engine, library, request):
+    request.getfixturevalue(library)
     v, w = (x.float().requires_grad_() for x in embeddings(30, 30, 200))
     with FlopCounterMode(display=False) as counter:
         make("infonce", engine=engine)(v, w).backward()
