@@ -13,7 +13,6 @@ kind choose alike.
 from __future__ import annotations
 
 import functools
-import sys
 from pathlib import Path
 
 import torch
@@ -53,6 +52,7 @@ def _by_onednn(a: Tensor, b: Tensor) -> bool:
         and a.dtype == b.dtype == torch.float32
         and a.stride(1) == 1  # else oneDNN copies it first, and the BLAS is as fast
         and torch.backends.mkldnn.enabled
+        and not torch._C._len_torch_dispatch_stack()  # a FLOP counter does not know oneDNN's operator
         and prefers_onednn()
         and _known((n, k, m, *b.stride()))
     )
@@ -65,23 +65,10 @@ def _known(shape: tuple[int, ...]) -> bool:
 
 
 def _onednn(a: Tensor, b: Tensor) -> Tensor:
-    if "torch.utils.flop_counter" in sys.modules:  # whose import takes as long as this library's
-        _tell_flop_counter()
     weight, (down, right) = b.T, b.T.stride()
     if not ((right == 1 and down >= b.shape[0]) or (down == 1 and right >= b.shape[1])):  # such as overlapping windows
         weight = weight.contiguous()
     return torch.ops.mkldnn._linear_pointwise.default(a, weight, None, "none", [], "")
-
-
-@functools.cache
-def _tell_flop_counter() -> None:
-    """Register the number of operations of oneDNN's product, which PyTorch's counter does not know."""
-    from torch.utils.flop_counter import register_flop_formula
-
-    def flops(a: torch.Size, weight: torch.Size, *_: object, **__: object) -> int:
-        return 2 * a[0] * a[1] * weight[0]
-
-    register_flop_formula(torch.ops.mkldnn._linear_pointwise)(flops)
 
 
 @functools.cache
