@@ -79,7 +79,8 @@ def compare(name, shape, view=lambda s: s.both, on_scores=False, **options):
         finite, got = wanted.isfinite(), got.cpu()
         assert torch.equal(got.isfinite(), finite)
         error, noise = ((x.double() - wanted)[finite].norm() for x in (got, other))
-        assert error <= 6 * noise + 4e-6 * wanted[finite].norm() + 1e-6
+        # An exponent of 100 is rounded by 4e-6 of 1, p with it, and 100 times p is in the gradient.
+        assert error <= 6 * noise + 4e-6 * wanted[finite].norm() + (1e-3 if name == "sharp entropy" else 1e-6)
 
 
 # What has no function of its own here is asked in another way, or not of the engine at all.
