@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import SHAPES, each, embeddings, make_ids, similarity, upstream
+from cases import SHAPES, each, embeddings, make_ids, pairwise, similarity, upstream
 from test_engines import ANSWERS, evaluate, parameters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -101,13 +101,12 @@ def test_kernels_that_read_products_equal_the_reference(name, shape, view, few_t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", ASKED)
-def test_all_answers_of_all_shapes(name, shape, fused, few_tiles, poisoned, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "shape", "fused", "view"), pairwise(name=ASKED, shape=SHAPES, fused=[True, False], view=VIEWS)
+)
+def test_all_answers_of_all_shapes(name, shape, fused, view, few_tiles, poisoned, monkeypatch):
     monkeypatch.setattr(engine, "fused", lambda scores: fused and scores.cols is not None)
-    for view in VIEWS.values():
-        compare(name, shape, view)
+    compare(name, shape, VIEWS[view])
 
 
 @pytest.mark.parametrize("name", ["logsumexp per anchor", "std", "hinge sum", "softplus of negatives"])
