@@ -25,7 +25,7 @@ def below(scores: Tensor, threshold: Tensor) -> Tensor:
 def describe(sim: Similarity, margin: float = 0.0, hubness_k: int = 10) -> dict[str, Tensor]:
     """Figures of a batch, without a gradient and without waiting for an accelerator.
 
-    Shares the dense engine's matrix with the loss; beyond its memory budget the tiled engine forms the product
+    Shares scores that are kept with the loss; where none are, the product is formed
     once for each of four questions.
 
     Args:

@@ -154,10 +154,13 @@ class Matrix:
         key = over, of_both, as_bool or self.cols is None
         if key in self._masks:
             return self._masks[key]
-        mask = self.pairs.excluded(over=over)
-        if mask is not None and of_both and not self.pairs.one_to_one:
-            mask = torch.stack((mask, mask.T))
-        mask = mask if mask is None or key[2] else (~mask).to(self.dtype)
+        if self.pairs.one_to_one and over == "negatives" and not key[2]:
+            mask = torch.ones(self.shape, dtype=self.dtype, device=self.device).fill_diagonal_(0.0)
+        else:
+            mask = self.pairs.excluded(over=over)
+            if mask is not None and of_both and not self.pairs.one_to_one:
+                mask = torch.stack((mask, mask.T))
+            mask = mask if mask is None or key[2] else (~mask).to(self.dtype)
         if torch.compiler.is_compiling() or mask is None or not mask.is_inference():
             self._masks[key] = mask
         return mask
@@ -221,7 +224,8 @@ class Matrix:
         return scores
 
     def positive_table(self, side: int) -> Tensor:
-        """Return (slots, A) scores of each anchor's positives, inf where it has fewer than others."""
+        """Return (slots, A) scores of each anchor's positives, inf where it has fewer; a sum over the matrix follows."""
+        self._summed = self._summed or torch.is_grad_enabled()
         if self.pairs.one_to_one:
             return self.positive_scores()[None]
         anchor, other, slot = self.pairs.slots(side)
