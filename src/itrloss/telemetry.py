@@ -25,8 +25,7 @@ def below(scores: Tensor, threshold: Tensor) -> Tensor:
 def describe(sim: Similarity, margin: float = 0.0, hubness_k: int = 10) -> dict[str, Tensor]:
     """Figures of a batch, without a gradient and without waiting for an accelerator.
 
-    Shares scores that are kept with the loss; where none are, the product is formed
-    once for each of four questions.
+    Shares scores that are kept with the loss; where none are, the product is formed once for each of four questions.
 
     Args:
         sim: images as rows, texts as columns.

@@ -224,7 +224,7 @@ class Matrix:
         return scores
 
     def positive_table(self, side: int) -> Tensor:
-        """Return (slots, A) scores of each anchor's positives, inf where it has fewer; a sum over the matrix follows."""
+        """Return (slots, A) scores of each anchor's positives, inf where it has fewer; for a sum over the matrix."""
         self._summed = self._summed or torch.is_grad_enabled()
         if self.pairs.one_to_one:
             return self.positive_scores()[None]
