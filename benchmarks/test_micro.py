@@ -6,8 +6,10 @@ The cases, their inputs and their variants are those of ``itrloss bench``.
 import pytest
 import torch
 
+from itrloss import Similarity, functional
 from itrloss.bench.cases import LOSSES, Case, problem
 from itrloss.bench.runner import step
+from itrloss.engine import answers, products, ranking, scores
 
 SHAPES = {"pairs": (128, 128, 256), "memory": (128, 1024, 256), "sets": (64, 4, 128), "prototypes": (64, 1024, 128)}
 
@@ -21,3 +23,61 @@ def test_forward_and_backward(benchmark, loss, variant):
     benchmark(step(variant, case, given))
     if variant != "floor":
         assert all(torch.isfinite(x.grad).all() and x.grad.any() for x in given.leaves)
+
+
+# ------------------------------------------------------- what each performance mechanism of the engine gains
+
+
+def pulled(n, d, **options):
+    """A step of HAL on similarities with these options."""
+    v, w = (torch.randn(n, d, requires_grad=True) for _ in range(2))
+    return lambda: torch.autograd.grad(functional.hubness_aware_loss(Similarity(v, w, **options), 30.0), (v, w))
+
+
+@pytest.mark.parametrize("budget", [0, 10**9], ids=["formed again", "kept"])
+def test_kept_scores(benchmark, budget):
+    benchmark(pulled(1024, 512, engine="tiled", memory_budget=budget))
+
+
+@pytest.mark.parametrize("numel", [2**18, 2**20, 2**22])
+def test_tile_size(benchmark, numel, monkeypatch):
+    monkeypatch.setitem(scores.TILE, "cpu", (numel, 2048))
+    benchmark(pulled(2048, 512, engine="tiled", memory_budget=10**9))
+
+
+@pytest.mark.parametrize("library", ["blas", "onednn"])
+@pytest.mark.parametrize("shape", [(128, 1024, 4096), (2048, 1024, 2048)], ids=str)
+def test_product(benchmark, shape, library, monkeypatch):
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("PyTorch was built without oneDNN")
+    monkeypatch.setattr(products, "prefers_onednn", lambda: library == "onednn")
+    n, k, m = shape
+    a, b = torch.randn(n, k), torch.randn(m, k).T
+    benchmark(lambda: products.matmul(a, b))
+
+
+@pytest.mark.parametrize("way", [torch.max, ranking._argmax], ids=["PyTorch", "runs"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_argmax(benchmark, way, dim):
+    x = torch.randn(1024, 1024)
+    benchmark(lambda: way(x, dim))
+
+
+@pytest.mark.parametrize("hand", [False, True], ids=["autograd", "by hand"])
+def test_softplus_slopes(benchmark, hand):
+    answer = answers.ANSWERS["softplus"]._replace(**{} if hand else {"slopes": None})
+    s, params = torch.rand(512, 512), [torch.full((1, 1), x) for x in (10.0, -10.0)]
+    out = [torch.empty_like(s) for _ in range(2)]
+    benchmark(lambda: answers.slopes_of(answer, s, params, [torch.ones(1, 1)], (True, True), out))
+
+
+@pytest.mark.parametrize("through_matrix", [False, True], ids=["pairs", "matrix"])
+def test_pairs_alone(benchmark, through_matrix):
+    v, w = (torch.randn(128, 1024, requires_grad=True) for _ in range(2))
+
+    def once():
+        sim = Similarity(v, w, engine="dense")
+        sim._first._summed = through_matrix
+        torch.autograd.grad(functional.triplet_loss(sim), (v, w))
+
+    benchmark(once)

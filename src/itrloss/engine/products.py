@@ -2,9 +2,9 @@
 
 Intel's BLAS, which PyTorch's packages for x86 come with, leaves half of the arithmetic units idle on some processors of
 other makers that have AVX-512; oneDNN, which comes with them too, does not. There, large float32 products go to oneDNN.
-Gain on an AMD EPYC (Zen 4, 2 cores): 128 x 1024 x 4096 in 0.65 of the BLAS's time, 2048 x 1024 x 2048 in 0.88.
+Gain on an AMD EPYC (Zen 4, 2 cores): 128 x 1024 x 4096 in 0.62 of the BLAS's time, 2048 x 1024 x 2048 in 0.87.
 
-    python -m pytest benchmarks/test_micro.py --benchmark-enable -k product
+    pytest benchmarks/test_micro.py --benchmark-enable -k product
 
 ``torch.backends.mkldnn.flags(enabled=False)`` leaves all products to the BLAS. All ranks of a job on processors of one
 kind choose alike.
