@@ -16,8 +16,8 @@ from .products import matmul
 EPS = 1e-12  # a vector of at most this length counts as zero: its scores and its gradient are 0
 IGNORE_ID = torch.iinfo(torch.int64).min  # id of an entry that does not exist, and takes part in nothing
 # Scores of a tile, and its least width. On a CPU a tile and its scratch stay in the last cache and are still large
-# enough for full-speed products; from 2^18 to 2^22 the size hardly matters (5 % at 2048 x 2048 x 512 on one thread, Zen 4:
-# pytest benchmarks/test_micro.py --benchmark-enable -k tile_size).
+# enough for full-speed products; from 2^18 to 2^22 the size hardly matters: 5 % at 2048 x 2048 x 512 on one thread of
+# an EPYC (pytest benchmarks/test_micro.py --benchmark-enable -k tile_size).
 TILE = {"cpu": (2**20, 2048)}
 _ACCELERATOR_TILE = (2**24, 8192)
 _CHUNK, _ACCELERATOR_CHUNK = 2**17, 2**23  # numbers of embeddings that a pass over them takes at once
