@@ -38,7 +38,8 @@ class Similarity(Anchors):
     tiled  tile after tile in a fixed workspace; scores are kept within ``memory_budget``, and formed
            again in the backward pass beyond it: memory O((N + M) D)
     triton the same on CUDA, in float32, with Triton kernels for the work on a tile
-    auto   dense up to 65 536 scores (a million on accelerators); beyond, triton on CUDA, else tiled
+    auto   dense up to 65 536 scores (a million on accelerators, and what fits into the budget under
+           ``torch.compile``); beyond, triton on CUDA, else tiled
     ====== ===========================================================================================
 
     ``sim.T`` has the columns as anchors, ``sim.both`` the rows and then the columns, out of one pass.
