@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import reduce
-from .answers import ANSWERS
+from .answers import ANSWERS, Answer
 from .pairs import Pairs, pair_scores
 from .products import matmul
 from .scores import (
@@ -273,7 +273,7 @@ class Matrix:
         answer = ANSWERS[key]
         if self.engine == "dense":
             self._summed = self._summed or torch.is_grad_enabled()
-            return reduce.dense_sums(self, answer, over, sides, params)
+            return dense_sums(self, answer, over, sides, params)
         cols, compiling = self.cols, torch.compiler.is_compiling()
         early = answer.exponential and len(sides) == 1 and cols is not None and not cols.requires_grad
         source = self.source(keep=not early)
@@ -293,3 +293,42 @@ def _parts(x: Embeddings) -> Iterator[Tensor]:
     for part in chunks(x.x):
         y = x.x[part].detach()
         yield scaled(y, inverse_norms(y) if x.normalize else None)
+
+
+def _whole_views(shape: tuple[int, int], sides: Sequence[int], params: Sequence[Tensor]) -> list[reduce.View]:
+    """Return the views of the whole matrix, without slices: the compiler would take their ends for constants."""
+    everything = slice(None)
+    if all(p.shape[-1] == 1 for p in params):
+        return [reduce.View([(1 - side, everything) for side in sides], [p.unsqueeze(-1) for p in params])]
+    sizes, views = [shape[side] for side in sides], []
+    for k, side in enumerate(sides):
+        own = [p if p.shape[-1] == 1 else p.split(sizes, -1)[k] for p in params]
+        views.append(reduce.View([(1 - side, everything)], [p.unsqueeze(-1 - side) for p in own]))
+    return views
+
+
+def dense_sums(matrix: Matrix, answer: Answer, over: str, sides: Sequence[int], params: Sequence[Tensor]) -> Tensor:
+    """Return the (K, A) sums over a matrix (N, M) that exists, in plain PyTorch: autograd differentiates it."""
+    (n, m), each = matrix.shape, False
+    for p in params:
+        each = each or p.shape[-1] != 1
+    if each and n == m and len(sides) == 2:
+        # Rows and columns as one batch of rows: half the operators, which is what small matrices cost.
+        scores, params = matrix.scores_of_both(), list(params)
+        for k, p in enumerate(params):
+            params[k] = p.unsqueeze(-1) if p.shape[-1] == 1 else p.reshape(*p.shape[:-1], 2, n, 1)
+        views = [reduce.View([(-1, slice(None))], params)]
+    else:
+        scores = matrix.scores()
+        views = _whole_views((n, m), sides, params)
+    mask = matrix.dense_mask(over, scores.dim() == 3, answer.maximum)
+    found: list[Tensor] = []  # of the first view's sides, and then of the second's
+    for view in views:
+        values = answer.value(scores, *view.params)
+        x = values.expand_as(scores) if answer.width == 1 else torch.stack(values)
+        if mask is not None:
+            x = x.masked_fill(mask, float("-inf") if answer.maximum else 0.0) if mask.dtype == torch.bool else x * mask
+        for dim, _ in view.sums:
+            dim = dim - 2 if dim >= 0 else dim
+            found.append((x.amax(dim) if answer.maximum else x.sum(dim)).reshape(answer.width, -1))
+    return found[0] if len(found) == 1 else torch.cat(found, 1)

@@ -306,7 +306,7 @@ class _Best:
         return True
 
     def _of_padded(self, x: Tensor, k: int, old: Top | None, first: int) -> Top:
-        """Return the best of the old ones behind the new ones, with -inf behind both up to a size that is sorted fast."""
+        """Return the best of the new ones and the old ones behind them, with -inf behind both: a size sorted fast."""
         n, size = x.shape
         width = size + (0 if old is None else old[0].shape[1])
         wide = max(width, _PARTIAL_SORT * k)

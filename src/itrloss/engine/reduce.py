@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,20 +21,17 @@ from .pairs import Pairs, first_derivative_only, pair_products, weighted_sums
 from .products import add_matmul_, matmul
 from .scores import Scores, Tile, chunks, full_precision, project_, tiles
 
-if TYPE_CHECKING:
-    from .matrix import Matrix
-
 _WIDTH = len(Scores._fields)
 
 
-class _View(NamedTuple):
+class View(NamedTuple):
     """A tile as seen by sides that share its values."""
 
     sums: list[tuple[int, slice]]  # for each: the dimension summed, and where its anchors are in the vector
     params: list[Tensor]  # broadcast with the tile
 
 
-def _views(tile: Tile, sides: Sequence[int], first: int, params: Sequence[Tensor]) -> list[_View]:
+def _views(tile: Tile, sides: Sequence[int], first: int, params: Sequence[Tensor]) -> list[View]:
     """Split a tile by sides; where parameters are one number each, one evaluation serves both.
 
     ``first``: where the columns' anchors begin.
@@ -44,11 +41,11 @@ def _views(tile: Tile, sides: Sequence[int], first: int, params: Sequence[Tensor
         part, start = (tile.rows, 0) if side == 0 else (tile.cols, first)
         places.append((1 - side, slice(start + part.start, start + part.stop)))
     if _single(params):
-        return [_View(places, [p.unsqueeze(-1) for p in params])]
+        return [View(places, [p.unsqueeze(-1) for p in params])]
     views = []
     for dim, anchors in places:
         given = [(p if p.shape[-1] == 1 else p[..., anchors]).unsqueeze(dim - 2) for p in params]
-        views.append(_View([(dim, anchors)], given))
+        views.append(View([(dim, anchors)], given))
     return views
 
 
@@ -56,45 +53,6 @@ def _sizes(shape: tuple[int, int], sides: Sequence[int]) -> tuple[int, int]:
     """Return the number of anchors and where the columns begin among them."""
     n, m = shape
     return (n + m, n) if len(sides) == 2 else (shape[sides[0]], 0)
-
-
-def _whole_views(shape: tuple[int, int], sides: Sequence[int], params: Sequence[Tensor]) -> list[_View]:
-    """Return the views of the whole matrix, without slices: the compiler would take their ends for constants."""
-    everything = slice(None)
-    if all(p.shape[-1] == 1 for p in params):
-        return [_View([(1 - side, everything) for side in sides], [p.unsqueeze(-1) for p in params])]
-    sizes, views = [shape[side] for side in sides], []
-    for k, side in enumerate(sides):
-        own = [p if p.shape[-1] == 1 else p.split(sizes, -1)[k] for p in params]
-        views.append(_View([(1 - side, everything)], [p.unsqueeze(-1 - side) for p in own]))
-    return views
-
-
-def dense_sums(matrix: Matrix, answer: Answer, over: str, sides: Sequence[int], params: Sequence[Tensor]) -> Tensor:
-    """Return the (K, A) sums over a matrix (N, M) that exists, in plain PyTorch: autograd differentiates it."""
-    (n, m), each = matrix.shape, False
-    for p in params:
-        each = each or p.shape[-1] != 1
-    if each and n == m and len(sides) == 2:
-        # Rows and columns as one batch of rows: half the operators, which is what small matrices cost.
-        scores, params = matrix.scores_of_both(), list(params)
-        for k, p in enumerate(params):
-            params[k] = p.unsqueeze(-1) if p.shape[-1] == 1 else p.reshape(*p.shape[:-1], 2, n, 1)
-        views = [_View([(-1, slice(None))], params)]
-    else:
-        scores = matrix.scores()
-        views = _whole_views((n, m), sides, params)
-    mask = matrix.dense_mask(over, scores.dim() == 3, answer.maximum)
-    found: list[Tensor] = []  # of the first view's sides, and then of the second's
-    for view in views:
-        values = answer.value(scores, *view.params)
-        x = values.expand_as(scores) if answer.width == 1 else torch.stack(values)
-        if mask is not None:
-            x = x.masked_fill(mask, float("-inf") if answer.maximum else 0.0) if mask.dtype == torch.bool else x * mask
-        for dim, _ in view.sums:
-            dim = dim - 2 if dim >= 0 else dim
-            found.append((x.amax(dim) if answer.maximum else x.sum(dim)).reshape(answer.width, -1))
-    return found[0] if len(found) == 1 else torch.cat(found, 1)
 
 
 def _single(params: Sequence[Tensor]) -> bool:
@@ -108,7 +66,7 @@ def _single(params: Sequence[Tensor]) -> bool:
 def tiled_sums(
     scores: Scores, pairs: Pairs, answer: Answer, over: str, sides: Sequence[int], params: Sequence[Tensor], early: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the (K, A) sums of :func:`dense_sums`, visited tile by tile.
+    """Return the (K, A) sums of :func:`itrloss.engine.matrix.dense_sums`, visited tile by tile.
 
     With ``early``, of rows: also ``sum_j f(S_ij) y_j`` (N, D) with the unit columns y, of which the rows' gradient by
     an exponential is made, and ``sum_j f(S_ij) S_ij`` (N,), that by its scale. So a memory, columns without a gradient,
@@ -180,7 +138,7 @@ def tiled_gradient(
     return [*gradient.finish(), *(p if need else p.new_empty(0) for p, need in zip(by_params, needs[2:], strict=True))]
 
 
-def _add_by_anchor(total: Tensor, by: Tensor, view: _View) -> None:
+def _add_by_anchor(total: Tensor, by: Tensor, view: View) -> None:
     """Add the gradients by a parameter, each like the tile, to those of its anchors or of the one number."""
     if total.shape[-1] == 1:
         total.add_(by.sum((-1, -2)).view(total.shape))
