@@ -155,7 +155,7 @@ class Matrix:
         if key in self._masks:
             return self._masks[key]
         if self.pairs.one_to_one and over == "negatives" and not key[2]:
-            mask = torch.ones(self.shape, dtype=self.dtype, device=self.device).fill_diagonal_(0.0)
+            mask = 1 - torch.eye(*self.shape, dtype=self.dtype, device=self.device)
         else:
             mask = self.pairs.excluded(over=over)
             if mask is not None and of_both and not self.pairs.one_to_one:
