@@ -12,9 +12,8 @@ from torch import Tensor
 
 from .checks import as_params, check_number, one_of
 from .engine import ranking
-from .engine.answers import identity, term_name
+from .engine.answers import term_name
 from .engine.matrix import Matrix
-from .engine.pairs import segment_sum
 from .engine.scores import host_may_read
 
 Over = Literal["negatives", "all"]
@@ -56,20 +55,24 @@ class Anchors:
         self.dtype, self.device = first.dtype, first.device
         #: Number of anchors in each group.
         self.sizes = sizes = []
-        visits: dict[int, tuple[Matrix, list[int], list[int]]] = {}
+        self._visits: list[tuple[Matrix, dict[int, int]]] = []  # each matrix, the sides that ask it, and their groups
         one_to_one = alike = True
         for g, group in enumerate(groups):
             sizes.append(group[0][0].shape[group[0][1]])
             alike = alike and sizes[g] == sizes[0]  # a set would have the compiler take each size for a constant
             one_to_one = one_to_one and len(group) == 1 and group[0][0].pairs.one_to_one
             for matrix, side in group:
-                _, sides, places = visits.setdefault(id(matrix), (matrix, [], []))
-                sides.append(side)
-                places.append(g)
-        self._visits = list(visits.values())  # each matrix with the sides that ask it, and the groups that these are
+                for other, asked in self._visits:
+                    if other is matrix and side not in asked:
+                        asked[side] = g
+                        break
+                else:
+                    self._visits.append((matrix, {side: g}))
         self._size = sum(sizes)
         #: Whether anchor i of each group matches its candidate i and nothing else.
         self.one_to_one, self.of_one_size = one_to_one, alike
+        #: Whether all anchors are known to have a positive and a negative.
+        self._complete = one_to_one and min(sizes) > 1
 
     @staticmethod
     def together(*anchors: Anchors) -> Anchors:
@@ -111,41 +114,43 @@ class Anchors:
 
     def detach(self) -> Anchors:
         """Return the same anchors of similarities without a gradient."""
-        twins = {id(m): m.detach() for m, _, _ in self._visits}
+        twins = {id(m): m.detach() for m, _ in self._visits}
         return Anchors(*([(twins[id(m)], side) for m, side in group] for group in self._groups))
 
     @property
     def positive_counts(self) -> Tensor:
         """(A,) int64: how many candidates match each anchor."""
-        return torch.cat([sum(m.pairs.counts(s) for m, s in group) for group in self._groups])  # type: ignore[misc]
+        return self._answer(Matrix.counts, positive=True)
 
     @property
     def negative_counts(self) -> Tensor:
         """(A,) int64: how many candidates do not match each anchor."""
-        counts = [sum(m.pairs.negative_counts(s) for m, s in group) for group in self._groups]
-        return torch.cat(counts)  # type: ignore[arg-type]
+        return self._answer(Matrix.counts, positive=False)
 
     # ------------------------------------------------------------------------------------------------ questions
 
     def _params(self, name: str, *params: Any) -> list[Tensor]:
         return as_params(name, params, self._size, self.dtype, self.device)
 
-    def _sums(self, key: str, *params: Tensor, over: str = "negatives") -> Tensor:
-        """(K, A) sums of an answer; both sides of one matrix out of one visit."""
-        if len(self._visits) == 1 and self._visits[0][1] in ([0], [1], [0, 1]):
-            matrix, sides, _ = self._visits[0]
-            return matrix.reduce(key, sides, *params, over=over)
-        parts = [None if p.shape[-1] == 1 else self.split(p) for p in params]
-        sums: list[list[Tensor]] = [[] for _ in self._groups]
-        for matrix, sides, groups in self._visits:
-            sides, groups = zip(*sorted(zip(sides, groups, strict=True)), strict=True)
-            given = zip(params, parts, strict=True)
-            mine = [p if part is None else torch.cat([part[g] for g in groups], -1) for p, part in given]
-            found = matrix.reduce(key, sides, *mine, over=over)
-            for g, x in zip(groups, found.split([self.sizes[g] for g in groups], 1), strict=True):
-                sums[g].append(x)
-        join = torch.maximum if key == "peak" else torch.add
-        return torch.cat([functools.reduce(join, x) for x in sums], 1)
+    def _answer(
+        self, question: Callable[..., Tensor], *params: Tensor, join: Callable[..., Tensor] = torch.add, **options: Any
+    ) -> Tensor:
+        """Return (..., A) of ``question(matrix, sides, *params, **options)``, asked of each matrix once.
+
+        ``join``: what the answers for an anchor's candidates in several matrices come to.
+        """
+        if len(self._visits) == 1 and [*self._visits[0][1]] in ([0], [1], [0, 1]):
+            matrix, asked = self._visits[0]
+            return question(matrix, [*asked], *params, **options)
+        parts = [None if p.shape[-1] == 1 else p.split(self.sizes, -1) for p in params]
+        found: list[list[Tensor]] = [[] for _ in self._groups]
+        for matrix, asked in self._visits:
+            sides, given = sorted(asked), zip(params, parts, strict=True)
+            own = [p if part is None else torch.cat([part[asked[side]] for side in sides], -1) for p, part in given]
+            answer = question(matrix, sides, *own, **options).split([matrix.shape[side] for side in sides], -1)
+            for side, x in zip(sides, answer, strict=True):
+                found[asked[side]].append(x)
+        return torch.cat([functools.reduce(join, x) for x in found], -1)
 
     def logsumexp(self, scale: float | Tensor = 1.0, *, over: Over = "negatives") -> Tensor:
         """Return (A,) ``log sum_j exp(scale_i S_ij)`` over each anchor's negatives, or over all candidates.
@@ -157,22 +162,21 @@ class Anchors:
         (a,) = as_params("scale", (scale,), self._size, self.dtype, self.device)
         shift = self._shift(a)
         if shift is not None:
-            total = self._sums("exp", a, *([a.new_full((1,), shift)] if shift else []), over=over)[0]
-            if not shift and self.one_to_one and min(self.sizes) > 1:
-                return total.log()
+            top = a.new_full((1,), shift)
+            total = self._answer(Matrix.reduce, a, *([top] if shift else []), key="exp", over=over)[0]
             if not shift or float(total.detach().amin()) >= math.exp(-_RANGE):
-                return self._log(total, shift)
+                return self._log(total, top if shift else None, self._complete)
         with torch.no_grad():
-            top = self._sums("peak", a.detach(), over=over)[0]
+            top = self._answer(Matrix.reduce, a.detach(), join=torch.maximum, key="peak", over=over)[0]
             top = top.masked_fill(top == -math.inf, 0.0)
-        return self._log(self._sums("exp", a, top, over=over)[0], top)
+        return self._log(self._answer(Matrix.reduce, a, top, key="exp", over=over)[0], top, False)
 
-    def _log(self, total: Tensor, top: float | Tensor) -> Tensor:
-        """(A,) ``log total + top``; -inf for a sum of nothing, through which no gradient goes."""
-        if self.one_to_one and min(self.sizes) > 1 and isinstance(top, float):
-            return total.log() + top if top else total.log()
-        empty = total == 0
-        return (total.masked_fill(empty, 1.0).log() + top).masked_fill(empty, -math.inf)
+    def _log(self, total: Tensor, top: Tensor | None, positive: bool) -> Tensor:
+        """(A,) ``log total + top``; -inf, through which no gradient goes, for a sum of 0, if it is not ``positive``."""
+        empty = None if positive else total == 0
+        log = (total if empty is None else total.masked_fill(empty, 1.0)).log()
+        log = log if top is None else log + top
+        return log if empty is None else log.masked_fill(empty, -math.inf)
 
     def _shift(self, scale: Tensor) -> float | None:
         """What can be subtracted from all exponents instead of each anchor's maximum; None if nothing can.
@@ -182,7 +186,7 @@ class Anchors:
         """
         if not host_may_read(scale):
             return None
-        for matrix, _, _ in self._visits:
+        for matrix, _ in self._visits:
             if not matrix.bounded:
                 return None
         largest = float((scale if scale.numel() == 1 else scale.abs().amax()).detach().abs())
@@ -191,37 +195,22 @@ class Anchors:
     def mean_std(self) -> MeanStd:
         """Return mean and population standard deviation of each anchor's negatives, (A,) each."""
         with torch.no_grad():  # inside, as the compiler refuses a decorator
-            alone = self.one_to_one and len(self._visits) == 1
-            centre = self._first.mean_scores(self._visits[0][1]) if alone else self._centre()
-        sums = self._sums("moments", centre)
-        if self.one_to_one and self.of_one_size:
-            count: Any = max(1, self.sizes[0] - 1)
-            first, second = sums / count
-            mean = centre + first if self.sizes[0] > 1 else centre * 0
+            centre = self._answer(Matrix.centre, join=lambda a, b: (a + b) / 2)
+        sums = self._answer(Matrix.reduce, centre, key="moments")
+        if self._complete and self.of_one_size:
+            first, second = sums / (self.sizes[0] - 1)
+            mean = centre + first
         else:
             count = self.negative_counts
             first, second = sums / count.clamp_min(1)
             mean = torch.where(count > 0, centre + first, 0.0)
         return MeanStd(mean, (second - first.square()).clamp_min(1e-12).sqrt())
 
-    def _centre(self) -> Tensor:
-        """(A,) a number near the mean of the negatives, so that squares of distances from it lose no digits.
-
-        Several positives that score far from the negatives would move the mean of all candidates away from theirs.
-        """
-        groups = [[(m.mean_scores([side]), m.shape[1 - side]) for m, side in group] for group in self._groups]
-        total = torch.cat([sum(mean * size for mean, size in group) for group in groups])  # type: ignore[arg-type]
-        sizes = zip(self.sizes, groups, strict=True)
-        count = torch.cat([total.new_full((anchors,), sum(size for _, size in group)) for anchors, group in sizes])
-        if not self.one_to_one and all(m.pairs.listable for m, _, _ in self._visits):
-            total, count = total - self.sum_of_positives(identity), count - self.positive_counts
-        return total / count.clamp_min(1)
-
     def entropy(self, temperature: float = 1.0) -> Tensor:
         """Return (A,) ``-sum_{j in neg(i)} P_ij log2 P_ij``, ``P_i`` the softmax of ``S_i / temperature`` over all."""
         check_number("temperature", temperature, positive=True)
         (a,) = self._params("temperature", 1 / temperature)
-        nats = self._sums("information", a, self.logsumexp(a, over="all"))[0]
+        nats = self._answer(Matrix.reduce, a, self.logsumexp(a, over="all"), key="information")[0]
         return nats.clamp_min(0.0) / math.log(2)
 
     def sum(self, term: Term, *params: float | Tensor) -> Tensor:
@@ -229,42 +218,15 @@ class Anchors:
 
         ``term`` is a function that :func:`itrloss.pair_term` registered; parameters get their gradients.
         """
-        return self._sums(term_name(term), *self._params("params", *params))[0]
+        return self._answer(Matrix.reduce, *self._params("params", *params), key=term_name(term))[0]
 
     def sum_of_positives(self, term: Term, *params: float | Tensor) -> Tensor:
         """Return (A,) ``sum_{p in pos(i)} term(S_ip, *params_i)``, 0 for an anchor without positives.
 
         ``term`` is as in :meth:`sum`. The gradient goes straight to the embeddings of the pairs.
         """
-        name = term_name(term)
-        given = self._params("params", *params) if params else []
-        if not self.one_to_one and not all(m.pairs.listable for m, _, _ in self._visits):
-            return self._sums(name, *given, over="positives")[0]
-        if self.one_to_one and len(self._visits) == 1:  # all groups at once
-            scores, sides = self._first.positive_scores(), len(self.sizes)
-            values = term(scores, *[p if p.numel() == 1 else p.view(sides, -1) for p in given])
-            return values.expand(sides, len(scores)).flatten()
-        known: dict[int, Tensor] = {}  # terms that both sides of a matrix share
-        found, start = [], 0
-        for group, size in zip(self._groups, self.sizes, strict=True):
-            sums: list[Tensor] = []
-            for matrix, side in group:
-                anchor = None if matrix.pairs.one_to_one else matrix.pairs.listed[side]
-                values = known.get(id(matrix))
-                if values is None:
-                    scores, own, shared = matrix.positive_scores(), [], True
-                    for p in given:
-                        if p.numel() > 1:
-                            shared, p = False, p[start : start + size]
-                            p = p if anchor is None else p[anchor]
-                        own.append(p)
-                    values = term(scores, *own).expand_as(scores)
-                    if shared:
-                        known[id(matrix)] = values
-                sums.append(values if anchor is None else segment_sum(values, anchor, size))
-            found.append(sums[0] if len(sums) == 1 else functools.reduce(torch.add, sums))
-            start += size
-        return torch.cat(found)
+        given = self._params("params", *params) if params else ()
+        return self._answer(Matrix.sum_of_positives, *given, key=term_name(term))
 
     def mean_of_positives(self, term: Term, *params: float | Tensor) -> Tensor:
         """Return (A,) the mean of a term over each anchor's positives, 0 without any."""
@@ -278,40 +240,32 @@ class Anchors:
         """
         if any(len(group) > 1 for group in self._groups):
             raise ValueError("hinge_sum: expected the candidates of an anchor in one matrix")
-        if not all(m.pairs.listable for m, _, _ in self._visits):
-            return torch.cat([m.sorted_hinges(side, margin) for ((m, side),) in self._groups])
-        tables = [m.positive_table(side) - margin for ((m, side),) in self._groups]
-        slots = max(len(t) for t in tables)
-        for k, t in enumerate(tables):
-            if len(t) < slots:
-                tables[k] = torch.cat((t, t.new_full((slots - len(t), t.shape[1]), math.inf)))
-        return self._sums("hinges", torch.cat(tables, 1))[0]
+        return self._answer(Matrix.hinge_sum, margin=margin)
 
     def hardest_negatives(self) -> Hardest:
         """Return score and index (A,) of each anchor's highest-scoring negative; the gradient goes to the pair."""
-        found: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        for matrix, sides, _ in self._visits:
-            for side, best in zip(sides, ranking.hardest(matrix, sides), strict=True):
+        found = {}
+        for matrix, asked in self._visits:
+            for side, best in zip(asked, ranking.hardest(matrix, [*asked]), strict=True):
                 found[id(matrix), side] = best
         groups = []
         for group in self._groups:
-            (first, side), *others = group
-            values, indices = found[id(first), side]
-            offset = first.shape[1 - side]
-            for matrix, side in others:
+            offset, values, indices = 0, None, None
+            for matrix, side in group:
                 more, where = found[id(matrix), side]
-                better = more > values
-                values, indices = torch.where(better, more, values), torch.where(better, where + offset, indices)
+                where = where + offset if offset else where
                 offset += matrix.shape[1 - side]
+                better = None if values is None else more > values
+                values = more if better is None else torch.where(better, more, values)
+                indices = where if better is None else torch.where(better, where, indices)
             groups.append((values, indices))
-        values, indices = (torch.cat(x) for x in zip(*groups, strict=True))
-        return Hardest(values, indices)
+        return Hardest(*(torch.cat(x) for x in zip(*groups, strict=True)))
 
     # --------------------------------------------------------------------------------------- losses' reduction
 
     def valid(self) -> Tensor | None:
         """Return (A,) bool: which anchors have a positive and a negative; None: all do."""
-        if self.one_to_one and min(self.sizes) > 1:
+        if self._complete:
             return None
         return (self.positive_counts > 0) & (self.negative_counts > 0)
 
@@ -322,8 +276,7 @@ class Anchors:
         """
         if reduction not in ("mean", "sum", "none"):
             one_of("reduction", reduction, "mean", "sum", "none")
-        if valid is None and not (self.one_to_one and min(self.sizes) > 1):
-            valid = self.valid()
+        valid = self.valid() if valid is None else valid
         if valid is not None:
             values = torch.where(valid, values, 0.0)
         if reduction == "none":

@@ -108,7 +108,7 @@ def as_ids(name: str, ids: Any, size: int, device: torch.device) -> Tensor:
 def check_ids(
     row_ids: Any, col_ids: Any, n: int, m: int, device: torch.device, names: Names = ROWS_AND_COLUMNS
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return (N,) and (M,) int64 ids, or None on both sides; column ids alone refer to rows by number."""
+    """Return (N,) and (M,) int64 ids, or None where they are left out; column ids may stand alone."""
     if row_ids is None and col_ids is None:
         if n != m:
             what = f"{n} {names.rows} and {m} {names.columns}; only N = M has a default pairing"
@@ -116,7 +116,7 @@ def check_ids(
         return None, None
     if col_ids is None:
         raise ValueError(f"{names.col_ids}: expected ids beside {names.row_ids}, got None")
-    rows = torch.arange(n, device=device) if row_ids is None else as_ids(names.row_ids, row_ids, n, device)
+    rows = None if row_ids is None else as_ids(names.row_ids, row_ids, n, device)
     return rows, as_ids(names.col_ids, col_ids, m, device)
 
 

@@ -112,7 +112,7 @@ def _agreed(sim: Similarity | Tensor, asked: str) -> tuple[Tensor, Tensor]:
         assert isinstance(sim, Similarity)
         kinds = f"{images.dtype} {texts.dtype}"
         has = [x is None for x in sim.ids]
-        numbers = zlib.crc32(kinds.encode()), images.shape[1], all(sim._first.normalize), has[0] + 2 * has[1]
+        numbers = zlib.crc32(kinds.encode()), images.shape[1], sim._first.bounded, has[0] + 2 * has[1]
         mine = [1, *map(int, numbers), zlib.crc32(asked.encode())]
     every = gather_rows(torch.tensor([mine], device=getattr(sim, "device", None)))
     if wrong is not None:
@@ -156,7 +156,7 @@ class Shares:
         self.first = first[0], first[1]
         self.ids = self._across(sim)
         self.every_ids = gather_parts(self.ids[0]), gather_parts(self.ids[1])
-        self.normalize = all(sim._first.normalize)
+        self.normalize = sim._first.bounded
         self.engine = sim.engine if sim.engine in ("tiled", "triton") else "auto"
 
     def _across(self, sim: Similarity) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,8 @@ from . import checks
 from .anchors import Anchors
 from .checks import as_ids, check_alike, check_matrix, check_size, one_of, refuse_other_shapes
 from .distributed import agree, gather_rows
+from .engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
+from .engine.pairs import Pairs
 from .engine.scores import IGNORE_ID, Embeddings, inverse_norms, scaled
 from .similarity import Engine, Similarity
 
@@ -190,25 +192,24 @@ class MemorySimilarity(NamedTuple):
             raise ValueError(f"memory: expected keys of dimension {images.shape[1]} like images, got {memory.dim}")
         for name, other in (("image_keys", image_keys), ("text_keys", text_keys), ("memory", memory.images)):
             check_alike(name, other, "images", images)
-        pairs = batch._first.pairs
-        v, w = batch._first.embeddings
+        (v, w), pairs, chosen = batch._first.embeddings, batch._first.pairs, batch._first.engine
         assert w is not None
-        others = Embeddings(image_keys.detach()), Embeddings(text_keys.detach())
-        mirrored = pairs.ids[1], pairs.ids[0]
-        keys = Similarity._of(v, others[1], pairs.ids, engine), Similarity._of(w, others[0], mirrored, engine)
+        others = Embeddings(text_keys.detach()), Embeddings(image_keys.detach())
+        keys = Matrix(v, others[0], pairs, chosen, MEMORY_BUDGET), Matrix(others[1], w, pairs, chosen, MEMORY_BUDGET)
         of_images, of_texts = batch.ids
         if pairs.one_to_one:  # the ids are the same on both sides
             of_images = of_texts = torch.arange(len(images), device=images.device) if of_texts is None else of_texts
-        queues = [
-            Similarity._of(own, Embeddings(entries, False), (own_ids, memory.ids), engine)
-            for own, entries, own_ids in ((v, memory.texts, of_images), (w, memory.images, of_texts))
-        ]
+        entries = Pairs((len(images), memory.size), (of_images, memory.ids), images.device)
+        chosen = choose_engine(engine, max(len(images), len(texts)) * memory.size, MEMORY_BUDGET, images)
+        budget = 0 if engine == "tiled" else MEMORY_BUDGET
+        queues = [Matrix(v, Embeddings(memory.texts, False), entries, chosen, budget)]
+        if of_images is not of_texts:
+            entries = Pairs((len(texts), memory.size), (of_texts, memory.ids), images.device)
+        queues.append(Matrix(w, Embeddings(memory.images, False), entries, chosen, budget))
         for queue in queues:
-            queue._first.bounded = True  # entries have unit length
-        if of_images is of_texts:
-            queues[1]._first.pairs = queues[0]._first.pairs  # found once
+            queue.bounded = True  # entries have unit length
         valid = (memory.ids != IGNORE_ID).sum()
-        return cls(batch, Anchors.together(*keys), Anchors.together(*queues), valid)
+        return cls(batch, Anchors([(keys[0], 0)], [(keys[1], 1)]), Anchors(*([(queue, 0)] for queue in queues)), valid)
 
 
 def _checked_ids(memory: CoupledMemory, image_ids: Any, text_ids: Any) -> tuple[Any, Any]:

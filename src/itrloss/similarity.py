@@ -14,7 +14,8 @@ from .anchors import Reduction as Reduction
 from .checks import as_bias, check_size, one_of
 from .engine import ranking
 from .engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
-from .engine.scores import IGNORE_ID, Embeddings, Ids, host_may_read
+from .engine.pairs import Pairs
+from .engine.scores import Embeddings, Ids
 
 Engine = Literal["auto", "dense", "tiled", "triton"]
 
@@ -93,19 +94,15 @@ class Similarity(Anchors):
         """Check and build, with errors in the caller's names; ``cols`` None: of scores."""
         if cols is None:
             checks.check_matrix("scores", rows, "(N, M)", check_finite)
-            ids = checks.check_ids(row_ids, col_ids, rows.shape[0], rows.shape[1], rows.device, names)
-            sim = cls._of(Embeddings(rows, False), None, ids, engine)
         else:
             checks.check_embeddings(rows, cols, check_finite, names)
-            ids: Ids = (None, None)
-            if row_ids is not None or col_ids is not None or len(rows) != len(cols):
-                ids = checks.check_ids(row_ids, col_ids, len(rows), len(cols), rows.device, names)
-            if cols is rows:
-                cols = cols.view_as(cols)  # the compiler refuses to see the same tensor twice
-            sim = cls._of(Embeddings(rows, normalize), Embeddings(cols, normalize), ids, engine, memory_budget)
-        if row_ids is None:
-            sim._ids = (None, ids[1])
-        return sim
+            cols = cols.view_as(cols) if cols is rows else cols  # the compiler refuses to see the same tensor twice
+        ids: Ids = (None, None)
+        size = rows.shape[1] if cols is None else len(cols)
+        if row_ids is not None or col_ids is not None or len(rows) != size:
+            ids = checks.check_ids(row_ids, col_ids, len(rows), size, rows.device, names)
+        sides = Embeddings(rows, normalize and cols is not None), None if cols is None else Embeddings(cols, normalize)
+        return cls._of(*sides, ids, engine, memory_budget)
 
     @classmethod
     def _of(
@@ -114,18 +111,15 @@ class Similarity(Anchors):
         """Build of checked input."""
         if memory_budget is None:
             memory_budget = 0 if engine == "tiled" else MEMORY_BUDGET
-        numel = len(rows.x) * (rows.x.shape[1] if cols is None else len(cols.x))
-        chosen = choose_engine(engine, numel, memory_budget, rows.x)
-        unique = ids if ids[0] is None else _diagonal_if_unique(ids)
-        sim = object.__new__(cls)
-        Anchors.__init__(sim, ((Matrix(rows, cols, unique, chosen, memory_budget), 0),))
-        sim._side, sim._ids = 0, ids
-        return sim
+        shape = len(rows.x), rows.x.shape[1] if cols is None else len(cols.x)
+        chosen = choose_engine(engine, shape[0] * shape[1], memory_budget, rows.x)
+        return cls._seen(Matrix(rows, cols, Pairs(shape, ids, rows.x.device), chosen, memory_budget), 0)
 
-    def _seen(self, matrix: Matrix, side: int) -> Similarity:
+    @staticmethod
+    def _seen(matrix: Matrix, side: int) -> Similarity:
         view = object.__new__(Similarity)
         Anchors.__init__(view, ((matrix, side),))
-        view._side, view._ids = side, self._ids
+        view._side = side
         return view
 
     @classmethod
@@ -145,7 +139,6 @@ class Similarity(Anchors):
         return cls._made(scores, None, row_ids, col_ids, engine=engine, check_finite=check_finite)
 
     _side: int
-    _ids: Ids
 
     def __repr__(self) -> str:
         n, m = self.shape
@@ -173,7 +166,7 @@ class Similarity(Anchors):
     @property
     def ids(self) -> Ids:
         """(N,) and (M,) int64 ids as they were given; None where they were left out."""
-        rows, cols = self._ids
+        rows, cols = self._first.pairs.given
         return (cols, rows) if self._side else (rows, cols)
 
     @property
@@ -265,14 +258,3 @@ class Similarity(Anchors):
         with torch.no_grad():
             found = ranking.ranked(self._first, asked, ranks, ties == "optimistic")
         return [(rank, TopK(*top)) for rank, top in found]
-
-
-def _diagonal_if_unique(ids: Ids) -> Ids:
-    """None on both sides if the ids only say that row i matches column i, which then takes no searching for pairs."""
-    rows, cols = ids
-    if rows is None or cols is None or not host_may_read(rows):
-        return ids
-    if not torch.equal(rows, cols):
-        return ids
-    ordered = rows.sort().values
-    return ids if bool((ordered[1:] == ordered[:-1]).any()) or int(ordered[0]) == IGNORE_ID else (None, None)

@@ -75,7 +75,12 @@ def pair_term(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     # The same definition once more, as a notebook's cell that is run again makes it, replaces the former.
     if (known.__module__, known.__qualname__) != (function.__module__, function.__qualname__):
         raise ValueError(f"pair_term: a term named {name!r} is already registered")
-    _register(function, Answer(lambda s, *params, out=None: function(s, *params)))
+
+    def value(s: Tensor, *params: Tensor, out: Any = None) -> Tensor:
+        # A tile's values may be written to: the function may have returned what it was given, or less.
+        return function(s, *params) if out is None else out[0].copy_(function(s, *params))
+
+    _register(function, Answer(value))
     return function
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -55,21 +53,17 @@ class Scores(NamedTuple):
         """Return the same without a gradient."""
         return Scores(self.rows.detach(), *(None if x is None else x.detach() for x in self[1:]))
 
-    def unit_rows(self, part: slice) -> Tensor:
-        """Return some of the rows in the compute dtype, at unit length if they are to be."""
-        return scaled(self.rows[part], None if self.row_inv is None else self.row_inv[part])
-
-    def unit_cols(self, part: slice) -> Tensor:
-        """Return some of the columns likewise."""
-        assert self.cols is not None
-        return scaled(self.cols[part], None if self.col_inv is None else self.col_inv[part])
+    def unit(self, side: int, part: slice = slice(None)) -> Tensor:
+        """Return some of the rows (0) or columns (1) in the compute dtype, at unit length if they are to be."""
+        x, inv = self[side], self[2 + side]
+        assert x is not None
+        return scaled(x[part], None if inv is None else inv[part])
 
 
 class Tile(NamedTuple):
     """A block of scores, with buffers of its shape."""
 
-    rows: slice
-    cols: slice
+    part: tuple[slice, slice]  # rows and columns
     scores: Tensor  # (r, c), not to be written to
     scratch: list[Tensor]  # uninitialised
     right: Tensor | None = None  # (c, D) unit columns that the scores were made of
@@ -91,10 +85,10 @@ def tiles(scores: Scores, scratch: int, wanted: Callable[[slice, slice], bool] |
             height, width = r.stop - r.start, c.stop - c.start
             views = [x[: height * width].view(height, width) for x in space]
             if matrix is not None:
-                yield Tile(r, c, matrix[r, c], views)
+                yield Tile((r, c), matrix[r, c], views)
             else:
-                right = scores.unit_cols(c) if right is None else right
-                yield Tile(r, c, matmul(scores.unit_rows(r), right.T, out=views.pop()), views, right)
+                right = scores.unit(1, c) if right is None else right
+                yield Tile((r, c), matmul(scores.unit(0, r), right.T, out=views.pop()), views, right)
 
 
 def tile_shape(n: int, m: int, device: str) -> tuple[int, int]:
@@ -121,26 +115,12 @@ def chunks(x: Tensor) -> list[slice]:
     return [slice(start, min(start + step, len(x))) for start in range(0, len(x), step)]
 
 
-class cached_property:
-    """``functools.cached_property`` without the lock that it has up to Python 3.11, which the compiler refuses."""
-
-    def __init__(self, function: Callable[[Any], Any]):
-        self.function, self.name, self.__doc__ = function, function.__name__, function.__doc__
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        if instance is None:
-            return self
-        value = self.function(instance)
-        setattr(instance, self.name, value)  # is found first from now on
-        return value
-
-
 # ------------------------------------------------------------------------------------------- precision, lengths
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Return the type of scores and sums: float64 stays, everything else is computed in float32."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 _AS_IT_IS = contextlib.nullcontext()
@@ -151,11 +131,6 @@ def full_precision(x: Tensor):
     kind = x.device.type
     rounds = (kind == "cpu" or torch.amp.is_autocast_available(kind)) and torch.is_autocast_enabled(kind)
     return torch.autocast(kind, enabled=False) if rounds else _AS_IT_IS
-
-
-def may_keep() -> bool:
-    """Return whether tensors that are made now may be kept: one of inference mode could not be saved for backward."""
-    return torch.compiler.is_compiling() or not torch.is_inference_mode_enabled()
 
 
 def host_may_read(x: Tensor) -> bool:
@@ -172,28 +147,11 @@ def scaled(x: Tensor, inv: Tensor | None) -> Tensor:
 
 
 def inverse_norms(x: Tensor) -> Tensor:
-    """Return the (N,) reciprocal lengths of vectors (N, D) in the compute dtype; 0 for a length of at most 1e-12."""
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    if x.is_cuda and x.dtype.itemsize < 4 and _has_triton():
-        from . import triton as kernels
-
-        return kernels.inverse_norms(x)
-    norms = torch.linalg.vector_norm(x, dim=1, dtype=dtype)
-    if norms.device.type == "cpu" and host_may_read(norms) and norms.numel():
-        low, high = norms.aminmax()
-        if float(low) > EPS and float(high) < 1e18:  # neither squares nor reciprocals leave float32's range
-            return norms.reciprocal_()
-    norms = torch.empty_like(norms)
-    for part in chunks(x):  # squares may overflow or underflow; their quotients by the largest do not
-        y = x[part].to(dtype)
-        peak = y.abs().amax(1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
-        norms[part] = torch.linalg.vector_norm(y / peak, dim=1) * peak.squeeze(1)
-    return torch.where(norms > EPS, norms.reciprocal(), 0.0)
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    """Return the (...) reciprocal lengths of vectors (..., D) in the compute dtype; 0 for a length of at most 1e-12."""
+    # In float64, as squares of lengths beyond 1e18 leave the range of float32.
+    wide = torch.float32 if x.device.type == "mps" else torch.float64
+    norms = torch.linalg.vector_norm(x, dim=-1, dtype=wide)
+    return torch.where(norms > EPS, norms.reciprocal(), 0.0).to(torch.promote_types(x.dtype, torch.float32))
 
 
 def normalized(x: Tensor) -> Tensor:
@@ -203,9 +161,8 @@ def normalized(x: Tensor) -> Tensor:
 
 def _normalized(x: Tensor) -> Tensor:
     """:func:`normalized` in operators that autograd differentiates."""
-    x = x.to(compute_dtype(x))
-    inv = inverse_norms(x.detach().reshape(-1, x.shape[-1])).view(*x.shape[:-1], 1)
-    x = x * inv  # of length 1 or 0 now, and its squares are in range
+    inv = inverse_norms(x.detach()).unsqueeze(-1)
+    x = x.to(inv.dtype) * inv  # of length 1 or 0 now, and its squares are in range
     return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).masked_fill(inv == 0, 1.0)
 
 
@@ -214,22 +171,17 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        inv = inverse_norms(x if x.dim() == 2 else x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], 1)
-        unit = x * inv if x.dtype == inv.dtype else x.to(inv.dtype) * inv
+        inv = inverse_norms(x)
+        unit = x.to(inv.dtype) * inv.unsqueeze(-1)
         ctx.save_for_backward(x, unit, inv)
         return unit
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (grad,), (x, unit, inv) = grads, ctx.saved_tensors
+        x, unit, inv = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative is wanted
-            return torch.autograd.grad(_normalized(x), x, grad, create_graph=True)[0]
-        found = torch.empty_like(grad)
-        for part in chunks(x):  # of which temporaries stay in the cache
-            u, g = unit[part], grad[part]
-            along = (u * g).sum(-1, keepdim=True)
-            torch.addcmul(g, u, along, value=-1, out=found[part]).mul_(inv[part])
-        return found.to(x.dtype)
+            return torch.autograd.grad(_normalized(x), x, grads[0], create_graph=True)[0]
+        return project_(grads[0].clone(), x, inv, unit)
 
 
 class Embeddings:
@@ -242,25 +194,18 @@ class Embeddings:
         if not compiling and x.is_inference() and not torch.is_inference_mode_enabled():
             x = x.clone()  # which may be saved for a backward pass
         self.x, self.normalize = x, normalize
-        self.dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        self.dtype = torch.promote_types(x.dtype, torch.float32)
         self.version = None if compiling or x.is_inference() else x._version
         self._unit: Tensor | None = None
 
-    def unit(self, keep: bool | None = None) -> Tensor:
-        """Return (N, D) in the compute dtype, at unit length if they are to be; differentiable, whoever asks first.
-
-        ``keep``: what :func:`may_keep` says.
-        """
+    def unit(self) -> Tensor:
+        """Return (N, D) in the compute dtype, at unit length if they are to be; differentiable, whoever asks first."""
         if self._unit is not None:
             return self._unit
-        keep = may_keep() if keep is None else keep
+        keep = not torch.is_inference_mode_enabled()  # what is made there could not be saved for a backward pass
         with torch.set_grad_enabled(keep):
-            if self.normalize and not torch.compiler.is_compiling():
-                unit = _Normalize.apply(self.x)
-            else:
-                unit = _normalized(self.x) if self.normalize else self.x.to(self.dtype)
-        if keep:
-            self._unit = unit
+            unit = normalized(self.x) if self.normalize else self.x.to(self.dtype)
+        self._unit = unit if keep else None
         return unit
 
     def inverse_norms(self) -> Tensor | None:
@@ -274,22 +219,18 @@ class Embeddings:
         twin._unit = None if self._unit is None else self._unit.detach()
         return twin
 
-    def changed(self) -> bool:
-        """Return whether the tensor was written to meanwhile."""
-        return self.version is not None and not torch.compiler.is_compiling() and self.version != self.x._version
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.version = None if self.x.is_inference() else self.x._version  # a copy counts its own
 
 
-def project_(grad: Tensor, x: Tensor, inv: Tensor | None) -> Tensor:
-    """Turn the gradient of unit vectors (N, D), in place, into that of ``x``, and return it in the type of ``x``.
+def project_(grad: Tensor, x: Tensor, inv: Tensor | None, unit: Tensor | None = None) -> Tensor:
+    """Turn the gradient of unit vectors (..., D), in place, into that of ``x``, and return it in the type of ``x``.
 
-    ``dL/dx = (g - u <u, g>) / |x|`` with ``u = x / |x|``.
+    ``dL/dx = (g - u <u, g>) / |x|`` with ``u = x / |x|``, the ``unit`` vectors if they are there.
     """
     for part in chunks(x) if inv is not None else ():
         assert inv is not None
-        g, u = grad[part], scaled(x[part], inv[part])
-        g.addcmul_(u, (u * g).sum(1, keepdim=True), value=-1).mul_(inv[part, None])
+        g, u = grad[part], scaled(x[part], inv[part]) if unit is None else unit[part]
+        g.addcmul_(u, (u * g).sum(-1, keepdim=True), value=-1).mul_(inv[part].unsqueeze(-1))
     return grad.to(x.dtype)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .. import functional
 from ..checks import IMAGES_AND_TEXTS, check_embeddings, check_ids, check_number, check_size, one_of
 from ..distributed import gather_rows
-from ..engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
+from ..engine.matrix import MEMORY_BUDGET, choose_engine
 from ..engine.scores import Embeddings, full_precision
 from ..similarity import Similarity
 from ..telemetry import describe
@@ -92,7 +92,8 @@ class VarianceAwareLoss(ObservedLoss):
         engine = choose_engine(self.engine, n * texts.shape[0], budget, images)
         sides = Embeddings(flat), Embeddings(texts)
         if engine == "dense":  # one product for all heads
-            scores = Matrix(*sides, (None, None), engine).scores().view(n, k, -1)
+            with full_precision(flat):
+                scores = (sides[0].unit() @ sides[1].unit().T).view(n, k, -1)
             heads = [Similarity._of(Embeddings(x, False), None, ids, engine) for x in scores.unbind(1)]
         else:
             heads = [Similarity._of(Embeddings(x), sides[1], ids, engine, budget) for x in images.unbind(1)]

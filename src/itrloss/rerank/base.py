@@ -400,9 +400,7 @@ def unlabelled(sim: Similarity) -> Similarity:
     matrix = sim._first.detach()
     rows, cols = (x.to(sim.device) for x in _apart(*matrix.shape))
     matrix.pairs = Pairs(matrix.shape, (rows, cols), sim.device)
-    view = sim._seen(matrix, sim._side)
-    view._ids = (rows, cols)
-    return view
+    return sim._seen(matrix, sim._side)
 
 
 def against(sim: Similarity, cols: Tensor, more_rows: Tensor | None = None) -> Similarity:
@@ -413,7 +411,7 @@ def against(sim: Similarity, cols: Tensor, more_rows: Tensor | None = None) -> S
         rows = torch.cat([x.to(sim.device, sim.dtype) for x in (rows, more_rows)])  # neither is rounded
     engine: Any = sim.engine if sim.engine in ("tiled", "triton") else "auto"
     ids = _apart(len(rows), len(cols))
-    return Similarity(rows, cols, *ids, normalize=all(sim._first.normalize), engine=engine)
+    return Similarity(rows, cols, *ids, normalize=sim._first.bounded, engine=engine)
 
 
 def _fingerprint(bank: Tensor) -> tuple[Any, ...]:
