@@ -74,7 +74,8 @@ class VarianceAwareLoss(ObservedLoss):
         (image_sets, texts), image_ids, text_ids = self._gathered((image_sets, texts), image_ids, text_ids)
         heads = self._heads(image_sets, texts, image_ids, text_ids)
         value = functional.variance_aware_loss(heads, self.margin, self.detach_sigma, self.shared_sigma, self.reduction)
-        self._observe(lambda: describe(_best_of(heads), self.margin))
+        if self.observed:
+            self._observe(lambda: describe(_best_of(heads), self.margin))
         return value
 
     def _heads(self, images: Tensor, texts: Tensor, image_ids: Any, text_ids: Any) -> list[Similarity]:
