@@ -200,11 +200,10 @@ class OnlineKMeans(WholeState):
         self.seen.add_(batch)
         hit = torch.zeros_like(seeded).index_fill_(0, ids, True) & seeded
         self.last.copy_(torch.where(hit | begins, self.seen, self.last))
-        # Empty clusters first, in their order; then those that waited longest.
-        waited = torch.where(seeded, self.seen - self.last, torch.iinfo(torch.int64).max)
         patience = 0 if whole else int(self.patience * clusters)
         places = min(batch, clusters)
-        waited, place = (v[:places] for v in torch.sort(waited, descending=True, stable=True))
+        # Empty clusters first, in their order; then those that waited longest.
+        waited, place = (v[:places] for v in torch.sort(self.seen - self.last, descending=True, stable=True))
         served, point = (v[:places] for v in torch.sort(cosines.masked_fill(zero, 1.0), stable=True))
         replaced = (waited > patience) & (served < _SERVED)
         ids.index_copy_(0, point, torch.where(replaced, place, ids[point]))

@@ -32,7 +32,7 @@ class Loss(nn.Module):
         self.check_finite = check_finite
 
     def _options(self) -> dict[str, Any]:
-        """Return the options that ``repr`` shows: for nearly all losses, those of its function."""
+        """Return the options that ``repr`` shows, by name."""
         return {name: getattr(self, name) for name in (*self.shown, "reduction")}
 
     def extra_repr(self) -> str:

@@ -67,7 +67,7 @@ class TripletLoss(PairLoss):
         self._mining: functional.Mining = value
 
     def compute(self, sim: Similarity) -> Any:
-        loss = functional.triplet_loss(sim, **self._options())
+        loss = functional.triplet_loss(sim, self.margin, self.mining, self.reduction)
         if self.mining == "hardest" and self.training and not torch.compiler.is_compiling():
             self._calls += 1
             if self._calls % _CHECKED == 0 and self._alike < 2:

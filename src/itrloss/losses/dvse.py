@@ -74,7 +74,7 @@ class VarianceAwareLoss(ObservedLoss):
         """
         (image_sets, texts), image_ids, text_ids = self._gathered((image_sets, texts), image_ids, text_ids)
         heads = self._heads(image_sets, texts, image_ids, text_ids)
-        value = functional.variance_aware_loss(heads, **self._options())
+        value = functional.variance_aware_loss(heads, self.margin, self.detach_sigma, self.shared_sigma, self.reduction)
         if self.observed:
             self._observe(lambda: describe(_best_of(heads), self.margin))
         return value

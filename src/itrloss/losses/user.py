@@ -39,10 +39,11 @@ class HubnessAwareLoss(PairLoss):
         check_number("scale", scale, positive=True)
         check_number("margin", margin)
         one_of("positive", positive, "clamp", "relu")
-        self.scale, self.margin, self.positive = scale, margin, positive
+        self.scale, self.margin = scale, margin
+        self.positive: functional.PositiveForm = positive
 
     def compute(self, sim: Similarity) -> Any:
-        return functional.hubness_aware_loss(sim, **self._options())
+        return functional.hubness_aware_loss(sim, self.scale, self.margin, self.reduction, positive=self.positive)
 
 
 class UnifiedTrainingObjective(MemoryLoss):
