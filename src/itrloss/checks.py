@@ -19,11 +19,10 @@ class Names(NamedTuple):
     cols: str = "cols"
     row_ids: str = "row_ids"
     col_ids: str = "col_ids"
-    columns: str = "columns"
 
 
 ROWS_AND_COLUMNS = Names()
-IMAGES_AND_TEXTS = Names("images", "texts", "image_ids", "text_ids", "texts")
+IMAGES_AND_TEXTS = Names("images", "texts", "image_ids", "text_ids")
 
 
 def one_of(name: str, value: object, *allowed: object) -> None:
@@ -49,21 +48,17 @@ def check_size(name: str, value: object) -> None:
         raise ValueError(f"{name}: expected at least 1, got {value}")
 
 
-def check_matrix(name: str, x: Any, shape: str, check_finite: bool = False) -> None:
-    """Raise an error unless ``x`` is a floating-point matrix with rows and columns."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a floating-point tensor {shape}, got {type(x).__name__}")
-    if not x.is_floating_point():
-        raise TypeError(f"{name}: expected a floating-point tensor {shape}, got {x.dtype}")
-    if x.dim() != 2:
-        raise ValueError(f"{name}: expected shape {shape}, got {tuple(x.shape)}")
-    if x.shape[0] == 0 or x.shape[1] == 0:
-        raise ValueError(f"{name}: expected at least one row and one column, got shape {tuple(x.shape)}")
+def check_matrix(name: str, x: Any, shape: str, check_finite: bool = False, dims: int = 2) -> None:
+    """Raise an error unless ``x`` is a floating-point tensor of ``dims`` dimensions, none of them of size 0."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise TypeError(f"{name}: expected a floating-point tensor {shape}, got {_type(x)}")
+    if x.dim() != dims or not x.numel():
+        raise ValueError(f"{name}: expected shape {shape}, each at least 1, got {tuple(x.shape)}")
     if check_finite:
         require_finite(name, x)
 
 
-def check_embeddings(rows: Any, cols: Any, check_finite: bool = False, names: Names = ROWS_AND_COLUMNS) -> None:
+def check_embeddings(rows: Any, cols: Any, check_finite: bool, names: Names) -> None:
     """Raise an error unless (N, D) and (M, D) embeddings go together."""
     if isinstance(rows, Tensor) and isinstance(cols, Tensor) and rows.dim() == cols.dim() == 2 and not check_finite:
         alike = rows.dtype == cols.dtype and rows.device == cols.device and rows.shape[1] == cols.shape[1]
@@ -80,8 +75,8 @@ def check_embeddings(rows: Any, cols: Any, check_finite: bool = False, names: Na
 def check_alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
     """Raise an error unless two tensors lie on one device, and both are float64 or neither is."""
     if (x.dtype == torch.float64) != (other.dtype == torch.float64):
-        got = f"{x.dtype} beside {other.dtype}"
-        raise TypeError(f"{name}: expected float64 beside float64 {other_name} and beside no others, got {got}")
+        wanted = f"float64 beside float64 {other_name} and beside no others"
+        raise TypeError(f"{name}: expected {wanted}, got {x.dtype} beside {other.dtype}")
     if x.device != other.device:
         raise ValueError(f"{name}: expected device {other.device} like {other_name}, got {x.device}")
 
@@ -98,24 +93,23 @@ def require_finite(name: str, x: Tensor) -> None:
 def as_ids(name: str, ids: Any, size: int, device: torch.device) -> Tensor:
     """Return ids as a (size,) int64 tensor on the device, of its own memory."""
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-        raise TypeError(f"{name}: expected an integer tensor of shape ({size},), got {got}")
+        raise TypeError(f"{name}: expected an integer tensor of shape ({size},), got {_type(ids)}")
     if ids.shape != (size,):
         raise ValueError(f"{name}: expected shape ({size},), got {tuple(ids.shape)}")
     return ids.to(device, torch.int64, copy=True)
 
 
 def check_ids(
-    row_ids: Any, col_ids: Any, n: int, m: int, device: torch.device, names: Names = ROWS_AND_COLUMNS
+    row_ids: Any, col_ids: Any, n: int, m: int, device: torch.device, names: Names
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return (N,) and (M,) int64 ids, or None where they are left out; column ids may stand alone."""
-    if row_ids is None and col_ids is None:
-        if n != m:
-            what = f"{n} {names.rows} and {m} {names.columns}; only N = M has a default pairing"
-            raise ValueError(f"{names.row_ids}, {names.col_ids}: needed for {what}")
-        return None, None
     if col_ids is None:
-        raise ValueError(f"{names.col_ids}: expected ids beside {names.row_ids}, got None")
+        if row_ids is not None:
+            raise ValueError(f"{names.col_ids}: expected ids beside {names.row_ids}, got None")
+        if n != m:
+            got = f"{n} {names.rows} and {m} {names.cols}"
+            raise ValueError(f"{names.row_ids}, {names.col_ids}: needed for {got}; only N = M has a default pairing")
+        return None, None
     rows = None if row_ids is None else as_ids(names.row_ids, row_ids, n, device)
     return rows, as_ids(names.col_ids, col_ids, m, device)
 
@@ -126,11 +120,12 @@ def as_params(name: str, params: tuple[Any, ...], size: int, dtype: torch.dtype,
     for p in params:
         if not isinstance(p, Tensor):
             check_number(name, p)
-            found.append(torch.full((1,), float(p), dtype=dtype, device=device))
-            continue
-        if p.numel() != 1 and p.shape != (size,):
+            p = torch.full((1,), float(p), dtype=dtype, device=device)
+        elif p.numel() != 1 and p.shape != (size,):
             raise ValueError(f"{name}: expected a number or shape ({size},), got {tuple(p.shape)}")
-        found.append(p if p.dim() == 1 and p.dtype == dtype and p.device == device else p.reshape(-1).to(device, dtype))
+        elif p.dim() != 1 or p.dtype != dtype or p.device != device:
+            p = p.reshape(-1).to(device, dtype)
+        found.append(p)
     return found
 
 
@@ -139,17 +134,23 @@ def as_bias(name: str, bias: Any, size: int, device: torch.device) -> Tensor | N
     if bias is None:
         return None
     if not isinstance(bias, Tensor):
-        raise TypeError(f"{name}: expected a tensor of shape ({size},), got {type(bias).__name__}")
+        raise TypeError(f"{name}: expected a tensor of shape ({size},), got {_type(bias)}")
     if bias.shape != (size,):
         raise ValueError(f"{name}: expected shape ({size},), got {tuple(bias.shape)}")
     return bias.detach().to(device)
 
 
-def refuse_other_shapes(module: nn.Module, state: Mapping[str, Any], prefix: str, errors: list[str]) -> bool:
-    """Return whether buffers of a state have other shapes than the module's: none of it should be loaded then."""
-    for name, own in module._buffers.items():
-        loaded = state.get(prefix + name)
-        if own is not None and loaded is not None and loaded.shape != own.shape:
-            errors.append(f"{prefix}{name}: expected shape {tuple(own.shape)}, got {tuple(loaded.shape)}")
-            return True
-    return False
+class WholeState(nn.Module):
+    """A module that loads all of a state or, where a buffer has another shape, nothing of it."""
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        for name, own in self._buffers.items():
+            loaded = state_dict.get(prefix + name)
+            if own is not None and loaded is not None and loaded.shape != own.shape:
+                args[-1].append(f"{prefix}{name}: expected shape {tuple(own.shape)}, got {tuple(loaded.shape)}")
+                return
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _type(x: object) -> str:
+    return str(x.dtype) if isinstance(x, Tensor) else type(x).__name__

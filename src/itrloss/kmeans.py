@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .checks import check_matrix, check_number, check_size, refuse_other_shapes
+from .checks import WholeState, check_matrix, check_number, check_size
 from .distributed import gather_rows
 from .engine.matrix import check_engine
 from .engine.pairs import weighted_sums
-from .engine.scores import IGNORE_ID, Embeddings, host_may_read, inverse_norms, scaled
+from .engine.scores import IGNORE_ID, host_may_read, inverse_norms, scaled
 from .similarity import Engine, Similarity
 
 __all__ = ["OnlineKMeans"]
@@ -20,7 +20,7 @@ _NEVER = torch.iinfo(torch.int64).min // 2
 _SERVED = 1 - 1e-5  # a cosine beyond which a point needs no centroid of its own
 
 
-class OnlineKMeans(nn.Module):
+class OnlineKMeans(WholeState):
     r"""Mini-batch spherical k-means (Sculley, WWW 2010; Dhillon & Modha, 2001) with centroids that persist.
 
     Each point, at unit length, belongs to the centroid of highest cosine (the first of equals). After a batch
@@ -71,8 +71,8 @@ class OnlineKMeans(nn.Module):
         engine: Engine = "auto",
     ):
         super().__init__()
-        for name, value in (("clusters", clusters), ("dim", dim)):
-            check_size(name, value)
+        check_size("clusters", clusters)
+        check_size("dim", dim)
         check_number("patience", patience, positive=True)
         if max_count is not None:
             check_number("max_count", max_count, positive=True)
@@ -104,7 +104,7 @@ class OnlineKMeans(nn.Module):
 
     @torch.no_grad()
     def predict(self, x: Tensor) -> Tensor:
-        """(B,) int64: the cluster of each point.
+        """Return the cluster of each point, (B,) int64.
 
         Args:
             x: (B, dim) floating point, of any length. Vectors of length 0 belong to the first cluster.
@@ -167,26 +167,26 @@ class OnlineKMeans(nn.Module):
         return ids
 
     def _check(self, x: Tensor) -> None:
-        check_matrix("x", x, f"(B, {self.dim})", False)
+        check_matrix("x", x, f"(B, {self.dim})")
         if x.shape[1] != self.dim:
             raise ValueError(f"x: expected shape (B, {self.dim}), got {tuple(x.shape)}")
         if x.device != self.centroids.device:
             raise ValueError(f"x: expected device {self.centroids.device} like the centroids, got {x.device}")
 
     def _nearest(self, x: Tensor, seeded: Tensor) -> tuple[Tensor, Tensor]:
-        """Highest cosine with a centroid and its index; -1 and 0 while there is none."""
+        """Return the highest cosine (B,) with a centroid and its index; -1 and 0 while there is none."""
         ids = x.new_zeros(x.shape[0], dtype=torch.int64), torch.where(seeded, 1, IGNORE_ID)
-        sides = Embeddings(x), Embeddings(self.centroids, False)
-        best = Similarity._of(*sides, ids, self.engine, memory_budget=0).hardest_negatives()
+        options: dict[str, Any] = {"normalize": False, "engine": self.engine, "memory_budget": 0}
+        best = Similarity(x, self.centroids, *ids, **options).hardest_negatives()
         return best.values.clamp_min(-1), best.indices.clamp_min(0)
 
     def _unit(self, x: Tensor) -> Tensor:
-        """At unit length; what is not finite (an overflow that the optimiser skips) counts as zero."""
+        """Return unit vectors; what is not finite (an overflow that the optimiser skips) counts as zero."""
         x = torch.where(x.isfinite().all(1, keepdim=True), x, 0.0)
         return scaled(x, inverse_norms(x)).to(self.centroids.dtype)
 
     def _step(self, x: Tensor, whole: bool = False) -> Tensor:
-        """One update with all of the points there are in this step."""
+        """Update with all of the points there are in this step, and return their clusters."""
         batch, clusters = x.shape[0], self.clusters
         x = self._unit(x)
         zero = (x == 0).all(1)
@@ -200,11 +200,10 @@ class OnlineKMeans(nn.Module):
         self.seen.add_(batch)
         hit = torch.zeros_like(seeded).index_fill_(0, ids, True) & seeded
         self.last.copy_(torch.where(hit | begins, self.seen, self.last))
-        # Empty clusters first, in their order; then those that waited longest.
-        waited = torch.where(seeded, self.seen - self.last, torch.iinfo(torch.int64).max)
         patience = 0 if whole else int(self.patience * clusters)
         places = min(batch, clusters)
-        waited, place = (v[:places] for v in torch.sort(waited, descending=True, stable=True))
+        # Empty clusters first, in their order; then those that waited longest.
+        waited, place = (v[:places] for v in torch.sort(self.seen - self.last, descending=True, stable=True))
         served, point = (v[:places] for v in torch.sort(cosines.masked_fill(zero, 1.0), stable=True))
         replaced = (waited > patience) & (served < _SERVED)
         ids.index_copy_(0, point, torch.where(replaced, place, ids[point]))
@@ -215,7 +214,7 @@ class OnlineKMeans(nn.Module):
         return ids
 
     def _move(self, x: Tensor, ids: Tensor) -> None:
-        """The centroids of the clusters that got some of these unit vectors."""
+        """Move the centroids of the clusters that got some of these unit vectors."""
         which, sums, sizes = _cluster_sums(x, ids, self.clusters)
         old, count = self.centroids[which], self.counts[which]
         if self.max_count is not None:
@@ -228,29 +227,23 @@ class OnlineKMeans(nn.Module):
         self.counts.index_copy_(0, which, self.counts[which] + sizes)
 
     def _apply(self, fn: Any, recurse: bool = True) -> OnlineKMeans:
-        """Moves between devices; the type stays."""
+        """Move between devices; the type stays."""
         before = self.centroids
         super()._apply(fn, recurse)
         if self.centroids.dtype != before.dtype:
             self.centroids = before.to(self.centroids.device)
         return self
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """All of it or, where sizes differ, nothing."""
-        if not refuse_other_shapes(self, state_dict, prefix, args[-1]):
-            super()._load_from_state_dict(state_dict, prefix, *args)
-
     def extra_repr(self) -> str:
-        """Return what ``repr`` shows."""
         options = ("clusters", "dim", "max_count", "patience", "engine")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in options)
 
 
 def _cluster_sums(x: Tensor, ids: Tensor, clusters: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(G,) clusters, among them all that got points, with the sum (G, D) and the number (G,) of these.
+    """Return (G,) clusters, among them all that got points, with the sum (G, D) and the number (G,) of these.
 
-    In an order of additions that is always the same. G is the number of points or of clusters, whichever is less, so
-    that nobody has to wait for it; a cluster that is named twice has the same figures twice.
+    The order of additions is always the same. G is the number of points or of clusters, whichever is less, so that
+    nobody has to wait for it; a cluster that is named twice has the same figures twice.
     """
     batch = torch.arange(x.shape[0], device=x.device)
     ones = x.new_ones(x.shape[0])

@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from . import checks
 from .anchors import Anchors
-from .checks import as_ids, check_alike, check_matrix, check_size, one_of, refuse_other_shapes
+from .checks import WholeState, as_ids, check_alike, check_matrix, check_size, one_of
 from .distributed import agree, gather_rows
 from .engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
 from .engine.pairs import Pairs
@@ -20,7 +20,7 @@ from .similarity import Engine, Similarity
 __all__ = ["CoupledMemory", "MemorySimilarity", "MomentumEncoder"]
 
 
-class CoupledMemory(nn.Module):
+class CoupledMemory(WholeState):
     """Ring buffers of image keys and of the text keys that belong to them (CODER Sec. 3.2, USER Sec. III-D; MoCo).
 
     Keys are stored at unit length. The memory starts empty and overwrites its oldest entries once it is full. Losses
@@ -59,8 +59,8 @@ class CoupledMemory(nn.Module):
         self, size: int, dim: int, *, dtype: torch.dtype = torch.float32, start: Literal["empty", "random"] = "empty"
     ):
         super().__init__()
-        for name, value in (("size", size), ("dim", dim)):
-            check_size(name, value)
+        check_size("size", size)
+        check_size("dim", dim)
         if not dtype.is_floating_point:
             raise TypeError(f"dtype: expected a floating-point type, got {dtype}")
         one_of("start", start, "empty", "random")
@@ -129,7 +129,7 @@ class CoupledMemory(nn.Module):
 
     def _check(self, image_keys: Tensor, text_keys: Tensor, ids: Tensor | None) -> None:
         for name, keys in (("image_keys", image_keys), ("text_keys", text_keys)):
-            check_matrix(name, keys, f"(B, {self.dim})", False)
+            check_matrix(name, keys, f"(B, {self.dim})")
             if keys.shape != (image_keys.shape[0], self.dim):
                 raise ValueError(f"{name}: expected shape {(image_keys.shape[0], self.dim)}, got {tuple(keys.shape)}")
         if ids is not None:
@@ -146,13 +146,7 @@ class CoupledMemory(nn.Module):
         """See :meth:`get_extra_state`."""
         self._labelled = state["labelled"]
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """All of it or, where sizes differ, nothing."""
-        if not refuse_other_shapes(self, state_dict, prefix, args[-1]):
-            super()._load_from_state_dict(state_dict, prefix, *args)
-
     def extra_repr(self) -> str:
-        """Return what ``repr`` shows."""
         return f"size={self.size}, dim={self.dim}, valid={len(self)}, dtype={self.images.dtype}"
 
 
@@ -259,8 +253,7 @@ class MomentumEncoder(AveragedModel):
     ):
         if not 0 <= momentum <= 1:
             raise ValueError(f"momentum: expected a number in [0, 1], got {momentum}")
-        if buffers not in ("copy", "average"):
-            raise ValueError(f"buffers: expected 'copy' or 'average', got {buffers!r}")
+        one_of("buffers", buffers, "copy", "average")
         super().__init__(encoder, multi_avg_fn=_ExponentialAverage(momentum), use_buffers=buffers == "average")
         self.n_averaged.fill_(1)  # the copy is the first: torch would replace it by the first update
         self.requires_grad_(False)
@@ -283,5 +276,5 @@ class MomentumEncoder(AveragedModel):
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The keys, without a gradient."""
+        """Return the keys, without a gradient."""
         return super().forward(*args, **kwargs)

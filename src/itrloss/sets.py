@@ -24,20 +24,11 @@ def variance_aware_loss(
     shared_sigma: bool = True,
     reduction: Reduction = "mean",
 ) -> Any:
-    r"""Return the variance-aware weighting loss (DVSE Eq. 8, 11) of an image's K heads with the texts.
-
-    .. math::
-        \sum_k \operatorname{mean}_{(i, p)} \Bigl[ \frac1{\sigma_{ikp}^2}
-            \bigl[\alpha - S^k_{ip} + \max_{j \in neg(i)} S^k_{ij}\bigr]_+ + \log \sigma_{ikp} \Bigr]
-        + \text{the same from the texts}, \qquad
-        \sigma_{ikp} = 1 + \operatorname{Std}_{j \ne p} S^k_{ij}
-
-    over the positive pairs (i, p), with the ``margin`` α and the sample standard deviation of all that head k scores
-    with image i but the target p: other captions of the image stay in (Eq. 7).
+    """Return the variance-aware weighting loss of K heads of the images; see :class:`itrloss.VarianceAwareLoss`.
 
     Args:
         heads: K similarities of (N, M) with the same ids, one for each head. Texts have one embedding.
-        margin, detach_sigma, shared_sigma: see :class:`itrloss.VarianceAwareLoss`.
+        margin, detach_sigma, shared_sigma: see there.
         reduction: ``"mean"`` over the images' pairs plus that over the texts' pairs, summed over the heads; ``"sum"``;
             or ``"none"`` for each image's and each text's sum over its pairs and the heads, (N,) and (M,).
 
@@ -69,7 +60,7 @@ def variance_aware_loss(
 
 
 def _by_head(x: Tensor, heads: Sequence[Similarity]) -> list[Tensor]:
-    """(K, N) of the rows of all heads and, where they were asked too, (K, M) of their columns."""
+    """Return (K, N) of the rows of all heads and, where they were asked too, (K, M) of their columns."""
     k, (n, m) = len(heads), heads[0].shape
     rows = x[: k * n].view(k, n)
     return [rows] if len(x) == k * n else [rows, x[k * n :].view(k, m)]
@@ -130,16 +121,13 @@ def dynamic_orthogonal_loss(
     pair_reduction: PairReduction = "mean",
     reduction: Reduction = "mean",
 ) -> Tensor:
-    r"""Return the dynamic orthogonal constraint (DVSE Eq. 4): correlation of sub-embeddings above a ``slack`` β.
-
-    .. math:: \Bigl[ \frac1{K (K - 1)} \sum_{i \ne j} |m_i m_j \langle u_i, u_j \rangle| - \beta \Bigr]_+
+    """Return the dynamic orthogonal constraint on sub-embeddings; see :class:`itrloss.DynamicOrthogonalLoss`.
 
     Args:
         residuals: (N, K, D) residual sub-embeddings; normalised inside to u, a zero vector stays zero.
         gate: (N, K), the m of each head, or (N, D), one of each dimension, by which the u of all heads are multiplied
             (where K = D it is taken for the former). None: all ones. It gets no gradient.
-        slack: β.
-        pair_reduction: ``"mean"``, ``"sum"`` or ``"frobenius"``, see :class:`itrloss.DynamicOrthogonalLoss`.
+        slack, pair_reduction: see there.
         reduction: over the images: ``"mean"``, ``"sum"`` or ``"none"``.
 
     Returns:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,11 +31,14 @@ class Loss(nn.Module):
         self.engine: Engine = engine
         self.check_finite = check_finite
 
+    def _options(self) -> dict[str, Any]:
+        """Return the options that ``repr`` shows, by name."""
+        return {name: getattr(self, name) for name in (*self.shown, "reduction")}
+
     def extra_repr(self) -> str:
-        """Return what ``repr`` shows."""
         with torch.no_grad():
-            values = {name: getattr(self, name) for name in (*self.shown, "reduction")}
-            shown = {name: float(f"{float(x):.4g}") if isinstance(x, Tensor) else x for name, x in values.items()}
+            values = self._options().items()
+            shown = {name: float(f"{float(x):.4g}") if isinstance(x, Tensor) else x for name, x in values}
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
 
@@ -51,17 +54,15 @@ class ObservedLoss(Loss):
         self.telemetry: dict[str, Tensor] = {}
 
     def _gathered(
-        self, embeddings: Sequence[Any], image_ids: Tensor | None, text_ids: Tensor | None
-    ) -> tuple[list[Any], Tensor | None, Tensor | None]:
-        """Embeddings, the first of them of images, and ids of all processes if ``gather`` is on."""
-        if not self.gather or world_size() == 1:
-            return list(embeddings), image_ids, text_ids
-        tensors = [*embeddings, *(ids for ids in (image_ids, text_ids) if ids is not None)]
-        if not all(isinstance(x, Tensor) for x in tensors):  # refused later
-            return list(embeddings), image_ids, text_ids
+        self, embeddings: tuple[Any, ...], image_ids: Tensor | None, text_ids: Tensor | None
+    ) -> tuple[Any, Tensor | None, Tensor | None]:
+        """Return embeddings, the first of them of images, and ids of all processes if ``gather`` is on."""
+        given = (*embeddings, *(ids for ids in (image_ids, text_ids) if ids is not None))
+        if not self.gather or world_size() == 1 or not all(isinstance(x, Tensor) for x in given):  # refused later
+            return embeddings, image_ids, text_ids
         numbered = embeddings[0].shape[0] if image_ids is None else 0  # text_ids alone number the process's own images
         ids = gather_ids(image_ids, 0), gather_ids(text_ids, numbered)
-        return [gather(x) for x in embeddings], *ids
+        return tuple(gather(x) for x in embeddings), *ids
 
     def _observe(self, figures: Callable[[], dict[str, Tensor]]) -> None:
         if not torch.compiler.is_compiling():
@@ -179,13 +180,11 @@ class MemoryLoss(ObservedLoss):
         Returns:
             A 0-dim float32 tensor (float64 for float64 input), or per-anchor values with ``reduction="none"``.
         """
+        embeddings: tuple[Tensor, Tensor, Tensor, Tensor] = images, texts, image_keys, text_keys
         if self.gather:
-            embeddings = images, texts, image_keys, text_keys
-            (images, texts, image_keys, text_keys), image_ids, text_ids = self._gathered(
-                embeddings, image_ids, text_ids
-            )
+            embeddings, image_ids, text_ids = self._gathered(embeddings, image_ids, text_ids)
         options: dict[str, Any] = {"engine": self.engine, "check_finite": self.check_finite}
-        sims = MemorySimilarity.of(images, texts, image_keys, text_keys, memory, image_ids, text_ids, **options)
+        sims = MemorySimilarity.of(*embeddings, memory, image_ids, text_ids, **options)
         value = self.compute(sims)
         if self.observed:
             self._observe(lambda: describe_memory(sims))

@@ -38,9 +38,9 @@ class DiversityOptions(Loss):
         **common: Any,
     ):
         super().__init__(**common)
-        above_zero = {"temperature": temperature, "epsilon": epsilon, "entropy_temperature": entropy_temperature}
-        for name, value in above_zero.items():
-            check_number(name, value, positive=True)
+        check_number("temperature", temperature, positive=True)
+        check_number("epsilon", epsilon, positive=True)
+        check_number("entropy_temperature", entropy_temperature, positive=True)
         check_number("margin", margin)
         one_of("diversity", diversity, "std", "entropy", None)
         if isinstance(positive_weight, str) and positive_weight != "paper":
@@ -48,17 +48,10 @@ class DiversityOptions(Loss):
         if positive_weight != "paper":
             check_number("positive_weight", positive_weight)
         one_of("positive", positive, "clamp", "relu")
-        self.temperature, self.margin, self.epsilon = temperature, margin, epsilon
-        self.entropy_temperature = entropy_temperature
-        self.diversity: functional.Diversity = diversity
-        self.detach_diversity = detach_diversity
+        self.temperature, self.margin, self.positive = temperature, margin, positive
+        self.diversity, self.detach_diversity = diversity, detach_diversity
+        self.epsilon, self.entropy_temperature = epsilon, entropy_temperature
         self.positive_weight: functional.PositiveWeight = positive_weight
-        self.positive: functional.PositiveForm = positive
-
-    def options(self) -> dict[str, Any]:
-        """Return the options as the functions take them."""
-        state = vars(self)
-        return dict(zip(names := (*self.shown, "reduction"), map(state.__getitem__, names), strict=True))
 
 
 class DiversityContrastiveLoss(DiversityOptions, PairLoss):
@@ -87,8 +80,7 @@ class DiversityContrastiveLoss(DiversityOptions, PairLoss):
     """
 
     def compute(self, sim: Similarity) -> Any:
-        """See :func:`itrloss.functional.diversity_contrastive_loss`."""
-        return functional.diversity_contrastive_loss(sim, **self.options())
+        return functional.diversity_contrastive_loss(sim, **self._options())
 
 
 class MemoryDiversityContrastiveLoss(DiversityOptions, MemoryLoss):
@@ -134,12 +126,10 @@ class MemoryDiversityContrastiveLoss(DiversityOptions, MemoryLoss):
         super().__init__(temperature, margin, diversity, epsilon, detach_diversity, positive_weight, positive, **common)
         one_of("positive_from", positive_from, "key", "batch")
         one_of("diversity_from", diversity_from, "both", "batch")
-        self.positive_from: functional.PositiveFrom = positive_from
-        self.diversity_from: functional.DiversityFrom = diversity_from
+        self.positive_from, self.diversity_from = positive_from, diversity_from
 
     def compute(self, sims: MemorySimilarity) -> Any:
-        """See :func:`itrloss.functional.memory_diversity_contrastive_loss`."""
-        return functional.memory_diversity_contrastive_loss(sims, **self.options())
+        return functional.memory_diversity_contrastive_loss(sims, **self._options())
 
 
 class PrototypeClassificationLoss(Loss):
@@ -148,9 +138,10 @@ class PrototypeClassificationLoss(Loss):
     .. math:: -\operatorname{mean}_b \log \operatorname{softmax}(P v_b)_{z_b}
               - \operatorname{mean}_b \log \operatorname{softmax}(P w_b)_{z_b}
 
-    One linear classifier P tells from the concept embedding of an image, and from that of its text, which prototype z
-    the pair belongs to: its cluster of the sums of normalised instance embeddings, see :class:`itrloss.OnlineKMeans`.
-    It is at least 0; swapping images and texts, or renaming prototypes together with the rows of P, changes nothing.
+    for the pairs b of a batch. One linear classifier P tells from the concept embedding v of an image, and from that of
+    its text w, which prototype z the pair belongs to: its cluster of the sums of normalised instance embeddings, see
+    :class:`itrloss.OnlineKMeans`. The loss is at least 0; swapping images and texts, or renaming prototypes together
+    with the rows of P, changes nothing.
 
     Args:
         dim: F of the concept embeddings.
@@ -164,8 +155,8 @@ class PrototypeClassificationLoss(Loss):
 
     def __init__(self, dim: int, clusters: int, **common: Any):
         super().__init__(**common)
-        for name, value in (("dim", dim), ("clusters", clusters)):
-            check_size(name, value)
+        check_size("dim", dim)
+        check_size("clusters", clusters)
         self.weight = nn.Parameter(torch.empty(clusters, dim).uniform_(-1, 1) / dim**0.5)
 
     def forward(
@@ -201,20 +192,13 @@ class PrototypeClassificationLoss(Loss):
         if centroids.shape != self.weight.shape:
             raise ValueError(f"centroids: expected shape {(clusters, dim)}, got {tuple(centroids.shape)}")
         fresh = centroids.to(self.weight.dtype) / 3**0.5  # the expected length of a row of uniform numbers
-        if host_may_read(self.weight):
-            rows = reseeded.nonzero().squeeze(1)
-            if len(rows):
-                self.weight[rows] = fresh[rows]
-                if self.weight.grad is not None:
-                    self.weight.grad[rows] = 0
+        if host_may_read(self.weight) and not reseeded.any():  # elsewhere asking would synchronise
             return
-        # Elsewhere listing rows would synchronise.
         self.weight.copy_(torch.where(reseeded[:, None], fresh, self.weight))
         if self.weight.grad is not None:
             self.weight.grad.masked_fill_(reseeded[:, None], 0)
 
     def extra_repr(self) -> str:
-        """Return what ``repr`` shows."""
         clusters, dim = self.weight.shape
         return f"dim={dim}, clusters={clusters}, reduction={self.reduction!r}"
 
@@ -311,16 +295,13 @@ class CODERObjective(nn.Module):
             if x.shape != wanted:
                 raise ValueError(f"{name}: expected shape {wanted}, a row for each image, got {tuple(x.shape)}")
         zero = images.new_zeros((), dtype=torch.promote_types(images.dtype, torch.float32))
-        batch = memory_term = concept = prototype = zero
-        if self.weights.batch:
-            batch = self.batch(images, texts, image_ids, text_ids)
-        if self.weights.memory:
-            memory_term = self.memory(images, texts, image_keys, text_keys, memory, image_ids, text_ids)
-        if self.weights.concept:
-            concept = self.concept(image_concepts, text_concepts, image_ids, text_ids)
-        if self.weights.prototype:
-            prototype = self._prototype(images, texts, image_concepts, text_concepts, zero)
-        terms = CODERTerms(batch, memory_term, concept, prototype)
+        ids, keys, concepts = (image_ids, text_ids), (image_keys, text_keys), (image_concepts, text_concepts)
+        terms = CODERTerms(
+            batch=self.batch(images, texts, *ids) if self.weights.batch else zero,
+            memory=self.memory(images, texts, *keys, memory, *ids) if self.weights.memory else zero,
+            concept=self.concept(*concepts, *ids) if self.weights.concept else zero,
+            prototype=self._prototype(images, texts, *concepts, zero) if self.weights.prototype else zero,
+        )
         total = sum(weight * term for weight, term in zip(self.weights, terms, strict=True))
         assert isinstance(total, Tensor)
         return total, CODERTerms(*(x.detach() for x in terms))
@@ -338,5 +319,4 @@ class CODERObjective(nn.Module):
         return self.classifier(image_concepts, text_concepts, ids)
 
     def extra_repr(self) -> str:
-        """Return what ``repr`` shows."""
         return ", ".join(f"{name}_weight={weight}" for name, weight in self.weights._asdict().items())

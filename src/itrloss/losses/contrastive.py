@@ -67,7 +67,6 @@ class TripletLoss(PairLoss):
         self._mining: functional.Mining = value
 
     def compute(self, sim: Similarity) -> Any:
-        """See :func:`itrloss.functional.triplet_loss`."""
         loss = functional.triplet_loss(sim, self.margin, self.mining, self.reduction)
         if self.mining == "hardest" and self.training and not torch.compiler.is_compiling():
             self._calls += 1
@@ -92,12 +91,14 @@ class TripletLoss(PairLoss):
 
 
 class InfoNCELoss(PairLoss):
-    r"""InfoNCE in both directions, any number of positives per anchor.
+    r"""InfoNCE in both directions, with any number of positives per anchor.
 
     .. math:: \ell_i = \operatorname{mean}_{p \in pos(i)} -\log
         \frac{e^{S_{ip}/\tau}}{e^{S_{ip}/\tau} + \sum_{j \in neg(i)} e^{S_{ij}/\tau}}
 
-    With ``reduction="mean"`` the two directions are added; CLIP's loss is half of it.
+    A positive competes with the negatives, not with the anchor's other positives. With ``reduction="mean"`` the two
+    directions are added: with one positive per anchor it is the sum of two cross-entropies, and CLIP's loss is half of
+    it.
 
     Args:
         temperature: τ, in units of cosine similarity.
@@ -120,7 +121,6 @@ class InfoNCELoss(PairLoss):
         return self._temperature if self.log_scale is None else (-self.log_scale).exp().squeeze()
 
     def compute(self, sim: Similarity) -> Any:
-        """See :func:`itrloss.functional.info_nce_loss`."""
         return functional.info_nce_loss(sim, self.temperature, self.reduction)
 
 
@@ -156,5 +156,4 @@ class SigmoidLoss(PairLoss):
         return self._scale if self.log_scale is None else self.log_scale.exp().squeeze()
 
     def compute(self, sim: Similarity) -> Any:
-        """See :func:`itrloss.functional.sigmoid_loss`."""
         return functional.sigmoid_loss(sim, self.scale, self.bias, self.reduction)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..checks import IMAGES_AND_TEXTS, check_embeddings, check_ids, check_number, check_size, one_of
+from ..checks import IMAGES_AND_TEXTS, check_embeddings, check_ids, check_matrix, check_number, check_size, one_of
 from ..distributed import gather_rows
 from ..engine.matrix import MEMORY_BUDGET, choose_engine
 from ..engine.scores import Embeddings, full_precision
@@ -16,7 +16,7 @@ from ..similarity import Similarity
 from ..telemetry import describe
 from .base import ObservedLoss
 
-_NAMES = IMAGES_AND_TEXTS._replace(rows="image_sets", columns="texts")
+_NAMES = IMAGES_AND_TEXTS._replace(rows="image_sets")
 
 
 class VarianceAwareLoss(ObservedLoss):
@@ -28,9 +28,10 @@ class VarianceAwareLoss(ObservedLoss):
         + \text{the same from the texts}, \qquad
         \sigma_{ikp} = 1 + \operatorname{Std}_{j \ne p} S^k_{ij}
 
-    over the positive pairs (i, p). A head that spreads its scores widely for an image is trusted less with it. With
-    several captions an image, those that are not the target stay in the distribution; with one, it is that of the
-    negatives. Permuting heads, images or texts changes nothing, and no value is below 0.
+    over the positive pairs (i, p), with the sample standard deviation of all that head k scores with image i but the
+    target p (Eq. 7). A head that spreads its scores widely for an image is trusted less with it. With several captions
+    an image, those that are not the target stay in the distribution; with one, it is that of the negatives. Permuting
+    heads, images or texts changes nothing, and no value is below 0.
 
     Warning:
         The gradient through σ *lowers* the spread of an anchor's negatives as long as its hinge is below ½, which it
@@ -74,16 +75,12 @@ class VarianceAwareLoss(ObservedLoss):
         (image_sets, texts), image_ids, text_ids = self._gathered((image_sets, texts), image_ids, text_ids)
         heads = self._heads(image_sets, texts, image_ids, text_ids)
         value = functional.variance_aware_loss(heads, self.margin, self.detach_sigma, self.shared_sigma, self.reduction)
-        self._observe(lambda: describe(_best_of(heads), self.margin))
+        if self.observed:
+            self._observe(lambda: describe(_best_of(heads), self.margin))
         return value
 
     def _heads(self, images: Tensor, texts: Tensor, image_ids: Any, text_ids: Any) -> list[Similarity]:
-        if not isinstance(images, Tensor):
-            raise TypeError(f"image_sets: expected a floating-point tensor (N, K, D), got {type(images).__name__}")
-        if not images.is_floating_point():
-            raise TypeError(f"image_sets: expected a floating-point tensor (N, K, D), got {images.dtype}")
-        if images.dim() != 3 or 0 in images.shape:
-            raise ValueError(f"image_sets: expected shape (N, K, D), got {tuple(images.shape)}")
+        check_matrix("image_sets", images, "(N, K, D)", dims=3)
         n, k = images.shape[:2]
         flat = images.flatten(0, 1)
         check_embeddings(flat, texts, self.check_finite, _NAMES)
@@ -103,7 +100,7 @@ class VarianceAwareLoss(ObservedLoss):
 
 
 def _best_of(heads: list[Similarity]) -> Similarity:
-    """The score of each pair's best head, by which a model of sets retrieves."""
+    """Return the score of each pair's best head, by which a model of sets retrieves."""
     scores = torch.stack([sim.detach().scores() for sim in heads]).amax(0)
     return Similarity.from_scores(scores, *heads[0].ids)
 
@@ -144,7 +141,6 @@ class DynamicOrthogonalLoss(nn.Module):
         return functional.dynamic_orthogonal_loss(residuals, gate, self.slack, self.pair_reduction, self.reduction)
 
     def extra_repr(self) -> str:
-        """Return what ``repr`` shows."""
         return f"slack={self.slack}, pair_reduction={self.pair_reduction!r}, reduction={self.reduction!r}"
 
 
@@ -175,8 +171,8 @@ class DynamicGate(nn.Module):
 
     def __init__(self, dim: int, heads: int, *, momentum: float = 0.1):
         super().__init__()
-        for name, value in (("dim", dim), ("heads", heads)):
-            check_size(name, value)
+        check_size("dim", dim)
+        check_size("heads", heads)
         check_number("momentum", momentum, positive=True)
         self.momentum = momentum
         self.register_buffer("weight", torch.randn(heads, dim) / dim**0.5)
@@ -226,7 +222,6 @@ class DynamicGate(nn.Module):
         running.lerp_(mean.to(running.dtype), share.to(running.dtype))
 
     def extra_repr(self) -> str:
-        """Return what ``repr`` shows."""
         heads, dim = self.weight.shape
         return f"dim={dim}, heads={heads}, momentum={self.momentum}"
 
@@ -299,5 +294,4 @@ class DVSEObjective(nn.Module):
         return total, DVSETerms(*(x.detach() for x in terms))
 
     def extra_repr(self) -> str:
-        """Return what ``repr`` shows."""
         return f"balance={self.balance}"

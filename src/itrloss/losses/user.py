@@ -43,7 +43,6 @@ class HubnessAwareLoss(PairLoss):
         self.positive: functional.PositiveForm = positive
 
     def compute(self, sim: Similarity) -> Any:
-        """See :func:`itrloss.functional.hubness_aware_loss`."""
         return functional.hubness_aware_loss(sim, self.scale, self.margin, self.reduction, positive=self.positive)
 
 
@@ -55,8 +54,8 @@ class UnifiedTrainingObjective(MemoryLoss):
         Q(x_i) = \tfrac1\gamma \log\bigl(1 + \sum_{q} e^{\gamma (S_{iq} - \varepsilon)}\bigr)
                  - \operatorname{mean}_{p \in pos(i)} \log(1 + \cos(x_i, k_p))
 
-    for images against the memory's texts and for texts against its images; negatives and positives as in
-    :class:`MemoryDiversityContrastiveLoss`. While the memory is empty, only HAL is left.
+    for images v against the memory's texts and for texts w against its images, with the entries q and the momentum keys
+    k of :class:`MemoryDiversityContrastiveLoss`. While the memory is empty, only HAL is left.
 
     Args:
         scale: γ.
@@ -83,15 +82,13 @@ class UnifiedTrainingObjective(MemoryLoss):
     ):
         super().__init__(**common)
         check_number("scale", scale, positive=True)
-        weights = {"image_memory_weight": image_memory_weight, "text_memory_weight": text_memory_weight}
-        for name, value in {"margin": margin, "batch_weight": batch_weight, **weights}.items():
-            check_number(name, value)
+        check_number("margin", margin)
+        check_number("batch_weight", batch_weight)
+        check_number("image_memory_weight", image_memory_weight)
+        check_number("text_memory_weight", text_memory_weight)
         one_of("positive", positive, "clamp", "relu")
-        self.scale, self.margin, self.batch_weight = scale, margin, batch_weight
-        self.positive: functional.PositiveForm = positive
+        self.scale, self.margin, self.batch_weight, self.positive = scale, margin, batch_weight, positive
         self.image_memory_weight, self.text_memory_weight = image_memory_weight, text_memory_weight
 
     def compute(self, sims: MemorySimilarity) -> Any:
-        """See :func:`itrloss.functional.unified_training_objective`."""
-        options = {name: getattr(self, name) for name in (*self.shown, "reduction")}
-        return functional.unified_training_objective(sims, **options)
+        return functional.unified_training_objective(sims, **self._options())
