@@ -160,20 +160,18 @@ class Anchors:
         if over != "negatives":
             one_of("over", over, "negatives", "all")
         (a,) = as_params("scale", (scale,), self._size, self.dtype, self.device)
-        shift = self._shift(a)
+        shift, found = self._shift(a), 0.0
         if shift is not None:
-            top = a.new_full((1,), shift)
-            total = self._answer(Matrix.reduce, a, *([top] if shift else []), key="exp", over=over)[0]
-            if not shift or float(total.detach().amin()) >= math.exp(-_RANGE):
-                return self._log(total, top if shift else None, self._complete)
-        with torch.no_grad():
-            top = self._answer(Matrix.reduce, a.detach(), join=torch.maximum, key="peak", over=over)[0]
-            top = top.masked_fill(top == -math.inf, 0.0)
-        return self._log(self._answer(Matrix.reduce, a, top, key="exp", over=over)[0], top, False)
-
-    def _log(self, total: Tensor, top: Tensor | None, positive: bool) -> Tensor:
-        """(A,) ``log total + top``; -inf, through which no gradient goes, for a sum of 0, if it is not ``positive``."""
-        empty = None if positive else total == 0
+            top = a.new_full((1,), shift) if shift else None
+            total = self._answer(Matrix.reduce, *((a,) if top is None else (a, top)), key="exp", over=over)[0]
+            found = 1.0 if top is None else float(total.detach().amin())
+        if found < math.exp(-_RANGE):  # sums may have underflowed, or anything is possible
+            with torch.no_grad():
+                top = self._answer(Matrix.reduce, a.detach(), join=torch.maximum, key="peak", over=over)[0]
+                top = top.masked_fill(top == -math.inf, 0.0)
+            total = self._answer(Matrix.reduce, a, top, key="exp", over=over)[0]
+        # -inf, through which no gradient goes, for a sum of nothing
+        empty = None if self._complete and shift is not None else total == 0
         log = (total if empty is None else total.masked_fill(empty, 1.0)).log()
         log = log if top is None else log + top
         return log if empty is None else log.masked_fill(empty, -math.inf)
@@ -226,7 +224,8 @@ class Anchors:
         ``term`` is as in :meth:`sum`. The gradient goes straight to the embeddings of the pairs.
         """
         given = self._params("params", *params) if params else ()
-        return self._answer(Matrix.sum_of_positives, *given, key=term_name(term))
+        term_name(term)
+        return self._answer(Matrix.sum_of_positives, *given, term=term)
 
     def mean_of_positives(self, term: Term, *params: float | Tensor) -> Tensor:
         """Return (A,) the mean of a term over each anchor's positives, 0 without any."""
@@ -276,7 +275,8 @@ class Anchors:
         """
         if reduction not in ("mean", "sum", "none"):
             one_of("reduction", reduction, "mean", "sum", "none")
-        valid = self.valid() if valid is None else valid
+        if valid is None and not self._complete:
+            valid = self.valid()
         if valid is not None:
             values = torch.where(valid, values, 0.0)
         if reduction == "none":

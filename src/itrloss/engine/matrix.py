@@ -5,16 +5,16 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from . import reduce
-from .answers import ANSWERS, Answer
+from .answers import ANSWERS, Answer, identity
 from .pairs import Pairs, pair_scores, segment_sum
 from .products import matmul
-from .scores import Embeddings, Scores, chunks, compute_dtype, full_precision
+from .scores import Embeddings, Scores, chunks, compute_dtype, full_precision, may_keep
 
 ENGINES = ("dense", "tiled", "triton")
 MEMORY_BUDGET = 256 * 2**20  # bytes of scores that "auto" keeps (8192 x 8192 in float32)
@@ -75,7 +75,7 @@ class Matrix:
         # Where scores are kept, unit vectors are, too: 5 passes over the embeddings less in each pass over the scores.
         # Elsewhere the lengths are multiplied in tile by tile, and nothing of the embeddings' size is held.
         self.keeps = engine == "dense" or (engine == "tiled" and math.prod(self.shape) * self.dtype.itemsize <= budget)
-        self._masks: dict[tuple[str, bool, bool], Tensor | None] = {}
+        self._wholes: dict[tuple[str, bool, bool], tuple[Tensor, Tensor | None]] = {}
 
     _scores: Tensor | None = None  # (N, M), differentiable if dense
     _of_both: Tensor | None = None  # (2, N, N)
@@ -106,42 +106,39 @@ class Matrix:
         """Return the (N, M) scores, not to be written to or handed out; differentiable on the dense engine."""
         if self._scores is not None:
             return self._scores
-        (rows, cols), keep = self.embeddings, not torch.is_inference_mode_enabled()
+        (rows, cols), keep = self.embeddings, may_keep()
         if cols is None:
             scores = rows.unit()
         else:
             with full_precision(rows.x), torch.set_grad_enabled(keep and self.engine == "dense"):  # whoever asks first
-                left, right = rows.unit(), cols.unit().T
+                left, right = rows.unit(keep), cols.unit(keep).T
                 scores = left @ right if self.engine == "dense" else matmul(left, right)
         if self.keeps and keep:
             self._scores = scores
         return scores
 
-    def scores_of_both(self) -> Tensor:
-        """Return (2, N, N) scores of a square matrix as its rows see them, and as its columns do; differentiable."""
-        if self._of_both is not None:
-            return self._of_both
-        scores, keep = self.scores(), not torch.is_inference_mode_enabled()
-        with torch.set_grad_enabled(keep):
-            both = torch.stack((scores, scores.T))
-        self._of_both = both if keep else None
-        return both
+    def whole(self, over: str, of_both: bool, fill: bool) -> tuple[Tensor, Tensor | None]:
+        """Return the (N, M) scores, differentiable on the dense engine, and what leaves pairs out of a sum over them.
 
-    def mask(self, over: str, of_both: bool, fill: bool) -> Tensor | None:
-        """Return what leaves pairs out of a sum over the whole matrix: a bool mask of them, or factors of 0 and 1.
-
-        Factors cost a fifth of the time of filling; scores that are given may be infinite, and are filled.
+        ``of_both``: (2, N, N) scores of a square matrix, as its rows see them and as its columns do. With ``fill`` a
+        bool mask of the pairs; else factors of 0 and 1, which cost a fifth of the time of filling.
         """
         key = over, of_both, fill
-        if key in self._masks:
-            return self._masks[key]
-        mask = self.pairs.excluded(over=over)
+        if key in self._wholes:
+            return self._wholes[key]
+        scores, mask, keep = self.scores(), self.pairs.excluded(over=over), may_keep()
+        if of_both and self._of_both is None:
+            with torch.set_grad_enabled(keep):
+                self._of_both = torch.stack((scores, scores.T))
         if mask is not None:
             mask = torch.stack((mask, mask.T)) if of_both and not self.pairs.one_to_one else mask
             mask = mask if fill else (~mask).to(self.dtype)
-        if not torch.is_inference_mode_enabled():
-            self._masks[key] = mask
-        return mask
+        found = self._of_both if of_both else scores, mask
+        if keep:
+            self._wholes[key] = found
+        else:
+            self._of_both = None
+        return found
 
     def differentiable_scores(self) -> Tensor:
         """Return the (N, M) scores with their gradient, whatever the engine."""
@@ -175,20 +172,22 @@ class Matrix:
 
         ``known``: the scores themselves, if a product has formed them.
         """
-        if self.cols is None or (self.engine == "dense" and self._summed):  # the matrix has a gradient anyway
-            return _picked(self.scores(), i, j)
-        if known is None and self._scores is not None:
-            known = _picked(self._scores.detach(), i, j)
+        through = self.cols is None or (self.engine == "dense" and self._summed)  # it has a gradient anyway
+        scores, picked = self.scores() if through else self._scores, None
+        if scores is not None and (through or known is None):
+            picked = scores.diagonal() if i is None or j is None else scores[i, j]
+        if through:
+            return picked
         # Two products less in the backward pass of a loss of pairs alone: 0.80 of the time at 128 x 128 x 1024
         # (pytest benchmarks/test_micro.py --benchmark-enable -k pairs_alone).
-        return pair_scores(self.source(), i, j, known)
+        return pair_scores(self.source(), i, j, known if picked is None else picked.detach())
 
     def positive_scores(self) -> Tensor:
         """Return the (P,) scores of the positive pairs in the order of ``pairs.listed``; differentiable."""
         self.check_unchanged()
         if self._positive_scores is not None:
             return self._positive_scores
-        keep = not torch.is_inference_mode_enabled()
+        keep = may_keep()
         with torch.set_grad_enabled(keep):  # whoever asks first
             scores = self.pair_scores(*((None, None) if self.pairs.one_to_one else self.pairs.listed))
         self._positive_scores = scores if keep else None
@@ -220,10 +219,10 @@ class Matrix:
         self._positive_scores = positive if listed else self._positive_scores
         return sums
 
-    def sum_of_positives(self, sides: Sequence[int], *params: Tensor, key: str) -> Tensor:
-        """Return (A,): the sums of a term over the positives of each anchor of these sides."""
-        if not self.pairs.listable:
-            return self.reduce(sides, *params, key=key, over="positives")[0]
+    def sum_of_positives(self, sides: Sequence[int], *params: Tensor, term: Callable[..., Tensor]) -> Tensor:
+        """Return (A,): the sums of a registered term over the positives of each anchor of these sides."""
+        if not (self.pairs.one_to_one or self.pairs.listable):
+            return self.reduce(sides, *params, key=term.__name__, over="positives")[0]
         scores, index, times = self.positive_scores(), None, len(sides)
         if not self.pairs.one_to_one:
             pairs = self.pairs.listed
@@ -231,7 +230,7 @@ class Matrix:
         each = any(p.numel() > 1 for p in params)  # else both sides share the terms
         scores = scores.repeat(times) if each and times > 1 else scores
         given = [p if p.numel() == 1 or index is None else p[index] for p in params]
-        values = ANSWERS[key].value(scores, *given).expand_as(scores)
+        values = term(scores, *given).expand_as(scores)
         values = values if each or times == 1 else values.repeat(times)
         return values if index is None else segment_sum(values, index, sum(self.shape[side] for side in sides))
 
@@ -279,18 +278,14 @@ class Matrix:
             total = [scores.sum(1 - side) for side in sides]
         else:
             source = self.source().detach()
-            other = [sum(source.unit(1 - side, part).sum(0) for part in chunks(source[1 - side])) for side in sides]
-            own = [[source.unit(side, part) for part in chunks(source[side])] for side in sides]
-            total = [torch.cat([x @ y for x in parts]) for parts, y in zip(own, other, strict=True)]
+            with full_precision(self.rows):
+                other = [sum(source.unit(1 - side, part).sum(0) for part in chunks(source[1 - side])) for side in sides]
+                own = [[source.unit(side, part) for part in chunks(source[side])] for side in sides]
+                total = [torch.cat([x @ y for x in parts]) for parts, y in zip(own, other, strict=True)]
         if self.pairs.one_to_one or not self.pairs.listable:
             return torch.cat([x / self.shape[1 - side] for x, side in zip(total, sides, strict=True)])
         count = self.counts(sides, positive=False)
-        return (torch.cat(total) - self.sum_of_positives(sides, key="identity")) / count.clamp_min(1)
-
-
-def _picked(scores: Tensor, i: Tensor | None, j: Tensor | None) -> Tensor:
-    """Return the (P,) scores of row p with column p, or of rows i with columns j."""
-    return scores.diagonal() if i is None or j is None else scores[i, j]
+        return (torch.cat(total) - self.sum_of_positives(sides, term=identity)) / count.clamp_min(1)
 
 
 def dense_sums(matrix: Matrix, answer: Answer, over: str, sides: Sequence[int], params: Sequence[Tensor]) -> Tensor:
@@ -298,14 +293,14 @@ def dense_sums(matrix: Matrix, answer: Answer, over: str, sides: Sequence[int], 
     (n, m), each = matrix.shape, False
     for p in params:
         each = each or p.shape[-1] != 1
-    if each and n == m and len(sides) == 2:
-        # Rows and columns as one batch of rows: half the operators, which is what small matrices cost.
-        scores = matrix.scores_of_both()
+    of_both = each and n == m and len(sides) == 2
+    # Scores that are given may be infinite: a factor of 0 would make them nan.
+    scores, mask = matrix.whole(over, of_both, answer.maximum or matrix.cols is None)
+    if of_both:  # rows and columns as one batch of rows: half the operators, which is what small matrices cost
         shared = [p.unsqueeze(-1) if p.shape[-1] == 1 else p.reshape(*p.shape[:-1], 2, n, 1) for p in params]
         seen = [reduce.View([0], shared)]
     else:
-        scores, seen = matrix.scores(), reduce.views(sides, params, matrix.shape)
-    mask = matrix.mask(over, scores.dim() == 3, answer.maximum or matrix.cols is None)
+        seen = reduce.views(sides, params, matrix.shape)
     found: list[Tensor] = []  # of the first view's sides, and then of the second's
     for view in seen:
         values = answer.value(scores, *view.params)

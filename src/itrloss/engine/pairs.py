@@ -17,6 +17,7 @@ from .scores import (
     chunks,
     compute_dtype,
     host_may_read,
+    may_keep,
     normalized,
     project_,
 )
@@ -87,7 +88,7 @@ class Pairs:
         """Return (P,) anchors, ascending, candidates, and the number of each pair among its anchor's (0, 1, …)."""
         key = "slots", side
         if key not in self._known:
-            with contextlib.nullcontext() if not torch.is_inference_mode_enabled() else torch.inference_mode(False):
+            with contextlib.nullcontext() if may_keep() else torch.inference_mode(False):
                 self._known[key] = self._slots(side)
         return self._known[key]
 
@@ -119,8 +120,8 @@ class Pairs:
         """Return a (r, c) bool mask of the pairs that a sum ``over`` something leaves out; None: none of them."""
         if over == "positives":
             return ~self.positive(rows, cols)
-        if self.one_to_one:
-            return self.positive(rows, cols) if over == "negatives" else None
+        if self.one_to_one and over == "negatives":
+            return torch.eye(*self.shape, dtype=torch.bool, device=self.device)[rows, cols]
         found = self.positive(rows, cols) if over == "negatives" else None
         for ignored, part in ((self.ignored[0], (rows, None)), (self.ignored[1], (None, cols))):
             if ignored is not None:

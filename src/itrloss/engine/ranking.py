@@ -76,7 +76,7 @@ def hardest(m: Matrix, sides: Sequence[int]) -> list[Top]:
 
 
 def _dense_hardest(m: Matrix, side: int) -> Top:
-    scores, mask = m.scores(), m.mask("negatives", False, True)
+    scores, mask = m.whole("negatives", False, True)
     values, index = (scores if mask is None else scores.masked_fill(mask, -math.inf)).max(1 - side)
     return values, index.masked_fill(values == -math.inf, -1)
 

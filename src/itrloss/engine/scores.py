@@ -133,6 +133,11 @@ def full_precision(x: Tensor):
     return torch.autocast(kind, enabled=False) if rounds else _AS_IT_IS
 
 
+def may_keep() -> bool:
+    """Return whether tensors that are made now may be kept: one of inference mode could not be saved for backward."""
+    return torch.compiler.is_compiling() or not torch.is_inference_mode_enabled()
+
+
 def host_may_read(x: Tensor) -> bool:
     """Return whether a value may be looked at: an accelerator would synchronise, and a compiler break its graph."""
     if torch.compiler.is_compiling() or x.device.type != "cpu":
@@ -198,11 +203,14 @@ class Embeddings:
         self.version = None if compiling or x.is_inference() else x._version
         self._unit: Tensor | None = None
 
-    def unit(self) -> Tensor:
-        """Return (N, D) in the compute dtype, at unit length if they are to be; differentiable, whoever asks first."""
+    def unit(self, keep: bool | None = None) -> Tensor:
+        """Return (N, D) in the compute dtype, at unit length if they are to be; differentiable, whoever asks first.
+
+        ``keep``: what :func:`may_keep` says, if it is known.
+        """
         if self._unit is not None:
             return self._unit
-        keep = not torch.is_inference_mode_enabled()  # what is made there could not be saved for a backward pass
+        keep = may_keep() if keep is None else keep
         with torch.set_grad_enabled(keep):
             unit = normalized(self.x) if self.normalize else self.x.to(self.dtype)
         self._unit = unit if keep else None
