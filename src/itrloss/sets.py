@@ -81,7 +81,7 @@ class _Pairs:
             self.mask = first.pairs.positive().flatten()
             self.scores = torch.stack([sim._first.differentiable_scores().flatten() for sim in heads])
         self.index = index[::-1] if side else index
-        self.negatives = [first.pairs.negative_counts(s) for s in ((1, 0) if side else (0, 1))]
+        self.negatives = [first.pairs.counts(s)[1] for s in ((1, 0) if side else (0, 1))]
 
     def _numbers(self, size: int) -> Tensor:
         return torch.arange(size, device=self.candidates.device)

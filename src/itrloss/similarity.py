@@ -102,18 +102,10 @@ class Similarity(Anchors):
         if row_ids is not None or col_ids is not None or len(rows) != size:
             ids = checks.check_ids(row_ids, col_ids, len(rows), size, rows.device, names)
         sides = Embeddings(rows, normalize and cols is not None), None if cols is None else Embeddings(cols, normalize)
-        return cls._of(*sides, ids, engine, memory_budget)
-
-    @classmethod
-    def _of(
-        cls, rows: Embeddings, cols: Embeddings | None, ids: Ids, engine: str = "auto", memory_budget: int | None = None
-    ) -> Similarity:
-        """Build of checked input."""
         if memory_budget is None:
             memory_budget = 0 if engine == "tiled" else MEMORY_BUDGET
-        shape = len(rows.x), rows.x.shape[1] if cols is None else len(cols.x)
-        chosen = choose_engine(engine, shape[0] * shape[1], memory_budget, rows.x)
-        return cls._seen(Matrix(rows, cols, Pairs(shape, ids, rows.x.device), chosen, memory_budget), 0)
+        chosen = choose_engine(engine, len(rows) * size, memory_budget, rows)
+        return cls._seen(Matrix(*sides, Pairs((len(rows), size), ids, rows.device), chosen, memory_budget), 0)
 
     @staticmethod
     def _seen(matrix: Matrix, side: int) -> Similarity:

@@ -173,7 +173,9 @@ class Matrix:
         ``known``: the scores themselves, if a product has formed them.
         """
         through = self.cols is None or (self.engine == "dense" and self._summed)  # it has a gradient anyway
-        scores, picked = self.scores() if through else self._scores, None
+        scores, picked = self._scores, None
+        if through and scores is None:
+            scores = self.scores()
         if scores is not None and (through or known is None):
             picked = scores.diagonal() if i is None or j is None else scores[i, j]
         if through:
@@ -197,8 +199,7 @@ class Matrix:
 
     def counts(self, sides: Sequence[int], *, positive: bool) -> Tensor:
         """Return (A,) int64: how many positives, or negatives, the anchors of these sides have."""
-        count = self.pairs.counts if positive else self.pairs.negative_counts
-        return torch.cat([count(side) for side in sides])
+        return torch.cat([self.pairs.counts(side)[0 if positive else 1] for side in sides])
 
     def reduce(self, sides: Sequence[int], *params: Tensor, key: str, over: str = "negatives") -> Tensor:
         """Return (K, A): the sums of an answer over the candidates of each anchor of these sides."""
@@ -273,19 +274,22 @@ class Matrix:
 
         Several positives that score far from the negatives would move the mean of all candidates away from theirs.
         """
+        pairs, count = self.pairs, 0
+        if not pairs.one_to_one:
+            count = self.counts(sides, positive=False).clamp_min(1)
         if self.keeps or self.cols is None:
-            scores = self.scores().detach()
-            total = [scores.sum(1 - side) for side in sides]
-        else:
-            source = self.source().detach()
-            with full_precision(self.rows):
-                other = [sum(source.unit(1 - side, part).sum(0) for part in chunks(source[1 - side])) for side in sides]
-                own = [[source.unit(side, part) for part in chunks(source[side])] for side in sides]
-                total = [torch.cat([x @ y for x in parts]) for parts, y in zip(own, other, strict=True)]
-        if self.pairs.one_to_one or not self.pairs.listable:
-            return torch.cat([x / self.shape[1 - side] for x, side in zip(total, sides, strict=True)])
-        count = self.counts(sides, positive=False)
-        return (torch.cat(total) - self.sum_of_positives(sides, term=identity)) / count.clamp_min(1)
+            if not pairs.one_to_one:
+                return self.reduce(sides, key="identity")[0] / count
+            scores = self.scores()
+            return torch.cat([scores.mean(1 - side) for side in sides])
+        source, found = self.source().detach(), []
+        with full_precision(self.rows):
+            for side in sides:
+                other = sum(source.unit(1 - side, part).sum(0) for part in chunks(source[1 - side]))
+                found.append(torch.cat([source.unit(side, part) @ other for part in chunks(source[side])]))
+        if pairs.one_to_one or not pairs.listable:
+            return torch.cat([total / self.shape[1 - side] for total, side in zip(found, sides, strict=True)])
+        return (torch.cat(found) - self.sum_of_positives(sides, term=identity)) / count
 
 
 def dense_sums(matrix: Matrix, answer: Answer, over: str, sides: Sequence[int], params: Sequence[Tensor]) -> Tensor:

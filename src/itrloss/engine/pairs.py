@@ -45,7 +45,7 @@ class Pairs:
         for side, x in enumerate(self.ids):
             mask = None if x is None else x == IGNORE_ID
             self.ignored[side] = None if mask is not None and host_may_read(mask) and not bool(mask.any()) else mask
-        self._known: dict[Any, tuple[Tensor, Tensor, Tensor]] = {}
+        self._known: dict[Any, Any] = {}
         self._starts: list[int] = []
 
     @property
@@ -62,16 +62,17 @@ class Pairs:
         other = self.ignored[1 - side]
         return self.shape[1 - side] if other is None else (~other).sum()
 
-    def counts(self, side: int) -> Tensor:
-        """Return the (N,) or (M,) int64 numbers of positives of each row, or (1) of each column."""
-        if self.one_to_one:
-            return torch.ones(self.shape[side], dtype=torch.int64, device=self.device)
-        return self._by_anchor(side)[2]
-
-    def negative_counts(self, side: int) -> Tensor:
-        """Return the (N,) or (M,) int64 numbers of negatives of each anchor."""
-        found, ignored = self.candidates(side) - self.counts(side), self.ignored[side]
-        return found if ignored is None else found.masked_fill(ignored, 0)
+    def counts(self, side: int) -> tuple[Tensor, Tensor]:
+        """Return the int64 numbers of positives and of negatives of each row (0), (N,), or column (1), (M,)."""
+        key = "counts", side
+        if key not in self._known:
+            if self.one_to_one:
+                count = torch.ones(self.shape[side], dtype=torch.int64, device=self.device)
+            else:
+                count = self._by_anchor(side)[2]
+            others, ignored = self.candidates(side) - count, self.ignored[side]
+            self._known[key] = count, others if ignored is None else others.masked_fill(ignored, 0)
+        return self._known[key]
 
     def _by_anchor(self, side: int) -> tuple[Tensor, Tensor, Tensor]:
         """``(order, first, count)``: anchor i's ``count[i]`` positives are the candidates ``order[first[i]:]``."""

@@ -46,9 +46,12 @@ def views(
         each = each or p.shape[-1] != 1
     if not each:
         return [View(sides, [p.unsqueeze(-1) for p in params])]
-    own = [dict.fromkeys(sides, p) if p.shape[-1] == 1 else by_side(p, sides, shape) for p in params]
-    cut = [[p[s] if p[s].shape[-1] == 1 else p[s][..., part[s]] for p in own] for s in sides]
-    return [View([side], [p.unsqueeze(-1 - side) for p in mine]) for side, mine in zip(sides, cut, strict=True)]
+    found = []
+    sizes = [shape[side] for side in sides]
+    for k, side in enumerate(sides):
+        own = [p if p.shape[-1] == 1 else p.split(sizes, -1)[k][..., part[side]] for p in params]
+        found.append(View([side], [p.unsqueeze(-1 - side) for p in own]))
+    return found
 
 
 def tiled_sums(

@@ -42,7 +42,7 @@ class Scores(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         """Type of scores and sums."""
-        return compute_dtype(self.rows)
+        return torch.promote_types(self.rows.dtype, torch.float32)
 
     @property
     def matrix(self) -> Tensor | None:
@@ -71,11 +71,11 @@ class Tile(NamedTuple):
 
 def tiles(scores: Scores, scratch: int, wanted: Callable[[slice, slice], bool] | None = None) -> Iterator[Tile]:
     """Visit every score once, or those of wanted tiles alone; workspaces are shared by all tiles."""
-    (n, m), matrix, device = scores.shape, scores.matrix, scores.rows.device
+    (n, m), matrix, dtype, device = scores.shape, scores.matrix, scores.dtype, scores.rows.device
     if 0 in (n, m):
         return
     step_r, step_c = tile_shape(n, m, device.type)
-    space = [torch.empty(step_r * step_c, dtype=scores.dtype, device=device) for _ in range(scratch + (matrix is None))]
+    space = [torch.empty(step_r * step_c, dtype=dtype, device=device) for _ in range(scratch + (matrix is None))]
     # Columns outside: their wider block is normalised once, the narrow row block again and again.
     for c in even_chunks(m, step_c):
         right: Tensor | None = None
@@ -161,11 +161,11 @@ def inverse_norms(x: Tensor) -> Tensor:
 
 def normalized(x: Tensor) -> Tensor:
     """Return vectors (..., D) at unit length in the compute dtype, differentiable twice; a zero vector stays zero."""
-    return _normalized(x) if torch.compiler.is_compiling() else _Normalize.apply(x)
+    return Embeddings(x).unit()
 
 
 def _normalized(x: Tensor) -> Tensor:
-    """:func:`normalized` in operators that autograd differentiates."""
+    """Unit vectors (..., D) in operators that autograd differentiates."""
     inv = inverse_norms(x.detach()).unsqueeze(-1)
     x = x.to(inv.dtype) * inv  # of length 1 or 0 now, and its squares are in range
     return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).masked_fill(inv == 0, 1.0)
@@ -212,7 +212,10 @@ class Embeddings:
             return self._unit
         keep = may_keep() if keep is None else keep
         with torch.set_grad_enabled(keep):
-            unit = normalized(self.x) if self.normalize else self.x.to(self.dtype)
+            if not self.normalize:
+                unit = self.x.to(self.dtype)
+            else:
+                unit = _normalized(self.x) if torch.compiler.is_compiling() else _Normalize.apply(self.x)
         self._unit = unit if keep else None
         return unit
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from .. import functional
 from ..checks import IMAGES_AND_TEXTS, check_embeddings, check_ids, check_matrix, check_number, check_size, one_of
 from ..distributed import gather_rows
-from ..engine.matrix import MEMORY_BUDGET, choose_engine
+from ..engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
+from ..engine.pairs import Pairs
 from ..engine.scores import Embeddings, full_precision
 from ..similarity import Similarity
 from ..telemetry import describe
@@ -91,12 +92,11 @@ class VarianceAwareLoss(ObservedLoss):
         if engine == "dense":  # one product for all heads
             with full_precision(flat):
                 scores = (sides[0].unit() @ sides[1].unit().T).view(n, k, -1)
-            heads = [Similarity._of(Embeddings(x, False), None, ids, engine) for x in scores.unbind(1)]
+            heads = [(Embeddings(x, False), None) for x in scores.unbind(1)]
         else:
-            heads = [Similarity._of(Embeddings(x), sides[1], ids, engine, budget) for x in images.unbind(1)]
-        for head in heads:
-            head._first.pairs = heads[0]._first.pairs  # found once
-        return heads
+            heads = [(Embeddings(x), sides[1]) for x in images.unbind(1)]
+        pairs = Pairs((n, len(texts)), ids, images.device)  # found once
+        return [Similarity._seen(Matrix(*head, pairs, engine, budget), 0) for head in heads]
 
 
 def _best_of(heads: list[Similarity]) -> Similarity:
