@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +29,7 @@ class Answer(NamedTuple):
     value: Callable[..., Any]
     # (s, params, grads, needs, out): the values' gradient by s, and those by the parameters where needed, each like s,
     # times the upstream gradients, one for each of ``width``; that by s may lie in ``out[0]``, others in later buffers.
-    # None: autograd finds them on a tile.
-    slopes: Callable[..., list[Tensor | None]] | None = None
+    slopes: Callable[..., list[Tensor | None]] | None  # None: there are none
     width: int = 1
     exponential: bool = False  # the derivative by s is the first parameter times the value
     maximum: bool = False  # instead of the sum; without a gradient
@@ -40,20 +39,17 @@ class Answer(NamedTuple):
 ANSWERS: dict[str, Answer] = {}
 
 
-def slopes_of(answer: Answer, s: Tensor, params: Sequence[Tensor], grads: Sequence[Tensor], needs, out):
-    """Return the gradients by s and by each parameter, like s, from upstream ones that broadcast with s."""
-    if answer.slopes is not None:
-        return answer.slopes(s, params, grads, needs, out)
+def _by_autograd(function: Callable[..., Tensor], s, params, grads, needs, out):
+    """The slopes of a function of which nothing is known."""
     with torch.enable_grad():
         leaves = [s.detach().requires_grad_()]
         # Whole tiles, so that a sum over some of the candidates can be taken afterwards.
-        leaves += [p.detach().expand(*p.shape[:-2], *s.shape).clone().requires_grad_(n) for p, n in zip(params, needs)]  # noqa: B905
-        values = answer.value(*leaves)
-        values = values if isinstance(values, tuple) else (values,)
-        total = [(v.expand_as(s) * g).sum() for v, g in zip(values, grads, strict=True) if v.requires_grad]
+        leaves += [p.detach().expand_as(s).clone().requires_grad_(n) for p, n in zip(params, needs, strict=True)]
+        total = (function(*leaves).expand_as(s) * grads[0]).sum()
         wanted = [x for x in leaves if x.requires_grad]
-        found = iter(torch.autograd.grad(total, wanted, allow_unused=True) if total else [None] * len(wanted))
-    return [next(found) if x.requires_grad else None for x in leaves]
+        found = torch.autograd.grad(total, wanted, allow_unused=True) if total.requires_grad else [None] * len(wanted)
+    by = iter(found)
+    return [next(by) if x.requires_grad else None for x in leaves]
 
 
 def pair_term(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -80,7 +76,7 @@ def pair_term(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         # A tile's values may be written to: the function may have returned what it was given, or less.
         return function(s, *params) if out is None else out[0].copy_(function(s, *params))
 
-    _register(function, Answer(value))
+    _register(function, Answer(value, functools.partial(_by_autograd, function)))
     return function
 
 
@@ -127,7 +123,7 @@ def _exp_slopes(s, params, grads, needs, out):
 # The sum of a log-sum-exp. Parameters are the scale and, if exponents are large, a ``top`` that is subtracted:
 # L = log sum + top.
 ANSWERS["exp"] = Answer(_exp, _exp_slopes, exponential=True, buffers=1)
-ANSWERS["peak"] = Answer(lambda s, scale, out=None: torch.mul(s, scale, out=out and out[0]), maximum=True)
+ANSWERS["peak"] = Answer(lambda s, scale, out=None: torch.mul(s, scale, out=out and out[0]), None, maximum=True)
 
 
 def _information(s: Tensor, scale: Tensor, log_total: Tensor, out: Any = None) -> Tensor:
@@ -169,16 +165,16 @@ ANSWERS["moments"] = Answer(_moments, _moments_slopes, width=2)
 
 def _hinges(s: Tensor, thresholds: Tensor, out: Any = None) -> Tensor:
     """``sum_k max(s - t_k, 0)`` for thresholds (slots, …); an infinite one is none."""
-    first, *others = [t for t in thresholds if _any_finite(t)] or thresholds[:1]
-    if out is None:
-        return functools.reduce(torch.add, [(s - t).relu() for t in others], (s - first).relu())
-    total = torch.sub(s, first, out=out[0]).relu_()
-    for t in others:
-        total.add_(torch.sub(s, t, out=out[1]).relu_())
+    total: Any = None
+    for t in thresholds:
+        if total is None:
+            total = torch.sub(s, t, out=out and out[0]).relu_()
+        elif _used(t):
+            total = torch.add(total, torch.sub(s, t, out=out and out[1]).relu_(), out=out and total)
     return total
 
 
-def _any_finite(thresholds: Tensor) -> bool:
+def _used(thresholds: Tensor) -> bool:
     """Whether a slot is used, as far as the host may look: one side may have fewer positives than the other."""
     return not host_may_read(thresholds) or float(thresholds.detach().amin()) < math.inf
 
@@ -186,11 +182,10 @@ def _any_finite(thresholds: Tensor) -> bool:
 def _hinges_slopes(s, params, grads, needs, out):
     total, by_slot = out[0].zero_(), []
     for t in params[0]:
-        used = _any_finite(t)
-        if used:
-            total.add_(torch.gt(s, t, out=out[1]).mul_(grads[0]))
+        above = torch.gt(s, t, out=out[1]).mul_(grads[0]) if _used(t) else out[1].zero_()
+        total.add_(above)
         if needs[0]:
-            by_slot.append(out[1].neg() if used else torch.zeros_like(s))
+            by_slot.append(above.neg())
     return [total, torch.stack(by_slot) if by_slot else None]
 
 

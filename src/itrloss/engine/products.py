@@ -44,31 +44,26 @@ def add_matmul_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _by_onednn(a: Tensor, b: Tensor) -> bool:
-    (n, k), m = a.shape, b.shape[1]
-    return (
+    (n, k), m, (down, right) = a.shape, b.shape[1], b.stride()
+    large = (
         n * k * m >= LARGE
         and min(n, m, k) >= _THIN
         and a.device.type == "cpu"
         and a.dtype == b.dtype == torch.float32
         and a.stride(1) == 1  # else oneDNN copies it first, and the BLAS is as fast
+        and ((right == 1 and down >= m) or (down == 1 and right >= k))  # no overlapping windows
         and torch.backends.mkldnn.enabled
         and not torch._C._len_torch_dispatch_stack()  # a FLOP counter does not know oneDNN's operator
         and prefers_onednn()
-        and _known((n, k, m, *b.stride()))
     )
-
-
-def _known(shape: tuple[int, ...]) -> bool:
-    if shape not in _seen and len(_seen) < _SHAPES:
+    shape = (n, k, m, down, right)
+    if large and len(_seen) < _SHAPES:
         _seen.add(shape)
-    return shape in _seen
+    return large and shape in _seen
 
 
 def _onednn(a: Tensor, b: Tensor) -> Tensor:
-    weight, (down, right) = b.T, b.T.stride()
-    if not ((right == 1 and down >= b.shape[0]) or (down == 1 and right >= b.shape[1])):  # such as overlapping windows
-        weight = weight.contiguous()
-    return torch.ops.mkldnn._linear_pointwise.default(a, weight, None, "none", [], "")
+    return torch.ops.mkldnn._linear_pointwise.default(a, b.T, None, "none", [], "")
 
 
 @functools.cache

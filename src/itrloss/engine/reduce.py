@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .answers import ANSWERS, Answer, slopes_of
+from .answers import ANSWERS, Answer
 from .pairs import Pairs, add_pair_gradient_, first_derivative_only, pair_products
 from .products import add_matmul_, matmul
 from .scores import Scores, Tile, full_precision, project_, tiles
@@ -97,6 +97,7 @@ def tiled_gradient(
     riding: tuple[Tensor | None, Tensor | None, Tensor] | None = None,  # pairs i, j, and the gradient of their scores
 ) -> list[Tensor]:
     """Return the gradients of rows, columns and parameters from those of the sums; empty where not needed."""
+    assert answer.slopes is not None
     gradient, upstream = _Gradient(scores, needs[:2]), by_side(grad, sides, scores.shape)
     by_params = [torch.zeros_like(p, dtype=scores.dtype) for p in params]
     for tile in tiles(scores, answer.buffers + 1):
@@ -104,7 +105,7 @@ def tiled_gradient(
         for at, view in enumerate(views(sides, params, scores.shape, tile.part)):
             each = [upstream[side][:, tile.part[side]].unsqueeze(-1 - side) for side in view.sides]
             g = functools.reduce(torch.add, each)
-            found = slopes_of(answer, tile.scores, view.params, g, needs[2:], tile.scratch[at:])
+            found = answer.slopes(tile.scores, view.params, g, needs[2:], tile.scratch[at:])
             for of, by in zip(by_params, found[1:], strict=True):
                 if by is not None:
                     pairs.exclude_(by, tile, 0.0, over)
@@ -229,10 +230,18 @@ def _operator(name: str, schema: str, function: Any, fake: Any) -> Any:
     return call
 
 
-_ASKED = f"Tensor?[] source, Tensor[] params, {_QUESTION}, bool early"
-sums = _operator("reduce", f"({_ASKED}) -> (Tensor, Tensor, Tensor)", _sums, _fake_sums)
-_ASKED = f"Tensor?[] source, Tensor[] params, Tensor grad, {_QUESTION}, bool[] needs"
-gradients = _operator("reduce_backward", f"({_ASKED}) -> Tensor[]", _gradients, _fake_gradients)
+sums = _operator(
+    "reduce",
+    f"(Tensor?[] source, Tensor[] params, {_QUESTION}, bool early) -> (Tensor, Tensor, Tensor)",
+    _sums,
+    _fake_sums,
+)
+gradients = _operator(
+    "reduce_backward",
+    f"(Tensor?[] source, Tensor[] params, Tensor grad, {_QUESTION}, bool[] needs) -> Tensor[]",
+    _gradients,
+    _fake_gradients,
+)
 
 
 class Reduce(torch.autograd.Function):
