@@ -126,7 +126,8 @@ class Matrix:
         key = over, of_both, fill
         if key in self._wholes:
             return self._wholes[key]
-        scores, mask, keep = self.scores(), self.pairs.excluded(over=over), may_keep()
+        scores = self.scores() if self._scores is None else self._scores
+        mask, keep = self.pairs.excluded(over=over), self._scores is not None  # not in inference mode
         if of_both and self._of_both is None:
             with torch.set_grad_enabled(keep):
                 self._of_both = torch.stack((scores, scores.T))
@@ -224,14 +225,16 @@ class Matrix:
         """Return (A,): the sums of a registered term over the positives of each anchor of these sides."""
         if not (self.pairs.one_to_one or self.pairs.listable):
             return self.reduce(sides, *params, key=term.__name__, over="positives")[0]
-        scores, index, times = self.positive_scores(), None, len(sides)
+        scores, index, times, each = self.positive_scores(), None, len(sides), False
         if not self.pairs.one_to_one:
             pairs = self.pairs.listed
             index = torch.cat([pairs[side] + k * self.shape[sides[0]] for k, side in enumerate(sides)])
-        each = any(p.numel() > 1 for p in params)  # else both sides share the terms
+        for p in params:
+            each = each or p.numel() > 1  # else both sides share the terms
         scores = scores.repeat(times) if each and times > 1 else scores
-        given = [p if p.numel() == 1 or index is None else p[index] for p in params]
-        values = term(scores, *given).expand_as(scores)
+        if index is not None and each:
+            params = tuple(p if p.numel() == 1 else p[index] for p in params)
+        values = term(scores, *params).expand_as(scores)
         values = values if each or times == 1 else values.repeat(times)
         return values if index is None else segment_sum(values, index, sum(self.shape[side] for side in sides))
 
@@ -277,12 +280,15 @@ class Matrix:
         pairs, count = self.pairs, 0
         if not pairs.one_to_one:
             count = self.counts(sides, positive=False).clamp_min(1)
+        found: list[Tensor] = []
         if self.keeps or self.cols is None:
             if not pairs.one_to_one:
                 return self.reduce(sides, key="identity")[0] / count
             scores = self.scores()
-            return torch.cat([scores.mean(1 - side) for side in sides])
-        source, found = self.source().detach(), []
+            for side in sides:
+                found.append(scores.mean(1 - side))
+            return torch.cat(found)
+        source = self.source().detach()
         with full_precision(self.rows):
             for side in sides:
                 other = sum(source.unit(1 - side, part).sum(0) for part in chunks(source[1 - side]))
@@ -301,7 +307,9 @@ def dense_sums(matrix: Matrix, answer: Answer, over: str, sides: Sequence[int], 
     # Scores that are given may be infinite: a factor of 0 would make them nan.
     scores, mask = matrix.whole(over, of_both, answer.maximum or matrix.cols is None)
     if of_both:  # rows and columns as one batch of rows: half the operators, which is what small matrices cost
-        shared = [p.unsqueeze(-1) if p.shape[-1] == 1 else p.reshape(*p.shape[:-1], 2, n, 1) for p in params]
+        shared = []
+        for p in params:
+            shared.append(p.unsqueeze(-1) if p.shape[-1] == 1 else p.reshape(*p.shape[:-1], 2, n, 1))
         seen = [reduce.View([0], shared)]
     else:
         seen = reduce.views(sides, params, matrix.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ class Scores(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         """Type of scores and sums."""
-        return torch.promote_types(self.rows.dtype, torch.float32)
+        return compute_dtype(self.rows)
 
     @property
     def matrix(self) -> Tensor | None:
@@ -120,7 +121,7 @@ def chunks(x: Tensor) -> list[slice]:
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Return the type of scores and sums: float64 stays, everything else is computed in float32."""
-    return torch.promote_types(x.dtype, torch.float32)
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 _AS_IT_IS = contextlib.nullcontext()
@@ -153,10 +154,14 @@ def scaled(x: Tensor, inv: Tensor | None) -> Tensor:
 
 def inverse_norms(x: Tensor) -> Tensor:
     """Return the (...) reciprocal lengths of vectors (..., D) in the compute dtype; 0 for a length of at most 1e-12."""
-    # In float64, as squares of lengths beyond 1e18 leave the range of float32.
-    wide = torch.float32 if x.device.type == "mps" else torch.float64
-    norms = torch.linalg.vector_norm(x, dim=-1, dtype=wide)
-    return torch.where(norms > EPS, norms.reciprocal(), 0.0).to(torch.promote_types(x.dtype, torch.float32))
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    on_mps, readable = x.device.type == "mps", host_may_read(x)
+    norms = torch.linalg.vector_norm(x, dim=-1, dtype=dtype if on_mps or readable else torch.float64)
+    # Squares of lengths beyond 1e18 leave the range of float32. Float64 takes a CPU three times as long: 0.05 of a step
+    # at 128 x 512 (pytest benchmarks/test_micro.py --benchmark-enable -k norms).
+    if readable and not math.isfinite(float(norms.sum())):
+        norms = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
+    return torch.threshold_(norms, EPS, math.inf).reciprocal_().to(dtype)
 
 
 def normalized(x: Tensor) -> Tensor:
@@ -167,7 +172,7 @@ def normalized(x: Tensor) -> Tensor:
 def _normalized(x: Tensor) -> Tensor:
     """Unit vectors (..., D) in operators that autograd differentiates."""
     inv = inverse_norms(x.detach()).unsqueeze(-1)
-    x = x.to(inv.dtype) * inv  # of length 1 or 0 now, and its squares are in range
+    x = x * inv  # of length 1 or 0 now, and its squares are in range
     return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).masked_fill(inv == 0, 1.0)
 
 
@@ -177,7 +182,7 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         inv = inverse_norms(x)
-        unit = x.to(inv.dtype) * inv.unsqueeze(-1)
+        unit = x * inv.unsqueeze(-1)  # of the type of these
         ctx.save_for_backward(x, unit, inv)
         return unit
 
@@ -199,7 +204,7 @@ class Embeddings:
         if not compiling and x.is_inference() and not torch.is_inference_mode_enabled():
             x = x.clone()  # which may be saved for a backward pass
         self.x, self.normalize = x, normalize
-        self.dtype = torch.promote_types(x.dtype, torch.float32)
+        self.dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         self.version = None if compiling or x.is_inference() else x._version
         self._unit: Tensor | None = None
 

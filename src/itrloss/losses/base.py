@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,8 @@ class Loss(nn.Module):
 
     def _options(self) -> dict[str, Any]:
         """Return the options that ``repr`` shows, by name."""
-        return {name: getattr(self, name) for name in (*self.shown, "reduction")}
+        names = (*self.shown, "reduction")
+        return dict(zip(names, map(partial(getattr, self), names), strict=True))
 
     def extra_repr(self) -> str:
         with torch.no_grad():
