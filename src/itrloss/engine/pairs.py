@@ -199,9 +199,7 @@ class _PairScores(torch.autograd.Function):
         found: list[Tensor | None] = []
         sides = (rows, row_inv, i), (cols, col_inv, j)
         for need, own, other in zip(needs, sides, sides[::-1], strict=True):
-            total = grads[0].new_zeros(own[0].shape) if need else None
-            if total is not None:
-                add_pair_gradient_(total, own[2], *other, grads[0])
+            total = pair_gradient(None, own[2], *other, grads[0], len(own[0])) if need else None
             found.append(None if total is None else project_(total, *own[:2]))
         return *found, *([None] * 5)
 
@@ -221,23 +219,27 @@ def pair_products(rows, cols, row_inv, col_inv, i, j) -> Tensor:
     return found
 
 
-def add_pair_gradient_(
-    total: Tensor,  # (N, D) gradient of unit vectors
-    index: Tensor | None,  # (P,) which of them are in the pairs; None: vector p in pair p
+def pair_gradient(
+    total: Tensor | None,  # (N, D), to which it is added; None: zeros
+    index: Tensor | None,  # (P,) which vectors are in the pairs; None: vector p in pair p
     other: Tensor,  # (M, D)
     other_inv: Tensor | None,  # (M,)
     others: Tensor | None,  # (P,)
     grad: Tensor,  # (P,)
-) -> None:
-    """Add ``sum_p grad_p y_p`` over the pairs of each vector, with the unit vector y of its partner."""
+    size: int,  # N
+) -> Tensor:
+    """Return the (N, D) gradient of unit vectors: ``sum_p grad_p y_p`` over its pairs, y its partner's unit vector."""
     weight = grad
     if other_inv is not None:
         weight = grad * (other_inv if others is None else other_inv[others])
     if index is not None and others is not None:
-        total.add_(weighted_sums(other.to(total.dtype), others, weight, index, len(total)))
-        return
+        found = weighted_sums(other.to(grad.dtype), others, weight, index, size)
+        return found if total is None else total.add_(found)
+    if total is None:
+        return other.to(grad.dtype) * weight[:, None]
     for part in chunks(other):
-        total[part].addcmul_(other[part].to(total.dtype), weight[part, None])
+        total[part].addcmul_(other[part].to(grad.dtype), weight[part, None])
+    return total
 
 
 def segment_sum(values: Tensor, index: Tensor, size: int) -> Tensor:

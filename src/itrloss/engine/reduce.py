@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .answers import ANSWERS, Answer
-from .pairs import Pairs, add_pair_gradient_, first_derivative_only, pair_products
+from .pairs import Pairs, first_derivative_only, pair_gradient, pair_products
 from .products import add_matmul_, matmul
 from .scores import Scores, Tile, full_precision, project_, tiles
 
@@ -152,8 +152,8 @@ class _Gradient:
         """Account for the gradient (P,) of the scores of listed pairs; of their lengths it is taken as of all."""
         for side, (own, other) in enumerate(((i, j), (j, i))):
             if self.needs[side]:
-                x, inv = self.scores[1 - side], self.scores[3 - side]
-                add_pair_gradient_(self._total(side), own, x, inv, other, grad)
+                given = own, self.scores[1 - side], self.scores[3 - side], other, grad, self.scores.shape[side]
+                self.total[side] = pair_gradient(self.total[side], *given)
 
     def _total(self, side: int, shape: Sequence[int] = ()) -> Tensor:
         total = self.total[side]

@@ -191,7 +191,7 @@ class _Normalize(torch.autograd.Function):
         x, unit, inv = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative is wanted
             return torch.autograd.grad(_normalized(x), x, grads[0], create_graph=True)[0]
-        return project_(grads[0].clone(), x, inv, unit)
+        return project_(grads[0], x, inv, unit, torch.empty_like(grads[0]))
 
 
 class Embeddings:
@@ -240,13 +240,17 @@ class Embeddings:
         self.version = None if self.x.is_inference() else self.x._version  # a copy counts its own
 
 
-def project_(grad: Tensor, x: Tensor, inv: Tensor | None, unit: Tensor | None = None) -> Tensor:
-    """Turn the gradient of unit vectors (..., D), in place, into that of ``x``, and return it in the type of ``x``.
+def project_(
+    grad: Tensor, x: Tensor, inv: Tensor | None, unit: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """Turn the gradient of unit vectors (..., D), in place or into ``out``, into that of ``x``, of the type of ``x``.
 
     ``dL/dx = (g - u <u, g>) / |x|`` with ``u = x / |x|``, the ``unit`` vectors if they are there.
     """
+    out = grad if out is None else out
     for part in chunks(x) if inv is not None else ():
         assert inv is not None
         g, u = grad[part], scaled(x[part], inv[part]) if unit is None else unit[part]
-        g.addcmul_(u, (u * g).sum(-1, keepdim=True), value=-1).mul_(inv[part].unsqueeze(-1))
-    return grad.to(x.dtype)
+        along = (u * g).sum(-1, keepdim=True)
+        torch.addcmul(g, u, along, value=-1, out=out[part]).mul_(inv[part].unsqueeze(-1))
+    return out.to(x.dtype)
