@@ -133,7 +133,7 @@ class Matrix:
                 self._of_both = torch.stack((scores, scores.T))
         if mask is not None:
             mask = torch.stack((mask, mask.T)) if of_both and not self.pairs.one_to_one else mask
-            mask = mask if fill else (~mask).to(self.dtype)
+            mask = mask if fill else (~mask).view(torch.uint8).to(self.dtype)  # bool would be converted one by one
         found = self._of_both if of_both else scores, mask
         if keep:
             self._wholes[key] = found
@@ -231,11 +231,11 @@ class Matrix:
             index = torch.cat([pairs[side] + k * self.shape[sides[0]] for k, side in enumerate(sides)])
         for p in params:
             each = each or p.numel() > 1  # else both sides share the terms
-        scores = scores.repeat(times) if each and times > 1 else scores
+        scores = torch.cat([scores] * times) if each and times > 1 else scores
         if index is not None and each:
             params = tuple(p if p.numel() == 1 else p[index] for p in params)
         values = term(scores, *params).expand_as(scores)
-        values = values if each or times == 1 else values.repeat(times)
+        values = values if each or times == 1 else torch.cat([values] * times)
         return values if index is None else segment_sum(values, index, sum(self.shape[side] for side in sides))
 
     def hinge_sum(self, sides: Sequence[int], *, margin: float) -> Tensor:
