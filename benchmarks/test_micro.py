@@ -3,6 +3,8 @@
 The cases, their inputs and their variants are those of ``itrloss bench``.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -56,6 +58,13 @@ def test_product(benchmark, shape, library, monkeypatch):
     torch.testing.assert_close(benchmark(lambda: products.matmul(a, b)), a @ b, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_norms(benchmark, dtype):
+    x = torch.randn(128, 512)
+    norms = benchmark(lambda: torch.linalg.vector_norm(x, dim=1, dtype=dtype))
+    assert torch.allclose(norms.float() * scores.inverse_norms(x), torch.ones(128))
+
+
 @pytest.mark.parametrize("way", [torch.max, ranking._argmax], ids=["PyTorch", "runs"])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_argmax(benchmark, way, dim):
@@ -65,10 +74,10 @@ def test_argmax(benchmark, way, dim):
 
 @pytest.mark.parametrize("hand", [False, True], ids=["autograd", "by hand"])
 def test_softplus_slopes(benchmark, hand):
-    answer = answers.ANSWERS["softplus"]._replace(**{} if hand else {"slopes": None})
+    slopes = answers.ANSWERS["softplus"].slopes if hand else partial(answers._by_autograd, answers.softplus)
     s, params = torch.rand(512, 512), [torch.full((1, 1), x) for x in (10.0, -10.0)]
     out = [torch.empty_like(s) for _ in range(2)]
-    found = benchmark(lambda: answers.slopes_of(answer, s, params, [torch.ones(1, 1)], (True, True), out))
+    found = benchmark(lambda: slopes(s, params, [torch.ones(1, 1)], (True, True), out))
     torch.testing.assert_close(found[0], 10 * (10 * s - 10).sigmoid())
 
 
