@@ -182,10 +182,11 @@ def _used(thresholds: Tensor) -> bool:
 def _hinges_slopes(s, params, grads, needs, out):
     total, by_slot = out[0].zero_(), []
     for t in params[0]:
-        above = torch.gt(s, t, out=out[1]).mul_(grads[0]) if _used(t) else out[1].zero_()
-        total.add_(above)
+        used = _used(t)
+        if used:
+            total.add_(torch.gt(s, t, out=out[1]).mul_(grads[0]))
         if needs[0]:
-            by_slot.append(above.neg())
+            by_slot.append(out[1].neg() if used else torch.zeros_like(s))
     return [total, torch.stack(by_slot) if by_slot else None]
 
 
@@ -194,7 +195,7 @@ ANSWERS["hinges"] = Answer(_hinges, _hinges_slopes)
 
 def identity(scores: Tensor) -> Tensor:
     """Return ``S``."""
-    return scores.clone()
+    return scores
 
 
 def log1p_clamp(scores: Tensor) -> Tensor:

@@ -236,7 +236,9 @@ class Matrix:
             params = tuple(p if p.numel() == 1 else p[index] for p in params)
         values = term(scores, *params).expand_as(scores)
         values = values if each or times == 1 else torch.cat([values] * times)
-        return values if index is None else segment_sum(values, index, sum(self.shape[side] for side in sides))
+        if index is None:
+            return values.clone() if times == 1 else values  # they may be what is kept
+        return segment_sum(values, index, sum(self.shape[side] for side in sides))
 
     def hinge_sum(self, sides: Sequence[int], *, margin: float) -> Tensor:
         """Return (A,): the hinges of all positives against all negatives of each anchor of these sides."""
