@@ -180,14 +180,13 @@ def _used(thresholds: Tensor) -> bool:
 
 
 def _hinges_slopes(s, params, grads, needs, out):
-    total, by_slot = out[0].zero_(), []
-    for t in params[0]:
-        used = _used(t)
-        if used:
+    total, by_slots = out[0].zero_(), s.new_zeros(len(params[0]), *s.shape) if needs[0] else None
+    for k, t in enumerate(params[0]):
+        if _used(t):
             total.add_(torch.gt(s, t, out=out[1]).mul_(grads[0]))
-        if needs[0]:
-            by_slot.append(out[1].neg() if used else torch.zeros_like(s))
-    return [total, torch.stack(by_slot) if by_slot else None]
+            if by_slots is not None:
+                torch.neg(out[1], out=by_slots[k])
+    return [total, by_slots]
 
 
 ANSWERS["hinges"] = Answer(_hinges, _hinges_slopes)

@@ -245,17 +245,16 @@ class Matrix:
         if not self.pairs.listable:
             return torch.cat([self._sorted_hinges(side, margin) for side in sides])
         self._summed = self._summed or torch.is_grad_enabled()
-        if self.pairs.one_to_one:
-            thresholds = self.positive_scores().repeat(1, len(sides))
+        scores, pairs = self.positive_scores(), self.pairs
+        if pairs.one_to_one:
+            thresholds = torch.cat([scores] * len(sides))[None]
         else:
-            places = [self.pairs.slots(side) for side in sides]
-            width = max(int(slot.max()) + 1 if len(slot) else 1 for *_, slot in places)
-            tables = []  # (slots, A) of each side, inf where an anchor has fewer positives
-            for side, (anchor, other, slot) in zip(sides, places, strict=True):
-                scores = self.pair_scores(*((other, anchor) if side else (anchor, other)))
-                empty = scores.new_full((width, self.shape[side]), math.inf)
-                tables.append(empty.index_put((slot, anchor), scores))
-            thresholds = torch.cat(tables, 1)
+            slots = [pairs.slots(side) for side in sides]
+            width = max(int(slot.max()) + 1 if len(slot) else 1 for slot in slots)
+            # (slots, A) of each side, inf where an anchor has fewer positives
+            empty = [scores.new_full((width, self.shape[side]), math.inf) for side in sides]
+            places = [(slot, pairs.listed[side]) for slot, side in zip(slots, sides, strict=True)]
+            thresholds = torch.cat([x.index_put(at, scores) for x, at in zip(empty, places, strict=True)], 1)
         return self.reduce(sides, thresholds - margin, key="hinges")[0]
 
     def _sorted_hinges(self, side: int, margin: float) -> Tensor:

@@ -85,27 +85,29 @@ class Pairs:
             self._known[side] = order, first, count if ignored is None else count.masked_fill(ignored, 0)
         return self._known[side]
 
-    def slots(self, side: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (P,) anchors, ascending, candidates, and the number of each pair among its anchor's (0, 1, …)."""
-        key = "slots", side
-        if key not in self._known:
-            with contextlib.nullcontext() if may_keep() else torch.inference_mode(False):
-                self._known[key] = self._slots(side)
-        return self._known[key]
-
-    def _slots(self, side: int) -> tuple[Tensor, Tensor, Tensor]:
-        if self.one_to_one:
-            i = torch.arange(min(self.shape), device=self.device)
-            return i, i, torch.zeros_like(i)
-        order, first, count = self._by_anchor(side)
-        i = torch.repeat_interleave(count)  # 0 0 0 1 2 2 …
-        slot = torch.arange(len(i), device=i.device) - (count.cumsum(0) - count)[i]
-        return i, order[first[i] + slot], slot
-
     @property
     def listed(self) -> tuple[Tensor, Tensor]:
         """(P,) rows and (P,) columns of the positive pairs, sorted by row."""
-        return self.slots(0)[:2]
+        if "listed" not in self._known:
+            with contextlib.nullcontext() if may_keep() else torch.inference_mode(False):
+                self._known["listed"] = self._listed()
+        return self._known["listed"]
+
+    def _listed(self) -> tuple[Tensor, Tensor]:
+        if self.one_to_one:
+            i = torch.arange(min(self.shape), device=self.device)
+            return i, i
+        order, first, count = self._by_anchor(0)
+        i = torch.repeat_interleave(count)  # 0 0 0 1 2 2 …
+        return i, order[first[i] + _within(i, count)]
+
+    def slots(self, side: int) -> Tensor:
+        """Return the (P,) number of each pair among those of its row, or column: 0, 1, …"""
+        anchors = self.listed[side]
+        if self.one_to_one:
+            return torch.zeros_like(anchors)
+        ordered, order = torch.sort(anchors, stable=True)
+        return torch.empty_like(order).index_copy_(0, order, _within(ordered, self.counts(side)[0]))
 
     # --------------------------------------------------------------------------------------------- masking
 
@@ -148,6 +150,11 @@ class Pairs:
                 over = "all"
         mask = self.excluded(r, c, over)
         return x if mask is None else x.masked_fill_(mask, value)
+
+
+def _within(i: Tensor, count: Tensor) -> Tensor:
+    """Return 0, 1, …, count[k] - 1 for each k, from the ascending ``i`` that names each k so often."""
+    return torch.arange(len(i), device=i.device) - (count.cumsum(0) - count)[i]
 
 
 def _diagonal(rows: Tensor, cols: Tensor) -> bool:
@@ -211,7 +218,9 @@ def pair_products(rows, cols, row_inv, col_inv, i, j) -> Tensor:
     step = max(1, _GATHERED // rows.shape[1])
     for start in range(0, p, step):
         part = slice(start, min(p, start + step))
-        left, right = ((x[part] if k is None else x[k[part]]).to(dtype) for x, k in ((rows, i), (cols, j)))
+        left, right = (
+            (x[part] if k is None else x.index_select(0, k[part])).to(dtype) for x, k in ((rows, i), (cols, j))
+        )
         torch.sum(left * right, 1, out=found[part])
     for inv, k in ((row_inv, i), (col_inv, j)):
         if inv is not None:

@@ -227,8 +227,8 @@ def _count_ahead(count: Tensor, table: Tensor, tile: Tile, side: int, rivals: Te
 
 def _score_tables(source: Scores, pairs: Pairs, asked: Sequence[tuple[int, int, Tensor | None]]) -> list[Tensor]:
     """(slots, A) for each asked side: the scores of each anchor's positives; nan where it has fewer."""
-    places = [pairs.slots(side) for side, _, _ in asked]
-    widths = [int(slot.max()) + 1 if len(slot) else 0 for _, _, slot in places]
+    places = [(pairs.listed[side], pairs.listed[1 - side], pairs.slots(side)) for side, _, _ in asked]
+    widths = [int(slot.max()) + 1 if len(slot) else 0 for *_, slot in places]
     tables = [
         source.rows.new_full((width, source.shape[side]), math.nan, dtype=source.dtype)
         for (side, _, _), width in zip(asked, widths, strict=True)
