@@ -79,14 +79,14 @@ def ask(engine, key, dtype=torch.bfloat16, shared=False, ids=True, early=False, 
     which = (numbers, numbers) if ids else (None, None)
     x = torch.zeros(size, dim, dtype=dtype)
     source, sides = Scores(x, x, ones, ones, *which), (0,) if early else (0, 1)
-    count = {"exp": 2, "information": 2, "negative_log_likelihood": 2, "softplus": 2}.get(key, 1)
+    count = 2 if key in ("exp", "exponential", "information", "negative_log_likelihood", "softplus") else 1
     count = 0 if key.startswith(("log1p", "identity")) else count
     params = [torch.ones(1 if shared else len(sides) * size) for _ in range(count)]
     params = [torch.ones(3, len(params[0]))] if key == "hinges" else params
     question = source, Pairs((size, size), which, x.device), key, "negatives", sides, params
     engine.sums(*question, early)
     if not early and not ANSWERS[key].maximum:
-        needs = [key not in ("exp", "moments"), key != "exp"][:count]
+        needs = [key not in ("exp", "moments", "information"), key not in ("exp", "information")][:count]
         grad = torch.ones(ANSWERS[key].width, len(sides) * size)
         engine.gradient(*question, grad, (True, True, *needs))
 

@@ -311,11 +311,17 @@ def peak(s, scale, q, K: tl.constexpr):
 
 
 @triton.jit
-def information(s, scale, log_total, K: tl.constexpr):
-    z = scale * s - log_total
-    p, bits = tl.exp2(z * LOG2E), tl.maximum(z, -1e4)  # -inf would meet a p of 0
-    slope = p * (bits + 1.0)
-    return -p * bits, -scale * slope, -s * slope, slope
+def exponential(s, scale, best, K: tl.constexpr):
+    d = s - best
+    e = tl.exp2(d * scale * LOG2E)
+    return e, scale * e, d * e, -scale * e
+
+
+@triton.jit
+def information(s, scale, best, K: tl.constexpr):
+    z = tl.maximum((s - best) * scale, -1e4)  # -inf would meet an exponential of 0
+    e = tl.exp2(z * LOG2E)
+    return (e if K == 0 else e * z), scale * (e if K == 0 else e * (z + 1.0)), 0.0, 0.0
 
 
 @triton.jit
@@ -365,14 +371,15 @@ def softplus(s, scale, bias, K: tl.constexpr):
     return x, scale * slope, s * slope, slope
 
 
-_TERMS = identity, log1p_clamp, log1p_relu, negative_log_likelihood, hinge, softplus
+_TERMS = identity, log1p_clamp, log1p_relu, negative_log_likelihood, hinge, exponential, softplus
 FORMS = {form.__name__: form for form in (exp, peak, information, moments, hinges, *_TERMS)}
 
 
 @triton.jit
-def _chunk(x, row, stride, d, dim):
-    """Return some numbers of a vector in float32."""
-    return tl.load(x + row * stride + d, mask=d < dim, other=0.0).to(tl.float32)
+def _vector(x, row, stride, dim, BLOCK_D: tl.constexpr):
+    """Return (BLOCK_D,) one of the vectors x (N, dim) in float32, and zeros."""
+    d = tl.arange(0, BLOCK_D)
+    return tl.load(x + row.to(tl.int64) * stride + d, mask=d < dim, other=0.0).to(tl.float32)
 
 
 @triton.jit
