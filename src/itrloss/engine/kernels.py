@@ -31,6 +31,9 @@ Params = namedtuple("Params", "p q p_stride q_stride slots slot_stride")
 Block = namedtuple("Block", "row col size_m size_n first_col")  # part of the matrix; number of column 0 among anchors
 Panel = namedtuple("Panel", "x stride")  # buffer (size_m, stride) for a block
 Upstream = namedtuple("Upstream", "x plane stride")  # gradient (WIDTH, A) of the sums, with strides
+# Pairs p by anchor i: (P,) float32 gradients of their scores; those of i are ``order[start[i]:start[i + 1]]`` with
+# candidates ``other[p]``, or the one pair (i, i); (M, dim) vectors of the candidates and (M,) their reciprocal lengths.
+Listed = namedtuple("Listed", "grad start order other y stride inv")
 # What a kernel is compiled for: PARTS (1 or 4) of a tile's columns that are worked on one after the other; SHARED:
 # parameters are one number each, and one evaluation serves both sides; ROWS, COLS: which are asked; BY_P, BY_Q: whether
 # gradients by the parameters are, too.
@@ -388,23 +391,33 @@ def inverse_norms_kernel(x, stride, dim, out, BLOCK_D: tl.constexpr):
 
     Squares of the lengths that are promised, 1e-12 to 1e18, are in the range of float32.
     """
-    row, d, squares = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D), tl.zeros([BLOCK_D], tl.float32)
-    for start in range(0, dim, BLOCK_D):
-        y = _chunk(x, row, stride, start + d, dim)
-        squares += y * y
-    norm = tl.sqrt(tl.sum(squares, 0))
+    row = tl.program_id(0)
+    y = _vector(x, row, stride, dim, BLOCK_D)
+    norm = tl.sqrt(tl.sum(y * y, 0))
     tl.store(out + row, tl.where(norm > EPS, 1.0 / norm, 0.0))
 
 
-@triton.jit
-def project_kernel(x, stride, dim, inv, grad, out, BLOCK_D: tl.constexpr):
-    """out (N, dim): ``g - u <u, g>``, ``u = x inv``, of float32 g (N, dim), which may be out. A program for each."""
-    row, d, along = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D), tl.zeros([BLOCK_D], tl.float32)
-    scale = tl.load(inv + row)
-    for start in range(0, dim, BLOCK_D):
-        along += _chunk(x, row, stride, start + d, dim) * scale * _chunk(grad, row, dim, start + d, dim)
-    length = tl.sum(along, 0)
-    for start in range(0, dim, BLOCK_D):
-        u = _chunk(x, row, stride, start + d, dim) * scale
-        g = _chunk(grad, row, dim, start + d, dim) - u * length
-        tl.store(out + row * dim + start + d, g.to(out.dtype.element_ty), mask=start + d < dim)
+@triton.jit(do_not_specialize=["begin"])
+def project_kernel(x, stride, dim, inv, begin, total, listed, out, BLOCK_D: tl.constexpr):
+    """out_i (N, dim): ``g - u <u, g>`` with ``u = x_i inv_i``, for each vector from ``begin`` on a program.
+
+    g is ``total`` (., dim), float32 sums from ``begin`` on, which may be out's, and those of listed pairs (i, j) with
+    the gradient ``listed.grad`` of their scores, ``grad inv_i inv_j y_j``.
+    """
+    row, d = begin + tl.program_id(0), tl.arange(0, BLOCK_D)
+    g = _vector(total, tl.program_id(0), dim, dim, BLOCK_D)
+    scale = 1.0 if inv is None else tl.load(inv + row)
+    if listed.grad is not None:
+        first, last = row, row + 1
+        if listed.start is not None:
+            first, last = tl.load(listed.start + row), tl.load(listed.start + row + 1)
+        for k in range(first, last):
+            pair = k if listed.order is None else tl.load(listed.order + k)
+            j = pair if listed.other is None else tl.load(listed.other + pair)
+            weight = tl.load(listed.grad + pair) * scale
+            weight = weight if listed.inv is None else weight * tl.load(listed.inv + j)
+            g += weight * _vector(listed.y, j, listed.stride, dim, BLOCK_D)
+    if inv is not None:
+        u = _vector(x, row, stride, dim, BLOCK_D) * scale
+        g -= u * tl.sum(u * g, 0)
+    tl.store(out + row.to(tl.int64) * dim + d, g.to(out.dtype.element_ty), mask=d < dim)

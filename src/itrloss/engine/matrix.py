@@ -281,7 +281,7 @@ class Matrix:
         if not torch.is_grad_enabled():
             pairs = None if compiling else self.pairs
             return reduce.sums(list(source), list(params), *question, False, pairs=pairs)[0]
-        listed = self.engine == "tiled" and not (early or self.keeps or compiling or self._positive_scores is not None)
+        listed = not (early or self.keeps or compiling or self._positive_scores is not None)
         listed = listed and cols is not None and self.pairs.listable
         sums, pairs = reduce.Reduce.apply(None if compiling else self.pairs, *question, listed, *source, *params)
         self._positive_scores = pairs if listed else self._positive_scores

@@ -25,6 +25,8 @@ from .scores import IGNORE_ID, Scores
 
 Sides = tuple[int, ...]
 Place = tuple[slice, slice]  # rows and columns of a block
+# (P,) rows and columns of listed pairs, or None: row p and column p; and the gradient of their scores
+Riding = tuple[Tensor | None, Tensor | None, Tensor]
 
 
 def _panel(x: Tensor | None) -> Any:
@@ -85,11 +87,11 @@ def sums(
 
 def gradient(
     scores: Scores, pairs: Pairs, key: str, over: str, sides: Sides, params: Sequence[Tensor], grad: Tensor,
-    needs: Sequence[bool],
+    needs: Sequence[bool], riding: Riding | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Return the gradients of rows, columns and parameters from ``grad`` (K, A); empty where it ``needs`` none."""
     if key not in kernels.FORMS:
-        return tiled_gradient(scores, pairs, ANSWERS[key], over, sides, params, grad, needs)
+        return tiled_gradient(scores, pairs, ANSWERS[key], over, sides, params, grad, needs, riding)
     run, upstream = _Pass(scores, over, sides, params), kernels.Upstream(grad, grad.stride(0), grad.stride(1))
     # By p for each slot, then by q; of one evaluation for both sides they are summed by row alone.
     by = _AnchorSums(run, run.slots + 1, sides[:1] if run.shared else sides) if any(needs[2:]) else None
@@ -103,7 +105,10 @@ def gradient(
             by.add(place, partials)
 
     with torch.cuda.device_of(scores.rows):
-        found = _of_matrix(run, needs[0], write) if scores.cols is None else _of_embeddings(run, needs, write)
+        if scores.cols is None:
+            found = _of_matrix(run, needs[0], write)
+        else:
+            found = _of_embeddings(run, needs, write, riding)
     for k, (p, need) in enumerate(zip(params, needs[2:], strict=True)):
         planes = by.sums[run.slots :] if by is not None and k else by.sums[: run.slots] if by is not None else p
         found.append((planes.sum(-1) if p.shape[-1] == 1 else planes).reshape(p.shape) if need else p.new_empty(0))
@@ -119,14 +124,14 @@ def _of_matrix(run: _Pass, needed: bool, write: Any) -> list[Tensor]:
     return [x.new_empty(0) if out is None else out, x.new_empty(0)]
 
 
-def _of_embeddings(run: _Pass, needs: Sequence[bool], write: Any) -> list[Tensor]:
+def _of_embeddings(run: _Pass, needs: Sequence[bool], write: Any, riding: Riding | None) -> list[Tensor]:
     """Return the gradients of rows and columns, from products with the gradient of panels of scores.
 
     Panels of the outer side are visited one after the other, each with all of the inner side. So the sums of a panel of
     the outer side are soon complete; those of the inner side are held to the end, or found in a second visit.
     """
     xs: Any = run.scores[:2]  # which are both there
-    invs = run.scores[2:4]
+    listed = [_listed(run.scores, side, riding) for side in (0, 1)]
     outs: list[Any] = [x.new_zeros(x.shape) if need else None for x, need in zip(xs, needs[:2], strict=True)]
     shape = run.panel_shape()
     for visit, (outer, holds) in enumerate(_visits(xs, needs)):
@@ -145,8 +150,8 @@ def _of_embeddings(run: _Pass, needs: Sequence[bool], write: Any) -> list[Tensor
                     add_product_(total, panel.T if outer else panel, xs[inner][i])
                     if held is not None:
                         add_product_(held[i], panel if outer else panel.T, xs[outer][o])
-            _project(total, xs[outer], invs[outer], o, outs[outer])
-        _project(held, xs[inner], invs[inner], slice(0, len(xs[inner])), outs[inner])
+            _project(run.scores, outer, total, o.start, listed[outer], outs[outer])
+        _project(run.scores, inner, held, 0, listed[inner], outs[inner])
     return [run.scores.rows.new_empty(0) if out is None else out for out in outs]
 
 
@@ -181,6 +186,8 @@ class _Pass:
         self.inputs = kernels.Inputs(rows, cols, *strides, scores.row_inv, scores.col_inv, ids[0], ids[1])
         narrow = self.fused and scores.rows.dtype == torch.bfloat16 and not INTERPRETED
         self.panel_dtype = torch.bfloat16 if narrow else torch.float32  # float16's range is too small: add_product_
+        copied = scores.rows.dtype == torch.float16  # a panel, to half precision
+        self.panel_bytes = self.panel_dtype.itemsize + 2 * copied  # for each of its scores
         p, q = (*params, None, None)[:2]
         steps = [0 if x is None or x.shape[-1] == 1 else x.stride(-1) for x in (p, q)]
         self.slots, slot_stride = (len(p), p.stride(0)) if p is not None and p.dim() == 2 else (1, 0)
@@ -200,7 +207,7 @@ class _Pass:
     def panel_shape(self, widest: bool = False) -> tuple[int, int]:
         """Return the rows and columns of a panel that is written; ``widest``: no sums of its columns are held."""
         rows = min(PANEL_ROWS, _whole_tiles(self.shape[0] + 127)) if widest else PANEL_ROWS
-        return rows, _whole_tiles(PANEL // self.panel_dtype.itemsize // rows)
+        return rows, _whole_tiles(PANEL // self.panel_bytes // rows)
 
     def blocks(self, shape: tuple[int, int]) -> Iterator[Place]:
         """Yield the rows and columns of blocks that are visited one after the other."""
@@ -303,28 +310,41 @@ class _AnchorSums:
                     old += new.sum(1)
 
 
-def _project(total: Tensor | None, x: Any, inv: Tensor | None, part: slice, out: Any) -> None:
-    """Write part of the gradient of vectors x from that of their inner products, which is over the lengths already."""
-    if total is None or part.start == part.stop:
-        return
-    if inv is not None:
-        _by_vector(kernels.project_kernel, x[part], inv[part], total, out[part])
-    elif out.dtype != torch.float32:
-        out[part] = total
+def _listed(scores: Scores, side: int, riding: Riding | None) -> kernels.Listed:
+    """Return listed pairs as those of the rows, or of the columns."""
+    if riding is None:
+        return kernels.Listed(*[None] * 7)
+    others, inv, (own, other), grad = _by_vectors(scores[1 - side]), scores[3 - side], riding[:2][:: 1 - 2 * side], riding[2]
+    start = order = None
+    if own is not None:
+        own, order = torch.sort(own, stable=True)
+        start = torch.searchsorted(own, torch.arange(scores.shape[side] + 1, device=own.device))
+    return kernels.Listed(grad.contiguous(), start, order, other, others, others.stride(0), inv)
 
 
-def _by_vector(kernel: Any, x: Tensor, *args: Tensor) -> None:
-    """Run a program for each of the vectors (N, D)."""
-    x = x.float().contiguous() if INTERPRETED else x if x.stride(1) == 1 else x.contiguous()
-    kernel[(len(x),)](x, x.stride(0), x.shape[1], *args, BLOCK_D=min(1024, triton.next_power_of_2(x.shape[1])))
+def _project(scores: Scores, side: int, total: Tensor | None, begin: int, listed: kernels.Listed, out: Any) -> None:
+    """Write some of the gradients of rows or columns from those of their inner products, and of listed pairs.
+
+    Inner products are of embeddings, scores over their lengths.
+    """
+    if total is not None and len(total):
+        x = _by_vectors(scores[side])
+        given = x, x.stride(0), x.shape[1], scores[2 + side], begin, total, listed, out
+        kernels.project_kernel[(len(total),)](*given, BLOCK_D=triton.next_power_of_2(x.shape[1]))
+
+
+def _by_vectors(x: Any) -> Tensor:
+    """Return embeddings each of which is contiguous."""
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def inverse_norms(x: Tensor) -> Tensor:
     """Return the (N,) float32 reciprocal lengths of vectors (N, D), read once; 0 for a length of at most 1e-12."""
-    out = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    x, out = _by_vectors(x), torch.empty(len(x), dtype=torch.float32, device=x.device)
     if len(x):
         with torch.cuda.device_of(x):
-            _by_vector(kernels.inverse_norms_kernel, x, out)
+            size = triton.next_power_of_2(x.shape[1])
+            kernels.inverse_norms_kernel[(len(x),)](x, x.stride(0), x.shape[1], out, BLOCK_D=size)
     return out
 
 
