@@ -105,10 +105,7 @@ def gradient(
             by.add(place, partials)
 
     with torch.cuda.device_of(scores.rows):
-        if scores.cols is None:
-            found = _of_matrix(run, needs[0], write)
-        else:
-            found = _of_embeddings(run, needs, write, riding)
+        found = _of_matrix(run, needs[0], write) if scores.cols is None else _of_embeddings(run, needs, write, riding)
     for k, (p, need) in enumerate(zip(params, needs[2:], strict=True)):
         planes = by.sums[run.slots :] if by is not None and k else by.sums[: run.slots] if by is not None else p
         found.append((planes.sum(-1) if p.shape[-1] == 1 else planes).reshape(p.shape) if need else p.new_empty(0))
@@ -176,14 +173,14 @@ class _Pass:
         self.workspace: dict[int, Tensor] = {}
         self.fused = fused(scores)
         self.tile = _product_tile(*self.shape, self.device) if self.fused else READING_TILE
-        rows: Any = None
-        cols: Any = None
-        strides = 0, 0, 0
+        multiplied: tuple[Any, ...] = (None, None, 0, 0, 0)
         if self.fused:
-            rows, cols = _aligned(scores.rows), _aligned(scores.cols)
-            strides = rows.stride(0), cols.stride(0), rows.shape[1]
+            rows, cols = (_aligned(x, self.tile.block_k) for x in scores[:2])
+            multiplied = rows, cols, rows.stride(0), cols.stride(0), rows.shape[1]
+        pairs = zip(scores[2:4], self.shape, strict=True)
+        invs = [torch.ones(size, device=self.device) if x is None else x for x, size in pairs]
         ids = [None if x is None else x.contiguous() for x in scores[4:6]]
-        self.inputs = kernels.Inputs(rows, cols, *strides, scores.row_inv, scores.col_inv, ids[0], ids[1])
+        self.inputs = kernels.Inputs(*multiplied, *invs, *ids)
         narrow = self.fused and scores.rows.dtype == torch.bfloat16 and not INTERPRETED
         self.panel_dtype = torch.bfloat16 if narrow else torch.float32  # float16's range is too small: add_product_
         copied = scores.rows.dtype == torch.float16  # a panel, to half precision
@@ -237,7 +234,7 @@ class _Pass:
         """Run a program for each tile of a block."""
         (rows, cols), tile = place, self.tile
         block = kernels.Block(rows.start, cols.start, rows.stop - rows.start, cols.stop - cols.start, self.first_col)
-        config = kernels.Config(*tile[:4], EVEN_K=self.inputs.dim % tile.block_k == 0, **(self.flags | flags))
+        config = kernels.Config(*tile[:4], **(self.flags | flags))
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "C": config}
         by_params = kernel is kernels.gradient_kernel and (flags["BY_P"] or flags["BY_Q"])
         if tile.registers is not None and not by_params and _is_hopper(self.device):
@@ -273,15 +270,12 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def _aligned(x: Any) -> Tensor:
-    """Return embeddings that can be loaded 16 bytes at a time; zeros at the end change no product."""
-    if INTERPRETED:
-        return x.float().contiguous()
-    if x.shape[1] % 16 == 0 and x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0:
+def _aligned(x: Any, step: int) -> Tensor:
+    """Return embeddings that can be loaded in whole steps, 16 bytes at a time; zeros at the end change no product."""
+    x = x.float() if INTERPRETED else x
+    if x.shape[1] % step == 0 and x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0:
         return x
-    made = x.new_zeros(x.shape[0], -(-x.shape[1] // 16) * 16)
-    made[:, : x.shape[1]] = x
-    return made
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % step)).contiguous()
 
 
 class _AnchorSums:
@@ -314,12 +308,12 @@ def _listed(scores: Scores, side: int, riding: Riding | None) -> kernels.Listed:
     """Return listed pairs as those of the rows, or of the columns."""
     if riding is None:
         return kernels.Listed(*[None] * 7)
-    others, inv, (own, other), grad = _by_vectors(scores[1 - side]), scores[3 - side], riding[:2][:: 1 - 2 * side], riding[2]
-    start = order = None
+    own, other = riding[side], riding[1 - side]
+    y, start, order = _by_vectors(scores[1 - side]), None, None
     if own is not None:
         own, order = torch.sort(own, stable=True)
         start = torch.searchsorted(own, torch.arange(scores.shape[side] + 1, device=own.device))
-    return kernels.Listed(grad.contiguous(), start, order, other, others, others.stride(0), inv)
+    return kernels.Listed(riding[2].contiguous(), start, order, other, y, y.stride(0), scores[3 - side])
 
 
 def _project(scores: Scores, side: int, total: Tensor | None, begin: int, listed: kernels.Listed, out: Any) -> None:
