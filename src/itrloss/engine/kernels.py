@@ -39,7 +39,7 @@ Listed = namedtuple("Listed", "grad start order other y stride inv")
 # What a kernel is compiled for: PARTS (1 or 4) of a tile's columns that are worked on one after the other; SHARED:
 # parameters are one number each, and one evaluation serves both sides; ROWS, COLS: which are asked; BY_P, BY_Q: whether
 # gradients by the parameters are, too.
-_CONFIG = "BLOCK_M BLOCK_N BLOCK_K PARTS OVER IDS SHARED ROWS COLS WIDTH MAXIMUM BY_P BY_Q"
+_CONFIG = "BLOCK_M BLOCK_N BLOCK_K PARTS NEGATIVES IDS SHARED ROWS COLS WIDTH MAXIMUM BY_P BY_Q"
 Config = namedtuple("Config", _CONFIG)
 # Rows of a tile, or columns of a part of it: number ``pid`` of the ``parts`` of a block's axis, from ``start`` in the
 # matrix and ``anchor`` among anchors on, of ``size`` in the block; (BLOCK,) numbers in the block; (BLOCK,) numbers from
@@ -58,8 +58,8 @@ def _axis(pid, start, first, size, inv, ids, BLOCK: tl.constexpr, PARTS: tl.cons
         ids = tl.where(there, start + lane, NOWHERE)
     else:
         ids = tl.where(there, tl.load(ids + start + lane), IGNORE_ID)
-    parts = tl.cdiv(size, BLOCK * PARTS) * PARTS
-    return Axis(pid, parts, start, first + start, size, local, lane, tl.load(inv + start + lane), ids)
+    inv = tl.full([BLOCK], 1.0, tl.float32) if inv is None else tl.load(inv + start + lane)
+    return Axis(pid, tl.cdiv(size, BLOCK * PARTS) * PARTS, start, first + start, size, local, lane, inv, ids)
 
 
 @triton.jit
@@ -129,13 +129,9 @@ def _counts(rows, cols, C: tl.constexpr):
     i, j = rows.ids[:, None], cols.ids[None, :]
     if C.IDS:
         found = (i != IGNORE_ID) & (j != IGNORE_ID)
-        found = found & (i != j if C.OVER == "negatives" else i == j if C.OVER == "positives" else True)
-    elif C.OVER == "negatives":
-        found = (i ^ j) > 0  # numbers, of which the same one is beyond both ends: one comparison instead of three
-    else:
-        found = (i | j) >= 0
-        if C.OVER == "positives":
-            found = found & (i == j)
+        found = found & (i != j) if C.NEGATIVES else found
+    else:  # one comparison instead of three: NOWHERE is negative
+        found = (i ^ j) > 0 if C.NEGATIVES else (i | j) >= 0
     return found
 
 
@@ -147,9 +143,9 @@ def _masked(x, y, empty, rows, cols, C: tl.constexpr):
     x, y = tl.broadcast_to(x, (BLOCK_M, BLOCK_N)), tl.broadcast_to(y, (BLOCK_M, BLOCK_N))  # slopes may be constants
     # Without ids only at the end of a block or on the diagonal: for most tiles there is nothing to do.
     special = ((rows.pid + 1) * BLOCK_M > rows.size) | ((cols.pid + 1) * BLOCK_N > cols.size)
-    if C.OVER == "negatives":
+    if C.NEGATIVES:
         special = special | ((rows.start < cols.start + BLOCK_N) & (cols.start < rows.start + BLOCK_M))
-    if C.IDS or C.OVER == "positives" or special:
+    if C.IDS or special:
         found = _counts(rows, cols, C)
         x, y = tl.where(found, x, empty), tl.where(found, y, empty)
     return x, y
@@ -296,19 +292,6 @@ def _log1p(u):
 
 
 @triton.jit
-def _softplus(z):
-    """log(1 + e^z), and its slope."""
-    e = tl.exp2(-tl.abs(z) * LOG2E)
-    return tl.maximum(z, 0.0) + _log1p(e), tl.where(z >= 0, 1.0, e) / (1.0 + e)
-
-
-@triton.jit
-def _relu(x):
-    """max(x, 0), and its slope."""
-    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL), tl.where(x > 0, 1.0, 0.0)
-
-
-@triton.jit
 def exp(s, scale, top, g, K: tl.constexpr):
     e = tl.exp2(s * (scale * LOG2E) - top * LOG2E)  # one multiplication and addition, and one instruction
     return e, e * (scale * g), s * e * g, 0.0
@@ -317,13 +300,6 @@ def exp(s, scale, top, g, K: tl.constexpr):
 @triton.jit
 def peak(s, scale, q, g, K: tl.constexpr):
     return scale * s, scale * g, s * g, 0.0
-
-
-@triton.jit
-def exponential(s, scale, best, g, K: tl.constexpr):
-    d = s - best
-    e = tl.exp2(d * scale * LOG2E) * g
-    return e, scale * e, d * e, -scale * e
 
 
 @triton.jit
@@ -341,47 +317,19 @@ def moments(s, centre, q, g, K: tl.constexpr):
 
 @triton.jit
 def hinges(s, threshold, q, g, K: tl.constexpr):
-    x, slope = _relu(s - threshold)
-    return x, slope * g, -slope * g, 0.0
-
-
-@triton.jit
-def identity(s, p, q, g, K: tl.constexpr):
-    return s, g, 0.0, 0.0
-
-
-@triton.jit
-def log1p_clamp(s, p, q, g, K: tl.constexpr):
-    clamped = tl.maximum(s, FLOOR)
-    return _log1p(clamped), tl.where(s >= FLOOR, g / (1.0 + clamped), 0.0), 0.0, 0.0
-
-
-@triton.jit
-def log1p_relu(s, p, q, g, K: tl.constexpr):
-    x, slope = _relu(s)
-    return _log1p(x), slope * g / (1.0 + x), 0.0, 0.0
-
-
-@triton.jit
-def negative_log_likelihood(s, negatives, scale, g, K: tl.constexpr):
-    x, slope = _softplus(negatives - scale * s)
-    return x, -scale * slope * g, slope * g, -s * slope * g
-
-
-@triton.jit
-def hinge(s, threshold, q, g, K: tl.constexpr):
-    x, slope = _relu(threshold - s)
-    return x, -slope * g, slope * g, 0.0
+    g = tl.where(s > threshold, g, 0.0)
+    return tl.maximum(s - threshold, 0.0, propagate_nan=tl.PropagateNan.ALL), g, -g, 0.0
 
 
 @triton.jit
 def softplus(s, scale, bias, g, K: tl.constexpr):
-    x, slope = _softplus(scale * s + bias)
-    return x, scale * slope * g, s * slope * g, slope * g
+    z = scale * s + bias
+    e = tl.exp2(-tl.abs(z) * LOG2E)
+    slope = tl.where(z >= 0, 1.0, e) / (1.0 + e) * g
+    return tl.maximum(z, 0.0) + _log1p(e), scale * slope, s * slope, slope
 
 
-_TERMS = identity, log1p_clamp, log1p_relu, negative_log_likelihood, hinge, exponential, softplus
-FORMS = {form.__name__: form for form in (exp, peak, information, moments, hinges, *_TERMS)}
+FORMS = {form.__name__: form for form in (exp, peak, information, moments, hinges, softplus)}
 
 
 @triton.jit

@@ -51,9 +51,9 @@ class TileConfig(NamedTuple):
 # are not limited (python tests/gpu_compiler.py 90).
 PRODUCT_TILES = TileConfig(128, 128, 64, 4, 8, 3, 128), TileConfig(64, 64, 64, 1, 4, 3)
 READING_TILE = TileConfig(64, 64, 64, 1, 4, 3)  # for scores that exist: bound by memory
-BLOCK = 2**28  # scores, of whose tiles the sums are held until they are added up: 40 MiB
+BLOCK_ROWS = 4096  # visited at once: products of so many have enough tiles for all multiprocessors
+BLOCK = 2**28  # scores at most, of whose tiles the sums are held until they are added up: 40 MiB
 PANEL = 2**26  # bytes of scores, or of their gradient, that are written at once
-PANEL_ROWS = 4096  # of a panel: its products have enough tiles for all multiprocessors
 HELD = 2**27  # bytes of float32 sums of one side's gradient; of more, the scores are visited twice instead
 
 # The interpreter cannot multiply bfloat16, and rounds to it towards zero: it computes in float32.
@@ -65,14 +65,14 @@ def sums(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the (K, A) sums, and if ``early`` (N, D) directions and (A,) gradients by the scale, as ``tiled_sums``."""
     answer = ANSWERS[key]
-    if key not in kernels.FORMS:  # a user's term
+    if _is_torchs(key, over):
         return tiled_sums(scores, pairs, answer, over, sides, params, early)
     run = _Pass(scores, over, sides, params)
     width = 2 if early else answer.width  # the exponentials, and their gradients by the scale
     total = _AnchorSums(run, width, sides, answer.maximum)
     direction = total.sums.new_zeros(scores.rows.shape if early else (0,))
     with torch.cuda.device_of(scores.rows):
-        for place in run.blocks(run.panel_shape(widest=True) if early else run.block_shape()):
+        for place in run.blocks(run.panel if early or run.multiplied else BLOCK):
             products, partials = run.products(place), total.partials(place)
             panel = run.buffer(1, place, run.panel_dtype) if early else None
             flags = {"WIDTH": width, "MAXIMUM": answer.maximum, "BY_P": early}
@@ -85,12 +85,17 @@ def sums(
     return total.sums, direction, torch.empty_like(direction)
 
 
+def _is_torchs(key: str, over: str) -> bool:
+    """Whether plain PyTorch sums, tile by tile: terms of a user's, and positives where pairs cannot be listed."""
+    return key not in kernels.FORMS or over == "positives"
+
+
 def gradient(
     scores: Scores, pairs: Pairs, key: str, over: str, sides: Sides, params: Sequence[Tensor], grad: Tensor,
     needs: Sequence[bool], riding: Riding | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Return the gradients of rows, columns and parameters from ``grad`` (K, A); empty where it ``needs`` none."""
-    if key not in kernels.FORMS:
+    if _is_torchs(key, over):
         return tiled_gradient(scores, pairs, ANSWERS[key], over, sides, params, grad, needs, riding)
     run, upstream = _Pass(scores, over, sides, params), kernels.Upstream(grad, grad.stride(0), grad.stride(1))
     # By p for each slot, then by q; of one evaluation for both sides they are summed by row alone.
@@ -116,8 +121,9 @@ def _of_matrix(run: _Pass, needed: bool, write: Any) -> list[Tensor]:
     """Return the gradient of a matrix that exists."""
     x = run.scores.rows
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needed else None
-    for place in run.blocks((run.block_shape()[0], max(1, x.shape[1]))):
-        write(place, run.products(place), None if out is None else out[place[0]], True)
+    for rows in _spans(x.shape[0], BLOCK_ROWS):
+        place = rows, slice(0, x.shape[1])
+        write(place, run.products(place), None if out is None else out[rows], True)
     return [x.new_empty(0) if out is None else out, x.new_empty(0)]
 
 
@@ -129,13 +135,13 @@ def _of_embeddings(run: _Pass, needs: Sequence[bool], write: Any, riding: Riding
     """
     xs: Any = run.scores[:2]  # which are both there
     listed = [_listed(run.scores, side, riding) for side in (0, 1)]
-    outs: list[Any] = [x.new_zeros(x.shape) if need else None for x, need in zip(xs, needs[:2], strict=True)]
-    shape = run.panel_shape()
+    outs: list[Any] = [x.new_empty(x.shape) if need else None for x, need in zip(xs, needs[:2], strict=True)]
+    shape = BLOCK_ROWS, _whole_tiles(run.panel // BLOCK_ROWS)
     for visit, (outer, holds) in enumerate(_visits(xs, needs)):
         inner = 1 - outer
-        held = outs[inner].float() if holds else None  # zeros to add to; a float32 gradient itself
+        held = _zeros(outs[inner]) if holds else None
         for o in _spans(len(xs[outer]), shape[outer]):
-            total: Any = None if outs[outer] is None else outs[outer][o].float()
+            total: Any = None if outs[outer] is None else _zeros(outs[outer][o])
             for i in _spans(len(xs[inner]), shape[inner]):
                 place = (i, o) if outer else (o, i)
                 products = run.products(place)
@@ -150,6 +156,11 @@ def _of_embeddings(run: _Pass, needs: Sequence[bool], write: Any, riding: Riding
             _project(run.scores, outer, total, o.start, listed[outer], outs[outer])
         _project(run.scores, inner, held, 0, listed[inner], outs[inner])
     return [run.scores.rows.new_empty(0) if out is None else out for out in outs]
+
+
+def _zeros(out: Tensor) -> Tensor:
+    """Return float32 sums to add to: those of a float32 gradient are the gradient itself."""
+    return out.zero_() if out.dtype == torch.float32 else torch.zeros_like(out, dtype=torch.float32)
 
 
 def _visits(xs: Sequence[Any], needs: Sequence[bool]) -> list[tuple[int, bool]]:
@@ -172,43 +183,32 @@ class _Pass:
         self.matrix = scores.rows.contiguous() if scores.cols is None else None
         self.workspace: dict[int, Tensor] = {}
         self.fused = fused(scores)
+        self.multiplied = not self.fused and self.matrix is None  # by cuBLAS
         self.tile = _product_tile(*self.shape, self.device) if self.fused else READING_TILE
         multiplied: tuple[Any, ...] = (None, None, 0, 0, 0)
         if self.fused:
             rows, cols = (_aligned(x, self.tile.block_k) for x in scores[:2])
             multiplied = rows, cols, rows.stride(0), cols.stride(0), rows.shape[1]
-        pairs = zip(scores[2:4], self.shape, strict=True)
-        invs = [torch.ones(size, device=self.device) if x is None else x for x, size in pairs]
         ids = [None if x is None else x.contiguous() for x in scores[4:6]]
-        self.inputs = kernels.Inputs(*multiplied, *invs, *ids)
+        self.inputs = kernels.Inputs(*multiplied, *scores[2:4], *ids)
         narrow = self.fused and scores.rows.dtype == torch.bfloat16 and not INTERPRETED
         self.panel_dtype = torch.bfloat16 if narrow else torch.float32  # float16's range is too small: add_product_
-        copied = scores.rows.dtype == torch.float16  # a panel, to half precision
-        self.panel_bytes = self.panel_dtype.itemsize + 2 * copied  # for each of its scores
+        copied = scores.rows.dtype == torch.float16  # to half precision
+        self.panel = PANEL // (self.panel_dtype.itemsize + 2 * copied)  # scores
         p, q = (*params, None, None)[:2]
         steps = [0 if x is None or x.shape[-1] == 1 else x.stride(-1) for x in (p, q)]
         self.slots, slot_stride = (len(p), p.stride(0)) if p is not None and p.dim() == 2 else (1, 0)
         self.params = kernels.Params(p, q, steps[0], steps[1], self.slots, slot_stride)
         self.first_col = self.shape[0] if 0 in sides else 0
         self.shared = all(x.shape[-1] == 1 for x in params)
-        self.flags = {"OVER": over, "IDS": scores.row_ids is not None, "SHARED": self.shared, "ROWS": 0 in sides}
-        self.flags |= {"COLS": 1 in sides, "MAXIMUM": False, "BY_P": False, "BY_Q": False}
+        self.flags = {"NEGATIVES": over == "negatives", "IDS": scores.row_ids is not None, "SHARED": self.shared}
+        self.flags |= {"ROWS": 0 in sides, "COLS": 1 in sides, "MAXIMUM": False, "BY_P": False, "BY_Q": False}
 
-    def block_shape(self) -> tuple[int, int]:
-        """Return the rows and columns of a block of which the tiles' sums are held."""
-        if self.matrix is None and not self.fused:
-            return self.panel_shape()
-        cols = min(max(self.shape[1], 1), BLOCK // min(max(self.shape[0], 1), math.isqrt(BLOCK)))
-        return _whole_tiles(BLOCK // cols), _whole_tiles(cols + 127)
-
-    def panel_shape(self, widest: bool = False) -> tuple[int, int]:
-        """Return the rows and columns of a panel that is written; ``widest``: no sums of its columns are held."""
-        rows = min(PANEL_ROWS, _whole_tiles(self.shape[0] + 127)) if widest else PANEL_ROWS
-        return rows, _whole_tiles(PANEL // self.panel_bytes // rows)
-
-    def blocks(self, shape: tuple[int, int]) -> Iterator[Place]:
-        """Yield the rows and columns of blocks that are visited one after the other."""
-        return ((r, c) for r in _spans(self.shape[0], shape[0]) for c in _spans(self.shape[1], shape[1]))
+    def blocks(self, scores: int) -> Iterator[Place]:
+        """Yield the rows and columns of blocks of so many scores, which are visited one after the other."""
+        n, m = self.shape
+        rows = min(BLOCK_ROWS, _whole_tiles(n + 127))
+        return ((r, c) for r in _spans(n, rows) for c in _spans(m, _whole_tiles(scores // rows)))
 
     def products(self, place: Place) -> Tensor | None:
         """Return the (r, c) float32 inner products of a block, or scores that exist; None where kernels multiply."""
@@ -283,8 +283,10 @@ class _AnchorSums:
 
     def __init__(self, run: _Pass, width: int, sides: Sides, maximum: bool = False):
         self.run, self.sides, self.maximum = run, sides, maximum
-        size, start = sum(run.shape[side] for side in sides), -math.inf if maximum else 0.0
-        self.sums = torch.full((width, size), start, dtype=torch.float32, device=run.device)
+        size = sum(run.shape[side] for side in sides)
+        self.sums = torch.empty(width, size, dtype=torch.float32, device=run.device)
+        if not all(run.shape):  # there is no tile
+            self.sums.fill_(-math.inf if maximum else 0.0)
 
     def partials(self, place: Place) -> list[Tensor | None]:
         """Return buffers for the sums of a block's tiles: (K, column parts, r) and (K, row parts, c)."""
@@ -294,14 +296,16 @@ class _AnchorSums:
         return [self.sums.new_empty(shape) if side in self.sides else None for side, shape in enumerate(shapes)]
 
     def add(self, place: Place, partials: Sequence[Tensor | None]) -> None:
-        """Add the sums of a block's tiles."""
-        for part, first, new in zip(place, (0, self.run.first_col), partials, strict=True):
+        """Add the sums of a block's tiles, or begin with them."""
+        reduced, joined = (torch.amax, torch.maximum) if self.maximum else (torch.sum, torch.add)
+        for side, (part, new) in enumerate(zip(place, partials, strict=True)):
             if new is not None:
-                old = self.sums[:, first + part.start : first + part.stop]
-                if self.maximum:
-                    torch.maximum(old, new.amax(1), out=old)
+                first = self.run.first_col if side else 0
+                total = self.sums[:, first + part.start : first + part.stop]
+                if place[1 - side].start == 0:
+                    reduced(new, 1, out=total)
                 else:
-                    old += new.sum(1)
+                    joined(total, reduced(new, 1), out=total)
 
 
 def _listed(scores: Scores, side: int, riding: Riding | None) -> kernels.Listed:
