@@ -18,10 +18,9 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from . import answers, scores
+from . import scores
 
-NOWHERE = tl.constexpr(-(2**31))
-FLOOR, EPS, IGNORE_ID = tl.constexpr(answers.FLOOR), tl.constexpr(scores.EPS), tl.constexpr(scores.IGNORE_ID)
+EPS, IGNORE_ID, NOWHERE = tl.constexpr(scores.EPS), tl.constexpr(scores.IGNORE_ID), tl.constexpr(-(2**31))
 LOG2E = tl.constexpr(1.4426950408889634)
 BAND = tl.constexpr(8)  # rows of tiles that run together, so that the embeddings they share stay in the L2 cache
 
@@ -63,6 +62,13 @@ def _axis(pid, start, first, size, inv, ids, BLOCK: tl.constexpr, PARTS: tl.cons
 
 
 @triton.jit
+def _part(pid, inputs, block, C: tl.constexpr):
+    """Return some columns of a tile."""
+    side = block.col, block.first_col, block.size_n, inputs.col_inv, inputs.col_ids
+    return _axis(pid, *side, C.BLOCK_N // C.PARTS, C.PARTS)
+
+
+@triton.jit
 def _dot(inputs, rows, cols, C: tl.constexpr):
     """Return (BLOCK_M, BLOCK_N) float32 inner products of rows i and columns j."""
     BLOCK_M: tl.constexpr = C.BLOCK_M
@@ -85,7 +91,7 @@ def _entries(panel, rows, cols):
 
 @triton.jit
 def _tile(inputs, products, block, C: tl.constexpr):
-    """Return this program's rows, the number of its tile along the columns, and the PARTS of its inner products.
+    """Return this program's rows, the first of its PARTS of columns, and their inner products.
 
     A thread has values of many columns. Of a vector of the columns it needs as many registers: with the whole tile at
     once 1.5 times the 128 that let two programs share a multiprocessor.
@@ -107,32 +113,13 @@ def _tile(inputs, products, block, C: tl.constexpr):
         a, c = tl.split(even)
         b, d = tl.split(odd)
         parts = (a, b, c, d)
-    return rows, cols.pid, parts
-
-
-@triton.jit
-def _part(inputs, block, pid, C: tl.constexpr):
-    """Return the columns of part ``pid`` of all tiles."""
-    col, first, size = block.col, block.first_col, block.size_n
-    return _axis(pid, col, first, size, inputs.col_inv, inputs.col_ids, C.BLOCK_N // C.PARTS, C.PARTS)
+    return rows, cols.pid * C.PARTS, parts
 
 
 @triton.jit
 def _over_lengths(x, rows, cols):
     """Return x over the lengths of rows and columns, whose product is formed once for scores and gradients."""
     return x * (rows.inv[:, None] * cols.inv[None, :])
-
-
-@triton.jit
-def _counts(rows, cols, C: tl.constexpr):
-    """Return a bool tile: which pairs are summed over."""
-    i, j = rows.ids[:, None], cols.ids[None, :]
-    if C.IDS:
-        found = (i != IGNORE_ID) & (j != IGNORE_ID)
-        found = found & (i != j) if C.NEGATIVES else found
-    else:  # one comparison instead of three: NOWHERE is negative
-        found = (i ^ j) > 0 if C.NEGATIVES else (i | j) >= 0
-    return found
 
 
 @triton.jit
@@ -146,7 +133,12 @@ def _masked(x, y, empty, rows, cols, C: tl.constexpr):
     if C.NEGATIVES:
         special = special | ((rows.start < cols.start + BLOCK_N) & (cols.start < rows.start + BLOCK_M))
     if C.IDS or special:
-        found = _counts(rows, cols, C)
+        i, j = rows.ids[:, None], cols.ids[None, :]
+        if C.IDS:
+            found = (i != IGNORE_ID) & (j != IGNORE_ID)
+            found = found & (i != j) if C.NEGATIVES else found
+        else:  # one comparison instead of three: NOWHERE is negative
+            found = (i ^ j) > 0 if C.NEGATIVES else (i | j) >= 0
         x, y = tl.where(found, x, empty), tl.where(found, y, empty)
     return x, y
 
@@ -206,11 +198,11 @@ def sums_kernel(
 ):  # fmt: skip
     """Sum ``value(S_ij)`` over the columns and over the rows of each tile, or find the MAXIMUM."""
     block = Block(row, col, size_m, size_n, first_col)
-    rows, pid_n, parts = _tile(inputs, products, block, C)
+    rows, first, parts = _tile(inputs, products, block, C)
     PARTS: tl.constexpr = C.PARTS
     WIDTH: tl.constexpr = C.WIDTH
     for part in tl.static_range(PARTS):
-        cols = _part(inputs, block, pid_n * PARTS + part, C)
+        cols = _part(first + part, inputs, block, C)
         s = _over_lengths(parts[part], rows, cols)
         for k in tl.static_range(WIDTH):
             x = _values(s, rows if C.ROWS else cols, parameters, k, 1 if C.ROWS else 0, FORM, C)
@@ -228,13 +220,12 @@ def sums_kernel(
 
 
 @triton.jit
-def _slopes(total, s, rows, cols, parameters, grad, by, AXIS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-            FORM: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def _slopes(total, s, rows, cols, parameters, grad, by, AXIS: tl.constexpr, FORM: tl.constexpr, C: tl.constexpr):
     """Add the gradients by the scores to ``total``, and store sums along an axis of those by the parameters."""
     WIDTH: tl.constexpr = C.WIDTH
     for k in tl.static_range(WIDTH):
-        g = _of_anchors(grad.x, k * grad.plane, grad.stride, rows, 1) if ROWS else 0.0
-        if COLS:
+        g = _of_anchors(grad.x, k * grad.plane, grad.stride, rows if AXIS == 1 else cols, AXIS)
+        if C.SHARED and C.ROWS and C.COLS:
             g += _of_anchors(grad.x, k * grad.plane, grad.stride, cols, 0)
         for slot in range(parameters.slots):
             p, q = _params(parameters, rows if AXIS == 1 else cols, slot, AXIS, C.SHARED)
@@ -267,17 +258,16 @@ def gradient_kernel(
     If SHARED, one evaluation serves both sides, and gradients by the parameters are summed by row alone.
     """
     block = Block(row, col, size_m, size_n, first_col)
-    rows, pid_n, parts = _tile(inputs, products, block, C)
+    rows, first, parts = _tile(inputs, products, block, C)
     PARTS: tl.constexpr = C.PARTS
-    BOTH: tl.constexpr = C.SHARED and C.ROWS and C.COLS
     for part in tl.static_range(PARTS):
-        cols = _part(inputs, block, pid_n * PARTS + part, C)
+        cols = _part(first + part, inputs, block, C)
         s = _over_lengths(parts[part], rows, cols)
         x = tl.zeros_like(s)
         if C.ROWS:
-            x = _slopes(x, s, rows, cols, parameters, grad, row_by, 1, True, BOTH, FORM, C)
-        if C.COLS and not BOTH:
-            x = _slopes(x, s, rows, cols, parameters, grad, col_by, 0, False, True, FORM, C)
+            x = _slopes(x, s, rows, cols, parameters, grad, row_by, 1, FORM, C)
+        if C.COLS and not (C.ROWS and C.SHARED):
+            x = _slopes(x, s, rows, cols, parameters, grad, col_by, 0, FORM, C)
         if panel.x is not None:
             x = _over_lengths(_masked(x, x, 0.0, rows, cols, C)[0], rows, cols)
             place, inside = _entries(panel, rows, cols)

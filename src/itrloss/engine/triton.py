@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import namedtuple
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -33,21 +34,12 @@ def _panel(x: Tensor | None) -> Any:
     return kernels.Panel(x, 0 if x is None else x.stride(0))
 
 
-class TileConfig(NamedTuple):
-    """A tile of scores for each program; see :class:`kernels.Config`."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    parts: int
-    num_warps: int
-    num_stages: int
-    registers: int | None = None  # of a thread at most, on Hopper
-
-
+# A tile of scores for each program; see kernels.Config. ``registers``: of a thread at most, on Hopper.
+_FIELDS = "block_m block_n block_k parts num_warps num_stages registers"
+TileConfig = namedtuple("TileConfig", _FIELDS, defaults=(None,))
 # For products, the largest that has a tile for every multiprocessor. Hopper's kernels take 114 to 190 registers; with
 # 128, two programs of 8 warps share a multiprocessor, and one multiplies while the other adds up. Sums, and gradients
-# by scores alone, spill at most 152 bytes then, those of exp 8; others, and all on other GPUs, would up to 1.5 KB, and
+# by scores alone, spill at most 280 bytes then, those of exp 48; others, and all on other GPUs, would up to 1.5 KB, and
 # are not limited (python tests/gpu_compiler.py 90).
 PRODUCT_TILES = TileConfig(128, 128, 64, 4, 8, 3, 128), TileConfig(64, 64, 64, 1, 4, 3)
 READING_TILE = TileConfig(64, 64, 64, 1, 4, 3)  # for scores that exist: bound by memory
@@ -72,7 +64,7 @@ def sums(
     total = _AnchorSums(run, width, sides, answer.maximum)
     direction = total.sums.new_zeros(scores.rows.shape if early else (0,))
     with torch.cuda.device_of(scores.rows):
-        for place in run.blocks(run.panel if early or run.multiplied else BLOCK):
+        for place in run.blocks(run.panel if early or not (run.fused or run.matrix is not None) else BLOCK):
             products, partials = run.products(place), total.partials(place)
             panel = run.buffer(1, place, run.panel_dtype) if early else None
             flags = {"WIDTH": width, "MAXIMUM": answer.maximum, "BY_P": early}
@@ -109,39 +101,36 @@ def gradient(
         if by is not None and first:
             by.add(place, partials)
 
+    outs = [x.new_empty(x.shape) if x is not None and n else None for x, n in zip(scores[:2], needs[:2], strict=True)]
     with torch.cuda.device_of(scores.rows):
-        found = _of_matrix(run, needs[0], write) if scores.cols is None else _of_embeddings(run, needs, write, riding)
+        if run.matrix is not None:
+            for rows in _spans(run.shape[0], BLOCK_ROWS):
+                write(
+                    (rows, slice(0, run.shape[1])), run.matrix[rows], None if outs[0] is None else outs[0][rows], True
+                )
+        else:
+            _of_embeddings(run, outs, write, riding)
+    found = [scores.rows.new_empty(0) if x is None else x for x in outs]
     for k, (p, need) in enumerate(zip(params, needs[2:], strict=True)):
         planes = by.sums[run.slots :] if by is not None and k else by.sums[: run.slots] if by is not None else p
         found.append((planes.sum(-1) if p.shape[-1] == 1 else planes).reshape(p.shape) if need else p.new_empty(0))
     return found
 
 
-def _of_matrix(run: _Pass, needed: bool, write: Any) -> list[Tensor]:
-    """Return the gradient of a matrix that exists."""
-    x = run.scores.rows
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needed else None
-    for rows in _spans(x.shape[0], BLOCK_ROWS):
-        place = rows, slice(0, x.shape[1])
-        write(place, run.products(place), None if out is None else out[rows], True)
-    return [x.new_empty(0) if out is None else out, x.new_empty(0)]
-
-
-def _of_embeddings(run: _Pass, needs: Sequence[bool], write: Any, riding: Riding | None) -> list[Tensor]:
-    """Return the gradients of rows and columns, from products with the gradient of panels of scores.
+def _of_embeddings(run: _Pass, outs: Sequence[Tensor | None], write: Any, riding: Riding | None) -> None:
+    """Write the gradients of rows and columns, where wanted, from products with the gradient of panels of scores.
 
     Panels of the outer side are visited one after the other, each with all of the inner side. So the sums of a panel of
     the outer side are soon complete; those of the inner side are held to the end, or found in a second visit.
     """
     xs: Any = run.scores[:2]  # which are both there
     listed = [_listed(run.scores, side, riding) for side in (0, 1)]
-    outs: list[Any] = [x.new_empty(x.shape) if need else None for x, need in zip(xs, needs[:2], strict=True)]
     shape = BLOCK_ROWS, _whole_tiles(run.panel // BLOCK_ROWS)
-    for visit, (outer, holds) in enumerate(_visits(xs, needs)):
+    for visit, (outer, holds) in enumerate(_visits(outs)):
         inner = 1 - outer
-        held = _zeros(outs[inner]) if holds else None
+        held = _zeros(outs[inner], slice(None)) if holds else None
         for o in _spans(len(xs[outer]), shape[outer]):
-            total: Any = None if outs[outer] is None else _zeros(outs[outer][o])
+            total = _zeros(outs[outer], o)
             for i in _spans(len(xs[inner]), shape[inner]):
                 place = (i, o) if outer else (o, i)
                 products = run.products(place)
@@ -155,20 +144,22 @@ def _of_embeddings(run: _Pass, needs: Sequence[bool], write: Any, riding: Riding
                         add_product_(held[i], panel if outer else panel.T, xs[outer][o])
             _project(run.scores, outer, total, o.start, listed[outer], outs[outer])
         _project(run.scores, inner, held, 0, listed[inner], outs[inner])
-    return [run.scores.rows.new_empty(0) if out is None else out for out in outs]
 
 
-def _zeros(out: Tensor) -> Tensor:
-    """Return float32 sums to add to: those of a float32 gradient are the gradient itself."""
-    return out.zero_() if out.dtype == torch.float32 else torch.zeros_like(out, dtype=torch.float32)
+def _zeros(out: Tensor | None, part: slice) -> Tensor | None:
+    """Return float32 sums to add to; those of a part of a float32 gradient are in their place."""
+    if out is None:
+        return None
+    return out[part].zero_() if out.dtype == torch.float32 else torch.zeros_like(out[part], dtype=torch.float32)
 
 
-def _visits(xs: Sequence[Any], needs: Sequence[bool]) -> list[tuple[int, bool]]:
+def _visits(outs: Sequence[Tensor | None]) -> list[tuple[int, bool]]:
     """Return for each visit of the scores its outer side, and whether the sums of the inner, smaller one are held."""
-    if not (needs[0] and needs[1]):
-        return [(int(needs[1]), False)]
-    inner = int(xs[1].numel() <= xs[0].numel())
-    fit = xs[inner].dtype == torch.float32 or xs[inner].numel() * 4 <= HELD
+    rows, cols = outs
+    if rows is None or cols is None:
+        return [(int(rows is None), False)]
+    inner = int(cols.numel() <= rows.numel())
+    fit = cols.dtype == torch.float32 or min(rows.numel(), cols.numel()) * 4 <= HELD
     return [(1 - inner, True)] if fit else [(0, False), (1, False)]
 
 
@@ -181,16 +172,14 @@ class _Pass:
     def __init__(self, scores: Scores, over: str, sides: Sides, params: Sequence[Tensor]):
         self.scores, self.shape, self.device = scores, scores.shape, scores.rows.device
         self.matrix = scores.rows.contiguous() if scores.cols is None else None
-        self.workspace: dict[int, Tensor] = {}
-        self.fused = fused(scores)
-        self.multiplied = not self.fused and self.matrix is None  # by cuBLAS
+        self.fused, self.workspace = fused(scores), {}
         self.tile = _product_tile(*self.shape, self.device) if self.fused else READING_TILE
-        multiplied: tuple[Any, ...] = (None, None, 0, 0, 0)
+        embeddings: Any = (None, None, 0, 0, 0)
         if self.fused:
             rows, cols = (_aligned(x, self.tile.block_k) for x in scores[:2])
-            multiplied = rows, cols, rows.stride(0), cols.stride(0), rows.shape[1]
+            embeddings = rows, cols, rows.stride(0), cols.stride(0), rows.shape[1]
         ids = [None if x is None else x.contiguous() for x in scores[4:6]]
-        self.inputs = kernels.Inputs(*multiplied, *scores[2:4], *ids)
+        self.inputs = kernels.Inputs(*embeddings, *scores[2:4], *ids)
         narrow = self.fused and scores.rows.dtype == torch.bfloat16 and not INTERPRETED
         self.panel_dtype = torch.bfloat16 if narrow else torch.float32  # float16's range is too small: add_product_
         copied = scores.rows.dtype == torch.float16  # to half precision
@@ -198,7 +187,7 @@ class _Pass:
         p, q = (*params, None, None)[:2]
         steps = [0 if x is None or x.shape[-1] == 1 else x.stride(-1) for x in (p, q)]
         self.slots, slot_stride = (len(p), p.stride(0)) if p is not None and p.dim() == 2 else (1, 0)
-        self.params = kernels.Params(p, q, steps[0], steps[1], self.slots, slot_stride)
+        self.params = kernels.Params(p, q, *steps, self.slots, slot_stride)
         self.first_col = self.shape[0] if 0 in sides else 0
         self.shared = all(x.shape[-1] == 1 for x in params)
         self.flags = {"NEGATIVES": over == "negatives", "IDS": scores.row_ids is not None, "SHARED": self.shared}
@@ -419,19 +408,18 @@ def _error(device: torch.device, dtype: torch.dtype, n: int = 2048, m: int = 281
 
 
 def _agrees(device: torch.device, dtype: torch.dtype, n: int, m: int, d: int) -> bool:
-    """Return whether sums and gradients of an example agree; its numbers need no generator, whose state is a user's."""
-    x, noise = (torch.arange(size * d, dtype=torch.float64, device="cpu").view(size, d) for size in (n, m))
-    x = (x * 0.7).sin()
-    xs = [y.to(device, dtype) for y in (x, x[torch.arange(m) % n] + (noise * 1.3).cos())]
+    """Return whether sums and gradients of an example agree."""
+    generator = torch.Generator().manual_seed(0)
+    x, noise = (torch.randn(m, d, dtype=torch.float64, device="cpu", generator=generator) for _ in range(2))
+    xs = [y.to(device, dtype) for y in (x[:n], x.roll(n - m, 0) + noise)]
     ids = [(torch.arange(size) % 97).to(device) for size in (n, m)]
     ids[0][0] = IGNORE_ID
     scores, pairs = Scores(*xs, *(inverse_norms(y) for y in xs), *ids), Pairs((n, m), (ids[0], ids[1]), device)
     params = [torch.full((1,), y, device=device) for y in (20.0, 5.0)]
     grad, needs = torch.linspace(1e-5, 3e-5, n + m, device=device)[None], (True, True, True, False)
     found: list[list[Tensor]] = []
-    ways: Any = (sums, gradient, "exp"), (tiled_sums, tiled_gradient, ANSWERS["exp"])
-    for forward, backward, key in ways:
-        ask = scores, pairs, key, "negatives"
+    for forward, backward, key in (sums, gradient, "exp"), (tiled_sums, tiled_gradient, ANSWERS["exp"]):
+        ask: Any = scores, pairs, key, "negatives"
         late, early = forward(*ask, (0, 1), params, False)[:1], forward(*ask, (0,), params, True)
         found.append([*late, *early, *backward(*ask, (0, 1), params, grad, needs)[:3]])
     # Half precision rounds by less than a percent.
