@@ -39,7 +39,7 @@ Listed = namedtuple("Listed", "grad start order other y stride inv")
 # parameters are one number each, and one evaluation serves both sides; ROWS, COLS: which are asked; BY_P, BY_Q: whether
 # gradients by the parameters are, too.
 _CONFIG = "BLOCK_M BLOCK_N BLOCK_K PARTS NEGATIVES IDS SHARED ROWS COLS WIDTH MAXIMUM BY_P BY_Q"
-Config = namedtuple("Config", _CONFIG)
+Config = namedtuple("Config", _CONFIG, defaults=[False] * 3)
 # Rows of a tile, or columns of a part of it: number ``pid`` of the ``parts`` of a block's axis, from ``start`` in the
 # matrix and ``anchor`` among anchors on, of ``size`` in the block; (BLOCK,) numbers in the block; (BLOCK,) numbers from
 # ``start`` on, where beyond the end the last one stands in, so that loads need no mask; (BLOCK,) reciprocal lengths;

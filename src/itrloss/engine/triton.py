@@ -24,7 +24,6 @@ from .pairs import Pairs
 from .reduce import tiled_gradient, tiled_sums
 from .scores import IGNORE_ID, Scores
 
-Sides = tuple[int, ...]
 Place = tuple[slice, slice]  # rows and columns of a block
 # (P,) rows and columns of listed pairs, or None: row p and column p; and the gradient of their scores
 Riding = tuple[Tensor | None, Tensor | None, Tensor]
@@ -35,13 +34,13 @@ def _panel(x: Tensor | None) -> Any:
 
 
 # A tile of scores for each program; see kernels.Config. ``registers``: of a thread at most, on Hopper.
-_FIELDS = "block_m block_n block_k parts num_warps num_stages registers"
-TileConfig = namedtuple("TileConfig", _FIELDS, defaults=(None,))
-# For products, the largest that has a tile for every multiprocessor. Hopper's kernels take 114 to 190 registers; with
-# 128, two programs of 8 warps share a multiprocessor, and one multiplies while the other adds up. Sums, and gradients
-# by scores alone, spill at most 280 bytes then, those of exp 48; others, and all on other GPUs, would up to 1.5 KB, and
-# are not limited (python tests/gpu_compiler.py 90).
+TileConfig = namedtuple("TileConfig", "block_m block_n block_k parts num_warps num_stages registers", defaults=[None])
+# For products, where there is a large one for every multiprocessor, and where not. Hopper's kernels take 114 to 190
+# registers; with 128, two programs of 8 warps share a multiprocessor, and one multiplies while the other adds up. Sums,
+# and gradients by scores alone, spill at most 280 bytes then, those of exp 48; others, and all on other GPUs, would up
+# to 1.5 KB, and are not limited (python tests/gpu_compiler.py 90).
 PRODUCT_TILES = TileConfig(128, 128, 64, 4, 8, 3, 128), TileConfig(64, 64, 64, 1, 4, 3)
+LARGE = 2**21  # scores
 READING_TILE = TileConfig(64, 64, 64, 1, 4, 3)  # for scores that exist: bound by memory
 BLOCK_ROWS = 4096  # visited at once: products of so many have enough tiles for all multiprocessors
 BLOCK = 2**28  # scores at most, of whose tiles the sums are held until they are added up: 40 MiB
@@ -53,16 +52,16 @@ INTERPRETED = not isinstance(kernels.sums_kernel, triton.JITFunction)
 
 
 def sums(
-    scores: Scores, pairs: Pairs, key: str, over: str, sides: Sides, params: Sequence[Tensor], early: bool
+    scores: Scores, pairs: Pairs, key: str, over: str, sides: Sequence[int], params: Sequence[Tensor], early: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the (K, A) sums, and if ``early`` (N, D) directions and (A,) gradients by the scale, as ``tiled_sums``."""
     answer = ANSWERS[key]
-    if _is_torchs(key, over):
+    if key not in kernels.FORMS or over == "positives":  # a user's term; pairs that cannot be listed
         return tiled_sums(scores, pairs, answer, over, sides, params, early)
     run = _Pass(scores, over, sides, params)
     width = 2 if early else answer.width  # the exponentials, and their gradients by the scale
     total = _AnchorSums(run, width, sides, answer.maximum)
-    direction = total.sums.new_zeros(scores.rows.shape if early else (0,))
+    direction = total.sums.new_zeros(scores.rows.shape if early else 0)
     with torch.cuda.device_of(scores.rows):
         for place in run.blocks(run.panel if early or not (run.fused or run.matrix is not None) else BLOCK):
             products, partials = run.products(place), total.partials(place)
@@ -77,44 +76,37 @@ def sums(
     return total.sums, direction, torch.empty_like(direction)
 
 
-def _is_torchs(key: str, over: str) -> bool:
-    """Whether plain PyTorch sums, tile by tile: terms of a user's, and positives where pairs cannot be listed."""
-    return key not in kernels.FORMS or over == "positives"
-
-
 def gradient(
-    scores: Scores, pairs: Pairs, key: str, over: str, sides: Sides, params: Sequence[Tensor], grad: Tensor,
+    scores: Scores, pairs: Pairs, key: str, over: str, sides: Sequence[int], params: Sequence[Tensor], grad: Tensor,
     needs: Sequence[bool], riding: Riding | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Return the gradients of rows, columns and parameters from ``grad`` (K, A); empty where it ``needs`` none."""
-    if _is_torchs(key, over):
+    if key not in kernels.FORMS or over == "positives":
         return tiled_gradient(scores, pairs, ANSWERS[key], over, sides, params, grad, needs, riding)
     run, upstream = _Pass(scores, over, sides, params), kernels.Upstream(grad, grad.stride(0), grad.stride(1))
     # By p for each slot, then by q; of one evaluation for both sides they are summed by row alone.
     by = _AnchorSums(run, run.slots + 1, sides[:1] if run.shared else sides) if any(needs[2:]) else None
 
-    def write(place: Place, products: Tensor | None, panel: Tensor | None, first: bool) -> None:
-        by_p, by_q = (first and need for need in (*needs[2:], False, False)[:2])
-        partials = by.partials(place) if by is not None and first else [None, None]
+    def write(place: Place, products: Tensor | None, panel: Tensor | None) -> None:
+        by_p, by_q = (*needs[2:], False, False)[:2]
+        partials = [None, None] if by is None else by.partials(place)
         flags = {"WIDTH": len(grad), "BY_P": by_p, "BY_Q": by_q}
         run.launch(kernels.gradient_kernel, key, place, products, (upstream, *partials, _panel(panel)), flags)
-        if by is not None and first:
+        if by is not None:
             by.add(place, partials)
 
     outs = [x.new_empty(x.shape) if x is not None and n else None for x, n in zip(scores[:2], needs[:2], strict=True)]
     with torch.cuda.device_of(scores.rows):
         if run.matrix is not None:
             for rows in _spans(run.shape[0], BLOCK_ROWS):
-                write(
-                    (rows, slice(0, run.shape[1])), run.matrix[rows], None if outs[0] is None else outs[0][rows], True
-                )
+                part = None if outs[0] is None else outs[0][rows]
+                write((rows, slice(0, run.shape[1])), run.matrix[rows], part)
         else:
             _of_embeddings(run, outs, write, riding)
-    found = [scores.rows.new_empty(0) if x is None else x for x in outs]
-    for k, (p, need) in enumerate(zip(params, needs[2:], strict=True)):
-        planes = by.sums[run.slots :] if by is not None and k else by.sums[: run.slots] if by is not None else p
-        found.append((planes.sum(-1) if p.shape[-1] == 1 else planes).reshape(p.shape) if need else p.new_empty(0))
-    return found
+    planes = () if by is None else (by.sums[: run.slots], by.sums[run.slots :])
+    for x, (p, need) in enumerate(zip(params, needs[2:], strict=True)):
+        outs.append((planes[x].sum(-1) if p.shape[-1] == 1 else planes[x]).reshape(p.shape) if need else p.new_empty(0))
+    return [scores.rows.new_empty(0) if x is None else x for x in outs]
 
 
 def _of_embeddings(run: _Pass, outs: Sequence[Tensor | None], write: Any, riding: Riding | None) -> None:
@@ -126,19 +118,17 @@ def _of_embeddings(run: _Pass, outs: Sequence[Tensor | None], write: Any, riding
     xs: Any = run.scores[:2]  # which are both there
     listed = [_listed(run.scores, side, riding) for side in (0, 1)]
     shape = BLOCK_ROWS, _whole_tiles(run.panel // BLOCK_ROWS)
-    for visit, (outer, holds) in enumerate(_visits(outs)):
+    for outer, holds in _visits(outs):
         inner = 1 - outer
         held = _zeros(outs[inner], slice(None)) if holds else None
         for o in _spans(len(xs[outer]), shape[outer]):
             total = _zeros(outs[outer], o)
             for i in _spans(len(xs[inner]), shape[inner]):
                 place = (i, o) if outer else (o, i)
-                products = run.products(place)
-                panel = None if total is None else products  # which a tile reads before it writes
-                if total is not None and products is None:
-                    panel = run.buffer(1, place, run.panel_dtype)
-                write(place, products, panel, visit == 0)
-                if panel is not None and total is not None:
+                products = run.products(place)  # which a tile reads before it writes
+                panel = run.buffer(1, place, run.panel_dtype) if products is None else products
+                write(place, products, None if total is None else panel)
+                if total is not None:
                     add_product_(total, panel.T if outer else panel, xs[inner][i])
                     if held is not None:
                         add_product_(held[i], panel if outer else panel.T, xs[outer][o])
@@ -169,11 +159,11 @@ def _visits(outs: Sequence[Tensor | None]) -> list[tuple[int, bool]]:
 class _Pass:
     """The inputs of a pass as kernels take them, made once for all of its launches."""
 
-    def __init__(self, scores: Scores, over: str, sides: Sides, params: Sequence[Tensor]):
+    def __init__(self, scores: Scores, over: str, sides: Sequence[int], params: Sequence[Tensor]):
         self.scores, self.shape, self.device = scores, scores.shape, scores.rows.device
         self.matrix = scores.rows.contiguous() if scores.cols is None else None
         self.fused, self.workspace = fused(scores), {}
-        self.tile = _product_tile(*self.shape, self.device) if self.fused else READING_TILE
+        self.tile = PRODUCT_TILES[0 if math.prod(self.shape) >= LARGE else -1] if self.fused else READING_TILE
         embeddings: Any = (None, None, 0, 0, 0)
         if self.fused:
             rows, cols = (_aligned(x, self.tile.block_k) for x in scores[:2])
@@ -191,7 +181,7 @@ class _Pass:
         self.first_col = self.shape[0] if 0 in sides else 0
         self.shared = all(x.shape[-1] == 1 for x in params)
         self.flags = {"NEGATIVES": over == "negatives", "IDS": scores.row_ids is not None, "SHARED": self.shared}
-        self.flags |= {"ROWS": 0 in sides, "COLS": 1 in sides, "MAXIMUM": False, "BY_P": False, "BY_Q": False}
+        self.flags |= {"ROWS": 0 in sides, "COLS": 1 in sides}
 
     def blocks(self, scores: int) -> Iterator[Place]:
         """Yield the rows and columns of blocks of so many scores, which are visited one after the other."""
@@ -203,8 +193,8 @@ class _Pass:
         """Return the (r, c) float32 inner products of a block, or scores that exist; None where kernels multiply."""
         if self.fused or self.matrix is not None:
             return None if self.matrix is None else self.matrix[place]
-        assert self.scores.cols is not None
-        rows, cols = self.scores.rows[place[0]].float(), self.scores.cols[place[1]].float()
+        xs: Any = zip(self.scores[:2], place, strict=True)
+        rows, cols = (x[part].float() for x, part in xs)
         return torch.mm(rows, cols.T, out=self.buffer(0, place, torch.float32))
 
     def buffer(self, which: int, place: Place, dtype: torch.dtype) -> Tensor:
@@ -223,13 +213,12 @@ class _Pass:
         """Run a program for each tile of a block."""
         (rows, cols), tile = place, self.tile
         block = kernels.Block(rows.start, cols.start, rows.stop - rows.start, cols.stop - cols.start, self.first_col)
-        config = kernels.Config(*tile[:4], **(self.flags | flags))
-        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "C": config}
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "FORM": kernels.FORMS[key]}
         by_params = kernel is kernels.gradient_kernel and (flags["BY_P"] or flags["BY_Q"])
         if tile.registers is not None and not by_params and _is_hopper(self.device):
             options["maxnreg"] = tile.registers
-        options["FORM"], given = kernels.FORMS[key], (self.inputs, _panel(products), *block, self.params)
-        kernel[(math.prod(self.grid(place)),)](*given, *args, **options)
+        given = self.inputs, _panel(products), *block, self.params, *args
+        kernel[(math.prod(self.grid(place)),)](*given, C=kernels.Config(*tile[:4], **(self.flags | flags)), **options)
 
 
 def fused(scores: Scores) -> bool:
@@ -244,15 +233,6 @@ def _spans(size: int, step: int) -> list[slice]:
 def _whole_tiles(size: int) -> int:
     """Return a multiple of all tiles' sizes: what kernels multiply rounds in the same way wherever it is."""
     return max(size // 128 * 128, 128)
-
-
-def _product_tile(n: int, m: int, device: torch.device) -> TileConfig:
-    if device.type == "cuda":
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-        for tile in PRODUCT_TILES:
-            if -(-n // tile.block_m) * -(-m // tile.block_n) >= processors:
-                return tile
-    return PRODUCT_TILES[-1]
 
 
 def _is_hopper(device: torch.device) -> bool:
@@ -270,7 +250,7 @@ def _aligned(x: Any, step: int) -> Tensor:
 class _AnchorSums:
     """(K, A) sums of the anchors of both sides, added up from those of tiles, in the tiles' order."""
 
-    def __init__(self, run: _Pass, width: int, sides: Sides, maximum: bool = False):
+    def __init__(self, run: _Pass, width: int, sides: Sequence[int], maximum: bool = False):
         self.run, self.sides, self.maximum = run, sides, maximum
         size = sum(run.shape[side] for side in sides)
         self.sums = torch.empty(width, size, dtype=torch.float32, device=run.device)
@@ -289,8 +269,7 @@ class _AnchorSums:
         reduced, joined = (torch.amax, torch.maximum) if self.maximum else (torch.sum, torch.add)
         for side, (part, new) in enumerate(zip(place, partials, strict=True)):
             if new is not None:
-                first = self.run.first_col if side else 0
-                total = self.sums[:, first + part.start : first + part.stop]
+                total = self.sums[:, self.run.first_col * side :][:, part]
                 if place[1 - side].start == 0:
                     reduced(new, 1, out=total)
                 else:
@@ -301,19 +280,15 @@ def _listed(scores: Scores, side: int, riding: Riding | None) -> kernels.Listed:
     """Return listed pairs as those of the rows, or of the columns."""
     if riding is None:
         return kernels.Listed(*[None] * 7)
-    own, other = riding[side], riding[1 - side]
-    y, start, order = _by_vectors(scores[1 - side]), None, None
+    own, y, start, order = riding[side], _by_vectors(scores[1 - side]), None, None
     if own is not None:
         own, order = torch.sort(own, stable=True)
         start = torch.searchsorted(own, torch.arange(scores.shape[side] + 1, device=own.device))
-    return kernels.Listed(riding[2].contiguous(), start, order, other, y, y.stride(0), scores[3 - side])
+    return kernels.Listed(riding[2].contiguous(), start, order, riding[1 - side], y, y.stride(0), scores[3 - side])
 
 
 def _project(scores: Scores, side: int, total: Tensor | None, begin: int, listed: kernels.Listed, out: Any) -> None:
-    """Write some of the gradients of rows or columns from those of their inner products, and of listed pairs.
-
-    Inner products are of embeddings, scores over their lengths.
-    """
+    """Write gradients of rows or columns, from ``begin`` on, from those of their inner products and of listed pairs."""
     if total is not None and len(total):
         x = _by_vectors(scores[side])
         given = x, x.stride(0), x.shape[1], scores[2 + side], begin, total, listed, out
@@ -342,8 +317,7 @@ def add_product_(total: Tensor, panel: Tensor, other: Tensor) -> None:
     gradients and exponentials have any size. bfloat16 has the range of float32.
     """
     if panel.dtype == other.dtype or other.dtype != torch.float16:
-        _addmm(total, panel.to(other.dtype), other)
-        return
+        return _addmm(total, panel.to(other.dtype), other)
     largest = torch.linalg.vector_norm(panel, math.inf, 1, keepdim=True).clamp_(1e-30, 1e30)
     scale = (14 - largest.log2().ceil_()).exp2_()
     half, part = torch.empty_like(panel, dtype=torch.float16), torch.zeros_like(total)
@@ -389,8 +363,8 @@ def works(device: torch.device, dtype: torch.dtype) -> bool:
             except torch.OutOfMemoryError:  # which may be otherwise the next time
                 return False
         if error:
-            message = f"itrloss: the Triton engine {error}; engine='auto' does without it for {dtype} on {device}"
-            warnings.warn(message, stacklevel=3)
+            without = f"engine='auto' does without it for {dtype} on {device}"
+            warnings.warn(f"itrloss: the Triton engine {error}; {without}", stacklevel=3)
         _known[where] = not error
     return _known[where]
 
@@ -401,9 +375,9 @@ def _error(device: torch.device, dtype: torch.dtype, n: int = 2048, m: int = 281
         return "needs a GPU of compute capability 8.0"
     try:
         return "" if _agrees(device, dtype, n, m, d) else "finds something else than the tiled one"
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # of a compiler, a driver, a product that a GPU does not have
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
         return f"fails: {type(error).__name__}: {error}"
 
 
@@ -411,7 +385,7 @@ def _agrees(device: torch.device, dtype: torch.dtype, n: int, m: int, d: int) ->
     """Return whether sums and gradients of an example agree."""
     generator = torch.Generator().manual_seed(0)
     x, noise = (torch.randn(m, d, dtype=torch.float64, device="cpu", generator=generator) for _ in range(2))
-    xs = [y.to(device, dtype) for y in (x[:n], x.roll(n - m, 0) + noise)]
+    xs = [y.to(device, dtype) for y in (x[:n], x + noise)]
     ids = [(torch.arange(size) % 97).to(device) for size in (n, m)]
     ids[0][0] = IGNORE_ID
     scores, pairs = Scores(*xs, *(inverse_norms(y) for y in xs), *ids), Pairs((n, m), (ids[0], ids[1]), device)
