@@ -15,14 +15,17 @@ from cases import SHAPES, each, embeddings, make_ids, pairwise, similarity, upst
 from test_engines import ANSWERS, evaluate, parameters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from itrloss import Similarity
-from itrloss.engine import reduce
+from itrloss.engine import reduce, scores
 from itrloss.engine.answers import ANSWERS as FUNCTIONS
 from itrloss.engine.answers import pair_term
 from itrloss.engine.matrix import choose_engine
 from itrloss.engine.pairs import Pairs
 from itrloss.engine.scores import IGNORE_ID, Scores
+from itrloss.functional import info_nce_loss
 
 pytest.importorskip("triton")
 from itrloss.engine import kernels
@@ -318,6 +321,66 @@ def test_no_rows_or_columns():
         assert engine.sums(source, pairs, "exp", *asked, False)[0].tolist() == [[0.0] * 3]
         found = engine.gradient(source, pairs, "exp", *asked, grad, [True, True, True, False])
         assert [x.shape for x in found[:2]] == [v.shape, w.shape] and not any(x.any() for x in found)
+
+
+# ------------------------------------------------------------------------------------------------------- memory
+
+
+class Peak(TorchDispatchMode):
+    """Counts the bytes of tensors that are there at once, besides those given."""
+
+    def __init__(self, *given):
+        super().__init__()
+        self.given, self.live, self.bytes = {x.untyped_storage()._cdata for x in given}, {}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        for x in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(x, torch.Tensor) and (key := x.untyped_storage()._cdata) not in self.given:
+                self.live[key] = StorageWeakRef(x.untyped_storage()), x.untyped_storage().nbytes()
+        self.live = {key: x for key, x in self.live.items() if not x[0].expired()}
+        self.bytes = max(self.bytes, sum(size for _, size in self.live.values()))
+        return found
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """On the meta device: tensors of real sizes without numbers, and kernels that do nothing."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda *_, **__: None)
+    monkeypatch.setattr(engine, "INTERPRETED", False)
+    monkeypatch.setattr(engine, "_addmm", lambda total, a, b: None)  # cuBLAS takes no memory of PyTorch's
+    monkeypatch.setattr(scores, "inverse_norms", engine.inverse_norms)
+    monkeypatch.setattr(Pairs, "listable", True)
+    monkeypatch.setattr(Pairs, "listed", property(lambda self: [meta(max(self.shape), dtype=torch.int64)] * 2))
+
+
+def meta(*shape, dtype, **options):
+    return torch.empty(shape, dtype=dtype, device="meta", **options)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter is replaced")
+@pytest.mark.parametrize(
+    ("n", "m", "d", "dtype"),
+    [
+        (32768, 32768, 1024, torch.bfloat16),
+        (32768, 32768, 1024, torch.float16),
+        (32768, 32768, 512, torch.float32),
+        (16384, 65536, 1024, torch.bfloat16),
+        (262144, 262144, 512, torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("with_ids", [True, False])
+def test_memory_beside_inputs_and_gradients(n, m, d, dtype, with_ids, as_on_a_gpu):
+    """256 MiB at most: also with listed positives, whose gradient needs no second one of all embeddings."""
+    if n != m and not with_ids:
+        return
+    v, w = (meta(size, d, dtype=dtype, requires_grad=True) for size in (n, m))
+    ids = [meta(size, dtype=torch.int64) for size in (n, m)] if with_ids else []
+    with Peak(v, w, *ids) as peak:
+        info_nce_loss(Similarity(v, w, *ids, engine="triton")).backward()
+    gradients = sum(x.numel() * x.element_size() for x in (v, w))
+    assert 0 < peak.bytes - gradients <= 256 * 2**20, (peak.bytes - gradients) / 2**20
 
 
 # ---------------------------------------------------------------------------------------------- whether it works
