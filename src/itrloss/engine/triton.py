@@ -164,20 +164,20 @@ class _Pass:
         self.matrix = scores.rows.contiguous() if scores.cols is None else None
         self.fused, self.workspace = fused(scores), {}
         self.tile = PRODUCT_TILES[0 if math.prod(self.shape) >= LARGE else -1] if self.fused else READING_TILE
-        embeddings: Any = (None, None, 0, 0, 0)
+        embeddings = None, None, 0, 0, 0
         if self.fused:
             rows, cols = (_aligned(x, self.tile.block_k) for x in scores[:2])
             embeddings = rows, cols, rows.stride(0), cols.stride(0), rows.shape[1]
-        ids = [None if x is None else x.contiguous() for x in scores[4:6]]
-        self.inputs = kernels.Inputs(*embeddings, *scores[2:4], *ids)
+        row_ids, col_ids = (None if x is None else x.contiguous() for x in scores[4:6])
+        self.inputs = kernels.Inputs(*embeddings, *scores[2:4], row_ids, col_ids)
         narrow = self.fused and scores.rows.dtype == torch.bfloat16 and not INTERPRETED
         self.panel_dtype = torch.bfloat16 if narrow else torch.float32  # float16's range is too small: add_product_
-        copied = scores.rows.dtype == torch.float16  # to half precision
-        self.panel = PANEL // (self.panel_dtype.itemsize + 2 * copied)  # scores
+        copied = 2 * (scores.rows.dtype == torch.float16)  # bytes of a score, for the product
+        self.panel = PANEL // (self.panel_dtype.itemsize + copied)  # scores
         p, q = (*params, None, None)[:2]
-        steps = [0 if x is None or x.shape[-1] == 1 else x.stride(-1) for x in (p, q)]
+        p_step, q_step = (0 if x is None or x.shape[-1] == 1 else x.stride(-1) for x in (p, q))
         self.slots, slot_stride = (len(p), p.stride(0)) if p is not None and p.dim() == 2 else (1, 0)
-        self.params = kernels.Params(p, q, *steps, self.slots, slot_stride)
+        self.params = kernels.Params(p, q, p_step, q_step, self.slots, slot_stride)
         self.first_col = self.shape[0] if 0 in sides else 0
         self.shared = all(x.shape[-1] == 1 for x in params)
         self.flags = {"NEGATIVES": over == "negatives", "IDS": scores.row_ids is not None, "SHARED": self.shared}
@@ -280,8 +280,8 @@ def _listed(scores: Scores, side: int, riding: Riding | None) -> kernels.Listed:
     """Return listed pairs as those of the rows, or of the columns."""
     if riding is None:
         return kernels.Listed(*[None] * 7)
-    own, y, start, order = riding[side], _by_vectors(scores[1 - side]), None, None
-    if own is not None:
+    y, start, order = _by_vectors(scores[1 - side]), None, None
+    if (own := riding[side]) is not None:
         own, order = torch.sort(own, stable=True)
         start = torch.searchsorted(own, torch.arange(scores.shape[side] + 1, device=own.device))
     return kernels.Listed(riding[2].contiguous(), start, order, riding[1 - side], y, y.stride(0), scores[3 - side])
@@ -352,8 +352,7 @@ def works(device: torch.device, dtype: torch.dtype) -> bool:
 
     If not, a warning says why. While a CUDA graph is captured, what is not known is taken not to work, with a warning.
     """
-    where = device, dtype
-    if where not in _known:
+    if (where := (device, dtype)) not in _known:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             warnings.warn("itrloss: the Triton engine is not tried while a CUDA graph is captured", stacklevel=3)
             return False
@@ -392,8 +391,9 @@ def _agrees(device: torch.device, dtype: torch.dtype, n: int, m: int, d: int) ->
     params = [torch.full((1,), y, device=device) for y in (20.0, 5.0)]
     grad, needs = torch.linspace(1e-5, 3e-5, n + m, device=device)[None], (True, True, True, False)
     found: list[list[Tensor]] = []
-    for forward, backward, key in (sums, gradient, "exp"), (tiled_sums, tiled_gradient, ANSWERS["exp"]):
-        ask: Any = scores, pairs, key, "negatives"
+    ways: Any = (sums, gradient, "exp"), (tiled_sums, tiled_gradient, ANSWERS["exp"])
+    for forward, backward, key in ways:
+        ask = scores, pairs, key, "negatives"
         late, early = forward(*ask, (0, 1), params, False)[:1], forward(*ask, (0,), params, True)
         found.append([*late, *early, *backward(*ask, (0, 1), params, grad, needs)[:3]])
     # Half precision rounds by less than a percent.
