@@ -123,22 +123,24 @@ def _over_lengths(x, rows, cols):
 
 
 @triton.jit
-def _masked(x, y, empty, rows, cols, C: tl.constexpr):
-    """Return x and y with ``empty`` for the pairs that are not summed over."""
+def _masked(x, y, empty, rows, cols, ENDS: tl.constexpr, C: tl.constexpr):
+    """Return x and y with ``empty`` for pairs that are not summed over; with ENDS, also beyond the block's ends."""
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_N: tl.constexpr = C.BLOCK_N // C.PARTS
     x, y = tl.broadcast_to(x, (BLOCK_M, BLOCK_N)), tl.broadcast_to(y, (BLOCK_M, BLOCK_N))  # slopes may be constants
     # Without ids only at the end of a block or on the diagonal: for most tiles there is nothing to do.
-    special = ((rows.pid + 1) * BLOCK_M > rows.size) | ((cols.pid + 1) * BLOCK_N > cols.size)
-    if C.NEGATIVES:
-        special = special | ((rows.start < cols.start + BLOCK_N) & (cols.start < rows.start + BLOCK_M))
+    special = C.NEGATIVES and (rows.start < cols.start + BLOCK_N) & (cols.start < rows.start + BLOCK_M)
+    if ENDS:
+        special = special | ((rows.pid + 1) * BLOCK_M > rows.size) | ((cols.pid + 1) * BLOCK_N > cols.size)
     if C.IDS or special:
         i, j = rows.ids[:, None], cols.ids[None, :]
         if C.IDS:
             found = (i != IGNORE_ID) & (j != IGNORE_ID)
             found = found & (i != j) if C.NEGATIVES else found
-        else:  # one comparison instead of three: NOWHERE is negative
+        elif ENDS:  # one comparison instead of three: NOWHERE is negative
             found = (i ^ j) > 0 if C.NEGATIVES else (i | j) >= 0
+        else:
+            found = i != j
         x, y = tl.where(found, x, empty), tl.where(found, y, empty)
     return x, y
 
@@ -209,7 +211,7 @@ def sums_kernel(
             y = x
             if C.ROWS and C.COLS and not C.SHARED:
                 y = _values(s, cols, parameters, k, 0, FORM, C)
-            x, y = _masked(x, y, float("-inf") if C.MAXIMUM else 0.0, rows, cols, C)
+            x, y = _masked(x, y, float("-inf") if C.MAXIMUM else 0.0, rows, cols, True, C)
             if C.ROWS:
                 _store_partial(row_out, k, x, rows, cols, 1, C.MAXIMUM)
             if C.COLS:
@@ -232,7 +234,7 @@ def _slopes(total, s, rows, cols, parameters, grad, by, AXIS: tl.constexpr, FORM
             _, by_s, by_p, by_q = FORM(s, p, q, g, k)
             total += by_s
             if C.BY_P or C.BY_Q:
-                by_p, by_q = _masked(by_p, by_q if C.BY_Q else by_p, 0.0, rows, cols, C)
+                by_p, by_q = _masked(by_p, by_q if C.BY_Q else by_p, 0.0, rows, cols, True, C)
             if C.BY_P:
                 _store_partial(by, slot, by_p, rows, cols, AXIS, False)
             if C.BY_Q:
@@ -269,7 +271,7 @@ def gradient_kernel(
         if C.COLS and not (C.ROWS and C.SHARED):
             x = _slopes(x, s, rows, cols, parameters, grad, col_by, 0, FORM, C)
         if panel.x is not None:
-            x = _over_lengths(_masked(x, x, 0.0, rows, cols, C)[0], rows, cols)
+            x = _over_lengths(_masked(x, x, 0.0, rows, cols, False, C)[0], rows, cols)
             place, inside = _entries(panel, rows, cols)
             tl.store(place, x.to(panel.x.dtype.element_ty), mask=inside)
 
