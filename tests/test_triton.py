@@ -122,14 +122,15 @@ def test_of_embeddings_as_they_are(normalize, multiplying, few_tiles, poisoned):
 
 
 PARAMETERS = {"exp": 2, "information": 2, "hinges": 1, "softplus": 2}
+PARAMETERS |= {"negative_log_likelihood": 2, "log1p_clamp": 0, "log1p_relu": 0}
 
 
 @pytest.mark.parametrize(
     ("key", "over", "shared", "sides"),
     each(
-        key=[*PARAMETERS] * 4,
-        over=["negatives", "all"],
-        shared=[True, True, False, False],
+        key=[*PARAMETERS] * 6,
+        over=["negatives", "all", "positives"],
+        shared=[True, False],
         sides=[(0, 1), (0,), (0, 1), (1,), (0, 1)],
     ),
 )
@@ -172,20 +173,20 @@ def test_a_term_of_ones_own_takes_the_tiles_of_torch(few_tiles):
     torch.testing.assert_close(got, similarity(v, w, (None, None), "dense").both.sum(cube))
 
 
-def test_positives_that_cannot_be_listed_take_the_tiles_of_torch(monkeypatch, few_tiles):
+def test_positives_that_cannot_be_listed(monkeypatch, few_tiles):
     """As while a CUDA graph is captured."""
     monkeypatch.setattr(Pairs, "listable", False)
     for shape in ("five captions", "square with duplicates"):
         n, m, kind = SHAPES[shape]
         (v, w), ids, grads = moved(*embeddings(n, m, dtype=torch.float32)), moved(*make_ids(kind, n, m)), upstream(n, m)
-        for name in ("likelihood", "log1p"):
+        for name in ("likelihood", "log1p", "hinge"):
             found = [evaluate(ANSWERS[name], v, w, ids, kind, moved(*grads)) for kind in ("triton", "reference")]
             for a, b in zip(*((*x[0], *x[1]) for x in found), strict=True):
                 torch.testing.assert_close(a, b)
 
 
-def test_what_losses_sum_over_negatives_has_a_form():
-    assert set(kernels.FORMS) == {"exp", "peak", "information", "moments", "hinges", "softplus"} <= set(FUNCTIONS)
+def test_what_losses_ask_has_a_form():
+    assert set(kernels.FORMS) == {"peak", "moments", *PARAMETERS} <= set(FUNCTIONS)
 
 
 # ------------------------------------------------------------------------------------------- half precision

@@ -18,10 +18,10 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from . import scores
+from . import answers, scores
 
 EPS, IGNORE_ID, NOWHERE = tl.constexpr(scores.EPS), tl.constexpr(scores.IGNORE_ID), tl.constexpr(-(2**31))
-LOG2E = tl.constexpr(1.4426950408889634)
+FLOOR, LOG2E = tl.constexpr(answers.FLOOR), tl.constexpr(1.4426950408889634)
 BAND = tl.constexpr(8)  # rows of tiles that run together, so that the embeddings they share stay in the L2 cache
 
 # What kernels take; None for what there is not.
@@ -38,7 +38,7 @@ Listed = namedtuple("Listed", "grad start order other y stride inv")
 # What a kernel is compiled for: PARTS (1 or 4) of a tile's columns that are worked on one after the other; SHARED:
 # parameters are one number each, and one evaluation serves both sides; ROWS, COLS: which are asked; BY_P, BY_Q: whether
 # gradients by the parameters are, too.
-_CONFIG = "BLOCK_M BLOCK_N BLOCK_K PARTS NEGATIVES IDS SHARED ROWS COLS WIDTH MAXIMUM BY_P BY_Q"
+_CONFIG = "BLOCK_M BLOCK_N BLOCK_K PARTS OVER IDS SHARED ROWS COLS WIDTH MAXIMUM BY_P BY_Q"
 Config = namedtuple("Config", _CONFIG, defaults=[False] * 3)
 # Rows of a tile, or columns of a part of it: number ``pid`` of the ``parts`` of a block's axis, from ``start`` in the
 # matrix and ``anchor`` among anchors on, of ``size`` in the block; (BLOCK,) numbers in the block; (BLOCK,) numbers from
@@ -129,16 +129,18 @@ def _masked(x, y, empty, rows, cols, ENDS: tl.constexpr, C: tl.constexpr):
     BLOCK_N: tl.constexpr = C.BLOCK_N // C.PARTS
     x, y = tl.broadcast_to(x, (BLOCK_M, BLOCK_N)), tl.broadcast_to(y, (BLOCK_M, BLOCK_N))  # slopes may be constants
     # Without ids only at the end of a block or on the diagonal: for most tiles there is nothing to do.
-    special = C.NEGATIVES and (rows.start < cols.start + BLOCK_N) & (cols.start < rows.start + BLOCK_M)
+    special = C.OVER == "negatives" and (rows.start < cols.start + BLOCK_N) & (cols.start < rows.start + BLOCK_M)
     if ENDS:
         special = special | ((rows.pid + 1) * BLOCK_M > rows.size) | ((cols.pid + 1) * BLOCK_N > cols.size)
-    if C.IDS or special:
+    if C.IDS or C.OVER == "positives" or special:
         i, j = rows.ids[:, None], cols.ids[None, :]
         if C.IDS:
             found = (i != IGNORE_ID) & (j != IGNORE_ID)
-            found = found & (i != j) if C.NEGATIVES else found
+            found = found & (i != j) if C.OVER == "negatives" else found & (i == j) if C.OVER == "positives" else found
+        elif C.OVER == "positives":
+            found = i == j
         elif ENDS:  # one comparison instead of three: NOWHERE is negative
-            found = (i ^ j) > 0 if C.NEGATIVES else (i | j) >= 0
+            found = (i ^ j) > 0 if C.OVER == "negatives" else (i | j) >= 0
         else:
             found = i != j
         x, y = tl.where(found, x, empty), tl.where(found, y, empty)
@@ -208,9 +210,7 @@ def sums_kernel(
         s = _over_lengths(parts[part], rows, cols)
         for k in tl.static_range(WIDTH):
             x = _values(s, rows if C.ROWS else cols, parameters, k, 1 if C.ROWS else 0, FORM, C)
-            y = x
-            if C.ROWS and C.COLS and not C.SHARED:
-                y = _values(s, cols, parameters, k, 0, FORM, C)
+            y = _values(s, cols, parameters, k, 0, FORM, C) if C.ROWS and C.COLS and not C.SHARED else x
             x, y = _masked(x, y, float("-inf") if C.MAXIMUM else 0.0, rows, cols, True, C)
             if C.ROWS:
                 _store_partial(row_out, k, x, rows, cols, 1, C.MAXIMUM)
@@ -284,6 +284,20 @@ def _log1p(u):
 
 
 @triton.jit
+def _log1p_above(s, floor, g):
+    """log(1 + max(s, floor)), and g times its slope."""
+    x = tl.maximum(s, floor, propagate_nan=tl.PropagateNan.ALL)
+    return _log1p(x), tl.where(s > floor, g / (1.0 + x), 0.0)
+
+
+@triton.jit
+def _softplus(z, g):
+    """log(1 + e^z), and g times its slope."""
+    e = tl.exp2(-tl.abs(z) * LOG2E)
+    return tl.maximum(z, 0.0) + _log1p(e), tl.where(z >= 0, 1.0, e) / (1.0 + e) * g
+
+
+@triton.jit
 def exp(s, scale, top, g, K: tl.constexpr):
     e = tl.exp2(s * (scale * LOG2E) - top * LOG2E)  # one multiplication and addition, and one instruction
     return e, e * (scale * g), s * e * g, 0.0
@@ -315,13 +329,30 @@ def hinges(s, threshold, q, g, K: tl.constexpr):
 
 @triton.jit
 def softplus(s, scale, bias, g, K: tl.constexpr):
-    z = scale * s + bias
-    e = tl.exp2(-tl.abs(z) * LOG2E)
-    slope = tl.where(z >= 0, 1.0, e) / (1.0 + e) * g
-    return tl.maximum(z, 0.0) + _log1p(e), scale * slope, s * slope, slope
+    x, slope = _softplus(scale * s + bias, g)
+    return x, scale * slope, s * slope, slope
 
 
-FORMS = {form.__name__: form for form in (exp, peak, information, moments, hinges, softplus)}
+@triton.jit
+def negative_log_likelihood(s, negatives, scale, g, K: tl.constexpr):
+    x, slope = _softplus(negatives - scale * s, g)
+    return x, -scale * slope, slope, -s * slope
+
+
+@triton.jit
+def log1p_clamp(s, p, q, g, K: tl.constexpr):
+    x, slope = _log1p_above(s, FLOOR, g)
+    return x, slope, 0.0, 0.0
+
+
+@triton.jit
+def log1p_relu(s, p, q, g, K: tl.constexpr):
+    x, slope = _log1p_above(s, 0.0, g)
+    return x, slope, 0.0, 0.0
+
+
+_OF_PAIRS = softplus, negative_log_likelihood, log1p_clamp, log1p_relu
+FORMS = {form.__name__: form for form in (exp, peak, information, moments, hinges, *_OF_PAIRS)}
 
 
 @triton.jit

@@ -56,7 +56,7 @@ def sums(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the (K, A) sums, and if ``early`` (N, D) directions and (A,) gradients by the scale, as ``tiled_sums``."""
     answer = ANSWERS[key]
-    if key not in kernels.FORMS or over == "positives":  # a user's term; pairs that cannot be listed
+    if key not in kernels.FORMS:  # a user's term
         return tiled_sums(scores, pairs, answer, over, sides, params, early)
     run = _Pass(scores, over, sides, params)
     width = 2 if early else answer.width  # the exponentials, and their gradients by the scale
@@ -81,7 +81,7 @@ def gradient(
     needs: Sequence[bool], riding: Riding | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Return the gradients of rows, columns and parameters from ``grad`` (K, A); empty where it ``needs`` none."""
-    if key not in kernels.FORMS or over == "positives":
+    if key not in kernels.FORMS:
         return tiled_gradient(scores, pairs, ANSWERS[key], over, sides, params, grad, needs, riding)
     run, upstream = _Pass(scores, over, sides, params), kernels.Upstream(grad, grad.stride(0), grad.stride(1))
     # By p for each slot, then by q; of one evaluation for both sides they are summed by row alone.
@@ -180,7 +180,7 @@ class _Pass:
         self.params = kernels.Params(p, q, p_step, q_step, self.slots, slot_stride)
         self.first_col = self.shape[0] if 0 in sides else 0
         self.shared = all(x.shape[-1] == 1 for x in params)
-        self.flags = {"NEGATIVES": over == "negatives", "IDS": scores.row_ids is not None, "SHARED": self.shared}
+        self.flags = {"OVER": over, "IDS": scores.row_ids is not None, "SHARED": self.shared}
         self.flags |= {"ROWS": 0 in sides, "COLS": 1 in sides}
 
     def blocks(self, scores: int) -> Iterator[Place]:
