@@ -55,6 +55,7 @@ def compiled(capability: int) -> list[dict]:
     # All that changes the kernels of one answer; all answers for one GPU; and the other tiles.
     variants = [{"shared": shared, "ids": ids} for shared in (True, False) for ids in (True, False)]
     cases = [(tiles[0], "exp", case) for case in (*variants, {"early": True}, {"dim": 200, "size": 999})]
+    cases += [(tiles[0], "exp", {"over": "all", "ids": ids}) for ids in (True, False)]
     if capability == 90:
         cases += [(tiles[0], key, {}) for key in FORMS if key != "exp"]
         cases += [(tile, "exp", {}) for tile in tiles[1:]]
@@ -69,7 +70,9 @@ def compiled(capability: int) -> list[dict]:
     ]
 
 
-def ask(engine, key, dtype=torch.bfloat16, shared=False, ids=True, early=False, dim=512, size=1024) -> None:
+def ask(
+    engine, key, dtype=torch.bfloat16, shared=False, ids=True, early=False, dim=512, size=1024, over="negatives"
+) -> None:
     """Ask for sums and their gradient; nothing is computed."""
     from itrloss.engine.answers import ANSWERS
     from itrloss.engine.pairs import Pairs
@@ -79,16 +82,16 @@ def ask(engine, key, dtype=torch.bfloat16, shared=False, ids=True, early=False, 
     which = (numbers, numbers) if ids else (None, None)
     x = torch.zeros(size, dim, dtype=dtype)
     source, sides = Scores(x, x, ones, ones, *which), (0,) if early else (0, 1)
-    count = {"exp": 2, "information": 2, "negative_log_likelihood": 2, "softplus": 2}.get(key, 1)
+    count = 2 if key in ("exp", "exponential", "information", "negative_log_likelihood", "softplus") else 1
     count = 0 if key.startswith(("log1p", "identity")) else count
     params = [torch.ones(1 if shared else len(sides) * size) for _ in range(count)]
     params = [torch.ones(3, len(params[0]))] if key == "hinges" else params
-    question = source, Pairs((size, size), which, x.device), key, "negatives", sides, params
+    question = source, Pairs((size, size), which, x.device), key, over, sides, params
     engine.sums(*question, early)
     if not early and not ANSWERS[key].maximum:
-        needs = [key not in ("exp", "moments"), key != "exp"][:count]
+        needs = [key not in ("exp", "moments", "information"), key not in ("exp", "information")][:count]
         grad = torch.ones(ANSWERS[key].width, len(sides) * size)
-        engine.gradient(*question, grad, (True, True, *needs))
+        engine.gradient(*question, grad, (True, True, *needs), (*which, ones))
 
 
 def usage(code: bytes) -> dict[str, int]:

@@ -26,6 +26,7 @@ from cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import Reference, matches
 from torch.autograd import gradcheck, gradgradcheck
 
 import itrloss
@@ -455,6 +456,28 @@ def test_whole_matrix_in_one_tile(name, engine, d):
         ids, (v, w), grads = make_ids(kind, n, m), embeddings(n, m, d), upstream(n, m)
         wanted = evaluate(ANSWERS[name], v, w, ids, "reference", grads)
         assert_equal(evaluate(ANSWERS[name], v, w, ids, engine, grads), wanted)
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+@pytest.mark.parametrize("shape", ["primes", "square with duplicates", "five captions", "wide", "tall"])
+@pytest.mark.parametrize("best", ["negatives", "positives"])
+def test_float32_loses_no_digits_of_a_sharp_entropy(engine, shape, best, small_tiles, poisoned):
+    """Of a given matrix, as rounding of the scores themselves is multiplied by 1 / temperature."""
+    n, m, kind = SHAPES[shape]
+    ids, grad = make_ids(kind, n, m), torch.cat(upstream(n, m))
+    v, w = embeddings(n, m)
+    scores = torch.nn.functional.normalize(v, dim=1) @ torch.nn.functional.normalize(w, dim=1).T
+    if best == "positives":  # as in a trained model
+        scores = scores / 20 + matches(ids, n, m) / 5
+    found = []
+    for dtype, ours in ((torch.float64, False), (torch.float32, False), (torch.float32, True)):
+        x = scores.float().to(dtype).requires_grad_()
+        sim = Similarity.from_scores(x, *ids, engine=engine) if ours else Reference.from_scores(x, ids)
+        value = sim.both.entropy(0.01)
+        found.append([value.detach(), *torch.autograd.grad(value @ grad.to(dtype), x)])
+    for wanted, plain, got in zip(*found, strict=True):
+        error, noise = ((x.double() - wanted).norm() for x in (got, plain))
+        assert error <= noise + 5e-7 * wanted.norm()
 
 
 @pytest.mark.parametrize(

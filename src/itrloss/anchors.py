@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .checks import as_params, check_number, one_of
 from .engine import ranking
-from .engine.answers import term_name
+from .engine.answers import exponential, term_name
 from .engine.matrix import Matrix
 from .engine.scores import host_may_read
 
@@ -208,7 +208,14 @@ class Anchors:
         """Return (A,) ``-sum_{j in neg(i)} P_ij log2 P_ij``, ``P_i`` the softmax of ``S_i / temperature`` over all."""
         check_number("temperature", temperature, positive=True)
         (a,) = self._params("temperature", 1 / temperature)
-        nats = self._answer(Matrix.reduce, a, self.logsumexp(a, over="all"), key="information")[0]
+        with torch.no_grad():
+            best = self._answer(Matrix.reduce, torch.ones_like(a), join=torch.maximum, key="peak", over="all")[0]
+            best = best.masked_fill(best == -math.inf, 0.0)
+        # With z = a (S - best), sums over negatives of exp(z) and z exp(z), and that of exp(z) over all: exponents near
+        # 0, where float32 is exact, and no difference of large numbers.
+        negatives, information = self._answer(Matrix.reduce, a, best, key="information")
+        total = (negatives + self.sum_of_positives(exponential, a, best)).clamp_min(0.5)  # 1 at least, or of nothing
+        nats = (negatives * total.log() - information) / total
         return nats.clamp_min(0.0) / math.log(2)
 
     def sum(self, term: Term, *params: float | Tensor) -> Tensor:

@@ -126,25 +126,31 @@ ANSWERS["exp"] = Answer(_exp, _exp_slopes, exponential=True, buffers=1)
 ANSWERS["peak"] = Answer(lambda s, scale, out=None: torch.mul(s, scale, out=out and out[0]), None, maximum=True)
 
 
-def _information(s: Tensor, scale: Tensor, log_total: Tensor, out: Any = None) -> Tensor:
-    """``-p log p`` with ``p = exp(scale s - log_total)``."""
-    z = _exponent(s, scale, log_total, out)
-    if out is None:
-        return z.exp() * -z.clamp_min(-1e4)  # -inf would meet a p of 0
-    p = torch.exp(z, out=out[1])
-    return p.mul_(z.clamp_min_(-1e4).neg_())
+def exponential(scores: Tensor, scale: Tensor, best: Tensor) -> Tensor:
+    """Return ``exp(a (S - b))``: no digit is lost near a score b, as they would be in ``a S - a b`` for a large a."""
+    return ((scores - best) * scale).exp()
+
+
+def _information(s: Tensor, scale: Tensor, best: Tensor, out: Any = None) -> tuple[Tensor, Tensor]:
+    """``exp(z)`` and ``z exp(z)`` with ``z = scale (s - best)``."""
+    if out is None:  # bounded above as in `_exponent`; below, as -inf would meet an exponential of 0
+        z = ((s - best) * scale).clamp(-1e4, 80.0)
+        e = z.exp()
+        return e, e * z
+    z = torch.sub(s, best, out=out[0]).mul_(scale).clamp_min_(-1e4)
+    e = torch.exp(z, out=out[1])
+    return e, z.mul_(e)
 
 
 def _information_slopes(s, params, grads, needs, out):
-    scale, log_total = params
-    z = _exponent(s, scale, log_total, out)
-    p = torch.exp(z, out=out[1])
-    by_log_total = p.mul_(z.clamp_min_(-1e4).add_(1)).mul_(grads[0])  # p (log p + 1)
-    by_scale = -by_log_total * s if needs[0] else None
-    return [torch.mul(by_log_total, -scale, out=z), by_scale, by_log_total]
+    scale, best = params
+    z = torch.sub(s, best, out=out[0]).mul_(scale).clamp_min_(-1e4)
+    e = torch.exp(z, out=out[1])
+    return [z.add_(1).mul_(grads[1]).add_(grads[0]).mul_(e).mul_(scale), None, None]
 
 
-ANSWERS["information"] = Answer(_information, _information_slopes)
+# The sums of an entropy; its parameters are chosen, and have no gradient.
+ANSWERS["information"] = Answer(_information, _information_slopes, width=2)
 
 # ----------------------------------------------------------------------------------- moments, thresholds, terms
 
@@ -233,6 +239,6 @@ def _softplus_slopes(s, params, grads, needs, out):
     return [torch.mul(by_bias, scale, out=out[0]), by_scale, by_bias]
 
 
-for _term in (identity, log1p_clamp, log1p_relu, negative_log_likelihood, hinge):
+for _term in (identity, log1p_clamp, log1p_relu, negative_log_likelihood, hinge, exponential):
     pair_term(_term)
 _register(softplus, Answer(lambda s, *params, out=None: softplus(s, *params), _softplus_slopes))

@@ -3,9 +3,10 @@
 A program has one tile of BLOCK_M x BLOCK_N scores to itself. It multiplies the embeddings of the tile, or reads scores
 that exist, and applies the answer's function, a jitted one that it takes as a constant:
 
-    FORM(s, p, q, K) -> (value, slope by s, slope by p, slope by q)         of the answer's K-th sum
+    FORM(s, p, q, g, K) -> (value, g times slopes by s, by p and by q)         of the answer's K-th sum
 
-s are scores, p and q parameters that broadcast with them; what a kernel does not use is not compiled. A further answer
+s are scores; p and q parameters and g upstream gradients that broadcast with them. What a kernel does not use is not
+compiled. A further answer
 is one such function, listed in :data:`FORMS`. The sums of each tile are stored in a place of their own, to be added in
 the tiles' order: results have the same bits each time, which atomic additions would not give.
 """
@@ -19,8 +20,8 @@ import triton.language as tl
 
 from . import answers, scores
 
-FLOOR, EPS, IGNORE_ID = tl.constexpr(answers.FLOOR), tl.constexpr(scores.EPS), tl.constexpr(scores.IGNORE_ID)
-LOG2E = tl.constexpr(1.4426950408889634)
+IGNORE_ID, NOWHERE = tl.constexpr(scores.IGNORE_ID), tl.constexpr(-(2**31))
+FLOOR, LOG2E = tl.constexpr(answers.FLOOR), tl.constexpr(1.4426950408889634)
 BAND = tl.constexpr(8)  # rows of tiles that run together, so that the embeddings they share stay in the L2 cache
 
 # What kernels take; None for what there is not.
@@ -31,44 +32,53 @@ Params = namedtuple("Params", "p q p_stride q_stride slots slot_stride")
 Block = namedtuple("Block", "row col size_m size_n first_col")  # part of the matrix; number of column 0 among anchors
 Panel = namedtuple("Panel", "x stride")  # buffer (size_m, stride) for a block
 Upstream = namedtuple("Upstream", "x plane stride")  # gradient (WIDTH, A) of the sums, with strides
+# Pairs p by anchor i: (P,) float32 gradients of their scores; those of i are ``order[start[i]:start[i + 1]]`` with
+# candidates ``other[p]``, or the one pair (i, i); (M, dim) vectors of the candidates and (M,) their reciprocal lengths.
+Listed = namedtuple("Listed", "grad start order other y stride inv")
 # What a kernel is compiled for: PARTS (1 or 4) of a tile's columns that are worked on one after the other; SHARED:
 # parameters are one number each, and one evaluation serves both sides; ROWS, COLS: which are asked; BY_P, BY_Q: whether
 # gradients by the parameters are, too.
-_CONFIG = "BLOCK_M BLOCK_N BLOCK_K PARTS EVEN_K OVER IDS SHARED ROWS COLS WIDTH MAXIMUM BY_P BY_Q"
-Config = namedtuple("Config", _CONFIG)
+_CONFIG = "BLOCK_M BLOCK_N BLOCK_K PARTS OVER IDS SHARED ROWS COLS WIDTH MAXIMUM BY_P BY_Q"
+Config = namedtuple("Config", _CONFIG, defaults=[False] * 3)
 # Rows of a tile, or columns of a part of it: number ``pid`` of the ``parts`` of a block's axis, from ``start`` in the
-# matrix on, of ``size`` in the block; (BLOCK,) numbers in the block; (BLOCK,) in the matrix, where beyond the end the
-# last one stands in, so that loads need no mask; (BLOCK,) reciprocal lengths; (BLOCK,) ids, or the numbers again.
-Axis = namedtuple("Axis", "pid parts start size local index inv ids")
+# matrix and ``anchor`` among anchors on, of ``size`` in the block; (BLOCK,) numbers in the block; (BLOCK,) numbers from
+# ``start`` on, where beyond the end the last one stands in, so that loads need no mask; (BLOCK,) reciprocal lengths;
+# (BLOCK,) ids, or numbers in the matrix, and NOWHERE beyond the end.
+Axis = namedtuple("Axis", "pid parts start anchor size local lane inv ids")
 
 
 @triton.jit
-def _axis(pid, start, size, inv, ids, BLOCK: tl.constexpr, PARTS: tl.constexpr = 1):
+def _axis(pid, start, first, size, inv, ids, BLOCK: tl.constexpr, PARTS: tl.constexpr = 1):
     """Return part ``pid`` of the rows or columns of a block, whose tiles have PARTS of them."""
-    local = pid * BLOCK + tl.arange(0, BLOCK)
-    index = start + tl.minimum(local, size - 1)
-    ids = index if ids is None else tl.load(ids + index)
-    inv = None if inv is None else tl.load(inv + index)
-    return Axis(pid, tl.cdiv(size, BLOCK * PARTS) * PARTS, start + pid * BLOCK, size, local, index, inv, ids)
+    begin, lane = pid * BLOCK, tl.arange(0, BLOCK)
+    local, start = begin + lane, start + begin
+    there, lane = local < size, tl.minimum(lane, size - 1 - begin)
+    if ids is None:
+        ids = tl.where(there, start + lane, NOWHERE)
+    else:
+        ids = tl.where(there, tl.load(ids + start + lane), IGNORE_ID)
+    inv = tl.full([BLOCK], 1.0, tl.float32) if inv is None else tl.load(inv + start + lane)
+    return Axis(pid, tl.cdiv(size, BLOCK * PARTS) * PARTS, start, first + start, size, local, lane, inv, ids)
 
 
 @triton.jit
-def _dot(inputs, i, j, C: tl.constexpr):
+def _part(pid, inputs, block, C: tl.constexpr):
+    """Return some columns of a tile."""
+    side = block.col, block.first_col, block.size_n, inputs.col_inv, inputs.col_ids
+    return _axis(pid, *side, C.BLOCK_N // C.PARTS, C.PARTS)
+
+
+@triton.jit
+def _dot(inputs, rows, cols, C: tl.constexpr):
     """Return (BLOCK_M, BLOCK_N) float32 inner products of rows i and columns j."""
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_N: tl.constexpr = C.BLOCK_N
     k = tl.arange(0, C.BLOCK_K)
-    a = inputs.rows + i.to(tl.int64)[:, None] * inputs.row_stride + k[None, :]
-    b = inputs.cols + j.to(tl.int64)[None, :] * inputs.col_stride + k[:, None]
+    a = inputs.rows + (rows.start + rows.lane).to(tl.int64)[:, None] * inputs.row_stride + k[None, :]
+    b = inputs.cols + (cols.start + cols.lane).to(tl.int64)[None, :] * inputs.col_stride + k[:, None]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, inputs.dim, C.BLOCK_K):
-        if C.EVEN_K:
-            x, y = tl.load(a + start), tl.load(b + start)
-        else:
-            there = start + k < inputs.dim
-            x = tl.load(a + start, mask=there[None, :], other=0.0)
-            y = tl.load(b + start, mask=there[:, None], other=0.0)
-        acc = tl.dot(x, y, acc, input_precision="ieee")
+        acc = tl.dot(tl.load(a + start), tl.load(b + start), acc, input_precision="ieee")
     return acc
 
 
@@ -81,7 +91,7 @@ def _entries(panel, rows, cols):
 
 @triton.jit
 def _tile(inputs, products, block, C: tl.constexpr):
-    """Return this program's rows, the number of its tile along the columns, and the PARTS of its inner products.
+    """Return this program's rows, the first of its PARTS of columns, and their inner products.
 
     A thread has values of many columns. Of a vector of the columns it needs as many registers: with the whole tile at
     once 1.5 times the 128 that let two programs share a multiprocessor.
@@ -89,10 +99,10 @@ def _tile(inputs, products, block, C: tl.constexpr):
     pid, grid_m, grid_n = tl.program_id(0), tl.cdiv(block.size_m, C.BLOCK_M), tl.cdiv(block.size_n, C.BLOCK_N)
     band, within = pid // (BAND * grid_n), pid % (BAND * grid_n)
     height = tl.minimum(grid_m - band * BAND, BAND)
-    rows = _axis(band * BAND + within % height, block.row, block.size_m, inputs.row_inv, inputs.row_ids, C.BLOCK_M)
-    cols = _axis(within // height, block.col, block.size_n, None, None, C.BLOCK_N)
+    rows = _axis(band * BAND + within % height, block.row, 0, block.size_m, inputs.row_inv, inputs.row_ids, C.BLOCK_M)
+    cols = _axis(within // height, block.col, 0, block.size_n, inputs.col_inv, None, C.BLOCK_N)
     if products.x is None:
-        x = _dot(inputs, rows.index, cols.index, C)
+        x = _dot(inputs, rows, cols, C)
     else:
         place, inside = _entries(products, rows, cols)
         x = tl.load(place, mask=inside, other=0.0)
@@ -103,67 +113,57 @@ def _tile(inputs, products, block, C: tl.constexpr):
         a, c = tl.split(even)
         b, d = tl.split(odd)
         parts = (a, b, c, d)
-    return rows, cols.pid, parts
-
-
-@triton.jit
-def _part(inputs, block, pid, C: tl.constexpr):
-    """Return the columns of part ``pid`` of all tiles."""
-    return _axis(pid, block.col, block.size_n, inputs.col_inv, inputs.col_ids, C.BLOCK_N // C.PARTS, C.PARTS)
+    return rows, cols.pid * C.PARTS, parts
 
 
 @triton.jit
 def _over_lengths(x, rows, cols):
     """Return x over the lengths of rows and columns, whose product is formed once for scores and gradients."""
-    if rows.inv is not None and cols.inv is not None:
-        return x * (rows.inv[:, None] * cols.inv[None, :])
-    x = x if rows.inv is None else x * rows.inv[:, None]
-    return x if cols.inv is None else x * cols.inv[None, :]
+    return x * (rows.inv[:, None] * cols.inv[None, :])
 
 
 @triton.jit
-def _counts(rows, cols, C: tl.constexpr):
-    """Return a bool tile: which pairs are summed over."""
-    i, j = rows.local < rows.size, cols.local < cols.size
-    if C.IDS:
-        i, j = i & (rows.ids != IGNORE_ID), j & (cols.ids != IGNORE_ID)
-    found = i[:, None] & j[None, :]
-    if C.OVER == "negatives":
-        found = found & (rows.ids[:, None] != cols.ids[None, :])
-    elif C.OVER == "positives":
-        found = found & (rows.ids[:, None] == cols.ids[None, :])
-    return found
-
-
-@triton.jit
-def _masked(x, empty, rows, cols, C: tl.constexpr):
-    """Return x with ``empty`` for the pairs that are not summed over."""
+def _masked(x, y, empty, rows, cols, ENDS: tl.constexpr, C: tl.constexpr):
+    """Return x and y with ``empty`` for pairs that are not summed over; with ENDS, also beyond the block's ends."""
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_N: tl.constexpr = C.BLOCK_N // C.PARTS
-    x = tl.broadcast_to(x, (BLOCK_M, BLOCK_N))  # a slope may be the same for all candidates of an anchor
-    if C.IDS or C.OVER == "positives":
-        x = tl.where(_counts(rows, cols, C), x, empty)
-    else:
-        # Only at the end of a block or on the diagonal: for most tiles there is nothing to do.
-        special = ((rows.pid + 1) * BLOCK_M > rows.size) | ((cols.pid + 1) * BLOCK_N > cols.size)
-        if C.OVER == "negatives":
-            special = special | ((rows.start < cols.start + BLOCK_N) & (cols.start < rows.start + BLOCK_M))
-        if special:
-            x = tl.where(_counts(rows, cols, C), x, empty)
-    return x
+    x, y = tl.broadcast_to(x, (BLOCK_M, BLOCK_N)), tl.broadcast_to(y, (BLOCK_M, BLOCK_N))  # slopes may be constants
+    # Without ids only at the end of a block or on the diagonal: for most tiles there is nothing to do.
+    special = C.OVER == "negatives" and (rows.start < cols.start + BLOCK_N) & (cols.start < rows.start + BLOCK_M)
+    if ENDS:
+        special = special | ((rows.pid + 1) * BLOCK_M > rows.size) | ((cols.pid + 1) * BLOCK_N > cols.size)
+    if C.IDS or C.OVER == "positives" or special:
+        i, j = rows.ids[:, None], cols.ids[None, :]
+        if C.IDS:
+            found = (i != IGNORE_ID) & (j != IGNORE_ID)
+            found = found & (i != j) if C.OVER == "negatives" else found & (i == j) if C.OVER == "positives" else found
+        elif C.OVER == "positives":
+            found = i == j
+        elif ENDS:  # one comparison instead of three: NOWHERE is negative
+            found = (i ^ j) > 0 if C.OVER == "negatives" else (i | j) >= 0
+        else:
+            found = i != j
+        x, y = tl.where(found, x, empty), tl.where(found, y, empty)
+    return x, y
 
 
 @triton.jit
-def _params(parameters, anchors, slot, AXIS: tl.constexpr, SHARED: tl.constexpr):
-    """Return p and q of some anchors, which broadcast with the scores; numbers if SHARED."""
-    p, q = 0.0, 0.0
-    if parameters.p is not None:
-        p = parameters.p + slot * parameters.slot_stride
-        p = tl.load(p) if SHARED else tl.expand_dims(tl.load(p + anchors * parameters.p_stride), AXIS)
-    if parameters.q is not None:
-        q = parameters.q
-        q = tl.load(q) if SHARED else tl.expand_dims(tl.load(q + anchors * parameters.q_stride), AXIS)
-    return p, q
+def _of_anchors(x, begin, stride, axis, AXIS: tl.constexpr, SHARED: tl.constexpr = False):
+    """Return values of some anchors, which broadcast with the scores, or one that all share; 0 of what there is not."""
+    if x is None:
+        y = 0.0
+    elif SHARED:
+        y = tl.load(x + begin)
+    else:
+        y = tl.expand_dims(tl.load(x + begin + axis.anchor * stride + axis.lane * stride), AXIS)
+    return y
+
+
+@triton.jit
+def _params(parameters, axis, slot, AXIS: tl.constexpr, SHARED: tl.constexpr):
+    """Return p and q of some anchors."""
+    p = _of_anchors(parameters.p, slot * parameters.slot_stride, parameters.p_stride, axis, AXIS, SHARED)
+    return p, _of_anchors(parameters.q, 0, parameters.q_stride, axis, AXIS, SHARED)
 
 
 @triton.jit
@@ -177,15 +177,15 @@ def _store_partial(out, plane, x, rows, cols, AXIS: tl.constexpr, MAXIMUM: tl.co
 
 
 @triton.jit
-def _values(s, rows, cols, parameters, i, K: tl.constexpr, AXIS: tl.constexpr, FORM: tl.constexpr, C: tl.constexpr):
-    """Return the K-th values of a tile for anchors i, summed over the slots; with BY_P, of K = 1 the slopes by p."""
+def _values(s, axis, parameters, K: tl.constexpr, AXIS: tl.constexpr, FORM: tl.constexpr, C: tl.constexpr):
+    """Return the K-th values of a tile for some anchors, summed over slots; with BY_P, of K = 1 the slopes by p."""
     WHICH: tl.constexpr = 2 if C.BY_P and K == 1 else 0
-    p, q = _params(parameters, i, 0, AXIS, C.SHARED)
-    x = FORM(s, p, q, K)[WHICH]
+    p, q = _params(parameters, axis, 0, AXIS, C.SHARED)
+    x = FORM(s, p, q, 1.0, K)[WHICH]
     for slot in range(1, parameters.slots):
-        p, q = _params(parameters, i, slot, AXIS, C.SHARED)
-        x += FORM(s, p, q, K)[WHICH]
-    return _masked(x, float("-inf") if C.MAXIMUM else 0.0, rows, cols, C)
+        p, q = _params(parameters, axis, slot, AXIS, C.SHARED)
+        x += FORM(s, p, q, 1.0, K)[WHICH]
+    return x
 
 
 @triton.jit(do_not_specialize=Block._fields)  # which change from batch to batch
@@ -202,44 +202,42 @@ def sums_kernel(
 ):  # fmt: skip
     """Sum ``value(S_ij)`` over the columns and over the rows of each tile, or find the MAXIMUM."""
     block = Block(row, col, size_m, size_n, first_col)
-    rows, pid_n, parts = _tile(inputs, products, block, C)
+    rows, first, parts = _tile(inputs, products, block, C)
     PARTS: tl.constexpr = C.PARTS
     WIDTH: tl.constexpr = C.WIDTH
     for part in tl.static_range(PARTS):
-        cols = _part(inputs, block, pid_n * PARTS + part, C)
+        cols = _part(first + part, inputs, block, C)
         s = _over_lengths(parts[part], rows, cols)
         for k in tl.static_range(WIDTH):
+            x = _values(s, rows if C.ROWS else cols, parameters, k, 1 if C.ROWS else 0, FORM, C)
+            y = _values(s, cols, parameters, k, 0, FORM, C) if C.ROWS and C.COLS and not C.SHARED else x
+            x, y = _masked(x, y, float("-inf") if C.MAXIMUM else 0.0, rows, cols, True, C)
             if C.ROWS:
-                x = _values(s, rows, cols, parameters, rows.index, k, 1, FORM, C)
                 _store_partial(row_out, k, x, rows, cols, 1, C.MAXIMUM)
             if C.COLS:
-                if not (C.ROWS and C.SHARED):
-                    x = _values(s, rows, cols, parameters, first_col + cols.index, k, 0, FORM, C)
-                _store_partial(col_out, k, x, rows, cols, 0, C.MAXIMUM)
+                _store_partial(col_out, k, y, rows, cols, 0, C.MAXIMUM)
             if panel.x is not None and k == 0:
-                x = x if cols.inv is None else x * cols.inv[None, :]
                 place, inside = _entries(panel, rows, cols)
-                tl.store(place, x.to(panel.x.dtype.element_ty), mask=inside)
+                tl.store(place, (x * cols.inv[None, :]).to(panel.x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _slopes(total, s, rows, cols, parameters, grad, j, by, AXIS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-            FORM: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def _slopes(total, s, rows, cols, parameters, grad, by, AXIS: tl.constexpr, FORM: tl.constexpr, C: tl.constexpr):
     """Add the gradients by the scores to ``total``, and store sums along an axis of those by the parameters."""
     WIDTH: tl.constexpr = C.WIDTH
     for k in tl.static_range(WIDTH):
-        upstream = grad.x + k * grad.plane
-        g = tl.load(upstream + rows.index * grad.stride)[:, None] if ROWS else 0.0
-        if COLS:
-            g += tl.load(upstream + j * grad.stride)[None, :]
+        g = _of_anchors(grad.x, k * grad.plane, grad.stride, rows if AXIS == 1 else cols, AXIS)
+        if C.SHARED and C.ROWS and C.COLS:
+            g += _of_anchors(grad.x, k * grad.plane, grad.stride, cols, 0)
         for slot in range(parameters.slots):
-            p, q = _params(parameters, rows.index if AXIS == 1 else j, slot, AXIS, C.SHARED)
-            _, by_s, by_p, by_q = FORM(s, p, q, k)
-            total += by_s * g
+            p, q = _params(parameters, rows if AXIS == 1 else cols, slot, AXIS, C.SHARED)
+            _, by_s, by_p, by_q = FORM(s, p, q, g, k)
+            total += by_s
+            if C.BY_P or C.BY_Q:
+                by_p, by_q = _masked(by_p, by_q if C.BY_Q else by_p, 0.0, rows, cols, True, C)
             if C.BY_P:
-                _store_partial(by, slot, _masked(by_p * g, 0.0, rows, cols, C), rows, cols, AXIS, False)
+                _store_partial(by, slot, by_p, rows, cols, AXIS, False)
             if C.BY_Q:
-                by_q = _masked(by_q * g, 0.0, rows, cols, C)
                 _store_partial(by, parameters.slots, by_q, rows, cols, AXIS, False)
     return total
 
@@ -262,19 +260,18 @@ def gradient_kernel(
     If SHARED, one evaluation serves both sides, and gradients by the parameters are summed by row alone.
     """
     block = Block(row, col, size_m, size_n, first_col)
-    rows, pid_n, parts = _tile(inputs, products, block, C)
+    rows, first, parts = _tile(inputs, products, block, C)
     PARTS: tl.constexpr = C.PARTS
-    BOTH: tl.constexpr = C.SHARED and C.ROWS and C.COLS
     for part in tl.static_range(PARTS):
-        cols = _part(inputs, block, pid_n * PARTS + part, C)
+        cols = _part(first + part, inputs, block, C)
         s = _over_lengths(parts[part], rows, cols)
-        x, j = tl.zeros_like(s), first_col + cols.index
+        x = tl.zeros_like(s)
         if C.ROWS:
-            x = _slopes(x, s, rows, cols, parameters, grad, j, row_by, 1, True, BOTH, FORM, C)
-        if C.COLS and not BOTH:
-            x = _slopes(x, s, rows, cols, parameters, grad, j, col_by, 0, False, True, FORM, C)
+            x = _slopes(x, s, rows, cols, parameters, grad, row_by, 1, FORM, C)
+        if C.COLS and not (C.ROWS and C.SHARED):
+            x = _slopes(x, s, rows, cols, parameters, grad, col_by, 0, FORM, C)
         if panel.x is not None:
-            x = _over_lengths(_masked(x, 0.0, rows, cols, C), rows, cols)
+            x = _over_lengths(_masked(x, x, 0.0, rows, cols, False, C)[0], rows, cols)
             place, inside = _entries(panel, rows, cols)
             tl.store(place, x.to(panel.x.dtype.element_ty), mask=inside)
 
@@ -287,117 +284,105 @@ def _log1p(u):
 
 
 @triton.jit
-def _softplus(z):
-    """log(1 + e^z), and its slope."""
+def _log1p_above(s, floor, g):
+    """log(1 + max(s, floor)), and g times its slope."""
+    x = tl.maximum(s, floor, propagate_nan=tl.PropagateNan.ALL)
+    return _log1p(x), tl.where(s > floor, g / (1.0 + x), 0.0)
+
+
+@triton.jit
+def _softplus(z, g):
+    """log(1 + e^z), and g times its slope."""
     e = tl.exp2(-tl.abs(z) * LOG2E)
-    return tl.maximum(z, 0.0) + _log1p(e), tl.where(z >= 0, 1.0, e) / (1.0 + e)
+    return tl.maximum(z, 0.0) + _log1p(e), tl.where(z >= 0, 1.0, e) / (1.0 + e) * g
 
 
 @triton.jit
-def _relu(x):
-    """max(x, 0), and its slope."""
-    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL), tl.where(x > 0, 1.0, 0.0)
-
-
-@triton.jit
-def exp(s, scale, top, K: tl.constexpr):
+def exp(s, scale, top, g, K: tl.constexpr):
     e = tl.exp2(s * (scale * LOG2E) - top * LOG2E)  # one multiplication and addition, and one instruction
-    return e, scale * e, s * e, 0.0
+    return e, e * (scale * g), s * e * g, 0.0
 
 
 @triton.jit
-def peak(s, scale, q, K: tl.constexpr):
-    return scale * s, scale, s, 0.0
+def peak(s, scale, q, g, K: tl.constexpr):
+    return scale * s, scale * g, s * g, 0.0
 
 
 @triton.jit
-def information(s, scale, log_total, K: tl.constexpr):
-    z = scale * s - log_total
-    p, bits = tl.exp2(z * LOG2E), tl.maximum(z, -1e4)  # -inf would meet a p of 0
-    slope = p * (bits + 1.0)
-    return -p * bits, -scale * slope, -s * slope, slope
+def information(s, scale, best, g, K: tl.constexpr):
+    z = tl.maximum((s - best) * scale, -1e4)  # -inf would meet an exponential of 0
+    e = tl.exp2(z * LOG2E)
+    return (e if K == 0 else e * z), scale * g * (e if K == 0 else e * (z + 1.0)), 0.0, 0.0
 
 
 @triton.jit
-def moments(s, centre, q, K: tl.constexpr):
+def moments(s, centre, q, g, K: tl.constexpr):
     d = s - centre
-    return (d if K == 0 else d * d), (1.0 if K == 0 else 2.0 * d), 0.0, 0.0
+    return (d if K == 0 else d * d), (g if K == 0 else 2.0 * g * d), 0.0, 0.0
 
 
 @triton.jit
-def hinges(s, threshold, q, K: tl.constexpr):
-    x, slope = _relu(s - threshold)
-    return x, slope, -slope, 0.0
+def hinges(s, threshold, q, g, K: tl.constexpr):
+    g = tl.where(s > threshold, g, 0.0)
+    return tl.maximum(s - threshold, 0.0, propagate_nan=tl.PropagateNan.ALL), g, -g, 0.0
 
 
 @triton.jit
-def identity(s, p, q, K: tl.constexpr):
-    return s, 1.0, 0.0, 0.0
+def softplus(s, scale, bias, g, K: tl.constexpr):
+    x, slope = _softplus(scale * s + bias, g)
+    return x, scale * slope, s * slope, slope
 
 
 @triton.jit
-def log1p_clamp(s, p, q, K: tl.constexpr):
-    clamped = tl.maximum(s, FLOOR)
-    return _log1p(clamped), tl.where(s >= FLOOR, 1.0 / (1.0 + clamped), 0.0), 0.0, 0.0
-
-
-@triton.jit
-def log1p_relu(s, p, q, K: tl.constexpr):
-    x, slope = _relu(s)
-    return _log1p(x), slope / (1.0 + x), 0.0, 0.0
-
-
-@triton.jit
-def negative_log_likelihood(s, negatives, scale, K: tl.constexpr):
-    x, slope = _softplus(negatives - scale * s)
+def negative_log_likelihood(s, negatives, scale, g, K: tl.constexpr):
+    x, slope = _softplus(negatives - scale * s, g)
     return x, -scale * slope, slope, -s * slope
 
 
 @triton.jit
-def hinge(s, threshold, q, K: tl.constexpr):
-    x, slope = _relu(threshold - s)
-    return x, -slope, slope, 0.0
+def log1p_clamp(s, p, q, g, K: tl.constexpr):
+    x, slope = _log1p_above(s, FLOOR, g)
+    return x, slope, 0.0, 0.0
 
 
 @triton.jit
-def softplus(s, scale, bias, K: tl.constexpr):
-    x, slope = _softplus(scale * s + bias)
-    return x, scale * slope, s * slope, slope
+def log1p_relu(s, p, q, g, K: tl.constexpr):
+    x, slope = _log1p_above(s, 0.0, g)
+    return x, slope, 0.0, 0.0
 
 
-_TERMS = identity, log1p_clamp, log1p_relu, negative_log_likelihood, hinge, softplus
-FORMS = {form.__name__: form for form in (exp, peak, information, moments, hinges, *_TERMS)}
-
-
-@triton.jit
-def _chunk(x, row, stride, d, dim):
-    """Return some numbers of a vector in float32."""
-    return tl.load(x + row * stride + d, mask=d < dim, other=0.0).to(tl.float32)
+_OF_PAIRS = softplus, negative_log_likelihood, log1p_clamp, log1p_relu
+FORMS = {form.__name__: form for form in (exp, peak, information, moments, hinges, *_OF_PAIRS)}
 
 
 @triton.jit
-def inverse_norms_kernel(x, stride, dim, out, BLOCK_D: tl.constexpr):
-    """out (N,) float32: ``1 / |x_i|`` of x (N, dim), 0 for a length of at most EPS. A program for each vector.
+def _vector(x, row, stride, dim, BLOCK_D: tl.constexpr):
+    """Return (BLOCK_D,) one of the vectors x (N, dim) in float32, and zeros."""
+    d = tl.arange(0, BLOCK_D)
+    return tl.load(x + row.to(tl.int64) * stride + d, mask=d < dim, other=0.0).to(tl.float32)
 
-    Squares of the lengths that are promised, 1e-12 to 1e18, are in the range of float32.
+
+@triton.jit(do_not_specialize=["begin"])
+def project_kernel(x, stride, dim, inv, begin, total, listed, out, BLOCK_D: tl.constexpr):
+    """out_i (N, dim): ``g - u <u, g>`` with ``u = x_i inv_i``, for each vector from ``begin`` on a program.
+
+    g is ``total`` (., dim), float32 sums from ``begin`` on, which may be out's, and those of listed pairs (i, j) with
+    the gradient ``listed.grad`` of their scores, ``grad inv_i inv_j y_j``.
     """
-    row, d, squares = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D), tl.zeros([BLOCK_D], tl.float32)
-    for start in range(0, dim, BLOCK_D):
-        y = _chunk(x, row, stride, start + d, dim)
-        squares += y * y
-    norm = tl.sqrt(tl.sum(squares, 0))
-    tl.store(out + row, tl.where(norm > EPS, 1.0 / norm, 0.0))
-
-
-@triton.jit
-def project_kernel(x, stride, dim, inv, grad, out, BLOCK_D: tl.constexpr):
-    """out (N, dim): ``g - u <u, g>``, ``u = x inv``, of float32 g (N, dim), which may be out. A program for each."""
-    row, d, along = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D), tl.zeros([BLOCK_D], tl.float32)
-    scale = tl.load(inv + row)
-    for start in range(0, dim, BLOCK_D):
-        along += _chunk(x, row, stride, start + d, dim) * scale * _chunk(grad, row, dim, start + d, dim)
-    length = tl.sum(along, 0)
-    for start in range(0, dim, BLOCK_D):
-        u = _chunk(x, row, stride, start + d, dim) * scale
-        g = _chunk(grad, row, dim, start + d, dim) - u * length
-        tl.store(out + row * dim + start + d, g.to(out.dtype.element_ty), mask=start + d < dim)
+    row, d = begin + tl.program_id(0), tl.arange(0, BLOCK_D)
+    g = _vector(total, tl.program_id(0), dim, dim, BLOCK_D)
+    scale = 1.0 if inv is None else tl.load(inv + row)
+    if listed.grad is not None:
+        first, last = row, row + 1
+        if listed.start is not None:
+            first, last = tl.load(listed.start + row), tl.load(listed.start + row + 1)
+        for k in range(first, last):
+            pair = k if listed.order is None else tl.load(listed.order + k)
+            j = pair if listed.other is None else tl.load(listed.other + pair)
+            weight = tl.load(listed.grad + pair) * scale
+            weight = weight if listed.inv is None else weight * tl.load(listed.inv + j)
+            g += weight * _vector(listed.y, j, listed.stride, dim, BLOCK_D)
+    if inv is not None:
+        u = _vector(x, row, stride, dim, BLOCK_D) * scale
+        g -= u * tl.sum(u * g, 0)
+    tl.store(out + row.to(tl.int64) * dim + d, g.to(out.dtype.element_ty), mask=d < dim)

@@ -215,7 +215,7 @@ class Matrix:
         question = key, over, tuple(sides), self.engine == "triton"
         if not torch.is_grad_enabled():
             return reduce.sums(list(source), list(params), *question, False, pairs=pairs)[0]
-        listed = self.engine == "tiled" and not (early or self.keeps or compiling or self._positive_scores is not None)
+        listed = not (early or self.keeps or compiling or self._positive_scores is not None)
         listed = listed and cols is not None and self.pairs.listable
         sums, positive = reduce.Reduce.apply(pairs, question, listed, *source, *params)
         self._positive_scores = positive if listed else self._positive_scores

@@ -23,7 +23,7 @@ from .scores import (
 )
 
 _MASKED = 2**16  # scores of a tile up to which comparing ids costs less than listing pairs
-_GATHERED = 2**18  # numbers of gathered embeddings held at once
+_GATHERED, _ACCELERATOR_GATHERED = 2**18, 2**22  # numbers of gathered embeddings held at once
 
 
 class Pairs:
@@ -215,7 +215,7 @@ def pair_products(rows, cols, row_inv, col_inv, i, j) -> Tensor:
     """Return the (P,) scores of rows i with columns j, or of row p with column p, without a gradient."""
     dtype, p = compute_dtype(rows), rows.shape[0] if i is None else i.shape[0]
     found = rows.new_empty(p, dtype=dtype)
-    step = max(1, _GATHERED // rows.shape[1])
+    step = max(1, (_GATHERED if rows.device.type == "cpu" else _ACCELERATOR_GATHERED) // rows.shape[1])
     for start in range(0, p, step):
         part = slice(start, min(p, start + step))
         left, right = (

@@ -200,7 +200,7 @@ def _gradients(source, params, grad, key, over, sides, triton, needs, pairs=None
         if triton:
             from . import triton as kernels
 
-            return kernels.gradient(scores, pairs, key, over, tuple(sides), params, grad, needs)
+            return kernels.gradient(scores, pairs, key, over, tuple(sides), params, grad, needs, riding)
         return tiled_gradient(scores, pairs, ANSWERS[key], over, sides, params, grad, needs, riding)
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import namedtuple
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -21,37 +22,29 @@ from . import kernels
 from .answers import ANSWERS
 from .pairs import Pairs
 from .reduce import tiled_gradient, tiled_sums
-from .scores import IGNORE_ID, Scores
+from .scores import IGNORE_ID, Scores, inverse_norms
 
-Sides = tuple[int, ...]
 Place = tuple[slice, slice]  # rows and columns of a block
+# (P,) rows and columns of listed pairs, or None: row p and column p; and the gradient of their scores
+Riding = tuple[Tensor | None, Tensor | None, Tensor]
 
 
 def _panel(x: Tensor | None) -> Any:
     return kernels.Panel(x, 0 if x is None else x.stride(0))
 
 
-class TileConfig(NamedTuple):
-    """A tile of scores for each program; see :class:`kernels.Config`."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    parts: int
-    num_warps: int
-    num_stages: int
-    registers: int | None = None  # of a thread at most, on Hopper
-
-
-# For products, the largest that has a tile for every multiprocessor. Hopper's kernels take 114 to 190 registers; with
-# 128, two programs of 8 warps share a multiprocessor, and one multiplies while the other adds up. Sums, and gradients
-# by scores alone, spill at most 152 bytes then, those of exp 8; others, and all on other GPUs, would up to 1.5 KB, and
-# are not limited (python tests/gpu_compiler.py 90).
+# A tile of scores for each program; see kernels.Config. ``registers``: of a thread at most, on Hopper.
+TileConfig = namedtuple("TileConfig", "block_m block_n block_k parts num_warps num_stages registers", defaults=[None])
+# For products, where there is a large one for every multiprocessor, and where not. Hopper's kernels take 114 to 190
+# registers; with 128, two programs of 8 warps share a multiprocessor, and one multiplies while the other adds up. Sums,
+# and gradients by scores alone, spill at most 280 bytes then, those of exp 48; others, and all on other GPUs, would up
+# to 1.5 KB, and are not limited (python tests/gpu_compiler.py 90).
 PRODUCT_TILES = TileConfig(128, 128, 64, 4, 8, 3, 128), TileConfig(64, 64, 64, 1, 4, 3)
+LARGE = 2**21  # scores
 READING_TILE = TileConfig(64, 64, 64, 1, 4, 3)  # for scores that exist: bound by memory
-BLOCK = 2**28  # scores, of whose tiles the sums are held until they are added up: 40 MiB
+BLOCK_ROWS = 4096  # visited at once: products of so many have enough tiles for all multiprocessors
+BLOCK = 2**28  # scores at most, of whose tiles the sums are held until they are added up: 40 MiB
 PANEL = 2**26  # bytes of scores, or of their gradient, that are written at once
-PANEL_ROWS = 4096  # of a panel: its products have enough tiles for all multiprocessors
 HELD = 2**27  # bytes of float32 sums of one side's gradient; of more, the scores are visited twice instead
 
 # The interpreter cannot multiply bfloat16, and rounds to it towards zero: it computes in float32.
@@ -59,7 +52,7 @@ INTERPRETED = not isinstance(kernels.sums_kernel, triton.JITFunction)
 
 
 def sums(
-    scores: Scores, pairs: Pairs, key: str, over: str, sides: Sides, params: Sequence[Tensor], early: bool
+    scores: Scores, pairs: Pairs, key: str, over: str, sides: Sequence[int], params: Sequence[Tensor], early: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the (K, A) sums, and if ``early`` (N, D) directions and (A,) gradients by the scale, as ``tiled_sums``."""
     answer = ANSWERS[key]
@@ -68,9 +61,9 @@ def sums(
     run = _Pass(scores, over, sides, params)
     width = 2 if early else answer.width  # the exponentials, and their gradients by the scale
     total = _AnchorSums(run, width, sides, answer.maximum)
-    direction = total.sums.new_zeros(scores.rows.shape if early else (0,))
+    direction = total.sums.new_zeros(scores.rows.shape if early else 0)
     with torch.cuda.device_of(scores.rows):
-        for place in run.blocks(run.panel_shape(widest=True) if early else run.block_shape()):
+        for place in run.blocks(run.panel if early or not (run.fused or run.matrix is not None) else BLOCK):
             products, partials = run.products(place), total.partials(place)
             panel = run.buffer(1, place, run.panel_dtype) if early else None
             flags = {"WIDTH": width, "MAXIMUM": answer.maximum, "BY_P": early}
@@ -84,78 +77,79 @@ def sums(
 
 
 def gradient(
-    scores: Scores, pairs: Pairs, key: str, over: str, sides: Sides, params: Sequence[Tensor], grad: Tensor,
-    needs: Sequence[bool],
+    scores: Scores, pairs: Pairs, key: str, over: str, sides: Sequence[int], params: Sequence[Tensor], grad: Tensor,
+    needs: Sequence[bool], riding: Riding | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Return the gradients of rows, columns and parameters from ``grad`` (K, A); empty where it ``needs`` none."""
     if key not in kernels.FORMS:
-        return tiled_gradient(scores, pairs, ANSWERS[key], over, sides, params, grad, needs)
+        return tiled_gradient(scores, pairs, ANSWERS[key], over, sides, params, grad, needs, riding)
     run, upstream = _Pass(scores, over, sides, params), kernels.Upstream(grad, grad.stride(0), grad.stride(1))
     # By p for each slot, then by q; of one evaluation for both sides they are summed by row alone.
     by = _AnchorSums(run, run.slots + 1, sides[:1] if run.shared else sides) if any(needs[2:]) else None
 
-    def write(place: Place, products: Tensor | None, panel: Tensor | None, first: bool) -> None:
-        by_p, by_q = (first and need for need in (*needs[2:], False, False)[:2])
-        partials = by.partials(place) if by is not None and first else [None, None]
+    def write(place: Place, products: Tensor | None, panel: Tensor | None) -> None:
+        by_p, by_q = (*needs[2:], False, False)[:2]
+        partials = [None, None] if by is None else by.partials(place)
         flags = {"WIDTH": len(grad), "BY_P": by_p, "BY_Q": by_q}
         run.launch(kernels.gradient_kernel, key, place, products, (upstream, *partials, _panel(panel)), flags)
-        if by is not None and first:
+        if by is not None:
             by.add(place, partials)
 
+    outs = [x.new_empty(x.shape) if x is not None and n else None for x, n in zip(scores[:2], needs[:2], strict=True)]
     with torch.cuda.device_of(scores.rows):
-        found = _of_matrix(run, needs[0], write) if scores.cols is None else _of_embeddings(run, needs, write)
-    for k, (p, need) in enumerate(zip(params, needs[2:], strict=True)):
-        planes = by.sums[run.slots :] if by is not None and k else by.sums[: run.slots] if by is not None else p
-        found.append((planes.sum(-1) if p.shape[-1] == 1 else planes).reshape(p.shape) if need else p.new_empty(0))
-    return found
+        if run.matrix is not None:
+            for rows in _spans(run.shape[0], BLOCK_ROWS):
+                part = None if outs[0] is None else outs[0][rows]
+                write((rows, slice(0, run.shape[1])), run.matrix[rows], part)
+        else:
+            _of_embeddings(run, outs, write, riding)
+    planes = () if by is None else (by.sums[: run.slots], by.sums[run.slots :])
+    for x, (p, need) in enumerate(zip(params, needs[2:], strict=True)):
+        outs.append((planes[x].sum(-1) if p.shape[-1] == 1 else planes[x]).reshape(p.shape) if need else p.new_empty(0))
+    return [scores.rows.new_empty(0) if x is None else x for x in outs]
 
 
-def _of_matrix(run: _Pass, needed: bool, write: Any) -> list[Tensor]:
-    """Return the gradient of a matrix that exists."""
-    x = run.scores.rows
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needed else None
-    for place in run.blocks((run.block_shape()[0], max(1, x.shape[1]))):
-        write(place, run.products(place), None if out is None else out[place[0]], True)
-    return [x.new_empty(0) if out is None else out, x.new_empty(0)]
-
-
-def _of_embeddings(run: _Pass, needs: Sequence[bool], write: Any) -> list[Tensor]:
-    """Return the gradients of rows and columns, from products with the gradient of panels of scores.
+def _of_embeddings(run: _Pass, outs: Sequence[Tensor | None], write: Any, riding: Riding | None) -> None:
+    """Write the gradients of rows and columns, where wanted, from products with the gradient of panels of scores.
 
     Panels of the outer side are visited one after the other, each with all of the inner side. So the sums of a panel of
     the outer side are soon complete; those of the inner side are held to the end, or found in a second visit.
     """
     xs: Any = run.scores[:2]  # which are both there
-    invs = run.scores[2:4]
-    outs: list[Any] = [x.new_zeros(x.shape) if need else None for x, need in zip(xs, needs[:2], strict=True)]
-    shape = run.panel_shape()
-    for visit, (outer, holds) in enumerate(_visits(xs, needs)):
+    listed = [_listed(run.scores, side, riding) for side in (0, 1)]
+    shape = BLOCK_ROWS, _whole_tiles(run.panel // BLOCK_ROWS)
+    for outer, holds in _visits(outs):
         inner = 1 - outer
-        held = outs[inner].float() if holds else None  # zeros to add to; a float32 gradient itself
+        held = _zeros(outs[inner], slice(None)) if holds else None
         for o in _spans(len(xs[outer]), shape[outer]):
-            total: Any = None if outs[outer] is None else outs[outer][o].float()
+            total = _zeros(outs[outer], o)
             for i in _spans(len(xs[inner]), shape[inner]):
                 place = (i, o) if outer else (o, i)
-                products = run.products(place)
-                panel = None if total is None else products  # which a tile reads before it writes
-                if total is not None and products is None:
-                    panel = run.buffer(1, place, run.panel_dtype)
-                write(place, products, panel, visit == 0)
-                if panel is not None and total is not None:
+                products = run.products(place)  # which a tile reads before it writes
+                panel = run.buffer(1, place, run.panel_dtype) if products is None else products
+                write(place, products, None if total is None else panel)
+                if total is not None:
                     add_product_(total, panel.T if outer else panel, xs[inner][i])
                     if held is not None:
                         add_product_(held[i], panel if outer else panel.T, xs[outer][o])
-            _project(total, xs[outer], invs[outer], o, outs[outer])
-        _project(held, xs[inner], invs[inner], slice(0, len(xs[inner])), outs[inner])
-    return [run.scores.rows.new_empty(0) if out is None else out for out in outs]
+            _project(run.scores, outer, total, o.start, listed[outer], outs[outer])
+        _project(run.scores, inner, held, 0, listed[inner], outs[inner])
 
 
-def _visits(xs: Sequence[Any], needs: Sequence[bool]) -> list[tuple[int, bool]]:
+def _zeros(out: Tensor | None, part: slice) -> Tensor | None:
+    """Return float32 sums to add to; those of a part of a float32 gradient are in their place."""
+    if out is None:
+        return None
+    return out[part].zero_() if out.dtype == torch.float32 else torch.zeros_like(out[part], dtype=torch.float32)
+
+
+def _visits(outs: Sequence[Tensor | None]) -> list[tuple[int, bool]]:
     """Return for each visit of the scores its outer side, and whether the sums of the inner, smaller one are held."""
-    if not (needs[0] and needs[1]):
-        return [(int(needs[1]), False)]
-    inner = int(xs[1].numel() <= xs[0].numel())
-    fit = xs[inner].dtype == torch.float32 or xs[inner].numel() * 4 <= HELD
+    rows, cols = outs
+    if rows is None or cols is None:
+        return [(int(rows is None), False)]
+    inner = int(cols.numel() <= rows.numel())
+    fit = cols.dtype == torch.float32 or min(rows.numel(), cols.numel()) * 4 <= HELD
     return [(1 - inner, True)] if fit else [(0, False), (1, False)]
 
 
@@ -165,53 +159,42 @@ def _visits(xs: Sequence[Any], needs: Sequence[bool]) -> list[tuple[int, bool]]:
 class _Pass:
     """The inputs of a pass as kernels take them, made once for all of its launches."""
 
-    def __init__(self, scores: Scores, over: str, sides: Sides, params: Sequence[Tensor]):
+    def __init__(self, scores: Scores, over: str, sides: Sequence[int], params: Sequence[Tensor]):
         self.scores, self.shape, self.device = scores, scores.shape, scores.rows.device
         self.matrix = scores.rows.contiguous() if scores.cols is None else None
-        self.workspace: dict[int, Tensor] = {}
-        self.fused = fused(scores)
-        self.tile = _product_tile(*self.shape, self.device) if self.fused else READING_TILE
-        rows: Any = None
-        cols: Any = None
-        strides = 0, 0, 0
+        self.fused, self.workspace = fused(scores), {}
+        self.tile = PRODUCT_TILES[0 if math.prod(self.shape) >= LARGE else -1] if self.fused else READING_TILE
+        embeddings = None, None, 0, 0, 0
         if self.fused:
-            rows, cols = _aligned(scores.rows), _aligned(scores.cols)
-            strides = rows.stride(0), cols.stride(0), rows.shape[1]
-        ids = [None if x is None else x.contiguous() for x in scores[4:6]]
-        self.inputs = kernels.Inputs(rows, cols, *strides, scores.row_inv, scores.col_inv, ids[0], ids[1])
+            rows, cols = (_aligned(x, self.tile.block_k) for x in scores[:2])
+            embeddings = rows, cols, rows.stride(0), cols.stride(0), rows.shape[1]
+        row_ids, col_ids = (None if x is None else x.contiguous() for x in scores[4:6])
+        self.inputs = kernels.Inputs(*embeddings, *scores[2:4], row_ids, col_ids)
         narrow = self.fused and scores.rows.dtype == torch.bfloat16 and not INTERPRETED
         self.panel_dtype = torch.bfloat16 if narrow else torch.float32  # float16's range is too small: add_product_
+        copied = 2 * (scores.rows.dtype == torch.float16)  # bytes of a score, for the product
+        self.panel = PANEL // (self.panel_dtype.itemsize + copied)  # scores
         p, q = (*params, None, None)[:2]
-        steps = [0 if x is None or x.shape[-1] == 1 else x.stride(-1) for x in (p, q)]
+        p_step, q_step = (0 if x is None or x.shape[-1] == 1 else x.stride(-1) for x in (p, q))
         self.slots, slot_stride = (len(p), p.stride(0)) if p is not None and p.dim() == 2 else (1, 0)
-        self.params = kernels.Params(p, q, steps[0], steps[1], self.slots, slot_stride)
+        self.params = kernels.Params(p, q, p_step, q_step, self.slots, slot_stride)
         self.first_col = self.shape[0] if 0 in sides else 0
         self.shared = all(x.shape[-1] == 1 for x in params)
-        self.flags = {"OVER": over, "IDS": scores.row_ids is not None, "SHARED": self.shared, "ROWS": 0 in sides}
-        self.flags |= {"COLS": 1 in sides, "MAXIMUM": False, "BY_P": False, "BY_Q": False}
+        self.flags = {"OVER": over, "IDS": scores.row_ids is not None, "SHARED": self.shared}
+        self.flags |= {"ROWS": 0 in sides, "COLS": 1 in sides}
 
-    def block_shape(self) -> tuple[int, int]:
-        """Return the rows and columns of a block of which the tiles' sums are held."""
-        if self.matrix is None and not self.fused:
-            return self.panel_shape()
-        cols = min(max(self.shape[1], 1), BLOCK // min(max(self.shape[0], 1), math.isqrt(BLOCK)))
-        return _whole_tiles(BLOCK // cols), _whole_tiles(cols + 127)
-
-    def panel_shape(self, widest: bool = False) -> tuple[int, int]:
-        """Return the rows and columns of a panel that is written; ``widest``: no sums of its columns are held."""
-        rows = min(PANEL_ROWS, _whole_tiles(self.shape[0] + 127)) if widest else PANEL_ROWS
-        return rows, _whole_tiles(PANEL // self.panel_dtype.itemsize // rows)
-
-    def blocks(self, shape: tuple[int, int]) -> Iterator[Place]:
-        """Yield the rows and columns of blocks that are visited one after the other."""
-        return ((r, c) for r in _spans(self.shape[0], shape[0]) for c in _spans(self.shape[1], shape[1]))
+    def blocks(self, scores: int) -> Iterator[Place]:
+        """Yield the rows and columns of blocks of so many scores, which are visited one after the other."""
+        n, m = self.shape
+        rows = min(BLOCK_ROWS, _whole_tiles(n + 127))
+        return ((r, c) for r in _spans(n, rows) for c in _spans(m, _whole_tiles(scores // rows)))
 
     def products(self, place: Place) -> Tensor | None:
         """Return the (r, c) float32 inner products of a block, or scores that exist; None where kernels multiply."""
         if self.fused or self.matrix is not None:
             return None if self.matrix is None else self.matrix[place]
-        assert self.scores.cols is not None
-        rows, cols = self.scores.rows[place[0]].float(), self.scores.cols[place[1]].float()
+        xs: Any = zip(self.scores[:2], place, strict=True)
+        rows, cols = (x[part].float() for x, part in xs)
         return torch.mm(rows, cols.T, out=self.buffer(0, place, torch.float32))
 
     def buffer(self, which: int, place: Place, dtype: torch.dtype) -> Tensor:
@@ -230,13 +213,12 @@ class _Pass:
         """Run a program for each tile of a block."""
         (rows, cols), tile = place, self.tile
         block = kernels.Block(rows.start, cols.start, rows.stop - rows.start, cols.stop - cols.start, self.first_col)
-        config = kernels.Config(*tile[:4], EVEN_K=self.inputs.dim % tile.block_k == 0, **(self.flags | flags))
-        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "C": config}
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "FORM": kernels.FORMS[key]}
         by_params = kernel is kernels.gradient_kernel and (flags["BY_P"] or flags["BY_Q"])
         if tile.registers is not None and not by_params and _is_hopper(self.device):
             options["maxnreg"] = tile.registers
-        options["FORM"], given = kernels.FORMS[key], (self.inputs, _panel(products), *block, self.params)
-        kernel[(math.prod(self.grid(place)),)](*given, *args, **options)
+        given = self.inputs, _panel(products), *block, self.params, *args
+        kernel[(math.prod(self.grid(place)),)](*given, C=kernels.Config(*tile[:4], **(self.flags | flags)), **options)
 
 
 def fused(scores: Scores) -> bool:
@@ -253,37 +235,27 @@ def _whole_tiles(size: int) -> int:
     return max(size // 128 * 128, 128)
 
 
-def _product_tile(n: int, m: int, device: torch.device) -> TileConfig:
-    if device.type == "cuda":
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-        for tile in PRODUCT_TILES:
-            if -(-n // tile.block_m) * -(-m // tile.block_n) >= processors:
-                return tile
-    return PRODUCT_TILES[-1]
-
-
 def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def _aligned(x: Any) -> Tensor:
-    """Return embeddings that can be loaded 16 bytes at a time; zeros at the end change no product."""
-    if INTERPRETED:
-        return x.float().contiguous()
-    if x.shape[1] % 16 == 0 and x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0:
+def _aligned(x: Any, step: int) -> Tensor:
+    """Return embeddings that can be loaded in whole steps, 16 bytes at a time; zeros at the end change no product."""
+    x = x.float() if INTERPRETED else x
+    if x.shape[1] % step == 0 and x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0:
         return x
-    made = x.new_zeros(x.shape[0], -(-x.shape[1] // 16) * 16)
-    made[:, : x.shape[1]] = x
-    return made
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % step)).contiguous()
 
 
 class _AnchorSums:
     """(K, A) sums of the anchors of both sides, added up from those of tiles, in the tiles' order."""
 
-    def __init__(self, run: _Pass, width: int, sides: Sides, maximum: bool = False):
+    def __init__(self, run: _Pass, width: int, sides: Sequence[int], maximum: bool = False):
         self.run, self.sides, self.maximum = run, sides, maximum
-        size, start = sum(run.shape[side] for side in sides), -math.inf if maximum else 0.0
-        self.sums = torch.full((width, size), start, dtype=torch.float32, device=run.device)
+        size = sum(run.shape[side] for side in sides)
+        self.sums = torch.empty(width, size, dtype=torch.float32, device=run.device)
+        if not all(run.shape):  # there is no tile
+            self.sums.fill_(-math.inf if maximum else 0.0)
 
     def partials(self, place: Place) -> list[Tensor | None]:
         """Return buffers for the sums of a block's tiles: (K, column parts, r) and (K, row parts, c)."""
@@ -293,39 +265,39 @@ class _AnchorSums:
         return [self.sums.new_empty(shape) if side in self.sides else None for side, shape in enumerate(shapes)]
 
     def add(self, place: Place, partials: Sequence[Tensor | None]) -> None:
-        """Add the sums of a block's tiles."""
-        for part, first, new in zip(place, (0, self.run.first_col), partials, strict=True):
+        """Add the sums of a block's tiles, or begin with them."""
+        reduced, joined = (torch.amax, torch.maximum) if self.maximum else (torch.sum, torch.add)
+        for side, (part, new) in enumerate(zip(place, partials, strict=True)):
             if new is not None:
-                old = self.sums[:, first + part.start : first + part.stop]
-                if self.maximum:
-                    torch.maximum(old, new.amax(1), out=old)
+                total = self.sums[:, self.run.first_col * side :][:, part]
+                if place[1 - side].start == 0:
+                    reduced(new, 1, out=total)
                 else:
-                    old += new.sum(1)
+                    joined(total, reduced(new, 1), out=total)
 
 
-def _project(total: Tensor | None, x: Any, inv: Tensor | None, part: slice, out: Any) -> None:
-    """Write part of the gradient of vectors x from that of their inner products, which is over the lengths already."""
-    if total is None or part.start == part.stop:
-        return
-    if inv is not None:
-        _by_vector(kernels.project_kernel, x[part], inv[part], total, out[part])
-    elif out.dtype != torch.float32:
-        out[part] = total
+def _listed(scores: Scores, side: int, riding: Riding | None) -> kernels.Listed:
+    """Return listed pairs as those of the rows, or of the columns."""
+    if riding is None:
+        return kernels.Listed(*[None] * 7)
+    y, start, order = _by_vectors(scores[1 - side]), None, None
+    if (own := riding[side]) is not None:
+        own, order = torch.sort(own, stable=True)
+        start = torch.searchsorted(own, torch.arange(scores.shape[side] + 1, device=own.device))
+    return kernels.Listed(riding[2].contiguous(), start, order, riding[1 - side], y, y.stride(0), scores[3 - side])
 
 
-def _by_vector(kernel: Any, x: Tensor, *args: Tensor) -> None:
-    """Run a program for each of the vectors (N, D)."""
-    x = x.float().contiguous() if INTERPRETED else x if x.stride(1) == 1 else x.contiguous()
-    kernel[(len(x),)](x, x.stride(0), x.shape[1], *args, BLOCK_D=min(1024, triton.next_power_of_2(x.shape[1])))
+def _project(scores: Scores, side: int, total: Tensor | None, begin: int, listed: kernels.Listed, out: Any) -> None:
+    """Write gradients of rows or columns, from ``begin`` on, from those of their inner products and of listed pairs."""
+    if total is not None and len(total):
+        x = _by_vectors(scores[side])
+        given = x, x.stride(0), x.shape[1], scores[2 + side], begin, total, listed, out
+        kernels.project_kernel[(len(total),)](*given, BLOCK_D=triton.next_power_of_2(x.shape[1]))
 
 
-def inverse_norms(x: Tensor) -> Tensor:
-    """Return the (N,) float32 reciprocal lengths of vectors (N, D), read once; 0 for a length of at most 1e-12."""
-    out = torch.empty(len(x), dtype=torch.float32, device=x.device)
-    if len(x):
-        with torch.cuda.device_of(x):
-            _by_vector(kernels.inverse_norms_kernel, x, out)
-    return out
+def _by_vectors(x: Any) -> Tensor:
+    """Return embeddings each of which is contiguous."""
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def add_product_(total: Tensor, panel: Tensor, other: Tensor) -> None:
@@ -335,8 +307,7 @@ def add_product_(total: Tensor, panel: Tensor, other: Tensor) -> None:
     gradients and exponentials have any size. bfloat16 has the range of float32.
     """
     if panel.dtype == other.dtype or other.dtype != torch.float16:
-        _addmm(total, panel.to(other.dtype), other)
-        return
+        return _addmm(total, panel.to(other.dtype), other)
     largest = torch.linalg.vector_norm(panel, math.inf, 1, keepdim=True).clamp_(1e-30, 1e30)
     scale = (14 - largest.log2().ceil_()).exp2_()
     half, part = torch.empty_like(panel, dtype=torch.float16), torch.zeros_like(total)
@@ -371,8 +342,7 @@ def works(device: torch.device, dtype: torch.dtype) -> bool:
 
     If not, a warning says why. While a CUDA graph is captured, what is not known is taken not to work, with a warning.
     """
-    where = device, dtype
-    if where not in _known:
+    if (where := (device, dtype)) not in _known:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             warnings.warn("itrloss: the Triton engine is not tried while a CUDA graph is captured", stacklevel=3)
             return False
@@ -382,8 +352,8 @@ def works(device: torch.device, dtype: torch.dtype) -> bool:
             except torch.OutOfMemoryError:  # which may be otherwise the next time
                 return False
         if error:
-            message = f"itrloss: the Triton engine {error}; engine='auto' does without it for {dtype} on {device}"
-            warnings.warn(message, stacklevel=3)
+            without = f"engine='auto' does without it for {dtype} on {device}"
+            warnings.warn(f"itrloss: the Triton engine {error}; {without}", stacklevel=3)
         _known[where] = not error
     return _known[where]
 
@@ -394,17 +364,17 @@ def _error(device: torch.device, dtype: torch.dtype, n: int = 2048, m: int = 281
         return "needs a GPU of compute capability 8.0"
     try:
         return "" if _agrees(device, dtype, n, m, d) else "finds something else than the tiled one"
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # of a compiler, a driver, a product that a GPU does not have
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
         return f"fails: {type(error).__name__}: {error}"
 
 
 def _agrees(device: torch.device, dtype: torch.dtype, n: int, m: int, d: int) -> bool:
-    """Return whether sums and gradients of an example agree; its numbers need no generator, whose state is a user's."""
-    x, noise = (torch.arange(size * d, dtype=torch.float64, device="cpu").view(size, d) for size in (n, m))
-    x = (x * 0.7).sin()
-    xs = [y.to(device, dtype) for y in (x, x[torch.arange(m) % n] + (noise * 1.3).cos())]
+    """Return whether sums and gradients of an example agree."""
+    generator = torch.Generator().manual_seed(0)
+    x, noise = (torch.randn(m, d, dtype=torch.float64, device="cpu", generator=generator) for _ in range(2))
+    xs = [y.to(device, dtype) for y in (x[:n], x + noise)]
     ids = [(torch.arange(size) % 97).to(device) for size in (n, m)]
     ids[0][0] = IGNORE_ID
     scores, pairs = Scores(*xs, *(inverse_norms(y) for y in xs), *ids), Pairs((n, m), (ids[0], ids[1]), device)
