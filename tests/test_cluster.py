@@ -213,14 +213,13 @@ def test_large_matrices_are_never_held(monkeypatch):
     wanted = means.predict(x)
     monkeypatch.setitem(itrloss.engine.matrix.SMALL, "cpu", 1000)
     seen = []
-    of = itrloss.Similarity._of.__func__
+    of = itrloss.Similarity._seen
 
-    def noted(cls, *args, **options):
-        sim = of(cls, *args, **options)
-        seen.append((sim.engine, sim._first.keeps))
-        return sim
+    def noted(matrix, side):
+        seen.append((matrix.engine, matrix.keeps))
+        return of(matrix, side)
 
-    monkeypatch.setattr(itrloss.Similarity, "_of", classmethod(noted))
+    monkeypatch.setattr(itrloss.Similarity, "_seen", staticmethod(noted))
     assert torch.equal(means.predict(x), wanted) and seen == [("tiled", False)]
 
 

@@ -207,7 +207,6 @@ class Embeddings:
         self.dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         self.version = None if compiling or x.is_inference() else x._version
         self._unit: Tensor | None = None
-        self._inv: Tensor | None = None
 
     def unit(self, keep: bool | None = None) -> Tensor:
         """Return (N, D) in the compute dtype, at unit length if they are to be; differentiable, whoever asks first.
@@ -226,18 +225,14 @@ class Embeddings:
         return unit
 
     def inverse_norms(self) -> Tensor | None:
-        """Return the (N,) reciprocal lengths; None if they are not to be normalised."""
-        if not self.normalize or self._inv is not None:
-            return self._inv
-        inv = inverse_norms(self.x.detach())
-        self._inv = inv if may_keep() else None
-        return inv
+        """Return the (N,) reciprocal lengths as they are now; None if they are not to be normalised."""
+        return inverse_norms(self.x.detach()) if self.normalize else None
 
     def detach(self) -> Embeddings:
         """Return the same without a gradient."""
         twin = Embeddings(self.x.detach(), self.normalize)
         twin.version = self.version
-        twin._unit, twin._inv = None if self._unit is None else self._unit.detach(), self._inv
+        twin._unit = None if self._unit is None else self._unit.detach()
         return twin
 
     def __setstate__(self, state: dict[str, Any]) -> None:
