@@ -227,8 +227,7 @@ class Matrix:
             return self.reduce(sides, *params, key=term.__name__, over="positives")[0]
         scores, index, times, each = self.positive_scores(), None, len(sides), False
         if not self.pairs.one_to_one:
-            pairs = self.pairs.listed
-            index = torch.cat([pairs[side] + k * self.shape[sides[0]] for k, side in enumerate(sides)])
+            index = self.pairs.anchors(sides)
         for p in params:
             each = each or p.numel() > 1  # else both sides share the terms
         scores = torch.cat([scores] * times) if each and times > 1 else scores

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from .scores import (
     IGNORE_ID,
     Ids,
     Scores,
-    Tile,
     chunks,
     compute_dtype,
     host_may_read,
@@ -46,7 +46,14 @@ class Pairs:
             mask = None if x is None else x == IGNORE_ID
             self.ignored[side] = None if mask is not None and host_may_read(mask) and not bool(mask.any()) else mask
         self._known: dict[Any, Any] = {}
-        self._starts: list[int] = []
+
+    def _once(self, find: Callable[..., Any], *args: int) -> Any:
+        """Return what ``find(*args)`` finds, or has found before, in tensors that may be saved for a backward pass."""
+        key = find.__name__, *args
+        if key not in self._known:
+            with contextlib.nullcontext() if may_keep() else torch.inference_mode(False):
+                self._known[key] = find(*args)
+        return self._known[key]
 
     @property
     def listable(self) -> bool:
@@ -64,42 +71,49 @@ class Pairs:
 
     def counts(self, side: int) -> tuple[Tensor, Tensor]:
         """Return the int64 numbers of positives and of negatives of each row (0), (N,), or column (1), (M,)."""
-        key = "counts", side
-        if key not in self._known:
-            if self.one_to_one:
-                count = torch.ones(self.shape[side], dtype=torch.int64, device=self.device)
-            else:
-                count = self._by_anchor(side)[2]
-            others, ignored = self.candidates(side) - count, self.ignored[side]
-            self._known[key] = count, others if ignored is None else others.masked_fill(ignored, 0)
-        return self._known[key]
+        return self._once(self._counts, side)
+
+    def _counts(self, side: int) -> tuple[Tensor, Tensor]:
+        if self.one_to_one:
+            count = torch.ones(self.shape[side], dtype=torch.int64, device=self.device)
+        else:
+            count = self._once(self._by_anchor, side)[2]
+        others, ignored = self.candidates(side) - count, self.ignored[side]
+        return count, others if ignored is None else others.masked_fill(ignored, 0)
 
     def _by_anchor(self, side: int) -> tuple[Tensor, Tensor, Tensor]:
         """``(order, first, count)``: anchor i's ``count[i]`` positives are the candidates ``order[first[i]:]``."""
-        if side not in self._known:
-            own, other, ignored = self.ids[side], self.ids[1 - side], self.ignored[side]
-            assert own is not None and other is not None
-            ordered, order = torch.sort(other, stable=True)
-            first, last = (torch.searchsorted(ordered, own.contiguous(), right=right) for right in (False, True))
-            count = last - first
-            self._known[side] = order, first, count if ignored is None else count.masked_fill(ignored, 0)
-        return self._known[side]
+        own, other, ignored = self.ids[side], self.ids[1 - side], self.ignored[side]
+        assert own is not None and other is not None
+        ordered, order = torch.sort(other, stable=True)
+        first, last = (torch.searchsorted(ordered, own.contiguous(), right=right) for right in (False, True))
+        count = last - first
+        return order, first, count if ignored is None else count.masked_fill(ignored, 0)
 
     @property
     def listed(self) -> tuple[Tensor, Tensor]:
         """(P,) rows and (P,) columns of the positive pairs, sorted by row."""
-        if "listed" not in self._known:
-            with contextlib.nullcontext() if may_keep() else torch.inference_mode(False):
-                self._known["listed"] = self._listed()
-        return self._known["listed"]
+        return self._once(self._listed)
 
     def _listed(self) -> tuple[Tensor, Tensor]:
         if self.one_to_one:
             i = torch.arange(min(self.shape), device=self.device)
             return i, i
-        order, first, count = self._by_anchor(0)
+        order, first, count = self._once(self._by_anchor, 0)
         i = torch.repeat_interleave(count)  # 0 0 0 1 2 2 …
         return i, order[first[i] + _within(i, count)]
+
+    def anchors(self, sides: Sequence[int]) -> Tensor:
+        """Return the (len(sides) P,) anchors of the pairs, one side's after the other's, numbered through."""
+        return self._once(self._anchors, *sides)
+
+    def _anchors(self, *sides: int) -> Tensor:
+        first = 0, self.shape[0] if len(sides) == 2 else 0
+        return torch.cat([self.listed[side] + first[side] for side in sides])
+
+    def _row_starts(self) -> list[int]:
+        """Where the pairs of each row begin in :attr:`listed`, and where they end."""
+        return torch.searchsorted(self.listed[0], torch.arange(self.shape[0] + 1)).tolist()
 
     def slots(self, side: int) -> Tensor:
         """Return the (P,) number of each pair among those of its row, or column: 0, 1, …"""
@@ -131,18 +145,17 @@ class Pairs:
                 found = ignored[part] if found is None else found | ignored[part]
         return found
 
-    def exclude_(self, x: Tensor, tile: Tile, value: float, over: str) -> Tensor:
-        """Overwrite what :meth:`excluded` says of a tile-shaped ``x`` (..., r, c) by ``value``; return ``x``."""
-        r, c = tile.part
+    def exclude_(self, x: Tensor, part: tuple[slice, slice], value: float, over: str = "negatives") -> Tensor:
+        """Overwrite what :meth:`excluded` says of a part ``x`` (..., r, c) of the matrix by ``value``; return ``x``."""
+        r, c = part
         if over == "negatives" and self.one_to_one:
             offset = r.start - c.start
             if -x.shape[-2] < offset < x.shape[-1]:
                 x.diagonal(offset, -2, -1).fill_(value)
             return x
-        if over == "negatives" and x.numel() > _MASKED and self.listable and x.device.type == "cpu":
-            if not self._starts:  # where the pairs of each row begin, and where they end
-                self._starts = torch.searchsorted(self.listed[0], torch.arange(self.shape[0] + 1)).tolist()
-            start, stop = self._starts[r.start], self._starts[r.stop]
+        if over == "negatives" and self.listable and x.device.type == "cpu" and x.numel() > _MASKED:
+            starts = self._once(self._row_starts)
+            start, stop = starts[r.start], starts[r.stop]
             if (stop - start) * 16 <= x.numel():
                 i, j = (y[start:stop] for y in self.listed)
                 inside = (j >= c.start) & (j < c.stop)

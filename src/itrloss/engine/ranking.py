@@ -56,7 +56,10 @@ def hardest(m: Matrix, sides: Sequence[int]) -> list[Top]:
     m.check_unchanged()
     with torch.no_grad(), full_precision(m.rows):  # inside, as the compiler refuses a decorator
         if m.engine == "dense":
-            best = [_dense_hardest(m, side) for side in sides]
+            whole = slice(0, m.shape[0]), slice(0, m.shape[1])
+            t = m.pairs.exclude_(m.scores().clone(), whole, -math.inf)
+            best = [t.max(1 - side) for side in sides]
+            best = [(values, index.masked_fill(values == -math.inf, -1)) for values, index in best]
         elif torch.compiler.is_compiling():
             found = _registered(list(m.source(form=True)))
             best = [(found[side], found[2 + side]) for side in sides]
@@ -64,28 +67,23 @@ def hardest(m: Matrix, sides: Sequence[int]) -> list[Top]:
             best = _hardest(m.source().detach(), m.pairs, sides)
     if not (torch.is_grad_enabled() and m.has_gradient):
         return best
-    pairs: list[tuple[Tensor, Tensor]] = []
-    for side, (values, index) in zip(sides, best, strict=True):
-        anchors = torch.arange(len(values), device=values.device)
-        pairs.append((index.clamp_min(0), anchors) if side else (anchors, index.clamp_min(0)))
-    i, j = (torch.cat(x) for x in zip(*pairs, strict=True))
-    known = torch.cat([values for values, _ in best])
-    known = known.masked_fill(known == -math.inf, 0.0)  # whose product with no gradient would be nan
-    scores = m.pair_scores(i, j, known).split([len(values) for values, _ in best])
-    return [(x.masked_fill(index < 0, -math.inf), index) for x, (_, index) in zip(scores, best, strict=True)]
-
-
-def _dense_hardest(m: Matrix, side: int) -> Top:
-    scores, mask = m.whole("negatives", False, True)
-    values, index = (scores if mask is None else scores.masked_fill(mask, -math.inf)).max(1 - side)
-    return values, index.masked_fill(values == -math.inf, -1)
+    pairs = []
+    for side, (_, index) in zip(sides, best, strict=True):
+        anchors = torch.arange(len(index), device=index.device)
+        pairs.append((index, anchors) if side else (anchors, index))
+    i, j = (torch.cat(x).clamp_min(0) for x in zip(*pairs, strict=True))
+    values, index = (torch.cat(x) for x in zip(*best, strict=True))
+    missing, sizes = index < 0, [len(index) for _, index in best]
+    scores = m.pair_scores(i, j, values.masked_fill(missing, 0.0))  # whose product with no gradient would be nan
+    scores = scores.masked_fill(missing, -math.inf)
+    return list(zip(scores.split(sizes), index.split(sizes), strict=True))
 
 
 def _hardest(source: Scores, pairs: Pairs, sides: Sequence[int]) -> list[Top]:
     empty = [source.rows.new_full((source.shape[side],), -math.inf, dtype=source.dtype) for side in sides]
     best = [(x, torch.full_like(x, -1, dtype=torch.int64)) for x in empty]
     for tile in tiles(source, 1):
-        t = pairs.exclude_(tile.scratch[0].copy_(tile.scores), tile, -math.inf, "negatives")
+        t = pairs.exclude_(tile.scratch[0].copy_(tile.scores), tile.part, -math.inf)
         for side, (values, where) in zip(sides, best, strict=True):
             value, index = _argmax(t, 1 - side)
             anchors, candidates = tile.part[side], tile.part[1 - side]
@@ -167,7 +165,7 @@ def ranked(
                     new = _oriented(scores, side)
                     best[at][start] = _best(best[at].get(start), new, tile.part[1 - side].start, k)
                 if ranks:
-                    rivals = m.pairs.exclude_(scores, tile, -math.inf, "negatives")
+                    rivals = m.pairs.exclude_(scores, tile.part, -math.inf)
                     _count_ahead(counts[at], tables[at], tile, side, rivals, optimistic)
     places = [_ranks(*x) for x in zip(tables, counts, strict=True)] if ranks else [None] * len(asked)
     tops = [_top(found, source, side) for found, (side, _, _) in zip(best, asked, strict=True)]

@@ -71,7 +71,7 @@ def tiled_sums(
         for view in views(sides, params, scores.shape, tile.part):
             values = answer.value(tile.scores, *view.params, out=tile.scratch)
             for k, x in enumerate(values if answer.width > 1 else (values,)):
-                pairs.exclude_(x, tile, start, over)
+                pairs.exclude_(x, tile.part, start, over)
                 for side in view.sides:
                     part = total[side][k, tile.part[side]]
                     if answer.maximum:
@@ -108,14 +108,14 @@ def tiled_gradient(
             found = answer.slopes(tile.scores, view.params, g, needs[2:], tile.scratch[at:])
             for of, by in zip(by_params, found[1:], strict=True):
                 if by is not None:
-                    pairs.exclude_(by, tile, 0.0, over)
+                    pairs.exclude_(by, tile.part, 0.0, over)
                     if of.shape[-1] == 1:
                         of.add_(by.sum((-1, -2)).view(of.shape))
                     else:
                         (side,) = view.sides
                         by_side(of, sides, scores.shape)[side][..., tile.part[side]] += by.sum(-1 - side)
             if found[0] is not None:
-                slope = pairs.exclude_(found[0], tile, 0.0, over)
+                slope = pairs.exclude_(found[0], tile.part, 0.0, over)
                 total = slope if total is None else total.add_(slope)
         gradient.add(tile, torch.zeros_like(tile.scores) if total is None else total)
     if riding is not None:
