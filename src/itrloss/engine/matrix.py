@@ -72,8 +72,7 @@ class Matrix:
         self.dtype, self.device = rows.dtype, rows.x.device
         #: Whether scores are known to lie in [-1, 1].
         self.bounded = cols is not None and rows.normalize and cols.normalize
-        # Where scores are kept, unit vectors are, too: 5 passes over the embeddings less in each pass over the scores.
-        # Elsewhere the lengths are multiplied in tile by tile, and nothing of the embeddings' size is held.
+        # Where scores are kept, unit vectors are, too; elsewhere nothing of the embeddings' size is held.
         self.keeps = engine == "dense" or (engine == "tiled" and math.prod(self.shape) * self.dtype.itemsize <= budget)
         self._wholes: dict[tuple[str, bool, bool], tuple[Tensor, Tensor | None]] = {}
 
@@ -158,9 +157,9 @@ class Matrix:
         (rows, cols), ids = self.embeddings, self.pairs.ids
         if cols is None:
             return Scores(rows.unit(), None, None, None, *ids)
-        if self.keeps:
-            kept = self.scores() if form and not torch.compiler.is_compiling() else self._scores
-            return Scores(rows.unit(), cols.unit(), None, None, *ids, kept)
+        if self.keeps and may_keep() and not torch.compiler.is_compiling():
+            units, kept = (rows.unit().detach(), cols.unit().detach()), self.scores() if form else self._scores
+            return Scores(rows.x, cols.x, rows.inv, cols.inv, *ids, kept, *units)
         return Scores(rows.x, cols.x, rows.inverse_norms(), cols.inverse_norms(), *ids)
 
     @property
@@ -173,17 +172,12 @@ class Matrix:
 
         ``known``: the scores themselves, if a product has formed them.
         """
-        through = self.cols is None or (self.engine == "dense" and self._summed)  # it has a gradient anyway
-        scores, picked = self._scores, None
-        if through and scores is None:
+        if self.cols is None or (self.engine == "dense" and self._summed):  # the matrix has a gradient anyway
             scores = self.scores()
-        if scores is not None and (through or known is None):
-            picked = scores.diagonal() if i is None or j is None else scores[i, j]
-        if through:
-            return picked
+            return scores.diagonal() if i is None or j is None else scores[i, j]
         # Two products less in the backward pass of a loss of pairs alone: 0.80 of the time at 128 x 128 x 1024
         # (pytest benchmarks/test_micro.py --benchmark-enable -k pairs_alone).
-        return pair_scores(self.source(), i, j, known if picked is None else picked.detach())
+        return pair_scores(self.source(), i, j, known)
 
     def positive_scores(self) -> Tensor:
         """Return the (P,) scores of the positive pairs in the order of ``pairs.listed``; differentiable."""
@@ -215,7 +209,7 @@ class Matrix:
         question = key, over, tuple(sides), self.engine == "triton"
         if not torch.is_grad_enabled():
             return reduce.sums(list(source), list(params), *question, False, pairs=pairs)[0]
-        listed = not (early or self.keeps or compiling or self._positive_scores is not None)
+        listed = not (early or compiling or self._positive_scores is not None)
         listed = listed and cols is not None and self.pairs.listable
         sums, positive = reduce.Reduce.apply(pairs, question, listed, *source, *params)
         self._positive_scores = positive if listed else self._positive_scores

@@ -186,10 +186,12 @@ def pair_scores(scores: Scores, i: Tensor | None, j: Tensor | None, known: Tenso
 
     ``scores``: of embeddings. ``known``: those of the pairs, if a product has formed them.
     """
-    rows, cols = scores.rows, scores.cols
     if torch.compiler.is_compiling():  # which fuses it, and plans its memory
-        return _plain_pair_scores(rows, cols, scores.row_inv, scores.col_inv, i, j)
-    return _PairScores.apply(rows, cols, scores.row_inv, scores.col_inv, i, j, known)
+        return _plain_pair_scores(*scores[:4], i, j)
+    if known is None:
+        with torch.no_grad():
+            known = pair_products(scores, i, j)
+    return _PairScores.apply(known, i, j, *scores[:4], *scores[7:])
 
 
 def _plain_pair_scores(rows, cols, row_inv, col_inv, i, j) -> Tensor:
@@ -204,37 +206,44 @@ class _PairScores(torch.autograd.Function):
     """(P,) cosines of pairs: the gradient is of the size of the embeddings, and nothing is saved but the inputs."""
 
     @staticmethod
-    def forward(ctx: Any, rows, cols, row_inv, col_inv, i, j, known):
-        ctx.save_for_backward(rows, cols, row_inv, col_inv, i, j)
-        return pair_products(rows, cols, row_inv, col_inv, i, j) if known is None else known.clone()
+    def forward(ctx: Any, known, i, j, *scores):
+        ctx.save_for_backward(i, j, *scores)
+        return known.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
-        (rows, cols, row_inv, col_inv, i, j), needs = ctx.saved_tensors, ctx.needs_input_grad[:2]
+        (i, j, *scores), needs = ctx.saved_tensors, ctx.needs_input_grad[3:5]
         if torch.is_grad_enabled():  # a second derivative is wanted
-            scores = _plain_pair_scores(rows, cols, row_inv, col_inv, i, j)
-            needed = [x for x, need in zip((rows, cols), needs, strict=True) if need]
-            by = iter(torch.autograd.grad(scores, needed, grads[0], create_graph=True))
-            return *(next(by) if need else None for need in needs), *([None] * 5)
-        found: list[Tensor | None] = []
-        sides = (rows, row_inv, i), (cols, col_inv, j)
-        for need, own, other in zip(needs, sides, sides[::-1], strict=True):
-            total = pair_gradient(None, own[2], *other, grads[0], len(own[0])) if need else None
-            found.append(None if total is None else project_(total, *own[:2]))
-        return *found, *([None] * 5)
+            values = _plain_pair_scores(*scores[:4], i, j)
+            needed = [x for x, need in zip(scores, needs, strict=False) if need]
+            by = iter(torch.autograd.grad(values, needed, grads[0], create_graph=True))
+            return None, None, None, *(next(by) if need else None for need in needs), *([None] * 4)
+        found: list[Tensor | None] = [None, None]
+        sides = list(zip(scores[:2], scores[2:4], scores[4:6], (i, j), strict=True))
+        for side, ((x, inv, unit, index), (y, other_inv, other_unit, others)) in enumerate(
+            zip(sides, sides[::-1], strict=True)
+        ):
+            if needs[side]:
+                other = (y, other_inv) if other_unit is None else (other_unit, None)
+                total = pair_gradient(None, index, *other, others, grads[0], len(x))
+                found[side] = project_(total, x, inv, unit)
+        return None, None, None, *found, *([None] * 4)
 
 
-def pair_products(rows, cols, row_inv, col_inv, i, j) -> Tensor:
+def pair_products(scores: Scores, i: Tensor | None, j: Tensor | None) -> Tensor:
     """Return the (P,) scores of rows i with columns j, or of row p with column p, without a gradient."""
-    dtype, p = compute_dtype(rows), rows.shape[0] if i is None else i.shape[0]
+    if scores.matrix is not None:
+        return scores.matrix.diagonal().clone() if i is None or j is None else scores.matrix[i, j]
+    rows, cols, row_inv, col_inv = scores[:4]
+    if scores.row_unit is not None:  # of which other answers were made, whatever became of the embeddings
+        rows, cols, row_inv, col_inv = scores.row_unit, scores.col_unit, None, None
+    p, dtype = len(rows) if i is None else len(i), scores.dtype
     found = rows.new_empty(p, dtype=dtype)
     step = max(1, (_GATHERED if rows.device.type == "cpu" else _ACCELERATOR_GATHERED) // rows.shape[1])
     for start in range(0, p, step):
         part = slice(start, min(p, start + step))
-        left, right = (
-            (x[part] if k is None else x.index_select(0, k[part])).to(dtype) for x, k in ((rows, i), (cols, j))
-        )
-        torch.sum(left * right, 1, out=found[part])
+        left, right = (x[part] if k is None else x.index_select(0, k[part]) for x, k in ((rows, i), (cols, j)))
+        torch.sum(left.to(dtype) * right.to(dtype), 1, out=found[part])
     for inv, k in ((row_inv, i), (col_inv, j)):
         if inv is not None:
             found.mul_(inv if k is None else inv[k])

@@ -164,11 +164,11 @@ class _Gradient:
 
     def finish(self) -> list[Tensor]:
         """Return the gradients in the types of their tensors; empty where none is needed."""
-        s = self.scores
-        return [
-            project_(self._total(side), s[side], s[2 + side]) if need and s[side] is not None else s.rows.new_empty(0)
-            for side, need in enumerate(self.needs)
-        ]
+        s, found = self.scores, []
+        for side, (x, need) in enumerate(zip(s[:2], self.needs, strict=True)):
+            needed = need and x is not None
+            found.append(project_(self._total(side), x, s[2 + side], s[7 + side]) if needed else s.rows.new_empty(0))
+        return found
 
 
 # ----------------------------------------------------------------------------------------------- operators
@@ -267,7 +267,7 @@ class Reduce(torch.autograd.Function):
             ctx.save_for_backward(source[0], source[2], params[0], direction, by_scale)
         else:
             ctx.save_for_backward(*tensors)
-        return found, pair_products(*source[:4], *ctx.index) if listed else None
+        return found, pair_products(Scores(*source), *ctx.index) if listed else None
 
     @staticmethod
     def backward(ctx: Any, grad: Any, by_pair: Any):  # type: ignore[override]

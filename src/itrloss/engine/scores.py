@@ -33,7 +33,10 @@ class Scores(NamedTuple):
     col_inv: Tensor | None = None  # (M,)
     row_ids: Tensor | None = None  # (N,) int64; None on both sides: row i matches column i
     col_ids: Tensor | None = None  # (M,)
-    kept: Tensor | None = None  # (N, M) scores of the embeddings, if they are kept
+    # Where scores are kept, these and the unit vectors that they were made of, without a gradient:
+    kept: Tensor | None = None  # (N, M)
+    row_unit: Tensor | None = None  # (N, D)
+    col_unit: Tensor | None = None  # (M, D)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -56,9 +59,9 @@ class Scores(NamedTuple):
 
     def unit(self, side: int, part: slice = slice(None)) -> Tensor:
         """Return some of the rows (0) or columns (1) in the compute dtype, at unit length if they are to be."""
-        x, inv = self[side], self[2 + side]
+        x, inv, unit = self[side], self[2 + side], self[7 + side]
         assert x is not None
-        return scaled(x[part], None if inv is None else inv[part])
+        return scaled(x[part], None if inv is None else inv[part]) if unit is None else unit[part]
 
 
 class Tile(NamedTuple):
@@ -180,18 +183,17 @@ class _Normalize(torch.autograd.Function):
     """Unit vectors; the backward pass takes half as many passes over them as autograd's."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        inv = inverse_norms(x)
+    def forward(ctx: Any, x: Tensor, inv: Tensor) -> Tensor:
         unit = x * inv.unsqueeze(-1)  # of the type of these
         ctx.save_for_backward(x, unit, inv)
         return unit
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         x, unit, inv = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative is wanted
-            return torch.autograd.grad(_normalized(x), x, grads[0], create_graph=True)[0]
-        return project_(grads[0], x, inv, unit, torch.empty_like(grads[0]))
+            return torch.autograd.grad(_normalized(x), x, grads[0], create_graph=True)[0], None
+        return project_(grads[0], x, inv, unit, torch.empty_like(grads[0])), None
 
 
 class Embeddings:
@@ -207,6 +209,8 @@ class Embeddings:
         self.dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         self.version = None if compiling or x.is_inference() else x._version
         self._unit: Tensor | None = None
+        #: (N,) reciprocal lengths by which the unit vectors were made.
+        self.inv: Tensor | None = None
 
     def unit(self, keep: bool | None = None) -> Tensor:
         """Return (N, D) in the compute dtype, at unit length if they are to be; differentiable, whoever asks first.
@@ -215,13 +219,17 @@ class Embeddings:
         """
         if self._unit is not None:
             return self._unit
-        keep = may_keep() if keep is None else keep
+        keep, inv = may_keep() if keep is None else keep, None
         with torch.set_grad_enabled(keep):
             if not self.normalize:
                 unit = self.x.to(self.dtype)
+            elif torch.compiler.is_compiling():
+                unit = _normalized(self.x)
             else:
-                unit = _normalized(self.x) if torch.compiler.is_compiling() else _Normalize.apply(self.x)
-        self._unit = unit if keep else None
+                inv = inverse_norms(self.x.detach())
+                unit = _Normalize.apply(self.x, inv)
+        if keep:
+            self._unit, self.inv = unit, inv
         return unit
 
     def inverse_norms(self) -> Tensor | None:
@@ -232,7 +240,7 @@ class Embeddings:
         """Return the same without a gradient."""
         twin = Embeddings(self.x.detach(), self.normalize)
         twin.version = self.version
-        twin._unit = None if self._unit is None else self._unit.detach()
+        twin._unit, twin.inv = None if self._unit is None else self._unit.detach(), self.inv
         return twin
 
     def __setstate__(self, state: dict[str, Any]) -> None:
