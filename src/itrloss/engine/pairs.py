@@ -219,14 +219,11 @@ class _PairScores(torch.autograd.Function):
             by = iter(torch.autograd.grad(values, needed, grads[0], create_graph=True))
             return None, None, None, *(next(by) if need else None for need in needs), *([None] * 4)
         found: list[Tensor | None] = [None, None]
-        sides = list(zip(scores[:2], scores[2:4], scores[4:6], (i, j), strict=True))
-        for side, ((x, inv, unit, index), (y, other_inv, other_unit, others)) in enumerate(
-            zip(sides, sides[::-1], strict=True)
-        ):
-            if needs[side]:
+        for own, index, others in ((0, i, j), (1, j, i)):
+            if needs[own]:
+                (x, inv, unit), (y, other_inv, other_unit) = scores[own::2], scores[1 - own :: 2]
                 other = (y, other_inv) if other_unit is None else (other_unit, None)
-                total = pair_gradient(None, index, *other, others, grads[0], len(x))
-                found[side] = project_(total, x, inv, unit)
+                found[own] = project_(pair_gradient(None, index, *other, others, grads[0], len(x)), x, inv, unit)
         return None, None, None, *found, *([None] * 4)
 
 
