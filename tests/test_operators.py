@@ -260,7 +260,7 @@ WORK = {
     "infonce": {"dense": (6, 4), "tiled": (8, 6)},
     "hal": {"dense": (6, 4), "tiled": (8, 6)},
     "dcl": {"dense": (6, 4), "tiled": (10, 8)},
-    "dcl entropy": {"dense": (6, 4), "tiled": (12, 10)},
+    "dcl entropy": {"dense": (6, 4), "tiled": (10, 8)},
     "dcl through diversity": {"dense": (6, 4), "tiled": (16, 12)},
     "sigmoid": {"dense": (6, 4), "tiled": (8, 6)},
     "triplet": {"dense": (2, 2), "tiled": (2, 2)},

@@ -56,12 +56,13 @@ class Anchors:
         #: Number of anchors in each group.
         self.sizes = sizes = []
         self._visits: list[tuple[Matrix, dict[int, int]]] = []  # each matrix, the sides that ask it, and their groups
-        one_to_one = alike = True
+        one_to_one = alike = bounded = True
         for g, group in enumerate(groups):
             sizes.append(group[0][0].shape[group[0][1]])
             alike = alike and sizes[g] == sizes[0]  # a set would have the compiler take each size for a constant
             one_to_one = one_to_one and len(group) == 1 and group[0][0].pairs.one_to_one
             for matrix, side in group:
+                bounded = bounded and matrix.bounded
                 for other, asked in self._visits:
                     if other is matrix and side not in asked:
                         asked[side] = g
@@ -71,6 +72,7 @@ class Anchors:
         self._size = sum(sizes)
         #: Whether anchor i of each group matches its candidate i and nothing else.
         self.one_to_one, self.of_one_size = one_to_one, alike
+        self._bounded = bounded  # whether scores are known to lie in [-1, 1]
         #: Whether all anchors are known to have a positive and a negative.
         self._complete = one_to_one and min(sizes) > 1
 
@@ -182,11 +184,8 @@ class Anchors:
         Scores lie in [-1, 1], so ``a S - shift <= 60``. Up to a scale of 60 no sum underflows; beyond, one does only if
         its best score is below ``1 - 120 / a``, which is looked for. That saves a pass over the scores.
         """
-        if not host_may_read(scale):
+        if not (host_may_read(scale) and self._bounded):
             return None
-        for matrix, _ in self._visits:
-            if not matrix.bounded:
-                return None
         largest = float((scale if scale.numel() == 1 else scale.abs().amax()).detach().abs())
         return max(0.0, largest - _RANGE) if largest <= 3 * _RANGE else None
 
@@ -208,13 +207,17 @@ class Anchors:
         """Return (A,) ``-sum_{j in neg(i)} P_ij log2 P_ij``, ``P_i`` the softmax of ``S_i / temperature`` over all."""
         check_number("temperature", temperature, positive=True)
         (a,) = self._params("temperature", 1 / temperature)
-        with torch.no_grad():
-            best = self._answer(Matrix.reduce, torch.ones_like(a), join=torch.maximum, key="peak", over="all")[0]
-            best = best.masked_fill(best == -math.inf, 0.0)
+        if temperature >= 0.1 and self._bounded:  # exponents of -20 at least, if no score is above 1
+            best = torch.ones_like(a)
+        else:
+            with torch.no_grad():
+                best = self._answer(Matrix.reduce, torch.ones_like(a), join=torch.maximum, key="peak", over="all")[0]
+                best = best.masked_fill(best == -math.inf, 0.0)
         # With z = a (S - best), sums over negatives of exp(z) and z exp(z), and that of exp(z) over all: exponents near
         # 0, where float32 is exact, and no difference of large numbers.
         negatives, information = self._answer(Matrix.reduce, a, best, key="information")
-        total = (negatives + self.sum_of_positives(exponential, a, best)).clamp_min(0.5)  # 1 at least, or of nothing
+        total = negatives + self.sum_of_positives(exponential, a, best)
+        total = total.clamp_min(1e-9)  # exp(-20) at least, or of nothing
         nats = (negatives * total.log() - information) / total
         return nats.clamp_min(0.0) / math.log(2)
 

@@ -12,7 +12,7 @@ from ..checks import IMAGES_AND_TEXTS, check_embeddings, check_ids, check_matrix
 from ..distributed import gather_rows
 from ..engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
 from ..engine.pairs import Pairs
-from ..engine.scores import Embeddings, full_precision
+from ..engine.scores import Embeddings, full_precision, normalized
 from ..similarity import Similarity
 from ..telemetry import describe
 from .base import ObservedLoss
@@ -88,13 +88,15 @@ class VarianceAwareLoss(ObservedLoss):
         ids = check_ids(image_ids, text_ids, n, texts.shape[0], images.device, _NAMES)
         budget = 0 if self.engine == "tiled" else MEMORY_BUDGET // k  # for each of the heads
         engine = choose_engine(self.engine, n * texts.shape[0], budget, images)
-        sides = Embeddings(flat), Embeddings(texts)
+        # Once for all heads: a gradient of each by the texts would have to be projected for each.
+        images, texts = normalized(images), normalized(texts)
         if engine == "dense":  # one product for all heads
             with full_precision(flat):
-                scores = (sides[0].unit() @ sides[1].unit().T).view(n, k, -1)
+                scores = (images.flatten(0, 1) @ texts.T).view(n, k, -1)
             heads = [(Embeddings(x, False), None) for x in scores.unbind(1)]
         else:
-            heads = [(Embeddings(x), sides[1]) for x in images.unbind(1)]
+            others = Embeddings(texts, False)
+            heads = [(Embeddings(x, False), others) for x in images.unbind(1)]
         pairs = Pairs((n, len(texts)), ids, images.device)  # found once
         return [Similarity._seen(Matrix(*head, pairs, engine, budget), 0) for head in heads]
 
