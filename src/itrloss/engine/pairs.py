@@ -74,21 +74,17 @@ class Pairs:
         return self._once(self._counts, side)
 
     def _counts(self, side: int) -> tuple[Tensor, Tensor]:
-        if self.one_to_one:
-            count = torch.ones(self.shape[side], dtype=torch.int64, device=self.device)
-        else:
-            count = self._once(self._by_anchor, side)[2]
-        others, ignored = self.candidates(side) - count, self.ignored[side]
-        return count, others if ignored is None else others.masked_fill(ignored, 0)
-
-    def _by_anchor(self, side: int) -> tuple[Tensor, Tensor, Tensor]:
-        """``(order, first, count)``: anchor i's ``count[i]`` positives are the candidates ``order[first[i]:]``."""
         own, other, ignored = self.ids[side], self.ids[1 - side], self.ignored[side]
-        assert own is not None and other is not None
-        ordered, order = torch.sort(other, stable=True)
-        first, last = (torch.searchsorted(ordered, own.contiguous(), right=right) for right in (False, True))
-        count = last - first
-        return order, first, count if ignored is None else count.masked_fill(ignored, 0)
+        if own is None or other is None:
+            count = torch.ones(self.shape[side], dtype=torch.int64, device=self.device)
+        elif self.listable:
+            count = torch.bincount(self.listed[side], minlength=self.shape[side])
+        else:
+            ordered, own = other.sort().values, own.contiguous()
+            count = torch.searchsorted(ordered, own, right=True) - torch.searchsorted(ordered, own)
+            count = count if ignored is None else count.masked_fill(ignored, 0)
+        others = self.candidates(side) - count
+        return count, others if ignored is None else others.masked_fill(ignored, 0)
 
     @property
     def listed(self) -> tuple[Tensor, Tensor]:
@@ -99,9 +95,21 @@ class Pairs:
         if self.one_to_one:
             i = torch.arange(min(self.shape), device=self.device)
             return i, i
-        order, first, count = self._once(self._by_anchor, 0)
-        i = torch.repeat_interleave(count)  # 0 0 0 1 2 2 …
-        return i, order[first[i] + _within(i, count)]
+        side = int(self.shape[1] > self.shape[0])  # whose ids are looked up among the other's, which are sorted
+        own, other, ignored = self.ids[side], self.ids[1 - side], self.ignored[side]
+        assert own is not None and other is not None
+        ordered, order = torch.sort(other, stable=True)
+        first = torch.searchsorted(ordered, own, out_int32=True)
+        hit = ordered[first.clamp_max(len(ordered) - 1)] == own  # few of a memory's
+        which = (hit if ignored is None else hit & ~ignored).nonzero().squeeze(1)
+        first = first[which].long()
+        count = torch.searchsorted(ordered, own[which], right=True) - first
+        at = torch.repeat_interleave(count)  # 0 0 0 1 2 2 …
+        mine, theirs = which[at], order[first[at] + _within(at, count)]
+        if side == 0:
+            return mine, theirs
+        theirs, order = torch.sort(theirs, stable=True)
+        return theirs, mine[order]
 
     def anchors(self, sides: Sequence[int]) -> Tensor:
         """Return the (len(sides) P,) anchors of the pairs, one side's after the other's, numbered through."""
