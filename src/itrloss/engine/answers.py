@@ -186,12 +186,16 @@ def _used(thresholds: Tensor) -> bool:
 
 
 def _hinges_slopes(s, params, grads, needs, out):
-    total, by_slots = out[0].zero_(), s.new_zeros(len(params[0]), *s.shape) if needs[0] else None
+    total, by_slots = None, s.new_empty(len(params[0]), *s.shape) if needs[0] else None
     for k, t in enumerate(params[0]):
-        if _used(t):
-            total.add_(torch.gt(s, t, out=out[1]).mul_(grads[0]))
+        if total is not None and not _used(t):
             if by_slots is not None:
-                torch.neg(out[1], out=by_slots[k])
+                by_slots[k].zero_()
+            continue
+        above = torch.gt(s, t, out=out[0 if total is None else 1]).mul_(grads[0])
+        if by_slots is not None:
+            torch.neg(above, out=by_slots[k])
+        total = above if total is None else total.add_(above)
     return [total, by_slots]
 
 
