@@ -162,18 +162,17 @@ class Anchors:
         if over != "negatives":
             one_of("over", over, "negatives", "all")
         (a,) = as_params("scale", (scale,), self._size, self.dtype, self.device)
-        shift, found = self._shift(a), 0.0
+        shift, total = self._shift(a), None
+        top = a.new_full((1,), shift) if shift else None
         if shift is not None:
-            top = a.new_full((1,), shift) if shift else None
             total = self._answer(Matrix.reduce, *((a,) if top is None else (a, top)), key="exp", over=over)[0]
-            found = 1.0 if top is None else float(total.detach().amin())
-        if found < math.exp(-_RANGE):  # sums may have underflowed, or anything is possible
+        if total is None or (shift and float(total.detach().amin()) < math.exp(-_RANGE)):  # which may have underflowed
             with torch.no_grad():
                 top = self._answer(Matrix.reduce, a.detach(), join=torch.maximum, key="peak", over=over)[0]
                 top = top.masked_fill(top == -math.inf, 0.0)
             total = self._answer(Matrix.reduce, a, top, key="exp", over=over)[0]
         # -inf, through which no gradient goes, for a sum of nothing
-        empty = None if self._complete and shift is not None else total == 0
+        empty: Any = None if self._complete and shift is not None else total == 0
         log = (total if empty is None else total.masked_fill(empty, 1.0)).log()
         log = log if top is None else log + top
         return log if empty is None else log.masked_fill(empty, -math.inf)
@@ -253,20 +252,18 @@ class Anchors:
 
     def hardest_negatives(self) -> Hardest:
         """Return score and index (A,) of each anchor's highest-scoring negative; the gradient goes to the pair."""
-        found = {}
+        found: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         for matrix, asked in self._visits:
             for side, best in zip(asked, ranking.hardest(matrix, [*asked]), strict=True):
                 found[id(matrix), side] = best
         groups = []
-        for group in self._groups:
-            offset, values, indices = 0, None, None
-            for matrix, side in group:
+        for (matrix, side), *others in self._groups:
+            (values, indices), offset = found[id(matrix), side], matrix.shape[1 - side]
+            for matrix, side in others:
                 more, where = found[id(matrix), side]
-                where = where + offset if offset else where
+                better = more > values
+                values, indices = torch.where(better, more, values), torch.where(better, where + offset, indices)
                 offset += matrix.shape[1 - side]
-                better = None if values is None else more > values
-                values = more if better is None else torch.where(better, more, values)
-                indices = where if better is None else torch.where(better, where, indices)
             groups.append((values, indices))
         return Hardest(*(torch.cat(x) for x in zip(*groups, strict=True)))
 

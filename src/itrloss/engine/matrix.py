@@ -6,6 +6,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -133,7 +134,7 @@ class Matrix:
         if mask is not None:
             mask = torch.stack((mask, mask.T)) if of_both and not self.pairs.one_to_one else mask
             mask = mask if fill else (~mask).view(torch.uint8).to(self.dtype)  # bool would be converted one by one
-        found = self._of_both if of_both else scores, mask
+        found = (scores if self._of_both is None or not of_both else self._of_both), mask
         if keep:
             self._wholes[key] = found
         else:
@@ -282,7 +283,7 @@ class Matrix:
             for side in sides:
                 found.append(scores.mean(1 - side))
             return torch.cat(found)
-        source = self.source().detach()
+        source: Any = self.source().detach()
         with full_precision(self.rows):
             for side in sides:
                 other = sum(source.unit(1 - side, part).sum(0) for part in chunks(source[1 - side]))

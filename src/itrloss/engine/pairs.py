@@ -220,9 +220,11 @@ class _PairScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
-        (i, j, *scores), needs = ctx.saved_tensors, ctx.needs_input_grad[3:5]
+        i, j, *scores = ctx.saved_tensors
+        needs = ctx.needs_input_grad[3:5]
         if torch.is_grad_enabled():  # a second derivative is wanted
-            values = _plain_pair_scores(*scores[:4], i, j)
+            rows, cols, row_inv, col_inv = scores[:4]
+            values = _plain_pair_scores(rows, cols, row_inv, col_inv, i, j)
             needed = [x for x, need in zip(scores, needs, strict=False) if need]
             by = iter(torch.autograd.grad(values, needed, grads[0], create_graph=True))
             return None, None, None, *(next(by) if need else None for need in needs), *([None] * 4)
@@ -240,7 +242,10 @@ def pair_products(scores: Scores, i: Tensor | None, j: Tensor | None) -> Tensor:
     if scores.matrix is not None:
         return scores.matrix.diagonal().clone() if i is None or j is None else scores.matrix[i, j]
     rows, cols, row_inv, col_inv = scores[:4]
-    if scores.row_unit is not None:  # of which other answers were made, whatever became of the embeddings
+    assert cols is not None
+    if (
+        scores.row_unit is not None and scores.col_unit is not None
+    ):  # of which other answers were made, whatever became of the embeddings
         rows, cols, row_inv, col_inv = scores.row_unit, scores.col_unit, None, None
     p, dtype = len(rows) if i is None else len(i), scores.dtype
     found = rows.new_empty(p, dtype=dtype)

@@ -37,6 +37,7 @@ def rows_of(m: Matrix, side: int, rows: slice) -> Tensor:
     if source.matrix is not None:
         return _oriented(source.matrix, side)[rows].clone(memory_format=torch.contiguous_format)
     own, inv = source[side], source[2 + side]
+    assert own is not None  # of embeddings
     part = Scores(own[rows], source[1 - side], None if inv is None else inv[rows], source[3 - side])
     out = torch.empty(part.shape, dtype=part.dtype, device=part.rows.device)
     with full_precision(part.rows):

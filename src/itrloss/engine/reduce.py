@@ -152,13 +152,14 @@ class _Gradient:
         """Account for the gradient (P,) of the scores of listed pairs; of their lengths it is taken as of all."""
         for side, (own, other) in enumerate(((i, j), (j, i))):
             if self.needs[side]:
-                given = own, self.scores[1 - side], self.scores[3 - side], other, grad, self.scores.shape[side]
+                s: Any = self.scores
+                given = own, s[1 - side], s[3 - side], other, grad, s.shape[side]
                 self.total[side] = pair_gradient(self.total[side], *given)
 
     def _total(self, side: int, shape: Sequence[int] = ()) -> Tensor:
         total = self.total[side]
         if total is None:
-            x = self.scores[side]
+            x: Any = self.scores[side]
             self.total[side] = total = x.new_zeros(shape or x.shape, dtype=self.scores.dtype)
         return total
 
@@ -166,8 +167,10 @@ class _Gradient:
         """Return the gradients in the types of their tensors; empty where none is needed."""
         s, found = self.scores, []
         for side, (x, need) in enumerate(zip(s[:2], self.needs, strict=True)):
-            needed = need and x is not None
-            found.append(project_(self._total(side), x, s[2 + side], s[7 + side]) if needed else s.rows.new_empty(0))
+            if need and x is not None:
+                found.append(project_(self._total(side), x, s[2 + side], s[7 + side]))
+            else:
+                found.append(s.rows.new_empty(0))
         return found
 
 
@@ -285,7 +288,7 @@ class Reduce(torch.autograd.Function):
         tensors, needed = ctx.saved_tensors, [*needs[:2], *needs[_WIDTH:]]
         source, params = list(tensors[:_WIDTH]), list(tensors[_WIDTH:])
         riding: dict[str, Any] = {} if by_pair is None else {"riding": (*ctx.index, by_pair)}
-        if grad is None:
+        if grad is None and by_pair is not None:
             sizes = [Scores(*source).shape[side] for side in ctx.question[2]]
             grad = by_pair.new_zeros(ANSWERS[ctx.question[0]].width, sum(sizes))
         found = gradients(source, params, grad, *ctx.question, needed, pairs=ctx.pairs, **riding)
