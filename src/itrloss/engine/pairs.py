@@ -77,7 +77,7 @@ class Pairs:
         own, other, ignored = self.ids[side], self.ids[1 - side], self.ignored[side]
         if own is None or other is None:
             count = torch.ones(self.shape[side], dtype=torch.int64, device=self.device)
-        elif self.listable:
+        elif self.listable and self.device.type == "cpu":  # elsewhere it would synchronise
             count = torch.bincount(self.listed[side], minlength=self.shape[side])
         else:
             ordered, own = other.sort().values, own.contiguous()
