@@ -163,11 +163,6 @@ class Matrix:
             return Scores(rows.x, cols.x, rows.inv, cols.inv, *ids, kept, *units)
         return Scores(rows.x, cols.x, rows.inverse_norms(), cols.inverse_norms(), *ids)
 
-    @property
-    def has_gradient(self) -> bool:
-        """Whether embeddings or scores have one."""
-        return any(x is not None and x.x.requires_grad for x in self.embeddings)
-
     def pair_scores(self, i: Tensor | None, j: Tensor | None, known: Tensor | None = None) -> Tensor:
         """Return the (P,) scores of rows ``i`` with columns ``j``, or of row p with column p, differentiable.
 
@@ -222,7 +217,7 @@ class Matrix:
             return self.reduce(sides, *params, key=term.__name__, over="positives")[0]
         scores, index, times, each = self.positive_scores(), None, len(sides), False
         if not self.pairs.one_to_one:
-            index = self.pairs.anchors(sides)
+            index = self.pairs.anchors(*sides)
         for p in params:
             each = each or p.numel() > 1  # else both sides share the terms
         scores = torch.cat([scores] * times) if each and times > 1 else scores
@@ -283,7 +278,7 @@ class Matrix:
             for side in sides:
                 found.append(scores.mean(1 - side))
             return torch.cat(found)
-        source: Any = self.source().detach()
+        source: Any = self.source()
         with full_precision(self.rows):
             for side in sides:
                 other = sum(source.unit(1 - side, part).sum(0) for part in chunks(source[1 - side]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import functools
 from typing import Any
 
 import torch
@@ -24,6 +24,20 @@ from .scores import (
 
 _MASKED = 2**16  # scores of a tile up to which comparing ids costs less than listing pairs
 _GATHERED, _ACCELERATOR_GATHERED = 2**18, 2**22  # numbers of gathered embeddings held at once
+
+
+def _once(find: Any) -> Any:
+    """Make a method keep what it finds, in tensors that may be saved for a backward pass."""
+
+    @functools.wraps(find)
+    def once(self: Pairs, *args: int) -> Any:
+        key = find.__name__, *args
+        if key not in self._known:
+            with contextlib.nullcontext() if may_keep() else torch.inference_mode(False):
+                self._known[key] = find(self, *args)
+        return self._known[key]
+
+    return once
 
 
 class Pairs:
@@ -47,14 +61,6 @@ class Pairs:
             self.ignored[side] = None if mask is not None and host_may_read(mask) and not bool(mask.any()) else mask
         self._known: dict[Any, Any] = {}
 
-    def _once(self, find: Callable[..., Any], *args: int) -> Any:
-        """Return what ``find(*args)`` finds, or has found before, in tensors that may be saved for a backward pass."""
-        key = find.__name__, *args
-        if key not in self._known:
-            with contextlib.nullcontext() if may_keep() else torch.inference_mode(False):
-                self._known[key] = find(*args)
-        return self._known[key]
-
     @property
     def listable(self) -> bool:
         """Whether pairs may be listed: how many there are is data, for which an accelerator has to synchronise."""
@@ -64,17 +70,10 @@ class Pairs:
             return not torch.cuda.is_current_stream_capturing()
         return host_may_read(self.ids[0])
 
-    def candidates(self, side: int) -> Tensor | int:
-        """Return how many candidates the anchors of a side have."""
-        other = self.ignored[1 - side]
-        return self.shape[1 - side] if other is None else (~other).sum()
-
+    @_once
     def counts(self, side: int) -> tuple[Tensor, Tensor]:
         """Return the int64 numbers of positives and of negatives of each row (0), (N,), or column (1), (M,)."""
-        return self._once(self._counts, side)
-
-    def _counts(self, side: int) -> tuple[Tensor, Tensor]:
-        own, other, ignored = self.ids[side], self.ids[1 - side], self.ignored[side]
+        own, other, (ignored, others_ignored) = self.ids[side], self.ids[1 - side], self.ignored[:: 1 - 2 * side]
         if own is None or other is None:
             count = torch.ones(self.shape[side], dtype=torch.int64, device=self.device)
         elif self.listable and self.device.type == "cpu":  # elsewhere it would synchronise
@@ -83,15 +82,13 @@ class Pairs:
             ordered, own = other.sort().values, own.contiguous()
             count = torch.searchsorted(ordered, own, right=True) - torch.searchsorted(ordered, own)
             count = count if ignored is None else count.masked_fill(ignored, 0)
-        others = self.candidates(side) - count
+        others = (self.shape[1 - side] if others_ignored is None else (~others_ignored).sum()) - count
         return count, others if ignored is None else others.masked_fill(ignored, 0)
 
     @property
+    @_once
     def listed(self) -> tuple[Tensor, Tensor]:
         """(P,) rows and (P,) columns of the positive pairs, sorted by row."""
-        return self._once(self._listed)
-
-    def _listed(self) -> tuple[Tensor, Tensor]:
         if self.one_to_one:
             i = torch.arange(min(self.shape), device=self.device)
             return i, i
@@ -111,14 +108,13 @@ class Pairs:
         theirs, order = torch.sort(theirs, stable=True)
         return theirs, mine[order]
 
-    def anchors(self, sides: Sequence[int]) -> Tensor:
+    @_once
+    def anchors(self, *sides: int) -> Tensor:
         """Return the (len(sides) P,) anchors of the pairs, one side's after the other's, numbered through."""
-        return self._once(self._anchors, *sides)
-
-    def _anchors(self, *sides: int) -> Tensor:
         first = 0, self.shape[0] if len(sides) == 2 else 0
         return torch.cat([self.listed[side] + first[side] for side in sides])
 
+    @_once
     def _row_starts(self) -> list[int]:
         """Where the pairs of each row begin in :attr:`listed`, and where they end."""
         return torch.searchsorted(self.listed[0], torch.arange(self.shape[0] + 1)).tolist()
@@ -162,8 +158,7 @@ class Pairs:
                 x.diagonal(offset, -2, -1).fill_(value)
             return x
         if over == "negatives" and self.listable and x.device.type == "cpu" and x.numel() > _MASKED:
-            starts = self._once(self._row_starts)
-            start, stop = starts[r.start], starts[r.stop]
+            start, stop = (self._row_starts()[row] for row in (r.start, r.stop))
             if (stop - start) * 16 <= x.numel():
                 i, j = (y[start:stop] for y in self.listed)
                 inside = (j >= c.start) & (j < c.stop)

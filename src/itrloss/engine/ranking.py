@@ -23,7 +23,7 @@ Top = tuple[Tensor, Tensor]  # (A, k) values and indices
 def _whole(m: Matrix) -> Scores:
     """The scores without a gradient; none are formed to be kept for one question."""
     m.check_unchanged()
-    return Scores(m.scores().detach()) if m.engine == "dense" else m.source().detach()
+    return Scores(m.scores().detach()) if m.engine == "dense" else m.source()
 
 
 def _oriented(x: Tensor, side: int) -> Tensor:
@@ -35,12 +35,12 @@ def rows_of(m: Matrix, side: int, rows: slice) -> Tensor:
     """Return a (B, M) copy of some rows of the scores as a side sees them; only these are formed."""
     source = _whole(m)
     if source.matrix is not None:
-        return _oriented(source.matrix, side)[rows].clone(memory_format=torch.contiguous_format)
+        return _oriented(source.matrix.detach(), side)[rows].clone(memory_format=torch.contiguous_format)
     own, inv = source[side], source[2 + side]
     assert own is not None  # of embeddings
     part = Scores(own[rows], source[1 - side], None if inv is None else inv[rows], source[3 - side])
     out = torch.empty(part.shape, dtype=part.dtype, device=part.rows.device)
-    with full_precision(part.rows):
+    with full_precision(part.rows), torch.no_grad():
         for tile in tiles(part, 0):
             out[tile.part] = tile.scores
     return out
@@ -65,8 +65,8 @@ def hardest(m: Matrix, sides: Sequence[int]) -> list[Top]:
             found = _registered(list(m.source(form=True)))
             best = [(found[side], found[2 + side]) for side in sides]
         else:
-            best = _hardest(m.source().detach(), m.pairs, sides)
-    if not (torch.is_grad_enabled() and m.has_gradient):
+            best = _hardest(m.source(), m.pairs, sides)
+    if not (torch.is_grad_enabled() and any(x is not None and x.x.requires_grad for x in m.embeddings)):
         return best
     pairs = []
     for side, (_, index) in zip(sides, best, strict=True):

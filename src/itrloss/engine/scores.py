@@ -53,10 +53,6 @@ class Scores(NamedTuple):
         """(N, M) scores, if they exist."""
         return self.rows if self.cols is None else self.kept
 
-    def detach(self) -> Scores:
-        """Return the same without a gradient."""
-        return Scores(self.rows.detach(), *(None if x is None else x.detach() for x in self[1:]))
-
     def unit(self, side: int, part: slice = slice(None)) -> Tensor:
         """Return some of the rows (0) or columns (1) in the compute dtype, at unit length if they are to be."""
         x, inv, unit = self[side], self[2 + side], self[7 + side]
