@@ -948,6 +948,16 @@ def test_cosines_stay_cosines_after_changes_that_nobody_counts(engine, asked):
 
 
 @pytest.mark.parametrize("engine", ["dense", "tiled", "kept"])
+def test_both_sides_asked_first_in_inference_mode(engine):
+    v, w = (x.requires_grad_() for x in embeddings(5, 5))
+    wanted = torch.autograd.grad(Similarity(v, w).both.mean_std().std.sum(), v)
+    sim = similarity(v, w, (None, None), engine)
+    with torch.inference_mode():
+        sim.both.mean_std()
+    torch.testing.assert_close(torch.autograd.grad(sim.both.mean_std().std.sum(), v), wanted)
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled", "kept"])
 def test_no_grad_and_inference_mode_leave_the_gradient_to_others(engine):
     v, w = (x.requires_grad_() for x in embeddings(5, 5))
     wanted = torch.autograd.grad(total_of(Similarity(v, w)), v)
