@@ -948,6 +948,15 @@ def test_cosines_stay_cosines_after_changes_that_nobody_counts(engine, asked):
 
 
 @pytest.mark.parametrize("engine", ["dense", "tiled", "kept"])
+def test_what_exists_on_neither_side_is_no_pair(engine):
+    """Ids that are equal and unique, but for one of no entry: not the same as no ids at all."""
+    ids = torch.tensor([0, IGNORE_ID, 2])
+    sim = similarity(*embeddings(3, 3), (ids, ids), engine)
+    assert sim.positive_counts.tolist() == sim.negative_counts.tolist() == [1, 0, 1]
+    assert sim.both.logsumexp(2.0).isfinite().tolist() == [True, False, True] * 2
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled", "kept"])
 def test_both_sides_asked_first_in_inference_mode(engine):
     v, w = (x.requires_grad_() for x in embeddings(5, 5))
     wanted = torch.autograd.grad(Similarity(v, w).both.mean_std().std.sum(), v)
