@@ -956,6 +956,15 @@ def test_what_exists_on_neither_side_is_no_pair(engine):
     assert sim.both.logsumexp(2.0).isfinite().tolist() == [True, False, True] * 2
 
 
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+def test_an_infinite_score_of_a_positive_is_no_matter_to_the_negatives(engine):
+    scores = torch.rand(4, 4, dtype=torch.float64)
+    found, wanted = (
+        Similarity.from_scores(scores.fill_diagonal_(value), engine=engine).both.mean_std() for value in (math.inf, 0.5)
+    )
+    torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("engine", ["dense", "tiled", "kept"])
 def test_both_sides_asked_first_in_inference_mode(engine):
     v, w = (x.requires_grad_() for x in embeddings(5, 5))

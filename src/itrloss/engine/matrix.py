@@ -268,11 +268,12 @@ class Matrix:
         Several positives that score far from the negatives would move the mean of all candidates away from theirs.
         """
         pairs, count = self.pairs, 0
-        if not pairs.one_to_one:
+        simple = pairs.one_to_one and self.cols is not None  # scores that are given may be infinite
+        if not simple:
             count = self.counts(sides, positive=False).clamp_min(1)
         found: list[Tensor] = []
         if self.keeps or self.cols is None:
-            if not pairs.one_to_one:
+            if not simple:
                 return self.reduce(sides, key="identity")[0] / count
             scores = self.scores()
             for side in sides:
