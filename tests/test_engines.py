@@ -945,6 +945,17 @@ def test_cosines_stay_cosines_after_changes_that_nobody_counts(engine, asked):
     assert sim.sum_of_positives(identity).abs().max() <= 1 + 1e-6
     assert sim.hardest_negatives().values.abs().max() <= 1 + 1e-6
     assert (sim.both.logsumexp(5.0) <= 5 + math.log(5) + 1e-5).all()
+    assert all(block.abs().max() <= 1 + 1e-6 for view in (sim, sim.T) for _, block in view.blocks())
+
+
+def test_a_gradient_found_early_is_of_the_vectors_that_were_multiplied():
+    """They were made before a change that nobody counts, and so were the lengths."""
+    v, w = (x.float() for x in embeddings(6, 6))
+    v.requires_grad_()
+    sim = similarity(v, w, (None, None), "kept")
+    wanted = torch.autograd.grad(sim.logsumexp(5.0).sum(), v)
+    v.data.mul_(20).add_(1.0)
+    torch.testing.assert_close(torch.autograd.grad(sim.logsumexp(5.0).sum(), v), wanted)
 
 
 @pytest.mark.parametrize("engine", ["dense", "tiled", "kept"])
@@ -986,6 +997,25 @@ def test_no_grad_and_inference_mode_leave_the_gradient_to_others(engine):
     with torch.no_grad():
         sim = similarity(v, w, (None, None), engine)
     assert not total_of(sim).requires_grad and not sim.hardest_negatives().values.requires_grad
+
+
+@pytest.mark.parametrize("engine", ["dense", "kept"])
+def test_gradients_are_of_what_was_scored_before_changes_that_nobody_counts(engine):
+    v, w = (x.requires_grad_() for x in embeddings(6, 6))
+    wanted = torch.autograd.grad(total_of(similarity(v, w, (None, None), engine)), (v, w))
+    sim = similarity(v, w, (None, None), engine)
+    sim.sum_of_positives(identity)
+    v.data.mul_(20), w.data.mul_(0.1)
+    torch.testing.assert_close(torch.autograd.grad(total_of(sim), (v, w)), wanted)
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled", "kept", "scores"])
+def test_blocks_in_inference_mode_are_those_of_the_scores(engine):
+    sim = similarity(*embeddings(6, 7), make_ids("random", 6, 7), engine)
+    with torch.inference_mode():
+        for view in (sim, sim.T):
+            found = torch.cat([block for _, block in view.blocks(17)])
+            torch.testing.assert_close(found, view.scores())
 
 
 def total_of(sim, scale=5.0):

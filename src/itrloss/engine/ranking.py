@@ -36,9 +36,10 @@ def rows_of(m: Matrix, side: int, rows: slice) -> Tensor:
     source = _whole(m)
     if source.matrix is not None:
         return _oriented(source.matrix.detach(), side)[rows].clone(memory_format=torch.contiguous_format)
-    own, inv = source[side], source[2 + side]
-    assert own is not None  # of embeddings
-    part = Scores(own[rows], source[1 - side], None if inv is None else inv[rows], source[3 - side])
+    own, others = (tuple(source[k + s] for k in (0, 2, 7)) for s in (side, 1 - side))  # embeddings, lengths, units
+    (x, inv, unit), (y, other_inv, other_unit) = (None if z is None else z[rows] for z in own), others
+    assert x is not None
+    part = Scores(x, y, inv, other_inv, row_unit=unit, col_unit=other_unit)
     out = torch.empty(part.shape, dtype=part.dtype, device=part.rows.device)
     with full_precision(part.rows), torch.no_grad():
         for tile in tiles(part, 0):

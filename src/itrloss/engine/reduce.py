@@ -267,7 +267,7 @@ class Reduce(torch.autograd.Function):
             ctx.index = pairs.listed
         ctx.set_materialize_grads(False)
         if ctx.early:
-            ctx.save_for_backward(source[0], source[2], params[0], direction, by_scale)
+            ctx.save_for_backward(source[0], source[2], source[7], params[0], direction, by_scale)
         else:
             ctx.save_for_backward(*tensors)
         return found, pair_products(Scores(*source), *ctx.index) if listed else None
@@ -279,8 +279,8 @@ class Reduce(torch.autograd.Function):
         if grad is None and by_pair is None:
             return (None,) * (3 + len(needs))
         if ctx.early and grad is not None:
-            rows, row_inv, scale, direction, by_scale = ctx.saved_tensors
-            found = project_(direction * (grad[0] * scale)[:, None], rows, row_inv)
+            rows, row_inv, unit, scale, direction, by_scale = ctx.saved_tensors
+            found = project_(direction * (grad[0] * scale)[:, None], rows, row_inv, unit)
             of_scale = grad[0] * by_scale if needs[_WIDTH] else None
             if of_scale is not None and scale.numel() == 1:
                 of_scale = of_scale.sum().view(1)
