@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -11,10 +10,10 @@ import torch
 from torch import Tensor
 
 from .checks import as_params, check_number, one_of
-from .engine import ranking
+from .engine.answerers import Group, Place, answerers
 from .engine.answers import exponential, term_name
-from .engine.matrix import Matrix
-from .engine.scores import host_may_read
+from .engine.pairs import segment_sum, slots
+from .engine.scores import host_may_read, may_keep
 
 Over = Literal["negatives", "all"]
 Reduction = Literal["mean", "sum", "none"]
@@ -48,33 +47,28 @@ class Anchors:
     and from :meth:`pooled`.
     """
 
-    def __init__(self, *groups: Sequence[tuple[Matrix, int]]):
+    def __init__(self, *groups: Group):
         """``groups``: for each the matrices that hold its candidates, and as which side of each it asks."""
         self._groups = groups
-        self._first = first = groups[0][0][0]
-        self.dtype, self.device = first.dtype, first.device
+        self._answerers: Sequence[tuple[Any, list[Place] | None]] = ()
+        self._index: Tensor | None = None  # (P,) anchors of the positive pairs
+        self._matrix, self._side = groups[0][0]
+        self.dtype, self.device = self._matrix.dtype, self._matrix.device
         #: Number of anchors in each group.
         self.sizes = sizes = []
-        self._visits: list[tuple[Matrix, dict[int, int]]] = []  # each matrix, the sides that ask it, and their groups
-        one_to_one = alike = bounded = True
-        for g, group in enumerate(groups):
-            sizes.append(group[0][0].shape[group[0][1]])
-            alike = alike and sizes[g] == sizes[0]  # a set would have the compiler take each size for a constant
-            one_to_one = one_to_one and len(group) == 1 and group[0][0].pairs.one_to_one
-            for matrix, side in group:
-                bounded = bounded and matrix.bounded
-                for other, asked in self._visits:
-                    if other is matrix and side not in asked:
-                        asked[side] = g
-                        break
-                else:
-                    self._visits.append((matrix, {side: g}))
-        self._size = sum(sizes)
         #: Whether anchor i of each group matches its candidate i and nothing else.
-        self.one_to_one, self.of_one_size = one_to_one, alike
-        self._bounded = bounded  # whether scores are known to lie in [-1, 1]
+        self.one_to_one = self.of_one_size = self._bounded = True
+        for group in groups:
+            (matrix, side), *others = group
+            sizes.append(matrix.shape[side])
+            # a set would have the compiler take each size for a constant
+            self.of_one_size = self.of_one_size and sizes[-1] == sizes[0]
+            self.one_to_one = self.one_to_one and not others and matrix.pairs.one_to_one
+            for matrix, _ in group:
+                self._bounded = self._bounded and matrix.bounded  # whether scores are known to lie in [-1, 1]
+        self._size = sum(sizes)
         #: Whether all anchors are known to have a positive and a negative.
-        self._complete = one_to_one and min(sizes) > 1
+        self._complete = self.one_to_one and min(sizes) > 1
 
     @staticmethod
     def together(*anchors: Anchors) -> Anchors:
@@ -116,43 +110,38 @@ class Anchors:
 
     def detach(self) -> Anchors:
         """Return the same anchors of similarities without a gradient."""
-        twins = {id(m): m.detach() for m, _ in self._visits}
+        twins = {id(m): m.detach() for group in self._groups for m, _ in group}
         return Anchors(*([(twins[id(m)], side) for m, side in group] for group in self._groups))
 
     @property
     def positive_counts(self) -> Tensor:
         """(A,) int64: how many candidates match each anchor."""
-        return self._answer(Matrix.counts, positive=True)
+        return self._answer("counts", positive=True)
 
     @property
     def negative_counts(self) -> Tensor:
         """(A,) int64: how many candidates do not match each anchor."""
-        return self._answer(Matrix.counts, positive=False)
+        return self._answer("counts", positive=False)
 
     # ------------------------------------------------------------------------------------------------ questions
 
     def _params(self, name: str, *params: Any) -> list[Tensor]:
         return as_params(name, params, self._size, self.dtype, self.device)
 
-    def _answer(
-        self, question: Callable[..., Tensor], *params: Tensor, join: Callable[..., Tensor] = torch.add, **options: Any
-    ) -> Tensor:
-        """Return (..., A) of ``question(matrix, sides, *params, **options)``, asked of each matrix once.
-
-        ``join``: what the answers for an anchor's candidates in several matrices come to.
-        """
-        if len(self._visits) == 1 and [*self._visits[0][1]] in ([0], [1], [0, 1]):
-            matrix, asked = self._visits[0]
-            return question(matrix, [*asked], *params, **options)
-        parts = [None if p.shape[-1] == 1 else p.split(self.sizes, -1) for p in params]
-        found: list[list[Tensor]] = [[] for _ in self._groups]
-        for matrix, asked in self._visits:
-            sides, given = sorted(asked), zip(params, parts, strict=True)
-            own = [p if part is None else torch.cat([part[asked[side]] for side in sides], -1) for p, part in given]
-            answer = question(matrix, sides, *own, **options).split([matrix.shape[side] for side in sides], -1)
-            for side, x in zip(sides, answer, strict=True):
-                found[asked[side]].append(x)
-        return torch.cat([functools.reduce(join, x) for x in found], -1)
+    def _answer(self, question: str, *params: Tensor, join: Any = torch.add, **options: Any) -> Tensor:
+        """Return an answer (..., A); ``join``: what those about an anchor's candidates in several matrices come to."""
+        found: list[Any] = [None] * len(self.sizes)
+        self._answerers = self._answerers or answerers(self._groups)
+        for who, places in self._answerers:
+            if places is None:
+                return getattr(who, question)(*params, **options)
+            groups, own = [g for g, _ in places], []
+            for p in params:
+                own.append(p if p.shape[-1] == 1 else torch.cat([p.split(self.sizes, -1)[g] for g in groups], -1))
+            answer = getattr(who, question)(*own, **options).split([self.sizes[g] for g in groups], -1)
+            for g, x in zip(groups, answer, strict=True):
+                found[g] = x if found[g] is None else join(found[g], x)
+        return torch.cat(found, -1)
 
     def logsumexp(self, scale: float | Tensor = 1.0, *, over: Over = "negatives") -> Tensor:
         """Return (A,) ``log sum_j exp(scale_i S_ij)`` over each anchor's negatives, or over all candidates.
@@ -162,37 +151,32 @@ class Anchors:
         if over != "negatives":
             one_of("over", over, "negatives", "all")
         (a,) = as_params("scale", (scale,), self._size, self.dtype, self.device)
-        shift, total = self._shift(a), None
-        top = a.new_full((1,), shift) if shift else None
+        shift, top, total = None, None, None
+        # Scores lie in [-1, 1], so that a shift of all exponents instead of each anchor's maximum, which would take a
+        # pass over the scores, leaves them below 60. Up to a scale of 60 no sum underflows; beyond, one does only if
+        # its best score is below ``1 - 120 / a``, which is looked for.
+        if self._bounded and host_may_read(a):
+            largest = float((a if a.numel() == 1 else a.abs().amax()).detach().abs())
+            shift = max(0.0, largest - _RANGE) if largest <= 3 * _RANGE else None
         if shift is not None:
-            total = self._answer(Matrix.reduce, *((a,) if top is None else (a, top)), key="exp", over=over)[0]
+            top = a.new_full((1,), shift) if shift else None
+            total = self._answer("sums", *((a,) if top is None else (a, top)), key="exp", over=over)[0]
         if total is None or (shift and float(total.detach().amin()) < math.exp(-_RANGE)):  # which may have underflowed
             with torch.no_grad():
-                top = self._answer(Matrix.reduce, a.detach(), join=torch.maximum, key="peak", over=over)[0]
+                top = self._answer("sums", a.detach(), join=torch.maximum, key="peak", over=over)[0]
                 top = top.masked_fill(top == -math.inf, 0.0)
-            total = self._answer(Matrix.reduce, a, top, key="exp", over=over)[0]
+            total = self._answer("sums", a, top, key="exp", over=over)[0]
         # -inf, through which no gradient goes, for a sum of nothing
         empty: Any = None if self._complete and shift is not None else total == 0
         log = (total if empty is None else total.masked_fill(empty, 1.0)).log()
         log = log if top is None else log + top
         return log if empty is None else log.masked_fill(empty, -math.inf)
 
-    def _shift(self, scale: Tensor) -> float | None:
-        """What can be subtracted from all exponents instead of each anchor's maximum; None if nothing can.
-
-        Scores lie in [-1, 1], so ``a S - shift <= 60``. Up to a scale of 60 no sum underflows; beyond, one does only if
-        its best score is below ``1 - 120 / a``, which is looked for. That saves a pass over the scores.
-        """
-        if not (host_may_read(scale) and self._bounded):
-            return None
-        largest = float((scale if scale.numel() == 1 else scale.abs().amax()).detach().abs())
-        return max(0.0, largest - _RANGE) if largest <= 3 * _RANGE else None
-
     def mean_std(self) -> MeanStd:
         """Return mean and population standard deviation of each anchor's negatives, (A,) each."""
         with torch.no_grad():  # inside, as the compiler refuses a decorator
-            centre = self._answer(Matrix.centre, join=lambda a, b: (a + b) / 2)
-        sums = self._answer(Matrix.reduce, centre, key="moments")
+            centre = self._answer("centre", join=lambda a, b: (a + b) / 2)
+        sums = self._answer("sums", centre, key="moments")
         if self._complete and self.of_one_size:
             first, second = sums / (self.sizes[0] - 1)
             mean = centre + first
@@ -210,11 +194,11 @@ class Anchors:
             best = torch.ones_like(a)
         else:
             with torch.no_grad():
-                best = self._answer(Matrix.reduce, torch.ones_like(a), join=torch.maximum, key="peak", over="all")[0]
+                best = self._answer("sums", torch.ones_like(a), join=torch.maximum, key="peak", over="all")[0]
                 best = best.masked_fill(best == -math.inf, 0.0)
         # With z = a (S - best), sums over negatives of exp(z) and z exp(z), and that of exp(z) over all: exponents near
         # 0, where float32 is exact, and no difference of large numbers.
-        negatives, information = self._answer(Matrix.reduce, a, best, key="information")
+        negatives, information = self._answer("sums", a, best, key="information")
         total = negatives + self.sum_of_positives(exponential, a, best)
         total = total.clamp_min(1e-9)  # exp(-20) at least, or of nothing
         nats = (negatives * total.log() - information) / total
@@ -225,16 +209,42 @@ class Anchors:
 
         ``term`` is a function that :func:`itrloss.pair_term` registered; parameters get their gradients.
         """
-        return self._answer(Matrix.reduce, *self._params("params", *params), key=term_name(term))[0]
+        return self._answer("sums", *self._params("params", *params), key=term_name(term))[0]
 
     def sum_of_positives(self, term: Term, *params: float | Tensor) -> Tensor:
         """Return (A,) ``sum_{p in pos(i)} term(S_ip, *params_i)``, 0 for an anchor without positives.
 
         ``term`` is as in :meth:`sum`. The gradient goes straight to the embeddings of the pairs.
         """
-        given = self._params("params", *params) if params else ()
-        term_name(term)
-        return self._answer(Matrix.sum_of_positives, *given, term=term)
+        name, given = term_name(term), self._params("params", *params) if params else []
+        if not (self.one_to_one or self._listable()):
+            return self._answer("sums", *given, key=name, over="positives")[0]
+        scores, index = self._positives()
+        if index is None:
+            return term(scores, *given).expand_as(scores)
+        values = term(scores, *(p if p.numel() == 1 else p[index] for p in given))
+        return segment_sum(values.expand_as(scores), index, self._size)
+
+    def _listable(self) -> bool:
+        return all(m.pairs.listable for group in self._groups for m, _ in group)
+
+    def _positives(self) -> tuple[Tensor, Tensor | None]:
+        """Return (P,) scores of the positive pairs and (P,) numbers of their anchors; None: pair i is anchor i's."""
+        scores: list[Tensor] = []
+        index: list[Tensor] = []
+        first, before = 0, None
+        for size, group in zip(self.sizes, self._groups, strict=True):
+            for matrix, side in group:
+                scores.append(scores[-1] if matrix is before else matrix.positive_scores())
+                if not self.one_to_one and self._index is None:
+                    index.append(matrix.pairs.listed[side] + first)
+                before = matrix
+            first += size
+        if not index:
+            return torch.cat(scores), self._index
+        found = torch.cat(index)
+        self._index = found if may_keep() else None  # one for all questions that save it
+        return torch.cat(scores), found
 
     def mean_of_positives(self, term: Term, *params: float | Tensor) -> Tensor:
         """Return (A,) the mean of a term over each anchor's positives, 0 without any."""
@@ -246,26 +256,33 @@ class Anchors:
 
         Memory for all positive pairs, and work for the largest number of positives that an anchor has.
         """
-        if any(len(group) > 1 for group in self._groups):
-            raise ValueError("hinge_sum: expected the candidates of an anchor in one matrix")
-        return self._answer(Matrix.hinge_sum, margin=margin)
+        if not (self.one_to_one or self._listable()):
+            if any(len(group) > 1 for group in self._groups):
+                raise ValueError("hinge_sum: expected the candidates of an anchor in one matrix")
+            return self._answer("sorted_hinges", margin=margin)
+        thresholds, index = self._positives()
+        if index is not None:  # (slots, A), inf where an anchor has fewer positives
+            slot = slots(index, self._size)
+            empty = thresholds.new_full((int(slot.max()) + 1 if len(slot) else 1, self._size), math.inf)
+            thresholds = empty.index_put((slot, index), thresholds)
+        return self._answer("sums", thresholds.view(-1, self._size) - margin, key="hinges")[0]
 
     def hardest_negatives(self) -> Hardest:
         """Return score and index (A,) of each anchor's highest-scoring negative; the gradient goes to the pair."""
-        found: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        for matrix, asked in self._visits:
-            for side, best in zip(asked, ranking.hardest(matrix, [*asked]), strict=True):
-                found[id(matrix), side] = best
-        groups = []
-        for (matrix, side), *others in self._groups:
-            (values, indices), offset = found[id(matrix), side], matrix.shape[1 - side]
-            for matrix, side in others:
-                more, where = found[id(matrix), side]
-                better = more > values
-                values, indices = torch.where(better, more, values), torch.where(better, where + offset, indices)
-                offset += matrix.shape[1 - side]
-            groups.append((values, indices))
-        return Hardest(*(torch.cat(x) for x in zip(*groups, strict=True)))
+        found: list[Any] = [None] * len(self.sizes)
+        self._answerers = self._answerers or answerers(self._groups)
+        for who, places in self._answerers:
+            best = who.hardest()
+            if places is None:
+                return Hardest(*best)
+            parts = (x.split([self.sizes[g] for g, _ in places]) for x in best)
+            for (g, first), values, indices in zip(places, *parts, strict=True):
+                indices = torch.where(indices < 0, indices, indices + first)
+                if found[g] is not None:
+                    better = values > found[g][0]
+                    values, indices = (torch.where(better, *x) for x in zip((values, indices), found[g], strict=True))
+                found[g] = values, indices
+        return Hardest(*(torch.cat(x) for x in zip(*found, strict=True)))
 
     # --------------------------------------------------------------------------------------- losses' reduction
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .checks import require_finite
+from .engine.matrix import check_unchanged
 from .engine.pairs import first_derivative_only
 from .similarity import Similarity
 
@@ -86,7 +87,7 @@ def _embeddings_of(sim: Any) -> tuple[Tensor, Tensor]:
         raise TypeError(f"scores: expected a Similarity, got {type(sim).__name__}")
     if isinstance(sim, Tensor) or sim._side or sim._inputs is None:
         raise ValueError("scores: expected a Similarity of embeddings, images as rows, for gather=True")
-    sim._first.check_unchanged()
+    check_unchanged(sim._matrix.embeddings)
     return sim._inputs
 
 
@@ -112,7 +113,7 @@ def _agreed(sim: Similarity | Tensor, asked: str) -> tuple[Tensor, Tensor]:
         assert isinstance(sim, Similarity)
         kinds = f"{images.dtype} {texts.dtype}"
         has = [x is None for x in sim.ids]
-        numbers = zlib.crc32(kinds.encode()), images.shape[1], sim._first.bounded, has[0] + 2 * has[1]
+        numbers = zlib.crc32(kinds.encode()), images.shape[1], sim._matrix.bounded, has[0] + 2 * has[1]
         mine = [1, *map(int, numbers), zlib.crc32(asked.encode())]
     every = gather_rows(torch.tensor([mine], device=getattr(sim, "device", None)))
     if wrong is not None:
@@ -156,7 +157,7 @@ class Shares:
         self.first = first[0], first[1]
         self.ids = self._across(sim)
         self.every_ids = gather_parts(self.ids[0]), gather_parts(self.ids[1])
-        self.normalize = sim._first.bounded
+        self.normalize = sim._matrix.bounded
         self.engine = sim.engine if sim.engine in ("tiled", "triton") else "auto"
 
     def _across(self, sim: Similarity) -> tuple[Tensor, Tensor]:

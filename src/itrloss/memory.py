@@ -175,30 +175,29 @@ class MemorySimilarity(NamedTuple):
         """Return the similarities of a batch; see :class:`itrloss.MemoryLoss`, which passes its arguments on."""
         ids = _checked_ids(memory, image_ids, text_ids)
         options: dict[str, Any] = {"engine": engine, "check_finite": check_finite}
-        batch = Similarity._made(images, texts, *ids, names=checks.IMAGES_AND_TEXTS, **options)
+        batch = Similarity(images, texts, *ids, names=checks.IMAGES_AND_TEXTS, **options)
         for name, own, keys in (("image_keys", images, image_keys), ("text_keys", texts, text_keys)):
-            check_matrix(name, keys, f"({own.shape[0]}, {own.shape[1]})", check_finite)
+            checks.check_embeddings(own, keys, check_finite, checks.Names("its embeddings", name))
             if keys.shape != own.shape:
-                raise ValueError(
-                    f"{name}: expected shape {tuple(own.shape)} like its embeddings, got {tuple(keys.shape)}"
-                )
-        if images.shape[1] != memory.dim:
-            raise ValueError(f"memory: expected keys of dimension {images.shape[1]} like images, got {memory.dim}")
-        for name, other in (("image_keys", image_keys), ("text_keys", text_keys), ("memory", memory.images)):
-            check_alike(name, other, "images", images)
-        (v, w), pairs, chosen = batch._first.embeddings, batch._first.pairs, batch._first.engine
+                wanted = f"shape {tuple(own.shape)} like its embeddings"
+                raise ValueError(f"{name}: expected {wanted}, got {tuple(keys.shape)}")
+        size, dim = memory.images.shape
+        if images.shape[1] != dim:
+            raise ValueError(f"memory: expected keys of dimension {images.shape[1]} like images, got {dim}")
+        check_alike("memory", memory.images, "images", images)
+        (v, w), pairs, chosen = batch._matrix.embeddings, batch._matrix.pairs, batch._matrix.engine
         assert w is not None
         others = Embeddings(text_keys.detach()), Embeddings(image_keys.detach())
         keys = Matrix(v, others[0], pairs, chosen, MEMORY_BUDGET), Matrix(others[1], w, pairs, chosen, MEMORY_BUDGET)
-        of_images, of_texts = batch.ids
+        of_images, of_texts = pairs.given
         if pairs.one_to_one:  # the ids are the same on both sides
             of_images = of_texts = torch.arange(len(images), device=images.device) if of_texts is None else of_texts
-        entries = Pairs((len(images), memory.size), (of_images, memory.ids), images.device)
-        chosen = choose_engine(engine, max(len(images), len(texts)) * memory.size, MEMORY_BUDGET, images)
+        entries = Pairs((len(images), size), (of_images, memory.ids), images.device)
+        chosen = choose_engine(engine, max(len(images), len(texts)) * size, MEMORY_BUDGET, images)
         budget = 0 if engine == "tiled" else MEMORY_BUDGET
         queues = [Matrix(v, Embeddings(memory.texts, False), entries, chosen, budget)]
         if of_images is not of_texts:
-            entries = Pairs((len(texts), memory.size), (of_texts, memory.ids), images.device)
+            entries = Pairs((len(texts), size), (of_texts, memory.ids), images.device)
         queues.append(Matrix(w, Embeddings(memory.images, False), entries, chosen, budget))
         for queue in queues:
             queue.bounded = True  # entries have unit length

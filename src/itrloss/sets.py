@@ -70,16 +70,16 @@ class _Pairs:
     """The positive pairs (P,) of all heads: listed or, where that would synchronise, all pairs and a mask."""
 
     def __init__(self, heads: Sequence[Similarity]):
-        first, side = heads[0]._first, heads[0]._side
+        first, side = heads[0]._matrix, heads[0]._side
         self.shape, self.one_to_one, self.candidates = heads[0].shape, first.pairs.one_to_one, first.pairs
         self.mask: Tensor | None = None
         if first.pairs.listable:
             index = first.pairs.listed
-            self.scores = torch.stack([sim._first.positive_scores() for sim in heads])  # (K, P)
+            self.scores = torch.stack([sim._matrix.positive_scores() for sim in heads])  # (K, P)
         else:
             index = tuple(x.flatten() for x in torch.meshgrid(*map(self._numbers, first.shape), indexing="ij"))
             self.mask = first.pairs.positive().flatten()
-            self.scores = torch.stack([sim._first.differentiable_scores().flatten() for sim in heads])
+            self.scores = torch.stack([sim._matrix.differentiable_scores().flatten() for sim in heads])
         self.index = index[::-1] if side else index
         self.negatives = [first.pairs.counts(s)[1] for s in ((1, 0) if side else (0, 1))]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from .anchors import Anchors
 from .anchors import Reduction as Reduction
 from .checks import as_bias, check_size, one_of
 from .engine import ranking
-from .engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
+from .engine.matrix import MEMORY_BUDGET, Matrix, check_unchanged, choose_engine
 from .engine.pairs import Pairs
 from .engine.scores import Embeddings, Ids
 
@@ -73,46 +73,16 @@ class Similarity(Anchors):
         engine: Engine = "auto",
         memory_budget: int | None = None,
         check_finite: bool = False,
-    ):
-        options: dict[str, Any] = {"engine": engine, "memory_budget": memory_budget, "check_finite": check_finite}
-        self.__dict__ = self._made(rows, cols, row_ids, col_ids, normalize, **options).__dict__
-
-    @classmethod
-    def _made(
-        cls,
-        rows: Tensor,
-        cols: Tensor | None,
-        row_ids: Tensor | None,
-        col_ids: Tensor | None,
-        normalize: bool = True,
-        *,
-        engine: str = "auto",
-        memory_budget: int | None = None,
-        check_finite: bool = False,
         names: checks.Names = checks.ROWS_AND_COLUMNS,
-    ) -> Similarity:
-        """Check and build, with errors in the caller's names; ``cols`` None: of scores."""
-        if cols is None:
-            checks.check_matrix("scores", rows, "(N, M)", check_finite)
-        else:
-            checks.check_embeddings(rows, cols, check_finite, names)
-            cols = cols.view_as(cols) if cols is rows else cols  # the compiler refuses to see the same tensor twice
-        ids: Ids = (None, None)
-        size = rows.shape[1] if cols is None else len(cols)
-        if row_ids is not None or col_ids is not None or len(rows) != size:
-            ids = checks.check_ids(row_ids, col_ids, len(rows), size, rows.device, names)
-        sides = Embeddings(rows, normalize and cols is not None), None if cols is None else Embeddings(cols, normalize)
-        if memory_budget is None:
-            memory_budget = 0 if engine == "tiled" else MEMORY_BUDGET
-        chosen = choose_engine(engine, len(rows) * size, memory_budget, rows)
-        return cls._seen(Matrix(*sides, Pairs((len(rows), size), ids, rows.device), chosen, memory_budget), 0)
-
-    @staticmethod
-    def _seen(matrix: Matrix, side: int) -> Similarity:
-        view = object.__new__(Similarity)
-        Anchors.__init__(view, ((matrix, side),))
-        view._side = side
-        return view
+    ):
+        checks.check_embeddings(rows, cols, check_finite, names)
+        cols = cols.view_as(cols) if cols is rows else cols  # the compiler refuses to see the same tensor twice
+        n, m, ids = len(rows), len(cols), (row_ids, col_ids)
+        if row_ids is not None or col_ids is not None or n != m:
+            ids = checks.check_ids(row_ids, col_ids, n, m, rows.device, names)
+        budget = (0 if engine == "tiled" else MEMORY_BUDGET) if memory_budget is None else memory_budget
+        chosen, pairs = choose_engine(engine, n * m, budget, rows), Pairs((n, m), ids, rows.device)
+        super().__init__([(Matrix(Embeddings(rows, normalize), Embeddings(cols, normalize), pairs, chosen, budget), 0)])
 
     @classmethod
     def from_scores(
@@ -123,14 +93,23 @@ class Similarity(Anchors):
         *,
         engine: Engine = "auto",
         check_finite: bool = False,
+        names: checks.Names = checks.ROWS_AND_COLUMNS,
     ) -> Similarity:
         """Return the similarity matrix (N, M) that some model computed already; higher means more similar, any range.
 
         The gradient is that of the scores. They are not copied: what writes to them makes later answers an error.
         """
-        return cls._made(scores, None, row_ids, col_ids, engine=engine, check_finite=check_finite)
+        checks.check_matrix("scores", scores, "(N, M)", check_finite)
+        n, m = scores.shape
+        ids = checks.check_ids(row_ids, col_ids, n, m, scores.device, names)
+        pairs, chosen = Pairs((n, m), ids, scores.device), choose_engine(engine, n * m, 0, scores)
+        return cls._seen(Matrix(Embeddings(scores, False), None, pairs, chosen, 0), 0)
 
-    _side: int
+    @staticmethod
+    def _seen(matrix: Matrix, side: int) -> Similarity:
+        view = object.__new__(Similarity)
+        Anchors.__init__(view, [(matrix, side)])
+        return view
 
     def __repr__(self) -> str:
         n, m = self.shape
@@ -139,7 +118,7 @@ class Similarity(Anchors):
     @property
     def _inputs(self) -> tuple[Tensor, Tensor] | None:
         """The (N, D) and (M, D) embeddings as this view sees them; None for scores that exist."""
-        m = self._first
+        m = self._matrix
         if m.cols is None:
             return None
         return (m.cols, m.rows) if self._side else (m.rows, m.cols)
@@ -147,45 +126,45 @@ class Similarity(Anchors):
     @property
     def shape(self) -> tuple[int, int]:
         """(N, M)."""
-        n, m = self._first.shape
+        n, m = self._matrix.shape
         return (m, n) if self._side else (n, m)
 
     @property
     def engine(self) -> str:
         """The engine in use: ``"dense"``, ``"tiled"`` or ``"triton"``."""
-        return self._first.engine
+        return self._matrix.engine
 
     @property
     def ids(self) -> Ids:
         """(N,) and (M,) int64 ids as they were given; None where they were left out."""
-        rows, cols = self._first.pairs.given
+        rows, cols = self._matrix.pairs.given
         return (cols, rows) if self._side else (rows, cols)
 
     @property
     def T(self) -> Similarity:
         """The same similarities with the columns as anchors."""
-        return self._seen(self._first, 1 - self._side)
+        return self._seen(self._matrix, 1 - self._side)
 
     def detach(self) -> Similarity:
         """Return the same similarities without a gradient."""
-        return self._seen(self._first.detach(), self._side)
+        return self._seen(self._matrix.detach(), self._side)
 
     @property
     def both(self) -> Anchors:
         """The rows and then the columns as anchors, answered out of one pass."""
-        return Anchors(((self._first, self._side),), ((self._first, 1 - self._side),))
+        return Anchors([(self._matrix, self._side)], [(self._matrix, 1 - self._side)])
 
     def check_finite(self) -> None:
         """Raise a ValueError if an embedding (or score) is nan or infinite. Synchronises with an accelerator."""
         for name, x in zip(("rows", "cols"), self._inputs or (), strict=False):
             checks.require_finite(name, x)
         if self._inputs is None:
-            checks.require_finite("scores", self._first.rows)
+            checks.require_finite("scores", self._matrix.rows)
 
     def scores(self) -> Tensor:
         """Return a copy of the (N, M) matrix itself, differentiable. It is materialised, whatever the engine."""
-        self._first.check_unchanged()
-        scores = self._first.differentiable_scores()
+        check_unchanged(self._matrix.embeddings)
+        scores = self._matrix.differentiable_scores()
         return (scores.T if self._side else scores).clone(memory_format=torch.contiguous_format)
 
     def pair_scores(self, rows: Tensor, cols: Tensor) -> Tensor:
@@ -193,16 +172,12 @@ class Similarity(Anchors):
 
         ``rows`` and ``cols`` are (P,) int64 indices; a negative one is not understood.
         """
-        self._first.check_unchanged()
-        return self._first.pair_scores(*((cols, rows) if self._side else (rows, cols)))
+        check_unchanged(self._matrix.embeddings)
+        return self._matrix.pair_scores(*((cols, rows) if self._side else (rows, cols)))
 
     def blocks(self, size: int = 2**22) -> Iterator[tuple[slice, Tensor]]:
         """Yield slices of the rows, one after the other, each with a copy of its scores (B, M), ``size`` at most."""
-        n, m = self.shape
-        step = max(1, size // m)
-        for start in range(0, n, step):
-            rows = slice(start, min(n, start + step))
-            yield rows, ranking.rows_of(self._first, self._side, rows)
+        return self._matrix.blocks(self._side, size)
 
     # ----------------------------------------------------------------------------- answers without a gradient
 
@@ -211,8 +186,7 @@ class Similarity(Anchors):
         check_size("k", k)
         if k > self.shape[1]:
             raise ValueError(f"k: expected a number from 1 to {self.shape[1]}, got {k}")
-        bias = as_bias("bias", bias, self.shape[1], self.device)
-        return self._ranked(((self._side, k, bias),), ranks=False)[0][1]
+        return self._ranked(k, bias, None)[1]
 
     def ranks(self, bias: Tensor | None = None, *, ties: str = "pessimistic") -> Tensor:
         """Return the (N, P) ranks (from 1) of each row's positives by ``S_ij + bias_j``, ascending, padded with 0.
@@ -221,32 +195,34 @@ class Similarity(Anchors):
         a positive is ahead of it, with ``"optimistic"`` behind it. The positive's score comes from the same product
         as its rivals', so rounding cannot move it. Memory grows with N times P. No gradient.
         """
-        bias = as_bias("bias", bias, self.shape[1], self.device)
-        return self._ranked(((self._side, 0, bias),), ties=ties)[0][0]
+        return self._ranked(0, bias, ties)[0]
 
-    def ranked(
-        self,
-        k: int,
-        row_bias: Tensor | None = None,
-        col_bias: Tensor | None = None,
-        *,
-        ties: str = "pessimistic",
-        columns: bool = True,
-    ) -> list[tuple[Tensor, TopK]]:
-        """Return :meth:`ranks` and :meth:`topk` of the rows, and of the ``columns`` if wanted, out of one pass.
-
-        ``col_bias`` (M,) is for the rows, ``row_bias`` (N,) for the columns. A side with fewer than k candidates gets
-        them all.
-        """
+    def ranked(self, k: int, bias: Tensor | None = None, *, ties: str = "pessimistic") -> tuple[Tensor, TopK]:
+        """Return :meth:`ranks` and :meth:`topk` out of one pass; of fewer than k columns all."""
         check_size("k", k)
-        n, m = self.shape
-        asked = [(self._side, min(k, m), as_bias("col_bias", col_bias, m, self.device))]
-        if columns:
-            asked.append((1 - self._side, min(k, n), as_bias("row_bias", row_bias, n, self.device)))
-        return self._ranked(asked, ties=ties)
+        return self._ranked(min(k, self.shape[1]), bias, ties)
 
-    def _ranked(self, asked: Any, ranks: bool = True, ties: str = "pessimistic") -> Any:
-        one_of("ties", ties, "pessimistic", "optimistic")
-        with torch.no_grad():
-            found = ranking.ranked(self._first, asked, ranks, ties == "optimistic")
-        return [(rank, TopK(*top)) for rank, top in found]
+    @torch.no_grad()
+    def _ranked(self, k: int, bias: Tensor | None, ties: str | None) -> tuple[Tensor, TopK]:
+        if ties is not None:
+            one_of("ties", ties, "pessimistic", "optimistic")
+        pairs, side, m = self._matrix.pairs, self._side, self.shape[1]
+        bias, ignored = as_bias("bias", bias, m, self.device), pairs.ignored[1 - side]
+        if ignored is not None:  # what does not exist is found last
+            bias = torch.zeros(m, dtype=self.dtype, device=self.device) if bias is None else bias
+            bias = bias.masked_fill(ignored, -torch.inf)
+        places, least = None if ties is None else pairs.places(side), torch.finfo(self.dtype).min
+        found: list[list[Tensor]] = [[], [], []]
+        for part, scores in self._matrix.blocks(side):
+            scores = (scores if bias is None else scores.add_(bias)).clamp_min_(least)
+            values, indices = scores.topk(k, dim=1)
+            found[1].append(values.masked_fill_(values == least, -torch.inf))
+            found[2].append(indices)
+            if places is not None:
+                own = places[part]
+                thresholds = scores.gather(1, own.clamp_min(0)).masked_fill_(own < 0, torch.nan)
+                whole = slice(0, m)
+                pairs.exclude_(scores.T if side else scores, (whole, part) if side else (part, whole), -torch.inf)
+                found[0].append(ranking.ranks(thresholds, scores, ties == "optimistic"))
+        ranks, values, indices = (torch.cat(x) if x else torch.empty(0) for x in found)
+        return ranks, TopK(values, indices)

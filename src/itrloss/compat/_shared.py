@@ -46,7 +46,7 @@ def similarity_of(
     """Of embeddings as they come; errors name the caller's arguments."""
     if order:
         return Similarity.from_scores(order_scores(x, y), *ids)
-    return Similarity._made(x, y, *ids, normalize=False, names=Names(*names, "img_ids"))
+    return Similarity(x, y, *ids, normalize=False, names=Names(*names, "img_ids"))
 
 
 def pairs_of(x: Tensor, y: Tensor, names: tuple[str, str] = ("im", "s"), order: bool = False) -> Similarity:

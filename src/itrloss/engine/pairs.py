@@ -10,17 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .scores import (
-    IGNORE_ID,
-    Ids,
-    Scores,
-    chunks,
-    compute_dtype,
-    host_may_read,
-    may_keep,
-    normalized,
-    project_,
-)
+from .scores import IGNORE_ID, Ids, Scores, chunks, host_may_read, may_keep
 
 _MASKED = 2**16  # scores of a tile up to which comparing ids costs less than listing pairs
 _GATHERED, _ACCELERATOR_GATHERED = 2**18, 2**22  # numbers of gathered embeddings held at once
@@ -109,23 +99,17 @@ class Pairs:
         return theirs, mine[order]
 
     @_once
-    def anchors(self, *sides: int) -> Tensor:
-        """Return the (len(sides) P,) anchors of the pairs, one side's after the other's, numbered through."""
-        first = 0, self.shape[0] if len(sides) == 2 else 0
-        return torch.cat([self.listed[side] + first[side] for side in sides])
-
-    @_once
     def _row_starts(self) -> list[int]:
         """Where the pairs of each row begin in :attr:`listed`, and where they end."""
         return torch.searchsorted(self.listed[0], torch.arange(self.shape[0] + 1)).tolist()
 
-    def slots(self, side: int) -> Tensor:
-        """Return the (P,) number of each pair among those of its row, or column: 0, 1, …"""
-        anchors = self.listed[side]
-        if self.one_to_one:
-            return torch.zeros_like(anchors)
-        ordered, order = torch.sort(anchors, stable=True)
-        return torch.empty_like(order).index_copy_(0, order, _within(ordered, self.counts(side)[0]))
+    def places(self, side: int) -> Tensor:
+        """Return (A, P): the positives of each row, or column, P the largest number of them; padded with -1."""
+        anchors, size = self.listed[side], self.shape[side]
+        slot = slots(anchors, size)
+        places = torch.full((size, int(slot.max()) + 1 if len(slot) else 0), -1, device=self.device)
+        places[anchors, slot] = self.listed[1 - side]
+        return places
 
     # --------------------------------------------------------------------------------------------- masking
 
@@ -168,6 +152,12 @@ class Pairs:
         return x if mask is None else x.masked_fill_(mask, value)
 
 
+def slots(anchors: Tensor, size: int) -> Tensor:
+    """Return the (P,) number of each pair among those of its anchor: 0, 1, …; ``anchors`` (P,) are below ``size``."""
+    ordered, order = torch.sort(anchors, stable=True)
+    return torch.empty_like(order).index_copy_(0, order, _within(ordered, torch.bincount(anchors, minlength=size)))
+
+
 def _within(i: Tensor, count: Tensor) -> Tensor:
     """Return 0, 1, …, count[k] - 1 for each k, from the ascending ``i`` that names each k so often."""
     return torch.arange(len(i), device=i.device) - (count.cumsum(0) - count)[i]
@@ -175,7 +165,7 @@ def _within(i: Tensor, count: Tensor) -> Tensor:
 
 def _diagonal(rows: Tensor, cols: Tensor) -> bool:
     """Whether ids only say that row i matches column i, if that may be looked at."""
-    if not host_may_read(rows) or not torch.equal(rows, cols):
+    if rows.shape != cols.shape or not host_may_read(rows) or not torch.equal(rows, cols):
         return False
     ordered = rows.sort().values
     return not bool((ordered[1:] == ordered[:-1]).any()) and int(ordered[0]) != IGNORE_ID
@@ -184,63 +174,13 @@ def _diagonal(rows: Tensor, cols: Tensor) -> bool:
 # -------------------------------------------------------------------------------------------- scores of pairs
 
 
-def pair_scores(scores: Scores, i: Tensor | None, j: Tensor | None, known: Tensor | None = None) -> Tensor:
-    """Return the (P,) scores of rows ``i`` with columns ``j``, or of row p with column p; the gradient goes to these.
-
-    ``scores``: of embeddings. ``known``: those of the pairs, if a product has formed them.
-    """
-    if torch.compiler.is_compiling():  # which fuses it, and plans its memory
-        return _plain_pair_scores(*scores[:4], i, j)
-    if known is None:
-        with torch.no_grad():
-            known = pair_products(scores, i, j)
-    return _PairScores.apply(known, i, j, *scores[:4], *scores[7:])
-
-
-def _plain_pair_scores(rows, cols, row_inv, col_inv, i, j) -> Tensor:
-    """:func:`pair_scores` in operators that autograd differentiates."""
-    sides = (rows, row_inv, i), (cols, col_inv, j)
-    units = [(x.to(compute_dtype(x)) if inv is None else normalized(x), k) for x, inv, k in sides]
-    left, right = (x if k is None else x[k] for x, k in units)
-    return (left * right).sum(1)
-
-
-class _PairScores(torch.autograd.Function):
-    """(P,) cosines of pairs: the gradient is of the size of the embeddings, and nothing is saved but the inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, known, i, j, *scores):
-        ctx.save_for_backward(i, j, *scores)
-        return known.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor):
-        i, j, *scores = ctx.saved_tensors
-        needs = ctx.needs_input_grad[3:5]
-        if torch.is_grad_enabled():  # a second derivative is wanted
-            rows, cols, row_inv, col_inv = scores[:4]
-            values = _plain_pair_scores(rows, cols, row_inv, col_inv, i, j)
-            needed = [x for x, need in zip(scores, needs, strict=False) if need]
-            by = iter(torch.autograd.grad(values, needed, grads[0], create_graph=True))
-            return None, None, None, *(next(by) if need else None for need in needs), *([None] * 4)
-        found: list[Tensor | None] = [None, None]
-        for own, index, others in ((0, i, j), (1, j, i)):
-            if needs[own]:
-                (x, inv, unit), (y, other_inv, other_unit) = scores[own::2], scores[1 - own :: 2]
-                other = (y, other_inv) if other_unit is None else (other_unit, None)
-                found[own] = project_(pair_gradient(None, index, *other, others, grads[0], len(x)), x, inv, unit)
-        return None, None, None, *found, *([None] * 4)
-
-
 def pair_products(scores: Scores, i: Tensor | None, j: Tensor | None) -> Tensor:
     """Return the (P,) scores of rows i with columns j, or of row p with column p, without a gradient."""
     if scores.matrix is not None:
         return scores.matrix.diagonal().clone() if i is None or j is None else scores.matrix[i, j]
     rows, cols, row_inv, col_inv = scores[:4]
     assert cols is not None
-    if (
-        scores.row_unit is not None and scores.col_unit is not None
-    ):  # of which other answers were made, whatever became of the embeddings
+    if scores.row_unit is not None and scores.col_unit is not None:
         rows, cols, row_inv, col_inv = scores.row_unit, scores.col_unit, None, None
     p, dtype = len(rows) if i is None else len(i), scores.dtype
     found = rows.new_empty(p, dtype=dtype)

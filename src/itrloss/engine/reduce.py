@@ -153,8 +153,8 @@ class _Gradient:
         for side, (own, other) in enumerate(((i, j), (j, i))):
             if self.needs[side]:
                 s: Any = self.scores
-                given = own, s[1 - side], s[3 - side], other, grad, s.shape[side]
-                self.total[side] = pair_gradient(self.total[side], *given)
+                y, inv = (s[1 - side], s[3 - side]) if s[8 - side] is None else (s[8 - side], None)
+                self.total[side] = pair_gradient(self.total[side], own, y, inv, other, grad, s.shape[side])
 
     def _total(self, side: int, shape: Sequence[int] = ()) -> Tensor:
         total = self.total[side]
@@ -248,7 +248,7 @@ gradients = _operator(
 
 
 class Reduce(torch.autograd.Function):
-    """(K, A) sums with their gradient, by the two operators; and (P,) scores of listed pairs, or None.
+    """(K, A) sums and (P,) scores of pairs, each if wanted, with their gradient.
 
     Where nothing of the embeddings' size is held, the gradient of positives rides along with that of the first sums:
     one gradient less of all embeddings at a time, 34 MB of 105 for InfoNCE at 8192 x 8192 x 512 (``pytest
@@ -256,41 +256,46 @@ class Reduce(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, pairs, question, listed, *tensors):
+    def forward(ctx: Any, pairs, question, index, *tensors):
+        """``question``: arguments of the operators; ``index``: rows and columns of pairs, (None, None): p and p."""
         source, params = list(tensors[:_WIDTH]), list(tensors[_WIDTH:])
         rows, cols = ctx.needs_input_grad[3:5]
-        key, _, sides, _ = ctx.question = question
+        ctx.pairs, ctx.question, ctx.index, ctx.early = pairs, question, index, False
+        ctx.set_materialize_grads(False)
+        products = None if index is None else pair_products(Scores(*source), *index)
+        if question is None:
+            ctx.save_for_backward(*source[:6], None, *source[7:])  # a gradient of pairs needs no kept scores
+            return None, products
+        key, _, sides, _ = question
         ctx.early = ANSWERS[key].exponential and sides == (0,) and rows and not cols and source[1] is not None
         found, direction, by_scale = sums(source, params, *question, ctx.early, pairs=pairs)
-        ctx.pairs, ctx.count, ctx.index = pairs, len(params), (None, None)
-        if listed and not pairs.one_to_one:
-            ctx.index = pairs.listed
-        ctx.set_materialize_grads(False)
         if ctx.early:
             ctx.save_for_backward(source[0], source[2], source[7], params[0], direction, by_scale)
         else:
             ctx.save_for_backward(*tensors)
-        return found, pair_products(Scores(*source), *ctx.index) if listed else None
+        return found, products
 
     @staticmethod
     def backward(ctx: Any, grad: Any, by_pair: Any):  # type: ignore[override]
         first_derivative_only()
-        needs, nothing = ctx.needs_input_grad[3:], [None] * (_WIDTH - 2)
-        if grad is None and by_pair is None:
-            return (None,) * (3 + len(needs))
+        found: list[Any] = [None] * len(ctx.needs_input_grad)
         if ctx.early and grad is not None:
             rows, row_inv, unit, scale, direction, by_scale = ctx.saved_tensors
-            found = project_(direction * (grad[0] * scale)[:, None], rows, row_inv, unit)
-            of_scale = grad[0] * by_scale if needs[_WIDTH] else None
-            if of_scale is not None and scale.numel() == 1:
-                of_scale = of_scale.sum().view(1)
-            return None, None, None, found, None, *nothing, of_scale, *([None] * (ctx.count - 1))
-        tensors, needed = ctx.saved_tensors, [*needs[:2], *needs[_WIDTH:]]
-        source, params = list(tensors[:_WIDTH]), list(tensors[_WIDTH:])
-        riding: dict[str, Any] = {} if by_pair is None else {"riding": (*ctx.index, by_pair)}
-        if grad is None and by_pair is not None:
-            sizes = [Scores(*source).shape[side] for side in ctx.question[2]]
-            grad = by_pair.new_zeros(ANSWERS[ctx.question[0]].width, sum(sizes))
-        found = gradients(source, params, grad, *ctx.question, needed, pairs=ctx.pairs, **riding)
-        found = [x if need else None for x, need in zip(found, needed, strict=True)]
-        return None, None, None, *found[:2], *nothing, *found[2:]
+            found[3] = project_(direction * (grad[0] * scale)[:, None], rows, row_inv, unit)
+            if ctx.needs_input_grad[3 + _WIDTH]:
+                of_scale = grad[0] * by_scale
+                found[3 + _WIDTH] = of_scale.sum().view(1) if scale.numel() == 1 else of_scale
+        elif grad is not None or by_pair is not None:
+            tensors, at = ctx.saved_tensors, [3, 4, *range(3 + _WIDTH, len(found))]
+            source, params = list(tensors[:_WIDTH]), list(tensors[_WIDTH:])
+            needs = [ctx.needs_input_grad[k] for k in at]
+            if grad is None:
+                gradient = _Gradient(Scores(*source), needs[:2])
+                gradient.add_pairs(ctx.index[0], ctx.index[1], by_pair)
+                by = gradient.finish()
+            else:
+                riding: dict[str, Any] = {} if by_pair is None else {"riding": (*ctx.index, by_pair)}
+                by = gradients(source, params, grad, *ctx.question, needs, pairs=ctx.pairs, **riding)
+            for k, x, need in zip(at, by, needs, strict=False):
+                found[k] = x if need else None
+        return tuple(found)

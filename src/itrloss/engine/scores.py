@@ -91,6 +91,11 @@ def tiles(scores: Scores, scratch: int, wanted: Callable[[slice, slice], bool] |
                 yield Tile((r, c), matmul(scores.unit(0, r), right.T, out=views.pop()), views, right)
 
 
+def tile_numel(device: str) -> int:
+    """Return the number of scores of a tile."""
+    return TILE.get(device, _ACCELERATOR_TILE)[0]
+
+
 def tile_shape(n: int, m: int, device: str) -> tuple[int, int]:
     """Return the rows and the columns of a tile."""
     numel, width = TILE.get(device, _ACCELERATOR_TILE)
@@ -153,9 +158,8 @@ def scaled(x: Tensor, inv: Tensor | None) -> Tensor:
 
 def inverse_norms(x: Tensor) -> Tensor:
     """Return the (...) reciprocal lengths of vectors (..., D) in the compute dtype; 0 for a length of at most 1e-12."""
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    on_mps, readable = x.device.type == "mps", host_may_read(x)
-    norms = torch.linalg.vector_norm(x, dim=-1, dtype=dtype if on_mps or readable else torch.float64)
+    readable, dtype = host_may_read(x), torch.float64 if x.dtype == torch.float64 else torch.float32
+    norms = torch.linalg.vector_norm(x, dim=-1, dtype=dtype if readable or x.device.type == "mps" else torch.float64)
     # Squares of lengths beyond 1e18 leave the range of float32. Float64 takes a CPU three times as long: 0.05 of a step
     # at 128 x 512 (pytest benchmarks/test_micro.py --benchmark-enable -k norms).
     if readable and not math.isfinite(float(norms.sum())):

@@ -136,13 +136,13 @@ class PairLoss(ObservedLoss):
         if scores is not None:
             if images is not None or texts is not None:
                 raise ValueError("scores: expected either scores or images and texts, got both")
-            return Similarity._made(scores, None, image_ids, text_ids, **options)
+            return Similarity.from_scores(scores, image_ids, text_ids, **options)
         if images is None or texts is None:
             missing = "images" if images is None else "texts"
             raise TypeError(f"{missing}: expected embeddings (or pass scores=, or a Similarity), got None")
         if self.gather:
             (images, texts), image_ids, text_ids = self._gathered((images, texts), image_ids, text_ids)
-        return Similarity._made(images, texts, image_ids, text_ids, **options)
+        return Similarity(images, texts, image_ids, text_ids, **options)
 
 
 class MemoryLoss(ObservedLoss):

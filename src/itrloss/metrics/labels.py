@@ -49,7 +49,7 @@ def part_of(sim: Similarity, rows: Tensor, cols: Tensor) -> Similarity:
         return Similarity.from_scores(sim.detach().scores()[rows][:, cols], *kept)
     first, second = (x.detach()[part] for x, part in zip(sim._inputs, (rows, cols), strict=True))
     engine: Any = sim.engine
-    return Similarity(first, second, *kept, normalize=sim._first.bounded, engine=engine)
+    return Similarity(first, second, *kept, normalize=sim._matrix.bounded, engine=engine)
 
 
 def parts_of(sim: Similarity, folds: int) -> list[tuple[Tensor, Tensor]]:

@@ -128,12 +128,10 @@ def retrieval_results(
             raise ValueError("judgements: expected None beside a reranker; give its scores, and t2i_scores")
         pairs = relevant_pairs(judgements, relevant, sim.shape)
         found = [judged(view, pairs[way], pairs[1 - way], ties, hubness_k) for way, view in enumerate(views)]
-    elif other is not None:
-        found = [view.ranked(hubness_k, ties=ties, columns=False)[0] for view in views]
-    elif reranker is not None:
+    elif reranker is not None and other is None:
         found = reranker._ranked(sim, hubness_k, ties)
     else:
-        found = sim.ranked(hubness_k, ties=ties)
+        found = [view.ranked(hubness_k, ties=ties) for view in views]
     parts = zip(numbered(sim), found, views, strict=True)
     return RetrievalResults(*(QueryResults(ids, ranks, top.indices, v.shape[1]) for ids, (ranks, top), v in parts))
 
@@ -142,7 +140,7 @@ def _of_all(shares: Shares, reranker: Reranker | None, k: int, ties: Ties) -> Re
     """Each process ranks for its own queries, and all exchange what they found."""
     if reranker is None:
         queries = (shares.queries(side) for side in (0, 1))
-        ranked = (own.ranked(k, ties=ties, columns=False)[0] for own in queries)
+        ranked = (own.ranked(k, ties=ties) for own in queries)
     else:
         ranked = reranker._ranked_of_all(shares, k, ties)
     found = []

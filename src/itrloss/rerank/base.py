@@ -302,8 +302,7 @@ class BiasReranker(Reranker):
 
     def _ranked(self, sim: Similarity, k: int, ties: str) -> tuple[Ranked, Ranked]:
         biases = self.biases(sim)
-        i2t, t2i = sim.ranked(k, biases.images, biases.texts, ties=ties)  # out of one pass
-        return i2t, t2i
+        return sim.ranked(k, biases.texts, ties=ties), sim.T.ranked(k, biases.images, ties=ties)
 
     def _of_all(self, shares: Shares, whole: bool = False) -> Iterator[tuple[Direction, Similarity]]:
         # Numbers that hang on one another are found by every process for itself.
@@ -317,7 +316,7 @@ class BiasReranker(Reranker):
         return TopK(top.values * self._factor(side), top.indices)
 
     def _ranked_of(self, direction: Direction, answers: Similarity, k: int, ties: str) -> Ranked:
-        return answers.ranked(k, None, self._bias(direction), ties=ties, columns=False)[0]
+        return answers.ranked(k, self._bias(direction), ties=ties)
 
     @torch.no_grad()
     def _bias(self, direction: Direction) -> Tensor:
@@ -361,7 +360,7 @@ class BlockReranker(Reranker):
         own, others = (_or_numbers(ids, size) for ids, size in zip(answers.ids, answers.shape, strict=True))
         ranks, tops = [], []
         for rows, block in self._blocks(direction):
-            ((rank, top),) = Similarity.from_scores(block, own[rows], others).ranked(k, ties=ties, columns=False)
+            rank, top = Similarity.from_scores(block, own[rows], others).ranked(k, ties=ties)
             ranks.append(rank)
             tops.append(top)
         width = max(x.shape[1] for x in ranks)
@@ -397,7 +396,7 @@ def _apart(n: int, m: int) -> Sequence[Tensor]:
 
 def unlabelled(sim: Similarity) -> Similarity:
     """Return the same scores without a gradient, nothing matching, so that every column is a negative."""
-    matrix = sim._first.detach()
+    matrix = sim._matrix.detach()
     rows, cols = (x.to(sim.device) for x in _apart(*matrix.shape))
     matrix.pairs = Pairs(matrix.shape, (rows, cols), sim.device)
     return sim._seen(matrix, sim._side)
@@ -411,7 +410,7 @@ def against(sim: Similarity, cols: Tensor, more_rows: Tensor | None = None) -> S
         rows = torch.cat([x.to(sim.device, sim.dtype) for x in (rows, more_rows)])  # neither is rounded
     engine: Any = sim.engine if sim.engine in ("tiled", "triton") else "auto"
     ids = _apart(len(rows), len(cols))
-    return Similarity(rows, cols, *ids, normalize=sim._first.bounded, engine=engine)
+    return Similarity(rows, cols, *ids, normalize=sim._matrix.bounded, engine=engine)
 
 
 def _fingerprint(bank: Tensor) -> tuple[Any, ...]:

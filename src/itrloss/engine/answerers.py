@@ -1,0 +1,234 @@
+"""Who answers for the anchors of matrices: small ones together, in plain PyTorch; others one by one, tile by tile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import ranking, reduce
+from .answers import ANSWERS
+from .matrix import Matrix, check_unchanged
+from .pairs import segment_sum
+from .scores import Embeddings, chunks, full_precision
+
+View = tuple[Matrix, int]  # a matrix, and as which side of it, 0 the rows and 1 the columns, anchors ask
+
+
+class Dense:
+    """The rows of scores (A, C) of several views, one below the other, in plain PyTorch: autograd sees all of it.
+
+    Asked together they take half the operators, or fewer, which is what small matrices cost.
+    """
+
+    def __init__(self, views: Sequence[View]):
+        """``views``: of as many candidates each."""
+        self.matrices: list[Matrix] = []
+        self.views: list[tuple[int, int]] = []  # number of the matrix, and side
+        self.embeddings: list[Embeddings | None] = []
+        self.given, self.one_to_one = False, True
+        for matrix, side in views:
+            if matrix not in self.matrices:
+                self.matrices.append(matrix)
+                self.embeddings += matrix.embeddings
+            self.views.append((self.matrices.index(matrix), side))
+            self.given = self.given or matrix.cols is None
+            self.one_to_one = self.one_to_one and matrix.pairs.one_to_one
+        self._scores: Tensor | None = None
+        self._known: dict[tuple[str, bool], Tensor | None] = {}
+
+    def scores(self) -> Tensor:
+        """Return the (A, C) scores, differentiable."""
+        check_unchanged(self.embeddings)
+        if self._scores is not None:
+            return self._scores
+        parts = [matrix.scores() for matrix in self.matrices]
+        keep = self.matrices[0]._scores is not None  # not in inference mode
+        with torch.set_grad_enabled(keep):  # whoever asks first
+            scores = torch.cat([parts[k].T if side else parts[k] for k, side in self.views])
+        self._scores = scores if keep else None
+        return scores
+
+    def mask(self, over: str, fill: bool = True) -> Tensor | None:
+        """Return an (A, C) bool mask of what a sum ``over`` something leaves out; None: nothing.
+
+        Unless it is to ``fill``: factors of 0 and 1, which cost a fifth of the time of filling. Scores that are given
+        may be infinite, and have to be filled: a factor of 0 would make them nan.
+        """
+        if (over, fill) in self._known:
+            return self._known[over, fill]
+        parts: list[Tensor | None] = []
+        for k, m in enumerate(self.matrices):
+            alike = k > 0 and m.pairs is self.matrices[k - 1].pairs
+            parts.append(parts[-1] if alike else m.pairs.excluded(over=over))
+        mask = None
+        if any([x is not None for x in parts]):
+            every = [
+                torch.zeros(m.shape, dtype=torch.bool, device=m.device) if x is None else x
+                for m, x in zip(self.matrices, parts, strict=True)
+            ]
+            mask = torch.cat([every[k].T if side else every[k] for k, side in self.views])
+            mask = mask if fill else (~mask).view(torch.uint8).to(self.matrices[0].dtype)
+        if self._scores is not None:  # not in inference mode
+            self._known[over, fill] = mask
+        return mask
+
+    def sums(self, *params: Tensor, key: str, over: str = "negatives") -> Tensor:
+        """Return (K, A): the sums of an answer over each anchor's candidates."""
+        answer, scores = ANSWERS[key], self.scores()
+        if torch.is_grad_enabled():
+            for matrix in self.matrices:
+                matrix.summed = True
+        fill = answer.maximum or self.given
+        mask = self.mask(over, fill)
+        values = answer.value(scores, *[p.unsqueeze(-1) for p in params])
+        x = values.expand_as(scores) if answer.width == 1 else torch.stack(values)
+        if mask is not None:
+            x = x.masked_fill(mask, -math.inf if answer.maximum else 0.0) if fill else x * mask
+        return (x.amax(-1) if answer.maximum else x.sum(-1)).view(answer.width, -1)
+
+    def counts(self, *, positive: bool) -> Tensor:
+        """Return (A,) int64: how many positives, or negatives, each anchor has."""
+        factors: Any = self.mask("positives" if positive else "negatives", False)
+        return factors.sum(-1).long()
+
+    def centre(self) -> Tensor:
+        """Return (A,): a number near the mean of each anchor's negatives. Without a gradient."""
+        if self.given:
+            return self.sums(key="identity")[0] / self.counts(positive=False).clamp_min(1)
+        if self.one_to_one:
+            return self.scores().mean(-1)
+        scores, factors = self.scores(), self.mask("negatives", False)
+        assert factors is not None
+        return (scores * factors).sum(-1) / factors.sum(-1).clamp_min(1)
+
+    def hardest(self) -> tuple[Tensor, Tensor]:
+        """Return score and index (A,) of each anchor's highest-scoring negative; -inf and -1 without one."""
+        mask: Any = self.mask("negatives")
+        values, index = self.scores().detach().masked_fill(mask, -math.inf).max(-1)
+        if torch.is_grad_enabled():
+            scores, of_views = [], index.split([self.matrices[k].shape[side] for k, side in self.views])
+            for (k, side), j in zip(self.views, of_views, strict=True):
+                scores.append(self.matrices[k].pair_scores(*((j, None) if side else (None, j))))
+            values = torch.where(values == -math.inf, -math.inf, torch.cat(scores))
+        return values, index.masked_fill(values == -math.inf, -1)
+
+    def sorted_hinges(self, *, margin: float) -> Tensor:
+        """Return (A,): the hinges of all positives against all negatives, without listing the positives.
+
+        Every candidate is taken for one: what lies above its threshold is a prefix of the anchor's sorted negatives.
+        """
+        scores, mask, negative = self.scores(), self.mask("positives"), self.mask("negatives")
+        assert mask is not None and negative is not None
+        ordered = scores.masked_fill(negative, -math.inf).sort(dim=1).values
+        sums = ordered.masked_fill(ordered == -math.inf, 0.0).flip(1).cumsum(1)
+        thresholds = scores - margin
+        behind = torch.searchsorted(ordered.detach().contiguous(), thresholds.detach().contiguous(), right=True)
+        count = scores.shape[1] - behind
+        above = torch.nn.functional.pad(sums, (1, 0)).gather(1, count)
+        return torch.where(mask, 0.0, above - count * thresholds).sum(1)
+
+
+class Tiled:
+    """One side of a matrix, or both, answered tile by tile, on the CPU or by Triton."""
+
+    def __init__(self, views: Sequence[View]):
+        """``views``: of one matrix, the rows first."""
+        self.matrix, self.sides = views[0][0], tuple(side for _, side in views)
+
+    def sums(self, *params: Tensor, key: str, over: str = "negatives") -> Tensor:
+        """See :meth:`Dense.sums`."""
+        m, compiling = self.matrix, torch.compiler.is_compiling()
+        check_unchanged(m.embeddings)
+        early = ANSWERS[key].exponential and self.sides == (0,) and m.cols is not None and not m.cols.requires_grad
+        source, pairs = m.source(form=not early), None if compiling else m.pairs
+        question = key, over, self.sides, m.engine == "triton"
+        if not torch.is_grad_enabled():
+            return reduce.sums(list(source), list(params), *question, False, pairs=pairs)[0]
+        listed = not (early or compiling or m.cols is None) and m.pairs.listable and m._positive_scores is None
+        index = ((None, None) if m.pairs.one_to_one else m.pairs.listed) if listed else None
+        found, positive = reduce.Reduce.apply(pairs, question, index, *source, *params)
+        m._positive_scores = positive if listed else m._positive_scores
+        return found
+
+    def counts(self, *, positive: bool) -> Tensor:
+        """See :meth:`Dense.counts`."""
+        return torch.cat([self.matrix.pairs.counts(side)[0 if positive else 1] for side in self.sides])
+
+    def centre(self) -> Tensor:
+        """See :meth:`Dense.centre`.
+
+        Several positives that score far from the negatives would move the mean of all candidates away from theirs.
+        """
+        m, sums = self.matrix, []
+        if m.keeps or m.cols is None:
+            return self.sums(key="identity")[0] / self.counts(positive=False).clamp_min(1)
+        source: Any = m.source()
+        with full_precision(m.rows):
+            for side in self.sides:
+                other = sum(source.unit(1 - side, part).sum(0) for part in chunks(source[1 - side]))
+                sums.append(torch.cat([source.unit(side, part) @ other for part in chunks(source[side])]))
+        if m.pairs.one_to_one or not m.pairs.listable:
+            return torch.cat([x / m.shape[1 - side] for x, side in zip(sums, self.sides, strict=True)])
+        for side, x in zip(self.sides, sums, strict=True):
+            x.sub_(segment_sum(m.positive_scores().detach(), m.pairs.listed[side], len(x)))
+        return torch.cat(sums) / self.counts(positive=False).clamp_min(1)
+
+    def hardest(self) -> tuple[Tensor, Tensor]:
+        """See :meth:`Dense.hardest`; the gradient of a score goes to its pair."""
+        m = self.matrix
+        check_unchanged(m.embeddings)
+        with torch.no_grad(), full_precision(m.rows):  # inside, as the compiler refuses a decorator
+            source = m.source(form=True)
+            if torch.compiler.is_compiling():
+                found = ranking.registered_hardest(list(source))
+                best = [(found[side], found[2 + side]) for side in self.sides]
+            else:
+                best = ranking.hardest(source, m.pairs, self.sides)
+            values, index = (torch.cat(x) for x in zip(*best, strict=True))
+        if torch.is_grad_enabled() and any(x is not None and x.x.requires_grad for x in m.embeddings):
+            places = [(torch.arange(len(x), device=x.device), x.clamp_min(0)) for _, x in best]
+            places = [place[::-1] if side else place for place, side in zip(places, self.sides, strict=True)]
+            scores = m.pair_scores(*(torch.cat(x) for x in zip(*places, strict=True)))
+            values = torch.where(index < 0, -math.inf, scores)
+        return values, index
+
+    def sorted_hinges(self, *, margin: float) -> Tensor:
+        """See :meth:`Dense.sorted_hinges`."""
+        m = self.matrix
+        whole = Matrix(*m.embeddings, m.pairs, "dense", 0)
+        return torch.cat([Dense([(whole, side)]).sorted_hinges(margin=margin) for side in self.sides])
+
+
+Group = Sequence[View]  # as which anchors ask several matrices, which hold the candidates of each
+Place = tuple[int, int]  # a group, and how many of its candidates come before those of a view
+
+
+def answerers(groups: Sequence[Group]) -> list[tuple[Dense | Tiled, list[Place] | None]]:
+    """Return who answers the anchors of these groups, and which of them, in that order; None: all, as they stand."""
+    found: list[tuple[list[View], list[Place]]] = []
+    for g, group in enumerate(groups):
+        first = 0
+        for matrix, side in group:
+            for entry in found:
+                other, seen = entry[0][0]
+                if matrix.engine == other.engine == "dense":
+                    together = matrix.shape[1 - side] == other.shape[1 - seen]
+                else:
+                    together = matrix is other and len(entry[0]) == 1 and side != seen
+                if together:
+                    break
+            else:
+                found.append(entry := ([], []))
+            views, places = entry
+            at = len(views) if matrix.engine == "dense" or side else 0  # the rows of a tiled matrix come first
+            views.insert(at, (matrix, side))
+            places.insert(at, (g, first))
+            first += matrix.shape[1 - side]
+    who = [Dense(views) if views[0][0].engine == "dense" else Tiled(views) for views, _ in found]
+    if len(found) == 1 and [g for g, _ in found[0][1]] == [*range(len(groups))]:
+        return [(who[0], None)]
+    return [(x, places) for x, (_, places) in zip(who, found, strict=True)]
