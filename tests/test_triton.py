@@ -418,8 +418,10 @@ def test_a_full_memory_is_no_answer(example, monkeypatch):
     def full(*args):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(engine, "_agrees", full)
-    assert not engine.works(DEVICE, torch.float32) and not engine._known
+    monkeypatch.setattr(engine, "sums", full)
+    with pytest.warns(UserWarning, match="OutOfMemoryError"):
+        assert not engine.works(DEVICE, torch.float32)
+    assert not engine._known
 
 
 def test_nothing_is_tried_while_a_graph_is_captured(example, monkeypatch):

@@ -38,7 +38,7 @@ class Dense:
             self.given = self.given or matrix.cols is None
             self.one_to_one = self.one_to_one and matrix.pairs.one_to_one
         self._scores: Tensor | None = None
-        self._known: dict[tuple[str, bool], Tensor | None] = {}
+        self._masks: dict[tuple[str, bool], Tensor] = {}
 
     def scores(self) -> Tensor:
         """Return the (A, C) scores, differentiable."""
@@ -52,28 +52,23 @@ class Dense:
         self._scores = scores if keep else None
         return scores
 
-    def mask(self, over: str, fill: bool = True) -> Tensor | None:
-        """Return an (A, C) bool mask of what a sum ``over`` something leaves out; None: nothing.
+    def mask(self, over: str, fill: bool = True) -> Tensor:
+        """Return an (A, C) bool mask of what a sum ``over`` something leaves out.
 
         Unless it is to ``fill``: factors of 0 and 1, which cost a fifth of the time of filling. Scores that are given
         may be infinite, and have to be filled: a factor of 0 would make them nan.
         """
-        if (over, fill) in self._known:
-            return self._known[over, fill]
-        parts: list[Tensor | None] = []
+        if (over, fill) in self._masks:
+            return self._masks[over, fill]
+        parts: list[Tensor] = []
         for k, m in enumerate(self.matrices):
-            alike = k > 0 and m.pairs is self.matrices[k - 1].pairs
-            parts.append(parts[-1] if alike else m.pairs.excluded(over=over))
-        mask = None
-        if any([x is not None for x in parts]):
-            every = [
-                torch.zeros(m.shape, dtype=torch.bool, device=m.device) if x is None else x
-                for m, x in zip(self.matrices, parts, strict=True)
-            ]
-            mask = torch.cat([every[k].T if side else every[k] for k, side in self.views])
-            mask = mask if fill else (~mask).view(torch.uint8).to(self.matrices[0].dtype)
+            known = k > 0 and m.pairs is self.matrices[k - 1].pairs
+            mask = parts[-1] if known else m.pairs.excluded(over=over)
+            parts.append(torch.zeros(m.shape, dtype=torch.bool, device=m.device) if mask is None else mask)
+        mask = torch.cat([parts[k].T if side else parts[k] for k, side in self.views])
+        mask = mask if fill else (~mask).view(torch.uint8).to(self.matrices[0].dtype)
         if self._scores is not None:  # not in inference mode
-            self._known[over, fill] = mask
+            self._masks[over, fill] = mask
         return mask
 
     def sums(self, *params: Tensor, key: str, over: str = "negatives") -> Tensor:
@@ -86,14 +81,12 @@ class Dense:
         mask = self.mask(over, fill)
         values = answer.value(scores, *[p.unsqueeze(-1) for p in params])
         x = values.expand_as(scores) if answer.width == 1 else torch.stack(values)
-        if mask is not None:
-            x = x.masked_fill(mask, -math.inf if answer.maximum else 0.0) if fill else x * mask
+        x = x.masked_fill(mask, -math.inf if answer.maximum else 0.0) if fill else x * mask
         return (x.amax(-1) if answer.maximum else x.sum(-1)).view(answer.width, -1)
 
     def counts(self, *, positive: bool) -> Tensor:
         """Return (A,) int64: how many positives, or negatives, each anchor has."""
-        factors: Any = self.mask("positives" if positive else "negatives", False)
-        return factors.sum(-1).long()
+        return self.mask("positives" if positive else "negatives", False).sum(-1).long()
 
     def centre(self) -> Tensor:
         """Return (A,): a number near the mean of each anchor's negatives. Without a gradient."""
@@ -102,13 +95,11 @@ class Dense:
         if self.one_to_one:
             return self.scores().mean(-1)
         scores, factors = self.scores(), self.mask("negatives", False)
-        assert factors is not None
         return (scores * factors).sum(-1) / factors.sum(-1).clamp_min(1)
 
     def hardest(self) -> tuple[Tensor, Tensor]:
         """Return score and index (A,) of each anchor's highest-scoring negative; -inf and -1 without one."""
-        mask: Any = self.mask("negatives")
-        values, index = self.scores().detach().masked_fill(mask, -math.inf).max(-1)
+        values, index = self.scores().detach().masked_fill(self.mask("negatives"), -math.inf).max(-1)
         if torch.is_grad_enabled():
             scores, of_views = [], index.split([self.matrices[k].shape[side] for k, side in self.views])
             for (k, side), j in zip(self.views, of_views, strict=True):
@@ -122,7 +113,6 @@ class Dense:
         Every candidate is taken for one: what lies above its threshold is a prefix of the anchor's sorted negatives.
         """
         scores, mask, negative = self.scores(), self.mask("positives"), self.mask("negatives")
-        assert mask is not None and negative is not None
         ordered = scores.masked_fill(negative, -math.inf).sort(dim=1).values
         sums = ordered.masked_fill(ordered == -math.inf, 0.0).flip(1).cumsum(1)
         thresholds = scores - margin
@@ -181,18 +171,13 @@ class Tiled:
         """See :meth:`Dense.hardest`; the gradient of a score goes to its pair."""
         m = self.matrix
         check_unchanged(m.embeddings)
-        with torch.no_grad(), full_precision(m.rows):  # inside, as the compiler refuses a decorator
-            source = m.source(form=True)
-            if torch.compiler.is_compiling():
-                found = ranking.registered_hardest(list(source))
-                best = [(found[side], found[2 + side]) for side in self.sides]
-            else:
-                best = ranking.hardest(source, m.pairs, self.sides)
-            values, index = (torch.cat(x) for x in zip(*best, strict=True))
+        pairs: Any = {} if torch.compiler.is_compiling() else {"pairs": m.pairs}
+        values, index = ranking.hardest(list(m.source(form=True)), self.sides, **pairs)
         if torch.is_grad_enabled() and any(x is not None and x.x.requires_grad for x in m.embeddings):
-            places = [(torch.arange(len(x), device=x.device), x.clamp_min(0)) for _, x in best]
-            places = [place[::-1] if side else place for place, side in zip(places, self.sides, strict=True)]
-            scores = m.pair_scores(*(torch.cat(x) for x in zip(*places, strict=True)))
+            own = torch.cat([torch.arange(m.shape[side], device=m.device) for side in self.sides])
+            others, rows = index.clamp_min(0), 0 if self.sides == (1,) else m.shape[0]
+            places = zip((own, others), (others, own), strict=True)
+            scores = m.pair_scores(*(torch.cat([x[:rows], y[rows:]]) for x, y in places))
             values = torch.where(index < 0, -math.inf, scores)
         return values, index
 

@@ -98,20 +98,13 @@ def term_name(term: Callable[..., Tensor]) -> str:
 # ---------------------------------------------------------------------------------------------- exponentials
 
 
-def _exponent(s: Tensor, scale: Tensor, top: Tensor, out: Any) -> Tensor:
-    """Return ``scale s - top``."""
-    if out is None:  # a pair that is left out may lie far above ``top``: inf times a gradient of 0 would be nan
-        return (s * scale - top).clamp_max(80.0)
-    if scale.numel() == 1 and host_may_read(scale):  # in one pass
-        return torch.add(-top, s, alpha=float(scale), out=out[0])
-    return torch.mul(s, scale, out=out[0]).sub_(top)
-
-
 def _exp(s: Tensor, scale: Tensor, top: Tensor | None = None, out: Any = None) -> Tensor:
-    if top is None:
-        return (s * scale).exp() if out is None else torch.mul(s, scale, out=out[0]).exp_()
-    z = _exponent(s, scale, top, out)
-    return z.exp() if out is None else z.exp_()
+    z = torch.mul(s, scale, out=out and out[0])
+    if top is not None:
+        z = z.sub_(top)
+    if out is None and top is not None:  # a pair left out may lie far above ``top``: inf times a gradient of 0 is nan
+        z = z.clamp_max(80.0)
+    return z.exp_()
 
 
 def _exp_slopes(s, params, grads, needs, out):
@@ -132,21 +125,16 @@ def exponential(scores: Tensor, scale: Tensor, best: Tensor) -> Tensor:
 
 
 def _information(s: Tensor, scale: Tensor, best: Tensor, out: Any = None) -> tuple[Tensor, Tensor]:
-    """``exp(z)`` and ``z exp(z)`` with ``z = scale (s - best)``."""
-    if out is None:  # bounded above as in `_exponent`; below, as -inf would meet an exponential of 0
-        z = ((s - best) * scale).clamp(-1e4, 80.0)
-        e = z.exp()
-        return e, e * z
-    z = torch.sub(s, best, out=out[0]).mul_(scale).clamp_min_(-1e4)
-    e = torch.exp(z, out=out[1])
-    return e, z.mul_(e)
+    """``exp(z)`` and ``z exp(z)`` with ``z = scale (s - best)``, bounded below: -inf would meet an exponential of 0."""
+    z = torch.sub(s, best, out=out and out[0]).mul_(scale)
+    z = z.clamp(-1e4, 80.0) if out is None else z.clamp_min_(-1e4)  # above as in `_exp`
+    e = torch.exp(z, out=out and out[1])
+    return e, e * z if out is None else z.mul_(e)
 
 
 def _information_slopes(s, params, grads, needs, out):
-    scale, best = params
-    z = torch.sub(s, best, out=out[0]).mul_(scale).clamp_min_(-1e4)
-    e = torch.exp(z, out=out[1])
-    return [z.add_(1).mul_(grads[1]).add_(grads[0]).mul_(e).mul_(scale), None, None]
+    e, ez = _information(s, *params, out=out)
+    return [ez.add_(e).mul_(grads[1]).addcmul_(e, grads[0].expand_as(e)).mul_(params[0]), None, None]
 
 
 # The sums of an entropy; its parameters are chosen, and have no gradient.

@@ -13,7 +13,7 @@ from torch import Tensor
 from . import reduce
 from .pairs import Pairs, pair_products
 from .products import matmul
-from .scores import Embeddings, Scores, compute_dtype, even_chunks, full_precision, may_keep, tile_numel, tiles
+from .scores import Embeddings, Scores, compute_dtype, even_chunks, full_precision, may_keep, tile_numel, tile_shape
 
 ENGINES = ("dense", "tiled", "triton")
 MEMORY_BUDGET = 256 * 2**20  # bytes of scores that "auto" keeps (8192 x 8192 in float32)
@@ -145,14 +145,11 @@ class Matrix:
                 block = (source.matrix.detach().T if side else source.matrix.detach())[part]
                 yield part, block.clone(memory_format=torch.contiguous_format)
                 continue
-            own, others = (tuple(source[k + s] for k in (0, 2, 7)) for s in (side, 1 - side))
-            (x, inv, unit), (y, other_inv, other_unit) = (None if z is None else z[part] for z in own), others
-            assert x is not None
-            few = Scores(x, y, inv, other_inv, row_unit=unit, col_unit=other_unit)
-            block = few.rows.new_empty(few.shape, dtype=few.dtype)
-            with full_precision(few.rows), torch.no_grad():
-                for tile in tiles(few, 0):
-                    block[tile.part] = tile.scores
+            with full_precision(self.rows), torch.no_grad():
+                left = source.unit(side, part)
+                block = left.new_empty(len(left), m)
+                for c in even_chunks(m, tile_shape(len(left), m, self.device.type)[1]):
+                    block[:, c] = matmul(left, source.unit(1 - side, c).T)
             yield part, block
 
     def pair_scores(self, i: Tensor | None, j: Tensor | None) -> Tensor:

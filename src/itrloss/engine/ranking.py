@@ -1,4 +1,4 @@
-"""What is no sum over candidates: the hardest negatives, the best candidates, and ranks."""
+"""What is no sum over candidates: hardest negatives, and ranks."""
 
 from __future__ import annotations
 
@@ -9,51 +9,37 @@ import torch
 from torch import Tensor
 
 from .pairs import Pairs
+from .reduce import asked, operator
 from .scores import Scores, full_precision, tiles
 
 _MANY = 32  # positives of an anchor, from which on sorting its rivals beats comparing them once per positive
-
-Top = tuple[Tensor, Tensor]  # values and indices
-
-
-def hardest(source: Scores, pairs: Pairs, sides: Sequence[int]) -> list[Top]:
-    """Return score and index (A,) of the highest-scoring negative for each of these sides; -inf and -1 without one."""
-    empty = [source.rows.new_full((source.shape[side],), -math.inf, dtype=source.dtype) for side in sides]
-    best = [(x, torch.full_like(x, -1, dtype=torch.int64)) for x in empty]
-    for tile in tiles(source, 1):
-        t = pairs.exclude_(tile.scratch[0].copy_(tile.scores), tile.part, -math.inf)
-        for side, (values, where) in zip(sides, best, strict=True):
-            value, index = argmax(t, 1 - side)
-            anchors, candidates = tile.part[side], tile.part[1 - side]
-            b, w = values[anchors], where[anchors]
-            better = (value > b) | (value.isnan() & ~b.isnan())
-            w.copy_(torch.where(better, index + candidates.start, w))
-            b.copy_(torch.where(better, value, b))
-    return best
+_RUN = 64
 
 
-def _hardest_of_both(source: list[Tensor | None]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scores of rows and columns, then their indices: what the compiler sees of the search."""
+def _hardest(source: list[Tensor | None], sides: Sequence[int], pairs: Pairs | None = None) -> tuple[Tensor, Tensor]:
+    """Return score and index (A,) of the highest-scoring negative of each anchor; -inf and -1 without one."""
+    scores, pairs = asked(source, pairs)
+    best = [scores.rows.new_full((scores.shape[side],), -math.inf, dtype=scores.dtype) for side in sides]
+    where = [torch.full_like(x, -1, dtype=torch.int64) for x in best]
+    with torch.no_grad(), full_precision(scores.rows):
+        for tile in tiles(scores, 1):
+            t = pairs.exclude_(tile.scratch[0].copy_(tile.scores), tile.part, -math.inf)
+            for side, values, indices in zip(sides, best, where, strict=True):
+                value, index = argmax(t, 1 - side)
+                v, i = values[tile.part[side]], indices[tile.part[side]]
+                better = (value > v) | (value.isnan() & ~v.isnan())
+                i.copy_(torch.where(better, index + tile.part[1 - side].start, i))
+                v.copy_(torch.where(better, value, v))
+    return torch.cat(best), torch.cat(where)
+
+
+def _fake_hardest(source: list[Tensor | None], sides: Sequence[int]) -> tuple[Tensor, Tensor]:
     scores = Scores(*source)  # type: ignore[arg-type]
-    with full_precision(scores.rows):
-        pairs = Pairs(scores.shape, (scores.row_ids, scores.col_ids), scores.rows.device)
-        (a, i), (b, j) = hardest(scores, pairs, (0, 1))
-    return a, b, i, j
+    best = scores.rows.new_empty(sum(scores.shape[side] for side in sides), dtype=scores.dtype)
+    return best, best.to(torch.int64)
 
 
-def _fake_hardest(source: list[Tensor | None]) -> tuple[Tensor, ...]:
-    scores = Scores(*source)  # type: ignore[arg-type]
-    a, b = (scores.rows.new_empty(size, dtype=scores.dtype) for size in scores.shape)
-    return a, b, a.to(torch.int64), b.to(torch.int64)
-
-
-_library = torch.library.Library("itrloss", "FRAGMENT")
-_library.define("hardest(Tensor?[] source) -> (Tensor, Tensor, Tensor, Tensor)")
-_library.impl("hardest", _hardest_of_both, "CompositeExplicitAutograd")
-torch.library.register_fake("itrloss::hardest", _fake_hardest, lib=_library)
-registered_hardest = torch.ops.itrloss.hardest.default
-
-_RUN, _FEW = 64, 2**15
+hardest = operator("hardest", "(Tensor?[] source, int[] sides) -> (Tensor, Tensor)", _hardest, _fake_hardest)
 
 
 def argmax(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -62,21 +48,12 @@ def argmax(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     0.5 of the time along rows of 1024 x 1024, 0.2 along columns (``pytest benchmarks/test_micro.py --benchmark-enable
     -k argmax``).
     """
-    size = x.shape[dim]
-    runs = size // _RUN
-    if runs < 2 or x.numel() <= _FEW or x.device.type != "cpu":
+    if x.device.type != "cpu" or x.shape[dim] % _RUN:
         return x.max(dim)
-    head = x.narrow(dim, 0, runs * _RUN).unflatten(dim, (runs, _RUN))
-    value, run = head.amax(dim + 1).max(dim)
-    where = run.unsqueeze(dim).unsqueeze(dim + 1)
-    shape = list(head.shape)
-    shape[dim] = 1
-    index = head.gather(dim, where.expand(shape)).squeeze(dim).argmax(dim).add_(run, alpha=_RUN)
-    if size % _RUN:
-        rest, place = x.narrow(dim, runs * _RUN, size % _RUN).max(dim)
-        better = rest > value
-        value, index = torch.where(better, rest, value), torch.where(better, place + runs * _RUN, index)
-    return value, index
+    runs = x.unflatten(dim, (-1, _RUN))
+    value, run = runs.amax(dim + 1).max(dim)
+    best = torch.take_along_dim(runs, run.unsqueeze(dim).unsqueeze(dim), dim).squeeze(dim)
+    return value, best.argmax(dim).add_(run, alpha=_RUN)
 
 
 def ranks(thresholds: Tensor, rivals: Tensor, optimistic: bool) -> Tensor:

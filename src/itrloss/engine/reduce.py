@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,14 +22,6 @@ from .products import add_matmul_, matmul
 from .scores import Scores, Tile, full_precision, project_, tiles
 
 _WIDTH = len(Scores._fields)
-_WHOLE = slice(None), slice(None)
-
-
-class View(NamedTuple):
-    """What sides, 0 the rows and 1 the columns, see of a tile."""
-
-    sides: Sequence[int]  # that share its values
-    params: list[Tensor]  # broadcast with the scores
 
 
 def by_side(x: Tensor, sides: Sequence[int], shape: tuple[int, int]) -> dict[int, Tensor]:
@@ -38,19 +30,15 @@ def by_side(x: Tensor, sides: Sequence[int], shape: tuple[int, int]) -> dict[int
 
 
 def views(
-    sides: Sequence[int], params: Sequence[Tensor], shape: tuple[int, int], part: tuple[slice, slice] = _WHOLE
-) -> list[View]:
-    """Return the sides' views of a part of the matrix; where parameters are one number each, one serves both."""
-    each = False
-    for p in params:
-        each = each or p.shape[-1] != 1
-    if not each:
-        return [View(sides, [p.unsqueeze(-1) for p in params])]
-    found = []
-    sizes = [shape[side] for side in sides]
-    for k, side in enumerate(sides):
-        own = [p if p.shape[-1] == 1 else p.split(sizes, -1)[k][..., part[side]] for p in params]
-        found.append(View([side], [p.unsqueeze(-1 - side) for p in own]))
+    sides: Sequence[int], params: Sequence[Tensor], shape: tuple[int, int], part: tuple[slice, slice]
+) -> list[tuple[Sequence[int], list[Tensor]]]:
+    """Return the sides that share values of a tile, and parameters that broadcast with its scores, one or two times."""
+    if all(p.shape[-1] == 1 for p in params):
+        return [(sides, [p.unsqueeze(-1) for p in params])]
+    found: list[tuple[Sequence[int], list[Tensor]]] = []
+    for side in sides:
+        own = [p if p.shape[-1] == 1 else by_side(p, sides, shape)[side][..., part[side]] for p in params]
+        found.append(([side], [p.unsqueeze(-1 - side) for p in own]))
     return found
 
 
@@ -68,11 +56,11 @@ def tiled_sums(
     total = {side: new(answer.width, scores.shape[side]).fill_(start) for side in sides}
     direction, by_scale = new(scores.rows.shape if early else 0), new(len(scores.rows) if early else 0)
     for tile in tiles(scores, answer.buffers):
-        for view in views(sides, params, scores.shape, tile.part):
-            values = answer.value(tile.scores, *view.params, out=tile.scratch)
+        for alike, own in views(sides, params, scores.shape, tile.part):
+            values = answer.value(tile.scores, *own, out=tile.scratch)
             for k, x in enumerate(values if answer.width > 1 else (values,)):
                 pairs.exclude_(x, tile.part, start, over)
-                for side in view.sides:
+                for side in alike:
                     part = total[side][k, tile.part[side]]
                     if answer.maximum:
                         torch.maximum(part, x.amax(1 - side), out=part)
@@ -102,17 +90,17 @@ def tiled_gradient(
     by_params = [torch.zeros_like(p, dtype=scores.dtype) for p in params]
     for tile in tiles(scores, answer.buffers + 1):
         total: Tensor | None = None
-        for at, view in enumerate(views(sides, params, scores.shape, tile.part)):
-            each = [upstream[side][:, tile.part[side]].unsqueeze(-1 - side) for side in view.sides]
+        for at, (alike, own) in enumerate(views(sides, params, scores.shape, tile.part)):
+            each = [upstream[side][:, tile.part[side]].unsqueeze(-1 - side) for side in alike]
             g = functools.reduce(torch.add, each)
-            found = answer.slopes(tile.scores, view.params, g, needs[2:], tile.scratch[at:])
+            found = answer.slopes(tile.scores, own, g, needs[2:], tile.scratch[at:])
             for of, by in zip(by_params, found[1:], strict=True):
                 if by is not None:
                     pairs.exclude_(by, tile.part, 0.0, over)
                     if of.shape[-1] == 1:
                         of.add_(by.sum((-1, -2)).view(of.shape))
                     else:
-                        (side,) = view.sides
+                        (side,) = alike
                         by_side(of, sides, scores.shape)[side][..., tile.part[side]] += by.sum(-1 - side)
             if found[0] is not None:
                 slope = pairs.exclude_(found[0], tile.part, 0.0, over)
@@ -180,14 +168,15 @@ _library = torch.library.Library("itrloss", "DEF")
 _QUESTION = "str key, str over, int[] sides, bool triton"
 
 
-def _asked(source, pairs):
-    scores = Scores(*source)
+def asked(source: Sequence[Tensor | None], pairs: Pairs | None) -> tuple[Scores, Pairs]:
+    """Return what an operator is asked about."""
+    scores = Scores(*source)  # type: ignore[arg-type]
     return scores, pairs or Pairs(scores.shape, (scores.row_ids, scores.col_ids), scores.rows.device)
 
 
 def _sums(source, params, key, over, sides, triton, early, pairs=None):
     """(K, A) sums, and with ``early`` (N, D) directions and (A,) gradients by the scale."""
-    scores, pairs = _asked(source, pairs)
+    scores, pairs = asked(source, pairs)
     with full_precision(scores.rows), torch.no_grad():
         if triton:
             from . import triton as kernels
@@ -198,7 +187,7 @@ def _sums(source, params, key, over, sides, triton, early, pairs=None):
 
 def _gradients(source, params, grad, key, over, sides, triton, needs, pairs=None, riding=None):
     """Gradients of rows, columns and parameters; ``riding``: and from (P,) of the scores of listed pairs."""
-    scores, pairs = _asked(source, pairs)
+    scores, pairs = asked(source, pairs)
     with full_precision(scores.rows), torch.no_grad():
         if triton:
             from . import triton as kernels
@@ -220,7 +209,7 @@ def _fake_gradients(source, params, grad, key, over, sides, triton, needs):
     return [x.new_empty(x.shape if need else (0,)) for x, need in zip(given, needs, strict=True)]
 
 
-def _operator(name: str, schema: str, function: Any, fake: Any) -> Any:
+def operator(name: str, schema: str, function: Any, fake: Any) -> Any:
     """Register an operator; eager mode calls the function itself, as the dispatcher would only cost time."""
     _library.define(name + schema)
     _library.impl(name, function, "CompositeExplicitAutograd")
@@ -233,13 +222,13 @@ def _operator(name: str, schema: str, function: Any, fake: Any) -> Any:
     return call
 
 
-sums = _operator(
+sums = operator(
     "reduce",
     f"(Tensor?[] source, Tensor[] params, {_QUESTION}, bool early) -> (Tensor, Tensor, Tensor)",
     _sums,
     _fake_sums,
 )
-gradients = _operator(
+gradients = operator(
     "reduce_backward",
     f"(Tensor?[] source, Tensor[] params, Tensor grad, {_QUESTION}, bool[] needs) -> Tensor[]",
     _gradients,

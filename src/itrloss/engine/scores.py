@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -69,8 +69,8 @@ class Tile(NamedTuple):
     right: Tensor | None = None  # (c, D) unit columns that the scores were made of
 
 
-def tiles(scores: Scores, scratch: int, wanted: Callable[[slice, slice], bool] | None = None) -> Iterator[Tile]:
-    """Visit every score once, or those of wanted tiles alone; workspaces are shared by all tiles."""
+def tiles(scores: Scores, scratch: int) -> Iterator[Tile]:
+    """Visit every score once; workspaces are shared by all tiles."""
     (n, m), matrix, dtype, device = scores.shape, scores.matrix, scores.dtype, scores.rows.device
     if 0 in (n, m):
         return
@@ -80,8 +80,6 @@ def tiles(scores: Scores, scratch: int, wanted: Callable[[slice, slice], bool] |
     for c in even_chunks(m, step_c):
         right: Tensor | None = None
         for r in even_chunks(n, step_r):
-            if wanted is not None and not wanted(r, c):
-                continue
             height, width = r.stop - r.start, c.stop - c.start
             views = [x[: height * width].view(height, width) for x in space]
             if matrix is not None:

@@ -342,36 +342,24 @@ def works(device: torch.device, dtype: torch.dtype) -> bool:
 
     If not, a warning says why. While a CUDA graph is captured, what is not known is taken not to work, with a warning.
     """
-    if (where := (device, dtype)) not in _known:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            warnings.warn("itrloss: the Triton engine is not tried while a CUDA graph is captured", stacklevel=3)
-            return False
+    if (device, dtype) in _known:
+        return _known[device, dtype]
+    error = "is not tried while a CUDA graph is captured"
+    if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         with ThreadPoolExecutor(1) as other:  # where no mode, hook or tracer of the caller's sees the example
-            try:
-                error = other.submit(_error, device, dtype).result()
-            except torch.OutOfMemoryError:  # which may be otherwise the next time
-                return False
-        if error:
-            without = f"engine='auto' does without it for {dtype} on {device}"
-            warnings.warn(f"itrloss: the Triton engine {error}; {without}", stacklevel=3)
-        _known[where] = not error
-    return _known[where]
+            error = other.submit(_error, device, dtype).result()
+        if "OutOfMemoryError" not in error:  # which may be otherwise the next time
+            _known[device, dtype] = not error
+    if error:
+        without = f"engine='auto' does without it for {dtype} on {device}"
+        warnings.warn(f"itrloss: the Triton engine {error}; {without}", stacklevel=3)
+    return not error
 
 
 def _error(device: torch.device, dtype: torch.dtype, n: int = 2048, m: int = 2816, d: int = 80) -> str:
     """Return what is wrong, or nothing. The example has as many large tiles as the largest GPUs multiprocessors."""
     if device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0):
         return "needs a GPU of compute capability 8.0"
-    try:
-        return "" if _agrees(device, dtype, n, m, d) else "finds something else than the tiled one"
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # of a compiler, a driver, a product that a GPU does not have
-        return f"fails: {type(error).__name__}: {error}"
-
-
-def _agrees(device: torch.device, dtype: torch.dtype, n: int, m: int, d: int) -> bool:
-    """Return whether sums and gradients of an example agree."""
     generator = torch.Generator().manual_seed(0)
     x, noise = (torch.randn(m, d, dtype=torch.float64, device="cpu", generator=generator) for _ in range(2))
     xs = [y.to(device, dtype) for y in (x[:n], x + noise)]
@@ -382,9 +370,13 @@ def _agrees(device: torch.device, dtype: torch.dtype, n: int, m: int, d: int) ->
     grad, needs = torch.linspace(1e-5, 3e-5, n + m, device=device)[None], (True, True, True, False)
     found: list[list[Tensor]] = []
     ways: Any = (sums, gradient, "exp"), (tiled_sums, tiled_gradient, ANSWERS["exp"])
-    for forward, backward, key in ways:
-        ask = scores, pairs, key, "negatives"
-        late, early = forward(*ask, (0, 1), params, False)[:1], forward(*ask, (0,), params, True)
-        found.append([*late, *early, *backward(*ask, (0, 1), params, grad, needs)[:3]])
+    try:
+        for forward, backward, key in ways:
+            ask = scores, pairs, key, "negatives"
+            late, early = forward(*ask, (0, 1), params, False)[:1], forward(*ask, (0,), params, True)
+            found.append([*late, *early, *backward(*ask, (0, 1), params, grad, needs)[:3]])
+    except Exception as error:  # of a compiler, a driver, a product that a GPU does not have
+        return f"fails: {type(error).__name__}: {error}"
     # Half precision rounds by less than a percent.
-    return all(bool((a.float() - b.float()).norm() <= 0.02 * b.float().norm()) for a, b in zip(*found, strict=True))
+    alike = [(a.float() - b.float()).norm() <= 0.02 * b.float().norm() for a, b in zip(*found, strict=True)]
+    return "" if all(alike) else "finds something else than the tiled one"
