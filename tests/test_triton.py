@@ -122,7 +122,6 @@ def test_of_embeddings_as_they_are(normalize, multiplying, few_tiles, poisoned):
 
 
 PARAMETERS = {"exp": 2, "information": 2, "hinges": 1, "softplus": 2}
-PARAMETERS |= {"negative_log_likelihood": 2, "log1p_clamp": 0, "log1p_relu": 0}
 
 
 @pytest.mark.parametrize(

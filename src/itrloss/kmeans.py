@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import WholeState, check_matrix, check_number, check_size
+from .checks import WholeState, check_matrix, check_number, check_size, one_of
 from .distributed import gather_rows
-from .engine.matrix import check_engine
+from .engine.matrix import ENGINES
 from .engine.pairs import weighted_sums
 from .engine.scores import IGNORE_ID, host_may_read, inverse_norms, scaled
 from .similarity import Engine, Similarity
@@ -76,7 +76,7 @@ class OnlineKMeans(WholeState):
         check_number("patience", patience, positive=True)
         if max_count is not None:
             check_number("max_count", max_count, positive=True)
-        check_engine(engine)
+        one_of("engine", engine, "auto", *ENGINES)
         self.max_count, self.patience = max_count, patience
         self.engine: Engine = engine
         self.register_buffer("centroids", torch.zeros(clusters, dim, dtype=torch.float32))

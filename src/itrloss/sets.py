@@ -79,7 +79,7 @@ class _Pairs:
         else:
             index = tuple(x.flatten() for x in torch.meshgrid(*map(self._numbers, first.shape), indexing="ij"))
             self.mask = first.pairs.positive().flatten()
-            self.scores = torch.stack([sim._matrix.differentiable_scores().flatten() for sim in heads])
+            self.scores = torch.stack([sim._matrix.as_dense().scores().flatten() for sim in heads])
         self.index = index[::-1] if side else index
         self.negatives = [first.pairs.counts(s)[1] for s in ((1, 0) if side else (0, 1))]
 

@@ -164,7 +164,7 @@ class Similarity(Anchors):
     def scores(self) -> Tensor:
         """Return a copy of the (N, M) matrix itself, differentiable. It is materialised, whatever the engine."""
         check_unchanged(self._matrix.embeddings)
-        scores = self._matrix.differentiable_scores()
+        scores = self._matrix.as_dense().scores()
         return (scores.T if self._side else scores).clone(memory_format=torch.contiguous_format)
 
     def pair_scores(self, rows: Tensor, cols: Tensor) -> Tensor:

@@ -5,12 +5,14 @@ scores    the inputs of a matrix: embeddings, their lengths, precision; the tile
 pairs     which pairs are positive, from ids; scores of listed pairs, whose gradient goes straight to them
 answers   what can be asked: elementwise functions of scores, with derivatives where writing them out pays
 reduce    the one reduction: sums of an answer over tiles, forward and backward, as one autograd function
-          and two operators; on a small matrix the same sums in plain PyTorch (the dense engine)
+          and two operators
+ranking   what is no sum: hardest negatives, ranks
 matrix    a score matrix with its engine, and what is kept of it between questions
-ranking   what is no sum: hardest negatives, the best candidates, ranks
+answerers who answers: small matrices together, in plain PyTorch (dense); others by tiles, with triton too
 triton    the reduction on CUDA, around cuBLAS products; its two template kernels are in kernels
 products  which library multiplies on the CPU, by a rule
 ========= ==================================================================================================
 
-Imports point one way: products <- scores <- pairs <- {reduce <- answers} <- matrix; nothing here knows of losses.
+Imports point one way: products <- scores <- {pairs, answers} <- reduce <- ranking <- matrix <- answerers; nothing here
+knows of losses.
 """

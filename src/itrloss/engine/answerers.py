@@ -183,8 +183,7 @@ class Tiled:
 
     def sorted_hinges(self, *, margin: float) -> Tensor:
         """See :meth:`Dense.sorted_hinges`."""
-        m = self.matrix
-        whole = Matrix(*m.embeddings, m.pairs, "dense", 0)
+        whole = self.matrix.as_dense()
         return torch.cat([Dense([(whole, side)]).sorted_hinges(margin=margin) for side in self.sides])
 
 

@@ -6,9 +6,8 @@ that exist, and applies the answer's function, a jitted one that it takes as a c
     FORM(s, p, q, g, K) -> (value, g times slopes by s, by p and by q)         of the answer's K-th sum
 
 s are scores; p and q parameters and g upstream gradients that broadcast with them. What a kernel does not use is not
-compiled. A further answer
-is one such function, listed in :data:`FORMS`. The sums of each tile are stored in a place of their own, to be added in
-the tiles' order: results have the same bits each time, which atomic additions would not give.
+compiled. A further answer is one such function, listed in :data:`FORMS`. The sums of each tile are stored in a place of
+their own, to be added in the tiles' order: results have the same bits each time, which atomic additions would not give.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from . import answers, scores
+from . import scores
 
 IGNORE_ID, NOWHERE = tl.constexpr(scores.IGNORE_ID), tl.constexpr(-(2**31))
-FLOOR, LOG2E = tl.constexpr(answers.FLOOR), tl.constexpr(1.4426950408889634)
+LOG2E = tl.constexpr(1.4426950408889634)
 BAND = tl.constexpr(8)  # rows of tiles that run together, so that the embeddings they share stay in the L2 cache
 
 # What kernels take; None for what there is not.
@@ -284,13 +283,6 @@ def _log1p(u):
 
 
 @triton.jit
-def _log1p_above(s, floor, g):
-    """log(1 + max(s, floor)), and g times its slope."""
-    x = tl.maximum(s, floor, propagate_nan=tl.PropagateNan.ALL)
-    return _log1p(x), tl.where(s > floor, g / (1.0 + x), 0.0)
-
-
-@triton.jit
 def _softplus(z, g):
     """log(1 + e^z), and g times its slope."""
     e = tl.exp2(-tl.abs(z) * LOG2E)
@@ -333,26 +325,7 @@ def softplus(s, scale, bias, g, K: tl.constexpr):
     return x, scale * slope, s * slope, slope
 
 
-@triton.jit
-def negative_log_likelihood(s, negatives, scale, g, K: tl.constexpr):
-    x, slope = _softplus(negatives - scale * s, g)
-    return x, -scale * slope, slope, -s * slope
-
-
-@triton.jit
-def log1p_clamp(s, p, q, g, K: tl.constexpr):
-    x, slope = _log1p_above(s, FLOOR, g)
-    return x, slope, 0.0, 0.0
-
-
-@triton.jit
-def log1p_relu(s, p, q, g, K: tl.constexpr):
-    x, slope = _log1p_above(s, 0.0, g)
-    return x, slope, 0.0, 0.0
-
-
-_OF_PAIRS = softplus, negative_log_likelihood, log1p_clamp, log1p_relu
-FORMS = {form.__name__: form for form in (exp, peak, information, moments, hinges, *_OF_PAIRS)}
+FORMS = {form.__name__: form for form in (exp, peak, information, moments, hinges, softplus)}
 
 
 @triton.jit

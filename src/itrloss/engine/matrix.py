@@ -10,23 +10,18 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from ..checks import one_of
 from . import reduce
 from .pairs import Pairs, pair_products
 from .products import matmul
-from .scores import Embeddings, Scores, compute_dtype, even_chunks, full_precision, may_keep, tile_numel, tile_shape
+from .scores import Embeddings, Scores, compute_dtype, even_chunks, full_precision, inverse_norms, may_keep, tile_shape
 
-ENGINES = ("dense", "tiled", "triton")
+ENGINES = "dense", "tiled", "triton"
 MEMORY_BUDGET = 256 * 2**20  # bytes of scores that "auto" keeps (8192 x 8192 in float32)
 # Scores up to which "auto" takes plain PyTorch on the CPU, where calls cost more than passes over the matrix; and on an
 # accelerator, where a launch does.
 SMALL = {"cpu": 2**16}
 _ACCELERATOR_SMALL = 2**20
-
-
-def check_engine(engine: str) -> None:
-    """Raise a ValueError for an unknown name."""
-    if engine not in ("auto", *ENGINES):
-        raise ValueError(f"engine: expected 'auto', 'dense', 'tiled' or 'triton', got {engine!r}")
 
 
 def choose_engine(engine: str, numel: int, budget: int, x: Tensor) -> str:
@@ -41,8 +36,12 @@ def choose_engine(engine: str, numel: int, budget: int, x: Tensor) -> str:
             small = budget // compute_dtype(x).itemsize
         if numel <= small:
             return "dense"
-        return "triton" if _triton_serves(x) else "tiled"
-    check_engine(engine)
+        if x.device.type != "cuda" or x.dtype == torch.float64 or importlib.util.find_spec("triton") is None:
+            return "tiled"
+        from .triton import works
+
+        return "triton" if works(x.device, x.dtype) else "tiled"
+    one_of("engine", engine, "auto", *ENGINES)
     if engine == "triton":
         if importlib.util.find_spec("triton") is None:
             raise ImportError("engine='triton' needs Triton, which comes with PyTorch for CUDA: pip install triton")
@@ -51,14 +50,6 @@ def choose_engine(engine: str, numel: int, budget: int, x: Tensor) -> str:
         if x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             raise ValueError("engine: 'triton' needs an accelerator (or TRITON_INTERPRET=1), got embeddings on the CPU")
     return engine
-
-
-def _triton_serves(x: Tensor) -> bool:
-    if x.device.type != "cuda" or x.dtype == torch.float64 or importlib.util.find_spec("triton") is None:
-        return False
-    from .triton import works
-
-    return works(x.device, x.dtype)
 
 
 def check_unchanged(sides: Iterable[Embeddings | None]) -> None:
@@ -113,13 +104,9 @@ class Matrix:
             self._scores = scores
         return scores
 
-    def differentiable_scores(self) -> Tensor:
-        """Return the (N, M) scores with their gradient, whatever the engine."""
-        rows, cols = self.embeddings
-        if self.engine == "dense" or cols is None:
-            return self.scores()
-        with full_precision(rows.x):
-            return rows.unit() @ cols.unit().T
+    def as_dense(self) -> Matrix:
+        """Return the same matrix on the dense engine, where scores have their gradient."""
+        return self if self.engine == "dense" else Matrix(*self.embeddings, self.pairs, "dense", 0)
 
     def source(self, form: bool = False) -> Scores:
         """Return what a pass needs; to ``form`` scores that are to be kept pays if a backward pass or others follow.
@@ -133,14 +120,15 @@ class Matrix:
         if self.keeps and may_keep() and not torch.compiler.is_compiling():
             units, kept = (rows.unit().detach(), cols.unit().detach()), self.scores() if form else self._scores
             return Scores(rows.x, cols.x, rows.inv, cols.inv, *ids, None if kept is None else kept.detach(), *units)
-        return Scores(rows.x, cols.x, rows.inverse_norms(), cols.inverse_norms(), *ids)
+        inv = [inverse_norms(side.x.detach()) if side.normalize else None for side in (rows, cols)]
+        return Scores(rows.x, cols.x, inv[0], inv[1], *ids)
 
     def blocks(self, side: int, size: int | None = None) -> Iterator[tuple[slice, Tensor]]:
         """Yield slices of a side's anchors, each with a copy of its scores (B, C), ``size`` or a tile's at most."""
         check_unchanged(self.embeddings)
         (n, m), dense = (self.shape[side], self.shape[1 - side]), self.engine == "dense"
         source = Scores(self.scores().detach()) if dense else self.source()
-        for part in even_chunks(n, max(1, (size or tile_numel(self.device.type)) // m)):
+        for part in even_chunks(n, max(1, (size or math.prod(tile_shape(n, m, self.device.type))) // m)):
             if source.matrix is not None:
                 block = (source.matrix.detach().T if side else source.matrix.detach())[part]
                 yield part, block.clone(memory_format=torch.contiguous_format)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ _GATHERED, _ACCELERATOR_GATHERED = 2**18, 2**22  # numbers of gathered embedding
 def _once(find: Any) -> Any:
     """Make a method keep what it finds, in tensors that may be saved for a backward pass."""
 
-    @functools.wraps(find)
     def once(self: Pairs, *args: int) -> Any:
         key = find.__name__, *args
         if key not in self._known:
@@ -96,11 +94,6 @@ class Pairs:
         theirs, order = torch.sort(theirs, stable=True)
         return theirs, mine[order]
 
-    @_once
-    def _row_starts(self) -> list[int]:
-        """Where the pairs of each row begin in :attr:`listed`, and where they end."""
-        return torch.searchsorted(self.listed[0], torch.arange(self.shape[0] + 1)).tolist()
-
     def places(self, side: int) -> Tensor:
         """Return (A, P): the positives of each row, or column, P the largest number of them; padded with -1."""
         anchors, size = self.listed[side], self.shape[side]
@@ -140,7 +133,7 @@ class Pairs:
                 x.diagonal(offset, -2, -1).fill_(value)
             return x
         if over == "negatives" and self.listable and x.device.type == "cpu" and x.numel() > _MASKED:
-            start, stop = (self._row_starts()[row] for row in (r.start, r.stop))
+            start, stop = torch.searchsorted(self.listed[0], torch.tensor([r.start, r.stop])).tolist()
             if (stop - start) * 16 <= x.numel():
                 i, j = (y[start:stop] for y in self.listed)
                 inside = (j >= c.start) & (j < c.stop)

@@ -45,7 +45,7 @@ def views(
 def tiled_sums(
     scores: Scores, pairs: Pairs, answer: Answer, over: str, sides: Sequence[int], params: Sequence[Tensor], early: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the (K, A) sums of :func:`itrloss.engine.matrix.dense_sums`, visited tile by tile.
+    """Return the (K, A) sums of :meth:`itrloss.engine.answerers.Dense.sums`, visited tile by tile.
 
     With ``early``, of rows: also ``sum_j f(S_ij) y_j`` (N, D) with the unit columns y, of which the rows' gradient by
     an exponential is made, and ``sum_j f(S_ij) S_ij`` (N,), that by its scale. So a memory, columns without a gradient,
@@ -67,8 +67,7 @@ def tiled_sums(
                     else:
                         part.add_(x.sum(1 - side))
                 if early:
-                    right = scores.unit(1, tile.part[1]) if tile.right is None else tile.right
-                    add_matmul_(direction[tile.part[0]], x, right)
+                    add_matmul_(direction[tile.part[0]], x, scores.unit(1, tile.part[1]))
                     by_scale[tile.part[0]] += x.mul_(tile.scores).sum(1)
     return torch.cat(list(total.values()), 1), direction, by_scale
 
@@ -129,8 +128,8 @@ class _Gradient:
         for side, need in enumerate(self.needs):
             if not need:
                 continue
-            other = tile.right if side == 0 and tile.right is not None else s.unit(1 - side, tile.part[1 - side])
-            mine, total = grad.T if side else grad, self.total[side]
+            other, mine = s.unit(1 - side, tile.part[1 - side]), grad.T if side else grad
+            total = self.total[side]
             if total is None and len(mine) == s.shape[side]:
                 self.total[side] = matmul(mine, other)
             else:
@@ -165,7 +164,7 @@ class _Gradient:
 # ----------------------------------------------------------------------------------------------- operators
 
 _library = torch.library.Library("itrloss", "DEF")
-_QUESTION = "str key, str over, int[] sides, bool triton"
+_SOURCE, _QUESTION = "Tensor?[] source, Tensor[] params", "str key, str over, int[] sides, bool triton"
 
 
 def asked(source: Sequence[Tensor | None], pairs: Pairs | None) -> tuple[Scores, Pairs]:
@@ -222,18 +221,10 @@ def operator(name: str, schema: str, function: Any, fake: Any) -> Any:
     return call
 
 
-sums = operator(
-    "reduce",
-    f"(Tensor?[] source, Tensor[] params, {_QUESTION}, bool early) -> (Tensor, Tensor, Tensor)",
-    _sums,
-    _fake_sums,
-)
-gradients = operator(
-    "reduce_backward",
-    f"(Tensor?[] source, Tensor[] params, Tensor grad, {_QUESTION}, bool[] needs) -> Tensor[]",
-    _gradients,
-    _fake_gradients,
-)
+_SUMS = f"({_SOURCE}, {_QUESTION}, bool early) -> (Tensor, Tensor, Tensor)"
+_GRADIENTS = f"({_SOURCE}, Tensor grad, {_QUESTION}, bool[] needs) -> Tensor[]"
+sums = operator("reduce", _SUMS, _sums, _fake_sums)
+gradients = operator("reduce_backward", _GRADIENTS, _gradients, _fake_gradients)
 
 
 class Reduce(torch.autograd.Function):

@@ -66,7 +66,6 @@ class Tile(NamedTuple):
     part: tuple[slice, slice]  # rows and columns
     scores: Tensor  # (r, c), not to be written to
     scratch: list[Tensor]  # uninitialised
-    right: Tensor | None = None  # (c, D) unit columns that the scores were made of
 
 
 def tiles(scores: Scores, scratch: int) -> Iterator[Tile]:
@@ -86,12 +85,7 @@ def tiles(scores: Scores, scratch: int) -> Iterator[Tile]:
                 yield Tile((r, c), matrix[r, c], views)
             else:
                 right = scores.unit(1, c) if right is None else right
-                yield Tile((r, c), matmul(scores.unit(0, r), right.T, out=views.pop()), views, right)
-
-
-def tile_numel(device: str) -> int:
-    """Return the number of scores of a tile."""
-    return TILE.get(device, _ACCELERATOR_TILE)[0]
+                yield Tile((r, c), matmul(scores.unit(0, r), right.T, out=views.pop()), views)
 
 
 def tile_shape(n: int, m: int, device: str) -> tuple[int, int]:
@@ -229,10 +223,6 @@ class Embeddings:
         if keep:
             self._unit, self.inv = unit, inv
         return unit
-
-    def inverse_norms(self) -> Tensor | None:
-        """Return the (N,) reciprocal lengths as they are now; None if they are not to be normalised."""
-        return inverse_norms(self.x.detach()) if self.normalize else None
 
     def detach(self) -> Embeddings:
         """Return the same without a gradient."""

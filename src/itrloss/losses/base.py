@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..checks import IMAGES_AND_TEXTS, one_of
 from ..distributed import gather, gather_ids, world_size
-from ..engine.matrix import check_engine
+from ..engine.matrix import ENGINES
 from ..functional import Reduction
 from ..memory import CoupledMemory, MemorySimilarity
 from ..similarity import Engine, Similarity
@@ -27,7 +27,7 @@ class Loss(nn.Module):
     def __init__(self, *, reduction: Reduction = "mean", engine: Engine = "auto", check_finite: bool = False):
         super().__init__()
         one_of("reduction", reduction, "mean", "sum", "none")
-        check_engine(engine)
+        one_of("engine", engine, "auto", *ENGINES)
         self.reduction: Reduction = reduction
         self.engine: Engine = engine
         self.check_finite = check_finite
