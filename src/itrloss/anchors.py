@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from .engine.scores import host_may_read, may_keep
 Over = Literal["negatives", "all"]
 Reduction = Literal["mean", "sum", "none"]
 Term = Callable[..., Tensor]
-Self = TypeVar("Self", bound="Anchors")
 
 _RANGE = 60.0  # exp(±60) and long sums of it are ordinary float32 numbers
 
@@ -97,9 +96,6 @@ class Anchors:
         """Number of anchors, A."""
         return self._size
 
-    def __bool__(self) -> bool:
-        return True
-
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return what each group holds of a tensor (..., A)."""
         return x.split(self.sizes, -1)
@@ -124,9 +120,6 @@ class Anchors:
         return self._answer("counts", positive=False)
 
     # ------------------------------------------------------------------------------------------------ questions
-
-    def _params(self, name: str, *params: Any) -> list[Tensor]:
-        return as_params(name, params, self._size, self.dtype, self.device)
 
     def _answer(self, question: str, *params: Tensor, join: Any = torch.add, **options: Any) -> Tensor:
         """Return an answer (..., A); ``join``: what those about an anchor's candidates in several matrices come to."""
@@ -162,9 +155,7 @@ class Anchors:
             top = a.new_full((1,), shift) if shift else None
             total = self._answer("sums", *((a,) if top is None else (a, top)), key="exp", over=over)[0]
         if total is None or (shift and float(total.detach().amin()) < math.exp(-_RANGE)):  # which may have underflowed
-            with torch.no_grad():
-                top = self._answer("sums", a.detach(), join=torch.maximum, key="peak", over=over)[0]
-                top = top.masked_fill(top == -math.inf, 0.0)
+            top = self._largest(a, over)
             total = self._answer("sums", a, top, key="exp", over=over)[0]
         # -inf, through which no gradient goes, for a sum of nothing
         empty: Any = None if self._complete and shift is not None else total == 0
@@ -172,30 +163,31 @@ class Anchors:
         log = log if top is None else log + top
         return log if empty is None else log.masked_fill(empty, -math.inf)
 
+    def _largest(self, scale: Tensor, over: str) -> Tensor:
+        """Return (A,) ``max_j scale_i S_ij``, 0 where there is nothing; without a gradient."""
+        with torch.no_grad():
+            top = self._answer("sums", scale.detach(), join=torch.maximum, key="peak", over=over)[0]
+            return top.masked_fill(top == -math.inf, 0.0)
+
     def mean_std(self) -> MeanStd:
         """Return mean and population standard deviation of each anchor's negatives, (A,) each."""
         with torch.no_grad():  # inside, as the compiler refuses a decorator
             centre = self._answer("centre", join=lambda a, b: (a + b) / 2)
         sums = self._answer("sums", centre, key="moments")
-        if self._complete and self.of_one_size:
-            first, second = sums / (self.sizes[0] - 1)
-            mean = centre + first
-        else:
-            count = self.negative_counts
-            first, second = sums / count.clamp_min(1)
-            mean = torch.where(count > 0, centre + first, 0.0)
-        return MeanStd(mean, (second - first.square()).clamp_min(1e-12).sqrt())
+        count: Any = self.sizes[0] - 1
+        if not (self._complete and self.of_one_size):
+            count = self._answer("counts", positive=False)
+            centre, count = torch.where(count > 0, centre, 0.0), count.clamp_min(1)
+        first, second = sums / count
+        return MeanStd(centre + first, (second - first.square()).clamp_min(1e-12).sqrt())
 
     def entropy(self, temperature: float = 1.0) -> Tensor:
         """Return (A,) ``-sum_{j in neg(i)} P_ij log2 P_ij``, ``P_i`` the softmax of ``S_i / temperature`` over all."""
         check_number("temperature", temperature, positive=True)
-        (a,) = self._params("temperature", 1 / temperature)
-        if temperature >= 0.1 and self._bounded:  # exponents of -20 at least, if no score is above 1
-            best = torch.ones_like(a)
-        else:
-            with torch.no_grad():
-                best = self._answer("sums", torch.ones_like(a), join=torch.maximum, key="peak", over="all")[0]
-                best = best.masked_fill(best == -math.inf, 0.0)
+        a = torch.full((1,), 1 / temperature, dtype=self.dtype, device=self.device)
+        best = torch.ones_like(a)  # exponents are -20 at least, if no score is above 1 and no temperature below 0.1
+        if temperature < 0.1 or not self._bounded:
+            best = self._largest(best, "all")
         # With z = a (S - best), sums over negatives of exp(z) and z exp(z), and that of exp(z) over all: exponents near
         # 0, where float32 is exact, and no difference of large numbers.
         negatives, information = self._answer("sums", a, best, key="information")
@@ -209,14 +201,16 @@ class Anchors:
 
         ``term`` is a function that :func:`itrloss.pair_term` registered; parameters get their gradients.
         """
-        return self._answer("sums", *self._params("params", *params), key=term_name(term))[0]
+        given = as_params("params", params, self._size, self.dtype, self.device)
+        return self._answer("sums", *given, key=term_name(term))[0]
 
     def sum_of_positives(self, term: Term, *params: float | Tensor) -> Tensor:
         """Return (A,) ``sum_{p in pos(i)} term(S_ip, *params_i)``, 0 for an anchor without positives.
 
         ``term`` is as in :meth:`sum`. The gradient goes straight to the embeddings of the pairs.
         """
-        name, given = term_name(term), self._params("params", *params) if params else []
+        name = term_name(term)
+        given = as_params("params", params, self._size, self.dtype, self.device) if params else []
         if not (self.one_to_one or self._listable()):
             return self._answer("sums", *given, key=name, over="positives")[0]
         scores, index = self._positives()
@@ -309,8 +303,8 @@ class Anchors:
             return values.sum()
         if valid is None and self.of_one_size:
             return values.sum() / self.sizes[0]
-        counts = self.sizes if valid is None else [v.sum().clamp_min(1) for v in self.split(valid)]
-        return sum(x.sum() / count for x, count in zip(self.split(values), counts, strict=True))
+        counts = self.sizes if valid is None else [v.sum().clamp_min(1) for v in valid.split(self.sizes)]
+        return sum(x.sum() / count for x, count in zip(values.split(self.sizes), counts, strict=True))
 
     def per_pair(self, sums: Tensor) -> Tensor:
         """Return sums (A,) over positives, scaled so that the mean over a group's valid anchors is that over pairs."""

@@ -173,9 +173,16 @@ class MemorySimilarity(NamedTuple):
         check_finite: bool = False,
     ) -> MemorySimilarity:
         """Return the similarities of a batch; see :class:`itrloss.MemoryLoss`, which passes its arguments on."""
-        ids = _checked_ids(memory, image_ids, text_ids)
-        options: dict[str, Any] = {"engine": engine, "check_finite": check_finite}
-        batch = Similarity(images, texts, *ids, names=checks.IMAGES_AND_TEXTS, **options)
+        if not isinstance(memory, CoupledMemory):
+            raise TypeError(f"memory: expected a CoupledMemory, got {type(memory).__name__}")
+        if (image_ids is None) != (text_ids is None):
+            missing = "image_ids" if image_ids is None else "text_ids"
+            raise ValueError(f"{missing}: expected ids for images and texts or for neither, got None")
+        if memory._labelled is not None and memory._labelled != (image_ids is not None):
+            wanted = "ids, as the memory's entries have them" if memory._labelled else "None, as the memory has no ids"
+            raise ValueError(f"image_ids, text_ids: expected {wanted}")
+        options: dict[str, Any] = {"engine": engine, "check_finite": check_finite, "names": checks.IMAGES_AND_TEXTS}
+        batch = Similarity(images, texts, image_ids, text_ids, **options)
         for name, own, keys in (("image_keys", images, image_keys), ("text_keys", texts, text_keys)):
             checks.check_embeddings(own, keys, check_finite, checks.Names("its embeddings", name))
             if keys.shape != own.shape:
@@ -203,18 +210,6 @@ class MemorySimilarity(NamedTuple):
             queue.bounded = True  # entries have unit length
         valid = (memory.ids != IGNORE_ID).sum()
         return cls(batch, Anchors([(keys[0], 0)], [(keys[1], 1)]), Anchors(*([(queue, 0)] for queue in queues)), valid)
-
-
-def _checked_ids(memory: CoupledMemory, image_ids: Any, text_ids: Any) -> tuple[Any, Any]:
-    if not isinstance(memory, CoupledMemory):
-        raise TypeError(f"memory: expected a CoupledMemory, got {type(memory).__name__}")
-    if (image_ids is None) != (text_ids is None):
-        missing = "image_ids" if image_ids is None else "text_ids"
-        raise ValueError(f"{missing}: expected ids for images and texts or for neither, got None")
-    if memory._labelled is not None and memory._labelled != (image_ids is not None):
-        wanted = "ids, as the memory's entries have them" if memory._labelled else "None, as the memory has no ids"
-        raise ValueError(f"image_ids, text_ids: expected {wanted}")
-    return image_ids, text_ids
 
 
 class _ExponentialAverage:

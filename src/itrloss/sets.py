@@ -41,10 +41,9 @@ def variance_aware_loss(
         raise ValueError(f"heads: expected one shape, got {[sim.shape for sim in heads]}")
     if any(sim.one_to_one != heads[0].one_to_one for sim in heads):
         raise ValueError("heads: expected the same ids for all of them")
-    sides = [Anchors.together(*heads), Anchors.together(*(sim.T for sim in heads))]
     pairs = _Pairs(heads)
-    hardest = _by_head(Anchors.together(*sides).hardest_negatives().values, heads)
-    asked = sides[0] if shared_sigma else Anchors.together(*sides)
+    hardest = _by_head(Anchors.together(*heads, *(sim.T for sim in heads)).hardest_negatives().values, heads)
+    asked = Anchors.together(*heads, *(() if shared_sigma else (sim.T for sim in heads)))
     scores, spread = pairs.scores, asked.detach() if detach_sigma else asked
     moments = zip(*(_by_head(x, heads) for x in spread.mean_std()), strict=True)
     target = scores.detach() if detach_sigma else scores
@@ -78,7 +77,9 @@ class _Pairs:
             self.scores = torch.stack([sim._matrix.positive_scores() for sim in heads])  # (K, P)
         else:
             index = tuple(x.flatten() for x in torch.meshgrid(*map(self._numbers, first.shape), indexing="ij"))
-            self.mask = first.pairs.positive().flatten()
+            excluded = first.pairs.excluded(over="positives")
+            assert excluded is not None
+            self.mask = ~excluded.flatten()
             self.scores = torch.stack([sim._matrix.as_dense().scores().flatten() for sim in heads])
         self.index = index[::-1] if side else index
         self.negatives = [first.pairs.counts(s)[1] for s in ((1, 0) if side else (0, 1))]

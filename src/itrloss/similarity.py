@@ -32,16 +32,7 @@ class Similarity(Anchors):
 
     ``S[i, j] = cos(rows[i], cols[j])``, computed in float32 at least. A pair is *positive* if its ids are equal and
     *negative* otherwise. Losses, re-rankers and metrics ask this object questions; how an answer is computed, and
-    whether the (N, M) matrix ever exists, is the business of the engine:
-
-    ====== ===========================================================================================
-    dense  plain PyTorch and autograd on the matrix: the specification, and what runs for small ones
-    tiled  tile after tile in a fixed workspace; scores are kept within ``memory_budget``, and formed
-           again in the backward pass beyond it: memory O((N + M) D)
-    triton the same on CUDA, in float32, with Triton kernels for the work on a tile
-    auto   dense up to 65 536 scores (a million on accelerators, and what fits into the budget under
-           ``torch.compile``); beyond, triton on CUDA, else tiled
-    ====== ===========================================================================================
+    whether the (N, M) matrix ever exists, is the business of the engine: see :doc:`engines`.
 
     ``sim.T`` has the columns as anchors, ``sim.both`` the rows and then the columns, out of one pass.
 
@@ -53,10 +44,12 @@ class Similarity(Anchors):
             part in nothing.
         normalize: scale embeddings to unit length first (a zero vector scores 0 and gets no gradient). Lengths may be
             anything from 1e-12, below which a vector counts as zero, to 1e18.
-        engine: one of the above.
+        engine: ``"dense"`` is plain PyTorch on the matrix, ``"tiled"`` visits it tile by tile in a fixed workspace,
+            ``"triton"`` does so on CUDA; ``"auto"`` chooses by size and device.
         memory_budget: bytes of scores that may be kept; by default 256 MiB, and none for ``engine="tiled"``.
         check_finite: refuse nan and infinite embeddings. That reads the data: an accelerator has to synchronise, and
             ``torch.compile(fullgraph=True)`` refuses.
+        names: what errors call rows, columns and their ids.
 
     Raises:
         TypeError, ValueError: naming the argument, what it was and what it should be.

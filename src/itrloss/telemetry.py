@@ -73,7 +73,7 @@ def describe_memory(sims: MemorySimilarity) -> dict[str, Tensor]:
     batch = sims.batch.shape[0] * world_size()
     found["memory_entries"] = entries
     found["memory_age"] = torch.where(entries > 0, (entries + batch) / 2 / batch, 0.0)
-    hardest = sims.memory.detach().hardest_negatives().values
+    hardest = sims.memory.hardest_negatives().values
     found["memory_hardest"] = _mean(hardest, hardest != -torch.inf)
     return found
 

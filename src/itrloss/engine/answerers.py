@@ -63,13 +63,13 @@ class Dense:
         parts: list[Tensor] = []
         for k, m in enumerate(self.matrices):
             known = k > 0 and m.pairs is self.matrices[k - 1].pairs
-            mask = parts[-1] if known else m.pairs.excluded(over=over)
-            parts.append(torch.zeros(m.shape, dtype=torch.bool, device=m.device) if mask is None else mask)
+            part = parts[-1] if known else m.pairs.excluded(over=over)
+            parts.append(torch.zeros(m.shape, dtype=torch.bool, device=m.device) if part is None else part)
         mask = torch.cat([parts[k].T if side else parts[k] for k, side in self.views])
-        mask = mask if fill else (~mask).view(torch.uint8).to(self.matrices[0].dtype)
+        found = {(over, True): mask, (over, False): (~mask).view(torch.uint8).to(self.matrices[0].dtype)}
         if self._scores is not None:  # not in inference mode
-            self._masks[over, fill] = mask
-        return mask
+            self._masks |= found
+        return found[over, fill]
 
     def sums(self, *params: Tensor, key: str, over: str = "negatives") -> Tensor:
         """Return (K, A): the sums of an answer over each anchor's candidates."""

@@ -40,13 +40,14 @@ class Pairs:
         if rows is None and cols is not None:
             rows = torch.arange(shape[0], device=device)
         #: Whether row i matches column i and nothing else, which takes no searching.
-        self.one_to_one = rows is None or cols is None or _diagonal(rows, cols)
+        self.one_to_one = rows is None or cols is None or (shape[0] == shape[1] and _diagonal(rows, cols))
         self.ids: Ids = (None, None) if self.one_to_one else (rows, cols)
         #: (N,) and (M,) bool: which rows and columns do not exist; None where all are known to.
         self.ignored: list[Tensor | None] = [None, None]
+        looked = self.ids[0] is not None and host_may_read(self.ids[0])
         for side, x in enumerate(self.ids):
             mask = None if x is None else x == IGNORE_ID
-            self.ignored[side] = None if mask is not None and host_may_read(mask) and not bool(mask.any()) else mask
+            self.ignored[side] = None if mask is not None and looked and not bool(mask.any()) else mask
         self._known: dict[Any, Any] = {}
 
     @property
@@ -104,21 +105,15 @@ class Pairs:
 
     # --------------------------------------------------------------------------------------------- masking
 
-    def positive(self, rows: slice = slice(None), cols: slice = slice(None)) -> Tensor:
-        """Return a (r, c) bool mask of the positive pairs."""
-        if self.one_to_one:
-            return torch.eye(*self.shape, dtype=torch.bool, device=self.device)[rows, cols]
-        assert self.ids[0] is not None and self.ids[1] is not None
-        found = self.ids[0][rows, None] == self.ids[1][cols]
-        return found if self.ignored[0] is None else found & ~self.ignored[0][rows, None]
-
     def excluded(self, rows: slice = slice(None), cols: slice = slice(None), over: str = "negatives") -> Tensor | None:
         """Return a (r, c) bool mask of the pairs that a sum ``over`` something leaves out; None: none of them."""
-        if over == "positives":
-            return ~self.positive(rows, cols)
-        if self.one_to_one and over == "negatives":
-            return torch.eye(*self.shape, dtype=torch.bool, device=self.device)[rows, cols]
-        found = self.positive(rows, cols) if over == "negatives" else None
+        (row_ids, col_ids), found = self.ids, None
+        if over != "all":
+            if row_ids is None or col_ids is None:
+                found = torch.eye(*self.shape, dtype=torch.bool, device=self.device)[rows, cols]
+            else:
+                found = row_ids[rows, None] == col_ids[cols]
+            found = ~found if over == "positives" else found
         for ignored, part in ((self.ignored[0], (rows, None)), (self.ignored[1], (None, cols))):
             if ignored is not None:
                 found = ignored[part] if found is None else found | ignored[part]
@@ -156,7 +151,7 @@ def _within(i: Tensor, count: Tensor) -> Tensor:
 
 def _diagonal(rows: Tensor, cols: Tensor) -> bool:
     """Whether ids only say that row i matches column i, if that may be looked at."""
-    if rows.shape != cols.shape or not host_may_read(rows) or not torch.equal(rows, cols):
+    if not host_may_read(rows) or not torch.equal(rows, cols):
         return False
     ordered = rows.sort().values
     return not bool((ordered[1:] == ordered[:-1]).any()) and int(ordered[0]) != IGNORE_ID
