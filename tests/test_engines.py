@@ -1015,6 +1015,18 @@ def test_blocks_in_inference_mode_are_those_of_the_scores(engine):
             torch.testing.assert_close(found, view.scores())
 
 
+@pytest.mark.parametrize("engine", ["dense", "tiled", "kept"])
+def test_anchors_asked_first_in_inference_mode(engine):
+    """What they keep themselves is not from there either."""
+    v, w = (x.requires_grad_() for x in embeddings(6, 5))
+    sim = similarity(v, w, make_ids("random", 6, 5), engine)
+    both, other = sim.both, sim.both
+    with torch.inference_mode():
+        both.hardest_negatives(), both.mean_std(), both.sum_of_positives(identity)
+    answers = [finite(x.logsumexp(2.0) + x.hinge_sum(0.2) + x.mean_std().std).sum() for x in (both, other)]
+    torch.testing.assert_close(*(torch.autograd.grad(x, (v, w), retain_graph=True) for x in answers))
+
+
 def total_of(sim, scale=5.0):
     return (sim.both.logsumexp(scale) + sim.both.sum_of_positives(log1p_clamp)).sum()
 

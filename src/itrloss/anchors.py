@@ -177,7 +177,7 @@ class Anchors:
         count: Any = self.sizes[0] - 1
         if not (self._complete and self.of_one_size):
             count = self._answer("counts", positive=False)
-            centre, count = torch.where(count > 0, centre, 0.0), count.clamp_min(1)
+            centre, count = centre.masked_fill(count == 0, 0.0), count.clamp_min(1)
         first, second = sums / count
         return MeanStd(centre + first, (second - first.square()).clamp_min(1e-12).sqrt())
 

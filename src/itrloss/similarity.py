@@ -195,7 +195,6 @@ class Similarity(Anchors):
         check_size("k", k)
         return self._ranked(min(k, self.shape[1]), bias, ties)
 
-    @torch.no_grad()
     def _ranked(self, k: int, bias: Tensor | None, ties: str | None) -> tuple[Tensor, TopK]:
         if ties is not None:
             one_of("ties", ties, "pessimistic", "optimistic")

@@ -127,7 +127,7 @@ class Matrix:
         """Yield slices of a side's anchors, each with a copy of its scores (B, C), ``size`` or a tile's at most."""
         check_unchanged(self.embeddings)
         (n, m), dense = (self.shape[side], self.shape[1 - side]), self.engine == "dense"
-        source = Scores(self.scores().detach()) if dense else self.source()
+        source = Scores(self.scores()) if dense else self.source()
         for part in even_chunks(n, max(1, (size or math.prod(tile_shape(n, m, self.device.type))) // m)):
             if source.matrix is not None:
                 block = (source.matrix.detach().T if side else source.matrix.detach())[part]
