@@ -236,6 +236,26 @@ def test_anchors_of_several_matrices_are_counted_split_and_reduced(engine, monke
         rows.hinge_sum(0.1)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_columns_may_be_asked_first(engine):
+    n, m, kind = SHAPES["wide"]
+    (v, w), ids = embeddings(n, m), make_ids(kind, n, m)
+    sim = similarity(v, w, ids, engine)
+    for name in ("logsumexp", "std", "hardest", "log1p", "hinge sum"):
+        values = [ANSWERS[name](anchors, 2.0) for anchors in (sim.both, sim.T.both)]
+        torch.testing.assert_close(torch.cat(values[1].split((m, n))[::-1]), values[0], msg=name)
+
+
+def test_positives_of_matrices_of_which_one_cannot_be_listed(monkeypatch):
+    """As in a captured graph: pairs without ids are known, others are not looked for."""
+    monkeypatch.setattr(pairs.Pairs, "listable", property(lambda self: self.ids[0] is None))
+    (v, w), ids = embeddings(6, 6), make_ids("random", 6, 6)
+    plain, labelled = (similarity(v, w, x, "tiled") for x in ((None, None), ids))
+    found = Anchors.together(plain, labelled).sum_of_positives(identity)
+    wanted = [similarity(v, w, x, "reference").sum_of_positives(identity) for x in ((None, None), ids)]
+    torch.testing.assert_close(found, torch.cat(wanted))
+
+
 # ------------------------------------------------------------------------------------------- ids that say nothing
 
 
@@ -1017,16 +1037,74 @@ def test_blocks_in_inference_mode_are_those_of_the_scores(engine):
             torch.testing.assert_close(found, view.scores())
 
 
+@pytest.mark.parametrize("asked", [False, True], ids=["new", "asked before"])
 @pytest.mark.parametrize("engine", ["dense", "tiled", "kept"])
-def test_anchors_asked_first_in_inference_mode(engine):
+def test_anchors_asked_first_in_inference_mode(engine, asked):
     """What they keep themselves is not from there either."""
     v, w = (x.requires_grad_() for x in embeddings(6, 5))
     sim = similarity(v, w, make_ids("random", 6, 5), engine)
     both, other = sim.both, sim.both
+    if asked:
+        sim.logsumexp(1.0), both.sum(identity)
     with torch.inference_mode():
-        both.hardest_negatives(), both.mean_std(), both.sum_of_positives(identity)
-    answers = [finite(x.logsumexp(2.0) + x.hinge_sum(0.2) + x.mean_std().std).sum() for x in (both, other)]
+        both.hardest_negatives(), both.mean_std(), both.sum_of_positives(identity), both.logsumexp(2.0, over="all")
+    answers = [
+        finite(x.logsumexp(2.0) + x.logsumexp(2.0, over="all") + x.hinge_sum(0.2) + x.mean_std().std).sum()
+        for x in (both, other)
+    ]
     torch.testing.assert_close(*(torch.autograd.grad(x, (v, w), retain_graph=True) for x in answers))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_only_one_side_has_what_does_not_exist(engine):
+    (v, w), ids = embeddings(5, 5), (torch.arange(5), torch.arange(5))
+    for k in (0, 1):
+        own = [x.clone() for x in ids]
+        own[k][3] = IGNORE_ID
+        sim = similarity(v, w, own, engine).both
+        there = torch.ones(10, dtype=torch.bool).index_fill(0, torch.tensor([5 * k + 3]), False)
+        cut = [x[torch.arange(5) != 3] if side == k else x for side, x in enumerate((v, w))]
+        whole = [x[torch.arange(5) != 3] if side == k else x for side, x in enumerate(ids)]
+        wanted = similarity(*cut, whole, "reference").both
+        for question in (lambda a: a.logsumexp(5.0, over="all"), lambda a: a.entropy(0.05)):
+            torch.testing.assert_close(question(sim)[there], question(wanted))
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled", "kept"])
+def test_a_scale_learns_beside_columns_that_do_not(engine):
+    v, w = embeddings(5, 7)
+    ids = make_ids("random", 5, 7)
+    for scale in (torch.tensor(3.0), torch.tensor([3.0]), torch.linspace(2, 4, 5)):
+        grads = []
+        for kind in (engine, "reference"):
+            a, x = scale.double().requires_grad_(), v.clone().requires_grad_()
+            values = similarity(x, w, ids, kind).logsumexp(a)
+            grads.append(torch.autograd.grad(finite(values).sum(), (x, a)))
+        torch.testing.assert_close(*grads)
+
+
+def test_detached_scores_may_still_be_of_any_size():
+    sim = Similarity.from_scores(torch.full((3, 3), 200.0))
+    torch.testing.assert_close(sim.detach().logsumexp(1.0), torch.full((3,), 200 + math.log(2)))
+
+
+@pytest.mark.parametrize("name", ["hardest", "hinge sum"])
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+def test_what_is_held_for_many_positives_is_no_copy_of_each(name, engine):
+    """Of 2048 pairs, 64 numbers each."""
+    v, w = (x.float().requires_grad_() for x in embeddings(64, 64, 64))
+    ids, saved = torch.arange(64) % 2, {}
+    both = similarity(v, w, (ids, ids), engine).both
+
+    def pack(x):
+        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        value = (
+            both.sum_of_positives(hinge, ANSWERS["hardest"](both, 0.0)) if name == "hardest" else both.hinge_sum(0.1)
+        )
+    assert value.requires_grad and max(saved.values()) < 2048 * 64 * 4
 
 
 def total_of(sim, scale=5.0):

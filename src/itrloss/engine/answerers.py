@@ -13,16 +13,13 @@ from . import ranking, reduce
 from .answers import ANSWERS
 from .matrix import Matrix, check_unchanged
 from .pairs import segment_sum
-from .scores import Embeddings, chunks, full_precision
+from .scores import Embeddings, chunks, full_precision, may_keep
 
 View = tuple[Matrix, int]  # a matrix, and as which side of it, 0 the rows and 1 the columns, anchors ask
 
 
 class Dense:
-    """The rows of scores (A, C) of several views, one below the other, in plain PyTorch: autograd sees all of it.
-
-    Asked together they take half the operators, or fewer, which is what small matrices cost.
-    """
+    """The rows of scores (A, C) of several views in plain PyTorch: one batch, half the operators of a small matrix."""
 
     def __init__(self, views: Sequence[View]):
         """``views``: of as many candidates each."""
@@ -45,18 +42,18 @@ class Dense:
         check_unchanged(self.embeddings)
         if self._scores is not None:
             return self._scores
-        parts = [matrix.scores() for matrix in self.matrices]
-        keep = self.matrices[0]._scores is not None  # not in inference mode
+        keep = may_keep()
+        parts = [matrix.scores(keep) for matrix in self.matrices]
         with torch.set_grad_enabled(keep):  # whoever asks first
-            scores = torch.cat([parts[k].T if side else parts[k] for k, side in self.views])
+            rows = [parts[k].T if side else parts[k] for k, side in self.views]
+            scores = torch.cat(rows) if len(rows) > 1 else rows[0]
         self._scores = scores if keep else None
         return scores
 
     def mask(self, over: str, fill: bool = True) -> Tensor:
         """Return an (A, C) bool mask of what a sum ``over`` something leaves out.
 
-        Unless it is to ``fill``: factors of 0 and 1, which cost a fifth of the time of filling. Scores that are given
-        may be infinite, and have to be filled: a factor of 0 would make them nan.
+        Unless it is to ``fill``: factors of 0 and 1, which cost a fifth of the time, and make infinite scores nan.
         """
         if (over, fill) in self._masks:
             return self._masks[over, fill]
@@ -64,10 +61,11 @@ class Dense:
         for k, m in enumerate(self.matrices):
             known = k > 0 and m.pairs is self.matrices[k - 1].pairs
             part = parts[-1] if known else m.pairs.excluded(over=over)
-            parts.append(torch.zeros(m.shape, dtype=torch.bool, device=m.device) if part is None else part)
+            part = torch.zeros(1, 1, dtype=torch.bool, device=m.device) if part is None else part
+            parts.append(part.expand(m.shape))
         mask = torch.cat([parts[k].T if side else parts[k] for k, side in self.views])
         found = {(over, True): mask, (over, False): (~mask).view(torch.uint8).to(self.matrices[0].dtype)}
-        if self._scores is not None:  # not in inference mode
+        if torch.compiler.is_compiling() or not mask.is_inference():  # which could not be saved for a backward pass
             self._masks |= found
         return found[over, fill]
 
@@ -180,6 +178,7 @@ class Tiled:
             # Positives, too, where they can be listed: one gradient of all embeddings less, 0.88 of the time (itrloss
             # bench --losses "triplet hardest" --shapes 512x512x1024, with and without).
             joined = m.pairs.listable and m._positive_scores is None
+            joined = joined and len(m.pairs.listed[0]) <= sum(m.shape)
             listed = m.pairs.listed if joined else (own[:0], own[:0])
             scores = m.pair_scores(*(torch.cat(x) for x in zip(listed, places, strict=True)))
             positive, scores = scores.split([len(listed[0]), len(index)])

@@ -89,11 +89,11 @@ class Matrix:
 
     # ------------------------------------------------------------------------------------------- scores
 
-    def scores(self) -> Tensor:
+    def scores(self, keep: bool | None = None) -> Tensor:
         """Return the (N, M) scores, not to be written to or handed out; differentiable on the dense engine."""
         if self._scores is not None:
             return self._scores
-        (rows, cols), keep = self.embeddings, may_keep()
+        (rows, cols), keep = self.embeddings, may_keep() if keep is None else keep
         if cols is None:
             scores = rows.unit()
         else:
@@ -124,11 +124,17 @@ class Matrix:
         return Scores(rows.x, cols.x, inv[0], inv[1], *ids)
 
     def blocks(self, side: int, size: int | None = None) -> Iterator[tuple[slice, Tensor]]:
-        """Yield slices of a side's anchors, each with a copy of its scores (B, C), ``size`` or a tile's at most."""
+        """Yield slices of a side's anchors, each with a copy of its scores (B, C), of ``size`` at most."""
         check_unchanged(self.embeddings)
-        (n, m), dense = (self.shape[side], self.shape[1 - side]), self.engine == "dense"
-        source = Scores(self.scores()) if dense else self.source()
-        for part in even_chunks(n, max(1, (size or math.prod(tile_shape(n, m, self.device.type))) // m)):
+        n, m = self.shape[side], self.shape[1 - side]
+        source = Scores(self.scores()) if self.engine == "dense" else self.source(form=self.keeps)
+        rows, width = tile_shape(n, m, self.device.type)
+        y, inv = (source[1 - side], source[3 - side]) if source[8 - side] is None else (source[8 - side], None)
+        if (
+            size is None
+        ):  # a tile's number of scores, or more: embeddings of half precision are converted for each block
+            size = max(rows * width, min(128 * m, 2**26))
+        for part in even_chunks(n, max(1, size // m)):
             if source.matrix is not None:
                 block = (source.matrix.detach().T if side else source.matrix.detach())[part]
                 yield part, block.clone(memory_format=torch.contiguous_format)
@@ -136,21 +142,22 @@ class Matrix:
             with full_precision(self.rows), torch.no_grad():
                 left = source.unit(side, part)
                 block = left.new_empty(len(left), m)
-                for c in even_chunks(m, tile_shape(len(left), m, self.device.type)[1]):
-                    block[:, c] = matmul(left, source.unit(1 - side, c).T)
+                for c in even_chunks(m, width):
+                    block[:, c] = matmul(left, y[c].to(left.dtype).T)  # type: ignore[index]
+                block = block if inv is None else block.mul_(inv)
             yield part, block
 
     def pair_scores(self, i: Tensor | None, j: Tensor | None) -> Tensor:
         """Return the (P,) scores of rows ``i`` with columns ``j``, differentiable; None: of row, or column, p."""
         rows, cols = self.embeddings
-        if cols is None or (self.engine == "dense" and self.summed):
+        if cols is None or (self.engine == "dense" and (self.summed or (i is not None and len(i) > sum(self.shape)))):
             scores = self.scores() if self._scores is None else self._scores
             if i is None and j is None:
                 return scores.diagonal()
             rows_there, cols_there = (torch.arange(size, device=self.device) for size in self.shape)
             return scores[rows_there if i is None else i, cols_there if j is None else j]
-        # Elsewhere two products less in the backward pass of a loss of pairs alone: 0.80 of the time at 128 x 128 x
-        # 1024 (pytest benchmarks/test_micro.py --benchmark-enable -k pairs_alone).
+        # Elsewhere, unless copies for many pairs are larger, two products less in the backward pass of a loss of pairs:
+        # 0.80 of the time at 128 x 128 x 1024 (pytest benchmarks/test_micro.py --benchmark-enable -k pairs_alone).
         if self.engine == "dense" or torch.compiler.is_compiling():
             left, right = (x.unit() if k is None else x.unit().index_select(0, k) for x, k in ((rows, i), (cols, j)))
             return (left * right).sum(1)

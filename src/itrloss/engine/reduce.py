@@ -122,7 +122,7 @@ class _Gradient:
         s = self.scores
         if s.cols is None:
             whole = grad.shape == s.shape  # autograd's may lie as a transposed matrix does
-            self.total[0] = total = grad.contiguous() if whole else self._total(0, s.shape)
+            self.total[0] = total = grad.contiguous() if whole else self._total(0)
             total[tile.part] = grad
             return
         for side, need in enumerate(self.needs):
@@ -143,11 +143,11 @@ class _Gradient:
                 y, inv = (s[1 - side], s[3 - side]) if s[8 - side] is None else (s[8 - side], None)
                 self.total[side] = pair_gradient(self.total[side], own, y, inv, other, grad, s.shape[side])
 
-    def _total(self, side: int, shape: Sequence[int] = ()) -> Tensor:
+    def _total(self, side: int) -> Tensor:
         total = self.total[side]
         if total is None:
             x: Any = self.scores[side]
-            self.total[side] = total = x.new_zeros(shape or x.shape, dtype=self.scores.dtype)
+            self.total[side] = total = x.new_zeros(x.shape, dtype=self.scores.dtype)
         return total
 
     def finish(self) -> list[Tensor]:

@@ -205,10 +205,7 @@ class Embeddings:
         self.inv: Tensor | None = None
 
     def unit(self, keep: bool | None = None) -> Tensor:
-        """Return (N, D) in the compute dtype, at unit length if they are to be; differentiable, whoever asks first.
-
-        ``keep``: what :func:`may_keep` says, if it is known.
-        """
+        """Return (N, D) in the compute dtype, at unit length if they are to be; differentiable, whoever asks first."""
         if self._unit is not None:
             return self._unit
         keep, inv = may_keep() if keep is None else keep, None
