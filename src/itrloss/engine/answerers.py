@@ -72,9 +72,8 @@ class Dense:
     def sums(self, *params: Tensor, key: str, over: str = "negatives") -> Tensor:
         """Return (K, A): the sums of an answer over each anchor's candidates."""
         answer, scores = ANSWERS[key], self.scores()
-        if torch.is_grad_enabled():
-            for matrix in self.matrices:
-                matrix.summed = True
+        for matrix in self.matrices:
+            matrix.summed = matrix.summed or torch.is_grad_enabled()
         fill = answer.maximum or self.given
         mask = self.mask(over, fill)
         values = answer.value(scores, *[p.unsqueeze(-1) for p in params])

@@ -65,6 +65,8 @@ class Pairs:
         own, other, (ignored, others_ignored) = self.ids[side], self.ids[1 - side], self.ignored[:: 1 - 2 * side]
         if own is None or other is None:
             count = torch.ones(self.shape[side], dtype=torch.int64, device=self.device)
+        elif self.listable and self.device.type == "cpu":
+            count = torch.bincount(self.listed[side], minlength=self.shape[side])
         else:
             ordered, own = other.sort().values, own.contiguous()
             count = torch.searchsorted(ordered, own, right=True) - torch.searchsorted(ordered, own)
