@@ -128,7 +128,10 @@ def diversity_contrastive_loss(
     attraction = (anchors if positives is None else positives).mean_of_positives(_TERMS[positive])
     weight = temperature if positive_weight == "paper" else float(positive_weight)
     values = temperature * F.softplus(repulsion - scale * margin, threshold=40) - weight * attraction
-    return anchors.reduce(values, reduction, None if positives is None else _valid(repulsion, positives))
+    if positives is None:
+        return anchors.reduce(values, reduction)
+    valid = (repulsion != -torch.inf) & (positives.one_to_one or positives.positive_counts > 0)
+    return anchors.reduce(values, reduction, valid)
 
 
 def memory_diversity_contrastive_loss(
@@ -188,7 +191,10 @@ def hubness_aware_loss(
     else:
         attraction = positives.mean_of_positives(_TERMS[positive])
     values = F.softplus(repulsion - scale * margin, threshold=40) / scale - attraction
-    return anchors.reduce(values, reduction, None if positives is None else _valid(repulsion, positives))
+    if positives is None:
+        return anchors.reduce(values, reduction)
+    valid = (repulsion != -torch.inf) & (positives.one_to_one or positives.positive_counts > 0)
+    return anchors.reduce(values, reduction, valid)
 
 
 def unified_training_objective(
@@ -320,9 +326,3 @@ def _both(sim: Anchors) -> Anchors:
     if not isinstance(sim, Anchors):
         _refuse("sim", sim, "a Similarity")
     return sim
-
-
-def _valid(repulsion: Tensor, positives: Anchors) -> Tensor:
-    """Return (A,) bool: which anchors have a negative, and a positive among other candidates than those."""
-    valid = repulsion != -torch.inf
-    return valid if positives.one_to_one else valid & (positives.positive_counts > 0)
