@@ -239,16 +239,21 @@ def test_anchors_of_several_matrices_are_counted_split_and_reduced(engine, monke
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_columns_may_be_asked_first(engine):
     n, m, kind = SHAPES["wide"]
-    (v, w), ids = embeddings(n, m), make_ids(kind, n, m)
-    sim = similarity(v, w, ids, engine)
+    (v, w), ids = (x.requires_grad_() for x in embeddings(n, m)), make_ids(kind, n, m)
+    grad = torch.linspace(1, 2, n + m, dtype=torch.float64)
     for name in ("logsumexp", "std", "hardest", "log1p", "hinge sum"):
-        values = [ANSWERS[name](anchors, 2.0) for anchors in (sim.both, sim.T.both)]
-        torch.testing.assert_close(torch.cat(values[1].split((m, n))[::-1]), values[0], msg=name)
+        sim = similarity(v, w, ids, engine)
+        rows_first = ANSWERS[name](sim.both, 2.0)
+        cols_first = torch.cat(ANSWERS[name](similarity(v, w, ids, engine).T.both, 2.0).split((m, n))[::-1])
+        grads = [torch.autograd.grad(finite(x) @ grad, (v, w)) for x in (rows_first, cols_first)]
+        torch.testing.assert_close(*grads, msg=name)
+        torch.testing.assert_close(cols_first, rows_first, msg=name)
 
 
 def test_positives_of_matrices_of_which_one_cannot_be_listed(monkeypatch):
     """As in a captured graph: pairs without ids are known, others are not looked for."""
     monkeypatch.setattr(pairs.Pairs, "listable", property(lambda self: self.ids[0] is None))
+    monkeypatch.setattr(pairs.Pairs, "listed", property(lambda self: pytest.fail("pairs were listed")))
     (v, w), ids = embeddings(6, 6), make_ids("random", 6, 6)
     plain, labelled = (similarity(v, w, x, "tiled") for x in ((None, None), ids))
     found = Anchors.together(plain, labelled).sum_of_positives(identity)
