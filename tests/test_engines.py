@@ -542,12 +542,14 @@ def test_gradcheck(name):
 SECOND = ["logsumexp per anchor", "std", "likelihood", "entropy", "softplus of negatives", "hardest", "log1p"]
 
 
-@pytest.mark.parametrize("name", SECOND)
-def test_dense_has_second_derivatives(name):
+@pytest.mark.parametrize(
+    ("name", "engine"), [*((name, "dense") for name in SECOND), *((name, "tiled") for name in ("hardest", "log1p"))]
+)
+def test_dense_and_single_pairs_have_second_derivatives(name, engine):
     ids, (v, w) = make_ids("random", 4, 5, seed=3), embeddings(4, 5, d=3)
 
     def function(v, w, p):
-        return finite(ANSWERS[name](similarity(v, w, ids, "dense").both, p))
+        return finite(ANSWERS[name](similarity(v, w, ids, engine).both, p))
 
     inputs = (x.requires_grad_() for x in (v, w, parameters(4, 5)))
     assert gradgradcheck(function, tuple(inputs), fast_mode=True)
@@ -557,7 +559,7 @@ def test_dense_has_second_derivatives(name):
 def test_tiles_refuse_second_derivatives(engine):
     v, w = (x.requires_grad_() for x in embeddings(4, 5))
     ids = make_ids("random", 4, 5, seed=3)
-    for name in ("logsumexp", "softplus of negatives", "std", "hardest", "log1p"):
+    for name in ("logsumexp", "softplus of negatives", "std"):
         values = finite(ANSWERS[name](similarity(v, w, ids, engine).both, parameters(4, 5)))
         with pytest.raises(RuntimeError, match="create_graph"):
             torch.autograd.grad(values.sum(), v, create_graph=True)
@@ -624,10 +626,11 @@ def test_detached_similarity_has_no_gradient_and_the_same_answers(engine, small_
     sim = similarity(v.requires_grad_(), w.requires_grad_(), ids, engine)
     p = parameters(9, 14)
     for name, answer in ANSWERS.items():
-        found = answer(sim.detach().both, p)
-        assert not found.requires_grad
-        # A hardest negative with a gradient is the product of its pair, one without that of its tile.
-        torch.testing.assert_close(found, answer(sim.both, p).detach(), rtol=1e-12, atol=1e-12, msg=name)
+        for detached in (sim.detach().both, sim.both.detach()):
+            found = answer(detached, p)
+            assert not found.requires_grad
+            # A hardest negative with a gradient is the product of its pair, one without that of its tile.
+            torch.testing.assert_close(found, answer(sim.both, p).detach(), rtol=1e-12, atol=1e-12, msg=name)
 
 
 VIEWS = {"both": lambda s: s.both, "rows": lambda s: s, "columns": lambda s: s.T}

@@ -87,7 +87,7 @@ def _embeddings_of(sim: Any) -> tuple[Tensor, Tensor]:
         raise TypeError(f"scores: expected a Similarity, got {type(sim).__name__}")
     if isinstance(sim, Tensor) or sim._side or sim._inputs is None:
         raise ValueError("scores: expected a Similarity of embeddings, images as rows, for gather=True")
-    check_unchanged(sim._matrix.embeddings)
+    check_unchanged([sim._matrix])
     return sim._inputs
 
 

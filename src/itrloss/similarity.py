@@ -156,7 +156,7 @@ class Similarity(Anchors):
 
     def scores(self) -> Tensor:
         """Return a copy of the (N, M) matrix itself, differentiable. It is materialised, whatever the engine."""
-        check_unchanged(self._matrix.embeddings)
+        check_unchanged([self._matrix])
         scores = self._matrix.as_dense().scores()
         return (scores.T if self._side else scores).clone(memory_format=torch.contiguous_format)
 
@@ -165,7 +165,7 @@ class Similarity(Anchors):
 
         ``rows`` and ``cols`` are (P,) int64 indices; a negative one is not understood.
         """
-        check_unchanged(self._matrix.embeddings)
+        check_unchanged([self._matrix])
         return self._matrix.pair_scores(*((cols, rows) if self._side else (rows, cols)))
 
     def blocks(self, size: int = 2**22) -> Iterator[tuple[slice, Tensor]]:

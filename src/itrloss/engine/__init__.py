@@ -12,7 +12,4 @@ answerers who answers: small matrices together, in plain PyTorch (dense); others
 triton    the reduction on CUDA, around cuBLAS products; its two template kernels are in kernels
 products  which library multiplies on the CPU, by a rule
 ========= ==================================================================================================
-
-Imports point one way: products <- scores <- {pairs, answers} <- reduce <- ranking <- matrix <- answerers; nothing here
-knows of losses.
 """

@@ -13,7 +13,7 @@ from . import ranking, reduce
 from .answers import ANSWERS
 from .matrix import Matrix, check_unchanged
 from .pairs import segment_sum
-from .scores import Embeddings, chunks, full_precision, may_keep
+from .scores import chunks, full_precision, may_keep
 
 View = tuple[Matrix, int]  # a matrix, and as which side of it, 0 the rows and 1 the columns, anchors ask
 
@@ -25,12 +25,10 @@ class Dense:
         """``views``: of as many candidates each."""
         self.matrices: list[Matrix] = []
         self.views: list[tuple[int, int]] = []  # number of the matrix, and side
-        self.embeddings: list[Embeddings | None] = []
         self.given, self.one_to_one = False, True
         for matrix, side in views:
             if matrix not in self.matrices:
                 self.matrices.append(matrix)
-                self.embeddings += matrix.embeddings
             self.views.append((self.matrices.index(matrix), side))
             self.given = self.given or matrix.cols is None
             self.one_to_one = self.one_to_one and matrix.pairs.one_to_one
@@ -39,7 +37,7 @@ class Dense:
 
     def scores(self) -> Tensor:
         """Return the (A, C) scores, differentiable."""
-        check_unchanged(self.embeddings)
+        check_unchanged(self.matrices)
         if self._scores is not None:
             return self._scores
         keep = may_keep()
@@ -129,7 +127,7 @@ class Tiled:
     def sums(self, *params: Tensor, key: str, over: str = "negatives") -> Tensor:
         """See :meth:`Dense.sums`."""
         m, compiling = self.matrix, torch.compiler.is_compiling()
-        check_unchanged(m.embeddings)
+        check_unchanged([m])
         early = ANSWERS[key].exponential and self.sides == (0,) and m.cols is not None and not m.cols.requires_grad
         source, pairs = m.source(form=not early), None if compiling else m.pairs
         question = key, over, self.sides, m.engine == "triton"
@@ -167,7 +165,7 @@ class Tiled:
     def hardest(self) -> tuple[Tensor, Tensor]:
         """See :meth:`Dense.hardest`; the gradient of a score goes to its pair."""
         m = self.matrix
-        check_unchanged(m.embeddings)
+        check_unchanged([m])
         pairs: Any = {} if torch.compiler.is_compiling() else {"pairs": m.pairs}
         values, index = ranking.hardest(list(m.source(form=True)), self.sides, **pairs)
         if torch.is_grad_enabled() and any(x is not None and x.x.requires_grad for x in m.embeddings):
@@ -176,8 +174,7 @@ class Tiled:
             places = [torch.cat([x[:rows], y[rows:]]) for x, y in ((own, others), (others, own))]
             # Positives, too, where they can be listed: one gradient of all embeddings less, 0.88 of the time (itrloss
             # bench --losses "triplet hardest" --shapes 512x512x1024, with and without).
-            joined = m.pairs.listable and m._positive_scores is None
-            joined = joined and len(m.pairs.listed[0]) <= sum(m.shape)
+            joined = m.pairs.listable and m._positive_scores is None and len(m.pairs.listed[0]) <= sum(m.shape)
             listed = m.pairs.listed if joined else (own[:0], own[:0])
             scores = m.pair_scores(*(torch.cat(x) for x in zip(listed, places, strict=True)))
             positive, scores = scores.split([len(listed[0]), len(index)])

@@ -52,14 +52,15 @@ def choose_engine(engine: str, numel: int, budget: int, x: Tensor) -> str:
     return engine
 
 
-def check_unchanged(sides: Iterable[Embeddings | None]) -> None:
+def check_unchanged(matrices: Iterable[Matrix]) -> None:
     """Refuse embeddings, or scores, that were written to meanwhile: what is kept would not fit to later answers."""
     if torch.compiler.is_compiling():
         return
-    for x in sides:
-        if x is not None and x.version is not None and x.version != x.x._version:
-            what = "embeddings, or scores, were modified in place after this Similarity was made"
-            raise RuntimeError(f"the {what}; make another one")
+    for m in matrices:
+        for x in m.embeddings:
+            if x is not None and x.version is not None and x.version != x.x._version:
+                what = "scores were" if m.cols is None else "embeddings were"
+                raise RuntimeError(f"the {what} modified in place after this Similarity was made; make another one")
 
 
 class Matrix:
@@ -125,7 +126,7 @@ class Matrix:
 
     def blocks(self, side: int, size: int | None = None) -> Iterator[tuple[slice, Tensor]]:
         """Yield slices of a side's anchors, each with a copy of its scores (B, C), of ``size`` at most."""
-        check_unchanged(self.embeddings)
+        check_unchanged([self])
         n, m = self.shape[side], self.shape[1 - side]
         source = Scores(self.scores()) if self.engine == "dense" else self.source(form=self.keeps)
         rows, width = tile_shape(n, m, self.device.type)
@@ -168,7 +169,7 @@ class Matrix:
 
     def positive_scores(self) -> Tensor:
         """Return the (P,) scores of the positive pairs in the order of ``pairs.listed``; differentiable."""
-        check_unchanged(self.embeddings)
+        check_unchanged([self])
         if self._positive_scores is not None:
             return self._positive_scores
         return self.pair_scores(*((None, None) if self.pairs.one_to_one else self.pairs.listed))

@@ -19,7 +19,7 @@ from torch import Tensor
 from .answers import ANSWERS, Answer
 from .pairs import Pairs, first_derivative_only, pair_gradient, pair_products
 from .products import add_matmul_, matmul
-from .scores import Scores, Tile, full_precision, project_, tiles
+from .scores import Embeddings, Scores, Tile, full_precision, project_, tiles
 
 _WIDTH = len(Scores._fields)
 
@@ -257,8 +257,16 @@ class Reduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any, by_pair: Any):  # type: ignore[override]
-        first_derivative_only()
         found: list[Any] = [None] * len(ctx.needs_input_grad)
+        if not ctx.question and torch.is_grad_enabled():  # a second derivative is wanted
+            xs, wanted = ctx.saved_tensors[:4], [k for k in (0, 1) if ctx.needs_input_grad[3 + k]]
+            units = [Embeddings(x, inv is not None).unit() for x, inv in zip(xs[:2], xs[2:], strict=True)]
+            left, right = (x if k is None else x[k] for x, k in zip(units, ctx.index, strict=True))
+            by = torch.autograd.grad((left * right).sum(1), [xs[k] for k in wanted], by_pair, create_graph=True)
+            for k, x in zip(wanted, by, strict=True):
+                found[3 + k] = x
+            return tuple(found)
+        first_derivative_only()
         if ctx.early and grad is not None:
             rows, row_inv, unit, scale, direction, by_scale = ctx.saved_tensors
             found[3] = project_(direction * (grad[0] * scale)[:, None], rows, row_inv, unit)
@@ -274,7 +282,7 @@ class Reduce(torch.autograd.Function):
                 gradient.add_pairs(ctx.index[0], ctx.index[1], by_pair)
                 by = gradient.finish()
             else:
-                riding: dict[str, Any] = {} if by_pair is None else {"riding": (*ctx.index, by_pair)}
+                riding: dict[str, Any] = {} if by_pair is None else {"riding": (ctx.index[0], ctx.index[1], by_pair)}
                 by = gradients(source, params, grad, *ctx.question, needs, pairs=ctx.pairs, **riding)
             for k, x, need in zip(at, by, needs, strict=False):
                 found[k] = x if need else None

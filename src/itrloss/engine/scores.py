@@ -120,14 +120,11 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-_AS_IT_IS = contextlib.nullcontext()
-
-
 def full_precision(x: Tensor):
     """Return a context in which autocast does not round the products of scores to half precision."""
     kind = x.device.type
     rounds = (kind == "cpu" or torch.amp.is_autocast_available(kind)) and torch.is_autocast_enabled(kind)
-    return torch.autocast(kind, enabled=False) if rounds else _AS_IT_IS
+    return torch.autocast(kind, enabled=False) if rounds else contextlib.nullcontext()
 
 
 def may_keep() -> bool:
