@@ -179,7 +179,7 @@ class Similarity(Anchors):
         check_size("k", k)
         if k > self.shape[1]:
             raise ValueError(f"k: expected a number from 1 to {self.shape[1]}, got {k}")
-        return self._ranked(k, bias, None)[1]
+        return self.ranked(k, bias, ties=None)[1]
 
     def ranks(self, bias: Tensor | None = None, *, ties: str = "pessimistic") -> Tensor:
         """Return the (N, P) ranks (from 1) of each row's positives by ``S_ij + bias_j``, ascending, padded with 0.
@@ -188,16 +188,13 @@ class Similarity(Anchors):
         a positive is ahead of it, with ``"optimistic"`` behind it. The positive's score comes from the same product
         as its rivals', so rounding cannot move it. Memory grows with N times P. No gradient.
         """
-        return self._ranked(0, bias, ties)[0]
+        return self.ranked(0, bias, ties=ties)[0]
 
-    def ranked(self, k: int, bias: Tensor | None = None, *, ties: str = "pessimistic") -> tuple[Tensor, TopK]:
-        """Return :meth:`ranks` and :meth:`topk` out of one pass; of fewer than k columns all."""
-        check_size("k", k)
-        return self._ranked(min(k, self.shape[1]), bias, ties)
-
-    def _ranked(self, k: int, bias: Tensor | None, ties: str | None) -> tuple[Tensor, TopK]:
-        if ties is not None:
-            one_of("ties", ties, "pessimistic", "optimistic")
+    def ranked(self, k: int, bias: Tensor | None = None, *, ties: str | None = "pessimistic") -> tuple[Tensor, TopK]:
+        """Return :meth:`ranks`, none for ``ties=None``, and :meth:`topk` out of one pass; k may exceed M."""
+        if k != 0:
+            check_size("k", k)
+        one_of("ties", ties, "pessimistic", "optimistic", None)
         pairs, side, m = self._matrix.pairs, self._side, self.shape[1]
         bias, ignored = as_bias("bias", bias, m, self.device), pairs.ignored[1 - side]
         if ignored is not None:  # what does not exist is found last
@@ -207,7 +204,7 @@ class Similarity(Anchors):
         found: list[list[Tensor]] = [[], [], []]
         for part, scores in self._matrix.blocks(side):
             scores = (scores if bias is None else scores.add_(bias)).clamp_min_(least)
-            values, indices = scores.topk(k, dim=1)
+            values, indices = scores.topk(min(k, m), dim=1)
             found[1].append(values.masked_fill_(values == least, -torch.inf))
             found[2].append(indices)
             if places is not None:

@@ -131,9 +131,7 @@ class Matrix:
         source = Scores(self.scores()) if self.engine == "dense" else self.source(form=self.keeps)
         rows, width = tile_shape(n, m, self.device.type)
         y, inv = (source[1 - side], source[3 - side]) if source[8 - side] is None else (source[8 - side], None)
-        if (
-            size is None
-        ):  # a tile's number of scores, or more: embeddings of half precision are converted for each block
+        if size is None:  # a tile's or more: embeddings of half precision are converted for each block
             size = max(rows * width, min(128 * m, 2**26))
         for part in even_chunks(n, max(1, size // m)):
             if source.matrix is not None:
