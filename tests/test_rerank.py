@@ -34,6 +34,7 @@ from itrloss.rerank import (
     QueryBankNorm,
     ReciprocalReranker,
     Sinkhorn,
+    TwoStageReranker,
 )
 
 N, M = 7, 14
@@ -303,9 +304,9 @@ def test_a_bank_keeps_its_precision_beside_half_precision(monkeypatch):
     fast = FastReranker().fit(*banks)
     sim = Similarity(v, w, *ids)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    found = [fast._bias(direction) for direction, _ in fast._of_all(Shares(sim, ""))]  # as each of several processes
-    for a, b in zip(found, fast.biases(sim), strict=True):
-        torch.testing.assert_close(a, b)
+    directions = [direction for direction, _ in fast._of_all(Shares(sim, ""))]  # as each of several processes
+    for rule, bias in zip(fast._rules(directions), fast.biases(sim), strict=True):
+        torch.testing.assert_close(rule.bias / rule.factor, bias)
 
 
 def test_a_bank_with_as_many_queries_as_candidates_is_read_the_right_way():
@@ -367,7 +368,116 @@ def test_all_are_named_and_tested():
         x for x in vars(rerank).values()
         if inspect.isclass(x) and issubclass(x, rerank.Reranker) and not inspect.isabstract(x)
     }  # fmt: skip
-    assert concrete == {type(method) for method in METHODS.values()}
+    assert concrete == {type(method) for method in METHODS.values()} | {TwoStageReranker}  # which is tested below
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_state_that_was_saved_ranks_as_before(name, tmp_path):
+    method = copy.deepcopy(METHODS[name])
+    v, w = embeddings(N, M)
+    if method.takes_bank:
+        method.fit(*embeddings(11, 9, seed=5))
+    torch.save(method.state_dict(), tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    other = METHODS[name] if name in ("mutual proximity", "k-reciprocal") else type(method)()
+    other = copy.deepcopy(other).load_state_dict(state)
+    assert repr(other) == repr(method) and other.transductive == method.transductive
+    sim = Similarity(v, w, torch.arange(N), torch.arange(M))
+    for a, b in zip(method.rerank(sim), other.rerank(sim), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_hubs_of_a_saved_bank_serve_a_single_query(tmp_path):
+    v, w = embeddings(N, M)
+    fitted = FastReranker((9.0, 8.0), (8.0, 17.0)).fit(*embeddings(11, 9, seed=5))
+    torch.save(fitted.state_dict(), tmp_path / "state.pt")
+    loaded = FastReranker().load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    ids = torch.arange(N), torch.arange(M)
+    all_at_once = fitted.topk(Similarity(v, w, *ids), 5).i2t.indices
+    for i in range(N):
+        one = loaded.topk(Similarity(v[i : i + 1], w, ids[0][:1], ids[1]), 5).i2t.indices
+        assert torch.equal(one[0], all_at_once[i])
+
+
+def test_a_state_of_another_method_is_refused_and_nothing_taken_over():
+    method = CSLS(3)
+    for state in (InvertedSoftmax(2.0).state_dict(), {"method": "CSLS", "options": {"k": 5}}):
+        with pytest.raises(ValueError, match="state: expected a state of CSLS, got one"):
+            method.load_state_dict(state)
+    broken = {**CSLS(5).state_dict(), "images": torch.full((2, 2), torch.nan)}
+    with pytest.raises(ValueError, match="images"):
+        method.load_state_dict(broken)
+    assert method.k == 3
+
+
+class _Centred(rerank.Reranker):
+    """A bias of one's own: the mean of a candidate's scores."""
+
+    def rule(self, direction):
+        return rerank.Bias(-direction.candidates.mean_std().mean)
+
+
+class _CentredByBlocks(rerank.Reranker):
+    """The same as a function of a block."""
+
+    def rule(self, direction):
+        mean = direction.of_all(direction.candidates.mean_std().mean)
+        return lambda scores, rows: scores.sub_(mean)
+
+
+def test_re_rankers_of_ones_own_are_a_bias_or_a_function_of_a_block():
+    sim = Similarity(*embeddings(N, M), torch.arange(N) % 3, torch.arange(M) % 3)
+    scores = sim.scores()
+    for method in (_Centred(), _CentredByBlocks()):
+        found = method.rerank(sim)
+        torch.testing.assert_close(found.i2t, scores - scores.mean(0))
+        torch.testing.assert_close(found.t2i, scores - scores.mean(1, keepdim=True))
+        assert torch.equal(method.topk(sim, 4).t2i.indices, found.t2i.T.topk(4).indices)
+    one, other = (retrieval_metrics(sim, reranker=method) for method in (_Centred(), _CentredByBlocks()))
+    assert one == other
+    with pytest.raises(ValueError, match="_CentredByBlocks is not a bias per candidate"):
+        _CentredByBlocks().biases(sim)
+
+
+# --- two stages ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_two_stages_put_the_best_candidates_in_the_second_scorers_order(engine, weight):
+    generator = torch.Generator().manual_seed(3)
+    second = torch.randn(N, M, generator=generator, dtype=torch.float64)
+    seen = []
+
+    def scorer(images, texts):
+        seen.append(len(images))
+        return second[images, texts]
+
+    sim = Similarity(*embeddings(N, M), torch.arange(N) % 3, torch.arange(M) % 3, engine=engine)
+    method = TwoStageReranker(scorer, k=4, weight=weight, batch_size=9)
+    found, first = method.rerank(sim), sim.scores()
+    assert found.transductive == method.transductive == (False, False)
+    assert max(seen) <= 9 and sum(seen) == 4 * (N + M)
+    for scores, S, F in ((found.i2t, first, second), (found.t2i.T, first.T, second.T)):
+        for q in range(len(S)):
+            order = S[q].argsort(descending=True).tolist()
+            wanted = sorted(order[:4], key=lambda c: -(F[q, c] + weight * S[q, c])) + order[4:]
+            assert scores[q].argsort(descending=True).tolist() == wanted
+    assert torch.equal(method.topk(sim, 6).i2t.indices, found.i2t.topk(6).indices)
+    v, w = sim._inputs
+    single = TwoStageReranker(scorer, M).topk(Similarity(v[:1], w, torch.arange(1), torch.arange(M)), 1)
+    assert single.i2t.indices.item() == int((second[0] + first[0]).argmax())
+
+
+def test_a_scorer_that_answers_wrongly_is_named():
+    sim = Similarity(*embeddings(N, M), torch.arange(N), torch.arange(M))
+    for scorer in (lambda i, t: i.float()[:1], lambda i, t: i / 0.0, lambda i, t: None):
+        with pytest.raises(ValueError, match=r"scorer: expected finite scores of shape \(28,\)"):
+            TwoStageReranker(scorer, 4).rerank(sim)
+    with pytest.raises(TypeError, match="scorer: expected a function"):
+        TwoStageReranker(3)
+    with pytest.raises(ValueError, match="TwoStageReranker has no use for a bank"):
+        TwoStageReranker(lambda i, t: i.float()).fit(torch.ones(2, 3))
 
 
 # --- calibration -----------------------------------------------------------------------------------------------------

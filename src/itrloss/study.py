@@ -142,7 +142,7 @@ def _ways(
         found.append((name, lambda: _made(kind, fast), False))
         if held_out is not None:
             found.append((CALIBRATED, lambda: FastReranker().calibrate(held_out), False))
-    if any(bank is not None for bank in banks) and name != "k-reciprocal":
+    if any(bank is not None for bank in banks) and kind.takes_bank:
         found.append((name, lambda: _made(kind, fast).fit(*banks), True))
         if held_out is not None:
             found.append((CALIBRATED, lambda: _calibrated(held_out, banks), True))

@@ -1,9 +1,10 @@
 """Re-rankers: better rankings from scores that exist already."""
 
-from .base import BiasReranker, RerankBiases, Reranked, Reranker
+from .base import RerankBiases, Reranked, Reranker
+from .direction import Bias, Direction
 from .fast import FastReranker, InvertedSoftmax
 from .index import BiasedIndex
-from .neighbours import KReciprocalReranker, MultiFactorReranker, ReciprocalReranker
+from .neighbours import KReciprocalReranker, MultiFactorReranker, ReciprocalReranker, TwoStageReranker
 from .normalization import (
     CSLS,
     DualBankNorm,
@@ -16,9 +17,10 @@ from .normalization import (
 )
 
 __all__ = [
-    "BiasReranker",
+    "Bias",
     "BiasedIndex",
     "CSLS",
+    "Direction",
     "DualBankNorm",
     "DualBankSinkhorn",
     "DualSoftmax",
@@ -34,4 +36,5 @@ __all__ = [
     "Reranked",
     "Reranker",
     "Sinkhorn",
+    "TwoStageReranker",
 ]

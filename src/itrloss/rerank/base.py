@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..checks import check_matrix, check_size
-from ..distributed import Shares, failing_together, gather_parts, sum_over_processes, world_size
-from ..engine.pairs import Pairs
+from ..distributed import Shares, failing_together, world_size
 from ..similarity import Similarity, TopK
+from .direction import SIDES, Bias, Direction, Rule, as_similarity, fitting, unlabelled, with_bank
 
 T = TypeVar("T", Tensor, TopK)
 R = TypeVar("R", bound="Reranker")
 Ranked = tuple[Tensor, TopK]  # ranks of the queries' positives, and their best candidates
-
-SIDES = ("images", "texts")  # who asks: image→text, text→image
 
 
 class Reranked(tuple[T, T], Generic[T]):
@@ -43,61 +41,52 @@ class Reranked(tuple[T, T], Generic[T]):
 
     @property
     def i2t(self) -> T:
-        """Of the images asking for texts."""
+        """The part of the images asking for texts."""
         return self[0]
 
     @property
     def t2i(self) -> T:
-        """Of the texts asking for images."""
+        """The part of the texts asking for images."""
         return self[1]
 
 
-class Direction(NamedTuple):
-    """What a re-ranker may look at when the images, or the texts, are the queries. Labels are not part of it.
+class RerankBiases(NamedTuple):
+    """What re-ranking adds to a score: ``texts`` (M,) when an image asks for texts, ``images`` (N,) the other way."""
 
-    Of several processes, each has its own queries, which choose among the candidates of all, and compares its own
-    candidates with all references: where ``shared``, what it finds for them is a part of the whole.
-    """
-
-    side: int  # 0: images ask; 1: texts
-    queries: Similarity  # (queries, candidates)
-    candidates: Similarity  # (candidates, references): the test queries or the bank's
-    transductive: bool
-    gallery: Tensor | None  # the bank of the candidates' own modality
-    shared: bool = False
-    first: tuple[int, int] = (0, 0)  # number of the first own query, and of the first own candidate, among those of all
-
-    def of_all(self, x: Tensor) -> Tensor:
-        """(B, ...) of each own query, or candidate -> that of all queries, or candidates."""
-        return gather_parts(x) if self.shared else x
-
-    def summed(self, x: Tensor) -> Tensor:
-        """What all processes have found together; written over."""
-        return sum_over_processes(x) if self.shared else x
+    texts: Tensor
+    images: Tensor
 
 
 class Reranker(ABC):
-    """What every re-ranker can do.
+    """What every re-ranker can do. One of your own implements :meth:`rule`, and keeps its options under their names.
 
     Attributes:
-        uses_labels: whether it looks at which image and text belong together. None does: the ids of a ``Similarity``
-            are out of a method's reach.
-        needs_bank: whether it takes queries other than the test queries, given by :meth:`fit`.
-        needs_embeddings: whether it asks for the similarity of images with images, or texts with texts, so that a
-            matrix of scores is not enough.
+        needs_bank: whether it requires queries other than the test queries, given by :meth:`fit`.
+        takes_bank: whether it can use them.
+        needs_embeddings: whether it compares images with images, or texts with texts, so that a matrix of scores is not
+            enough.
+        needs_all_candidates: whether what it computes for a candidate depends on the others, so that processes cannot
+            share the work.
     """
 
-    uses_labels: bool = False
     needs_bank: bool = False
+    takes_bank: bool = True
     needs_embeddings: bool = False
+    needs_all_candidates: bool = False
 
     _ranks_alone: bool = False  # a single query, without a bank
     _images: Tensor | None = None
     _texts: Tensor | None = None
 
+    @abstractmethod
+    def rule(self, direction: Direction) -> Rule:
+        """Return what the candidates of a direction are ranked by; called without recording a gradient."""
+
     def __repr__(self) -> str:
-        given = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
-        return f"{type(self).__name__}({given})"
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self._options().items())})"
+
+    def _options(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     @property
     def transductive(self) -> tuple[bool, bool]:
@@ -122,17 +111,41 @@ class Reranker(ABC):
         Raises:
             TypeError, ValueError: naming the argument; here, or when what is re-ranked turns out not to fit the bank.
         """
+        if not self.takes_bank:
+            raise ValueError(f"images, texts: {type(self).__name__} has no use for a bank of queries")
         for name, bank in (("images", images), ("texts", texts)):
-            if bank is None:
-                continue
             if isinstance(bank, Similarity):
                 raise TypeError(f"{name}: expected a tensor of embeddings or scores, got a Similarity")
-            check_matrix(name, bank, "(N, M)", check_finite=True)
+            if bank is not None:
+                check_matrix(name, bank, "(N, M)", check_finite=True)
         self._images, self._texts = (None if bank is None else bank.detach() for bank in (images, texts))
         return self
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return options and banks, which ``torch.save`` writes and ``torch.load(path, weights_only=True)`` reads."""
+        return {"method": type(self).__name__, "options": self._options(), "images": self._images, "texts": self._texts}
+
+    def load_state_dict(self: R, state: Mapping[str, Any]) -> R:
+        """Take over the options and banks of :meth:`state_dict`, and return this object.
+
+        Raises:
+            ValueError: the state is another method's, or lacks something; nothing is taken over then.
+        """
+        missing = {"method", "options", "images", "texts"} - set(state)
+        if missing or state["method"] != type(self).__name__:
+            got = f"one without {', '.join(sorted(missing))}" if missing else f"one of {state['method']}"
+            raise ValueError(f"state: expected a state of {type(self).__name__}, got {got}")
+        loaded = type(self)(**state["options"])
+        if self.takes_bank:
+            loaded.fit(state["images"], state["texts"])
+        for name, value in vars(loaded).items():
+            setattr(self, name, value)
+        return self
+
+    # ----------------------------------------------------------------------------------------------- ranking
+
     def rerank(self, scores: Tensor | Similarity) -> Reranked[Tensor]:
-        """Re-ranked scores ``(image→text, text→image)``, both (n_images, n_texts), higher is better.
+        """Return re-ranked scores ``(image→text, text→image)``, both (n_images, n_texts), higher is better.
 
         The result is two full matrices. From embeddings too many for that, use :meth:`topk`, or
         ``retrieval_metrics(sim, reranker=self)``.
@@ -144,11 +157,24 @@ class Reranker(ABC):
             TypeError, ValueError: naming the argument; for nan and infinity; for a single query without a bank; for
                 what the method needs and was not given.
         """
-        i2t, t2i = self._matrices(as_similarity(scores))
-        return Reranked(i2t, t2i, self.transductive)
+        sim = as_similarity(scores)
+        directions = self._directions(sim)
+        rules = self._rules(directions)
+        results, matrix = [], None
+        for direction, rule in zip(directions, rules, strict=True):
+            if isinstance(rule, Bias):  # one product for both directions
+                matrix = sim.detach().scores() if matrix is None else matrix
+                bias = rule.bias[:, None] if direction.side else rule.bias
+                results.append(torch.add(bias, matrix, alpha=rule.factor))
+                continue
+            found = torch.empty(direction.queries.shape, dtype=sim.dtype, device=sim.device)
+            for rows, block in _blocks(direction, rule):
+                found[rows] = block
+            results.append(found.T if direction.side else found)
+        return Reranked(results[0], results[1], self.transductive)
 
     def topk(self, scores: Tensor | Similarity, k: int, *, gather: bool = False) -> Reranked[TopK]:
-        """The k best texts of each image and the k best images of each text, by re-ranked score.
+        """Return the k best texts of each image and the k best images of each text, by re-ranked score.
 
         Args:
             scores: (n_images, n_texts), or a :class:`itrloss.Similarity`.
@@ -169,75 +195,88 @@ class Reranker(ABC):
         """
         check_size("k", k)
         if gather and world_size() > 1:
-            found = []
-            for direction, _ in self._of_all(Shares(scores, f"{self._question()} {k}")):
-                with failing_together(direction.queries.device):
-                    found.append(self._best_of(direction, k))
-            i2t, t2i = found
+            tops = []
+            for direction, answers in self._of_all(Shares(scores, f"{self._question()} {k}")):
+                with failing_together(answers.device):
+                    (rule,) = self._rules([direction])
+                    tops.append(_best(direction, rule, k))
         else:
-            i2t, t2i = self._best(as_similarity(scores), k)
-        return Reranked(i2t, t2i, self.transductive)
+            directions = self._directions(as_similarity(scores))
+            tops = [_best(d, rule, k) for d, rule in zip(directions, self._rules(directions), strict=True)]
+        return Reranked(tops[0], tops[1], self.transductive)
 
-    def _best(self, sim: Similarity, k: int) -> tuple[TopK, TopK]:
-        """Of all images, and of all texts."""
-        i2t, t2i = (self._best_of(direction, k) for direction in self._directions(sim))
-        return i2t, t2i
+    def biases(self, scores: Tensor | Similarity) -> RerankBiases:
+        """Return re-ranking as biases: image→text ranks by ``A_ij + texts_j``, text→image by ``A_ij + images_i``.
 
-    def _ranked(self, sim: Similarity, k: int, ties: str) -> tuple[Ranked, Ranked]:
-        """Of all images, and of all texts."""
-        views = zip(self._directions(sim), (sim, sim.T), strict=True)
-        i2t, t2i = (self._ranked_of(direction, answers, k, ties) for direction, answers in views)
-        return i2t, t2i
+        Raises:
+            ValueError: as :meth:`rerank`, and for a method that is not a bias per candidate.
+        """
+        rules = self._rules(self._directions(as_similarity(scores)))
+        texts, images = (rule.bias / rule.factor if isinstance(rule, Bias) else None for rule in rules)
+        if texts is None or images is None:
+            raise ValueError(f"biases: {type(self).__name__} is not a bias per candidate")
+        return RerankBiases(texts, images)
+
+    def _ranked(self, sim: Similarity, k: int, ties: str) -> list[Ranked]:
+        """Return ranks and best candidates of all images, and of all texts."""
+        directions = self._directions(sim)
+        views = zip(directions, self._rules(directions), (sim, sim.T), strict=True)
+        return [_ranks(direction, rule, answers, k, ties) for direction, rule, answers in views]
 
     def _ranked_of_all(self, shares: Shares, k: int, ties: str) -> Iterator[Ranked]:
-        """Of one's own images among the texts of all processes, and of one's own texts."""
+        """Yield those of one's own images among the texts of all processes, and of one's own texts."""
         for direction, answers in self._of_all(shares):
             with failing_together(answers.device):
-                ranked = self._ranked_of(direction, answers, k, ties)
+                (rule,) = self._rules([direction])
+                ranked = _ranks(direction, rule, answers, k, ties)
             yield ranked
 
-    @abstractmethod
-    def _matrices(self, sim: Similarity) -> tuple[Tensor, Tensor]:
-        """Both (n_images, n_texts)."""
+    @torch.no_grad()
+    def _rules(self, directions: Sequence[Direction]) -> list[Rule]:
+        """Return the rule of each direction, with the biases of all candidates."""
+        rules = []
+        for direction, rule in zip(directions, self._rules_together(directions), strict=True):
+            if isinstance(rule, Bias):
+                rule = rule._replace(bias=direction.of_all(rule.bias))
+                if not bool(rule.bias.isfinite().all()):
+                    raise ValueError(f"scores: too large for {self!r}")
+            rules.append(rule)
+        return rules
 
-    @abstractmethod
-    def _best_of(self, direction: Direction, k: int) -> TopK:
-        """The k best candidates of its queries, by re-ranked score."""
+    def _rules_together(self, directions: Sequence[Direction]) -> Sequence[Rule]:
+        return [self.rule(direction) for direction in directions]
 
-    @abstractmethod
-    def _ranked_of(self, direction: Direction, answers: Similarity, k: int, ties: str) -> Ranked:
-        """``answers``: the direction's queries with their labels."""
+    # -------------------------------------------------------------------------------------------- directions
 
     def _question(self) -> str:
-        """What processes have to have in common: the method, its numbers and its banks."""
+        """Return what processes have to have in common: the method, its options and its banks."""
         return f"{self!r} {[None if bank is None else _fingerprint(bank) for bank in (self._images, self._texts)]}"
 
-    def _of_all(self, shares: Shares, whole: bool = False) -> Iterator[tuple[Direction, Similarity]]:
-        """Either direction, checked, and its queries with their labels; ``whole``: with the candidates of all."""
+    def _of_all(self, shares: Shares) -> Iterator[tuple[Direction, Similarity]]:
+        """Yield either direction, checked, and its queries with their labels."""
         self._check(shares.sim, (len(shares.every[0]), len(shares.every[1])))
-        given = zip(SIDES, (self._images, self._texts), strict=True)
-        banks = [None if bank is None else _fitting(bank, name, shares.sim) for name, bank in given]
+        named = zip(SIDES, (self._images, self._texts), strict=True)
+        banks = [None if bank is None else fitting(bank, name, shares.sim) for name, bank in named]
+        whole = self.needs_all_candidates
         own, first = (shares.every, (0, 0)) if whole else (shares.own, shares.first)
         for side, bank in enumerate(banks):
             candidates = shares.beside(own[1 - side], shares.every[side] if bank is None else bank)
             answers = shares.queries(side)
-            asked = unlabelled(answers), candidates, bank is None, banks[1 - side]
-            yield Direction(side, *asked, not whole, (shares.first[side], first[1 - side])), answers
+            inputs = unlabelled(answers), candidates, bank is None, banks[1 - side]
+            yield Direction(side, *inputs, not whole, (shares.first[side], first[1 - side])), answers
 
-    def _directions(self, sim: Similarity) -> tuple[Direction, Direction]:
-        """Both, checked."""
+    def _directions(self, sim: Similarity) -> list[Direction]:
+        """Return both, checked."""
         self._check(sim)
-        sim = unlabelled(sim)
-        banks = self._images, self._texts
-        found = []
+        sim, banks, directions = unlabelled(sim), (self._images, self._texts), []
         for side, queries in enumerate((sim, sim.T)):
             bank = banks[side]
-            references = queries.T if bank is None else _beside(queries.T, SIDES[side], bank)
-            found.append(Direction(side, queries, references, bank is None, banks[1 - side]))
-        return found[0], found[1]
+            references = queries.T if bank is None else with_bank(queries.T, SIDES[side], bank)
+            directions.append(Direction(side, queries, references, bank is None, banks[1 - side]))
+        return directions
 
     def _check(self, sim: Similarity, queries: tuple[int, int] | None = None) -> None:
-        """Whether it has all it needs; ``queries``: how many there are, if not those of ``sim``."""
+        """Raise an error unless it has all it needs; ``queries``: how many there are, if not those of ``sim``."""
         if self.needs_embeddings and sim._inputs is None:
             wanted = "a Similarity of embeddings: images are compared with images, or texts with texts"
             raise ValueError(f"scores: {type(self).__name__} needs {wanted}; got a matrix of scores")
@@ -251,187 +290,41 @@ class Reranker(ABC):
                 )
 
 
-class RerankBiases(NamedTuple):
-    """What re-ranking adds to a score: ``texts`` (M,) when an image asks for texts, ``images`` (N,) the other way."""
-
-    texts: Tensor
-    images: Tensor
+# ------------------------------------------------------------------------------------------- ranking by a rule
 
 
-class BiasReranker(Reranker):
-    """Re-rankers that take one number from all scores of a candidate: ``factor S_qc - penalty_c``."""
-
-    _one_by_one: bool = True  # whether the number of a candidate depends on no other candidate
-
-    @abstractmethod
-    def _factor(self, side: int) -> float:
-        """What multiplies the scores of a direction."""
-
-    @abstractmethod
-    def _penalty(self, direction: Direction) -> Tensor:
-        """(candidates,)."""
-
-    def _penalties(self, sim: Similarity) -> tuple[Tensor, Tensor]:
-        """(M,) when images ask and (N,) when texts do."""
-        texts, images = (self._penalty(direction) for direction in self._directions(sim))
-        return texts, images
-
-    def _checked(self, sim: Similarity) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            found = self._penalties(sim)
-        for penalty in found:
-            self._check_size_of(penalty)
-        return found
-
-    def _check_size_of(self, penalty: Tensor) -> None:
-        if not bool(penalty.isfinite().all()):
-            raise ValueError(f"scores: too large for {self!r}")
-
-    def _matrices(self, sim: Similarity) -> tuple[Tensor, Tensor]:
-        texts, images = self._checked(sim)
-        with torch.no_grad():
-            matrix = sim.detach().scores()
-            i2t = torch.add(-texts, matrix, alpha=self._factor(0))
-            return i2t, torch.add(-images[:, None], matrix, alpha=self._factor(1))
-
-    def _best(self, sim: Similarity, k: int) -> tuple[TopK, TopK]:
-        found = self.biases(sim)
-        tops = zip((sim, sim.T), found, strict=True)
-        i2t, t2i = (self._top(view, side, bias, k) for side, (view, bias) in enumerate(tops))
-        return i2t, t2i
-
-    def _ranked(self, sim: Similarity, k: int, ties: str) -> tuple[Ranked, Ranked]:
-        biases = self.biases(sim)
-        return sim.ranked(k, biases.texts, ties=ties), sim.T.ranked(k, biases.images, ties=ties)
-
-    def _of_all(self, shares: Shares, whole: bool = False) -> Iterator[tuple[Direction, Similarity]]:
-        # Numbers that hang on one another are found by every process for itself.
-        return super()._of_all(shares, whole or not self._one_by_one)
-
-    def _best_of(self, direction: Direction, k: int) -> TopK:
-        return self._top(direction.queries, direction.side, self._bias(direction), k)
-
-    def _top(self, queries: Similarity, side: int, bias: Tensor, k: int) -> TopK:
-        top = queries.topk(min(k, queries.shape[1]), bias)
-        return TopK(top.values * self._factor(side), top.indices)
-
-    def _ranked_of(self, direction: Direction, answers: Similarity, k: int, ties: str) -> Ranked:
-        return answers.ranked(k, self._bias(direction), ties=ties)
-
-    @torch.no_grad()
-    def _bias(self, direction: Direction) -> Tensor:
-        """(candidates,)."""
-        penalty = direction.of_all(self._penalty(direction))
-        self._check_size_of(penalty)
-        return -penalty / self._factor(direction.side)
-
-    def biases(self, scores: Tensor | Similarity) -> RerankBiases:
-        """Re-ranking as an additive bias: image→text ranks by ``A_ij + texts_j``, text→image by ``A_ij + images_i``."""
-        texts, images = self._checked(as_similarity(scores))
-        return RerankBiases(-texts / self._factor(0), -images / self._factor(1))
+@torch.no_grad()
+def _blocks(direction: Direction, rule: Callable[[Tensor, slice], Tensor]) -> Iterator[tuple[slice, Tensor]]:
+    for rows, scores in direction.queries.blocks():
+        yield rows, rule(scores, rows)
 
 
-class BlockReranker(Reranker):
-    """Re-rankers that turn the scores of some queries with all candidates into others, some queries at a time."""
-
-    @abstractmethod
-    def _prepare(self, direction: Direction) -> Any:
-        """What has to be known of all scores before any is re-ranked."""
-
-    @abstractmethod
-    def _apply(self, scores: Tensor, rows: slice, known: Any) -> Tensor:
-        """(b, candidates) scores of the queries ``rows``, which may be overwritten -> those to rank by."""
-
-    def _matrices(self, sim: Similarity) -> tuple[Tensor, Tensor]:
-        found = []
-        for direction in self._directions(sim):
-            out = torch.empty(direction.queries.shape, dtype=sim.dtype, device=sim.device)
-            for rows, block in self._blocks(direction):
-                out[rows] = block
-            found.append(out)
-        return found[0], found[1].T
-
-    def _best_of(self, direction: Direction, k: int) -> TopK:
-        width = min(k, direction.queries.shape[1])
-        parts = [block.topk(width, 1) for _, block in self._blocks(direction)]
-        return TopK(*(torch.cat(x) for x in zip(*parts, strict=True)))
-
-    def _ranked_of(self, direction: Direction, answers: Similarity, k: int, ties: str) -> Ranked:
-        own, others = (_or_numbers(ids, size) for ids, size in zip(answers.ids, answers.shape, strict=True))
-        ranks, tops = [], []
-        for rows, block in self._blocks(direction):
-            rank, top = Similarity.from_scores(block, own[rows], others).ranked(k, ties=ties)
-            ranks.append(rank)
-            tops.append(top)
-        width = max(x.shape[1] for x in ranks)
-        padded = [torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in ranks]
-        return torch.cat(padded), TopK(*(torch.cat(x) for x in zip(*tops, strict=True)))
-
-    @torch.no_grad()
-    def _blocks(self, direction: Direction) -> Iterator[tuple[slice, Tensor]]:
-        known = self._prepare(direction)
-        for rows, scores in direction.queries.blocks():
-            yield rows, self._apply(scores, rows, known)
+def _best(direction: Direction, rule: Rule, k: int) -> TopK:
+    """Return the k best candidates of each query."""
+    queries = direction.queries
+    k = min(k, queries.shape[1])
+    if isinstance(rule, Bias):
+        top = queries.topk(k, rule.bias / rule.factor)
+        return TopK(top.values * rule.factor, top.indices)
+    parts = [block.topk(k, 1) for _, block in _blocks(direction, rule)]
+    return TopK(*(torch.cat(x) for x in zip(*parts, strict=True)))
 
 
-def _or_numbers(ids: Tensor | None, size: int) -> Tensor:
-    return torch.arange(size) if ids is None else ids
-
-
-def _beside(candidates: Similarity, name: str, bank: Tensor) -> Similarity:
-    """The candidates, rows here, and the queries of the bank ``name``."""
-    if candidates._inputs is not None:
-        return against(candidates, _fitting(bank, name, candidates))
-    bank = bank.to(candidates.device, candidates.dtype)
-    bank, wanted = bank.T if name == "images" else bank, candidates.shape[0]
-    if bank.shape[0] != wanted:
-        raise ValueError(f"{name}: expected scores with the {wanted} candidates, got a bank of {bank.shape[0]}")
-    return Similarity.from_scores(bank, *_apart(*bank.shape))
-
-
-def _apart(n: int, m: int) -> Sequence[Tensor]:
-    """Return ids by which no row matches a column."""
-    return torch.arange(n + m).split((n, m))
-
-
-def unlabelled(sim: Similarity) -> Similarity:
-    """Return the same scores without a gradient, nothing matching, so that every column is a negative."""
-    matrix = sim._matrix.detach()
-    rows, cols = (x.to(sim.device) for x in _apart(*matrix.shape))
-    matrix.pairs = Pairs(matrix.shape, (rows, cols), sim.device)
-    return sim._seen(matrix, sim._side)
-
-
-def against(sim: Similarity, cols: Tensor, more_rows: Tensor | None = None) -> Similarity:
-    """Return the same embeddings as rows, with more below them, beside other columns; nothing matches."""
-    assert sim._inputs is not None
-    rows = sim._inputs[0].detach()
-    if more_rows is not None:
-        rows = torch.cat([x.to(sim.device, sim.dtype) for x in (rows, more_rows)])  # neither is rounded
-    engine: Any = sim.engine if sim.engine in ("tiled", "triton") else "auto"
-    ids = _apart(len(rows), len(cols))
-    return Similarity(rows, cols, *ids, normalize=sim._matrix.bounded, engine=engine)
+def _ranks(direction: Direction, rule: Rule, answers: Similarity, k: int, ties: str) -> Ranked:
+    """Return ranks and best candidates; ``answers``: the direction's queries with their labels."""
+    if isinstance(rule, Bias):
+        return answers.ranked(k, rule.bias / rule.factor, ties=ties)
+    own, others = (torch.arange(n) if x is None else x for x, n in zip(answers.ids, answers.shape, strict=True))
+    ranks, tops = [], []
+    for rows, block in _blocks(direction, rule):
+        rank, top = Similarity.from_scores(block, own[rows], others).ranked(k, ties=ties)
+        ranks.append(rank)
+        tops.append(top)
+    width = max(x.shape[1] for x in ranks)
+    padded = [torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in ranks]
+    return torch.cat(padded), TopK(*(torch.cat(x) for x in zip(*tops, strict=True)))
 
 
 def _fingerprint(bank: Tensor) -> tuple[Any, ...]:
     content = bank.detach().cpu().contiguous().view(torch.uint8).numpy().data
     return tuple(bank.shape), bank.dtype, zlib.crc32(content)
-
-
-def _fitting(bank: Tensor, name: str, sim: Similarity) -> Tensor:
-    """The bank ``name`` of embeddings, in the type of scores: half precision would round one of single precision."""
-    assert sim._inputs is not None
-    wanted = sim._inputs[0].shape[1]
-    if bank.shape[1] != wanted:
-        raise ValueError(f"{name}: expected embeddings of dimension {wanted}, got a bank of {bank.shape[1]}")
-    return bank.to(sim.device, sim.dtype)
-
-
-def as_similarity(scores: Tensor | Similarity) -> Similarity:
-    """Scores without ids: re-ranking never asks who matches whom."""
-    if isinstance(scores, Similarity):
-        scores.check_finite()
-        return scores
-    n, m = (scores.shape[0], scores.shape[1]) if isinstance(scores, Tensor) and scores.dim() == 2 else (1, 1)
-    ids = (torch.arange(n), torch.arange(m))
-    return Similarity.from_scores(scores, *ids, check_finite=True)

@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from ..anchors import Anchors
 from ..checks import check_number
 from ..metrics.labels import labelled
 from ..similarity import Similarity
-from .base import BiasReranker, Direction
+from .base import Reranker
+from .direction import Bias, Direction, Rule
 
 SCALES = (5.0, 7.0, 10.0, 14.0, 20.0, 28.0, 40.0, 57.0, 80.0)  # that are tried, each times √2
 
 
-class _LogSumReranker(BiasReranker):
+class _LogSumReranker(Reranker):
     """``factor S_qc - log sum_r exp(scale R_rc)``."""
 
-    @abstractmethod
-    def _scale(self, side: int) -> float: ...
+    def _scales(self, side: int) -> tuple[float, float]:
+        """Return scale and factor of a direction."""
+        raise NotImplementedError
 
-    def _penalty(self, direction: Direction) -> Tensor:
-        return direction.candidates.logsumexp(self._scale(direction.side))
+    def rule(self, direction: Direction) -> Rule:
+        return self._rules_together([direction])[0]
 
-    def _penalties(self, sim: Similarity) -> tuple[Tensor, Tensor]:
-        if not all(self.transductive):
-            return super()._penalties(sim)
-        self._check(sim)
-        both = sim.detach().both  # one product for both
-        scale = torch.cat(
-            [torch.full((n,), self._scale(1 - side), dtype=sim.dtype) for side, n in enumerate(sim.shape)]
-        )
-        images, texts = both.split(both.logsumexp(scale, over="all"))
-        return texts, images
+    def _rules_together(self, directions: Sequence[Direction]) -> list[Rule]:
+        candidates = Anchors.together(*(d.candidates for d in directions))  # one product where there is one matrix
+        scales = [self._scales(d.side) for d in directions]
+        each = zip(scales, candidates.sizes, strict=True)
+        a = torch.cat([torch.full((n,), scale, dtype=candidates.dtype) for (scale, _), n in each])
+        sums = candidates.split(candidates.logsumexp(a))
+        return [Bias(-x, factor) for x, (_, factor) in zip(sums, scales, strict=True)]
 
 
 class FastReranker(_LogSumReranker):
@@ -106,11 +105,8 @@ class FastReranker(_LogSumReranker):
         self.i2t, self.t2i = chosen
         return self
 
-    def _factor(self, side: int) -> float:
-        return (self.i2t, self.t2i)[side][1]
-
-    def _scale(self, side: int) -> float:
-        return (self.i2t, self.t2i)[side][0]
+    def _scales(self, side: int) -> tuple[float, float]:
+        return (self.i2t, self.t2i)[side]
 
 
 def _quality(ranks: Tensor) -> tuple[float, float]:
@@ -133,8 +129,5 @@ class InvertedSoftmax(_LogSumReranker):
         check_number("scale", scale, positive=True)
         self.scale = scale
 
-    def _factor(self, side: int) -> float:
-        return self.scale
-
-    def _scale(self, side: int) -> float:
-        return self.scale
+    def _scales(self, side: int) -> tuple[float, float]:
+        return self.scale, self.scale

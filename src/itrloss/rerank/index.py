@@ -20,7 +20,7 @@ class BiasedIndex:
 
     Args:
         candidates: (C, D) embeddings of any length.
-        bias: (C,) of :meth:`itrloss.rerank.BiasReranker.biases`; None: plain cosine.
+        bias: (C,) of :meth:`itrloss.rerank.Reranker.biases`; None: plain cosine.
         factory: FAISS' description of an index: ``"Flat"`` is exact, ``"HNSW32"`` a graph, ``"IVF1024,Flat"`` searches
             the nearest of 1024 cells.
         nprobe: how many cells an index with cells searches; None: FAISS' default, 1.

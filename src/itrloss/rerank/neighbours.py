@@ -1,7 +1,8 @@
-"""Re-rankers that reorder a query's best candidates by how the candidates see the query."""
+"""Re-rankers that reorder a query's best candidates: by how these see the query, or by a second, expensive scorer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -9,14 +10,15 @@ from torch import Tensor
 
 from ..checks import check_number, check_size
 from ..engine.answers import identity
-from .base import BlockReranker, Direction
+from .base import Reranker
+from .direction import Direction, Rule
 
 
 class _Best(NamedTuple):
     """The k best candidates of each own query, best first, (queries, k) each."""
 
     candidates: Tensor
-    place: Tensor  # how many reference queries the candidate likes better than this one
+    place: Tensor  # how many reference queries the candidate prefers to this one
 
 
 def _best(direction: Direction, k: int) -> _Best:
@@ -28,30 +30,31 @@ def _best(direction: Direction, k: int) -> _Best:
 
 
 def _places(direction: Direction, values: Tensor, candidates: Tensor) -> Tensor:
-    """(queries of all processes, k): how many references an own candidate likes better; 0 for the others."""
+    """Return (queries of all processes, k): how many references an own candidate prefers; 0 for the others."""
     place = torch.zeros_like(candidates)
     flat = candidates.flatten() - direction.first[1]
     order = flat.argsort()
-    wanted = flat[order]  # the pairs, by candidate
+    ordered = flat[order]  # the pairs, by candidate
     query = order // candidates.shape[1]
     for rows, scores in direction.candidates.blocks():
-        first, last = torch.searchsorted(wanted, torch.tensor([rows.start, rows.stop], device=wanted.device)).tolist()
+        ends = torch.tensor([rows.start, rows.stop], device=ordered.device)
+        first, last = torch.searchsorted(ordered, ends).tolist()
         if first == last:
             continue
-        row, pair = wanted[first:last] - rows.start, order[first:last]
+        row, pair = ordered[first:last] - rows.start, order[first:last]
         # The very product that the rivals come from: rounded otherwise, a query could stand behind itself.
         own = scores[row, query[first:last]] if direction.transductive else values.flatten()[pair]
         ascending = scores.sort(1).values
         count = torch.empty_like(pair)
         for part in torch.arange(len(pair), device=pair.device).split(max(1, scores.numel() // scores.shape[1])):
-            found = torch.searchsorted(ascending[row[part]], own[part, None], right=True).squeeze(1)
-            count[part] = scores.shape[1] - found
+            behind = torch.searchsorted(ascending[row[part]], own[part, None], right=True).squeeze(1)
+            count[part] = scores.shape[1] - behind
         place.view(-1)[pair] = count
     return place
 
 
 def _stable(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Best first, and of two with the same score the one with the lower number."""
+    """Return values and indices sorted, best first; of two with the same score, the one with the lower number."""
     by_number = indices.argsort(1)
     values, indices = values.gather(1, by_number), indices.gather(1, by_number)
     order = values.argsort(dim=1, descending=True, stable=True)
@@ -66,7 +69,7 @@ def _lift_(scores: Tensor, candidates: Tensor, values: Tensor) -> Tensor:
     return scores.scatter_(1, candidates, peak + step * (1 + above))
 
 
-class ReciprocalReranker(BlockReranker):
+class ReciprocalReranker(Reranker):
     r"""Reciprocal re-ranking, RR (MTFN; Wang et al., ACM MM 2019), without its leak of labels.
 
     The k best candidates of a query are put in the order of ``ρ_qc = #{r : R_rc > S_qc}``, how many queries stand
@@ -84,23 +87,20 @@ class ReciprocalReranker(BlockReranker):
         check_size("t2i_k", t2i_k)
         self.i2t_k, self.t2i_k = i2t_k, t2i_k
 
-    def _prepare(self, direction: Direction) -> _Best:
-        return _best(direction, (self.i2t_k, self.t2i_k)[direction.side])
+    def rule(self, direction: Direction) -> Rule:
+        best = _best(direction, (self.i2t_k, self.t2i_k)[direction.side])
 
-    def _apply(self, scores: Tensor, rows: slice, known: _Best) -> Tensor:
-        order = known.place[rows].argsort(dim=1, stable=True)
-        candidates = known.candidates[rows].gather(1, order)
-        k = candidates.shape[1]
-        values = torch.arange(k, 0, -1, dtype=scores.dtype, device=scores.device).expand(len(scores), k)
-        return _lift_(scores, candidates, values)
+        def by_place(scores: Tensor, rows: slice) -> Tensor:
+            order = best.place[rows].argsort(dim=1, stable=True)
+            candidates = best.candidates[rows].gather(1, order)
+            k = candidates.shape[1]
+            values = torch.arange(k, 0, -1, dtype=scores.dtype, device=scores.device).expand(len(scores), k)
+            return _lift_(scores, candidates, values)
 
-
-class _Factors(NamedTuple):
-    best: _Best
-    total: Tensor  # (candidates,) sum of the references' scores
+        return by_place
 
 
-class MultiFactorReranker(BlockReranker):
+class MultiFactorReranker(Reranker):
     r"""Multivariate re-ranking, MR (GaLR; Yuan et al., TGRS 2022).
 
     The k best candidates of a query, of which c is the j-th, and in the order of :class:`ReciprocalReranker` the l-th,
@@ -119,23 +119,76 @@ class MultiFactorReranker(BlockReranker):
         check_number("place_weight", place_weight)
         self.k, self.share_weight, self.place_weight = k, share_weight, place_weight
 
-    def _prepare(self, direction: Direction) -> _Factors:
-        total = direction.of_all(direction.candidates.sum(identity))
-        return _Factors(_best(direction, self.k), total)
+    def rule(self, direction: Direction) -> Rule:
+        sums = direction.of_all(direction.candidates.sum(identity))
+        best = _best(direction, self.k)
 
-    def _apply(self, scores: Tensor, rows: slice, known: _Factors) -> Tensor:
-        candidates, place = known.best.candidates[rows], known.best.place[rows]
-        k = candidates.shape[1]
-        j = torch.arange(1, k + 1, dtype=scores.dtype, device=scores.device)
-        order = place.argsort(dim=1, stable=True)
-        by_place = torch.empty_like(scores[:, :k]).scatter_(1, order, j.expand(len(scores), k))
-        total = known.total[candidates]
-        share = torch.where(total == 0, 0.0, scores.gather(1, candidates) / total)
-        values = self.share_weight * share + (-0.05 * j).exp() + self.place_weight * (-0.05 * by_place).exp()
-        return _lift_(scores, candidates, values)
+        def by_factors(scores: Tensor, rows: slice) -> Tensor:
+            candidates = best.candidates[rows]
+            k = candidates.shape[1]
+            j = torch.arange(1, k + 1, dtype=scores.dtype, device=scores.device)
+            order = best.place[rows].argsort(dim=1, stable=True)
+            place = torch.empty_like(scores[:, :k]).scatter_(1, order, j.expand(len(scores), k))
+            total = sums[candidates]
+            share = torch.where(total == 0, 0.0, scores.gather(1, candidates) / total)
+            values = self.share_weight * share + (-0.05 * j).exp() + self.place_weight * (-0.05 * place).exp()
+            return _lift_(scores, candidates, values)
+
+        return by_factors
 
 
-class KReciprocalReranker(BlockReranker):
+class TwoStageReranker(Reranker):
+    r"""Two stages: the k best candidates of a query are put in the order of a second, expensive scorer.
+
+    They are ranked by ``f(q, c) + w S_qc``, as BLIP's and ALBEF's evaluation ranks by the head that matches images and
+    texts (ITM) after the contrastive scores (ITC). The other candidates follow in their order. Queries are independent.
+
+    Args:
+        scorer: f, a function of (P,) int64 numbers of images and (P,) of texts that returns (P,) scores.
+        k: how many candidates are scored again.
+        weight: w.
+        batch_size: P at most.
+
+    Raises:
+        ValueError: while re-ranking, if the scorer returns another shape, nan or infinity.
+    """
+
+    takes_bank = False
+    _ranks_alone = True
+
+    def __init__(
+        self, scorer: Callable[[Tensor, Tensor], Tensor], k: int = 16, weight: float = 1.0, batch_size: int = 256
+    ):
+        if not callable(scorer):
+            raise TypeError(f"scorer: expected a function of image and text numbers, got {type(scorer).__name__}")
+        check_size("k", k)
+        check_number("weight", weight)
+        check_size("batch_size", batch_size)
+        self.scorer, self.k, self.weight, self.batch_size = scorer, k, weight, batch_size
+
+    @property
+    def transductive(self) -> tuple[bool, bool]:
+        """(False, False): each query stands for itself."""
+        return False, False
+
+    def rule(self, direction: Direction) -> Rule:
+        scores, candidates = direction.queries.topk(min(self.k, direction.queries.shape[1]))
+        queries = torch.arange(len(candidates), device=candidates.device) + direction.first[0]
+        pairs = queries.repeat_interleave(candidates.shape[1]), candidates.flatten()
+        batches = (x.split(self.batch_size) for x in pairs[:: 1 - 2 * direction.side])
+        values = torch.cat([self._scored(*batch) for batch in zip(*batches, strict=True)])
+        values = values.to(scores).view_as(scores) + self.weight * scores
+        return lambda block, rows: _lift_(block, candidates[rows], values[rows])
+
+    def _scored(self, images: Tensor, texts: Tensor) -> Tensor:
+        scores = self.scorer(images, texts)
+        if not isinstance(scores, Tensor) or scores.shape != images.shape or not bool(scores.isfinite().all()):
+            shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+            raise ValueError(f"scorer: expected finite scores of shape ({len(images)},), got {shape}")
+        return scores.detach()
+
+
+class KReciprocalReranker(Reranker):
     r"""k-reciprocal encoding (Zhong et al., CVPR 2017), of images and texts as one set; needs embeddings.
 
     Items are close if they have the same reciprocal neighbours: the score is ``-((1 - λ) J_qc + λ d_qc)`` with the
@@ -149,6 +202,7 @@ class KReciprocalReranker(BlockReranker):
     """
 
     needs_embeddings = True
+    takes_bank = False
     _ranks_alone = True
 
     def __init__(self, k1: int = 20, k2: int = 6, weight: float = 0.3):
@@ -159,14 +213,10 @@ class KReciprocalReranker(BlockReranker):
             raise ValueError(f"weight: expected a number in [0, 1], got {weight}")
         self.k1, self.k2, self.weight = k1, k2, weight
 
-    def fit(self, images: Tensor | None = None, texts: Tensor | None = None) -> KReciprocalReranker:
-        """Refused: the neighbourhoods are those of the items to be ranked."""
-        raise ValueError("images, texts: KReciprocalReranker has no use for a bank of queries")
-
     def _question(self) -> str:
         raise ValueError("gather: KReciprocalReranker needs all items at once; re-rank those of all in one process")
 
-    def _prepare(self, direction: Direction) -> tuple[Tensor, Tensor]:
+    def rule(self, direction: Direction) -> Rule:
         pair = direction.queries._inputs
         assert pair is not None
         items = torch.cat([torch.nn.functional.normalize(x.to(direction.queries.dtype), dim=1) for x in pair])
@@ -177,10 +227,16 @@ class KReciprocalReranker(BlockReranker):
         distance.fill_diagonal_(0.0)
         weights = self._encoded(distance, near)
         n = direction.queries.shape[0]
-        return distance[:n, n:].clone(), self._shared(weights, n)
+        squared, shared = distance[:n, n:].clone(), self._shared(weights, n)
+
+        def by_neighbours(scores: Tensor, rows: slice) -> Tensor:
+            jaccard = 1 - shared[rows] / (2 - shared[rows])
+            return -((1 - self.weight) * jaccard + self.weight * squared[rows])
+
+        return by_neighbours
 
     def _encoded(self, distance: Tensor, near: Tensor) -> Tensor:
-        """(n, n) weights of the items' neighbourhoods, each row with sum 1."""
+        """Return (n, n) weights of the items' neighbourhoods, each row with sum 1."""
         whole, half = _reciprocal(near, self.k1), _reciprocal(near, max(1, round(self.k1 / 2)))
         n = len(near)
         members = torch.zeros(n, n, dtype=torch.bool, device=near.device)
@@ -203,21 +259,17 @@ class KReciprocalReranker(BlockReranker):
         return weights
 
     def _shared(self, weights: Tensor, n: int) -> Tensor:
-        """(n, candidates) ``sum_z min(v_qz, v_cz)``."""
+        """Return (n, candidates) ``sum_z min(v_qz, v_cz)``."""
         others = weights[n:].T.contiguous()
-        found = torch.empty(n, others.shape[1], dtype=weights.dtype, device=weights.device)
+        shared = torch.empty(n, others.shape[1], dtype=weights.dtype, device=weights.device)
         for query in range(n):
             where = weights[query].nonzero().squeeze(1)
-            found[query] = torch.minimum(weights[query, where, None], others[where]).sum(0)
-        return found
-
-    def _apply(self, scores: Tensor, rows: slice, known: tuple[Tensor, Tensor]) -> Tensor:
-        distance, shared = (x[rows] for x in known)
-        return -((1 - self.weight) * (1 - shared / (2 - shared)) + self.weight * distance)
+            shared[query] = torch.minimum(weights[query, where, None], others[where]).sum(0)
+        return shared
 
 
 def _reciprocal(near: Tensor, k: int) -> Tensor:
-    """(n, k + 1) bool: which of an item's k + 1 nearest have it among theirs."""
+    """Return (n, k + 1) bool: which of an item's k + 1 nearest have it among theirs."""
     near = near[:, : k + 1]
     back = near[near]  # (n, k + 1, k + 1)
     return (back == torch.arange(len(near), device=near.device)[:, None, None]).any(2)

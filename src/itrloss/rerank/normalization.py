@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..checks import check_number, check_size
 from ..similarity import Similarity
-from .base import BiasReranker, BlockReranker, Direction, against
+from .base import Reranker
+from .direction import Bias, Direction, Rule, against
 
 
-class DualSoftmax(BlockReranker):
+class DualSoftmax(Reranker):
     r"""Dual softmax (CAMoE; Cheng et al., 2021): ``S_qc exp(β S_qc) / sum_r exp(β R_rc)``.
 
     Args:
@@ -24,22 +24,19 @@ class DualSoftmax(BlockReranker):
         check_number("scale", scale, positive=True)
         self.scale = scale
 
-    def _prepare(self, direction: Direction) -> Tensor:
-        return direction.of_all(direction.candidates.logsumexp(self.scale))
+    def rule(self, direction: Direction) -> Rule:
+        total = direction.of_all(direction.candidates.logsumexp(self.scale))
 
-    def _apply(self, scores: Tensor, rows: slice, known: Tensor) -> Tensor:
-        found = (self.scale * scores).sub_(known).exp_().mul_(scores)
-        if not bool(found.isfinite().all()):  # beside a bank a share may be above 1
-            raise ValueError(f"scores: too large for {self!r}")
-        return found
+        def by_share(scores: Tensor, rows: slice) -> Tensor:
+            result = (self.scale * scores).sub_(total).exp_().mul_(scores)
+            if not bool(result.isfinite().all()):  # with a bank a share may be above 1
+                raise ValueError(f"scores: too large for {self!r}")
+            return result
 
-
-class _Activation(NamedTuple):
-    penalty: Tensor  # (candidates,)
-    active: Tensor  # (candidates,) bool: best of some query of the bank
+        return by_share
 
 
-class QueryBankNorm(BlockReranker):
+class QueryBankNorm(Reranker):
     r"""QB-Norm with the dynamic inverted softmax (Bogolin et al., CVPR 2022); needs a bank of queries.
 
     .. math::
@@ -61,23 +58,24 @@ class QueryBankNorm(BlockReranker):
         check_size("k", k)
         self.scale, self.k = scale, k
 
-    def _prepare(self, direction: Direction) -> _Activation:
+    def rule(self, direction: Direction) -> Rule:
         penalty = direction.of_all(direction.candidates.logsumexp(self.scale))
         best = direction.candidates.T.topk(min(self.k, direction.candidates.shape[0]))
         # The best of all candidates are among the best of each process's.
         values = direction.of_all(best.values.T)
         numbers = direction.of_all(best.indices.T + direction.first[1])
-        active = torch.zeros(len(penalty), dtype=torch.bool, device=penalty.device)
-        active[numbers.gather(0, values.topk(min(self.k, len(values)), 0).indices)] = True
-        return _Activation(penalty, active)
+        hub = torch.zeros(len(penalty), dtype=torch.bool, device=penalty.device)
+        hub[numbers.gather(0, values.topk(min(self.k, len(values)), 0).indices)] = True
 
-    def _apply(self, scores: Tensor, rows: slice, known: _Activation) -> Tensor:
-        normalised = known.active[scores.argmax(1)]
-        scores.mul_(self.scale)
-        return torch.where(normalised[:, None], scores - known.penalty, scores)
+        def of_hubs(scores: Tensor, rows: slice) -> Tensor:
+            normalised = hub[scores.argmax(1)]
+            scores.mul_(self.scale)
+            return torch.where(normalised[:, None], scores - penalty, scores)
+
+        return of_hubs
 
 
-class DualBankNorm(BiasReranker):
+class DualBankNorm(Reranker):
     r"""DBNorm in its static form, DualIS (Wang et al., EMNLP 2023); needs both banks, and embeddings.
 
     .. math::
@@ -97,17 +95,20 @@ class DualBankNorm(BiasReranker):
         check_number("gallery_scale", gallery_scale, positive=True)
         self.query_scale, self.gallery_scale = query_scale, gallery_scale
 
-    def _factor(self, side: int) -> float:
-        return self.query_scale + self.gallery_scale
-
-    def _penalty(self, direction: Direction) -> Tensor:
+    def rule(self, direction: Direction) -> Rule:
         assert direction.gallery is not None
         bank = direction.gallery.to(direction.candidates.device, direction.candidates.dtype)
         gallery = against(direction.candidates, bank)
-        return direction.candidates.logsumexp(self.query_scale) + gallery.logsumexp(self.gallery_scale)
+        penalty = direction.candidates.logsumexp(self.query_scale) + gallery.logsumexp(self.gallery_scale)
+        return Bias(-penalty, self.query_scale + self.gallery_scale)
 
 
-class NearestNeighborNorm(BiasReranker):
+def _nearest(candidates: Similarity, k: int) -> Tensor:
+    """Return the (N,) mean of each candidate's k highest scores with the references, all of them if there are fewer."""
+    return candidates.topk(min(k, candidates.shape[1])).values.mean(1)
+
+
+class NearestNeighborNorm(Reranker):
     """Nearest neighbor normalization, NNN (Chowdhury et al., EMNLP 2024): ``S_qc - α mean top-k_r R_rc``.
 
     A candidate gives up a share of its similarity with those queries that like it best.
@@ -122,15 +123,11 @@ class NearestNeighborNorm(BiasReranker):
         check_size("k", k)
         self.alpha, self.k = alpha, k
 
-    def _factor(self, side: int) -> float:
-        return 1.0
-
-    def _penalty(self, direction: Direction) -> Tensor:
-        candidates = direction.candidates
-        return candidates.topk(min(self.k, candidates.shape[1])).values.mean(1).mul_(self.alpha)
+    def rule(self, direction: Direction) -> Rule:
+        return Bias(-self.alpha * _nearest(direction.candidates, self.k))
 
 
-class CSLS(BiasReranker):
+class CSLS(Reranker):
     """Cross-domain similarity local scaling (Conneau et al., ICLR 2018): ``2 S_qc - mean top-k_r R_rc``.
 
     Its third term, the mean of the query's own k best scores, is the same for all candidates and left out.
@@ -143,15 +140,11 @@ class CSLS(BiasReranker):
         check_size("k", k)
         self.k = k
 
-    def _factor(self, side: int) -> float:
-        return 2.0
-
-    def _penalty(self, direction: Direction) -> Tensor:
-        candidates = direction.candidates
-        return candidates.topk(min(self.k, candidates.shape[1])).values.mean(1)
+    def rule(self, direction: Direction) -> Rule:
+        return Bias(-_nearest(direction.candidates, self.k), 2.0)
 
 
-class MutualProximity(BlockReranker):
+class MutualProximity(Reranker):
     r"""Mutual proximity with independent normal distributions (Schnitzer et al., JMLR 2012).
 
     .. math::
@@ -161,18 +154,19 @@ class MutualProximity(BlockReranker):
     candidates, and of the candidate's with the reference queries.
     """
 
-    def _prepare(self, direction: Direction) -> tuple[Tensor, ...]:
-        own, theirs = direction.queries.mean_std(), direction.candidates.mean_std()
-        return own.mean, own.std, direction.of_all(theirs.mean), direction.of_all(theirs.std)
+    def rule(self, direction: Direction) -> Rule:
+        query, candidate = direction.queries.mean_std(), direction.candidates.mean_std()
+        mean, std = direction.of_all(candidate.mean), direction.of_all(candidate.std)
 
-    def _apply(self, scores: Tensor, rows: slice, known: tuple[Tensor, ...]) -> Tensor:
-        mean, std, mean_of_candidate, std_of_candidate = known
-        theirs = torch.special.log_ndtr((scores - mean_of_candidate).div_(std_of_candidate))
-        own = scores.sub_(mean[rows, None]).div_(std[rows, None])
-        return torch.special.log_ndtr(own).add_(theirs)
+        def log_probability(scores: Tensor, rows: slice) -> Tensor:
+            of_candidate = torch.special.log_ndtr((scores - mean).div_(std))
+            of_query = scores.sub_(query.mean[rows, None]).div_(query.std[rows, None])
+            return torch.special.log_ndtr(of_query).add_(of_candidate)
+
+        return log_probability
 
 
-class Sinkhorn(BiasReranker):
+class Sinkhorn(Reranker):
     r"""Sinkhorn normalisation (of Pan et al., 2025): ``β S_qc + g_c``.
 
     .. math::
@@ -186,27 +180,24 @@ class Sinkhorn(BiasReranker):
         iterations: how often both are renewed. Each passes over the scores twice.
     """
 
-    _one_by_one = False
+    needs_all_candidates = True
 
     def __init__(self, scale: float = 100.0, iterations: int = 10):
         check_number("scale", scale, positive=True)
         check_size("iterations", iterations)
         self.scale, self.iterations = scale, iterations
 
-    def _factor(self, side: int) -> float:
-        return self.scale
-
-    def _penalty(self, direction: Direction) -> Tensor:
-        return self._potential(direction.candidates)
+    def rule(self, direction: Direction) -> Rule:
+        return Bias(self._potential(direction.candidates), self.scale)
 
     def _potential(self, candidates: Similarity) -> Tensor:
-        """``-g``."""
+        """Return the (C,) potential g."""
         c, r = candidates.shape
         g = torch.zeros(c, dtype=candidates.dtype, device=candidates.device)
         for _ in range(self.iterations):
             f = -math.log(r) - _logsumexp(candidates.T, self.scale, g)
             g = -math.log(c) - _logsumexp(candidates, self.scale, f)
-        return -g
+        return g
 
 
 class DualBankSinkhorn(Sinkhorn):
@@ -222,12 +213,11 @@ class DualBankSinkhorn(Sinkhorn):
     needs_bank = True
     needs_embeddings = True
 
-    def _penalty(self, direction: Direction) -> Tensor:
-        assert direction.gallery is not None
+    def rule(self, direction: Direction) -> Rule:
         candidates = direction.candidates
-        assert candidates._inputs is not None
+        assert direction.gallery is not None and candidates._inputs is not None
         stacked = against(candidates, candidates._inputs[1].detach(), direction.gallery)
-        return self._potential(stacked)[: candidates.shape[0]]
+        return Bias(self._potential(stacked)[: candidates.shape[0]], self.scale)
 
 
 def _logsumexp(sim: Similarity, scale: float, cols: Tensor) -> Tensor:
