@@ -195,15 +195,11 @@ class Reranker(ABC):
         """
         check_size("k", k)
         if gather and world_size() > 1:
-            tops = []
-            for direction, answers in self._of_all(Shares(scores, f"{self._question()} {k}")):
-                with failing_together(answers.device):
-                    (rule,) = self._rules([direction])
-                    tops.append(_best(direction, rule, k))
+            ranked = self._ranked_of_all(Shares(scores, f"{self._question()} {k}"), k, None)
         else:
-            directions = self._directions(as_similarity(scores))
-            tops = [_best(d, rule, k) for d, rule in zip(directions, self._rules(directions), strict=True)]
-        return Reranked(tops[0], tops[1], self.transductive)
+            ranked = self._ranked(as_similarity(scores), k, None)
+        i2t, t2i = (top for _, top in ranked)
+        return Reranked(i2t, t2i, self.transductive)
 
     def biases(self, scores: Tensor | Similarity) -> RerankBiases:
         """Return re-ranking as biases: image→text ranks by ``A_ij + texts_j``, text→image by ``A_ij + images_i``.
@@ -217,13 +213,13 @@ class Reranker(ABC):
             raise ValueError(f"biases: {type(self).__name__} is not a bias per candidate")
         return RerankBiases(texts, images)
 
-    def _ranked(self, sim: Similarity, k: int, ties: str) -> list[Ranked]:
-        """Return ranks and best candidates of all images, and of all texts."""
+    def _ranked(self, sim: Similarity, k: int, ties: str | None) -> list[Ranked]:
+        """Return ranks (none for ``ties=None``) and best candidates of all images, and of all texts."""
         directions = self._directions(sim)
         views = zip(directions, self._rules(directions), (sim, sim.T), strict=True)
         return [_ranks(direction, rule, answers, k, ties) for direction, rule, answers in views]
 
-    def _ranked_of_all(self, shares: Shares, k: int, ties: str) -> Iterator[Ranked]:
+    def _ranked_of_all(self, shares: Shares, k: int, ties: str | None) -> Iterator[Ranked]:
         """Yield those of one's own images among the texts of all processes, and of one's own texts."""
         for direction, answers in self._of_all(shares):
             with failing_together(answers.device):
@@ -299,29 +295,17 @@ def _blocks(direction: Direction, rule: Callable[[Tensor, slice], Tensor]) -> It
         yield rows, rule(scores, rows)
 
 
-def _best(direction: Direction, rule: Rule, k: int) -> TopK:
-    """Return the k best candidates of each query."""
-    queries = direction.queries
-    k = min(k, queries.shape[1])
+def _ranks(direction: Direction, rule: Rule, answers: Similarity, k: int, ties: str | None) -> Ranked:
+    """Return ranks and best candidates by re-ranked score; ``answers``: the direction's queries with their labels."""
+    k = min(k, answers.shape[1])
     if isinstance(rule, Bias):
-        top = queries.topk(k, rule.bias / rule.factor)
-        return TopK(top.values * rule.factor, top.indices)
-    parts = [block.topk(k, 1) for _, block in _blocks(direction, rule)]
-    return TopK(*(torch.cat(x) for x in zip(*parts, strict=True)))
-
-
-def _ranks(direction: Direction, rule: Rule, answers: Similarity, k: int, ties: str) -> Ranked:
-    """Return ranks and best candidates; ``answers``: the direction's queries with their labels."""
-    if isinstance(rule, Bias):
-        return answers.ranked(k, rule.bias / rule.factor, ties=ties)
+        ranks, top = answers.ranked(k, rule.bias / rule.factor, ties=ties)
+        return ranks, TopK(top.values * rule.factor, top.indices)
     own, others = (torch.arange(n) if x is None else x for x, n in zip(answers.ids, answers.shape, strict=True))
-    ranks, tops = [], []
-    for rows, block in _blocks(direction, rule):
-        rank, top = Similarity.from_scores(block, own[rows], others).ranked(k, ties=ties)
-        ranks.append(rank)
-        tops.append(top)
-    width = max(x.shape[1] for x in ranks)
-    padded = [torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in ranks]
+    blocks = (Similarity.from_scores(block, own[rows], others) for rows, block in _blocks(direction, rule))
+    ranks, tops = zip(*(block.ranked(k, ties=ties) for block in blocks), strict=True)
+    width = max(x.shape[-1] for x in ranks)
+    padded = [torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in ranks]
     return torch.cat(padded), TopK(*(torch.cat(x) for x in zip(*tops, strict=True)))
 
 
