@@ -535,7 +535,7 @@ def test_errors_name_the_file_that_is_wrong(tmp_path: Path, monkeypatch, capsys:
         np.save(f"{name}.npy", x)
     for arguments, message in (
         (("images.npy", "broken.npy"), "eval: broken.npy: expected finite"),
-        (("images.npy", "narrow.npy"), "eval: images.npy, narrow.npy: expected embeddings of the same dimension"),
+        (("images.npy", "narrow.npy"), "eval: narrow.npy: expected embeddings of dimension 8 like images.npy"),
         (("images.npy", "texts.npy", "--bank-texts", "broken.npy"), "eval: broken.npy: expected finite"),
         (("images.npy", "texts.npy", "--bank-images", "narrow.npy"), "eval: narrow.npy: expected embeddings of"),
     ):

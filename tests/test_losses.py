@@ -600,3 +600,11 @@ def test_losses_are_sharded(tmp_path):
             torch.testing.assert_close(loss(v, w), wanted)
     finally:
         dist.destroy_process_group()
+
+
+def test_a_triplet_loss_resumes_with_the_negatives_that_counted():
+    trained = itrloss.TripletLoss(mining="all")
+    trained.mining = "hardest"
+    resumed = itrloss.TripletLoss(mining="all")
+    resumed.load_state_dict(trained.state_dict())
+    assert resumed.mining == "hardest"

@@ -16,10 +16,11 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+import zipfile
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from itrloss.distributed import world_size
+from itrloss.files import written
 
 from .backbones import WordPieces
 from .config import RESUMABLE, Config, load_config
@@ -234,14 +236,16 @@ class Trainer:
             return
         # Written whole from the checkpointed history, so that a resumed run neither repeats nor loses a line.
         text = "".join(json.dumps(line) + "\n" for line in self.history)
-        _write_atomically(self.out / "log.jsonl", lambda file: file.write(text.encode()))
+        with written(self.out / "log.jsonl") as file:
+            file.write(text)
 
     def final_metrics(self) -> dict[str, Any]:
         """Measure best.pt on dev (and on test, if asked to); write metrics.json and dev_scores.npy."""
         model, vocabulary, _ = load_model(self.out / "best.pt")
         model.to(self.config.device)
         scores = model_scores(model, self.dev, vocabulary)
-        _write_atomically(self.out / "dev_scores.npy", lambda file: np.save(file, scores.numpy()))
+        with written(self.out / "dev_scores.npy", "wb") as file:
+            np.save(file, scores.numpy())
         by = reranker(self.config.rerank)
         metrics = {"dev": before_and_after(scores, self.dev, by)}
         if self.config.final_test:
@@ -281,11 +285,12 @@ class Trainer:
             "history": self.history,
             "rng": random,  # of each process
         }
-        _write_atomically(path, lambda file: torch.save(state, file))
+        with written(path, "wb") as file:
+            torch.save(state, file)
 
     def load(self, path: Path) -> None:
         """Continue from a checkpoint; ValueError where its settings were others."""
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = _read_checkpoint(path)
         mine = asdict(self.config)
         changed = [k for k in mine if k not in RESUMABLE and mine[k] != state["config"].get(k)]
         if changed or state["vocabulary"] != self.vocabulary.state() or state["captions"] != self.captions:
@@ -318,17 +323,21 @@ class Trainer:
             self.writer.add_scalar(name, value, self.total_steps)
 
 
-def _write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Write beside `path`, then rename: a killed run leaves the old file or the new one, never half of one."""
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "wb") as file:
-        write(file)
-    os.replace(partial, path)
+def _read_checkpoint(path: Path) -> dict[str, Any]:
+    """Return a checkpoint; ValueError where it is damaged, which torch.load does not notice in the numbers."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"{path}: not a whole checkpoint ({error}); resume=false begins anew") from None
+    if damaged is not None:
+        raise ValueError(f"{path}: damaged ({damaged}); resume=false begins anew")
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _write_json(path: Path, value: object) -> None:
-    text = json.dumps(value, indent=2) + "\n"
-    _write_atomically(path, lambda file: file.write(text.encode()))
+    with written(path) as file:
+        file.write(json.dumps(value, indent=2) + "\n")
 
 
 def train(config: Config) -> dict[str, Any]:

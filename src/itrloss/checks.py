@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 _AT_ONCE = 2**22  # numbers looked at together
+_LARGEST = torch.finfo(torch.float32).max
 
 
 class Names(NamedTuple):
@@ -38,6 +39,8 @@ def check_number(name: str, value: object, positive: bool = False) -> None:
         raise TypeError(f"{name}: expected a number, got {value!r}")
     if positive and not float(value) > 0:
         raise ValueError(f"{name}: expected a number above 0, got {value}")
+    if not abs(float(value)) <= _LARGEST:
+        raise ValueError(f"{name}: expected a number in the range of float32, got {value}")
 
 
 def check_size(name: str, value: object) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
+import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +23,7 @@ from .bench import report, runner
 from .bench.cases import KINDS, LOSSES, SUITES, Case, parse_shape
 from .bench.peers import PEERS
 from .bench.runner import VARIANTS
-from .checks import require_finite
+from .checks import Names, require_finite
 from .metrics import default_ids
 from .metrics.labels import whole_parts_of
 from .rerank import FastReranker
@@ -39,10 +43,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_bench(commands)
     args = parser.parse_args(arguments)
     try:
-        return args.run(args)
+        with _terminable():
+            return args.run(args)
     except (ImportError, OSError, ValueError) as error:
         print(f"itrloss {args.command}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"itrloss {args.command}: interrupted", file=sys.stderr)
+        return 130
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM raise SystemExit, so that temporary files are removed on the way out."""
+    if threading.current_thread() is not threading.main_thread():  # which alone may set handlers
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _add_rerank(commands: Any) -> None:
@@ -141,26 +162,26 @@ def _check_images_as_rows(path: Path, matrix: Tensor, transposed: bool) -> None:
         raise ValueError(f"{path}: expected images as rows; {what} {n} rows and {m} columns, as if texts were: {how}")
 
 
-def _similarity(paths: Sequence[Path], *given: Tensor, ids: tuple[Tensor, Tensor] | None = None) -> Similarity:
-    """Of scores or of embeddings; errors name the file, or both."""
-    n, m = given[0].shape if len(given) == 1 else (len(given[0]), len(given[1]))
-    for path, matrix in zip(paths, given, strict=True):
-        require_finite(str(path), matrix)
-    if len({x.shape[1] for x in given}) > 1 and len(given) == 2:
-        got = f"{given[0].shape[1]} and {given[1].shape[1]}"
-        raise ValueError(f"{paths[0]}, {paths[1]}: expected embeddings of the same dimension, got {got}")
+def _similarity(paths: Sequence[Path], *tensors: Tensor, ids: tuple[Tensor, Tensor] | None = None) -> Similarity:
+    """Return the similarities of scores or of embeddings; errors name the files."""
+    for path, x in zip(paths, tensors, strict=True):
+        require_finite(str(path), x)
+    named = [str(path) for path in paths]
     try:
         if ids is None:
+            n, m = tensors[0].shape if len(tensors) == 1 else map(len, tensors)
             ids = default_ids(n, m)
-        if len(given) == 1:
-            return Similarity.from_scores(given[0], *ids)
-        if (given[0].dtype == torch.float64) != (given[1].dtype == torch.float64):
-            given = given[0].float(), given[1].float()
-        return Similarity(given[0], given[1], *ids)
+        names = Names(named[0], named[-1], "--image-ids", "--text-ids")
+        if len(tensors) == 1:
+            return Similarity.from_scores(tensors[0], *ids, names=names)
+        if (tensors[0].dtype == torch.float64) != (tensors[1].dtype == torch.float64):
+            tensors = tensors[0].float(), tensors[1].float()
+        return Similarity(tensors[0], tensors[1], *ids, names=names)
     except (TypeError, ValueError) as error:
-        text = str(error).replace("row_ids", "--image-ids").replace("col_ids", "--text-ids")
-        named = ", ".join(map(str, paths))
-        raise ValueError(f"{named}: {text.replace('image_ids, text_ids', '--image-ids, --text-ids')}") from None
+        text = str(error).replace("image_ids, text_ids", "--image-ids, --text-ids")
+        raise ValueError(
+            text if any(text.startswith(name) for name in named) else f"{', '.join(named)}: {text}"
+        ) from None
 
 
 def _labelled(args: argparse.Namespace, paths: Sequence[Path], *given: Tensor) -> Similarity:
@@ -184,8 +205,16 @@ def _study(
             raise ValueError(f"{path}: there is no directory {path.parent}")
         if path.is_dir():
             raise ValueError(f"{path}: expected a file to write, got a directory")
-    if len({path.resolve() for path in outputs}) < len(outputs):
+    places = [os.path.realpath(path) for path in outputs]
+    if len(set(places)) < len(places):
         raise ValueError(f"expected a file of its own for each result, got {', '.join(map(str, outputs))}")
+    inputs = {os.path.realpath(path): name for name, path in _inputs(args)}
+    for path, place in zip(outputs, places, strict=True):
+        if place in inputs:
+            raise ValueError(f"{path}: expected a file of its own for a result, got that of {inputs[place]}")
+    for path in (args.out, args.rankings):
+        if path is not None and path.exists() and not path.is_file():
+            raise ValueError(f"{path}: expected a file to write, got a device or a pipe")
     writable = [PLAIN, *args.methods]
     if args.val is not None and "fast" in args.methods:
         writable.append(CALIBRATED)
@@ -218,6 +247,16 @@ def _study(
     return 0
 
 
+def _inputs(args: argparse.Namespace) -> Iterator[tuple[str, Path]]:
+    """Yield the names of the options that are files to read, and these."""
+    names = "scores", "images", "texts", "val", "bank_images", "bank_texts", "image_ids", "text_ids"
+    for name in (*names, "image_names", "text_names"):
+        value = getattr(args, name, None)
+        for path in value if isinstance(value, list) else [value]:
+            if path is not None:
+                yield name.replace("_", "-"), path
+
+
 def _check_folds(args: argparse.Namespace, sim: Similarity, banks: Sequence[Tensor | None]) -> None:
     n = sim.shape[0]
     if args.folds < 1 or n % args.folds:
@@ -239,6 +278,10 @@ def _check_banks(args: argparse.Namespace, sim: Similarity, banks: Sequence[Tens
     cols = None if sim._inputs is None else sim._inputs[1]
     for side, (path, bank) in enumerate(zip((args.bank_images, args.bank_texts), banks, strict=True)):
         if bank is None:
+            if sim.shape[side] == 1 and set(args.methods) - {"k-reciprocal"}:
+                one = ("image", "text")[side]
+                text = f"a single {one} is compared with no other, so that re-ranking cannot rank for it"
+                raise ValueError(f"{text}: --bank-{one}s has others")
             continue
         require_finite(str(path), bank)
         n, m = sim.shape

@@ -12,9 +12,10 @@ import os
 import pickle
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -70,10 +71,13 @@ def read_lines(path: str | Path) -> list[str]:
 def written(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
     """A file to write, which takes its place only when it is complete; where that fails, nothing is left behind.
 
-    A link stays, and the file it leads to is replaced. What is no file, such as ``/dev/null``, is written to as it is.
+    A link stays, and the file it leads to is replaced. A device or a pipe, such as ``/dev/stdout``, is written to as it
+    is; in binary mode, in which archives are written that seek, it is refused.
     """
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
+        if "b" in mode:
+            raise ValueError(f"{path}: expected a file to write, got a device or a pipe")
         with open(path, mode, encoding=None if "b" in mode else "utf-8") as file:
             yield file
         return
@@ -137,7 +141,16 @@ def _header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
     return shape, dtype
 
 
+class _Archived(NamedTuple):
+    """An array in an archive, which is read when it is chosen: others may be larger than memory."""
+
+    path: Path
+    name: str
+    ndim: int
+
+
 def _read_npz(path: Path) -> dict[str, Any]:
+    arrays = {}
     with zipfile.ZipFile(path) as archive:
         for entry in archive.infolist():
             with archive.open(entry) as file:
@@ -146,8 +159,9 @@ def _read_npz(path: Path) -> dict[str, Any]:
                 raise ValueError(f"{entry.filename} holds Python objects")
             if math.prod(shape) * dtype.itemsize > entry.file_size:
                 raise ValueError(f"{entry.filename} is shorter than its header says")
-    with np.load(path, allow_pickle=False) as arrays:
-        return {name: arrays[name] for name in arrays.files}
+            name = entry.filename.removesuffix(".npy")
+            arrays[name] = _Archived(path, name, len(shape))
+    return arrays
 
 
 def _read_torch(path: Path) -> Any:
@@ -231,7 +245,9 @@ _INSTEAD: dict[tuple[str, str], Any] = {
 } | {("numpy", "ndarray"): "ndarray", ("numpy", "dtype"): _Type, ("_codecs", "encode"): _encode}
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined]
+    """Python's own, not the one in C, which allocates gigabytes for a memo's index that 20 bytes can name."""
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _INSTEAD:
             raise ValueError(f"it asks for {module}.{name}, which is not read")
@@ -245,19 +261,29 @@ def _unpickled(file: IO[bytes]) -> Any:
     return found
 
 
+def _loaded(x: Any) -> Any:
+    if not isinstance(x, _Archived):
+        return x
+    try:
+        with np.load(x.path, allow_pickle=False) as arrays:
+            return arrays[x.name][()]  # one number as such
+    except (ValueError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{x.path}: not a readable .npz file: {error}") from None
+
+
 def _chosen(path: str | Path, found: Any, key: str | None) -> Any:
     """The array, of a file that may have several."""
     if not isinstance(found, dict):
         if key is not None:
             raise ValueError(f"{path}: expected entries with names, among them {key!r}; got {type(found).__name__}")
         return found
-    names = [name for name, value in found.items() if isinstance(value, (np.ndarray, Tensor)) and value.ndim]
+    names = [name for name, value in found.items() if isinstance(value, np.ndarray | Tensor | _Archived) and value.ndim]
     if key is None:
         key = "sims" if "sims" in names else names[0] if len(names) == 1 else None
     if key not in names:
         wanted = "one array, or one of the name sims" if key is None else f"an array of the name {key!r}"
         raise ValueError(f"{path}: expected {wanted}; it has {', '.join(map(str, names)) or 'none'}")
-    array, count = found[key], found.get("npts")
+    array, count = _loaded(found[key]), _loaded(found.get("npts"))
     if isinstance(count, (int, np.integer)) and array.ndim == 2 and count not in (array.shape[0], array.shape[1]):
         raise ValueError(f"{path}: says npts = {count}, but {key} has shape {tuple(array.shape)}")
     return array
@@ -269,6 +295,9 @@ def _tensor(path: str | Path, array: Any) -> Tensor:
         if not plain or (array.is_floating_point() and array.dtype.itemsize < 2):
             what = f"{array.dtype} on {array.device}, {array.layout}"
             raise ValueError(f"{path}: expected a dense tensor of 16 bits a number at least, got {what}")
+        if array.untyped_storage().nbytes() < array.numel() * array.element_size():  # of a few bytes, petabytes
+            got = f"{tuple(array.shape)} on {array.untyped_storage().nbytes()} bytes"
+            raise ValueError(f"{path}: expected a tensor that holds each of its numbers, got {got}")
         return array.detach()
     if not isinstance(array, np.ndarray):
         raise ValueError(f"{path}: expected an array, got {type(array).__name__}")

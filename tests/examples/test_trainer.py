@@ -727,6 +727,21 @@ def test_an_interrupted_write_leaves_the_old_checkpoint(config: Config, monkeypa
     with pytest.raises(OSError, match="no space"):
         Trainer(config).save(path)
     assert path.read_bytes() == before
+    assert not [file for file in Path(config.out).iterdir() if "last.pt" in file.name and file != path]
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped"])
+def test_a_damaged_checkpoint_is_named(config: Config, damage: str):
+    train(replace(config, epochs=1))
+    path = Path(config.out, "last.pt")
+    content = bytearray(path.read_bytes())
+    if damage == "cut":
+        content = content[: len(content) // 2]
+    else:
+        content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"last\.pt: (damaged|not a whole checkpoint).* resume=false"):
+        train(replace(config, resume=True))
 
 
 def test_triplet_warms_up_on_all_negatives(config: Config, monkeypatch: pytest.MonkeyPatch):

@@ -66,6 +66,13 @@ class TripletLoss(PairLoss):
         one_of("mining", value, "hardest", "all")
         self._mining: functional.Mining = value
 
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return what ``state_dict`` holds: which negatives count, as a resumed run would else begin again."""
+        return {"mining": self.mining}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.mining = state["mining"]
+
     def compute(self, sim: Similarity) -> Any:
         loss = functional.triplet_loss(sim, self.margin, self.mining, self.reduction)
         if self.mining == "hardest" and self.training and not torch.compiler.is_compiling():
