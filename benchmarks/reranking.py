@@ -1,7 +1,7 @@
 """Fast Re-ranking with all metrics from embeddings, beside its two bare products and the loops of RR and MR.
 
-    python benchmarks/reranking.py --out benchmarks/results/cpu_reranking.json
-    python benchmarks/reranking.py --slice 2000     # the ten best of 100 000 x 500 000, by 2000 of the images
+    python -m benchmarks.reranking --out benchmarks/results/cpu_reranking.json
+    python -m benchmarks.reranking --slice 2000     # the ten best of 100 000 x 500 000, by 2000 of the images
 
 RR (MTFN) and MR (GaLR) are formulated as in their papers' public codes, in NumPy: sort the matrix both ways, then look
 for each query among the sorted queries of each of its candidates. Where that takes too long, a share of the queries is
@@ -23,19 +23,21 @@ import torch
 from torch import Tensor
 
 from itrloss import Similarity
-from itrloss.bench import report, runner
 from itrloss.metrics import retrieval_metrics
+from itrloss.peak import peak_memory
 from itrloss.rerank import FastReranker
+
+from . import report, runner
 
 SIZES = ((1000, 5000), (5000, 25_000))
 DIM = 1024
 BLOCK = 512
-LONGEST = 400  # queries that the loops are timed on, for a size that has more
+TIMED_QUERIES = 400  # that the loops are timed on, for a size that has more
 RR_K, MR_K = (15, 20), 30
 
 
 def embeddings(n: int, m: int, dim: int = DIM) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Of images and captions that are somewhat like them, and some captions that are like everything."""
+    """Return (N, D) images, (M, D) captions somewhat like them, some like everything, and the ids of both."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(n, dim, generator=generator)
     ids = torch.arange(n), torch.arange(n).repeat_interleave(m // n)
@@ -43,29 +45,29 @@ def embeddings(n: int, m: int, dim: int = DIM) -> tuple[Tensor, Tensor, tuple[Te
     return images, images[ids[1]] + 12 * noise + 3 * torch.rand(m, 1, generator=generator) * images.mean(0), ids
 
 
-def both_products(images: Tensor, texts: Tensor) -> None:
-    """What two passes over all scores cannot do without; into the same memory again and again."""
+def matmul_bound(images: Tensor, texts: Tensor) -> None:
+    """Multiply as two passes over all scores have to; into the same memory again and again."""
     space = torch.empty(BLOCK, len(texts))
     for _ in range(2):
         for part in images.split(BLOCK):
             torch.mm(part, texts.T, out=space[: len(part)])
 
 
-def sorted_both_ways(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def sort_both_ways(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.argsort(-scores, 1), np.argsort(-scores, 0)
 
 
-def places(order: np.ndarray, back: np.ndarray, query: int, k: int) -> np.ndarray:
-    """Where the query stands with each of its k best: searched for in the list of queries that each of them has."""
-    found = np.array([])
+def reverse_ranks(order: np.ndarray, back: np.ndarray, query: int, k: int) -> np.ndarray:
+    """Return the (k,) ranks that the query has with its k best, searched for among the sorted queries of each."""
+    ranks = np.array([])
     for candidate in order[query, :k]:
-        found = np.append(found, np.where(back[:, candidate] == query)[0][0])
-    return found
+        ranks = np.append(ranks, np.where(back[:, candidate] == query)[0][0])
+    return ranks
 
 
 def loops_rr(order: np.ndarray, back: np.ndarray, queries: range, k: int) -> None:
     for query in queries:
-        order[query, :k][np.argsort(places(order, back, query, k), kind="stable")]
+        order[query, :k][np.argsort(reverse_ranks(order, back, query, k), kind="stable")]
 
 
 def loops_mr(scores: np.ndarray, order: np.ndarray, back: np.ndarray, queries: range, k: int) -> None:
@@ -75,8 +77,8 @@ def loops_mr(scores: np.ndarray, order: np.ndarray, back: np.ndarray, queries: r
         for j, candidate in enumerate(order[query, :k]):
             share = scores[query, candidate] / np.sum(scores[:, candidate])
             out[candidate] = 0.3 * share + np.exp(-0.05 * (j + 1))
-        by_place = order[query, :k][np.argsort(places(order, back, query, k), kind="stable")]
-        for position, candidate in enumerate(by_place):
+        by_rank = order[query, :k][np.argsort(reverse_ranks(order, back, query, k), kind="stable")]
+        for position, candidate in enumerate(by_rank):
             out[candidate] += 1.1 * np.exp(-0.05 * (position + 1))
 
 
@@ -86,28 +88,28 @@ def timed(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def of_loops(scores: np.ndarray) -> dict[str, float]:
-    """Seconds of RR and of MR, both directions."""
+def time_loops(scores: np.ndarray) -> dict[str, float]:
+    """Return the seconds of RR and of MR, both directions."""
     start = time.perf_counter()
-    order, back = sorted_both_ways(scores)
+    order, back = sort_both_ways(scores)
     sorts = time.perf_counter() - start
-    found = {"rr": sorts, "mr": 2 * sorts}  # MR's code sorts again for the second direction
-    for way, (s, o, b) in enumerate(((scores, order, back), (scores.T, back.T, order.T))):
-        queries = range(min(len(s), LONGEST))
+    seconds = {"rr": sorts, "mr": 2 * sorts}  # MR's code sorts again for the second direction
+    for (s, o, b), k in zip(((scores, order, back), (scores.T, back.T, order.T)), RR_K, strict=True):
+        queries = range(min(len(s), TIMED_QUERIES))
         share = len(s) / len(queries)
-        found["rr"] += share * timed(lambda o=o, b=b, q=queries, k=RR_K[way]: loops_rr(o, b, q, k))
-        found["mr"] += share * timed(lambda s=s, o=o, b=b, q=queries: loops_mr(s, o, b, q, MR_K))
-    return found
+        seconds["rr"] += share * timed(lambda o=o, b=b, q=queries, k=k: loops_rr(o, b, q, k))
+        seconds["mr"] += share * timed(lambda s=s, o=o, b=b, q=queries: loops_mr(s, o, b, q, MR_K))
+    return seconds
 
 
 def measure(n: int, m: int, rounds: int) -> dict[str, Any]:
-    """One row of the result."""
+    """Return one row of the result."""
     images, texts, ids = embeddings(n, m)
     reranker = FastReranker()
     calls = {
-        "products": lambda: both_products(images, texts),
-        "fast re-ranking and metrics": lambda: retrieval_metrics(Similarity(images, texts, *ids), reranker=reranker),
-        "metrics alone": lambda: retrieval_metrics(Similarity(images, texts, *ids)),
+        "matmul_bound": lambda: matmul_bound(images, texts),
+        "fast and metrics": lambda: retrieval_metrics(Similarity(images, texts, *ids), reranker=reranker),
+        "metrics": lambda: retrieval_metrics(Similarity(images, texts, *ids)),
     }
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
@@ -115,29 +117,27 @@ def measure(n: int, m: int, rounds: int) -> dict[str, Any]:
     for _ in range(rounds):
         for name, call in calls.items():
             times[name].append(timed(call))
-    ratio = median(b / a for a, b in zip(times["products"], times["fast re-ranking and metrics"], strict=True))
+    ratio = median(b / a for a, b in zip(times["matmul_bound"], times["fast and metrics"], strict=True))
     seconds = {name: median(x) for name, x in times.items()}
     sim = Similarity(images, texts, *ids)
     i2t, t2i = reranker.rerank(Similarity.from_scores(sim.scores(), *ids))
     dense = retrieval_metrics(i2t, *ids, t2i_scores=t2i)
     streamed = retrieval_metrics(sim, reranker=reranker)
-    apart = max(abs(dense[name] - streamed[name]) for name in dense if "skewness" not in name)
     scores = sim.scores()
-    seconds["fast re-ranking of the matrix"] = median(timed(lambda: reranker.rerank(scores)) for _ in range(rounds))
-    seconds |= of_loops(scores.numpy())
-    ours = seconds["fast re-ranking of the matrix"]
+    fast = median(timed(lambda: reranker.rerank(scores)) for _ in range(rounds))
+    seconds |= {"fast on the matrix": fast, **time_loops(scores.numpy())}
     return {
         "shape": [n, m, DIM],
-        "to the products": ratio,
-        "rr takes as long as so many fast re-rankings of the matrix": seconds["rr"] / ours,
-        "mr takes as long as so many fast re-rankings of the matrix": seconds["mr"] / ours,
-        "largest difference of a figure to the dense way": apart,
+        "to matmul_bound": ratio,
+        "rr to fast on the matrix": seconds["rr"] / fast,
+        "mr to fast on the matrix": seconds["mr"] / fast,
+        "largest difference to dense metrics": max(abs(dense[x] - streamed[x]) for x in dense if "skewness" not in x),
         "seconds": seconds,
     }
 
 
 def measure_slice(part: int, n: int = 100_000, m: int = 500_000, dim: int = 512) -> dict[str, Any]:
-    """Some of the images with all the texts: both passes take time in proportion to the images.
+    """Return the row of some of the images with all the texts: both passes take time in proportion to the images.
 
     The peak is of memory beyond the embeddings.
     """
@@ -149,35 +149,36 @@ def measure_slice(part: int, n: int = 100_000, m: int = 500_000, dim: int = 512)
 
     def rank() -> None:
         start = time.perf_counter()
-        found = FastReranker().topk(Similarity(images, texts, *ids, engine="tiled"), 10)
+        best = FastReranker().topk(Similarity(images, texts, *ids, engine="tiled"), 10)
         times.append(time.perf_counter() - start)
-        assert found.i2t.indices.shape == (part, 10) and found.t2i.indices.shape == (m, 10)
+        assert best.i2t.indices.shape == (part, 10) and best.t2i.indices.shape == (m, 10)
 
-    megabytes = runner.peak(rank, images.device)
+    megabytes = peak_memory(rank, images.device)
     seconds = times[0]
-    products = timed(lambda: both_products(images[: min(part, BLOCK)], texts)) * part / min(part, BLOCK)
+    products = timed(lambda: matmul_bound(images[: min(part, BLOCK)], texts)) * part / min(part, BLOCK)
     return {
         "shape": [n, m, dim],
         "images measured": part,
         "seconds": seconds,
-        "to the products": seconds / products,
+        "to matmul_bound": seconds / products,
         "hours for all images": seconds * n / part / 3600,
         "peak_mb": megabytes,
     }
 
 
 def main() -> int:
+    """Measure, print and write; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--slice", type=int, metavar="IMAGES", help="instead, so many of 100 000 with 500 000 texts")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.out:
+        report.check_path(args.out)
     rows = []
-    cases = [lambda: measure_slice(args.slice)] if args.slice else [lambda s=s: measure(*s, args.rounds) for s in SIZES]
-    for case in cases:
-        row = case()
-        rows.append(row)
-        for name, value in row.items():
+    for size in (args.slice,) if args.slice else SIZES:
+        rows.append(measure_slice(size) if isinstance(size, int) else measure(*size, args.rounds))
+        for name, value in rows[-1].items():
             print(f"{name}: {value}")
         if args.out:
             report.save(args.out, runner.machine("cpu"), rows)

@@ -1,6 +1,6 @@
 """Small cases under pytest-benchmark: ``pytest benchmarks --benchmark-enable``; without that, each runs once.
 
-The cases, their inputs and their variants are those of ``itrloss bench``.
+The cases, their inputs and their variants are those of ``python -m benchmarks``.
 """
 
 from functools import partial
@@ -8,23 +8,23 @@ from functools import partial
 import pytest
 import torch
 
+from benchmarks.cases import LOSSES, Case, problem
+from benchmarks.runner import step
 from itrloss import Similarity, functional
-from itrloss.bench.cases import LOSSES, Case, problem
-from itrloss.bench.runner import step
 from itrloss.engine import answers, products, ranking, scores
 
 SHAPES = {"pairs": (128, 128, 256), "memory": (128, 1024, 256), "sets": (64, 4, 128), "prototypes": (64, 1024, 128)}
 
 
-@pytest.mark.parametrize("variant", ["ours", "eager", "floor"])
+@pytest.mark.parametrize("variant", ["ours", "eager", "matmul_bound"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_forward_and_backward(benchmark, loss, variant):
     case = Case(loss, SHAPES[LOSSES[loss].kind])
-    given = problem(case)
+    inputs = problem(case)
     benchmark.group = str(case)
-    benchmark(step(variant, case, given))
-    if variant != "floor":
-        assert all(torch.isfinite(x.grad).all() and x.grad.any() for x in given.leaves)
+    benchmark(step(variant, case, inputs))
+    if variant != "matmul_bound":
+        assert all(torch.isfinite(x.grad).all() and x.grad.any() for x in inputs.leaves)
 
 
 # ------------------------------------------------------- what each performance mechanism of the engine gains

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,13 +17,13 @@ from itrloss.engine import reduce  # noqa: F401 — registers the operators
 HOME = Path(itrloss.__file__).parent
 # From the ground up: a module imports from its own floor and those below.
 FLOORS = [
-    {"checks", "files"},
+    {"checks", "files", "peak"},
     {"engine"},
     {"anchors"},
     {"similarity"},
     {"functional", "sets", "memory", "kmeans", "metrics", "rerank", "distributed", "telemetry", "grad_cache"},
     {"losses", "compat"},
-    {"study", "study_report", "bench", "report"},
+    {"study", "study_report"},
     {"cli"},
 ]
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
@@ -31,6 +32,14 @@ MODULES = {
     for path in HOME.rglob("*.py")
     if path != HOME / "__init__.py"
 }
+
+
+def test_the_package_holds_no_benchmarks():
+    """They are run from a checkout, and only what is under ``src`` is packaged."""
+    settings = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    assert '[tool.setuptools.packages.find]\nwhere = ["src"]\n' in settings
+    assert not [name for name in MODULES if "bench" in name]
+    assert not [name for name, path in MODULES.items() if re.search(r"^\s*(from|import) bench", path.read_text(), re.M)]
 
 
 def imports(name: str) -> set[str]:

@@ -1,8 +1,11 @@
-"""``itrloss bench``: cases, variants, peers, what is written and how wrong use is answered."""
+"""``python -m benchmarks``: cases, variants, peers, what is written and how wrong use is answered."""
 
 import contextlib
+import errno
 import itertools
 import json
+import os
+import re
 import sys
 import types
 from importlib.util import find_spec
@@ -11,9 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from itrloss.bench import peers, report, runner
-from itrloss.bench.cases import KINDS, LOSSES, SUITES, Case, embeddings, parse_shape, problem
-from itrloss.cli import main
+from benchmarks import cases, peers, report, reranking, runner
+from benchmarks.__main__ import main
+from benchmarks.cases import KINDS, LOSSES, SUITES, Case, embeddings, parse_shape, problem
+from itrloss import files
+from itrloss.engine import products
+from itrloss.engine.matrix import Matrix
 
 SHAPES = {"pairs": (12, 12, 8), "memory": (6, 20, 8), "sets": (6, 3, 8), "prototypes": (6, 9, 8)}
 
@@ -27,13 +33,40 @@ def _measure(case: Case, *variants: str, **more) -> dict[str, dict]:
     ["infonce", "mdcl", *(pytest.param(x, marks=pytest.mark.slow) for x in LOSSES if x not in ("infonce", "mdcl"))],
 )
 def test_ours_and_eager_are_the_same_loss(loss):
-    rows = _measure(Case(loss, SHAPES[LOSSES[loss].kind]), "eager", "floor", "ours tiled")
-    assert list(rows) == ["ours", "eager", "floor", "ours tiled"]
+    rows = _measure(Case(loss, SHAPES[LOSSES[loss].kind]), "eager", "matmul_bound", "ours tiled")
+    assert list(rows) == ["ours", "eager", "matmul_bound", "ours tiled"]
     assert rows["eager"]["gradient difference"] < 1e-5 and rows["ours tiled"]["gradient difference"] < 1e-5
     for row in rows.values():
-        assert row["seconds"] > 0 and row["rounds"] >= 3 and row["to ours"] > 0 and row["to floor"] > 0
-    assert rows["ours"]["to ours"] == 1 and rows["floor"]["to floor"] == 1
-    assert "gradient difference" not in rows["ours"] and "gradient difference" not in rows["floor"]
+        assert row["seconds"] > 0 and row["rounds"] >= 3 and row["to ours"] > 0 and row["to matmul_bound"] > 0
+    assert rows["ours"]["to ours"] == 1 and rows["matmul_bound"]["to matmul_bound"] == 1
+    assert "gradient difference" not in rows["ours"] and "gradient difference" not in rows["matmul_bound"]
+    if LOSSES[loss].kind != "prototypes":  # which have no score matrix
+        assert rows["ours"]["engine"] == "dense" and rows["ours tiled"]["engine"] == "tiled"
+    assert rows["ours"]["products"] == "BLAS" and not {"engine", "products"} & rows["eager"].keys()
+
+
+@pytest.mark.parametrize(("fixture", "libraries"), [("by_blas", "BLAS"), ("by_onednn", "oneDNN, BLAS")])
+def test_rows_of_ours_name_what_was_chosen(fixture, libraries, request):
+    request.getfixturevalue(fixture)  # oneDNN is not for transposed matrices
+    chosen = Matrix.__init__, products._by_onednn
+    rows = _measure(Case("infonce", (300, 300, 8)))
+    assert (rows["ours"]["engine"], rows["ours"]["products"]) == ("tiled", libraries)
+    rows = _measure(Case("uto", (6, 20_000, 8)))  # a small batch, a large memory
+    assert rows["ours"]["engine"] == "dense, tiled"
+    assert (Matrix.__init__, products._by_onednn) == chosen
+
+
+def test_the_machine_names_processor_and_blas(monkeypatch):
+    about = runner.machine("cpu")
+    assert about["processor"] and about["instructions"] == torch.backends.cpu.get_cpu_capability()
+    if torch.backends.mkl.is_available():
+        assert re.fullmatch(r"MKL [\d.]+", about["blas"])
+    if torch.backends.mkldnn.is_available():
+        assert re.fullmatch(r"v[\d.]+", about["onednn"])
+    monkeypatch.setattr(torch.__config__, "show", lambda: "BLAS_INFO=open, USE_MKLDNN=0")
+    assert runner.machine("cpu")["blas"] == "open" and runner.machine("cpu")["onednn"] is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    assert runner.machine("cuda:0")["processor"] == "a GPU" and "cuBLAS" in runner.machine("cuda:0")["blas"]
 
 
 def test_a_graph_is_recorded_once_and_leaves_its_gradients(monkeypatch):
@@ -48,7 +81,7 @@ def test_a_graph_is_recorded_once_and_leaves_its_gradients(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda: stream)
     graph = types.SimpleNamespace(replay=lambda: calls.append("replay"))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
-    monkeypatch.setattr(Case, "where", torch.device("cuda"))
+    monkeypatch.setattr(Case, "torch_device", torch.device("cuda"))
     made = problem(case)
 
     def run():
@@ -79,23 +112,23 @@ def test_accuracy_tells_a_rough_gradient_from_an_exact_one():
     assert 1e-4 < rows["eager"]["gradient error"] < 0.1  # autocast rounds the products
 
 
-def test_the_floor_counts_the_products_it_makes():
+def test_matmul_bound_counts_the_products_it_makes():
     from torch.utils.flop_counter import FlopCounterMode
 
     for kind, shape in SHAPES.items():
         made = problem(Case(next(name for name, loss in LOSSES.items() if loss.kind == kind), shape))
         with FlopCounterMode(display=False) as counter:
-            made.products()
+            made.matmul_bound()
         assert counter.get_total_flops() == made.flops, kind
 
 
-def test_a_floor_too_large_to_exist_is_made_in_panels(monkeypatch):
+def test_matmul_bound_is_made_in_blocks_of_rows(monkeypatch):
     from torch.utils.flop_counter import FlopCounterMode
 
-    monkeypatch.setattr("itrloss.bench.cases._PANEL", 50)
+    monkeypatch.setattr("benchmarks.cases._BLOCK", 50)
     made = problem(Case("infonce", (12, 12, 8)))
     with FlopCounterMode(display=False) as counter:
-        made.products()
+        made.matmul_bound()
     assert counter.get_total_flops() == made.flops
 
 
@@ -104,17 +137,20 @@ def test_a_floor_too_large_to_exist_is_made_in_panels(monkeypatch):
 
 def test_variants_take_turns_in_changing_order():
     order = []
-    steps = {name: lambda name=name: order.append(name) for name in ("ours", "eager", "floor")}
+    steps = {name: lambda name=name: order.append(name) for name in ("ours", "eager", "matmul_bound")}
     rows = {name: {"variant": name} for name in steps}
-    found = runner._interleave(steps, 30, Case("infonce", (2, 2, 2)), rows)
+    times = runner._interleave(steps, 30, Case("infonce", (2, 2, 2)), rows)
     rounds = [order[i : i + 3] for i in range(0, 90, 3)]
     assert len(order) == 90 and all(sorted(r) == sorted(steps) for r in rounds)
     assert {tuple(r) for r in rounds} == set(itertools.permutations(steps))
-    assert all(len(times) == 30 for times in found.values())
+    assert all(len(seconds) == 30 for seconds in times.values())
 
 
 def test_many_rounds_where_time_allows():
-    rows = {row["variant"]: row for row in runner.measure(Case("infonce", (4, 4, 4)), ["floor", "eager"], seconds=1.0)}
+    rows = {
+        row["variant"]: row
+        for row in runner.measure(Case("infonce", (4, 4, 4)), ["matmul_bound", "eager"], seconds=1.0)
+    }
     assert rows["ours"]["rounds"] > 30
 
 
@@ -123,16 +159,16 @@ def test_ratios_are_medians_of_rounds():
 
 
 def test_compiled_code_runs_in_rounds_of_its_own():
-    names = ["ours", "eager", "ours compiled", "floor", "eager compiled"]
-    assert runner._groups(names) == [["ours", "eager", "floor"], ["ours", "ours compiled", "eager compiled"]]
+    names = ["ours", "eager", "ours compiled", "matmul_bound", "eager compiled"]
+    assert runner._groups(names) == [["ours", "eager", "matmul_bound"], ["ours", "ours compiled", "eager compiled"]]
     assert runner._groups(["ours", "eager"]) == [["ours", "eager"]]
 
 
 def test_peak_of_memory_is_that_of_the_step():
     case = Case("infonce", (64, 64, 8))
-    given = problem(case)
-    small = runner._peak(lambda: None, case, given)
-    large = runner._peak(lambda: torch.ones(16_000_000).sum(), case, given)  # 64 MB
+    inputs = problem(case)
+    small = runner._peak(lambda: None, case, inputs)
+    large = runner._peak(lambda: torch.ones(16_000_000).sum(), case, inputs)  # 64 MB
     if not sys.platform.startswith("linux"):
         assert small is None and large is None
     else:
@@ -143,7 +179,7 @@ def test_a_failure_of_ours_is_no_row(monkeypatch):
     def broken(*args):
         raise RuntimeError("broken")
 
-    monkeypatch.setattr("itrloss.bench.cases.module", broken)
+    monkeypatch.setattr("benchmarks.cases.module", broken)
     with pytest.raises(RuntimeError, match="broken"):
         _measure(Case("infonce", (4, 4, 4)))
 
@@ -163,7 +199,7 @@ def test_a_failure_of_a_peer_loses_nothing_else(monkeypatch, calls):
 
     monkeypatch.setitem(peers.PEERS, "open_clip", peers.Peer(("infonce",), make))
     rows = _measure(Case("infonce", (4, 4, 4)), "open_clip", "eager", accuracy=True)
-    assert rows["open_clip"]["why not"] == "no more" and "to ours" not in rows["open_clip"]
+    assert rows["open_clip"]["error"] == "no more" and "to ours" not in rows["open_clip"]
     assert rows["eager"]["rounds"] >= 3 and rows["eager"]["gradient error"] < 1e-5
 
 
@@ -173,35 +209,39 @@ def test_measure_knows_its_variants():
     with pytest.raises(ValueError, match="seconds: expected a number above 0, got -1"):
         runner.measure(Case("infonce", (4, 4, 4)), [], seconds=-1)
     rows = _measure(Case("sigmoid", (4, 4, 4)), "open_clip")
-    assert rows["open_clip"]["why not"] == "has infonce only"
+    assert rows["open_clip"]["error"] == "has infonce only"
 
 
 def test_steps_begin_without_gradients():
     for loss in ("pgc", "infonce"):
         case = Case(loss, SHAPES[LOSSES[loss].kind])
-        given = problem(case)
-        run = runner.step("eager", case, given)
+        inputs = problem(case)
+        run = runner.step("eager", case, inputs)
         run()
-        before = [x.grad.clone() for x in given.trained]
+        before = [x.grad.clone() for x in inputs.trained]
         run()
         assert len(before) == (3 if loss == "pgc" else 2)
-        assert all(torch.equal(a, x.grad) for a, x in zip(before, given.trained, strict=True))
+        assert all(torch.equal(a, x.grad) for a, x in zip(before, inputs.trained, strict=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("loss", ["dcl std", "mdcl", "variance aware", "pgc"])
 def test_other_types(loss, dtype):
-    rows = _measure(Case(loss, SHAPES[LOSSES[loss].kind], dtype), "eager", "floor")
-    assert rows["floor"]["dtype"] == rows["ours"]["dtype"] == str(dtype).removeprefix("torch.")
+    rows = _measure(Case(loss, SHAPES[LOSSES[loss].kind], dtype), "eager", "matmul_bound")
+    assert rows["matmul_bound"]["dtype"] == rows["ours"]["dtype"] == str(dtype).removeprefix("torch.")
     assert rows["eager"]["gradient difference"] < (1e-9 if dtype == torch.float64 else 0.05)
 
 
 @pytest.mark.slow
 def test_compiled_variants(tmp_path):
-    rows = _measure(Case("infonce", (12, 12, 8)), "eager", "floor", "ours compiled", "eager compiled")
+    rows = _measure(Case("infonce", (12, 12, 8)), "eager", "matmul_bound", "ours compiled", "eager compiled")
     for name in ("ours compiled", "eager compiled"):
-        assert rows[name]["gradient difference"] < 1e-5 and rows[name]["to ours"] > 0 and "to floor" not in rows[name]
+        assert (
+            rows[name]["gradient difference"] < 1e-5
+            and rows[name]["to ours"] > 0
+            and "to matmul_bound" not in rows[name]
+        )
     picture = tmp_path / "bars.svg"
     report.plot(picture, runner.machine("cpu"), list(rows.values()))
     assert picture.read_text().count("<!-- infonce 12x12x8 · ") == 5
@@ -216,15 +256,16 @@ def test_peers_that_cannot_run_say_why(monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_metric_learning.losses", None)  # as if it were not there
     rows = _measure(Case("infonce", (8, 8, 4)), "peers")
     assert set(rows) == {"ours", *(name for name, peer in peers.PEERS.items() if "infonce" in peer.losses)}
-    assert "itrloss[bench]" in rows["open_clip"]["why not"]
-    assert "itrloss[bench]" in rows["pytorch-metric-learning supcon"]["why not"]
+    assert "itrloss[bench]" in rows["open_clip"]["error"]
+    assert "itrloss[bench]" in rows["pytorch-metric-learning supcon"]["error"]
     for name in ("cut-cross-entropy", "liger-kernel", "inf-cl"):
-        assert "CUDA" in rows[name]["why not"]
+        assert "CUDA" in rows[name]["error"]
+    assert "CUDA" in _measure(Case("sigmoid", (8, 8, 4)), "peers")["siglip-kernel"]["error"]
     text = report.table(rows.values())
     assert all(name in text for name in rows) and "itrloss[bench]" in text
-    rows = _measure(Case("infonce", (512, 2048, 8)), "pytorch-metric-learning ntxent", memory=False)
-    assert "GB" in rows["pytorch-metric-learning ntxent"]["why not"]
-    assert "one positive" in _measure(Case("infonce", (4, 8, 4)), "open_clip")["open_clip"]["why not"]
+    rows = _measure(Case("infonce", (512, 2048, 8)), "pytorch-metric-learning ntxent")
+    assert "GB" in rows["pytorch-metric-learning ntxent"]["error"]
+    assert "one positive" in _measure(Case("infonce", (4, 8, 4)), "open_clip")["open_clip"]["error"]
 
 
 CLIP_LOSS = '''
@@ -257,18 +298,24 @@ def test_open_clip_is_measured_on_the_same_gradient(monkeypatch, tmp_path):
     (tmp_path / "open_clip" / "__init__.py").write_text("import a_package_that_is_not_there\n")
     (tmp_path / "open_clip" / "loss.py").write_text(CLIP_LOSS)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "itrloss.bench._open_clip_loss", raising=False)
+    monkeypatch.delitem(sys.modules, "benchmarks._open_clip_loss", raising=False)
     assert _measure(Case("infonce", (9, 9, 4)), "open_clip")["open_clip"]["gradient difference"] < 1e-5
     rows = _measure(Case("sigmoid", (9, 9, 4)), "open_clip siglip")
     assert rows["open_clip siglip"]["gradient difference"] < 1e-5
-    sys.modules.pop("itrloss.bench._open_clip_loss", None)
+    sys.modules.pop("benchmarks._open_clip_loss", None)
 
 
 def _cross_entropy(x, weight, target):
     return torch.nn.functional.cross_entropy(x @ weight.T, target)
 
 
+def _sigmoid_loss(images, texts, log_temperature, bias):
+    logits = log_temperature.exp() * images @ texts.T + bias
+    return -torch.nn.functional.logsigmoid((2 * torch.eye(len(images)) - 1) * logits).sum() / len(images)
+
+
 STAND_INS = {  # what the libraries for CUDA publish, by their names, in plain PyTorch
+    "siglip-kernel": ("siglip_kernel", {"fused_siglip_loss": _sigmoid_loss}),
     "cut-cross-entropy": (
         "cut_cross_entropy",
         {"linear_cross_entropy": lambda e, c, targets: _cross_entropy(e, c, targets)},
@@ -291,15 +338,21 @@ STAND_INS = {  # what the libraries for CUDA publish, by their names, in plain P
 @pytest.mark.parametrize("name", STAND_INS)
 def test_libraries_for_cuda_are_called_for_the_same_gradient(monkeypatch, name):
     module, contents = STAND_INS[name]
-    monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**contents))
+    loss = peers.PEERS[name].losses[0]
     monkeypatch.setattr(peers, "_on_cuda", lambda case: None)
+    monkeypatch.setitem(sys.modules, module, None)  # as if it were not there
+    missing = _measure(Case(loss, (9, 9, 256), torch.bfloat16), name)[name]["error"]
+    assert missing.startswith(name) and "itrloss[bench]" in missing
+    monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**contents))
     half = name == "cut-cross-entropy"
-    row = _measure(Case("infonce", (9, 9, 256), torch.bfloat16 if half else torch.float32), name)[name]
+    row = _measure(Case(loss, (9, 9, 256), torch.bfloat16 if half else torch.float32), name)[name]
     assert row["gradient difference"] < (0.05 if half else 1e-5)
     if half:
-        assert "half precision" in _measure(Case("infonce", (9, 9, 256)), name)[name]["why not"]
+        assert "half precision" in _measure(Case("infonce", (9, 9, 256)), name)[name]["error"]
     if name == "inf-cl":
-        assert "256" in _measure(Case("infonce", (9, 9, 8)), name)[name]["why not"]
+        assert "256" in _measure(Case("infonce", (9, 9, 8)), name)[name]["error"]
+    if name == "siglip-kernel":
+        assert "float64" in _measure(Case("sigmoid", (9, 9, 8), torch.float64), name)[name]["error"]
 
 
 @pytest.mark.parametrize("name", [name for name in peers.PEERS if name.startswith("pytorch")])
@@ -309,7 +362,7 @@ def test_pytorch_metric_learning_where_it_is_installed(name):
     if find_spec("pytorch_metric_learning"):
         assert row["to ours"] > 0 and row.get("gradient difference", 0) < 1e-5
     else:
-        assert "itrloss[bench]" in row["why not"]
+        assert "itrloss[bench]" in row["error"]
 
 
 def test_linear_cross_entropy_of_torch_is_measured_on_the_same_gradient():
@@ -318,7 +371,7 @@ def test_linear_cross_entropy_of_torch_is_measured_on_the_same_gradient():
         if hasattr(torch.nn.functional, "linear_cross_entropy"):
             assert rows[name]["gradient difference"] < 1e-5
         else:
-            assert torch.__version__ in rows[name]["why not"]
+            assert torch.__version__ in rows[name]["error"]
 
 
 # ---------------------------------------------------------------------------------------------------- command
@@ -334,20 +387,17 @@ def test_suites_name_cases_and_variants_that_exist():
 
 def test_command_writes_table_json_and_plot(tmp_path, capsys):
     out, picture = tmp_path / "a" / "rows.json", tmp_path / "b" / "bars.svg"
-    options = ["--losses", "infonce", "mdcl", "--variants", "eager", "floor", "--seconds", "0.001", "--accuracy"]
+    options = ["--losses", "infonce", "mdcl", "--variants", "eager", "matmul_bound", "--seconds", "0.001", "--accuracy"]
     options += ["--out", str(out), "--plot", str(picture)]
-    status = main(["bench", "--shapes", "6x9x4", *options])
-    shown = capsys.readouterr()
-    assert status == 2 and "texts of" in shown.err  # nine texts of six images
-    assert main(["bench", "--shapes", "6x12x4", *options]) == 0
+    assert main(["--shapes", "6x12x4", *options]) == 0
     shown = capsys.readouterr()
     assert "[2/2] mdcl 6x12x4" in shown.err
-    found = json.loads(out.read_text())
-    assert [(r["loss"], r["variant"]) for r in found["rows"]] == [
-        (loss, variant) for loss in ("infonce", "mdcl") for variant in ("ours", "eager", "floor")
+    results = json.loads(out.read_text())
+    assert [(r["loss"], r["variant"]) for r in results["rows"]] == [
+        (loss, variant) for loss in ("infonce", "mdcl") for variant in ("ours", "eager", "matmul_bound")
     ]
-    assert found["machine"]["torch"] == torch.__version__ and found["machine"]["threads"] == torch.get_num_threads()
-    for row in found["rows"]:
+    assert results["machine"] == runner.machine("cpu")
+    for row in results["rows"]:
         assert f"{1e3 * row['seconds']:.4g}" in shown.out
     assert picture.read_text().startswith("<?xml")
     assert picture.stat().st_size > 5000
@@ -356,21 +406,46 @@ def test_command_writes_table_json_and_plot(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["nothing"], "suites: expected some of quick, losses"),
-        (["--losses", "dlc"], "losses: expected some of dcl std"),
-        (["--variants", "quick"], "variants: expected some of ours"),
         (["--losses", "infonce", "pgc"], "losses: these suites have no pgc"),
+        (["--shapes", "6x9x4"], "shape: expected a whole number of texts per image, got 9 texts of 6 images"),
         (["--losses", "mdcl", "--shapes", "9x4x8"], "shape: expected a batch of at most twice"),
         (["--losses", "variance aware", "--shapes", "2x4x8"], "shape: expected at least 3 images"),
         (["--seconds", "0"], "seconds: expected a number above 0"),
         (["--shapes", "12xa"], "shape: expected images x texts x dim"),
         (["--losses", "mdcl", "--shapes", "12x8"], "shape: expected batch x entries x dim"),
         (["--shapes", "0x8"], "shape: expected images x texts x dim"),
+        # Far too large, in every way:
+        (["--shapes", "99999999999x8"], "shape: expected images x texts x dim"),
+        (["--shapes", "9" * 5000 + "x8"], "shape: expected images x texts x dim"),
+        (
+            ["--shapes", "8x8", "99999999x512"],
+            "shape: the inputs of infonce 99999999x99999999x512 take 490 GB, and the",
+        ),
+        (["--shapes", "8x1999999999"], "shape: the inputs of infonce 8x8x1999999999 take 128 GB, and the"),
+        (["--losses", "mdcl", "--shapes", "8x1999999999x1"], "shape: the inputs of mdcl"),
+        (["--losses", "variance aware", "--shapes", "3x1999999999x1"], "shape: the inputs of variance aware"),
+        (["--losses", "pgc", "--shapes", "8x1999999999x1"], "shape: the inputs of pgc"),
     ],
 )
-def test_wrong_arguments_are_named(arguments, complaint, capsys):
-    assert main(["bench", *arguments]) == 2
-    assert complaint in capsys.readouterr().err
+def test_wrong_arguments_end_in_one_line(arguments, complaint, monkeypatch, capsys):
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 10**6}.get)
+    monkeypatch.setattr(runner, "step", lambda *args: pytest.fail("measured"))
+    assert main(arguments) == 2
+    *progress, said = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"benchmarks: {complaint}") and len(progress) == (arguments[0] == "--seconds")
+
+
+@pytest.mark.parametrize("option", ["--suites", "--losses", "--variants"])
+def test_unknown_names_are_refused(option, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([option, "nothing"])
+    assert f"argument {option}: invalid choice: 'nothing'" in capsys.readouterr().err
+
+
+def test_a_loss_that_does_not_fit_into_memory_ends_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(cases, "module", lambda *args: torch.empty(2**58))
+    assert main([]) == 2
+    assert "can't allocate memory" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_what_cannot_be_is_said_before_anything_is_measured(monkeypatch, tmp_path, capsys):
@@ -378,29 +453,63 @@ def test_what_cannot_be_is_said_before_anything_is_measured(monkeypatch, tmp_pat
     for arguments, complaint in (
         (["--device", "gpu"], "device: 'gpu' cannot be used here"),
         (["--device", "cuda:99"], "device: 'cuda:99' cannot be used here"),
-        (["quick", "huge"], "suites: expected those of one device, got cpu, cuda"),
+        (["--suites", "quick", "huge"], "suites: expected those of one device, got cpu, cuda"),
         (["--threads", "0"], "threads: expected at least 1, got 0"),
-        (["--out", str(tmp_path)], "Is a directory" if sys.platform != "win32" else ""),
+        (["--out", str(tmp_path)], "expected a file to write, got a directory"),
+        (["--plot", str(tmp_path)], "plot: expected a file name that ends in one of"),
         (["--plot", "x.xyz"], "plot: expected a file name that ends in one of"),
     ):
-        assert main(["bench", *arguments]) == 2
+        assert main(arguments) == 2
         assert complaint in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
-    assert main(["bench", "--plot", "x.svg"]) == 2
+    assert main(["--plot", "x.svg"]) == 2
     assert "pip install 'itrloss[bench]'" in capsys.readouterr().err
 
 
-def test_cases_named_twice_are_measured_once(monkeypatch, capsys):
+def test_results_of_yesterday_stay_until_there_are_others(monkeypatch, tmp_path):
+    out = tmp_path / "rows.json"
+    out.write_text("of yesterday")
+    seen = []
+    monkeypatch.setattr(runner, "measure", lambda *args: seen.append(out.read_text()) or [])
+    assert main(["--out", str(out)]) == 0
+    assert seen[0] == "of yesterday" and json.loads(seen[1])["rows"] == [] and list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_leaves_the_rows_measured_before(monkeypatch, tmp_path, capsys):
+    out, measured = tmp_path / "rows.json", []
+
+    def measure(case, *args):
+        measured.append(case)
+        if len(measured) == 2:  # from now on
+
+            def full(descriptor, mode, encoding):
+                os.close(descriptor)
+                return open("/dev/full", mode, encoding=encoding)
+
+            monkeypatch.setattr(files.os, "fdopen", full)
+        return [case.fields() | {"variant": "ours", "seconds": 1.0}]
+
+    monkeypatch.setattr(runner, "measure", measure)
+    assert main(["--out", str(out)]) == 2
+    shown = capsys.readouterr()
+    assert os.strerror(errno.ENOSPC) in shown.err.splitlines()[-1]
+    rows = json.loads(out.read_text())["rows"]
+    assert len(measured) == 2 and [tuple(row["shape"]) for row in rows] == [measured[0].shape]
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_cases_named_twice_are_measured_once(monkeypatch):
     seen = []
     monkeypatch.setattr(runner, "measure", lambda case, variants, *args: seen.append((case, variants)) or [])
-    assert main(["bench", "quick", "quick"]) == 0
+    assert main(["--suites", "quick", "quick"]) == 0
     assert [case for case, _ in seen] == list(SUITES["quick"].cases)
     assert all(variants == SUITES["quick"].variants for _, variants in seen)
 
 
 def test_a_single_pair_is_no_number_and_no_reason_to_stop(tmp_path):
     out = tmp_path / "rows.json"
-    assert main(["bench", "--losses", "infonce", "--shapes", "1x8", "--seconds", "0.001", "--out", str(out)]) == 0
+    assert main(["--losses", "infonce", "--shapes", "1x8", "--seconds", "0.001", "--out", str(out)]) == 0
     assert json.loads(out.read_text())["rows"][1]["gradient difference"] in (0.0, None)
 
 
@@ -410,14 +519,31 @@ def test_shapes_are_read():
     assert parse_shape("8x40x4", "memory") == (8, 40, 4)
 
 
+RERANKING = {"shape", "to matmul_bound", "rr to fast on the matrix", "mr to fast on the matrix", "seconds"}
+
+
+def test_reranking_is_measured_and_written(monkeypatch, tmp_path, capsys):
+    out = tmp_path / "rows.json"
+    monkeypatch.setattr(reranking, "SIZES", ((6, 30), (8, 40)))
+    monkeypatch.setattr(sys, "argv", ["reranking", "--rounds", "1", "--out", str(out)])
+    assert reranking.main() == 0
+    results = json.loads(out.read_text())
+    assert [row["shape"] for row in results["rows"]] == [[6, 30, reranking.DIM], [8, 40, reranking.DIM]]
+    for row in results["rows"]:
+        assert set(row) >= RERANKING and row["largest difference to dense metrics"] < 1e-6
+        assert all(seconds > 0 for seconds in row["seconds"].values())
+    assert "processor" in results["machine"] and "rr to fast on the matrix: " in capsys.readouterr().out
+
+
 def test_committed_results_are_rows_of_the_present_form():
     paths = list((Path(__file__).parent.parent / "benchmarks" / "results").glob("*.json"))
     assert paths
     for path in paths:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        assert {"processor", "torch", "date", "device"} <= set(found["machine"]), path.name
-        for row in found["rows"]:
+        results = json.loads(path.read_text(encoding="utf-8"))
+        assert {"processor", "torch", "date", "device"} <= set(results["machine"]), path.name
+        for row in results["rows"]:
             if path.stem.endswith("reranking"):  # by benchmarks/reranking.py
-                assert {"shape", "to the products", "seconds"} <= set(row), path.name
+                assert set(row) >= RERANKING, path.name
                 continue
-            assert row["loss"] in LOSSES and "shape" in row and ("seconds" in row or "why not" in row), path.name
+            assert row["loss"] in LOSSES and "shape" in row and ("seconds" in row or "error" in row), path.name
+            assert row["variant"] in {*runner.VARIANTS, *peers.PEERS}, path.name

@@ -56,6 +56,12 @@ def lines(capsys: pytest.CaptureFixture[str]) -> dict[str, list[str]]:
     return found
 
 
+def test_there_is_no_command_for_benchmarks(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench"])
+    assert "invalid choice: 'bench'" in capsys.readouterr().err
+
+
 def test_every_method_has_its_line(saved: Path, capsys: pytest.CaptureFixture[str]):
     assert run("rerank", saved) == 0
     found = lines(capsys)

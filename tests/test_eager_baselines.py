@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from itrloss.bench import eager
+from benchmarks import eager
 
 DCL_OPTIONS = [
     {"diversity": diversity, "positive_weight": weight, "positive": positive}

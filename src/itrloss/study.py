@@ -9,8 +9,8 @@ from functools import partial
 
 from torch import Tensor
 
-from .bench.runner import peak
 from .metrics import Comparison, RetrievalResults, compare, retrieval_results
+from .peak import peak_memory
 from .rerank import (
     CSLS,
     DualBankNorm,
@@ -124,9 +124,8 @@ def study(
         seconds = time.perf_counter() - start
         change = compare(results, entries[0].results if entries else results)["rsum"]
         # Once more: looking at the memory takes its time.
-        megabytes = (
-            peak(partial(retrieval_results, sim, reranker=reranker, folds=folds), sim.device) if memory else None
-        )
+        again = partial(retrieval_results, sim, reranker=reranker, folds=folds)
+        megabytes = peak_memory(again, sim.device) if memory else None
         entries.append(Entry(name, reranker, inductive, results, change, seconds, megabytes))
     return Study(sim, entries, left_out)
 

@@ -172,8 +172,8 @@ class Tiled:
             own = torch.cat([torch.arange(m.shape[side], device=m.device) for side in self.sides])
             others, rows = index.clamp_min(0), 0 if self.sides == (1,) else m.shape[0]
             places = [torch.cat([x[:rows], y[rows:]]) for x, y in ((own, others), (others, own))]
-            # Positives, too, where they can be listed: one gradient of all embeddings less, 0.88 of the time (itrloss
-            # bench --losses "triplet hardest" --shapes 512x512x1024, with and without).
+            # Positives, too, where they can be listed: one gradient of all embeddings less, 0.88 of the time (python -m
+            # benchmarks --losses "triplet hardest" --shapes 512x512x1024, with and without).
             joined = m.pairs.listable and m._positive_scores is None and len(m.pairs.listed[0]) <= sum(m.shape)
             listed = m.pairs.listed if joined else (own[:0], own[:0])
             scores = m.pair_scores(*(torch.cat(x) for x in zip(listed, places, strict=True)))

@@ -91,7 +91,7 @@ class VarianceAwareLoss(ObservedLoss):
         units, texts = normalized(images.transpose(0, 1).flatten(0, 1)), normalized(texts)  # (K N, D), (M, D)
         if engine == "dense" or (engine == "tiled" and n * len(texts) * units.itemsize <= budget):
             # Where scores are kept, one product for all heads: 0.7 of the time at 512 images, 6 heads, 1024 dimensions
-            # (itrloss bench --losses "variance aware" --shapes 512x6x1024 --variants ours "ours tiled").
+            # (python -m benchmarks --losses "variance aware" --shapes 512x6x1024 --variants ours "ours tiled").
             with full_precision(flat):
                 scores = units @ texts.T
             heads = [(Embeddings(x, False), None) for x in scores.chunk(k)]

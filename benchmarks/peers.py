@@ -1,9 +1,13 @@
-"""Other libraries' losses, called as their users call them; each is imported where it is used."""
+"""Other libraries' losses, called as their users call them; each is imported where it is used.
+
+PyTorch's own ``torch.nn.functional.linear_cross_entropy`` is among them; versions before 2.13 do not have it.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +22,7 @@ from .cases import Case, Problem
 
 TEMPERATURE = 0.07  # of InfoNCELoss
 SCALE, BIAS = 10.0, -10.0  # of SigmoidLoss
-_ROOM = 8 * 2**30  # bytes that a peer may take beyond its inputs
+_MOST_BYTES = 8 * 2**30  # that a peer may take beyond its inputs
 
 
 class Unavailable(Exception):
@@ -33,24 +37,24 @@ class Peer(NamedTuple):
 
     losses: tuple[str, ...]
     make: Make
-    same: Callable[[Case], bool] = lambda case: True  # False: another loss over as many scores
+    is_same: Callable[[Case], bool] = lambda case: True  # False: another loss over as many scores
 
 
 def _module(name: str, package: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise Unavailable(f"{package} is not installed (pip install 'itrloss[bench]'): {error}") from error
+        raise Unavailable(f"{package} cannot be imported (pip install 'itrloss[bench]'): {error}") from error
 
 
 def _open_clip() -> ModuleType:
-    """Its losses alone: the package as a whole imports torchvision and timm."""
-    name = "itrloss.bench._open_clip_loss"
+    """Return its losses alone: the package as a whole imports torchvision and timm."""
+    name = "benchmarks._open_clip_loss"
     if name not in sys.modules:
-        found = importlib.util.find_spec("open_clip")
-        if found is None or not found.submodule_search_locations:
+        package = importlib.util.find_spec("open_clip")
+        if package is None or not package.submodule_search_locations:
             raise Unavailable("open_clip_torch is not installed (pip install 'itrloss[bench]')")
-        path = Path(found.submodule_search_locations[0]) / "loss.py"
+        path = Path(package.submodule_search_locations[0]) / "loss.py"
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
@@ -69,7 +73,7 @@ def _one_to_one(case: Case) -> None:
 
 
 def _on_cuda(case: Case) -> None:
-    if case.where.type != "cuda":
+    if case.torch_device.type != "cuda":
         raise Unavailable("runs on CUDA only")
 
 
@@ -89,8 +93,23 @@ def _siglip(case: Case, problem: Problem) -> Callable[..., Tensor]:
     return lambda images, texts: loss(*_units(images, texts), SCALE, BIAS)
 
 
+def _siglip_kernel(case: Case, problem: Problem) -> Callable[..., Tensor]:
+    _on_cuda(case)
+    _one_to_one(case)
+    if case.dtype == torch.float64:
+        raise Unavailable("does not know float64")
+    function = _module("siglip_kernel", "siglip-kernel").fused_siglip_loss
+    log_scale, bias = (torch.tensor(x, device=case.device) for x in (math.log(SCALE), BIAS))
+
+    def loss(images: Tensor, texts: Tensor) -> Tensor:
+        v, w = (x.to(case.dtype) for x in _units(images, texts))
+        return function(v, w, log_scale, bias)
+
+    return loss
+
+
 def _twice(case: Case, cross_entropy: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
-    """A symmetric loss of a cross-entropy over a linear layer, whose weight is the other side's embeddings."""
+    """Return a symmetric loss of a cross-entropy over a linear layer, whose weight is the other side's embeddings."""
     _one_to_one(case)
     target = torch.arange(case.shape[0], device=case.device)
 
@@ -101,14 +120,12 @@ def _twice(case: Case, cross_entropy: Callable[[Tensor, Tensor, Tensor], Tensor]
     return loss
 
 
-def _linear(chunked: bool) -> Make:
+def _torch_linear(chunked: bool) -> Make:
     def make(case: Case, problem: Problem) -> Callable[..., Tensor]:
-        """The loss on the inputs of a case."""
-        function: Any = getattr(F, "linear_cross_entropy", None)
-        make_options: Any = getattr(torch.nn, "LinearCrossEntropyOptions", None)
-        if function is None or (chunked and make_options is None):
+        if not hasattr(F, "linear_cross_entropy") or (chunked and not hasattr(torch.nn, "LinearCrossEntropyOptions")):
             raise Unavailable(f"torch {torch.__version__} does not have it")
-        options = {"options": make_options()} if chunked else {}
+        function: Any = F.linear_cross_entropy
+        options = {"options": torch.nn.LinearCrossEntropyOptions()} if chunked else {}
         return _twice(case, lambda x, weight, target: function(x, weight, target, **options))
 
     return make
@@ -118,8 +135,7 @@ def _cce(case: Case, problem: Problem) -> Callable[..., Tensor]:
     _on_cuda(case)
     if case.dtype not in (torch.bfloat16, torch.float16):
         raise Unavailable("knows half precision only")
-    function = _module("cut_cross_entropy", "cut-cross-entropy").linear_cross_entropy
-    return _twice(case, lambda x, weight, target: function(x, weight, target))
+    return _twice(case, _module("cut_cross_entropy", "cut-cross-entropy").linear_cross_entropy)
 
 
 def _liger(case: Case, problem: Problem) -> Callable[..., Tensor]:
@@ -142,19 +158,18 @@ def _inf_cl(case: Case, problem: Problem) -> Callable[..., Tensor]:
     return loss
 
 
-def _fits(room: int) -> None:
-    if room > _ROOM:
-        raise Unavailable(f"would allocate some {room / 1e9:.2g} GB")
+def _fits(size: int) -> None:
+    if size > _MOST_BYTES:
+        raise Unavailable(f"would allocate some {size / 1e9:.2g} GB")
 
 
 def _metric_learning(name: str, bytes_of: Callable[[int, int], int]) -> Make:
     def make(case: Case, problem: Problem) -> Callable[..., Tensor]:
-        """The loss on the inputs of a case."""
         n, m = case.shape[:2]
         _fits(bytes_of(n, m))
         loss = getattr(_module("pytorch_metric_learning.losses", "pytorch-metric-learning"), name)(TEMPERATURE)
         # Two tensors: the same one twice would mean that the embeddings are the same.
-        rows, cols = problem.given or [torch.arange(n, device=case.device) for _ in range(2)]
+        rows, cols = problem.arguments or [torch.arange(n, device=case.device) for _ in range(2)]
         return lambda images, texts: (
             loss(images, rows, ref_emb=texts, ref_labels=cols) + loss(texts, cols, ref_emb=images, ref_labels=rows)
         )
@@ -166,7 +181,7 @@ def _xbm(case: Case, problem: Problem) -> Callable[..., Tensor]:
     losses = _module("pytorch_metric_learning.losses", "pytorch-metric-learning")
     n, entries, dim = case.shape
     _fits(96 * n * entries)
-    _, _, memory, ids, _ = problem.given
+    _, _, memory, ids, _ = problem.arguments
     queues = []
     for keys in (memory.texts, memory.images):
         queue = losses.CrossBatchMemory(losses.SupConLoss(TEMPERATURE), dim, entries)
@@ -180,8 +195,9 @@ _PML = "pytorch-metric-learning"
 PEERS: dict[str, Peer] = {
     "open_clip": Peer(("infonce",), _clip),
     "open_clip siglip": Peer(("sigmoid",), _siglip),
-    "linear_cross_entropy": Peer(("infonce",), _linear(False)),
-    "linear_cross_entropy chunked": Peer(("infonce",), _linear(True)),
+    "siglip-kernel": Peer(("sigmoid",), _siglip_kernel),
+    "linear_cross_entropy": Peer(("infonce",), _torch_linear(chunked=False)),
+    "linear_cross_entropy chunked": Peer(("infonce",), _torch_linear(chunked=True)),
     "cut-cross-entropy": Peer(("infonce",), _cce),
     "liger-kernel": Peer(("infonce",), _liger),
     "inf-cl": Peer(("infonce",), _inf_cl),

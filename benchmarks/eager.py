@@ -2,7 +2,7 @@
 
 One dense (N, M) score matrix, a mask of the positives, autograd for the backward. Both directions share the
 product, the mask and, where the temperature allows it, the logits; fresh matrices are masked in place;
-aligned pairs (no ids) take the short road over the diagonal. Every function compiles with ``fullgraph=True``.
+aligned pairs (no ids) are read off the diagonal. Every function compiles with ``fullgraph=True``.
 
 Arguments common to all: ``images`` (N, D) and ``texts`` (M, D), floating point, normalised inside;
 ``image_ids`` (N,) and ``text_ids`` (M,), integer, ``arange`` where left out. The pair (i, j) is positive iff
@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from itrloss.checks import one_of
 
 NEG_INF = float("-inf")
 SCORE_FLOOR = -1 + 1e-6  # log(1 + S) is finite from here upwards
@@ -59,8 +61,8 @@ def triplet(
     reduction: str = "sum",
 ) -> Tensor:
     """Hinge of every positive pair against the anchor's hardest negative, or against all of them (VSE++)."""
-    _one_of("mining", mining, ("hardest", "all"))
-    _one_of("reduction", reduction, ("mean", "sum"))
+    one_of("mining", mining, "hardest", "all")
+    one_of("reduction", reduction, "mean", "sum")
     batch = _compare(images, texts, image_ids, text_ids)
     if mining == "all":
         hinges = [_hinges_against_all(batch, side, margin) for side in batch.sides]
@@ -83,7 +85,7 @@ def infonce(
     reduction: str = "mean",
 ) -> Tensor:
     """Cross-entropy of each positive against the anchor's negatives, averaged over its positives (CPC)."""
-    _one_of("reduction", reduction, ("mean", "sum"))
+    one_of("reduction", reduction, "mean", "sum")
     # Dividing the (N, D) embeddings by the temperature is cheaper than dividing the (N, M) scores.
     logits, mask, pairs, sides = _compare(images, texts, image_ids, text_ids, scale=1 / temperature)
     if sides[0].matches is not None:
@@ -111,7 +113,7 @@ def sigmoid(
     reduction: str = "mean",
 ) -> Tensor:
     """Every pair a classification (SigLIP Eq. 1); for the mean, divided by N and by M, one half each."""
-    _one_of("reduction", reduction, ("mean", "sum"))
+    one_of("reduction", reduction, "mean", "sum")
     batch = _compare(images, texts, image_ids, text_ids)
     logits = scale * batch.scores + bias
     total = -F.logsigmoid(torch.where(batch.mask, logits, -logits)).sum()
@@ -129,7 +131,7 @@ def hal(
     reduction: str = "mean",
 ) -> Tensor:
     """Hubness-aware loss (USER Eq. 17): row and column terms, less the positive pairs' mean log(1 + S)."""
-    _one_of("reduction", reduction, ("mean", "sum"))
+    one_of("reduction", reduction, "mean", "sum")
     batch = _compare(images, texts, image_ids, text_ids)
     logits = (scale * batch.scores).masked_fill_(batch.mask, NEG_INF)
     attraction = 0.5 * torch.log1p(batch.pairs.clamp_min(SCORE_FLOOR))  # half in each direction
@@ -159,8 +161,8 @@ def dcl(
     reduction: str = "mean",
 ) -> Tensor:
     """Diversity-sensitive contrastive loss (CODER Eq. 5, Eq. 4 if ``diversity=None``), diversity detached."""
-    _one_of("positive", positive, ("clamp", "relu"))
-    _one_of("reduction", reduction, ("mean", "sum"))
+    one_of("positive", positive, "clamp", "relu")
+    one_of("reduction", reduction, "mean", "sum")
     batch = _compare(images, texts, image_ids, text_ids)
     weight = temperature if positive_weight == "paper" else float(positive_weight)
     attraction = weight * torch.log1p(batch.pairs.clamp_min(SCORE_FLOOR if positive == "clamp" else 0.0))
@@ -334,7 +336,7 @@ def _hinges_against_all(batch: Batch, side: Side, margin: float) -> Tensor:
 @torch.no_grad()
 def _diversity(batch: Batch, side: Side, kind: str, epsilon: float) -> Tensor:
     """CODER Eq. 3 and supplement Eq. 8: one score per anchor, (A,), in (1/2, 1]."""
-    _one_of("diversity", kind, ("std", "entropy"))
+    one_of("diversity", kind, "std", "entropy")
     if kind == "std":
         if side.matches is None:
             count = side.candidates - 1
@@ -349,8 +351,3 @@ def _diversity(batch: Batch, side: Side, kind: str, epsilon: float) -> Tensor:
         spread = entropy.sum(side.dim) / math.log(2)
     raw = 1 + torch.exp(-epsilon / spread.clamp_min(1e-6))
     return raw / raw.max()
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {allowed}, got {value!r}")

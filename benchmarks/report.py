@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from itrloss.files import written
 
 from .runner import Row
 
 COLUMNS = {  # title -> (key, format)
     "ms": ("seconds", lambda x: f"{1e3 * x:.4g}"),
     "to ours": ("to ours", "{:.2f}".format),
-    "to floor": ("to floor", "{:.2f}".format),
+    "to matmul_bound": ("to matmul_bound", "{:.2f}".format),
     "GFLOP/s": ("gflops", "{:d}".format),
     "peak MB": ("peak_mb", "{:.0f}".format),
-    "difference": ("gradient difference", "{:.1e}".format),
-    "error": ("gradient error", "{:.1e}".format),
+    "gradient difference": ("gradient difference", "{:.1e}".format),
+    "gradient error": ("gradient error", "{:.1e}".format),
+    "engine": ("engine", str),
+    "products": ("products", str),
 }
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Lines of text, the columns that no row has left out."""
+    """Return lines of text; columns that no row has are left out."""
     rows = list(rows)
     titles = [title for title, (key, _) in COLUMNS.items() if any(row.get(key) is not None for row in rows)]
     lines = [["loss", "shape", "variant", *titles]]
     for row in rows:
         cells = [row["loss"], _shape(row), row["variant"]]
-        if "why not" in row:
-            lines.append([*cells, f"({row['why not']})"])
+        if "error" in row:
+            lines.append([*cells, f"({row['error']})"])
             continue
         for title in titles:
             key, show = COLUMNS[title]
@@ -48,32 +53,36 @@ def _shape(row: Row) -> str:
     return "x".join(map(str, row["shape"])) + ("" if row["dtype"] == "float32" else f" {row['dtype']}")
 
 
-def save(path: Path, machine: dict[str, Any], rows: list[Row]) -> None:
-    """Write a JSON object with ``machine`` and ``rows``."""
+def check_path(path: Path) -> None:
+    """Raise an OSError if results cannot be written there; what is there already stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path}: expected a file to write, got a directory")
+    if path.is_file() or not path.exists():
+        tempfile.TemporaryFile(dir=path.parent).close()
+
+
+def save(path: Path, machine: dict[str, Any], rows: list[Row]) -> None:
+    """Write a JSON object with ``machine`` and ``rows``; a file of this name is replaced when all is written."""
     lines = ",\n".join("  " + json.dumps(row, allow_nan=False) for row in rows)
-    path.write_text(f'{{\n "machine": {json.dumps(machine)},\n "rows": [\n{lines}\n ]\n}}\n', encoding="utf-8")
+    with written(path) as file:
+        file.write(f'{{\n "machine": {json.dumps(machine)},\n "rows": [\n{lines}\n ]\n}}\n')
 
 
 def check_plot(path: Path) -> None:
-    """Whether it could be drawn.
-
-    Raises:
-        ImportError: matplotlib is missing.
-        ValueError: matplotlib cannot write such a file.
-    """
+    """Raise an ImportError if matplotlib is missing, a ValueError if it cannot write such a file."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
         raise ImportError("plot: matplotlib is missing; pip install 'itrloss[bench]'") from error
-    known = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix.removeprefix(".") not in known:
-        raise ValueError(f"plot: expected a file name that ends in one of {', '.join(known)}; got {str(path)!r}")
+    suffixes = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in suffixes:
+        raise ValueError(f"plot: expected a file name that ends in one of {', '.join(suffixes)}; got {str(path)!r}")
+    check_path(path)
 
 
 def plot(path: Path, machine: dict[str, Any], rows: list[Row]) -> None:
     """Draw each case's variants as bars: time as a multiple of ours."""
-    check_plot(path)
     from matplotlib.figure import Figure
 
     groups: dict[str, list[Row]] = {}
@@ -98,5 +107,4 @@ def plot(path: Path, machine: dict[str, Any], rows: list[Row]) -> None:
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xlabel("time, as a multiple of ours (log scale)")
     axes.set_title(f"{machine['processor']}, torch {machine['torch']}, {machine['date']}", fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

@@ -1,0 +1,1 @@
+"""``python -m benchmarks``: the losses beside plain PyTorch, its compiler, other libraries and the bare products."""

@@ -1,0 +1,343 @@
+"""Runs the variants of a case in turn, and says how long they take, how much memory, and how exact they are.
+
+Machines are noisy, most of all shared ones. The variants of a case run round after round in one process, in another
+order each time; a round's times are divided by each other, and the medians of these ratios are reported. Compiled code
+meets ours in rounds of its own, so that the threads it leaves spinning disturb no other variant than that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import platform
+import random
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+import itrloss
+from itrloss.engine import products
+from itrloss.engine.matrix import ENGINES, Matrix
+from itrloss.peak import peak_memory
+
+from . import cases
+from .cases import LOSSES, Case, Problem
+from .peers import PEERS, Unavailable
+
+VARIANTS = {
+    "ours": "the engine that 'auto' chooses",
+    **{f"ours {engine}": f"engine={engine!r}" for engine in ENGINES},
+    "ours compiled": "ours under torch.compile",
+    "ours graphed": "ours as a CUDA graph, forward and backward",
+    "eager": "the loss in plain PyTorch; for half precision under autocast",
+    "eager compiled": "that under torch.compile",
+    "matmul_bound": "the matrix products of a dense loss and its gradient, and nothing else",
+    "peers": "all other libraries that have this loss",
+}
+MIN_ROUNDS, MAX_ROUNDS = 3, 200
+Step = Callable[[], None]  # forward and backward
+Row = dict[str, Any]
+
+
+def measure(case: Case, variants: Sequence[str], seconds: float = 10, accuracy: bool = False) -> list[Row]:
+    """Return one row per variant; ``"ours"`` is always among them. A variant that cannot run has a row that says why.
+
+    Args:
+        variants: keys of ``VARIANTS`` and of ``benchmarks.peers.PEERS``.
+        seconds: about how long to measure. Every variant runs three times before and three times at least.
+        accuracy: also the gradient of the images against one that our loss finds in float64 (pairs only).
+
+    Returns:
+        Dictionaries, with what the case is, and
+
+        - ``seconds``, ``rounds``: the median of how many rounds.
+        - ``to ours``, ``to matmul_bound``: medians of the ratios of a round's times.
+        - ``gflops``: the products of ``matmul_bound`` in that time, per second and divided by 10⁹.
+        - ``peak_mb``: 10⁶ bytes beyond what lives between two steps, gradients included; on the CPU the growth of the
+          resident set, on Linux only.
+        - ``engine``, ``products``: of ours, the engines that its matrices had, and on the CPU the libraries that
+          multiplied for it: ``oneDNN``, or ``BLAS``, which is PyTorch's choice and that of all other variants.
+        - ``gradient difference``, ``gradient error``: distance of the images' gradient from ours, and from that in
+          float64, divided by the length of the latter; None where that is no number.
+        - ``error``: instead of these, why it cannot run.
+
+    Raises:
+        ValueError: for an unknown variant, a shape that the loss cannot have, or no time.
+    """
+    names = [*VARIANTS, *PEERS]
+    for name in variants:
+        if name not in names:
+            raise ValueError(f"variants: expected some of {', '.join(names)}; got {name!r}")
+    if not seconds > 0:
+        raise ValueError(f"seconds: expected a number above 0, got {seconds}")
+    problem = cases.problem(case)
+    rows: dict[str, Row] = {}
+    steps: dict[str, Step] = {}
+    duration: dict[str, float] = {}
+    gradients: dict[str, Tensor] = {}
+    torch._dynamo.reset()  # another case's graphs would make this one's more general
+    for name in dict.fromkeys(("ours", *_expand(variants, case))):
+        rows[name] = case.fields() | {"variant": name}
+        with _errors_into(rows[name]):
+            run = step(name, case, problem)
+            rows[name] |= _warm_up(run, name, case)
+            if name not in ("matmul_bound", "ours graphed"):  # a graph has taken its memory already
+                rows[name]["peak_mb"] = _peak(run, case, problem)
+            duration[name] = _timed(run, case)
+            if name != "matmul_bound":
+                gradients[name] = _gradient(problem)
+            steps[name] = run
+    groups = _groups(list(steps))
+    rounds = int(min(MAX_ROUNDS, max(MIN_ROUNDS, seconds / sum(duration[name] for group in groups for name in group))))
+    for group in groups:
+        times = _interleave({name: steps[name] for name in group}, rounds, case, rows)
+        for name in group if group is groups[0] else group[1:]:
+            if "error" not in rows[name]:
+                rows[name] |= _figures(times, name, problem)
+    exact = _exact_gradient(case, problem) if accuracy and case.kind == "pairs" else None
+    for name, gradient in gradients.items():
+        if "error" in rows[name] or not _is_same_loss(name, case):
+            continue
+        if name != "ours":
+            rows[name]["gradient difference"] = _distance(gradient, gradients["ours"])
+        if exact is not None:
+            rows[name]["gradient error"] = _distance(gradient, exact)
+    return list(rows.values())
+
+
+@contextlib.contextmanager
+def _errors_into(row: Row) -> Iterator[None]:
+    """Whatever another's code raises is no reason to lose the rest; a failure of ours is."""
+    try:
+        yield
+    except Exception as error:
+        if row["variant"] == "ours":
+            raise
+        row["error"] = re.sub(r"\s+", " ", str(error) or type(error).__name__)[:200]
+
+
+def _figures(times: dict[str, list[float]], name: str, problem: Problem) -> Row:
+    median = statistics.median(times[name])
+    figures = {"rounds": len(times[name]), "seconds": float(f"{median:.4g}")}
+    figures["to ours"] = _ratio(times[name], times["ours"])
+    if "matmul_bound" in times:
+        figures["to matmul_bound"] = _ratio(times[name], times["matmul_bound"])
+    return figures | {"gflops": round(problem.flops / median / 1e9)}
+
+
+def _expand(variants: Sequence[str], case: Case) -> Iterator[str]:
+    for name in variants:
+        if name == "peers":
+            yield from (name for name, peer in PEERS.items() if case.loss in peer.losses)
+        else:
+            yield name
+
+
+def _is_same_loss(name: str, case: Case) -> bool:
+    return name not in PEERS or PEERS[name].is_same(case)
+
+
+def _engine(name: str) -> str | None:
+    """Return the ``engine=`` of a variant of ours in eager mode, None for all others."""
+    engine = "auto" if name == "ours" else name.removeprefix("ours ")
+    return engine if engine in ("auto", *ENGINES) else None
+
+
+def _loss(name: str, case: Case, problem: Problem) -> Callable[..., Tensor]:
+    """Return the loss of the leaves that a variant stands for."""
+    if name.startswith("ours"):
+        ours = cases.module(case, problem, _engine(name) or "auto").to(case.device)
+        ours = torch.compile(ours, fullgraph=True) if name == "ours compiled" else ours
+        return lambda *leaves: ours(*leaves, *problem.arguments)
+    if name in PEERS:
+        if case.loss not in PEERS[name].losses:
+            raise Unavailable(f"has {', '.join(PEERS[name].losses)} only")
+        plain, arguments = PEERS[name].make(case, problem), ()
+    else:
+        plain, arguments = LOSSES[case.loss].plain, problem.plain_arguments
+        if name == "eager compiled":
+            plain = torch.compile(plain, fullgraph=True)
+    half = case.dtype in (torch.bfloat16, torch.float16)
+
+    def loss(*leaves: Tensor) -> Tensor:
+        with torch.autocast(case.torch_device.type, case.dtype, enabled=half):
+            return plain(*leaves, *arguments)
+
+    return loss
+
+
+def step(name: str, case: Case, problem: Problem) -> Step:
+    """Return what is timed of a variant: forward and backward, or the products of ``matmul_bound``.
+
+    Raises:
+        Unavailable: another library is not installed, or cannot do this case.
+    """
+    if name == "matmul_bound":
+        return problem.matmul_bound
+    loss = _loss(name, case, problem)
+
+    def run() -> None:
+        for x in problem.trained:
+            x.grad = None
+        loss(*problem.leaves).backward()
+
+    return _graphed(run, case, problem) if name == "ours graphed" else run
+
+
+def _graphed(run: Step, case: Case, problem: Problem) -> Step:
+    """Return the step as recorded once, and replayed without the host."""
+    if case.torch_device.type != "cuda":
+        raise Unavailable("runs on CUDA only")
+    with torch.cuda.device(case.torch_device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # what is compiled or chosen at the first call cannot be recorded
+            for _ in range(3):
+                run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+    recorded = [x.grad for x in problem.trained]
+
+    def replay() -> None:
+        graph.replay()
+        for x, grad in zip(problem.trained, recorded, strict=True):
+            x.grad = grad
+
+    return replay
+
+
+# ------------------------------------------------------------------------------------------- what was chosen
+
+
+def _warm_up(run: Step, name: str, case: Case) -> Row:
+    """Run once, for threads, caches and compilers; return what ours chose."""
+    if _engine(name) is None:  # others choose nothing, and a compiler must not see the functions below
+        _timed(run, case)
+        return {}
+    engines: dict[str, None] = {}
+    libraries: dict[str, None] = {}
+    make, by_onednn = Matrix.__init__, products._by_onednn
+
+    def make_and_note(matrix: Matrix, *args: Any) -> None:
+        make(matrix, *args)
+        engines[matrix.engine] = None
+
+    def choose_and_note(a: Tensor, b: Tensor) -> bool:
+        chosen = by_onednn(a, b)
+        libraries["oneDNN" if chosen else "BLAS"] = None
+        return chosen
+
+    with patch.object(Matrix, "__init__", make_and_note), patch.object(products, "_by_onednn", choose_and_note):
+        _timed(run, case)
+    chosen = {"engine": ", ".join(engines)} if engines else {}
+    if case.torch_device.type == "cpu":
+        chosen["products"] = ", ".join(libraries) or "BLAS"  # the dense engine's are PyTorch's
+    return chosen
+
+
+# ------------------------------------------------------------------------------------------------- gradients
+
+
+def _gradient(problem: Problem) -> Tensor:
+    grad = problem.leaves[0].grad
+    assert grad is not None
+    return grad.detach().clone()
+
+
+def _exact_gradient(case: Case, problem: Problem) -> Tensor:
+    leaves = [x.detach().double().requires_grad_() for x in problem.leaves]
+    cases.module(case, problem, "tiled")(*leaves, *problem.arguments).backward()
+    assert leaves[0].grad is not None
+    return leaves[0].grad
+
+
+def _distance(gradient: Tensor, expected: Tensor) -> float | None:
+    """Return it as a share of the length of what is expected; None where it is not a number."""
+    gap, length = float((gradient.double() - expected.double()).norm()), float(expected.double().norm())
+    share = gap / length if length else gap
+    return float(f"{share:.3g}") if math.isfinite(share) else None
+
+
+# ------------------------------------------------------------------------------------------- time and memory
+
+
+def _groups(names: list[str]) -> list[list[str]]:
+    """Return the variants that run in turn; ours is the first of both groups."""
+    compiled = [name for name in names if name.endswith(" compiled")]
+    plain = [name for name in names if name not in compiled]
+    return [plain, ["ours", *compiled]] if compiled else [plain]
+
+
+def _interleave(steps: dict[str, Step], rounds: int, case: Case, rows: dict[str, Row]) -> dict[str, list[float]]:
+    """Return seconds of each round, in random order: a step meets the caches as the one before left them."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    shuffle = random.Random(0)
+    for _ in range(rounds):
+        for name in shuffle.sample(list(steps), len(steps)):
+            if "error" not in rows[name]:
+                with _errors_into(rows[name]):
+                    times[name].append(_timed(steps[name], case))
+    return times
+
+
+def _timed(run: Step, case: Case) -> float:
+    start = time.perf_counter()
+    run()
+    if case.torch_device.type != "cpu":
+        torch.accelerator.synchronize(case.torch_device)
+    return time.perf_counter() - start
+
+
+def _ratio(times: list[float], base: list[float]) -> float:
+    """Return the median of the rounds' ratios."""
+    return round(statistics.median(a / b for a, b in zip(times, base, strict=True)), 3)
+
+
+def _peak(run: Step, case: Case, problem: Problem) -> float | None:
+    for x in problem.trained:
+        x.grad = None
+    return peak_memory(run, case.torch_device)
+
+
+# --------------------------------------------------------------------------------------------------- machine
+
+
+def machine(device: str) -> Row:
+    """Return what the figures are measured on: the processor, the library of matrix products, versions."""
+    about: Row = {"device": device}
+    build = torch.__config__.show()
+    mkl = _match(r"Math Kernel Library Version ([\d.]+)", build)
+    if device.startswith("cuda"):
+        about |= {"processor": torch.cuda.get_device_name(device), "blas": f"cuBLAS of CUDA {torch.version.cuda}"}
+    else:
+        about |= {"processor": _processor(), "instructions": torch.backends.cpu.get_cpu_capability()}
+        about["blas"] = f"MKL {mkl}" if mkl else _match(r"BLAS_INFO=(\w+)", build)
+        about["onednn"] = _match(r"MKL-DNN (v\S+)", build)
+    return about | {
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "itrloss": itrloss.__version__,
+        "date": date.today().isoformat(),
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    name = _match(r"^model name\s*:\s*(.*)$", info.read_text()) if info.exists() else None
+    return name or platform.processor() or platform.machine()
+
+
+def _match(pattern: str, text: str) -> str | None:
+    match = re.search(pattern, text, re.MULTILINE)
+    return match[1] if match else None
