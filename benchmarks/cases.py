@@ -204,7 +204,7 @@ def check_shape(case: Case) -> None:
 
 def _memory_of_machine() -> float:
     """Return the bytes of memory, infinity where the system does not tell."""
-    if not hasattr(os, "sysconf"):
+    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", ()):
         return math.inf
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 

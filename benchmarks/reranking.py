@@ -173,12 +173,14 @@ def main() -> int:
     parser.add_argument("--slice", type=int, metavar="IMAGES", help="instead, so many of 100 000 with 500 000 texts")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.rounds < 1:
+        parser.error(f"--rounds: expected at least 1, got {args.rounds}")
     if args.out:
         report.check_path(args.out)
     rows = []
-    for size in (args.slice,) if args.slice else SIZES:
-        rows.append(measure_slice(size) if isinstance(size, int) else measure(*size, args.rounds))
-        for name, value in rows[-1].items():
+    for row in [measure_slice(args.slice)] if args.slice else (measure(n, m, args.rounds) for n, m in SIZES):
+        rows.append(row)
+        for name, value in row.items():
             print(f"{name}: {value}")
         if args.out:
             report.save(args.out, runner.machine("cpu"), rows)
