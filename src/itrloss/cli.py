@@ -316,7 +316,7 @@ def _write(args: argparse.Namespace, title: str, found: Study, entry: Entry, nam
     if args.report:
         with files.written(args.report) as file:
             file.write(study_report.page(found, entry, title, names))
-    by = "the scores as they are" if entry.name == PLAIN else f"{entry.name}, hubs of {entry.looks_at}"
+    by = "no re-ranking" if entry.name == PLAIN else f"{entry.name}, hubs of {entry.looks_at}"
     print(f"written ({by}): {', '.join(str(x) for x in (args.out, args.rankings, args.queries, args.report) if x)}")
 
 

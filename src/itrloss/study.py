@@ -45,7 +45,7 @@ METHODS: dict[str, type[Reranker]] = {
     "k-reciprocal": KReciprocalReranker,
 }
 K_RECIPROCAL_ITEMS = 12_000  # from so many, (N + M)² numbers a few times over are more than most machines have
-PLAIN = "as they are"
+PLAIN = "no re-ranking"
 CALIBRATED = "fast, calibrated"
 
 
@@ -54,7 +54,7 @@ class Entry:
     """A method, and what it makes of the scores."""
 
     name: str
-    reranker: Reranker | None  # None: the scores as they are
+    reranker: Reranker | None  # None: no re-ranking
     inductive: bool  # by a bank of queries
     results: RetrievalResults
     change: Comparison  # of the RSUM
@@ -74,7 +74,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Study:
-    """Entries, the scores as they are first, and what could not be tried."""
+    """Entries, that without re-ranking first, and what could not be tried."""
 
     sim: Similarity
     entries: list[Entry]
@@ -160,24 +160,18 @@ def _calibrated(validation: Similarity, banks: tuple[Tensor | None, Tensor | Non
 
 
 def table(found: Study) -> str:
-    """One line a method."""
-    head = (
-        f"{'':18} {'hubs looked for in':18} {'image→text 1, 5, 10':>19} {'text→image 1, 5, 10':>19} "
-        f"{'RSUM':>6} {'change (95 %)':>24} {'skewness':>11} {'time':>8}"
-    )
+    """Return one line a method, of at most 100 columns."""
     measured = any(entry.peak_mb is not None for entry in found.entries)
-    head += f" {'memory':>9}" if measured else ""
-    lines = [head]
+    head = (
+        f"{'':16} {'hubs in':8} {'image→text 1 5 10':>17} {'text→image 1 5 10':>17} {'RSUM':>5} {'change (95 %)':>20}"
+    )
+    lines = [f"{head} {'time':>6}" + (f" {'MB':>5}" if measured else "")]
     for entry in found.entries:
-        m = entry.results.metrics()
-        recalls = (" ".join(f"{m[f'{way}_r{k}']:5.1f}" for k in (1, 5, 10)) for way in ("i2t", "t2i"))
-        c = entry.change
-        change = "" if entry.reranker is None else f"{c.difference:+.1f} ({c.low:+.1f} to {c.high:+.1f})"
-        skew = f"{m['i2t_skewness']:5.2f} {m['t2i_skewness']:5.2f}"
-        i2t, t2i = recalls
-        lines.append(
-            f"{entry.name:18} {entry.looks_at:18} {i2t:>19} {t2i:>19} {m['rsum']:6.1f} {change:>24} {skew:>11} "
-            f"{entry.seconds:6.1f} s" + ("" if entry.peak_mb is None else f" {entry.peak_mb:6.0f} MB")
-        )
-    lines += [f"{name:18} left out: {why}" for name, why in found.left_out.items()]
+        m, c = entry.results.metrics(), entry.change
+        i2t, t2i = (" ".join(f"{m[f'{way}_r{k}']:5.1f}" for k in (1, 5, 10)) for way in ("i2t", "t2i"))
+        change = "" if entry.reranker is None else f"{c.difference:+.1f} ({c.low:+.1f}, {c.high:+.1f})"
+        hubs = entry.looks_at.replace("the test queries", "test").replace("the ", "").replace("(", "").replace(")", "")
+        line = f"{entry.name:16} {hubs:8} {i2t} {t2i} {m['rsum']:5.1f} {change:>20} {entry.seconds:5.1f}s"
+        lines.append(line + ("" if entry.peak_mb is None else f" {entry.peak_mb:5.0f}"))
+    lines += [f"{name:16} left out: {why}" for name, why in found.left_out.items()]
     return "\n".join(line.rstrip() for line in lines)
