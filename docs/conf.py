@@ -21,6 +21,7 @@ extensions = [
     "sphinx.ext.doctest",
     "sphinx.ext.napoleon",
     "mathml",
+    "pictures",
 ]
 exclude_patterns = ["_build"]
 default_role = "code"

@@ -85,7 +85,7 @@ def _space(row: Element) -> None:
             hyphen = (_core(before).text or "").endswith("-")
             apart = not hyphen and (sign or _is_name(after) or _core(after).tag != "mo" or after.text == "|")
         else:
-            apart = _is_name(after) and _core(before).tag in ("mi", "mn", "mfrac")
+            apart = _is_name(after) and _core(before).tag in ("mi", "mn", "mfrac", "mstyle")
         if apart:
             row.insert(list(row).index(after), Element("mspace", width="0.167em"))
     for child in row:
