@@ -129,3 +129,4 @@ def setup(app):
     matplotlib.use("svg")
     app.add_directive("gradient", Gradient)
     app.add_directive("gallery", Gallery)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

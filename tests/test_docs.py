@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import itrloss
+
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 SOURCES = [*DOCS.rglob("*.rst"), *(DOCS.parent / "src").rglob("*.py")]
 EQUATIONS = sorted({x for path in SOURCES for x in re.findall(r":math:`([^`]+)`", path.read_text(encoding="utf-8"))})
@@ -63,3 +65,11 @@ def test_pages_take_nothing_from_the_network(tmp_path):
     styles = [path.read_text(encoding="utf-8") for path in pages.rglob("*.css")]
     loaded += [url for style in styles for url in re.findall(r"(?:url\(|@import )[\"']?([^\"')]*)", style)]
     assert loaded and not [url for url in loaded if re.match(r"(https?:)?//", url)]
+
+
+def test_the_version_is_that_of_the_citation():
+    for path, pattern in (
+        (DOCS.parent / "CITATION.cff", r"^version: (.+)$"),
+        (DOCS / "citing.rst", r"version +=.\{(.+)\}"),
+    ):
+        assert re.findall(pattern, path.read_text(encoding="utf-8"), re.M) == [itrloss.__version__]
