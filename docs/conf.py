@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # examples/ is not part of the installed package
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]  # not installed: examples/, and what extends Sphinx
 try:
     import itrloss
 except ModuleNotFoundError:  # not installed: document the sources beside this folder
@@ -19,8 +19,9 @@ version = release = itrloss.__version__
 extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.doctest",
-    "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
+    "mathml",
+    "pictures",
 ]
 exclude_patterns = ["_build"]
 default_role = "code"
@@ -49,23 +50,13 @@ no_compiler = not (
 )
 """
 
-html_theme = "alabaster"
+# Nothing on the pages comes from the network: the theme has its scripts with it, fonts are those of the reader.
+html_theme = "furo"
 html_title = f"itrloss {release}"
 html_show_sourcelink = False
-html_theme_options = {
-    "description": "Losses and re-rankers for image-text retrieval",
-    "fixed_sidebar": True,
-    "page_width": "1180px",
-    "body_max_width": "900px",
-    "sidebar_width": "230px",
-    "body_text_align": "left",
-    "font_family": "Georgia, 'DejaVu Serif', serif",
-    "head_font_family": "Georgia, 'DejaVu Serif', serif",
-    "code_font_size": "0.82em",
-    "show_relbars": True,
-    "show_powered_by": False,
-}
-html_sidebars = {"**": ["about.html", "searchfield.html", "navigation.html"]}
+html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
 
 
 # napoleon takes what stands before a colon in a property's docstring for its type. These docstrings are plain prose.

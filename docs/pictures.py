@@ -1,0 +1,132 @@
+"""Pictures that the build draws itself, once in the ink of a light page and once in that of a dark one."""
+
+import contextlib
+import io
+import os
+import tempfile
+from pathlib import Path
+
+import matplotlib
+import matplotlib.pyplot as plt
+from docutils import nodes
+from matplotlib.figure import Figure
+from sphinx.util.docutils import SphinxDirective
+
+INK = {"light": "#20242b", "dark": "#d8dce3"}
+STYLE = {
+    **dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "xtick.color", "ytick.color"),
+        INK["light"],
+    ),
+    "axes.prop_cycle": matplotlib.cycler(color=["#3a86c8", "#e0783c", "#42a874", "#b46ac2", "#c7a12b", "#8b919c"]),
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlesize": 11,
+    "figure.constrained_layout.use": True,
+    "figure.figsize": (6.4, 3.6),
+    "font.size": 10,
+    "legend.frameon": False,
+    "savefig.transparent": True,
+    "svg.hashsalt": "itrloss",
+}
+
+
+def save(figure: Figure, folder: Path, name: str) -> None:
+    """Write name-light.svg and name-dark.svg."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None})
+    plt.close(figure)
+    folder.mkdir(parents=True, exist_ok=True)
+    for theme, ink in INK.items():
+        drawn = text.getvalue().replace(INK["light"], ink)
+        (folder / f"{name}-{theme}.svg").write_text(drawn, encoding="utf-8")
+
+
+class Drawn(SphinxDirective):
+    """What both directives share: where pictures go, and how a page shows them."""
+
+    has_content = True
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.env.srcdir) / "_build" / "pictures"
+
+    def images(self, name: str, alt: str) -> list[nodes.Node]:
+        uri = "/" + (self.folder / name).relative_to(self.env.srcdir).as_posix()
+        return [nodes.image(uri=f"{uri}-{theme}.svg", alt=alt, classes=[f"only-{theme}"]) for theme in INK]
+
+
+class Gradient(Drawn):
+    """``.. gradient:: dcl`` shows what a loss does to a small matrix. The content says what to see."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        if self.env.app.builder.format != "html":
+            return []
+        import gradients
+
+        (name,) = self.arguments
+        self.env.note_dependency(gradients.__file__)
+        row = nodes.container(classes=["pictures"])
+        with plt.rc_context(STYLE):
+            for i, figure in enumerate(gradients.figures(name)):
+                alt = f"Gradient of the loss by every similarity: {figure.axes[0].get_title()}"
+                save(figure, self.folder, f"{name}-{i}")
+                row += self.images(f"{name}-{i}", alt)
+        legend = nodes.paragraph("", gradients.LEGEND, classes=["legend"])
+        return [row, legend, *self.parse_content_to_nodes()]
+
+
+class Gallery(Drawn):
+    """``.. gallery:: scripts`` runs those of a folder which are named in the content, and shows them in that order.
+
+    A script's docstring has its title, and what it shows. It leaves one picture, and may print.
+    """
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        if self.env.app.builder.format != "html":
+            return []
+        thumbnails, found = nodes.container(classes=["thumbnails"]), []
+        for name in self.content:
+            path = (Path(self.env.srcdir) / self.arguments[0] / f"{name}.py").resolve()
+            self.env.note_dependency(str(path))
+            section = self.example(path)
+            found.append(section)
+            link = nodes.reference("", "", internal=True, refid=section["ids"][0])
+            link += [*self.images(name, ""), nodes.inline("", section[0].astext())]
+            thumbnails += nodes.paragraph("", "", link)
+        return [thumbnails, *found]
+
+    def example(self, path: Path) -> nodes.section:
+        _, docstring, code = path.read_text(encoding="utf-8").split('"""', 2)
+        title, text = docstring.split("\n", 1)
+        section = nodes.section("", nodes.title("", title.rstrip(".")), ids=[nodes.make_id(path.stem)])
+        section += self.parse_text_to_nodes(text)
+        section += [*self.images(path.stem, title)]
+        code, printed = code.strip(), self.execute(path)
+        section += nodes.literal_block(code, code, language="python3")
+        if printed:
+            section += nodes.literal_block(printed, printed, language="text", classes=["printed"])
+        return section
+
+    def execute(self, path: Path) -> str:
+        """Run a script, save its picture and return what it printed."""
+        printed, before = io.StringIO(), os.getcwd()
+        with tempfile.TemporaryDirectory() as folder, plt.rc_context(STYLE), contextlib.redirect_stdout(printed):
+            os.chdir(folder)
+            try:
+                exec(compile(path.read_text(encoding="utf-8"), path, "exec"), {"__name__": "__main__"})
+            finally:
+                os.chdir(before)
+            save(plt.gcf(), self.folder, path.stem)
+        return printed.getvalue().rstrip()
+
+
+def setup(app):
+    matplotlib.use("svg")
+    app.add_directive("gradient", Gradient)
+    app.add_directive("gallery", Gallery)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,75 @@
+"""The documentation's own extension: equations without a script, pages without the network."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import itrloss
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+SOURCES = [*DOCS.rglob("*.rst"), *(DOCS.parent / "src").rglob("*.py")]
+EQUATIONS = sorted({x for path in SOURCES for x in re.findall(r":math:`([^`]+)`", path.read_text(encoding="utf-8"))})
+
+
+@pytest.fixture
+def convert(monkeypatch):
+    pytest.importorskip("latex2mathml")
+    monkeypatch.syspath_prepend(str(DOCS))
+    yield pytest.importorskip("mathml").convert
+    sys.modules.pop("mathml", None)
+
+
+@pytest.mark.parametrize(
+    "tex, mathml",
+    [
+        (r"\operatorname*{mean}_p x", "<munder><mi>mean</mi><mi>p</mi></munder>"),
+        (r"\operatorname{mean}_p x", "<msub><mi>mean</mi><mi>p</mi></msub>"),
+        (r"\max_j x", "<munder><mi>max</mi><mi>j</mi></munder>"),
+        (r"\mathcal R", "<mi>ℛ</mi>"),
+        (r"\log x", '<mi>log</mi><mspace width="0.167em" /><mi>x</mi>'),
+        (r"\log(x)", '<mi>log</mi><mo stretchy="false">(</mo><mi>x</mi>'),
+        (r"a = -b", '<mo>=</mo><mo form="prefix">−</mo><mi>b</mi>'),
+        (r"(a) - b", '<mo stretchy="false">)</mo><mo>−</mo><mi>b</mi>'),
+        (r"f' x", '<mrow><mi>f</mi><mo lspace="0" rspace="0">′</mo></mrow><mi>x</mi>'),
+    ],
+)
+def test_displayed_equations_are_set_as_tex_does(convert, tex, mathml):
+    assert mathml in convert(tex, display=True)
+
+
+def test_inline_limits_stay_beside(convert):
+    assert "munder" not in convert(r"\max_j x", display=False)
+
+
+def test_no_tex_is_left_in_any_equation(convert):
+    assert len(EQUATIONS) > 50
+    for tex in EQUATIONS:
+        text = re.sub(r'alttext="[^"]*"', "", convert(tex.replace(r"\\", "\\"), display=False))
+        assert "\\" not in text, tex
+
+
+def test_pages_take_nothing_from_the_network(tmp_path):
+    for name in ("furo", "latex2mathml"):
+        pytest.importorskip(name)
+    from sphinx.application import Sphinx
+
+    source, pages = tmp_path / "source", tmp_path / "pages"
+    source.mkdir()
+    (source / "index.rst").write_text("Page\n====\n\n.. math:: x_i\n\n.. code-block:: python\n\n   x = 1\n")
+    Sphinx(source, DOCS, pages, tmp_path / "trees", "html", status=None, warningiserror=True).build()
+    page = (pages / "index.html").read_text(encoding="utf-8")
+    assert "<math " in page
+    loaded = re.findall(r"<(?:script|link|img)[^>]*?(?:src|href)=\"([^\"]*)\"", page)
+    styles = [path.read_text(encoding="utf-8") for path in pages.rglob("*.css")]
+    loaded += [url for style in styles for url in re.findall(r"(?:url\(|@import )[\"']?([^\"')]*)", style)]
+    assert loaded and not [url for url in loaded if re.match(r"(https?:)?//", url)]
+
+
+def test_the_version_is_that_of_the_citation():
+    for path, pattern in (
+        (DOCS.parent / "CITATION.cff", r"^version: (.+)$"),
+        (DOCS / "citing.rst", r"version +=.\{(.+)\}"),
+    ):
+        assert re.findall(pattern, path.read_text(encoding="utf-8"), re.M) == [itrloss.__version__]
