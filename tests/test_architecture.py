@@ -22,7 +22,7 @@ FLOORS = [
     {"similarity"},
     {"functional", "sets", "memory", "kmeans", "metrics", "rerank", "distributed", "telemetry", "grad_cache"},
     {"losses", "compat"},
-    {"study", "study_report", "bench", "report"},
+    {"study", "bench", "report"},
     {"cli"},
 ]
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import files, study_report
+from . import files
 from .bench import report, runner
 from .bench.cases import KINDS, LOSSES, SUITES, Case, parse_shape
 from .bench.peers import PEERS
@@ -22,6 +22,8 @@ from .bench.runner import VARIANTS
 from .checks import require_finite
 from .metrics import default_ids
 from .metrics.labels import whole_parts_of
+from .report import check as check_report
+from .report.study import Names, page
 from .rerank import FastReranker
 from .similarity import Similarity
 from .study import CALIBRATED, METHODS, PLAIN, Entry, Study, study, table
@@ -195,6 +197,8 @@ def _study(
         raise ValueError(f"--top: expected at least 1, got {args.top}")
     if args.folds != 1:
         _check_folds(args, sim, banks)
+    if args.report:
+        check_report()
     names = _names(args, sim)
     fast = FastReranker(tuple(args.i2t), tuple(args.t2i))
     images, texts = banks
@@ -260,7 +264,7 @@ def _entry(found: Study, name: str | None) -> Entry:
     return [entry for entry in found.entries if entry.name == name][-1]
 
 
-def _write(args: argparse.Namespace, title: str, found: Study, entry: Entry, names: study_report.Names) -> None:
+def _write(args: argparse.Namespace, title: str, found: Study, entry: Entry, names: Names) -> None:
     sim = found.sim
     if args.out:
         pair = (sim.scores(),) * 2 if entry.reranker is None else entry.reranker.rerank(sim)
@@ -278,19 +282,19 @@ def _write(args: argparse.Namespace, title: str, found: Study, entry: Entry, nam
             entry.results.write(file)
     if args.report:
         with files.written(args.report) as file:
-            file.write(study_report.page(found, entry, title, names))
+            file.write(page(found, entry, title, names))
     by = "the scores as they are" if entry.name == PLAIN else f"{entry.name}, hubs of {entry.looks_at}"
     print(f"written ({by}): {', '.join(str(x) for x in (args.out, args.rankings, args.queries, args.report) if x)}")
 
 
-def _names(args: argparse.Namespace, sim: Similarity) -> study_report.Names:
+def _names(args: argparse.Namespace, sim: Similarity) -> Names:
     given = []
     for path, size, what in zip((args.image_names, args.text_names), sim.shape, ("images", "texts"), strict=True):
         lines = [] if path is None else files.read_lines(path)
         if path is not None and len(lines) != size:
             raise ValueError(f"{path}: expected a line for each of the {size} {what}, got {len(lines)}")
         given.append(lines)
-    return study_report.Names(*given)
+    return Names(*given)
 
 
 def _add_bench(commands: Any) -> None:
