@@ -5,6 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # examples/ is not part of the installed package
+sys.path.insert(0, str(ROOT / "docs"))  # interval_charts
 try:
     import itrloss
 except ModuleNotFoundError:  # not installed: document the sources beside this folder
@@ -21,6 +22,7 @@ extensions = [
     "sphinx.ext.doctest",
     "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
+    "interval_charts",
 ]
 exclude_patterns = ["_build"]
 default_role = "code"

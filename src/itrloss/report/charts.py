@@ -128,5 +128,6 @@ def _svg(draw: Callable[[Axes], Legend], label: str, x: str, y: str, size: tuple
     body = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", body)
     body = re.sub(r" font-family: [^;]*;", "", body).replace(_INK, "currentColor")
     frame = f'viewBox="0 0 {width} {height}" width="{width}" role="img" aria-label="{escape(label)}"'
-    flexible = f"max-width: 100%; min-width: {0.75 * width:.0f}px; height: auto"
+    # Of a font that is not wider than matplotlib's, by which it placed the text.
+    flexible = f"max-width: 100%; min-width: {0.75 * width:.0f}px; height: auto; font-family: system-ui, sans-serif"
     return f'<svg {frame} style="{flexible}; stroke-linejoin: round">{body}'
