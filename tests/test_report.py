@@ -90,6 +90,18 @@ def test_charts_have_the_colour_of_the_page_and_leave_pyplot_alone():
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
+def luminance(colour: str) -> float:
+    """As WCAG defines it."""
+    x = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    return float(np.where(x <= 0.04045, x / 12.92, ((x + 0.055) / 1.055) ** 2.4) @ [0.2126, 0.7152, 0.0722])
+
+
+@pytest.mark.parametrize("colour", COLOURS)
+def test_colours_are_told_from_light_and_dark_pages(colour: str):
+    assert 1.05 / (luminance(colour) + 0.05) >= 3
+    assert (luminance(colour) + 0.05) / (luminance("#15181b") + 0.05) >= 3
+
+
 def test_pages_escape_text_and_keep_charts():
     chart = several()["lines"]
     answers = [("<answer>", [{"text": "<item>"}])]

@@ -88,7 +88,7 @@ def _methods(study: Study, chosen: Entry) -> list[Block]:
     return [
         {"table": rows, "columns": (["method", "hubs looked for in"], head), "groups": groups},
         *({"note": f"{name} was left out: {why}."} for name, why in study.left_out.items()),
-        {"figures": [(chart, "The change of the RSUM by each method, with its interval.")]},
+        {"figures": [(chart, "The change of the RSUM by each method, with its interval.")] if changes else []},
         "Hubs that were looked for in the test queries make a result depend on which queries are asked together; "
         "compare it with results of the same kind. By a bank, each query stands for itself.",
     ]
