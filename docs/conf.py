@@ -22,6 +22,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "mathml",
     "pictures",
+    "interval_charts",
 ]
 exclude_patterns = ["_build"]
 default_role = "code"

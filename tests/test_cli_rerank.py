@@ -233,7 +233,7 @@ class _Page(HTMLParser):
         self.text = ""
 
     def handle_starttag(self, tag: str, attrs: list) -> None:
-        if tag not in ("meta", "br"):
+        if tag != "meta":
             self.open.append(tag)
         assert not any(name in ("src", "href") for name, _ in attrs)  # nothing is loaded
 
@@ -267,7 +267,17 @@ def test_the_report_names_hubs_and_who_gained(saved: Path, tmp_path: Path):
         moved = f"{int((after < before).sum())} of {size} queries rank their right candidate higher than before"
         assert f"{moved}, {int((after > before).sum())} lower" in page.text
     gained = int((before.double().log() - after.double().log()).argmax())
-    assert re.search(rf"gained most\D*before, afterrank beforeafterimage {gained}\D", page.text)
+    heads = r"gained most\s*first candidate before\s*first candidate after\s*rank before\s*after\s*"
+    assert re.search(rf"{heads}image {gained}\D", page.text)
+
+
+@pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
+def test_without_the_extra_a_report_is_refused_before_the_work(saved: Path, tmp_path, capsys, monkeypatch, missing):
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert run("rerank", saved, "--methods", "fast", "--report", tmp_path / "report.html") == 2
+    out, err = capsys.readouterr()
+    assert f"{missing} is missing; pip install 'itrloss[report]'" in err and "RSUM" not in out
+    assert run("rerank", saved, "--methods", "fast") == 0
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
 
 Runs that differ in nothing but the seed are one line of it, mean and standard deviation.
 
-The page needs no network and no JavaScript: figures are inline SVG, pictures inlined JPEG. Pictures are optional:
+The page is that of :mod:`itrloss.report`: figures are inline SVG, pictures inlined JPEG. Pictures are optional:
 where `DATA/pictures/dev_00000.png` and its like are missing, the gallery shows captions only.
 """
 
@@ -16,7 +16,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from itrloss.metrics import skewness
+from itrloss.metrics import RetrievalResults, retrieval_results
+from itrloss.report import Block, number, render
+from itrloss.report.charts import Series, lines
+from itrloss.report.study import hubness
 
 from .config import NO_EFFECT
 from .data import Split, load_split
 from .evaluate import RECALLS, reranker
 from .pictures import layout
-from .report_charts import Series, histogram_pair, line_chart, small_chart
-from .report_gallery import MISSED, SEED, Direction, Gallery, both_directions
+from .report_gallery import MISSED, SEED, Gallery
 from .scene_captions import listed
 from .summary import IGNORED
 
@@ -42,7 +43,6 @@ TITLES = {
     "dcl": ("DCL", "diversity-sensitive"),
 }
 COLUMNS = [*RECALLS, "rsum", "i2t_median_rank", "t2i_median_rank", "i2t_skewness", "t2i_skewness"]
-HUBNESS_K = 10  # as in the skewness of retrieval_metrics
 # Settings that may differ between two runs of the same experiment with another loss.
 ABOUT_THE_LOSS = ("loss", "loss_options", "warmup_epochs", "warmup")
 
@@ -164,35 +164,25 @@ def write_report(run_dirs: Mapping[str, Path], data_root: Path, out: Path) -> No
             )
     runs = merge_seeds(runs)
     best = max(runs, key=lambda run: run.metrics[split]["after"]["rsum"])
-    directions = both_directions(best.scores, dev, reranker(best.config["rerank"]))
-    sections = [
-        _header(runs, splits, data_root),
-        _table(runs, split),
-        _curves(runs),
-        _hubness(best, directions, split),
-        _gallery(best, directions, Gallery(dev, data_root, "dev")),
-        _closing(runs, splits[split]),
-    ]
+    by = reranker(best.config["rerank"])
+    results = [retrieval_results(best.scores, dev.image_ids, dev.text_ids, reranker=x) for x in (None, by)]
+    sections = {
+        "Recall before and after re-ranking": _table(runs, split),
+        "Learning curves": _curves(runs),
+        "Hubness": _hubness(best, results, split),
+        "Queries to look at": _gallery(best, results, Gallery(dev, data_root, "dev")),
+        "How to read this": _closing(runs, splits[split]),
+    }
+    blocks = [*_header(runs, splits, data_root), *({"title": k, "blocks": v} for k, v in sections.items())]
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(_page(sections), encoding="utf-8")
-
-
-def _page(sections: Sequence[str]) -> str:
-    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>Image-text retrieval report</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
-        + "\n".join(sections)
-        + "\n</body>\n</html>\n"
-    )
+    out.write_text(render("Image-text retrieval report", blocks), encoding="utf-8")
 
 
 # --- header -----------------------------------------------------------------------------------------------
 
 
-def _header(runs: Sequence[Run], splits: Mapping[str, Split], data_root: Path) -> str:
-    titles = [escape(run.title) for run in runs]
+def _header(runs: Sequence[Run], splits: Mapping[str, Split], data_root: Path) -> list[Block]:
+    titles = [run.title for run in runs]
     differing = [k for k in runs[0].config if any(run.config.get(k) != runs[0].config[k] for run in runs)]
     differing = [key for key in differing if key not in NO_EFFECT]
     if len(runs) == 1:
@@ -200,7 +190,7 @@ def _header(runs: Sequence[Run], splits: Mapping[str, Split], data_root: Path) -
     elif set(differing) <= set(ABOUT_THE_LOSS):
         lead = "The same model, data and batches; only the loss differs. Each run is measured"
     else:
-        lead = f"The runs differ in {escape(listed(differing))}. Each is measured"
+        lead = f"The runs differ in {listed(differing)}. Each is measured"
     sizes = "; ".join(f"{n} {len(s.features):,} pictures, {len(s.captions):,} captions" for n, s in splits.items())
     times = ", ".join(f"{title} {run.seconds:.1f}\u00a0s" for title, run in zip(titles, runs, strict=True))
     facts = {
@@ -213,18 +203,15 @@ def _header(runs: Sequence[Run], splits: Mapping[str, Split], data_root: Path) -
         "Time": f"{sum(run.seconds for run in runs) / 60:.1f} minutes of training ({times})",
         "Finished": f"{max(run.finished for run in runs):%Y-%m-%d %H:%M}",
     }
-    rows = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in facts.items())
-    return (
-        f'<header><h1>Image-text retrieval report</h1><p class="lead">{lead} by the cosine of image and text '
-        f'embeddings, and again after Fast Re-ranking of the same scores.</p><dl class="facts">{rows}</dl></header>'
-    )
+    lead += " by the cosine of image and text embeddings, and again after Fast Re-ranking of the same scores."
+    return [lead, {"facts": facts}]
 
 
 def _data_name(runs: Sequence[Run], data_root: Path) -> str:
     card = data_root / "dataset.json"
     if card.is_file() and all(run.config["data"] == "scenes" for run in runs):
         return f"generated scenes (seed {json.loads(card.read_text())['seed']})"
-    return escape(data_root.resolve().name)
+    return data_root.resolve().name
 
 
 def _warmup(run: Run) -> int:
@@ -234,19 +221,18 @@ def _warmup(run: Run) -> int:
 
 
 def _loss_options(runs: Sequence[Run]) -> str:
-    given = {run.title: dict(run.config["loss_options"]) for run in runs}
+    options = {run.title: dict(run.config["loss_options"]) for run in runs}
     for run in runs:
         if warmup := _warmup(run):
-            given[run.title]["warm-up"] = _count(warmup, "epoch")
-    given = {title: options for title, options in given.items() if options}
-    texts = [f"{title} {', '.join(f'{k} = {v}' for k, v in options.items())}" for title, options in given.items()]
-    rest = [] if len(given) == len(runs) else ["the defaults of itrloss" if not given else "the others by default"]
-    return escape("; ".join(texts + rest))
+            options[run.title]["warm-up"] = _count(warmup, "epoch")
+    texts = [f"{title} {', '.join(f'{k} = {v}' for k, v in own.items())}" for title, own in options.items() if own]
+    rest = [] if len(texts) == len(runs) else ["the defaults of itrloss" if not texts else "the others by default"]
+    return "; ".join(texts + rest)
 
 
 def _common(runs: Sequence[Run], key: str) -> str:
     """The value of a setting; where the runs differ, all of them."""
-    return escape(" / ".join(dict.fromkeys(str(run.config[key]) for run in runs)))
+    return " / ".join(dict.fromkeys(str(run.config[key]) for run in runs))
 
 
 def _count(n: int, noun: str) -> str:
@@ -263,146 +249,111 @@ def best_value(column: str, values: Sequence[float]) -> float:
     return min(values) if column.endswith("median_rank") else max(values)
 
 
-def _table(runs: Sequence[Run], split: str) -> str:
+def _table(runs: Sequence[Run], split: str) -> list[Block]:
     best = {
-        (when, column): round(best_value(column, [round(run.metrics[split][when][column], 1) for run in runs]), 1)
+        (when, column): best_value(column, [round(run.metrics[split][when][column], 1) for run in runs])
         for when in ("before", "after")
         for column in COLUMNS
     }
-    bodies = []
+    rows = []
     for run in runs:
-        name = f"{escape(run.title)}<small>{escape(run.subtitle)}</small>"
         before, after = (run.metrics[split][when] for when in ("before", "after"))
-        cells = {"before": "", "after": ""}
-        for column in COLUMNS:
-            gain = f'<span class="gain">{_signed(after[column] - before[column])}</span>'
-            for when, value, extra in (("before", before[column], ""), ("after", after[column], gain)):
-                over_seeds = _number(run.spread(split, when, column))
-                spread = f'<span class="spread">±\u00a0{over_seeds}</span>' if run.seeds else ""
-                mark = ' class="best"' if len(runs) > 1 and round(value, 1) == best[when, column] else ""
-                cells[when] += f"<td{mark}>{_number(value)}{spread}{extra}</td>"
-        bodies.append(
-            f'<tbody><tr><th class="loss" rowspan="2" scope="rowgroup">{name}</th><th scope="row">cosine</th>'
-            f'{cells["before"]}</tr><tr><th scope="row">re-ranked</th>{cells["after"]}</tr></tbody>'
-        )
+        for when, figures in (("before", before), ("after", after)):
+            cells = []
+            for column in COLUMNS:
+                below = [f"±\u00a0{number(run.spread(split, when, column))}"] if run.seeds else []
+                below += [number(after[column] - before[column], "+,.1f")] if when == "after" else []
+                strong = len(runs) > 1 and round(figures[column], 1) == best[when, column]
+                cells.append({"text": number(figures[column]), "below": below, "strong": strong})
+            name = [{"text": run.title, "below": [run.subtitle], "rows": 2}] if when == "before" else []
+            rows.append(([*name, "cosine" if when == "before" else "re-ranked"], cells))
     held_out = "The test split chose nothing: the epoch that was kept is the best on dev."
     if split == "dev":
         held_out = "The dev split also chose the epoch that was kept, so these figures are a little too good."
     marked = " Bold on a tint: the best of its column, among the cosine rows and among the re-ranked rows."
-    return (
-        f"<section><h2>Recall before and after re-ranking</h2><p>Percent of queries of the {split} split with a right "
-        "answer among the first 1, 5 or 10, for pictures asking for captions and captions asking for pictures. "
-        f'{held_out}</p><div class="scroll"><table><thead>{_table_head()}</thead>{"".join(bodies)}</table></div>'
-        f'<p class="note">{"±: standard deviation over seeds. " * any(run.seeds for run in runs)}'
-        f"Small figures: the change by re-ranking.{marked * (len(runs) > 1)} Median rank: of the first "
-        f"right answer, low is good. Skewness: of how often each candidate is among a query's first {HUBNESS_K}; 0 "
-        "means that no candidate is a hub.</p></section>"
-    )
-
-
-def _table_head() -> str:
     groups = [("image → text", 3), ("text → image", 3), ("", 1), ("median rank", 2), ("skewness", 2)]
-    spans = "".join(
-        f'<th class="group" colspan="{n}" scope="colgroup"><span>{name}</span></th>' if name else "<td></td>"
-        for name, n in groups
-    )
-    recall = "".join(f'<th scope="col">R@{k}</th>' for k in (1, 5, 10))
-    ways = '<th scope="col">i → t</th><th scope="col">t → i</th>'
-    return (
-        f'<tr><td colspan="2"></td>{spans}</tr><tr><th></th><th></th>{recall}{recall}'
-        f'<th scope="col">RSUM</th>{ways}{ways}</tr>'
-    )
-
-
-def _number(value: float) -> str:
-    """One decimal, and a true minus sign."""
-    text = f"{value:,.1f}".replace("-", "−")
-    return "0.0" if text == "−0.0" else text
-
-
-def _signed(value: float) -> str:
-    text = _number(value)
-    return text if text == "0.0" or text.startswith("−") else f"+{text}"
+    columns = ["R@1", "R@5", "R@10"] * 2 + ["RSUM", *["i → t", "t → i"] * 2]
+    return [
+        f"Percent of queries of the {split} split with a right answer among the first 1, 5 or 10, for pictures asking "
+        f"for captions and captions asking for pictures. {held_out}",
+        {"table": rows, "columns": (["", ""], columns), "groups": groups},
+        {
+            "note": f"{'±: standard deviation over seeds. ' * any(run.seeds for run in runs)}Small figures with a "
+            f"sign: the change by re-ranking.{marked * (len(runs) > 1)} Median rank: of the first right answer, low is "
+            "good. Skewness: of how often each candidate is among a query's first 10; 0 means that no candidate is a "
+            "hub."
+        },
+    ]
 
 
 # --- figures ----------------------------------------------------------------------------------------------
 
 
-def _curves(runs: Sequence[Run]) -> str:
-    series = [
-        Series(
-            run.title,
-            [line["epoch"] for line in run.history],
-            [line["rsum"] for line in run.history],
-            i,
-            [[line["rsum"] for line in seed.history] for seed in run.seeds],
-        )
-        for i, run in enumerate(runs)
-    ]
-    chart = line_chart(series, "RSUM on the dev split after each epoch", "RSUM on dev")
-    epochs = [x for s in series for x in s.x]
+def _curves(runs: Sequence[Run]) -> list[Block]:
+    series = []
+    for run in runs:
+        seeds = [[line["rsum"] for line in seed.history] for seed in run.seeds]
+        epochs, rsums = ([line[key] for line in run.history] for key in ("epoch", "rsum"))
+        series.append(Series(run.title, epochs, rsums, seeds))
+    chart = lines(series, "RSUM on the dev split after each epoch", "epoch", "RSUM on dev, at most 600")
+    thin = " Thin lines are single seeds, strong ones their means." * any(run.seeds for run in runs)
     phases = " In its warm-up the triplet loss sums over all negatives; the shorter of its two phases is left out."
-    scales = "Every loss has a scale of its own: the shapes compare, the heights do not."
-    thin = " Thin lines are single seeds, strong ones their means."
-    losses = "".join(_loss_chart(run, i, (min(epochs), max(epochs))) for i, run in enumerate(runs))
-    return (
-        f'<section><h2>Learning curves</h2><figure class="scroll"><div class="wide">{chart}</div>'
-        "<figcaption>RSUM on the dev split after each epoch, by cosine, without re-ranking."
-        f"{thin * any(run.seeds for run in runs)}</figcaption></figure>"
-        f'<h3>Training loss</h3><div class="multiples">{losses}</div><p class="note">Mean over each epoch. '
-        f"{scales}{phases * any(map(_warmup, runs))}</p></section>"
-    )
+    return [
+        {"figures": [(chart, f"RSUM on the dev split after each epoch, by cosine, without re-ranking.{thin}")]},
+        {
+            "title": "Training loss",
+            "blocks": [
+                {"figures": [_loss_chart(run, i) for i, run in enumerate(runs)], "width": 16},
+                {
+                    "note": "Mean over each epoch. Every loss has a scale of its own: the shapes compare, the heights "
+                    f"do not.{phases * any(map(_warmup, runs))}"
+                },
+            ],
+        },
+    ]
 
 
-def _loss_chart(run: Run, style: int, epochs: tuple[float, float]) -> str:
+def _loss_chart(run: Run, style: int) -> tuple[str, str]:
     """Of a triplet loss the longer of its two phases: the sum over all negatives would dwarf the hardest ones."""
     warmup = _warmup(run)
-    lines = max(run.history[warmup:], run.history[:warmup], key=len)
-    series = Series(run.title, [line["epoch"] for line in lines], [line["loss"] for line in lines], style)
-    span = epochs if epochs[0] < epochs[1] else (epochs[0] - 0.5, epochs[1] + 0.5)
-    chart = small_chart(series, f"training loss of {run.title} by epoch", span)
-    note = (", warm-up" if lines[0] is run.history[0] else ", hardest negatives") if warmup else ""
-    return f"<figure>{chart}<figcaption>{escape(run.title)}{note}</figcaption></figure>"
+    phase = max(run.history[warmup:], run.history[:warmup], key=len)
+    series = Series(run.title, [line["epoch"] for line in phase], [line["loss"] for line in phase])
+    label = f"Training loss of run {style + 1}, {run.title}, by epoch"
+    note = (", warm-up" if phase[0] is run.history[0] else ", hardest negatives") if warmup else ""
+    return lines([series], label, "epoch", "training loss", (300, 200), style), f"{run.title}{note}"
 
 
-def _hubness(run: Run, directions: Mapping[str, Direction], split: str) -> str:
-    figures = []
-    for way, candidate, query in (("i2t", "caption", "pictures"), ("t2i", "picture", "captions")):
-        direction = directions[way]
-        before, after = (direction.occurrences(s, HUBNESS_K) for s in (direction.before, direction.after))
-        label = f"How often a {candidate} is among the first {HUBNESS_K} of a query, before and after re-ranking"
-        chart = histogram_pair(before, after, label, f"queries with it in their first {HUBNESS_K}", f"{candidate}s")
-        skews = " → ".join(_number(float(skewness(torch.from_numpy(x)))) for x in (before, after))
-        figures.append(
-            f"<figure>{chart}<figcaption>{candidate.capitalize()}s, asked for by {len(direction.query_ids):,} {query}. "
-            f"Skewness {skews}. The most popular {candidate} is in {before.max():,} → {after.max():,} lists; "
-            f"{(before == 0).sum():,} → {(after == 0).sum():,} of {len(before):,} are in none.</figcaption></figure>"
-        )
-    return (
-        "<section><h2>Hubness</h2><p>A hub is a candidate that turns up for many queries, right or wrong. If answers "
-        "were shared out evenly, every candidate would be in as many lists as the mean says. Here for "
-        f"{escape(run.title)}, which has the highest RSUM after re-ranking on {split}; scores of the dev split, counts "
-        "on a logarithmic axis.</p>"
-        '<div class="key"><span><i class="bar"></i>cosine</span><span><i class="outline"></i>re-ranked</span></div>'
-        f'<div class="pair">{"".join(figures)}</div></section>'
-    )
+def _hubness(run: Run, results: Sequence[RetrievalResults], split: str) -> list[Block]:
+    before, after = results
+    names = ("cosine", "re-ranked")
+    charts = [
+        hubness(before.i2t, after.i2t, names, "picture", "caption"),
+        hubness(before.t2i, after.t2i, names, "caption", "picture"),
+    ]
+    return [
+        "A hub is a candidate that turns up for many queries, right or wrong. If answers were shared out evenly, every "
+        f"candidate would be in as many lists as the mean says. Here for {run.title}, which has the highest RSUM after "
+        f"re-ranking on {split}; scores of the dev split, counts on a logarithmic axis.",
+        {"figures": charts},
+    ]
 
 
 # --- gallery and closing ----------------------------------------------------------------------------------
 
 
-def _gallery(run: Run, directions: Mapping[str, Direction], gallery: Gallery) -> str:
-    return (
-        f"<section><h2>Queries to look at</h2><p>Dev queries answered by {escape(run.title)}. Nobody picked them: they "
-        f"were drawn at random (NumPy seed {SEED}) from groups by the rank of the first right answer. Two are right at "
-        f"once, one is nearly right, one has nothing right in its first {MISSED}, and re-ranking put one right and "
-        "spoilt one. A group without queries is left out. Right answers have a green edge and a check mark&nbsp;✓.</p>"
-        f"<h3>Pictures asking for captions</h3>{gallery.cards('i2t', directions['i2t'])}"
-        f"<h3>Captions asking for pictures</h3>{gallery.cards('t2i', directions['t2i'])}</section>"
-    )
+def _gallery(run: Run, results: Sequence[RetrievalResults], gallery: Gallery) -> list[Block]:
+    i2t, t2i = ([getattr(x, way) for x in results] for way in ("i2t", "t2i"))
+    return [
+        f"Dev queries answered by {run.title}. Nobody picked them: they were drawn at random (NumPy seed {SEED}) from "
+        "groups by the rank of the first right answer. Two are right at once, one is nearly right, one has nothing "
+        f"right in its first {MISSED}, and re-ranking put one right and spoilt one. A group without queries is left "
+        "out. Right answers have a green edge and a check mark\u00a0✓.",
+        {"title": "Pictures asking for captions", "blocks": [{"cards": gallery.cards("i2t", *i2t)}]},
+        {"title": "Captions asking for pictures", "blocks": [{"cards": gallery.cards("t2i", *t2i)}]},
+    ]
 
 
-def _closing(runs: Sequence[Run], split: Split) -> str:
+def _closing(runs: Sequence[Run], split: Split) -> list[Block]:
     seeds = {run.config["seed"] for run in runs}
     trained = "The runs have different seeds"
     if any(run.seeds for run in runs):
@@ -413,17 +364,16 @@ def _closing(runs: Sequence[Run], split: Split) -> str:
     synthetic = all(run.config["data"] == "scenes" for run in runs)
     drawn = "The pictures are drawn by a program; how the losses compare on photographs is another question. "
     n = len(split.features)
-    return (
-        "<footer><h2>How to read this</h2><p>RSUM is the sum of the six recalls, at most 600. R@K counts a query as "
-        "answered if any of its right answers is among the first K; a picture has "
-        f"{_count(split.captions_per_image, 'right caption')}, a caption one right picture. An answer is right "
-        "if it was written for that very picture, so an answer marked wrong may still be a true one.</p>"
-        f"<p>{trained}. "
-        f"With {n:,} pictures an image → text recall has a standard error of up to {50 / n**0.5:.1f} points, and "
-        f"another seed would move it as well: small differences between losses mean nothing here. {drawn * synthetic}"
-        "Fast Re-ranking looks at all queries of a split together and at no labels; a query alone cannot be re-ranked."
-        "</p></footer>"
-    )
+    return [
+        "RSUM is the sum of the six recalls, at most 600. R@K counts a query as answered if any of its right answers "
+        f"is among the first K; a picture has {_count(split.captions_per_image, 'right caption')}, a caption one right "
+        "picture. An answer is right if it was written for that very picture, so an answer marked wrong may still be a "
+        "true one.",
+        f"{trained}. With {n:,} pictures an image → text recall has a standard error of up to {50 / n**0.5:.1f} "
+        "points, and another seed would move it as well: small differences between losses mean nothing here. "
+        f"{drawn * synthetic}Fast Re-ranking looks at all queries of a split together and at no labels; a query alone "
+        "cannot be re-ranked.",
+    ]
 
 
 def main(arguments: list[str] | None = None) -> None:

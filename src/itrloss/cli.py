@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import files, study_report
+from . import files, report
 from .checks import Names, require_finite
 from .metrics import default_ids
 from .metrics.labels import whole_parts_of
+from .report import study as study_report
 from .rerank import FastReranker
 from .similarity import Similarity
 from .study import CALIBRATED, METHODS, PLAIN, Entry, Study, study, table
@@ -218,6 +219,8 @@ def _study(
         raise ValueError(f"--top: expected at least 1, got {args.top}")
     if args.folds != 1:
         _check_folds(args, sim, banks)
+    if args.report:
+        report.check()
     names = _names(args, sim)
     fast = FastReranker(tuple(args.i2t), tuple(args.t2i))
     images, texts = banks

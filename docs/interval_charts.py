@@ -1,0 +1,56 @@
+"""A Sphinx extension: below each table of figures with their ±, the same as a chart.
+
+A table with a column "difference" becomes one of our differences and the printed ones; any other with a column "RSUM"
+one of RSUM before and after re-ranking, which has a column or rows of its own.
+"""
+
+import math
+import re
+
+from docutils import nodes
+
+from itrloss.report.charts import intervals
+
+PAGES = ("results", "ablations")
+NUMBER = re.compile(r"([+-]?[\d.]+)(?: ± ([\d.]+))?")
+
+
+def interval(text):
+    """Return (value, low, high) of "1.5 ± 0.2"; without ± the value three times, and NaN for what is no number."""
+    match = NUMBER.fullmatch(text.replace("−", "-"))
+    value, half = (float(match[1]), float(match[2] or 0)) if match else (math.nan, math.nan)
+    return value, value - half, value + half
+
+
+def drawn(table, label):
+    """Return the chart of a table as SVG, or None where it has no intervals."""
+    head, *rows = [[entry.astext() for entry in row.findall(nodes.entry)] for row in table.findall(nodes.row)]
+    if "difference" in head:
+        rows = [row for row in rows if row[head.index("difference")]]
+        names = [f"{row[0]}: {row[1]}" for row in rows]
+        groups = {"ours, with 95 % intervals": "difference", "printed": "printed"}
+        groups = {group: [interval(row[head.index(title)]) for row in rows] for group, title in groups.items()}
+        return intervals(names, groups, label, "difference of RSUM to the row in bold", zero=True)
+    if "RSUM" not in head or not any("±" in cell for row in rows for cell in row):
+        return None
+    before, after, column = [row for row in rows if row[0]], [row for row in rows if not row[0]], head.index("RSUM")
+    after = [row[column] for row in after] or [row[head.index("re-ranked")] for row in rows]
+    groups = {"as they are": [interval(row[column]) for row in before], "re-ranked": [interval(x) for x in after]}
+    return intervals([row[0] for row in before], groups, label, "RSUM, mean ± standard deviation over seeds")
+
+
+def add_charts(app, doctree):
+    """Draw the tables of the pages that have results."""
+    if app.env.docname not in PAGES:
+        return
+    for number, table in enumerate(list(doctree.findall(nodes.table)), 1):
+        chart = drawn(table, f"Table {number} of this page as a chart")
+        if chart is not None:
+            frame = nodes.raw("", f'<div style="overflow-x: auto">{chart}</div>', format="html")
+            table.parent.insert(table.parent.index(table) + 1, frame)
+
+
+def setup(app):
+    """Register the extension."""
+    app.connect("doctree-read", add_charts)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,44 @@
+"""HTML pages without scripts or files of their own, for the command line and for the example trainer.
+
+A page is a list of blocks, data for the template ``page.html``, which escapes all text:
+
+- a string: a paragraph; ``{"note": text}``: one in small print; ``{"facts": {name: text}}``;
+- ``{"title": text, "blocks": [...]}``: a section;
+- ``{"table": rows, "columns": row, "groups": [(title, columns)]}``: a row is (texts, figures), two lists of cells. A
+  cell is a string, or ``{"text": ...}`` with ``below`` (small lines), ``rows`` that it reaches over, and ``strong``;
+- ``{"figures": [(chart, caption)], "width": rem}``: side by side, as far as each can be so wide;
+- ``{"cards": [{"title", "note", "query", "answers": [(title, items)]}]}``: queries with their answers, each
+  ``{"text": ...}`` with ``picture``, a data URI, and ``right``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Block = str | dict[str, Any]
+
+
+def check() -> None:
+    """Raise an ImportError that names the extra, where what pages and charts need is not installed."""
+    try:
+        import jinja2  # noqa: F401
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"report: {error.name} is missing; pip install 'itrloss[report]'") from error
+
+
+def render(title: str, blocks: Sequence[Block]) -> str:
+    """Return a page of HTML."""
+    check()
+    from jinja2 import Environment, FileSystemLoader
+
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
+    return environment.get_template("page.html").render(title=title, blocks=blocks)
+
+
+def number(value: float, form: str = ",.1f") -> str:
+    """Return the formatted value with a true minus sign, which zero never has."""
+    text = f"{value:{form}}".replace("-", "−")
+    return text if text.strip("−+0.") else text.lstrip("−")

@@ -1,0 +1,133 @@
+"""Charts as inline SVG: text and axes have the colour of the text around them, so that any background will do.
+
+``label`` says what a chart shows to those who do not see it; charts of one page need labels of their own.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from . import check
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Legend = tuple[Sequence[Any], Sequence[str]]  # what was drawn, and its names
+
+# Each has a contrast of at least 3 with white and with near black: one palette serves both.
+COLOURS = ("#2f86c9", "#cf6a1c", "#1f9a70", "#b065a5", "#9a7d0a", "#7a838c")
+DASHES = ("-", (0, (6, 2)), (0, (2, 1.5)), (0, (6, 2, 1, 2)), (0, (4, 2)), "-")
+MARKERS = "os^DPv"
+_INK = "#010203"  # becomes currentColor, for which matplotlib has no name
+_INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color")
+_STYLE = {
+    **dict.fromkeys(_INKED, _INK),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+    **{"axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.15, "font.size": 12, "lines.markersize": 5},
+    "svg.fonttype": "none",  # text stays text
+    "text.parse_math": False,  # names may hold dollars
+}
+
+
+class Series(NamedTuple):
+    """A line, ``y`` over ``x``, and single runs of which it is the mean, to be drawn thin."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    runs: Sequence[Sequence[float]] = ()
+
+
+def lines(
+    series: Sequence[Series], label: str, x: str, y: str, size: tuple[int, int] = (680, 340), style: int = 0
+) -> str:
+    """Return lines over whole numbers such as epochs; ``style`` is the number of the first one's colour and marker."""
+
+    def draw(axes: Axes) -> Legend:
+        handles = []
+        for i, one in enumerate(series, style):
+            colour, dash, marker = (kinds[i % len(COLOURS)] for kinds in (COLOURS, DASHES, MARKERS))
+            for run in one.runs:
+                axes.plot(one.x[: len(run)], run[: len(one.x)], color=colour, linewidth=0.8, alpha=0.6)
+            handles += axes.plot(one.x, one.y, color=colour, linestyle=dash, marker=marker, linewidth=2)
+        axes.locator_params(axis="x", integer=True)
+        return handles, [one.name for one in series]
+
+    return _svg(draw, label, x, y, size)
+
+
+def histograms(counts: Mapping[str, np.ndarray], label: str, x: str, y: str) -> str:
+    """Return the distributions of two (n,) arrays of integers, by name, on a logarithmic axis: bars, an outline."""
+    first, second = counts.values()
+    most = max(int(first.max()), int(second.max()))
+    edges = np.arange(0, most + 2 * (width := most // 28 + 1), width) - 0.5
+
+    def draw(axes: Axes) -> Legend:
+        bars = axes.stairs(np.histogram(first, edges)[0], edges, fill=True, color=COLOURS[-1], alpha=0.6)
+        outline = axes.stairs(np.histogram(second, edges)[0], edges, color=COLOURS[0], linewidth=2)
+        mean = axes.axvline(first.mean(), color=_INK, linestyle=":")
+        axes.set_yscale("log")
+        axes.set_ylim(bottom=0.6)
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+        axes.yaxis.set_minor_formatter("")
+        axes.locator_params(axis="x", integer=True)
+        return [bars, outline, mean], [*counts, f"mean {first.mean():.1f}"]
+
+    return _svg(draw, label, x, y, (520, 320))
+
+
+def intervals(
+    names: Sequence[str], groups: Mapping[str, Sequence[Sequence[float]]], label: str, x: str, zero: bool = False
+) -> str:
+    """Return values with intervals, (value, low, high) for each name, by group; ``zero`` marks no difference."""
+
+    def draw(axes: Axes) -> Legend:
+        handles = []
+        for i, values in enumerate(groups.values()):
+            places = np.arange(len(names)) + 0.3 * (i - (len(groups) - 1) / 2)
+            value, low, high = np.array(values, float).T
+            bars = axes.errorbar(
+                value, places, xerr=(value - low, high - value), fmt=MARKERS[i], color=COLOURS[i], capsize=3
+            )
+            handles.append(bars)
+        axes.set_yticks(range(len(names)), names)
+        axes.set_ylim(len(names) - 0.4, -0.6)
+        if zero:
+            axes.axvline(0, color=_INK, linewidth=1)
+        return handles, list(groups)
+
+    return _svg(draw, label, x, "", (720, 60 + (10 + 12 * len(groups)) * len(names)))
+
+
+def _svg(draw: Callable[[Axes], Legend], label: str, x: str, y: str, size: tuple[int, int]) -> str:
+    check()
+    from matplotlib import style
+    from matplotlib.figure import Figure
+
+    width, height = size
+    file = io.StringIO()
+    with style.context(["default", {**_STYLE, "svg.hashsalt": label}]):  # whatever the user's own style is
+        figure = Figure(figsize=(width / 72, height / 72), dpi=72, layout="constrained")
+        axes = figure.subplots()
+        handles, names = draw(axes)
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        if len(names) > 1:
+            figure.legend(handles, names, loc="outside upper left", ncols=4)
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # the same chart is the same text
+        figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+    body = file.getvalue().partition("</defs>")[2]  # before it is a style that would be the whole page's
+    # matplotlib numbers the parts of all figures alike; what is referred to is named after the label's hash.
+    used = set(re.findall(r'(?:url\(|href=")#([^")]+)', body))
+    body = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", body)
+    body = re.sub(r" font-family: [^;]*;", "", body).replace(_INK, "currentColor")
+    frame = f'viewBox="0 0 {width} {height}" width="{width}" role="img" aria-label="{escape(label)}"'
+    # Of a font that is not wider than matplotlib's, by which it placed the text.
+    flexible = f"max-width: 100%; min-width: {0.75 * width:.0f}px; height: auto; font-family: system-ui, sans-serif"
+    return f'<svg {frame} style="{flexible}; stroke-linejoin: round">{body}'
