@@ -190,6 +190,11 @@ def test_scores_of_the_code_bases_own_function(hardest):
     assert_same(criterion(im, s, lengths), hinge_sum(word_scores(im, s, lengths, 2.0), 0.2, hardest), (im, s))
 
 
+def test_scores_come_with_the_length_that_naaf_passes():
+    scores = torch.rand(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+    assert_same(compat.SGRAFLoss(0.2, True)(scores, 4), hinge_sum(scores, 0.2, True), (scores,))
+
+
 def test_a_score_module_is_trained():
     class Scores(torch.nn.Linear):
         def forward(self, im, s, s_l):
@@ -317,6 +322,20 @@ def test_queues(n, size):
     assert_same(criterion.moco_forward(v, w_k, w, v_k, v_queue, w_queue), wanted, (v, w))
 
 
+@pytest.mark.parametrize("size", [16, 4096])
+def test_queues_may_be_overwritten_before_the_backward_pass(size):
+    """As USER's model does, which puts the batch into its queues as soon as it has their loss."""
+    (v, w), (v_k, w_k) = pairs(6), pairs(6, seed=3)
+    v_k, w_k = v_k.detach(), w_k.detach()
+    queues = [rows(size, 6, seed=seed).detach().T.contiguous() for seed in (4, 5)]
+    criterion = compat.USERLoss(Namespace(mu=7.0, gama=0.2))
+    wanted = torch.autograd.grad(criterion.moco_forward(v, w_k, w, v_k, *queues), (v, w))
+    loss = criterion.moco_forward(v, w_k, w, v_k, *queues)
+    for queue, keys in zip(queues, (v_k, w_k), strict=True):
+        queue[:, :6] = keys.T
+    torch.testing.assert_close(torch.autograd.grad(loss, (v, w)), wanted, rtol=0, atol=0)
+
+
 def test_queues_and_batch_together_are_the_unified_training_objective():
     (v, w), (v_k, w_k) = pairs(6), pairs(6, seed=0)
     v_queue, w_queue = (rows(12, 6, seed=seed).detach() for seed in (3, 4))
@@ -350,7 +369,7 @@ def test_pvse(n, k, hardest, reduction):
         wanted = wanted + 0.7 * parts["div_loss"] + 0.2 * parts["mmd_loss"]
     given = (img, txt) if k > 1 else (img[:, 0], txt[:, 0])
     loss, found = compat.PVSELoss(opt, reduction)(*given, img_r, txt_r)
-    assert_same(loss, wanted, (*raw, img_r, txt_r), 1e-6)
+    assert_same(loss, wanted, (img, txt, *raw, img_r, txt_r), 1e-6)  # also where the loss takes them over
     assert found.keys() == parts.keys() and not any(x.requires_grad for x in found.values())
     for name, x in parts.items():
         torch.testing.assert_close(found[name], x.detach(), rtol=1e-6, atol=1e-6)
@@ -404,7 +423,7 @@ def test_dive(n, per, k, l, hardest, residual, own, reduction):  # noqa: E741
     wanted = i2t + t2i + 0.3 * parts["div_loss"] + 0.2 * parts["mmd_loss"] + 0.5 * parts["unif_loss"]
     criterion = compat.DivELoss(k, l, similarity if own else None, opt, reduction, txt_per_img=per)
     loss, found = criterion(img, txt, img_r, txt_r)
-    assert_same(loss, wanted, (*raw, img_r, txt_r), 1e-6)
+    assert_same(loss, wanted, (img, txt, *raw, img_r, txt_r), 1e-6)
     assert found.keys() == parts.keys() and not any(x.requires_grad for x in found.values())
     for name, x in parts.items():
         torch.testing.assert_close(found[name], x.detach(), rtol=1e-6, atol=1e-6)

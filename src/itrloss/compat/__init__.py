@@ -5,22 +5,9 @@ Embeddings are scored as they come, because those code bases normalise in their 
 original's, the class says so and why. Of all of them: scores and losses are float32 at least, and nothing is printed.
 """
 
-from .hubness import HALLoss, USERLoss
-from .open_clip import ClipLoss, SigLipLoss
+from .contrastive import ClipLoss, HALLoss, SigLipLoss, USERLoss
+from .hinge import CHANLoss, HREMLoss, SCANLoss, SGRAFLoss, VSEInfinityLoss, VSEPPLoss
 from .sets import DivELoss, PVSELoss
-from .triplets import CHANLoss, HREMLoss, SCANLoss, SGRAFLoss, VSEInfinityLoss, VSEPPLoss
 
-__all__ = [
-    "VSEPPLoss",
-    "VSEInfinityLoss",
-    "SCANLoss",
-    "SGRAFLoss",
-    "CHANLoss",
-    "HREMLoss",
-    "HALLoss",
-    "USERLoss",
-    "PVSELoss",
-    "DivELoss",
-    "ClipLoss",
-    "SigLipLoss",
-]
+__all__ = ["CHANLoss", "ClipLoss", "DivELoss", "HALLoss", "HREMLoss", "PVSELoss", "SCANLoss", "SGRAFLoss", "SigLipLoss",
+           "USERLoss", "VSEInfinityLoss", "VSEPPLoss"]  # fmt: skip
