@@ -105,12 +105,12 @@ class DivELoss(_SetLoss):
         rows, cols = self._hinges(Similarity.from_scores(scores, ids, ids.repeat_interleave(self.set_per_img)), "none")
         of_image, of_text = (1, 1) if self.max_violation else (max(1, m - self.set_per_img), max(1, n - 1))
         parts = {"t2i": cols.sum() / (m * of_text), "i2t": rows.sum() / (m * of_image)}
-        sides = [x for x in zip(("img_r", "txt_r"), (img_r, txt_r), (img, txt), self.num_embeds, strict=True) if x[3] > 1]
+        sides = zip(("img_r", "txt_r"), (img_r, txt_r), (img, txt), self.num_embeds, strict=True)
+        several = [side for side in sides if side[3] > 1]
         if self.weights["unif"] > 0:
             parts["unif"] = rows.new_zeros(())
-            for name, r, x, k in sides:  # mean of exp(-2 |a - b|²) over the pairs of members of a set
-                x = F.normalize(required(name, r), dim=-1) if self.unif_residual else x
-                x = x.reshape(-1, k, x.shape[-1])
+            for name, r, x, k in several:  # mean of exp(-2 |a - b|²) over the pairs of members of a set
+                x = (F.normalize(required(name, r), dim=-1) if self.unif_residual else x).reshape(-1, k, img.shape[-1])
                 first, second = torch.triu_indices(k, k, 1, device=x.device)
                 parts["unif"] = parts["unif"] + (-2 * (x[:, first] - x[:, second]).square().sum(-1)).exp().mean()
-        return self._total(parts, img, txt, {name: r for name, r, _, _ in sides})
+        return self._total(parts, img, txt, {name: r for name, r, _, _ in several})
