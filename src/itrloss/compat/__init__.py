@@ -2,7 +2,7 @@
 
 Each class takes what the original's constructor takes, is called as the original is, and returns what it returns.
 Embeddings are scored as they come, because those code bases normalise in their models. Where a value differs from the
-original's, the class says so and why. Of all of them: scores and losses are float32 at least, and nothing is printed.
+original's, the class says so. Of all of them: scores and losses are float32 at least, and nothing is printed.
 """
 
 from .contrastive import ClipLoss, HALLoss, SigLipLoss, USERLoss

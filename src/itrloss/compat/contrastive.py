@@ -18,9 +18,9 @@ from .hinge import VSEPPLoss
 class HALLoss(nn.Module):
     """HAL (hardyqr/HAL, ``model.py``), called as ``criterion(im, s, mb_img, mb_cap, mb_ind, indices)``.
 
-    It is :class:`itrloss.HubnessAwareLoss`, in which a memory bank gives pairs weights, see :ref:`memory banks`. With
+    It is :class:`itrloss.HubnessAwareLoss`, in which a memory bank gives pairs weights, see `Memory banks`_. With
     ``opt.max_violation`` or ``opt.sum_violation`` it is :class:`VSEPPLoss`, as there.
-    Differences: :ref:`masked pairs`, :ref:`positive term`; weights do not overflow, and a bank may hold fewer than
+    Differences: `Masked pairs`_, `Positive term`_; weights do not overflow, and a bank may hold fewer than
     ``mb_k`` other entries. Under ``torch.compile``, ``mb_ind`` and ``indices`` should be tensors.
     """
 
@@ -73,7 +73,7 @@ class USERLoss(nn.Module):
     """USER (zhangy0822/USER, ``lib/loss.py``, ``UTO``): ``criterion(im, s)`` is HAL with scale ``mu``, margin ``gama``.
 
     ``criterion.moco_forward(v_q, t_k, t_q, v_k, v_queue, t_queue)`` are the terms of the queues alone, which the caller
-    adds. :class:`itrloss.UnifiedTrainingObjective` is both. Differences: :ref:`masked pairs`, :ref:`positive term`.
+    adds. :class:`itrloss.UnifiedTrainingObjective` is both. Differences: `Masked pairs`_, `Positive term`_.
     """
 
     def __init__(self, opt: Any):

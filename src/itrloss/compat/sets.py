@@ -46,7 +46,7 @@ class PVSELoss(_SetLoss):
     """PVSE (yalesong/pvse, ``loss.py``): hinges on the best of K x K scores, and two regularisers.
 
     Called as ``criterion(img, txt, img_r, txt_r)``, returns the loss and its parts: ``ranking_loss``, ``div_loss`` and
-    ``mmd_loss``. ``opt`` and ``reduction`` are as there. Difference: :ref:`detached parts`.
+    ``mmd_loss``. ``opt`` and ``reduction`` are as there. Difference: detached `Parts`_.
     """
 
     def __init__(self, opt: Any, reduction: Any = "mean"):
@@ -74,7 +74,7 @@ class DivELoss(_SetLoss):
     Called as ``criterion(img_embs, txt_embs, img_r, txt_r)``, returns the loss and its parts: ``t2i_loss``,
     ``i2t_loss``, ``div_loss``, ``mmd_loss`` and ``unif_loss``. Arguments are as there; ``similarity_fn=None`` is
     smooth-Chamfer by :func:`itrloss.functional.set_similarity` of inner products, ``opt.temperature`` being α.
-    Differences: :ref:`detached parts`. Lengths are not recorded, for which an accelerator waits. One image alone gives
+    Differences: detached `Parts`_. Lengths are not recorded, for which an accelerator waits. One image alone gives
     0, not nan. ``opt.semi_hard_triplet`` is refused, and ``opt.qreg_weight`` without effect, as in DivE's trainer.
     """
 
