@@ -124,10 +124,8 @@ class ClipLoss(nn.Module):
                 anchors = Anchors.together(_among(images, every[1]), _among(texts, every[0]))
             else:
                 anchors = similarity(*every).both
-        temperature = 1 / (
-            scale.to(anchors.dtype) if isinstance(scale, Tensor) else scale
-        )  # in half it would be far off
-        loss = 0.5 * functional.info_nce_loss(anchors, temperature)
+        scale = scale.to(anchors.dtype) if isinstance(scale, Tensor) else scale  # 1 / scale would be far off in half
+        loss = 0.5 * functional.info_nce_loss(anchors, 1 / scale)
         # A softmax does not see a constant, but distributed training wants a gradient for each parameter.
         return loss + 0 * bias.sum() if isinstance(bias, Tensor) else loss
 
