@@ -9,7 +9,9 @@ from functools import partial
 
 import pytest
 import torch
+from processes import WORLD, both
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import itrloss
 from itrloss import compat
@@ -190,6 +192,11 @@ def test_scores_of_the_code_bases_own_function(hardest):
     assert_same(criterion(im, s, lengths), hinge_sum(word_scores(im, s, lengths, 2.0), 0.2, hardest), (im, s))
 
 
+def test_scores_come_with_the_length_that_naaf_passes():
+    scores = torch.rand(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+    assert_same(compat.SGRAFLoss(0.2, True)(scores, 4), hinge_sum(scores, 0.2, True), (scores,))
+
+
 def test_a_score_module_is_trained():
     class Scores(torch.nn.Linear):
         def forward(self, im, s, s_l):
@@ -317,6 +324,20 @@ def test_queues(n, size):
     assert_same(criterion.moco_forward(v, w_k, w, v_k, v_queue, w_queue), wanted, (v, w))
 
 
+@pytest.mark.parametrize("size", [16, 4096])
+def test_queues_may_be_overwritten_before_the_backward_pass(size):
+    """As USER's model does, which puts the batch into its queues as soon as it has their loss."""
+    (v, w), (v_k, w_k) = pairs(6), pairs(6, seed=3)
+    v_k, w_k = v_k.detach(), w_k.detach()
+    queues = [rows(size, 6, seed=seed).detach().T.contiguous() for seed in (4, 5)]
+    criterion = compat.USERLoss(Namespace(mu=7.0, gama=0.2))
+    wanted = torch.autograd.grad(criterion.moco_forward(v, w_k, w, v_k, *queues), (v, w))
+    loss = criterion.moco_forward(v, w_k, w, v_k, *queues)
+    for queue, keys in zip(queues, (v_k, w_k), strict=True):
+        queue[:, :6] = keys.T
+    torch.testing.assert_close(torch.autograd.grad(loss, (v, w)), wanted, rtol=0, atol=0)
+
+
 def test_queues_and_batch_together_are_the_unified_training_objective():
     (v, w), (v_k, w_k) = pairs(6), pairs(6, seed=0)
     v_queue, w_queue = (rows(12, 6, seed=seed).detach() for seed in (3, 4))
@@ -350,7 +371,7 @@ def test_pvse(n, k, hardest, reduction):
         wanted = wanted + 0.7 * parts["div_loss"] + 0.2 * parts["mmd_loss"]
     given = (img, txt) if k > 1 else (img[:, 0], txt[:, 0])
     loss, found = compat.PVSELoss(opt, reduction)(*given, img_r, txt_r)
-    assert_same(loss, wanted, (*raw, img_r, txt_r), 1e-6)
+    assert_same(loss, wanted, (img, txt, *raw, img_r, txt_r), 1e-6)  # also where the loss takes them over
     assert found.keys() == parts.keys() and not any(x.requires_grad for x in found.values())
     for name, x in parts.items():
         torch.testing.assert_close(found[name], x.detach(), rtol=1e-6, atol=1e-6)
@@ -404,7 +425,7 @@ def test_dive(n, per, k, l, hardest, residual, own, reduction):  # noqa: E741
     wanted = i2t + t2i + 0.3 * parts["div_loss"] + 0.2 * parts["mmd_loss"] + 0.5 * parts["unif_loss"]
     criterion = compat.DivELoss(k, l, similarity if own else None, opt, reduction, txt_per_img=per)
     loss, found = criterion(img, txt, img_r, txt_r)
-    assert_same(loss, wanted, (*raw, img_r, txt_r), 1e-6)
+    assert_same(loss, wanted, (img, txt, *raw, img_r, txt_r), 1e-6)
     assert found.keys() == parts.keys() and not any(x.requires_grad for x in found.values())
     for name, x in parts.items():
         torch.testing.assert_close(found[name], x.detach(), rtol=1e-6, atol=1e-6)
@@ -446,6 +467,91 @@ def test_a_bias_that_a_softmax_does_not_see_has_a_gradient_all_the_same():
     bias = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
     compat.ClipLoss()(*pairs(4), 10.0, bias).backward()
     assert bias.grad is not None and bias.grad == 0
+
+
+WAYS = [(local_loss, gather_with_grad) for local_loss in MODES for gather_with_grad in MODES]
+
+
+class Encoders(torch.nn.Module):
+    """Embeddings of images and of texts, with the scale and the bias of their scores."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.images, self.texts = torch.nn.Linear(6, 4), torch.nn.Linear(6, 4)
+        self.scale, self.bias = (torch.nn.Parameter(torch.tensor([x])) for x in (9.0, -2.0))
+
+    def forward(self, images: Tensor, texts: Tensor) -> tuple[Tensor, ...]:
+        embeddings = (torch.nn.functional.normalize(x, dim=1) for x in (self.images(images), self.texts(texts)))
+        return *embeddings, self.scale, self.bias
+
+
+def whole_batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    images, texts = (torch.randn(4 * WORLD, 6, generator=generator) for _ in range(2))
+    return images, texts
+
+
+def losses_of_several_processes(rank: int) -> list[list[Tensor]]:
+    """Value and gradients of each way to train open_clip, in a process that has its part of the batch only."""
+    made = [compat.ClipLoss(*way, cache_labels=True, rank=rank, world_size=WORLD) for way in WAYS]
+    outcomes = []
+    for criterion in (*made, compat.SigLipLoss(rank=rank, world_size=WORLD)):
+        model = Encoders()
+        wrapped = DistributedDataParallel(model)  # which must be there in the backward pass
+        loss = criterion(*wrapped(*(x.chunk(WORLD)[rank] for x in whole_batch())))
+        loss.backward()
+        outcomes.append([loss.detach(), *(p.grad for p in model.parameters())])
+    with pytest.raises(ValueError, match="world_size: expected 1 or"):
+        compat.ClipLoss(world_size=WORLD + 1)
+    alone = compat.ClipLoss()  # in a process group, but told to keep to itself
+    im, s = pairs(4, seed=10 * rank)
+    assert_same(alone(im, s, 9.0), compat.ClipLoss(True)(im, s, 9.0), (im, s))
+    return outcomes
+
+
+def clip_of_a_process(v: Tensor, w: Tensor, scale: Tensor, rank: int, local_loss: bool, with_grad: bool) -> Tensor:
+    """What open_clip computes in one of several processes, from the features (world B, D) of all."""
+    n = len(v) // WORLD
+    own = torch.arange(len(v)) // n == rank
+    every = []
+    for x in (v, w):
+        kept = torch.ones_like(own) if with_grad else own & (not local_loss)
+        every.append(torch.where(kept[:, None], x, x.detach()))
+    anchors, labels = ((v[own], w[own]), torch.arange(len(v))[own]) if local_loss else (every, torch.arange(len(v)))
+    logits = scale * anchors[0] @ every[1].T, scale * anchors[1] @ every[0].T
+    return sum(torch.nn.functional.cross_entropy(x, labels) for x in logits) / 2
+
+
+def siglip_of_a_process(v: Tensor, w: Tensor, scale: Tensor, bias: Tensor, rank: int) -> Tensor:
+    """Likewise: own images against all texts."""
+    n = len(v) // WORLD
+    signs = (2 * torch.eye(len(v)) - 1).chunk(WORLD)[rank]
+    logits = scale * v.chunk(WORLD)[rank] @ w.T + bias
+    return torch.log(1 + torch.exp(-signs * logits)).sum() / n
+
+
+@pytest.mark.slow
+def test_open_clip_in_two_processes(tmp_path):
+    """Values of each process, and the gradients that DistributedDataParallel leaves."""
+    processes = both(losses_of_several_processes, tmp_path)
+    for i, way in enumerate((*WAYS, "siglip")):
+        model = Encoders()
+        v, w, scale, bias = model(*whole_batch())
+        if way == "siglip":
+            values = [siglip_of_a_process(v, w, scale, bias, rank) for rank in range(WORLD)]
+        else:
+            values = [clip_of_a_process(v, w, scale, rank, *way) + 0 * bias.sum() for rank in range(WORLD)]
+        (sum(values) / WORLD).backward()  # DistributedDataParallel averages
+        gradients = [p.grad for p in model.parameters()]
+        for rank, outcome in enumerate(found[i] for found in processes):
+            for x, wanted in zip(outcome, (values[rank].detach(), *gradients), strict=True):
+                torch.testing.assert_close(x, wanted, rtol=1e-4, atol=1e-6, msg=f"{way} {rank}")
+    whole = Encoders()
+    compat.ClipLoss()(*whole(*whole_batch())).backward()
+    for way in (WAYS.index((False, True)), WAYS.index((True, True))):  # the gradients of one process with all pairs
+        for x, parameter in zip(processes[0][way][1:], whole.parameters(), strict=True):
+            torch.testing.assert_close(x, parameter.grad, rtol=1e-4, atol=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------------------- all

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .anchors import Anchors, Reduction
 from .checks import one_of
-from .engine.scores import full_precision, normalized
+from .engine.scores import Embeddings, full_precision, normalized
 from .similarity import Similarity
 
 PairReduction = Literal["mean", "sum", "frobenius"]
@@ -164,6 +164,8 @@ def set_similarity(
     texts: Tensor,  # (M, D) or (M, L, D)
     aggregation: Aggregation = "max",
     alpha: float = 16.0,
+    *,
+    normalize: bool = True,
 ) -> Tensor:
     r"""Return the (N, M) similarity of sets of embeddings by the cosines of their elements.
 
@@ -181,6 +183,7 @@ def set_similarity(
         texts: (M, D), or sets (M, L, D).
         aggregation: as above.
         alpha: :math:`\alpha`, above 0.
+        normalize: scale elements to unit length first; False takes inner products instead of cosines.
 
     Returns:
         (N, M) float32 (float64 for float64 input).
@@ -193,10 +196,10 @@ def set_similarity(
     if not alpha > 0:
         raise ValueError(f"alpha: expected a number above 0, got {alpha}")
     one_of("aggregation", aggregation, "max", "mean", "smooth_chamfer")
-    (m, size, _), elements = texts.shape, normalized(texts).flatten(0, 1)
+    (m, size, _), elements = texts.shape, Embeddings(texts, normalize).unit().flatten(0, 1)
     step = max(1, 2**22 // (images.shape[1] * len(elements)))
     found = []
-    for block in normalized(images).split(step):
+    for block in Embeddings(images, normalize).unit().split(step):
         with full_precision(elements):
             cosines = (block.flatten(0, 1) @ elements.T).view(len(block), -1, m, size)
         if aggregation == "max":

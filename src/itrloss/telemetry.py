@@ -23,7 +23,7 @@ def below(scores: Tensor, threshold: Tensor) -> Tensor:
 
 @torch.no_grad()
 def describe(sim: Similarity, margin: float = 0.0, hubness_k: int = 10) -> dict[str, Tensor]:
-    """Figures of a batch, without a gradient and without waiting for an accelerator.
+    """Return figures of a batch, without a gradient and without waiting for an accelerator.
 
     Shares scores that are kept with the loss; where none are, the product is formed once for each of four questions.
 
@@ -46,7 +46,7 @@ def describe(sim: Similarity, margin: float = 0.0, hubness_k: int = 10) -> dict[
     rival = hardest != -torch.inf
     valid = rival & (counts > 0)
     gaps = torch.where(valid, positive / counts.clamp_min(1) - hardest, 0.0)
-    found = {
+    figures = {
         "positive": both.split(positive)[0].sum() / both.split(counts)[0].sum().clamp_min(1),
         "hardest_negative": _mean(hardest, rival),
         "gap": _mean(gaps, valid),
@@ -55,27 +55,27 @@ def describe(sim: Similarity, margin: float = 0.0, hubness_k: int = 10) -> dict[
     for name, view in (("i2t", sim), ("t2i", sim.T)):
         index = view.topk(min(hubness_k, view.shape[1])).indices.flatten()
         occurrences = torch.zeros(view.shape[1], dtype=torch.int64, device=index.device)
-        found[f"hubness_{name}"] = skewness(occurrences.index_add_(0, index, torch.ones_like(index)))
-    found["diversity_min"] = std_diversity(sim.both).amin()
-    return {name: value.to(sim.dtype) for name, value in found.items()}
+        figures[f"hubness_{name}"] = skewness(occurrences.index_add_(0, index, torch.ones_like(index)))
+    figures["diversity_min"] = std_diversity(sim.both).amin()
+    return {name: value.to(sim.dtype) for name, value in figures.items()}
 
 
 @torch.no_grad()
 def describe_memory(sims: MemorySimilarity) -> dict[str, Tensor]:
-    """:func:`describe` of the batch, and of its memory: 0-dim tensors by name.
+    """Return :func:`describe` of a batch and figures of its memory: 0-dim tensors by name.
 
     ``memory_entries``: how many are valid. ``memory_age``: how many batches of this size ago an entry came in, on
     average, the last one being 1. ``memory_hardest``: mean of the anchors' highest-scoring negatives in the memory, 0
     while there is none.
     """
-    found = describe(sims.batch)
-    entries = sims.entries.to(found["gap"].dtype)
+    figures = describe(sims.batch)
+    entries = sims.entries.to(figures["gap"].dtype)
     batch = sims.batch.shape[0] * world_size()
-    found["memory_entries"] = entries
-    found["memory_age"] = torch.where(entries > 0, (entries + batch) / 2 / batch, 0.0)
+    figures["memory_entries"] = entries
+    figures["memory_age"] = torch.where(entries > 0, (entries + batch) / 2 / batch, 0.0)
     hardest = sims.memory.hardest_negatives().values
-    found["memory_hardest"] = _mean(hardest, hardest != -torch.inf)
-    return found
+    figures["memory_hardest"] = _mean(hardest, hardest != -torch.inf)
+    return figures
 
 
 def _mean(x: Tensor, counted: Tensor) -> Tensor:

@@ -2,25 +2,12 @@
 
 Each class takes what the original's constructor takes, is called as the original is, and returns what it returns.
 Embeddings are scored as they come, because those code bases normalise in their models. Where a value differs from the
-original's, the class says so and why. Of all of them: scores and losses are float32 at least, and nothing is printed.
+original's, the class says so. Of all of them: scores and losses are float32 at least, and nothing is printed.
 """
 
-from .hubness import HALLoss, USERLoss
-from .open_clip import ClipLoss, SigLipLoss
+from .contrastive import ClipLoss, HALLoss, SigLipLoss, USERLoss
+from .hinge import CHANLoss, HREMLoss, SCANLoss, SGRAFLoss, VSEInfinityLoss, VSEPPLoss
 from .sets import DivELoss, PVSELoss
-from .triplets import CHANLoss, HREMLoss, SCANLoss, SGRAFLoss, VSEInfinityLoss, VSEPPLoss
 
-__all__ = [
-    "VSEPPLoss",
-    "VSEInfinityLoss",
-    "SCANLoss",
-    "SGRAFLoss",
-    "CHANLoss",
-    "HREMLoss",
-    "HALLoss",
-    "USERLoss",
-    "PVSELoss",
-    "DivELoss",
-    "ClipLoss",
-    "SigLipLoss",
-]
+__all__ = ["CHANLoss", "ClipLoss", "DivELoss", "HALLoss", "HREMLoss", "PVSELoss", "SCANLoss", "SGRAFLoss", "SigLipLoss",
+           "USERLoss", "VSEInfinityLoss", "VSEPPLoss"]  # fmt: skip

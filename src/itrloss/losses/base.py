@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,18 +18,27 @@ from ..telemetry import describe, describe_memory
 
 
 class Loss(nn.Module):
-    """The options that all losses on similarities share."""
+    """The options that all losses on similarities share, see :class:`PairLoss`."""
 
     #: Attributes that ``repr`` shows.
     shown: tuple[str, ...] = ()
 
-    def __init__(self, *, reduction: Reduction = "mean", engine: Engine = "auto", check_finite: bool = False):
+    def __init__(
+        self,
+        *,
+        reduction: Reduction = "mean",
+        engine: Engine = "auto",
+        check_finite: bool = False,
+        telemetry: bool = False,
+        gather: bool = False,
+    ):
         super().__init__()
         one_of("reduction", reduction, "mean", "sum", "none")
         one_of("engine", engine, "auto", *ENGINES)
         self.reduction: Reduction = reduction
         self.engine: Engine = engine
-        self.check_finite = check_finite
+        self.check_finite, self.observed, self.gather = check_finite, telemetry, gather
+        self.telemetry: dict[str, Tensor] = {}
 
     def _options(self) -> dict[str, Any]:
         """Return the options that ``repr`` shows, by name."""
@@ -43,35 +51,19 @@ class Loss(nn.Module):
             shown = {name: float(f"{float(x):.4g}") if isinstance(x, Tensor) else x for name, x in values}
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
-
-class ObservedLoss(Loss):
-    """A loss that can tell what it saw."""
-
-    #: How far a positive pair is to be ahead of its hardest negative, for the figure ``active``.
-    active_margin: float = 0.0
-
-    def __init__(self, *, telemetry: bool = False, gather: bool = False, **common: Any):
-        super().__init__(**common)
-        self.observed, self.gather = telemetry, gather
-        self.telemetry: dict[str, Tensor] = {}
-
     def _gathered(
         self, embeddings: tuple[Any, ...], image_ids: Tensor | None, text_ids: Tensor | None
     ) -> tuple[Any, Tensor | None, Tensor | None]:
         """Return embeddings, the first of them of images, and ids of all processes if ``gather`` is on."""
-        given = (*embeddings, *(ids for ids in (image_ids, text_ids) if ids is not None))
-        if not self.gather or world_size() == 1 or not all(isinstance(x, Tensor) for x in given):  # refused later
+        tensors = (*embeddings, *(ids for ids in (image_ids, text_ids) if ids is not None))
+        if not self.gather or world_size() == 1 or not all(isinstance(x, Tensor) for x in tensors):  # refused later
             return embeddings, image_ids, text_ids
         numbered = embeddings[0].shape[0] if image_ids is None else 0  # text_ids alone number the process's own images
         ids = gather_ids(image_ids, 0), gather_ids(text_ids, numbered)
         return tuple(gather(x) for x in embeddings), *ids
 
-    def _observe(self, figures: Callable[[], dict[str, Tensor]]) -> None:
-        if not torch.compiler.is_compiling():
-            self.telemetry = figures()
 
-
-class PairLoss(ObservedLoss):
+class PairLoss(Loss):
     """A loss on the similarities of images and texts; the base of the losses here and of your own.
 
     A subclass implements ``compute(sim: Similarity) -> Tensor`` and gets the call forms below, ids, engines and input
@@ -90,6 +82,9 @@ class PairLoss(ObservedLoss):
             size. With ``DistributedDataParallel`` gradients are those of one process with the whole batch, see
             :func:`itrloss.distributed.gather`.
     """
+
+    #: How far a positive pair is to be ahead of its hardest negative, for the figure ``active``.
+    active_margin: float = 0.0
 
     def forward(
         self,
@@ -114,8 +109,8 @@ class PairLoss(ObservedLoss):
         """
         sim = self._similarity(images, texts, image_ids, text_ids, scores)
         value = self.compute(sim)
-        if self.observed:
-            self._observe(lambda: describe(sim, self.active_margin))
+        if self.observed and not torch.compiler.is_compiling():
+            self.telemetry = describe(sim, self.active_margin)
         return value
 
     def compute(self, sim: Similarity) -> Any:
@@ -145,7 +140,7 @@ class PairLoss(ObservedLoss):
         return Similarity(images, texts, image_ids, text_ids, **options)
 
 
-class MemoryLoss(ObservedLoss):
+class MemoryLoss(Loss):
     """A loss on images, texts, their momentum keys and a :class:`itrloss.CoupledMemory`; a base for your own.
 
     A subclass implements ``compute(sims: MemorySimilarity) -> Tensor``. There is no gradient to keys and memory. Put
@@ -188,8 +183,8 @@ class MemoryLoss(ObservedLoss):
         options: dict[str, Any] = {"engine": self.engine, "check_finite": self.check_finite}
         sims = MemorySimilarity.of(*embeddings, memory, image_ids, text_ids, **options)
         value = self.compute(sims)
-        if self.observed:
-            self._observe(lambda: describe_memory(sims))
+        if self.observed and not torch.compiler.is_compiling():
+            self.telemetry = describe_memory(sims)
         return value
 
     def compute(self, sims: MemorySimilarity) -> Any:

@@ -12,7 +12,7 @@ from ..checks import check_matrix, check_number, check_size, one_of
 from ..engine.scores import host_may_read, normalized
 from ..kmeans import OnlineKMeans
 from ..memory import CoupledMemory, MemorySimilarity
-from ..similarity import Similarity
+from ..similarity import Engine, Similarity
 from .base import Loss, MemoryLoss, PairLoss
 
 
@@ -153,8 +153,16 @@ class PrototypeClassificationLoss(Loss):
         weight: (clusters, dim) P, a parameter: give it to the optimiser.
     """
 
-    def __init__(self, dim: int, clusters: int, **common: Any):
-        super().__init__(**common)
+    def __init__(
+        self,
+        dim: int,
+        clusters: int,
+        *,
+        reduction: functional.Reduction = "mean",
+        engine: Engine = "auto",
+        check_finite: bool = False,
+    ):
+        super().__init__(reduction=reduction, engine=engine, check_finite=check_finite)
         check_size("dim", dim)
         check_size("clusters", clusters)
         self.weight = nn.Parameter(torch.empty(clusters, dim).uniform_(-1, 1) / dim**0.5)

@@ -15,12 +15,12 @@ from ..engine.pairs import Pairs
 from ..engine.scores import Embeddings, full_precision, normalized
 from ..similarity import Similarity
 from ..telemetry import describe
-from .base import ObservedLoss
+from .base import Loss
 
 _NAMES = IMAGES_AND_TEXTS._replace(rows="image_sets")
 
 
-class VarianceAwareLoss(ObservedLoss):
+class VarianceAwareLoss(Loss):
     r"""Variance-aware weighting loss (Wei et al., DVSE 2023, Eq. 8, 11) on sets of image embeddings.
 
     .. math::
@@ -76,8 +76,8 @@ class VarianceAwareLoss(ObservedLoss):
         (image_sets, texts), image_ids, text_ids = self._gathered((image_sets, texts), image_ids, text_ids)
         heads = self._heads(image_sets, texts, image_ids, text_ids)
         value = functional.variance_aware_loss(heads, self.margin, self.detach_sigma, self.shared_sigma, self.reduction)
-        if self.observed:
-            self._observe(lambda: describe(_best_of(heads), self.margin))
+        if self.observed and not torch.compiler.is_compiling():
+            self.telemetry = describe(_best_of(heads), self.margin)
         return value
 
     def _heads(self, images: Tensor, texts: Tensor, image_ids: Any, text_ids: Any) -> list[Similarity]:

@@ -1,0 +1,121 @@
+"""The hinge losses of VSE++, VSE∞, SCAN, SGRAF, CHAN and HREM: one loss under six signatures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import functional
+from ..checks import check_matrix, check_number, one_of
+from ..engine.answers import hinge, identity
+from ..similarity import Similarity
+from ._shared import option, required, similarity
+
+
+class HingeLoss(nn.Module):
+    """The sum of hinges over all pairs and both directions, of all negatives or of each anchor's hardest."""
+
+    def __init__(self, margin: float = 0, max_violation: bool = False):
+        super().__init__()
+        check_number("margin", margin)
+        self.margin, self.max_violation = margin, bool(max_violation)
+
+    def max_violation_on(self) -> None:
+        self.max_violation = True
+
+    def max_violation_off(self) -> None:
+        self.max_violation = False
+
+    def _hinges(self, sim: Similarity, reduction: functional.Reduction = "sum") -> Any:
+        return functional.triplet_loss(sim, self.margin, "hardest" if self.max_violation else "all", reduction)
+
+    def _hinges_of(self, name: str, scores: Tensor) -> Tensor:
+        check_matrix(name, scores, "(B, B)")
+        if scores.shape[0] != scores.shape[1]:
+            raise ValueError(f"{name}: expected shape (B, B), got {tuple(scores.shape)}")
+        return self._hinges(Similarity.from_scores(scores))
+
+    def extra_repr(self) -> str:
+        return f"margin={self.margin}, max_violation={self.max_violation}"
+
+
+class VSEPPLoss(HingeLoss):
+    """VSE++ (fartashf/vsepp, ``model.py``): of inner products, or of ``-|max(0, s - im)|`` for ``measure="order"``.
+
+    With ``max_violation`` the hardest negative counts instead of all of them. In all hinge losses this attribute, or
+    the methods ``max_violation_on()`` and ``max_violation_off()``, may change that later.
+    """
+
+    def __init__(self, margin: float = 0, measure: str | bool | None = False, max_violation: bool = False):
+        super().__init__(margin, max_violation)
+        one_of("measure", measure, "cosine", "order", False, None)
+        self.order = measure == "order"
+
+    def forward(self, im: Tensor, s: Tensor) -> Tensor:  # (B, D) and (B, D) -> ()
+        return self._hinges(similarity(im, s, order=self.order))
+
+
+class VSEInfinityLoss(VSEPPLoss):
+    """VSE∞ (woodfrog/vse_infty, ``lib/loss.py``) and what starts from it: :class:`VSEPPLoss` with an unused ``opt``."""
+
+    def __init__(self, opt: Any = None, margin: float = 0, max_violation: bool = False):
+        super().__init__(margin, max_violation=max_violation)
+
+
+class SCANLoss(HingeLoss):
+    """SCAN (kuanghuei/SCAN, ``model.py``): of ``score_function(im, s, s_l)``, (B, B) scores with images as rows."""
+
+    def __init__(self, score_function: Callable[..., Tensor], margin: float = 0, max_violation: bool = False):
+        super().__init__(margin, max_violation)
+        if not callable(score_function):
+            raise TypeError(f"score_function: expected a function of (im, s, s_l), got {score_function!r}")
+        self.score_function = score_function
+
+    def forward(self, im: Tensor, s: Tensor, s_l: Any) -> Tensor:  # (B, R, D), (B, L, D), lengths -> ()
+        return self._hinges_of("score_function", self.score_function(im, s, s_l))
+
+
+class SGRAFLoss(HingeLoss):
+    """SGRAF (Paranioar/SGRAF) and NAAF (CrossmodalGroup/NAAF, which passes the ``length``): of (B, B) scores."""
+
+    def forward(self, scores: Tensor, length: int | None = None) -> Tensor:  # images as rows -> ()
+        return self._hinges_of("scores", scores)
+
+
+class CHANLoss(HingeLoss):
+    """CHAN (ppanzx/CHAN, ``lib/loss.py``): of (B, B) scores. If there is an ``opt``, its two attributes count."""
+
+    def __init__(self, opt: Any = None, margin: float = 0.2, max_violation: bool = False):
+        if opt is not None:
+            margin, max_violation = option(opt, "margin"), option(opt, "max_violation")
+        super().__init__(margin, max_violation)
+
+    def forward(self, sims: Tensor) -> Tensor:  # images as rows -> ()
+        return self._hinges_of("sims", sims)
+
+
+class HREMLoss(HingeLoss):
+    """HREM (CrossmodalGroup/HREM, ``lib/loss.py``), called as ``criterion(im, s, img_ids)``.
+
+    A text of the same image is no negative if ``opt.mask_repeat``, and as there no positive either. In
+    :class:`itrloss.TripletLoss` with ids it is one, with a hinge of its own.
+    """
+
+    def __init__(self, opt: Any, margin: float = 0.2, max_violation: bool = False):
+        super().__init__(margin, max_violation)
+        self.mask_repeat = bool(option(opt, "mask_repeat"))
+
+    def forward(self, im: Tensor, s: Tensor, img_ids: Any = None) -> Tensor:  # (B, D), (B, D), (B,) integers -> ()
+        own = similarity(im, s)
+        if not self.mask_repeat:
+            return self._hinges(own)
+        ids = torch.as_tensor(required("img_ids", img_ids), device=im.device)
+        threshold = self.margin - own.both.sum_of_positives(identity)  # a pair's own score, of image and text
+        # With all negatives: max(threshold + S, 0) is the hinge at -S, which is the score of -im.
+        others = similarity(im if self.max_violation else -im, s, ids=(ids, ids)).both
+        if self.max_violation:
+            return (threshold + others.hardest_negatives().values).relu().sum()
+        return others.sum(hinge, threshold).sum()
