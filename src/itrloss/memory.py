@@ -196,7 +196,7 @@ class MemorySimilarity(NamedTuple):
         assert w is not None
         others = Embeddings(text_keys.detach()), Embeddings(image_keys.detach())
         keys = Matrix(v, others[0], pairs, chosen, MEMORY_BUDGET), Matrix(others[1], w, pairs, chosen, MEMORY_BUDGET)
-        of_images, of_texts = pairs.given
+        of_images, of_texts = pairs.ids_as_passed
         if pairs.one_to_one:  # the ids are the same on both sides
             of_images = of_texts = torch.arange(len(images), device=images.device) if of_texts is None else of_texts
         entries = Pairs((len(images), size), (of_images, memory.ids), images.device)

@@ -130,7 +130,7 @@ class Similarity(Anchors):
     @property
     def ids(self) -> Ids:
         """(N,) and (M,) int64 ids as they were given; None where they were left out."""
-        rows, cols = self._matrix.pairs.given
+        rows, cols = self._matrix.pairs.ids_as_passed
         return (cols, rows) if self._side else (rows, cols)
 
     @property
