@@ -99,7 +99,7 @@ class VarianceAwareLoss(ObservedLoss):
             others = Embeddings(texts, False)
             heads = [(Embeddings(x, False), others) for x in units.chunk(k)]
         pairs = Pairs((n, len(texts)), ids, images.device)  # found once
-        return [Similarity._seen(Matrix(*head, pairs, engine, budget), 0) for head in heads]
+        return [Similarity._view(Matrix(*head, pairs, engine, budget), 0) for head in heads]
 
 
 def _best_of(heads: list[Similarity]) -> Similarity:
