@@ -1,8 +1,8 @@
 """The elementwise functions ``f`` of scores in ``finish(sum_j f(S_ij; params_i))``, summed over an anchor's candidates.
 
 An :class:`Answer` is such an ``f`` with its derivative. :mod:`itrloss.engine.reduce` sums it over a matrix and carries
-its gradient to the embeddings; :class:`itrloss.Anchors` has the ``finish``, which turns the sums into what was asked
-for. Triton's version of each function has the same name in :mod:`itrloss.engine.kernels`.
+its gradient to the embeddings; :class:`itrloss.Anchors` has the ``finish``, which turns sums into the answer of a
+method. Triton's version of each function has the same name in :mod:`itrloss.engine.kernels`.
 """
 
 from __future__ import annotations
