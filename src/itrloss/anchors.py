@@ -77,7 +77,7 @@ class Anchors:
 
     @staticmethod
     def pooled(*anchors: Anchors) -> Anchors:
-        """Return the same anchors with the candidates of all: a gallery in blocks, never concatenated.
+        """Return the same anchors with the candidates of all, such as the blocks of a gallery, without concatenation.
 
         >>> v, w = torch.randn(3, 4), torch.randn(6, 4)
         >>> ids = torch.arange(3), torch.arange(6) % 3
@@ -91,10 +91,10 @@ class Anchors:
             raise ValueError("anchors: expected as many anchors in each block")
         return Anchors(*groups)
 
-    # ------------------------------------------------------------------------------------------- what there is
+    # -------------------------------------------------------------------------------------- groups and numbers
 
     def __len__(self) -> int:
-        """Number of anchors, A."""
+        """Return the number of anchors, A."""
         return self._size
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -120,7 +120,7 @@ class Anchors:
         """The (A,) int64 number of candidates that do not match each anchor."""
         return self._answer("counts", positive=False)
 
-    # ------------------------------------------------------------------------------------------------ questions
+    # -------------------------------------------------------------------------------------------------- answers
 
     def _answer(self, question: str, *params: Tensor, join: Any = torch.add, **options: Any) -> Tensor:
         """Return an answer (..., A). ``join`` combines those of an anchor whose candidates are in several matrices."""

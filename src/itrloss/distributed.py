@@ -141,8 +141,8 @@ class Shares:
         own: this process's images and texts.
         every: the images and texts of all processes, by rank.
         first: the indices of the first own image and the first own text in ``every``.
-        ids: of own images and texts.
-        every_ids: of the images and texts of all processes.
+        ids: the ids of own images and texts.
+        every_ids: the ids of all images and texts.
     """
 
     def __init__(self, sim: Similarity | Tensor, question: str):

@@ -282,7 +282,7 @@ def prototype_classification_loss(
         image_concepts, text_concepts: (B, F) embeddings v and w, row i of one belonging to row i of the other; taken as
             they are.
         weight: (K, F) the classifier P.
-        prototype_ids: (B,) integers z in [0, K). Out of range they are refused on the CPU, and undefined elsewhere.
+        prototype_ids: (B,) integers z in [0, K). Others raise an error on the CPU; elsewhere the result is undefined.
         reduction: ``"mean"`` over the batch, ``"sum"``, or ``"none"`` for the values (B,) of images and of texts.
         engine: see :class:`itrloss.Similarity`.
 

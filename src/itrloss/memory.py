@@ -24,8 +24,8 @@ class CoupledMemory(WholeState):
     """Ring buffers of image keys and of the text keys that belong to them (CODER Sec. 3.2, USER Sec. III-D; MoCo).
 
     Keys are stored at unit length. The memory starts empty and overwrites its oldest entries once it is full. Losses
-    read it as it is, without a copy, so put a batch in *after* its backward pass: where that still needs entries that
-    were overwritten meanwhile, PyTorch refuses it.
+    read the buffers without a copy, so enqueue a batch *after* its backward pass: if backward still needs entries that
+    were overwritten, PyTorch raises an error.
 
     Entries that do not exist yet have the ignored id, which is neither positive nor negative to anything. So has a pair
     with a key that is not finite (an overflow, whose step the optimiser skips).
@@ -80,7 +80,7 @@ class CoupledMemory(WholeState):
 
     @property
     def dim(self) -> int:
-        """D of the embeddings."""
+        """The dimension of the embeddings, D."""
         return self.images.shape[1]
 
     def __len__(self) -> int:
