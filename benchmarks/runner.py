@@ -226,7 +226,7 @@ def _warm_up(run: Step, name: str, case: Case) -> Row:
         return {}
     engines: dict[str, None] = {}
     libraries: dict[str, None] = {}
-    make, by_onednn = Matrix.__init__, products._by_onednn
+    make, by_onednn = Matrix.__init__, products._use_onednn
 
     def make_and_note(matrix: Matrix, *args: Any) -> None:
         make(matrix, *args)
@@ -237,7 +237,7 @@ def _warm_up(run: Step, name: str, case: Case) -> Row:
         libraries["oneDNN" if chosen else "BLAS"] = None
         return chosen
 
-    with patch.object(Matrix, "__init__", make_and_note), patch.object(products, "_by_onednn", choose_and_note):
+    with patch.object(Matrix, "__init__", make_and_note), patch.object(products, "_use_onednn", choose_and_note):
         _timed(run, case)
     chosen = {"engine": ", ".join(engines)} if engines else {}
     if case.torch_device.type == "cpu":

@@ -221,13 +221,13 @@ def test_variance_aware_input_errors_name_the_argument():
 def test_the_memory_budget_is_that_of_all_heads(monkeypatch):
     """It is what the scores of all of them together may take."""
     given = []
-    seen = itrloss.Similarity._seen
+    seen = itrloss.Similarity._view
 
     def noted(matrix, side):
         given.append(matrix.keeps)
         return seen(matrix, side)
 
-    monkeypatch.setattr(itrloss.Similarity, "_seen", staticmethod(noted))
+    monkeypatch.setattr(itrloss.Similarity, "_view", staticmethod(noted))
     monkeypatch.setattr(itrloss.losses.dvse, "MEMORY_BUDGET", 3 * 300 * 300 * 4)
     for k, kept in ((3, True), (4, False)):
         given.clear()

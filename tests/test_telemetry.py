@@ -137,7 +137,7 @@ def test_collapse_is_told_once(reduction, ids):
 def test_values_are_looked_at_every_fiftieth_call(monkeypatch):
     """A look synchronises with an accelerator."""
     looks, loss = [], TripletLoss()
-    monkeypatch.setattr(loss, "_look", looks.append)
+    monkeypatch.setattr(loss, "_check_collapse", looks.append)
     run(loss, torch.randn(3, 4), torch.randn(3, 4), 149)
     assert len(looks) == 2
 

@@ -389,7 +389,7 @@ def test_memory_beside_inputs_and_gradients(n, m, d, dtype, with_ids, as_on_a_gp
 def example(monkeypatch):
     """A small one, not tried yet."""
     error = engine._error
-    monkeypatch.setattr(engine, "_known", {})
+    monkeypatch.setattr(engine, "_results", {})
     monkeypatch.setattr(engine, "_error", lambda device, dtype: error(device, dtype, 20, 40, 24))
 
 
@@ -400,14 +400,14 @@ def refused(*args, **kwargs):
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 def test_that_it_works_is_found_out_on_an_example(dtype, example, recwarn):
     assert engine.works(DEVICE, dtype) and not [w for w in recwarn if "Triton engine" in str(w.message)]
-    assert list(engine._known) == [(DEVICE, dtype)]  # and no other is tried
+    assert list(engine._results) == [(DEVICE, dtype)]  # and no other is tried
 
 
 def test_the_example_is_tried_out_of_sight_of_the_caller(example, recwarn):
     modes = [torch.device("meta"), torch.inference_mode(), torch.no_grad(), FakeTensorMode()]
     modes += [torch.autocast(DEVICE.type, torch.bfloat16), saved_tensors_hooks(refused, refused)]
     for mode in modes:
-        engine._known.clear()
+        engine._results.clear()
         with mode:
             assert engine.works(DEVICE, torch.float32)
     assert not [w for w in recwarn if "Triton engine" in str(w.message)]
@@ -420,7 +420,7 @@ def test_a_full_memory_is_no_answer(example, monkeypatch):
     monkeypatch.setattr(engine, "sums", full)
     with pytest.warns(UserWarning, match="OutOfMemoryError"):
         assert not engine.works(DEVICE, torch.float32)
-    assert not engine._known
+    assert not engine._results
 
 
 def test_nothing_is_tried_while_a_graph_is_captured(example, monkeypatch):
@@ -430,7 +430,7 @@ def test_nothing_is_tried_while_a_graph_is_captured(example, monkeypatch):
     where = torch.device("cuda:0"), torch.float16
     with pytest.warns(UserWarning, match="not tried while a CUDA graph is captured"):
         assert not engine.works(*where)
-    engine._known[where] = True
+    engine._results[where] = True
     assert engine.works(*where)
 
 
@@ -452,7 +452,7 @@ def test_what_does_not_work_is_left_alone(name, broken, why, example, monkeypatc
 def test_the_compiler_does_not_look_into_the_example(example):
     for works in (True, False):
         torch._dynamo.reset()
-        engine._known[DEVICE, torch.float32] = works
+        engine._results[DEVICE, torch.float32] = works
         step = lambda x: x + 1 if engine.works(x.device, x.dtype) else x - 1  # noqa: E731
         f = torch.compile(step, fullgraph=True, backend="eager")
         assert f(torch.zeros((), device=DEVICE)) == (1 if works else -1)

@@ -1,4 +1,4 @@
-"""Whoever asks about similarities, and what can be asked."""
+"""Anchors, and the sums, means, extremes and other answers over the candidates of each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Over = Literal["negatives", "all"]
 Reduction = Literal["mean", "sum", "none"]
 Term = Callable[..., Tensor]
 
-_RANGE = 60.0  # exp(±60) and long sums of it are ordinary float32 numbers
+_RANGE = 60.0  # exp(±60), and long sums of it, neither overflow nor underflow in float32
 
 
 class MeanStd(NamedTuple):
@@ -37,17 +37,18 @@ class Hardest(NamedTuple):
 
 
 class Anchors:
-    """Whoever asks about similarities: rows, columns, both, or the rows of several matrices.
+    """The anchors of similarity matrices: the rows of one, its columns, both, or the rows of several.
 
-    Answers are one vector (A,) over all anchors, group after group; :meth:`split` takes it apart. A parameter holds one
-    value per anchor, in the same order, or one for all. All answers are differentiable unless they say otherwise.
+    Each anchor has candidates, the other side of its matrix. An answer is one vector (A,) over all anchors, group after
+    group; :meth:`split` returns its parts. A parameter holds one value per anchor, in the same order, or one for all.
+    All answers are differentiable unless they say otherwise.
 
     Anchors come from a :class:`itrloss.Similarity`, which is one (its rows), from its ``both``, from :meth:`together`
     and from :meth:`pooled`.
     """
 
     def __init__(self, *groups: Group):
-        """``groups``: for each the matrices that hold its candidates, and as which side of each it asks."""
+        """``groups``: for each, the matrices that hold its candidates, and which side of each its anchors are."""
         self._groups = groups
         self._answerers: Sequence[tuple[Any, list[Place] | None]] = ()
         self._index: Tensor | None = None  # (P,) anchors of the positive pairs
@@ -60,23 +61,23 @@ class Anchors:
         for group in groups:
             (matrix, side), *others = group
             sizes.append(matrix.shape[side])
-            # a set would have the compiler take each size for a constant
+            # compared one by one: a set of sizes would have the compiler specialise on each
             self.of_one_size = self.of_one_size and sizes[-1] == sizes[0]
             self.one_to_one = self.one_to_one and not others and matrix.pairs.one_to_one
             for matrix, _ in group:
-                self._bounded = self._bounded and matrix.bounded  # whether scores are known to lie in [-1, 1]
+                self._bounded = self._bounded and matrix.bounded  # whether scores certainly lie in [-1, 1]
         self._size = sum(sizes)
-        #: Whether all anchors are known to have a positive and a negative.
+        #: Whether all anchors certainly have a positive and a negative.
         self._complete = self.one_to_one and min(sizes) > 1
 
     @staticmethod
     def together(*anchors: Anchors) -> Anchors:
-        """Return the anchors of all, one after the other, which ask each their own candidates."""
+        """Return the anchors of all, one after the other, each with its own candidates."""
         return Anchors(*(group for x in anchors for group in x._groups))
 
     @staticmethod
     def pooled(*anchors: Anchors) -> Anchors:
-        """Return the same anchors with the candidates of all: a gallery in blocks, which need not be there at once.
+        """Return the same anchors with the candidates of all, such as the blocks of a gallery, without concatenation.
 
         >>> v, w = torch.randn(3, 4), torch.randn(6, 4)
         >>> ids = torch.arange(3), torch.arange(6) % 3
@@ -90,14 +91,14 @@ class Anchors:
             raise ValueError("anchors: expected as many anchors in each block")
         return Anchors(*groups)
 
-    # ------------------------------------------------------------------------------------------- what there is
+    # -------------------------------------------------------------------------------------- groups and numbers
 
     def __len__(self) -> int:
-        """Number of anchors, A."""
+        """Return the number of anchors, A."""
         return self._size
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return what each group holds of a tensor (..., A)."""
+        """Return the parts of a tensor (..., A) that belong to each group."""
         return x.split(self.sizes, -1)
 
     def groups(self) -> list[Anchors]:
@@ -111,30 +112,30 @@ class Anchors:
 
     @property
     def positive_counts(self) -> Tensor:
-        """(A,) int64: how many candidates match each anchor."""
+        """The (A,) int64 number of candidates that match each anchor."""
         return self._answer("counts", positive=True)
 
     @property
     def negative_counts(self) -> Tensor:
-        """(A,) int64: how many candidates do not match each anchor."""
+        """The (A,) int64 number of candidates that do not match each anchor."""
         return self._answer("counts", positive=False)
 
-    # ------------------------------------------------------------------------------------------------ questions
+    # -------------------------------------------------------------------------------------------------- answers
 
     def _answer(self, question: str, *params: Tensor, join: Any = torch.add, **options: Any) -> Tensor:
-        """Return an answer (..., A); ``join``: what those about an anchor's candidates in several matrices come to."""
-        found: list[Any] = [None] * len(self.sizes)
+        """Return an answer (..., A). ``join`` combines those of an anchor whose candidates are in several matrices."""
+        answers: list[Any] = [None] * len(self.sizes)
         self._answerers = self._answerers or answerers(self._groups)
-        for who, places in self._answerers:
+        for backend, places in self._answerers:
             if places is None:
-                return getattr(who, question)(*params, **options)
+                return getattr(backend, question)(*params, **options)
             groups, own = [g for g, _ in places], []
             for p in params:
                 own.append(p if p.shape[-1] == 1 else torch.cat([p.split(self.sizes, -1)[g] for g in groups], -1))
-            answer = getattr(who, question)(*own, **options).split([self.sizes[g] for g in groups], -1)
+            answer = getattr(backend, question)(*own, **options).split([self.sizes[g] for g in groups], -1)
             for g, x in zip(groups, answer, strict=True):
-                found[g] = x if found[g] is None else join(found[g], x)
-        return torch.cat(found, -1)
+                answers[g] = x if answers[g] is None else join(answers[g], x)
+        return torch.cat(answers, -1)
 
     def logsumexp(self, scale: float | Tensor = 1.0, *, over: Over = "negatives") -> Tensor:
         """Return (A,) ``log sum_j exp(scale_i S_ij)`` over each anchor's negatives, or over all candidates.
@@ -145,33 +146,33 @@ class Anchors:
             one_of("over", over, "negatives", "all")
         (a,) = as_params("scale", (scale,), self._size, self.dtype, self.device)
         shift, top, total = None, None, None
-        # Scores lie in [-1, 1], so that a shift of all exponents instead of each anchor's maximum, which would take a
-        # pass over the scores, leaves them below 60. Up to a scale of 60 no sum underflows; beyond, one does only if
-        # its best score is below ``1 - 120 / a``, which is looked for.
+        # Overflow: scores lie in [-1, 1], so one shift of all exponents keeps them below 60. The maximum of each anchor
+        # would take a further pass over the scores. Up to a scale of 60 no sum underflows. Beyond, one does only if its
+        # best score is below ``1 - 120 / a``; then the maximum is computed after all.
         if self._bounded and host_may_read(a):
             largest = float((a if a.numel() == 1 else a.abs().amax()).detach().abs())
             shift = max(0.0, largest - _RANGE) if largest <= 3 * _RANGE else None
         if shift is not None:
             top = a.new_full((1,), shift) if shift else None
             total = self._answer("sums", *((a,) if top is None else (a, top)), key="exp", over=over)[0]
-        if total is None or (shift and float(total.detach().amin()) < math.exp(-_RANGE)):  # which may have underflowed
+        if total is None or (shift and float(total.detach().amin()) < math.exp(-_RANGE)):  # it may have underflowed
             top = self._largest(a, over)
             total = self._answer("sums", a, top, key="exp", over=over)[0]
-        # -inf, through which no gradient goes, for a sum of nothing
+        # an empty sum gives -inf, without a gradient
         empty: Any = None if self._complete and shift is not None else total == 0
         log = (total if empty is None else total.masked_fill(empty, 1.0)).log()
         log = log if top is None else log + top
         return log if empty is None else log.masked_fill(empty, -math.inf)
 
     def _largest(self, scale: Tensor, over: str) -> Tensor:
-        """Return (A,) ``max_j scale_i S_ij``, 0 where there is nothing; without a gradient."""
+        """Return (A,) ``max_j scale_i S_ij``, 0 without candidates; without a gradient."""
         with torch.no_grad():
             top = self._answer("sums", scale.detach(), join=torch.maximum, key="peak", over=over)[0]
             return top.masked_fill(top == -math.inf, 0.0)
 
     def mean_std(self) -> MeanStd:
-        """Return mean and population standard deviation of each anchor's negatives, (A,) each."""
-        with torch.no_grad():  # inside, as the compiler refuses a decorator
+        """Return the (A,) means and population standard deviations of each anchor's negatives."""
+        with torch.no_grad():  # not a decorator, which the compiler refuses
             centre = self._answer("centre", join=lambda a, b: (a + b) / 2)
         sums = self._answer("sums", centre, key="moments")
         count: Any = self.sizes[0] - 1
@@ -188,11 +189,11 @@ class Anchors:
         best = torch.ones_like(a)  # exponents are -20 at least, if no score is above 1 and no temperature below 0.1
         if temperature < 0.1 or not self._bounded:
             best = self._largest(best, "all")
-        # With z = a (S - best), sums over negatives of exp(z) and z exp(z), and that of exp(z) over all: exponents near
-        # 0, where float32 is exact, and no difference of large numbers.
+        # With z = a (S - best): the sums of exp(z) and z exp(z) over negatives, and that of exp(z) over all. Exponents
+        # are near 0, where float32 is accurate, and no large numbers cancel.
         negatives, information = self._answer("sums", a, best, key="information")
         total = negatives + self.sum_of_positives(exponential, a, best)
-        total = total.clamp_min(1e-9)  # exp(-20) at least, or of nothing
+        total = total.clamp_min(1e-9)  # at least exp(-20), unless the sum is empty
         nats = (negatives * total.log() - information) / total
         return nats.clamp_min(0.0) / math.log(2)
 
@@ -201,8 +202,8 @@ class Anchors:
 
         ``term`` is a function that :func:`itrloss.pair_term` registered; parameters get their gradients.
         """
-        given = as_params("params", params, self._size, self.dtype, self.device)
-        return self._answer("sums", *given, key=term_name(term))[0]
+        tensors = as_params("params", params, self._size, self.dtype, self.device)
+        return self._answer("sums", *tensors, key=term_name(term))[0]
 
     def sum_of_positives(self, term: Term, *params: float | Tensor) -> Tensor:
         """Return (A,) ``sum_{p in pos(i)} term(S_ip, *params_i)``, 0 for an anchor without positives.
@@ -210,20 +211,20 @@ class Anchors:
         ``term`` is as in :meth:`sum`. The gradient goes straight to the embeddings of the pairs.
         """
         name = term_name(term)
-        given = as_params("params", params, self._size, self.dtype, self.device) if params else []
+        tensors = as_params("params", params, self._size, self.dtype, self.device) if params else []
         if not (self.one_to_one or self._listable()):
-            return self._answer("sums", *given, key=name, over="positives")[0]
+            return self._answer("sums", *tensors, key=name, over="positives")[0]
         scores, index = self._positives()
         if index is None:
-            return term(scores, *given).expand_as(scores)
-        values = term(scores, *(p if p.numel() == 1 else p[index] for p in given))
+            return term(scores, *tensors).expand_as(scores)
+        values = term(scores, *(p if p.numel() == 1 else p[index] for p in tensors))
         return segment_sum(values.expand_as(scores), index, self._size)
 
     def _listable(self) -> bool:
         return all(m.pairs.listable for group in self._groups for m, _ in group)
 
     def _positives(self) -> tuple[Tensor, Tensor | None]:
-        """Return (P,) scores of the positive pairs and (P,) numbers of their anchors; None: pair i is anchor i's."""
+        """Return the (P,) scores of the positive pairs, and (P,) their anchors; None: pair i belongs to anchor i."""
         scores: list[Tensor] = []
         index: list[Tensor] = []
         first, before = 0, None
@@ -236,19 +237,19 @@ class Anchors:
             first += size
         if not index:
             return torch.cat(scores), self._index
-        found = torch.cat(index)
-        self._index = found if may_keep() else None  # one for all questions that save it
-        return torch.cat(scores), found
+        anchors = torch.cat(index)
+        self._index = anchors if may_keep() else None  # one tensor for all graphs that save it
+        return torch.cat(scores), anchors
 
     def mean_of_positives(self, term: Term, *params: float | Tensor) -> Tensor:
-        """Return (A,) the mean of a term over each anchor's positives, 0 without any."""
+        """Return the (A,) means of a term over each anchor's positives, 0 without any."""
         sums = self.sum_of_positives(term, *params)
         return sums if self.one_to_one else sums / self.positive_counts.clamp_min(1)
 
     def hinge_sum(self, margin: float) -> Tensor:
         """Return (A,) ``sum_{p in pos(i)} sum_{j in neg(i)} max(margin - S_ip + S_ij, 0)``.
 
-        Memory for all positive pairs, and work for the largest number of positives that an anchor has.
+        Memory grows with the number of positive pairs, work with the largest number of positives of an anchor.
         """
         if not (self.one_to_one or self._listable()):
             if any(len(group) > 1 for group in self._groups):
@@ -262,34 +263,35 @@ class Anchors:
         return self._answer("sums", thresholds.view(-1, self._size) - margin, key="hinges")[0]
 
     def hardest_negatives(self) -> Hardest:
-        """Return score and index (A,) of each anchor's highest-scoring negative; the gradient goes to the pair."""
-        found: list[Any] = [None] * len(self.sizes)
+        """Return the (A,) scores and indices of each anchor's highest-scoring negative; gradients go to that pair."""
+        hardest: list[Any] = [None] * len(self.sizes)
         self._answerers = self._answerers or answerers(self._groups)
-        for who, places in self._answerers:
-            best = who.hardest()
+        for backend, places in self._answerers:
+            best = backend.hardest()
             if places is None:
                 return Hardest(*best)
             parts = (x.split([self.sizes[g] for g, _ in places]) for x in best)
             for (g, first), values, indices in zip(places, *parts, strict=True):
                 indices = torch.where(indices < 0, indices, indices + first)
-                if found[g] is not None:
-                    better = values > found[g][0]
-                    values, indices = (torch.where(better, *x) for x in zip((values, indices), found[g], strict=True))
-                found[g] = values, indices
-        return Hardest(*(torch.cat(x) for x in zip(*found, strict=True)))
+                if hardest[g] is not None:
+                    better = values > hardest[g][0]
+                    values, indices = (torch.where(better, *x) for x in zip((values, indices), hardest[g], strict=True))
+                hardest[g] = values, indices
+        return Hardest(*(torch.cat(x) for x in zip(*hardest, strict=True)))
 
     # --------------------------------------------------------------------------------------- losses' reduction
 
     def valid(self) -> Tensor | None:
-        """Return (A,) bool: which anchors have a positive and a negative; None: all do."""
+        """Return the (A,) bool mask of anchors with a positive and a negative; None: all of them."""
         if self._complete:
             return None
         return (self.positive_counts > 0) & (self.negative_counts > 0)
 
     def reduce(self, values: Tensor, reduction: Reduction, valid: Tensor | None = None) -> Any:
-        """Return the means over each group's ``valid`` anchors (default: :meth:`valid`) added, the sum, or the parts.
+        """Return the values (A,) reduced: ``"mean"``, ``"sum"``, or ``"none"`` for the values of each group.
 
-        An anchor that is not valid contributes 0 and does not count in a mean.
+        ``"mean"`` adds up the means over each group's ``valid`` anchors (default: :meth:`valid`). An anchor that is not
+        valid contributes 0 and does not count in a mean.
         """
         if reduction not in ("mean", "sum", "none"):
             one_of("reduction", reduction, "mean", "sum", "none")
@@ -307,10 +309,10 @@ class Anchors:
         return sum(x.sum() / count for x, count in zip(values.split(self.sizes), counts, strict=True))
 
     def per_pair(self, sums: Tensor) -> Tensor:
-        """Return sums (A,) over positives, scaled so that the mean over a group's valid anchors is that over pairs."""
+        """Return (A,) ``sums`` over positives, scaled so that a group's mean over valid anchors is that over pairs."""
         valid = self.valid()
         if self.one_to_one or valid is None:
             return sums
         sides = zip(self.split(sums), self.split(valid), self.split(self.positive_counts), strict=True)
-        # In this order: a quotient of counts would be float32.
+        # Multiplied first: a quotient of integer counts would be float32 even for float64 sums.
         return torch.cat([x * v.sum().clamp_min(1) / (n * v).sum().clamp_min(1) for x, v, n in sides])

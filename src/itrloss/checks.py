@@ -1,4 +1,4 @@
-"""Checks of arguments: an error names the argument, what it got and what it wanted."""
+"""Checks of arguments. An error names the argument, what was expected and what it got."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-_AT_ONCE = 2**22  # numbers looked at together
+_AT_ONCE = 2**22  # elements checked at once
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -62,39 +62,39 @@ def check_matrix(name: str, x: Any, shape: str, check_finite: bool = False, dims
 
 
 def check_embeddings(rows: Any, cols: Any, check_finite: bool, names: Names) -> None:
-    """Raise an error unless (N, D) and (M, D) embeddings go together."""
+    """Raise an error unless (N, D) and (M, D) embeddings match in dimension, dtype and device."""
     if isinstance(rows, Tensor) and isinstance(cols, Tensor) and rows.dim() == cols.dim() == 2 and not check_finite:
         alike = rows.dtype == cols.dtype and rows.device == cols.device and rows.shape[1] == cols.shape[1]
         if alike and rows.is_floating_point() and rows.numel() and cols.numel():
-            return  # what nearly all calls are
+            return  # the fast path of nearly all calls
     check_matrix(names.rows, rows, "(N, D)", check_finite)
     check_matrix(names.cols, cols, "(M, D)", check_finite)
     if rows.shape[1] != cols.shape[1]:
-        wanted = f"embeddings of dimension {rows.shape[1]} like {names.rows}"
-        raise ValueError(f"{names.cols}: expected {wanted}, got shape {tuple(cols.shape)}")
+        expected = f"embeddings of dimension {rows.shape[1]} like {names.rows}"
+        raise ValueError(f"{names.cols}: expected {expected}, got shape {tuple(cols.shape)}")
     check_alike(names.cols, cols, names.rows, rows)
 
 
 def check_alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
     """Raise an error unless two tensors lie on one device, and both are float64 or neither is."""
     if (x.dtype == torch.float64) != (other.dtype == torch.float64):
-        wanted = f"float64 beside float64 {other_name} and beside no others"
-        raise TypeError(f"{name}: expected {wanted}, got {x.dtype} beside {other.dtype}")
+        expected = f"float64 beside float64 {other_name} and beside no others"
+        raise TypeError(f"{name}: expected {expected}, got {x.dtype} beside {other.dtype}")
     if x.device != other.device:
         raise ValueError(f"{name}: expected device {other.device} like {other_name}, got {x.device}")
 
 
 def require_finite(name: str, x: Tensor) -> None:
     """Raise a ValueError for nan or infinity. Synchronises with an accelerator."""
-    x = x.detach().T if x.stride(0) < x.stride(1) else x.detach()  # as it lies in memory
-    # Some at a time: of what is as large as memory, or on a disk, PyTorch would make a copy to look at.
+    x = x.detach().T if x.stride(0) < x.stride(1) else x.detach()  # contiguous, as in memory
+    # In parts: for a whole matrix, which may be memory-mapped or as large as memory, isfinite would allocate a copy.
     parts = x.split(max(1, _AT_ONCE // x.shape[1]))
     if not bool(torch.stack([part.isfinite().all() for part in parts]).all()):
         raise ValueError(f"{name}: expected finite values, got nan or infinity")
 
 
 def as_ids(name: str, ids: Any, size: int, device: torch.device) -> Tensor:
-    """Return ids as a (size,) int64 tensor on the device, of its own memory."""
+    """Return a copy of the ids as a (size,) int64 tensor on the device."""
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise TypeError(f"{name}: expected an integer tensor of shape ({size},), got {_type(ids)}")
     if ids.shape != (size,):
@@ -105,10 +105,10 @@ def as_ids(name: str, ids: Any, size: int, device: torch.device) -> Tensor:
 def check_ids(
     row_ids: Any, col_ids: Any, n: int, m: int, device: torch.device, names: Names
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return (N,) and (M,) int64 ids, or None where they are left out; column ids may stand alone."""
+    """Return the (N,) and (M,) int64 ids, or None where they are left out; column ids may come alone."""
     if col_ids is None:
         if row_ids is not None:
-            raise ValueError(f"{names.col_ids}: expected ids beside {names.row_ids}, got None")
+            raise ValueError(f"{names.col_ids}: expected ids to go with {names.row_ids}, got None")
         if n != m:
             got = f"{n} {names.rows} and {m} {names.cols}"
             raise ValueError(f"{names.row_ids}, {names.col_ids}: needed for {got}; only N = M has a default pairing")
@@ -118,8 +118,8 @@ def check_ids(
 
 
 def as_params(name: str, params: tuple[Any, ...], size: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Return numbers or tensors, of one value or of one for each of ``size`` anchors, as tensors (1,) or (size,)."""
-    found = []
+    """Return parameters, numbers or tensors of one value or ``size`` values, as tensors of shape (1,) or (size,)."""
+    tensors = []
     for p in params:
         if not isinstance(p, Tensor):
             check_number(name, p)
@@ -128,12 +128,12 @@ def as_params(name: str, params: tuple[Any, ...], size: int, dtype: torch.dtype,
             raise ValueError(f"{name}: expected a number or shape ({size},), got {tuple(p.shape)}")
         elif p.dim() != 1 or p.dtype != dtype or p.device != device:
             p = p.reshape(-1).to(device, dtype)
-        found.append(p)
-    return found
+        tensors.append(p)
+    return tensors
 
 
 def as_bias(name: str, bias: Any, size: int, device: torch.device) -> Tensor | None:
-    """Return a (size,) bias of candidates, detached, on the device; None for none."""
+    """Return the (size,) bias of candidates, detached, on the device; None if there is none."""
     if bias is None:
         return None
     if not isinstance(bias, Tensor):
@@ -144,7 +144,7 @@ def as_bias(name: str, bias: Any, size: int, device: torch.device) -> Tensor | N
 
 
 class WholeState(nn.Module):
-    """A module that loads all of a state or, where a buffer has another shape, nothing of it."""
+    """A module that loads all of its state dict or, if a buffer's shape differs, nothing of it."""
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         for name, own in self._buffers.items():

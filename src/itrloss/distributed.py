@@ -1,4 +1,4 @@
-"""Exchange between the processes of ``torch.distributed``."""
+"""Communication between the processes of ``torch.distributed``."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .engine.pairs import first_derivative_only
 from .similarity import Similarity
 
 _DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
-_DIMS = 6  # of a shape that processes compare
+_DIMS = 6  # number of dimensions of a shape that processes compare
 
 
 def world_size() -> int:
-    """Number of processes that train together."""
+    """Return the number of processes in the default group, 1 without one."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def gather_rows(x: Tensor) -> Tensor:
-    """``x`` (B, ...) of all processes in the order of their ranks, (world * B, ...); without a gradient.
+    """Return the (world * B, ...) concatenation of ``x`` (B, ...) from all processes by rank, without a gradient.
 
-    B must be the same on every process. Without a process group, or alone in it, ``x`` itself.
+    B must be the same on every process. With a single process, return ``x`` itself.
     """
     if world_size() == 1:
         return x
@@ -39,7 +39,7 @@ def gather_rows(x: Tensor) -> Tensor:
 
 
 def gather_parts(x: Tensor) -> Tensor:
-    """:func:`gather_rows` of parts that need not have the same number of rows."""
+    """Return :func:`gather_rows` of ``x``, whose number of rows may differ between processes."""
     if world_size() == 1:
         return x
     own = torch.tensor([x.shape[0]], device=x.device)
@@ -51,13 +51,13 @@ def gather_parts(x: Tensor) -> Tensor:
 
 
 def gather_table(x: Tensor) -> Tensor:
-    """:func:`gather_parts` of tables (B, ...) that need not have the same number of columns: filled up with zeros."""
+    """Return :func:`gather_parts` of ``x`` (B, C), whose number of columns may differ: padded with zeros."""
     width = int(gather_rows(torch.tensor([x.shape[1]], device=x.device)).amax())
     return gather_parts(torch.nn.functional.pad(x, (0, width - x.shape[1])))
 
 
 def sum_over_processes(x: Tensor) -> Tensor:
-    """The sum of the ``x`` of all processes, which have one shape; it is written over."""
+    """Return the sum of ``x`` over all processes, in place. Its shape must be the same on every process."""
     if world_size() > 1:
         dist.all_reduce(x)
     return x
@@ -65,15 +65,15 @@ def sum_over_processes(x: Tensor) -> Tensor:
 
 @contextmanager
 def failing_together(device: torch.device) -> Iterator[None]:
-    """Raise in every process if one raises; one that failed alone would leave the others waiting for it.
+    """Raise an error in every process if the block does in one, as the others would hang in their next collective.
 
-    For what is done between exchanges: an exchange that some have left undone cannot be made up for.
+    The block itself must not communicate: a collective that some processes skipped cannot be repaired.
     """
     error: Exception | None = None
     try:
         yield
-    except Exception as found:
-        error = found
+    except Exception as exception:
+        error = exception
     failed = gather_rows(torch.tensor([error is not None], device=device).int())
     if error is not None:
         raise error
@@ -82,7 +82,7 @@ def failing_together(device: torch.device) -> Iterator[None]:
 
 
 def _embeddings_of(sim: Any) -> tuple[Tensor, Tensor]:
-    """Return the images and texts of a Similarity, if it is one of embeddings."""
+    """Return the images and texts of a Similarity of embeddings; raise an error for anything else."""
     if not isinstance(sim, Similarity | Tensor):
         raise TypeError(f"scores: expected a Similarity, got {type(sim).__name__}")
     if isinstance(sim, Tensor) or sim._side or sim._inputs is None:
@@ -91,7 +91,7 @@ def _embeddings_of(sim: Any) -> tuple[Tensor, Tensor]:
     return sim._inputs
 
 
-_TOLD = (
+_AGREED = (
     "inputs",
     "types",
     "dimensions",
@@ -101,52 +101,52 @@ _TOLD = (
 )
 
 
-def _agreed(sim: Similarity | Tensor, asked: str) -> tuple[Tensor, Tensor]:
-    """Return images and texts of ``sim``, if all processes have some of the same kind and ask the same."""
-    wrong: Exception | None = None
-    mine = [0] * len(_TOLD)
+def _agreed(sim: Similarity | Tensor, question: str) -> tuple[Tensor, Tensor]:
+    """Return the images and texts of ``sim``; raise an error unless all processes agree on their kind and question."""
+    failure: Exception | None = None
+    mine = [0] * len(_AGREED)
     try:
         images, texts = _embeddings_of(sim)
     except (TypeError, ValueError, RuntimeError) as error:
-        wrong = error
+        failure = error
     else:
         assert isinstance(sim, Similarity)
         kinds = f"{images.dtype} {texts.dtype}"
         has = [x is None for x in sim.ids]
         numbers = zlib.crc32(kinds.encode()), images.shape[1], sim._matrix.bounded, has[0] + 2 * has[1]
-        mine = [1, *map(int, numbers), zlib.crc32(asked.encode())]
+        mine = [1, *map(int, numbers), zlib.crc32(question.encode())]
     every = gather_rows(torch.tensor([mine], device=getattr(sim, "device", None)))
-    if wrong is not None:
-        raise wrong
-    for what, alike in zip(_TOLD, (every == every[0]).all(0).tolist(), strict=True):
+    if failure is not None:
+        raise failure
+    for what, alike in zip(_AGREED, (every == every[0]).all(0).tolist(), strict=True):
         if not alike:
             raise ValueError(f"gather: the processes differ in their {what}")
     return images, texts
 
 
 class Shares:
-    """The images and texts of all processes, each of which asks for its own.
+    """The images and texts of all processes, each of which computes the results of its own queries.
 
     Args:
-        sim: this process's, of embeddings, images as rows. Its ids hold across processes; those of texts alone number
-            the process's own images.
-        asked: what is asked, in words: the same in every process.
+        sim: this process's similarity of embeddings, images as rows. Its ids are valid across processes; ids of texts
+            alone are numbers of this process's images.
+        question: what is computed, in words: it has to be the same in every process.
 
     Raises:
-        TypeError, ValueError, RuntimeError: on every process, if something is wrong on any: a process that fails alone
-            would leave others waiting.
+        TypeError, ValueError, RuntimeError: on every process, if any has an error: if one failed alone, the others
+            would hang.
 
     Attributes:
-        sim: what was given.
+        sim: the argument.
         own: this process's images and texts.
-        every: those of all processes, in the order of their ranks.
-        first: the number of the first own image, and of the first own text, among them.
-        ids: of own images and texts.
-        every_ids: of all.
+        every: the images and texts of all processes, by rank.
+        first: the indices of the first own image and the first own text in ``every``.
+        ids: the ids of own images and texts.
+        every_ids: the ids of all images and texts.
     """
 
-    def __init__(self, sim: Similarity | Tensor, asked: str):
-        images, texts = _agreed(sim, asked)
+    def __init__(self, sim: Similarity | Tensor, question: str):
+        images, texts = _agreed(sim, question)
         assert isinstance(sim, Similarity)
         self.sim, self.own = sim, (images.detach(), texts.detach())
         self.every = gather_parts(self.own[0]), gather_parts(self.own[1])
@@ -167,31 +167,31 @@ class Shares:
             return images, texts
         return numbers, numbers if texts is None else _numbered(texts, len(numbers), self.first[0])
 
-    def beside(self, rows: Tensor, cols: Tensor, *ids: Tensor) -> Similarity:
-        """Rows with columns, nothing matching unless there are ids."""
+    def similarity(self, rows: Tensor, cols: Tensor, *ids: Tensor) -> Similarity:
+        """Return the similarity of rows with columns; without ids there are no positives."""
         if not ids:
             ids = torch.arange(len(rows) + len(cols), device=rows.device).split((len(rows), len(cols)))
         return Similarity(rows, cols, *ids, normalize=self.normalize, engine=self.engine)  # type: ignore[arg-type]
 
     def queries(self, side: int) -> Similarity:
-        """Own images with all texts, or (1) own texts with all images."""
-        return self.beside(self.own[side], self.every[1 - side], self.ids[side], self.every_ids[1 - side])
+        """Return the similarity of own images with all texts (``side`` 0), or of own texts with all images (1)."""
+        return self.similarity(self.own[side], self.every[1 - side], self.ids[side], self.every_ids[1 - side])
 
 
 def _numbered(ids: Tensor, images: int, first: int) -> Tensor:
-    """Return numbers of own images as those among the images of all; -1 for what is the number of none."""
+    """Return numbers of own images as numbers among the images of all processes; -1 for those out of range."""
     return torch.where((ids >= 0) & (ids < images), ids + first, -1)
 
 
 def agree(x: Tensor) -> None:
-    """Raise a ValueError in every process if the ``x`` of some has another type or shape than in others.
+    """Raise a ValueError in every process if the dtype or shape of ``x`` differs between processes.
 
-    Gathered as they are, bits of one type would be read as another's, and a longer batch would end or hang the job.
+    Gathered unchecked, the bits of one dtype would be read as another, and a longer batch would crash or hang the job.
     """
     if world_size() == 1:
         return
-    # A last batch differs when all before it did not, so each is compared. Processes that only have NCCL wait for
-    # their device to do it; with "cpu:gloo,cuda:nccl", which init_process_group() takes by itself, the hosts talk.
+    # Every batch is compared, since a last one may be the first to differ. With NCCL alone that synchronises with the
+    # device; with "cpu:gloo,cuda:nccl", the default of init_process_group(), only the hosts communicate.
     device = "cpu" if "cpu:" in str(dist.get_backend_config()) else x.device
     shape = [*x.shape, *[-1] * _DIMS][:_DIMS]
     own = torch.tensor([[_DTYPES.index(x.dtype), *shape]], device=device)
@@ -202,13 +202,13 @@ def agree(x: Tensor) -> None:
 
 
 def gather(x: Tensor) -> Tensor:
-    """``x`` (B, ...) of all processes in the order of their ranks, (world * B, ...), with its gradient.
+    """Return the (world * B, ...) concatenation of ``x`` (B, ...) from all processes by rank, with its gradient.
 
-    Each process may then compute the loss of the whole batch. Its gradient comes back summed over the processes, which
-    ``DistributedDataParallel`` divides by their number: what it leaves is the gradient of one process with the whole
-    batch. Without it, average the gradients of the parameters yourself.
+    Each process may then compute the loss of the whole batch. The gradient of ``x`` is summed over the processes, and
+    ``DistributedDataParallel`` divides that of the parameters by their number: the result is the gradient of a single
+    process with the whole batch. Without DistributedDataParallel, average the gradients of the parameters yourself.
 
-    Without a process group, or alone in it, ``x`` itself.
+    With a single process, return ``x`` itself.
 
     Raises:
         ValueError: in every process, if types or shapes differ between them.
@@ -234,13 +234,14 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_ids(ids: Tensor | None, images: int) -> Tensor | None:
-    """Return the ids of all processes as int64; other types than integers are left to later checks.
+    """Return the ids of all processes as int64; later checks report dtypes that are not integers.
 
-    ``images``: 0, or how many there are in a process where ids number its own: another number stays that of none.
+    ``images``: if the ids are numbers of the process's own images, how many it has, else 0. Numbers out of range match
+    no image.
     """
     if ids is None or world_size() == 1:
         return ids
     if not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
-        ids = ids.long()  # small types could not hold the numbers of all
+        ids = ids.long()  # small dtypes could overflow with the numbers of all images
     agree(ids)
     return gather_rows(_numbered(ids, images, dist.get_rank() * images) if images else ids)

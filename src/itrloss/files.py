@@ -1,7 +1,7 @@
-"""Score matrices, embeddings and ids from the files that people have: ``.npy``, ``.npz``, ``.pt`` and pickles.
+"""Reading score matrices, embeddings and ids from ``.npy``, ``.npz``, ``.pt`` and pickle files; safe writing.
 
-Nothing in a file is ever executed. Of pickles, such as VSE code bases save, only NumPy arrays, numbers, strings and
-containers of them are understood, and ``.pt`` files are read with ``weights_only=True``.
+Nothing in a file is ever executed. From pickles, such as VSE code bases save, only NumPy arrays, numbers, strings and
+containers of them are read; ``.pt`` files are read with ``weights_only=True``.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 
 _LONGEST_HEADER = 2**16
-_ENCODING = "latin1"  # of bytes in old protocols
+_ENCODING = "latin1"  # of bytes in old pickle protocols
 
 
 def read_matrix(path: str | Path, key: str | None = None) -> Tensor:
-    """The (N, M) matrix in a file, floating point; an ``.npy`` file stays on disk, its pages are read as they are used.
+    """Return the (N, M) floating-point matrix in a file; an ``.npy`` file is memory-mapped, so pages load on use.
 
     Args:
         path: ``.npy``, ``.npz``, ``.pt``/``.pth``, ``.pkl``/``.pickle``, or ``.npy`` with a pickled dictionary in it.
-        key: the entry, where a file has several. By default ``sims``, or the only one.
+        key: the entry, if the file has several. By default ``sims``, or the only one.
 
     Raises:
         ValueError: naming the file and what was expected.
@@ -45,12 +45,12 @@ def read_matrix(path: str | Path, key: str | None = None) -> Tensor:
 
 
 def read_ids(path: str | Path, key: str | None = None) -> Tensor:
-    """(N,) int64 ids: a text file with an integer a line, or any of the formats of :func:`read_matrix`."""
+    """Return (N,) int64 ids from a text file with one integer per line, or any format of :func:`read_matrix`."""
     path = Path(path)
     if path.suffix == ".txt":
         try:
             return torch.tensor([int(x) for x in path.read_text(encoding="utf-8").split()], dtype=torch.int64)
-        except (OverflowError, RuntimeError, ValueError):  # the second: more than 64 bits
+        except (OverflowError, RuntimeError, ValueError):  # RuntimeError: more than 64 bits
             raise ValueError(f"{path}: expected one integer a line") from None
     array = _tensor(path, _chosen(path, _read(path), key))
     if array.ndim != 1 or array.is_floating_point() or array.is_complex() or array.dtype == torch.bool:
@@ -59,7 +59,7 @@ def read_ids(path: str | Path, key: str | None = None) -> Tensor:
 
 
 def read_lines(path: str | Path) -> list[str]:
-    """The lines of a text file; what else Unicode takes for the end of a line is left in them."""
+    """Return the lines of a text file, split at newlines only: other Unicode line separators stay in them."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -69,10 +69,10 @@ def read_lines(path: str | Path) -> list[str]:
 
 @contextlib.contextmanager
 def written(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
-    """A file to write, which takes its place only when it is complete; where that fails, nothing is left behind.
+    """Return a context with a temporary file to write, which replaces ``path`` when complete, or is removed on error.
 
-    A link stays, and the file it leads to is replaced. A device or a pipe, such as ``/dev/stdout``, is written to as it
-    is; in binary mode, in which archives are written that seek, it is refused.
+    The target of a symbolic link is replaced, not the link. A device or a pipe, such as ``/dev/stdout``, is written to
+    directly; in binary mode, whose archives need to seek, it is refused.
     """
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
@@ -87,7 +87,7 @@ def written(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
             yield file
         mask = os.umask(0)
         os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)  # as any other new file
+        os.chmod(name, 0o666 & ~mask)  # the permissions of any new file; mkstemp's are 0600
         os.replace(name, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -115,19 +115,19 @@ def _read(path: Path) -> Any:
     except MemoryError:
         raise ValueError(f"{path}: speaks of more data than there is memory; damaged?") from None
     except Exception as error:
-        said = " ".join(str(error).split())
-        raise ValueError(f"{path}: not a readable {path.suffix} file: {said[:200] or type(error).__name__}") from None
+        text = " ".join(str(error).split())
+        raise ValueError(f"{path}: not a readable {path.suffix} file: {text[:200] or type(error).__name__}") from None
 
 
 def _read_npy(path: Path) -> Any:
     with open(path, "rb") as file:
         if _header(file)[1].hasobject:  # np.save of a dictionary
             return _unpickled(file)
-    return np.load(path, mmap_mode="c")  # which refuses a file that is shorter than its header says
+    return np.load(path, mmap_mode="c")  # raises an error if the file is shorter than its header says
 
 
 def _header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and type of an array in NumPy's format; its data are next in the file."""
+    """Return shape and dtype of an array in NumPy's format; the file is then at the start of its data."""
     version = np.lib.format.read_magic(file)
     if version not in ((1, 0), (2, 0)):
         raise ValueError(f"version {version} of the format is not known")
@@ -167,7 +167,7 @@ def _read_npz(path: Path) -> dict[str, Any]:
 def _read_torch(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError):  # whose messages advise to trust the file
+    except (pickle.UnpicklingError, RuntimeError):  # torch's message would advise to trust the file
         raise ValueError("damaged, or more in it than tensors and containers of them") from None
 
 
@@ -177,7 +177,7 @@ def _read_pickle(path: Path) -> Any:
 
 
 class _Type:
-    """Stands for ``numpy.dtype``: a pickle could give a real one flags that have bytes taken for addresses."""
+    """Stands in for ``numpy.dtype``: a pickle could set a real one's flags so that bytes are read as addresses."""
 
     def __init__(self, name: object, *_: object):
         self.name = name
@@ -186,25 +186,25 @@ class _Type:
     def __setstate__(self, state: Any) -> None:
         self.order = state[1]
 
-    def made(self) -> np.dtype:
-        """The real type, where it is one that is read."""
-        found = np.dtype(self.name) if isinstance(self.name, str) else np.dtype("V")
-        if found.kind not in "fiubcSUO":
+    def real(self) -> np.dtype:
+        """Return the NumPy dtype; raise an error unless it is one that is read."""
+        dtype = np.dtype(self.name) if isinstance(self.name, str) else np.dtype("V")
+        if dtype.kind not in "fiubcSUO":
             raise ValueError(f"it has an array of {self.name!r}, which is not read")
-        return found.newbyteorder("=" if self.order == "|" else self.order)
+        return dtype.newbyteorder("=" if self.order == "|" else self.order)
 
 
 class _Array(np.ndarray):
-    """An array whose size, type and data have to agree before NumPy sees them."""
+    """An array whose pickled size, dtype and data are checked before NumPy gets them."""
 
     def __setstate__(self, state: Any) -> None:
         shape, kind, fortran, data = state[-4:]
         if not isinstance(kind, _Type):
             raise ValueError("an array without a type")
-        dtype = kind.made()
+        dtype = kind.real()
         data = list(data) if dtype.hasobject else _as_bytes(data)
         checked: Any = (1, tuple(shape), dtype, bool(fortran), data)
-        super().__setstate__(checked)  # which compares the sizes
+        super().__setstate__(checked)  # NumPy compares the sizes
 
 
 def _reconstruct(*_: object) -> _Array:
@@ -233,8 +233,8 @@ def _encode(text: str, encoding: str) -> bytes:
     return text.encode(_ENCODING)
 
 
-# What pickled arrays refer to, and what they get instead; NumPy 2 has moved its module.
-_INSTEAD: dict[tuple[str, str], Any] = {
+# The names that pickled arrays refer to, and their replacements here; NumPy 2 moved the module.
+_REPLACED: dict[tuple[str, str], Any] = {
     (f"numpy.{core}.{module}", name): ours
     for core in ("core", "_core")
     for module, name, ours in (
@@ -249,16 +249,16 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined]
     """Python's own, not the one in C, which allocates gigabytes for a memo's index that 20 bytes can name."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _INSTEAD:
+        if (module, name) not in _REPLACED:
             raise ValueError(f"it asks for {module}.{name}, which is not read")
-        return _INSTEAD[module, name]
+        return _REPLACED[module, name]
 
 
 def _unpickled(file: IO[bytes]) -> Any:
-    found = _Unpickler(file, encoding=_ENCODING).load()  # as written by Python 2, too
-    if isinstance(found, np.ndarray) and found.dtype.hasobject and found.size == 1:  # once: it may hold itself
-        found = found.item()
-    return found
+    value = _Unpickler(file, encoding=_ENCODING).load()  # as written by Python 2, too
+    if isinstance(value, np.ndarray) and value.dtype.hasobject and value.size == 1:  # once: it may contain itself
+        value = value.item()
+    return value
 
 
 def _loaded(x: Any) -> Any:
@@ -271,19 +271,21 @@ def _loaded(x: Any) -> Any:
         raise ValueError(f"{x.path}: not a readable .npz file: {error}") from None
 
 
-def _chosen(path: str | Path, found: Any, key: str | None) -> Any:
-    """The array, of a file that may have several."""
-    if not isinstance(found, dict):
+def _chosen(path: str | Path, content: Any, key: str | None) -> Any:
+    """Return the array named ``key`` of a file's content, or by default ``sims`` or the only one."""
+    if not isinstance(content, dict):
         if key is not None:
-            raise ValueError(f"{path}: expected entries with names, among them {key!r}; got {type(found).__name__}")
-        return found
-    names = [name for name, value in found.items() if isinstance(value, np.ndarray | Tensor | _Archived) and value.ndim]
+            raise ValueError(f"{path}: expected entries with names, among them {key!r}; got {type(content).__name__}")
+        return content
+    names = [
+        name for name, value in content.items() if isinstance(value, np.ndarray | Tensor | _Archived) and value.ndim
+    ]
     if key is None:
         key = "sims" if "sims" in names else names[0] if len(names) == 1 else None
     if key not in names:
-        wanted = "one array, or one of the name sims" if key is None else f"an array of the name {key!r}"
-        raise ValueError(f"{path}: expected {wanted}; it has {', '.join(map(str, names)) or 'none'}")
-    array, count = _loaded(found[key]), _loaded(found.get("npts"))
+        expected = "one array, or one of the name sims" if key is None else f"an array of the name {key!r}"
+        raise ValueError(f"{path}: expected {expected}; it has {', '.join(map(str, names)) or 'none'}")
+    array, count = _loaded(content[key]), _loaded(content.get("npts"))
     if isinstance(count, (int, np.integer)) and array.ndim == 2 and count not in (array.shape[0], array.shape[1]):
         raise ValueError(f"{path}: says npts = {count}, but {key} has shape {tuple(array.shape)}")
     return array

@@ -1,6 +1,6 @@
 """One pure function per equation, of a :class:`itrloss.Similarity` or of :class:`itrloss.Anchors`.
 
-The equation of a loss, and what its options mean, stand at the class that is named with the function.
+The class that each function refers to documents the equation and the options.
 
 Losses share one reduction: ``"mean"`` is the mean over the image anchors plus the mean over the text anchors,
 ``"sum"`` the sum over all anchors, and ``"none"`` the pair of per-anchor values ``(rows (N,), columns (M,))``. An
@@ -62,7 +62,7 @@ def std_diversity(sim: Anchors, epsilon: float = 0.1) -> Tensor:
 
     ``SD_i`` is the population standard deviation of ``{S_ij : j negative}``, at least 1e-6. A low score means that the
     negatives are all equally far away. It lies in (½, 1], and is 1 for the most diverse row. Differentiable.
-    ``sim.T`` gives the columns' scores, ``sim.both`` those of both, each with a maximum of its own.
+    For the columns pass ``sim.T``; for both ``sim.both``, where each side is divided by its own maximum.
     """
     return _diversity(sim, "std", epsilon)
 
@@ -70,8 +70,8 @@ def std_diversity(sim: Anchors, epsilon: float = 0.1) -> Tensor:
 def entropy_diversity(sim: Anchors, epsilon: float = 0.1, temperature: float = 1.0) -> Tensor:
     r"""Return the (N,) diversity of each row's negatives by the entropy of its similarities (CODER supplement, Eq. 8).
 
-    The map of :func:`std_diversity` applied to ``H_i = -sum_{j negative} P_ij log2 P_ij``, where ``P_i`` is the softmax
-    of ``S_i / temperature`` over all candidates. In (½, 1]. Differentiable.
+    The formula of :func:`std_diversity` with ``H_i = -sum_{j negative} P_ij log2 P_ij`` in place of ``SD_i``, where
+    ``P_i`` is the softmax of ``S_i / temperature`` over all candidates. In (½, 1]. Differentiable.
 
     Warning:
         At temperature 1 cosines hardly differ: with 128 candidates H is within about 2 % of log2 128 for every row and
@@ -115,8 +115,8 @@ def diversity_contrastive_loss(
 ) -> Any:
     """Return the diversity-sensitive contrastive loss, DCL; see :class:`itrloss.DiversityContrastiveLoss`.
 
-    A tensor (A,) for ``diversity`` holds scores of your own. ``positives``: the same anchors with the candidates that
-    their positives are among, instead of those of the negatives.
+    A tensor (A,) for ``diversity`` holds diversity scores of your own. ``positives``: the same anchors with other
+    candidates, from which the positives are taken, while the negatives come from ``sim``.
     """
     anchors = _both(sim)
     if positive not in _TERMS:
@@ -163,8 +163,8 @@ def memory_diversity_contrastive_loss(
         if diversity_from == "both":
             scores = 0.5 * (scores + _diversity(sims.memory, *options))
     positives = sims.keys if positive_from == "key" else sims.batch.both
-    given: dict[str, Any] = {"positive_weight": positive_weight, "positive": positive, "reduction": reduction}
-    return diversity_contrastive_loss(sims.memory, temperature, margin, scores, **given, positives=positives)
+    settings: dict[str, Any] = {"positive_weight": positive_weight, "positive": positive, "reduction": reduction}
+    return diversity_contrastive_loss(sims.memory, temperature, margin, scores, **settings, positives=positives)
 
 
 def hubness_aware_loss(
@@ -178,9 +178,9 @@ def hubness_aware_loss(
 ) -> Any:
     """Return the hubness-aware loss, HAL; see :class:`itrloss.HubnessAwareLoss`.
 
-    With ``reduction="none"`` each direction carries one half of the positive term. ``positives``: the same anchors with
-    the candidates that their positives are among; then the mean of ``log(1 + S)`` over them is each anchor's own, as in
-    a memory's terms of :class:`itrloss.UnifiedTrainingObjective`.
+    With ``reduction="none"`` each direction has one half of the positive term. ``positives``: the same anchors with
+    other candidates, from which the positives are taken. Then the mean of ``log(1 + S)`` is over each anchor's own
+    positives, as in the memory's terms of :class:`itrloss.UnifiedTrainingObjective`.
     """
     anchors = _both(sim)
     if positive not in _TERMS:
@@ -223,11 +223,11 @@ def unified_training_objective(
 def info_nce_loss(sim: Anchors, temperature: float | Tensor = 0.07, reduction: Reduction = "mean") -> Any:
     """Return InfoNCE in both directions, with any number of positives; see :class:`itrloss.InfoNCELoss`.
 
-    The ``temperature`` is a number or a tensor of one value, which gets its gradient.
+    The ``temperature`` is a number or a tensor of one value, which gets a gradient.
     """
     anchors = _both(sim)
     if isinstance(temperature, Tensor):
-        temperature = temperature.to(anchors.dtype)  # its reciprocal in half precision would be far off
+        temperature = temperature.to(anchors.dtype)  # in half precision its reciprocal would be inaccurate
     scale = 1 / temperature
     loss = anchors.mean_of_positives(negative_log_likelihood, anchors.logsumexp(scale), scale)
     return anchors.reduce(loss, reduction)
@@ -238,7 +238,7 @@ def sigmoid_loss(
 ) -> Any:
     """Return the sigmoid loss, SigLIP; see :class:`itrloss.SigmoidLoss`.
 
-    ``scale`` and ``bias`` are numbers or tensors of one value, which get their gradients.
+    ``scale`` and ``bias`` are numbers or tensors of one value, which get gradients.
     """
     if not isinstance(sim, Similarity):
         _refuse("sim", sim, "a Similarity")
@@ -246,7 +246,7 @@ def sigmoid_loss(
     for name, x in (("scale", scale), ("bias", bias)):
         if isinstance(x, Tensor) and x.numel() != 1:
             raise ValueError(f"{name}: expected a number or a tensor of one value, got shape {tuple(x.shape)}")
-    # Each pair is visited once, from its row; for the values of both sides, from both.
+    # A sum over the rows has each pair once; per-anchor values need the columns, too.
     anchors = sim.both if reduction == "none" else sim
     values = anchors.sum(softplus, scale, bias) + anchors.sum_of_positives(softplus, -scale, -bias)
     if reduction == "none":
@@ -276,13 +276,13 @@ def prototype_classification_loss(
 ) -> Any:
     """Return prototype-guided classification, PGC; see :class:`itrloss.PrototypeClassificationLoss`.
 
-    The classes are columns like any others: where the (2 B, K) logits are large, they are never all there.
+    The classes are the columns of a Similarity: where the (2 B, K) logits are large, they are never all in memory.
 
     Args:
         image_concepts, text_concepts: (B, F) embeddings v and w, row i of one belonging to row i of the other; taken as
             they are.
         weight: (K, F) the classifier P.
-        prototype_ids: (B,) integers z in [0, K). Out of range they are refused on the CPU, and undefined elsewhere.
+        prototype_ids: (B,) integers z in [0, K). Others raise an error on the CPU; elsewhere the result is undefined.
         reduction: ``"mean"`` over the batch, ``"sum"``, or ``"none"`` for the values (B,) of images and of texts.
         engine: see :class:`itrloss.Similarity`.
 
@@ -302,7 +302,7 @@ def prototype_classification_loss(
     if host_may_read(ids) and not 0 <= int(ids.amin()) <= int(ids.amax()) < classes:
         got = f"{int(ids.amin())} to {int(ids.amax())}"
         raise ValueError(f"prototype_ids: expected integers from 0 to {classes - 1}, got {got}")
-    dtype = torch.promote_types(image_concepts.dtype, torch.float32)  # autocast does not join two half types
+    dtype = torch.promote_types(image_concepts.dtype, torch.float32)  # autocast cannot concatenate float16 and bfloat16
     both = torch.cat([image_concepts.to(dtype), text_concepts.to(dtype)])
     labels = ids.repeat(2), torch.arange(classes, device=ids.device)
     logits = Similarity(both, weight, *labels, normalize=False, engine=engine)
@@ -315,8 +315,8 @@ def prototype_classification_loss(
 # ----------------------------------------------------------------------------------------------------- shared
 
 
-def _refuse(name: str, x: object, wanted: str) -> NoReturn:
-    raise TypeError(f"{name}: expected {wanted} (the classes in itrloss take tensors), got {type(x).__name__}")
+def _refuse(name: str, x: object, expected: str) -> NoReturn:
+    raise TypeError(f"{name}: expected {expected} (the classes in itrloss take tensors), got {type(x).__name__}")
 
 
 def _both(sim: Anchors) -> Anchors:

@@ -1,4 +1,4 @@
-"""A training step on a large batch that holds the graph of one chunk of it at a time."""
+"""A training step on a large batch that holds the autograd graph of one chunk at a time."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ def grad_cache_step(
     scaler: Any = None,
     **loss_kwargs: Any,
 ) -> Any:
-    """Forward and backward of ``loss(encoders[0](inputs[0]), encoders[1](inputs[1]), ..., **loss_kwargs)``.
+    """Run forward and backward of ``loss(encoders[0](inputs[0]), encoders[1](inputs[1]), ..., **loss_kwargs)``.
 
     The loss sees the whole batch, the encoders ``chunk_size`` rows of it at a time (GradCache: Gao et al., *Scaling
     Deep Contrastive Learning Batch Size under Memory Limited Setup*, 2021). Chunks are first encoded without a graph;
-    the loss of all embeddings, computed once, gives their gradients; then each chunk is encoded again and its
-    gradient sent through. Held are the embeddings, their gradients, and the graph of either the loss or one chunk.
+    the loss of all embeddings, computed once, gives their gradients; then each chunk is encoded again and its gradient
+    backpropagated. Memory holds the embeddings, their gradients, and the graph of either the loss or one chunk.
 
     Gradients are added to ``.grad``, of the loss's own parameters too. They are those of the whole batch up to
     rounding, provided that an encoder's output for a row does not depend on other rows (with BatchNorm it depends on
     the chunk's). The second encoding repeats the first: the global random states of PyTorch (CPU, CUDA, MPS), NumPy
-    and Python are put back for it, as are the buffers of encoders that are modules or methods of modules. In the end
-    all of these are as encoding each chunk once leaves them. It may be called under ``torch.autocast``: the backward
-    passes run outside of it.
+    and Python are restored for it, as are the buffers of encoders that are modules or methods of modules. At the end
+    all of these are as if each chunk had been encoded once. The function may be called under ``torch.autocast``; its
+    backward passes run outside of it.
 
     An encoder with ``no_sync``, as ``DistributedDataParallel`` has it, synchronises once, with its last chunk. A
     module without anything to train is run once.
 
     Args:
-        loss: takes one argument an encoder: what the encoder returned, for the whole batch. Returns a scalar, or a
+        loss: takes one argument per encoder: what the encoder returned, for the whole batch. Returns a scalar, or a
             tuple or list with the scalar first.
         encoders: callables; each returns a (B, ...) tensor or a tuple of them, whose row i belongs to row i of its
             input.
-        inputs: one an encoder: a (B, ...) tensor, a tuple of them (passed on as arguments) or a dict of them
+        inputs: one per encoder: a (B, ...) tensor, a tuple of them (passed on as arguments) or a dict of them
             (passed on by name). B may differ between encoders.
         chunk_size: rows that an encoder gets at once; the last chunk may have fewer.
         scaler: a ``torch.amp.GradScaler``, for the scalar. What is returned is not scaled.
@@ -73,7 +73,7 @@ def grad_cache_step(
             parts[i].append(_encode(i, encoders[i], inputs[i], rows))
         embeddings = [_joined(i, part) for i, part in enumerate(parts)]
     del parts
-    torch.clear_autocast_cache()  # older PyTorch (2.8) would go on with weights that were cast without a graph
+    torch.clear_autocast_cache()  # older PyTorch (2.8) would reuse weights that were cast under no_grad
 
     leaves = [[e.requires_grad_(e.is_floating_point()) for e in tree_leaves(embedding)] for embedding in embeddings]
     result = loss(*embeddings, **loss_kwargs)
@@ -87,30 +87,30 @@ def grad_cache_step(
     again = [t for t, (i, _) in enumerate(chunks) if any(g is not None for g in gradients[i])]
     last = {id(encoders[chunks[t][0]]): t for t in again}  # one encoder may serve several inputs
     frozen = set()
-    _put_back(start)
+    _restore(start)
     for t in again:
         i, rows = chunks[t]
         if i in frozen:
             continue
-        _put_back(states[t])
+        _restore(states[t])
         no_sync = getattr(encoders[i], "no_sync", nullcontext)
         with nullcontext() if last[id(encoders[i])] == t else no_sync():
             if not _replay(i, encoders[i], inputs[i], rows, gradients[i]) and _untrained(owners[i]):
                 frozen.add(i)
-    _put_back(end)
+    _restore(end)
     return result
 
 
 def _owner(encoder: Any) -> Any:
-    """The module whose method an encoder is, or itself."""
+    """Return the module whose method an encoder is, or the encoder itself."""
     while isinstance(encoder, partial):
         encoder = encoder.func
     return getattr(encoder, "__self__", encoder)
 
 
-def _encode(i: int, encoder: Any, given: Any, rows: slice) -> Any:
-    """What an encoder returns for some rows of its input."""
-    chunk: Any = tree_map(lambda x: x[rows].clone(), given)  # an encoder may write to it
+def _encode(i: int, encoder: Any, inputs: Any, rows: slice) -> Any:
+    """Return what an encoder returns for some rows of its input, checked."""
+    chunk: Any = tree_map(lambda x: x[rows].clone(), inputs)  # an encoder may write to it
     size = len(tree_leaves(chunk)[0])
     if isinstance(chunk, dict):
         output = encoder(**chunk)
@@ -125,7 +125,7 @@ def _encode(i: int, encoder: Any, given: Any, rows: slice) -> Any:
 
 
 def _joined(i: int, parts: list[Any]) -> Any:
-    """Outputs for chunks as one for the batch."""
+    """Return the outputs of all chunks, concatenated."""
     columns = list(zip(*map(tree_leaves, parts), strict=True))
     for column in columns:
         if len({part.shape[1:] for part in column}) > 1:  # such as a padding to the longest text of a chunk
@@ -134,9 +134,9 @@ def _joined(i: int, parts: list[Any]) -> Any:
     return tree_unflatten(map(torch.cat, columns), tree_structure(parts[0]))
 
 
-def _replay(i: int, encoder: Any, given: Any, rows: slice, gradients: list[Tensor | None]) -> bool:
-    """Send a chunk's gradients through its graph, which is gone on return. False if nothing asks for them."""
-    outputs = tree_leaves(_encode(i, encoder, given, rows))
+def _replay(i: int, encoder: Any, inputs: Any, rows: slice, gradients: list[Tensor | None]) -> bool:
+    """Encode a chunk again and backpropagate its gradients. Return False if no output requires a gradient."""
+    outputs = tree_leaves(_encode(i, encoder, inputs, rows))
     pairs = [(e, g[rows]) for e, g in zip(outputs, gradients, strict=True) if g is not None and e.requires_grad]
     if pairs:
         _backward([e for e, _ in pairs], [g for _, g in pairs])
@@ -144,12 +144,15 @@ def _replay(i: int, encoder: Any, given: Any, rows: slice, gradients: list[Tenso
 
 
 def _untrained(owner: Any) -> bool:
-    """Asked beside the outputs: what a module trains may be held elsewhere, or be left out of a chunk at random."""
+    """Return whether an encoder is a module without trainable parameters.
+
+    Outputs alone do not tell: a module may train parameters that it does not own, or skip some at random in a chunk.
+    """
     return isinstance(owner, nn.Module) and not any(p.requires_grad for p in owner.parameters())
 
 
 def _backward(tensors: list[Tensor], gradients: list[Tensor] | None) -> None:
-    """Outside of autocast, which would round the products of a backward pass whose forward pass opted out of it."""
+    """Run backward outside of autocast, which would run products in half precision where forward opted out of it."""
     with ExitStack() as stack:
         for kind in {"cpu", *(x.device.type for x in tensors)}:
             stack.enter_context(torch.autocast(kind, enabled=False))
@@ -157,7 +160,7 @@ def _backward(tensors: list[Tensor], gradients: list[Tensor] | None) -> None:
 
 
 def _state(modules: Iterable[nn.Module] = ()) -> list[tuple[Callable[[Any], Any], Any]]:
-    """All that a forward pass may change, random states and the modules' buffers: what puts it back, and the value."""
+    """Return all that a forward pass may change, random states and buffers: functions to restore it, and values."""
     saved: list[tuple[Callable[[Any], Any], Any]] = [
         (torch.set_rng_state, torch.get_rng_state()),
         (np.random.set_state, np.random.get_state()),
@@ -169,24 +172,24 @@ def _state(modules: Iterable[nn.Module] = ()) -> list[tuple[Callable[[Any], Any]
         saved.append((torch.mps.set_rng_state, torch.mps.get_rng_state()))
     for module in modules:
         for name, buffer in module.named_buffers(recurse=False):
-            saved.append((partial(_put_buffer, module, name, buffer), buffer.detach().clone()))
+            saved.append((partial(_restore_buffer, module, name, buffer), buffer.detach().clone()))
     return saved
 
 
-def _put_buffer(module: nn.Module, name: str, buffer: Tensor, value: Tensor) -> None:
-    """Through ``data``: most buffers never change, and other graphs that keep them must not be told that they did."""
+def _restore_buffer(module: nn.Module, name: str, buffer: Tensor, value: Tensor) -> None:
+    """Restore a buffer through ``data``, which keeps its version counter: other graphs may have saved the buffer."""
     if all(stride or size == 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
         buffer.data.copy_(value)  # an expanded one cannot have been written to
     setattr(module, name, buffer)
 
 
-def _put_back(saved: list[tuple[Callable[[Any], Any], Any]]) -> None:
-    for put, value in saved:
-        put(value)
+def _restore(saved: list[tuple[Callable[[Any], Any], Any]]) -> None:
+    for restore, value in saved:
+        restore(value)
 
 
 def _scalar_of(result: Any) -> Tensor:
-    """What is differentiated of what the loss returned."""
+    """Return the scalar tensor in what the loss returned."""
     total = result[0] if isinstance(result, (tuple, list)) else result
     if not isinstance(total, Tensor):
         raise TypeError(f"loss: expected it to return a scalar tensor, or that first, got {type(total).__name__}")
@@ -196,7 +199,7 @@ def _scalar_of(result: Any) -> Tensor:
 
 
 def _checked_sizes(encoders: Any, inputs: Any, chunk_size: Any) -> list[int]:
-    """The batch size of each input."""
+    """Return the batch size of each input; raise an error for wrong arguments."""
     for name, x in (("encoders", encoders), ("inputs", inputs)):
         if not isinstance(x, (tuple, list)):
             raise TypeError(f"{name}: expected a tuple or list, one for each of the loss, got {type(x).__name__}")
@@ -204,12 +207,12 @@ def _checked_sizes(encoders: Any, inputs: Any, chunk_size: Any) -> list[int]:
         raise ValueError(f"inputs: expected one for each of {len(encoders)} encoders, at least one, got {len(inputs)}")
     check_size("chunk_size", chunk_size)
     sizes = []
-    for i, given in enumerate(inputs):
-        tensors = tree_leaves(given)
+    for i, encoder_inputs in enumerate(inputs):
+        tensors = tree_leaves(encoder_inputs)
         for x in tensors:
             if not isinstance(x, Tensor):
-                wanted = "a tensor, or a tuple or dict of tensors"
-                raise TypeError(f"inputs[{i}]: expected {wanted}, got {type(x).__name__}")
+                expected = "a tensor, or a tuple or dict of tensors"
+                raise TypeError(f"inputs[{i}]: expected {expected}, got {type(x).__name__}")
             if x.grad_fn is not None:
                 raise ValueError(f"inputs[{i}]: expected tensors without a graph, got one with {x.grad_fn.name()}")
         shapes = [tuple(x.shape) for x in tensors]

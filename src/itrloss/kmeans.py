@@ -17,7 +17,7 @@ from .similarity import Engine, Similarity
 __all__ = ["OnlineKMeans"]
 
 _NEVER = torch.iinfo(torch.int64).min // 2
-_SERVED = 1 - 1e-5  # a cosine beyond which a point needs no centroid of its own
+_CLOSE = 1 - 1e-5  # a point with a higher cosine to its centroid never seeds a cluster
 
 
 class OnlineKMeans(WholeState):
@@ -28,29 +28,29 @@ class OnlineKMeans(WholeState):
     .. math:: c_k \leftarrow \frac{n_k c_k + \sum_{x \in k} x}{\lVert n_k c_k + \sum_{x \in k} x \rVert}, \qquad
               n_k \leftarrow n_k + |\{x \in k\}|
 
-    Clusters begin empty. An empty one is seeded with a point of the batch that no centroid is near to, the worst served
-    first (of a first batch of more points than clusters, the first points), and so is one that got no point while
-    ``patience`` points per cluster came by. There is no randomness; in a ``torch.distributed`` job
-    every process sees the points of all, so that centroids are the same everywhere (batches must be of one size
-    then). The points' mean cosine with their centroids never falls by an update with them.
+    Clusters begin empty. An empty one is seeded with a point of the batch that is far from all centroids, the farthest
+    first (in a first batch of more points than clusters, the first points). So is a cluster that got no point while
+    ``patience`` points per cluster were seen. There is no randomness. In a ``torch.distributed`` job every process sees
+    the points of all, so that centroids are the same everywhere; batches must be of one size then. An update never
+    lowers the mean cosine of its points with their centroids.
 
-    No (B, clusters) matrix is held where that is large, and nothing here waits for an accelerator.
+    No (B, clusters) matrix is held where that is large, and no update synchronises with an accelerator.
 
     Args:
         clusters: K.
         dim: D of the points.
-        max_count: of a cluster, for its step ``1 / n_k``: a centroid then keeps following embeddings that drift with
-            training. None: counts grow without bound.
-        patience: see above, above 0. A cluster of average size is reseeded by mistake with probability
+        max_count: upper bound of n_k in the step size ``1 / n_k``: a centroid then keeps following embeddings that
+            drift with training. None: counts grow without bound.
+        patience: see above; greater than 0. A cluster of average size is reseeded by mistake with probability
             ``exp(-patience)``.
-        engine: that finds the nearest centroids, see :class:`itrloss.Similarity`.
+        engine: of the search for the nearest centroids, see :class:`itrloss.Similarity`.
 
     Attributes:
-        centroids: (clusters, dim) of unit length, zeros where a cluster is empty; float32, whatever type the module is
-            moved to, for small steps would be lost in half precision.
+        centroids: (clusters, dim) of unit length, zeros where a cluster is empty. They stay float32 when the module is
+            cast, as half precision would lose small steps.
         counts: (clusters,) int64 n.
-        reseeded: (clusters,) bool, whose centroid the last update replaced by a point: what a classifier learnt of such
-            a cluster is void, see :meth:`itrloss.PrototypeClassificationLoss.reset`.
+        reseeded: (clusters,) bool, the clusters whose centroid the last update replaced by a point. What a classifier
+            learnt about them is void, see :meth:`itrloss.PrototypeClassificationLoss.reset`.
 
     ``state_dict`` holds all of it, so that a resumed run continues bit for bit.
     """
@@ -87,16 +87,16 @@ class OnlineKMeans(WholeState):
 
     @property
     def clusters(self) -> int:
-        """K."""
+        """The number of clusters, K."""
         return self.centroids.shape[0]
 
     @property
     def dim(self) -> int:
-        """D of the points."""
+        """The dimension of the points, D."""
         return self.centroids.shape[1]
 
     def __len__(self) -> int:
-        """Number of clusters that are not empty."""
+        """Return the number of clusters that are not empty. Synchronises with an accelerator."""
         return int((self.last != _NEVER).sum())
 
     def __bool__(self) -> bool:
@@ -104,13 +104,14 @@ class OnlineKMeans(WholeState):
 
     @torch.no_grad()
     def predict(self, x: Tensor) -> Tensor:
-        """Return the cluster of each point, (B,) int64.
+        """Return the (B,) int64 clusters of the points.
 
         Args:
             x: (B, dim) floating point, of any length. Vectors of length 0 belong to the first cluster.
 
         Raises:
-            RuntimeError: before the first update, on the CPU. An accelerator is not waited for and gives 0.
+            RuntimeError: before the first update, on the CPU. On an accelerator, where the check would synchronise, all
+                clusters are 0 then.
         """
         self._check(x)
         if host_may_read(x) and not len(self):
@@ -125,8 +126,8 @@ class OnlineKMeans(WholeState):
             x: (B, dim) floating point of any length; no gradient goes through it.
 
         Returns:
-            (B,) int64: the cluster of each point, a new one for a point that seeded it. A point that is not finite is
-            taken for zero.
+            (B,) int64: the cluster of each point, for a seed the cluster that it seeded. Points that are not finite
+            count as zero.
         """
         self._check(x)
         here, points = x.shape[0], gather_rows(x.detach())
@@ -138,13 +139,13 @@ class OnlineKMeans(WholeState):
 
     @torch.no_grad()
     def fit(self, x: Tensor, iterations: int = 20) -> Tensor:
-        """Refit to a whole data set, starting from the centroids there are (Lloyd's algorithm).
+        """Refit to a whole data set, starting from the current centroids (Lloyd's algorithm).
 
-        Counts begin anew. Between iterations the host waits for the assignment, to stop where it does not change.
+        Counts begin anew. Each iteration synchronises with an accelerator, to stop when no assignment changes.
 
         Args:
             x: (B, dim) points; in a distributed job all of them on every process.
-            iterations: at most.
+            iterations: the largest number of iterations.
 
         Returns:
             (B,) int64 clusters of the points.
@@ -174,40 +175,40 @@ class OnlineKMeans(WholeState):
             raise ValueError(f"x: expected device {self.centroids.device} like the centroids, got {x.device}")
 
     def _nearest(self, x: Tensor, seeded: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the highest cosine (B,) with a centroid and its index; -1 and 0 while there is none."""
+        """Return the (B,) highest cosines with a centroid and their indices; -1 and 0 while there is none."""
         ids = x.new_zeros(x.shape[0], dtype=torch.int64), torch.where(seeded, 1, IGNORE_ID)
         options: dict[str, Any] = {"normalize": False, "engine": self.engine, "memory_budget": 0}
         best = Similarity(x, self.centroids, *ids, **options).hardest_negatives()
         return best.values.clamp_min(-1), best.indices.clamp_min(0)
 
     def _unit(self, x: Tensor) -> Tensor:
-        """Return unit vectors; what is not finite (an overflow that the optimiser skips) counts as zero."""
+        """Return the unit vectors of x, zeros for points that are not finite (an overflow that the optimiser skips)."""
         x = torch.where(x.isfinite().all(1, keepdim=True), x, 0.0)
         return scaled(x, inverse_norms(x)).to(self.centroids.dtype)
 
     def _step(self, x: Tensor, whole: bool = False) -> Tensor:
-        """Update with all of the points there are in this step, and return their clusters."""
+        """Update with the points of all processes, and return their (B,) clusters; ``whole``: with a whole data set."""
         batch, clusters = x.shape[0], self.clusters
         x = self._unit(x)
         zero = (x == 0).all(1)
         seeded = self.last != _NEVER
-        begins = torch.zeros_like(seeded)
-        if batch > clusters:  # at the very first, points beyond the seeds need something to be near to
-            begins = ~seeded.any() & ~zero[:clusters]
-            self.centroids.copy_(torch.where(begins[:, None], x[:clusters], self.centroids))
-            seeded = seeded | begins
+        first_seeds = torch.zeros_like(seeded)
+        if batch > clusters:  # seed a first batch with its first points, so that the others have a nearest centroid
+            first_seeds = ~seeded.any() & ~zero[:clusters]
+            self.centroids.copy_(torch.where(first_seeds[:, None], x[:clusters], self.centroids))
+            seeded = seeded | first_seeds
         cosines, ids = self._nearest(x, seeded)
         self.seen.add_(batch)
         hit = torch.zeros_like(seeded).index_fill_(0, ids, True) & seeded
-        self.last.copy_(torch.where(hit | begins, self.seen, self.last))
+        self.last.copy_(torch.where(hit | first_seeds, self.seen, self.last))
         patience = 0 if whole else int(self.patience * clusters)
         places = min(batch, clusters)
         # Empty clusters first, in their order; then those that waited longest.
         waited, place = (v[:places] for v in torch.sort(self.seen - self.last, descending=True, stable=True))
-        served, point = (v[:places] for v in torch.sort(cosines.masked_fill(zero, 1.0), stable=True))
-        replaced = (waited > patience) & (served < _SERVED)
+        closeness, point = (v[:places] for v in torch.sort(cosines.masked_fill(zero, 1.0), stable=True))
+        replaced = (waited > patience) & (closeness < _CLOSE)
         ids.index_copy_(0, point, torch.where(replaced, place, ids[point]))
-        self.reseeded.zero_().index_copy_(0, place, replaced).logical_or_(begins)
+        self.reseeded.zero_().index_copy_(0, place, replaced).logical_or_(first_seeds)
         self.counts.masked_fill_(self.reseeded, 0)
         self.last.copy_(torch.where(self.reseeded, self.seen, self.last))
         self._move(x, ids)
@@ -227,7 +228,7 @@ class OnlineKMeans(WholeState):
         self.counts.index_copy_(0, which, self.counts[which] + sizes)
 
     def _apply(self, fn: Any, recurse: bool = True) -> OnlineKMeans:
-        """Move between devices; the type stays."""
+        """Move the module between devices; centroids keep their dtype."""
         before = self.centroids
         super()._apply(fn, recurse)
         if self.centroids.dtype != before.dtype:
@@ -240,10 +241,10 @@ class OnlineKMeans(WholeState):
 
 
 def _cluster_sums(x: Tensor, ids: Tensor, clusters: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (G,) clusters, among them all that got points, with the sum (G, D) and the number (G,) of these.
+    """Return (G,) clusters, among them all that got points, with the sums (G, D) and the numbers (G,) of their points.
 
-    The order of additions is always the same. G is the number of points or of clusters, whichever is less, so that
-    nobody has to wait for it; a cluster that is named twice has the same figures twice.
+    Additions have a fixed order: deterministic. G is the smaller of the numbers of points and of clusters, so that its
+    size does not depend on the data and nothing synchronises. A cluster that occurs twice has the same sums twice.
     """
     batch = torch.arange(x.shape[0], device=x.device)
     ones = x.new_ones(x.shape[0])

@@ -1,4 +1,4 @@
-"""Momentum memories: keys of past batches, as more negatives than a batch can hold."""
+"""Momentum memories: keys of past batches, for more negatives than a batch can hold."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ class CoupledMemory(WholeState):
     """Ring buffers of image keys and of the text keys that belong to them (CODER Sec. 3.2, USER Sec. III-D; MoCo).
 
     Keys are stored at unit length. The memory starts empty and overwrites its oldest entries once it is full. Losses
-    read it as it is, without a copy, so put a batch in *after* its backward pass: where that still needs entries that
-    were overwritten meanwhile, PyTorch refuses it.
+    read the buffers without a copy, so enqueue a batch *after* its backward pass: if backward still needs entries that
+    were overwritten, PyTorch raises an error.
 
-    Entries that do not exist yet have an id that takes part in nothing, and so has a pair with a key that is not finite
-    (an overflow that the optimiser skips).
+    Entries that do not exist yet have the ignored id, which is neither positive nor negative to anything. So has a pair
+    with a key that is not finite (an overflow, whose step the optimiser skips).
 
-    In a ``torch.distributed`` job every process takes in the keys of all of them, so that contents are the same
-    everywhere (but for a random start with another seed); batches must be of one size then. Nothing here synchronises
-    with an accelerator but ``len(memory)``, so that steps may be recorded as CUDA graphs.
+    In a ``torch.distributed`` job every process stores the keys of all of them, so that contents are the same
+    everywhere (except for a random start with another seed); batches must be of one size then. Only ``len(memory)``
+    synchronises with an accelerator, so that steps may be recorded as CUDA graphs.
 
     Args:
         size: number of entries; need not be a multiple of the batch size.
         dim: D of the embeddings.
-        dtype: what keys are stored in; float16 and bfloat16 halve the memory, scores are float32 all the same. A GPU
-            multiplies embeddings of half precision fast only with keys of the same dtype.
+        dtype: of the stored keys. float16 and bfloat16 halve the memory; scores are float32 all the same. A GPU
+            multiplies half-precision embeddings fast only with keys of the same dtype.
         start: ``"empty"``, or ``"random"`` for a full memory of random unit vectors with non-negative coordinates, as
             MoCo-like public codes have it.
 
     Attributes:
         images, texts: (size, dim) unit-length keys.
-        ids: (size,) int64; the least of all where there is no entry.
-        enqueued: () int64, number of entries that were ever put in; the next goes to ``enqueued % size``.
+        ids: (size,) int64; the least int64 where there is no entry.
+        enqueued: () int64, number of entries ever put in; the next goes to ``enqueued % size``.
 
     ``state_dict`` holds all of it, so that a resumed run continues bit for bit.
     """
@@ -64,40 +64,40 @@ class CoupledMemory(WholeState):
         if not dtype.is_floating_point:
             raise TypeError(f"dtype: expected a floating-point type, got {dtype}")
         one_of("start", start, "empty", "random")
-        with torch.inference_mode(False):  # whose tensors could not be written to later
+        with torch.inference_mode(False):  # inference tensors could not be written to later
             for name in ("images", "texts"):
                 keys = torch.zeros(size, dim) if start == "empty" else torch.rand(size, dim)
                 self.register_buffer(name, nn.functional.normalize(keys, dim=1).to(dtype))
             ids = torch.full((size,), IGNORE_ID) if start == "empty" else IGNORE_ID + 1 + torch.arange(size)
             self.register_buffer("ids", ids)
             self.register_buffer("enqueued", torch.tensor(0 if start == "empty" else size))
-        self._labelled: bool | None = None  # whether entries came with ids; None: nothing came yet
+        self._labelled: bool | None = None  # whether entries have ids; None: nothing was enqueued yet
 
     @property
     def size(self) -> int:
-        """Number of entries there is room for."""
+        """The number of entries that the memory can hold."""
         return self.images.shape[0]
 
     @property
     def dim(self) -> int:
-        """D of the embeddings."""
+        """The dimension of the embeddings, D."""
         return self.images.shape[1]
 
     def __len__(self) -> int:
-        """Number of valid entries. Synchronises with an accelerator."""
+        """Return the number of valid entries. Synchronises with an accelerator."""
         return int((self.ids != IGNORE_ID).sum())
 
     def __bool__(self) -> bool:
-        """A memory is there, even while it is empty."""
+        """Return True, even for an empty memory: ``if memory`` asks whether there is one."""
         return True
 
     @torch.no_grad()
     def enqueue(self, image_keys: Tensor, text_keys: Tensor, ids: Tensor | None = None) -> None:
-        """Put in a batch of pairs, in place of the oldest entries.
+        """Store a batch of pairs in place of the oldest entries.
 
         Args:
             image_keys, text_keys: (B, dim) floating point of any length, row i of one belonging to row i of the other.
-                Of more than ``size`` pairs the last stay.
+                If there are more than ``size`` pairs, the last ones are kept.
             ids: (B,) integers, as in the losses: an entry is no negative of an anchor with the same id. Left out,
                 entries are negatives of every anchor. All batches must have ids or none.
 
@@ -111,7 +111,7 @@ class CoupledMemory(WholeState):
                 agree(x)
         images, texts = gather_rows(image_keys), gather_rows(text_keys)
         batch, device = images.shape[0], self.images.device
-        if ids is None:  # entries that match nothing
+        if ids is None:  # unique ids, which match nothing
             ids = self.enqueued + torch.arange(IGNORE_ID + 1, IGNORE_ID + 1 + batch, device=device)
         else:
             ids = gather_rows(ids.to(image_keys.device, torch.int64)).to(device)
@@ -139,11 +139,11 @@ class CoupledMemory(WholeState):
             raise ValueError(f"ids: the entries before had {had}, got {got}")
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Return what the buffers do not tell."""
+        """Return the state that is not in the buffers: whether entries have ids."""
         return {"labelled": self._labelled}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """See :meth:`get_extra_state`."""
+        """Restore what :meth:`get_extra_state` returned."""
         self._labelled = state["labelled"]
 
     def extra_repr(self) -> str:
@@ -151,12 +151,12 @@ class CoupledMemory(WholeState):
 
 
 class MemorySimilarity(NamedTuple):
-    """What a loss with a memory asks. Of keys and memory, the anchors are the images, and then the texts."""
+    """The similarities that a loss with a memory needs. The anchors of keys and memory are images, then texts."""
 
     batch: Similarity  # images with texts
     keys: Anchors  # images with the text keys; texts with the image keys
     memory: Anchors  # images with the memory's texts; texts with its images
-    entries: Tensor  # () int64, how many are valid
+    entries: Tensor  # () int64, the number of valid entries in the memory
 
     @classmethod
     def of(
@@ -179,15 +179,15 @@ class MemorySimilarity(NamedTuple):
             missing = "image_ids" if image_ids is None else "text_ids"
             raise ValueError(f"{missing}: expected ids for images and texts or for neither, got None")
         if memory._labelled is not None and memory._labelled != (image_ids is not None):
-            wanted = "ids, as the memory's entries have them" if memory._labelled else "None, as the memory has no ids"
-            raise ValueError(f"image_ids, text_ids: expected {wanted}")
+            ids = "ids, as the memory's entries have them" if memory._labelled else "None, as the memory has no ids"
+            raise ValueError(f"image_ids, text_ids: expected {ids}")
         options: dict[str, Any] = {"engine": engine, "check_finite": check_finite, "names": checks.IMAGES_AND_TEXTS}
         batch = Similarity(images, texts, image_ids, text_ids, **options)
         for name, own, keys in (("image_keys", images, image_keys), ("text_keys", texts, text_keys)):
             checks.check_embeddings(own, keys, check_finite, checks.Names("its embeddings", name))
             if keys.shape != own.shape:
-                wanted = f"shape {tuple(own.shape)} like its embeddings"
-                raise ValueError(f"{name}: expected {wanted}, got {tuple(keys.shape)}")
+                expected = f"shape {tuple(own.shape)} like its embeddings"
+                raise ValueError(f"{name}: expected {expected}, got {tuple(keys.shape)}")
         size, dim = memory.images.shape
         if images.shape[1] != dim:
             raise ValueError(f"memory: expected keys of dimension {images.shape[1]} like images, got {dim}")
@@ -196,7 +196,7 @@ class MemorySimilarity(NamedTuple):
         assert w is not None
         others = Embeddings(text_keys.detach()), Embeddings(image_keys.detach())
         keys = Matrix(v, others[0], pairs, chosen, MEMORY_BUDGET), Matrix(others[1], w, pairs, chosen, MEMORY_BUDGET)
-        of_images, of_texts = pairs.given
+        of_images, of_texts = pairs.ids_as_passed
         if pairs.one_to_one:  # the ids are the same on both sides
             of_images = of_texts = torch.arange(len(images), device=images.device) if of_texts is None else of_texts
         entries = Pairs((len(images), size), (of_images, memory.ids), images.device)
@@ -213,7 +213,7 @@ class MemorySimilarity(NamedTuple):
 
 
 class _ExponentialAverage:
-    """torch's own update, in a form that can be pickled."""
+    """The update of torch's ``get_ema_multi_avg_fn``, in a form that can be pickled."""
 
     def __init__(self, momentum: float):
         self.momentum = momentum
@@ -225,16 +225,16 @@ class _ExponentialAverage:
 class MomentumEncoder(AveragedModel):
     """A key encoder: the exponential moving average of an encoder's parameters, ``θ_k ← m θ_k + (1 - m) θ_q``.
 
-    It is torch's :class:`~torch.optim.swa_utils.AveragedModel`, called without a gradient and kept in one mode.
-    Call :meth:`update` once a step; USER does so before the keys of the step are computed.
+    It is torch's :class:`~torch.optim.swa_utils.AveragedModel`, called without a gradient; its training mode is fixed.
+    Call :meth:`update` once a step; USER does so before it computes the keys of the step.
 
     Args:
-        encoder: any module; its copy is averaged.
+        encoder: any module; the key encoder starts as a copy of it.
         momentum: m in [0, 1]. CODER 0.995, USER 0.999.
         buffers: ``"copy"`` takes the encoder's buffers (BatchNorm's statistics) as they are, ``"average"`` averages
             them too.
-        training: the mode it stays in, whatever ``train()`` and ``eval()`` of a module around it say. Public codes
-            leave key encoders in training mode, with dropout and statistics of the batch.
+        training: the mode it stays in, even if ``train()`` or ``eval()`` of a module that contains it is called. Public
+            codes leave key encoders in training mode, with dropout and batch statistics.
     """
 
     def __init__(
@@ -249,19 +249,19 @@ class MomentumEncoder(AveragedModel):
             raise ValueError(f"momentum: expected a number in [0, 1], got {momentum}")
         one_of("buffers", buffers, "copy", "average")
         super().__init__(encoder, multi_avg_fn=_ExponentialAverage(momentum), use_buffers=buffers == "average")
-        self.n_averaged.fill_(1)  # the copy is the first: torch would replace it by the first update
+        self.n_averaged.fill_(1)  # the copy counts as the first model, or torch's first update would overwrite it
         self.requires_grad_(False)
         self.mode = training
         self.train()
 
     def train(self, mode: bool = True) -> MomentumEncoder:
-        """Stay in the mode given at the start."""
+        """Stay in the mode chosen at construction, whatever ``mode`` is."""
         return super().train(self.mode)
 
     def update(self, encoder: nn.Module) -> None:
-        """Move towards the encoder's parameters."""
+        """Move the averaged parameters towards the encoder's."""
         count = self.n_averaged
-        self.n_averaged = torch.ones_like(count, device="cpu")  # torch reads it, and would wait for an accelerator
+        self.n_averaged = torch.ones_like(count, device="cpu")  # read by torch, which would synchronise
         try:
             self.update_parameters(encoder)
         finally:

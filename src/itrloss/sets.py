@@ -1,4 +1,4 @@
-"""Functions of sets of sub-embeddings; public in :mod:`itrloss.functional`."""
+"""Losses and similarities of sets of sub-embeddings; public in :mod:`itrloss.functional`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def variance_aware_loss(
 
     Args:
         heads: K similarities of (N, M) with the same ids, one for each head. Texts have one embedding.
-        margin, detach_sigma, shared_sigma: see there.
+        margin, detach_sigma, shared_sigma: see :class:`itrloss.VarianceAwareLoss`.
         reduction: ``"mean"`` over the images' pairs plus that over the texts' pairs, summed over the heads; ``"sum"``;
             or ``"none"`` for each image's and each text's sum over its pairs and the heads, (N,) and (M,).
 
@@ -43,11 +43,11 @@ def variance_aware_loss(
         raise ValueError("heads: expected the same ids for all of them")
     pairs = _Pairs(heads)
     hardest = _by_head(Anchors.together(*heads, *(sim.T for sim in heads)).hardest_negatives().values, heads)
-    asked = Anchors.together(*heads, *(() if shared_sigma else (sim.T for sim in heads)))
-    scores, spread = pairs.scores, asked.detach() if detach_sigma else asked
+    anchors = Anchors.together(*heads, *(() if shared_sigma else (sim.T for sim in heads)))
+    scores, spread = pairs.scores, anchors.detach() if detach_sigma else anchors
     moments = zip(*(_by_head(x, heads) for x in spread.mean_std()), strict=True)
     target = scores.detach() if detach_sigma else scores
-    sigma = [pairs.deviation(target, side, *found) for side, found in enumerate(moments)]
+    sigma = [pairs.deviation(target, side, *stats) for side, stats in enumerate(moments)]
     values = []
     for side, best in enumerate(hardest):
         s = sigma[0] if shared_sigma else sigma[side]
@@ -59,14 +59,14 @@ def variance_aware_loss(
 
 
 def _by_head(x: Tensor, heads: Sequence[Similarity]) -> list[Tensor]:
-    """Return (K, N) of the rows of all heads and, where they were asked too, (K, M) of their columns."""
+    """Return values (A,) as (K, N) of the rows of all heads and, if they are among ``x``, (K, M) of the columns."""
     k, (n, m) = len(heads), heads[0].shape
     rows = x[: k * n].view(k, n)
     return [rows] if len(x) == k * n else [rows, x[k * n :].view(k, m)]
 
 
 class _Pairs:
-    """The positive pairs (P,) of all heads: listed or, where that would synchronise, all pairs and a mask."""
+    """The positive pairs (P,) of all heads: listed or, where they are not listable, all pairs and a mask."""
 
     def __init__(self, heads: Sequence[Similarity]):
         first, side = heads[0]._matrix, heads[0]._side
@@ -88,30 +88,30 @@ class _Pairs:
         return torch.arange(size, device=self.candidates.device)
 
     def of_anchor(self, x: Tensor, side: int) -> Tensor:
-        """Return (K, P) from values (K, A) of rows (0) or columns (1): each pair's."""
+        """Return the (K, P) value of each pair's row (0) or column (1) from values (K, A)."""
         return x if self.one_to_one else x[..., self.index[side]]
 
     def sum(self, x: Tensor, side: int) -> Tensor:
-        """Return (..., A) sums of the pairs' values (..., P) for each row or column."""
+        """Return the (..., A) sums of the pairs' values (..., P) for each row (0) or column (1)."""
         if self.one_to_one:
             return x
         x = x if self.mask is None else torch.where(self.mask, x, 0.0)
         return x.new_zeros(*x.shape[:-1], self.shape[side]).index_add(-1, self.index[side], x)
 
     def deviation(self, scores: Tensor, side: int, mean: Tensor, std: Tensor) -> Tensor:
-        """Return (K, P) ``1 +`` the sample deviation of each pair's anchor's scores without the pair itself.
+        """Return (K, P) ``1 +`` the sample standard deviation of the scores of each pair's anchor, without the pair.
 
-        From mean and deviation (K, A) of the negatives; the other positives are added to them, the pair taken out.
+        ``mean`` and ``std`` (K, A) are those of the negatives; the anchor's other positives are added to them.
         """
         others = self.shape[1 - side] - 1
         if others < 2:
             return torch.ones_like(scores)
         if self.one_to_one:
             return 1 + std * (others / (others - 1)) ** 0.5
-        apart = scores - self.of_anchor(mean, side)
-        squares = std.square() * self.negatives[side] + self.sum(apart.square(), side)
-        rest = self.of_anchor(self.sum(apart, side), side) - apart
-        squares = self.of_anchor(squares, side) - apart.square() - rest.square() / others
+        centred = scores - self.of_anchor(mean, side)
+        squares = std.square() * self.negatives[side] + self.sum(centred.square(), side)
+        rest = self.of_anchor(self.sum(centred, side), side) - centred
+        squares = self.of_anchor(squares, side) - centred.square() - rest.square() / others
         return 1 + (squares / (others - 1)).clamp_min(1e-12).sqrt()
 
 
@@ -125,10 +125,10 @@ def dynamic_orthogonal_loss(
     """Return the dynamic orthogonal constraint on sub-embeddings; see :class:`itrloss.DynamicOrthogonalLoss`.
 
     Args:
-        residuals: (N, K, D) residual sub-embeddings; normalised inside to u, a zero vector stays zero.
-        gate: (N, K), the m of each head, or (N, D), one of each dimension, by which the u of all heads are multiplied
-            (where K = D it is taken for the former). None: all ones. It gets no gradient.
-        slack, pair_reduction: see there.
+        residuals: (N, K, D) residual sub-embeddings; they are normalised here to u, and a zero vector stays zero.
+        gate: (N, K), the m of each head, or (N, D), a factor for each dimension of the u of all heads (if K = D, it is
+            read as the former). None: all ones. It gets no gradient.
+        slack, pair_reduction: see :class:`itrloss.DynamicOrthogonalLoss`.
         reduction: over the images: ``"mean"``, ``"sum"`` or ``"none"``.
 
     Returns:
@@ -148,12 +148,12 @@ def dynamic_orthogonal_loss(
         heads = heads * (mask[:, :, None] if gate.shape == (n, k) else mask[:, None, :])
     with full_precision(heads):
         correlation = heads @ heads.transpose(1, 2)
-    apart = correlation.masked_fill(torch.eye(k, dtype=torch.bool, device=heads.device), 0.0).flatten(1)
+    off_diagonal = correlation.masked_fill(torch.eye(k, dtype=torch.bool, device=heads.device), 0.0).flatten(1)
     one_of("pair_reduction", pair_reduction, "mean", "sum", "frobenius")
     if pair_reduction == "frobenius":
-        total = torch.linalg.vector_norm(apart, dim=1) / k**2
+        total = torch.linalg.vector_norm(off_diagonal, dim=1) / k**2
     else:
-        total = apart.abs().sum(1) / (max(1, k * (k - 1)) if pair_reduction == "mean" else 1)
+        total = off_diagonal.abs().sum(1) / (max(1, k * (k - 1)) if pair_reduction == "mean" else 1)
     values = (total - slack).relu()
     one_of("reduction", reduction, "mean", "sum", "none")
     return values if reduction == "none" else values.sum() / (max(1, n) if reduction == "mean" else 1)
@@ -169,14 +169,14 @@ def set_similarity(
 ) -> Tensor:
     r"""Return the (N, M) similarity of sets of embeddings by the cosines of their elements.
 
-    ``"max"`` is the largest cosine of an element of one with an element of the other (DVSE, PVSE), ``"mean"`` that of
-    all of them, and ``"smooth_chamfer"`` (Kim et al., DivE, CVPR 2023, with :math:`\alpha` the sharpness)
+    ``"max"`` is the largest cosine of an element of one with an element of the other (DVSE, PVSE), ``"mean"`` the mean
+    of all such cosines, and ``"smooth_chamfer"`` (Kim et al., DivE, CVPR 2023, with :math:`\alpha` the sharpness)
 
     .. math:: \frac1{2 \alpha K} \sum_a \log \sum_b e^{\alpha \cos(a, b)}
               + \frac1{2 \alpha L} \sum_b \log \sum_a e^{\alpha \cos(a, b)}
 
-    whose inner sums are not divided by their length, so that it may exceed 1. Differentiable; worked out for some
-    images at a time. Feed it to :meth:`itrloss.Similarity.from_scores`, to the metrics or to a re-ranker.
+    whose inner sums are not divided by their length, so that it may exceed 1. Differentiable; computed for some images
+    at a time. Pass it to :meth:`itrloss.Similarity.from_scores`, to the metrics or to a re-ranker.
 
     Args:
         images: (N, K, D) sets, of any length.
@@ -198,15 +198,15 @@ def set_similarity(
     one_of("aggregation", aggregation, "max", "mean", "smooth_chamfer")
     (m, size, _), elements = texts.shape, Embeddings(texts, normalize).unit().flatten(0, 1)
     step = max(1, 2**22 // (images.shape[1] * len(elements)))
-    found = []
+    blocks = []
     for block in Embeddings(images, normalize).unit().split(step):
         with full_precision(elements):
             cosines = (block.flatten(0, 1) @ elements.T).view(len(block), -1, m, size)
         if aggregation == "max":
-            found.append(cosines.amax((1, 3)))
+            blocks.append(cosines.amax((1, 3)))
         elif aggregation == "mean":
-            found.append(cosines.mean((1, 3)))
+            blocks.append(cosines.mean((1, 3)))
         else:
             z = alpha * cosines
-            found.append((z.logsumexp(3).mean(1) + z.logsumexp(1).mean(2)) / (2 * alpha))
-    return torch.cat(found)
+            blocks.append((z.logsumexp(3).mean(1) + z.logsumexp(1).mean(2)) / (2 * alpha))
+    return torch.cat(blocks)

@@ -1,4 +1,4 @@
-"""The similarity matrix of two sets of embeddings, as an object that answers questions and need never exist."""
+"""The similarity matrix of two sets of embeddings, as an object that need not hold the matrix."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ class Similarity(Anchors):
     """The cosine similarities of two sets of embeddings, and who matches whom; its rows are the anchors.
 
     ``S[i, j] = cos(rows[i], cols[j])``, computed in float32 at least. A pair is *positive* if its ids are equal and
-    *negative* otherwise. Losses, re-rankers and metrics ask this object questions; how an answer is computed, and
-    whether the (N, M) matrix ever exists, is the business of the engine: see :doc:`engines`.
+    *negative* otherwise. Losses, re-rankers and metrics call this object's methods. How an answer is computed, and
+    whether the (N, M) matrix is ever formed, is up to the engine: see :doc:`engines`.
 
-    ``sim.T`` has the columns as anchors, ``sim.both`` the rows and then the columns, out of one pass.
+    ``sim.T`` has the columns as anchors; ``sim.both`` has the rows and then the columns, computed in one pass.
 
     Args:
         rows: (N, D) embeddings, floating point; half precision is scored in float32.
         cols: (M, D) embeddings.
         row_ids, col_ids: (N,) and (M,) integers. If both are left out, row i matches column i, and N must be M.
-            ``col_ids`` alone refer to the rows by their number. The least int64 marks what does not exist: it takes
-            part in nothing.
+            ``col_ids`` alone are row numbers. The least int64 marks a row or column that does not exist: it is neither
+            positive nor negative to anything.
         normalize: scale embeddings to unit length first (a zero vector scores 0 and gets no gradient). Lengths may be
             anything from 1e-12, below which a vector counts as zero, to 1e18.
         engine: ``"dense"`` is plain PyTorch on the matrix, ``"tiled"`` visits it tile by tile in a fixed workspace,
             ``"triton"`` does so on CUDA; ``"auto"`` chooses by size and device.
-        memory_budget: bytes of scores that may be kept; by default 256 MiB, and none for ``engine="tiled"``.
-        check_finite: refuse nan and infinite embeddings. That reads the data: an accelerator has to synchronise, and
-            ``torch.compile(fullgraph=True)`` refuses.
-        names: what errors call rows, columns and their ids.
+        memory_budget: bytes of scores that may be cached; by default 256 MiB, and none for ``engine="tiled"``.
+        check_finite: raise a ValueError for nan and infinite embeddings. That reads the data: an accelerator has to
+            synchronise, and ``torch.compile(fullgraph=True)`` fails.
+        names: what error messages call rows, columns and their ids.
 
     Raises:
-        TypeError, ValueError: naming the argument, what it was and what it should be.
+        TypeError, ValueError: naming the argument, what it should be and what it was.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Similarity(Anchors):
         names: checks.Names = checks.ROWS_AND_COLUMNS,
     ):
         checks.check_embeddings(rows, cols, check_finite, names)
-        cols = cols.view_as(cols) if cols is rows else cols  # the compiler refuses to see the same tensor twice
+        cols = cols.view_as(cols) if cols is rows else cols  # the compiler refuses one tensor as two arguments
         n, m, ids = len(rows), len(cols), (row_ids, col_ids)
         if row_ids is not None or col_ids is not None or n != m:
             ids = checks.check_ids(row_ids, col_ids, n, m, rows.device, names)
@@ -88,18 +88,18 @@ class Similarity(Anchors):
         check_finite: bool = False,
         names: checks.Names = checks.ROWS_AND_COLUMNS,
     ) -> Similarity:
-        """Return the similarity matrix (N, M) that some model computed already; higher means more similar, any range.
+        """Return a Similarity of (N, M) scores that a model computed; higher means more similar, in any range.
 
-        The gradient is that of the scores. They are not copied: what writes to them makes later answers an error.
+        Gradients go to the scores. They are not copied: if they are modified in place, later calls raise an error.
         """
         checks.check_matrix("scores", scores, "(N, M)", check_finite)
         n, m = scores.shape
         ids = checks.check_ids(row_ids, col_ids, n, m, scores.device, names)
         pairs, chosen = Pairs((n, m), ids, scores.device), choose_engine(engine, n * m, 0, scores)
-        return cls._seen(Matrix(Embeddings(scores, False), None, pairs, chosen, 0), 0)
+        return cls._view(Matrix(Embeddings(scores, False), None, pairs, chosen, 0), 0)
 
     @staticmethod
-    def _seen(matrix: Matrix, side: int) -> Similarity:
+    def _view(matrix: Matrix, side: int) -> Similarity:
         view = object.__new__(Similarity)
         Anchors.__init__(view, [(matrix, side)])
         return view
@@ -110,7 +110,7 @@ class Similarity(Anchors):
 
     @property
     def _inputs(self) -> tuple[Tensor, Tensor] | None:
-        """The (N, D) and (M, D) embeddings as this view sees them; None for scores that exist."""
+        """The (N, D) and (M, D) embeddings of this view's rows and columns; None for precomputed scores."""
         m = self._matrix
         if m.cols is None:
             return None
@@ -118,7 +118,7 @@ class Similarity(Anchors):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, M)."""
+        """The shape (N, M) of the matrix."""
         n, m = self._matrix.shape
         return (m, n) if self._side else (n, m)
 
@@ -129,22 +129,22 @@ class Similarity(Anchors):
 
     @property
     def ids(self) -> Ids:
-        """(N,) and (M,) int64 ids as they were given; None where they were left out."""
-        rows, cols = self._matrix.pairs.given
+        """The (N,) and (M,) int64 ids that were passed in; None where they were left out."""
+        rows, cols = self._matrix.pairs.ids_as_passed
         return (cols, rows) if self._side else (rows, cols)
 
     @property
     def T(self) -> Similarity:
         """The same similarities with the columns as anchors."""
-        return self._seen(self._matrix, 1 - self._side)
+        return self._view(self._matrix, 1 - self._side)
 
     def detach(self) -> Similarity:
         """Return the same similarities without a gradient."""
-        return self._seen(self._matrix.detach(), self._side)
+        return self._view(self._matrix.detach(), self._side)
 
     @property
     def both(self) -> Anchors:
-        """The rows and then the columns as anchors, answered out of one pass."""
+        """The rows and then the columns as anchors, computed in one pass."""
         return Anchors([(self._matrix, self._side)], [(self._matrix, 1 - self._side)])
 
     def check_finite(self) -> None:
@@ -155,7 +155,7 @@ class Similarity(Anchors):
             checks.require_finite("scores", self._matrix.rows)
 
     def scores(self) -> Tensor:
-        """Return a copy of the (N, M) matrix itself, differentiable. It is materialised, whatever the engine."""
+        """Return a differentiable copy of the (N, M) matrix, which is materialised by any engine."""
         check_unchanged([self._matrix])
         scores = self._matrix.as_dense().scores()
         return (scores.T if self._side else scores).clone(memory_format=torch.contiguous_format)
@@ -163,19 +163,19 @@ class Similarity(Anchors):
     def pair_scores(self, rows: Tensor, cols: Tensor) -> Tensor:
         """Return the (P,) scores of row ``rows[p]`` with column ``cols[p]``; their gradient goes to these embeddings.
 
-        ``rows`` and ``cols`` are (P,) int64 indices; a negative one is not understood.
+        ``rows`` and ``cols`` are (P,) int64 indices, at least 0: negative ones do not count from the end.
         """
         check_unchanged([self._matrix])
         return self._matrix.pair_scores(*((cols, rows) if self._side else (rows, cols)))
 
     def blocks(self, size: int = 2**22) -> Iterator[tuple[slice, Tensor]]:
-        """Yield slices of the rows, one after the other, each with a copy of its scores (B, M), ``size`` at most."""
+        """Yield slices of the rows in order, each with a copy of its scores (B, M), at most ``size`` of them."""
         return self._matrix.blocks(self._side, size)
 
     # ----------------------------------------------------------------------------- answers without a gradient
 
     def topk(self, k: int, bias: Tensor | None = None) -> TopK:
-        """Return the k columns with the highest ``S_ij + bias_j`` for each row, (N, k). No gradient."""
+        """Return the (N, k) columns with the highest ``S_ij + bias_j`` for each row. No gradient."""
         check_size("k", k)
         if k > self.shape[1]:
             raise ValueError(f"k: expected a number from 1 to {self.shape[1]}, got {k}")
@@ -191,27 +191,27 @@ class Similarity(Anchors):
         return self.ranked(0, bias, ties=ties)[0]
 
     def ranked(self, k: int, bias: Tensor | None = None, *, ties: str | None = "pessimistic") -> tuple[Tensor, TopK]:
-        """Return :meth:`ranks`, none for ``ties=None``, and :meth:`topk` out of one pass; k may exceed M."""
+        """Return :meth:`ranks` (empty for ``ties=None``) and :meth:`topk` from one pass; k may exceed M."""
         if k != 0:
             check_size("k", k)
         one_of("ties", ties, "pessimistic", "optimistic", None)
         pairs, side, m = self._matrix.pairs, self._side, self.shape[1]
         bias, ignored = as_bias("bias", bias, m, self.device), pairs.ignored[1 - side]
-        if ignored is not None:  # what does not exist is found last
+        if ignored is not None:  # columns that do not exist rank last
             bias = torch.zeros(m, dtype=self.dtype, device=self.device) if bias is None else bias
             bias = bias.masked_fill(ignored, -torch.inf)
         places, least = None if ties is None else pairs.places(side), torch.finfo(self.dtype).min
-        found: list[list[Tensor]] = [[], [], []]
+        parts: list[list[Tensor]] = [[], [], []]
         for part, scores in self._matrix.blocks(side):
             scores = (scores if bias is None else scores.add_(bias)).clamp_min_(least)
             values, indices = scores.topk(min(k, m), dim=1)
-            found[1].append(values.masked_fill_(values == least, -torch.inf))
-            found[2].append(indices)
+            parts[1].append(values.masked_fill_(values == least, -torch.inf))
+            parts[2].append(indices)
             if places is not None:
                 own = places[part]
                 thresholds = scores.gather(1, own.clamp_min(0)).masked_fill_(own < 0, torch.nan)
                 whole = slice(0, m)
                 pairs.exclude_(scores.T if side else scores, (whole, part) if side else (part, whole), -torch.inf)
-                found[0].append(ranking.ranks(thresholds, scores, ties == "optimistic"))
-        ranks, values, indices = (torch.cat(x) if x else torch.empty(0) for x in found)
+                parts[0].append(ranking.ranks(thresholds, scores, ties == "optimistic"))
+        ranks, values, indices = (torch.cat(x) if x else torch.empty(0) for x in parts)
         return ranks, TopK(values, indices)

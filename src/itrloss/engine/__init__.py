@@ -1,15 +1,15 @@
-"""How questions about similarities are answered: the map of this room.
+"""The engine: how sums, extremes and ranks over a score matrix are computed.
 
 ========= ==================================================================================================
-scores    the inputs of a matrix: embeddings, their lengths, precision; the tiles that a pass visits
-pairs     which pairs are positive, from ids; scores of listed pairs, whose gradient goes straight to them
-answers   what can be asked: elementwise functions of scores, with derivatives where writing them out pays
+scores    the inputs of a score matrix: embeddings, their norms, precision; the tiles that a pass visits
+pairs     which pairs are positive, from ids; scores of listed pairs, whose gradient skips the matrix
+answers   the elementwise functions of scores that can be summed, with hand-written derivatives where faster
 reduce    the one reduction: sums of an answer over tiles, forward and backward, as one autograd function
           and two operators
-ranking   what is no sum: hardest negatives, ranks
-matrix    a score matrix with its engine, and what is kept of it between questions
-answerers who answers: small matrices together, in plain PyTorch (dense); others by tiles, with triton too
+ranking   what is not a sum: hardest negatives, ranks
+matrix    a score matrix with its engine, and what is cached between questions
+answerers the backends: small matrices batched in plain PyTorch (dense), others by tiles (tiled, triton)
 triton    the reduction on CUDA, around cuBLAS products; its two template kernels are in kernels
-products  which library multiplies on the CPU, by a rule
+products  which library multiplies on the CPU: a fixed rule
 ========= ==================================================================================================
 """

@@ -1,4 +1,4 @@
-"""Who answers for the anchors of matrices: small ones together, in plain PyTorch; others one by one, tile by tile."""
+"""The backends of :class:`itrloss.Anchors`: small matrices batched in plain PyTorch, others one by one, by tiles."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from .matrix import Matrix, check_unchanged
 from .pairs import segment_sum
 from .scores import chunks, full_precision, may_keep
 
-View = tuple[Matrix, int]  # a matrix, and as which side of it, 0 the rows and 1 the columns, anchors ask
+View = tuple[Matrix, int]  # a matrix, and the side of it that the anchors are: 0 the rows, 1 the columns
 
 
 class Dense:
-    """The rows of scores (A, C) of several views in plain PyTorch: one batch, half the operators of a small matrix."""
+    """Answers in plain PyTorch, for several views as one (A, C) batch of scores: half the operators of one by one."""
 
     def __init__(self, views: Sequence[View]):
-        """``views``: of as many candidates each."""
+        """``views``: all with the same number of candidates, C."""
         self.matrices: list[Matrix] = []
         self.views: list[tuple[int, int]] = []  # number of the matrix, and side
-        self.given, self.one_to_one = False, True
+        self.precomputed, self.one_to_one = False, True
         for matrix, side in views:
             if matrix not in self.matrices:
                 self.matrices.append(matrix)
             self.views.append((self.matrices.index(matrix), side))
-            self.given = self.given or matrix.cols is None
+            self.precomputed = self.precomputed or matrix.cols is None
             self.one_to_one = self.one_to_one and matrix.pairs.one_to_one
         self._scores: Tensor | None = None
         self._masks: dict[tuple[str, bool], Tensor] = {}
@@ -42,37 +42,37 @@ class Dense:
             return self._scores
         keep = may_keep()
         parts = [matrix.scores(keep) for matrix in self.matrices]
-        with torch.set_grad_enabled(keep):  # whoever asks first
+        with torch.set_grad_enabled(keep):  # cached with their graph, even if first used under no_grad
             rows = [parts[k].T if side else parts[k] for k, side in self.views]
             scores = torch.cat(rows) if len(rows) > 1 else rows[0]
         self._scores = scores if keep else None
         return scores
 
     def mask(self, over: str, fill: bool = True) -> Tensor:
-        """Return an (A, C) bool mask of what a sum ``over`` something leaves out.
+        """Return the (A, C) bool mask of the pairs that a sum ``over`` negatives, positives or all leaves out.
 
-        Unless it is to ``fill``: factors of 0 and 1, which cost a fifth of the time, and make infinite scores nan.
+        Without ``fill``: its inverse as factors 0 and 1, which take a fifth of the time and make infinite scores nan.
         """
         if (over, fill) in self._masks:
             return self._masks[over, fill]
         parts: list[Tensor] = []
         for k, m in enumerate(self.matrices):
-            known = k > 0 and m.pairs is self.matrices[k - 1].pairs
-            part = parts[-1] if known else m.pairs.excluded(over=over)
+            repeated = k > 0 and m.pairs is self.matrices[k - 1].pairs
+            part = parts[-1] if repeated else m.pairs.excluded(over=over)
             part = torch.zeros(1, 1, dtype=torch.bool, device=m.device) if part is None else part
             parts.append(part.expand(m.shape))
         mask = torch.cat([parts[k].T if side else parts[k] for k, side in self.views])
-        found = {(over, True): mask, (over, False): (~mask).view(torch.uint8).to(self.matrices[0].dtype)}
-        if torch.compiler.is_compiling() or not mask.is_inference():  # which could not be saved for a backward pass
-            self._masks |= found
-        return found[over, fill]
+        masks = {(over, True): mask, (over, False): (~mask).view(torch.uint8).to(self.matrices[0].dtype)}
+        if torch.compiler.is_compiling() or not mask.is_inference():  # inference tensors cannot be saved for backward
+            self._masks |= masks
+        return masks[over, fill]
 
     def sums(self, *params: Tensor, key: str, over: str = "negatives") -> Tensor:
-        """Return (K, A): the sums of an answer over each anchor's candidates."""
+        """Return the (K, A) sums, or maxima, of the answer ``key`` over each anchor's candidates."""
         answer, scores = ANSWERS[key], self.scores()
         for matrix in self.matrices:
             matrix.summed = matrix.summed or torch.is_grad_enabled()
-        fill = answer.maximum or self.given
+        fill = answer.maximum or self.precomputed
         mask = self.mask(over, fill)
         values = answer.value(scores, *[p.unsqueeze(-1) for p in params])
         x = values.expand_as(scores) if answer.width == 1 else torch.stack(values)
@@ -80,12 +80,12 @@ class Dense:
         return (x.amax(-1) if answer.maximum else x.sum(-1)).view(answer.width, -1)
 
     def counts(self, *, positive: bool) -> Tensor:
-        """Return (A,) int64: how many positives, or negatives, each anchor has."""
+        """Return the (A,) int64 number of positives, or of negatives, of each anchor."""
         return self.mask("positives" if positive else "negatives", False).sum(-1).long()
 
     def centre(self) -> Tensor:
-        """Return (A,): a number near the mean of each anchor's negatives. Without a gradient."""
-        if self.given:
+        """Return an (A,) number near the mean of each anchor's negatives, without a gradient."""
+        if self.precomputed:
             return self.sums(key="identity")[0] / self.counts(positive=False).clamp_min(1)
         if self.one_to_one:
             return self.scores().mean(-1)
@@ -93,35 +93,36 @@ class Dense:
         return (scores * factors).sum(-1) / factors.sum(-1).clamp_min(1)
 
     def hardest(self) -> tuple[Tensor, Tensor]:
-        """Return score and index (A,) of each anchor's highest-scoring negative; -inf and -1 without one."""
+        """Return the (A,) scores and indices of each anchor's highest-scoring negative; -inf and -1 without one."""
         values, index = self.scores().detach().masked_fill(self.mask("negatives"), -math.inf).max(-1)
         if torch.is_grad_enabled():
-            scores, of_views = [], index.split([self.matrices[k].shape[side] for k, side in self.views])
-            for (k, side), j in zip(self.views, of_views, strict=True):
+            scores, view_indices = [], index.split([self.matrices[k].shape[side] for k, side in self.views])
+            for (k, side), j in zip(self.views, view_indices, strict=True):
                 scores.append(self.matrices[k].pair_scores(*((j, None) if side else (None, j))))
             values = torch.where(values == -math.inf, -math.inf, torch.cat(scores))
         return values, index.masked_fill(values == -math.inf, -1)
 
     def sorted_hinges(self, *, margin: float) -> Tensor:
-        """Return (A,): the hinges of all positives against all negatives, without listing the positives.
+        """Return the (A,) sums of hinges of all positives against all negatives, without listing the positives.
 
-        Every candidate is taken for one: what lies above its threshold is a prefix of the anchor's sorted negatives.
+        Each candidate is treated as a positive, then masked. The negatives above its threshold are the last of the
+        anchor's sorted negatives, and their sum is a cumulative one.
         """
         scores, mask, negative = self.scores(), self.mask("positives"), self.mask("negatives")
         ordered = scores.masked_fill(negative, -math.inf).sort(dim=1).values
         sums = ordered.masked_fill(ordered == -math.inf, 0.0).flip(1).cumsum(1)
         thresholds = scores - margin
-        behind = torch.searchsorted(ordered.detach().contiguous(), thresholds.detach().contiguous(), right=True)
-        count = scores.shape[1] - behind
+        below = torch.searchsorted(ordered.detach().contiguous(), thresholds.detach().contiguous(), right=True)
+        count = scores.shape[1] - below
         above = torch.nn.functional.pad(sums, (1, 0)).gather(1, count)
         return torch.where(mask, 0.0, above - count * thresholds).sum(1)
 
 
 class Tiled:
-    """One side of a matrix, or both, answered tile by tile, on the CPU or by Triton."""
+    """Answers for one or both sides of a matrix, tile by tile, in PyTorch or in Triton."""
 
     def __init__(self, views: Sequence[View]):
-        """``views``: of one matrix, the rows first."""
+        """``views``: one or both sides of one matrix, the rows first."""
         self.matrix, self.sides = views[0][0], tuple(side for _, side in views)
 
     def sums(self, *params: Tensor, key: str, over: str = "negatives") -> Tensor:
@@ -135,9 +136,9 @@ class Tiled:
             return reduce.sums(list(source), list(params), *question, False, pairs=pairs)[0]
         listed = not (early or compiling or m.cols is None) and m.pairs.listable and m._positive_scores is None
         index = ((None, None) if m.pairs.one_to_one else m.pairs.listed) if listed else None
-        found, positive = reduce.Reduce.apply(pairs, question, index, *source, *params)
+        sums, positive = reduce.Reduce.apply(pairs, question, index, *source, *params)
         m._positive_scores = positive if listed else m._positive_scores
-        return found
+        return sums
 
     def counts(self, *, positive: bool) -> Tensor:
         """See :meth:`Dense.counts`."""
@@ -146,7 +147,7 @@ class Tiled:
     def centre(self) -> Tensor:
         """See :meth:`Dense.centre`.
 
-        Several positives that score far from the negatives would move the mean of all candidates away from theirs.
+        One positive hardly moves the mean of all candidates. Several may score far from the negatives: subtract them.
         """
         m, sums = self.matrix, []
         if m.keeps or m.cols is None:
@@ -163,7 +164,7 @@ class Tiled:
         return torch.cat(sums) / self.counts(positive=False).clamp_min(1)
 
     def hardest(self) -> tuple[Tensor, Tensor]:
-        """See :meth:`Dense.hardest`; the gradient of a score goes to its pair."""
+        """See :meth:`Dense.hardest`; the gradient of a score goes to the embeddings of its pair alone."""
         m = self.matrix
         check_unchanged([m])
         pairs: Any = {} if torch.compiler.is_compiling() else {"pairs": m.pairs}
@@ -171,14 +172,14 @@ class Tiled:
         if torch.is_grad_enabled() and any(x is not None and x.x.requires_grad for x in m.embeddings):
             own = torch.cat([torch.arange(m.shape[side], device=m.device) for side in self.sides])
             others, rows = index.clamp_min(0), 0 if self.sides == (1,) else m.shape[0]
-            places = [torch.cat([x[:rows], y[rows:]]) for x, y in ((own, others), (others, own))]
-            # Positives, too, where they can be listed: one gradient of all embeddings less, 0.88 of the time (python -m
-            # benchmarks --losses "triplet hardest" --shapes 512x512x1024, with and without).
-            joined = m.pairs.listable and m._positive_scores is None and len(m.pairs.listed[0]) <= sum(m.shape)
-            listed = m.pairs.listed if joined else (own[:0], own[:0])
-            scores = m.pair_scores(*(torch.cat(x) for x in zip(listed, places, strict=True)))
+            hardest_pairs = [torch.cat([x[:rows], y[rows:]]) for x, y in ((own, others), (others, own))]
+            # With the positives, where they can be listed: one gradient of all embeddings less, 0.88 of the time
+            # (python -m benchmarks --losses "triplet hardest" --shapes 512x512x1024, with and without).
+            with_positives = m.pairs.listable and m._positive_scores is None and len(m.pairs.listed[0]) <= sum(m.shape)
+            listed = m.pairs.listed if with_positives else (own[:0], own[:0])
+            scores = m.pair_scores(*(torch.cat(x) for x in zip(listed, hardest_pairs, strict=True)))
             positive, scores = scores.split([len(listed[0]), len(index)])
-            m._positive_scores = positive if joined else m._positive_scores
+            m._positive_scores = positive if with_positives else m._positive_scores
             values = torch.where(index < 0, -math.inf, scores)
         return values, index
 
@@ -188,32 +189,32 @@ class Tiled:
         return torch.cat([Dense([(whole, side)]).sorted_hinges(margin=margin) for side in self.sides])
 
 
-Group = Sequence[View]  # as which anchors ask several matrices, which hold the candidates of each
-Place = tuple[int, int]  # a group, and how many of its candidates come before those of a view
+Group = Sequence[View]  # the same anchors in the matrices that hold their candidates
+Place = tuple[int, int]  # number of a group, and offset of a view's candidates among those of the group
 
 
 def answerers(groups: Sequence[Group]) -> list[tuple[Dense | Tiled, list[Place] | None]]:
-    """Return who answers the anchors of these groups, and which of them, in that order; None: all, as they stand."""
-    found: list[tuple[list[View], list[Place]]] = []
+    """Return the backends of these groups, each with the places of its views in order; None: all groups in order."""
+    batches: list[tuple[list[View], list[Place]]] = []
     for g, group in enumerate(groups):
         first = 0
         for matrix, side in group:
-            for entry in found:
-                other, seen = entry[0][0]
+            for batch in batches:
+                other, other_side = batch[0][0]
                 if matrix.engine == other.engine == "dense":
-                    together = matrix.shape[1 - side] == other.shape[1 - seen]
+                    together = matrix.shape[1 - side] == other.shape[1 - other_side]
                 else:
-                    together = matrix is other and len(entry[0]) == 1 and side != seen
+                    together = matrix is other and len(batch[0]) == 1 and side != other_side
                 if together:
                     break
             else:
-                found.append(entry := ([], []))
-            views, places = entry
+                batches.append(batch := ([], []))
+            views, places = batch
             at = len(views) if matrix.engine == "dense" or side else 0  # the rows of a tiled matrix come first
             views.insert(at, (matrix, side))
             places.insert(at, (g, first))
             first += matrix.shape[1 - side]
-    who = [Dense(views) if views[0][0].engine == "dense" else Tiled(views) for views, _ in found]
-    if len(found) == 1 and [g for g, _ in found[0][1]] == [*range(len(groups))]:
-        return [(who[0], None)]
-    return [(x, places) for x, (_, places) in zip(who, found, strict=True)]
+    backends = [Dense(views) if views[0][0].engine == "dense" else Tiled(views) for views, _ in batches]
+    if len(batches) == 1 and [g for g, _ in batches[0][1]] == [*range(len(groups))]:
+        return [(backends[0], None)]
+    return [(x, places) for x, (_, places) in zip(backends, batches, strict=True)]

@@ -1,8 +1,8 @@
-"""What may be asked of the candidates of an anchor: ``finish(sum_j f(S_ij; params_i))``, ``f`` elementwise.
+"""The elementwise functions ``f`` of scores in ``finish(sum_j f(S_ij; params_i))``, summed over an anchor's candidates.
 
-An :class:`Answer` is the ``f`` of a question, with its derivative where writing it out pays. How it is summed over a
-matrix, and how its gradient gets to the embeddings, is said once, in :mod:`itrloss.engine.reduce`; how sums become
-answers, in :class:`itrloss.Anchors`. Triton's form of each has the same name in :mod:`itrloss.engine.kernels`.
+An :class:`Answer` is such an ``f`` with its derivative. :mod:`itrloss.engine.reduce` sums it over a matrix and carries
+its gradient to the embeddings; :class:`itrloss.Anchors` has the ``finish``, which turns sums into the answer of a
+method. Triton's version of each function has the same name in :mod:`itrloss.engine.kernels`.
 """
 
 from __future__ import annotations
@@ -18,46 +18,46 @@ from torch import Tensor
 
 from .scores import host_may_read
 
-FLOOR = -1 + 1e-6  # of scores whose log(1 + S) is taken
+FLOOR = -1 + 1e-6  # lower bound of scores in log(1 + S)
 
 
 class Answer(NamedTuple):
     """An elementwise function of scores that is summed, or maximised, over candidates."""
 
-    # (s, *params, out): values like s, or a tuple of ``width`` of them. Parameters broadcast with s; ``out`` holds
-    # buffers that values may be written to, or is None where autograd is to see the work.
+    # (s, *params, out) -> values of the shape of s, or a tuple of ``width`` of them. Parameters broadcast with s;
+    # ``out`` holds buffers that values may be written to, or is None where autograd has to record the operations.
     value: Callable[..., Any]
-    # (s, params, grads, needs, out): the values' gradient by s, and those by the parameters where needed, each like s,
-    # times the upstream gradients, one for each of ``width``; that by s may lie in ``out[0]``, others in later buffers.
-    slopes: Callable[..., list[Tensor | None]] | None  # None: there are none
+    # (s, params, grads, needs, out) -> gradients w.r.t. s and, where needed, w.r.t. each parameter, all of the shape of
+    # s, from ``width`` upstream gradients. That w.r.t. s may lie in ``out[0]``, the others in later buffers.
+    slopes: Callable[..., list[Tensor | None]] | None  # None: not differentiable
     width: int = 1
-    exponential: bool = False  # the derivative by s is the first parameter times the value
-    maximum: bool = False  # instead of the sum; without a gradient
-    buffers: int = 2  # in ``out``
+    exponential: bool = False  # the derivative w.r.t. s is the first parameter times the value
+    maximum: bool = False  # the maximum is taken instead of the sum; without a gradient
+    buffers: int = 2  # length of ``out``
 
 
 ANSWERS: dict[str, Answer] = {}
 
 
 def _by_autograd(function: Callable[..., Tensor], s, params, grads, needs, out):
-    """The slopes of a function of which nothing is known."""
+    """Return the ``slopes`` of any function, differentiated by autograd."""
     with torch.enable_grad():
         leaves = [s.detach().requires_grad_()]
-        # Whole tiles, so that a sum over some of the candidates can be taken afterwards.
+        # Expanded to whole tiles, as excluded pairs are masked in these gradients before they are summed.
         leaves += [p.detach().expand_as(s).clone().requires_grad_(n) for p, n in zip(params, needs, strict=True)]
         total = (function(*leaves).expand_as(s) * grads[0]).sum()
-        wanted = [x for x in leaves if x.requires_grad]
-        found = torch.autograd.grad(total, wanted, allow_unused=True) if total.requires_grad else [None] * len(wanted)
-    by = iter(found)
-    return [next(by) if x.requires_grad else None for x in leaves]
+        inputs = [x for x in leaves if x.requires_grad]
+        slopes = torch.autograd.grad(total, inputs, allow_unused=True) if total.requires_grad else [None] * len(inputs)
+    remaining = iter(slopes)
+    return [next(remaining) if x.requires_grad else None for x in leaves]
 
 
 def pair_term(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Register an elementwise function of scores, under its own name, for sums over negatives or positives.
 
     ``function(scores, *parameters)`` returns a tensor like ``scores``; autograd differentiates it, tile by tile.
-    Parameters hold one value per anchor, shaped to broadcast with the scores. It should be finite for every score,
-    also for those of pairs that are left out.
+    Parameters hold one value per anchor, shaped to broadcast with the scores. The function should be finite for every
+    score, even those of pairs that the sum leaves out.
 
     >>> @pair_term
     ... def cube(scores):
@@ -67,13 +67,13 @@ def pair_term(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     tensor([ 8., 27.])
     """
     name = function.__name__
-    known = _TERMS.get(name, function)
-    # The same definition once more, as a notebook's cell that is run again makes it, replaces the former.
-    if (known.__module__, known.__qualname__) != (function.__module__, function.__qualname__):
+    registered = _TERMS.get(name, function)
+    # A second function of the same module and name replaces the first: a notebook's cell that is run again makes one.
+    if (registered.__module__, registered.__qualname__) != (function.__module__, function.__qualname__):
         raise ValueError(f"pair_term: a term named {name!r} is already registered")
 
     def value(s: Tensor, *params: Tensor, out: Any = None) -> Tensor:
-        # A tile's values may be written to: the function may have returned what it was given, or less.
+        # Copied, as excluded values are overwritten: the function may return its input, or a tensor that broadcasts.
         return function(s, *params) if out is None else out[0].copy_(function(s, *params))
 
     _register(function, Answer(value, functools.partial(_by_autograd, function)))
@@ -102,32 +102,32 @@ def _exp(s: Tensor, scale: Tensor, top: Tensor | None = None, out: Any = None) -
     z = torch.mul(s, scale, out=out and out[0])
     if top is not None:
         z = z.sub_(top)
-    if out is None and top is not None:  # a pair left out may lie far above ``top``: inf times a gradient of 0 is nan
+    if out is None and top is not None:  # an excluded pair may overflow: inf times its gradient of 0 is nan
         z = z.clamp_max(80.0)
     return z.exp_()
 
 
 def _exp_slopes(s, params, grads, needs, out):
     e = _exp(s, *params, out=out).mul_(grads[0])
-    by_scale = e * s if needs[0] else None
-    return [e.mul_(params[0]), by_scale, None][: 1 + len(params)]
+    grad_scale = e * s if needs[0] else None
+    return [e.mul_(params[0]), grad_scale, None][: 1 + len(params)]
 
 
-# The sum of a log-sum-exp. Parameters are the scale and, if exponents are large, a ``top`` that is subtracted:
+# The sum of a log-sum-exp. Parameters are the scale and, if exponents are large, a ``top`` subtracted from all of them:
 # L = log sum + top.
 ANSWERS["exp"] = Answer(_exp, _exp_slopes, exponential=True, buffers=1)
 ANSWERS["peak"] = Answer(lambda s, scale, out=None: torch.mul(s, scale, out=out and out[0]), None, maximum=True)
 
 
 def exponential(scores: Tensor, scale: Tensor, best: Tensor) -> Tensor:
-    """Return ``exp(a (S - b))``: no digit is lost near a score b, as they would be in ``a S - a b`` for a large a."""
+    """Return ``exp(a (S - b))``, exact for a score near b, where ``a S - a b`` would cancel digits for a large a."""
     return ((scores - best) * scale).exp()
 
 
 def _information(s: Tensor, scale: Tensor, best: Tensor, out: Any = None) -> tuple[Tensor, Tensor]:
-    """``exp(z)`` and ``z exp(z)`` with ``z = scale (s - best)``, bounded below: -inf would meet an exponential of 0."""
+    """Return ``exp(z)`` and ``z exp(z)``, ``z = scale (s - best)`` bounded below: -inf times exp(-inf) would be nan."""
     z = torch.sub(s, best, out=out and out[0]).mul_(scale)
-    z = z.clamp(-1e4, 80.0) if out is None else z.clamp_min_(-1e4)  # above as in `_exp`
+    z = z.clamp(-1e4, 80.0) if out is None else z.clamp_min_(-1e4)  # upper bound as in `_exp`
     e = torch.exp(z, out=out and out[1])
     return e, e * z if out is None else z.mul_(e)
 
@@ -137,7 +137,7 @@ def _information_slopes(s, params, grads, needs, out):
     return [ez.add_(e).mul_(grads[1]).addcmul_(e, grads[0].expand_as(e)).mul_(params[0]), None, None]
 
 
-# The sums of an entropy; its parameters are chosen, and have no gradient.
+# The sums of an entropy. Its parameters are constants, without a gradient.
 ANSWERS["information"] = Answer(_information, _information_slopes, width=2)
 
 # ----------------------------------------------------------------------------------- moments, thresholds, terms
@@ -153,12 +153,12 @@ def _moments_slopes(s, params, grads, needs, out):
     return [torch.sub(s, params[0], out=out[0]).mul_(2 * g2).add_(g1), None]
 
 
-# Distances from a centre near the mean, so that squares lose no digits, and their squares.
+# Deviations from a centre near the mean, so that no digits cancel, and their squares.
 ANSWERS["moments"] = Answer(_moments, _moments_slopes, width=2)
 
 
 def _hinges(s: Tensor, thresholds: Tensor, out: Any = None) -> Tensor:
-    """``sum_k max(s - t_k, 0)`` for thresholds (slots, …); an infinite one is none."""
+    """Return ``sum_k max(s - t_k, 0)`` for thresholds (slots, …); an infinite one adds nothing."""
     total: Any = None
     for t in thresholds:
         if total is None:
@@ -169,29 +169,29 @@ def _hinges(s: Tensor, thresholds: Tensor, out: Any = None) -> Tensor:
 
 
 def _used(thresholds: Tensor) -> bool:
-    """Whether a slot is used, as far as the host may look: one side may have fewer positives than the other."""
+    """Return whether a slot has a finite threshold; True if the host may not read it. A side may not need all slots."""
     return not host_may_read(thresholds) or float(thresholds.detach().amin()) < math.inf
 
 
 def _hinges_slopes(s, params, grads, needs, out):
-    total, by_slots = None, s.new_empty(len(params[0]), *s.shape) if needs[0] else None
+    total, grad_slots = None, s.new_empty(len(params[0]), *s.shape) if needs[0] else None
     for k, t in enumerate(params[0]):
         if total is not None and not _used(t):
-            if by_slots is not None:
-                by_slots[k].zero_()
+            if grad_slots is not None:
+                grad_slots[k].zero_()
             continue
         above = torch.gt(s, t, out=out[0 if total is None else 1]).mul_(grads[0])
-        if by_slots is not None:
-            torch.neg(above, out=by_slots[k])
+        if grad_slots is not None:
+            torch.neg(above, out=grad_slots[k])
         total = above if total is None else total.add_(above)
-    return [total, by_slots]
+    return [total, grad_slots]
 
 
 ANSWERS["hinges"] = Answer(_hinges, _hinges_slopes)
 
 
 def identity(scores: Tensor) -> Tensor:
-    """Return ``S``."""
+    """Return ``S`` itself."""
     return scores
 
 
@@ -201,7 +201,7 @@ def log1p_clamp(scores: Tensor) -> Tensor:
 
 
 def log1p_relu(scores: Tensor) -> Tensor:
-    """Return ``log(1 + max(S, 0))``: no pull on a positive whose score is not above zero."""
+    """Return ``log(1 + max(S, 0))``, whose gradient is 0 for a positive that does not score above 0."""
     return scores.relu().log1p()
 
 
@@ -221,14 +221,14 @@ def softplus(scores: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
 
 
 def _softplus_slopes(s, params, grads, needs, out):
-    """By hand for the sigmoid loss: a fifth of autograd's time on a tile of 512 x 512.
+    """Return the ``slopes`` of the sigmoid loss, by hand: a fifth of autograd's time on a tile of 512 x 512.
 
     ``pytest benchmarks/test_micro.py --benchmark-enable -k softplus_slopes``
     """
     scale, bias = params
-    by_bias = torch.mul(s, scale, out=out[1]).add_(bias).sigmoid_().mul_(grads[0])
-    by_scale = by_bias * s if needs[0] else None
-    return [torch.mul(by_bias, scale, out=out[0]), by_scale, by_bias]
+    grad_bias = torch.mul(s, scale, out=out[1]).add_(bias).sigmoid_().mul_(grads[0])
+    grad_scale = grad_bias * s if needs[0] else None
+    return [torch.mul(grad_bias, scale, out=out[0]), grad_scale, grad_bias]
 
 
 for _term in (identity, log1p_clamp, log1p_relu, negative_log_likelihood, hinge, exponential):

@@ -1,13 +1,13 @@
 """Triton kernels of the reduction: one sums a function of the scores of a tile, one writes the tile's gradient.
 
-A program has one tile of BLOCK_M x BLOCK_N scores to itself. It multiplies the embeddings of the tile, or reads scores
-that exist, and applies the answer's function, a jitted one that it takes as a constant:
+Each program works on one tile of BLOCK_M x BLOCK_N scores. It multiplies the embeddings of the tile, or loads scores
+that are precomputed, and applies the answer's function, a jitted function that is a compile-time constant:
 
-    FORM(s, p, q, g, K) -> (value, g times slopes by s, by p and by q)         of the answer's K-th sum
+    FORM(s, p, q, g, K) -> (value, gradients w.r.t. s, p and q)         of the answer's K-th sum
 
-s are scores; p and q parameters and g upstream gradients that broadcast with them. What a kernel does not use is not
-compiled. A further answer is one such function, listed in :data:`FORMS`. The sums of each tile are stored in a place of
-their own, to be added in the tiles' order: results have the same bits each time, which atomic additions would not give.
+s are scores; the parameters p and q and the upstream gradient g broadcast with them. What a kernel does not use is not
+compiled. To add an answer, write one such function and list it in :data:`FORMS`. The sums of each tile are stored
+separately and added in the tiles' order: unlike atomic additions, that is deterministic.
 """
 
 from __future__ import annotations
@@ -23,53 +23,53 @@ IGNORE_ID, NOWHERE = tl.constexpr(scores.IGNORE_ID), tl.constexpr(-(2**31))
 LOG2E = tl.constexpr(1.4426950408889634)
 BAND = tl.constexpr(8)  # rows of tiles that run together, so that the embeddings they share stay in the L2 cache
 
-# What kernels take; None for what there is not.
-# Embeddings (N, D), (M, D) of half precision, strides, D; (N,), (M,) float32 reciprocal lengths; (N,), (M,) int64 ids
+# Arguments of the kernels; None where absent.
+# Half-precision embeddings (N, D) and (M, D), strides, D; (N,), (M,) float32 inverse norms; (N,), (M,) int64 ids
 Inputs = namedtuple("Inputs", "rows cols row_stride col_stride dim row_inv col_inv row_ids col_ids")
-# (1,), or (A,) with the rows' anchors first, or (slots, A), over which values are summed; stride 0: one number for all
+# (1,), with stride 0, for all anchors; (A,), the rows' anchors first; or (slots, A), over whose slots values are summed
 Params = namedtuple("Params", "p q p_stride q_stride slots slot_stride")
-Block = namedtuple("Block", "row col size_m size_n first_col")  # part of the matrix; number of column 0 among anchors
+Block = namedtuple("Block", "row col size_m size_n first_col")  # part of the matrix; column 0's index among anchors
 Panel = namedtuple("Panel", "x stride")  # buffer (size_m, stride) for a block
 Upstream = namedtuple("Upstream", "x plane stride")  # gradient (WIDTH, A) of the sums, with strides
-# Pairs p by anchor i: (P,) float32 gradients of their scores; those of i are ``order[start[i]:start[i + 1]]`` with
-# candidates ``other[p]``, or the one pair (i, i); (M, dim) vectors of the candidates and (M,) their reciprocal lengths.
+# Listed pairs p: (P,) float32 gradients of their scores. Those of anchor i are ``order[start[i]:start[i + 1]]``, with
+# candidates ``other[p]``, or the one pair (i, i). (M, dim) vectors of the candidates and their (M,) inverse norms.
 Listed = namedtuple("Listed", "grad start order other y stride inv")
-# What a kernel is compiled for: PARTS (1 or 4) of a tile's columns that are worked on one after the other; SHARED:
-# parameters are one number each, and one evaluation serves both sides; ROWS, COLS: which are asked; BY_P, BY_Q: whether
-# gradients by the parameters are, too.
-_CONFIG = "BLOCK_M BLOCK_N BLOCK_K PARTS OVER IDS SHARED ROWS COLS WIDTH MAXIMUM BY_P BY_Q"
+# Compile-time constants. PARTS, 1 or 4: how many parts of a tile's columns are worked on one after the other. SHARED:
+# parameters are one number each, and one evaluation serves both sides. ROWS, COLS: whether the rows, the columns are
+# anchors. GRAD_P, GRAD_Q: whether the parameters get gradients.
+_CONFIG = "BLOCK_M BLOCK_N BLOCK_K PARTS OVER IDS SHARED ROWS COLS WIDTH MAXIMUM GRAD_P GRAD_Q"
 Config = namedtuple("Config", _CONFIG, defaults=[False] * 3)
-# Rows of a tile, or columns of a part of it: number ``pid`` of the ``parts`` of a block's axis, from ``start`` in the
-# matrix and ``anchor`` among anchors on, of ``size`` in the block; (BLOCK,) numbers in the block; (BLOCK,) numbers from
-# ``start`` on, where beyond the end the last one stands in, so that loads need no mask; (BLOCK,) reciprocal lengths;
-# (BLOCK,) ids, or numbers in the matrix, and NOWHERE beyond the end.
+# The rows of a tile, or the columns of a part of it. ``pid``: which of the ``parts`` along a block's axis of ``size``.
+# ``start``, ``anchor``: index of the first one in the matrix and among anchors. Vectors (BLOCK,): ``local``, indices in
+# the block; ``lane``, offsets from ``start``, beyond the end that of the last one, so that loads need no mask; ``inv``,
+# inverse norms; ``ids``, or indices in the matrix, NOWHERE beyond the end.
 Axis = namedtuple("Axis", "pid parts start anchor size local lane inv ids")
 
 
 @triton.jit
 def _axis(pid, start, first, size, inv, ids, BLOCK: tl.constexpr, PARTS: tl.constexpr = 1):
-    """Return part ``pid`` of the rows or columns of a block, whose tiles have PARTS of them."""
+    """Return the Axis of part ``pid`` of a block's rows or columns, each of whose tiles has PARTS parts."""
     begin, lane = pid * BLOCK, tl.arange(0, BLOCK)
     local, start = begin + lane, start + begin
-    there, lane = local < size, tl.minimum(lane, size - 1 - begin)
+    inside, lane = local < size, tl.minimum(lane, size - 1 - begin)
     if ids is None:
-        ids = tl.where(there, start + lane, NOWHERE)
+        ids = tl.where(inside, start + lane, NOWHERE)
     else:
-        ids = tl.where(there, tl.load(ids + start + lane), IGNORE_ID)
+        ids = tl.where(inside, tl.load(ids + start + lane), IGNORE_ID)
     inv = tl.full([BLOCK], 1.0, tl.float32) if inv is None else tl.load(inv + start + lane)
     return Axis(pid, tl.cdiv(size, BLOCK * PARTS) * PARTS, start, first + start, size, local, lane, inv, ids)
 
 
 @triton.jit
 def _part(pid, inputs, block, C: tl.constexpr):
-    """Return some columns of a tile."""
+    """Return the Axis of part ``pid`` of the columns."""
     side = block.col, block.first_col, block.size_n, inputs.col_inv, inputs.col_ids
     return _axis(pid, *side, C.BLOCK_N // C.PARTS, C.PARTS)
 
 
 @triton.jit
 def _dot(inputs, rows, cols, C: tl.constexpr):
-    """Return (BLOCK_M, BLOCK_N) float32 inner products of rows i and columns j."""
+    """Return the (BLOCK_M, BLOCK_N) float32 inner products of rows and columns."""
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_N: tl.constexpr = C.BLOCK_N
     k = tl.arange(0, C.BLOCK_K)
@@ -83,17 +83,17 @@ def _dot(inputs, rows, cols, C: tl.constexpr):
 
 @triton.jit
 def _entries(panel, rows, cols):
-    """Return where a tile's entries are, and which exist: up to the stride, so that 16 bytes are accessed at a time."""
-    place = panel.x + rows.local.to(tl.int64)[:, None] * panel.stride + cols.local[None, :]
-    return place, (rows.local < rows.size)[:, None] & (cols.local < panel.stride)[None, :]
+    """Return pointers to a tile's entries and their mask, which goes up to the stride: accesses have 16 bytes then."""
+    pointers = panel.x + rows.local.to(tl.int64)[:, None] * panel.stride + cols.local[None, :]
+    return pointers, (rows.local < rows.size)[:, None] & (cols.local < panel.stride)[None, :]
 
 
 @triton.jit
 def _tile(inputs, products, block, C: tl.constexpr):
-    """Return this program's rows, the first of its PARTS of columns, and their inner products.
+    """Return the Axis of this program's rows, the ``pid`` of its first part of columns, and the parts' inner products.
 
-    A thread has values of many columns. Of a vector of the columns it needs as many registers: with the whole tile at
-    once 1.5 times the 128 that let two programs share a multiprocessor.
+    A thread holds values of many columns, and for each vector along the columns needs as many registers. For a whole
+    tile that would be 1.5 times the 128 that let two programs share a multiprocessor; hence the parts.
     """
     pid, grid_m, grid_n = tl.program_id(0), tl.cdiv(block.size_m, C.BLOCK_M), tl.cdiv(block.size_n, C.BLOCK_N)
     band, within = pid // (BAND * grid_n), pid % (BAND * grid_n)
@@ -103,8 +103,8 @@ def _tile(inputs, products, block, C: tl.constexpr):
     if products.x is None:
         x = _dot(inputs, rows, cols, C)
     else:
-        place, inside = _entries(products, rows, cols)
-        x = tl.load(place, mask=inside, other=0.0)
+        pointers, inside = _entries(products, rows, cols)
+        x = tl.load(pointers, mask=inside, other=0.0)
     if C.PARTS == 1:
         parts = (x,)
     else:
@@ -116,39 +116,39 @@ def _tile(inputs, products, block, C: tl.constexpr):
 
 
 @triton.jit
-def _over_lengths(x, rows, cols):
-    """Return x over the lengths of rows and columns, whose product is formed once for scores and gradients."""
+def _over_norms(x, rows, cols):
+    """Return x divided by the norms of rows and columns, whose product is formed once for scores and gradients."""
     return x * (rows.inv[:, None] * cols.inv[None, :])
 
 
 @triton.jit
 def _masked(x, y, empty, rows, cols, ENDS: tl.constexpr, C: tl.constexpr):
-    """Return x and y with ``empty`` for pairs that are not summed over; with ENDS, also beyond the block's ends."""
+    """Return x and y with ``empty`` for excluded pairs and, with ENDS, beyond the block's ends."""
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_N: tl.constexpr = C.BLOCK_N // C.PARTS
     x, y = tl.broadcast_to(x, (BLOCK_M, BLOCK_N)), tl.broadcast_to(y, (BLOCK_M, BLOCK_N))  # slopes may be constants
-    # Without ids only at the end of a block or on the diagonal: for most tiles there is nothing to do.
+    # Without ids, only tiles at the end of a block or on the diagonal have excluded pairs.
     special = C.OVER == "negatives" and (rows.start < cols.start + BLOCK_N) & (cols.start < rows.start + BLOCK_M)
     if ENDS:
         special = special | ((rows.pid + 1) * BLOCK_M > rows.size) | ((cols.pid + 1) * BLOCK_N > cols.size)
     if C.IDS or C.OVER == "positives" or special:
         i, j = rows.ids[:, None], cols.ids[None, :]
         if C.IDS:
-            found = (i != IGNORE_ID) & (j != IGNORE_ID)
-            found = found & (i != j) if C.OVER == "negatives" else found & (i == j) if C.OVER == "positives" else found
+            valid = (i != IGNORE_ID) & (j != IGNORE_ID)
+            valid = valid & (i != j) if C.OVER == "negatives" else valid & (i == j) if C.OVER == "positives" else valid
         elif C.OVER == "positives":
-            found = i == j
+            valid = i == j
         elif ENDS:  # one comparison instead of three: NOWHERE is negative
-            found = (i ^ j) > 0 if C.OVER == "negatives" else (i | j) >= 0
+            valid = (i ^ j) > 0 if C.OVER == "negatives" else (i | j) >= 0
         else:
-            found = i != j
-        x, y = tl.where(found, x, empty), tl.where(found, y, empty)
+            valid = i != j
+        x, y = tl.where(valid, x, empty), tl.where(valid, y, empty)
     return x, y
 
 
 @triton.jit
-def _of_anchors(x, begin, stride, axis, AXIS: tl.constexpr, SHARED: tl.constexpr = False):
-    """Return values of some anchors, which broadcast with the scores, or one that all share; 0 of what there is not."""
+def _load_anchors(x, begin, stride, axis, AXIS: tl.constexpr, SHARED: tl.constexpr = False):
+    """Return values of an axis's anchors, which broadcast with the scores, or one for all; 0 if x is None."""
     if x is None:
         y = 0.0
     elif SHARED:
@@ -160,9 +160,9 @@ def _of_anchors(x, begin, stride, axis, AXIS: tl.constexpr, SHARED: tl.constexpr
 
 @triton.jit
 def _params(parameters, axis, slot, AXIS: tl.constexpr, SHARED: tl.constexpr):
-    """Return p and q of some anchors."""
-    p = _of_anchors(parameters.p, slot * parameters.slot_stride, parameters.p_stride, axis, AXIS, SHARED)
-    return p, _of_anchors(parameters.q, 0, parameters.q_stride, axis, AXIS, SHARED)
+    """Return p and q of an axis's anchors."""
+    p = _load_anchors(parameters.p, slot * parameters.slot_stride, parameters.p_stride, axis, AXIS, SHARED)
+    return p, _load_anchors(parameters.q, 0, parameters.q_stride, axis, AXIS, SHARED)
 
 
 @triton.jit
@@ -177,8 +177,8 @@ def _store_partial(out, plane, x, rows, cols, AXIS: tl.constexpr, MAXIMUM: tl.co
 
 @triton.jit
 def _values(s, axis, parameters, K: tl.constexpr, AXIS: tl.constexpr, FORM: tl.constexpr, C: tl.constexpr):
-    """Return the K-th values of a tile for some anchors, summed over slots; with BY_P, of K = 1 the slopes by p."""
-    WHICH: tl.constexpr = 2 if C.BY_P and K == 1 else 0
+    """Return the K-th values of a tile, summed over slots; with GRAD_P, for K = 1 the derivatives w.r.t. p instead."""
+    WHICH: tl.constexpr = 2 if C.GRAD_P and K == 1 else 0
     p, q = _params(parameters, axis, 0, AXIS, C.SHARED)
     x = FORM(s, p, q, 1.0, K)[WHICH]
     for slot in range(1, parameters.slots):
@@ -187,7 +187,7 @@ def _values(s, axis, parameters, K: tl.constexpr, AXIS: tl.constexpr, FORM: tl.c
     return x
 
 
-@triton.jit(do_not_specialize=Block._fields)  # which change from batch to batch
+@triton.jit(do_not_specialize=Block._fields)  # these change from batch to batch
 def sums_kernel(
     inputs,
     products,  # Panel of float32 inner products or scores
@@ -195,18 +195,18 @@ def sums_kernel(
     parameters,
     row_out,  # (WIDTH, column parts, size_m) float32: sums of each tile over its columns
     col_out,  # (WIDTH, row parts, size_n) over its rows
-    panel,  # Panel of value 0 over the columns' lengths, if wanted
+    panel,  # Panel for value 0 over the columns' norms, if any
     FORM: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Sum ``value(S_ij)`` over the columns and over the rows of each tile, or find the MAXIMUM."""
+    """Sum ``value(S_ij)`` over the columns and over the rows of each tile, or take the MAXIMUM."""
     block = Block(row, col, size_m, size_n, first_col)
     rows, first, parts = _tile(inputs, products, block, C)
     PARTS: tl.constexpr = C.PARTS
     WIDTH: tl.constexpr = C.WIDTH
     for part in tl.static_range(PARTS):
         cols = _part(first + part, inputs, block, C)
-        s = _over_lengths(parts[part], rows, cols)
+        s = _over_norms(parts[part], rows, cols)
         for k in tl.static_range(WIDTH):
             x = _values(s, rows if C.ROWS else cols, parameters, k, 1 if C.ROWS else 0, FORM, C)
             y = _values(s, cols, parameters, k, 0, FORM, C) if C.ROWS and C.COLS and not C.SHARED else x
@@ -216,28 +216,28 @@ def sums_kernel(
             if C.COLS:
                 _store_partial(col_out, k, y, rows, cols, 0, C.MAXIMUM)
             if panel.x is not None and k == 0:
-                place, inside = _entries(panel, rows, cols)
-                tl.store(place, (x * cols.inv[None, :]).to(panel.x.dtype.element_ty), mask=inside)
+                pointers, inside = _entries(panel, rows, cols)
+                tl.store(pointers, (x * cols.inv[None, :]).to(panel.x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _slopes(total, s, rows, cols, parameters, grad, by, AXIS: tl.constexpr, FORM: tl.constexpr, C: tl.constexpr):
-    """Add the gradients by the scores to ``total``, and store sums along an axis of those by the parameters."""
+def _slopes(total, s, rows, cols, parameters, grad, grads_out, AXIS: tl.constexpr, FORM: tl.constexpr, C: tl.constexpr):
+    """Return ``total`` plus the gradient of the scores; store those of the parameters, summed along an axis."""
     WIDTH: tl.constexpr = C.WIDTH
     for k in tl.static_range(WIDTH):
-        g = _of_anchors(grad.x, k * grad.plane, grad.stride, rows if AXIS == 1 else cols, AXIS)
+        g = _load_anchors(grad.x, k * grad.plane, grad.stride, rows if AXIS == 1 else cols, AXIS)
         if C.SHARED and C.ROWS and C.COLS:
-            g += _of_anchors(grad.x, k * grad.plane, grad.stride, cols, 0)
+            g += _load_anchors(grad.x, k * grad.plane, grad.stride, cols, 0)
         for slot in range(parameters.slots):
             p, q = _params(parameters, rows if AXIS == 1 else cols, slot, AXIS, C.SHARED)
-            _, by_s, by_p, by_q = FORM(s, p, q, g, k)
-            total += by_s
-            if C.BY_P or C.BY_Q:
-                by_p, by_q = _masked(by_p, by_q if C.BY_Q else by_p, 0.0, rows, cols, True, C)
-            if C.BY_P:
-                _store_partial(by, slot, by_p, rows, cols, AXIS, False)
-            if C.BY_Q:
-                _store_partial(by, parameters.slots, by_q, rows, cols, AXIS, False)
+            _, grad_s, grad_p, grad_q = FORM(s, p, q, g, k)
+            total += grad_s
+            if C.GRAD_P or C.GRAD_Q:
+                grad_p, grad_q = _masked(grad_p, grad_q if C.GRAD_Q else grad_p, 0.0, rows, cols, True, C)
+            if C.GRAD_P:
+                _store_partial(grads_out, slot, grad_p, rows, cols, AXIS, False)
+            if C.GRAD_Q:
+                _store_partial(grads_out, parameters.slots, grad_q, rows, cols, AXIS, False)
     return total
 
 
@@ -248,50 +248,50 @@ def gradient_kernel(
     row, col, size_m, size_n, first_col,
     parameters,
     grad,  # Upstream
-    row_by,  # (planes, parts, anchors) float32 gradients by p (a plane for each slot) and q, summed per tile
-    col_by,
-    panel,  # Panel of the gradient of the inner products, if wanted; may be the products
+    row_grads_out,  # (planes, parts, anchors) float32 gradients w.r.t. p (a plane per slot) and q, summed by tile
+    col_grads_out,
+    panel,  # Panel for the gradient of the inner products, if any; may alias the products
     FORM: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Write ``dL/d(x_i y_j) = sum_sides g slope(S_ij) / (|x_i| |y_j|)``, and sum the gradients by the parameters.
+    """Write ``dL/d(x_i y_j) = sum_sides g slope(S_ij) / (|x_i| |y_j|)``, and sum the gradients w.r.t. the parameters.
 
-    If SHARED, one evaluation serves both sides, and gradients by the parameters are summed by row alone.
+    With SHARED, one evaluation serves both sides, and gradients w.r.t. the parameters are summed by row alone.
     """
     block = Block(row, col, size_m, size_n, first_col)
     rows, first, parts = _tile(inputs, products, block, C)
     PARTS: tl.constexpr = C.PARTS
     for part in tl.static_range(PARTS):
         cols = _part(first + part, inputs, block, C)
-        s = _over_lengths(parts[part], rows, cols)
+        s = _over_norms(parts[part], rows, cols)
         x = tl.zeros_like(s)
         if C.ROWS:
-            x = _slopes(x, s, rows, cols, parameters, grad, row_by, 1, FORM, C)
+            x = _slopes(x, s, rows, cols, parameters, grad, row_grads_out, 1, FORM, C)
         if C.COLS and not (C.ROWS and C.SHARED):
-            x = _slopes(x, s, rows, cols, parameters, grad, col_by, 0, FORM, C)
+            x = _slopes(x, s, rows, cols, parameters, grad, col_grads_out, 0, FORM, C)
         if panel.x is not None:
-            x = _over_lengths(_masked(x, x, 0.0, rows, cols, False, C)[0], rows, cols)
-            place, inside = _entries(panel, rows, cols)
-            tl.store(place, x.to(panel.x.dtype.element_ty), mask=inside)
+            x = _over_norms(_masked(x, x, 0.0, rows, cols, False, C)[0], rows, cols)
+            pointers, inside = _entries(panel, rows, cols)
+            tl.store(pointers, x.to(panel.x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _log1p(u):
-    """log(1 + u) with all digits of a small u: what rounding took from 1 + u is in the quotient (Kahan)."""
+    """Return log(1 + u), accurate for a small u: the quotient makes up for the rounding of 1 + u (Kahan)."""
     w = 1.0 + u
     return tl.where(w == 1.0, u, tl.log(w) * (u / tl.where(w == 1.0, 1.0, w - 1.0)))
 
 
 @triton.jit
 def _softplus(z, g):
-    """log(1 + e^z), and g times its slope."""
+    """Return log(1 + e^z), and g times its derivative."""
     e = tl.exp2(-tl.abs(z) * LOG2E)
     return tl.maximum(z, 0.0) + _log1p(e), tl.where(z >= 0, 1.0, e) / (1.0 + e) * g
 
 
 @triton.jit
 def exp(s, scale, top, g, K: tl.constexpr):
-    e = tl.exp2(s * (scale * LOG2E) - top * LOG2E)  # one multiplication and addition, and one instruction
+    e = tl.exp2(s * (scale * LOG2E) - top * LOG2E)  # one fused multiply-add and one instruction
     return e, e * (scale * g), s * e * g, 0.0
 
 
@@ -302,7 +302,7 @@ def peak(s, scale, q, g, K: tl.constexpr):
 
 @triton.jit
 def information(s, scale, best, g, K: tl.constexpr):
-    z = tl.maximum((s - best) * scale, -1e4)  # -inf would meet an exponential of 0
+    z = tl.maximum((s - best) * scale, -1e4)  # -inf times exp(-inf) would be nan
     e = tl.exp2(z * LOG2E)
     return (e if K == 0 else e * z), scale * g * (e if K == 0 else e * (z + 1.0)), 0.0, 0.0
 
@@ -330,17 +330,17 @@ FORMS = {form.__name__: form for form in (exp, peak, information, moments, hinge
 
 @triton.jit
 def _vector(x, row, stride, dim, BLOCK_D: tl.constexpr):
-    """Return (BLOCK_D,) one of the vectors x (N, dim) in float32, and zeros."""
+    """Return vector ``row`` of x (N, dim) as (BLOCK_D,) float32, padded with zeros."""
     d = tl.arange(0, BLOCK_D)
     return tl.load(x + row.to(tl.int64) * stride + d, mask=d < dim, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["begin"])
 def project_kernel(x, stride, dim, inv, begin, total, listed, out, BLOCK_D: tl.constexpr):
-    """out_i (N, dim): ``g - u <u, g>`` with ``u = x_i inv_i``, for each vector from ``begin`` on a program.
+    """Write ``out_i = g - u <u, g>`` (N, dim) with ``u = x_i inv_i``; each vector from ``begin`` on has a program.
 
-    g is ``total`` (., dim), float32 sums from ``begin`` on, which may be out's, and those of listed pairs (i, j) with
-    the gradient ``listed.grad`` of their scores, ``grad inv_i inv_j y_j``.
+    g adds up ``total`` (., dim), float32 sums from vector ``begin`` on that may alias out, and ``grad inv_i inv_j y_j``
+    of the listed pairs (i, j), whose scores have the gradient ``listed.grad``.
     """
     row, d = begin + tl.program_id(0), tl.arange(0, BLOCK_D)
     g = _vector(total, tl.program_id(0), dim, dim, BLOCK_D)

@@ -1,4 +1,4 @@
-"""The inputs of a similarity matrix, its engine, and what is kept of it between questions."""
+"""A similarity matrix: its inputs, its engine, and what is cached of it between questions."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .products import matmul
 from .scores import Embeddings, Scores, compute_dtype, even_chunks, full_precision, inverse_norms, may_keep, tile_shape
 
 ENGINES = "dense", "tiled", "triton"
-MEMORY_BUDGET = 256 * 2**20  # bytes of scores that "auto" keeps (8192 x 8192 in float32)
-# Scores up to which "auto" takes plain PyTorch on the CPU, where calls cost more than passes over the matrix; and on an
-# accelerator, where a launch does.
+MEMORY_BUDGET = 256 * 2**20  # bytes of scores that "auto" caches (8192 x 8192 in float32)
+# Number of scores up to which "auto" takes plain PyTorch: on the CPU, where calls cost more than passes over such a
+# matrix, and on an accelerator, where kernel launches do.
 SMALL = {"cpu": 2**16}
 _ACCELERATOR_SMALL = 2**20
 
 
 def choose_engine(engine: str, numel: int, budget: int, x: Tensor) -> str:
-    """Return the engine that ``"auto"`` stands for, for so many scores of embeddings like ``x``, or the one named.
+    """Return the engine for ``numel`` scores of embeddings like ``x``: the one that is named, or that ``"auto"`` takes.
 
     Raises:
-        ImportError, TypeError, ValueError: Triton is named and not there, or for float64, or on the CPU.
+        ImportError, TypeError, ValueError: for ``"triton"`` if it is not installed, for float64, or on the CPU.
     """
     if engine == "auto":
         small = SMALL.get(x.device.type, _ACCELERATOR_SMALL)
@@ -53,7 +53,7 @@ def choose_engine(engine: str, numel: int, budget: int, x: Tensor) -> str:
 
 
 def check_unchanged(matrices: Iterable[Matrix]) -> None:
-    """Refuse embeddings, or scores, that were written to meanwhile: what is kept would not fit to later answers."""
+    """Raise an error if embeddings or scores were modified in place: cached results would not match later ones."""
     if torch.compiler.is_compiling():
         return
     for m in matrices:
@@ -64,23 +64,23 @@ def check_unchanged(matrices: Iterable[Matrix]) -> None:
 
 
 class Matrix:
-    """A score matrix (N, M) of embeddings, or one that exists, as all views of it share it."""
+    """A score matrix (N, M), of embeddings or precomputed. All views of it share this object."""
 
     def __init__(self, rows: Embeddings, cols: Embeddings | None, pairs: Pairs, engine: str, budget: int):
-        """``cols`` None: the rows are (N, M) scores. ``budget``: bytes of scores that may be kept."""
+        """``cols`` None: the rows are (N, M) scores. ``budget``: bytes of scores that may be cached."""
         self.embeddings, self.pairs, self.shape, self.engine = (rows, cols), pairs, pairs.shape, engine
-        self.rows, self.cols = rows.x, None if cols is None else cols.x  # as they were given
+        self.rows, self.cols = rows.x, None if cols is None else cols.x  # as passed in
         self.dtype, self.device = rows.dtype, rows.x.device
-        #: Whether scores are known to lie in [-1, 1].
+        #: Whether scores certainly lie in [-1, 1].
         self.bounded = cols is not None and rows.normalize and cols.normalize
-        # Where scores are kept, unit vectors are, too; elsewhere nothing of the embeddings' size is held.
+        # Where scores are cached, so are unit vectors; elsewhere nothing of the embeddings' size is held.
         self.keeps = engine == "dense" or (engine == "tiled" and math.prod(self.shape) * self.dtype.itemsize <= budget)
         self._scores: Tensor | None = None  # (N, M), differentiable if dense
-        self.summed = False  # whether scores have a gradient anyway, from a sum over all
-        self._positive_scores: Tensor | None = None  # (P,), where they come with a sum
+        self.summed = False  # whether a sum put all scores into the autograd graph
+        self._positive_scores: Tensor | None = None  # (P,), where they were computed along with a sum
 
     def detach(self) -> Matrix:
-        """Return the same scores without a gradient; what was formed, or is to be kept, is shared."""
+        """Return the same scores without a gradient. Cached scores are shared; they are computed if not yet there."""
         rows, cols = self.embeddings
         formed = self.scores() if self.keeps else self._scores
         twin = Matrix(rows.detach(), None if cols is None else cols.detach(), self.pairs, self.engine, 0)
@@ -91,14 +91,14 @@ class Matrix:
     # ------------------------------------------------------------------------------------------- scores
 
     def scores(self, keep: bool | None = None) -> Tensor:
-        """Return the (N, M) scores, not to be written to or handed out; differentiable on the dense engine."""
+        """Return the (N, M) scores, not to be modified or handed out as they may be cached; differentiable if dense."""
         if self._scores is not None:
             return self._scores
         (rows, cols), keep = self.embeddings, may_keep() if keep is None else keep
         if cols is None:
             scores = rows.unit()
         else:
-            with full_precision(rows.x), torch.set_grad_enabled(keep and self.engine == "dense"):  # whoever asks first
+            with full_precision(rows.x), torch.set_grad_enabled(keep and self.engine == "dense"):  # see Dense.scores
                 left, right = rows.unit(keep), cols.unit(keep).T
                 scores = left @ right if self.engine == "dense" else matmul(left, right)
         if self.keeps and keep:
@@ -110,9 +110,9 @@ class Matrix:
         return self if self.engine == "dense" else Matrix(*self.embeddings, self.pairs, "dense", 0)
 
     def source(self, form: bool = False) -> Scores:
-        """Return what a pass needs; to ``form`` scores that are to be kept pays if a backward pass or others follow.
+        """Return the inputs of a pass; with ``form``, scores that are to be cached are computed now.
 
-        One product less in each of these: 0.81 of the time of HAL at 1024 x 1024 x 512
+        That saves one product in backward and in each later pass: 0.81 of the time of HAL at 1024 x 1024 x 512
         (``pytest benchmarks/test_micro.py --benchmark-enable -k kept_scores``).
         """
         (rows, cols), ids = self.embeddings, self.pairs.ids
@@ -125,13 +125,13 @@ class Matrix:
         return Scores(rows.x, cols.x, inv[0], inv[1], *ids)
 
     def blocks(self, side: int, size: int | None = None) -> Iterator[tuple[slice, Tensor]]:
-        """Yield slices of a side's anchors, each with a copy of its scores (B, C), of ``size`` at most."""
+        """Yield slices of a side's anchors, each with a copy of its scores (B, C), at most ``size`` of them."""
         check_unchanged([self])
         n, m = self.shape[side], self.shape[1 - side]
         source = Scores(self.scores()) if self.engine == "dense" else self.source(form=self.keeps)
         rows, width = tile_shape(n, m, self.device.type)
         y, inv = (source[1 - side], source[3 - side]) if source[8 - side] is None else (source[8 - side], None)
-        if size is None:  # a tile's or more: embeddings of half precision are converted for each block
+        if size is None:  # at least a tile: half-precision embeddings are converted anew for each block
             size = max(rows * width, min(128 * m, 2**26))
         for part in even_chunks(n, max(1, size // m)):
             if source.matrix is not None:
@@ -147,15 +147,15 @@ class Matrix:
             yield part, block
 
     def pair_scores(self, i: Tensor | None, j: Tensor | None) -> Tensor:
-        """Return the (P,) scores of rows ``i`` with columns ``j``, differentiable; None: of row, or column, p."""
+        """Return the differentiable (P,) scores of rows ``i`` with columns ``j``; None stands for row, or column, p."""
         rows, cols = self.embeddings
         if cols is None or (self.engine == "dense" and (self.summed or (i is not None and len(i) > sum(self.shape)))):
             scores = self.scores() if self._scores is None else self._scores
             if i is None and j is None:
                 return scores.diagonal()
-            rows_there, cols_there = (torch.arange(size, device=self.device) for size in self.shape)
-            return scores[rows_there if i is None else i, cols_there if j is None else j]
-        # Elsewhere, unless copies for many pairs are larger, two products less in the backward pass of a loss of pairs:
+            all_rows, all_cols = (torch.arange(size, device=self.device) for size in self.shape)
+            return scores[all_rows if i is None else i, all_cols if j is None else j]
+        # Unless copies for many pairs are larger, scoring them alone saves a loss of pairs two products in backward:
         # 0.80 of the time at 128 x 128 x 1024 (pytest benchmarks/test_micro.py --benchmark-enable -k pairs_alone).
         if self.engine == "dense" or torch.compiler.is_compiling():
             left, right = (x.unit() if k is None else x.unit().index_select(0, k) for x, k in ((rows, i), (cols, j)))
@@ -166,7 +166,7 @@ class Matrix:
         return reduce.Reduce.apply(self.pairs, None, (i, j), *source)[1]
 
     def positive_scores(self) -> Tensor:
-        """Return the (P,) scores of the positive pairs in the order of ``pairs.listed``; differentiable."""
+        """Return the (P,) scores of the positive pairs in the order of ``pairs.listed``, differentiable."""
         check_unchanged([self])
         if self._positive_scores is not None:
             return self._positive_scores

@@ -1,4 +1,4 @@
-"""Which pairs are positive, from integer ids; and the scores of listed pairs, whose gradient goes straight to them."""
+"""Which pairs are positive, from integer ids; the scores of listed pairs, whose gradient skips the score matrix."""
 
 from __future__ import annotations
 
@@ -11,57 +11,57 @@ from torch import Tensor
 
 from .scores import IGNORE_ID, Ids, Scores, chunks, host_may_read, may_keep
 
-_MASKED = 2**16  # scores of a tile up to which comparing ids costs less than listing pairs
-_GATHERED, _ACCELERATOR_GATHERED = 2**18, 2**22  # numbers of gathered embeddings held at once
+_MASKED = 2**16  # number of scores in a tile up to which comparing ids costs less than listing pairs
+_GATHERED, _ACCELERATOR_GATHERED = 2**18, 2**22  # elements of gathered embeddings held at once
 
 
-def _once(find: Any) -> Any:
-    """Make a method keep what it finds, in tensors that may be saved for a backward pass."""
+def _cached(method: Any) -> Any:
+    """Cache the results of a method, in tensors that autograd may save for backward."""
 
-    def once(self: Pairs, *args: int) -> Any:
-        key = find.__name__, *args
-        if key not in self._known:
+    def cached(self: Pairs, *args: int) -> Any:
+        key = method.__name__, *args
+        if key not in self._cache:
             with contextlib.nullcontext() if may_keep() else torch.inference_mode(False):
-                self._known[key] = find(self, *args)
-        return self._known[key]
+                self._cache[key] = method(self, *args)
+        return self._cache[key]
 
-    return once
+    return cached
 
 
 class Pairs:
     """The positive pairs of a matrix (N, M).
 
-    Ids left out on both sides: row i matches column i. Column ids alone refer to the rows by number.
+    Without ids, row i matches column i. Column ids alone are row numbers.
     """
 
     def __init__(self, shape: tuple[int, int], ids: Ids, device: torch.device):
         self.shape, self.device = shape, device
-        rows, cols = self.given = ids
+        rows, cols = self.ids_as_passed = ids
         if rows is None and cols is not None:
             rows = torch.arange(shape[0], device=device)
-        #: Whether row i matches column i and nothing else, which takes no searching.
+        #: Whether row i matches column i and nothing else, so that ids need not be compared.
         self.one_to_one = rows is None or cols is None or (shape[0] == shape[1] and _diagonal(rows, cols))
         self.ids: Ids = (None, None) if self.one_to_one else (rows, cols)
-        #: (N,) and (M,) bool: which rows and columns do not exist; None where all are known to.
+        #: (N,) and (M,) bool: rows and columns with IGNORE_ID; None where there are certainly none.
         self.ignored: list[Tensor | None] = [None, None]
-        looked = self.ids[0] is not None and host_may_read(self.ids[0])
+        readable = self.ids[0] is not None and host_may_read(self.ids[0])
         for side, x in enumerate(self.ids):
             mask = None if x is None else x == IGNORE_ID
-            self.ignored[side] = None if mask is not None and looked and not bool(mask.any()) else mask
-        self._known: dict[Any, Any] = {}
+            self.ignored[side] = None if mask is not None and readable and not bool(mask.any()) else mask
+        self._cache: dict[Any, Any] = {}
 
     @property
     def listable(self) -> bool:
-        """Whether pairs may be listed: how many there are is data, for which an accelerator has to synchronise."""
+        """Whether pairs may be listed. Their number depends on the data: an accelerator has to synchronise for it."""
         if self.ids[0] is None:
             return True
         if self.device.type == "cuda" and not torch.compiler.is_compiling():
             return not torch.cuda.is_current_stream_capturing()
         return host_may_read(self.ids[0])
 
-    @_once
+    @_cached
     def counts(self, side: int) -> tuple[Tensor, Tensor]:
-        """Return the int64 numbers of positives and of negatives of each row (0), (N,), or column (1), (M,)."""
+        """Return the (A,) int64 numbers of positives and of negatives of each row (``side`` 0) or column (1)."""
         own, other, (ignored, others_ignored) = self.ids[side], self.ids[1 - side], self.ignored[:: 1 - 2 * side]
         if own is None or other is None:
             count = torch.ones(self.shape[side], dtype=torch.int64, device=self.device)
@@ -75,30 +75,30 @@ class Pairs:
         return count, others if ignored is None else others.masked_fill(ignored, 0)
 
     @property
-    @_once
+    @_cached
     def listed(self) -> tuple[Tensor, Tensor]:
-        """(P,) rows and (P,) columns of the positive pairs, sorted by row."""
+        """The (P,) row and (P,) column indices of the positive pairs, sorted by row."""
         if self.one_to_one:
             i = torch.arange(min(self.shape), device=self.device)
             return i, i
-        side = int(self.shape[1] > self.shape[0])  # whose ids are looked up among the other's, which are sorted
+        side = int(self.shape[1] > self.shape[0])  # the side whose ids are searched for in the sorted ids of the other
         own, other, ignored = self.ids[side], self.ids[1 - side], self.ignored[side]
         assert own is not None and other is not None
         ordered, order = torch.sort(other, stable=True)
         first = torch.searchsorted(ordered, own, out_int32=True)
-        hit = ordered[first.clamp_max(len(ordered) - 1)] == own  # few of a memory's
+        hit = ordered[first.clamp_max(len(ordered) - 1)] == own  # few entries of a memory match
         which = (hit if ignored is None else hit & ~ignored).nonzero().squeeze(1)
         first = first[which].long()
         count = torch.searchsorted(ordered, own[which], right=True) - first
         at = torch.repeat_interleave(count)  # 0 0 0 1 2 2 …
-        mine, theirs = which[at], order[first[at] + _within(at, count)]
+        own_index, other_index = which[at], order[first[at] + _within(at, count)]
         if side == 0:
-            return mine, theirs
-        theirs, order = torch.sort(theirs, stable=True)
-        return theirs, mine[order]
+            return own_index, other_index
+        other_index, order = torch.sort(other_index, stable=True)
+        return other_index, own_index[order]
 
     def places(self, side: int) -> Tensor:
-        """Return (A, P): the positives of each row, or column, P the largest number of them; padded with -1."""
+        """Return the (A, P) positives of each row (0) or column (1), P the largest number of them, padded with -1."""
         anchors, size = self.listed[side], self.shape[side]
         slot = slots(anchors, size)
         places = torch.full((size, int(slot.max()) + 1 if len(slot) else 0), -1, device=self.device)
@@ -108,21 +108,21 @@ class Pairs:
     # --------------------------------------------------------------------------------------------- masking
 
     def excluded(self, rows: slice = slice(None), cols: slice = slice(None), over: str = "negatives") -> Tensor | None:
-        """Return a (r, c) bool mask of the pairs that a sum ``over`` something leaves out; None: none of them."""
-        (row_ids, col_ids), found = self.ids, None
+        """Return the (r, c) bool mask of pairs that a sum ``over`` negatives, positives or all leaves out, or None."""
+        (row_ids, col_ids), mask = self.ids, None
         if over != "all":
             if row_ids is None or col_ids is None:
-                found = torch.eye(*self.shape, dtype=torch.bool, device=self.device)[rows, cols]
+                mask = torch.eye(*self.shape, dtype=torch.bool, device=self.device)[rows, cols]
             else:
-                found = row_ids[rows, None] == col_ids[cols]
-            found = ~found if over == "positives" else found
+                mask = row_ids[rows, None] == col_ids[cols]
+            mask = ~mask if over == "positives" else mask
         for ignored, part in ((self.ignored[0], (rows, None)), (self.ignored[1], (None, cols))):
             if ignored is not None:
-                found = ignored[part] if found is None else found | ignored[part]
-        return found
+                mask = ignored[part] if mask is None else mask | ignored[part]
+        return mask
 
     def exclude_(self, x: Tensor, part: tuple[slice, slice], value: float, over: str = "negatives") -> Tensor:
-        """Overwrite what :meth:`excluded` says of a part ``x`` (..., r, c) of the matrix by ``value``; return ``x``."""
+        """Fill the :meth:`excluded` pairs in a part ``x`` (..., r, c) of the matrix with ``value``; return ``x``."""
         r, c = part
         if over == "negatives" and self.one_to_one:
             offset = r.start - c.start
@@ -141,18 +141,18 @@ class Pairs:
 
 
 def slots(anchors: Tensor, size: int) -> Tensor:
-    """Return the (P,) number of each pair among those of its anchor: 0, 1, …; ``anchors`` (P,) are below ``size``."""
+    """Return the (P,) index 0, 1, … of each pair among those of its anchor; ``anchors`` (P,) are below ``size``."""
     ordered, order = torch.sort(anchors, stable=True)
     return torch.empty_like(order).index_copy_(0, order, _within(ordered, torch.bincount(anchors, minlength=size)))
 
 
 def _within(i: Tensor, count: Tensor) -> Tensor:
-    """Return 0, 1, …, count[k] - 1 for each k, from the ascending ``i`` that names each k so often."""
+    """Return 0, 1, …, count[k] - 1 for each k, where ``i`` is ascending and contains each k count[k] times."""
     return torch.arange(len(i), device=i.device) - (count.cumsum(0) - count)[i]
 
 
 def _diagonal(rows: Tensor, cols: Tensor) -> bool:
-    """Whether ids only say that row i matches column i, if that may be looked at."""
+    """Return whether ids only say that row i matches column i; False if the host may not read them."""
     if not host_may_read(rows) or not torch.equal(rows, cols):
         return False
     ordered = rows.sort().values
@@ -163,7 +163,7 @@ def _diagonal(rows: Tensor, cols: Tensor) -> bool:
 
 
 def pair_products(scores: Scores, i: Tensor | None, j: Tensor | None) -> Tensor:
-    """Return the (P,) scores of rows i with columns j, or of row p with column p, without a gradient."""
+    """Return the (P,) scores of rows i with columns j, without a gradient; None stands for row, or column, p."""
     if scores.matrix is not None:
         return scores.matrix.diagonal().clone() if i is None or j is None else scores.matrix[i, j]
     rows, cols, row_inv, col_inv = scores[:4]
@@ -171,34 +171,34 @@ def pair_products(scores: Scores, i: Tensor | None, j: Tensor | None) -> Tensor:
     if scores.row_unit is not None and scores.col_unit is not None:
         rows, cols, row_inv, col_inv = scores.row_unit, scores.col_unit, None, None
     p, dtype = len(rows) if i is None else len(i), scores.dtype
-    found = rows.new_empty(p, dtype=dtype)
+    products = rows.new_empty(p, dtype=dtype)
     step = max(1, (_GATHERED if rows.device.type == "cpu" else _ACCELERATOR_GATHERED) // rows.shape[1])
     for start in range(0, p, step):
         part = slice(start, min(p, start + step))
         left, right = (x[part] if k is None else x.index_select(0, k[part]) for x, k in ((rows, i), (cols, j)))
-        torch.sum(left.to(dtype) * right.to(dtype), 1, out=found[part])
+        torch.sum(left.to(dtype) * right.to(dtype), 1, out=products[part])
     for inv, k in ((row_inv, i), (col_inv, j)):
         if inv is not None:
-            found.mul_(inv if k is None else inv[k])
-    return found
+            products.mul_(inv if k is None else inv[k])
+    return products
 
 
 def pair_gradient(
-    total: Tensor | None,  # (N, D), to which it is added; None: zeros
-    index: Tensor | None,  # (P,) which vectors are in the pairs; None: vector p in pair p
+    total: Tensor | None,  # (N, D) that the gradient is added to; None: zeros
+    index: Tensor | None,  # (P,) the vector in each pair; None: vector p in pair p
     other: Tensor,  # (M, D)
     other_inv: Tensor | None,  # (M,)
     others: Tensor | None,  # (P,)
     grad: Tensor,  # (P,)
     size: int,  # N
 ) -> Tensor:
-    """Return the (N, D) gradient of unit vectors: ``sum_p grad_p y_p`` over its pairs, y its partner's unit vector."""
+    """Return the (N, D) gradient of unit vectors: ``sum_p grad_p y_p`` over pairs p, y_p the partner's unit vector."""
     weight = grad
     if other_inv is not None:
         weight = grad * (other_inv if others is None else other_inv[others])
     if index is not None and others is not None:
-        found = weighted_sums(other.to(grad.dtype), others, weight, index, size)
-        return found if total is None else total.add_(found)
+        gradient = weighted_sums(other.to(grad.dtype), others, weight, index, size)
+        return gradient if total is None else total.add_(gradient)
     if total is None:
         return other.to(grad.dtype) * weight[:, None]
     for part in chunks(other):
@@ -207,21 +207,21 @@ def pair_gradient(
 
 
 def segment_sum(values: Tensor, index: Tensor, size: int) -> Tensor:
-    """Return the (size,) sums of the (P,) values of each index, with the same bits each time."""
+    """Return the (size,) sums of the (P,) values of each index, deterministically."""
     total = values.new_zeros(size)
     if values.device.type == "cpu":
         return total.index_add(0, index, values)
-    return total.index_put((index,), values, accumulate=True)  # which sorts on accelerators: index_add is atomic
+    return total.index_put((index,), values, accumulate=True)  # sorts on accelerators, where index_add is atomic
 
 
 def weighted_sums(vectors: Tensor, which: Tensor, weights: Tensor, index: Tensor, size: int) -> Tensor:
-    """Return (size, D): ``sum_{p: index[p] = a} weights[p] vectors[which[p]]``, without (P, D) copies of vectors."""
+    """Return the (size, D) sums ``sum_{p: index[p] = a} weights[p] vectors[which[p]]``, without copies (P, D)."""
     index, order = torch.sort(index, stable=True)
     offsets = torch.searchsorted(index, torch.arange(size, device=index.device))
     return F.embedding_bag(which[order], vectors, offsets, mode="sum", per_sample_weights=weights[order])
 
 
 def first_derivative_only() -> None:
-    """Refuse a second derivative, on any path: the dependence on the embeddings would be dropped in silence."""
+    """Raise an error for ``create_graph=True``: second derivatives would silently miss terms of the embeddings."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError("create_graph: second derivatives need engine='dense', whose answers are plain PyTorch")

@@ -1,13 +1,13 @@
-"""Matrix products on the CPU by oneDNN or by the BLAS, chosen by a rule that no clock takes part in.
+"""Matrix products on the CPU by oneDNN or by the BLAS, chosen by a fixed rule: nothing is timed.
 
-Intel's BLAS, which PyTorch's packages for x86 come with, leaves half of the arithmetic units idle on some processors of
-other makers that have AVX-512; oneDNN, which comes with them too, does not. There, large float32 products go to oneDNN.
+Intel's BLAS, which is part of PyTorch's packages for x86, leaves half of the arithmetic units idle on some AVX-512
+processors of other makers. oneDNN, which is part of them too, does not: it gets the large float32 products there.
 Gain on an AMD EPYC (Zen 4, 2 cores): 128 x 1024 x 4096 in 0.62 of the BLAS's time, 2048 x 1024 x 2048 in 0.87.
 
     pytest benchmarks/test_micro.py --benchmark-enable -k product
 
-``torch.backends.mkldnn.flags(enabled=False)`` leaves all products to the BLAS. All ranks of a job on processors of one
-kind choose alike.
+``torch.backends.mkldnn.flags(enabled=False)`` leaves all products to the BLAS. Ranks of a job that run on the same kind
+of processor make the same choice.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-LARGE = 2**21  # multiplications, from which on oneDNN's overhead of some microseconds does not matter
-_THIN = 16  # fewer rows or columns, and a product is bound by memory
-_SHAPES = 64  # oneDNN keeps a megabyte for every shape that it has seen: sizes that always differ are the BLAS's
+LARGE = 2**21  # number of multiplications from which oneDNN's overhead of some microseconds does not matter
+_THIN = 16  # with fewer rows or columns, a product is memory-bound
+_SHAPES = 64  # shapes that oneDNN gets: it caches a megabyte for each, so sizes that always differ go to the BLAS
 _seen: set[tuple[int, ...]] = set()
 
 
@@ -30,33 +30,34 @@ def matmul(
     out: Tensor | None = None,  # (n, m), used where that saves an allocation
 ) -> Tensor:
     """Return ``a @ b``."""
-    if _by_onednn(a, b):
+    if _use_onednn(a, b):
         return _onednn(a, b)
     return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
 
 
 def add_matmul_(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add ``a @ b`` to ``total``."""
-    if _by_onednn(a, b):
+    if _use_onednn(a, b):
         total.add_(_onednn(a, b))
     else:
         total.addmm_(a, b)
 
 
-def _by_onednn(a: Tensor, b: Tensor) -> bool:
-    (n, k), m, (down, right) = a.shape, b.shape[1], b.stride()
+def _use_onednn(a: Tensor, b: Tensor) -> bool:
+    """Return whether oneDNN is to multiply (n, k) ``a`` with (k, m) ``b``."""
+    (n, k), m, (row_stride, col_stride) = a.shape, b.shape[1], b.stride()
     large = (
         n * k * m >= LARGE
         and min(n, m, k) >= _THIN
         and a.device.type == "cpu"
         and a.dtype == b.dtype == torch.float32
-        and a.stride(1) == 1  # else oneDNN copies it first, and the BLAS is as fast
-        and ((right == 1 and down >= m) or (down == 1 and right >= k))  # no overlapping windows
+        and a.stride(1) == 1  # otherwise oneDNN copies it first, and the BLAS is as fast
+        and ((col_stride == 1 and row_stride >= m) or (row_stride == 1 and col_stride >= k))  # no overlapping windows
         and torch.backends.mkldnn.enabled
         and not torch._C._len_torch_dispatch_stack()  # a FLOP counter does not know oneDNN's operator
         and prefers_onednn()
     )
-    shape = (n, k, m, down, right)
+    shape = (n, k, m, row_stride, col_stride)
     if large and len(_seen) < _SHAPES:
         _seen.add(shape)
     return large and shape in _seen

@@ -1,4 +1,4 @@
-"""What is no sum over candidates: hardest negatives, and ranks."""
+"""Answers that are not sums over candidates: hardest negatives and ranks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from .pairs import Pairs
-from .reduce import asked, operator
+from .reduce import operator, operator_inputs
 from .scores import Scores, full_precision, tiles
 
-_MANY = 32  # positives of an anchor, from which on sorting its rivals beats comparing them once per positive
-_RUN = 64
+_MANY = 32  # number of positives of an anchor beyond which sorting its rivals beats comparing them with each positive
+_RUN = 64  # length of the runs in `argmax`
 
 
 def _hardest(source: list[Tensor | None], sides: Sequence[int], pairs: Pairs | None = None) -> tuple[Tensor, Tensor]:
-    """Return score and index (A,) of the highest-scoring negative of each anchor; -inf and -1 without one."""
-    scores, pairs = asked(source, pairs)
+    """Return the (A,) scores and indices of each anchor's highest-scoring negative; -inf and -1 without one."""
+    scores, pairs = operator_inputs(source, pairs)
     best = [scores.rows.new_full((scores.shape[side],), -math.inf, dtype=scores.dtype) for side in sides]
     where = [torch.full_like(x, -1, dtype=torch.int64) for x in best]
     with torch.no_grad(), full_precision(scores.rows):
@@ -43,7 +43,7 @@ hardest = operator("hardest", "(Tensor?[] source, int[] sides) -> (Tensor, Tenso
 
 
 def argmax(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return ``x.max(dim)``, which PyTorch vectorises on the CPU only without the index: so the run of 64 comes first.
+    """Return ``x.max(dim)``. On the CPU, PyTorch vectorises it only without the index: the best run of 64 comes first.
 
     0.5 of the time along rows of 1024 x 1024, 0.2 along columns (``pytest benchmarks/test_micro.py --benchmark-enable
     -k argmax``).
@@ -57,12 +57,12 @@ def argmax(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def ranks(thresholds: Tensor, rivals: Tensor, optimistic: bool) -> Tensor:
-    """Return (B, P) ranks from 1, ascending and padded with 0, of positives with scores ``thresholds``; nan for none.
+    """Return the (B, P) ranks, from 1, of positives with scores ``thresholds`` (nan: none), ascending, padded with 0.
 
-    ``rivals``: (B, C) scores of the negatives, -inf for what is none. One with the score of a positive is ahead of it,
-    unless ``optimistic``.
+    ``rivals``: (B, C) scores of the negatives, -inf for other candidates. A negative with the score of a positive
+    ranks ahead of it, unless ``optimistic``.
     """
-    missing, places = thresholds.isnan(), torch.arange(1, thresholds.shape[1] + 1, device=rivals.device)
+    missing, positions = thresholds.isnan(), torch.arange(1, thresholds.shape[1] + 1, device=rivals.device)
     if thresholds.shape[1] > _MANY:
         ordered = rivals.sort(dim=1).values
         ahead = rivals.shape[1] - torch.searchsorted(ordered, thresholds, right=optimistic)
@@ -72,4 +72,4 @@ def ranks(thresholds: Tensor, rivals: Tensor, optimistic: bool) -> Tensor:
         for k, t in enumerate(thresholds.unbind(1)):
             ahead[:, k] = compare(rivals, t[:, None]).sum(1)
     ahead = ahead.masked_fill_(missing, torch.iinfo(torch.int64).max // 2).sort(dim=1).values
-    return (ahead + places).masked_fill_(missing.sort(dim=1).values, 0)
+    return (ahead + positions).masked_fill_(missing.sort(dim=1).values, 0)

@@ -2,9 +2,9 @@
 
     sums[k, i] = sum_j f_k(S_ij; params_i)          dL/dS_ij = sum_k g_ki f_k'(S_ij; params_i)
 
-Sums of the rows and of the columns come out of one visit of the matrix and lie in one vector (A,), the rows' first. The
-gradient of the scores is formed tile by tile and multiplied away into that of the embeddings, so that nothing of the
-size of the matrix is held beyond scores that are kept.
+One pass over the matrix gives the sums of its rows and columns in one vector (A,), the rows' first. The gradient of the
+scores is formed tile by tile and multiplied at once into that of the embeddings: except for cached scores, nothing of
+the size of the matrix is held.
 """
 
 from __future__ import annotations
@@ -25,42 +25,42 @@ _WIDTH = len(Scores._fields)
 
 
 def by_side(x: Tensor, sides: Sequence[int], shape: tuple[int, int]) -> dict[int, Tensor]:
-    """Return what each side has of (..., A)."""
+    """Return the part of ``x`` (..., A) that belongs to each side."""
     return dict(zip(sides, x.split([shape[side] for side in sides], -1), strict=True))
 
 
 def views(
     sides: Sequence[int], params: Sequence[Tensor], shape: tuple[int, int], part: tuple[slice, slice]
 ) -> list[tuple[Sequence[int], list[Tensor]]]:
-    """Return the sides that share values of a tile, and parameters that broadcast with its scores, one or two times."""
+    """Return groups of sides that share a tile's values, each with parameters that broadcast with the tile's scores."""
     if all(p.shape[-1] == 1 for p in params):
         return [(sides, [p.unsqueeze(-1) for p in params])]
-    found: list[tuple[Sequence[int], list[Tensor]]] = []
+    groups: list[tuple[Sequence[int], list[Tensor]]] = []
     for side in sides:
         own = [p if p.shape[-1] == 1 else by_side(p, sides, shape)[side][..., part[side]] for p in params]
-        found.append(([side], [p.unsqueeze(-1 - side) for p in own]))
-    return found
+        groups.append(([side], [p.unsqueeze(-1 - side) for p in own]))
+    return groups
 
 
 def tiled_sums(
     scores: Scores, pairs: Pairs, answer: Answer, over: str, sides: Sequence[int], params: Sequence[Tensor], early: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the (K, A) sums of :meth:`itrloss.engine.answerers.Dense.sums`, visited tile by tile.
+    """Return the (K, A) sums of :meth:`itrloss.engine.answerers.Dense.sums`, added up tile by tile.
 
-    With ``early``, of rows: also ``sum_j f(S_ij) y_j`` (N, D) with the unit columns y, of which the rows' gradient by
-    an exponential is made, and ``sum_j f(S_ij) S_ij`` (N,), that by its scale. So a memory, columns without a gradient,
-    is multiplied with once for both passes.
+    With ``early``, which is for exponentials of rows, also return ``sum_j f(S_ij) y_j`` (N, D) with the unit columns y,
+    from which backward gets the rows' gradient, and ``sum_j f(S_ij) S_ij`` (N,), the derivatives w.r.t. the scale. So
+    columns without a gradient, such as a memory's, are multiplied once for both passes.
     """
     start = float("-inf") if answer.maximum else 0.0
     new = functools.partial(torch.zeros, dtype=scores.dtype, device=scores.rows.device)
     total = {side: new(answer.width, scores.shape[side]).fill_(start) for side in sides}
-    direction, by_scale = new(scores.rows.shape if early else 0), new(len(scores.rows) if early else 0)
+    direction, scale_slopes = new(scores.rows.shape if early else 0), new(len(scores.rows) if early else 0)
     for tile in tiles(scores, answer.buffers):
-        for alike, own in views(sides, params, scores.shape, tile.part):
+        for group, own in views(sides, params, scores.shape, tile.part):
             values = answer.value(tile.scores, *own, out=tile.scratch)
             for k, x in enumerate(values if answer.width > 1 else (values,)):
                 pairs.exclude_(x, tile.part, start, over)
-                for side in alike:
+                for side in group:
                     part = total[side][k, tile.part[side]]
                     if answer.maximum:
                         torch.maximum(part, x.amax(1 - side), out=part)
@@ -68,8 +68,8 @@ def tiled_sums(
                         part.add_(x.sum(1 - side))
                 if early:
                     add_matmul_(direction[tile.part[0]], x, scores.unit(1, tile.part[1]))
-                    by_scale[tile.part[0]] += x.mul_(tile.scores).sum(1)
-    return torch.cat(list(total.values()), 1), direction, by_scale
+                    scale_slopes[tile.part[0]] += x.mul_(tile.scores).sum(1)
+    return torch.cat(list(total.values()), 1), direction, scale_slopes
 
 
 def tiled_gradient(
@@ -81,47 +81,47 @@ def tiled_gradient(
     params: Sequence[Tensor],
     grad: Tensor,  # (K, A)
     needs: Sequence[bool],  # of the rows, the columns, and each parameter
-    riding: tuple[Tensor | None, Tensor | None, Tensor] | None = None,  # pairs i, j, and the gradient of their scores
+    pair_grads: tuple[Tensor | None, Tensor | None, Tensor] | None = None,  # pairs i, j; gradient of their scores
 ) -> list[Tensor]:
-    """Return the gradients of rows, columns and parameters from those of the sums; empty where not needed."""
+    """Return the gradients of rows, columns and parameters from that of the sums; empty where not needed."""
     assert answer.slopes is not None
     gradient, upstream = _Gradient(scores, needs[:2]), by_side(grad, sides, scores.shape)
-    by_params = [torch.zeros_like(p, dtype=scores.dtype) for p in params]
+    totals = [torch.zeros_like(p, dtype=scores.dtype) for p in params]
     for tile in tiles(scores, answer.buffers + 1):
-        total: Tensor | None = None
-        for at, (alike, own) in enumerate(views(sides, params, scores.shape, tile.part)):
-            each = [upstream[side][:, tile.part[side]].unsqueeze(-1 - side) for side in alike]
-            g = functools.reduce(torch.add, each)
-            found = answer.slopes(tile.scores, own, g, needs[2:], tile.scratch[at:])
-            for of, by in zip(by_params, found[1:], strict=True):
-                if by is not None:
-                    pairs.exclude_(by, tile.part, 0.0, over)
-                    if of.shape[-1] == 1:
-                        of.add_(by.sum((-1, -2)).view(of.shape))
+        tile_grad: Tensor | None = None
+        for k, (group, own) in enumerate(views(sides, params, scores.shape, tile.part)):
+            side_grads = [upstream[side][:, tile.part[side]].unsqueeze(-1 - side) for side in group]
+            g = functools.reduce(torch.add, side_grads)
+            slopes = answer.slopes(tile.scores, own, g, needs[2:], tile.scratch[k:])
+            for total, grad_p in zip(totals, slopes[1:], strict=True):
+                if grad_p is not None:
+                    pairs.exclude_(grad_p, tile.part, 0.0, over)
+                    if total.shape[-1] == 1:
+                        total.add_(grad_p.sum((-1, -2)).view(total.shape))
                     else:
-                        (side,) = alike
-                        by_side(of, sides, scores.shape)[side][..., tile.part[side]] += by.sum(-1 - side)
-            if found[0] is not None:
-                slope = pairs.exclude_(found[0], tile.part, 0.0, over)
-                total = slope if total is None else total.add_(slope)
-        gradient.add(tile, torch.zeros_like(tile.scores) if total is None else total)
-    if riding is not None:
-        gradient.add_pairs(*riding)
-    return [*gradient.finish(), *(p if need else p.new_empty(0) for p, need in zip(by_params, needs[2:], strict=True))]
+                        (side,) = group
+                        by_side(total, sides, scores.shape)[side][..., tile.part[side]] += grad_p.sum(-1 - side)
+            if slopes[0] is not None:
+                slope = pairs.exclude_(slopes[0], tile.part, 0.0, over)
+                tile_grad = slope if tile_grad is None else tile_grad.add_(slope)
+        gradient.add(tile, torch.zeros_like(tile.scores) if tile_grad is None else tile_grad)
+    if pair_grads is not None:
+        gradient.add_pairs(*pair_grads)
+    return [*gradient.finish(), *(p if need else p.new_empty(0) for p, need in zip(totals, needs[2:], strict=True))]
 
 
 class _Gradient:
-    """Takes the gradient of the scores tile by tile and holds that of the embeddings, or of the matrix."""
+    """Adds up the gradient of the embeddings, or of a precomputed matrix, from that of the scores, tile by tile."""
 
     def __init__(self, scores: Scores, needs: Sequence[bool]):
         self.scores, self.needs = scores, needs
         self.total: list[Tensor | None] = [None, None]
 
     def add(self, tile: Tile, grad: Tensor) -> None:
-        """Account for a tile's gradient, which is taken over."""
+        """Add what a tile's gradient contributes; ``grad`` may become part of the result without a copy."""
         s = self.scores
         if s.cols is None:
-            whole = grad.shape == s.shape  # autograd's may lie as a transposed matrix does
+            whole = grad.shape == s.shape  # autograd's may have transposed strides
             self.total[0] = total = grad.contiguous() if whole else self._total(0)
             total[tile.part] = grad
             return
@@ -136,7 +136,7 @@ class _Gradient:
                 add_matmul_(self._total(side)[tile.part[side]], mine, other)
 
     def add_pairs(self, i: Tensor | None, j: Tensor | None, grad: Tensor) -> None:
-        """Account for the gradient (P,) of the scores of listed pairs; of their lengths it is taken as of all."""
+        """Add what the (P,) gradient of listed pairs' scores contributes; as for tiles, `finish` adds that of norms."""
         for side, (own, other) in enumerate(((i, j), (j, i))):
             if self.needs[side]:
                 s: Any = self.scores
@@ -151,14 +151,14 @@ class _Gradient:
         return total
 
     def finish(self) -> list[Tensor]:
-        """Return the gradients in the types of their tensors; empty where none is needed."""
-        s, found = self.scores, []
+        """Return the gradients of rows and columns in their dtypes; empty where not needed."""
+        s, gradients = self.scores, []
         for side, (x, need) in enumerate(zip(s[:2], self.needs, strict=True)):
             if need and x is not None:
-                found.append(project_(self._total(side), x, s[2 + side], s[7 + side]))
+                gradients.append(project_(self._total(side), x, s[2 + side], s[7 + side]))
             else:
-                found.append(s.rows.new_empty(0))
-        return found
+                gradients.append(s.rows.new_empty(0))
+        return gradients
 
 
 # ----------------------------------------------------------------------------------------------- operators
@@ -167,15 +167,15 @@ _library = torch.library.Library("itrloss", "DEF")
 _SOURCE, _QUESTION = "Tensor?[] source, Tensor[] params", "str key, str over, int[] sides, bool triton"
 
 
-def asked(source: Sequence[Tensor | None], pairs: Pairs | None) -> tuple[Scores, Pairs]:
-    """Return what an operator is asked about."""
+def operator_inputs(source: Sequence[Tensor | None], pairs: Pairs | None) -> tuple[Scores, Pairs]:
+    """Return the scores and pairs that an operator's tensors stand for."""
     scores = Scores(*source)  # type: ignore[arg-type]
     return scores, pairs or Pairs(scores.shape, (scores.row_ids, scores.col_ids), scores.rows.device)
 
 
 def _sums(source, params, key, over, sides, triton, early, pairs=None):
-    """(K, A) sums, and with ``early`` (N, D) directions and (A,) gradients by the scale."""
-    scores, pairs = asked(source, pairs)
+    """Return the (K, A) sums and, with ``early``, (N, D) directions and (A,) derivatives w.r.t. the scale."""
+    scores, pairs = operator_inputs(source, pairs)
     with full_precision(scores.rows), torch.no_grad():
         if triton:
             from . import triton as kernels
@@ -184,15 +184,15 @@ def _sums(source, params, key, over, sides, triton, early, pairs=None):
         return tiled_sums(scores, pairs, ANSWERS[key], over, sides, params, early)
 
 
-def _gradients(source, params, grad, key, over, sides, triton, needs, pairs=None, riding=None):
-    """Gradients of rows, columns and parameters; ``riding``: and from (P,) of the scores of listed pairs."""
-    scores, pairs = asked(source, pairs)
+def _gradients(source, params, grad, key, over, sides, triton, needs, pairs=None, pair_grads=None):
+    """Return the gradients of rows, columns and parameters, to which ``pair_grads`` adds that of listed pairs."""
+    scores, pairs = operator_inputs(source, pairs)
     with full_precision(scores.rows), torch.no_grad():
         if triton:
             from . import triton as kernels
 
-            return kernels.gradient(scores, pairs, key, over, tuple(sides), params, grad, needs, riding)
-        return tiled_gradient(scores, pairs, ANSWERS[key], over, sides, params, grad, needs, riding)
+            return kernels.gradient(scores, pairs, key, over, tuple(sides), params, grad, needs, pair_grads)
+        return tiled_gradient(scores, pairs, ANSWERS[key], over, sides, params, grad, needs, pair_grads)
 
 
 def _fake_sums(source, params, key, over, sides, triton, early):
@@ -204,8 +204,8 @@ def _fake_sums(source, params, key, over, sides, triton, early):
 
 def _fake_gradients(source, params, grad, key, over, sides, triton, needs):
     rows, cols = source[:2]
-    given = rows, rows if cols is None else cols, *params
-    return [x.new_empty(x.shape if need else (0,)) for x, need in zip(given, needs, strict=True)]
+    inputs = rows, rows if cols is None else cols, *params
+    return [x.new_empty(x.shape if need else (0,)) for x, need in zip(inputs, needs, strict=True)]
 
 
 def operator(name: str, schema: str, function: Any, fake: Any) -> Any:
@@ -228,62 +228,62 @@ gradients = operator("reduce_backward", _GRADIENTS, _gradients, _fake_gradients)
 
 
 class Reduce(torch.autograd.Function):
-    """(K, A) sums and (P,) scores of pairs, each if wanted, with their gradient.
+    """The (K, A) sums, the (P,) scores of listed pairs, or both, with their gradient.
 
-    Where nothing of the embeddings' size is held, the gradient of positives rides along with that of the first sums:
-    one gradient less of all embeddings at a time, 34 MB of 105 for InfoNCE at 8192 x 8192 x 512 (``pytest
+    As one node, both add their gradients to the same tensors. Where no unit vectors are cached, backward then holds one
+    gradient of all embeddings less at a time: 34 MB of 105 for InfoNCE at 8192 x 8192 x 512 (``pytest
     tests/test_operators.py -k memory``).
     """
 
     @staticmethod
     def forward(ctx: Any, pairs, question, index, *tensors):
-        """``question``: arguments of the operators; ``index``: rows and columns of pairs, (None, None): p and p."""
+        """``question``: arguments of the operators, or None; ``index``: pairs i, j as in `pair_products`, or None."""
         source, params = list(tensors[:_WIDTH]), list(tensors[_WIDTH:])
         rows, cols = ctx.needs_input_grad[3:5]
         ctx.pairs, ctx.question, ctx.index, ctx.early = pairs, question, index, False
         ctx.set_materialize_grads(False)
         products = None if index is None else pair_products(Scores(*source), *index)
         if question is None:
-            ctx.save_for_backward(*source[:6], None, *source[7:])  # a gradient of pairs needs no kept scores
+            ctx.save_for_backward(*source[:6], None, *source[7:])  # the pairs' gradient needs no cached scores
             return None, products
         key, _, sides, _ = question
         ctx.early = ANSWERS[key].exponential and sides == (0,) and rows and not cols and source[1] is not None
-        found, direction, by_scale = sums(source, params, *question, ctx.early, pairs=pairs)
+        totals, direction, scale_slopes = sums(source, params, *question, ctx.early, pairs=pairs)
         if ctx.early:
-            ctx.save_for_backward(source[0], source[2], source[7], params[0], direction, by_scale)
+            ctx.save_for_backward(source[0], source[2], source[7], params[0], direction, scale_slopes)
         else:
             ctx.save_for_backward(*tensors)
-        return found, products
+        return totals, products
 
     @staticmethod
-    def backward(ctx: Any, grad: Any, by_pair: Any):  # type: ignore[override]
-        found: list[Any] = [None] * len(ctx.needs_input_grad)
-        if not ctx.question and torch.is_grad_enabled():  # a second derivative is wanted
-            xs, wanted = ctx.saved_tensors[:4], [k for k in (0, 1) if ctx.needs_input_grad[3 + k]]
+    def backward(ctx: Any, grad: Any, grad_pairs: Any):  # type: ignore[override]
+        result: list[Any] = [None] * len(ctx.needs_input_grad)
+        if not ctx.question and torch.is_grad_enabled():  # create_graph=True
+            xs, needed = ctx.saved_tensors[:4], [k for k in (0, 1) if ctx.needs_input_grad[3 + k]]
             units = [Embeddings(x, inv is not None).unit() for x, inv in zip(xs[:2], xs[2:], strict=True)]
             left, right = (x if k is None else x[k] for x, k in zip(units, ctx.index, strict=True))
-            by = torch.autograd.grad((left * right).sum(1), [xs[k] for k in wanted], by_pair, create_graph=True)
-            for k, x in zip(wanted, by, strict=True):
-                found[3 + k] = x
-            return tuple(found)
+            grads = torch.autograd.grad((left * right).sum(1), [xs[k] for k in needed], grad_pairs, create_graph=True)
+            for k, x in zip(needed, grads, strict=True):
+                result[3 + k] = x
+            return tuple(result)
         first_derivative_only()
         if ctx.early and grad is not None:
-            rows, row_inv, unit, scale, direction, by_scale = ctx.saved_tensors
-            found[3] = project_(direction * (grad[0] * scale)[:, None], rows, row_inv, unit)
+            rows, row_inv, unit, scale, direction, scale_slopes = ctx.saved_tensors
+            result[3] = project_(direction * (grad[0] * scale)[:, None], rows, row_inv, unit)
             if ctx.needs_input_grad[3 + _WIDTH]:
-                of_scale = grad[0] * by_scale
-                found[3 + _WIDTH] = of_scale.sum().view(1) if scale.numel() == 1 else of_scale
-        elif grad is not None or by_pair is not None:
-            tensors, at = ctx.saved_tensors, [3, 4, *range(3 + _WIDTH, len(found))]
+                grad_scale = grad[0] * scale_slopes
+                result[3 + _WIDTH] = grad_scale.sum().view(1) if scale.numel() == 1 else grad_scale
+        elif grad is not None or grad_pairs is not None:
+            tensors, places = ctx.saved_tensors, [3, 4, *range(3 + _WIDTH, len(result))]
             source, params = list(tensors[:_WIDTH]), list(tensors[_WIDTH:])
-            needs = [ctx.needs_input_grad[k] for k in at]
+            needs = [ctx.needs_input_grad[k] for k in places]
             if grad is None:
                 gradient = _Gradient(Scores(*source), needs[:2])
-                gradient.add_pairs(ctx.index[0], ctx.index[1], by_pair)
-                by = gradient.finish()
+                gradient.add_pairs(ctx.index[0], ctx.index[1], grad_pairs)
+                grads = gradient.finish()
             else:
-                riding: dict[str, Any] = {} if by_pair is None else {"riding": (ctx.index[0], ctx.index[1], by_pair)}
-                by = gradients(source, params, grad, *ctx.question, needs, pairs=ctx.pairs, **riding)
-            for k, x, need in zip(at, by, needs, strict=False):
-                found[k] = x if need else None
-        return tuple(found)
+                eager: dict[str, Any] = {} if grad_pairs is None else {"pair_grads": (*ctx.index, grad_pairs)}
+                grads = gradients(source, params, grad, *ctx.question, needs, pairs=ctx.pairs, **eager)
+            for k, x, need in zip(places, grads, needs, strict=False):
+                result[k] = x if need else None
+        return tuple(result)

@@ -1,4 +1,4 @@
-"""Where scores come from: embeddings, multiplied tile by tile, or a matrix that exists."""
+"""The inputs of scores: embeddings, multiplied tile by tile, or a precomputed matrix."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from torch import Tensor
 from .products import matmul
 
 EPS = 1e-12  # a vector of at most this length counts as zero: its scores and its gradient are 0
-IGNORE_ID = torch.iinfo(torch.int64).min  # id of an entry that does not exist, and takes part in nothing
-# Scores of a tile, and its least width. On a CPU a tile and its scratch stay in the last cache and are still large
-# enough for full-speed products; from 2^18 to 2^22 the size hardly matters: 5 % at 2048 x 2048 x 512 on one thread of
-# an EPYC (pytest benchmarks/test_micro.py --benchmark-enable -k tile_size).
+IGNORE_ID = torch.iinfo(torch.int64).min  # id of an entry that does not exist: neither positive nor negative
+# Number of scores in a tile, and its least width. On a CPU, a tile and its scratch fit into the last-level cache and
+# are still large enough for full-speed products. From 2^18 to 2^22 the size hardly matters: 5 % at 2048 x 2048 x 512 on
+# one thread of an EPYC (pytest benchmarks/test_micro.py --benchmark-enable -k tile_size).
 TILE = {"cpu": (2**20, 2048)}
 _ACCELERATOR_TILE = (2**24, 8192)
-_CHUNK, _ACCELERATOR_CHUNK = 2**17, 2**23  # numbers of embeddings that a pass over them takes at once
+_CHUNK, _ACCELERATOR_CHUNK = 2**17, 2**23  # elements of embeddings that a pass over them processes at once
 
 Ids = tuple[Tensor | None, Tensor | None]
 
 
 class Scores(NamedTuple):
-    """The inputs of a score matrix (N, M): all that a pass needs, as tensors, which an operator can take."""
+    """The inputs of a score matrix (N, M): all that a pass needs, as tensors, so that an operator can take them."""
 
     rows: Tensor  # (N, D) embeddings, or (N, M) scores
     cols: Tensor | None = None  # (M, D)
-    row_inv: Tensor | None = None  # (N,) reciprocal lengths; None: taken as they are
+    row_inv: Tensor | None = None  # (N,) inverse norms; None: vectors are not normalised
     col_inv: Tensor | None = None  # (M,)
     row_ids: Tensor | None = None  # (N,) int64; None on both sides: row i matches column i
     col_ids: Tensor | None = None  # (M,)
-    # Where scores are kept, these and the unit vectors that they were made of, without a gradient:
+    # Where scores are cached, these and the unit vectors they were computed from, detached:
     kept: Tensor | None = None  # (N, M)
     row_unit: Tensor | None = None  # (N, D)
     col_unit: Tensor | None = None  # (M, D)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, M)."""
+        """The shape (N, M) of the matrix."""
         return self.rows.shape[0], (self.rows.shape[1] if self.cols is None else self.cols.shape[0])
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of scores and sums."""
+        """The dtype of scores and sums."""
         return compute_dtype(self.rows)
 
     @property
     def matrix(self) -> Tensor | None:
-        """(N, M) scores, if they exist."""
+        """The (N, M) scores, if precomputed or cached."""
         return self.rows if self.cols is None else self.kept
 
     def unit(self, side: int, part: slice = slice(None)) -> Tensor:
-        """Return some of the rows (0) or columns (1) in the compute dtype, at unit length if they are to be."""
+        """Return some of the rows (0) or columns (1) in the compute dtype, at unit length if they are normalised."""
         x, inv, unit = self[side], self[2 + side], self[7 + side]
         assert x is not None
         return scaled(x[part], None if inv is None else inv[part]) if unit is None else unit[part]
@@ -69,13 +69,13 @@ class Tile(NamedTuple):
 
 
 def tiles(scores: Scores, scratch: int) -> Iterator[Tile]:
-    """Visit every score once; workspaces are shared by all tiles."""
+    """Yield tiles that cover every score once, with ``scratch`` buffers; all tiles share the same memory."""
     (n, m), matrix, dtype, device = scores.shape, scores.matrix, scores.dtype, scores.rows.device
     if 0 in (n, m):
         return
     step_r, step_c = tile_shape(n, m, device.type)
     space = [torch.empty(step_r * step_c, dtype=dtype, device=device) for _ in range(scratch + (matrix is None))]
-    # Columns outside: their wider block is normalised once, the narrow row block again and again.
+    # Columns in the outer loop: their wide block is normalised once, the narrow row blocks again for each of them.
     for c in even_chunks(m, step_c):
         right: Tensor | None = None
         for r in even_chunks(n, step_r):
@@ -96,9 +96,9 @@ def tile_shape(n: int, m: int, device: str) -> tuple[int, int]:
 
 
 def even_chunks(size: int, step: int) -> list[slice]:
-    """Return slices of at most ``step``, as equal as can be.
+    """Return slices of at most ``step`` entries, as equal as possible.
 
-    A product of a few columns rounds otherwise than that of many, and copies of an embedding would no longer tie.
+    A product with few columns may round differently from one with many: copies of an embedding would no longer tie.
     """
     count = -(-size // step)
     return [slice(size * i // count, size * (i + 1) // count) for i in range(count)]
@@ -106,7 +106,7 @@ def even_chunks(size: int, step: int) -> list[slice]:
 
 def chunks(x: Tensor) -> list[slice]:
     """Return slices of the rows of (N, D) embeddings for a pass over them, whose temporaries stay small."""
-    if torch.compiler.is_compiling():  # it would take the size for a constant, and fuses passes anyway
+    if torch.compiler.is_compiling():  # it would specialise on the size, and fuses passes anyway
         return [slice(0, x.shape[0])]
     step = max(1, (_CHUNK if x.device.type == "cpu" else _ACCELERATOR_CHUNK) // max(1, x[:1].numel()))
     return [slice(start, min(start + step, len(x))) for start in range(0, len(x), step)]
@@ -116,93 +116,93 @@ def chunks(x: Tensor) -> list[slice]:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the type of scores and sums: float64 stays, everything else is computed in float32."""
+    """Return the dtype of scores and sums: float64 for float64, float32 for everything else."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def full_precision(x: Tensor):
-    """Return a context in which autocast does not round the products of scores to half precision."""
+    """Return a context in which autocast does not run products in half precision."""
     kind = x.device.type
     rounds = (kind == "cpu" or torch.amp.is_autocast_available(kind)) and torch.is_autocast_enabled(kind)
     return torch.autocast(kind, enabled=False) if rounds else contextlib.nullcontext()
 
 
 def may_keep() -> bool:
-    """Return whether tensors that are made now may be kept: one of inference mode could not be saved for backward."""
+    """Return whether tensors made now may be cached: inference tensors could not be saved for backward."""
     return torch.compiler.is_compiling() or not torch.is_inference_mode_enabled()
 
 
 def host_may_read(x: Tensor) -> bool:
-    """Return whether a value may be looked at: an accelerator would synchronise, and a compiler break its graph."""
+    """Return whether the host may read values of ``x`` without a synchronisation or a graph break of the compiler."""
     if torch.compiler.is_compiling() or x.device.type != "cpu":
         return False
     return type(x) is Tensor or not isinstance(x, torch._subclasses.FakeTensor)
 
 
 def scaled(x: Tensor, inv: Tensor | None) -> Tensor:
-    """Return (N, D) vectors in the compute dtype, times (N,) reciprocal lengths if there are any."""
+    """Return the (N, D) vectors in the compute dtype, times (N,) inverse norms if there are any."""
     x = x.to(compute_dtype(x))
     return x if inv is None else x * inv[:, None]
 
 
 def inverse_norms(x: Tensor) -> Tensor:
-    """Return the (...) reciprocal lengths of vectors (..., D) in the compute dtype; 0 for a length of at most 1e-12."""
+    """Return the (...) inverse norms of vectors (..., D) in the compute dtype; 0 for a norm of at most 1e-12."""
     readable, dtype = host_may_read(x), torch.float64 if x.dtype == torch.float64 else torch.float32
     norms = torch.linalg.vector_norm(x, dim=-1, dtype=dtype if readable or x.device.type == "mps" else torch.float64)
-    # Squares of lengths beyond 1e18 leave the range of float32. Float64 takes a CPU three times as long: 0.05 of a step
-    # at 128 x 512 (pytest benchmarks/test_micro.py --benchmark-enable -k norms).
+    # Squares of norms beyond 1e18 overflow float32. On a CPU float64 takes three times as long, 0.05 of a step at
+    # 128 x 512 (pytest benchmarks/test_micro.py --benchmark-enable -k norms), and is left to the overflow.
     if readable and not math.isfinite(float(norms.sum())):
         norms = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
     return torch.threshold_(norms, EPS, math.inf).reciprocal_().to(dtype)
 
 
 def normalized(x: Tensor) -> Tensor:
-    """Return vectors (..., D) at unit length in the compute dtype, differentiable twice; a zero vector stays zero."""
+    """Return the vectors (..., D) at unit length in the compute dtype, twice differentiable; zeros stay zeros."""
     return Embeddings(x).unit()
 
 
 def _normalized(x: Tensor) -> Tensor:
-    """Unit vectors (..., D) in operators that autograd differentiates."""
+    """Return unit vectors (..., D), computed by operators that autograd differentiates."""
     inv = inverse_norms(x.detach()).unsqueeze(-1)
-    x = x * inv  # of length 1 or 0 now, and its squares are in range
+    x = x * inv  # of length 1 or 0, so that no square overflows below
     return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).masked_fill(inv == 0, 1.0)
 
 
 class _Normalize(torch.autograd.Function):
-    """Unit vectors; the backward pass takes half as many passes over them as autograd's."""
+    """Unit vectors, whose backward reads and writes them half as often as autograd's would."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, inv: Tensor) -> Tensor:
-        unit = x * inv.unsqueeze(-1)  # of the type of these
+        unit = x * inv.unsqueeze(-1)  # promoted to the dtype of ``inv``
         ctx.save_for_backward(x, unit, inv)
         return unit
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         x, unit, inv = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a second derivative is wanted
+        if torch.is_grad_enabled():  # create_graph=True
             return torch.autograd.grad(_normalized(x), x, grads[0], create_graph=True)[0], None
         return project_(grads[0], x, inv, unit, torch.empty_like(grads[0])), None
 
 
 class Embeddings:
-    """The vectors (N, D) of one side; those at unit length, once they were needed, serve all matrices of that side."""
+    """The vectors (N, D) of one side. Their unit vectors are computed once, for all matrices that share this object."""
 
     def __init__(self, x: Tensor, normalize: bool = True):
-        if not torch.is_grad_enabled():  # what is made under no_grad has no gradient, whenever it is asked
+        if not torch.is_grad_enabled():  # a similarity made under no_grad has no gradient, even if it is used outside
             x = x.detach()
         compiling = torch.compiler.is_compiling()
         if not compiling and x.is_inference() and not torch.is_inference_mode_enabled():
-            x = x.clone()  # which may be saved for a backward pass
+            x = x.clone()  # inference tensors cannot be saved for backward
         self.x, self.normalize = x, normalize
         self.dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         self.version = None if compiling or x.is_inference() else x._version
         self._unit: Tensor | None = None
-        #: (N,) reciprocal lengths by which the unit vectors were made.
+        #: (N,) inverse norms, once the unit vectors were computed with them.
         self.inv: Tensor | None = None
 
     def unit(self, keep: bool | None = None) -> Tensor:
-        """Return (N, D) in the compute dtype, at unit length if they are to be; differentiable, whoever asks first."""
+        """Return the (N, D) vectors in the compute dtype, at unit length if ``normalize``; differentiable if cached."""
         if self._unit is not None:
             return self._unit
         keep, inv = may_keep() if keep is None else keep, None
@@ -219,7 +219,7 @@ class Embeddings:
         return unit
 
     def detach(self) -> Embeddings:
-        """Return the same without a gradient."""
+        """Return the same embeddings without a gradient."""
         twin = Embeddings(self.x.detach(), self.normalize)
         twin.version = self.version
         twin._unit, twin.inv = None if self._unit is None else self._unit.detach(), self.inv
@@ -227,15 +227,15 @@ class Embeddings:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.version = None if self.x.is_inference() else self.x._version  # a copy counts its own
+        self.version = None if self.x.is_inference() else self.x._version  # a copied tensor has its own version counter
 
 
 def project_(
     grad: Tensor, x: Tensor, inv: Tensor | None, unit: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Turn the gradient of unit vectors (..., D), in place or into ``out``, into that of ``x``, of the type of ``x``.
+    """Return the gradient of ``x`` (..., D), in its dtype, from that of the unit vectors; works in place or in ``out``.
 
-    ``dL/dx = (g - u <u, g>) / |x|`` with ``u = x / |x|``, the ``unit`` vectors if they are there.
+    ``dL/dx = (g - u <u, g>) / |x|`` with ``u = x / |x|``, taken from ``unit`` if there.
     """
     out = grad if out is None else out
     for part in chunks(x) if inv is not None else ():

@@ -1,8 +1,8 @@
 """The reduction on a GPU: Triton kernels around cuBLAS products.
 
-Embeddings of half precision are multiplied by the kernels themselves, with float32 sums, and their scores never leave
-the chip; others by cuBLAS, panel by panel. The backward pass writes the gradient of a panel's inner products, which
-cuBLAS multiplies into float32 sums of the embeddings' gradients. Nothing waits for the device.
+Half-precision embeddings are multiplied by the kernels themselves, with float32 accumulation, and their scores never
+leave the chip; others by cuBLAS, panel by panel. The backward pass writes the gradient of a panel's inner products,
+which cuBLAS multiplies into float32 sums of the embeddings' gradients. Nothing synchronises with the device.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from .scores import IGNORE_ID, Scores, inverse_norms
 
 Place = tuple[slice, slice]  # rows and columns of a block
 # (P,) rows and columns of listed pairs, or None: row p and column p; and the gradient of their scores
-Riding = tuple[Tensor | None, Tensor | None, Tensor]
+PairGrads = tuple[Tensor | None, Tensor | None, Tensor]
 
 
 def _panel(x: Tensor | None) -> Any:
     return kernels.Panel(x, 0 if x is None else x.stride(0))
 
 
-# A tile of scores for each program; see kernels.Config. ``registers``: of a thread at most, on Hopper.
+# The tile of scores of a program, see kernels.Config. ``registers``: upper limit for each thread, on Hopper.
 TileConfig = namedtuple("TileConfig", "block_m block_n block_k parts num_warps num_stages registers", defaults=[None])
-# For products, where there is a large one for every multiprocessor, and where not. Hopper's kernels take 114 to 190
-# registers; with 128, two programs of 8 warps share a multiprocessor, and one multiplies while the other adds up. Sums,
-# and gradients by scores alone, spill at most 280 bytes then, those of exp 48; others, and all on other GPUs, would up
-# to 1.5 KB, and are not limited (python tests/gpu_compiler.py 90).
+# For products: large tiles where there is one for every multiprocessor, else small ones. Hopper's kernels take 114 to
+# 190 registers; with 128, two programs of 8 warps share a multiprocessor, and one multiplies while the other adds up.
+# Sums, and gradients of scores alone, spill at most 280 bytes then, those of exp 48. Other kernels, and all on other
+# GPUs, would spill up to 1.5 KB, and are not limited (python tests/gpu_compiler.py 90).
 PRODUCT_TILES = TileConfig(128, 128, 64, 4, 8, 3, 128), TileConfig(64, 64, 64, 1, 4, 3)
 LARGE = 2**21  # scores
-READING_TILE = TileConfig(64, 64, 64, 1, 4, 3)  # for scores that exist: bound by memory
-BLOCK_ROWS = 4096  # visited at once: products of so many have enough tiles for all multiprocessors
-BLOCK = 2**28  # scores at most, of whose tiles the sums are held until they are added up: 40 MiB
+READING_TILE = TileConfig(64, 64, 64, 1, 4, 3)  # for scores that are loaded: memory-bound
+BLOCK_ROWS = 4096  # rows of a block: products of so many have enough tiles for all multiprocessors
+BLOCK = 2**28  # scores of a block at most; the sums of its tiles, held until they are added up, take 40 MiB
 PANEL = 2**26  # bytes of scores, or of their gradient, that are written at once
-HELD = 2**27  # bytes of float32 sums of one side's gradient; of more, the scores are visited twice instead
+HELD = 2**27  # bytes of float32 sums of one side's gradient that may be held; beyond, scores are visited twice
 
 # The interpreter cannot multiply bfloat16, and rounds to it towards zero: it computes in float32.
 INTERPRETED = not isinstance(kernels.sums_kernel, triton.JITFunction)
@@ -54,46 +54,46 @@ INTERPRETED = not isinstance(kernels.sums_kernel, triton.JITFunction)
 def sums(
     scores: Scores, pairs: Pairs, key: str, over: str, sides: Sequence[int], params: Sequence[Tensor], early: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the (K, A) sums, and if ``early`` (N, D) directions and (A,) gradients by the scale, as ``tiled_sums``."""
+    """Return the (K, A) sums and, if ``early``, (N, D) directions and (A,) derivatives w.r.t. the scale: tiled_sums."""
     answer = ANSWERS[key]
     if key not in kernels.FORMS:  # a user's term
         return tiled_sums(scores, pairs, answer, over, sides, params, early)
     run = _Pass(scores, over, sides, params)
-    width = 2 if early else answer.width  # the exponentials, and their gradients by the scale
+    width = 2 if early else answer.width  # the exponentials, and their derivatives w.r.t. the scale
     total = _AnchorSums(run, width, sides, answer.maximum)
     direction = total.sums.new_zeros(scores.rows.shape if early else 0)
     with torch.cuda.device_of(scores.rows):
         for place in run.blocks(run.panel if early or not (run.fused or run.matrix is not None) else BLOCK):
             products, partials = run.products(place), total.partials(place)
             panel = run.buffer(1, place, run.panel_dtype) if early else None
-            flags = {"WIDTH": width, "MAXIMUM": answer.maximum, "BY_P": early}
+            flags = {"WIDTH": width, "MAXIMUM": answer.maximum, "GRAD_P": early}
             run.launch(kernels.sums_kernel, key, place, products, (*partials, _panel(panel)), flags)
             total.add(place, partials)
             if panel is not None and scores.cols is not None:
                 add_product_(direction[place[0]], panel, scores.cols[place[1]])
-    if early:  # results may not share their memory
+    if early:  # cloned: an operator's results may not alias each other
         return total.sums[:1].clone(), direction, total.sums[1].clone()
     return total.sums, direction, torch.empty_like(direction)
 
 
 def gradient(
     scores: Scores, pairs: Pairs, key: str, over: str, sides: Sequence[int], params: Sequence[Tensor], grad: Tensor,
-    needs: Sequence[bool], riding: Riding | None = None,
+    needs: Sequence[bool], pair_grads: PairGrads | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Return the gradients of rows, columns and parameters from ``grad`` (K, A); empty where it ``needs`` none."""
     if key not in kernels.FORMS:
-        return tiled_gradient(scores, pairs, ANSWERS[key], over, sides, params, grad, needs, riding)
+        return tiled_gradient(scores, pairs, ANSWERS[key], over, sides, params, grad, needs, pair_grads)
     run, upstream = _Pass(scores, over, sides, params), kernels.Upstream(grad, grad.stride(0), grad.stride(1))
-    # By p for each slot, then by q; of one evaluation for both sides they are summed by row alone.
-    by = _AnchorSums(run, run.slots + 1, sides[:1] if run.shared else sides) if any(needs[2:]) else None
+    # Sums of the gradients w.r.t. p, for each slot, then w.r.t. q: by row alone if one evaluation serves both sides.
+    param_sums = _AnchorSums(run, run.slots + 1, sides[:1] if run.shared else sides) if any(needs[2:]) else None
 
     def write(place: Place, products: Tensor | None, panel: Tensor | None) -> None:
-        by_p, by_q = (*needs[2:], False, False)[:2]
-        partials = [None, None] if by is None else by.partials(place)
-        flags = {"WIDTH": len(grad), "BY_P": by_p, "BY_Q": by_q}
+        grad_p, grad_q = (*needs[2:], False, False)[:2]
+        partials = [None, None] if param_sums is None else param_sums.partials(place)
+        flags = {"WIDTH": len(grad), "GRAD_P": grad_p, "GRAD_Q": grad_q}
         run.launch(kernels.gradient_kernel, key, place, products, (upstream, *partials, _panel(panel)), flags)
-        if by is not None:
-            by.add(place, partials)
+        if param_sums is not None:
+            param_sums.add(place, partials)
 
     outs = [x.new_empty(x.shape) if x is not None and n else None for x, n in zip(scores[:2], needs[:2], strict=True)]
     with torch.cuda.device_of(scores.rows):
@@ -102,21 +102,21 @@ def gradient(
                 part = None if outs[0] is None else outs[0][rows]
                 write((rows, slice(0, run.shape[1])), run.matrix[rows], part)
         else:
-            _of_embeddings(run, outs, write, riding)
-    planes = () if by is None else (by.sums[: run.slots], by.sums[run.slots :])
+            _embedding_gradients(run, outs, write, pair_grads)
+    planes = () if param_sums is None else (param_sums.sums[: run.slots], param_sums.sums[run.slots :])
     for x, (p, need) in enumerate(zip(params, needs[2:], strict=True)):
         outs.append((planes[x].sum(-1) if p.shape[-1] == 1 else planes[x]).reshape(p.shape) if need else p.new_empty(0))
     return [scores.rows.new_empty(0) if x is None else x for x in outs]
 
 
-def _of_embeddings(run: _Pass, outs: Sequence[Tensor | None], write: Any, riding: Riding | None) -> None:
-    """Write the gradients of rows and columns, where wanted, from products with the gradient of panels of scores.
+def _embedding_gradients(run: _Pass, outs: Sequence[Tensor | None], write: Any, pair_grads: PairGrads | None) -> None:
+    """Write the gradients of rows and columns into ``outs`` from products with the gradient of panels of scores.
 
-    Panels of the outer side are visited one after the other, each with all of the inner side. So the sums of a panel of
-    the outer side are soon complete; those of the inner side are held to the end, or found in a second visit.
+    Each panel of the outer side visits all of the inner side, so that its sums are complete before the next panel.
+    Those of the inner side are held to the end, or computed by a second visit with the sides swapped.
     """
-    xs: Any = run.scores[:2]  # which are both there
-    listed = [_listed(run.scores, side, riding) for side in (0, 1)]
+    xs: Any = run.scores[:2]  # neither is None
+    listed = [_listed(run.scores, side, pair_grads) for side in (0, 1)]
     shape = BLOCK_ROWS, _whole_tiles(run.panel // BLOCK_ROWS)
     for outer, holds in _visits(outs):
         inner = 1 - outer
@@ -125,7 +125,7 @@ def _of_embeddings(run: _Pass, outs: Sequence[Tensor | None], write: Any, riding
             total = _zeros(outs[outer], o)
             for i in _spans(len(xs[inner]), shape[inner]):
                 place = (i, o) if outer else (o, i)
-                products = run.products(place)  # which a tile reads before it writes
+                products = run.products(place)  # may be overwritten: a tile is loaded before it is stored
                 panel = run.buffer(1, place, run.panel_dtype) if products is None else products
                 write(place, products, None if total is None else panel)
                 if total is not None:
@@ -137,14 +137,14 @@ def _of_embeddings(run: _Pass, outs: Sequence[Tensor | None], write: Any, riding
 
 
 def _zeros(out: Tensor | None, part: slice) -> Tensor | None:
-    """Return float32 sums to add to; those of a part of a float32 gradient are in their place."""
+    """Return float32 zeros like ``out[part]``, in place if the gradient ``out`` is float32."""
     if out is None:
         return None
     return out[part].zero_() if out.dtype == torch.float32 else torch.zeros_like(out[part], dtype=torch.float32)
 
 
 def _visits(outs: Sequence[Tensor | None]) -> list[tuple[int, bool]]:
-    """Return for each visit of the scores its outer side, and whether the sums of the inner, smaller one are held."""
+    """Return the outer side of each visit of the scores, and whether the sums of the inner, smaller side are held."""
     rows, cols = outs
     if rows is None or cols is None:
         return [(int(rows is None), False)]
@@ -157,7 +157,7 @@ def _visits(outs: Sequence[Tensor | None]) -> list[tuple[int, bool]]:
 
 
 class _Pass:
-    """The inputs of a pass as kernels take them, made once for all of its launches."""
+    """The inputs of a pass in the form that kernels take, prepared once for all of its launches."""
 
     def __init__(self, scores: Scores, over: str, sides: Sequence[int], params: Sequence[Tensor]):
         self.scores, self.shape, self.device = scores, scores.shape, scores.rows.device
@@ -172,8 +172,8 @@ class _Pass:
         self.inputs = kernels.Inputs(*embeddings, *scores[2:4], row_ids, col_ids)
         narrow = self.fused and scores.rows.dtype == torch.bfloat16 and not INTERPRETED
         self.panel_dtype = torch.bfloat16 if narrow else torch.float32  # float16's range is too small: add_product_
-        copied = 2 * (scores.rows.dtype == torch.float16)  # bytes of a score, for the product
-        self.panel = PANEL // (self.panel_dtype.itemsize + copied)  # scores
+        copied = 2 * (scores.rows.dtype == torch.float16)  # bytes per score of the copy for the product
+        self.panel = PANEL // (self.panel_dtype.itemsize + copied)  # number of scores
         p, q = (*params, None, None)[:2]
         p_step, q_step = (0 if x is None or x.shape[-1] == 1 else x.stride(-1) for x in (p, q))
         self.slots, slot_stride = (len(p), p.stride(0)) if p is not None and p.dim() == 2 else (1, 0)
@@ -184,13 +184,13 @@ class _Pass:
         self.flags |= {"ROWS": 0 in sides, "COLS": 1 in sides}
 
     def blocks(self, scores: int) -> Iterator[Place]:
-        """Yield the rows and columns of blocks of so many scores, which are visited one after the other."""
+        """Return an iterator over the rows and columns of blocks of at most so many scores."""
         n, m = self.shape
         rows = min(BLOCK_ROWS, _whole_tiles(n + 127))
         return ((r, c) for r in _spans(n, rows) for c in _spans(m, _whole_tiles(scores // rows)))
 
     def products(self, place: Place) -> Tensor | None:
-        """Return the (r, c) float32 inner products of a block, or scores that exist; None where kernels multiply."""
+        """Return the (r, c) float32 inner products, or precomputed scores, of a block; None where kernels multiply."""
         if self.fused or self.matrix is not None:
             return None if self.matrix is None else self.matrix[place]
         xs: Any = zip(self.scores[:2], place, strict=True)
@@ -198,7 +198,7 @@ class _Pass:
         return torch.mm(rows, cols.T, out=self.buffer(0, place, torch.float32))
 
     def buffer(self, which: int, place: Place, dtype: torch.dtype) -> Tensor:
-        """Return an (r, c) part of a workspace; rows begin at multiples of 64 entries, as fast products want."""
+        """Return an (r, c) part of a workspace; rows begin at multiples of 64 entries, aligned for fast products."""
         r, c = (part.stop - part.start for part in place)
         stride, space = -(-c // 64) * 64, self.workspace.get(which)
         if space is None or space.numel() < r * stride:
@@ -206,7 +206,7 @@ class _Pass:
         return space[: r * stride].view(r, stride)[:, :c]
 
     def grid(self, place: Place) -> tuple[int, ...]:
-        """Return the numbers of tiles of a block above, and beside each other."""
+        """Return the numbers of tiles of a block along its rows and along its columns."""
         return tuple(-(-(part.stop - part.start) // size) for part, size in zip(place, self.tile[:2], strict=True))
 
     def launch(self, kernel: Any, key: str, place: Place, products: Tensor | None, args: Any, flags: Any) -> None:
@@ -214,11 +214,11 @@ class _Pass:
         (rows, cols), tile = place, self.tile
         block = kernels.Block(rows.start, cols.start, rows.stop - rows.start, cols.stop - cols.start, self.first_col)
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "FORM": kernels.FORMS[key]}
-        by_params = kernel is kernels.gradient_kernel and (flags["BY_P"] or flags["BY_Q"])
-        if tile.registers is not None and not by_params and _is_hopper(self.device):
+        param_grads = kernel is kernels.gradient_kernel and (flags["GRAD_P"] or flags["GRAD_Q"])
+        if tile.registers is not None and not param_grads and _is_hopper(self.device):
             options["maxnreg"] = tile.registers
-        given = self.inputs, _panel(products), *block, self.params, *args
-        kernel[(math.prod(self.grid(place)),)](*given, C=kernels.Config(*tile[:4], **(self.flags | flags)), **options)
+        inputs = self.inputs, _panel(products), *block, self.params, *args
+        kernel[(math.prod(self.grid(place)),)](*inputs, C=kernels.Config(*tile[:4], **(self.flags | flags)), **options)
 
 
 def fused(scores: Scores) -> bool:
@@ -231,7 +231,7 @@ def _spans(size: int, step: int) -> list[slice]:
 
 
 def _whole_tiles(size: int) -> int:
-    """Return a multiple of all tiles' sizes: what kernels multiply rounds in the same way wherever it is."""
+    """Return ``size`` rounded down to whole tiles of any config: products then round alike wherever a block begins."""
     return max(size // 128 * 128, 128)
 
 
@@ -240,7 +240,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def _aligned(x: Any, step: int) -> Tensor:
-    """Return embeddings that can be loaded in whole steps, 16 bytes at a time; zeros at the end change no product."""
+    """Return embeddings that can be loaded in whole steps, 16 bytes at a time; zero padding changes no product."""
     x = x.float() if INTERPRETED else x
     if x.shape[1] % step == 0 and x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0:
         return x
@@ -248,7 +248,7 @@ def _aligned(x: Any, step: int) -> Tensor:
 
 
 class _AnchorSums:
-    """(K, A) sums of the anchors of both sides, added up from those of tiles, in the tiles' order."""
+    """The (K, A) sums of all anchors, added up from those of tiles in the tiles' order: deterministic."""
 
     def __init__(self, run: _Pass, width: int, sides: Sequence[int], maximum: bool = False):
         self.run, self.sides, self.maximum = run, sides, maximum
@@ -258,53 +258,53 @@ class _AnchorSums:
             self.sums.fill_(-math.inf if maximum else 0.0)
 
     def partials(self, place: Place) -> list[Tensor | None]:
-        """Return buffers for the sums of a block's tiles: (K, column parts, r) and (K, row parts, c)."""
+        """Return buffers for the sums of a block's tiles: (K, column parts, r), (K, row parts, c)."""
         high, wide = self.run.grid(place)
         counts = wide * self.run.tile.parts, high
         shapes = [(len(self.sums), counts[side], part.stop - part.start) for side, part in enumerate(place)]
         return [self.sums.new_empty(shape) if side in self.sides else None for side, shape in enumerate(shapes)]
 
     def add(self, place: Place, partials: Sequence[Tensor | None]) -> None:
-        """Add the sums of a block's tiles, or begin with them."""
-        reduced, joined = (torch.amax, torch.maximum) if self.maximum else (torch.sum, torch.add)
+        """Add the sums of a block's tiles; the first block of an anchor overwrites."""
+        reduce, combine = (torch.amax, torch.maximum) if self.maximum else (torch.sum, torch.add)
         for side, (part, new) in enumerate(zip(place, partials, strict=True)):
             if new is not None:
                 total = self.sums[:, self.run.first_col * side :][:, part]
                 if place[1 - side].start == 0:
-                    reduced(new, 1, out=total)
+                    reduce(new, 1, out=total)
                 else:
-                    joined(total, reduced(new, 1), out=total)
+                    combine(total, reduce(new, 1), out=total)
 
 
-def _listed(scores: Scores, side: int, riding: Riding | None) -> kernels.Listed:
-    """Return listed pairs as those of the rows, or of the columns."""
-    if riding is None:
+def _listed(scores: Scores, side: int, pairs: PairGrads | None) -> kernels.Listed:
+    """Return the listed pairs as `project_kernel` takes them, sorted by the vectors of a side."""
+    if pairs is None:
         return kernels.Listed(*[None] * 7)
-    y, start, order = _by_vectors(scores[1 - side]), None, None
-    if (own := riding[side]) is not None:
+    y, start, order = _contiguous_vectors(scores[1 - side]), None, None
+    if (own := pairs[side]) is not None:
         own, order = torch.sort(own, stable=True)
         start = torch.searchsorted(own, torch.arange(scores.shape[side] + 1, device=own.device))
-    return kernels.Listed(riding[2].contiguous(), start, order, riding[1 - side], y, y.stride(0), scores[3 - side])
+    return kernels.Listed(pairs[2].contiguous(), start, order, pairs[1 - side], y, y.stride(0), scores[3 - side])
 
 
 def _project(scores: Scores, side: int, total: Tensor | None, begin: int, listed: kernels.Listed, out: Any) -> None:
-    """Write gradients of rows or columns, from ``begin`` on, from those of their inner products and of listed pairs."""
+    """Write the gradients of a side's vectors, from ``begin`` on, from sums over panels and from listed pairs."""
     if total is not None and len(total):
-        x = _by_vectors(scores[side])
-        given = x, x.stride(0), x.shape[1], scores[2 + side], begin, total, listed, out
-        kernels.project_kernel[(len(total),)](*given, BLOCK_D=triton.next_power_of_2(x.shape[1]))
+        x = _contiguous_vectors(scores[side])
+        inputs = x, x.stride(0), x.shape[1], scores[2 + side], begin, total, listed, out
+        kernels.project_kernel[(len(total),)](*inputs, BLOCK_D=triton.next_power_of_2(x.shape[1]))
 
 
-def _by_vectors(x: Any) -> Tensor:
-    """Return embeddings each of which is contiguous."""
+def _contiguous_vectors(x: Any) -> Tensor:
+    """Return embeddings, each of which is contiguous in memory."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
 def add_product_(total: Tensor, panel: Tensor, other: Tensor) -> None:
     """Add ``panel @ other`` to float32 sums.
 
-    A panel of float16 embeddings is float32, and here scaled to the range of float16, each row by a power of two:
-    gradients and exponentials have any size. bfloat16 has the range of float32.
+    For float16 embeddings the panel is float32, since gradients and exponentials can leave the range of float16. Here
+    a power of two scales each row into that range. bfloat16 has the range of float32.
     """
     if panel.dtype == other.dtype or other.dtype != torch.float16:
         return _addmm(total, panel.to(other.dtype), other)
@@ -319,13 +319,13 @@ def _addmm(total: Tensor, a: Tensor, b: Tensor) -> None:
     if a.dtype == torch.float32 or not a.is_cuda:
         total.addmm_(a.float(), b.float())
         return
-    # A model may let its own products be summed in float16: sums of these leave its range.
+    # A model may have allowed float16 accumulation for its own products; here it would overflow.
     flags, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.allow_fp16_accumulation
     flags.allow_fp16_accumulation = False
     try:
         if torch.__version__ >= "2.11":
             torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-        else:  # which took only a total of half precision
+        else:  # older addmm takes only a half-precision total
             total.add_(torch.mm(a, b, out_dtype=torch.float32))
     finally:
         flags.allow_fp16_accumulation = before
@@ -333,31 +333,31 @@ def _addmm(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 # ----------------------------------------------------------------------------------------------- does it work?
 
-_known: dict[tuple[torch.device, torch.dtype], bool] = {}
+_results: dict[tuple[torch.device, torch.dtype], bool] = {}
 
 
 @torch.compiler.assume_constant_result
 def works(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether this engine agrees with the tiled one on an example, tried once per device and dtype.
 
-    If not, a warning says why. While a CUDA graph is captured, what is not known is taken not to work, with a warning.
+    If not, a warning says why. While a CUDA graph is captured nothing is tried: untested means False, with a warning.
     """
-    if (device, dtype) in _known:
-        return _known[device, dtype]
+    if (device, dtype) in _results:
+        return _results[device, dtype]
     error = "is not tried while a CUDA graph is captured"
     if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-        with ThreadPoolExecutor(1) as other:  # where no mode, hook or tracer of the caller's sees the example
-            error = other.submit(_error, device, dtype).result()
-        if "OutOfMemoryError" not in error:  # which may be otherwise the next time
-            _known[device, dtype] = not error
+        with ThreadPoolExecutor(1) as executor:  # a thread without modes, hooks and tracers of the caller
+            error = executor.submit(_error, device, dtype).result()
+        if "OutOfMemoryError" not in error:  # there may be enough memory the next time
+            _results[device, dtype] = not error
     if error:
-        without = f"engine='auto' does without it for {dtype} on {device}"
-        warnings.warn(f"itrloss: the Triton engine {error}; {without}", stacklevel=3)
+        fallback = f"engine='auto' does without it for {dtype} on {device}"
+        warnings.warn(f"itrloss: the Triton engine {error}; {fallback}", stacklevel=3)
     return not error
 
 
 def _error(device: torch.device, dtype: torch.dtype, n: int = 2048, m: int = 2816, d: int = 80) -> str:
-    """Return what is wrong, or nothing. The example has as many large tiles as the largest GPUs multiprocessors."""
+    """Return what is wrong, or "". The example has as many large tiles as the largest GPUs have multiprocessors."""
     if device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0):
         return "needs a GPU of compute capability 8.0"
     generator = torch.Generator().manual_seed(0)
@@ -368,15 +368,15 @@ def _error(device: torch.device, dtype: torch.dtype, n: int = 2048, m: int = 281
     scores, pairs = Scores(*xs, *(inverse_norms(y) for y in xs), *ids), Pairs((n, m), (ids[0], ids[1]), device)
     params = [torch.full((1,), y, device=device) for y in (20.0, 5.0)]
     grad, needs = torch.linspace(1e-5, 3e-5, n + m, device=device)[None], (True, True, True, False)
-    found: list[list[Tensor]] = []
-    ways: Any = (sums, gradient, "exp"), (tiled_sums, tiled_gradient, ANSWERS["exp"])
+    results: list[list[Tensor]] = []
+    backends: Any = (sums, gradient, "exp"), (tiled_sums, tiled_gradient, ANSWERS["exp"])
     try:
-        for forward, backward, key in ways:
-            ask = scores, pairs, key, "negatives"
-            late, early = forward(*ask, (0, 1), params, False)[:1], forward(*ask, (0,), params, True)
-            found.append([*late, *early, *backward(*ask, (0, 1), params, grad, needs)[:3]])
-    except Exception as error:  # of a compiler, a driver, a product that a GPU does not have
+        for forward, backward, key in backends:
+            inputs = scores, pairs, key, "negatives"
+            both_sides, rows_only = forward(*inputs, (0, 1), params, False)[:1], forward(*inputs, (0,), params, True)
+            results.append([*both_sides, *rows_only, *backward(*inputs, (0, 1), params, grad, needs)[:3]])
+    except Exception as error:  # from the compiler, the driver, or an operation that the GPU lacks
         return f"fails: {type(error).__name__}: {error}"
     # Half precision rounds by less than a percent.
-    alike = [(a.float() - b.float()).norm() <= 0.02 * b.float().norm() for a, b in zip(*found, strict=True)]
+    alike = [(a.float() - b.float()).norm() <= 0.02 * b.float().norm() for a, b in zip(*results, strict=True)]
     return "" if all(alike) else "finds something else than the tiled one"

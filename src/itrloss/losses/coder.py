@@ -62,7 +62,7 @@ class DiversityContrastiveLoss(DiversityOptions, PairLoss):
                  - w \operatorname{mean}_{p \in pos(i)} \log(1 + S_{ip})
 
     for images and for texts. The diversity ``d_i`` in (½, 1] is low where an anchor's negatives are all about equally
-    similar; that sharpens its temperature and weighs its hard negatives more.
+    similar. That lowers its temperature and gives its hard negatives more weight.
 
     Args:
         temperature: μ.
@@ -75,7 +75,7 @@ class DiversityContrastiveLoss(DiversityOptions, PairLoss):
         positive_weight: ``"paper"`` for ``w = μ`` as printed, or ``w`` itself, per direction. (HAL's balance, weight 1
             counted once for both directions, is 0.5.)
         positive: ``"clamp"`` keeps S above -1 + 1e-6 in ``log(1 + S)``; ``"relu"`` takes ``log(1 + max(S, 0))`` as the
-            public HAL and USER codes do. Warning: with ``"relu"`` a positive whose score is not above 0 is not pulled.
+            public HAL and USER codes do. Warning: with ``"relu"`` a positive that scores 0 or less gets no gradient.
         reduction, engine, check_finite, telemetry, gather: see :class:`PairLoss`.
     """
 
@@ -84,23 +84,23 @@ class DiversityContrastiveLoss(DiversityOptions, PairLoss):
 
 
 class MemoryDiversityContrastiveLoss(DiversityOptions, MemoryLoss):
-    r"""Memory-aided DCL, M-DCL (CODER Eq. 6): a batch against the keys of former batches.
+    r"""Memory-aided DCL, M-DCL (CODER Eq. 6): a batch against the keys of earlier batches.
 
     .. math::
         \ell_i = \mu \log\Bigl(1 + \sum_{q} e^{(S_{iq} - \gamma) / (\mu d_i)}\Bigr)
                  - w \operatorname{mean}_{p \in pos(i)} \log(1 + \cos(x_i, k_p)), \qquad
         d_i = \tfrac12 (d_i^{batch} + d_i^{memory})
 
-    for images against the memory's texts and for texts against its images. Negatives are the entries q with another id
-    than the anchor's; positives are the momentum keys k of the batch with the anchor's id, its own pair's if ids are
-    unique. Both diversities are normalised by their own maximum over the batch.
+    for images against the memory's texts and for texts against its images. Negatives are the entries q whose id differs
+    from the anchor's. Positives are the batch's momentum keys k with the anchor's id: those of its own pair, if ids are
+    unique. Each diversity is normalised by its own maximum over the batch.
 
     An anchor without a negative in the memory contributes 0 and does not count in a mean; so the loss is 0 while the
     memory is empty.
 
     Args:
-        positive_from: ``"key"``, or ``"batch"`` to take the positives from the batch instead of its keys; they get a
-            gradient then.
+        positive_from: ``"key"``, or ``"batch"`` to take positives from the batch instead of its keys; then they get a
+            gradient.
         diversity_from: ``"both"`` for the mean of the two diversities, ``"batch"`` for that of the batch alone.
         temperature, margin, diversity, epsilon, detach_diversity, positive_weight, positive, entropy_temperature: see
             :class:`DiversityContrastiveLoss`.
@@ -138,19 +138,19 @@ class PrototypeClassificationLoss(Loss):
     .. math:: -\operatorname{mean}_b \log \operatorname{softmax}(P v_b)_{z_b}
               - \operatorname{mean}_b \log \operatorname{softmax}(P w_b)_{z_b}
 
-    for the pairs b of a batch. One linear classifier P tells from the concept embedding v of an image, and from that of
-    its text w, which prototype z the pair belongs to: its cluster of the sums of normalised instance embeddings, see
-    :class:`itrloss.OnlineKMeans`. The loss is at least 0; swapping images and texts, or renaming prototypes together
-    with the rows of P, changes nothing.
+    for the pairs b of a batch. One linear classifier P predicts the pair's prototype z from the concept embedding v of
+    the image, and from that of the text, w. The prototype is the pair's cluster in a k-means of sums of normalised
+    instance embeddings, see :class:`itrloss.OnlineKMeans`. The loss is at least 0. Swapping images and texts, or
+    permuting prototypes together with the rows of P, changes nothing.
 
     Args:
         dim: F of the concept embeddings.
         clusters: K, the number of prototypes.
         reduction: ``"mean"`` (over images plus over texts), ``"sum"`` or ``"none"`` for two tensors (B,).
-        engine, check_finite: see :class:`itrloss.PairLoss`. ``"auto"`` holds no (2 B, K) logits above 256 MiB.
+        engine, check_finite: see :class:`itrloss.PairLoss`. ``"auto"`` never holds (2 B, K) logits above 256 MiB.
 
     Attributes:
-        weight: (clusters, dim) P, a parameter: give it to the optimiser.
+        weight: (clusters, dim) P, a parameter: pass it to the optimiser.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class PrototypeClassificationLoss(Loss):
     def forward(
         self, image_concepts: Tensor, text_concepts: Tensor, prototype_ids: Tensor
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """See :func:`itrloss.functional.prototype_classification_loss`."""
+        """Return the loss, see :func:`itrloss.functional.prototype_classification_loss`."""
         for name, x in (("image_concepts", image_concepts), ("text_concepts", text_concepts)):
             check_matrix(name, x, f"(B, {self.weight.shape[1]})", self.check_finite)
         weight = self.weight.to(torch.promote_types(image_concepts.dtype, torch.float32))
@@ -180,11 +180,11 @@ class PrototypeClassificationLoss(Loss):
 
     @torch.no_grad()
     def reset(self, reseeded: Tensor, centroids: Tensor) -> None:
-        """Forget the clusters that another point took over: their old rows would mislabel what is in them now.
+        """Reset the classifier's rows of reseeded clusters: what they learnt is about the clusters' former points.
 
-        Such a row of P becomes the new centroid, as long as the other rows were at the start, and its gradient, if
-        there is one yet, 0. What an optimiser remembers of it (Adam's moments) decays in its own time. The parameter is
-        written to: not between a forward pass and its backward pass, which PyTorch refuses then.
+        Such a row of P becomes the new centroid, scaled to the length that rows have at initialisation. Its gradient,
+        if there is one, becomes 0. The optimiser's state for it (Adam's moments) is left to decay. The parameter is
+        modified in place: do not call this between a forward pass and its backward pass, which would raise an error.
 
         Args:
             reseeded: (clusters,) bool, :attr:`itrloss.OnlineKMeans.reseeded`.
@@ -200,7 +200,7 @@ class PrototypeClassificationLoss(Loss):
         if centroids.shape != self.weight.shape:
             raise ValueError(f"centroids: expected shape {(clusters, dim)}, got {tuple(centroids.shape)}")
         fresh = centroids.to(self.weight.dtype) / 3**0.5  # the expected length of a row of uniform numbers
-        if host_may_read(self.weight) and not reseeded.any():  # elsewhere asking would synchronise
+        if host_may_read(self.weight) and not reseeded.any():  # on an accelerator the check would synchronise
             return
         self.weight.copy_(torch.where(reseeded[:, None], fresh, self.weight))
         if self.weight.grad is not None:
@@ -226,25 +226,24 @@ class CODERObjective(nn.Module):
     .. math:: L = 3\, L^I_{DCL} + L^I_{M\text{-}DCL} + 2\, L^C_{DCL} + L_{PGC}
 
     on instance embeddings (I) and concept embeddings (C) of the same pairs. The paper prints the third term as
-    ``L(V, W) + L(W, V)`` of a loss that has both directions in it, hence the 2. The prototypes follow the sums
-    of normalised instance embeddings: in training mode a call moves their centroids, and resets what the classifier
-    learnt of a cluster that was reseeded. That writes to a parameter: each call wants its backward pass before the
-    next.
+    ``L(V, W) + L(W, V)`` of a loss that already has both directions, hence the 2. The prototypes are clusters of the
+    sums of normalised instance embeddings: in training mode a call moves their centroids, and resets the classifier's
+    rows of clusters that were reseeded. That modifies a parameter in place: run backward for each call before the next.
 
     Args:
         dim: of instance and concept embeddings.
         clusters: number of prototypes: 10 000 for Flickr30K, 20 000 for MSCOCO, in the paper.
         batch_weight, memory_weight, concept_weight, prototype_weight: of the four terms. A term of weight 0 is not
             computed.
-        max_count: of a cluster, see :class:`itrloss.OnlineKMeans`.
-        diversity_from: of the memory's term, see :class:`itrloss.MemoryDiversityContrastiveLoss`.
-        options: of all diversity-sensitive losses, see :class:`itrloss.DiversityContrastiveLoss`: ``temperature``,
+        max_count: see :class:`itrloss.OnlineKMeans`.
+        diversity_from: for the memory's term, see :class:`itrloss.MemoryDiversityContrastiveLoss`.
+        options: for all diversity-sensitive losses, see :class:`itrloss.DiversityContrastiveLoss`: ``temperature``,
             ``margin``, ``diversity``, …, ``engine``, ``check_finite``, ``gather``.
 
     Attributes:
         batch, memory, concept: the losses, whose options may be changed one by one.
         prototypes: :class:`itrloss.OnlineKMeans`.
-        classifier: :class:`itrloss.PrototypeClassificationLoss`. It has a parameter: give this module's parameters
+        classifier: :class:`itrloss.PrototypeClassificationLoss`. It has a parameter: pass this module's parameters
             to the optimiser, too.
     """
 
@@ -289,19 +288,20 @@ class CODERObjective(nn.Module):
 
         Args:
             images, texts: (B, dim) instance embeddings.
-            image_keys, text_keys: (B, dim) the same by the momentum encoders.
-            memory: keys of former batches. Put the batch in after the backward pass.
+            image_keys, text_keys: (B, dim) instance embeddings of the same pairs by the momentum encoders.
+            memory: keys of earlier batches. Enqueue the batch after the backward pass.
             image_concepts, text_concepts: (B, dim) concept embeddings.
-            image_ids, text_ids: (B,) integers: further positives, or entries of the memory that are no negatives.
+            image_ids, text_ids: (B,) integers. Equal ids make further positives, and exclude entries of the memory from
+                the negatives.
 
         Returns:
             The total, a 0-dim tensor, and a :class:`CODERTerms`.
         """
-        wanted = (images.shape[0], self.prototypes.dim)
+        shape = (images.shape[0], self.prototypes.dim)
         parts = {"images": images, "texts": texts, "image_concepts": image_concepts, "text_concepts": text_concepts}
         for name, x in parts.items():
-            if x.shape != wanted:
-                raise ValueError(f"{name}: expected shape {wanted}, a row for each image, got {tuple(x.shape)}")
+            if x.shape != shape:
+                raise ValueError(f"{name}: expected shape {shape}, a row for each image, got {tuple(x.shape)}")
         zero = images.new_zeros((), dtype=torch.promote_types(images.dtype, torch.float32))
         ids, keys, concepts = (image_ids, text_ids), (image_keys, text_keys), (image_concepts, text_concepts)
         terms = CODERTerms(

@@ -14,7 +14,7 @@ from ..checks import check_number, one_of
 from ..similarity import Similarity
 from .base import PairLoss
 
-_CHECKED = 50  # calls
+_INTERVAL = 50  # calls between checks for a collapse
 
 
 class TripletLoss(PairLoss):
@@ -23,10 +23,10 @@ class TripletLoss(PairLoss):
     .. math:: \sum_{(i,p)\ \mathrm{positive}} \Bigl( \max_{j \in neg(i)} [\alpha - S_{ip} + S_{ij}]_+
               + \max_{j \in neg(p)} [\alpha - S_{ip} + S_{jp}]_+ \Bigr)
 
-    Training from scratch with the hardest negative can collapse to a plateau where the loss is ``2 * margin`` per pair,
-    as all embeddings are alike. After a hundred calls on it in training mode there is a warning, once. The usual cure
-    is to begin with all negatives: ``TripletLoss(mining="all")``, and after the first epoch ``criterion.mining =
-    "hardest"``.
+    Training from scratch with the hardest negative can collapse to a plateau where all embeddings are alike, and the
+    loss is ``2 * margin`` per pair. After a hundred calls on the plateau in training mode there is one warning. The
+    usual remedy is to begin with all negatives, ``TripletLoss(mining="all")``, and to set ``criterion.mining =
+    "hardest"`` after the first epoch.
 
     Args:
         margin: α, in units of cosine similarity.
@@ -49,11 +49,11 @@ class TripletLoss(PairLoss):
         check_number("margin", margin)
         self.margin = margin
         self.mining = mining
-        self._calls, self._alike = 0, 0  # in training mode; looks in a row that found embeddings alike
+        self._calls, self._alike = 0, 0  # in training mode; consecutive checks with embeddings alike
 
     @property
     def active_margin(self) -> float:  # type: ignore[override]
-        """See :func:`itrloss.describe`."""
+        """The margin, for the figure ``active`` of :func:`itrloss.describe`."""
         return self.margin
 
     @property
@@ -77,13 +77,13 @@ class TripletLoss(PairLoss):
         loss = functional.triplet_loss(sim, self.margin, self.mining, self.reduction)
         if self.mining == "hardest" and self.training and not torch.compiler.is_compiling():
             self._calls += 1
-            if self._calls % _CHECKED == 0 and self._alike < 2:
-                self._look(sim)
+            if self._calls % _INTERVAL == 0 and self._alike < 2:
+                self._check_collapse(sim)
         return loss
 
     @torch.no_grad()
-    def _look(self, sim: Similarity) -> None:
-        """Warn after two looks in a row, a hundred calls, that found embeddings all alike. Each synchronises."""
+    def _check_collapse(self, sim: Similarity) -> None:
+        """Warn if embeddings are all alike in two checks in a row, a hundred calls. Each check synchronises."""
         if sim.device.type == "meta" or (sim.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return
         total = functional.triplet_loss(sim, self.margin, "hardest", "sum")
@@ -91,9 +91,9 @@ class TripletLoss(PairLoss):
         self._alike = self._alike + 1 if abs(per_pair - 2 * self.margin) < 0.01 * self.margin else 0
         if self._alike == 2:
             warnings.warn(
-                f"TripletLoss: {2 * _CHECKED} calls within 1 % of {2 * self.margin:g} per pair, which is 2 * margin:"
+                f"TripletLoss: {2 * _INTERVAL} calls within 1 % of {2 * self.margin:g} per pair, which is 2 * margin:"
                 ' all embeddings seem to be alike. Begin with mining="all", or lower the learning rate.',
-                stacklevel=7,  # past forward and what a module's call goes through
+                stacklevel=7,  # the caller of the module: past forward and nn.Module.__call__
             )
 
 
@@ -118,7 +118,7 @@ class InfoNCELoss(PairLoss):
     def __init__(self, temperature: float = 0.07, learnable: bool = False, **common: Any):
         super().__init__(**common)
         check_number("temperature", temperature, positive=True)
-        # (1,): what shards parameters over processes refuses those without a dimension.
+        # (1,): FSDP and the like do not shard 0-dim parameters.
         self.log_scale = nn.Parameter(torch.tensor([-math.log(temperature)])) if learnable else None
         self._temperature, self.learnable = temperature, learnable
 
@@ -137,14 +137,14 @@ class SigmoidLoss(PairLoss):
     .. math:: \frac12 \Bigl(\frac1N + \frac1M\Bigr) \sum_{i,j} \log\bigl(1 + e^{-z_{ij} (a S_{ij} + b)}\bigr)
 
     with ``z = 1`` for a positive pair and -1 for a negative one. On one-to-one batches it is SigLIP's: the sum over all
-    pairs, divided by the number of images. No pair is left out: an image without a text of its own has negatives, too.
+    pairs, divided by the number of images. No pair is left out: an image without a matching text has negatives, too.
 
     Args:
         scale: a, above 0.
-        bias: b. The start at -10 makes up for the negatives' number.
-        learnable: make them parameters, a held as ``log(a)`` (``log_scale``); they belong in the optimizer then.
+        bias: b. The initial -10 compensates for the large number of negatives.
+        learnable: make them parameters, a held as ``log(a)`` (``log_scale``); pass them to the optimiser then.
         reduction, engine, check_finite, telemetry, gather: see :class:`PairLoss`; with ``"none"`` one half of a pair's
-            value is its image's and the other its text's.
+            value counts for its image and the other for its text.
     """
 
     shown = ("scale", "bias", "learnable")

@@ -29,9 +29,9 @@ class VarianceAwareLoss(Loss):
         + \text{the same from the texts}, \qquad
         \sigma_{ikp} = 1 + \operatorname{Std}_{j \ne p} S^k_{ij}
 
-    over the positive pairs (i, p), with the sample standard deviation of all that head k scores with image i but the
-    target p (Eq. 7). A head that spreads its scores widely for an image is trusted less with it. With several captions
-    an image, those that are not the target stay in the distribution; with one, it is that of the negatives. Permuting
+    over the positive pairs (i, p), with the sample standard deviation of head k's scores of image i with all texts but
+    the target p (Eq. 7). A head whose scores of an image spread widely gets less weight for it. With several captions
+    per image, those that are not the target stay in the distribution; with one, it is that of the negatives. Permuting
     heads, images or texts changes nothing, and no value is below 0.
 
     Warning:
@@ -41,12 +41,12 @@ class VarianceAwareLoss(Loss):
     Args:
         margin: α, in units of cosine similarity.
         detach_sigma: treat σ as a weight. The log term has no effect on the model then.
-        shared_sigma: the texts' direction takes a pair's σ from the image's scores, as printed; False: from the text's
-            own, over all images but the pair's.
+        shared_sigma: True, as printed: in the texts' direction, too, a pair's σ is that of its image's scores. False:
+            there it is that of its text's scores, over all images but the pair's.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``, see :func:`itrloss.functional.variance_aware_loss`.
         engine, check_finite, telemetry, gather: see :class:`itrloss.PairLoss`; the telemetry is that of each pair's
-            best head, and forms the matrix. With several captions an image, an accelerator forms the matrices, or with
-            ``engine="tiled"`` is waited for.
+            best head, and forms the matrix. With several captions per image, an accelerator forms the matrices, or with
+            ``engine="tiled"`` synchronises.
     """
 
     shown = ("margin", "detach_sigma", "shared_sigma")
@@ -98,12 +98,12 @@ class VarianceAwareLoss(Loss):
         else:
             others = Embeddings(texts, False)
             heads = [(Embeddings(x, False), others) for x in units.chunk(k)]
-        pairs = Pairs((n, len(texts)), ids, images.device)  # found once
-        return [Similarity._seen(Matrix(*head, pairs, engine, budget), 0) for head in heads]
+        pairs = Pairs((n, len(texts)), ids, images.device)  # compared once for all heads
+        return [Similarity._view(Matrix(*head, pairs, engine, budget), 0) for head in heads]
 
 
 def _best_of(heads: list[Similarity]) -> Similarity:
-    """Return the score of each pair's best head, by which a model of sets retrieves."""
+    """Return the similarity of each pair's best head, by which a model of sets retrieves."""
     scores = torch.stack([sim.detach().scores() for sim in heads]).amax(0)
     return Similarity.from_scores(scores, *heads[0].ids)
 
@@ -113,11 +113,11 @@ class DynamicOrthogonalLoss(nn.Module):
 
     .. math:: \Bigl[ \frac1{K (K - 1)} \sum_{i \ne j} |m_i m_j \langle u_i, u_j \rangle| - \beta \Bigr]_+
 
-    for the normalised residuals u of an image's K heads and a gate m that says which of them take part, see
+    for the normalised residuals u of an image's K heads and a gate m that selects which of them take part, see
     :class:`DynamicGate`. It is 0 for orthogonal heads, and never larger than with all heads on.
 
     Args:
-        slack: β, a correlation that is let pass.
+        slack: β, the correlation that is tolerated.
         pair_reduction: ``"mean"`` over ordered pairs of heads; ``"sum"`` as printed, which grows with K (K - 1); or
             ``"frobenius"``, the root of the sum of squares, divided by K². Warning: that is at most 0.152 for K = 6, so
             with the default slack there is no loss at all.
@@ -140,7 +140,7 @@ class DynamicOrthogonalLoss(nn.Module):
         self.reduction: functional.Reduction = reduction
 
     def forward(self, residuals: Tensor, gate: Tensor | None = None) -> Tensor:
-        """See :func:`itrloss.functional.dynamic_orthogonal_loss`."""
+        """Return the loss, see :func:`itrloss.functional.dynamic_orthogonal_loss`."""
         return functional.dynamic_orthogonal_loss(residuals, gate, self.slack, self.pair_reduction, self.reduction)
 
     def extra_repr(self) -> str:
@@ -148,23 +148,23 @@ class DynamicOrthogonalLoss(nn.Module):
 
 
 class DynamicGate(nn.Module):
-    r"""Which heads of an image's sub-embeddings take part in the orthogonal constraint (DVSE Eq. 3).
+    r"""The gate that selects which heads of an image take part in the orthogonal constraint (DVSE Eq. 3).
 
     .. math:: m = \operatorname{round}(\sigma(\operatorname{pool}(W z) - c))
 
     for the features z of an image's regions, with a frozen random W and mean pooling. The features of all images have
-    much in common, so that W alone would leave some heads on, or off, for every image. Hence the centre c: the running
-    mean of what is pooled over the training batches, by which each head is on for about one half of the images.
+    much in common, so that W alone would leave some heads on, or off, for every image. Hence the centre c, the running
+    mean of the pooled values over training batches: each head is on for about one half of the images.
 
     Args:
         dim: of the region features.
         heads: K.
-        momentum: weight of a batch in the running figures.
+        momentum: weight of a batch in the running means.
 
     Attributes:
-        weight: (heads, dim) W; no parameter, but part of the state.
+        weight: (heads, dim) W; a buffer, not a parameter.
         centre: (heads,) c.
-        on_rate: (heads,) running share of the images for which a head is on. One that stays at 0 or 1 is stuck.
+        on_rate: (heads,) running share of the images for which a head is on. A head that stays at 0 or 1 is stuck.
     """
 
     weight: Tensor
@@ -185,7 +185,7 @@ class DynamicGate(nn.Module):
 
     @torch.no_grad()
     def forward(self, regions: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the gate of each image; in training mode the running figures are updated first, over all processes.
+        """Return the gate of each image; in training mode, the running means are updated first, over all processes.
 
         Args:
             regions: (N, R, dim) floating point.
@@ -207,17 +207,17 @@ class DynamicGate(nn.Module):
                 pooled = torch.einsum("nr,nrd->nd", mask.float(), regions.float()) / total
             projected = pooled @ self.weight.float().T  # pooling and projection commute
         if self.training:
-            self._follow(self.centre, gather_rows(projected))
+            self._update_running_mean(self.centre, gather_rows(projected))
         gate = (projected > self.centre).float()  # round(sigmoid(x)) is 1 for x > 0
         if self.training:
-            self._follow(self.on_rate, gather_rows(gate))
+            self._update_running_mean(self.on_rate, gather_rows(gate))
             self.batches.add_(1)
         return gate
 
-    def _follow(self, running: Tensor, values: Tensor) -> None:
-        """Move a running mean, which begins with the first batch, towards that of finite rows (N, heads).
+    def _update_running_mean(self, running: Tensor, values: Tensor) -> None:
+        """Move a running mean (heads,) towards the mean of the finite rows of ``values`` (N, heads).
 
-        An overflow, as a GradScaler skips it, would leave it nan for good.
+        It begins with the first batch. An overflow, whose step a GradScaler skips, would leave it nan for good.
         """
         finite = values.isfinite().all(1, keepdim=True)
         mean = torch.where(finite, values, 0.0).sum(0) / finite.sum().clamp_min(1)
@@ -286,7 +286,7 @@ class DVSEObjective(nn.Module):
             image_sets: (N, K, D) sub-embeddings of the images.
             texts: (M, D) embeddings.
             residuals: (N, K, D') what the heads add to the global feature, before its normalisation.
-            gate: (N, K) of :class:`itrloss.DynamicGate`; None has all heads on.
+            gate: (N, K) of :class:`itrloss.DynamicGate`; None: all heads are on.
             image_ids, text_ids: (N,) and (M,) integers, see :class:`itrloss.PairLoss`.
 
         Returns:

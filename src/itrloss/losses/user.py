@@ -18,9 +18,9 @@ class HubnessAwareLoss(PairLoss):
         \frac1B \sum_i \Bigl[ \tfrac1\gamma \log\bigl(1 + \sum_{j \ne i} e^{\gamma (S_{ij} - \varepsilon)}\bigr)
         + \tfrac1\gamma \log\bigl(1 + \sum_{j \ne i} e^{\gamma (S_{ji} - \varepsilon)}\bigr) - \log(1 + S_{ii}) \Bigr]
 
-    With several positives: mean over rows of the row term plus mean over columns of the column term minus the mean over
-    positive pairs of ``log(1 + S)``. Positives are left out of the sums altogether; public codes set them to zero
-    before ``exp``, which leaves ``exp(-scale * margin)`` in the sum.
+    With several positives: the mean over rows of the row term, plus the mean over columns of the column term, minus the
+    mean over positive pairs of ``log(1 + S)``. Positives are left out of the sums altogether; public codes set them to
+    zero before ``exp``, which leaves ``exp(-scale * margin)`` in the sum.
 
     Args:
         scale: γ.
@@ -62,8 +62,8 @@ class UnifiedTrainingObjective(MemoryLoss):
         margin: ε, in units of cosine similarity.
         batch_weight: λ, weight of HAL. The paper has 20 for Flickr30K and 1 for MSCOCO.
         positive: ``"clamp"``, or ``"relu"`` as in :class:`HubnessAwareLoss`.
-        image_memory_weight, text_memory_weight: of the texts against the memory's images (the paper's DVQ), and of the
-            images against its texts (DTQ).
+        image_memory_weight, text_memory_weight: weights of the texts against the memory's images (the paper's DVQ), and
+            of the images against its texts (DTQ).
         reduction, engine, check_finite, telemetry, gather: see :class:`MemoryLoss`.
     """
 

@@ -256,7 +256,7 @@ class Reranker(ABC):
         whole = self.needs_all_candidates
         own, first = (shares.every, (0, 0)) if whole else (shares.own, shares.first)
         for side, bank in enumerate(banks):
-            candidates = shares.beside(own[1 - side], shares.every[side] if bank is None else bank)
+            candidates = shares.similarity(own[1 - side], shares.every[side] if bank is None else bank)
             answers = shares.queries(side)
             inputs = unlabelled(answers), candidates, bank is None, banks[1 - side]
             yield Direction(side, *inputs, not whole, (shares.first[side], first[1 - side])), answers

@@ -56,7 +56,7 @@ def unlabelled(sim: Similarity) -> Similarity:
     matrix = sim._matrix.detach()
     rows, cols = (x.to(sim.device) for x in no_match(*matrix.shape))
     matrix.pairs = Pairs(matrix.shape, (rows, cols), sim.device)
-    return sim._seen(matrix, sim._side)
+    return sim._view(matrix, sim._side)
 
 
 def against(sim: Similarity, cols: Tensor, more_rows: Tensor | None = None) -> Similarity:
