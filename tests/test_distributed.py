@@ -409,7 +409,7 @@ def metrics_worker(rank: int) -> dict[str, Any]:
             gather=True,
             reranker=itrloss.rerank.DualSoftmax(2e3).fit(x, torch.cat([x, -x])),
         ),
-        "other": lambda: metrics.retrieval_results(sims["matches across"], gather=True, t2i_scores=torch.eye(4)),
+        "other": lambda: metrics.retrieval_results((sims["matches across"], torch.eye(4)), gather=True),
     }
     for name, call in wrong.items():
         try:
@@ -457,7 +457,7 @@ REFUSED = {  # what either process says
     "one bank": ("gather: the processes differ in their questions",) * 2,
     "one overflows, best": ("gather: another process failed", "scores: too large for DualSoftmax"),
     "one overflows": ("gather: another process failed", "scores: too large for DualSoftmax"),
-    "other": ("t2i_scores, judgements",) * 2,
+    "other": ("relevant, image_ids",) * 2,
 }
 
 
