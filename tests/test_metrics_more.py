@@ -192,6 +192,7 @@ def test_texts_ask_in_every_part_that_has_an_image_of_theirs(last, asked):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("seed", range(3))
 def test_agreement_equals_the_loops(engine, seed, tiny_blocks):
+    pytest.importorskip("scipy")
     judgements, (v, w) = judged(seed), embeddings(N, M, seed=seed)
     S = oracle.cosine(v.numpy(), w.numpy())
     asked = torch.from_numpy(S) if engine == "scores" else similarity(v, w, ragged(seed), engine)
@@ -208,6 +209,7 @@ def test_agreement_equals_the_loops(engine, seed, tiny_blocks):
 
 
 def test_agreement_of_known_orders():
+    pytest.importorskip("scipy")
     images, texts = (x.flatten() for x in torch.meshgrid(torch.arange(4), torch.arange(6), indexing="ij"))
     grades = torch.randperm(24, generator=generator(0))
     S = grades.view(4, 6).double()
@@ -442,6 +444,7 @@ def test_bad_input_is_named(call, error, message):
 @pytest.mark.slow
 def test_flickr8k_experts_agree_with_a_linear_model():
     """Captions of other pictures that three experts found fitting: a caption finds these before it finds its own."""
+    pytest.importorskip("scipy")
     names = (SHARED / "flickr8k" / "test_images.txt").read_text().split()
     row = {name: i for i, name in enumerate(names)}
     images, texts, grades = [], [], []

@@ -59,8 +59,7 @@ def agreement(scores: Tensor | Similarity, judgements: Judgements, *, k: int = 1
         judgements: at least two different grades.
         k: how many candidates of a query are looked at.
     """
-    ids = no_ids(scores) if isinstance(scores, Tensor) and scores.dim() == 2 else (None, None)
-    sim = labelled("scores", scores, *ids).detach()
+    sim = labelled("scores", scores, None, None, by_ids=False).detach()
     images, texts, grades = averaged(judgements)
     check_pairs("judgements", images, texts, sim.shape)
     check_size("k", k)
@@ -70,12 +69,6 @@ def agreement(scores: Tensor | Similarity, judgements: Judgements, *, k: int = 1
     values = sim.pair_scores(images.to(sim.device), texts.to(sim.device)).double().cpu()
     ndcg = [_ndcg(sim, images, texts, gains, k), _ndcg(sim.T, texts, images, gains, k)]
     return Agreement(_kendall(values, grades), *ndcg)
-
-
-def no_ids(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ids by which no image matches a text."""
-    images, texts = torch.arange(sum(scores.shape)).split(tuple(scores.shape))
-    return images, texts
 
 
 def check_pairs(name: str, images: Tensor, texts: Tensor, shape: tuple[int, int] | None = None) -> None:
@@ -113,12 +106,12 @@ def _seen(x: object) -> str:
     return f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
-def listed(relevant: tuple[Tensor, Tensor], sim: Similarity) -> tuple[Tensor, Tensor]:
+def listed(relevant: tuple[Tensor, Tensor], shape: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the images and texts of right pairs, checked, each pair once."""
-    check_pairs("relevant", *relevant, sim.shape)
-    images, texts = (x.to(sim.device).long() for x in relevant)
-    pairs = torch.unique(images * sim.shape[1] + texts)
-    return pairs // sim.shape[1], pairs % sim.shape[1]
+    check_pairs("relevant", *relevant, shape)
+    images, texts = (x.to(device).long() for x in relevant)
+    pairs = torch.unique(images * shape[1] + texts)
+    return pairs // shape[1], pairs % shape[1]
 
 
 def ranked_by(rows: Tensor, cols: Tensor, sim: Similarity, k: int, ties: str) -> tuple[Tensor, TopK]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_matrix
+from ..checks import IMAGES_AND_TEXTS, check_matrix
 from ..similarity import Similarity
 
 _ROWS = 256  # compared at once
@@ -49,23 +49,23 @@ def fold_repeated(images: Tensor) -> Tensor:
 
 
 def labelled(
-    name: str, scores: Tensor | Similarity, image_ids: Tensor | None, text_ids: Tensor | None, fold: bool = True
+    name: str, scores: Tensor | Similarity, image_ids: Tensor | None, text_ids: Tensor | None, by_ids: bool = True
 ) -> Similarity:
-    """Scores with ids, by the field's convention where they are left out; errors name ``name`` and the ids."""
+    """Return scores with ids, by the field's convention where they are left out.
+
+    ``by_ids=False``: it is not they that say what is right, so images are not folded, and any shape goes.
+    """
     if isinstance(scores, Similarity):
         if image_ids is not None or text_ids is not None:
             raise ValueError("image_ids, text_ids: expected None beside a Similarity, which has its own")
         scores.check_finite()
-        return folded(scores) if fold else scores
-    try:
-        if image_ids is None and text_ids is None:
-            check_matrix("scores", scores, "(N, M)")
-            scores = fold_repeated(scores) if fold else scores
-            image_ids, text_ids = default_ids(*scores.shape)
-        return Similarity.from_scores(scores, image_ids, text_ids, check_finite=True)
-    except (TypeError, ValueError) as error:
-        renamed = str(error).replace("row_ids", "image_ids").replace("col_ids", "text_ids")
-        raise type(error)(renamed.replace("scores:", f"{name}:", 1)) from None
+        return folded(scores) if by_ids else scores
+    check_matrix(name, scores, "(N, M)", check_finite=True)
+    if image_ids is None and text_ids is None:
+        scores = fold_repeated(scores) if by_ids else scores
+        n, m = scores.shape
+        image_ids, text_ids = default_ids(n, m) if by_ids or m % n == 0 else torch.arange(n + m).split((n, m))
+    return Similarity.from_scores(scores, image_ids, text_ids, names=IMAGES_AND_TEXTS)
 
 
 def folded(sim: Similarity) -> Similarity:

@@ -7,11 +7,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 WAYS = ("i2t", "t2i")
 RECALLS = (1, 5, 10)
@@ -123,6 +126,14 @@ class RetrievalResults:
         """Write :meth:`rows` as CSV with a header."""
         with open(path, "w", newline="", encoding="utf-8") as file:
             self.write(file)
+
+    def to_frame(self) -> DataFrame:
+        """Return :meth:`rows` as a data frame of pandas."""
+        try:
+            from pandas import DataFrame
+        except ImportError:
+            raise ImportError("to_frame needs pandas: pip install 'itrloss[metrics]'") from None
+        return DataFrame(list(self.rows()))
 
     def write(self, file: IO[str]) -> None:
         """The same into an open text file."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..checks import check_size, one_of
 from ..distributed import Shares, gather_parts, gather_table, world_size
 from ..similarity import Similarity
-from .judgements import listed, no_ids, ranked_by
+from .judgements import listed, ranked_by
 from .labels import folded, labelled, numbered, part_of, parts_of
 from .results import QueryResults, RetrievalResults, joined
 
@@ -134,11 +134,8 @@ def _both_directions(
 ) -> tuple[Similarity, Similarity | None]:
     """Return the scores that images rank by, and those that texts rank by if they are others; checked, with ids."""
     first, second = scores if isinstance(scores, tuple) else (scores, None)
-    fold = relevant is None  # which numbers the images as they are
-    without_ids = image_ids is None and text_ids is None and isinstance(first, Tensor)
-    if relevant is not None and without_ids and first.dim() == 2 and first.shape[1] % max(1, first.shape[0]):
-        image_ids, text_ids = no_ids(first)
-    sim = labelled("scores", first, image_ids, text_ids, fold).detach()
+    by_ids = relevant is None
+    sim = labelled("scores", first, image_ids, text_ids, by_ids).detach()
     if second is None:
         return sim, None
     if not isinstance(second, Tensor):
@@ -146,7 +143,7 @@ def _both_directions(
     if tuple(second.shape) != tuple(first.shape):
         raise ValueError(f"scores[1]: expected shape {tuple(first.shape)} like scores[0], got {tuple(second.shape)}")
     image_ids, text_ids = first.ids if isinstance(first, Similarity) else (image_ids, text_ids)
-    other = labelled("scores[1]", second, image_ids, text_ids, fold)
+    other = labelled("scores[1]", second, image_ids, text_ids, by_ids)
     if other.shape != sim.shape:
         raise ValueError("scores[1]: expected repeated images like scores[0], or ids")
     return sim, other
@@ -159,7 +156,7 @@ def _ranked(
     if reranker is not None:
         found = reranker._ranked(sim, k, ties)
     elif relevant is not None:
-        images, texts = listed(relevant, sim)
+        images, texts = listed(relevant, sim.shape, sim.device)
         found = ranked_by(images, texts, views[0], k, ties), ranked_by(texts, images, views[1], k, ties)
     else:
         found = [view.ranked(k, ties=ties) for view in views]
