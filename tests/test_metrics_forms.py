@@ -193,8 +193,7 @@ def read_trec(folder, way):
     return run, qrels
 
 
-@pytest.mark.parametrize("kind", ["ids", "relevant", "folds", "ragged"])
-def test_trec_files_hold_the_recalls(kind, tmp_path):
+def saved(kind, folder):
     relevant = Judgements(torch.tensor([0, 3, 3, 7, 3]), torch.tensor([5, 5, 8, 0, 5]), torch.ones(5)).at_least(1)
     ragged = torch.arange(12) // 2, torch.arange(36) // 5
     scores = torch.rand(12, 36, generator=torch.Generator().manual_seed(1))
@@ -204,7 +203,16 @@ def test_trec_files_hold_the_recalls(kind, tmp_path):
         "folds": lambda: results(folds=3),
         "ragged": lambda: retrieval_results(scores, *ragged, hubness_k=36),
     }[kind]()
-    save_trec(found, tmp_path, relevant if kind == "relevant" else None)
+    save_trec(found, folder, relevant if kind == "relevant" else None)
+    return found
+
+
+KINDS = pytest.mark.parametrize("kind", ["ids", "relevant", "folds", "ragged"])
+
+
+@KINDS
+def test_trec_files_hold_the_rankings(kind, tmp_path):
+    found = saved(kind, tmp_path)
     for way in ("i2t", "t2i"):
         side, (run, qrels) = getattr(found, way), read_trec(tmp_path, way)
         assert len(run) == len(side.ids) and len(qrels) == int((side.positives > 0).sum())
@@ -214,12 +222,20 @@ def test_trec_files_hold_the_recalls(kind, tmp_path):
             top = sorted(best, key=best.__getitem__, reverse=True)
             assert top == [f"{answers}{i}" for i in side.top[number].tolist()]
             places = [place for place, document in enumerate(top, 1) if document in qrels.get(query, ())]
-            assert kind == "folds" or places == [r for r in side.ranks[number].tolist() if r]
-        trec = pytest.importorskip("pytrec_eval")
+            right = [r for r in side.ranks[number].tolist() if r]
+            assert places == [r for r in right if r <= len(top)] and len(qrels.get(query, ())) == len(right)
+
+
+@KINDS
+def test_trec_eval_finds_the_same_figures_in_the_files(kind, tmp_path):
+    trec = pytest.importorskip("pytrec_eval")
+    found = saved(kind, tmp_path)
+    for way in ("i2t", "t2i"):
+        run, qrels = read_trec(tmp_path, way)
         each = trec.RelevanceEvaluator(qrels, {"success", "Rprec"}).evaluate(run).values()
         for name, ours in (("success_1", "r1"), ("success_5", "r5"), ("success_10", "r10"), ("Rprec", "r_precision")):
             mean = 100 * math.fsum(x[name] for x in each) / len(each)
-            assert mean == pytest.approx(side.metrics()[ours])
+            assert mean == pytest.approx(getattr(found, way).metrics()[ours])
 
 
 def test_trec_files_are_of_the_right_pairs(tmp_path):

@@ -68,7 +68,10 @@ class QueryResults:
     @property
     def occurrences(self) -> Tensor:
         """(candidates,) int64: among the first k of how many queries a candidate is."""
-        return torch.bincount(self.top.flatten(), minlength=self.candidates)
+        return self._occurrences(slice(None))
+
+    def _occurrences(self, queries: Tensor | slice) -> Tensor:
+        return torch.bincount(self.top[queries].flatten(), minlength=self.candidates)
 
     def _within_r(self) -> Tensor:
         return (self.ranks > 0) & (self.ranks <= self.positives[:, None])
@@ -84,13 +87,8 @@ class QueryResults:
         figures["median_rank"] = _median(best)
         figures["r_precision"] = 100 * float(self.r_precision[answered].mean())
         figures["map_at_r"] = 100 * float(self.average_precision[answered].mean())
-        figures["skewness"] = float(
-            skewness(self.occurrences if bool(answered.all()) else self._of(answered).occurrences)
-        )
+        figures["skewness"] = float(skewness(self._occurrences(answered)))
         return figures
-
-    def _of(self, queries: Tensor) -> QueryResults:
-        return QueryResults(self.ids[queries], self.ranks[queries], self.top[queries], self.candidates)
 
 
 @dataclass(frozen=True)
