@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -432,6 +433,24 @@ def test_two_processes_evaluate_as_one_does(tmp_path):
         else:
             assert first[name] == pytest.approx(wanted)
     assert first["matches across, plain, pessimistic"] != first["matches across, fast, pessimistic"]
+
+
+def repeating_worker(rank: int) -> dict[str, float]:
+    images, texts = (embedded()[x] for x in ("images", "texts"))
+    n, m = (slice(5), slice(10)) if rank == 0 else (slice(5, 8), slice(10, 16))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sim = itrloss.Similarity(images[n].repeat_interleave(2, 0), texts[m])
+        return itrloss.metrics.retrieval_metrics(sim, gather=True, hubness_k=2)
+
+
+@pytest.mark.slow
+def test_two_processes_count_images_saved_once_per_caption_once(tmp_path):
+    images, texts = (embedded()[x] for x in ("images", "texts"))
+    numbers = torch.arange(8)
+    whole = itrloss.Similarity(images, texts[:16], numbers, numbers.repeat_interleave(2))
+    for found in both(repeating_worker, tmp_path):
+        assert found == pytest.approx(itrloss.metrics.retrieval_metrics(whole, hubness_k=2))
 
 
 def found_by(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:

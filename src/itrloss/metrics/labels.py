@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -77,9 +78,8 @@ def folded(sim: Similarity) -> Similarity:
     n, m = len(images), sim.shape[1]
     if n == m:
         return sim
-    device = sim.device
-    firsts = torch.arange(0, m, m // n, device=device)
-    return part_of(sim, firsts, torch.arange(m, device=device), [x.to(device) for x in default_ids(n, m)])
+    texts = torch.arange(m, device=sim.device)
+    return part_of(sim, texts[:: m // n], texts, [None, texts // (m // n)])  # by number: also in a job of several
 
 
 def numbered(sim: Similarity) -> list[Tensor]:
@@ -87,7 +87,7 @@ def numbered(sim: Similarity) -> list[Tensor]:
     return [torch.arange(n, device=sim.device) if x is None else x for x, n in zip(sim.ids, sim.shape, strict=True)]
 
 
-def part_of(sim: Similarity, rows: Tensor, cols: Tensor, ids: list[Tensor] | None = None) -> Similarity:
+def part_of(sim: Similarity, rows: Tensor, cols: Tensor, ids: Sequence[Tensor | None] | None = None) -> Similarity:
     """Return the similarities of some rows and some columns, without a gradient; ``ids``: others than they have."""
     ids = [x[part] for x, part in zip(numbered(sim), (rows, cols), strict=True)] if ids is None else ids
     if sim._inputs is None:

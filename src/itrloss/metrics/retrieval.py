@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 Ties = Literal["pessimistic", "optimistic"]
 Scores = Tensor | Similarity | tuple[Tensor | Similarity, Tensor]
-Pairs = tuple[Tensor, Tensor]
 
 
 def retrieval_metrics(
@@ -26,7 +25,7 @@ def retrieval_metrics(
     image_ids: Tensor | None = None,
     text_ids: Tensor | None = None,
     *,
-    relevant: Pairs | None = None,
+    relevant: tuple[Tensor, Tensor] | None = None,
     reranker: Reranker | None = None,
     ties: Ties = "pessimistic",
     hubness_k: int = 10,
@@ -69,7 +68,7 @@ def retrieval_results(
     image_ids: Tensor | None = None,
     text_ids: Tensor | None = None,
     *,
-    relevant: Pairs | None = None,
+    relevant: tuple[Tensor, Tensor] | None = None,
     reranker: Reranker | None = None,
     ties: Ties = "pessimistic",
     hubness_k: int = 10,
@@ -130,7 +129,7 @@ def retrieval_results(
 
 
 def _both_directions(
-    scores: Scores, image_ids: Tensor | None, text_ids: Tensor | None, relevant: Pairs | None
+    scores: Scores, image_ids: Tensor | None, text_ids: Tensor | None, relevant: tuple[Tensor, Tensor] | None
 ) -> tuple[Similarity, Similarity | None]:
     """Return the scores that images rank by, and those that texts rank by if they are others; checked, with ids."""
     first, second = scores if isinstance(scores, tuple) else (scores, None)
@@ -150,7 +149,12 @@ def _both_directions(
 
 
 def _ranked(
-    sim: Similarity, other: Similarity | None, relevant: Pairs | None, reranker: Reranker | None, k: int, ties: Ties
+    sim: Similarity,
+    other: Similarity | None,
+    relevant: tuple[Tensor, Tensor] | None,
+    reranker: Reranker | None,
+    k: int,
+    ties: Ties,
 ) -> RetrievalResults:
     views = sim, (sim if other is None else other).T
     if reranker is not None:
