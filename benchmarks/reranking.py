@@ -121,7 +121,7 @@ def measure(n: int, m: int, rounds: int) -> dict[str, Any]:
     seconds = {name: median(x) for name, x in times.items()}
     sim = Similarity(images, texts, *ids)
     i2t, t2i = reranker.rerank(Similarity.from_scores(sim.scores(), *ids))
-    dense = retrieval_metrics(i2t, *ids, t2i_scores=t2i)
+    dense = retrieval_metrics((i2t, t2i), *ids)
     streamed = retrieval_metrics(sim, reranker=reranker)
     scores = sim.scores()
     fast = median(timed(lambda: reranker.rerank(scores)) for _ in range(rounds))

@@ -1,6 +1,7 @@
 """Sphinx configuration. Built by ``make docs``: first the snippets are run, then the pages are written."""
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,6 +29,7 @@ exclude_patterns = ["_build"]
 default_role = "code"
 highlight_language = "python3"
 
+autodoc_mock_imports = [] if find_spec("torchmetrics") else ["torchmetrics"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
@@ -40,12 +42,14 @@ python_maximum_signature_line_length = 100
 # Snippets are checked to the digits they print. Each page starts afresh from here.
 doctest_global_setup = f"""
 import os, shutil, sysconfig
+from importlib.util import find_spec
 from pathlib import Path
 import torch
 os.chdir({str(ROOT)!r})
 torch.manual_seed(0)
 torch.set_printoptions(precision=4, sci_mode=False)
 # torch.compile's default backend builds C++; the snippet that uses it is left out where nothing can.
+no_metrics = not all(map(find_spec, ("scipy", "pandas", "torchmetrics")))
 no_compiler = not (
     (shutil.which("g++") or shutil.which("clang++")) and Path(sysconfig.get_path("include"), "Python.h").exists()
 )

@@ -48,12 +48,12 @@ def test_ours_and_eager_are_the_same_loss(loss):
 @pytest.mark.parametrize(("fixture", "libraries"), [("by_blas", "BLAS"), ("by_onednn", "oneDNN, BLAS")])
 def test_rows_of_ours_name_what_was_chosen(fixture, libraries, request):
     request.getfixturevalue(fixture)  # oneDNN is not for transposed matrices
-    chosen = Matrix.__init__, products._by_onednn
+    chosen = Matrix.__init__, products._use_onednn
     rows = _measure(Case("infonce", (300, 300, 8)))
     assert (rows["ours"]["engine"], rows["ours"]["products"]) == ("tiled", libraries)
     rows = _measure(Case("uto", (6, 20_000, 8)))  # a small batch, a large memory
     assert rows["ours"]["engine"] == "dense, tiled"
-    assert (Matrix.__init__, products._by_onednn) == chosen
+    assert (Matrix.__init__, products._use_onednn) == chosen
 
 
 def test_the_machine_names_processor_and_blas(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -412,7 +413,7 @@ def metrics_worker(rank: int) -> dict[str, Any]:
             gather=True,
             reranker=itrloss.rerank.DualSoftmax(2e3).fit(x, torch.cat([x, -x])),
         ),
-        "other": lambda: metrics.retrieval_results(sims["matches across"], gather=True, t2i_scores=torch.eye(4)),
+        "other": lambda: metrics.retrieval_results((sims["matches across"], torch.eye(4)), gather=True),
     }
     for name, call in wrong.items():
         try:
@@ -435,6 +436,24 @@ def test_two_processes_evaluate_as_one_does(tmp_path):
         else:
             assert first[name] == pytest.approx(wanted)
     assert first["matches across, plain, pessimistic"] != first["matches across, fast, pessimistic"]
+
+
+def repeating_worker(rank: int) -> dict[str, float]:
+    images, texts = (embedded()[x] for x in ("images", "texts"))
+    n, m = (slice(5), slice(10)) if rank == 0 else (slice(5, 8), slice(10, 16))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sim = itrloss.Similarity(images[n].repeat_interleave(2, 0), texts[m])
+        return itrloss.metrics.retrieval_metrics(sim, gather=True, hubness_k=2)
+
+
+@pytest.mark.slow
+def test_two_processes_count_images_saved_once_per_caption_once(tmp_path):
+    images, texts = (embedded()[x] for x in ("images", "texts"))
+    numbers = torch.arange(8)
+    whole = itrloss.Similarity(images, texts[:16], numbers, numbers.repeat_interleave(2))
+    for found in both(repeating_worker, tmp_path):
+        assert found == pytest.approx(itrloss.metrics.retrieval_metrics(whole, hubness_k=2))
 
 
 def found_by(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
@@ -460,7 +479,7 @@ REFUSED = {  # what either process says
     "one bank": ("gather: the processes differ in their questions",) * 2,
     "one overflows, best": ("gather: another process failed", "scores: too large for DualSoftmax"),
     "one overflows": ("gather: another process failed", "scores: too large for DualSoftmax"),
-    "other": ("t2i_scores, judgements",) * 2,
+    "other": ("relevant, image_ids",) * 2,
 }
 
 

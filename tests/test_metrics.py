@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import warnings
 
 import numpy as np
 import oracle
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from itrloss import Similarity
-from itrloss.metrics import default_ids, retrieval_metrics, retrieval_results, skewness
+from itrloss.metrics import default_ids, fold_repeated, retrieval_metrics, retrieval_results, skewness
 from itrloss.rerank import FastReranker
 
 FIGURES = {
@@ -66,7 +67,7 @@ def test_re_ranked_metrics_stream_too(engine, small_tiles):
     ids, (v, w) = make_ids("captions", 8, 24), embeddings(8, 24)
     sim, fast = similarity(v, w, ids, engine), FastReranker((25.0, 10.0), (5.0, 20.0))
     i2t, t2i = fast.rerank(sim)
-    streamed, dense = retrieval_metrics(sim, reranker=fast), retrieval_metrics(i2t, *ids, t2i_scores=t2i)
+    streamed, dense = retrieval_metrics(sim, reranker=fast), retrieval_metrics((i2t, t2i), *ids)
     for name in streamed:
         assert math.isclose(streamed[name], dense[name], abs_tol=1e-9), name
     assert streamed != retrieval_metrics(sim)
@@ -277,21 +278,25 @@ def test_nothing_overflows():
         (lambda: retrieval_metrics(torch.rand(4, 4), text_ids=torch.rand(4)), TypeError, "text_ids"),
         (lambda: retrieval_metrics(torch.rand(4, 4), ties="fair"), ValueError, "ties"),
         (lambda: retrieval_metrics(torch.rand(4, 4), text_ids=torch.arange(4) + 9), ValueError, "no query"),
-        (lambda: retrieval_metrics(torch.rand(4, 4), t2i_scores=torch.rand(4, 5)), ValueError, "t2i_scores"),
+        (
+            lambda: retrieval_metrics((torch.rand(4, 4), torch.rand(4, 5))),
+            ValueError,
+            r"scores\[1\].*\(4, 4\).*\(4, 5\)",
+        ),
         (lambda: retrieval_metrics(Similarity(*embeddings(3, 3)), torch.arange(3)), ValueError, "image_ids"),
         (
-            lambda: retrieval_metrics(torch.rand(4, 4), t2i_scores=torch.rand(4, 4), reranker=FastReranker()),
+            lambda: retrieval_metrics((torch.rand(4, 4), torch.rand(4, 4)), reranker=FastReranker()),
             ValueError,
-            "t2i_scores",
+            "reranker: expected None",
         ),
         (lambda: FastReranker((25.0, 0.0)), ValueError, "i2t"),
         (lambda: FastReranker(t2i=(1.0,)), ValueError, "t2i"),
         (lambda: FastReranker(25.0), ValueError, "i2t.*25"),  # type: ignore[arg-type]
         (lambda: FastReranker().fit(Similarity(*embeddings(3, 3))), TypeError, "images.*Similarity"),  # type: ignore
         (
-            lambda: retrieval_metrics(torch.rand(3, 3), t2i_scores=Similarity(*embeddings(3, 3))),  # type: ignore
+            lambda: retrieval_metrics((torch.rand(3, 3), Similarity(*embeddings(3, 3)))),  # type: ignore
             TypeError,
-            "t2i_scores.*Similarity",
+            r"scores\[1\].*Similarity",
         ),
         (lambda: FastReranker().rerank(torch.rand(4)), ValueError, "scores"),
         (lambda: FastReranker().rerank(torch.full((4, 4), math.inf)), ValueError, "scores.*finite"),
@@ -314,8 +319,62 @@ def test_bad_input_is_named(call, error, message):
         call()
 
 
-def test_results_name_the_ids_that_were_given():
-    ids = torch.tensor([1003, 1001, 1002])
-    for scores in (torch.eye(3), Similarity(torch.eye(3), torch.eye(3), ids, ids)):
-        found = retrieval_results(scores, *(() if isinstance(scores, Similarity) else (ids, ids)))
-        assert torch.equal(found.i2t.ids, ids) and torch.equal(found.t2i.ids, ids)
+def repeated(n=7, captions=5):
+    """Images, each with its captions, as much code of the field saves them: (c N, D) and (c N, D)."""
+    g = torch.Generator().manual_seed(0)
+    images = torch.randn(n, 8, generator=g).repeat_interleave(captions, 0)
+    return images, images + 1.5 * torch.randn(images.shape, generator=g)
+
+
+@pytest.mark.parametrize("captions", [2, 5])
+@pytest.mark.parametrize("kind", ["embeddings", "tiled", "scores", "rounded", "similarity of scores", "wide", "pair"])
+def test_images_saved_once_per_caption_count_once(kind, captions):
+    images, texts = repeated(captions=captions)
+    S = torch.nn.functional.normalize(images) @ torch.nn.functional.normalize(texts).T
+    S = S[::captions].repeat_interleave(captions, 0)
+    wanted = retrieval_metrics(S[::captions])
+    asked = {
+        "embeddings": Similarity(images, texts),
+        "tiled": Similarity(images, texts, engine="tiled"),
+        "scores": S,
+        "rounded": S * (1 + 1e-6 * torch.rand(S.shape)),
+        "similarity of scores": Similarity.from_scores(S),
+        "wide": S.repeat_interleave(2, 1),
+        "pair": (S, 2 * S),
+    }[kind]
+    wanted = retrieval_metrics(S[::captions].repeat_interleave(2, 1)) if kind == "wide" else wanted
+    with pytest.warns(UserWarning, match=f"every {captions} consecutive ones are the same.*taken for 7 images"):
+        found = retrieval_results(asked)
+    assert found.metrics() == wanted and found.i2t.ids.tolist() == list(range(7))
+    with pytest.warns(UserWarning, match="images: every"):
+        assert torch.equal(fold_repeated(images), images[::captions])
+
+
+def test_images_that_repeat_otherwise_are_as_many_as_there_are():
+    images, texts = repeated()
+    cases = [
+        images[:1].expand(35, -1),  # a model that tells nothing from anything: five captions an image would be a guess
+        torch.cat([images[:5], images[5:].flip(0)[:-1], images[:1]]),  # not the last
+        torch.cat([images[:2], torch.randn(33, 8)]),
+        texts,
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for x in cases:
+            assert fold_repeated(x) is x and len(retrieval_results(Similarity(x, texts)).i2t.ids) == 35
+        ids = torch.arange(35)
+        assert len(retrieval_results(Similarity(images, texts, ids, ids)).i2t.ids) == 35
+        assert len(retrieval_results(images @ texts.T, ids, ids).i2t.ids) == 35
+        assert len(retrieval_results(images @ texts.T, relevant=(ids, ids)).i2t.ids) == 35
+    assert retrieval_metrics(Similarity(cases[0], texts))["t2i_r1"] == 0
+
+
+@pytest.mark.parametrize("folds", [1, 3])
+def test_results_and_their_table_name_ids_as_they_were_given(folds):
+    for image_ids, text_ids in (([1001, 1002, 1003],) * 2, ([7, 5, 9], [9, 9, 5, 7]), ([-3, 2**40, 0], [0, 2**40, -3])):
+        given_ids = torch.tensor(image_ids), torch.tensor(text_ids)
+        scores = torch.rand(3, len(text_ids))
+        embedded = Similarity(torch.rand(3, 4), torch.rand(len(text_ids), 4), *given_ids)
+        for found in (retrieval_results(scores, *given_ids, folds=folds), retrieval_results(embedded, folds=folds)):
+            assert found.i2t.ids.tolist() == image_ids and found.t2i.ids.tolist() == text_ids
+            assert [row["id"] for row in found.rows()] == image_ids + text_ids

@@ -189,7 +189,7 @@ def test_metrics_of_the_re_ranked_need_no_matrix(name, small_tiles, monkeypatch)
     ids = torch.randint(0, 4, (N,), generator=torch.Generator().manual_seed(0)), torch.arange(M) % 5
     sim = Similarity(*embeddings(N, M), *ids, engine="tiled")
     i2t, t2i = METHODS[name].rerank(sim)
-    streamed, dense = retrieval_metrics(sim, reranker=METHODS[name]), retrieval_metrics(i2t, *ids, t2i_scores=t2i)
+    streamed, dense = retrieval_metrics(sim, reranker=METHODS[name]), retrieval_metrics((i2t, t2i), *ids)
     assert streamed == pytest.approx(dense, abs=1e-9) and streamed.keys() == dense.keys()
 
 

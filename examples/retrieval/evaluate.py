@@ -65,5 +65,5 @@ def reranker(parameters: Sequence[float]) -> FastReranker:
 def before_and_after(scores: Tensor, split: Split, by: Reranker) -> dict[str, dict[str, float]]:
     """Recalls of the scores as they are, and after re-ranking, which looks at all queries of the split at once."""
     reranked = by.rerank(scores)
-    after = retrieval_metrics(reranked.i2t, split.image_ids, split.text_ids, t2i_scores=reranked.t2i)
+    after = retrieval_metrics(reranked, split.image_ids, split.text_ids)
     return {"before": recalls(scores, split), "after": after}

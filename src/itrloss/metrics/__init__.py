@@ -1,10 +1,16 @@
 """Retrieval metrics, streamed: the score matrix need not exist."""
 
+from typing import TYPE_CHECKING
+
 from .judgements import Agreement, Judgements, agreement
-from .labels import default_ids
+from .labels import default_ids, fold_repeated
 from .results import QueryResults, RetrievalResults, skewness
 from .retrieval import retrieval_metrics, retrieval_results
-from .uncertainty import Comparison, compare, confidence_intervals
+from .tables import latex_table, save_trec
+from .uncertainty import Comparison, compare, compare_all, confidence_intervals
+
+if TYPE_CHECKING:
+    from .batches import RetrievalMetrics as RetrievalMetrics
 
 __all__ = [
     "Agreement",
@@ -14,9 +20,21 @@ __all__ = [
     "RetrievalResults",
     "agreement",
     "compare",
+    "compare_all",
     "confidence_intervals",
     "default_ids",
+    "fold_repeated",
+    "latex_table",
     "retrieval_metrics",
     "retrieval_results",
+    "save_trec",
     "skewness",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "RetrievalMetrics":  # TorchMetrics, its base class, is imported where it is used
+        from .batches import RetrievalMetrics
+
+        return RetrievalMetrics
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

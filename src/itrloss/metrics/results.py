@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 WAYS = ("i2t", "t2i")
 RECALLS = (1, 5, 10)
@@ -64,7 +68,10 @@ class QueryResults:
     @property
     def occurrences(self) -> Tensor:
         """(candidates,) int64: among the first k of how many queries a candidate is."""
-        return torch.bincount(self.top.flatten(), minlength=self.candidates)
+        return self._occurrences(slice(None))
+
+    def _occurrences(self, queries: Tensor | slice) -> Tensor:
+        return torch.bincount(self.top[queries].flatten(), minlength=self.candidates)
 
     def _within_r(self) -> Tensor:
         return (self.ranks > 0) & (self.ranks <= self.positives[:, None])
@@ -80,13 +87,8 @@ class QueryResults:
         figures["median_rank"] = _median(best)
         figures["r_precision"] = 100 * float(self.r_precision[answered].mean())
         figures["map_at_r"] = 100 * float(self.average_precision[answered].mean())
-        figures["skewness"] = float(
-            skewness(self.occurrences if bool(answered.all()) else self._of(answered).occurrences)
-        )
+        figures["skewness"] = float(skewness(self._occurrences(answered)))
         return figures
-
-    def _of(self, queries: Tensor) -> QueryResults:
-        return QueryResults(self.ids[queries], self.ranks[queries], self.top[queries], self.candidates)
 
 
 @dataclass(frozen=True)
@@ -95,15 +97,20 @@ class RetrievalResults:
 
     Attributes:
         i2t, t2i: :class:`QueryResults` of the images asking for texts, and of the texts asking for images.
+        folds: the same of each part, if queries only had the candidates of their part.
     """
 
     i2t: QueryResults
     t2i: QueryResults
+    folds: tuple[RetrievalResults, ...] = ()
 
     def metrics(self) -> dict[str, float]:
         """See :func:`retrieval_metrics`."""
+        if self.folds:
+            parts = [part.metrics() for part in self.folds]
+            return {name: math.fsum(part[name] for part in parts) / len(parts) for name in parts[0]}
         found = {f"{way}_{name}": x for way in WAYS for name, x in getattr(self, way).metrics().items()}
-        return found | {"rsum": _rsum(found)}
+        return found | {"rsum": math.fsum(found[f"{way}_r{k}"] for way in WAYS for k in RECALLS)}
 
     def rows(self) -> Iterator[dict[str, object]]:
         """A row for each query: its direction, number and id, ranks and precisions, and its best candidate."""
@@ -118,6 +125,14 @@ class RetrievalResults:
         with open(path, "w", newline="", encoding="utf-8") as file:
             self.write(file)
 
+    def to_frame(self) -> DataFrame:
+        """Return :meth:`rows` as a data frame of pandas."""
+        try:
+            from pandas import DataFrame
+        except ImportError:
+            raise ImportError("to_frame needs pandas: pip install 'itrloss[metrics]'") from None
+        return DataFrame(list(self.rows()))
+
     def write(self, file: IO[str]) -> None:
         """The same into an open text file."""
         writer = csv.DictWriter(file, ["direction", "query", *_COLUMNS], lineterminator="\n")
@@ -125,13 +140,23 @@ class RetrievalResults:
         writer.writerows(self.rows())
 
 
-def joined(found: list[QueryResults], queries: list[Tensor], candidates: list[Tensor], ids: Tensor) -> QueryResults:
-    """Results of parts, and which queries and candidates these have -> results of all, whose ``ids`` are given."""
-    order = torch.cat(queries).argsort()
-    width = max(x.ranks.shape[1] for x in found)
+def joined(
+    found: list[RetrievalResults], parts: list[tuple[Tensor, Tensor]], ids: Sequence[Tensor]
+) -> RetrievalResults:
+    """Results within parts, which have these images and texts -> results of all, whose ids are given."""
+    images, texts = (list(x) for x in zip(*parts, strict=True))
+    i2t = _joined([part.i2t for part in found], images, texts, ids)
+    return RetrievalResults(i2t, _joined([part.t2i for part in found], texts, images, ids[::-1]), tuple(found))
+
+
+def _joined(
+    found: list[QueryResults], queries: list[Tensor], candidates: list[Tensor], ids: Sequence[Tensor]
+) -> QueryResults:
+    numbers, order = torch.cat(queries).sort(stable=True)
+    width, k = max(x.ranks.shape[1] for x in found), min(x.top.shape[1] for x in found)
     ranks = torch.cat([pad(x.ranks, (0, width - x.ranks.shape[1])) for x in found])
-    top = torch.cat([own[x.top] for x, own in zip(found, candidates, strict=True)])
-    return QueryResults(ids, ranks[order], top[order], sum(map(len, candidates)))
+    top = torch.cat([own[x.top[:, :k]] for x, own in zip(found, candidates, strict=True)])
+    return QueryResults(ids[0][numbers], ranks[order], top[order], len(ids[1]))
 
 
 def _median(x: Tensor) -> float:
@@ -146,7 +171,3 @@ def skewness(counts: Tensor) -> Tensor:
     x = x - x.mean()
     variance = x.square().mean()
     return torch.where(variance > 0, (x**3).mean() / variance**1.5, 0.0)
-
-
-def _rsum(found: dict[str, float]) -> float:
-    return sum(found[f"{way}_r{k}"] for way in WAYS for k in RECALLS)

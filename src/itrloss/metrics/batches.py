@@ -1,0 +1,98 @@
+"""Retrieval metrics of embeddings that come in batches, by TorchMetrics (``pip install 'itrloss[metrics]'``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..checks import IMAGES_AND_TEXTS, check_embeddings, check_ids
+from ..similarity import Similarity
+from .labels import default_ids
+from .results import RECALLS, WAYS
+from .retrieval import Ties, retrieval_metrics
+
+try:
+    from torchmetrics import Metric
+    from torchmetrics.utilities import dim_zero_cat
+except ImportError:
+    raise ImportError("RetrievalMetrics needs TorchMetrics: pip install 'itrloss[metrics]'") from None
+
+if TYPE_CHECKING:
+    from ..rerank import Reranker
+
+_STATES = ("images", "texts", "image_ids", "text_ids")
+_PLOTTED = [f"{way}_r{k}" for way in WAYS for k in RECALLS]
+
+
+class RetrievalMetrics(Metric):
+    """:func:`itrloss.metrics.retrieval_metrics` of all embeddings that :meth:`update` was given, in all processes.
+
+    Every process holds its embeddings until ``reset()``, and those of all while it computes.
+
+    Args:
+        normalize: see :class:`itrloss.Similarity`.
+        reranker, ties, hubness_k, folds: see :func:`itrloss.metrics.retrieval_results`.
+        kwargs: of ``torchmetrics.Metric``.
+    """
+
+    is_differentiable = False
+    full_state_update = False
+
+    def __init__(
+        self,
+        *,
+        normalize: bool = True,
+        reranker: Reranker | None = None,
+        ties: Ties = "pessimistic",
+        hubness_k: int = 10,
+        folds: int = 1,
+        **kwargs: Any,
+    ):
+        super().__init__(**kwargs)
+        self.normalize = normalize
+        self.options: Any = {"reranker": reranker, "ties": ties, "hubness_k": hubness_k, "folds": folds}
+        for name in _STATES:
+            self.add_state(name, [], dist_reduce_fx="cat")
+
+    def update(
+        self, images: Tensor, texts: Tensor, image_ids: Tensor | None = None, text_ids: Tensor | None = None
+    ) -> None:
+        """Take (B, D) images and (C, D) texts, each of which is to come once.
+
+        ``image_ids``, ``text_ids``: integers, equal where image and text match, in whatever batch or process they come.
+        Without them, in all batches, each has ``C = c * B`` texts, c consecutive ones an image.
+        """
+        check_embeddings(images, texts, False, IMAGES_AND_TEXTS)
+        before = [getattr(self, name) for name in _STATES]
+        n, m, by_ids = len(images), len(texts), image_ids is not None
+        if by_ids != (text_ids is not None) or (before[0] and by_ids != bool(before[2])):
+            raise ValueError("image_ids, text_ids: expected both in all batches, or neither in any")
+        if by_ids:
+            image_ids, text_ids = check_ids(image_ids, text_ids, n, m, images.device, IMAGES_AND_TEXTS)
+        else:
+            default_ids(n, m)  # which says where there are none
+            if before[0] and m * len(before[0][0]) != n * len(before[1][0]):
+                raise ValueError("image_ids, text_ids: needed for batches of different numbers of texts an image")
+        for name, x in zip(_STATES, (images.detach(), texts.detach(), image_ids, text_ids), strict=True):
+            if x is not None:
+                getattr(self, name).append(x)
+
+    def compute(self) -> dict[str, Tensor]:
+        """Return the figures of :func:`itrloss.metrics.retrieval_metrics` as 0-dim float64 tensors on the CPU."""
+        states = (getattr(self, name) for name in _STATES)  # lists, or tensors that processes exchanged
+        images, texts, *ids = (dim_zero_cat(x) if len(x) else None for x in states)
+        if images is None or texts is None:
+            raise ValueError("RetrievalMetrics: expected a call of update() before compute()")
+        if ids[0] is None and len(images) != len(texts):
+            ids = default_ids(len(images), len(texts))
+        found = retrieval_metrics(Similarity(images, texts, *ids, normalize=self.normalize), **self.options)
+        return {name: torch.tensor(x, dtype=torch.float64) for name, x in found.items()}
+
+    def plot(self, val: dict[str, Tensor] | Sequence[dict[str, Tensor]] | None = None, ax: Any = None) -> Any:
+        """Return the figure and axes of the six recalls: of now, or of what :meth:`compute` returned, once or often."""
+        val = self.compute() if val is None else val
+        often = [{name: x[name] for name in _PLOTTED} for x in ([val] if isinstance(val, dict) else val)]
+        return self._plot(often[0] if isinstance(val, dict) else often, ax)
