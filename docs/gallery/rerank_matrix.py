@@ -30,7 +30,7 @@ for method in (
     rerank.Sinkhorn,
 ):
     i2t, t2i = method().rerank(scores)
-    rsum[method.__name__] = itrloss.metrics.retrieval_metrics(i2t, t2i_scores=t2i)["rsum"]
+    rsum[method.__name__] = itrloss.metrics.retrieval_metrics((i2t, t2i))["rsum"]
 
 names = sorted(rsum, key=rsum.get)
 colors = ["C5" if name == "as they are" else "C0" for name in names]
