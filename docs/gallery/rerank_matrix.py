@@ -19,7 +19,7 @@ ids = torch.arange(200), torch.arange(200).repeat_interleave(5)
 np.save("sims.npy", itrloss.Similarity(images, texts, *ids).scores())  # (images, captions)
 
 scores = torch.from_numpy(np.load("sims.npy"))
-rsum = {"as they are": itrloss.metrics.retrieval_metrics(scores)["rsum"]}
+rsum = {"no re-ranking": itrloss.metrics.retrieval_metrics(scores)["rsum"]}
 for method in (
     rerank.MutualProximity,
     rerank.ReciprocalReranker,
@@ -33,7 +33,7 @@ for method in (
     rsum[method.__name__] = itrloss.metrics.retrieval_metrics((i2t, t2i))["rsum"]
 
 names = sorted(rsum, key=rsum.get)
-colors = ["C5" if name == "as they are" else "C0" for name in names]
+colors = ["C5" if name == "no re-ranking" else "C0" for name in names]
 bars = plt.barh(names, [rsum[name] for name in names], color=colors)
 plt.bar_label(bars, fmt="%.0f", padding=3)
 plt.xlim(min(rsum.values()) - 20, max(rsum.values()) + 15)
