@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,12 @@ from torch import Tensor
 
 from . import files, report
 from .checks import Names, require_finite
-from .metrics import default_ids
+from .metrics import coco_protocol, default_ids, fold_repeated, latex_table, retrieval_results, save_trec
 from .metrics.labels import whole_parts_of
 from .report import study as study_report
 from .rerank import FastReranker
 from .similarity import Similarity
-from .study import CALIBRATED, METHODS, PLAIN, Entry, Study, study, table
+from .study import CALIBRATED, METHODS, PLAIN, Entry, Study, protocol_table, study, table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,15 +38,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_rerank(commands)
     _add_eval(commands)
     args = parser.parse_args(arguments)
+
+    def say(text: str) -> None:
+        print(f"itrloss {args.command}: {text}", file=sys.stderr)
+
     try:
-        with _terminable():
+        with _terminable(), warnings.catch_warnings():
+            warnings.simplefilter("always", UserWarning)
+            warnings.showwarning = lambda message, *_, **__: say(_options(str(message)))
             return args.run(args)
     except (ImportError, OSError, ValueError) as error:
-        print(f"itrloss {args.command}: {error}", file=sys.stderr)
+        say(str(error))
         return 2
     except KeyboardInterrupt:
-        print(f"itrloss {args.command}: interrupted", file=sys.stderr)
+        say("interrupted")
         return 130
+
+
+def _options(text: str) -> str:
+    """Return a message of the library with its arguments called as the options are."""
+    return text.replace("image_ids", "--image-ids").replace("text_ids", "--text-ids")
 
 
 @contextlib.contextmanager
@@ -116,8 +128,11 @@ def _add_shared(parser: Any) -> None:
     )
     add("--out", type=Path, metavar="FILE.npz", help="its scores i2t and t2i, (n_images, n_texts)")
     add("--rankings", type=Path, metavar="FILE.npz", help="its best candidates i2t (n_images, k) and t2i (n_texts, k)")
-    add("--top", type=int, default=10, metavar="K", help="how many for --rankings (10)")
+    add("--top", type=int, default=10, metavar="K", help="how many for --rankings and --trec (10)")
     add("--queries", type=Path, metavar="FILE.csv", help="ranks and precisions of every query")
+    add("--trec", type=Path, metavar="FOLDER", help="its --top best candidates, as run and qrels files")
+    add("--latex", type=Path, metavar="FILE.tex", help="recalls of all methods as a table")
+    add("--protocol", choices=["coco"], help="MSCOCO's 1K, 5K, CxC and ECCV Caption, before and after re-ranking")
     add("--report", type=Path, metavar="FILE.html", help="a page on hubs, who gained and who lost")
     add("--image-names", type=Path, metavar="FILE.txt", help="a line an image, for the report")
     add("--text-names", type=Path, metavar="FILE.txt", help="a line a text, for the report: the captions")
@@ -135,6 +150,8 @@ def _rerank(args: argparse.Namespace) -> int:
     sim = _labelled(args, (args.scores,), read(args.scores, args.image_ids is None))
     validation = None if args.val is None else _similarity((args.val,), read(args.val, True))
     banks = [None if path is None else read(path) for path in (args.bank_images, args.bank_texts)]
+    if banks[1] is not None and args.image_ids is None:  # with the images as rows
+        banks[1] = fold_repeated(banks[1])
     return _study(args, str(args.scores), sim, banks, validation)
 
 
@@ -164,6 +181,7 @@ def _similarity(paths: Sequence[Path], *tensors: Tensor, ids: tuple[Tensor, Tens
     named = [str(path) for path in paths]
     try:
         if ids is None:
+            tensors = fold_repeated(tensors[0]), *tensors[1:]
             n, m = tensors[0].shape if len(tensors) == 1 else map(len, tensors)
             ids = default_ids(n, m)
         names = Names(named[0], named[-1], "--image-ids", "--text-ids")
@@ -173,7 +191,7 @@ def _similarity(paths: Sequence[Path], *tensors: Tensor, ids: tuple[Tensor, Tens
             tensors = tensors[0].float(), tensors[1].float()
         return Similarity(tensors[0], tensors[1], *ids, names=names)
     except (TypeError, ValueError) as error:
-        text = str(error).replace("image_ids, text_ids", "--image-ids, --text-ids")
+        text = _options(str(error))
         raise ValueError(
             text if any(text.startswith(name) for name in named) else f"{', '.join(named)}: {text}"
         ) from None
@@ -194,8 +212,8 @@ def _study(
     banks: Sequence[Tensor | None],
     validation: Similarity | None,
 ) -> int:
-    outputs = [path for path in (args.out, args.rankings, args.queries, args.report) if path is not None]
-    for path in outputs:  # before anything is worked out
+    outputs = [path for path in (args.out, args.rankings, args.queries, args.report, args.latex) if path is not None]
+    for path in [*outputs, *([] if args.trec is None else [args.trec / "i2t.run"])]:  # before anything is worked out
         if not path.parent.is_dir():
             raise ValueError(f"{path}: there is no directory {path.parent}")
         if path.is_dir():
@@ -239,7 +257,11 @@ def _study(
     if shown:
         print("\r\033[K", end="", file=sys.stderr)
     print(table(found))
-    if outputs:
+    if args.protocol:
+        entry = _entry(found, args.write)
+        for each in (found.entries[0], entry) if entry.reranker else (entry,):
+            print(f"\n{each.name}\n{protocol_table(coco_protocol(sim, reranker=each.reranker))}")
+    if outputs or args.trec:
         _write(args, title, found, _entry(found, args.write), names)
     return 0
 
@@ -316,11 +338,17 @@ def _write(args: argparse.Namespace, title: str, found: Study, entry: Entry, nam
     if args.queries:
         with files.written(args.queries) as file:
             entry.results.write(file)
+    if args.trec:
+        save_trec(retrieval_results(sim, reranker=entry.reranker, hubness_k=args.top), args.trec)
+    if args.latex:
+        with files.written(args.latex) as file:
+            file.write(latex_table({f"{x.name} {x.hubs}".strip(): x.results for x in found.entries}))
     if args.report:
         with files.written(args.report) as file:
             file.write(study_report.page(found, entry, title, names))
     by = "no re-ranking" if entry.name == PLAIN else f"{entry.name}, hubs of {entry.looks_at}"
-    print(f"written ({by}): {', '.join(str(x) for x in (args.out, args.rankings, args.queries, args.report) if x)}")
+    outputs = args.out, args.rankings, args.queries, args.trec, args.latex, args.report
+    print(f"written ({by}): {', '.join(str(x) for x in outputs if x)}")
 
 
 def _names(args: argparse.Namespace, sim: Similarity) -> study_report.Names:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -70,6 +70,11 @@ class Entry:
             return "the test queries"
         one = {(False, True): " (i2t)", (True, False): " (t2i)"}  # the other direction keeps to the test queries
         return "the bank" + one.get(self.reranker.transductive, "")
+
+    @property
+    def hubs(self) -> str:
+        """The same in a word: ``"test"``, ``"bank"``, ``"bank i2t"``."""
+        return self.looks_at.replace("the test queries", "test").replace("the ", "").replace("(", "").replace(")", "")
 
 
 @dataclass(frozen=True)
@@ -170,8 +175,19 @@ def table(found: Study) -> str:
         m, c = entry.results.metrics(), entry.change
         i2t, t2i = (" ".join(f"{m[f'{way}_r{k}']:5.1f}" for k in (1, 5, 10)) for way in ("i2t", "t2i"))
         change = "" if entry.reranker is None else f"{c.difference:+.1f} ({c.low:+.1f}, {c.high:+.1f})"
-        hubs = entry.looks_at.replace("the test queries", "test").replace("the ", "").replace("(", "").replace(")", "")
-        line = f"{entry.name:16} {hubs:8} {i2t} {t2i} {m['rsum']:5.1f} {change:>20} {entry.seconds:5.1f}s"
+        line = f"{entry.name:16} {entry.hubs:8} {i2t} {t2i} {m['rsum']:5.1f} {change:>20} {entry.seconds:5.1f}s"
         lines.append(line + ("" if entry.peak_mb is None else f" {entry.peak_mb:5.0f}"))
     lines += [f"{name:16} left out: {why}" for name, why in found.left_out.items()]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def protocol_table(figures: Mapping[str, Mapping[str, float]]) -> str:
+    """Return one line a protocol of :func:`itrloss.metrics.coco_protocol`, of at most 100 columns."""
+    head = f"{'':12} {'image→text 1 5 10':>17} {'text→image 1 5 10':>17} {'RSUM':>5}"
+    lines = [f"{head} {'R-P i2t':>8} {'t2i':>5} {'mAP@R i2t':>10} {'t2i':>5}"]
+    for name, m in figures.items():
+        recalls = (" ".join(f"{m[f'{way}_r{k}']:5.1f}" for k in (1, 5, 10)) for way in ("i2t", "t2i"))
+        precisions = (m.get(f"{way}_{figure}") for figure in ("r_precision", "map_at_r") for way in ("i2t", "t2i"))
+        a, b, c, d = ("" if x is None else f"{x:.1f}" for x in precisions)
+        lines.append(f"{name:12} {' '.join(recalls)} {m['rsum']:5.1f} {a:>8} {b:>5} {c:>10} {d:>5}".rstrip())
+    return "\n".join(lines)

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from .judgements import Agreement, Judgements, agreement
 from .labels import default_ids, fold_repeated
+from .protocols import coco_protocol
 from .results import QueryResults, RetrievalResults, skewness
 from .retrieval import retrieval_metrics, retrieval_results
 from .tables import latex_table, save_trec
@@ -19,6 +20,7 @@ __all__ = [
     "QueryResults",
     "RetrievalResults",
     "agreement",
+    "coco_protocol",
     "compare",
     "compare_all",
     "confidence_intervals",

@@ -1,0 +1,124 @@
+"""MSCOCO's protocols, against the package that ships the judgements; and what the command line makes of results."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from itrloss import Similarity, rerank
+from itrloss.cli import main
+from itrloss.metrics import coco_protocol, default_ids, retrieval_metrics
+from itrloss.metrics import protocols as module
+from itrloss.study import protocol_table
+
+N, M = 5000, 25000
+LISTED = 300  # of each query's candidates that the package sees
+
+
+def saved_scores() -> torch.Tensor:
+    """Scores by which the right candidate is among the first, and those of its fold before all others."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(N, M, generator=generator)
+    scores[default_ids(N, M)[1], torch.arange(M)] += 3.0
+    for fold in range(5):
+        scores[fold * 1000 : (fold + 1) * 1000, fold * 5000 : (fold + 1) * 5000] += 4.0
+    return scores
+
+
+@pytest.mark.slow
+def test_figures_are_those_of_the_package():
+    if importlib.util.find_spec("eccv_caption") is None:
+        pytest.skip("eccv-caption is not installed")
+    from eccv_caption import Metrics
+
+    scores = saved_scores()
+    found = coco_protocol(scores)
+    theirs = Metrics()
+    captions = theirs.coco_ids.tolist()
+    images = list(dict.fromkeys(theirs.coco_gts["t2i"][c][0] for c in captions))
+    best = scores.topk(LISTED, 1).indices.tolist(), scores.T.topk(LISTED, 1).indices.tolist()
+    i2t = {i: [captions[c] for c in row] for i, row in zip(images, best[0], strict=True)}
+    t2i = {c: [images[i] for i in row] for c, row in zip(captions, best[1], strict=True)}
+    wanted = theirs.compute_all_metrics(i2t, t2i, ("coco_1k_recalls", "coco_5k_recalls", "cxc_recalls"))
+    for their, ours in {"coco_1k": "1K", "coco_5k": "5K", "cxc": "CxC"}.items():
+        for k in (1, 5, 10):
+            for way in ("i2t", "t2i"):
+                assert found[ours][f"{way}_r{k}"] / 100 == pytest.approx(wanted[f"{their}_r{k}"][way], abs=1e-12)
+    wanted = theirs.eccv_metrics({"i2t": i2t, "t2i": t2i}, "all")
+    for their, ours in {"eccv_r1": "r1", "eccv_map_at_r": "map_at_r", "eccv_rprecision": "r_precision"}.items():
+        for way in ("i2t", "t2i"):
+            assert found["ECCV Caption"][f"{way}_{ours}"] / 100 == pytest.approx(wanted[their][way], abs=1e-12)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """A test split of ten images and fifty captions, without other judgements."""
+    monkeypatch.setattr(module, "_SHAPE", (10, 50))
+    monkeypatch.setitem(sys.modules, "eccv_caption", None)
+    return torch.randn(10, 50, generator=torch.Generator().manual_seed(0))
+
+
+def test_without_the_package_there_are_the_two_protocols_of_ids(small):
+    found = coco_protocol(small)
+    assert found == {"1K": retrieval_metrics(small, folds=5), "5K": retrieval_metrics(small)}
+    fast = rerank.FastReranker()
+    assert coco_protocol(small, reranker=fast)["1K"] == retrieval_metrics(small, reranker=fast, folds=5)
+    table = protocol_table(found).splitlines()
+    assert len(table) == 3 and max(map(len, table)) <= 100 and f"{found['5K']['rsum']:5.1f}" in table[2]
+
+
+def test_another_shape_is_refused(small):
+    with pytest.raises(ValueError, match=r"scores: expected MSCOCO's test split, shape \(10, 50\), got \(10, 40\)"):
+        coco_protocol(small[:, :40])
+    with pytest.raises(ValueError, match="scores: expected MSCOCO's test split"):
+        coco_protocol(Similarity.from_scores(torch.eye(4)))
+
+
+def test_the_command_prints_the_protocol_before_and_after(small, tmp_path, capsys):
+    np.save(tmp_path / "s.npy", small.numpy())
+    assert main(["rerank", str(tmp_path / "s.npy"), "--methods", "fast", "csls", "--protocol", "coco"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if line.startswith(("1K", "5K"))] == ["1K", "5K"] * 2
+    after = f"{retrieval_metrics(small, reranker=rerank.FastReranker(), folds=5)['rsum']:5.1f}"
+    assert after in [line for line in lines if line.startswith("1K")][1]
+
+
+def test_the_command_writes_latex_and_trec_files(tmp_path, capsys):
+    scores = torch.randn(6, 12, generator=torch.Generator().manual_seed(0))
+    np.save(tmp_path / "s.npy", scores.numpy())
+    out = ["--latex", str(tmp_path / "t.tex"), "--trec", str(tmp_path), "--top", "5"]
+    assert main(["rerank", str(tmp_path / "s.npy"), "--methods", "csls", *out]) == 0
+    text = (tmp_path / "t.tex").read_text()
+    assert "no re-ranking &" in text and "csls test &" in text
+    run = [line.split() for line in (tmp_path / "t2i.run").read_text().splitlines()]
+    top = rerank.CSLS().topk(scores, 5).t2i.indices
+    assert [line[2] for line in run if line[0] == "text3"] == [f"image{i}" for i in top[3].tolist()]
+    assert (tmp_path / "i2t.qrels").read_text().splitlines()[0] == "image0 0 text0 1"
+    assert main(["rerank", str(tmp_path / "s.npy"), "--trec", str(tmp_path / "none")]) == 2
+    assert "there is no directory" in capsys.readouterr().err
+
+
+def test_the_command_folds_images_saved_once_per_caption(tmp_path, capsys):
+    generator = torch.Generator().manual_seed(0)
+    images, texts = torch.randn(6, 8, generator=generator), torch.randn(30, 8, generator=generator)
+    for name, x in {"v": images, "v5": images.repeat_interleave(5, 0), "w": texts}.items():
+        np.save(tmp_path / f"{name}.npy", x.numpy())
+    tables = []
+    for name in ("v", "v5"):
+        arguments = [str(tmp_path / f"{x}.npy") for x in (name, "w")]
+        assert main(["eval", *arguments, "--methods", "csls", "--bank-texts", arguments[1]]) == 0
+        out, err = capsys.readouterr()
+        tables.append([line[:68] for line in out.splitlines()[1:]])
+        assert ("saved once per caption" in err and "--image-ids" in err) == (name == "v5")
+    assert tables[0] == tables[1]
+    scores = images @ texts.T
+    np.save(tmp_path / "s5.npy", scores.repeat_interleave(5, 0).numpy())
+    np.save(tmp_path / "b5.npy", (images @ texts[:9].T).repeat_interleave(5, 0).numpy())
+    assert (
+        main(["rerank", str(tmp_path / "s5.npy"), "--methods", "csls", "--bank-texts", str(tmp_path / "b5.npy")]) == 0
+    )
+    assert "6 images, 30 texts" in capsys.readouterr().out
