@@ -51,11 +51,7 @@ class VarianceAwareLoss(Loss):
         self.margin, self.detach_sigma, self.shared_sigma = margin, detach_sigma, shared_sigma
 
     def forward(
-        self,
-        image_sets: Tensor,
-        texts: Tensor,
-        image_ids: Tensor | None = None,
-        text_ids: Tensor | None = None,
+        self, image_sets: Tensor, texts: Tensor, image_ids: Tensor | None = None, text_ids: Tensor | None = None
     ) -> Any:
         """Return the loss of sets of image embeddings and texts.
 
@@ -183,13 +179,10 @@ class DynamicGate(nn.Module):
             raise ValueError(f"regions: expected shape (N, R, {dim}), got {tuple(regions.shape)}")
         if mask is not None and mask.shape != regions.shape[:2]:
             raise ValueError(f"mask: expected shape {tuple(regions.shape[:2])}, got {tuple(mask.shape)}")
-        with full_precision(regions):
-            if mask is None:
-                pooled = regions.float().mean(1)
-            else:
-                total = mask.float().sum(1, keepdim=True).clamp_min(1)
-                pooled = torch.einsum("nr,nrd->nd", mask.float(), regions.float()) / total
-            projected = pooled @ self.weight.float().T  # pooling and projection commute
+        exists = torch.ones_like(regions[..., 0]).float() if mask is None else mask.float()
+        with full_precision(regions):  # pooling and projection commute
+            sums = torch.einsum("nr,nrd->nd", exists, regions.float())
+            projected = sums / exists.sum(1, keepdim=True).clamp_min(1) @ self.weight.float().T
         if self.training:
             self._update_running_mean(self.centre, gather_rows(projected))
         gate = (projected > self.centre).float()  # round(sigmoid(x)) is 1 for x > 0
