@@ -67,22 +67,21 @@ class _Pairs:
 
     def __init__(self, heads: Sequence[Similarity]):
         first, side = heads[0]._matrix, heads[0]._side
-        self.shape, self.one_to_one, self.candidates = heads[0].shape, first.pairs.one_to_one, first.pairs
+        self.shape, self.one_to_one = heads[0].shape, first.pairs.one_to_one
         self.mask: Tensor | None = None
         if first.pairs.listable:
             index = first.pairs.listed
             self.scores = torch.stack([sim._matrix.positive_scores() for sim in heads])  # (K, P)
         else:
-            index = tuple(x.flatten() for x in torch.meshgrid(*map(self._numbers, first.shape), indexing="ij"))
+            n, m = first.shape
+            places = torch.arange(n * m, device=first.device)
+            index = places // m, places % m
             excluded = first.pairs.excluded(over="positives")
             assert excluded is not None
             self.mask = ~excluded.flatten()
             self.scores = torch.stack([sim._matrix.as_dense().scores().flatten() for sim in heads])
         self.index = index[::-1] if side else index
         self.negatives = [first.pairs.counts(s)[1] for s in ((1, 0) if side else (0, 1))]
-
-    def _numbers(self, size: int) -> Tensor:
-        return torch.arange(size, device=self.candidates.device)
 
     def of_anchor(self, x: Tensor, side: int) -> Tensor:
         """Return the (K, P) value of each pair's row (0) or column (1) from values (K, A)."""
