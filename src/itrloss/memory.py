@@ -207,8 +207,7 @@ class MomentumEncoder(AveragedModel):
         momentum: m in [0, 1]. CODER 0.995, USER 0.999.
         buffers: ``"copy"`` takes the encoder's buffers (BatchNorm's statistics) as they are, ``"average"`` averages
             them too.
-        training: the mode it stays in, even if ``train()`` or ``eval()`` of a module that contains it is called. Public
-            codes leave key encoders in training mode, with dropout and batch statistics.
+        training: the mode it stays in, even if ``train()`` or ``eval()`` of a module that contains it is called.
     """
 
     def __init__(
