@@ -65,7 +65,8 @@ def _parameters(kind: type[nn.Module]) -> list[str]:
     """Of the constructor and of those that it passes keyword arguments on to."""
     own = kind.__mro__[: kind.__mro__.index(nn.Module)]
     parameters = [p for c in own if "__init__" in vars(c) for p in inspect.signature(c.__init__).parameters.values()]
-    return list(dict.fromkeys(p.name for p in parameters if p.name != "self" and p.kind != p.VAR_KEYWORD))
+    passed_on = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return list(dict.fromkeys(p.name for p in parameters if p.name != "self" and p.kind not in passed_on))
 
 
 class Objective(nn.Module):

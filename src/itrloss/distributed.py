@@ -132,17 +132,12 @@ class Shares:
             alone are numbers of this process's images.
         question: what is computed, in words: it has to be the same in every process.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: on every process, if any has an error: if one failed alone, the others
-            would hang.
+    Every process raises an error if one does: if it failed alone, the others would hang.
 
     Attributes:
-        sim: the argument.
-        own: this process's images and texts.
-        every: the images and texts of all processes, by rank.
+        own, ids: this process's images and texts, and their ids.
+        every, every_ids: the images and texts of all processes, by rank, and their ids.
         first: the indices of the first own image and the first own text in ``every``.
-        ids: the ids of own images and texts.
-        every_ids: the ids of all images and texts.
     """
 
     def __init__(self, sim: Similarity | Tensor, question: str):

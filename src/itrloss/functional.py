@@ -182,19 +182,15 @@ def hubness_aware_loss(
     other candidates, from which the positives are taken. Then the mean of ``log(1 + S)`` is over each anchor's own
     positives, as in the memory's terms of :class:`itrloss.UnifiedTrainingObjective`.
     """
+    if positives is not None:  # DCL without diversity
+        options: dict[str, Any] = {"positive": positive, "reduction": reduction, "positives": positives}
+        return diversity_contrastive_loss(sim, 1 / scale, margin, None, positive_weight=1.0, **options)
     anchors = _both(sim)
     if positive not in _TERMS:
         one_of("positive", positive, *_TERMS)
-    repulsion = anchors.logsumexp(scale)
-    if positives is None:
-        attraction = 0.5 * anchors.per_pair(anchors.sum_of_positives(_TERMS[positive]))
-    else:
-        attraction = positives.mean_of_positives(_TERMS[positive])
-    values = F.softplus(repulsion - scale * margin, threshold=40) / scale - attraction
-    if positives is None:
-        return anchors.reduce(values, reduction)
-    valid = (repulsion != -torch.inf) & (positives.one_to_one or positives.positive_counts > 0)
-    return anchors.reduce(values, reduction, valid)
+    repulsion = F.softplus(anchors.logsumexp(scale) - scale * margin, threshold=40) / scale
+    attraction = 0.5 * anchors.per_pair(anchors.sum_of_positives(_TERMS[positive]))
+    return anchors.reduce(repulsion - attraction, reduction)
 
 
 def unified_training_objective(
@@ -283,11 +279,7 @@ def prototype_classification_loss(
             they are.
         weight: (K, F) the classifier P.
         prototype_ids: (B,) integers z in [0, K). Others raise an error on the CPU; elsewhere the result is undefined.
-        reduction: ``"mean"`` over the batch, ``"sum"``, or ``"none"`` for the values (B,) of images and of texts.
-        engine: see :class:`itrloss.Similarity`.
-
-    Returns:
-        A 0-dim float32 tensor (float64 for float64 input), or a pair of tensors for ``"none"``.
+        reduction, engine: as there.
     """
     check_matrix("weight", weight, "(K, F)")
     for name, x in (("image_concepts", image_concepts), ("text_concepts", text_concepts)):

@@ -30,19 +30,11 @@ def grad_cache_step(
     """Run forward and backward of ``loss(encoders[0](inputs[0]), encoders[1](inputs[1]), ..., **loss_kwargs)``.
 
     The loss sees the whole batch, the encoders ``chunk_size`` rows of it at a time (GradCache: Gao et al., *Scaling
-    Deep Contrastive Learning Batch Size under Memory Limited Setup*, 2021). Chunks are first encoded without a graph;
-    the loss of all embeddings, computed once, gives their gradients; then each chunk is encoded again and its gradient
-    backpropagated. Memory holds the embeddings, their gradients, and the graph of either the loss or one chunk.
+    Deep Contrastive Learning Batch Size under Memory Limited Setup*, 2021); see :doc:`methods/grad_cache`.
 
     Gradients are added to ``.grad``, of the loss's own parameters too. They are those of the whole batch up to
     rounding, provided that an encoder's output for a row does not depend on other rows (with BatchNorm it depends on
-    the chunk's). The second encoding repeats the first: the global random states of PyTorch (CPU, CUDA, MPS), NumPy
-    and Python are restored for it, as are the buffers of encoders that are modules or methods of modules. At the end
-    all of these are as if each chunk had been encoded once. The function may be called under ``torch.autocast``; its
-    backward passes run outside of it.
-
-    An encoder with ``no_sync``, as ``DistributedDataParallel`` has it, synchronises once, with its last chunk. A
-    module without anything to train is run once.
+    the chunk's).
 
     Args:
         loss: takes one argument per encoder: what the encoder returned, for the whole batch. Returns a scalar, or a
@@ -57,9 +49,6 @@ def grad_cache_step(
 
     Returns:
         What the loss returned, detached.
-
-    Raises:
-        TypeError, ValueError: naming the argument.
     """
     sizes = _checked_sizes(encoders, inputs, chunk_size)
     chunks = [(i, slice(at, at + chunk_size)) for i, size in enumerate(sizes) for at in range(0, size, chunk_size)]
@@ -78,7 +67,7 @@ def grad_cache_step(
     leaves = [[e.requires_grad_(e.is_floating_point()) for e in tree_leaves(embedding)] for embedding in embeddings]
     result = loss(*embeddings, **loss_kwargs)
     total = _scalar_of(result)
-    _backward([total if scaler is None else scaler.scale(total)], None)
+    _backward([total if scaler is None else scaler.scale(total)])
     gradients = [[leaf.grad for leaf in group] for group in leaves]
     result = tree_map_only(Tensor, Tensor.detach, result)
     del embeddings, leaves, total
@@ -151,7 +140,7 @@ def _untrained(owner: Any) -> bool:
     return isinstance(owner, nn.Module) and not any(p.requires_grad for p in owner.parameters())
 
 
-def _backward(tensors: list[Tensor], gradients: list[Tensor] | None) -> None:
+def _backward(tensors: list[Tensor], gradients: list[Tensor] | None = None) -> None:
     """Run backward outside of autocast, which would run products in half precision where forward opted out of it."""
     with ExitStack() as stack:
         for kind in {"cpu", *(x.device.type for x in tensors)}:
@@ -159,21 +148,21 @@ def _backward(tensors: list[Tensor], gradients: list[Tensor] | None) -> None:
         torch.autograd.backward(tensors, gradients)
 
 
-def _state(modules: Iterable[nn.Module] = ()) -> list[tuple[Callable[[Any], Any], Any]]:
-    """Return all that a forward pass may change, random states and buffers: functions to restore it, and values."""
-    saved: list[tuple[Callable[[Any], Any], Any]] = [
-        (torch.set_rng_state, torch.get_rng_state()),
-        (np.random.set_state, np.random.get_state()),
-        (random.setstate, random.getstate()),
+def _state(modules: Iterable[nn.Module] = ()) -> list[Callable[[], Any]]:
+    """Return what restores all that a forward pass may change: random states and buffers."""
+    restore: list[Callable[[], Any]] = [
+        partial(torch.set_rng_state, torch.get_rng_state()),
+        partial(np.random.set_state, np.random.get_state()),
+        partial(random.setstate, random.getstate()),
     ]
     if torch.cuda.is_initialized():
-        saved.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
+        restore.append(partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
     if torch.backends.mps.is_available():
-        saved.append((torch.mps.set_rng_state, torch.mps.get_rng_state()))
+        restore.append(partial(torch.mps.set_rng_state, torch.mps.get_rng_state()))
     for module in modules:
         for name, buffer in module.named_buffers(recurse=False):
-            saved.append((partial(_restore_buffer, module, name, buffer), buffer.detach().clone()))
-    return saved
+            restore.append(partial(_restore_buffer, module, name, buffer, buffer.detach().clone()))
+    return restore
 
 
 def _restore_buffer(module: nn.Module, name: str, buffer: Tensor, value: Tensor) -> None:
@@ -183,9 +172,9 @@ def _restore_buffer(module: nn.Module, name: str, buffer: Tensor, value: Tensor)
     setattr(module, name, buffer)
 
 
-def _restore(saved: list[tuple[Callable[[Any], Any], Any]]) -> None:
-    for restore, value in saved:
-        restore(value)
+def _restore(state: list[Callable[[], Any]]) -> None:
+    for restore in state:
+        restore()
 
 
 def _scalar_of(result: Any) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .checks import WholeState, check_matrix, check_number, check_size, one_of
-from .distributed import gather_rows
+from .distributed import gather_rows, world_size
 from .engine.matrix import ENGINES
 from .engine.pairs import weighted_sums
 from .engine.scores import IGNORE_ID, host_may_read, inverse_norms, scaled
@@ -30,17 +30,13 @@ class OnlineKMeans(WholeState):
 
     Clusters begin empty. An empty one is seeded with a point of the batch that is far from all centroids, the farthest
     first (in a first batch of more points than clusters, the first points). So is a cluster that got no point while
-    ``patience`` points per cluster were seen. There is no randomness. In a ``torch.distributed`` job every process sees
-    the points of all, so that centroids are the same everywhere; batches must be of one size then. An update never
-    lowers the mean cosine of its points with their centroids.
-
-    No (B, clusters) matrix is held where that is large, and no update synchronises with an accelerator.
+    ``patience`` points per cluster were seen. Batches of several processes must be of one size. No update synchronises
+    with an accelerator; see :doc:`methods/prototypes`.
 
     Args:
         clusters: K.
         dim: D of the points.
-        max_count: upper bound of n_k in the step size ``1 / n_k``: a centroid then keeps following embeddings that
-            drift with training. None: counts grow without bound.
+        max_count: upper bound of n_k in the step size ``1 / n_k``; None: counts grow without bound.
         patience: see above; greater than 0. A cluster of average size is reseeded by mistake with probability
             ``exp(-patience)``.
         engine: of the search for the nearest centroids, see :class:`itrloss.Similarity`.
@@ -49,10 +45,8 @@ class OnlineKMeans(WholeState):
         centroids: (clusters, dim) of unit length, zeros where a cluster is empty. They stay float32 when the module is
             cast, as half precision would lose small steps.
         counts: (clusters,) int64 n.
-        reseeded: (clusters,) bool, the clusters whose centroid the last update replaced by a point. What a classifier
-            learnt about them is void, see :meth:`itrloss.PrototypeClassificationLoss.reset`.
-
-    ``state_dict`` holds all of it, so that a resumed run continues bit for bit.
+        reseeded: (clusters,) bool, the clusters whose centroid the last update replaced by a point, for
+            :meth:`itrloss.PrototypeClassificationLoss.reset`.
     """
 
     centroids: Tensor
@@ -77,6 +71,10 @@ class OnlineKMeans(WholeState):
         if max_count is not None:
             check_number("max_count", max_count, positive=True)
         one_of("engine", engine, "auto", *ENGINES)
+        #: The number of clusters, K.
+        self.clusters = clusters
+        #: The dimension of the points, D.
+        self.dim = dim
         self.max_count, self.patience = max_count, patience
         self.engine: Engine = engine
         self.register_buffer("centroids", torch.zeros(clusters, dim, dtype=torch.float32))
@@ -84,16 +82,6 @@ class OnlineKMeans(WholeState):
         self.register_buffer("last", torch.full((clusters,), _NEVER))  # value of ``seen`` at a cluster's last point
         self.register_buffer("seen", torch.tensor(0))
         self.register_buffer("reseeded", torch.zeros(clusters, dtype=torch.bool))
-
-    @property
-    def clusters(self) -> int:
-        """The number of clusters, K."""
-        return self.centroids.shape[0]
-
-    @property
-    def dim(self) -> int:
-        """The dimension of the points, D."""
-        return self.centroids.shape[1]
 
     def __len__(self) -> int:
         """Return the number of clusters that are not empty. Synchronises with an accelerator."""
@@ -104,10 +92,7 @@ class OnlineKMeans(WholeState):
 
     @torch.no_grad()
     def predict(self, x: Tensor) -> Tensor:
-        """Return the (B,) int64 clusters of the points.
-
-        Args:
-            x: (B, dim) floating point, of any length. Vectors of length 0 belong to the first cluster.
+        """Return the (B,) int64 clusters of points ``x`` (B, dim) of any length; those of length 0 are in the first.
 
         Raises:
             RuntimeError: before the first update, on the CPU. On an accelerator, where the check would synchronise, all
@@ -130,12 +115,8 @@ class OnlineKMeans(WholeState):
             count as zero.
         """
         self._check(x)
-        here, points = x.shape[0], gather_rows(x.detach())
-        ids = self._step(points)
-        if points.shape[0] == here:
-            return ids
-        start = torch.distributed.get_rank() * here
-        return ids[start : start + here]
+        ids = self._step(gather_rows(x.detach()))
+        return ids if world_size() == 1 else ids.view(-1, len(x))[torch.distributed.get_rank()]
 
     @torch.no_grad()
     def fit(self, x: Tensor, iterations: int = 20) -> Tensor:
@@ -152,8 +133,7 @@ class OnlineKMeans(WholeState):
         """
         self._check(x)
         check_number("iterations", iterations, positive=True)
-        x = x.detach()
-        before = None
+        x, before = x.detach(), None
         replaced = torch.zeros_like(self.reseeded)
         for _ in range(iterations):
             self.counts.zero_()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from . import checks
 from .anchors import Anchors
 from .checks import WholeState, as_ids, check_alike, check_matrix, check_size, one_of
-from .distributed import agree, gather_rows
+from .distributed import gather
 from .engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
 from .engine.pairs import Pairs
 from .engine.scores import IGNORE_ID, Embeddings, inverse_norms, scaled
@@ -23,31 +24,22 @@ __all__ = ["CoupledMemory", "MemorySimilarity", "MomentumEncoder"]
 class CoupledMemory(WholeState):
     """Ring buffers of image keys and of the text keys that belong to them (CODER Sec. 3.2, USER Sec. III-D; MoCo).
 
-    Keys are stored at unit length. The memory starts empty and overwrites its oldest entries once it is full. Losses
-    read the buffers without a copy, so enqueue a batch *after* its backward pass: if backward still needs entries that
-    were overwritten, PyTorch raises an error.
-
-    Entries that do not exist yet have the ignored id, which is neither positive nor negative to anything. So has a pair
-    with a key that is not finite (an overflow, whose step the optimiser skips).
-
-    In a ``torch.distributed`` job every process stores the keys of all of them, so that contents are the same
-    everywhere (except for a random start with another seed); batches must be of one size then. Only ``len(memory)``
-    synchronises with an accelerator, so that steps may be recorded as CUDA graphs.
+    Keys are stored at unit length, over the oldest ones once the memory is full. Losses read the buffers without a
+    copy, so enqueue a batch *after* its backward pass: if backward still needs entries that were overwritten, PyTorch
+    raises an error. Only ``len(memory)`` synchronises with an accelerator, so that steps may be recorded as CUDA
+    graphs. For keys that are not finite and for several processes see :doc:`methods/memory`.
 
     Args:
         size: number of entries; need not be a multiple of the batch size.
         dim: D of the embeddings.
         dtype: of the stored keys. float16 and bfloat16 halve the memory; scores are float32 all the same. A GPU
             multiplies half-precision embeddings fast only with keys of the same dtype.
-        start: ``"empty"``, or ``"random"`` for a full memory of random unit vectors with non-negative coordinates, as
-            MoCo-like public codes have it.
+        start: ``"empty"``, or ``"random"`` for a full memory of random unit vectors with non-negative coordinates.
 
     Attributes:
         images, texts: (size, dim) unit-length keys.
         ids: (size,) int64; the least int64 where there is no entry.
         enqueued: () int64, number of entries ever put in; the next goes to ``enqueued % size``.
-
-    ``state_dict`` holds all of it, so that a resumed run continues bit for bit.
     """
 
     images: Tensor
@@ -64,6 +56,10 @@ class CoupledMemory(WholeState):
         if not dtype.is_floating_point:
             raise TypeError(f"dtype: expected a floating-point type, got {dtype}")
         one_of("start", start, "empty", "random")
+        #: The number of entries that the memory can hold.
+        self.size = size
+        #: The dimension of the embeddings, D.
+        self.dim = dim
         with torch.inference_mode(False):  # inference tensors could not be written to later
             for name in ("images", "texts"):
                 keys = torch.zeros(size, dim) if start == "empty" else torch.rand(size, dim)
@@ -72,16 +68,6 @@ class CoupledMemory(WholeState):
             self.register_buffer("ids", ids)
             self.register_buffer("enqueued", torch.tensor(0 if start == "empty" else size))
         self._labelled: bool | None = None  # whether entries have ids; None: nothing was enqueued yet
-
-    @property
-    def size(self) -> int:
-        """The number of entries that the memory can hold."""
-        return self.images.shape[0]
-
-    @property
-    def dim(self) -> int:
-        """The dimension of the embeddings, D."""
-        return self.images.shape[1]
 
     def __len__(self) -> int:
         """Return the number of valid entries. Synchronises with an accelerator."""
@@ -100,21 +86,15 @@ class CoupledMemory(WholeState):
                 If there are more than ``size`` pairs, the last ones are kept.
             ids: (B,) integers, as in the losses: an entry is no negative of an anchor with the same id. Left out,
                 entries are negatives of every anchor. All batches must have ids or none.
-
-        Raises:
-            TypeError, ValueError: naming the argument.
         """
         self._check(image_keys, text_keys, ids)
         self._labelled = ids is not None
-        for x in (image_keys, text_keys, ids):
-            if x is not None:
-                agree(x)
-        images, texts = gather_rows(image_keys), gather_rows(text_keys)
+        images, texts = gather(image_keys), gather(text_keys)
         batch, device = images.shape[0], self.images.device
         if ids is None:  # unique ids, which match nothing
             ids = self.enqueued + torch.arange(IGNORE_ID + 1, IGNORE_ID + 1 + batch, device=device)
         else:
-            ids = gather_rows(ids.to(image_keys.device, torch.int64)).to(device)
+            ids = gather(ids.to(image_keys.device, torch.int64)).to(device)
         kept = min(batch, self.size)
         place = (self.enqueued + torch.arange(batch - kept, batch, device=device)) % self.size
         ids = ids[batch - kept :]
@@ -188,38 +168,32 @@ class MemorySimilarity(NamedTuple):
             if keys.shape != own.shape:
                 expected = f"shape {tuple(own.shape)} like its embeddings"
                 raise ValueError(f"{name}: expected {expected}, got {tuple(keys.shape)}")
-        size, dim = memory.images.shape
-        if images.shape[1] != dim:
-            raise ValueError(f"memory: expected keys of dimension {images.shape[1]} like images, got {dim}")
+        if images.shape[1] != memory.dim:
+            raise ValueError(f"memory: expected keys of dimension {images.shape[1]} like images, got {memory.dim}")
         check_alike("memory", memory.images, "images", images)
         (v, w), pairs, chosen = batch._matrix.embeddings, batch._matrix.pairs, batch._matrix.engine
         assert w is not None
-        others = Embeddings(text_keys.detach()), Embeddings(image_keys.detach())
-        keys = Matrix(v, others[0], pairs, chosen, MEMORY_BUDGET), Matrix(others[1], w, pairs, chosen, MEMORY_BUDGET)
-        of_images, of_texts = pairs.ids_as_passed
+        to_texts = Matrix(v, Embeddings(text_keys.detach()), pairs, chosen, MEMORY_BUDGET)
+        to_images = Matrix(Embeddings(image_keys.detach()), w, pairs, chosen, MEMORY_BUDGET)
+        ids = pairs.ids_as_passed
         if pairs.one_to_one:  # the ids are the same on both sides
-            of_images = of_texts = torch.arange(len(images), device=images.device) if of_texts is None else of_texts
-        entries = Pairs((len(images), size), (of_images, memory.ids), images.device)
-        chosen = choose_engine(engine, max(len(images), len(texts)) * size, MEMORY_BUDGET, images)
-        budget = 0 if engine == "tiled" else MEMORY_BUDGET
-        queues = [Matrix(v, Embeddings(memory.texts, False), entries, chosen, budget)]
-        if of_images is not of_texts:
-            entries = Pairs((len(texts), size), (of_texts, memory.ids), images.device)
-        queues.append(Matrix(w, Embeddings(memory.images, False), entries, chosen, budget))
-        for queue in queues:
+            ids = (torch.arange(len(images), device=images.device) if ids[1] is None else ids[1],) * 2
+        chosen = choose_engine(engine, max(len(images), len(texts)) * memory.size, MEMORY_BUDGET, images)
+        budget, queues = 0 if engine == "tiled" else MEMORY_BUDGET, []
+        entries = Pairs((len(images), memory.size), (ids[0], memory.ids), images.device)
+        for anchors, bank, own in ((v, memory.texts, ids[0]), (w, memory.images, ids[1])):
+            if own is not ids[0]:
+                entries = Pairs((len(texts), memory.size), (own, memory.ids), images.device)
+            queue = Matrix(anchors, Embeddings(bank, False), entries, chosen, budget)
             queue.bounded = True  # entries have unit length
+            queues.append([(queue, 0)])
         valid = (memory.ids != IGNORE_ID).sum()
-        return cls(batch, Anchors([(keys[0], 0)], [(keys[1], 1)]), Anchors(*([(queue, 0)] for queue in queues)), valid)
+        return cls(batch, Anchors([(to_texts, 0)], [(to_images, 1)]), Anchors(*queues), valid)
 
 
-class _ExponentialAverage:
-    """The update of torch's ``get_ema_multi_avg_fn``, in a form that can be pickled."""
-
-    def __init__(self, momentum: float):
-        self.momentum = momentum
-
-    def __call__(self, averaged: Any, current: Any, count: Any) -> None:
-        get_ema_multi_avg_fn(self.momentum)(averaged, current, count)
+def _average(momentum: float, averaged: Any, current: Any, count: Any) -> None:
+    """Update as torch's ``get_ema_multi_avg_fn(momentum)`` does, which cannot be pickled."""
+    get_ema_multi_avg_fn(momentum)(averaged, current, count)
 
 
 class MomentumEncoder(AveragedModel):
@@ -233,8 +207,7 @@ class MomentumEncoder(AveragedModel):
         momentum: m in [0, 1]. CODER 0.995, USER 0.999.
         buffers: ``"copy"`` takes the encoder's buffers (BatchNorm's statistics) as they are, ``"average"`` averages
             them too.
-        training: the mode it stays in, even if ``train()`` or ``eval()`` of a module that contains it is called. Public
-            codes leave key encoders in training mode, with dropout and batch statistics.
+        training: the mode it stays in, even if ``train()`` or ``eval()`` of a module that contains it is called.
     """
 
     def __init__(
@@ -248,7 +221,7 @@ class MomentumEncoder(AveragedModel):
         if not 0 <= momentum <= 1:
             raise ValueError(f"momentum: expected a number in [0, 1], got {momentum}")
         one_of("buffers", buffers, "copy", "average")
-        super().__init__(encoder, multi_avg_fn=_ExponentialAverage(momentum), use_buffers=buffers == "average")
+        super().__init__(encoder, multi_avg_fn=partial(_average, momentum), use_buffers=buffers == "average")
         self.n_averaged.fill_(1)  # the copy counts as the first model, or torch's first update would overwrite it
         self.requires_grad_(False)
         self.mode = training

@@ -28,12 +28,9 @@ def variance_aware_loss(
 
     Args:
         heads: K similarities of (N, M) with the same ids, one for each head. Texts have one embedding.
-        margin, detach_sigma, shared_sigma: see :class:`itrloss.VarianceAwareLoss`.
+        margin, detach_sigma, shared_sigma: as there.
         reduction: ``"mean"`` over the images' pairs plus that over the texts' pairs, summed over the heads; ``"sum"``;
             or ``"none"`` for each image's and each text's sum over its pairs and the heads, (N,) and (M,).
-
-    Returns:
-        A 0-dim tensor, or a pair of tensors for ``"none"``.
     """
     if not heads or not all(isinstance(sim, Similarity) for sim in heads):
         raise TypeError("heads: expected similarities, one for each head; VarianceAwareLoss takes embeddings")
@@ -41,17 +38,17 @@ def variance_aware_loss(
         raise ValueError(f"heads: expected one shape, got {[sim.shape for sim in heads]}")
     if any(sim.one_to_one != heads[0].one_to_one for sim in heads):
         raise ValueError("heads: expected the same ids for all of them")
-    pairs = _Pairs(heads)
-    hardest = _by_head(Anchors.together(*heads, *(sim.T for sim in heads)).hardest_negatives().values, heads)
-    anchors = Anchors.together(*heads, *(() if shared_sigma else (sim.T for sim in heads)))
-    scores, spread = pairs.scores, anchors.detach() if detach_sigma else anchors
+    pairs, columns = _Pairs(heads), [sim.T for sim in heads]
+    hardest = _by_head(Anchors.together(*heads, *columns).hardest_negatives().values, heads)
+    spread, scores = Anchors.together(*heads, *(() if shared_sigma else columns)), pairs.scores
+    if detach_sigma:
+        spread, scores = spread.detach(), scores.detach()
     moments = zip(*(_by_head(x, heads) for x in spread.mean_std()), strict=True)
-    target = scores.detach() if detach_sigma else scores
-    sigma = [pairs.deviation(target, side, *stats) for side, stats in enumerate(moments)]
+    sigma = [pairs.deviation(scores, side, *stats) for side, stats in enumerate(moments)]
     values = []
     for side, best in enumerate(hardest):
         s = sigma[0] if shared_sigma else sigma[side]
-        hinges = (margin - scores + pairs.of_anchor(best, side)).relu()
+        hinges = (margin - pairs.scores + pairs.of_anchor(best, side)).relu()
         values.append(pairs.sum((hinges / s.square() + s.log()).sum(0), side))
     both = heads[0].both
     sums = torch.cat(values)
@@ -70,22 +67,21 @@ class _Pairs:
 
     def __init__(self, heads: Sequence[Similarity]):
         first, side = heads[0]._matrix, heads[0]._side
-        self.shape, self.one_to_one, self.candidates = heads[0].shape, first.pairs.one_to_one, first.pairs
+        self.shape, self.one_to_one = heads[0].shape, first.pairs.one_to_one
         self.mask: Tensor | None = None
         if first.pairs.listable:
             index = first.pairs.listed
             self.scores = torch.stack([sim._matrix.positive_scores() for sim in heads])  # (K, P)
         else:
-            index = tuple(x.flatten() for x in torch.meshgrid(*map(self._numbers, first.shape), indexing="ij"))
+            n, m = first.shape
+            places = torch.arange(n * m, device=first.device)
+            index = places // m, places % m
             excluded = first.pairs.excluded(over="positives")
             assert excluded is not None
             self.mask = ~excluded.flatten()
             self.scores = torch.stack([sim._matrix.as_dense().scores().flatten() for sim in heads])
         self.index = index[::-1] if side else index
         self.negatives = [first.pairs.counts(s)[1] for s in ((1, 0) if side else (0, 1))]
-
-    def _numbers(self, size: int) -> Tensor:
-        return torch.arange(size, device=self.candidates.device)
 
     def of_anchor(self, x: Tensor, side: int) -> Tensor:
         """Return the (K, P) value of each pair's row (0) or column (1) from values (K, A)."""
@@ -128,11 +124,7 @@ def dynamic_orthogonal_loss(
         residuals: (N, K, D) residual sub-embeddings; they are normalised here to u, and a zero vector stays zero.
         gate: (N, K), the m of each head, or (N, D), a factor for each dimension of the u of all heads (if K = D, it is
             read as the former). None: all ones. It gets no gradient.
-        slack, pair_reduction: see :class:`itrloss.DynamicOrthogonalLoss`.
-        reduction: over the images: ``"mean"``, ``"sum"`` or ``"none"``.
-
-    Returns:
-        A 0-dim tensor or, for ``"none"``, (N,); float32 (float64 for float64 residuals).
+        slack, pair_reduction, reduction: as there. The result is float32 (float64 for float64 residuals).
     """
     if not isinstance(residuals, Tensor) or residuals.dim() != 3 or not residuals.is_floating_point():
         got = (tuple(residuals.shape), residuals.dtype) if isinstance(residuals, Tensor) else type(residuals).__name__
@@ -181,12 +173,9 @@ def set_similarity(
     Args:
         images: (N, K, D) sets, of any length.
         texts: (M, D), or sets (M, L, D).
-        aggregation: as above.
+        aggregation: as above. The result is float32 (float64 for float64 input).
         alpha: :math:`\alpha`, above 0.
         normalize: scale elements to unit length first; False takes inner products instead of cosines.
-
-    Returns:
-        (N, M) float32 (float64 for float64 input).
     """
     if texts.dim() == 2:
         texts = texts[:, None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -42,8 +41,7 @@ class Loss(nn.Module):
 
     def _options(self) -> dict[str, Any]:
         """Return the options that ``repr`` shows, by name."""
-        names = (*self.shown, "reduction")
-        return dict(zip(names, map(partial(getattr, self), names), strict=True))
+        return {name: getattr(self, name) for name in (*self.shown, "reduction")}
 
     def extra_repr(self) -> str:
         with torch.no_grad():
@@ -66,9 +64,8 @@ class Loss(nn.Module):
 class PairLoss(Loss):
     """A loss on the similarities of images and texts; the base of the losses here and of your own.
 
-    A subclass implements ``compute(sim: Similarity) -> Tensor`` and gets the call forms below, ids, engines and input
-    checks with it. Applying ``self.reduction`` is its own business (``sim.both.reduce``); an ``__init__`` passes
-    ``**common`` on to this one.
+    A subclass implements :meth:`compute`, and applies ``self.reduction`` itself (``sim.both.reduce``); an ``__init__``
+    passes ``**common`` on to this one.
 
     Args:
         reduction: ``"mean"`` (over image anchors plus over text anchors), ``"sum"`` or ``"none"`` (a pair of
@@ -121,7 +118,8 @@ class PairLoss(Loss):
         if self.gather and world_size() > 1 and (scores is not None or isinstance(images, Similarity)):
             raise ValueError("gather: expected embeddings; of scores and of a Similarity there is nothing to gather")
         if isinstance(images, Similarity):
-            for name, x in (("texts", texts), ("image_ids", image_ids), ("text_ids", text_ids), ("scores", scores)):
+            others = {"texts": texts, "image_ids": image_ids, "text_ids": text_ids, "scores": scores}
+            for name, x in others.items():
                 if x is not None:
                     raise ValueError(f"{name}: a Similarity stands for all of the input, expected None beside it")
             if self.check_finite:
@@ -143,8 +141,8 @@ class PairLoss(Loss):
 class MemoryLoss(Loss):
     """A loss on images, texts, their momentum keys and a :class:`itrloss.CoupledMemory`; a base for your own.
 
-    A subclass implements ``compute(sims: MemorySimilarity) -> Tensor``. There is no gradient to keys and memory. Put
-    the batch into the memory after its backward pass: ``memory.enqueue(image_keys, text_keys, ids)``.
+    A subclass implements :meth:`compute`. There is no gradient to keys and memory. Put the batch into the memory after
+    its backward pass: ``memory.enqueue(image_keys, text_keys, ids)``.
 
     Args:
         reduction, engine, check_finite: see :class:`PairLoss`. ``engine`` goes by the size of the memory.
@@ -162,7 +160,7 @@ class MemoryLoss(Loss):
         image_ids: Tensor | None = None,
         text_ids: Tensor | None = None,
     ) -> Any:
-        """Return the loss of a batch beside the memory of former ones.
+        """Return the loss of a batch beside the memory of former ones, as :meth:`PairLoss.forward` does.
 
         Args:
             images: (N, D) embeddings of any length.
@@ -173,9 +171,6 @@ class MemoryLoss(Loss):
             image_ids, text_ids: (N,) and (M,) integers; equal ids are positives in the batch, and entries of the
                 memory with an anchor's id are no negatives of it. If both are left out, image i matches text i; the
                 memory must have been filled without ids, too.
-
-        Returns:
-            A 0-dim float32 tensor (float64 for float64 input), or per-anchor values with ``reduction="none"``.
         """
         embeddings: tuple[Tensor, Tensor, Tensor, Tensor] = images, texts, image_keys, text_keys
         if self.gather:

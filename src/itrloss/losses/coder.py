@@ -61,8 +61,7 @@ class DiversityContrastiveLoss(DiversityOptions, PairLoss):
         \ell_i = \mu \log\Bigl(1 + \sum_{j \in neg(i)} e^{(S_{ij} - \gamma) / (\mu d_i)}\Bigr)
                  - w \operatorname{mean}_{p \in pos(i)} \log(1 + S_{ip})
 
-    for images and for texts. The diversity ``d_i`` in (½, 1] is low where an anchor's negatives are all about equally
-    similar. That lowers its temperature and gives its hard negatives more weight.
+    for images and for texts, with the anchor's diversity ``d_i``; see :doc:`methods/dcl`.
 
     Args:
         temperature: μ.
@@ -72,10 +71,9 @@ class DiversityContrastiveLoss(DiversityOptions, PairLoss):
         entropy_temperature: τ of ``diversity="entropy"``. At the paper's 1 every score is practically 1.
         epsilon: ε of the diversity scores, above 0.
         detach_diversity: treat ``d`` as a weight; False sends gradients through it.
-        positive_weight: ``"paper"`` for ``w = μ`` as printed, or ``w`` itself, per direction. (HAL's balance, weight 1
-            counted once for both directions, is 0.5.)
-        positive: ``"clamp"`` keeps S above -1 + 1e-6 in ``log(1 + S)``; ``"relu"`` takes ``log(1 + max(S, 0))`` as the
-            public HAL and USER codes do. Warning: with ``"relu"`` a positive that scores 0 or less gets no gradient.
+        positive_weight: ``"paper"`` for ``w = μ`` as printed, or ``w`` itself, per direction.
+        positive: ``"clamp"`` keeps S above -1 + 1e-6 in ``log(1 + S)``; ``"relu"`` takes ``log(1 + max(S, 0))``, by
+            which a positive that scores 0 or less gets no gradient.
         reduction, engine, check_finite, telemetry, gather: see :class:`PairLoss`.
     """
 
@@ -91,39 +89,27 @@ class MemoryDiversityContrastiveLoss(DiversityOptions, MemoryLoss):
                  - w \operatorname{mean}_{p \in pos(i)} \log(1 + \cos(x_i, k_p)), \qquad
         d_i = \tfrac12 (d_i^{batch} + d_i^{memory})
 
-    for images against the memory's texts and for texts against its images. Negatives are the entries q whose id differs
-    from the anchor's. Positives are the batch's momentum keys k with the anchor's id: those of its own pair, if ids are
-    unique. Each diversity is normalised by its own maximum over the batch.
-
-    An anchor without a negative in the memory contributes 0 and does not count in a mean; so the loss is 0 while the
-    memory is empty.
+    for images against the memory's texts and for texts against its images, over the entries q whose id differs from the
+    anchor's and the batch's momentum keys k that have it. While the memory is empty the loss is 0; see
+    :doc:`methods/memory`.
 
     Args:
         positive_from: ``"key"``, or ``"batch"`` to take positives from the batch instead of its keys; then they get a
             gradient.
         diversity_from: ``"both"`` for the mean of the two diversities, ``"batch"`` for that of the batch alone.
-        temperature, margin, diversity, epsilon, detach_diversity, positive_weight, positive, entropy_temperature: see
-            :class:`DiversityContrastiveLoss`.
-        reduction, engine, check_finite, telemetry, gather: see :class:`MemoryLoss`.
+        args, options: those of :class:`DiversityContrastiveLoss`, in its order.
     """
 
     shown = (*DiversityOptions.shown, "positive_from", "diversity_from")
 
     def __init__(
         self,
-        temperature: float = 0.1,
-        margin: float = 0.3,
-        diversity: functional.Diversity = "std",
-        epsilon: float = 0.1,
-        detach_diversity: bool = True,
-        positive_weight: functional.PositiveWeight = "paper",
-        positive: functional.PositiveForm = "clamp",
-        *,
+        *args: Any,
         positive_from: functional.PositiveFrom = "key",
         diversity_from: functional.DiversityFrom = "both",
-        **common: Any,
+        **options: Any,
     ):
-        super().__init__(temperature, margin, diversity, epsilon, detach_diversity, positive_weight, positive, **common)
+        super().__init__(*args, **options)
         one_of("positive_from", positive_from, "key", "batch")
         one_of("diversity_from", diversity_from, "both", "batch")
         self.positive_from, self.diversity_from = positive_from, diversity_from
@@ -138,10 +124,8 @@ class PrototypeClassificationLoss(Loss):
     .. math:: -\operatorname{mean}_b \log \operatorname{softmax}(P v_b)_{z_b}
               - \operatorname{mean}_b \log \operatorname{softmax}(P w_b)_{z_b}
 
-    for the pairs b of a batch. One linear classifier P predicts the pair's prototype z from the concept embedding v of
-    the image, and from that of the text, w. The prototype is the pair's cluster in a k-means of sums of normalised
-    instance embeddings, see :class:`itrloss.OnlineKMeans`. The loss is at least 0. Swapping images and texts, or
-    permuting prototypes together with the rows of P, changes nothing.
+    for the pairs b of a batch, with the concept embeddings v of the image and w of the text. One linear classifier P
+    predicts the pair's prototype z, its cluster in an :class:`itrloss.OnlineKMeans`; see :doc:`methods/prototypes`.
 
     Args:
         dim: F of the concept embeddings.
@@ -152,6 +136,8 @@ class PrototypeClassificationLoss(Loss):
     Attributes:
         weight: (clusters, dim) P, a parameter: pass it to the optimiser.
     """
+
+    shown = ("dim", "clusters")
 
     def __init__(
         self,
@@ -165,14 +151,13 @@ class PrototypeClassificationLoss(Loss):
         super().__init__(reduction=reduction, engine=engine, check_finite=check_finite)
         check_size("dim", dim)
         check_size("clusters", clusters)
+        self.dim, self.clusters = dim, clusters
         self.weight = nn.Parameter(torch.empty(clusters, dim).uniform_(-1, 1) / dim**0.5)
 
-    def forward(
-        self, image_concepts: Tensor, text_concepts: Tensor, prototype_ids: Tensor
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, image_concepts: Tensor, text_concepts: Tensor, prototype_ids: Tensor) -> Any:
         """Return the loss, see :func:`itrloss.functional.prototype_classification_loss`."""
         for name, x in (("image_concepts", image_concepts), ("text_concepts", text_concepts)):
-            check_matrix(name, x, f"(B, {self.weight.shape[1]})", self.check_finite)
+            check_matrix(name, x, f"(B, {self.dim})", self.check_finite)
         weight = self.weight.to(torch.promote_types(image_concepts.dtype, torch.float32))
         return functional.prototype_classification_loss(
             image_concepts, text_concepts, weight, prototype_ids, self.reduction, self.engine
@@ -190,25 +175,20 @@ class PrototypeClassificationLoss(Loss):
             reseeded: (clusters,) bool, :attr:`itrloss.OnlineKMeans.reseeded`.
             centroids: (clusters, dim) of unit length.
         """
-        clusters, dim = self.weight.shape
         for name, x in (("reseeded", reseeded), ("centroids", centroids)):
             if not isinstance(x, Tensor):
                 raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
-        if reseeded.shape != (clusters,) or reseeded.dtype != torch.bool:
+        if reseeded.shape != (self.clusters,) or reseeded.dtype != torch.bool:
             got = f"{tuple(reseeded.shape)} {reseeded.dtype}"
-            raise ValueError(f"reseeded: expected a boolean tensor of shape ({clusters},), got {got}")
+            raise ValueError(f"reseeded: expected a boolean tensor of shape ({self.clusters},), got {got}")
         if centroids.shape != self.weight.shape:
-            raise ValueError(f"centroids: expected shape {(clusters, dim)}, got {tuple(centroids.shape)}")
+            raise ValueError(f"centroids: expected shape {(self.clusters, self.dim)}, got {tuple(centroids.shape)}")
         fresh = centroids.to(self.weight.dtype) / 3**0.5  # the expected length of a row of uniform numbers
         if host_may_read(self.weight) and not reseeded.any():  # on an accelerator the check would synchronise
             return
         self.weight.copy_(torch.where(reseeded[:, None], fresh, self.weight))
         if self.weight.grad is not None:
             self.weight.grad.masked_fill_(reseeded[:, None], 0)
-
-    def extra_repr(self) -> str:
-        clusters, dim = self.weight.shape
-        return f"dim={dim}, clusters={clusters}, reduction={self.reduction!r}"
 
 
 class CODERTerms(NamedTuple):
@@ -225,10 +205,9 @@ class CODERObjective(nn.Module):
 
     .. math:: L = 3\, L^I_{DCL} + L^I_{M\text{-}DCL} + 2\, L^C_{DCL} + L_{PGC}
 
-    on instance embeddings (I) and concept embeddings (C) of the same pairs. The paper prints the third term as
-    ``L(V, W) + L(W, V)`` of a loss that already has both directions, hence the 2. The prototypes are clusters of the
-    sums of normalised instance embeddings: in training mode a call moves their centroids, and resets the classifier's
-    rows of clusters that were reseeded. That modifies a parameter in place: run backward for each call before the next.
+    on instance embeddings (I) and concept embeddings (C) of the same pairs; see :doc:`methods/objectives`. In training
+    mode a call moves the prototypes, and resets the classifier's rows of those that were reseeded. That modifies a
+    parameter in place: run backward for each call before the next.
 
     Args:
         dim: of instance and concept embeddings.
@@ -237,14 +216,12 @@ class CODERObjective(nn.Module):
             computed.
         max_count: see :class:`itrloss.OnlineKMeans`.
         diversity_from: for the memory's term, see :class:`itrloss.MemoryDiversityContrastiveLoss`.
-        options: for all diversity-sensitive losses, see :class:`itrloss.DiversityContrastiveLoss`: ``temperature``,
-            ``margin``, ``diversity``, …, ``engine``, ``check_finite``, ``gather``.
+        options: for all diversity-sensitive losses, see :class:`itrloss.DiversityContrastiveLoss`.
 
     Attributes:
         batch, memory, concept: the losses, whose options may be changed one by one.
-        prototypes: :class:`itrloss.OnlineKMeans`.
-        classifier: :class:`itrloss.PrototypeClassificationLoss`. It has a parameter: pass this module's parameters
-            to the optimiser, too.
+        prototypes, classifier: :class:`itrloss.OnlineKMeans` and :class:`itrloss.PrototypeClassificationLoss`, which
+            has a parameter.
     """
 
     def __init__(
@@ -284,18 +261,14 @@ class CODERObjective(nn.Module):
         image_ids: Tensor | None = None,
         text_ids: Tensor | None = None,
     ) -> tuple[Tensor, CODERTerms]:
-        """Return the total and its terms. Row i of each input belongs to pair i.
+        """Return the total, a 0-dim tensor, and its terms. Row i of each input belongs to pair i.
 
         Args:
             images, texts: (B, dim) instance embeddings.
             image_keys, text_keys: (B, dim) instance embeddings of the same pairs by the momentum encoders.
             memory: keys of earlier batches. Enqueue the batch after the backward pass.
             image_concepts, text_concepts: (B, dim) concept embeddings.
-            image_ids, text_ids: (B,) integers. Equal ids make further positives, and exclude entries of the memory from
-                the negatives.
-
-        Returns:
-            The total, a 0-dim tensor, and a :class:`CODERTerms`.
+            image_ids, text_ids: (B,) integers, see :class:`MemoryLoss`; equal ids make further positives.
         """
         shape = (images.shape[0], self.prototypes.dim)
         parts = {"images": images, "texts": texts, "image_concepts": image_concepts, "text_concepts": text_concepts}
@@ -304,27 +277,26 @@ class CODERObjective(nn.Module):
                 raise ValueError(f"{name}: expected shape {shape}, a row for each image, got {tuple(x.shape)}")
         zero = images.new_zeros((), dtype=torch.promote_types(images.dtype, torch.float32))
         ids, keys, concepts = (image_ids, text_ids), (image_keys, text_keys), (image_concepts, text_concepts)
+        # In evaluation mode there may be no prototypes yet.
+        has_prototypes = self.weights.prototype and (self.training or len(self.prototypes))
         terms = CODERTerms(
             batch=self.batch(images, texts, *ids) if self.weights.batch else zero,
             memory=self.memory(images, texts, *keys, memory, *ids) if self.weights.memory else zero,
             concept=self.concept(*concepts, *ids) if self.weights.concept else zero,
-            prototype=self._prototype(images, texts, *concepts, zero) if self.weights.prototype else zero,
+            prototype=self.classifier(*concepts, self._prototypes_of(images, texts)) if has_prototypes else zero,
         )
-        total = sum(weight * term for weight, term in zip(self.weights, terms, strict=True))
-        assert isinstance(total, Tensor)
+        total: Any = sum(weight * term for weight, term in zip(self.weights, terms, strict=True))
         return total, CODERTerms(*(x.detach() for x in terms))
 
-    def _prototype(self, images: Tensor, texts: Tensor, image_concepts: Tensor, text_concepts: Tensor, zero: Tensor):
-        with torch.no_grad():
-            v, w = normalized(images), normalized(texts)
-        if self.training:
-            ids = self.prototypes.update(v + w)
-            self.classifier.reset(self.prototypes.reseeded, self.prototypes.centroids)
-        elif len(self.prototypes):
-            ids = self.prototypes.predict(v + w)
-        else:
-            return zero
-        return self.classifier(image_concepts, text_concepts, ids)
+    @torch.no_grad()
+    def _prototypes_of(self, images: Tensor, texts: Tensor) -> Tensor:
+        """Return the (B,) prototypes of pairs, which move with them in training mode."""
+        pairs = normalized(images) + normalized(texts)
+        if not self.training:
+            return self.prototypes.predict(pairs)
+        ids = self.prototypes.update(pairs)
+        self.classifier.reset(self.prototypes.reseeded, self.prototypes.centroids)
+        return ids
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}_weight={weight}" for name, weight in self.weights._asdict().items())

@@ -23,16 +23,14 @@ class TripletLoss(PairLoss):
     .. math:: \sum_{(i,p)\ \mathrm{positive}} \Bigl( \max_{j \in neg(i)} [\alpha - S_{ip} + S_{ij}]_+
               + \max_{j \in neg(p)} [\alpha - S_{ip} + S_{jp}]_+ \Bigr)
 
-    Training from scratch with the hardest negative can collapse to a plateau where all embeddings are alike, and the
-    loss is ``2 * margin`` per pair. After a hundred calls on the plateau in training mode there is one warning. The
-    usual remedy is to begin with all negatives, ``TripletLoss(mining="all")``, and to set ``criterion.mining =
-    "hardest"`` after the first epoch.
+    Training from scratch with the hardest negative can collapse, of which there is one warning; the usual remedy is to
+    begin with all negatives, see :doc:`methods/triplet`.
 
     Args:
         margin: α, in units of cosine similarity.
         mining: ``"hardest"`` negative of each anchor, or ``"all"`` (the sum over its negatives). May be set later.
-        reduction: as in VSE code bases the default is ``"sum"`` over all positive pairs and both directions.
-        engine, check_finite, telemetry: see :class:`PairLoss`.
+        reduction: see :class:`PairLoss`; as in VSE code bases the default is ``"sum"``.
+        engine, check_finite, telemetry, gather: see :class:`PairLoss`.
     """
 
     shown = ("margin", "mining")
@@ -47,8 +45,7 @@ class TripletLoss(PairLoss):
     ):
         super().__init__(reduction=reduction, **common)
         check_number("margin", margin)
-        self.margin = margin
-        self.mining = mining
+        self.margin, self.mining = margin, mining
         self._calls, self._alike = 0, 0  # in training mode; consecutive checks with embeddings alike
 
     @property
@@ -103,9 +100,7 @@ class InfoNCELoss(PairLoss):
     .. math:: \ell_i = \operatorname{mean}_{p \in pos(i)} -\log
         \frac{e^{S_{ip}/\tau}}{e^{S_{ip}/\tau} + \sum_{j \in neg(i)} e^{S_{ij}/\tau}}
 
-    A positive competes with the negatives, not with the anchor's other positives. With ``reduction="mean"`` the two
-    directions are added: with one positive per anchor it is the sum of two cross-entropies, and CLIP's loss is half of
-    it.
+    The two directions are added, where CLIP averages them; see :doc:`methods/infonce`.
 
     Args:
         temperature: τ, in units of cosine similarity.
@@ -136,12 +131,11 @@ class SigmoidLoss(PairLoss):
 
     .. math:: \frac12 \Bigl(\frac1N + \frac1M\Bigr) \sum_{i,j} \log\bigl(1 + e^{-z_{ij} (a S_{ij} + b)}\bigr)
 
-    with ``z = 1`` for a positive pair and -1 for a negative one. On one-to-one batches it is SigLIP's: the sum over all
-    pairs, divided by the number of images. No pair is left out: an image without a matching text has negatives, too.
+    with ``z = 1`` for a positive pair and -1 for a negative one. No pair is left out; see :doc:`methods/sigmoid`.
 
     Args:
         scale: a, above 0.
-        bias: b. The initial -10 compensates for the large number of negatives.
+        bias: b.
         learnable: make them parameters, a held as ``log(a)`` (``log_scale``); pass them to the optimiser then.
         reduction, engine, check_finite, telemetry, gather: see :class:`PairLoss`; with ``"none"`` one half of a pair's
             value counts for its image and the other for its text.

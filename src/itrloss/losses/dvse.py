@@ -30,17 +30,11 @@ class VarianceAwareLoss(Loss):
         \sigma_{ikp} = 1 + \operatorname{Std}_{j \ne p} S^k_{ij}
 
     over the positive pairs (i, p), with the sample standard deviation of head k's scores of image i with all texts but
-    the target p (Eq. 7). A head whose scores of an image spread widely gets less weight for it. With several captions
-    per image, those that are not the target stay in the distribution; with one, it is that of the negatives. Permuting
-    heads, images or texts changes nothing, and no value is below 0.
-
-    Warning:
-        The gradient through σ *lowers* the spread of an anchor's negatives as long as its hinge is below ½, which it
-        nearly always is: the opposite of what DCL's diversity asks for. Think twice before you add the two.
+    the target p (Eq. 7). Think twice before you add it to DCL, see the warning in :doc:`methods/variance_aware`.
 
     Args:
         margin: α, in units of cosine similarity.
-        detach_sigma: treat σ as a weight. The log term has no effect on the model then.
+        detach_sigma: treat σ as a weight.
         shared_sigma: True, as printed: in the texts' direction, too, a pair's σ is that of its image's scores. False:
             there it is that of its text's scores, over all images but the pair's.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``, see :func:`itrloss.functional.variance_aware_loss`.
@@ -57,21 +51,13 @@ class VarianceAwareLoss(Loss):
         self.margin, self.detach_sigma, self.shared_sigma = margin, detach_sigma, shared_sigma
 
     def forward(
-        self,
-        image_sets: Tensor,
-        texts: Tensor,
-        image_ids: Tensor | None = None,
-        text_ids: Tensor | None = None,
+        self, image_sets: Tensor, texts: Tensor, image_ids: Tensor | None = None, text_ids: Tensor | None = None
     ) -> Any:
         """Return the loss of sets of image embeddings and texts.
 
         Args:
             image_sets: (N, K, D) embeddings of any length, K for each image.
-            texts: (M, D) embeddings.
-            image_ids, text_ids: (N,) and (M,) integers, see :class:`itrloss.PairLoss`.
-
-        Returns:
-            A 0-dim float32 tensor (float64 for float64 input), or per-anchor values with ``reduction="none"``.
+            texts, image_ids, text_ids: as in :meth:`PairLoss.forward`, whose results it has.
         """
         (image_sets, texts), image_ids, text_ids = self._gathered((image_sets, texts), image_ids, text_ids)
         heads = self._heads(image_sets, texts, image_ids, text_ids)
@@ -108,21 +94,22 @@ def _best_of(heads: list[Similarity]) -> Similarity:
     return Similarity.from_scores(scores, *heads[0].ids)
 
 
-class DynamicOrthogonalLoss(nn.Module):
+class DynamicOrthogonalLoss(Loss):
     r"""Dynamic orthogonal constraint (Wei et al., DVSE 2023, Eq. 4): an image's sub-embeddings should differ.
 
     .. math:: \Bigl[ \frac1{K (K - 1)} \sum_{i \ne j} |m_i m_j \langle u_i, u_j \rangle| - \beta \Bigr]_+
 
     for the normalised residuals u of an image's K heads and a gate m that selects which of them take part, see
-    :class:`DynamicGate`. It is 0 for orthogonal heads, and never larger than with all heads on.
+    :class:`DynamicGate` and :doc:`methods/orthogonal`.
 
     Args:
         slack: β, the correlation that is tolerated.
         pair_reduction: ``"mean"`` over ordered pairs of heads; ``"sum"`` as printed, which grows with K (K - 1); or
-            ``"frobenius"``, the root of the sum of squares, divided by K². Warning: that is at most 0.152 for K = 6, so
-            with the default slack there is no loss at all.
+            ``"frobenius"``, the root of the sum of squares, divided by K², which is always below the default slack.
         reduction: over the images: ``"mean"``, ``"sum"``, or ``"none"`` for (N,).
     """
+
+    shown = ("slack", "pair_reduction")
 
     def __init__(
         self,
@@ -131,20 +118,14 @@ class DynamicOrthogonalLoss(nn.Module):
         *,
         reduction: functional.Reduction = "mean",
     ):
-        super().__init__()
+        super().__init__(reduction=reduction)
         check_number("slack", slack)
         one_of("pair_reduction", pair_reduction, "mean", "sum", "frobenius")
-        one_of("reduction", reduction, "mean", "sum", "none")
-        self.slack = slack
-        self.pair_reduction: functional.PairReduction = pair_reduction
-        self.reduction: functional.Reduction = reduction
+        self.slack, self.pair_reduction = slack, pair_reduction
 
     def forward(self, residuals: Tensor, gate: Tensor | None = None) -> Tensor:
         """Return the loss, see :func:`itrloss.functional.dynamic_orthogonal_loss`."""
-        return functional.dynamic_orthogonal_loss(residuals, gate, self.slack, self.pair_reduction, self.reduction)
-
-    def extra_repr(self) -> str:
-        return f"slack={self.slack}, pair_reduction={self.pair_reduction!r}, reduction={self.reduction!r}"
+        return functional.dynamic_orthogonal_loss(residuals, gate, **self._options())
 
 
 class DynamicGate(nn.Module):
@@ -152,9 +133,8 @@ class DynamicGate(nn.Module):
 
     .. math:: m = \operatorname{round}(\sigma(\operatorname{pool}(W z) - c))
 
-    for the features z of an image's regions, with a frozen random W and mean pooling. The features of all images have
-    much in common, so that W alone would leave some heads on, or off, for every image. Hence the centre c, the running
-    mean of the pooled values over training batches: each head is on for about one half of the images.
+    for the features z of an image's regions, with a frozen random W, mean pooling, and the running mean c of the pooled
+    values over training batches; see :doc:`methods/orthogonal`.
 
     Args:
         dim: of the region features.
@@ -199,13 +179,10 @@ class DynamicGate(nn.Module):
             raise ValueError(f"regions: expected shape (N, R, {dim}), got {tuple(regions.shape)}")
         if mask is not None and mask.shape != regions.shape[:2]:
             raise ValueError(f"mask: expected shape {tuple(regions.shape[:2])}, got {tuple(mask.shape)}")
-        with full_precision(regions):
-            if mask is None:
-                pooled = regions.float().mean(1)
-            else:
-                total = mask.float().sum(1, keepdim=True).clamp_min(1)
-                pooled = torch.einsum("nr,nrd->nd", mask.float(), regions.float()) / total
-            projected = pooled @ self.weight.float().T  # pooling and projection commute
+        exists = torch.ones_like(regions[..., 0]).float() if mask is None else mask.float()
+        with full_precision(regions):  # pooling and projection commute
+            sums = torch.einsum("nr,nrd->nd", exists, regions.float())
+            projected = sums / exists.sum(1, keepdim=True).clamp_min(1) @ self.weight.float().T
         if self.training:
             self._update_running_mean(self.centre, gather_rows(projected))
         gate = (projected > self.centre).float()  # round(sigmoid(x)) is 1 for x > 0
@@ -241,34 +218,30 @@ class DVSEObjective(nn.Module):
 
     .. math:: L = \eta\, L_{var} + (1 - \eta)\, L_{dc}
 
-    with the variance-aware weighting loss and the dynamic orthogonal loss.
+    with :class:`itrloss.VarianceAwareLoss` and :class:`itrloss.DynamicOrthogonalLoss`.
 
     Args:
         balance: η in [0, 1].
-        margin, detach_sigma, shared_sigma: see :class:`itrloss.VarianceAwareLoss`.
         slack, pair_reduction: see :class:`itrloss.DynamicOrthogonalLoss`.
-        engine, check_finite, gather: see :class:`itrloss.PairLoss`.
+        options: of :class:`itrloss.VarianceAwareLoss`: ``margin``, ``detach_sigma``, ``shared_sigma``, ``engine``, ….
     """
 
     def __init__(
         self,
         balance: float = 0.6,
         *,
-        margin: float = 0.2,
-        detach_sigma: bool = False,
-        shared_sigma: bool = True,
         slack: float = 0.4,
-        pair_reduction: Any = "mean",
-        **common: Any,
+        pair_reduction: functional.PairReduction = "mean",
+        **options: Any,
     ):
         super().__init__()
         check_number("balance", balance)
         if not 0 <= balance <= 1:
             raise ValueError(f"balance: expected a number in [0, 1], got {balance}")
-        if common.get("reduction", "mean") != "mean":
-            raise ValueError(f"reduction: expected 'mean' for a total, got {common['reduction']!r}")
+        if options.get("reduction", "mean") != "mean":
+            raise ValueError(f"reduction: expected 'mean' for a total, got {options['reduction']!r}")
         self.balance = balance
-        self.variance_aware = VarianceAwareLoss(margin, detach_sigma, shared_sigma, **common)
+        self.variance_aware = VarianceAwareLoss(**options)
         self.orthogonal = DynamicOrthogonalLoss(slack, pair_reduction)
 
     def forward(
@@ -280,17 +253,12 @@ class DVSEObjective(nn.Module):
         image_ids: Tensor | None = None,
         text_ids: Tensor | None = None,
     ) -> tuple[Tensor, DVSETerms]:
-        """Return the total and its terms.
+        """Return the total, a 0-dim tensor, and its terms.
 
         Args:
-            image_sets: (N, K, D) sub-embeddings of the images.
-            texts: (M, D) embeddings.
+            image_sets, texts, image_ids, text_ids: as in :meth:`VarianceAwareLoss.forward`.
             residuals: (N, K, D') what the heads add to the global feature, before its normalisation.
             gate: (N, K) of :class:`itrloss.DynamicGate`; None: all heads are on.
-            image_ids, text_ids: (N,) and (M,) integers, see :class:`itrloss.PairLoss`.
-
-        Returns:
-            The total, a 0-dim tensor, and a :class:`DVSETerms`.
         """
         terms = DVSETerms(self.variance_aware(image_sets, texts, image_ids, text_ids), self.orthogonal(residuals, gate))
         total = self.balance * terms.variance_aware + (1 - self.balance) * terms.orthogonal

@@ -18,9 +18,7 @@ class HubnessAwareLoss(PairLoss):
         \frac1B \sum_i \Bigl[ \tfrac1\gamma \log\bigl(1 + \sum_{j \ne i} e^{\gamma (S_{ij} - \varepsilon)}\bigr)
         + \tfrac1\gamma \log\bigl(1 + \sum_{j \ne i} e^{\gamma (S_{ji} - \varepsilon)}\bigr) - \log(1 + S_{ii}) \Bigr]
 
-    With several positives: the mean over rows of the row term, plus the mean over columns of the column term, minus the
-    mean over positive pairs of ``log(1 + S)``. Positives are left out of the sums altogether; public codes set them to
-    zero before ``exp``, which leaves ``exp(-scale * margin)`` in the sum.
+    For several positives, and for how it differs from public codes, see :doc:`methods/hal`.
 
     Args:
         scale: γ.
@@ -55,12 +53,12 @@ class UnifiedTrainingObjective(MemoryLoss):
                  - \operatorname{mean}_{p \in pos(i)} \log(1 + \cos(x_i, k_p))
 
     for images v against the memory's texts and for texts w against its images, with the entries q and the momentum keys
-    k of :class:`MemoryDiversityContrastiveLoss`. While the memory is empty, only HAL is left.
+    k of :class:`MemoryDiversityContrastiveLoss`; see :doc:`methods/memory`.
 
     Args:
         scale: γ.
         margin: ε, in units of cosine similarity.
-        batch_weight: λ, weight of HAL. The paper has 20 for Flickr30K and 1 for MSCOCO.
+        batch_weight: λ, weight of HAL.
         positive: ``"clamp"``, or ``"relu"`` as in :class:`HubnessAwareLoss`.
         image_memory_weight, text_memory_weight: weights of the texts against the memory's images (the paper's DVQ), and
             of the images against its texts (DTQ).
@@ -82,13 +80,11 @@ class UnifiedTrainingObjective(MemoryLoss):
     ):
         super().__init__(**common)
         check_number("scale", scale, positive=True)
-        check_number("margin", margin)
-        check_number("batch_weight", batch_weight)
-        check_number("image_memory_weight", image_memory_weight)
-        check_number("text_memory_weight", text_memory_weight)
         one_of("positive", positive, "clamp", "relu")
         self.scale, self.margin, self.batch_weight, self.positive = scale, margin, batch_weight, positive
         self.image_memory_weight, self.text_memory_weight = image_memory_weight, text_memory_weight
+        for name in ("margin", "batch_weight", "image_memory_weight", "text_memory_weight"):
+            check_number(name, getattr(self, name))
 
     def compute(self, sims: MemorySimilarity) -> Any:
         return functional.unified_training_objective(sims, **self._options())
