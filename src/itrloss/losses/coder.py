@@ -97,19 +97,28 @@ class MemoryDiversityContrastiveLoss(DiversityOptions, MemoryLoss):
         positive_from: ``"key"``, or ``"batch"`` to take positives from the batch instead of its keys; then they get a
             gradient.
         diversity_from: ``"both"`` for the mean of the two diversities, ``"batch"`` for that of the batch alone.
-        args, options: those of :class:`DiversityContrastiveLoss`, in its order.
+        temperature, margin, diversity, epsilon, detach_diversity, positive_weight, positive, entropy_temperature: see
+            :class:`DiversityContrastiveLoss`.
+        reduction, engine, check_finite, telemetry, gather: see :class:`MemoryLoss`.
     """
 
     shown = (*DiversityOptions.shown, "positive_from", "diversity_from")
 
     def __init__(
         self,
-        *args: Any,
+        temperature: float = 0.1,
+        margin: float = 0.3,
+        diversity: functional.Diversity = "std",
+        epsilon: float = 0.1,
+        detach_diversity: bool = True,
+        positive_weight: functional.PositiveWeight = "paper",
+        positive: functional.PositiveForm = "clamp",
+        *,
         positive_from: functional.PositiveFrom = "key",
         diversity_from: functional.DiversityFrom = "both",
-        **options: Any,
+        **common: Any,
     ):
-        super().__init__(*args, **options)
+        super().__init__(temperature, margin, diversity, epsilon, detach_diversity, positive_weight, positive, **common)
         one_of("positive_from", positive_from, "key", "batch")
         one_of("diversity_from", diversity_from, "both", "batch")
         self.positive_from, self.diversity_from = positive_from, diversity_from
