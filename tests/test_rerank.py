@@ -353,6 +353,31 @@ def test_of_equals_the_first_comes_first():
     assert ((order == 4).nonzero()[:, 1] < (order == 9).nonzero()[:, 1]).all()
 
 
+def test_what_is_reordered_stays_above_its_equals():
+    """Where all score the same, too, and where the best score is 0."""
+    best = ReciprocalReranker(2).rerank(torch.full((N, M), 0.5)).i2t.topk(3).values  # whichever two of the equal ones
+    assert (best[:, 1] > best[:, 2]).all()
+    distances = -torch.arange(5.0).expand(3, 5)
+    found = TwoStageReranker(lambda images, texts: texts.float(), 3, weight=0.0).rerank(distances).i2t
+    assert (found.argsort(1, descending=True) == torch.tensor([2, 1, 0, 3, 4])).all()
+
+
+def test_of_queries_with_the_same_score_none_stands_before_the_other():
+    scores = torch.tensor([[5.0, 5.0], [6.0, 5.0], [1.0, 1.0]])  # the second image alone is before the first, once
+    assert ReciprocalReranker(2, 2).rerank(scores).i2t[0].argmax() == 1
+
+
+@pytest.mark.parametrize("kind", [NearestNeighborNorm, CSLS])
+def test_all_queries_are_the_nearest_where_there_are_fewer(kind):
+    scores = torch.rand(N, M, generator=torch.Generator().manual_seed(0))
+    every = kind(k=1000).biases(scores)
+    for k, side in ((N, "texts"), (M, "images")):
+        torch.testing.assert_close(getattr(every, side), getattr(kind(k=k).biases(scores), side))
+    fewer = kind(k=1000).biases(scores[:, :3])  # more queries than candidates
+    ratio = fewer.texts / scores[:, :3].mean(0)
+    torch.testing.assert_close(ratio, ratio[:1].expand(3))
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_re_rankers_show_and_copy_themselves(name):
     method = METHODS[name]
@@ -385,6 +410,13 @@ def test_a_state_that_was_saved_ranks_as_before(name, tmp_path):
     sim = Similarity(v, w, torch.arange(N), torch.arange(M))
     for a, b in zip(method.rerank(sim), other.rerank(sim), strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_bank_that_comes_from_a_model_is_kept_without_its_gradient():
+    bank = torch.rand(5, M, requires_grad=True) * 2.0  # no leaf: PyTorch would refuse to copy it
+    method = CSLS(3).fit(images=bank)
+    assert not method.state_dict()["images"].requires_grad
+    assert copy.deepcopy(method).transductive == (False, True)
 
 
 def test_hubs_of_a_saved_bank_serve_a_single_query(tmp_path):
