@@ -116,6 +116,32 @@ def test_an_archive_that_contradicts_its_number_of_images_is_refused(tmp_path):
         files.read_matrix(tmp_path / "s.npz")
 
 
+@pytest.mark.parametrize("images", [6, 12])
+def test_the_images_of_an_archive_may_be_its_columns(images, tmp_path):
+    np.savez(tmp_path / "s.npz", sims=np.ones((6, 12)), npts=images)
+    assert files.read_matrix(tmp_path / "s.npz").shape == (6, 12)
+
+
+def test_an_archive_that_speaks_of_more_numbers_than_it_has_is_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "s.npz", "w") as archive, archive.open("sims.npy", "w") as file:
+        header = {"descr": "<f4", "fortran_order": False, "shape": (10**8, 10**7)}  # petabytes
+        np.lib.format.write_array_header_1_0(file, header)
+        file.write(bytes(100))
+    with pytest.raises(ValueError, match=r"s\.npz: .*sims\.npy is shorter than its header says"):
+        files.read_matrix(tmp_path / "s.npz")
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_results_have_the_permissions_of_any_new_file(mask, mode, saved, tmp_path):
+    before = os.umask(mask)
+    try:
+        assert run("rerank", saved, "--methods", "fast", "--queries", tmp_path / "q.csv") == 0
+        assert (tmp_path / "q.csv").stat().st_mode & 0o777 == mode
+        assert os.umask(mask) == mask  # as it was
+    finally:
+        os.umask(before)
+
+
 def test_damaged_data_of_the_chosen_array_are_named(tmp_path):
     np.savez_compressed(tmp_path / "s.npz", sims=np.random.default_rng(0).normal(size=(60, 120)))
     content = bytearray((tmp_path / "s.npz").read_bytes())
