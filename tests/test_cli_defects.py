@@ -142,6 +142,14 @@ def test_results_have_the_permissions_of_any_new_file(mask, mode, saved, tmp_pat
         os.umask(before)
 
 
+def test_rankings_have_all_candidates_where_there_are_fewer_than_asked_for(saved, tmp_path):
+    options = ("--methods", "fast", "--rankings", tmp_path / "r.npz", "--top", 9)
+    for method in ("no re-ranking", "fast"):
+        assert run("rerank", saved, *options, "--write", method) == 0
+        found = np.load(tmp_path / "r.npz")
+        assert found["i2t"].shape == (6, 9) and found["t2i"].shape == (12, 6)
+
+
 def test_damaged_data_of_the_chosen_array_are_named(tmp_path):
     np.savez_compressed(tmp_path / "s.npz", sims=np.random.default_rng(0).normal(size=(60, 120)))
     content = bytearray((tmp_path / "s.npz").read_bytes())

@@ -316,6 +316,19 @@ def test_a_bank_with_as_many_queries_as_candidates_is_read_the_right_way():
     torch.testing.assert_close(found.images, -(3 * texts).logsumexp(1) / 3)
 
 
+def test_a_bank_is_scored_as_the_embeddings_are():
+    (v, w), (bank_v, bank_w) = embeddings(N, M), embeddings(11, 9, seed=5)
+    sim = Similarity(v, w, torch.arange(N), torch.arange(M), normalize=False)
+    found = InvertedSoftmax(0.5).fit(bank_v, bank_w).biases(sim)
+    wanted = InvertedSoftmax(0.5).fit(bank_v @ w.T, v @ bank_w.T).biases(v @ w.T)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_an_item_is_among_its_own_neighbours_whatever_the_number_of_its_copies():
+    sim = Similarity(torch.ones(3, 4), torch.rand(5, 4), torch.arange(3), torch.arange(5))
+    assert all(x.isfinite().all() for x in KReciprocalReranker(1, 1).rerank(sim))
+
+
 @pytest.mark.parametrize("name", names(transductive=True))
 def test_hostile_input_gives_finite_scores(name):
     v, w = embeddings(N, M, dtype=torch.float32)
@@ -549,6 +562,11 @@ def test_what_calibration_compares():
     """Recalls, and where these are equal the reciprocal ranks, of the queries that have an answer."""
     assert rerank.fast._quality(torch.tensor([0, 2, 0, 20])) == pytest.approx((1.0, 0.275))
     assert rerank.fast._quality(torch.tensor([2, 20])) > rerank.fast._quality(torch.tensor([3, 20]))
+
+
+def test_of_scales_that_do_as_well_the_first_are_chosen():
+    found = FastReranker().calibrate(torch.eye(6), scales=(8.0, 4.0, 16.0))
+    assert found.i2t == found.t2i == (8.0, 8.0)
 
 
 def test_calibration_uses_the_bank():
