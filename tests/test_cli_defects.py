@@ -150,6 +150,37 @@ def test_rankings_have_all_candidates_where_there_are_fewer_than_asked_for(saved
         assert found["i2t"].shape == (6, 9) and found["t2i"].shape == (12, 6)
 
 
+def test_ids_are_integers_and_nothing_else(tmp_path):
+    np.save(tmp_path / "i.npy", np.array([True, False]))
+    with pytest.raises(ValueError, match=r"i\.npy: expected a row of integers, got torch\.bool"):
+        files.read_ids(tmp_path / "i.npy")
+
+
+def test_numbers_longer_than_pytorchs_are_read(tmp_path):
+    np.save(tmp_path / "s.npy", np.full((2, 3), 0.1, np.longdouble))
+    assert files.read_matrix(tmp_path / "s.npy").tolist() == [[0.1] * 3] * 2
+
+
+def test_embeddings_may_differ_in_precision(tmp_path):
+    for name, shape, dtype in (("v", (4, 3), "f4"), ("w", (8, 3), "f8")):
+        np.save(tmp_path / f"{name}.npy", np.random.default_rng(0).normal(size=shape).astype(dtype))
+    assert run("eval", tmp_path / "v.npy", tmp_path / "w.npy", "--methods", "fast") == 0
+
+
+def test_a_validation_set_with_texts_as_rows_is_told_of_transpose(saved, tmp_path, capsys):
+    np.save(tmp_path / "val.npy", np.random.default_rng(0).normal(size=(12, 6)))
+    said = refused(capsys, "rerank", saved, "--methods", "fast", "--val", tmp_path / "val.npy")
+    assert "val.npy: expected images as rows" in said and "--transpose" in said
+
+
+def test_a_bank_of_scores_has_nothing_to_do_with_a_validation_set_of_another_size(saved, tmp_path, capsys):
+    for name, shape in (("bank", (5, 12)), ("val", (4, 8))):
+        np.save(tmp_path / f"{name}.npy", np.random.default_rng(0).normal(size=shape))
+    options = ("--bank-images", tmp_path / "bank.npy", "--val", tmp_path / "val.npy")
+    assert run("rerank", saved, "--methods", "fast", *options) == 0
+    assert capsys.readouterr().out.count("fast, calibrated") == 2
+
+
 def test_damaged_data_of_the_chosen_array_are_named(tmp_path):
     np.savez_compressed(tmp_path / "s.npz", sims=np.random.default_rng(0).normal(size=(60, 120)))
     content = bytearray((tmp_path / "s.npz").read_bytes())
