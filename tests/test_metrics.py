@@ -350,6 +350,12 @@ def test_images_saved_once_per_caption_count_once(kind, captions):
         assert torch.equal(fold_repeated(images), images[::captions])
 
 
+def test_images_that_share_a_coordinate_are_different_ones():
+    images = torch.rand(4, 3)
+    images[1], images[3, 0] = images[0], images[2, 0]
+    assert torch.equal(fold_repeated(images), images)
+
+
 def test_images_that_repeat_otherwise_are_as_many_as_there_are():
     images, texts = repeated()
     cases = [
