@@ -318,3 +318,10 @@ def test_what_the_extra_brings_is_named_where_it_is_not_there(package, call, mon
     with pytest.raises(ImportError, match=r"pip install 'itrloss\[metrics\]'"):
         call()
     assert importlib.import_module("itrloss.metrics").retrieval_metrics(torch.eye(2))["rsum"] == 600
+
+
+def test_batches_are_kept_without_their_gradient():
+    pytest.importorskip("torchmetrics")
+    metric = metrics.RetrievalMetrics()
+    metric.update(torch.rand(3, 4, requires_grad=True), torch.rand(3, 4, requires_grad=True))
+    assert not metric.images[0].requires_grad and not metric.texts[0].requires_grad
