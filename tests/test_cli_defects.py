@@ -116,6 +116,71 @@ def test_an_archive_that_contradicts_its_number_of_images_is_refused(tmp_path):
         files.read_matrix(tmp_path / "s.npz")
 
 
+@pytest.mark.parametrize("images", [6, 12])
+def test_the_images_of_an_archive_may_be_its_columns(images, tmp_path):
+    np.savez(tmp_path / "s.npz", sims=np.ones((6, 12)), npts=images)
+    assert files.read_matrix(tmp_path / "s.npz").shape == (6, 12)
+
+
+def test_an_archive_that_speaks_of_more_numbers_than_it_has_is_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "s.npz", "w") as archive, archive.open("sims.npy", "w") as file:
+        header = {"descr": "<f4", "fortran_order": False, "shape": (10**8, 10**7)}  # petabytes
+        np.lib.format.write_array_header_1_0(file, header)
+        file.write(bytes(100))
+    with pytest.raises(ValueError, match=r"s\.npz: .*sims\.npy is shorter than its header says"):
+        files.read_matrix(tmp_path / "s.npz")
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_results_have_the_permissions_of_any_new_file(mask, mode, saved, tmp_path):
+    before = os.umask(mask)
+    try:
+        assert run("rerank", saved, "--methods", "fast", "--queries", tmp_path / "q.csv") == 0
+        assert (tmp_path / "q.csv").stat().st_mode & 0o777 == mode
+        assert os.umask(mask) == mask  # as it was
+    finally:
+        os.umask(before)
+
+
+def test_rankings_have_all_candidates_where_there_are_fewer_than_asked_for(saved, tmp_path):
+    options = ("--methods", "fast", "--rankings", tmp_path / "r.npz", "--top", 9)
+    for method in ("no re-ranking", "fast"):
+        assert run("rerank", saved, *options, "--write", method) == 0
+        found = np.load(tmp_path / "r.npz")
+        assert found["i2t"].shape == (6, 9) and found["t2i"].shape == (12, 6)
+
+
+def test_ids_are_integers_and_nothing_else(tmp_path):
+    np.save(tmp_path / "i.npy", np.array([True, False]))
+    with pytest.raises(ValueError, match=r"i\.npy: expected a row of integers, got torch\.bool"):
+        files.read_ids(tmp_path / "i.npy")
+
+
+def test_numbers_longer_than_pytorchs_are_read(tmp_path):
+    np.save(tmp_path / "s.npy", np.full((2, 3), 0.1, np.longdouble))
+    assert files.read_matrix(tmp_path / "s.npy").tolist() == [[0.1] * 3] * 2
+
+
+def test_embeddings_may_differ_in_precision(tmp_path):
+    for name, shape, dtype in (("v", (4, 3), "f4"), ("w", (8, 3), "f8")):
+        np.save(tmp_path / f"{name}.npy", np.random.default_rng(0).normal(size=shape).astype(dtype))
+    assert run("eval", tmp_path / "v.npy", tmp_path / "w.npy", "--methods", "fast") == 0
+
+
+def test_a_validation_set_with_texts_as_rows_is_told_of_transpose(saved, tmp_path, capsys):
+    np.save(tmp_path / "val.npy", np.random.default_rng(0).normal(size=(12, 6)))
+    said = refused(capsys, "rerank", saved, "--methods", "fast", "--val", tmp_path / "val.npy")
+    assert "val.npy: expected images as rows" in said and "--transpose" in said
+
+
+def test_a_bank_of_scores_has_nothing_to_do_with_a_validation_set_of_another_size(saved, tmp_path, capsys):
+    for name, shape in (("bank", (5, 12)), ("val", (4, 8))):
+        np.save(tmp_path / f"{name}.npy", np.random.default_rng(0).normal(size=shape))
+    options = ("--bank-images", tmp_path / "bank.npy", "--val", tmp_path / "val.npy")
+    assert run("rerank", saved, "--methods", "fast", *options) == 0
+    assert capsys.readouterr().out.count("fast, calibrated") == 2
+
+
 def test_damaged_data_of_the_chosen_array_are_named(tmp_path):
     np.savez_compressed(tmp_path / "s.npz", sims=np.random.default_rng(0).normal(size=(60, 120)))
     content = bytearray((tmp_path / "s.npz").read_bytes())

@@ -238,9 +238,9 @@ def test_the_bank_that_is_the_test_set_changes_nothing():
 
 
 def test_re_ranked_pairs_copy_and_pickle():
-    pair = FastReranker().rerank(torch.rand(3, 3))
+    pair = FastReranker().fit(images=torch.rand(5, 3)).rerank(torch.rand(3, 3))
     for twin in (copy.deepcopy(pair), pickle.loads(pickle.dumps(pair))):
-        assert torch.equal(twin.i2t, pair.i2t) and torch.equal(twin.t2i, pair[1]) and twin.transductive == (True, True)
+        assert torch.equal(twin.i2t, pair.i2t) and torch.equal(twin.t2i, pair[1]) and twin.transductive == (False, True)
 
 
 @given(st.integers(0, 10_000), st.floats(-1, 1), st.integers(0, 11))
@@ -348,6 +348,12 @@ def test_images_saved_once_per_caption_count_once(kind, captions):
     assert found.metrics() == wanted and found.i2t.ids.tolist() == list(range(7))
     with pytest.warns(UserWarning, match="images: every"):
         assert torch.equal(fold_repeated(images), images[::captions])
+
+
+def test_images_that_share_a_coordinate_are_different_ones():
+    images = torch.rand(4, 3)
+    images[1], images[3, 0] = images[0], images[2, 0]
+    assert torch.equal(fold_repeated(images), images)
 
 
 def test_images_that_repeat_otherwise_are_as_many_as_there_are():

@@ -276,6 +276,15 @@ def test_comparisons_of_several_systems_are_holms():
     assert alone == {"bad": {"rsum": compare(systems["bad"], systems["base"], samples=300)["rsum"]}}
 
 
+def test_holms_correction_of_known_p_values(monkeypatch):
+    single = {"a": 0.01, "b": 0.025, "c": 0.02, "d": 0.5}
+    stub = lambda system, base: {"rsum": metrics.Comparison(0.0, 0.0, 0.0, single[system])}  # noqa: E731
+    monkeypatch.setattr("itrloss.metrics.uncertainty.compare", stub)
+    found = compare_all({"base": "base", **{name: name for name in single}}, baseline="base")
+    wanted = {"a": 4 * 0.01, "b": 3 * 0.02, "c": 3 * 0.02, "d": 0.5}  # none below a smaller one's
+    assert {name: x["rsum"].p_value for name, x in found.items()} == pytest.approx(wanted)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"baseline": "none"}, "baseline.*'a' or 'b'"), ({"baseline": "a", "figures": ("r1",)}, "figures.*i2t_r1")],
@@ -309,3 +318,10 @@ def test_what_the_extra_brings_is_named_where_it_is_not_there(package, call, mon
     with pytest.raises(ImportError, match=r"pip install 'itrloss\[metrics\]'"):
         call()
     assert importlib.import_module("itrloss.metrics").retrieval_metrics(torch.eye(2))["rsum"] == 600
+
+
+def test_batches_are_kept_without_their_gradient():
+    pytest.importorskip("torchmetrics")
+    metric = metrics.RetrievalMetrics()
+    metric.update(torch.rand(3, 4, requires_grad=True), torch.rand(3, 4, requires_grad=True))
+    assert not metric.images[0].requires_grad and not metric.texts[0].requires_grad

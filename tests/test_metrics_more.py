@@ -464,3 +464,10 @@ def test_flickr8k_experts_agree_with_a_linear_model():
     assert abs(shuffled.tau) < 0.1 and shuffled.t2i_ndcg < found.t2i_ndcg / 3
     results = retrieval_results(sim, relevant=judgements.at_least(3))
     assert 0 < (results.i2t.positives > 0).sum() < 1000 and results.metrics()["t2i_r10"] > 10
+
+
+def test_folds_of_inner_products_are_those_of_their_matrix():
+    v, w = (torch.randn(n, 3, generator=generator(n)) * (1 + torch.arange(n))[:, None] for n in (8, 16))
+    ids = torch.arange(8), torch.arange(16) // 2
+    found = retrieval_metrics(Similarity(v, w, *ids, normalize=False), folds=2)
+    assert found == retrieval_metrics(v @ w.T, *ids, folds=2)

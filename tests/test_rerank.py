@@ -316,6 +316,19 @@ def test_a_bank_with_as_many_queries_as_candidates_is_read_the_right_way():
     torch.testing.assert_close(found.images, -(3 * texts).logsumexp(1) / 3)
 
 
+def test_a_bank_is_scored_as_the_embeddings_are():
+    (v, w), (bank_v, bank_w) = embeddings(N, M), embeddings(11, 9, seed=5)
+    sim = Similarity(v, w, torch.arange(N), torch.arange(M), normalize=False)
+    found = InvertedSoftmax(0.5).fit(bank_v, bank_w).biases(sim)
+    wanted = InvertedSoftmax(0.5).fit(bank_v @ w.T, v @ bank_w.T).biases(v @ w.T)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_an_item_is_among_its_own_neighbours_whatever_the_number_of_its_copies():
+    sim = Similarity(torch.ones(3, 4), torch.rand(5, 4), torch.arange(3), torch.arange(5))
+    assert all(x.isfinite().all() for x in KReciprocalReranker(1, 1).rerank(sim))
+
+
 @pytest.mark.parametrize("name", names(transductive=True))
 def test_hostile_input_gives_finite_scores(name):
     v, w = embeddings(N, M, dtype=torch.float32)
@@ -353,6 +366,31 @@ def test_of_equals_the_first_comes_first():
     assert ((order == 4).nonzero()[:, 1] < (order == 9).nonzero()[:, 1]).all()
 
 
+def test_what_is_reordered_stays_above_its_equals():
+    """Where all score the same, too, and where the best score is 0."""
+    best = ReciprocalReranker(2).rerank(torch.full((N, M), 0.5)).i2t.topk(3).values  # whichever two of the equal ones
+    assert (best[:, 1] > best[:, 2]).all()
+    distances = -torch.arange(5.0).expand(3, 5)
+    found = TwoStageReranker(lambda images, texts: texts.float(), 3, weight=0.0).rerank(distances).i2t
+    assert (found.argsort(1, descending=True) == torch.tensor([2, 1, 0, 3, 4])).all()
+
+
+def test_of_queries_with_the_same_score_none_stands_before_the_other():
+    scores = torch.tensor([[5.0, 5.0], [6.0, 5.0], [1.0, 1.0]])  # the second image alone is before the first, once
+    assert ReciprocalReranker(2, 2).rerank(scores).i2t[0].argmax() == 1
+
+
+@pytest.mark.parametrize("kind", [NearestNeighborNorm, CSLS])
+def test_all_queries_are_the_nearest_where_there_are_fewer(kind):
+    scores = torch.rand(N, M, generator=torch.Generator().manual_seed(0))
+    every = kind(k=1000).biases(scores)
+    for k, side in ((N, "texts"), (M, "images")):
+        torch.testing.assert_close(getattr(every, side), getattr(kind(k=k).biases(scores), side))
+    fewer = kind(k=1000).biases(scores[:, :3])  # more queries than candidates
+    ratio = fewer.texts / scores[:, :3].mean(0)
+    torch.testing.assert_close(ratio, ratio[:1].expand(3))
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_re_rankers_show_and_copy_themselves(name):
     method = METHODS[name]
@@ -385,6 +423,13 @@ def test_a_state_that_was_saved_ranks_as_before(name, tmp_path):
     sim = Similarity(v, w, torch.arange(N), torch.arange(M))
     for a, b in zip(method.rerank(sim), other.rerank(sim), strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_bank_that_comes_from_a_model_is_kept_without_its_gradient():
+    bank = torch.rand(5, M, requires_grad=True) * 2.0  # no leaf: PyTorch would refuse to copy it
+    method = CSLS(3).fit(images=bank)
+    assert not method.state_dict()["images"].requires_grad
+    assert copy.deepcopy(method).transductive == (False, True)
 
 
 def test_hubs_of_a_saved_bank_serve_a_single_query(tmp_path):
@@ -517,6 +562,11 @@ def test_what_calibration_compares():
     """Recalls, and where these are equal the reciprocal ranks, of the queries that have an answer."""
     assert rerank.fast._quality(torch.tensor([0, 2, 0, 20])) == pytest.approx((1.0, 0.275))
     assert rerank.fast._quality(torch.tensor([2, 20])) > rerank.fast._quality(torch.tensor([3, 20]))
+
+
+def test_of_scales_that_do_as_well_the_first_are_chosen():
+    found = FastReranker().calibrate(torch.eye(6), scales=(8.0, 4.0, 16.0))
+    assert found.i2t == found.t2i == (8.0, 8.0)
 
 
 def test_calibration_uses_the_bank():

@@ -181,3 +181,11 @@ def test_public_names_are_those_and_no_others():
     public = set(found.stdout.split())
     modules = {path.stem for path in Path(itrloss.__file__).parent.iterdir()}
     assert public - (modules - set(itrloss.__all__)) == set(itrloss.__all__)
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+def test_candidates_of_minus_infinity_are_the_last_and_say_so(engine):
+    scores = torch.tensor([[-torch.inf, 0.5, -torch.inf, 1.0]])
+    top = Similarity.from_scores(scores, *torch.arange(5).split((1, 4)), engine=engine).topk(4)
+    assert top.values.tolist() == [[1.0, 0.5, -torch.inf, -torch.inf]]
+    assert top.indices[0, :2].tolist() == [3, 1] and set(top.indices[0].tolist()) == set(range(4))

@@ -14,6 +14,8 @@ from cases import SHAPES, make_ids, similarity
 
 import itrloss
 from itrloss import TripletLoss, describe
+from itrloss.memory import MemorySimilarity
+from itrloss.telemetry import describe_memory
 
 
 def mean(values):
@@ -100,6 +102,17 @@ def test_telemetry_of_a_memory():
         best += [s[i, [j for j in range(6) if j + 2 != i]].max() for i in range(3)]
     torch.testing.assert_close(loss.telemetry["memory_hardest"], torch.stack(best).mean())
     torch.testing.assert_close(loss.telemetry["gap"], describe(itrloss.Similarity(v, w))["gap"])
+
+
+def test_the_age_of_a_memory_counts_the_batches_of_all_processes(monkeypatch):
+    memory = itrloss.CoupledMemory(12, 4)
+    memory.enqueue(*torch.randn(2, 12, 4), torch.arange(12))
+    v, w = torch.randn(2, 3, 4)
+    sims = MemorySimilarity.of(v, w, v, w, memory, torch.arange(3), torch.arange(3))
+    assert describe_memory(sims)["memory_age"] == 2.5  # 1, 2, 3 and 4 batches ago
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    assert describe_memory(sims)["memory_age"] == 1.5  # 1 and 2 batches ago, of six pairs each
 
 
 def test_telemetry_of_sets_is_that_of_the_best_head():

@@ -308,8 +308,6 @@ def _tensor(path: str | Path, array: Any) -> Tensor:
         raise ValueError(f"{path}: expected numbers, got {array.dtype}")
     if array.dtype.kind == "f" and array.dtype.itemsize > 8:
         array = array.astype(np.float64)
-    if array.dtype.kind == "u" and array.dtype.itemsize > 1:
-        array = array.astype(np.int64)
-    if not array.dtype.isnative or any(stride < 0 for stride in array.strides):
-        array = array.astype(array.dtype.newbyteorder("="), order="C")
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
     return torch.from_numpy(array)

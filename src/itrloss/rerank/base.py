@@ -297,7 +297,6 @@ def _blocks(direction: Direction, rule: Callable[[Tensor, slice], Tensor]) -> It
 
 def _ranks(direction: Direction, rule: Rule, answers: Similarity, k: int, ties: str | None) -> Ranked:
     """Return ranks and best candidates by re-ranked score; ``answers``: the direction's queries with their labels."""
-    k = min(k, answers.shape[1])
     if isinstance(rule, Bias):
         ranks, top = answers.ranked(k, rule.bias / rule.factor, ties=ties)
         return ranks, TopK(top.values * rule.factor, top.indices)

@@ -73,8 +73,8 @@ class FastReranker(_LogSumReranker):
     ) -> FastReranker:
         """Choose all four parameters on held-out pairs, those with the highest R@1 + R@5 + R@10 of each direction.
 
-        Of pairs with the same recalls, those with the highest mean reciprocal rank. Labels are looked at here, which is
-        why this takes a validation set and not the test set.
+        Of pairs with the same recalls, those with the highest mean reciprocal rank; of equal ones, the first. Labels
+        are looked at here, which is why this takes a validation set and not the test set.
 
         Args:
             validation: (n_images, n_texts) scores, or a :class:`itrloss.Similarity`. Banks of :meth:`fit` are used if
