@@ -23,7 +23,7 @@ def measure(size: int, variant: str) -> float | None:
     call = (
         partial(LOSSES[case.loss].plain, *inputs.leaves)
         if variant == "eager"
-        else partial(module(case, inputs.given), *inputs.leaves)
+        else partial(module(case, inputs), *inputs.leaves)
     )
     return peak_memory(lambda: call().backward(), torch.device("cpu"))
 
