@@ -77,7 +77,7 @@ class _Pairs:
             self.scores = torch.stack([sim._matrix.positive_scores() for sim in heads])  # (K, P)
         else:
             index = tuple(x.flatten() for x in torch.meshgrid(*map(self._numbers, first.shape), indexing="ij"))
-            excluded = first.pairs.excluded(over="positives")
+            excluded = first.pairs.excluded("positives", slice(None), slice(None))
             assert excluded is not None
             self.mask = ~excluded.flatten()
             self.scores = torch.stack([sim._matrix.as_dense().scores().flatten() for sim in heads])
