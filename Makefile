@@ -3,13 +3,25 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test lint types docs clean
+.PHONY: demo test versions lint types docs clean
 
 demo: $(STAMP)  ## train, evaluate and re-rank on the drawn data set; leaves demo/report.html
 	$(BIN)/python -m examples.retrieval.demo --out demo
 
 test: lint types docs  ## everything CI runs
 	$(BIN)/python -m pytest -n auto --maxprocesses 4
+
+# PyTorch brings its own Triton, and the newest FAISS does not take every NumPy: these pins go.
+versions: SHELL := /bin/bash
+versions:  ## the fast tests on other versions: make versions TORCH=2.8.0 NUMPY=1.24.4 PYTHON=python3.10
+	@test -n "$(TORCH)" -a -n "$(NUMPY)" || { echo "usage: make versions TORCH=2.8.0 NUMPY=1.24.4 [PYTHON=python3.10]"; exit 2; }
+	set -e; venv=$$(mktemp -d); trap 'rm -rf "$$venv"' EXIT; \
+	$(PYTHON) -m venv "$$venv"; \
+	grep -vE '^(torch|triton|numpy|faiss-cpu)==' constraints.txt >"$$venv/constraints.txt"; \
+	"$$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c "$$venv/constraints.txt" \
+		-e '.[examples,docs,test]' 'torch==$(TORCH)' 'numpy==$(NUMPY)'; \
+	"$$venv/bin/python" -m pip list --disable-pip-version-check | grep -E '^(torch|triton|numpy|faiss-cpu) '; \
+	"$$venv/bin/python" -m pytest -m 'not slow'
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -210,6 +210,7 @@ def test_a_single_query_is_told_which_option_helps(tmp_path, capsys):
 def test_a_signal_leaves_no_temporary_file_and_no_traceback(sent, saved, tmp_path):
     code = (
         "import os, signal, sys, time; from itrloss import cli\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # jobs in a script's background ignore it
         "def stop(*args, **kwargs): os.kill(os.getpid(), int(sys.argv[1])); time.sleep(60)\n"
         "cli.np.savez = stop\n"
         "sys.exit(cli.main(['rerank', 's.npy', '--methods', 'fast', '--out', 'out.npz']))"

@@ -459,7 +459,9 @@ def test_tensors_that_are_no_matrices_of_numbers_are_refused(kind: str, tmp_path
     }
     torch.save(made[kind], tmp_path / "sims.pt")
     assert run("rerank", tmp_path / "sims.pt") == 2
-    assert "expected a dense tensor" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    # PyTorch 2.15 itself no longer reads nested tensors from files that are not trusted.
+    assert "expected a dense tensor" in said or (kind == "nested" and "not a readable .pt file" in said)
 
 
 def test_what_is_interrupted_leaves_the_old_file(saved: Path, tmp_path: Path, monkeypatch):

@@ -76,7 +76,7 @@ class _Pairs:
             n, m = first.shape
             places = torch.arange(n * m, device=first.device)
             index = places // m, places % m
-            excluded = first.pairs.excluded(over="positives")
+            excluded = first.pairs.excluded("positives", slice(None), slice(None))
             assert excluded is not None
             self.mask = ~excluded.flatten()
             self.scores = torch.stack([sim._matrix.as_dense().scores().flatten() for sim in heads])

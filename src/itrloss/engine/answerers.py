@@ -58,7 +58,7 @@ class Dense:
         parts: list[Tensor] = []
         for k, m in enumerate(self.matrices):
             repeated = k > 0 and m.pairs is self.matrices[k - 1].pairs
-            part = parts[-1] if repeated else m.pairs.excluded(over=over)
+            part = parts[-1] if repeated else m.pairs.excluded(over, slice(None), slice(None))
             part = torch.zeros(1, 1, dtype=torch.bool, device=m.device) if part is None else part
             parts.append(part.expand(m.shape))
         mask = torch.cat([parts[k].T if side else parts[k] for k, side in self.views])

@@ -107,7 +107,8 @@ class Pairs:
 
     # --------------------------------------------------------------------------------------------- masking
 
-    def excluded(self, rows: slice = slice(None), cols: slice = slice(None), over: str = "negatives") -> Tensor | None:
+    # The compiler of PyTorch 2.8 does not take slices as default values of parameters.
+    def excluded(self, over: str, rows: slice, cols: slice) -> Tensor | None:
         """Return the (r, c) bool mask of pairs that a sum ``over`` negatives, positives or all leaves out, or None."""
         (row_ids, col_ids), mask = self.ids, None
         if over != "all":
@@ -136,7 +137,7 @@ class Pairs:
                 inside = (j >= c.start) & (j < c.stop)
                 x[..., i[inside] - r.start, j[inside] - c.start] = value
                 over = "all"
-        mask = self.excluded(r, c, over)
+        mask = self.excluded(over, r, c)
         return x if mask is None else x.masked_fill_(mask, value)
 
 
