@@ -154,5 +154,5 @@ def _kendall(scores: Tensor, grades: Tensor) -> float:
         from scipy.stats import kendalltau
     except ImportError:
         raise ImportError("agreement needs SciPy: pip install 'itrloss[metrics]'") from None
-    tau: Any = kendalltau(scores.numpy(), grades.numpy()).statistic
-    return 0.0 if math.isnan(tau) else float(tau)  # nan if all scores are equal
+    result: Any = kendalltau(scores.numpy(), grades.numpy())
+    return 0.0 if math.isnan(result.statistic) else float(result.statistic)  # nan if all scores are equal

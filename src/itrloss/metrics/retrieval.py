@@ -157,8 +157,8 @@ def _ranked(
     if reranker is not None:
         ranked = reranker._ranked(sim, k, ties)
     elif relevant is not None:
-        pairs = unique_pairs(relevant, sim.shape, sim.device)
-        ranked = [ranked_by_pairs(*p, view, k, ties) for p, view in zip((pairs, pairs[::-1]), views, strict=True)]
+        images, texts = unique_pairs(relevant, sim.shape, sim.device)
+        ranked = [ranked_by_pairs(images, texts, views[0], k, ties), ranked_by_pairs(texts, images, views[1], k, ties)]
     else:
         ranked = [view.ranked(k, ties=ties) for view in views]
     sides = zip(ids_or_indices(sim), ranked, views, strict=True)
