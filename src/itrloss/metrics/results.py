@@ -68,10 +68,7 @@ class QueryResults:
     @property
     def occurrences(self) -> Tensor:
         """The (candidates,) int64 k-occurrences: the number of queries whose first k contain a candidate."""
-        return self._occurrences(slice(None))
-
-    def _occurrences(self, queries: Tensor | slice) -> Tensor:
-        return torch.bincount(self.top[queries].flatten(), minlength=self.candidates)
+        return torch.bincount(self.top.flatten(), minlength=self.candidates)
 
     def _within_r(self) -> Tensor:
         return (self.ranks > 0) & (self.ranks <= self.positives[:, None])
@@ -90,7 +87,7 @@ class QueryResults:
             "median_rank": float(ordered[(n - 1) // 2] + ordered[n // 2]) / 2,
             "r_precision": 100 * float(self.r_precision[answered].mean()),
             "map_at_r": 100 * float(self.average_precision[answered].mean()),
-            "skewness": float(skewness(self._occurrences(answered))),
+            "skewness": float(skewness(torch.bincount(self.top[answered].flatten(), minlength=self.candidates))),
         }
 
 

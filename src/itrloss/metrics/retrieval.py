@@ -129,11 +129,11 @@ def _both_directions(
     scores: Scores, image_ids: Tensor | None, text_ids: Tensor | None, relevant: tuple[Tensor, Tensor] | None
 ) -> tuple[Similarity, Similarity | None]:
     """Return the scores of image→text, and those of text→image if they differ; checked, with ids."""
-    first, second = scores if isinstance(scores, tuple) else (scores, None)
-    by_ids = relevant is None
+    first, by_ids = scores[0] if isinstance(scores, tuple) else scores, relevant is None
     sim = with_ids("scores", first, image_ids, text_ids, by_ids).detach()
-    if second is None:
+    if not isinstance(scores, tuple):
         return sim, None
+    second = scores[1]
     check_matrix("scores[1]", second, "(N, M)")
     if tuple(second.shape) != tuple(first.shape):
         raise ValueError(f"scores[1]: expected shape {tuple(first.shape)} like scores[0], got {tuple(second.shape)}")

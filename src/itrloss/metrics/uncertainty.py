@@ -46,12 +46,7 @@ def confidence_intervals(
 
 
 def compare(
-    results: RetrievalResults,
-    others: RetrievalResults,
-    *,
-    level: float = 0.95,
-    samples: int = 2000,
-    seed: int = 0,
+    results: RetrievalResults, others: RetrievalResults, *, level: float = 0.95, samples: int = 2000, seed: int = 0
 ) -> dict[str, Comparison]:
     """Return the differences ``results - others`` of all metrics on the same queries, by a paired bootstrap.
 
@@ -77,11 +72,7 @@ def compare(
 
 
 def compare_all(
-    systems: Mapping[str, RetrievalResults],
-    *,
-    baseline: str,
-    figures: Sequence[str] = ("rsum",),
-    **options: Any,
+    systems: Mapping[str, RetrievalResults], *, baseline: str, figures: Sequence[str] = ("rsum",), **options: Any
 ) -> dict[str, dict[str, Comparison]]:
     """Return :func:`compare` of each system with the baseline, with p-values corrected for multiple comparisons.
 
@@ -124,10 +115,9 @@ def _sums_by_id(*runs: RetrievalResults) -> tuple[list[str], list[Tensor]]:
     for run in runs:
         sums = torch.zeros(len(unique), len(WAYS), len(_METRICS) + 1, dtype=torch.float64, device=unique.device)
         for i, (way, index) in enumerate(zip(WAYS, inverse.split([len(x) for x in ids]), strict=True)):
-            reference: QueryResults = getattr(runs[0], way)
             queries: QueryResults = getattr(run, way)
             answered = queries.positives > 0
-            if not torch.equal(queries.ids, ids[i]) or not torch.equal(answered, reference.positives > 0):
+            if not torch.equal(queries.ids, ids[i]) or not torch.equal(answered, getattr(runs[0], way).positives > 0):
                 raise ValueError(f"others: expected results of the same queries; those of {way} differ")
             values = [*queries.hits.unbind(1), queries.r_precision, queries.average_precision, answered]
             sums[:, i].index_add_(0, index, torch.stack([x.double() for x in values], 1) * answered[:, None])

@@ -142,8 +142,6 @@ class Reranker(ABC):
             setattr(self, name, value)
         return self
 
-    # ----------------------------------------------------------------------------------------------- ranking
-
     def rerank(self, scores: Tensor | Similarity) -> Reranked[Tensor]:
         """Return re-ranked scores ``(image→text, text→image)``, both (n_images, n_texts), higher is better.
 
@@ -241,8 +239,6 @@ class Reranker(ABC):
 
     def _rules_together(self, directions: Sequence[Direction]) -> Sequence[Rule]:
         return [self.rule(direction) for direction in directions]
-
-    # -------------------------------------------------------------------------------------------- directions
 
     def _description(self) -> str:
         """Return the method, its options and its banks as a string, which must be the same in all processes."""
