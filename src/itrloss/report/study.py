@@ -54,7 +54,7 @@ def hubness(
     return histograms(
         arrays, label, f"number of {query}s with it among their first {k}", f"number of {candidate}s (log scale)"
     ), (
-        f"The {candidate}s among the first {k} of {len(before.top):,} {query}s. Skewness {skews}. The most popular "
+        f"{candidate.capitalize()}s, retrieved by {len(before.top):,} {query}s. Skewness {skews}. The most popular "
         f"{candidate} is in {most} lists; {never} of {len(counts[0]):,} are in none."
     )
 
