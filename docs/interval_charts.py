@@ -35,7 +35,7 @@ def drawn(table, label):
         return None
     before, after, column = [row for row in rows if row[0]], [row for row in rows if not row[0]], head.index("RSUM")
     after = [row[column] for row in after] or [row[head.index("re-ranked")] for row in rows]
-    groups = {"as they are": [interval(row[column]) for row in before], "re-ranked": [interval(x) for x in after]}
+    groups = {"no re-ranking": [interval(row[column]) for row in before], "re-ranked": [interval(x) for x in after]}
     return intervals([row[0] for row in before], groups, label, "RSUM, mean ± standard deviation over seeds")
 
 

@@ -1,4 +1,4 @@
-"""Five captions an image
+"""Five captions per image
 
 Equal ids match. With ids the five captions of an image are all pulled towards it; with a diagonal
 of 40 copied images and 40 captions, as in much public code, an image's other four captions are

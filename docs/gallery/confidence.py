@@ -1,8 +1,8 @@
-"""How sure a recall is
+"""Confidence intervals of recalls
 
 Two models on the same 300 images with five captions each. Each model's own interval comes from
-resampling images; the paired comparison asks both models the same images each time, and is far
-surer of their difference.
+resampling images; the paired comparison draws the same images for both models each time, and is
+far more precise about their difference.
 """
 
 import matplotlib.pyplot as plt

@@ -1,7 +1,7 @@
 """Which engine?
 
-Small matrices go to plain PyTorch, which makes fewest calls; large ones are worked through in
-tiles. ``auto`` chooses by size alone: the grey line is where it changes over on a CPU. Times are
+Small matrices use plain PyTorch, which makes the fewest calls; large ones are computed in tiles.
+The grey line is the size at which ``auto`` switches on a CPU. Times are
 those of the machine that built this page.
 """
 

@@ -1,6 +1,6 @@
-"""Several heads an image
+"""Several heads per image
 
-Every image here means four things at once, and each caption is about one of them. One embedding has
+Every image here has four meanings, and each caption is about one of them. One embedding has
 to lie between its captions; with several heads, trained with the variance-aware loss of DVSE, a
 head may stand near each.
 """
@@ -31,4 +31,4 @@ for heads in (1, 2, 4, 8):
     recalls[heads] = itrloss.metrics.retrieval_metrics(scores, ids, caption_ids)["t2i_r1"]
     print(f"heads {heads}: R@1 {recalls[heads]:.1f}")
 plt.bar(range(4), list(recalls.values()), tick_label=list(recalls))
-plt.gca().set(xlabel="heads an image", ylabel="R@1, text to image, %")
+plt.gca().set(xlabel="heads per image", ylabel="R@1, text to image, %")

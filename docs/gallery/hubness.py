@@ -1,8 +1,8 @@
 """Hubs, before and after
 
 How often is each of 1000 texts among the first ten that an image gets? Ten times on average, but
-some texts answer everything and some nothing. Fast Re-ranking takes the hubs down, and the skewness
-of these counts with them.
+some texts appear for most images and some for none. Fast Re-ranking moves the hubs down, which also
+lowers the skewness of these counts.
 """
 
 import matplotlib.pyplot as plt
@@ -13,12 +13,12 @@ from itrloss.metrics import retrieval_results
 from itrloss.rerank import FastReranker
 
 torch.manual_seed(0)
-images = torch.randn(1000, 64) + 0.8  # all have something in common, and some texts have more of it
+images = torch.randn(1000, 64) + 0.8  # a shared component, of which some texts have more
 texts = images + 2.0 * torch.randn(1000, 64) + 2.0 * torch.rand(1000, 1)
 sim = itrloss.Similarity(images, texts)
 
 bins = range(0, 90, 3)
-for name, reranker in {"as they are": None, "Fast Re-ranking": FastReranker()}.items():
+for name, reranker in {"no re-ranking": None, "Fast Re-ranking": FastReranker()}.items():
     results = retrieval_results(sim, reranker=reranker)
     metrics, occurrences = results.metrics(), results.i2t.occurrences
     print(f"{name:16} R@1 {metrics['i2t_r1']:.1f}, skewness {metrics['i2t_skewness']:.2f},", end=" ")

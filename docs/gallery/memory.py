@@ -1,6 +1,6 @@
-"""Memory against the batch size
+"""Memory by batch size
 
-What autograd holds on to between forward and backward, for InfoNCE in plain PyTorch and here. The
+The tensors that autograd keeps between forward and backward, for InfoNCE in plain PyTorch and here. The
 matrix of all similarities grows with the square of the batch; tile by tile, only the embeddings and
 a few vectors are kept.
 """

@@ -1,8 +1,8 @@
 """A small batch with a momentum memory
 
-Batches of eight pairs have seven negatives an anchor. A memory of 1024 keys, from slowly moving
-copies of the towers, has many more: M-DCL beside DCL, as in CODER. The same number of steps goes
-further.
+Batches of eight pairs have seven negatives per anchor. A memory of 1024 keys, from slowly moving
+copies of the towers, adds many more: M-DCL in addition to DCL, as in CODER. After the same number
+of steps the recall is higher.
 """
 
 import matplotlib.pyplot as plt

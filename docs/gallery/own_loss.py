@@ -1,8 +1,8 @@
 """A loss of your own
 
 Any elementwise function of the scores can be summed over each anchor's negatives or positives: the
-engine does the tiles, autograd the derivative. Here a negative pays the square of what it lacks to
-a distance of 0.4 from its anchor's positive. Training draws the positives away from the negatives.
+engine loops over tiles, autograd computes the derivative. Here the loss of a negative is the square
+of its excess over the positive's score less 0.4. Training separates positives from negatives.
 """
 
 import matplotlib.pyplot as plt

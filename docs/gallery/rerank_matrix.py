@@ -1,8 +1,8 @@
 """Re-rank a saved matrix
 
-A model's scores for 200 images and five captions each, as a file. Seven ways to re-rank them, none
-of which looks at a label; all look at the test queries together. RSUM is the sum of six recalls,
-600 at best.
+A model's scores for 200 images with five captions each, saved in a file, are re-ranked in seven
+ways. None uses labels; all use the test queries together. RSUM is the sum of six recalls, 600 at
+best.
 """
 
 import matplotlib.pyplot as plt

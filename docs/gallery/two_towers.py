@@ -1,7 +1,7 @@
 """Two towers, trained with DCL
 
-Images and texts are noisy views of the same twelve numbers. Two linear towers learn to find these
-again, from nothing but which image goes with which text. Watch the recall of unseen pairs rise as
+Images and texts are noisy views of the same twelve numbers. Two linear towers learn to recover these
+from the pairs of images and texts alone. Watch the recall of unseen pairs rise as
 the loss falls.
 """
 

@@ -285,7 +285,7 @@ def _check_folds(args: argparse.Namespace, sim: Similarity, banks: Sequence[Tens
     if args.out or args.rankings:
         raise ValueError("--folds: nothing is ranked among all candidates then, as --out and --rankings have it")
     if sim._inputs is None and any(bank is not None for bank in banks):
-        raise ValueError("--folds: banks of scores are with all candidates, those of a part are others")
+        raise ValueError("--folds: banks of scores contain all candidates, those of a part are others")
     try:
         whole_parts_of(sim, args.folds)
     except ValueError as error:

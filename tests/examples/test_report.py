@@ -212,7 +212,7 @@ def test_the_figure_of_hubness_tells_what_the_metrics_do(data):
     chart, caption = hubness(before.i2t, after.i2t, ("cosine", "re-ranked"), "picture", "caption")
     counts = [np.bincount(x.i2t.top.flatten(), minlength=CAPTIONS) for x in (before, after)]
     skews = " → ".join(f"{x.metrics()['i2t_skewness']:.2f}".replace("-", "−") for x in (before, after))
-    assert f"Captions, asked for by {IMAGES} pictures. Skewness {skews}. " in caption
+    assert f"Captions, retrieved by {IMAGES} pictures. Skewness {skews}. " in caption
     assert f"in {counts[0].max()} → {counts[1].max()} lists; " in caption
     assert f"{(counts[0] == 0).sum()} → {(counts[1] == 0).sum()} of {CAPTIONS} are in none" in caption
     assert all(f">{text}<" in chart for text in ("cosine", "re-ranked", f"mean {counts[0].mean():.1f}"))

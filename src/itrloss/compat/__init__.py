@@ -1,8 +1,8 @@
-"""The losses of public code bases, under the signatures they have there: a user changes one line.
+"""The losses of public code bases, under their original signatures: a user changes one line.
 
-Each class takes what the original's constructor takes, is called as the original is, and returns what it returns.
-Embeddings are scored as they come, because those code bases normalise in their models. Where a value differs from the
-original's, the class says so. Of all of them: scores and losses are float32 at least, and nothing is printed.
+Constructor, call and result of each class are those of the original. Embeddings are not normalised, because those code
+bases normalise in their models. If a value differs from the original's, the class says so. In all classes, scores and
+losses are float32 at least, and nothing is printed.
 """
 
 from .contrastive import ClipLoss, HALLoss, SigLipLoss, USERLoss

@@ -1,4 +1,4 @@
-"""What the losses of several code bases need."""
+"""Options, checks and similarities that the losses share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..similarity import Similarity
 
 
 def option(opt: Any, name: str, *default: Any) -> Any:
-    """Return an attribute of a code base's settings; without a default it must be there."""
+    """Return an attribute of a code base's settings, or the default; raise an error if there is neither."""
     try:
         return getattr(opt, name, *default)
     except AttributeError:
@@ -20,7 +20,7 @@ def option(opt: Any, name: str, *default: Any) -> Any:
 
 
 def required(name: str, x: Any) -> Any:
-    """Return an argument that is optional in the original's signature and needed here."""
+    """Return an argument that is optional in the signature but needed here; raise an error if it is None."""
     if x is None:
         raise ValueError(f"{name}: expected a tensor, got None")
     return x
@@ -29,7 +29,7 @@ def required(name: str, x: Any) -> Any:
 def similarity(
     x: Tensor, y: Tensor, names: tuple[str, str] = ("im", "s"), ids: tuple[Any, Any] | None = None, order: bool = False
 ) -> Similarity:
-    """Return the similarity of embeddings as they come; without ids row i matches row i. Errors name the arguments."""
+    """Return the similarity of unnormalised embeddings; without ids row i matches row i. Errors use ``names``."""
     if ids is None and isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape != y.shape:
         raise ValueError(f"{names[1]}: expected shape {tuple(x.shape)} like {names[0]}, got {tuple(y.shape)}")
     if order:

@@ -1,4 +1,4 @@
-"""The losses of HAL and USER, with their memories and queues, and of open_clip."""
+"""The losses of HAL and USER, with memory banks and queues, and of open_clip."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .hinge import VSEPPLoss
 class HALLoss(nn.Module):
     """HAL (hardyqr/HAL, ``model.py``), called as ``criterion(im, s, mb_img, mb_cap, mb_ind, indices)``.
 
-    It is :class:`itrloss.HubnessAwareLoss`, in which a memory bank gives pairs weights, see `Memory banks`_. With
-    ``opt.max_violation`` or ``opt.sum_violation`` it is :class:`VSEPPLoss`, as there.
+    It is :class:`itrloss.HubnessAwareLoss`, in which a memory bank weights the pairs, see `Memory banks`_. With
+    ``opt.max_violation`` or ``opt.sum_violation`` it is :class:`VSEPPLoss`, as in the original.
     Differences: `Masked pairs`_, `Positive term`_; weights do not overflow, and a bank may hold fewer than
     ``mb_k`` other entries. Under ``torch.compile``, ``mb_ind`` and ``indices`` should be tensors.
     """
@@ -37,7 +37,7 @@ class HALLoss(nn.Module):
     def forward(
         self, im: Tensor, s: Tensor, mb_img: Any = None, mb_cap: Any = None, mb_ind: Any = None, indices: Any = None
     ) -> Tensor:
-        """Return the loss of (B, D) pairs, with (M, D) entries of a bank whose number is not among the pairs' own."""
+        """Return the loss of (B, D) pairs; entries of the (M, D) bank whose number is in ``indices`` are left out."""
         if self.triplet is not None:
             return self.triplet(im, s)
         sim = similarity(im, s, order=self.order)
@@ -49,19 +49,19 @@ class HALLoss(nn.Module):
         entries, batch = (torch.as_tensor(x, device=im.device) for x in (mb_ind, required("indices", indices)))
         scores = sim.scores()
         with torch.no_grad():
-            left_out = torch.where(torch.isin(entries, batch), -torch.inf, 0.0).to(scores.dtype)
+            excluded = torch.where(torch.isin(entries, batch), -torch.inf, 0.0).to(scores.dtype)
             near = []  # (B, k) highest scores with the bank, -inf where there are no more
             for x, bank in ((im, mb_cap), (s, mb_img)):
-                of_bank = similarity(x, bank, ("im, s", "mb_cap, mb_img"), (None, entries), self.order).scores()
-                near.append((of_bank + left_out).topk(min(self.k, len(x), len(bank))).values)
+                bank_scores = similarity(x, bank, ("im, s", "mb_cap, mb_img"), (None, entries), self.order).scores()
+                near.append((bank_scores + excluded).topk(min(self.k, len(x), len(bank))).values)
             negative, positive = self._weights(scores.diagonal(), *near)
-        # HAL without a margin leaves the diagonal of this out of its sums and has it for its positives
+        # HAL with margin 0 on this matrix: its diagonal are the positives, the rest are the negatives.
         own = torch.eye(len(im), dtype=torch.bool, device=im.device)
         weighted = torch.where(own, positive * scores, negative * (scores - self.margin))
         return functional.hubness_aware_loss(Similarity.from_scores(weighted), self.scale, 0.0)
 
     def _weights(self, own: Tensor, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (B, B) of negatives and (B,) of positives; a / (a + b) is the sigmoid of log a - log b."""
+        """Return the (B, B) weights of negatives and (B,) of positives: a / (a + b) is the sigmoid of log a - log b."""
         n, m = ((self.beta * x - self.ep_nega).logsumexp(1) for x in (images, texts))
         p, q = ((self.alpha * (x - self.ep_posi)).logsumexp(1) for x in (images, texts))
         own_too = torch.logaddexp(self.beta * own[:, None], self.beta * own[None])
@@ -72,8 +72,8 @@ class HALLoss(nn.Module):
 class USERLoss(nn.Module):
     """USER (zhangy0822/USER, ``lib/loss.py``, ``UTO``): ``criterion(im, s)`` is HAL with scale ``mu``, margin ``gama``.
 
-    ``criterion.moco_forward(v_q, t_k, t_q, v_k, v_queue, t_queue)`` are the terms of the queues alone, which the caller
-    adds. :class:`itrloss.UnifiedTrainingObjective` is both. Differences: `Masked pairs`_, `Positive term`_.
+    ``criterion.moco_forward(v_q, t_k, t_q, v_k, v_queue, t_queue)`` returns the terms of the queues, which the caller
+    adds. :class:`itrloss.UnifiedTrainingObjective` is the sum of both. Differences: `Masked pairs`_, `Positive term`_.
     """
 
     def __init__(self, opt: Any):
@@ -84,11 +84,11 @@ class USERLoss(nn.Module):
         return functional.hubness_aware_loss(similarity(im, s), self.scale, self.margin)
 
     def moco_forward(self, v_q: Tensor, t_k: Tensor, t_q: Tensor, v_k: Tensor, v_queue: Tensor, t_queue: Tensor) -> Any:
-        """Return the terms of the queues (D, K), without that of the batch: (B, D) images, keys of texts, and so on."""
-        nobody = None, torch.full(v_queue.shape[1:], -1, device=v_queue.device)  # -1 is the number of no row
+        """Return the terms of the (D, K) queues, without that of the batch, for (B, D) embeddings and keys."""
+        no_match = None, torch.full(v_queue.shape[1:], -1, device=v_queue.device)  # -1 matches no row
         sides = (v_q, t_queue, ("v_q", "t_queue")), (t_q, v_queue, ("t_q", "v_queue"))
         # Copies without a gradient: USER puts the batch into its queues before the backward pass.
-        queues = [similarity(x, queue.detach().T.clone(), names, nobody) for x, queue, names in sides]
+        queues = [similarity(x, queue.detach().T.clone(), names, no_match) for x, queue, names in sides]
         keys = Anchors.together(similarity(v_q, t_k, ("v_q", "t_k")), similarity(t_q, v_k, ("t_q", "v_k")))
         return functional.hubness_aware_loss(Anchors.together(*queues), self.scale, self.margin, positives=keys)
 
@@ -99,8 +99,8 @@ class ClipLoss(nn.Module):
     It is half of :class:`itrloss.InfoNCELoss`; ``logit_scale`` is the scale itself. ``world_size`` is 1 or that of
     ``torch.distributed``, with batches of one size and a ``DistributedDataParallel`` model. Values and gradients are
     open_clip's: with ``gather_with_grad`` those of one process that has the whole batch; without it the features of
-    other processes get no gradient. With ``local_loss`` own features are compared with all: less to compute, and the
-    loss is the mean of the processes' values. The other arguments have no effect.
+    other processes get no gradient. With ``local_loss`` each process compares its features with those of all, which
+    is less work; the loss of the batch is then the mean over processes. The other arguments have no effect.
     """
 
     def __init__(
@@ -119,30 +119,30 @@ class ClipLoss(nn.Module):
     def _loss(self, images: Tensor, texts: Tensor, scale: Any, bias: Any) -> Tensor:
         anchors = similarity(images, texts, ("image_features", "text_features")).both
         if self.world_size > 1:
-            every = self._gathered(images), self._gathered(texts)
+            gathered = self._gathered(images), self._gathered(texts)
             if self.local_loss:
-                anchors = Anchors.together(_among(images, every[1]), _among(texts, every[0]))
+                anchors = Anchors.together(_with_all(images, gathered[1]), _with_all(texts, gathered[0]))
             else:
-                anchors = similarity(*every).both
+                anchors = similarity(*gathered).both
         scale = scale.to(anchors.dtype) if isinstance(scale, Tensor) else scale  # 1 / scale would be far off in half
         loss = 0.5 * functional.info_nce_loss(anchors, 1 / scale)
-        # A softmax does not see a constant, but distributed training wants a gradient for each parameter.
+        # A softmax does not depend on the bias, but distributed training needs a gradient for each parameter.
         return loss + 0 * bias.sum() if isinstance(bias, Tensor) else loss
 
     def _gathered(self, x: Tensor) -> Tensor:
-        """Return the (world B, D) features of all processes, with gradients to those that are to have one."""
+        """Return the (world B, D) features of all processes; which of them get a gradient depends on the options."""
         if self.gather_with_grad:
             return distributed.gather(x)
-        every, first = distributed.gather(x.detach()), dist.get_rank() * len(x)
-        return every if self.local_loss else every.slice_scatter(x, 0, first, first + len(x))
+        all_features, first = distributed.gather(x.detach()), dist.get_rank() * len(x)
+        return all_features if self.local_loss else all_features.slice_scatter(x, 0, first, first + len(x))
 
 
 class SigLipLoss(ClipLoss):
     """open_clip (mlfoundations/open_clip, ``src/open_clip/loss.py``): SigLIP's sum over all pairs, divided by B.
 
-    It is :class:`itrloss.SigmoidLoss` with the model's scale and bias, called as :class:`ClipLoss`. In several
-    processes, own images against the texts of all; gradients are those of one process that has the whole batch.
-    ``rank``, ``dist_impl`` and ``chunk_size`` have no effect: large matrices are worked through in tiles anyway.
+    It is :class:`itrloss.SigmoidLoss` with the model's scale and bias, called as :class:`ClipLoss`. With several
+    processes, each compares its images with the texts of all; gradients are those of one process that has the whole
+    batch. ``rank``, ``dist_impl`` and ``chunk_size`` have no effect: large matrices are computed in tiles anyway.
     """
 
     def __init__(self, cache_labels=False, rank=0, world_size=1, dist_impl=None, chunk_size=0):
@@ -150,12 +150,12 @@ class SigLipLoss(ClipLoss):
 
     def _loss(self, images: Tensor, texts: Tensor, scale: Any, bias: Any) -> Tensor:
         sim = similarity(images, texts, ("image_features", "text_features"))
-        sim = _among(images, distributed.gather(texts)) if self.world_size > 1 else sim
+        sim = _with_all(images, distributed.gather(texts)) if self.world_size > 1 else sim
         return functional.sigmoid_loss(sim, scale, bias, "sum") / len(images)
 
 
-def _among(own: Tensor, every: Tensor) -> Similarity:
+def _with_all(own: Tensor, features: Tensor) -> Similarity:
     """Return the (B, world B) similarity of this process's features with those of all."""
-    numbers = torch.arange(len(every), device=every.device)
-    mine = numbers.narrow(0, dist.get_rank() * len(own), len(own))
-    return similarity(own, every, ids=(mine, numbers))
+    numbers = torch.arange(len(features), device=features.device)
+    own_numbers = numbers.narrow(0, dist.get_rank() * len(own), len(own))
+    return similarity(own, features, ids=(own_numbers, numbers))

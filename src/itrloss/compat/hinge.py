@@ -16,7 +16,7 @@ from ._shared import option, required, similarity
 
 
 class HingeLoss(nn.Module):
-    """The sum of hinges over all pairs and both directions, of all negatives or of each anchor's hardest."""
+    """The sum of hinges over all pairs and both directions, with all negatives or each anchor's hardest one."""
 
     def __init__(self, margin: float = 0, max_violation: bool = False):
         super().__init__()
@@ -43,10 +43,10 @@ class HingeLoss(nn.Module):
 
 
 class VSEPPLoss(HingeLoss):
-    """VSE++ (fartashf/vsepp, ``model.py``): of inner products, or of ``-|max(0, s - im)|`` for ``measure="order"``.
+    """VSE++ (fartashf/vsepp, ``model.py``), on inner products, or on ``-|max(0, s - im)|`` for ``measure="order"``.
 
-    With ``max_violation`` the hardest negative counts instead of all of them. In all hinge losses this attribute, or
-    the methods ``max_violation_on()`` and ``max_violation_off()``, may change that later.
+    With ``max_violation`` only the hardest negative counts. In all hinge losses it may be changed later, by this
+    attribute or by the methods ``max_violation_on()`` and ``max_violation_off()``.
     """
 
     def __init__(self, margin: float = 0, measure: str | bool | None = False, max_violation: bool = False):
@@ -59,14 +59,14 @@ class VSEPPLoss(HingeLoss):
 
 
 class VSEInfinityLoss(VSEPPLoss):
-    """VSE∞ (woodfrog/vse_infty, ``lib/loss.py``) and what starts from it: :class:`VSEPPLoss` with an unused ``opt``."""
+    """VSE∞ (woodfrog/vse_infty, ``lib/loss.py``) and its descendants: :class:`VSEPPLoss` with an unused ``opt``."""
 
     def __init__(self, opt: Any = None, margin: float = 0, max_violation: bool = False):
         super().__init__(margin, max_violation=max_violation)
 
 
 class SCANLoss(HingeLoss):
-    """SCAN (kuanghuei/SCAN, ``model.py``): of ``score_function(im, s, s_l)``, (B, B) scores with images as rows."""
+    """SCAN (kuanghuei/SCAN, ``model.py``), on ``score_function(im, s, s_l)``, (B, B) scores with images as rows."""
 
     def __init__(self, score_function: Callable[..., Tensor], margin: float = 0, max_violation: bool = False):
         super().__init__(margin, max_violation)
@@ -79,14 +79,14 @@ class SCANLoss(HingeLoss):
 
 
 class SGRAFLoss(HingeLoss):
-    """SGRAF (Paranioar/SGRAF) and NAAF (CrossmodalGroup/NAAF, which passes the ``length``): of (B, B) scores."""
+    """SGRAF (Paranioar/SGRAF) and NAAF (CrossmodalGroup/NAAF, which passes the ``length``), on (B, B) scores."""
 
     def forward(self, scores: Tensor, length: int | None = None) -> Tensor:  # images as rows -> ()
         return self._hinges_of("scores", scores)
 
 
 class CHANLoss(HingeLoss):
-    """CHAN (ppanzx/CHAN, ``lib/loss.py``): of (B, B) scores. If there is an ``opt``, its two attributes count."""
+    """CHAN (ppanzx/CHAN, ``lib/loss.py``), on (B, B) scores. Attributes of an ``opt`` replace the two arguments."""
 
     def __init__(self, opt: Any = None, margin: float = 0.2, max_violation: bool = False):
         if opt is not None:
@@ -100,8 +100,8 @@ class CHANLoss(HingeLoss):
 class HREMLoss(HingeLoss):
     """HREM (CrossmodalGroup/HREM, ``lib/loss.py``), called as ``criterion(im, s, img_ids)``.
 
-    A text of the same image is no negative if ``opt.mask_repeat``, and as there no positive either. In
-    :class:`itrloss.TripletLoss` with ids it is one, with a hinge of its own.
+    With ``opt.mask_repeat``, as in the original, a text of the same image is neither a negative nor a positive. In
+    :class:`itrloss.TripletLoss` with ids it is a positive with its own hinge.
     """
 
     def __init__(self, opt: Any, margin: float = 0.2, max_violation: bool = False):
@@ -113,7 +113,7 @@ class HREMLoss(HingeLoss):
         if not self.mask_repeat:
             return self._hinges(own)
         ids = torch.as_tensor(required("img_ids", img_ids), device=im.device)
-        threshold = self.margin - own.both.sum_of_positives(identity)  # a pair's own score, of image and text
+        threshold = self.margin - own.both.sum_of_positives(identity)  # (2B,), from the scores of the pairs
         # With all negatives: max(threshold + S, 0) is the hinge at -S, which is the score of -im.
         others = similarity(im if self.max_violation else -im, s, ids=(ids, ids)).both
         if self.max_violation:

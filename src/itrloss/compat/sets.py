@@ -1,4 +1,4 @@
-"""The losses of PVSE and DivE, on sets of embeddings."""
+"""The losses of PVSE and DivE on sets of embeddings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Parts = dict[str, Tensor]
 
 
 class _SetLoss(HingeLoss):
-    """Hinges on the scores of sets, and regularisers with weights."""
+    """Hinges on the scores of sets, and weighted regularisers."""
 
     def __init__(self, opt: Any, reduction: Any):
         super().__init__(option(opt, "margin", 1.0), option(opt, "max_violation", False))
@@ -28,7 +28,7 @@ class _SetLoss(HingeLoss):
         self.weights = {name: option(opt, f"{name}_weight", 0.0) for name in ("div", "mmd", "unif")}
 
     def _total(self, parts: Parts, img: Tensor, txt: Tensor, residuals: dict[str, Any]) -> tuple[Tensor, Parts]:
-        """Return the sum of parts, diversity and discrepancy, and all of them by name without weight and gradient."""
+        """Return the weighted sum of parts, diversity and discrepancy, and each of these unweighted and detached."""
         if self.weights["div"] > 0:  # the orthogonal loss without slack
             options = None, 0.0, "frobenius", self.reduction
             values = (functional.dynamic_orthogonal_loss(required(*x), *options) for x in residuals.items())
@@ -46,7 +46,7 @@ class PVSELoss(_SetLoss):
     """PVSE (yalesong/pvse, ``loss.py``): hinges on the best of K x K scores, and two regularisers.
 
     Called as ``criterion(img, txt, img_r, txt_r)``, returns the loss and its parts: ``ranking_loss``, ``div_loss`` and
-    ``mmd_loss``. ``opt`` and ``reduction`` are as there. Difference: detached `Parts`_.
+    ``mmd_loss``. ``opt`` and ``reduction`` are the original's. Difference: detached `Parts`_.
     """
 
     def __init__(self, opt: Any, reduction: Any = "mean"):
@@ -56,7 +56,7 @@ class PVSELoss(_SetLoss):
             self.weights = dict.fromkeys(self.weights, 0.0)
 
     def forward(self, img: Tensor, txt: Tensor, img_r: Any = None, txt_r: Any = None) -> tuple[Tensor, Parts]:
-        """Return the loss and its parts, of (B, K, D) embeddings, or (B, D) for K = 1, and their residuals."""
+        """Return the loss and its parts for (B, K, D) embeddings, or (B, D) if K = 1, and their residuals."""
         n, k = len(img), self.k
         for name, x in (("img", img), ("txt", txt)):
             if x.shape[:-1].numel() != n * k:
@@ -64,7 +64,8 @@ class PVSELoss(_SetLoss):
         sim = similarity(img.reshape(n * k, -1), txt.reshape(n * k, -1), ("img", "txt"), order=self.order)
         if k > 1:
             sim = Similarity.from_scores(sim.scores().view(n, k, n, k).amax((1, 3)))
-        hinges = 1 if self.reduction == "sum" else n if self.max_violation else n * n  # a pair's own of 0 counts, too
+        # The mean over n * n also counts the n pairs themselves, whose hinges are 0.
+        hinges = 1 if self.reduction == "sum" else n if self.max_violation else n * n
         return self._total({"ranking": self._hinges(sim) / hinges}, img, txt, {"img_r": img_r, "txt_r": txt_r})
 
 
@@ -72,10 +73,11 @@ class DivELoss(_SetLoss):
     """DivE (kdwonn/DivE, ``loss.py``, ``TripletLoss``): an image's set against the sets of all its texts.
 
     Called as ``criterion(img_embs, txt_embs, img_r, txt_r)``, returns the loss and its parts: ``t2i_loss``,
-    ``i2t_loss``, ``div_loss``, ``mmd_loss`` and ``unif_loss``. Arguments are as there; ``similarity_fn=None`` is
-    smooth-Chamfer by :func:`itrloss.functional.set_similarity` of inner products, ``opt.temperature`` being α.
-    Differences: detached `Parts`_. Lengths are not recorded, for which an accelerator waits. One image alone gives
-    0, not nan. ``opt.semi_hard_triplet`` is refused, and ``opt.qreg_weight`` without effect, as in DivE's trainer.
+    ``i2t_loss``, ``div_loss``, ``mmd_loss`` and ``unif_loss``. Arguments are the original's; ``similarity_fn=None`` is
+    smooth-Chamfer by :func:`itrloss.functional.set_similarity` of inner products, with ``opt.temperature`` as α.
+    Differences: detached `Parts`_. Lengths are not recorded, as this would synchronise with an accelerator. A single
+    image gives 0, not nan. ``opt.semi_hard_triplet`` raises an error. ``opt.qreg_weight`` has no effect, as in DivE's
+    trainer.
     """
 
     def __init__(self, img_set_size, txt_set_size, similarity_fn, opt: Any, reduction: Any = "mean", txt_per_img=5):
@@ -91,7 +93,7 @@ class DivELoss(_SetLoss):
         self.temperature: Any = option(opt, "temperature") if similarity_fn is None else None
 
     def forward(self, img_embs: Tensor, txt_embs: Tensor, img_r: Any = None, txt_r: Any = None) -> tuple[Tensor, Parts]:
-        """Return the loss and its parts, of (N, K, D) embeddings, those of all texts, and residuals."""
+        """Return the loss and its parts for (N, K, D) image embeddings, those of all texts, and residuals."""
         img, txt = (x.reshape(-1, x.shape[-1]) for x in (img_embs, txt_embs))
         n, m = len(img) // self.set_sizes[0], len(txt) // self.set_sizes[1]
         if m != n * self.set_per_img:

@@ -1,4 +1,4 @@
-"""Retrieval metrics, streamed: the score matrix need not exist."""
+"""Retrieval metrics, computed without holding the score matrix."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Retrieval metrics of embeddings that come in batches, by TorchMetrics (``pip install 'itrloss[metrics]'``)."""
+"""Retrieval metrics of batches of embeddings, for TorchMetrics (``pip install 'itrloss[metrics]'``)."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _PLOTTED = [f"{way}_r{k}" for way in WAYS for k in RECALLS]
 
 
 class RetrievalMetrics(Metric):
-    """:func:`itrloss.metrics.retrieval_metrics` of all embeddings that :meth:`update` was given, in all processes.
+    """:func:`itrloss.metrics.retrieval_metrics` of the embeddings of all :meth:`update` calls, in all processes.
 
-    Every process holds its embeddings until ``reset()``, and those of all while it computes.
+    Every process stores its embeddings until ``reset()``, and holds those of all processes in :meth:`compute`.
 
     Args:
         normalize: see :class:`itrloss.Similarity`.
         reranker, ties, hubness_k, folds: see :func:`itrloss.metrics.retrieval_results`.
-        kwargs: of ``torchmetrics.Metric``.
+        kwargs: see ``torchmetrics.Metric``.
     """
 
     is_differentiable = False
@@ -60,39 +60,42 @@ class RetrievalMetrics(Metric):
     def update(
         self, images: Tensor, texts: Tensor, image_ids: Tensor | None = None, text_ids: Tensor | None = None
     ) -> None:
-        """Take (B, D) images and (C, D) texts, each of which is to come once.
+        """Add (B, D) images and (C, D) texts; each image and text must be added once only.
 
-        ``image_ids``, ``text_ids``: integers, equal where image and text match, in whatever batch or process they come.
-        Without them, in all batches, each has ``C = c * B`` texts, c consecutive ones an image.
+        ``image_ids``, ``text_ids``: (B,) and (C,) integers, equal where image and text match, across batches and
+        processes. Pass them in all batches or in none. Without them, ``C = c * B`` means c consecutive texts per image.
         """
         check_embeddings(images, texts, False, IMAGES_AND_TEXTS)
-        before = [getattr(self, name) for name in _STATES]
+        stored = [getattr(self, name) for name in _STATES]
         n, m, by_ids = len(images), len(texts), image_ids is not None
-        if by_ids != (text_ids is not None) or (before[0] and by_ids != bool(before[2])):
+        if by_ids != (text_ids is not None) or (stored[0] and by_ids != bool(stored[2])):
             raise ValueError("image_ids, text_ids: expected both in all batches, or neither in any")
         if by_ids:
             image_ids, text_ids = check_ids(image_ids, text_ids, n, m, images.device, IMAGES_AND_TEXTS)
         else:
-            default_ids(n, m)  # which says where there are none
-            if before[0] and m * len(before[0][0]) != n * len(before[1][0]):
+            default_ids(n, m)  # for its error
+            if stored[0] and m * len(stored[0][0]) != n * len(stored[1][0]):
                 raise ValueError("image_ids, text_ids: needed for batches of different numbers of texts an image")
-        for name, x in zip(_STATES, (images.detach(), texts.detach(), image_ids, text_ids), strict=True):
+        for state, x in zip(stored, (images.detach(), texts.detach(), image_ids, text_ids), strict=True):
             if x is not None:
-                getattr(self, name).append(x)
+                state.append(x)
 
     def compute(self) -> dict[str, Tensor]:
-        """Return the figures of :func:`itrloss.metrics.retrieval_metrics` as 0-dim float64 tensors on the CPU."""
-        states = (getattr(self, name) for name in _STATES)  # lists, or tensors that processes exchanged
+        """Return the metrics by name as 0-dim float64 tensors on the CPU."""
+        states = (getattr(self, name) for name in _STATES)  # lists, or tensors after an exchange between processes
         images, texts, *ids = (dim_zero_cat(x) if len(x) else None for x in states)
         if images is None or texts is None:
             raise ValueError("RetrievalMetrics: expected a call of update() before compute()")
         if ids[0] is None and len(images) != len(texts):
             ids = default_ids(len(images), len(texts))
-        found = retrieval_metrics(Similarity(images, texts, *ids, normalize=self.normalize), **self.options)
-        return {name: torch.tensor(x, dtype=torch.float64) for name, x in found.items()}
+        metrics = retrieval_metrics(Similarity(images, texts, *ids, normalize=self.normalize), **self.options)
+        return {name: torch.tensor(x, dtype=torch.float64) for name, x in metrics.items()}
 
     def plot(self, val: dict[str, Tensor] | Sequence[dict[str, Tensor]] | None = None, ax: Any = None) -> Any:
-        """Return the figure and axes of the six recalls: of now, or of what :meth:`compute` returned, once or often."""
+        """Return the figure and axes of a plot of the six recalls.
+
+        ``val``: one result of :meth:`compute`, or a sequence of them; by default the present one.
+        """
         val = self.compute() if val is None else val
-        often = [{name: x[name] for name in _PLOTTED} for x in ([val] if isinstance(val, dict) else val)]
-        return self._plot(often[0] if isinstance(val, dict) else often, ax)
+        recalls = [{name: x[name] for name in _PLOTTED} for x in ([val] if isinstance(val, dict) else val)]
+        return self._plot(recalls[0] if isinstance(val, dict) else recalls, ax)

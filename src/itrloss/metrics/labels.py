@@ -1,4 +1,4 @@
-"""Which image and which text match."""
+"""Ids of images and texts, repeated images, and folds."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from torch import Tensor
 from ..checks import IMAGES_AND_TEXTS, check_matrix
 from ..similarity import Similarity
 
-_ROWS = 256  # compared at once
+_ROWS = 256  # number of rows compared at once
 
 
 def default_ids(n_images: int, n_texts: int) -> tuple[Tensor, Tensor]:
-    """Ids by the field's convention: ``n_texts = c * n_images`` texts, c consecutive ones an image."""
+    """Return (n_images,) and (n_texts,) ids by the usual convention: c consecutive texts per image."""
     if n_texts % n_images:
         raise ValueError(
             f"image_ids, text_ids: needed for {n_images} images and {n_texts} texts, "
-            "which is not a whole number of texts an image (images are the rows)"
+            "which is not a whole number of texts per image (images are the rows)"
         )
     images = torch.arange(n_images)
     return images, images.repeat_interleave(n_texts // n_images)
 
 
 def fold_repeated(images: Tensor) -> Tensor:
-    """Return the (N, D) rows of ``images`` (c N, D), each once, if every c consecutive ones are the same.
+    """Return the (N, D) distinct rows of ``images`` (c N, D), if every c consecutive rows are equal up to rounding.
 
-    Much code of the field saves an image once per caption, be it embeddings or rows of scores. Taken for different
-    images, its copies would be wrong candidates that score as high as the right one. Rows are the same up to rounding;
-    if all are, a model tells no image from another, and they stay as they are. A warning says what was folded.
+    Many code bases save the embedding, or the row of scores, of an image once per caption. Taken for different images,
+    the copies would be wrong candidates that score as high as the right one. A warning says what was folded. If all
+    rows are equal, the model cannot tell images apart, and ``images`` is returned unchanged.
     """
     check_matrix("images", images, "(N, D)")
     rtol, atol = max(1e-5, 2 * torch.finfo(images.dtype).eps), 1e-6
@@ -40,7 +40,7 @@ def fold_repeated(images: Tensor) -> Tensor:
     if n < 2 or not torch.allclose(x[0], x[1], rtol, atol):
         return images
     pairs = zip(x[1:].split(_ROWS), x[:-1].split(_ROWS), strict=True)
-    changes = torch.cat([~torch.isclose(row, before, rtol, atol).all(1) for row, before in pairs])
+    changes = torch.cat([~torch.isclose(row, previous, rtol, atol).all(1) for row, previous in pairs])
     c = math.gcd(n, *(changes.nonzero().squeeze(1) + 1).tolist())
     if c in (1, n):
         return images
@@ -49,16 +49,16 @@ def fold_repeated(images: Tensor) -> Tensor:
     return images[::c]
 
 
-def labelled(
+def with_ids(
     name: str, scores: Tensor | Similarity, image_ids: Tensor | None, text_ids: Tensor | None, by_ids: bool = True
 ) -> Similarity:
-    """Return scores with ids, by the field's convention where they are left out.
+    """Return checked scores as a Similarity with ids, by default those of :func:`default_ids`.
 
-    ``by_ids=False``: it is not they that say what is right, so images are not folded, and any shape goes.
+    ``by_ids=False``: relevance does not depend on the ids; images are then not folded, and any shape is accepted.
     """
     if isinstance(scores, Similarity):
         if image_ids is not None or text_ids is not None:
-            raise ValueError("image_ids, text_ids: expected None beside a Similarity, which has its own")
+            raise ValueError("image_ids, text_ids: expected None with a Similarity, which has its own")
         scores.check_finite()
         return folded(scores) if by_ids else scores
     check_matrix(name, scores, "(N, M)", check_finite=True)
@@ -70,7 +70,7 @@ def labelled(
 
 
 def folded(sim: Similarity) -> Similarity:
-    """Return a similarity with each image once, if it has no ids and they are repeated: see :func:`fold_repeated`."""
+    """Return a similarity without ids after :func:`fold_repeated`; one with ids is returned unchanged."""
     if any(x is not None for x in sim.ids):
         return sim
     scores = sim._matrix.rows.T if sim._side else sim._matrix.rows
@@ -79,17 +79,17 @@ def folded(sim: Similarity) -> Similarity:
     if n == m:
         return sim
     texts = torch.arange(m, device=sim.device)
-    return part_of(sim, texts[:: m // n], texts, [None, texts // (m // n)])  # by number: also in a job of several
+    return part_of(sim, texts[:: m // n], texts, [None, texts // (m // n)])  # ids are row numbers, for gather=True
 
 
-def numbered(sim: Similarity) -> list[Tensor]:
-    """Return the ids of rows and columns, their numbers where there are none."""
+def ids_or_indices(sim: Similarity) -> list[Tensor]:
+    """Return the (N,) and (M,) ids of rows and columns; their indices where there are none."""
     return [torch.arange(n, device=sim.device) if x is None else x for x, n in zip(sim.ids, sim.shape, strict=True)]
 
 
 def part_of(sim: Similarity, rows: Tensor, cols: Tensor, ids: Sequence[Tensor | None] | None = None) -> Similarity:
-    """Return the similarities of some rows and some columns, without a gradient; ``ids``: others than they have."""
-    ids = [x[part] for x, part in zip(numbered(sim), (rows, cols), strict=True)] if ids is None else ids
+    """Return the similarities of these rows and columns, without a gradient; ``ids`` replace their own."""
+    ids = [x[part] for x, part in zip(ids_or_indices(sim), (rows, cols), strict=True)] if ids is None else ids
     if sim._inputs is None:
         return Similarity.from_scores(sim.detach().scores()[rows][:, cols], *ids)
     first, second = (x.detach()[part] for x, part in zip(sim._inputs, (rows, cols), strict=True))
@@ -97,25 +97,25 @@ def part_of(sim: Similarity, rows: Tensor, cols: Tensor, ids: Sequence[Tensor | 
     return Similarity(first, second, *ids, normalize=sim._matrix.bounded, engine=engine)
 
 
-def parts_of(sim: Similarity, folds: int) -> list[tuple[Tensor, Tensor]]:
-    """Which images and which texts are in each: consecutive images, and the texts with their ids."""
+def fold_parts(sim: Similarity, folds: int) -> list[tuple[Tensor, Tensor]]:
+    """Return the row and column indices of each fold: consecutive images, and the texts with their ids."""
     n = sim.shape[0]
     if n % folds:
         raise ValueError(f"folds: expected a divisor of the {n} images, got {folds}")
-    image_ids, text_ids = numbered(sim)
-    found = []
+    image_ids, text_ids = ids_or_indices(sim)
+    parts = []
     for rows in torch.arange(n, device=sim.device).split(n // folds):
         cols = torch.isin(text_ids, image_ids[rows]).nonzero().squeeze(1)
         if len(cols) == 0:
             raise ValueError(f"folds: images {int(rows[0])} to {int(rows[-1])} are a part without a text")
-        found.append((rows, cols))
-    return found
+        parts.append((rows, cols))
+    return parts
 
 
 def whole_parts_of(sim: Similarity, folds: int) -> list[tuple[Tensor, Tensor]]:
-    """:func:`parts_of`, each text in one of them."""
-    found = parts_of(sim, folds)
-    texts = torch.cat([cols for _, cols in found])
+    """Return :func:`fold_parts`; raise an error unless each text is in exactly one of them."""
+    parts = fold_parts(sim, folds)
+    texts = torch.cat([cols for _, cols in parts])
     if len(texts) != sim.shape[1] or len(texts.unique()) != len(texts):
         raise ValueError("folds: expected each text to have its images in one part")
-    return found
+    return parts

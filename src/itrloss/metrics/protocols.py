@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..similarity import Similarity
-from .labels import labelled
+from .labels import with_ids
 from .results import RECALLS, WAYS
 from .retrieval import retrieval_metrics, retrieval_results
 
@@ -35,7 +35,7 @@ def coco_protocol(scores: Tensor | Similarity, *, reranker: Reranker | None = No
     Raises:
         ValueError: for another shape.
     """
-    sim = labelled("scores", scores, None, None)
+    sim = with_ids("scores", scores, None, None)
     if sim.shape != _SHAPE:
         raise ValueError(f"scores: expected MSCOCO's test split, shape {_SHAPE}, got {sim.shape}")
     figures = {

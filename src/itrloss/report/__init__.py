@@ -1,12 +1,12 @@
-"""HTML pages without scripts or files of their own, for the command line and for the example trainer.
+"""Self-contained HTML pages without scripts, for the command line and the example trainer.
 
-A page is a list of blocks, data for the template ``page.html``, which escapes all text:
+A page is a list of blocks for the template ``page.html``, which escapes all text:
 
-- a string: a paragraph; ``{"note": text}``: one in small print; ``{"facts": {name: text}}``;
+- a string: a paragraph; ``{"note": text}``: a paragraph in small print; ``{"facts": {name: text}}``: a definition list;
 - ``{"title": text, "blocks": [...]}``: a section;
 - ``{"table": rows, "columns": row, "groups": [(title, columns)]}``: a row is (texts, figures), two lists of cells. A
-  cell is a string, or ``{"text": ...}`` with ``below`` (small lines), ``rows`` that it reaches over, and ``strong``;
-- ``{"figures": [(chart, caption)], "width": rem}``: side by side, as far as each can be so wide;
+  cell is a string, or ``{"text": ...}`` with ``below`` (small lines), ``rows`` (its row span), and ``strong``;
+- ``{"figures": [(chart, caption)], "width": rem}``: side by side where each has at least this width;
 - ``{"cards": [{"title", "note", "query", "answers": [(title, items)]}]}``: queries with their answers, each
   ``{"text": ...}`` with ``picture``, a data URI, and ``right``.
 """
@@ -21,7 +21,7 @@ Block = str | dict[str, Any]
 
 
 def check() -> None:
-    """Raise an ImportError that names the extra, where what pages and charts need is not installed."""
+    """Raise an ImportError that names the extra unless the dependencies of pages and charts are installed."""
     try:
         import jinja2  # noqa: F401
         import matplotlib  # noqa: F401
@@ -30,7 +30,7 @@ def check() -> None:
 
 
 def render(title: str, blocks: Sequence[Block]) -> str:
-    """Return a page of HTML."""
+    """Return an HTML page."""
     check()
     from jinja2 import Environment, FileSystemLoader
 
@@ -39,6 +39,6 @@ def render(title: str, blocks: Sequence[Block]) -> str:
 
 
 def number(value: float, form: str = ",.1f") -> str:
-    """Return the formatted value with a true minus sign, which zero never has."""
+    """Return the formatted value with a typographic minus sign; a rounded zero has no sign."""
     text = f"{value:{form}}".replace("-", "−")
     return text if text.strip("−+0.") else text.lstrip("−")

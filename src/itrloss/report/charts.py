@@ -1,6 +1,6 @@
-"""Charts as inline SVG: text and axes have the colour of the text around them, so that any background will do.
+"""Charts as inline SVG. Text and axes take the colour of the surrounding text, so that any background works.
 
-``label`` says what a chart shows to those who do not see it; charts of one page need labels of their own.
+``label`` describes a chart for screen readers; it must be unique on a page.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from . import check
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Legend = tuple[Sequence[Any], Sequence[str]]  # what was drawn, and its names
+Legend = tuple[Sequence[Any], Sequence[str]]  # matplotlib artists and their names
 
-# Each has a contrast of at least 3 with white and with near black: one palette serves both.
+# Each has a contrast of at least 3 with white and with near black, for light and dark pages.
 COLOURS = ("#2f86c9", "#cf6a1c", "#1f9a70", "#b065a5", "#9a7d0a", "#7a838c")
 DASHES = ("-", (0, (6, 2)), (0, (2, 1.5)), (0, (6, 2, 1, 2)), (0, (4, 2)), "-")
 MARKERS = "os^DPv"
@@ -36,7 +36,7 @@ _STYLE = {
 
 
 class Series(NamedTuple):
-    """A line, ``y`` over ``x``, and single runs of which it is the mean, to be drawn thin."""
+    """A line ``y`` over ``x``; ``runs`` are single runs of which it is the mean, drawn thin."""
 
     name: str
     x: Sequence[float]
@@ -47,7 +47,7 @@ class Series(NamedTuple):
 def lines(
     series: Sequence[Series], label: str, x: str, y: str, size: tuple[int, int] = (680, 340), style: int = 0
 ) -> str:
-    """Return lines over whole numbers such as epochs; ``style`` is the number of the first one's colour and marker."""
+    """Return a chart of lines over integers such as epochs; ``style``: index of the first line's colour and marker."""
 
     def draw(axes: Axes) -> Legend:
         handles = []
@@ -63,7 +63,7 @@ def lines(
 
 
 def histograms(counts: Mapping[str, np.ndarray], label: str, x: str, y: str) -> str:
-    """Return the distributions of two (n,) arrays of integers, by name, on a logarithmic axis: bars, an outline."""
+    """Return a log-scale chart of two (n,) integer arrays' histograms, the first as bars, the second as an outline."""
     first, second = counts.values()
     most = max(int(first.max()), int(second.max()))
     edges = np.arange(0, most + 2 * (width := most // 28 + 1), width) - 0.5
@@ -85,7 +85,7 @@ def histograms(counts: Mapping[str, np.ndarray], label: str, x: str, y: str) -> 
 def intervals(
     names: Sequence[str], groups: Mapping[str, Sequence[Sequence[float]]], label: str, x: str, zero: bool = False
 ) -> str:
-    """Return values with intervals, (value, low, high) for each name, by group; ``zero`` marks no difference."""
+    """Return a chart of values with intervals, (value, low, high) per name and group; ``zero`` draws a line at 0."""
 
     def draw(axes: Axes) -> Legend:
         handles = []
@@ -112,7 +112,7 @@ def _svg(draw: Callable[[Axes], Legend], label: str, x: str, y: str, size: tuple
 
     width, height = size
     file = io.StringIO()
-    with style.context(["default", {**_STYLE, "svg.hashsalt": label}]):  # whatever the user's own style is
+    with style.context(["default", {**_STYLE, "svg.hashsalt": label}]):  # not the user's style
         figure = Figure(figsize=(width / 72, height / 72), dpi=72, layout="constrained")
         axes = figure.subplots()
         handles, names = draw(axes)
@@ -120,14 +120,14 @@ def _svg(draw: Callable[[Axes], Legend], label: str, x: str, y: str, size: tuple
         axes.set_ylabel(y)
         if len(names) > 1:
             figure.legend(handles, names, loc="outside upper left", ncols=4)
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # the same chart is the same text
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # equal charts give equal text
         figure.savefig(file, format="svg", transparent=True, metadata=nothing)
-    body = file.getvalue().partition("</defs>")[2]  # before it is a style that would be the whole page's
-    # matplotlib numbers the parts of all figures alike; what is referred to is named after the label's hash.
+    body = file.getvalue().partition("</defs>")[2]  # what precedes would style the whole page
+    # Drop matplotlib's ids, which repeat in every figure, except those referred to, which depend on the label's hash.
     used = set(re.findall(r'(?:url\(|href=")#([^")]+)', body))
     body = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", body)
     body = re.sub(r" font-family: [^;]*;", "", body).replace(_INK, "currentColor")
     frame = f'viewBox="0 0 {width} {height}" width="{width}" role="img" aria-label="{escape(label)}"'
-    # Of a font that is not wider than matplotlib's, by which it placed the text.
+    # A font not wider than matplotlib's, for which the text was placed.
     flexible = f"max-width: 100%; min-width: {0.75 * width:.0f}px; height: auto; font-family: system-ui, sans-serif"
     return f'<svg {frame} style="{flexible}; stroke-linejoin: round">{body}'

@@ -16,7 +16,7 @@ _LISTED = 10  # hubs, queries that gained, queries that lost
 
 @dataclass(frozen=True)
 class Names:
-    """What images and texts are called on the page; their numbers where there is nothing better."""
+    """The names of images and texts on the page; by default their numbers."""
 
     images: Sequence[str] = ()
     texts: Sequence[str] = ()
@@ -28,11 +28,11 @@ class Names:
 
 
 def page(study: Study, chosen: Entry, title: str, names: Names = Names()) -> str:
-    """Return the study as HTML; hubs and queries are those of one entry, compared with the scores as they are."""
+    """Return the study as an HTML page; hubs and queries compare one entry with no re-ranking."""
     n, m = study.sim.shape
     about = (
-        f"{n} images, {m} texts. Recalls in percent; an interval is that of the change of the RSUM, over other test "
-        "images (95 %, paired bootstrap). Skewness of 0 means that no candidate is a hub."
+        f"{n} images, {m} texts. Recalls in percent. Intervals: 95 % confidence intervals of the change of the RSUM "
+        "(paired bootstrap over images). A skewness of 0 means that no candidate is a hub."
     )
     by = chosen.name if chosen.reranker is None else f"{chosen.name}, hubs of {chosen.looks_at},"
     changed: list[Block] = [_changed(study.entries[0], chosen, names, side) for side in (0, 1)]
@@ -43,7 +43,7 @@ def page(study: Study, chosen: Entry, title: str, names: Names = Names()) -> str
 def hubness(
     before: QueryResults, after: QueryResults, names: Sequence[str], query: str, candidate: str
 ) -> tuple[str, str]:
-    """Return how often candidates are among the first k of two results, as a chart and its caption."""
+    """Return a chart of the k-occurrences of two results, and its caption."""
     k, counts = before.top.shape[1], [results.occurrences.cpu() for results in (before, after)]
     label = f"How often a {candidate} is among the first {k} of a {query}, {' and '.join(names)}"
     arrays = {name: x.numpy() for name, x in zip(names, counts, strict=True)}
@@ -54,7 +54,7 @@ def hubness(
     return histograms(
         arrays, label, f"number of {query}s with it among their first {k}", f"number of {candidate}s (log scale)"
     ), (
-        f"{candidate.capitalize()}s, asked for by {len(before.top):,} {query}s. Skewness {skews}. The most popular "
+        f"{candidate.capitalize()}s, retrieved by {len(before.top):,} {query}s. Skewness {skews}. The most popular "
         f"{candidate} is in {most} lists; {never} of {len(counts[0]):,} are in none."
     )
 
@@ -76,21 +76,21 @@ def _methods(study: Study, chosen: Entry) -> list[Block]:
         (entry.looks_at, entry.name): (entry.change.difference, entry.change.low, entry.change.high)
         for entry in study.entries[1:]
     }
-    methods, kinds = (list(dict.fromkeys(key[i] for key in changes)) for i in (1, 0))
+    methods, references = (list(dict.fromkeys(key[i] for key in changes)) for i in (1, 0))
     nothing = (math.nan,) * 3
     chart = intervals(
         methods,
-        {f"hubs of {kind}": [changes.get((kind, method), nothing) for method in methods] for kind in kinds},
+        {f"hubs of {kind}": [changes.get((kind, method), nothing) for method in methods] for kind in references},
         "Change of the RSUM by each method, with its interval",
         "change of the RSUM, in points",
         zero=True,
     )
     return [
-        {"table": rows, "columns": (["method", "hubs looked for in"], head), "groups": groups},
+        {"table": rows, "columns": (["method", "hubs in"], head), "groups": groups},
         *({"note": f"{name} was left out: {why}."} for name, why in study.left_out.items()),
         {"figures": [(chart, "The change of the RSUM by each method, with its interval.")] if changes else []},
-        "Hubs that were looked for in the test queries make a result depend on which queries are asked together; "
-        "compare it with results of the same kind. By a bank, each query stands for itself.",
+        "With hubs in the test queries, the result of a query depends on the other queries; compare it with results "
+        "of the same kind. With a bank, queries are independent.",
     ]
 
 
@@ -114,10 +114,10 @@ def _changed(first: Entry, chosen: Entry, names: Names, side: int) -> Block:
         order = gain.sort(descending=descending, stable=True).indices[:_LISTED].tolist()
         rows = []
         for i in (i for i in order if old[i] != new[i]):
-            asking = int(answered[i])
-            firsts = [names.of(1 - side, int(x.top[asking, 0])) for x in (before, after)]
-            rows.append(([names.of(side, asking), *firsts], [f"{int(x[i]):,}" for x in (old, new)]))
+            q = int(answered[i])
+            firsts = [names.of(1 - side, int(x.top[q, 0])) for x in (before, after)]
+            rows.append(([names.of(side, q), *firsts], [f"{int(x[i]):,}" for x in (old, new)]))
         if rows:
             heads = [title, "first candidate before", "first candidate after"]
             blocks.append({"table": rows, "columns": (heads, ["rank before", "after"])})
-    return {"title": f"{query.capitalize()}s asking for {candidate}s", "blocks": blocks}
+    return {"title": f"{query} → {candidate}", "blocks": blocks}

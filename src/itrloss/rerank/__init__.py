@@ -1,4 +1,4 @@
-"""Re-rankers: better rankings from scores that exist already."""
+"""Re-rankers: better rankings from existing scores."""
 
 from .base import RerankBiases, Reranked, Reranker
 from .direction import Bias, Direction

@@ -1,4 +1,4 @@
-"""What all re-rankers share: one interface, query banks, and two ways to do without the matrix."""
+"""The base class of all re-rankers: their interface, query banks, and ranking without the score matrix."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from torch import Tensor
 
 from ..checks import check_matrix, check_size
 from ..distributed import Shares, failing_together, world_size
+from ..metrics.labels import ids_or_indices
 from ..similarity import Similarity, TopK
 from .direction import SIDES, Bias, Direction, Rule, as_similarity, fitting, unlabelled, with_bank
 
 T = TypeVar("T", Tensor, TopK)
 R = TypeVar("R", bound="Reranker")
-Ranked = tuple[Tensor, TopK]  # ranks of the queries' positives, and their best candidates
+Ranked = tuple[Tensor, TopK]  # (Q, P) ranks of the queries' positives, and their best candidates
 
 
 class Reranked(tuple[T, T], Generic[T]):
-    """The pair ``(image→text, text→image)``, which also says where it came from.
+    """The pair of results ``(image→text, text→image)``.
 
     Attributes:
-        i2t, t2i: the two parts.
-        transductive: (image→text, text→image), whether that part depends on which test queries were asked together;
-            False where it came from a query bank.
+        i2t, t2i: the two results.
+        transductive: for each direction, whether the result depends on which test queries were ranked together; False
+            with a query bank.
     """
 
     transductive: tuple[bool, bool]
@@ -41,32 +42,34 @@ class Reranked(tuple[T, T], Generic[T]):
 
     @property
     def i2t(self) -> T:
-        """The part of the images asking for texts."""
+        """The result of image→text."""
         return self[0]
 
     @property
     def t2i(self) -> T:
-        """The part of the texts asking for images."""
+        """The result of text→image."""
         return self[1]
 
 
 class RerankBiases(NamedTuple):
-    """What re-ranking adds to a score: ``texts`` (M,) when an image asks for texts, ``images`` (N,) the other way."""
+    """What re-ranking adds to a score: ``texts`` (M,) for image→text, ``images`` (N,) for text→image."""
 
     texts: Tensor
     images: Tensor
 
 
 class Reranker(ABC):
-    """What every re-ranker can do. One of your own implements :meth:`rule`, and keeps its options under their names.
+    """The base class of re-rankers.
+
+    A subclass implements :meth:`rule` and stores each constructor argument in an attribute of the same name.
 
     Attributes:
-        needs_bank: whether it requires queries other than the test queries, given by :meth:`fit`.
-        takes_bank: whether it can use them.
-        needs_embeddings: whether it compares images with images, or texts with texts, so that a matrix of scores is not
-            enough.
-        needs_all_candidates: whether what it computes for a candidate depends on the others, so that processes cannot
-            share the work.
+        needs_bank: whether it requires a bank of queries other than the test queries, see :meth:`fit`.
+        takes_bank: whether it can use such a bank.
+        needs_embeddings: whether it compares images with images or texts with texts, which a score matrix does not
+            contain.
+        needs_all_candidates: whether its value for a candidate depends on the other candidates, so that processes
+            cannot share the work.
     """
 
     needs_bank: bool = False
@@ -74,13 +77,13 @@ class Reranker(ABC):
     needs_embeddings: bool = False
     needs_all_candidates: bool = False
 
-    _ranks_alone: bool = False  # a single query, without a bank
+    _ranks_single_query: bool = False  # even without a bank
     _images: Tensor | None = None
     _texts: Tensor | None = None
 
     @abstractmethod
     def rule(self, direction: Direction) -> Rule:
-        """Return what the candidates of a direction are ranked by; called without recording a gradient."""
+        """Return the :class:`Bias` or function that ranks the candidates. Called under ``torch.no_grad()``."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self._options().items())})"
@@ -90,26 +93,23 @@ class Reranker(ABC):
 
     @property
     def transductive(self) -> tuple[bool, bool]:
-        """(image→text, text→image), whether the results depend on which test queries are asked together."""
+        """Whether results depend on which test queries are ranked together: (image→text, text→image)."""
         return self._images is None, self._texts is None
 
     def fit(self: R, images: Tensor | None = None, texts: Tensor | None = None) -> R:
-        """Look for hubs among a bank of queries instead of the test queries.
+        """Use a bank of queries as reference instead of the test queries, and return this object.
+
+        A direction without a bank keeps the test queries. Another call replaces both banks.
 
         Args:
-            images: bank of image→text, floating point. To re-rank a ``Similarity`` of embeddings, (B, D) image
-                embeddings of the same model. To re-rank a matrix, the scores (B, n_texts) of the bank's images with
+            images: bank of image→text, floating point. To re-rank a ``Similarity`` of embeddings: (B, D) image
+                embeddings of the same model. To re-rank a score matrix: (B, n_texts) scores of the bank's images with
                 the texts to be ranked.
-            texts: bank of text→image: (B, D) text embeddings, or the scores (n_images, B) of the images to be ranked
-                with the bank's texts.
-
-        A direction whose bank is left out keeps to the test queries. Another call replaces both banks.
-
-        Returns:
-            This object.
+            texts: bank of text→image: (B, D) text embeddings, or (n_images, B) scores of the images to be ranked with
+                the bank's texts.
 
         Raises:
-            TypeError, ValueError: naming the argument; here, or when what is re-ranked turns out not to fit the bank.
+            TypeError, ValueError: naming the argument; when re-ranking, if a bank does not fit the scores.
         """
         if not self.takes_bank:
             raise ValueError(f"images, texts: {type(self).__name__} has no use for a bank of queries")
@@ -122,14 +122,14 @@ class Reranker(ABC):
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """Return options and banks, which ``torch.save`` writes and ``torch.load(path, weights_only=True)`` reads."""
+        """Return options and banks as a dictionary that ``torch.load(path, weights_only=True)`` can read."""
         return {"method": type(self).__name__, "options": self._options(), "images": self._images, "texts": self._texts}
 
     def load_state_dict(self: R, state: Mapping[str, Any]) -> R:
-        """Take over the options and banks of :meth:`state_dict`, and return this object.
+        """Restore the options and banks of :meth:`state_dict`, and return this object.
 
         Raises:
-            ValueError: the state is another method's, or lacks something; nothing is taken over then.
+            ValueError: the state is another method's or incomplete. This object is unchanged then.
         """
         missing = {"method", "options", "images", "texts"} - set(state)
         if missing or state["method"] != type(self).__name__:
@@ -142,20 +142,18 @@ class Reranker(ABC):
             setattr(self, name, value)
         return self
 
-    # ----------------------------------------------------------------------------------------------- ranking
-
     def rerank(self, scores: Tensor | Similarity) -> Reranked[Tensor]:
         """Return re-ranked scores ``(image→text, text→image)``, both (n_images, n_texts), higher is better.
 
-        The result is two full matrices. From embeddings too many for that, use :meth:`topk`, or
+        The result is two full matrices. Where these do not fit into memory, use :meth:`topk` or
         ``retrieval_metrics(sim, reranker=self)``.
 
         Args:
             scores: (n_images, n_texts), higher is better, or a :class:`itrloss.Similarity` with images as rows.
 
         Raises:
-            TypeError, ValueError: naming the argument; for nan and infinity; for a single query without a bank; for
-                what the method needs and was not given.
+            TypeError, ValueError: naming the argument; for nan and infinity; for a single query without a bank; for a
+                missing bank or embeddings that the method needs.
         """
         sim = as_similarity(scores)
         directions = self._directions(sim)
@@ -167,10 +165,10 @@ class Reranker(ABC):
                 bias = rule.bias[:, None] if direction.side else rule.bias
                 results.append(torch.add(bias, matrix, alpha=rule.factor))
                 continue
-            found = torch.empty(direction.queries.shape, dtype=sim.dtype, device=sim.device)
+            reranked = torch.empty(direction.queries.shape, dtype=sim.dtype, device=sim.device)
             for rows, block in _blocks(direction, rule):
-                found[rows] = block
-            results.append(found.T if direction.side else found)
+                reranked[rows] = block
+            results.append(reranked.T if direction.side else reranked)
         return Reranked(results[0], results[1], self.transductive)
 
     def topk(self, scores: Tensor | Similarity, k: int, *, gather: bool = False) -> Reranked[TopK]:
@@ -178,31 +176,31 @@ class Reranker(ABC):
 
         Args:
             scores: (n_images, n_texts), or a :class:`itrloss.Similarity`.
-            k: how many.
-            gather: in a job of several processes (``torch.distributed``), each with its own images and texts as a
-                ``Similarity`` of embeddings: rank the candidates of all processes, numbered in the order of the ranks,
-                for one's own queries. The results are those of one process with everything, up to rounding and the
-                order of equal scores, and each does its share of the work. Every process holds the embeddings of all.
-                Parts may differ in size. Banks are whole in each process.
+            k: number of candidates.
+            gather: in a ``torch.distributed`` job whose processes each hold a ``Similarity`` of their own images and
+                texts: rank the candidates of all processes for this process's queries. Candidates are numbered in the
+                order of the process ranks. The results equal those of a single process up to rounding and the order of
+                equal scores. Every process holds all embeddings and the whole banks, but does only its share of the
+                work. The numbers of images and texts may differ between processes.
 
         Returns:
-            ``(image→text, text→image)``, each with ``values`` and ``indices`` of shape (queries, k); a direction with
-            fewer than k candidates has them all. Of a tiled ``Similarity`` there never is a matrix.
+            ``(image→text, text→image)``, each with ``values`` and ``indices`` of shape (queries, k). A direction with
+            fewer than k candidates returns all of them. For a tiled ``Similarity`` the matrix is never formed.
 
         Raises:
-            TypeError, ValueError: as :meth:`rerank`. With ``gather=True``, what is wrong with the embeddings of one
-                process, or differs between processes, is raised in all of them.
+            TypeError, ValueError: as :meth:`rerank`. With ``gather=True`` an error in one process, or a difference
+                between processes, is raised in all of them.
         """
         check_size("k", k)
         if gather and world_size() > 1:
-            ranked = self._ranked_of_all(Shares(scores, f"{self._question()} {k}"), k, None)
+            ranked = self._ranked_by_all(Shares(scores, f"{self._description()} {k}"), k, None)
         else:
             ranked = self._ranked(as_similarity(scores), k, None)
         i2t, t2i = (top for _, top in ranked)
         return Reranked(i2t, t2i, self.transductive)
 
     def biases(self, scores: Tensor | Similarity) -> RerankBiases:
-        """Return re-ranking as biases: image→text ranks by ``A_ij + texts_j``, text→image by ``A_ij + images_i``.
+        """Return biases to rank by: ``A_ij + texts_j`` for image→text, ``A_ij + images_i`` for text→image.
 
         Raises:
             ValueError: as :meth:`rerank`, and for a method that is not a bias per candidate.
@@ -214,22 +212,22 @@ class Reranker(ABC):
         return RerankBiases(texts, images)
 
     def _ranked(self, sim: Similarity, k: int, ties: str | None) -> list[Ranked]:
-        """Return ranks (none for ``ties=None``) and best candidates of all images, and of all texts."""
+        """Return the ranks (empty for ``ties=None``) and best candidates of all images, and of all texts."""
         directions = self._directions(sim)
         views = zip(directions, self._rules(directions), (sim, sim.T), strict=True)
-        return [_ranks(direction, rule, answers, k, ties) for direction, rule, answers in views]
+        return [_ranks(direction, rule, labelled, k, ties) for direction, rule, labelled in views]
 
-    def _ranked_of_all(self, shares: Shares, k: int, ties: str | None) -> Iterator[Ranked]:
-        """Yield those of one's own images among the texts of all processes, and of one's own texts."""
-        for direction, answers in self._of_all(shares):
-            with failing_together(answers.device):
+    def _ranked_by_all(self, shares: Shares, k: int, ties: str | None) -> Iterator[Ranked]:
+        """Yield :meth:`_ranked` of this process's queries among the candidates of all processes."""
+        for direction, labelled in self._of_all(shares):
+            with failing_together(labelled.device):
                 (rule,) = self._rules([direction])
-                ranked = _ranks(direction, rule, answers, k, ties)
+                ranked = _ranks(direction, rule, labelled, k, ties)
             yield ranked
 
     @torch.no_grad()
     def _rules(self, directions: Sequence[Direction]) -> list[Rule]:
-        """Return the rule of each direction, with the biases of all candidates."""
+        """Return the rule of each direction; a bias covers the candidates of all processes."""
         rules = []
         for direction, rule in zip(directions, self._rules_together(directions), strict=True):
             if isinstance(rule, Bias):
@@ -242,14 +240,12 @@ class Reranker(ABC):
     def _rules_together(self, directions: Sequence[Direction]) -> Sequence[Rule]:
         return [self.rule(direction) for direction in directions]
 
-    # -------------------------------------------------------------------------------------------- directions
-
-    def _question(self) -> str:
-        """Return what processes have to have in common: the method, its options and its banks."""
+    def _description(self) -> str:
+        """Return the method, its options and its banks as a string, which must be the same in all processes."""
         return f"{self!r} {[None if bank is None else _fingerprint(bank) for bank in (self._images, self._texts)]}"
 
     def _of_all(self, shares: Shares) -> Iterator[tuple[Direction, Similarity]]:
-        """Yield either direction, checked, and its queries with their labels."""
+        """Yield each direction, checked, among the candidates of all processes, and its queries with their ids."""
         self._check(shares.sim, (len(shares.every[0]), len(shares.every[1])))
         named = zip(SIDES, (self._images, self._texts), strict=True)
         banks = [None if bank is None else fitting(bank, name, shares.sim) for name, bank in named]
@@ -257,13 +253,13 @@ class Reranker(ABC):
         own, first = (shares.every, (0, 0)) if whole else (shares.own, shares.first)
         for side, bank in enumerate(banks):
             candidates = shares.similarity(own[1 - side], shares.every[side] if bank is None else bank)
-            answers = shares.queries(side)
-            inputs = unlabelled(answers), candidates, bank is None, banks[1 - side]
-            yield Direction(side, *inputs, not whole, (shares.first[side], first[1 - side])), answers
+            labelled = shares.queries(side)
+            inputs = unlabelled(labelled), candidates, bank is None, banks[1 - side]
+            yield Direction(side, *inputs, not whole, (shares.first[side], first[1 - side])), labelled
 
     def _directions(self, sim: Similarity) -> list[Direction]:
-        """Return both, checked."""
-        self._check(sim)
+        """Return both directions, checked."""
+        self._check(sim, sim.shape)
         sim, banks, directions = unlabelled(sim), (self._images, self._texts), []
         for side, queries in enumerate((sim, sim.T)):
             bank = banks[side]
@@ -271,22 +267,16 @@ class Reranker(ABC):
             directions.append(Direction(side, queries, references, bank is None, banks[1 - side]))
         return directions
 
-    def _check(self, sim: Similarity, queries: tuple[int, int] | None = None) -> None:
-        """Raise an error unless it has all it needs; ``queries``: how many there are, if not those of ``sim``."""
+    def _check(self, sim: Similarity, counts: tuple[int, int]) -> None:
+        """Raise an error unless the method can re-rank ``sim``; ``counts``: images and texts of all processes."""
         if self.needs_embeddings and sim._inputs is None:
-            wanted = "a Similarity of embeddings: images are compared with images, or texts with texts"
-            raise ValueError(f"scores: {type(self).__name__} needs {wanted}; got a matrix of scores")
-        for name, transductive, number in zip(SIDES, self.transductive, queries or sim.shape, strict=True):
+            expected = "a Similarity of embeddings: images are compared with images, or texts with texts"
+            raise ValueError(f"scores: {type(self).__name__} needs {expected}; got a matrix of scores")
+        for name, transductive, count in zip(SIDES, self.transductive, counts, strict=True):
             if transductive and self.needs_bank:
                 raise ValueError(f"{name}: {type(self).__name__} needs a bank of queries; call fit({name}=...) first")
-            if transductive and number == 1 and not self._ranks_alone:
-                raise ValueError(
-                    f"scores: a single query is compared with no other, so re-ranking cannot rank for it; "
-                    f"fit({name}=...) a bank of queries first"
-                )
-
-
-# ------------------------------------------------------------------------------------------- ranking by a rule
+            if transductive and count == 1 and not self._ranks_single_query:
+                raise ValueError(f"scores: a single query needs a bank to be compared with; call fit({name}=...) first")
 
 
 @torch.no_grad()
@@ -295,13 +285,13 @@ def _blocks(direction: Direction, rule: Callable[[Tensor, slice], Tensor]) -> It
         yield rows, rule(scores, rows)
 
 
-def _ranks(direction: Direction, rule: Rule, answers: Similarity, k: int, ties: str | None) -> Ranked:
-    """Return ranks and best candidates by re-ranked score; ``answers``: the direction's queries with their labels."""
+def _ranks(direction: Direction, rule: Rule, labelled: Similarity, k: int, ties: str | None) -> Ranked:
+    """Return ranks and best candidates by re-ranked score; ``labelled``: the direction's queries with their ids."""
     if isinstance(rule, Bias):
-        ranks, top = answers.ranked(k, rule.bias / rule.factor, ties=ties)
+        ranks, top = labelled.ranked(k, rule.bias / rule.factor, ties=ties)
         return ranks, TopK(top.values * rule.factor, top.indices)
-    own, others = (torch.arange(n) if x is None else x for x, n in zip(answers.ids, answers.shape, strict=True))
-    blocks = (Similarity.from_scores(block, own[rows], others) for rows, block in _blocks(direction, rule))
+    ids, candidate_ids = ids_or_indices(labelled)
+    blocks = (Similarity.from_scores(block, ids[rows], candidate_ids) for rows, block in _blocks(direction, rule))
     ranks, tops = zip(*(block.ranked(k, ties=ties) for block in blocks), strict=True)
     width = max(x.shape[-1] for x in ranks)
     padded = [torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in ranks]
@@ -309,5 +299,6 @@ def _ranks(direction: Direction, rule: Rule, answers: Similarity, k: int, ties: 
 
 
 def _fingerprint(bank: Tensor) -> tuple[Any, ...]:
+    """Return shape, dtype and checksum, by which processes compare their banks."""
     content = bank.detach().cpu().contiguous().view(torch.uint8).numpy().data
     return tuple(bank.shape), bank.dtype, zlib.crc32(content)

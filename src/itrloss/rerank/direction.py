@@ -1,4 +1,4 @@
-"""What a re-ranker may look at, and what it answers with."""
+"""The input and output of a re-ranker's rule."""
 
 from __future__ import annotations
 
@@ -12,47 +12,47 @@ from ..distributed import gather_parts, sum_over_processes
 from ..engine.pairs import Pairs
 from ..similarity import Similarity
 
-SIDES = ("images", "texts")  # whose queries: image→text, text→image
+SIDES = ("images", "texts")  # the queries of image→text and of text→image
 
 
 class Direction(NamedTuple):
-    """What a re-ranker may look at when the images, or the texts, are the queries. Labels are not part of it.
+    """The similarities that a re-ranker sees in one direction, image→text or text→image; no labels.
 
-    With several processes, each has its own queries, which choose among the candidates of all, and compares its own
-    candidates with all references: where ``shared``, what it computes for them is a part of the whole.
+    In a job of several processes, ``queries`` has this process's queries and the candidates of all processes.
+    ``candidates`` has this process's candidates (all of them unless ``shared``) and all references.
     """
 
-    side: int  # 0: images ask; 1: texts
+    side: int  # 0: image→text; 1: text→image
     queries: Similarity  # (queries, candidates)
-    candidates: Similarity  # (candidates, references): the test queries or the bank's
-    transductive: bool
+    candidates: Similarity  # (candidates, references): the references are the test queries or a bank
+    transductive: bool  # whether the references are the test queries
     gallery: Tensor | None  # the bank of the candidates' own modality
-    shared: bool = False
-    first: tuple[int, int] = (0, 0)  # number of the first own query, and of the first own candidate, among those of all
+    shared: bool = False  # whether each process computes the values of its own candidates alone
+    first: tuple[int, int] = (0, 0)  # index of this process's first query and first candidate among all
 
     def of_all(self, x: Tensor) -> Tensor:
-        """Return (B, ...) of all queries, or candidates, from that of each own one."""
+        """Return the values of all processes' queries or candidates, from ``x`` (B, ...) of this process's."""
         return gather_parts(x) if self.shared else x
 
     def summed(self, x: Tensor) -> Tensor:
-        """Return the sum of the ``x`` of all processes; written over."""
+        """Return the sum of ``x`` over all processes, in place."""
         return sum_over_processes(x) if self.shared else x
 
 
 class Bias(NamedTuple):
-    """A rule by which candidates are ranked: ``factor S_qc + bias_c``."""
+    """A rule that ranks candidates by ``factor S_qc + bias_c``."""
 
-    bias: Tensor  # (candidates,), of each process's own where they are shared
+    bias: Tensor  # (candidates,); this process's candidates if the direction is shared
     factor: float = 1.0  # above 0
 
 
-# Another rule: a function of the (B, candidates) scores of some queries, which it may overwrite, and of the slice of
-# these queries, that returns the scores to rank by.
+# A rule is a Bias, or a function f(scores, rows) that returns (B, candidates) scores to rank by: ``scores`` are those
+# of the queries in the slice ``rows``, and may be overwritten.
 Rule = Bias | Callable[[Tensor, slice], Tensor]
 
 
 def unlabelled(sim: Similarity) -> Similarity:
-    """Return the same scores without a gradient, nothing matching, so that every column is a negative."""
+    """Return the same scores without a gradient and without positives."""
     matrix = sim._matrix.detach()
     rows, cols = (x.to(sim.device) for x in no_match(*matrix.shape))
     matrix.pairs = Pairs(matrix.shape, (rows, cols), sim.device)
@@ -60,7 +60,7 @@ def unlabelled(sim: Similarity) -> Similarity:
 
 
 def against(sim: Similarity, cols: Tensor, more_rows: Tensor | None = None) -> Similarity:
-    """Return the similarities of the same rows, with more below them, and other columns; nothing matches."""
+    """Return the similarities of the rows of ``sim``, and of ``more_rows``, with ``cols``, without positives."""
     assert sim._inputs is not None
     rows = sim._inputs[0].detach()
     if more_rows is not None:
@@ -70,7 +70,7 @@ def against(sim: Similarity, cols: Tensor, more_rows: Tensor | None = None) -> S
 
 
 def as_similarity(scores: Tensor | Similarity) -> Similarity:
-    """Return scores as a ``Similarity``, checked: re-ranking never asks who matches whom."""
+    """Return checked scores as a ``Similarity``, whose ids re-ranking ignores."""
     if isinstance(scores, Similarity):
         scores.check_finite()
         return scores
@@ -79,12 +79,12 @@ def as_similarity(scores: Tensor | Similarity) -> Similarity:
 
 
 def no_match(n: int, m: int) -> Sequence[Tensor]:
-    """Return (N,) and (M,) ids by which no row matches a column."""
+    """Return (N,) and (M,) ids with which no row matches a column."""
     return torch.arange(n + m).split((n, m))
 
 
 def with_bank(candidates: Similarity, name: str, bank: Tensor) -> Similarity:
-    """Return the similarities of the candidates, rows here, and the queries of the bank ``name``."""
+    """Return the similarities of the candidates (rows) with the queries of the bank ``name``, images or texts."""
     if candidates._inputs is not None:
         return against(candidates, fitting(bank, name, candidates))
     bank = bank.to(candidates.device, candidates.dtype)
@@ -95,7 +95,7 @@ def with_bank(candidates: Similarity, name: str, bank: Tensor) -> Similarity:
 
 
 def fitting(bank: Tensor, name: str, sim: Similarity) -> Tensor:
-    """Return the bank ``name`` of embeddings in the type of scores: half precision would round a float32 one."""
+    """Return a bank of embeddings in the dtype of the scores: half precision would round a float32 bank."""
     assert sim._inputs is not None
     dim = sim._inputs[0].shape[1]
     if bank.shape[1] != dim:

@@ -1,4 +1,4 @@
-"""DVSE's Fast Re-ranking, and the inverted softmax, which it contains."""
+"""DVSE's Fast Re-ranking, and the inverted softmax, a special case."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import Tensor
 
 from ..anchors import Anchors
 from ..checks import check_number
-from ..metrics.labels import labelled
+from ..metrics.labels import with_ids
 from ..similarity import Similarity
 from .base import Reranker
 from .direction import Bias, Direction, Rule
 
-SCALES = (5.0, 7.0, 10.0, 14.0, 20.0, 28.0, 40.0, 57.0, 80.0)  # that are tried, each times √2
+SCALES = (5.0, 7.0, 10.0, 14.0, 20.0, 28.0, 40.0, 57.0, 80.0)  # the grid of calibrate(), in steps of √2
 
 
 class _LogSumReranker(Reranker):
-    """``factor S_qc - log sum_r exp(scale R_rc)``."""
+    """Re-rankers of the form ``factor S_qc - log sum_r exp(scale R_rc)``."""
 
     def _scales(self, side: int) -> tuple[float, float]:
-        """Return scale and factor of a direction."""
+        """Return the scale and the factor of a direction."""
         raise NotImplementedError
 
     def rule(self, direction: Direction) -> Rule:
@@ -30,28 +30,28 @@ class _LogSumReranker(Reranker):
     def _rules_together(self, directions: Sequence[Direction]) -> list[Rule]:
         candidates = Anchors.together(*(d.candidates for d in directions))  # one product where there is one matrix
         scales = [self._scales(d.side) for d in directions]
-        each = zip(scales, candidates.sizes, strict=True)
-        a = torch.cat([torch.full((n,), scale, dtype=candidates.dtype) for (scale, _), n in each])
-        sums = candidates.split(candidates.logsumexp(a))
+        sizes = zip(scales, candidates.sizes, strict=True)
+        each_scale = torch.cat([torch.full((n,), scale, dtype=candidates.dtype) for (scale, _), n in sizes])
+        sums = candidates.split(candidates.logsumexp(each_scale))
         return [Bias(-x, factor) for x, (_, factor) in zip(sums, scales, strict=True)]
 
 
 class FastReranker(_LogSumReranker):
-    r"""Fast Re-ranking (DVSE Eq. 13-15): a candidate that is similar to every query loses by it.
+    r"""Fast Re-ranking (DVSE Eq. 13-15): candidates that are similar to every query move down.
 
-    With A (n_images, n_texts), worked out in log space so that nothing overflows:
+    With scores A (n_images, n_texts), computed in log space so that nothing overflows:
 
     .. math::
         \text{image→text}\quad \gamma_2 A_{ij} - \log \sum_{i'} e^{\gamma_1 A_{i'j}}, \qquad
         \text{text→image}\quad \lambda_2 A_{ij} - \log \sum_{j'} e^{\lambda_1 A_{ij'}}
 
-    As published it is *transductive*: the sums run over all queries of the test set, so results depend on which
-    queries are asked together, and a single query is refused. After :meth:`fit` they run over a bank of other
-    queries, such as those of the training set, and every test query stands for itself. No labels are used.
+    As published it is *transductive*: the sums run over all test queries, so results depend on which queries are
+    ranked together, and a single query is refused. After :meth:`fit` the sums run over a bank of other queries, such
+    as the training set, and test queries no longer affect one another. No labels are used.
 
     Args:
         i2t: (γ1, γ2).
-        t2i: (λ1, λ2). (The paper uses 25, 25 and 20, 20; on CUB 9, 8 and 8, 17.)
+        t2i: (λ1, λ2). (In the paper (25, 25) and (20, 20); on CUB (9, 8) and (8, 17).)
     """
 
     def __init__(self, i2t: tuple[float, float] = (25.0, 25.0), t2i: tuple[float, float] = (20.0, 20.0)):
@@ -71,37 +71,31 @@ class FastReranker(_LogSumReranker):
         *,
         scales: Sequence[float] = SCALES,
     ) -> FastReranker:
-        """Choose all four parameters on held-out pairs, those with the highest R@1 + R@5 + R@10 of each direction.
+        """Choose all four parameters on validation pairs by R@1 + R@5 + R@10 of each direction; return this object.
 
-        Of pairs with the same recalls, those with the highest mean reciprocal rank; of equal ones, the first. Labels
-        are looked at here, which is why this takes a validation set and not the test set.
+        Ties are broken by the mean reciprocal rank, then the first scales win. This uses labels, so never pass the test
+        set.
 
         Args:
-            validation: (n_images, n_texts) scores, or a :class:`itrloss.Similarity`. Banks of :meth:`fit` are used if
-                they were given, and have to fit it.
-            image_ids, text_ids: as of :func:`itrloss.metrics.retrieval_metrics`.
-            scales: the values that are tried for each parameter.
-
-        Returns:
-            This object.
+            validation: (n_images, n_texts) scores, or a :class:`itrloss.Similarity`. Banks of :meth:`fit` are used, and
+                have to fit it.
+            image_ids, text_ids: see :func:`itrloss.metrics.retrieval_metrics`.
+            scales: the values to try for each parameter.
         """
         scales = [float(x) for x in scales]
         if not scales or not all(x > 0 for x in scales):
             raise ValueError(f"scales: expected numbers above 0, got {scales}")
-        sim = labelled("validation", validation, image_ids, text_ids).detach()
+        sim = with_ids("validation", validation, image_ids, text_ids).detach()
         if not bool(sim.positive_counts.any()):
             raise ValueError("image_ids, text_ids: no query of the validation set has a matching candidate")
         chosen = []
-        for direction, answers in zip(self._directions(sim), (sim, sim.T), strict=True):
-            best: tuple[tuple[float, float], tuple[float, float]] | None = None
-            for gamma in scales:
-                penalty = direction.candidates.logsumexp(gamma)
+        for direction, labelled in zip(self._directions(sim), (sim, sim.T), strict=True):
+            qualities = {}
+            for scale in scales:
+                penalty = direction.candidates.logsumexp(scale)
                 for factor in scales:
-                    found = _quality(answers.ranks(-penalty / factor)[:, 0]), (gamma, factor)
-                    if best is None or found[0] > best[0]:
-                        best = found
-            assert best is not None
-            chosen.append(best[1])
+                    qualities[scale, factor] = _quality(labelled.ranks(-penalty / factor)[:, 0])
+            chosen.append(max(qualities, key=qualities.__getitem__))
         self.i2t, self.t2i = chosen
         return self
 
@@ -110,7 +104,7 @@ class FastReranker(_LogSumReranker):
 
 
 def _quality(ranks: Tensor) -> tuple[float, float]:
-    """Sum of the recalls, and the mean reciprocal rank, of the queries that have an answer."""
+    """Return the sum of the recalls and the mean reciprocal rank, over the queries with a positive."""
     ranks = ranks[ranks > 0].double()
     return sum(float((ranks <= k).double().mean()) for k in (1, 5, 10)), float((1 / ranks).mean())
 
@@ -118,8 +112,8 @@ def _quality(ranks: Tensor) -> tuple[float, float]:
 class InvertedSoftmax(_LogSumReranker):
     r"""Inverted softmax (Smith et al., ICLR 2017): ``β S_qc - log sum_r exp(β R_rc)``.
 
-    That is Fast Re-ranking with γ1 = γ2 = λ1 = λ2 = β. With queries of the training set as a bank it is the inverted
-    softmax of QB-Norm.
+    It is Fast Re-ranking with γ1 = γ2 = λ1 = λ2 = β. With a bank of training queries it is the inverted softmax of
+    QB-Norm.
 
     Args:
         scale: β.

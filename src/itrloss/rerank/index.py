@@ -1,8 +1,6 @@
-"""Re-ranking through an index for nearest neighbours, by FAISS (``pip install 'itrloss[faiss]'``)."""
+"""Re-ranking in a FAISS index for nearest neighbours (``pip install 'itrloss[faiss]'``)."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,17 +11,17 @@ from ..similarity import TopK
 
 
 class BiasedIndex:
-    """An index of candidates that ranks by ``cos(query, candidate) + bias``, as every re-ranker with biases does.
+    """A FAISS index of candidates that ranks by ``cos(query, candidate) + bias``.
 
-    The bias is one more dimension of a candidate, and 1 is one more of a query: their inner product is the score. So
-    any FAISS index for inner products answers with re-ranked neighbours at its usual speed, and with its usual losses.
+    Candidates get their bias as an additional dimension, queries the value 1, so that the inner product is the
+    re-ranked score. Any FAISS index for inner products works, at its usual speed and accuracy.
 
     Args:
-        candidates: (C, D) embeddings of any length.
-        bias: (C,) of :meth:`itrloss.rerank.Reranker.biases`; None: plain cosine.
-        factory: FAISS' description of an index: ``"Flat"`` is exact, ``"HNSW32"`` a graph, ``"IVF1024,Flat"`` searches
+        candidates: (C, D) embeddings, which are normalised.
+        bias: (C,) from :meth:`itrloss.rerank.Reranker.biases`; None: plain cosine.
+        factory: FAISS' description of the index: ``"Flat"`` is exact, ``"HNSW32"`` a graph, ``"IVF1024,Flat"`` searches
             the nearest of 1024 cells.
-        nprobe: how many cells an index with cells searches; None: FAISS' default, 1.
+        nprobe: number of cells that an index with cells searches; None: FAISS' default, 1.
 
     Raises:
         ImportError: without FAISS.
@@ -36,7 +34,10 @@ class BiasedIndex:
         if bias is not None and (not isinstance(bias, Tensor) or bias.shape != candidates.shape[:1]):
             got = tuple(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
             raise ValueError(f"bias: expected shape ({candidates.shape[0]},), got {got}")
-        faiss = _faiss()
+        try:
+            import faiss  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise ImportError("an index needs FAISS: pip install 'itrloss[faiss]'") from error
         vectors = _unit(candidates)
         last = torch.zeros(len(vectors), 1) if bias is None else bias.detach().float().cpu()[:, None]
         data = torch.cat([vectors, last], 1).numpy()
@@ -50,38 +51,29 @@ class BiasedIndex:
             if nprobe is not None:
                 faiss.ParameterSpace().set_index_parameter(self.index, "nprobe", nprobe)
         except RuntimeError as error:
-            said = str(error).strip().splitlines()[-1]
-            what = f"{factory!r} with {len(data)} candidates" + (f" and nprobe = {nprobe}" if nprobe else "")
-            raise ValueError(f"factory: FAISS does not make an index of {what}: {said}") from None
+            message = str(error).strip().splitlines()[-1]
+            options = f"{factory!r} with {len(data)} candidates" + (f" and nprobe = {nprobe}" if nprobe else "")
+            raise ValueError(f"factory: FAISS cannot build the index {options}: {message}") from None
 
     def search(self, queries: Tensor, k: int) -> TopK:
-        """The k best candidates of each query.
+        """Return the (Q, k) scores and indices of the k best candidates of each query.
+
+        Where an approximate index finds fewer than k, the rest is -inf and -1.
 
         Args:
-            queries: (Q, D) embeddings of any length.
-            k: how many.
-
-        Returns:
-            ``values`` and ``indices`` (Q, k); where an approximate index finds fewer than k, -inf and -1.
+            queries: (Q, D) embeddings, which are normalised.
+            k: number of candidates.
         """
         check_matrix("queries", queries, "(Q, D)", True)
         check_size("k", k)
         if queries.shape[1] != self.index.d - 1:
             raise ValueError(f"queries: expected shape (Q, {self.index.d - 1}), got {tuple(queries.shape)}")
-        asked = torch.cat([_unit(queries), torch.ones(len(queries), 1)], 1)
-        values, indices = self.index.search(asked.numpy(), k)
-        missing = torch.from_numpy(indices) < 0
-        return TopK(torch.from_numpy(values).masked_fill(missing, -torch.inf), torch.from_numpy(indices))
+        vectors = torch.cat([_unit(queries), torch.ones(len(queries), 1)], 1)
+        values, indices = map(torch.from_numpy, self.index.search(vectors.numpy(), k))
+        return TopK(values.masked_fill(indices < 0, -torch.inf), indices)
 
 
 def _unit(x: Tensor) -> Tensor:
+    """Return (N, D) float32 unit vectors on the CPU."""
     x = x.detach().cpu()
     return scaled(x, inverse_norms(x)).float()
-
-
-def _faiss() -> Any:
-    try:
-        import faiss  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ImportError("an index needs FAISS: pip install 'itrloss[faiss]'") from error
-    return faiss

@@ -1,4 +1,4 @@
-"""Re-rankers that weigh a candidate's scores by what queries in general think of it."""
+"""Re-rankers that normalise a candidate's scores by its scores with reference queries."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class DualSoftmax(Reranker):
     def rule(self, direction: Direction) -> Rule:
         total = direction.of_all(direction.candidates.logsumexp(self.scale))
 
-        def by_share(scores: Tensor, rows: slice) -> Tensor:
+        def share_weighted(scores: Tensor, rows: slice) -> Tensor:
             result = (self.scale * scores).sub_(total).exp_().mul_(scores)
-            if not bool(result.isfinite().all()):  # with a bank a share may be above 1
+            if not bool(result.isfinite().all()):  # with a bank, a share of the softmax may be above 1
                 raise ValueError(f"scores: too large for {self!r}")
             return result
 
-        return by_share
+        return share_weighted
 
 
 class QueryBankNorm(Reranker):
@@ -43,12 +43,12 @@ class QueryBankNorm(Reranker):
         \beta S_{qc} - a_q \log \sum_r e^{\beta R_{rc}}, \qquad
         a_q = \bigl[\operatorname{arg\,max}_c S_{qc} \in \bigcup_r \operatorname{top-}k_{c} R_{rc}\bigr]
 
-    Only a query whose best candidate is a hub of the bank is normalised. With the test queries as the bank all would
-    be: that is :class:`InvertedSoftmax`.
+    Only a query whose best candidate is a hub of the bank is normalised. With the test queries as the bank all queries
+    would be, as in :class:`InvertedSoftmax`.
 
     Args:
         scale: β.
-        k: how many candidates of a query of the bank count as its best.
+        k: a hub is among the k best candidates of some query of the bank.
     """
 
     needs_bank = True
@@ -61,27 +61,27 @@ class QueryBankNorm(Reranker):
     def rule(self, direction: Direction) -> Rule:
         penalty = direction.of_all(direction.candidates.logsumexp(self.scale))
         best = direction.candidates.T.topk(min(self.k, direction.candidates.shape[0]))
-        # The best of all candidates are among the best of each process's.
+        # The k best of all candidates are among the k best of each process.
         values = direction.of_all(best.values.T)
-        numbers = direction.of_all(best.indices.T + direction.first[1])
+        indices = direction.of_all(best.indices.T + direction.first[1])
         hub = torch.zeros(len(penalty), dtype=torch.bool, device=penalty.device)
-        hub[numbers.gather(0, values.topk(min(self.k, len(values)), 0).indices)] = True
+        hub[indices.gather(0, values.topk(min(self.k, len(values)), 0).indices)] = True
 
-        def of_hubs(scores: Tensor, rows: slice) -> Tensor:
-            normalised = hub[scores.argmax(1)]
+        def penalise_hubs(scores: Tensor, rows: slice) -> Tensor:
+            best_is_hub = hub[scores.argmax(1)]
             scores.mul_(self.scale)
-            return torch.where(normalised[:, None], scores - penalty, scores)
+            return torch.where(best_is_hub[:, None], scores - penalty, scores)
 
-        return of_hubs
+        return penalise_hubs
 
 
 class DualBankNorm(Reranker):
-    r"""DBNorm in its static form, DualIS (Wang et al., EMNLP 2023); needs both banks, and embeddings.
+    r"""DBNorm in its static form, DualIS (Wang et al., EMNLP 2023); needs both banks and embeddings.
 
     .. math::
         (\beta_1 + \beta_2) S_{qc} - \log \sum_r e^{\beta_1 R_{rc}} - \log \sum_g e^{\beta_2 G_{gc}}
 
-    where G compares a candidate with the bank of its own modality.
+    where G are the similarities of candidates with the bank of their own modality.
 
     Args:
         query_scale, gallery_scale: β₁, β₂.
@@ -103,19 +103,17 @@ class DualBankNorm(Reranker):
         return Bias(-penalty, self.query_scale + self.gallery_scale)
 
 
-def _nearest(candidates: Similarity, k: int) -> Tensor:
-    """Return the (N,) mean of each candidate's k highest scores with the references, all of them if there are fewer."""
+def _mean_of_highest(candidates: Similarity, k: int) -> Tensor:
+    """Return the (C,) mean of each candidate's k highest scores with the references; of all if there are fewer."""
     return candidates.topk(min(k, candidates.shape[1])).values.mean(1)
 
 
 class NearestNeighborNorm(Reranker):
     """Nearest neighbor normalization, NNN (Chowdhury et al., EMNLP 2024): ``S_qc - α mean top-k_r R_rc``.
 
-    A candidate gives up a share of its similarity with those queries that like it best.
-
     Args:
         alpha: α.
-        k: how many queries; all of them if there are fewer.
+        k: number of reference queries; all of them if there are fewer.
     """
 
     def __init__(self, alpha: float = 0.75, k: int = 128):
@@ -124,16 +122,16 @@ class NearestNeighborNorm(Reranker):
         self.alpha, self.k = alpha, k
 
     def rule(self, direction: Direction) -> Rule:
-        return Bias(-self.alpha * _nearest(direction.candidates, self.k))
+        return Bias(-self.alpha * _mean_of_highest(direction.candidates, self.k))
 
 
 class CSLS(Reranker):
     """Cross-domain similarity local scaling (Conneau et al., ICLR 2018): ``2 S_qc - mean top-k_r R_rc``.
 
-    Its third term, the mean of the query's own k best scores, is the same for all candidates and left out.
+    The third term of CSLS, the mean of the query's k best scores, is the same for all candidates and is left out.
 
     Args:
-        k: how many queries; all of them if there are fewer.
+        k: number of reference queries; all of them if there are fewer.
     """
 
     def __init__(self, k: int = 10):
@@ -141,7 +139,7 @@ class CSLS(Reranker):
         self.k = k
 
     def rule(self, direction: Direction) -> Rule:
-        return Bias(-_nearest(direction.candidates, self.k), 2.0)
+        return Bias(-_mean_of_highest(direction.candidates, self.k), 2.0)
 
 
 class MutualProximity(Reranker):
@@ -150,8 +148,8 @@ class MutualProximity(Reranker):
     .. math::
         \log \Phi\Bigl(\frac{S_{qc} - \mu_q}{\sigma_q}\Bigr) + \log \Phi\Bigl(\frac{S_{qc} - \mu_c}{\sigma_c}\Bigr)
 
-    How probable it is that neither would be closer to another: μ and σ are those of the query's scores with all
-    candidates, and of the candidate's with the reference queries.
+    This is the log probability that both are closer to each other than to a random third. μ and σ are the mean and
+    standard deviation of the query's scores with all candidates, and of the candidate's with the reference queries.
     """
 
     def rule(self, direction: Direction) -> Rule:
@@ -159,25 +157,25 @@ class MutualProximity(Reranker):
         mean, std = direction.of_all(candidate.mean), direction.of_all(candidate.std)
 
         def log_probability(scores: Tensor, rows: slice) -> Tensor:
-            of_candidate = torch.special.log_ndtr((scores - mean).div_(std))
-            of_query = scores.sub_(query.mean[rows, None]).div_(query.std[rows, None])
-            return torch.special.log_ndtr(of_query).add_(of_candidate)
+            candidate_term = torch.special.log_ndtr((scores - mean).div_(std))
+            query_z = scores.sub_(query.mean[rows, None]).div_(query.std[rows, None])
+            return torch.special.log_ndtr(query_z).add_(candidate_term)
 
         return log_probability
 
 
 class Sinkhorn(Reranker):
-    r"""Sinkhorn normalisation (of Pan et al., 2025): ``β S_qc + g_c``.
+    r"""Sinkhorn normalisation (Pan et al., 2025): ``β S_qc + g_c``.
 
     .. math::
         f_r \leftarrow -\log |r| - \log \sum_c e^{\beta R_{rc} + g_c}, \qquad
         g_c \leftarrow -\log C - \log \sum_r e^{\beta R_{rc} + f_r}
 
-    alternately, from g = 0. In the end all C candidates are liked equally by all queries together.
+    alternately, from g = 0. At convergence all C candidates have the same share of the reference queries.
 
     Args:
-        scale: β, one over the temperature.
-        iterations: how often both are renewed. Each passes over the scores twice.
+        scale: β, the inverse temperature.
+        iterations: number of updates of f and g. Each passes over the scores twice.
     """
 
     needs_all_candidates = True
@@ -188,10 +186,10 @@ class Sinkhorn(Reranker):
         self.scale, self.iterations = scale, iterations
 
     def rule(self, direction: Direction) -> Rule:
-        return Bias(self._potential(direction.candidates), self.scale)
+        return Bias(self._dual(direction.candidates), self.scale)
 
-    def _potential(self, candidates: Similarity) -> Tensor:
-        """Return the (C,) potential g."""
+    def _dual(self, candidates: Similarity) -> Tensor:
+        """Return the (C,) dual variable g."""
         c, r = candidates.shape
         g = torch.zeros(c, dtype=candidates.dtype, device=candidates.device)
         for _ in range(self.iterations):
@@ -201,10 +199,10 @@ class Sinkhorn(Reranker):
 
 
 class DualBankSinkhorn(Sinkhorn):
-    r"""Dual bank Sinkhorn normalisation, DBSN (Pan et al., 2025); needs both banks, and embeddings.
+    r"""Dual bank Sinkhorn normalisation, DBSN (Pan et al., 2025); needs both banks and embeddings.
 
-    :class:`Sinkhorn` of the bank's queries with the candidates *and* the bank's items of the same modality as one side:
-    so the candidates need not take up all that the bank's queries look for.
+    This is :class:`Sinkhorn` with the candidates *and* the bank of their own modality as C. The bank's queries are then
+    shared among their own matches too, not among the test candidates alone.
 
     Args:
         scale, iterations: see :class:`Sinkhorn`.
@@ -217,7 +215,7 @@ class DualBankSinkhorn(Sinkhorn):
         candidates = direction.candidates
         assert direction.gallery is not None and candidates._inputs is not None
         stacked = against(candidates, candidates._inputs[1].detach(), direction.gallery)
-        return Bias(self._potential(stacked)[: candidates.shape[0]], self.scale)
+        return Bias(self._dual(stacked)[: candidates.shape[0]], self.scale)
 
 
 def _logsumexp(sim: Similarity, scale: float, cols: Tensor) -> Tensor:
