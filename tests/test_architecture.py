@@ -23,7 +23,7 @@ FLOORS = [
     {"similarity"},
     {"functional", "sets", "memory", "kmeans", "metrics", "rerank", "distributed", "telemetry", "grad_cache"},
     {"losses", "compat"},
-    {"study", "report"},
+    {"comparison", "report"},
     {"cli"},
 ]
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from itrloss import Similarity, rerank, study
+from itrloss import Similarity, comparison, rerank
 from itrloss.cli import main
+from itrloss.comparison import METHODS
 from itrloss.files import read_ids, read_matrix, written
 from itrloss.metrics import retrieval_metrics, retrieval_results
-from itrloss.study import METHODS
 
 N, C, D = 12, 5, 8
 
@@ -126,7 +126,7 @@ def test_what_folds_cannot_do(saved: Path, tmp_path: Path, monkeypatch, capsys, 
 def test_k_reciprocal_is_left_out_where_memory_would_end(tmp_path: Path, monkeypatch, capsys):
     for side, x in zip(("images", "texts"), pairs(), strict=True):
         np.save(tmp_path / f"{side}.npy", x)
-    monkeypatch.setattr(study, "K_RECIPROCAL_ITEMS", N * (1 + C) - 1)
+    monkeypatch.setattr(comparison, "K_RECIPROCAL_ITEMS", N * (1 + C) - 1)
     assert run("eval", tmp_path / "images.npy", tmp_path / "texts.npy", "--methods", "k-reciprocal") == 0
     assert "left out: holds" in lines(capsys)["k-reciprocal"][0]
     given = "eval", tmp_path / "images.npy", tmp_path / "texts.npy", "--methods", "k-reciprocal", "--folds", 2
@@ -166,7 +166,7 @@ def test_embeddings_are_calibrated_with_the_bank_that_they_are_re_ranked_by():
     held_out, banks = (tuple(torch.from_numpy(x) for x in pairs(seed)) for seed in (1, 2))
     banks = banks[0] + 3.0, banks[1][:9] - 2.0
     validation = Similarity(*held_out, torch.arange(N), torch.arange(N * C) // C)
-    found = study._calibrated(validation, banks)
+    found = comparison._calibrated(validation, banks)
     with_bank, without = rerank.FastReranker().fit(*banks), rerank.FastReranker()
     assert repr(found) == repr(with_bank.calibrate(validation)) != repr(without.calibrate(validation))
 

@@ -11,9 +11,9 @@ import torch
 
 from itrloss import Similarity, rerank
 from itrloss.cli import main
+from itrloss.comparison import protocol_table
 from itrloss.metrics import coco_protocol, default_ids, retrieval_metrics
 from itrloss.metrics import protocols as module
-from itrloss.study import protocol_table
 
 N, M = 5000, 25000
 LISTED = 300  # of each query's candidates that the package sees

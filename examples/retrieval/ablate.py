@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from itrloss.study import METHODS
+from itrloss.comparison import METHODS
 
 from .config import Config, load_config, make_config, tomllib
 from .data import load_split

@@ -26,7 +26,7 @@ from torch import Tensor
 from itrloss.metrics import RetrievalResults, retrieval_results
 from itrloss.report import Block, number, render
 from itrloss.report.charts import Series, lines
-from itrloss.report.study import hubness
+from itrloss.report.comparison import hubness
 
 from .config import NO_EFFECT
 from .data import Split, load_split

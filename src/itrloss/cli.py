@@ -20,12 +20,21 @@ from torch import Tensor
 
 from . import files, report
 from .checks import Names, require_finite
+from .comparison import (
+    CALIBRATED,
+    METHODS,
+    PLAIN,
+    Entry,
+    RerankerComparison,
+    compare_rerankers,
+    protocol_table,
+    table,
+)
 from .metrics import coco_protocol, default_ids, fold_repeated, latex_table, retrieval_results, save_trec
 from .metrics.labels import whole_parts_of
-from .report import study as study_report
+from .report import comparison as comparison_report
 from .rerank import FastReranker
 from .similarity import Similarity
-from .study import CALIBRATED, METHODS, PLAIN, Entry, Study, protocol_table, study, table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -152,7 +161,7 @@ def _rerank(args: argparse.Namespace) -> int:
     banks = [None if path is None else read(path) for path in (args.bank_images, args.bank_texts)]
     if banks[1] is not None and args.image_ids is None:  # with the images as rows
         banks[1] = fold_repeated(banks[1])
-    return _study(args, str(args.scores), sim, banks, validation)
+    return _compare(args, str(args.scores), sim, banks, validation)
 
 
 def _eval(args: argparse.Namespace) -> int:
@@ -163,7 +172,7 @@ def _eval(args: argparse.Namespace) -> int:
     sim = _labelled(args, (args.images, args.texts), read(args.images), read(args.texts))
     validation = None if args.val is None else _similarity(args.val, *map(read, args.val))
     banks = [None if path is None else read(path) for path in (args.bank_images, args.bank_texts)]
-    return _study(args, f"{args.images}, {args.texts}", sim, banks, validation)
+    return _compare(args, f"{args.images}, {args.texts}", sim, banks, validation)
 
 
 def _check_images_as_rows(path: Path, matrix: Tensor, transposed: bool) -> None:
@@ -205,15 +214,51 @@ def _labelled(args: argparse.Namespace, paths: Sequence[Path], *given: Tensor) -
     return _similarity(paths, *given, ids=(files.read_ids(args.image_ids), files.read_ids(args.text_ids)))
 
 
-def _study(
+def _compare(
     args: argparse.Namespace,
     title: str,
     sim: Similarity,
     banks: Sequence[Tensor | None],
     validation: Similarity | None,
 ) -> int:
+    outputs = _outputs(args)
+    if args.folds != 1:
+        _check_folds(args, sim, banks)
+    if args.report:
+        report.check()
+    names = _names(args, sim)
+    fast = FastReranker(tuple(args.i2t), tuple(args.t2i))
+    images, texts = banks
+    _check_banks(args, sim, banks)
+    n, m = sim.shape
+    each = "by the ids given" if args.image_ids else f"{m // n} an image, one behind the other"
+    title += "" if args.folds == 1 else f", in {args.folds} parts"
+    print(f"{title}: {n} images, {m} texts ({each})", flush=True)
+    shown = sys.stderr.isatty()
+
+    def progress(text: str) -> None:
+        if shown:
+            print(f"\r\033[K{text} …", end="", file=sys.stderr, flush=True)
+
+    comparison = compare_rerankers(
+        sim, args.methods, (images, texts), validation, fast, progress, args.memory, args.folds
+    )
+    if shown:
+        print("\r\033[K", end="", file=sys.stderr)
+    print(table(comparison))
+    if args.protocol:
+        entry = _entry(comparison, args.write)
+        for each in (comparison.entries[0], entry) if entry.reranker else (entry,):
+            print(f"\n{each.name}\n{protocol_table(coco_protocol(sim, reranker=each.reranker))}")
+    if outputs or args.trec:
+        _write(args, title, comparison, _entry(comparison, args.write), names)
+    return 0
+
+
+def _outputs(args: argparse.Namespace) -> list[Path]:
+    """Return the files to write, checked before anything is computed."""
     outputs = [path for path in (args.out, args.rankings, args.queries, args.report, args.latex) if path is not None]
-    for path in [*outputs, *([] if args.trec is None else [args.trec / "i2t.run"])]:  # before anything is worked out
+    for path in [*outputs, *([] if args.trec is None else [args.trec / "i2t.run"])]:
         if not path.parent.is_dir():
             raise ValueError(f"{path}: there is no directory {path.parent}")
         if path.is_dir():
@@ -235,35 +280,7 @@ def _study(
         raise ValueError(f"--write: expected one of {', '.join(writable)}; got {args.write!r}")
     if args.top < 1:
         raise ValueError(f"--top: expected at least 1, got {args.top}")
-    if args.folds != 1:
-        _check_folds(args, sim, banks)
-    if args.report:
-        report.check()
-    names = _names(args, sim)
-    fast = FastReranker(tuple(args.i2t), tuple(args.t2i))
-    images, texts = banks
-    _check_banks(args, sim, banks)
-    n, m = sim.shape
-    each = "by the ids given" if args.image_ids else f"{m // n} an image, one behind the other"
-    title += "" if args.folds == 1 else f", in {args.folds} parts"
-    print(f"{title}: {n} images, {m} texts ({each})", flush=True)
-    shown = sys.stderr.isatty()
-
-    def progress(text: str) -> None:
-        if shown:
-            print(f"\r\033[K{text} …", end="", file=sys.stderr, flush=True)
-
-    found = study(sim, args.methods, (images, texts), validation, fast, progress, args.memory, args.folds)
-    if shown:
-        print("\r\033[K", end="", file=sys.stderr)
-    print(table(found))
-    if args.protocol:
-        entry = _entry(found, args.write)
-        for each in (found.entries[0], entry) if entry.reranker else (entry,):
-            print(f"\n{each.name}\n{protocol_table(coco_protocol(sim, reranker=each.reranker))}")
-    if outputs or args.trec:
-        _write(args, title, found, _entry(found, args.write), names)
-    return 0
+    return outputs
 
 
 def _inputs(args: argparse.Namespace) -> Iterator[tuple[str, Path]]:
@@ -310,20 +327,22 @@ def _check_banks(args: argparse.Namespace, sim: Similarity, banks: Sequence[Tens
             raise ValueError(f"{path}: expected {wanted}, got shape {tuple(bank.shape)}")
 
 
-def _entry(found: Study, name: str | None) -> Entry:
+def _entry(comparison: RerankerComparison, name: str | None) -> Entry:
     """What is written: that of the name, or the first method, calibrated if it was; by the bank if tried both ways."""
-    names = [entry.name for entry in found.entries]
+    names = [entry.name for entry in comparison.entries]
     if name is None:
         if len(names) == 1:
             raise ValueError("--methods: all were left out, so that there is nothing to write")
         name = CALIBRATED if names[1] == "fast" and CALIBRATED in names else names[1]
     if name not in names:
-        raise ValueError(f"--write: {name} {found.left_out[name]}")
-    return [entry for entry in found.entries if entry.name == name][-1]
+        raise ValueError(f"--write: {name} {comparison.left_out[name]}")
+    return [entry for entry in comparison.entries if entry.name == name][-1]
 
 
-def _write(args: argparse.Namespace, title: str, found: Study, entry: Entry, names: study_report.Names) -> None:
-    sim = found.sim
+def _write(
+    args: argparse.Namespace, title: str, comparison: RerankerComparison, entry: Entry, names: comparison_report.Names
+) -> None:
+    sim = comparison.sim
     if args.out:
         pair = (sim.scores(),) * 2 if entry.reranker is None else entry.reranker.rerank(sim)
         with files.written(args.out, "wb") as file:
@@ -342,23 +361,23 @@ def _write(args: argparse.Namespace, title: str, found: Study, entry: Entry, nam
         save_trec(retrieval_results(sim, reranker=entry.reranker, hubness_k=args.top), args.trec)
     if args.latex:
         with files.written(args.latex) as file:
-            file.write(latex_table({f"{x.name} {x.hubs}".strip(): x.results for x in found.entries}))
+            file.write(latex_table({f"{x.name} {x.hubs}".strip(): x.results for x in comparison.entries}))
     if args.report:
         with files.written(args.report) as file:
-            file.write(study_report.page(found, entry, title, names))
+            file.write(comparison_report.page(comparison, entry, title, names))
     by = "no re-ranking" if entry.name == PLAIN else f"{entry.name}, hubs of {entry.looks_at}"
     outputs = args.out, args.rankings, args.queries, args.trec, args.latex, args.report
     print(f"written ({by}): {', '.join(str(x) for x in outputs if x)}")
 
 
-def _names(args: argparse.Namespace, sim: Similarity) -> study_report.Names:
+def _names(args: argparse.Namespace, sim: Similarity) -> comparison_report.Names:
     given = []
     for path, size, what in zip((args.image_names, args.text_names), sim.shape, ("images", "texts"), strict=True):
         lines = [] if path is None else files.read_lines(path)
         if path is not None and len(lines) != size:
             raise ValueError(f"{path}: expected a line for each of the {size} {what}, got {len(lines)}")
         given.append(lines)
-    return study_report.Names(*given)
+    return comparison_report.Names(*given)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from examples.retrieval.evaluate import RECALLS, before_and_after
 from examples.retrieval.models import build_model
 from examples.retrieval.objectives import Objective, build_loss
 from examples.retrieval.train import train
+from itrloss.comparison import METHODS
 from itrloss.rerank import FastReranker, ReciprocalReranker
-from itrloss.study import METHODS
 
 SCENES = Path(ablate.__file__).parent / "configs" / "scenes.toml"
 TINY = (

@@ -20,7 +20,7 @@ from examples.retrieval.evaluate import before_and_after
 from examples.retrieval.report import best_value, load_run, main, merge_seeds, write_report
 from examples.retrieval.report_gallery import draw_queries
 from itrloss.metrics import RetrievalResults, retrieval_results
-from itrloss.report.study import hubness
+from itrloss.report.comparison import hubness
 from itrloss.rerank import FastReranker
 
 IMAGES, CAPTIONS = 6, 30

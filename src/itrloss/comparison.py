@@ -78,7 +78,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Study:
+class RerankerComparison:
     """Entries, that without re-ranking first, and what could not be tried."""
 
     sim: Similarity
@@ -86,7 +86,7 @@ class Study:
     left_out: dict[str, str]  # method: why
 
 
-def study(
+def compare_rerankers(
     sim: Similarity,
     methods: Sequence[str] = tuple(METHODS),
     banks: tuple[Tensor | None, Tensor | None] = (None, None),
@@ -95,7 +95,7 @@ def study(
     progress: Callable[[str], None] = lambda text: None,
     memory: bool = False,
     folds: int = 1,
-) -> Study:
+) -> RerankerComparison:
     """Try methods on scores, on the test queries and, with banks, on these.
 
     Args:
@@ -132,7 +132,7 @@ def study(
         again = partial(retrieval_results, sim, reranker=reranker, folds=folds)
         megabytes = peak_memory(again, sim.device) if memory else None
         entries.append(Entry(name, reranker, inductive, results, change, seconds, megabytes))
-    return Study(sim, entries, left_out)
+    return RerankerComparison(sim, entries, left_out)
 
 
 def _ways(
@@ -140,17 +140,17 @@ def _ways(
 ) -> list[tuple[str, Callable[[], Reranker | None], bool]]:
     """A method on the test queries and by the banks, as far as it goes, and what makes it."""
     kind = METHODS[name]
-    found: list[tuple[str, Callable[[], Reranker | None], bool]] = []
+    ways: list[tuple[str, Callable[[], Reranker | None], bool]] = []
     held_out = validation if name == "fast" else None
     if not kind.needs_bank:
-        found.append((name, lambda: _made(kind, fast), False))
+        ways.append((name, lambda: _made(kind, fast), False))
         if held_out is not None:
-            found.append((CALIBRATED, lambda: FastReranker().calibrate(held_out), False))
+            ways.append((CALIBRATED, lambda: FastReranker().calibrate(held_out), False))
     if any(bank is not None for bank in banks) and kind.takes_bank:
-        found.append((name, lambda: _made(kind, fast).fit(*banks), True))
+        ways.append((name, lambda: _made(kind, fast).fit(*banks), True))
         if held_out is not None:
-            found.append((CALIBRATED, lambda: _calibrated(held_out, banks), True))
-    return found
+            ways.append((CALIBRATED, lambda: _calibrated(held_out, banks), True))
+    return ways
 
 
 def _made(kind: type[Reranker], fast: FastReranker | None) -> Reranker:
@@ -164,20 +164,20 @@ def _calibrated(validation: Similarity, banks: tuple[Tensor | None, Tensor | Non
     return FastReranker().fit(*banks).calibrate(validation)
 
 
-def table(found: Study) -> str:
+def table(comparison: RerankerComparison) -> str:
     """Return one line a method, of at most 100 columns."""
-    measured = any(entry.peak_mb is not None for entry in found.entries)
+    measured = any(entry.peak_mb is not None for entry in comparison.entries)
     head = (
         f"{'':16} {'hubs in':8} {'image→text 1 5 10':>17} {'text→image 1 5 10':>17} {'RSUM':>5} {'change (95 %)':>20}"
     )
     lines = [f"{head} {'time':>6}" + (f" {'MB':>5}" if measured else "")]
-    for entry in found.entries:
+    for entry in comparison.entries:
         m, c = entry.results.metrics(), entry.change
         i2t, t2i = (" ".join(f"{m[f'{way}_r{k}']:5.1f}" for k in (1, 5, 10)) for way in ("i2t", "t2i"))
         change = "" if entry.reranker is None else f"{c.difference:+.1f} ({c.low:+.1f}, {c.high:+.1f})"
         line = f"{entry.name:16} {entry.hubs:8} {i2t} {t2i} {m['rsum']:5.1f} {change:>20} {entry.seconds:5.1f}s"
         lines.append(line + ("" if entry.peak_mb is None else f" {entry.peak_mb:5.0f}"))
-    lines += [f"{name:16} left out: {why}" for name, why in found.left_out.items()]
+    lines += [f"{name:16} left out: {why}" for name, why in comparison.left_out.items()]
     return "\n".join(line.rstrip() for line in lines)
 
 

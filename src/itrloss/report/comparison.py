@@ -1,4 +1,4 @@
-"""A study of re-rankers as one HTML page."""
+"""A comparison of re-rankers as one HTML page."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..comparison import Entry, RerankerComparison
 from ..metrics import QueryResults, skewness
-from ..study import Entry, Study
 from . import Block, number, render
 from .charts import histograms, intervals
 
@@ -27,16 +27,16 @@ class Names:
         return names[index] if names else f"{('image', 'text')[side]} {index}"
 
 
-def page(study: Study, chosen: Entry, title: str, names: Names = Names()) -> str:
-    """Return the study as an HTML page; hubs and queries compare one entry with no re-ranking."""
-    n, m = study.sim.shape
+def page(comparison: RerankerComparison, chosen: Entry, title: str, names: Names = Names()) -> str:
+    """Return the comparison as an HTML page; hubs and queries compare one entry with no re-ranking."""
+    n, m = comparison.sim.shape
     about = (
         f"{n} images, {m} texts. Recalls in percent. Intervals: 95 % confidence intervals of the change of the RSUM "
         "(paired bootstrap over images). A skewness of 0 means that no candidate is a hub."
     )
     by = chosen.name if chosen.reranker is None else f"{chosen.name}, hubs of {chosen.looks_at},"
-    changed: list[Block] = [_changed(study.entries[0], chosen, names, side) for side in (0, 1)]
-    sections = {"All methods": _methods(study, chosen), f"What {by} changed": changed}
+    changed: list[Block] = [_changed(comparison.entries[0], chosen, names, side) for side in (0, 1)]
+    sections = {"All methods": _methods(comparison, chosen), f"What {by} changed": changed}
     return render(title, [about, *({"title": name, "blocks": blocks} for name, blocks in sections.items())])
 
 
@@ -59,11 +59,11 @@ def hubness(
     )
 
 
-def _methods(study: Study, chosen: Entry) -> list[Block]:
+def _methods(comparison: RerankerComparison, chosen: Entry) -> list[Block]:
     head = ["R@1", "R@5", "R@10"] * 2 + ["RSUM", "change", "interval", "i → t", "t → i", "seconds"]
     groups = [("image → text", 3), ("text → image", 3), ("", 3), ("skewness", 2), ("", 1)]
     rows = []
-    for entry in study.entries:
+    for entry in comparison.entries:
         m, c = entry.results.metrics(), entry.change
         values = [number(m[f"{way}_r{k}"]) for way in ("i2t", "t2i") for k in (1, 5, 10)] + [number(m["rsum"])]
         change = [number(c.difference, "+.1f"), f"{number(c.low, '+.1f')} to {number(c.high, '+.1f')}"]
@@ -74,7 +74,7 @@ def _methods(study: Study, chosen: Entry) -> list[Block]:
         rows.append((names, [{"text": x, "strong": strong} for x in values]))
     changes = {
         (entry.looks_at, entry.name): (entry.change.difference, entry.change.low, entry.change.high)
-        for entry in study.entries[1:]
+        for entry in comparison.entries[1:]
     }
     methods, references = (list(dict.fromkeys(key[i] for key in changes)) for i in (1, 0))
     nothing = (math.nan,) * 3
@@ -87,7 +87,7 @@ def _methods(study: Study, chosen: Entry) -> list[Block]:
     )
     return [
         {"table": rows, "columns": (["method", "hubs in"], head), "groups": groups},
-        *({"note": f"{name} was left out: {why}."} for name, why in study.left_out.items()),
+        *({"note": f"{name} was left out: {why}."} for name, why in comparison.left_out.items()),
         {"figures": [(chart, "The change of the RSUM by each method, with its interval.")] if changes else []},
         "With hubs in the test queries, the result of a query depends on the other queries; compare it with results "
         "of the same kind. With a bank, queries are independent.",
