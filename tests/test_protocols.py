@@ -78,6 +78,13 @@ def test_another_shape_is_refused(small):
         coco_protocol(Similarity.from_scores(torch.eye(4)))
 
 
+def test_the_command_refuses_another_shape_before_it_begins(tmp_path, capsys):
+    np.save(tmp_path / "s.npy", torch.randn(6, 12).numpy())
+    assert main(["rerank", str(tmp_path / "s.npy"), "--protocol", "coco"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "expected MSCOCO's test split, shape (5000, 25000), got (6, 12)" in err
+
+
 def test_the_command_prints_the_protocol_before_and_after(small, tmp_path, capsys):
     np.save(tmp_path / "s.npy", small.numpy())
     assert main(["rerank", str(tmp_path / "s.npy"), "--methods", "fast", "csls", "--protocol", "coco"]) == 0

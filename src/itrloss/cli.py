@@ -32,6 +32,7 @@ from .comparison import (
 )
 from .metrics import coco_protocol, default_ids, fold_repeated, latex_table, retrieval_results, save_trec
 from .metrics.labels import whole_parts_of
+from .metrics.protocols import check_coco
 from .report import comparison as comparison_report
 from .rerank import FastReranker
 from .similarity import Similarity
@@ -224,6 +225,8 @@ def _compare(
     outputs = _outputs(args)
     if args.folds != 1:
         _check_folds(args, sim, banks)
+    if args.protocol:
+        check_coco(sim.shape)
     if args.report:
         report.check()
     names = _names(args, sim)

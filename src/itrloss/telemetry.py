@@ -33,11 +33,11 @@ def describe(sim: Similarity, margin: float = 0.0, hubness_k: int = 10) -> dict[
         hubness_k: k of the k-occurrences.
 
     Returns:
-        0-dim tensors by name. ``positive``: mean score of the positive pairs. ``hardest_negative``: mean over the
-        images and texts that have one. ``gap``: the mean of an anchor's positives minus its hardest negative, on
-        average. ``active``: share of positive pairs, seen from both sides, that are not ahead of the hardest negative
-        by ``margin``. ``hubness_i2t``, ``hubness_t2i``: skewness of the k-occurrences, 0 without hubs.
-        ``diversity_min``: the lowest score of :func:`itrloss.functional.std_diversity`; the highest is 1.
+        A dictionary of 0-dim tensors with these names. ``positive`` is the mean score of the positive pairs.
+        ``hardest_negative``: mean over the images and texts that have one. ``gap``: the mean of an anchor's positives
+        minus its hardest negative, on average. ``active``: share of positive pairs, seen from both sides, that are not
+        ahead of the hardest negative by ``margin``. ``hubness_i2t``, ``hubness_t2i``: skewness of the k-occurrences, 0
+        without hubs. ``diversity_min``: the lowest score of :func:`itrloss.functional.std_diversity`; the highest is 1.
     """
     sim = sim.detach()
     both = sim.both

@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 _SHAPE = (5000, 25000)  # images and captions of Karpathy's test split
 
 
+def check_coco(shape: tuple[int, int]) -> None:
+    """Raise a ValueError unless scores have the shape of the test split."""
+    if shape != _SHAPE:
+        raise ValueError(f"scores: expected MSCOCO's test split, shape {_SHAPE}, got {shape}")
+
+
 def coco_protocol(scores: Tensor | Similarity, *, reranker: Reranker | None = None) -> dict[str, dict[str, float]]:
     """Return figures of MSCOCO's test split by protocol: ``"1K"``, ``"5K"``, ``"CxC"`` and ``"ECCV Caption"``.
 
@@ -36,8 +42,7 @@ def coco_protocol(scores: Tensor | Similarity, *, reranker: Reranker | None = No
         ValueError: for another shape.
     """
     sim = with_ids("scores", scores, None, None)
-    if sim.shape != _SHAPE:
-        raise ValueError(f"scores: expected MSCOCO's test split, shape {_SHAPE}, got {sim.shape}")
+    check_coco(sim.shape)
     figures = {
         "1K": retrieval_metrics(sim, reranker=reranker, folds=5),
         "5K": retrieval_metrics(sim, reranker=reranker),

@@ -71,10 +71,10 @@ class FastReranker(_LogSumReranker):
         *,
         scales: Sequence[float] = SCALES,
     ) -> FastReranker:
-        """Choose all four parameters on validation pairs by R@1 + R@5 + R@10 of each direction; return this object.
+        """Choose all four parameters on validation pairs, and return this object.
 
-        Ties are broken by the mean reciprocal rank, then the first scales win. This uses labels, so never pass the test
-        set.
+        They have the highest sum of the recalls at 1, 5 and 10 of their direction. Ties are broken by the mean
+        reciprocal rank, then the first scales win. This uses labels, so never pass the test set.
 
         Args:
             validation: (n_images, n_texts) scores, or a :class:`itrloss.Similarity`. Banks of :meth:`fit` are used, and
