@@ -63,12 +63,17 @@ def moved(*given):
 
 
 def compare(name, shape, view=lambda s: s.both, on_scores=False, **options):
-    """Errors like those that the dense engine makes of the same inputs in float32."""
+    """Errors like those that the dense engine makes of the same inputs in float32, summed in one order or the other.
+
+    One order alone may happen to round nothing: on some processors it does for the few negatives of "no positive".
+    """
     n, m, kind = SHAPES[shape]
     ids, (v, w), grads = make_ids(kind, n, m), embeddings(n, m, dtype=torch.float32), upstream(n, m)
     question = ANSWERS[name]
     exact = evaluate(question, v.double(), w.double(), ids, "reference", grads, view, **options)
     dense = evaluate(question, v, w, ids, "dense", grads, view, **options)
+    values, slopes = evaluate(question, v.flip(1), w.flip(1), ids, "dense", grads, view, **options)
+    turned = values, [x.flip(1) if x.dim() == 2 else x for x in slopes]
 
     def asked(a, p):
         return question(Similarity.from_scores(a.scores(), *moved(*ids), engine="triton"), p)
@@ -78,11 +83,11 @@ def compare(name, shape, view=lambda s: s.both, on_scores=False, **options):
         ours = evaluate(asked, *given, "dense", grads, view, **options)
     else:
         ours = evaluate(question, *given, "triton", grads, view, **options)
-    for got, other, wanted in zip(*((*x[0], *x[1]) for x in (ours, dense, exact)), strict=True):
+    for got, *others, wanted in zip(*((*x[0], *x[1]) for x in (ours, dense, turned, exact)), strict=True):
         finite, got = wanted.isfinite(), got.cpu()
         assert torch.equal(got.isfinite(), finite)
-        error, noise = ((x.double() - wanted)[finite].norm() for x in (got, other))
-        assert error <= 4 * noise + 2e-6 * wanted[finite].norm() + 1e-7
+        error, *noise = ((x.double() - wanted)[finite].norm() for x in (got, *others))
+        assert error <= 4 * max(noise) + 2e-6 * wanted[finite].norm() + 1e-7
 
 
 # What has no function of its own here is asked in another way, or not of the engine at all.
