@@ -107,8 +107,7 @@ class Pairs:
 
     # --------------------------------------------------------------------------------------------- masking
 
-    # The compiler of PyTorch 2.8 does not take slices as default values of parameters.
-    def excluded(self, over: str, rows: slice, cols: slice) -> Tensor | None:
+    def excluded(self, over: str, rows: slice, cols: slice) -> Tensor | None:  # PyTorch 2.8 compiles no default slices
         """Return the (r, c) bool mask of pairs that a sum ``over`` negatives, positives or all leaves out, or None."""
         (row_ids, col_ids), mask = self.ids, None
         if over != "all":
