@@ -68,13 +68,20 @@ class Entry:
             return ""
         if not self.inductive:
             return "the test queries"
-        one = {(False, True): " (i2t)", (True, False): " (t2i)"}  # the other direction keeps to the test queries
-        return "the bank" + one.get(self.reranker.transductive, "")
+        return f"the bank ({self._way})" if self._way else "the bank"
 
     @property
     def hubs(self) -> str:
         """The same in a word: ``"test"``, ``"bank"``, ``"bank i2t"``."""
-        return self.looks_at.replace("the test queries", "test").replace("the ", "").replace("(", "").replace(")", "")
+        if self.reranker is None:
+            return ""
+        return f"bank {self._way}".rstrip() if self.inductive else "test"
+
+    @property
+    def _way(self) -> str:
+        """The only direction with a bank, if it is only one; the other keeps to the test queries."""
+        ways = {(False, True): "i2t", (True, False): "t2i"}
+        return "" if self.reranker is None else ways.get(self.reranker.transductive, "")
 
 
 @dataclass(frozen=True)

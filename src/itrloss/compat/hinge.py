@@ -109,6 +109,7 @@ class HREMLoss(HingeLoss):
         self.mask_repeat = bool(option(opt, "mask_repeat"))
 
     def forward(self, im: Tensor, s: Tensor, img_ids: Any = None) -> Tensor:  # (B, D), (B, D), (B,) integers -> ()
+        """Return the loss; ``img_ids`` tell which texts show the same image, and are needed if ``opt.mask_repeat``."""
         own = similarity(im, s)
         if not self.mask_repeat:
             return self._hinges(own)
