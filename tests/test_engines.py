@@ -764,7 +764,7 @@ def test_tile_size_does_not_change_the_answer(engine, monkeypatch):
     ("engine", "kind"), each(engine=["tiled", "kept"], kind=["random", "captions", "same", "ignored"])
 )
 def test_masks_and_pair_lists_agree(engine, kind, monkeypatch):
-    """Small tiles are masked by comparing ids, large ones by listing pairs, captured graphs never list."""
+    """Tiles with few pairs are masked by listing them, others by comparing ids; captured graphs never list."""
     monkeypatch.setitem(scores.TILE, "cpu", (60, 10))
     (v, w), grads = embeddings(10, 40), upstream(10, 40)
     ids = make_ids("captions" if kind == "ignored" else kind, 10, 40)
@@ -772,9 +772,6 @@ def test_masks_and_pair_lists_agree(engine, kind, monkeypatch):
         ids = ids[0].masked_fill(ids[0] == 3, IGNORE_ID), ids[1].masked_fill(ids[1] % 4 == 1, IGNORE_ID)
     for answer in ANSWERS.values():
         wanted = evaluate(answer, v, w, ids, engine, grads)
-        with monkeypatch.context() as patch:
-            patch.setattr(pairs, "_MASKED", 0)
-            assert_equal(evaluate(answer, v, w, ids, engine, grads), wanted)
         with monkeypatch.context() as patch:
             patch.setattr(pairs.Pairs, "listable", False)
             assert_equal(evaluate(answer, v, w, ids, engine, grads), wanted)
@@ -784,7 +781,6 @@ def test_masks_and_pair_lists_agree(engine, kind, monkeypatch):
 def test_few_pairs_of_a_tile_are_listed(ignored, monkeypatch):
     """So few that their places are written to; tiles differ in width, and pairs lie in their first and last columns."""
     monkeypatch.setitem(scores.TILE, "cpu", (300, 40))
-    monkeypatch.setattr(pairs, "_MASKED", 0)
     (v, w), grads = embeddings(40, 100), upstream(40, 100)
     ids = torch.arange(40), torch.arange(100).roll(33)
     if ignored:

@@ -52,23 +52,19 @@ class Anchors:
         self._groups = groups
         self._answerers: Sequence[tuple[Any, list[Place] | None]] = ()
         self._index: Tensor | None = None  # (P,) anchors of the positive pairs
+        matrices = [matrix for group in groups for matrix, _ in group]
         self._matrix, self._side = groups[0][0]
         self.dtype, self.device = self._matrix.dtype, self._matrix.device
         #: Number of anchors in each group.
-        self.sizes = sizes = []
+        self.sizes = [group[0][0].shape[group[0][1]] for group in groups]
+        self._size = sum(self.sizes)
+        # compared one by one: a set of sizes would have the compiler specialise on each
+        self.of_one_size = all(size == self.sizes[0] for size in self.sizes)
         #: Whether anchor i of each group matches its candidate i and nothing else.
-        self.one_to_one = self.of_one_size = self._bounded = True
-        for group in groups:
-            (matrix, side), *others = group
-            sizes.append(matrix.shape[side])
-            # compared one by one: a set of sizes would have the compiler specialise on each
-            self.of_one_size = self.of_one_size and sizes[-1] == sizes[0]
-            self.one_to_one = self.one_to_one and not others and matrix.pairs.one_to_one
-            for matrix, _ in group:
-                self._bounded = self._bounded and matrix.bounded  # whether scores certainly lie in [-1, 1]
-        self._size = sum(sizes)
+        self.one_to_one = len(matrices) == len(groups) and all(matrix.pairs.one_to_one for matrix in matrices)
         #: Whether all anchors certainly have a positive and a negative.
-        self._complete = self.one_to_one and min(sizes) > 1
+        self._complete = self.one_to_one and min(self.sizes) > 1
+        self._bounded = all(matrix.bounded for matrix in matrices)  # whether scores certainly lie in [-1, 1]
 
     @staticmethod
     def together(*anchors: Anchors) -> Anchors:
@@ -235,9 +231,7 @@ class Anchors:
                     index.append(matrix.pairs.listed[side] + first)
                 before = matrix
             first += size
-        if not index:
-            return torch.cat(scores), self._index
-        anchors = torch.cat(index)
+        anchors = torch.cat(index) if index else self._index
         self._index = anchors if may_keep() else None  # one tensor for all graphs that save it
         return torch.cat(scores), anchors
 
@@ -272,11 +266,11 @@ class Anchors:
                 return Hardest(*best)
             parts = (x.split([self.sizes[g] for g, _ in places]) for x in best)
             for (g, first), values, indices in zip(places, *parts, strict=True):
-                indices = torch.where(indices < 0, indices, indices + first)
-                if hardest[g] is not None:
+                best = values, indices + first
+                if first:
                     better = values > hardest[g][0]
-                    values, indices = (torch.where(better, *x) for x in zip((values, indices), hardest[g], strict=True))
-                hardest[g] = values, indices
+                    best = tuple(torch.where(better, *x) for x in zip(best, hardest[g], strict=True))
+                hardest[g] = best
         return Hardest(*(torch.cat(x) for x in zip(*hardest, strict=True)))
 
     # --------------------------------------------------------------------------------------- losses' reduction

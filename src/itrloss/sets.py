@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .anchors import Anchors, Reduction
 from .checks import one_of
-from .engine.scores import Embeddings, full_precision, normalized
+from .engine.scores import full_precision, normalized
 from .similarity import Similarity
 
 PairReduction = Literal["mean", "sum", "frobenius"]
@@ -185,10 +185,10 @@ def set_similarity(
     if not alpha > 0:
         raise ValueError(f"alpha: expected a number above 0, got {alpha}")
     one_of("aggregation", aggregation, "max", "mean", "smooth_chamfer")
-    (m, size, _), elements = texts.shape, Embeddings(texts, normalize).unit().flatten(0, 1)
+    (m, size, _), elements = texts.shape, normalized(texts, normalize).flatten(0, 1)
     step = max(1, 2**22 // (images.shape[1] * len(elements)))
     blocks = []
-    for block in Embeddings(images, normalize).unit().split(step):
+    for block in normalized(images, normalize).split(step):
         with full_precision(elements):
             cosines = (block.flatten(0, 1) @ elements.T).view(len(block), -1, m, size)
         if aggregation == "max":

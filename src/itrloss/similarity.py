@@ -149,10 +149,9 @@ class Similarity(Anchors):
 
     def check_finite(self) -> None:
         """Raise a ValueError if an embedding (or score) is nan or infinite. Synchronises with an accelerator."""
-        for name, x in zip(("rows", "cols"), self._inputs or (), strict=False):
+        names = ("scores",) if self._inputs is None else ("rows", "cols")
+        for name, x in zip(names, self._inputs or (self._matrix.rows,), strict=True):
             checks.require_finite(name, x)
-        if self._inputs is None:
-            checks.require_finite("scores", self._matrix.rows)
 
     def scores(self) -> Tensor:
         """Return a differentiable copy of the (N, M) matrix, which is materialised by any engine."""

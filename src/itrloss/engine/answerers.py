@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -23,15 +24,8 @@ class Dense:
 
     def __init__(self, views: Sequence[View]):
         """``views``: all with the same number of candidates, C."""
-        self.matrices: list[Matrix] = []
-        self.views: list[tuple[int, int]] = []  # number of the matrix, and side
-        self.precomputed, self.one_to_one = False, True
-        for matrix, side in views:
-            if matrix not in self.matrices:
-                self.matrices.append(matrix)
-            self.views.append((self.matrices.index(matrix), side))
-            self.precomputed = self.precomputed or matrix.cols is None
-            self.one_to_one = self.one_to_one and matrix.pairs.one_to_one
+        self.views, self.matrices = views, list(dict.fromkeys(matrix for matrix, _ in views))
+        self.precomputed = any(matrix.cols is None for matrix in self.matrices)
         self._scores: Tensor | None = None
         self._masks: dict[tuple[str, bool], Tensor] = {}
 
@@ -41,9 +35,9 @@ class Dense:
         if self._scores is not None:
             return self._scores
         keep = may_keep()
-        parts = [matrix.scores(keep) for matrix in self.matrices]
+        parts = {matrix: matrix.scores(keep) for matrix in self.matrices}
         with torch.set_grad_enabled(keep):  # cached with their graph, even if first used under no_grad
-            rows = [parts[k].T if side else parts[k] for k, side in self.views]
+            rows = [parts[matrix].T if side else parts[matrix] for matrix, side in self.views]
             scores = torch.cat(rows) if len(rows) > 1 else rows[0]
         self._scores = scores if keep else None
         return scores
@@ -55,13 +49,12 @@ class Dense:
         """
         if (over, fill) in self._masks:
             return self._masks[over, fill]
-        parts: list[Tensor] = []
-        for k, m in enumerate(self.matrices):
-            repeated = k > 0 and m.pairs is self.matrices[k - 1].pairs
-            part = parts[-1] if repeated else m.pairs.excluded(over, slice(None), slice(None))
-            part = torch.zeros(1, 1, dtype=torch.bool, device=m.device) if part is None else part
-            parts.append(part.expand(m.shape))
-        mask = torch.cat([parts[k].T if side else parts[k] for k, side in self.views])
+        parts: dict[Any, Tensor] = {}
+        for pairs in dict.fromkeys(matrix.pairs for matrix in self.matrices):
+            part = pairs.excluded(over, slice(None), slice(None))
+            none = torch.zeros(1, 1, dtype=torch.bool, device=pairs.device)
+            parts[pairs] = (none if part is None else part).expand(pairs.shape)
+        mask = torch.cat([parts[matrix.pairs].T if side else parts[matrix.pairs] for matrix, side in self.views])
         masks = {(over, True): mask, (over, False): (~mask).view(torch.uint8).to(self.matrices[0].dtype)}
         if torch.compiler.is_compiling() or not mask.is_inference():  # inference tensors cannot be saved for backward
             self._masks |= masks
@@ -87,7 +80,7 @@ class Dense:
         """Return an (A,) number near the mean of each anchor's negatives, without a gradient."""
         if self.precomputed:
             return self.sums(key="identity")[0] / self.counts(positive=False).clamp_min(1)
-        if self.one_to_one:
+        if all(matrix.pairs.one_to_one for matrix in self.matrices):
             return self.scores().mean(-1)
         scores, factors = self.scores(), self.mask("negatives", False)
         return (scores * factors).sum(-1) / factors.sum(-1).clamp_min(1)
@@ -96,9 +89,10 @@ class Dense:
         """Return the (A,) scores and indices of each anchor's highest-scoring negative; -inf and -1 without one."""
         values, index = self.scores().detach().masked_fill(self.mask("negatives"), -math.inf).max(-1)
         if torch.is_grad_enabled():
-            scores, view_indices = [], index.split([self.matrices[k].shape[side] for k, side in self.views])
-            for (k, side), j in zip(self.views, view_indices, strict=True):
-                scores.append(self.matrices[k].pair_scores(*((j, None) if side else (None, j))))
+            scores, view_indices = [], index.split([matrix.shape[side] for matrix, side in self.views])
+            for (matrix, side), others in zip(self.views, view_indices, strict=True):
+                pair = torch.arange(len(others), device=others.device), others
+                scores.append(matrix.pair_scores(*pair[:: 1 - 2 * side]))
             values = torch.where(values == -math.inf, -math.inf, torch.cat(scores))
         return values, index.masked_fill(values == -math.inf, -1)
 
@@ -195,26 +189,19 @@ Place = tuple[int, int]  # number of a group, and offset of a view's candidates 
 
 def answerers(groups: Sequence[Group]) -> list[tuple[Dense | Tiled, list[Place] | None]]:
     """Return the backends of these groups, each with the places of its views in order; None: all groups in order."""
-    batches: list[tuple[list[View], list[Place]]] = []
+    batches: dict[Any, list[tuple[View, Place]]] = {}  # by number of candidates; by matrix, and how often it was seen
+    seen: dict[View, int] = collections.defaultdict(int)
     for g, group in enumerate(groups):
         first = 0
         for matrix, side in group:
-            for batch in batches:
-                other, other_side = batch[0][0]
-                if matrix.engine == other.engine == "dense":
-                    together = matrix.shape[1 - side] == other.shape[1 - other_side]
-                else:
-                    together = matrix is other and len(batch[0]) == 1 and side != other_side
-                if together:
-                    break
-            else:
-                batches.append(batch := ([], []))
-            views, places = batch
-            at = len(views) if matrix.engine == "dense" or side else 0  # the rows of a tiled matrix come first
-            views.insert(at, (matrix, side))
-            places.insert(at, (g, first))
+            key = matrix.shape[1 - side] if matrix.engine == "dense" else (matrix, seen[matrix, side])
+            batches.setdefault(key, []).append(((matrix, side), (g, first)))
+            seen[matrix, side] += 1
             first += matrix.shape[1 - side]
-    backends = [Dense(views) if views[0][0].engine == "dense" else Tiled(views) for views, _ in batches]
-    if len(batches) == 1 and [g for g, _ in batches[0][1]] == [*range(len(groups))]:
-        return [(backends[0], None)]
-    return [(x, places) for x, (_, places) in zip(backends, batches, strict=True)]
+    result: list[Any] = []
+    for key, batch in batches.items():
+        dense = isinstance(key, int)
+        views, places = zip(*(batch if dense else sorted(batch, key=lambda x: x[0][1])), strict=True)  # rows first
+        result.append((Dense(views) if dense else Tiled(views), list(places)))
+    in_order = len(result) == 1 and [g for g, _ in result[0][1]] == [*range(len(groups))]
+    return [(result[0][0], None)] if in_order else result

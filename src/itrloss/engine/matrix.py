@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..checks import one_of
 from . import reduce
-from .pairs import Pairs, pair_products
+from .pairs import Pairs
 from .products import matmul
-from .scores import Embeddings, Scores, compute_dtype, even_chunks, full_precision, inverse_norms, may_keep, tile_shape
+from .scores import Embeddings, Scores, even_chunks, full_precision, inverse_norms, may_keep, tile_shape
 
 ENGINES = "dense", "tiled", "triton"
 MEMORY_BUDGET = 256 * 2**20  # bytes of scores that "auto" caches (8192 x 8192 in float32)
@@ -33,7 +33,7 @@ def choose_engine(engine: str, numel: int, budget: int, x: Tensor) -> str:
     if engine == "auto":
         small = SMALL.get(x.device.type, _ACCELERATOR_SMALL)
         if torch.compiler.is_compiling():  # the compiler fuses what plain PyTorch does with a matrix
-            small = budget // compute_dtype(x).itemsize
+            small = budget // torch.promote_types(x.dtype, torch.float32).itemsize
         if numel <= small:
             return "dense"
         if x.device.type != "cuda" or x.dtype == torch.float64 or importlib.util.find_spec("triton") is None:
@@ -95,13 +95,18 @@ class Matrix:
         if self._scores is not None:
             return self._scores
         (rows, cols), keep = self.embeddings, may_keep() if keep is None else keep
-        if cols is None:
-            scores = rows.unit()
-        else:
-            with full_precision(rows.x), torch.set_grad_enabled(keep and self.engine == "dense"):  # see Dense.scores
-                left, right = rows.unit(keep), cols.unit(keep).T
-                scores = left @ right if self.engine == "dense" else matmul(left, right)
-        if self.keeps and keep:
+        # With their graph, even if first used under no_grad; a tiled engine carries the gradient itself.
+        with full_precision(rows.x), torch.set_grad_enabled(keep and (cols is None or self.engine == "dense")):
+            if cols is None:
+                scores = rows.x.to(self.dtype)
+            elif torch.compiler.is_compiling():
+                scores = reduce.plain_products(rows.plain_unit(), cols.plain_unit(), None)
+            elif self.engine == "dense":
+                units = rows.unit, cols.unit  # first: norms are computed along with them
+                scores = reduce.Products.apply(None, rows.x, cols.x, rows.inv, cols.inv, None, None, None, *units)
+            else:
+                scores = matmul(rows.unit, cols.unit.T)
+        if keep and (self.keeps or cols is None):
             self._scores = scores
         return scores
 
@@ -117,9 +122,9 @@ class Matrix:
         """
         (rows, cols), ids = self.embeddings, self.pairs.ids
         if cols is None:
-            return Scores(rows.unit(), None, None, None, *ids)
+            return Scores(self.scores(), None, None, None, *ids)
         if self.keeps and may_keep() and not torch.compiler.is_compiling():
-            units, kept = (rows.unit().detach(), cols.unit().detach()), self.scores() if form else self._scores
+            units, kept = (rows.unit, cols.unit), self.scores() if form else self._scores
             return Scores(rows.x, cols.x, rows.inv, cols.inv, *ids, None if kept is None else kept.detach(), *units)
         inv = [inverse_norms(side.x.detach()) if side.normalize else None for side in (rows, cols)]
         return Scores(rows.x, cols.x, inv[0], inv[1], *ids)
@@ -130,7 +135,6 @@ class Matrix:
         n, m = self.shape[side], self.shape[1 - side]
         source = Scores(self.scores()) if self.engine == "dense" else self.source(form=self.keeps)
         rows, width = tile_shape(n, m, self.device.type)
-        y, inv = (source[1 - side], source[3 - side]) if source[8 - side] is None else (source[8 - side], None)
         if size is None:  # at least a tile: half-precision embeddings are converted anew for each block
             size = max(rows * width, min(128 * m, 2**26))
         for part in even_chunks(n, max(1, size // m)):
@@ -142,28 +146,23 @@ class Matrix:
                 left = source.unit(side, part)
                 block = left.new_empty(len(left), m)
                 for c in even_chunks(m, width):
-                    block[:, c] = matmul(left, y[c].to(left.dtype).T)  # type: ignore[index]
-                block = block if inv is None else block.mul_(inv)
+                    block[:, c] = matmul(left, source.unit(1 - side, c).T)
             yield part, block
 
     def pair_scores(self, i: Tensor | None, j: Tensor | None) -> Tensor:
-        """Return the differentiable (P,) scores of rows ``i`` with columns ``j``; None stands for row, or column, p."""
+        """Return the differentiable (P,) scores of rows ``i`` with columns ``j``; both None: of row p with column p."""
         rows, cols = self.embeddings
         if cols is None or (self.engine == "dense" and (self.summed or (i is not None and len(i) > sum(self.shape)))):
             scores = self.scores() if self._scores is None else self._scores
-            if i is None and j is None:
-                return scores.diagonal()
-            all_rows, all_cols = (torch.arange(size, device=self.device) for size in self.shape)
-            return scores[all_rows if i is None else i, all_cols if j is None else j]
+            return scores.diagonal() if i is None or j is None else scores[i, j]
         # Unless copies for many pairs are larger, scoring them alone saves a loss of pairs two products in backward:
         # 0.80 of the time at 128 x 128 x 1024 (pytest benchmarks/test_micro.py --benchmark-enable -k pairs_alone).
-        if self.engine == "dense" or torch.compiler.is_compiling():
-            left, right = (x.unit() if k is None else x.unit().index_select(0, k) for x, k in ((rows, i), (cols, j)))
-            return (left * right).sum(1)
-        source = self.source()
-        if not torch.is_grad_enabled():
-            return pair_products(source, i, j)
-        return reduce.Reduce.apply(self.pairs, None, (i, j), *source)[1]
+        if torch.compiler.is_compiling():
+            return reduce.plain_products(rows.plain_unit(), cols.plain_unit(), (i, j))
+        if self.engine != "dense":
+            return reduce.Products.apply((i, j), *self.source())
+        units = rows.unit, cols.unit
+        return reduce.Products.apply((i, j), rows.x, cols.x, rows.inv, cols.inv, None, None, None, *units)
 
     def positive_scores(self) -> Tensor:
         """Return the (P,) scores of the positive pairs in the order of ``pairs.listed``, differentiable."""

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from .scores import IGNORE_ID, Ids, Scores, chunks, host_may_read, may_keep
 
-_MASKED = 2**16  # number of scores in a tile up to which comparing ids costs less than listing pairs
 _GATHERED, _ACCELERATOR_GATHERED = 2**18, 2**22  # elements of gathered embeddings held at once
 
 
@@ -65,8 +64,6 @@ class Pairs:
         own, other, (ignored, others_ignored) = self.ids[side], self.ids[1 - side], self.ignored[:: 1 - 2 * side]
         if own is None or other is None:
             count = torch.ones(self.shape[side], dtype=torch.int64, device=self.device)
-        elif self.listable and self.device.type == "cpu":
-            count = torch.bincount(self.listed[side], minlength=self.shape[side])
         else:
             ordered, own = other.sort().values, own.contiguous()
             count = torch.searchsorted(ordered, own, right=True) - torch.searchsorted(ordered, own)
@@ -129,7 +126,7 @@ class Pairs:
             if -x.shape[-2] < offset < x.shape[-1]:
                 x.diagonal(offset, -2, -1).fill_(value)
             return x
-        if over == "negatives" and self.listable and x.device.type == "cpu" and x.numel() > _MASKED:
+        if over == "negatives" and self.listable and x.device.type == "cpu":
             start, stop = torch.searchsorted(self.listed[0], torch.tensor([r.start, r.stop])).tolist()
             if (stop - start) * 16 <= x.numel():
                 i, j = (y[start:stop] for y in self.listed)
@@ -164,13 +161,14 @@ def _diagonal(rows: Tensor, cols: Tensor) -> bool:
 
 def pair_products(scores: Scores, i: Tensor | None, j: Tensor | None) -> Tensor:
     """Return the (P,) scores of rows i with columns j, without a gradient; None stands for row, or column, p."""
-    if scores.matrix is not None:
-        return scores.matrix.diagonal().clone() if i is None or j is None else scores.matrix[i, j]
     rows, cols, row_inv, col_inv = scores[:4]
-    assert cols is not None
+    matrix = rows if cols is None else scores.kept
+    if matrix is not None or cols is None:
+        matrix = rows if matrix is None else matrix
+        return matrix.diagonal().clone() if i is None or j is None else matrix[i, j]
     if scores.row_unit is not None and scores.col_unit is not None:
         rows, cols, row_inv, col_inv = scores.row_unit, scores.col_unit, None, None
-    p, dtype = len(rows) if i is None else len(i), scores.dtype
+    p, dtype = len(rows) if i is None else len(i), torch.promote_types(rows.dtype, torch.float32)
     products = rows.new_empty(p, dtype=dtype)
     step = max(1, (_GATHERED if rows.device.type == "cpu" else _ACCELERATOR_GATHERED) // rows.shape[1])
     for start in range(0, p, step):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -156,9 +157,11 @@ def inverse_norms(x: Tensor) -> Tensor:
     return torch.threshold_(norms, EPS, math.inf).reciprocal_().to(dtype)
 
 
-def normalized(x: Tensor) -> Tensor:
+def normalized(x: Tensor, normalize: bool = True) -> Tensor:
     """Return the vectors (..., D) at unit length in the compute dtype, twice differentiable; zeros stay zeros."""
-    return Embeddings(x).unit()
+    if not normalize:
+        return x.to(compute_dtype(x))
+    return _normalized(x) if torch.compiler.is_compiling() else _Normalize.apply(x, inverse_norms(x.detach()))
 
 
 def _normalized(x: Tensor) -> Tensor:
@@ -182,7 +185,7 @@ class _Normalize(torch.autograd.Function):
         x, unit, inv = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True
             return torch.autograd.grad(_normalized(x), x, grads[0], create_graph=True)[0], None
-        return project_(grads[0], x, inv, unit, torch.empty_like(grads[0])), None
+        return project_(grads[0], x, inv, unit, out=torch.empty_like(grads[0])), None
 
 
 class Embeddings:
@@ -197,32 +200,27 @@ class Embeddings:
         self.x, self.normalize = x, normalize
         self.dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         self.version = None if compiling or x.is_inference() else x._version
-        self._unit: Tensor | None = None
         #: (N,) inverse norms, once the unit vectors were computed with them.
         self.inv: Tensor | None = None
 
-    def unit(self, keep: bool | None = None) -> Tensor:
-        """Return the (N, D) vectors in the compute dtype, at unit length if ``normalize``; differentiable if cached."""
-        if self._unit is not None:
-            return self._unit
-        keep, inv = may_keep() if keep is None else keep, None
-        with torch.set_grad_enabled(keep):
-            if not self.normalize:
-                unit = self.x.to(self.dtype)
-            elif torch.compiler.is_compiling():
-                unit = _normalized(self.x)
-            else:
-                inv = inverse_norms(self.x.detach())
-                unit = _Normalize.apply(self.x, inv)
-        if keep:
-            self._unit, self.inv = unit, inv
-        return unit
+    @functools.cached_property
+    def unit(self) -> Tensor:
+        """The (N, D) vectors in the compute dtype, at unit length if they are normalised; without a gradient."""
+        with torch.inference_mode(False):  # autograd may save them later
+            x = self.x.detach()
+            self.inv = inverse_norms(x) if self.normalize else None
+            return x.to(self.dtype) if self.inv is None else x * self.inv[:, None]  # promoted to the norms' dtype
+
+    def plain_unit(self) -> Tensor:
+        """Return the (N, D) unit vectors, differentiable, and computed anew."""
+        return normalized(self.x, self.normalize)
 
     def detach(self) -> Embeddings:
         """Return the same embeddings without a gradient."""
         twin = Embeddings(self.x.detach(), self.normalize)
         twin.version = self.version
-        twin._unit, twin.inv = None if self._unit is None else self._unit.detach(), self.inv
+        if "unit" in self.__dict__:
+            twin.unit, twin.inv = self.unit, self.inv
         return twin
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -231,16 +229,21 @@ class Embeddings:
 
 
 def project_(
-    grad: Tensor, x: Tensor, inv: Tensor | None, unit: Tensor | None = None, out: Tensor | None = None
+    grad: Tensor,
+    x: Tensor,
+    inv: Tensor | None,
+    unit: Tensor | None = None,
+    along: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return the gradient of ``x`` (..., D), in its dtype, from that of the unit vectors; works in place or in ``out``.
 
-    ``dL/dx = (g - u <u, g>) / |x|`` with ``u = x / |x|``, taken from ``unit`` if there.
+    ``dL/dx = (g - u <u, g>) / |x|`` with ``u = x / |x|``, taken from ``unit`` if there, and ``<u, g>`` from ``along``.
     """
     out = grad if out is None else out
     for part in chunks(x) if inv is not None else ():
         assert inv is not None
         g, u = grad[part], scaled(x[part], inv[part]) if unit is None else unit[part]
-        along = (u * g).sum(-1, keepdim=True)
-        torch.addcmul(g, u, along, value=-1, out=out[part]).mul_(inv[part].unsqueeze(-1))
+        length = (u * g).sum(-1) if along is None else along[part]
+        torch.addcmul(g, u, length.unsqueeze(-1), value=-1, out=out[part]).mul_(inv[part].unsqueeze(-1))
     return out.to(x.dtype)
