@@ -100,9 +100,9 @@ class Matrix:
             if cols is None:
                 scores = rows.x.to(self.dtype)
             elif torch.compiler.is_compiling():
-                scores = reduce.plain_products(rows.plain_unit(), cols.plain_unit(), None)
+                scores = rows.unit @ cols.unit.T
             elif self.engine == "dense":
-                units = rows.unit, cols.unit  # first: norms are computed along with them
+                units = rows.unit.detach(), cols.unit.detach()  # first: norms are computed along with them
                 scores = reduce.Products.apply(None, rows.x, cols.x, rows.inv, cols.inv, None, None, None, *units)
             else:
                 scores = matmul(rows.unit, cols.unit.T)
@@ -124,7 +124,7 @@ class Matrix:
         if cols is None:
             return Scores(self.scores(), None, None, None, *ids)
         if self.keeps and may_keep() and not torch.compiler.is_compiling():
-            units, kept = (rows.unit, cols.unit), self.scores() if form else self._scores
+            units, kept = (rows.unit.detach(), cols.unit.detach()), self.scores() if form else self._scores
             return Scores(rows.x, cols.x, rows.inv, cols.inv, *ids, None if kept is None else kept.detach(), *units)
         inv = [inverse_norms(side.x.detach()) if side.normalize else None for side in (rows, cols)]
         return Scores(rows.x, cols.x, inv[0], inv[1], *ids)
@@ -157,12 +157,9 @@ class Matrix:
             return scores.diagonal() if i is None or j is None else scores[i, j]
         # Unless copies for many pairs are larger, scoring them alone saves a loss of pairs two products in backward:
         # 0.80 of the time at 128 x 128 x 1024 (pytest benchmarks/test_micro.py --benchmark-enable -k pairs_alone).
-        if torch.compiler.is_compiling():
-            return reduce.plain_products(rows.plain_unit(), cols.plain_unit(), (i, j))
-        if self.engine != "dense":
-            return reduce.Products.apply((i, j), *self.source())
-        units = rows.unit, cols.unit
-        return reduce.Products.apply((i, j), rows.x, cols.x, rows.inv, cols.inv, None, None, None, *units)
+        if self.engine == "dense" or torch.compiler.is_compiling():
+            return reduce.plain_products(rows.unit, cols.unit, (i, j))
+        return reduce.Products.apply((i, j), *self.source())
 
     def positive_scores(self) -> Tensor:
         """Return the (P,) scores of the positive pairs in the order of ``pairs.listed``, differentiable."""

@@ -205,22 +205,21 @@ class Embeddings:
 
     @functools.cached_property
     def unit(self) -> Tensor:
-        """The (N, D) vectors in the compute dtype, at unit length if they are normalised; without a gradient."""
-        with torch.inference_mode(False):  # autograd may save them later
-            x = self.x.detach()
-            self.inv = inverse_norms(x) if self.normalize else None
-            return x.to(self.dtype) if self.inv is None else x * self.inv[:, None]  # promoted to the norms' dtype
-
-    def plain_unit(self) -> Tensor:
-        """Return the (N, D) unit vectors, differentiable, and computed anew."""
-        return normalized(self.x, self.normalize)
+        """The (N, D) vectors in the compute dtype, at unit length if they are normalised; differentiable."""
+        if torch.compiler.is_compiling():
+            return normalized(self.x, self.normalize)
+        with torch.inference_mode(False), torch.set_grad_enabled(self.x.requires_grad):  # wherever they are used first
+            if not self.normalize:
+                return self.x.to(self.dtype)
+            self.inv = inverse_norms(self.x.detach())
+            return _Normalize.apply(self.x, self.inv)
 
     def detach(self) -> Embeddings:
         """Return the same embeddings without a gradient."""
         twin = Embeddings(self.x.detach(), self.normalize)
         twin.version = self.version
         if "unit" in self.__dict__:
-            twin.unit, twin.inv = self.unit, self.inv
+            twin.unit, twin.inv = self.unit.detach(), self.inv
         return twin
 
     def __setstate__(self, state: dict[str, Any]) -> None:
