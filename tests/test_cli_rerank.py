@@ -167,7 +167,7 @@ def test_embeddings_are_calibrated_with_the_bank_that_they_are_re_ranked_by():
     held_out, banks = (tuple(torch.from_numpy(x) for x in pairs(seed)) for seed in (1, 2))
     banks = banks[0] + 3.0, banks[1][:9] - 2.0
     validation = Similarity(*held_out, torch.arange(N), torch.arange(N * C) // C)
-    found = comparison._calibrated(validation, banks)
+    found = comparison.compare_rerankers(validation, ("fast",), banks, validation).entries[-1].reranker
     with_bank, without = rerank.FastReranker().fit(*banks), rerank.FastReranker()
     assert repr(found) == repr(with_bank.calibrate(validation)) != repr(without.calibrate(validation))
 
@@ -578,7 +578,7 @@ def test_errors_name_the_file_that_is_wrong(tmp_path: Path, monkeypatch, capsys:
         (("images.npy", "broken.npy"), "eval: broken.npy: expected finite"),
         (("images.npy", "narrow.npy"), "eval: narrow.npy: expected embeddings of dimension 8 like images.npy"),
         (("images.npy", "texts.npy", "--bank-texts", "broken.npy"), "eval: broken.npy: expected finite"),
-        (("images.npy", "texts.npy", "--bank-images", "narrow.npy"), "eval: narrow.npy: expected embeddings of"),
+        (("images.npy", "texts.npy", "--bank-images", "narrow.npy"), "eval: narrow.npy: expected (B, 8), got shape"),
     ):
         assert run("eval", *arguments, "--methods", "fast") == 2
         assert message in capsys.readouterr().err

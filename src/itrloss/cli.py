@@ -9,9 +9,8 @@ import os
 import re
 import signal
 import sys
-import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,16 +19,7 @@ from torch import Tensor
 
 from . import files, report
 from .checks import Names, check_size, one_of, require_finite
-from .comparison import (
-    CALIBRATED,
-    METHODS,
-    PLAIN,
-    Entry,
-    RerankerComparison,
-    compare_rerankers,
-    protocol_table,
-    table,
-)
+from .comparison import CALIBRATED, METHODS, PLAIN, Entry, RerankerComparison, compare_rerankers, protocol_table, table
 from .metrics import coco_protocol, default_ids, fold_repeated, latex_table, retrieval_results, save_trec
 from .metrics.labels import whole_parts_of
 from .metrics.protocols import check_coco
@@ -47,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal without Greek letters and arrows gets question marks
             stream.reconfigure(errors="replace")
+    with contextlib.suppress(ValueError):  # outside the main thread, which alone may set handlers
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # removes temporary files on its way
     args = _parser().parse_args(arguments)
 
     def say(message: object) -> None:
@@ -54,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"itrloss {args.command}: {text}", file=sys.stderr)
 
     try:
-        with _terminable(), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("always", UserWarning)
             warnings.showwarning = lambda message, *_, **__: say(message)
             _run(args)
@@ -65,19 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say("interrupted")
         return 130
     return 0
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Let SIGTERM raise SystemExit, so that temporary files are removed on the way out."""
-    if threading.current_thread() is not threading.main_thread():  # which alone may set handlers
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -228,26 +207,20 @@ def _similarity(args: argparse.Namespace, paths: list[Path], ids: tuple[Tensor, 
 
 def _bank(args: argparse.Namespace, sim: Similarity, side: int) -> Tensor | None:
     """Return the bank of images (side 0) or texts (1), checked before anything is worked out."""
-    path = (args.bank_images, args.bank_texts)[side]
+    path, one = (args.bank_images, args.bank_texts)[side], ("image", "text")[side]
     if path is None:
         if sim.shape[side] == 1 and set(args.methods) - {"k-reciprocal"}:
-            one = ("image", "text")[side]
             text = f"a single {one} is compared with no other, so that re-ranking cannot rank for it"
             raise ValueError(f"{text}: --bank-{one}s has others")
         return None
-    bank = _matrix(args, path)
-    if sim._inputs is not None:
-        size = sim._inputs[1].shape[1]
-        expected, got = f"embeddings of dimension {size}", bank.shape[1]
-    elif side == 0:
-        size, got = sim.shape[1], bank.shape[1]
-        expected = f"(B, {size})"
-    else:
-        bank = fold_repeated(bank) if args.image_ids is None else bank  # with the images as rows
-        size, got = sim.shape[0], bank.shape[0]
-        expected = f"({size}, B)"
-    if got != size:
-        raise ValueError(f"{path}: expected {expected}, got shape {tuple(bank.shape)}")
+    bank, by_scores = _matrix(args, path), sim._inputs is None
+    if by_scores and side == 1 and args.image_ids is None:
+        bank = fold_repeated(bank)
+    axis = 0 if by_scores and side == 1 else 1  # with images as rows
+    size = sim.shape[1 - side] if sim._inputs is None else sim._inputs[0].shape[1]
+    if bank.shape[axis] != size:
+        wanted = (f"({size}, B)", f"(B, {size})")[axis]
+        raise ValueError(f"{path}: expected {wanted}, got shape {tuple(bank.shape)}")
     return bank
 
 

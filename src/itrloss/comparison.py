@@ -9,41 +9,27 @@ from functools import partial
 
 from torch import Tensor
 
+from . import rerank
 from .metrics import Comparison, RetrievalResults, compare, retrieval_results
 from .metrics.results import RECALLS, WAYS
 from .peak import peak_memory
-from .rerank import (
-    CSLS,
-    DualBankNorm,
-    DualBankSinkhorn,
-    DualSoftmax,
-    FastReranker,
-    InvertedSoftmax,
-    KReciprocalReranker,
-    MultiFactorReranker,
-    MutualProximity,
-    NearestNeighborNorm,
-    QueryBankNorm,
-    ReciprocalReranker,
-    Reranker,
-    Sinkhorn,
-)
+from .rerank import FastReranker, Reranker
 from .similarity import Similarity
 
 METHODS: dict[str, type[Reranker]] = {
-    "fast": FastReranker,
-    "inverted-softmax": InvertedSoftmax,
-    "dual-softmax": DualSoftmax,
-    "qb-norm": QueryBankNorm,
-    "dbnorm": DualBankNorm,
-    "nnn": NearestNeighborNorm,
-    "csls": CSLS,
-    "mutual-proximity": MutualProximity,
-    "sinkhorn": Sinkhorn,
-    "dbsn": DualBankSinkhorn,
-    "reciprocal": ReciprocalReranker,
-    "multi-factor": MultiFactorReranker,
-    "k-reciprocal": KReciprocalReranker,
+    "fast": rerank.FastReranker,
+    "inverted-softmax": rerank.InvertedSoftmax,
+    "dual-softmax": rerank.DualSoftmax,
+    "qb-norm": rerank.QueryBankNorm,
+    "dbnorm": rerank.DualBankNorm,
+    "nnn": rerank.NearestNeighborNorm,
+    "csls": rerank.CSLS,
+    "mutual-proximity": rerank.MutualProximity,
+    "sinkhorn": rerank.Sinkhorn,
+    "dbsn": rerank.DualBankSinkhorn,
+    "reciprocal": rerank.ReciprocalReranker,
+    "multi-factor": rerank.MultiFactorReranker,
+    "k-reciprocal": rerank.KReciprocalReranker,
 }
 K_RECIPROCAL_ITEMS = 12_000  # from so many, (N + M)² numbers a few times over are more than most machines have
 PLAIN = "no re-ranking"
@@ -110,7 +96,7 @@ def compare_rerankers(
         folds: see :func:`itrloss.metrics.retrieval_results`.
     """
     left_out: dict[str, str] = {}
-    tried: list[tuple[str, Banks | None, Callable[[Banks | None], Reranker | None]]] = [(PLAIN, None, lambda _: None)]
+    tried: list[tuple[str, Banks | None]] = [(PLAIN, None)]
     for name in methods:
         kind = METHODS[name]
         if kind.needs_embeddings and sim._inputs is None:
@@ -122,34 +108,33 @@ def compare_rerankers(
         else:
             by_bank = [banks] if kind.takes_bank and banks != (None, None) else []
             for used in by_bank if kind.needs_bank else [None, *by_bank]:
-                tried.append((name, used, partial(_made, kind, fast)))
+                tried.append((name, used))
                 if name == "fast" and validation is not None:
-                    tried.append((CALIBRATED, used, partial(_calibrated, validation)))
+                    tried.append((CALIBRATED, used))
     entries: list[Entry] = []
-    for number, (name, used, make) in enumerate(tried, 1):
+    for number, (name, used) in enumerate(tried, 1):
         progress(f"[{number}/{len(tried)}] {name}{', with a bank' if used else ''} …")
-        run = partial(retrieval_results, sim, reranker=make(used), folds=folds)
+        held_out = validation if name == CALIBRATED else None
+        reranker = None if name == PLAIN else _made(name, used, fast, held_out)
+        run = partial(retrieval_results, sim, reranker=reranker, folds=folds)
         start = time.perf_counter()
         results = run()
         seconds = time.perf_counter() - start
         change = compare(results, entries[0].results if entries else results)["rsum"]
         # Once more: looking at the memory takes its time.
         megabytes = peak_memory(run, sim.device) if memory else None
-        entries.append(Entry(name, run.keywords["reranker"], results, change, seconds, megabytes))
+        entries.append(Entry(name, reranker, results, change, seconds, megabytes))
     return RerankerComparison(sim, entries, left_out)
 
 
-def _made(kind: type[Reranker], fast: FastReranker | None, banks: Banks | None) -> Reranker:
-    reranker = FastReranker(fast.i2t, fast.t2i) if kind is FastReranker and fast is not None else kind()
-    return reranker if banks is None else reranker.fit(*banks)
-
-
-def _calibrated(validation: Similarity, banks: Banks | None) -> Reranker:
-    """With banks of embeddings, which fit the validation set too; scores of a bank are of the test candidates."""
-    if banks is not None and validation._inputs is not None:
+def _made(name: str, banks: Banks | None, fast: FastReranker | None, validation: Similarity | None) -> Reranker:
+    if validation is None:
+        made = FastReranker(fast.i2t, fast.t2i) if name == "fast" and fast is not None else METHODS[name]()
+    elif banks is not None and validation._inputs is not None:  # banks of embeddings fit the validation set too
         return FastReranker().fit(*banks).calibrate(validation)
-    fast = FastReranker().calibrate(validation)
-    return fast if banks is None else fast.fit(*banks)
+    else:  # scores of a bank are of the test candidates
+        made = FastReranker().calibrate(validation)
+    return made if banks is None else made.fit(*banks)
 
 
 def table(comparison: RerankerComparison) -> str:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import os
 import pickle
-import tempfile
+import secrets
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -74,25 +73,20 @@ def written(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
     The target of a symbolic link is replaced, not the link. A device or a pipe, such as ``/dev/stdout``, is written to
     directly; in binary mode, whose archives need to seek, it is refused.
     """
-    path = Path(os.path.realpath(path))
+    path, encoding = Path(os.path.realpath(path)), None if "b" in mode else "utf-8"
     if path.exists() and not path.is_file():
         if "b" in mode:
             raise ValueError(f"{path}: expected a file to write, got a device or a pipe")
-        with open(path, mode, encoding=None if "b" in mode else "utf-8") as file:
+        with open(path, mode, encoding=encoding) as file:
             yield file
         return
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with os.fdopen(descriptor, mode, encoding=None if "b" in mode else "utf-8") as file:
+        with open(temporary, mode, encoding=encoding) as file:
             yield file
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)  # the permissions of any new file; mkstemp's are 0600
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _read(path: Path, key: str | None) -> Tensor:
@@ -166,22 +160,17 @@ class _Archived(NamedTuple):
     ndim: int
 
     def load(self) -> Any:
-        with np.load(self.path) as arrays:
+        with np.load(self.path) as arrays:  # refuses Python objects
             return arrays[self.name][()]  # one number as such
 
 
-def _read_npz(path: Path) -> dict[str, Any]:
+def _read_npz(path: Path) -> dict[str, _Archived]:
     arrays = {}
     with zipfile.ZipFile(path) as archive:
-        for entry in archive.infolist():
+        for entry in archive.namelist():
             with archive.open(entry) as file:
-                shape, dtype = _header(file)
-            if dtype.hasobject:
-                raise ValueError(f"{entry.filename} holds Python objects")
-            if math.prod(shape) * dtype.itemsize > entry.file_size:
-                raise ValueError(f"{entry.filename} is shorter than its header says")
-            name = entry.filename.removesuffix(".npy")
-            arrays[name] = _Archived(path, name, len(shape))
+                name = entry.removesuffix(".npy")
+                arrays[name] = _Archived(path, name, len(_header(file)[0]))
     return arrays
 
 
