@@ -98,6 +98,14 @@ def test_folds_retrieve_within_parts(saved: Path, tmp_path: Path, capsys: pytest
     assert all(int(row["first"]) // 4 == int(row["id"]) // 4 for row in rows)
 
 
+def test_run_files_of_folds_hold_the_candidates_of_the_part(saved: Path, tmp_path: Path):
+    assert run("rerank", saved, "--folds", 3, "--methods", "csls", "--trec", tmp_path, "--top", 4) == 0
+    wanted = retrieval_results(torch.from_numpy(scores()), reranker=rerank.CSLS(), folds=3, hubness_k=4)
+    for way, results in (("i2t", wanted.i2t), ("t2i", wanted.t2i)):
+        found = [line.split() for line in (tmp_path / f"{way}.run").read_text().splitlines()]
+        assert [int(line[2].strip("imagetx")) for line in found] == results.top.flatten().tolist()
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -170,7 +170,8 @@ def _outputs(args: argparse.Namespace) -> list[Path]:
             raise ValueError(f"{path}: expected a file of its own for a result, got that of {taken[place]}")
         taken[place] = name
     if args.write is not None:
-        one_of("--write", args.write, PLAIN, *args.methods, *[CALIBRATED] * ("fast" in args.methods and bool(args.val)))
+        calibrated = [CALIBRATED] if args.val and "fast" in args.methods else []
+        one_of("--write", args.write, PLAIN, *args.methods, *calibrated)
     check_size("--top", args.top)
     return list(outputs.values())
 

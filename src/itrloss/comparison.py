@@ -55,7 +55,9 @@ class Entry:
         if self.reranker is None:
             return ""
         i2t, t2i = self.reranker.transductive
-        return "test" if i2t and t2i else f"bank {'t2i' * i2t}{'i2t' * t2i}".rstrip()
+        if i2t and t2i:
+            return "test"
+        return "bank t2i" if i2t else "bank i2t" if t2i else "bank"
 
     @property
     def looks_at(self) -> str:

@@ -97,26 +97,24 @@ def _read(path: Path, key: str | None) -> Tensor:
         raise ValueError(f"{path}: the file is empty")
     with _reading(path):
         content = _READERS[path.suffix](path)
-    if not isinstance(content, dict):
-        if key is not None:
-            raise ValueError(f"{path}: expected entries with names, among them {key!r}; got {type(content).__name__}")
-        return _tensor(path, _loaded(path, content))
-    kinds = np.ndarray | Tensor | _Archived | _Pickled
-    names = [name for name, value in content.items() if isinstance(value, kinds) and value.ndim]
-    if key is None:
-        key = "sims" if "sims" in names else names[0] if len(names) == 1 else None
-    if key not in names:
-        expected = "one array, or one of the name sims" if key is None else f"an array of the name {key!r}"
-        raise ValueError(f"{path}: expected {expected}; it has {', '.join(map(str, names)) or 'none'}")
-    array, count = _tensor(path, _loaded(path, content[key])), _loaded(path, content.get("npts"))
+    chosen, count = content, None
+    if isinstance(content, dict):
+        kinds = np.ndarray | Tensor | _Archived | _Pickled
+        names = [name for name, value in content.items() if isinstance(value, kinds) and value.ndim]
+        if key is None:
+            key = "sims" if "sims" in names else names[0] if len(names) == 1 else None
+        if key not in names:
+            expected = "one array, or one of the name sims" if key is None else f"an array of the name {key!r}"
+            raise ValueError(f"{path}: expected {expected}; it has {', '.join(map(str, names)) or 'none'}")
+        chosen, count = content[key], content.get("npts")
+    elif key is not None:
+        raise ValueError(f"{path}: expected entries with names, among them {key!r}; got {type(content).__name__}")
+    with _reading(path):
+        chosen, count = (x.load() if isinstance(x, _Archived | _Pickled) else x for x in (chosen, count))
+    array = _tensor(path, chosen)
     if isinstance(count, (int, np.integer)) and array.ndim == 2 and count not in array.shape:
         raise ValueError(f"{path}: says npts = {count}, but {key} has shape {tuple(array.shape)}")
     return array
-
-
-def _loaded(path: Path, x: Any) -> Any:
-    with _reading(path):
-        return x.load() if isinstance(x, _Archived | _Pickled) else x
 
 
 @contextlib.contextmanager
