@@ -473,7 +473,7 @@ def test_arrays_of_other_kinds_in_pickles(tmp_path: Path):
         np.testing.assert_array_equal(read_matrix(path), wanted)
         np.testing.assert_array_equal(read_matrix(path, "big"), wanted)
     path.write_bytes(pickle.dumps({"sims": np.zeros(2, "f4,f4")}))
-    with pytest.raises(ValueError, match="array of 'V8', which is not read"):
+    with pytest.raises(ValueError, match=r"got an array of \|V8, which is not read"):
         read_matrix(path)
 
 

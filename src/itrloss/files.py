@@ -188,11 +188,10 @@ class _Type:
     """Stands in for ``numpy.dtype``: a pickle could set a real one's flags so that bytes are read as addresses."""
 
     def __init__(self, name: object, *_: object):
-        self.name = name
-        self.order: Any = "="
+        self.name = str(name)
 
     def __setstate__(self, state: Any) -> None:
-        self.order = state[1]
+        self.name = f"{state[1]}{self.name}"  # with the order of bytes
 
 
 class _Pickled:
@@ -206,39 +205,32 @@ class _Pickled:
         _Pickled.__init__(self, data, kind, shape, "F" if fortran else "C")
 
     def load(self) -> Any:
-        dtype = np.dtype(self.kind.name if isinstance(self.kind.name, str) else "V")
+        dtype = np.dtype(self.kind.name)
         if dtype.kind not in "fiub":
-            raise ValueError(f"expected numbers, got an array of {self.kind.name!r}, which is not read")
-        dtype = dtype.newbyteorder("=" if self.kind.order == "|" else self.kind.order)
+            raise ValueError(f"expected numbers, got an array of {dtype}, which is not read")
         data = self.data.encode(_ENCODING) if isinstance(self.data, str) else self.data
         return np.frombuffer(data, dtype).copy().reshape(self.shape, order=self.order)[()]
 
 
-def _encode(text: str, encoding: str) -> bytes:
-    if encoding != _ENCODING:
-        raise ValueError(f"it asks for the encoding {encoding!r}, which is not read")
-    return text.encode(_ENCODING)
-
-
-# The names that pickled arrays refer to, and their replacements here; NumPy 2 moved the module.
-_REPLACED: dict[tuple[str, str], Any] = {
-    (f"numpy.{core}.{module}", name): ours
-    for core in ("core", "_core")
-    for module, name, ours in (
-        ("multiarray", "_reconstruct", lambda *_: _Pickled()),
-        ("multiarray", "scalar", lambda kind, data: _Pickled(data, kind)),
-        ("numeric", "_frombuffer", _Pickled),
-    )
-} | {("numpy", "ndarray"): "ndarray", ("numpy", "dtype"): _Type, ("_codecs", "encode"): _encode}
+# The names that pickled arrays refer to, and their replacements here.
+_REPLACED: dict[str, Any] = {
+    "numpy.core.multiarray._reconstruct": lambda *_: _Pickled(),
+    "numpy.core.multiarray.scalar": lambda kind, data: _Pickled(data, kind),
+    "numpy.core.numeric._frombuffer": _Pickled,
+    "numpy.ndarray": "ndarray",
+    "numpy.dtype": _Type,
+    "_codecs.encode": lambda text, _: text.encode(_ENCODING),
+}
 
 
 class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined]
     """Python's own, not the one in C, which allocates gigabytes for a memo's index that 20 bytes can name."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _REPLACED:
-            raise ValueError(f"it asks for {module}.{name}, which is not read")
-        return _REPLACED[module, name]
+        full = f"{module}.{name}".replace("numpy._core.", "numpy.core.")  # as it was called before NumPy 2
+        if full not in _REPLACED:
+            raise ValueError(f"it asks for {full}, which is not read")
+        return _REPLACED[full]
 
 
 def _unpickled(file: IO[bytes]) -> Any:
