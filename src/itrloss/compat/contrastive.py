@@ -53,19 +53,17 @@ class HALLoss(nn.Module):
             for x, bank in ((im, mb_cap), (s, mb_img)):
                 bank_sim = similarity(x, bank, ("im, s", "mb_cap, mb_img"), (None, entries), self.order)
                 near.append(bank_sim.topk(min(self.k, len(x), len(bank)), excluded).values)
-            negative, positive = self._weights(scores.diagonal(), *near)
+            # a / (a + b) is the sigmoid of log a - log b.
+            own = scores.diagonal()
+            n, m = ((self.beta * x - self.ep_nega).logsumexp(1) for x in near)
+            p, q = ((self.alpha * (x - self.ep_posi)).logsumexp(1) for x in near)
+            of_pair = torch.logaddexp(self.beta * own[:, None], self.beta * own[None])
+            negative = (torch.logaddexp(n[:, None], m[None]) - of_pair).sigmoid()  # (B, B)
+            positive = (torch.logaddexp(p, q) - self.alpha * (own - self.ep_posi)).sigmoid()  # (B,)
         # HAL with margin 0 on this matrix: its diagonal are the positives, the rest are the negatives.
-        own = torch.eye(len(im), dtype=torch.bool, device=im.device)
-        weighted = torch.where(own, positive * scores, negative * (scores - self.margin))
+        diagonal = torch.eye(len(im), dtype=torch.bool, device=im.device)
+        weighted = torch.where(diagonal, positive * scores, negative * (scores - self.margin))
         return functional.hubness_aware_loss(Similarity.from_scores(weighted), self.scale, 0.0)
-
-    def _weights(self, own: Tensor, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the (B, B) weights of negatives and (B,) of positives: a / (a + b) is the sigmoid of log a - log b."""
-        n, m = ((self.beta * x - self.ep_nega).logsumexp(1) for x in (images, texts))
-        p, q = ((self.alpha * (x - self.ep_posi)).logsumexp(1) for x in (images, texts))
-        own_too = torch.logaddexp(self.beta * own[:, None], self.beta * own[None])
-        negative, positive = torch.logaddexp(n[:, None], m[None]) - own_too, torch.logaddexp(p, q)
-        return negative.sigmoid(), (positive - self.alpha * (own - self.ep_posi)).sigmoid()
 
 
 class USERLoss(nn.Module):
