@@ -165,6 +165,8 @@ def _outputs(args: argparse.Namespace) -> list[Path]:
             raise ValueError(f"{path}: there is no directory {path.parent}")
         if path.is_dir():
             raise ValueError(f"{path}: expected a file to write, got a directory")
+        if name in ("out", "rankings") and path.exists() and not path.is_file():  # archives need to seek
+            raise ValueError(f"{path}: expected a file to write, got a device or a pipe")
         place = os.path.realpath(path)
         if place in taken:
             raise ValueError(f"{path}: expected a file of its own for a result, got that of {taken[place]}")
