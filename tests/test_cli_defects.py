@@ -127,7 +127,7 @@ def test_an_archive_that_speaks_of_more_numbers_than_it_has_is_refused(tmp_path)
         header = {"descr": "<f4", "fortran_order": False, "shape": (10**8, 10**7)}  # petabytes
         np.lib.format.write_array_header_1_0(file, header)
         file.write(bytes(100))
-    with pytest.raises(ValueError, match=r"s\.npz: .*sims\.npy is shorter than its header says"):
+    with pytest.raises(ValueError, match=r"s\.npz: speaks of more data than there is memory"):
         files.read_matrix(tmp_path / "s.npz")
 
 

@@ -19,7 +19,8 @@ from itrloss import Similarity, comparison, rerank
 from itrloss.cli import main
 from itrloss.comparison import METHODS
 from itrloss.files import read_ids, read_matrix, written
-from itrloss.metrics import retrieval_metrics, retrieval_results
+from itrloss.metrics import QueryResults, RetrievalResults, compare, retrieval_metrics, retrieval_results
+from itrloss.report.comparison import page
 
 N, C, D = 12, 5, 8
 
@@ -97,6 +98,14 @@ def test_folds_retrieve_within_parts(saved: Path, tmp_path: Path, capsys: pytest
     assert all(int(row["first"]) // 4 == int(row["id"]) // 4 for row in rows)
 
 
+def test_run_files_of_folds_hold_the_candidates_of_the_part(saved: Path, tmp_path: Path):
+    assert run("rerank", saved, "--folds", 3, "--methods", "csls", "--trec", tmp_path, "--top", 4) == 0
+    wanted = retrieval_results(torch.from_numpy(scores()), reranker=rerank.CSLS(), folds=3, hubness_k=4)
+    for way, results in (("i2t", wanted.i2t), ("t2i", wanted.t2i)):
+        found = [line.split() for line in (tmp_path / f"{way}.run").read_text().splitlines()]
+        assert [int(line[2].strip("imagetx")) for line in found] == results.top.flatten().tolist()
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -166,7 +175,7 @@ def test_embeddings_are_calibrated_with_the_bank_that_they_are_re_ranked_by():
     held_out, banks = (tuple(torch.from_numpy(x) for x in pairs(seed)) for seed in (1, 2))
     banks = banks[0] + 3.0, banks[1][:9] - 2.0
     validation = Similarity(*held_out, torch.arange(N), torch.arange(N * C) // C)
-    found = comparison._calibrated(validation, banks)
+    found = comparison.compare_rerankers(validation, ("fast",), banks, validation).entries[-1].reranker
     with_bank, without = rerank.FastReranker().fit(*banks), rerank.FastReranker()
     assert repr(found) == repr(with_bank.calibrate(validation)) != repr(without.calibrate(validation))
 
@@ -271,6 +280,27 @@ def test_the_report_names_hubs_and_who_gained(saved: Path, tmp_path: Path):
     assert re.search(rf"{heads}image {gained}\D", page.text)
 
 
+def test_the_report_ranks_gains_by_ratio_and_counts_answered_queries_only():
+    """From 20 to 2 is more than from 200 to 100. The fourth query has no right candidate."""
+    ranks = {"before": [200, 20, 3, 0, 5], "after": [100, 2, 9, 0, 5]}
+    top = torch.arange(5)[:, None]
+    entries = []
+    for name, own in ranks.items():
+        queries = QueryResults(torch.arange(5), torch.tensor(own)[:, None], top, 300)
+        results = RetrievalResults(queries, queries)
+        change = compare(results, entries[0].results if entries else results, samples=9)["rsum"]
+        entries.append(comparison.Entry(name, rerank.CSLS() if entries else None, results, change, 0.0, None))
+    found = comparison.RerankerComparison(Similarity.from_scores(torch.rand(5, 5)), entries, {})
+    names = [[f"{letter}{i}" for i in range(300)] for letter in "IT"]
+    text = _Page()
+    text.feed(page(found, entries[1], "title", names))
+    assert text.text.count("2 of 4 queries rank their right candidate higher than before, 1 lower.") == 2
+    for name, section in zip("IT", text.text.split("gained most")[1:], strict=True):
+        gained, lost = section.split("greatest hubs")[0].split("lost most")
+        assert re.findall(rf"{name}\d", gained) == [f"{name}1", f"{name}0"]
+        assert re.findall(rf"{name}\d", lost) == [f"{name}2"]
+
+
 @pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
 def test_without_the_extra_a_report_is_refused_before_the_work(saved: Path, tmp_path, capsys, monkeypatch, missing):
     monkeypatch.setitem(sys.modules, missing, None)
@@ -328,7 +358,7 @@ BAD = {
     "damaged.npz": (b"PK\x03\x04" + bytes(60), "not a zip file"),
     "damaged.pt": (b"PK\x03\x04" + bytes(60), "not a readable .pt"),
     "damaged.pkl": (b"\x80\x04\x95\xff\xff", "not a readable .pkl"),
-    "long_header.npy": (b"\x93NUMPY\x02\x00" + (2**31).to_bytes(4, "little") + b"{", "a header of 2147483648 bytes"),
+    "long_header.npy": (b"\x93NUMPY\x02\x00" + (2**31).to_bytes(4, "little") + b"{", "expected 2147483648 bytes"),
     "large.npy": (
         _header("{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000, 1000000)}"),
         "not a readable",
@@ -443,7 +473,7 @@ def test_arrays_of_other_kinds_in_pickles(tmp_path: Path):
         np.testing.assert_array_equal(read_matrix(path), wanted)
         np.testing.assert_array_equal(read_matrix(path, "big"), wanted)
     path.write_bytes(pickle.dumps({"sims": np.zeros(2, "f4,f4")}))
-    with pytest.raises(ValueError, match="array of 'V8', which is not read"):
+    with pytest.raises(ValueError, match=r"got an array of \|V8, which is not read"):
         read_matrix(path)
 
 
@@ -481,7 +511,7 @@ def test_what_is_interrupted_leaves_the_old_file(saved: Path, tmp_path: Path, mo
     [
         (("--out", "nowhere/out.npz"), "there is no directory"),
         (("--top", 0), "--top"),
-        (("--write", "csls"), "--write: expected one of no re-ranking, fast"),
+        (("--write", "csls"), "--write: expected 'no re-ranking' or 'fast', got 'csls'"),
         (("--i2t", 0, 1), "i2t: expected a number above 0"),
         (("--image-ids", "ids.txt"), "--image-ids, --text-ids: expected both or neither"),
         (("--text-names", "ids.txt"), "ids.txt: expected a line for each of the 60 texts, got 3"),
@@ -494,7 +524,7 @@ def test_what_is_interrupted_leaves_the_old_file(saved: Path, tmp_path: Path, mo
         (("--image-ids", "bytes.txt", "--text-ids", "ids.txt"), "bytes.txt: expected one integer a line"),
         (("--text-names", "bytes.txt"), "bytes.txt: expected UTF-8"),
         (("--out", "."), ".: expected a file to write, got a directory"),
-        (("--rankings", "o.npz"), "expected a file of its own for each result"),
+        (("--rankings", "o.npz"), "o.npz: expected a file of its own for a result, got that of out"),
         (("--methods", "dbnorm"), "--methods: all were left out"),
         (("--methods", "fast", "dbnorm", "--write", "dbnorm"), "--write: dbnorm needs embeddings"),
     ],
@@ -556,7 +586,7 @@ def test_errors_name_the_file_that_is_wrong(tmp_path: Path, monkeypatch, capsys:
         (("images.npy", "broken.npy"), "eval: broken.npy: expected finite"),
         (("images.npy", "narrow.npy"), "eval: narrow.npy: expected embeddings of dimension 8 like images.npy"),
         (("images.npy", "texts.npy", "--bank-texts", "broken.npy"), "eval: broken.npy: expected finite"),
-        (("images.npy", "texts.npy", "--bank-images", "narrow.npy"), "eval: narrow.npy: expected embeddings of"),
+        (("images.npy", "texts.npy", "--bank-images", "narrow.npy"), "eval: narrow.npy: expected (B, 8), got shape"),
     ):
         assert run("eval", *arguments, "--methods", "fast") == 2
         assert message in capsys.readouterr().err

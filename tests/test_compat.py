@@ -222,6 +222,48 @@ def test_texts_of_the_same_image_are_no_negatives(ids, hardest):
     assert torch.isclose(ours, criterion(im, s, labels)) == (len(set(ids)) in (1, 6))
 
 
+def test_all_negatives_count_unless_asked_otherwise():
+    """By default, and by ``max_violation=False``, in every class; the hardest one alone costs less."""
+    im, s = pairs(6)
+    opt = Namespace(mask_repeat=False, margin=1.0, max_violation=False)
+    made = {
+        (im, s): (
+            lambda **given: compat.VSEPPLoss(1.0, **given),
+            lambda **given: compat.VSEInfinityLoss(None, 1.0, **given),
+            lambda **given: compat.HREMLoss(opt, 1.0, **given),
+        ),
+        (im, s, None): (lambda **given: compat.SCANLoss(lambda im, s, _: im @ s.T, 1.0, **given),),
+        (im @ s.T,): (
+            lambda **given: compat.SGRAFLoss(1.0, **given),
+            lambda **given: compat.CHANLoss(None, 1.0, **given),
+        ),
+    }
+    for inputs, classes in made.items():
+        for make in classes:
+            for given, hardest in (({}, False), ({"max_violation": False}, False), ({"max_violation": True}, True)):
+                criterion = make(**given)
+                assert criterion.max_violation == hardest and f"max_violation={hardest}" in repr(criterion)
+                torch.testing.assert_close(criterion(*inputs), hinge_sum(im @ s.T, 1.0, hardest))
+    for opt in (Namespace(num_embeds=1), Namespace(num_embeds=1, max_violation=False)):
+        assert not compat.PVSELoss(opt).max_violation
+
+
+@pytest.mark.parametrize("measure", ["cosine", "order"])
+def test_embeddings_of_another_shape_are_refused_by_name(measure):
+    im, s = pairs(5)
+    criterion = compat.VSEPPLoss(0.2, measure)
+    for inputs, message in (
+        ((im, s[:3]), r"^s: expected shape \(5, 6\) like im, got \(3, 6\)"),
+        ((im, s[:, :4]), r"^s: expected embeddings of dimension 6 like im, got shape \(5, 4\)"),
+        ((im[:, None], s[:, None]), r"^im: expected shape \(N, D\), each at least 1, got \(5, 1, 6\)"),
+        ((im, s[0]), r"^s: expected shape \(M, D\), each at least 1, got \(6,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            criterion(*inputs)
+    with pytest.raises(TypeError, match=r"^s: expected a floating-point tensor"):
+        criterion(im, s.tolist())
+
+
 def test_max_violation_is_switched(capsys):
     im, s = pairs(6)
     opt = Namespace(mask_repeat=False)

@@ -9,44 +9,33 @@ from functools import partial
 
 from torch import Tensor
 
+from . import rerank
 from .metrics import Comparison, RetrievalResults, compare, retrieval_results
+from .metrics.results import RECALLS, WAYS
 from .peak import peak_memory
-from .rerank import (
-    CSLS,
-    DualBankNorm,
-    DualBankSinkhorn,
-    DualSoftmax,
-    FastReranker,
-    InvertedSoftmax,
-    KReciprocalReranker,
-    MultiFactorReranker,
-    MutualProximity,
-    NearestNeighborNorm,
-    QueryBankNorm,
-    ReciprocalReranker,
-    Reranker,
-    Sinkhorn,
-)
+from .rerank import FastReranker, Reranker
 from .similarity import Similarity
 
 METHODS: dict[str, type[Reranker]] = {
-    "fast": FastReranker,
-    "inverted-softmax": InvertedSoftmax,
-    "dual-softmax": DualSoftmax,
-    "qb-norm": QueryBankNorm,
-    "dbnorm": DualBankNorm,
-    "nnn": NearestNeighborNorm,
-    "csls": CSLS,
-    "mutual-proximity": MutualProximity,
-    "sinkhorn": Sinkhorn,
-    "dbsn": DualBankSinkhorn,
-    "reciprocal": ReciprocalReranker,
-    "multi-factor": MultiFactorReranker,
-    "k-reciprocal": KReciprocalReranker,
+    "fast": rerank.FastReranker,
+    "inverted-softmax": rerank.InvertedSoftmax,
+    "dual-softmax": rerank.DualSoftmax,
+    "qb-norm": rerank.QueryBankNorm,
+    "dbnorm": rerank.DualBankNorm,
+    "nnn": rerank.NearestNeighborNorm,
+    "csls": rerank.CSLS,
+    "mutual-proximity": rerank.MutualProximity,
+    "sinkhorn": rerank.Sinkhorn,
+    "dbsn": rerank.DualBankSinkhorn,
+    "reciprocal": rerank.ReciprocalReranker,
+    "multi-factor": rerank.MultiFactorReranker,
+    "k-reciprocal": rerank.KReciprocalReranker,
 }
 K_RECIPROCAL_ITEMS = 12_000  # from so many, (N + M)² numbers a few times over are more than most machines have
 PLAIN = "no re-ranking"
 CALIBRATED = "fast, calibrated"
+Banks = tuple[Tensor | None, Tensor | None]  # of images and of texts
+_RECALLS = f"{'image→text 1 5 10':>17} {'text→image 1 5 10':>17} {'RSUM':>5}"
 
 
 @dataclass(frozen=True)
@@ -55,33 +44,26 @@ class Entry:
 
     name: str
     reranker: Reranker | None  # None: no re-ranking
-    inductive: bool  # by a bank of queries
     results: RetrievalResults
     change: Comparison  # of the RSUM
     seconds: float
     peak_mb: float | None  # memory beyond the scores or embeddings, 10⁶ bytes; None where nothing tells
 
     @property
-    def looks_at(self) -> str:
-        """Where the hubs were looked for."""
-        if self.reranker is None:
-            return ""
-        if not self.inductive:
-            return "the test queries"
-        return f"the bank ({self._way})" if self._way else "the bank"
-
-    @property
     def hubs(self) -> str:
-        """The same in a word: ``"test"``, ``"bank"``, ``"bank i2t"``."""
+        """Where the hubs were looked for: ``"test"``, ``"bank"``, ``"bank i2t"`` if only that has one, or ``""``."""
         if self.reranker is None:
             return ""
-        return f"bank {self._way}".rstrip() if self.inductive else "test"
+        i2t, t2i = self.reranker.transductive
+        if i2t and t2i:
+            return "test"
+        return "bank t2i" if i2t else "bank i2t" if t2i else "bank"
 
     @property
-    def _way(self) -> str:
-        """The only direction with a bank, if it is only one; the other keeps to the test queries."""
-        ways = {(False, True): "i2t", (True, False): "t2i"}
-        return "" if self.reranker is None else ways.get(self.reranker.transductive, "")
+    def looks_at(self) -> str:
+        """The same in words."""
+        kind, _, way = self.hubs.partition(" ")
+        return {"": "", "test": "the test queries", "bank": "the bank"}[kind] + (f" ({way})" if way else "")
 
 
 @dataclass(frozen=True)
@@ -96,7 +78,7 @@ class RerankerComparison:
 def compare_rerankers(
     sim: Similarity,
     methods: Sequence[str] = tuple(METHODS),
-    banks: tuple[Tensor | None, Tensor | None] = (None, None),
+    banks: Banks = (None, None),
     validation: Similarity | None = None,
     fast: FastReranker | None = None,
     progress: Callable[[str], None] = lambda text: None,
@@ -116,7 +98,7 @@ def compare_rerankers(
         folds: see :func:`itrloss.metrics.retrieval_results`.
     """
     left_out: dict[str, str] = {}
-    tried: list[tuple[str, Callable[[], Reranker | None], bool]] = [(PLAIN, lambda: None, False)]
+    tried: list[tuple[str, Banks | None]] = [(PLAIN, None)]
     for name in methods:
         kind = METHODS[name]
         if kind.needs_embeddings and sim._inputs is None:
@@ -126,63 +108,45 @@ def compare_rerankers(
         elif kind.needs_bank and None in banks:
             left_out[name] = "needs banks of queries: --bank-images and --bank-texts"
         else:
-            tried += _ways(name, banks, validation, fast)
+            by_bank = [banks] if kind.takes_bank and banks != (None, None) else []
+            for used in by_bank if kind.needs_bank else [None, *by_bank]:
+                tried.append((name, used))
+                if name == "fast" and validation is not None:
+                    tried.append((CALIBRATED, used))
     entries: list[Entry] = []
-    for number, (name, make, inductive) in enumerate(tried, 1):
-        progress(f"[{number}/{len(tried)}] {name}" + (", with a bank" if inductive else ""))
-        reranker = make()
+    for number, (name, used) in enumerate(tried, 1):
+        progress(f"[{number}/{len(tried)}] {name}{', with a bank' if used else ''} …")
+        held_out = validation if name == CALIBRATED else None
+        reranker = None if name == PLAIN else _made(name, used, fast, held_out)
+        run = partial(retrieval_results, sim, reranker=reranker, folds=folds)
         start = time.perf_counter()
-        results = retrieval_results(sim, reranker=reranker, folds=folds)
+        results = run()
         seconds = time.perf_counter() - start
         change = compare(results, entries[0].results if entries else results)["rsum"]
         # Once more: looking at the memory takes its time.
-        again = partial(retrieval_results, sim, reranker=reranker, folds=folds)
-        megabytes = peak_memory(again, sim.device) if memory else None
-        entries.append(Entry(name, reranker, inductive, results, change, seconds, megabytes))
+        megabytes = peak_memory(run, sim.device) if memory else None
+        entries.append(Entry(name, reranker, results, change, seconds, megabytes))
     return RerankerComparison(sim, entries, left_out)
 
 
-def _ways(
-    name: str, banks: tuple[Tensor | None, Tensor | None], validation: Similarity | None, fast: FastReranker | None
-) -> list[tuple[str, Callable[[], Reranker | None], bool]]:
-    """A method on the test queries and by the banks, as far as it goes, and what makes it."""
-    kind = METHODS[name]
-    ways: list[tuple[str, Callable[[], Reranker | None], bool]] = []
-    held_out = validation if name == "fast" else None
-    if not kind.needs_bank:
-        ways.append((name, lambda: _made(kind, fast), False))
-        if held_out is not None:
-            ways.append((CALIBRATED, lambda: FastReranker().calibrate(held_out), False))
-    if any(bank is not None for bank in banks) and kind.takes_bank:
-        ways.append((name, lambda: _made(kind, fast).fit(*banks), True))
-        if held_out is not None:
-            ways.append((CALIBRATED, lambda: _calibrated(held_out, banks), True))
-    return ways
-
-
-def _made(kind: type[Reranker], fast: FastReranker | None) -> Reranker:
-    return FastReranker(fast.i2t, fast.t2i) if kind is FastReranker and fast is not None else kind()
-
-
-def _calibrated(validation: Similarity, banks: tuple[Tensor | None, Tensor | None]) -> Reranker:
-    """With the banks, which of embeddings fit the validation set too; scores of a bank are of the test candidates."""
-    if validation._inputs is None:
-        return FastReranker().calibrate(validation).fit(*banks)
-    return FastReranker().fit(*banks).calibrate(validation)
+def _made(name: str, banks: Banks | None, fast: FastReranker | None, validation: Similarity | None) -> Reranker:
+    if validation is None:
+        made = FastReranker(fast.i2t, fast.t2i) if name == "fast" and fast is not None else METHODS[name]()
+    elif banks is not None and validation._inputs is not None:  # banks of embeddings fit the validation set too
+        return FastReranker().fit(*banks).calibrate(validation)
+    else:  # scores of a bank are of the test candidates
+        made = FastReranker().calibrate(validation)
+    return made if banks is None else made.fit(*banks)
 
 
 def table(comparison: RerankerComparison) -> str:
     """Return one line a method, of at most 100 columns."""
     measured = any(entry.peak_mb is not None for entry in comparison.entries)
-    head = (
-        f"{'':16} {'hubs in':8} {'image→text 1 5 10':>17} {'text→image 1 5 10':>17} {'RSUM':>5} {'change (95 %)':>20}"
-    )
-    lines = [f"{head} {'time':>6}" + (f" {'MB':>5}" if measured else "")]
+    lines = [f"{'':16} {'hubs in':8} {_RECALLS} {'change (95 %)':>20} {'time':>6}" + f" {'MB':>5}" * measured]
     for entry in comparison.entries:
-        m, c = entry.results.metrics(), entry.change
-        i2t, t2i = (" ".join(f"{m[f'{way}_r{k}']:5.1f}" for k in (1, 5, 10)) for way in ("i2t", "t2i"))
+        c = entry.change
         change = "" if entry.reranker is None else f"{c.difference:+.1f} ({c.low:+.1f}, {c.high:+.1f})"
-        line = f"{entry.name:16} {entry.hubs:8} {i2t} {t2i} {m['rsum']:5.1f} {change:>20} {entry.seconds:5.1f}s"
+        line = f"{entry.name:16} {entry.hubs:8} {_recalls(entry.results.metrics())} {change:>20} {entry.seconds:5.1f}s"
         lines.append(line + ("" if entry.peak_mb is None else f" {entry.peak_mb:5.0f}"))
     lines += [f"{name:16} left out: {why}" for name, why in comparison.left_out.items()]
     return "\n".join(line.rstrip() for line in lines)
@@ -190,11 +154,13 @@ def table(comparison: RerankerComparison) -> str:
 
 def protocol_table(figures: Mapping[str, Mapping[str, float]]) -> str:
     """Return one line a protocol of :func:`itrloss.metrics.coco_protocol`, of at most 100 columns."""
-    head = f"{'':12} {'image→text 1 5 10':>17} {'text→image 1 5 10':>17} {'RSUM':>5}"
-    lines = [f"{head} {'R-P i2t':>8} {'t2i':>5} {'mAP@R i2t':>10} {'t2i':>5}"]
+    lines = [f"{'':12} {_RECALLS} {'R-P i2t':>8} {'t2i':>5} {'mAP@R i2t':>10} {'t2i':>5}"]
     for name, m in figures.items():
-        recalls = (" ".join(f"{m[f'{way}_r{k}']:5.1f}" for k in (1, 5, 10)) for way in ("i2t", "t2i"))
-        precisions = (m.get(f"{way}_{figure}") for figure in ("r_precision", "map_at_r") for way in ("i2t", "t2i"))
+        precisions = (m.get(f"{way}_{figure}") for figure in ("r_precision", "map_at_r") for way in WAYS)
         a, b, c, d = ("" if x is None else f"{x:.1f}" for x in precisions)
-        lines.append(f"{name:12} {' '.join(recalls)} {m['rsum']:5.1f} {a:>8} {b:>5} {c:>10} {d:>5}".rstrip())
+        lines.append(f"{name:12} {_recalls(m)} {a:>8} {b:>5} {c:>10} {d:>5}".rstrip())
     return "\n".join(lines)
+
+
+def _recalls(m: Mapping[str, float]) -> str:
+    return " ".join(f"{m[name]:5.1f}" for name in (*(f"{way}_r{k}" for way in WAYS for k in RECALLS), "rsum"))

@@ -7,12 +7,11 @@ containers of them are read; ``.pt`` files are read with ``weights_only=True``.
 from __future__ import annotations
 
 import contextlib
-import math
+import io
 import os
 import pickle
-import tempfile
+import secrets
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -36,7 +35,7 @@ def read_matrix(path: str | Path, key: str | None = None) -> Tensor:
         ValueError: naming the file and what was expected.
         OSError: if it cannot be read.
     """
-    array = _tensor(path, _chosen(path, _read(Path(path)), key))
+    array = _read(Path(path), key)
     if array.ndim != 2 or 0 in array.shape:
         raise ValueError(f"{path}: expected a matrix with rows and columns, got shape {tuple(array.shape)}")
     if not array.is_floating_point():
@@ -52,7 +51,7 @@ def read_ids(path: str | Path, key: str | None = None) -> Tensor:
             return torch.tensor([int(x) for x in path.read_text(encoding="utf-8").split()], dtype=torch.int64)
         except (OverflowError, RuntimeError, ValueError):  # RuntimeError: more than 64 bits
             raise ValueError(f"{path}: expected one integer a line") from None
-    array = _tensor(path, _chosen(path, _read(path), key))
+    array = _read(path, key)
     if array.ndim != 1 or array.is_floating_point() or array.is_complex() or array.dtype == torch.bool:
         raise ValueError(f"{path}: expected a row of integers, got {array.dtype} of shape {tuple(array.shape)}")
     return array.long()
@@ -74,49 +73,62 @@ def written(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
     The target of a symbolic link is replaced, not the link. A device or a pipe, such as ``/dev/stdout``, is written to
     directly; in binary mode, whose archives need to seek, it is refused.
     """
-    path = Path(os.path.realpath(path))
+    path, encoding = Path(os.path.realpath(path)), None if "b" in mode else "utf-8"
     if path.exists() and not path.is_file():
         if "b" in mode:
             raise ValueError(f"{path}: expected a file to write, got a device or a pipe")
-        with open(path, mode, encoding=None if "b" in mode else "utf-8") as file:
+        with open(path, mode, encoding=encoding) as file:
             yield file
         return
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with os.fdopen(descriptor, mode, encoding=None if "b" in mode else "utf-8") as file:
+        with open(temporary, mode, encoding=encoding) as file:
             yield file
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)  # the permissions of any new file; mkstemp's are 0600
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
-def _read(path: Path) -> Any:
-    readers: dict[str, Callable[[Path], Any]] = {
-        ".npy": _read_npy,
-        ".npz": _read_npz,
-        ".pt": _read_torch,
-        ".pth": _read_torch,
-        ".pkl": _read_pickle,
-        ".pickle": _read_pickle,
-    }
-    if path.suffix not in readers:
-        raise ValueError(f"{path}: expected a file named {', '.join('*' + s for s in readers)}")
+def _read(path: Path, key: str | None) -> Tensor:
+    """Return the array named ``key`` in a file, or by default ``sims`` or the only one."""
+    if path.suffix not in _READERS:
+        raise ValueError(f"{path}: expected a file named {', '.join('*' + s for s in _READERS)}")
     if path.is_file() and path.stat().st_size == 0:
         raise ValueError(f"{path}: the file is empty")
+    with _reading(path):
+        content = _READERS[path.suffix](path)
+    chosen, count = content, None
+    if isinstance(content, dict):
+        kinds = np.ndarray | Tensor | _Archived | _Pickled
+        names = [name for name, value in content.items() if isinstance(value, kinds) and value.ndim]
+        if key is None:
+            key = "sims" if "sims" in names else names[0] if len(names) == 1 else None
+        if key not in names:
+            expected = "one array, or one of the name sims" if key is None else f"an array of the name {key!r}"
+            raise ValueError(f"{path}: expected {expected}; it has {', '.join(map(str, names)) or 'none'}")
+        chosen, count = content[key], content.get("npts")
+    elif key is not None:
+        raise ValueError(f"{path}: expected entries with names, among them {key!r}; got {type(content).__name__}")
+    with _reading(path):
+        chosen, count = (x.load() if isinstance(x, _Archived | _Pickled) else x for x in (chosen, count))
+    array = _tensor(path, chosen)
+    if isinstance(count, (int, np.integer)) and array.ndim == 2 and count not in array.shape:
+        raise ValueError(f"{path}: says npts = {count}, but {key} has shape {tuple(array.shape)}")
+    return array
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Let errors name the file."""
     try:
-        return readers[path.suffix](path)
+        yield
     except (FileNotFoundError, IsADirectoryError, PermissionError):
         raise
     except MemoryError:
         raise ValueError(f"{path}: speaks of more data than there is memory; damaged?") from None
     except Exception as error:
-        text = " ".join(str(error).split())
-        raise ValueError(f"{path}: not a readable {path.suffix} file: {text[:200] or type(error).__name__}") from None
+        text = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ValueError(f"{path}: not a readable {path.suffix} file: {text}") from None
 
 
 def _read_npy(path: Path) -> Any:
@@ -128,16 +140,13 @@ def _read_npy(path: Path) -> Any:
 
 def _header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
     """Return shape and dtype of an array in NumPy's format; the file is then at the start of its data."""
-    version = np.lib.format.read_magic(file)
-    if version not in ((1, 0), (2, 0)):
+    start = io.BytesIO(file.read(_LONGEST_HEADER))
+    version = np.lib.format.read_magic(start)
+    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    if version not in readers:
         raise ValueError(f"version {version} of the format is not known")
-    start = file.tell()
-    length = int.from_bytes(file.read(2 * version[0]), "little")
-    if length > _LONGEST_HEADER:
-        raise ValueError(f"a header of {length} bytes")
-    file.seek(start)
-    read = np.lib.format.read_array_header_1_0 if version[0] == 1 else np.lib.format.read_array_header_2_0
-    shape, _, dtype = read(file)
+    shape, _, dtype = readers[version](start, max_header_size=_LONGEST_HEADER)
+    file.seek(start.tell())
     return shape, dtype
 
 
@@ -148,19 +157,18 @@ class _Archived(NamedTuple):
     name: str
     ndim: int
 
+    def load(self) -> Any:
+        with np.load(self.path) as arrays:  # refuses Python objects
+            return arrays[self.name][()]  # one number as such
 
-def _read_npz(path: Path) -> dict[str, Any]:
+
+def _read_npz(path: Path) -> dict[str, _Archived]:
     arrays = {}
     with zipfile.ZipFile(path) as archive:
-        for entry in archive.infolist():
+        for entry in archive.namelist():
             with archive.open(entry) as file:
-                shape, dtype = _header(file)
-            if dtype.hasobject:
-                raise ValueError(f"{entry.filename} holds Python objects")
-            if math.prod(shape) * dtype.itemsize > entry.file_size:
-                raise ValueError(f"{entry.filename} is shorter than its header says")
-            name = entry.filename.removesuffix(".npy")
-            arrays[name] = _Archived(path, name, len(shape))
+                name = entry.removesuffix(".npy")
+                arrays[name] = _Archived(path, name, len(_header(file)[0]))
     return arrays
 
 
@@ -180,118 +188,59 @@ class _Type:
     """Stands in for ``numpy.dtype``: a pickle could set a real one's flags so that bytes are read as addresses."""
 
     def __init__(self, name: object, *_: object):
-        self.name = name
-        self.order: Any = "="
+        self.name = str(name)
 
     def __setstate__(self, state: Any) -> None:
-        self.order = state[1]
-
-    def real(self) -> np.dtype:
-        """Return the NumPy dtype; raise an error unless it is one that is read."""
-        dtype = np.dtype(self.name) if isinstance(self.name, str) else np.dtype("V")
-        if dtype.kind not in "fiubcSUO":
-            raise ValueError(f"it has an array of {self.name!r}, which is not read")
-        return dtype.newbyteorder("=" if self.order == "|" else self.order)
+        self.name = f"{state[1]}{self.name}"  # with the order of bytes
 
 
-class _Array(np.ndarray):
-    """An array whose pickled size, dtype and data are checked before NumPy gets them."""
+class _Pickled:
+    """An array in a pickle, which is made when it is chosen, and only of numbers."""
+
+    def __init__(self, data: Any = None, kind: Any = None, shape: Any = (), order: Any = "C", *_: object):
+        self.data, self.kind, self.shape, self.order, self.ndim = data, kind, shape, order, len(shape)
 
     def __setstate__(self, state: Any) -> None:
         shape, kind, fortran, data = state[-4:]
-        if not isinstance(kind, _Type):
-            raise ValueError("an array without a type")
-        dtype = kind.real()
-        data = list(data) if dtype.hasobject else _as_bytes(data)
-        checked: Any = (1, tuple(shape), dtype, bool(fortran), data)
-        super().__setstate__(checked)  # NumPy compares the sizes
+        _Pickled.__init__(self, data, kind, shape, "F" if fortran else "C")
+
+    def load(self) -> Any:
+        dtype = np.dtype(self.kind.name)
+        if dtype.kind not in "fiub":
+            raise ValueError(f"expected numbers, got an array of {dtype}, which is not read")
+        data = self.data.encode(_ENCODING) if isinstance(self.data, str) else self.data
+        return np.frombuffer(data, dtype).copy().reshape(self.shape, order=self.order)[()]
 
 
-def _reconstruct(*_: object) -> _Array:
-    return np.ndarray.__new__(_Array, (0,), np.int8)
-
-
-def _from_buffer(data: Any, kind: Any, shape: Any, order: Any, *_: object) -> np.ndarray:
-    array, state = _reconstruct(), (shape, kind, order == "F", data)
-    array.__setstate__(state)
-    return array
-
-
-def _scalar(kind: Any, data: Any) -> Any:
-    return _from_buffer(data, kind, (1,), "C")[0]
-
-
-def _as_bytes(data: object) -> bytes:
-    if not isinstance(data, (bytes, bytearray, str)):
-        raise ValueError(f"an array of {type(data).__name__}")
-    return data.encode(_ENCODING) if isinstance(data, str) else bytes(data)
-
-
-def _encode(text: str, encoding: str) -> bytes:
-    if encoding != _ENCODING or not isinstance(text, str):
-        raise ValueError(f"it asks for the encoding {encoding!r}, which is not read")
-    return text.encode(_ENCODING)
-
-
-# The names that pickled arrays refer to, and their replacements here; NumPy 2 moved the module.
-_REPLACED: dict[tuple[str, str], Any] = {
-    (f"numpy.{core}.{module}", name): ours
-    for core in ("core", "_core")
-    for module, name, ours in (
-        ("multiarray", "_reconstruct", _reconstruct),
-        ("multiarray", "scalar", _scalar),
-        ("numeric", "_frombuffer", _from_buffer),
-    )
-} | {("numpy", "ndarray"): "ndarray", ("numpy", "dtype"): _Type, ("_codecs", "encode"): _encode}
+# The names that pickled arrays refer to, and their replacements here.
+_REPLACED: dict[str, Any] = {
+    "numpy.core.multiarray._reconstruct": lambda *_: _Pickled(),
+    "numpy.core.multiarray.scalar": lambda kind, data: _Pickled(data, kind),
+    "numpy.core.numeric._frombuffer": _Pickled,
+    "numpy.ndarray": "ndarray",
+    "numpy.dtype": _Type,
+    "_codecs.encode": lambda text, _: text.encode(_ENCODING),
+}
 
 
 class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined]
     """Python's own, not the one in C, which allocates gigabytes for a memo's index that 20 bytes can name."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _REPLACED:
-            raise ValueError(f"it asks for {module}.{name}, which is not read")
-        return _REPLACED[module, name]
+        full = f"{module}.{name}".replace("numpy._core.", "numpy.core.")  # as it was called before NumPy 2
+        if full not in _REPLACED:
+            raise ValueError(f"it asks for {full}, which is not read")
+        return _REPLACED[full]
 
 
 def _unpickled(file: IO[bytes]) -> Any:
     value = _Unpickler(file, encoding=_ENCODING).load()  # as written by Python 2, too
-    if isinstance(value, np.ndarray) and value.dtype.hasobject and value.size == 1:  # once: it may contain itself
-        value = value.item()
+    if isinstance(value, _Pickled) and isinstance(value.data, list) and len(value.data) == 1:
+        value = value.data[0]  # once: it may contain itself
     return value
 
 
-def _loaded(x: Any) -> Any:
-    if not isinstance(x, _Archived):
-        return x
-    try:
-        with np.load(x.path, allow_pickle=False) as arrays:
-            return arrays[x.name][()]  # one number as such
-    except (ValueError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"{x.path}: not a readable .npz file: {error}") from None
-
-
-def _chosen(path: str | Path, content: Any, key: str | None) -> Any:
-    """Return the array named ``key`` of a file's content, or by default ``sims`` or the only one."""
-    if not isinstance(content, dict):
-        if key is not None:
-            raise ValueError(f"{path}: expected entries with names, among them {key!r}; got {type(content).__name__}")
-        return content
-    names = [
-        name for name, value in content.items() if isinstance(value, np.ndarray | Tensor | _Archived) and value.ndim
-    ]
-    if key is None:
-        key = "sims" if "sims" in names else names[0] if len(names) == 1 else None
-    if key not in names:
-        expected = "one array, or one of the name sims" if key is None else f"an array of the name {key!r}"
-        raise ValueError(f"{path}: expected {expected}; it has {', '.join(map(str, names)) or 'none'}")
-    array, count = _loaded(content[key]), _loaded(content.get("npts"))
-    if isinstance(count, (int, np.integer)) and array.ndim == 2 and count not in (array.shape[0], array.shape[1]):
-        raise ValueError(f"{path}: says npts = {count}, but {key} has shape {tuple(array.shape)}")
-    return array
-
-
-def _tensor(path: str | Path, array: Any) -> Tensor:
+def _tensor(path: Path, array: Any) -> Tensor:
     if isinstance(array, Tensor):
         plain = array.layout == torch.strided and not array.is_nested and array.device.type == "cpu"
         if not plain or (array.is_floating_point() and array.dtype.itemsize < 2):
@@ -303,7 +252,6 @@ def _tensor(path: str | Path, array: Any) -> Tensor:
         return array.detach()
     if not isinstance(array, np.ndarray):
         raise ValueError(f"{path}: expected an array, got {type(array).__name__}")
-    array = np.asarray(array)
     if array.dtype.kind not in "fiub":
         raise ValueError(f"{path}: expected numbers, got {array.dtype}")
     if array.dtype.kind == "f" and array.dtype.itemsize > 8:
@@ -311,3 +259,13 @@ def _tensor(path: str | Path, array: Any) -> Tensor:
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     return torch.from_numpy(array)
+
+
+_READERS: dict[str, Callable[[Path], Any]] = {
+    ".npy": _read_npy,
+    ".npz": _read_npz,
+    ".pt": _read_torch,
+    ".pth": _read_torch,
+    ".pkl": _read_pickle,
+    ".pickle": _read_pickle,
+}

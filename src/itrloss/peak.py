@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import platform
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,11 +33,6 @@ def peak_memory(run: Callable[[], Any], device: torch.device) -> float | None:
         Path("/proc/self/clear_refs").write_text("5")  # the peak of the resident set begins anew
     except OSError:
         return None
-
-    def kilobytes(field: str) -> int:
-        match = re.search(rf"^{field}:\s*(\d+) kB", status.read_text(), re.MULTILINE)
-        return int(match[1]) if match else 0
-
-    before = kilobytes("VmRSS")
+    before = int(status.read_text().split("VmRSS:")[1].split()[0])
     run()
-    return round((kilobytes("VmHWM") - before) * 1024 / 1e6, 1)
+    return round((int(status.read_text().split("VmHWM:")[1].split()[0]) - before) * 1024 / 1e6, 1)

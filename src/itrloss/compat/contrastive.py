@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from .. import distributed, functional
 from ..anchors import Anchors
 from ..similarity import Similarity
-from ._shared import option, required, similarity
-from .hinge import VSEPPLoss
+from .hinge import VSEPPLoss, option, required, similarity
 
 
 class HALLoss(nn.Module):
@@ -52,21 +51,19 @@ class HALLoss(nn.Module):
             excluded = torch.where(torch.isin(entries, batch), -torch.inf, 0.0).to(scores.dtype)
             near = []  # (B, k) highest scores with the bank, -inf where there are no more
             for x, bank in ((im, mb_cap), (s, mb_img)):
-                bank_scores = similarity(x, bank, ("im, s", "mb_cap, mb_img"), (None, entries), self.order).scores()
-                near.append((bank_scores + excluded).topk(min(self.k, len(x), len(bank))).values)
-            negative, positive = self._weights(scores.diagonal(), *near)
+                bank_sim = similarity(x, bank, ("im, s", "mb_cap, mb_img"), (None, entries), self.order)
+                near.append(bank_sim.topk(min(self.k, len(x), len(bank)), excluded).values)
+            # a / (a + b) is the sigmoid of log a - log b.
+            own = scores.diagonal()
+            n, m = ((self.beta * x - self.ep_nega).logsumexp(1) for x in near)
+            p, q = ((self.alpha * (x - self.ep_posi)).logsumexp(1) for x in near)
+            of_pair = torch.logaddexp(self.beta * own[:, None], self.beta * own[None])
+            negative = (torch.logaddexp(n[:, None], m[None]) - of_pair).sigmoid()  # (B, B)
+            positive = (torch.logaddexp(p, q) - self.alpha * (own - self.ep_posi)).sigmoid()  # (B,)
         # HAL with margin 0 on this matrix: its diagonal are the positives, the rest are the negatives.
-        own = torch.eye(len(im), dtype=torch.bool, device=im.device)
-        weighted = torch.where(own, positive * scores, negative * (scores - self.margin))
+        diagonal = torch.eye(len(im), dtype=torch.bool, device=im.device)
+        weighted = torch.where(diagonal, positive * scores, negative * (scores - self.margin))
         return functional.hubness_aware_loss(Similarity.from_scores(weighted), self.scale, 0.0)
-
-    def _weights(self, own: Tensor, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the (B, B) weights of negatives and (B,) of positives: a / (a + b) is the sigmoid of log a - log b."""
-        n, m = ((self.beta * x - self.ep_nega).logsumexp(1) for x in (images, texts))
-        p, q = ((self.alpha * (x - self.ep_posi)).logsumexp(1) for x in (images, texts))
-        own_too = torch.logaddexp(self.beta * own[:, None], self.beta * own[None])
-        negative, positive = torch.logaddexp(n[:, None], m[None]) - own_too, torch.logaddexp(p, q)
-        return negative.sigmoid(), (positive - self.alpha * (own - self.ep_posi)).sigmoid()
 
 
 class USERLoss(nn.Module):
@@ -97,10 +94,8 @@ class ClipLoss(nn.Module):
     """open_clip (mlfoundations/open_clip, ``src/open_clip/loss.py``): the mean of two cross-entropies.
 
     It is half of :class:`itrloss.InfoNCELoss`; ``logit_scale`` is the scale itself. ``world_size`` is 1 or that of
-    ``torch.distributed``, with batches of one size and a ``DistributedDataParallel`` model. Values and gradients are
-    open_clip's: with ``gather_with_grad`` those of one process that has the whole batch; without it the features of
-    other processes get no gradient. With ``local_loss`` each process compares its features with those of all, which
-    is less work; the loss of the batch is then the mean over processes. The other arguments have no effect.
+    ``torch.distributed``, with batches of one size and a ``DistributedDataParallel`` model; for ``local_loss`` and
+    ``gather_with_grad`` see `Several processes`_. The other arguments have no effect.
     """
 
     def __init__(
@@ -140,9 +135,8 @@ class ClipLoss(nn.Module):
 class SigLipLoss(ClipLoss):
     """open_clip (mlfoundations/open_clip, ``src/open_clip/loss.py``): SigLIP's sum over all pairs, divided by B.
 
-    It is :class:`itrloss.SigmoidLoss` with the model's scale and bias, called as :class:`ClipLoss`. With several
-    processes, each compares its images with the texts of all; gradients are those of one process that has the whole
-    batch. ``rank``, ``dist_impl`` and ``chunk_size`` have no effect: large matrices are computed in tiles anyway.
+    It is :class:`itrloss.SigmoidLoss` with the model's scale and bias, called as :class:`ClipLoss`; see `Several
+    processes`_. ``rank``, ``dist_impl`` and ``chunk_size`` have no effect: large matrices are computed in tiles anyway.
     """
 
     def __init__(self, cache_labels=False, rank=0, world_size=1, dist_impl=None, chunk_size=0):

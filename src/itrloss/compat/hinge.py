@@ -9,10 +9,37 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..checks import check_matrix, check_number, one_of
+from ..checks import Names, check_embeddings, check_matrix, check_number, one_of
 from ..engine.answers import hinge, identity
 from ..similarity import Similarity
-from ._shared import option, required, similarity
+
+
+def option(opt: Any, name: str, *default: Any) -> Any:
+    """Return an attribute of a code base's settings, or the default; raise an error if there is neither."""
+    try:
+        return getattr(opt, name, *default)
+    except AttributeError:
+        raise ValueError(f"opt: expected an attribute {name!r}, got none") from None
+
+
+def required(name: str, x: Any) -> Any:
+    """Return an argument that is optional in the signature but needed here; raise an error if it is None."""
+    if x is None:
+        raise ValueError(f"{name}: expected a tensor, got None")
+    return x
+
+
+def similarity(
+    x: Tensor, y: Tensor, names: tuple[str, str] = ("im", "s"), ids: tuple[Any, Any] = (None, None), order: bool = False
+) -> Similarity:
+    """Return the similarity of unnormalised embeddings; without ids row i matches row i. Errors use ``names``."""
+    called = Names(*names, "img_ids", "img_ids")
+    check_embeddings(x, y, False, called)
+    if ids[1] is None and len(x) != len(y):
+        raise ValueError(f"{names[1]}: expected shape {tuple(x.shape)} like {names[0]}, got {tuple(y.shape)}")
+    if order:
+        return Similarity.from_scores(-torch.linalg.vector_norm((y - x[:, None]).clamp_min(0), dim=2), *ids)
+    return Similarity(x, y, *ids, normalize=False, names=called)
 
 
 class HingeLoss(nn.Module):
@@ -100,8 +127,8 @@ class CHANLoss(HingeLoss):
 class HREMLoss(HingeLoss):
     """HREM (CrossmodalGroup/HREM, ``lib/loss.py``), called as ``criterion(im, s, img_ids)``.
 
-    With ``opt.mask_repeat``, as in the original, a text of the same image is neither a negative nor a positive. In
-    :class:`itrloss.TripletLoss` with ids it is a positive with its own hinge.
+    With ``opt.mask_repeat`` a text of the same image, by the (B,) integers ``img_ids``, is neither a negative nor a
+    positive, as in the original. In :class:`itrloss.TripletLoss` with ids it is a positive with its own hinge.
     """
 
     def __init__(self, opt: Any, margin: float = 0.2, max_violation: bool = False):
@@ -109,14 +136,13 @@ class HREMLoss(HingeLoss):
         self.mask_repeat = bool(option(opt, "mask_repeat"))
 
     def forward(self, im: Tensor, s: Tensor, img_ids: Any = None) -> Tensor:  # (B, D), (B, D), (B,) integers -> ()
-        """Return the loss; ``img_ids`` tell which texts show the same image, and are needed if ``opt.mask_repeat``."""
         own = similarity(im, s)
         if not self.mask_repeat:
             return self._hinges(own)
         ids = torch.as_tensor(required("img_ids", img_ids), device=im.device)
         threshold = self.margin - own.both.sum_of_positives(identity)  # (2B,), from the scores of the pairs
-        # With all negatives: max(threshold + S, 0) is the hinge at -S, which is the score of -im.
-        others = similarity(im if self.max_violation else -im, s, ids=(ids, ids)).both
         if self.max_violation:
-            return (threshold + others.hardest_negatives().values).relu().sum()
-        return others.sum(hinge, threshold).sum()
+            hardest = similarity(im, s, ids=(ids, ids)).both.hardest_negatives().values
+            return (threshold + hardest).relu().sum()
+        # max(threshold + S, 0) is the hinge at -S, which is the score of -im.
+        return similarity(-im, s, ids=(ids, ids)).both.sum(hinge, threshold).sum()

@@ -12,8 +12,7 @@ from .. import functional
 from ..checks import one_of
 from ..engine.scores import compute_dtype
 from ..similarity import Similarity
-from ._shared import option, required, similarity
-from .hinge import HingeLoss
+from .hinge import HingeLoss, option, required, similarity
 
 Parts = dict[str, Tensor]
 
@@ -35,8 +34,8 @@ class _SetLoss(HingeLoss):
             parts["div"] = sum(values, img.new_zeros((), dtype=compute_dtype(img)))
         if self.weights["mmd"] > 0:  # with the kernel exp(-|a - b| / 2), not squared in these code bases
             x, y = (e.reshape(-1, e.shape[-1]).to(compute_dtype(e)) for e in (img, txt))
-            kernels = [torch.exp(-0.5 * torch.cdist(a, b)) for a, b in ((x, x), (x, y), (y, y))]
-            xx, xy, yy = (k.mean() if self.reduction == "mean" else k.sum() for k in kernels)
+            reduce = torch.mean if self.reduction == "mean" else torch.sum
+            xx, xy, yy = (reduce(torch.exp(-0.5 * torch.cdist(a, b))) for a, b in ((x, x), (x, y), (y, y)))
             parts["mmd"] = xx - 2 * xy + yy
         loss = torch.stack([self.weights.get(name, 1.0) * x for name, x in parts.items()]).sum()
         return loss, {f"{name}_loss": x.detach() for name, x in parts.items()}

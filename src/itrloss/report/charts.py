@@ -92,10 +92,8 @@ def intervals(
         for i, values in enumerate(groups.values()):
             places = np.arange(len(names)) + 0.3 * (i - (len(groups) - 1) / 2)
             value, low, high = np.array(values, float).T
-            bars = axes.errorbar(
-                value, places, xerr=(value - low, high - value), fmt=MARKERS[i], color=COLOURS[i], capsize=3
-            )
-            handles.append(bars)
+            look: Any = {"fmt": MARKERS[i], "color": COLOURS[i], "capsize": 3}
+            handles.append(axes.errorbar(value, places, xerr=(value - low, high - value), **look))
         axes.set_yticks(range(len(names)), names)
         axes.set_ylim(len(names) - 0.4, -0.6)
         if zero:
