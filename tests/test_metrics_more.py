@@ -25,7 +25,6 @@ from itrloss.metrics import (
     confidence_intervals,
     retrieval_metrics,
     retrieval_results,
-    uncertainty,
 )
 from itrloss.rerank import FastReranker, InvertedSoftmax
 
@@ -237,19 +236,19 @@ def test_a_grade_is_as_high_as_itself_however_it_is_stored_and_often_it_is_there
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_bootstrap_equals_its_loops(seed):
-    """By the library's own draws: as many ids as there are, in batches of 64, of the sorted ids of both sides."""
+    """By the library's own draws: as many ids as there are, of the sorted ids of both sides."""
     ids, samples = ragged(seed), 70
     runs = [retrieval_results(torch.rand(N, M, generator=generator(s)).double(), *ids) for s in (seed, seed + 9)]
     unique = torch.cat(ids).unique()
     g = generator(5)
-    draws = [torch.randint(len(unique), (count, len(unique)), generator=g) for count in (64, 6)]
+    draws = torch.randint(len(unique), (samples, len(unique)), generator=g)
     figures = []
     for run in runs:
         queries = [
             [(i, oracle_metrics.query_figures([r for r in q if r]) if any(q) else []) for i, q in zip(*x, strict=True)]
             for x in ((s.ids.tolist(), s.ranks.tolist()) for s in (run.i2t, run.t2i))
         ]
-        figures.append([oracle_metrics.resampled(*queries, unique[draw].tolist()) for part in draws for draw in part])
+        figures.append([oracle_metrics.resampled(*queries, unique[draw].tolist()) for draw in draws])
     intervals = confidence_intervals(runs[0], level=0.8, samples=samples, seed=5)
     paired = compare(*runs, level=0.8, samples=samples, seed=5)
     exact = [run.metrics() for run in runs]
@@ -261,14 +260,6 @@ def test_the_bootstrap_equals_its_loops(seed):
         p = min(1, 2 * (1 + min((d <= 1e-9).sum(), (d >= -1e-9).sum())) / (1 + np.isfinite(d).sum()))
         wanted = exact[0][name] - exact[1][name], *np.nanquantile(d, [0.1, 0.9]), p
         assert found == pytest.approx(wanted, abs=1e-9), name
-
-
-def test_how_many_samples_are_drawn_at_once_does_not_matter(monkeypatch):
-    results = chance(0)
-    wanted = confidence_intervals(results, samples=70)
-    for drawn in (1, 3 * len(results.i2t.ids)):
-        monkeypatch.setattr(uncertainty, "_DRAWN", drawn)
-        assert confidence_intervals(results, samples=70) == wanted
 
 
 @given(st.integers(0, 10_000))
