@@ -122,7 +122,7 @@ def retrieval_results(
     for part in parts:
         by_texts = None if other is None else part_of(other, *part)
         results.append(_ranked(part_of(sim, *part), by_texts, None, reranker, hubness_k, ties))
-    return join_folds(results, parts, ids_or_indices(sim))
+    return join_folds(results, parts, sim.shape)
 
 
 def _both_directions(
