@@ -31,7 +31,7 @@ from .comparison import (
     table,
 )
 from .metrics import coco_protocol, default_ids, fold_repeated, latex_table, retrieval_results, save_trec
-from .metrics.labels import whole_parts_of
+from .metrics.labels import fold_parts
 from .metrics.protocols import check_coco
 from .report import comparison as comparison_report
 from .rerank import FastReranker
@@ -307,7 +307,7 @@ def _check_folds(args: argparse.Namespace, sim: Similarity, banks: Sequence[Tens
     if sim._inputs is None and any(bank is not None for bank in banks):
         raise ValueError("--folds: banks of scores contain all candidates, those of a part are others")
     try:
-        whole_parts_of(sim, args.folds)
+        fold_parts(sim, args.folds, whole=True)
     except ValueError as error:
         raise ValueError(f"--{error}") from None
 
