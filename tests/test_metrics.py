@@ -356,6 +356,19 @@ def test_images_that_share_a_coordinate_are_different_ones():
     assert torch.equal(fold_repeated(images), images)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "rounding"), [("float16", 2**-9), ("bfloat16", 2**-6), ("float32", 1e-5), ("float64", 1e-5)]
+)
+def test_copies_may_differ_by_two_steps_of_their_dtype_or_a_few_of_float32(dtype, rounding):
+    """Half precision by as much as it rounds; double precision by as much as what was once single."""
+    images = torch.tensor([[1.0, 2.0], [4.0, 8.0]], dtype=getattr(torch, dtype)).repeat_interleave(2, 0)
+    images[1::2] *= 1 + rounding * 0.99 if rounding == 1e-5 else 1 + rounding
+    with pytest.warns(UserWarning, match="taken for 2 images"):
+        assert torch.equal(fold_repeated(images), images[::2])
+    images[1::2] = images[::2] * (1 + 1.5 * rounding)
+    assert fold_repeated(images) is images
+
+
 def test_images_that_repeat_otherwise_are_as_many_as_there_are():
     images, texts = repeated()
     cases = [

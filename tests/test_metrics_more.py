@@ -25,6 +25,7 @@ from itrloss.metrics import (
     confidence_intervals,
     retrieval_metrics,
     retrieval_results,
+    save_trec,
 )
 from itrloss.rerank import FastReranker, InvertedSoftmax
 
@@ -224,6 +225,18 @@ def test_agreement_of_known_orders():
     like = Judgements(*wide, torch.arange(250))
     S = torch.rand(250, 50, generator=generator(2))
     assert agreement(S, like) == agreement(S, Judgements(wide[0].long(), wide[1].long(), like.grades))
+
+
+def test_a_relevant_pair_counts_once_however_often_it_is_listed(tmp_path):
+    pairs = torch.tensor([[0, 0, 3, 0, 2, 3], [5, 1, 8, 5, 8, 8]])
+    once, again = tuple(pairs[:, [0, 1, 2, 4]]), tuple(pairs)
+    for k in (3, M):
+        wanted, found = (retrieval_results(tied("scores")[0], relevant=x, hubness_k=k) for x in (once, again))
+        assert found.metrics() == wanted.metrics() and found.i2t.positives.tolist() == [2, 0, 1, 1, 0, 0, 0, 0, 0]
+        for way in ("i2t", "t2i"):
+            assert torch.equal(getattr(found, way).ranks, getattr(wanted, way).ranks)
+    save_trec(found, tmp_path, again)
+    assert (tmp_path / "i2t.qrels").read_text().count("image0 0 text5") == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])

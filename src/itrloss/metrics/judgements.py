@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..checks import as_ids, check_size
+from ..checks import as_ids, check_size, require_finite
 from ..engine.pairs import slots
 from ..engine.ranking import ranks
 from ..similarity import Similarity, TopK
@@ -41,7 +41,7 @@ class Judgements(NamedTuple):
 class Agreement(NamedTuple):
     """The agreement of scores with human grades."""
 
-    tau: float  #: Kendall's tau-b over all judged pairs: 1 for the same order, -1 for the opposite
+    tau: float  #: Kendall's tau-b over all judged pairs, 1 for the same order and -1 for the opposite
     i2t_ndcg: float  #: in percent
     t2i_ndcg: float  #: in percent
 
@@ -95,18 +95,17 @@ def _ndcg(sim: Similarity, rows: Tensor, cols: Tensor, gains: Tensor, k: int) ->
 def _averaged(judgements: Judgements, shape: tuple[int, int] = _ANY) -> tuple[Tensor, Tensor, Tensor]:
     """Return checked images, texts and mean grades on the CPU, sorted, each pair once."""
     images, texts, grades = judgements
-    pairs, index = _distinct("judgements", images, texts, shape)
+    pairs, index = distinct_pairs("judgements", images, texts, shape)
     if not isinstance(grades, Tensor) or grades.shape != images.shape:
         got = tuple(grades.shape) if isinstance(grades, Tensor) else type(grades).__name__
         raise ValueError(f"judgements.grades: expected shape {tuple(images.shape)}, got {got}")
     values, zeros = grades.detach().cpu().double(), torch.zeros(pairs.shape[1], dtype=torch.float64)
-    if not bool(values.isfinite().all()):
-        raise ValueError("judgements.grades: expected finite numbers")
+    require_finite("judgements.grades", values[None])
     low, high, mean = (zeros.scatter_reduce(0, index, values, x, include_self=False) for x in ("amin", "amax", "mean"))
     return pairs[0], pairs[1], mean.clamp(low, high)  # the mean of equal grades is exact
 
 
-def _distinct(name: str, images: Tensor, texts: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def distinct_pairs(name: str, images: Tensor, texts: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Return the (2, P) checked pairs on the CPU, sorted, each once, and which of them each given pair is."""
     size = images.numel() if isinstance(images, Tensor) else 1
     if size == 0:
@@ -119,11 +118,6 @@ def _distinct(name: str, images: Tensor, texts: Tensor, shape: tuple[int, int]) 
             raise ValueError(f"{part}: expected indices from 0 to {limit - 1}, got {low} to {high}")
     numbers, index = torch.unique(rows * shape[1] + cols, return_inverse=True)
     return torch.stack([numbers // shape[1], numbers % shape[1]]), index
-
-
-def unique_pairs(pairs: tuple[Tensor, Tensor], shape: tuple[int, int], device: torch.device) -> Tensor:
-    """Return the (2, P) images and texts of the relevant pairs, checked, sorted, each pair once."""
-    return _distinct("relevant", *pairs, shape)[0].to(device)
 
 
 def ranked_by_pairs(rows: Tensor, cols: Tensor, sim: Similarity, k: int, ties: str) -> tuple[Tensor, TopK]:

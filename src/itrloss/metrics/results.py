@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..engine.pairs import Pairs
-from .judgements import unique_pairs
+from .judgements import distinct_pairs
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -219,11 +219,13 @@ def save_trec(
         ValueError: if the relevant pairs are not those of the results.
     """
     ids = results.i2t.ids, results.t2i.ids
-    shape, device = (len(ids[0]), len(ids[1])), ids[0].device
-    pairs = Pairs(shape, ids, device).listed if relevant is None else unique_pairs(relevant, shape, device)
+    shape = len(ids[0]), len(ids[1])
+    pairs = (
+        Pairs(shape, ids, ids[0].device).listed if relevant is None else distinct_pairs("relevant", *relevant, shape)[0]
+    )
     for side, (way, query, candidate) in enumerate((("i2t", "image", "text"), ("t2i", "text", "image"))):
         queries: QueryResults = getattr(results, way)
-        if not torch.equal(torch.bincount(pairs[side], minlength=shape[side]), queries.positives):
+        if not torch.equal(torch.bincount(pairs[side], minlength=shape[side]).cpu(), queries.positives.cpu()):
             raise ValueError("relevant: expected the right pairs that the results are of")
         best, k = enumerate(queries.top.tolist()), queries.top.shape[1]
         places = ((q, place, c) for q, row in best for place, c in enumerate(row))

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..checks import IMAGES_AND_TEXTS, check_matrix, check_size, one_of
 from ..distributed import Shares, gather_parts, gather_table, world_size
 from ..similarity import Similarity
-from .judgements import ranked_by_pairs, unique_pairs
+from .judgements import distinct_pairs, ranked_by_pairs
 from .labels import fold_parts, fold_repeated, folded, ids_or_indices, part_of, with_ids
 from .results import QueryResults, RetrievalResults, join_folds
 
@@ -121,7 +121,7 @@ def _ranked(
     if reranker is not None:
         ranked = reranker._ranked(sims[0], k, ties)
     elif relevant is not None:
-        images, texts = unique_pairs(relevant, sims[0].shape, sims[0].device)
+        images, texts = distinct_pairs("relevant", *relevant, sims[0].shape)[0].to(sims[0].device)
         ranked = [ranked_by_pairs(images, texts, views[0], k, ties), ranked_by_pairs(texts, images, views[1], k, ties)]
     else:
         ranked = [view.ranked(k, ties=ties) for view in views]

@@ -21,7 +21,7 @@ class Comparison(NamedTuple):
     difference: float  #: over all queries
     low: float  #: lower end of the confidence interval
     high: float  #: upper end
-    p_value: float  #: two-sided: the probability of so large a difference if there is none
+    p_value: float  #: two-sided probability of so large a difference if there is none
 
 
 def confidence_intervals(
