@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from ..engine.pairs import Pairs
 from .judgements import distinct_pairs
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 WAYS = ("i2t", "t2i")
 RECALLS = (1, 5, 10)
 RECALL_NAMES = [f"{way}_r{k}" for way in WAYS for k in RECALLS]
+_COLUMNS = ("direction", "query", "id", "best_rank", "positives", "r_precision", "average_precision", "first")
 
 
 @dataclass(frozen=True)
@@ -116,18 +117,10 @@ class RetrievalResults:
 
     def rows(self) -> Iterator[dict[str, object]]:
         """Yield a row for each query: its direction, index and id, ranks and precisions, and its best candidate."""
-        for way, side in zip(WAYS, (self.i2t, self.t2i), strict=True):
-            columns = {
-                "query": torch.arange(len(side.ids)),
-                "id": side.ids,
-                "best_rank": side.best,
-                "positives": side.positives,
-                "r_precision": side.r_precision,
-                "average_precision": side.average_precision,
-                "first": side.top[:, 0],
-            }
-            for values in zip(*(x.tolist() for x in columns.values()), strict=True):
-                yield {"direction": way, **dict(zip(columns, values, strict=True))}
+        for way, side in (("i2t", self.i2t), ("t2i", self.t2i)):
+            columns = side.ids, side.best, side.positives, side.r_precision, side.average_precision, side.top[:, 0]
+            for query, values in enumerate(zip(*(x.tolist() for x in columns), strict=True)):
+                yield dict(zip(_COLUMNS, (way, query, *values), strict=True))
 
     def to_frame(self) -> DataFrame:
         """Return :meth:`rows` as a pandas data frame."""
@@ -144,10 +137,9 @@ class RetrievalResults:
 
     def write(self, file: IO[str]) -> None:
         """Write :meth:`rows` as CSV with a header to an open text file."""
-        rows = list(self.rows())
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(_COLUMNS)
+        writer.writerows(row.values() for row in self.rows())
 
 
 def join_folds(
@@ -157,15 +149,12 @@ def join_folds(
     sides = []
     for side, way in enumerate(WAYS):
         queries: list[QueryResults] = [getattr(fold, way) for fold in folds]
-        width, k = max(x.ranks.shape[1] for x in queries), min(x.top.shape[1] for x in queries)
-        columns = (
-            [x.ids for x in queries],
-            [pad(x.ranks, (0, width - x.ranks.shape[1])) for x in queries],
-            [part[1 - side][x.top[:, :k]] for x, part in zip(queries, parts, strict=True)],
-        )
         order = torch.cat([part[side] for part in parts]).argsort(stable=True)
-        ids, ranks, top = (torch.cat(x)[order] for x in columns)
-        sides.append(QueryResults(ids, ranks, top, shape[1 - side]))
+        ids = torch.cat([x.ids for x in queries])
+        ranks = pad_sequence([row for x in queries for row in x.ranks], batch_first=True)
+        k = min(x.top.shape[1] for x in queries)
+        top = torch.cat([part[1 - side][x.top[:, :k]] for x, part in zip(queries, parts, strict=True)])
+        sides.append(QueryResults(ids[order], ranks[order], top[order], shape[1 - side]))
     return RetrievalResults(sides[0], sides[1], tuple(folds))
 
 

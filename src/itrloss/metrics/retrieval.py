@@ -73,12 +73,11 @@ def retrieval_results(
         folds: split the images into this many consecutive parts, each with its texts, and retrieve within each part,
             as in MSCOCO's "5-fold 1K". A transductive reranker sees only the queries of the part. A text that matches
             images in two parts is a query in both; one that matches none is in no part. Not with banks of scores.
-        gather: in a ``torch.distributed`` job whose processes each hold a ``Similarity`` of their own images and
-            texts: each process ranks the candidates of all processes for its own queries, and all return the results
-            of a single process with all data. Ids are compared across processes; without ids row i matches column i of
-            the same process. Every process holds all embeddings. The numbers of images and texts may differ between
-            processes, but are at least 1. Copies of an embedding in different processes need not tie, as rounding
-            differs.
+        gather: in a ``torch.distributed`` job whose processes each hold a ``Similarity`` of their own images and texts,
+            at least 1 of each: each process holds all embeddings and ranks the candidates of all processes for its own
+            queries, and all return the results of a single process with all data. Ids are compared across processes;
+            without ids row i matches column i of the same process. Copies of an embedding in different processes need
+            not tie, as rounding differs.
 
     Raises:
         TypeError, ValueError: naming the argument, also for nan or infinite scores or embeddings.

@@ -88,17 +88,14 @@ def compare_all(
     one_of("baseline", baseline, *systems)
     for figure in figures:
         one_of("figures", figure, *_NAMES)
-    tests: list[tuple[float, str, str]] = []
-    found: dict[str, dict[str, Comparison]] = {}
-    for name, results in systems.items():
-        if name != baseline:
-            single = compare(results, systems[baseline], **options)
-            found[name] = {figure: single[figure] for figure in figures}
-            tests += [(single[figure].p_value, name, figure) for figure in figures]
-    least = 0.0
-    for i, (p, name, figure) in enumerate(sorted(tests)):
-        least = max(least, min(1.0, (len(tests) - i) * p))
-        found[name][figure] = found[name][figure]._replace(p_value=least)
+    others = {name: x for name, x in systems.items() if name != baseline}
+    all_of = {name: compare(x, systems[baseline], **options) for name, x in others.items()}
+    found = {name: {figure: x[figure] for figure in figures} for name, x in all_of.items()}
+    tests = sorted((found[name][figure].p_value, name, figure) for name in found for figure in figures)
+    corrected = 0.0
+    for i, (p, name, figure) in enumerate(tests):
+        corrected = max(corrected, min(1.0, (len(tests) - i) * p))
+        found[name][figure] = found[name][figure]._replace(p_value=corrected)
     return found
 
 
