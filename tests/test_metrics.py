@@ -283,6 +283,11 @@ def test_nothing_overflows():
             ValueError,
             r"scores\[1\].*\(4, 4\).*\(4, 5\)",
         ),
+        (
+            lambda: retrieval_metrics((torch.rand(4, 4), torch.full((4, 4), math.nan))),
+            ValueError,
+            r"scores\[1\].*finite",
+        ),
         (lambda: retrieval_metrics(Similarity(*embeddings(3, 3)), torch.arange(3)), ValueError, "image_ids"),
         (
             lambda: retrieval_metrics((torch.rand(4, 4), torch.rand(4, 4)), reranker=FastReranker()),
@@ -348,6 +353,13 @@ def test_images_saved_once_per_caption_count_once(kind, captions):
     assert found.metrics() == wanted and found.i2t.ids.tolist() == list(range(7))
     with pytest.warns(UserWarning, match="images: every"):
         assert torch.equal(fold_repeated(images), images[::captions])
+
+
+def test_a_pair_of_scores_has_the_same_images_repeated():
+    once, repeated = torch.rand(4, 8), torch.rand(2, 8).repeat_interleave(2, 0)
+    for pair in ((once, repeated), (repeated, once)):
+        with pytest.raises(ValueError, match=r"scores\[1\]: expected repeated images like"), pytest.warns(UserWarning):
+            retrieval_results(pair)
 
 
 def test_images_that_share_a_coordinate_are_different_ones():

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from ..checks import IMAGES_AND_TEXTS, check_matrix, check_size, one_of
+from ..checks import check_matrix, check_size, one_of
 from ..distributed import Shares, gather_parts, gather_table, world_size
 from ..similarity import Similarity
 from .judgements import distinct_pairs, ranked_by_pairs
-from .labels import fold_parts, fold_repeated, folded, ids_or_indices, part_of, with_ids
+from .labels import fold_parts, folded, ids_or_indices, part_of, with_ids
 from .results import QueryResults, RetrievalResults, join_folds
 
 if TYPE_CHECKING:
@@ -98,11 +98,13 @@ def retrieval_results(
     first = scores[0] if pair else scores
     sims = [with_ids("scores", first, image_ids, text_ids, relevant is None).detach()]
     if pair:
-        check_matrix("scores[1]", scores[1], "(N, M)", check_finite=True)
+        check_matrix("scores[1]", scores[1], "(N, M)")
         if tuple(scores[1].shape) != tuple(first.shape):
             raise ValueError(f"scores[1]: expected shape {tuple(first.shape)}, got {tuple(scores[1].shape)}")
-        second = scores[1] if len(scores[1]) == sims[0].shape[0] else fold_repeated(scores[1])
-        sims.append(Similarity.from_scores(second, *sims[0].ids, names=IMAGES_AND_TEXTS))
+        ids = first.ids if isinstance(first, Similarity) else (image_ids, text_ids)
+        sims.append(with_ids("scores[1]", scores[1], *ids, relevant is None))
+        if sims[1].shape != sims[0].shape:
+            raise ValueError("scores[1]: expected repeated images like scores[0], or ids")
     if folds == 1:
         return _ranked(sims, relevant, reranker, hubness_k, ties)
     if reranker is not None and not all(reranker.transductive) and sims[0]._inputs is None:
