@@ -283,6 +283,11 @@ def test_nothing_overflows():
             ValueError,
             r"scores\[1\].*\(4, 4\).*\(4, 5\)",
         ),
+        (
+            lambda: retrieval_metrics((torch.rand(4, 4), torch.full((4, 4), math.nan))),
+            ValueError,
+            r"scores\[1\].*finite",
+        ),
         (lambda: retrieval_metrics(Similarity(*embeddings(3, 3)), torch.arange(3)), ValueError, "image_ids"),
         (
             lambda: retrieval_metrics((torch.rand(4, 4), torch.rand(4, 4)), reranker=FastReranker()),
@@ -350,10 +355,30 @@ def test_images_saved_once_per_caption_count_once(kind, captions):
         assert torch.equal(fold_repeated(images), images[::captions])
 
 
+def test_a_pair_of_scores_has_the_same_images_repeated():
+    once, repeated = torch.rand(4, 8), torch.rand(2, 8).repeat_interleave(2, 0)
+    for pair in ((once, repeated), (repeated, once)):
+        with pytest.raises(ValueError, match=r"scores\[1\]: expected repeated images like"), pytest.warns(UserWarning):
+            retrieval_results(pair)
+
+
 def test_images_that_share_a_coordinate_are_different_ones():
     images = torch.rand(4, 3)
     images[1], images[3, 0] = images[0], images[2, 0]
     assert torch.equal(fold_repeated(images), images)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounding"), [("float16", 2**-9), ("bfloat16", 2**-6), ("float32", 1e-5), ("float64", 1e-5)]
+)
+def test_copies_may_differ_by_two_steps_of_their_dtype_or_a_few_of_float32(dtype, rounding):
+    """Half precision by as much as it rounds; double precision by as much as what was once single."""
+    images = torch.tensor([[1.0, 2.0], [4.0, 8.0]], dtype=getattr(torch, dtype)).repeat_interleave(2, 0)
+    images[1::2] *= 1 + rounding * 0.99 if rounding == 1e-5 else 1 + rounding
+    with pytest.warns(UserWarning, match="taken for 2 images"):
+        assert torch.equal(fold_repeated(images), images[::2])
+    images[1::2] = images[::2] * (1 + 1.5 * rounding)
+    assert fold_repeated(images) is images
 
 
 def test_images_that_repeat_otherwise_are_as_many_as_there_are():

@@ -294,6 +294,16 @@ def test_unknown_systems_and_figures_are_named(options, message):
         compare_all({"a": results(), "b": results()}, **options)
 
 
+# --- the documentation -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [x for x in metrics.__all__ if hasattr(getattr(metrics, x, None), "_fields")])
+def test_fields_of_named_tuples_are_described(name):
+    """Otherwise the pages say "Alias for field number 0"."""
+    analyzer = pytest.importorskip("sphinx.pycode").ModuleAnalyzer.for_module(getattr(metrics, name).__module__)
+    assert {(name, field) for field in getattr(metrics, name)._fields} <= set(analyzer.find_attr_docs())
+
+
 # --- without the extra -----------------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ from . import files, report
 from .checks import Names, check_size, one_of, require_finite
 from .comparison import CALIBRATED, METHODS, PLAIN, Entry, RerankerComparison, compare_rerankers, protocol_table, table
 from .metrics import coco_protocol, default_ids, fold_repeated, latex_table, retrieval_results, save_trec
-from .metrics.labels import whole_parts_of
+from .metrics.labels import fold_parts
 from .metrics.protocols import check_coco
 from .report.comparison import page
 from .rerank import FastReranker
@@ -237,7 +237,7 @@ def _check_folds(args: argparse.Namespace, sim: Similarity, banks: Sequence[Tens
         raise ValueError("--folds: nothing is ranked among all candidates then, as --out and --rankings have it")
     if sim._inputs is None and any(bank is not None for bank in banks):
         raise ValueError("--folds: banks of scores contain all candidates, those of a part are others")
-    whole_parts_of(sim, args.folds)  # for its errors
+    fold_parts(sim, args.folds, whole=True)  # for its errors
 
 
 def _names(path: Path | None, item: str, size: int) -> list[str]:

@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING
 from .judgements import Agreement, Judgements, agreement
 from .labels import default_ids, fold_repeated
 from .protocols import coco_protocol
-from .results import QueryResults, RetrievalResults, skewness
+from .results import QueryResults, RetrievalResults, latex_table, save_trec, skewness
 from .retrieval import retrieval_metrics, retrieval_results
-from .tables import latex_table, save_trec
 from .uncertainty import Comparison, compare, compare_all, confidence_intervals
 
 if TYPE_CHECKING:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..checks import IMAGES_AND_TEXTS, check_embeddings, check_ids
+from ..rerank import Reranker
 from ..similarity import Similarity
 from .labels import default_ids
-from .results import RECALLS, WAYS
+from .results import RECALL_NAMES
 from .retrieval import Ties, retrieval_metrics
 
 try:
@@ -20,11 +21,7 @@ try:
 except ImportError:
     raise ImportError("RetrievalMetrics needs TorchMetrics: pip install 'itrloss[metrics]'") from None
 
-if TYPE_CHECKING:
-    from ..rerank import Reranker
-
 _STATES = ("images", "texts", "image_ids", "text_ids")
-_PLOTTED = [f"{way}_r{k}" for way in WAYS for k in RECALLS]
 
 
 class RetrievalMetrics(Metric):
@@ -53,7 +50,7 @@ class RetrievalMetrics(Metric):
     ):
         super().__init__(**kwargs)
         self.normalize = normalize
-        self.options: Any = {"reranker": reranker, "ties": ties, "hubness_k": hubness_k, "folds": folds}
+        self.options = {"reranker": reranker, "ties": ties, "hubness_k": hubness_k, "folds": folds}
         for name in _STATES:
             self.add_state(name, [], dist_reduce_fx="cat")
 
@@ -72,10 +69,10 @@ class RetrievalMetrics(Metric):
             raise ValueError("image_ids, text_ids: expected both in all batches, or neither in any")
         if by_ids:
             image_ids, text_ids = check_ids(image_ids, text_ids, n, m, images.device, IMAGES_AND_TEXTS)
+        elif stored[0] and m * len(stored[0][0]) != n * len(stored[1][0]):
+            raise ValueError("image_ids, text_ids: needed for batches of different numbers of texts an image")
         else:
             default_ids(n, m)  # for its error
-            if stored[0] and m * len(stored[0][0]) != n * len(stored[1][0]):
-                raise ValueError("image_ids, text_ids: needed for batches of different numbers of texts an image")
         for state, x in zip(stored, (images.detach(), texts.detach(), image_ids, text_ids), strict=True):
             if x is not None:
                 state.append(x)
@@ -97,5 +94,5 @@ class RetrievalMetrics(Metric):
         ``val``: one result of :meth:`compute`, or a sequence of them; by default the present one.
         """
         val = self.compute() if val is None else val
-        recalls = [{name: x[name] for name in _PLOTTED} for x in ([val] if isinstance(val, dict) else val)]
+        recalls = [{name: x[name] for name in RECALL_NAMES} for x in ([val] if isinstance(val, dict) else val)]
         return self._plot(recalls[0] if isinstance(val, dict) else recalls, ax)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..checks import check_size
+from ..checks import as_ids, check_size, require_finite
 from ..engine.pairs import slots
 from ..engine.ranking import ranks
 from ..similarity import Similarity, TopK
 from .labels import with_ids
+
+_ANY = (2**31, 2**31)  # a shape whose pairs can still be numbered
 
 
 class Judgements(NamedTuple):
@@ -21,15 +23,16 @@ class Judgements(NamedTuple):
     A repeated pair has the mean of its grades.
     """
 
-    images: Tensor  # integers, row indices of the score matrix
-    texts: Tensor  # integers, column indices
-    grades: Tensor  # any numbers, higher is more relevant
+    images: Tensor  #: integers, row indices of the score matrix
+    texts: Tensor  #: integers, column indices
+    grades: Tensor  #: any numbers, higher is more relevant
 
     def at_least(self, grade: float) -> tuple[Tensor, Tensor]:
         """Return the (P,) images and (P,) texts of the pairs with this grade or a higher one."""
         images, texts, grades = _averaged(self)
-        dtype = self.grades.dtype  # 0.7 as float32 is less than 0.7: the limit is rounded as the grades are
-        relevant = grades >= (float(torch.tensor(grade, dtype=dtype)) if dtype.is_floating_point else grade)
+        # 0.7 as float32 is less than 0.7: the limit is rounded as the grades are.
+        dtype = self.grades.dtype if self.grades.is_floating_point() else torch.float64
+        relevant = grades >= torch.tensor(grade, dtype=dtype)
         if not bool(relevant.any()):
             raise ValueError(f"grade: no pair has a grade of {grade} or above")
         return images[relevant], texts[relevant]
@@ -38,9 +41,9 @@ class Judgements(NamedTuple):
 class Agreement(NamedTuple):
     """The agreement of scores with human grades."""
 
-    tau: float  # Kendall's tau-b over all judged pairs: 1 for the same order, -1 for the opposite
-    i2t_ndcg: float  # in percent
-    t2i_ndcg: float
+    tau: float  #: Kendall's tau-b over all judged pairs, 1 for the same order and -1 for the opposite
+    i2t_ndcg: float  #: in percent
+    t2i_ndcg: float  #: in percent
 
 
 def agreement(scores: Tensor | Similarity, judgements: Judgements, *, k: int = 10) -> Agreement:
@@ -59,60 +62,62 @@ def agreement(scores: Tensor | Similarity, judgements: Judgements, *, k: int = 1
         judgements: with at least two different grades.
         k: number of candidates per query in the gain.
     """
+    try:
+        from scipy.stats import kendalltau
+    except ImportError:
+        raise ImportError("agreement needs SciPy: pip install 'itrloss[metrics]'") from None
     sim = with_ids("scores", scores, None, None, by_ids=False).detach()
-    images, texts, grades = _averaged(judgements)
-    _check_pairs("judgements", images, texts, sim.shape)
+    images, texts, grades = _averaged(judgements, sim.shape)
     check_size("k", k)
     gains = grades - grades.amin()
     if not bool(gains.any()):
         raise ValueError("judgements: expected at least two different grades")
     values = sim.pair_scores(images.to(sim.device), texts.to(sim.device)).double().cpu()
-    ndcg = [_ndcg(sim, images, texts, gains, k), _ndcg(sim.T, texts, images, gains, k)]
-    return Agreement(_kendall(values, grades), *ndcg)
+    result: Any = kendalltau(values.numpy(), grades.numpy())  # nan if all scores are equal
+    ndcg = _ndcg(sim, images, texts, gains, k), _ndcg(sim.T, texts, images, gains, k)
+    return Agreement(float(np.nan_to_num(result.statistic)), *ndcg)
 
 
-def _check_pairs(name: str, images: Tensor, texts: Tensor, shape: tuple[int, int] | None = None) -> None:
-    """Raise an error unless these are 1-D integer tensors of the same length, and indices within ``shape``."""
-    for side, (part, x) in enumerate((("images", images), ("texts", texts))):
-        integers = isinstance(x, Tensor) and not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
-        if not integers or x.dim() != 1:
-            raise TypeError(f"{name}.{part}: expected a 1-D tensor of integers, got {_describe(x)}")
-        if len(x) == 0 or len(x) != len(images):
-            raise ValueError(f"{name}.{part}: expected as many as images, at least 1, got {len(x)}")
-        low, high = int(x.amin()), int(x.amax())
-        if low < 0 or (shape is not None and high >= shape[side]):
-            limits = "0 and above" if shape is None else f"0 to {shape[side] - 1}"
-            raise ValueError(f"{name}.{part}: expected indices from {limits}, got {low} to {high}")
+def _ndcg(sim: Similarity, rows: Tensor, cols: Tensor, gains: Tensor, k: int) -> float:
+    """Return the mean nDCG@k of the rows in percent, from the gains of the pairs (rows, cols)."""
+    best = sim.topk(min(k, sim.shape[1])).indices.cpu()
+    discounts = 1 / torch.arange(2, best.shape[1] + 2).double().log2()
+    rows, cols, gains = (x[gains.argsort(descending=True)] for x in (rows, cols, gains))
+    place = slots(rows, len(best))
+    judged = torch.full((len(best), int(place.amax()) + 1), -1)  # each row's columns, best first
+    gain = torch.zeros(judged.shape, dtype=torch.float64)
+    judged[rows, place], gain[rows, place] = cols, gains
+    found = sum(w * torch.where(judged == x[:, None], gain, 0.0).sum(1) for w, x in zip(discounts, best.T, strict=True))
+    ideal = gain[:, : len(discounts)] @ discounts[: gain.shape[1]]
+    return 100 * float((found / ideal)[ideal > 0].mean())
 
 
-def _averaged(judgements: Judgements) -> tuple[Tensor, Tensor, Tensor]:
+def _averaged(judgements: Judgements, shape: tuple[int, int] = _ANY) -> tuple[Tensor, Tensor, Tensor]:
     """Return checked images, texts and mean grades on the CPU, sorted, each pair once."""
     images, texts, grades = judgements
-    _check_pairs("judgements", images, texts)
+    pairs, index = distinct_pairs("judgements", images, texts, shape)
     if not isinstance(grades, Tensor) or grades.shape != images.shape:
-        raise ValueError(f"judgements.grades: expected shape {tuple(images.shape)}, got {_describe(grades)}")
-    values = grades.detach().cpu().double()
-    if not bool(values.isfinite().all()):
-        raise ValueError("judgements.grades: expected finite numbers")
-    images, texts = images.cpu().long(), texts.cpu().long()
-    width = int(texts.amax()) + 1
-    pairs, pair, count = torch.unique(images * width + texts, return_inverse=True, return_counts=True)
-    zeros = torch.zeros(len(pairs), dtype=torch.float64)
-    lowest, highest = (zeros.scatter_reduce(0, pair, values, x, include_self=False) for x in ("amin", "amax"))
-    means = zeros.index_add(0, pair, values) / count
-    return pairs // width, pairs % width, means.clamp(lowest, highest)  # the mean of equal grades is exact
+        got = tuple(grades.shape) if isinstance(grades, Tensor) else type(grades).__name__
+        raise ValueError(f"judgements.grades: expected shape {tuple(images.shape)}, got {got}")
+    values, zeros = grades.detach().cpu().double(), torch.zeros(pairs.shape[1], dtype=torch.float64)
+    require_finite("judgements.grades", values[None])
+    low, high, mean = (zeros.scatter_reduce(0, index, values, x, include_self=False) for x in ("amin", "amax", "mean"))
+    return pairs[0], pairs[1], mean.clamp(low, high)  # the mean of equal grades is exact
 
 
-def _describe(x: object) -> str:
-    return f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-
-
-def unique_pairs(pairs: tuple[Tensor, Tensor], shape: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the (P,) images and (P,) texts of the relevant pairs, checked, sorted, each pair once."""
-    _check_pairs("relevant", *pairs, shape)
-    images, texts = (x.to(device).long() for x in pairs)
-    number = torch.unique(images * shape[1] + texts)
-    return number // shape[1], number % shape[1]
+def distinct_pairs(name: str, images: Tensor, texts: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return the (2, P) checked pairs on the CPU, sorted, each once, and which of them each given pair is."""
+    size = images.numel() if isinstance(images, Tensor) else 1
+    if size == 0:
+        raise ValueError(f"{name}.images: expected at least 1 index, got 0")
+    parts = {f"{name}.images": images, f"{name}.texts": texts}
+    rows, cols = pairs = [as_ids(part, x, size, torch.device("cpu")) for part, x in parts.items()]
+    for part, x, limit in zip(parts, pairs, shape, strict=True):
+        low, high = int(x.amin()), int(x.amax())
+        if low < 0 or high >= limit:
+            raise ValueError(f"{part}: expected indices from 0 to {limit - 1}, got {low} to {high}")
+    numbers, index = torch.unique(rows * shape[1] + cols, return_inverse=True)
+    return torch.stack([numbers // shape[1], numbers % shape[1]]), index
 
 
 def ranked_by_pairs(rows: Tensor, cols: Tensor, sim: Similarity, k: int, ties: str) -> tuple[Tensor, TopK]:
@@ -129,30 +134,3 @@ def ranked_by_pairs(rows: Tensor, cols: Tensor, sim: Similarity, k: int, ties: s
         scores[row, own[row, slot]] = -torch.inf
         parts.append(ranks(thresholds, scores, ties == "optimistic"))
     return torch.cat(parts), TopK(*(torch.cat(x) for x in zip(*tops, strict=True)))
-
-
-def _ndcg(sim: Similarity, rows: Tensor, cols: Tensor, gains: Tensor, k: int) -> float:
-    """Return the mean nDCG@k of the rows in percent, from the gains of the pairs (rows, cols)."""
-    n, m = sim.shape
-    k = min(k, m)
-    weights = 1 / torch.log2(torch.arange(2, k + 2, dtype=torch.float64))
-    pairs, order = (rows * m + cols).sort()
-    best = torch.arange(n)[:, None] * m + sim.topk(k).indices.cpu()
-    index = torch.searchsorted(pairs, best).clamp_max(len(pairs) - 1)
-    dcg = (torch.where(pairs[index] == best, gains[order][index], 0.0) * weights).sum(1)
-    descending = gains.argsort(descending=True)
-    row, place = rows[descending], slots(rows[descending], n)
-    within = place < k
-    ideal = torch.zeros(n, dtype=torch.float64)
-    ideal.index_add_(0, row[within], gains[descending][within] * weights[place[within]])
-    counted = ideal > 0
-    return 100 * float((dcg[counted] / ideal[counted]).mean())
-
-
-def _kendall(scores: Tensor, grades: Tensor) -> float:
-    try:
-        from scipy.stats import kendalltau
-    except ImportError:
-        raise ImportError("agreement needs SciPy: pip install 'itrloss[metrics]'") from None
-    result: Any = kendalltau(scores.numpy(), grades.numpy())
-    return 0.0 if math.isnan(result.statistic) else float(result.statistic)  # nan if all scores are equal

@@ -97,25 +97,20 @@ def part_of(sim: Similarity, rows: Tensor, cols: Tensor, ids: Sequence[Tensor | 
     return Similarity(first, second, *ids, normalize=sim._matrix.bounded, engine=engine)
 
 
-def fold_parts(sim: Similarity, folds: int) -> list[tuple[Tensor, Tensor]]:
-    """Return the row and column indices of each fold: consecutive images, and the texts with their ids."""
-    n = sim.shape[0]
+def fold_parts(sim: Similarity, folds: int, whole: bool = False) -> list[tuple[Tensor, Tensor]]:
+    """Return the row and column indices of each fold: consecutive images, and the texts with their ids.
+
+    ``whole``: raise an error unless each text is in exactly one fold.
+    """
+    n, m = sim.shape
     if n % folds:
         raise ValueError(f"folds: expected a divisor of the {n} images, got {folds}")
     image_ids, text_ids = ids_or_indices(sim)
     parts = []
     for rows in torch.arange(n, device=sim.device).split(n // folds):
-        cols = torch.isin(text_ids, image_ids[rows]).nonzero().squeeze(1)
-        if len(cols) == 0:
+        parts.append((rows, torch.isin(text_ids, image_ids[rows]).nonzero().squeeze(1)))
+        if len(parts[-1][1]) == 0:
             raise ValueError(f"folds: images {int(rows[0])} to {int(rows[-1])} are a part without a text")
-        parts.append((rows, cols))
-    return parts
-
-
-def whole_parts_of(sim: Similarity, folds: int) -> list[tuple[Tensor, Tensor]]:
-    """Return :func:`fold_parts`; raise an error unless each text is in exactly one of them."""
-    parts = fold_parts(sim, folds)
-    texts = torch.cat([cols for _, cols in parts])
-    if len(texts) != sim.shape[1] or len(texts.unique()) != len(texts):
+    if whole and not bool((torch.cat([cols for _, cols in parts]).bincount(minlength=m) == 1).all()):
         raise ValueError("folds: expected each text to have its images in one part")
     return parts

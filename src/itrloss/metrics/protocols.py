@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..similarity import Similarity
 from .labels import with_ids
-from .results import RECALLS, WAYS
+from .results import RECALL_NAMES, RECALLS, WAYS
 from .retrieval import retrieval_metrics, retrieval_results
 
 if TYPE_CHECKING:
@@ -43,10 +43,7 @@ def coco_protocol(scores: Tensor | Similarity, *, reranker: Reranker | None = No
     """
     sim = with_ids("scores", scores, None, None)
     check_coco(sim.shape)
-    figures = {
-        "1K": retrieval_metrics(sim, reranker=reranker, folds=5),
-        "5K": retrieval_metrics(sim, reranker=reranker),
-    }
+    figures = {name: retrieval_metrics(sim, reranker=reranker, folds=n) for name, n in (("1K", 5), ("5K", 1))}
     try:
         from eccv_caption import Metrics
     except ImportError:
@@ -59,20 +56,20 @@ def _judged(sim: Similarity, reranker: Reranker | None, package: Any) -> dict[st
     images = list(dict.fromkeys(package.coco_gts["t2i"][caption][0] for caption in captions))
     longest = max(len(right) for way in WAYS for right in package.eccv_gts[way].values())
     results = retrieval_results(sim, reranker=reranker, hubness_k=longest)
+    i2t, t2i = results.i2t.top.tolist(), results.t2i.top.tolist()
     ranked = {
-        way: {query: [candidates[i] for i in row] for query, row in zip(queries, top.tolist(), strict=True)}
-        for way, queries, candidates, top in (
-            ("i2t", images, captions, results.i2t.top),
-            ("t2i", captions, images, results.t2i.top),
-        )
+        "i2t": {image: [captions[i] for i in row] for image, row in zip(images, i2t, strict=True)},
+        "t2i": {caption: [images[i] for i in row] for caption, row in zip(captions, t2i, strict=True)},
     }
-    figures: dict[str, dict[str, float]] = {}
     with contextlib.redirect_stderr(io.StringIO()):  # progress bars
-        for name, recalls in (("CxC", package.cxc_recalls), ("ECCV Caption", package.eccv_recalls)):
-            by_k = {f"r{k}": recalls(ranked, "all", K=k) for k in RECALLS}
-            if name == "ECCV Caption":
-                precisions = package.eccv_metrics(ranked, "all")
-                by_k |= {"r_precision": precisions["eccv_rprecision"], "map_at_r": precisions["eccv_map_at_r"]}
-            figures[name] = {f"{way}_{key}": 100 * float(x[way]) for way in WAYS for key, x in by_k.items()}
-            figures[name]["rsum"] = sum(figures[name][f"{way}_r{k}"] for way in WAYS for k in RECALLS)
+        cxc, eccv = (
+            {f"r{k}": recalls(ranked, "all", K=k) for k in RECALLS}
+            for recalls in (package.cxc_recalls, package.eccv_recalls)
+        )
+        precisions = package.eccv_metrics(ranked, "all")
+    eccv |= {"r_precision": precisions["eccv_rprecision"], "map_at_r": precisions["eccv_map_at_r"]}
+    figures = {}
+    for protocol, shares in (("CxC", cxc), ("ECCV Caption", eccv)):
+        percent = {f"{way}_{name}": 100 * float(x[way]) for way in WAYS for name, x in shares.items()}
+        figures[protocol] = percent | {"rsum": sum(percent[name] for name in RECALL_NAMES)}
     return figures

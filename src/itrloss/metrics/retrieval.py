@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
 from ..checks import check_matrix, check_size, one_of
 from ..distributed import Shares, gather_parts, gather_table, world_size
 from ..similarity import Similarity
-from .judgements import ranked_by_pairs, unique_pairs
+from .judgements import distinct_pairs, ranked_by_pairs
 from .labels import fold_parts, folded, ids_or_indices, part_of, with_ids
 from .results import QueryResults, RetrievalResults, join_folds
 
@@ -17,20 +18,12 @@ if TYPE_CHECKING:
     from ..rerank import Reranker
 
 Ties = Literal["pessimistic", "optimistic"]
+Listed = tuple[Tensor, Tensor]
 Scores = Tensor | Similarity | tuple[Tensor | Similarity, Tensor]
 
 
 def retrieval_metrics(
-    scores: Scores,
-    image_ids: Tensor | None = None,
-    text_ids: Tensor | None = None,
-    *,
-    relevant: tuple[Tensor, Tensor] | None = None,
-    reranker: Reranker | None = None,
-    ties: Ties = "pessimistic",
-    hubness_k: int = 10,
-    folds: int = 1,
-    gather: bool = False,
+    scores: Scores, image_ids: Tensor | None = None, text_ids: Tensor | None = None, **options: Any
 ) -> dict[str, float]:
     """Return the metrics of image→text (``i2t_``) and text→image retrieval (``t2i_``) by name.
 
@@ -41,23 +34,13 @@ def retrieval_metrics(
     the six recalls. Queries without positives do not count. With folds, every metric is its mean over the folds.
 
     Args:
-        scores, image_ids, text_ids, relevant, reranker, ties, hubness_k, folds, gather: see :func:`retrieval_results`.
+        scores, image_ids, text_ids: see :func:`retrieval_results`.
+        options: ``relevant, reranker, ties, hubness_k, folds, gather`` of :func:`retrieval_results`.
 
     Raises:
-        ValueError: naming the argument, also for nan or infinite scores or embeddings and if no query has a positive.
+        TypeError, ValueError: as :func:`retrieval_results`; also if no query has a positive.
     """
-    results = retrieval_results(
-        scores,
-        image_ids,
-        text_ids,
-        relevant=relevant,
-        reranker=reranker,
-        ties=ties,
-        hubness_k=hubness_k,
-        folds=folds,
-        gather=gather,
-    )
-    return results.metrics()
+    return retrieval_results(scores, image_ids, text_ids, **options).metrics()
 
 
 def retrieval_results(
@@ -65,7 +48,7 @@ def retrieval_results(
     image_ids: Tensor | None = None,
     text_ids: Tensor | None = None,
     *,
-    relevant: tuple[Tensor, Tensor] | None = None,
+    relevant: Listed | None = None,
     reranker: Reranker | None = None,
     ties: Ties = "pessimistic",
     hubness_k: int = 10,
@@ -90,83 +73,63 @@ def retrieval_results(
         folds: split the images into this many consecutive parts, each with its texts, and retrieve within each part,
             as in MSCOCO's "5-fold 1K". A transductive reranker sees only the queries of the part. A text that matches
             images in two parts is a query in both; one that matches none is in no part. Not with banks of scores.
-        gather: in a ``torch.distributed`` job whose processes each hold a ``Similarity`` of their own images and
-            texts: each process ranks the candidates of all processes for its own queries, and all return the results
-            of a single process with all data. Ids are compared across processes; without ids row i matches column i of
-            the same process. Every process holds all embeddings. The numbers of images and texts may differ between
-            processes, but are at least 1. Copies of an embedding in different processes need not tie, as rounding
-            differs.
+        gather: in a ``torch.distributed`` job whose processes each hold a ``Similarity`` of their own images and texts,
+            at least 1 of each: each process holds all embeddings and ranks the candidates of all processes for its own
+            queries, and all return the results of a single process with all data. Ids are compared across processes;
+            without ids row i matches column i of the same process. Copies of an embedding in different processes need
+            not tie, as rounding differs.
 
     Raises:
-        ValueError: naming the argument, also for nan or infinite scores or embeddings.
+        TypeError, ValueError: naming the argument, also for nan or infinite scores or embeddings.
     """
     check_size("hubness_k", hubness_k)
     check_size("folds", folds)
     one_of("ties", ties, "pessimistic", "optimistic")
-    if reranker is not None and (relevant is not None or isinstance(scores, tuple)):
+    pair = isinstance(scores, tuple)
+    if reranker is not None and (relevant is not None or pair):
         raise ValueError("reranker: expected None with relevant pairs or a pair of scores")
-    if relevant is not None and folds > 1:
-        raise ValueError(f"folds: expected 1 with relevant pairs, got {folds}")
-    if gather and world_size() > 1:
-        if isinstance(scores, tuple) or relevant is not None or image_ids is not None or text_ids is not None:
+    gather = gather and world_size() > 1
+    if folds > 1 and (relevant is not None or gather):
+        raise ValueError(f"folds: expected 1 with relevant pairs or gather=True, got {folds}")
+    if gather:
+        if pair or relevant is not None or image_ids is not None or text_ids is not None:
             raise ValueError("relevant, image_ids, text_ids, a pair of scores: not for gather=True")
-        if folds > 1:
-            raise ValueError(f"folds: expected 1 for gather=True, got {folds}")
         return _gathered(scores, reranker, hubness_k, ties)
-    sim, other = _both_directions(scores, image_ids, text_ids, relevant)
+    first = scores[0] if pair else scores
+    sims = [with_ids("scores", first, image_ids, text_ids, relevant is None).detach()]
+    if pair:
+        check_matrix("scores[1]", scores[1], "(N, M)")
+        if tuple(scores[1].shape) != tuple(first.shape):
+            raise ValueError(f"scores[1]: expected shape {tuple(first.shape)}, got {tuple(scores[1].shape)}")
+        ids = first.ids if isinstance(first, Similarity) else (image_ids, text_ids)
+        sims.append(with_ids("scores[1]", scores[1], *ids, relevant is None))
+        if sims[1].shape != sims[0].shape:
+            raise ValueError("scores[1]: expected repeated images like scores[0], or ids")
     if folds == 1:
-        return _ranked(sim, other, relevant, reranker, hubness_k, ties)
-    if reranker is not None and not all(reranker.transductive) and sim._inputs is None:
+        return _ranked(sims, relevant, reranker, hubness_k, ties)
+    if reranker is not None and not all(reranker.transductive) and sims[0]._inputs is None:
         raise ValueError("folds: banks of scores contain all candidates, a part only some of them")
-    parts, results = fold_parts(sim, folds), []
-    for part in parts:
-        by_texts = None if other is None else part_of(other, *part)
-        results.append(_ranked(part_of(sim, *part), by_texts, None, reranker, hubness_k, ties))
-    return join_folds(results, parts, ids_or_indices(sim))
-
-
-def _both_directions(
-    scores: Scores, image_ids: Tensor | None, text_ids: Tensor | None, relevant: tuple[Tensor, Tensor] | None
-) -> tuple[Similarity, Similarity | None]:
-    """Return the scores of image→text, and those of text→image if they differ; checked, with ids."""
-    first, by_ids = scores[0] if isinstance(scores, tuple) else scores, relevant is None
-    sim = with_ids("scores", first, image_ids, text_ids, by_ids).detach()
-    if not isinstance(scores, tuple):
-        return sim, None
-    second = scores[1]
-    check_matrix("scores[1]", second, "(N, M)")
-    if tuple(second.shape) != tuple(first.shape):
-        raise ValueError(f"scores[1]: expected shape {tuple(first.shape)} like scores[0], got {tuple(second.shape)}")
-    image_ids, text_ids = first.ids if isinstance(first, Similarity) else (image_ids, text_ids)
-    other = with_ids("scores[1]", second, image_ids, text_ids, by_ids)
-    if other.shape != sim.shape:
-        raise ValueError("scores[1]: expected repeated images like scores[0], or ids")
-    return sim, other
+    parts = fold_parts(sims[0], folds)
+    results = [_ranked([part_of(x, *part) for x in sims], None, reranker, hubness_k, ties) for part in parts]
+    return join_folds(results, parts, sims[0].shape)
 
 
 def _ranked(
-    sim: Similarity,
-    other: Similarity | None,
-    relevant: tuple[Tensor, Tensor] | None,
-    reranker: Reranker | None,
-    k: int,
-    ties: Ties,
+    sims: Sequence[Similarity], relevant: Listed | None, reranker: Reranker | None, k: int, ties: Ties
 ) -> RetrievalResults:
-    """Return the results of ``sim``; text→image ranks by ``other``, unless it is None."""
-    views = sim, (sim if other is None else other).T
+    """Return the results of one similarity, or of those of image→text and text→image."""
+    views = sims[0], sims[-1].T
     if reranker is not None:
-        ranked = reranker._ranked(sim, k, ties)
+        ranked = reranker._ranked(sims[0], k, ties)
     elif relevant is not None:
-        images, texts = unique_pairs(relevant, sim.shape, sim.device)
+        images, texts = distinct_pairs("relevant", *relevant, sims[0].shape)[0].to(sims[0].device)
         ranked = [ranked_by_pairs(images, texts, views[0], k, ties), ranked_by_pairs(texts, images, views[1], k, ties)]
     else:
         ranked = [view.ranked(k, ties=ties) for view in views]
-    sides = zip(ids_or_indices(sim), ranked, views, strict=True)
-    i2t, t2i = (QueryResults(ids, ranks, top.indices, view.shape[1]) for ids, (ranks, top), view in sides)
-    return RetrievalResults(i2t, t2i)
+    return _results(ids_or_indices(sims[0]), ((ranks, top.indices) for ranks, top in ranked))
 
 
-def _gathered(scores: Tensor | Similarity, reranker: Reranker | None, k: int, ties: Ties) -> RetrievalResults:
+def _gathered(scores: Any, reranker: Reranker | None, k: int, ties: Ties) -> RetrievalResults:
     """Return the results of all processes, each of which ranks for its own queries."""
     if isinstance(scores, Similarity) and scores._inputs is not None:
         scores = folded(scores)
@@ -175,8 +138,10 @@ def _gathered(scores: Tensor | Similarity, reranker: Reranker | None, k: int, ti
         ranked = (shares.queries(side).ranked(k, ties=ties) for side in (0, 1))
     else:
         ranked = reranker._ranked_by_all(shares, k, ties)
-    i2t, t2i = (
-        QueryResults(ids, gather_table(ranks), gather_parts(top.indices), len(candidates))
-        for (ranks, top), ids, candidates in zip(ranked, shares.every_ids, shares.every[::-1], strict=True)
-    )
+    return _results(shares.every_ids, ((gather_table(ranks), gather_parts(top.indices)) for ranks, top in ranked))
+
+
+def _results(ids: Sequence[Tensor], ranked: Iterable[tuple[Tensor, Tensor]]) -> RetrievalResults:
+    sides = zip(ids, ranked, ids[::-1], strict=True)
+    i2t, t2i = (QueryResults(own, ranks, top, len(others)) for own, (ranks, top), others in sides)
     return RetrievalResults(i2t, t2i)

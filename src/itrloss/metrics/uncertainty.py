@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from ..checks import check_number, check_size, one_of
-from .results import RECALLS, WAYS, QueryResults, RetrievalResults
+from .results import RECALLS, WAYS, RetrievalResults
 
 _METRICS = (*(f"r{k}" for k in RECALLS), "r_precision", "map_at_r")
-_DRAWN = 2**22  # number of ids drawn at once
+_NAMES = (*(f"{way}_{name}" for way in WAYS for name in _METRICS), "rsum")
 
 
 class Comparison(NamedTuple):
     """The difference of a metric between two models, in the metric's unit."""
 
-    difference: float
-    low: float  # of the confidence interval
-    high: float
-    p_value: float  # two-sided: the probability of so large a difference if there is none
+    difference: float  #: over all queries
+    low: float  #: lower end of the confidence interval
+    high: float  #: upper end
+    p_value: float  #: two-sided probability of so large a difference if there is none
 
 
 def confidence_intervals(
@@ -40,9 +40,8 @@ def confidence_intervals(
     Raises:
         ValueError: naming the argument, also if no query has a positive.
     """
-    names, (sums,) = _sums_by_id(results)
-    low, high = _interval(_resample(sums, samples, seed), level)
-    return {name: (float(a), float(b)) for name, a, b in zip(names, low, high, strict=True)}
+    low, high = _interval(_bootstrap([results], samples, seed)[0, 1:], level)
+    return dict(zip(_NAMES, zip(low.tolist(), high.tolist(), strict=True), strict=True))
 
 
 def compare(
@@ -59,16 +58,13 @@ def compare(
     Raises:
         ValueError: if the queries differ, or none has a positive.
     """
-    names, sums = _sums_by_id(results, others)
-    first, second = _resample(torch.stack(sums), samples, seed)
-    differences = first - second
+    first, second = _bootstrap([results, others], samples, seed)
+    exact, differences = (first - second)[0], (first - second)[1:]
     valid = differences.isfinite().sum(0)  # a sample whose queries all lack positives has no metrics
-    exact = _metrics(sums[0].sum(0)) - _metrics(sums[1].sum(0))
-    low, high = _interval(differences, level)
     tail = torch.minimum((differences <= 0).sum(0), (differences >= 0).sum(0))
     p = (2 * (tail + 1).double() / (valid + 1)).clamp_max(1.0)
-    columns = zip(names, exact, low, high, p, strict=True)
-    return {name: Comparison(*(float(x) for x in values)) for name, *values in columns}
+    columns = torch.stack([exact, *_interval(differences, level), p], 1).tolist()
+    return {name: Comparison(*values) for name, values in zip(_NAMES, columns, strict=True)}
 
 
 def compare_all(
@@ -90,70 +86,55 @@ def compare_all(
         ``{system: {figure: comparison}}``, without the baseline.
     """
     one_of("baseline", baseline, *systems)
-    comparisons: dict[tuple[str, str], Comparison] = {}
-    for name, results in systems.items():
-        if name != baseline:
-            single = compare(results, systems[baseline], **options)
-            for figure in figures:
-                one_of("figures", figure, *single)
-                comparisons[name, figure] = single[figure]
-    p = 0.0
-    for i, key in enumerate(sorted(comparisons, key=lambda key: comparisons[key].p_value)):
-        p = max(p, min(1.0, (len(comparisons) - i) * comparisons[key].p_value))
-        comparisons[key] = comparisons[key]._replace(p_value=p)
-    return {name: {figure: comparisons[name, figure] for figure in figures} for name in systems if name != baseline}
+    for figure in figures:
+        one_of("figures", figure, *_NAMES)
+    others = {name: x for name, x in systems.items() if name != baseline}
+    all_of = {name: compare(x, systems[baseline], **options) for name, x in others.items()}
+    found = {name: {figure: x[figure] for figure in figures} for name, x in all_of.items()}
+    tests = sorted((found[name][figure].p_value, name, figure) for name in found for figure in figures)
+    corrected = 0.0
+    for i, (p, name, figure) in enumerate(tests):
+        corrected = max(corrected, min(1.0, (len(tests) - i) * p))
+        found[name][figure] = found[name][figure]._replace(p_value=corrected)
+    return found
 
 
-def _sums_by_id(*runs: RetrievalResults) -> tuple[list[str], list[Tensor]]:
-    """Return the names of the metrics, and for each run (ids, 2, 6): sums over the queries of an id, and their count.
-
-    Queries without positives are left out.
-    """
-    ids = [getattr(runs[0], way).ids for way in WAYS]
-    unique, inverse = torch.unique(torch.cat(ids), return_inverse=True)
-    all_sums = []
-    for run in runs:
-        sums = torch.zeros(len(unique), len(WAYS), len(_METRICS) + 1, dtype=torch.float64, device=unique.device)
-        for i, (way, index) in enumerate(zip(WAYS, inverse.split([len(x) for x in ids]), strict=True)):
-            queries: QueryResults = getattr(run, way)
-            answered = queries.positives > 0
-            if not torch.equal(queries.ids, ids[i]) or not torch.equal(answered, getattr(runs[0], way).positives > 0):
-                raise ValueError(f"others: expected results of the same queries; those of {way} differ")
-            values = [*queries.hits.unbind(1), queries.r_precision, queries.average_precision, answered]
-            sums[:, i].index_add_(0, index, torch.stack([x.double() for x in values], 1) * answered[:, None])
-        if not bool(sums[..., -1].any()):
-            raise ValueError("results: no query has a right candidate")
-        all_sums.append(sums)
-    return [f"{way}_{name}" for way in WAYS for name in _METRICS] + ["rsum"], all_sums
-
-
-def _metrics(sums: Tensor) -> Tensor:
-    """Return (…, 11) percentages from (…, 2, 6) sums."""
-    means = 100 * sums[..., :-1] / sums[..., -1:]
+def _bootstrap(runs: Sequence[RetrievalResults], samples: int, seed: int) -> Tensor:
+    """Return (runs, 1 + samples, 11) percentages: of all queries, and with ids drawn with replacement."""
+    check_size("samples", samples)
+    sums, generator = [_sums_by_id(run, runs[0]) for run in runs], torch.Generator().manual_seed(seed)
+    n, totals = len(sums[0]), [torch.stack([x.sum(0) for x in sums])]
+    for _ in range(samples):
+        times = torch.randint(n, (n,), generator=generator).bincount(minlength=n).double()
+        totals.append(torch.stack([torch.tensordot(times, x, 1) for x in sums]))
+    total = torch.stack(totals, 1)
+    means = 100 * total[..., :-1] / total[..., -1:]
     rsum = means[..., : len(RECALLS)].sum((-2, -1))
     return torch.cat([means.flatten(-2), rsum[..., None]], -1)
 
 
-def _resample(sums: Tensor, samples: int, seed: int) -> Tensor:
-    """Return (…, samples, 11) percentages from (…, ids, 2, 6) sums, with ids drawn with replacement."""
-    check_size("samples", samples)
-    n = sums.shape[-3]
-    generator = torch.Generator().manual_seed(seed)
-    flat, parts = sums.flatten(-2), []
-    step = max(1, min(64, _DRAWN // n))
-    for start in range(0, samples, step):
-        count = min(step, samples - start)
-        drawn = torch.randint(n, (count, n), generator=generator)
-        weights = torch.zeros(count, n, dtype=torch.float64).scatter_add_(1, drawn, torch.ones(count, n).double())
-        parts.append(_metrics((weights.to(sums.device) @ flat).unflatten(-1, sums.shape[-2:])))
-    return torch.cat(parts, -2)
+def _sums_by_id(results: RetrievalResults, first: RetrievalResults) -> Tensor:
+    """Return the (ids, 2, 6) sums of metrics, and the number, of the queries of an id that have positives."""
+    ids = [first.i2t.ids, first.t2i.ids]
+    unique, inverse = torch.cat(ids).cpu().unique(return_inverse=True)
+    sums = torch.zeros(len(unique), len(WAYS), len(_METRICS) + 1, dtype=torch.float64)
+    for side, index in enumerate(inverse.split([len(x) for x in ids])):
+        queries, expected = ((x.i2t, x.t2i)[side] for x in (results, first))
+        answered = queries.positives > 0
+        if not torch.equal(queries.ids, expected.ids) or not torch.equal(answered, expected.positives > 0):
+            raise ValueError(f"others: expected results of the same queries; those of {WAYS[side]} differ")
+        values = [*queries.hits.unbind(1), queries.r_precision, queries.average_precision, answered]
+        values = torch.stack([x.double() for x in values], 1) * answered[:, None]
+        sums[:, side].index_add_(0, index, values.cpu())
+    if not bool(sums[..., -1].any()):
+        raise ValueError("results: no query has a right candidate")
+    return sums
 
 
-def _interval(samples: Tensor, level: float) -> tuple[Tensor, Tensor]:
-    """Return the (11,) lower and upper ends of the intervals that contain ``level`` of the (samples, 11) values."""
+def _interval(samples: Tensor, level: float) -> Tensor:
+    """Return the (2, 11) ends of the intervals that contain ``level`` of the (samples, 11) values."""
     check_number("level", level, positive=True)
     if level >= 1:
         raise ValueError(f"level: expected a number below 1, got {level}")
-    ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=samples.dtype, device=samples.device)
-    low, high = samples.nanquantile(ends, dim=0)
-    return low, high
+    ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=samples.dtype)
+    return samples.nanquantile(ends, dim=0)
