@@ -357,7 +357,7 @@ def test_a_restored_memory_goes_on_bit_for_bit(way, tmp_path):
     for name, value in memory.state_dict().items():
         if torch.is_tensor(value):
             assert torch.equal(other.state_dict()[name], value), name
-    with pytest.raises(ValueError, match=r"ids: the entries before had no ids"):
+    with pytest.raises(ValueError, match="ids: expected None, as the memory has no ids"):
         other.enqueue(torch.ones(1, D), torch.ones(1, D), torch.tensor([1]))
 
 
@@ -385,7 +385,7 @@ WRONG = {
     "memory dim": (
         lambda: make("uto")(*[KEYS[:, :4]] * 4, filled(2)),
         ValueError,
-        "memory: expected keys of dimension 4",
+        "memory: expected embeddings of dimension 4",
     ),
     "memory dtype": (
         lambda: make("uto")(*[KEYS] * 4, filled(2)),

@@ -69,7 +69,7 @@ def describe_memory(sims: MemorySimilarity) -> dict[str, Tensor]:
     while there is none.
     """
     figures = describe(sims.batch)
-    entries = sims.entries.to(figures["gap"].dtype)
+    entries = (sims.memory.positive_counts + sims.memory.negative_counts).amax().to(figures["gap"].dtype)
     batch = sims.batch.shape[0] * world_size()
     figures["memory_entries"] = entries
     figures["memory_age"] = torch.where(entries > 0, (entries + batch) / 2 / batch, 0.0)
