@@ -294,10 +294,15 @@ def test_a_memory_that_was_moved_and_loaded_is_counted_again():
     assert len(small) == 5
 
 
-def test_random_start_is_full_at_once():
-    memory = CoupledMemory(16, 4, start="random")
+def test_a_memory_may_start_with_random_entries():
+    """As in public code: negatives of every anchor, until batches replace them."""
+    memory = CoupledMemory(16, 4)
+    memory.enqueue(*torch.rand(2, 16, 4), -1 - torch.arange(16))
     assert len(memory) == 16 and (memory.images >= 0).all()
     torch.testing.assert_close(memory.texts.norm(dim=1), torch.ones(16))
+    v, w, ids = torch.randn(3, 4), torch.randn(3, 4), torch.arange(3)
+    anchors = MemorySimilarity.of(v, w, v, w, memory, ids, ids).memory
+    assert anchors.negative_counts.tolist() == [16] * 6
     first = memory.images[0].clone()
     memory.enqueue(-torch.ones(1, 4), torch.ones(1, 4), torch.tensor([3]))
     assert len(memory) == 16 and memory.ids[0] == 3 and not torch.equal(memory.images[0], first)
@@ -369,7 +374,6 @@ KEYS = torch.ones(3, D)
 WRONG = {
     "size": (lambda: CoupledMemory(0, 4), ValueError, "size"),
     "size type": (lambda: CoupledMemory(2.5, 4), TypeError, "size"),  # type: ignore[arg-type]
-    "start": (lambda: CoupledMemory(2, 4, start="full"), ValueError, "start"),  # type: ignore[arg-type]
     "dtype": (lambda: CoupledMemory(2, 4, dtype=torch.int64), TypeError, "dtype"),
     "dim": (lambda: CoupledMemory(2, 4).enqueue(KEYS, KEYS), ValueError, r"image_keys: expected shape \(3, 4\)"),
     "texts": (lambda: CoupledMemory(2, D).enqueue(KEYS, KEYS[:2]), ValueError, r"text_keys: expected shape \(3, 6\)"),

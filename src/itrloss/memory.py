@@ -32,7 +32,6 @@ class CoupledMemory(WholeState):
         dim: D of the embeddings.
         dtype: of the stored keys. float16 and bfloat16 halve the memory; scores are float32 all the same. A GPU
             multiplies half-precision embeddings fast only with keys of the same dtype.
-        start: ``"empty"``, or ``"random"`` for a full memory of random unit vectors with non-negative coordinates.
 
     Attributes:
         images, texts: (size, dim) unit-length keys.
@@ -45,25 +44,19 @@ class CoupledMemory(WholeState):
     ids: Tensor
     enqueued: Tensor
 
-    def __init__(
-        self, size: int, dim: int, *, dtype: torch.dtype = torch.float32, start: Literal["empty", "random"] = "empty"
-    ):
+    def __init__(self, size: int, dim: int, *, dtype: torch.dtype = torch.float32):
         super().__init__()
         check_size("size", size)
         check_size("dim", dim)
         if not dtype.is_floating_point:
             raise TypeError(f"dtype: expected a floating-point type, got {dtype}")
-        one_of("start", start, "empty", "random")
         self.size, self.dim = size, dim
         self._labelled: bool | None = None  # whether entries have ids; None: nothing was enqueued yet
-        random = start == "random"
         with torch.inference_mode(False):  # inference tensors could not be written to later
-            for name in ("images", "texts"):
-                keys = nn.functional.normalize(torch.rand(size, dim)) if random else torch.zeros(size, dim)
-                self.register_buffer(name, keys.to(dtype))
-            ids = IGNORE_ID + 1 + torch.arange(size) if random else torch.full((size,), IGNORE_ID)
-            self.register_buffer("ids", ids)
-            self.register_buffer("enqueued", torch.tensor(size if random else 0))
+            self.register_buffer("images", torch.zeros(size, dim, dtype=dtype))
+            self.register_buffer("texts", torch.zeros(size, dim, dtype=dtype))
+            self.register_buffer("ids", torch.full((size,), IGNORE_ID))
+            self.register_buffer("enqueued", torch.tensor(0))
 
     def __len__(self) -> int:
         """Return the number of valid entries. Synchronises with an accelerator."""
