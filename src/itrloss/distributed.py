@@ -183,8 +183,6 @@ def agree(x: Tensor) -> None:
 
     Gathered unchecked, the bits of one dtype would be read as another, and a longer batch would crash or hang the job.
     """
-    if world_size() == 1:
-        return
     # Every batch is compared, since a last one may be the first to differ. With NCCL alone that synchronises with the
     # device; with "cpu:gloo,cuda:nccl", the default of init_process_group(), only the hosts communicate.
     device = "cpu" if "cpu:" in str(dist.get_backend_config()) else x.device
@@ -223,8 +221,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         first_derivative_only()
-        total = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total)
+        total = sum_over_processes(grad.clone(memory_format=torch.contiguous_format))
         return total.narrow(0, dist.get_rank() * ctx.size, ctx.size)
 
 

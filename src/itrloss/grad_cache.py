@@ -48,20 +48,13 @@ def grad_cache_step(
     Returns:
         What the loss returned, detached.
     """
-    sizes = _checked_sizes(encoders, inputs, chunk_size)
-    owned = [_modules(encoder) for encoder in encoders]
-    modules = set().union(*owned)
-    start, chunks, embeddings = _state(modules), [], []
+    chunks = _chunks(encoders, inputs, chunk_size)
+    modules = [_modules(encoder) for encoder in encoders]
+    states, embeddings = [], []
     with torch.no_grad():
-        for i, size in enumerate(sizes):
-            chunks.append([])
-            outputs = []
-            for at in range(0, size, chunk_size):
-                rows = slice(at, at + chunk_size)
-                chunks[i].append((rows, _state()))
-                outputs.append(_encode(i, encoders[i], inputs[i], rows))
-            embeddings.append(_joined(i, outputs))
-    del outputs
+        for i, encoder in enumerate(encoders):
+            states.append(_state(modules[i]))
+            embeddings.append(_joined(i, [_encode(i, encoder, inputs[i], rows) for rows in chunks[i]]))
     torch.clear_autocast_cache()  # older PyTorch (2.8) would reuse weights that were cast under no_grad
 
     leaves = [[e.requires_grad_(e.is_floating_point()) for e in tree_leaves(embedding)] for embedding in embeddings]
@@ -73,17 +66,15 @@ def grad_cache_step(
     del embeddings, leaves, total
 
     needed = [i for i, group in enumerate(gradients) if any(g is not None for g in group)]
-    last = {id(encoders[i]): chunks[i][-1] for i in needed}  # one encoder may serve several inputs
-    with _state(modules):  # which is in the end as it is now
-        start.close()
+    last = {id(encoders[i]): i for i in needed}  # one encoder may serve several inputs
+    with _state(set().union(*modules)):  # which is in the end as it is now
         for i in needed:
+            states[i].close()
+            no_sync = getattr(encoders[i], "no_sync", nullcontext)
             # Outputs alone do not tell what is frozen: a module may skip its parameters in a chunk, or train others'.
-            frozen = owned[i] and not any(p.requires_grad for p in owned[i][0].parameters())
-            for chunk in chunks[i]:
-                rows, state = chunk
-                state.close()
-                alone = nullcontext if last[id(encoders[i])] is chunk else getattr(encoders[i], "no_sync", nullcontext)
-                with alone():
+            frozen = modules[i] and not any(p.requires_grad for p in modules[i][0].parameters())
+            for rows in chunks[i]:
+                with nullcontext() if last[id(encoders[i])] == i and rows is chunks[i][-1] else no_sync():
                     trains = _replay(i, encoders[i], inputs[i], rows, gradients[i])
                 if frozen and not trains:
                     break
@@ -171,15 +162,15 @@ def _scalar_of(result: Any) -> Tensor:
     return total
 
 
-def _checked_sizes(encoders: Any, inputs: Any, chunk_size: Any) -> list[int]:
-    """Return the batch size of each input; raise an error for wrong arguments."""
+def _chunks(encoders: Any, inputs: Any, chunk_size: Any) -> list[list[slice]]:
+    """Return the rows of each chunk of each input; raise an error for wrong arguments."""
     for name, x in (("encoders", encoders), ("inputs", inputs)):
         if not isinstance(x, (tuple, list)):
             raise TypeError(f"{name}: expected a tuple or list, one for each of the loss, got {type(x).__name__}")
     if len(encoders) != len(inputs) or not inputs:
         raise ValueError(f"inputs: expected one for each of {len(encoders)} encoders, at least one, got {len(inputs)}")
     check_size("chunk_size", chunk_size)
-    sizes = []
+    chunks = []
     for i, encoder_inputs in enumerate(inputs):
         tensors = tree_leaves(encoder_inputs)
         for x in tensors:
@@ -191,5 +182,5 @@ def _checked_sizes(encoders: Any, inputs: Any, chunk_size: Any) -> list[int]:
         shapes = [tuple(x.shape) for x in tensors]
         if len({shape[:1] for shape in shapes}) != 1 or not any(shapes[0][:1]):
             raise ValueError(f"inputs[{i}]: expected tensors of one batch size, at least 1, got shapes {shapes}")
-        sizes.append(shapes[0][0])
-    return sizes
+        chunks.append([slice(at, at + chunk_size) for at in range(0, shapes[0][0], chunk_size)])
+    return chunks
