@@ -64,7 +64,7 @@ def sum_over_processes(x: Tensor) -> Tensor:
 
 
 @contextmanager
-def failing_together(device: torch.device) -> Iterator[None]:
+def failing_together(device: torch.device | None) -> Iterator[None]:
     """Raise an error in every process if the block does in one, as the others would hang in their next collective.
 
     The block itself must not communicate: a collective that some processes skipped cannot be repaired.
@@ -81,18 +81,7 @@ def failing_together(device: torch.device) -> Iterator[None]:
         raise ValueError("gather: another process failed")
 
 
-def _embeddings_of(sim: Any) -> tuple[Tensor, Tensor]:
-    """Return the images and texts of a Similarity of embeddings; raise an error for anything else."""
-    if not isinstance(sim, Similarity | Tensor):
-        raise TypeError(f"scores: expected a Similarity, got {type(sim).__name__}")
-    if isinstance(sim, Tensor) or sim._side or sim._inputs is None:
-        raise ValueError("scores: expected a Similarity of embeddings, images as rows, for gather=True")
-    check_unchanged([sim._matrix])
-    return sim._inputs
-
-
 _AGREED = (
-    "inputs",
     "types",
     "dimensions",
     "normalize",
@@ -101,23 +90,18 @@ _AGREED = (
 )
 
 
-def _agreed(sim: Similarity | Tensor, question: str) -> tuple[Tensor, Tensor]:
+def _agreed(sim: Any, question: str) -> tuple[Tensor, Tensor]:
     """Return the images and texts of ``sim``; raise an error unless all processes agree on their kind and question."""
-    failure: Exception | None = None
-    mine = [0] * len(_AGREED)
-    try:
-        images, texts = _embeddings_of(sim)
-    except (TypeError, ValueError, RuntimeError) as error:
-        failure = error
-    else:
-        assert isinstance(sim, Similarity)
-        kinds = f"{images.dtype} {texts.dtype}"
-        has = [x is None for x in sim.ids]
-        numbers = zlib.crc32(kinds.encode()), images.shape[1], sim._matrix.bounded, has[0] + 2 * has[1]
-        mine = [1, *map(int, numbers), zlib.crc32(question.encode())]
-    every = gather_rows(torch.tensor([mine], device=getattr(sim, "device", None)))
-    if failure is not None:
-        raise failure
+    with failing_together(getattr(sim, "device", None)):
+        if not isinstance(sim, Similarity | Tensor):
+            raise TypeError(f"scores: expected a Similarity, got {type(sim).__name__}")
+        if isinstance(sim, Tensor) or sim._side or sim._inputs is None:
+            raise ValueError("scores: expected a Similarity of embeddings, images as rows, for gather=True")
+        check_unchanged([sim._matrix])
+        images, texts = sim._inputs
+    types, ids = zlib.crc32(f"{images.dtype} {texts.dtype}".encode()), [x is None for x in sim.ids]
+    mine = [types, images.shape[1], int(sim._matrix.bounded), ids[0] + 2 * ids[1], zlib.crc32(question.encode())]
+    every = gather_rows(torch.tensor([mine], device=sim.device))
     for what, alike in zip(_AGREED, (every == every[0]).all(0).tolist(), strict=True):
         if not alike:
             raise ValueError(f"gather: the processes differ in their {what}")
