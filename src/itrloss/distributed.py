@@ -111,16 +111,15 @@ def _agreed(sim: Any, question: str) -> tuple[Tensor, Tensor]:
 class Shares:
     """The images and texts of all processes, each of which computes the results of its own queries.
 
+    Every process raises an error if one does: if it failed alone, the others would hang.
+
     Args:
         sim: this process's similarity of embeddings, images as rows. Its ids are valid across processes; ids of texts
             alone are numbers of this process's images.
         question: what is computed, in words: it has to be the same in every process.
 
-    Every process raises an error if one does: if it failed alone, the others would hang.
-
     Attributes:
-        own, ids: this process's images and texts, and their ids.
-        every, every_ids: the images and texts of all processes, by rank, and their ids.
+        own, ids: this process's images and texts, and their ids; ``every``, ``every_ids`` those of all, by rank.
         first: the indices of the first own image and the first own text in ``every``.
     """
 

@@ -59,7 +59,11 @@ def grad_cache_step(
 
     leaves = [[e.requires_grad_(e.is_floating_point()) for e in tree_leaves(embedding)] for embedding in embeddings]
     result = loss(*embeddings, **loss_kwargs)
-    total = _scalar_of(result)
+    total = result[0] if isinstance(result, (tuple, list)) else result
+    if not isinstance(total, Tensor):
+        raise TypeError(f"loss: expected it to return a scalar tensor, or that first, got {type(total).__name__}")
+    if total.numel() != 1:
+        raise ValueError(f"loss: expected it to return a scalar, got shape {tuple(total.shape)}")
     _backward([total if scaler is None else scaler.scale(total)])
     gradients = [[leaf.grad for leaf in group] for group in leaves]
     result = tree_map_only(Tensor, Tensor.detach, result)
@@ -128,8 +132,9 @@ def _replay(i: int, encoder: Any, inputs: Any, rows: slice, gradients: list[Tens
 
 def _backward(tensors: list[Tensor], gradients: list[Tensor] | None = None) -> None:
     """Run backward outside of autocast, which would run products in half precision where forward opted out of it."""
-    kind = tensors[0].device.type
-    with torch.autocast("cpu", enabled=False), torch.autocast(kind, enabled=False):
+    with ExitStack() as stack:
+        for kind in {"cpu", *(x.device.type for x in tensors)}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
         torch.autograd.backward(tensors, gradients)
 
 
@@ -150,16 +155,6 @@ def _state(modules: Iterable[nn.Module] = ()) -> ExitStack:
                 # ``data`` keeps the version counter: other graphs may have saved the buffer.
                 state.callback(buffer.data.copy_, buffer.detach().clone())
     return state
-
-
-def _scalar_of(result: Any) -> Tensor:
-    """Return the scalar tensor in what the loss returned."""
-    total = result[0] if isinstance(result, (tuple, list)) else result
-    if not isinstance(total, Tensor):
-        raise TypeError(f"loss: expected it to return a scalar tensor, or that first, got {type(total).__name__}")
-    if total.numel() != 1:
-        raise ValueError(f"loss: expected it to return a scalar, got shape {tuple(total.shape)}")
-    return total
 
 
 def _chunks(encoders: Any, inputs: Any, chunk_size: Any) -> list[list[slice]]:

@@ -53,13 +53,7 @@ class OnlineKMeans(WholeState):
     reseeded: Tensor
 
     def __init__(
-        self,
-        clusters: int,
-        dim: int,
-        *,
-        max_count: float | None = None,
-        patience: float = 10.0,
-        engine: Engine = "auto",
+        self, clusters: int, dim: int, *, max_count: float | None = None, patience: float = 10, engine: Engine = "auto"
     ):
         super().__init__()
         check_size("clusters", clusters)
@@ -86,9 +80,7 @@ class OnlineKMeans(WholeState):
     def predict(self, x: Tensor) -> Tensor:
         """Return the (B,) int64 clusters of points ``x`` (B, dim) of any length; those of length 0 are in the first.
 
-        Raises:
-            RuntimeError: before the first update, on the CPU. On an accelerator, where the check would synchronise, all
-                clusters are 0 then.
+        Before the first update that is a RuntimeError; on an accelerator, where it would synchronise, all are 0.
         """
         x = self._points(x)
         if host_may_read(x) and not len(self):
@@ -100,8 +92,7 @@ class OnlineKMeans(WholeState):
         """Move the centroids by a batch ``x`` (B, dim) of points of any length, without a gradient.
 
         Returns:
-            (B,) int64: the cluster of each point, for a seed the cluster that it seeded. Points that are not finite
-            count as zero.
+            (B,) int64: the cluster of each point, of a seed the one that it seeded. Points not finite count as zero.
         """
         ids = self._step(gather_rows(self._points(x)), int(self.patience * self.clusters))
         return ids if world_size() == 1 else ids.view(-1, len(x))[torch.distributed.get_rank()]

@@ -75,10 +75,10 @@ class CoupledMemory(WholeState):
             ids: (B,) integers, as in the losses: an entry is no negative of an anchor with the same id. Left out,
                 entries are negatives of every anchor. All batches must have ids or none.
         """
-        for name, keys in (("image_keys", image_keys), ("text_keys", text_keys)):
-            check_matrix(name, keys, f"(B, {self.dim})")
-            if keys.shape != (image_keys.shape[0], self.dim):
-                raise ValueError(f"{name}: expected shape {(image_keys.shape[0], self.dim)}, got {tuple(keys.shape)}")
+        for name, x in (("image_keys", image_keys), ("text_keys", text_keys)):
+            check_matrix(name, x, f"(B, {self.dim})")
+            if x.shape != (image_keys.shape[0], self.dim):
+                raise ValueError(f"{name}: expected shape {(image_keys.shape[0], self.dim)}, got {tuple(x.shape)}")
         if ids is not None:
             ids = checks.as_ids("ids", ids, image_keys.shape[0], image_keys.device)
         if self._labelled not in (None, ids is not None):
@@ -135,18 +135,16 @@ class MemorySimilarity(NamedTuple):
         """Return the similarities of a batch; see :class:`itrloss.MemoryLoss`, which passes its arguments on."""
         if not isinstance(memory, CoupledMemory):
             raise TypeError(f"memory: expected a CoupledMemory, got {type(memory).__name__}")
-        if (image_ids is None) != (text_ids is None):
-            missing = "image_ids" if image_ids is None else "text_ids"
-            raise ValueError(f"{missing}: expected ids for images and texts or for neither, got None")
+        if image_ids is None and text_ids is not None:
+            raise ValueError("image_ids: expected ids for images and texts or for neither, got None")
         if memory._labelled not in (None, image_ids is not None):
             memory._refuse("image_ids, text_ids")
         options: dict[str, Any] = {"engine": engine, "check_finite": check_finite, "names": checks.IMAGES_AND_TEXTS}
         batch = Similarity(images, texts, image_ids, text_ids, **options)
-        for name, own, keys in (("image_keys", images, image_keys), ("text_keys", texts, text_keys)):
-            check_embeddings(own, keys, check_finite, checks.Names("its embeddings", name))
-            if keys.shape != own.shape:
-                expected = f"shape {tuple(own.shape)} like its embeddings"
-                raise ValueError(f"{name}: expected {expected}, got {tuple(keys.shape)}")
+        for name, own, x in (("image_keys", images, image_keys), ("text_keys", texts, text_keys)):
+            check_embeddings(own, x, check_finite, checks.Names("its embeddings", name))
+            if x.shape != own.shape:
+                raise ValueError(f"{name}: expected shape {tuple(own.shape)} like its embeddings, got {tuple(x.shape)}")
         check_embeddings(images, memory.images, False, checks.Names("images", "memory"))
         (v, w), pairs, chosen = batch._matrix.embeddings, batch._matrix.pairs, batch._matrix.engine
         assert w is not None
