@@ -16,9 +16,6 @@ from .engine.matrix import check_unchanged
 from .engine.pairs import first_derivative_only
 from .similarity import Similarity
 
-_DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
-_DIMS = 6  # number of dimensions of a shape that processes compare
-
 
 def world_size() -> int:
     """Return the number of processes in the default group, 1 without one."""
@@ -168,10 +165,8 @@ def agree(x: Tensor) -> None:
     """
     # Every batch is compared, since a last one may be the first to differ. With NCCL alone that synchronises with the
     # device; with "cpu:gloo,cuda:nccl", the default of init_process_group(), only the hosts communicate.
-    device = "cpu" if "cpu:" in str(dist.get_backend_config()) else x.device
-    shape = [*x.shape, *[-1] * _DIMS][:_DIMS]
-    own = torch.tensor([[_DTYPES.index(x.dtype), *shape]], device=device)
-    kinds = [f"{_DTYPES[kind]} {tuple(n for n in size if n >= 0)}" for kind, *size in gather_rows(own).tolist()]
+    kinds = [""] * world_size()
+    dist.all_gather_object(kinds, f"{x.dtype} {tuple(x.shape)}")
     if len(set(kinds)) > 1:
         got = ", ".join(f"{kind} in process {rank}" for rank, kind in enumerate(kinds))
         raise ValueError(f"gather: expected tensors of one type and shape in all processes, got {got}")
