@@ -89,7 +89,7 @@ def test_momentum_encoders_wait_for_nothing():
     encoder = torch.nn.Sequential(torch.nn.Linear(D, D), torch.nn.BatchNorm1d(D)).to("meta")
     keys = itrloss.MomentumEncoder(encoder).to("meta")
     keys.update(encoder)
-    assert keys.n_averaged.is_meta
+    assert keys.module[0].weight.is_meta
 
 
 def test_sets_and_prototypes_wait_for_nothing(engine):

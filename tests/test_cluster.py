@@ -156,9 +156,9 @@ def test_known_points_need_no_new_clusters():
 
 @pytest.mark.parametrize("distinct", [3, 10])
 def test_refit_with_fewer_points_than_clusters_settles(distinct):
-    means, x = OnlineKMeans(50, 6), points(distinct).repeat(4, 1)
+    means, soon, x = OnlineKMeans(50, 6), OnlineKMeans(50, 6), points(distinct).repeat(4, 1)
     ids = means.fit(x, iterations=100)
-    assert means.seen <= 4 * len(x)  # iterations, and each one counts its points
+    assert torch.equal(ids, soon.fit(x, iterations=4)) and torch.equal(means.centroids, soon.centroids)
     assert len(ids.unique()) == distinct and torch.equal(ids, means.predict(x))
     assert torch.equal(means.counts, torch.bincount(ids, minlength=50))
     assert mean_cosine(x, means) > 1 - 1e-6

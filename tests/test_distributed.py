@@ -469,7 +469,7 @@ REFUSED = {  # what either process says
     "dimension": ("gather: the processes differ in their dimensions",) * 2,
     "numbers here": ("gather: the processes differ in their ids",) * 2,
     "one asks more": ("gather: the processes differ in their questions",) * 2,
-    "one without": ("scores: expected a Similarity of", "gather: the processes differ in their inputs"),
+    "one without": ("scores: expected a Similarity of", "gather: another process failed"),
     "changed": ("the embeddings were modified", "the embeddings were modified"),
     "far": ("scores: too large for NearestNeighborNorm",) * 2,
     "scores": ("scores: expected a Similarity of",) * 2,

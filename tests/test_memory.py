@@ -294,10 +294,15 @@ def test_a_memory_that_was_moved_and_loaded_is_counted_again():
     assert len(small) == 5
 
 
-def test_random_start_is_full_at_once():
-    memory = CoupledMemory(16, 4, start="random")
+def test_a_memory_may_start_with_random_entries():
+    """As in public code: negatives of every anchor, until batches replace them."""
+    memory = CoupledMemory(16, 4)
+    memory.enqueue(*torch.rand(2, 16, 4), -1 - torch.arange(16))
     assert len(memory) == 16 and (memory.images >= 0).all()
     torch.testing.assert_close(memory.texts.norm(dim=1), torch.ones(16))
+    v, w, ids = torch.randn(3, 4), torch.randn(3, 4), torch.arange(3)
+    anchors = MemorySimilarity.of(v, w, v, w, memory, ids, ids).memory
+    assert anchors.negative_counts.tolist() == [16] * 6
     first = memory.images[0].clone()
     memory.enqueue(-torch.ones(1, 4), torch.ones(1, 4), torch.tensor([3]))
     assert len(memory) == 16 and memory.ids[0] == 3 and not torch.equal(memory.images[0], first)
@@ -357,7 +362,7 @@ def test_a_restored_memory_goes_on_bit_for_bit(way, tmp_path):
     for name, value in memory.state_dict().items():
         if torch.is_tensor(value):
             assert torch.equal(other.state_dict()[name], value), name
-    with pytest.raises(ValueError, match=r"ids: the entries before had no ids"):
+    with pytest.raises(ValueError, match="ids: expected None, as the memory has no ids"):
         other.enqueue(torch.ones(1, D), torch.ones(1, D), torch.tensor([1]))
 
 
@@ -369,7 +374,6 @@ KEYS = torch.ones(3, D)
 WRONG = {
     "size": (lambda: CoupledMemory(0, 4), ValueError, "size"),
     "size type": (lambda: CoupledMemory(2.5, 4), TypeError, "size"),  # type: ignore[arg-type]
-    "start": (lambda: CoupledMemory(2, 4, start="full"), ValueError, "start"),  # type: ignore[arg-type]
     "dtype": (lambda: CoupledMemory(2, 4, dtype=torch.int64), TypeError, "dtype"),
     "dim": (lambda: CoupledMemory(2, 4).enqueue(KEYS, KEYS), ValueError, r"image_keys: expected shape \(3, 4\)"),
     "texts": (lambda: CoupledMemory(2, D).enqueue(KEYS, KEYS[:2]), ValueError, r"text_keys: expected shape \(3, 6\)"),
@@ -385,7 +389,7 @@ WRONG = {
     "memory dim": (
         lambda: make("uto")(*[KEYS[:, :4]] * 4, filled(2)),
         ValueError,
-        "memory: expected keys of dimension 4",
+        "memory: expected embeddings of dimension 4",
     ),
     "memory dtype": (
         lambda: make("uto")(*[KEYS] * 4, filled(2)),
@@ -708,15 +712,16 @@ def test_a_compiled_run_goes_on_bit_for_bit_after_a_load():
     assert all(torch.equal(step(*batch), wanted) for batch, wanted in zip(batches[8:], through, strict=True))
 
 
+@pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
-def test_a_key_that_is_not_finite_leaves_no_trace(bad):
+def test_a_key_that_is_not_finite_leaves_no_trace(bad, side):
     """An overflow that the optimiser's scaler skips; the pair is as if it did not exist."""
     inputs, keys, _, _ = case("pairs", torch.float32)
     memory, clean = CoupledMemory(12, D), CoupledMemory(11, D)
     v, w = (x.float() for x in embeddings(12, 12, D, 3))
     good = torch.arange(12) != 5
     clean.enqueue(v[good], w[good])
-    v[5, 2] = bad
+    (v, w)[side][5, 2] = bad
     memory.enqueue(v, w)
     assert len(memory) == 11 and memory.images.isfinite().all() and memory.texts.isfinite().all()
     for name in LOSSES:

@@ -16,9 +16,6 @@ from .engine.matrix import check_unchanged
 from .engine.pairs import first_derivative_only
 from .similarity import Similarity
 
-_DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
-_DIMS = 6  # number of dimensions of a shape that processes compare
-
 
 def world_size() -> int:
     """Return the number of processes in the default group, 1 without one."""
@@ -64,7 +61,7 @@ def sum_over_processes(x: Tensor) -> Tensor:
 
 
 @contextmanager
-def failing_together(device: torch.device) -> Iterator[None]:
+def failing_together(device: torch.device | None) -> Iterator[None]:
     """Raise an error in every process if the block does in one, as the others would hang in their next collective.
 
     The block itself must not communicate: a collective that some processes skipped cannot be repaired.
@@ -81,18 +78,7 @@ def failing_together(device: torch.device) -> Iterator[None]:
         raise ValueError("gather: another process failed")
 
 
-def _embeddings_of(sim: Any) -> tuple[Tensor, Tensor]:
-    """Return the images and texts of a Similarity of embeddings; raise an error for anything else."""
-    if not isinstance(sim, Similarity | Tensor):
-        raise TypeError(f"scores: expected a Similarity, got {type(sim).__name__}")
-    if isinstance(sim, Tensor) or sim._side or sim._inputs is None:
-        raise ValueError("scores: expected a Similarity of embeddings, images as rows, for gather=True")
-    check_unchanged([sim._matrix])
-    return sim._inputs
-
-
 _AGREED = (
-    "inputs",
     "types",
     "dimensions",
     "normalize",
@@ -101,23 +87,18 @@ _AGREED = (
 )
 
 
-def _agreed(sim: Similarity | Tensor, question: str) -> tuple[Tensor, Tensor]:
+def _agreed(sim: Any, question: str) -> tuple[Tensor, Tensor]:
     """Return the images and texts of ``sim``; raise an error unless all processes agree on their kind and question."""
-    failure: Exception | None = None
-    mine = [0] * len(_AGREED)
-    try:
-        images, texts = _embeddings_of(sim)
-    except (TypeError, ValueError, RuntimeError) as error:
-        failure = error
-    else:
-        assert isinstance(sim, Similarity)
-        kinds = f"{images.dtype} {texts.dtype}"
-        has = [x is None for x in sim.ids]
-        numbers = zlib.crc32(kinds.encode()), images.shape[1], sim._matrix.bounded, has[0] + 2 * has[1]
-        mine = [1, *map(int, numbers), zlib.crc32(question.encode())]
-    every = gather_rows(torch.tensor([mine], device=getattr(sim, "device", None)))
-    if failure is not None:
-        raise failure
+    with failing_together(getattr(sim, "device", None)):
+        if not isinstance(sim, Similarity | Tensor):
+            raise TypeError(f"scores: expected a Similarity, got {type(sim).__name__}")
+        if isinstance(sim, Tensor) or sim._side or sim._inputs is None:
+            raise ValueError("scores: expected a Similarity of embeddings, images as rows, for gather=True")
+        check_unchanged([sim._matrix])
+        images, texts = sim._inputs
+    types, ids = zlib.crc32(f"{images.dtype} {texts.dtype}".encode()), [x is None for x in sim.ids]
+    mine = [types, images.shape[1], int(sim._matrix.bounded), ids[0] + 2 * ids[1], zlib.crc32(question.encode())]
+    every = gather_rows(torch.tensor([mine], device=sim.device))
     for what, alike in zip(_AGREED, (every == every[0]).all(0).tolist(), strict=True):
         if not alike:
             raise ValueError(f"gather: the processes differ in their {what}")
@@ -127,16 +108,15 @@ def _agreed(sim: Similarity | Tensor, question: str) -> tuple[Tensor, Tensor]:
 class Shares:
     """The images and texts of all processes, each of which computes the results of its own queries.
 
+    Every process raises an error if one does: if it failed alone, the others would hang.
+
     Args:
         sim: this process's similarity of embeddings, images as rows. Its ids are valid across processes; ids of texts
             alone are numbers of this process's images.
         question: what is computed, in words: it has to be the same in every process.
 
-    Every process raises an error if one does: if it failed alone, the others would hang.
-
     Attributes:
-        own, ids: this process's images and texts, and their ids.
-        every, every_ids: the images and texts of all processes, by rank, and their ids.
+        own, ids: this process's images and texts, and their ids; ``every``, ``every_ids`` those of all, by rank.
         first: the indices of the first own image and the first own text in ``every``.
     """
 
@@ -183,14 +163,10 @@ def agree(x: Tensor) -> None:
 
     Gathered unchecked, the bits of one dtype would be read as another, and a longer batch would crash or hang the job.
     """
-    if world_size() == 1:
-        return
     # Every batch is compared, since a last one may be the first to differ. With NCCL alone that synchronises with the
     # device; with "cpu:gloo,cuda:nccl", the default of init_process_group(), only the hosts communicate.
-    device = "cpu" if "cpu:" in str(dist.get_backend_config()) else x.device
-    shape = [*x.shape, *[-1] * _DIMS][:_DIMS]
-    own = torch.tensor([[_DTYPES.index(x.dtype), *shape]], device=device)
-    kinds = [f"{_DTYPES[kind]} {tuple(n for n in size if n >= 0)}" for kind, *size in gather_rows(own).tolist()]
+    kinds = [""] * world_size()
+    dist.all_gather_object(kinds, f"{x.dtype} {tuple(x.shape)}")
     if len(set(kinds)) > 1:
         got = ", ".join(f"{kind} in process {rank}" for rank, kind in enumerate(kinds))
         raise ValueError(f"gather: expected tensors of one type and shape in all processes, got {got}")
@@ -223,8 +199,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         first_derivative_only()
-        total = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total)
+        total = sum_over_processes(grad.clone(memory_format=torch.contiguous_format))
         return total.narrow(0, dist.get_rank() * ctx.size, ctx.size)
 
 

@@ -23,21 +23,16 @@ def below(scores: Tensor, threshold: Tensor) -> Tensor:
 
 @torch.no_grad()
 def describe(sim: Similarity, margin: float = 0.0, hubness_k: int = 10) -> dict[str, Tensor]:
-    """Return figures of a batch, without a gradient and without waiting for an accelerator.
+    """Return figures of a batch, 0-dim tensors by name, without a gradient and without waiting for an accelerator.
 
-    Shares scores that are kept with the loss; where none are, the product is formed once for each of four questions.
+    ``positive`` is the mean score of the positive pairs. ``hardest_negative``: mean over the images and texts that have
+    one. ``gap``: the mean of an anchor's positives minus its hardest negative, on average. ``active``: share of
+    positive pairs, seen from both sides, that are not ahead of the hardest negative by ``margin``. ``hubness_i2t``,
+    ``hubness_t2i``: skewness of the k-occurrences for k = ``hubness_k``, 0 without hubs. ``diversity_min``: the lowest
+    score of :func:`itrloss.functional.std_diversity`; the highest is 1.
 
-    Args:
-        sim: images as rows, texts as columns.
-        margin: see ``active``, in units of the scores.
-        hubness_k: k of the k-occurrences.
-
-    Returns:
-        A dictionary of 0-dim tensors with these names. ``positive`` is the mean score of the positive pairs.
-        ``hardest_negative``: mean over the images and texts that have one. ``gap``: the mean of an anchor's positives
-        minus its hardest negative, on average. ``active``: share of positive pairs, seen from both sides, that are not
-        ahead of the hardest negative by ``margin``. ``hubness_i2t``, ``hubness_t2i``: skewness of the k-occurrences, 0
-        without hubs. ``diversity_min``: the lowest score of :func:`itrloss.functional.std_diversity`; the highest is 1.
+    Rows of ``sim`` are images. Scores that are kept are shared with the loss; where none are, the product is formed
+    once for each of four questions.
     """
     sim = sim.detach()
     both = sim.both
@@ -47,7 +42,7 @@ def describe(sim: Similarity, margin: float = 0.0, hubness_k: int = 10) -> dict[
     valid = rival & (counts > 0)
     gaps = torch.where(valid, positive / counts.clamp_min(1) - hardest, 0.0)
     figures = {
-        "positive": both.split(positive)[0].sum() / both.split(counts)[0].sum().clamp_min(1),
+        "positive": positive.sum() / counts.sum().clamp_min(1),
         "hardest_negative": _mean(hardest, rival),
         "gap": _mean(gaps, valid),
         "active": torch.where(valid, near, 0.0).sum() / (counts * valid).sum().clamp_min(1),
@@ -69,7 +64,7 @@ def describe_memory(sims: MemorySimilarity) -> dict[str, Tensor]:
     while there is none.
     """
     figures = describe(sims.batch)
-    entries = sims.entries.to(figures["gap"].dtype)
+    entries = (sims.memory.positive_counts + sims.memory.negative_counts).amax().to(figures["gap"].dtype)
     batch = sims.batch.shape[0] * world_size()
     figures["memory_entries"] = entries
     figures["memory_age"] = torch.where(entries > 0, (entries + batch) / 2 / batch, 0.0)
