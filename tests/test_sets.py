@@ -220,19 +220,14 @@ def test_variance_aware_input_errors_name_the_argument():
 
 def test_the_memory_budget_is_that_of_all_heads(monkeypatch):
     """It is what the scores of all of them together may take."""
-    given = []
-    seen = itrloss.Similarity._view
-
-    def noted(matrix, side):
-        given.append(matrix.keeps)
-        return seen(matrix, side)
-
-    monkeypatch.setattr(itrloss.Similarity, "_view", staticmethod(noted))
+    formed = []
+    made = itrloss.Similarity.from_scores
+    monkeypatch.setattr(itrloss.Similarity, "from_scores", lambda x, **_: formed.append(x.shape) or made(x, **_))
     monkeypatch.setattr(itrloss.losses.dvse, "MEMORY_BUDGET", 3 * 300 * 300 * 4)
     for k, kept in ((3, True), (4, False)):
-        given.clear()
+        formed.clear()
         VarianceAwareLoss()(torch.randn(300, k, 5), torch.randn(300, 5))
-        assert given[:k] == [kept] * k
+        assert formed == [(300, 300)] * (k * kept)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

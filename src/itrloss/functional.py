@@ -26,7 +26,7 @@ from .sets import PairReduction as PairReduction
 from .sets import dynamic_orthogonal_loss, set_similarity, variance_aware_loss
 from .similarity import Engine, Similarity
 
-Diversity = Literal["std", "entropy"] | None
+Diversity = Literal["std", "entropy", None]
 Mining = Literal["hardest", "all"]
 PositiveWeight = float | Literal["paper"]
 PositiveForm = Literal["clamp", "relu"]

@@ -1,47 +1,60 @@
-"""The call form that all losses on image-text pairs share."""
+"""What all losses share: options, which are checked when they are set, and the call forms."""
 
-from __future__ import annotations
+# Options are checked by the types of their fields, so there is no ``from __future__ import annotations`` in this package.
 
-from typing import Any
+from dataclasses import KW_ONLY, Field, dataclass, field, fields
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
-from ..checks import IMAGES_AND_TEXTS, one_of
+from ..checks import IMAGES_AND_TEXTS, check_number, check_size
 from ..distributed import gather, gather_ids, world_size
-from ..engine.matrix import ENGINES
 from ..functional import Reduction
 from ..memory import CoupledMemory, MemorySimilarity
 from ..similarity import Engine, Similarity
 from ..telemetry import describe, describe_memory
 
 
+def above_zero(default: float) -> Any:
+    """Return the field of an option that is a number above 0."""
+    return field(default=default, metadata={"positive": True})
+
+
+def _check(option: Field[Any], value: object) -> None:
+    """Raise an error unless a value is of an option's type: a number, a size, or one of the values of a Literal."""
+    kinds = [x for part in get_args(option.type) or (option.type,) for x in get_args(part) or (part,)]
+    if isinstance(option.type, str):  # of a loss elsewhere, whose annotations are not evaluated
+        return
+    if kinds == [float] or (float in kinds and not isinstance(value, str)):
+        check_number(option.name, value, **option.metadata)
+    elif kinds == [int]:
+        check_size(option.name, value)
+    elif isinstance(kinds[-1], str | None) and value not in kinds:
+        wanted = ("a number" if x is float else repr(x) for x in kinds)
+        raise ValueError(f"{option.name}: expected {' or '.join(wanted)}, got {value!r}")
+
+
+@dataclass(eq=False, repr=False)
 class Loss(nn.Module):
-    """The options that all losses on similarities share, see :class:`PairLoss`."""
+    """A module with options: the fields of a dataclass, which are checked whenever they are set."""
 
-    #: Attributes that ``repr`` shows.
-    shown: tuple[str, ...] = ()
+    _: KW_ONLY
+    reduction: Reduction = "mean"
 
-    def __init__(
-        self,
-        *,
-        reduction: Reduction = "mean",
-        engine: Engine = "auto",
-        check_finite: bool = False,
-        telemetry: bool = False,
-        gather: bool = False,
-    ):
+    def __post_init__(self) -> None:
         super().__init__()
-        one_of("reduction", reduction, "mean", "sum", "none")
-        one_of("engine", engine, "auto", *ENGINES)
-        self.reduction: Reduction = reduction
-        self.engine: Engine = engine
-        self.check_finite, self.observed, self.gather = check_finite, telemetry, gather
-        self.telemetry: dict[str, Tensor] = {}
+        common = {"engine", "check_finite", "telemetry", "gather", "reduction"}
+        #: Names of the options that ``repr`` shows and that the loss's function takes.
+        self.shown = (*(x.name for x in fields(self) if x.name not in common), "reduction")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dataclass_fields__:
+            _check(self.__dataclass_fields__[name], value)
+        super().__setattr__(name, value)
 
     def _options(self) -> dict[str, Any]:
-        """Return the options that ``repr`` shows, by name."""
-        return {name: getattr(self, name) for name in (*self.shown, "reduction")}
+        return {name: getattr(self, name) for name in self.shown}
 
     def extra_repr(self) -> str:
         with torch.no_grad():
@@ -49,23 +62,39 @@ class Loss(nn.Module):
             shown = {name: float(f"{float(x):.4g}") if isinstance(x, Tensor) else x for name, x in values}
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
+
+@dataclass(eq=False, repr=False)
+class SimilarityLoss(Loss):
+    """The options that all losses on similarities share, see :class:`PairLoss`."""
+
+    _: KW_ONLY
+    engine: Engine = "auto"
+    check_finite: bool = False
+    telemetry: Any = False
+    gather: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.observed, self.telemetry = self.telemetry, {}
+
     def _gathered(
         self, embeddings: tuple[Any, ...], image_ids: Tensor | None, text_ids: Tensor | None
     ) -> tuple[Any, Tensor | None, Tensor | None]:
-        """Return embeddings, the first of them of images, and ids of all processes if ``gather`` is on."""
+        """Return embeddings, the first of them of images, and ids of all processes."""
         tensors = (*embeddings, *(ids for ids in (image_ids, text_ids) if ids is not None))
-        if not self.gather or world_size() == 1 or not all(isinstance(x, Tensor) for x in tensors):  # refused later
+        if world_size() == 1 or not all(isinstance(x, Tensor) for x in tensors):  # refused later
             return embeddings, image_ids, text_ids
         numbered = embeddings[0].shape[0] if image_ids is None else 0  # text_ids alone number the process's own images
         ids = gather_ids(image_ids, 0), gather_ids(text_ids, numbered)
         return tuple(gather(x) for x in embeddings), *ids
 
 
-class PairLoss(Loss):
+@dataclass(eq=False, repr=False)
+class PairLoss(SimilarityLoss):
     """A loss on the similarities of images and texts; the base of the losses here and of your own.
 
-    A subclass implements :meth:`compute`, and applies ``self.reduction`` itself (``sim.both.reduce``); an ``__init__``
-    passes ``**common`` on to this one.
+    A subclass implements :meth:`compute`, and applies ``self.reduction`` itself (``sim.both.reduce``). Its options are
+    the fields of a dataclass, or an ``__init__`` passes ``**common`` on to this one.
 
     Args:
         reduction: ``"mean"`` (over image anchors plus over text anchors), ``"sum"`` or ``"none"`` (a pair of
@@ -81,7 +110,7 @@ class PairLoss(Loss):
     """
 
     #: How far a positive pair is to be ahead of its hardest negative, for the figure ``active``.
-    active_margin: float = 0.0
+    active_margin = 0.0
 
     def forward(
         self,
@@ -117,28 +146,25 @@ class PairLoss(Loss):
     def _similarity(self, images: Any, texts: Any, image_ids: Any, text_ids: Any, scores: Any) -> Similarity:
         if self.gather and world_size() > 1 and (scores is not None or isinstance(images, Similarity)):
             raise ValueError("gather: expected embeddings; of scores and of a Similarity there is nothing to gather")
+        options: dict[str, Any] = {"engine": self.engine, "check_finite": self.check_finite, "names": IMAGES_AND_TEXTS}
         if isinstance(images, Similarity):
             others = {"texts": texts, "image_ids": image_ids, "text_ids": text_ids, "scores": scores}
-            for name, x in others.items():
-                if x is not None:
-                    raise ValueError(f"{name}: a Similarity stands for all of the input, expected None beside it")
+            for name in (name for name, x in others.items() if x is not None):
+                raise ValueError(f"{name}: expected None beside a Similarity, which stands for all of the input")
             if self.check_finite:
                 images.check_finite()
             return images
-        options: dict[str, Any] = {"engine": self.engine, "check_finite": self.check_finite, "names": IMAGES_AND_TEXTS}
         if scores is not None:
             if images is not None or texts is not None:
                 raise ValueError("scores: expected either scores or images and texts, got both")
             return Similarity.from_scores(scores, image_ids, text_ids, **options)
-        if images is None or texts is None:
-            missing = "images" if images is None else "texts"
-            raise TypeError(f"{missing}: expected embeddings (or pass scores=, or a Similarity), got None")
         if self.gather:
             (images, texts), image_ids, text_ids = self._gathered((images, texts), image_ids, text_ids)
         return Similarity(images, texts, image_ids, text_ids, **options)
 
 
-class MemoryLoss(Loss):
+@dataclass(eq=False, repr=False)
+class MemoryLoss(SimilarityLoss):
     """A loss on images, texts, their momentum keys and a :class:`itrloss.CoupledMemory`; a base for your own.
 
     A subclass implements :meth:`compute`. There is no gradient to keys and memory. Put the batch into the memory after

@@ -1,59 +1,36 @@
 """CODER's losses: diversity-sensitive contrast in the batch and against a memory, and prototypes."""
 
-from __future__ import annotations
-
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..checks import check_matrix, check_number, check_size, one_of
+from ..checks import check_matrix, check_number, require_finite
 from ..engine.scores import host_may_read, normalized
 from ..kmeans import OnlineKMeans
 from ..memory import CoupledMemory, MemorySimilarity
 from ..similarity import Engine, Similarity
-from .base import Loss, MemoryLoss, PairLoss
+from .base import Loss, MemoryLoss, PairLoss, SimilarityLoss, above_zero
 
 
-class DiversityOptions(Loss):
+@dataclass(eq=False, repr=False)
+class DiversityOptions(SimilarityLoss):
     """The options of DCL and M-DCL."""
 
-    shown = (
-        *("temperature", "margin", "diversity", "epsilon", "detach_diversity", "positive_weight", "positive"),
-        "entropy_temperature",
-    )
-
-    def __init__(
-        self,
-        temperature: float = 0.1,
-        margin: float = 0.3,
-        diversity: functional.Diversity = "std",
-        epsilon: float = 0.1,
-        detach_diversity: bool = True,
-        positive_weight: functional.PositiveWeight = "paper",
-        positive: functional.PositiveForm = "clamp",
-        *,
-        entropy_temperature: float = 1.0,
-        **common: Any,
-    ):
-        super().__init__(**common)
-        check_number("temperature", temperature, positive=True)
-        check_number("epsilon", epsilon, positive=True)
-        check_number("entropy_temperature", entropy_temperature, positive=True)
-        check_number("margin", margin)
-        one_of("diversity", diversity, "std", "entropy", None)
-        if isinstance(positive_weight, str) and positive_weight != "paper":
-            raise ValueError(f"positive_weight: expected 'paper' or a number, got {positive_weight!r}")
-        if positive_weight != "paper":
-            check_number("positive_weight", positive_weight)
-        one_of("positive", positive, "clamp", "relu")
-        self.temperature, self.margin, self.positive = temperature, margin, positive
-        self.diversity, self.detach_diversity = diversity, detach_diversity
-        self.epsilon, self.entropy_temperature = epsilon, entropy_temperature
-        self.positive_weight: functional.PositiveWeight = positive_weight
+    temperature: float = above_zero(0.1)
+    margin: float = 0.3
+    diversity: functional.Diversity = "std"
+    epsilon: float = above_zero(0.1)
+    detach_diversity: bool = True
+    positive_weight: functional.PositiveWeight = "paper"
+    positive: functional.PositiveForm = "clamp"
+    _: KW_ONLY
+    entropy_temperature: float = above_zero(1.0)
 
 
+@dataclass(eq=False, repr=False)
 class DiversityContrastiveLoss(DiversityOptions, PairLoss):
     r"""Diversity-sensitive contrastive loss, DCL (Wang et al., CODER, ECCV 2022, Eq. 4-5).
 
@@ -81,6 +58,7 @@ class DiversityContrastiveLoss(DiversityOptions, PairLoss):
         return functional.diversity_contrastive_loss(sim, **self._options())
 
 
+@dataclass(eq=False, repr=False)
 class MemoryDiversityContrastiveLoss(DiversityOptions, MemoryLoss):
     r"""Memory-aided DCL, M-DCL (CODER Eq. 6): a batch against the keys of earlier batches.
 
@@ -102,31 +80,15 @@ class MemoryDiversityContrastiveLoss(DiversityOptions, MemoryLoss):
         reduction, engine, check_finite, telemetry, gather: see :class:`MemoryLoss`.
     """
 
-    shown = (*DiversityOptions.shown, "positive_from", "diversity_from")
-
-    def __init__(
-        self,
-        temperature: float = 0.1,
-        margin: float = 0.3,
-        diversity: functional.Diversity = "std",
-        epsilon: float = 0.1,
-        detach_diversity: bool = True,
-        positive_weight: functional.PositiveWeight = "paper",
-        positive: functional.PositiveForm = "clamp",
-        *,
-        positive_from: functional.PositiveFrom = "key",
-        diversity_from: functional.DiversityFrom = "both",
-        **common: Any,
-    ):
-        super().__init__(temperature, margin, diversity, epsilon, detach_diversity, positive_weight, positive, **common)
-        one_of("positive_from", positive_from, "key", "batch")
-        one_of("diversity_from", diversity_from, "both", "batch")
-        self.positive_from, self.diversity_from = positive_from, diversity_from
+    _: KW_ONLY
+    positive_from: functional.PositiveFrom = "key"
+    diversity_from: functional.DiversityFrom = "both"
 
     def compute(self, sims: MemorySimilarity) -> Any:
         return functional.memory_diversity_contrastive_loss(sims, **self._options())
 
 
+@dataclass(eq=False, repr=False)
 class PrototypeClassificationLoss(Loss):
     r"""Prototype-guided classification, PGC (Wang et al., CODER, ECCV 2022, Eq. 7).
 
@@ -146,22 +108,15 @@ class PrototypeClassificationLoss(Loss):
         weight: (clusters, dim) P, a parameter: pass it to the optimiser.
     """
 
-    shown = ("dim", "clusters")
+    dim: int
+    clusters: int
+    _: KW_ONLY
+    engine: Engine = "auto"
+    check_finite: bool = False
 
-    def __init__(
-        self,
-        dim: int,
-        clusters: int,
-        *,
-        reduction: functional.Reduction = "mean",
-        engine: Engine = "auto",
-        check_finite: bool = False,
-    ):
-        super().__init__(reduction=reduction, engine=engine, check_finite=check_finite)
-        check_size("dim", dim)
-        check_size("clusters", clusters)
-        self.dim, self.clusters = dim, clusters
-        self.weight = nn.Parameter(torch.empty(clusters, dim).uniform_(-1, 1) / dim**0.5)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.weight = nn.Parameter(torch.empty(self.clusters, self.dim).uniform_(-1, 1) / self.dim**0.5)
 
     def forward(self, image_concepts: Tensor, text_concepts: Tensor, prototype_ids: Tensor) -> Any:
         """Return the loss, see :func:`itrloss.functional.prototype_classification_loss`."""
