@@ -344,7 +344,7 @@ def test_modules_are_copied_stored_compiled_and_printed(module):
 
 X = torch.ones(2, 3, 4)
 WRONG = {
-    "residuals": (lambda: DynamicOrthogonalLoss()(X[0]), TypeError, "residuals"),
+    "residuals": (lambda: DynamicOrthogonalLoss()(X[0]), ValueError, r"residuals: expected shape \(N, K, D\)"),
     "gate": (lambda: DynamicOrthogonalLoss()(X, torch.ones(2, 5)), ValueError, r"gate: expected shape \(2, 3\) or"),
     "pairs": (lambda: DynamicOrthogonalLoss(pair_reduction="max"), ValueError, "pair_reduction"),  # type: ignore[arg-type]
     "slack": (lambda: DynamicOrthogonalLoss("0.4"), TypeError, "slack"),  # type: ignore[arg-type]

@@ -52,9 +52,6 @@ __all__ = [
 _TERMS = {"clamp": log1p_clamp, "relu": log1p_relu}
 
 
-# -------------------------------------------------------------------------------------------------- diversity
-
-
 def std_diversity(sim: Anchors, epsilon: float = 0.1) -> Tensor:
     r"""Return the (N,) diversity of each row's negatives by their standard deviation (CODER Eq. 3).
 
@@ -84,19 +81,13 @@ def _diversity(
     anchors: Anchors, kind: Diversity, epsilon: float, temperature: float = 1.0, detached: bool = False
 ) -> Tensor:  # (A,)
     if not isinstance(anchors, Anchors):
-        _refuse("sim", anchors, "a Similarity")
+        _refuse("sim", anchors, Similarity)
     if kind not in ("std", "entropy"):
         one_of("diversity", kind, "std", "entropy", None)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not detached):
         spread = anchors.mean_std().std if kind == "std" else anchors.entropy(temperature).clamp_min(1e-6)
         raw = torch.exp(-epsilon / spread) + 1
-        if anchors.of_one_size:
-            groups = raw.view(len(anchors.sizes), -1)
-            return (groups / groups.amax(1, keepdim=True)).flatten()
-        return torch.cat([x / x.amax() for x in anchors.split(raw)])
-
-
-# ----------------------------------------------------------------------------------------------------- losses
+        return torch.cat([x / x.amax() for x in raw.split(anchors.sizes)])
 
 
 def diversity_contrastive_loss(
@@ -151,20 +142,19 @@ def memory_diversity_contrastive_loss(
 ) -> Any:
     """Return the memory-aided DCL, M-DCL; see :class:`itrloss.MemoryDiversityContrastiveLoss`."""
     if not isinstance(sims, MemorySimilarity):
-        _refuse("sims", sims, "a MemorySimilarity")
+        _refuse("sims", sims, MemorySimilarity)
     if positive_from not in ("key", "batch"):
         one_of("positive_from", positive_from, "key", "batch")
     if diversity_from not in ("both", "batch"):
         one_of("diversity_from", diversity_from, "both", "batch")
-    scores: Tensor | None = None
+    batch, scores = sims.batch.both, None
     if diversity is not None:
-        options = diversity, epsilon, entropy_temperature, detach_diversity
-        scores = _diversity(sims.batch.both, *options)
-        if diversity_from == "both":
-            scores = 0.5 * (scores + _diversity(sims.memory, *options))
-    positives = sims.keys if positive_from == "key" else sims.batch.both
-    settings: dict[str, Any] = {"positive_weight": positive_weight, "positive": positive, "reduction": reduction}
-    return diversity_contrastive_loss(sims.memory, temperature, margin, scores, **settings, positives=positives)
+        several = (batch,) if diversity_from == "batch" else (batch, sims.memory)
+        settings = diversity, epsilon, entropy_temperature, detach_diversity
+        scores: Any = sum(_diversity(x, *settings) for x in several) / len(several)
+    options: dict[str, Any] = {"positive_weight": positive_weight, "positive": positive, "reduction": reduction}
+    positives = sims.keys if positive_from == "key" else batch
+    return diversity_contrastive_loss(sims.memory, temperature, margin, scores, **options, positives=positives)
 
 
 def hubness_aware_loss(
@@ -186,8 +176,7 @@ def hubness_aware_loss(
         options: dict[str, Any] = {"positive": positive, "reduction": reduction, "positives": positives}
         return diversity_contrastive_loss(sim, 1 / scale, margin, None, positive_weight=1.0, **options)
     anchors = _both(sim)
-    if positive not in _TERMS:
-        one_of("positive", positive, *_TERMS)
+    one_of("positive", positive, *_TERMS)
     repulsion = F.softplus(anchors.logsumexp(scale) - scale * margin, threshold=40) / scale
     attraction = 0.5 * anchors.per_pair(anchors.sum_of_positives(_TERMS[positive]))
     return anchors.reduce(repulsion - attraction, reduction)
@@ -206,7 +195,7 @@ def unified_training_objective(
 ) -> Any:
     """Return the unified training objective, UTO; see :class:`itrloss.UnifiedTrainingObjective`."""
     if not isinstance(sims, MemorySimilarity):
-        _refuse("sims", sims, "a MemorySimilarity")
+        _refuse("sims", sims, MemorySimilarity)
     options: dict[str, Any] = {"scale": scale, "margin": margin, "reduction": reduction, "positive": positive}
     batch = hubness_aware_loss(sims.batch, **options)
     sides = zip((text_memory_weight, image_memory_weight), sims.memory.groups(), sims.keys.groups(), strict=True)
@@ -237,7 +226,7 @@ def sigmoid_loss(
     ``scale`` and ``bias`` are numbers or tensors of one value, which get gradients.
     """
     if not isinstance(sim, Similarity):
-        _refuse("sim", sim, "a Similarity")
+        _refuse("sim", sim, Similarity)
     one_of("reduction", reduction, "mean", "sum", "none")
     for name, x in (("scale", scale), ("bias", bias)):
         if isinstance(x, Tensor) and x.numel() != 1:
@@ -304,17 +293,13 @@ def prototype_classification_loss(
     return values.sum() / batch if reduction == "mean" else values.sum()
 
 
-# ----------------------------------------------------------------------------------------------------- shared
-
-
-def _refuse(name: str, x: object, expected: str) -> NoReturn:
-    raise TypeError(f"{name}: expected {expected} (the classes in itrloss take tensors), got {type(x).__name__}")
-
-
 def _both(sim: Anchors) -> Anchors:
     """Return the rows and columns of a similarity; other anchors as they are."""
-    if isinstance(sim, Similarity):
-        return sim.both
     if not isinstance(sim, Anchors):
-        _refuse("sim", sim, "a Similarity")
-    return sim
+        _refuse("sim", sim, Similarity)
+    return sim.both if isinstance(sim, Similarity) else sim
+
+
+def _refuse(name: str, x: object, kind: type) -> NoReturn:
+    expected = f"expected a {kind.__name__} (the classes in itrloss take tensors)"
+    raise TypeError(f"{name}: {expected}, got {type(x).__name__}")

@@ -1,6 +1,6 @@
 """What all losses share: options, which are checked when they are set, and the call forms."""
 
-# Options are checked by the types of their fields, so there is no ``from __future__ import annotations`` in this package.
+# Options are checked by the types of their fields: this package does without ``from __future__ import annotations``.
 
 from dataclasses import KW_ONLY, Field, dataclass, field, fields
 from typing import Any, get_args

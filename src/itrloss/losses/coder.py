@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..checks import check_matrix, check_number, require_finite
+from ..checks import check_matrix, check_number
 from ..engine.scores import host_may_read, normalized
 from ..kmeans import OnlineKMeans
 from ..memory import CoupledMemory, MemorySimilarity

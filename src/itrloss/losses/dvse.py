@@ -70,7 +70,7 @@ class VarianceAwareLoss(SimilarityLoss):
         check_embeddings(images.flatten(0, 1), texts, self.check_finite, _NAMES)
         units, texts = normalized(images.transpose(0, 1)), normalized(texts)  # (K, N, D), (M, D)
         (k, n, _), m = units.shape, len(texts)
-        engine = choose_engine(self.engine, n * m, MEMORY_BUDGET // k, images)
+        engine: Any = choose_engine(self.engine, n * m, MEMORY_BUDGET // k, images)
         kept = self.engine == "auto" and engine == "tiled" and k * n * m * units.itemsize <= MEMORY_BUDGET
         if kept or engine == "dense":
             # Where scores are kept, one product for all heads: 0.7 of the time at 512 images, 6 heads, 1024 dimensions
