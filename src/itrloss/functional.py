@@ -9,6 +9,7 @@ anchor without a positive or without a negative contributes 0 and does not count
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -103,17 +104,21 @@ def diversity_contrastive_loss(
     reduction: Reduction = "mean",
     *,
     positives: Anchors | None = None,
+    diversity_of: Sequence[Anchors] = (),
 ) -> Any:
     """Return the diversity-sensitive contrastive loss, DCL; see :class:`itrloss.DiversityContrastiveLoss`.
 
     A tensor (A,) for ``diversity`` holds diversity scores of your own. ``positives``: the same anchors with other
-    candidates, from which the positives are taken, while the negatives come from ``sim``.
+    candidates, from which the positives are taken, while the negatives come from ``sim``. ``diversity_of``: likewise
+    those over which diversities are averaged.
     """
     anchors = _both(sim)
     if positive not in _TERMS:
         one_of("positive", positive, *_TERMS)
     if diversity is not None and not isinstance(diversity, Tensor):
-        diversity = _diversity(anchors, diversity, epsilon, entropy_temperature, detach_diversity)
+        settings = diversity, epsilon, entropy_temperature, detach_diversity
+        several = [_diversity(x, *settings) for x in diversity_of or (anchors,)]
+        diversity = several[0] if len(several) == 1 else torch.stack(several).mean(0)
     scale = 1 / temperature if diversity is None else 1 / (temperature * diversity)
     repulsion = anchors.logsumexp(scale)
     attraction = (anchors if positives is None else positives).mean_of_positives(_TERMS[positive])
@@ -127,34 +132,25 @@ def diversity_contrastive_loss(
 
 def memory_diversity_contrastive_loss(
     sims: MemorySimilarity,
-    temperature: float = 0.1,
-    margin: float = 0.3,
-    diversity: Diversity = "std",
-    epsilon: float = 0.1,
-    detach_diversity: bool = True,
-    positive_weight: PositiveWeight = "paper",
-    positive: PositiveForm = "clamp",
-    entropy_temperature: float = 1.0,
-    positive_from: PositiveFrom = "key",
-    reduction: Reduction = "mean",
     *,
+    positive_from: PositiveFrom = "key",
     diversity_from: DiversityFrom = "both",
+    **options: Any,
 ) -> Any:
-    """Return the memory-aided DCL, M-DCL; see :class:`itrloss.MemoryDiversityContrastiveLoss`."""
+    """Return the memory-aided DCL, M-DCL; see :class:`itrloss.MemoryDiversityContrastiveLoss`.
+
+    ``options``: those of :func:`diversity_contrastive_loss`.
+    """
     if not isinstance(sims, MemorySimilarity):
         _refuse("sims", sims, MemorySimilarity)
     if positive_from not in ("key", "batch"):
         one_of("positive_from", positive_from, "key", "batch")
     if diversity_from not in ("both", "batch"):
         one_of("diversity_from", diversity_from, "both", "batch")
-    batch, scores = sims.batch.both, None
-    if diversity is not None:
-        several = (batch,) if diversity_from == "batch" else (batch, sims.memory)
-        settings = diversity, epsilon, entropy_temperature, detach_diversity
-        scores: Any = sum(_diversity(x, *settings) for x in several) / len(several)
-    options: dict[str, Any] = {"positive_weight": positive_weight, "positive": positive, "reduction": reduction}
+    batch = sims.batch.both
     positives = sims.keys if positive_from == "key" else batch
-    return diversity_contrastive_loss(sims.memory, temperature, margin, scores, **options, positives=positives)
+    diversity_of = (batch,) if diversity_from == "batch" else (batch, sims.memory)
+    return diversity_contrastive_loss(sims.memory, positives=positives, diversity_of=diversity_of, **options)
 
 
 def hubness_aware_loss(
@@ -184,23 +180,22 @@ def hubness_aware_loss(
 
 def unified_training_objective(
     sims: MemorySimilarity,
-    scale: float = 90.0,
-    margin: float = 0.5,
-    batch_weight: float = 1.0,
-    reduction: Reduction = "mean",
     *,
-    positive: PositiveForm = "clamp",
+    batch_weight: float = 1.0,
     image_memory_weight: float = 1.0,
     text_memory_weight: float = 1.0,
+    **options: Any,
 ) -> Any:
-    """Return the unified training objective, UTO; see :class:`itrloss.UnifiedTrainingObjective`."""
+    """Return the unified training objective, UTO; see :class:`itrloss.UnifiedTrainingObjective`.
+
+    ``options``: those of :func:`hubness_aware_loss`.
+    """
     if not isinstance(sims, MemorySimilarity):
         _refuse("sims", sims, MemorySimilarity)
-    options: dict[str, Any] = {"scale": scale, "margin": margin, "reduction": reduction, "positive": positive}
     batch = hubness_aware_loss(sims.batch, **options)
     sides = zip((text_memory_weight, image_memory_weight), sims.memory.groups(), sims.keys.groups(), strict=True)
     queues = [(weight, hubness_aware_loss(memory, **options, positives=keys)) for weight, memory, keys in sides]
-    if reduction != "none":
+    if isinstance(batch, Tensor):
         return batch_weight * batch + sum(weight * value for weight, value in queues)
     return tuple(batch_weight * b + weight * value for b, (weight, (value,)) in zip(batch, queues, strict=True))
 
