@@ -20,7 +20,7 @@ from .anchors import Anchors
 from .anchors import Reduction as Reduction
 from .checks import as_ids, check_alike, check_matrix, one_of
 from .engine.answers import hinge, log1p_clamp, log1p_relu, negative_log_likelihood, softplus
-from .engine.scores import host_may_read
+from .engine.scores import compute_dtype, host_may_read
 from .memory import MemorySimilarity
 from .sets import Aggregation as Aggregation
 from .sets import PairReduction as PairReduction
@@ -58,9 +58,9 @@ def std_diversity(sim: Anchors, epsilon: float = 0.1) -> Tensor:
 
     .. math:: \mathrm{raw}_i = 1 + e^{-\epsilon / SD_i}, \qquad \mathrm{div}_i = \mathrm{raw}_i / \max_k \mathrm{raw}_k
 
-    ``SD_i`` is the population standard deviation of ``{S_ij : j negative}``, at least 1e-6. A low score means that the
-    negatives are all equally far away. It lies in (½, 1], and is 1 for the most diverse row. Differentiable.
-    For the columns pass ``sim.T``; for both ``sim.both``, where each side is divided by its own maximum.
+    ``SD_i`` is the population standard deviation of ``{S_ij : j negative}``, at least 1e-6. The score lies in (½, 1]: low
+    for negatives that are all equally far away, 1 for the most diverse row. Differentiable. For the columns pass
+    ``sim.T``; for both ``sim.both``, where each side is divided by its own maximum.
     """
     return _diversity(sim, "std", epsilon)
 
@@ -69,11 +69,8 @@ def entropy_diversity(sim: Anchors, epsilon: float = 0.1, temperature: float = 1
     r"""Return the (N,) diversity of each row's negatives by the entropy of its similarities (CODER supplement, Eq. 8).
 
     The formula of :func:`std_diversity` with ``H_i = -sum_{j negative} P_ij log2 P_ij`` in place of ``SD_i``, where
-    ``P_i`` is the softmax of ``S_i / temperature`` over all candidates. In (½, 1]. Differentiable.
-
-    Warning:
-        At temperature 1 cosines hardly differ: with 128 candidates H is within about 2 % of log2 128 for every row and
-        every score is practically 1. A temperature of the order of the similarities' spread makes it informative.
+    ``P_i`` is the softmax of ``S_i / temperature`` over all candidates. At temperature 1, with 128 candidates, H is
+    within about 2 % of log2 128 and every score practically 1. One of the order of the scores' spread is informative.
     """
     return _diversity(sim, "entropy", epsilon, temperature)
 
@@ -118,7 +115,7 @@ def diversity_contrastive_loss(
     if diversity is not None and not isinstance(diversity, Tensor):
         settings = diversity, epsilon, entropy_temperature, detach_diversity
         several = [_diversity(x, *settings) for x in diversity_of or (anchors,)]
-        diversity = several[0] if len(several) == 1 else torch.stack(several).mean(0)
+        diversity = torch.stack(several).mean(0)
     scale = 1 / temperature if diversity is None else 1 / (temperature * diversity)
     repulsion = anchors.logsumexp(scale)
     attraction = (anchors if positives is None else positives).mean_of_positives(_TERMS[positive])
@@ -203,7 +200,7 @@ def unified_training_objective(
 def info_nce_loss(sim: Anchors, temperature: float | Tensor = 0.07, reduction: Reduction = "mean") -> Any:
     """Return InfoNCE in both directions, with any number of positives; see :class:`itrloss.InfoNCELoss`.
 
-    The ``temperature`` is a number or a tensor of one value, which gets a gradient.
+    ``temperature``: a number or a tensor of one value, which gets a gradient.
     """
     anchors = _both(sim)
     if isinstance(temperature, Tensor):
@@ -256,11 +253,8 @@ def prototype_classification_loss(
 ) -> Any:
     """Return prototype-guided classification, PGC; see :class:`itrloss.PrototypeClassificationLoss`.
 
-    The classes are the columns of a Similarity: where the (2 B, K) logits are large, they are never all in memory.
-
     Args:
-        image_concepts, text_concepts: (B, F) embeddings v and w, row i of one belonging to row i of the other; taken as
-            they are.
+        image_concepts, text_concepts: (B, F) v and w, taken as they are; row i of one belongs to row i of the other.
         weight: (K, F) the classifier P.
         prototype_ids: (B,) integers z in [0, K). Others raise an error on the CPU; elsewhere the result is undefined.
         reduction, engine: as there.
@@ -268,24 +262,24 @@ def prototype_classification_loss(
     check_matrix("weight", weight, "(K, F)")
     for name, x in (("image_concepts", image_concepts), ("text_concepts", text_concepts)):
         check_matrix(name, x, "(B, F)")
-        shape = (image_concepts.shape[0], weight.shape[1])
+        shape = (len(image_concepts), weight.shape[1])
         if x.shape != shape:
             raise ValueError(f"{name}: expected shape {shape}, got {tuple(x.shape)}")
         check_alike(name, x, "weight", weight)
     one_of("reduction", reduction, "mean", "sum", "none")
-    batch, classes = image_concepts.shape[0], weight.shape[0]
+    batch, classes = len(image_concepts), len(weight)
     ids = as_ids("prototype_ids", prototype_ids, batch, weight.device)
     if host_may_read(ids) and not 0 <= int(ids.amin()) <= int(ids.amax()) < classes:
         got = f"{int(ids.amin())} to {int(ids.amax())}"
         raise ValueError(f"prototype_ids: expected integers from 0 to {classes - 1}, got {got}")
-    dtype = torch.promote_types(image_concepts.dtype, torch.float32)  # autocast cannot concatenate float16 and bfloat16
+    dtype = compute_dtype(weight)  # autocast cannot concatenate float16 and bfloat16
     both = torch.cat([image_concepts.to(dtype), text_concepts.to(dtype)])
     labels = ids.repeat(2), torch.arange(classes, device=ids.device)
     logits = Similarity(both, weight, *labels, normalize=False, engine=engine)
     values = logits.sum_of_positives(negative_log_likelihood, logits.logsumexp(), 1.0)
     if reduction == "none":
         return values[:batch], values[batch:]
-    return values.sum() / batch if reduction == "mean" else values.sum()
+    return values.sum() / (batch if reduction == "mean" else 1)
 
 
 def _both(sim: Anchors) -> Anchors:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..checks import check_matrix, check_number
-from ..engine.scores import host_may_read, normalized
+from ..engine.scores import compute_dtype, host_may_read, normalized
 from ..kmeans import OnlineKMeans
 from ..memory import CoupledMemory, MemorySimilarity
 from ..similarity import Engine, Similarity
@@ -43,10 +43,9 @@ class DiversityContrastiveLoss(DiversityOptions, PairLoss):
     Args:
         temperature: μ.
         margin: γ, in units of cosine similarity.
-        diversity: ``"std"`` (Eq. 3), ``"entropy"`` (supplement; see the warning at
-            :func:`itrloss.functional.entropy_diversity`), or None for the implicit form DCL_I with ``d = 1``.
-        entropy_temperature: τ of ``diversity="entropy"``. At the paper's 1 every score is practically 1.
-        epsilon: ε of the diversity scores, above 0.
+        diversity: ``"std"`` (:func:`itrloss.functional.std_diversity`, Eq. 3), ``"entropy"``
+            (:func:`itrloss.functional.entropy_diversity`), or None for the implicit form DCL_I with ``d = 1``.
+        epsilon, entropy_temperature: ε and, of the entropy, the temperature of the diversity scores; above 0.
         detach_diversity: treat ``d`` as a weight; False sends gradients through it.
         positive_weight: ``"paper"`` for ``w = μ`` as printed, or ``w`` itself, per direction.
         positive: ``"clamp"`` keeps S above -1 + 1e-6 in ``log(1 + S)``; ``"relu"`` takes ``log(1 + max(S, 0))``, by
@@ -75,9 +74,7 @@ class MemoryDiversityContrastiveLoss(DiversityOptions, MemoryLoss):
         positive_from: ``"key"``, or ``"batch"`` to take positives from the batch instead of its keys; then they get a
             gradient.
         diversity_from: ``"both"`` for the mean of the two diversities, ``"batch"`` for that of the batch alone.
-        temperature, margin, diversity, epsilon, detach_diversity, positive_weight, positive, entropy_temperature: see
-            :class:`DiversityContrastiveLoss`.
-        reduction, engine, check_finite, telemetry, gather: see :class:`MemoryLoss`.
+        others: see :class:`DiversityContrastiveLoss` and :class:`MemoryLoss`.
     """
 
     _: KW_ONLY
@@ -101,8 +98,7 @@ class PrototypeClassificationLoss(Loss):
     Args:
         dim: F of the concept embeddings.
         clusters: K, the number of prototypes.
-        reduction: ``"mean"`` (over images plus over texts), ``"sum"`` or ``"none"`` for two tensors (B,).
-        engine, check_finite: see :class:`itrloss.PairLoss`. ``"auto"`` never holds (2 B, K) logits above 256 MiB.
+        reduction, engine, check_finite: see :class:`PairLoss`. ``"auto"`` never holds (2 B, K) logits above 256 MiB.
 
     Attributes:
         weight: (clusters, dim) P, a parameter: pass it to the optimiser.
@@ -122,34 +118,32 @@ class PrototypeClassificationLoss(Loss):
         """Return the loss, see :func:`itrloss.functional.prototype_classification_loss`."""
         for name, x in (("image_concepts", image_concepts), ("text_concepts", text_concepts)):
             check_matrix(name, x, f"(B, {self.dim})", self.check_finite)
-        weight = self.weight.to(torch.promote_types(image_concepts.dtype, torch.float32))
-        return functional.prototype_classification_loss(
-            image_concepts, text_concepts, weight, prototype_ids, self.reduction, self.engine
-        )
+        inputs = image_concepts, text_concepts, self.weight.to(compute_dtype(image_concepts)), prototype_ids
+        return functional.prototype_classification_loss(*inputs, self.reduction, self.engine)
 
     @torch.no_grad()
     def reset(self, reseeded: Tensor, centroids: Tensor) -> None:
         """Reset the classifier's rows of reseeded clusters: what they learnt is about the clusters' former points.
 
-        Such a row of P becomes the new centroid, scaled to the length that rows have at initialisation. Its gradient,
-        if there is one, becomes 0. The optimiser's state for it (Adam's moments) is left to decay. The parameter is
-        modified in place: do not call this between a forward pass and its backward pass, which would raise an error.
+        Such a row of P becomes the new centroid, scaled to the length that rows have at initialisation, and its
+        gradient 0. The optimiser's state for it is left to decay. The parameter is modified in place: do not call this
+        between a forward pass and its backward pass, which would raise an error.
 
         Args:
             reseeded: (clusters,) bool, :attr:`itrloss.OnlineKMeans.reseeded`.
             centroids: (clusters, dim) of unit length.
         """
-        for name, x in (("reseeded", reseeded), ("centroids", centroids)):
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        if not isinstance(reseeded, Tensor):
+            raise TypeError(f"reseeded: expected a tensor, got {type(reseeded).__name__}")
         if reseeded.shape != (self.clusters,) or reseeded.dtype != torch.bool:
             got = f"{tuple(reseeded.shape)} {reseeded.dtype}"
             raise ValueError(f"reseeded: expected a boolean tensor of shape ({self.clusters},), got {got}")
+        check_matrix("centroids", centroids, f"({self.clusters}, {self.dim})")
         if centroids.shape != self.weight.shape:
             raise ValueError(f"centroids: expected shape {(self.clusters, self.dim)}, got {tuple(centroids.shape)}")
-        fresh = centroids.to(self.weight.dtype) / 3**0.5  # the expected length of a row of uniform numbers
         if host_may_read(self.weight) and not reseeded.any():  # on an accelerator the check would synchronise
             return
+        fresh = centroids.to(self.weight.dtype) / 3**0.5  # the expected length of a row of uniform numbers
         self.weight.copy_(torch.where(reseeded[:, None], fresh, self.weight))
         if self.weight.grad is not None:
             self.weight.grad.masked_fill_(reseeded[:, None], 0)
@@ -175,17 +169,16 @@ class CODERObjective(nn.Module):
 
     Args:
         dim: of instance and concept embeddings.
-        clusters: number of prototypes: 10 000 for Flickr30K, 20 000 for MSCOCO, in the paper.
+        clusters: number of prototypes; in the paper 10 000 for Flickr30K and 20 000 for MSCOCO.
         batch_weight, memory_weight, concept_weight, prototype_weight: of the four terms. A term of weight 0 is not
             computed.
-        max_count: see :class:`itrloss.OnlineKMeans`.
-        diversity_from: for the memory's term, see :class:`itrloss.MemoryDiversityContrastiveLoss`.
-        options: for all diversity-sensitive losses, see :class:`itrloss.DiversityContrastiveLoss`.
+        max_count: see :class:`OnlineKMeans`.
+        diversity_from: see :class:`MemoryDiversityContrastiveLoss`.
+        options: of all diversity-sensitive losses, see :class:`DiversityContrastiveLoss`.
 
     Attributes:
         batch, memory, concept: the losses, whose options may be changed one by one.
-        prototypes, classifier: :class:`itrloss.OnlineKMeans` and :class:`itrloss.PrototypeClassificationLoss`, which
-            has a parameter.
+        prototypes, classifier: :class:`OnlineKMeans`, and :class:`PrototypeClassificationLoss`, which has a parameter.
     """
 
     def __init__(
@@ -209,8 +202,8 @@ class CODERObjective(nn.Module):
             check_number(f"{name}_weight", weight)
         self.batch, self.concept = DiversityContrastiveLoss(**options), DiversityContrastiveLoss(**options)
         self.memory = MemoryDiversityContrastiveLoss(diversity_from=diversity_from, **options)
-        common = {name: options[name] for name in ("reduction", "engine", "check_finite") if name in options}
         self.prototypes = OnlineKMeans(clusters, dim, max_count=max_count)
+        common = {name: getattr(self.batch, name) for name in ("reduction", "engine", "check_finite")}
         self.classifier = PrototypeClassificationLoss(dim, clusters, **common)
 
     def forward(
@@ -229,17 +222,15 @@ class CODERObjective(nn.Module):
 
         Args:
             images, texts: (B, dim) instance embeddings.
-            image_keys, text_keys: (B, dim) instance embeddings of the same pairs by the momentum encoders.
-            memory: keys of earlier batches. Enqueue the batch after the backward pass.
+            image_keys, text_keys, memory, image_ids, text_ids: as in :meth:`MemoryLoss.forward`.
             image_concepts, text_concepts: (B, dim) concept embeddings.
-            image_ids, text_ids: (B,) integers, see :class:`MemoryLoss`; equal ids make further positives.
         """
-        shape = (images.shape[0], self.prototypes.dim)
+        shape = (len(images), self.prototypes.dim)
         parts = {"images": images, "texts": texts, "image_concepts": image_concepts, "text_concepts": text_concepts}
         for name, x in parts.items():
             if x.shape != shape:
                 raise ValueError(f"{name}: expected shape {shape}, a row for each image, got {tuple(x.shape)}")
-        zero = images.new_zeros((), dtype=torch.promote_types(images.dtype, torch.float32))
+        zero = images.new_zeros((), dtype=compute_dtype(images))
         ids, keys, concepts = (image_ids, text_ids), (image_keys, text_keys), (image_concepts, text_concepts)
         # In evaluation mode there may be no prototypes yet.
         has_prototypes = self.weights.prototype and (self.training or len(self.prototypes))
