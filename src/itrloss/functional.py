@@ -24,7 +24,9 @@ from .engine.scores import compute_dtype, host_may_read
 from .memory import MemorySimilarity
 from .sets import Aggregation as Aggregation
 from .sets import PairReduction as PairReduction
-from .sets import dynamic_orthogonal_loss, set_similarity, variance_aware_loss
+from .sets import dynamic_orthogonal_loss as dynamic_orthogonal_loss
+from .sets import set_similarity as set_similarity
+from .sets import variance_aware_loss as variance_aware_loss
 from .similarity import Engine, Similarity
 
 Diversity = Literal["std", "entropy", None]
@@ -34,22 +36,6 @@ PositiveForm = Literal["clamp", "relu"]
 PositiveFrom = Literal["key", "batch"]
 DiversityFrom = Literal["both", "batch"]
 
-__all__ = [
-    "diversity_contrastive_loss",
-    "dynamic_orthogonal_loss",
-    "entropy_diversity",
-    "hubness_aware_loss",
-    "info_nce_loss",
-    "memory_diversity_contrastive_loss",
-    "prototype_classification_loss",
-    "set_similarity",
-    "sigmoid_loss",
-    "std_diversity",
-    "triplet_loss",
-    "unified_training_objective",
-    "variance_aware_loss",
-]
-
 _TERMS = {"clamp": log1p_clamp, "relu": log1p_relu}
 
 
@@ -58,9 +44,9 @@ def std_diversity(sim: Anchors, epsilon: float = 0.1) -> Tensor:
 
     .. math:: \mathrm{raw}_i = 1 + e^{-\epsilon / SD_i}, \qquad \mathrm{div}_i = \mathrm{raw}_i / \max_k \mathrm{raw}_k
 
-    ``SD_i`` is the population standard deviation of ``{S_ij : j negative}``, at least 1e-6. The score lies in (½, 1]: low
-    for negatives that are all equally far away, 1 for the most diverse row. Differentiable. For the columns pass
-    ``sim.T``; for both ``sim.both``, where each side is divided by its own maximum.
+    ``SD_i`` is the population standard deviation of ``{S_ij : j negative}``, at least 1e-6. The score is low for
+    negatives that are all equally far away, above ½, and 1 for the most diverse row. Differentiable. For the columns
+    pass ``sim.T``; for both ``sim.both``, where each side is divided by its own maximum.
     """
     return _diversity(sim, "std", epsilon)
 
@@ -161,9 +147,9 @@ def hubness_aware_loss(
 ) -> Any:
     """Return the hubness-aware loss, HAL; see :class:`itrloss.HubnessAwareLoss`.
 
-    With ``reduction="none"`` each direction has one half of the positive term. ``positives``: the same anchors with
-    other candidates, from which the positives are taken. Then the mean of ``log(1 + S)`` is over each anchor's own
-    positives, as in the memory's terms of :class:`itrloss.UnifiedTrainingObjective`.
+    With ``reduction="none"`` each direction has one half of the positive term. ``positives``: as in
+    :func:`diversity_contrastive_loss`. Then the mean of ``log(1 + S)`` is over each anchor's own positives, as in the
+    memory's terms of :class:`itrloss.UnifiedTrainingObjective`.
     """
     if positives is not None:  # DCL without diversity
         options: dict[str, Any] = {"positive": positive, "reduction": reduction, "positives": positives}

@@ -77,6 +77,10 @@ class SimilarityLoss(Loss):
         super().__post_init__()
         self.observed, self.telemetry = self.telemetry, {}
 
+    def compute(self, sim: Any) -> Any:
+        """Return the loss of a :class:`Similarity` with images as rows and texts as columns."""
+        raise NotImplementedError(f"{type(self).__name__} must implement compute(sim)")
+
     def _gathered(
         self, embeddings: tuple[Any, ...], image_ids: Tensor | None, text_ids: Tensor | None
     ) -> tuple[Any, Tensor | None, Tensor | None]:
@@ -139,18 +143,15 @@ class PairLoss(SimilarityLoss):
             self.telemetry = describe(sim, self.active_margin)
         return value
 
-    def compute(self, sim: Similarity) -> Any:
-        """Return the loss of a similarity with images as rows and texts as columns."""
-        raise NotImplementedError(f"{type(self).__name__} must implement compute(sim)")
-
     def _similarity(self, images: Any, texts: Any, image_ids: Any, text_ids: Any, scores: Any) -> Similarity:
         if self.gather and world_size() > 1 and (scores is not None or isinstance(images, Similarity)):
             raise ValueError("gather: expected embeddings; of scores and of a Similarity there is nothing to gather")
         options: dict[str, Any] = {"engine": self.engine, "check_finite": self.check_finite, "names": IMAGES_AND_TEXTS}
         if isinstance(images, Similarity):
             others = {"texts": texts, "image_ids": image_ids, "text_ids": text_ids, "scores": scores}
-            for name in (name for name, x in others.items() if x is not None):
-                raise ValueError(f"{name}: expected None beside a Similarity, which stands for all of the input")
+            given = [name for name, x in others.items() if x is not None]
+            if given:
+                raise ValueError(f"{given[0]}: expected None beside a Similarity, which stands for all of the input")
             if self.check_finite:
                 images.check_finite()
             return images
@@ -167,8 +168,8 @@ class PairLoss(SimilarityLoss):
 class MemoryLoss(SimilarityLoss):
     """A loss on images, texts, their momentum keys and a :class:`itrloss.CoupledMemory`; a base for your own.
 
-    A subclass implements :meth:`compute`. There is no gradient to keys and memory. Put the batch into the memory after
-    its backward pass: ``memory.enqueue(image_keys, text_keys, ids)``.
+    A subclass implements ``compute(sims)`` of a :class:`itrloss.memory.MemorySimilarity`. There is no gradient to keys
+    and memory. After the backward pass, put the batch into the memory: ``memory.enqueue(image_keys, text_keys, ids)``.
 
     Args:
         reduction, engine, check_finite: see :class:`PairLoss`. ``engine`` goes by the size of the memory.
@@ -189,10 +190,8 @@ class MemoryLoss(SimilarityLoss):
         """Return the loss of a batch beside the memory of former ones, as :meth:`PairLoss.forward` does.
 
         Args:
-            images: (N, D) embeddings of any length.
-            texts: (M, D) embeddings.
-            image_keys: (N, D) embeddings of the same images by the momentum encoder.
-            text_keys: (M, D) those of the texts.
+            images, texts: (N, D) and (M, D) embeddings of any length.
+            image_keys, text_keys: (N, D) and (M, D) embeddings of the same by the momentum encoders.
             memory: keys of former batches. While it is empty, its terms are 0.
             image_ids, text_ids: (N,) and (M,) integers; equal ids are positives in the batch, and entries of the
                 memory with an anchor's id are no negatives of it. If both are left out, image i matches text i; the
@@ -201,13 +200,9 @@ class MemoryLoss(SimilarityLoss):
         embeddings: tuple[Tensor, Tensor, Tensor, Tensor] = images, texts, image_keys, text_keys
         if self.gather:
             embeddings, image_ids, text_ids = self._gathered(embeddings, image_ids, text_ids)
-        options: dict[str, Any] = {"engine": self.engine, "check_finite": self.check_finite}
+        options: Any = {"engine": self.engine, "check_finite": self.check_finite}
         sims = MemorySimilarity.of(*embeddings, memory, image_ids, text_ids, **options)
         value = self.compute(sims)
         if self.observed and not torch.compiler.is_compiling():
             self.telemetry = describe_memory(sims)
         return value
-
-    def compute(self, sims: MemorySimilarity) -> Any:
-        """Return the loss of what :class:`itrloss.memory.MemorySimilarity` holds."""
-        raise NotImplementedError(f"{type(self).__name__} must implement compute(sims)")

@@ -28,13 +28,13 @@ class TripletLoss(PairLoss):
 
     Args:
         margin: α, in units of cosine similarity.
-        mining: ``"hardest"`` negative of each anchor, or ``"all"`` (the sum over its negatives). May be set later.
+        mining: ``"hardest"`` negative of each anchor, or ``"all"`` (the sum over its negatives).
         reduction: see :class:`PairLoss`; as in VSE code bases the default is ``"sum"``.
         engine, check_finite, telemetry, gather: see :class:`PairLoss`.
     """
 
     margin: float = 0.2
-    mining: functional.Mining = "hardest"
+    mining: functional.Mining = "hardest"  #: May be set later.
     _: KW_ONLY
     reduction: functional.Reduction = "sum"
     _calls = 0  # in training mode

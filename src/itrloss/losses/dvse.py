@@ -36,10 +36,10 @@ class VarianceAwareLoss(SimilarityLoss):
         detach_sigma: treat σ as a weight.
         shared_sigma: True, as printed: in the texts' direction, too, a pair's σ is that of its image's scores. False:
             there it is that of its text's scores, over all images but the pair's.
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``, see :func:`itrloss.functional.variance_aware_loss`.
-        engine, check_finite, telemetry, gather: see :class:`itrloss.PairLoss`; the telemetry is that of each pair's
-            best head, and forms the matrix. With several captions per image, an accelerator forms the matrices, or with
-            ``engine="tiled"`` synchronises.
+        reduction: see :func:`itrloss.functional.variance_aware_loss`.
+        engine, check_finite, telemetry, gather: see :class:`PairLoss`. The telemetry is that of each pair's best head,
+            and forms the matrix. With several captions per image, an accelerator synchronises or, in a CUDA graph or
+            compiled, forms the matrices.
     """
 
     margin: float = 0.2
@@ -49,12 +49,7 @@ class VarianceAwareLoss(SimilarityLoss):
     def forward(
         self, image_sets: Tensor, texts: Tensor, image_ids: Tensor | None = None, text_ids: Tensor | None = None
     ) -> Any:
-        """Return the loss of sets of image embeddings and texts.
-
-        Args:
-            image_sets: (N, K, D) embeddings of any length, K for each image.
-            texts, image_ids, text_ids: as in :meth:`PairLoss.forward`, whose results it has.
-        """
+        """Return the loss of sets of image embeddings (N, K, D) of any length; else see :meth:`PairLoss.forward`."""
         if self.gather:
             (image_sets, texts), image_ids, text_ids = self._gathered((image_sets, texts), image_ids, text_ids)
         ids = {"row_ids": image_ids, "col_ids": text_ids, "names": _NAMES}
@@ -143,37 +138,33 @@ class DynamicGate(nn.Module):
 
     @torch.no_grad()
     def forward(self, regions: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the gate of each image; in training mode, the running means are updated first, over all processes.
+        """Return the gates (N, heads), float32 zeros and ones without a gradient.
+
+        In training mode, the running means are updated first, over all processes.
 
         Args:
             regions: (N, R, dim) floating point.
             mask: (N, R), True or 1 for regions that exist.
-
-        Returns:
-            (N, heads) float32 of zeros and ones, without a gradient.
         """
         dim = self.weight.shape[1]
         if regions.dim() != 3 or regions.shape[2] != dim:
             raise ValueError(f"regions: expected shape (N, R, {dim}), got {tuple(regions.shape)}")
         if mask is not None and mask.shape != regions.shape[:2]:
             raise ValueError(f"mask: expected shape {tuple(regions.shape[:2])}, got {tuple(mask.shape)}")
-        exists = torch.ones_like(regions[..., 0]).float() if mask is None else mask.float()
+        exists = regions.new_ones(regions.shape[:2], dtype=torch.float32) if mask is None else mask.float()
         with full_precision(regions):  # pooling and projection commute
             sums = torch.einsum("nr,nrd->nd", exists, regions.float())
             projected = sums / exists.sum(1, keepdim=True).clamp_min(1) @ self.weight.float().T
         if self.training:
-            self._update_running_mean(self.centre, gather_rows(projected))
+            self._follow(self.centre, gather_rows(projected))
         gate = (projected > self.centre).float()  # round(sigmoid(x)) is 1 for x > 0
         if self.training:
-            self._update_running_mean(self.on_rate, gather_rows(gate))
+            self._follow(self.on_rate, gather_rows(gate))
             self.batches.add_(1)
         return gate
 
-    def _update_running_mean(self, running: Tensor, values: Tensor) -> None:
-        """Move a running mean (heads,) towards the mean of the finite rows of ``values`` (N, heads).
-
-        It begins with the first batch. An overflow, whose step a GradScaler skips, would leave it nan for good.
-        """
+    def _follow(self, running: Tensor, values: Tensor) -> None:
+        """Move a running mean (heads,) towards that of the finite ``values`` (N, heads): nan would stay for good."""
         finite = values.isfinite().all(1, keepdim=True)
         mean = torch.where(finite, values, 0.0).sum(0) / finite.sum().clamp_min(1)
         share = torch.where(self.batches == 0, 1.0, self.momentum) * finite.any()
@@ -196,12 +187,12 @@ class DVSEObjective(nn.Module):
 
     .. math:: L = \eta\, L_{var} + (1 - \eta)\, L_{dc}
 
-    with :class:`itrloss.VarianceAwareLoss` and :class:`itrloss.DynamicOrthogonalLoss`.
+    with :class:`VarianceAwareLoss` and :class:`DynamicOrthogonalLoss`.
 
     Args:
         balance: η in [0, 1].
-        slack, pair_reduction: see :class:`itrloss.DynamicOrthogonalLoss`.
-        options: of :class:`itrloss.VarianceAwareLoss`: ``margin``, ``detach_sigma``, ``shared_sigma``, ``engine``, ….
+        slack, pair_reduction: see :class:`DynamicOrthogonalLoss`.
+        options: of :class:`VarianceAwareLoss`.
     """
 
     def __init__(
@@ -236,11 +227,12 @@ class DVSEObjective(nn.Module):
         Args:
             image_sets, texts, image_ids, text_ids: as in :meth:`VarianceAwareLoss.forward`.
             residuals: (N, K, D') what the heads add to the global feature, before its normalisation.
-            gate: (N, K) of :class:`itrloss.DynamicGate`; None: all heads are on.
+            gate: (N, K) of :class:`DynamicGate`; None: all heads are on.
         """
-        terms = DVSETerms(self.variance_aware(image_sets, texts, image_ids, text_ids), self.orthogonal(residuals, gate))
-        total = self.balance * terms.variance_aware + (1 - self.balance) * terms.orthogonal
-        return total, DVSETerms(*(x.detach() for x in terms))
+        variance = self.variance_aware(image_sets, texts, image_ids, text_ids)
+        orthogonal = self.orthogonal(residuals, gate)
+        total = self.balance * variance + (1 - self.balance) * orthogonal
+        return total, DVSETerms(variance.detach(), orthogonal.detach())
 
     def extra_repr(self) -> str:
         return f"balance={self.balance}"

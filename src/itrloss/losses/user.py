@@ -22,8 +22,7 @@ class HubnessAwareLoss(PairLoss):
     Args:
         scale: γ.
         margin: ε, in units of cosine similarity.
-        positive: ``"clamp"``, or ``"relu"`` for the objective that HAL and USER published, see
-            :class:`DiversityContrastiveLoss`.
+        positive: see :class:`DiversityContrastiveLoss`; HAL and USER published ``"relu"``.
         reduction, engine, check_finite, telemetry, gather: see :class:`PairLoss`.
     """
 
@@ -48,10 +47,8 @@ class UnifiedTrainingObjective(MemoryLoss):
     k of :class:`MemoryDiversityContrastiveLoss`; see :doc:`methods/memory`.
 
     Args:
-        scale: γ.
-        margin: ε, in units of cosine similarity.
+        scale, margin, positive: see :class:`HubnessAwareLoss`.
         batch_weight: λ, weight of HAL.
-        positive: ``"clamp"``, or ``"relu"`` as in :class:`HubnessAwareLoss`.
         image_memory_weight, text_memory_weight: weights of the texts against the memory's images (the paper's DVQ), and
             of the images against its texts (DTQ).
         reduction, engine, check_finite, telemetry, gather: see :class:`MemoryLoss`.
