@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .anchors import Anchors
 from .anchors import Reduction as Reduction
-from .checks import as_ids, check_alike, check_matrix, one_of
+from .checks import Names, as_ids, check_embeddings, one_of
 from .engine.answers import hinge, log1p_clamp, log1p_relu, negative_log_likelihood, softplus
 from .engine.scores import compute_dtype, host_may_read
 from .memory import MemorySimilarity
@@ -240,18 +240,15 @@ def prototype_classification_loss(
     """Return prototype-guided classification, PGC; see :class:`itrloss.PrototypeClassificationLoss`.
 
     Args:
-        image_concepts, text_concepts: (B, F) v and w, taken as they are; row i of one belongs to row i of the other.
+        image_concepts, text_concepts: (B, F) v and w of the same pairs, taken as they are.
         weight: (K, F) the classifier P.
         prototype_ids: (B,) integers z in [0, K). Others raise an error on the CPU; elsewhere the result is undefined.
         reduction, engine: as there.
     """
-    check_matrix("weight", weight, "(K, F)")
     for name, x in (("image_concepts", image_concepts), ("text_concepts", text_concepts)):
-        check_matrix(name, x, "(B, F)")
-        shape = (len(image_concepts), weight.shape[1])
-        if x.shape != shape:
-            raise ValueError(f"{name}: expected shape {shape}, got {tuple(x.shape)}")
-        check_alike(name, x, "weight", weight)
+        check_embeddings(weight, x, False, Names("weight", name))
+    if text_concepts.shape != (shape := tuple(image_concepts.shape)):
+        raise ValueError(f"text_concepts: expected shape {shape}, got {tuple(text_concepts.shape)}")
     one_of("reduction", reduction, "mean", "sum", "none")
     batch, classes = len(image_concepts), len(weight)
     ids = as_ids("prototype_ids", prototype_ids, batch, weight.device)

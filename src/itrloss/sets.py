@@ -118,7 +118,7 @@ def dynamic_orthogonal_loss(
         residuals: (N, K, D) residual sub-embeddings; they are normalised here to u, and a zero vector stays zero.
         gate: (N, K), the m of each head, or (N, D), a factor for each dimension of the u of all heads (if K = D, it is
             read as the former). None: all ones. It gets no gradient.
-        slack, pair_reduction, reduction: as there. The result is float32 (float64 for float64 residuals).
+        others: as there. The result is float32 (float64 for float64 residuals).
     """
     check_matrix("residuals", residuals, "(N, K, D)", dims=3)
     one_of("pair_reduction", pair_reduction, "mean", "sum", "frobenius")
@@ -158,13 +158,12 @@ def set_similarity(
     .. math:: \frac1{2 \alpha K} \sum_a \log \sum_b e^{\alpha \cos(a, b)}
               + \frac1{2 \alpha L} \sum_b \log \sum_a e^{\alpha \cos(a, b)}
 
-    whose inner sums are not divided by their length, so that it may exceed 1. Differentiable; computed for some images
-    at a time. Pass it to :meth:`itrloss.Similarity.from_scores`, to the metrics or to a re-ranker.
+    whose inner sums are not divided by their length, so that it may exceed 1. It is float32 (float64 for float64 input)
+    and differentiable. Pass it to :meth:`itrloss.Similarity.from_scores`, to the metrics or to a re-ranker.
 
     Args:
         images: (N, K, D) sets, of any length.
         texts: (M, D), or sets (M, L, D).
-        aggregation: as above. The result is float32 (float64 for float64 input).
         alpha: :math:`\alpha`, above 0.
         normalize: scale elements to unit length first; False takes inner products instead of cosines.
     """

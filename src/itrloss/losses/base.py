@@ -103,14 +103,12 @@ class PairLoss(SimilarityLoss):
     Args:
         reduction: ``"mean"`` (over image anchors plus over text anchors), ``"sum"`` or ``"none"`` (a pair of
             per-anchor values: images (N,), texts (M,)).
-        engine: see :class:`itrloss.Similarity`. A ``Similarity`` in place of the input keeps its own.
-        check_finite: refuse nan and infinite input, see :class:`itrloss.Similarity`.
-        telemetry: keep what :func:`itrloss.describe` says of each call's similarity in the attribute ``telemetry``, a
+        engine, check_finite: see :class:`Similarity`. One in place of the input keeps its own engine.
+        telemetry: keep what :func:`describe` says of each call's similarity in the attribute ``telemetry``, a
             dictionary. It costs a few passes over the scores, and is left out under ``torch.compile``.
-        gather: in a ``torch.distributed`` job, the loss of the embeddings of all processes, on each of them, so that
-            every other process's pairs are negatives, too (or positives, where ids are equal). Batches must be of one
-            size. With ``DistributedDataParallel`` gradients are those of one process with the whole batch, see
-            :func:`itrloss.distributed.gather`.
+        gather: in a ``torch.distributed`` job, the loss of the batches of all processes, on each of them: every other
+            process's pairs are negatives, too (or positives, where ids are equal). Batches must be of one size. See
+            :func:`itrloss.distributed.gather` for the gradients.
     """
 
     #: How far a positive pair is to be ahead of its hardest negative, for the figure ``active``.

@@ -150,7 +150,7 @@ class PrototypeClassificationLoss(Loss):
 
 
 class CODERTerms(NamedTuple):
-    """The terms of :class:`CODERObjective`, without their weights and without a gradient."""
+    """The terms of :class:`CODERObjective`, not weighted and without a gradient."""
 
     batch: Tensor
     memory: Tensor
