@@ -196,6 +196,16 @@ def test_heads_with_other_ids_each():
     torch.testing.assert_close(found[1], found[0])
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_heads_seen_from_the_texts(shared):
+    """Sigma is that of the rows, or of each direction."""
+    images, texts, ids, _ = set_case("two captions")
+    heads = [itrloss.Similarity(images[:, k], texts, *ids) for k in range(images.shape[1])]
+    turned = [itrloss.Similarity(texts, images[:, k], *ids[::-1]) for k in range(images.shape[1])]
+    found = functional.variance_aware_loss([sim.T for sim in heads], shared_sigma=shared, reduction="none")
+    torch.testing.assert_close(found, functional.variance_aware_loss(turned, shared_sigma=shared, reduction="none"))
+
+
 def test_variance_aware_input_errors_name_the_argument():
     loss, v, w = VarianceAwareLoss(), torch.randn(3, 2, 4), torch.randn(3, 4)
     for call, error, words in (
