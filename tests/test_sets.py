@@ -196,6 +196,16 @@ def test_heads_with_other_ids_each():
     torch.testing.assert_close(found[1], found[0])
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_heads_seen_from_the_texts(shared):
+    """Sigma is that of the rows, or of each direction."""
+    images, texts, ids, _ = set_case("two captions")
+    heads = [itrloss.Similarity(images[:, k], texts, *ids) for k in range(images.shape[1])]
+    turned = [itrloss.Similarity(texts, images[:, k], *ids[::-1]) for k in range(images.shape[1])]
+    found = functional.variance_aware_loss([sim.T for sim in heads], shared_sigma=shared, reduction="none")
+    torch.testing.assert_close(found, functional.variance_aware_loss(turned, shared_sigma=shared, reduction="none"))
+
+
 def test_variance_aware_input_errors_name_the_argument():
     loss, v, w = VarianceAwareLoss(), torch.randn(3, 2, 4), torch.randn(3, 4)
     for call, error, words in (
@@ -220,19 +230,14 @@ def test_variance_aware_input_errors_name_the_argument():
 
 def test_the_memory_budget_is_that_of_all_heads(monkeypatch):
     """It is what the scores of all of them together may take."""
-    given = []
-    seen = itrloss.Similarity._view
-
-    def noted(matrix, side):
-        given.append(matrix.keeps)
-        return seen(matrix, side)
-
-    monkeypatch.setattr(itrloss.Similarity, "_view", staticmethod(noted))
+    formed = []
+    made = itrloss.Similarity.from_scores
+    monkeypatch.setattr(itrloss.Similarity, "from_scores", lambda x, **_: formed.append(x.shape) or made(x, **_))
     monkeypatch.setattr(itrloss.losses.dvse, "MEMORY_BUDGET", 3 * 300 * 300 * 4)
     for k, kept in ((3, True), (4, False)):
-        given.clear()
+        formed.clear()
         VarianceAwareLoss()(torch.randn(300, k, 5), torch.randn(300, 5))
-        assert given[:k] == [kept] * k
+        assert formed == [(300, 300)] * (k * kept)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -349,7 +354,7 @@ def test_modules_are_copied_stored_compiled_and_printed(module):
 
 X = torch.ones(2, 3, 4)
 WRONG = {
-    "residuals": (lambda: DynamicOrthogonalLoss()(X[0]), TypeError, "residuals"),
+    "residuals": (lambda: DynamicOrthogonalLoss()(X[0]), ValueError, r"residuals: expected shape \(N, K, D\)"),
     "gate": (lambda: DynamicOrthogonalLoss()(X, torch.ones(2, 5)), ValueError, r"gate: expected shape \(2, 3\) or"),
     "pairs": (lambda: DynamicOrthogonalLoss(pair_reduction="max"), ValueError, "pair_reduction"),  # type: ignore[arg-type]
     "slack": (lambda: DynamicOrthogonalLoss("0.4"), TypeError, "slack"),  # type: ignore[arg-type]

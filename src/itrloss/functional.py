@@ -9,6 +9,7 @@ anchor without a positive or without a negative contributes 0 and does not count
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -17,42 +18,25 @@ from torch import Tensor
 
 from .anchors import Anchors
 from .anchors import Reduction as Reduction
-from .checks import as_ids, check_alike, check_matrix, one_of
+from .checks import Names, as_ids, check_embeddings, one_of
 from .engine.answers import hinge, log1p_clamp, log1p_relu, negative_log_likelihood, softplus
-from .engine.scores import host_may_read
+from .engine.scores import compute_dtype, host_may_read
 from .memory import MemorySimilarity
 from .sets import Aggregation as Aggregation
 from .sets import PairReduction as PairReduction
-from .sets import dynamic_orthogonal_loss, set_similarity, variance_aware_loss
+from .sets import dynamic_orthogonal_loss as dynamic_orthogonal_loss
+from .sets import set_similarity as set_similarity
+from .sets import variance_aware_loss as variance_aware_loss
 from .similarity import Engine, Similarity
 
-Diversity = Literal["std", "entropy"] | None
+Diversity = Literal["std", "entropy", None]
 Mining = Literal["hardest", "all"]
 PositiveWeight = float | Literal["paper"]
 PositiveForm = Literal["clamp", "relu"]
 PositiveFrom = Literal["key", "batch"]
 DiversityFrom = Literal["both", "batch"]
 
-__all__ = [
-    "diversity_contrastive_loss",
-    "dynamic_orthogonal_loss",
-    "entropy_diversity",
-    "hubness_aware_loss",
-    "info_nce_loss",
-    "memory_diversity_contrastive_loss",
-    "prototype_classification_loss",
-    "set_similarity",
-    "sigmoid_loss",
-    "std_diversity",
-    "triplet_loss",
-    "unified_training_objective",
-    "variance_aware_loss",
-]
-
 _TERMS = {"clamp": log1p_clamp, "relu": log1p_relu}
-
-
-# -------------------------------------------------------------------------------------------------- diversity
 
 
 def std_diversity(sim: Anchors, epsilon: float = 0.1) -> Tensor:
@@ -60,9 +44,9 @@ def std_diversity(sim: Anchors, epsilon: float = 0.1) -> Tensor:
 
     .. math:: \mathrm{raw}_i = 1 + e^{-\epsilon / SD_i}, \qquad \mathrm{div}_i = \mathrm{raw}_i / \max_k \mathrm{raw}_k
 
-    ``SD_i`` is the population standard deviation of ``{S_ij : j negative}``, at least 1e-6. A low score means that the
-    negatives are all equally far away. It lies in (½, 1], and is 1 for the most diverse row. Differentiable.
-    For the columns pass ``sim.T``; for both ``sim.both``, where each side is divided by its own maximum.
+    ``SD_i`` is the population standard deviation of ``{S_ij : j negative}``, at least 1e-6. The score is low for
+    negatives that are all equally far away, above ½, and 1 for the most diverse row. Differentiable. For the columns
+    pass ``sim.T``; for both ``sim.both``, where each side is divided by its own maximum.
     """
     return _diversity(sim, "std", epsilon)
 
@@ -71,11 +55,8 @@ def entropy_diversity(sim: Anchors, epsilon: float = 0.1, temperature: float = 1
     r"""Return the (N,) diversity of each row's negatives by the entropy of its similarities (CODER supplement, Eq. 8).
 
     The formula of :func:`std_diversity` with ``H_i = -sum_{j negative} P_ij log2 P_ij`` in place of ``SD_i``, where
-    ``P_i`` is the softmax of ``S_i / temperature`` over all candidates. In (½, 1]. Differentiable.
-
-    Warning:
-        At temperature 1 cosines hardly differ: with 128 candidates H is within about 2 % of log2 128 for every row and
-        every score is practically 1. A temperature of the order of the similarities' spread makes it informative.
+    ``P_i`` is the softmax of ``S_i / temperature`` over all candidates. At temperature 1, with 128 candidates, H is
+    within about 2 % of log2 128 and every score practically 1. One of the order of the scores' spread is informative.
     """
     return _diversity(sim, "entropy", epsilon, temperature)
 
@@ -84,19 +65,13 @@ def _diversity(
     anchors: Anchors, kind: Diversity, epsilon: float, temperature: float = 1.0, detached: bool = False
 ) -> Tensor:  # (A,)
     if not isinstance(anchors, Anchors):
-        _refuse("sim", anchors, "a Similarity")
+        _refuse("sim", anchors, Similarity)
     if kind not in ("std", "entropy"):
         one_of("diversity", kind, "std", "entropy", None)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not detached):
         spread = anchors.mean_std().std if kind == "std" else anchors.entropy(temperature).clamp_min(1e-6)
         raw = torch.exp(-epsilon / spread) + 1
-        if anchors.of_one_size:
-            groups = raw.view(len(anchors.sizes), -1)
-            return (groups / groups.amax(1, keepdim=True)).flatten()
-        return torch.cat([x / x.amax() for x in anchors.split(raw)])
-
-
-# ----------------------------------------------------------------------------------------------------- losses
+        return torch.cat([x / x.amax() for x in raw.split(anchors.sizes)])
 
 
 def diversity_contrastive_loss(
@@ -112,17 +87,21 @@ def diversity_contrastive_loss(
     reduction: Reduction = "mean",
     *,
     positives: Anchors | None = None,
+    diversity_of: Sequence[Anchors] = (),
 ) -> Any:
     """Return the diversity-sensitive contrastive loss, DCL; see :class:`itrloss.DiversityContrastiveLoss`.
 
     A tensor (A,) for ``diversity`` holds diversity scores of your own. ``positives``: the same anchors with other
-    candidates, from which the positives are taken, while the negatives come from ``sim``.
+    candidates, from which the positives are taken, while the negatives come from ``sim``. ``diversity_of``: likewise
+    those over which diversities are averaged.
     """
     anchors = _both(sim)
     if positive not in _TERMS:
         one_of("positive", positive, *_TERMS)
     if diversity is not None and not isinstance(diversity, Tensor):
-        diversity = _diversity(anchors, diversity, epsilon, entropy_temperature, detach_diversity)
+        settings = diversity, epsilon, entropy_temperature, detach_diversity
+        several = [_diversity(x, *settings) for x in diversity_of or (anchors,)]
+        diversity = torch.stack(several).mean(0)
     scale = 1 / temperature if diversity is None else 1 / (temperature * diversity)
     repulsion = anchors.logsumexp(scale)
     attraction = (anchors if positives is None else positives).mean_of_positives(_TERMS[positive])
@@ -136,35 +115,25 @@ def diversity_contrastive_loss(
 
 def memory_diversity_contrastive_loss(
     sims: MemorySimilarity,
-    temperature: float = 0.1,
-    margin: float = 0.3,
-    diversity: Diversity = "std",
-    epsilon: float = 0.1,
-    detach_diversity: bool = True,
-    positive_weight: PositiveWeight = "paper",
-    positive: PositiveForm = "clamp",
-    entropy_temperature: float = 1.0,
-    positive_from: PositiveFrom = "key",
-    reduction: Reduction = "mean",
     *,
+    positive_from: PositiveFrom = "key",
     diversity_from: DiversityFrom = "both",
+    **options: Any,
 ) -> Any:
-    """Return the memory-aided DCL, M-DCL; see :class:`itrloss.MemoryDiversityContrastiveLoss`."""
+    """Return the memory-aided DCL, M-DCL; see :class:`itrloss.MemoryDiversityContrastiveLoss`.
+
+    ``options``: those of :func:`diversity_contrastive_loss`.
+    """
     if not isinstance(sims, MemorySimilarity):
-        _refuse("sims", sims, "a MemorySimilarity")
+        _refuse("sims", sims, MemorySimilarity)
     if positive_from not in ("key", "batch"):
         one_of("positive_from", positive_from, "key", "batch")
     if diversity_from not in ("both", "batch"):
         one_of("diversity_from", diversity_from, "both", "batch")
-    scores: Tensor | None = None
-    if diversity is not None:
-        options = diversity, epsilon, entropy_temperature, detach_diversity
-        scores = _diversity(sims.batch.both, *options)
-        if diversity_from == "both":
-            scores = 0.5 * (scores + _diversity(sims.memory, *options))
-    positives = sims.keys if positive_from == "key" else sims.batch.both
-    settings: dict[str, Any] = {"positive_weight": positive_weight, "positive": positive, "reduction": reduction}
-    return diversity_contrastive_loss(sims.memory, temperature, margin, scores, **settings, positives=positives)
+    batch = sims.batch.both
+    positives = sims.keys if positive_from == "key" else batch
+    diversity_of = (batch,) if diversity_from == "batch" else (batch, sims.memory)
+    return diversity_contrastive_loss(sims.memory, positives=positives, diversity_of=diversity_of, **options)
 
 
 def hubness_aware_loss(
@@ -178,16 +147,15 @@ def hubness_aware_loss(
 ) -> Any:
     """Return the hubness-aware loss, HAL; see :class:`itrloss.HubnessAwareLoss`.
 
-    With ``reduction="none"`` each direction has one half of the positive term. ``positives``: the same anchors with
-    other candidates, from which the positives are taken. Then the mean of ``log(1 + S)`` is over each anchor's own
-    positives, as in the memory's terms of :class:`itrloss.UnifiedTrainingObjective`.
+    With ``reduction="none"`` each direction has one half of the positive term. ``positives``: as in
+    :func:`diversity_contrastive_loss`. Then the mean of ``log(1 + S)`` is over each anchor's own positives, as in the
+    memory's terms of :class:`itrloss.UnifiedTrainingObjective`.
     """
     if positives is not None:  # DCL without diversity
         options: dict[str, Any] = {"positive": positive, "reduction": reduction, "positives": positives}
         return diversity_contrastive_loss(sim, 1 / scale, margin, None, positive_weight=1.0, **options)
     anchors = _both(sim)
-    if positive not in _TERMS:
-        one_of("positive", positive, *_TERMS)
+    one_of("positive", positive, *_TERMS)
     repulsion = F.softplus(anchors.logsumexp(scale) - scale * margin, threshold=40) / scale
     attraction = 0.5 * anchors.per_pair(anchors.sum_of_positives(_TERMS[positive]))
     return anchors.reduce(repulsion - attraction, reduction)
@@ -195,23 +163,22 @@ def hubness_aware_loss(
 
 def unified_training_objective(
     sims: MemorySimilarity,
-    scale: float = 90.0,
-    margin: float = 0.5,
-    batch_weight: float = 1.0,
-    reduction: Reduction = "mean",
     *,
-    positive: PositiveForm = "clamp",
+    batch_weight: float = 1.0,
     image_memory_weight: float = 1.0,
     text_memory_weight: float = 1.0,
+    **options: Any,
 ) -> Any:
-    """Return the unified training objective, UTO; see :class:`itrloss.UnifiedTrainingObjective`."""
+    """Return the unified training objective, UTO; see :class:`itrloss.UnifiedTrainingObjective`.
+
+    ``options``: those of :func:`hubness_aware_loss`.
+    """
     if not isinstance(sims, MemorySimilarity):
-        _refuse("sims", sims, "a MemorySimilarity")
-    options: dict[str, Any] = {"scale": scale, "margin": margin, "reduction": reduction, "positive": positive}
+        _refuse("sims", sims, MemorySimilarity)
     batch = hubness_aware_loss(sims.batch, **options)
     sides = zip((text_memory_weight, image_memory_weight), sims.memory.groups(), sims.keys.groups(), strict=True)
     queues = [(weight, hubness_aware_loss(memory, **options, positives=keys)) for weight, memory, keys in sides]
-    if reduction != "none":
+    if isinstance(batch, Tensor):
         return batch_weight * batch + sum(weight * value for weight, value in queues)
     return tuple(batch_weight * b + weight * value for b, (weight, (value,)) in zip(batch, queues, strict=True))
 
@@ -219,7 +186,7 @@ def unified_training_objective(
 def info_nce_loss(sim: Anchors, temperature: float | Tensor = 0.07, reduction: Reduction = "mean") -> Any:
     """Return InfoNCE in both directions, with any number of positives; see :class:`itrloss.InfoNCELoss`.
 
-    The ``temperature`` is a number or a tensor of one value, which gets a gradient.
+    ``temperature``: a number or a tensor of one value, which gets a gradient.
     """
     anchors = _both(sim)
     if isinstance(temperature, Tensor):
@@ -237,7 +204,7 @@ def sigmoid_loss(
     ``scale`` and ``bias`` are numbers or tensors of one value, which get gradients.
     """
     if not isinstance(sim, Similarity):
-        _refuse("sim", sim, "a Similarity")
+        _refuse("sim", sim, Similarity)
     one_of("reduction", reduction, "mean", "sum", "none")
     for name, x in (("scale", scale), ("bias", bias)):
         if isinstance(x, Tensor) and x.numel() != 1:
@@ -272,49 +239,39 @@ def prototype_classification_loss(
 ) -> Any:
     """Return prototype-guided classification, PGC; see :class:`itrloss.PrototypeClassificationLoss`.
 
-    The classes are the columns of a Similarity: where the (2 B, K) logits are large, they are never all in memory.
-
     Args:
-        image_concepts, text_concepts: (B, F) embeddings v and w, row i of one belonging to row i of the other; taken as
-            they are.
+        image_concepts, text_concepts: (B, F) v and w of the same pairs, taken as they are.
         weight: (K, F) the classifier P.
         prototype_ids: (B,) integers z in [0, K). Others raise an error on the CPU; elsewhere the result is undefined.
         reduction, engine: as there.
     """
-    check_matrix("weight", weight, "(K, F)")
     for name, x in (("image_concepts", image_concepts), ("text_concepts", text_concepts)):
-        check_matrix(name, x, "(B, F)")
-        shape = (image_concepts.shape[0], weight.shape[1])
-        if x.shape != shape:
-            raise ValueError(f"{name}: expected shape {shape}, got {tuple(x.shape)}")
-        check_alike(name, x, "weight", weight)
+        check_embeddings(weight, x, False, Names("weight", name))
+    if text_concepts.shape != (shape := tuple(image_concepts.shape)):
+        raise ValueError(f"text_concepts: expected shape {shape}, got {tuple(text_concepts.shape)}")
     one_of("reduction", reduction, "mean", "sum", "none")
-    batch, classes = image_concepts.shape[0], weight.shape[0]
+    batch, classes = len(image_concepts), len(weight)
     ids = as_ids("prototype_ids", prototype_ids, batch, weight.device)
     if host_may_read(ids) and not 0 <= int(ids.amin()) <= int(ids.amax()) < classes:
         got = f"{int(ids.amin())} to {int(ids.amax())}"
         raise ValueError(f"prototype_ids: expected integers from 0 to {classes - 1}, got {got}")
-    dtype = torch.promote_types(image_concepts.dtype, torch.float32)  # autocast cannot concatenate float16 and bfloat16
+    dtype = compute_dtype(weight)  # autocast cannot concatenate float16 and bfloat16
     both = torch.cat([image_concepts.to(dtype), text_concepts.to(dtype)])
     labels = ids.repeat(2), torch.arange(classes, device=ids.device)
     logits = Similarity(both, weight, *labels, normalize=False, engine=engine)
     values = logits.sum_of_positives(negative_log_likelihood, logits.logsumexp(), 1.0)
     if reduction == "none":
         return values[:batch], values[batch:]
-    return values.sum() / batch if reduction == "mean" else values.sum()
-
-
-# ----------------------------------------------------------------------------------------------------- shared
-
-
-def _refuse(name: str, x: object, expected: str) -> NoReturn:
-    raise TypeError(f"{name}: expected {expected} (the classes in itrloss take tensors), got {type(x).__name__}")
+    return values.sum() / (batch if reduction == "mean" else 1)
 
 
 def _both(sim: Anchors) -> Anchors:
     """Return the rows and columns of a similarity; other anchors as they are."""
-    if isinstance(sim, Similarity):
-        return sim.both
     if not isinstance(sim, Anchors):
-        _refuse("sim", sim, "a Similarity")
-    return sim
+        _refuse("sim", sim, Similarity)
+    return sim.both if isinstance(sim, Similarity) else sim
+
+
+def _refuse(name: str, x: object, kind: type) -> NoReturn:
+    expected = f"expected a {kind.__name__} (the classes in itrloss take tensors)"
+    raise TypeError(f"{name}: {expected}, got {type(x).__name__}")

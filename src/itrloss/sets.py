@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .anchors import Anchors, Reduction
-from .checks import one_of
+from .checks import check_matrix, check_number, one_of
 from .engine.scores import full_precision, normalized
 from .similarity import Similarity
 
@@ -48,7 +48,7 @@ def variance_aware_loss(
     values = []
     for side, best in enumerate(hardest):
         s = sigma[0] if shared_sigma else sigma[side]
-        hinges = (margin - pairs.scores + pairs.of_anchor(best, side)).relu()
+        hinges = (margin - pairs.scores + best[:, pairs.index[side]]).relu()
         values.append(pairs.sum((hinges / s.square() + s.log()).sum(0), side))
     both = heads[0].both
     sums = torch.cat(values)
@@ -66,32 +66,25 @@ class _Pairs:
     """The positive pairs (P,) of all heads: listed or, where they are not listable, all pairs and a mask."""
 
     def __init__(self, heads: Sequence[Similarity]):
-        first, side = heads[0]._matrix, heads[0]._side
-        self.shape, self.one_to_one = heads[0].shape, first.pairs.one_to_one
-        self.mask: Tensor | None = None
-        if first.pairs.listable:
-            index = first.pairs.listed
-            self.scores = torch.stack([sim._matrix.positive_scores() for sim in heads])  # (K, P)
-        else:
-            n, m = first.shape
-            places = torch.arange(n * m, device=first.device)
+        pairs, side = heads[0]._matrix.pairs, heads[0]._side
+        self.shape, self.one_to_one = heads[0].shape, pairs.one_to_one
+        index, self.mask = pairs.listed if pairs.listable else None, None
+        if index is None:
+            n, m = pairs.shape
+            places = torch.arange(n * m, device=pairs.device)
             index = places // m, places % m
-            excluded = first.pairs.excluded("positives", slice(None), slice(None))
-            assert excluded is not None
-            self.mask = ~excluded.flatten()
-            self.scores = torch.stack([sim._matrix.as_dense().scores().flatten() for sim in heads])
-        self.index = index[::-1] if side else index
-        self.negatives = [first.pairs.counts(s)[1] for s in ((1, 0) if side else (0, 1))]
-
-    def of_anchor(self, x: Tensor, side: int) -> Tensor:
-        """Return the (K, P) value of each pair's row (0) or column (1) from values (K, A)."""
-        return x if self.one_to_one else x[..., self.index[side]]
+            mask: Any = pairs.excluded("positives", slice(None), slice(None))
+            self.mask = mask.flatten()
+            scores = [sim._matrix.as_dense().scores().flatten() for sim in heads]
+        else:
+            scores = [sim._matrix.positive_scores() for sim in heads]
+        self.scores = torch.stack(scores)  # (K, P)
+        self.index = index[::-1] if side else index  # rows (P,), columns (P,)
+        self.negatives = pairs.counts(side)[1], pairs.counts(1 - side)[1]
 
     def sum(self, x: Tensor, side: int) -> Tensor:
         """Return the (..., A) sums of the pairs' values (..., P) for each row (0) or column (1)."""
-        if self.one_to_one:
-            return x
-        x = x if self.mask is None else torch.where(self.mask, x, 0.0)
+        x = x if self.mask is None else x.masked_fill(self.mask, 0.0)
         return x.new_zeros(*x.shape[:-1], self.shape[side]).index_add(-1, self.index[side], x)
 
     def deviation(self, scores: Tensor, side: int, mean: Tensor, std: Tensor) -> Tensor:
@@ -104,10 +97,11 @@ class _Pairs:
             return torch.ones_like(scores)
         if self.one_to_one:
             return 1 + std * (others / (others - 1)) ** 0.5
-        centred = scores - self.of_anchor(mean, side)
+        own = self.index[side]
+        centred = scores - mean[:, own]
         squares = std.square() * self.negatives[side] + self.sum(centred.square(), side)
-        rest = self.of_anchor(self.sum(centred, side), side) - centred
-        squares = self.of_anchor(squares, side) - centred.square() - rest.square() / others
+        rest = self.sum(centred, side)[:, own] - centred
+        squares = squares[:, own] - centred.square() - rest.square() / others
         return 1 + (squares / (others - 1)).clamp_min(1e-12).sqrt()
 
 
@@ -124,11 +118,11 @@ def dynamic_orthogonal_loss(
         residuals: (N, K, D) residual sub-embeddings; they are normalised here to u, and a zero vector stays zero.
         gate: (N, K), the m of each head, or (N, D), a factor for each dimension of the u of all heads (if K = D, it is
             read as the former). None: all ones. It gets no gradient.
-        slack, pair_reduction, reduction: as there. The result is float32 (float64 for float64 residuals).
+        others: as there. The result is float32 (float64 for float64 residuals).
     """
-    if not isinstance(residuals, Tensor) or residuals.dim() != 3 or not residuals.is_floating_point():
-        got = (tuple(residuals.shape), residuals.dtype) if isinstance(residuals, Tensor) else type(residuals).__name__
-        raise TypeError(f"residuals: expected a floating-point tensor (N, K, D), got {got}")
+    check_matrix("residuals", residuals, "(N, K, D)", dims=3)
+    one_of("pair_reduction", pair_reduction, "mean", "sum", "frobenius")
+    one_of("reduction", reduction, "mean", "sum", "none")
     n, k, d = residuals.shape
     heads = normalized(residuals)
     if gate is not None:
@@ -136,19 +130,16 @@ def dynamic_orthogonal_loss(
             raise TypeError(f"gate: expected a tensor, got {type(gate).__name__}")
         if gate.shape not in ((n, k), (n, d)):
             raise ValueError(f"gate: expected shape ({n}, {k}) or ({n}, {d}), got {tuple(gate.shape)}")
-        mask = gate.detach().to(heads.dtype)
-        heads = heads * (mask[:, :, None] if gate.shape == (n, k) else mask[:, None, :])
+        heads = heads * gate.detach().to(heads.dtype).unsqueeze(-1 if gate.shape == (n, k) else 1)
     with full_precision(heads):
         correlation = heads @ heads.transpose(1, 2)
     off_diagonal = correlation.masked_fill(torch.eye(k, dtype=torch.bool, device=heads.device), 0.0).flatten(1)
-    one_of("pair_reduction", pair_reduction, "mean", "sum", "frobenius")
     if pair_reduction == "frobenius":
         total = torch.linalg.vector_norm(off_diagonal, dim=1) / k**2
     else:
         total = off_diagonal.abs().sum(1) / (max(1, k * (k - 1)) if pair_reduction == "mean" else 1)
     values = (total - slack).relu()
-    one_of("reduction", reduction, "mean", "sum", "none")
-    return values if reduction == "none" else values.sum() / (max(1, n) if reduction == "mean" else 1)
+    return values if reduction == "none" else values.sum() / (n if reduction == "mean" else 1)
 
 
 def set_similarity(
@@ -167,13 +158,12 @@ def set_similarity(
     .. math:: \frac1{2 \alpha K} \sum_a \log \sum_b e^{\alpha \cos(a, b)}
               + \frac1{2 \alpha L} \sum_b \log \sum_a e^{\alpha \cos(a, b)}
 
-    whose inner sums are not divided by their length, so that it may exceed 1. Differentiable; computed for some images
-    at a time. Pass it to :meth:`itrloss.Similarity.from_scores`, to the metrics or to a re-ranker.
+    whose inner sums are not divided by their length, so that it may exceed 1. It is float32 (float64 for float64 input)
+    and differentiable. Pass it to :meth:`itrloss.Similarity.from_scores`, to the metrics or to a re-ranker.
 
     Args:
         images: (N, K, D) sets, of any length.
         texts: (M, D), or sets (M, L, D).
-        aggregation: as above. The result is float32 (float64 for float64 input).
         alpha: :math:`\alpha`, above 0.
         normalize: scale elements to unit length first; False takes inner products instead of cosines.
     """
@@ -182,8 +172,7 @@ def set_similarity(
     for name, x in (("images", images), ("texts", texts)):
         if x.dim() != 3 or x.shape[2] != images.shape[2] or 0 in x.shape:
             raise ValueError(f"{name}: expected sets of embeddings of one dimension, got shape {tuple(x.shape)}")
-    if not alpha > 0:
-        raise ValueError(f"alpha: expected a number above 0, got {alpha}")
+    check_number("alpha", alpha, positive=True)
     one_of("aggregation", aggregation, "max", "mean", "smooth_chamfer")
     (m, size, _), elements = texts.shape, normalized(texts, normalize).flatten(0, 1)
     step = max(1, 2**22 // (images.shape[1] * len(elements)))

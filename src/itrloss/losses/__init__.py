@@ -1,33 +1,19 @@
 """Losses as modules: they hold hyper-parameters and call :mod:`itrloss.functional`."""
 
-from .base import MemoryLoss, PairLoss
-from .coder import (
-    CODERObjective,
-    CODERTerms,
-    DiversityContrastiveLoss,
-    MemoryDiversityContrastiveLoss,
-    PrototypeClassificationLoss,
-)
-from .contrastive import InfoNCELoss, SigmoidLoss, TripletLoss
-from .dvse import DVSEObjective, DVSETerms, DynamicGate, DynamicOrthogonalLoss, VarianceAwareLoss
-from .user import HubnessAwareLoss, UnifiedTrainingObjective
-
-__all__ = [
-    "CODERObjective",
-    "CODERTerms",
-    "DVSEObjective",
-    "DVSETerms",
-    "DiversityContrastiveLoss",
-    "DynamicGate",
-    "DynamicOrthogonalLoss",
-    "HubnessAwareLoss",
-    "InfoNCELoss",
-    "MemoryDiversityContrastiveLoss",
-    "MemoryLoss",
-    "PairLoss",
-    "PrototypeClassificationLoss",
-    "SigmoidLoss",
-    "TripletLoss",
-    "UnifiedTrainingObjective",
-    "VarianceAwareLoss",
-]
+from .base import MemoryLoss as MemoryLoss
+from .base import PairLoss as PairLoss
+from .coder import CODERObjective as CODERObjective
+from .coder import CODERTerms as CODERTerms
+from .coder import DiversityContrastiveLoss as DiversityContrastiveLoss
+from .coder import MemoryDiversityContrastiveLoss as MemoryDiversityContrastiveLoss
+from .coder import PrototypeClassificationLoss as PrototypeClassificationLoss
+from .contrastive import InfoNCELoss as InfoNCELoss
+from .contrastive import SigmoidLoss as SigmoidLoss
+from .contrastive import TripletLoss as TripletLoss
+from .dvse import DVSEObjective as DVSEObjective
+from .dvse import DVSETerms as DVSETerms
+from .dvse import DynamicGate as DynamicGate
+from .dvse import DynamicOrthogonalLoss as DynamicOrthogonalLoss
+from .dvse import VarianceAwareLoss as VarianceAwareLoss
+from .user import HubnessAwareLoss as HubnessAwareLoss
+from .user import UnifiedTrainingObjective as UnifiedTrainingObjective

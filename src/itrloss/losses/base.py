@@ -1,47 +1,60 @@
-"""The call form that all losses on image-text pairs share."""
+"""What all losses share: options, which are checked when they are set, and the call forms."""
 
-from __future__ import annotations
+# Options are checked by the types of their fields: this package does without ``from __future__ import annotations``.
 
-from typing import Any
+from dataclasses import KW_ONLY, Field, dataclass, field, fields
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
-from ..checks import IMAGES_AND_TEXTS, one_of
+from ..checks import IMAGES_AND_TEXTS, check_number, check_size
 from ..distributed import gather, gather_ids, world_size
-from ..engine.matrix import ENGINES
 from ..functional import Reduction
 from ..memory import CoupledMemory, MemorySimilarity
 from ..similarity import Engine, Similarity
 from ..telemetry import describe, describe_memory
 
 
+def above_zero(default: float) -> Any:
+    """Return the field of an option that is a number above 0."""
+    return field(default=default, metadata={"positive": True})
+
+
+def _check(option: Field[Any], value: object) -> None:
+    """Raise an error unless a value is of an option's type: a number, a size, or one of the values of a Literal."""
+    kinds = [x for part in get_args(option.type) or (option.type,) for x in get_args(part) or (part,)]
+    if isinstance(option.type, str):  # of a loss elsewhere, whose annotations are not evaluated
+        return
+    if kinds == [float] or (float in kinds and not isinstance(value, str)):
+        check_number(option.name, value, **option.metadata)
+    elif kinds == [int]:
+        check_size(option.name, value)
+    elif isinstance(kinds[-1], str | None) and value not in kinds:
+        wanted = ("a number" if x is float else repr(x) for x in kinds)
+        raise ValueError(f"{option.name}: expected {' or '.join(wanted)}, got {value!r}")
+
+
+@dataclass(eq=False, repr=False)
 class Loss(nn.Module):
-    """The options that all losses on similarities share, see :class:`PairLoss`."""
+    """A module with options: the fields of a dataclass, which are checked whenever they are set."""
 
-    #: Attributes that ``repr`` shows.
-    shown: tuple[str, ...] = ()
+    _: KW_ONLY
+    reduction: Reduction = "mean"
 
-    def __init__(
-        self,
-        *,
-        reduction: Reduction = "mean",
-        engine: Engine = "auto",
-        check_finite: bool = False,
-        telemetry: bool = False,
-        gather: bool = False,
-    ):
+    def __post_init__(self) -> None:
         super().__init__()
-        one_of("reduction", reduction, "mean", "sum", "none")
-        one_of("engine", engine, "auto", *ENGINES)
-        self.reduction: Reduction = reduction
-        self.engine: Engine = engine
-        self.check_finite, self.observed, self.gather = check_finite, telemetry, gather
-        self.telemetry: dict[str, Tensor] = {}
+        common = {"engine", "check_finite", "telemetry", "gather", "reduction"}
+        #: Names of the options that ``repr`` shows and that the loss's function takes.
+        self.shown = (*(x.name for x in fields(self) if x.name not in common), "reduction")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dataclass_fields__:
+            _check(self.__dataclass_fields__[name], value)
+        super().__setattr__(name, value)
 
     def _options(self) -> dict[str, Any]:
-        """Return the options that ``repr`` shows, by name."""
-        return {name: getattr(self, name) for name in (*self.shown, "reduction")}
+        return {name: getattr(self, name) for name in self.shown}
 
     def extra_repr(self) -> str:
         with torch.no_grad():
@@ -49,39 +62,57 @@ class Loss(nn.Module):
             shown = {name: float(f"{float(x):.4g}") if isinstance(x, Tensor) else x for name, x in values}
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
+
+@dataclass(eq=False, repr=False)
+class SimilarityLoss(Loss):
+    """The options that all losses on similarities share, see :class:`PairLoss`."""
+
+    _: KW_ONLY
+    engine: Engine = "auto"
+    check_finite: bool = False
+    telemetry: Any = False
+    gather: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.observed, self.telemetry = self.telemetry, {}
+
+    def compute(self, sim: Any) -> Any:
+        """Return the loss of a :class:`Similarity` with images as rows and texts as columns."""
+        raise NotImplementedError(f"{type(self).__name__} must implement compute(sim)")
+
     def _gathered(
         self, embeddings: tuple[Any, ...], image_ids: Tensor | None, text_ids: Tensor | None
     ) -> tuple[Any, Tensor | None, Tensor | None]:
-        """Return embeddings, the first of them of images, and ids of all processes if ``gather`` is on."""
+        """Return embeddings, the first of them of images, and ids of all processes."""
         tensors = (*embeddings, *(ids for ids in (image_ids, text_ids) if ids is not None))
-        if not self.gather or world_size() == 1 or not all(isinstance(x, Tensor) for x in tensors):  # refused later
+        if world_size() == 1 or not all(isinstance(x, Tensor) for x in tensors):  # refused later
             return embeddings, image_ids, text_ids
         numbered = embeddings[0].shape[0] if image_ids is None else 0  # text_ids alone number the process's own images
         ids = gather_ids(image_ids, 0), gather_ids(text_ids, numbered)
         return tuple(gather(x) for x in embeddings), *ids
 
 
-class PairLoss(Loss):
+@dataclass(eq=False, repr=False)
+class PairLoss(SimilarityLoss):
     """A loss on the similarities of images and texts; the base of the losses here and of your own.
 
-    A subclass implements :meth:`compute`, and applies ``self.reduction`` itself (``sim.both.reduce``); an ``__init__``
-    passes ``**common`` on to this one.
+    A subclass implements :meth:`compute`, and applies ``self.reduction`` itself (``sim.both.reduce``). Its options are
+    the fields of a dataclass, or an ``__init__`` passes ``**common`` on to this one.
 
     Args:
         reduction: ``"mean"`` (over image anchors plus over text anchors), ``"sum"`` or ``"none"`` (a pair of
             per-anchor values: images (N,), texts (M,)).
-        engine: see :class:`itrloss.Similarity`. A ``Similarity`` in place of the input keeps its own.
-        check_finite: refuse nan and infinite input, see :class:`itrloss.Similarity`.
-        telemetry: keep what :func:`itrloss.describe` says of each call's similarity in the attribute ``telemetry``, a
+        engine, check_finite: see :class:`Similarity`. One in place of the input keeps its own engine.
+        telemetry: keep what :func:`describe` says of each call's similarity in the attribute ``telemetry``, a
             dictionary. It costs a few passes over the scores, and is left out under ``torch.compile``.
-        gather: in a ``torch.distributed`` job, the loss of the embeddings of all processes, on each of them, so that
-            every other process's pairs are negatives, too (or positives, where ids are equal). Batches must be of one
-            size. With ``DistributedDataParallel`` gradients are those of one process with the whole batch, see
-            :func:`itrloss.distributed.gather`.
+        gather: in a ``torch.distributed`` job, the loss of the batches of all processes, on each of them: every other
+            process's pairs are negatives, too (or positives, where ids are equal). Batches must be of one size. See
+            :func:`itrloss.distributed.gather` for the gradients.
     """
 
     #: How far a positive pair is to be ahead of its hardest negative, for the figure ``active``.
-    active_margin: float = 0.0
+    active_margin = 0.0
 
     def forward(
         self,
@@ -110,39 +141,33 @@ class PairLoss(Loss):
             self.telemetry = describe(sim, self.active_margin)
         return value
 
-    def compute(self, sim: Similarity) -> Any:
-        """Return the loss of a similarity with images as rows and texts as columns."""
-        raise NotImplementedError(f"{type(self).__name__} must implement compute(sim)")
-
     def _similarity(self, images: Any, texts: Any, image_ids: Any, text_ids: Any, scores: Any) -> Similarity:
         if self.gather and world_size() > 1 and (scores is not None or isinstance(images, Similarity)):
             raise ValueError("gather: expected embeddings; of scores and of a Similarity there is nothing to gather")
+        options: dict[str, Any] = {"engine": self.engine, "check_finite": self.check_finite, "names": IMAGES_AND_TEXTS}
         if isinstance(images, Similarity):
             others = {"texts": texts, "image_ids": image_ids, "text_ids": text_ids, "scores": scores}
-            for name, x in others.items():
-                if x is not None:
-                    raise ValueError(f"{name}: a Similarity stands for all of the input, expected None beside it")
+            given = [name for name, x in others.items() if x is not None]
+            if given:
+                raise ValueError(f"{given[0]}: expected None beside a Similarity, which stands for all of the input")
             if self.check_finite:
                 images.check_finite()
             return images
-        options: dict[str, Any] = {"engine": self.engine, "check_finite": self.check_finite, "names": IMAGES_AND_TEXTS}
         if scores is not None:
             if images is not None or texts is not None:
                 raise ValueError("scores: expected either scores or images and texts, got both")
             return Similarity.from_scores(scores, image_ids, text_ids, **options)
-        if images is None or texts is None:
-            missing = "images" if images is None else "texts"
-            raise TypeError(f"{missing}: expected embeddings (or pass scores=, or a Similarity), got None")
         if self.gather:
             (images, texts), image_ids, text_ids = self._gathered((images, texts), image_ids, text_ids)
         return Similarity(images, texts, image_ids, text_ids, **options)
 
 
-class MemoryLoss(Loss):
+@dataclass(eq=False, repr=False)
+class MemoryLoss(SimilarityLoss):
     """A loss on images, texts, their momentum keys and a :class:`itrloss.CoupledMemory`; a base for your own.
 
-    A subclass implements :meth:`compute`. There is no gradient to keys and memory. Put the batch into the memory after
-    its backward pass: ``memory.enqueue(image_keys, text_keys, ids)``.
+    A subclass implements ``compute(sims)`` of a :class:`itrloss.memory.MemorySimilarity`. There is no gradient to keys
+    and memory. After the backward pass, put the batch into the memory: ``memory.enqueue(image_keys, text_keys, ids)``.
 
     Args:
         reduction, engine, check_finite: see :class:`PairLoss`. ``engine`` goes by the size of the memory.
@@ -163,10 +188,8 @@ class MemoryLoss(Loss):
         """Return the loss of a batch beside the memory of former ones, as :meth:`PairLoss.forward` does.
 
         Args:
-            images: (N, D) embeddings of any length.
-            texts: (M, D) embeddings.
-            image_keys: (N, D) embeddings of the same images by the momentum encoder.
-            text_keys: (M, D) those of the texts.
+            images, texts: (N, D) and (M, D) embeddings of any length.
+            image_keys, text_keys: (N, D) and (M, D) embeddings of the same by the momentum encoders.
             memory: keys of former batches. While it is empty, its terms are 0.
             image_ids, text_ids: (N,) and (M,) integers; equal ids are positives in the batch, and entries of the
                 memory with an anchor's id are no negatives of it. If both are left out, image i matches text i; the
@@ -175,13 +198,9 @@ class MemoryLoss(Loss):
         embeddings: tuple[Tensor, Tensor, Tensor, Tensor] = images, texts, image_keys, text_keys
         if self.gather:
             embeddings, image_ids, text_ids = self._gathered(embeddings, image_ids, text_ids)
-        options: dict[str, Any] = {"engine": self.engine, "check_finite": self.check_finite}
+        options: Any = {"engine": self.engine, "check_finite": self.check_finite}
         sims = MemorySimilarity.of(*embeddings, memory, image_ids, text_ids, **options)
         value = self.compute(sims)
         if self.observed and not torch.compiler.is_compiling():
             self.telemetry = describe_memory(sims)
         return value
-
-    def compute(self, sims: MemorySimilarity) -> Any:
-        """Return the loss of what :class:`itrloss.memory.MemorySimilarity` holds."""
-        raise NotImplementedError(f"{type(self).__name__} must implement compute(sims)")

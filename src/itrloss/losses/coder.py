@@ -1,59 +1,36 @@
 """CODER's losses: diversity-sensitive contrast in the batch and against a memory, and prototypes."""
 
-from __future__ import annotations
-
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..checks import check_matrix, check_number, check_size, one_of
-from ..engine.scores import host_may_read, normalized
+from ..checks import check_matrix, check_number
+from ..engine.scores import compute_dtype, host_may_read, normalized
 from ..kmeans import OnlineKMeans
 from ..memory import CoupledMemory, MemorySimilarity
 from ..similarity import Engine, Similarity
-from .base import Loss, MemoryLoss, PairLoss
+from .base import Loss, MemoryLoss, PairLoss, SimilarityLoss, above_zero
 
 
-class DiversityOptions(Loss):
+@dataclass(eq=False, repr=False)
+class DiversityOptions(SimilarityLoss):
     """The options of DCL and M-DCL."""
 
-    shown = (
-        *("temperature", "margin", "diversity", "epsilon", "detach_diversity", "positive_weight", "positive"),
-        "entropy_temperature",
-    )
-
-    def __init__(
-        self,
-        temperature: float = 0.1,
-        margin: float = 0.3,
-        diversity: functional.Diversity = "std",
-        epsilon: float = 0.1,
-        detach_diversity: bool = True,
-        positive_weight: functional.PositiveWeight = "paper",
-        positive: functional.PositiveForm = "clamp",
-        *,
-        entropy_temperature: float = 1.0,
-        **common: Any,
-    ):
-        super().__init__(**common)
-        check_number("temperature", temperature, positive=True)
-        check_number("epsilon", epsilon, positive=True)
-        check_number("entropy_temperature", entropy_temperature, positive=True)
-        check_number("margin", margin)
-        one_of("diversity", diversity, "std", "entropy", None)
-        if isinstance(positive_weight, str) and positive_weight != "paper":
-            raise ValueError(f"positive_weight: expected 'paper' or a number, got {positive_weight!r}")
-        if positive_weight != "paper":
-            check_number("positive_weight", positive_weight)
-        one_of("positive", positive, "clamp", "relu")
-        self.temperature, self.margin, self.positive = temperature, margin, positive
-        self.diversity, self.detach_diversity = diversity, detach_diversity
-        self.epsilon, self.entropy_temperature = epsilon, entropy_temperature
-        self.positive_weight: functional.PositiveWeight = positive_weight
+    temperature: float = above_zero(0.1)
+    margin: float = 0.3
+    diversity: functional.Diversity = "std"
+    epsilon: float = above_zero(0.1)
+    detach_diversity: bool = True
+    positive_weight: functional.PositiveWeight = "paper"
+    positive: functional.PositiveForm = "clamp"
+    _: KW_ONLY
+    entropy_temperature: float = above_zero(1.0)
 
 
+@dataclass(eq=False, repr=False)
 class DiversityContrastiveLoss(DiversityOptions, PairLoss):
     r"""Diversity-sensitive contrastive loss, DCL (Wang et al., CODER, ECCV 2022, Eq. 4-5).
 
@@ -66,10 +43,9 @@ class DiversityContrastiveLoss(DiversityOptions, PairLoss):
     Args:
         temperature: μ.
         margin: γ, in units of cosine similarity.
-        diversity: ``"std"`` (Eq. 3), ``"entropy"`` (supplement; see the warning at
-            :func:`itrloss.functional.entropy_diversity`), or None for the implicit form DCL_I with ``d = 1``.
-        entropy_temperature: τ of ``diversity="entropy"``. At the paper's 1 every score is practically 1.
-        epsilon: ε of the diversity scores, above 0.
+        diversity: ``"std"`` (:func:`itrloss.functional.std_diversity`, Eq. 3), ``"entropy"``
+            (:func:`itrloss.functional.entropy_diversity`), or None for the implicit form DCL_I with ``d = 1``.
+        epsilon, entropy_temperature: ε and, of the entropy, the temperature of the diversity scores; above 0.
         detach_diversity: treat ``d`` as a weight; False sends gradients through it.
         positive_weight: ``"paper"`` for ``w = μ`` as printed, or ``w`` itself, per direction.
         positive: ``"clamp"`` keeps S above -1 + 1e-6 in ``log(1 + S)``; ``"relu"`` takes ``log(1 + max(S, 0))``, by
@@ -81,6 +57,7 @@ class DiversityContrastiveLoss(DiversityOptions, PairLoss):
         return functional.diversity_contrastive_loss(sim, **self._options())
 
 
+@dataclass(eq=False, repr=False)
 class MemoryDiversityContrastiveLoss(DiversityOptions, MemoryLoss):
     r"""Memory-aided DCL, M-DCL (CODER Eq. 6): a batch against the keys of earlier batches.
 
@@ -97,36 +74,18 @@ class MemoryDiversityContrastiveLoss(DiversityOptions, MemoryLoss):
         positive_from: ``"key"``, or ``"batch"`` to take positives from the batch instead of its keys; then they get a
             gradient.
         diversity_from: ``"both"`` for the mean of the two diversities, ``"batch"`` for that of the batch alone.
-        temperature, margin, diversity, epsilon, detach_diversity, positive_weight, positive, entropy_temperature: see
-            :class:`DiversityContrastiveLoss`.
-        reduction, engine, check_finite, telemetry, gather: see :class:`MemoryLoss`.
+        others: see :class:`DiversityContrastiveLoss` and :class:`MemoryLoss`.
     """
 
-    shown = (*DiversityOptions.shown, "positive_from", "diversity_from")
-
-    def __init__(
-        self,
-        temperature: float = 0.1,
-        margin: float = 0.3,
-        diversity: functional.Diversity = "std",
-        epsilon: float = 0.1,
-        detach_diversity: bool = True,
-        positive_weight: functional.PositiveWeight = "paper",
-        positive: functional.PositiveForm = "clamp",
-        *,
-        positive_from: functional.PositiveFrom = "key",
-        diversity_from: functional.DiversityFrom = "both",
-        **common: Any,
-    ):
-        super().__init__(temperature, margin, diversity, epsilon, detach_diversity, positive_weight, positive, **common)
-        one_of("positive_from", positive_from, "key", "batch")
-        one_of("diversity_from", diversity_from, "both", "batch")
-        self.positive_from, self.diversity_from = positive_from, diversity_from
+    _: KW_ONLY
+    positive_from: functional.PositiveFrom = "key"
+    diversity_from: functional.DiversityFrom = "both"
 
     def compute(self, sims: MemorySimilarity) -> Any:
         return functional.memory_diversity_contrastive_loss(sims, **self._options())
 
 
+@dataclass(eq=False, repr=False)
 class PrototypeClassificationLoss(Loss):
     r"""Prototype-guided classification, PGC (Wang et al., CODER, ECCV 2022, Eq. 7).
 
@@ -139,69 +98,59 @@ class PrototypeClassificationLoss(Loss):
     Args:
         dim: F of the concept embeddings.
         clusters: K, the number of prototypes.
-        reduction: ``"mean"`` (over images plus over texts), ``"sum"`` or ``"none"`` for two tensors (B,).
-        engine, check_finite: see :class:`itrloss.PairLoss`. ``"auto"`` never holds (2 B, K) logits above 256 MiB.
+        reduction, engine, check_finite: see :class:`PairLoss`. ``"auto"`` never holds (2 B, K) logits above 256 MiB.
 
     Attributes:
         weight: (clusters, dim) P, a parameter: pass it to the optimiser.
     """
 
-    shown = ("dim", "clusters")
+    dim: int
+    clusters: int
+    _: KW_ONLY
+    engine: Engine = "auto"
+    check_finite: bool = False
 
-    def __init__(
-        self,
-        dim: int,
-        clusters: int,
-        *,
-        reduction: functional.Reduction = "mean",
-        engine: Engine = "auto",
-        check_finite: bool = False,
-    ):
-        super().__init__(reduction=reduction, engine=engine, check_finite=check_finite)
-        check_size("dim", dim)
-        check_size("clusters", clusters)
-        self.dim, self.clusters = dim, clusters
-        self.weight = nn.Parameter(torch.empty(clusters, dim).uniform_(-1, 1) / dim**0.5)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.weight = nn.Parameter(torch.empty(self.clusters, self.dim).uniform_(-1, 1) / self.dim**0.5)
 
     def forward(self, image_concepts: Tensor, text_concepts: Tensor, prototype_ids: Tensor) -> Any:
         """Return the loss, see :func:`itrloss.functional.prototype_classification_loss`."""
         for name, x in (("image_concepts", image_concepts), ("text_concepts", text_concepts)):
             check_matrix(name, x, f"(B, {self.dim})", self.check_finite)
-        weight = self.weight.to(torch.promote_types(image_concepts.dtype, torch.float32))
-        return functional.prototype_classification_loss(
-            image_concepts, text_concepts, weight, prototype_ids, self.reduction, self.engine
-        )
+        inputs = image_concepts, text_concepts, self.weight.to(compute_dtype(image_concepts)), prototype_ids
+        return functional.prototype_classification_loss(*inputs, self.reduction, self.engine)
 
     @torch.no_grad()
     def reset(self, reseeded: Tensor, centroids: Tensor) -> None:
         """Reset the classifier's rows of reseeded clusters: what they learnt is about the clusters' former points.
 
-        Such a row of P becomes the new centroid, scaled to the length that rows have at initialisation. Its gradient,
-        if there is one, becomes 0. The optimiser's state for it (Adam's moments) is left to decay. The parameter is
-        modified in place: do not call this between a forward pass and its backward pass, which would raise an error.
+        Such a row of P becomes the new centroid, scaled to the length that rows have at initialisation, and its
+        gradient 0. The optimiser's state for it is left to decay. The parameter is modified in place: do not call this
+        between a forward pass and its backward pass, which would raise an error.
 
         Args:
             reseeded: (clusters,) bool, :attr:`itrloss.OnlineKMeans.reseeded`.
             centroids: (clusters, dim) of unit length.
         """
-        for name, x in (("reseeded", reseeded), ("centroids", centroids)):
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        if not isinstance(reseeded, Tensor):
+            raise TypeError(f"reseeded: expected a tensor, got {type(reseeded).__name__}")
         if reseeded.shape != (self.clusters,) or reseeded.dtype != torch.bool:
             got = f"{tuple(reseeded.shape)} {reseeded.dtype}"
             raise ValueError(f"reseeded: expected a boolean tensor of shape ({self.clusters},), got {got}")
+        check_matrix("centroids", centroids, f"({self.clusters}, {self.dim})")
         if centroids.shape != self.weight.shape:
             raise ValueError(f"centroids: expected shape {(self.clusters, self.dim)}, got {tuple(centroids.shape)}")
-        fresh = centroids.to(self.weight.dtype) / 3**0.5  # the expected length of a row of uniform numbers
         if host_may_read(self.weight) and not reseeded.any():  # on an accelerator the check would synchronise
             return
+        fresh = centroids.to(self.weight.dtype) / 3**0.5  # the expected length of a row of uniform numbers
         self.weight.copy_(torch.where(reseeded[:, None], fresh, self.weight))
         if self.weight.grad is not None:
             self.weight.grad.masked_fill_(reseeded[:, None], 0)
 
 
 class CODERTerms(NamedTuple):
-    """The terms of :class:`CODERObjective`, without their weights and without a gradient."""
+    """The terms of :class:`CODERObjective`, not weighted and without a gradient."""
 
     batch: Tensor
     memory: Tensor
@@ -220,17 +169,16 @@ class CODERObjective(nn.Module):
 
     Args:
         dim: of instance and concept embeddings.
-        clusters: number of prototypes: 10 000 for Flickr30K, 20 000 for MSCOCO, in the paper.
+        clusters: number of prototypes; in the paper 10 000 for Flickr30K and 20 000 for MSCOCO.
         batch_weight, memory_weight, concept_weight, prototype_weight: of the four terms. A term of weight 0 is not
             computed.
-        max_count: see :class:`itrloss.OnlineKMeans`.
-        diversity_from: for the memory's term, see :class:`itrloss.MemoryDiversityContrastiveLoss`.
-        options: for all diversity-sensitive losses, see :class:`itrloss.DiversityContrastiveLoss`.
+        max_count: see :class:`OnlineKMeans`.
+        diversity_from: see :class:`MemoryDiversityContrastiveLoss`.
+        options: of all diversity-sensitive losses, see :class:`DiversityContrastiveLoss`.
 
     Attributes:
         batch, memory, concept: the losses, whose options may be changed one by one.
-        prototypes, classifier: :class:`itrloss.OnlineKMeans` and :class:`itrloss.PrototypeClassificationLoss`, which
-            has a parameter.
+        prototypes, classifier: :class:`OnlineKMeans`, and :class:`PrototypeClassificationLoss`, which has a parameter.
     """
 
     def __init__(
@@ -254,8 +202,8 @@ class CODERObjective(nn.Module):
             check_number(f"{name}_weight", weight)
         self.batch, self.concept = DiversityContrastiveLoss(**options), DiversityContrastiveLoss(**options)
         self.memory = MemoryDiversityContrastiveLoss(diversity_from=diversity_from, **options)
-        common = {name: options[name] for name in ("reduction", "engine", "check_finite") if name in options}
         self.prototypes = OnlineKMeans(clusters, dim, max_count=max_count)
+        common = {name: getattr(self.batch, name) for name in ("reduction", "engine", "check_finite")}
         self.classifier = PrototypeClassificationLoss(dim, clusters, **common)
 
     def forward(
@@ -274,17 +222,15 @@ class CODERObjective(nn.Module):
 
         Args:
             images, texts: (B, dim) instance embeddings.
-            image_keys, text_keys: (B, dim) instance embeddings of the same pairs by the momentum encoders.
-            memory: keys of earlier batches. Enqueue the batch after the backward pass.
+            image_keys, text_keys, memory, image_ids, text_ids: as in :meth:`MemoryLoss.forward`.
             image_concepts, text_concepts: (B, dim) concept embeddings.
-            image_ids, text_ids: (B,) integers, see :class:`MemoryLoss`; equal ids make further positives.
         """
-        shape = (images.shape[0], self.prototypes.dim)
+        shape = (len(images), self.prototypes.dim)
         parts = {"images": images, "texts": texts, "image_concepts": image_concepts, "text_concepts": text_concepts}
         for name, x in parts.items():
             if x.shape != shape:
                 raise ValueError(f"{name}: expected shape {shape}, a row for each image, got {tuple(x.shape)}")
-        zero = images.new_zeros((), dtype=torch.promote_types(images.dtype, torch.float32))
+        zero = images.new_zeros((), dtype=compute_dtype(images))
         ids, keys, concepts = (image_ids, text_ids), (image_keys, text_keys), (image_concepts, text_concepts)
         # In evaluation mode there may be no prototypes yet.
         has_prototypes = self.weights.prototype and (self.training or len(self.prototypes))

@@ -1,22 +1,22 @@
 """The field's standard losses: triplet, InfoNCE and SigLIP."""
 
-from __future__ import annotations
-
 import math
 import warnings
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..checks import check_number, one_of
+from ..checks import check_number
 from ..similarity import Similarity
 from .base import PairLoss
 
 _INTERVAL = 50  # calls between checks for a collapse
 
 
+@dataclass(eq=False, repr=False)
 class TripletLoss(PairLoss):
     r"""Triplet ranking loss of VSE++ (Faghri et al. 2018), over both directions.
 
@@ -28,40 +28,22 @@ class TripletLoss(PairLoss):
 
     Args:
         margin: α, in units of cosine similarity.
-        mining: ``"hardest"`` negative of each anchor, or ``"all"`` (the sum over its negatives). May be set later.
+        mining: ``"hardest"`` negative of each anchor, or ``"all"`` (the sum over its negatives).
         reduction: see :class:`PairLoss`; as in VSE code bases the default is ``"sum"``.
         engine, check_finite, telemetry, gather: see :class:`PairLoss`.
     """
 
-    shown = ("margin", "mining")
-
-    def __init__(
-        self,
-        margin: float = 0.2,
-        mining: functional.Mining = "hardest",
-        *,
-        reduction: functional.Reduction = "sum",
-        **common: Any,
-    ):
-        super().__init__(reduction=reduction, **common)
-        check_number("margin", margin)
-        self.margin, self.mining = margin, mining
-        self._calls, self._alike = 0, 0  # in training mode; consecutive checks with embeddings alike
+    margin: float = 0.2
+    mining: functional.Mining = "hardest"  #: May be set later.
+    _: KW_ONLY
+    reduction: functional.Reduction = "sum"
+    _calls = 0  # in training mode
+    _alike = 0  # consecutive checks with embeddings alike
 
     @property
     def active_margin(self) -> float:  # type: ignore[override]
         """The margin, for the figure ``active`` of :func:`itrloss.describe`."""
         return self.margin
-
-    @property
-    def mining(self) -> functional.Mining:
-        """Which negatives count: ``"hardest"`` or ``"all"``."""
-        return self._mining
-
-    @mining.setter
-    def mining(self, value: functional.Mining) -> None:
-        one_of("mining", value, "hardest", "all")
-        self._mining: functional.Mining = value
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return what ``state_dict`` holds: which negatives count, as a resumed run would else begin again."""
@@ -71,7 +53,7 @@ class TripletLoss(PairLoss):
         self.mining = state["mining"]
 
     def compute(self, sim: Similarity) -> Any:
-        loss = functional.triplet_loss(sim, self.margin, self.mining, self.reduction)
+        loss = functional.triplet_loss(sim, **self._options())
         if self.mining == "hardest" and self.training and not torch.compiler.is_compiling():
             self._calls += 1
             if self._calls % _INTERVAL == 0 and self._alike < 2:
@@ -108,10 +90,9 @@ class InfoNCELoss(PairLoss):
         reduction, engine, check_finite, telemetry, gather: see :class:`PairLoss`.
     """
 
-    shown = ("temperature", "learnable")
-
     def __init__(self, temperature: float = 0.07, learnable: bool = False, **common: Any):
         super().__init__(**common)
+        self.shown = ("temperature", "learnable", "reduction")
         check_number("temperature", temperature, positive=True)
         # (1,): FSDP and the like do not shard 0-dim parameters.
         self.log_scale = nn.Parameter(torch.tensor([-math.log(temperature)])) if learnable else None
@@ -141,10 +122,9 @@ class SigmoidLoss(PairLoss):
             value counts for its image and the other for its text.
     """
 
-    shown = ("scale", "bias", "learnable")
-
     def __init__(self, scale: float = 10.0, bias: float = -10.0, learnable: bool = True, **common: Any):
         super().__init__(**common)
+        self.shown = ("scale", "bias", "learnable", "reduction")
         check_number("scale", scale, positive=True)
         check_number("bias", bias)
         self.log_scale = nn.Parameter(torch.tensor([math.log(scale)])) if learnable else None

@@ -1,26 +1,25 @@
 """DVSE's losses on sets of sub-embeddings, and its objective."""
 
-from __future__ import annotations
-
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..checks import IMAGES_AND_TEXTS, check_embeddings, check_ids, check_matrix, check_number, check_size, one_of
+from ..checks import IMAGES_AND_TEXTS, check_embeddings, check_matrix, check_number, check_size
 from ..distributed import gather_rows
-from ..engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
-from ..engine.pairs import Pairs
-from ..engine.scores import Embeddings, full_precision, normalized
+from ..engine.matrix import MEMORY_BUDGET, choose_engine
+from ..engine.scores import full_precision, normalized
 from ..similarity import Similarity
 from ..telemetry import describe
-from .base import Loss
+from .base import Loss, SimilarityLoss
 
 _NAMES = IMAGES_AND_TEXTS._replace(rows="image_sets")
 
 
-class VarianceAwareLoss(Loss):
+@dataclass(eq=False, repr=False)
+class VarianceAwareLoss(SimilarityLoss):
     r"""Variance-aware weighting loss (Wei et al., DVSE 2023, Eq. 8, 11) on sets of image embeddings.
 
     .. math::
@@ -37,63 +36,48 @@ class VarianceAwareLoss(Loss):
         detach_sigma: treat σ as a weight.
         shared_sigma: True, as printed: in the texts' direction, too, a pair's σ is that of its image's scores. False:
             there it is that of its text's scores, over all images but the pair's.
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``, see :func:`itrloss.functional.variance_aware_loss`.
-        engine, check_finite, telemetry, gather: see :class:`itrloss.PairLoss`; the telemetry is that of each pair's
-            best head, and forms the matrix. With several captions per image, an accelerator forms the matrices, or with
-            ``engine="tiled"`` synchronises.
+        reduction: see :func:`itrloss.functional.variance_aware_loss`.
+        engine, check_finite, telemetry, gather: see :class:`PairLoss`. The telemetry is that of each pair's best head,
+            and forms the matrix. With several captions per image, an accelerator synchronises or, in a CUDA graph or
+            compiled, forms the matrices.
     """
 
-    shown = ("margin", "detach_sigma", "shared_sigma")
-
-    def __init__(self, margin: float = 0.2, detach_sigma: bool = False, shared_sigma: bool = True, **common: Any):
-        super().__init__(**common)
-        check_number("margin", margin)
-        self.margin, self.detach_sigma, self.shared_sigma = margin, detach_sigma, shared_sigma
+    margin: float = 0.2
+    detach_sigma: bool = False
+    shared_sigma: bool = True
 
     def forward(
         self, image_sets: Tensor, texts: Tensor, image_ids: Tensor | None = None, text_ids: Tensor | None = None
     ) -> Any:
-        """Return the loss of sets of image embeddings and texts.
-
-        Args:
-            image_sets: (N, K, D) embeddings of any length, K for each image.
-            texts, image_ids, text_ids: as in :meth:`PairLoss.forward`, whose results it has.
-        """
-        (image_sets, texts), image_ids, text_ids = self._gathered((image_sets, texts), image_ids, text_ids)
-        heads = self._heads(image_sets, texts, image_ids, text_ids)
-        value = functional.variance_aware_loss(heads, self.margin, self.detach_sigma, self.shared_sigma, self.reduction)
+        """Return the loss of sets of image embeddings (N, K, D) of any length; else see :meth:`PairLoss.forward`."""
+        if self.gather:
+            (image_sets, texts), image_ids, text_ids = self._gathered((image_sets, texts), image_ids, text_ids)
+        ids = {"row_ids": image_ids, "col_ids": text_ids, "names": _NAMES}
+        heads = self._heads(image_sets, texts, **ids)
+        value = functional.variance_aware_loss(heads, **self._options())
         if self.observed and not torch.compiler.is_compiling():
-            self.telemetry = describe(_best_of(heads), self.margin)
+            best = functional.set_similarity(image_sets.detach(), texts.detach())  # by which a model of sets retrieves
+            self.telemetry = describe(Similarity.from_scores(best, **ids), self.margin)
         return value
 
-    def _heads(self, images: Tensor, texts: Tensor, image_ids: Any, text_ids: Any) -> list[Similarity]:
+    def _heads(self, images: Tensor, texts: Tensor, **ids: Any) -> list[Similarity]:
         check_matrix("image_sets", images, "(N, K, D)", dims=3)
-        n, k = images.shape[:2]
-        flat = images.flatten(0, 1)
-        check_embeddings(flat, texts, self.check_finite, _NAMES)
-        ids = check_ids(image_ids, text_ids, n, texts.shape[0], images.device, _NAMES)
-        budget = 0 if self.engine == "tiled" else MEMORY_BUDGET // k  # for each of the heads
-        engine = choose_engine(self.engine, n * texts.shape[0], budget, images)
-        units, texts = normalized(images.transpose(0, 1).flatten(0, 1)), normalized(texts)  # (K N, D), (M, D)
-        if engine == "dense" or (engine == "tiled" and n * len(texts) * units.itemsize <= budget):
+        check_embeddings(images.flatten(0, 1), texts, self.check_finite, _NAMES)
+        units, texts = normalized(images.transpose(0, 1)), normalized(texts)  # (K, N, D), (M, D)
+        (k, n, _), m = units.shape, len(texts)
+        engine: Any = choose_engine(self.engine, n * m, MEMORY_BUDGET // k, images)
+        kept = self.engine == "auto" and engine == "tiled" and k * n * m * units.itemsize <= MEMORY_BUDGET
+        if kept or engine == "dense":
             # Where scores are kept, one product for all heads: 0.7 of the time at 512 images, 6 heads, 1024 dimensions
             # (python -m benchmarks --losses "variance aware" --shapes 512x6x1024 --variants ours "ours tiled").
-            with full_precision(flat):
+            with full_precision(units):
                 scores = units @ texts.T
-            heads = [(Embeddings(x, False), None) for x in scores.chunk(k)]
-        else:
-            others = Embeddings(texts, False)
-            heads = [(Embeddings(x, False), others) for x in units.chunk(k)]
-        pairs = Pairs((n, len(texts)), ids, images.device)  # compared once for all heads
-        return [Similarity._view(Matrix(*head, pairs, engine, budget), 0) for head in heads]
+            return [Similarity.from_scores(x, **ids, engine=engine) for x in scores]
+        options: dict[str, Any] = {"normalize": False, "engine": engine, "memory_budget": 0}
+        return [Similarity(x, texts, **ids, **options) for x in units]
 
 
-def _best_of(heads: list[Similarity]) -> Similarity:
-    """Return the similarity of each pair's best head, by which a model of sets retrieves."""
-    scores = torch.stack([sim.detach().scores() for sim in heads]).amax(0)
-    return Similarity.from_scores(scores, *heads[0].ids)
-
-
+@dataclass(eq=False, repr=False)
 class DynamicOrthogonalLoss(Loss):
     r"""Dynamic orthogonal constraint (Wei et al., DVSE 2023, Eq. 4): an image's sub-embeddings should differ.
 
@@ -109,19 +93,8 @@ class DynamicOrthogonalLoss(Loss):
         reduction: over the images: ``"mean"``, ``"sum"``, or ``"none"`` for (N,).
     """
 
-    shown = ("slack", "pair_reduction")
-
-    def __init__(
-        self,
-        slack: float = 0.4,
-        pair_reduction: functional.PairReduction = "mean",
-        *,
-        reduction: functional.Reduction = "mean",
-    ):
-        super().__init__(reduction=reduction)
-        check_number("slack", slack)
-        one_of("pair_reduction", pair_reduction, "mean", "sum", "frobenius")
-        self.slack, self.pair_reduction = slack, pair_reduction
+    slack: float = 0.4
+    pair_reduction: functional.PairReduction = "mean"
 
     def forward(self, residuals: Tensor, gate: Tensor | None = None) -> Tensor:
         """Return the loss, see :func:`itrloss.functional.dynamic_orthogonal_loss`."""
@@ -165,37 +138,33 @@ class DynamicGate(nn.Module):
 
     @torch.no_grad()
     def forward(self, regions: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the gate of each image; in training mode, the running means are updated first, over all processes.
+        """Return the gates (N, heads), float32 zeros and ones without a gradient.
+
+        In training mode, the running means are updated first, over all processes.
 
         Args:
             regions: (N, R, dim) floating point.
             mask: (N, R), True or 1 for regions that exist.
-
-        Returns:
-            (N, heads) float32 of zeros and ones, without a gradient.
         """
         dim = self.weight.shape[1]
         if regions.dim() != 3 or regions.shape[2] != dim:
             raise ValueError(f"regions: expected shape (N, R, {dim}), got {tuple(regions.shape)}")
         if mask is not None and mask.shape != regions.shape[:2]:
             raise ValueError(f"mask: expected shape {tuple(regions.shape[:2])}, got {tuple(mask.shape)}")
-        exists = torch.ones_like(regions[..., 0]).float() if mask is None else mask.float()
+        exists = regions.new_ones(regions.shape[:2], dtype=torch.float32) if mask is None else mask.float()
         with full_precision(regions):  # pooling and projection commute
             sums = torch.einsum("nr,nrd->nd", exists, regions.float())
             projected = sums / exists.sum(1, keepdim=True).clamp_min(1) @ self.weight.float().T
         if self.training:
-            self._update_running_mean(self.centre, gather_rows(projected))
+            self._follow(self.centre, gather_rows(projected))
         gate = (projected > self.centre).float()  # round(sigmoid(x)) is 1 for x > 0
         if self.training:
-            self._update_running_mean(self.on_rate, gather_rows(gate))
+            self._follow(self.on_rate, gather_rows(gate))
             self.batches.add_(1)
         return gate
 
-    def _update_running_mean(self, running: Tensor, values: Tensor) -> None:
-        """Move a running mean (heads,) towards the mean of the finite rows of ``values`` (N, heads).
-
-        It begins with the first batch. An overflow, whose step a GradScaler skips, would leave it nan for good.
-        """
+    def _follow(self, running: Tensor, values: Tensor) -> None:
+        """Move a running mean (heads,) towards that of the finite ``values`` (N, heads): nan would stay for good."""
         finite = values.isfinite().all(1, keepdim=True)
         mean = torch.where(finite, values, 0.0).sum(0) / finite.sum().clamp_min(1)
         share = torch.where(self.batches == 0, 1.0, self.momentum) * finite.any()
@@ -218,12 +187,12 @@ class DVSEObjective(nn.Module):
 
     .. math:: L = \eta\, L_{var} + (1 - \eta)\, L_{dc}
 
-    with :class:`itrloss.VarianceAwareLoss` and :class:`itrloss.DynamicOrthogonalLoss`.
+    with :class:`VarianceAwareLoss` and :class:`DynamicOrthogonalLoss`.
 
     Args:
         balance: η in [0, 1].
-        slack, pair_reduction: see :class:`itrloss.DynamicOrthogonalLoss`.
-        options: of :class:`itrloss.VarianceAwareLoss`: ``margin``, ``detach_sigma``, ``shared_sigma``, ``engine``, ….
+        slack, pair_reduction: see :class:`DynamicOrthogonalLoss`.
+        options: of :class:`VarianceAwareLoss`.
     """
 
     def __init__(
@@ -258,11 +227,12 @@ class DVSEObjective(nn.Module):
         Args:
             image_sets, texts, image_ids, text_ids: as in :meth:`VarianceAwareLoss.forward`.
             residuals: (N, K, D') what the heads add to the global feature, before its normalisation.
-            gate: (N, K) of :class:`itrloss.DynamicGate`; None: all heads are on.
+            gate: (N, K) of :class:`DynamicGate`; None: all heads are on.
         """
-        terms = DVSETerms(self.variance_aware(image_sets, texts, image_ids, text_ids), self.orthogonal(residuals, gate))
-        total = self.balance * terms.variance_aware + (1 - self.balance) * terms.orthogonal
-        return total, DVSETerms(*(x.detach() for x in terms))
+        variance = self.variance_aware(image_sets, texts, image_ids, text_ids)
+        orthogonal = self.orthogonal(residuals, gate)
+        total = self.balance * variance + (1 - self.balance) * orthogonal
+        return total, DVSETerms(variance.detach(), orthogonal.detach())
 
     def extra_repr(self) -> str:
         return f"balance={self.balance}"

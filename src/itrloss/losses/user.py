@@ -1,16 +1,15 @@
 """USER's hubness-aware losses."""
 
-from __future__ import annotations
-
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from .. import functional
-from ..checks import check_number, one_of
 from ..memory import MemorySimilarity
 from ..similarity import Similarity
-from .base import MemoryLoss, PairLoss
+from .base import MemoryLoss, PairLoss, above_zero
 
 
+@dataclass(eq=False, repr=False)
 class HubnessAwareLoss(PairLoss):
     r"""Hubness-aware loss, HAL (Liu et al. 2020), in the form of USER Eq. 17.
 
@@ -23,27 +22,19 @@ class HubnessAwareLoss(PairLoss):
     Args:
         scale: γ.
         margin: ε, in units of cosine similarity.
-        positive: ``"clamp"``, or ``"relu"`` for the objective that HAL and USER published, see
-            :class:`DiversityContrastiveLoss`.
+        positive: see :class:`DiversityContrastiveLoss`; HAL and USER published ``"relu"``.
         reduction, engine, check_finite, telemetry, gather: see :class:`PairLoss`.
     """
 
-    shown = ("scale", "margin", "positive")
-
-    def __init__(
-        self, scale: float = 90.0, margin: float = 0.5, positive: functional.PositiveForm = "clamp", **common: Any
-    ):
-        super().__init__(**common)
-        check_number("scale", scale, positive=True)
-        check_number("margin", margin)
-        one_of("positive", positive, "clamp", "relu")
-        self.scale, self.margin = scale, margin
-        self.positive: functional.PositiveForm = positive
+    scale: float = above_zero(90.0)
+    margin: float = 0.5
+    positive: functional.PositiveForm = "clamp"
 
     def compute(self, sim: Similarity) -> Any:
-        return functional.hubness_aware_loss(sim, self.scale, self.margin, self.reduction, positive=self.positive)
+        return functional.hubness_aware_loss(sim, **self._options())
 
 
+@dataclass(eq=False, repr=False)
 class UnifiedTrainingObjective(MemoryLoss):
     r"""Unified training objective, UTO (USER Eq. 18-21): HAL in the batch, and the batch against a memory.
 
@@ -56,35 +47,20 @@ class UnifiedTrainingObjective(MemoryLoss):
     k of :class:`MemoryDiversityContrastiveLoss`; see :doc:`methods/memory`.
 
     Args:
-        scale: γ.
-        margin: ε, in units of cosine similarity.
+        scale, margin, positive: see :class:`HubnessAwareLoss`.
         batch_weight: λ, weight of HAL.
-        positive: ``"clamp"``, or ``"relu"`` as in :class:`HubnessAwareLoss`.
         image_memory_weight, text_memory_weight: weights of the texts against the memory's images (the paper's DVQ), and
             of the images against its texts (DTQ).
         reduction, engine, check_finite, telemetry, gather: see :class:`MemoryLoss`.
     """
 
-    shown = ("scale", "margin", "batch_weight", "positive", "image_memory_weight", "text_memory_weight")
-
-    def __init__(
-        self,
-        scale: float = 90.0,
-        margin: float = 0.5,
-        batch_weight: float = 1.0,
-        positive: functional.PositiveForm = "clamp",
-        *,
-        image_memory_weight: float = 1.0,
-        text_memory_weight: float = 1.0,
-        **common: Any,
-    ):
-        super().__init__(**common)
-        check_number("scale", scale, positive=True)
-        one_of("positive", positive, "clamp", "relu")
-        self.scale, self.margin, self.batch_weight, self.positive = scale, margin, batch_weight, positive
-        self.image_memory_weight, self.text_memory_weight = image_memory_weight, text_memory_weight
-        for name in ("margin", "batch_weight", "image_memory_weight", "text_memory_weight"):
-            check_number(name, getattr(self, name))
+    scale: float = above_zero(90.0)
+    margin: float = 0.5
+    batch_weight: float = 1.0
+    positive: functional.PositiveForm = "clamp"
+    _: KW_ONLY
+    image_memory_weight: float = 1.0
+    text_memory_weight: float = 1.0
 
     def compute(self, sims: MemorySimilarity) -> Any:
         return functional.unified_training_objective(sims, **self._options())
