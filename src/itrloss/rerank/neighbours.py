@@ -12,12 +12,14 @@ from ..engine.answers import identity
 from .base import Reranker
 from .direction import Direction, Rule
 
+_AT_ONCE = 2**19  # scores compared at once, which fit into a cache
+
 
 def _best_candidates(direction: Direction, k: int) -> tuple[Tensor, Tensor]:
-    """Return the (Q, k) best candidates of this process's queries, best first, and the query's rank for each.
+    """Return the (Q, k) best candidates of this process's queries, best first, and their order by the query's rank.
 
-    The rank is the number of reference queries with a higher score for the candidate. Of two candidates with the same
-    score, the one with the lower index comes first.
+    The rank is the number of reference queries with a higher score for the candidate. Of equal candidates, the one
+    that comes first in the scores, or then by index, stays first.
     """
     best = direction.queries.topk(min(k, direction.queries.shape[1]))
     candidates, by_index = best.indices.sort(1)
@@ -25,29 +27,21 @@ def _best_candidates(direction: Direction, k: int) -> tuple[Tensor, Tensor]:
     candidates = candidates.gather(1, order)
     ranks = direction.summed(_query_ranks(direction, direction.of_all(values), direction.of_all(candidates)))
     first = direction.first[0]
-    return candidates, ranks[first : first + len(candidates)]
+    return candidates, ranks[first : first + len(candidates)].argsort(dim=1, stable=True)
 
 
 def _query_ranks(direction: Direction, values: Tensor, candidates: Tensor) -> Tensor:
     """Return the (Q, k) number of references above each query of all processes; 0 for other processes' candidates."""
-    ranks = torch.zeros_like(candidates)
-    flat = candidates.flatten() - direction.first[1]
-    ordered, order = flat.sort()  # the pairs, by candidate
-    query = order // candidates.shape[1]
+    ranks, own = torch.zeros_like(candidates), candidates - direction.first[1]
     for rows, scores in direction.candidates.blocks():
-        ends = torch.tensor([rows.start, rows.stop], device=ordered.device)
-        first, last = torch.searchsorted(ordered, ends).tolist()
-        if first == last:
-            continue
-        row, pair = ordered[first:last] - rows.start, order[first:last]
-        # From the same product as the other references: rounded otherwise, a query could rank behind itself.
-        own = scores[row, query[first:last]] if direction.transductive else values.flatten()[pair]
-        ascending = scores.sort(1).values
-        above = torch.empty_like(pair)
-        for part in torch.arange(len(pair), device=pair.device).split(max(1, scores.numel() // scores.shape[1])):
-            below = torch.searchsorted(ascending[row[part]], own[part, None], right=True).squeeze(1)
-            above[part] = scores.shape[1] - below
-        ranks.view(-1)[pair] = above
+        query, place = ((own >= rows.start) & (own < rows.stop)).nonzero(as_tuple=True)
+        row, value = own[query, place] - rows.start, values[query, place]
+        if direction.transductive:  # from the same product: rounded otherwise, a query could rank behind itself
+            value = scores[row, query]
+        step = max(1, _AT_ONCE // scores.shape[1])
+        parts = (x.split(step) for x in (query, place, row, value))
+        for q, p, r, x in zip(*parts, strict=True):
+            ranks[q, p] = (scores[r] > x[:, None]).sum(1)
     return ranks
 
 
@@ -79,8 +73,8 @@ class ReciprocalReranker(Reranker):
         self.i2t_k, self.t2i_k = i2t_k, t2i_k
 
     def rule(self, direction: Direction) -> Rule:
-        candidates, ranks = _best_candidates(direction, (self.i2t_k, self.t2i_k)[direction.side])
-        candidates = candidates.gather(1, ranks.argsort(dim=1, stable=True))
+        candidates, order = _best_candidates(direction, (self.i2t_k, self.t2i_k)[direction.side])
+        candidates = candidates.gather(1, order)
         k = candidates.shape[1]
 
         def by_query_rank(scores: Tensor, rows: slice) -> Tensor:
@@ -112,8 +106,7 @@ class MultiFactorReranker(Reranker):
 
     def rule(self, direction: Direction) -> Rule:
         sums = direction.of_all(direction.candidates.sum(identity))
-        candidates, ranks = _best_candidates(direction, self.k)
-        order = ranks.argsort(dim=1, stable=True)
+        candidates, order = _best_candidates(direction, self.k)
         j = torch.arange(1, candidates.shape[1] + 1, dtype=sums.dtype, device=sums.device)
 
         def by_factors(scores: Tensor, rows: slice) -> Tensor:
@@ -217,47 +210,35 @@ class KReciprocalReranker(Reranker):
         distance.fill_diagonal_(0.0)
         weights = self._encoded(distance, near)
         n = direction.queries.shape[0]
-        squared, shared = distance[:n, n:].clone(), _shared(weights, n)
+        candidates, distance = weights[n:].T.contiguous(), distance[:n, n:].clone()  # frees the rest
 
         def by_neighbours(scores: Tensor, rows: slice) -> Tensor:
-            jaccard = 1 - shared[rows] / (2 - shared[rows])
-            return -((1 - self.weight) * jaccard + self.weight * squared[rows])
+            for query, own in zip(scores, weights[rows], strict=True):
+                near = own.nonzero().squeeze(1)
+                torch.sum(torch.minimum(own[near, None], candidates[near]), 0, out=query)
+            jaccard = 1 - scores / (2 - scores)
+            return -((1 - self.weight) * jaccard + self.weight * distance[rows])
 
         return by_neighbours
 
     def _encoded(self, distance: Tensor, near: Tensor) -> Tensor:
         """Return the (n, n) weights of each item's neighbours; rows sum to 1."""
-        members, half_members = _reciprocal(near, self.k1), _reciprocal(near, max(1, round(self.k1 / 2)))
-        n, half = len(near), near[:, : half_members.shape[1]]
-        neighbours = torch.zeros(n, n, dtype=torch.bool, device=near.device)
-        neighbours.scatter_(1, near[:, : members.shape[1]], members)
-        expanded, size = neighbours.clone(), half_members.sum(1)
-        for x in range(n):
-            y = neighbours[x].nonzero().squeeze(1)
-            common = (neighbours[x][half[y]] & half_members[y]).sum(1)
-            added = y[3 * common > 2 * size[y]]
-            expanded[x, half[added][half_members[added]]] = True
+        half = near[:, : round(self.k1 / 2) + 1]
+        neighbours, in_half = _mutual(near[:, : self.k1 + 1]), _mutual(half).gather(1, half)
+        expanded = neighbours.clone()
+        for y in near[:, : self.k1 + 1].T:  # of each item, the nearest, the second, …
+            added, is_mutual = half[y], in_half[y]
+            common = (neighbours.gather(1, added) & is_mutual).sum(1)
+            joins = neighbours.gather(1, y[:, None]) & (3 * common > 2 * is_mutual.sum(1))[:, None]
+            x, place = (is_mutual & joins).nonzero(as_tuple=True)
+            expanded[x, added[x, place]] = True
         weights = torch.exp(-distance).masked_fill_(~expanded, 0.0)
         weights /= weights.sum(1, keepdim=True)
-        if self.k2 > 1:
-            total = torch.zeros_like(weights)
-            for column in near[:, : self.k2].T:
-                total += weights[column]
-            weights = total / min(self.k2, near.shape[1])
-        return weights
+        return torch.nn.functional.embedding_bag(near[:, : self.k2], weights, mode="mean")
 
 
-def _shared(weights: Tensor, n: int) -> Tensor:
-    """Return the (n, candidates) sums ``sum_z min(v_qz, v_cz)`` of the weights v of queries and candidates."""
-    candidates = weights[n:].T.contiguous()
-    shared = torch.empty(n, candidates.shape[1], dtype=weights.dtype, device=weights.device)
-    for query in range(n):
-        neighbours = weights[query].nonzero().squeeze(1)
-        shared[query] = torch.minimum(weights[query, neighbours, None], candidates[neighbours]).sum(0)
-    return shared
-
-
-def _reciprocal(near: Tensor, k: int) -> Tensor:
-    """Return (n, k + 1) bool: which of an item's k + 1 nearest have it among their own k + 1 nearest."""
-    near = near[:, : k + 1]
-    return (near[near] == torch.arange(len(near), device=near.device)[:, None, None]).any(2)
+def _mutual(near: Tensor) -> Tensor:
+    """Return (n, n) bool: which items are among each other's nearest (n, k)."""
+    among = torch.zeros(len(near), len(near), dtype=torch.bool, device=near.device)
+    among.scatter_(1, near, True)
+    return among & among.T
