@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..checks import check_matrix, check_size
 from ..distributed import Shares, failing_together, world_size
-from ..metrics.labels import ids_or_indices
+from ..metrics.labels import ids_or_indices, with_ids
 from ..similarity import Similarity, TopK
-from .direction import SIDES, Bias, Direction, Rule, as_similarity, fitting, unlabelled, with_bank
+from .direction import SIDES, Bias, Direction, Rule, against, fitting, unlabelled
 
 T = TypeVar("T", Tensor, TopK)
 R = TypeVar("R", bound="Reranker")
@@ -32,22 +32,12 @@ class Reranked(tuple[T, T], Generic[T]):
 
     transductive: tuple[bool, bool]
 
-    def __new__(cls, i2t: T, t2i: T, transductive: tuple[bool, bool]) -> Reranked[T]:
-        pair = super().__new__(cls, (i2t, t2i))
-        pair.transductive = transductive
-        return pair
-
-    def __getnewargs__(self) -> tuple[T, T, tuple[bool, bool]]:  # for copy and pickle
-        return self[0], self[1], self.transductive
-
     @property
     def i2t(self) -> T:
-        """The result of image→text."""
         return self[0]
 
     @property
     def t2i(self) -> T:
-        """The result of text→image."""
         return self[1]
 
 
@@ -77,7 +67,6 @@ class Reranker(ABC):
     needs_embeddings: bool = False
     needs_all_candidates: bool = False
 
-    _ranks_single_query: bool = False  # even without a bank
     _images: Tensor | None = None
     _texts: Tensor | None = None
 
@@ -155,21 +144,19 @@ class Reranker(ABC):
             TypeError, ValueError: naming the argument; for nan and infinity; for a single query without a bank; for a
                 missing bank or embeddings that the method needs.
         """
-        sim = as_similarity(scores)
-        directions = self._directions(sim)
-        rules = self._rules(directions)
+        sim = with_ids("scores", scores, None, None, by_ids=False).detach()
+        directions = [direction for direction, _ in self._directions(sim)]
         results, matrix = [], None
-        for direction, rule in zip(directions, rules, strict=True):
+        for direction, rule in zip(directions, self._rules(directions), strict=True):
             if isinstance(rule, Bias):  # one product for both directions
-                matrix = sim.detach().scores() if matrix is None else matrix
-                bias = rule.bias[:, None] if direction.side else rule.bias
-                results.append(torch.add(bias, matrix, alpha=rule.factor))
-                continue
-            reranked = torch.empty(direction.queries.shape, dtype=sim.dtype, device=sim.device)
-            for rows, block in _blocks(direction, rule):
-                reranked[rows] = block
-            results.append(reranked.T if direction.side else reranked)
-        return Reranked(results[0], results[1], self.transductive)
+                matrix = sim.scores() if matrix is None else matrix
+                result = torch.add(rule.bias, matrix.T if direction.side else matrix, alpha=rule.factor)
+            else:
+                result = torch.empty(direction.queries.shape, dtype=sim.dtype, device=sim.device)
+                for rows, block in _blocks(direction, rule):
+                    result[rows] = block
+            results.append(result.T if direction.side else result)
+        return self._pair(results)
 
     def topk(self, scores: Tensor | Similarity, k: int, *, gather: bool = False) -> Reranked[TopK]:
         """Return the k best texts of each image and the k best images of each text, by re-ranked score.
@@ -195,9 +182,13 @@ class Reranker(ABC):
         if gather and world_size() > 1:
             ranked = self._ranked_by_all(Shares(scores, f"{self._description()} {k}"), k, None)
         else:
-            ranked = self._ranked(as_similarity(scores), k, None)
-        i2t, t2i = (top for _, top in ranked)
-        return Reranked(i2t, t2i, self.transductive)
+            ranked = self._ranked(with_ids("scores", scores, None, None, by_ids=False), k, None)
+        return self._pair(top for _, top in ranked)
+
+    def _pair(self, results: Iterable[T]) -> Reranked[T]:
+        pair = Reranked(results)
+        pair.transductive = self.transductive
+        return pair
 
     def biases(self, scores: Tensor | Similarity) -> RerankBiases:
         """Return biases to rank by: ``A_ij + texts_j`` for image→text, ``A_ij + images_i`` for text→image.
@@ -205,7 +196,8 @@ class Reranker(ABC):
         Raises:
             ValueError: as :meth:`rerank`, and for a method that is not a bias per candidate.
         """
-        rules = self._rules(self._directions(as_similarity(scores)))
+        sim = with_ids("scores", scores, None, None, by_ids=False)
+        rules = self._rules([direction for direction, _ in self._directions(sim)])
         texts, images = (rule.bias / rule.factor if isinstance(rule, Bias) else None for rule in rules)
         if texts is None or images is None:
             raise ValueError(f"biases: {type(self).__name__} is not a bias per candidate")
@@ -213,13 +205,13 @@ class Reranker(ABC):
 
     def _ranked(self, sim: Similarity, k: int, ties: str | None) -> list[Ranked]:
         """Return the ranks (empty for ``ties=None``) and best candidates of all images, and of all texts."""
-        directions = self._directions(sim)
-        views = zip(directions, self._rules(directions), (sim, sim.T), strict=True)
-        return [_ranks(direction, rule, labelled, k, ties) for direction, rule, labelled in views]
+        directions, views = zip(*self._directions(sim), strict=True)
+        rules = self._rules(directions)
+        return [_ranks(*each, k, ties) for each in zip(directions, rules, views, strict=True)]
 
     def _ranked_by_all(self, shares: Shares, k: int, ties: str | None) -> Iterator[Ranked]:
         """Yield :meth:`_ranked` of this process's queries among the candidates of all processes."""
-        for direction, labelled in self._of_all(shares):
+        for direction, labelled in self._directions(shares.sim, shares):
             with failing_together(labelled.device):
                 (rule,) = self._rules([direction])
                 ranked = _ranks(direction, rule, labelled, k, ties)
@@ -242,40 +234,44 @@ class Reranker(ABC):
 
     def _description(self) -> str:
         """Return the method, its options and its banks as a string, which must be the same in all processes."""
-        return f"{self!r} {[None if bank is None else _fingerprint(bank) for bank in (self._images, self._texts)]}"
+        banks = [None if bank is None else bank.cpu().contiguous() for bank in (self._images, self._texts)]
+        kinds = [x if x is None else (x.shape, x.dtype, zlib.crc32(x.view(torch.uint8).numpy().data)) for x in banks]
+        return f"{self!r} {kinds}"
 
-    def _of_all(self, shares: Shares) -> Iterator[tuple[Direction, Similarity]]:
-        """Yield each direction, checked, among the candidates of all processes, and its queries with their ids."""
-        self._check(shares.sim, (len(shares.every[0]), len(shares.every[1])))
-        named = zip(SIDES, (self._images, self._texts), strict=True)
-        banks = [None if bank is None else fitting(bank, name, shares.sim) for name, bank in named]
-        whole = self.needs_all_candidates
-        own, first = (shares.every, (0, 0)) if whole else (shares.own, shares.first)
-        for side, bank in enumerate(banks):
-            candidates = shares.similarity(own[1 - side], shares.every[side] if bank is None else bank)
-            labelled = shares.queries(side)
-            inputs = unlabelled(labelled), candidates, bank is None, banks[1 - side]
-            yield Direction(side, *inputs, not whole, (shares.first[side], first[1 - side])), labelled
+    @torch.no_grad()
+    def _directions(self, sim: Similarity, shares: Shares | None = None) -> Iterator[tuple[Direction, Similarity]]:
+        """Yield each direction and its queries with their ids; with ``shares`` among the candidates of all processes.
 
-    def _directions(self, sim: Similarity) -> list[Direction]:
-        """Return both directions, checked."""
-        self._check(sim, sim.shape)
-        sim, banks, directions = unlabelled(sim), (self._images, self._texts), []
-        for side, queries in enumerate((sim, sim.T)):
-            bank = banks[side]
-            references = queries.T if bank is None else with_bank(queries.T, SIDES[side], bank)
-            directions.append(Direction(side, queries, references, bank is None, banks[1 - side]))
-        return directions
+        Raises an error unless the method can re-rank ``sim``.
+        """
+        self._check(sim, sim.shape if shares is None else [len(x) for x in shares.every])
+        given = enumerate((self._images, self._texts))
+        banks = [None if bank is None else fitting(bank, side, sim) for side, bank in given]
+        shared = shares is not None and not self.needs_all_candidates
+        if shares is None:
+            plain = unlabelled(sim)
+            views = (sim, plain), (sim.T, plain.T)
+        else:
+            views = ((x, unlabelled(x)) for x in map(shares.queries, (0, 1)))
+        for side, (labelled, queries) in enumerate(views):
+            bank, candidates, references, first = banks[side], queries.T, banks[side], (0, 0)
+            if shares is not None:
+                first = shares.first[side], shares.first[1 - side] if shared else 0
+                candidates = (sim if side else sim.T) if shared else candidates
+                references = shares.every[side] if bank is None else bank
+            if references is not None:
+                candidates = against(candidates, references)
+            yield Direction(side, queries, candidates, bank is None, banks[1 - side], shared, first), labelled
 
-    def _check(self, sim: Similarity, counts: tuple[int, int]) -> None:
-        """Raise an error unless the method can re-rank ``sim``; ``counts``: images and texts of all processes."""
+    def _check(self, sim: Similarity, counts: Sequence[int]) -> None:
+        """Raise an error for a missing bank or embeddings; ``counts``: images and texts of all processes."""
         if self.needs_embeddings and sim._inputs is None:
             expected = "a Similarity of embeddings: images are compared with images, or texts with texts"
             raise ValueError(f"scores: {type(self).__name__} needs {expected}; got a matrix of scores")
         for name, transductive, count in zip(SIDES, self.transductive, counts, strict=True):
             if transductive and self.needs_bank:
                 raise ValueError(f"{name}: {type(self).__name__} needs a bank of queries; call fit({name}=...) first")
-            if transductive and count == 1 and not self._ranks_single_query:
+            if transductive and self.takes_bank and count == 1:
                 raise ValueError(f"scores: a single query needs a bank to be compared with; call fit({name}=...) first")
 
 
@@ -296,9 +292,3 @@ def _ranks(direction: Direction, rule: Rule, labelled: Similarity, k: int, ties:
     width = max(x.shape[-1] for x in ranks)
     padded = [torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in ranks]
     return torch.cat(padded), TopK(*(torch.cat(x) for x in zip(*tops, strict=True)))
-
-
-def _fingerprint(bank: Tensor) -> tuple[Any, ...]:
-    """Return shape, dtype and checksum, by which processes compare their banks."""
-    content = bank.detach().cpu().contiguous().view(torch.uint8).numpy().data
-    return tuple(bank.shape), bank.dtype, zlib.crc32(content)

@@ -89,7 +89,7 @@ class FastReranker(_LogSumReranker):
         if not bool(sim.positive_counts.any()):
             raise ValueError("image_ids, text_ids: no query of the validation set has a matching candidate")
         chosen = []
-        for direction, labelled in zip(self._directions(sim), (sim, sim.T), strict=True):
+        for direction, labelled in self._directions(sim):
             qualities = {}
             for scale in scales:
                 penalty = direction.candidates.logsumexp(scale)

@@ -97,8 +97,7 @@ class DualBankNorm(Reranker):
 
     def rule(self, direction: Direction) -> Rule:
         assert direction.gallery is not None
-        bank = direction.gallery.to(direction.candidates.device, direction.candidates.dtype)
-        gallery = against(direction.candidates, bank)
+        gallery = against(direction.candidates, direction.gallery)
         penalty = direction.candidates.logsumexp(self.query_scale) + gallery.logsumexp(self.gallery_scale)
         return Bias(-penalty, self.query_scale + self.gallery_scale)
 
@@ -185,17 +184,14 @@ class Sinkhorn(Reranker):
         check_size("iterations", iterations)
         self.scale, self.iterations = scale, iterations
 
-    def rule(self, direction: Direction) -> Rule:
-        return Bias(self._dual(direction.candidates), self.scale)
-
-    def _dual(self, candidates: Similarity) -> Tensor:
-        """Return the (C,) dual variable g."""
+    def rule(self, direction: Direction) -> Bias:
+        candidates = direction.candidates
         c, r = candidates.shape
         g = torch.zeros(c, dtype=candidates.dtype, device=candidates.device)
         for _ in range(self.iterations):
             f = -math.log(r) - _logsumexp(candidates.T, self.scale, g)
             g = -math.log(c) - _logsumexp(candidates, self.scale, f)
-        return g
+        return Bias(g, self.scale)
 
 
 class DualBankSinkhorn(Sinkhorn):
@@ -211,11 +207,12 @@ class DualBankSinkhorn(Sinkhorn):
     needs_bank = True
     needs_embeddings = True
 
-    def rule(self, direction: Direction) -> Rule:
+    def rule(self, direction: Direction) -> Bias:
         candidates = direction.candidates
         assert direction.gallery is not None and candidates._inputs is not None
-        stacked = against(candidates, candidates._inputs[1].detach(), direction.gallery)
-        return Bias(self._dual(stacked)[: candidates.shape[0]], self.scale)
+        items = against(candidates, candidates._inputs[1], direction.gallery)
+        bias, factor = super().rule(direction._replace(candidates=items))
+        return Bias(bias[: candidates.shape[0]], factor)
 
 
 def _logsumexp(sim: Similarity, scale: float, cols: Tensor) -> Tensor:
