@@ -304,8 +304,8 @@ def test_a_bank_keeps_its_precision_beside_half_precision(monkeypatch):
     fast = FastReranker().fit(*banks)
     sim = Similarity(v, w, *ids)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    directions = [direction for direction, _ in fast._directions(sim, Shares(sim, ""))]  # as each of several processes
-    for rule, bias in zip(fast._rules(directions), fast.biases(sim), strict=True):
+    ruled = fast._ruled(fast._directions(sim, Shares(sim, "")))  # as each of several processes
+    for (_, rule, _), bias in zip(ruled, fast.biases(sim), strict=True):
         torch.testing.assert_close(rule.bias / rule.factor, bias)
 
 

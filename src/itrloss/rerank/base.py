@@ -72,7 +72,17 @@ class Reranker(ABC):
 
     @abstractmethod
     def rule(self, direction: Direction) -> Rule:
-        """Return the :class:`Bias` or function that ranks the candidates. Called under ``torch.no_grad()``."""
+        """Return how the candidates of a direction are ranked: a :class:`Bias`, or a function of blocks of scores.
+
+        Called under ``torch.no_grad()``. A bias never forms the score matrix, and :meth:`biases` returns it.
+
+        Args:
+            direction: the similarities of queries, candidates and references.
+
+        Returns:
+            A ``Bias``; or a function of (B, candidates) scores, which it may overwrite, and the slice of the queries
+            that they belong to. It returns (B, candidates) scores to rank by, higher is better.
+        """
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self._options().items())})"
@@ -103,8 +113,6 @@ class Reranker(ABC):
         if not self.takes_bank:
             raise ValueError(f"images, texts: {type(self).__name__} has no use for a bank of queries")
         for name, bank in (("images", images), ("texts", texts)):
-            if isinstance(bank, Similarity):
-                raise TypeError(f"{name}: expected a tensor of embeddings or scores, got a Similarity")
             if bank is not None:
                 check_matrix(name, bank, "(N, M)", check_finite=True)
         self._images, self._texts = (None if bank is None else bank.detach() for bank in (images, texts))
@@ -118,7 +126,7 @@ class Reranker(ABC):
         """Restore the options and banks of :meth:`state_dict`, and return this object.
 
         Raises:
-            ValueError: the state is another method's or incomplete. This object is unchanged then.
+            ValueError: the state is another method's or incomplete; this object is unchanged.
         """
         missing = {"method", "options", "images", "texts"} - set(state)
         if missing or state["method"] != type(self).__name__:
@@ -127,8 +135,7 @@ class Reranker(ABC):
         loaded = type(self)(**state["options"])
         if self.takes_bank:
             loaded.fit(state["images"], state["texts"])
-        for name, value in vars(loaded).items():
-            setattr(self, name, value)
+        vars(self).update(vars(loaded))
         return self
 
     def rerank(self, scores: Tensor | Similarity) -> Reranked[Tensor]:
@@ -145,9 +152,8 @@ class Reranker(ABC):
                 missing bank or embeddings that the method needs.
         """
         sim = with_ids("scores", scores, None, None, by_ids=False).detach()
-        directions = [direction for direction, _ in self._directions(sim)]
         results, matrix = [], None
-        for direction, rule in zip(directions, self._rules(directions), strict=True):
+        for direction, rule, _ in self._ruled(self._directions(sim)):
             if isinstance(rule, Bias):  # one product for both directions
                 matrix = sim.scores() if matrix is None else matrix
                 result = torch.add(rule.bias, matrix.T if direction.side else matrix, alpha=rule.factor)
@@ -164,11 +170,9 @@ class Reranker(ABC):
         Args:
             scores: (n_images, n_texts), or a :class:`itrloss.Similarity`.
             k: number of candidates.
-            gather: in a ``torch.distributed`` job whose processes each hold a ``Similarity`` of their own images and
-                texts: rank the candidates of all processes for this process's queries. Candidates are numbered in the
-                order of the process ranks. The results equal those of a single process up to rounding and the order of
-                equal scores. Every process holds all embeddings and the whole banks, but does only its share of the
-                work. The numbers of images and texts may differ between processes.
+            gather: as in :func:`itrloss.metrics.retrieval_results`: rank the candidates of all processes, numbered in
+                the order of the process ranks, for this process's queries. The results equal those of a single process
+                up to rounding and the order of equal scores. Every process holds the whole banks.
 
         Returns:
             ``(image→text, text→image)``, each with ``values`` and ``indices`` of shape (queries, k). A direction with
@@ -197,29 +201,28 @@ class Reranker(ABC):
             ValueError: as :meth:`rerank`, and for a method that is not a bias per candidate.
         """
         sim = with_ids("scores", scores, None, None, by_ids=False)
-        rules = self._rules([direction for direction, _ in self._directions(sim)])
-        texts, images = (rule.bias / rule.factor if isinstance(rule, Bias) else None for rule in rules)
-        if texts is None or images is None:
+        rules = [rule for _, rule, _ in self._ruled(self._directions(sim))]
+        biases = [rule.bias / rule.factor for rule in rules if isinstance(rule, Bias)]
+        if len(biases) < 2:
             raise ValueError(f"biases: {type(self).__name__} is not a bias per candidate")
-        return RerankBiases(texts, images)
+        return RerankBiases(*biases)
 
     def _ranked(self, sim: Similarity, k: int, ties: str | None) -> list[Ranked]:
         """Return the ranks (empty for ``ties=None``) and best candidates of all images, and of all texts."""
-        directions, views = zip(*self._directions(sim), strict=True)
-        rules = self._rules(directions)
-        return [_ranks(*each, k, ties) for each in zip(directions, rules, views, strict=True)]
+        return [_ranks(*each, k, ties) for each in self._ruled(self._directions(sim))]
 
     def _ranked_by_all(self, shares: Shares, k: int, ties: str | None) -> Iterator[Ranked]:
         """Yield :meth:`_ranked` of this process's queries among the candidates of all processes."""
-        for direction, labelled in self._directions(shares.sim, shares):
-            with failing_together(labelled.device):
-                (rule,) = self._rules([direction])
-                ranked = _ranks(direction, rule, labelled, k, ties)
+        for view in self._directions(shares.sim, shares):
+            with failing_together(shares.sim.device):
+                (ruled,) = self._ruled([view])
+                ranked = _ranks(*ruled, k, ties)
             yield ranked
 
     @torch.no_grad()
-    def _rules(self, directions: Sequence[Direction]) -> list[Rule]:
-        """Return the rule of each direction; a bias covers the candidates of all processes."""
+    def _ruled(self, views: Iterable[tuple[Direction, Similarity]]) -> list[tuple[Direction, Rule, Similarity]]:
+        """Return :meth:`_directions` with their rules; a bias covers the candidates of all processes."""
+        directions, labelled = zip(*views, strict=True)
         rules = []
         for direction, rule in zip(directions, self._rules_together(directions), strict=True):
             if isinstance(rule, Bias):
@@ -227,7 +230,7 @@ class Reranker(ABC):
                 if not bool(rule.bias.isfinite().all()):
                     raise ValueError(f"scores: too large for {self!r}")
             rules.append(rule)
-        return rules
+        return list(zip(directions, rules, labelled, strict=True))
 
     def _rules_together(self, directions: Sequence[Direction]) -> Sequence[Rule]:
         return [self.rule(direction) for direction in directions]

@@ -46,8 +46,6 @@ class Bias(NamedTuple):
     factor: float = 1.0  # above 0
 
 
-# A rule is a Bias, or a function f(scores, rows) that returns (B, candidates) scores to rank by: ``scores`` are those
-# of the queries in the slice ``rows``, and may be overwritten.
 Rule = Bias | Callable[[Tensor, slice], Tensor]
 
 
