@@ -15,19 +15,19 @@ from .direction import Direction, Rule
 _AT_ONCE = 2**19  # scores compared at once, which fit into a cache
 
 
-def _best_candidates(direction: Direction, k: int) -> tuple[Tensor, Tensor]:
-    """Return the (Q, k) best candidates of this process's queries, best first, and their order by the query's rank.
+def _best_candidates(direction: Direction, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the (Q, k) best candidates of this process's queries, their scores, and their places by the query's rank.
 
-    The rank is the number of reference queries with a higher score for the candidate. Of equal candidates, the one
-    that comes first in the scores, or then by index, stays first.
+    Of candidates with the same score, the one with the lower index comes first. The query's rank is the number of
+    references with a higher score for the candidate; places count from 1, and equal ranks stay in the order of scores.
     """
     best = direction.queries.topk(min(k, direction.queries.shape[1]))
     candidates, by_index = best.indices.sort(1)
     values, order = best.values.gather(1, by_index).sort(dim=1, descending=True, stable=True)
     candidates = candidates.gather(1, order)
     ranks = direction.summed(_query_ranks(direction, direction.of_all(values), direction.of_all(candidates)))
-    first = direction.first[0]
-    return candidates, ranks[first : first + len(candidates)].argsort(dim=1, stable=True)
+    ranks = ranks[direction.first[0] :][: len(candidates)]
+    return candidates, values, ranks.argsort(dim=1, stable=True).argsort(1).add(1).to(values.dtype)
 
 
 def _query_ranks(direction: Direction, values: Tensor, candidates: Tensor) -> Tensor:
@@ -45,12 +45,16 @@ def _query_ranks(direction: Direction, values: Tensor, candidates: Tensor) -> Te
     return ranks
 
 
-def _move_to_front_(scores: Tensor, candidates: Tensor, values: Tensor) -> Tensor:
-    """Rank these (B, k) candidates by ``values``, ahead of the others, which keep their (B, C) ``scores``."""
-    peak = scores.amax(1, keepdim=True)
-    step = peak.abs().clamp_min(1.0)
-    above = values - values.amin(1, keepdim=True)
-    return scores.scatter_(1, candidates, peak + step * (1 + above))
+def _in_front(candidates: Tensor, values: Tensor) -> Rule:
+    """Return the rule by which these (Q, k) candidates come first, by their values; the others keep their order."""
+
+    def move_to_front(scores: Tensor, rows: slice) -> Tensor:
+        peak = scores.amax(1, keepdim=True)
+        step = peak.abs().clamp_min(1.0)
+        above = values[rows] - values[rows].amin(1, keepdim=True)
+        return scores.scatter_(1, candidates[rows], peak + step * (1 + above))
+
+    return move_to_front
 
 
 class ReciprocalReranker(Reranker):
@@ -73,15 +77,8 @@ class ReciprocalReranker(Reranker):
         self.i2t_k, self.t2i_k = i2t_k, t2i_k
 
     def rule(self, direction: Direction) -> Rule:
-        candidates, order = _best_candidates(direction, (self.i2t_k, self.t2i_k)[direction.side])
-        candidates = candidates.gather(1, order)
-        k = candidates.shape[1]
-
-        def by_query_rank(scores: Tensor, rows: slice) -> Tensor:
-            values = torch.arange(k, 0, -1, dtype=scores.dtype, device=scores.device).expand(len(scores), k)
-            return _move_to_front_(scores, candidates[rows], values)
-
-        return by_query_rank
+        candidates, _, place = _best_candidates(direction, (self.i2t_k, self.t2i_k)[direction.side])
+        return _in_front(candidates, -place)
 
 
 class MultiFactorReranker(Reranker):
@@ -106,17 +103,11 @@ class MultiFactorReranker(Reranker):
 
     def rule(self, direction: Direction) -> Rule:
         sums = direction.of_all(direction.candidates.sum(identity))
-        candidates, order = _best_candidates(direction, self.k)
+        candidates, scores, place = _best_candidates(direction, self.k)
         j = torch.arange(1, candidates.shape[1] + 1, dtype=sums.dtype, device=sums.device)
-
-        def by_factors(scores: Tensor, rows: slice) -> Tensor:
-            best, total = candidates[rows], sums[candidates[rows]]
-            place = torch.empty_like(total).scatter_(1, order[rows], j.expand(best.shape))
-            share = torch.where(total == 0, 0.0, scores.gather(1, best) / total)
-            values = self.share_weight * share + (-0.05 * j).exp() + self.place_weight * (-0.05 * place).exp()
-            return _move_to_front_(scores, best, values)
-
-        return by_factors
+        share = torch.where(sums[candidates] == 0, 0.0, scores / sums[candidates])
+        values = self.share_weight * share + (-0.05 * j).exp() + self.place_weight * (-0.05 * place).exp()
+        return _in_front(candidates, values)
 
 
 class TwoStageReranker(Reranker):
@@ -159,16 +150,14 @@ class TwoStageReranker(Reranker):
         queries = torch.arange(len(candidates), device=candidates.device) + direction.first[0]
         pairs = queries.repeat_interleave(candidates.shape[1]), candidates.flatten()
         batches = (x.split(self.batch_size) for x in pairs[:: 1 - 2 * direction.side])
-        values = torch.cat([self._scored(*batch) for batch in zip(*batches, strict=True)])
-        values = values.to(scores).view_as(scores) + self.weight * scores
-        return lambda block, rows: _move_to_front_(block, candidates[rows], values[rows])
-
-    def _scored(self, images: Tensor, texts: Tensor) -> Tensor:
-        scores = self.scorer(images, texts)
-        if not isinstance(scores, Tensor) or scores.shape != images.shape or not bool(scores.isfinite().all()):
-            shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-            raise ValueError(f"scorer: expected finite scores of shape ({len(images)},), got {shape}")
-        return scores.detach()
+        values = []
+        for images, texts in zip(*batches, strict=True):
+            x = self.scorer(images, texts)
+            if not isinstance(x, Tensor) or x.shape != images.shape or not bool(x.isfinite().all()):
+                got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                raise ValueError(f"scorer: expected finite scores of shape ({len(images)},), got {got}")
+            values.append(x.detach())
+        return _in_front(candidates, torch.cat(values).to(scores).view_as(scores) + self.weight * scores)
 
 
 class KReciprocalReranker(Reranker):
