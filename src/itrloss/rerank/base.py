@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -22,12 +22,9 @@ Ranked = tuple[Tensor, TopK]  # (Q, P) ranks of the queries' positives, and thei
 
 
 class Reranked(tuple[T, T], Generic[T]):
-    """The pair of results ``(image→text, text→image)``.
+    """The pair of results ``(image→text, text→image)``, also as ``i2t`` and ``t2i``.
 
-    Attributes:
-        i2t, t2i: the two results.
-        transductive: for each direction, whether the result depends on which test queries were ranked together; False
-            with a query bank.
+    ``transductive`` says, for each, whether it depends on which test queries were ranked together.
     """
 
     transductive: tuple[bool, bool]
@@ -56,10 +53,8 @@ class Reranker(ABC):
     Attributes:
         needs_bank: whether it requires a bank of queries other than the test queries, see :meth:`fit`.
         takes_bank: whether it can use such a bank.
-        needs_embeddings: whether it compares images with images or texts with texts, which a score matrix does not
-            contain.
-        needs_all_candidates: whether its value for a candidate depends on the other candidates, so that processes
-            cannot share the work.
+        needs_embeddings: whether a score matrix is not enough, as it compares images with images or texts with texts.
+        needs_all_candidates: whether processes cannot share the work, as candidates' values depend on one another.
     """
 
     needs_bank: bool = False
@@ -102,10 +97,8 @@ class Reranker(ABC):
 
         Args:
             images: bank of image→text, floating point. To re-rank a ``Similarity`` of embeddings: (B, D) image
-                embeddings of the same model. To re-rank a score matrix: (B, n_texts) scores of the bank's images with
-                the texts to be ranked.
-            texts: bank of text→image: (B, D) text embeddings, or (n_images, B) scores of the images to be ranked with
-                the bank's texts.
+                embeddings of the same model. To re-rank scores: (B, n_texts) scores with the texts to be ranked.
+            texts: bank of text→image: (B, D) embeddings, or (n_images, B) scores with the images to be ranked.
 
         Raises:
             TypeError, ValueError: naming the argument; when re-ranking, if a bank does not fit the scores.
@@ -138,11 +131,11 @@ class Reranker(ABC):
         vars(self).update(vars(loaded))
         return self
 
+    @torch.no_grad()
     def rerank(self, scores: Tensor | Similarity) -> Reranked[Tensor]:
         """Return re-ranked scores ``(image→text, text→image)``, both (n_images, n_texts), higher is better.
 
-        The result is two full matrices. Where these do not fit into memory, use :meth:`topk` or
-        ``retrieval_metrics(sim, reranker=self)``.
+        :meth:`topk` and ``retrieval_metrics(sim, reranker=self)`` need no matrix.
 
         Args:
             scores: (n_images, n_texts), higher is better, or a :class:`itrloss.Similarity` with images as rows.
@@ -159,8 +152,8 @@ class Reranker(ABC):
                 result = torch.add(rule.bias, matrix.T if direction.side else matrix, alpha=rule.factor)
             else:
                 result = torch.empty(direction.queries.shape, dtype=sim.dtype, device=sim.device)
-                for rows, block in _blocks(direction, rule):
-                    result[rows] = block
+                for rows, block in direction.queries.blocks():
+                    result[rows] = rule(block, rows)
             results.append(result.T if direction.side else result)
         return self._pair(results)
 
@@ -279,19 +272,17 @@ class Reranker(ABC):
 
 
 @torch.no_grad()
-def _blocks(direction: Direction, rule: Callable[[Tensor, slice], Tensor]) -> Iterator[tuple[slice, Tensor]]:
-    for rows, scores in direction.queries.blocks():
-        yield rows, rule(scores, rows)
-
-
 def _ranks(direction: Direction, rule: Rule, labelled: Similarity, k: int, ties: str | None) -> Ranked:
     """Return ranks and best candidates by re-ranked score; ``labelled``: the direction's queries with their ids."""
     if isinstance(rule, Bias):
         ranks, top = labelled.ranked(k, rule.bias / rule.factor, ties=ties)
         return ranks, TopK(top.values * rule.factor, top.indices)
     ids, candidate_ids = ids_or_indices(labelled)
-    blocks = (Similarity.from_scores(block, ids[rows], candidate_ids) for rows, block in _blocks(direction, rule))
-    ranks, tops = zip(*(block.ranked(k, ties=ties) for block in blocks), strict=True)
+    ranked = (
+        Similarity.from_scores(rule(block, rows), ids[rows], candidate_ids).ranked(k, ties=ties)
+        for rows, block in direction.queries.blocks()
+    )
+    ranks, tops = zip(*ranked, strict=True)
     width = max(x.shape[-1] for x in ranks)
     padded = [torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in ranks]
     return torch.cat(padded), TopK(*(torch.cat(x) for x in zip(*tops, strict=True)))

@@ -58,14 +58,11 @@ def _in_front(candidates: Tensor, values: Tensor) -> Rule:
 
 
 class ReciprocalReranker(Reranker):
-    r"""Reciprocal re-ranking, RR (MTFN; Wang et al., ACM MM 2019), without its leak of labels.
+    """Reciprocal re-ranking, RR (MTFN; Wang et al., ACM MM 2019), without its leak of labels.
 
     The k best candidates of a query are sorted by ``ρ_qc = #{r : R_rc > S_qc}``, the number of reference queries that
     are closer to the candidate, ascending; where ρ is the same, by their scores. The other candidates follow in their
-    order.
-
-    For text→image, MTFN's code takes the best ρ over *all captions of the query's image*. That uses a label, and is not
-    offered.
+    order. For text→image, MTFN's code takes the best ρ over *all captions of the query's image*, which uses a label.
 
     Args:
         i2t_k, t2i_k: number of candidates that are reordered.
@@ -82,13 +79,11 @@ class ReciprocalReranker(Reranker):
 
 
 class MultiFactorReranker(Reranker):
-    r"""Multivariate re-ranking, MR (GaLR; Yuan et al., TGRS 2022).
+    """Multivariate re-ranking, MR (GaLR; Yuan et al., TGRS 2022).
 
     The k best candidates of a query are ranked by ``w₁ S_qc / sum_r R_rc + exp(-0.05 j) + w₂ exp(-0.05 l)``, where c is
     the j-th best by score and the l-th in the order of :class:`ReciprocalReranker`. The other candidates follow in
-    their order.
-
-    The first term is a share of a sum of similarities, which makes sense where these are mostly positive.
+    their order. The first term makes sense where similarities are mostly positive.
 
     Args:
         k: number of candidates that are reordered.
@@ -111,7 +106,7 @@ class MultiFactorReranker(Reranker):
 
 
 class TwoStageReranker(Reranker):
-    r"""Two stages: the k best candidates of a query are sorted by a second, expensive scorer.
+    """Two stages: the k best candidates of a query are sorted by a second, expensive scorer.
 
     They are ranked by ``f(q, c) + w S_qc``, as in the evaluation of BLIP and ALBEF, where f is the image-text matching
     head (ITM) and S are the contrastive scores (ITC). The other candidates follow in their order. Queries are
@@ -161,7 +156,7 @@ class TwoStageReranker(Reranker):
 
 
 class KReciprocalReranker(Reranker):
-    r"""k-reciprocal encoding (Zhong et al., CVPR 2017) on images and texts as one set; needs embeddings.
+    """k-reciprocal encoding (Zhong et al., CVPR 2017) on images and texts as one set; needs embeddings.
 
     Items are close if they have the same reciprocal neighbours: the score is ``-((1 - λ) J_qc + λ d_qc)`` with the
     Jaccard distance J of their neighbourhoods and the squared distance d, divided by the query's largest. It needs all

@@ -14,7 +14,7 @@ from .direction import Bias, Direction, Rule, against
 
 
 class DualSoftmax(Reranker):
-    r"""Dual softmax (CAMoE; Cheng et al., 2021): ``S_qc exp(β S_qc) / sum_r exp(β R_rc)``.
+    """Dual softmax (CAMoE; Cheng et al., 2021): ``S_qc exp(β S_qc) / sum_r exp(β R_rc)``.
 
     Args:
         scale: β.
@@ -37,14 +37,10 @@ class DualSoftmax(Reranker):
 
 
 class QueryBankNorm(Reranker):
-    r"""QB-Norm with the dynamic inverted softmax (Bogolin et al., CVPR 2022); needs a bank of queries.
+    """QB-Norm with the dynamic inverted softmax (Bogolin et al., CVPR 2022); needs a bank of queries.
 
-    .. math::
-        \beta S_{qc} - a_q \log \sum_r e^{\beta R_{rc}}, \qquad
-        a_q = \bigl[\operatorname{arg\,max}_c S_{qc} \in \bigcup_r \operatorname{top-}k_{c} R_{rc}\bigr]
-
-    Only a query whose best candidate is a hub of the bank is normalised. With the test queries as the bank all queries
-    would be, as in :class:`InvertedSoftmax`.
+    ``β S_qc - a_q log sum_r exp(β R_rc)``, where a_q is 1 if the best candidate of q is a hub of the bank and 0
+    otherwise. With the test queries as the bank all queries would be normalised, as in :class:`InvertedSoftmax`.
 
     Args:
         scale: β.
@@ -64,24 +60,20 @@ class QueryBankNorm(Reranker):
         # The k best of all candidates are among the k best of each process.
         values = direction.of_all(best.values.T)
         indices = direction.of_all(best.indices.T + direction.first[1])
-        hub = torch.zeros(len(penalty), dtype=torch.bool, device=penalty.device)
-        hub[indices.gather(0, values.topk(min(self.k, len(values)), 0).indices)] = True
+        hubs = indices.gather(0, values.topk(min(self.k, len(values)), 0).indices).unique()
 
         def penalise_hubs(scores: Tensor, rows: slice) -> Tensor:
-            best_is_hub = hub[scores.argmax(1)]
-            scores.mul_(self.scale)
-            return torch.where(best_is_hub[:, None], scores - penalty, scores)
+            best_is_hub = torch.isin(scores.argmax(1), hubs)
+            return scores.mul_(self.scale).sub_(best_is_hub[:, None] * penalty)
 
         return penalise_hubs
 
 
 class DualBankNorm(Reranker):
-    r"""DBNorm in its static form, DualIS (Wang et al., EMNLP 2023); needs both banks and embeddings.
+    """DBNorm in its static form, DualIS (Wang et al., EMNLP 2023); needs both banks and embeddings.
 
-    .. math::
-        (\beta_1 + \beta_2) S_{qc} - \log \sum_r e^{\beta_1 R_{rc}} - \log \sum_g e^{\beta_2 G_{gc}}
-
-    where G are the similarities of candidates with the bank of their own modality.
+    ``(β₁ + β₂) S_qc - log sum_r exp(β₁ R_rc) - log sum_g exp(β₂ G_gc)``, where G are the similarities of candidates
+    with the bank of their own modality.
 
     Args:
         query_scale, gallery_scale: β₁, β₂.
@@ -142,13 +134,11 @@ class CSLS(Reranker):
 
 
 class MutualProximity(Reranker):
-    r"""Mutual proximity with independent normal distributions (Schnitzer et al., JMLR 2012).
+    """Mutual proximity with independent normal distributions (Schnitzer et al., JMLR 2012).
 
-    .. math::
-        \log \Phi\Bigl(\frac{S_{qc} - \mu_q}{\sigma_q}\Bigr) + \log \Phi\Bigl(\frac{S_{qc} - \mu_c}{\sigma_c}\Bigr)
-
-    This is the log probability that both are closer to each other than to a random third. μ and σ are the mean and
-    standard deviation of the query's scores with all candidates, and of the candidate's with the reference queries.
+    ``log Φ((S_qc - μ_q) / σ_q) + log Φ((S_qc - μ_c) / σ_c)``, the log probability that both are closer to each other
+    than to a random third. μ and σ are the mean and standard deviation of the query's scores with all candidates, and
+    of the candidate's with the reference queries.
     """
 
     def rule(self, direction: Direction) -> Rule:
@@ -164,13 +154,10 @@ class MutualProximity(Reranker):
 
 
 class Sinkhorn(Reranker):
-    r"""Sinkhorn normalisation (Pan et al., 2025): ``β S_qc + g_c``.
+    """Sinkhorn normalisation (Pan et al., 2025): ``β S_qc + g_c``.
 
-    .. math::
-        f_r \leftarrow -\log |r| - \log \sum_c e^{\beta R_{rc} + g_c}, \qquad
-        g_c \leftarrow -\log C - \log \sum_r e^{\beta R_{rc} + f_r}
-
-    alternately, from g = 0. At convergence all C candidates have the same share of the reference queries.
+    From g = 0, alternately ``f_r = -log |r| - log sum_c exp(β R_rc + g_c)`` and ``g_c = -log C - log sum_r exp(β R_rc +
+    f_r)``. At convergence all C candidates have the same share of the reference queries.
 
     Args:
         scale: β, the inverse temperature.
@@ -195,7 +182,7 @@ class Sinkhorn(Reranker):
 
 
 class DualBankSinkhorn(Sinkhorn):
-    r"""Dual bank Sinkhorn normalisation, DBSN (Pan et al., 2025); needs both banks and embeddings.
+    """Dual bank Sinkhorn normalisation, DBSN (Pan et al., 2025); needs both banks and embeddings.
 
     This is :class:`Sinkhorn` with the candidates *and* the bank of their own modality as C. The bank's queries are then
     shared among their own matches too, not among the test candidates alone.
