@@ -123,7 +123,6 @@ class TwoStageReranker(Reranker):
     """
 
     takes_bank = False
-    _ranks_single_query = True
 
     def __init__(
         self, scorer: Callable[[Tensor, Tensor], Tensor], k: int = 16, weight: float = 1.0, batch_size: int = 256
@@ -170,7 +169,6 @@ class KReciprocalReranker(Reranker):
 
     needs_embeddings = True
     takes_bank = False
-    _ranks_single_query = True
 
     def __init__(self, k1: int = 20, k2: int = 6, weight: float = 0.3):
         check_size("k1", k1)
