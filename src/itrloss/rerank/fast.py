@@ -93,13 +93,9 @@ def _quality(ranks: Tensor) -> tuple[float, float]:
 
 
 class InvertedSoftmax(Reranker):
-    """Inverted softmax (Smith et al., ICLR 2017): ``β S_qc - log sum_r exp(β R_rc)``.
+    """Inverted softmax (Smith et al., ICLR 2017): ``scale S_qc - log sum_r exp(scale R_rc)``.
 
-    It is Fast Re-ranking with γ1 = γ2 = λ1 = λ2 = β. With a bank of training queries it is the inverted softmax of
-    QB-Norm.
-
-    Args:
-        scale: β.
+    It is :class:`FastReranker` with all four parameters the same.
     """
 
     def __init__(self, scale: float = 20.0):

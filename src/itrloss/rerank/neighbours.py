@@ -60,12 +60,10 @@ def _in_front(candidates: Tensor, values: Tensor) -> Rule:
 class ReciprocalReranker(Reranker):
     """Reciprocal re-ranking, RR (MTFN; Wang et al., ACM MM 2019), without its leak of labels.
 
-    The k best candidates of a query are sorted by ``ρ_qc = #{r : R_rc > S_qc}``, the number of reference queries that
-    are closer to the candidate, ascending; where ρ is the same, by their scores. The other candidates follow in their
-    order. For text→image, MTFN's code takes the best ρ over *all captions of the query's image*, which uses a label.
-
-    Args:
-        i2t_k, t2i_k: number of candidates that are reordered.
+    The ``i2t_k`` or ``t2i_k`` best candidates of a query are sorted by ``ρ_qc = #{r : R_rc > S_qc}``, the number of
+    reference queries that are closer to the candidate, ascending; where ρ is the same, by their scores. The other
+    candidates follow in their order. For text→image, MTFN's code takes the best ρ over *all captions of the query's
+    image*, which uses a label.
     """
 
     def __init__(self, i2t_k: int = 15, t2i_k: int = 20):
@@ -81,13 +79,9 @@ class ReciprocalReranker(Reranker):
 class MultiFactorReranker(Reranker):
     """Multivariate re-ranking, MR (GaLR; Yuan et al., TGRS 2022).
 
-    The k best candidates of a query are ranked by ``w₁ S_qc / sum_r R_rc + exp(-0.05 j) + w₂ exp(-0.05 l)``, where c is
-    the j-th best by score and the l-th in the order of :class:`ReciprocalReranker`. The other candidates follow in
-    their order. The first term makes sense where similarities are mostly positive.
-
-    Args:
-        k: number of candidates that are reordered.
-        share_weight, place_weight: w₁, w₂.
+    The ``k`` best candidates of a query are ranked by ``share_weight S_qc / sum_r R_rc + exp(-0.05 j) + place_weight
+    exp(-0.05 l)``, where c is the j-th best by score and the l-th in the order of :class:`ReciprocalReranker`. The
+    other candidates follow in their order. The first term makes sense where similarities are mostly positive.
     """
 
     def __init__(self, k: int = 30, share_weight: float = 0.3, place_weight: float = 1.1):
@@ -108,14 +102,13 @@ class MultiFactorReranker(Reranker):
 class TwoStageReranker(Reranker):
     """Two stages: the k best candidates of a query are sorted by a second, expensive scorer.
 
-    They are ranked by ``f(q, c) + w S_qc``, as in the evaluation of BLIP and ALBEF, where f is the image-text matching
-    head (ITM) and S are the contrastive scores (ITC). The other candidates follow in their order. Queries are
-    independent.
+    They are ranked by ``scorer + weight S_qc``, as in the evaluation of BLIP and ALBEF, where the scorer is the
+    image-text matching head (ITM) and S are the contrastive scores (ITC). The other candidates follow in their order.
+    Queries are independent.
 
     Args:
-        scorer: f, a function of (P,) int64 image indices and (P,) int64 text indices that returns (P,) scores.
-        k: number of candidates that are scored again.
-        weight: w.
+        scorer: a function of (P,) int64 image indices and (P,) int64 text indices that returns (P,) scores.
+        k, weight: number of candidates that are scored again, and the weight of S.
         batch_size: the largest P.
 
     Raises:
@@ -157,14 +150,14 @@ class TwoStageReranker(Reranker):
 class KReciprocalReranker(Reranker):
     """k-reciprocal encoding (Zhong et al., CVPR 2017) on images and texts as one set; needs embeddings.
 
-    Items are close if they have the same reciprocal neighbours: the score is ``-((1 - λ) J_qc + λ d_qc)`` with the
-    Jaccard distance J of their neighbourhoods and the squared distance d, divided by the query's largest. It needs all
-    N + M items and a few matrices of (N + M)² numbers. It takes no banks.
+    Items are close if they have the same reciprocal neighbours: the score is ``-((1 - weight) J_qc + weight d_qc)``
+    with the Jaccard distance J of their neighbourhoods and the squared distance d, divided by the query's largest. It
+    needs all N + M items and a few matrices of (N + M)² numbers. It takes no banks.
 
     Args:
         k1: size of the reciprocal neighbourhoods.
         k2: number of nearest items whose neighbourhoods are averaged.
-        weight: λ in [0, 1].
+        weight: a number in [0, 1].
     """
 
     needs_embeddings = True

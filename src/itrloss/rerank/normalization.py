@@ -14,11 +14,7 @@ from .direction import Bias, Direction, Rule, against
 
 
 class DualSoftmax(Reranker):
-    """Dual softmax (CAMoE; Cheng et al., 2021): ``S_qc exp(β S_qc) / sum_r exp(β R_rc)``.
-
-    Args:
-        scale: β.
-    """
+    """Dual softmax (CAMoE; Cheng et al., 2021): ``S_qc exp(scale S_qc) / sum_r exp(scale R_rc)``."""
 
     def __init__(self, scale: float = 20.0):
         check_number("scale", scale, positive=True)
@@ -39,12 +35,9 @@ class DualSoftmax(Reranker):
 class QueryBankNorm(Reranker):
     """QB-Norm with the dynamic inverted softmax (Bogolin et al., CVPR 2022); needs a bank of queries.
 
-    ``β S_qc - a_q log sum_r exp(β R_rc)``, where a_q is 1 if the best candidate of q is a hub of the bank and 0
-    otherwise. With the test queries as the bank all queries would be normalised, as in :class:`InvertedSoftmax`.
-
-    Args:
-        scale: β.
-        k: a hub is among the k best candidates of some query of the bank.
+    ``scale S_qc - a_q log sum_r exp(scale R_rc)``, where a_q is 1 if the best candidate of q is a hub, among the ``k``
+    best of some query of the bank, and 0 otherwise. With the test queries as the bank all queries would be normalised,
+    as in :class:`InvertedSoftmax`.
     """
 
     needs_bank = True
@@ -72,11 +65,8 @@ class QueryBankNorm(Reranker):
 class DualBankNorm(Reranker):
     """DBNorm in its static form, DualIS (Wang et al., EMNLP 2023); needs both banks and embeddings.
 
-    ``(β₁ + β₂) S_qc - log sum_r exp(β₁ R_rc) - log sum_g exp(β₂ G_gc)``, where G are the similarities of candidates
-    with the bank of their own modality.
-
-    Args:
-        query_scale, gallery_scale: β₁, β₂.
+    ``(query_scale + gallery_scale) S_qc - log sum_r exp(query_scale R_rc) - log sum_g exp(gallery_scale G_gc)``, where
+    G are the similarities of candidates with the bank of their own modality.
     """
 
     needs_bank = True
@@ -94,17 +84,10 @@ class DualBankNorm(Reranker):
         return Bias(-penalty, self.query_scale + self.gallery_scale)
 
 
-def _mean_of_highest(candidates: Similarity, k: int) -> Tensor:
-    """Return the (C,) mean of each candidate's k highest scores with the references; of all if there are fewer."""
-    return candidates.topk(min(k, candidates.shape[1])).values.mean(1)
-
-
 class NearestNeighborNorm(Reranker):
-    """Nearest neighbor normalization, NNN (Chowdhury et al., EMNLP 2024): ``S_qc - α mean top-k_r R_rc``.
+    """Nearest neighbor normalization, NNN (Chowdhury et al., EMNLP 2024): ``S_qc - alpha mean top-k_r R_rc``.
 
-    Args:
-        alpha: α.
-        k: number of reference queries; all of them if there are fewer.
+    The mean is over the ``k`` reference queries with the highest scores, or over all of them if there are fewer.
     """
 
     def __init__(self, alpha: float = 0.75, k: int = 128):
@@ -112,17 +95,16 @@ class NearestNeighborNorm(Reranker):
         check_size("k", k)
         self.alpha, self.k = alpha, k
 
-    def rule(self, direction: Direction) -> Rule:
-        return Bias(-self.alpha * _mean_of_highest(direction.candidates, self.k))
+    def rule(self, direction: Direction) -> Bias:
+        highest = direction.candidates.topk(min(self.k, direction.candidates.shape[1])).values
+        return Bias(-self.alpha * highest.mean(1))
 
 
 class CSLS(Reranker):
     """Cross-domain similarity local scaling (Conneau et al., ICLR 2018): ``2 S_qc - mean top-k_r R_rc``.
 
-    The third term of CSLS, the mean of the query's k best scores, is the same for all candidates and is left out.
-
-    Args:
-        k: number of reference queries; all of them if there are fewer.
+    The mean is as in :class:`NearestNeighborNorm`. CSLS' third term, the mean of the query's k best scores, is the same
+    for all candidates and is left out.
     """
 
     def __init__(self, k: int = 10):
@@ -130,7 +112,7 @@ class CSLS(Reranker):
         self.k = k
 
     def rule(self, direction: Direction) -> Rule:
-        return Bias(-_mean_of_highest(direction.candidates, self.k), 2.0)
+        return NearestNeighborNorm(1.0, self.k).rule(direction)._replace(factor=2.0)
 
 
 class MutualProximity(Reranker):
@@ -154,14 +136,11 @@ class MutualProximity(Reranker):
 
 
 class Sinkhorn(Reranker):
-    """Sinkhorn normalisation (Pan et al., 2025): ``β S_qc + g_c``.
+    """Sinkhorn normalisation (Pan et al., 2025): ``scale S_qc + g_c``.
 
-    From g = 0, alternately ``f_r = -log |r| - log sum_c exp(β R_rc + g_c)`` and ``g_c = -log C - log sum_r exp(β R_rc +
-    f_r)``. At convergence all C candidates have the same share of the reference queries.
-
-    Args:
-        scale: β, the inverse temperature.
-        iterations: number of updates of f and g. Each passes over the scores twice.
+    From g = 0, ``iterations`` times ``f_r = -log |r| - log sum_c exp(scale R_rc + g_c)`` and then ``g_c = -log C - log
+    sum_r exp(scale R_rc + f_r)``, each a pass over the scores. At convergence all C candidates have the same share of
+    the reference queries.
     """
 
     needs_all_candidates = True
@@ -186,9 +165,6 @@ class DualBankSinkhorn(Sinkhorn):
 
     This is :class:`Sinkhorn` with the candidates *and* the bank of their own modality as C. The bank's queries are then
     shared among their own matches too, not among the test candidates alone.
-
-    Args:
-        scale, iterations: see :class:`Sinkhorn`.
     """
 
     needs_bank = True
