@@ -252,9 +252,10 @@ class Reranker(ABC):
         for side, (labelled, queries) in enumerate(views):
             bank, candidates, references, first = banks[side], queries.T, banks[side], (0, 0)
             if shares is not None:
-                first = shares.first[side], shares.first[1 - side] if shared else 0
-                candidates = (sim if side else sim.T) if shared else candidates
                 references = shares.every[side] if bank is None else bank
+                first = shares.first[side], shares.first[1 - side] if shared else 0
+            if shared:  # own candidates
+                candidates = sim if side else sim.T
             if references is not None:
                 candidates = against(candidates, references)
             yield Direction(side, queries, candidates, bank is None, banks[1 - side], shared, first), labelled
