@@ -304,8 +304,8 @@ def test_a_bank_keeps_its_precision_beside_half_precision(monkeypatch):
     fast = FastReranker().fit(*banks)
     sim = Similarity(v, w, *ids)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    directions = [direction for direction, _ in fast._of_all(Shares(sim, ""))]  # as each of several processes
-    for rule, bias in zip(fast._rules(directions), fast.biases(sim), strict=True):
+    ruled = fast._ruled(fast._directions(sim, Shares(sim, "")))  # as each of several processes
+    for (_, rule, _), bias in zip(ruled, fast.biases(sim), strict=True):
         torch.testing.assert_close(rule.bias / rule.factor, bias)
 
 
@@ -327,6 +327,24 @@ def test_a_bank_is_scored_as_the_embeddings_are():
 def test_an_item_is_among_its_own_neighbours_whatever_the_number_of_its_copies():
     sim = Similarity(torch.ones(3, 4), torch.rand(5, 4), torch.arange(3), torch.arange(5))
     assert all(x.isfinite().all() for x in KReciprocalReranker(1, 1).rerank(sim))
+
+
+@pytest.mark.parametrize("k1", [1, 2, 3, 5, 7, 9])
+def test_half_of_an_odd_neighbourhood_is_rounded_to_the_nearest_even(k1):
+    """3 / 2 and 7 / 2 up, 5 / 2 and 9 / 2 down."""
+    v, w = embeddings(14, 28, d=4)
+    found = KReciprocalReranker(k1, 2, 0.3).rerank(Similarity(v, w, torch.arange(14), torch.arange(28)))
+    for x, pair in ((found.i2t, (v, w)), (found.t2i.T, (w, v))):
+        wanted = oracle_rerank.k_reciprocal(*(y.numpy() for y in pair), k1, 2, 0.3)
+        np.testing.assert_allclose(x, wanted, rtol=1e-8)
+
+
+@pytest.mark.parametrize(("k1", "k2"), [(2, 30), (30, 3), (30, 30), (11, 12)])
+def test_all_items_are_the_neighbours_where_there_are_fewer_than_asked_for(k1, k2):
+    v, w = embeddings(4, 7)
+    found = KReciprocalReranker(k1, k2, 0.3).rerank(Similarity(v, w, torch.arange(4), torch.arange(7)))
+    wanted = oracle_rerank.k_reciprocal(v.numpy(), w.numpy(), k1, k2, 0.3)
+    np.testing.assert_allclose(found.i2t, wanted, rtol=1e-8)
 
 
 @pytest.mark.parametrize("name", names(transductive=True))

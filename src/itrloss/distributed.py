@@ -132,8 +132,6 @@ class Shares:
         self.first = first[0], first[1]
         self.ids = self._across(sim)
         self.every_ids = gather_parts(self.ids[0]), gather_parts(self.ids[1])
-        self.normalize = sim._matrix.bounded
-        self.engine = sim.engine if sim.engine in ("tiled", "triton") else "auto"
 
     def _across(self, sim: Similarity) -> tuple[Tensor, Tensor]:
         images, texts = sim.ids
@@ -142,15 +140,12 @@ class Shares:
             return images, texts
         return numbers, numbers if texts is None else _numbered(texts, len(numbers), self.first[0])
 
-    def similarity(self, rows: Tensor, cols: Tensor, *ids: Tensor) -> Similarity:
-        """Return the similarity of rows with columns; without ids there are no positives."""
-        if not ids:
-            ids = torch.arange(len(rows) + len(cols), device=rows.device).split((len(rows), len(cols)))
-        return Similarity(rows, cols, *ids, normalize=self.normalize, engine=self.engine)  # type: ignore[arg-type]
-
     def queries(self, side: int) -> Similarity:
         """Return the similarity of own images with all texts (``side`` 0), or of own texts with all images (1)."""
-        return self.similarity(self.own[side], self.every[1 - side], self.ids[side], self.every_ids[1 - side])
+        engine: Any = self.sim.engine if self.sim.engine in ("tiled", "triton") else "auto"
+        ids = self.ids[side], self.every_ids[1 - side]
+        normalize = self.sim._matrix.bounded
+        return Similarity(self.own[side], self.every[1 - side], *ids, normalize=normalize, engine=engine)
 
 
 def _numbered(ids: Tensor, images: int, first: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..checks import check_matrix, check_size
 from ..distributed import Shares, failing_together, world_size
-from ..metrics.labels import ids_or_indices
+from ..metrics.labels import ids_or_indices, with_ids
 from ..similarity import Similarity, TopK
-from .direction import SIDES, Bias, Direction, Rule, as_similarity, fitting, unlabelled, with_bank
+from .direction import SIDES, Bias, Direction, Rule, against, fitting, unlabelled
 
 T = TypeVar("T", Tensor, TopK)
 R = TypeVar("R", bound="Reranker")
@@ -22,32 +22,19 @@ Ranked = tuple[Tensor, TopK]  # (Q, P) ranks of the queries' positives, and thei
 
 
 class Reranked(tuple[T, T], Generic[T]):
-    """The pair of results ``(image→text, text→image)``.
+    """The pair of results ``(image→text, text→image)``, also as ``i2t`` and ``t2i``.
 
-    Attributes:
-        i2t, t2i: the two results.
-        transductive: for each direction, whether the result depends on which test queries were ranked together; False
-            with a query bank.
+    ``transductive`` says, for each, whether it depends on which test queries were ranked together.
     """
 
     transductive: tuple[bool, bool]
 
-    def __new__(cls, i2t: T, t2i: T, transductive: tuple[bool, bool]) -> Reranked[T]:
-        pair = super().__new__(cls, (i2t, t2i))
-        pair.transductive = transductive
-        return pair
-
-    def __getnewargs__(self) -> tuple[T, T, tuple[bool, bool]]:  # for copy and pickle
-        return self[0], self[1], self.transductive
-
     @property
     def i2t(self) -> T:
-        """The result of image→text."""
         return self[0]
 
     @property
     def t2i(self) -> T:
-        """The result of text→image."""
         return self[1]
 
 
@@ -66,10 +53,8 @@ class Reranker(ABC):
     Attributes:
         needs_bank: whether it requires a bank of queries other than the test queries, see :meth:`fit`.
         takes_bank: whether it can use such a bank.
-        needs_embeddings: whether it compares images with images or texts with texts, which a score matrix does not
-            contain.
-        needs_all_candidates: whether its value for a candidate depends on the other candidates, so that processes
-            cannot share the work.
+        needs_embeddings: whether a score matrix is not enough, as it compares images with images or texts with texts.
+        needs_all_candidates: whether processes cannot share the work, as candidates' values depend on one another.
     """
 
     needs_bank: bool = False
@@ -77,13 +62,22 @@ class Reranker(ABC):
     needs_embeddings: bool = False
     needs_all_candidates: bool = False
 
-    _ranks_single_query: bool = False  # even without a bank
     _images: Tensor | None = None
     _texts: Tensor | None = None
 
     @abstractmethod
     def rule(self, direction: Direction) -> Rule:
-        """Return the :class:`Bias` or function that ranks the candidates. Called under ``torch.no_grad()``."""
+        """Return how the candidates of a direction are ranked: a :class:`Bias`, or a function of blocks of scores.
+
+        Called under ``torch.no_grad()``. A bias never forms the score matrix, and :meth:`biases` returns it.
+
+        Args:
+            direction: the similarities of queries, candidates and references.
+
+        Returns:
+            A ``Bias``; or a function of (B, candidates) scores, which it may overwrite, and the slice of the queries
+            that they belong to. It returns (B, candidates) scores to rank by, higher is better.
+        """
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self._options().items())})"
@@ -103,10 +97,8 @@ class Reranker(ABC):
 
         Args:
             images: bank of image→text, floating point. To re-rank a ``Similarity`` of embeddings: (B, D) image
-                embeddings of the same model. To re-rank a score matrix: (B, n_texts) scores of the bank's images with
-                the texts to be ranked.
-            texts: bank of text→image: (B, D) text embeddings, or (n_images, B) scores of the images to be ranked with
-                the bank's texts.
+                embeddings of the same model. To re-rank scores: (B, n_texts) scores with the texts to be ranked.
+            texts: bank of text→image: (B, D) embeddings, or (n_images, B) scores with the images to be ranked.
 
         Raises:
             TypeError, ValueError: naming the argument; when re-ranking, if a bank does not fit the scores.
@@ -114,8 +106,6 @@ class Reranker(ABC):
         if not self.takes_bank:
             raise ValueError(f"images, texts: {type(self).__name__} has no use for a bank of queries")
         for name, bank in (("images", images), ("texts", texts)):
-            if isinstance(bank, Similarity):
-                raise TypeError(f"{name}: expected a tensor of embeddings or scores, got a Similarity")
             if bank is not None:
                 check_matrix(name, bank, "(N, M)", check_finite=True)
         self._images, self._texts = (None if bank is None else bank.detach() for bank in (images, texts))
@@ -129,7 +119,7 @@ class Reranker(ABC):
         """Restore the options and banks of :meth:`state_dict`, and return this object.
 
         Raises:
-            ValueError: the state is another method's or incomplete. This object is unchanged then.
+            ValueError: the state is another method's or incomplete; this object is unchanged.
         """
         missing = {"method", "options", "images", "texts"} - set(state)
         if missing or state["method"] != type(self).__name__:
@@ -138,15 +128,14 @@ class Reranker(ABC):
         loaded = type(self)(**state["options"])
         if self.takes_bank:
             loaded.fit(state["images"], state["texts"])
-        for name, value in vars(loaded).items():
-            setattr(self, name, value)
+        vars(self).update(vars(loaded))
         return self
 
+    @torch.no_grad()
     def rerank(self, scores: Tensor | Similarity) -> Reranked[Tensor]:
         """Return re-ranked scores ``(image→text, text→image)``, both (n_images, n_texts), higher is better.
 
-        The result is two full matrices. Where these do not fit into memory, use :meth:`topk` or
-        ``retrieval_metrics(sim, reranker=self)``.
+        :meth:`topk` and ``retrieval_metrics(sim, reranker=self)`` need no matrix.
 
         Args:
             scores: (n_images, n_texts), higher is better, or a :class:`itrloss.Similarity` with images as rows.
@@ -155,21 +144,18 @@ class Reranker(ABC):
             TypeError, ValueError: naming the argument; for nan and infinity; for a single query without a bank; for a
                 missing bank or embeddings that the method needs.
         """
-        sim = as_similarity(scores)
-        directions = self._directions(sim)
-        rules = self._rules(directions)
+        sim = with_ids("scores", scores, None, None, by_ids=False).detach()
         results, matrix = [], None
-        for direction, rule in zip(directions, rules, strict=True):
+        for direction, rule, _ in self._ruled(self._directions(sim)):
             if isinstance(rule, Bias):  # one product for both directions
-                matrix = sim.detach().scores() if matrix is None else matrix
-                bias = rule.bias[:, None] if direction.side else rule.bias
-                results.append(torch.add(bias, matrix, alpha=rule.factor))
-                continue
-            reranked = torch.empty(direction.queries.shape, dtype=sim.dtype, device=sim.device)
-            for rows, block in _blocks(direction, rule):
-                reranked[rows] = block
-            results.append(reranked.T if direction.side else reranked)
-        return Reranked(results[0], results[1], self.transductive)
+                matrix = sim.scores() if matrix is None else matrix
+                result = torch.add(rule.bias, matrix.T if direction.side else matrix, alpha=rule.factor)
+            else:
+                result = torch.empty(direction.queries.shape, dtype=sim.dtype, device=sim.device)
+                for rows, block in direction.queries.blocks():
+                    result[rows] = rule(block, rows)
+            results.append(result.T if direction.side else result)
+        return self._pair(results)
 
     def topk(self, scores: Tensor | Similarity, k: int, *, gather: bool = False) -> Reranked[TopK]:
         """Return the k best texts of each image and the k best images of each text, by re-ranked score.
@@ -177,11 +163,9 @@ class Reranker(ABC):
         Args:
             scores: (n_images, n_texts), or a :class:`itrloss.Similarity`.
             k: number of candidates.
-            gather: in a ``torch.distributed`` job whose processes each hold a ``Similarity`` of their own images and
-                texts: rank the candidates of all processes for this process's queries. Candidates are numbered in the
-                order of the process ranks. The results equal those of a single process up to rounding and the order of
-                equal scores. Every process holds all embeddings and the whole banks, but does only its share of the
-                work. The numbers of images and texts may differ between processes.
+            gather: as in :func:`itrloss.metrics.retrieval_results`: rank the candidates of all processes, numbered in
+                the order of the process ranks, for this process's queries. The results equal those of a single process
+                up to rounding and the order of equal scores. Every process holds the whole banks.
 
         Returns:
             ``(image→text, text→image)``, each with ``values`` and ``indices`` of shape (queries, k). A direction with
@@ -195,9 +179,13 @@ class Reranker(ABC):
         if gather and world_size() > 1:
             ranked = self._ranked_by_all(Shares(scores, f"{self._description()} {k}"), k, None)
         else:
-            ranked = self._ranked(as_similarity(scores), k, None)
-        i2t, t2i = (top for _, top in ranked)
-        return Reranked(i2t, t2i, self.transductive)
+            ranked = self._ranked(with_ids("scores", scores, None, None, by_ids=False), k, None)
+        return self._pair(top for _, top in ranked)
+
+    def _pair(self, results: Iterable[T]) -> Reranked[T]:
+        pair = Reranked(results)
+        pair.transductive = self.transductive
+        return pair
 
     def biases(self, scores: Tensor | Similarity) -> RerankBiases:
         """Return biases to rank by: ``A_ij + texts_j`` for image→text, ``A_ij + images_i`` for text→image.
@@ -205,29 +193,29 @@ class Reranker(ABC):
         Raises:
             ValueError: as :meth:`rerank`, and for a method that is not a bias per candidate.
         """
-        rules = self._rules(self._directions(as_similarity(scores)))
-        texts, images = (rule.bias / rule.factor if isinstance(rule, Bias) else None for rule in rules)
-        if texts is None or images is None:
+        sim = with_ids("scores", scores, None, None, by_ids=False)
+        rules = [rule for _, rule, _ in self._ruled(self._directions(sim))]
+        biases = [rule.bias / rule.factor for rule in rules if isinstance(rule, Bias)]
+        if len(biases) < 2:
             raise ValueError(f"biases: {type(self).__name__} is not a bias per candidate")
-        return RerankBiases(texts, images)
+        return RerankBiases(*biases)
 
     def _ranked(self, sim: Similarity, k: int, ties: str | None) -> list[Ranked]:
         """Return the ranks (empty for ``ties=None``) and best candidates of all images, and of all texts."""
-        directions = self._directions(sim)
-        views = zip(directions, self._rules(directions), (sim, sim.T), strict=True)
-        return [_ranks(direction, rule, labelled, k, ties) for direction, rule, labelled in views]
+        return [_ranks(*each, k, ties) for each in self._ruled(self._directions(sim))]
 
     def _ranked_by_all(self, shares: Shares, k: int, ties: str | None) -> Iterator[Ranked]:
         """Yield :meth:`_ranked` of this process's queries among the candidates of all processes."""
-        for direction, labelled in self._of_all(shares):
-            with failing_together(labelled.device):
-                (rule,) = self._rules([direction])
-                ranked = _ranks(direction, rule, labelled, k, ties)
+        for view in self._directions(shares.sim, shares):
+            with failing_together(shares.sim.device):
+                (ruled,) = self._ruled([view])
+                ranked = _ranks(*ruled, k, ties)
             yield ranked
 
     @torch.no_grad()
-    def _rules(self, directions: Sequence[Direction]) -> list[Rule]:
-        """Return the rule of each direction; a bias covers the candidates of all processes."""
+    def _ruled(self, views: Iterable[tuple[Direction, Similarity]]) -> list[tuple[Direction, Rule, Similarity]]:
+        """Return :meth:`_directions` with their rules; a bias covers the candidates of all processes."""
+        directions, labelled = zip(*views, strict=True)
         rules = []
         for direction, rule in zip(directions, self._rules_together(directions), strict=True):
             if isinstance(rule, Bias):
@@ -235,70 +223,67 @@ class Reranker(ABC):
                 if not bool(rule.bias.isfinite().all()):
                     raise ValueError(f"scores: too large for {self!r}")
             rules.append(rule)
-        return rules
+        return list(zip(directions, rules, labelled, strict=True))
 
     def _rules_together(self, directions: Sequence[Direction]) -> Sequence[Rule]:
         return [self.rule(direction) for direction in directions]
 
     def _description(self) -> str:
         """Return the method, its options and its banks as a string, which must be the same in all processes."""
-        return f"{self!r} {[None if bank is None else _fingerprint(bank) for bank in (self._images, self._texts)]}"
+        banks = [None if bank is None else bank.cpu().contiguous() for bank in (self._images, self._texts)]
+        kinds = [x if x is None else (x.shape, x.dtype, zlib.crc32(x.view(torch.uint8).numpy().data)) for x in banks]
+        return f"{self!r} {kinds}"
 
-    def _of_all(self, shares: Shares) -> Iterator[tuple[Direction, Similarity]]:
-        """Yield each direction, checked, among the candidates of all processes, and its queries with their ids."""
-        self._check(shares.sim, (len(shares.every[0]), len(shares.every[1])))
-        named = zip(SIDES, (self._images, self._texts), strict=True)
-        banks = [None if bank is None else fitting(bank, name, shares.sim) for name, bank in named]
-        whole = self.needs_all_candidates
-        own, first = (shares.every, (0, 0)) if whole else (shares.own, shares.first)
-        for side, bank in enumerate(banks):
-            candidates = shares.similarity(own[1 - side], shares.every[side] if bank is None else bank)
-            labelled = shares.queries(side)
-            inputs = unlabelled(labelled), candidates, bank is None, banks[1 - side]
-            yield Direction(side, *inputs, not whole, (shares.first[side], first[1 - side])), labelled
+    @torch.no_grad()
+    def _directions(self, sim: Similarity, shares: Shares | None = None) -> Iterator[tuple[Direction, Similarity]]:
+        """Yield each direction and its queries with their ids; with ``shares`` among the candidates of all processes.
 
-    def _directions(self, sim: Similarity) -> list[Direction]:
-        """Return both directions, checked."""
-        self._check(sim, sim.shape)
-        sim, banks, directions = unlabelled(sim), (self._images, self._texts), []
-        for side, queries in enumerate((sim, sim.T)):
-            bank = banks[side]
-            references = queries.T if bank is None else with_bank(queries.T, SIDES[side], bank)
-            directions.append(Direction(side, queries, references, bank is None, banks[1 - side]))
-        return directions
+        Raises an error unless the method can re-rank ``sim``.
+        """
+        self._check(sim, sim.shape if shares is None else [len(x) for x in shares.every])
+        given = enumerate((self._images, self._texts))
+        banks = [None if bank is None else fitting(bank, side, sim) for side, bank in given]
+        shared = shares is not None and not self.needs_all_candidates
+        if shares is None:
+            plain = unlabelled(sim)
+            views = (sim, plain), (sim.T, plain.T)
+        else:
+            views = ((x, unlabelled(x)) for x in map(shares.queries, (0, 1)))
+        for side, (labelled, queries) in enumerate(views):
+            bank, candidates, references, first = banks[side], queries.T, banks[side], (0, 0)
+            if shares is not None:
+                references = shares.every[side] if bank is None else bank
+                first = shares.first[side], shares.first[1 - side] if shared else 0
+            if shared:  # own candidates
+                candidates = sim if side else sim.T
+            if references is not None:
+                candidates = against(candidates, references)
+            yield Direction(side, queries, candidates, bank is None, banks[1 - side], shared, first), labelled
 
-    def _check(self, sim: Similarity, counts: tuple[int, int]) -> None:
-        """Raise an error unless the method can re-rank ``sim``; ``counts``: images and texts of all processes."""
+    def _check(self, sim: Similarity, counts: Sequence[int]) -> None:
+        """Raise an error for a missing bank or embeddings; ``counts``: images and texts of all processes."""
         if self.needs_embeddings and sim._inputs is None:
             expected = "a Similarity of embeddings: images are compared with images, or texts with texts"
             raise ValueError(f"scores: {type(self).__name__} needs {expected}; got a matrix of scores")
         for name, transductive, count in zip(SIDES, self.transductive, counts, strict=True):
             if transductive and self.needs_bank:
                 raise ValueError(f"{name}: {type(self).__name__} needs a bank of queries; call fit({name}=...) first")
-            if transductive and count == 1 and not self._ranks_single_query:
+            if transductive and self.takes_bank and count == 1:
                 raise ValueError(f"scores: a single query needs a bank to be compared with; call fit({name}=...) first")
 
 
 @torch.no_grad()
-def _blocks(direction: Direction, rule: Callable[[Tensor, slice], Tensor]) -> Iterator[tuple[slice, Tensor]]:
-    for rows, scores in direction.queries.blocks():
-        yield rows, rule(scores, rows)
-
-
 def _ranks(direction: Direction, rule: Rule, labelled: Similarity, k: int, ties: str | None) -> Ranked:
     """Return ranks and best candidates by re-ranked score; ``labelled``: the direction's queries with their ids."""
     if isinstance(rule, Bias):
         ranks, top = labelled.ranked(k, rule.bias / rule.factor, ties=ties)
         return ranks, TopK(top.values * rule.factor, top.indices)
     ids, candidate_ids = ids_or_indices(labelled)
-    blocks = (Similarity.from_scores(block, ids[rows], candidate_ids) for rows, block in _blocks(direction, rule))
-    ranks, tops = zip(*(block.ranked(k, ties=ties) for block in blocks), strict=True)
+    ranked = (
+        Similarity.from_scores(rule(block, rows), ids[rows], candidate_ids).ranked(k, ties=ties)
+        for rows, block in direction.queries.blocks()
+    )
+    ranks, tops = zip(*ranked, strict=True)
     width = max(x.shape[-1] for x in ranks)
     padded = [torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in ranks]
     return torch.cat(padded), TopK(*(torch.cat(x) for x in zip(*tops, strict=True)))
-
-
-def _fingerprint(bank: Tensor) -> tuple[Any, ...]:
-    """Return shape, dtype and checksum, by which processes compare their banks."""
-    content = bank.detach().cpu().contiguous().view(torch.uint8).numpy().data
-    return tuple(bank.shape), bank.dtype, zlib.crc32(content)

@@ -46,58 +46,43 @@ class Bias(NamedTuple):
     factor: float = 1.0  # above 0
 
 
-# A rule is a Bias, or a function f(scores, rows) that returns (B, candidates) scores to rank by: ``scores`` are those
-# of the queries in the slice ``rows``, and may be overwritten.
 Rule = Bias | Callable[[Tensor, slice], Tensor]
 
 
 def unlabelled(sim: Similarity) -> Similarity:
     """Return the same scores without a gradient and without positives."""
     matrix = sim._matrix.detach()
-    rows, cols = (x.to(sim.device) for x in no_match(*matrix.shape))
-    matrix.pairs = Pairs(matrix.shape, (rows, cols), sim.device)
+    matrix.pairs = Pairs(matrix.shape, _no_match(matrix.shape, sim.device), sim.device)
     return sim._view(matrix, sim._side)
 
 
-def against(sim: Similarity, cols: Tensor, more_rows: Tensor | None = None) -> Similarity:
-    """Return the similarities of the rows of ``sim``, and of ``more_rows``, with ``cols``, without positives."""
-    assert sim._inputs is not None
-    rows = sim._inputs[0].detach()
+def against(sim: Similarity, bank: Tensor, more_rows: Tensor | None = None) -> Similarity:
+    """Return the similarities of the rows of ``sim`` and ``more_rows`` with a :func:`fitting` bank; no positives."""
+    if sim._inputs is None:
+        return Similarity.from_scores(bank, *_no_match(bank.shape, sim.device))
+    rows = sim._inputs[0]
     if more_rows is not None:
-        rows = torch.cat([x.to(sim.device, sim.dtype) for x in (rows, more_rows)])  # neither is rounded
+        rows = torch.cat([rows.to(more_rows.dtype), more_rows])  # neither is rounded
     engine: Any = sim.engine if sim.engine in ("tiled", "triton") else "auto"
-    return Similarity(rows, cols, *no_match(len(rows), len(cols)), normalize=sim._matrix.bounded, engine=engine)
+    ids = _no_match((len(rows), len(bank)), sim.device)
+    return Similarity(rows, bank, *ids, normalize=sim._matrix.bounded, engine=engine)
 
 
-def as_similarity(scores: Tensor | Similarity) -> Similarity:
-    """Return checked scores as a ``Similarity``, whose ids re-ranking ignores."""
-    if isinstance(scores, Similarity):
-        scores.check_finite()
-        return scores
-    n, m = (scores.shape[0], scores.shape[1]) if isinstance(scores, Tensor) and scores.dim() == 2 else (1, 1)
-    return Similarity.from_scores(scores, torch.arange(n), torch.arange(m), check_finite=True)
+def fitting(bank: Tensor, side: int, sim: Similarity) -> Tensor:
+    """Return the bank of a side as (B, D) embeddings or, if ``sim`` is of scores, (C, B) scores with the candidates.
+
+    In the dtype of the scores, as half precision would round a float32 bank. Raises an error if the bank does not fit.
+    """
+    like = sim if sim._inputs is None else sim._inputs[0]
+    axis, what = (1 - side, "scores with the {} candidates") if like is sim else (1, "embeddings of dimension {}")
+    if bank.shape[axis] != like.shape[axis]:
+        expected = what.format(like.shape[axis])
+        raise ValueError(f"{SIDES[side]}: expected {expected}, got a bank of {bank.shape[axis]}")
+    bank = bank.to(sim.device, sim.dtype)
+    return bank.T if like is sim and side == 0 else bank
 
 
-def no_match(n: int, m: int) -> Sequence[Tensor]:
-    """Return (N,) and (M,) ids with which no row matches a column."""
-    return torch.arange(n + m).split((n, m))
-
-
-def with_bank(candidates: Similarity, name: str, bank: Tensor) -> Similarity:
-    """Return the similarities of the candidates (rows) with the queries of the bank ``name``, images or texts."""
-    if candidates._inputs is not None:
-        return against(candidates, fitting(bank, name, candidates))
-    bank = bank.to(candidates.device, candidates.dtype)
-    bank, size = bank.T if name == "images" else bank, candidates.shape[0]
-    if bank.shape[0] != size:
-        raise ValueError(f"{name}: expected scores with the {size} candidates, got a bank of {bank.shape[0]}")
-    return Similarity.from_scores(bank, *no_match(*bank.shape))
-
-
-def fitting(bank: Tensor, name: str, sim: Similarity) -> Tensor:
-    """Return a bank of embeddings in the dtype of the scores: half precision would round a float32 bank."""
-    assert sim._inputs is not None
-    dim = sim._inputs[0].shape[1]
-    if bank.shape[1] != dim:
-        raise ValueError(f"{name}: expected embeddings of dimension {dim}, got a bank of {bank.shape[1]}")
-    return bank.to(sim.device, sim.dtype)
+def _no_match(shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return ids of rows and columns with which none match."""
+    rows, cols = torch.arange(sum(shape), device=device).split(tuple(shape))
+    return rows, cols

@@ -17,37 +17,13 @@ from .direction import Bias, Direction, Rule
 SCALES = (5.0, 7.0, 10.0, 14.0, 20.0, 28.0, 40.0, 57.0, 80.0)  # the grid of calibrate(), in steps of √2
 
 
-class _LogSumReranker(Reranker):
-    """Re-rankers of the form ``factor S_qc - log sum_r exp(scale R_rc)``."""
+class FastReranker(Reranker):
+    """Fast Re-ranking (DVSE Eq. 13-15): candidates that are similar to every query move down.
 
-    def _scales(self, side: int) -> tuple[float, float]:
-        """Return the scale and the factor of a direction."""
-        raise NotImplementedError
-
-    def rule(self, direction: Direction) -> Rule:
-        return self._rules_together([direction])[0]
-
-    def _rules_together(self, directions: Sequence[Direction]) -> list[Rule]:
-        candidates = Anchors.together(*(d.candidates for d in directions))  # one product where there is one matrix
-        scales = [self._scales(d.side) for d in directions]
-        sizes = zip(scales, candidates.sizes, strict=True)
-        each_scale = torch.cat([torch.full((n,), scale, dtype=candidates.dtype) for (scale, _), n in sizes])
-        sums = candidates.split(candidates.logsumexp(each_scale))
-        return [Bias(-x, factor) for x, (_, factor) in zip(sums, scales, strict=True)]
-
-
-class FastReranker(_LogSumReranker):
-    r"""Fast Re-ranking (DVSE Eq. 13-15): candidates that are similar to every query move down.
-
-    With scores A (n_images, n_texts), computed in log space so that nothing overflows:
-
-    .. math::
-        \text{image→text}\quad \gamma_2 A_{ij} - \log \sum_{i'} e^{\gamma_1 A_{i'j}}, \qquad
-        \text{text→image}\quad \lambda_2 A_{ij} - \log \sum_{j'} e^{\lambda_1 A_{ij'}}
-
-    As published it is *transductive*: the sums run over all test queries, so results depend on which queries are
-    ranked together, and a single query is refused. After :meth:`fit` the sums run over a bank of other queries, such
-    as the training set, and test queries no longer affect one another. No labels are used.
+    Image→text ranks by ``γ2 S_qc - log sum_r exp(γ1 R_rc)``, text→image by ``λ2 S_qc - log sum_r exp(λ1 R_rc)``,
+    computed in log space so that nothing overflows. As published, the references r are all test queries: results
+    depend on which are ranked together, and a single query is refused. After :meth:`fit` they are a bank of other
+    queries, such as the training set, and test queries no longer affect one another. No labels are used.
 
     Args:
         i2t: (γ1, γ2).
@@ -61,6 +37,16 @@ class FastReranker(_LogSumReranker):
             for x in pair:
                 check_number(name, x, positive=True)
         self.i2t, self.t2i = i2t, t2i
+
+    def rule(self, direction: Direction) -> Rule:
+        return self._rules_together([direction])[0]
+
+    def _rules_together(self, directions: Sequence[Direction]) -> list[Rule]:
+        scales, factors = zip(*((self.i2t, self.t2i)[d.side] for d in directions), strict=True)
+        candidates = Anchors.together(*(d.candidates for d in directions))  # one product where there is one matrix
+        each = torch.tensor(scales, dtype=candidates.dtype).repeat_interleave(torch.tensor(candidates.sizes))
+        sums = candidates.split(candidates.logsumexp(each))
+        return [Bias(-x, factor) for x, factor in zip(sums, factors, strict=True)]
 
     @torch.no_grad()
     def calibrate(
@@ -89,7 +75,7 @@ class FastReranker(_LogSumReranker):
         if not bool(sim.positive_counts.any()):
             raise ValueError("image_ids, text_ids: no query of the validation set has a matching candidate")
         chosen = []
-        for direction, labelled in zip(self._directions(sim), (sim, sim.T), strict=True):
+        for direction, labelled in self._directions(sim):
             qualities = {}
             for scale in scales:
                 penalty = direction.candidates.logsumexp(scale)
@@ -99,9 +85,6 @@ class FastReranker(_LogSumReranker):
         self.i2t, self.t2i = chosen
         return self
 
-    def _scales(self, side: int) -> tuple[float, float]:
-        return (self.i2t, self.t2i)[side]
-
 
 def _quality(ranks: Tensor) -> tuple[float, float]:
     """Return the sum of the recalls and the mean reciprocal rank, over the queries with a positive."""
@@ -109,19 +92,19 @@ def _quality(ranks: Tensor) -> tuple[float, float]:
     return sum(float((ranks <= k).double().mean()) for k in (1, 5, 10)), float((1 / ranks).mean())
 
 
-class InvertedSoftmax(_LogSumReranker):
-    r"""Inverted softmax (Smith et al., ICLR 2017): ``β S_qc - log sum_r exp(β R_rc)``.
+class InvertedSoftmax(Reranker):
+    """Inverted softmax (Smith et al., ICLR 2017): ``scale S_qc - log sum_r exp(scale R_rc)``.
 
-    It is Fast Re-ranking with γ1 = γ2 = λ1 = λ2 = β. With a bank of training queries it is the inverted softmax of
-    QB-Norm.
-
-    Args:
-        scale: β.
+    It is :class:`FastReranker` with all four parameters the same.
     """
 
     def __init__(self, scale: float = 20.0):
         check_number("scale", scale, positive=True)
         self.scale = scale
 
-    def _scales(self, side: int) -> tuple[float, float]:
-        return self.scale, self.scale
+    def rule(self, direction: Direction) -> Rule:
+        return self._rules_together([direction])[0]
+
+    def _rules_together(self, directions: Sequence[Direction]) -> list[Rule]:
+        pair = self.scale, self.scale
+        return FastReranker(pair, pair)._rules_together(directions)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import check_matrix, check_size
-from ..engine.scores import inverse_norms, scaled
+from ..checks import as_bias, check_matrix, check_size
+from ..engine.scores import normalized
 from ..similarity import TopK
 
 
@@ -31,18 +31,15 @@ class BiasedIndex:
         self, candidates: Tensor, bias: Tensor | None = None, factory: str = "Flat", *, nprobe: int | None = None
     ):
         check_matrix("candidates", candidates, "(C, D)", True)
-        if bias is not None and (not isinstance(bias, Tensor) or bias.shape != candidates.shape[:1]):
-            got = tuple(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
-            raise ValueError(f"bias: expected shape ({candidates.shape[0]},), got {got}")
+        bias = as_bias("bias", bias, len(candidates), torch.device("cpu"))
+        if nprobe is not None:
+            check_size("nprobe", nprobe)
         try:
             import faiss  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ImportError("an index needs FAISS: pip install 'itrloss[faiss]'") from error
-        vectors = _unit(candidates)
-        last = torch.zeros(len(vectors), 1) if bias is None else bias.detach().float().cpu()[:, None]
-        data = torch.cat([vectors, last], 1).numpy()
-        if nprobe is not None:
-            check_size("nprobe", nprobe)
+        bias = torch.zeros(len(candidates)) if bias is None else bias
+        data = torch.cat([normalized(candidates.detach().cpu()).float(), bias.float()[:, None]], 1).numpy()
         try:
             self.index = faiss.index_factory(data.shape[1], factory, faiss.METRIC_INNER_PRODUCT)
             if not self.index.is_trained:
@@ -68,12 +65,6 @@ class BiasedIndex:
         check_size("k", k)
         if queries.shape[1] != self.index.d - 1:
             raise ValueError(f"queries: expected shape (Q, {self.index.d - 1}), got {tuple(queries.shape)}")
-        vectors = torch.cat([_unit(queries), torch.ones(len(queries), 1)], 1)
+        vectors = torch.cat([normalized(queries.detach().cpu()).float(), torch.ones(len(queries), 1)], 1)
         values, indices = map(torch.from_numpy, self.index.search(vectors.numpy(), k))
         return TopK(values.masked_fill(indices < 0, -torch.inf), indices)
-
-
-def _unit(x: Tensor) -> Tensor:
-    """Return (N, D) float32 unit vectors on the CPU."""
-    x = x.detach().cpu()
-    return scaled(x, inverse_norms(x)).float()

@@ -12,65 +12,58 @@ from ..engine.answers import identity
 from .base import Reranker
 from .direction import Direction, Rule
 
+_AT_ONCE = 2**19  # scores compared at once, which fit into a cache
 
-def _best_candidates(direction: Direction, k: int) -> tuple[Tensor, Tensor]:
-    """Return the (Q, k) best candidates of this process's queries, best first, and the query's rank for each.
 
-    The rank is the number of reference queries with a higher score for the candidate. Of two candidates with the same
-    score, the one with the lower index comes first.
+def _best_candidates(direction: Direction, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the (Q, k) best candidates of this process's queries, their scores, and their places by the query's rank.
+
+    Of candidates with the same score, the one with the lower index comes first. The query's rank is the number of
+    references with a higher score for the candidate; places count from 1, and equal ranks stay in the order of scores.
     """
     best = direction.queries.topk(min(k, direction.queries.shape[1]))
     candidates, by_index = best.indices.sort(1)
     values, order = best.values.gather(1, by_index).sort(dim=1, descending=True, stable=True)
     candidates = candidates.gather(1, order)
     ranks = direction.summed(_query_ranks(direction, direction.of_all(values), direction.of_all(candidates)))
-    first = direction.first[0]
-    return candidates, ranks[first : first + len(candidates)]
+    ranks = ranks[direction.first[0] :][: len(candidates)]
+    return candidates, values, ranks.argsort(dim=1, stable=True).argsort(1).add(1).to(values.dtype)
 
 
 def _query_ranks(direction: Direction, values: Tensor, candidates: Tensor) -> Tensor:
     """Return the (Q, k) number of references above each query of all processes; 0 for other processes' candidates."""
-    ranks = torch.zeros_like(candidates)
-    flat = candidates.flatten() - direction.first[1]
-    ordered, order = flat.sort()  # the pairs, by candidate
-    query = order // candidates.shape[1]
+    ranks, own = torch.zeros_like(candidates), candidates - direction.first[1]
     for rows, scores in direction.candidates.blocks():
-        ends = torch.tensor([rows.start, rows.stop], device=ordered.device)
-        first, last = torch.searchsorted(ordered, ends).tolist()
-        if first == last:
-            continue
-        row, pair = ordered[first:last] - rows.start, order[first:last]
-        # From the same product as the other references: rounded otherwise, a query could rank behind itself.
-        own = scores[row, query[first:last]] if direction.transductive else values.flatten()[pair]
-        ascending = scores.sort(1).values
-        above = torch.empty_like(pair)
-        for part in torch.arange(len(pair), device=pair.device).split(max(1, scores.numel() // scores.shape[1])):
-            below = torch.searchsorted(ascending[row[part]], own[part, None], right=True).squeeze(1)
-            above[part] = scores.shape[1] - below
-        ranks.view(-1)[pair] = above
+        query, place = ((own >= rows.start) & (own < rows.stop)).nonzero(as_tuple=True)
+        row, value = own[query, place] - rows.start, values[query, place]
+        if direction.transductive:  # from the same product: rounded otherwise, a query could rank behind itself
+            value = scores[row, query]
+        step = max(1, _AT_ONCE // scores.shape[1])
+        parts = (x.split(step) for x in (query, place, row, value))
+        for q, p, r, x in zip(*parts, strict=True):
+            ranks[q, p] = (scores[r] > x[:, None]).sum(1)
     return ranks
 
 
-def _move_to_front_(scores: Tensor, candidates: Tensor, values: Tensor) -> Tensor:
-    """Rank these (B, k) candidates by ``values``, ahead of the others, which keep their (B, C) ``scores``."""
-    peak = scores.amax(1, keepdim=True)
-    step = peak.abs().clamp_min(1.0)
-    above = values - values.amin(1, keepdim=True)
-    return scores.scatter_(1, candidates, peak + step * (1 + above))
+def _in_front(candidates: Tensor, values: Tensor) -> Rule:
+    """Return the rule by which these (Q, k) candidates come first, by their values; the others keep their order."""
+
+    def move_to_front(scores: Tensor, rows: slice) -> Tensor:
+        peak = scores.amax(1, keepdim=True)
+        step = peak.abs().clamp_min(1.0)
+        above = values[rows] - values[rows].amin(1, keepdim=True)
+        return scores.scatter_(1, candidates[rows], peak + step * (1 + above))
+
+    return move_to_front
 
 
 class ReciprocalReranker(Reranker):
-    r"""Reciprocal re-ranking, RR (MTFN; Wang et al., ACM MM 2019), without its leak of labels.
+    """Reciprocal re-ranking, RR (MTFN; Wang et al., ACM MM 2019), without its leak of labels.
 
-    The k best candidates of a query are sorted by ``ρ_qc = #{r : R_rc > S_qc}``, the number of reference queries that
-    are closer to the candidate, ascending; where ρ is the same, by their scores. The other candidates follow in their
-    order.
-
-    For text→image, MTFN's code takes the best ρ over *all captions of the query's image*. That uses a label, and is not
-    offered.
-
-    Args:
-        i2t_k, t2i_k: number of candidates that are reordered.
+    The ``i2t_k`` or ``t2i_k`` best candidates of a query are sorted by ``ρ_qc = #{r : R_rc > S_qc}``, the number of
+    reference queries that are closer to the candidate, ascending; where ρ is the same, by their scores. The other
+    candidates follow in their order. For text→image, MTFN's code takes the best ρ over *all captions of the query's
+    image*, which uses a label.
     """
 
     def __init__(self, i2t_k: int = 15, t2i_k: int = 20):
@@ -79,29 +72,16 @@ class ReciprocalReranker(Reranker):
         self.i2t_k, self.t2i_k = i2t_k, t2i_k
 
     def rule(self, direction: Direction) -> Rule:
-        candidates, ranks = _best_candidates(direction, (self.i2t_k, self.t2i_k)[direction.side])
-        candidates = candidates.gather(1, ranks.argsort(dim=1, stable=True))
-        k = candidates.shape[1]
-
-        def by_query_rank(scores: Tensor, rows: slice) -> Tensor:
-            values = torch.arange(k, 0, -1, dtype=scores.dtype, device=scores.device).expand(len(scores), k)
-            return _move_to_front_(scores, candidates[rows], values)
-
-        return by_query_rank
+        candidates, _, place = _best_candidates(direction, (self.i2t_k, self.t2i_k)[direction.side])
+        return _in_front(candidates, -place)
 
 
 class MultiFactorReranker(Reranker):
-    r"""Multivariate re-ranking, MR (GaLR; Yuan et al., TGRS 2022).
+    """Multivariate re-ranking, MR (GaLR; Yuan et al., TGRS 2022).
 
-    The k best candidates of a query are ranked by ``w₁ S_qc / sum_r R_rc + exp(-0.05 j) + w₂ exp(-0.05 l)``, where c is
-    the j-th best by score and the l-th in the order of :class:`ReciprocalReranker`. The other candidates follow in
-    their order.
-
-    The first term is a share of a sum of similarities, which makes sense where these are mostly positive.
-
-    Args:
-        k: number of candidates that are reordered.
-        share_weight, place_weight: w₁, w₂.
+    The ``k`` best candidates of a query are ranked by ``share_weight S_qc / sum_r R_rc + exp(-0.05 j) + place_weight
+    exp(-0.05 l)``, where c is the j-th best by score and the l-th in the order of :class:`ReciprocalReranker`. The
+    other candidates follow in their order. The first term makes sense where similarities are mostly positive.
     """
 
     def __init__(self, k: int = 30, share_weight: float = 0.3, place_weight: float = 1.1):
@@ -112,31 +92,23 @@ class MultiFactorReranker(Reranker):
 
     def rule(self, direction: Direction) -> Rule:
         sums = direction.of_all(direction.candidates.sum(identity))
-        candidates, ranks = _best_candidates(direction, self.k)
-        order = ranks.argsort(dim=1, stable=True)
+        candidates, scores, place = _best_candidates(direction, self.k)
         j = torch.arange(1, candidates.shape[1] + 1, dtype=sums.dtype, device=sums.device)
-
-        def by_factors(scores: Tensor, rows: slice) -> Tensor:
-            best, total = candidates[rows], sums[candidates[rows]]
-            place = torch.empty_like(total).scatter_(1, order[rows], j.expand(best.shape))
-            share = torch.where(total == 0, 0.0, scores.gather(1, best) / total)
-            values = self.share_weight * share + (-0.05 * j).exp() + self.place_weight * (-0.05 * place).exp()
-            return _move_to_front_(scores, best, values)
-
-        return by_factors
+        share = torch.where(sums[candidates] == 0, 0.0, scores / sums[candidates])
+        values = self.share_weight * share + (-0.05 * j).exp() + self.place_weight * (-0.05 * place).exp()
+        return _in_front(candidates, values)
 
 
 class TwoStageReranker(Reranker):
-    r"""Two stages: the k best candidates of a query are sorted by a second, expensive scorer.
+    """Two stages: the k best candidates of a query are sorted by a second, expensive scorer.
 
-    They are ranked by ``f(q, c) + w S_qc``, as in the evaluation of BLIP and ALBEF, where f is the image-text matching
-    head (ITM) and S are the contrastive scores (ITC). The other candidates follow in their order. Queries are
-    independent.
+    They are ranked by ``scorer + weight S_qc``, as in the evaluation of BLIP and ALBEF, where the scorer is the
+    image-text matching head (ITM) and S are the contrastive scores (ITC). The other candidates follow in their order.
+    Queries are independent.
 
     Args:
-        scorer: f, a function of (P,) int64 image indices and (P,) int64 text indices that returns (P,) scores.
-        k: number of candidates that are scored again.
-        weight: w.
+        scorer: a function of (P,) int64 image indices and (P,) int64 text indices that returns (P,) scores.
+        k, weight: number of candidates that are scored again, and the weight of S.
         batch_size: the largest P.
 
     Raises:
@@ -144,7 +116,6 @@ class TwoStageReranker(Reranker):
     """
 
     takes_bank = False
-    _ranks_single_query = True
 
     def __init__(
         self, scorer: Callable[[Tensor, Tensor], Tensor], k: int = 16, weight: float = 1.0, batch_size: int = 256
@@ -166,34 +137,31 @@ class TwoStageReranker(Reranker):
         queries = torch.arange(len(candidates), device=candidates.device) + direction.first[0]
         pairs = queries.repeat_interleave(candidates.shape[1]), candidates.flatten()
         batches = (x.split(self.batch_size) for x in pairs[:: 1 - 2 * direction.side])
-        values = torch.cat([self._scored(*batch) for batch in zip(*batches, strict=True)])
-        values = values.to(scores).view_as(scores) + self.weight * scores
-        return lambda block, rows: _move_to_front_(block, candidates[rows], values[rows])
-
-    def _scored(self, images: Tensor, texts: Tensor) -> Tensor:
-        scores = self.scorer(images, texts)
-        if not isinstance(scores, Tensor) or scores.shape != images.shape or not bool(scores.isfinite().all()):
-            shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-            raise ValueError(f"scorer: expected finite scores of shape ({len(images)},), got {shape}")
-        return scores.detach()
+        values = []
+        for images, texts in zip(*batches, strict=True):
+            x = self.scorer(images, texts)
+            if not isinstance(x, Tensor) or x.shape != images.shape or not bool(x.isfinite().all()):
+                got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                raise ValueError(f"scorer: expected finite scores of shape ({len(images)},), got {got}")
+            values.append(x.detach())
+        return _in_front(candidates, torch.cat(values).to(scores).view_as(scores) + self.weight * scores)
 
 
 class KReciprocalReranker(Reranker):
-    r"""k-reciprocal encoding (Zhong et al., CVPR 2017) on images and texts as one set; needs embeddings.
+    """k-reciprocal encoding (Zhong et al., CVPR 2017) on images and texts as one set; needs embeddings.
 
-    Items are close if they have the same reciprocal neighbours: the score is ``-((1 - λ) J_qc + λ d_qc)`` with the
-    Jaccard distance J of their neighbourhoods and the squared distance d, divided by the query's largest. It needs all
-    N + M items and a few matrices of (N + M)² numbers. It takes no banks.
+    Items are close if they have the same reciprocal neighbours: the score is ``-((1 - weight) J_qc + weight d_qc)``
+    with the Jaccard distance J of their neighbourhoods and the squared distance d, divided by the query's largest. It
+    needs all N + M items and a few matrices of (N + M)² numbers. It takes no banks.
 
     Args:
         k1: size of the reciprocal neighbourhoods.
         k2: number of nearest items whose neighbourhoods are averaged.
-        weight: λ in [0, 1].
+        weight: a number in [0, 1].
     """
 
     needs_embeddings = True
     takes_bank = False
-    _ranks_single_query = True
 
     def __init__(self, k1: int = 20, k2: int = 6, weight: float = 0.3):
         check_size("k1", k1)
@@ -217,47 +185,35 @@ class KReciprocalReranker(Reranker):
         distance.fill_diagonal_(0.0)
         weights = self._encoded(distance, near)
         n = direction.queries.shape[0]
-        squared, shared = distance[:n, n:].clone(), _shared(weights, n)
+        candidates, distance = weights[n:].T.contiguous(), distance[:n, n:].clone()  # frees the rest
 
         def by_neighbours(scores: Tensor, rows: slice) -> Tensor:
-            jaccard = 1 - shared[rows] / (2 - shared[rows])
-            return -((1 - self.weight) * jaccard + self.weight * squared[rows])
+            for query, own in zip(scores, weights[rows], strict=True):
+                near = own.nonzero().squeeze(1)
+                torch.sum(torch.minimum(own[near, None], candidates[near]), 0, out=query)
+            jaccard = 1 - scores / (2 - scores)
+            return -((1 - self.weight) * jaccard + self.weight * distance[rows])
 
         return by_neighbours
 
     def _encoded(self, distance: Tensor, near: Tensor) -> Tensor:
         """Return the (n, n) weights of each item's neighbours; rows sum to 1."""
-        members, half_members = _reciprocal(near, self.k1), _reciprocal(near, max(1, round(self.k1 / 2)))
-        n, half = len(near), near[:, : half_members.shape[1]]
-        neighbours = torch.zeros(n, n, dtype=torch.bool, device=near.device)
-        neighbours.scatter_(1, near[:, : members.shape[1]], members)
-        expanded, size = neighbours.clone(), half_members.sum(1)
-        for x in range(n):
-            y = neighbours[x].nonzero().squeeze(1)
-            common = (neighbours[x][half[y]] & half_members[y]).sum(1)
-            added = y[3 * common > 2 * size[y]]
-            expanded[x, half[added][half_members[added]]] = True
+        half = near[:, : round(self.k1 / 2) + 1]
+        neighbours, in_half = _mutual(near[:, : self.k1 + 1]), _mutual(half).gather(1, half)
+        expanded = neighbours.clone()
+        for y in near[:, : self.k1 + 1].T:  # of each item, the nearest, the second, …
+            added, is_mutual = half[y], in_half[y]
+            common = (neighbours.gather(1, added) & is_mutual).sum(1)
+            joins = neighbours.gather(1, y[:, None]) & (3 * common > 2 * is_mutual.sum(1))[:, None]
+            x, place = (is_mutual & joins).nonzero(as_tuple=True)
+            expanded[x, added[x, place]] = True
         weights = torch.exp(-distance).masked_fill_(~expanded, 0.0)
         weights /= weights.sum(1, keepdim=True)
-        if self.k2 > 1:
-            total = torch.zeros_like(weights)
-            for column in near[:, : self.k2].T:
-                total += weights[column]
-            weights = total / min(self.k2, near.shape[1])
-        return weights
+        return torch.nn.functional.embedding_bag(near[:, : self.k2], weights, mode="mean")
 
 
-def _shared(weights: Tensor, n: int) -> Tensor:
-    """Return the (n, candidates) sums ``sum_z min(v_qz, v_cz)`` of the weights v of queries and candidates."""
-    candidates = weights[n:].T.contiguous()
-    shared = torch.empty(n, candidates.shape[1], dtype=weights.dtype, device=weights.device)
-    for query in range(n):
-        neighbours = weights[query].nonzero().squeeze(1)
-        shared[query] = torch.minimum(weights[query, neighbours, None], candidates[neighbours]).sum(0)
-    return shared
-
-
-def _reciprocal(near: Tensor, k: int) -> Tensor:
-    """Return (n, k + 1) bool: which of an item's k + 1 nearest have it among their own k + 1 nearest."""
-    near = near[:, : k + 1]
-    return (near[near] == torch.arange(len(near), device=near.device)[:, None, None]).any(2)
+def _mutual(near: Tensor) -> Tensor:
+    """Return (n, n) bool: which items are among each other's nearest (n, k)."""
+    among = torch.zeros(len(near), len(near), dtype=torch.bool, device=near.device)
+    among.scatter_(1, near, True)
+    return among & among.T

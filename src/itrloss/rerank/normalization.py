@@ -14,11 +14,7 @@ from .direction import Bias, Direction, Rule, against
 
 
 class DualSoftmax(Reranker):
-    r"""Dual softmax (CAMoE; Cheng et al., 2021): ``S_qc exp(β S_qc) / sum_r exp(β R_rc)``.
-
-    Args:
-        scale: β.
-    """
+    """Dual softmax (CAMoE; Cheng et al., 2021): ``S_qc exp(scale S_qc) / sum_r exp(scale R_rc)``."""
 
     def __init__(self, scale: float = 20.0):
         check_number("scale", scale, positive=True)
@@ -37,18 +33,11 @@ class DualSoftmax(Reranker):
 
 
 class QueryBankNorm(Reranker):
-    r"""QB-Norm with the dynamic inverted softmax (Bogolin et al., CVPR 2022); needs a bank of queries.
+    """QB-Norm with the dynamic inverted softmax (Bogolin et al., CVPR 2022); needs a bank of queries.
 
-    .. math::
-        \beta S_{qc} - a_q \log \sum_r e^{\beta R_{rc}}, \qquad
-        a_q = \bigl[\operatorname{arg\,max}_c S_{qc} \in \bigcup_r \operatorname{top-}k_{c} R_{rc}\bigr]
-
-    Only a query whose best candidate is a hub of the bank is normalised. With the test queries as the bank all queries
-    would be, as in :class:`InvertedSoftmax`.
-
-    Args:
-        scale: β.
-        k: a hub is among the k best candidates of some query of the bank.
+    ``scale S_qc - a_q log sum_r exp(scale R_rc)``, where a_q is 1 if the best candidate of q is a hub, among the ``k``
+    best of some query of the bank, and 0 otherwise. With the test queries as the bank all queries would be normalised,
+    as in :class:`InvertedSoftmax`.
     """
 
     needs_bank = True
@@ -64,27 +53,20 @@ class QueryBankNorm(Reranker):
         # The k best of all candidates are among the k best of each process.
         values = direction.of_all(best.values.T)
         indices = direction.of_all(best.indices.T + direction.first[1])
-        hub = torch.zeros(len(penalty), dtype=torch.bool, device=penalty.device)
-        hub[indices.gather(0, values.topk(min(self.k, len(values)), 0).indices)] = True
+        hubs = indices.gather(0, values.topk(min(self.k, len(values)), 0).indices).unique()
 
         def penalise_hubs(scores: Tensor, rows: slice) -> Tensor:
-            best_is_hub = hub[scores.argmax(1)]
-            scores.mul_(self.scale)
-            return torch.where(best_is_hub[:, None], scores - penalty, scores)
+            best_is_hub = torch.isin(scores.argmax(1), hubs)
+            return scores.mul_(self.scale).sub_(best_is_hub[:, None] * penalty)
 
         return penalise_hubs
 
 
 class DualBankNorm(Reranker):
-    r"""DBNorm in its static form, DualIS (Wang et al., EMNLP 2023); needs both banks and embeddings.
+    """DBNorm in its static form, DualIS (Wang et al., EMNLP 2023); needs both banks and embeddings.
 
-    .. math::
-        (\beta_1 + \beta_2) S_{qc} - \log \sum_r e^{\beta_1 R_{rc}} - \log \sum_g e^{\beta_2 G_{gc}}
-
-    where G are the similarities of candidates with the bank of their own modality.
-
-    Args:
-        query_scale, gallery_scale: β₁, β₂.
+    ``(query_scale + gallery_scale) S_qc - log sum_r exp(query_scale R_rc) - log sum_g exp(gallery_scale G_gc)``, where
+    G are the similarities of candidates with the bank of their own modality.
     """
 
     needs_bank = True
@@ -97,23 +79,15 @@ class DualBankNorm(Reranker):
 
     def rule(self, direction: Direction) -> Rule:
         assert direction.gallery is not None
-        bank = direction.gallery.to(direction.candidates.device, direction.candidates.dtype)
-        gallery = against(direction.candidates, bank)
+        gallery = against(direction.candidates, direction.gallery)
         penalty = direction.candidates.logsumexp(self.query_scale) + gallery.logsumexp(self.gallery_scale)
         return Bias(-penalty, self.query_scale + self.gallery_scale)
 
 
-def _mean_of_highest(candidates: Similarity, k: int) -> Tensor:
-    """Return the (C,) mean of each candidate's k highest scores with the references; of all if there are fewer."""
-    return candidates.topk(min(k, candidates.shape[1])).values.mean(1)
-
-
 class NearestNeighborNorm(Reranker):
-    """Nearest neighbor normalization, NNN (Chowdhury et al., EMNLP 2024): ``S_qc - α mean top-k_r R_rc``.
+    """Nearest neighbor normalization, NNN (Chowdhury et al., EMNLP 2024): ``S_qc - alpha mean top-k_r R_rc``.
 
-    Args:
-        alpha: α.
-        k: number of reference queries; all of them if there are fewer.
+    The mean is over the ``k`` reference queries with the highest scores, or over all of them if there are fewer.
     """
 
     def __init__(self, alpha: float = 0.75, k: int = 128):
@@ -121,17 +95,16 @@ class NearestNeighborNorm(Reranker):
         check_size("k", k)
         self.alpha, self.k = alpha, k
 
-    def rule(self, direction: Direction) -> Rule:
-        return Bias(-self.alpha * _mean_of_highest(direction.candidates, self.k))
+    def rule(self, direction: Direction) -> Bias:
+        highest = direction.candidates.topk(min(self.k, direction.candidates.shape[1])).values
+        return Bias(-self.alpha * highest.mean(1))
 
 
 class CSLS(Reranker):
     """Cross-domain similarity local scaling (Conneau et al., ICLR 2018): ``2 S_qc - mean top-k_r R_rc``.
 
-    The third term of CSLS, the mean of the query's k best scores, is the same for all candidates and is left out.
-
-    Args:
-        k: number of reference queries; all of them if there are fewer.
+    The mean is as in :class:`NearestNeighborNorm`. CSLS' third term, the mean of the query's k best scores, is the same
+    for all candidates and is left out.
     """
 
     def __init__(self, k: int = 10):
@@ -139,17 +112,15 @@ class CSLS(Reranker):
         self.k = k
 
     def rule(self, direction: Direction) -> Rule:
-        return Bias(-_mean_of_highest(direction.candidates, self.k), 2.0)
+        return NearestNeighborNorm(1.0, self.k).rule(direction)._replace(factor=2.0)
 
 
 class MutualProximity(Reranker):
-    r"""Mutual proximity with independent normal distributions (Schnitzer et al., JMLR 2012).
+    """Mutual proximity with independent normal distributions (Schnitzer et al., JMLR 2012).
 
-    .. math::
-        \log \Phi\Bigl(\frac{S_{qc} - \mu_q}{\sigma_q}\Bigr) + \log \Phi\Bigl(\frac{S_{qc} - \mu_c}{\sigma_c}\Bigr)
-
-    This is the log probability that both are closer to each other than to a random third. μ and σ are the mean and
-    standard deviation of the query's scores with all candidates, and of the candidate's with the reference queries.
+    ``log Φ((S_qc - μ_q) / σ_q) + log Φ((S_qc - μ_c) / σ_c)``, the log probability that both are closer to each other
+    than to a random third. μ and σ are the mean and standard deviation of the query's scores with all candidates, and
+    of the candidate's with the reference queries.
     """
 
     def rule(self, direction: Direction) -> Rule:
@@ -165,17 +136,11 @@ class MutualProximity(Reranker):
 
 
 class Sinkhorn(Reranker):
-    r"""Sinkhorn normalisation (Pan et al., 2025): ``β S_qc + g_c``.
+    """Sinkhorn normalisation (Pan et al., 2025): ``scale S_qc + g_c``.
 
-    .. math::
-        f_r \leftarrow -\log |r| - \log \sum_c e^{\beta R_{rc} + g_c}, \qquad
-        g_c \leftarrow -\log C - \log \sum_r e^{\beta R_{rc} + f_r}
-
-    alternately, from g = 0. At convergence all C candidates have the same share of the reference queries.
-
-    Args:
-        scale: β, the inverse temperature.
-        iterations: number of updates of f and g. Each passes over the scores twice.
+    From g = 0, ``iterations`` times ``f_r = -log |r| - log sum_c exp(scale R_rc + g_c)`` and then ``g_c = -log C - log
+    sum_r exp(scale R_rc + f_r)``, each a pass over the scores. At convergence all C candidates have the same share of
+    the reference queries.
     """
 
     needs_all_candidates = True
@@ -185,37 +150,32 @@ class Sinkhorn(Reranker):
         check_size("iterations", iterations)
         self.scale, self.iterations = scale, iterations
 
-    def rule(self, direction: Direction) -> Rule:
-        return Bias(self._dual(direction.candidates), self.scale)
-
-    def _dual(self, candidates: Similarity) -> Tensor:
-        """Return the (C,) dual variable g."""
+    def rule(self, direction: Direction) -> Bias:
+        candidates = direction.candidates
         c, r = candidates.shape
         g = torch.zeros(c, dtype=candidates.dtype, device=candidates.device)
         for _ in range(self.iterations):
             f = -math.log(r) - _logsumexp(candidates.T, self.scale, g)
             g = -math.log(c) - _logsumexp(candidates, self.scale, f)
-        return g
+        return Bias(g, self.scale)
 
 
 class DualBankSinkhorn(Sinkhorn):
-    r"""Dual bank Sinkhorn normalisation, DBSN (Pan et al., 2025); needs both banks and embeddings.
+    """Dual bank Sinkhorn normalisation, DBSN (Pan et al., 2025); needs both banks and embeddings.
 
     This is :class:`Sinkhorn` with the candidates *and* the bank of their own modality as C. The bank's queries are then
     shared among their own matches too, not among the test candidates alone.
-
-    Args:
-        scale, iterations: see :class:`Sinkhorn`.
     """
 
     needs_bank = True
     needs_embeddings = True
 
-    def rule(self, direction: Direction) -> Rule:
+    def rule(self, direction: Direction) -> Bias:
         candidates = direction.candidates
         assert direction.gallery is not None and candidates._inputs is not None
-        stacked = against(candidates, candidates._inputs[1].detach(), direction.gallery)
-        return Bias(self._dual(stacked)[: candidates.shape[0]], self.scale)
+        items = against(candidates, candidates._inputs[1], direction.gallery)
+        bias, factor = super().rule(direction._replace(candidates=items))
+        return Bias(bias[: candidates.shape[0]], factor)
 
 
 def _logsumexp(sim: Similarity, scale: float, cols: Tensor) -> Tensor:
