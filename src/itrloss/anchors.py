@@ -231,7 +231,9 @@ class Anchors:
                     index.append(matrix.pairs.listed[side] + first)
                 before = matrix
             first += size
-        anchors = torch.cat(index) if index else self._index
+        if not index:
+            return torch.cat(scores), self._index
+        anchors = torch.cat(index)
         self._index = anchors if may_keep() else None  # one tensor for all graphs that save it
         return torch.cat(scores), anchors
 

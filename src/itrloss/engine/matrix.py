@@ -100,12 +100,12 @@ class Matrix:
             if cols is None:
                 scores = rows.x.to(self.dtype)
             elif torch.compiler.is_compiling():
-                scores = rows.unit @ cols.unit.T
+                scores = rows.unit() @ cols.unit().T
             elif self.engine == "dense":
-                units = rows.unit.detach(), cols.unit.detach()  # first: norms are computed along with them
+                units = rows.unit().detach(), cols.unit().detach()  # first: norms are computed along with them
                 scores = reduce.Products.apply(None, rows.x, cols.x, rows.inv, cols.inv, None, None, None, *units)
             else:
-                scores = matmul(rows.unit, cols.unit.T)
+                scores = matmul(rows.unit().detach(), cols.unit().detach().T)
         if keep and (self.keeps or cols is None):
             self._scores = scores
         return scores
@@ -124,7 +124,7 @@ class Matrix:
         if cols is None:
             return Scores(self.scores(), None, None, None, *ids)
         if self.keeps and may_keep() and not torch.compiler.is_compiling():
-            units, kept = (rows.unit.detach(), cols.unit.detach()), self.scores() if form else self._scores
+            units, kept = (rows.unit().detach(), cols.unit().detach()), self.scores() if form else self._scores
             return Scores(rows.x, cols.x, rows.inv, cols.inv, *ids, None if kept is None else kept.detach(), *units)
         inv = [inverse_norms(side.x.detach()) if side.normalize else None for side in (rows, cols)]
         return Scores(rows.x, cols.x, inv[0], inv[1], *ids)
@@ -158,7 +158,8 @@ class Matrix:
         # Unless copies for many pairs are larger, scoring them alone saves a loss of pairs two products in backward:
         # 0.80 of the time at 128 x 128 x 1024 (pytest benchmarks/test_micro.py --benchmark-enable -k pairs_alone).
         if self.engine == "dense" or torch.compiler.is_compiling():
-            return reduce.plain_products(rows.unit, cols.unit, (i, j))
+            left, right = (x.unit() if k is None else x.unit().index_select(0, k) for x, k in ((rows, i), (cols, j)))
+            return (left * right).sum(1)
         return reduce.Products.apply((i, j), *self.source())
 
     def positive_scores(self) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -148,7 +147,8 @@ def scaled(x: Tensor, inv: Tensor | None) -> Tensor:
 
 def inverse_norms(x: Tensor) -> Tensor:
     """Return the (...) inverse norms of vectors (..., D) in the compute dtype; 0 for a norm of at most 1e-12."""
-    readable, dtype = host_may_read(x), torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    readable = x.device.type == "cpu" and type(x) is Tensor and not torch.compiler.is_compiling()  # no fake tensor
     norms = torch.linalg.vector_norm(x, dim=-1, dtype=dtype if readable or x.device.type == "mps" else torch.float64)
     # Squares of norms beyond 1e18 overflow float32. On a CPU float64 takes three times as long, 0.05 of a step at
     # 128 x 512 (pytest benchmarks/test_micro.py --benchmark-enable -k norms), and is left to the overflow.
@@ -200,26 +200,30 @@ class Embeddings:
         self.x, self.normalize = x, normalize
         self.dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         self.version = None if compiling or x.is_inference() else x._version
+        self._unit: Tensor | None = None
         #: (N,) inverse norms, once the unit vectors were computed with them.
         self.inv: Tensor | None = None
 
-    @functools.cached_property
     def unit(self) -> Tensor:
-        """The (N, D) vectors in the compute dtype, at unit length if they are normalised; differentiable."""
+        """Return the (N, D) vectors in the compute dtype, at unit length if ``normalize``; differentiable, cached."""
+        if self._unit is not None:
+            return self._unit
         if torch.compiler.is_compiling():
-            return normalized(self.x, self.normalize)
+            self._unit = normalized(self.x, self.normalize)
+            return self._unit
         with torch.inference_mode(False), torch.set_grad_enabled(self.x.requires_grad):  # wherever they are used first
-            if not self.normalize:
-                return self.x.to(self.dtype)
-            self.inv = inverse_norms(self.x.detach())
-            return _Normalize.apply(self.x, self.inv)
+            if self.normalize:
+                self.inv = inverse_norms(self.x.detach())
+                self._unit = _Normalize.apply(self.x, self.inv)
+            else:
+                self._unit = self.x.to(self.dtype)
+        return self._unit  # type: ignore[return-value]
 
     def detach(self) -> Embeddings:
         """Return the same embeddings without a gradient."""
         twin = Embeddings(self.x.detach(), self.normalize)
         twin.version = self.version
-        if "unit" in self.__dict__:
-            twin.unit, twin.inv = self.unit.detach(), self.inv
+        twin._unit, twin.inv = None if self._unit is None else self._unit.detach(), self.inv
         return twin
 
     def __setstate__(self, state: dict[str, Any]) -> None:
