@@ -99,13 +99,10 @@ class Matrix:
         with full_precision(rows.x), torch.set_grad_enabled(keep and (cols is None or self.engine == "dense")):
             if cols is None:
                 scores = rows.x.to(self.dtype)
-            elif torch.compiler.is_compiling():
-                scores = rows.unit() @ cols.unit().T
             elif self.engine == "dense":
-                units = rows.unit().detach(), cols.unit().detach()  # first: norms are computed along with them
-                scores = reduce.Products.apply(None, rows.x, cols.x, rows.inv, cols.inv, None, None, None, *units)
+                scores = rows.unit() @ cols.unit().T
             else:
-                scores = matmul(rows.unit().detach(), cols.unit().detach().T)
+                scores = matmul(rows.unit(), cols.unit().T)
         if keep and (self.keeps or cols is None):
             self._scores = scores
         return scores
@@ -160,7 +157,7 @@ class Matrix:
         if self.engine == "dense" or torch.compiler.is_compiling():
             left, right = (x.unit() if k is None else x.unit().index_select(0, k) for x, k in ((rows, i), (cols, j)))
             return (left * right).sum(1)
-        return reduce.Products.apply((i, j), *self.source())
+        return reduce.PairProducts.apply((i, j), *self.source())
 
     def positive_scores(self) -> Tensor:
         """Return the (P,) scores of the positive pairs in the order of ``pairs.listed``, differentiable."""

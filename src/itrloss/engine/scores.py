@@ -232,21 +232,16 @@ class Embeddings:
 
 
 def project_(
-    grad: Tensor,
-    x: Tensor,
-    inv: Tensor | None,
-    unit: Tensor | None = None,
-    along: Tensor | None = None,
-    out: Tensor | None = None,
+    grad: Tensor, x: Tensor, inv: Tensor | None, unit: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """Return the gradient of ``x`` (..., D), in its dtype, from that of the unit vectors; works in place or in ``out``.
 
-    ``dL/dx = (g - u <u, g>) / |x|`` with ``u = x / |x|``, taken from ``unit`` if there, and ``<u, g>`` from ``along``.
+    ``dL/dx = (g - u <u, g>) / |x|`` with ``u = x / |x|``, taken from ``unit`` if there.
     """
     out = grad if out is None else out
     for part in chunks(x) if inv is not None else ():
         assert inv is not None
         g, u = grad[part], scaled(x[part], inv[part]) if unit is None else unit[part]
-        length = (u * g).sum(-1) if along is None else along[part]
-        torch.addcmul(g, u, length.unsqueeze(-1), value=-1, out=out[part]).mul_(inv[part].unsqueeze(-1))
+        along = (u * g).sum(-1, keepdim=True)
+        torch.addcmul(g, u, along, value=-1, out=out[part]).mul_(inv[part].unsqueeze(-1))
     return out.to(x.dtype)
