@@ -101,7 +101,7 @@ def diversity_contrastive_loss(
     if diversity is not None and not isinstance(diversity, Tensor):
         settings = diversity, epsilon, entropy_temperature, detach_diversity
         several = [_diversity(x, *settings) for x in diversity_of or (anchors,)]
-        diversity = torch.stack(several).mean(0)
+        diversity = several[0] if len(several) == 1 else torch.stack(several).mean(0)
     scale = 1 / temperature if diversity is None else 1 / (temperature * diversity)
     repulsion = anchors.logsumexp(scale)
     attraction = (anchors if positives is None else positives).mean_of_positives(_TERMS[positive])

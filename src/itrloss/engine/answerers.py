@@ -91,8 +91,7 @@ class Dense:
         if torch.is_grad_enabled():
             scores, view_indices = [], index.split([matrix.shape[side] for matrix, side in self.views])
             for (matrix, side), others in zip(self.views, view_indices, strict=True):
-                pair = torch.arange(len(others), device=others.device), others
-                scores.append(matrix.pair_scores(*pair[:: 1 - 2 * side]))
+                scores.append(matrix.pair_scores(*((others, None) if side else (None, others))))
             values = torch.where(values == -math.inf, -math.inf, torch.cat(scores))
         return values, index.masked_fill(values == -math.inf, -1)
 

@@ -147,11 +147,14 @@ class Matrix:
             yield part, block
 
     def pair_scores(self, i: Tensor | None, j: Tensor | None) -> Tensor:
-        """Return the differentiable (P,) scores of rows ``i`` with columns ``j``; both None: of row p with column p."""
+        """Return the differentiable (P,) scores of rows ``i`` with columns ``j``; None stands for row, or column, p."""
         rows, cols = self.embeddings
         if cols is None or (self.engine == "dense" and (self.summed or (i is not None and len(i) > sum(self.shape)))):
             scores = self.scores() if self._scores is None else self._scores
-            return scores.diagonal() if i is None or j is None else scores[i, j]
+            if i is None and j is None:
+                return scores.diagonal()
+            all_rows, all_cols = (torch.arange(size, device=self.device) for size in self.shape)
+            return scores[all_rows if i is None else i, all_cols if j is None else j]
         # Unless copies for many pairs are larger, scoring them alone saves a loss of pairs two products in backward:
         # 0.80 of the time at 128 x 128 x 1024 (pytest benchmarks/test_micro.py --benchmark-enable -k pairs_alone).
         if self.engine == "dense" or torch.compiler.is_compiling():

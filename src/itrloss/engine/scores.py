@@ -208,16 +208,15 @@ class Embeddings:
         """Return the (N, D) vectors in the compute dtype, at unit length if ``normalize``; differentiable, cached."""
         if self._unit is not None:
             return self._unit
-        if torch.compiler.is_compiling():
-            self._unit = normalized(self.x, self.normalize)
-            return self._unit
-        with torch.inference_mode(False), torch.set_grad_enabled(self.x.requires_grad):  # wherever they are used first
-            if self.normalize:
-                self.inv = inverse_norms(self.x.detach())
-                self._unit = _Normalize.apply(self.x, self.inv)
+        keep = may_keep()
+        with torch.set_grad_enabled(keep):  # with their graph, even if first used under no_grad
+            if torch.compiler.is_compiling() or not self.normalize:
+                unit = normalized(self.x, self.normalize)
             else:
-                self._unit = self.x.to(self.dtype)
-        return self._unit  # type: ignore[return-value]
+                self.inv = inverse_norms(self.x.detach())
+                unit = _Normalize.apply(self.x, self.inv)
+        self._unit = unit if keep else None
+        return unit
 
     def detach(self) -> Embeddings:
         """Return the same embeddings without a gradient."""
