@@ -210,8 +210,10 @@ class Embeddings:
             return self._unit
         keep = may_keep()
         with torch.set_grad_enabled(keep):  # with their graph, even if first used under no_grad
-            if torch.compiler.is_compiling() or not self.normalize:
-                unit = normalized(self.x, self.normalize)
+            if not self.normalize:
+                unit = self.x.to(self.dtype)
+            elif torch.compiler.is_compiling():
+                unit = _normalized(self.x)
             else:
                 self.inv = inverse_norms(self.x.detach())
                 unit = _Normalize.apply(self.x, self.inv)
