@@ -156,7 +156,8 @@ class Similarity(Anchors):
     def scores(self) -> Tensor:
         """Return a differentiable copy of the (N, M) matrix, which is materialised by any engine."""
         check_unchanged([self._matrix])
-        scores = self._matrix.as_dense().scores()
+        trained = torch.is_grad_enabled() and any(x is not None and x.x.requires_grad for x in self._matrix.embeddings)
+        scores = (self._matrix.as_dense() if trained else self._matrix).scores()
         return (scores.T if self._side else scores).clone(memory_format=torch.contiguous_format)
 
     def pair_scores(self, rows: Tensor, cols: Tensor) -> Tensor:

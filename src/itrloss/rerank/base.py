@@ -147,9 +147,10 @@ class Reranker(ABC):
         sim = with_ids("scores", scores, None, None, by_ids=False).detach()
         results, matrix = [], None
         for direction, rule, _ in self._ruled(self._directions(sim)):
-            if isinstance(rule, Bias):  # one product for both directions
+            if isinstance(rule, Bias):  # one product for both directions, the second of which overwrites it
                 matrix = sim.scores() if matrix is None else matrix
-                result = torch.add(rule.bias, matrix.T if direction.side else matrix, alpha=rule.factor)
+                own, out = (matrix.T, matrix.T) if direction.side else (matrix, None)
+                result = torch.add(rule.bias, own, alpha=rule.factor, out=out)
             else:
                 result = torch.empty(direction.queries.shape, dtype=sim.dtype, device=sim.device)
                 for rows, block in direction.queries.blocks():
