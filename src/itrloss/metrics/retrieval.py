@@ -23,7 +23,16 @@ Scores = Tensor | Similarity | tuple[Tensor | Similarity, Tensor]
 
 
 def retrieval_metrics(
-    scores: Scores, image_ids: Tensor | None = None, text_ids: Tensor | None = None, **options: Any
+    scores: Scores,
+    image_ids: Tensor | None = None,
+    text_ids: Tensor | None = None,
+    *,
+    relevant: Listed | None = None,
+    reranker: Reranker | None = None,
+    ties: Ties = "pessimistic",
+    hubness_k: int = 10,
+    folds: int = 1,
+    gather: bool = False,
 ) -> dict[str, float]:
     """Return the metrics of image→text (``i2t_``) and text→image retrieval (``t2i_``) by name.
 
@@ -34,13 +43,13 @@ def retrieval_metrics(
     the six recalls. Queries without positives do not count. With folds, every metric is its mean over the folds.
 
     Args:
-        scores, image_ids, text_ids: see :func:`retrieval_results`.
-        options: ``relevant, reranker, ties, hubness_k, folds, gather`` of :func:`retrieval_results`.
+        scores, image_ids, text_ids, relevant, reranker, ties, hubness_k, folds, gather: see :func:`retrieval_results`.
 
     Raises:
         TypeError, ValueError: as :func:`retrieval_results`; also if no query has a positive.
     """
-    return retrieval_results(scores, image_ids, text_ids, **options).metrics()
+    options = {"ties": ties, "hubness_k": hubness_k, "folds": folds, "gather": gather}
+    return retrieval_results(scores, image_ids, text_ids, relevant=relevant, reranker=reranker, **options).metrics()
 
 
 def retrieval_results(
