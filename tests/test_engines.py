@@ -201,6 +201,29 @@ def test_groups_of_one_anchor_have_parameters_of_their_own(engine):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_matrices_without_ids_keep_what_holds_for_each_alone(engine):
+    """One positive each, scores within [-1, 1], and one number of anchors do not hold for several together."""
+    none = (None, None)
+    (v, w), (x, y) = embeddings(4, 4), embeddings(3, 3, seed=1)
+    first, second, other = (
+        similarity(v, w, none, engine),
+        similarity(v, w.flip(0), none, engine),
+        similarity(x, y, none, engine),
+    )
+    pooled = Anchors.pooled(first, second)
+    assert pooled.positive_counts.tolist() == [2, 2, 2, 2]
+    sums = first.sum_of_positives(identity) + second.sum_of_positives(identity)
+    torch.testing.assert_close(pooled.sum_of_positives(identity), sums)
+    both = Anchors.together(first, other)
+    values = torch.arange(7.0)
+    assert both.reduce(values, "mean") == values[:4].mean() + values[4:].mean()
+    large = Similarity.from_scores(first.scores() * 1000, engine=engine if engine in ("dense", "tiled") else "auto")
+    wanted = torch.cat([first.logsumexp(1.0), large.logsumexp(1.0)])
+    torch.testing.assert_close(Anchors.together(first, large).logsumexp(1.0), wanted)
+    assert wanted.isfinite().all()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_anchors_of_several_matrices_are_counted_split_and_reduced(engine, monkeypatch):
     n, m, _ = SHAPES["wide"]
     (v, w), ids = embeddings(n, m), make_ids("random", n, m)
