@@ -200,6 +200,25 @@ def test_groups_of_one_anchor_have_parameters_of_their_own(engine):
         torch.testing.assert_close(answer(Anchors.together(*rows), p), whole, rtol=1e-11, atol=1e-11, msg=name)
 
 
+@pytest.mark.parametrize("engine", ["dense", "tiled", "kept"])
+def test_scores_and_pairs_have_their_gradient_after_use_without_one(engine):
+    v, w = embeddings(5, 5)
+    gradients = []
+    for first in (False, True):
+        x = v.clone().requires_grad_()
+        sim = similarity(x, w, (None, None), engine)
+        if first:
+            with torch.no_grad():
+                sim.sum_of_positives(identity), sim.scores()
+        value = sim.sum_of_positives(identity).sum() + sim.scores().square().sum()
+        gradients.append(torch.autograd.grad(value, x)[0])
+    unit = [torch.nn.functional.normalize(y, dim=1) for y in (v.requires_grad_(), w)]
+    scores = unit[0] @ unit[1].T
+    wanted = torch.autograd.grad(scores.diagonal().sum() + scores.square().sum(), v)[0]
+    for gradient in gradients:
+        torch.testing.assert_close(gradient, wanted)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_matrices_without_ids_keep_what_holds_for_each_alone(engine):
     """One positive each, scores within [-1, 1], and one number of anchors do not hold for several together."""
