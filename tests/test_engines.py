@@ -255,6 +255,10 @@ def test_anchors_of_several_matrices_are_counted_split_and_reduced(engine, monke
     assert torch.equal(rows.hardest_negatives().indices, sim.hardest_negatives().indices)
     blocks = Anchors.pooled(*parts(v, w, ids, engine, (4, 9)))  # an offset of each its own
     assert torch.equal(blocks.hardest_negatives().indices, sim.hardest_negatives().indices)
+    first, second = parts(v, w, ids, engine, (4,))  # in one order and in the other
+    orders = [Anchors.pooled(first, second), Anchors.pooled(second, first)]
+    wanted = torch.cat([x.hardest_negatives().indices for x in orders])
+    assert torch.equal(Anchors.together(*orders).hardest_negatives().indices, wanted)
     three = Anchors.together(sim, sim.T, sim)  # one side of one matrix twice
     p = parameters(n, n + m)
     wanted = sim.logsumexp(p[:n]), sim.T.logsumexp(p[n : n + m]), sim.logsumexp(p[n + m :])

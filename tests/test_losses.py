@@ -6,6 +6,9 @@ import copy
 import math
 import pickle
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 import oracle
@@ -15,6 +18,7 @@ import torch
 from cases import SHAPES, each, embeddings, make_ids, pairwise, upstream
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import gradcheck
 
@@ -449,6 +453,86 @@ def test_a_loss_of_your_own():
         torch.testing.assert_close(Margin(engine=engine)(v, w), by_hand)
     with pytest.raises(NotImplementedError, match="compute"):
         itrloss.PairLoss()(v, w)
+
+
+def value_of(loss, sim):
+    return sim.both.reduce(sim.both.logsumexp(), loss.reduction)
+
+
+def own_loss(kind: Any, default: Any) -> type[Any]:
+    """A dataclass with one option of a type."""
+    body = {"__annotations__": {"option": kind}, "option": default, "compute": value_of}
+    return dataclass(eq=False, repr=False)(type("Own", (itrloss.PairLoss,), body))
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (float | None, (None, 0.1)),
+        (int, (0, -1, 3)),
+        (tuple[float, ...], ((0.1, 0.2),)),
+        (float | torch.Tensor, (torch.ones(3), 1.0)),
+        (Callable[[float], float], (abs,)),
+        (bool | float, (True, 0.5)),
+        (Literal["a"] | None, (None, "a")),
+        ("float", (0.1,)),
+    ],
+)
+def test_options_of_your_own_have_any_type(kind, values):
+    for value in values:
+        loss = own_loss(kind, value)()
+        loss.option = value
+        assert loss.option is value and loss(*embeddings(4, 4)).isfinite() and "option=" in repr(loss)
+
+
+def test_options_of_your_own_are_checked_when_they_are_set():
+    loss = own_loss(float, field(default=0.1, metadata={"help": "a number"}))()
+    with pytest.raises(TypeError, match=r"option: expected a number, got '0\.1'"):
+        loss.option = "0.1"
+    with pytest.raises(ValueError, match="option: expected 1 or 2, got 3"):
+        own_loss(Literal[1, 2], 1)(3)
+    with pytest.raises(ValueError, match="reduction: expected 'mean', 'sum' or 'none', got 'max'"):
+        loss.reduction = "max"
+    with pytest.raises(ValueError, match="positive_weight: expected 'paper' or a number, got 'papers'"):
+        itrloss.DiversityContrastiveLoss(positive_weight="papers")
+
+
+def test_fields_of_your_own_loss_may_be_modules_and_parameters():
+    head = own_loss(nn.Module, field(default_factory=lambda: nn.Linear(2, 3)))()
+    weight = own_loss(nn.Parameter, field(default_factory=lambda: nn.Parameter(torch.ones(3))))()
+    assert [*head.state_dict()] == ["option.weight", "option.bias"] and [*weight.state_dict()] == ["option"]
+    for loss in (head, weight):
+        assert copy.deepcopy(loss)(*embeddings(4, 4)).isfinite() and "reduction='mean'" in repr(loss)
+    optional = own_loss(nn.Module | None, None)
+    assert optional().option is None
+    with pytest.raises(TypeError, match="option: expected a default_factory"):
+        optional(nn.Linear(2, 3))  # reading the option would find the default
+
+
+def test_a_plain_dataclass_is_a_module():
+    """With dataclass's own equality it would have no hash, and could be part of no module."""
+
+    @dataclass
+    class Plain(itrloss.PairLoss):
+        margin: float = 0.2
+        compute = value_of
+
+    assert Plain() != Plain() and [*nn.Sequential(Plain(0.5)).modules()][1].margin == 0.5
+    assert repr(Plain()).endswith("Plain(margin=0.2, reduction='mean')")
+
+
+@pytest.mark.parametrize("base", ["TripletLoss", "HubnessAwareLoss", "DiversityContrastiveLoss"])
+def test_a_loss_of_the_librarys_may_get_another_option(base):
+    @dataclass(eq=False, repr=False)
+    class Weighted(getattr(itrloss, base)):
+        weight: float = 3.0
+
+        def compute(self, sim):
+            return self.weight * super().compute(sim)
+
+    v, w = embeddings(6, 6)
+    torch.testing.assert_close(Weighted(margin=0.4)(v, w), 3 * getattr(itrloss, base)(margin=0.4)(v, w))
+    assert "weight=3.0" in repr(Weighted())
 
 
 # ----------------------------------------------------------------------------------------------- compilation

@@ -268,8 +268,8 @@ class Anchors:
                 return Hardest(*best)
             parts = (x.split([self.sizes[g] for g, _ in places]) for x in best)
             for (g, first), values, indices in zip(places, *parts, strict=True):
-                best = values, indices + first
-                if first:
+                best = values, torch.where(indices < 0, indices, indices + first)
+                if hardest[g] is not None:  # of any of the group's matrices: answers come by their number of candidates
                     better = values > hardest[g][0]
                     best = tuple(torch.where(better, *x) for x in zip(best, hardest[g], strict=True))
                 hardest[g] = best

@@ -190,13 +190,16 @@ def answerers(groups: Sequence[Group]) -> list[tuple[Dense | Tiled, list[Place] 
     """Return the backends of these groups, each with the places of its views in order; None: all groups in order."""
     batches: dict[Any, list[tuple[View, Place]]] = {}  # by number of candidates; by matrix, and how often it was seen
     seen: dict[View, int] = collections.defaultdict(int)
+    widths: list[int] = []  # compared one by one: as keys they would have the compiler specialise on each
     for g, group in enumerate(groups):
         first = 0
         for matrix, side in group:
-            key = matrix.shape[1 - side] if matrix.engine == "dense" else (matrix, seen[matrix, side])
+            widths.append(matrix.shape[1 - side])
+            dense = matrix.engine == "dense"
+            key = next(k for k, x in enumerate(widths) if x == widths[-1]) if dense else (matrix, seen[matrix, side])
             batches.setdefault(key, []).append(((matrix, side), (g, first)))
             seen[matrix, side] += 1
-            first += matrix.shape[1 - side]
+            first += widths[-1]
     result: list[Any] = []
     for key, batch in batches.items():
         dense = isinstance(key, int)

@@ -3,12 +3,13 @@
 # Options are checked by the types of their fields: this package does without ``from __future__ import annotations``.
 
 from dataclasses import KW_ONLY, Field, dataclass, field, fields
-from typing import Any, get_args
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import torch
 from torch import Tensor, nn
 
-from ..checks import IMAGES_AND_TEXTS, check_number, check_size
+from ..checks import IMAGES_AND_TEXTS, check_number, one_of
 from ..distributed import gather, gather_ids, world_size
 from ..functional import Reduction
 from ..memory import CoupledMemory, MemorySimilarity
@@ -22,17 +23,17 @@ def above_zero(default: float) -> Any:
 
 
 def _check(option: Field[Any], value: object) -> None:
-    """Raise an error unless a value is of an option's type: a number, a size, or one of the values of a Literal."""
-    kinds = [x for part in get_args(option.type) or (option.type,) for x in get_args(part) or (part,)]
-    if isinstance(option.type, str):  # of a loss elsewhere, whose annotations are not evaluated
-        return
-    if kinds == [float] or (float in kinds and not isinstance(value, str)):
-        check_number(option.name, value, **option.metadata)
-    elif kinds == [int]:
-        check_size(option.name, value)
-    elif isinstance(kinds[-1], str | None) and value not in kinds:
-        wanted = ("a number" if x is float else repr(x) for x in kinds)
-        raise ValueError(f"{option.name}: expected {' or '.join(wanted)}, got {value!r}")
+    """Raise an error unless a value is of an option's type, if that is a number, a Literal or a union of these."""
+    kinds = get_args(option.type) if get_origin(option.type) in (Union, UnionType) else (option.type,)
+    allowed = [x for kind in kinds if get_origin(kind) is Literal for x in get_args(kind)]
+    if not all(kind is float or get_origin(kind) is Literal for kind in kinds):
+        return  # of a loss elsewhere; its annotations may be text, too
+    if float not in kinds:
+        one_of(option.name, value, *allowed)
+    elif not isinstance(value, str) or not allowed:
+        check_number(option.name, value, option.metadata.get("positive", False))
+    elif value not in allowed:
+        raise ValueError(f"{option.name}: expected {', '.join(map(repr, allowed))} or a number, got {value!r}")
 
 
 @dataclass(eq=False, repr=False)
@@ -42,25 +43,37 @@ class Loss(nn.Module):
     _: KW_ONLY
     reduction: Reduction = "mean"
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in ("__eq__", "__hash__", "__repr__"):  # a module's, also for a plain @dataclass, which has its own
+            setattr(cls, name, getattr(cls, name))
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        loss = super().__new__(cls)
+        nn.Module.__init__(loss)  # before the fields are set, as they may be modules and parameters
+        return loss
+
     def __post_init__(self) -> None:
-        super().__init__()
         common = {"engine", "check_finite", "telemetry", "gather", "reduction"}
-        #: Names of the options that ``repr`` shows and that the loss's function takes.
+        #: Names of the options that ``repr`` shows.
         self.shown = (*(x.name for x in fields(self) if x.name not in common), "reduction")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dataclass_fields__:
             _check(self.__dataclass_fields__[name], value)
+            if isinstance(value, nn.Module) and hasattr(type(self), name):
+                raise TypeError(f"{name}: expected a default_factory; a field's default would hide the module")
         super().__setattr__(name, value)
 
-    def _options(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.shown}
+    def _options(self, kind: type) -> dict[str, Any]:
+        """Return the options that a class has, which its function takes; a subclass may have others."""
+        return {name: getattr(self, name) for name in self.shown if name in kind.__dataclass_fields__}
 
     def extra_repr(self) -> str:
-        with torch.no_grad():
-            values = self._options().items()
-            shown = {name: float(f"{float(x):.4g}") if isinstance(x, Tensor) else x for name, x in values}
-        return ", ".join(f"{name}={value!r}" for name, value in shown.items())
+        values = {name: getattr(self, name) for name in self.shown if name not in self._modules}
+        one = [name for name, x in values.items() if isinstance(x, Tensor) and x.numel() == 1]
+        values.update((name, float(f"{values[name].item():.4g}")) for name in one)
+        return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 
 @dataclass(eq=False, repr=False)
@@ -98,7 +111,8 @@ class PairLoss(SimilarityLoss):
     """A loss on the similarities of images and texts; the base of the losses here and of your own.
 
     A subclass implements :meth:`compute`, and applies ``self.reduction`` itself (``sim.both.reduce``). Its options are
-    the fields of a dataclass, or an ``__init__`` passes ``**common`` on to this one.
+    the fields of a dataclass, or an ``__init__`` passes ``**common`` on to this one. Those that are numbers or
+    Literals are checked whenever they are set. A ``__post_init__`` begins with that of its base.
 
     Args:
         reduction: ``"mean"`` (over image anchors plus over text anchors), ``"sum"`` or ``"none"`` (a pair of

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..checks import check_matrix, check_number
+from ..checks import check_matrix, check_number, check_size
 from ..engine.scores import compute_dtype, host_may_read, normalized
 from ..kmeans import OnlineKMeans
 from ..memory import CoupledMemory, MemorySimilarity
@@ -54,7 +54,7 @@ class DiversityContrastiveLoss(DiversityOptions, PairLoss):
     """
 
     def compute(self, sim: Similarity) -> Any:
-        return functional.diversity_contrastive_loss(sim, **self._options())
+        return functional.diversity_contrastive_loss(sim, **self._options(DiversityContrastiveLoss))
 
 
 @dataclass(eq=False, repr=False)
@@ -82,7 +82,7 @@ class MemoryDiversityContrastiveLoss(DiversityOptions, MemoryLoss):
     diversity_from: functional.DiversityFrom = "both"
 
     def compute(self, sims: MemorySimilarity) -> Any:
-        return functional.memory_diversity_contrastive_loss(sims, **self._options())
+        return functional.memory_diversity_contrastive_loss(sims, **self._options(MemoryDiversityContrastiveLoss))
 
 
 @dataclass(eq=False, repr=False)
@@ -112,6 +112,8 @@ class PrototypeClassificationLoss(Loss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_size("dim", self.dim)
+        check_size("clusters", self.clusters)
         self.weight = nn.Parameter(torch.empty(self.clusters, self.dim).uniform_(-1, 1) / self.dim**0.5)
 
     def forward(self, image_concepts: Tensor, text_concepts: Tensor, prototype_ids: Tensor) -> Any:

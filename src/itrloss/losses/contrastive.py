@@ -53,7 +53,7 @@ class TripletLoss(PairLoss):
         self.mining = state["mining"]
 
     def compute(self, sim: Similarity) -> Any:
-        loss = functional.triplet_loss(sim, **self._options())
+        loss = functional.triplet_loss(sim, **self._options(TripletLoss))
         if self.mining == "hardest" and self.training and not torch.compiler.is_compiling():
             self._calls += 1
             if self._calls % _INTERVAL == 0 and self._alike < 2:

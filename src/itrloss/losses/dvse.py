@@ -54,7 +54,7 @@ class VarianceAwareLoss(SimilarityLoss):
             (image_sets, texts), image_ids, text_ids = self._gathered((image_sets, texts), image_ids, text_ids)
         ids = {"row_ids": image_ids, "col_ids": text_ids, "names": _NAMES}
         heads = self._heads(image_sets, texts, **ids)
-        value = functional.variance_aware_loss(heads, **self._options())
+        value = functional.variance_aware_loss(heads, **self._options(VarianceAwareLoss))
         if self.observed and not torch.compiler.is_compiling():
             best = functional.set_similarity(image_sets.detach(), texts.detach())  # by which a model of sets retrieves
             self.telemetry = describe(Similarity.from_scores(best, **ids), self.margin)
@@ -98,7 +98,7 @@ class DynamicOrthogonalLoss(Loss):
 
     def forward(self, residuals: Tensor, gate: Tensor | None = None) -> Tensor:
         """Return the loss, see :func:`itrloss.functional.dynamic_orthogonal_loss`."""
-        return functional.dynamic_orthogonal_loss(residuals, gate, **self._options())
+        return functional.dynamic_orthogonal_loss(residuals, gate, **self._options(DynamicOrthogonalLoss))
 
 
 class DynamicGate(nn.Module):

@@ -31,7 +31,7 @@ class HubnessAwareLoss(PairLoss):
     positive: functional.PositiveForm = "clamp"
 
     def compute(self, sim: Similarity) -> Any:
-        return functional.hubness_aware_loss(sim, **self._options())
+        return functional.hubness_aware_loss(sim, **self._options(HubnessAwareLoss))
 
 
 @dataclass(eq=False, repr=False)
@@ -63,4 +63,4 @@ class UnifiedTrainingObjective(MemoryLoss):
     text_memory_weight: float = 1.0
 
     def compute(self, sims: MemorySimilarity) -> Any:
-        return functional.unified_training_objective(sims, **self._options())
+        return functional.unified_training_objective(sims, **self._options(UnifiedTrainingObjective))
