@@ -1,11 +1,11 @@
-"""One self-contained HTML page about a set of runs: recalls, learning curves, hubness, and queries to look at.
+"""A self-contained HTML page about a set of runs: recalls, learning curves, hubness and example queries.
 
     python -m examples.retrieval.report --data DATA --out report.html runs/dcl_0 runs/dcl_1 runs/hal_0 runs/hal_1
 
-Runs that differ in nothing but the seed are one line of it, mean and standard deviation.
+Runs that differ in the seed only share one line of the table, with mean and standard deviation.
 
-The page is that of :mod:`itrloss.report`: figures are inline SVG, pictures inlined JPEG. Pictures are optional:
-where `DATA/pictures/dev_00000.png` and its like are missing, the gallery shows captions only.
+The page uses the template of :mod:`itrloss.report`, with figures as inline SVG and pictures as inline JPEG. Pictures
+are optional: without `DATA/pictures/dev_00000.png` etc., the gallery shows captions only.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TITLES = {
     "dcl": ("DCL", "diversity-sensitive"),
 }
 COLUMNS = [*RECALLS, "rsum", "i2t_median_rank", "t2i_median_rank", "i2t_skewness", "t2i_skewness"]
-# Settings that may differ between two runs of the same experiment with another loss.
+# Settings that may differ between runs of the same experiment with different losses.
 ABOUT_THE_LOSS = ("loss", "loss_options", "warmup_epochs", "warmup")
 
 
@@ -52,24 +52,24 @@ Metrics = dict[str, dict[str, dict[str, float]]]  # [split]["before" or "after"]
 
 @dataclass(frozen=True)
 class Run:
-    """What the trainer left in a run directory, or in several of one experiment with other seeds."""
+    """The trainer's results in a run directory, or in several directories that differ in the seed."""
 
     name: str
     config: dict[str, Any]
-    history: list[dict[str, float]]  # a dict an epoch: the mean over seeds
+    history: list[dict[str, float]]  # one dict per epoch: the mean over seeds
     metrics: Metrics  # the mean over seeds
     scores: Tensor  # (dev images, dev captions) float32: of the best seed
     finished: datetime
-    seeds: tuple[Run, ...] = ()  # each by itself, where there are several
+    seeds: tuple[Run, ...] = ()  # the single runs, if there are several seeds
 
     @property
     def title(self) -> str:
-        """What to call the run: its loss, if it is named after that."""
+        """Title of the run: that of its loss, if the run is named after it."""
         return TITLES[self.name][0] if self.name in TITLES and self.name == self.config["loss"] else self.name
 
     @property
     def subtitle(self) -> str:
-        """A word about its loss."""
+        """Short description of its loss."""
         loss = str(self.config["loss"])
         title, meaning = TITLES.get(loss, (loss, ""))
         return meaning if title == self.title else title
@@ -79,12 +79,12 @@ class Run:
         return sum(line["seconds"] for run in self.seeds or (self,) for line in run.history)
 
     def spread(self, split: str, when: str, figure: str) -> float:
-        """Standard deviation of a figure over seeds, 0 for one."""
+        """Standard deviation of a figure over seeds, 0 for a single seed."""
         return statistics.stdev(run.metrics[split][when][figure] for run in self.seeds) if self.seeds else 0.0
 
 
 def merge_seeds(runs: Sequence[Run]) -> list[Run]:
-    """Runs that differ in nothing but the seed as one, named after what their names begin with in common."""
+    """Merge runs that differ in the seed only; the merged run has the common prefix of their names."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         decisive = {key: value for key, value in run.config.items() if key not in IGNORED}
@@ -97,7 +97,7 @@ def _mean(runs: list[Run]) -> Run:
     in_common = next((i for i, letters in enumerate(zip(*names, strict=False)) if len(set(letters)) > 1), len(names[0]))
     name = names[0][:in_common].rstrip("_-. ").removesuffix("seed").rstrip("_-. ")
     best = max(runs, key=lambda run: run.metrics["dev"]["after"]["rsum"])
-    epochs = zip(*(run.history for run in runs), strict=False)  # as far as all have come
+    epochs = zip(*(run.history for run in runs), strict=False)  # epochs that all runs have finished
     splits = [split for split in best.metrics if all(split in run.metrics for run in runs)]
     return replace(
         best,
@@ -135,14 +135,16 @@ def _existing(path: Path) -> Path:
 
 
 def reported_split(runs: Sequence[Run]) -> str:
-    """The split of the table: "test" where all runs were measured on it, else "dev"."""
+    """Split of the table: "test" if all runs were measured on it, else "dev"."""
     return "test" if all("test" in run.metrics for run in runs) else "dev"
 
 
 def write_report(run_dirs: Mapping[str, Path], data_root: Path, out: Path) -> None:
     """Write the page `out` about the runs, by name, that were trained on the data set at `data_root`.
 
-    Raises FileNotFoundError naming a missing file, and ValueError where scores and data disagree.
+    Raises:
+        FileNotFoundError: a file is missing; the message names it.
+        ValueError: the scores do not have the shape of the data.
     """
     if not run_dirs:
         raise ValueError("run_dirs: expected at least one run, got none")
@@ -215,7 +217,7 @@ def _data_name(runs: Sequence[Run], data_root: Path) -> str:
 
 
 def _warmup(run: Run) -> int:
-    """Epochs that the triplet loss spends on the sum over all negatives, before it turns to the hardest."""
+    """Number of epochs in which the triplet loss sums over all negatives, before it uses the hardest."""
     hardest = run.config["loss"] == "triplet" and run.config["loss_options"].get("mining") != "all"
     return min(run.config["warmup_epochs"], len(run.history)) if hardest else 0
 
@@ -231,7 +233,7 @@ def _loss_options(runs: Sequence[Run]) -> str:
 
 
 def _common(runs: Sequence[Run], key: str) -> str:
-    """The value of a setting; where the runs differ, all of them."""
+    """Value of a setting; if the runs differ, all values."""
     return " / ".join(dict.fromkeys(str(run.config[key]) for run in runs))
 
 
@@ -243,7 +245,7 @@ def _count(n: int, noun: str) -> str:
 
 
 def best_value(column: str, values: Sequence[float]) -> float:
-    """The best of a column: the highest recall, the lowest median rank, the skewness nearest to 0."""
+    """Best value of a column: the highest recall, the lowest median rank, the skewness nearest to 0."""
     if column.endswith("skewness"):
         return min(values, key=abs)
     return min(values) if column.endswith("median_rank") else max(values)
@@ -314,7 +316,7 @@ def _curves(runs: Sequence[Run]) -> list[Block]:
 
 
 def _loss_chart(run: Run, style: int) -> tuple[str, str]:
-    """Of a triplet loss the longer of its two phases: the sum over all negatives would dwarf the hardest ones."""
+    """Chart of a run's loss. A triplet loss shows its longer phase only, as the warm-up's values are far larger."""
     warmup = _warmup(run)
     phase = max(run.history[warmup:], run.history[:warmup], key=len)
     series = Series(run.title, [line["epoch"] for line in phase], [line["loss"] for line in phase])
@@ -344,7 +346,7 @@ def _hubness(run: Run, results: Sequence[RetrievalResults], split: str) -> list[
 def _gallery(run: Run, results: Sequence[RetrievalResults], gallery: Gallery) -> list[Block]:
     i2t, t2i = ([getattr(x, way) for x in results] for way in ("i2t", "t2i"))
     return [
-        f"Dev queries answered by {run.title}. Nobody picked them: they were drawn at random (NumPy seed {SEED}) from "
+        f"Dev queries answered by {run.title}. They were not selected by hand, but drawn at random (NumPy seed {SEED}) from "
         "groups by the rank of the first right answer. Two are right at once, one is nearly right, one has nothing "
         f"right in its first {MISSED}, and re-ranking put one right and spoilt one. A group without queries is left "
         "out. Right answers have a green edge and a check mark\u00a0✓.",
@@ -380,7 +382,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="report", description="Write one HTML page about finished runs.")
     parser.add_argument("--data", type=Path, required=True, help="the data set, in the SCAN layout")
     parser.add_argument("--out", type=Path, required=True, help="the page, such as report.html")
-    parser.add_argument("runs", type=Path, nargs="+", help="run directories; each is called by its last name")
+    parser.add_argument("runs", type=Path, nargs="+", help="run directories; the last part of a path names the run")
     given = parser.parse_args(arguments)
     run_dirs = {directory.resolve().name: directory for directory in given.runs}
     if len(run_dirs) < len(given.runs):
