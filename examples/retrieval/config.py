@@ -20,7 +20,7 @@ class Config:
 
     # data
     data: str = "scenes"  # a directory of features or of raw images, or "scenes": the generated set
-    data_root: str = ""  # where "scenes" is generated; empty: the folder `data` beside `out`
+    data_root: str = ""  # where "scenes" is generated; empty: the folder `data` next to `out`
     scenes_sizes: dict[str, int] = field(default_factory=lambda: {"train": 2000, "dev": 300, "test": 300})
     min_count: int = 2  # rarer training words become <unk>
     captions_per_image: int = 1  # captions of an image in one sample, from one to all (5) of them

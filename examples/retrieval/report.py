@@ -346,7 +346,7 @@ def _hubness(run: Run, results: Sequence[RetrievalResults], split: str) -> list[
 def _gallery(run: Run, results: Sequence[RetrievalResults], gallery: Gallery) -> list[Block]:
     i2t, t2i = ([getattr(x, way) for x in results] for way in ("i2t", "t2i"))
     return [
-        f"Dev queries answered by {run.title}. They were not selected by hand, but drawn at random (NumPy seed {SEED}) from "
+        f"Dev queries answered by {run.title}, drawn at random, not selected by hand (NumPy seed {SEED}), from "
         "groups by the rank of the first right answer. Two are right at once, one is nearly right, one has nothing "
         f"right in its first {MISSED}, and re-ranking put one right and spoilt one. A group without queries is left "
         "out. Right answers have a green edge and a check mark\u00a0✓.",
