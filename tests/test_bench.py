@@ -414,7 +414,7 @@ def test_command_writes_table_json_and_plot(tmp_path, capsys):
         (["--shapes", "12xa"], "shape: expected images x texts x dim"),
         (["--losses", "mdcl", "--shapes", "12x8"], "shape: expected batch x entries x dim"),
         (["--shapes", "0x8"], "shape: expected images x texts x dim"),
-        # far beyond any memory, in each kind of input:
+        # Sizes far beyond any memory, in several ways:
         (["--shapes", "99999999999x8"], "shape: expected images x texts x dim"),
         (["--shapes", "9" * 5000 + "x8"], "shape: expected images x texts x dim"),
         (

@@ -59,7 +59,7 @@ def test_empty_clusters_are_seeded_in_their_order():
     assert sorted(ids.tolist()) == [0, 1, 2] and len(means) == 3
     torch.testing.assert_close(means.centroids[ids], torch.nn.functional.normalize(x))
     assert means.reseeded.tolist() == [True, True, True, False, False]
-    more = torch.cat([x[:1] * 2, -x[1:], x[2:] * 3])  # one point is known; the two others have the lowest similarities
+    more = torch.cat([x[:1] * 2, -x[1:], x[2:] * 3])  # two directions are known; the two others have lower similarities
     ids = means.update(more)
     assert len(means) == 5 and set(ids[1:3].tolist()) == {3, 4}
     assert means.reseeded.tolist() == [False, False, False, True, True]

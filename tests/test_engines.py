@@ -594,7 +594,7 @@ def test_one_id_may_be_left_out():
     short = Similarity(v, w, col_ids=captions)
     assert torch.equal(full.logsumexp(2.0), short.logsumexp(2.0))
     assert short.ids[0] is None and torch.equal(short.ids[1], captions) and short.T.ids[1] is None
-    with pytest.raises(ValueError, match="col_ids"):  # ids of both sides must not be passed as those of one
+    with pytest.raises(ValueError, match="col_ids"):  # ids of one side only, possibly meant for both
         Similarity(v, v, torch.tensor([0, 0, 1]))
 
 

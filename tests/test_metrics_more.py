@@ -334,17 +334,17 @@ def test_intervals_hold_what_they_promise():
     for name in ("i2t_r1", "t2i_r1"):
         assert 0.85 <= np.mean([x[name][0] <= 60 <= x[name][1] for x in found]) <= 0.95, name
     p = np.array([compare(*pair, samples=200)["t2i_r1"].p_value for pair in zip(runs[::2], runs[1::2], strict=True)])
-    assert 0.04 <= (p < 0.1).mean() <= 0.18 and 0.35 <= (p < 0.5).mean() <= 0.65  # no difference: uniform
+    assert 0.04 <= (p < 0.1).mean() <= 0.18 and 0.35 <= (p < 0.5).mean() <= 0.65  # no difference: uniform p-values
 
 
 def test_samples_without_an_answer_are_left_out():
-    """Two of ten ids have answers, one for each model: samples favour both equally often, and many have no answer."""
+    """Two of ten ids have answers, one for each model: samples favour both equally often, and many favour neither."""
     ids = torch.arange(10), torch.tensor([0, 1, *range(50, 58)])
     first, second = torch.zeros(2, 10, 10)
     first[0, 0] = second[1, 1] = 1
     found = compare(*(retrieval_results(x, *ids) for x in (first, second)))["i2t_r1"]
     assert found.difference == 0 and found.p_value > 0.95 and (found.low, found.high) == (-100, 100)
-    lone = torch.arange(10), torch.tensor([0, *range(50, 59)])  # no answer in 0.9 ^ 10 = 35 % of the samples
+    lone = torch.arange(10), torch.tensor([0, *range(50, 59)])  # an id is missing from 0.9 ^ 10 = 35 % of the samples
     results = [retrieval_results(x, *lone) for x in (first, second)]
     assert confidence_intervals(results[0])["i2t_r1"] == (100, 100)
     assert compare(*results)["i2t_r1"].p_value == pytest.approx(2 / (1 + 2000 * (1 - 0.9**10)), rel=0.05)
@@ -447,7 +447,7 @@ def test_bad_input_is_named(call, error, message):
 @pytest.mark.skipif(not SHARED.exists(), reason="Flickr8k's expert judgements are not there: ../shared/data is absent")
 @pytest.mark.slow
 def test_flickr8k_experts_agree_with_a_linear_model():
-    """Captions of other pictures that three experts found fitting: a caption finds these before it finds its own."""
+    """Captions that three experts found suitable for other pictures retrieve these pictures before their own."""
     pytest.importorskip("scipy")
     names = (SHARED / "flickr8k" / "test_images.txt").read_text().split()
     row = {name: i for i, name in enumerate(names)}

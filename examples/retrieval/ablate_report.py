@@ -74,8 +74,8 @@ def write_report(grid: Grid) -> str:
     parts = [
         f"# {grid.source.title}: ablations",
         f"Settings of all rows: {' '.join(settings) or 'none'}. Seeds {', '.join(map(str, grid.seeds))}.",
-        "RSUM on the development split, mean ± standard deviation over seeds. Differences (Δ) are to the row in bold,\n"
-        "paired by seed, ± half of a 95 % confidence interval. Intervals are not corrected for being many. The best\n"
+        "RSUM on the development split, mean ± standard deviation over seeds. Differences (Δ) from the row in bold are\n"
+        "paired by seed, ± half of a 95 % confidence interval. Intervals are not corrected for multiplicity. The best\n"
         "epoch of a run was chosen on the same split; the papers print figures of test splits, of other data.",
     ]
     content: dict[str, Any] = {"paper": grid.source.title, "settings": settings, "seeds": grid.seeds, "tables": {}}
@@ -143,7 +143,7 @@ def _alike(grid: Grid, table: Table, rows: Rows) -> str:
         and rows[a] == rows[b]
         and grid.config(table.rows[a], grid.seeds[0]).out != grid.config(table.rows[b], grid.seeds[0]).out
     ]
-    what = "Other settings, the same figures: their best epochs come before anything that the settings change, in rows "
+    what = "Equal figures despite different settings, whose best epochs come before the settings have an effect: rows "
     return what + "; ".join(pairs) + "." if pairs else ""
 
 

@@ -89,7 +89,7 @@ class Encodes(Protocol):
 
 
 class Vocabulary:
-    """Words and their ids; id 0 is padding, id 1 stands for all words outside the vocabulary."""
+    """Words and their ids; id 0 is padding, id 1 any word outside the vocabulary."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = list(words)

@@ -163,7 +163,7 @@ class DVSE(SetVSE):
 
 
 class PVSE(SetVSE):
-    """As many embeddings of a text as of an image (Song & Soleymani, CVPR 2019)."""
+    """Equally many embeddings of a text and of an image (Song & Soleymani, CVPR 2019)."""
 
     of_texts = (1, 3)
 

@@ -56,7 +56,7 @@ def check_fit(config: Config, root: Path, train: Split, batch_size: int) -> None
         wanted = "the name of one, resnet50 for example, for the raw images" if raw else "empty for the features"
         raise ValueError(f"backbone = {config.backbone!r}: must be {wanted} of {root}")
     if config.micro_batch and (batch_size - 1) % config.micro_batch == 0:
-        last = f"must leave more than one of the {batch_size} samples for the last, to normalise over"
+        last = f"must leave more than one of the {batch_size} samples for the last chunk's batch normalisation"
         raise ValueError(f"micro_batch = {config.micro_batch}: {last}")
 
 

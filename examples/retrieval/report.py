@@ -269,21 +269,21 @@ def _table(runs: Sequence[Run], split: str) -> list[Block]:
                 cells.append({"text": number(figures[column]), "below": below, "strong": strong})
             name = [{"text": run.title, "below": [run.subtitle], "rows": 2}] if when == "before" else []
             rows.append(([*name, "cosine" if when == "before" else "re-ranked"], cells))
-    held_out = "The test split chose nothing: the epoch that was kept is the best on dev."
+    held_out = "The test split was not used for selection: the epoch is the best on dev."
     if split == "dev":
-        held_out = "The dev split also chose the epoch that was kept, so these figures are a little too good."
+        held_out = "The epoch was selected on the dev split, too, so these figures are slightly optimistic."
     marked = " Bold on a tint: the best of its column, among the cosine rows and among the re-ranked rows."
     groups = [("image → text", 3), ("text → image", 3), ("", 1), ("median rank", 2), ("skewness", 2)]
     columns = ["R@1", "R@5", "R@10"] * 2 + ["RSUM", *["i → t", "t → i"] * 2]
     return [
-        f"Percent of queries of the {split} split with a right answer among the first 1, 5 or 10, for pictures asking "
-        f"for captions and captions asking for pictures. {held_out}",
+        f"Percentage of queries of the {split} split with a right answer among the first 1, 5 or 10, for pictures as "
+        f"queries for captions and for captions as queries for pictures. {held_out}",
         {"table": rows, "columns": (["", ""], columns), "groups": groups},
         {
             "note": f"{'±: standard deviation over seeds. ' * any(run.seeds for run in runs)}Small figures with a "
-            f"sign: the change by re-ranking.{marked * (len(runs) > 1)} Median rank: of the first right answer, low is "
-            "good. Skewness: of how often each candidate is among a query's first 10; 0 means that no candidate is a "
-            "hub."
+            f"sign: the change by re-ranking.{marked * (len(runs) > 1)} Median rank: that of the first right answer; "
+            "lower is better. Skewness: that of how often each candidate is among a query's first 10; 0 means that "
+            "no candidate is a hub."
         },
     ]
 
@@ -298,8 +298,8 @@ def _curves(runs: Sequence[Run]) -> list[Block]:
         epochs, rsums = ([line[key] for line in run.history] for key in ("epoch", "rsum"))
         series.append(Series(run.title, epochs, rsums, seeds))
     chart = lines(series, "RSUM on the dev split after each epoch", "epoch", "RSUM on dev, at most 600")
-    thin = " Thin lines are single seeds, strong ones their means." * any(run.seeds for run in runs)
-    phases = " In its warm-up the triplet loss sums over all negatives; the shorter of its two phases is left out."
+    thin = " Thin lines are single seeds, thick ones their means." * any(run.seeds for run in runs)
+    phases = " In its warm-up the triplet loss sums over all negatives; the shorter of its two phases is not shown."
     return [
         {"figures": [(chart, f"RSUM on the dev split after each epoch, by cosine, without re-ranking.{thin}")]},
         {
@@ -307,8 +307,8 @@ def _curves(runs: Sequence[Run]) -> list[Block]:
             "blocks": [
                 {"figures": [_loss_chart(run, i) for i, run in enumerate(runs)], "width": 16},
                 {
-                    "note": "Mean over each epoch. Every loss has a scale of its own: the shapes compare, the heights "
-                    f"do not.{phases * any(map(_warmup, runs))}"
+                    "note": "Mean over each epoch. Losses have different scales: compare the shapes, not the heights."
+                    f"{phases * any(map(_warmup, runs))}"
                 },
             ],
         },
@@ -333,9 +333,9 @@ def _hubness(run: Run, results: Sequence[RetrievalResults], split: str) -> list[
         hubness(before.t2i, after.t2i, names, "caption", "picture"),
     ]
     return [
-        "A hub is a candidate that turns up for many queries, right or wrong. If answers were shared out evenly, every "
-        f"candidate would be in as many lists as the mean says. Here for {run.title}, which has the highest RSUM after "
-        f"re-ranking on {split}; scores of the dev split, counts on a logarithmic axis.",
+        "A hub is a candidate that is retrieved for many queries, right or wrong. If answers were distributed evenly, "
+        f"every candidate would be in the mean number of lists. The charts show {run.title}, with the highest RSUM "
+        f"after re-ranking on {split}, for scores of the dev split, with counts on a logarithmic axis.",
         {"figures": charts},
     ]
 
@@ -347,9 +347,9 @@ def _gallery(run: Run, results: Sequence[RetrievalResults], gallery: Gallery) ->
     i2t, t2i = ([getattr(x, way) for x in results] for way in ("i2t", "t2i"))
     return [
         f"Dev queries answered by {run.title}, drawn at random, not selected by hand (NumPy seed {SEED}), from "
-        "groups by the rank of the first right answer. Two are right at once, one is nearly right, one has nothing "
-        f"right in its first {MISSED}, and re-ranking put one right and spoilt one. A group without queries is left "
-        "out. Right answers have a green edge and a check mark\u00a0✓.",
+        "groups by the rank of the first right answer: two queries with a right answer at rank 1, one nearly right, "
+        f"one with none in its first {MISSED}, one that re-ranking corrected and one that it made wrong. A group without "
+        "queries is omitted. Right answers have a green edge and a check mark\u00a0✓.",
         {"title": "Pictures asking for captions", "blocks": [{"cards": gallery.cards("i2t", *i2t)}]},
         {"title": "Captions asking for pictures", "blocks": [{"cards": gallery.cards("t2i", *t2i)}]},
     ]
@@ -364,16 +364,16 @@ def _closing(runs: Sequence[Run], split: Split) -> list[Block]:
     elif len(seeds) == 1:
         trained = "Each loss was trained once, with one seed"
     synthetic = all(run.config["data"] == "scenes" for run in runs)
-    drawn = "The pictures are drawn by a program; how the losses compare on photographs is another question. "
+    drawn = "The pictures are drawn by a program; losses may compare differently on photographs. "
     n = len(split.features)
     return [
         "RSUM is the sum of the six recalls, at most 600. R@K counts a query as answered if any of its right answers "
         f"is among the first K; a picture has {_count(split.captions_per_image, 'right caption')}, a caption one right "
-        "picture. An answer is right if it was written for that very picture, so an answer marked wrong may still be a "
-        "true one.",
+        "picture. A caption is right only for the picture that it was written for, so an answer marked wrong may still "
+        "be true.",
         f"{trained}. With {n:,} pictures an image → text recall has a standard error of up to {50 / n**0.5:.1f} "
-        "points, and another seed would move it as well: small differences between losses mean nothing here. "
-        f"{drawn * synthetic}Fast Re-ranking looks at all queries of a split together and at no labels; a query alone "
+        "points, and also varies with the seed, so that small differences between losses are not significant. "
+        f"{drawn * synthetic}Fast Re-ranking uses all queries of a split together, and no labels; a single query "
         "cannot be re-ranked.",
     ]
 
