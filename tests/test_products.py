@@ -128,7 +128,7 @@ def test_compiled_losses_ask_the_faster_library_too(by_onednn, monkeypatch):
         v, w = (x.requires_grad_() for x in embeddings(8, 11, dtype=torch.float32))
         f(v, w, *make_ids("random", 8, 11)).backward()
         v.grad = w.grad = None
-        made.clear()  # warnings of the compilation
+        made.clear()  # products made during compilation
         f(v, w, *make_ids("random", 8, 11)).backward()
         results.append((v.grad, w.grad))
         assert made

@@ -53,11 +53,11 @@ METHODS = {
     "mr": MultiFactorReranker(5, 0.5, 1.1),
     "k-reciprocal": KReciprocalReranker(4, 3, 0.3),
 }
-SETTLED = ("k-reciprocal",)  # it takes no bank
+SETTLED = ("k-reciprocal",)  # these take no bank
 
 
 def names(transductive=False, matrix=False):
-    """Names of re-rankers that need no bank, or accept a matrix of scores."""
+    """Names of the re-rankers, optionally only of those that need no bank, or that accept a matrix of scores."""
     found = {name: m for name, m in METHODS.items() if not (transductive and m.needs_bank)}
     return [name for name, m in found.items() if not (matrix and m.needs_embeddings)]
 
@@ -279,7 +279,7 @@ def test_fast_re_ranking_with_equal_scales_is_the_inverted_softmax():
 def test_sinkhorn_has_all_candidates_liked_equally():
     scores = torch.rand(N, M, dtype=torch.float64)
     i2t = Sinkhorn(10.0, 500).rerank(scores).i2t
-    shares = i2t.softmax(1).mean(0)  # the bias of each candidate from all queries together
+    shares = i2t.softmax(1).mean(0)  # each candidate's mean probability over all queries
     torch.testing.assert_close(shares, torch.full((M,), 1 / M, dtype=torch.float64))
 
 

@@ -74,9 +74,9 @@ def write_report(grid: Grid) -> str:
     parts = [
         f"# {grid.source.title}: ablations",
         f"Settings of all rows: {' '.join(settings) or 'none'}. Seeds {', '.join(map(str, grid.seeds))}.",
-        "RSUM on the development split, mean ± standard deviation over seeds. Differences (Δ) from the row in bold are\n"
+        "RSUM on the development split, mean ± standard deviation over seeds. Differences (Δ) from the bold row are\n"
         "paired by seed, ± half of a 95 % confidence interval. Intervals are not corrected for multiplicity. The best\n"
-        "epoch of a run was chosen on the same split; the papers print figures of test splits, of other data.",
+        "epoch of a run was selected on the same split; the papers print figures of test splits of other data.",
     ]
     content: dict[str, Any] = {"paper": grid.source.title, "settings": settings, "seeds": grid.seeds, "tables": {}}
     for number, table in grid.tables.items():

@@ -25,16 +25,16 @@ SPLITS = {
 
 LAYOUTS = {
     "features": """\
-  a split is {split}_ims.npy, (n, regions, d), floating point, and {split}_caps.txt, one caption a line:
-  five lines in a row for each image, or one; and {split}_global.npy, (n, d), if there is one.
+  a split is {split}_ims.npy, (n, regions, d), floating point, and {split}_caps.txt, one caption per line,
+  with one or five consecutive lines per image; and optionally {split}_global.npy, (n, d).
   Or raw images: dataset_flickr30k.json or dataset_coco.json with images/, or text_c10/ and images/ of CUB.""",
     "karpathy": """\
-  Karpathy's dataset_*.json names its images: they belong in images/ (or flickr30k-images/, or beside the JSON), those
-  of MSCOCO there in train2014/ and val2014/. Links will do.""",
+  Karpathy's dataset_*.json names its images: they belong in images/ (or flickr30k-images/, or next to the JSON), those
+  of MSCOCO in its train2014/ and val2014/. Links are allowed.""",
     "cub": """\
-  CUB Captions: text_c10/<class>/<image>.txt, ten captions, one a line; images/<class>/<image>.jpg (or in
-  CUB_200_2011/images/); trainclasses.txt, valclasses.txt and testclasses.txt, a class a line; or, for PCME's protocol,
-  trainvalclasses.txt, testclasses.txt and seen_test_images.txt. Links will do.""",
+  CUB Captions: text_c10/<class>/<image>.txt, ten captions, one per line; images/<class>/<image>.jpg (or in
+  CUB_200_2011/images/); trainclasses.txt, valclasses.txt and testclasses.txt, one class per line; or, for PCME's
+  protocol, trainvalclasses.txt, testclasses.txt and seen_test_images.txt. Links are allowed.""",
 }
 
 

@@ -136,7 +136,7 @@ class Config:
         _require(known, "views", self.views, "'regions', 'whole', or several of them, joined by '+'")
         _require(self.loss != "pvse" or "whole" not in views, "views", self.views, "of regions for loss = 'pvse'")
         heads = self.loss != "dvse" or "regions" in views
-        _require(heads, "views", self.views, "'regions' too for loss = 'dvse', whose heads need a set to look at")
+        _require(heads, "views", self.views, "'regions' too for loss = 'dvse', whose heads need a set")
         _require(self.enhancement in ("", "sge", "cge"), "enhancement", self.enhancement, "'sge', 'cge' or ''")
         seen = not self.enhancement or "regions" in self.views
         _require(seen, "enhancement", self.enhancement, f"empty for views = {self.views!r}: it is of regions")

@@ -135,7 +135,7 @@ def run_demo(out: Path, quick: bool = False) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="demo", description="Train four losses on rendered scenes and report.")
     parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for everything (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="a few scenes and two epochs: a check, not a result")
+    parser.add_argument("--quick", action="store_true", help="a few scenes and two epochs, as a test")
     given = parser.parse_args(arguments)
     run_demo(given.out, given.quick)
 

@@ -348,8 +348,8 @@ def _gallery(run: Run, results: Sequence[RetrievalResults], gallery: Gallery) ->
     return [
         f"Dev queries answered by {run.title}, drawn at random, not selected by hand (NumPy seed {SEED}), from "
         "groups by the rank of the first right answer: two queries with a right answer at rank 1, one nearly right, "
-        f"one with none in its first {MISSED}, one that re-ranking corrected and one that it made wrong. A group without "
-        "queries is omitted. Right answers have a green edge and a check mark\u00a0✓.",
+        f"one with none in its first {MISSED}, one that re-ranking corrected and one that it made wrong. A group "
+        "without queries is omitted. Right answers have a green edge and a check mark\u00a0✓.",
         {"title": "Pictures asking for captions", "blocks": [{"cards": gallery.cards("i2t", *i2t)}]},
         {"title": "Captions asking for pictures", "blocks": [{"cards": gallery.cards("t2i", *t2i)}]},
     ]

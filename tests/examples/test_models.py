@@ -86,7 +86,7 @@ def test_guided_enhancement_is_that_of_the_equations():
     found = module(regions, wholes)
     for picture, given, wanted in zip(regions, wholes, found, strict=True):
         x = (given - given.mean()) / torch.sqrt(given.var(correction=0) + norm.eps)
-        x = x / math.sqrt(1 + first.eps)  # new statistics
+        x = x / math.sqrt(1 + first.eps)  # initial running statistics
         x = linear.weight @ x + linear.bias
         x = x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
         whole = last.weight @ (x / math.sqrt(1 + second.eps)) + last.bias
