@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _run(args)
     except (ImportError, MemoryError, OSError, ValueError) as error:
         return _refuse(error)
-    except RuntimeError as error:  # PyTorch's generator, for any device
+    except RuntimeError as error:  # PyTorch's out-of-memory errors, on any device
         if "memory" not in str(error):
             raise
         return _refuse(error)

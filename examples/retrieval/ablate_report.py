@@ -143,7 +143,7 @@ def _alike(grid: Grid, table: Table, rows: Rows) -> str:
         and rows[a] == rows[b]
         and grid.config(table.rows[a], grid.seeds[0]).out != grid.config(table.rows[b], grid.seeds[0]).out
     ]
-    what = "Equal figures despite different settings, whose best epochs come before the settings have an effect: rows "
+    what = "Other settings with equal figures, because the best epochs precede the settings' effect, in rows "
     return what + "; ".join(pairs) + "." if pairs else ""
 
 
