@@ -328,7 +328,7 @@ def test_what_holds_of_the_classification(seed, b, k):
     torch.testing.assert_close(loss(v[rows], w[rows], weight, ids[rows], "none"), (first[rows], second[rows]))
     renamed = loss(v, w, weight[names], torch.argsort(names)[ids], "none")
     torch.testing.assert_close(renamed, (first, second))
-    torch.testing.assert_close(loss(v, w, weight + 1.5 * torch.ones(5), ids, "none"), (first, second))  # offset
+    torch.testing.assert_close(loss(v, w, weight + 1.5 * torch.ones(5), ids, "none"), (first, second))  # common offset
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -457,7 +457,7 @@ def test_two_processes_count_images_saved_once_per_caption_once(tmp_path):
 
 
 def found_by(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """Results independent of the order of queries and candidates."""
+    """Figures of each query without its position and its candidates' positions."""
     return [tuple(row[name] for name in ("direction", "id", "best_rank", "positives")) for row in rows]
 
 

@@ -201,7 +201,7 @@ class TextEncoder(nn.Module):
 
 
 def of_words(images: Tensor, words: Words) -> Tensor:
-    """Loss of two of the three outputs, with a detached third one."""
+    """Loss of three outputs, of which the last, the lengths, is not differentiable."""
     return product(images, words.embedding) + (words.hidden.sum((0, 1)) ** 2 / words.lengths.sum()).sum()
 
 
@@ -266,7 +266,7 @@ def test_what_a_module_trains_may_be_held_elsewhere():
 
 def test_chunk_without_a_gradient_does_not_end_the_pass():
     class Dropped(nn.Module):
-        """Encoder whose only trained layer is not used in every other chunk."""
+        """Encoder whose only trained layer is not used in about half of the chunks."""
 
         def __init__(self):
             super().__init__()

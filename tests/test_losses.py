@@ -113,7 +113,7 @@ def test_gradients_of_tiles_equal_those_of_plain_pytorch_for_uneven_upstream(
 
 @pytest.mark.parametrize("name", [n for n in LOSSES if "through" in n or "dcl" not in n or "implicit" in n])
 def test_gradcheck_with_uneven_upstream(name):
-    """Losses without detached weights, which gradcheck cannot handle; see the next test."""
+    """Losses without detached weights, whose effect finite differences would include; see the next test."""
     n, m = 4, 6
     ids = make_ids("random", n, m, seed=3)
     loss = make(name, reduction="none", engine="dense").double()
@@ -576,7 +576,7 @@ def test_no_parameter_is_without_a_dimension():
 
 
 def test_a_positive_that_is_not_above_zero_may_be_left_unpulled():
-    """USER's published form of HAL is log(1 + max(S, 0))."""
+    """USER's published form of HAL has log(1 + max(S, 0)) for positives."""
     scores = torch.tensor([[0.6, 0.1], [0.2, -0.4]], dtype=torch.float64, requires_grad=True)
     clamp, relu = (itrloss.HubnessAwareLoss(10.0, 0.1, positive=p, reduction="none") for p in ("clamp", "relu"))
     (a, _), (b, _) = clamp(scores=scores), relu(scores=scores)
