@@ -1,1 +1,1 @@
-"""``python -m benchmarks``: the losses beside plain PyTorch, its compiler, other libraries and the bare products."""
+"""``python -m benchmarks``: the losses compared with plain PyTorch, its compiler, other libraries and bare products."""

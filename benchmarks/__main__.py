@@ -17,13 +17,13 @@ from .runner import VARIANTS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and write; the exit status."""
+    """Measure, print and write the results; return the exit status."""
     args = _parser().parse_args(arguments)
     try:
         _run(args)
     except (ImportError, MemoryError, OSError, ValueError) as error:
         return _refuse(error)
-    except RuntimeError as error:  # PyTorch's, of any device
+    except RuntimeError as error:  # PyTorch's out-of-memory errors, on any device
         if "memory" not in str(error):
             raise
         return _refuse(error)
@@ -53,15 +53,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--suites", nargs="+", metavar="SUITE", choices=SUITES, default=["quick"], help="default: quick")
-    add("--losses", nargs="+", metavar="LOSS", choices=LOSSES, help="only these of a suite; with --shapes, any")
+    add("--losses", nargs="+", metavar="LOSS", choices=LOSSES, help="only these of a suite; any with --shapes")
     add("--shapes", nargs="+", metavar="NxMxD", help="instead of the suite's; 8192x512 is 8192x8192x512")
     add("--variants", nargs="+", metavar="VARIANT", choices=[*VARIANTS, *PEERS], help="instead of the suite's")
     add("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="default: the suite's")
     add("--device", help="default: the suite's")
-    add("--threads", type=int, help="of PyTorch on the CPU")
+    add("--threads", type=int, help="PyTorch's threads on the CPU")
     add("--seconds", type=float, default=10, help="about how long to measure each case (10)")
     add("--accuracy", action="store_true", help="also the error of pairs' gradients against float64")
-    add("--out", type=Path, metavar="FILE.json", help="write the rows, and what they were measured on")
+    add("--out", type=Path, metavar="FILE.json", help="write the rows and a description of the machine")
     add("--plot", type=Path, metavar="FILE.svg", help="draw the ratios (needs matplotlib)")
     return parser
 
@@ -83,7 +83,7 @@ def _run(args: argparse.Namespace) -> None:
         measured = runner.measure(case, variants, args.seconds, args.accuracy)
         rows += measured
         print(report.table(measured), "", sep="\n", flush=True)
-        if args.out:  # after every case: a long run that is cut off leaves what it has measured
+        if args.out:  # after every case, so that an interrupted run keeps its results
             report.save(args.out, machine, rows)
     if args.plot:
         report.plot(args.plot, machine, rows)
@@ -91,7 +91,7 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _cases(args: argparse.Namespace) -> dict[Case, tuple[str, ...]]:
-    """Return the variants of each case, as the arguments have it."""
+    """Return each case and its variants, as selected by the arguments."""
     chosen: dict[Case, tuple[str, ...]] = {}
     for suite in (SUITES[name] for name in args.suites):
         losses = args.losses or dict.fromkeys(case.loss for case in suite.cases)
@@ -111,7 +111,7 @@ def _cases(args: argparse.Namespace) -> dict[Case, tuple[str, ...]]:
     if len(devices) > 1:
         raise ValueError(f"suites: expected those of one device, got {', '.join(devices)}; pass --device")
     try:
-        torch.empty(1, device=devices[0]).add_(1).item()  # waits on purpose: a device that cannot compute says so now
+        torch.empty(1, device=devices[0]).add_(1).item()  # .item() synchronises, which raises device errors
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         raise ValueError(f"device: {devices[0]!r} cannot be used here: {str(error).splitlines()[0]}") from error
     return chosen

@@ -1,4 +1,4 @@
-"""The registry of what is measured: losses, what they are compared with, their inputs, and the suites of cases."""
+"""The registry of benchmarks: losses, their baselines and inputs, and the suites of cases."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Case:
         return torch.device(self.device)
 
     def fields(self) -> dict[str, Any]:
-        """Return what a row of results says about the case."""
+        """Return the case's columns in a row of results."""
         dtype = str(self.dtype).removeprefix("torch.")
         return {"loss": self.loss, "shape": list(self.shape), "dtype": dtype, "device": self.device}
 
@@ -53,22 +53,22 @@ class Case:
 
 
 class Problem(NamedTuple):
-    """The tensors of a case, and what is called with them."""
+    """The tensors of a case, and the functions that are called with them."""
 
-    leaves: tuple[Tensor, ...]  # the embeddings, which get a gradient
-    arguments: tuple[Any, ...]  # of our module, after the leaves
-    plain_arguments: tuple[Any, ...]  # of the eager function, after the leaves
-    matmul_bound: Callable[[], None]  # the matrix products of a dense loss and its gradient, and nothing else
-    flops: int  # of these products
+    leaves: tuple[Tensor, ...]  # the embeddings, which require gradients
+    arguments: tuple[Any, ...]  # arguments of our module, after the leaves
+    plain_arguments: tuple[Any, ...]  # arguments of the eager function, after the leaves
+    matmul_bound: Callable[[], None]  # only the matrix products of a dense loss and its gradient
+    flops: int  # FLOPs of these products
 
     @property
     def trained(self) -> list[Tensor]:
-        """All that gets a gradient."""
+        """All tensors that require gradients."""
         return [*self.leaves, *(x for x in self.plain_arguments if x.requires_grad)]
 
 
 class Loss(NamedTuple):
-    """Our module, the same in eager PyTorch with the same options, and the kind of its inputs."""
+    """Our module, the same loss in eager PyTorch with the same options, and the kind of its inputs."""
 
     ours: Callable[..., nn.Module]
     plain: Callable[..., Tensor]
@@ -99,8 +99,8 @@ LOSSES: dict[str, Loss] = {
 # ---------------------------------------------------------------------------------------------------- inputs
 
 
-DIRECTIONS = 100  # which carry most of the embeddings' variance
-_BLOCK = 2**28  # scores of matmul_bound that exist at once
+DIRECTIONS = 100  # these dimensions carry most of the embeddings' variance
+_BLOCK = 2**28  # scores of matmul_bound in memory at a time
 
 
 def embeddings(size: int, dim: int, seed: int = 0, per_image: int = 1) -> tuple[Tensor, Tensor]:
@@ -115,7 +115,7 @@ def embeddings(size: int, dim: int, seed: int = 0, per_image: int = 1) -> tuple[
 
 
 def _products(a: Tensor, b: Tensor, sides: int = 2) -> Callable[[], None]:
-    """Return what multiplies ``a bᵀ`` and, of its gradient, that of a and (2) that of b; in blocks of rows."""
+    """Return a function that computes ``a bᵀ`` in blocks of rows, and the gradient's products for a and (2 sides) b."""
     step = min(len(a), max(1, _BLOCK // len(b)))
     space = a.new_empty(step, len(b))
 
@@ -142,7 +142,7 @@ def _memory(case: Case, n: int, entries: int, dim: int) -> Problem:
     )
     memory = itrloss.CoupledMemory(entries, dim).to(case.device, case.dtype)
     memory.enqueue(images, texts, torch.arange(entries, device=v.device))
-    ids = torch.randperm(2 * entries, generator=torch.Generator().manual_seed(0))[:n].to(v.device)  # half are in it
+    ids = torch.randperm(2 * entries, generator=torch.Generator().manual_seed(0))[:n].to(v.device)  # half in the memory
     by_images, by_texts = _products(v, memory.texts, sides=1), _products(w, memory.images, sides=1)
 
     def both() -> None:
@@ -171,7 +171,7 @@ def _prototypes(case: Case, n: int, clusters: int, dim: int) -> Problem:
 
 
 class Kind(NamedTuple):
-    """What the three numbers of a shape are, how many vectors the inputs have, and what makes them."""
+    """What the three numbers of a shape mean, how many vectors the inputs have, and the function that makes them."""
 
     axes: str
     vectors: Callable[[int, int], int]
@@ -196,28 +196,28 @@ def check_shape(case: Case) -> None:
     if case.kind == "sets" and n < 3:
         raise ValueError(f"shape: expected at least 3 images, for a variance of their negatives, got {n}")
     size, memory = 4 * KINDS[case.kind].vectors(n, m) * (dim + DIRECTIONS), _memory_of_machine()
-    if 2 * size > memory:  # making them takes as much again
+    if 2 * size > memory:  # generating them needs twice the memory
         raise ValueError(
             f"shape: the inputs of {case} take {size / 1e9:.3g} GB, and the machine has {memory / 1e9:.3g}"
         )
 
 
 def _memory_of_machine() -> float:
-    """Return the bytes of memory, infinity where the system does not tell."""
+    """Return the bytes of memory, infinity if the system does not report it."""
     if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", ()):
         return math.inf
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def problem(case: Case) -> Problem:
-    """Return the inputs of a case, the same numbers every time."""
+    """Return the inputs of a case, which are the same in every run."""
     check_shape(case)
     made = KINDS[case.kind].make(case, *case.shape)
     return made._replace(leaves=tuple(x.detach().requires_grad_() for x in made.leaves))
 
 
 def module(case: Case, problem: Problem, engine: str = "auto") -> nn.Module:
-    """Return our loss; PGC has the weights that the eager function gets."""
+    """Return our loss; the weights of PGC are those that the eager function gets."""
     make = LOSSES[case.loss].ours
     if case.kind != "prototypes":
         return make(engine=engine)
@@ -227,7 +227,7 @@ def module(case: Case, problem: Problem, engine: str = "auto") -> nn.Module:
 
 
 def parse_shape(text: str, kind: str) -> tuple[int, ...]:
-    """Return the three numbers of ``"1024x5120x512"``, or of ``"8192x512"``: as many texts as images."""
+    """Return the three numbers of ``"1024x5120x512"``, or of ``"8192x512"`` with as many texts as images."""
     try:
         numbers = tuple(int(x) for x in text.split("x"))
     except ValueError:
@@ -279,7 +279,7 @@ SUITES: dict[str, Suite] = {
         _ALL,
     ),
     "peers": Suite(
-        "symmetric InfoNCE and SigLIP beside other libraries, 512 dimensions",
+        "symmetric InfoNCE and SigLIP, compared with other libraries, 512 dimensions",
         _cases("pairs", [(n, n, 512) for n in (1024, 4096, 8192)], ["infonce", "sigmoid"])
         + _cases("pairs", [(1024, 5120, 512)], ["infonce"]),
         (*_ALL, "ours tiled", "peers"),
@@ -299,7 +299,7 @@ SUITES: dict[str, Suite] = {
         (*_ALL, "ours graphed", "ours dense", "ours triton", "ours tiled", "peers"),
     ),
     "huge": Suite(
-        "InfoNCE of 262144 pairs on a CUDA device, bfloat16: a matrix of 128 GiB that never exists",
+        "InfoNCE of 262144 pairs on a CUDA device, bfloat16: a matrix of 128 GiB, which is never stored",
         _cases("pairs", [(262144, 262144, 512)], ["infonce"], **_CUDA),
         ("ours triton", "matmul_bound"),
     ),

@@ -1,12 +1,12 @@
-"""The losses as a careful practitioner writes them in plain eager PyTorch: the benchmarks' baseline.
+"""The losses as a careful practitioner would write them in plain eager PyTorch: the baseline of the benchmarks.
 
-One dense (N, M) score matrix, a mask of the positives, autograd for the backward. Both directions share the
-product, the mask and, where the temperature allows it, the logits; fresh matrices are masked in place;
-aligned pairs (no ids) are read off the diagonal. Every function compiles with ``fullgraph=True``.
+Each uses one dense (N, M) score matrix, a mask of the positives, and autograd. Both directions share the product, the
+mask and, if the temperature permits, the logits; new matrices are masked in place; aligned pairs (no ids) are taken
+from the diagonal. Every function compiles with ``fullgraph=True``.
 
 Arguments common to all: ``images`` (N, D) and ``texts`` (M, D), floating point, normalised inside;
-``image_ids`` (N,) and ``text_ids`` (M,), integer, ``arange`` where left out. The pair (i, j) is positive iff
-the ids are equal. An anchor without a positive or without a negative contributes 0 and is left out of the
+``image_ids`` (N,) and ``text_ids`` (M,), integer, by default ``arange``. The pair (i, j) is positive iff
+the ids are equal. An anchor without a positive or without a negative contributes 0 and is excluded from the
 mean. ``reduction`` is ``"mean"`` (mean over images + mean over texts) or ``"sum"``. The result is a 0-dim
 tensor, float32 for half precision inputs and of the input's type otherwise.
 """
@@ -23,11 +23,11 @@ from torch import Tensor
 from itrloss.checks import one_of
 
 NEG_INF = float("-inf")
-SCORE_FLOOR = -1 + 1e-6  # log(1 + S) is finite from here upwards
+SCORE_FLOOR = -1 + 1e-6  # log(1 + S) is finite above this value
 
 
 class Matches(NamedTuple):
-    """Which of a direction's anchors own which positive pairs; counts are of the scores' type."""
+    """The positive pairs of one direction's anchors; counts have the scores' type."""
 
     anchors: Tensor  # (P,) anchor of each positive pair
     positives: Tensor  # (A,) positives of each anchor
@@ -40,7 +40,7 @@ class Side(NamedTuple):
 
     dim: int
     candidates: int  # scores of one anchor
-    matches: Matches | None  # None: pair i is anchor i's only positive
+    matches: Matches | None  # None: pair i is the only positive of anchor i
 
 
 class Batch(NamedTuple):
@@ -60,7 +60,7 @@ def triplet(
     mining: str = "hardest",
     reduction: str = "sum",
 ) -> Tensor:
-    """Hinge of every positive pair against the anchor's hardest negative, or against all of them (VSE++)."""
+    """Hinge of every positive pair with the anchor's hardest negative, or with all its negatives (VSE++)."""
     one_of("mining", mining, "hardest", "all")
     one_of("reduction", reduction, "mean", "sum")
     batch = _compare(images, texts, image_ids, text_ids)
@@ -93,7 +93,7 @@ def infonce(
     losses = []
     for side in sides:
         total = logits.logsumexp(side.dim)
-        if side.matches is None:  # the only positive is in the sum already
+        if side.matches is None:  # the sum already includes the only positive
             surprise = total - pairs
         else:
             surprise = F.softplus(_at_pairs(total, side) - pairs, threshold=50)
@@ -112,7 +112,7 @@ def sigmoid(
     bias: float = -10.0,
     reduction: str = "mean",
 ) -> Tensor:
-    """Every pair a classification (SigLIP Eq. 1); for the mean, divided by N and by M, one half each."""
+    """Binary classification of every pair (SigLIP Eq. 1); the mean divides by N and by M, one half each."""
     one_of("reduction", reduction, "mean", "sum")
     batch = _compare(images, texts, image_ids, text_ids)
     logits = scale * batch.scores + bias
@@ -130,16 +130,16 @@ def hal(
     margin: float = 0.5,
     reduction: str = "mean",
 ) -> Tensor:
-    """Hubness-aware loss (USER Eq. 17): row and column terms, less the positive pairs' mean log(1 + S)."""
+    """Hubness-aware loss (USER Eq. 17): row and column terms minus the positive pairs' mean log(1 + S)."""
     one_of("reduction", reduction, "mean", "sum")
     batch = _compare(images, texts, image_ids, text_ids)
     logits = (scale * batch.scores).masked_fill_(batch.mask, NEG_INF)
-    attraction = 0.5 * torch.log1p(batch.pairs.clamp_min(SCORE_FLOOR))  # half in each direction
+    attraction = 0.5 * torch.log1p(batch.pairs.clamp_min(SCORE_FLOOR))  # one half per direction
     losses = []
     for side in batch.sides:
         value = F.softplus(logits.logsumexp(side.dim) - scale * margin, threshold=50) / scale
         pull = _sum_by_anchor(attraction, side)
-        if side.matches is not None:  # scaled so that the mean over anchors is the mean over their pairs
+        if side.matches is not None:  # scaled so that the mean over anchors equals the mean over their pairs
             valid = side.matches.valid.to(pull.dtype)
             pull = pull * (valid.sum() / (side.matches.positives * valid).sum().clamp_min(1))
         losses.append(_total(_where_valid(value - pull, side), side, reduction))
@@ -166,7 +166,7 @@ def dcl(
     batch = _compare(images, texts, image_ids, text_ids)
     weight = temperature if positive_weight == "paper" else float(positive_weight)
     attraction = weight * torch.log1p(batch.pairs.clamp_min(SCORE_FLOOR if positive == "clamp" else 0.0))
-    if diversity is None:  # one temperature, so both directions read the same logits
+    if diversity is None:  # there is one temperature, so both directions use the same logits
         logits = (batch.scores / temperature).masked_fill_(batch.mask, NEG_INF)
         exponents = [logits.logsumexp(side.dim) - margin / temperature for side in batch.sides]
     else:
@@ -272,7 +272,7 @@ def prototype_classification(images: Tensor, texts: Tensor, weight: Tensor, ids:
 def _compare(
     images: Tensor, texts: Tensor, image_ids: Tensor | None, text_ids: Tensor | None, scale: float = 1.0
 ) -> Batch:
-    """``scale`` · cosines, mask, positive pairs. Half inputs: product in half, the rest in float32."""
+    """``scale`` · cosines, mask, positive pairs. Half-precision inputs: product in half, the rest in float32."""
     precision = torch.promote_types(images.dtype, torch.float32)
     rows, cols = F.normalize(images.to(precision), dim=-1), F.normalize(texts.to(precision), dim=-1)
     if scale != 1.0:
@@ -301,7 +301,7 @@ def _side(mask: Tensor, dim: int, anchors: Tensor, dtype: torch.dtype) -> Side:
 
 
 def _at_pairs(values: Tensor, side: Side) -> Tensor:
-    """(A,) -> (P,): for each positive pair its anchor's value."""
+    """(A,) -> (P,): for each positive pair the value of its anchor."""
     return values if side.matches is None else values[side.matches.anchors]
 
 
@@ -317,7 +317,7 @@ def _where_valid(values: Tensor, side: Side) -> Tensor:
 
 
 def _total(values: Tensor, side: Side, reduction: str) -> Tensor:
-    """Sum of all values, divided for the mean by the number of valid anchors."""
+    """Sum of all values, for the mean divided by the number of valid anchors."""
     if reduction == "sum":
         return values.sum()
     return values.sum() / (side.candidates if side.matches is None else side.matches.valid.sum().clamp_min(1))
@@ -341,7 +341,7 @@ def _diversity(batch: Batch, side: Side, kind: str, epsilon: float) -> Tensor:
         if side.matches is None:
             count = side.candidates - 1
             total = batch.scores.sum(side.dim) - batch.pairs
-        else:  # not less _sum_by_anchor(pairs): inductor (torch 2.13) then compiles dcl to wrong gradients
+        else:  # not minus _sum_by_anchor(pairs): inductor (torch 2.13) then compiles dcl to wrong gradients
             count = side.matches.negatives.clamp_min(1)
             total = batch.scores.masked_fill(batch.mask, 0).sum(side.dim)
         deviations = (batch.scores - (total / count).unsqueeze(side.dim)).masked_fill_(batch.mask, 0)

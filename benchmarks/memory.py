@@ -1,4 +1,4 @@
-"""Peak memory of DCL against the number of pairs, as the README draws it: ``python -m benchmarks.memory FILE.svg``."""
+"""Plot of DCL's peak memory over the number of pairs, for the README: ``python -m benchmarks.memory FILE.svg``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZES = (1024, 2048, 4096, 8192, 16384)
 
 
 def measure(size: int, variant: str) -> float | None:
-    """Return the megabytes beyond the embeddings that a step takes, their gradients included."""
+    """Return the megabytes beyond the embeddings that a step needs, including their gradients."""
     case = Case("dcl std", (size, size, 512))
     inputs = problem(case)
     call = (
@@ -29,7 +29,7 @@ def measure(size: int, variant: str) -> float | None:
 
 
 def main() -> None:
-    """Measure and draw."""
+    """Measure and plot."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", metavar="FILE.svg")
     args = parser.parse_args()

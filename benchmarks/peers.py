@@ -1,4 +1,4 @@
-"""Other libraries' losses, called as their users call them; each is imported where it is used.
+"""Other libraries' losses, called as in their documentation; each library is imported where it is used.
 
 PyTorch's own ``torch.nn.functional.linear_cross_entropy`` is among them; versions before 2.13 do not have it.
 """
@@ -20,13 +20,13 @@ from torch import Tensor
 
 from .cases import Case, Problem
 
-TEMPERATURE = 0.07  # of InfoNCELoss
-SCALE, BIAS = 10.0, -10.0  # of SigmoidLoss
-_MOST_BYTES = 8 * 2**30  # that a peer may take beyond its inputs
+TEMPERATURE = 0.07  # options of InfoNCELoss
+SCALE, BIAS = 10.0, -10.0  # options of SigmoidLoss
+_MOST_BYTES = 8 * 2**30  # memory that a peer may take beyond its inputs
 
 
 class Unavailable(Exception):
-    """A peer cannot run a case here; the message says why."""
+    """A peer cannot run a case here; the message has the reason."""
 
 
 Make = Callable[[Case, Problem], Callable[..., Tensor]]
@@ -37,7 +37,7 @@ class Peer(NamedTuple):
 
     losses: tuple[str, ...]
     make: Make
-    is_same: Callable[[Case], bool] = lambda case: True  # False: another loss over as many scores
+    is_same: Callable[[Case], bool] = lambda case: True  # False: a different loss over equally many scores
 
 
 def _module(name: str, package: str) -> ModuleType:
@@ -48,7 +48,7 @@ def _module(name: str, package: str) -> ModuleType:
 
 
 def _open_clip() -> ModuleType:
-    """Return its losses alone: the package as a whole imports torchvision and timm."""
+    """Return the module of its losses only, because the package imports torchvision and timm."""
     name = "benchmarks._open_clip_loss"
     if name not in sys.modules:
         package = importlib.util.find_spec("open_clip")
@@ -109,7 +109,7 @@ def _siglip_kernel(case: Case, problem: Problem) -> Callable[..., Tensor]:
 
 
 def _twice(case: Case, cross_entropy: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
-    """Return a symmetric loss of a cross-entropy over a linear layer, whose weight is the other side's embeddings."""
+    """Return a symmetric loss, from a cross-entropy over a linear layer whose weight is the other side's embeddings."""
     _one_to_one(case)
     target = torch.arange(case.shape[0], device=case.device)
 
@@ -152,7 +152,7 @@ def _inf_cl(case: Case, problem: Problem) -> Callable[..., Tensor]:
     flash = _module("inf_cl", "inf-cl").cal_flash_loss
 
     def loss(images: Tensor, texts: Tensor) -> Tensor:
-        v, w = (x.float() for x in _units(images, texts))  # it knows float32 only
+        v, w = (x.float() for x in _units(images, texts))  # it supports float32 only
         return flash(v, w, scale=1 / TEMPERATURE).mean() + flash(w, v, scale=1 / TEMPERATURE).mean()
 
     return loss
@@ -168,7 +168,7 @@ def _metric_learning(name: str, bytes_of: Callable[[int, int], int]) -> Make:
         n, m = case.shape[:2]
         _fits(bytes_of(n, m))
         loss = getattr(_module("pytorch_metric_learning.losses", "pytorch-metric-learning"), name)(TEMPERATURE)
-        # Two tensors: the same one twice would mean that the embeddings are the same.
+        # Two tensors, because passing the same one twice would mean that the embeddings are identical.
         rows, cols = problem.arguments or [torch.arange(n, device=case.device) for _ in range(2)]
         return lambda images, texts: (
             loss(images, rows, ref_emb=texts, ref_labels=cols) + loss(texts, cols, ref_emb=images, ref_labels=rows)
@@ -201,9 +201,9 @@ PEERS: dict[str, Peer] = {
     "cut-cross-entropy": Peer(("infonce",), _cce),
     "liger-kernel": Peer(("infonce",), _liger),
     "inf-cl": Peer(("infonce",), _inf_cl),
-    # NTXent forms every positive pair beside every negative one, SupCon the matrix; bytes as measured.
+    # NTXent forms all combinations of positive and negative pairs, SupCon the matrix; bytes as measured.
     f"{_PML} ntxent": Peer(("infonce",), _metric_learning("NTXentLoss", lambda n, m: 48 * m * n * m)),
-    # With several positives SupCon has them all among its rivals.
+    # With several positives per anchor, SupCon's denominator includes all of them.
     f"{_PML} supcon": Peer(("infonce",), _metric_learning("SupConLoss", lambda n, m: 96 * n * m), _is_square),
     f"{_PML} xbm": Peer(("mdcl",), _xbm, lambda case: False),
 }

@@ -54,7 +54,7 @@ def _shape(row: Row) -> str:
 
 
 def check_path(path: Path) -> None:
-    """Raise an OSError if results cannot be written there; what is there already stays."""
+    """Raise an OSError if results cannot be written there; an existing file is kept."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
         raise IsADirectoryError(f"{path}: expected a file to write, got a directory")
@@ -63,14 +63,14 @@ def check_path(path: Path) -> None:
 
 
 def save(path: Path, machine: dict[str, Any], rows: list[Row]) -> None:
-    """Write a JSON object with ``machine`` and ``rows``; a file of this name is replaced when all is written."""
+    """Write a JSON object with ``machine`` and ``rows``; an existing file is replaced once all is written."""
     lines = ",\n".join("  " + json.dumps(row, allow_nan=False) for row in rows)
     with written(path) as file:
         file.write(f'{{\n "machine": {json.dumps(machine)},\n "rows": [\n{lines}\n ]\n}}\n')
 
 
 def check_plot(path: Path) -> None:
-    """Raise an ImportError if matplotlib is missing, a ValueError if it cannot write such a file."""
+    """Raise an ImportError if matplotlib is missing, a ValueError if it cannot write this file format."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:

@@ -1,11 +1,11 @@
-"""Fast Re-ranking with all metrics from embeddings, beside its two bare products and the loops of RR and MR.
+"""Fast Re-ranking with all metrics from embeddings, compared with its two bare products and the loops of RR and MR.
 
     python -m benchmarks.reranking --out benchmarks/results/cpu_reranking.json
     python -m benchmarks.reranking --slice 2000     # the ten best of 100 000 x 500 000, by 2000 of the images
 
-RR (MTFN) and MR (GaLR) are formulated as in their papers' public codes, in NumPy: sort the matrix both ways, then look
-for each query among the sorted queries of each of its candidates. Where that takes too long, a share of the queries is
-timed and the loops' time multiplied; the sorts are timed whole.
+RR (MTFN) and MR (GaLR) are implemented as in their papers' public code, in NumPy: sort the matrix both ways, then
+search for each query among the sorted queries of each of its candidates. If that takes too long, the loops are timed
+for a share of the queries and extrapolated; the sorts are timed in full.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from . import report, runner
 SIZES = ((1000, 5000), (5000, 25_000))
 DIM = 1024
 BLOCK = 512
-TIMED_QUERIES = 400  # that the loops are timed on, for a size that has more
+TIMED_QUERIES = 400  # number of queries that the loops are timed on, for larger sizes
 RR_K, MR_K = (15, 20), 30
 
 
 def embeddings(n: int, m: int, dim: int = DIM) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Return (N, D) images, (M, D) captions somewhat like them, some like everything, and the ids of both."""
+    """Return (N, D) images, (M, D) captions similar to them, of which some are hubs, and the ids of both."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(n, dim, generator=generator)
     ids = torch.arange(n), torch.arange(n).repeat_interleave(m // n)
@@ -46,7 +46,7 @@ def embeddings(n: int, m: int, dim: int = DIM) -> tuple[Tensor, Tensor, tuple[Te
 
 
 def matmul_bound(images: Tensor, texts: Tensor) -> None:
-    """Multiply as two passes over all scores have to; into the same memory again and again."""
+    """Multiply as often as two passes over all scores do, reusing the output buffer."""
     space = torch.empty(BLOCK, len(texts))
     for _ in range(2):
         for part in images.split(BLOCK):
@@ -58,7 +58,7 @@ def sort_both_ways(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def reverse_ranks(order: np.ndarray, back: np.ndarray, query: int, k: int) -> np.ndarray:
-    """Return the (k,) ranks that the query has with its k best, searched for among the sorted queries of each."""
+    """Return the (k,) ranks of the query among the sorted queries of each of its k best candidates."""
     ranks = np.array([])
     for candidate in order[query, :k]:
         ranks = np.append(ranks, np.where(back[:, candidate] == query)[0][0])
@@ -71,7 +71,7 @@ def loops_rr(order: np.ndarray, back: np.ndarray, queries: range, k: int) -> Non
 
 
 def loops_mr(scores: np.ndarray, order: np.ndarray, back: np.ndarray, queries: range, k: int) -> None:
-    """MR sums a candidate's scores anew for every query that it is among the best of."""
+    """MR computes the sum of a candidate's scores again for every query that has it among its best."""
     out = np.zeros(scores.shape[1], np.float32)
     for query in queries:
         for j, candidate in enumerate(order[query, :k]):
@@ -137,9 +137,9 @@ def measure(n: int, m: int, rounds: int) -> dict[str, Any]:
 
 
 def measure_slice(part: int, n: int = 100_000, m: int = 500_000, dim: int = 512) -> dict[str, Any]:
-    """Return the row of some of the images with all the texts: both passes take time in proportion to the images.
+    """Return the row for some of the images with all the texts: the time of both passes is proportional to the images.
 
-    The peak is of memory beyond the embeddings.
+    The peak memory excludes the embeddings.
     """
     generator = torch.Generator().manual_seed(0)
     images, texts = (torch.randn(size, dim, generator=generator) for size in (part, m))
@@ -167,10 +167,12 @@ def measure_slice(part: int, n: int = 100_000, m: int = 500_000, dim: int = 512)
 
 
 def main() -> int:
-    """Measure, print and write; the exit status."""
+    """Measure, print and write the results; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--slice", type=int, metavar="IMAGES", help="instead, so many of 100 000 with 500 000 texts")
+    parser.add_argument(
+        "--slice", type=int, metavar="IMAGES", help="instead, measure this many of 100 000 images with 500 000 texts"
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.rounds < 1:

@@ -1,8 +1,8 @@
-"""Runs the variants of a case in turn, and says how long they take, how much memory, and how exact they are.
+"""Measures the variants of a case in turn: their time, their memory and their accuracy.
 
-Machines are noisy, most of all shared ones. The variants of a case run round after round in one process, in another
-order each time; a round's times are divided by each other, and the medians of these ratios are reported. Compiled code
-meets ours in rounds of its own, so that the threads it leaves spinning disturb no other variant than that.
+Machines are noisy, shared ones most of all. The variants of a case therefore run in rounds in one process, in a random
+order; ratios are taken within a round, and their medians are reported. Compiled code is compared with ours in separate
+rounds, so that its busy-waiting threads do not disturb the other variants.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ VARIANTS = {
     "ours compiled": "ours under torch.compile",
     "ours graphed": "ours as a CUDA graph, forward and backward",
     "eager": "the loss in plain PyTorch; for half precision under autocast",
-    "eager compiled": "that under torch.compile",
-    "matmul_bound": "the matrix products of a dense loss and its gradient, and nothing else",
+    "eager compiled": "the loss in plain PyTorch under torch.compile",
+    "matmul_bound": "only the matrix products of a dense loss and its gradient",
     "peers": "all other libraries that have this loss",
 }
 MIN_ROUNDS, MAX_ROUNDS = 3, 200
@@ -48,26 +48,26 @@ Row = dict[str, Any]
 
 
 def measure(case: Case, variants: Sequence[str], seconds: float = 10, accuracy: bool = False) -> list[Row]:
-    """Return one row per variant; ``"ours"`` is always among them. A variant that cannot run has a row that says why.
+    """Return one row per variant, always including ``"ours"``. If a variant cannot run, its row has the reason.
 
     Args:
         variants: keys of ``VARIANTS`` and of ``benchmarks.peers.PEERS``.
-        seconds: about how long to measure. Every variant runs three times before and three times at least.
-        accuracy: also the gradient of the images against one that our loss finds in float64 (pairs only).
+        seconds: about how long to measure. Every variant has three warm-up runs and at least three timed ones.
+        accuracy: also compare the gradient of the images with our loss's in float64 (losses of pairs only).
 
     Returns:
-        Dictionaries, with what the case is, and
+        Dictionaries, with the case's columns, and
 
-        - ``seconds``, ``rounds``: the median of how many rounds.
+        - ``seconds``, ``rounds``: the median time, and the number of rounds.
         - ``to ours``, ``to matmul_bound``: medians of the ratios of a round's times.
-        - ``gflops``: the products of ``matmul_bound`` in that time, per second and divided by 10⁹.
-        - ``peak_mb``: 10⁶ bytes beyond what lives between two steps, gradients included; on the CPU the growth of the
+        - ``gflops``: FLOPs of the products of ``matmul_bound`` divided by the time and by 10⁹.
+        - ``peak_mb``: 10⁶ bytes beyond those allocated between steps, including gradients; on the CPU the growth of the
           resident set, on Linux only.
-        - ``engine``, ``products``: of ours, the engines that its matrices had, and on the CPU the libraries that
-          multiplied for it: ``oneDNN``, or ``BLAS``, which is PyTorch's choice and that of all other variants.
+        - ``engine``, ``products``: for ours, the engines of its matrices, and on the CPU the libraries of its matrix
+          products: ``oneDNN``, or ``BLAS``, which is PyTorch's choice and that of all other variants.
         - ``gradient difference``, ``gradient error``: distance of the images' gradient from ours, and from that in
-          float64, divided by the length of the latter; None where that is no number.
-        - ``error``: instead of these, why it cannot run.
+          float64, divided by the length of the latter; None if that is not a number.
+        - ``error``: the reason why it cannot run, instead of the figures.
 
     Raises:
         ValueError: for an unknown variant, a shape that the loss cannot have, or no time.
@@ -83,13 +83,13 @@ def measure(case: Case, variants: Sequence[str], seconds: float = 10, accuracy: 
     steps: dict[str, Step] = {}
     duration: dict[str, float] = {}
     gradients: dict[str, Tensor] = {}
-    torch._dynamo.reset()  # another case's graphs would make this one's more general
+    torch._dynamo.reset()  # other cases' graphs would make this one's dynamic in shape
     for name in dict.fromkeys(("ours", *_expand(variants, case))):
         rows[name] = case.fields() | {"variant": name}
         with _errors_into(rows[name]):
             run = step(name, case, problem)
             rows[name] |= _warm_up(run, name, case)
-            if name not in ("matmul_bound", "ours graphed"):  # a graph has taken its memory already
+            if name not in ("matmul_bound", "ours graphed"):  # the graph has already allocated its memory
                 rows[name]["peak_mb"] = _peak(run, case, problem)
             duration[name] = _timed(run, case)
             if name != "matmul_bound":
@@ -115,7 +115,7 @@ def measure(case: Case, variants: Sequence[str], seconds: float = 10, accuracy: 
 
 @contextlib.contextmanager
 def _errors_into(row: Row) -> Iterator[None]:
-    """Whatever another's code raises is no reason to lose the rest; a failure of ours is."""
+    """Errors in other libraries' code must not lose the remaining rows; errors in ours propagate."""
     try:
         yield
     except Exception as error:
@@ -146,13 +146,13 @@ def _is_same_loss(name: str, case: Case) -> bool:
 
 
 def _engine(name: str) -> str | None:
-    """Return the ``engine=`` of a variant of ours in eager mode, None for all others."""
+    """Return the ``engine=`` of our variants in eager mode, None for all others."""
     engine = "auto" if name == "ours" else name.removeprefix("ours ")
     return engine if engine in ("auto", *ENGINES) else None
 
 
 def _loss(name: str, case: Case, problem: Problem) -> Callable[..., Tensor]:
-    """Return the loss of the leaves that a variant stands for."""
+    """Return the variant's loss as a function of the leaves."""
     if name.startswith("ours"):
         ours = cases.module(case, problem, _engine(name) or "auto").to(case.device)
         ours = torch.compile(ours, fullgraph=True) if name == "ours compiled" else ours
@@ -175,7 +175,7 @@ def _loss(name: str, case: Case, problem: Problem) -> Callable[..., Tensor]:
 
 
 def step(name: str, case: Case, problem: Problem) -> Step:
-    """Return what is timed of a variant: forward and backward, or the products of ``matmul_bound``.
+    """Return the function to time: forward and backward, or the products of ``matmul_bound``.
 
     Raises:
         Unavailable: another library is not installed, or cannot do this case.
@@ -193,13 +193,13 @@ def step(name: str, case: Case, problem: Problem) -> Step:
 
 
 def _graphed(run: Step, case: Case, problem: Problem) -> Step:
-    """Return the step as recorded once, and replayed without the host."""
+    """Return the step recorded once as a CUDA graph, and replayed without the host."""
     if case.torch_device.type != "cuda":
         raise Unavailable("runs on CUDA only")
     with torch.cuda.device(case.torch_device):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # what is compiled or chosen at the first call cannot be recorded
+        with torch.cuda.stream(stream):  # compilation and choices at the first call cannot be recorded
             for _ in range(3):
                 run()
         torch.cuda.current_stream().wait_stream(stream)
@@ -216,12 +216,12 @@ def _graphed(run: Step, case: Case, problem: Problem) -> Step:
     return replay
 
 
-# ------------------------------------------------------------------------------------------- what was chosen
+# ------------------------------------------------------------------------------ engines and libraries in use
 
 
 def _warm_up(run: Step, name: str, case: Case) -> Row:
-    """Run once, for threads, caches and compilers; return what ours chose."""
-    if _engine(name) is None:  # others choose nothing, and a compiler must not see the functions below
+    """Run once, to start threads, fill caches and compile; return the engines and libraries that ours chose."""
+    if _engine(name) is None:  # other variants choose nothing, and the functions below must not be compiled
         _timed(run, case)
         return {}
     engines: dict[str, None] = {}
@@ -241,7 +241,7 @@ def _warm_up(run: Step, name: str, case: Case) -> Row:
         _timed(run, case)
     chosen = {"engine": ", ".join(engines)} if engines else {}
     if case.torch_device.type == "cpu":
-        chosen["products"] = ", ".join(libraries) or "BLAS"  # the dense engine's are PyTorch's
+        chosen["products"] = ", ".join(libraries) or "BLAS"  # the dense engine uses PyTorch's products
     return chosen
 
 
@@ -262,7 +262,7 @@ def _exact_gradient(case: Case, problem: Problem) -> Tensor:
 
 
 def _distance(gradient: Tensor, expected: Tensor) -> float | None:
-    """Return it as a share of the length of what is expected; None where it is not a number."""
+    """Return the distance relative to the length of the expected gradient; None if it is not a number."""
     gap, length = float((gradient.double() - expected.double()).norm()), float(expected.double().norm())
     share = gap / length if length else gap
     return float(f"{share:.3g}") if math.isfinite(share) else None
@@ -272,14 +272,14 @@ def _distance(gradient: Tensor, expected: Tensor) -> float | None:
 
 
 def _groups(names: list[str]) -> list[list[str]]:
-    """Return the variants that run in turn; ours is the first of both groups."""
+    """Return the groups of variants that are measured in turn; each begins with ours."""
     compiled = [name for name in names if name.endswith(" compiled")]
     plain = [name for name in names if name not in compiled]
     return [plain, ["ours", *compiled]] if compiled else [plain]
 
 
 def _interleave(steps: dict[str, Step], rounds: int, case: Case, rows: dict[str, Row]) -> dict[str, list[float]]:
-    """Return seconds of each round, in random order: a step meets the caches as the one before left them."""
+    """Return the seconds of each round. The order is random, because a step inherits the caches of the previous one."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     shuffle = random.Random(0)
     for _ in range(rounds):
@@ -313,7 +313,7 @@ def _peak(run: Step, case: Case, problem: Problem) -> float | None:
 
 
 def machine(device: str) -> Row:
-    """Return what the figures are measured on: the processor, the library of matrix products, versions."""
+    """Return the description of the machine: the processor, the library of matrix products, versions."""
     about: Row = {"device": device}
     build = torch.__config__.show()
     mkl = _match(r"Math Kernel Library Version ([\d.]+)", build)

@@ -1,4 +1,4 @@
-"""Small cases under pytest-benchmark: ``pytest benchmarks --benchmark-enable``; without that, each runs once.
+"""Small cases for pytest-benchmark: ``pytest benchmarks --benchmark-enable``; without that, each runs once.
 
 The cases, their inputs and their variants are those of ``python -m benchmarks``.
 """
@@ -27,7 +27,7 @@ def test_forward_and_backward(benchmark, loss, variant):
         assert all(torch.isfinite(x.grad).all() and x.grad.any() for x in inputs.leaves)
 
 
-# ------------------------------------------------------- what each performance mechanism of the engine gains
+# ---------------------------------------------------------- gain of each performance mechanism of the engine
 
 
 def pulled(n, d, **options):

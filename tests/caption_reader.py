@@ -1,7 +1,7 @@
-"""Reads a caption of a rendered scene and says whether it is literally true of a scene.
+"""Parser of captions of rendered scenes, which decides whether a caption is literally true of a scene.
 
-It shares no word list, threshold or code with the writer of the captions: it knows English names of things
-and looks at the coordinates of the objects.
+It shares no word list, threshold or code with the generator of the captions: it has its own English names of things and
+checks the coordinates of the objects.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ LIST = "N(?:, N)*(?: and N)?"
 
 
 class Reader:
-    """A caption taken apart: N for a noun phrase, P for a place, B for a background in the skeleton."""
+    """A parsed caption: the skeleton has N for a noun phrase, P for a place, B for a background."""
 
     def __init__(self, caption: str):
         assert caption.endswith(".") and not caption.endswith("..")
@@ -139,7 +139,7 @@ class Reader:
         return "N"
 
     def holds(self, scene: Scene) -> bool:
-        """Whether the caption is literally true of the scene; fails on a sentence it cannot read."""
+        """Whether the caption is literally true of the scene; fails if it cannot parse a sentence."""
         if any(SETTINGS[words] != scene.background for words in self.settings):
             return False
         counted = self._counts(scene)
@@ -155,7 +155,7 @@ class Reader:
         )
 
     def _counts(self, scene: Scene) -> bool | None:
-        """The verdict on a sentence about numbers, None for any other sentence."""
+        """Whether a sentence about numbers is true; None for any other sentence."""
         hues = Counter(item.colour for item in scene.objects)
 
         def exact(phrase: Phrase) -> bool:
@@ -172,7 +172,7 @@ class Reader:
         return None
 
     def _says(self, scene: Scene, items: tuple[SceneObject, ...]) -> bool:
-        """Whether these objects, which fit the noun phrases in this order, stand as the sentence says."""
+        """Whether these objects, which fit the noun phrases in this order, are arranged as the sentence says."""
         for words, item in zip(self.places, items, strict=False):
             (left, right), (top, bottom) = SPOTS[words]
             if not (left <= item.x <= right and top <= item.y <= bottom):
@@ -183,7 +183,7 @@ class Reader:
             if re.fullmatch(rf"({words}) N there is N", self.skeleton):
                 return relation(*items[::-1])
         if re.fullmatch(f"{WITH_PLACES}|{WITH_BACKGROUND}", self.skeleton):
-            return True  # the places or the background were all it said
+            return True  # the sentence has no other content than places and the background
         if match := re.fullmatch(r"the (\w+) (shape|object|thing|figure) is N( P)?", self.skeleton):
             return self._extreme(match[1], scene, items[0])
         if re.fullmatch(f"{IN_ORDER} we see {LIST}|{LIST}, in this order {IN_ORDER}", self.skeleton):
@@ -191,7 +191,7 @@ class Reader:
             return len(items) == len(scene.objects) and all(np.diff(along) > 0.1)
         if self.skeleton == "N and N are in opposite corners":
             a, b = items
-            return min(abs(a.x - b.x), abs(a.y - b.y)) > 0.4  # then neither is in the middle of an edge
+            return min(abs(a.x - b.x), abs(a.y - b.y)) > 0.4  # so neither is in the middle of an edge
         if re.fullmatch("N is (halfway )?between N and N", self.skeleton):
             return _halfway(*items)
         if self.skeleton == "the middle is empty, with N P":

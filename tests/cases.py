@@ -1,4 +1,4 @@
-"""Inputs shared by the tests: shapes and ids by name, covers of parametrisations."""
+"""Inputs shared by the tests: shapes and ids by name, and covering sets of parameter combinations."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ SHAPES = {
 
 
 def pairwise(**axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Cases in which every two values of different axes meet at least once: a tenth of the product, for many axes.
+    """Select cases so that every two values of different axes meet at least once: far fewer than the full product.
 
-    Most failures of combinations are failures of two of their parts. Greedy, and the same each time.
+    Most failures of combinations are caused by two of their values. The selection is greedy and deterministic.
     """
     values = [list(axis) for axis in axes.values()]
     missing = {
@@ -57,7 +57,7 @@ def pairwise(**axes: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def each(**axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Cases in which every value of every axis occurs at least once."""
+    """Select cases so that every value of every axis occurs at least once."""
     values = [list(axis) for axis in axes.values()]
     return [tuple(v[k % len(v)] for v in values) for k in range(max(map(len, values)))]
 
@@ -80,7 +80,7 @@ def make_ids(kind: str | None, n: int, m: int, seed: int = 0) -> tuple[Tensor | 
 
 
 def embeddings(n: int, m: int, d: int = 6, seed: int = 0, dtype=torch.float64) -> tuple[Tensor, Tensor]:
-    """Unnormalised, of very different lengths."""
+    """Embeddings that are not normalised, with very different lengths."""
     generator = torch.Generator().manual_seed(seed)
     make = lambda size: torch.randn(size, d, generator=generator, dtype=torch.float64)  # noqa: E731
     stretch = lambda size: torch.rand(size, 1, generator=generator, dtype=torch.float64) * 5 + 0.1  # noqa: E731
@@ -97,7 +97,7 @@ ENGINES = ("dense", "tiled", "kept", "scores")
 
 
 def similarity(v: Tensor, w: Tensor, ids: tuple, engine: str, **options: Any) -> Any:
-    """On an engine; ``"kept"``: on tiles of scores that are kept; ``"scores"``: of a matrix that exists.
+    """Similarity on an engine; ``"kept"``: the tiled engine with cached scores; ``"scores"``: from a given matrix.
 
     ``"reference"`` is the specification of the tests.
     """
@@ -111,11 +111,11 @@ def similarity(v: Tensor, w: Tensor, ids: tuple, engine: str, **options: Any) ->
 
 
 def finite(x: Tensor) -> Tensor:
-    """With 0 in place of what an anchor without an answer has."""
+    """Replace values of anchors without an answer, which are not finite, by 0."""
     return torch.where(x.isfinite(), x, 0.0)
 
 
-# Terms of one's own; here, as a module of tests may be imported under two names.
+# User-defined terms. They are registered here, because test modules may be imported under two names.
 
 
 @pair_term

@@ -1,4 +1,4 @@
-"""Shared by all tests: small tiles, poisoned buffers, and sets of inputs that used to break things."""
+"""Fixtures of all tests: small tiles, poisoned buffers, and inputs that used to fail."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import os
 import pytest
 import torch
 
-if not torch.cuda.is_available():  # kernels run on the CPU, by their own interpreter; read when Triton is imported
+if not torch.cuda.is_available():  # kernels run on the CPU, in Triton's interpreter; read at Triton's import
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from itrloss.engine import products, scores
 
-# Matrices are small, and workers of pytest-xdist share the cores: threads would only wait for each other.
+# Matrices are small, and the workers of pytest-xdist share the cores, so more threads would only compete.
 torch.set_num_threads(1)
 
 
@@ -24,13 +24,13 @@ def small_tiles(monkeypatch):
 
 @pytest.fixture
 def by_blas(monkeypatch):
-    """As where oneDNN is not the faster library."""
+    """Products as on machines where oneDNN is not the faster library."""
     monkeypatch.setattr(products, "prefers_onednn", lambda: False)
 
 
 @pytest.fixture
 def by_onednn(monkeypatch):
-    """All products of float32 by oneDNN, small ones too."""
+    """All float32 products by oneDNN, including small ones."""
     if not torch.backends.mkldnn.is_available():
         pytest.skip("PyTorch was built without oneDNN")
     monkeypatch.setattr(products, "prefers_onednn", lambda: True)
@@ -41,7 +41,7 @@ def by_onednn(monkeypatch):
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """``torch.empty`` full of nan, so that an entry which is never written shows."""
+    """``torch.empty`` filled with nan, so that tests detect entries that are never written."""
     for name in ("empty", "empty_like"):
         make = getattr(torch, name)
 

@@ -15,7 +15,7 @@ PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "##s", "left", "rig
 
 
 def draw(path: Path, left: str, right: str) -> None:
-    """A picture of two colours, side by side."""
+    """Picture of two colours, side by side."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = np.empty((40, 48, 3), np.uint8)
     pixels[:, :24], pixels[:, 24:] = COLOURS[left], COLOURS[right]
@@ -23,7 +23,7 @@ def draw(path: Path, left: str, right: str) -> None:
 
 
 def karpathy(root: Path, per_image: int = 5) -> Path:
-    """Karpathy's JSON in the manner of MSCOCO, with more captions for some images than for others."""
+    """Data set with Karpathy's JSON as for MSCOCO, with more captions for some images than for others."""
     rng, images = np.random.default_rng(0), []
     for split, count in SIZES.items():
         folder = "train2014" if split == "train" else "val2014"
@@ -45,7 +45,7 @@ def karpathy(root: Path, per_image: int = 5) -> Path:
 
 
 def cub(root: Path) -> Path:
-    """Four classes of three images with ten captions, each class in one list of classes."""
+    """Data set like CUB: four classes of three images with ten captions, each class in one list of classes."""
     for kind, (colour, name) in enumerate(zip(COLOURS, ("train", "train", "val", "test"), strict=True)):
         folder = f"{kind:03}.{colour}"
         for i in range(3):
@@ -60,7 +60,7 @@ def cub(root: Path) -> Path:
 
 
 def tiny_bert(root: Path) -> Path:
-    """A checkpoint of a BERT with random weights and a vocabulary of its own."""
+    """Checkpoint of a BERT with random weights and its own vocabulary."""
     from transformers import BertConfig, BertModel
 
     torch.manual_seed(0)

@@ -1,5 +1,6 @@
-"""Compiles the kernels for GPUs that need not be there, and says what each takes: what the interpreter accepts need not
-be accepted by Triton's compiler, and a kernel whose values do not fit into registers would crawl.
+"""Compile the kernels for GPUs that need not be present, and report the resources of each.
+
+Triton's compiler may reject what its interpreter accepts, and kernels that spill registers are very slow.
 
     python tests/gpu_compiler.py 90
 """
@@ -20,7 +21,7 @@ from triton.runtime.jit import JITFunction
 
 
 class Absent:
-    """What Triton asks of a GPU before it compiles for one."""
+    """Driver that provides the properties of a GPU that Triton needs for compilation."""
 
     def __init__(self, capability: int):
         self.capability = capability
@@ -36,7 +37,7 @@ class Absent:
 
 
 def compiled(capability: int) -> list[dict]:
-    """The kernels of all answers: what is asked, shared memory, registers and a thread's bytes beside them."""
+    """Compile the kernels of all answers; return their names, shared memory, registers and spilled bytes per thread."""
     kernels, run, asked = {}, JITFunction.run, ""
 
     def compile_only(self, *args, grid, warmup, **options):
@@ -52,7 +53,7 @@ def compiled(capability: int) -> list[dict]:
     from itrloss.engine.kernels import FORMS
 
     tiles, engine._is_hopper = engine.PRODUCT_TILES, lambda device: capability == 90
-    # All that changes the kernels of one answer; all answers for one GPU; and the other tiles.
+    # All parameters that change the kernels of one answer; all answers for one GPU; and the other tiles.
     variants = [{"shared": shared, "ids": ids} for shared in (True, False) for ids in (True, False)]
     cases = [(tiles[0], "exp", case) for case in (*variants, {"early": True}, {"dim": 200, "size": 999})]
     cases += [(tiles[0], "exp", {"over": "all", "ids": ids}) for ids in (True, False)]
@@ -61,7 +62,7 @@ def compiled(capability: int) -> list[dict]:
         cases += [(tile, "exp", {}) for tile in tiles[1:]]
     cases += [(tiles[0], key, {"dtype": torch.float32}) for key in ("exp", "hinges")]
     for tile, key, case in cases:
-        engine.PRODUCT_TILES = (tile,)  # on the CPU the last one is taken
+        engine.PRODUCT_TILES = (tile,)  # the last tile is chosen on the CPU
         asked = f"{key} {case} {tile.block_m}"
         ask(engine, key, **case)
     return [
@@ -73,7 +74,7 @@ def compiled(capability: int) -> list[dict]:
 def ask(
     engine, key, dtype=torch.bfloat16, shared=False, ids=True, early=False, dim=512, size=1024, over="negatives"
 ) -> None:
-    """Ask for sums and their gradient; nothing is computed."""
+    """Call the engine's sums and their gradient; nothing is computed."""
     from itrloss.engine.answers import ANSWERS
     from itrloss.engine.pairs import Pairs
     from itrloss.engine.scores import Scores
@@ -95,7 +96,7 @@ def ask(
 
 
 def usage(code: bytes) -> dict[str, int]:
-    """REG, STACK, SHARED, ...: what one thread or block takes."""
+    """Resource usage of a thread or block: REG, STACK, SHARED, ..."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(code)

@@ -1,8 +1,9 @@
-"""Every equation once more, as plain loops over pairs in float64: the second opinion the tests ask for.
+"""Every equation implemented again as plain loops over pairs in float64, as an independent reference for the tests.
 
-Written from the papers and not from the library, slow on purpose, for matrices of up to some thirty rows.
+It is written from the papers and not from the library, deliberately simple and slow, for matrices of up to some thirty
+rows.
 
-Conventions. ``S`` is an (N, M) score matrix, rows are images and columns are texts. ``row_ids`` (N,) and
+Conventions: ``S`` is an (N, M) score matrix, rows are images and columns are texts. ``row_ids`` (N,) and
 ``col_ids`` (M,) are integers; the pair (i, j) is positive iff ``row_ids[i] == col_ids[j]``, else negative.
 An anchor is *valid* iff it has at least one positive and at least one negative; an invalid anchor's loss is
 exactly 0. Equations are numbered as in the papers.
@@ -122,8 +123,8 @@ def triplet(
 def infonce(S: ArrayLike, row_ids: Ids, col_ids: Ids, temperature: float = 0.07, reduction: str = "mean") -> Any:
     """InfoNCE, CPC Eq. 4, averaged over an anchor's positives.
 
-    ``ℓ_i = mean_{p∈pos(i)} −log( exp(S_ip/τ) / (exp(S_ip/τ) + Σ_{n∈neg(i)} exp(S_in/τ)) )``: a positive
-    competes with the negatives alone, never with the anchor's other positives.
+    ``ℓ_i = mean_{p∈pos(i)} −log( exp(S_ip/τ) / (exp(S_ip/τ) + Σ_{n∈neg(i)} exp(S_in/τ)) )``: the denominator of
+    a positive includes the negatives, but not the anchor's other positives.
     """
 
     def anchors(S: Array, ids: Ids, other_ids: Ids) -> Array:
@@ -153,7 +154,7 @@ def hal(
 
     ``r_i = (1/γ) log(1 + Σ_{j∈neg(i)} exp(γ(S_ij − ε)))`` over a row, ``c_j`` likewise over a column; the
     loss is ``mean_i r_i + mean_j c_j − mean_{positive pairs} log(1 + S_ip)``, S floored at −1 + 1e-6 in the
-    last term. Per anchor the positive term stands half in each direction:
+    last term. Per anchor, each direction has half of the positive term:
     ``ℓ_i = r_i − ½ (n_valid / P) Σ_{p∈pos(i)} log(1 + S_ip)``, P = positive pairs whose anchor is valid.
     """
 
@@ -187,7 +188,7 @@ def dcl(
     """Diversity-sensitive contrastive loss, CODER Eq. 5 (Eq. 4 with ``diversity=None``).
 
     ``ℓ_i = μ log(1 + Σ_{j∈neg(i)} exp((S_ij − γ)/(μ d_i))) − w mean_{p∈pos(i)} log(1 + S_ip)``, w = μ for
-    ``"paper"``. Texts are anchors of the transposed matrix; their diversities have a maximum of their own.
+    ``"paper"``. Texts are anchors of the transposed matrix; their diversities are divided by their own maximum.
     ``positive="clamp"`` floors S at −1 + 1e-6 in the last term, ``"relu"`` at 0. ``diversity`` may also be
     the two arrays of scores, (N,) and (M,): held fixed, they make finite differences agree with gradients
     that treat the diversity as a constant.
@@ -236,7 +237,7 @@ def fast_rerank(
 
 
 def retrieval_metrics(S: ArrayLike, image_ids: Ids, text_ids: Ids) -> dict[str, float]:
-    """Retrieval figures of S (n_images, n_texts), named ``i2t_*`` (images ask) and ``t2i_*`` (texts ask).
+    """Retrieval figures of S (n_images, n_texts), named ``i2t_*`` (image queries) and ``t2i_*`` (text queries).
 
     ``r1 r5 r10``, ``median_rank``, ``r_precision``, ``map_at_r``, ``skewness`` per direction, and ``rsum``,
     the sum of the six recalls; recalls, R-Precision and mAP@R in percent. Equations: see `_query_metrics`.
@@ -249,7 +250,7 @@ def retrieval_metrics(S: ArrayLike, image_ids: Ids, text_ids: Ids) -> dict[str, 
 
 
 def _query_metrics(S: Array, query_ids: Ids, item_ids: Ids) -> dict[str, float]:
-    """One direction, queries in rows; items ranked by descending score, negatives ahead of equal positives.
+    """Figures of one direction, queries in rows; items by descending score, negatives ahead of equal positives.
 
     * rank of a query: 1-based place of its first positive; R@K: percentage of queries with rank ≤ K;
     * R-Precision: with R positives, the share of positives in the first R items (Musgrave et al., ECCV 2020);
@@ -312,7 +313,7 @@ def _valid_anchors(ids: Ids, other_ids: Ids) -> list[int]:
 
 
 def _log_sum_exp(exponents: Sequence[float]) -> float:
-    """``log Σ_k exp(x_k)``, with the largest exponent taken out so that large scales do not overflow."""
+    """``log Σ_k exp(x_k)``, computed with the largest exponent subtracted, so that large scales do not overflow."""
     largest = max(exponents)
     return largest + math.log(math.fsum(math.exp(x - largest) for x in exponents))
 
@@ -322,7 +323,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _reduce(rows: Array, cols: Array, row_ids: Ids, col_ids: Ids, reduction: str) -> Any:
-    """Apply a reduction of the module's docstring; a pair of arrays for ``"none"``, else a float."""
+    """Apply a reduction as defined in the module's docstring: a pair of arrays for ``"none"``, else a float."""
     _one_of("reduction", reduction, ("mean", "sum", "none"))
     if reduction == "none":
         return rows, cols

@@ -1,7 +1,8 @@
-"""Folds, judgements and resampling once more, as plain loops in float64, in the manner of `oracle`.
+"""Folds, judgements and resampling, implemented again as plain loops in float64, in the manner of `oracle`.
 
-Written from docs/methods/metrics.rst and the docstrings, not from the library. ``S`` is (images, texts), ``pairs``
-lists (image, text). A judgement is (image, text, grade); a pair judged several times has the mean of its grades.
+It is written from docs/methods/metrics.rst and the docstrings, not from the library. ``S`` is (images, texts), and
+``pairs`` lists (image, text). A judgement is (image, text, grade); the grade of a pair judged several times is
+the mean.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ FIGURES = ("r1", "r5", "r10", "r_precision", "map_at_r")
 
 
 def folds(S: ArrayLike, image_ids: ArrayLike, text_ids: ArrayLike, parts: int) -> dict[str, float]:
-    """`oracle.retrieval_metrics` within consecutive parts of the images and the texts of their ids, averaged."""
+    """`oracle.retrieval_metrics` within consecutive parts of the images and their texts by id, averaged."""
     S, image_ids, text_ids = np.asarray(S, np.float64), np.asarray(image_ids), np.asarray(text_ids)
     size, found = len(S) // parts, []
     for part in range(parts):
@@ -33,7 +34,7 @@ def folds(S: ArrayLike, image_ids: ArrayLike, text_ids: ArrayLike, parts: int) -
 
 
 def ranks(scores: Sequence[float], right: Sequence[int], ties: str = "pessimistic") -> list[int]:
-    """Ranks of the right candidates of one query, ascending: wrong ones of an equal score are ahead, or behind."""
+    """Ranks of one query's right candidates, ascending; wrong ones of an equal score rank above or below them."""
     places = []
     for place, p in enumerate(sorted(right, key=lambda j: -scores[j])):
         wrong = [scores[j] for j in range(len(scores)) if j not in right]
@@ -43,7 +44,7 @@ def ranks(scores: Sequence[float], right: Sequence[int], ties: str = "pessimisti
 
 
 def query_figures(places: Sequence[int]) -> list[float]:
-    """Of one query with right candidates at these ranks, as FIGURES has them, as fractions."""
+    """Figures of a query whose right candidates have these ranks, in the order of FIGURES, as fractions."""
     total = len(places)
     within = [(n, r) for n, r in enumerate(places, 1) if r <= total]
     hits = [float(places[0] <= k) for k in (1, 5, 10)]
@@ -51,7 +52,7 @@ def query_figures(places: Sequence[int]) -> list[float]:
 
 
 def listed(S: ArrayLike, pairs: Iterable[Pair], ties: str = "pessimistic") -> dict[str, float]:
-    """Every figure but the skewness, where the right pairs are those listed."""
+    """All figures except the skewness, with the listed pairs as the right ones."""
     S, pairs = np.asarray(S, np.float64), set(pairs)
     found = {}
     for way, M, matches in (("i2t", S, pairs), ("t2i", S.T, {(j, i) for i, j in pairs})):
@@ -66,7 +67,7 @@ def listed(S: ArrayLike, pairs: Iterable[Pair], ties: str = "pessimistic") -> di
 
 
 def resampled(i2t: Sequence[Query], t2i: Sequence[Query], drawn: Iterable[int]) -> dict[str, float]:
-    """Figures of the queries of the drawn ids, each as often as its id was drawn; nan if none has an answer."""
+    """Figures of the queries of the drawn ids, with multiplicity; nan if none of them has an answer."""
     found, drawn = {}, list(drawn)
     for way, queries in (("i2t", i2t), ("t2i", t2i)):
         each = [figures for id_ in drawn for query, figures in queries if query == id_ and figures]
@@ -81,7 +82,7 @@ def rsum(found: dict[str, float]) -> float:
 
 
 def kendall(S: ArrayLike, judged: Judged) -> float:
-    """τ-b over each two judged pairs: ``(P − Q) / sqrt((n₀ − n₁)(n₀ − n₂))``."""
+    """τ-b over all pairs of judged pairs: ``(P − Q) / sqrt((n₀ − n₁)(n₀ − n₂))``."""
     S = np.asarray(S, np.float64)
     points = [(float(S[pair]), grade) for pair, grade in _mean_grades(judged).items()]
     difference = untied_scores = untied_grades = 0
@@ -95,7 +96,7 @@ def kendall(S: ArrayLike, judged: Judged) -> float:
 
 
 def ndcg(S: ArrayLike, judged: Judged, k: int = 10) -> tuple[float, float]:
-    """nDCG@k of images and of texts as queries, in percent; gains are grades above the lowest, 0 if not judged."""
+    """nDCG@k of images and of texts as queries, in percent; the gain is the grade minus the lowest, 0 if not judged."""
     S, grades = np.asarray(S, np.float64), _mean_grades(judged)
     lowest = min(grades.values())
     gains = np.zeros(S.shape)

@@ -1,10 +1,10 @@
 """The equations beyond one batch of single vectors: memories, sets, prototypes, in the manner of `oracle`.
 
-Plain loops over pairs in float64, written from the papers and the design page and not from the library.
+They are plain loops over pairs in float64, written from the papers and the design page and not from the library.
 
-Conventions are those of `oracle`: images are rows, texts are columns, integer ids say what matches, and
-``reduction="none"`` gives the pair ``(images, texts)`` of per-anchor values, an invalid anchor's value being
-exactly 0. Embeddings come unnormalised, every score is their cosine, a zero vector scores 0.
+Conventions are those of `oracle`: images are rows, texts are columns, pairs of equal integer ids are positive, and
+``reduction="none"`` gives the pair ``(images, texts)`` of per-anchor values, where an invalid anchor's value is
+exactly 0. Embeddings are not normalised, every score is their cosine, and a zero vector scores 0.
 
 Papers: CODER (Wang et al., ECCV 2022), USER (Zhang et al., 2023), DVSE (Wei et al., 2023),
 SigLIP (Zhai et al., ICCV 2023), DivE (Kim et al., CVPR 2023), spherical k-means (Dhillon & Modha, 2001).
@@ -48,16 +48,16 @@ def memory_dcl(
 ) -> Any:
     """Memory-aided diversity-sensitive contrastive loss, CODER Eq. 6: V (N, D), W (M, D), memories (Q, D).
 
-    Image anchor n, its negatives the memory *texts* q of another id:
+    For image anchor n, with the memory *texts* q of other ids as negatives:
     ``ℓ_n = μ log(1 + Σ_{q: id_q ≠ id_n} exp((cos(v_n, b_q) − γ)/(μ d_n))) − w mean_p log(1 + cos(v_n, w_p^key))``,
     p over the text keys of the anchor's id (``positive_from="batch"``: over the texts w_p themselves), w = μ
-    for ``"paper"``. Memory entries of the anchor's id are neither negatives nor positives. Text anchors
-    likewise against the memory *images*, with positives from ``V_keys``. d is `memory_diversity`
+    for ``"paper"``. Memory entries of the anchor's id are neither negatives nor positives. Text anchors have
+    the memory *images* as negatives, and positives from ``V_keys``. d is `memory_diversity`
     (``diversity_from="batch"``: of an empty memory), or the two arrays (N,) and (M,) given as ``diversity``, or 1
     for None. An anchor without a positive or without a negative in the memory is invalid.
 
     Eq. 6 prints ``L_DCL(V, B_w) + L_DCL(W, B_v)``; ``L_DCL`` of Eq. 5 is a sum of two directions, of which one
-    would have memory entries as anchors. Only the direction whose anchors are in the batch is meant.
+    would have memory entries as anchors. This is only the direction whose anchors are in the batch.
     """
     _one_of("positive", positive, ("clamp", "relu"))
     _one_of("positive_from", positive_from, ("key", "batch"))
@@ -150,12 +150,12 @@ def uto(
 
     * ``"mean"``: λ times HAL's mean + mean of Q over valid images + mean of Q over valid texts;
     * ``"sum"``: λ times HAL's sum + sums of Q;
-    * ``"none"``: ``λ HAL_i + Q_i`` of each anchor. Valid in HAL (a negative in the batch) and valid in Q (a
-      negative in the memory) are two conditions; a part that is not valid is 0.
+    * ``"none"``: ``λ HAL_i + Q_i`` of each anchor. Validity in HAL (a negative in the batch) and in Q (a negative
+      in the memory) are separate conditions; an invalid part is 0.
 
     Eq. 18 and 19 print the positive term outside the mean, and Eq. 19 prints it between two keys (no gradient);
-    here it stands inside, between the anchor and the other side's key. They sum over the whole queue; here
-    entries of the anchor's id are left out.
+    here it is inside, between the anchor and the other side's key. They sum over the whole queue; here entries
+    of the anchor's id are excluded.
     """
 
     def anchors(queries: ArrayLike, keys: ArrayLike, memory: ArrayLike, ids: Ids, key_ids: Ids) -> Array:
@@ -185,7 +185,7 @@ def sigmoid(
 ) -> Any:
     """Pairwise sigmoid loss, SigLIP Eq. 1: ``ℓ_ij = log(1 + exp(−z_ij (t S_ij + b)))``, z = 1 if positive else −1.
 
-    Every pair counts and no anchor is invalid. Half of ℓ_ij stands with its image and half with its text:
+    All pairs count, and no anchor is invalid. Each ℓ_ij is divided equally between its image and its text:
     ``rows_i = ½ Σ_j ℓ_ij``, ``cols_j = ½ Σ_i ℓ_ij``; ``"sum"`` is ``Σ_ij ℓ_ij``, ``"mean"`` is mean(rows) +
     mean(cols), which for N = M is the paper's ``(1/N) Σ_ij ℓ_ij``.
     """
@@ -230,15 +230,15 @@ def variance_aware(
       (``shared_sigma``, as printed) or the text's own;
 
     σ as in `variance_sigma`, or held fixed at the two (N, K, M) arrays of ``sigma`` (image direction, text
-    direction; ``shared_sigma`` has then no say), so that finite differences agree with gradients that treat σ
-    as a constant. A direction whose anchor has no negative drops the pair, its log σ included. (An image
-    without negatives means that all texts have its id: a direction drops all pairs or none.)
+    direction; ``shared_sigma`` is then ignored), so that finite differences agree with gradients that treat σ
+    as a constant. A direction whose anchor has no negative drops the pair, including its log σ. (If an image
+    has no negatives, all texts have its id, so a direction drops all pairs or none.)
 
     * ``"mean"``: ``Σ_k [mean over the image direction's pairs + mean over the text direction's pairs]``;
     * ``"sum"``: the sum over heads, pairs and directions, as printed;
     * ``"none"``: images (N,) and texts (M,), each anchor's sum over its positive pairs and the heads.
 
-    Eq. 10 takes the maximum over all j, the target too; here it excludes every positive.
+    Eq. 10 takes the maximum over all j, including the target; here it excludes all positives.
     """
     _one_of("reduction", reduction, ("mean", "sum", "none"))
     S = set_cosine(V_sets, W)
@@ -272,8 +272,8 @@ def variance_sigma(S: ArrayLike) -> PerAnchor:
     """σ of every head and pair, DVSE Eq. 8 on raw cosines: (N, K, M) -> two arrays of that shape.
 
     Image direction ``σ_ikp = 1 + Std_{texts j ≠ p} S^k_ij``, text direction ``1 + Std_{images l ≠ i} S^k_lp``:
-    sample standard deviation (divisor count − 1; 0 for fewer than two values) over everything but the target
-    itself, so the image's other captions, or the other images of the text's id, stay in (Eq. 7).
+    sample standard deviation (divisor count − 1; 0 for fewer than two values) over all values except the target
+    itself, and so including the image's other captions, or the other images of the text's id (Eq. 7).
     """
     S = np.asarray(S, np.float64)
     N, K, M = S.shape
@@ -304,9 +304,9 @@ def dynamic_orthogonal(
     * ``"frobenius"``: ``sqrt(Σ_{i≠j} c_ij²) / K²``.
 
     A gate (N, D) masks dimensions, the same ones for every head: ``c_ij = |Σ_d (m_d u_id)(m_d u_jd)|``. Heads
-    are normalised *first* (the design page's word), so that, as with heads, what is off only ever lowers the
-    loss. ``gate_first=True`` is the other reading: mask, then normalise, c_ij = |cosine of the dimensions that
-    are on|. For a gate of ones, and for any 0/1 gate (N, K), the two agree. With K = D a gate is read as (N, K).
+    are normalised *first* (as on the design page), so that switching dimensions or heads off can only lower the
+    loss. ``gate_first=True`` is the alternative: mask, then normalise, c_ij = |cosine of the dimensions that
+    are on|. For a gate of ones, and for any 0/1 gate (N, K), the two are equal. If K = D, a gate is (N, K).
 
     Against the paper: Eq. 3 does not say what shape ``round(s(h(w² z)))`` has, and Eq. 4 writes it as a function
     of a head, ``‖F_mask((v̂^i)^T) F_mask(v̂^j)‖``; Eq. 4 is for one image, sums where the default here averages,
@@ -384,12 +384,12 @@ def spherical_kmeans_step(
 ) -> tuple[NDArray[np.int64], Array, Array]:
     """One mini-batch step of spherical k-means -> ``(ids (B,), centroids (K, D), counts (K,))``.
 
-    Each x, l2-normalised, goes to the centroid of highest cosine, the lowest index on ties, all x seeing the
-    centroids from before the step. A centroid with members becomes
-    ``normalise((count_k c_k + Σ members) / (count_k + n_k))`` and ``count_k += n_k``; the others stay. The
-    centroid enters as the unit vector it is, not as the shorter mean of its members. A sum that is exactly zero
-    leaves the centroid where it is. A zero x has cosine 0 with all, adds nothing, and is counted. Empty clusters
-    are not re-seeded here.
+    Each x, l2-normalised, is assigned to the centroid of highest cosine, the lowest index on ties, with the
+    centroids from before the step for all x. A centroid with members becomes
+    ``normalise((count_k c_k + Σ members) / (count_k + n_k))`` and ``count_k += n_k``; the others are unchanged.
+    In this sum the centroid is a unit vector, not the shorter mean of its members. If the sum is exactly zero,
+    the centroid is unchanged. A zero x has cosine 0 with all centroids, adds nothing to the sum, and is counted.
+    Empty clusters are not re-seeded here.
     """
     old, seen, points = (np.array(a, np.float64) for a in (centroids, counts, x))
     S = cosine(points, old)
@@ -410,7 +410,7 @@ def spherical_kmeans_step(
 
 
 def kmeans_objective(x: ArrayLike, centroids: ArrayLike) -> float:
-    """Mean over x of its highest cosine with a centroid: what spherical k-means increases."""
+    """Objective of spherical k-means: the mean over x of its highest cosine with a centroid."""
     S = cosine(x, centroids)
     return math.fsum(max(row) for row in S) / len(S)
 
@@ -446,7 +446,7 @@ def _valid_in_memory(ids: Ids, key_ids: Ids, memory_ids: Ids) -> list[int]:
 
 
 def _reduce(rows: Array, cols: Array, valid_rows: Sequence[int], valid_cols: Sequence[int], reduction: str) -> Any:
-    """The reductions of `oracle`, the valid anchors named by the caller."""
+    """Apply a reduction of `oracle`, with the caller's mask of valid anchors."""
     _one_of("reduction", reduction, ("mean", "sum", "none"))
     if reduction == "none":
         return rows, cols

@@ -1,9 +1,9 @@
-"""The re-rankers once more, as plain loops over queries and candidates, in the manner of `oracle`.
+"""The re-rankers implemented again as plain loops over queries and candidates, in the manner of `oracle`.
 
-Written from docs/methods/reranking.rst and the papers and not from the library. Every function is one direction:
-``S`` (queries, candidates), ``R`` (references, candidates), ``R = S`` where it is transductive. They return the scores
-(queries, candidates), higher is better, where the docstring does not say otherwise. ``k`` beyond what there is means
-all. The page leaves open what comes first among equals: here the lower index does.
+It is written from docs/methods/reranking.rst and the papers and not from the library. Every function is one direction:
+``S`` (queries, candidates), ``R`` (references, candidates), and ``R = S`` for transductive re-ranking. Unless the
+docstring says otherwise, functions return scores (queries, candidates), where higher is better. A ``k`` larger than
+their number means all. The page does not specify the order of equal scores: here the lower index is first.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def multi_factor(S: ArrayLike, R: ArrayLike, k: int, share_weight: float, place_
     """Candidates of each query from best to worst, and the scores (queries, k) of its k best in S, best in S first.
 
     ``w₁ S_qc / Σ_r R_rc + exp(−0.05 j) + w₂ exp(−0.05 l)``: c is the j-th of q in S and the l-th in `reciprocal_order`,
-    both from 1. Equal scores stay in the order of S.
+    both from 1. Equal scores keep the order of S.
     """
     S, R = _matrices(S, R)
     reciprocal = reciprocal_order(S, R, k).tolist()
@@ -141,7 +141,7 @@ def multi_factor(S: ArrayLike, R: ArrayLike, k: int, share_weight: float, place_
 def k_reciprocal(images: ArrayLike, texts: ArrayLike, k1: int, k2: int, weight: float) -> Array:
     """``−((1 − λ) J_qc + λ d̂_qc)``, images (N, D) as queries, texts (M, D) as candidates -> (N, M).
 
-    All N + M items are one set. An item is first among its own neighbours, whatever else is at distance 0.
+    All N + M items are one set. An item is first among its own neighbours, even if others are at distance 0.
     """
     images, texts = _matrices(images, texts)
     cosines = cosine(np.concatenate([images, texts]), np.concatenate([images, texts]))
@@ -153,7 +153,7 @@ def k_reciprocal(images: ArrayLike, texts: ArrayLike, k1: int, k2: int, weight: 
     def mutual(x: int, k: int) -> set[int]:
         return {y for y in nearest[x][: k + 1] if x in nearest[y][: k + 1]}
 
-    half = round(k1 / 2)  # a half to the even number
+    half = round(k1 / 2)  # round half to even
     V = np.zeros((len(items), len(items)))
     for x in items:
         expanded = mutual(x, k1)
@@ -174,7 +174,7 @@ def k_reciprocal(images: ArrayLike, texts: ArrayLike, k1: int, k2: int, weight: 
     return _each_pair(np.zeros((len(images), len(texts))), score)
 
 
-# ----------------------------------------------------------------------------------------------------- shared pieces
+# -------------------------------------------------------------------------------------------------- shared functions
 
 
 def _matrices(*values: ArrayLike) -> tuple[Array, ...]:

@@ -1,4 +1,4 @@
-"""Two processes of ``torch.distributed`` that work and hand back what they found."""
+"""Two processes of ``torch.distributed`` that run a function and return its results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORLD = 2
 
 
 def both(work: Callable[..., Any], folder: Path, *args) -> list[Any]:
-    """What ``work(rank, *args)`` returns in each process, which must be at home in the top level of a module."""
+    """Run ``work(rank, *args)``, a top-level function of a module, in each process and return the results."""
     mp.spawn(_process, (work, str(folder), args), nprocs=WORLD)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
 
@@ -26,8 +26,8 @@ def _process(rank: int, work: Callable[..., Any], folder: str, args: tuple) -> N
     where = f"file://{folder}/store"
     dist.init_process_group("gloo", where, timedelta(seconds=120), rank=rank, world_size=WORLD)
     torch.save(work(rank, *args), Path(folder, f"{rank}.pt"))
-    dist.barrier()  # one that is gone before the other has connected makes it fail
+    dist.barrier()  # a process that exits before the other has connected would make that one fail
     dist.destroy_process_group()
-    # Without taking Python down: DDP keeps the group's threads alive, and one that drops its last tensor while
-    # the interpreter goes down aborts the process (pytorch/pytorch#179291), seldom and on a busy machine.
+    # Exit without Python's shutdown: DDP keeps the group's threads alive, and dropping a last tensor in them during
+    # shutdown aborts the process (pytorch/pytorch#179291), which is rare and happens on busy machines.
     os._exit(0)

@@ -1,7 +1,7 @@
-"""The specification: every answer on a dense score matrix, in plain PyTorch, differentiated by autograd.
+"""The specification: all methods of anchors on a dense score matrix, in plain PyTorch, differentiated by autograd.
 
-In float64 this is the judge of the engines, and shares no line with them. :class:`Reference` answers what
-``itrloss.Anchors`` does, for the rows of matrices; the columns are the rows of the transposed matrix.
+In float64, engines are compared with it; it shares no code with them. :class:`Reference` has the methods of
+``itrloss.Anchors``, for the rows of matrices; the columns are the rows of the transposed matrix.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class MeanStd(NamedTuple):
     std: Tensor
 
 
-# By the names of the registered terms; those of the tests' own are taken as they are.
+# Keys are the names of registered terms; other terms of the tests are called directly.
 TERMS: dict[str, Callable[..., Tensor]] = {
     "identity": lambda s: s,
     "log1p_clamp": lambda s: torch.log(1 + s.clamp_min(-1 + 1e-6)),
@@ -37,14 +37,14 @@ TERMS: dict[str, Callable[..., Tensor]] = {
 
 
 def unit(x: Tensor) -> Tensor:
-    """(N, D) vectors at unit length; a zero vector stays zero."""
+    """Normalise vectors (N, D); a zero vector stays zero."""
     norm = x.norm(dim=1, keepdim=True)
     zero = norm.detach() <= 1e-12
     return torch.where(zero, 0.0, x / torch.where(zero, 1.0, norm))
 
 
 def matches(ids: Sequence[Tensor | None], n: int, m: int) -> Tensor:
-    """(N, M) bool: which pairs are positive."""
+    """Mask of the positive pairs, (N, M) bool."""
     rows, cols = (torch.arange(size) if x is None else x for x, size in zip(ids, (n, m), strict=True))
     return rows[:, None] == cols
 
@@ -57,12 +57,12 @@ class Reference:
 
     @classmethod
     def of(cls, v: Tensor, w: Tensor, ids: Sequence[Tensor | None] = (None, None), normalize: bool = True) -> Reference:
-        """The rows of the cosines, or of the inner products."""
+        """Rows of the matrix of cosines, or of inner products."""
         return cls.from_scores((unit(v) @ unit(w).T) if normalize else v @ w.T, ids)
 
     @classmethod
     def from_scores(cls, scores: Tensor, ids: Sequence[Tensor | None] = (None, None)) -> Reference:
-        """The rows of a matrix."""
+        """Rows of a given matrix."""
         return cls((scores, matches(ids, *scores.shape)))
 
     @property
@@ -77,7 +77,7 @@ class Reference:
         return sum(len(s) for s, _ in self.groups)
 
     def _each(self, answer: Callable[..., Tensor], *params: float | Tensor) -> Tensor:
-        """(A,) of ``answer(scores, positive, *params)``, parameters as columns (A, 1) of their group."""
+        """Apply ``answer(scores, positive, *params)`` to each group, with parameters (A, 1); concatenate to (A,)."""
         given = [
             (x.reshape(-1) if isinstance(x, Tensor) else self.groups[0][0].new_tensor([x])).expand(len(self))
             for x in params
@@ -93,7 +93,7 @@ class Reference:
             if over == "all":
                 return z.logsumexp(1)
             empty = positive.all(1)
-            z = z.masked_fill(positive, -math.inf).masked_fill(empty[:, None], 0.0)  # -inf alone has a nan gradient
+            z = z.masked_fill(positive, -math.inf).masked_fill(empty[:, None], 0.0)  # its gradient is nan for -inf only
             return z.logsumexp(1).masked_fill(empty, -math.inf)
 
         return self._each(one, scale)

@@ -1,4 +1,4 @@
-"""Nothing waits for an accelerator: on the meta device there are no numbers, and whoever reads one raises."""
+"""No synchronisation with the accelerator: reading a value of a meta tensor, which has no data, raises an error."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ANSWERS = {
 
 @pytest.fixture(params=ENGINES)
 def engine(request, monkeypatch):
-    """Each; the kernels of Triton's have nothing to work on."""
+    """Each engine; launches of Triton kernels are disabled, as meta tensors have no data."""
     if request.param == "triton":
         interpreter = pytest.importorskip("triton.runtime.interpreter")
         monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda *_, **__: None)
@@ -52,7 +52,7 @@ def numbers(*sizes: int) -> list[torch.Tensor]:
 
 
 def backward(found: tuple[torch.Tensor, ...], *leaves: torch.Tensor) -> bool:
-    """Whether all was answered on the device, and what has a gradient hands it on to the leaves."""
+    """Whether all results are on the device, and every leaf has a gradient if any result is differentiable."""
     differentiable = [x.sum() for x in found if x.requires_grad]
     torch.autograd.backward(differentiable)
     return all(x.is_meta for x in found) and all((x.grad is not None) == bool(differentiable) for x in leaves)
@@ -63,7 +63,7 @@ def test_losses_wait_for_nothing(name, engine):
     for m, ids, dtype in ((N, (), torch.float32), (M, numbers(N, M), torch.bfloat16)):
         images, texts = given(N, D, dtype=dtype), given(m, D, dtype=dtype)
         if name == "triplet all" and ids:
-            continue  # lists the pairs: docs/engines.rst
+            continue  # this one lists the pairs, see docs/engines.rst
         LOSSES[name](engine=engine).to("meta")(images, texts, *ids).backward()
         assert images.grad is not None and texts.grad is not None and images.grad.is_meta
 
@@ -78,7 +78,7 @@ def test_answers_wait_for_nothing(name, engine):
 @pytest.mark.parametrize("loss", [itrloss.MemoryDiversityContrastiveLoss, itrloss.UnifiedTrainingObjective])
 def test_memories_wait_for_nothing(loss, engine):
     memory = itrloss.CoupledMemory(K, D).to("meta")
-    for size in (K, N):  # filled, and over its end
+    for size in (K, N):  # fill the memory, then wrap around its end
         memory.enqueue(given(size, D).detach(), given(size, D).detach(), *numbers(size))
     keys = given(N, D).detach(), given(N, D).detach()
     images, texts = given(N, D), given(N, D)

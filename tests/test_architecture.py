@@ -1,4 +1,4 @@
-"""The house: who imports whom, how long things are, what an import costs, and how many calls a loss takes."""
+"""The architecture: imports between layers, lengths of modules, the cost of an import, function calls per loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import itrloss
 from itrloss.engine import reduce  # noqa: F401 — registers the operators
 
 HOME = Path(itrloss.__file__).parent
-# From the ground up: a module imports from its own floor and those below.
+# The layers from the bottom up: a module imports from its own layer and those below.
 FLOORS = [
     {"checks", "files", "peak"},
     {"engine"},
@@ -35,7 +35,7 @@ MODULES = {
 
 
 def test_the_package_holds_no_benchmarks():
-    """They are run from a checkout, and only what is under ``src`` is packaged."""
+    """Benchmarks are run from a checkout, and only ``src`` is packaged."""
     settings = (Path(__file__).parent.parent / "pyproject.toml").read_text()
     assert '[tool.setuptools.packages.find]\nwhere = ["src"]\n' in settings
     assert not [name for name in MODULES if "bench" in name]
@@ -43,7 +43,7 @@ def test_the_package_holds_no_benchmarks():
 
 
 def imports(name: str) -> set[str]:
-    """Modules of the library that a module imports, whatever the place in it, but for type checkers."""
+    """Modules of the library that a module imports anywhere in its code, except for type checkers."""
     path = MODULES[name]
     package = ("itrloss." + name).split(".")
     package = package if path.name == "__init__.py" else package[:-1]
@@ -58,7 +58,7 @@ def imports(name: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
             module = ".".join(filter(None, (base, node.module)))
-            # Of a package, its modules; of a module, itself.
+            # The import of a package counts for its modules, that of a name for its module.
             found |= {f"{module}.{a.name}" if f"{module}.{a.name}"[8:] in MODULES else module for a in node.names}
     return {x.removeprefix("itrloss.") for x in found if x.startswith("itrloss.")} & {*MODULES} - {name}
 
@@ -74,7 +74,7 @@ def test_nothing_is_imported_from_above(name):
 
 
 def test_imports_go_round_in_no_circle():
-    """Triton's module, which the engine asks for when it is there, sees the engine."""
+    """Triton's module, which the engine imports when it is used, imports the engine."""
     left = {name: imports(name) - {"engine.triton", name.split(".")[0]} for name in MODULES}
     while free := {name for name, needs in left.items() if not needs & left.keys()}:
         left = {name: needs for name, needs in left.items() if name not in free}
@@ -102,7 +102,7 @@ def test_operators_have_few_arguments():
 
 
 def test_an_import_brings_no_compiler_along():
-    """It would take a second."""
+    """Importing the compiler takes about a second."""
     code = """
 import sys, torch
 before = set(sys.modules)
@@ -118,7 +118,7 @@ COMPREHENSIONS = {"<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>"}
 
 
 def calls(function) -> int:
-    """How many functions of the library are called; comprehensions are none, in some versions of Python."""
+    """Number of calls of library functions, without comprehensions, which some Python versions call as functions."""
     count, home = 0, str(HOME)
 
     def note(frame, event, _):
@@ -135,7 +135,7 @@ def calls(function) -> int:
 
 
 def test_a_loss_takes_few_calls():
-    """At 128 pairs they are the run time."""
+    """At 128 pairs, function calls dominate the run time."""
     v, w = (torch.randn(16, 8, requires_grad=True) for _ in range(2))
     memory = itrloss.CoupledMemory(32, 8)
     memory.enqueue(torch.randn(32, 8), torch.randn(32, 8))
@@ -143,7 +143,7 @@ def test_a_loss_takes_few_calls():
         (itrloss.DiversityContrastiveLoss(), (v, w), 60),
         (itrloss.MemoryDiversityContrastiveLoss(), (v, w, v, w, memory), 120),
     ):
-        loss(*inputs).backward()  # what is imported and looked up once
+        loss(*inputs).backward()  # the first call imports modules and fills caches
         value: list[torch.Tensor] = []
         assert calls(lambda loss=loss, inputs=inputs, value=value: value.append(loss(*inputs))) <= forward
         assert calls(value[0].backward) <= 25

@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: cases, variants, peers, what is written and how wrong use is answered."""
+"""``python -m benchmarks``: cases, variants, peers, output files, and errors for invalid use."""
 
 import contextlib
 import errno
@@ -40,14 +40,14 @@ def test_ours_and_eager_are_the_same_loss(loss):
         assert row["seconds"] > 0 and row["rounds"] >= 3 and row["to ours"] > 0 and row["to matmul_bound"] > 0
     assert rows["ours"]["to ours"] == 1 and rows["matmul_bound"]["to matmul_bound"] == 1
     assert "gradient difference" not in rows["ours"] and "gradient difference" not in rows["matmul_bound"]
-    if LOSSES[loss].kind != "prototypes":  # which have no score matrix
+    if LOSSES[loss].kind != "prototypes":  # these have no score matrix
         assert rows["ours"]["engine"] == "dense" and rows["ours tiled"]["engine"] == "tiled"
     assert rows["ours"]["products"] == "BLAS" and not {"engine", "products"} & rows["eager"].keys()
 
 
 @pytest.mark.parametrize(("fixture", "libraries"), [("by_blas", "BLAS"), ("by_onednn", "oneDNN, BLAS")])
 def test_rows_of_ours_name_what_was_chosen(fixture, libraries, request):
-    request.getfixturevalue(fixture)  # oneDNN is not for transposed matrices
+    request.getfixturevalue(fixture)  # oneDNN is not used for transposed matrices
     chosen = Matrix.__init__, products._use_onednn
     rows = _measure(Case("infonce", (300, 300, 8)))
     assert (rows["ours"]["engine"], rows["ours"]["products"]) == ("tiled", libraries)
@@ -109,7 +109,7 @@ def test_several_captions_an_image(shape, losses):
 def test_accuracy_tells_a_rough_gradient_from_an_exact_one():
     rows = _measure(Case("infonce", (16, 16, 8), torch.bfloat16), "eager", accuracy=True)
     assert rows["ours"]["gradient error"] < rows["eager"]["gradient error"]
-    assert 1e-4 < rows["eager"]["gradient error"] < 0.1  # autocast rounds the products
+    assert 1e-4 < rows["eager"]["gradient error"] < 0.1  # the products are rounded under autocast
 
 
 def test_matmul_bound_counts_the_products_it_makes():
@@ -184,7 +184,7 @@ def test_a_failure_of_ours_is_no_row(monkeypatch):
         _measure(Case("infonce", (4, 4, 4)))
 
 
-@pytest.mark.parametrize("calls", [0, 1, 4])  # before it fails: at once, when memory is looked at, while timed
+@pytest.mark.parametrize("calls", [0, 1, 4])  # when it fails: at once, when memory is measured, or when it is timed
 def test_a_failure_of_a_peer_loses_nothing_else(monkeypatch, calls):
     left = [calls]
 
@@ -253,7 +253,7 @@ def test_compiled_variants(tmp_path):
 def test_peers_that_cannot_run_say_why(monkeypatch):
     real = peers.importlib.util.find_spec
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None if name == "open_clip" else real(name))
-    monkeypatch.setitem(sys.modules, "pytorch_metric_learning.losses", None)  # as if it were not there
+    monkeypatch.setitem(sys.modules, "pytorch_metric_learning.losses", None)  # as if the library were not installed
     rows = _measure(Case("infonce", (8, 8, 4)), "peers")
     assert set(rows) == {"ours", *(name for name, peer in peers.PEERS.items() if "infonce" in peer.losses)}
     assert "itrloss[bench]" in rows["open_clip"]["error"]
@@ -314,7 +314,7 @@ def _sigmoid_loss(images, texts, log_temperature, bias):
     return -torch.nn.functional.logsigmoid((2 * torch.eye(len(images)) - 1) * logits).sum() / len(images)
 
 
-STAND_INS = {  # what the libraries for CUDA publish, by their names, in plain PyTorch
+STAND_INS = {  # the interfaces of the CUDA libraries, in plain PyTorch
     "siglip-kernel": ("siglip_kernel", {"fused_siglip_loss": _sigmoid_loss}),
     "cut-cross-entropy": (
         "cut_cross_entropy",
@@ -340,7 +340,7 @@ def test_libraries_for_cuda_are_called_for_the_same_gradient(monkeypatch, name):
     module, contents = STAND_INS[name]
     loss = peers.PEERS[name].losses[0]
     monkeypatch.setattr(peers, "_on_cuda", lambda case: None)
-    monkeypatch.setitem(sys.modules, module, None)  # as if it were not there
+    monkeypatch.setitem(sys.modules, module, None)  # as if the library were not installed
     missing = _measure(Case(loss, (9, 9, 256), torch.bfloat16), name)[name]["error"]
     assert missing.startswith(name) and "itrloss[bench]" in missing
     monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**contents))
@@ -414,7 +414,7 @@ def test_command_writes_table_json_and_plot(tmp_path, capsys):
         (["--shapes", "12xa"], "shape: expected images x texts x dim"),
         (["--losses", "mdcl", "--shapes", "12x8"], "shape: expected batch x entries x dim"),
         (["--shapes", "0x8"], "shape: expected images x texts x dim"),
-        # Far too large, in every way:
+        # Sizes far beyond any memory, in several ways:
         (["--shapes", "99999999999x8"], "shape: expected images x texts x dim"),
         (["--shapes", "9" * 5000 + "x8"], "shape: expected images x texts x dim"),
         (
@@ -481,7 +481,7 @@ def test_a_full_disk_leaves_the_rows_measured_before(monkeypatch, tmp_path, caps
 
     def measure(case, *args):
         measured.append(case)
-        if len(measured) == 2:  # from now on
+        if len(measured) == 2:  # from this call on
 
             def full(path, mode, encoding):
                 return open("/dev/full", mode, encoding=encoding)
@@ -541,7 +541,7 @@ def test_committed_results_are_rows_of_the_present_form():
         results = json.loads(path.read_text(encoding="utf-8"))
         assert {"processor", "torch", "date", "device"} <= set(results["machine"]), path.name
         for row in results["rows"]:
-            if path.stem.endswith("reranking"):  # by benchmarks/reranking.py
+            if path.stem.endswith("reranking"):  # written by benchmarks/reranking.py
                 assert set(row) >= RERANKING, path.name
                 continue
             assert row["loss"] in LOSSES and "shape" in row and ("seconds" in row or "error" in row), path.name

@@ -1,4 +1,4 @@
-"""The command line and its files: what once ended in a traceback, took gigabytes or lost data."""
+"""Regression tests of the command line and its files: tracebacks, excessive memory, and lost data."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_results_have_the_permissions_of_any_new_file(mask, mode, saved, tmp_pat
     try:
         assert run("rerank", saved, "--methods", "fast", "--queries", tmp_path / "q.csv") == 0
         assert (tmp_path / "q.csv").stat().st_mode & 0o777 == mode
-        assert os.umask(mask) == mask  # as it was
+        assert os.umask(mask) == mask  # unchanged
     finally:
         os.umask(before)
 
@@ -210,7 +210,7 @@ def test_a_single_query_is_told_which_option_helps(tmp_path, capsys):
 def test_a_signal_leaves_no_temporary_file_and_no_traceback(sent, saved, tmp_path):
     code = (
         "import os, signal, sys, time; from itrloss import cli\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # jobs in a script's background ignore it
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # background jobs of a shell script ignore SIGINT
         "def stop(*args, **kwargs): os.kill(os.getpid(), int(sys.argv[1])); time.sleep(60)\n"
         "cli.np.savez = stop\n"
         "sys.exit(cli.main(['rerank', 's.npy', '--methods', 'fast', '--out', 'out.npz']))"

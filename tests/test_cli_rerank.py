@@ -1,4 +1,4 @@
-"""``itrloss rerank`` and ``itrloss eval``: what they print and write, and how they refuse what they cannot read."""
+"""``itrloss rerank`` and ``itrloss eval``: their output, their files, and their errors for unreadable input."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ N, C, D = 12, 5, 8
 
 
 def pairs(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Embeddings of images and of five captions each, with hubs."""
+    """Embeddings of images and of five captions per image, with hubs."""
     generator = np.random.default_rng(seed)
     images = generator.normal(size=(N, D))
     texts = images.repeat(C, 0) + 1.2 * generator.normal(size=(N * C, D)) + generator.random((N * C, 1))
@@ -50,7 +50,7 @@ def run(*arguments: object) -> int:
 
 
 def lines(capsys: pytest.CaptureFixture[str]) -> dict[str, list[str]]:
-    """Of the table, by the method."""
+    """Lines of the table by method."""
     found: dict[str, list[str]] = {}
     for line in capsys.readouterr().out.splitlines():
         found.setdefault(line[:16].strip(), []).append(line)
@@ -124,7 +124,7 @@ def test_run_files_of_folds_hold_the_candidates_of_the_part(saved: Path, tmp_pat
 def test_what_folds_cannot_do(saved: Path, tmp_path: Path, monkeypatch, capsys, given, said):
     monkeypatch.chdir(tmp_path)
     Path("i.txt").write_text("\n".join(map(str, range(N))))
-    Path("t.txt").write_text("\n".join(str(x % (N + 1)) for x in range(N * C)))  # a text of no image
+    Path("t.txt").write_text("\n".join(str(x % (N + 1)) for x in range(N * C)))  # a text without an image
     Path("late.txt").write_text("\n".join(str(4 + x % (N - 4)) for x in range(N * C)))
     Path("i5.txt").write_text("\n".join(str(x // C) for x in range(N * C)))
     Path("twice.txt").write_text("\n".join(map(str, [*range(N - 1), 0])))
@@ -234,7 +234,7 @@ def test_of_both_ways_that_by_the_bank_is_written(transposed: bool, saved: Path,
 
 
 class _Page(HTMLParser):
-    """The text of a page, whose elements are closed as they were opened."""
+    """Parser of a page's text; it checks that elements are closed in the right order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class _Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list) -> None:
         if tag != "meta":
             self.open.append(tag)
-        assert not any(name in ("src", "href") for name, _ in attrs)  # nothing is loaded
+        assert not any(name in ("src", "href") for name, _ in attrs)  # the page loads nothing
 
     def handle_startendtag(self, tag: str, attrs: list) -> None:
         pass
@@ -258,7 +258,7 @@ class _Page(HTMLParser):
 
 def test_the_report_names_hubs_and_who_gained(saved: Path, tmp_path: Path):
     report, names = tmp_path / "report.html", tmp_path / "captions.txt"
-    given = ("--i2t", 60, 25, "--t2i", 60, 20)  # more lose than gain
+    given = ("--i2t", 60, 25, "--t2i", 60, 20)  # more queries lose than gain
     names.write_text("\n".join(f"caption <b{i}> & co" for i in range(N * C)), encoding="utf-8")
     assert run("rerank", saved, "--report", report, "--text-names", names, "--methods", "fast", "sinkhorn", *given) == 0
     page = _Page()
@@ -281,7 +281,7 @@ def test_the_report_names_hubs_and_who_gained(saved: Path, tmp_path: Path):
 
 
 def test_the_report_ranks_gains_by_ratio_and_counts_answered_queries_only():
-    """From 20 to 2 is more than from 200 to 100. The fourth query has no right candidate."""
+    """A change from 20 to 2 is larger than one from 200 to 100. The fourth query has no right candidate."""
     ranks = {"before": [200, 20, 3, 0, 5], "after": [100, 2, 9, 0, 5]}
     top = torch.arange(5)[:, None]
     entries = []
@@ -429,7 +429,7 @@ def _pickled(*parts: bytes) -> bytes:
     return b"\x80\x04" + b"".join(parts) + b"."
 
 
-_OBJECT = (  # numpy.dtype("O8"), told that its items are no references
+_OBJECT = (  # numpy.dtype("O8") with flags that claim that items are not references
     b"cnumpy\ndtype\n(X\x02\x00\x00\x00O8\x89\x88tR(K\x03X\x01\x00\x00\x00|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
 )
 _ADDRESS = b"C\x08AAAAAAAA"
@@ -447,7 +447,7 @@ HOSTILE = {
 def test_no_bytes_of_a_pickle_are_taken_for_addresses(name: str, tmp_path: Path):
     path = tmp_path / "sims.pkl"
     path.write_bytes(HOSTILE[name])
-    # In a process of its own, which would crash.
+    # Run in a subprocess, which would crash.
     code = (
         f"from itrloss.files import read_matrix\ntry: read_matrix({str(path)!r})\nexcept ValueError: print('refused')"
     )
@@ -490,7 +490,7 @@ def test_tensors_that_are_no_matrices_of_numbers_are_refused(kind: str, tmp_path
     torch.save(made[kind], tmp_path / "sims.pt")
     assert run("rerank", tmp_path / "sims.pt") == 2
     said = capsys.readouterr().err
-    # PyTorch 2.15 itself no longer reads nested tensors from files that are not trusted.
+    # PyTorch 2.15 no longer reads nested tensors from untrusted files.
     assert "expected a dense tensor" in said or (kind == "nested" and "not a readable .pt file" in said)
 
 
@@ -560,7 +560,7 @@ def test_a_bank_has_any_number_of_queries_and_its_direction_is_named(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     generator = np.random.default_rng(0)
-    np.save(tmp_path / "images.npy", generator.random((2 * N * C, N * C)))  # as many as if they were texts
+    np.save(tmp_path / "images.npy", generator.random((2 * N * C, N * C)))  # as many images as if they were texts
     np.save(tmp_path / "texts.npy", generator.random((N, N // 2)))
     for side, way in (("images", "i2t"), ("texts", "t2i")):
         assert run("rerank", saved, "--methods", "fast", f"--bank-{side}", tmp_path / f"{side}.npy") == 0
@@ -568,7 +568,7 @@ def test_a_bank_has_any_number_of_queries_and_its_direction_is_named(
 
 
 def test_more_images_than_texts_with_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    np.save(tmp_path / "t.npy", scores().T)  # five images a text
+    np.save(tmp_path / "t.npy", scores().T)  # five images per text
     np.save(tmp_path / "i.npy", np.arange(N * C) // C)
     np.save(tmp_path / "j.npy", np.arange(N))
     ids = ("--image-ids", tmp_path / "i.npy", "--text-ids", tmp_path / "j.npy")

@@ -1,4 +1,4 @@
-"""Online k-means, and the classification by its prototypes."""
+"""Online k-means, and classification by its prototypes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def mean_cosine(x, means):
     return oracle_more.kmeans_objective(x.numpy(), means.centroids[: len(means)].numpy())
 
 
-@pytest.mark.parametrize("size", [1, 3, 8, 40])  # fewer points than clusters, as many, more
+@pytest.mark.parametrize("size", [1, 3, 8, 40])  # fewer points than clusters, equally many, more
 def test_step_equals_the_loop_oracle(size):
     means = trained(8, patience=1e6)
     assert len(means) == 8
@@ -59,7 +59,7 @@ def test_empty_clusters_are_seeded_in_their_order():
     assert sorted(ids.tolist()) == [0, 1, 2] and len(means) == 3
     torch.testing.assert_close(means.centroids[ids], torch.nn.functional.normalize(x))
     assert means.reseeded.tolist() == [True, True, True, False, False]
-    more = torch.cat([x[:1] * 2, -x[1:], x[2:] * 3])  # two are known; the two others are worse served than these
+    more = torch.cat([x[:1] * 2, -x[1:], x[2:] * 3])  # two directions are known; the two others have lower similarities
     ids = means.update(more)
     assert len(means) == 5 and set(ids[1:3].tolist()) == {3, 4}
     assert means.reseeded.tolist() == [False, False, False, True, True]
@@ -80,7 +80,7 @@ def test_cluster_without_points_is_seeded_again():
     far = torch.tensor([[1.0, 0, 0.1], [1, 0, 0.9]])
     means.update(far)
     means.update(far)
-    assert not means.reseeded.any()  # 4 points, as many as it may miss
+    assert not means.reseeded.any()  # 4 points, which is still within its patience
     ids = means.update(far)
     assert means.reseeded.tolist() == [False, True] and ids.tolist() == [0, 1]
     torch.testing.assert_close(means.centroids[1], far[1] / far[1].norm())
@@ -129,10 +129,10 @@ def test_refit_finds_separated_clusters():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("at", [0, 3])  # in the first batch, which seeds, or later
+@pytest.mark.parametrize("at", [0, 3])  # in the first batch, which initialises the centroids, or later
 @pytest.mark.parametrize("clusters", [4, 40])
 def test_points_that_are_not_finite_leave_no_trace(bad, at, clusters):
-    """Mixed precision skips the optimiser's step after an overflow, but a centroid would be lost for good."""
+    """Mixed precision skips the optimiser's step after an overflow, but a centroid would be corrupted for good."""
     means, clean = OnlineKMeans(clusters, 6), OnlineKMeans(clusters, 6)
     for step in range(5):
         x = points(12, seed=step)
@@ -168,7 +168,7 @@ def test_refit_tells_all_that_was_reseeded():
     means = OnlineKMeans(6, 6)
     x = points(30)
     means.fit(x, iterations=5)
-    assert means.reseeded.all()  # at the first of them
+    assert means.reseeded.all()  # in the first iteration
     means.fit(x, iterations=2)
     assert not means.reseeded.all()
 
@@ -197,7 +197,7 @@ def test_counts_are_capped_for_the_step_alone():
 def test_zero_vectors_copies_and_opposites_stay_finite(dtype):
     means = OnlineKMeans(4, 3)
     means.update(torch.zeros(3, 3, dtype=dtype))
-    assert len(means) == 0 and not means.centroids.any()  # they are no seeds
+    assert len(means) == 0 and not means.centroids.any()  # zero vectors do not seed clusters
     means.update(torch.eye(3, dtype=dtype))
     means.update(torch.ones(3, 3, dtype=dtype))
     means.update(torch.tensor([[0.0, 0, 0], [1, 0, 0], [-1, 0, 0]], dtype=dtype))
@@ -207,7 +207,7 @@ def test_zero_vectors_copies_and_opposites_stay_finite(dtype):
 
 
 def test_large_matrices_are_never_held(monkeypatch):
-    """The engine is chosen by the number of points and clusters, and answers are the same."""
+    """The engine is chosen by the number of points and clusters; results are equal."""
     means = trained(50, size=30)
     x = points(64, seed=9)
     wanted = means.predict(x)
@@ -328,7 +328,7 @@ def test_what_holds_of_the_classification(seed, b, k):
     torch.testing.assert_close(loss(v[rows], w[rows], weight, ids[rows], "none"), (first[rows], second[rows]))
     renamed = loss(v, w, weight[names], torch.argsort(names)[ids], "none")
     torch.testing.assert_close(renamed, (first, second))
-    torch.testing.assert_close(loss(v, w, weight + 1.5 * torch.ones(5), ids, "none"), (first, second))  # a common shift
+    torch.testing.assert_close(loss(v, w, weight + 1.5 * torch.ones(5), ids, "none"), (first, second))  # common offset
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -388,7 +388,7 @@ def test_classification_input_errors():
 @pytest.mark.parametrize("engine", ["dense", "tiled"])
 def test_classification_is_never_negative_in_float32(engine, scale):
     v, w, weight, ids = concepts(128, 500, 64)
-    v[:60] = weight[ids[:60]]  # easy ones, whose loss is next to nothing
+    v[:60] = weight[ids[:60]]  # easy samples, whose loss is almost 0
     given = [x.float() * (scale if at < 2 else 1) for at, x in enumerate((v, w, weight))]
     found = functional.prototype_classification_loss(*given, ids, "none", engine)
     wanted = functional.prototype_classification_loss(*(x.double() for x in given), ids, "none", "dense")

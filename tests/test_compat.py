@@ -1,4 +1,4 @@
-"""Each class of compat against the formula of its code base, written out once more as plain loops or dense torch."""
+"""Each class of compat against its code base's formula, implemented again in plain loops or dense PyTorch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rows(*shape: int, seed: int, unit: bool = True) -> Tensor:
 
 
 def pairs(n: int, d: int = 6, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Images and texts that have something to do with each other, so that no positive scores below 0."""
+    """Correlated images and texts, so that no positive scores below 0."""
     im = rows(n, d, seed=seed).detach()
     s = torch.nn.functional.normalize(im + 0.5 * rows(n, d, seed=seed + 1).detach(), dim=1)
     assert ((im * s).sum(1) > 0).all()
@@ -34,7 +34,7 @@ def pairs(n: int, d: int = 6, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def assert_same(ours: Tensor, theirs: Tensor, inputs: tuple[Tensor, ...], tolerance: float = 1e-9) -> None:
-    """Values, and gradients of all inputs."""
+    """Compare values, and gradients of all inputs."""
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
     options = {"allow_unused": True, "materialize_grads": True, "retain_graph": True}
     got, wanted = (torch.autograd.grad(3 * x, inputs, **options) for x in (ours, theirs))
@@ -42,11 +42,11 @@ def assert_same(ours: Tensor, theirs: Tensor, inputs: tuple[Tensor, ...], tolera
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-# ------------------------------------------------------------------------------------------ the formulas once more
+# --------------------------------------------------------------------------------------- reference implementations
 
 
 def hinge_sum(scores: Tensor, margin: float, hardest: bool, masked: Tensor | None = None) -> Tensor:
-    """Of each diagonal entry against its row and its column, without masked pairs."""
+    """Sum of the hinges of each diagonal entry with its row and its column, without masked pairs."""
     n = len(scores)
     masked = torch.eye(n, dtype=torch.bool) if masked is None else masked
     total = scores.sum() * 0
@@ -66,7 +66,7 @@ def order_scores(im: Tensor, s: Tensor) -> Tensor:
 
 
 def hal(scores: Tensor, scale: float, margin: float, leak: bool = False, relu: bool = False) -> Tensor:
-    """Liu et al.; with ``leak`` and ``relu`` as the public codes have it: the pair itself is in the sums as 0."""
+    """HAL of Liu et al.; with ``leak`` and ``relu``, as in public code, the sums include the pair itself as 0."""
     n = len(scores)
     total = scores.sum() * 0
     for i in range(n):
@@ -80,7 +80,7 @@ def hal(scores: Tensor, scale: float, margin: float, leak: bool = False, relu: b
 
 
 def bank_weights(scores: Tensor, images: Tensor, texts: Tensor, opt: Namespace) -> tuple[Tensor, Tensor]:
-    """HAL's weights from the scores of the batch and those with the entries of the bank that count."""
+    """HAL's weights, from the scores of the batch and those with the valid entries of the bank."""
     k = min(opt.mb_k, len(scores))
     near = [x.sort(dim=1, descending=True).values[:, :k] for x in (images, texts)]
     n, m = (torch.exp(opt.global_beta * x - opt.global_ep_nega).sum(1) for x in near)
@@ -144,7 +144,7 @@ def crowding(sets: Tensor) -> Tensor:
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("hardest", MODES)
 def test_vsepp_and_vse_infinity(n, hardest):
-    im, s = rows(n, 6, seed=n, unit=False), rows(n, 6, seed=n + 50, unit=False)  # no_imgnorm: lengths count
+    im, s = rows(n, 6, seed=n, unit=False), rows(n, 6, seed=n + 50, unit=False)  # no_imgnorm: unnormalised
     wanted = hinge_sum(im @ s.T, 0.3, hardest)
     assert_same(compat.VSEPPLoss(margin=0.3, max_violation=hardest)(im, s), wanted, (im, s))
     assert_same(compat.VSEInfinityLoss(Namespace(), 0.3, hardest)(im, s), wanted, (im, s))
@@ -156,7 +156,7 @@ def test_vsepp_and_vse_infinity(n, hardest):
 def test_order_embeddings(hardest):
     im, s = rows(5, 4, seed=1).detach().abs().requires_grad_(), rows(5, 4, seed=2).detach().abs().requires_grad_()
     assert_same(compat.VSEPPLoss(0.1, "order", hardest)(im, s), hinge_sum(order_scores(im, s), 0.1, hardest), (im, s))
-    # PVSE and HAL have them, too
+    # PVSE and HAL have order embeddings, too
     sets = [x.detach()[:, None].repeat(1, 2, 1).mul(torch.tensor([[1.0], [0.7]])).requires_grad_() for x in (im, s)]
     flat = order_scores(sets[0].flatten(0, 1), sets[1].flatten(0, 1)).view(5, 2, 5, 2)
     best = torch.stack([torch.stack([flat[i, :, j].max() for j in range(5)]) for i in range(5)])
@@ -164,7 +164,7 @@ def test_order_embeddings(hardest):
     wanted = hinge_sum(best, 0.1, hardest)
     assert_same(compat.PVSELoss(opt, "sum")(sets[0], sets[1], None, None)[0], wanted, tuple(sets))
     opt = Namespace(local_alpha=5.0, local_ep=0.1, measure="order")
-    im, s = (0.5 * x.detach() for x in (im, s))  # scores above -1
+    im, s = (0.5 * x.detach() for x in (im, s))  # so that scores are above -1
     im.requires_grad_(), s.requires_grad_()
     assert_same(compat.HALLoss(opt)(im, s), hal(order_scores(im, s), 5.0, 0.1), (im, s))
 
@@ -180,7 +180,7 @@ def test_score_matrices(n, hardest):
 
 
 def word_scores(im: Tensor, s: Tensor, lengths: list[int], sharpness: float = 1.0) -> Tensor:
-    """(B, R, D), (B, L, D) -> (B, B): the words' best regions, on average."""
+    """(B, R, D), (B, L, D) -> (B, B): mean over the words of the best region's similarity."""
     columns = [(sharpness * im @ s[j, :length].T).amax(1).mean(1) for j, length in enumerate(lengths)]
     return torch.stack(columns, 1)
 
@@ -214,16 +214,16 @@ def test_texts_of_the_same_image_are_no_negatives(ids, hardest):
     criterion = compat.HREMLoss(Namespace(mask_repeat=True), margin=1.2, max_violation=hardest)
     wanted = hinge_sum(im @ s.T, 1.2, hardest, labels[:, None] == labels)
     alone = hinge_sum(im @ s.T, 1.2, hardest)
-    assert (wanted < alone) == (len(set(ids)) < 6)  # the ids make a difference
+    assert (wanted < alone) == (len(set(ids)) < 6)  # the ids have an effect
     assert_same(criterion(im, s, labels), wanted, (im, s))
     assert_same(criterion(im, s, ids), wanted, (im, s))
-    # and no positives, other than in our own loss
+    # but they are not positives either, unlike in our own loss
     ours = itrloss.TripletLoss(1.2, "hardest" if hardest else "all")(im, s, labels, labels)
     assert torch.isclose(ours, criterion(im, s, labels)) == (len(set(ids)) in (1, 6))
 
 
 def test_all_negatives_count_unless_asked_otherwise():
-    """By default, and by ``max_violation=False``, in every class; the hardest one alone costs less."""
+    """All negatives are the default, and what ``max_violation=False`` means, in every class; the hardest costs less."""
     im, s = pairs(6)
     opt = Namespace(mask_repeat=False, margin=1.0, max_violation=False)
     made = {
@@ -296,10 +296,10 @@ def test_hal_and_user_in_the_batch(n):
     wanted = hal(im @ s.T, 8.0, 0.3)
     assert_same(compat.HALLoss(hal_options())(im, s, None, None, None, range(n)), wanted, (im, s))
     assert_same(compat.USERLoss(Namespace(mu=8.0, gama=0.3))(im, s), wanted, (im, s))
-    # what is deliberate: theirs is larger by the pair's own entry in the sums …
+    # a deliberate difference: theirs is larger by the pair's own entry in the sums …
     theirs = hal(im @ s.T, 8.0, 0.3, leak=True, relu=True)
     assert 1e-3 < theirs - wanted < 0.1
-    # … which does not matter at their settings
+    # … which is negligible at their settings
     torch.testing.assert_close(compat.USERLoss(Namespace(mu=90, gama=0.5))(im, s), hal(im @ s.T, 90, 0.5, True, True))
 
 
@@ -319,7 +319,7 @@ def test_hal_with_a_memory_bank(n, size, k):
     mb_img, mb_cap = (rows(size, 6, seed=seed).detach() for seed in (7, 8))
     mb_img[0], mb_cap[0] = im[0].detach(), s[0].detach()
     mb_ind = tuple(range(100, 100 + size))
-    indices = (100, 103, *range(n - 2))  # entries 0 and 3 are of this batch
+    indices = (100, 103, *range(n - 2))  # entries 0 and 3 have ids of this batch
     kept = [i for i in range(size) if i not in (0, 3)]
     opt = hal_options(mb_k=k)
     with torch.no_grad():
@@ -329,7 +329,7 @@ def test_hal_with_a_memory_bank(n, size, k):
         assert_same(ours, weighted_hal(im @ s.T, *weights, opt), (im, s))
     # theirs has 1 in each sum for the pair itself
     assert weighted_hal(im @ s.T, *weights, opt, leak=True) > ours + 0.01
-    with torch.no_grad():  # the entries of this batch would have made a difference
+    with torch.no_grad():  # the entries with ids of this batch would have changed the loss
         others = bank_weights(im @ s.T, im @ mb_cap.T, s @ mb_img.T, opt)
     assert not torch.equal(others[0], weights[0])
 
@@ -368,7 +368,7 @@ def test_queues(n, size):
 
 @pytest.mark.parametrize("size", [16, 4096])
 def test_queues_may_be_overwritten_before_the_backward_pass(size):
-    """As USER's model does, which puts the batch into its queues as soon as it has their loss."""
+    """USER's model enqueues the batch as soon as it has the loss, before the backward pass."""
     (v, w), (v_k, w_k) = pairs(6), pairs(6, seed=3)
     v_k, w_k = v_k.detach(), w_k.detach()
     queues = [rows(size, 6, seed=seed).detach().T.contiguous() for seed in (4, 5)]
@@ -402,7 +402,7 @@ def test_queues_and_batch_together_are_the_unified_training_objective():
 def test_pvse(n, k, hardest, reduction):
     raw = rows(n, k, 6, seed=0, unit=False), rows(n, k, 6, seed=1, unit=False)
     img_r, txt_r = rows(n, k, 6, seed=2, unit=False), rows(n, k, 6, seed=3, unit=False)
-    img, txt = (x / x.norm(dim=-1, keepdim=True) for x in raw)  # as its model does
+    img, txt = (x / x.norm(dim=-1, keepdim=True) for x in raw)  # as in its model
     opt = Namespace(margin=0.3, num_embeds=k, mmd_weight=0.2, div_weight=0.7, max_violation=hardest)
     total = hinge_sum(set_scores(img, txt, torch.amax), 0.3, hardest)
     parts = {"ranking_loss": total / (1 if reduction == "sum" else n if hardest else n * n)}
@@ -413,7 +413,7 @@ def test_pvse(n, k, hardest, reduction):
         wanted = wanted + 0.7 * parts["div_loss"] + 0.2 * parts["mmd_loss"]
     given = (img, txt) if k > 1 else (img[:, 0], txt[:, 0])
     loss, found = compat.PVSELoss(opt, reduction)(*given, img_r, txt_r)
-    assert_same(loss, wanted, (img, txt, *raw, img_r, txt_r), 1e-6)  # also where the loss takes them over
+    assert_same(loss, wanted, (img, txt, *raw, img_r, txt_r), 1e-6)  # including gradients of unnormalised embeddings
     assert found.keys() == parts.keys() and not any(x.requires_grad for x in found.values())
     for name, x in parts.items():
         torch.testing.assert_close(found[name], x.detach(), rtol=1e-6, atol=1e-6)
@@ -499,7 +499,7 @@ def test_open_clip(n, bias):
         assert_same(criterion(im, s, scale, offset), wanted, inputs)
         given = dict(image_features=im, text_features=s, logit_scale=scale)
         given |= {} if offset is None else {"logit_bias": offset}
-        found = criterion(**given, output_dict=True)  # as its trainer calls it
+        found = criterion(**given, output_dict=True)  # with the call of its trainer
         assert list(found) == ["contrastive_loss"]
         assert_same(found["contrastive_loss"], wanted, inputs)
         torch.testing.assert_close(criterion(im, s, 9.0, bias), wanted)
@@ -535,25 +535,25 @@ def whole_batch() -> tuple[Tensor, Tensor]:
 
 
 def losses_of_several_processes(rank: int) -> list[list[Tensor]]:
-    """Value and gradients of each way to train open_clip, in a process that has its part of the batch only."""
+    """Value and gradients of each way to train open_clip, in a process with its part of the batch only."""
     made = [compat.ClipLoss(*way, cache_labels=True, rank=rank, world_size=WORLD) for way in WAYS]
     outcomes = []
     for criterion in (*made, compat.SigLipLoss(rank=rank, world_size=WORLD)):
         model = Encoders()
-        wrapped = DistributedDataParallel(model)  # which must be there in the backward pass
+        wrapped = DistributedDataParallel(model)  # it must still exist in the backward pass
         loss = criterion(*wrapped(*(x.chunk(WORLD)[rank] for x in whole_batch())))
         loss.backward()
         outcomes.append([loss.detach(), *(p.grad for p in model.parameters())])
     with pytest.raises(ValueError, match="world_size: expected 1 or"):
         compat.ClipLoss(world_size=WORLD + 1)
-    alone = compat.ClipLoss()  # in a process group, but told to keep to itself
+    alone = compat.ClipLoss()  # a process group is initialised, but gathering is off
     im, s = pairs(4, seed=10 * rank)
     assert_same(alone(im, s, 9.0), compat.ClipLoss(True)(im, s, 9.0), (im, s))
     return outcomes
 
 
 def clip_of_a_process(v: Tensor, w: Tensor, scale: Tensor, rank: int, local_loss: bool, with_grad: bool) -> Tensor:
-    """What open_clip computes in one of several processes, from the features (world B, D) of all."""
+    """Loss of open_clip in one of several processes, from the features (world B, D) of all."""
     n = len(v) // WORLD
     own = torch.arange(len(v)) // n == rank
     every = []
@@ -566,7 +566,7 @@ def clip_of_a_process(v: Tensor, w: Tensor, scale: Tensor, rank: int, local_loss
 
 
 def siglip_of_a_process(v: Tensor, w: Tensor, scale: Tensor, bias: Tensor, rank: int) -> Tensor:
-    """Likewise: own images against all texts."""
+    """Loss of SigLIP in one of several processes: its own images with all texts."""
     n = len(v) // WORLD
     signs = (2 * torch.eye(len(v)) - 1).chunk(WORLD)[rank]
     logits = scale * v.chunk(WORLD)[rank] @ w.T + bias
@@ -575,7 +575,7 @@ def siglip_of_a_process(v: Tensor, w: Tensor, scale: Tensor, bias: Tensor, rank:
 
 @pytest.mark.slow
 def test_open_clip_in_two_processes(tmp_path):
-    """Values of each process, and the gradients that DistributedDataParallel leaves."""
+    """Values in each process, and gradients after DistributedDataParallel's averaging."""
     processes = both(losses_of_several_processes, tmp_path)
     for i, way in enumerate((*WAYS, "siglip")):
         model = Encoders()
@@ -596,11 +596,11 @@ def test_open_clip_in_two_processes(tmp_path):
             torch.testing.assert_close(x, parameter.grad, rtol=1e-4, atol=1e-6)
 
 
-# ------------------------------------------------------------------------------------------------------------- all
+# ----------------------------------------------------------------------------------------------------- all classes
 
 
 def every_class() -> dict[str, tuple]:
-    """By name: the module, and the arguments of a call."""
+    """Each class by name: the module, and the arguments of a call."""
     im, s = pairs(5)
     sets = [rows(5, 2, 6, seed=i) for i in range(4)]
     texts = [rows(10, 2, 6, seed=i) for i in (4, 5)]

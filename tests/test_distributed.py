@@ -1,4 +1,4 @@
-"""Two processes of ``torch.distributed``: what they put together, and gradients as of one process."""
+"""Two processes of ``torch.distributed``: gathered batches, and gradients equal to those of one process."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def encoder() -> nn.Linear:
 
 
 def batch(step: int, rank: int) -> tuple[torch.Tensor, ...]:
-    """Inputs of both modalities and ids."""
+    """Inputs of both modalities, and ids."""
     generator = torch.Generator().manual_seed(10 * step + rank)
     first, second = (torch.randn(BATCH, 6, generator=generator) for _ in range(2))
     return first, second, torch.randint(0, 4, (BATCH,), generator=generator)
 
 
 def run(model: nn.Module, batches: list[tuple[torch.Tensor, ...]], with_ids: bool) -> itrloss.CoupledMemory:
-    """Backward passes over the batches, with a memory that does not fit a number of them."""
+    """Backward passes over the batches, with a memory whose size is not a multiple of theirs."""
     memory = itrloss.CoupledMemory(7, D)
     criterion = itrloss.MemoryDiversityContrastiveLoss(diversity=None)
     for first, second, ids in batches:
@@ -63,13 +63,13 @@ def test_memories_and_gradients_of_two_processes_are_those_of_one(tmp_path, with
             else:
                 assert other["memory"][name] == value
     assert torch.equal(found[0]["memory"]["images"], found[1]["memory"]["images"])
-    if not with_ids:  # else the anchors without a negative differ in number between the processes
+    if not with_ids:  # otherwise the processes differ in their number of anchors without a negative
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(found[0]["gradients"][name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
 def late_worker(rank: int, state: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Only the first process loads a state; DDP hands it to the other."""
+    """Only the first process loads a state; DDP broadcasts it to the other."""
     model = nn.ModuleDict({"encoder": encoder(), "memory": itrloss.CoupledMemory(9, D)})
     model["means"] = itrloss.OnlineKMeans(4, D)
     if rank == 0:
@@ -100,20 +100,20 @@ PAIR_LOSSES = {
 
 
 def whole_batch(world: int, ids: str) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor | None, ...]]:
-    """Inputs of all processes, and ids as one process would have them."""
+    """Inputs of all processes, with ids as one process would have them."""
     n, m = 4 * world, (8 if ids == "of texts" else 4) * world
     generator = torch.Generator().manual_seed(1)
     first, second = torch.randn(n, 6, generator=generator), torch.randn(m, 6, generator=generator)
     if ids == "none":
         return first, second, (None, None)
-    if ids == "of texts":  # two for each image, by its number
+    if ids == "of texts":  # two texts per image, by its index
         return first, second, (None, torch.arange(n).repeat_interleave(2))
     same = torch.randint(0, 5, (n,), generator=generator)
     return first, second, (same, same)
 
 
 def gathered(rank: int, ids: str) -> dict[str, Any]:
-    """Losses and gradients of a process that has its part of the batch only."""
+    """Losses and gradients in a process with its part of the batch only."""
     first, second, given = whole_batch(WORLD, ids)
     first, second = first.chunk(WORLD)[rank], second.chunk(WORLD)[rank]
     given = tuple(None if x is None else x.chunk(WORLD)[rank] for x in given)
@@ -126,7 +126,7 @@ def outcomes(wrap, first, second, given) -> dict[str, Any]:
     found = {}
     for name, loss in PAIR_LOSSES.items():
         model, criterion = encoder(), loss(gather=True)
-        wrapped = wrap(model)  # which must be there in the backward pass
+        wrapped = wrap(model)  # it must still exist in the backward pass
         v, w = wrapped(torch.cat([first, second])).split([len(first), len(second)])
         value = criterion(v, w, *given)
         value.backward()
@@ -141,7 +141,7 @@ def outcomes(wrap, first, second, given) -> dict[str, Any]:
         for name, loss in (("mdcl", itrloss.MemoryDiversityContrastiveLoss), ("uto", itrloss.UnifiedTrainingObjective)):
             model, criterion, memory = encoder(), loss(gather=True), itrloss.CoupledMemory(30, D)
             wrapped = wrap(model)
-            for step in range(2):  # the memory is empty in the first
+            for step in range(2):  # the memory is empty in the first step
                 v, w = wrapped(torch.cat([first, second]) + step).chunk(2)
                 keys = v.detach() + 1, w.detach() - 1
                 value = criterion(v, w, *keys, memory, *given)
@@ -163,7 +163,7 @@ def test_gathered_batches_have_the_loss_and_the_gradients_of_one_process(tmp_pat
                 torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6, msg=name)
 
 
-NUMBERED = {  # texts' own numbers of images in each process: those of no image stay so, and small types are enough
+NUMBERED = {  # per-process image indices of texts: invalid ones match no image, small types must not overflow
     "none": (4, torch.tensor([0, 1, 2, -1])),
     "beyond the last": (4, torch.tensor([0, 1, 2, 5])),
     "int8": (100, torch.arange(100).to(torch.int8)),
@@ -254,7 +254,7 @@ RERANKERS = {
     "dual softmax": itrloss.rerank.DualSoftmax(9.0),
     "dual softmax, bank": itrloss.rerank.DualSoftmax(9.0),
     "qb-norm": itrloss.rerank.QueryBankNorm(9.0),
-    "qb-norm, 4": itrloss.rerank.QueryBankNorm(9.0, k=4),  # more than the second process has images
+    "qb-norm, 4": itrloss.rerank.QueryBankNorm(9.0, k=4),  # more than the number of images of the second process
     "mutual proximity": itrloss.rerank.MutualProximity(),
     "mutual proximity, bank": itrloss.rerank.MutualProximity(),
     "rr": itrloss.rerank.ReciprocalReranker(3, 5),
@@ -263,7 +263,7 @@ RERANKERS = {
     "mr, bank": itrloss.rerank.MultiFactorReranker(4),
 }
 BANKED = ("dbnorm", "dbsn", "qb-norm", "qb-norm, 4", *(name for name in RERANKERS if name.endswith(", bank")))
-CUTS = {"images": 5, "texts": 12}  # of 8 and 16: the first process has more
+CUTS = {"images": 5, "texts": 12}  # of 8 and 16 candidates: the first process has more
 
 
 def embedded() -> dict[str, torch.Tensor]:
@@ -314,18 +314,18 @@ def test_two_processes_rank_as_one_does(tmp_path):
 
 
 def parts_of(rank: int | None, given: dict[str, torch.Tensor]) -> dict[str, itrloss.Similarity]:
-    """This process's share, or everything: with ids, and with what stands for them where they are left out."""
+    """This process's share, or everything, with ids or with the default that replaces them."""
     images, texts = given["images"], given["texts"]
     near, of = images + 0.5 * texts[:8], torch.arange(16) // 2
     n, m = {None: (slice(8), slice(16)), 0: (slice(5), slice(12)), 1: (slice(5, 8), slice(12, 16))}[rank]
     own = torch.arange(8)[n]
-    twice = torch.tensor([7, 3, 1, 2, 9, 3, 1, 7])  # in one process they only say that row i matches column i
+    twice = torch.tensor([7, 3, 1, 2, 9, 3, 1, 7])  # per process, the ids are unique: row i matches column i
     return {
         "matches across": itrloss.Similarity(images[n], texts[m], own, of[m]),
         "pairs": itrloss.Similarity(images[n], near[n]),
         "crowded": itrloss.Similarity(images[n], texts[m], own // 6, torch.arange(16)[m].int() // 11),
         "lengths count": itrloss.Similarity(images[n], near[n] * torch.arange(1, 9)[n, None], normalize=False),
-        # Whole numbers, whose scores are exact in any order of summation: other copies need not tie across processes.
+        # Integers, whose scores are exact in any order of summation: otherwise copies might not tie across processes.
         "ties": itrloss.Similarity((4 * images[:1]).round().expand(8, D)[n], (4 * near[n]).round(), normalize=False),
         "one image": itrloss.Similarity(
             *((images[:5], texts[:15]) if rank == 0 else (images[5:6], texts[15:])),
@@ -347,7 +347,7 @@ def evaluated(rank: int | None, **options: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind, sim in parts_of(rank, given).items():
         for name, reranker in {"plain": None, **RERANKERS}.items():
-            if kind == "ties" and reranker is not None:  # sums over queries round, so that copies no longer tie
+            if kind == "ties" and reranker is not None:  # sums over queries are rounded, so copies no longer tie
                 continue
             if reranker is not None:
                 reranker.fit(*((given["bank_images"], given["bank_texts"]) if name in BANKED else ()))
@@ -457,11 +457,11 @@ def test_two_processes_count_images_saved_once_per_caption_once(tmp_path):
 
 
 def found_by(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """Whatever the order of the queries and candidates."""
+    """Figures of each query without its position and its candidates' positions."""
     return [tuple(row[name] for name in ("direction", "id", "best_rank", "positives")) for row in rows]
 
 
-REFUSED = {  # what either process says
+REFUSED = {  # error messages of the two processes
     "nan": ("images: expected finite",) * 2,
     "nan, best": ("images: expected finite",) * 2,
     "nan in texts": ("texts: expected finite",) * 2,

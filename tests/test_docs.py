@@ -1,4 +1,4 @@
-"""The documentation's own extension: equations without a script, pages without the network."""
+"""The documentation's own Sphinx extension: equations without scripts, pages without network access."""
 
 import re
 import sys

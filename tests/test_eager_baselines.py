@@ -1,4 +1,4 @@
-"""The benchmarks' eager baselines compute what the oracle computes, and compile without a graph break."""
+"""The benchmarks' eager baselines equal the oracle, and compile without graph breaks."""
 
 import numpy as np
 import oracle
@@ -27,7 +27,7 @@ CASES = [
     ("sigmoid", {"scale": 3.0, "bias": -0.5}),
 ]
 COMPILED = [CASES[i] for i in (0, 1, 2, 4, 6, 8, 10, 13)]  # each loss, mining and diversity once
-# Duplicates on both sides, ids that one side lacks, one id everywhere, nothing in common, a single column.
+# Duplicates on both sides, ids missing on one side, a single id, disjoint ids, a single column.
 IDS = {
     "none": None,
     "captions": ([0, 1, 2, 3, 4, 5], [i // 3 for i in range(18)]),
@@ -81,7 +81,7 @@ def test_gradients_equal_finite_differences_of_the_oracle(loss, options, ids):
     gradients = torch.autograd.grad(value, (images, texts))
     fixed = dict(options)
     if loss == "dcl" and options.get("diversity", "std") is not None:
-        # The gradient takes the diversity as a constant, so the differences must too.
+        # The gradient treats the diversity as a constant, so the finite differences must, too.
         score = oracle.entropy_diversity if options.get("diversity") == "entropy" else oracle.std_diversity
         scores = oracle.cosine(images.detach().numpy(), texts.detach().numpy())
         row_ids, col_ids = plain_ids

@@ -1,4 +1,4 @@
-"""Every answer of ``Anchors``: each engine against the float64 reference of the tests."""
+"""All methods of ``Anchors`` that engines compute, against the float64 reference of the tests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from itrloss.engine.answers import (
 from itrloss.engine.scores import IGNORE_ID
 from itrloss.metrics import retrieval_metrics
 
-# What anchors are asked, with one parameter between 2 and 6 for each; see `parameters`.
+# Functions of anchors, and of one parameter per anchor between 2 and 6; see `parameters`.
 ANSWERS = {
     "logsumexp": lambda a, p: a.logsumexp(3.0),
     "logsumexp per anchor": lambda a, p: a.logsumexp(p),
@@ -88,12 +88,12 @@ ANSWERS = {
 
 
 def parameters(n, m, dtype=torch.float64):
-    """One for each row and column."""
+    """One parameter for each row and column."""
     return torch.cat([torch.linspace(2, 6, size, dtype=dtype) for size in (n, m)])
 
 
 def evaluate(answer, v, w, ids, engine, grads, view=lambda s: s.both, **options):
-    """Values of anchors, and gradients of inputs and parameters, with anchors without an answer left out."""
+    """Values of anchors, and gradients of inputs and parameters, without anchors that have no answer."""
     p = parameters(len(v), len(w), v.dtype).to(v.device)
     v, w, p = (x.clone().requires_grad_() for x in (v, w, p))
     anchors = view(similarity(v, w, ids, engine, **options))
@@ -106,7 +106,7 @@ def evaluate(answer, v, w, ids, engine, grads, view=lambda s: s.both, **options)
 
 
 def assert_equal(found, wanted, **options):
-    """Values and gradients."""
+    """Compare values and gradients."""
     options = {"rtol": 1e-9, "atol": 1e-9, **options}
     for a, b in zip((*found[0], *found[1]), (*wanted[0], *wanted[1]), strict=True):
         torch.testing.assert_close(a, b, **options)
@@ -150,7 +150,7 @@ def test_both_sides_are_answered_as_each_alone(name, engine, small_tiles):
 
 
 def parts(v, w, ids, engine, cuts, **options):
-    """The rows' similarities to some of the columns each."""
+    """Similarities of the rows to consecutive parts of the columns."""
     starts = [0, *cuts]
     return [
         similarity(v, w[a:b], (ids[0], ids[1][a:b]), engine, **options)
@@ -163,7 +163,7 @@ def parts(v, w, ids, engine, cuts, **options):
 )
 @pytest.mark.parametrize("of", ["rows", "rows and columns"])
 def test_candidates_in_blocks_are_answered_as_the_whole_matrix(name, of, engine, small_tiles, poisoned):
-    """Of rows, whose candidates lie in three matrices, and of two such groups."""
+    """Anchors are rows whose candidates are split over three matrices, and two such groups."""
     n, m, _ = SHAPES["wide"]
     (v, w), ids, grads = embeddings(n, m), make_ids("random", n, m), upstream(n, 2 * m)
     p = parameters(n, m)[: 2 * n]
@@ -253,13 +253,13 @@ def test_anchors_of_several_matrices_are_counted_split_and_reduced(engine, monke
     assert torch.equal(rows.positive_counts, sim.positive_counts)
     assert torch.equal(rows.negative_counts, sim.negative_counts)
     assert torch.equal(rows.hardest_negatives().indices, sim.hardest_negatives().indices)
-    blocks = Anchors.pooled(*parts(v, w, ids, engine, (4, 9)))  # an offset of each its own
+    blocks = Anchors.pooled(*parts(v, w, ids, engine, (4, 9)))  # each block has its own offset
     assert torch.equal(blocks.hardest_negatives().indices, sim.hardest_negatives().indices)
     first, second = parts(v, w, ids, engine, (4,))  # in one order and in the other
     orders = [Anchors.pooled(first, second), Anchors.pooled(second, first)]
     wanted = torch.cat([x.hardest_negatives().indices for x in orders])
     assert torch.equal(Anchors.together(*orders).hardest_negatives().indices, wanted)
-    three = Anchors.together(sim, sim.T, sim)  # one side of one matrix twice
+    three = Anchors.together(sim, sim.T, sim)  # the rows of one matrix twice
     p = parameters(n, n + m)
     wanted = sim.logsumexp(p[:n]), sim.T.logsumexp(p[n : n + m]), sim.logsumexp(p[n + m :])
     torch.testing.assert_close(three.logsumexp(p), torch.cat(wanted))
@@ -297,7 +297,7 @@ def test_the_columns_may_be_asked_first(engine):
 
 
 def test_positives_of_matrices_of_which_one_cannot_be_listed(monkeypatch):
-    """As in a captured graph: pairs without ids are known, others are not looked for."""
+    """In a captured graph, positives are known without ids, but not with ids, as pairs cannot be listed."""
     monkeypatch.setattr(pairs.Pairs, "listable", property(lambda self: self.ids[0] is None))
     monkeypatch.setattr(pairs.Pairs, "listed", property(lambda self: pytest.fail("pairs were listed")))
     (v, w), ids = embeddings(6, 6), make_ids("random", 6, 6)
@@ -307,13 +307,13 @@ def test_positives_of_matrices_of_which_one_cannot_be_listed(monkeypatch):
     torch.testing.assert_close(found, torch.cat(wanted))
 
 
-# ------------------------------------------------------------------------------------------- ids that say nothing
+# ---------------------------------------------------------------------------------------------------- ignored ids
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", ANSWERS)
 def test_an_ignored_embedding_takes_part_in_nothing(name, engine, small_tiles, poisoned):
-    """The answers are those of the matrix without it; its gradient is 0."""
+    """The values equal those of the matrix without it; its gradient is 0."""
     n, m = 9, 14
     (v, w), ids, grads = embeddings(n, m), list(make_ids("random", n, m)), upstream(n, m)
     rows, cols = (torch.ones(size, dtype=torch.bool) for size in (n, m))
@@ -331,7 +331,7 @@ def test_an_ignored_embedding_takes_part_in_nothing(name, engine, small_tiles, p
 
     grad = torch.cat(grads)
     (values,), found = outcome(v, w, p, grad.masked_fill(~stay, 0.0), ids, engine)
-    if name != "std":  # at least 1e-6, without any candidate too
+    if name != "std":  # the standard deviation is at least 1e-6, even without candidates
         assert (finite(values)[~stay] == 0).all()
     kept = [rows, cols, stay]
     assert all((x[~k] == 0).all() for x, k in zip(found, kept, strict=True))
@@ -372,7 +372,7 @@ def test_ignored_entries_are_not_counted_ranked_or_named(engine, small_tiles):
 
 
 def gradients_of_parameters(engine, ids, n, m, which, term, shared, dtype=torch.float64, device="cpu"):
-    """Of the two parameters of a term that is summed over ``which``: one number each, or one per anchor."""
+    """Gradients of a term's two parameters, shared or one per anchor, for its sum over ``which``."""
     v, w = (x.to(device, dtype) for x in embeddings(n, m))
     size = 1 if shared else n + m
     params = [torch.linspace(a, 2.0, size, dtype=dtype, device=device).requires_grad_() for a in (0.5, 0.7)]
@@ -402,7 +402,7 @@ def test_gradients_of_parameters(engine, shape, term, which, shared, small_tiles
 @pytest.mark.parametrize("shape", ["wide", "primes"])
 @pytest.mark.parametrize("of", ["both", "rows", "rows of a memory"])
 def test_one_scale_for_all_gets_its_gradient(engine, shape, of, small_tiles):
-    """A memory has no gradient itself: that of the rows is found in the forward pass."""
+    """A memory has no gradient; that of the rows is computed in the forward pass."""
     n, m, kind = SHAPES[shape]
     (v, w), ids = embeddings(n, m), make_ids(kind, n, m)
     results = []
@@ -418,7 +418,7 @@ def test_one_scale_for_all_gets_its_gradient(engine, shape, of, small_tiles):
     assert_equal(*results)
 
 
-# ------------------------------------------------------------------------------------------- what answers may suffer
+# ---------------------------------------------------------------------------------- aliasing, errors, extreme values
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -447,7 +447,7 @@ def test_answers_may_be_written_to(engine):
 
 @pytest.mark.parametrize("engine", ["dense", "tiled", "kept", "scores"])
 def test_scores_that_are_handed_out_may_be_written_to(engine):
-    """As for one's own hard negatives; and a matrix of blocks, too."""
+    """Returned scores must not alias cached ones, for one or several blocks, as users write to them."""
     v, w = embeddings(6, 8)
     ids = torch.arange(6), torch.arange(8) % 6
     sim = similarity(v.requires_grad_(), w, ids, engine)
@@ -512,7 +512,7 @@ def test_a_nan_beside_an_anchor_without_negatives(engine):
 
 
 def test_a_term_does_not_lose_what_it_returns():
-    """Its parameter, where the matrix has a single column."""
+    """The sum over a single column must not alias the term's return value, here its parameter."""
     weight = torch.linspace(0.1, 1.0, 5).double()
     for engine in ENGINES:
         sim = similarity(*embeddings(5, 1), (torch.tensor([1, 1, 1, 3, 9]), torch.tensor([1])), engine)
@@ -537,12 +537,12 @@ def test_whole_matrix_in_one_tile(name, engine, d):
 @pytest.mark.parametrize("shape", ["primes", "square with duplicates", "five captions", "wide", "tall"])
 @pytest.mark.parametrize("best", ["negatives", "positives"])
 def test_float32_loses_no_digits_of_a_sharp_entropy(engine, shape, best, small_tiles, poisoned):
-    """Of a given matrix, as rounding of the scores themselves is multiplied by 1 / temperature."""
+    """The scores are given, because rounding errors of computed ones would be multiplied by 1 / temperature."""
     n, m, kind = SHAPES[shape]
     ids, grad = make_ids(kind, n, m), torch.cat(upstream(n, m))
     v, w = embeddings(n, m)
     scores = torch.nn.functional.normalize(v, dim=1) @ torch.nn.functional.normalize(w, dim=1).T
-    if best == "positives":  # as in a trained model
+    if best == "positives":  # similar to a trained model
         scores = scores / 20 + matches(ids, n, m) / 5
     found = []
     for dtype, ours in ((torch.float64, False), (torch.float32, False), (torch.float32, True)):
@@ -574,7 +574,7 @@ def test_float32_is_as_accurate_as_plain_float32(name, engine, library, small_ti
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_gradcheck(name):
-    """Of plain PyTorch, which the other engines equal."""
+    """Gradients of plain PyTorch, which the other engines must equal."""
     n, m = 4, 5
     ids, (v, w) = make_ids("random", n, m, seed=3), embeddings(n, m, d=3)
     p = parameters(n, m)
@@ -609,7 +609,7 @@ def test_tiles_refuse_second_derivatives(engine):
         values = finite(ANSWERS[name](similarity(v, w, ids, engine).both, parameters(4, 5)))
         with pytest.raises(RuntimeError, match="create_graph"):
             torch.autograd.grad(values.sum(), v, create_graph=True)
-    with pytest.raises(RuntimeError, match="create_graph"):  # found in the forward pass
+    with pytest.raises(RuntimeError, match="create_graph"):  # gradients are computed in the forward pass
         torch.autograd.grad(similarity(v, w.detach(), ids, engine).logsumexp(3.0).sum(), v, create_graph=True)
 
 
@@ -640,12 +640,12 @@ def test_one_id_may_be_left_out():
     short = Similarity(v, w, col_ids=captions)
     assert torch.equal(full.logsumexp(2.0), short.logsumexp(2.0))
     assert short.ids[0] is None and torch.equal(short.ids[1], captions) and short.T.ids[1] is None
-    with pytest.raises(ValueError, match="col_ids"):  # labels of both sides, given once
+    with pytest.raises(ValueError, match="col_ids"):  # ids of one side only, possibly meant for both
         Similarity(v, v, torch.tensor([0, 0, 1]))
 
 
 def test_ids_stay_as_they_were_given():
-    """Also those that say no more than that row i matches column i."""
+    """Ids are returned unchanged, even if they only mean that row i matches column i."""
     v, w = embeddings(4, 4)
     given = torch.tensor([7, 3, 9, 1])
     sim = Similarity(v, w, given, given)
@@ -675,7 +675,7 @@ def test_detached_similarity_has_no_gradient_and_the_same_answers(engine, small_
         for detached in (sim.detach().both, sim.both.detach()):
             found = answer(detached, p)
             assert not found.requires_grad
-            # A hardest negative with a gradient is the product of its pair, one without that of its tile.
+            # With a gradient, a hardest negative is the product of its pair; without one, it is an entry of the tile.
             torch.testing.assert_close(found, answer(sim.both, p).detach(), rtol=1e-12, atol=1e-12, msg=name)
 
 
@@ -717,7 +717,7 @@ def test_backward_twice_gives_the_same_gradient(engine, small_tiles):
 def test_strided_input(engine, small_tiles):
     ids, grads = make_ids("random", 9, 14), upstream(9, 14)
     v, w = embeddings(9, 14, d=12)
-    # No copies of an embedding: with another rounding another one of them would be the hardest.
+    # No duplicate embeddings: another rounding would make another one the hardest.
     strided = torch.cat([v, v], 1)[:, ::2], w.repeat_interleave(2, 0).T.contiguous().T[::2]
     plain = tuple(x.contiguous() for x in strided)
     assert not strided[0].is_contiguous() and not strided[1].is_contiguous()
@@ -770,7 +770,7 @@ def test_what_counts_as_zero(engine):
 @pytest.mark.parametrize("engine", ["dense", "tiled", "kept"])
 @pytest.mark.parametrize("length", [1e-25, 1e-11, 1e-8, 1e17, 1e25])
 def test_lengths_do_not_matter_even_extreme_ones(engine, length):
-    """Nothing leaves float32's range: neither squares nor gradients."""
+    """Neither squares nor gradients overflow or underflow in float32."""
     v, w = embeddings(5, 5, 64, dtype=torch.float32)
     if length < 1e-12:
         assert similarity(v * length, w, (None, None), engine).scores().abs().max() == 0
@@ -779,7 +779,7 @@ def test_lengths_do_not_matter_even_extreme_ones(engine, length):
     for stretch in (1.0, length):
         x, y = (v * stretch).requires_grad_(), (w * stretch).requires_grad_()
         value = similarity(x, y, (None, None), engine).both.logsumexp(5.0)
-        if length <= 1e18:  # further than is promised
+        if length <= 1e18:  # beyond the documented range
             value = value + similarity(x, y, (None, None), engine).both.sum_of_positives(identity)
         gradient = torch.autograd.grad(value.sum(), (x, y))
         values.append((value, *(g * stretch for g in gradient)))
@@ -825,7 +825,7 @@ def test_masks_and_pair_lists_agree(engine, kind, monkeypatch):
 
 @pytest.mark.parametrize("ignored", [False, True])
 def test_few_pairs_of_a_tile_are_listed(ignored, monkeypatch):
-    """So few that their places are written to; tiles differ in width, and pairs lie in their first and last columns."""
+    """With few pairs, the mask writes to their positions. Tiles differ in width; some pairs are at their edges."""
     monkeypatch.setitem(scores.TILE, "cpu", (300, 40))
     (v, w), grads = embeddings(40, 100), upstream(40, 100)
     ids = torch.arange(40), torch.arange(100).roll(33)
@@ -841,7 +841,7 @@ def test_few_pairs_of_a_tile_are_listed(ignored, monkeypatch):
     pairwise(engine=["dense", "tiled", "kept"], side=["row", "column"], scale=[100.0, "per anchor"]),
 )
 def test_anchors_far_from_all_their_negatives_do_not_underflow(engine, side, scale, small_tiles):
-    """One anchor's best score is near -1, the others' near 1: to subtract one number from all is not enough."""
+    """One anchor's best score is near -1, the others' near 1, so that a single maximum for all is not enough."""
     generator = torch.Generator().manual_seed(0)
     v = torch.randn(1, 16, generator=generator) + 0.01 * torch.randn(12, 16, generator=generator)
     w = v + 0.01 * torch.randn(12, 16, generator=generator)
@@ -860,7 +860,7 @@ def test_anchors_far_from_all_their_negatives_do_not_underflow(engine, side, sca
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_scale_at_which_sums_vanish_is_worked_out_with_maxima(engine):
-    """cos = -1 throughout: exp(-90 - 30) is no normal float32 number."""
+    """With cos = -1 throughout, exp(-90 - 30) underflows float32's normal numbers."""
     v = torch.eye(4)[:1]
     x, w = v.clone().requires_grad_(), -v.expand(8, 4).contiguous()
     for scale in (90.0, 150.0):
@@ -917,7 +917,7 @@ def test_best_negative_of_long_rows_and_columns(shape, seed):
 
 
 def similarity_of(matrix, ids, engine):
-    """Of a matrix that exists."""
+    """Similarity with a given matrix."""
     from reference import Reference
 
     return (
@@ -970,7 +970,7 @@ def test_scores_of_minus_infinity_carry_no_entropy():
 
 @pytest.mark.parametrize("kind", [None, "random"])
 def test_positives_alone_get_their_gradient_after_an_answer_that_nobody_uses(kind):
-    """They ride along with that answer's gradient, and it has none."""
+    """Their gradient is normally computed together with the other answer's, which has none here."""
     ids, results = make_ids(kind, 9, 9), []
     for engine in ("tiled", "reference"):
         v, w = (x.requires_grad_() for x in embeddings(9, 9))
@@ -1004,7 +1004,7 @@ def test_embeddings_changed_meanwhile_are_refused(engine):
 @pytest.mark.parametrize("engine", ["dense", "tiled", "kept"])
 @pytest.mark.parametrize("asked", [False, True])
 def test_cosines_stay_cosines_after_changes_that_nobody_counts(engine, asked):
-    """A fused optimiser's step counts up no version: lengths of before may not meet embeddings of now."""
+    """A fused optimiser's step does not increment the version: old lengths must not be used with new embeddings."""
     v, w = (x.float() for x in embeddings(6, 6))
     sim = similarity(v, w, (None, None), engine)
     if asked:
@@ -1018,7 +1018,7 @@ def test_cosines_stay_cosines_after_changes_that_nobody_counts(engine, asked):
 
 
 def test_a_gradient_found_early_is_of_the_vectors_that_were_multiplied():
-    """They were made before a change that nobody counts, and so were the lengths."""
+    """Vectors and lengths were both computed before the change, which did not increment the version."""
     v, w = (x.float() for x in embeddings(6, 6))
     v.requires_grad_()
     sim = similarity(v, w, (None, None), "kept")
@@ -1029,7 +1029,7 @@ def test_a_gradient_found_early_is_of_the_vectors_that_were_multiplied():
 
 @pytest.mark.parametrize("engine", ["dense", "tiled", "kept"])
 def test_what_exists_on_neither_side_is_no_pair(engine):
-    """Ids that are equal and unique, but for one of no entry: not the same as no ids at all."""
+    """Ids that are equal and unique, apart from an ignored one, are not the same as no ids at all."""
     ids = torch.tensor([0, IGNORE_ID, 2])
     sim = similarity(*embeddings(3, 3), (ids, ids), engine)
     assert sim.positive_counts.tolist() == sim.negative_counts.tolist() == [1, 0, 1]
@@ -1090,7 +1090,7 @@ def test_blocks_in_inference_mode_are_those_of_the_scores(engine):
 @pytest.mark.parametrize("asked", [False, True], ids=["new", "asked before"])
 @pytest.mark.parametrize("engine", ["dense", "tiled", "kept"])
 def test_anchors_asked_first_in_inference_mode(engine, asked):
-    """What they keep themselves is not from there either."""
+    """Tensors that they cache must not be inference tensors."""
     v, w = (x.requires_grad_() for x in embeddings(6, 5))
     sim = similarity(v, w, make_ids("random", 6, 5), engine)
     both, other = sim.both, sim.both
@@ -1141,7 +1141,7 @@ def test_detached_scores_may_still_be_of_any_size():
 @pytest.mark.parametrize("name", ["hardest", "hinge sum"])
 @pytest.mark.parametrize("engine", ["dense", "tiled"])
 def test_what_is_held_for_many_positives_is_no_copy_of_each(name, engine):
-    """Of 2048 pairs, 64 numbers each."""
+    """2048 pairs save 64 numbers each, not copies of their embeddings."""
     v, w = (x.float().requires_grad_() for x in embeddings(64, 64, 64))
     ids, saved = torch.arange(64) % 2, {}
     both = similarity(v, w, (ids, ids), engine).both
@@ -1279,7 +1279,7 @@ def test_best_candidates_compile(engine):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.3, 0.2, 0.01])  # with and without a maximum that is subtracted
+@pytest.mark.parametrize("temperature", [1.0, 0.3, 0.2, 0.01])  # with and without subtraction of the maximum
 @pytest.mark.parametrize("engine", ["dense", "tiled"])
 def test_an_only_candidate_leaves_no_entropy(engine, temperature):
     v, w = torch.randn(50, 3), torch.randn(1, 3)
@@ -1293,12 +1293,12 @@ def test_an_only_candidate_leaves_no_entropy(engine, temperature):
 @pytest.mark.parametrize("tile", [(2**20, 2048), (90 * 70, 70)])
 @pytest.mark.parametrize("k", [1, 3, 7, 40])
 def test_best_candidates_whatever_the_sizes(tile, k, monkeypatch):
-    """Few candidates for the k asked, and many, are found in different ways; so are those of several tiles."""
+    """Different algorithms are used for few or many candidates compared with k, and for several tiles."""
     monkeypatch.setitem(scores.TILE, "cpu", tile)
     v, w = embeddings(230, 310, dtype=torch.float64)
     ids = torch.arange(230), torch.arange(310)
     rows, cols = (torch.randn(n, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in (230, 310))
-    rows[5], cols[::3] = -math.inf, -math.inf  # candidates that nobody is to find
+    rows[5], cols[::3] = -math.inf, -math.inf  # candidates that must not be found
     sim = Similarity(v, w, *ids, engine="tiled")
     matrix = sim.scores()
     found = sim.ranked(k, cols), sim.T.ranked(k, rows)
@@ -1346,7 +1346,7 @@ def test_the_only_positive_is_found_in_every_corner_of_a_tile(monkeypatch):
 @pytest.mark.parametrize("k", [4, 7, 40])
 @pytest.mark.parametrize("tile", [(2**20, 2048), (90 * 70, 70), (90 * 150, 150)])
 def test_fewer_candidates_than_are_asked_for(tile, k, monkeypatch):
-    """A bias of -inf leaves few to be found, in one tile or in several; the rest are any others, and each once."""
+    """A bias of -inf leaves fewer than k in one or several tiles; the rest are arbitrary others without repetition."""
     monkeypatch.setitem(scores.TILE, "cpu", tile)
     sim = Similarity(*embeddings(230, 310), torch.arange(230), torch.arange(310), engine="tiled")
     rows, cols = torch.full((230,), -math.inf), torch.full((310,), -math.inf)

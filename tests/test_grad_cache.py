@@ -1,4 +1,4 @@
-"""The step by chunks: gradients as of the whole batch, for the memory of one chunk, and no other trace of it."""
+"""The step in chunks: gradients equal those of the whole batch, in the memory of one chunk, without side effects."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def batch(n: int = N, m: int | None = None) -> tuple[Tensor, Tensor]:
 
 
 def whole(loss, encoders, inputs, **kwargs):
-    """What every test compares with: one graph of everything."""
+    """The expected values: one graph of the whole batch."""
     result = loss(*(encoder(x) for encoder, x in zip(encoders, inputs, strict=True)), **kwargs)
     total = result[0] if isinstance(result, tuple) else result
     total.backward()
@@ -47,7 +47,7 @@ def whole(loss, encoders, inputs, **kwargs):
 
 
 def by_chunks(loss, encoders, inputs, chunk_size, **kwargs):
-    """Plain autograd through all chunks at once: other draws than those of the whole batch, and all graphs kept."""
+    """Plain autograd over all chunks: other random numbers than those of the whole batch, and all graphs in memory."""
     outputs = [
         torch.cat([encoder(part) for part in x.split(chunk_size)]) for encoder, x in zip(encoders, inputs, strict=True)
     ]
@@ -69,17 +69,17 @@ def assert_same(found, expected, **tolerance) -> None:
 
 
 def product(images: Tensor, texts: Tensor) -> Tensor:
-    """A loss that couples all rows, draws nothing and keeps little."""
+    """Loss that couples all rows, without random numbers and with little memory."""
     return (images.sum(0) * texts.sum(0)).sum() + (images.sum(0) ** 3).sum()
 
 
 def exponential(images: Tensor, texts: Tensor) -> Tensor:
-    """One for encoders that end with BatchNorm: their outputs add up to 0."""
+    """Loss for encoders that end with BatchNorm, whose outputs sum to 0."""
     return (images.exp().sum(0) * texts.exp().sum(0)).mean()
 
 
 class Called(nn.Module):
-    """An encoder that counts its calls."""
+    """Encoder that counts its calls."""
 
     def __init__(self, encoder: nn.Module):
         super().__init__()
@@ -186,7 +186,7 @@ def test_scaler_scales_gradients_and_not_the_value():
     assert_same(take_gradients(*encoders), [1024 * g for g in gradients])
 
 
-# ---------------------------------------------------------------------------------- what goes in and comes out
+# ------------------------------------------------------------------------------------------ inputs and outputs
 
 
 class TextEncoder(nn.Module):
@@ -201,7 +201,7 @@ class TextEncoder(nn.Module):
 
 
 def of_words(images: Tensor, words: Words) -> Tensor:
-    """Uses two of the three outputs, and the third as numbers."""
+    """Loss of three outputs, of which the last, the lengths, is not differentiable."""
     return product(images, words.embedding) + (words.hidden.sum((0, 1)) ** 2 / words.lengths.sum()).sum()
 
 
@@ -266,7 +266,7 @@ def test_what_a_module_trains_may_be_held_elsewhere():
 
 def test_chunk_without_a_gradient_does_not_end_the_pass():
     class Dropped(nn.Module):
-        """Its only trained layer is left out of every other chunk."""
+        """Encoder whose only trained layer is not used in about half of the chunks."""
 
         def __init__(self):
             super().__init__()
@@ -297,7 +297,7 @@ def test_encoder_that_the_loss_ignores_is_not_run_again():
 
 
 class Draws(nn.Module):
-    """Drops elements by the random numbers of PyTorch, NumPy and Python."""
+    """Encoder with dropout by the random numbers of PyTorch, NumPy and Python."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -345,7 +345,7 @@ def test_draws_are_repeated_behind_an_encoder_that_is_not_run_again():
 
 
 class Island(nn.Module):
-    """An encoder with a part that opts out of autocast."""
+    """Encoder of which a part disables autocast."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -381,7 +381,7 @@ def test_autocast_gives_the_bits_that_chunks_with_all_graphs_kept_give(loss):
 
 
 class Rebinding(nn.Module):
-    """Reads a buffer in training, and puts another tensor in its place."""
+    """Encoder that reads a buffer in training, and replaces it by another tensor."""
 
     def __init__(self):
         super().__init__()
@@ -437,7 +437,7 @@ def test_buffers_that_do_not_change_stay_good_for_other_graphs():
     other = encoders[0](inputs[0]).sum()
     grad_cache_step(product, encoders, inputs, 4)
     take_gradients(encoders[0])
-    other.backward()  # PyTorch refuses where a saved buffer was written to
+    other.backward()  # PyTorch raises an error if a saved buffer was modified
     assert_same(take_gradients(encoders[0]), expected)
 
 
@@ -446,13 +446,13 @@ def test_buffers_that_do_not_change_stay_good_for_other_graphs():
 
 @contextmanager
 def saved_bytes():
-    """The most that autograd held at a time."""
+    """Maximum storage saved by autograd at any time."""
     held, most = 0, [0]
 
     class Kept:
         def __init__(self, x):
             nonlocal held
-            self.x, size = x.detach(), x.numel() * x.element_size()  # an output would hold its own graph
+            self.x, size = x.detach(), x.numel() * x.element_size()  # an output would keep its own graph alive
             held += size
             most[0] = max(most[0], held)
             weakref.finalize(self, release, size)
@@ -470,7 +470,7 @@ def test_memory_is_that_of_one_chunk(unused):
     images = nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(6)), nn.Linear(5, D)).double()
 
     def both(x):
-        """An output without a gradient, too, whose graph no backward pass frees."""
+        """Encoder that also returns an output without a gradient, whose graph no backward pass frees."""
         return (images(x), images(x) if unused else x)
 
     def loss(pair, texts):
@@ -560,7 +560,7 @@ def towers_with_buffers() -> list[nn.Module]:
 
 
 def worker(rank: int) -> list[tuple]:
-    """As many chunks on one process as are not on the other: they would miss each other if they met for each."""
+    """The processes have different numbers of chunks and would deadlock if each chunk synchronised."""
     alone, models = towers_with_buffers(), towers_with_buffers()
     wrapped, met = [DistributedDataParallel(model) for model in models], []
 

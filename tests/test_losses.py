@@ -1,4 +1,4 @@
-"""Losses: equations against the loop oracle, call forms, invariants, hostile input, compilation."""
+"""Losses: equations against the loop oracle, call forms, invariants, extreme input, compilation."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ LOSSES = {
 ENGINES = ("dense", "tiled")
 
 
-OF_ANCHORS = [name for name in LOSSES if not name.startswith("sigmoid")]  # a sigmoid loss counts every pair
+OF_ANCHORS = [name for name in LOSSES if not name.startswith("sigmoid")]  # a sigmoid loss includes every pair
 
 
 def make(name, **extra):
@@ -66,7 +66,7 @@ def make(name, **extra):
 
 
 def concrete(ids, n, m):
-    """Ids as the oracle wants them."""
+    """Ids in the oracle's form."""
     return [np.arange(size) if x is None else x.numpy() for x, size in zip(ids, (n, m), strict=True)]
 
 
@@ -117,7 +117,7 @@ def test_gradients_of_tiles_equal_those_of_plain_pytorch_for_uneven_upstream(
 
 @pytest.mark.parametrize("name", [n for n in LOSSES if "through" in n or "dcl" not in n or "implicit" in n])
 def test_gradcheck_with_uneven_upstream(name):
-    """Of those without a detached weight, which is not what gradcheck expects: see the next."""
+    """Losses without detached weights, whose effect finite differences would include; see the next test."""
     n, m = 4, 6
     ids = make_ids("random", n, m, seed=3)
     loss = make(name, reduction="none", engine="dense").double()
@@ -253,7 +253,7 @@ def test_hal_and_dcl_fall_with_the_margin_and_keep_their_lower_bounds(seed, a, b
 @given(st.integers(0, 10_000), st.floats(0.02, 2), st.floats(0.02, 2))
 @settings(max_examples=25, deadline=None)
 def test_softer_negatives_weigh_more(seed, a, b):
-    """``t log(1 + sum exp(x / t))`` does not fall as t grows: its derivative is an entropy."""
+    """``t log(1 + sum exp(x / t))`` does not decrease in t, because its derivative is an entropy."""
     v, w, ids, _ = draw(6, 7, seed)
     low, high = sorted((a, b))
     for make_loss in (
@@ -290,7 +290,7 @@ def test_entropies_and_diversities_keep_their_bounds(seed, n, m, temperature, ep
         itrloss.functional.std_diversity(sim, epsilon),
         itrloss.functional.entropy_diversity(sim, epsilon, temperature),
     ):
-        assert (scores >= 0.5).all() and scores.max() == 1  # one half is where rounding leaves it
+        assert (scores >= 0.5).all() and scores.max() == 1  # 1/2 is attained by rounding only
 
 
 def test_entropy_temperature_reaches_the_diversity():
@@ -315,7 +315,7 @@ def test_infonce_with_one_positive_is_cross_entropy():
     torch.testing.assert_close(itrloss.InfoNCELoss()(v, w), wanted)
 
 
-# -------------------------------------------------------------------------------------------------- hostile
+# -------------------------------------------------------------------------------------------- extreme input
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -336,7 +336,7 @@ def test_zero_vectors_and_duplicates_stay_finite(name, engine, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [1.0, 10.0, 100.0])
 def test_half_precision_gradients_beat_autocast(scale, dtype, engine):
-    """Against what plain PyTorch makes of the same half-precision embeddings under autocast."""
+    """The baseline is plain PyTorch with the same half-precision embeddings under autocast."""
     n, d = 64, 128
     generator = torch.Generator().manual_seed(0)
     v = torch.randn(n, d, generator=generator).to(dtype)
@@ -548,7 +548,7 @@ COMPILED = [
 @pytest.mark.parametrize(("name", "engine", "backend", "kind"), COMPILED)
 def test_compiles_without_graph_breaks(name, engine, backend, kind):
     n, m = (8, 11) if kind == "random" else (8, 8)
-    ids = (torch.arange(8) % 5,) * 2 if kind == "shared" else make_ids(kind, n, m)  # one tensor for both sides
+    ids = (torch.arange(8) % 5,) * 2 if kind == "shared" else make_ids(kind, n, m)  # the same tensor for both sides
     loss = make(name, engine=engine)
     if backend == "inductor" and not (shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("torch.compile's default backend needs a C++ compiler")
@@ -627,18 +627,18 @@ def test_sigmoid_scale_and_bias_get_their_gradients(engine):
     assert {name for name, p in module.named_parameters() if p.grad != 0} == {"log_scale", "bias"}
 
 
-# ------------------------------------------------------------------------------ tensors without numbers, shards
+# ------------------------------------------------------------------------------- tensors without data, sharding
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_dry_run_leaves_no_trace(name, engine):
-    """Of shapes alone, on the meta device or with fake tensors, as estimators of memory and work make it."""
+    """Estimators of memory and FLOPs use shapes only, on the meta device or with fake tensors."""
     v, w = embeddings(8, 8, dtype=torch.float32)
     loss = make(name, engine=engine)
     wanted = loss(v, w)
     for ids in ((), (torch.arange(8), torch.arange(8) % 4)):
-        if not (name == "triplet all" and ids):  # has a table of the positives
+        if not (name == "triplet all" and ids):  # it has a table of the positives
             copy.deepcopy(loss).to("meta")(*(x.to("meta") for x in (v, w, *ids)))
             if not list(loss.parameters()):
                 loss(*(x.to("meta") for x in (v, w, *ids)))
@@ -653,14 +653,14 @@ def test_a_dry_run_leaves_no_trace(name, engine):
 
 
 def test_no_parameter_is_without_a_dimension():
-    """``fully_shard`` refuses those."""
+    """``fully_shard`` does not accept 0-dimensional parameters."""
     for loss in (itrloss.SigmoidLoss(), itrloss.InfoNCELoss(learnable=True)):
         assert list(loss.parameters()) and all(p.dim() > 0 for p in loss.parameters())
     assert itrloss.InfoNCELoss(learnable=True).temperature.dim() == 0
 
 
 def test_a_positive_that_is_not_above_zero_may_be_left_unpulled():
-    """USER's published form of HAL: log(1 + max(S, 0))."""
+    """USER's published form of HAL has log(1 + max(S, 0)) for positives."""
     scores = torch.tensor([[0.6, 0.1], [0.2, -0.4]], dtype=torch.float64, requires_grad=True)
     clamp, relu = (itrloss.HubnessAwareLoss(10.0, 0.1, positive=p, reduction="none") for p in ("clamp", "relu"))
     (a, _), (b, _) = clamp(scores=scores), relu(scores=scores)
@@ -671,7 +671,7 @@ def test_a_positive_that_is_not_above_zero_may_be_left_unpulled():
 
 @pytest.mark.slow
 def test_losses_are_sharded(tmp_path):
-    """One process is enough for ``fully_shard`` to look at the parameters."""
+    """One process is enough for ``fully_shard`` to check the parameters."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 

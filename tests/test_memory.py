@@ -56,7 +56,7 @@ SHAPES = {
 
 
 def filled(n, dtype=torch.float64, ids=None, size=None, d=D, seed=5):
-    """A memory of n entries with room for some more, from batches that do not divide it."""
+    """Memory of n entries with some unused capacity, from batches whose size does not divide n."""
     memory = CoupledMemory(size or n + 3, d, dtype=dtype)
     v, w = embeddings(max(n, 1), max(n, 1), d, seed)
     for start in range(0, n, 4):
@@ -147,18 +147,18 @@ def test_no_product_for_the_gradient_of_the_memory(library, request):
     request.getfixturevalue(library)
     inputs, keys, memory, ids = case("pairs", torch.float32)
     n, size = len(inputs[0]), memory.size
-    # Keys are multiplied with those of their pairs alone.
+    # Keys are only multiplied with the embeddings of their pairs.
     for engine, memory_products, batch_products in (("dense", 2, 1), ("tiled", 3, 1)):
         with Products() as products:
             make("mdcl", engine=engine)(*inputs, *keys, memory, *ids).backward()
-        # The diversity in the batch takes one product; the tiled engine makes one for each answer.
+        # The diversity in the batch needs one product; the tiled engine computes one for each answer.
         assert products.flops == 2 * D * (2 * memory_products * n * size + batch_products * n * n)
 
 
 def test_entries_with_the_anchors_id_are_no_negatives():
     v, w = embeddings(3, 3)
     memory = CoupledMemory(8, D, dtype=torch.float64)
-    memory.enqueue(v, w, torch.tensor([0, 1, 2]))  # the batch itself, from an earlier epoch
+    memory.enqueue(v, w, torch.tensor([0, 1, 2]))  # the batch itself, from a previous epoch
     ids = torch.tensor([0, 1, 5])
     rows, _ = itrloss.UnifiedTrainingObjective(5.0, batch_weight=0.0, reduction="none")(v, w, v, w, memory, ids, ids)
     memory.enqueue(v[:1], w[:1], torch.tensor([0]))
@@ -176,7 +176,7 @@ def test_nan_is_not_taken_for_an_anchor_without_negatives():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(dtype):
-    """Half keys and half embeddings score in float32."""
+    """Scores of half-precision keys and embeddings are computed in float32."""
     inputs, keys, memory, ids = case("ids")
     halved = copy.deepcopy(memory).to(dtype)
     small = [x.detach().to(dtype).requires_grad_() for x in inputs]
@@ -221,7 +221,7 @@ def test_order_and_length_change_nothing(seed, n, entries, labels, name):
     torch.testing.assert_close(shuffled, value(name, rows, ids), rtol=1e-7, atol=1e-10)
 
 
-@given(**BATCHES | {"name": st.sampled_from(sorted(LOSSES.keys() - {"uto queues"}))})  # which treats them differently
+@given(**BATCHES | {"name": st.sampled_from(sorted(LOSSES.keys() - {"uto queues"}))})  # without the asymmetric loss
 @settings(deadline=None, max_examples=40)
 def test_swapping_the_modalities_changes_nothing(seed, n, entries, labels, name):
     rows, ids = drawn(seed, n, entries, labels)
@@ -261,7 +261,7 @@ def test_the_memory_is_a_queue(size, batches, with_ids):
     number = 0
     for batch in batches:
         labels = torch.arange(number, number + batch)
-        keys = torch.stack([labels + 1.0, torch.ones(batch)], 1)  # a direction of its own for each
+        keys = torch.stack([labels + 1.0, torch.ones(batch)], 1)  # distinct directions
         memory.enqueue(keys, -3 * keys, labels if with_ids else None)
         model.extend(zip(labels.tolist(), torch.nn.functional.normalize(keys).tolist(), strict=True))
         number += batch
@@ -271,7 +271,7 @@ def test_the_memory_is_a_queue(size, batches, with_ids):
         np.testing.assert_allclose(memory.texts[order], [[-a, -b] for _, (a, b) in model], rtol=1e-6)
         if with_ids:
             assert memory.ids[order].tolist() == [label for label, _ in model]
-        assert len(memory.ids.unique()) == len(memory) + (len(memory) < size)  # all the others are as one
+        assert len(memory.ids.unique()) == len(memory) + (len(memory) < size)  # unfilled entries share one id
     assert memory
 
 
@@ -285,17 +285,17 @@ def test_unfilled_entries_do_not_count():
 
 
 def test_a_memory_that_was_moved_and_loaded_is_counted_again():
-    """Moving replaces the buffers; their versions begin anew, and may meet the old ones."""
+    """Moving replaces the buffers, whose versions start again and may equal the old ones."""
     small, large = CoupledMemory(8, 4), CoupledMemory(8, 4)
     small.enqueue(torch.ones(2, 4), torch.ones(2, 4))
     large.enqueue(torch.ones(5, 4), torch.ones(5, 4))
-    small._apply(torch.clone)  # as .to() does
+    small._apply(torch.clone)  # as Module.to() does
     small.load_state_dict(large.state_dict())
     assert len(small) == 5
 
 
 def test_a_memory_may_start_with_random_entries():
-    """As in public code: negatives of every anchor, until batches replace them."""
+    """Public code starts with random entries: negatives of every anchor, until batches replace them."""
     memory = CoupledMemory(16, 4)
     memory.enqueue(*torch.rand(2, 16, 4), -1 - torch.arange(16))
     assert len(memory) == 16 and (memory.images >= 0).all()
@@ -310,7 +310,7 @@ def test_a_memory_may_start_with_random_entries():
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_backward_pass_after_its_entries_were_overwritten_is_refused_or_right(engine):
-    """The dense and the tiled engine have found the gradient in the forward pass."""
+    """The dense and the tiled engine have computed the gradient in the forward pass."""
     inputs, keys, memory, ids = case("ids")
     loss = make("mdcl", engine=engine)
     wanted = torch.autograd.grad(loss(*inputs, *keys, memory, *ids), inputs)
@@ -337,7 +337,7 @@ def test_nothing_of_the_size_of_the_memory_is_kept_for_backward():
     large.enqueue(*entries, torch.arange(5000) + 1000)
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
         make("mdcl", engine="tiled")(*inputs, *(k.float() for k in keys), large, *ids)
-    for x in (large.images, large.texts, large.ids):  # itself
+    for x in (large.images, large.texts, large.ids):  # the memory itself
         saved.pop(x.untyped_storage().data_ptr(), None)
     assert max(saved.values()) < 5000 * 4
 
@@ -499,7 +499,7 @@ def test_compiles_while_the_memory_fills(name, engine):
         put(memories[1], v, w, ids)
         assert len(memories[0]) == len(memories[1])
         torch.testing.assert_close(memories[0].texts, memories[1].texts)
-    assert counter.frame_count <= 4  # not one for each filling
+    assert counter.frame_count <= 4  # not one compilation per fill level
 
 
 def test_a_kept_matrix_in_pieces_gives_the_same(monkeypatch):
@@ -563,7 +563,7 @@ def asked(engine, shape="wide"):
 
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_every_question_to_a_memory_has_the_reference_answer_and_gradient(name, small_tiles, poisoned):
-    """Entries that do not exist are as if the matrix had no columns for them."""
+    """Missing entries act as if the matrix had no columns for them."""
     from reference import Reference
 
     found = []
@@ -708,14 +708,14 @@ def test_a_compiled_run_goes_on_bit_for_bit_after_a_load():
     resumed = CoupledMemory(20, D)
     step = step_of(resumed)
     step(*batches[0])
-    resumed.load_state_dict(state)  # between calls of a step that is compiled
+    resumed.load_state_dict(state)  # between calls of a compiled step
     assert all(torch.equal(step(*batch), wanted) for batch, wanted in zip(batches[8:], through, strict=True))
 
 
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 def test_a_key_that_is_not_finite_leaves_no_trace(bad, side):
-    """An overflow that the optimiser's scaler skips; the pair is as if it did not exist."""
+    """An overflow, after which the gradient scaler skips the step; the pair must be ignored."""
     inputs, keys, _, _ = case("pairs", torch.float32)
     memory, clean = CoupledMemory(12, D), CoupledMemory(11, D)
     v, w = (x.float() for x in embeddings(12, 12, D, 3))

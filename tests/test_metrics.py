@@ -41,7 +41,7 @@ def test_metrics_equal_the_oracle_with_ties(kind, seed, small_tiles):
     theirs = oracle.retrieval_metrics(scores.numpy(), *(x.numpy() for x in ids))
     assert set(ours) == FIGURES | {"rsum"} == set(theirs)
     for name in FIGURES | {"rsum"}:
-        if "skewness" not in name:  # which of two tied candidates is tenth is nobody's business
+        if "skewness" not in name:  # the choice among tied candidates for the tenth place is unspecified
             assert math.isclose(ours[name], theirs[name], abs_tol=1e-9), name
     untied = torch.rand(n, m, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     ours, theirs = retrieval_metrics(untied, *ids), oracle.retrieval_metrics(untied.numpy(), *(x.numpy() for x in ids))
@@ -93,7 +93,7 @@ def test_convention_of_consecutive_captions():
 
 
 def test_ties_have_a_policy():
-    """A model that says the same of everything has found nothing, unless one wants to be kind."""
+    """A model with constant scores finds nothing, unless ties are resolved in its favour."""
     flat = torch.zeros(20, 20)
     assert retrieval_metrics(flat)["rsum"] == 0
     assert retrieval_metrics(flat, ties="optimistic")["rsum"] == 600
@@ -109,7 +109,7 @@ def test_duplicate_embeddings_tie_whatever_the_engine():
 
 @pytest.mark.parametrize("shape", [(600, 2049), (513, 2048), (1025, 2050)])
 def test_copies_tie_wherever_the_tiles_end(shape):
-    """A product with one column rounds otherwise than one with many: no tile may be that narrow."""
+    """A product with one column is rounded differently from wider ones, so no tile may be that narrow."""
     n, m = shape
     generator = torch.Generator().manual_seed(0)
     rows, cols = torch.randn(n, 64, generator=generator), torch.randn(m, 64, generator=generator)
@@ -185,7 +185,7 @@ def test_top_of_the_re_ranked_without_the_matrix(engine, small_tiles):
 @pytest.mark.parametrize("engine", ["scores", "dense", "tiled", "kept"])
 @pytest.mark.parametrize("given_banks", [("images",), ("texts",), ("images", "texts")])
 def test_a_query_bank_takes_the_place_of_the_test_queries(engine, given_banks, small_tiles):
-    """Oracle: stack the bank onto the matrix, so that the sums run over it alone, and take our part of the result."""
+    """Oracle: append the bank to the matrix, so that the sums are over the bank only, and slice the result."""
     v, w = embeddings(7, 14)
     bank_v, bank_w = (x.to(v) for x in embeddings(11, 9, seed=5))
     sim = similarity(v, w, make_ids("captions", 7, 14), "dense" if engine == "scores" else engine)
@@ -246,7 +246,7 @@ def test_re_ranked_pairs_copy_and_pickle():
 @given(st.integers(0, 10_000), st.floats(-1, 1), st.integers(0, 11))
 @settings(max_examples=20, deadline=None)
 def test_removing_a_hub(seed, lift, text):
-    """With equal gammas, adding a constant to all scores of one text changes no image's ranking: that hub is gone."""
+    """With equal gammas, adding a constant to all scores of one text changes no image's ranking."""
     scores = torch.rand(6, 12, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     lifted = scores.clone()
     lifted[:, text] += lift
@@ -325,7 +325,7 @@ def test_bad_input_is_named(call, error, message):
 
 
 def repeated(n=7, captions=5):
-    """Images, each with its captions, as much code of the field saves them: (c N, D) and (c N, D)."""
+    """Images repeated for each caption, as much of the field's code saves them: (c N, D) and (c N, D)."""
     g = torch.Generator().manual_seed(0)
     images = torch.randn(n, 8, generator=g).repeat_interleave(captions, 0)
     return images, images + 1.5 * torch.randn(images.shape, generator=g)
@@ -372,7 +372,7 @@ def test_images_that_share_a_coordinate_are_different_ones():
     ("dtype", "rounding"), [("float16", 2**-9), ("bfloat16", 2**-6), ("float32", 1e-5), ("float64", 1e-5)]
 )
 def test_copies_may_differ_by_two_steps_of_their_dtype_or_a_few_of_float32(dtype, rounding):
-    """Half precision by as much as it rounds; double precision by as much as what was once single."""
+    """Half precision may differ by its rounding; double precision by that of former single precision."""
     images = torch.tensor([[1.0, 2.0], [4.0, 8.0]], dtype=getattr(torch, dtype)).repeat_interleave(2, 0)
     images[1::2] *= 1 + rounding * 0.99 if rounding == 1e-5 else 1 + rounding
     with pytest.warns(UserWarning, match="taken for 2 images"):
@@ -384,8 +384,8 @@ def test_copies_may_differ_by_two_steps_of_their_dtype_or_a_few_of_float32(dtype
 def test_images_that_repeat_otherwise_are_as_many_as_there_are():
     images, texts = repeated()
     cases = [
-        images[:1].expand(35, -1),  # a model that tells nothing from anything: five captions an image would be a guess
-        torch.cat([images[:5], images[5:].flip(0)[:-1], images[:1]]),  # not the last
+        images[:1].expand(35, -1),  # with constant scores, five captions per image cannot be recognised
+        torch.cat([images[:5], images[5:].flip(0)[:-1], images[:1]]),  # not the last copy
         torch.cat([images[:2], torch.randn(33, 8)]),
         texts,
     ]

@@ -1,4 +1,4 @@
-"""Metrics in other forms: of batches, as tables and TREC's files, and of several systems at once."""
+"""Metrics in other forms: accumulated over batches, as tables and TREC files, and for several systems at once."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def batches_worker(rank: int) -> dict[str, Any]:
     for kind in ("ids", "none"):
         metric = metrics.RetrievalMetrics()
         cuts = torch.arange(12).split((3, 4, 5))
-        for rows in cuts[:2] if rank == 0 else cuts[2:]:  # parts and batches differ in size
+        for rows in cuts[:2] if rank == 0 else cuts[2:]:  # parts and batches have different sizes
             cols = slice(3 * int(rows[0]), 3 * int(rows[-1]) + 3)
             ids = (rows, torch.arange(36)[cols] // 3) if kind == "ids" else ()
             metric.update(images[rows], texts[cols], *ids)
@@ -264,7 +264,7 @@ def test_comparisons_of_several_systems_are_holms():
     for at in tests:
         here, alone = (x[at[0]][at[1]] for x in (found, single))
         assert here[:3] == alone[:3]
-        # Holm by hand: the largest, over all tests no larger than this one, of p times how many are no smaller.
+        # Holm by hand: for each test, the maximum over tests with p no larger, of p times the number of p no smaller.
         steps = [
             p * sum(single[n][f].p_value >= p for n, f in tests)
             for p in (single[n][f].p_value for n, f in tests)
@@ -281,7 +281,7 @@ def test_holms_correction_of_known_p_values(monkeypatch):
     stub = lambda system, base: {"rsum": metrics.Comparison(0.0, 0.0, 0.0, single[system])}  # noqa: E731
     monkeypatch.setattr("itrloss.metrics.uncertainty.compare", stub)
     found = compare_all({"base": "base", **{name: name for name in single}}, baseline="base")
-    wanted = {"a": 4 * 0.01, "b": 3 * 0.02, "c": 3 * 0.02, "d": 0.5}  # none below a smaller one's
+    wanted = {"a": 4 * 0.01, "b": 3 * 0.02, "c": 3 * 0.02, "d": 0.5}  # monotone: not below the value of a smaller p
     assert {name: x["rsum"].p_value for name, x in found.items()} == pytest.approx(wanted)
 
 
@@ -299,7 +299,7 @@ def test_unknown_systems_and_figures_are_named(options, message):
 
 @pytest.mark.parametrize("name", [x for x in metrics.__all__ if hasattr(getattr(metrics, x, None), "_fields")])
 def test_fields_of_named_tuples_are_described(name):
-    """Otherwise the pages say "Alias for field number 0"."""
+    """Without a docstring, the pages say "Alias for field number 0"."""
     analyzer = pytest.importorskip("sphinx.pycode").ModuleAnalyzer.for_module(getattr(metrics, name).__module__)
     assert {(name, field) for field in getattr(metrics, name)._fields} <= set(analyzer.find_attr_docs())
 

@@ -1,4 +1,4 @@
-"""Single queries, folds, confidence intervals, comparisons and judgements: against loops, and what must hold."""
+"""Single queries, folds, confidence intervals, comparisons and judgements: against loops, and invariants."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def generator(seed):
 
 
 def ragged(seed, n=N, m=M):
-    """Ids with and without a match, some several times."""
+    """Ids with and without a match, some of them repeated."""
     g = generator(seed)
     return torch.randint(0, 8, (n,), generator=g), torch.randint(2, 10, (m,), generator=g)
 
 
 def tied(engine, ids=(None, None), seed=0):
-    """What to ask, and its scores as the oracle has them: of small whole numbers, so that ties are exact anywhere."""
+    """Arguments, and their scores for the oracle; embeddings are small integers, so that ties are exact."""
     v, w = (torch.randint(-1, 2, (size, 4), generator=generator(seed + size)).double() for size in (N, M))
     if engine == "scores":
         return v @ w.T, (v @ w.T).numpy()
@@ -79,7 +79,7 @@ def without_skewness(found):
 
 
 def chance(seed, n=12, captions=3, better=0.0):
-    """Results of a model that is sometimes right."""
+    """Results of a model that is right at random."""
     ids = torch.arange(n), torch.arange(n).repeat_interleave(captions)
     scores = torch.rand(n, n * captions, generator=generator(seed), dtype=torch.float64)
     return retrieval_results(scores + (0.5 + better) * (ids[0][:, None] == ids[1]), *ids)
@@ -114,7 +114,7 @@ def test_untied_ragged_metrics_equal_the_oracle_to_the_last_figure(seed):
     ids = ragged(seed, m=23)
     found = retrieval_metrics(S, *ids)
     assert found == pytest.approx(oracle.retrieval_metrics(S.numpy(), *(x.numpy() for x in ids)))
-    # Whoever has no right candidate does not count: without such queries all is as it was.
+    # Queries without a right candidate do not count: the figures equal those without these queries.
     asked = torch.isin(ids[0], ids[1]).nonzero().squeeze(1)
     alone = retrieval_metrics(S[asked], ids[0][asked], ids[1])
     assert {k: x for k, x in found.items() if "i2t" in k} == {k: x for k, x in alone.items() if "i2t" in k}
@@ -202,7 +202,7 @@ def test_agreement_equals_the_loops(engine, seed, tiny_blocks):
     assert found.tau == pytest.approx(oracle_metrics.kendall(S, triples(judgements)))
     asked, S = tied(engine, seed=seed)
     many = judged(seed, 200)
-    for grades in (many.grades, torch.rand(200, generator=generator(seed)), many.grades > 2):  # few levels, many, two
+    for grades in (many.grades, torch.rand(200, generator=generator(seed)), many.grades > 2):  # few, many, two levels
         given_grades = many._replace(grades=grades)
         wanted = oracle_metrics.kendall(S, triples(given_grades))
         assert agreement(asked, given_grades).tau == pytest.approx(wanted)
@@ -218,10 +218,10 @@ def test_agreement_of_known_orders():
     assert agreement(-S, pairs).tau == -1 and agreement(-S, pairs).i2t_ndcg < 100
     assert agreement(torch.zeros(4, 6), pairs).tau == 0  # all tied: nothing is ordered
     everything = Judgements(torch.arange(2000) % 40, torch.arange(2000) // 40, torch.rand(2000, generator=generator(1)))
-    assert agreement(torch.rand(40, 50), everything).tau == pytest.approx(0, abs=0.1)  # 2000 grades, in no time
+    assert agreement(torch.rand(40, 50), everything).tau == pytest.approx(0, abs=0.1)  # 2000 grades, quickly
     assert agreement(S.half().T.contiguous().T, pairs) == pytest.approx((1, 100, 100))
     assert agreement(S, Judgements(images.byte(), texts.short(), grades)) == pytest.approx((1, 100, 100))
-    wide = torch.arange(300, dtype=torch.uint8)[:250], torch.arange(50).repeat(5).byte()  # 249 * 50 exceeds a byte
+    wide = torch.arange(300, dtype=torch.uint8)[:250], torch.arange(50).repeat(5).byte()  # 249 * 50 overflows a byte
     like = Judgements(*wide, torch.arange(250))
     S = torch.rand(250, 50, generator=generator(2))
     assert agreement(S, like) == agreement(S, Judgements(wide[0].long(), wide[1].long(), like.grades))
@@ -249,7 +249,7 @@ def test_a_grade_is_as_high_as_itself_however_it_is_stored_and_often_it_is_there
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_bootstrap_equals_its_loops(seed):
-    """By the library's own draws: as many ids as there are, of the sorted ids of both sides."""
+    """The loops use the library's own samples: as many ids as there are, from the sorted ids of both sides."""
     ids, samples = ragged(seed), 70
     runs = [retrieval_results(torch.rand(N, M, generator=generator(s)).double(), *ids) for s in (seed, seed + 9)]
     unique = torch.cat(ids).unique()
@@ -319,7 +319,7 @@ def test_five_times_the_same_caption_is_one_witness():
 
 
 def simulated(seed, n=80, captions=5):
-    """One right candidate a query, first or not: pictures are hard or easy for all of their captions. Recall 60 %."""
+    """Results with a recall of 60 %: one right candidate per query; images are hard or easy for all their captions."""
     g = np.random.default_rng(seed)
     easy = g.beta(1.2, 0.8, n)
     ids = torch.arange(n), torch.arange(n).repeat_interleave(captions)
@@ -334,17 +334,17 @@ def test_intervals_hold_what_they_promise():
     for name in ("i2t_r1", "t2i_r1"):
         assert 0.85 <= np.mean([x[name][0] <= 60 <= x[name][1] for x in found]) <= 0.95, name
     p = np.array([compare(*pair, samples=200)["t2i_r1"].p_value for pair in zip(runs[::2], runs[1::2], strict=True)])
-    assert 0.04 <= (p < 0.1).mean() <= 0.18 and 0.35 <= (p < 0.5).mean() <= 0.65  # no difference: uniform
+    assert 0.04 <= (p < 0.1).mean() <= 0.18 and 0.35 <= (p < 0.5).mean() <= 0.65  # no difference: uniform p-values
 
 
 def test_samples_without_an_answer_are_left_out():
-    """Two ids of ten are answered, each by the other model: a draw says as often yes as no, and often nothing."""
+    """Two of ten ids have answers, one for each model: samples favour both equally often, and many favour neither."""
     ids = torch.arange(10), torch.tensor([0, 1, *range(50, 58)])
     first, second = torch.zeros(2, 10, 10)
     first[0, 0] = second[1, 1] = 1
     found = compare(*(retrieval_results(x, *ids) for x in (first, second)))["i2t_r1"]
     assert found.difference == 0 and found.p_value > 0.95 and (found.low, found.high) == (-100, 100)
-    lone = torch.arange(10), torch.tensor([0, *range(50, 59)])  # left out of 0.9 ^ 10 = 35 % of the draws
+    lone = torch.arange(10), torch.tensor([0, *range(50, 59)])  # an id is missing from 0.9 ^ 10 = 35 % of the samples
     results = [retrieval_results(x, *lone) for x in (first, second)]
     assert confidence_intervals(results[0])["i2t_r1"] == (100, 100)
     assert compare(*results)["i2t_r1"].p_value == pytest.approx(2 / (1 + 2000 * (1 - 0.9**10)), rel=0.05)
@@ -362,7 +362,7 @@ def test_the_smallest_sets_have_results(scores):
 @pytest.mark.parametrize("where", [(0, 0), (17, 30), (40, 52)])
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_nan_is_found_wherever_it_is(where, turned, monkeypatch):
-    """A matrix is looked at some rows at a time, as it lies in memory."""
+    """The matrix is scanned in blocks of rows, in its memory order."""
     monkeypatch.setattr("itrloss.checks._AT_ONCE", 100)
     scores = torch.rand(41, 53)
     scores[where] = torch.nan
@@ -447,7 +447,7 @@ def test_bad_input_is_named(call, error, message):
 @pytest.mark.skipif(not SHARED.exists(), reason="Flickr8k's expert judgements are not there: ../shared/data is absent")
 @pytest.mark.slow
 def test_flickr8k_experts_agree_with_a_linear_model():
-    """Captions of other pictures that three experts found fitting: a caption finds these before it finds its own."""
+    """Captions that three experts found suitable for other pictures retrieve these pictures before their own."""
     pytest.importorskip("scipy")
     names = (SHARED / "flickr8k" / "test_images.txt").read_text().split()
     row = {name: i for i, name in enumerate(names)}

@@ -1,4 +1,4 @@
-"""What every module must survive: compiling, copying, storing, other types, autocast, two processes."""
+"""Properties of every module: compilation, copies, serialisation, dtypes, autocast, two processes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ IDS = torch.tensor([0, 1, 2, 0, 4, 9])
 
 
 class Inputs(NamedTuple):
-    """Of one step; all random numbers come from one tensor, so that an encoder can make them."""
+    """Inputs of one step, from one tensor of random numbers, so that an encoder can compute them."""
 
     vectors: Tensor  # (B, 8 D)
     memory: itrloss.CoupledMemory
 
     def part(self, at: int, heads: int = 1) -> Tensor:
-        """(B, D), or (B, heads, D)."""
+        """Slice of (B, D), or (B, heads, D)."""
         x = self.vectors[:, at * D : (at + heads) * D]
         return x if heads == 1 else x.unflatten(1, (heads, D))
 
@@ -62,7 +62,7 @@ def cluster(module: nn.Module, x: Inputs) -> Any:
     return module.update(x.part(0)).sum() + module.centroids.sum()
 
 
-# name -> (how it is made, how it is called)
+# name -> (constructor, call)
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Inputs], Any]]] = {
     "TripletLoss": (itrloss.TripletLoss, pair),
     "TripletLoss all": (lambda: itrloss.TripletLoss(mining="all"), pair),
@@ -99,7 +99,7 @@ def inputs(step: int = 0, dtype: torch.dtype = torch.float32, processes: int = 1
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(B, 8 * D, generator=generator) + 0.3
     stored = itrloss.CoupledMemory(ENTRIES, D, dtype=dtype)
-    keys = torch.randn(2, 7, D, generator=generator).to(dtype).repeat(1, processes, 1)  # as if each had put them in
+    keys = torch.randn(2, 7, D, generator=generator).to(dtype).repeat(1, processes, 1)  # as if enqueued by each process
     stored.enqueue(*keys, torch.arange(7).repeat(processes))
     return Inputs(x.to(dtype).requires_grad_(), stored)
 
@@ -107,7 +107,7 @@ def inputs(step: int = 0, dtype: torch.dtype = torch.float32, processes: int = 1
 def outcome(
     name: str, module: nn.Module, x: Inputs, call: Callable[..., Any] | None = None, autocast: bool = False
 ) -> list[Tensor]:
-    """The value of one call and, where there is one, the gradient."""
+    """Value of one call, and its gradient if it has one."""
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         value = (call or MODULES[name][1])(module, x)
     if not value.requires_grad:
@@ -121,7 +121,7 @@ def test_every_public_module_is_here():
     assert modules - {"PairLoss", "MemoryLoss"} == {n.split()[0] for n in MODULES}
 
 
-# What is compiled elsewhere: losses on pairs, and those with a memory.
+# Others are compiled in other tests: losses on pairs, and those with a memory.
 ELSEWHERE = {"TripletLoss", "InfoNCELoss", "SigmoidLoss", "HubnessAwareLoss", "DiversityContrastiveLoss"}
 ELSEWHERE |= {"MemoryDiversityContrastiveLoss", "UnifiedTrainingObjective", "DynamicOrthogonalLoss", "MomentumEncoder"}
 
@@ -188,7 +188,7 @@ def test_moves_to_another_type(name, dtype):
 def test_autocast_changes_nothing(name):
     wanted = outcome(name, make(name), inputs())
     found = outcome(name, make(name), inputs(), autocast=True)
-    if name == "MomentumEncoder":  # runs the user's encoder, under the user's autocast
+    if name == "MomentumEncoder":  # it runs the user's encoder, under the user's autocast
         assert found[0].dtype == torch.bfloat16
         return
     for a, b in zip(found, wanted, strict=True):
@@ -196,7 +196,7 @@ def test_autocast_changes_nothing(name):
 
 
 class Step(nn.Module):
-    """An encoder and a module on what it makes, as DDP wraps them."""
+    """Encoder and module in one, as DDP wraps them."""
 
     def __init__(self, name: str):
         super().__init__()
@@ -236,10 +236,10 @@ def test_two_processes_stay_equal(name, two_processes):
     for mine, theirs in zip(gradients, other_gradients, strict=True):
         assert mine and all(g.isfinite().all() and torch.equal(g, theirs[n]) for n, g in mine.items())
     for n, b in buffers.items():
-        if name == "DynamicGate":  # running figures of each process's own images, as BatchNorm's
+        if name == "DynamicGate":  # running statistics are of each process's own images, as with BatchNorm
             continue
         assert torch.equal(b, other_buffers[n]), n
-    # The mean of what each process alone would get, where nothing is exchanged but gradients.
+    # The mean of the processes' own gradients, as nothing but gradients is exchanged.
     if name in ("CoupledMemory", "OnlineKMeans", "OnlineKMeans sparse", "CODERObjective"):
         return
     alone = []

@@ -1,4 +1,4 @@
-"""The sums that CODER and DVSE are trained with."""
+"""The combined objectives of CODER and DVSE."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_coder_weights_by_default_are_those_of_equation_8():
 
 def test_prototypes_move_in_training_and_stand_still_in_evaluation():
     objective, given = CODERObjective(5, 8).eval(), coder_input()
-    assert objective(*given, torch.arange(6), torch.arange(6))[1].prototype == 0  # there are none yet
+    assert objective(*given, torch.arange(6), torch.arange(6))[1].prototype == 0  # there are no prototypes yet
     assert len(objective.prototypes) == 0
     objective.train()
     objective(*given, torch.arange(6), torch.arange(6))
@@ -96,13 +96,13 @@ def test_a_reseeded_cluster_loses_what_the_classifier_learnt():
     torch.testing.assert_close(objective.classifier.weight.detach(), objective.prototypes.centroids / 3**0.5)
     with torch.no_grad():
         objective.classifier.weight.fill_(9.0)
-    objective(*given, ids, ids)  # the same points: nothing is reseeded
+    objective(*given, ids, ids)  # the same points, so that nothing is reseeded
     assert (objective.classifier.weight == 9.0).all()
 
 
 def test_a_term_of_weight_zero_is_not_computed():
     given = coder_input()
-    given[4] = None  # no memory at all
+    given[4] = None  # without a memory
     objective = CODERObjective(5, 4, memory_weight=0, prototype_weight=0)
     total, terms = objective(*given)
     assert total.isfinite() and terms.memory == 0 and terms.prototype == 0 and len(objective.prototypes) == 0

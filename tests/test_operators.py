@@ -1,4 +1,4 @@
-"""The registered operators, what autograd keeps, memory, and the work that is done."""
+"""The registered operators, saved tensors, memory, and the number of operations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ N, M = 7, 9
 
 
 def sources():
-    """The inputs of scores, in the forms that there are."""
+    """Inputs of scores, in all their forms."""
     v, w = embeddings(N, M, dtype=torch.float32)
     rows, cols = make_ids("random", N, M)
     inv = [1 / x.norm(dim=1) for x in (v, w)]
@@ -42,7 +42,7 @@ def sources():
     }
 
 
-# What is asked, with the number of parameters.
+# Names of answers, with their numbers of parameters.
 COUNT = {
     "exp": 2, "peak": 1, "information": 2, "moments": 1, "hinges": 1, "identity": 0, "softplus": 2, "plane": 2,
     "negative_log_likelihood": 2, "log1p_relu": 0,
@@ -51,7 +51,7 @@ SIDES = {"both": [0, 1], "rows": [0], "columns": [1]}
 
 
 def question(source, key, over, sides, shared):
-    """Arguments of the operator, whatever its last one is."""
+    """Arguments of the operator, except the last ones."""
     shape = source.shape
     size = 1 if shared else sum(shape[side] for side in SIDES[sides])
     params = [torch.linspace(0.5, 2, size) for _ in range(COUNT[key])]
@@ -73,7 +73,7 @@ def test_sums_keep_their_contract(source, key, over, sides, shared):
 
 @pytest.mark.parametrize(
     ("source", "key", "over", "sides", "shared"),
-    [x for x in CASES if x[1] != "peak"],  # which has no gradient
+    [x for x in CASES if x[1] != "peak"],  # it has no gradient
 )
 def test_gradients_keep_their_contract(source, key, over, sides, shared):
     scores, params, *asked = question(sources()[source], key, over, sides, shared)
@@ -113,7 +113,7 @@ def check(operator, args):
 
 
 def saved_bytes(loss, v, w, ids) -> int:
-    """Storage that autograd holds between forward and backward, beyond the inputs themselves."""
+    """Storage that autograd keeps for the backward pass, beyond the inputs themselves."""
     seen = {}
 
     def pack(x):
@@ -133,7 +133,7 @@ def saved_bytes(loss, v, w, ids) -> int:
     pairwise(name=LOSSES, kind=[None, "captions"], dtype=[torch.float32, torch.bfloat16]),
 )
 def test_tiled_engine_saves_nothing_of_the_size_of_the_matrix(name, kind, dtype):
-    """A few numbers per embedding: less than an eighth of what the embeddings themselves take."""
+    """A few numbers per embedding are saved: less than an eighth of the size of the embeddings."""
     n, d = 512, 256
     m = n if kind is None else 2 * n
     v, w = (x.requires_grad_() for x in embeddings(n, m, d, dtype=dtype))
@@ -143,7 +143,7 @@ def test_tiled_engine_saves_nothing_of_the_size_of_the_matrix(name, kind, dtype)
 
 @pytest.mark.slow
 def test_one_graph_for_batches_of_any_size(name="infonce"):
-    """Few long vectors are multiplied otherwise than many short ones, which is no matter of the compiler's."""
+    """The choice of product depends on the shape, but must not cause recompilation."""
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(make(name), fullgraph=True, dynamic=True, backend=counter)
@@ -203,7 +203,7 @@ MEASURE = """
 
 
 def extra_megabytes(loss: str, n: int, d: int, ids: str = "()") -> float:
-    """Growth of the resident set over inputs, in a fresh process."""
+    """Growth of the resident set beyond the inputs, in a fresh process."""
     code = textwrap.dedent(MEASURE.format(loss=loss, n=n, d=d, ids=ids))
     if not Path("/proc/self/statm").exists():
         pytest.skip("the resident set is read from /proc, which this system does not have")
@@ -213,7 +213,7 @@ def extra_megabytes(loss: str, n: int, d: int, ids: str = "()") -> float:
 
 @pytest.mark.slow
 def test_memory_of_dcl_on_a_large_batch():
-    """16384 pairs of 512 dimensions: the matrix alone has 1074 MB, plain PyTorch takes over 4 GB."""
+    """16384 pairs of 512 dimensions: the matrix has 1074 MB, plain PyTorch needs over 4 GB."""
     assert extra_megabytes("DiversityContrastiveLoss()", 16384, 512) < 250
 
 
@@ -228,7 +228,7 @@ def test_memory_of_dcl_on_a_large_batch():
     ],
 )
 def test_a_loss_whose_scores_are_kept_holds_one_matrix(loss, ids):
-    """4096 pairs, a matrix of 67 MB."""
+    """4096 pairs, with a matrix of 67 MB."""
     assert extra_megabytes(loss, 4096, 64, ids) < 67 + 50
 
 
@@ -240,7 +240,7 @@ def test_memory_grows_with_n_and_not_with_its_square():
 
 
 class Products(TorchDispatchMode):
-    """Counts the work of matrix products."""
+    """Counter of the FLOPs of matrix products."""
 
     def __init__(self):
         super().__init__()
@@ -256,7 +256,7 @@ class Products(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-# As docs/engines.rst has it, in multiples of N M D: for gradients of both sides, and for those of the images alone.
+# FLOPs as in docs/engines.rst, in multiples of N M D, for gradients of both sides and of the images only.
 WORK = {
     "infonce": {"dense": (6, 4), "tiled": (8, 6)},
     "hal": {"dense": (6, 4), "tiled": (8, 6)},
@@ -291,7 +291,7 @@ def test_kept_scores_are_multiplied_out_once(name):
     sim = itrloss.Similarity(v, w, engine="tiled", memory_budget=10**9)
     with Products() as products:
         make(name)(sim).backward()
-    # The gradients of two answers are multiplied out one by one.
+    # The gradients of two answers are multiplied separately.
     assert products.flops == {"triplet": 2, "dcl through diversity": 10}.get(name, 6) * n * m * d
 
 
@@ -311,7 +311,7 @@ SEVERAL = ["infonce", "dcl", "sigmoid", "triplet all"]
 
 @pytest.mark.parametrize("name", SEVERAL)
 def test_embeddings_may_change_before_backward(name):
-    """Both passes go by what they were: a small matrix is formed once."""
+    """Both passes use the values at the first call, as a small matrix is formed once."""
     v, w = (x.float() for x in embeddings(100, 100, 10))
     first = v.clone().requires_grad_()
     wanted = torch.autograd.grad(make(name)(first, w), first)[0]
@@ -325,7 +325,7 @@ def test_embeddings_may_change_before_backward(name):
 
 @pytest.mark.parametrize("name", SEVERAL)
 def test_checkpoints_and_hooks_on_saved_tensors(name):
-    """Each saved tensor is unpacked once, and a copy that a hook keeps is not written over."""
+    """Each saved tensor is unpacked once, and a copy kept by a hook is not overwritten."""
     v, w = (x.float() for x in embeddings(100, 100, 10))
     found = []
     for way in ("plain", "checkpoint", "hooks"):
@@ -368,7 +368,7 @@ def test_second_derivatives_are_right_or_refused():
         (first,) = torch.autograd.grad(make(name, engine="dense").double()(v, w), v, create_graph=True)
         if first.requires_grad and name not in ("triplet", "triplet all"):
             assert finite(torch.autograd.grad(first.square().sum(), v)[0]).abs().sum() > 0
-        if name == "triplet":  # of single pairs, whatever the engine
+        if name == "triplet":  # products of single pairs, independent of the engine
             continue
         with pytest.raises(RuntimeError, match=r"create_graph.*dense"):
             torch.autograd.grad(make(name, engine="tiled")(v, w), v, create_graph=True)

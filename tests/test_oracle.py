@@ -1,4 +1,4 @@
-"""The oracle against values worked by hand on 2x2 and 2x3 matrices."""
+"""The oracle against values computed by hand on 2x2 and 2x3 matrices."""
 
 from math import exp, log, nan, sqrt
 
@@ -27,9 +27,9 @@ def test_std_diversity_floors_a_row_without_spread_or_without_negatives():
     # Row 0 has SD 0.1 and epsilon = 0.1 ln 2: raw 3/2. Row 1: equal negatives, SD 1e-6, raw 1 + exp(-69315).
     S = [[9.0, 0.4, 0.6], [0.3, 9.0, 0.3]]
     assert oracle.std_diversity(S, [0, 1], [0, 1, 2], 0.1 * log(2)) == pytest.approx([1, 2 / 3])
-    # No negatives at all: every raw is 1, and so is every score.
+    # Without negatives, every raw value is 1, and so is every score.
     assert oracle.std_diversity([[0.1, 0.5]], [4], [4, 4]) == pytest.approx([1])
-    # At epsilon = 1e-6 ln 2 the floor itself shows: raw = 3/2, next to 1 + 2^(-1e-5) for the row of SD 0.1.
+    # At epsilon = 1e-6 ln 2 the floor has an effect: raw = 3/2, next to 1 + 2^(-1e-5) for the row of SD 0.1.
     first = 1 + 2**-1e-5
     assert oracle.std_diversity(S, [0, 1], [0, 1, 2], 1e-6 * log(2)) == pytest.approx([1, 1.5 / first])
 
@@ -142,7 +142,7 @@ def test_dcl_divides_the_temperature_by_the_diversity():
     assert rows[0] == pytest.approx(0.1 * log(1 + exp(2) + exp(-2)))  # 0.5 and 0.1, less 0.3, over 0.1
     assert rows[1] == pytest.approx(0.1 * log(1 + exp(1.2) + exp(3.6)))  # 0.1 and 0.3 over 0.1 (5/6)
     # Columns 0 and 1 have one negative each, SD at the floor, raw 1. Column 2 (no positive): 0.1 and 0.6,
-    # SD 0.25, raw 1 + 2^(-0.8): an anchor without a positive counts in the maximum and still contributes 0.
+    # SD 0.25, raw 1 + 2^(-0.8): an anchor without a positive enters the maximum, but contributes 0.
     d = 1 / (1 + 2**-0.8)
     assert cols == pytest.approx([0.1 * log(1 + exp(1 / d)), 0.1 * log(1 + exp(2 / d)), 0])
     fixed = oracle.dcl(S, *ids, diversity=([1, 5 / 6], [d, d, 1]), reduction="none")
@@ -164,7 +164,7 @@ def test_invalid_anchors_contribute_nothing_and_are_not_counted(loss):
     assert rows[0] != 0 and rows[1] == 0
     assert cols[0] != 0 and cols[1] == 0
     assert loss(S, [1, 5], [1, 6], reduction="mean") == pytest.approx(rows[0] + cols[0])
-    # Only positives, or only negatives: nobody is valid.
+    # Only positives, or only negatives: there is no valid anchor.
     assert loss(S, [1, 1], [1, 1], reduction="mean") == 0
     assert loss(S, [1, 2], [3, 4], reduction="mean") == 0
     with pytest.raises(ValueError, match="reduction"):
@@ -172,7 +172,7 @@ def test_invalid_anchors_contribute_nothing_and_are_not_counted(loss):
 
 
 def test_fast_rerank_by_hand():
-    # exp(A) = [[1, 2], [3, 1]]: column sums 4 and 3, row sums 3 and 4; the second number scales A alone.
+    # exp(A) = [[1, 2], [3, 1]]: column sums 4 and 3, row sums 3 and 4; the second parameter scales A only.
     A = np.log([[1.0, 2], [3, 1]])
     i2t, t2i = oracle.fast_rerank(A, i2t=(1, 2), t2i=(1, 3))
     assert i2t == pytest.approx(np.log([[1 / 4, 4 / 3], [9 / 4, 1 / 3]]))
@@ -184,7 +184,7 @@ def test_fast_rerank_by_hand():
 def test_retrieval_metrics_by_hand():
     # Image 7 ranks its captions 1st and 3rd: rank 1, R-Precision 1/2, mAP@2 = (1/1 + 0)/2.
     # Image 9 ranks its caption 2nd: rank 2, R-Precision 0, mAP@1 = 0.
-    # Texts ask: caption 0 finds image 7 first, caption 1 second, caption 2 second.
+    # Texts as queries: caption 0 finds image 7 first, caption 1 second, caption 2 second.
     S = [[0.9, 0.1, 0.4], [0.2, 0.6, 0.3]]
     figures = oracle.retrieval_metrics(S, ROWS, COLS)
     expected = {
@@ -204,18 +204,18 @@ def test_map_at_r_weighs_the_order_and_r_precision_does_not():
     assert figures["i2t_r_precision"] == pytest.approx(100 * 2 / 3)
     assert figures["i2t_map_at_r"] == pytest.approx(100 * (1 / 2 + 2 / 3) / 3)
     assert figures["i2t_median_rank"] == 2
-    # Texts 3 and 4 have no image: they are not asked, and the others are all right.
+    # Texts 3 and 4 have no image: they are no queries, and all others are right.
     assert figures["t2i_r1"] == 100
 
 
 def test_ties_count_against_the_positive():
-    # Image 0 shares its score with one rival: rank 2. Image 1 with two: rank 3.
+    # Image 0 ties with one negative: rank 2. Image 1 with two: rank 3.
     S = [[0.5, 0.5, 0.1], [0.7, 0.7, 0.7], [0.0, 0.0, 0.2]]
     figures = oracle.retrieval_metrics(S, [0, 1, 2], [0, 1, 2])
     assert figures["i2t_r1"] == pytest.approx(100 / 3)
     assert figures["i2t_median_rank"] == 2
     assert figures["i2t_map_at_r"] == pytest.approx(100 / 3)
-    # A tie among positives costs nothing.
+    # A tie among positives has no cost.
     assert oracle.retrieval_metrics([[0.5, 0.5]], [0], [0, 0])["i2t_r_precision"] == 100
 
 
@@ -226,7 +226,7 @@ def test_skewness_by_hand():
     figures = oracle.retrieval_metrics(S, [0], range(11))
     assert figures["i2t_skewness"] == pytest.approx(-9 / sqrt(10))
     assert figures["t2i_skewness"] == 0  # eleven queries, one item
-    # Query 0 ties all twelve items and so leaves out the last two, 10 and 11; query 1 leaves out 5 and 11.
+    # Query 0 ties all twelve items and therefore omits the last two, 10 and 11; query 1 omits 5 and 11.
     # N = 0 once, 1 twice, 2 nine times: mean 5/3, variance (25 + 2*4 + 9)/9/12, third (-125 - 2*8 + 9)/27/12.
     S = np.zeros((2, 12))
     S[1, [5, 11]] = -1

@@ -1,4 +1,4 @@
-"""The second part of the oracle against values worked by hand."""
+"""The second part of the oracle against values computed by hand."""
 
 from math import exp, log, log2, sqrt
 
@@ -92,7 +92,7 @@ def test_memory_entropy_diversity_by_hand():
 
 
 def test_uto_by_hand():
-    # gamma = 2, epsilon = 0.5. Memory alone: image exponents -1 and 0.6, text exponents 1 and 0.6.
+    # gamma = 2, epsilon = 0.5. Memory terms only: image exponents -1 and 0.6, text exponents 1 and 0.6.
     options = {"scale": 2.0, "margin": 0.5}
     image, text = 0.5 * log(1 + exp(-1) + exp(0.6)), 0.5 * log(1 + exp(1) + exp(0.6))
     images, texts = oracle_more.uto(*memory_case(), **options, reduction="none")  # HAL: no negatives, so 0
@@ -163,13 +163,13 @@ def test_variance_aware_by_hand():
     assert texts == pytest.approx([log(a), 1 / b**2 + log(b), 0.4 / a**2 + log(a)])
     mean = oracle_more.variance_aware(V, W, *ids, reduction="mean")
     assert mean == pytest.approx(sum(images) / 3 + sum(texts) / 3)
-    # Three pairs, however many images: without image 2 nothing changes.
+    # The mean is over three pairs, for any number of images: without image 2 nothing changes.
     assert oracle_more.variance_aware(V[:2], W, [7, 9], [7, 7, 9], reduction="mean") == pytest.approx(mean)
-    # Sigma of the texts' own: pair (0, 0) is left with (0, 0), the pairs (0, 1) and (1, 2) with (0.8, 0).
+    # Each text's own sigma: pair (0, 0) is left with (0, 0), the pairs (0, 1) and (1, 2) with (0.8, 0).
     same, own = oracle_more.variance_aware(V, W, *ids, shared_sigma=False, reduction="none")
     assert same == pytest.approx(images)
     assert own == pytest.approx([0, 1 / a**2 + log(a), 0.4 / a**2 + log(a)])
-    # Heads add up; constants for sigma.
+    # Heads are summed; sigma is constant.
     twice = oracle_more.variance_aware(V.repeat(2, axis=1), W, *ids, reduction="mean")
     assert twice == pytest.approx(2 * mean)
     ones, twos = np.ones((3, 1, 3)), np.full((3, 1, 3), 2.0)
@@ -179,7 +179,7 @@ def test_variance_aware_by_hand():
 
 
 def test_variance_aware_of_two_pairs_is_the_triplet_loss():
-    # Two texts leave one score beside the target: no spread, sigma = 1, log sigma = 0.
+    # With two texts, one score is left besides the target: no spread, sigma = 1, log sigma = 0.
     # Positives 0.6, negatives 0.8: every hinge is 0.4.
     V, W = np.array([[[3.0, 4]], [[4, 3]]]), np.eye(2)
     S = oracle.cosine(V[:, 0], W)
@@ -202,7 +202,7 @@ def test_variance_aware_drops_a_direction_without_negatives():
 def test_dynamic_orthogonal_by_hand():
     residuals = [[[2.0, 0], [-3, 4]], [[0, 1], [5, 0]]]  # |cos| 0.6 and 0
     assert oracle_more.dynamic_orthogonal(residuals, reduction="none") == pytest.approx([0.2, 0])
-    assert oracle_more.dynamic_orthogonal(residuals) == pytest.approx(0.2 / 2)  # a hinge for each image
+    assert oracle_more.dynamic_orthogonal(residuals) == pytest.approx(0.2 / 2)  # one hinge per image
     assert oracle_more.dynamic_orthogonal(residuals, reduction="sum", pair_reduction="sum") == pytest.approx(0.8)
     frobenius = oracle_more.dynamic_orthogonal(residuals, None, 0.1, "frobenius", "sum")
     assert frobenius == pytest.approx(sqrt(2 * 0.36) / 4 - 0.1)
@@ -215,11 +215,11 @@ def test_dynamic_orthogonal_by_hand():
 
 
 def test_dynamic_orthogonal_gates():
-    # Heads that are off count as zeros: 2 of 6 ordered pairs of three parallel heads remain.
+    # Heads that are off count as zeros: 2 of the 6 ordered pairs of three parallel heads remain.
     parallel = np.ones((2, 3, 4))
     values = oracle_more.dynamic_orthogonal(parallel, [[1, 1, 0], [1, 0, 0]], 0, reduction="none")
     assert values == pytest.approx([1 / 3, 0])
-    # Dimensions: (0.6, 0.8, 0) and (0.6, -0.8, 0) without the second: 0.36, or 1 where the rest is normalised.
+    # Dimensions: (0.6, 0.8, 0) and (0.6, -0.8, 0) without the second: 0.36, or 1 if the rest is normalised.
     residuals, gate = [[[3.0, 4, 0], [3, -4, 0]]], [[1, 0, 1]]
     assert oracle_more.dynamic_orthogonal(residuals, None, 0) == pytest.approx(0.28)
     assert oracle_more.dynamic_orthogonal(residuals, gate, 0) == pytest.approx(0.36)

@@ -1,4 +1,4 @@
-"""The oracle of the re-rankers against values worked by hand."""
+"""The oracle of the re-rankers against values computed by hand."""
 
 from math import cos, exp, fsum, log, pi, sin
 
@@ -80,7 +80,7 @@ def test_mutual_proximity_by_hand():
 
 
 def test_the_two_forms_of_the_normal_distribution_meet():
-    # Where one gives way to the other the slope is φ/Φ = 10.098.
+    # Where the two forms meet, at z = -10, the slope is φ/Φ = 10.098.
     above, below = (oracle_rerank._log_normal_cdf(z) for z in (-10 + 1e-9, -10 - 1e-9))
     assert above - below == approx(2e-9 * 10.098, rel=1e-3)
 
@@ -91,7 +91,7 @@ def test_sinkhorn_by_hand():
     expected = R - np.log([2 * 5 / 8, 2 * 3 / 8])
     assert oracle_rerank.sinkhorn(R, R, 1.0, 1) == approx(expected)
     assert oracle_rerank.sinkhorn(R, R, 1.0, 0) == approx(R)
-    # Of a sum R_rc = a_r + b_c one iteration leaves a_r + log Σ exp(b) - log C. A query of its own keeps the same g.
+    # For R_rc = a_r + b_c, one iteration leaves a_r + log Σ exp(b) - log C. A separate query keeps the same g.
     a, b = np.log([[2], [5]]), np.log([[1, 2, 3]])
     assert oracle_rerank.sinkhorn(a + b, a + b, 1.0, 1) == approx(np.broadcast_to(a + log(6) - log(3), (2, 3)))
     assert oracle_rerank.sinkhorn([[0, 0, 0]], a + b, 1.0, 3) == approx(log(6) - log(3) - b)
@@ -99,7 +99,7 @@ def test_sinkhorn_by_hand():
 
 def test_sinkhorn_balances_the_columns():
     joint = np.exp(oracle_rerank.sinkhorn(S, S, 10.0, 200))
-    joint = joint / joint.sum(1, keepdims=True) / 2  # what f would do to the rows
+    joint = joint / joint.sum(1, keepdims=True) / 2  # the effect of f on the rows
     assert joint.sum(0) == approx(np.full(3, 1 / 3))
 
 
@@ -107,7 +107,7 @@ def test_reciprocal_order_by_hand():
     assert oracle_rerank.reciprocal_order(P, P, 2).tolist() == [[1, 0, 2], [0, 2, 1]]
     assert oracle_rerank.reciprocal_order(P, P, 1).tolist() == [[0, 1, 2], [0, 2, 1]]
     assert oracle_rerank.reciprocal_order(P, P, 9).tolist() == [[1, 0, 2], [0, 2, 1]]
-    # Against one reference query the places are 0, 1, 1 and 0, 1, 0.
+    # Against one reference query, the ranks are 0, 1, 1 and 0, 1, 0.
     assert oracle_rerank.reciprocal_order(P, [[0.85, 0.9, 0.2]], 9).tolist() == [[0, 1, 2], [0, 2, 1]]
 
 
@@ -129,7 +129,7 @@ def on_circle(*angles):
 
 def test_k_reciprocal_by_hand():
     # Image at 0, texts at 60 and 180 degrees: d = 1, 4 and 3 between the texts. Largest of a row: 4, 3, 4.
-    # k1 = 1: the image and text 0 are mutual neighbours, text 1 has itself alone; k1 / 2 rounds to 0.
+    # k1 = 1: the image and text 0 are mutual neighbours, text 1 has only itself; k1 / 2 rounds to 0.
     image, texts = on_circle(0), on_circle(pi / 3, pi)
     own, other = 1 / (1 + exp(-1 / 4)), exp(-1 / 3) / (1 + exp(-1 / 3))  # the image's weight in itself and in text 0
     m = other + 1 - own
@@ -137,7 +137,7 @@ def test_k_reciprocal_by_hand():
     assert oracle_rerank.k_reciprocal(image, texts, 1, 1, 0.3) == approx(np.array(expected))
     # k2 = 2: the image and text 0 become the same vector; text 1 takes half of text 0: m = 1/2.
     assert oracle_rerank.k_reciprocal(image, texts, 1, 2, 0.3) == approx(np.array([[-0.3 / 4, -0.7 * 2 / 3 - 0.3]]))
-    # Everything is everyone's neighbour and every vector the same mean.
+    # All items are neighbours of each other, and all vectors the same mean.
     assert oracle_rerank.k_reciprocal(image, texts, 9, 9, 0.3) == approx(np.array([[-0.3 / 4, -0.3]]))
 
 

@@ -1,4 +1,4 @@
-"""Matrix products by either of PyTorch's libraries."""
+"""Matrix products by both of PyTorch's libraries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHAPES = ((1, 1, 1), (3, 5, 7), (40, 3, 70), (70, 33, 2), (64, 200, 64), (5, 300
 
 
 def layouts(n, m):
-    """A matrix of ones' size, as it may lie in memory."""
+    """Random matrices of this shape in several memory layouts."""
     generator = torch.Generator().manual_seed(n * m)
     x = torch.randn(n, m, generator=generator)
     yield "rows", x
@@ -59,7 +59,7 @@ def test_what_onednn_is_asked_for(monkeypatch):
     assert not asks_onednn(large.double(), large.double())
     assert not asks_onednn(torch.randn(8, 2048), torch.randn(2048, 256))  # bound by memory
     assert not asks_onednn(torch.randn(512, 8), torch.randn(8, 1024))
-    assert not asks_onednn(large.T, large)  # would be copied first
+    assert not asks_onednn(large.T, large)  # these would be copied first
     with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):
         assert not asks_onednn(large, large)
     monkeypatch.setattr(products, "prefers_onednn", lambda: False)
@@ -67,7 +67,7 @@ def test_what_onednn_is_asked_for(monkeypatch):
 
 
 def test_onednn_is_given_so_many_shapes_and_no_more(monkeypatch):
-    """It keeps something for each."""
+    """oneDNN caches something for each shape."""
     monkeypatch.setattr(products, "prefers_onednn", lambda: True)
     monkeypatch.setattr(products, "_seen", set())
     monkeypatch.setattr(products, "_SHAPES", 3)
@@ -101,7 +101,7 @@ def test_the_rule_goes_by_the_processor_and_by_no_clock(capability, maker, built
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: built)
     rule = products.prefers_onednn.__wrapped__
     assert rule() is wanted
-    cpuinfo.unlink()  # another operating system
+    cpuinfo.unlink()  # on another operating system
     assert rule() is False
 
 
@@ -117,7 +117,7 @@ def test_the_rule_is_looked_up_once_and_moves_no_random_number():
 
 @pytest.mark.slow
 def test_compiled_losses_ask_the_faster_library_too(by_onednn, monkeypatch):
-    """The tiled engine is an operator; of plain PyTorch the compiler makes what it likes."""
+    """The tiled engine is an operator; for plain PyTorch, the compiler chooses the product itself."""
     made, onednn = [], products._onednn
     monkeypatch.setattr(products, "_onednn", lambda *x: made.append(x) or onednn(*x))
     torch._dynamo.reset()
@@ -128,7 +128,7 @@ def test_compiled_losses_ask_the_faster_library_too(by_onednn, monkeypatch):
         v, w = (x.requires_grad_() for x in embeddings(8, 11, dtype=torch.float32))
         f(v, w, *make_ids("random", 8, 11)).backward()
         v.grad = w.grad = None
-        made.clear()  # of compilation
+        made.clear()  # products made during compilation
         f(v, w, *make_ids("random", 8, 11)).backward()
         results.append((v.grad, w.grad))
         assert made

@@ -1,4 +1,4 @@
-"""MSCOCO's protocols, against the package that ships the judgements; and what the command line makes of results."""
+"""MSCOCO's protocols, compared with the package that provides the judgements; and their output by the command line."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from itrloss.metrics import coco_protocol, default_ids, retrieval_metrics
 from itrloss.metrics import protocols as module
 
 N, M = 5000, 25000
-LISTED = 300  # of each query's candidates that the package sees
+LISTED = 300  # candidates of each query that the package uses
 
 
 def saved_scores() -> torch.Tensor:
-    """Scores by which the right candidate is among the first, and those of its fold before all others."""
+    """Scores by which a right candidate is among the first, and those of its fold precede all others."""
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(N, M, generator=generator)
     scores[default_ids(N, M)[1], torch.arange(M)] += 3.0

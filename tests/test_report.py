@@ -1,4 +1,4 @@
-"""Pages and their charts: whole, self-contained, escaped, and the same every time."""
+"""Pages and their charts: complete, self-contained, escaped, and deterministic."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def texts(chart: str) -> list[str]:
 
 
 def several() -> dict[str, str]:
-    """A chart of each kind."""
+    """One chart of each kind."""
     series = [Series("_$a$ <1> & co", [1, 2, 3], [3.0, 2.0, 2.5], [[3.0, 2.0], [3.5, 1.5, 2.0, 4.0]])]
     series += [Series(f"run {i}", [1, 2], [float(i), 2.0]) for i in range(7)]
     counts = {"before": np.array([0, 0, 3]), "after": np.array([1, 1, 1])}
@@ -91,7 +91,7 @@ def test_charts_have_the_colour_of_the_page_and_leave_pyplot_alone():
 
 
 def luminance(colour: str) -> float:
-    """As WCAG defines it."""
+    """Relative luminance as defined by WCAG."""
     x = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
     return float(np.where(x <= 0.04045, x / 12.92, ((x + 0.055) / 1.055) ** 2.4) @ [0.2126, 0.7152, 0.0722])
 

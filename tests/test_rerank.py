@@ -1,4 +1,4 @@
-"""Every re-ranker against loops over queries and candidates, and what one may rely on."""
+"""Every re-ranker against loops over queries and candidates, and the guarantees of the interface."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ METHODS = {
     "mr": MultiFactorReranker(5, 0.5, 1.1),
     "k-reciprocal": KReciprocalReranker(4, 3, 0.3),
 }
-SETTLED = ("k-reciprocal",)  # takes no bank
+SETTLED = ("k-reciprocal",)  # these take no bank
 
 
 def names(transductive=False, matrix=False):
-    """Those that go without a bank, and those that are content with a matrix of scores."""
+    """Names of the re-rankers, optionally only of those that need no bank, or that accept a matrix of scores."""
     found = {name: m for name, m in METHODS.items() if not (transductive and m.needs_bank)}
     return [name for name, m in found.items() if not (matrix and m.needs_embeddings)]
 
 
 def expected(name, S, R, side, G=None, B=None):
-    """The oracle's scores of one direction, or its order; G: gallery bank x candidates, B: query x gallery bank."""
+    """The oracle's scores or order for one direction; G: gallery bank x candidates, B: query x gallery bank."""
     method = METHODS[name]
     if name == "fast":
         return oracle_rerank.fast(S, R, *(method.i2t, method.t2i)[side])
@@ -96,7 +96,7 @@ def expected(name, S, R, side, G=None, B=None):
 
 
 def agrees(name, found, wanted):
-    """``found`` (queries, candidates); of orders, the order, and of scores all but a constant of each query."""
+    """Compare ``found`` (queries, candidates): orders directly, scores up to a constant of each query."""
     found = np.asarray(found)
     if name in ("rr", "mr"):
         assert (np.argsort(-found, axis=1, kind="stable") == wanted).all()
@@ -110,7 +110,7 @@ def cosine(a, b):
 
 
 def kinds_of_input():
-    """What goes with a bank or without, from embeddings or a matrix; the rest is refused (below)."""
+    """Valid combinations of bank and input, embeddings or a matrix; others raise errors (below)."""
     for name, method in METHODS.items():
         for bank in (False, True):
             if not ((method.needs_bank and not bank) or (bank and name in SETTLED)):
@@ -222,7 +222,7 @@ def test_the_test_queries_as_a_bank_change_nothing(name):
     v, w = embeddings(N, M)
     scores = torch.rand(N, M)
     cases = [(scores, (scores, scores))]
-    if name not in ("rr", "mr"):  # which count, and a product with a bank may round otherwise
+    if name not in ("rr", "mr"):  # these count scores, which a bank's product rounds differently
         cases.append((Similarity(v, w, torch.arange(N), torch.arange(M)), (v, w)))
     for asked, banks in cases:
         alone = METHODS[name].rerank(asked)
@@ -244,7 +244,7 @@ def test_beside_a_bank_a_query_stands_for_itself(name):
 @given(st.integers(0, 10_000), st.floats(-1, 1), st.integers(0, M - 1))
 @settings(max_examples=20, deadline=None)
 def test_a_hub_is_gone(seed, lift, text):
-    """Added to all scores of a text, a constant changes nothing for these."""
+    """Adding a constant to all scores of a text changes nothing for these."""
     scores = torch.rand(N, M, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     lifted = scores.clone()
     lifted[:, text] += lift
@@ -279,7 +279,7 @@ def test_fast_re_ranking_with_equal_scales_is_the_inverted_softmax():
 def test_sinkhorn_has_all_candidates_liked_equally():
     scores = torch.rand(N, M, dtype=torch.float64)
     i2t = Sinkhorn(10.0, 500).rerank(scores).i2t
-    shares = i2t.softmax(1).mean(0)  # what all queries together give each candidate
+    shares = i2t.softmax(1).mean(0)  # each candidate's mean probability over all queries
     torch.testing.assert_close(shares, torch.full((M,), 1 / M, dtype=torch.float64))
 
 
@@ -304,7 +304,7 @@ def test_a_bank_keeps_its_precision_beside_half_precision(monkeypatch):
     fast = FastReranker().fit(*banks)
     sim = Similarity(v, w, *ids)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    ruled = fast._ruled(fast._directions(sim, Shares(sim, "")))  # as each of several processes
+    ruled = fast._ruled(fast._directions(sim, Shares(sim, "")))  # as in each of several processes
     for (_, rule, _), bias in zip(ruled, fast.biases(sim), strict=True):
         torch.testing.assert_close(rule.bias / rule.factor, bias)
 
@@ -354,7 +354,7 @@ def test_hostile_input_gives_finite_scores(name):
     v[2], w[3] = 0.0, 0.0
     cases |= {"zero vectors": (v, w), "non-contiguous": (v.T.contiguous().T, w.repeat(1, 2)[:, ::2])}
     for what, (a, b) in cases.items():
-        if what == "one candidate":  # for whom a single text would be a single query
+        if what == "one candidate":  # a single text would be a single query, which needs a bank
             method = copy.copy(METHODS[name])
             if name not in SETTLED:
                 method.fit(texts=embeddings(11, 9, seed=5, dtype=torch.float32)[1])
@@ -372,12 +372,12 @@ def test_what_is_not_reordered_keeps_its_order_below():
         assert torch.equal(order[:, 4:], before[:, 4:])
         assert torch.equal(order[:, :4].sort(1).values, before[:, :4].sort(1).values)
         assert not torch.equal(order, before)
-    huge = scores * 2.0**40  # between numbers of this size there is no room for 1
+    huge = scores * 2.0**40  # so large that adding 1 is rounded away
     assert torch.equal(*(ReciprocalReranker(4).rerank(s).i2t.argsort(1) for s in (scores, huge)))
 
 
 def test_of_equals_the_first_comes_first():
-    """Two texts that are the same to all: the reciprocal re-rankers keep them in the order they are in."""
+    """If two texts have equal scores for all images, the reciprocal re-rankers keep their order."""
     scores = torch.rand(N, M)
     scores[:, 9] = scores[:, 4]
     order = ReciprocalReranker(M, 4).rerank(scores).i2t.argsort(dim=1, descending=True, stable=True)
@@ -385,8 +385,8 @@ def test_of_equals_the_first_comes_first():
 
 
 def test_what_is_reordered_stays_above_its_equals():
-    """Where all score the same, too, and where the best score is 0."""
-    best = ReciprocalReranker(2).rerank(torch.full((N, M), 0.5)).i2t.topk(3).values  # whichever two of the equal ones
+    """Reordered candidates stay first if all scores are equal, and if the best score is 0."""
+    best = ReciprocalReranker(2).rerank(torch.full((N, M), 0.5)).i2t.topk(3).values  # any two of the equal ones
     assert (best[:, 1] > best[:, 2]).all()
     distances = -torch.arange(5.0).expand(3, 5)
     found = TwoStageReranker(lambda images, texts: texts.float(), 3, weight=0.0).rerank(distances).i2t
@@ -394,7 +394,7 @@ def test_what_is_reordered_stays_above_its_equals():
 
 
 def test_of_queries_with_the_same_score_none_stands_before_the_other():
-    scores = torch.tensor([[5.0, 5.0], [6.0, 5.0], [1.0, 1.0]])  # the second image alone is before the first, once
+    scores = torch.tensor([[5.0, 5.0], [6.0, 5.0], [1.0, 1.0]])  # only the second image precedes the first, once
     assert ReciprocalReranker(2, 2).rerank(scores).i2t[0].argmax() == 1
 
 
@@ -424,7 +424,7 @@ def test_all_are_named_and_tested():
         x for x in vars(rerank).values()
         if inspect.isclass(x) and issubclass(x, rerank.Reranker) and not inspect.isabstract(x)
     }  # fmt: skip
-    assert concrete == {type(method) for method in METHODS.values()} | {TwoStageReranker}  # which is tested below
+    assert concrete == {type(method) for method in METHODS.values()} | {TwoStageReranker}  # tested below
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -444,7 +444,7 @@ def test_a_state_that_was_saved_ranks_as_before(name, tmp_path):
 
 
 def test_a_bank_that_comes_from_a_model_is_kept_without_its_gradient():
-    bank = torch.rand(5, M, requires_grad=True) * 2.0  # no leaf: PyTorch would refuse to copy it
+    bank = torch.rand(5, M, requires_grad=True) * 2.0  # not a leaf, which PyTorch would not deepcopy
     method = CSLS(3).fit(images=bank)
     assert not method.state_dict()["images"].requires_grad
     assert copy.deepcopy(method).transductive == (False, True)
@@ -474,14 +474,14 @@ def test_a_state_of_another_method_is_refused_and_nothing_taken_over():
 
 
 class _Centred(rerank.Reranker):
-    """A bias of one's own: the mean of a candidate's scores."""
+    """User-defined bias: the mean of a candidate's scores."""
 
     def rule(self, direction):
         return rerank.Bias(-direction.candidates.mean_std().mean)
 
 
 class _CentredByBlocks(rerank.Reranker):
-    """The same as a function of a block."""
+    """The same as a function of a block of scores."""
 
     def rule(self, direction):
         mean = direction.of_all(direction.candidates.mean_std().mean)
@@ -577,7 +577,7 @@ def test_calibration_finds_the_best_of_all_that_are_tried(as_embeddings):
 
 
 def test_what_calibration_compares():
-    """Recalls, and where these are equal the reciprocal ranks, of the queries that have an answer."""
+    """Calibration compares recalls, and if these are equal, reciprocal ranks, of queries with an answer."""
     assert rerank.fast._quality(torch.tensor([0, 2, 0, 20])) == pytest.approx((1.0, 0.275))
     assert rerank.fast._quality(torch.tensor([2, 20])) > rerank.fast._quality(torch.tensor([3, 20]))
 
@@ -589,7 +589,7 @@ def test_of_scales_that_do_as_well_the_first_are_chosen():
 
 def test_calibration_uses_the_bank():
     scores, bank = captions(), captions(1)
-    bank[:, ::2] += 5.0  # says that every other text is a hub, so that the sum has to count for little
+    bank[:, ::2] += 5.0  # the bank makes every other text a hub, so that the sum must have a low weight
     plain, fitted = FastReranker().calibrate(scores), FastReranker().fit(images=bank).calibrate(scores)
     assert fitted.i2t != plain.i2t and fitted.t2i == plain.t2i
 
@@ -610,7 +610,7 @@ def test_an_exact_index_finds_what_re_ranking_finds():
         assert torch.equal(found.indices, top.indices)
         torch.testing.assert_close(found.values * factor, top.values, rtol=1e-5, atol=1e-4)
     plain = rerank.BiasedIndex(w.half()).search(v.double(), 3)
-    assert (plain.indices == sim.topk(3).indices).float().mean() > 0.95  # half precision may swap two
+    assert (plain.indices == sim.topk(3).indices).float().mean() > 0.95  # half precision may swap two of them
 
 
 def test_an_index_of_cells_finds_most_and_says_what_it_misses():
@@ -621,7 +621,7 @@ def test_an_index_of_cells_finds_most_and_says_what_it_misses():
     for nprobe in (1, 8):
         found = rerank.BiasedIndex(w, bias, "IVF8,Flat", nprobe=nprobe).search(v, 5).indices
         shares.append(float((found[:, :, None] == exact[:, None]).any(2).float().mean()))
-    assert shares[0] < 1.0 and shares[1] == 1.0  # all of the cells
+    assert shares[0] < 1.0 and shares[1] == 1.0  # search all cells
     few = rerank.BiasedIndex(w, bias, "IVF8,Flat", nprobe=1).search(v, 200)
     assert ((few.indices == -1) == (few.values == -math.inf)).all() and (few.indices == -1).any()
 
@@ -632,7 +632,7 @@ def test_without_faiss_an_index_says_what_to_install(monkeypatch):
         rerank.BiasedIndex(torch.rand(4, 3))
 
 
-# --- refusals --------------------------------------------------------------------------------------------------------
+# --- errors ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [n for n in METHODS if METHODS[n].needs_bank])

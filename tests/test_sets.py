@@ -58,7 +58,7 @@ def test_orthogonal_loss_gradient(pairs):
     assert gradcheck(lambda r: module(r, m), x)
     m = m.requires_grad_()
     module(x, m).sum().backward()
-    assert m.grad is None  # the gate is frozen
+    assert m.grad is None  # the gate is not differentiated
 
 
 @given(st.integers(0, 10**6), st.integers(1, 6), st.sampled_from(PAIRS), st.floats(0, 1))
@@ -68,7 +68,7 @@ def test_what_holds_of_the_orthogonal_loss(seed, k, pairs, slack):
     generator = torch.Generator().manual_seed(seed)
     loss = DynamicOrthogonalLoss(slack, pairs, reduction="none")
     value, order = loss(x, m), torch.randperm(k, generator=generator)
-    assert (value >= 0).all() and (value <= loss(x) + 1e-12).all()  # heads that are off only lower it
+    assert (value >= 0).all() and (value <= loss(x) + 1e-12).all()  # switching heads off can only lower it
     torch.testing.assert_close(loss(x[:, order], m[:, order]), value)
     lengths = torch.rand(4, k, 1, generator=generator, dtype=torch.float64) + 0.1
     torch.testing.assert_close(loss(-x * lengths, m), value)
@@ -145,7 +145,7 @@ def test_variance_aware_gradient(shape, engine, shared):
 
     given_ = images.requires_grad_(), texts.requires_grad_()
     assert gradcheck(value, given_, fast_mode=True)
-    # Detached, it is the gradient of the loss with sigma held fixed.
+    # With detached sigma, it is the gradient of the loss with sigma held fixed.
     fixed = oracle_more.variance_sigma(oracle_more.set_cosine(images.detach().numpy(), texts.detach().numpy()))
     fixed = (fixed[0], fixed[0] if shared else fixed[1])
 
@@ -183,7 +183,7 @@ def test_what_holds_of_the_variance_aware_loss(seed, k, shared, shape):
 
 
 def test_heads_with_other_ids_each():
-    """Against the contract, but no engine may take one head's ids for another's."""
+    """The interface excludes this, but no engine may confuse the ids of two heads."""
     torch.manual_seed(0)
     ids = torch.arange(6) // 2, torch.arange(6) % 3
     vectors = torch.randn(2, 2, 6, 4, dtype=torch.float64)
@@ -198,7 +198,7 @@ def test_heads_with_other_ids_each():
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_heads_seen_from_the_texts(shared):
-    """Sigma is that of the rows, or of each direction."""
+    """Sigma is computed over the rows, or for each direction."""
     images, texts, ids, _ = set_case("two captions")
     heads = [itrloss.Similarity(images[:, k], texts, *ids) for k in range(images.shape[1])]
     turned = [itrloss.Similarity(texts, images[:, k], *ids[::-1]) for k in range(images.shape[1])]
@@ -229,7 +229,7 @@ def test_variance_aware_input_errors_name_the_argument():
 
 
 def test_the_memory_budget_is_that_of_all_heads(monkeypatch):
-    """It is what the scores of all of them together may take."""
+    """The budget is for the scores of all heads together."""
     formed = []
     made = itrloss.Similarity.from_scores
     monkeypatch.setattr(itrloss.Similarity, "from_scores", lambda x, **_: formed.append(x.shape) or made(x, **_))
@@ -258,7 +258,7 @@ def test_variance_aware_loss_stays_finite(dtype, kind):
 def test_gate_rounds_the_sigmoid_of_centred_projections():
     torch.manual_seed(0)
     gate = DynamicGate(5, 3)
-    regions = torch.randn(16, 7, 5) + 3  # what all have in common would hold heads on, or off
+    regions = torch.randn(16, 7, 5) + 3  # without centring, the common mean would switch heads on or off
     found = gate(regions)
     projected = (regions @ gate.weight.T).mean(1)
     torch.testing.assert_close(gate.centre, projected.mean(0))
@@ -334,7 +334,7 @@ def test_set_similarity_is_differentiable_symmetric_and_worked_out_in_pieces(agg
     torch.testing.assert_close(found[170:180], functional.set_similarity(many[170:180], texts, aggregation))
 
 
-# ----------------------------------------------------------------------------------------------------- both
+# ------------------------------------------------------------------------------------------- sets and gates
 
 
 @pytest.mark.parametrize(
@@ -392,7 +392,7 @@ def test_alpha_is_above_zero():
 
 
 def test_an_overflow_does_not_switch_the_gate_off():
-    """A scaler skips the step, but the running figures stay."""
+    """The gradient scaler skips the step, but running statistics would be updated."""
     torch.manual_seed(0)
     gate, loss = DynamicGate(8, 6), DynamicOrthogonalLoss()
     alike = torch.randn(4, 1, 8).expand(4, 6, 8)  # their correlation is 1

@@ -1,4 +1,4 @@
-"""``Similarity`` and the losses refuse bad input by name; smaller behaviours of the public face."""
+"""Input errors of ``Similarity`` and the losses name the argument; smaller behaviours of the public interface."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_scores_asked_for_under_no_grad_keep_their_gradient():
 
 
 def test_public_names_are_those_and_no_others():
-    """In a process of its own: other tests import modules that ``import itrloss`` does not."""
+    """Run in a subprocess, because other tests import modules that ``import itrloss`` does not."""
     names = "import itrloss; print(*(name for name in dir(itrloss) if not name.startswith('_')))"
     found = subprocess.run([sys.executable, "-c", names], capture_output=True, text=True, check=True)
     public = set(found.stdout.split())

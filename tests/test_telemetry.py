@@ -1,4 +1,4 @@
-"""What losses tell of the batches they see, and the warning of a collapse."""
+"""Figures that losses compute of their batches, and the warning of a collapse."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def mean(values):
 
 
 def wanted_figures(scores, image_ids, text_ids, margin):
-    """By loops."""
+    """Expected figures, computed by loops."""
     positives, hardest, gaps, active = [], [], [], []
     for s, own, other in ((scores, image_ids, text_ids), (scores.T, text_ids, image_ids)):
         for i in range(len(s)):
@@ -130,7 +130,7 @@ def run(loss, v, w, calls, *ids):
         warnings.simplefilter("always")
         for _ in range(calls):
             loss(v, w, *ids)
-    assert all(c.filename == __file__ for c in caught)  # the user's line, not one of ours or torch's
+    assert all(c.filename == __file__ for c in caught)  # the warning points to the user's code, not to ours or torch's
     return [str(c.message) for c in caught]
 
 
@@ -148,7 +148,7 @@ def test_collapse_is_told_once(reduction, ids):
 
 
 def test_values_are_looked_at_every_fiftieth_call(monkeypatch):
-    """A look synchronises with an accelerator."""
+    """Each check synchronises with an accelerator."""
     looks, loss = [], TripletLoss()
     monkeypatch.setattr(loss, "_check_collapse", looks.append)
     run(loss, torch.randn(3, 4), torch.randn(3, 4), 149)
@@ -162,5 +162,5 @@ def test_training_that_is_not_on_the_plateau_is_left_in_peace():
     assert run(TripletLoss(mining="all"), flat, flat, 101) == []
     assert run(TripletLoss().eval(), flat, flat, 101) == []
     loss = TripletLoss()
-    for _ in range(3):  # never a hundred in a row
+    for _ in range(3):  # never a hundred consecutive calls
         assert run(loss, flat, flat, 60) == [] and run(loss, v, v, 40) == []

@@ -31,18 +31,18 @@ pytest.importorskip("triton")
 from itrloss.engine import kernels
 from itrloss.engine import triton as engine
 
-# Of lanes whose result is not stored.
+# Warnings come from masked lanes, whose results are not stored.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:(overflow|invalid value|divide by zero|All-NaN slice) encountered:RuntimeWarning"
 )
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# GPUs multiply 16 rows and dimensions at least.
+# Matrix products on GPUs need at least 16 rows and dimensions.
 TILE = (8, 16, 4, 4) if DEVICE.type == "cpu" else (16, 64, 16, 4)
 
 
 @pytest.fixture
 def few_tiles(monkeypatch):
-    """Some tiles, blocks and panels with ragged ends on both axes; the interpreter takes its time for each program."""
+    """Few tiles, blocks and panels with ragged ends on both axes, because the interpreter is slow."""
     step = TILE[1]
     monkeypatch.setattr(engine, "PRODUCT_TILES", (engine.TileConfig(*TILE, 4, 2),))
     monkeypatch.setattr(engine, "READING_TILE", engine.TileConfig(8, 8, 8, 1, 4, 2))
@@ -54,7 +54,7 @@ def few_tiles(monkeypatch):
 
 @pytest.fixture
 def multiplying(monkeypatch):
-    """Kernels multiply float32 embeddings, too, which shows every mistake."""
+    """Let kernels multiply float32 embeddings, too, so that rounding hides no errors."""
     monkeypatch.setattr(engine, "fused", lambda scores: scores.cols is not None)
 
 
@@ -63,9 +63,9 @@ def moved(*given):
 
 
 def compare(name, shape, view=lambda s: s.both, on_scores=False, **options):
-    """Errors like those that the dense engine makes of the same inputs in float32, summed in one order or the other.
+    """Compare errors with those of the dense engine for the same inputs in float32, summed in one order or the other.
 
-    One order alone may happen to round nothing: on some processors it does for the few negatives of "no positive".
+    A single order may have no rounding error at all, as on some processors for the few negatives of "no positive".
     """
     n, m, kind = SHAPES[shape]
     ids, (v, w), grads = make_ids(kind, n, m), embeddings(n, m, dtype=torch.float32), upstream(n, m)
@@ -90,7 +90,7 @@ def compare(name, shape, view=lambda s: s.both, on_scores=False, **options):
         assert error <= 4 * max(noise) + 2e-6 * wanted[finite].norm() + 1e-7
 
 
-# What has no function of its own here is asked in another way, or not of the engine at all.
+# Answers without a function here are computed by others, or not by the engine.
 OTHERS = ("hardest", "log1p", "log1p relu", "likelihood", "hinge", "straight lines", "plane of negatives")
 ASKED = [name for name in ANSWERS if "positives" not in name and name not in OTHERS and "alone" not in name]
 QUICK = "strided ids", "wide", "primes", "no negative", "one pair"
@@ -139,7 +139,7 @@ PARAMETERS = {"exp": 2, "information": 2, "hinges": 1, "softplus": 2}
     ),
 )
 def test_functions_over_pairs_with_ignored_ids(key, over, shared, sides, multiplying, few_tiles, poisoned):
-    """With gradients by the parameters, against the tiled engine in float64."""
+    """Gradients by the parameters are included, compared with the tiled engine in float64."""
     n, m = 7, 18
     (v, w), (row_ids, col_ids) = embeddings(n, m), make_ids("random", n, m)
     row_ids[2], col_ids[5], col_ids[17] = IGNORE_ID, IGNORE_ID, IGNORE_ID
@@ -150,8 +150,8 @@ def test_functions_over_pairs_with_ignored_ids(key, over, shared, sides, multipl
         params = [torch.stack([params[0] - 1, params[0] - 1.5, params[0] + torch.inf])]
     needs = [True, True, *([True] * count)]
     if key in ("exp", "information"):
-        needs[-1] = False  # what is subtracted is chosen, and has no gradient
-        needs[-2] = key == "exp"  # a temperature of an entropy is a number
+        needs[-1] = False  # the subtracted maximum is arbitrary and has no gradient
+        needs[-2] = key == "exp"  # the temperature of an entropy is a number
     grad = torch.linspace(-1, 2, FUNCTIONS[key].width * anchors).double().view(-1, anchors)
     found = []
     for dtype, device, forward, backward, function in (
@@ -178,7 +178,7 @@ def test_a_term_of_ones_own_takes_the_tiles_of_torch(few_tiles):
 
 
 def test_positives_that_cannot_be_listed(monkeypatch, few_tiles):
-    """As while a CUDA graph is captured."""
+    """As during the capture of a CUDA graph."""
     monkeypatch.setattr(Pairs, "listable", False)
     for shape in ("five captions", "square with duplicates"):
         n, m, kind = SHAPES[shape]
@@ -205,7 +205,7 @@ HALF = [torch.bfloat16, torch.float16]
         name=["logsumexp", "logsumexp per anchor", "logsumexp sharp", "std", "logsumexp over all"],
         kind=["random", None],
         dtype=[torch.bfloat16, torch.float16, torch.bfloat16],
-        held=[2**27, 2**27, 0, 0],  # bytes: of one side's sums, or of none
+        held=[2**27, 2**27, 0, 0],  # bytes of held sums: enough for one side, or none
     ),
 )
 def test_half_precision(name, kind, dtype, held, few_tiles, poisoned, monkeypatch):
@@ -214,7 +214,7 @@ def test_half_precision(name, kind, dtype, held, few_tiles, poisoned, monkeypatc
     ids, (v, w), grads = make_ids(kind, n, m), embeddings(n, m, 20, dtype=dtype), upstream(n, m)
     wanted = evaluate(ANSWERS[name], v.double(), w.double(), ids, "reference", grads)
     v, w = moved(v, w)
-    p = parameters(n, m, torch.float32).to(DEVICE)  # those of `evaluate` are of half precision
+    p = parameters(n, m, torch.float32).to(DEVICE)  # those of `evaluate` have half precision
     got = evaluate(lambda a, _: ANSWERS[name](a, p[: len(a)]), v, w, moved(*ids), "triton", grads)
     torch.testing.assert_close(got[0][0].cpu().double(), wanted[0][0], rtol=1e-4, atol=1e-4)
     for a, b in zip(got[1][:2], wanted[1][:2], strict=True):
@@ -226,7 +226,7 @@ def test_half_precision(name, kind, dtype, held, few_tiles, poisoned, monkeypatc
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("scale", [3.0, 100.0])
 def test_rows_of_a_memory_in_half_precision(dtype, scale, few_tiles, poisoned):
-    """The gradient of the rows is found in the forward pass, out of exponentials from e^-60 to e^60."""
+    """The gradient of the rows is computed in the forward pass, from exponentials between e^-60 and e^60."""
     n, m, d = 9, 40, 16
     v, w = (torch.nn.functional.normalize(x, dim=1).to(dtype) for x in embeddings(n, m, d))
     w[3] = v[2]
@@ -245,7 +245,7 @@ def test_rows_of_a_memory_in_half_precision(dtype, scale, few_tiles, poisoned):
 
 @pytest.mark.parametrize("upstream", [1e-4, 1.0, 1e4])
 def test_no_gradient_leaves_the_range_of_float16(upstream, few_tiles):
-    """Whatever the lengths: float16 ends at 65504, and has half of its digits at 10^-6."""
+    """float16 ends at 65504, and loses half of its digits at 10^-6, whatever the lengths of the embeddings."""
     n, d = 24, 16
     v, w = (torch.nn.functional.normalize(x, dim=1) for x in embeddings(n, n, d))
     v = (v * torch.logspace(-2, 2, n, dtype=v.dtype)[:, None]).half()
@@ -257,7 +257,7 @@ def test_no_gradient_leaves_the_range_of_float16(upstream, few_tiles):
         found.append([x.cpu().double() for x in torch.autograd.grad(value, (a, b))])
     for wanted, got in zip(*found, strict=True):
         size = wanted.norm(dim=1)
-        stored = (size > 1e-3) & (wanted.abs().amax(1) < 6e4)  # what float16 can hold
+        stored = (size > 1e-3) & (wanted.abs().amax(1) < 6e4)  # the range of float16
         assert stored.any()
         assert ((got - wanted).norm(dim=1)[stored] <= 2e-3 * size[stored]).all()
 
@@ -332,7 +332,7 @@ def test_no_rows_or_columns():
 
 
 class Peak(TorchDispatchMode):
-    """Counts the bytes of tensors that are there at once, besides those given."""
+    """Counter of the bytes of tensors alive at a time, besides given ones."""
 
     def __init__(self, *given):
         super().__init__()
@@ -350,11 +350,11 @@ class Peak(TorchDispatchMode):
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """On the meta device: tensors of real sizes without numbers, and kernels that do nothing."""
+    """Run on the meta device, with tensors of real sizes without data, and kernels that do nothing."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda *_, **__: None)
     monkeypatch.setattr(engine, "INTERPRETED", False)
-    monkeypatch.setattr(engine, "_addmm", lambda total, a, b: None)  # cuBLAS takes no memory of PyTorch's
+    monkeypatch.setattr(engine, "_addmm", lambda total, a, b: None)  # cuBLAS needs no memory from PyTorch's allocator
     monkeypatch.setattr(Pairs, "listable", True)
     monkeypatch.setattr(Pairs, "listed", property(lambda self: [meta(max(self.shape), dtype=torch.int64)] * 2))
 
@@ -376,7 +376,7 @@ def meta(*shape, dtype, **options):
 )
 @pytest.mark.parametrize("with_ids", [True, False])
 def test_memory_beside_inputs_and_gradients(n, m, d, dtype, with_ids, as_on_a_gpu):
-    """256 MiB at most: also with listed positives, whose gradient needs no second one of all embeddings."""
+    """At most 256 MiB: also with listed positives, whose gradient needs no second copy of all embeddings."""
     if n != m and not with_ids:
         return
     v, w = (meta(size, d, dtype=dtype, requires_grad=True) for size in (n, m))
@@ -387,12 +387,12 @@ def test_memory_beside_inputs_and_gradients(n, m, d, dtype, with_ids, as_on_a_gp
     assert 0 < peak.bytes - gradients <= 256 * 2**20, (peak.bytes - gradients) / 2**20
 
 
-# ---------------------------------------------------------------------------------------------- whether it works
+# --------------------------------------------------------------------------------------------- checks before use
 
 
 @pytest.fixture
 def example(monkeypatch):
-    """A small one, not tried yet."""
+    """Small example that was not tried yet."""
     error = engine._error
     monkeypatch.setattr(engine, "_results", {})
     monkeypatch.setattr(engine, "_error", lambda device, dtype: error(device, dtype, 20, 40, 24))
@@ -405,7 +405,7 @@ def refused(*args, **kwargs):
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 def test_that_it_works_is_found_out_on_an_example(dtype, example, recwarn):
     assert engine.works(DEVICE, dtype) and not [w for w in recwarn if "Triton engine" in str(w.message)]
-    assert list(engine._results) == [(DEVICE, dtype)]  # and no other is tried
+    assert list(engine._results) == [(DEVICE, dtype)]  # and no other example is tried
 
 
 def test_the_example_is_tried_out_of_sight_of_the_caller(example, recwarn):
@@ -451,7 +451,7 @@ def test_what_does_not_work_is_left_alone(name, broken, why, example, monkeypatc
     monkeypatch.setattr(engine, name, broken)
     with pytest.warns(UserWarning, match=f"the Triton engine {why}.*does without it for torch.bfloat16 on {DEVICE}"):
         assert not engine.works(DEVICE, torch.bfloat16)
-    assert not engine.works(DEVICE, torch.bfloat16)  # and is not tried again
+    assert not engine.works(DEVICE, torch.bfloat16)  # and it is not tried again
 
 
 def test_the_compiler_does_not_look_into_the_example(example):
@@ -486,7 +486,7 @@ def test_auto_takes_triton_on_cuda_where_it_works(monkeypatch):
     assert asked == [(OnCuda.device, OnCuda.dtype)] * 2
 
 
-# ------------------------------------------------------------------------------------------------- compiling
+# ----------------------------------------------------------------------------------------------- compilation
 
 
 CAPABILITIES = 90, 80, 100
@@ -494,7 +494,7 @@ CAPABILITIES = 90, 80, 100
 
 @pytest.mark.slow
 def test_kernels_compile_for_gpus(tmp_path):
-    """Into code that keeps a thread's values in registers, but for a few, and lets two programs share a processor."""
+    """Nearly all values of a thread are in registers, and two programs fit on a multiprocessor."""
     with ThreadPoolExecutor(2) as pool:
         found = pool.map(lambda capability: compiled(capability, tmp_path), CAPABILITIES)
     for capability, kernel in (

@@ -1,12 +1,12 @@
-"""Run the rows of a paper's ablation tables on your data, and hold them against the printed ones.
+"""Run the rows of a paper's ablation tables on your data, and compare them with the printed figures.
 
     python -m examples.retrieval.ablate coder --config examples/retrieval/configs/coder_scenes.toml --seeds 0 1 2 \
         --out runs/ablate_coder
 
-What the rows change in the full model, what is printed and what the paper claims stands in ablations.toml. Every row
-and seed is an ordinary run directory below --out, named after a digest of its settings: rows of the same settings are
-one run, what is finished is not run again, what was interrupted goes on, and other settings are other directories.
-`ablate_report.py` compares.
+ablations.toml lists what each row changes in the full model, the printed figures and the paper's claims. Every row and
+seed is an ordinary run directory below --out, named after a digest of its settings: rows with equal settings share one
+run, finished runs are not repeated, interrupted ones are resumed, and other settings get other directories.
+`ablate_report.py` writes the comparison.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .train import train
 
 TABLES = Path(__file__).with_name("ablations.toml")
 PAPERS = ("coder", "user", "dvse")
-OWN = ("loss", "seed", "out", "resume")  # settings that the grid decides
+OWN = ("loss", "seed", "out", "resume")  # settings that the grid sets itself
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class Row:
 
     what: str  # in words
     set: tuple[str, ...] = ()  # key=value, or key*=factor of the full model's
-    rerank: tuple[float, ...] | str = ()  # γ1, γ2, λ1, λ2, or another method of `itrloss rerank`; of re-rankings
-    cannot: str = ""  # why it is not run
+    rerank: tuple[float, ...] | str = ()  # for tables of re-ranking: γ1, γ2, λ1, λ2, or a method of `itrloss rerank`
+    cannot: str = ""  # the reason why it is not run
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What a paper says of pairs of rows: the first is above the second, or they are at most `apart`."""
+    """A paper's claim about pairs of rows: the first is above the second, or they differ by at most `apart`."""
 
     says: str
     above: tuple[tuple[str, str], ...] = ()
@@ -80,12 +80,12 @@ class Table:
 @dataclass(frozen=True)
 class Paper:
     title: str
-    base: tuple[str, ...]  # settings of the full model, where nobody says otherwise
+    base: tuple[str, ...]  # settings of the full model; those of a file or the command line override them
     tables: dict[str, Table]
 
 
 def load_paper(name: str) -> Paper:
-    """What ablations.toml has about a paper."""
+    """Read a paper's tables from ablations.toml."""
     with open(TABLES, "rb") as file:
         found = tomllib.load(file)[name]
     tables = {}
@@ -110,7 +110,7 @@ def _with_tuples(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _printed(rows: dict[str, list[Any]]) -> dict[str, dict[str, float]]:
-    """Rows of figures by name; where all six recalls are printed without their sum, with it."""
+    """Rows of figures by name; RSUM is added if all six recalls are printed without it."""
     columns = rows.get("columns", [*RECALLS, "rsum"])
     figures = {
         name: dict(zip(columns, row, strict="columns" in rows)) for name, row in rows.items() if name != "columns"
@@ -149,10 +149,10 @@ class Grid:
         return {number: t for number, t in self.source.tables.items() if not self.only or number in self.only}
 
     def config(self, row: Row, seed: int) -> Config:
-        """The settings of a run: the row's go before the command line's, these before the file's and the paper's."""
+        """Settings of a run; the row overrides the command line, which overrides the file's and the paper's."""
         base = [setting for setting in self.source.base if not self._in_file(setting)]
         shared = [*base, *self.common]
-        if any(setting.startswith("loss=") for setting in row.set):  # options belong to a loss
+        if any(setting.startswith("loss=") for setting in row.set):  # options of one loss do not fit another
             shared = [setting for setting in shared if not setting.startswith("loss_options.")]
         config = load_config(self.file, [*shared, *(s for s in row.set if "*=" not in s)])
         for setting in row.set:
@@ -172,7 +172,7 @@ class Grid:
         return option in stated.get(name, {}) if option else name in stated
 
     def runs(self) -> dict[str, tuple[Config, list[str]]]:
-        """The distinct runs by directory, with the rows that each stands for."""
+        """Distinct runs by directory, each with the rows that use it."""
         found: dict[str, tuple[Config, list[str]]] = {}
         for number, table in self.tables.items():
             for (name, row), seed in product(table.rows.items(), self.seeds):
@@ -183,7 +183,7 @@ class Grid:
 
 
 def _times(config: Config, key: str, factor: str) -> Config:
-    """The settings with a number of them multiplied; a whole one stays whole, and at least 1."""
+    """Copy of the settings with one number multiplied; an integer stays an integer, and at least 1."""
     values = asdict(config)
     name, _, option = key.partition(".")
     holder, last = (values[name], option) if option else (values, name)
@@ -195,7 +195,7 @@ def _times(config: Config, key: str, factor: str) -> Config:
 
 
 def state(config: Config) -> str:
-    """Of a run: "finished", "interrupted" or "to run"."""
+    """State of a run: "finished", "interrupted" or "to run"."""
     out = Path(config.out)
     if (out / "metrics.json").exists():
         return "finished"
@@ -203,14 +203,14 @@ def state(config: Config) -> str:
 
 
 def run(grid: Grid) -> None:
-    """Train what is not finished."""
+    """Train all runs that are not finished."""
     runs = grid.runs()
     for i, (config, rows) in enumerate(runs.values()):
         print(f"[{i + 1}/{len(runs)}] {Path(config.out).name}  {state(config)}  {', '.join(rows)}", flush=True)
         if state(config) != "finished":
             try:
                 train(config)
-            except FloatingPointError as error:  # one row that diverges should not cost the others
+            except FloatingPointError as error:  # a diverging row should not stop the others
                 print(f"    diverged: {error}", flush=True)
 
 
@@ -226,7 +226,7 @@ def measured(grid: Grid, table: Table) -> dict[str, dict[int, Metrics]]:
 
 
 def _reranked(config: Config, row: Row, metrics: Metrics) -> Metrics:
-    """The run's scores, re-ranked as the row has it."""
+    """Metrics of the run's scores before and after the row's re-ranking."""
     if not row.rerank:
         return {"before": metrics["before"], "after": metrics["before"]}
     scores = torch.from_numpy(np.load(Path(config.out) / "dev_scores.npy"))
@@ -239,7 +239,7 @@ def main(arguments: list[str] | None = None) -> None:
     from .ablate_report import write_report
 
     words = sys.argv[1:] if arguments is None else arguments
-    # Taken out first: --seeds 0 1 would take a following key=value for a seed.
+    # Removed before parsing: after --seeds 0 1, argparse would take key=value for another seed.
     common = [word for word in words if re.match(r"[a-z_.]+=", word)]
     parser = argparse.ArgumentParser(
         description="Run the rows of a paper's ablation tables and compare them with the printed ones.",
@@ -251,7 +251,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tables", nargs="+", default=[], metavar="NUMBER", help="as printed; default: all")
     parser.add_argument("--out", type=Path, help="default: runs/ablate_PAPER")
     doing = parser.add_mutually_exclusive_group()
-    doing.add_argument("--dry-run", action="store_true", help="say what there is to run")
+    doing.add_argument("--dry-run", action="store_true", help="list the runs, and run nothing")
     doing.add_argument("--report", action="store_true", help="report on what is finished, and run nothing")
     given = parser.parse_args([word for word in words if word not in common])
     try:
@@ -259,7 +259,7 @@ def main(arguments: list[str] | None = None) -> None:
         seeds = tuple(dict.fromkeys(given.seeds))
         grid = Grid(given.paper, given.config, tuple(common), seeds, out, tuple(given.tables))
         for config, _ in grid.runs().values():
-            build_loss(config)  # a wrong setting should not wait for its turn
+            build_loss(config)  # report wrong settings before the first run
     except (OSError, TypeError, ValueError) as error:
         parser.error(str(error))
     if given.dry_run:
@@ -271,7 +271,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def print_grid(grid: Grid) -> None:
-    """What would be run, and what would not."""
+    """Print which rows would be run, and which cannot be."""
     for config, rows in grid.runs().values():
         print(f"{Path(config.out).name}  {state(config):11}  {', '.join(rows)}")
     for number, table in grid.tables.items():

@@ -1,8 +1,8 @@
-"""The report of an ablation: ours beside the printed figures, and which of the paper's claims hold on this data.
+"""The report of an ablation: measured and printed figures, and which of the paper's claims hold on this data.
 
-Rows are compared by the differences of runs with the same seed. Their mean has a 95 % confidence interval by Student's
-t; with one seed it is everything. A claim holds if the interval lies within what it says, does not hold if it lies
-outside, and else cannot be told.
+Rows are compared by the differences between runs with the same seed. Their mean has a 95 % confidence interval by
+Student's t, which is unbounded for one seed. A claim holds if the interval is within the claimed range, does not hold
+if it is outside, and is undecided ("cannot be told") otherwise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .summary import Metrics, cell
 HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "cannot be told"
 Rows = Mapping[str, Mapping[int, Metrics]]
 
-# 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom; for more than these the last, a little too wide.
+# 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom; beyond these, the last one is slightly too wide.
 T = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
     2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
@@ -40,7 +40,7 @@ class Difference(NamedTuple):
 
 
 def paired(values: Mapping[int, float], others: Mapping[int, float]) -> Difference | None:
-    """Of values by seed; None where no seed has both."""
+    """Difference of values by seed, paired by seed; None if no seed has both."""
     differences = [values[seed] - others[seed] for seed in values if seed in others]
     n = len(differences)
     if n < 2:
@@ -54,7 +54,7 @@ def figures(runs: Mapping[int, Metrics], when: str, figure: str) -> dict[int, fl
 
 
 def verdict(claim: Claim, rows: Rows, when: str) -> tuple[str, list[Difference | None]]:
-    """Whether a claim holds, and what tells: all its pairs must say so, and one suffices against it."""
+    """Judge a claim, which must hold for all its pairs and fails with any; also return the differences."""
     low, high = (0.0, math.inf) if claim.above else (-claim.apart, claim.apart)
     differences = [paired(*(figures(rows[row], when, claim.figure) for row in pair)) for pair in claim.pairs]
     found = []
@@ -74,9 +74,9 @@ def write_report(grid: Grid) -> str:
     parts = [
         f"# {grid.source.title}: ablations",
         f"Settings of all rows: {' '.join(settings) or 'none'}. Seeds {', '.join(map(str, grid.seeds))}.",
-        "RSUM on the development split, mean ± standard deviation over seeds. Differences (Δ) are to the row in bold,\n"
-        "paired by seed, ± half of a 95 % confidence interval. Intervals are not corrected for being many. The best\n"
-        "epoch of a run was chosen on the same split; the papers print figures of test splits, of other data.",
+        "RSUM on the development split, mean ± standard deviation over seeds. Differences (Δ) from the bold row are\n"
+        "paired by seed, ± half of a 95 % confidence interval. Intervals are not corrected for multiplicity. The best\n"
+        "epoch of a run was selected on the same split; the papers print figures of test splits of other data.",
     ]
     content: dict[str, Any] = {"paper": grid.source.title, "settings": settings, "seeds": grid.seeds, "tables": {}}
     for number, table in grid.tables.items():
@@ -106,7 +106,7 @@ def _when(table: Table) -> str:
 
 
 def _table(table: Table, rows: Rows) -> str:
-    """As Markdown, padded so that a terminal shows it well."""
+    """Format as Markdown, padded to be readable in a terminal."""
     shown = {data: _shown(printed) for data, printed in table.printed.items()}
     header = ["row", "", "seeds", "RSUM", "Δ", "re-ranked", "Δ"]
     header += [text for data, figure in shown.items() for text in (f"{data}, printed{_named(figure)}", "Δ")]
@@ -135,7 +135,7 @@ def _table(table: Table, rows: Rows) -> str:
 
 
 def _alike(grid: Grid, table: Table, rows: Rows) -> str:
-    """Which rows are other runs with the same figures: a difference of 0 ± 0 says nothing about them."""
+    """Note which rows have different runs with equal figures: their difference of 0 ± 0 carries no information."""
     pairs = [
         f"{a} and {b}"
         for a, b in combinations(table.rows, 2)
@@ -143,12 +143,12 @@ def _alike(grid: Grid, table: Table, rows: Rows) -> str:
         and rows[a] == rows[b]
         and grid.config(table.rows[a], grid.seeds[0]).out != grid.config(table.rows[b], grid.seeds[0]).out
     ]
-    what = "Other settings, the same figures: their best epochs come before anything that the settings change, in rows "
+    what = "Other settings with equal figures, because the best epochs precede the settings' effect, in rows "
     return what + "; ".join(pairs) + "." if pairs else ""
 
 
 def _shown(printed: Mapping[str, Mapping[str, float]]) -> str:
-    """The figure that a table shows of a data set: RSUM, or the first that is printed."""
+    """Figure that a table shows for a data set: RSUM, or the first that is printed."""
     first = next(iter(printed.values()))
     return "rsum" if "rsum" in first else next(iter(first))
 
@@ -158,7 +158,7 @@ def _named(figure: str) -> str:
 
 
 def _printed(table: Table, data: str, name: str, figure: str, other: str = "") -> float:
-    """Difference of two rows, by default to the baseline, as printed."""
+    """Difference between two rows' printed figures, by default from the baseline."""
     rows = table.printed[data]
     return round(rows[name][figure] - rows[other or table.baseline][figure], 1)
 
@@ -192,7 +192,7 @@ def _row(grid: Grid, table: Table, rows: Rows, name: str) -> dict[str, Any]:
 
 
 def _plain(difference: Difference | None) -> dict[str, Any] | None:
-    """For JSON, which has no infinity."""
+    """Convert to JSON's types; it has no infinity."""
     if difference is None:
         return None
     return {**difference._asdict(), "half": difference.half if difference.seeds > 1 else None}

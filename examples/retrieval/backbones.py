@@ -1,4 +1,4 @@
-"""Encoders that begin with weights from elsewhere: BERT for captions, and convolutional networks for raw images."""
+"""Pre-trained encoders: BERT for captions, and convolutional networks for raw images."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .encoders import GPO, SubEmbeddings
 
 
 class WordPieces:
-    """The tokeniser of a BERT and the sizes of its network: all that a checkpoint needs to build it again.
+    """The tokeniser of a BERT and the sizes of its network, from which a checkpoint can rebuild it.
 
     Args:
         tokenizer: the tokeniser, as the JSON of the `tokenizers` library.
         sizes: the settings of `transformers.BertConfig`.
-        mask: the id of the piece that stands for a hidden one.
+        mask: the id of the mask token.
     """
 
     def __init__(self, tokenizer: str, sizes: Mapping[str, Any], mask: int) -> None:
@@ -36,40 +36,40 @@ class WordPieces:
 
     @classmethod
     def of_checkpoint(cls, path: str) -> WordPieces:
-        """Of a directory with config.json and the tokeniser's files, or of a name that was downloaded before."""
+        """Read them from a directory with config.json and the tokeniser's files, or from a downloaded model by name."""
         transformers = _transformers()
         try:
             sizes = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
             tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
         except (OSError, ValueError) as error:
             raise ValueError(f"{_bert(path)} with config.json, tokenizer.json or vocab.txt ({error})") from error
-        # Without its files transformers makes a tokeniser that knows nothing but the special pieces.
+        # If its files are missing, transformers makes a tokeniser with special tokens only.
         fits = len(tokenizer.all_special_ids) < len(tokenizer) <= sizes.vocab_size
         if sizes.model_type != "bert" or tokenizer.mask_token_id is None or not fits:
             found = f"a {sizes.model_type} of {sizes.vocab_size} pieces, a tokeniser of {len(tokenizer)}"
             raise ValueError(f"{_bert(path)} with a tokeniser that fits it, not {found}")
         settings = sizes.to_diff_dict()
-        settings.pop("transformers_version", None)  # the installed one: a newer one may go on with a run
+        settings.pop("transformers_version", None)  # of the installed library; resuming with a newer one is allowed
         return cls(tokenizer.backend_tokenizer.to_str(), settings, tokenizer.mask_token_id)
 
     def state(self) -> dict[str, Any]:
-        """What the constructor takes."""
+        """Return the constructor's arguments, for checkpoints."""
         return {"tokenizer": self._json, "sizes": self.sizes, "mask": self.mask}
 
     def __len__(self) -> int:
         return self._tokenizer.get_vocab_size()
 
     def encode(self, caption: str) -> list[int]:
-        """The pieces of a caption between [CLS] and [SEP]."""
+        """Ids of a caption's word pieces, with [CLS] before and [SEP] behind them."""
         return self._tokenizer.encode(caption).ids
 
 
 class BertEncoder(nn.Module):
     """Padded word pieces (M, L) -> text embeddings (M, dim), as VSE-infinity: BERT, linear, GPO over all pieces.
 
-    The first and the last piece, [CLS] and [SEP], are pooled as the others are. In training a piece between them is
-    hidden ([MASK]) with probability ``word_dropout``. (VSE-infinity's code takes a word of five and hides, exchanges
-    or removes it.) ``heads`` and ``asks`` are those of :class:`~examples.retrieval.encoders.TextEncoder`.
+    The first and last pieces, [CLS] and [SEP], are pooled like the others. In training, each piece between them is
+    replaced by [MASK] with probability ``word_dropout``. (VSE-infinity's code selects one word in five and masks,
+    replaces or removes it.) ``heads`` and ``asks`` are those of :class:`~examples.retrieval.encoders.TextEncoder`.
     """
 
     def __init__(
@@ -92,13 +92,13 @@ class BertEncoder(nn.Module):
         self.mask = pieces.mask
 
     def load_weights(self, path: str) -> None:
-        """Take over the weights of a checkpoint."""
+        """Load the weights of a checkpoint."""
         try:
             model, report = _transformers().BertModel.from_pretrained(
                 path, add_pooling_layer=False, local_files_only=True, output_loading_info=True
             )
             if report["missing_keys"]:
-                raise ValueError(f"{len(report['missing_keys'])} are missing, as {min(report['missing_keys'])}")
+                raise ValueError(f"{len(report['missing_keys'])} are missing, such as {min(report['missing_keys'])}")
         except (OSError, ValueError) as error:
             raise ValueError(f"{_bert(path)} with weights ({error}); bert_weights=false does without") from error
         self.bert.load_state_dict(model.state_dict())
@@ -121,7 +121,7 @@ class BertEncoder(nn.Module):
 def _transformers() -> Any:
     try:
         import transformers
-        from transformers import BertModel  # noqa: F401  transformers finds out here what it lacks
+        from transformers import BertModel  # noqa: F401  raises if a dependency of BertModel is missing
     except ImportError as error:
         raise ImportError(f"bert needs transformers: pip install 'itrloss[bert]' ({error})") from error
     return transformers
@@ -134,7 +134,7 @@ def _bert(path: str) -> str:
 # ------------------------------------------------------------------------------------------------------------- images
 
 
-# Blocks a stage, whether a block is narrow inside, groups of its 3x3 convolution, and channels a group (of 64).
+# Blocks per stage, whether they are bottleneck blocks, groups of the 3x3 convolution, and channels per group (of 64).
 RESNETS = {
     "resnet18": ((2, 2, 2, 2), False, 1, 64),
     "resnet34": ((3, 4, 6, 3), False, 1, 64),
@@ -143,11 +143,11 @@ RESNETS = {
     "resnet152": ((3, 8, 36, 3), True, 1, 64),
     "resnext101_32x8d": ((3, 4, 23, 3), True, 32, 8),
 }
-STAGES = 5  # of a ResNet: its stem, and four of blocks
+STAGES = 5  # stages of a ResNet: its stem, and four of blocks
 
 
 class Block(nn.Module):
-    """A residual block: convolutions of 3x3 and 3x3, or narrow inside, of 1x1, 3x3 and 1x1."""
+    """A residual block: two convolutions of 3x3, or a bottleneck of 1x1, 3x3 and 1x1."""
 
     def __init__(self, inputs: int, inner: int, outputs: int, stride: int, narrow: bool, groups: int) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class Block(nn.Module):
 class ResNet(nn.Module):
     """A residual network up to its last feature map (He et al., CVPR 2016; ResNeXt, Xie et al., CVPR 2017).
 
-    Its weights have the names that torchvision and timm give them, so that their files fit.
+    Its weights have the names of torchvision and timm, so that their files can be loaded.
     """
 
     def __init__(self, blocks: Sequence[int], narrow: bool, groups: int, group_width: int) -> None:
@@ -197,7 +197,7 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def stages(self) -> list[nn.Module]:
-        """The parts that can be frozen one after another."""
+        """The stages, from the image on, which can be frozen."""
         return [nn.ModuleList([self.conv1, self.bn1]), *(self.get_submodule(f"layer{i}") for i in range(1, STAGES))]
 
     def forward_features(self, pictures: Tensor) -> Tensor:
@@ -209,13 +209,13 @@ class ResNet(nn.Module):
 
 
 class Backbone(nn.Module):
-    """Raw images (B, 3, H, W) in [0, 1] -> the places of the last feature map as regions, (B, R, dim).
+    """Raw images (B, 3, H, W) in [0, 1] -> the positions of the last feature map as regions, (B, R, dim).
 
     Args:
         name: a key of RESNETS, or "timm/" and the name of one of timm's convolutional networks or vision transformers.
-        frozen: stages, counted from the picture, whose weights stay as they are: 1 is the stem, STAGES is all.
-        keep_statistics: batch normalisation goes on with the statistics it came with, in training too. Those of small
-            batches of another data set would spoil what is pre-trained.
+        frozen: number of stages, counted from the image, that are not trained: 1 is the stem, STAGES is all.
+        keep_statistics: batch normalisation uses its pre-trained statistics in training, too, because those of small
+            batches of another data set would degrade the pre-trained features.
     """
 
     mean: Tensor
@@ -228,7 +228,7 @@ class Backbone(nn.Module):
         self.network: Any = ResNet(*RESNETS[name]) if name in RESNETS else _of_timm(name)
         self.dim: int = self.network.num_features
         self.keep_statistics = keep_statistics
-        # ImageNet's, as most networks were trained with.
+        # Statistics of ImageNet, with which most networks were trained.
         self.register_buffer("mean", torch.tensor([0.485, 0.456, 0.406])[:, None, None], persistent=False)
         self.register_buffer("std", torch.tensor([0.229, 0.224, 0.225])[:, None, None], persistent=False)
         if frozen == STAGES:
@@ -246,20 +246,20 @@ class Backbone(nn.Module):
         return self
 
     def load_weights(self, path: str) -> None:
-        """Take over the weights of a file (.pth, .pt, .bin, .safetensors); those of a classifier are left out."""
+        """Load the weights of a file (.pth, .pt, .bin, .safetensors), without those of its classifier."""
         try:
             given = _weights(path)
-        except Exception as error:  # torch has no error of its own for what is no file of weights
+        except Exception as error:  # torch.load raises many kinds of errors for other files
             what = str(error).partition("\n")[0]
             raise ValueError(f"backbone_weights = {path!r}: must be a file of weights ({what})") from None
         own = self.network.state_dict()
-        # Files from before PyTorch 0.4.1 do not count batches, which only matters to averages that are not exponential.
+        # Files from before PyTorch 0.4.1 lack num_batches_tracked, which matters for cumulative averages only.
         given = {n: x for n, x in own.items() if n.endswith(".num_batches_tracked")} | dict(given)
         lacking = [n for n, x in own.items() if n not in given or given[n].shape != x.shape]
         if lacking:
             raise ValueError(
                 f"backbone_weights = {path!r}: must hold the weights of the backbone; {len(lacking)} of its {len(own)} "
-                f"are not there or of another shape, as {lacking[0]}"
+                f"are missing or have another shape, such as {lacking[0]}"
             )
         self.network.load_state_dict({n: given[n] for n in own})
 
@@ -267,20 +267,20 @@ class Backbone(nn.Module):
         x = self.network.forward_features((pictures - self.mean) / self.std)
         if x.ndim == 3:
             return x
-        last = x.shape[3] == self.dim != x.shape[1]  # some of timm's, as Swin
+        last = x.shape[3] == self.dim != x.shape[1]  # channels last, as for timm's Swin
         return rearrange(x, "b h w d -> b (h w) d" if last else "b d h w -> b (h w) d")
 
 
 def _weights(path: str) -> Mapping[str, Tensor]:
     if path.endswith(".safetensors"):
-        from safetensors.torch import load_file  # comes with transformers and with timm
+        from safetensors.torch import load_file  # installed with transformers and with timm
 
         return load_file(path)
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def build_backbone(config: Config) -> Backbone | None:
-    """The backbone of the settings, before it has its weights; None for pre-computed features."""
+    """Build the backbone of the settings, before its weights are loaded; None for pre-computed features."""
     if not config.backbone:
         return None
     if config.backbone_frozen and not config.backbone_weights:
@@ -291,7 +291,7 @@ def build_backbone(config: Config) -> Backbone | None:
 def _of_timm(name: str) -> Any:
     try:
         import timm  # pyright: ignore[reportMissingImports]
-    except (ImportError, RuntimeError) as error:  # RuntimeError: a torchvision for another torch
+    except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision was built for another torch
         raise ImportError(f"backbone = {name!r} needs timm: pip install 'itrloss[grid]' ({error})") from error
     try:
         return timm.create_model(name.removeprefix("timm/"), pretrained=False, num_classes=0, global_pool="")

@@ -1,9 +1,9 @@
-"""Says in one screen what is in a data directory, what is missing, and where it belongs.
+"""Report what a data directory contains, what is missing, and where it belongs.
 
     python -m examples.retrieval.check_data path/to/data
 
-It knows pre-computed features in the layout of SCAN and VSE-infinity, and raw images with Karpathy's JSON or CUB's
-captions. Exits with 1 if something that training needs is missing or wrong.
+It recognises pre-computed features in the layout of SCAN and VSE-infinity, and raw images with Karpathy's JSON or CUB's
+captions. The exit status is 1 if something that training needs is missing or wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from .data import Split, Vocabulary, load_split, tokenize
 from .pictures import Images, layout
 
-SAMPLE = 200  # images of a split whose features are looked at
+SAMPLE = 200  # number of images per split whose features or files are checked
 SPLITS = {
     "train": "to train on",
     "dev": "to choose the checkpoint by",
@@ -25,21 +25,21 @@ SPLITS = {
 
 LAYOUTS = {
     "features": """\
-  a split is {split}_ims.npy, (n, regions, d), floating point, and {split}_caps.txt, one caption a line:
-  five lines in a row for each image, or one; and {split}_global.npy, (n, d), if there is one.
+  a split is {split}_ims.npy, (n, regions, d), floating point, and {split}_caps.txt, one caption per line,
+  with one or five consecutive lines per image; and optionally {split}_global.npy, (n, d).
   Or raw images: dataset_flickr30k.json or dataset_coco.json with images/, or text_c10/ and images/ of CUB.""",
     "karpathy": """\
-  Karpathy's dataset_*.json names its images: they belong in images/ (or flickr30k-images/, or beside the JSON), those
-  of MSCOCO there in train2014/ and val2014/. Links will do.""",
+  Karpathy's dataset_*.json names its images: they belong in images/ (or flickr30k-images/, or next to the JSON), those
+  of MSCOCO in its train2014/ and val2014/. Links are allowed.""",
     "cub": """\
-  CUB Captions: text_c10/<class>/<image>.txt, ten captions, one a line; images/<class>/<image>.jpg (or in
-  CUB_200_2011/images/); trainclasses.txt, valclasses.txt and testclasses.txt, a class a line; or, for PCME's protocol,
-  trainvalclasses.txt, testclasses.txt and seen_test_images.txt. Links will do.""",
+  CUB Captions: text_c10/<class>/<image>.txt, ten captions, one per line; images/<class>/<image>.jpg (or in
+  CUB_200_2011/images/); trainclasses.txt, valclasses.txt and testclasses.txt, one class per line; or, for PCME's
+  protocol, trainvalclasses.txt, testclasses.txt and seen_test_images.txt. Links are allowed.""",
 }
 
 
 def check(root: str | Path, min_count: int = 2) -> tuple[list[str], bool]:
-    """Lines to print, and whether there is all that training needs."""
+    """Return the lines to print, and whether everything that training needs is there."""
     root, lines, ready = Path(root), [str(root)], True
     if not root.is_dir():
         return [*lines, "  no such directory"], False
@@ -80,7 +80,7 @@ def check(root: str | Path, min_count: int = 2) -> tuple[list[str], bool]:
 
 
 def of_features(name: str, features: np.ndarray, wholes: np.ndarray | None) -> tuple[list[str], bool]:
-    """What is to be said of a split's features, and whether they will do."""
+    """Describe a split's features, and return whether they can be trained on."""
     images, regions, dim = features.shape
     whole = f", whole pictures: {wholes.shape[1]}" if wholes is not None else ""
     sample = np.asarray(features[:: max(1, images // SAMPLE)], dtype=np.float32)
@@ -91,7 +91,7 @@ def of_features(name: str, features: np.ndarray, wholes: np.ndarray | None) -> t
 
 
 def of_images(name: str, images: Images) -> tuple[list[str], bool]:
-    """The same of its raw images: all must be there, and those of a sample must open."""
+    """Describe a split's raw images: all must exist, and a sample of them must be readable."""
     lines = [f"  {name:6} {len(images)} raw images, the first {images.paths[0]}"]
     gone = [path for path in images.paths if not path.exists()]
     if gone:
@@ -114,7 +114,7 @@ def of_captions(split: Split) -> str:
 
 
 def disagreements(found: dict[str, Split]) -> list[str]:
-    """Where one split has what another has not."""
+    """Differences between splits: dimensions, and global features that only some splits have."""
     lines = []
     if len({s.features.shape[2] for s in found.values() if not isinstance(s.features, Images)}) > 1:
         lines.append("  WRONG: the splits' features have different dimensions")

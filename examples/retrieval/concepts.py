@@ -1,15 +1,15 @@
-"""The concepts of CODER: frequent words of the training captions, and how often two of them go together.
+"""The concepts of CODER: frequent words of the training captions, and how often two of them occur together.
 
     python -m examples.retrieval.concepts runs/data --size 100 --out concepts.json --plot concepts.png
 
-Captions are read as bags of lemmas, each an *Object*, a *Motion* or a *Property*. The most frequent ones of each kind
-are the concepts, 7 to 2 to 1, and the graph of CVSE and CODER (supplement, Eq. 4 and 5) says which of them imply which:
-``P_ij = B_ij / N_i`` with the number ``B_ij`` of captions that have both and ``N_i`` of those that have concept i, 1
-where it is at least a threshold and 0 elsewhere.
+Captions are converted to bags of lemmas, each an *Object*, a *Motion* or a *Property*. The most frequent lemmas of each
+kind are the concepts, in the ratio 7 : 2 : 1. The graph of CVSE and CODER (supplement, Eq. 4 and 5) connects concepts
+that imply others. Its weights ``P_ij = B_ij / N_i``, of the ``B_ij`` captions with both concepts and the ``N_i`` with
+concept i, are binarised: 1 from a threshold on, and 0 below.
 
-A tagger knows kinds best: ``tagger="spacy"`` asks spaCy's small English model (``pip install spacy`` and its
-``en_core_web_sm``). Without one, rules serve that fit captions: *-ing* forms and the verbs that they come from are
-motions, words of a list and other *-ed* forms are properties, and what else is not a function word is an object.
+A part-of-speech tagger finds kinds best: ``tagger="spacy"`` uses spaCy's small English model (``pip install spacy`` and
+its ``en_core_web_sm``). The default is a set of rules for captions: *-ing* forms and their verbs are motions, listed
+words and other *-ed* forms are properties, and all other words except function words are objects.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .data import load_split, tokenize
 KINDS = {"object": 7, "motion": 2, "property": 1}  # and their shares
 Tagged = list[tuple[str, str]]  # (lemma, kind) of the words of a caption that have a kind
 
-# Function words, properties, and -ing words that are none of a verb.
+# Function words, properties, and -ing words that are not forms of a verb.
 _LISTS = tomllib.loads(Path(__file__).with_name("caption_words.toml").read_text(encoding="utf-8"))
 _FUNCTION, _PROPERTY, _NOT_MOTION = (frozenset(_LISTS[name].split()) for name in ("function", "property", "not_motion"))
 _VOWELS = "aeiou"
@@ -39,7 +39,7 @@ _VOWELS = "aeiou"
 
 @dataclass(frozen=True)
 class Concepts:
-    """The concepts, most frequent first within a kind, and the counts that their graph is made of."""
+    """The concepts, most frequent first within a kind, and the counts for their graph."""
 
     words: list[str]
     kinds: list[str]
@@ -47,15 +47,15 @@ class Concepts:
     together: list[list[int]]  # B_ij: captions that have i and j; 0 for i = j
 
     def conditional(self) -> Tensor:
-        """(g, g) float32 ``P_ij = B_ij / N_i``."""
+        """Conditional frequencies ``P_ij = B_ij / N_i``, (g, g) float32."""
         return torch.tensor(self.together) / torch.tensor(self.counts).clamp_min(1)[:, None]
 
     def graph(self, threshold: float) -> Tensor:
-        """(g, g) float32 ``H``: 1 where ``P_ij`` is at least ``threshold``, else 0."""
+        """Adjacency matrix ``H``, (g, g) float32: 1 where ``P_ij`` is at least ``threshold``, else 0."""
         return (self.conditional() >= threshold).float()
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
+        """Write the concepts as JSON."""
         Path(path).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
 
     @classmethod
@@ -65,13 +65,13 @@ class Concepts:
 
 
 def normalized_graph(graph: Tensor) -> Tensor:
-    """``D^-1/2 H D^-1/2 + I`` with the row sums D of H; a concept without edges keeps only itself."""
+    """Normalised graph ``D^-1/2 H D^-1/2 + I`` with the row sums D of H."""
     scale = graph.sum(1).clamp_min(1).rsqrt()
     return scale[:, None] * graph * scale + torch.eye(len(graph))
 
 
 def find_concepts(captions: Sequence[str], size: int, tagger: str = "rules") -> Concepts:
-    """The ``size`` concepts of some captions. Where a kind has too few words, the others have more.
+    """Find the ``size`` concepts of captions. If a kind has too few words, the other kinds get more.
 
     Raises:
         ValueError: an unknown tagger, or captions with fewer than ``size`` words that can be concepts.
@@ -104,10 +104,10 @@ def find_concepts(captions: Sequence[str], size: int, tagger: str = "rules") -> 
 
 
 def rules(captions: Sequence[str]) -> Callable[[str], Tagged]:
-    """A tagger that knows its language from word lists and from the captions themselves."""
+    """Build a tagger from word lists and from the word counts of the captions themselves."""
     known = Counter(word for caption in captions for word in tokenize(caption))
     motions = {w: _verb(w, known) for w in known if w.endswith("ing") and len(w) > 4 and w not in _NOT_MOTION}
-    running = Counter()  # how often a verb is seen in its -ing form
+    running = Counter()  # how often a verb occurs in its -ing form
     for word, verb in motions.items():
         running[verb] += known[word]
 
@@ -119,7 +119,7 @@ def rules(captions: Sequence[str]) -> Callable[[str], Tagged]:
         if word in motions:
             return motions[word], "motion"
         for stem in _stems(word):
-            # "jumps" and "jumping", but not many "dresses" and a "dressing".
+            # A verb must occur more often in its -ing form: "jumps" is a motion, "dresses" is not.
             if running[stem] >= known[word]:
                 return stem, "motion"
         return (word, "property") if word.endswith("ed") else (_singular(word, known), "object")
@@ -133,14 +133,14 @@ def rules(captions: Sequence[str]) -> Callable[[str], Tagged]:
 
 
 def _verb(word: str, known: Counter[str]) -> str:
-    """The verb of an -ing form: run of running, ride of riding, jump of jumping."""
+    """Verb of an -ing form: run for running, ride for riding, jump for jumping."""
     stem = word[:-3]
     if len(stem) == 2 and stem[1] == "y":
         return stem[0] + "ie"
     forms = [stem] if stem.endswith(("ch", "sh", "x", "ss", "zz", "o")) else [stem, stem + "e"]
     if len(stem) > 2 and stem[-1] == stem[-2] and stem[-1] not in "lsz":
         forms.insert(0, stem[:-1])
-    # Where the captions have none of them, a consonant after a single vowel and a consonant mostly lost its e.
+    # If no form occurs in the captions, guess: stems on c, g, s, v or z after a vowel, n or r have mostly lost an e.
     guess = forms[-1] if len(stem) > 2 and stem[-1] in "cgsvz" and stem[-2] in _VOWELS + "nr" else forms[0]
     best = max(forms, key=lambda form: known[form] + known[form + "s"])
     return best if known[best] + known[best + "s"] else guess
@@ -189,11 +189,11 @@ def _spacy() -> Callable[[str], Tagged]:
     return tag
 
 
-# ------------------------------------------------------------------------------------------------- to look at them
+# --------------------------------------------------------------------------------------------------- text and plot
 
 
 def listing(concepts: Concepts, width: int = 110) -> str:
-    """The concepts of each kind with their counts, and the graph's strongest edges, as text."""
+    """List the concepts of each kind with their counts, and the graph's strongest edges, as text."""
     lines = []
     for kind in KINDS:
         own = [f"{w} {n}" for w, k, n in zip(concepts.words, concepts.kinds, concepts.counts, strict=True) if k == kind]
@@ -206,7 +206,7 @@ def listing(concepts: Concepts, width: int = 110) -> str:
     pairs = [(concepts.words[i // len(concepts.words)], concepts.words[i % len(concepts.words)]) for i in strongest]
     shares = [float(conditional.flatten()[i]) for i in strongest]
     edges = [f"{a} -> {b} {p:.2f}" for (a, b), p in zip(pairs, shares, strict=True) if p]
-    return "\n".join([*lines, "who comes with whom", *_wrapped(edges, width)])
+    return "\n".join([*lines, "strongest edges", *_wrapped(edges, width)])
 
 
 def _wrapped(words: list[str], width: int) -> list[str]:

@@ -16,11 +16,11 @@ else:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that decides a run; ``config.json`` in the run directory is this, in full."""
+    """All settings of a run; ``config.json`` in the run directory holds them in full."""
 
     # data
     data: str = "scenes"  # a directory of features or of raw images, or "scenes": the generated set
-    data_root: str = ""  # where "scenes" is generated; empty: the folder `data` beside `out`
+    data_root: str = ""  # where "scenes" is generated; empty: the folder `data` next to `out`
     scenes_sizes: dict[str, int] = field(default_factory=lambda: {"train": 2000, "dev": 300, "test": 300})
     min_count: int = 2  # rarer training words become <unk>
     captions_per_image: int = 1  # captions of an image in one sample, from one to all (5) of them
@@ -28,58 +28,58 @@ class Config:
     # loss
     loss: str = "infonce"
     loss_options: dict[str, Any] = field(default_factory=dict)  # handed to the constructor of the loss
-    warmup_epochs: int = 1  # triplet, pvse and dvse: epochs before they turn to the hardest negative
-    warmup: str = "triplet"  # the loss of these: "triplet", summed over all negatives, or "infonce"
+    warmup_epochs: int = 1  # triplet, pvse and dvse: epochs before they use the hardest negative
+    warmup: str = "triplet"  # the loss of these epochs: "triplet", summed over all negatives, or "infonce"
 
-    caption_weight: float = 0.0  # of InfoNCE between two captions of an image, beside the loss
-    momentum: float = 0.995  # of the key encoders; for losses with a memory, as are these:
-    memory: int = 2048  # pairs in it
+    caption_weight: float = 0.0  # of an additional InfoNCE between two captions of an image
+    momentum: float = 0.995  # of the key encoders, for losses with a memory
+    memory: int = 2048  # pairs in the memory
 
     # model
     dim: int = 256
-    # What of an image is seen: "regions", "whole" (the feature of the whole picture), or several, joined by "+". Each
-    # view has a model of its own, trained by itself; retrieval goes by the mean of their similarities.
+    # Inputs of the image encoder: "regions", "whole" (the picture's global feature), or several, joined by "+". Each
+    # view has a separate model with its own loss; the similarity in retrieval is the mean of theirs.
     views: str = "regions"
-    enhancement: str = ""  # "sge" or "cge": USER's, of the regions
+    enhancement: str = ""  # "sge" or "cge": USER's enhancements of the regions
     concepts: int = 100  # loss = "coder": concepts in its concept branch
-    concept_threshold: float = 0.3  # an edge of their graph: how often one has to come with the other
-    tagger: str = "rules"  # what finds them: "rules", or "spacy" (which must be installed)
-    concept_share: float = 0.1  # of the concepts' cosine in what loss = "coder" retrieves by; the rest: the instances'
-    heads: int = 4  # loss = "dvse": embeddings of an image; "pvse": and of a text
-    gate: bool = True  # loss = "dvse": an image's gate says which heads its orthogonal loss is about; else all
-    variance_weights: bool = True  # loss = "dvse": weigh a head's hinges by the spread of its scores
+    concept_threshold: float = 0.3  # concepts i and j have an edge if at least this share of i's captions have j, too
+    tagger: str = "rules"  # which tagger finds concepts: "rules", or "spacy" (which must be installed)
+    concept_share: float = 0.1  # loss = "coder": weight of the concepts' cosine in retrieval; the rest: the instances'
+    heads: int = 4  # loss = "dvse": embeddings per image; "pvse": per image and per text
+    gate: bool = True  # loss = "dvse": apply the orthogonal loss to the heads that an image's gate selects, or to all
+    variance_weights: bool = True  # loss = "dvse": weight a head's hinges by the standard deviation of its scores
     word_dim: int = 200
-    word_vectors: str = ""  # GloVe's text file, or .npy with a list of words beside it (.json): where words begin
+    word_vectors: str = ""  # initial word embeddings: GloVe's text file, or .npy with a list of words in a .json
     bag_of_words: bool = True  # add a linear path from the mean word embedding to the text embedding
-    feature_dropout: float = 0.4  # of each region feature
+    feature_dropout: float = 0.4  # dropout probability of each region feature
     whole_dropout: float = 0.5  # of each feature of a whole picture
     word_dropout: float = 0.2  # of whole words
     embedding_dropout: float = 0.2  # of each entry of a word embedding
     shared_dropout: bool = False  # drop a feature in all regions of an image (words of a caption), not in each
 
     # pre-trained encoders
-    bert: str = ""  # captions by this BERT, not by words and a GRU: its directory, or the name of a downloaded one
-    bert_weights: bool = True  # begin with its weights; false: at random
-    bert_lr_factor: float = 0.1  # of lr, for the BERT itself
+    bert: str = ""  # use this BERT, not words and a GRU: its directory, or the name of a downloaded one
+    bert_weights: bool = True  # load its weights; false: initialise at random
+    bert_lr_factor: float = 0.1  # factor of lr for the BERT's own parameters
     backbone: str = ""  # for raw images: resnet50, ... resnext101_32x8d, or timm/NAME
-    backbone_weights: str = ""  # the file of its weights; empty: it begins at random
-    backbone_lr_factor: float = 0.01  # of lr, for the backbone itself
-    backbone_frozen: int = 0  # its first stages that are not trained: 1 is the stem, 5 all
+    backbone_weights: str = ""  # the file of its weights; empty: random initialisation
+    backbone_lr_factor: float = 0.01  # factor of lr for the backbone's parameters
+    backbone_frozen: int = 0  # number of its first stages that are not trained: 1 is the stem, 5 all
     image_size: int = 256  # raw images are scaled to squares
 
     # optimisation
     epochs: int = 15
-    batch_size: int = 256  # samples; images and captions a batch follow from captions_per_image
-    micro_batch: int = 0  # samples that the encoders take at a time, for a loss of all of them; 0: the whole batch
+    batch_size: int = 256  # samples, of one image and captions_per_image captions each
+    micro_batch: int = 0  # samples that the encoders process at a time (GradCache); 0: the whole batch
     precision: str = "float32"  # of the encoders in training; "bfloat16" and "float16" by autocast
     lr: float = 1e-3
     lr_warmup_steps: int = 0
-    decay_epochs: list[int] = field(default_factory=list)  # lr x 0.1 each time that so many epochs are done
+    decay_epochs: list[int] = field(default_factory=list)  # multiply lr by 0.1 after each of these epochs
     weight_decay: float = 1e-2
-    patience: int = 0  # end the run after so many epochs without a better RSUM on dev; 0: never
-    clip: float = 2.0  # largest gradient norm
+    patience: int = 0  # stop after this number of epochs without a better RSUM on dev; 0: never
+    clip: float = 2.0  # maximum gradient norm
     seed: int = 0
-    threads: int = 0  # of torch; 0: leave as it is
+    threads: int = 0  # number of PyTorch's threads; 0: unchanged
     device: str = "cpu"
 
     # Fast Re-ranking of the best checkpoint: gamma_1, gamma_2, lambda_1, lambda_2
@@ -87,8 +87,8 @@ class Config:
 
     # the run directory
     out: str = "runs/infonce"
-    resume: bool = False  # continue from out/last.pt where there is one; otherwise the run is replaced
-    save_steps: int = 0  # write last.pt every so many steps too, not only after each epoch
+    resume: bool = False  # continue from out/last.pt if it exists; false: replace the run
+    save_steps: int = 0  # write last.pt after this number of steps, too, not only after each epoch
     final_test: bool = False  # score the best checkpoint on the test split as well
     tensorboard: bool = True
     progress: bool = True
@@ -136,7 +136,7 @@ class Config:
         _require(known, "views", self.views, "'regions', 'whole', or several of them, joined by '+'")
         _require(self.loss != "pvse" or "whole" not in views, "views", self.views, "of regions for loss = 'pvse'")
         heads = self.loss != "dvse" or "regions" in views
-        _require(heads, "views", self.views, "'regions' too for loss = 'dvse', whose heads need a set to look at")
+        _require(heads, "views", self.views, "'regions' too for loss = 'dvse', whose heads need a set")
         _require(self.enhancement in ("", "sge", "cge"), "enhancement", self.enhancement, "'sge', 'cge' or ''")
         seen = not self.enhancement or "regions" in self.views
         _require(seen, "enhancement", self.enhancement, f"empty for views = {self.views!r}: it is of regions")
@@ -151,9 +151,9 @@ class Config:
             _require(getattr(self, name) > 0, name, getattr(self, name), "positive")
 
 
-# No figure depends on these.
+# Settings that do not change results.
 NO_EFFECT = {"data_root", "out", "resume", "threads", "save_steps", "final_test", "tensorboard", "progress"}
-# What may differ between a run and its continuation. The data may have moved; they must be the same.
+# Settings that may differ when a run is resumed. The data may have moved, but must be the same.
 RESUMABLE = NO_EFFECT | {"data", "epochs", "patience", "device", "rerank"}
 
 
@@ -163,7 +163,7 @@ def _require(condition: bool, name: str, value: object, wanted: str) -> None:
 
 
 def make_config(values: Mapping[str, Any]) -> Config:
-    """A :class:`Config` from a mapping; an unknown key or a value of the wrong type is refused by name."""
+    """Build a :class:`Config` from a mapping; errors name unknown keys and values of the wrong type."""
     types = get_type_hints(Config)
     checked = {}
     for name, value in values.items():
@@ -176,7 +176,7 @@ def make_config(values: Mapping[str, Any]) -> Config:
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     """Read a TOML file (None: the defaults) and apply overrides: ``"seed=1"``, ``"loss_options.margin=0.2"``.
 
-    The file's loss_options belong to the file's loss: an override that names another loss leaves them behind.
+    The file's loss_options belong to the file's loss: an override with another loss drops them.
     """
     values: dict[str, Any] = {}
     if path is not None:
@@ -208,7 +208,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
 
 
 def _parse(text: str) -> Any:
-    """A value as TOML would read it; what is not TOML (``loss=dcl``) is a string."""
+    """Parse a value as TOML; values that are not TOML (``loss=dcl``) are strings."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -233,7 +233,7 @@ def _as_type(name: str, value: Any, kind: Any) -> Any:
         return [_as_type(f"{name}[{i}]", v, kind.__args__[0]) for i, v in enumerate(values)]
     elif kind is float and type(value) is int:
         return float(value)
-    elif type(value) is kind:  # not isinstance: a bool is an int to Python, not to a user
+    elif type(value) is kind:  # not isinstance, because bool is a subclass of int
         return value
     wanted = "table" if _is_table(kind) else kind.__name__
     raise TypeError(f"{name} = {value!r}: must be of type {wanted}, not {type(value).__name__}")

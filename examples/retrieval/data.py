@@ -1,10 +1,9 @@
 """Data sets, their vocabulary, and resumable batches.
 
 A data set of pre-computed features, in the layout of SCAN and VSE-infinity, is a directory with `{split}_ims.npy`,
-(n, regions, d), and `{split}_caps.txt`, one caption a line; five lines in a row describe one image
-(`image = line // 5`), or one line each where there are as many lines as images. Beside them there may be
-`{split}_global.npy`, (n, d'), a feature of each picture as a whole. Data sets of raw images are those of
-:mod:`examples.retrieval.pictures`.
+(n, regions, d), and `{split}_caps.txt`, one caption per line. Five consecutive lines describe one image
+(`image = line // 5`), or one line if there are as many lines as images. Optionally, `{split}_global.npy`, (n, d'),
+holds one global feature per picture. Data sets of raw images are read by :mod:`examples.retrieval.pictures`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ PAD, UNKNOWN = "<pad>", "<unk>"  # ids 0 and 1
 class Split:
     """One split of a data set."""
 
-    features: np.ndarray | Images  # (n, regions, d), memory-mapped: only what a batch takes is read; or raw images
+    features: np.ndarray | Images  # (n, regions, d), memory-mapped, so only a batch is read at a time; or raw images
     captions: list[str]
     captions_per_image: int
     wholes: np.ndarray | None = None  # (n, d')
@@ -47,9 +46,10 @@ class Split:
 
 
 def load_split(root: str | Path, name: str, image_size: int = 256) -> Split:
-    """Read the split `name` ("train", "dev", "test") under `root`; ValueError names both files where they disagree.
+    """Read the split `name` ("train", "dev", "test") under `root`.
 
-    Raw images are scaled to squares of ``image_size``.
+    Raw images are scaled to squares of ``image_size``. If the number of captions does not fit the number of images,
+    the ValueError names both files.
     """
     if layout(root) != "features":
         listed = listed_images(root, name)
@@ -60,7 +60,7 @@ def load_split(root: str | Path, name: str, image_size: int = 256) -> Split:
         return Split(pictures, captions, len(listed[0].captions), classes=classes)
     features_path, captions_path = Path(root, f"{name}_ims.npy"), Path(root, f"{name}_caps.txt")
     features = np.load(features_path, mmap_mode="r")
-    # Only "\n" ends a caption: str.splitlines would also break at form feeds and Unicode separators inside one.
+    # Only "\n" ends a caption: str.splitlines would also split at form feeds and Unicode separators inside a caption.
     lines = captions_path.read_text(encoding="utf-8").split("\n")
     captions = lines[:-1] if lines[-1] == "" else lines
     if features.ndim != 3 or features.dtype.kind != "f" or not len(features):
@@ -78,18 +78,18 @@ def load_split(root: str | Path, name: str, image_size: int = 256) -> Split:
 
 
 def tokenize(caption: str) -> list[str]:
-    """Lower-case words and numbers; punctuation goes."""
+    """Split a caption into lower-case words and numbers, without punctuation."""
     return re.findall(r"[^\W_]+(?:'[^\W_]+)?", caption.lower())
 
 
 class Encodes(Protocol):
-    """What turns a caption into ids: a :class:`Vocabulary`, or the word pieces of a BERT."""
+    """Interface of tokenisers that turn a caption into ids: a :class:`Vocabulary`, or the word pieces of a BERT."""
 
     def encode(self, caption: str) -> list[int]: ...
 
 
 class Vocabulary:
-    """Words and their ids; id 0 pads, id 1 is every word that is not listed."""
+    """Words and their ids; id 0 is padding, id 1 any word outside the vocabulary."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = list(words)
@@ -97,20 +97,20 @@ class Vocabulary:
 
     @classmethod
     def from_captions(cls, captions: Sequence[str], min_count: int) -> Vocabulary:
-        """All words that occur at least `min_count` times, the most frequent first."""
+        """Build the vocabulary of all words that occur at least `min_count` times, the most frequent first."""
         counts = Counter(word for caption in captions for word in tokenize(caption))
         frequent = [word for word, count in counts.items() if count >= min_count]
         return cls([PAD, UNKNOWN, *sorted(frequent, key=lambda word: (-counts[word], word))])
 
     def state(self) -> list[str]:
-        """What the constructor takes."""
+        """Return the constructor's argument, for checkpoints."""
         return self.words
 
     def __len__(self) -> int:
         return len(self.words)
 
     def encode(self, caption: str) -> list[int]:
-        """Word ids of a caption; an empty one is a single unknown word, so that every text has a length."""
+        """Word ids of a caption; an empty caption becomes one unknown word, so that no text has length 0."""
         return [self._ids.get(word, 1) for word in tokenize(caption)] or [1]
 
     def idf(self, captions: Sequence[str]) -> Tensor:
@@ -125,9 +125,9 @@ class Vocabulary:
 
 
 def word_vectors(path: str | Path) -> dict[str, np.ndarray]:
-    """Vectors of words, float32: from GloVe's text format, or from an .npy file with its words as a list in a .json.
+    """Read float32 word vectors from GloVe's text format, or from an .npy file whose words are a list in a .json file.
 
-    That file is the only .json in the same folder, or has the array's name.
+    The .json file has the array's name, or is the only .json file in the folder.
     """
     path = Path(path)
     if path.suffix != ".npy":
@@ -149,7 +149,7 @@ def word_vectors(path: str | Path) -> dict[str, np.ndarray]:
 
 
 def begin_with(weight: Tensor, words: Sequence[str], vectors: Mapping[str, np.ndarray]) -> int:
-    """Overwrite the rows of the words that have a vector, at the mean length of the rows; returns how many have one."""
+    """Overwrite the rows of words that have a vector, rescaled to the rows' mean length; return their number."""
     found = [i for i, word in enumerate(words) if word in vectors]
     if found:
         given = torch.from_numpy(np.stack([vectors[words[i]] for i in found]))
@@ -164,7 +164,7 @@ def begin_with(weight: Tensor, words: Sequence[str], vectors: Mapping[str, np.nd
 
 
 def pad(sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Right-pad with 0: -> (B, L) int64 and the lengths (B,) int64."""
+    """Right-pad with 0, to (B, L) int64, and return the lengths (B,) int64, too."""
     lengths = torch.tensor([len(s) for s in sequences])
     padded = torch.zeros(len(sequences), int(lengths.max()), dtype=torch.int64)
     for row, sequence in zip(padded, sequences, strict=True):
@@ -175,9 +175,9 @@ def pad(sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 def chosen(
     features: np.ndarray | Images, rows: np.ndarray | slice, rngs: Sequence[np.random.Generator] | None = None
 ) -> Tensor:
-    """The chosen images of a memory-mapped array, or of raw images, as a float32 tensor.
+    """Read the selected images of a memory-mapped array, or the raw images, as a float32 tensor.
 
-    With a generator for each, raw images are cut and mirrored as for training.
+    With ``rngs``, one generator per image, raw images are cropped and flipped at random, as for training.
     """
     if isinstance(features, Images):
         return features.read(rows, rngs)
@@ -187,9 +187,9 @@ def chosen(
 def feature_statistics(features: np.ndarray, chunk: int = 1024) -> tuple[Tensor, Tensor]:
     """Mean of each feature over all regions, (d,) float32, and one standard deviation for all features, 0-dim.
 
-    One deviation, not one a feature: where some features vary little (the low principal axes, a rare channel), a
-    deviation of their own would blow their noise up to the size of the signal. Two passes in float64 over chunks, so
-    the memory-mapped array is never in memory as a whole.
+    There is one deviation for all features because some of them vary little (minor principal components, rare
+    channels): dividing by a deviation of their own would scale their noise up to the size of the signal. Two float64
+    passes over chunks avoid loading the whole memory-mapped array.
     """
     chunks = [slice(i, i + chunk) for i in range(0, len(features), chunk)]
     mean = sum(np.asarray(features[c], dtype=np.float64).sum((0, 1)) for c in chunks) / features[:, :, 0].size
@@ -198,19 +198,19 @@ def feature_statistics(features: np.ndarray, chunk: int = 1024) -> tuple[Tensor,
 
 
 def whole_statistics(wholes: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each feature of whole pictures, (d,) float32, after :func:`compressed`."""
+    """Mean and standard deviation of each global feature, (d,) float32, after :func:`compressed`."""
     x = compressed(torch.from_numpy(np.array(wholes, dtype=np.float32)))
     return x.mean(0), x.std(0).clamp_min(1e-3)
 
 
 def compressed(x: Tensor) -> Tensor:
-    """The root of what is positive, with the sign: activations of a network have long tails."""
+    """Signed square root, because activations of a network have long tails."""
     return x.sign() * x.abs().sqrt()
 
 
 @dataclass(frozen=True)
 class Batch:
-    """B images and M = B * captions_per_image captions; equal ids say which belong together."""
+    """B images and M = B * captions_per_image captions; equal ids mark positive pairs."""
 
     regions: Tensor  # (B, R, d) float32; raw images: (B, 3, H, W)
     words: Tensor  # (M, L) int64, padded with 0
@@ -221,14 +221,14 @@ class Batch:
 
 
 class Batches:
-    """The batches of each epoch, a pure function of (seed, epoch, step): a run can go on from any step.
+    """The batches of each epoch, a pure function of (seed, epoch, step), so that a run can resume at any step.
 
-    A sample is one image with `captions_per_image` of its captions, drawn anew every epoch, which shows every caption
-    once; where they do not divide by that number, some come twice. With less than all captions a sample (one is the VSE
-    default) a batch may hold the same image twice, so the ids travel with the batch: the other caption of an image is
-    then a positive, not a negative. The incomplete last batch is left out; the order is new every epoch, so nothing is
-    left out for good. Of several processes each has ``batch_size`` samples of a step:
-    together they see what one with as many times the batch size would.
+    A sample is one image with `captions_per_image` of its captions, drawn anew every epoch. An epoch shows every
+    caption once, or some twice if their number is not divisible by `captions_per_image`. Unless a sample has all
+    captions (VSE's default is one), a batch may hold the same image twice. It therefore includes the ids, by which the
+    image's other caption is a positive, not a negative. The incomplete last batch is dropped; as the order changes
+    every epoch, no sample is dropped for good. With several processes, each has ``batch_size`` samples per step;
+    together they see the same samples as one process with the total batch size.
     """
 
     def __init__(
@@ -260,13 +260,13 @@ class Batches:
         return self.samples // (self.batch_size * self.world)
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
-        """The batches of one epoch, from `first_step` on."""
+        """Yield the batches of one epoch, starting at `first_step`."""
         random = np.random.default_rng([self.seed, epoch])
         order = random.permutation(self.samples)
         captions = np.arange(len(self.split.captions)).reshape(len(self.split.features), -1)
         if self.captions_per_image > 1:
             captions = random.permuted(captions, axis=1)
-        with ThreadPoolExecutor(1) as reader:  # the next batch is read while this one is trained on
+        with ThreadPoolExecutor(1) as reader:  # prefetch the next batch during the training step
             ahead = None
             for step in range(first_step, len(self)):
                 start = (step * self.world + self.rank) * self.batch_size
@@ -283,7 +283,7 @@ class Batches:
         shown = captions[images[:, None], place % self.split.captions_per_image].ravel()
         words, lengths = pad([self.word_ids[i] for i in shown])
         rngs = None
-        if isinstance(self.split.features, Images):  # one for each sample: several processes cut as one would
+        if isinstance(self.split.features, Images):  # one per sample: crops do not depend on the number of processes
             rngs = [np.random.default_rng([self.seed, epoch, 1 + int(sample)]) for sample in samples]
         ids = self.image_ids[torch.from_numpy(images)]
         return Batch(

@@ -1,9 +1,9 @@
-"""`make demo`: four losses on the drawn data set, before and after re-ranking, in one HTML page.
+"""`make demo`: four losses on the generated data set, before and after re-ranking, in one HTML page.
 
     python -m examples.retrieval.demo --out demo [--quick]
 
-Leaves OUT/data, OUT/runs/{triplet,infonce,hal,dcl} and OUT/report.html. A finished run is used again as long as its
-settings and the data are the same, and a run that was cut off goes on after its last epoch.
+It writes OUT/data, OUT/runs/{triplet,infonce,hal,dcl} and OUT/report.html. A finished run is reused as long as its
+settings and the data are the same, and an interrupted run is resumed after its last epoch.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from .report import TITLES, Run, load_run, reported_split, write_report
 from .scenes import write_scenes
 from .train import train
 
-# Published settings are made for ten times the pictures and five times the epochs. These had the best dev RSUM among
-# a handful of each loss; the one weak spot of all defaults was too little pull on the positives in six epochs.
+# Published settings are for ten times the pictures and five times the epochs. These had the best dev RSUM among a few
+# tried for each loss. The defaults of all losses attract positives too weakly for only six epochs.
 LOSSES = {
     "triplet": ["warmup_epochs=5"],
     "infonce": ["loss_options.temperature=0.1"],
@@ -42,7 +42,7 @@ QUICK = [
 
 
 def demo_config(loss: str, out: Path, quick: bool = False) -> Config:
-    """The settings of one of the demo's runs."""
+    """Settings of one of the demo's runs."""
     overrides = [
         f"loss={loss}",
         f"out={out / 'runs' / loss}",
@@ -50,15 +50,15 @@ def demo_config(loss: str, out: Path, quick: bool = False) -> Config:
         "final_test=true",
         "tensorboard=false",
         "progress=false",
-        # Matrices this small gain little from a second thread, and lose a lot where the cores have other work. One
-        # thread a run also makes the figures independent of the number of cores.
+        # Matrices this small gain little from a second thread, and are much slower if the cores have other work. One
+        # thread per run also makes the figures independent of the number of cores.
         "threads=1",
     ]
     return load_config(CONFIG, overrides + LOSSES[loss] + QUICK * quick)
 
 
 def clear_other_run(config: Config) -> None:
-    """Remove what a run with other settings has left in the directory of this one."""
+    """Remove the files of a run with other settings from this run's directory."""
     out = Path(config.out)
     described = out / "config.json"
     found = json.loads(described.read_text()) if described.is_file() else {}
@@ -68,14 +68,14 @@ def clear_other_run(config: Config) -> None:
 
 
 def is_finished(config: Config) -> bool:
-    """Whether there are metrics, which a run writes last."""
+    """Whether the run has metrics, which are written last."""
     return Path(config.out, "metrics.json").is_file()
 
 
 def train_all(configs: Sequence[Config]) -> None:
-    """Train these runs, as many at a time as there are cores, and show how far they are."""
+    """Train these runs, as many at a time as there are cores, with a progress bar."""
     start = time.perf_counter()
-    context = multiprocessing.get_context("spawn")  # a forked copy of a process that has used torch may hang
+    context = multiprocessing.get_context("spawn")  # a process that has used torch may hang when forked
     workers = min(len(configs), os.cpu_count() or 1)
     bar = tqdm(total=sum(config.epochs for config in configs), desc="training", unit="epoch", leave=False, disable=None)
     with ProcessPoolExecutor(workers, context) as pool, bar:
@@ -96,7 +96,7 @@ def epochs_done(config: Config) -> int:
 
 
 def result_table(runs: Sequence[Run]) -> str:
-    """The recalls and RSUM of the runs for a terminal, two lines a run."""
+    """Table of the runs' recalls and RSUM for a terminal, two lines per run."""
     split = reported_split(runs)
     head = [f"{way} R@{k}" for way in ("i2t", "t2i") for k in (1, 5, 10)]
     lines = [f"{split + ' split':21}" + "".join(f"{name:>10}" for name in head) + f"{'RSUM':>9}"]
@@ -116,7 +116,7 @@ def run_demo(out: Path, quick: bool = False) -> None:
     data, page = out / "data", out / "report.html"
     print(f"data: {sum(configs[0].scenes_sizes.values()):,} scenes in {data}", flush=True)
     if write_scenes(data, configs[0].scenes_sizes, seed=0):
-        for config in configs:  # whatever is there was trained on other data
+        for config in configs:  # existing runs were trained on other data
             Path(config.out, "config.json").unlink(missing_ok=True)
     for config in configs:
         clear_other_run(config)
@@ -135,7 +135,7 @@ def run_demo(out: Path, quick: bool = False) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="demo", description="Train four losses on rendered scenes and report.")
     parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for everything (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="a few scenes and two epochs: a check, not a result")
+    parser.add_argument("--quick", action="store_true", help="a few scenes and two epochs, as a test")
     given = parser.parse_args(arguments)
     run_demo(given.out, given.quick)
 

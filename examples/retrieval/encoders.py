@@ -1,6 +1,6 @@
-"""The two encoders that all models share: regions and words, each pooled by GPO; and USER's enhancements of regions.
+"""The image and text encoders that all models share, both with GPO pooling, and USER's enhancements of regions.
 
-The embeddings that come out are not normalised: the losses and the metrics of itrloss take the cosine themselves.
+The embeddings are not normalised: the losses and metrics of itrloss compute the cosine themselves.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from itrloss.distributed import gather, world_size
 from .data import compressed
 
 MASKED = -10000.0
-GROUP = 64  # captions that the text encoder runs at a time
+GROUP = 64  # captions that the text encoder processes at a time
 
 
 def sinusoid(length: int, dim: int) -> Tensor:
-    """Sine and cosine codes of the positions 0 .. length-1, float32 of shape (length, dim); dim must be even."""
+    """Sinusoidal codes of the positions 0 .. length-1, float32 of shape (length, dim); dim must be even."""
     position = torch.arange(length, dtype=torch.float32)
     frequency = torch.exp(torch.arange(0, dim, 2) * (-math.log(10000.0) / dim))
     angle = position[:, None] * frequency
@@ -33,7 +33,7 @@ def sinusoid(length: int, dim: int) -> Tensor:
 def averaged_bigru(gru: nn.GRU, x: Tensor, lengths: Tensor) -> Tensor:
     """Run a bidirectional GRU over padded sequences and average its two directions.
 
-    Packing keeps the backward direction from starting in the padding, so padding changes nothing.
+    Packing makes the backward direction start at the last word, not in the padding, so padding has no effect.
 
     Args:
         x: (B, L, d) padded sequences.
@@ -49,14 +49,14 @@ def averaged_bigru(gru: nn.GRU, x: Tensor, lengths: Tensor) -> Tensor:
 
 
 class BatchNorm(nn.BatchNorm1d):
-    """Batch normalisation over the batch of all processes; torch's synchronised one runs on GPUs only."""
+    """Batch normalisation over the batches of all processes; PyTorch's SyncBatchNorm runs on GPUs only."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or world_size() == 1:
             return super().forward(x)
         assert self.running_mean is not None and self.running_var is not None and self.momentum is not None
         own = torch.stack([x.float().sum(0), x.float().square().sum(0)])
-        first, second = gather(own[None]).sum(0)  # with a gradient
+        first, second = gather(own[None]).sum(0)  # differentiable
         count = len(x) * world_size()
         mean = first / count
         variance = (second / count - mean.square()).clamp_min(0.0)
@@ -69,10 +69,10 @@ class BatchNorm(nn.BatchNorm1d):
 
 
 class SetDropout(nn.Module):
-    """Dropout of the features of a set (B, L, d): of each element by itself, or, shared, of the whole set at once.
+    """Dropout of the features of a set (B, L, d), independently per element or, if ``shared``, for all elements.
 
-    A feature that is dropped in some regions can be read off the others, and pooling averages the noise away; a
-    feature that is gone from the whole picture is gone. On a few thousand pictures that is the regulariser needed.
+    Features that are dropped in some regions remain in the others, and pooling averages the noise away. Shared dropout
+    removes a feature from the whole picture, which a few thousand training pictures need as regularisation.
     """
 
     def __init__(self, p: float, shared: bool) -> None:
@@ -87,12 +87,11 @@ class SetDropout(nn.Module):
 
 
 class GPO(nn.Module):
-    """Generalized Pooling Operator (Chen et al., CVPR 2021): learn how to weigh the sorted values of a set.
+    """Generalized Pooling Operator (Chen et al., CVPR 2021): learnt weights for the sorted values of a set.
 
     Every dimension of the features is sorted in descending order over the set, and the k-th largest value gets the
-    weight theta_k: (1, 0, 0, ...) is max pooling, (1/n, ..., 1/n) is mean pooling, and training finds what lies
-    between. The weights come from a small bidirectional GRU over codes of the positions, so sets of any size
-    share them.
+    weight theta_k: (1, 0, 0, ...) is max pooling, (1/n, ..., 1/n) is mean pooling, and training finds weights in
+    between. A small bidirectional GRU generates them from codes of the positions, for sets of any size.
     """
 
     def __init__(self, position_dim: int = 32, hidden_dim: int = 32, temperature: float = 0.1) -> None:
@@ -105,8 +104,8 @@ class GPO(nn.Module):
     def weights(self, lengths: Tensor, size: int) -> Tensor:
         """The pooling weights of sets with these lengths, padded to `size`: (B,) int64 on the CPU -> (B, size).
 
-        The generator sees positions only, never features: two sets of the same length have the same weights. So it
-        runs once per *distinct* length (a single row for images, some twenty for captions, whatever the batch).
+        They depend on positions only, not on features: sets of equal length have equal weights. The GRU therefore runs
+        once per *distinct* length: one for images, some twenty for captions, independent of the batch size.
         """
         distinct, which = torch.unique(lengths, return_inverse=True)
         device = self.score.weight.device
@@ -117,25 +116,25 @@ class GPO(nn.Module):
         return torch.softmax(scores / self.temperature, dim=1)[which.to(device)]
 
     def forward(self, features: Tensor, lengths: Tensor) -> Tensor:
-        """Pool (B, L, d) features, of which the first lengths[b] count ((B,) int64 on the CPU), to (B, d)."""
+        """Pool (B, L, d) features, of which the first lengths[b] are valid ((B,) int64 on the CPU), to (B, d)."""
         size = features.shape[1]
         padding = (torch.arange(size) >= lengths[:, None]).to(features.device)
-        # Masked positions sort last, where their weight is exactly 0. Sorting goes along contiguous memory: on a CPU
-        # that takes two thirds of the time.
+        # Masked positions sort last, where their weight is exactly 0. Sorting along contiguous memory takes two thirds
+        # of the time on a CPU.
         columns = rearrange(features.masked_fill(padding[:, :, None], MASKED), "b l d -> b d l").contiguous()
         ranked = columns.sort(dim=2, descending=True).values
-        # Their weight of 0 does not keep them out of the weights' gradient, which in float16 they overflow.
+        # Despite their weight of 0, they enter the gradient of the weights, where MASKED would overflow in float16.
         ranked = ranked.masked_fill(padding[:, None], 0.0)
         return torch.einsum("bdl,bl->bd", ranked, self.weights(lengths, size))
 
 
 class SubEmbeddings(nn.Module):
-    """Several embeddings of a set, one for each way to look at it (PVSE, Song & Soleymani, CVPR 2019; DVSE).
+    """Several embeddings of a set, one per attention head (PVSE, Song & Soleymani, CVPR 2019; DVSE).
 
-    Each head attends to the elements of the set in its own way; what it sees is added to the pooled embedding:
-    ``pooled + tanh(linear(attention @ elements))``, little at first. The papers have a sigmoid there, whose values all
-    heads share to the greater part, and a layer normalisation after it; with these the scenes are learnt more slowly,
-    and with some seeds far more slowly.
+    Each head attends to the elements of the set, and its output is added to the pooled embedding: ``pooled +
+    tanh(linear(attention @ elements))``, where the second term is small at first. The papers have a sigmoid in place of
+    tanh, whose values are largely the same for all heads, and a layer normalisation after it; with these, training on
+    the scenes is slower, and with some seeds much slower.
     """
 
     def __init__(self, dim: int, heads: int) -> None:
@@ -148,7 +147,7 @@ class SubEmbeddings(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, elements: Tensor, pooled: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, L, d) elements, of which lengths[b] count, and pooled (B, d) -> sets and residuals, (B, heads, d)."""
+        """Sets and residuals, (B, heads, d), of elements (B, L, d) with lengths[b] valid ones, and pooled (B, d)."""
         padding = (torch.arange(elements.shape[1]) >= lengths[:, None]).to(elements.device)
         weights = self.attention(elements).masked_fill(padding[:, :, None], MASKED).softmax(1)
         residuals = torch.tanh(self.linear(torch.einsum("blk,bld->bkd", weights, elements)))
@@ -156,15 +155,15 @@ class SubEmbeddings(nn.Module):
 
 
 class SelfGuidedEnhancement(nn.Module):
-    """SGE of USER (Zhang et al., 2023, Eq. 1-7): regions are told what the picture as a whole shows.
+    """Self-guided enhancement of USER (Zhang et al., 2023, Eq. 1-7): regions get global context.
 
-    The mean of the regions asks them which ones matter; the sum weighted by their answers, at unit length, is the
-    picture as a whole, and each region gets more of it the closer it is to it.
+    The mean of the regions is the query of an attention over them. The weighted sum, normalised, is the global feature,
+    which is added to each region in proportion to their similarity.
     """
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        # kappa and nu; the batch normalisation brings their biases.
+        # kappa and nu; batch normalisation makes biases redundant.
         self.local, self.whole = nn.Linear(dim, dim, bias=False), nn.Linear(dim, dim, bias=False)
         self.local_norm, self.whole_norm = BatchNorm(dim), BatchNorm(dim)
         self.score = nn.Linear(dim, 1, bias=False)
@@ -180,7 +179,7 @@ class SelfGuidedEnhancement(nn.Module):
 
 
 class GuidedEnhancement(nn.Module):
-    """CGE of USER (Eq. 8, 6, 7): the same with a feature of the whole picture from elsewhere, CLIP's in the paper."""
+    """CGE of USER (Eq. 8, 6, 7): the same with a given global feature of the picture, CLIP's in the paper."""
 
     def __init__(self, whole_dim: int, dim: int) -> None:
         super().__init__()
@@ -200,7 +199,7 @@ class GuidedEnhancement(nn.Module):
 
 
 def told(regions: Tensor, whole: Tensor) -> Tensor:
-    """``x_i = v_i + a_i v_glo``, ``a = softmax_i(v_glo . v_i)`` at unit length over the regions, as in USER's code."""
+    """Add the global feature: ``x_i = v_i + a_i v_glo``, with ``a = softmax_i(v_glo . v_i)`` at unit length (USER)."""
     attention = torch.einsum("brd,bd->br", regions, whole).softmax(1)
     return regions + F.normalize(attention, dim=1)[:, :, None] * whole[:, None]
 
@@ -208,11 +207,11 @@ def told(regions: Tensor, whole: Tensor) -> Tensor:
 class ImageEncoder(nn.Module):
     """Region features (B, R, region_dim) -> image embeddings (B, dim): standardise, enhance, project, pool.
 
-    With ``whole``, it sees the feature of the whole picture (B, whole_dim) in their stead, and there is nothing to
-    pool. With ``heads``, the answer is sets of embeddings: the last step is a :class:`SubEmbeddings`. With a
-    ``backbone``, it takes raw images (B, 3, H, W), whose regions the backbone finds.
+    With ``whole``, the input is the global feature of the picture (B, whole_dim) instead, without pooling. With
+    ``heads``, a :class:`SubEmbeddings`, the outputs are sets of embeddings. With a ``backbone``, the inputs are raw
+    images (B, 3, H, W), from which the backbone computes the regions.
 
-    The projection is that of VSE-infinity: one linear layer plus a two-layer residual MLP with batch normalisation.
+    The projection is VSE-infinity's: one linear layer plus a two-layer residual MLP with batch normalisation.
     """
 
     mean: Tensor
@@ -248,7 +247,7 @@ class ImageEncoder(nn.Module):
         seen = whole_dim if whole else region_dim
         self.linear = nn.Linear(seen, dim)
         self.mlp = nn.Sequential(
-            nn.Linear(seen, dim // 2, bias=False),  # the batch normalisation brings its own bias
+            nn.Linear(seen, dim // 2, bias=False),  # batch normalisation makes a bias redundant
             BatchNorm(dim // 2),
             nn.ReLU(),
             nn.Linear(dim // 2, dim),
@@ -257,7 +256,7 @@ class ImageEncoder(nn.Module):
         self.heads = heads
 
     def elements(self, images: Tensor, wholes: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What is seen of the images, standardised, (B, R, d); and (B, d') the features of the whole pictures."""
+        """Standardised regions, or the global feature as the only one, (B, R, d); and the global features (B, d')."""
         if wholes is not None and (self.whole or isinstance(self.enhancement, GuidedEnhancement)):
             wholes = (compressed(wholes) - self.whole_mean) / self.whole_std
         if self.whole:
@@ -270,7 +269,7 @@ class ImageEncoder(nn.Module):
         return self.embed(*self.elements(images, wholes))
 
     def embed(self, x: Tensor, wholes: Tensor | None) -> Any:
-        """The answer of :meth:`elements` -> embeddings."""
+        """Embed the results of :meth:`elements`."""
         x = self.dropout(x)
         if self.enhancement is not None:
             x = self.enhancement(x, wholes)
@@ -284,11 +283,12 @@ class ImageEncoder(nn.Module):
 
 
 class TextEncoder(nn.Module):
-    """Padded word ids (B, L) -> text embeddings (B, dim): embed, BiGRU, pool, and a linear bag of words beside it.
+    """Padded word ids (B, L) -> text embeddings (B, dim): embedding, BiGRU, pooling, plus a linear bag of words.
 
-    The bag of words is a residual path: the mean of the idf-weighted word embeddings, through one linear layer. On a
-    few thousand pictures most of what a caption tells is which words it has; the linear path learns that within an
-    epoch or two and leaves the recurrent path to learn what word order adds. idf keeps "a" and "the" out of the mean.
+    The bag of words is a residual path: one linear layer on the mean of the idf-weighted word embeddings. On data sets
+    of a few thousand pictures, most of a caption's information is which words it has. The linear path learns that
+    within an epoch or two, so that the recurrent path can learn the effect of word order. idf suppresses words such as
+    "a" and "the" in the mean.
     """
 
     idf: Tensor
@@ -308,7 +308,7 @@ class TextEncoder(nn.Module):
         super().__init__()
         self.register_buffer("idf", torch.ones(vocabulary_size))
         self.embedding = nn.Embedding(vocabulary_size, word_dim, padding_idx=0)
-        # As VSE++: PyTorch's unit variance would take thousands of Adam steps to forget.
+        # The initialisation of VSE++: from PyTorch's unit variance, Adam would need thousands of steps to recover.
         nn.init.uniform_(self.embedding.weight[1:], -0.1, 0.1)
         self.word_dropout = word_dropout
         self.dropout = SetDropout(embedding_dropout, shared_dropout)
@@ -320,22 +320,22 @@ class TextEncoder(nn.Module):
 
     def forward(self, words: Tensor, lengths: Tensor) -> Any:
         x = self.dropout(self.embedding(words))
-        kept = F.dropout(torch.ones_like(x[:, :, :1]), self.word_dropout, self.training)  # whole words
+        kept = F.dropout(torch.ones_like(x[:, :, :1]), self.word_dropout, self.training)  # dropout of whole words
         x = x * kept
         if self.bag is None:
             return self.recurrent(x, lengths, None)
-        # Padding embeds to zero, so the sum over the padded length is the sum over the words.
+        # Padding has zero embeddings, so the sum over the padded length is the sum over the words.
         mean = torch.einsum("bld,bl->bd", x, self.idf[words]) / lengths.to(x.device)[:, None]
         return self.recurrent(x, lengths, self.bag(mean))
 
     def recurrent(self, x: Tensor, lengths: Tensor, bag: Tensor | None) -> Any:
         """BiGRU and pooling, (B, L, word_dim) -> (B, dim), for groups of captions of about the same length.
 
-        What comes from the bag of words, (B, dim), is added to what is pooled. With ``heads``, the answer is theirs.
-        With ``asks``, a second aggregator pools the same words once more, and the answer is a pair.
+        The embedding of the bag of words, (B, dim), is added to the pooled one. With ``heads``, the result is theirs.
+        With ``asks``, a second aggregator pools the same words again, and the result is a pair.
 
-        In a group no caption is padded to the longest of the batch. And the backward pass of a packed GRU on a CPU
-        fills a buffer as large as all its tokens at every time step, which small groups keep small.
+        Captions are padded to the longest of their group only, not of the batch. Small groups also limit a buffer as
+        large as all tokens, which the backward pass of a packed GRU on a CPU fills at every time step.
         """
         order = lengths.argsort(stable=True)
         parts = []

@@ -16,14 +16,14 @@ from .models import VSE
 from .pictures import Images
 
 RECALLS = tuple(f"{way}_r{k}" for way in ("i2t", "t2i") for k in (1, 5, 10))
-PICTURES = 64  # raw images that are encoded at a time
+PICTURES = 64  # raw images encoded at a time
 
 
 @torch.no_grad()
 def encode(model: VSE, split: Split, vocabulary: Encodes, batch_size: int = 512) -> tuple[Tensor, Tensor]:
-    """What the images and the captions of a split are retrieved by, on the model's device.
+    """Embed the images and the captions of a split for retrieval, on the model's device.
 
-    The model is put in evaluation mode for it and back into the mode it came in.
+    The model is in evaluation mode meanwhile; its mode is restored afterwards.
     """
     was_training = model.training
     model.eval()
@@ -35,7 +35,7 @@ def encode(model: VSE, split: Split, vocabulary: Encodes, batch_size: int = 512)
         wholes = None if split.wholes is None else chosen(split.wholes, rows).to(device)
         images.append(model.embed_images(chosen(split.features, rows).to(device), wholes))
     word_ids = [vocabulary.encode(caption) for caption in split.captions]
-    by_length = np.argsort([len(ids) for ids in word_ids], kind="stable")  # batches with next to no padding
+    by_length = np.argsort([len(ids) for ids in word_ids], kind="stable")  # batches with little padding
     texts = []
     for i in range(0, len(word_ids), batch_size):
         words, lengths = pad([word_ids[j] for j in by_length[i : i + batch_size]])
@@ -47,23 +47,23 @@ def encode(model: VSE, split: Split, vocabulary: Encodes, batch_size: int = 512)
 
 @torch.no_grad()
 def model_scores(model: VSE, split: Split, vocabulary: Encodes, batch_size: int = 512) -> Tensor:
-    """Similarity of all images with all captions of a split, as the model has it: (n_images, n_captions) on the CPU."""
+    """Similarities of all images and all captions of a split: (n_images, n_captions), on the CPU."""
     return model.similarity(*encode(model, split, vocabulary, batch_size)).cpu()
 
 
 def recalls(scores: Tensor, split: Split) -> dict[str, float]:
-    """All figures of :func:`itrloss.metrics.retrieval_metrics`."""
+    """Compute all figures of :func:`itrloss.metrics.retrieval_metrics`."""
     return retrieval_metrics(scores, split.image_ids, split.text_ids)
 
 
 def reranker(parameters: Sequence[float]) -> FastReranker:
-    """Fast Re-ranking with a run's ``rerank``."""
+    """Build the Fast Re-ranking of a run's setting ``rerank``."""
     gamma_1, gamma_2, lambda_1, lambda_2 = parameters
     return FastReranker((gamma_1, gamma_2), (lambda_1, lambda_2))
 
 
 def before_and_after(scores: Tensor, split: Split, by: Reranker) -> dict[str, dict[str, float]]:
-    """Recalls of the scores as they are, and after re-ranking, which looks at all queries of the split at once."""
+    """Recalls of the scores, and of the scores re-ranked with all queries of the split."""
     reranked = by.rerank(scores)
     after = retrieval_metrics(reranked, split.image_ids, split.text_ids)
     return {"before": recalls(scores, split), "after": after}

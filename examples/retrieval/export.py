@@ -1,4 +1,4 @@
-"""Embeddings of a trained model as files: for ``itrloss eval``, as a bank of queries, for an index.
+"""Write a trained model's embeddings to files, for ``itrloss eval``, a bank of queries, or an index.
 
 python -m examples.retrieval.export runs/user --splits train dev --out embeddings
 itrloss eval embeddings/dev_images.npy embeddings/dev_texts.npy \\
@@ -22,7 +22,7 @@ from .preparation import data_directory, load_model
 def export(run: Path, splits: Sequence[str], out: Path, data: Path | None = None) -> list[Path]:
     """Write ``{split}_images.npy`` (n, d) and ``{split}_texts.npy`` (captions, d), float32 of length 1.
 
-    Their cosine is the model's similarity. Of sets of embeddings (DVSE, PVSE) it is none: a ValueError says so.
+    Their cosine is the model's similarity. Models of sets of embeddings (DVSE, PVSE) raise a ValueError.
     """
     model, vocabulary, config = load_model(run / "best.pt")
     out.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="a run directory")
     parser.add_argument("--splits", nargs="+", default=["dev"], choices=("train", "dev", "test"))
-    parser.add_argument("--data", type=Path, help="where the data are, if not where the run had them")
+    parser.add_argument("--data", type=Path, help="the data, if they were moved since the run")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(arguments)
     try:

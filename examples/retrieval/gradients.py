@@ -1,6 +1,6 @@
-"""The gradients of a batch: with encoders that take it whole, or a few samples at a time.
+"""The gradients of a batch, encoded as a whole or a few samples at a time.
 
-Both return the loss, figures worth logging, and the seconds of the loss alone, its forward and its backward pass.
+Both functions return the loss, figures to log, and the seconds of the loss itself, its forward and backward passes.
 """
 
 from __future__ import annotations
@@ -16,26 +16,28 @@ import itrloss
 
 from .objectives import Objective, Objectives
 
-# Regions (B, R, d), words (M, L), lengths (M,), and whole pictures (B, d') where there are any.
+# Regions (B, R, d), words (M, L), lengths (M,), and optionally global features (B, d').
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
 Found = tuple[float, dict[str, Tensor], float]
 
 
 class Step(NamedTuple):
-    """A batch, and what it is trained with."""
+    """A batch, with the model, objective and precision of its training step."""
 
     encode: nn.Module
     objective: Objective | Objectives
     inputs: Inputs
-    ids: tuple[Tensor, Tensor]  # of images and of texts
+    ids: tuple[Tensor, Tensor]  # ids of images and of texts
     scaler: torch.amp.GradScaler
-    precision: AbstractContextManager  # of the encoders
-    now: Callable[[], float]  # seconds
+    precision: AbstractContextManager  # autocast of the encoders
+    now: Callable[[], float]  # clock, in seconds
 
 
 def of_whole_batch(step: Step) -> Found:
-    """The loss runs on leaves cut from the encoders' outputs, so that it can be timed by itself; the gradients of the
-    leaves are then sent on into the encoders: the very gradients of one backward pass.
+    """Compute gradients in two parts, so that the loss can be timed by itself.
+
+    The loss is computed on detached copies of the encoders' outputs, and their gradients are then propagated through
+    the encoders. The gradients are those of a single backward pass.
     """
     with step.precision:
         outputs = step.encode(*step.inputs)
@@ -50,10 +52,10 @@ def of_whole_batch(step: Step) -> Found:
 
 
 def of_chunks(step: Step, chunk: int, of_texts: tuple[int, ...]) -> Found:
-    """The loss of the whole batch in the memory of ``chunk`` samples, for two forward passes of the encoders.
+    """Compute gradients of the whole batch in the memory of ``chunk`` samples, at the cost of a second forward pass.
 
     Args:
-        of_texts: which of the encoders' outputs have a row a text.
+        of_texts: which of the encoders' outputs have one row per text.
     """
     regions, words, lengths, wholes = step.inputs
     rows = [regions, *(x.unflatten(0, (len(regions), -1)) for x in (words, lengths))]
@@ -68,7 +70,7 @@ def of_chunks(step: Step, chunk: int, of_texts: tuple[int, ...]) -> Found:
         start = step.now()
         for x in outputs:
             if x.requires_grad:
-                x.register_hook(stamp)  # the last gradient to come is the end of the loss
+                x.register_hook(stamp)  # the loss ends with the last of these gradients
         return step.objective([x.flatten(0, 1) if k in of_texts else x for k, x in enumerate(outputs)], *step.ids)
 
     given = tuple(rows if wholes is None else [*rows, wholes])
@@ -79,7 +81,7 @@ def of_chunks(step: Step, chunk: int, of_texts: tuple[int, ...]) -> Found:
 
 
 class BySample(nn.Module):
-    """Encoders of samples, an image with all its captions: every input and every output has a row a sample."""
+    """Encoder of samples, an image with all its captions: every input and every output has one row per sample."""
 
     def __init__(self, encode: nn.Module, of_texts: tuple[int, ...]) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""The models: two encoders into one space, and what CODER, DVSE and PVSE add to them.
+"""The models: two encoders into one space, and the extensions of CODER, DVSE and PVSE.
 
-Each is called with a batch and returns what its objective takes, and answers three questions in evaluation: the
-embeddings of images, those of texts, and the similarity of the two.
+In training, a model is called with a batch and returns the inputs of its objective. For evaluation it has three
+methods: the embeddings of images, those of texts, and the similarity of the two.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class VSE(nn.Module):
     """A visual-semantic embedding: two encoders into one space."""
 
     outputs = 2  # how many tensors it returns in training
-    of_texts: tuple[int, ...] = (1,)  # which of them have a row a text
+    of_texts: tuple[int, ...] = (1,)  # which of them have one row per text
 
     def __init__(self, image: ImageEncoder, text: TextEncoder | BertEncoder) -> None:
         super().__init__()
@@ -45,37 +45,37 @@ class VSE(nn.Module):
         return self.image(regions, wholes), self.text(words, lengths)
 
     def embed_images(self, regions: Tensor, wholes: Tensor | None = None) -> Tensor:
-        """(B, R, d), (B, d') -> what images are retrieved by."""
+        """Embed images for retrieval, from (B, R, d) regions and (B, d') global features."""
         return self.image(regions, wholes)
 
     def embed_texts(self, words: Tensor, lengths: Tensor) -> Tensor:
-        """(M, L), (M,) -> what texts are retrieved by."""
+        """Embed texts for retrieval, from (M, L) ids and (M,) lengths."""
         return self.text(words, lengths)
 
     def similarity(self, images: Tensor, texts: Tensor) -> Tensor:
-        """(N, M) of what the two methods above return; where those are sets, the similarity of the closest pair."""
+        """Similarities (N, M) of images and texts, as embedded above; of two sets, that of the closest pair."""
         if images.ndim == 3:
             return set_similarity(images, texts, "max")
-        ids = torch.arange(len(images)), torch.arange(len(texts))  # nobody asks which match
+        ids = torch.arange(len(images)), torch.arange(len(texts))  # scores do not depend on the ids
         return itrloss.Similarity(images, texts, *ids).scores()
 
     def as_vectors(self, embeddings: Tensor) -> Tensor:
-        """What is retrieved by as vectors (N, d) of which the similarity is the cosine; ValueError for sets."""
+        """Unit vectors (N, d) whose cosine is the similarity; ValueError for sets of embeddings."""
         if embeddings.ndim == 3:
             raise ValueError("the similarity of sets of embeddings is no cosine")
         return F.normalize(embeddings, dim=1)
 
 
 class ConceptBranch(nn.Module):
-    """Answers a query by a sum of concepts, weighted by how close each is to it (CODER Eq. 2).
+    """Attention of a query to concepts: their sum, weighted by their similarity to the query (CODER Eq. 2).
 
-    The concepts are word vectors ``X``, learnt on, that one graph convolution lets know of each other:
-    ``Y = rho(A X W)`` with the normalised graph A of :mod:`examples.retrieval.concepts` (supplement, Eq. 5). The paper
-    leaves rho open. It is tanh here: a leaky ReLU puts all concepts into one orthant, where a query hardly tells them
-    apart, and retrieval of the scenes falls by some 20 points of RSUM.
+    The concepts are learnable word vectors ``X``, mixed by one graph convolution: ``Y = rho(A X W)`` with the
+    normalised graph A of :mod:`examples.retrieval.concepts` (supplement, Eq. 5). The paper does not specify rho. It is
+    tanh here: a leaky ReLU puts all concepts into one orthant, where queries hardly distinguish them, and RSUM on the
+    scenes falls by some 20 points.
     """
 
-    smoothness = 10.0  # of the attention to concepts
+    smoothness = 10.0  # inverse temperature of the attention to concepts
 
     graph: Tensor
 
@@ -87,22 +87,22 @@ class ConceptBranch(nn.Module):
         self.queries = nn.ModuleDict({side: nn.Linear(dim, dim, bias=False) for side in ("image", "text")})
 
     def concepts(self) -> Tensor:
-        """(g, dim) ``Y``."""
+        """Concepts ``Y``, (g, dim)."""
         return torch.tanh(self.graph @ self.convolution(self.vectors))
 
     def forward(self, side: str, queries: Tensor) -> Tensor:
-        """(B, dim) queries of ``side``, "image" or "text" -> (B, dim) concept embeddings."""
+        """Concept embeddings (B, dim) of the queries (B, dim) of ``side``, "image" or "text"."""
         concepts = F.normalize(self.concepts(), dim=1)
         asked = F.normalize(self.queries[side](queries), dim=1)
         return (self.smoothness * asked @ concepts.T).softmax(1) @ concepts
 
 
 class CODER(VSE):
-    """An instance embedding and a concept embedding of everything (Wang et al., ECCV 2022).
+    """An instance embedding and a concept embedding of every image and text (Wang et al., ECCV 2022).
 
     The query of an image is its instance embedding, as the two share their aggregator; that of a text is pooled from
-    its words once more. Retrieval goes by 0.9 of the instances' cosine and 0.1 of the concepts' (``share``), which is
-    the cosine of the two embeddings in one vector.
+    its words a second time. The similarity in retrieval is 0.9 of the instances' cosine plus 0.1 of the concepts'
+    (``share``), computed as one cosine of concatenated vectors.
     """
 
     outputs, of_texts = 4, (1, 3)
@@ -163,7 +163,7 @@ class DVSE(SetVSE):
 
 
 class PVSE(SetVSE):
-    """As many embeddings of a text as of an image (Song & Soleymani, CVPR 2019)."""
+    """Equally many embeddings of a text and of an image (Song & Soleymani, CVPR 2019)."""
 
     of_texts = (1, 3)
 
@@ -179,10 +179,10 @@ class PVSE(SetVSE):
 
 
 class Views(VSE):
-    """Models that each see something else of an image, with a text encoder of their own; one loss for each.
+    """Models that each see a different view of an image, with separate text encoders and one loss each.
 
-    Retrieval goes by the mean of their similarities. A model that is given all features at once learns to match the
-    training pictures by whatever tells them apart soonest; of two, each has to find out what its own features say.
+    The similarity in retrieval is the mean of theirs. A single model of all features learns to match the training
+    pictures by the features that distinguish them most easily; with two models, each has to use its own features.
     """
 
     def __init__(self, models: Sequence[VSE]) -> None:
@@ -196,12 +196,12 @@ class Views(VSE):
         return iter(self.models)  # type: ignore[arg-type]
 
     def forward(self, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-        """What each returns, one behind the other."""
+        """Concatenate what the models return into one tuple."""
         return tuple(x for model in self for x in model(*inputs))
 
     def embed_images(self, regions: Tensor, wholes: Tensor | None = None) -> Tensor:
         found = [model.embed_images(regions, wholes) for model in self]
-        if any(isinstance(model, SetVSE) for model in self):  # beside sets, an embedding is a set of its copies
+        if any(isinstance(model, SetVSE) for model in self):  # repeat single embeddings to the size of the sets
             heads = max(x.shape[1] for x in found if x.ndim == 3)
             found = [x if x.ndim == 3 else x[:, None].expand(-1, heads, -1) for x in found]
         return torch.cat(found, -1)
@@ -210,7 +210,7 @@ class Views(VSE):
         return torch.cat([model.embed_texts(words, lengths) for model in self], -1)
 
     def as_vectors(self, embeddings: Tensor) -> Tensor:
-        """Unit vectors behind one another: their cosine is the mean of the parts'."""
+        """Concatenate the models' unit vectors: the cosine of the whole is the mean of the models' cosines."""
         parts = embeddings.chunk(len(self.models), -1)
         return F.normalize(torch.cat([model.as_vectors(x) for model, x in zip(self, parts, strict=True)], 1), dim=1)
 
@@ -220,25 +220,25 @@ class Views(VSE):
 
 
 def views(model: VSE) -> list[VSE]:
-    """The models that a model is made of."""
+    """Return the models of all views; a model with one view is the only element."""
     return list(model) if isinstance(model, Views) else [model]
 
 
 def build_model(config: Config, region_dim: int, words: int | WordPieces, whole_dim: int = 0) -> VSE:
-    """The model that goes with the settings.
+    """Build the model of the settings.
 
     Args:
         config: the settings.
-        region_dim: of the features of regions; that of the backbone, where there is one, counts instead.
+        region_dim: dimension of the region features; a backbone replaces it by its own.
         words: the size of the vocabulary, or a BERT's word pieces.
-        whole_dim: of the pictures' global features, 0 without any.
+        whole_dim: dimension of the pictures' global features, 0 without any.
     """
     models = [build_view(config, view == "whole", region_dim, words, whole_dim) for view in config.views.split("+")]
     return Views(models) if len(models) > 1 else models[0]
 
 
 def build_view(config: Config, whole: bool, region_dim: int, words: int | WordPieces, whole_dim: int) -> VSE:
-    """One that sees the regions, or the whole, in which heads would have nothing to choose from."""
+    """Build the model of one view, the regions or the global feature; the latter is no set, so it has no heads."""
     sets, concepts = config.loss in ("dvse", "pvse") and not whole, config.loss == "coder"
     backbone = None if whole else build_backbone(config)
     region_dim = region_dim if backbone is None else backbone.dim
@@ -277,7 +277,7 @@ def build_view(config: Config, whole: bool, region_dim: int, words: int | WordPi
 
 
 def load_pretrained(model: VSE, config: Config) -> None:
-    """Begin with the weights from elsewhere that the settings name."""
+    """Load the pre-trained weights that the settings name."""
     for view in views(model):
         if isinstance(view.image.backbone, Backbone) and config.backbone_weights:
             view.image.backbone.load_weights(config.backbone_weights)

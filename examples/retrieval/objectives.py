@@ -1,4 +1,4 @@
-"""What a model is trained with: any loss of itrloss and, where it needs them, momentum encoders and a memory."""
+"""Training objectives: any loss of itrloss and, if it needs them, momentum encoders and a memory."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ LOSSES: dict[str, type[nn.Module]] = {
     "dvse": itrloss.DVSEObjective,
     "pvse": itrloss.TripletLoss,
 }
-# Weight of DVSE's orthogonal loss beside the sum over all negatives, which is some tens: heads that warm up without it
-# end up the same.
+# Weight of DVSE's orthogonal loss during the warm-up, where it is added to a sum over all negatives of some tens.
+# Without it, the heads become identical.
 APART = 10.0
-DIVERSITY = 0.1  # weight of PVSE's, on the residuals of both sides
+DIVERSITY = 0.1  # weight of PVSE's diversity loss, on the residuals of both sides
 TEMPERATURE = 0.07  # of InfoNCE between captions, and in the warm-up
 WITH_MEMORY = ("mdcl", "uto", "coder")
-# Where keyword arguments of a class go on to.
+# The classes to which objectives pass on their keyword arguments.
 PASSED_ON: dict[str, type[nn.Module]] = {
     "coder": itrloss.DiversityContrastiveLoss,
     "dvse": itrloss.VarianceAwareLoss,
@@ -42,7 +42,7 @@ PASSED_ON: dict[str, type[nn.Module]] = {
 
 
 def build_loss(config: Config) -> nn.Module:
-    """The loss of the settings; ValueError names an unknown loss or option."""
+    """Build the loss that the settings name; a ValueError names an unknown loss or option."""
     name, options = config.loss, dict(config.loss_options)
     if name not in LOSSES:
         raise ValueError(f"loss = {name!r}: must be one of {', '.join(LOSSES)}")
@@ -57,12 +57,12 @@ def build_loss(config: Config) -> nn.Module:
     if name == "coder":
         options = {"dim": config.dim, "clusters": 200, **options}
     if name != "pvse":  # which is given scores
-        options["gather"] = True  # in a job of several processes the batch is that of all of them
+        options["gather"] = True  # the loss of a distributed job is over the batches of all processes
     return LOSSES[name](**options)
 
 
 def _parameters(kind: type[nn.Module]) -> list[str]:
-    """Of the constructor and of those that it passes keyword arguments on to."""
+    """Names of the parameters of a class's constructor and of its base classes' constructors."""
     own = kind.__mro__[: kind.__mro__.index(nn.Module)]
     parameters = [p for c in own if "__init__" in vars(c) for p in inspect.signature(c.__init__).parameters.values()]
     passed_on = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -93,30 +93,29 @@ class Objective(nn.Module):
             self.memory = itrloss.CoupledMemory(config.memory, config.dim)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Losses on the hardest negative begin with the sum over all negatives, or with InfoNCE.
+        """Switch the warm-up on or off: losses on the hardest negative begin with all negatives, or with InfoNCE.
 
-        The hardest negative of an untrained model is noise, and its gradient collapses all embeddings into one point;
-        the others lead out of there first.
+        The hardest negative of an untrained model is noise, and its gradient collapses all embeddings into one point.
         """
         self.warming_up = epoch < self.config.warmup_epochs
         if isinstance(self.criterion, itrloss.TripletLoss):
             self.criterion.mining = "all" if self.warming_up else self.config.loss_options.get("mining", "hardest")
 
     def prepare(self, model: VSE, *inputs: Tensor | None) -> None:
-        """Before a step's loss: move the momentum encoders and compute the keys of the batch."""
+        """Update the momentum encoders and compute the keys of the batch, before the loss of a step."""
         if self.keys is not None:
             self.keys.update(model)
             images, texts = self.keys(*inputs)[:2]
             self.batch_keys = self._for_each_caption(images), texts
 
     def _for_each_caption(self, images: Tensor) -> Tensor:
-        """An image as often as it has captions in the batch."""
+        """Repeat each image once per caption in the batch."""
         return images.repeat_interleave(self.config.captions_per_image, 0)
 
     def forward(
         self, outputs: Sequence[Tensor], image_ids: Tensor, text_ids: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of what the model returned, and figures worth logging."""
+        """Return the loss of the model's outputs, and figures to log."""
         value, figures = self._of_pairs(outputs, image_ids, text_ids)
         if not self.config.caption_weight:
             return value, figures
@@ -140,7 +139,7 @@ class Objective(nn.Module):
             return value + DIVERSITY * diversity, {"diversity": diversity.detach()}
         if self.memory is None:
             value = criterion(*outputs, image_ids=image_ids, text_ids=text_ids)
-        else:  # a memory holds pairs
+        else:  # a memory holds pairs, so images are repeated for their captions
             pairs = [x if k % 2 else self._for_each_caption(x) for k, x in enumerate(outputs)]
             ids = {"image_ids": text_ids, "text_ids": text_ids}
             value = criterion(*pairs[:2], *self.batch_keys, self.memory, *pairs[2:], **ids)
@@ -152,11 +151,12 @@ class Objective(nn.Module):
     def _of_sets(
         self, criterion: itrloss.DVSEObjective, outputs: Sequence[Tensor], image_ids: Tensor, text_ids: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Summed over the batch, so that gradients are clipped before and after the warm-up alike.
+        """Loss summed over the batch, so that gradients are clipped both during and after the warm-up.
 
-        Else the warm-up's, many times as large, leave AdamW with steps that are too small for what follows.
+        Otherwise the warm-up's gradients are many times as large, and the second moments that they leave in AdamW make
+        the following steps too small.
         """
-        if len(outputs) == 2:  # of a whole picture: a set of one, with nothing to be orthogonal to
+        if len(outputs) == 2:  # the "whole" view: sets of one element, with nothing to be orthogonal to
             sets, texts, gate = outputs[0][:, None], outputs[1], None
             residuals = sets.detach()
         else:
@@ -169,14 +169,14 @@ class Objective(nn.Module):
         heads = torch.stack([loss(x, texts, image_ids, text_ids) for x in sets.unbind(1)])
         orthogonal = criterion.orthogonal(residuals, gate)
         if self.warming_up:
-            apart = APART if criterion.balance < 1 else 0.0  # who trains without the orthogonal loss warms up without
+            apart = APART if criterion.balance < 1 else 0.0  # no orthogonal loss in training: none in the warm-up
             total = heads.mean() + apart * orthogonal
         else:
             total = criterion.balance * heads.sum() + (1 - criterion.balance) * orthogonal
         return batch * total, {"orthogonal": orthogonal.detach()}
 
     def finish(self, ids: Tensor) -> None:
-        """After the backward pass: put the batch into the memory."""
+        """Enqueue the batch into the memory, after the backward pass."""
         if self.memory is not None:
             images, texts = self.batch_keys
             self.memory.enqueue(images, texts, ids)
@@ -184,7 +184,7 @@ class Objective(nn.Module):
 
     @torch.no_grad()
     def figures(self, model: VSE) -> dict[str, float]:
-        """Of the state after an epoch."""
+        """Figures of the state after an epoch, for the log."""
         found: dict[str, Any] = {}
         gate = getattr(model, "gate", None)
         if gate is not None:
@@ -204,7 +204,7 @@ class Objectives(nn.Module):
         return iter(self.each)  # type: ignore[arg-type]
 
     def begin_epoch(self, epoch: int) -> None:
-        """See :class:`Objective`, as of what follows."""
+        """See :class:`Objective`, as for the methods below."""
         for objective in self:
             objective.begin_epoch(epoch)
 
@@ -233,5 +233,5 @@ class Objectives(nn.Module):
 
 
 def build_objective(config: Config, model: VSE) -> Objective | Objectives:
-    """What the model is trained with."""
+    """Build the objective of the model: one per view if it has several views."""
     return Objectives(config, views(model)) if isinstance(model, Views) else Objective(config, model)

@@ -1,12 +1,13 @@
-"""Data sets of raw images: Karpathy's JSON and CUB Captions, and the pictures themselves, read when they are needed.
+"""Data sets of raw images: Karpathy's JSON and CUB Captions. Pictures are loaded lazily.
 
     dataset_flickr30k.json, images/ or flickr30k-images/            Karpathy's splits of Flickr30K (and of Flickr8k)
     dataset_coco.json, train2014/, val2014/ (or both in images/)    of MSCOCO, whose `restval` joins the training set
     text_c10/<class>/<image>.txt, images/<class>/<image>.jpg        CUB with the ten captions an image of Reed et al.
 
-CUB comes with lists of classes: trainclasses.txt, valclasses.txt and testclasses.txt, 100, 50 and 50 of them. Where
-there is PCME's seen_test_images.txt, its images are the development set, and the others of the classes in
-trainvalclasses.txt train, 150 in the split of Xian et al. A caption of CUB matches every image of its class.
+CUB comes with lists of classes, trainclasses.txt, valclasses.txt and testclasses.txt, with 100, 50 and 50 classes. If
+PCME's seen_test_images.txt exists, its images are the development set, and the other images of the classes in
+trainvalclasses.txt (150 in the split of Xian et al.) are the training set. A caption of CUB matches every image of its
+class.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ KARPATHY = {"train": ("train", "restval"), "dev": ("val",), "test": ("test",)}
 
 @dataclass(frozen=True)
 class Listed:
-    """An image of a data set, before anything of it is read but its captions."""
+    """An image of a data set: its path and captions; its pixels are not read yet."""
 
     path: Path
     captions: list[str]
-    kind: str = ""  # its class, where images of a class match one another's captions
+    kind: str = ""  # its class, if images of a class match one another's captions
 
 
 class Images:
-    """Raw images, read when they are asked for: what stands in for an array of features.
+    """Raw images, loaded lazily, in place of an array of features.
 
-    For evaluation a picture is scaled to a square. For training it is, before that, cut to 0.6 to 1 of its height and
-    width at a random place, and mirrored one time in two: as VSE-infinity does.
+    For evaluation, a picture is scaled to a square. For training, it is first cropped to 0.6 to 1 of its height and
+    width at a random position, and flipped with probability 0.5, as in VSE-infinity.
     """
 
     def __init__(self, paths: list[Path], size: int) -> None:
@@ -56,7 +57,7 @@ class Images:
         return len(self.paths)
 
     def read(self, rows: np.ndarray | slice, rngs: Sequence[np.random.Generator] | None = None) -> Tensor:
-        """The chosen pictures, (B, 3, size, size) float32 in [0, 1]; with a generator for each, as for training."""
+        """Load the selected pictures, (B, 3, size, size) float32 in [0, 1]; augmented if each has a generator."""
         paths = [self.paths[i] for i in np.arange(len(self))[rows]]
         with ThreadPoolExecutor(READERS) as pool:
             return torch.stack(list(pool.map(self._one, paths, rngs or [None] * len(paths))))
@@ -77,14 +78,14 @@ class Images:
 
 
 def random_box(rng: np.random.Generator, width: int, height: int) -> tuple[float, float, float, float]:
-    """Left, top, right and bottom of a cut with 0.6 to 1 of a picture's sides."""
+    """Left, top, right and bottom of a random crop with 0.6 to 1 of a picture's sides."""
     side = rng.uniform(0.6, 1.0)
     left, top = rng.uniform(0.0, 1.0 - side, 2)
     return left * width, top * height, (left + side) * width, (top + side) * height
 
 
 def layout(root: str | Path) -> str:
-    """What a directory holds: "karpathy", "cub", or "features", the layout of SCAN and VSE-infinity."""
+    """Recognise the layout of a directory: "karpathy", "cub", or "features", that of SCAN and VSE-infinity."""
     root = Path(root)
     if list(root.glob("*_ims.npy")):
         return "features"
@@ -94,9 +95,9 @@ def layout(root: str | Path) -> str:
 
 
 def listed_images(root: str | Path, name: str) -> list[Listed]:
-    """The images of the split `name` ("train", "dev", "test") and their captions, as many an image.
+    """List the images of the split `name` ("train", "dev", "test") with equally many captions each.
 
-    Each keeps as many, its first ones, as the image with the fewest has: five of MSCOCO's five to seven.
+    Each image keeps as many of its first captions as the image with the fewest has: five of MSCOCO's five to seven.
     """
     root = Path(root)
     if name not in KARPATHY:
@@ -111,7 +112,7 @@ def listed_images(root: str | Path, name: str) -> list[Listed]:
 
 
 def karpathy(root: Path, name: str) -> Iterable[Listed]:
-    """The images of a split of Karpathy's JSON, in its order."""
+    """List the images of a split of Karpathy's JSON, in its order."""
     files = sorted(root.glob("dataset*.json"))
     if len(files) != 1:
         raise ValueError(f"{root}: {', '.join(file.name for file in files)}: must be one file")
@@ -130,7 +131,7 @@ def karpathy(root: Path, name: str) -> Iterable[Listed]:
 
 
 def cub(root: Path, name: str) -> Iterable[Listed]:
-    """The images of a split of CUB Captions, by class and name."""
+    """List the images of a split of CUB Captions, sorted by class and name."""
     held_out = _lines(root / "seen_test_images.txt") if (root / "seen_test_images.txt").exists() else None
     names = {"train": "trainclasses.txt", "dev": "valclasses.txt", "test": "testclasses.txt"}
     if held_out is not None:
@@ -145,7 +146,7 @@ def cub(root: Path, name: str) -> Iterable[Listed]:
 
 
 def image_folder(root: Path, inner: list[Path]) -> Path:
-    """Where the images lie: the first known folder that holds this one, or else where it should be."""
+    """Folder of the images: the first known one that holds this image, or else the one where it should be."""
     folders = [root / name for name in IMAGE_FOLDERS]
     return next((folder for folder in folders if inner and (folder / inner[0]).exists()), folders[0])
 

@@ -1,4 +1,4 @@
-"""What a run begins with, and what a checkpoint gives back: data, model, optimiser."""
+"""Data, model and optimiser, for a new run or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .pictures import Images
 
 
 def data_directory(config: Config) -> Path:
-    """Where the data lie; the generated scenes are written first, if they are not there yet."""
+    """Return the data set's directory; the scenes are generated first if they do not exist yet."""
     if config.data != "scenes":
         return Path(config.data)
     from .scenes import write_scenes
@@ -40,7 +40,7 @@ def is_first() -> bool:
 
 
 def check_fit(config: Config, root: Path, train: Split, batch_size: int) -> None:
-    """What would else come up after an epoch, or not at all."""
+    """Check data and settings for errors that would otherwise occur after an epoch, or go unnoticed."""
     needs = "whole" in config.views or config.enhancement == "cge"
     for name in ("train", "dev", "test") if config.final_test else ("train", "dev"):
         split = load_split(root, name, config.image_size)
@@ -56,22 +56,22 @@ def check_fit(config: Config, root: Path, train: Split, batch_size: int) -> None
         wanted = "the name of one, resnet50 for example, for the raw images" if raw else "empty for the features"
         raise ValueError(f"backbone = {config.backbone!r}: must be {wanted} of {root}")
     if config.micro_batch and (batch_size - 1) % config.micro_batch == 0:
-        last = f"must leave more than one of the {batch_size} samples for the last, to normalise over"
+        last = f"must leave more than one of the {batch_size} samples for the last chunk's batch normalisation"
         raise ValueError(f"micro_batch = {config.micro_batch}: {last}")
 
 
-Sizes = tuple[int, int]  # of a region's features, and of a whole picture's; 0 where there is none
+Sizes = tuple[int, int]  # dimensions of region features and of global features; 0 if there are none
 Words = Vocabulary | WordPieces
 
 
 def sizes_of(train: Split) -> Sizes:
-    """How many numbers describe a region, and a whole picture; 0 where there is none."""
+    """Dimensions of region features and of global features; 0 if there are none."""
     images, wholes = train.features, train.wholes
     return 0 if isinstance(images, Images) else images.shape[2], 0 if wholes is None else wholes.shape[1]
 
 
 def new_model(config: Config, train: Split, vocabulary: Words) -> VSE:
-    """The model before its first step, with what it takes from the training data."""
+    """Build the untrained model, with the statistics that it needs of the training data."""
     model = _built(config, sizes_of(train), vocabulary)
     load_pretrained(model, config)
     statistics = (
@@ -109,14 +109,14 @@ def _built(config: Config, sizes: Sizes, vocabulary: Words) -> VSE:
 
 
 def build_optimizer(model: nn.Module, objective: nn.Module, config: Config) -> torch.optim.AdamW:
-    """AdamW; weight decay pulls on the model's matrices only, not on biases, normalisation or what losses learn.
+    """Build AdamW; weight decay applies to the model's matrices only, not to biases, normalisation and losses.
 
-    What is pre-trained has a rate of its own: each group says by which ``factor`` it differs from the others'.
+    Pre-trained parts have their own learning rates: each parameter group has a ``factor`` of the common rate.
     """
     factors = {".text.bert.": config.bert_lr_factor, ".image.backbone.": config.backbone_lr_factor}
     groups: dict[tuple[float, float], list[nn.Parameter]] = {(1.0, config.weight_decay): [], (1.0, 0.0): []}
     for name, p in model.named_parameters():
-        factor = next((f for part, f in factors.items() if part in f".{name}"), 1.0)  # of any view
+        factor = next((f for part, f in factors.items() if part in f".{name}"), 1.0)  # of any view of the model
         if p.requires_grad:
             groups.setdefault((factor, config.weight_decay if p.ndim > 1 else 0.0), []).append(p)
     groups[1.0, 0.0] += [p for p in objective.parameters() if p.requires_grad]

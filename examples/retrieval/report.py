@@ -1,11 +1,11 @@
-"""One self-contained HTML page about a set of runs: recalls, learning curves, hubness, and queries to look at.
+"""A self-contained HTML page about a set of runs: recalls, learning curves, hubness and example queries.
 
     python -m examples.retrieval.report --data DATA --out report.html runs/dcl_0 runs/dcl_1 runs/hal_0 runs/hal_1
 
-Runs that differ in nothing but the seed are one line of it, mean and standard deviation.
+Runs that differ in the seed only share one line of the table, with mean and standard deviation.
 
-The page is that of :mod:`itrloss.report`: figures are inline SVG, pictures inlined JPEG. Pictures are optional:
-where `DATA/pictures/dev_00000.png` and its like are missing, the gallery shows captions only.
+The page uses the template of :mod:`itrloss.report`, with figures as inline SVG and pictures as inline JPEG. Pictures
+are optional: without `DATA/pictures/dev_00000.png` etc., the gallery shows captions only.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TITLES = {
     "dcl": ("DCL", "diversity-sensitive"),
 }
 COLUMNS = [*RECALLS, "rsum", "i2t_median_rank", "t2i_median_rank", "i2t_skewness", "t2i_skewness"]
-# Settings that may differ between two runs of the same experiment with another loss.
+# Settings that may differ between runs of the same experiment with different losses.
 ABOUT_THE_LOSS = ("loss", "loss_options", "warmup_epochs", "warmup")
 
 
@@ -52,24 +52,24 @@ Metrics = dict[str, dict[str, dict[str, float]]]  # [split]["before" or "after"]
 
 @dataclass(frozen=True)
 class Run:
-    """What the trainer left in a run directory, or in several of one experiment with other seeds."""
+    """The trainer's results in a run directory, or in several directories that differ in the seed."""
 
     name: str
     config: dict[str, Any]
-    history: list[dict[str, float]]  # a dict an epoch: the mean over seeds
+    history: list[dict[str, float]]  # one dict per epoch: the mean over seeds
     metrics: Metrics  # the mean over seeds
     scores: Tensor  # (dev images, dev captions) float32: of the best seed
     finished: datetime
-    seeds: tuple[Run, ...] = ()  # each by itself, where there are several
+    seeds: tuple[Run, ...] = ()  # the single runs, if there are several seeds
 
     @property
     def title(self) -> str:
-        """What to call the run: its loss, if it is named after that."""
+        """Title of the run: that of its loss, if the run is named after it."""
         return TITLES[self.name][0] if self.name in TITLES and self.name == self.config["loss"] else self.name
 
     @property
     def subtitle(self) -> str:
-        """A word about its loss."""
+        """Short description of its loss."""
         loss = str(self.config["loss"])
         title, meaning = TITLES.get(loss, (loss, ""))
         return meaning if title == self.title else title
@@ -79,12 +79,12 @@ class Run:
         return sum(line["seconds"] for run in self.seeds or (self,) for line in run.history)
 
     def spread(self, split: str, when: str, figure: str) -> float:
-        """Standard deviation of a figure over seeds, 0 for one."""
+        """Standard deviation of a figure over seeds, 0 for a single seed."""
         return statistics.stdev(run.metrics[split][when][figure] for run in self.seeds) if self.seeds else 0.0
 
 
 def merge_seeds(runs: Sequence[Run]) -> list[Run]:
-    """Runs that differ in nothing but the seed as one, named after what their names begin with in common."""
+    """Merge runs that differ in the seed only; the merged run has the common prefix of their names."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         decisive = {key: value for key, value in run.config.items() if key not in IGNORED}
@@ -97,7 +97,7 @@ def _mean(runs: list[Run]) -> Run:
     in_common = next((i for i, letters in enumerate(zip(*names, strict=False)) if len(set(letters)) > 1), len(names[0]))
     name = names[0][:in_common].rstrip("_-. ").removesuffix("seed").rstrip("_-. ")
     best = max(runs, key=lambda run: run.metrics["dev"]["after"]["rsum"])
-    epochs = zip(*(run.history for run in runs), strict=False)  # as far as all have come
+    epochs = zip(*(run.history for run in runs), strict=False)  # epochs that all runs have finished
     splits = [split for split in best.metrics if all(split in run.metrics for run in runs)]
     return replace(
         best,
@@ -135,14 +135,16 @@ def _existing(path: Path) -> Path:
 
 
 def reported_split(runs: Sequence[Run]) -> str:
-    """The split of the table: "test" where all runs were measured on it, else "dev"."""
+    """Split of the table: "test" if all runs were measured on it, else "dev"."""
     return "test" if all("test" in run.metrics for run in runs) else "dev"
 
 
 def write_report(run_dirs: Mapping[str, Path], data_root: Path, out: Path) -> None:
     """Write the page `out` about the runs, by name, that were trained on the data set at `data_root`.
 
-    Raises FileNotFoundError naming a missing file, and ValueError where scores and data disagree.
+    Raises:
+        FileNotFoundError: a file is missing; the message names it.
+        ValueError: the scores do not have the shape of the data.
     """
     if not run_dirs:
         raise ValueError("run_dirs: expected at least one run, got none")
@@ -215,7 +217,7 @@ def _data_name(runs: Sequence[Run], data_root: Path) -> str:
 
 
 def _warmup(run: Run) -> int:
-    """Epochs that the triplet loss spends on the sum over all negatives, before it turns to the hardest."""
+    """Number of epochs in which the triplet loss sums over all negatives, before it uses the hardest."""
     hardest = run.config["loss"] == "triplet" and run.config["loss_options"].get("mining") != "all"
     return min(run.config["warmup_epochs"], len(run.history)) if hardest else 0
 
@@ -231,7 +233,7 @@ def _loss_options(runs: Sequence[Run]) -> str:
 
 
 def _common(runs: Sequence[Run], key: str) -> str:
-    """The value of a setting; where the runs differ, all of them."""
+    """Value of a setting; if the runs differ, all values."""
     return " / ".join(dict.fromkeys(str(run.config[key]) for run in runs))
 
 
@@ -243,7 +245,7 @@ def _count(n: int, noun: str) -> str:
 
 
 def best_value(column: str, values: Sequence[float]) -> float:
-    """The best of a column: the highest recall, the lowest median rank, the skewness nearest to 0."""
+    """Best value of a column: the highest recall, the lowest median rank, the skewness nearest to 0."""
     if column.endswith("skewness"):
         return min(values, key=abs)
     return min(values) if column.endswith("median_rank") else max(values)
@@ -267,21 +269,21 @@ def _table(runs: Sequence[Run], split: str) -> list[Block]:
                 cells.append({"text": number(figures[column]), "below": below, "strong": strong})
             name = [{"text": run.title, "below": [run.subtitle], "rows": 2}] if when == "before" else []
             rows.append(([*name, "cosine" if when == "before" else "re-ranked"], cells))
-    held_out = "The test split chose nothing: the epoch that was kept is the best on dev."
+    held_out = "The test split was not used for selection: the epoch is the best on dev."
     if split == "dev":
-        held_out = "The dev split also chose the epoch that was kept, so these figures are a little too good."
+        held_out = "The epoch was selected on the dev split, too, so these figures are slightly optimistic."
     marked = " Bold on a tint: the best of its column, among the cosine rows and among the re-ranked rows."
     groups = [("image → text", 3), ("text → image", 3), ("", 1), ("median rank", 2), ("skewness", 2)]
     columns = ["R@1", "R@5", "R@10"] * 2 + ["RSUM", *["i → t", "t → i"] * 2]
     return [
-        f"Percent of queries of the {split} split with a right answer among the first 1, 5 or 10, for pictures asking "
-        f"for captions and captions asking for pictures. {held_out}",
+        f"Percentage of queries of the {split} split with a right answer among the first 1, 5 or 10, for pictures as "
+        f"queries for captions and for captions as queries for pictures. {held_out}",
         {"table": rows, "columns": (["", ""], columns), "groups": groups},
         {
             "note": f"{'±: standard deviation over seeds. ' * any(run.seeds for run in runs)}Small figures with a "
-            f"sign: the change by re-ranking.{marked * (len(runs) > 1)} Median rank: of the first right answer, low is "
-            "good. Skewness: of how often each candidate is among a query's first 10; 0 means that no candidate is a "
-            "hub."
+            f"sign: the change by re-ranking.{marked * (len(runs) > 1)} Median rank: that of the first right answer; "
+            "lower is better. Skewness: that of how often each candidate is among a query's first 10; 0 means that "
+            "no candidate is a hub."
         },
     ]
 
@@ -296,8 +298,8 @@ def _curves(runs: Sequence[Run]) -> list[Block]:
         epochs, rsums = ([line[key] for line in run.history] for key in ("epoch", "rsum"))
         series.append(Series(run.title, epochs, rsums, seeds))
     chart = lines(series, "RSUM on the dev split after each epoch", "epoch", "RSUM on dev, at most 600")
-    thin = " Thin lines are single seeds, strong ones their means." * any(run.seeds for run in runs)
-    phases = " In its warm-up the triplet loss sums over all negatives; the shorter of its two phases is left out."
+    thin = " Thin lines are single seeds, thick ones their means." * any(run.seeds for run in runs)
+    phases = " In its warm-up the triplet loss sums over all negatives; the shorter of its two phases is not shown."
     return [
         {"figures": [(chart, f"RSUM on the dev split after each epoch, by cosine, without re-ranking.{thin}")]},
         {
@@ -305,8 +307,8 @@ def _curves(runs: Sequence[Run]) -> list[Block]:
             "blocks": [
                 {"figures": [_loss_chart(run, i) for i, run in enumerate(runs)], "width": 16},
                 {
-                    "note": "Mean over each epoch. Every loss has a scale of its own: the shapes compare, the heights "
-                    f"do not.{phases * any(map(_warmup, runs))}"
+                    "note": "Mean over each epoch. Losses have different scales: compare the shapes, not the heights."
+                    f"{phases * any(map(_warmup, runs))}"
                 },
             ],
         },
@@ -314,7 +316,7 @@ def _curves(runs: Sequence[Run]) -> list[Block]:
 
 
 def _loss_chart(run: Run, style: int) -> tuple[str, str]:
-    """Of a triplet loss the longer of its two phases: the sum over all negatives would dwarf the hardest ones."""
+    """Chart of a run's loss. A triplet loss shows its longer phase only, as the warm-up's values are far larger."""
     warmup = _warmup(run)
     phase = max(run.history[warmup:], run.history[:warmup], key=len)
     series = Series(run.title, [line["epoch"] for line in phase], [line["loss"] for line in phase])
@@ -331,9 +333,9 @@ def _hubness(run: Run, results: Sequence[RetrievalResults], split: str) -> list[
         hubness(before.t2i, after.t2i, names, "caption", "picture"),
     ]
     return [
-        "A hub is a candidate that turns up for many queries, right or wrong. If answers were shared out evenly, every "
-        f"candidate would be in as many lists as the mean says. Here for {run.title}, which has the highest RSUM after "
-        f"re-ranking on {split}; scores of the dev split, counts on a logarithmic axis.",
+        "A hub is a candidate that is retrieved for many queries, right or wrong. If answers were distributed evenly, "
+        f"every candidate would be in the mean number of lists. The charts show {run.title}, with the highest RSUM "
+        f"after re-ranking on {split}, for scores of the dev split, with counts on a logarithmic axis.",
         {"figures": charts},
     ]
 
@@ -344,10 +346,10 @@ def _hubness(run: Run, results: Sequence[RetrievalResults], split: str) -> list[
 def _gallery(run: Run, results: Sequence[RetrievalResults], gallery: Gallery) -> list[Block]:
     i2t, t2i = ([getattr(x, way) for x in results] for way in ("i2t", "t2i"))
     return [
-        f"Dev queries answered by {run.title}. Nobody picked them: they were drawn at random (NumPy seed {SEED}) from "
-        "groups by the rank of the first right answer. Two are right at once, one is nearly right, one has nothing "
-        f"right in its first {MISSED}, and re-ranking put one right and spoilt one. A group without queries is left "
-        "out. Right answers have a green edge and a check mark\u00a0✓.",
+        f"Dev queries answered by {run.title}, drawn at random, not selected by hand (NumPy seed {SEED}), from "
+        "groups by the rank of the first right answer: two queries with a right answer at rank 1, one nearly right, "
+        f"one with none in its first {MISSED}, one that re-ranking corrected and one that it made wrong. A group "
+        "without queries is omitted. Right answers have a green edge and a check mark\u00a0✓.",
         {"title": "Pictures asking for captions", "blocks": [{"cards": gallery.cards("i2t", *i2t)}]},
         {"title": "Captions asking for pictures", "blocks": [{"cards": gallery.cards("t2i", *t2i)}]},
     ]
@@ -362,16 +364,16 @@ def _closing(runs: Sequence[Run], split: Split) -> list[Block]:
     elif len(seeds) == 1:
         trained = "Each loss was trained once, with one seed"
     synthetic = all(run.config["data"] == "scenes" for run in runs)
-    drawn = "The pictures are drawn by a program; how the losses compare on photographs is another question. "
+    drawn = "The pictures are drawn by a program; losses may compare differently on photographs. "
     n = len(split.features)
     return [
         "RSUM is the sum of the six recalls, at most 600. R@K counts a query as answered if any of its right answers "
         f"is among the first K; a picture has {_count(split.captions_per_image, 'right caption')}, a caption one right "
-        "picture. An answer is right if it was written for that very picture, so an answer marked wrong may still be a "
-        "true one.",
+        "picture. A caption is right only for the picture that it was written for, so an answer marked wrong may still "
+        "be true.",
         f"{trained}. With {n:,} pictures an image → text recall has a standard error of up to {50 / n**0.5:.1f} "
-        "points, and another seed would move it as well: small differences between losses mean nothing here. "
-        f"{drawn * synthetic}Fast Re-ranking looks at all queries of a split together and at no labels; a query alone "
+        "points, and also varies with the seed, so that small differences between losses are not significant. "
+        f"{drawn * synthetic}Fast Re-ranking uses all queries of a split together, and no labels; a single query "
         "cannot be re-ranked.",
     ]
 
@@ -380,7 +382,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="report", description="Write one HTML page about finished runs.")
     parser.add_argument("--data", type=Path, required=True, help="the data set, in the SCAN layout")
     parser.add_argument("--out", type=Path, required=True, help="the page, such as report.html")
-    parser.add_argument("runs", type=Path, nargs="+", help="run directories; each is called by its last name")
+    parser.add_argument("runs", type=Path, nargs="+", help="run directories; the last part of a path names the run")
     given = parser.parse_args(arguments)
     run_dirs = {directory.resolve().name: directory for directory in given.runs}
     if len(run_dirs) < len(given.runs):

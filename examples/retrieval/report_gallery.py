@@ -1,4 +1,4 @@
-"""The part of the report to look at: queries drawn by rank, with their first answers before and after re-ranking."""
+"""The report's gallery: queries drawn by rank, with their first answers before and after re-ranking."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from itrloss.metrics import QueryResults
 from .data import Split
 
 TOP = 5  # answers shown
-SEED = 0  # of the draw of queries
-MISSED = 20  # a query counts as missed without a right answer among so many
+SEED = 0  # for the draw of queries
+MISSED = 20  # a query counts as missed if none of this many first answers is right
 PIXELS = 192  # larger pictures are scaled down to this
 
 
@@ -32,7 +32,7 @@ class Pick:
 
 
 def draw_queries(before: QueryResults, after: QueryResults) -> list[Pick]:
-    """Six queries of five groups by rank, at random with a fixed seed; a group without queries gives none."""
+    """Draw up to six queries from five groups by rank, at random with a fixed seed."""
     old, new = before.best.numpy(), after.best.numpy()
     groups = [
         ("Right at once", (old == 1) & (new == 1), 2),
@@ -51,13 +51,13 @@ def draw_queries(before: QueryResults, after: QueryResults) -> list[Pick]:
 
 
 class Gallery:
-    """Makes the cards of one split; `root` may hold `pictures/{split}_{index:05d}.png`."""
+    """Cards of one split's queries; `root` may hold `pictures/{split}_{index:05d}.png`."""
 
     def __init__(self, split: Split, root: Path, split_name: str) -> None:
         self.split, self.root, self.split_name = split, root, split_name
 
     def cards(self, way: str, before: QueryResults, after: QueryResults) -> list[dict[str, Any]]:
-        """Queries with their first answers, and those after re-ranking where it moved the first right one."""
+        """Queries with their first answers, and those after re-ranking if it moved the first right one."""
         cards = []
         for pick in draw_queries(before, after):
             drawn = "the only one" if pick.group_size == 1 else f"drawn from {pick.group_size:,} such queries"
@@ -83,7 +83,7 @@ class Gallery:
         return items
 
     def _picture(self, image: int) -> dict[str, str]:
-        """An inlined picture; without one its number and first caption."""
+        """Inline picture, or, if the file is missing, its number and first caption."""
         caption = self.split.captions[image * self.split.captions_per_image]
         file = self.root / "pictures" / f"{self.split_name}_{image:05d}.png"
         if not file.is_file():

@@ -1,8 +1,8 @@
-"""Five captions of a rendered scene, each from another side, and each true of its picture.
+"""Five captions of a rendered scene, each about a different aspect of it, and each true of its picture.
 
-A caption claims that objects exist which fit its noun phrases and stand as it says. "the" is kept for a
-phrase that fits one object of the scene only; counts are exact. A caption may well fit other pictures too,
-as real ones do.
+A caption states that objects exist which fit its noun phrases and are arranged as it says. "the" is used only for
+phrases that fit exactly one object of the scene; counts are exact. Like real captions, a caption may also fit other
+pictures.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ PLACES = {  # by column and row
 def captions(scene: Scene, rng: np.random.Generator) -> list[str]:
     """Five distinct captions: object and background, relation, counts, sizes and places, arrangement.
 
-    The texts follow from the scene and the state of `rng` alone.
+    The texts depend on the scene and the state of `rng` only.
     """
     pairs = list(combinations(scene.objects, 2))
     rng.shuffle(pairs)
-    if rng.random() < 0.7:  # one object in front of another is what people would mention
+    if rng.random() < 0.7:  # people would mention that one object is in front of another
         pairs.sort(key=lambda pair: not pair[0].contains(pair[1]))
     speaker = _Speaker(scene, rng)
     texts: list[str] = []
@@ -84,7 +84,7 @@ def captions(scene: Scene, rng: np.random.Generator) -> list[str]:
 
 
 class _Speaker:
-    """Words for one scene: the methods that return lists tell one side of it each, in several ways."""
+    """Generator of phrases for one scene: a method that returns a list describes one aspect in several ways."""
 
     def __init__(self, scene: Scene, rng: np.random.Generator):
         self.scene, self.rng = scene, rng
@@ -93,7 +93,7 @@ class _Speaker:
         return options[int(self.rng.random() * len(options))]
 
     def name(self, item: SceneObject, sized: float = 0.35, after: str = "") -> str:
-        """A noun phrase that tells the size with chance `sized`; `after` is the phrase that came before."""
+        """Noun phrase that mentions the size with probability `sized`; `after` is the preceding phrase."""
         vague = self.rng.random()
         fits = self.scene.objects
         words: list[str] = []
@@ -235,7 +235,7 @@ class _Speaker:
 
 
 def _relations(a: SceneObject, b: SceneObject) -> list[str]:
-    """What may stand between a and b in "a ... b"."""
+    """Return the relations that may connect a and b in "a ... b"."""
     if b.contains(a):
         return ["inside", "within"] if b.shape == "ring" else ["inside", "in front of"]
     if a.contains(b):
@@ -249,11 +249,11 @@ def _relations(a: SceneObject, b: SceneObject) -> list[str]:
 
 
 def _is_between(a: SceneObject, middle: SceneObject, b: SceneObject) -> bool:
-    """Whether the middle one stands about halfway on the line from a to b."""
+    """Whether the middle object is about halfway on the line from a to b."""
     off = np.hypot(middle.x - (a.x + b.x) / 2, middle.y - (a.y + b.y) / 2)
     return a.distance(b) > 0.4 and off < 0.12
 
 
 def listed(words: Sequence[str]) -> str:
-    """``a, b and c``."""
+    """Join words as in ``a, b and c``."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -1,4 +1,4 @@
-"""Pictures of scenes: flat shapes with an outline and a soft shadow, drawn large and averaged down."""
+"""Pictures of scenes: flat shapes with an outline and a soft shadow, drawn large and downsampled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .scenes import Scene
 
 CANVAS = 96  # pixels
-SUPERSAMPLING = 3  # drawn this much larger, then averaged down: anti-aliasing
+SUPERSAMPLING = 3  # supersampling factor, for anti-aliasing
 COLOURS = {
     "red": (214, 48, 49), "orange": (243, 140, 38), "yellow": (250, 212, 62), "green": (52, 160, 84),
     "blue": (44, 104, 210), "purple": (130, 68, 180), "pink": (246, 142, 182), "brown": (134, 86, 54),
@@ -34,12 +34,12 @@ def _arc(radius: float, start: float, stop: float, points: int = 40, centre: flo
 
 @cache
 def _loops(shape: str) -> list[np.ndarray]:
-    """Closed outlines of a shape about the origin, in units of its radius: (points, 2) each, y downwards."""
+    """Closed outlines of a shape around the origin, in units of its radius: (points, 2) each, y downwards."""
     if shape == "circle":
         return [_arc(0.94, 0, 360)]
     if shape == "ring":
         return [_arc(1.0, 0, 360), _arc(0.6, 360, 0)]
-    if shape == "crescent":  # the lit part of one disc that another, shifted to the right, covers
+    if shape == "crescent":  # a disc without its overlap with a second disc, shifted to the right
         return [np.concatenate((_arc(1.0, 50, 310), _arc(0.77, 275, 85, centre=0.62)))]
     if shape == "star":
         radii = np.where(np.arange(10) % 2, 0.46, 1.1)[:, None]
@@ -58,14 +58,14 @@ def _loops(shape: str) -> list[np.ndarray]:
 
 @cache
 def _background(kind: str) -> Image.Image:
-    """The background at drawing size: its gradient and a few strokes that tell what it is."""
+    """Background at drawing size: its gradient and a few strokes that identify it."""
     side = CANVAS * SUPERSAMPLING
     stops = np.array(BACKGROUNDS[kind], dtype=float)
     heights = np.linspace(0, len(stops) - 1, side)
     column = np.stack([np.interp(heights, range(len(stops)), stops[:, channel]) for channel in range(3)], 1)
     image = Image.fromarray(np.repeat(column[:, None], side, 1).round().astype(np.uint8))
     draw = ImageDraw.Draw(image, "RGBA")
-    rng = np.random.default_rng(7)  # the same strokes whatever the data set's seed
+    rng = np.random.default_rng(7)  # strokes independent of the data set's seed
     if kind == "sky":
         for left, top, width in rng.uniform((-0.1, 0.02, 0.25), (0.8, 0.85, 0.45), (7, 3)) * side:
             for puff in range(3):
@@ -92,7 +92,7 @@ def _background(kind: str) -> Image.Image:
 
 
 def render(scene: Scene) -> Image.Image:
-    """The scene as an RGB picture of 96 x 96 pixels."""
+    """Render the scene as an RGB picture of 96 x 96 pixels."""
     side = CANVAS * SUPERSAMPLING
     image = _background(scene.background).copy()
     draw = ImageDraw.Draw(image, "RGBA")
@@ -102,12 +102,12 @@ def render(scene: Scene) -> Image.Image:
         centre = np.array((item.x, item.y)) * side
         loops = [loop @ rotation * (item.radius * side) + centre for loop in _loops(item.shape)]
         loops = [np.concatenate((loop, loop[:1])) for loop in loops]
-        filled = np.concatenate((*loops, loops[0][:1]))  # a hole is cut by walking out to it and back
+        filled = np.concatenate((*loops, loops[0][:1]))  # a hole is connected to the outline by a path there and back
         colour = COLOURS[item.colour]
         shadow = filled + np.array((3.5, 5))  # to the lower right
         draw.polygon(shadow.ravel().tolist(), (20, 20, 40, 70))
         draw.polygon(filled.ravel().tolist(), colour)
-        draw.line(filled.ravel().tolist(), colour, 2)  # closes the seam of that walk
+        draw.line(filled.ravel().tolist(), colour, 2)  # hides the seam of that path
         for loop in loops:
             draw.line(loop.ravel().tolist(), tuple(int(0.62 * level) for level in colour), 4, joint="curve")
     return image.reduce(SUPERSAMPLING)

@@ -1,14 +1,13 @@
-"""A data set out of nothing: small rendered scenes with five true captions each.
+"""A synthetic data set: small rendered scenes with five true captions each.
 
-A machine without any data can still train a retrieval model and look at what it retrieves. A scene is two
-to five coloured shapes before a background (`scene_drawing.py`); its captions (`scene_captions.py`) each
-tell another side of it, so that no caption means as much as its picture. Two in five scenes come in
-families whose members differ from the first one in exactly one attribute of one object: hard negatives, as
-in real collections.
+It allows training a retrieval model and inspecting its results without any downloaded data. A scene is two to five
+coloured shapes in front of a background (`scene_drawing.py`). Each of its captions (`scene_captions.py`) describes
+another aspect, so that no caption holds all information of the picture. Two in five scenes come in families whose
+members differ from the first one in exactly one attribute of one object: hard negatives, as in real collections.
 
-Everything follows from a seed. Each family, caption set and region set draws from its own random stream,
-named by (seed, split, stage, index), so a split does not depend on how many scenes the other splits have,
-and the first n scenes of a split are the same whatever its size.
+Everything is determined by a seed. Each family, caption set and region set has its own random stream, identified by
+(seed, split, stage, index), so a split does not depend on the sizes of the others, and the first n scenes of a split do
+not depend on its size.
 
     python -m examples.retrieval.scenes --out DIR [--train N --dev N --test N --seed S] [--sheet FILE.png]
 """
@@ -30,10 +29,10 @@ from PIL import Image, ImageDraw, ImageFont
 from .scene_captions import captions
 from .scene_drawing import BACKGROUNDS, CANVAS, COLOURS, render
 
-VERSION = 1  # raise it whenever the same seed would give other files
+VERSION = 1  # increment it when the same seed gives different files
 SPLITS = ("train", "dev", "test")
 SIZES = {"train": 2000, "dev": 300, "test": 300}
-REGIONS = 12  # regions an image, R
+REGIONS = 12  # regions per image, R
 GRID = 8  # a region's pixels are resized to GRID x GRID
 DIM = 3 * GRID**2 + 3 + 3 + 3 + 2 + 5  # pixels, mean, deviation, centre against border, edges, box geometry
 
@@ -42,12 +41,12 @@ CONTAINERS = ("circle", "square", "diamond", "ring")  # a large one has room for
 RADII = {"small": 0.08, "medium": 0.12, "large": 0.17}  # in canvas widths
 CLASHES = {("grass", "green"), ("sea", "blue"), ("sunset", "orange"), ("sand", "yellow"), ("paper", "white")}
 THIRDS = (0.19, 0.5, 0.81)  # objects stand near the nine crossings of these columns and rows ...
-WANDER = 0.06  # ... and this far from them at most, so that "left", "middle" and "top" are never in doubt
+WANDER = 0.06  # ... and this far from them at most, so that "left", "middle" and "top" are unambiguous
 EDGE = 0.01  # between the circle around an object and the edge of the canvas, at least
 GAP = 0.03  # between the circles around two objects that do not overlap
 
 FAMILY_SIZES = (1, 1, 1, 2, 1, 1, 1, 1, 3, 1, 1, 1, 2, 1, 1, 1, 1, 3, 1)  # repeated; 10 of 25 have siblings
-CALIBRATION = 200  # the features are standardised by this many training scenes, whatever the training size
+CALIBRATION = 200  # number of training scenes whose statistics standardise the features, for any training size
 
 
 @dataclass(frozen=True)
@@ -80,14 +79,14 @@ class SceneObject:
         return math.hypot(self.x - other.x, self.y - other.y)
 
     def contains(self, other: SceneObject) -> bool:
-        """Whether the other object lies wholly in front of this one (or in the hole of this ring)."""
+        """Whether the other object is entirely in front of this one (or in the hole of this ring)."""
         roomy = self.shape in CONTAINERS and self.size == "large" and other.size == "small"
         return roomy and self.distance(other) < 0.03
 
 
 @dataclass(frozen=True)
 class Scene:
-    """Objects from back to front before a background; near-duplicates share the number `family`."""
+    """Objects from back to front, and a background; near-duplicates share the number `family`."""
 
     background: str
     objects: tuple[SceneObject, ...]
@@ -97,7 +96,7 @@ class Scene:
 # --- drawing scenes at random -----------------------------------------------------------------------------
 
 
-_SCENE, _CAPTIONS, _REGIONS = 1, 2, 3  # stages of a random stream
+_SCENE, _CAPTIONS, _REGIONS = 1, 2, 3  # stages, for the names of random streams
 
 
 def _stream(seed: int, split: str, stage: int, index: int) -> np.random.Generator:
@@ -109,7 +108,7 @@ def _pick(rng: np.random.Generator, options):
 
 
 def _propose_object(rng: np.random.Generator, cell: int, earlier: list[SceneObject]) -> SceneObject:
-    """A random object near a crossing, now and then in the colour or shape of an earlier one."""
+    """Random object near a crossing, sometimes with the colour or shape of an earlier one."""
     size = _pick(rng, tuple(RADII))
     x, y = (_fitted(THIRDS[third] + rng.uniform(-WANDER, WANDER), size) for third in (cell % 3, cell // 3))
     colour, shape = _pick(rng, tuple(COLOURS)), _pick(rng, SHAPES)
@@ -119,7 +118,7 @@ def _propose_object(rng: np.random.Generator, cell: int, earlier: list[SceneObje
 
 
 def _fitted(centre: float, size: str) -> float:
-    """The coordinate moved so that an object of this size keeps clear of the edges."""
+    """Coordinate, moved so that an object of this size does not touch the edges."""
     edge = RADII[size] + EDGE
     return round(min(max(centre, edge), 1 - edge), 3)
 
@@ -138,7 +137,7 @@ def _propose_scene(rng: np.random.Generator, family: int) -> Scene:
 
 
 def _is_sound(scene: Scene) -> bool:
-    """Whether all objects can be seen: on the canvas, apart or nested, unlike what is behind them."""
+    """Whether all objects are visible: on the canvas, disjoint or nested, and distinct from what is behind them."""
     nests = 0
     for front, b in enumerate(scene.objects):
         if (scene.background, b.colour) in CLASHES:
@@ -156,7 +155,7 @@ def _is_sound(scene: Scene) -> bool:
 
 
 def _vary(scene: Scene, rng: np.random.Generator) -> Scene:
-    """The scene, perhaps unsound, with one object's colour, shape or size replaced or its place mirrored."""
+    """Copy of the scene with one object's colour, shape, size or position changed; it may be unsound."""
     which = int(rng.integers(len(scene.objects)))
     old = scene.objects[which]
     attribute = _pick(rng, ("colour", "shape", "size", "x", "y"))
@@ -187,7 +186,7 @@ def _families(split: str, seed: int) -> Iterator[list[Scene]]:
 
 
 def generate_scenes(split: str, n: int, seed: int = 0) -> list[Scene]:
-    """The first n scenes of a split ("train", "dev" or "test"), members of a family next to each other.
+    """Generate the first n scenes of a split ("train", "dev" or "test"), with members of a family next to each other.
 
     Raises ValueError for an unknown split, for n below 1 and for a negative seed.
     """
@@ -208,7 +207,7 @@ def _check_count(name: str, value: object, least: int) -> None:
         raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
 
 
-# --- regions, as a detector would give them ---------------------------------------------------------------
+# --- regions, as from an object detector ------------------------------------------------------------------
 
 CONTEXT_BOXES = np.array((  # the whole, quarters, the centre, halves
     (0, 0, 1, 1), (0, 0, 0.5, 0.5), (0.5, 0, 1, 0.5), (0, 0.5, 0.5, 1), (0.5, 0.5, 1, 1),
@@ -217,7 +216,7 @@ CONTEXT_BOXES = np.array((  # the whole, quarters, the centre, halves
 
 
 def _boxes(scene: Scene, rng: np.random.Generator) -> np.ndarray:
-    """(REGIONS, 4) left, top, right, bottom in canvas widths: objects and context, in random order."""
+    """Boxes of objects and context in random order, (REGIONS, 4): left, top, right, bottom in canvas widths."""
     centres = np.array([(item.x, item.y) for item in scene.objects])
     radii = np.array([(item.radius, item.radius) for item in scene.objects])
     centres = centres + radii * rng.uniform(-0.1, 0.1, centres.shape)
@@ -227,10 +226,9 @@ def _boxes(scene: Scene, rng: np.random.Generator) -> np.ndarray:
 
 
 def region_features(image: Image.Image, scene: Scene, rng: np.random.Generator) -> np.ndarray:
-    """(REGIONS, DIM) float32, not standardised: what the pixels of each region look like, and where it
-    lies.
+    """Features of each region's pixels and position, (REGIONS, DIM) float32, not standardised.
 
-    The scene gives nothing but the boxes; colours and shapes have to be read off the pixels.
+    The scene provides only the boxes; colours and shapes have to be recognised from the pixels.
     """
     boxes = _boxes(scene, rng)
     strip = Image.new("RGB", (GRID, GRID * REGIONS))
@@ -277,15 +275,15 @@ def _picture(root: Path, split: str, index: int) -> Path:
 
 
 def write_scenes(root: str | Path, sizes: Mapping[str, int] = SIZES, seed: int = 0) -> bool:
-    """Write a data set in the pre-computed layout of SCAN and VSE∞; returns whether it had to.
+    """Write a data set in the pre-computed layout of SCAN and VSE∞; return whether anything was written.
 
-    `{split}_ims.npy` is (n, 12, 208) float16, standardised by training statistics; `{split}_caps.txt` has
-    one caption a line, five consecutive lines an image; `pictures/{split}_{index:05d}.png` are the dev and
-    test pictures. `dataset.json` says what the files are: a call with the same arguments does nothing, one
-    with others starts over.
+    `{split}_ims.npy` is (n, 12, 208) float16, standardised by training statistics; `{split}_caps.txt` has one caption
+    per line, five consecutive lines per image; `pictures/{split}_{index:05d}.png` are the dev and test pictures.
+    `dataset.json` records the arguments: a call with the same arguments does nothing, one with others writes all files
+    again.
 
-    Raises ValueError for sizes that do not give each split an integer of at least 1, and FileExistsError
-    where the folder holds somebody else's data set.
+    Raises ValueError if the size of any split is not an integer of at least 1, and FileExistsError if the folder holds
+    a data set from elsewhere.
     """
     if set(sizes) != set(SPLITS):
         raise ValueError(f"sizes must have the keys {', '.join(SPLITS)}, got {sizes!r}")
@@ -302,7 +300,7 @@ def write_scenes(root: str | Path, sizes: Mapping[str, int] = SIZES, seed: int =
     if any(root.glob("*_ims.npy")) and found.get("generator") != "scenes":
         raise FileExistsError(f"root holds another data set, which would be overwritten: {root}")
     (root / "pictures").mkdir(parents=True, exist_ok=True)
-    _write_card(card, {**described, "complete": False})  # until the last file is there
+    _write_card(card, {**described, "complete": False})  # until the last file is written
     for stale in (root / "pictures").glob("*_?????.png"):
         stale.unlink()
     for split in SPLITS:
@@ -330,7 +328,7 @@ def _write_split(root: Path, split: str, scenes: list[Scene], seed: int) -> None
 
 
 def contact_sheet(split: str = "dev", n: int = 24, seed: int = 0, columns: int = 2) -> Image.Image:
-    """The first n scenes of a split at twice their size, each beside its captions."""
+    """Picture of the first n scenes of a split at twice their size, each with its captions."""
     scenes = generate_scenes(split, n, seed)
     width, height, side = 880, 204, 2 * CANVAS
     sheet = Image.new("RGB", (columns * width, -(-n // columns) * height), "white")

@@ -1,4 +1,4 @@
-"""Mean ± standard deviation of finished runs that differ in nothing but the seed.
+"""Mean ± standard deviation of finished runs that differ in the seed only.
 
 python -m examples.retrieval.summary runs/infonce_0 runs/infonce_1 runs/infonce_2 runs/dcl_0 ...
 """
@@ -17,13 +17,13 @@ from .config import NO_EFFECT
 from .evaluate import RECALLS
 
 FIGURES = (*RECALLS, "rsum")
-IGNORED = NO_EFFECT | {"seed"}  # what may differ between runs of one line
+IGNORED = NO_EFFECT | {"seed"}  # settings that may differ between runs of one line
 
 Metrics = dict[str, dict[str, float]]  # "before" and "after" re-ranking
 
 
 def load(run: Path, split: str) -> tuple[dict[str, Any], Metrics]:
-    """Settings and metrics of a finished run; a ValueError says what is missing."""
+    """Read settings and metrics of a finished run; a ValueError names what is missing."""
     try:
         config = json.loads((run / "config.json").read_text())
         metrics = json.loads((run / "metrics.json").read_text())
@@ -35,7 +35,7 @@ def load(run: Path, split: str) -> tuple[dict[str, Any], Metrics]:
 
 
 def group(runs: list[tuple[dict[str, Any], Metrics]]) -> dict[str, list[Metrics]]:
-    """Metrics of the runs by name: the loss, its options, and whatever else differs between the runs."""
+    """Group the runs' metrics by name: the loss, its options, and other settings that differ between runs."""
     settings = [{k: v for k, v in config.items() if k not in IGNORED} for config, _ in runs]
     varying = sorted(k for k in settings[0] if any(s.get(k) != settings[0][k] for s in settings))
     groups = defaultdict(list)
@@ -47,13 +47,13 @@ def group(runs: list[tuple[dict[str, Any], Metrics]]) -> dict[str, list[Metrics]
 
 
 def cell(values: list[float]) -> str:
-    """Mean ± sample standard deviation; the value alone where there is but one."""
+    """Format mean ± sample standard deviation; a single value stands alone."""
     mean = statistics.fmean(values)
     return f"{mean:.1f} ± {statistics.stdev(values):.1f}" if len(values) > 1 else f"{mean:.1f}"
 
 
 def table(groups: dict[str, list[Metrics]]) -> list[list[str]]:
-    """Rows of text, header first: two for each group, before and after re-ranking."""
+    """Rows of text, the header first: two per group, before and after re-ranking."""
     rows = [["run", "seeds", "re-ranked", *FIGURES]]
     for name, runs in groups.items():
         for when, text in (("before", "no"), ("after", "yes")):
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--split", default="dev", choices=["dev", "test"])
     args = parser.parse_args()
     try:
-        runs = {run.resolve(): run for run in args.runs}  # a directory that is named twice is one seed
+        runs = {run.resolve(): run for run in args.runs}  # a directory that is given twice counts as one seed
         rows = table(group([load(run, args.split) for run in runs.values()]))
     except ValueError as error:
         sys.exit(str(error))

@@ -3,8 +3,8 @@
     python -m examples.retrieval.train --config examples/retrieval/configs/scenes.toml out=runs/dcl loss=dcl seed=1
     torchrun --nproc-per-node 2 -m examples.retrieval.train --config ...
 
-The run directory holds config.json, log.jsonl (a line an epoch), best.pt (by dev RSUM), last.pt (to resume from),
-metrics.json, dev_scores.npy and the TensorBoard events.
+The run directory holds config.json, log.jsonl (one line per epoch), best.pt (by dev RSUM), last.pt (to resume from),
+metrics.json, dev_scores.npy and TensorBoard events.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from .preparation import build_optimizer, check_fit, data_directory, is_first, l
 
 
 def learning_rate(config: Config, epoch: int, step: int) -> float:
-    """The rate of a step (counted over the whole run): linear warm-up, and a tenth after each of `decay_epochs`."""
+    """Learning rate of a step (counted over the whole run): linear warm-up, and x 0.1 after each of `decay_epochs`."""
     warm = min(1.0, (step + 1) / config.lr_warmup_steps) if config.lr_warmup_steps else 1.0
     return config.lr * warm * 0.1 ** sum(end <= epoch for end in config.decay_epochs)
 
 
 class Trainer:
-    """A run: the model, its optimiser, and how far it has come."""
+    """A run: the model, its optimiser, and its progress."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -57,7 +57,7 @@ class Trainer:
             torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
 
-        build_loss(config)  # a wrong option should not wait for the data
+        build_loss(config)  # report wrong options before loading data
         self.data = data_directory(config)
         train, self.dev = (load_split(self.data, name, config.image_size) for name in ("train", "dev"))
         self.vocabulary = (
@@ -74,13 +74,13 @@ class Trainer:
         self.model = new_model(config, train, self.vocabulary).to(config.device)
         self.objective = build_objective(config, self.model).to(config.device)
         self.optimizer = build_optimizer(self.model, self.objective, config)
-        # float16 has not the range for gradients as they come; bfloat16 has.
+        # Unscaled gradients underflow in float16, but not in bfloat16.
         self.scaler = torch.amp.GradScaler(config.device.partition(":")[0], enabled=config.precision == "float16")
-        self.encode: nn.Module = self.model  # the same, with the gradients of all processes averaged
+        self.encode: nn.Module = self.model  # replaced by its DDP wrapper with several processes
         if self.world > 1:
-            # A term of CODER's loss may have no weight.
+            # If a term of CODER's loss has weight 0, its parameters get no gradient.
             self.encode = DistributedDataParallel(self.model, find_unused_parameters=config.loss == "coder")
-            torch.manual_seed(config.seed + 1000 * self.rank)  # of dropout
+            torch.manual_seed(config.seed + 1000 * self.rank)  # for dropout
 
         self.epoch = 0  # epochs done
         self.step = 0  # steps done in the current epoch
@@ -92,11 +92,11 @@ class Trainer:
     # --- training ---------------------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
-        """Train what is left to train, then measure the best checkpoint. Returns the metrics and the log."""
+        """Train the remaining epochs, then evaluate the best checkpoint. Return the metrics and the log."""
         self.out.mkdir(parents=True, exist_ok=True)
         if self.config.resume and (self.out / "last.pt").exists():
             self.load(self.out / "last.pt")
-        elif is_first():  # nothing of a former run may pass for one of this
+        elif is_first():  # files of a former run must not be taken for this run's
             for name in ("metrics.json", "log.jsonl", "dev_scores.npy", "best.pt", "last.pt"):
                 (self.out / name).unlink(missing_ok=True)
             for file in self.out.glob("events.out.tfevents.*"):
@@ -104,7 +104,7 @@ class Trainer:
         if is_first():
             _write_json(self.out / "config.json", asdict(self.config))
         if self.config.tensorboard and is_first():
-            from torch.utils.tensorboard import SummaryWriter  # slow to import, so only where it is used
+            from torch.utils.tensorboard import SummaryWriter  # imported only when used, because it is slow
 
             self.writer = SummaryWriter(str(self.out), purge_step=self.total_steps + 1)
         while self.epoch < self.config.epochs and not self.stalled:
@@ -119,7 +119,7 @@ class Trainer:
 
     @property
     def stalled(self) -> bool:
-        """Whether the last `patience` epochs brought nothing on dev."""
+        """Whether the last `patience` epochs did not improve the RSUM on dev."""
         found = [line["rsum"] for line in self.history]
         return bool(self.config.patience and found) and len(found) - 1 - found.index(max(found)) >= self.config.patience
 
@@ -146,7 +146,7 @@ class Trainer:
                 self.save(self.out / "last.pt")
 
     def train_step(self, batch: Batch) -> float:
-        """One update."""
+        """Update the parameters once; return the loss."""
         start, device = self._now(), self.config.device
         rate = learning_rate(self.config, self.epoch, self.total_steps)
         for group in self.optimizer.param_groups:
@@ -167,7 +167,7 @@ class Trainer:
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.scaler.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(trained, self.config.clip)
-        # A scaler begins too high, and leaves out the steps that overflow.
+        # The initial scale is too large; the scaler skips steps with overflow and reduces it.
         coming_down = self.scaler.is_enabled() and self.scaler.get_scale() > 1e-3
         if not math.isfinite(value) or not (torch.isfinite(norm) or coming_down):
             raise FloatingPointError(
@@ -185,7 +185,7 @@ class Trainer:
         return value
 
     def _awaited(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same, with the time that training has to wait for them."""
+        """Yield the batches, and add up the time that training waits for them."""
         while True:
             start = time.perf_counter()
             batch = next(batches, None)
@@ -195,12 +195,12 @@ class Trainer:
             yield batch
 
     def _precision(self) -> torch.autocast:
-        """For the encoders; losses compute in float32 at least, whatever they are given."""
+        """Autocast of the encoders; losses compute in float32 at least, for inputs of any precision."""
         kind, low = self.config.device.partition(":")[0], self.config.precision != "float32"
         return torch.autocast(kind, getattr(torch, self.config.precision) if low else None, enabled=low)
 
     def _average_what_losses_learn(self) -> None:
-        """Gradients of the losses' own parameters, over all processes, as DDP does it with the model's."""
+        """Average gradients of the losses' own parameters over all processes; DDP averages the model's only."""
         for p in self.objective.parameters() if self.world > 1 else ():
             if p.grad is not None:
                 dist.all_reduce(p.grad)
@@ -209,7 +209,7 @@ class Trainer:
     def finish_epoch(self) -> None:
         """Validate, keep the checkpoint if it is the best so far, and close the epoch in the log."""
         found = [recalls(model_scores(self.model, self.dev, self.vocabulary), self.dev) if is_first() else {}]
-        if self.world > 1:  # who waits goes by the same figures as who measured
+        if self.world > 1:  # all processes use the first one's figures
             dist.broadcast_object_list(found)
         measured = found[0]
         if self.writer is not None:
@@ -234,13 +234,13 @@ class Trainer:
         self.save(self.out / "last.pt")
         if not is_first():
             return
-        # Written whole from the checkpointed history, so that a resumed run neither repeats nor loses a line.
+        # Rewritten from the checkpointed history, so that a resumed run neither repeats nor loses a line.
         text = "".join(json.dumps(line) + "\n" for line in self.history)
         with written(self.out / "log.jsonl") as file:
             file.write(text)
 
     def final_metrics(self) -> dict[str, Any]:
-        """Measure best.pt on dev (and on test, if asked to); write metrics.json and dev_scores.npy."""
+        """Evaluate best.pt on dev (and on test with `final_test`); write metrics.json and dev_scores.npy."""
         model, vocabulary, _ = load_model(self.out / "best.pt")
         model.to(self.config.device)
         scores = model_scores(model, self.dev, vocabulary)
@@ -257,7 +257,7 @@ class Trainer:
     # --- checkpoints ------------------------------------------------------------------------------------------
 
     def save(self, path: Path) -> None:
-        """Write all that the next step depends on, so that a resumed run is the uninterrupted one, bit for bit."""
+        """Write the complete state, so that a resumed run equals an uninterrupted one bit for bit."""
         random = [
             {
                 "torch": torch.get_rng_state(),
@@ -283,13 +283,13 @@ class Trainer:
             "sums": self.sums,
             "best": self.best,
             "history": self.history,
-            "rng": random,  # of each process
+            "rng": random,  # states of all processes
         }
         with written(path, "wb") as file:
             torch.save(state, file)
 
     def load(self, path: Path) -> None:
-        """Continue from a checkpoint; ValueError where its settings were others."""
+        """Restore the state of a checkpoint; ValueError if its settings differ."""
         state = _read_checkpoint(path)
         mine = asdict(self.config)
         changed = [k for k in mine if k not in RESUMABLE and mine[k] != state["config"].get(k)]
@@ -313,7 +313,7 @@ class Trainer:
     # --- small helpers ----------------------------------------------------------------------------------------
 
     def _now(self) -> float:
-        """Seconds; on a GPU once its queue is empty, or the time would be that of the launches."""
+        """Time in seconds, after synchronising a GPU, because kernels run asynchronously."""
         if self.config.device.startswith("cuda"):
             torch.cuda.synchronize()
         return time.perf_counter()
@@ -324,7 +324,7 @@ class Trainer:
 
 
 def _read_checkpoint(path: Path) -> dict[str, Any]:
-    """Return a checkpoint; ValueError where it is damaged, which torch.load does not notice in the numbers."""
+    """Read a checkpoint; ValueError if it is damaged. torch.load does not detect damage of the numbers themselves."""
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
@@ -344,7 +344,7 @@ def train(config: Config) -> dict[str, Any]:
     """Run (or resume) the training that `config` describes.
 
     Returns:
-        {"metrics": {"dev": {"before": {...}, "after": {...}}, ...}, "best_rsum": float, "history": [a dict an epoch]}.
+        {"metrics": {"dev": {"before": {...}, "after": {...}}, ...}, "best_rsum": float, "history": [dict per epoch]}.
     """
     return Trainer(config).run()
 
@@ -359,7 +359,7 @@ def main(arguments: list[str] | None = None) -> None:
         build_loss(config)
     except (OSError, TypeError, ValueError) as error:
         parser.error(str(error))
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1  # torchrun says so
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1  # set by torchrun
     if several:
         cuda = config.device.startswith("cuda")
         if cuda:

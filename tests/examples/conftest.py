@@ -1,4 +1,4 @@
-"""The trainer's tests train on next to nothing, where a second thread costs more than it brings."""
+"""The trainer's tests use very small models, which a second thread would slow down."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ablation tables: valid rows, a grid that neither repeats nor reuses wrongly, intervals and verdicts."""
+"""The ablation tables: valid rows, a grid without repeated or wrongly reused runs, intervals and verdicts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TINY = (
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    """40 + 20 images of 3 regions; the words of a caption are those that its regions are made of."""
+    """Data set of 40 + 20 images of 3 regions; the words of a caption identify the components of its regions."""
     root = tmp_path_factory.mktemp("data")
     rng = np.random.default_rng(0)
     meanings = rng.normal(size=(12, 8))
@@ -45,7 +45,7 @@ def data(tmp_path_factory) -> Path:
 
 
 def small_paper() -> Paper:
-    """Two rows and a table of re-rankings, which needs no run of its own."""
+    """Paper with two rows and a table of re-rankings, which needs no run of its own."""
     rows = {
         "triplet": Row("triplet loss", ("loss=triplet",)),
         "dcl": Row("full model"),
@@ -63,7 +63,7 @@ def small_paper() -> Paper:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The paper of above for any name, and the directories that were trained in."""
+    """Replace all papers by the small one, and collect the directories that are trained in."""
     trained: list[str] = []
     monkeypatch.setattr(ablate, "load_paper", lambda name: small_paper())
     monkeypatch.setattr(ablate, "train", lambda config: (trained.append(config.out), train(config)))
@@ -122,7 +122,7 @@ def test_the_command_line_is_stronger_than_the_file_and_the_file_than_the_paper(
     assert (triplet.loss, triplet.loss_options, triplet.concepts) == ("triplet", {"reduction": "mean"}, 7)
 
 
-# --- what rows ask of the trainer -----------------------------------------------------------------------------------
+# --- settings of the rows -------------------------------------------------------------------------------------------
 
 
 def test_without_a_share_concepts_do_not_retrieve():
@@ -169,9 +169,9 @@ def test_dvse_without_its_parts():
 def test_a_grid_runs_once_goes_on_and_reports(data: Path, tmp_path: Path, small: list[str]):
     grid = Grid("coder", common=(*TINY, f"data={data}"), seeds=(0, 1), out=tmp_path)
     assert {state(config) for config, _ in grid.runs().values()} == {"to run"}
-    assert "cannot be told" in write_report(grid)  # of nothing
+    assert "cannot be told" in write_report(grid)  # there are no runs yet
     run(grid)
-    assert len(small) == len(set(small)) == 4  # the re-rankings are of the full model's runs
+    assert len(small) == len(set(small)) == 4  # re-rankings use the full model's runs
     run(grid)
     assert len(small) == 4
 
@@ -187,7 +187,7 @@ def test_a_grid_runs_once_goes_on_and_reports(data: Path, tmp_path: Path, small:
     assert set(ours["dcl"]) == {0, 1} and ours["SCAN"] == {}
     reranked = measured(grid, tables["2"])
     assert reranked["plain"][0]["after"] == ours["dcl"][0]["before"]
-    assert reranked["FR"][1]["after"] == pytest.approx(ours["dcl"][1]["after"])  # these are the defaults
+    assert reranked["FR"][1]["after"] == pytest.approx(ours["dcl"][1]["after"])  # FR's settings are the defaults
 
     text = write_report(grid)
     assert (tmp_path / "report.md").read_text() == text
@@ -218,7 +218,7 @@ def test_a_row_is_re_ranked_by_its_own_numbers(tmp_path: Path, monkeypatch: pyte
 
 
 def test_rows_are_judged_by_what_their_table_is_about(tmp_path: Path, small: list[str], monkeypatch):
-    """Losses before re-ranking, re-rankings after it."""
+    """Losses are compared before re-ranking, re-rankings after it."""
 
     def runs(before: float, after: float) -> dict[int, dict[str, dict[str, float]]]:
         return {s: {"before": {"rsum": before + s}, "after": {"rsum": after + 1.1 * s}} for s in range(3)}
@@ -301,7 +301,7 @@ def test_wrong_words_are_named(words: list[str], message: str, capsys: pytest.Ca
 
 def test_intervals_are_of_paired_differences():
     difference = paired({0: 11.0, 1: 22.0, 2: 33.0, 9: 0.0}, {2: 30.0, 1: 20.0, 0: 10.0, 8: 0.0})
-    assert difference == pytest.approx(Difference(2.0, 4.303 / math.sqrt(3), 3))  # of 1, 2 and 3
+    assert difference == pytest.approx(Difference(2.0, 4.303 / math.sqrt(3), 3))  # values 1, 2 and 3
     assert str(difference) == "+2.0 ± 2.5"
     assert paired({4: 1.0}, {4: 3.0}) == Difference(-2.0, math.inf, 1)
     assert paired({4: 1.0}, {5: 3.0}) is None
@@ -310,7 +310,7 @@ def test_intervals_are_of_paired_differences():
 
 
 def planted(*rows: tuple[float, ...]) -> dict[str, dict[int, dict[str, dict[str, float]]]]:
-    """Rows "a", "b", ... whose RSUM is that over the seeds."""
+    """Rows "a", "b", ... with these RSUMs over the seeds."""
     return {
         name: {seed: {"before": {"rsum": value}} for seed, value in enumerate(row)}
         for name, row in zip("abcd", rows, strict=False)
@@ -323,7 +323,7 @@ def planted(*rows: tuple[float, ...]) -> dict[str, dict[int, dict[str, dict[str,
         ((105.0, 115.5, 124.5), HOLDS),
         ((95.0, 104.5, 115.5), FAILS),
         ((99.0, 111.0, 121.0), UNKNOWN),
-        ((105.0,), UNKNOWN),  # one seed has no spread
+        ((105.0,), UNKNOWN),  # one seed has no standard deviation
         ((), UNKNOWN),
     ],
 )
@@ -337,14 +337,14 @@ def test_a_claim_of_closeness_needs_the_whole_interval():
     assert verdict(Claim("", within=(("a", "b"),), apart=3.0), rows, "before")[0] == HOLDS
     assert verdict(Claim("", within=(("a", "b"),), apart=0.1), rows, "before")[0] == UNKNOWN
     assert verdict(Claim("", within=(("c", "b"),), apart=3.0), rows, "before")[0] == FAILS
-    rows = planted((100.4, 111.0, 121.6), (100.0, 110.0, 120.0))  # 1 ± 1.5 and, the other way round, -1 ± 1.5
+    rows = planted((100.4, 111.0, 121.6), (100.0, 110.0, 120.0))  # 1 ± 1.5 and, in reverse order, -1 ± 1.5
     for pair in (("a", "b"), ("b", "a")):
         assert verdict(Claim("", within=(pair,), apart=2.0), rows, "before")[0] == UNKNOWN
         assert verdict(Claim("", within=(pair,), apart=2.6), rows, "before")[0] == HOLDS
 
 
 def test_a_claim_is_judged_by_its_own_figure():
-    """Which may say the opposite of RSUM."""
+    """The figure of a claim may contradict RSUM."""
     rows = {
         name: {seed: {"before": {"rsum": rsum + seed, "i2t_r1": r1 + 1.1 * seed}} for seed in range(3)}
         for name, rsum, r1 in (("a", 400.0, 60.0), ("b", 420.0, 50.0))

@@ -1,4 +1,4 @@
-"""BERT and image backbones: what they compute, what is trained, and whole runs with them."""
+"""BERT and image backbones: their outputs, which parameters are trained, and whole runs with them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def photos(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def features(tmp_path_factory) -> Path:
-    """40 + 10 images of 4 regions with five captions each."""
+    """Data set of 40 + 10 images of 4 regions with five captions each."""
     root, rng = tmp_path_factory.mktemp("features"), np.random.default_rng(0)
     for split, n in {"train": 40, "dev": 10}.items():
         np.save(root / f"{split}_ims.npy", rng.normal(size=(n, 4, 6)).astype(np.float16))
@@ -55,11 +55,11 @@ def config(tmp_path: Path) -> Config:
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory) -> str:
-    """A file as torchvision's, with the classifier's weights in it."""
+    """File of weights like torchvision's, including the classifier's."""
     torch.manual_seed(1)
     network = Backbone("resnet18").network
     for name, x in network.state_dict().items():
-        if "running" in name:  # such as leave something alive behind every ReLU
+        if "running" in name:  # such that some units of every ReLU are active
             x.uniform_(0.5, 1.5) if "var" in name else x.uniform_(-0.1, 0.1)
     path = tmp_path_factory.mktemp("weights") / "resnet18.pth"
     torch.save({**network.state_dict(), "fc.weight": torch.ones(10, 512), "fc.bias": torch.ones(10)}, path)
@@ -133,7 +133,7 @@ def test_what_is_pre_trained_has_its_rate_in_every_view(config: Config, photos: 
 
 def test_weights_from_elsewhere_are_read_or_refused_by_name(weights: str, tmp_path: Path):
     given = torch.load(weights, weights_only=True)
-    path = tmp_path / "old.pth"  # from before batches were counted
+    path = tmp_path / "old.pth"  # as before batches were counted
     torch.save({name: x for name, x in given.items() if not name.endswith("num_batches_tracked")}, path)
     Backbone("resnet18").load_weights(str(path))
     for name, content in (("junk.pth", b"junk"), ("junk.safetensors", b"junk"), ("none.pth", None)):
@@ -153,7 +153,7 @@ def test_one_step_reaches_every_parameter_of_a_bert(config: Config, features: Pa
     assert {rates[id(p)] for n, p in trainer.model.named_parameters() if not n.startswith("text.bert.")} == {1.0}
     trainer.objective.begin_epoch(1)
     trainer.model.train()
-    for batch in list(trainer.batches.epoch(0))[:2]:  # a memory is empty in the first
+    for batch in list(trainer.batches.epoch(0))[:2]:  # the memory is empty in the first step
         trainer.train_step(batch)
     rate = trainer.optimizer.param_groups[0]["lr"]
     assert all(group["lr"] == pytest.approx(rate * group["factor"]) for group in trainer.optimizer.param_groups)
@@ -172,7 +172,7 @@ def test_a_run_with_bert_is_stored_whole_and_goes_on(config: Config, features: P
     longer = train(replace(config, epochs=2, resume=True))
     assert [line["epoch"] for line in longer["history"]] == [1, 2]
 
-    for file in checkpoint.iterdir():  # the run's own checkpoint is enough
+    for file in checkpoint.iterdir():  # the run's own checkpoint suffices
         file.unlink()
     model, vocabulary, _ = load_model(Path(config.out, "best.pt"))
     scores = model_scores(model, trainer.dev, vocabulary)
@@ -214,7 +214,7 @@ def test_what_is_no_bert_is_refused_by_name(config: Config, features: Path, bert
 
 @pytest.mark.parametrize(
     ("name", "dim", "parameters"),
-    [  # those that torchvision states, less the classifier's
+    [  # the numbers stated by torchvision, minus the classifier's
         ("resnet18", 512, 11_689_512 - 513_000),
         ("resnet34", 512, 21_797_672 - 513_000),
         ("resnet50", 2048, 25_557_032 - 2_049_000),
@@ -234,7 +234,7 @@ def test_backbones_have_the_sizes_of_the_published(name: str, dim: int, paramete
 
 @pytest.mark.parametrize(("narrow", "stride", "groups"), [(False, 1, 1), (False, 2, 1), (True, 1, 1), (True, 2, 4)])
 def test_a_block_is_that_of_the_published_networks(narrow: bool, stride: int, groups: int):
-    """As torchvision's, whose weights it takes: where a narrow block strides, its 3x3 convolution does (ResNet 1.5)."""
+    """Weights are torchvision's, and so is the stride of a bottleneck block, in its 3x3 convolution (ResNet 1.5)."""
     torch.manual_seed(0)
     outputs = 16 if stride > 1 else 8
     block = Block(8, 4 if narrow else outputs, outputs, stride, narrow, groups).eval().requires_grad_(False)
@@ -355,11 +355,11 @@ def test_backbones_that_do_not_fit_are_refused_by_name(config: Config, photos: P
         replace(raw, backbone_frozen=6)
 
 
-# timm needs a torchvision that was built for the very torch that is installed: what is asked of it is tested, not timm.
+# timm needs a torchvision built for the installed torch, so the calls to timm are tested, not timm itself.
 
 
 class Transformer(torch.nn.Module):
-    """As timm's: names its width, and answers with places in a row."""
+    """Stand-in for timm's vision transformers: it has a width, and returns positions as a sequence."""
 
     num_features = 7
 

@@ -1,4 +1,4 @@
-"""What ``check_data`` says of whole, partial and broken directories."""
+"""Output of ``check_data`` for complete, partial and broken directories."""
 
 from __future__ import annotations
 

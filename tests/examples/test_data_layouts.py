@@ -1,4 +1,4 @@
-"""Data sets of raw images: which images and captions a split has, how pictures are read, what ``check_data`` says."""
+"""Data sets of raw images: images and captions of their splits, loading of pictures, output of ``check_data``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def birds(tmp_path: Path) -> Path:
 
 def said(data: Path) -> tuple[str, bool]:
     lines, ready = check(data)
-    assert len("\n".join(lines).split("\n")) <= 24  # one screen
+    assert len("\n".join(lines).split("\n")) <= 24  # fits on one screen
     return "\n".join(lines), ready
 
 
@@ -132,7 +132,7 @@ def test_pictures_are_scaled_for_evaluation_and_cut_and_mirrored_for_training(tm
         return images.read(np.zeros(40, np.int64), rngs)[:, 0, 8, 0]
 
     red = first_columns(0) > 0.5
-    assert 8 < red.sum() < 32  # blue: mirrored
+    assert 8 < red.sum() < 32  # blue: flipped
     assert torch.equal(first_columns(0), first_columns(0)) and not torch.equal(first_columns(0), first_columns(1))
 
 
@@ -142,7 +142,7 @@ def test_cuts_stay_in_the_picture():
     np.testing.assert_allclose(width, height)
     assert 0.6 <= width.min() < 0.62 and 0.98 < width.max() <= 1
     assert boxes.min() >= 0 and boxes[:, 2].max() <= 40 and boxes[:, 3].max() <= 20
-    # Where a cut lies in what it may move by: anywhere, and how far down does not follow from how far right.
+    # Relative position of a crop: uniform, with vertical and horizontal positions independent.
     right, down = boxes[:, 0] / 40 / (1 - width), boxes[:, 1] / 20 / (1 - height)
     assert all(0.45 < place.mean() < 0.55 and place.min() < 0.05 and place.max() > 0.95 for place in (right, down))
     assert abs(np.corrcoef(right, down)[0, 1]) < 0.15
@@ -158,18 +158,18 @@ def test_several_processes_cut_a_sample_as_one_would(coco: Path):
     rest = [batch.regions for batch in Batches(split, vocabulary, 8, 1, seed=3).epoch(2, first_step=6)]
     assert len(rest) == 4 and all(
         map(torch.equal, rest, whole[6:])
-    )  # a resumed run sees what the interrupted one would
+    )  # a resumed run has the crops of the interrupted one
     another = next(Batches(split, vocabulary, 8, 1, seed=3).epoch(3))
     assert not torch.equal(alone.regions, another.regions)
 
 
 def test_a_picture_is_cut_anew_in_every_epoch_and_by_every_seed(tmp_path: Path):
-    noise = np.random.default_rng(0).integers(256, size=(40, 48, 3), dtype=np.uint8)  # two cuts of it are never alike
+    noise = np.random.default_rng(0).integers(256, size=(40, 48, 3), dtype=np.uint8)  # no two crops of it are equal
     Image.fromarray(noise).save(tmp_path / "noise.png")
     split = Split(Images([tmp_path / "noise.png"] * 6, 8), ["caption"] * 6, 1)
 
     def cut(seed: int, epoch: int) -> list[torch.Tensor]:
-        """In the order of the images, as that of the samples is another in every epoch."""
+        """Crops in the order of the images, because the order of samples changes every epoch."""
         batch = next(Batches(split, Vocabulary.from_captions(split.captions, 1), 6, 1, seed).epoch(epoch))
         return list(batch.regions[batch.image_ids.argsort()])
 

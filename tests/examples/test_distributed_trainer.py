@@ -1,4 +1,4 @@
-"""A run of two processes is that of one with twice the batch."""
+"""A run of two processes equals one of a single process with twice the batch."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "pvse": {"loss": "pvse", "heads": 2},
     "chunks": {"loss": "infonce", "micro_batch": 8, "captions_per_image": 2},
 }
-# The gradients of PVSE's attention over words are next to nothing here (4e-5 in norm), and which of two nearly equal
-# pairs of embeddings is the closest is for rounding to say: Adam makes a step of the usual size of that.
+# The gradients of PVSE's attention over words are tiny here (4e-5 in norm) and depend on rounding, which decides
+# between nearly equal pairs of embeddings, but Adam scales them to steps of the usual size.
 ROUNDED = {"pvse": ("text.heads.attention",)}
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    """48 + 12 images of 4 regions, and a feature of the whole."""
+    """Data set of 48 + 12 images of 4 regions, with global features."""
     root, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
     for split, n in {"train": 48, "dev": 12}.items():
         np.save(root / f"{split}_ims.npy", rng.normal(size=(n, 4, 6)).astype(np.float32))
         np.save(root / f"{split}_global.npy", rng.uniform(size=(n, 5)).astype(np.float32))
-        # No two alike: which of equal negatives is the hardest is for rounding to say.
+        # All captions differ, because rounding would decide between equal hardest negatives.
         lines = [f"{CAPTIONS[(i + c) % 5]} {i} {c}\n" for i in range(n) for c in range(5)]
         (root / f"{split}_caps.txt").write_text("".join(lines))
     return root
@@ -81,7 +81,7 @@ def test_two_processes_train_what_one_trains_with_twice_the_batch(data: Path, tm
         assert [x["step"] for x in first[name]["history"]] == [x["step"] for x in alone["history"]]
         for mine, other in zip(first[name]["history"], alone["history"], strict=True):
             assert mine["rsum"] == pytest.approx(other["rsum"], abs=1e-6), name
-            if name not in ("coder", "dvse", "pvse"):  # parts of theirs are of a process's own samples
+            if name not in ("coder", "dvse", "pvse"):  # parts of their values are of a process's own samples
                 assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4), name
         for key, wanted in alone["state"].items():
             found = first[name]["state"][key]

@@ -1,4 +1,4 @@
-"""What the systems of the papers are made of, against loops over their equations."""
+"""The components of the papers' systems, against loops over their equations."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CAPTIONS = [
 
 
 def told(regions: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Eq. 6 and 7 of one picture, region by region."""
+    """Eq. 6 and 7 for one picture, region by region."""
     powers = [math.exp(sum(float(a * b) for a, b in zip(whole, v, strict=True))) for v in regions]
     shares = [x / sum(powers) for x in powers]
     length = math.sqrt(sum(x * x for x in shares))
@@ -86,7 +86,7 @@ def test_guided_enhancement_is_that_of_the_equations():
     found = module(regions, wholes)
     for picture, given, wanted in zip(regions, wholes, found, strict=True):
         x = (given - given.mean()) / torch.sqrt(given.var(correction=0) + norm.eps)
-        x = x / math.sqrt(1 + first.eps)  # fresh statistics
+        x = x / math.sqrt(1 + first.eps)  # initial running statistics
         x = linear.weight @ x + linear.bias
         x = x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
         whole = last.weight @ (x / math.sqrt(1 + second.eps)) + last.bias
@@ -126,7 +126,7 @@ def test_kinds_of_concepts_have_their_shares():
     captions = [f"a red {noun} {verbs[i % 5]} green blue white black pink" for i, noun in enumerate(nouns)]
     found = find_concepts(captions, 20)
     assert [found.kinds.count(kind) for kind in ("object", "motion", "property")] == [14, 4, 2]
-    few = find_concepts([f"a {noun}" for noun in nouns], 20)  # of nothing but objects
+    few = find_concepts([f"a {noun}" for noun in nouns], 20)  # only objects
     assert few.kinds == ["object"] * 20
     with pytest.raises(ValueError, match=r"concepts = 27: the captions have 26 words"):
         find_concepts([f"a {noun}" for noun in nouns], 27)
@@ -160,7 +160,7 @@ def test_concepts_can_be_looked_at(data: Path, tmp_path: Path, capsys: pytest.Ca
 def test_normalized_graph_is_that_of_the_equation():
     graph = torch.tensor([[0.0, 1.0, 1.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
     found = normalized_graph(graph)
-    degrees = [2, 1, 1]  # a concept without edges divides by nothing
+    degrees = [2, 1, 1]  # a concept without edges causes no division by zero
     for i in range(3):
         for j in range(3):
             wanted = float(graph[i, j]) / math.sqrt(degrees[i] * degrees[j]) + (i == j)
@@ -213,7 +213,7 @@ def test_words_begin_with_their_vectors_at_the_length_of_the_others():
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """40 + 10 images of 4 regions and a feature of the whole, which is all that tells them apart."""
+    """Data set of 40 + 10 images of 4 regions, distinguished by their global features only."""
     rng = np.random.default_rng(0)
     for split, n in {"train": 40, "dev": 10}.items():
         np.save(tmp_path / f"{split}_ims.npy", rng.normal(size=(n, 4, 6)).astype(np.float16))
@@ -272,7 +272,7 @@ def test_one_step_reaches_every_parameter(system: str, data: Path, tmp_path: Pat
     batches = list(trainer.batches.epoch(0))
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.model.train()
-    for batch in batches[:2]:  # the memory is empty in the first
+    for batch in batches[:2]:  # the memory is empty in the first step
         trainer.train_step(batch)
     still = {name for name, p in trainer.model.named_parameters() if torch.equal(p, before[name])}
     if system == "coder without concepts":
@@ -341,7 +341,7 @@ def test_beside_heads_a_whole_picture_is_one_embedding(data: Path, tmp_path: Pat
 
 
 def test_views_are_trained_as_each_would_be_alone_and_retrieve_by_their_mean(data: Path, tmp_path: Path):
-    """With dropout off: the steps of one do not touch the other."""
+    """Dropout is off: the updates of one view do not change the other."""
     dry = {"feature_dropout": 0.0, "whole_dropout": 0.0, "word_dropout": 0.0, "embedding_dropout": 0.0, "clip": 1e9}
     config = replace(settings(data, tmp_path / "run", "coder, two views"), **dry)
     both = Trainer(config)
@@ -374,7 +374,7 @@ def test_what_needs_features_of_whole_pictures_says_so(data: Path, tmp_path: Pat
 
 
 def test_parameters_at_the_papers_sizes():
-    """Of 36 regions of 2048 dimensions, words of 300, a space of 1024, 400 concepts; counted layer by layer."""
+    """Sizes: 36 regions of 2048 dimensions, words of 300, a space of 1024, 400 concepts; counts by layer."""
     region, word, space, words = 2048, 300, 1024, 12000
     gpo = 3 * 2 * (32 * 32 + 32 * 32 + 2 * 32) + 32
     image = (region + 1) * space + region * 512 + 2 * 512 + (512 + 1) * space + gpo

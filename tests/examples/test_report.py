@@ -1,4 +1,4 @@
-"""The report page on run directories made by hand, and the demo's decisions about what to train."""
+"""The report page for artificial run directories, and the demo's decisions about what to train."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def write_data(root: Path, pictures: bool = False, splits: tuple[str, ...] = ("d
 
 
 def write_run(out: Path, data: Path, loss: str, quality: float, splits: tuple[str, ...] = ("dev",)) -> Path:
-    """A run whose scores are noise plus `quality` on the right pairs, and its true figures."""
+    """Write a run whose scores are noise plus `quality` on the right pairs, with its actual figures."""
     out.mkdir(parents=True)
     config = asdict(Config(loss=loss, epochs=3, out=str(out)))
     (out / "config.json").write_text(json.dumps(config))
@@ -76,7 +76,7 @@ def page_of(runs: dict[str, Path], data: Path) -> str:
 
 
 class Checker(HTMLParser):
-    """Refuses elements that are not closed in order, and collects what the page points to."""
+    """Parser that checks that elements are closed in order, and collects the page's references."""
 
     VOID = ("meta", "img", "path", "rect", "use")
 
@@ -98,7 +98,7 @@ class Checker(HTMLParser):
 
 
 def rows_of(page: str) -> list[list[str]]:
-    """The cells of the body rows of the table, without the small figures of the gain."""
+    """Cells of the table's body rows, without the small figures of the change."""
     table = page[page.index("<tbody>") : page.index("</table>")]
     table = re.sub(r"<small>.*?</small>", "", table)
     return [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in table.split("</tr>")][:-1]
@@ -281,19 +281,19 @@ def test_a_finished_run_is_reused_and_another_one_is_not(tmp_path):
     config = demo.demo_config("dcl", tmp_path)
     out = Path(config.out)
     assert not demo.is_finished(config)
-    demo.clear_other_run(config)  # there is none
+    demo.clear_other_run(config)  # there is no run yet
     out.mkdir(parents=True)
     (out / "config.json").write_text(json.dumps({**asdict(config), "resume": True}))
     (out / "last.pt").touch()
     demo.clear_other_run(config)
-    assert not demo.is_finished(config) and (out / "last.pt").exists()  # cut off: goes on from there
+    assert not demo.is_finished(config) and (out / "last.pt").exists()  # interrupted: resumes there
     (out / "metrics.json").touch()
     demo.clear_other_run(config)
     assert demo.is_finished(config)
     other = demo.demo_config("dcl", tmp_path, quick=True)
     demo.clear_other_run(other)
     assert not demo.is_finished(other)
-    assert [file.name for file in out.iterdir()] == ["config.json"]  # else taken for its own, or resumed
+    assert [file.name for file in out.iterdir()] == ["config.json"]  # otherwise it could be taken for this run's
 
 
 @pytest.mark.slow

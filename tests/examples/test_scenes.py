@@ -1,4 +1,4 @@
-"""The drawn data set; `caption_reader` is the independent judge of its captions."""
+"""The generated data set; `caption_reader` independently checks its captions."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_order_of_regions_carries_no_information():
     scene = generate_scenes("dev", 1)[0]
     image = render(scene)
     areas = np.stack([region_features(image, scene, np.random.default_rng(i))[:, -1] for i in range(200)])
-    whole = np.bincount((areas == 1).argmax(1), minlength=REGIONS)  # the place of the whole image
+    whole = np.bincount((areas == 1).argmax(1), minlength=REGIONS)  # the box of the whole image
     assert (areas == 1).sum() == 200
     assert whole.min() >= 5 and whole.max() <= 35  # about 200 / 12 each
 
@@ -135,7 +135,7 @@ def test_captions_are_five_distinct_english_sentences(described):
 
 def test_captions_are_distinct_even_where_objects_look_alike():
     stars = tuple(SceneObject("star", "red", "small", x, 0.2) for x in (0.2, 0.5, 0.8))
-    for i in range(2840, 2900):  # at 2880 the writer comes upon the same words twice
+    for i in range(2840, 2900):  # seed 2880 draws the same words twice
         assert len(set(captions(Scene("sea", stars, 0), np.random.default_rng(i)))) == 5
 
 
@@ -151,7 +151,7 @@ def test_captions_are_true(described):
 
 
 def test_captions_seldom_fit_other_scenes(described):
-    """Also a test of the reader: one that believes everything would fail here."""
+    """This also tests the reader: it would fail here if it accepted every caption."""
     scenes = [scene for scene, _ in described[:60]]
     fits = [sum(map(Reader(text).holds, scenes)) for _, texts in described[:60] for text in texts]
     assert np.median(fits) <= 3 and np.mean(fits) < 10
@@ -200,7 +200,7 @@ def test_the_reader_tells_true_from_false(right, wrong):
 
 
 def _differences(a: Scene, b: Scene) -> list[str]:
-    """Which attributes of which objects differ; a place is one attribute."""
+    """Attributes of objects that differ; a position is one attribute."""
     assert a.background == b.background and len(a.objects) == len(b.objects)
     return [
         "place" if field.name in "xy" else field.name
@@ -227,7 +227,7 @@ def test_members_of_a_family_differ_from_the_first_in_one_attribute():
 
 
 def test_no_family_straddles_two_splits():
-    """Members of a family agree in all objects but one; no scenes of different splits do."""
+    """Members of a family agree in all objects but one; scenes of different splits never do."""
 
     def traces(split: str) -> set:
         return {
@@ -274,7 +274,7 @@ def test_an_interrupted_or_damaged_data_set_is_written_again(tmp_path, monkeypat
         patch.setattr(np, "save", stop_late)
         with pytest.raises(KeyboardInterrupt):
             write_scenes(tmp_path, SMALL)
-    assert write_scenes(tmp_path, SMALL)  # although every file was there, one of them with the other seed
+    assert write_scenes(tmp_path, SMALL)  # although every file exists, one of them was written with another seed
     write_scenes(tmp_path / "fresh", SMALL)
     assert _digest(tmp_path / "pictures") == _digest(tmp_path / "fresh" / "pictures")
     assert np.array_equal(*(np.load(root / "test_ims.npy") for root in (tmp_path, tmp_path / "fresh")))

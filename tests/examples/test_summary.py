@@ -1,4 +1,4 @@
-"""The table over seeds."""
+"""The table of means over seeds."""
 
 from __future__ import annotations
 

@@ -28,14 +28,14 @@ from itrloss.rerank import FastReranker
 
 CONFIGS = Path(module.__file__).parent / "configs"
 WORDS = [f"word{i}" for i in range(20)]
-# Two steps see the same embeddings, and gradients as they are.
+# Two steps with the same embeddings and unclipped gradients.
 DRY = {"feature_dropout": 0.0, "word_dropout": 0.0, "embedding_dropout": 0.0, "clip": 1e9}
 RECALLS = ["i2t_r1", "i2t_r5", "i2t_r10", "t2i_r1", "t2i_r5", "t2i_r10", "rsum"]
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    """60 + 20 + 20 images of 4 regions; the words of a caption are those that its regions are made of."""
+    """Data set of 60 + 20 + 20 images of 4 regions; the words of a caption identify the components of its regions."""
     root = tmp_path_factory.mktemp("data")
     rng = np.random.default_rng(0)
     meanings = rng.normal(size=(len(WORDS), 8))
@@ -58,7 +58,7 @@ def config(data: Path, tmp_path: Path) -> Config:
 
 
 def captions_of(n: int) -> Split:
-    """n images with five captions each: caption c of image i reads `i-c`."""
+    """Captions of n images, five each: caption c of image i is `i-c`."""
     return Split(np.zeros((n, 2, 3), np.float32), [f"{i} {c}" for i in range(n) for c in range(5)], 5)
 
 
@@ -83,7 +83,7 @@ def test_gpo_agrees_with_a_loop_over_sets_and_dimensions():
             expected[b, d] = sum(w * x for w, x in zip(weights.tolist(), ranked, strict=True))
     torch.testing.assert_close(gpo(features, lengths), expected, rtol=0, atol=1e-6)
     assert gpo.score.bias is None
-    assert len(gpo.weights(lengths, 5).unique(dim=0)) == 3  # one row of weights for each distinct length
+    assert len(gpo.weights(lengths, 5).unique(dim=0)) == 3  # one row of weights per distinct length
 
 
 def test_padding_does_not_overflow_in_half_precision():
@@ -145,7 +145,7 @@ def test_shared_dropout_takes_a_feature_from_the_whole_set(shared: bool):
     assert set(kept.unique().tolist()) == {0, torch.ones(()).div(0.7).item()}
     assert (kept == 0).float().mean().item() == pytest.approx(0.3, abs=0.02)
     assert torch.equal(kept, kept[:, :1].expand_as(kept)) == shared
-    assert not torch.equal(kept[:1].expand_as(kept), kept)  # another draw for every set
+    assert not torch.equal(kept[:1].expand_as(kept), kept)  # independent for each set
     assert torch.equal(dropout.eval()(kept), kept)
 
 
@@ -218,7 +218,7 @@ def test_an_epoch_shows_every_caption_once_beside_its_image(per_sample: int):
             caption = " ".join(vocabulary.words[i] for i in words[:length])
             assert caption.split()[0] == str(int(image))
             shown.append(caption)
-    if per_sample == 2:  # five are three samples, of which one has a caption that was there already
+    if per_sample == 2:  # five captions make three samples, of which one repeats a caption
         assert len(shown) == 8 * 6 and set(shown) == set(split.captions)
         assert len({a for a in split.captions if shown.count(a) == 2}) == 8
     else:
@@ -231,7 +231,7 @@ def test_captions_of_a_sample_differ_and_are_drawn_anew_in_every_epoch(per_sampl
     vocabulary = Vocabulary.from_captions(split.captions, min_count=1)
 
     def together(seed: int, epoch: int) -> set[frozenset[str]]:
-        """Which captions were a sample, whatever the order of samples and of captions in them."""
+        """Captions of each sample, independent of the order of samples and of captions in them."""
         found = []
         for batch in Batches(split, vocabulary, 4, per_sample, seed).epoch(epoch):
             said = [" ".join(vocabulary.words[i] for i in words[:2]) for words in batch.words]
@@ -252,7 +252,7 @@ def test_batches_follow_from_seed_epoch_and_step():
         return [batch.words.tolist() for batch in batches.epoch(epoch, first_step)]
 
     whole = texts(0, 3)
-    assert len(whole) == 4  # 45 captions: the incomplete fifth batch is left out
+    assert len(whole) == 4  # 45 captions: the incomplete fifth batch is dropped
     assert texts(0, 3, first_step=2) == whole[2:]
     assert texts(0, 4) != whole and texts(1, 3) != whole
     assert texts(0, 3, per_image=2)[1:] == texts(0, 3, 1, per_image=2) != texts(0, 4, 1, per_image=2)
@@ -329,7 +329,7 @@ def test_shipped_configurations_are_valid(file: Path):
     config = load_config(file)
     loss = build_loss(config)
     assert type(loss) is LOSSES[config.loss]
-    for name, value in config.loss_options.items():  # of the loss, or of a part of it
+    for name, value in config.loss_options.items():  # options of the loss, or of a part of it
         if name == "clusters":
             assert len(loss.prototypes.centroids) == value
         elif config.loss == "coder" and name.endswith("_weight") and name != "positive_weight":
@@ -356,7 +356,7 @@ def test_learning_rate_warms_up_and_drops():
 def test_one_step_reaches_every_parameter_with_the_gradient_of_one_backward(config: Config, loss: str, per_image: int):
     trainer = Trainer(replace(config, loss=loss, captions_per_image=per_image, clip=1e9))
     batch = next(trainer.batches.epoch(0))
-    if trainer.objective.memory is not None:  # of an empty one there is nothing to learn
+    if trainer.objective.memory is not None:  # an empty memory gives no gradients
         trainer.objective.memory.enqueue(*torch.randn(2, 10, 16), torch.arange(10) + 1000)
     objective, state = copy.deepcopy(trainer.objective), torch.get_rng_state()
     inputs = batch.regions, batch.words, batch.lengths
@@ -452,7 +452,7 @@ def test_what_does_not_fit_is_refused_before_the_first_step(config: Config, data
     (other / "dev_global.npy").unlink()
     with pytest.raises(ValueError, match=r"views = 'regions\+whole': needs .*dev_global\.npy"):
         Trainer(seen)
-    assert train(replace(seen, views="regions", epochs=1))["best_rsum"] > 0  # which does not look at them
+    assert train(replace(seen, views="regions", epochs=1))["best_rsum"] > 0  # the model ignores them
     np.save(other / "dev_ims.npy", np.ones((20, 4, 7), np.float32))
     with pytest.raises(ValueError, match=r"dev_ims\.npy: 7 features, must be 8"):
         Trainer(replace(config, data=str(other)))
@@ -478,7 +478,7 @@ def test_gradients_are_clipped_at_their_own_norm_whatever_their_scale(
     config = replace(config, micro_batch=micro, **DRY | {"clip": 0.1})
     for precision in ("float32", "float16"):
         trainer = Trainer(replace(config, precision=precision))
-        if precision == "float16":  # any scale but 1 tells, and of a small one nothing overflows
+        if precision == "float16":  # any scale other than 1 has an effect, and a small one does not overflow
             trainer.scaler = torch.amp.GradScaler("cpu", init_scale=0.125)
         trainer.train_step(next(trainer.batches.epoch(0)))
     assert norms[1].item() == pytest.approx(norms[0].item(), rel=0.05)
@@ -533,7 +533,7 @@ def test_keys_follow_the_model_and_enter_the_memory_after_the_step(config: Confi
     start = trainer.model.text.embedding.weight.detach().clone()
     batches = list(trainer.batches.epoch(0))
     trainer.train_step(batches[0])
-    assert torch.equal(keys.module.text.embedding.weight, start)  # moved before the step, towards the same
+    assert torch.equal(keys.module.text.embedding.weight, start)  # updated before the step, towards the same parameters
     assert len(memory) == 32 and torch.equal(memory.ids[:32], batches[0].text_ids)
     after = trainer.model.text.embedding.weight.detach().clone()
     trainer.train_step(batches[1])
@@ -556,7 +556,7 @@ def test_a_run_ends_when_its_patience_does(config: Config, monkeypatch: pytest.M
     figures = iter([10.0, 30.0, 20.0, 30.0, 40.0, 50.0])
     monkeypatch.setattr(module, "recalls", lambda scores, split: {"rsum": next(figures)})
     patient = replace(config, epochs=6, patience=2)
-    assert [line["rsum"] for line in train(patient)["history"]] == [10, 30, 20, 30]  # equal is not better
+    assert [line["rsum"] for line in train(patient)["history"]] == [10, 30, 20, 30]  # an equal RSUM is no improvement
     resumed = train(replace(patient, resume=True, patience=3))
     assert [line["rsum"] for line in resumed["history"]] == [10, 30, 20, 30, 40, 50]
 
@@ -598,9 +598,9 @@ def test_sub_embeddings_leave_padding_out():
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["mdcl", "uto", "coder", "dvse"])
 def test_the_models_of_the_papers_learn(config: Config, loss: str):
-    options = {"mdcl": {"positive_weight": 1.0}}.get(loss, {})  # alone, the printed weight pulls too little
+    options = {"mdcl": {"positive_weight": 1.0}}.get(loss, {})  # the printed weight is too small here
     result = train(replace(config, loss=loss, loss_options=options, epochs=8, memory=64))
-    assert result["best_rsum"] > 200  # of 20 images; chance is 155
+    assert result["best_rsum"] > 200  # for 20 images; chance level is 155
     model, _, _ = load_model(Path(config.out, "best.pt"))
     assert type(model) is {"coder": CODER, "dvse": DVSE}.get(loss, VSE)
 
@@ -617,7 +617,7 @@ def test_a_run_learns_and_writes_every_file(config: Config):
     assert {"loss", "lr", "seconds", "loss_seconds", *RECALLS} <= set(log[0])
     assert 0 < log[0]["loss_seconds"] < log[0]["seconds"] and log[0]["data_seconds"] > 0
     assert log[-1]["loss"] < 0.8 * log[0]["loss"]
-    assert result["best_rsum"] == max(line["rsum"] for line in log) > 200  # of 20 images; chance is 155
+    assert result["best_rsum"] == max(line["rsum"] for line in log) > 200  # for 20 images; chance level is 155
 
     metrics = json.loads((out / "metrics.json").read_text())
     assert metrics == result["metrics"]
@@ -658,14 +658,14 @@ def test_the_four_numbers_of_a_re_ranking_are_gammas_and_lambdas():
 )
 def test_a_killed_run_resumes_bit_for_bit(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str):
     options = {"triplet": {"reduction": "mean"}, "coder": {"clusters": 20}}.get(loss, {})
-    if loss == "float16":  # with the scale that its gradients have come to
+    if loss == "float16":  # with the scale that its gradients have reached
         config, loss = replace(config, precision="float16", micro_batch=16), "infonce"
     config = replace(
         config, loss=loss, loss_options=options, lr_warmup_steps=12, decay_epochs=[1], save_steps=1, memory=70
     )
     train(replace(config, out=str(tmp_path / "straight")))
 
-    step, calls = Trainer.train_step, iter(range(13))  # dies after step 4 of the second epoch
+    step, calls = Trainer.train_step, iter(range(13))  # stop after step 4 of the second epoch
 
     def mortal_step(self: Trainer, batch: object) -> float:
         if next(calls, None) is None:
@@ -676,7 +676,7 @@ def test_a_killed_run_resumes_bit_for_bit(config: Config, tmp_path: Path, monkey
     with pytest.raises(KeyboardInterrupt):
         train(config)
     monkeypatch.undo()
-    torch.manual_seed(123)  # another process would not have our random state either
+    torch.manual_seed(123)  # another process would not share our random state either
     train(replace(config, resume=True))
 
     states = [torch.load(tmp_path / run / "last.pt", weights_only=True) for run in ("straight", "run")]
@@ -790,7 +790,7 @@ def test_the_warm_up_may_be_infonce(config: Config, loss: str):
     nce = itrloss.InfoNCELoss(0.07, reduction="mean")
     trainer.objective.begin_epoch(0)
     value, terms = trainer.objective(outputs, *ids)
-    if loss == "triplet":  # whose sums over the batch it stands in for
+    if loss == "triplet":  # triplet sums over the batch, and so does its warm-up
         expected = itrloss.InfoNCELoss(0.07, reduction="sum")(*outputs, *ids)
     elif loss == "pvse":
         scores = trainer.model.similarity(*outputs[:2])
