@@ -225,6 +225,30 @@ def test_the_package_is_a_command():
     assert done.returncode == 0 and "rerank" in done.stdout
 
 
+def test_the_handler_of_a_signal_is_the_callers_again(saved, capsys):
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        assert run("rerank", saved, "--methods", "fast") == 0 and run("rerank", saved.parent) == 2
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("name", ["image_ids-val.npy", "text_ids.npy", "image_ids/s.npy"])
+def test_files_keep_their_names_in_messages(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert f"'{name}'" in refused(capsys, "rerank", name)
+
+
+def test_no_text_is_made_of_what_a_pickle_has_for_the_order_of_bytes(tmp_path):
+    order = b"X\x01\x00\x00\x00<"  # lists in lists, each twice the one in it, would fill the memory as a text
+    pickled = pickle.dumps(np.ones((2, 2)), protocol=2)
+    assert pickled.count(order) == 1
+    (tmp_path / "s.pkl").write_bytes(pickled.replace(order, b"]"))
+    with pytest.raises(ValueError, match="expected str instance, list found"):
+        files.read_matrix(tmp_path / "s.pkl")
+
+
 def test_pickles_of_arrays_are_read_as_before(tmp_path):
     array = np.random.default_rng(0).normal(size=(6, 12))
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):

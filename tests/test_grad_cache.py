@@ -335,6 +335,18 @@ def test_second_pass_repeats_the_draws_of_the_first(chunk_size):
     assert not torch.allclose(grad_cache_step(noisy, encoders, inputs, chunk_size), results[0][0])
 
 
+def test_draws_are_repeated_behind_hooks_that_draw():
+    encoders, inputs, gradients = (Draws(5), Draws(4)), batch(), []
+    for drawn in (0, 3):
+        hooks = [p.register_hook(lambda g, n=drawn: g + 0 * torch.rand(n).sum()) for p in encoders[0].parameters()]
+        seed_all(7)
+        grad_cache_step(product, encoders, inputs, 3)
+        gradients.append(take_gradients(*encoders))
+        for hook in hooks:
+            hook.remove()
+    assert_same(gradients[1], gradients[0])
+
+
 def test_draws_are_repeated_behind_an_encoder_that_is_not_run_again():
     encoders, inputs = (Draws(5).requires_grad_(False), Draws(4)), batch()
     results = []
@@ -602,3 +614,15 @@ def test_expanded_buffers_are_left_alone():
     x = torch.randn(5, 3), torch.randn(5, 3)
     loss = itrloss.grad_cache_step(itrloss.InfoNCELoss(), (encoder, encoder), x, chunk_size=2)
     assert loss.isfinite()
+
+
+def test_expanded_buffers_of_one_number_are_restored():
+    class Steps(nn.Linear):
+        def forward(self, x):
+            self.steps.add_(1)
+            return super().forward(x)
+
+    encoder = Steps(3, 4)
+    encoder.register_buffer("steps", torch.zeros(()).expand(1))
+    itrloss.grad_cache_step(itrloss.InfoNCELoss(), (encoder, encoder), (torch.randn(5, 3),) * 2, chunk_size=2)
+    assert encoder.steps == 6

@@ -456,6 +456,15 @@ def test_momentum_encoder_averages_parameters():
         assert not keys(torch.randn(8, 3)).requires_grad and not any(p.requires_grad for p in keys.parameters())
 
 
+def test_momentum_encoder_averages_complex_buffers():
+    encoder = nn.Linear(3, 4)
+    encoder.register_buffer("phases", torch.zeros(2, dtype=torch.complex64))
+    keys = MomentumEncoder(encoder, 0.75, buffers="average")
+    encoder.phases.fill_(4 + 8j)
+    keys.update(encoder)
+    assert keys.module.phases.tolist() == [1 + 2j] * 2
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_momentum_encoder_keeps_its_mode(training):
     keys = MomentumEncoder(nn.Sequential(nn.Linear(3, 4), nn.Dropout()), training=training)

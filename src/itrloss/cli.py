@@ -29,7 +29,7 @@ from .similarity import Similarity
 
 _RESULTS = ("out", "rankings", "queries", "latex", "report")  # options that are files to write
 # Arguments of the library, which the command line has as options; not as parts of a path.
-_ARGUMENTS = re.compile(r"(?<![\w/.-])(image_ids|text_ids|folds(?=:))(?![./]?\w)")
+_ARGUMENTS = re.compile(r"(?<![\w/.-])(image_ids|text_ids|folds(?=:))(?![./-]?\w)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,15 +37,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal without Greek letters and arrows gets question marks
             stream.reconfigure(errors="replace")
-    with contextlib.suppress(ValueError):  # outside the main thread, which alone may set handlers
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # removes temporary files on its way
-    args = _parser().parse_args(arguments)
+    args, before = _parser().parse_args(arguments), signal.getsignal(signal.SIGTERM)
 
     def say(message: object) -> None:
         text = _ARGUMENTS.sub(lambda name: "--" + name[0].replace("_", "-"), str(message))
         print(f"itrloss {args.command}: {text}", file=sys.stderr)
 
     try:
+        with contextlib.suppress(ValueError):  # outside the main thread, which alone may set handlers
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # removes temporary files
         with warnings.catch_warnings():
             warnings.simplefilter("always", UserWarning)
             warnings.showwarning = lambda message, *_, **__: say(message)
@@ -56,6 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("interrupted")
         return 130
+    finally:
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # None: a handler in C, which cannot be set again
     return 0
 
 

@@ -188,10 +188,10 @@ class _Type:
     """Stands in for ``numpy.dtype``: a pickle could set a real one's flags so that bytes are read as addresses."""
 
     def __init__(self, name: object, *_: object):
-        self.name = str(name)
+        self.parts = (name,)
 
     def __setstate__(self, state: Any) -> None:
-        self.name = f"{state[1]}{self.name}"  # with the order of bytes
+        self.parts = state[1], *self.parts  # with the order of bytes
 
 
 class _Pickled:
@@ -205,7 +205,7 @@ class _Pickled:
         _Pickled.__init__(self, data, kind, shape, "F" if fortran else "C")
 
     def load(self) -> Any:
-        dtype = np.dtype(self.kind.name)
+        dtype = np.dtype("".join(self.kind.parts))  # refuses all but strings; str() of lists in lists may take for ever
         if dtype.kind not in "fiub":
             raise ValueError(f"expected numbers, got an array of {dtype}, which is not read")
         data = self.data.encode(_ENCODING) if isinstance(self.data, str) else self.data

@@ -126,7 +126,8 @@ def _replay(i: int, encoder: Any, inputs: Any, rows: slice, gradients: list[Tens
     outputs = tree_leaves(_encode(i, encoder, inputs, rows))
     pairs = [(e, g[rows]) for e, g in zip(outputs, gradients, strict=True) if g is not None and e.requires_grad]
     if pairs:
-        _backward([e for e, _ in pairs], [g for _, g in pairs])
+        with _state():  # the next chunk's random numbers do not depend on those that hooks draw
+            _backward([e for e, _ in pairs], [g for _, g in pairs])
     return bool(pairs)
 
 
@@ -151,7 +152,8 @@ def _state(modules: Iterable[nn.Module] = ()) -> ExitStack:
     for module in modules:
         for name, buffer in module.named_buffers(recurse=False):
             state.callback(setattr, module, name, buffer)
-            if 0 not in buffer.stride():  # nothing can write to an expanded one
+            if all(stride or size == 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
+                # An expanded one, which nothing can write to, is left out.
                 # ``data`` keeps the version counter: other graphs may have saved the buffer.
                 state.callback(buffer.data.copy_, buffer.detach().clone())
     return state

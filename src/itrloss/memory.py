@@ -203,7 +203,7 @@ class MomentumEncoder(nn.Module):
         for own, new in zip(self.module.parameters(), encoder.parameters(), strict=True):
             own.lerp_(new, 1 - self.momentum)
         for own, new in zip(self.module.buffers(), encoder.buffers(), strict=True):
-            averaged = self.averages_buffers and own.is_floating_point()
+            averaged = self.averages_buffers and (own.is_floating_point() or own.is_complex())
             own.copy_(own.lerp(new, 1 - self.momentum) if averaged else new)
 
     @torch.no_grad()
