@@ -280,9 +280,11 @@ def test_holms_correction_of_known_p_values(monkeypatch):
     single = {"a": 0.01, "b": 0.025, "c": 0.02, "d": 0.5}
     stub = lambda system, base: {"rsum": metrics.Comparison(0.0, 0.0, 0.0, single[system])}  # noqa: E731
     monkeypatch.setattr("itrloss.metrics.uncertainty.compare", stub)
-    found = compare_all({"base": "base", **{name: name for name in single}}, baseline="base")
+    systems = {"base": "base", **{name: name for name in single}}
+    found = compare_all(systems, baseline="base")
     wanted = {"a": 4 * 0.01, "b": 3 * 0.02, "c": 3 * 0.02, "d": 0.5}  # monotone: not below the value of a smaller p
     assert {name: x["rsum"].p_value for name, x in found.items()} == pytest.approx(wanted)
+    assert found == compare_all(systems, baseline="base", figures=("rsum", "rsum"))  # a test counts once
 
 
 @pytest.mark.parametrize(

@@ -276,6 +276,14 @@ def test_fast_re_ranking_with_equal_scales_is_the_inverted_softmax():
         torch.testing.assert_close(a, b)
 
 
+def test_a_penalty_that_overflows_leaves_queries_alone_whose_best_is_no_hub():
+    scores, bank = torch.rand(N, M) + torch.eye(N, M), torch.rand(3, M)
+    bank[:, M - 1] = 1e38
+    found = QueryBankNorm(20.0).fit(bank, torch.rand(N, 4)).rerank(scores).i2t
+    kept = scores.argmax(1) != M - 1
+    assert kept.any() and torch.equal(found[kept], 20 * scores[kept])
+
+
 def test_sinkhorn_has_all_candidates_liked_equally():
     scores = torch.rand(N, M, dtype=torch.float64)
     i2t = Sinkhorn(10.0, 500).rerank(scores).i2t
@@ -480,6 +488,13 @@ class _Centred(rerank.Reranker):
         return rerank.Bias(-direction.candidates.mean_std().mean)
 
 
+class _Precise(_Centred):
+    """The same in double precision."""
+
+    def rule(self, direction):
+        return rerank.Bias(super().rule(direction).bias.double())
+
+
 class _CentredByBlocks(rerank.Reranker):
     """The same as a function of a block of scores."""
 
@@ -498,6 +513,9 @@ def test_re_rankers_of_ones_own_are_a_bias_or_a_function_of_a_block():
         assert torch.equal(method.topk(sim, 4).t2i.indices, found.t2i.T.topk(4).indices)
     one, other = (retrieval_metrics(sim, reranker=method) for method in (_Centred(), _CentredByBlocks()))
     assert one == other
+    single = torch.rand(N, M)
+    for found, wanted in zip(_Precise().rerank(single), _Centred().rerank(single), strict=True):
+        torch.testing.assert_close(found, wanted)  # both directions in the dtype of the scores
     with pytest.raises(ValueError, match="_CentredByBlocks is not a bias per candidate"):
         _CentredByBlocks().biases(sim)
 

@@ -91,7 +91,7 @@ def compare_all(
     others = {name: x for name, x in systems.items() if name != baseline}
     all_of = {name: compare(x, systems[baseline], **options) for name, x in others.items()}
     found = {name: {figure: x[figure] for figure in figures} for name, x in all_of.items()}
-    tests = sorted((found[name][figure].p_value, name, figure) for name in found for figure in figures)
+    tests = sorted((y.p_value, name, figure) for name, x in found.items() for figure, y in x.items())
     corrected = 0.0
     for i, (p, name, figure) in enumerate(tests):
         corrected = max(corrected, min(1.0, (len(tests) - i) * p))

@@ -150,7 +150,7 @@ class Reranker(ABC):
             if isinstance(rule, Bias):  # one product for both directions, the second of which overwrites it
                 matrix = sim.scores() if matrix is None else matrix
                 own, out = (matrix.T, matrix.T) if direction.side else (matrix, None)
-                result = torch.add(rule.bias, own, alpha=rule.factor, out=out)
+                result = torch.add(rule.bias.to(own), own, alpha=rule.factor, out=out)
             else:
                 result = torch.empty(direction.queries.shape, dtype=sim.dtype, device=sim.device)
                 for rows, block in direction.queries.blocks():

@@ -57,7 +57,7 @@ class QueryBankNorm(Reranker):
 
         def penalise_hubs(scores: Tensor, rows: slice) -> Tensor:
             best_is_hub = torch.isin(scores.argmax(1), hubs)
-            return scores.mul_(self.scale).sub_(best_is_hub[:, None] * penalty)
+            return scores.mul_(self.scale).sub_(torch.where(best_is_hub[:, None], penalty, 0.0))
 
         return penalise_hubs
 
