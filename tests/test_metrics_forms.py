@@ -337,3 +337,8 @@ def test_batches_are_kept_without_their_gradient():
     metric = metrics.RetrievalMetrics()
     metric.update(torch.rand(3, 4, requires_grad=True), torch.rand(3, 4, requires_grad=True))
     assert not metric.images[0].requires_grad and not metric.texts[0].requires_grad
+
+
+def test_what_is_compared_are_results_and_not_matrices():
+    with pytest.raises(TypeError, match="results: expected those of retrieval_results, got Tensor"):
+        compare(torch.eye(3), torch.eye(3))

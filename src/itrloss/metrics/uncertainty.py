@@ -102,6 +102,9 @@ def compare_all(
 def _bootstrap(runs: Sequence[RetrievalResults], samples: int, seed: int) -> Tensor:
     """Return (runs, 1 + samples, 11) percentages: of all queries, and with ids drawn with replacement."""
     check_size("samples", samples)
+    for run in runs:
+        if not isinstance(run, RetrievalResults):
+            raise TypeError(f"results: expected those of retrieval_results, got {type(run).__name__}")
     sums, generator = [_sums_by_id(run, runs[0]) for run in runs], torch.Generator().manual_seed(seed)
     n, totals = len(sums[0]), [torch.stack([x.sum(0) for x in sums])]
     for _ in range(samples):
