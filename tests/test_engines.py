@@ -200,6 +200,18 @@ def test_groups_of_one_anchor_have_parameters_of_their_own(engine):
         torch.testing.assert_close(answer(Anchors.together(*rows), p), whole, rtol=1e-11, atol=1e-11, msg=name)
 
 
+@pytest.mark.parametrize("engine", ["tiled", "kept"])
+def test_sums_that_a_loss_does_not_use_cost_no_pass_over_the_scores(engine, monkeypatch):
+    v, w = embeddings(5, 5)
+    v.requires_grad_()
+    sim = similarity(v, w, (None, None), engine)
+    sim.both.logsumexp(5.0)
+    monkeypatch.setattr("itrloss.engine.reduce.gradients", None)
+    gradient = torch.autograd.grad(sim.sum_of_positives(identity).sum(), v)[0]
+    wanted = torch.autograd.grad(torch.nn.functional.cosine_similarity(v, w).sum(), v)[0]
+    torch.testing.assert_close(gradient, wanted)
+
+
 @pytest.mark.parametrize("engine", ["dense", "tiled", "kept"])
 def test_scores_and_pairs_have_their_gradient_after_use_without_one(engine):
     v, w = embeddings(5, 5)

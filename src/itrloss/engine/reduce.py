@@ -266,6 +266,7 @@ class Reduce(torch.autograd.Function):
         source, params, (rows, cols) = list(tensors[:_WIDTH]), list(tensors[_WIDTH:]), ctx.needs_input_grad[3:5]
         early = ANSWERS[question[0]].exponential and question[2] == (0,) and rows and not cols and source[1] is not None
         ctx.pairs, ctx.question, ctx.index, ctx.early = pairs, question, index, early
+        ctx.set_materialize_grads(False)  # a loss may use the sums alone, or the pairs alone
         totals, direction, scale_slopes = sums(source, params, *question, early, pairs=pairs)
         early_tensors = source[0], source[2], source[7], *params[:1], direction, scale_slopes
         ctx.save_for_backward(*(early_tensors if early else tensors))
@@ -286,7 +287,13 @@ class Reduce(torch.autograd.Function):
         places = [3, 4, *range(3 + _WIDTH, len(result))]
         needs = [ctx.needs_input_grad[k] for k in places]
         eager: dict[str, Any] = {} if grad_pairs is None else {"pair_grads": (*ctx.index, grad_pairs)}
-        grads = gradients(source, params, grad, *ctx.question, needs, pairs=ctx.pairs, **eager)
+        if grad is None:
+            assert grad_pairs is not None
+            gradient = _Gradient(Scores(*source), needs[:2])
+            gradient.add_pairs(ctx.index[0], ctx.index[1], grad_pairs)
+            grads = gradient.finish()
+        else:
+            grads = gradients(source, params, grad, *ctx.question, needs, pairs=ctx.pairs, **eager)
         for k, x, need in zip(places, grads, needs, strict=False):
             result[k] = x if need else None
         return tuple(result)
