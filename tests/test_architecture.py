@@ -19,9 +19,9 @@ HOME = Path(itrloss.__file__).parent
 FLOORS = [
     {"checks", "files", "peak"},
     {"engine"},
-    {"anchors"},
+    {"anchors", "distributed"},
     {"similarity"},
-    {"functional", "sets", "memory", "kmeans", "metrics", "rerank", "distributed", "telemetry", "grad_cache"},
+    {"functional", "sets", "memory", "kmeans", "metrics", "rerank", "telemetry", "grad_cache"},
     {"losses", "compat"},
     {"comparison", "report"},
     {"cli"},

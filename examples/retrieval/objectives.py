@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import itrloss
-from itrloss.distributed import gather, gather_rows, world_size
+from itrloss.distributed import gather, world_size
 from itrloss.functional import set_similarity
 
 from .config import Config
@@ -83,7 +83,7 @@ class Objective(nn.Module):
             reduction = self.criterion.reduction if isinstance(self.criterion, itrloss.TripletLoss) else "mean"
             self.beginning = itrloss.InfoNCELoss(TEMPERATURE, reduction=reduction, gather=config.loss != "pvse")
         self.hardest = itrloss.TripletLoss(margin, reduction="mean", gather=True)
-        self.apart = itrloss.DynamicOrthogonalLoss(0.0, "frobenius")
+        self.apart = itrloss.DynamicOrthogonalLoss(0.0, "frobenius", gather=True)
         self.captions = itrloss.InfoNCELoss(TEMPERATURE, gather=True)
         self.keys: itrloss.MomentumEncoder | None = None
         self.memory: itrloss.CoupledMemory | None = None
@@ -132,7 +132,7 @@ class Objective(nn.Module):
         softly = self.warming_up and self.config.warmup == "infonce" and isinstance(self.criterion, itrloss.TripletLoss)
         criterion = self.beginning if softly else self.criterion
         if self.config.loss == "pvse":
-            image_ids, text_ids = (gather_rows(ids) for ids in (image_ids, text_ids))
+            image_ids, text_ids = (gather(ids) for ids in (image_ids, text_ids))
             scores = set_similarity(gather(outputs[0]), gather(outputs[1]), "max")
             diversity = torch.stack([self.apart(residuals) for residuals in outputs[2:]]).sum()
             value = criterion(scores=scores, image_ids=image_ids, text_ids=text_ids)

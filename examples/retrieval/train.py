@@ -162,7 +162,6 @@ class Trainer:
             value, figures, loss_seconds = of_chunks(step, self.config.micro_batch, self.model.of_texts)
         else:
             value, figures, loss_seconds = of_whole_batch(step)
-        self._average_what_losses_learn()
         self.objective.finish(ids[1])
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.scaler.unscale_(self.optimizer)
@@ -198,13 +197,6 @@ class Trainer:
         """Autocast of the encoders; losses compute in float32 at least, for inputs of any precision."""
         kind, low = self.config.device.partition(":")[0], self.config.precision != "float32"
         return torch.autocast(kind, getattr(torch, self.config.precision) if low else None, enabled=low)
-
-    def _average_what_losses_learn(self) -> None:
-        """Average gradients of the losses' own parameters over all processes; DDP averages the model's only."""
-        for p in self.objective.parameters() if self.world > 1 else ():
-            if p.grad is not None:
-                dist.all_reduce(p.grad)
-                p.grad /= self.world
 
     def finish_epoch(self) -> None:
         """Validate, keep the checkpoint if it is the best so far, and close the epoch in the log."""

@@ -55,8 +55,19 @@ class Anchors:
         matrices = [matrix for group in groups for matrix, _ in group]
         self._matrix, self._side = groups[0][0]
         self.dtype, self.device = self._matrix.dtype, self._matrix.device
+        #: The same with the anchors of all processes in groups whose candidates are spread over them.
+        self.whole_sizes = [group[0][0].shape[group[0][1]] for group in groups]
+        shares = [matrix.share for matrix in matrices]
+        processes = self._processes = None if shares[0] is None else shares[0].processes
+        if any((None if share is None else share.processes) is not processes for share in shares):
+            raise ValueError("anchors: expected those of one batch, which the same processes share, or of none")
+        # Of the groups whose candidates are spread over the processes, matrices have the anchors of all processes, and
+        # partial sums for them; parameters and answers of this object are of this process's anchors.
+        self._spread = [m.share is not None and m.share.spread == side for ((m, side), *_) in groups]
         #: Number of anchors in each group.
-        self.sizes = [group[0][0].shape[group[0][1]] for group in groups]
+        self.sizes = self.whole_sizes
+        if processes is not None and any(self._spread):
+            self.sizes = [n // processes.world if x else n for n, x in zip(self.sizes, self._spread, strict=True)]
         self._size = sum(self.sizes)
         # compared one by one: a set of sizes would have the compiler specialise on each
         self.of_one_size = all(size == self.sizes[0] for size in self.sizes)
@@ -121,17 +132,43 @@ class Anchors:
     def _answer(self, question: str, *params: Tensor, join: Any = torch.add, **options: Any) -> Tensor:
         """Return an answer (..., A). ``join`` combines those of an anchor whose candidates are in several matrices."""
         answers: list[Any] = [None] * len(self.sizes)
+        sizes = self.whole_sizes
         self._answerers = self._answerers or answerers(self._groups)
+        params = params if self._processes is None else tuple(map(self.gathered, params))
         for backend, places in self._answerers:
             if places is None:
-                return getattr(backend, question)(*params, **options)
+                answer = getattr(backend, question)(*params, **options)
+                return answer if self._processes is None else self.merged(answer, join)
             groups, own = [g for g, _ in places], []
             for p in params:
-                own.append(p if p.shape[-1] == 1 else torch.cat([p.split(self.sizes, -1)[g] for g in groups], -1))
-            answer = getattr(backend, question)(*own, **options).split([self.sizes[g] for g in groups], -1)
+                own.append(p if p.shape[-1] == 1 else torch.cat([p.split(sizes, -1)[g] for g in groups], -1))
+            answer = getattr(backend, question)(*own, **options).split([sizes[g] for g in groups], -1)
             for g, x in zip(groups, answer, strict=True):
                 answers[g] = x if answers[g] is None else join(answers[g], x)
-        return torch.cat(answers, -1)
+        return self.merged(torch.cat(answers, -1), join)
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """Return parameters (..., A) with, in groups whose candidates are spread, those of all processes' anchors."""
+        if not any(self._spread) or x.shape[-1] == 1:
+            return x
+        assert self._processes is not None
+        return self._exchanged(x, self.sizes, self._processes.gather)
+
+    def merged(self, x: Tensor, join: Any = torch.add) -> Tensor:
+        """Return answers (..., A) from partial ones, which have all processes' anchors in groups that are spread."""
+        if not any(self._spread):
+            return x
+        assert self._processes is not None
+        merge = self._processes.merge_largest if join is torch.maximum else self._processes.merge
+        return self._exchanged(x, self.whole_sizes, merge)
+
+    def _exchanged(self, x: Tensor, sizes: Sequence[int], exchange: Any) -> Tensor:
+        parts = list(x.split(sizes, -1))
+        spread = [g for g, x in enumerate(self._spread) if x]
+        exchanged = exchange(torch.stack([parts[g] for g in spread]))  # all at once
+        for g, part in zip(spread, exchanged, strict=True):
+            parts[g] = part
+        return torch.cat(parts, -1)
 
     def logsumexp(self, scale: float | Tensor = 1.0, *, over: Over = "negatives") -> Tensor:
         """Return (A,) ``log sum_j exp(scale_i S_ij)`` over each anchor's negatives, or over all candidates.
@@ -147,11 +184,13 @@ class Anchors:
         # best score is below ``1 - 120 / a``; then the maximum is computed after all.
         if self._bounded and host_may_read(a):
             largest = float((a if a.numel() == 1 else a.abs().amax()).detach().abs())
+            if self._processes is not None and a.numel() > 1:
+                largest = self._processes.largest(largest)
             shift = max(0.0, largest - _RANGE) if largest <= 3 * _RANGE else None
         if shift is not None:
             top = a.new_full((1,), shift) if shift else None
             total = self._answer("sums", *((a,) if top is None else (a, top)), key="exp", over=over)[0]
-        if total is None or (shift and float(total.detach().amin()) < math.exp(-_RANGE)):  # it may have underflowed
+        if total is None or (shift and self._underflown(total.detach(), over)):
             top = self._largest(a, over)
             total = self._answer("sums", a, top, key="exp", over=over)[0]
         # an empty sum gives -inf, without a gradient
@@ -159,6 +198,15 @@ class Anchors:
         log = (total if empty is None else total.masked_fill(empty, 1.0)).log()
         log = log if top is None else log + top
         return log if empty is None else log.masked_fill(empty, -math.inf)
+
+    def _underflown(self, total: Tensor, over: str) -> bool:
+        """Return whether the sum of an anchor that has candidates, of any process, may have underflowed."""
+        lowest = float(total.amin())
+        if not self._complete and (lowest == 0 or self._processes is not None):  # all processes take the same path
+            count = self.negative_counts + (self.positive_counts if over == "all" else 0)
+            lowest = float(total.masked_fill(count == 0, math.inf).amin())
+        lowest = lowest if self._processes is None else -self._processes.largest(-lowest)
+        return lowest < math.exp(-_RANGE)
 
     def _largest(self, scale: Tensor, over: str) -> Tensor:
         """Return (A,) ``max_j scale_i S_ij``, 0 without candidates; without a gradient."""
@@ -169,7 +217,8 @@ class Anchors:
     def mean_std(self) -> MeanStd:
         """Return the (A,) means and population standard deviations of each anchor's negatives."""
         with torch.no_grad():  # not a decorator, which the compiler refuses
-            centre = self._answer("centre", join=lambda a, b: (a + b) / 2)
+            centre, number = self._answer("centre")
+            centre = centre / number.clamp_min(1)
         sums = self._answer("sums", centre, key="moments")
         count: Any = self.sizes[0] - 1
         if not (self._complete and self.of_one_size):
@@ -213,8 +262,9 @@ class Anchors:
         scores, index = self._positives()
         if index is None:
             return term(scores, *tensors).expand_as(scores)
-        values = term(scores, *(p if p.numel() == 1 else p[index] for p in tensors))
-        return segment_sum(values.expand_as(scores), index, self._size)
+        values = term(scores, *(p if p.numel() == 1 else self.gathered(p)[index] for p in tensors))
+        sums = segment_sum(values.expand_as(scores), index, sum(self.whole_sizes))
+        return sums if self._processes is None else self.merged(sums)
 
     def _listable(self) -> bool:
         return all(m.pairs.listable for group in self._groups for m, _ in group)
@@ -224,7 +274,7 @@ class Anchors:
         scores: list[Tensor] = []
         index: list[Tensor] = []
         first, before = 0, None
-        for size, group in zip(self.sizes, self._groups, strict=True):
+        for size, group in zip(self.whole_sizes, self._groups, strict=True):
             for matrix, side in group:
                 scores.append(scores[-1] if matrix is before else matrix.positive_scores())
                 if not self.one_to_one and self._index is None:
@@ -253,9 +303,16 @@ class Anchors:
             return self._answer("sorted_hinges", margin=margin)
         thresholds, index = self._positives()
         if index is not None:  # (slots, A), inf where an anchor has fewer positives
-            slot = slots(index, self._size)
-            empty = thresholds.new_full((int(slot.max()) + 1 if len(slot) else 1, self._size), math.inf)
-            thresholds = empty.index_put((slot, index), thresholds)
+            slot, counts, processes = slots(index, sum(self.whole_sizes)), self.positive_counts, self._processes
+            most = int(counts.amax())
+            if processes is not None:  # a column has its own slots for the rows of each process
+                most = int(processes.largest(most))
+                parts = zip(self.whole_sizes, self._spread, strict=True)
+                first = [processes.earlier if x else index.new_zeros(size) for size, x in parts]
+                slot = slot + torch.cat(first)[index]
+            table = thresholds.new_zeros(max(1, most), sum(self.whole_sizes)).index_put((slot, index), thresholds)
+            empty = torch.arange(len(table), device=self.device)[:, None] >= counts
+            thresholds = self.merged(table).masked_fill(empty, math.inf)
         return self._answer("sums", thresholds.view(-1, self._size) - margin, key="hinges")[0]
 
     def hardest_negatives(self) -> Hardest:
@@ -265,15 +322,30 @@ class Anchors:
         for backend, places in self._answerers:
             best = backend.hardest()
             if places is None:
-                return Hardest(*best)
-            parts = (x.split([self.sizes[g] for g, _ in places]) for x in best)
+                return self._merged_best(*best)
+            parts = (x.split([self.whole_sizes[g] for g, _ in places]) for x in best)
             for (g, first), values, indices in zip(places, *parts, strict=True):
                 best = values, torch.where(indices < 0, indices, indices + first)
                 if hardest[g] is not None:  # of any of the group's matrices: answers come by their number of candidates
                     better = values > hardest[g][0]
                     best = tuple(torch.where(better, *x) for x in zip(best, hardest[g], strict=True))
                 hardest[g] = best
-        return Hardest(*(torch.cat(x) for x in zip(*hardest, strict=True)))
+        return self._merged_best(*(torch.cat(x) for x in zip(*hardest, strict=True)))
+
+    def _merged_best(self, values: Tensor, indices: Tensor) -> Hardest:
+        """Return the best of all processes where candidates are spread over them, with numbers among all candidates."""
+        processes = self._processes
+        if processes is None:
+            return Hardest(values, indices)
+        best, parts = [], zip(values.split(self.whole_sizes), indices.split(self.whole_sizes), strict=True)
+        for group, spread, (value, index) in zip(self._groups, self._spread, parts, strict=True):
+            matrix, side = group[0]
+            assert matrix.share is not None
+            if spread:
+                own = index + processes.rank * matrix.shape[1 - side]
+                value, index = processes.merge_best(value, torch.where(index < 0, index, own))
+            best.append((value, index if matrix.share.spread is None else processes.numbers(1 - side, index)))
+        return Hardest(*(torch.cat(x) for x in zip(*best, strict=True)))
 
     # --------------------------------------------------------------------------------------- losses' reduction
 
@@ -296,19 +368,52 @@ class Anchors:
         if valid is not None:
             values = torch.where(valid, values, 0.0)
         if reduction == "none":
-            return self.split(values)
+            return self.existing(values)
         if reduction == "sum":
-            return values.sum()
+            return self.total(values.sum())
         if valid is None and self.of_one_size:
             return values.sum() / self.sizes[0]
-        counts = self.sizes if valid is None else [v.sum().clamp_min(1) for v in valid.split(self.sizes)]
-        return sum(x.sum() / count for x, count in zip(values.split(self.sizes), counts, strict=True))
+        counts: Any = self.sizes
+        if valid is not None:
+            counts = torch.stack([v.sum() for v in valid.split(self.sizes)])
+            counts = (counts if self._processes is None else self.total(counts)).clamp_min(1)
+        mean: Any = sum(x.sum() / count for x, count in zip(values.split(self.sizes), counts, strict=True))
+        return mean if self._processes is None else self.total(mean)
 
     def per_pair(self, sums: Tensor) -> Tensor:
         """Return (A,) ``sums`` over positives, scaled so that a group's mean over valid anchors is that over pairs."""
         valid = self.valid()
         if self.one_to_one or valid is None:
             return sums
-        sides = zip(self.split(sums), self.split(valid), self.split(self.positive_counts), strict=True)
+        positives = [x.sum() for x in (self.positive_counts * valid).split(self.sizes)]
+        anchors, pairs = (
+            self.total(torch.stack([*(v.sum() for v in self.split(valid)), *positives])).clamp_min(1).chunk(2)
+        )
         # Multiplied first: a quotient of integer counts would be float32 even for float64 sums.
-        return torch.cat([x * v.sum().clamp_min(1) / (n * v).sum().clamp_min(1) for x, v, n in sides])
+        return torch.cat([x * v / n for x, v, n in zip(self.split(sums), anchors, pairs, strict=True)])
+
+    def total(self, x: Tensor) -> Tensor:
+        """Return ``x``; of a sharded batch, its sum over all processes."""
+        return x if self._processes is None else self._processes.total(x)
+
+    def group_amax(self, x: Tensor) -> list[Tensor]:
+        """Return the () largest value of ``x`` (A,) in each group; of a sharded batch, over all processes.
+
+        As ``amax``, it distributes the gradient evenly between equal values.
+        """
+        best = [part.amax() for part in x.split(self.sizes)]
+        if self._processes is None:
+            return best
+        own = torch.stack(best)
+        whole = self._processes.largest_of(own)
+        ties = torch.stack([(part == top).sum() for part, top in zip(x.split(self.sizes), whole, strict=True)])
+        # Multiplied first: a quotient of integer counts would be float32 even for float64 values.
+        return list(self.total(torch.where(ties > 0, own, 0.0) * ties / self.total(ties)))
+
+    def existing(self, values: Tensor) -> tuple[Tensor, ...]:
+        """Return the parts of values (A,) that belong to each group, without those of a sharded batch's padding."""
+        parts = self.split(values)
+        if self._processes is None:
+            return parts
+        kept: list[Any] = [(group[0][0].share, group[0][1]) for group in self._groups]
+        return tuple(part[: share.unpadded[side]] for part, (share, side) in zip(parts, kept, strict=True))

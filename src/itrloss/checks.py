@@ -51,24 +51,27 @@ def check_size(name: str, value: object) -> None:
         raise ValueError(f"{name}: expected at least 1, got {value}")
 
 
-def check_matrix(name: str, x: Any, shape: str, check_finite: bool = False, dims: int = 2) -> None:
-    """Raise an error unless ``x`` is a floating-point tensor of ``dims`` dimensions, none of them of size 0."""
+def check_matrix(name: str, x: Any, shape: str, check_finite: bool = False, dims: int = 2, empty: bool = False) -> None:
+    """Raise an error unless ``x`` is a floating-point tensor of ``dims`` dimensions, none of them of size 0.
+
+    With ``empty`` there may be no rows, as in one process of several.
+    """
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise TypeError(f"{name}: expected a floating-point tensor {shape}, got {_type(x)}")
-    if x.dim() != dims or not x.numel():
+    if x.dim() != dims or 0 in x.shape[int(empty) :]:
         raise ValueError(f"{name}: expected shape {shape}, each at least 1, got {tuple(x.shape)}")
-    if check_finite:
+    if check_finite and len(x):
         require_finite(name, x)
 
 
-def check_embeddings(rows: Any, cols: Any, check_finite: bool, names: Names) -> None:
+def check_embeddings(rows: Any, cols: Any, check_finite: bool, names: Names, empty: bool = False) -> None:
     """Raise an error unless (N, D) and (M, D) embeddings match in dimension, dtype and device."""
     if isinstance(rows, Tensor) and isinstance(cols, Tensor) and rows.dim() == cols.dim() == 2 and not check_finite:
         alike = rows.dtype == cols.dtype and rows.device == cols.device and rows.shape[1] == cols.shape[1]
         if alike and rows.is_floating_point() and rows.numel() and cols.numel():
             return  # the fast path of nearly all calls
-    check_matrix(names.rows, rows, "(N, D)", check_finite)
-    check_matrix(names.cols, cols, "(M, D)", check_finite)
+    check_matrix(names.rows, rows, "(N, D)", check_finite, empty=empty)
+    check_matrix(names.cols, cols, "(M, D)", check_finite, empty=empty)
     if rows.shape[1] != cols.shape[1]:
         expected = f"embeddings of dimension {rows.shape[1]} like {names.rows}"
         raise ValueError(f"{names.cols}: expected {expected}, got shape {tuple(cols.shape)}")

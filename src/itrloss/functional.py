@@ -71,7 +71,8 @@ def _diversity(
     with torch.set_grad_enabled(torch.is_grad_enabled() and not detached):
         spread = anchors.mean_std().std if kind == "std" else anchors.entropy(temperature).clamp_min(1e-6)
         raw = torch.exp(-epsilon / spread) + 1
-        return torch.cat([x / x.amax() for x in raw.split(anchors.sizes)])
+        tops = anchors.group_amax(raw)
+        return torch.cat([x / top for x, top in zip(raw.split(anchors.sizes), tops, strict=True)])
 
 
 def diversity_contrastive_loss(
@@ -213,9 +214,9 @@ def sigmoid_loss(
     anchors = sim.both if reduction == "none" else sim
     values = anchors.sum(softplus, scale, bias) + anchors.sum_of_positives(softplus, -scale, -bias)
     if reduction == "none":
-        return anchors.split(0.5 * values)
-    n, m = sim.shape
-    return values.sum() * (0.5 / n + 0.5 / m) if reduction == "mean" else values.sum()
+        return anchors.existing(0.5 * values)
+    n, m = sim.totals
+    return sim.total(values.sum()) * (0.5 / n + 0.5 / m if reduction == "mean" else 1)
 
 
 def triplet_loss(sim: Anchors, margin: float = 0.2, mining: Mining = "hardest", reduction: Reduction = "sum") -> Any:

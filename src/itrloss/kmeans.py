@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .checks import WholeState, check_matrix, check_number, check_size, one_of
-from .distributed import gather_rows, world_size
+from .distributed import gather_parts, world_size
 from .engine.matrix import ENGINES
 from .engine.pairs import weighted_sums
 from .engine.scores import IGNORE_ID, host_may_read, normalized
@@ -30,8 +30,8 @@ class OnlineKMeans(WholeState):
 
     Clusters begin empty. An empty one is seeded with a point of the batch that is far from all centroids, the farthest
     first (in a first batch of more points than clusters, the first points). So is a cluster that got no point while
-    ``patience`` points per cluster were seen. Batches of several processes must be of one size. No update synchronises
-    with an accelerator; see :doc:`methods/prototypes`.
+    ``patience`` points per cluster were seen. In a single process no update synchronises with an accelerator; see
+    :doc:`methods/prototypes`.
 
     Args:
         clusters, dim: K and the dimension of the points.
@@ -88,14 +88,19 @@ class OnlineKMeans(WholeState):
         return self._nearest(x, self.waiting < _NEVER)[1]
 
     @torch.no_grad()
-    def update(self, x: Tensor) -> Tensor:
+    def update(self, x: Tensor, process_group: Any = None) -> Tensor:
         """Move the centroids by a batch ``x`` (B, dim) of points of any length, without a gradient.
+
+        In a distributed job, by the points of all processes of the group, so that centroids are the same on all.
 
         Returns:
             (B,) int64: the cluster of each point, of a seed the one that it seeded. Points not finite count as zero.
         """
-        ids = self._step(gather_rows(self._points(x)), int(self.patience * self.clusters))
-        return ids if world_size() == 1 else ids.view(-1, len(x))[torch.distributed.get_rank()]
+        if world_size(process_group) == 1:
+            return self._step(self._points(x), int(self.patience * self.clusters))
+        (parts,) = gather_parts(lambda: [self._points(x, empty=True)], process_group)
+        ids = self._step(torch.cat(parts), int(self.patience * self.clusters))
+        return ids.split([len(part) for part in parts])[torch.distributed.get_rank(process_group)]
 
     @torch.no_grad()
     def fit(self, x: Tensor, iterations: int = 20) -> Tensor:
@@ -118,9 +123,9 @@ class OnlineKMeans(WholeState):
         self.counts.zero_().index_add_(0, ids, torch.ones_like(ids))
         return ids
 
-    def _points(self, x: Tensor) -> Tensor:
+    def _points(self, x: Tensor, empty: bool = False) -> Tensor:
         """Return points at unit length, checked; zeros for those that are not finite, as when a scaler overflows."""
-        check_matrix("x", x, f"(B, {self.dim})")
+        check_matrix("x", x, f"(B, {self.dim})", empty=empty)
         if x.shape[1] != self.dim:
             raise ValueError(f"x: expected shape (B, {self.dim}), got {tuple(x.shape)}")
         if x.device != self.centroids.device:

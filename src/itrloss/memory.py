@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from . import checks
 from .anchors import Anchors
 from .checks import WholeState, check_embeddings, check_matrix, check_size, one_of
-from .distributed import gather
+from .distributed import agreement, gather_parts, padded, world_size
+from .engine import processes
 from .engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
 from .engine.pairs import Pairs
+from .engine.processes import Share
 from .engine.scores import IGNORE_ID, Embeddings, normalized
 from .similarity import Engine, Similarity
 
@@ -66,28 +68,36 @@ class CoupledMemory(WholeState):
         return True  # ``if memory`` asks whether there is one, be it empty
 
     @torch.no_grad()
-    def enqueue(self, image_keys: Tensor, text_keys: Tensor, ids: Tensor | None = None) -> None:
-        """Store a batch of pairs in place of the oldest entries.
+    def enqueue(
+        self, image_keys: Tensor, text_keys: Tensor, ids: Tensor | None = None, process_group: Any = None
+    ) -> None:
+        """Store a batch of pairs in place of the oldest entries; of several processes, the batches of all, by rank.
 
         Args:
             image_keys, text_keys: (B, dim) floating point of any length, row i of one belonging to row i of the other.
                 If there are more than ``size`` pairs, the last ones are kept.
             ids: (B,) integers, as in the losses: an entry is no negative of an anchor with the same id. Left out,
                 entries are negatives of every anchor. All batches must have ids or none.
+            process_group: the processes of a ``torch.distributed`` job that share the memory; by default, all.
         """
-        for name, x in (("image_keys", image_keys), ("text_keys", text_keys)):
-            check_matrix(name, x, f"(B, {self.dim})")
-            if x.shape != (image_keys.shape[0], self.dim):
-                raise ValueError(f"{name}: expected shape {(image_keys.shape[0], self.dim)}, got {tuple(x.shape)}")
-        if ids is not None:
-            ids = checks.as_ids("ids", ids, image_keys.shape[0], image_keys.device)
-        if self._labelled not in (None, ids is not None):
-            self._refuse("ids")
+        one = world_size(process_group) == 1
+
+        def checked() -> list[Tensor]:
+            for name, x in (("image_keys", image_keys), ("text_keys", text_keys)):
+                check_matrix(name, x, f"(B, {self.dim})", empty=not one)
+                if x.shape != (image_keys.shape[0], self.dim):
+                    raise ValueError(f"{name}: expected shape {(image_keys.shape[0], self.dim)}, got {tuple(x.shape)}")
+            if self._labelled not in (None, ids is not None):
+                self._refuse("ids")
+            keys = [image_keys.detach(), text_keys.detach()]
+            return keys if ids is None else [*keys, checks.as_ids("ids", ids, len(image_keys), image_keys.device)]
+
+        tensors = checked() if one else [torch.cat(x) for x in gather_parts(checked, process_group, repr(self.size))]
         self._labelled = ids is not None
         device = self.images.device
-        images, texts = gather(image_keys).to(device), gather(text_keys).to(device)
+        images, texts, *own_ids = (x.to(device) for x in tensors)
         number = self.enqueued + torch.arange(images.shape[0], device=device)
-        ids = number + (IGNORE_ID + 1) if ids is None else gather(ids).to(device)  # unique ids, which match nothing
+        ids = own_ids[0] if own_ids else number + (IGNORE_ID + 1)  # unique ids, which match nothing
         finite = images.isfinite().all(1) & texts.isfinite().all(1)
         last = slice(-self.size, None)
         place = number[last] % self.size
@@ -131,37 +141,73 @@ class MemorySimilarity(NamedTuple):
         *,
         engine: Engine = "auto",
         check_finite: bool = False,
+        gather: bool = False,
+        process_group: Any = None,
+        same: str = "",
     ) -> MemorySimilarity:
-        """Return the similarities of a batch; see :class:`itrloss.MemoryLoss`, which passes its arguments on."""
-        if not isinstance(memory, CoupledMemory):
-            raise TypeError(f"memory: expected a CoupledMemory, got {type(memory).__name__}")
-        if image_ids is None and text_ids is not None:
-            raise ValueError("image_ids: expected ids for images and texts or for neither, got None")
-        if memory._labelled not in (None, image_ids is not None):
-            memory._refuse("image_ids, text_ids")
+        """Return the similarities of a batch; see :class:`itrloss.MemoryLoss`, which passes its arguments on.
+
+        With ``gather``, of a batch that several processes share; see :meth:`itrloss.Similarity.sharded`.
+        """
         options: dict[str, Any] = {"engine": engine, "check_finite": check_finite, "names": checks.IMAGES_AND_TEXTS}
-        batch = Similarity(images, texts, image_ids, text_ids, **options)
-        for name, own, x in (("image_keys", images, image_keys), ("text_keys", texts, text_keys)):
-            check_embeddings(own, x, check_finite, checks.Names("its embeddings", name))
-            if x.shape != own.shape:
-                raise ValueError(f"{name}: expected shape {tuple(own.shape)} like its embeddings, got {tuple(x.shape)}")
-        check_embeddings(images, memory.images, False, checks.Names("images", "memory"))
-        (v, w), pairs, chosen = batch._matrix.embeddings, batch._matrix.pairs, batch._matrix.engine
+        keys = (image_keys, text_keys)
+
+        def check() -> None:
+            if not isinstance(memory, CoupledMemory):
+                raise TypeError(f"memory: expected a CoupledMemory, got {type(memory).__name__}")
+            if image_ids is None and text_ids is not None:
+                raise ValueError("image_ids: expected ids for images and texts or for neither, got None")
+            if memory._labelled not in (None, image_ids is not None):
+                memory._refuse("image_ids, text_ids")
+            for name, own, x in zip(("image_keys", "text_keys"), (images, texts), keys, strict=True):
+                check_embeddings(own, x, check_finite, checks.Names("its embeddings", name), empty=gather)
+                if x.shape != own.shape:
+                    expected = f"expected shape {tuple(own.shape)} like its embeddings"
+                    raise ValueError(f"{name}: {expected}, got {tuple(x.shape)}")
+            check_embeddings(images, memory.images, False, checks.Names("images", "memory"), empty=gather)
+
+        if gather and not torch.compiler.is_compiling():
+            with agreement(process_group) as agreed:
+                check()
+                agreed.text = f"memory ({memory.size}, {memory.dim}), {same}"
+        elif gather:
+            check()
+        ids = image_ids, text_ids
+        if gather:
+            batch = Similarity.sharded(images, texts, *ids, process_group=process_group, same=same, **options)
+        else:
+            batch = Similarity(images, texts, *ids, **options)
+            check()
+        matrix, share = batch._matrix, batch._matrix.share
+        v, w = matrix.embeddings
         assert w is not None
-        budget = 0 if engine == "tiled" else MEMORY_BUDGET
-        to_texts = Matrix(v, Embeddings(text_keys.detach()), pairs, chosen, budget)
-        to_images = Matrix(Embeddings(image_keys.detach()), w, pairs, chosen, budget)
-        (rows, cols), n, m = pairs.ids_as_passed, len(images), len(texts)
-        if pairs.one_to_one:  # the ids are the same on both sides
+        v_keys, w_keys = (Embeddings(x.detach()) for x in keys)
+        (rows, cols), (n, m), sizes = matrix.pairs.ids_as_passed, matrix.shape, matrix.shape
+        of_keys = matrix.pairs, matrix.pairs  # who matches whom among images and text keys, and image keys and texts
+        if share is not None:  # anchors are those of this process, with the keys of all
+            shared, sizes = share.processes, share.unpadded
+            assert share.cols is not None
+            w = Embeddings(share.cols)
+            (n, m), cols = shared.padded, shared.ids[1].chunk(shared.world)[shared.rank]
+            whole = (processes.gather(padded(x.detach(), k), shared.group) for x, k in zip(keys, (n, m), strict=True))
+            v_keys, w_keys = map(Embeddings, whole)
+            of_keys = matrix.pairs, Pairs((n * shared.world, m), (shared.ids[0], cols), images.device)
+        elif matrix.pairs.one_to_one:  # the ids are the same on both sides
             rows = cols = torch.arange(n, device=images.device) if cols is None else cols
+        budget = 0 if engine == "tiled" else MEMORY_BUDGET
+        to_texts = Matrix(v, w_keys, of_keys[0], matrix.engine, budget)
+        to_images = Matrix(v_keys, w, of_keys[1], matrix.engine, budget)
         of_images = Pairs((n, memory.size), (rows, memory.ids), images.device)
         of_texts = of_images if rows is cols else Pairs((m, memory.size), (cols, memory.ids), images.device)
-        chosen, queues = choose_engine(engine, max(n, m) * memory.size, MEMORY_BUDGET, images), []
+        chosen = choose_engine(engine, max(n, m) * memory.size, MEMORY_BUDGET, images)
+        to_memory = []
         for anchors, bank, entries in ((v, memory.texts, of_images), (w, memory.images, of_texts)):
-            queue = Matrix(anchors, Embeddings(bank, False), entries, chosen, budget)
-            queue.bounded = True  # entries have unit length
-            queues.append([(queue, 0)])
-        return cls(batch, Anchors([(to_texts, 0)], [(to_images, 1)]), Anchors(*queues))
+            to_memory.append(Matrix(anchors, Embeddings(bank, False), entries, chosen, budget))
+            to_memory[-1].bounded = True  # entries have unit length
+        if share is not None:
+            for queue, keys_matrix, k in zip(to_memory, (to_texts, to_images), sizes, strict=True):
+                queue.share = keys_matrix.share = Share(share.processes, None, (k, k))
+        return cls(batch, Anchors([(to_texts, 0)], [(to_images, 1)]), Anchors(*([(queue, 0)] for queue in to_memory)))
 
 
 class MomentumEncoder(nn.Module):

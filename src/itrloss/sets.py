@@ -48,7 +48,7 @@ def variance_aware_loss(
     values = []
     for side, best in enumerate(hardest):
         s = sigma[0] if shared_sigma else sigma[side]
-        hinges = (margin - pairs.scores + best[:, pairs.index[side]]).relu()
+        hinges = (margin - pairs.scores + pairs.at(best, side)).relu()
         values.append(pairs.sum((hinges / s.square() + s.log()).sum(0), side))
     both = heads[0].both
     sums = torch.cat(values)
@@ -57,7 +57,7 @@ def variance_aware_loss(
 
 def _by_head(x: Tensor, heads: Sequence[Similarity]) -> list[Tensor]:
     """Return values (A,) as (K, N) of the rows of all heads and, if they are among ``x``, (K, M) of the columns."""
-    k, (n, m) = len(heads), heads[0].shape
+    k, (n, m) = len(heads), heads[0].both.sizes
     rows = x[: k * n].view(k, n)
     return [rows] if len(x) == k * n else [rows, x[k * n :].view(k, m)]
 
@@ -67,7 +67,7 @@ class _Pairs:
 
     def __init__(self, heads: Sequence[Similarity]):
         pairs, side = heads[0]._matrix.pairs, heads[0]._side
-        self.shape, self.one_to_one = heads[0].shape, pairs.one_to_one
+        self.sides, self.totals, self.one_to_one = heads[0].both.groups(), heads[0].totals, pairs.one_to_one
         index, self.mask = pairs.listed if pairs.listable else None, None
         if index is None:
             n, m = pairs.shape
@@ -80,28 +80,32 @@ class _Pairs:
             scores = [sim._matrix.positive_scores() for sim in heads]
         self.scores = torch.stack(scores)  # (K, P)
         self.index = index[::-1] if side else index  # rows (P,), columns (P,)
-        self.negatives = pairs.counts(side)[1], pairs.counts(1 - side)[1]
+        self.negatives = [anchors.negative_counts for anchors in self.sides]
 
     def sum(self, x: Tensor, side: int) -> Tensor:
         """Return the (..., A) sums of the pairs' values (..., P) for each row (0) or column (1)."""
         x = x if self.mask is None else x.masked_fill(self.mask, 0.0)
-        return x.new_zeros(*x.shape[:-1], self.shape[side]).index_add(-1, self.index[side], x)
+        size = sum(self.sides[side].whole_sizes)
+        return self.sides[side].merged(x.new_zeros(*x.shape[:-1], size).index_add(-1, self.index[side], x))
+
+    def at(self, x: Tensor, side: int) -> Tensor:
+        """Return the (..., P) values of the pairs' rows (0) or columns (1) from (..., A)."""
+        return self.sides[side].gathered(x)[..., self.index[side]]
 
     def deviation(self, scores: Tensor, side: int, mean: Tensor, std: Tensor) -> Tensor:
         """Return (K, P) ``1 +`` the sample standard deviation of the scores of each pair's anchor, without the pair.
 
         ``mean`` and ``std`` (K, A) are those of the negatives; the anchor's other positives are added to them.
         """
-        others = self.shape[1 - side] - 1
+        others = self.totals[1 - side] - 1
         if others < 2:
             return torch.ones_like(scores)
         if self.one_to_one:
             return 1 + std * (others / (others - 1)) ** 0.5
-        own = self.index[side]
-        centred = scores - mean[:, own]
+        centred = scores - self.at(mean, side)
         squares = std.square() * self.negatives[side] + self.sum(centred.square(), side)
-        rest = self.sum(centred, side)[:, own] - centred
-        squares = squares[:, own] - centred.square() - rest.square() / others
+        rest = self.at(self.sum(centred, side), side) - centred
+        squares = self.at(squares, side) - centred.square() - rest.square() / others
         return 1 + (squares / (others - 1)).clamp_min(1e-12).sqrt()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,10 +12,12 @@ from . import checks
 from .anchors import Anchors
 from .anchors import Reduction as Reduction
 from .checks import as_bias, check_size, one_of
-from .engine import ranking
+from .distributed import agreement, numbered, padded, world_size
+from .engine import processes, ranking
 from .engine.matrix import MEMORY_BUDGET, Matrix, check_unchanged, choose_engine
 from .engine.pairs import Pairs
-from .engine.scores import Embeddings, Ids
+from .engine.processes import Processes, Share
+from .engine.scores import IGNORE_ID, Embeddings, Ids
 
 Engine = Literal["auto", "dense", "tiled", "triton"]
 
@@ -78,6 +80,73 @@ class Similarity(Anchors):
         super().__init__([(Matrix(Embeddings(rows, normalize), Embeddings(cols, normalize), pairs, chosen, budget), 0)])
 
     @classmethod
+    def sharded(
+        cls,
+        rows: Tensor,
+        cols: Tensor,
+        row_ids: Tensor | None = None,
+        col_ids: Tensor | None = None,
+        *,
+        process_group: Any = None,
+        same: str = "",
+        **options: Any,
+    ) -> Similarity:
+        """Return this process's part of the similarities of all processes' batches; see :doc:`distributed`.
+
+        Its anchors are this process's rows, or its columns, and their candidates those of all processes. Answers are
+        those of one process with the whole batch. All processes have to ask the same. :meth:`reduce` returns the same
+        on all of them. Shorter batches, which may be empty, are padded with anchors that do not exist.
+
+        Args:
+            rows, cols: this process's embeddings, (N_r, D) and (M_r, D).
+            row_ids, col_ids: as in :class:`Similarity`, equal across processes where rows and columns match. Without
+                ids, a row matches a column of the same process.
+            process_group: the processes of ``torch.distributed`` that take part; by default, all.
+            same: what else has to be the same on all processes, such as options, in words.
+            options: of :class:`Similarity`.
+
+        Raises:
+            TypeError, ValueError: on all processes, if one of them fails or they differ in more than their sizes.
+            RuntimeError: if another process is lost.
+        """
+        if world_size(process_group) == 1:
+            return cls(rows, cols, row_ids, col_ids, **options)
+        names, ids = options.get("names", checks.ROWS_AND_COLUMNS), (row_ids, col_ids)
+
+        def check() -> list[int]:
+            nonlocal ids
+            checks.check_embeddings(rows, cols, options.get("check_finite", False), names, empty=True)
+            ids = checks.check_ids(*ids, len(rows), len(cols), rows.device, names)
+            return [len(rows), len(cols)]
+
+        if torch.compiler.is_compiling():  # nothing is compared then
+            sizes = [check()] * world_size(process_group)
+        else:
+            with agreement(process_group) as agreed:
+                agreed.numbers = check()
+                kinds = [f"{str(x.dtype)[6:]} (B, {x.shape[1]})" for x in (rows, cols)]
+                trained = [x.requires_grad and torch.is_grad_enabled() for x in (rows, cols)]
+                options_text = {name: x for name, x in options.items() if name != "names"}
+                had = [x is not None for x in ids]
+                agreed.text = f"{', '.join(kinds)}, gradients {trained}, ids {had}, {options_text} {same}"
+            sizes = [numbers[:2] for numbers in agreed.every]
+        shared = Processes(process_group, sizes)
+        numbers = torch.arange(len(rows), device=rows.device) + shared.first(0)
+        own_ids = numbers if ids[0] is None else ids[0], numbers if ids[1] is None else ids[1]
+        if ids[0] is None and ids[1] is not None:
+            own_ids = numbers, numbered(ids[1], len(rows), shared.first(0))
+        n, m = shared.padded
+        known = torch.cat([padded(x, size, IGNORE_ID) for x, size in zip(own_ids, shared.padded, strict=True)])
+        first, second = processes.gather(known, process_group).view(-1, n + m).split([n, m], 1)
+        shared.ids = first.flatten(), second.flatten()
+        rows, cols = padded(rows, n), padded(cols, m)
+        options["names"] = names
+        sim = cls(rows, processes.gather(cols, process_group), known[:n], shared.ids[1], **options)
+        sim._matrix.share = Share(shared, 1, sizes[shared.rank], cols)
+        Anchors.__init__(sim, [(sim._matrix, 0)])
+        return sim
+
+    @classmethod
     def from_scores(
         cls,
         scores: Tensor,
@@ -118,9 +187,36 @@ class Similarity(Anchors):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape (N, M) of the matrix."""
+        """The shape (N, M) of the matrix; of a sharded batch, this process's (N_r, M)."""
+        if self._matrix.share is not None:
+            return self._matrix.share.unpadded[self._side], self.totals[1]
         n, m = self._matrix.shape
         return (m, n) if self._side else (n, m)
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """The numbers of rows and columns; of a sharded batch, of all processes."""
+        share = self._matrix.share
+        n, m = self._matrix.shape if share is None else share.processes.totals
+        return (m, n) if self._side else (n, m)
+
+    def _local(self) -> tuple[Similarity, int]:
+        """Return this view with all candidates in this process, and how many of its anchors are no padding."""
+        matrix, side, share = self._matrix, self._side, self._matrix.share
+        if share is None:
+            return self, len(self)
+        p = share.processes
+        options: dict[str, Any] = {"engine": "auto" if self.engine == "dense" else self.engine}
+        ids = p.ids[side].chunk(p.world)[p.rank], p.existing(p.ids[1 - side], 1 - side)
+        others: Any = processes.gather(matrix.rows, p.group) if side else matrix.cols
+        if matrix.cols is None:
+            scores = others.chunk(p.world, 1)[p.rank].T if side else matrix.rows
+            local = Similarity.from_scores(p.existing(scores.T, 1 - side).T, *ids)
+        else:
+            own: Any = share.cols if side else matrix.rows
+            options["normalize"] = matrix.embeddings[0].normalize
+            local = Similarity(own, p.existing(others, 1 - side), *ids, **options)
+        return local, share.unpadded[side]
 
     @property
     def engine(self) -> str:
@@ -155,6 +251,9 @@ class Similarity(Anchors):
 
     def scores(self) -> Tensor:
         """Return a differentiable copy of the (N, M) matrix, which is materialised by any engine."""
+        if self._matrix.share is not None:
+            local, size = self._local()
+            return local.scores()[:size]
         check_unchanged([self._matrix])
         trained = torch.is_grad_enabled() and any(x is not None and x.x.requires_grad for x in self._matrix.embeddings)
         scores = (self._matrix.as_dense() if trained else self._matrix).scores()
@@ -165,12 +264,17 @@ class Similarity(Anchors):
 
         ``rows`` and ``cols`` are (P,) int64 indices, at least 0: negative ones do not count from the end.
         """
+        if self._matrix.share is not None:
+            return self._local()[0].pair_scores(rows, cols)
         check_unchanged([self._matrix])
         return self._matrix.pair_scores(*((cols, rows) if self._side else (rows, cols)))
 
     def blocks(self, size: int = 2**22) -> Iterator[tuple[slice, Tensor]]:
         """Yield slices of the rows in order, each with a copy of its scores (B, M), at most ``size`` of them."""
-        return self._matrix.blocks(self._side, size)
+        local, n = self._local()
+        for part, block in local._matrix.blocks(local._side, size):
+            if part.start < n:
+                yield slice(part.start, min(part.stop, n)), block[: n - part.start]
 
     # ----------------------------------------------------------------------------- answers without a gradient
 
@@ -195,6 +299,10 @@ class Similarity(Anchors):
         if k != 0:
             check_size("k", k)
         one_of("ties", ties, "pessimistic", "optimistic", None)
+        if self._matrix.share is not None:
+            local, n = self._local()
+            ranks, top = local.ranked(k, bias, ties=ties)
+            return ranks[:n], TopK(*(x[:n] for x in top))
         pairs, side, m = self._matrix.pairs, self._side, self.shape[1]
         bias, ignored = as_bias("bias", bias, m, self.device), pairs.ignored[1 - side]
         if ignored is not None:  # columns that do not exist rank last

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .anchors import Anchors
 from .distributed import world_size
 from .engine.answers import identity, pair_term
 from .functional import std_diversity
@@ -42,16 +43,17 @@ def describe(sim: Similarity, margin: float = 0.0, hubness_k: int = 10) -> dict[
     valid = rival & (counts > 0)
     gaps = torch.where(valid, positive / counts.clamp_min(1) - hardest, 0.0)
     figures = {
-        "positive": positive.sum() / counts.sum().clamp_min(1),
-        "hardest_negative": _mean(hardest, rival),
-        "gap": _mean(gaps, valid),
-        "active": torch.where(valid, near, 0.0).sum() / (counts * valid).sum().clamp_min(1),
+        "positive": both.total(positive.sum()) / both.total(counts.sum()).clamp_min(1),
+        "hardest_negative": _mean(both, hardest, rival),
+        "gap": _mean(both, gaps, valid),
+        "active": both.total(torch.where(valid, near, 0.0).sum()) / both.total((counts * valid).sum()).clamp_min(1),
     }
     for name, view in (("i2t", sim), ("t2i", sim.T)):
         index = view.topk(min(hubness_k, view.shape[1])).indices.flatten()
         occurrences = torch.zeros(view.shape[1], dtype=torch.int64, device=index.device)
-        figures[f"hubness_{name}"] = skewness(occurrences.index_add_(0, index, torch.ones_like(index)))
-    figures["diversity_min"] = std_diversity(sim.both).amin()
+        figures[f"hubness_{name}"] = skewness(both.total(occurrences.index_add_(0, index, torch.ones_like(index))))
+    least = [-x for x in both.group_amax(-std_diversity(both))]
+    figures["diversity_min"] = torch.stack(least).amin()
     return {name: value.to(sim.dtype) for name, value in figures.items()}
 
 
@@ -64,15 +66,17 @@ def describe_memory(sims: MemorySimilarity) -> dict[str, Tensor]:
     while there is none.
     """
     figures = describe(sims.batch)
-    entries = (sims.memory.positive_counts + sims.memory.negative_counts).amax().to(figures["gap"].dtype)
-    batch = sims.batch.shape[0] * world_size()
+    counts = sims.memory.positive_counts + sims.memory.negative_counts
+    entries = torch.stack(sims.memory.group_amax(counts)).amax().to(figures["gap"].dtype)
+    sharded = sims.batch._matrix.share is not None
+    batch = sims.batch.totals[0] * (1 if sharded else world_size())  # the memory takes in those of all processes
     figures["memory_entries"] = entries
     figures["memory_age"] = torch.where(entries > 0, (entries + batch) / 2 / batch, 0.0)
     hardest = sims.memory.hardest_negatives().values
-    figures["memory_hardest"] = _mean(hardest, hardest != -torch.inf)
+    figures["memory_hardest"] = _mean(sims.memory, hardest, hardest != -torch.inf)
     return figures
 
 
-def _mean(x: Tensor, counted: Tensor) -> Tensor:
-    """Return the mean of what is counted, 0 for none."""
-    return torch.where(counted, x, 0.0).sum() / counted.sum().clamp_min(1)
+def _mean(anchors: Anchors, x: Tensor, counted: Tensor) -> Tensor:
+    """Return the mean of what is counted of (A,) values, 0 for none; of a sharded batch, over all processes."""
+    return anchors.total(torch.where(counted, x, 0.0).sum()) / anchors.total(counted.sum()).clamp_min(1)

@@ -77,13 +77,17 @@ class Dense:
         return self.mask("positives" if positive else "negatives", False).sum(-1).long()
 
     def centre(self) -> Tensor:
-        """Return an (A,) number near the mean of each anchor's negatives, without a gradient."""
+        """Return a sum of scores and their number (2, A), whose quotient is near the mean of each anchor's negatives.
+
+        Without a gradient. One positive hardly moves the mean of all candidates, and may be among them.
+        """
         if self.precomputed:
-            return self.sums(key="identity")[0] / self.counts(positive=False).clamp_min(1)
+            return torch.stack([self.sums(key="identity")[0], self.counts(positive=False)])
+        scores = self.scores()
         if all(matrix.pairs.one_to_one for matrix in self.matrices):
-            return self.scores().mean(-1)
-        scores, factors = self.scores(), self.mask("negatives", False)
-        return (scores * factors).sum(-1) / factors.sum(-1).clamp_min(1)
+            return torch.stack([scores.sum(-1), scores.new_full(scores.shape[:1], scores.shape[1])])
+        factors = self.mask("negatives", False)
+        return torch.stack([(scores * factors).sum(-1), factors.sum(-1)])
 
     def hardest(self) -> tuple[Tensor, Tensor]:
         """Return the (A,) scores and indices of each anchor's highest-scoring negative; -inf and -1 without one."""
@@ -138,23 +142,21 @@ class Tiled:
         return torch.cat([self.matrix.pairs.counts(side)[0 if positive else 1] for side in self.sides])
 
     def centre(self) -> Tensor:
-        """See :meth:`Dense.centre`.
-
-        One positive hardly moves the mean of all candidates. Several may score far from the negatives: subtract them.
-        """
+        """See :meth:`Dense.centre`. Several positives may score far from the negatives: they are subtracted."""
         m, sums = self.matrix, []
         if m.keeps or m.cols is None:
-            return self.sums(key="identity")[0] / self.counts(positive=False).clamp_min(1)
+            return torch.stack([self.sums(key="identity")[0], self.counts(positive=False)])
         source: Any = m.source()
         with full_precision(m.rows):
             for side in self.sides:
                 other = sum(source.unit(1 - side, part).sum(0) for part in chunks(source[1 - side]))
                 sums.append(torch.cat([source.unit(side, part) @ other for part in chunks(source[side])]))
         if m.pairs.one_to_one or not m.pairs.listable:
-            return torch.cat([x / m.shape[1 - side] for x, side in zip(sums, self.sides, strict=True)])
+            numbers = [x.new_full(x.shape, m.shape[1 - side]) for side, x in zip(self.sides, sums, strict=True)]
+            return torch.stack([torch.cat(sums), torch.cat(numbers)])
         for side, x in zip(self.sides, sums, strict=True):
             x.sub_(segment_sum(m.positive_scores().detach(), m.pairs.listed[side], len(x)))
-        return torch.cat(sums) / self.counts(positive=False).clamp_min(1)
+        return torch.stack([torch.cat(sums), self.counts(positive=False)])
 
     def hardest(self) -> tuple[Tensor, Tensor]:
         """See :meth:`Dense.hardest`; the gradient of a score goes to the embeddings of its pair alone."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..checks import one_of
 from . import reduce
 from .pairs import Pairs
+from .processes import Share
 from .products import matmul
 from .scores import Embeddings, Scores, even_chunks, full_precision, inverse_norms, may_keep, tile_shape
 
@@ -78,13 +79,14 @@ class Matrix:
         self._scores: Tensor | None = None  # (N, M), differentiable if dense
         self.summed = False  # whether a sum put all scores into the autograd graph
         self._positive_scores: Tensor | None = None  # (P,), where they were computed along with a sum
+        self.share: Share | None = None  # of a sharded batch
 
     def detach(self) -> Matrix:
         """Return the same scores without a gradient. Cached scores are shared; they are computed if not yet there."""
         rows, cols = self.embeddings
         formed = self.scores() if self.keeps else self._scores
         twin = Matrix(rows.detach(), None if cols is None else cols.detach(), self.pairs, self.engine, 0)
-        twin.bounded, twin.keeps = self.bounded, self.keeps
+        twin.bounded, twin.keeps, twin.share = self.bounded, self.keeps, self.share
         twin._scores = None if formed is None else formed.detach()
         return twin
 

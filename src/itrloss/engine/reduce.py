@@ -288,9 +288,9 @@ class Reduce(torch.autograd.Function):
         needs = [ctx.needs_input_grad[k] for k in places]
         eager: dict[str, Any] = {} if grad_pairs is None else {"pair_grads": (*ctx.index, grad_pairs)}
         if grad is None:
-            assert grad_pairs is not None
             gradient = _Gradient(Scores(*source), needs[:2])
-            gradient.add_pairs(ctx.index[0], ctx.index[1], grad_pairs)
+            if grad_pairs is not None:
+                gradient.add_pairs(ctx.index[0], ctx.index[1], grad_pairs)
             grads = gradient.finish()
         else:
             grads = gradients(source, params, grad, *ctx.question, needs, pairs=ctx.pairs, **eager)

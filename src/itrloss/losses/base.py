@@ -2,6 +2,7 @@
 
 # Options are checked by the types of their fields: this package does without ``from __future__ import annotations``.
 
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, Field, dataclass, field, fields
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import IMAGES_AND_TEXTS, check_number, one_of
-from ..distributed import gather, gather_ids, world_size
+from ..distributed import agreement, padded, world_size
+from ..engine.processes import replicated, total
 from ..functional import Reduction
 from ..memory import CoupledMemory, MemorySimilarity
 from ..similarity import Engine, Similarity
@@ -42,6 +44,8 @@ class Loss(nn.Module):
 
     _: KW_ONLY
     reduction: Reduction = "mean"
+    gather: bool = False
+    process_group: Any = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -54,7 +58,7 @@ class Loss(nn.Module):
         return loss
 
     def __post_init__(self) -> None:
-        common = {"engine", "check_finite", "telemetry", "gather", "reduction"}
+        common = {"engine", "check_finite", "telemetry", "gather", "process_group", "reduction"}
         #: Names of the options that ``repr`` shows.
         self.shown = (*(x.name for x in fields(self) if x.name not in common), "reduction")
 
@@ -69,11 +73,65 @@ class Loss(nn.Module):
         """Return the options that a class has, which its function takes; a subclass may have others."""
         return {name: getattr(self, name) for name in self.shown if name in kind.__dataclass_fields__}
 
+    @property
+    def _sharded(self) -> bool:
+        """Whether the batch is that of several processes."""
+        return self.gather and world_size(self.process_group) > 1
+
+    @property
+    def _agreed(self) -> str:
+        """The options, which have to be the same on all processes."""
+        options = {name: getattr(self, name) for name in self.shown if name not in self._modules}
+        return f"{type(self).__name__} { {k: x for k, x in options.items() if not isinstance(x, Tensor)} }"
+
+    def _of_all(self, function: Any, *args: Any) -> Any:
+        """Return ``function(*args)``, where the gradients of this loss's parameters are the means of all processes."""
+        if not self._sharded or not any(p.requires_grad for p in self.parameters()):
+            return function(*args)
+        shared = {f"loss.{name}": replicated(p, self.process_group) for name, p in self.named_parameters()}
+        return torch.func.functional_call(_Call(self, function), shared, args)
+
+    def _of_samples(self, inputs: Sequence[Tensor], function: Callable[..., Any]) -> Any:
+        """Return the loss of samples that do not depend on one another; ``inputs`` (B, ...) tell their number.
+
+        ``function(*inputs, reduction)`` returns that of this process.
+        """
+        if not self._sharded:
+            return function(*inputs, self.reduction)
+        kind, size = "none" if self.reduction == "none" else "sum", len(inputs[0])
+
+        def part() -> Any:
+            value = function(*(padded(x, max(1, size)) for x in inputs), kind)  # without samples, of one that counts 0
+            if kind == "sum":
+                return value * (size > 0)
+            return value[:size] if isinstance(value, Tensor) else tuple(x[:size] for x in value)
+
+        if kind == "none":
+            return part()
+        if torch.compiler.is_compiling():
+            value, count = part(), size * world_size(self.process_group)
+        else:
+            with agreement(self.process_group) as agreed:
+                value, agreed.text, agreed.numbers = part(), self._agreed, [size]
+            count = max(1, sum(sizes[0] for sizes in agreed.every))
+        return total(value, self.process_group) / (count if self.reduction == "mean" else 1)
+
     def extra_repr(self) -> str:
         values = {name: getattr(self, name) for name in self.shown if name not in self._modules}
         one = [name for name, x in values.items() if isinstance(x, Tensor) and x.numel() == 1]
         values.update((name, float(f"{values[name].item():.4g}")) for name in one)
         return ", ".join(f"{name}={value!r}" for name, value in values.items())
+
+
+class _Call(nn.Module):
+    """A function of a loss, as a module."""
+
+    def __init__(self, loss: Loss, function: Any):
+        super().__init__()
+        self.loss, self.function = loss, function
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args)
 
 
 @dataclass(eq=False, repr=False)
@@ -84,7 +142,6 @@ class SimilarityLoss(Loss):
     engine: Engine = "auto"
     check_finite: bool = False
     telemetry: Any = False
-    gather: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,17 +150,6 @@ class SimilarityLoss(Loss):
     def compute(self, sim: Any) -> Any:
         """Return the loss of a :class:`Similarity` with images as rows and texts as columns."""
         raise NotImplementedError(f"{type(self).__name__} must implement compute(sim)")
-
-    def _gathered(
-        self, embeddings: tuple[Any, ...], image_ids: Tensor | None, text_ids: Tensor | None
-    ) -> tuple[Any, Tensor | None, Tensor | None]:
-        """Return embeddings, the first of them of images, and ids of all processes."""
-        tensors = (*embeddings, *(ids for ids in (image_ids, text_ids) if ids is not None))
-        if world_size() == 1 or not all(isinstance(x, Tensor) for x in tensors):  # refused later
-            return embeddings, image_ids, text_ids
-        numbered = embeddings[0].shape[0] if image_ids is None else 0  # text_ids alone number the process's own images
-        ids = gather_ids(image_ids, 0), gather_ids(text_ids, numbered)
-        return tuple(gather(x) for x in embeddings), *ids
 
 
 @dataclass(eq=False, repr=False)
@@ -121,8 +167,9 @@ class PairLoss(SimilarityLoss):
         telemetry: keep what :func:`describe` says of each call's similarity in the attribute ``telemetry``, a
             dictionary. It costs a few passes over the scores, and is left out under ``torch.compile``.
         gather: in a ``torch.distributed`` job, the loss of the batches of all processes, on each of them: every other
-            process's pairs are negatives, too (or positives, where ids are equal). Batches must be of one size. See
-            :func:`itrloss.distributed.gather` for the gradients.
+            process's pairs are negatives, too (or positives, where ids are equal). Each process does its part of the
+            work, and gets the values of its own anchors with ``reduction="none"``. See :doc:`distributed`.
+        process_group: the processes that take part; by default, all.
     """
 
     #: How far a positive pair is to be ahead of its hardest negative, for the figure ``active``.
@@ -150,13 +197,13 @@ class PairLoss(SimilarityLoss):
             A 0-dim float32 tensor (float64 for float64 input), or per-anchor values with ``reduction="none"``.
         """
         sim = self._similarity(images, texts, image_ids, text_ids, scores)
-        value = self.compute(sim)
+        value = self._of_all(self.compute, sim)
         if self.observed and not torch.compiler.is_compiling():
             self.telemetry = describe(sim, self.active_margin)
         return value
 
     def _similarity(self, images: Any, texts: Any, image_ids: Any, text_ids: Any, scores: Any) -> Similarity:
-        if self.gather and world_size() > 1 and (scores is not None or isinstance(images, Similarity)):
+        if self._sharded and (scores is not None or isinstance(images, Similarity)):
             raise ValueError("gather: expected embeddings; of scores and of a Similarity there is nothing to gather")
         options: dict[str, Any] = {"engine": self.engine, "check_finite": self.check_finite, "names": IMAGES_AND_TEXTS}
         if isinstance(images, Similarity):
@@ -171,8 +218,9 @@ class PairLoss(SimilarityLoss):
             if images is not None or texts is not None:
                 raise ValueError("scores: expected either scores or images and texts, got both")
             return Similarity.from_scores(scores, image_ids, text_ids, **options)
-        if self.gather:
-            (images, texts), image_ids, text_ids = self._gathered((images, texts), image_ids, text_ids)
+        if self._sharded:
+            options |= {"process_group": self.process_group, "same": self._agreed}
+            return Similarity.sharded(images, texts, image_ids, text_ids, **options)
         return Similarity(images, texts, image_ids, text_ids, **options)
 
 
@@ -186,7 +234,7 @@ class MemoryLoss(SimilarityLoss):
     Args:
         reduction, engine, check_finite: see :class:`PairLoss`. ``engine`` goes by the size of the memory.
         telemetry: the same of :func:`itrloss.telemetry.describe_memory`.
-        gather: see :class:`PairLoss`. The memory takes in the keys of all processes in any case.
+        gather, process_group: see :class:`PairLoss`. The memory takes in the keys of all processes in any case.
     """
 
     def forward(
@@ -209,12 +257,11 @@ class MemoryLoss(SimilarityLoss):
                 memory with an anchor's id are no negatives of it. If both are left out, image i matches text i; the
                 memory must have been filled without ids, too.
         """
-        embeddings: tuple[Tensor, Tensor, Tensor, Tensor] = images, texts, image_keys, text_keys
-        if self.gather:
-            embeddings, image_ids, text_ids = self._gathered(embeddings, image_ids, text_ids)
         options: Any = {"engine": self.engine, "check_finite": self.check_finite}
-        sims = MemorySimilarity.of(*embeddings, memory, image_ids, text_ids, **options)
-        value = self.compute(sims)
+        if self._sharded:
+            options |= {"gather": True, "process_group": self.process_group, "same": self._agreed}
+        sims = MemorySimilarity.of(images, texts, image_keys, text_keys, memory, image_ids, text_ids, **options)
+        value = self._of_all(self.compute, sims)
         if self.observed and not torch.compiler.is_compiling():
             self.telemetry = describe_memory(sims)
         return value

@@ -50,7 +50,7 @@ class DiversityContrastiveLoss(DiversityOptions, PairLoss):
         positive_weight: ``"paper"`` for ``w = μ`` as printed, or ``w`` itself, per direction.
         positive: ``"clamp"`` keeps S above -1 + 1e-6 in ``log(1 + S)``; ``"relu"`` takes ``log(1 + max(S, 0))``, by
             which a positive that scores 0 or less gets no gradient.
-        reduction, engine, check_finite, telemetry, gather: see :class:`PairLoss`.
+        reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
     def compute(self, sim: Similarity) -> Any:
@@ -98,7 +98,8 @@ class PrototypeClassificationLoss(Loss):
     Args:
         dim: F of the concept embeddings.
         clusters: K, the number of prototypes.
-        reduction, engine, check_finite: see :class:`PairLoss`. ``"auto"`` never holds (2 B, K) logits above 256 MiB.
+        reduction, engine, check_finite, gather, process_group: see :class:`PairLoss`. ``"auto"`` never holds (2 B, K)
+            logits above 256 MiB.
 
     Attributes:
         weight: (clusters, dim) P, a parameter: pass it to the optimiser.
@@ -118,10 +119,13 @@ class PrototypeClassificationLoss(Loss):
 
     def forward(self, image_concepts: Tensor, text_concepts: Tensor, prototype_ids: Tensor) -> Any:
         """Return the loss, see :func:`itrloss.functional.prototype_classification_loss`."""
-        for name, x in (("image_concepts", image_concepts), ("text_concepts", text_concepts)):
+        return self._of_all(self._of_samples, (image_concepts, text_concepts, prototype_ids), self._reduced)
+
+    def _reduced(self, images: Tensor, texts: Tensor, ids: Tensor, reduction: functional.Reduction) -> Any:
+        for name, x in (("image_concepts", images), ("text_concepts", texts)):
             check_matrix(name, x, f"(B, {self.dim})", self.check_finite)
-        inputs = image_concepts, text_concepts, self.weight.to(compute_dtype(image_concepts)), prototype_ids
-        return functional.prototype_classification_loss(*inputs, self.reduction, self.engine)
+        weight = self.weight.to(compute_dtype(images))
+        return functional.prototype_classification_loss(images, texts, weight, ids, reduction, self.engine)
 
     @torch.no_grad()
     def reset(self, reseeded: Tensor, centroids: Tensor) -> None:
@@ -205,7 +209,10 @@ class CODERObjective(nn.Module):
         self.batch, self.concept = DiversityContrastiveLoss(**options), DiversityContrastiveLoss(**options)
         self.memory = MemoryDiversityContrastiveLoss(diversity_from=diversity_from, **options)
         self.prototypes = OnlineKMeans(clusters, dim, max_count=max_count)
-        common = {name: getattr(self.batch, name) for name in ("reduction", "engine", "check_finite")}
+        common = {
+            name: getattr(self.batch, name)
+            for name in ("reduction", "engine", "check_finite", "gather", "process_group")
+        }
         self.classifier = PrototypeClassificationLoss(dim, clusters, **common)
 
     def forward(
@@ -251,7 +258,7 @@ class CODERObjective(nn.Module):
         pairs = normalized(images) + normalized(texts)
         if not self.training:
             return self.prototypes.predict(pairs)
-        ids = self.prototypes.update(pairs)
+        ids = self.prototypes.update(pairs, self.batch.process_group)
         self.classifier.reset(self.prototypes.reseeded, self.prototypes.centroids)
         return ids
 

@@ -30,7 +30,7 @@ class TripletLoss(PairLoss):
         margin: α, in units of cosine similarity.
         mining: ``"hardest"`` negative of each anchor, or ``"all"`` (the sum over its negatives).
         reduction: see :class:`PairLoss`; as in VSE code bases the default is ``"sum"``.
-        engine, check_finite, telemetry, gather: see :class:`PairLoss`.
+        engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
     margin: float = 0.2
@@ -66,13 +66,13 @@ class TripletLoss(PairLoss):
         if sim.device.type == "meta" or (sim.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return
         total = functional.triplet_loss(sim, self.margin, "hardest", "sum")
-        per_pair = float(total / sim.positive_counts.sum().clamp_min(1))
+        per_pair = float(total / sim.total(sim.positive_counts.sum()).clamp_min(1))
         self._alike = self._alike + 1 if abs(per_pair - 2 * self.margin) < 0.01 * self.margin else 0
         if self._alike == 2:
             warnings.warn(
                 f"TripletLoss: {2 * _INTERVAL} calls within 1 % of {2 * self.margin:g} per pair, which is 2 * margin:"
                 ' all embeddings seem to be alike. Begin with mining="all", or lower the learning rate.',
-                stacklevel=7,  # the caller of the module: past forward and nn.Module.__call__
+                stacklevel=8,  # the caller of the module: past forward and nn.Module.__call__
             )
 
 
@@ -87,7 +87,7 @@ class InfoNCELoss(PairLoss):
     Args:
         temperature: τ, in units of cosine similarity.
         learnable: make τ a parameter, held as ``log(1/τ)`` (``log_scale``) as in CLIP.
-        reduction, engine, check_finite, telemetry, gather: see :class:`PairLoss`.
+        reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
     def __init__(self, temperature: float = 0.07, learnable: bool = False, **common: Any):
@@ -118,8 +118,8 @@ class SigmoidLoss(PairLoss):
         scale: a, above 0.
         bias: b.
         learnable: make them parameters, a held as ``log(a)`` (``log_scale``); pass them to the optimiser then.
-        reduction, engine, check_finite, telemetry, gather: see :class:`PairLoss`; with ``"none"`` one half of a pair's
-            value counts for its image and the other for its text.
+        reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`; with ``"none"`` one
+            half of a pair's value counts for its image and the other for its text.
     """
 
     def __init__(self, scale: float = 10.0, bias: float = -10.0, learnable: bool = True, **common: Any):

@@ -1,16 +1,18 @@
 """DVSE's losses on sets of sub-embeddings, and its objective."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import functional
 from ..checks import IMAGES_AND_TEXTS, check_embeddings, check_matrix, check_number, check_size
-from ..distributed import gather_rows
-from ..engine.matrix import MEMORY_BUDGET, choose_engine
-from ..engine.scores import full_precision, normalized
+from ..distributed import agreement, gather
+from ..engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
+from ..engine.scores import Embeddings, full_precision, normalized
 from ..similarity import Similarity
 from ..telemetry import describe
 from .base import Loss, SimilarityLoss
@@ -37,9 +39,9 @@ class VarianceAwareLoss(SimilarityLoss):
         shared_sigma: True, as printed: in the texts' direction, too, a pair's σ is that of its image's scores. False:
             there it is that of its text's scores, over all images but the pair's.
         reduction: see :func:`itrloss.functional.variance_aware_loss`.
-        engine, check_finite, telemetry, gather: see :class:`PairLoss`. The telemetry is that of each pair's best head,
-            and forms the matrix. With several captions per image, an accelerator synchronises or, in a CUDA graph or
-            compiled, forms the matrices.
+        engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`. The telemetry is that of each
+            pair's best head, and forms the matrix. With several captions per image, an accelerator synchronises or, in
+            a CUDA graph or compiled, forms the matrices.
     """
 
     margin: float = 0.2
@@ -50,31 +52,59 @@ class VarianceAwareLoss(SimilarityLoss):
         self, image_sets: Tensor, texts: Tensor, image_ids: Tensor | None = None, text_ids: Tensor | None = None
     ) -> Any:
         """Return the loss of sets of image embeddings (N, K, D) of any length; else see :meth:`PairLoss.forward`."""
-        if self.gather:
-            (image_sets, texts), image_ids, text_ids = self._gathered((image_sets, texts), image_ids, text_ids)
-        ids = {"row_ids": image_ids, "col_ids": text_ids, "names": _NAMES}
-        heads = self._heads(image_sets, texts, **ids)
-        value = functional.variance_aware_loss(heads, **self._options(VarianceAwareLoss))
+        heads, frame = self._heads(image_sets, texts, image_ids, text_ids)
+        value = self._of_all(functional.variance_aware_loss, heads, *self._options(VarianceAwareLoss).values())
         if self.observed and not torch.compiler.is_compiling():
-            best = functional.set_similarity(image_sets.detach(), texts.detach())  # by which a model of sets retrieves
-            self.telemetry = describe(Similarity.from_scores(best, **ids), self.margin)
+            self.telemetry = self._described(heads, frame)
         return value
 
-    def _heads(self, images: Tensor, texts: Tensor, **ids: Any) -> list[Similarity]:
-        check_matrix("image_sets", images, "(N, K, D)", dims=3)
-        check_embeddings(images.flatten(0, 1), texts, self.check_finite, _NAMES)
-        units, texts = normalized(images.transpose(0, 1)), normalized(texts)  # (K, N, D), (M, D)
-        (k, n, _), m = units.shape, len(texts)
+    def _heads(self, images: Tensor, texts: Tensor, *ids: Tensor | None) -> tuple[list[Similarity], Similarity]:
+        """Return the similarities of each head, and one of the first head from embeddings."""
+
+        def check() -> None:
+            check_matrix("image_sets", images, "(N, K, D)", dims=3, empty=self._sharded)
+            check_embeddings(images.flatten(0, 1), texts, self.check_finite, _NAMES, empty=self._sharded)
+
+        options: Any = {"engine": self.engine, "names": _NAMES}
+        if self._sharded and not torch.compiler.is_compiling():
+            with agreement(self.process_group) as agreed:
+                check()
+                agreed.text = f"{images.shape[1]} heads, {self._agreed}"
+        else:
+            check()
+        if self._sharded:
+            frame = Similarity.sharded(images[:, 0], texts, *ids, process_group=self.process_group, **options)
+        else:
+            frame = Similarity(images[:, 0], texts, *ids, **options)
+        pairs, cols = frame._matrix.pairs, frame._matrix.embeddings[1]
+        assert cols is not None
+        n, m = pairs.shape
+        units, candidates = normalized(images.transpose(0, 1)), cols.unit()  # (K, N, D), (M, D)
+        units = F.pad(units, (0, 0, 0, n - units.shape[1])) if n > units.shape[1] else units
+        k = len(units)
         engine: Any = choose_engine(self.engine, n * m, MEMORY_BUDGET // k, images)
         kept = self.engine == "auto" and engine == "tiled" and k * n * m * units.itemsize <= MEMORY_BUDGET
         if kept or engine == "dense":
             # Where scores are kept, one product for all heads: 0.7 of the time at 512 images, 6 heads, 1024 dimensions
             # (python -m benchmarks --losses "variance aware" --shapes 512x6x1024 --variants ours "ours tiled").
             with full_precision(units):
-                scores = units @ texts.T
-            return [Similarity.from_scores(x, **ids, engine=engine) for x in scores]
-        options: dict[str, Any] = {"normalize": False, "engine": engine, "memory_budget": 0}
-        return [Similarity(x, texts, **ids, **options) for x in units]
+                units = units @ candidates.T
+            matrices = [Matrix(Embeddings(x, False), None, pairs, engine, 0) for x in units]
+        else:
+            candidates = Embeddings(candidates, False)
+            matrices = [Matrix(Embeddings(x, False), candidates, pairs, engine, 0) for x in units]
+        for matrix in matrices:
+            matrix.share = frame._matrix.share
+        return [Similarity._view(matrix, 0) for matrix in matrices], frame
+
+    @torch.no_grad()
+    def _described(self, heads: list[Similarity], frame: Similarity) -> dict[str, Tensor]:
+        """Return the figures of the best head of each pair, by which a model of sets retrieves."""
+        best = functools.reduce(torch.maximum, (sim._matrix.detach().scores() for sim in heads))
+        engine = choose_engine("auto", best.numel(), 0, best)
+        matrix = Matrix(Embeddings(best, False), None, frame._matrix.pairs, engine, 0)
+        matrix.share = frame._matrix.share
+        return describe(Similarity._view(matrix, 0), self.margin)
 
 
 @dataclass(eq=False, repr=False)
@@ -91,6 +121,7 @@ class DynamicOrthogonalLoss(Loss):
         pair_reduction: ``"mean"`` over ordered pairs of heads; ``"sum"`` as printed, which grows with K (K - 1); or
             ``"frobenius"``, the root of the sum of squares, divided by K², which is always below the default slack.
         reduction: over the images: ``"mean"``, ``"sum"``, or ``"none"`` for (N,).
+        gather, process_group: see :class:`PairLoss`.
     """
 
     slack: float = 0.4
@@ -98,7 +129,11 @@ class DynamicOrthogonalLoss(Loss):
 
     def forward(self, residuals: Tensor, gate: Tensor | None = None) -> Tensor:
         """Return the loss, see :func:`itrloss.functional.dynamic_orthogonal_loss`."""
-        return functional.dynamic_orthogonal_loss(residuals, gate, **self._options(DynamicOrthogonalLoss))
+
+        def reduced(residuals: Tensor, reduction: functional.Reduction) -> Tensor:
+            return functional.dynamic_orthogonal_loss(residuals, gate, self.slack, self.pair_reduction, reduction)
+
+        return self._of_samples((residuals,), reduced)
 
 
 class DynamicGate(nn.Module):
@@ -137,10 +172,10 @@ class DynamicGate(nn.Module):
         self.register_buffer("batches", torch.tensor(0))
 
     @torch.no_grad()
-    def forward(self, regions: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, regions: Tensor, mask: Tensor | None = None, process_group: Any = None) -> Tensor:
         """Return the gates (N, heads), float32 zeros and ones without a gradient.
 
-        In training mode, the running means are updated first, over all processes.
+        In training mode, the running means are updated first, over all processes of the group.
 
         Args:
             regions: (N, R, dim) floating point.
@@ -156,10 +191,10 @@ class DynamicGate(nn.Module):
             sums = torch.einsum("nr,nrd->nd", exists, regions.float())
             projected = sums / exists.sum(1, keepdim=True).clamp_min(1) @ self.weight.float().T
         if self.training:
-            self._follow(self.centre, gather_rows(projected))
+            self._follow(self.centre, gather(projected, process_group))
         gate = (projected > self.centre).float()  # round(sigmoid(x)) is 1 for x > 0
         if self.training:
-            self._follow(self.on_rate, gather_rows(gate))
+            self._follow(self.on_rate, gather(gate, process_group))
             self.batches.add_(1)
         return gate
 
@@ -211,7 +246,8 @@ class DVSEObjective(nn.Module):
             raise ValueError(f"reduction: expected 'mean' for a total, got {options['reduction']!r}")
         self.balance = balance
         self.variance_aware = VarianceAwareLoss(**options)
-        self.orthogonal = DynamicOrthogonalLoss(slack, pair_reduction)
+        shared = {name: options[name] for name in ("gather", "process_group") if name in options}
+        self.orthogonal = DynamicOrthogonalLoss(slack, pair_reduction, **shared)
 
     def forward(
         self,

@@ -23,7 +23,7 @@ class HubnessAwareLoss(PairLoss):
         scale: γ.
         margin: ε, in units of cosine similarity.
         positive: see :class:`DiversityContrastiveLoss`; HAL and USER published ``"relu"``.
-        reduction, engine, check_finite, telemetry, gather: see :class:`PairLoss`.
+        reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
     scale: float = above_zero(90.0)
@@ -51,7 +51,7 @@ class UnifiedTrainingObjective(MemoryLoss):
         batch_weight: λ, weight of HAL.
         image_memory_weight, text_memory_weight: weights of the texts against the memory's images (the paper's DVQ), and
             of the images against its texts (DTQ).
-        reduction, engine, check_finite, telemetry, gather: see :class:`MemoryLoss`.
+        reduction, engine, check_finite, telemetry, gather, process_group: see :class:`MemoryLoss`.
     """
 
     scale: float = above_zero(90.0)

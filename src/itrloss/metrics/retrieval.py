@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from ..checks import check_matrix, check_size, one_of
-from ..distributed import Shares, gather_parts, gather_table, world_size
+from ..distributed import gather as gather_rows
+from ..distributed import gather_table, world_size
 from ..similarity import Similarity
 from .judgements import distinct_pairs, ranked_by_pairs
 from .labels import fold_parts, folded, ids_or_indices, part_of, with_ids
 from .results import QueryResults, RetrievalResults, join_folds
+from .shares import Shares
 
 if TYPE_CHECKING:
     from ..rerank import Reranker
@@ -33,6 +35,7 @@ def retrieval_metrics(
     hubness_k: int = 10,
     folds: int = 1,
     gather: bool = False,
+    process_group: Any = None,
 ) -> dict[str, float]:
     """Return the metrics of image→text (``i2t_``) and text→image retrieval (``t2i_``) by name.
 
@@ -43,12 +46,13 @@ def retrieval_metrics(
     the six recalls. Queries without positives do not count. With folds, every metric is its mean over the folds.
 
     Args:
-        scores, image_ids, text_ids, relevant, reranker, ties, hubness_k, folds, gather: see :func:`retrieval_results`.
+        scores, image_ids, text_ids, relevant, reranker, ties, hubness_k, folds, gather, process_group: see
+            :func:`retrieval_results`.
 
     Raises:
         TypeError, ValueError: as :func:`retrieval_results`; also if no query has a positive.
     """
-    options = {"ties": ties, "hubness_k": hubness_k, "folds": folds, "gather": gather}
+    options = {"ties": ties, "hubness_k": hubness_k, "folds": folds, "gather": gather, "process_group": process_group}
     return retrieval_results(scores, image_ids, text_ids, relevant=relevant, reranker=reranker, **options).metrics()
 
 
@@ -63,6 +67,7 @@ def retrieval_results(
     hubness_k: int = 10,
     folds: int = 1,
     gather: bool = False,
+    process_group: Any = None,
 ) -> RetrievalResults:
     """Return the results of each query: those of :func:`retrieval_metrics` before they are averaged.
 
@@ -87,6 +92,7 @@ def retrieval_results(
             queries, and all return the results of a single process with all data. Ids are compared across processes;
             without ids row i matches column i of the same process. Copies of an embedding in different processes need
             not tie, as rounding differs.
+        process_group: the processes that take part; by default, all.
 
     Raises:
         TypeError, ValueError: naming the argument, also for nan or infinite scores or embeddings.
@@ -97,13 +103,13 @@ def retrieval_results(
     pair = isinstance(scores, tuple)
     if reranker is not None and (relevant is not None or pair):
         raise ValueError("reranker: expected None with relevant pairs or a pair of scores")
-    gather = gather and world_size() > 1
+    gather = gather and world_size(process_group) > 1
     if folds > 1 and (relevant is not None or gather):
         raise ValueError(f"folds: expected 1 with relevant pairs or gather=True, got {folds}")
     if gather:
         if pair or relevant is not None or image_ids is not None or text_ids is not None:
             raise ValueError("relevant, image_ids, text_ids, a pair of scores: not for gather=True")
-        return _gathered(scores, reranker, hubness_k, ties)
+        return _gathered(scores, reranker, hubness_k, ties, process_group)
     first = scores[0] if pair else scores
     sims = [with_ids("scores", first, image_ids, text_ids, relevant is None).detach()]
     if pair:
@@ -138,16 +144,18 @@ def _ranked(
     return _results(ids_or_indices(sims[0]), ((ranks, top.indices) for ranks, top in ranked))
 
 
-def _gathered(scores: Any, reranker: Reranker | None, k: int, ties: Ties) -> RetrievalResults:
+def _gathered(scores: Any, reranker: Reranker | None, k: int, ties: Ties, group: Any) -> RetrievalResults:
     """Return the results of all processes, each of which ranks for its own queries."""
     if isinstance(scores, Similarity) and scores._inputs is not None:
         scores = folded(scores)
-    shares = Shares(scores, f"{None if reranker is None else reranker._description()} {k} {ties}")
+    shares = Shares(scores, f"{None if reranker is None else reranker._description()} {k} {ties}", group)
     if reranker is None:
         ranked = (shares.queries(side).ranked(k, ties=ties) for side in (0, 1))
     else:
         ranked = reranker._ranked_by_all(shares, k, ties)
-    return _results(shares.every_ids, ((gather_table(ranks), gather_parts(top.indices)) for ranks, top in ranked))
+    return _results(
+        shares.every_ids, ((gather_table(ranks, group), gather_rows(top.indices, group)) for ranks, top in ranked)
+    )
 
 
 def _results(ids: Sequence[Tensor], ranked: Iterable[tuple[Tensor, Tensor]]) -> RetrievalResults:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ..checks import check_matrix, check_size
-from ..distributed import Shares, failing_together, world_size
+from ..distributed import agreement, world_size
 from ..metrics.labels import ids_or_indices, with_ids
+from ..metrics.shares import Shares
 from ..similarity import Similarity, TopK
 from .direction import SIDES, Bias, Direction, Rule, against, fitting, unlabelled
 
@@ -158,15 +159,18 @@ class Reranker(ABC):
             results.append(result.T if direction.side else result)
         return self._pair(results)
 
-    def topk(self, scores: Tensor | Similarity, k: int, *, gather: bool = False) -> Reranked[TopK]:
+    def topk(
+        self, scores: Tensor | Similarity, k: int, *, gather: bool = False, process_group: Any = None
+    ) -> Reranked[TopK]:
         """Return the k best texts of each image and the k best images of each text, by re-ranked score.
 
         Args:
             scores: (n_images, n_texts), or a :class:`itrloss.Similarity`.
             k: number of candidates.
-            gather: as in :func:`itrloss.metrics.retrieval_results`: rank the candidates of all processes, numbered in
-                the order of the process ranks, for this process's queries. The results equal those of a single process
-                up to rounding and the order of equal scores. Every process holds the whole banks.
+            gather, process_group: as in :func:`itrloss.metrics.retrieval_results`: rank the candidates of all
+                processes, numbered in the order of the process ranks, for this process's queries. The results equal
+                those of a single process up to rounding and the order of equal scores. Every process holds the whole
+                banks.
 
         Returns:
             ``(image→text, text→image)``, each with ``values`` and ``indices`` of shape (queries, k). A direction with
@@ -177,8 +181,8 @@ class Reranker(ABC):
                 between processes, is raised in all of them.
         """
         check_size("k", k)
-        if gather and world_size() > 1:
-            ranked = self._ranked_by_all(Shares(scores, f"{self._description()} {k}"), k, None)
+        if gather and world_size(process_group) > 1:
+            ranked = self._ranked_by_all(Shares(scores, f"{self._description()} {k}", process_group), k, None)
         else:
             ranked = self._ranked(with_ids("scores", scores, None, None, by_ids=False), k, None)
         return self._pair(top for _, top in ranked)
@@ -208,7 +212,7 @@ class Reranker(ABC):
     def _ranked_by_all(self, shares: Shares, k: int, ties: str | None) -> Iterator[Ranked]:
         """Yield :meth:`_ranked` of this process's queries among the candidates of all processes."""
         for view in self._directions(shares.sim, shares):
-            with failing_together(shares.sim.device):
+            with agreement(shares.group):
                 (ruled,) = self._ruled([view])
                 ranked = _ranks(*ruled, k, ties)
             yield ranked
@@ -259,7 +263,8 @@ class Reranker(ABC):
                 candidates = sim if side else sim.T
             if references is not None:
                 candidates = against(candidates, references)
-            yield Direction(side, queries, candidates, bank is None, banks[1 - side], shared, first), labelled
+            group = None if shares is None else shares.group
+            yield Direction(side, queries, candidates, bank is None, banks[1 - side], shared, first, group), labelled
 
     def _check(self, sim: Similarity, counts: Sequence[int]) -> None:
         """Raise an error for a missing bank or embeddings; ``counts``: images and texts of all processes."""

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..distributed import gather_parts, sum_over_processes
+from ..distributed import gather
+from ..engine import processes
 from ..engine.pairs import Pairs
 from ..similarity import Similarity
 
@@ -29,14 +30,15 @@ class Direction(NamedTuple):
     gallery: Tensor | None  # the bank of the candidates' own modality
     shared: bool = False  # whether each process computes the values of its own candidates alone
     first: tuple[int, int] = (0, 0)  # index of this process's first query and first candidate among all
+    group: Any = None  # of the processes
 
     def of_all(self, x: Tensor) -> Tensor:
         """Return the values of all processes' queries or candidates, from ``x`` (B, ...) of this process's."""
-        return gather_parts(x) if self.shared else x
+        return gather(x, self.group) if self.shared else x
 
     def summed(self, x: Tensor) -> Tensor:
-        """Return the sum of ``x`` over all processes, in place."""
-        return sum_over_processes(x) if self.shared else x
+        """Return the sum of ``x`` over all processes."""
+        return processes.total(x, self.group) if self.shared else x
 
 
 class Bias(NamedTuple):
