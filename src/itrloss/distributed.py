@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from .engine import processes
 from .engine.processes import world_size as world_size
+
+GATHERED = 2**30  # bytes of all processes' columns and of their gradient that "auto" holds in one process
 
 _NUMBERS = 6  # that processes exchange at most
 
@@ -95,6 +97,11 @@ def gather_parts(check: Callable[[], Sequence[Tensor]], group: Any = None, text:
         parts = processes.gather(padded(x, max(sizes)), group).split(max(1, *sizes))
         gathered.append([part[:size] for part, size in zip(parts, sizes, strict=True)])
     return gathered
+
+
+def choose_schedule(size: int) -> Literal["all-gather", "ring"]:
+    """Return the schedule that ``"auto"`` takes, by the bytes of all columns (M, D) and of their float32 gradient."""
+    return "ring" if size > GATHERED and not torch.compiler.is_compiling() else "all-gather"
 
 
 def padded(x: Tensor, size: int, value: float = 0.0) -> Tensor:

@@ -16,6 +16,7 @@ from .engine import processes
 from .engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
 from .engine.pairs import Pairs
 from .engine.processes import Share
+from .engine.ring import RingMatrix
 from .engine.scores import IGNORE_ID, Embeddings, normalized
 from .similarity import Engine, Similarity
 
@@ -142,12 +143,11 @@ class MemorySimilarity(NamedTuple):
         engine: Engine = "auto",
         check_finite: bool = False,
         gather: bool = False,
-        process_group: Any = None,
-        same: str = "",
+        **shared: Any,
     ) -> MemorySimilarity:
         """Return the similarities of a batch; see :class:`itrloss.MemoryLoss`, which passes its arguments on.
 
-        With ``gather``, of a batch that several processes share; see :meth:`itrloss.Similarity.sharded`.
+        With ``gather``, of a batch that several processes share; ``shared``: see :meth:`itrloss.Similarity.sharded`.
         """
         options: dict[str, Any] = {"engine": engine, "check_finite": check_finite, "names": checks.IMAGES_AND_TEXTS}
         keys = (image_keys, text_keys)
@@ -167,14 +167,14 @@ class MemorySimilarity(NamedTuple):
             check_embeddings(images, memory.images, False, checks.Names("images", "memory"), empty=gather)
 
         if gather and not torch.compiler.is_compiling():
-            with agreement(process_group) as agreed:
+            with agreement(shared.get("process_group")) as agreed:
                 check()
-                agreed.text = f"memory ({memory.size}, {memory.dim}), {same}"
+                agreed.text = f"memory ({memory.size}, {memory.dim})"
         elif gather:
             check()
         ids = image_ids, text_ids
         if gather:
-            batch = Similarity.sharded(images, texts, *ids, process_group=process_group, same=same, **options)
+            batch = Similarity.sharded(images, texts, *ids, **shared, **options)
         else:
             batch = Similarity(images, texts, *ids, **options)
             check()
@@ -182,21 +182,25 @@ class MemorySimilarity(NamedTuple):
         v, w = matrix.embeddings
         assert w is not None
         v_keys, w_keys = (Embeddings(x.detach()) for x in keys)
-        (rows, cols), (n, m), sizes = matrix.pairs.ids_as_passed, matrix.shape, matrix.shape
-        of_keys = matrix.pairs, matrix.pairs  # who matches whom among images and text keys, and image keys and texts
-        if share is not None:  # anchors are those of this process, with the keys of all
-            shared, sizes = share.processes, share.unpadded
+        (rows, cols), (n, m), budget = (
+            matrix.pairs.ids_as_passed,
+            matrix.shape,
+            0 if engine == "tiled" else MEMORY_BUDGET,
+        )
+        if share is None:
+            if matrix.pairs.one_to_one:  # the ids are the same on both sides
+                rows = cols = torch.arange(n, device=images.device) if cols is None else cols
+            to_texts = Matrix(v, w_keys, matrix.pairs, matrix.engine, budget), 0
+            to_images = Matrix(v_keys, w, matrix.pairs, matrix.engine, budget), 1
+        else:  # this process's anchors, and the keys of all
+            p, kind = share.processes, type(matrix)
             assert share.cols is not None
-            w = Embeddings(share.cols)
-            (n, m), cols = shared.padded, shared.ids[1].chunk(shared.world)[shared.rank]
-            whole = (processes.gather(padded(x.detach(), k), shared.group) for x, k in zip(keys, (n, m), strict=True))
-            v_keys, w_keys = map(Embeddings, whole)
-            of_keys = matrix.pairs, Pairs((n * shared.world, m), (shared.ids[0], cols), images.device)
-        elif matrix.pairs.one_to_one:  # the ids are the same on both sides
-            rows = cols = torch.arange(n, device=images.device) if cols is None else cols
-        budget = 0 if engine == "tiled" else MEMORY_BUDGET
-        to_texts = Matrix(v, w_keys, of_keys[0], matrix.engine, budget)
-        to_images = Matrix(v_keys, w, of_keys[1], matrix.engine, budget)
+            w, (n, m), cols = Embeddings(share.cols), p.padded, p.ids[1].chunk(p.world)[p.rank]
+            own = [padded(x.detach(), size) for x, size in zip(keys, (n, m), strict=True)]
+            v_keys, w_keys = (Embeddings(x if kind is RingMatrix else processes.gather(x, p.group)) for x in own)
+            to_texts = kind(v, w_keys, matrix.pairs, matrix.engine, budget), 0
+            pairs = Pairs((m, n * p.world), (cols, p.ids[0]), images.device)
+            to_images = kind(w, v_keys, pairs, matrix.engine, budget), 0
         of_images = Pairs((n, memory.size), (rows, memory.ids), images.device)
         of_texts = of_images if rows is cols else Pairs((m, memory.size), (cols, memory.ids), images.device)
         chosen = choose_engine(engine, max(n, m) * memory.size, MEMORY_BUDGET, images)
@@ -205,9 +209,9 @@ class MemorySimilarity(NamedTuple):
             to_memory.append(Matrix(anchors, Embeddings(bank, False), entries, chosen, budget))
             to_memory[-1].bounded = True  # entries have unit length
         if share is not None:
-            for queue, keys_matrix, k in zip(to_memory, (to_texts, to_images), sizes, strict=True):
-                queue.share = keys_matrix.share = Share(share.processes, None, (k, k))
-        return cls(batch, Anchors([(to_texts, 0)], [(to_images, 1)]), Anchors(*([(queue, 0)] for queue in to_memory)))
+            for queue, (of_keys, _), size in zip(to_memory, (to_texts, to_images), share.unpadded, strict=True):
+                queue.share = of_keys.share = Share(share.processes, None, (size,))
+        return cls(batch, Anchors([to_texts], [to_images]), Anchors(*([(queue, 0)] for queue in to_memory)))
 
 
 class MomentumEncoder(nn.Module):

@@ -12,14 +12,16 @@ from . import checks
 from .anchors import Anchors
 from .anchors import Reduction as Reduction
 from .checks import as_bias, check_size, one_of
-from .distributed import agreement, numbered, padded, world_size
+from .distributed import agreement, choose_schedule, numbered, padded, world_size
 from .engine import processes, ranking
 from .engine.matrix import MEMORY_BUDGET, Matrix, check_unchanged, choose_engine
 from .engine.pairs import Pairs
 from .engine.processes import Processes, Share
+from .engine.ring import RingMatrix
 from .engine.scores import IGNORE_ID, Embeddings, Ids
 
 Engine = Literal["auto", "dense", "tiled", "triton"]
+Schedule = Literal["auto", "all-gather", "ring"]
 
 
 class TopK(NamedTuple):
@@ -88,6 +90,7 @@ class Similarity(Anchors):
         col_ids: Tensor | None = None,
         *,
         process_group: Any = None,
+        schedule: Schedule = "auto",
         same: str = "",
         **options: Any,
     ) -> Similarity:
@@ -102,6 +105,8 @@ class Similarity(Anchors):
             row_ids, col_ids: as in :class:`Similarity`, equal across processes where rows and columns match. Without
                 ids, a row matches a column of the same process.
             process_group: the processes of ``torch.distributed`` that take part; by default, all.
+            schedule: ``"all-gather"`` holds the columns of all processes, ``"ring"`` those of two at a time; ``"auto"``
+                chooses by size. The compiler takes the former only.
             same: what else has to be the same on all processes, such as options, in words.
             options: of :class:`Similarity`.
 
@@ -111,10 +116,13 @@ class Similarity(Anchors):
         """
         if world_size(process_group) == 1:
             return cls(rows, cols, row_ids, col_ids, **options)
-        names, ids = options.get("names", checks.ROWS_AND_COLUMNS), (row_ids, col_ids)
+        names, ids = options.pop("names", checks.ROWS_AND_COLUMNS), (row_ids, col_ids)
 
         def check() -> list[int]:
             nonlocal ids
+            one_of("schedule", schedule, "auto", "all-gather", "ring")
+            if schedule == "ring" and torch.compiler.is_compiling():
+                raise ValueError("schedule: torch.compile needs 'all-gather'")
             checks.check_embeddings(rows, cols, options.get("check_finite", False), names, empty=True)
             ids = checks.check_ids(*ids, len(rows), len(cols), rows.device, names)
             return [len(rows), len(cols)]
@@ -126,9 +134,8 @@ class Similarity(Anchors):
                 agreed.numbers = check()
                 kinds = [f"{str(x.dtype)[6:]} (B, {x.shape[1]})" for x in (rows, cols)]
                 trained = [x.requires_grad and torch.is_grad_enabled() for x in (rows, cols)]
-                options_text = {name: x for name, x in options.items() if name != "names"}
                 had = [x is not None for x in ids]
-                agreed.text = f"{', '.join(kinds)}, gradients {trained}, ids {had}, {options_text} {same}"
+                agreed.text = f"{', '.join(kinds)}, gradients {trained}, ids {had}, {options} {schedule} {same}"
             sizes = [numbers[:2] for numbers in agreed.every]
         shared = Processes(process_group, sizes)
         numbers = torch.arange(len(rows), device=rows.device) + shared.first(0)
@@ -140,8 +147,16 @@ class Similarity(Anchors):
         first, second = processes.gather(known, process_group).view(-1, n + m).split([n, m], 1)
         shared.ids = first.flatten(), second.flatten()
         rows, cols = padded(rows, n), padded(cols, m)
-        options["names"] = names
-        sim = cls(rows, processes.gather(cols, process_group), known[:n], shared.ids[1], **options)
+        if schedule == "auto":
+            schedule = choose_schedule(m * shared.world * cols.shape[1] * (cols.itemsize + 4))
+        ids = known[:n], shared.ids[1]
+        if schedule == "ring":
+            pairs, normalize = Pairs((n, m * shared.world), ids, rows.device), options.get("normalize", True)
+            engine = choose_engine(options.get("engine", "auto"), n * m * shared.world, 0, rows)
+            tiled = "tiled" if engine == "dense" else engine
+            sim = cls._view(RingMatrix(Embeddings(rows, normalize), Embeddings(cols, normalize), pairs, tiled, 0), 0)
+        else:
+            sim = cls(rows, processes.gather(cols, process_group), *ids, **options, names=names)
         sim._matrix.share = Share(shared, 1, sizes[shared.rank], cols)
         Anchors.__init__(sim, [(sim._matrix, 0)])
         return sim
@@ -208,7 +223,9 @@ class Similarity(Anchors):
         p = share.processes
         options: dict[str, Any] = {"engine": "auto" if self.engine == "dense" else self.engine}
         ids = p.ids[side].chunk(p.world)[p.rank], p.existing(p.ids[1 - side], 1 - side)
-        others: Any = processes.gather(matrix.rows, p.group) if side else matrix.cols
+        others: Any = matrix.cols
+        if side or isinstance(matrix, RingMatrix):
+            others = processes.gather(matrix.rows if side else share.cols, p.group)  # type: ignore[arg-type]
         if matrix.cols is None:
             scores = others.chunk(p.world, 1)[p.rank].T if side else matrix.rows
             local = Similarity.from_scores(p.existing(scores.T, 1 - side).T, *ids)

@@ -206,6 +206,7 @@ def answerers(groups: Sequence[Group]) -> list[tuple[Dense | Tiled, list[Place] 
     for key, batch in batches.items():
         dense = isinstance(key, int)
         views, places = zip(*(batch if dense else sorted(batch, key=lambda x: x[0][1])), strict=True)  # rows first
-        result.append((Dense(views) if dense else Tiled(views), list(places)))
+        backend = Dense if dense else views[0][0].backend or Tiled
+        result.append((backend(views), list(places)))
     in_order = len(result) == 1 and [g for g, _ in result[0][1]] == [*range(len(groups))]
     return [(result[0][0], None)] if in_order else result

@@ -6,6 +6,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,12 +81,13 @@ class Matrix:
         self.summed = False  # whether a sum put all scores into the autograd graph
         self._positive_scores: Tensor | None = None  # (P,), where they were computed along with a sum
         self.share: Share | None = None  # of a sharded batch
+        self.backend: Any = None  # what answers in place of the engine's
 
     def detach(self) -> Matrix:
         """Return the same scores without a gradient. Cached scores are shared; they are computed if not yet there."""
         rows, cols = self.embeddings
         formed = self.scores() if self.keeps else self._scores
-        twin = Matrix(rows.detach(), None if cols is None else cols.detach(), self.pairs, self.engine, 0)
+        twin = type(self)(rows.detach(), None if cols is None else cols.detach(), self.pairs, self.engine, 0)
         twin.bounded, twin.keeps, twin.share = self.bounded, self.keeps, self.share
         twin._scores = None if formed is None else formed.detach()
         return twin

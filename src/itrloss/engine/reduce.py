@@ -227,6 +227,14 @@ sums = operator("reduce", _SUMS, _sums, _fake_sums)
 gradients = operator("reduce_backward", _GRADIENTS, _gradients, _fake_gradients)
 
 
+def pair_gradients(scores: Scores, needs: Sequence[bool], pair_grads: Any) -> list[Tensor]:
+    """Return the gradients of rows and columns from ``pair_grads``: (P,) pairs i, j and the gradient of their scores."""
+    gradient = _Gradient(scores, needs)
+    if pair_grads is not None:
+        gradient.add_pairs(*pair_grads)
+    return gradient.finish()
+
+
 class PairProducts(torch.autograd.Function):
     """The (P,) scores of listed pairs, twice differentiable."""
 
@@ -247,9 +255,8 @@ class PairProducts(torch.autograd.Function):
             wanted = [x for x, need in zip(scores[:2], needs, strict=True) if need]
             grads = iter(torch.autograd.grad((left * right).sum(1), wanted, grad, create_graph=True))
             return None, *(next(grads) if need else None for need in needs), *nothing
-        gradient = _Gradient(scores, needs)
-        gradient.add_pairs(ctx.index[0], ctx.index[1], grad)
-        return None, *(x if need else None for x, need in zip(gradient.finish(), needs, strict=True)), *nothing
+        grads = pair_gradients(scores, needs, (*ctx.index, grad))
+        return None, *(x if need else None for x, need in zip(grads, needs, strict=True)), *nothing
 
 
 class Reduce(torch.autograd.Function):
@@ -288,10 +295,7 @@ class Reduce(torch.autograd.Function):
         needs = [ctx.needs_input_grad[k] for k in places]
         eager: dict[str, Any] = {} if grad_pairs is None else {"pair_grads": (*ctx.index, grad_pairs)}
         if grad is None:
-            gradient = _Gradient(Scores(*source), needs[:2])
-            if grad_pairs is not None:
-                gradient.add_pairs(ctx.index[0], ctx.index[1], grad_pairs)
-            grads = gradient.finish()
+            grads = pair_gradients(Scores(*source), needs[:2], eager.get("pair_grads"))
         else:
             grads = gradients(source, params, grad, *ctx.question, needs, pairs=ctx.pairs, **eager)
         for k, x, need in zip(places, grads, needs, strict=False):

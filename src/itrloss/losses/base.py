@@ -28,7 +28,9 @@ def _check(option: Field[Any], value: object) -> None:
     """Raise an error unless a value is of an option's type, if that is a number, a Literal or a union of these."""
     kinds = get_args(option.type) if get_origin(option.type) in (Union, UnionType) else (option.type,)
     allowed = [x for kind in kinds if get_origin(kind) is Literal for x in get_args(kind)]
-    if not all(kind is float or get_origin(kind) is Literal for kind in kinds):
+    if allowed and bool in kinds:
+        kinds, allowed = (Literal,), [False, True, *allowed]
+    elif not all(kind is float or get_origin(kind) is Literal for kind in kinds):
         return  # of a loss elsewhere; its annotations may be text, too
     if float not in kinds:
         one_of(option.name, value, *allowed)
@@ -44,7 +46,7 @@ class Loss(nn.Module):
 
     _: KW_ONLY
     reduction: Reduction = "mean"
-    gather: bool = False
+    gather: bool | Literal["all-gather", "ring"] = False
     process_group: Any = None
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -76,7 +78,13 @@ class Loss(nn.Module):
     @property
     def _sharded(self) -> bool:
         """Whether the batch is that of several processes."""
-        return self.gather and world_size(self.process_group) > 1
+        return bool(self.gather) and world_size(self.process_group) > 1
+
+    @property
+    def _shared(self) -> dict[str, Any]:
+        """The options of :meth:`itrloss.Similarity.sharded`."""
+        schedule = "auto" if self.gather is True else self.gather
+        return {"process_group": self.process_group, "schedule": schedule, "same": self._agreed}
 
     @property
     def _agreed(self) -> str:
@@ -168,7 +176,8 @@ class PairLoss(SimilarityLoss):
             dictionary. It costs a few passes over the scores, and is left out under ``torch.compile``.
         gather: in a ``torch.distributed`` job, the loss of the batches of all processes, on each of them: every other
             process's pairs are negatives, too (or positives, where ids are equal). Each process does its part of the
-            work, and gets the values of its own anchors with ``reduction="none"``. See :doc:`distributed`.
+            work, and gets the values of its own anchors with ``reduction="none"``. True chooses by size between
+            ``"all-gather"``, which holds the texts of all processes, and ``"ring"``. See :doc:`distributed`.
         process_group: the processes that take part; by default, all.
     """
 
@@ -219,8 +228,7 @@ class PairLoss(SimilarityLoss):
                 raise ValueError("scores: expected either scores or images and texts, got both")
             return Similarity.from_scores(scores, image_ids, text_ids, **options)
         if self._sharded:
-            options |= {"process_group": self.process_group, "same": self._agreed}
-            return Similarity.sharded(images, texts, image_ids, text_ids, **options)
+            return Similarity.sharded(images, texts, image_ids, text_ids, **options, **self._shared)
         return Similarity(images, texts, image_ids, text_ids, **options)
 
 
@@ -259,7 +267,7 @@ class MemoryLoss(SimilarityLoss):
         """
         options: Any = {"engine": self.engine, "check_finite": self.check_finite}
         if self._sharded:
-            options |= {"gather": True, "process_group": self.process_group, "same": self._agreed}
+            options |= {"gather": True, **self._shared}
         sims = MemorySimilarity.of(images, texts, image_keys, text_keys, memory, image_ids, text_ids, **options)
         value = self._of_all(self.compute, sims)
         if self.observed and not torch.compiler.is_compiling():

@@ -73,7 +73,7 @@ class VarianceAwareLoss(SimilarityLoss):
         else:
             check()
         if self._sharded:
-            frame = Similarity.sharded(images[:, 0], texts, *ids, process_group=self.process_group, **options)
+            frame = Similarity.sharded(images[:, 0], texts, *ids, **options, **self._shared)
         else:
             frame = Similarity(images[:, 0], texts, *ids, **options)
         pairs, cols = frame._matrix.pairs, frame._matrix.embeddings[1]
@@ -82,9 +82,11 @@ class VarianceAwareLoss(SimilarityLoss):
         units, candidates = normalized(images.transpose(0, 1)), cols.unit()  # (K, N, D), (M, D)
         units = F.pad(units, (0, 0, 0, n - units.shape[1])) if n > units.shape[1] else units
         k = len(units)
-        engine: Any = choose_engine(self.engine, n * m, MEMORY_BUDGET // k, images)
+        kind = type(frame._matrix)
+        ring = kind is not Matrix
+        engine: Any = frame.engine if ring else choose_engine(self.engine, n * m, MEMORY_BUDGET // k, images)
         kept = self.engine == "auto" and engine == "tiled" and k * n * m * units.itemsize <= MEMORY_BUDGET
-        if kept or engine == "dense":
+        if not ring and (kept or engine == "dense"):
             # Where scores are kept, one product for all heads: 0.7 of the time at 512 images, 6 heads, 1024 dimensions
             # (python -m benchmarks --losses "variance aware" --shapes 512x6x1024 --variants ours "ours tiled").
             with full_precision(units):
@@ -92,7 +94,7 @@ class VarianceAwareLoss(SimilarityLoss):
             matrices = [Matrix(Embeddings(x, False), None, pairs, engine, 0) for x in units]
         else:
             candidates = Embeddings(candidates, False)
-            matrices = [Matrix(Embeddings(x, False), candidates, pairs, engine, 0) for x in units]
+            matrices = [kind(Embeddings(x, False), candidates, pairs, engine, 0) for x in units]
         for matrix in matrices:
             matrix.share = frame._matrix.share
         return [Similarity._view(matrix, 0) for matrix in matrices], frame
