@@ -12,6 +12,7 @@ from torch import Tensor
 from .checks import as_params, check_number, one_of
 from .engine.answerers import Group, Place, answerers
 from .engine.answers import exponential, term_name
+from .engine.exchange import Exchange
 from .engine.pairs import segment_sum, slots
 from .engine.scores import host_may_read, may_keep
 
@@ -55,19 +56,14 @@ class Anchors:
         matrices = [matrix for group in groups for matrix, _ in group]
         self._matrix, self._side = groups[0][0]
         self.dtype, self.device = self._matrix.dtype, self._matrix.device
-        #: The same with the anchors of all processes in groups whose candidates are spread over them.
-        self.whole_sizes = [group[0][0].shape[group[0][1]] for group in groups]
-        shares = [matrix.share for matrix in matrices]
-        processes = self._processes = None if shares[0] is None else shares[0].processes
-        if any((None if share is None else share.processes) is not processes for share in shares):
-            raise ValueError("anchors: expected those of one batch, which the same processes share, or of none")
-        # Of the groups whose candidates are spread over the processes, matrices have the anchors of all processes, and
-        # partial sums for them; parameters and answers of this object are of this process's anchors.
-        self._spread = [m.share is not None and m.share.spread == side for ((m, side), *_) in groups]
+        firsts = [group[0] for group in groups]
+        if len({None if m.share is None else m.share.processes for m in matrices}) > 1:
+            raise ValueError("anchors: expected those of one batch that processes share, or of none")
+        #: What is exchanged with other processes; None: nothing.
+        self.exchange = None if self._matrix.share is None else Exchange(firsts)
+        self.whole_sizes = [matrix.shape[side] for matrix, side in firsts]
         #: Number of anchors in each group.
-        self.sizes = self.whole_sizes
-        if processes is not None and any(self._spread):
-            self.sizes = [n // processes.world if x else n for n, x in zip(self.sizes, self._spread, strict=True)]
+        self.sizes = self.whole_sizes if self.exchange is None else self.exchange.sizes
         self._size = sum(self.sizes)
         # compared one by one: a set of sizes would have the compiler specialise on each
         self.of_one_size = all(size == self.sizes[0] for size in self.sizes)
@@ -112,6 +108,11 @@ class Anchors:
         """Return the anchors of each group by themselves."""
         return [Anchors(group) for group in self._groups]
 
+    @property
+    def both(self) -> Anchors:
+        """These anchors; of a :class:`itrloss.Similarity`, its rows and its columns."""
+        return self
+
     def detach(self) -> Anchors:
         """Return the same anchors of similarities without a gradient."""
         twins = {id(m): m.detach() for group in self._groups for m, _ in group}
@@ -134,41 +135,19 @@ class Anchors:
         answers: list[Any] = [None] * len(self.sizes)
         sizes = self.whole_sizes
         self._answerers = self._answerers or answerers(self._groups)
-        params = params if self._processes is None else tuple(map(self.gathered, params))
+        params = params if self.exchange is None else tuple(map(self.exchange.gathered, params))
         for backend, places in self._answerers:
             if places is None:
                 answer = getattr(backend, question)(*params, **options)
-                return answer if self._processes is None else self.merged(answer, join)
+                return answer if self.exchange is None else self.exchange.merged(answer, join is torch.maximum)
             groups, own = [g for g, _ in places], []
             for p in params:
                 own.append(p if p.shape[-1] == 1 else torch.cat([p.split(sizes, -1)[g] for g in groups], -1))
             answer = getattr(backend, question)(*own, **options).split([sizes[g] for g in groups], -1)
             for g, x in zip(groups, answer, strict=True):
                 answers[g] = x if answers[g] is None else join(answers[g], x)
-        return self.merged(torch.cat(answers, -1), join)
-
-    def gathered(self, x: Tensor) -> Tensor:
-        """Return parameters (..., A) with, in groups whose candidates are spread, those of all processes' anchors."""
-        if not any(self._spread) or x.shape[-1] == 1:
-            return x
-        assert self._processes is not None
-        return self._exchanged(x, self.sizes, self._processes.gather)
-
-    def merged(self, x: Tensor, join: Any = torch.add) -> Tensor:
-        """Return answers (..., A) from partial ones, which have all processes' anchors in groups that are spread."""
-        if not any(self._spread):
-            return x
-        assert self._processes is not None
-        merge = self._processes.merge_largest if join is torch.maximum else self._processes.merge
-        return self._exchanged(x, self.whole_sizes, merge)
-
-    def _exchanged(self, x: Tensor, sizes: Sequence[int], exchange: Any) -> Tensor:
-        parts = list(x.split(sizes, -1))
-        spread = [g for g, x in enumerate(self._spread) if x]
-        exchanged = exchange(torch.stack([parts[g] for g in spread]))  # all at once
-        for g, part in zip(spread, exchanged, strict=True):
-            parts[g] = part
-        return torch.cat(parts, -1)
+        answer = torch.cat(answers, -1)
+        return answer if self.exchange is None else self.exchange.merged(answer, join is torch.maximum)
 
     def logsumexp(self, scale: float | Tensor = 1.0, *, over: Over = "negatives") -> Tensor:
         """Return (A,) ``log sum_j exp(scale_i S_ij)`` over each anchor's negatives, or over all candidates.
@@ -184,8 +163,8 @@ class Anchors:
         # best score is below ``1 - 120 / a``; then the maximum is computed after all.
         if self._bounded and host_may_read(a):
             largest = float((a if a.numel() == 1 else a.abs().amax()).detach().abs())
-            if self._processes is not None and a.numel() > 1:
-                largest = self._processes.largest(largest)
+            if self.exchange is not None and a.numel() > 1:
+                largest = self.exchange.processes.largest(largest)
             shift = max(0.0, largest - _RANGE) if largest <= 3 * _RANGE else None
         if shift is not None:
             top = a.new_full((1,), shift) if shift else None
@@ -202,10 +181,10 @@ class Anchors:
     def _underflown(self, total: Tensor, over: str) -> bool:
         """Return whether the sum of an anchor that has candidates, of any process, may have underflowed."""
         lowest = float(total.amin())
-        if not self._complete and (lowest == 0 or self._processes is not None):  # all processes take the same path
+        if not self._complete and (lowest == 0 or self.exchange is not None):  # all processes take the same path
             count = self.negative_counts + (self.positive_counts if over == "all" else 0)
             lowest = float(total.masked_fill(count == 0, math.inf).amin())
-        lowest = lowest if self._processes is None else -self._processes.largest(-lowest)
+        lowest = lowest if self.exchange is None else -self.exchange.processes.largest(-lowest)
         return lowest < math.exp(-_RANGE)
 
     def _largest(self, scale: Tensor, over: str) -> Tensor:
@@ -264,7 +243,7 @@ class Anchors:
             return term(scores, *tensors).expand_as(scores)
         values = term(scores, *(p if p.numel() == 1 else self.gathered(p)[index] for p in tensors))
         sums = segment_sum(values.expand_as(scores), index, sum(self.whole_sizes))
-        return sums if self._processes is None else self.merged(sums)
+        return sums if self.exchange is None else self.exchange.merged(sums)
 
     def _listable(self) -> bool:
         return all(m.pairs.listable for group in self._groups for m, _ in group)
@@ -303,16 +282,13 @@ class Anchors:
             return self._answer("sorted_hinges", margin=margin)
         thresholds, index = self._positives()
         if index is not None:  # (slots, A), inf where an anchor has fewer positives
-            slot, counts, processes = slots(index, sum(self.whole_sizes)), self.positive_counts, self._processes
-            most = int(counts.amax())
-            if processes is not None:  # a column has its own slots for the rows of each process
-                most = int(processes.largest(most))
-                parts = zip(self.whole_sizes, self._spread, strict=True)
-                first = [processes.earlier if x else index.new_zeros(size) for size, x in parts]
-                slot = slot + torch.cat(first)[index]
-            table = thresholds.new_zeros(max(1, most), sum(self.whole_sizes)).index_put((slot, index), thresholds)
+            size, counts = sum(self.whole_sizes), self.positive_counts
+            slot, most = slots(index, size), int(counts.amax())
+            if self.exchange is not None:  # an anchor has its own slots for the candidates of each process
+                slot, most = slot + self.exchange.earlier()[index], int(self.exchange.processes.largest(most))
+            table = self.merged(thresholds.new_zeros(max(1, most), size).index_put((slot, index), thresholds))
             empty = torch.arange(len(table), device=self.device)[:, None] >= counts
-            thresholds = self.merged(table).masked_fill(empty, math.inf)
+            thresholds = table.masked_fill(empty, math.inf)
         return self._answer("sums", thresholds.view(-1, self._size) - margin, key="hinges")[0]
 
     def hardest_negatives(self) -> Hardest:
@@ -322,7 +298,7 @@ class Anchors:
         for backend, places in self._answerers:
             best = backend.hardest()
             if places is None:
-                return self._merged_best(*best)
+                return self._best(*best)
             parts = (x.split([self.whole_sizes[g] for g, _ in places]) for x in best)
             for (g, first), values, indices in zip(places, *parts, strict=True):
                 best = values, torch.where(indices < 0, indices, indices + first)
@@ -330,22 +306,10 @@ class Anchors:
                     better = values > hardest[g][0]
                     best = tuple(torch.where(better, *x) for x in zip(best, hardest[g], strict=True))
                 hardest[g] = best
-        return self._merged_best(*(torch.cat(x) for x in zip(*hardest, strict=True)))
+        return self._best(*(torch.cat(x) for x in zip(*hardest, strict=True)))
 
-    def _merged_best(self, values: Tensor, indices: Tensor) -> Hardest:
-        """Return the best of all processes where candidates are spread over them, with numbers among all candidates."""
-        processes = self._processes
-        if processes is None:
-            return Hardest(values, indices)
-        best, parts = [], zip(values.split(self.whole_sizes), indices.split(self.whole_sizes), strict=True)
-        for group, spread, (value, index) in zip(self._groups, self._spread, parts, strict=True):
-            matrix, side = group[0]
-            assert matrix.share is not None
-            if spread:
-                own = index + processes.rank * matrix.shape[1 - side]
-                value, index = processes.merge_best(value, torch.where(index < 0, index, own))
-            best.append((value, index if matrix.share.spread is None else processes.numbers(1 - side, index)))
-        return Hardest(*(torch.cat(x) for x in zip(*best, strict=True)))
+    def _best(self, values: Tensor, indices: Tensor) -> Hardest:
+        return Hardest(*((values, indices) if self.exchange is None else self.exchange.merged_best(values, indices)))
 
     # --------------------------------------------------------------------------------------- losses' reduction
 
@@ -376,9 +340,9 @@ class Anchors:
         counts: Any = self.sizes
         if valid is not None:
             counts = torch.stack([v.sum() for v in valid.split(self.sizes)])
-            counts = (counts if self._processes is None else self.total(counts)).clamp_min(1)
+            counts = (counts if self.exchange is None else self.total(counts)).clamp_min(1)
         mean: Any = sum(x.sum() / count for x, count in zip(values.split(self.sizes), counts, strict=True))
-        return mean if self._processes is None else self.total(mean)
+        return mean if self.exchange is None else self.total(mean)
 
     def per_pair(self, sums: Tensor) -> Tensor:
         """Return (A,) ``sums`` over positives, scaled so that a group's mean over valid anchors is that over pairs."""
@@ -394,7 +358,15 @@ class Anchors:
 
     def total(self, x: Tensor) -> Tensor:
         """Return ``x``; of a sharded batch, its sum over all processes."""
-        return x if self._processes is None else self._processes.total(x)
+        return x if self.exchange is None else self.exchange.processes.total(x)
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """Return ``x`` (..., A); of a sharded batch, for the matrices' anchors."""
+        return x if self.exchange is None else self.exchange.gathered(x)
+
+    def merged(self, x: Tensor) -> Tensor:
+        """Return ``x``; of a sharded batch, what the matrices' anchors add up to (..., A) over all processes."""
+        return x if self.exchange is None else self.exchange.merged(x)
 
     def group_amax(self, x: Tensor) -> list[Tensor]:
         """Return the () largest value of ``x`` (A,) in each group; of a sharded batch, over all processes.
@@ -402,18 +374,9 @@ class Anchors:
         As ``amax``, it distributes the gradient evenly between equal values.
         """
         best = [part.amax() for part in x.split(self.sizes)]
-        if self._processes is None:
-            return best
-        own = torch.stack(best)
-        whole = self._processes.largest_of(own)
-        ties = torch.stack([(part == top).sum() for part, top in zip(x.split(self.sizes), whole, strict=True)])
-        # Multiplied first: a quotient of integer counts would be float32 even for float64 values.
-        return list(self.total(torch.where(ties > 0, own, 0.0) * ties / self.total(ties)))
+        return best if self.exchange is None else self.exchange.group_amax(x, torch.stack(best))
 
     def existing(self, values: Tensor) -> tuple[Tensor, ...]:
         """Return the parts of values (A,) that belong to each group, without those of a sharded batch's padding."""
         parts = self.split(values)
-        if self._processes is None:
-            return parts
-        kept: list[Any] = [(group[0][0].share, group[0][1]) for group in self._groups]
-        return tuple(part[: share.unpadded[side]] for part, (share, side) in zip(parts, kept, strict=True))
+        return parts if self.exchange is None else self.exchange.existing(parts)

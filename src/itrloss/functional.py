@@ -71,8 +71,9 @@ def _diversity(
     with torch.set_grad_enabled(torch.is_grad_enabled() and not detached):
         spread = anchors.mean_std().std if kind == "std" else anchors.entropy(temperature).clamp_min(1e-6)
         raw = torch.exp(-epsilon / spread) + 1
-        tops = anchors.group_amax(raw)
-        return torch.cat([x / top for x, top in zip(raw.split(anchors.sizes), tops, strict=True)])
+        parts = raw.split(anchors.sizes)
+        tops = [x.amax() for x in parts] if anchors.exchange is None else anchors.group_amax(raw)
+        return torch.cat([x / top for x, top in zip(parts, tops, strict=True)])
 
 
 def diversity_contrastive_loss(
@@ -96,7 +97,7 @@ def diversity_contrastive_loss(
     candidates, from which the positives are taken, while the negatives come from ``sim``. ``diversity_of``: likewise
     those over which diversities are averaged.
     """
-    anchors = _both(sim)
+    anchors = sim.both if isinstance(sim, Anchors) else _refuse("sim", sim, Similarity)
     if positive not in _TERMS:
         one_of("positive", positive, *_TERMS)
     if diversity is not None and not isinstance(diversity, Tensor):
@@ -155,7 +156,7 @@ def hubness_aware_loss(
     if positives is not None:  # DCL without diversity
         options: dict[str, Any] = {"positive": positive, "reduction": reduction, "positives": positives}
         return diversity_contrastive_loss(sim, 1 / scale, margin, None, positive_weight=1.0, **options)
-    anchors = _both(sim)
+    anchors = sim.both if isinstance(sim, Anchors) else _refuse("sim", sim, Similarity)
     one_of("positive", positive, *_TERMS)
     repulsion = F.softplus(anchors.logsumexp(scale) - scale * margin, threshold=40) / scale
     attraction = 0.5 * anchors.per_pair(anchors.sum_of_positives(_TERMS[positive]))
@@ -189,7 +190,7 @@ def info_nce_loss(sim: Anchors, temperature: float | Tensor = 0.07, reduction: R
 
     ``temperature``: a number or a tensor of one value, which gets a gradient.
     """
-    anchors = _both(sim)
+    anchors = sim.both if isinstance(sim, Anchors) else _refuse("sim", sim, Similarity)
     if isinstance(temperature, Tensor):
         temperature = temperature.to(anchors.dtype)  # in half precision its reciprocal would be inaccurate
     scale = 1 / temperature
@@ -221,7 +222,7 @@ def sigmoid_loss(
 
 def triplet_loss(sim: Anchors, margin: float = 0.2, mining: Mining = "hardest", reduction: Reduction = "sum") -> Any:
     """Return the triplet ranking loss of VSE++; see :class:`itrloss.TripletLoss`."""
-    anchors = _both(sim)
+    anchors = sim.both if isinstance(sim, Anchors) else _refuse("sim", sim, Similarity)
     one_of("mining", mining, "hardest", "all")
     if mining == "hardest":
         values = anchors.sum_of_positives(hinge, anchors.hardest_negatives().values + margin)
@@ -264,13 +265,6 @@ def prototype_classification_loss(
     if reduction == "none":
         return values[:batch], values[batch:]
     return values.sum() / (batch if reduction == "mean" else 1)
-
-
-def _both(sim: Anchors) -> Anchors:
-    """Return the rows and columns of a similarity; other anchors as they are."""
-    if not isinstance(sim, Anchors):
-        _refuse("sim", sim, Similarity)
-    return sim.both if isinstance(sim, Similarity) else sim
 
 
 def _refuse(name: str, x: object, kind: type) -> NoReturn:

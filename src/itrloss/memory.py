@@ -13,9 +13,9 @@ from .anchors import Anchors
 from .checks import WholeState, check_embeddings, check_matrix, check_size, one_of
 from .distributed import agreement, gather_parts, padded, world_size
 from .engine import processes
+from .engine.exchange import Share
 from .engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
 from .engine.pairs import Pairs
-from .engine.processes import Share
 from .engine.ring import RingMatrix
 from .engine.scores import IGNORE_ID, Embeddings, normalized
 from .similarity import Engine, Similarity

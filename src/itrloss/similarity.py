@@ -14,9 +14,9 @@ from .anchors import Reduction as Reduction
 from .checks import as_bias, check_size, one_of
 from .distributed import agreement, choose_schedule, numbered, padded, world_size
 from .engine import processes, ranking
+from .engine.exchange import Processes, Share
 from .engine.matrix import MEMORY_BUDGET, Matrix, check_unchanged, choose_engine
 from .engine.pairs import Pairs
-from .engine.processes import Processes, Share
 from .engine.ring import RingMatrix
 from .engine.scores import IGNORE_ID, Embeddings, Ids
 

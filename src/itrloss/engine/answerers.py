@@ -162,21 +162,29 @@ class Tiled:
         """See :meth:`Dense.hardest`; the gradient of a score goes to the embeddings of its pair alone."""
         m = self.matrix
         check_unchanged([m])
-        pairs: Any = {} if torch.compiler.is_compiling() else {"pairs": m.pairs}
-        values, index = ranking.hardest(list(m.source(form=True)), self.sides, **pairs)
+        values, index = self._hardest()
         if torch.is_grad_enabled() and any(x is not None and x.x.requires_grad for x in m.embeddings):
             own = torch.cat([torch.arange(m.shape[side], device=m.device) for side in self.sides])
             others, rows = index.clamp_min(0), 0 if self.sides == (1,) else m.shape[0]
             hardest_pairs = [torch.cat([x[:rows], y[rows:]]) for x, y in ((own, others), (others, own))]
             # With the positives, where they can be listed: one gradient of all embeddings less, 0.88 of the time
             # (python -m benchmarks --losses "triplet hardest" --shapes 512x512x1024, with and without).
-            with_positives = m.pairs.listable and m._positive_scores is None and len(m.pairs.listed[0]) <= sum(m.shape)
+            with_positives = m.pairs.listable and m._positive_scores is None and self._few(m.pairs.listed[0])
             listed = m.pairs.listed if with_positives else (own[:0], own[:0])
             scores = m.pair_scores(*(torch.cat(x) for x in zip(listed, hardest_pairs, strict=True)))
             positive, scores = scores.split([len(listed[0]), len(index)])
             m._positive_scores = positive if with_positives else m._positive_scores
             values = torch.where(index < 0, -math.inf, scores)
         return values, index
+
+    def _hardest(self) -> tuple[Tensor, Tensor]:
+        """Return the (A,) scores and indices of the hardest negatives, without a gradient."""
+        pairs: Any = {} if torch.compiler.is_compiling() else {"pairs": self.matrix.pairs}
+        return ranking.hardest(list(self.matrix.source(form=True)), self.sides, **pairs)
+
+    def _few(self, positives: Tensor) -> bool:
+        """Return whether the scores of this many positives may be computed before they are needed."""
+        return len(positives) <= sum(self.matrix.shape)
 
     def sorted_hinges(self, *, margin: float) -> Tensor:
         """See :meth:`Dense.sorted_hinges`."""

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..checks import one_of
 from . import reduce
+from .exchange import Share
 from .pairs import Pairs
-from .processes import Share
 from .products import matmul
 from .scores import Embeddings, Scores, even_chunks, full_precision, inverse_norms, may_keep, tile_shape
 

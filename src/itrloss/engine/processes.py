@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -115,6 +114,11 @@ def gather(x: Tensor, group: Any = None) -> Tensor:
     return _Gather.apply(x, group)
 
 
+def merge(x: Tensor, group: Any = None) -> Tensor:
+    """Return this process's part (B, ...) of the sum of ``x`` (W B, ...) over all processes; differentiable."""
+    return _Merge.apply(x, group)
+
+
 def total(x: Tensor, group: Any = None) -> Tensor:
     """Return the sum of ``x`` over all processes; differentiable."""
     return _Total.apply(x, group)
@@ -130,92 +134,3 @@ def largest(x: Tensor, group: Any = None) -> Tensor:
 def replicated(x: Tensor, group: Any = None) -> Tensor:
     """Return ``x``, which is the same on all processes, with the mean of their gradients."""
     return _Replicated.apply(x, group)
-
-
-class Processes:
-    """The processes that share a batch, each with rows and columns of its own.
-
-    All have as many, so that they run the same collectives: shorter batches are padded with entries that do not exist.
-    """
-
-    def __init__(self, group: Any, sizes: Sequence[Sequence[int]]):
-        """``sizes``: numbers of rows and columns of each process, before padding."""
-        self.group, self.sizes, self.world = group, sizes, len(sizes)
-        self.rank = dist.get_rank(group)
-        # Two at least, as a parameter of one value is for all anchors.
-        self.padded = max(2, *(n for n, _ in sizes)), max(2, *(m for _, m in sizes))
-        self.totals = sum(n for n, _ in sizes), sum(m for _, m in sizes)
-        #: (N,) int64 ids of all rows, and (M,) of all columns, padded.
-        self.ids: tuple[Tensor, Tensor]
-
-    def first(self, side: int) -> int:
-        """Return the number of this process's first row (``side`` 0) or column (1) among all."""
-        return sum(size[side] for size in self.sizes[: self.rank])
-
-    def numbers(self, side: int, index: Tensor) -> Tensor:
-        """Return the numbers among all rows or columns of those at ``index`` in the padded ones; -1 stays."""
-        if all(size[side] == self.padded[side] for size in self.sizes):
-            return index
-        before = [sum(self.padded[side] - size[side] for size in self.sizes[:rank]) for rank in range(self.world)]
-        missing = torch.tensor(before, device=index.device)[(index // self.padded[side]).clamp_min(0)]
-        return torch.where(index < 0, index, index - missing)
-
-    def existing(self, x: Tensor, side: int) -> Tensor:
-        """Return the rows or columns (..., of all processes) in ``x`` (W B, ...) without the padding."""
-        if all(size[side] == self.padded[side] for size in self.sizes):
-            return x
-        return torch.cat([part[: size[side]] for part, size in zip(x.chunk(self.world), self.sizes, strict=True)])
-
-    @property
-    def earlier(self) -> Tensor:
-        """The (M,) number of positives that each column has in the processes before this one."""
-        rows, cols = self.ids[0][: self.rank * self.padded[0]].sort().values, self.ids[1]
-        return torch.searchsorted(rows, cols, right=True) - torch.searchsorted(rows, cols)
-
-    def gather(self, x: Tensor) -> Tensor:
-        """Return (..., W B) of all processes from ``x`` (..., B); differentiable."""
-        return gather(x.movedim(-1, 0), self.group).movedim(0, -1)
-
-    def merge(self, x: Tensor) -> Tensor:
-        """Return this process's part (..., B) of the sum of all processes' (..., W B); differentiable."""
-        return _Merge.apply(x.movedim(-1, 0), self.group).movedim(0, -1)
-
-    def merge_largest(self, x: Tensor) -> Tensor:
-        """Return this process's part (..., B) of the maximum of all processes' (..., W B), without a gradient."""
-        return largest(x, self.group).chunk(self.world, -1)[self.rank]
-
-    def merge_best(self, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the largest of all processes' values (..., W B) and its index, for this process's part (..., B).
-
-        The gradient goes to the process that has it; of equal values, to the first.
-        """
-        comparable = values.detach().nan_to_num(torch.inf, torch.inf, -torch.inf)
-        best = largest(comparable, self.group)
-        claims = torch.where(comparable == best, -self.rank, -self.world)
-        mine = (largest(claims, self.group) == -self.rank) & (comparable != -torch.inf)
-        value = self.merge(torch.where(mine, values, 0.0))
-        index = self.merge(torch.where(mine, indices + 1, 0)) - 1
-        return value.masked_fill(index < 0, -torch.inf), index
-
-    def total(self, x: Tensor) -> Tensor:
-        """Return the sum of ``x`` over all processes; differentiable."""
-        return total(x, self.group)
-
-    def largest_of(self, x: Tensor) -> Tensor:
-        """Return the elementwise maximum of ``x`` over all processes, without a gradient."""
-        return largest(x, self.group)
-
-    def largest(self, x: float) -> float:
-        """Return the largest of the processes' numbers."""
-        return float(largest(torch.tensor([x], dtype=torch.float64), self.group))
-
-
-class Share(NamedTuple):
-    """What a process has of a sharded batch's matrix."""
-
-    processes: Processes
-    #: The side (0 or 1) whose anchors' candidates are spread over the processes: the matrix has the anchors of all
-    #: processes on it, with partial sums. The other side has this process's anchors. None: so have both.
-    spread: int | None
-    unpadded: Sequence[int]  # numbers of this process's anchors on each side that exist
-    cols: Tensor | None = None  # (M_r, D) this process's own columns, if candidates are spread

@@ -228,7 +228,7 @@ gradients = operator("reduce_backward", _GRADIENTS, _gradients, _fake_gradients)
 
 
 def pair_gradients(scores: Scores, needs: Sequence[bool], pair_grads: Any) -> list[Tensor]:
-    """Return the gradients of rows and columns from ``pair_grads``: (P,) pairs i, j and the gradient of their scores."""
+    """Return the gradients of rows and columns from ``pair_grads``: (P,) pairs i, j, and that of their scores."""
     gradient = _Gradient(scores, needs)
     if pair_grads is not None:
         gradient.add_pairs(*pair_grads)

@@ -13,7 +13,7 @@ from . import ranking, reduce
 from .answerers import Tiled
 from .answers import ANSWERS
 from .matrix import Matrix, check_unchanged
-from .pairs import Pairs, first_derivative_only, pair_products, segment_sum
+from .pairs import Pairs, first_derivative_only, pair_products
 from .processes import communicate, gather
 from .scores import Scores, full_precision, inverse_norms
 
@@ -72,38 +72,32 @@ class Ring(Tiled):
         return sums
 
     def centre(self) -> Tensor:
-        """See :meth:`Tiled.centre`: what the sum of all vectors of the other side scores; that is no trip."""
+        """See :meth:`Dense.centre`: all candidates, as that takes no trip. What the sum of their vectors scores."""
         m = self.matrix
-        assert m.share is not None
-        p, units = m.share.processes, [x.unit().detach() for x in m.embeddings if x is not None]
+        assert m.share is not None and m.embeddings[1] is not None
+        p, rows, cols = m.share.processes, m.embeddings[0].unit().detach(), m.embeddings[1].unit().detach()
         with full_precision(m.rows):
-            rows, cols = p.total(torch.stack([x.sum(0) for x in units]))
-            own = units[1] @ rows
-            sums = [units[0] @ cols, torch.cat([own if rank == p.rank else 0 * own for rank in range(p.world)])]
-        for side in self.sides:
-            sums[side].sub_(segment_sum(m.positive_scores().detach(), m.pairs.listed[side], len(sums[side])))
-        return torch.stack([torch.cat([sums[side] for side in self.sides]), self.counts(positive=False)])
+            both = p.total(torch.stack([rows.sum(0), cols.sum(0)]))
+            sums = torch.stack([rows @ both[1], rows.new_full((len(rows),), p.totals[1])])
+            own = torch.stack([cols @ both[0], cols.new_full((len(cols),), p.totals[0])])
+        # Of the columns, this process has the whole sum of its own, to which other processes add nothing.
+        parts = {0: sums, 1: torch.cat([own if rank == p.rank else 0 * own for rank in range(p.world)], 1)}
+        return torch.cat([parts[side] for side in self.sides], 1)
 
-    def hardest(self) -> tuple[Tensor, Tensor]:
-        """See :meth:`Tiled.hardest`."""
+    def _few(self, positives: Tensor) -> bool:
+        return True  # on all processes the same, whatever their pairs, as each pass is a trip that all take part in
+
+    def _hardest(self) -> tuple[Tensor, Tensor]:
         m, parts = self.matrix, _Parts(self.matrix, self.sides)
-        check_unchanged([m])
-        values = index = None
-        for b, source in _trip(m, m.rows.detach(), m.cols.detach()):
+        values = torch.full((parts.total,), -torch.inf, dtype=m.dtype, device=m.device)
+        index = torch.full((parts.total,), -1, device=m.device)
+        for b, source in _trip(m, m.rows, m.cols):  # type: ignore[arg-type]
             best, where = ranking.hardest(list(source), self.sides, pairs=m.blocks_of_pairs()[b])
             first = torch.cat([where.new_full((size,), b * parts.width * (side == 0)) for side, size in parts.sizes])
-            if values is None:
-                values = parts.new(best, -torch.inf)
-                index = parts.new(where, -1)
             old = parts.of(values, b)
             better = (best > old) | (best.isnan() & ~old.isnan())
             parts.put(index, b, torch.where(better, where + first, parts.of(index, b)))
             parts.put(values, b, torch.where(better, best, old))
-        if torch.is_grad_enabled():
-            own = torch.cat([torch.arange(m.shape[side], device=m.device) for side in self.sides])
-            others, rows = index.clamp_min(0), 0 if self.sides == (1,) else m.shape[0]
-            pairs = [torch.cat([x[:rows], y[rows:]]) for x, y in ((own, others), (others, own))]
-            values = torch.where(index < 0, -torch.inf, m.pair_scores(*pairs))
         return values, index
 
 
@@ -148,14 +142,15 @@ class _RingReduce(torch.autograd.Function):
     """:class:`itrloss.engine.reduce.Reduce` for blocks of columns that travel around the ring."""
 
     @staticmethod
-    def forward(ctx: Any, matrix: RingMatrix, question: Any, index: Any, rows: Tensor, cols: Tensor, *params: Tensor):
+    def forward(ctx: Any, matrix: RingMatrix, question: Any, index: Any, rows: Tensor, cols: Any, *params: Tensor):
         """``question``: arguments of the operators, or None for pairs alone; ``index``: (P,) pairs i, j, or None."""
         ctx.matrix, ctx.question, ctx.index = matrix, question, index
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(rows, cols, *params)
         parts = _Parts(matrix, question[2]) if question else None
         inside = None if index is None else _by_block(matrix, index)
-        totals = scores = None
+        totals: Any = None
+        scores: Any = None
         for b, source in _trip(matrix, rows, cols):
             if parts is not None:
                 own, pairs = [parts.of(p, b) for p in params], matrix.blocks_of_pairs()[b]
@@ -172,12 +167,13 @@ class _RingReduce(torch.autograd.Function):
         return totals, scores
 
     @staticmethod
-    def backward(ctx: Any, grad: Any, grad_pairs: Any):  # type: ignore[override]
+    def backward(ctx: Any, *grads: Any):
         first_derivative_only()
         matrix, question, index = ctx.matrix, ctx.question, ctx.index
+        grad, grad_pairs = grads
         rows, cols, *params = ctx.saved_tensors
         needs = ctx.needs_input_grad[3:]
-        parts = None if grad is None else _Parts(matrix, question[2])
+        parts = None if grad is None or question is None else _Parts(matrix, question[2])
         inside = None if grad_pairs is None else _by_block(matrix, index)
         dtype = matrix.dtype
         grad_rows, grad_params = torch.zeros_like(rows, dtype=dtype), [torch.zeros_like(p, dtype=dtype) for p in params]
@@ -258,7 +254,8 @@ class _Home:
 
 def _exchange(p: Any, mine: Tensor, following: Tensor, tag: int) -> list[Any]:
     """Send a block to the process before, receive another from the process behind; return what to wait for."""
-    ranks = [dist.get_global_rank(p.group or dist.group.WORLD, (p.rank + k) % p.world) for k in (-1, 1)]
+    ranks_of_group = dist.get_process_group_ranks(p.group)
+    ranks = [ranks_of_group[(p.rank + k) % p.world] for k in (-1, 1)]
     ops = [
         dist.P2POp(dist.isend, mine, ranks[0], p.group, tag),
         dist.P2POp(dist.irecv, following, ranks[1], p.group, tag),

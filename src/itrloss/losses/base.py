@@ -206,13 +206,13 @@ class PairLoss(SimilarityLoss):
             A 0-dim float32 tensor (float64 for float64 input), or per-anchor values with ``reduction="none"``.
         """
         sim = self._similarity(images, texts, image_ids, text_ids, scores)
-        value = self._of_all(self.compute, sim)
+        value = self._of_all(self.compute, sim) if self.gather else self.compute(sim)
         if self.observed and not torch.compiler.is_compiling():
             self.telemetry = describe(sim, self.active_margin)
         return value
 
     def _similarity(self, images: Any, texts: Any, image_ids: Any, text_ids: Any, scores: Any) -> Similarity:
-        if self._sharded and (scores is not None or isinstance(images, Similarity)):
+        if self.gather and self._sharded and (scores is not None or isinstance(images, Similarity)):
             raise ValueError("gather: expected embeddings; of scores and of a Similarity there is nothing to gather")
         options: dict[str, Any] = {"engine": self.engine, "check_finite": self.check_finite, "names": IMAGES_AND_TEXTS}
         if isinstance(images, Similarity):
@@ -227,7 +227,7 @@ class PairLoss(SimilarityLoss):
             if images is not None or texts is not None:
                 raise ValueError("scores: expected either scores or images and texts, got both")
             return Similarity.from_scores(scores, image_ids, text_ids, **options)
-        if self._sharded:
+        if self.gather:
             return Similarity.sharded(images, texts, image_ids, text_ids, **options, **self._shared)
         return Similarity(images, texts, image_ids, text_ids, **options)
 
@@ -266,10 +266,10 @@ class MemoryLoss(SimilarityLoss):
                 memory must have been filled without ids, too.
         """
         options: Any = {"engine": self.engine, "check_finite": self.check_finite}
-        if self._sharded:
+        if self.gather and self._sharded:
             options |= {"gather": True, **self._shared}
         sims = MemorySimilarity.of(images, texts, image_keys, text_keys, memory, image_ids, text_ids, **options)
-        value = self._of_all(self.compute, sims)
+        value = self._of_all(self.compute, sims) if self.gather else self.compute(sims)
         if self.observed and not torch.compiler.is_compiling():
             self.telemetry = describe_memory(sims)
         return value
