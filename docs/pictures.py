@@ -5,6 +5,7 @@ import io
 import os
 import tempfile
 from pathlib import Path
+from types import ModuleType
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -43,7 +44,7 @@ def save(figure: Figure, folder: Path, name: str) -> None:
 
 
 class Drawn(SphinxDirective):
-    """What both directives share: where pictures go, and how a page shows them."""
+    """What the directives share: where pictures go, and how a page shows them."""
 
     has_content = True
 
@@ -54,6 +55,16 @@ class Drawn(SphinxDirective):
     def images(self, name: str, alt: str) -> list[nodes.Node]:
         uri = "/" + (self.folder / name).relative_to(self.env.srcdir).as_posix()
         return [nodes.image(uri=f"{uri}-{theme}.svg", alt=alt, classes=[f"only-{theme}"]) for theme in INK]
+
+    def row(self, module: ModuleType, name: str, alt: str, *args: str) -> nodes.container:
+        """Return the pictures that ``module.figures(*args)`` draws, side by side; their titles complete ``alt``."""
+        self.env.note_dependency(str(module.__file__))
+        row = nodes.container(classes=["pictures"])
+        with plt.rc_context(STYLE):
+            for i, figure in enumerate(module.figures(*args)):
+                save(figure, self.folder, f"{name}-{i}")
+                row += self.images(f"{name}-{i}", f"{alt}: {figure.axes[0].get_title()}")
+        return row
 
 
 class Gradient(Drawn):
@@ -67,15 +78,21 @@ class Gradient(Drawn):
         import gradients
 
         (name,) = self.arguments
-        self.env.note_dependency(gradients.__file__)
-        row = nodes.container(classes=["pictures"])
-        with plt.rc_context(STYLE):
-            for i, figure in enumerate(gradients.figures(name)):
-                alt = f"Gradient of the loss by every similarity: {figure.axes[0].get_title()}"
-                save(figure, self.folder, f"{name}-{i}")
-                row += self.images(f"{name}-{i}", alt)
+        row = self.row(gradients, name, "Gradient of the loss by every similarity", name)
         legend = nodes.paragraph("", gradients.LEGEND, classes=["legend"])
         return [row, legend, *self.parse_content_to_nodes()]
+
+
+class Schedules(Drawn):
+    """``.. schedules::`` shows what processes that share a batch hold and compute. The content says what to see."""
+
+    def run(self) -> list[nodes.Node]:
+        if self.env.app.builder.format != "html":
+            return []
+        import schedules
+
+        row = self.row(schedules, "schedules", "Blocks of the matrix, and columns that each process holds")
+        return [row, *self.parse_content_to_nodes()]
 
 
 class Gallery(Drawn):
@@ -128,5 +145,6 @@ class Gallery(Drawn):
 def setup(app):
     matplotlib.use("svg")
     app.add_directive("gradient", Gradient)
+    app.add_directive("schedules", Schedules)
     app.add_directive("gallery", Gallery)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,10 +1,12 @@
-"""The documentation's own Sphinx extension: equations without scripts, pages without network access."""
+"""The documentation: equations without scripts, pages without network access, recipes for several processes."""
 
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
+from processes import both
 
 import itrloss
 
@@ -65,6 +67,21 @@ def test_pages_take_nothing_from_the_network(tmp_path):
     styles = [path.read_text(encoding="utf-8") for path in pages.rglob("*.css")]
     loaded += [url for style in styles for url in re.findall(r"(?:url\(|@import )[\"']?([^\"')]*)", style)]
     assert loaded and not [url for url in loaded if re.match(r"(https?:)?//", url)]
+
+
+def recipes(rank: int) -> dict[str, float]:
+    """Run the snippets on distributed losses, also those that need a process group, which are not doctests."""
+    page = (DOCS / "distributed.rst").read_text(encoding="utf-8")
+    names, blocks = {}, re.findall(r"^.. (?:testcode::|code-block:: python)\n\n((?: {3}.*\n|\n)+)", page, re.M)
+    for block in blocks:
+        exec(textwrap.dedent(block), names)
+    return {"loss": float(names["loss"]), "blocks": len(blocks)}
+
+
+def test_recipes_run_in_two_processes(tmp_path):
+    first, second = both(recipes, tmp_path)
+    assert first == second
+    assert first["blocks"] == 11
 
 
 def test_the_version_is_that_of_the_citation():
