@@ -1,8 +1,10 @@
-"""Two processes of ``torch.distributed`` that run a function and return its results."""
+"""Processes of ``torch.distributed`` that run a function and return its results."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -13,21 +15,46 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 WORLD = 2
+# Processes are copies of one that has imported the slow modules: PyTorch's compiler is imported by DDP.
+multiprocessing.set_forkserver_preload(["torch._dynamo", "itrloss"])
 
 
 def both(work: Callable[..., Any], folder: Path, *args) -> list[Any]:
+    """Run ``work(rank, *args)``, a top-level function of a module, in two processes and return the results."""
+    return run(work, folder, *args)
+
+
+def run(work: Callable[..., Any], folder: Path, *args, world: int = WORLD) -> list[Any]:
     """Run ``work(rank, *args)``, a top-level function of a module, in each process and return the results."""
-    mp.spawn(_process, (work, str(folder), args), nprocs=WORLD)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+    mp.start_processes(_process, (work, str(folder), args, world, 120, True), world, start_method="forkserver")
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
 
 
-def _process(rank: int, work: Callable[..., Any], folder: str, args: tuple) -> None:
+def survivors(work: Callable[..., Any], folder: Path, *args, world: int, timeout: float) -> list[Any]:
+    """Return the results of the processes, None for those that were lost.
+
+    ``timeout``: seconds that a collective waits for a process.
+    """
+    context: Any = mp.start_processes(
+        _process, (work, str(folder), args, world, timeout, False), world, join=False, start_method="forkserver"
+    )
+    deadline = time.monotonic() + 4 * timeout
+    for process in context.processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+    found = [folder / f"{rank}.pt" for rank in range(world)]
+    return [torch.load(path, weights_only=True) if path.exists() else None for path in found]
+
+
+def _process(rank: int, work: Callable[..., Any], folder: str, args: tuple, world: int, timeout: float, all: bool):
     torch.set_num_threads(1)
     where = f"file://{folder}/store"
-    dist.init_process_group("gloo", where, timedelta(seconds=120), rank=rank, world_size=WORLD)
+    dist.init_process_group("gloo", where, timedelta(seconds=timeout), rank=rank, world_size=world)
     torch.save(work(rank, *args), Path(folder, f"{rank}.pt"))
-    dist.barrier()  # a process that exits before the other has connected would make that one fail
-    dist.destroy_process_group()
+    if all:
+        dist.barrier()  # a process that exits before the other has connected would make that one fail
+        dist.destroy_process_group()
     # Exit without Python's shutdown: DDP keeps the group's threads alive, and dropping a last tensor in them during
     # shutdown aborts the process (pytorch/pytorch#179291), which is rare and happens on busy machines.
     os._exit(0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import warnings
 from typing import Any
 
@@ -169,23 +171,30 @@ NUMBERED = {  # per-process image indices of texts: invalid ones match no image,
     "int8": (100, torch.arange(100).to(torch.int8)),
     "uint8": (200, torch.arange(200).to(torch.uint8)),
 }
+NUMBERED_IN_ONE = {
+    **dict.fromkeys(["none", "beyond the last"], torch.tensor([0, 1, 2, -1, 4, 5, 6, -1])),
+    "int8": torch.arange(200),
+    "uint8": torch.arange(400),
+}
 
 
-def numbering(rank: int) -> dict[str, torch.Tensor]:
-    found = {name: itrloss.distributed.gather_ids(ids, n) for name, (n, ids) in NUMBERED.items()}
-    v, w = (x.chunk(WORLD)[rank] for x in whole_batch(WORLD, "none")[:2])
-    found["loss"] = itrloss.InfoNCELoss(gather=True)(v, w, None, NUMBERED["none"][1])
-    return found
+def numbered(rank: int | None, name: str, **options: Any) -> list[torch.Tensor]:
+    """Values of losses that depend on all pairs, with this process's part or with everything."""
+    n, ids = NUMBERED[name] if rank is not None else (WORLD * NUMBERED[name][0], NUMBERED_IN_ONE[name])
+    generator = torch.Generator().manual_seed(0)
+    v, w = (torch.randn(WORLD * NUMBERED[name][0], D, generator=generator) for _ in range(2))
+    own = slice((rank or 0) * n, (rank or 0) * n + n)
+    return [loss(**options)(v[own], w[own], None, ids).detach() for loss in PAIR_LOSSES.values()]
+
+
+def numbering(rank: int) -> dict[str, list[torch.Tensor]]:
+    return {name: numbered(rank, name, gather=True) for name in NUMBERED}
 
 
 @pytest.mark.slow
 def test_texts_of_no_image_stay_so_among_the_images_of_all(tmp_path):
-    none = torch.tensor([0, 1, 2, -1, 4, 5, 6, -1])
-    v, w, _ = whole_batch(WORLD, "none")
-    wanted = {"none": none, "beyond the last": none, "int8": torch.arange(200), "uint8": torch.arange(400)}
     for found in both(numbering, tmp_path):
-        torch.testing.assert_close(found.pop("loss"), itrloss.InfoNCELoss()(v, w, None, none))
-        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+        torch.testing.assert_close(found, {name: numbered(None, name) for name in NUMBERED})
 
 
 def unlike(rank: int) -> dict[str, str]:
@@ -194,9 +203,8 @@ def unlike(rank: int) -> dict[str, str]:
     given = {
         "types": (torch.randn(4, 6, dtype=half), torch.randn(4, 6, dtype=half)),
         "turned": (torch.randn(4 + 2 * rank, 6 - 2 * rank),) * 2,
-        "uneven": (torch.randn(8 + rank, 4),) * 2,
-        "uneven texts": (torch.randn(4, 6), torch.randn(4 + rank, 6), ids, torch.arange(4 + rank)),
         "one has ids": (torch.randn(4, 6), torch.randn(4, 6), *(() if rank else (ids, ids))),
+        "one fails": (torch.randn(4, 6), torch.randn(4 + rank, 6)),
     }
     found = {}
     for name, x in given.items():
@@ -210,16 +218,19 @@ def unlike(rank: int) -> dict[str, str]:
 @pytest.mark.slow
 def test_batches_that_differ_between_processes_are_refused_in_all(tmp_path):
     first, second = both(unlike, tmp_path)
+    failed = second.pop("one fails")
+    assert failed.startswith("image_ids, text_ids: needed for 4 images and 5 texts")
+    assert first.pop("one fails") == f"gather: process 1 failed: ValueError: {failed}"
     assert first == second
-    for name, (here, there) in {
-        "types": ("float16 (4, 6)", "bfloat16 (4, 6)"),
-        "turned": ("float32 (4, 6)", "float32 (6, 4)"),
-        "uneven": ("float32 (8, 4)", "float32 (9, 4)"),
-        "uneven texts": ("int64 (4,)", "int64 (5,)"),
-        "one has ids": ("int64 (4,)", "float32 (4, 6)"),
+    for name, parts in {
+        "types": ("float16 (B, 6), float16 (B, 6), ", "bfloat16 (B, 6), bfloat16 (B, 6), "),
+        "turned": ("float32 (B, 6), float32 (B, 6), ", "float32 (B, 4), float32 (B, 4), "),
+        "one has ids": ("ids [True, True]", "ids [False, False]"),
     }.items():
-        said = f"gather: expected tensors of one type and shape in all processes, got torch.{here} in process 0"
-        assert first[name] == f"{said}, torch.{there} in process 1"
+        said, *texts = re.split(r"got | in process 0; ", first[name].removesuffix(" in process 1"))
+        assert said == "gather: expected the same in all processes, "
+        assert all(part in text for part, text in zip(parts, texts, strict=True)), first[name]
+    assert float(first["after"]) == pytest.approx(2 * math.log(6), rel=1e-5)
 
 
 def refused(rank: int) -> str:
@@ -379,7 +390,7 @@ def metrics_worker(rank: int) -> dict[str, Any]:
         "nan in texts": lambda: metrics.retrieval_metrics(itrloss.Similarity(given["texts"][:3], broken), gather=True),
         "type": lambda: metrics.retrieval_metrics(itrloss.Similarity(*halves), gather=True),
         "dimension": lambda: metrics.retrieval_metrics(
-            itrloss.Similarity(*[x[:, : D - rank] for x in (broken * 0 + 1, given["texts"][:3])]), gather=True
+            itrloss.Similarity(*[x[:, : D - rank] for x in (torch.ones_like(broken), given["texts"][:3])]), gather=True
         ),
         "numbers here": lambda: metrics.retrieval_metrics(
             itrloss.Similarity(given["images"][:3], given["texts"][:3], *numbered), gather=True
@@ -462,23 +473,29 @@ def found_by(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 
 
 REFUSED = {  # error messages of the two processes
-    "nan": ("images: expected finite",) * 2,
-    "nan, best": ("images: expected finite",) * 2,
-    "nan in texts": ("texts: expected finite",) * 2,
-    "type": ("gather: the processes differ in their types",) * 2,
-    "dimension": ("gather: the processes differ in their dimensions",) * 2,
-    "numbers here": ("gather: the processes differ in their ids",) * 2,
-    "one asks more": ("gather: the processes differ in their questions",) * 2,
-    "one without": ("scores: expected a Similarity of", "gather: another process failed"),
+    "nan": ("gather: process 1 failed: ValueError: images: expected finite", "images: expected finite"),
+    "nan, best": ("gather: process 1 failed: ValueError: images: expected finite", "images: expected finite"),
+    "nan in texts": ("gather: process 1 failed: ValueError: texts: expected finite", "texts: expected finite"),
+    "type": ("gather: expected the same in all processes, got ['float",) * 2,
+    "dimension": ("gather: expected the same in all processes, got ['float",) * 2,
+    "numbers here": ("gather: expected the same in all processes, got ['float",) * 2,
+    "one asks more": ("gather: expected the same in all processes, got ['float",) * 2,
+    "one without": (
+        "scores: expected a Similarity of",
+        "gather: process 0 failed: ValueError: scores: expected a Similarity of",
+    ),
     "changed": ("the embeddings were modified", "the embeddings were modified"),
     "far": ("scores: too large for NearestNeighborNorm",) * 2,
     "scores": ("scores: expected a Similarity of",) * 2,
     "folds": ("folds: expected 1",) * 2,
     "blocks": ("gather: KReciprocalReranker",) * 2,
-    "other banks": ("gather: the processes differ in their questions",) * 2,
-    "one bank": ("gather: the processes differ in their questions",) * 2,
-    "one overflows, best": ("gather: another process failed", "scores: too large for DualSoftmax"),
-    "one overflows": ("gather: another process failed", "scores: too large for DualSoftmax"),
+    "other banks": ("gather: expected the same in all processes, got ['float",) * 2,
+    "one bank": ("gather: expected the same in all processes, got ['float",) * 2,
+    "one overflows, best": (
+        "gather: process 1 failed: ValueError: scores: too large",
+        "scores: too large for DualSoftmax",
+    ),
+    "one overflows": ("gather: process 1 failed: ValueError: scores: too large", "scores: too large for DualSoftmax"),
     "other": ("relevant, image_ids",) * 2,
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any, Literal, NamedTuple
 
@@ -152,7 +153,10 @@ class MemorySimilarity(NamedTuple):
         options: dict[str, Any] = {"engine": engine, "check_finite": check_finite, "names": checks.IMAGES_AND_TEXTS}
         keys = (image_keys, text_keys)
 
-        def check() -> None:
+        ids, compiling = (image_ids, text_ids), torch.compiler.is_compiling()
+        agreed = agreement(shared.get("process_group")) if gather and not compiling else contextlib.nullcontext()
+        batch = None if gather else Similarity(images, texts, *ids, **options)
+        with agreed as same:
             if not isinstance(memory, CoupledMemory):
                 raise TypeError(f"memory: expected a CoupledMemory, got {type(memory).__name__}")
             if image_ids is None and text_ids is not None:
@@ -165,19 +169,10 @@ class MemorySimilarity(NamedTuple):
                     expected = f"expected shape {tuple(own.shape)} like its embeddings"
                     raise ValueError(f"{name}: {expected}, got {tuple(x.shape)}")
             check_embeddings(images, memory.images, False, checks.Names("images", "memory"), empty=gather)
-
-        if gather and not torch.compiler.is_compiling():
-            with agreement(shared.get("process_group")) as agreed:
-                check()
-                agreed.text = f"memory ({memory.size}, {memory.dim})"
-        elif gather:
-            check()
-        ids = image_ids, text_ids
-        if gather:
+            if same is not None:
+                same.text = f"memory ({memory.size}, {memory.dim})"
+        if batch is None:
             batch = Similarity.sharded(images, texts, *ids, **shared, **options)
-        else:
-            batch = Similarity(images, texts, *ids, **options)
-            check()
         matrix, share = batch._matrix, batch._matrix.share
         v, w = matrix.embeddings
         assert w is not None

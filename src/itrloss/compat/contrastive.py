@@ -114,6 +114,7 @@ class ClipLoss(nn.Module):
     def _loss(self, images: Tensor, texts: Tensor, scale: Any, bias: Any) -> Tensor:
         anchors = similarity(images, texts, ("image_features", "text_features")).both
         if self.world_size > 1:
+            _check_size(images)
             gathered = self._gathered(images), self._gathered(texts)
             if self.local_loss:
                 anchors = Anchors.together(_with_all(images, gathered[1]), _with_all(texts, gathered[0]))
@@ -144,8 +145,17 @@ class SigLipLoss(ClipLoss):
 
     def _loss(self, images: Tensor, texts: Tensor, scale: Any, bias: Any) -> Tensor:
         sim = similarity(images, texts, ("image_features", "text_features"))
-        sim = _with_all(images, distributed.gather(texts)) if self.world_size > 1 else sim
+        if self.world_size > 1:
+            _check_size(images)
+            sim = _with_all(images, distributed.gather(texts))
         return functional.sigmoid_loss(sim, scale, bias, "sum") / len(images)
+
+
+def _check_size(features: Tensor) -> None:
+    """Raise an error in all processes unless their batches are of one size, as open_clip's losses need them."""
+    if not torch.compiler.is_compiling():
+        with distributed.agreement() as agreed:
+            agreed.text = f"batches of {len(features)}"
 
 
 def _with_all(own: Tensor, features: Tensor) -> Similarity:

@@ -167,10 +167,10 @@ class _RingReduce(torch.autograd.Function):
         return totals, scores
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any):
+    def backward(ctx: Any, grad: Any, grad_pairs: Any):  # type: ignore[override]
         first_derivative_only()
-        matrix, question, index = ctx.matrix, ctx.question, ctx.index
-        grad, grad_pairs = grads
+        matrix, index = ctx.matrix, ctx.index
+        question: Any = ctx.question
         rows, cols, *params = ctx.saved_tensors
         needs = ctx.needs_input_grad[3:]
         parts = None if grad is None or question is None else _Parts(matrix, question[2])
@@ -179,8 +179,10 @@ class _RingReduce(torch.autograd.Function):
         grad_rows, grad_params = torch.zeros_like(rows, dtype=dtype), [torch.zeros_like(p, dtype=dtype) for p in params]
         home = _Home(matrix, cols) if needs[1] else None
         for b, source in _trip(matrix, rows, cols):
-            listed = None if inside is None else (*inside[b][1:], grad_pairs[inside[b][0]])
-            if parts is not None:
+            listed = None
+            if inside is not None and grad_pairs is not None:
+                listed = (*inside[b][1:], grad_pairs[inside[b][0]])
+            if parts is not None and grad is not None and question is not None:
                 own, pairs = [parts.of(p, b) for p in params], matrix.blocks_of_pairs()[b]
                 upstream = parts.of(grad, b)
                 found = reduce.gradients(list(source), own, upstream, *question, needs, pairs=pairs, pair_grads=listed)

@@ -1,0 +1,56 @@
+"""Losses of batches that several processes share are those of one process, in random configurations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from processes import run
+from sharded import LOSSES, SAMPLES, batch, configuration, filled_memory, joined, outcome
+
+
+def sharded(rank: int, seeds: list[int], world: int, schedule: Any, dtype: torch.dtype) -> list[dict[str, Any]]:
+    found = []
+    for seed in seeds:
+        config = configuration(seed, world)
+        own = batch(config, dtype)[rank]
+        found.append(outcome(config, own, filled_memory(config, dtype), gather=schedule))
+    return found
+
+
+def check(found: list[dict[str, Any]], config: dict[str, Any], dtype: torch.dtype, tolerance: float) -> None:
+    """Compare the results of all processes with those of one."""
+    whole = outcome(config, joined(batch(config, dtype), config["ids"]), filled_memory(config, dtype))
+    world, name = len(found), f"{config}"
+    if config["options"]["reduction"] == "none":  # each process has the values of its own anchors
+        for k, value in enumerate(whole["values"]):
+            values = torch.cat([part["values"][k] for part in found])
+            torch.testing.assert_close(values, value, rtol=tolerance, atol=tolerance, msg=name)
+        return
+    for part in found:
+        torch.testing.assert_close(part["values"], whole["values"], rtol=tolerance, atol=tolerance, msg=name)
+    for what, grad in whole["grads"].items():
+        if what in ("images", "texts"):  # averaged over the processes, as DDP does
+            grads = [torch.cat([part["grads"][what] for part in found]) / world]
+        else:
+            grads = [part["grads"][what] for part in found]
+        for x in grads:
+            assert (x - grad).norm() <= tolerance * grad.norm() + 1e-14, (what, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "schedule"), [(2, "all-gather"), (2, "ring"), (3, "all-gather"), (3, "ring")])
+def test_random_batches_have_the_loss_and_the_gradients_of_one_process(tmp_path, world, schedule):
+    seeds = [*range(3 * len(LOSSES))]
+    found = run(sharded, tmp_path, seeds, world, schedule, torch.float64, world=world)
+    for seed, parts in zip(seeds, zip(*found, strict=True), strict=True):
+        check(list(parts), configuration(seed, world), torch.float64, 1e-9)
+
+
+@pytest.mark.slow
+def test_random_batches_of_float32(tmp_path):
+    seeds = [seed for seed in range(2 * len(LOSSES)) if list(LOSSES)[seed % len(LOSSES)] not in SAMPLES]
+    found = run(sharded, tmp_path, seeds, 2, True, torch.float32, world=2)
+    for seed, parts in zip(seeds, zip(*found, strict=True), strict=True):
+        check(list(parts), configuration(seed, 2), torch.float32, 2e-4)
