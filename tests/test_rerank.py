@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from itrloss import Similarity, rerank
-from itrloss.distributed import Shares
 from itrloss.metrics import retrieval_metrics
+from itrloss.metrics.shares import Shares
 from itrloss.rerank import (
     CSLS,
     DualBankNorm,

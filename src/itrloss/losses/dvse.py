@@ -12,6 +12,7 @@ from .. import functional
 from ..checks import IMAGES_AND_TEXTS, check_embeddings, check_matrix, check_number, check_size
 from ..distributed import agreement, gather
 from ..engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
+from ..engine.ring import RingMatrix
 from ..engine.scores import Embeddings, full_precision, normalized
 from ..similarity import Similarity
 from ..telemetry import describe
@@ -83,7 +84,7 @@ class VarianceAwareLoss(SimilarityLoss):
         units = F.pad(units, (0, 0, 0, n - units.shape[1])) if n > units.shape[1] else units
         k = len(units)
         kind = type(frame._matrix)
-        ring = kind is not Matrix
+        ring = issubclass(kind, RingMatrix)
         engine: Any = frame.engine if ring else choose_engine(self.engine, n * m, MEMORY_BUDGET // k, images)
         kept = self.engine == "auto" and engine == "tiled" and k * n * m * units.itemsize <= MEMORY_BUDGET
         if not ring and (kept or engine == "dense"):
