@@ -302,7 +302,7 @@ def test_half_precision_scores_in_float32(name, dtype):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-def test_a_bank_keeps_its_precision_beside_half_precision(monkeypatch):
+def test_a_bank_keeps_its_precision_beside_half_precision():
     (v, w), banks = (x.bfloat16() for x in embeddings(N, M)), embeddings(11, 9, seed=5, dtype=torch.float32)
     ids = torch.arange(N), torch.arange(M)
     for method in (DualBankSinkhorn(12.0, 4), DualBankNorm(2.0, 3.0)):
@@ -311,8 +311,11 @@ def test_a_bank_keeps_its_precision_beside_half_precision(monkeypatch):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
     fast = FastReranker().fit(*banks)
     sim = Similarity(v, w, *ids)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    ruled = fast._ruled(fast._directions(sim, Shares(sim, "")))  # as in each of several processes
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        ruled = fast._ruled(fast._directions(sim, Shares(sim, "")))  # as in each of several processes
+    finally:
+        torch.distributed.destroy_process_group()
     for (_, rule, _), bias in zip(ruled, fast.biases(sim), strict=True):
         torch.testing.assert_close(rule.bias / rule.factor, bias)
 
