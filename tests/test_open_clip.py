@@ -126,7 +126,7 @@ def several(rank: int) -> dict[str, Any]:
         loss = criterion(*features, scale, bias, output_dict=True)["contrastive_loss"]
         loss.backward()
         found[name, "half"] = loss.detach(), *(x.grad for x in (*features, scale, bias))
-        compiled = torch.compile(criterion, fullgraph=True, backend="eager")
+        compiled = torch.compile(criterion, fullgraph=True, backend="aot_eager")
         found[name, "compiled"] = outcome(compiled, *(x.split([2, 2, 2])[rank] for x in batch(6)), DistributedDataParallel)
         v, w = (x.split([4, 4, 4])[rank].requires_grad_() for x in batch(12))
         with FlopCounterMode(display=False) as counter:
