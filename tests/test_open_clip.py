@@ -51,7 +51,7 @@ def outcome(criterion: nn.Module, images: Tensor, texts: Tensor, wrap: Any, dtyp
 
 def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-5) -> None:
     for name, x in wanted.items():
-        torch.testing.assert_close(found[name], x, rtol=10 * tolerance, atol=tolerance, msg=lambda m, n=name: f"{n} {m}")
+        torch.testing.assert_close(found[name], x, rtol=10 * tolerance, atol=tolerance, msg=name)
 
 
 # ------------------------------------------------------------------------------- values and gradients beside theirs
@@ -107,40 +107,52 @@ def test_every_way_has_the_values_and_gradients_of_one_process_and_theirs_relate
 
 # ------------------------------------------------------------------------------------- beyond what theirs can do
 
-SIZES = [[3, 0, 2], [1, 4, 1], [0, 1, 0]]
+KINDS = {"clip": compat.ClipLoss, "siglip": compat.SigLipLoss}
+SIZES = {"one has none": [3, 0, 2], "unequal": [1, 4, 1], "one pair": [0, 1, 0]}
+
+
+def parts(rank: int, sizes: list[int]) -> list[Tensor]:
+    return [x.split(sizes)[rank] for x in batch(sum(sizes))]
+
+
+def halves(criterion: nn.Module, features: list[Tensor]) -> list[Tensor]:
+    """The value and the gradients of features in bfloat16, and of the numbers."""
+    inputs = [x.bfloat16().requires_grad_() for x in features] + [
+        torch.tensor(x, requires_grad=True) for x in (9.0, -2.0)
+    ]
+    loss = criterion(*inputs, output_dict=True)["contrastive_loss"]
+    return [loss.detach(), *torch.autograd.grad(loss, inputs)]
+
+
+def flops(criterion: nn.Module, features: list[Tensor]) -> int:
+    v, w = (x.clone().requires_grad_() for x in features)
+    with FlopCounterMode(display=False) as counter:
+        criterion(v, w, 9.0, -2.0).backward()
+    return counter.get_total_flops()
 
 
 def several(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, kind in (("clip", compat.ClipLoss), ("siglip", compat.SigLipLoss)):
-        criterion = kind(world_size=3)
-        for sizes in SIZES:
-            own = [x.split(sizes)[rank] for x in batch(sum(sizes))]
-            found[name, *sizes] = outcome(criterion, *own, DistributedDataParallel, torch.float64)
-        nothing = torch.zeros(0, 4, requires_grad=True)
+    for kind, make in KINDS.items():
+        criterion = make(world_size=3)
+        for name, sizes in SIZES.items():
+            found[kind, name] = outcome(criterion, *parts(rank, sizes), DistributedDataParallel, torch.float64)
+        nothing = torch.zeros(0, 6, requires_grad=True)
         loss = criterion(nothing, nothing, 9.0, -2.0)
         loss.backward()
-        found[name, "nothing"] = loss.detach()
-        features = [x.split([3, 3, 3])[rank].bfloat16().requires_grad_() for x in batch(9)]
-        scale, bias = (torch.tensor(x, requires_grad=True) for x in (9.0, -2.0))
-        loss = criterion(*features, scale, bias, output_dict=True)["contrastive_loss"]
-        loss.backward()
-        found[name, "half"] = loss.detach(), *(x.grad for x in (*features, scale, bias))
+        found[kind, "nothing"] = loss.detach()
         compiled = torch.compile(criterion, fullgraph=True, backend="aot_eager")
-        found[name, "compiled"] = outcome(compiled, *(x.split([2, 2, 2])[rank] for x in batch(6)), DistributedDataParallel)
-        v, w = (x.split([4, 4, 4])[rank].requires_grad_() for x in batch(12))
-        with FlopCounterMode(display=False) as counter:
-            criterion(v, w, 9.0, -2.0).backward()
-        found[name, "flops"] = counter.get_total_flops()
-        torch.testing.assert_close(kind()(v, w, 9.0, -2.0), kind(world_size=1)(v, w, 9.0, -2.0))  # of this process alone
-        with pytest.raises(ValueError, match="world_size: expected 1 or"):
-            kind(world_size=4)
+        found[kind, "compiled"] = outcome(compiled, *parts(rank, [2, 2, 2]), DistributedDataParallel)
+        found[kind, "half"] = halves(criterion, parts(rank, [3, 3, 3]))
+        found[kind, "flops"] = flops(criterion, parts(rank, [4, 4, 4]))
+        found[kind, "alone"] = make()(*parts(rank, [4, 4, 4]), 9.0, -2.0)
     x = torch.ones(4, 6)
     for fault, call in {
         "pairs": lambda: compat.ClipLoss(world_size=3)(x, x[rank:], 9.0),
         "shape": lambda: compat.ClipLoss(world_size=3)(x if rank else x[0], x, 9.0),
         "dimension": lambda: compat.SigLipLoss(world_size=3)(x[:, rank:], x[:, rank:], 9.0),
         "loss": lambda: (compat.SigLipLoss if rank else compat.ClipLoss)(world_size=3)(x, x, 9.0),
+        "world_size": lambda: compat.SigLipLoss(world_size=4),
     }.items():
         with pytest.raises(ValueError) as error:
             call()
@@ -149,43 +161,40 @@ def several(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_batches_of_any_size_types_and_faults(tmp_path):
+def test_batches_of_any_size_half_precision_and_the_compiler(tmp_path):
     processes = run(several, tmp_path, world=3)
-    for name, criterion in (("clip", compat.ClipLoss()), ("siglip", compat.SigLipLoss())):
-        wholes = {tuple(sizes): outcome(criterion, *batch(sum(sizes)), nn.Identity(), torch.float64) for sizes in SIZES}
-        compiled = outcome(criterion, *batch(6), nn.Identity())
-        v, w = (x.bfloat16().requires_grad_() for x in batch(9))
-        scale, bias = (torch.tensor(x, requires_grad=True) for x in (9.0, -2.0))
-        loss = criterion(v, w, scale, bias)
-        grads = torch.autograd.grad(loss, [v, w, scale, bias])
-        for found in processes:
-            for sizes, whole in wholes.items():
-                assert_same(found[name, *sizes], whole, 1e-10)
-            assert_same(found[name, "compiled"], compiled)
-            assert found[name, "nothing"] == 0
-            torch.testing.assert_close(found[name, "half"][0], loss.detach())  # float32
-        halves = list(zip(*(found[name, "half"][1:] for found in processes), strict=True))
-        for x, wanted in zip((*map(torch.cat, halves[:2]), sum(halves[2]), sum(halves[3])), grads, strict=True):
+    for kind, make in KINDS.items():
+        criterion = make()
+        for name, sizes in SIZES.items():
+            whole = outcome(criterion, *batch(sum(sizes)), nn.Identity(), torch.float64)
+            for found in processes:
+                assert_same(found[kind, name], whole, 1e-10)
+        compiled, (value, *grads) = outcome(criterion, *batch(6), nn.Identity()), halves(criterion, [*batch(9)])
+        for rank, found in enumerate(processes):
+            assert found[kind, "nothing"] == 0
+            assert_same(found[kind, "compiled"], compiled)
+            torch.testing.assert_close(found[kind, "half"][0], value)
+            torch.testing.assert_close(found[kind, "alone"], criterion(*parts(rank, [4, 4, 4]), 9.0, -2.0))
+            assert 3 * found[kind, "flops"] == flops(criterion, [*batch(12)]) > 0  # of one process with the whole batch
+        _, v, w, scale, bias = zip(*(found[kind, "half"] for found in processes), strict=True)
+        for x, wanted in zip((torch.cat(v), torch.cat(w), sum(scale), sum(bias)), grads, strict=True):
             assert (x / 3 - wanted).norm() <= 0.01 * wanted.norm()
-        v, w = (x.requires_grad_() for x in batch(12))
-        with FlopCounterMode(display=False) as counter:
-            criterion(v, w, 9.0, -2.0).backward()
-        assert [3 * found[name, "flops"] for found in processes] == [counter.get_total_flops()] * 3 != [0] * 3
-    failed = "text_features: expected as many as image_features, 4, got 3"
-    assert [found["pairs"] for found in processes[1:]] == [failed, failed.replace("got 3", "got 2")]
-    assert processes[0]["pairs"].startswith(f"gather: process 1 failed: ValueError: {failed}")
+    pairs = "text_features: expected as many as image_features, 4, got 3"
+    assert [found["pairs"] for found in processes[1:]] == [pairs, pairs.replace("got 3", "got 2")]
+    assert processes[0]["pairs"].startswith(f"gather: process 1 failed: ValueError: {pairs}")
     assert processes[0]["shape"].startswith("image_features: expected shape (N, D)")
     assert all("process 0 failed: ValueError: image_features" in found["shape"] for found in processes[1:])
     for found in processes:
         assert "float32 (B, 6)" in found["dimension"] and "float32 (B, 5)" in found["dimension"]
         assert "ClipLoss in process 0" in found["loss"] and "SigLipLoss in process 1" in found["loss"]
+        assert found["world_size"].startswith("world_size: expected 1 or")
 
 
 # ------------------------------------------------------------------------------------------------------ their loop
 
 
 class Batches(list):
-    """A data loader, as their loop uses it."""
+    """A data loader, and the data that it is of, as their loop uses them."""
 
     num_batches = property(len)
     num_samples = property(lambda self: sum(len(images) for images, _ in self))
@@ -196,6 +205,8 @@ class Batches(list):
 
 
 class Recorded(nn.Module):
+    """A loss that keeps its values."""
+
     def __init__(self, loss: nn.Module):
         super().__init__()
         self.loss, self.values = loss, []
@@ -206,41 +217,48 @@ class Recorded(nn.Module):
         return losses
 
 
-def trained(rank: int) -> dict[str, Any]:
-    theirs, found = open_clip(), {}
-    args = Namespace(device="cpu", precision="fp32", distill=False, accum_freq=1, skip_scheduler=True, horovod=False,
-                     grad_clip_norm=None, rank=rank, world_size=WORLD, batch_size=4, log_every_n_steps=1, wandb=False)  # fmt: skip
+def trained(rank: int, train_one_epoch: Any, clip: nn.Module, loss: nn.Module) -> dict[str, Tensor]:
+    """The values and the parameters of three steps."""
+    args = Namespace(
+        device="cpu", precision="fp32", distill=False, accum_freq=1, skip_scheduler=True, horovod=False,
+        grad_clip_norm=None, rank=rank, world_size=WORLD, batch_size=4, log_every_n_steps=1, wandb=False,
+    )  # fmt: skip
     generator = torch.Generator().manual_seed(rank)
-    data = Batches(
-        (torch.randn(4, 3, 8, 8, generator=generator), torch.randint(1, 11, (4, 5), generator=generator)) for _ in range(3)
-    )
-    for name, losses in (("theirs", theirs), ("ours", compat)):
-        for kind, loss, scale, bias in (
-            ("clip", losses.ClipLoss(*((True, True) if name == "theirs" else ()), rank=rank, world_size=WORLD), 14.3, None),
-            ("siglip", losses.SigLipLoss(rank=rank, world_size=WORLD), 10.0, -10.0),
-        ):
-            torch.manual_seed(0)
-            vision = {"layers": 1, "width": 16, "head_width": 8, "patch_size": 4, "image_size": 8}
-            text = {"context_length": 5, "vocab_size": 11, "width": 16, "heads": 2, "layers": 1}
-            clip = theirs.CLIP(
-                8, vision, text, init_logit_scale=math.log(scale), init_logit_bias=bias, output_dict=True
-            )  # fmt: skip
-            before = {key: p.detach().clone() for key, p in clip.named_parameters()}
-            model, loss = DistributedDataParallel(clip), Recorded(loss)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # sees the gradient's length
-            theirs.train_one_epoch(model, {"train": data}, loss, 0, optimizer, None, None, None, args)
-            after = {key: p.detach() for key, p in clip.named_parameters()}
-            assert len(loss.values) == 3 and all((after[key] != x).any() for key, x in before.items())
-            found[kind, name] = {"values": torch.stack(loss.values), **after}
+    images = torch.randn(3, 4, 3, 8, 8, generator=generator)
+    texts = torch.randint(1, 11, (3, 4, 5), generator=generator)
+    data = Batches(zip(images, texts, strict=True))
+    before = {name: p.detach().clone() for name, p in clip.named_parameters()}
+    model, loss = DistributedDataParallel(clip), Recorded(loss)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # unlike Adam, sees the gradient's length
+    train_one_epoch(model, {"train": data}, loss, 0, optimizer, None, None, None, args)
+    after = {name: p.detach() for name, p in clip.named_parameters()}
+    assert all((after[name] != x).any() for name, x in before.items())
+    return {"values": torch.stack(loss.values), **after}
+
+
+def trained_with_every_loss(rank: int) -> dict[str, dict[str, Tensor]]:
+    theirs, world = open_clip(), {"rank": rank, "world_size": WORLD}
+    vision = {"layers": 1, "width": 16, "head_width": 8, "patch_size": 4, "image_size": 8}
+    text = {"context_length": 5, "vocab_size": 11, "width": 16, "heads": 2, "layers": 1}
+    found = {}
+    for name, loss, scale, bias in (
+        ("clip, theirs", theirs.ClipLoss(local_loss=True, gather_with_grad=True, **world), 14.3, None),
+        ("clip, ours", compat.ClipLoss(**world), 14.3, None),
+        ("siglip, theirs", theirs.SigLipLoss(**world), 10.0, -10.0),
+        ("siglip, ours", compat.SigLipLoss(**world), 10.0, -10.0),
+    ):
+        torch.manual_seed(0)
+        start = {"init_logit_scale": math.log(scale), "init_logit_bias": bias}
+        clip = theirs.CLIP(8, vision, text, output_dict=True, **start)
+        found[name] = trained(rank, theirs.train_one_epoch, clip, loss)
     return found
 
 
 @pytest.mark.slow
 def test_their_training_loop_ends_with_the_same_model(tmp_path):
-    first, second = both(trained, tmp_path)
-    for kind in ("clip", "siglip"):
-        theirs = [found[kind, "theirs"] for found in (first, second)]
-        wanted = {**theirs[0], "values": (theirs[0]["values"] + theirs[1]["values"]) / 2}
+    first, second = both(trained_with_every_loss, tmp_path)
+    for kind in KINDS:
+        wanted = first[f"{kind}, theirs"]
+        wanted["values"] = (wanted["values"] + second[f"{kind}, theirs"]["values"]) / 2
         for found in (first, second):
-            for name, x in wanted.items():
-                torch.testing.assert_close(found[kind, "ours"][name], x, rtol=1e-5, atol=1e-5, msg=f"{kind} {name}")
+            assert_same(found[f"{kind}, ours"], wanted)

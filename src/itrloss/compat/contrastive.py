@@ -128,8 +128,8 @@ class ClipLoss(nn.Module):
 class SigLipLoss(ClipLoss):
     """open_clip (mlfoundations/open_clip, ``src/open_clip/loss.py``): SigLIP's sum over all pairs, divided by B.
 
-    It is :class:`itrloss.SigmoidLoss` with the model's scale and bias, called as :class:`ClipLoss`. Arguments other than
-    ``world_size`` have no effect: large matrices are computed in tiles anyway, and how processes exchange their texts
+    It is :class:`itrloss.SigmoidLoss` with the model's scale and bias, called as :class:`ClipLoss`, of whose arguments,
+    too, only ``world_size`` has an effect: large matrices are computed in tiles anyway, and how processes exchange texts
     goes by size; see `Several processes`_.
     """
 
