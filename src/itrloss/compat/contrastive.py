@@ -94,9 +94,8 @@ class ClipLoss(nn.Module):
     """open_clip (mlfoundations/open_clip, ``src/open_clip/loss.py``): the mean of two cross-entropies.
 
     It is half of :class:`itrloss.InfoNCELoss`; ``logit_scale`` is the scale itself. With a ``world_size`` above 1, that
-    of ``torch.distributed``, it is the loss of the batches of all processes, of which each computes its part; see
-    `Several processes`_, also for ``local_loss`` and ``gather_with_grad``. Arguments other than ``world_size`` have no
-    effect.
+    of ``torch.distributed``, it is the loss of the batches of all processes, of which each computes its part, whatever
+    ``local_loss`` and ``gather_with_grad`` are; see `Several processes`_. Only ``world_size`` has an effect.
     """
 
     def __init__(
@@ -128,9 +127,9 @@ class ClipLoss(nn.Module):
 class SigLipLoss(ClipLoss):
     """open_clip (mlfoundations/open_clip, ``src/open_clip/loss.py``): SigLIP's sum over all pairs, divided by B.
 
-    It is :class:`itrloss.SigmoidLoss` with the model's scale and bias, called as :class:`ClipLoss`, of whose arguments,
-    too, only ``world_size`` has an effect: large matrices are computed in tiles anyway, and how processes exchange texts
-    goes by size; see `Several processes`_.
+    It is :class:`itrloss.SigmoidLoss` with the model's scale and bias, called as :class:`ClipLoss`. Here, too, only
+    ``world_size`` has an effect: large matrices are computed in tiles anyway, and how processes exchange texts goes by
+    size; see `Several processes`_.
     """
 
     def __init__(self, cache_labels=False, rank=0, world_size=1, dist_impl=None, chunk_size=0):
