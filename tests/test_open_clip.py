@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-from itrloss import compat
+from itrloss import compat, distributed
 
 WAYS = [(local_loss, gather_with_grad) for local_loss in (False, True) for gather_with_grad in (False, True)]
 EXCHANGES = (None, "bidir", "shift", "reduce", "gather")
@@ -109,6 +109,7 @@ def test_every_way_has_the_values_and_gradients_of_one_process_and_theirs_relate
 
 KINDS = {"clip": compat.ClipLoss, "siglip": compat.SigLipLoss}
 SIZES = {"one has none": [3, 0, 2], "unequal": [1, 4, 1], "one pair": [0, 1, 0]}
+LARGEST_GATHERED = {"all-gather": distributed.GATHERED, "ring": -1}
 
 
 def parts(rank: int, sizes: list[int]) -> list[Tensor]:
@@ -135,15 +136,19 @@ def several(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind, make in KINDS.items():
         criterion = make(world_size=3)
-        for name, sizes in SIZES.items():
-            found[kind, name] = outcome(criterion, *parts(rank, sizes), DistributedDataParallel, torch.float64)
+        for schedule, size in LARGEST_GATHERED.items():
+            distributed.GATHERED = size
+            for name, sizes in SIZES.items():
+                part = parts(rank, sizes)
+                found[kind, schedule, name] = outcome(criterion, *part, DistributedDataParallel, torch.float64)
+            found[kind, schedule, "half"] = halves(criterion, parts(rank, [3, 3, 3]))
+        distributed.GATHERED = LARGEST_GATHERED["all-gather"]
         nothing = torch.zeros(0, 6, requires_grad=True)
         loss = criterion(nothing, nothing, 9.0, -2.0)
         loss.backward()
         found[kind, "nothing"] = loss.detach()
         compiled = torch.compile(criterion, fullgraph=True, backend="aot_eager")
         found[kind, "compiled"] = outcome(compiled, *parts(rank, [2, 2, 2]), DistributedDataParallel)
-        found[kind, "half"] = halves(criterion, parts(rank, [3, 3, 3]))
         found[kind, "flops"] = flops(criterion, parts(rank, [4, 4, 4]))
         found[kind, "alone"] = make()(*parts(rank, [4, 4, 4]), 9.0, -2.0)
     x = torch.ones(4, 6)
@@ -168,17 +173,21 @@ def test_batches_of_any_size_half_precision_and_the_compiler(tmp_path):
         for name, sizes in SIZES.items():
             whole = outcome(criterion, *batch(sum(sizes)), nn.Identity(), torch.float64)
             for found in processes:
-                assert_same(found[kind, name], whole, 1e-10)
-        compiled, (value, *grads) = outcome(criterion, *batch(6), nn.Identity()), halves(criterion, [*batch(9)])
+                for schedule in LARGEST_GATHERED:
+                    assert_same(found[kind, schedule, name], whole, 1e-10)
+        value, *grads = halves(criterion, [*batch(9)])
+        for schedule in LARGEST_GATHERED:
+            values, *parted = zip(*(found[kind, schedule, "half"] for found in processes), strict=True)
+            torch.testing.assert_close(torch.stack(values), value.expand(3))
+            merged = (torch.cat(parted[0]), torch.cat(parted[1]), sum(parted[2]), sum(parted[3]))
+            for x, wanted in zip(merged, grads, strict=True):
+                assert (x / 3 - wanted).norm() <= 0.01 * wanted.norm()
+        compiled = outcome(criterion, *batch(6), nn.Identity())
         for rank, found in enumerate(processes):
             assert found[kind, "nothing"] == 0
             assert_same(found[kind, "compiled"], compiled)
-            torch.testing.assert_close(found[kind, "half"][0], value)
             torch.testing.assert_close(found[kind, "alone"], criterion(*parts(rank, [4, 4, 4]), 9.0, -2.0))
             assert 3 * found[kind, "flops"] == flops(criterion, [*batch(12)]) > 0  # of one process with the whole batch
-        _, v, w, scale, bias = zip(*(found[kind, "half"] for found in processes), strict=True)
-        for x, wanted in zip((torch.cat(v), torch.cat(w), sum(scale), sum(bias)), grads, strict=True):
-            assert (x / 3 - wanted).norm() <= 0.01 * wanted.norm()
     pairs = "text_features: expected as many as image_features, 4, got 3"
     assert [found["pairs"] for found in processes[1:]] == [pairs, pairs.replace("got 3", "got 2")]
     assert processes[0]["pairs"].startswith(f"gather: process 1 failed: ValueError: {pairs}")
