@@ -1,4 +1,4 @@
-"""What the tests use of open_clip 3.3 (mlfoundations/open_clip, MIT licence), shortened; see :func:`open_clip`."""
+"""Stand-ins with the call forms of open_clip 3.3, for tests where that package is not installed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ClipLoss(nn.Module):
         gathered = [torch.zeros_like(x) for _ in range(self.world_size)]
         dist.all_gather(gathered, x)
         if not self.local_loss:
-            gathered[self.rank] = x  # ensure grads for local rank when all_* features don't have a gradient
+            gathered[self.rank] = x  # alone of all features with a gradient
         return torch.cat(gathered)
 
     def forward(self, image_features, text_features, logit_scale, logit_bias=None, output_dict=False):
