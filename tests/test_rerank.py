@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from itrloss import Similarity, rerank
 from itrloss.metrics import retrieval_metrics
-from itrloss.metrics.shares import Shares
 from itrloss.rerank import (
     CSLS,
     DualBankNorm,
@@ -311,13 +310,8 @@ def test_a_bank_keeps_its_precision_beside_half_precision():
             torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
     fast = FastReranker().fit(*banks)
     sim = Similarity(v, w, *ids)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        ruled = fast._ruled(fast._directions(sim, Shares(sim, "")))  # as in each of several processes
-    finally:
-        torch.distributed.destroy_process_group()
-    for (_, rule, _), bias in zip(ruled, fast.biases(sim), strict=True):
-        torch.testing.assert_close(rule.bias / rule.factor, bias)
+    for name, bias in fast.biases(sim)._asdict().items():
+        assert bias.dtype == torch.float32, name
 
 
 def test_a_bank_with_as_many_queries_as_candidates_is_read_the_right_way():

@@ -216,24 +216,26 @@ class Similarity(Anchors):
         return (m, n) if self._side else (n, m)
 
     def _local(self) -> tuple[Similarity, int]:
-        """Return this view with all candidates in this process, and how many of its anchors are no padding."""
+        """Return this view with all candidates in this process, and its number of anchors; for 0, one of padding."""
         matrix, side, share = self._matrix, self._side, self._matrix.share
         if share is None:
             return self, len(self)
         p = share.processes
         options: dict[str, Any] = {"engine": "auto" if self.engine == "dense" else self.engine}
-        ids = p.ids[side].chunk(p.world)[p.rank], p.existing(p.ids[1 - side], 1 - side)
+        n = share.unpadded[side]
+        some = slice(0, max(1, n))
+        ids = p.ids[side].chunk(p.world)[p.rank][some], p.existing(p.ids[1 - side], 1 - side)
         others: Any = matrix.cols
         if side or isinstance(matrix, RingMatrix):
             others = processes.gather(matrix.rows if side else share.cols, p.group)  # type: ignore[arg-type]
         if matrix.cols is None:
             scores = others.chunk(p.world, 1)[p.rank].T if side else matrix.rows
-            local = Similarity.from_scores(p.existing(scores.T, 1 - side).T, *ids)
+            local = Similarity.from_scores(p.existing(scores[some].T, 1 - side).T, *ids)
         else:
             own: Any = share.cols if side else matrix.rows
             options["normalize"] = matrix.embeddings[0].normalize
-            local = Similarity(own, p.existing(others, 1 - side), *ids, **options)
-        return local, share.unpadded[side]
+            local = Similarity(own[some], p.existing(others, 1 - side), *ids, **options)
+        return local, n
 
     @property
     def engine(self) -> str:
@@ -244,6 +246,14 @@ class Similarity(Anchors):
     def ids(self) -> Ids:
         """The (N,) and (M,) int64 ids that were passed in; None where they were left out."""
         rows, cols = self._matrix.pairs.ids_as_passed
+        return (cols, rows) if self._side else (rows, cols)
+
+    @property
+    def all_ids(self) -> tuple[Tensor, Tensor]:
+        """Of a sharded batch, the int64 ids of the rows and columns of all processes."""
+        assert self._matrix.share is not None
+        p = self._matrix.share.processes
+        rows, cols = (p.existing(ids, side) for side, ids in enumerate(p.ids))
         return (cols, rows) if self._side else (rows, cols)
 
     @property

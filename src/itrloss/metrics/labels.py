@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from ..checks import IMAGES_AND_TEXTS, check_matrix
+from ..distributed import agreement
+from ..engine.matrix import check_unchanged
 from ..similarity import Similarity
 
 _ROWS = 256  # number of rows compared at once
@@ -80,6 +82,24 @@ def folded(sim: Similarity) -> Similarity:
         return sim
     texts = torch.arange(m, device=sim.device)
     return part_of(sim, texts[:: m // n], texts, [None, texts // (m // n)])  # ids are row numbers, for gather=True
+
+
+def shared(sim: Any, question: str, process_group: Any) -> Similarity:
+    """Return the similarities of the images and texts of all processes, without a gradient.
+
+    Ids of texts alone are numbers of this process's images. All processes raise an error if one does, or if
+    ``question``, what is computed in words, differs.
+    """
+    with agreement(process_group):
+        if not isinstance(sim, Similarity | Tensor):
+            raise TypeError(f"scores: expected a Similarity, got {type(sim).__name__}")
+        if isinstance(sim, Tensor) or sim._side or sim._inputs is None:
+            raise ValueError("scores: expected a Similarity of embeddings, images as rows, for gather=True")
+        check_unchanged([sim._matrix])
+    images, texts = (x.detach() for x in sim._inputs)
+    options: Any = {"normalize": sim._matrix.bounded, "check_finite": True, "names": IMAGES_AND_TEXTS}
+    options |= {"process_group": process_group, "schedule": "all-gather", "same": question}
+    return Similarity.sharded(images, texts, *sim.ids, **options)
 
 
 def ids_or_indices(sim: Similarity) -> list[Tensor]:

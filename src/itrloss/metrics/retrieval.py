@@ -12,9 +12,8 @@ from ..distributed import gather as gather_rows
 from ..distributed import gather_table, world_size
 from ..similarity import Similarity
 from .judgements import distinct_pairs, ranked_by_pairs
-from .labels import fold_parts, folded, ids_or_indices, part_of, with_ids
+from .labels import fold_parts, folded, ids_or_indices, part_of, shared, with_ids
 from .results import QueryResults, RetrievalResults, join_folds
-from .shares import Shares
 
 if TYPE_CHECKING:
     from ..rerank import Reranker
@@ -148,14 +147,13 @@ def _gathered(scores: Any, reranker: Reranker | None, k: int, ties: Ties, group:
     """Return the results of all processes, each of which ranks for its own queries."""
     if isinstance(scores, Similarity) and scores._inputs is not None:
         scores = folded(scores)
-    shares = Shares(scores, f"{None if reranker is None else reranker._description()} {k} {ties}", group)
+    sim = shared(scores, f"{None if reranker is None else reranker._description()} {k} {ties}", group)
     if reranker is None:
-        ranked = (shares.queries(side).ranked(k, ties=ties) for side in (0, 1))
+        ranked = (view.ranked(k, ties=ties) for view in (sim, sim.T))
     else:
-        ranked = reranker._ranked_by_all(shares, k, ties)
-    return _results(
-        shares.every_ids, ((gather_table(ranks, group), gather_rows(top.indices, group)) for ranks, top in ranked)
-    )
+        ranked = reranker._ranked_by_all(sim, k, ties)
+    gathered = ((gather_table(ranks, group), gather_rows(top.indices, group)) for ranks, top in ranked)
+    return _results(sim.all_ids, gathered)
 
 
 def _results(ids: Sequence[Tensor], ranked: Iterable[tuple[Tensor, Tensor]]) -> RetrievalResults:

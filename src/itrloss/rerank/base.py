@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ..checks import check_matrix, check_size
 from ..distributed import agreement, world_size
-from ..metrics.labels import ids_or_indices, with_ids
-from ..metrics.shares import Shares
+from ..metrics.labels import ids_or_indices, shared, with_ids
 from ..similarity import Similarity, TopK
 from .direction import SIDES, Bias, Direction, Rule, against, fitting, unlabelled
 
@@ -182,7 +181,7 @@ class Reranker(ABC):
         """
         check_size("k", k)
         if gather and world_size(process_group) > 1:
-            ranked = self._ranked_by_all(Shares(scores, f"{self._description()} {k}", process_group), k, None)
+            ranked = self._ranked_by_all(shared(scores, f"{self._description()} {k}", process_group), k, None)
         else:
             ranked = self._ranked(with_ids("scores", scores, None, None, by_ids=False), k, None)
         return self._pair(top for _, top in ranked)
@@ -209,10 +208,10 @@ class Reranker(ABC):
         """Return the ranks (empty for ``ties=None``) and best candidates of all images, and of all texts."""
         return [_ranks(*each, k, ties) for each in self._ruled(self._directions(sim))]
 
-    def _ranked_by_all(self, shares: Shares, k: int, ties: str | None) -> Iterator[Ranked]:
+    def _ranked_by_all(self, sim: Similarity, k: int, ties: str | None) -> Iterator[Ranked]:
         """Yield :meth:`_ranked` of this process's queries among the candidates of all processes."""
-        for view in self._directions(shares.sim, shares):
-            with agreement(shares.group):
+        for view in self._directions(sim):
+            with agreement(view[0].group):
                 (ruled,) = self._ruled([view])
                 ranked = _ranks(*ruled, k, ties)
             yield ranked
@@ -240,38 +239,41 @@ class Reranker(ABC):
         return f"{self!r} {kinds}"
 
     @torch.no_grad()
-    def _directions(self, sim: Similarity, shares: Shares | None = None) -> Iterator[tuple[Direction, Similarity]]:
-        """Yield each direction and its queries with their ids; with ``shares`` among the candidates of all processes.
+    def _directions(self, sim: Similarity) -> Iterator[tuple[Direction, Similarity]]:
+        """Yield each direction and its queries with their ids; if ``sim`` is sharded, this process's part of them.
 
         Raises an error unless the method can re-rank ``sim``.
         """
-        self._check(sim, sim.shape if shares is None else [len(x) for x in shares.every])
+        self._check(sim)
         given = enumerate((self._images, self._texts))
         banks = [None if bank is None else fitting(bank, side, sim) for side, bank in given]
-        shared = shares is not None and not self.needs_all_candidates
-        if shares is None:
+        p = None if sim._matrix.share is None else sim._matrix.share.processes
+        if p is None:
             plain = unlabelled(sim)
-            views = (sim, plain), (sim.T, plain.T)
-        else:
-            views = ((x, unlabelled(x)) for x in map(shares.queries, (0, 1)))
-        for side, (labelled, queries) in enumerate(views):
-            bank, candidates, references, first = banks[side], queries.T, banks[side], (0, 0)
-            if shares is not None:
-                references = shares.every[side] if bank is None else bank
-                first = shares.first[side], shares.first[1 - side] if shared else 0
-            if shared:  # own candidates
-                candidates = sim if side else sim.T
+            labelled, plains = (sim, sim.T), (plain, plain.T)
+        else:  # own images with all texts, own texts with all images
+            labelled = sim._local()[0], sim.T._local()[0]
+            plains = unlabelled(labelled[0]), unlabelled(labelled[1])
+        shared = p is not None and not self.needs_all_candidates
+        for side, (queries, bank) in enumerate(zip(plains, banks, strict=True)):
+            candidates, references, first = plains[1 - side], bank, (0, 0)
+            if p is not None:
+                first = p.first(side), p.first(1 - side) if shared else 0
+                if not shared:
+                    references = candidates._inputs[1] if bank is None else bank  # type: ignore[index]
+                    candidates = queries.T
             if references is not None:
                 candidates = against(candidates, references)
-            group = None if shares is None else shares.group
-            yield Direction(side, queries, candidates, bank is None, banks[1 - side], shared, first, group), labelled
+            group = None if p is None else p.group
+            direction = Direction(side, queries, candidates, bank is None, banks[1 - side], shared, first, group)
+            yield direction, labelled[side]
 
-    def _check(self, sim: Similarity, counts: Sequence[int]) -> None:
-        """Raise an error for a missing bank or embeddings; ``counts``: images and texts of all processes."""
+    def _check(self, sim: Similarity) -> None:
+        """Raise an error for a missing bank or embeddings."""
         if self.needs_embeddings and sim._inputs is None:
             expected = "a Similarity of embeddings: images are compared with images, or texts with texts"
             raise ValueError(f"scores: {type(self).__name__} needs {expected}; got a matrix of scores")
-        for name, transductive, count in zip(SIDES, self.transductive, counts, strict=True):
+        for name, transductive, count in zip(SIDES, self.transductive, sim.totals, strict=True):
             if transductive and self.needs_bank:
                 raise ValueError(f"{name}: {type(self).__name__} needs a bank of queries; call fit({name}=...) first")
             if transductive and self.takes_bank and count == 1:
