@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,3 +138,12 @@ def test_accelerators_take_a_pass_for_the_maxima(name, monkeypatch):
         sharded.PAIR[KEYS[name]](engine="tiled")(v, w).backward()
     forward, backward, maxima = plan.LOSSES[name]
     assert products.flops == 2 * 30 * 30 * 200 * (forward + maxima + 3 * backward)
+
+
+def test_the_plans_in_the_docs_are_those_of_the_command(capsys):
+    text = (Path(__file__).parent.parent / "docs" / "distributed.rst").read_text()
+    commands = re.findall(r"^   \$ itrloss (plan .*)\n((?:   [^$\n].*\n)+)", text, re.MULTILINE)
+    assert len(commands) == 2
+    for command, output in commands:
+        assert main(command.split()) == 0
+        assert textwrap.dedent(output) == capsys.readouterr().out

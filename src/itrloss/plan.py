@@ -96,7 +96,7 @@ def plan_table(plans: Sequence[Plan]) -> str:
     ]
     for p in plans:
         figures = p.flops / 1e12, p.sent / 1e6, p.exchanges, p.held / 1e6, 1e3 * (p.computing + p.waiting)
-        numbers = " ".join(f"{x:9,.{0 if x >= 100 else 1}f}" for x in figures)
+        numbers = " ".join(f"{x:9,.0f}" if x >= 100 else f"{x:9.3g}" for x in figures)
         lines.append(
             f"{p.gpus:5} {p.schedule + '*' * p.chosen:11} {numbers}  {p.waiting / (p.computing + p.waiting):7.0%}"
         )
