@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 import warnings
 from typing import Any
 
@@ -195,55 +193,6 @@ def numbering(rank: int) -> dict[str, list[torch.Tensor]]:
 def test_texts_of_no_image_stay_so_among_the_images_of_all(tmp_path):
     for found in both(numbering, tmp_path):
         torch.testing.assert_close(found, {name: numbered(None, name) for name in NUMBERED})
-
-
-def unlike(rank: int) -> dict[str, str]:
-    half = (torch.float16, torch.bfloat16)[rank]
-    ids = torch.arange(4)
-    given = {
-        "types": (torch.randn(4, 6, dtype=half), torch.randn(4, 6, dtype=half)),
-        "turned": (torch.randn(4 + 2 * rank, 6 - 2 * rank),) * 2,
-        "one has ids": (torch.randn(4, 6), torch.randn(4, 6), *(() if rank else (ids, ids))),
-        "one fails": (torch.randn(4, 6), torch.randn(4 + rank, 6)),
-    }
-    found = {}
-    for name, x in given.items():
-        with pytest.raises(ValueError) as error:
-            itrloss.InfoNCELoss(gather=True)(*x)
-        found[name] = str(error.value)
-    found["after"] = str(float(itrloss.InfoNCELoss(gather=True)(*torch.ones(2, 3, 4))))
-    return found
-
-
-@pytest.mark.slow
-def test_batches_that_differ_between_processes_are_refused_in_all(tmp_path):
-    first, second = both(unlike, tmp_path)
-    failed = second.pop("one fails")
-    assert failed.startswith("image_ids, text_ids: needed for 4 images and 5 texts")
-    assert first.pop("one fails") == f"gather: process 1 failed: ValueError: {failed}"
-    assert first == second
-    for name, parts in {
-        "types": ("float16 (B, 6), float16 (B, 6), ", "bfloat16 (B, 6), bfloat16 (B, 6), "),
-        "turned": ("float32 (B, 6), float32 (B, 6), ", "float32 (B, 4), float32 (B, 4), "),
-        "one has ids": ("ids [True, True]", "ids [False, False]"),
-    }.items():
-        said, *texts = re.split(r"got | in process 0; ", first[name].removesuffix(" in process 1"))
-        assert said == "gather: expected the same in all processes, "
-        assert all(part in text for part, text in zip(parts, texts, strict=True)), first[name]
-    assert float(first["after"]) == pytest.approx(2 * math.log(6), rel=1e-5)
-
-
-def refused(rank: int) -> str:
-    try:
-        itrloss.InfoNCELoss(gather=True)(scores=torch.eye(3))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.slow
-def test_scores_cannot_be_gathered(tmp_path):
-    assert all(said.startswith("gather: expected embeddings") for said in both(refused, tmp_path))
 
 
 def test_a_process_alone_gathers_nothing():
