@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 
 WORLD = 2
 # Processes are copies of one that has imported the slow modules: PyTorch's compiler is imported by DDP.
-multiprocessing.set_forkserver_preload(["torch._dynamo", "itrloss", "pytest"])
+multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "itrloss", "pytest"])
 
 
 def both(work: Callable[..., Any], folder: Path, *args) -> list[Any]:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from processes import run, survivors
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import itrloss
 from itrloss.engine import processes, ring
@@ -329,3 +335,147 @@ def test_all_raise_an_error_if_processes_disagree_and_go_on(tmp_path, schedule):
         others, odd, last, _ = re.split(r" in process \d(?:; |$)", texts[0].removeprefix(started))
         usual, different = DIFFERENT[name][1:]
         assert others == last != odd and usual in others and different in odd, (name, texts)
+
+
+# --- wrappers --------------------------------------------------------------------------------------------------------
+
+SIZES = (3, 5, 0), (2, 0, 4)  # of the processes' batches
+CLUSTERS = 4
+CRITERIA: dict[str, Callable[..., Any]] = {
+    "infonce": lambda **o: itrloss.InfoNCELoss(learnable=True, **o),
+    "sigmoid": itrloss.SigmoidLoss,
+    "mdcl": itrloss.MemoryDiversityContrastiveLoss,
+    "classifier": lambda **o: itrloss.PrototypeClassificationLoss(D, CLUSTERS, **o),
+}
+WAYS = "ddp", "ddp, loss inside", "fsdp", "fsdp, loss inside", "by hand"
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.images, self.texts = nn.Linear(7, D), nn.Linear(5, D)
+
+    def forward(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
+        return self.images(images), self.texts(texts)
+
+
+class Step(nn.Module):
+    """Encoders and a loss."""
+
+    def __init__(self, kind: str, **options: Any) -> None:
+        super().__init__()
+        self.towers, self.criterion = Towers(), CRITERIA[kind](**options)
+        self.double()
+
+    def forward(self, images: Tensor, texts: Tensor, ids: Tensor) -> Tensor:
+        """Return the loss, or the sum of its values."""
+        v, w = self.towers(images, texts)
+        if isinstance(self.criterion, itrloss.MemoryLoss):
+            memory = itrloss.CoupledMemory(4, D, dtype=torch.float64)
+            memory.images[:], memory.texts[:], memory.ids[:] = torch.eye(D)[:4], torch.eye(D)[2:], torch.arange(4)
+            memory._labelled = True
+            values = self.criterion(v, w, v.detach() + 1, w.detach() - 1, memory, ids, ids)
+        elif isinstance(self.criterion, itrloss.PairLoss):
+            values = self.criterion(v, w, ids, ids)
+        else:
+            values = self.criterion(v, w, ids % CLUSTERS)
+        return torch.cat([x.reshape(-1) for x in (values if isinstance(values, tuple) else (values,))]).sum()
+
+    def gradients(self) -> dict[str, Tensor]:
+        found = {name.replace("module.", ""): p.grad for name, p in self.named_parameters()}
+        return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in found.items() if x is not None}
+
+
+def batch(number: int, rank: int | None) -> list[Tensor]:
+    """Images, texts and ids of a process, or of all."""
+    n = sum(SIZES[number])
+    whole = [sample(n, size, seed=size + number, dtype=torch.float64, trained=False) for size in (7, 5)]
+    whole.append(torch.randint(0, 4, (n,), generator=torch.Generator().manual_seed(number)))
+    return whole if rank is None else [x.split(SIZES[number])[rank] for x in whole]
+
+
+def wrapped(way: str, step: Step) -> Any:
+    """Return what is called in place of ``step``; the loss is inside the wrapper or outside."""
+    if way.startswith("fsdp"):
+        fully_shard(step if "inside" in way else step.towers, mesh=dist.init_device_mesh("cpu", (WORLD,)))
+    elif way == "ddp, loss inside":
+        return DistributedDataParallel(step)
+    elif way == "ddp":
+        step.towers = DistributedDataParallel(step.towers)  # type: ignore[assignment]
+    return step
+
+
+def averaged(towers: nn.Module) -> None:
+    for p in towers.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= WORLD
+
+
+def accumulate(way: str, step: Step, call: Any, rank: int | None) -> None:
+    """Backward passes of two parts, which the processes exchange with the last."""
+    wrapper = call if "inside" in way else step.towers
+    for number in range(len(SIZES)):
+        last = number + 1 == len(SIZES)
+        if way.startswith("fsdp"):
+            wrapper.set_requires_gradient_sync(last)
+        with wrapper.no_sync() if way.startswith("ddp") and not last else nullcontext():
+            (call(*batch(number, rank)) / len(SIZES)).backward()
+
+
+CHUNKED = (4, 7, 2)  # rows of the processes' batches
+
+
+def chunked(way: str, rank: int | None) -> dict[str, Tensor]:
+    """Gradients of a step in chunks."""
+    step, rows = Step("infonce", gather="all-gather"), sum(CHUNKED)
+    whole = [sample(rows, size, seed=size, dtype=torch.float64, trained=False) for size in (7, 5)]
+    whole.append(torch.arange(rows) % 6)
+    *inputs, ids = whole if rank is None else (x.split(CHUNKED)[rank] for x in whole)
+    encoders: list[Any] = [step.towers.images, step.towers.texts]
+    chunk = 3
+    if way == "fsdp":  # as many chunks in each process
+        chunk = -(-len(ids) // 2)
+        for encoder in encoders:
+            fully_shard(encoder, mesh=dist.init_device_mesh("cpu", (WORLD,)))
+    if way == "ddp":
+        encoders = [*map(DistributedDataParallel, encoders)]
+    itrloss.grad_cache_step(step.criterion, encoders, inputs, chunk, image_ids=ids, text_ids=ids)
+    if way == "by hand":
+        averaged(step.towers)
+    return step.gradients()
+
+
+def trained(rank: int | None, ways: Sequence[str] = WAYS) -> dict[tuple[str, ...], dict[str, Tensor]]:
+    """Gradients with this process's part of the batch, or with everything in one process."""
+    found = {}
+    for way in ways:
+        steps = itertools.product(CRITERIA, ("mean", "sum", "none"))
+        for (kind, reduction), schedule in zip(steps, itertools.cycle(SCHEDULES), strict=False):
+            step = Step(kind, reduction=reduction, gather=schedule)
+            call = wrapped(way, step)
+            # What all processes return is averaged; a value of one's own is divided by their number.
+            own = WORLD if reduction == "none" and rank is not None else 1
+            (call(*batch(0, rank)) * own).backward()
+            if way == "by hand":
+                averaged(step.towers)
+            found[way, kind, reduction] = step.gradients()
+        step = Step("infonce", gather="ring")
+        accumulate(way, step, wrapped(way, step), rank)
+        if way == "by hand":
+            averaged(step.towers)
+        found[way, "accumulated"] = step.gradients()
+        if "inside" not in way:
+            found[way, "chunked"] = chunked(way, rank)
+    return found
+
+
+@pytest.mark.slow
+def test_gradients_are_those_of_one_process_with_the_whole_batch(tmp_path):
+    whole = {case[1:]: gradients for case, gradients in trained(None, ["alone"]).items()}
+    for found in run(trained, tmp_path, world=WORLD):
+        for case, gradients in found.items():
+            wanted = whole[case[1:]]
+            assert gradients.keys() == wanted.keys() and sum(x.any() for x in gradients.values()) > 3, case
+            for name, x in gradients.items():
+                assert (x - wanted[name]).norm() <= 1e-10 * wanted[name].norm(), (case, name)
