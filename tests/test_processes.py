@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 import itrloss
 from itrloss.engine import processes, ring
@@ -479,3 +480,118 @@ def test_gradients_are_those_of_one_process_with_the_whole_batch(tmp_path):
             assert gradients.keys() == wanted.keys() and sum(x.any() for x in gradients.values()) > 3, case
             for name, x in gradients.items():
                 assert (x - wanted[name]).norm() <= 1e-10 * wanted[name].norm(), (case, name)
+
+
+# --- states ----------------------------------------------------------------------------------------------------------
+
+STEPS, SAVED = 5, 3  # the state is saved before the fourth step
+SPLITS = {  # sizes of the processes' parts of the steps' batches
+    1: [(10,)] * STEPS,
+    2: [(6, 4), (10, 0), (3, 7), (0, 10), (5, 5)],
+    3: [(4, 3, 3), (5, 0, 5), (0, 10, 0), (2, 8, 0), (3, 0, 7)],
+}
+
+
+class System(nn.Module):
+    """An encoder in training, with everything that has a state that processes share."""
+
+    def __init__(self, world: int, group: Any = None, schedule: Any = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        options = {"gather": schedule, "process_group": group}
+        self.world, self.group = world, group
+        self.encoder = nn.Linear(7, D).double()
+        self.memory = itrloss.CoupledMemory(17, D, dtype=torch.float64)
+        self.means, self.gate = itrloss.OnlineKMeans(CLUSTERS, D), itrloss.DynamicGate(7, 3)
+        self.pair = itrloss.InfoNCELoss(0.5, learnable=True, telemetry=True, **options)
+        self.against_memory = itrloss.MemoryDiversityContrastiveLoss(telemetry=True, **options)
+        self.classifier = itrloss.PrototypeClassificationLoss(D, CLUSTERS, **options)
+        self.orthogonal = itrloss.DynamicOrthogonalLoss(slack=0.1, **options)
+
+    def step(self, number: int, rank: int) -> float:
+        """Train with a process's part of a batch; return the loss."""
+        x, y = (sample(10, 7, seed=2 * number + side, dtype=torch.float64, trained=False) for side in (0, 1))
+        ids = torch.arange(10) * (number + 1) % 12
+        x, y, ids = (part.split(SPLITS[self.world][number])[rank] for part in (x, y, ids))
+        v, w = self.encoder(x), self.encoder(y)
+        keys = v.detach() + 0.1, w.detach() - 0.1
+        clusters = self.means.update(keys[0] + keys[1], self.group)
+        self.classifier.reset(self.means.reseeded, self.means.centroids)
+        gates = self.gate(torch.stack([x, x * y], 1), process_group=self.group)
+        loss = self.pair(v, w, ids, ids) + self.against_memory(v, w, *keys, self.memory, ids, ids)
+        loss = loss + self.classifier(v, w, clusters) + self.orthogonal(torch.stack([v, w, v * w], 1), gates)
+        loss.backward()
+        for p in self.encoder.parameters():
+            if self.world > 1:
+                dist.all_reduce(p.grad, group=self.group)
+            p.grad /= self.world
+        with torch.no_grad():
+            for p in self.parameters():
+                p -= 0.1 * p.grad
+                p.grad = None
+        self.memory.enqueue(*keys, ids, self.group)
+        return loss.item()
+
+
+def stepped(rank: int, world: int, first: int, last: int, state: Any, schedule: Any, group: Any = None) -> Any:
+    """Take some steps; return their losses, the state to save, and figures."""
+    system = System(world, group, schedule)
+    if state is not None:
+        system.load_state_dict(state)
+    losses = [system.step(number, rank) for number in range(first, last)]
+    v, w = (x.detach().chunk(world)[rank] for x in (sample(12, D), sample(12, D, seed=1)))
+    sim, options = itrloss.Similarity(v, w), {"hubness_k": 2, "gather": True, "process_group": group}
+    measured = itrloss.metrics.retrieval_metrics(sim, **options)
+    return losses, dict(system.state_dict()), (system.pair.telemetry, system.against_memory.telemetry, measured)
+
+
+def same(found: Any, other: Any) -> bool:
+    """Whether nested results are equal bit for bit."""
+    leaves, others = tree_leaves(found), tree_leaves(other)
+    return len(leaves) == len(others) > 20 and all(
+        torch.equal(x, y) if isinstance(x, Tensor) else x == y for x, y in zip(leaves, others, strict=True)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_states_are_identical_in_all_processes_and_resume_in_any_number(tmp_path, schedule):
+    def processes(world: int, first: int, last: int, state: Any) -> list[Any]:
+        if world == 1:
+            return [stepped(0, world, first, last, state, schedule)]
+        folder = tmp_path / f"{world} {first} {last}"
+        folder.mkdir()
+        return run(stepped, folder, world, first, last, state, schedule, world=world)
+
+    whole, cut = processes(2, 0, STEPS, None), processes(2, 0, SAVED, None)
+    assert same(*whole) and same(*cut)
+    for world in SPLITS:
+        resumed = processes(world, SAVED, STEPS, cut[0][1])
+        assert all(same(resumed[0], other) for other in resumed)
+        assert resumed[0][0] == pytest.approx(whole[0][0][SAVED:], rel=1e-6)
+        assert world != 2 or same(resumed[0], (whole[0][0][SAVED:], *whole[0][1:]))
+
+
+def grouped(rank: int, schedule: Any) -> tuple[Any, str]:
+    """Two of three processes share batches; the other trains alone."""
+    outer, inner = dist.new_group([0, 2]), dist.new_group([1])
+    if rank == 1:
+        with pytest.raises(ValueError) as error:
+            pair(gather=True, process_group=outer)(*pairs())
+        return stepped(0, 1, 0, STEPS, None, schedule, inner), str(error.value)
+    found = stepped(rank // 2, 2, 0, STEPS, None, schedule, outer)
+    with pytest.raises(ValueError) as error:
+        pair(gather=True, process_group=outer)(sample(4, D), sample(4 + rank, D))
+    return found, str(error.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_group_of_some_processes_shares_batches_of_its_own(tmp_path, schedule):
+    for name in ("two", "three"):
+        (tmp_path / name).mkdir()
+    (first, said), (alone, outside), (last, refusal) = run(grouped, tmp_path / "three", schedule, world=3)
+    assert same(first, last) and same(first, run(stepped, tmp_path / "two", 2, 0, STEPS, None, schedule)[0])
+    assert same(alone, stepped(0, 1, 0, STEPS, None, schedule))
+    assert said == f"gather: process 2 failed: ValueError: {refusal}"
+    assert outside == "process_group: expected one that this process belongs to"

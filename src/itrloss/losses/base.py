@@ -283,5 +283,5 @@ class MemoryLoss(SimilarityLoss):
         sims = MemorySimilarity.of(images, texts, image_keys, text_keys, memory, image_ids, text_ids, **options)
         value = self._of_all(self.compute, sims) if self.gather else self.compute(sims)
         if self.observed and not torch.compiler.is_compiling():
-            self.telemetry = describe_memory(sims)
+            self.telemetry = describe_memory(sims, self.process_group)
         return value
