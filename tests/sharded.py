@@ -103,11 +103,14 @@ def joined(parts: list[dict[str, Tensor]], ids: str) -> dict[str, Tensor]:
     return whole
 
 
-def outcome(config: dict[str, Any], inputs: dict[str, Tensor], memory: itrloss.CoupledMemory, **options: Any) -> dict:
+def outcome(
+    config: dict[str, Any], inputs: dict[str, Tensor], memory: itrloss.CoupledMemory, compiled=False, **options: Any
+) -> dict[str, Any]:
     """The loss and its gradients, with respect to images, texts and the loss's parameters."""
     torch.manual_seed(1)
     dtype = inputs["images"].dtype
-    criterion = LOSSES[config["loss"]](**config["options"], **options).to(dtype)
+    module = LOSSES[config["loss"]](**config["options"], **options).to(dtype)
+    criterion: Any = torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
     v, w = (inputs[name].clone().requires_grad_() for name in ("images", "texts"))
     ids = [inputs["image_ids"], inputs["text_ids"]]
     if config["ids"] in ("none", "text numbers"):
@@ -121,9 +124,9 @@ def outcome(config: dict[str, Any], inputs: dict[str, Tensor], memory: itrloss.C
     else:
         value = criterion(v, w, *ids)
     values = value if isinstance(value, tuple) else (value,)
-    total = sum((x * torch.linspace(1, 2, len(x), dtype=x.dtype).sum() if x.dim() else x).sum() for x in values)
+    total: Any = sum((x * torch.linspace(1, 2, len(x), dtype=x.dtype).sum() if x.dim() else x).sum() for x in values)
     total.backward()
-    grads = {"images": v.grad, "texts": w.grad, **{name: p.grad for name, p in criterion.named_parameters()}}
+    grads = {"images": v.grad, "texts": w.grad, **{name: p.grad for name, p in module.named_parameters()}}
     return {"values": [x.detach() for x in values], "grads": {k: x for k, x in grads.items() if x is not None}}
 
 

@@ -9,9 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from processes import WORLD, both
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 import itrloss
 from itrloss import compat
@@ -509,91 +507,6 @@ def test_a_bias_that_a_softmax_does_not_see_has_a_gradient_all_the_same():
     bias = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
     compat.ClipLoss()(*pairs(4), 10.0, bias).backward()
     assert bias.grad is not None and bias.grad == 0
-
-
-WAYS = [(local_loss, gather_with_grad) for local_loss in MODES for gather_with_grad in MODES]
-
-
-class Encoders(torch.nn.Module):
-    """Embeddings of images and of texts, with the scale and the bias of their scores."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.images, self.texts = torch.nn.Linear(6, 4), torch.nn.Linear(6, 4)
-        self.scale, self.bias = (torch.nn.Parameter(torch.tensor([x])) for x in (9.0, -2.0))
-
-    def forward(self, images: Tensor, texts: Tensor) -> tuple[Tensor, ...]:
-        embeddings = (torch.nn.functional.normalize(x, dim=1) for x in (self.images(images), self.texts(texts)))
-        return *embeddings, self.scale, self.bias
-
-
-def whole_batch() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    images, texts = (torch.randn(4 * WORLD, 6, generator=generator) for _ in range(2))
-    return images, texts
-
-
-def losses_of_several_processes(rank: int) -> list[list[Tensor]]:
-    """Value and gradients of each way to train open_clip, in a process with its part of the batch only."""
-    made = [compat.ClipLoss(*way, cache_labels=True, rank=rank, world_size=WORLD) for way in WAYS]
-    outcomes = []
-    for criterion in (*made, compat.SigLipLoss(rank=rank, world_size=WORLD)):
-        model = Encoders()
-        wrapped = DistributedDataParallel(model)  # it must still exist in the backward pass
-        loss = criterion(*wrapped(*(x.chunk(WORLD)[rank] for x in whole_batch())))
-        loss.backward()
-        outcomes.append([loss.detach(), *(p.grad for p in model.parameters())])
-    with pytest.raises(ValueError, match="world_size: expected 1 or"):
-        compat.ClipLoss(world_size=WORLD + 1)
-    alone = compat.ClipLoss()  # a process group is initialised, but gathering is off
-    im, s = pairs(4, seed=10 * rank)
-    assert_same(alone(im, s, 9.0), compat.ClipLoss(True)(im, s, 9.0), (im, s))
-    return outcomes
-
-
-def clip_of_a_process(v: Tensor, w: Tensor, scale: Tensor, rank: int, local_loss: bool, with_grad: bool) -> Tensor:
-    """Loss of open_clip in one of several processes, from the features (world B, D) of all."""
-    n = len(v) // WORLD
-    own = torch.arange(len(v)) // n == rank
-    every = []
-    for x in (v, w):
-        kept = torch.ones_like(own) if with_grad else own & (not local_loss)
-        every.append(torch.where(kept[:, None], x, x.detach()))
-    anchors, labels = ((v[own], w[own]), torch.arange(len(v))[own]) if local_loss else (every, torch.arange(len(v)))
-    logits = scale * anchors[0] @ every[1].T, scale * anchors[1] @ every[0].T
-    return sum(torch.nn.functional.cross_entropy(x, labels) for x in logits) / 2
-
-
-def siglip_of_a_process(v: Tensor, w: Tensor, scale: Tensor, bias: Tensor, rank: int) -> Tensor:
-    """Loss of SigLIP in one of several processes: its own images with all texts."""
-    n = len(v) // WORLD
-    signs = (2 * torch.eye(len(v)) - 1).chunk(WORLD)[rank]
-    logits = scale * v.chunk(WORLD)[rank] @ w.T + bias
-    return torch.log(1 + torch.exp(-signs * logits)).sum() / n
-
-
-@pytest.mark.slow
-def test_open_clip_in_two_processes(tmp_path):
-    """Values in each process, and gradients after DistributedDataParallel's averaging."""
-    processes = both(losses_of_several_processes, tmp_path)
-    for i, way in enumerate((*WAYS, "siglip")):
-        model = Encoders()
-        v, w, scale, bias = model(*whole_batch())
-        if way == "siglip":
-            values = [siglip_of_a_process(v, w, scale, bias, rank) for rank in range(WORLD)]
-        else:
-            values = [clip_of_a_process(v, w, scale, rank, *way) + 0 * bias.sum() for rank in range(WORLD)]
-        (sum(values) / WORLD).backward()  # DistributedDataParallel averages
-        gradients = [p.grad for p in model.parameters()]
-        for rank, outcome in enumerate(found[i] for found in processes):
-            for x, wanted in zip(outcome, (values[rank].detach(), *gradients), strict=True):
-                torch.testing.assert_close(x, wanted, rtol=1e-4, atol=1e-6, msg=f"{way} {rank}")
-    whole = Encoders()
-    compat.ClipLoss()(*whole(*whole_batch())).backward()
-    for way in (WAYS.index((False, True)), WAYS.index((True, True))):  # the gradients of one process with all pairs
-        for x, parameter in zip(processes[0][way][1:], whole.parameters(), strict=True):
-            torch.testing.assert_close(x, parameter.grad, rtol=1e-4, atol=1e-6)
 
 
 # ----------------------------------------------------------------------------------------------------- all classes

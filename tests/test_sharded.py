@@ -54,3 +54,23 @@ def test_random_batches_of_float32(tmp_path):
     found = run(sharded, tmp_path, seeds, 2, True, torch.float32, world=2)
     for seed, parts in zip(seeds, zip(*found, strict=True), strict=True):
         check(list(parts), configuration(seed, 2), torch.float32, 2e-4)
+
+
+def compiled(rank: int, names: list[str]) -> list[list[dict[str, Any]]]:
+    """Outcomes of each loss, eager and compiled as one graph."""
+    found, ids = [], torch.arange(6) % 4
+    for name in names:
+        config = {"loss": name, "sizes": [(6, 6)] * 2, "ids": "across", "options": {}, "seed": 3}
+        own, memory = batch(config, torch.float64)[rank], filled_memory(config, torch.float64)
+        found.append([outcome(config, own, memory, compiled=x, gather=True) for x in (False, True)])
+    criterion = torch.compile(LOSSES["triplet all"](gather=True), fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=r"hinge_sum: torch\.compile cannot list the positives"):
+        criterion(torch.randn(6, 5), torch.randn(6, 5), ids, ids)
+    return found
+
+
+@pytest.mark.slow
+def test_compiled_losses_over_processes(tmp_path):
+    for each in run(compiled, tmp_path, ["dcl", "infonce", "triplet", "mdcl", "pgc"]):
+        for eager, graph in each:
+            torch.testing.assert_close(graph, eager, rtol=1e-9, atol=1e-12)

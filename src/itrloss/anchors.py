@@ -279,6 +279,8 @@ class Anchors:
         if not (self.one_to_one or self._listable()):
             if any(len(group) > 1 for group in self._groups):
                 raise ValueError("hinge_sum: expected the candidates of an anchor in one matrix")
+            if self.exchange is not None:
+                raise ValueError("hinge_sum: torch.compile cannot list the positives of a batch that processes share")
             return self._answer("sorted_hinges", margin=margin)
         thresholds, index = self._positives()
         if index is not None:  # (slots, A), inf where an anchor has fewer positives

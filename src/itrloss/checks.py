@@ -14,7 +14,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class Names(NamedTuple):
-    """What the caller calls the two sides of a similarity matrix."""
+    """What the caller calls the two sides of a similarity matrix, and their ids: nothing, if it does not take any."""
 
     rows: str = "rows"
     cols: str = "cols"
@@ -112,6 +112,8 @@ def check_ids(
     if col_ids is None:
         if row_ids is not None:
             raise ValueError(f"{names.col_ids}: expected ids to go with {names.row_ids}, got None")
+        if n != m and not names.col_ids:
+            raise ValueError(f"{names.cols}: expected as many as {names.rows}, {n}, got {m}")
         if n != m:
             got = f"{n} {names.rows} and {m} {names.cols}"
             raise ValueError(f"{names.row_ids}, {names.col_ids}: needed for {got}; only N = M has a default pairing")

@@ -1,4 +1,4 @@
-"""The command line: ``itrloss rerank`` and ``itrloss eval``."""
+"""The command line: ``itrloss rerank``, ``itrloss eval`` and ``itrloss plan``."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from . import files, report
-from .checks import Names, check_size, one_of, require_finite
+from .checks import Names, check_number, check_size, one_of, require_finite
 from .comparison import CALIBRATED, METHODS, PLAIN, Entry, RerankerComparison, compare_rerankers, protocol_table, table
 from .metrics import coco_protocol, default_ids, fold_repeated, latex_table, retrieval_results, save_trec
 from .metrics.labels import fold_parts
 from .metrics.protocols import check_coco
+from .plan import LOSSES, Machine, plan, plan_table
 from .report.comparison import page
 from .rerank import FastReranker
 from .similarity import Similarity
@@ -49,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings():
             warnings.simplefilter("always", UserWarning)
             warnings.showwarning = lambda message, *_, **__: say(message)
-            _run(args)
+            args.run(args)
     except (ImportError, OSError, ValueError) as error:
         say(error)
         return 2
@@ -72,9 +74,44 @@ def _parser() -> argparse.ArgumentParser:
     evaluate = commands.add_parser("eval", help=f"re-rank {embeddings}", description=about.format(embeddings))
     evaluate.set_defaults(transpose=False)
     for command, inputs in ((rerank, ("scores",)), (evaluate, ("images", "texts"))):
-        command.set_defaults(inputs=inputs)
+        command.set_defaults(inputs=inputs, run=_run)
         _add_arguments(command, inputs)
+    _add_plan(commands)
     return parser
+
+
+def _add_plan(commands: Any) -> None:
+    what = "work, exchanges, memory and time of a loss over many GPUs"
+    parser = commands.add_parser("plan", help=what, description=f"The {what}, for each schedule.")
+    parser.set_defaults(run=_plan)
+    add, machine = parser.add_argument, Machine()
+    add("--batch", type=int, required=True, metavar="N", help="images of all GPUs")
+    add("--texts", type=int, metavar="M", help="texts of all GPUs; default: as many as images")
+    add("--dim", type=int, required=True, metavar="D", help="dimensions of the embeddings")
+    add("--gpus", type=int, nargs="+", required=True, metavar="W", help="numbers of GPUs")
+    add("--loss", choices=LOSSES, default="InfoNCELoss", help=", ".join(LOSSES))
+    add("--bytes", type=int, choices=(2, 4), default=2, help="of an element of the embeddings: 2 in half precision (2)")
+    add("--tflops", type=float, default=machine.tflops, help=f"10¹² FLOP/s in matrix products ({machine.tflops:g})")
+    add("--link", type=float, default=machine.link, help=f"GB/s sent to GPUs of the same node ({machine.link:g})")
+    add("--network", type=float, default=machine.network, help=f"GB/s a GPU sends to other nodes ({machine.network:g})")
+    add("--node", type=int, default=machine.node, help=f"GPUs of a node ({machine.node})")
+    add("--latency", type=float, default=machine.latency, help=f"microseconds of an exchange ({machine.latency:g})")
+
+
+def _plan(args: argparse.Namespace) -> None:
+    texts = args.batch if args.texts is None else args.texts
+    for name, value in (("--batch", args.batch), ("--texts", texts), ("--dim", args.dim)):
+        check_size(name, value)
+    if min(args.gpus) < 2:
+        raise ValueError(f"--gpus: expected at least 2, got {min(args.gpus)}")
+    machine = Machine(*(getattr(args, name) for name in Machine._fields))
+    for name, value in machine._asdict().items():
+        check_number(f"--{name}", value, positive=True)
+    passes = LOSSES[args.loss]
+    plans = [x for gpus in args.gpus for x in plan(gpus, args.batch, texts, args.dim, args.bytes, passes, machine)]
+    inputs = f"{args.batch:,} images, {texts:,} texts, {args.dim} dimensions of {args.bytes} bytes"
+    print(f"{args.loss}, {inputs}: the part of a GPU")
+    print(plan_table(plans))
 
 
 def _add_arguments(parser: argparse.ArgumentParser, inputs: Sequence[str]) -> None:

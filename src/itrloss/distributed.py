@@ -15,7 +15,7 @@ from torch import Tensor
 from .engine import processes
 from .engine.processes import world_size as world_size
 
-GATHERED = 2**30  # bytes of all processes' columns and of their gradient that "auto" holds in one process
+GATHERED = 2**30  # bytes of all processes' columns and their gradients that "auto" holds in one process
 
 _NUMBERS = 6  # that processes exchange at most
 
@@ -98,9 +98,12 @@ def gather_parts(check: Callable[[], Sequence[Tensor]], group: Any = None, text:
     return gathered
 
 
-def choose_schedule(size: int) -> Literal["all-gather", "ring"]:
-    """Return the schedule that ``"auto"`` takes, by the bytes of all columns (M, D) and of their float32 gradient."""
-    return "ring" if size > GATHERED and not torch.compiler.is_compiling() else "all-gather"
+def choose_schedule(numel: int) -> Literal["all-gather", "ring"]:
+    """Return the schedule that ``"auto"`` takes, by the number of elements of all columns (M, D).
+
+    For each, 8 bytes are held: the element and its gradient in float32, or in a half type those and a rounded gradient.
+    """
+    return "ring" if 8 * numel > GATHERED and not torch.compiler.is_compiling() else "all-gather"
 
 
 def padded(x: Tensor, size: int, value: float = 0.0) -> Tensor:

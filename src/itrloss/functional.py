@@ -216,7 +216,7 @@ def sigmoid_loss(
     values = anchors.sum(softplus, scale, bias) + anchors.sum_of_positives(softplus, -scale, -bias)
     if reduction == "none":
         return anchors.existing(0.5 * values)
-    n, m = sim.totals
+    n, m = (max(1, size) for size in sim.totals)  # the batches of several processes may all be empty
     return sim.total(values.sum()) * (0.5 / n + 0.5 / m if reduction == "mean" else 1)
 
 

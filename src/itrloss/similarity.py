@@ -148,7 +148,7 @@ class Similarity(Anchors):
         shared.ids = first.flatten(), second.flatten()
         rows, cols = padded(rows, n), padded(cols, m)
         if schedule == "auto":
-            schedule = choose_schedule(m * shared.world * cols.shape[1] * (cols.itemsize + 4))
+            schedule = choose_schedule(m * shared.world * cols.shape[1])
         ids = known[:n], shared.ids[1]
         if schedule == "ring":
             pairs, normalize = Pairs((n, m * shared.world), ids, rows.device), options.get("normalize", True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import distributed, functional
 from ..anchors import Anchors
+from ..checks import Names
 from ..similarity import Similarity
 from .hinge import VSEPPLoss, option, required, similarity
 
@@ -93,9 +93,9 @@ class USERLoss(nn.Module):
 class ClipLoss(nn.Module):
     """open_clip (mlfoundations/open_clip, ``src/open_clip/loss.py``): the mean of two cross-entropies.
 
-    It is half of :class:`itrloss.InfoNCELoss`; ``logit_scale`` is the scale itself. ``world_size`` is 1 or that of
-    ``torch.distributed``, with batches of one size and a ``DistributedDataParallel`` model; for ``local_loss`` and
-    ``gather_with_grad`` see `Several processes`_. The other arguments have no effect.
+    It is half of :class:`itrloss.InfoNCELoss`; ``logit_scale`` is the scale itself. With a ``world_size`` above 1, that
+    of ``torch.distributed``, it is the loss of the batches of all processes, of which each computes its part, whatever
+    ``local_loss`` and ``gather_with_grad`` are; see `Several processes`_. Only ``world_size`` has an effect.
     """
 
     def __init__(
@@ -104,62 +104,36 @@ class ClipLoss(nn.Module):
         super().__init__()
         if world_size not in (1, distributed.world_size()):
             raise ValueError(f"world_size: expected 1 or that of torch.distributed's group, got {world_size}")
-        self.world_size, self.local_loss, self.gather_with_grad = world_size, local_loss, gather_with_grad
+        self.world_size = world_size
 
     def forward(self, image_features, text_features, logit_scale, logit_bias=None, output_dict=False) -> Any:
         """Return the loss of (B, D) pairs, or with ``output_dict`` a dictionary that has it as ``contrastive_loss``."""
-        loss = self._loss(image_features, text_features, logit_scale, 0.0 if logit_bias is None else logit_bias)
+        if self.world_size == 1:
+            sim = similarity(image_features, text_features, ("image_features", "text_features"))
+        else:
+            names = Names("image_features", "text_features", "", "")
+            same = type(self).__name__
+            sim = Similarity.sharded(image_features, text_features, normalize=False, names=names, same=same)
+        loss = self._loss(sim, logit_scale, 0.0 if logit_bias is None else logit_bias)
         return {"contrastive_loss": loss} if output_dict else loss
 
-    def _loss(self, images: Tensor, texts: Tensor, scale: Any, bias: Any) -> Tensor:
-        anchors = similarity(images, texts, ("image_features", "text_features")).both
-        if self.world_size > 1:
-            _check_size(images)
-            gathered = self._gathered(images), self._gathered(texts)
-            if self.local_loss:
-                anchors = Anchors.together(_with_all(images, gathered[1]), _with_all(texts, gathered[0]))
-            else:
-                anchors = similarity(*gathered).both
-        scale = scale.to(anchors.dtype) if isinstance(scale, Tensor) else scale  # 1 / scale would be far off in half
-        loss = 0.5 * functional.info_nce_loss(anchors, 1 / scale)
+    def _loss(self, sim: Similarity, scale: Any, bias: Any) -> Tensor:
+        scale = scale.to(sim.dtype) if isinstance(scale, Tensor) else scale  # 1 / scale would be far off in half
+        loss = 0.5 * functional.info_nce_loss(sim, 1 / scale)
         # A softmax does not depend on the bias, but distributed training needs a gradient for each parameter.
         return loss + 0 * bias.sum() if isinstance(bias, Tensor) else loss
-
-    def _gathered(self, x: Tensor) -> Tensor:
-        """Return the (world B, D) features of all processes; which of them get a gradient depends on the options."""
-        if self.gather_with_grad:
-            return distributed.gather(x)
-        all_features, first = distributed.gather(x.detach()), dist.get_rank() * len(x)
-        return all_features if self.local_loss else all_features.slice_scatter(x, 0, first, first + len(x))
 
 
 class SigLipLoss(ClipLoss):
     """open_clip (mlfoundations/open_clip, ``src/open_clip/loss.py``): SigLIP's sum over all pairs, divided by B.
 
-    It is :class:`itrloss.SigmoidLoss` with the model's scale and bias, called as :class:`ClipLoss`; see `Several
-    processes`_. ``rank``, ``dist_impl`` and ``chunk_size`` have no effect: large matrices are computed in tiles anyway.
+    It is :class:`itrloss.SigmoidLoss` with the model's scale and bias, called as :class:`ClipLoss`. Here, too, only
+    ``world_size`` has an effect: large matrices are computed in tiles anyway, and how processes exchange texts goes by
+    size; see `Several processes`_.
     """
 
     def __init__(self, cache_labels=False, rank=0, world_size=1, dist_impl=None, chunk_size=0):
         super().__init__(world_size=world_size)
 
-    def _loss(self, images: Tensor, texts: Tensor, scale: Any, bias: Any) -> Tensor:
-        sim = similarity(images, texts, ("image_features", "text_features"))
-        if self.world_size > 1:
-            _check_size(images)
-            sim = _with_all(images, distributed.gather(texts))
-        return functional.sigmoid_loss(sim, scale, bias, "sum") / len(images)
-
-
-def _check_size(features: Tensor) -> None:
-    """Raise an error in all processes unless their batches are of one size, as open_clip's losses need them."""
-    if not torch.compiler.is_compiling():
-        with distributed.agreement() as agreed:
-            agreed.text = f"batches of {len(features)}"
-
-
-def _with_all(own: Tensor, features: Tensor) -> Similarity:
-    """Return the (B, world B) similarity of this process's features with those of all."""
-    numbers = torch.arange(len(features), device=features.device)
-    own_numbers = numbers.narrow(0, dist.get_rank() * len(own), len(own))
-    return similarity(own, features, ids=(own_numbers, numbers))
+    def _loss(self, sim: Similarity, scale: Any, bias: Any) -> Tensor:
+        return functional.sigmoid_loss(sim, scale, bias)  # with as many images as texts, its mean divides by B

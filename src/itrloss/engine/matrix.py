@@ -23,7 +23,7 @@ MEMORY_BUDGET = 256 * 2**20  # bytes of scores that "auto" caches (8192 x 8192 i
 # Number of scores up to which "auto" takes plain PyTorch: on the CPU, where calls cost more than passes over such a
 # matrix, and on an accelerator, where kernel launches do.
 SMALL = {"cpu": 2**16}
-_ACCELERATOR_SMALL = 2**20
+ACCELERATOR_SMALL = 2**20
 
 
 def choose_engine(engine: str, numel: int, budget: int, x: Tensor) -> str:
@@ -33,7 +33,7 @@ def choose_engine(engine: str, numel: int, budget: int, x: Tensor) -> str:
         ImportError, TypeError, ValueError: for ``"triton"`` if it is not installed, for float64, or on the CPU.
     """
     if engine == "auto":
-        small = SMALL.get(x.device.type, _ACCELERATOR_SMALL)
+        small = SMALL.get(x.device.type, ACCELERATOR_SMALL)
         if torch.compiler.is_compiling():  # the compiler fuses what plain PyTorch does with a matrix
             small = budget // torch.promote_types(x.dtype, torch.float32).itemsize
         if numel <= small:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .scores import IGNORE_ID, Ids, Scores, chunks, host_may_read, may_keep
+from .scores import IGNORE_ID, Ids, Scores, host_may_read, may_keep
 
 _GATHERED, _ACCELERATOR_GATHERED = 2**18, 2**22  # elements of gathered embeddings held at once
 
@@ -170,15 +170,19 @@ def pair_products(scores: Scores, i: Tensor | None, j: Tensor | None) -> Tensor:
         rows, cols, row_inv, col_inv = scores.row_unit, scores.col_unit, None, None
     p, dtype = len(rows) if i is None else len(i), torch.promote_types(rows.dtype, torch.float32)
     products = rows.new_empty(p, dtype=dtype)
-    step = max(1, (_GATHERED if rows.device.type == "cpu" else _ACCELERATOR_GATHERED) // rows.shape[1])
-    for start in range(0, p, step):
-        part = slice(start, min(p, start + step))
+    for part in _gathered(p, rows):
         left, right = (x[part] if k is None else x.index_select(0, k[part]) for x, k in ((rows, i), (cols, j)))
         torch.sum(left.to(dtype) * right.to(dtype), 1, out=products[part])
     for inv, k in ((row_inv, i), (col_inv, j)):
         if inv is not None:
             products.mul_(inv if k is None else inv[k])
     return products
+
+
+def _gathered(size: int, x: Tensor) -> list[slice]:
+    """Return slices of as many pairs as vectors like ``x`` (..., D) are gathered at once."""
+    step = max(1, (_GATHERED if x.device.type == "cpu" else _ACCELERATOR_GATHERED) // x.shape[1])
+    return [slice(start, min(size, start + step)) for start in range(0, size, step)]
 
 
 def pair_gradient(
@@ -194,22 +198,29 @@ def pair_gradient(
     weight = grad
     if other_inv is not None:
         weight = grad * (other_inv if others is None else other_inv[others])
-    if index is not None and others is not None:
-        gradient = weighted_sums(other.to(grad.dtype), others, weight, index, size)
-        return gradient if total is None else total.add_(gradient)
-    if total is None:
+    if total is None and index is None and others is None:
         return other.to(grad.dtype) * weight[:, None]
-    for part in chunks(other):
-        total[part].addcmul_(other[part].to(grad.dtype), weight[part, None])
+    if total is None:
+        total = grad.new_zeros(size, other.shape[1])
+    for part in _gathered(len(weight), other):
+        y = other[part] if others is None else other.index_select(0, others[part])
+        if index is None:
+            total[part].addcmul_(y.to(grad.dtype), weight[part, None])
+        else:
+            _add_segments(total, index[part], y.to(grad.dtype) * weight[part, None])
     return total
 
 
 def segment_sum(values: Tensor, index: Tensor, size: int) -> Tensor:
     """Return the (size,) sums of the (P,) values of each index, deterministically."""
-    total = values.new_zeros(size)
-    if values.device.type == "cpu":
-        return total.index_add(0, index, values)
-    return total.index_put((index,), values, accumulate=True)  # sorts on accelerators, where index_add is atomic
+    return _add_segments(values.new_zeros(size), index, values)
+
+
+def _add_segments(total: Tensor, index: Tensor, values: Tensor) -> Tensor:
+    """Return ``total`` (N, ...), to which the (P, ...) values of each index were added, deterministically."""
+    if total.device.type == "cpu":
+        return total.index_add_(0, index, values)
+    return total.index_put_((index,), values, accumulate=True)  # sorts on accelerators, where index_add is atomic
 
 
 def weighted_sums(vectors: Tensor, which: Tensor, weights: Tensor, index: Tensor, size: int) -> Tensor:

@@ -15,7 +15,7 @@ from .answers import ANSWERS
 from .matrix import Matrix, check_unchanged
 from .pairs import Pairs, first_derivative_only, pair_products
 from .processes import communicate, gather
-from .scores import Scores, full_precision, inverse_norms
+from .scores import Scores, chunks, full_precision, inverse_norms
 
 _BLOCKS, _GRADIENTS = 0, 1  # tags of messages
 
@@ -51,6 +51,12 @@ class RingMatrix(Matrix):
             self._inv = inv[0], None if inv[1] is None else gather(inv[1], group)
         return self._inv
 
+    def with_block(self, b: int, rows: Tensor, cols: Tensor) -> Scores:
+        """Return the scores (N_r, B) with the columns of process ``b``."""
+        row_inv, col_inv = self.inverse_norms()
+        inv = None if col_inv is None else col_inv[b * len(cols) : (b + 1) * len(cols)]
+        return Scores(rows.detach(), cols, row_inv, inv, *self.blocks_of_pairs()[b].ids)
+
     def pair_scores(self, i: Tensor | None, j: Tensor | None) -> Tensor:
         """See :meth:`Matrix.pair_scores`; ``i`` and ``j`` are indices."""
         return _RingReduce.apply(self, None, (i, j), self.rows, self.cols)[1]
@@ -74,12 +80,18 @@ class Ring(Tiled):
     def centre(self) -> Tensor:
         """See :meth:`Dense.centre`: all candidates, as that takes no trip. What the sum of their vectors scores."""
         m = self.matrix
-        assert m.share is not None and m.embeddings[1] is not None
-        p, rows, cols = m.share.processes, m.embeddings[0].unit().detach(), m.embeddings[1].unit().detach()
+        assert m.share is not None and m.cols is not None
+        p = m.share.processes
+        source: Any = m.with_block(p.rank, m.rows, m.cols.detach())
         with full_precision(m.rows):
-            both = p.total(torch.stack([rows.sum(0), cols.sum(0)]))
-            sums = torch.stack([rows @ both[1], rows.new_full((len(rows),), p.totals[1])])
-            own = torch.stack([cols @ both[0], cols.new_full((len(cols),), p.totals[0])])
+            own: Any = [sum(source.unit(side, part).sum(0) for part in chunks(source[side])) for side in (0, 1)]
+            totals = p.total(torch.stack(own)).flip(0)
+            rows, cols = (
+                torch.cat([source.unit(side, part) @ total for part in chunks(source[side])])
+                for side, total in enumerate(totals)
+            )
+        sums = torch.stack([rows, rows.new_full((len(rows),), p.totals[1])])
+        own = torch.stack([cols, cols.new_full((len(cols),), p.totals[0])])
         # Of the columns, this process has the whole sum of its own, to which other processes add nothing.
         parts = {0: sums, 1: torch.cat([own if rank == p.rank else 0 * own for rank in range(p.world)], 1)}
         return torch.cat([parts[side] for side in self.sides], 1)
@@ -196,6 +208,7 @@ class _RingReduce(torch.autograd.Function):
                 if need:
                     assert parts is not None
                     parts.add(total, b, x)
+            del found  # before the next block has its own
         grad_cols = None if home is None else home.receive()
         result = [
             grad_rows.to(rows.dtype),
@@ -218,16 +231,14 @@ def _by_block(matrix: RingMatrix, index: tuple[Tensor, Tensor]) -> list[tuple[Te
 def _trip(matrix: RingMatrix, rows: Tensor, cols: Tensor) -> Iterator[tuple[int, Scores]]:
     """Yield the scores with each process's columns, its own first; the next block is exchanged meanwhile."""
     assert matrix.share is not None
-    p, (row_inv, col_inv) = matrix.share.processes, matrix.inverse_norms()
-    block, width = cols.detach().contiguous(), len(cols)
+    p, block = matrix.share.processes, cols.detach().contiguous()
     for step in range(p.world):
         b = (p.rank + step) % p.world
-        following, works = torch.empty_like(block), []
+        following, works = block, []
         if step + 1 < p.world:
+            following = torch.empty_like(block)
             works = _exchange(p, block, following, _BLOCKS)
-        inv = None if col_inv is None else col_inv[b * width : (b + 1) * width]
-        ids = matrix.blocks_of_pairs()[b].ids
-        yield b, Scores(rows.detach(), block, row_inv, inv, *ids)
+        yield b, matrix.with_block(b, rows, block)
         _wait(p, works)
         block = following
 

@@ -54,9 +54,13 @@ class Loss(nn.Module):
         for name in ("__eq__", "__hash__", "__repr__"):  # a module's, also for a plain @dataclass, which has its own
             setattr(cls, name, getattr(cls, name))
 
+    def __hash__(self) -> int:  # in Python, as the compiler refuses one in C
+        return id(self)
+
     def __new__(cls, *_: Any, **__: Any) -> Any:
         loss = super().__new__(cls)
         nn.Module.__init__(loss)  # before the fields are set, as they may be modules and parameters
+        loss.__dict__["_call"] = _Call(loss)  # not a part; the compiler takes no module that is made in a call
         return loss
 
     def __post_init__(self) -> None:
@@ -99,7 +103,7 @@ class Loss(nn.Module):
         if not self._sharded or not any(p.requires_grad for p in self.parameters()):
             return function(*args)
         shared = {f"loss.{name}": replicated(p, self.process_group) for name, p in self.named_parameters()}
-        return torch.func.functional_call(_Call(self, function), shared, args)
+        return torch.func.functional_call(self.__dict__["_call"], shared, (function, *args))
 
     def _of_samples(self, inputs: Sequence[Tensor | None], function: Callable[..., Any]) -> Any:
         """Return the loss of samples that do not depend on one another; ``inputs`` are (B, ...) or None.
@@ -139,14 +143,14 @@ class Loss(nn.Module):
 
 
 class _Call(nn.Module):
-    """A function of a loss, as a module."""
+    """A module that has a loss as its part, and runs one of its functions."""
 
-    def __init__(self, loss: Loss, function: Any):
+    def __init__(self, loss: Loss):
         super().__init__()
-        self.loss, self.function = loss, function
+        self.loss = loss
 
-    def forward(self, *args: Any) -> Any:
-        return self.function(*args)
+    def forward(self, function: Any, *args: Any) -> Any:
+        return function(*args)
 
 
 @dataclass(eq=False, repr=False)

@@ -1,0 +1,111 @@
+"""Stand-ins with the call forms of open_clip 3.3, for tests where that package is not installed."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def open_clip() -> Any:
+    """Return the model, losses and loop of the package; where it is not installed, those below."""
+    try:
+        from open_clip import CLIP
+        from open_clip.loss import ClipLoss, SigLipLoss
+        from open_clip_train.train import train_one_epoch
+    except ImportError:
+        return SimpleNamespace(**globals())
+    return SimpleNamespace(CLIP=CLIP, ClipLoss=ClipLoss, SigLipLoss=SigLipLoss, train_one_epoch=train_one_epoch)
+
+
+class CLIP(nn.Module):
+    """The parameters and the output of open_clip's model, with simpler towers."""
+
+    def __init__(self, embed_dim, vision_cfg, text_cfg, init_logit_scale, init_logit_bias=None, output_dict=True):
+        super().__init__()
+        self.visual = nn.Linear(3 * vision_cfg["image_size"] ** 2, embed_dim)
+        self.text = nn.EmbeddingBag(text_cfg["vocab_size"], embed_dim)
+        self.logit_scale = nn.Parameter(torch.tensor(init_logit_scale))
+        self.logit_bias = None if init_logit_bias is None else nn.Parameter(torch.tensor(init_logit_bias))
+
+    def forward(self, image, text):
+        out = {
+            "image_features": F.normalize(self.visual(image.flatten(1)), dim=-1),
+            "text_features": F.normalize(self.text(text), dim=-1),
+            "logit_scale": self.logit_scale.exp(),
+        }
+        return out if self.logit_bias is None else {**out, "logit_bias": self.logit_bias}
+
+
+class ClipLoss(nn.Module):
+    def __init__(self, local_loss=False, gather_with_grad=False, cache_labels=False, rank=0, world_size=1):
+        super().__init__()
+        self.local_loss, self.gather_with_grad, self.rank, self.world_size = (
+            local_loss, gather_with_grad, rank, world_size,
+        )  # fmt: skip
+
+    def gather(self, x: Tensor) -> Tensor:
+        if self.gather_with_grad:
+            return torch.cat(torch.distributed.nn.all_gather(x))
+        gathered = [torch.zeros_like(x) for _ in range(self.world_size)]
+        dist.all_gather(gathered, x)
+        if not self.local_loss:
+            gathered[self.rank] = x  # alone of all features with a gradient
+        return torch.cat(gathered)
+
+    def forward(self, image_features, text_features, logit_scale, logit_bias=None, output_dict=False):
+        all_image_features, all_text_features = self.gather(image_features), self.gather(text_features)
+        labels = torch.arange(len(image_features))
+        if self.local_loss:
+            logits_per_image = logit_scale * image_features @ all_text_features.T
+            logits_per_text = logit_scale * text_features @ all_image_features.T
+            labels = labels + len(labels) * self.rank
+        else:
+            logits_per_image = logit_scale * all_image_features @ all_text_features.T
+            logits_per_text = logits_per_image.T
+            labels = torch.arange(len(all_image_features))
+        if logit_bias is not None:
+            logits_per_image, logits_per_text = logits_per_image + logit_bias, logits_per_text + logit_bias
+        total_loss = (F.cross_entropy(logits_per_image, labels) + F.cross_entropy(logits_per_text, labels)) / 2
+        return {"contrastive_loss": total_loss} if output_dict else total_loss
+
+
+class SigLipLoss(nn.Module):
+    """With ``dist_impl="gather"``, whichever is asked for."""
+
+    def __init__(self, cache_labels=False, rank=0, world_size=1, dist_impl=None):
+        super().__init__()
+        self.rank, self.world_size = rank, world_size
+
+    def _loss(self, image_features, text_features, logit_scale, logit_bias, negative_only=False):
+        logits = logit_scale * image_features @ text_features.T + logit_bias
+        labels = (0 if negative_only else 2) * torch.eye(len(logits)) - 1
+        return -F.logsigmoid(labels * logits).sum() / len(image_features)
+
+    def forward(self, image_features, text_features, logit_scale, logit_bias, output_dict=False):
+        loss = self._loss(image_features, text_features, logit_scale, logit_bias)
+        all_text = torch.distributed.nn.all_gather(text_features)
+        for i in range(self.world_size):
+            loss = loss + float(i != self.rank) * self._loss(
+                image_features, all_text[i], logit_scale, logit_bias, negative_only=True
+            )
+        return {"contrastive_loss": loss} if output_dict else loss
+
+
+def train_one_epoch(model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args):
+    model.train()
+    data["train"].set_epoch(epoch)
+    for images, texts in data["train"].dataloader:
+        optimizer.zero_grad()
+        losses = loss(**model(images, texts), output_dict=True)
+        total_loss = sum(losses.values())
+        total_loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            model.module.logit_scale.clamp_(0, math.log(100))

@@ -1,0 +1,137 @@
+"""What processes compute and exchange, counted, and what ``itrloss plan`` says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import sharded
+import torch
+import torch.distributed as dist
+from processes import run
+from test_operators import Products
+
+from itrloss import plan
+from itrloss.cli import main
+from itrloss.engine import matrix, processes, ring
+
+D, ROWS = 512, 64  # of a process
+KEYS = {
+    "InfoNCELoss": "infonce",
+    "SigmoidLoss": "sigmoid",
+    "HubnessAwareLoss": "hal",
+    "DiversityContrastiveLoss": "dcl",
+}
+
+
+class Counts(Products):
+    """Counter of the FLOPs of products, of bytes that this process sends, and of exchanges of embeddings."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent = self.exchanges = 0
+
+    def collective(self, function: Any, *args: Any, group: Any, **options: Any) -> Any:
+        """Count and run a collective; those of numbers are counted as the usual algorithms on a ring send them."""
+        name, others, sent = getattr(function, "__name__", ""), dist.get_world_size(group) - 1, 0
+        if name == "_batch":
+            sent = sum(x.tensor.nbytes for x in args[0] if x.op is dist.isend)
+        elif "reduce_scatter" in name:
+            sent = others * args[0].nbytes
+        elif "gather" in name:
+            sent = others * args[1].nbytes
+        elif name == "all_reduce":
+            sent = 2 * others * args[0].nbytes // (others + 1)
+        self.sent += sent
+        self.exchanges += sent >= 4 * ROWS * D
+        return self.communicate(function, *args, group=group, **options)
+
+    @contextmanager
+    def counting(self) -> Iterator[Counts]:
+        self.communicate = processes.communicate
+        with pytest.MonkeyPatch.context() as patch, self:
+            for module in (processes, ring):
+                patch.setattr(module, "communicate", self.collective)
+            yield self
+
+
+def counted(rank: int, world: int, name: str, **options: Any) -> dict[str, float]:
+    """The counts of a step of one process; of a process alone for ``rank`` -1."""
+    config = {"loss": name, "sizes": [(ROWS, ROWS)] * world, "ids": "none", "options": {}, "seed": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded, "D", D)
+        parts, memory = sharded.batch(config, torch.float32), sharded.filled_memory(config, torch.float32)
+        inputs = sharded.joined(parts, "none") if rank < 0 else parts[rank]
+        saved: dict[int, int] = {}
+
+        def save(x: torch.Tensor) -> torch.Tensor:
+            saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with Counts().counting() as counts, torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
+            sharded.outcome(config, inputs, memory, **options)
+    return {"flops": counts.flops, "sent": counts.sent, "exchanges": counts.exchanges, "saved": sum(saved.values())}
+
+
+def worker(rank: int, world: int) -> dict[str, dict[str, float]]:
+    matrix.MEMORY_BUDGET = plan.MEMORY_BUDGET = 0  # of processes that end after this
+    found = {}
+    for name in sharded.LOSSES:
+        engines = ("dense", "tiled") if name != "orthogonal" else ("tiled",)
+        for engine in engines:
+            options = {"engine": engine} if name != "orthogonal" else {}
+            found[f"{name} {engine} all-gather"] = counted(rank, world, name, gather="all-gather", **options)
+        if name not in sharded.SAMPLES:
+            found[f"{name} tiled ring"] = counted(rank, world, name, gather="ring", engine="tiled")
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_processes_compute_and_exchange_what_is_planned(tmp_path, world, monkeypatch):
+    found = run(worker, tmp_path, world, world=world)
+    size = ROWS * world
+    for key in found[0]:
+        name, engine, schedule = key.rsplit(" ", 2)
+        whole = counted(-1, world, name, **({"engine": engine} if name != "orthogonal" else {}))
+        for counts in (x[key] for x in found):
+            assert counts["flops"] <= 1.05 * whole["flops"] / world, key
+            if schedule == "ring" and name in sharded.PAIR:
+                # Rows and columns of one process, and a few numbers for each row and column of all.
+                assert counts["saved"] <= 4 * (2 * ROWS * D + 40 * 2 * size), key
+    for name, passes in plan.LOSSES.items():
+        for engine in ("dense", "tiled"):
+            monkeypatch.setattr(plan, "MEMORY_BUDGET", 0 if engine == "tiled" else 2**28)
+            for planned in plan.plan(world, size, size, D, 4, passes, accelerator=False):
+                counts = [x.get(f"{KEYS[name]} {engine} {planned.schedule}") for x in found]
+                for x in filter(None, counts):
+                    assert x["flops"] == pytest.approx(planned.flops, rel=0.05)
+                    assert x["sent"] == pytest.approx(planned.sent, rel=0.1)
+                    assert x["exchanges"] == planned.exchanges
+
+
+def test_a_plan_is_printed(capsys):
+    assert main(["plan", "--batch", "65536", "--dim", "768", "--gpus", "8", "1024"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "65,536 images" in lines[0] and [line.split()[:2] for line in lines[2:]] == [
+        ["8", "all-gather*"], ["8", "ring"], ["1024", "all-gather*"], ["1024", "ring"]
+    ]  # fmt: skip
+    assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize("wrong", ["--gpus 1", "--gpus 2 --latency 0", "--gpus 2 --batch 0", "--gpus 2 --texts -1"])
+def test_impossible_plans_are_refused(wrong, capsys):
+    assert main(f"plan --batch 8 --dim 4 {wrong}".split()) == 2
+    assert "expected" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", plan.LOSSES)
+def test_accelerators_take_a_pass_for_the_maxima(name, monkeypatch):
+    monkeypatch.setattr("itrloss.anchors.host_may_read", lambda x: False)  # as there
+    v, w = torch.randn(2, 30, 200).requires_grad_()
+    with Products() as products:
+        sharded.PAIR[KEYS[name]](engine="tiled")(v, w).backward()
+    forward, backward, maxima = plan.LOSSES[name]
+    assert products.flops == 2 * 30 * 30 * 200 * (forward + maxima + 3 * backward)
