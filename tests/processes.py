@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 
 WORLD = 2
 # Processes are copies of one that has imported the slow modules: PyTorch's compiler is imported by DDP.
-multiprocessing.set_forkserver_preload(["torch._dynamo", "itrloss"])
+multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "itrloss", "pytest"])
 
 
 def both(work: Callable[..., Any], folder: Path, *args) -> list[Any]:
@@ -30,21 +30,26 @@ def run(work: Callable[..., Any], folder: Path, *args, world: int = WORLD) -> li
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
 
 
-def survivors(work: Callable[..., Any], folder: Path, *args, world: int, timeout: float) -> list[Any]:
-    """Return the results of the processes, None for those that were lost.
+def survivors(
+    work: Callable[..., Any], folder: Path, cases: Sequence[tuple], *, world: int, timeout: float
+) -> list[list[Any]]:
+    """Run ``work(rank, *case)`` in a group of processes for each case, all at once; return the results of each case.
 
-    ``timeout``: seconds that a collective waits for a process.
+    The result of a process that was lost is None. ``timeout``: seconds that a collective waits for a process.
     """
-    context: Any = mp.start_processes(
-        _process, (work, str(folder), args, world, timeout, False), world, join=False, start_method="forkserver"
-    )
+    folders = [folder / str(number) for number in range(len(cases))]
+    groups: list[Any] = []
+    for place, case in zip(folders, cases, strict=True):
+        place.mkdir()
+        args = work, str(place), case, world, timeout, False
+        groups.append(mp.start_processes(_process, args, world, join=False, start_method="forkserver"))
     deadline = time.monotonic() + 4 * timeout
-    for process in context.processes:
+    for process in (process for group in groups for process in group.processes):
         process.join(max(0.0, deadline - time.monotonic()))
         if process.is_alive():
             process.kill()
-    found = [folder / f"{rank}.pt" for rank in range(world)]
-    return [torch.load(path, weights_only=True) if path.exists() else None for path in found]
+    found = [[place / f"{rank}.pt" for rank in range(world)] for place in folders]
+    return [[torch.load(path, weights_only=True) if path.exists() else None for path in paths] for paths in found]
 
 
 def _process(rank: int, work: Callable[..., Any], folder: str, args: tuple, world: int, timeout: float, all: bool):

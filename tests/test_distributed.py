@@ -1,9 +1,7 @@
-"""Two processes of ``torch.distributed``: gathered batches, and gradients equal to those of one process."""
+"""Two processes of ``torch.distributed``: ids, states that DDP broadcasts, re-ranking and metrics."""
 
 from __future__ import annotations
 
-import math
-import re
 import warnings
 from typing import Any
 
@@ -15,59 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import itrloss
 
-BATCH, D, STEPS = 3, 4, 3
+D = 4
 
 
 def encoder() -> nn.Linear:
     torch.manual_seed(0)
     return nn.Linear(6, D)
-
-
-def batch(step: int, rank: int) -> tuple[torch.Tensor, ...]:
-    """Inputs of both modalities, and ids."""
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    first, second = (torch.randn(BATCH, 6, generator=generator) for _ in range(2))
-    return first, second, torch.randint(0, 4, (BATCH,), generator=generator)
-
-
-def run(model: nn.Module, batches: list[tuple[torch.Tensor, ...]], with_ids: bool) -> itrloss.CoupledMemory:
-    """Backward passes over the batches, with a memory whose size is not a multiple of theirs."""
-    memory = itrloss.CoupledMemory(7, D)
-    criterion = itrloss.MemoryDiversityContrastiveLoss(diversity=None)
-    for first, second, ids in batches:
-        given = (ids, ids) if with_ids else ()
-        v, w = model(torch.cat([first, second])).chunk(2)
-        keys = v.detach() + 1, w.detach() - 1
-        criterion(v, w, *keys, memory, *given).backward()
-        memory.enqueue(*keys, *given[:1])
-    return memory
-
-
-def worker(rank: int, with_ids: bool) -> dict[str, Any]:
-    model = DistributedDataParallel(encoder())
-    memory = run(model, [batch(step, rank) for step in range(STEPS)], with_ids)
-    gradients = {name: p.grad for name, p in model.module.named_parameters()}
-    return {"memory": memory.state_dict(), "gradients": gradients}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("with_ids", [True, False])
-def test_memories_and_gradients_of_two_processes_are_those_of_one(tmp_path, with_ids):
-    found = both(worker, tmp_path, with_ids)
-    model = encoder()
-    batches = [[batch(step, rank) for rank in range(WORLD)] for step in range(STEPS)]
-    whole = [tuple(torch.cat(x) for x in zip(*ranks, strict=True)) for ranks in batches]
-    memory = run(model, whole, with_ids)
-    for name, value in memory.state_dict().items():
-        for other in found:
-            if torch.is_tensor(value):
-                torch.testing.assert_close(other["memory"][name], value)
-            else:
-                assert other["memory"][name] == value
-    assert torch.equal(found[0]["memory"]["images"], found[1]["memory"]["images"])
-    if not with_ids:  # otherwise the processes differ in their number of anchors without a negative
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(found[0]["gradients"][name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
 def late_worker(rank: int, state: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,72 +50,6 @@ PAIR_LOSSES = {
     "triplet": itrloss.TripletLoss,
     "triplet all": lambda **common: itrloss.TripletLoss(mining="all", reduction="mean", **common),
 }
-
-
-def whole_batch(world: int, ids: str) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor | None, ...]]:
-    """Inputs of all processes, with ids as one process would have them."""
-    n, m = 4 * world, (8 if ids == "of texts" else 4) * world
-    generator = torch.Generator().manual_seed(1)
-    first, second = torch.randn(n, 6, generator=generator), torch.randn(m, 6, generator=generator)
-    if ids == "none":
-        return first, second, (None, None)
-    if ids == "of texts":  # two texts per image, by its index
-        return first, second, (None, torch.arange(n).repeat_interleave(2))
-    same = torch.randint(0, 5, (n,), generator=generator)
-    return first, second, (same, same)
-
-
-def gathered(rank: int, ids: str) -> dict[str, Any]:
-    """Losses and gradients in a process with its part of the batch only."""
-    first, second, given = whole_batch(WORLD, ids)
-    first, second = first.chunk(WORLD)[rank], second.chunk(WORLD)[rank]
-    given = tuple(None if x is None else x.chunk(WORLD)[rank] for x in given)
-    if ids == "of texts":
-        given = (None, given[1] - rank * len(first))
-    return outcomes(lambda model: DistributedDataParallel(model), first, second, given)
-
-
-def outcomes(wrap, first, second, given) -> dict[str, Any]:
-    found = {}
-    for name, loss in PAIR_LOSSES.items():
-        model, criterion = encoder(), loss(gather=True)
-        wrapped = wrap(model)  # it must still exist in the backward pass
-        v, w = wrapped(torch.cat([first, second])).split([len(first), len(second)])
-        value = criterion(v, w, *given)
-        value.backward()
-        found[name] = [value.detach(), *(p.grad for p in (*model.parameters(), *criterion.parameters()))]
-    model, criterion = encoder(), itrloss.VarianceAwareLoss(gather=True)
-    wrapped = wrap(model)
-    v, w = wrapped(torch.cat([first, -first, second])).split([2 * len(first), len(second)])
-    value = criterion(v.view(2, len(first), D).transpose(0, 1), w, *given)
-    value.backward()
-    found["variance aware"] = [value.detach(), *(p.grad for p in model.parameters())]
-    if len(first) == len(second):
-        for name, loss in (("mdcl", itrloss.MemoryDiversityContrastiveLoss), ("uto", itrloss.UnifiedTrainingObjective)):
-            model, criterion, memory = encoder(), loss(gather=True), itrloss.CoupledMemory(30, D)
-            wrapped = wrap(model)
-            for step in range(2):  # the memory is empty in the first step
-                v, w = wrapped(torch.cat([first, second]) + step).chunk(2)
-                keys = v.detach() + 1, w.detach() - 1
-                value = criterion(v, w, *keys, memory, *given)
-                value.backward()
-                memory.enqueue(*keys, given[0])
-            found[name] = [value.detach(), *(p.grad for p in model.parameters())]
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ids", ["none", "both", "of texts"])
-def test_gathered_batches_have_the_loss_and_the_gradients_of_one_process(tmp_path, ids):
-    first, second = both(gathered, tmp_path, ids)
-    wanted = outcomes(lambda model: model, *whole_batch(WORLD, ids))
-    assert first.keys() == second.keys() == wanted.keys()
-    for name, whole in wanted.items():
-        for other in (first, second):
-            for x, y in zip(other[name], whole, strict=True):
-                torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6, msg=name)
-
-
 NUMBERED = {  # per-process image indices of texts: invalid ones match no image, small types must not overflow
     "none": (4, torch.tensor([0, 1, 2, -1])),
     "beyond the last": (4, torch.tensor([0, 1, 2, 5])),
@@ -195,55 +80,6 @@ def numbering(rank: int) -> dict[str, list[torch.Tensor]]:
 def test_texts_of_no_image_stay_so_among_the_images_of_all(tmp_path):
     for found in both(numbering, tmp_path):
         torch.testing.assert_close(found, {name: numbered(None, name) for name in NUMBERED})
-
-
-def unlike(rank: int) -> dict[str, str]:
-    half = (torch.float16, torch.bfloat16)[rank]
-    ids = torch.arange(4)
-    given = {
-        "types": (torch.randn(4, 6, dtype=half), torch.randn(4, 6, dtype=half)),
-        "turned": (torch.randn(4 + 2 * rank, 6 - 2 * rank),) * 2,
-        "one has ids": (torch.randn(4, 6), torch.randn(4, 6), *(() if rank else (ids, ids))),
-        "one fails": (torch.randn(4, 6), torch.randn(4 + rank, 6)),
-    }
-    found = {}
-    for name, x in given.items():
-        with pytest.raises(ValueError) as error:
-            itrloss.InfoNCELoss(gather=True)(*x)
-        found[name] = str(error.value)
-    found["after"] = str(float(itrloss.InfoNCELoss(gather=True)(*torch.ones(2, 3, 4))))
-    return found
-
-
-@pytest.mark.slow
-def test_batches_that_differ_between_processes_are_refused_in_all(tmp_path):
-    first, second = both(unlike, tmp_path)
-    failed = second.pop("one fails")
-    assert failed.startswith("image_ids, text_ids: needed for 4 images and 5 texts")
-    assert first.pop("one fails") == f"gather: process 1 failed: ValueError: {failed}"
-    assert first == second
-    for name, parts in {
-        "types": ("float16 (B, 6), float16 (B, 6), ", "bfloat16 (B, 6), bfloat16 (B, 6), "),
-        "turned": ("float32 (B, 6), float32 (B, 6), ", "float32 (B, 4), float32 (B, 4), "),
-        "one has ids": ("ids [True, True]", "ids [False, False]"),
-    }.items():
-        said, *texts = re.split(r"got | in process 0; ", first[name].removesuffix(" in process 1"))
-        assert said == "gather: expected the same in all processes, "
-        assert all(part in text for part, text in zip(parts, texts, strict=True)), first[name]
-    assert float(first["after"]) == pytest.approx(2 * math.log(6), rel=1e-5)
-
-
-def refused(rank: int) -> str:
-    try:
-        itrloss.InfoNCELoss(gather=True)(scores=torch.eye(3))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.slow
-def test_scores_cannot_be_gathered(tmp_path):
-    assert all(said.startswith("gather: expected embeddings") for said in both(refused, tmp_path))
 
 
 def test_a_process_alone_gathers_nothing():

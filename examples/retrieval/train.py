@@ -281,12 +281,17 @@ class Trainer:
             torch.save(state, file)
 
     def load(self, path: Path) -> None:
-        """Restore the state of a checkpoint; ValueError if its settings differ."""
+        """Restore the state of a checkpoint; ValueError if its settings differ.
+
+        With another number of processes, dropout draws other random numbers.
+        """
         state = _read_checkpoint(path)
-        mine = asdict(self.config)
-        changed = [k for k in mine if k not in RESUMABLE and mine[k] != state["config"].get(k)]
+        mine, former, random = asdict(self.config), state["config"], state["rng"]
+        for settings, world in ((mine, self.world), (former, len(random))):
+            settings["batch_size of all processes"] = world * settings.pop("batch_size")
+        changed = [k for k in mine if k not in RESUMABLE and mine[k] != former.get(k)]
         if changed or state["vocabulary"] != self.vocabulary.state() or state["captions"] != self.captions:
-            what = ", ".join(f"{k} = {state['config'].get(k)!r}" for k in changed) or "other captions"
+            what = ", ".join(f"{k} = {former.get(k)!r}" for k in changed) or "other captions"
             raise ValueError(f"{path} was trained with {what}: cannot resume; choose another out or resume=false")
         self.model.load_state_dict(state["model"])
         self.objective.load_state_dict(state["objective"])
@@ -295,12 +300,13 @@ class Trainer:
             self.scaler.load_state_dict(state["scaler"])
         self.epoch, self.step, self.best = state["epoch"], state["step"], state["best"]
         self.sums, self.history = state["sums"], state["history"]
-        if len(state["rng"]) != self.world:
-            raise ValueError(f"{path} was trained by {len(state['rng'])} processes: cannot resume with {self.world}")
-        random = state["rng"][self.rank]
-        torch.set_rng_state(random["torch"])
-        if torch.cuda.is_available() and random["cuda"]:
-            torch.cuda.set_rng_state_all(random["cuda"])
+        if len(random) != self.world:
+            seeds = np.random.default_rng([self.config.seed, self.total_steps, self.rank])
+            torch.manual_seed(int(seeds.integers(2**63)))
+            return
+        torch.set_rng_state(random[self.rank]["torch"])
+        if torch.cuda.is_available() and random[self.rank]["cuda"]:
+            torch.cuda.set_rng_state_all(random[self.rank]["cuda"])
 
     # --- small helpers ----------------------------------------------------------------------------------------
 

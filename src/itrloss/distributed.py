@@ -48,16 +48,15 @@ def agreement(group: Any = None) -> Iterator[Agreement]:
     mine.every = [row[2:] for row in every]
     if all(row[:2] == [0, every[0][1]] for row in every):
         return
-    texts = [""] * len(every)
-    dist.all_gather_object(texts, mine.text, group)
+    texts, ranks = [""] * len(every), dist.get_process_group_ranks(group)
+    processes.communicate(dist.all_gather_object, texts, mine.text, group=group)
     if failure is not None:
         raise failure
-    failed = [
-        f"process {rank} failed: {text}" for rank, (row, text) in enumerate(zip(every, texts, strict=True)) if row[0]
-    ]
+    said = zip(ranks, every, texts, strict=True)
+    failed = [f"process {rank} failed: {text}" for rank, row, text in said if row[0]]
     if failed:
         raise ValueError(f"gather: {'; '.join(failed)}")
-    got = "; ".join(f"{text} in process {rank}" for rank, text in enumerate(texts))
+    got = "; ".join(f"{text} in process {rank}" for rank, text in zip(ranks, texts, strict=True))
     raise ValueError(f"gather: expected the same in all processes, got {got}")
 
 

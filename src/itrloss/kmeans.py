@@ -98,7 +98,7 @@ class OnlineKMeans(WholeState):
         """
         if world_size(process_group) == 1:
             return self._step(self._points(x), int(self.patience * self.clusters))
-        (parts,) = gather_parts(lambda: [self._points(x, empty=True)], process_group)
+        (parts,) = gather_parts(lambda: [self._points(x, empty=True)], process_group, self.extra_repr())
         ids = self._step(torch.cat(parts), int(self.patience * self.clusters))
         return ids.split([len(part) for part in parts])[torch.distributed.get_rank(process_group)]
 

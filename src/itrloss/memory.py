@@ -94,7 +94,8 @@ class CoupledMemory(WholeState):
             keys = [image_keys.detach(), text_keys.detach()]
             return keys if ids is None else [*keys, checks.as_ids("ids", ids, len(image_keys), image_keys.device)]
 
-        tensors = checked() if one else [torch.cat(x) for x in gather_parts(checked, process_group, repr(self.size))]
+        same = f"memory ({self.size}, {self.dim}) of {str(self.images.dtype)[6:]}"
+        tensors = checked() if one else [torch.cat(x) for x in gather_parts(checked, process_group, same)]
         self._labelled = ids is not None
         device = self.images.device
         images, texts, *own_ids = (x.to(device) for x in tensors)
@@ -170,7 +171,8 @@ class MemorySimilarity(NamedTuple):
                     raise ValueError(f"{name}: {expected}, got {tuple(x.shape)}")
             check_embeddings(images, memory.images, False, checks.Names("images", "memory"), empty=gather)
             if same is not None:
-                same.text = f"memory ({memory.size}, {memory.dim})"
+                types = ", ".join(str(x.dtype)[6:] for x in (memory.images, *keys))
+                same.text = f"memory ({memory.size}, {memory.dim}); types of memory and keys {types}"
         if batch is None:
             batch = Similarity.sharded(images, texts, *ids, **shared, **options)
         matrix, share = batch._matrix, batch._matrix.share

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -58,18 +60,20 @@ def describe(sim: Similarity, margin: float = 0.0, hubness_k: int = 10) -> dict[
 
 
 @torch.no_grad()
-def describe_memory(sims: MemorySimilarity) -> dict[str, Tensor]:
+def describe_memory(sims: MemorySimilarity, process_group: Any = None) -> dict[str, Tensor]:
     """Return :func:`describe` of a batch and figures of its memory: 0-dim tensors by name.
 
     ``memory_entries``: how many are valid. ``memory_age``: how many batches of this size ago an entry came in, on
     average, the last one being 1. ``memory_hardest``: mean of the anchors' highest-scoring negatives in the memory, 0
-    while there is none.
+    while there is none. ``process_group``: the processes that share the memory; by default, all.
     """
     figures = describe(sims.batch)
     counts = sims.memory.positive_counts + sims.memory.negative_counts
     entries = torch.stack(sims.memory.group_amax(counts)).amax().to(figures["gap"].dtype)
     sharded = sims.batch._matrix.share is not None
-    batch = sims.batch.totals[0] * (1 if sharded else world_size())  # the memory takes in those of all processes
+    batch = sims.batch.totals[0] * (
+        1 if sharded else world_size(process_group)
+    )  # the memory takes in those of all processes
     figures["memory_entries"] = entries
     figures["memory_age"] = torch.where(entries > 0, (entries + batch) / 2 / batch, 0.0)
     hardest = sims.memory.hardest_negatives().values

@@ -18,7 +18,10 @@ _PATIENCE = 2.0  # seconds to find out which process is lost
 
 def world_size(group: Any = None) -> int:
     """Return the number of processes in the group, by default of all; 1 without ``torch.distributed``."""
-    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    size = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    if size < 1:
+        raise ValueError("process_group: expected one that this process belongs to")
+    return size
 
 
 def communicate(collective: Any, *args: Any, group: Any, **options: Any) -> Any:

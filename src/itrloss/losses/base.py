@@ -92,9 +92,11 @@ class Loss(nn.Module):
 
     @property
     def _agreed(self) -> str:
-        """The options, which have to be the same on all processes."""
+        """What has to be the same on all processes: the options, and which parameters are trained."""
         options = {name: getattr(self, name) for name in self.shown if name not in self._modules}
-        return f"{type(self).__name__} { {k: x for k, x in options.items() if not isinstance(x, Tensor)} }"
+        trained = [name for name, p in self.named_parameters() if p.requires_grad]
+        shown = {k: x for k, x in options.items() if not isinstance(x, Tensor)}
+        return f"{type(self).__name__} {shown}, parameters trained {trained}"
 
     def _of_all(self, function: Any, *args: Any) -> Any:
         """Return ``function(*args)``, where the gradients of this loss's parameters are the means of all processes."""
@@ -103,29 +105,34 @@ class Loss(nn.Module):
         shared = {f"loss.{name}": replicated(p, self.process_group) for name, p in self.named_parameters()}
         return torch.func.functional_call(self.__dict__["_call"], shared, (function, *args))
 
-    def _of_samples(self, inputs: Sequence[Tensor], function: Callable[..., Any]) -> Any:
-        """Return the loss of samples that do not depend on one another; ``inputs`` (B, ...) tell their number.
+    def _of_samples(self, inputs: Sequence[Tensor | None], function: Callable[..., Any]) -> Any:
+        """Return the loss of samples that do not depend on one another; ``inputs`` are (B, ...) or None.
 
         ``function(*inputs, reduction)`` returns that of this process.
         """
         if not self._sharded:
             return function(*inputs, self.reduction)
-        kind, size = "none" if self.reduction == "none" else "sum", len(inputs[0])
+        kind = "none" if self.reduction == "none" else "sum"
 
-        def part() -> Any:
-            value = function(*(padded(x, max(1, size)) for x in inputs), kind)  # without samples, of one that counts 0
+        def part() -> tuple[Any, int]:
+            whole = [x if x is None or len(x) else padded(x, 1) for x in inputs]  # without samples, one that counts 0
+            value, size = function(*whole, kind), len(inputs[0])  # type: ignore[arg-type]
             if kind == "sum":
-                return value * (size > 0)
-            return value[:size] if isinstance(value, Tensor) else tuple(x[:size] for x in value)
+                return value * (size > 0), size
+            return value[:size] if isinstance(value, Tensor) else tuple(x[:size] for x in value), size
 
-        if kind == "none":
-            return part()
         if torch.compiler.is_compiling():
-            value, count = part(), size * world_size(self.process_group)
+            value, size = part()
+            count = size * world_size(self.process_group)
         else:
             with agreement(self.process_group) as agreed:
-                value, agreed.text, agreed.numbers = part(), self._agreed, [size]
+                value, size = part()
+                one = value if isinstance(value, Tensor) else value[0]
+                agreed.text = f"{str(one.dtype)[6:]}, gradient {one.requires_grad}, {self._agreed}"
+                agreed.numbers = [size]
             count = max(1, sum(sizes[0] for sizes in agreed.every))
+        if kind == "none":
+            return value
         return total(value, self.process_group) / (count if self.reduction == "mean" else 1)
 
     def extra_repr(self) -> str:
@@ -158,6 +165,10 @@ class SimilarityLoss(Loss):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.observed, self.telemetry = self.telemetry, {}
+
+    @property
+    def _agreed(self) -> str:
+        return f"{super()._agreed}, telemetry {bool(self.observed)}"  # its figures are of all processes
 
     def compute(self, sim: Any) -> Any:
         """Return the loss of a :class:`Similarity` with images as rows and texts as columns."""
@@ -217,7 +228,8 @@ class PairLoss(SimilarityLoss):
 
     def _similarity(self, images: Any, texts: Any, image_ids: Any, text_ids: Any, scores: Any) -> Similarity:
         if self.gather and self._sharded and (scores is not None or isinstance(images, Similarity)):
-            raise ValueError("gather: expected embeddings; of scores and of a Similarity there is nothing to gather")
+            with agreement(self.process_group):  # for the other processes
+                raise ValueError("gather: expected embeddings; scores and a Similarity cannot be gathered")
         options: dict[str, Any] = {"engine": self.engine, "check_finite": self.check_finite, "names": IMAGES_AND_TEXTS}
         if isinstance(images, Similarity):
             others = {"texts": texts, "image_ids": image_ids, "text_ids": text_ids, "scores": scores}
@@ -275,5 +287,5 @@ class MemoryLoss(SimilarityLoss):
         sims = MemorySimilarity.of(images, texts, image_keys, text_keys, memory, image_ids, text_ids, **options)
         value = self._of_all(self.compute, sims) if self.gather else self.compute(sims)
         if self.observed and not torch.compiler.is_compiling():
-            self.telemetry = describe_memory(sims)
+            self.telemetry = describe_memory(sims, self.process_group)
         return value

@@ -1,5 +1,6 @@
 """CODER's losses: diversity-sensitive contrast in the batch and against a memory, and prototypes."""
 
+from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..checks import check_matrix, check_number, check_size
+from ..distributed import agreement
 from ..engine.scores import compute_dtype, host_may_read, normalized
 from ..kmeans import OnlineKMeans
 from ..memory import CoupledMemory, MemorySimilarity
@@ -234,11 +236,13 @@ class CODERObjective(nn.Module):
             image_keys, text_keys, memory, image_ids, text_ids: as in :meth:`MemoryLoss.forward`.
             image_concepts, text_concepts: (B, dim) concept embeddings.
         """
-        shape = (len(images), self.prototypes.dim)
         parts = {"images": images, "texts": texts, "image_concepts": image_concepts, "text_concepts": text_concepts}
-        for name, x in parts.items():
-            if x.shape != shape:
-                raise ValueError(f"{name}: expected shape {shape}, a row for each image, got {tuple(x.shape)}")
+        alone = not self.batch._sharded or torch.compiler.is_compiling()
+        with nullcontext() if alone else agreement(self.batch.process_group):
+            shape = (len(images), self.prototypes.dim)
+            for name, x in parts.items():
+                if x.shape != shape:
+                    raise ValueError(f"{name}: expected shape {shape}, a row for each image, got {tuple(x.shape)}")
         zero = images.new_zeros((), dtype=compute_dtype(images))
         ids, keys, concepts = (image_ids, text_ids), (image_keys, text_keys), (image_concepts, text_concepts)
         # In evaluation mode there may be no prototypes yet.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..checks import IMAGES_AND_TEXTS, check_embeddings, check_matrix, check_number, check_size
-from ..distributed import agreement, gather
+from ..distributed import agreement, gather_parts, world_size
 from ..engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
 from ..engine.ring import RingMatrix
 from ..engine.scores import Embeddings, full_precision, normalized
@@ -133,10 +133,10 @@ class DynamicOrthogonalLoss(Loss):
     def forward(self, residuals: Tensor, gate: Tensor | None = None) -> Tensor:
         """Return the loss, see :func:`itrloss.functional.dynamic_orthogonal_loss`."""
 
-        def reduced(residuals: Tensor, reduction: functional.Reduction) -> Tensor:
+        def reduced(residuals: Tensor, gate: Tensor | None, reduction: functional.Reduction) -> Tensor:
             return functional.dynamic_orthogonal_loss(residuals, gate, self.slack, self.pair_reduction, reduction)
 
-        return self._of_samples((residuals,), reduced)
+        return self._of_samples((residuals, gate), reduced)
 
 
 class DynamicGate(nn.Module):
@@ -184,6 +184,22 @@ class DynamicGate(nn.Module):
             regions: (N, R, dim) floating point.
             mask: (N, R), True or 1 for regions that exist.
         """
+        if not self.training or world_size(process_group) == 1:
+            own = every = self._projected(regions, mask)
+        else:
+            (parts,) = gather_parts(lambda: [self._projected(regions, mask)], process_group, self.extra_repr())
+            own, every = parts[torch.distributed.get_rank(process_group)], torch.cat(parts)
+        if self.training:
+            self._follow(self.centre, every)
+            self._follow(self.on_rate, self._on(every))
+            self.batches.add_(1)
+        return self._on(own)
+
+    def _on(self, projected: Tensor) -> Tensor:
+        return (projected > self.centre).float()  # round(sigmoid(x)) is 1 for x > 0
+
+    def _projected(self, regions: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the pooled values (N, heads)."""
         dim = self.weight.shape[1]
         if regions.dim() != 3 or regions.shape[2] != dim:
             raise ValueError(f"regions: expected shape (N, R, {dim}), got {tuple(regions.shape)}")
@@ -192,14 +208,7 @@ class DynamicGate(nn.Module):
         exists = regions.new_ones(regions.shape[:2], dtype=torch.float32) if mask is None else mask.float()
         with full_precision(regions):  # pooling and projection commute
             sums = torch.einsum("nr,nrd->nd", exists, regions.float())
-            projected = sums / exists.sum(1, keepdim=True).clamp_min(1) @ self.weight.float().T
-        if self.training:
-            self._follow(self.centre, gather(projected, process_group))
-        gate = (projected > self.centre).float()  # round(sigmoid(x)) is 1 for x > 0
-        if self.training:
-            self._follow(self.on_rate, gather(gate, process_group))
-            self.batches.add_(1)
-        return gate
+            return sums / exists.sum(1, keepdim=True).clamp_min(1) @ self.weight.float().T
 
     def _follow(self, running: Tensor, values: Tensor) -> None:
         """Move a running mean (heads,) towards that of the finite ``values`` (N, heads): nan would stay for good."""
