@@ -52,11 +52,15 @@ def agreement(group: Any = None) -> Iterator[Agreement]:
     processes.communicate(dist.all_gather_object, texts, mine.text, group=group)
     if failure is not None:
         raise failure
-    said = zip(ranks, every, texts, strict=True)
-    failed = [f"process {rank} failed: {text}" for rank, row, text in said if row[0]]
-    if failed:
-        raise ValueError(f"gather: {'; '.join(failed)}")
-    got = "; ".join(f"{text} in process {rank}" for rank, text in zip(ranks, texts, strict=True))
+    said: dict[str, list[int]] = {}  # by which processes
+    some = any(row[0] for row in every)
+    for rank, row, text in zip(ranks, every, texts, strict=True):
+        if row[0] or not some:
+            said.setdefault(text, []).append(rank)
+    where = {text: f"process {', '.join(map(str, by))}" for text, by in said.items()}
+    if some:
+        raise ValueError(f"gather: {'; '.join(f'{by} failed: {text}' for text, by in where.items())}")
+    got = "; ".join(f"{text} in {by}" for text, by in where.items())
     raise ValueError(f"gather: expected the same in all processes, got {got}")
 
 

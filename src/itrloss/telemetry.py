@@ -70,10 +70,8 @@ def describe_memory(sims: MemorySimilarity, process_group: Any = None) -> dict[s
     figures = describe(sims.batch)
     counts = sims.memory.positive_counts + sims.memory.negative_counts
     entries = torch.stack(sims.memory.group_amax(counts)).amax().to(figures["gap"].dtype)
-    sharded = sims.batch._matrix.share is not None
-    batch = sims.batch.totals[0] * (
-        1 if sharded else world_size(process_group)
-    )  # the memory takes in those of all processes
+    batch = sims.batch.totals[0]  # the memory takes in those of all processes
+    batch *= world_size(process_group) if sims.batch._matrix.share is None else 1
     figures["memory_entries"] = entries
     figures["memory_age"] = torch.where(entries > 0, (entries + batch) / 2 / batch, 0.0)
     hardest = sims.memory.hardest_negatives().values
