@@ -333,9 +333,9 @@ def test_all_raise_an_error_if_processes_disagree_and_go_on(tmp_path, schedule):
             continue
         started = "ValueError: gather: expected the same in all processes, got "
         assert len(set(texts)) == 1 and texts[0].startswith(started), (name, texts)
-        others, odd, last, _ = re.split(r" in process \d(?:; |$)", texts[0].removeprefix(started))
+        others, odd, _ = re.split(r" in process (?:0, 2|1)(?:; |$)", texts[0].removeprefix(started))
         usual, different = DIFFERENT[name][1:]
-        assert others == last != odd and usual in others and different in odd, (name, texts)
+        assert usual in others and different in odd, (name, texts)
 
 
 # --- wrappers --------------------------------------------------------------------------------------------------------

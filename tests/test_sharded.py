@@ -71,6 +71,6 @@ def compiled(rank: int, names: list[str]) -> list[list[dict[str, Any]]]:
 
 @pytest.mark.slow
 def test_compiled_losses_over_processes(tmp_path):
-    for each in run(compiled, tmp_path, ["dcl", "infonce", "triplet", "mdcl", "pgc"]):
+    for each in run(compiled, tmp_path, ["infonce", "triplet", "mdcl"]):
         for eager, graph in each:
             torch.testing.assert_close(graph, eager, rtol=1e-9, atol=1e-12)

@@ -121,12 +121,18 @@ class Anchors:
     @property
     def positive_counts(self) -> Tensor:
         """The (A,) int64 number of candidates that match each anchor."""
-        return self._answer("counts", positive=True)
+        return self._counts(0)
 
     @property
     def negative_counts(self) -> Tensor:
         """The (A,) int64 number of candidates that do not match each anchor."""
-        return self._answer("counts", positive=False)
+        return self._counts(1)
+
+    def _counts(self, which: int) -> Tensor:
+        if self.exchange is None:
+            return self._answer("counts", positive=which == 0)
+        local: list[Any] = [sum(matrix.pairs.counts(side)[which] for matrix, side in group) for group in self._groups]
+        return self.exchange.counts(local, which)
 
     # -------------------------------------------------------------------------------------------------- answers
 
@@ -201,7 +207,7 @@ class Anchors:
         sums = self._answer("sums", centre, key="moments")
         count: Any = self.sizes[0] - 1
         if not (self._complete and self.of_one_size):
-            count = self._answer("counts", positive=False)
+            count = self.negative_counts
             centre, count = centre.masked_fill(count == 0, 0.0), count.clamp_min(1)
         first, second = sums / count
         return MeanStd(centre + first, (second - first.square()).clamp_min(1e-12).sqrt())
@@ -337,14 +343,18 @@ class Anchors:
             return self.existing(values)
         if reduction == "sum":
             return self.total(values.sum())
+        if self.exchange is not None and valid is not None:  # sums and numbers in one exchange
+            both = torch.stack(
+                [torch.stack([x.sum() for x in y.split(self.sizes)]) for y in (values, valid.to(values))]
+            )
+            sums, counts = self.total(both)
+            return (sums / counts.clamp_min(1)).sum()
         if valid is None and self.of_one_size:
             return values.sum() / self.sizes[0]
         counts: Any = self.sizes
         if valid is not None:
-            counts = torch.stack([v.sum() for v in valid.split(self.sizes)])
-            counts = (counts if self.exchange is None else self.total(counts)).clamp_min(1)
-        mean: Any = sum(x.sum() / count for x, count in zip(values.split(self.sizes), counts, strict=True))
-        return mean if self.exchange is None else self.total(mean)
+            counts = torch.stack([v.sum() for v in valid.split(self.sizes)]).clamp_min(1)
+        return sum(x.sum() / count for x, count in zip(values.split(self.sizes), counts, strict=True))
 
     def per_pair(self, sums: Tensor) -> Tensor:
         """Return (A,) ``sums`` over positives, scaled so that a group's mean over valid anchors is that over pairs."""

@@ -145,11 +145,12 @@ class Similarity(Anchors):
         n, m = shared.padded
         known = torch.cat([padded(x, size, IGNORE_ID) for x, size in zip(own_ids, shared.padded, strict=True)])
         first, second = processes.gather(known, process_group).view(-1, n + m).split([n, m], 1)
-        shared.ids = first.flatten(), second.flatten()
+        all_ids = first.flatten(), second.flatten()
+        shared.pairs = Pairs((len(all_ids[0]), len(all_ids[1])), all_ids, rows.device)
         rows, cols = padded(rows, n), padded(cols, m)
         if schedule == "auto":
             schedule = choose_schedule(m * shared.world * cols.shape[1])
-        ids = known[:n], shared.ids[1]
+        ids = known[:n], all_ids[1]
         if schedule == "ring":
             pairs, normalize = Pairs((n, m * shared.world), ids, rows.device), options.get("normalize", True)
             engine = choose_engine(options.get("engine", "auto"), n * m * shared.world, 0, rows)

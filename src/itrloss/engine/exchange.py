@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .pairs import Pairs
 from .processes import gather, largest, merge, total
 
 
@@ -25,8 +26,13 @@ class Processes:
         # Two at least, as a parameter of one value is for all anchors.
         self.padded = max(2, *(n for n, _ in sizes)), max(2, *(m for _, m in sizes))
         self.totals = sum(n for n, _ in sizes), sum(m for _, m in sizes)
-        #: (N,) int64 ids of all rows, and (M,) of all columns, padded.
-        self.ids: tuple[Tensor, Tensor]
+        #: All rows and columns, padded, with the (N,) and (M,) int64 ids of all processes.
+        self.pairs: Pairs
+
+    @property
+    def ids(self) -> tuple[Tensor, Tensor]:
+        """The (N,) int64 ids of all rows, and (M,) of all columns, padded."""
+        return self.pairs.ids_as_passed  # type: ignore[return-value]
 
     def first(self, side: int) -> int:
         """Return the number of this process's first row (``side`` 0) or column (1) among all."""
@@ -154,8 +160,19 @@ class Exchange:
         """Return the () largest value of ``x`` (A,) in each group, from those (G,) of this process."""
         whole = self.processes.largest_of(own)
         ties = torch.stack([(part == top).sum() for part, top in zip(x.split(self.sizes), whole, strict=True)])
-        # Multiplied first: a quotient of integer counts would be float32 even for float64 values.
-        return list(self.processes.total(torch.where(ties > 0, own, 0.0) * ties / self.processes.total(ties)))
+        sums, number = self.processes.total(torch.stack([torch.where(ties > 0, own, 0.0) * ties, ties.to(own)]))
+        return list(sums / number)
+
+    def counts(self, local: Sequence[Tensor], which: int) -> Tensor:
+        """Return the (A,) numbers of positives (``which`` 0) or negatives (1) from those of each group's matrices.
+
+        Processes need no exchange for it, as they have the ids of all.
+        """
+        p, counts = self.processes, list(local)
+        for g, (spread, other) in enumerate(zip(self.spread, self.others, strict=True)):
+            if spread and other is not None:
+                counts[g] = p.pairs.counts(1 - other)[which].chunk(p.world)[p.rank]
+        return torch.cat(counts)
 
     def earlier(self) -> Tensor:
         """Return how many positives each of the matrices' anchors has in the processes before this one."""
