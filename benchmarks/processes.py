@@ -6,6 +6,7 @@ import argparse
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ def calls(name: str, images: Tensor, texts: Tensor, rank: int, world: int) -> di
 def worker(rank: int, folder: str, args: argparse.Namespace) -> None:
     """Time all forms in turn, and save the seconds of each."""
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore", FutureWarning)  # PyTorch 2.13 deprecates the differentiable all_gather
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=args.processes)
     torch.manual_seed(0)
     inputs = torch.randn(args.pairs, args.dim), torch.randn(args.pairs, args.dim)
@@ -70,7 +72,7 @@ def worker(rank: int, folder: str, args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Measure and print medians, in seconds and relative to one process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--processes", type=int, default=2)
@@ -78,9 +80,9 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--losses", nargs="+", default=["InfoNCELoss", "SigmoidLoss", "DiversityContrastiveLoss"])
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(worker, (folder, args), args.processes, start_method="spawn")
+        mp.spawn(worker, (folder, args), args.processes)
         times = torch.load(Path(folder, "times.pt"))
     for name, forms in times.items():
         print(f"{name}, {args.pairs} pairs of {args.dim} dimensions, {args.processes} processes")

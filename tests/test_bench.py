@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import cases, peers, report, reranking, runner
+from benchmarks import cases, peers, processes, report, reranking, runner
 from benchmarks.__main__ import main
 from benchmarks.cases import KINDS, LOSSES, SUITES, Case, embeddings, parse_shape, problem
 from itrloss import files
@@ -546,3 +546,10 @@ def test_committed_results_are_rows_of_the_present_form():
                 continue
             assert row["loss"] in LOSSES and "shape" in row and ("seconds" in row or "error" in row), path.name
             assert row["variant"] in {*runner.VARIANTS, *peers.PEERS}, path.name
+
+
+@pytest.mark.slow
+def test_processes_are_timed(capsys):
+    processes.main(["--pairs", "32", "--dim", "8", "--repeats", "1", "--losses", "InfoNCELoss"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("InfoNCELoss, 32 pairs") and len(lines) == 1 + len(processes.FORMS)
