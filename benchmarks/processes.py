@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.nn
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 
 import itrloss
 
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--losses", nargs="+", default=["InfoNCELoss", "SigmoidLoss", "DiversityContrastiveLoss"])
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (folder, args), args.processes)
+        spawn(worker, (folder, args), args.processes)
         times = torch.load(Path(folder, "times.pt"))
     for name, forms in times.items():
         print(f"{name}, {args.pairs} pairs of {args.dim} dimensions, {args.processes} processes")
