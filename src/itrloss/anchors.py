@@ -121,16 +121,15 @@ class Anchors:
     @property
     def positive_counts(self) -> Tensor:
         """The (A,) int64 number of candidates that match each anchor."""
-        return self._counts(0)
+        return self._answer("counts", positive=True) if self.exchange is None else self._of_all_ids(0)
 
     @property
     def negative_counts(self) -> Tensor:
         """The (A,) int64 number of candidates that do not match each anchor."""
-        return self._counts(1)
+        return self._answer("counts", positive=False) if self.exchange is None else self._of_all_ids(1)
 
-    def _counts(self, which: int) -> Tensor:
-        if self.exchange is None:
-            return self._answer("counts", positive=which == 0)
+    def _of_all_ids(self, which: int) -> Tensor:
+        assert self.exchange is not None
         local: list[Any] = [sum(matrix.pairs.counts(side)[which] for matrix, side in group) for group in self._groups]
         return self.exchange.counts(local, which)
 
@@ -207,7 +206,7 @@ class Anchors:
         sums = self._answer("sums", centre, key="moments")
         count: Any = self.sizes[0] - 1
         if not (self._complete and self.of_one_size):
-            count = self.negative_counts
+            count = self._answer("counts", positive=False) if self.exchange is None else self._of_all_ids(1)
             centre, count = centre.masked_fill(count == 0, 0.0), count.clamp_min(1)
         first, second = sums / count
         return MeanStd(centre + first, (second - first.square()).clamp_min(1e-12).sqrt())
