@@ -56,9 +56,18 @@ class Reference:
         self.groups = groups
 
     @classmethod
-    def of(cls, v: Tensor, w: Tensor, ids: Sequence[Tensor | None] = (None, None), normalize: bool = True) -> Reference:
-        """Rows of the matrix of cosines, or of inner products."""
-        return cls.from_scores((unit(v) @ unit(w).T) if normalize else v @ w.T, ids)
+    def of(
+        cls,
+        v: Tensor,
+        w: Tensor,
+        ids: Sequence[Tensor | None] = (None, None),
+        normalize: bool = True,
+        bias=(None, None),
+    ) -> Reference:
+        """Rows of the matrix of cosines, or of inner products, and a bias."""
+        scores = (unit(v) @ unit(w).T) if normalize else v @ w.T
+        b, c = (x.new_zeros(len(x)) if y is None else y for x, y in zip((v, w), bias, strict=True))
+        return cls.from_scores(scores + b[:, None] + c, ids)
 
     @classmethod
     def from_scores(cls, scores: Tensor, ids: Sequence[Tensor | None] = (None, None)) -> Reference:
@@ -87,16 +96,20 @@ class Reference:
             [answer(s, p, *(x[:, None] for x in next(split))) if split else answer(s, p) for s, p in self.groups]
         )
 
-    def logsumexp(self, scale: float | Tensor = 1.0, *, over: str = "negatives") -> Tensor:
-        def one(s, positive, a):
-            z = s * a
-            if over == "all":
-                return z.logsumexp(1)
-            empty = positive.all(1)
-            z = z.masked_fill(positive, -math.inf).masked_fill(empty[:, None], 0.0)  # its gradient is nan for -inf only
+    def logsumexp(self, scale: float | Tensor = 1.0, *, over: str = "negatives", below=None, above=None) -> Tensor:
+        low, high = (math.inf if below is None else below), (-math.inf if above is None else above)
+
+        def one(s, positive, a, low, high):
+            z, excluded = (
+                s * a,
+                {"negatives": positive, "positives": ~positive, "all": torch.zeros_like(positive)}[over],
+            )
+            excluded = excluded | (s >= low) | (s <= high)
+            empty = excluded.all(1)
+            z = z.masked_fill(excluded, -math.inf).masked_fill(empty[:, None], 0.0)  # its gradient is nan for -inf only
             return z.logsumexp(1).masked_fill(empty, -math.inf)
 
-        return self._each(one, scale)
+        return self._each(one, scale, low, high)
 
     def mean_std(self) -> MeanStd:
         def mean(s, positive):
@@ -115,18 +128,25 @@ class Reference:
 
         return self._each(one)
 
-    def hardest_negatives(self) -> Values:
-        def index(s, positive):
-            return s.masked_fill(positive, -math.inf).argmax(1).masked_fill(positive.all(1), -1)
+    def hardest_negatives(self, below=math.inf) -> Values:
+        def index(s, positive, below):
+            excluded = positive | (s >= below)
+            return s.masked_fill(excluded, -math.inf).argmax(1).masked_fill(excluded.all(1), -1)
 
-        def value(s, positive):
-            best = s.gather(1, index(s, positive).clamp_min(0)[:, None]).squeeze(1)
-            return best.masked_fill(positive.all(1), -math.inf)
+        def value(s, positive, below):
+            best = s.gather(1, index(s, positive, below).clamp_min(0)[:, None]).squeeze(1)
+            return best.masked_fill((positive | (s >= below)).all(1), -math.inf)
 
-        return Values(self._each(value), self._each(index))
+        return Values(self._each(value, below), self._each(index, below))
 
-    def sum(self, term: Callable[..., Tensor], *params: float | Tensor) -> Tensor:
-        return self._sum(term, True, *params)
+    def sum(self, term: Callable[..., Tensor], *params: float | Tensor, below=math.inf, above=-math.inf) -> Tensor:
+        function = TERMS.get(term.__name__, term)
+
+        def one(s, positive, *params):
+            *own, low, high = params
+            return function(s, *own).expand_as(s).masked_fill(positive | (s >= low) | (s <= high), 0.0).sum(1)
+
+        return self._each(one, *params, below, above)
 
     def sum_of_positives(self, term: Callable[..., Tensor], *params: float | Tensor) -> Tensor:
         return self._sum(term, False, *params)

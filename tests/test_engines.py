@@ -60,6 +60,15 @@ ANSWERS = {
     "logsumexp of two scales": lambda a, p: a.logsumexp(torch.where(p < 4.1, 3.0, 5.0).to(p)),
     "logsumexp over all": lambda a, p: a.logsumexp(7.0, over="all"),
     "logsumexp over all per anchor": lambda a, p: a.logsumexp(p, over="all"),
+    "logsumexp of positives": lambda a, p: a.logsumexp(9.0, over="positives"),
+    "logsumexp of positives per anchor": lambda a, p: a.logsumexp(-200 * p, over="positives"),
+    "logsumexp below": lambda a, p: a.logsumexp(7.0, below=p / 8 - 0.2),
+    "logsumexp above, over all": lambda a, p: a.logsumexp(3.0, over="all", above=-0.1),
+    "logsumexp between": lambda a, p: a.logsumexp(p, below=0.4, above=0.1 - p / 8),
+    "logsumexp of positives above": lambda a, p: a.logsumexp(p, over="positives", above=-0.1),
+    "logsumexp sharp below": lambda a, p: a.logsumexp(300.0, below=p / 8 - 0.2),
+    "sum between": lambda a, p: a.sum(softplus, p, -1.0, below=0.5, above=-p / 8),
+    "hardest below": lambda a, p: a.hardest_negatives(p / 8 - 0.2).values,
     "mean": lambda a, p: a.mean_std().mean,
     "std": lambda a, p: a.mean_std().std,
     "entropy": lambda a, p: a.entropy(1.0),
@@ -761,10 +770,10 @@ def test_zero_vectors_score_zero_and_get_no_gradient(engine):
     assert (sim.scores()[2] == 0).all() and (sim.scores()[:, 4] == 0).all()
     for name, answer in ANSWERS.items():
         values = answer(sim.both, parameters(6, 6, torch.float32))
-        assert values.isfinite().all(), name
+        assert not values.isnan().any() and (values.isfinite().all() or "above" in name), name
         if not values.requires_grad:
             continue
-        found = torch.autograd.grad(values.sum(), (v, w), retain_graph=True, allow_unused=True)
+        found = torch.autograd.grad(finite(values).sum(), (v, w), retain_graph=True, allow_unused=True)
         assert all(x is None or x.isfinite().all() for x in found), name
         assert found[0] is None or (found[0][2] == 0).all(), name
 
@@ -1370,3 +1379,49 @@ def test_fewer_candidates_than_are_asked_for(tile, k, monkeypatch):
         assert (top.indices[:, :3].sort(1).values == torch.tensor(some)).all()
         assert all(len(set(row)) == k for row in top.indices.tolist())
         assert (top.indices >= 0).all() and (top.indices < size).all()
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("name", ["logsumexp per anchor", "std", "hardest", "likelihood", "hinge sum", "sum between"])
+def test_a_bias_is_part_of_all_answers_and_gets_its_gradient(name, normalize, small_tiles, poisoned):
+    n, m, kind = SHAPES["primes"]
+    (v, w), ids, grads = embeddings(n, m), make_ids(kind, n, m), upstream(n, m)
+    p, found = parameters(n, m), {}
+    for engine in ("reference", *ENGINES):
+        b, c = torch.linspace(-0.3, 0.2, n, dtype=v.dtype), torch.linspace(0.4, -0.1, m, dtype=v.dtype)
+        leaves = [x.clone().requires_grad_() for x in (v, w, b, c)]
+        sim = similarity(*leaves[:2], ids, engine, normalize=normalize, bias=tuple(leaves[2:]))
+        values = ANSWERS[name](sim.both, p)
+        total = (finite(values) * torch.cat(tuple(grads)).to(values)).sum()
+        found[engine] = [values.detach(), *torch.autograd.grad(total, leaves)]
+        torch.testing.assert_close(found[engine], found["reference"], rtol=1e-9, atol=1e-9, msg=engine)
+
+
+def test_one_side_may_have_a_bias():
+    v, w = embeddings(4, 6)
+    ids, c = (torch.arange(4), torch.arange(6)), torch.linspace(-1, 1, 6, dtype=v.dtype)
+    torch.testing.assert_close(Similarity(v, w, *ids, bias=(None, c)).scores(), Similarity(v, w, *ids).scores() + c)
+    x, y = v.float(), w.float()  # squared distances
+    squares = tuple(-z.square().sum(1) for z in (x, y))
+    found = Similarity(x * 2**0.5, y * 2**0.5, *ids, normalize=False, bias=squares).scores()
+    torch.testing.assert_close(-found, torch.cdist(x, y).square(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [torch.zeros(4), [torch.zeros(4), None], (torch.zeros(3), None), (None, 0.5)])
+def test_a_bias_is_checked(bias):
+    with pytest.raises((TypeError, ValueError), match="bias: expected"):
+        Similarity(torch.randn(4, 2), torch.randn(4, 2), bias=bias)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_best_candidates_below_a_limit(engine):
+    v, w = embeddings(5, 9)
+    ids = torch.arange(5), torch.arange(9)
+    sim = similarity(v, w, ids, engine)
+    limits = torch.linspace(-0.5, 0.4, 5, dtype=v.dtype)
+    for below in (limits, 0.2):
+        top, scores = sim.topk(4, below=below), sim.scores()
+        left = scores.masked_fill(scores >= (below[:, None] if below is limits else below), -math.inf)
+        wanted = left.topk(4)
+        torch.testing.assert_close(top.values, wanted.values)
+        assert torch.equal(top.indices, wanted.indices.masked_fill(wanted.values == -math.inf, -1))

@@ -94,7 +94,8 @@ def test_sums_that_find_the_rows_gradient_keep_their_contract(source):
 @pytest.mark.parametrize("source", list(sources()))
 def test_the_hardest_negative_keeps_its_contract(source):
     for sides in ([0], [1], [0, 1]):
-        check(torch.ops.itrloss.hardest.default, (list(sources()[source]), sides))
+        for below in (None, torch.full((1,), 0.1)):
+            check(torch.ops.itrloss.hardest.default, (list(sources()[source]), sides, below))
 
 
 @pytest.mark.skipif(

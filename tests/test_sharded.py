@@ -9,6 +9,9 @@ import torch
 from processes import run
 from sharded import LOSSES, SAMPLES, batch, configuration, filled_memory, joined, outcome
 
+from itrloss import Similarity
+from itrloss.engine.answers import identity
+
 
 def sharded(rank: int, seeds: list[int], world: int, schedule: Any, dtype: torch.dtype) -> list[dict[str, Any]]:
     found = []
@@ -74,3 +77,46 @@ def test_compiled_losses_over_processes(tmp_path):
     for each in run(compiled, tmp_path, ["infonce", "triplet", "mdcl"]):
         for eager, graph in each:
             torch.testing.assert_close(graph, eager, rtol=1e-9, atol=1e-12)
+
+
+def limited(rank: int | None, schedule: Any) -> list[torch.Tensor]:
+    """Answers within limits, of positives and with a bias, and their gradients; ``rank`` None: of one process."""
+    generator = torch.Generator().manual_seed(0)
+    v, w = (torch.randn(n, 4, generator=generator, dtype=torch.float64) for n in (7, 9))
+    ids = torch.arange(7) % 5, torch.arange(9) % 6
+    whole = [v, w, torch.linspace(-0.2, 0.3, 7, dtype=v.dtype), torch.linspace(0.4, 0.1, 9, dtype=v.dtype)]
+    rows, cols = [(slice(7), slice(9)), (slice(3), slice(7)), (slice(3, 7), slice(7, 9))][
+        0 if rank is None else rank + 1
+    ]
+    leaves = [x[part].clone().requires_grad_() for x, part in zip(whole, (rows, cols) * 2, strict=True)]
+    options: dict[str, Any] = {} if rank is None else {"schedule": schedule}
+    kind: Any = Similarity if rank is None else Similarity.sharded
+    sim = kind(*leaves[:2], ids[0][rows], ids[1][cols], bias=tuple(leaves[2:]), **options)
+    both, found = sim.both, []
+    positive = both.mean_of_positives(identity)
+    for values in (
+        both.logsumexp(5.0, below=positive + 0.1),
+        both.logsumexp(300.0, above=-0.2, below=0.5),
+        both.logsumexp(5.0, over="positives"),
+        both.sum(identity, below=0.3),
+        both.hardest_negatives(positive).values,
+    ):
+        finite = torch.where(values.isfinite(), values, 0.0)
+        total = both.reduce(finite, "mean")
+        grads = torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True)
+        found += [
+            total.detach(),
+            *(torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves, strict=True)),
+        ]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["all-gather", "ring"])
+def test_limits_positives_and_biases_over_processes(tmp_path, schedule):
+    found, wanted = run(limited, tmp_path, schedule), limited(None, schedule)
+    for k, (x, *parts) in enumerate(zip(wanted, *found, strict=True)):
+        if k % 5 == 0:  # values
+            torch.testing.assert_close(parts, [x, x], rtol=1e-9, atol=1e-12)
+        else:
+            torch.testing.assert_close(torch.cat(parts) / 2, x, rtol=1e-9, atol=1e-12)

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from .checks import as_params, check_number, one_of
 from .engine.answerers import Group, Place, answerers
-from .engine.answers import exponential, term_name
+from .engine.answers import exponential, shifted_exponential, term_name
 from .engine.exchange import Exchange
 from .engine.pairs import segment_sum, slots
 from .engine.scores import host_may_read, may_keep
 
-Over = Literal["negatives", "all"]
+Over = Literal["negatives", "positives", "all"]
+Limit = float | Tensor | None
 Reduction = Literal["mean", "sum", "none"]
 Term = Callable[..., Tensor]
 
@@ -154,14 +155,20 @@ class Anchors:
         answer = torch.cat(answers, -1)
         return answer if self.exchange is None else self.exchange.merged(answer, join is torch.maximum)
 
-    def logsumexp(self, scale: float | Tensor = 1.0, *, over: Over = "negatives") -> Tensor:
-        """Return (A,) ``log sum_j exp(scale_i S_ij)`` over each anchor's negatives, or over all candidates.
+    def logsumexp(
+        self, scale: float | Tensor = 1.0, *, over: Over = "negatives", below: Limit = None, above: Limit = None
+    ) -> Tensor:
+        """Return (A,) ``log sum_j exp(scale_i S_ij)`` over each anchor's negatives, positives, or all candidates.
 
-        ``scale`` is a number, a tensor of one value, or one of (A,); it gets its gradient. -inf for an empty sum.
+        ``scale`` is a number, a tensor of one value, or one of (A,); it gets its gradient. ``below``, ``above``: see
+        :meth:`sum`. -inf for an empty sum.
         """
         if over != "negatives":
-            one_of("over", over, "negatives", "all")
+            one_of("over", over, "negatives", "positives", "all")
         (a,) = as_params("scale", (scale,), self._size, self.dtype, self.device)
+        suffix, limits = self._limits(below, above)
+        if over == "positives" and not limits:
+            return self._logsumexp_of_positives(a)
         shift, top, total = None, None, None
         # Overflow: scores lie in [-1, 1], so one shift of all exponents keeps them below 60. The maximum of each anchor
         # would take a further pass over the scores. Up to a scale of 60 no sum underflows. Beyond, one does only if its
@@ -173,12 +180,13 @@ class Anchors:
             shift = max(0.0, largest - _RANGE) if largest <= 3 * _RANGE else None
         if shift is not None:
             top = a.new_full((1,), shift) if shift else None
-            total = self._answer("sums", *((a,) if top is None else (a, top)), key="exp", over=over)[0]
+            params = (a,) if top is None else (a, top)
+            total = self._answer("sums", *params, *limits, key="exp" + suffix, over=over)[0]
         if total is None or (shift and self._underflown(total.detach(), over)):
-            top = self._largest(a, over)
-            total = self._answer("sums", a, top, key="exp", over=over)[0]
+            top = self._largest(a, over, below, above)
+            total = self._answer("sums", a, top, *limits, key="exp" + suffix, over=over)[0]
         # an empty sum gives -inf, without a gradient
-        empty: Any = None if self._complete and shift is not None else total == 0
+        empty: Any = None if self._complete and shift is not None and not limits else total == 0
         log = (total if empty is None else total.masked_fill(empty, 1.0)).log()
         log = log if top is None else log + top
         return log if empty is None else log.masked_fill(empty, -math.inf)
@@ -187,16 +195,41 @@ class Anchors:
         """Return whether the sum of an anchor that has candidates, of any process, may have underflowed."""
         lowest = float(total.amin())
         if not self._complete and (lowest == 0 or self.exchange is not None):  # all processes take the same path
-            count = self.negative_counts + (self.positive_counts if over == "all" else 0)
+            count = self.positive_counts if over == "positives" else self.negative_counts
+            count = count + self.positive_counts if over == "all" else count
             lowest = float(total.masked_fill(count == 0, math.inf).amin())
         lowest = lowest if self.exchange is None else -self.exchange.processes.largest(-lowest)
         return lowest < math.exp(-_RANGE)
 
-    def _largest(self, scale: Tensor, over: str) -> Tensor:
+    def _limits(self, below: Limit, above: Limit) -> tuple[str, list[Tensor]]:
+        """Return the suffix of an answer's name, see :func:`itrloss.engine.answers.within`, and its parameters."""
+        given = [(name, which, x) for name, which, x in (("below", "<", below), ("above", ">", above)) if x is not None]
+        like = self._size, self.dtype, self.device
+        limits = [as_params(name, (x.detach() if isinstance(x, Tensor) else x,), *like)[0] for name, _, x in given]
+        return "".join(which for _, which, _ in given), limits
+
+    def _largest(self, scale: Tensor, over: str, below: Limit = None, above: Limit = None) -> Tensor:
         """Return (A,) ``max_j scale_i S_ij``, 0 without candidates; without a gradient."""
+        suffix, limits = self._limits(below, above)
         with torch.no_grad():
-            top = self._answer("sums", scale.detach(), join=torch.maximum, key="peak", over=over)[0]
+            key = "peak" + suffix
+            top = self._answer("sums", scale.detach(), *limits, join=torch.maximum, key=key, over=over)[0]
             return top.masked_fill(top == -math.inf, 0.0)
+
+    def _logsumexp_of_positives(self, scale: Tensor) -> Tensor:
+        if self.one_to_one or self._listable():
+            scores, index = self._positives()
+            a = scale if scale.numel() == 1 or index is None else self.gathered(scale)[index]
+            top = (a * scores).detach()
+            if index is not None:
+                whole = top.new_full((sum(self.whole_sizes),), -math.inf).scatter_reduce(0, index, top, "amax")
+                top = whole if self.exchange is None else self.exchange.merged(whole, maximum=True)
+                top = top.masked_fill(top == -math.inf, 0.0)
+        else:
+            top = self._largest(scale, "positives")
+        total = self.sum_of_positives(shifted_exponential, scale, top)
+        empty = total == 0
+        return (total.masked_fill(empty, 1.0).log() + top).masked_fill(empty, -math.inf)
 
     def mean_std(self) -> MeanStd:
         """Return the (A,) means and population standard deviations of each anchor's negatives."""
@@ -226,13 +259,15 @@ class Anchors:
         nats = (negatives * total.log() - information) / total
         return nats.clamp_min(0.0) / math.log(2)
 
-    def sum(self, term: Term, *params: float | Tensor) -> Tensor:
+    def sum(self, term: Term, *params: float | Tensor, below: Limit = None, above: Limit = None) -> Tensor:
         """Return (A,) ``sum_{j in neg(i)} term(S_ij, *params_i)``, 0 for an anchor without negatives.
 
-        ``term`` is a function that :func:`itrloss.pair_term` registered; parameters get their gradients.
+        ``term`` is a function that :func:`itrloss.pair_term` registered; parameters get their gradients. Negatives
+        count only with a score below ``below`` and above ``above``: numbers, or (A,) limits, which get no gradient.
         """
         tensors = as_params("params", params, self._size, self.dtype, self.device)
-        return self._answer("sums", *tensors, key=term_name(term))[0]
+        suffix, limits = self._limits(below, above)
+        return self._answer("sums", *tensors, *limits, key=term_name(term) + suffix)[0]
 
     def sum_of_positives(self, term: Term, *params: float | Tensor) -> Tensor:
         """Return (A,) ``sum_{p in pos(i)} term(S_ip, *params_i)``, 0 for an anchor without positives.
@@ -298,15 +333,23 @@ class Anchors:
             thresholds = table.masked_fill(empty, math.inf)
         return self._answer("sums", thresholds.view(-1, self._size) - margin, key="hinges")[0]
 
-    def hardest_negatives(self) -> Hardest:
-        """Return the (A,) scores and indices of each anchor's highest-scoring negative; gradients go to that pair."""
+    def hardest_negatives(self, below: Limit = None) -> Hardest:
+        """Return the (A,) scores and indices of each anchor's highest-scoring negative; gradients go to that pair.
+
+        With ``below``, see :meth:`sum`, of those that score below it: with the score of a positive, a semi-hard one.
+        """
         hardest: list[Any] = [None] * len(self.sizes)
+        limit: Any = next(iter(self._limits(below, None)[1]), None)
+        limit = limit if limit is None else self.gathered(limit)
         self._answerers = self._answerers or answerers(self._groups)
         for backend, places in self._answerers:
-            best = backend.hardest()
             if places is None:
-                return self._best(*best)
-            parts = (x.split([self.whole_sizes[g] for g, _ in places]) for x in best)
+                return self._best(*backend.hardest(limit))
+            sizes = [self.whole_sizes[g] for g, _ in places]
+            own = limit
+            if limit is not None and limit.shape[-1] > 1:
+                own = torch.cat([limit.split(self.whole_sizes)[g] for g, _ in places])
+            parts = (x.split(sizes) for x in backend.hardest(own))
             for (g, first), values, indices in zip(places, *parts, strict=True):
                 best = values, torch.where(indices < 0, indices, indices + first)
                 if hardest[g] is not None:  # of any of the group's matrices: answers come by their number of candidates

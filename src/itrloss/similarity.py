@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .anchors import Anchors
+from .anchors import Anchors, Limit
 from .anchors import Reduction as Reduction
 from .checks import as_bias, check_size, one_of
 from .distributed import agreement, choose_schedule, numbered, padded, world_size
@@ -18,7 +18,7 @@ from .engine.exchange import Processes, Share
 from .engine.matrix import MEMORY_BUDGET, Matrix, check_unchanged, choose_engine
 from .engine.pairs import Pairs
 from .engine.ring import RingMatrix
-from .engine.scores import IGNORE_ID, Embeddings, Ids
+from .engine.scores import IGNORE_ID, Embeddings, Ids, normalized
 
 Engine = Literal["auto", "dense", "tiled", "triton"]
 Schedule = Literal["auto", "all-gather", "ring"]
@@ -29,6 +29,26 @@ class TopK(NamedTuple):
 
     values: Tensor
     indices: Tensor
+
+
+def with_bias(
+    rows: Tensor, cols: Tensor, bias: tuple[Tensor | None, Tensor | None], normalize: bool
+) -> tuple[Tensor, Tensor, bool]:
+    """Return embeddings, and whether to normalise them, whose scores include a bias: ``<(u, b, 1), (v, 1, c)>``."""
+    if not isinstance(bias, tuple) or len(bias) != 2:
+        raise TypeError(f"bias: expected a pair of tensors or None, got {bias!r}")
+    if bias[0] is None and bias[1] is None:
+        return rows, cols, normalize
+    extended = []
+    for side, (x, b) in enumerate(zip((rows, cols), bias, strict=True)):
+        if b is not None and (not isinstance(b, Tensor) or b.shape != (len(x),) or not b.is_floating_point()):
+            got = f"shape {tuple(b.shape)} of {b.dtype}" if isinstance(b, Tensor) else repr(b)
+            raise ValueError(f"bias: expected ({len(x)},) floating-point numbers, got {got}")
+        u = normalized(x, normalize)
+        own = u.new_zeros(len(u), 1) if b is None else b.to(u)[:, None]
+        ones = torch.ones_like(own)
+        extended.append(torch.cat([u, ones, own] if side else [u, own, ones], 1))
+    return extended[0], extended[1], False
 
 
 class Similarity(Anchors):
@@ -50,6 +70,9 @@ class Similarity(Anchors):
             anything from 1e-12, below which a vector counts as zero, to 1e18.
         engine: ``"dense"`` is plain PyTorch on the matrix, ``"tiled"`` visits it tile by tile in a fixed workspace,
             ``"triton"`` does so on CUDA; ``"auto"`` chooses by size and device.
+        bias: (N,) and (M,) tensors b and c that are added to the scores, ``S_ij + b_i + c_j``, and get their gradients;
+            None stands for zeros. As two more dimensions of the embeddings, in float32 at least, it is part of all
+            answers.
         memory_budget: bytes of scores that may be cached; by default 256 MiB, and none for ``engine="tiled"``.
         check_finite: raise a ValueError for nan and infinite embeddings. That reads the data: an accelerator has to
             synchronise, and ``torch.compile(fullgraph=True)`` fails.
@@ -68,11 +91,13 @@ class Similarity(Anchors):
         *,
         normalize: bool = True,
         engine: Engine = "auto",
+        bias: tuple[Tensor | None, Tensor | None] = (None, None),
         memory_budget: int | None = None,
         check_finite: bool = False,
         names: checks.Names = checks.ROWS_AND_COLUMNS,
     ):
         checks.check_embeddings(rows, cols, check_finite, names)
+        rows, cols, normalize = with_bias(rows, cols, bias, normalize)
         cols = cols.view_as(cols) if cols is rows else cols  # the compiler refuses one tensor as two arguments
         n, m, ids = len(rows), len(cols), (row_ids, col_ids)
         if row_ids is not None or col_ids is not None or n != m:
@@ -108,7 +133,7 @@ class Similarity(Anchors):
             schedule: ``"all-gather"`` holds the columns of all processes, ``"ring"`` those of two at a time; ``"auto"``
                 chooses by size. The compiler takes the former only.
             same: what else has to be the same on all processes, such as options, in words.
-            options: of :class:`Similarity`.
+            options: of :class:`Similarity`; a bias is that of this process's rows and columns.
 
         Raises:
             TypeError, ValueError: on all processes, if one of them fails or they differ in more than their sizes.
@@ -117,24 +142,28 @@ class Similarity(Anchors):
         if world_size(process_group) == 1:
             return cls(rows, cols, row_ids, col_ids, **options)
         names, ids = options.pop("names", checks.ROWS_AND_COLUMNS), (row_ids, col_ids)
+        bias, normalize = options.pop("bias", (None, None)), options.pop("normalize", True)
 
         def check() -> list[int]:
-            nonlocal ids
+            nonlocal ids, rows, cols, normalize
             one_of("schedule", schedule, "auto", "all-gather", "ring")
             if schedule == "ring" and torch.compiler.is_compiling():
                 raise ValueError("schedule: torch.compile needs 'all-gather'")
             checks.check_embeddings(rows, cols, options.get("check_finite", False), names, empty=True)
             ids = checks.check_ids(*ids, len(rows), len(cols), rows.device, names)
+            rows, cols, normalize = with_bias(rows, cols, bias, normalize)
             return [len(rows), len(cols)]
 
         if torch.compiler.is_compiling():  # nothing is compared then
             sizes = [check()] * world_size(process_group)
+            options["normalize"] = normalize
         else:
             with agreement(process_group) as agreed:
                 agreed.numbers = check()
                 kinds = [f"{str(x.dtype)[6:]} (B, {x.shape[1]})" for x in (rows, cols)]
                 trained = [x.requires_grad and torch.is_grad_enabled() for x in (rows, cols)]
                 had = [x is not None for x in ids]
+                options["normalize"] = normalize
                 agreed.text = f"{', '.join(kinds)}, gradients {trained}, ids {had}, {options} {schedule} {same}"
             sizes = [numbers[:2] for numbers in agreed.every]
         shared = Processes(process_group, sizes)
@@ -152,7 +181,7 @@ class Similarity(Anchors):
             schedule = choose_schedule(m * shared.world * cols.shape[1])
         ids = known[:n], all_ids[1]
         if schedule == "ring":
-            pairs, normalize = Pairs((n, m * shared.world), ids, rows.device), options.get("normalize", True)
+            pairs = Pairs((n, m * shared.world), ids, rows.device)
             engine = choose_engine(options.get("engine", "auto"), n * m * shared.world, 0, rows)
             tiled = "tiled" if engine == "dense" else engine
             sim = cls._view(RingMatrix(Embeddings(rows, normalize), Embeddings(cols, normalize), pairs, tiled, 0), 0)
@@ -306,12 +335,16 @@ class Similarity(Anchors):
 
     # ----------------------------------------------------------------------------- answers without a gradient
 
-    def topk(self, k: int, bias: Tensor | None = None) -> TopK:
-        """Return the (N, k) columns with the highest ``S_ij + bias_j`` for each row. No gradient."""
+    def topk(self, k: int, bias: Tensor | None = None, *, below: Limit = None) -> TopK:
+        """Return the (N, k) columns with the highest ``S_ij + bias_j`` for each row. No gradient.
+
+        With ``below``, a number or (N,), of those for which that is lower; -inf and -1 where there are fewer.
+        """
         check_size("k", k)
         if k > self.shape[1]:
             raise ValueError(f"k: expected a number from 1 to {self.shape[1]}, got {k}")
-        return self.ranked(k, bias, ties=None)[1]
+        top = self.ranked(k, bias, ties=None, below=below)[1]
+        return top if below is None else TopK(top.values, top.indices.masked_fill(top.values == -torch.inf, -1))
 
     def ranks(self, bias: Tensor | None = None, *, ties: str = "pessimistic") -> Tensor:
         """Return the (N, P) ranks (from 1) of each row's positives by ``S_ij + bias_j``, ascending, padded with 0.
@@ -322,25 +355,32 @@ class Similarity(Anchors):
         """
         return self.ranked(0, bias, ties=ties)[0]
 
-    def ranked(self, k: int, bias: Tensor | None = None, *, ties: str | None = "pessimistic") -> tuple[Tensor, TopK]:
+    def ranked(
+        self, k: int, bias: Tensor | None = None, *, ties: str | None = "pessimistic", below: Limit = None
+    ) -> tuple[Tensor, TopK]:
         """Return :meth:`ranks` (empty for ``ties=None``) and :meth:`topk` from one pass; k may exceed M."""
         if k != 0:
             check_size("k", k)
         one_of("ties", ties, "pessimistic", "optimistic", None)
         if self._matrix.share is not None:
             local, n = self._local()
-            ranks, top = local.ranked(k, bias, ties=ties)
+            below = below[: len(local)] if isinstance(below, Tensor) and below.numel() > 1 else below
+            ranks, top = local.ranked(k, bias, ties=ties, below=below)
             return ranks[:n], TopK(*(x[:n] for x in top))
         pairs, side, m = self._matrix.pairs, self._side, self.shape[1]
         bias, ignored = as_bias("bias", bias, m, self.device), pairs.ignored[1 - side]
         if ignored is not None:  # columns that do not exist rank last
             bias = torch.zeros(m, dtype=self.dtype, device=self.device) if bias is None else bias
             bias = bias.masked_fill(ignored, -torch.inf)
+        limits = self._limits(below, None)[1]
         places, least = None if ties is None else pairs.places(side), torch.finfo(self.dtype).min
         parts: list[list[Tensor]] = [[], [], []]
         for part, scores in self._matrix.blocks(side):
             scores = (scores if bias is None else scores.add_(bias)).clamp_min_(least)
-            values, indices = scores.topk(min(k, m), dim=1)
+            rivals = scores
+            for limit in limits:
+                rivals = scores.masked_fill(scores >= (limit[part] if len(limit) > 1 else limit)[:, None], least)
+            values, indices = rivals.topk(min(k, m), dim=1)
             parts[1].append(values.masked_fill_(values == least, -torch.inf))
             parts[2].append(indices)
             if places is not None:

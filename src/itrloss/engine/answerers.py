@@ -89,9 +89,14 @@ class Dense:
         factors = self.mask("negatives", False)
         return torch.stack([(scores * factors).sum(-1), factors.sum(-1)])
 
-    def hardest(self) -> tuple[Tensor, Tensor]:
-        """Return the (A,) scores and indices of each anchor's highest-scoring negative; -inf and -1 without one."""
-        values, index = self.scores().detach().masked_fill(self.mask("negatives"), -math.inf).max(-1)
+    def hardest(self, below: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the (A,) scores and indices of each anchor's highest-scoring negative; -inf and -1 without one.
+
+        ``below``, (A,) or (1,): of the negatives that score below it.
+        """
+        scores = self.scores().detach()
+        mask = self.mask("negatives") if below is None else self.mask("negatives") | (scores >= below[:, None])
+        values, index = scores.masked_fill(mask, -math.inf).max(-1)
         if torch.is_grad_enabled():
             scores, view_indices = [], index.split([matrix.shape[side] for matrix, side in self.views])
             for (matrix, side), others in zip(self.views, view_indices, strict=True):
@@ -158,11 +163,11 @@ class Tiled:
             x.sub_(segment_sum(m.positive_scores().detach(), m.pairs.listed[side], len(x)))
         return torch.stack([torch.cat(sums), self.counts(positive=False)])
 
-    def hardest(self) -> tuple[Tensor, Tensor]:
+    def hardest(self, below: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See :meth:`Dense.hardest`; the gradient of a score goes to the embeddings of its pair alone."""
         m = self.matrix
         check_unchanged([m])
-        values, index = self._hardest()
+        values, index = self._hardest(below)
         if torch.is_grad_enabled() and any(x is not None and x.x.requires_grad for x in m.embeddings):
             own = torch.cat([torch.arange(m.shape[side], device=m.device) for side in self.sides])
             others, rows = index.clamp_min(0), 0 if self.sides == (1,) else m.shape[0]
@@ -177,10 +182,10 @@ class Tiled:
             values = torch.where(index < 0, -math.inf, scores)
         return values, index
 
-    def _hardest(self) -> tuple[Tensor, Tensor]:
+    def _hardest(self, below: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the (A,) scores and indices of the hardest negatives, without a gradient."""
         pairs: Any = {} if torch.compiler.is_compiling() else {"pairs": self.matrix.pairs}
-        return ranking.hardest(list(self.matrix.source(form=True)), self.sides, **pairs)
+        return ranking.hardest(list(self.matrix.source(form=True)), self.sides, below, **pairs)
 
     def _few(self, positives: Tensor) -> bool:
         """Return whether the scores of this many positives may be computed before they are needed."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +37,36 @@ class Answer(NamedTuple):
 
 
 ANSWERS: dict[str, Answer] = {}
+LIMITS = "<", ">", "<>"  # suffixes of an answer's name: of candidates below, above, or between limits of their scores
+
+
+def within(answer: Answer, limits: str) -> Answer:
+    """Return the same answer of the candidates within limits, which are its last parameters and get no gradient."""
+    size = len(limits)
+
+    def outside(s: Tensor, params: Sequence[Tensor]) -> Tensor:
+        masks = [s >= t if which == "<" else s <= t for which, t in zip(limits, params[-size:], strict=True)]
+        return functools.reduce(torch.logical_or, masks)
+
+    def value(s: Tensor, *params: Tensor, out: Any = None) -> Any:
+        values, mask = answer.value(s, *params[:-size], out=out), outside(s, params)
+        fill = -math.inf if answer.maximum else 0.0
+        if answer.width == 1:
+            return values.expand_as(s).masked_fill(mask, fill) if out is None else values.masked_fill_(mask, fill)
+        return tuple(x.masked_fill(mask, fill) if out is None else x.masked_fill_(mask, fill) for x in values)
+
+    def slopes(s: Tensor, params: Sequence[Tensor], grads: Any, needs: Sequence[bool], out: Any) -> list[Tensor | None]:
+        assert answer.slopes is not None
+        found, mask = answer.slopes(s, params[:-size], grads, needs[:-size], out), outside(s, params)
+        return [None if x is None else x.expand_as(mask).masked_fill(mask, 0.0) for x in found] + [None] * size
+
+    return answer._replace(value=value, slopes=None if answer.slopes is None else slopes)
+
+
+def _add(name: str, answer: Answer) -> None:
+    """Add an answer, and its forms within limits."""
+    ANSWERS[name] = answer
+    ANSWERS.update({name + limits: within(answer, limits) for limits in LIMITS})
 
 
 def _by_autograd(function: Callable[..., Tensor], s, params, grads, needs, out):
@@ -84,7 +114,8 @@ _TERMS: dict[str, Callable[..., Tensor]] = {}
 
 
 def _register(function: Callable[..., Tensor], answer: Answer) -> None:
-    _TERMS[function.__name__], ANSWERS[function.__name__] = function, answer
+    _TERMS[function.__name__] = function
+    _add(function.__name__, answer)
 
 
 def term_name(term: Callable[..., Tensor]) -> str:
@@ -115,8 +146,13 @@ def _exp_slopes(s, params, grads, needs, out):
 
 # The sum of a log-sum-exp. Parameters are the scale and, if exponents are large, a ``top`` subtracted from all of them:
 # L = log sum + top.
-ANSWERS["exp"] = Answer(_exp, _exp_slopes, exponential=True, buffers=1)
-ANSWERS["peak"] = Answer(lambda s, scale, out=None: torch.mul(s, scale, out=out and out[0]), None, maximum=True)
+_add("exp", Answer(_exp, _exp_slopes, exponential=True, buffers=1))
+_add("peak", Answer(lambda s, scale, out=None: torch.mul(s, scale, out=out and out[0]), None, maximum=True))
+
+
+def shifted_exponential(scores: Tensor, scale: Tensor, top: Tensor) -> Tensor:
+    """Return ``exp(a S - t)``, at most 1 where t is the largest exponent."""
+    return torch.addcmul(-top, scale, scores).clamp_max(80.0).exp()  # excluded pairs may overflow
 
 
 def exponential(scores: Tensor, scale: Tensor, best: Tensor) -> Tensor:
@@ -231,6 +267,6 @@ def _softplus_slopes(s, params, grads, needs, out):
     return [torch.mul(grad_bias, scale, out=out[0]), grad_scale, grad_bias]
 
 
-for _term in (identity, log1p_clamp, log1p_relu, negative_log_likelihood, hinge, exponential):
+for _term in (identity, log1p_clamp, log1p_relu, negative_log_likelihood, hinge, exponential, shifted_exponential):
     pair_term(_term)
 _register(softplus, Answer(lambda s, *params, out=None: softplus(s, *params), _softplus_slopes))

@@ -9,23 +9,31 @@ import torch
 from torch import Tensor
 
 from .pairs import Pairs
-from .reduce import operator, operator_inputs
+from .reduce import operator, operator_inputs, views
 from .scores import Scores, full_precision, tiles
 
 _MANY = 32  # number of positives of an anchor beyond which sorting its rivals beats comparing them with each positive
 _RUN = 64  # length of the runs in `argmax`
 
 
-def _hardest(source: list[Tensor | None], sides: Sequence[int], pairs: Pairs | None = None) -> tuple[Tensor, Tensor]:
-    """Return the (A,) scores and indices of each anchor's highest-scoring negative; -inf and -1 without one."""
+def _hardest(
+    source: list[Tensor | None], sides: Sequence[int], below: Tensor | None, pairs: Pairs | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the (A,) scores and indices of each anchor's highest-scoring negative; -inf and -1 without one.
+
+    ``below``, (A,) or (1,): of the negatives that score below it.
+    """
     scores, pairs = operator_inputs(source, pairs)
     best = [scores.rows.new_full((scores.shape[side],), -math.inf, dtype=scores.dtype) for side in sides]
     where = [torch.full_like(x, -1, dtype=torch.int64) for x in best]
     with torch.no_grad(), full_precision(scores.rows):
         for tile in tiles(scores, 1):
             t = pairs.exclude_(tile.scratch[0].copy_(tile.scores), tile.part, -math.inf)
+            limits = views(sides, () if below is None else (below,), scores.shape, tile.part)
+            own = {side: x for group, x in limits for side in group}
             for side, values, indices in zip(sides, best, where, strict=True):
-                value, index = argmax(t, 1 - side)
+                x = t if below is None else t.masked_fill(t >= own[side][0], -math.inf)
+                value, index = argmax(x, 1 - side)
                 v, i = values[tile.part[side]], indices[tile.part[side]]
                 better = (value > v) | (value.isnan() & ~v.isnan())
                 i.copy_(torch.where(better, index + tile.part[1 - side].start, i))
@@ -33,13 +41,14 @@ def _hardest(source: list[Tensor | None], sides: Sequence[int], pairs: Pairs | N
     return torch.cat(best), torch.cat(where)
 
 
-def _fake_hardest(source: list[Tensor | None], sides: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _fake_hardest(source: list[Tensor | None], sides: Sequence[int], below: Tensor | None) -> tuple[Tensor, Tensor]:
     scores = Scores(*source)  # type: ignore[arg-type]
     best = scores.rows.new_empty(sum(scores.shape[side] for side in sides), dtype=scores.dtype)
     return best, best.to(torch.int64)
 
 
-hardest = operator("hardest", "(Tensor?[] source, int[] sides) -> (Tensor, Tensor)", _hardest, _fake_hardest)
+_SCHEMA = "(Tensor?[] source, int[] sides, Tensor? below) -> (Tensor, Tensor)"
+hardest = operator("hardest", _SCHEMA, _hardest, _fake_hardest)
 
 
 def argmax(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:

@@ -99,12 +99,13 @@ class Ring(Tiled):
     def _few(self, positives: Tensor) -> bool:
         return True  # on all processes the same, whatever their pairs, as each pass is a trip that all take part in
 
-    def _hardest(self) -> tuple[Tensor, Tensor]:
+    def _hardest(self, below: Tensor | None) -> tuple[Tensor, Tensor]:
         m, parts = self.matrix, _Parts(self.matrix, self.sides)
         values = torch.full((parts.total,), -torch.inf, dtype=m.dtype, device=m.device)
         index = torch.full((parts.total,), -1, device=m.device)
         for b, source in _trip(m, m.rows, m.cols):  # type: ignore[arg-type]
-            best, where = ranking.hardest(list(source), self.sides, pairs=m.blocks_of_pairs()[b])
+            limit = None if below is None else parts.of(below, b)
+            best, where = ranking.hardest(list(source), self.sides, limit, pairs=m.blocks_of_pairs()[b])
             first = torch.cat([where.new_full((size,), b * parts.width * (side == 0)) for side, size in parts.sizes])
             old = parts.of(values, b)
             better = (best > old) | (best.isnan() & ~old.isnan())
