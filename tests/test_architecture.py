@@ -19,7 +19,7 @@ HOME = Path(itrloss.__file__).parent
 FLOORS = [
     {"checks", "files", "peak"},
     {"engine"},
-    {"anchors", "distributed"},
+    {"anchors", "groups", "distributed"},
     {"similarity"},
     {"functional", "sets", "memory", "kmeans", "metrics", "rerank", "telemetry", "grad_cache"},
     {"losses", "compat"},

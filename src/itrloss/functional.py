@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .anchors import Anchors
-from .anchors import Reduction as Reduction
 from .checks import Names, as_ids, check_embeddings, one_of
 from .engine.answers import hinge, log1p_clamp, log1p_relu, negative_log_likelihood, softplus
 from .engine.scores import compute_dtype, host_may_read
+from .groups import Reduction as Reduction
 from .memory import MemorySimilarity
 from .sets import Aggregation as Aggregation
 from .sets import PairReduction as PairReduction

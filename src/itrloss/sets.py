@@ -8,9 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .anchors import Anchors, Reduction
+from .anchors import Anchors
 from .checks import check_matrix, check_number, one_of
 from .engine.scores import full_precision, normalized
+from .groups import Reduction
 from .similarity import Similarity
 
 PairReduction = Literal["mean", "sum", "frobenius"]

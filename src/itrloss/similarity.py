@@ -10,7 +10,6 @@ from torch import Tensor
 
 from . import checks
 from .anchors import Anchors, Limit
-from .anchors import Reduction as Reduction
 from .checks import as_bias, check_size, one_of
 from .distributed import agreement, choose_schedule, numbered, padded, world_size
 from .engine import processes, ranking
@@ -18,7 +17,8 @@ from .engine.exchange import Processes, Share
 from .engine.matrix import MEMORY_BUDGET, Matrix, check_unchanged, choose_engine
 from .engine.pairs import Pairs
 from .engine.ring import RingMatrix
-from .engine.scores import IGNORE_ID, Embeddings, Ids, normalized
+from .engine.scores import Embeddings, Ids, normalized
+from .groups import Reduction as Reduction
 
 Engine = Literal["auto", "dense", "tiled", "triton"]
 Schedule = Literal["auto", "all-gather", "ring"]
@@ -32,13 +32,13 @@ class TopK(NamedTuple):
 
 
 def with_bias(
-    rows: Tensor, cols: Tensor, bias: tuple[Tensor | None, Tensor | None], normalize: bool
+    rows: Tensor, cols: Tensor, bias: tuple[Tensor | None, Tensor | None] | None, normalize: bool
 ) -> tuple[Tensor, Tensor, bool]:
     """Return embeddings, and whether to normalise them, whose scores include a bias: ``<(u, b, 1), (v, 1, c)>``."""
+    if bias is None:
+        return rows, cols, normalize
     if not isinstance(bias, tuple) or len(bias) != 2:
         raise TypeError(f"bias: expected a pair of tensors or None, got {bias!r}")
-    if bias[0] is None and bias[1] is None:
-        return rows, cols, normalize
     extended = []
     for side, (x, b) in enumerate(zip((rows, cols), bias, strict=True)):
         if b is not None and (not isinstance(b, Tensor) or b.shape != (len(x),) or not b.is_floating_point()):
@@ -91,13 +91,14 @@ class Similarity(Anchors):
         *,
         normalize: bool = True,
         engine: Engine = "auto",
-        bias: tuple[Tensor | None, Tensor | None] = (None, None),
+        bias: tuple[Tensor | None, Tensor | None] | None = None,
         memory_budget: int | None = None,
         check_finite: bool = False,
         names: checks.Names = checks.ROWS_AND_COLUMNS,
     ):
         checks.check_embeddings(rows, cols, check_finite, names)
-        rows, cols, normalize = with_bias(rows, cols, bias, normalize)
+        if bias is not None:
+            rows, cols, normalize = with_bias(rows, cols, bias, normalize)
         cols = cols.view_as(cols) if cols is rows else cols  # the compiler refuses one tensor as two arguments
         n, m, ids = len(rows), len(cols), (row_ids, col_ids)
         if row_ids is not None or col_ids is not None or n != m:
@@ -142,28 +143,26 @@ class Similarity(Anchors):
         if world_size(process_group) == 1:
             return cls(rows, cols, row_ids, col_ids, **options)
         names, ids = options.pop("names", checks.ROWS_AND_COLUMNS), (row_ids, col_ids)
-        bias, normalize = options.pop("bias", (None, None)), options.pop("normalize", True)
+        bias = options.pop("bias", None)
 
         def check() -> list[int]:
-            nonlocal ids, rows, cols, normalize
+            nonlocal ids, rows, cols
             one_of("schedule", schedule, "auto", "all-gather", "ring")
             if schedule == "ring" and torch.compiler.is_compiling():
                 raise ValueError("schedule: torch.compile needs 'all-gather'")
             checks.check_embeddings(rows, cols, options.get("check_finite", False), names, empty=True)
             ids = checks.check_ids(*ids, len(rows), len(cols), rows.device, names)
-            rows, cols, normalize = with_bias(rows, cols, bias, normalize)
+            rows, cols, options["normalize"] = with_bias(rows, cols, bias, options.get("normalize", True))
             return [len(rows), len(cols)]
 
         if torch.compiler.is_compiling():  # nothing is compared then
             sizes = [check()] * world_size(process_group)
-            options["normalize"] = normalize
         else:
             with agreement(process_group) as agreed:
                 agreed.numbers = check()
                 kinds = [f"{str(x.dtype)[6:]} (B, {x.shape[1]})" for x in (rows, cols)]
                 trained = [x.requires_grad and torch.is_grad_enabled() for x in (rows, cols)]
                 had = [x is not None for x in ids]
-                options["normalize"] = normalize
                 agreed.text = f"{', '.join(kinds)}, gradients {trained}, ids {had}, {options} {schedule} {same}"
             sizes = [numbers[:2] for numbers in agreed.every]
         shared = Processes(process_group, sizes)
@@ -171,20 +170,16 @@ class Similarity(Anchors):
         own_ids = numbers if ids[0] is None else ids[0], numbers if ids[1] is None else ids[1]
         if ids[0] is None and ids[1] is not None:
             own_ids = numbers, numbered(ids[1], len(rows), shared.first(0))
-        n, m = shared.padded
-        known = torch.cat([padded(x, size, IGNORE_ID) for x, size in zip(own_ids, shared.padded, strict=True)])
-        first, second = processes.gather(known, process_group).view(-1, n + m).split([n, m], 1)
-        all_ids = first.flatten(), second.flatten()
-        shared.pairs = Pairs((len(all_ids[0]), len(all_ids[1])), all_ids, rows.device)
+        ids, (n, m) = shared.gather_ids(*own_ids), shared.padded
         rows, cols = padded(rows, n), padded(cols, m)
         if schedule == "auto":
             schedule = choose_schedule(m * shared.world * cols.shape[1])
-        ids = known[:n], all_ids[1]
         if schedule == "ring":
             pairs = Pairs((n, m * shared.world), ids, rows.device)
             engine = choose_engine(options.get("engine", "auto"), n * m * shared.world, 0, rows)
             tiled = "tiled" if engine == "dense" else engine
-            sim = cls._view(RingMatrix(Embeddings(rows, normalize), Embeddings(cols, normalize), pairs, tiled, 0), 0)
+            sides = (Embeddings(x, options["normalize"]) for x in (rows, cols))
+            sim = cls._view(RingMatrix(*sides, pairs, tiled, 0), 0)
         else:
             sim = cls(rows, processes.gather(cols, process_group), *ids, **options, names=names)
         sim._matrix.share = Share(shared, 1, sizes[shared.rank], cols)

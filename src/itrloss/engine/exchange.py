@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from .pairs import Pairs
 from .processes import gather, largest, merge, total
+from .scores import IGNORE_ID
 
 
 class Processes:
@@ -28,6 +30,17 @@ class Processes:
         self.totals = sum(n for n, _ in sizes), sum(m for _, m in sizes)
         #: All rows and columns, padded, with the (N,) and (M,) int64 ids of all processes.
         self.pairs: Pairs
+
+    def gather_ids(self, rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
+        """Gather the ids of all processes; return the (B,) padded ones of own rows, and the (M,) of all columns."""
+        n, m = self.padded
+        own = torch.cat(
+            [F.pad(rows, (0, n - len(rows)), value=IGNORE_ID), F.pad(cols, (0, m - len(cols)), value=IGNORE_ID)]
+        )
+        first, second = gather(own, self.group).view(-1, n + m).split([n, m], 1)
+        ids = first.flatten(), second.flatten()
+        self.pairs = Pairs((len(ids[0]), len(ids[1])), ids, rows.device)
+        return own[:n], ids[1]
 
     @property
     def ids(self) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,160 @@
+"""Groups of anchors: how many there are, who answers for them, and what losses make of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .checks import one_of
+from .engine.answerers import Group, Place, answerers
+from .engine.exchange import Exchange
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+class Groups:
+    """Groups of anchors, each with its candidates in one or several matrices; the base of :class:`itrloss.Anchors`."""
+
+    def __init__(self, *groups: Group):
+        """``groups``: for each, the matrices that hold its candidates, and which side of each its anchors are."""
+        self._groups = groups
+        self._answerers: Sequence[tuple[Any, list[Place] | None]] = ()
+        self._index: Tensor | None = None  # (P,) anchors of the positive pairs
+        matrices = [matrix for group in groups for matrix, _ in group]
+        self._matrix, self._side = groups[0][0]
+        self.dtype, self.device = self._matrix.dtype, self._matrix.device
+        firsts = [group[0] for group in groups]
+        if len({None if m.share is None else m.share.processes for m in matrices}) > 1:
+            raise ValueError("anchors: expected those of one batch that processes share, or of none")
+        #: What is exchanged with other processes; None: nothing.
+        self.exchange = None if self._matrix.share is None else Exchange(firsts)
+        self.whole_sizes = [matrix.shape[side] for matrix, side in firsts]
+        #: Number of anchors in each group.
+        self.sizes = self.whole_sizes if self.exchange is None else self.exchange.sizes
+        self._size = sum(self.sizes)
+        # compared one by one: a set of sizes would have the compiler specialise on each
+        self.of_one_size = all(size == self.sizes[0] for size in self.sizes)
+        #: Whether anchor i of each group matches its candidate i and nothing else.
+        self.one_to_one = len(matrices) == len(groups) and all(matrix.pairs.one_to_one for matrix in matrices)
+        #: Whether all anchors certainly have a positive and a negative.
+        self._complete = self.one_to_one and min(self.sizes) > 1
+        self._bounded = all(matrix.bounded for matrix in matrices)  # whether scores certainly lie in [-1, 1]
+
+    def __len__(self) -> int:
+        """Return the number of anchors, A."""
+        return self._size
+
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the parts of a tensor (..., A) that belong to each group."""
+        return x.split(self.sizes, -1)
+
+    @property
+    def positive_counts(self) -> Tensor:
+        """The (A,) int64 number of candidates that match each anchor."""
+        return self._answer("counts", positive=True) if self.exchange is None else self._of_all_ids(0)
+
+    @property
+    def negative_counts(self) -> Tensor:
+        """The (A,) int64 number of candidates that do not match each anchor."""
+        return self._answer("counts", positive=False) if self.exchange is None else self._of_all_ids(1)
+
+    def _of_all_ids(self, which: int) -> Tensor:
+        assert self.exchange is not None
+        local: list[Any] = [sum(matrix.pairs.counts(side)[which] for matrix, side in group) for group in self._groups]
+        return self.exchange.counts(local, which)
+
+    def _answer(self, question: str, *params: Tensor, join: Any = torch.add, **options: Any) -> Tensor:
+        """Return an answer (..., A). ``join`` combines those of an anchor whose candidates are in several matrices."""
+        answers: list[Any] = [None] * len(self.sizes)
+        sizes = self.whole_sizes
+        self._answerers = self._answerers or answerers(self._groups)
+        params = params if self.exchange is None else tuple(map(self.exchange.gathered, params))
+        for backend, places in self._answerers:
+            if places is None:
+                answer = getattr(backend, question)(*params, **options)
+                return answer if self.exchange is None else self.exchange.merged(answer, join is torch.maximum)
+            groups, own = [g for g, _ in places], []
+            for p in params:
+                own.append(p if p.shape[-1] == 1 else torch.cat([p.split(sizes, -1)[g] for g in groups], -1))
+            answer = getattr(backend, question)(*own, **options).split([sizes[g] for g in groups], -1)
+            for g, x in zip(groups, answer, strict=True):
+                answers[g] = x if answers[g] is None else join(answers[g], x)
+        answer = torch.cat(answers, -1)
+        return answer if self.exchange is None else self.exchange.merged(answer, join is torch.maximum)
+
+    # --------------------------------------------------------------------------------------------- reduction
+
+    def valid(self) -> Tensor | None:
+        """Return the (A,) bool mask of anchors with a positive and a negative; None: all of them."""
+        if self._complete:
+            return None
+        return (self.positive_counts > 0) & (self.negative_counts > 0)
+
+    def reduce(self, values: Tensor, reduction: Reduction, valid: Tensor | None = None) -> Any:
+        """Return the values (A,) reduced: ``"mean"``, ``"sum"``, or ``"none"`` for the values of each group.
+
+        ``"mean"`` adds up the means over each group's ``valid`` anchors (default: :meth:`valid`). An anchor that is not
+        valid contributes 0 and does not count in a mean.
+        """
+        if reduction not in ("mean", "sum", "none"):
+            one_of("reduction", reduction, "mean", "sum", "none")
+        if valid is None and not self._complete:
+            valid = self.valid()
+        if valid is not None:
+            values = torch.where(valid, values, 0.0)
+        if reduction == "none":
+            return self.existing(values)
+        if reduction == "sum":
+            return self.total(values.sum())
+        if self.exchange is not None and valid is not None:  # sums and numbers in one exchange
+            both = torch.stack(
+                [torch.stack([x.sum() for x in y.split(self.sizes)]) for y in (values, valid.to(values))]
+            )
+            sums, counts = self.total(both)
+            return (sums / counts.clamp_min(1)).sum()
+        if valid is None and self.of_one_size:
+            return values.sum() / self.sizes[0]
+        counts: Any = self.sizes
+        if valid is not None:
+            counts = torch.stack([v.sum() for v in valid.split(self.sizes)]).clamp_min(1)
+        return sum(x.sum() / count for x, count in zip(values.split(self.sizes), counts, strict=True))
+
+    def per_pair(self, sums: Tensor) -> Tensor:
+        """Return (A,) ``sums`` over positives, scaled so that a group's mean over valid anchors is that over pairs."""
+        valid = self.valid()
+        if self.one_to_one or valid is None:
+            return sums
+        positives = [x.sum() for x in (self.positive_counts * valid).split(self.sizes)]
+        anchors, pairs = (
+            self.total(torch.stack([*(v.sum() for v in self.split(valid)), *positives])).clamp_min(1).chunk(2)
+        )
+        # Multiplied first: a quotient of integer counts would be float32 even for float64 sums.
+        return torch.cat([x * v / n for x, v, n in zip(self.split(sums), anchors, pairs, strict=True)])
+
+    def total(self, x: Tensor) -> Tensor:
+        """Return ``x``; of a sharded batch, its sum over all processes."""
+        return x if self.exchange is None else self.exchange.processes.total(x)
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """Return ``x`` (..., A); of a sharded batch, for the matrices' anchors."""
+        return x if self.exchange is None else self.exchange.gathered(x)
+
+    def merged(self, x: Tensor) -> Tensor:
+        """Return ``x``; of a sharded batch, what the matrices' anchors add up to (..., A) over all processes."""
+        return x if self.exchange is None else self.exchange.merged(x)
+
+    def group_amax(self, x: Tensor) -> list[Tensor]:
+        """Return the () largest value of ``x`` (A,) in each group; of a sharded batch, over all processes.
+
+        As ``amax``, it distributes the gradient evenly between equal values.
+        """
+        best = [part.amax() for part in x.split(self.sizes)]
+        return best if self.exchange is None else self.exchange.group_amax(x, torch.stack(best))
+
+    def existing(self, values: Tensor) -> tuple[Tensor, ...]:
+        """Return the parts of values (A,) that belong to each group, without those of a sharded batch's padding."""
+        parts = self.split(values)
+        return parts if self.exchange is None else self.exchange.existing(parts)
