@@ -21,7 +21,7 @@ FLOORS = [
     {"engine"},
     {"anchors", "groups", "distributed"},
     {"similarity"},
-    {"functional", "sets", "memory", "kmeans", "metrics", "rerank", "telemetry", "grad_cache"},
+    {"functional", "sets", "memory", "kmeans", "metrics", "rerank", "telemetry", "grad_cache", "mining"},
     {"losses", "compat"},
     {"comparison", "report", "plan"},
     {"cli"},

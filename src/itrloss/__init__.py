@@ -25,6 +25,7 @@ from .losses import (
     VarianceAwareLoss,
 )
 from .memory import CoupledMemory, MomentumEncoder
+from .mining import mine_hard_negatives
 from .similarity import Similarity
 from .telemetry import describe
 
@@ -59,6 +60,7 @@ __all__ = [
     "functional",
     "grad_cache_step",
     "metrics",
+    "mine_hard_negatives",
     "pair_term",
     "rerank",
 ]
