@@ -83,7 +83,7 @@ BAD = {
         "positive_weight",
     ),
     "hal scale": (lambda: itrloss.HubnessAwareLoss(scale=0), ValueError, "scale"),
-    "over": (lambda: Similarity(V, V).logsumexp(over="positives"), ValueError, "over"),
+    "over": (lambda: Similarity(V, V).logsumexp(over="best"), ValueError, "over"),
     "scale": (lambda: Similarity(V, V).logsumexp(torch.ones(3)), ValueError, "scale.*\\(4,\\)"),
     "entropy": (lambda: Similarity(V, V).entropy(0), ValueError, "temperature"),
     "term": (lambda: Similarity(V, V).sum_of_positives("square"), ValueError, "term.*pair_term.*'square'"),
