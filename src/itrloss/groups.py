@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .checks import one_of
-from .engine.answerers import Group, Place, answerers
+from .engine.answerers import Group, Place, View, answerers
 from .engine.exchange import Exchange
 
 Reduction = Literal["mean", "sum", "none"]
@@ -66,8 +66,12 @@ class Groups:
         local: list[Any] = [sum(matrix.pairs.counts(side)[which] for matrix, side in group) for group in self._groups]
         return self.exchange.counts(local, which)
 
-    def _answer(self, question: str, *params: Tensor, join: Any = torch.add, **options: Any) -> Tensor:
+    def _answer(
+        self, question: str, *params: Tensor, join: Any = torch.add, guide: Groups | None = None, **options: Any
+    ) -> Tensor:
         """Return an answer (..., A). ``join`` combines those of an anchor whose candidates are in several matrices."""
+        if guide is not None:
+            options["guides"] = self._beside(guide)
         answers: list[Any] = [None] * len(self.sizes)
         sizes = self.whole_sizes
         self._answerers = self._answerers or answerers(self._groups)
@@ -84,6 +88,24 @@ class Groups:
                 answers[g] = x if answers[g] is None else join(answers[g], x)
         answer = torch.cat(answers, -1)
         return answer if self.exchange is None else self.exchange.merged(answer, join is torch.maximum)
+
+    def _beside(self, guide: Groups) -> dict[View, View]:
+        """Return, for each view of a matrix, that of the guide's matrix with the scores of the same pairs."""
+        if not isinstance(guide, Groups):
+            raise TypeError(f"guide: expected the same anchors of another Similarity, got {type(guide).__name__}")
+        own, others = ([view for group in x._groups for view in group] for x in (self, guide))
+        layouts = [
+            [[(m.shape, side, m.share and m.share.unpadded) for m, side in group] for group in x._groups]
+            for x in (self, guide)
+        ]
+        beside = dict(zip(own, others, strict=False))
+        if layouts[0] != layouts[1] or any(beside[view] != other for view, other in zip(own, others, strict=True)):
+            shapes = [[m.shape for group in x._groups for m, _ in group] for x in (guide, self)]
+            got = f"matrices of {shapes[0]} beside {shapes[1]}"
+            raise ValueError(f"guide: expected the same anchors and candidates, got {got}")
+        if any(m.backend is not None for m, _ in (*own, *others)):
+            raise ValueError("guide: expected schedule='all-gather' of all similarities")
+        return beside
 
     # --------------------------------------------------------------------------------------------- reduction
 

@@ -23,7 +23,7 @@ def _hardest(
 
     ``below``, (A,) or (1,): of the negatives that score below it.
     """
-    scores, pairs = operator_inputs(source, pairs)
+    scores, _, pairs = operator_inputs(source, pairs)
     best = [scores.rows.new_full((scores.shape[side],), -math.inf, dtype=scores.dtype) for side in sides]
     where = [torch.full_like(x, -1, dtype=torch.int64) for x in best]
     with torch.no_grad(), full_precision(scores.rows):

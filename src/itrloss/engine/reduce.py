@@ -43,21 +43,30 @@ def views(
 
 
 def tiled_sums(
-    scores: Scores, pairs: Pairs, answer: Answer, over: str, sides: Sequence[int], params: Sequence[Tensor], early: bool
+    scores: Scores,
+    pairs: Pairs,
+    answer: Answer,
+    over: str,
+    sides: Sequence[int],
+    params: Sequence[Tensor],
+    early: bool,
+    guide: Scores | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the (K, A) sums of :meth:`itrloss.engine.answerers.Dense.sums`, added up tile by tile.
 
     With ``early``, which is for exponentials of rows, also return ``sum_j f(S_ij) y_j`` (N, D) with the unit columns y,
     from which backward gets the rows' gradient, and ``sum_j f(S_ij) S_ij`` (N,), the derivatives w.r.t. the scale. So
     columns without a gradient, such as a memory's, are multiplied once for both passes.
+
+    The scores of a ``guide``, without a gradient, are the first parameter of the answer.
     """
     start = float("-inf") if answer.maximum else 0.0
     new = functools.partial(torch.zeros, dtype=scores.dtype, device=scores.rows.device)
     total = {side: new(answer.width, scores.shape[side]).fill_(start) for side in sides}
     direction, scale_slopes = new(scores.rows.shape if early else 0), new(len(scores.rows) if early else 0)
-    for tile in tiles(scores, answer.buffers):
+    for tile in tiles(scores, answer.buffers, guide):
         for group, own in views(sides, params, scores.shape, tile.part):
-            values = answer.value(tile.scores, *own, out=tile.scratch)
+            values = answer.value(tile.scores, *tile.guide, *own, out=tile.scratch)
             for k, x in enumerate(values if answer.width > 1 else (values,)):
                 pairs.exclude_(x, tile.part, start, over)
                 for side in group:
@@ -82,18 +91,20 @@ def tiled_gradient(
     grad: Tensor,  # (K, A)
     needs: Sequence[bool],  # of the rows, the columns, and each parameter
     pair_grads: tuple[Tensor | None, Tensor | None, Tensor] | None = None,  # pairs i, j; gradient of their scores
+    guide: Scores | None = None,
 ) -> list[Tensor]:
     """Return the gradients of rows, columns and parameters from that of the sums; empty where not needed."""
     assert answer.slopes is not None
     gradient, upstream = _Gradient(scores, needs[:2]), by_side(grad, sides, scores.shape)
     totals = [torch.zeros_like(p, dtype=scores.dtype) for p in params]
-    for tile in tiles(scores, answer.buffers + 1):
+    guided = [False] * (guide is not None)
+    for tile in tiles(scores, answer.buffers + 1, guide):
         tile_grad: Tensor | None = None
         for k, (group, own) in enumerate(views(sides, params, scores.shape, tile.part)):
             side_grads = [upstream[side][:, tile.part[side]].unsqueeze(-1 - side) for side in group]
             g = functools.reduce(torch.add, side_grads)
-            slopes = answer.slopes(tile.scores, own, g, needs[2:], tile.scratch[k:])
-            for total, grad_p in zip(totals, slopes[1:], strict=True):
+            slopes = answer.slopes(tile.scores, [*tile.guide, *own], g, [*guided, *needs[2:]], tile.scratch[k:])
+            for total, grad_p in zip(totals, slopes[1 + len(guided) :], strict=True):
                 if grad_p is not None:
                     pairs.exclude_(grad_p, tile.part, 0.0, over)
                     if total.shape[-1] == 1:
@@ -167,36 +178,38 @@ _library = torch.library.Library("itrloss", "DEF")
 _SOURCE, _QUESTION = "Tensor?[] source, Tensor[] params", "str key, str over, int[] sides, bool triton"
 
 
-def operator_inputs(source: Sequence[Tensor | None], pairs: Pairs | None) -> tuple[Scores, Pairs]:
-    """Return the scores and pairs that an operator's tensors stand for."""
-    scores = Scores(*source)  # type: ignore[arg-type]
-    return scores, pairs or Pairs(scores.shape, (scores.row_ids, scores.col_ids), scores.rows.device)
+def operator_inputs(source: Sequence[Any], pairs: Pairs | None) -> tuple[Scores, Scores | None, Pairs]:
+    """Return the scores, those of a guide that may follow them, and the pairs that an operator's tensors stand for."""
+    scores, guide = Scores(*source[:_WIDTH]), Scores(*source[_WIDTH:]) if source[_WIDTH:] else None
+    return scores, guide, pairs or Pairs(scores.shape, (scores.row_ids, scores.col_ids), scores.rows.device)
 
 
 def _sums(source, params, key, over, sides, triton, early, pairs=None):
     """Return the (K, A) sums and, with ``early``, (N, D) directions and (A,) derivatives w.r.t. the scale."""
-    scores, pairs = operator_inputs(source, pairs)
+    scores, guide, pairs = operator_inputs(source, pairs)
     with full_precision(scores.rows), torch.no_grad():
         if triton:
             from . import triton as kernels
 
-            return kernels.sums(scores, pairs, key, over, tuple(sides), params, early)
-        return tiled_sums(scores, pairs, ANSWERS[key], over, sides, params, early)
+            if key in kernels.FORMS:
+                return kernels.sums(scores, pairs, key, over, tuple(sides), params, early)
+        return tiled_sums(scores, pairs, ANSWERS[key], over, sides, params, early, guide)
 
 
 def _gradients(source, params, grad, key, over, sides, triton, needs, pairs=None, pair_grads=None):
     """Return the gradients of rows, columns and parameters, to which ``pair_grads`` adds that of listed pairs."""
-    scores, pairs = operator_inputs(source, pairs)
+    scores, guide, pairs = operator_inputs(source, pairs)
     with full_precision(scores.rows), torch.no_grad():
         if triton:
             from . import triton as kernels
 
-            return kernels.gradient(scores, pairs, key, over, tuple(sides), params, grad, needs, pair_grads)
-        return tiled_gradient(scores, pairs, ANSWERS[key], over, sides, params, grad, needs, pair_grads)
+            if key in kernels.FORMS:
+                return kernels.gradient(scores, pairs, key, over, tuple(sides), params, grad, needs, pair_grads)
+        return tiled_gradient(scores, pairs, ANSWERS[key], over, sides, params, grad, needs, pair_grads, guide)
 
 
 def _fake_sums(source, params, key, over, sides, triton, early):
-    scores = Scores(*source)
+    scores = Scores(*source[:_WIDTH])
     size = sum(scores.shape[side] for side in sides)
     sums = scores.rows.new_empty(ANSWERS[key].width, size, dtype=scores.dtype)
     return sums, sums.new_empty(scores.rows.shape if early else (0,)), sums.new_empty(size if early else 0)
@@ -268,16 +281,19 @@ class Reduce(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, pairs, question, index, *tensors):
-        """``question``: arguments of the operators; ``index``: pairs i, j as in `pair_products`, or None."""
-        source, params, (rows, cols) = list(tensors[:_WIDTH]), list(tensors[_WIDTH:]), ctx.needs_input_grad[3:5]
+    def forward(ctx: Any, pairs, question, index, width, *tensors):
+        """``question``: arguments of the operators; ``index``: pairs i, j as in `pair_products`, or None.
+
+        ``width``: the number of tensors that are scores and those of a guide, before the parameters.
+        """
+        source, params, (rows, cols) = list(tensors[:width]), list(tensors[width:]), ctx.needs_input_grad[4:6]
         early = ANSWERS[question[0]].exponential and question[2] == (0,) and rows and not cols and source[1] is not None
-        ctx.pairs, ctx.question, ctx.index, ctx.early = pairs, question, index, early
+        ctx.pairs, ctx.question, ctx.index, ctx.width, ctx.early = pairs, question, index, width, early
         ctx.set_materialize_grads(False)  # a loss may use the sums alone, or the pairs alone
         totals, direction, scale_slopes = sums(source, params, *question, early, pairs=pairs)
         early_tensors = source[0], source[2], source[7], *params[:1], direction, scale_slopes
         ctx.save_for_backward(*(early_tensors if early else tensors))
-        return totals, None if index is None else pair_products(Scores(*source), *index)
+        return totals, None if index is None else pair_products(Scores(*source[:_WIDTH]), *index)
 
     @staticmethod
     def backward(ctx: Any, grad: Any, grad_pairs: Any):  # type: ignore[override]
@@ -285,17 +301,17 @@ class Reduce(torch.autograd.Function):
         result: list[Any] = [None] * len(ctx.needs_input_grad)
         if ctx.early:
             rows, row_inv, unit, scale, direction, scale_slopes = ctx.saved_tensors
-            result[3] = project_(direction * (grad[0] * scale)[:, None], rows, row_inv, unit)
-            if ctx.needs_input_grad[3 + _WIDTH]:
+            result[4] = project_(direction * (grad[0] * scale)[:, None], rows, row_inv, unit)
+            if ctx.needs_input_grad[4 + ctx.width]:
                 grad_scale = grad[0] * scale_slopes
-                result[3 + _WIDTH] = grad_scale.sum().view(1) if scale.numel() == 1 else grad_scale
+                result[4 + ctx.width] = grad_scale.sum().view(1) if scale.numel() == 1 else grad_scale
             return tuple(result)
-        source, params = list(ctx.saved_tensors[:_WIDTH]), list(ctx.saved_tensors[_WIDTH:])
-        places = [3, 4, *range(3 + _WIDTH, len(result))]
+        source, params = list(ctx.saved_tensors[: ctx.width]), list(ctx.saved_tensors[ctx.width :])
+        places = [4, 5, *range(4 + ctx.width, len(result))]
         needs = [ctx.needs_input_grad[k] for k in places]
         eager: dict[str, Any] = {} if grad_pairs is None else {"pair_grads": (*ctx.index, grad_pairs)}
         if grad is None:
-            grads = pair_gradients(Scores(*source), needs[:2], eager.get("pair_grads"))
+            grads = pair_gradients(Scores(*source[:_WIDTH]), needs[:2], eager.get("pair_grads"))
         else:
             grads = gradients(source, params, grad, *ctx.question, needs, pairs=ctx.pairs, **eager)
         for k, x, need in zip(places, grads, needs, strict=False):

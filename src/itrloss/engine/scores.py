@@ -66,10 +66,15 @@ class Tile(NamedTuple):
     part: tuple[slice, slice]  # rows and columns
     scores: Tensor  # (r, c), not to be written to
     scratch: list[Tensor]  # uninitialised
+    guide: tuple[Tensor, ...] = ()  # (r, c) scores of a second matrix, if there is one
 
 
-def tiles(scores: Scores, scratch: int) -> Iterator[Tile]:
+def tiles(scores: Scores, scratch: int, guide: Scores | None = None) -> Iterator[Tile]:
     """Yield tiles that cover every score once, with ``scratch`` buffers; all tiles share the same memory."""
+    if guide is not None:
+        for tile, other in zip(tiles(scores, scratch), tiles(guide, 0), strict=True):
+            yield tile._replace(guide=(other.scores.to(scores.dtype),))
+        return
     (n, m), matrix, dtype, device = scores.shape, scores.matrix, scores.dtype, scores.rows.device
     if 0 in (n, m):
         return

@@ -47,6 +47,8 @@ BLOCK = 2**28  # scores of a block at most; the sums of its tiles, held until th
 PANEL = 2**26  # bytes of scores, or of their gradient, that are written at once
 HELD = 2**27  # bytes of float32 sums of one side's gradient that may be held; beyond, scores are visited twice
 
+FORMS = kernels.FORMS  # the answers that have kernels; others are summed tile by tile in PyTorch
+
 # The interpreter cannot multiply bfloat16, and rounds to it towards zero: it computes in float32.
 INTERPRETED = not isinstance(kernels.sums_kernel, triton.JITFunction)
 
@@ -56,8 +58,6 @@ def sums(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the (K, A) sums and, if ``early``, (N, D) directions and (A,) derivatives w.r.t. the scale: tiled_sums."""
     answer = ANSWERS[key]
-    if key not in kernels.FORMS:  # a user's term
-        return tiled_sums(scores, pairs, answer, over, sides, params, early)
     run = _Pass(scores, over, sides, params)
     width = 2 if early else answer.width  # the exponentials, and their derivatives w.r.t. the scale
     total = _AnchorSums(run, width, sides, answer.maximum)
@@ -81,8 +81,6 @@ def gradient(
     needs: Sequence[bool], pair_grads: PairGrads | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Return the gradients of rows, columns and parameters from ``grad`` (K, A); empty where it ``needs`` none."""
-    if key not in kernels.FORMS:
-        return tiled_gradient(scores, pairs, ANSWERS[key], over, sides, params, grad, needs, pair_grads)
     run, upstream = _Pass(scores, over, sides, params), kernels.Upstream(grad, grad.stride(0), grad.stride(1))
     # Sums of the gradients w.r.t. p, for each slot, then w.r.t. q: by row alone if one evaluation serves both sides.
     param_sums = _AnchorSums(run, run.slots + 1, sides[:1] if run.shared else sides) if any(needs[2:]) else None
