@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from cases import ENGINES, SHAPES, embeddings, make_ids, upstream
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import itrloss
 from itrloss import Similarity
@@ -278,6 +279,27 @@ def test_pairs_are_mined_by_the_lowest_positive_itself_where_several_score_the_s
     for epsilon, counts in ((0.1, False), (0.12, True)):
         rows, _ = itrloss.MultiSimilarityLoss(epsilon=epsilon, reduction="none")(scores=scores, **ids)
         assert (rows[0] > 0) == counts
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "recomputed"),
+    [
+        ("supcon", 6, 8),
+        ("supcon inside", 6, 8),
+        ("mil-nce", 6, 8),
+        ("multi-similarity", 6, 8),
+        ("multi-similarity mined", 10, 18),
+        ("circle", 6, 10),
+    ],
+)
+def test_work_is_that_of_the_page(name, kept, recomputed):
+    v, w = (torch.randn(600, 32, requires_grad=True) for _ in range(2))
+    ids = torch.arange(600) // 2
+    module, _, options = LOSSES[name]
+    for budget, work in ((0, recomputed), (10**9, kept)):
+        with FlopCounterMode(display=False) as counter:
+            module(**options)(Similarity(v, w, ids, ids, engine="tiled", memory_budget=budget)).backward()
+        assert counter.get_total_flops() == work * 600 * 600 * 32
 
 
 @pytest.mark.parametrize(
