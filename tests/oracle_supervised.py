@@ -52,7 +52,7 @@ def supcon(
 
 
 def mil_nce(S: ArrayLike, row_ids: Ids, col_ids: Ids, temperature: float = 0.07, reduction: str = "mean") -> Any:
-    """Eq. 1 for one anchor: ``-log Σ_p exp(S_ip / τ) / (Σ_p exp(S_ip / τ) + Σ_n exp(S_in / τ))``."""
+    """``-log Σ_p exp(S_ip / τ) / (Σ_p exp(S_ip / τ) + Σ_n exp(S_in / τ))``."""
 
     def value(positives: list[float], negatives: list[float]) -> float:
         numerator = _log_sum_exp([s / temperature for s in positives])
@@ -71,7 +71,7 @@ def multi_similarity(
     epsilon: float | None = None,
     reduction: str = "mean",
 ) -> Any:
-    """Eq. 10, of the pairs that Eq. 7 and 8 select if there is an ε."""
+    """``1/α log(1 + Σ_p exp(-α (S_p - λ))) + 1/β log(1 + Σ_n exp(β (S_n - λ)))``, of mined pairs if there is an ε."""
 
     def value(positives: list[float], negatives: list[float]) -> float:
         lowest, highest = min(positives), max(negatives)
@@ -87,7 +87,7 @@ def multi_similarity(
 def circle(
     S: ArrayLike, row_ids: Ids, col_ids: Ids, margin: float = 0.4, scale: float = 80.0, reduction: str = "mean"
 ) -> Any:
-    """Eq. 6 with the weights of Eq. 5, and O_p = 1 + m, O_n = -m, Δ_p = 1 - m, Δ_n = m."""
+    """``log(1 + Σ_np exp(γ (α_n (S_n - Δ_n) - α_p (S_p - Δ_p))))``; O_p = 1 + m, O_n = -m, Δ_p = 1 - m, Δ_n = m."""
 
     def value(positives: list[float], negatives: list[float]) -> float:
         logits_p = [-scale * max(1 + margin - s, 0) * (s - (1 - margin)) for s in positives]

@@ -64,7 +64,7 @@ class MILNCELoss(PairLoss):
     .. math:: \ell_i = -\log \frac{\sum_{p \in pos(i)} e^{S_{ip}/\tau}}{\sum_j e^{S_{ij}/\tau}}
 
     The sum over j runs over all candidates. It is ``SupConLoss(inside=True)`` minus the logarithm of the number of
-    positives. The paper has no temperature, and no cosines; see :doc:`methods/supervised`.
+    positives. Its authors have no temperature, and no cosines; see :doc:`methods/supervised`.
 
     Args:
         temperature: τ, in units of cosine similarity.
@@ -79,7 +79,7 @@ class MILNCELoss(PairLoss):
 
 @dataclass(eq=False, repr=False)
 class MultiSimilarityLoss(PairLoss):
-    r"""Multi-similarity loss (Wang et al. 2019, https://arxiv.org/abs/1904.06627, Eq. 10), over both directions.
+    r"""Multi-similarity loss (Wang et al. 2019, https://arxiv.org/abs/1904.06627), over both directions.
 
     .. math::
         \ell_i = \tfrac1\alpha \log\Bigl(1 + \sum_{p \in pos(i)} e^{-\alpha (S_{ip} - \lambda)}\Bigr)
@@ -89,7 +89,7 @@ class MultiSimilarityLoss(PairLoss):
         alpha: α, the scale of the positives.
         beta: β, the scale of the negatives.
         base: λ, the score that positives are to exceed, and negatives not, in units of cosine similarity.
-        epsilon: ε of the paper's pair mining (Eq. 7, 8): of the negatives only those with
+        epsilon: ε of the paper's pair mining: of the negatives only those with
             :math:`S_{ij} > \min_p S_{ip} - \varepsilon` count, of the positives those with
             :math:`S_{ip} < \max_j S_{ij} + \varepsilon`. None: all pairs count.
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
@@ -131,7 +131,7 @@ def circle_of_positives(scores: Tensor, scale: Tensor, margin: Tensor, top: Tens
 
 @dataclass(eq=False, repr=False)
 class CircleLoss(PairLoss):
-    r"""Circle loss (Sun et al. 2020, https://arxiv.org/abs/2002.10857, Eq. 6), over both directions.
+    r"""Circle loss (Sun et al. 2020, https://arxiv.org/abs/2002.10857), over both directions.
 
     .. math::
         \ell_i = \log\Bigl(1 + \sum_{j \in neg(i)} e^{\gamma \alpha_{ij} (S_{ij} - m)}
