@@ -95,6 +95,18 @@ class Schedules(Drawn):
         return [row, *self.parse_content_to_nodes()]
 
 
+class Weights(Drawn):
+    """``.. weights::`` shows how losses weigh a pair by its score. The content says what to see."""
+
+    def run(self) -> list[nodes.Node]:
+        if self.env.app.builder.format != "html":
+            return []
+        import weights
+
+        row = self.row(weights, "weights", "Gradient of five losses by the score of one pair")
+        return [row, *self.parse_content_to_nodes()]
+
+
 class Gallery(Drawn):
     """``.. gallery:: scripts`` runs those of a folder which are named in the content, and shows them in that order.
 
@@ -146,5 +158,6 @@ def setup(app):
     matplotlib.use("svg")
     app.add_directive("gradient", Gradient)
     app.add_directive("schedules", Schedules)
+    app.add_directive("weights", Weights)
     app.add_directive("gallery", Gallery)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -25,6 +25,10 @@ PAIR = {
     "sigmoid": lambda **o: itrloss.SigmoidLoss(**o),
     "triplet": lambda **o: itrloss.TripletLoss(margin=0.5, **o),
     "triplet all": lambda **o: itrloss.TripletLoss(mining="all", margin=0.5, **o),
+    "supcon": lambda **o: itrloss.SupConLoss(**o),
+    "mil-nce": lambda **o: itrloss.MILNCELoss(**o),
+    "multi-similarity": lambda **o: itrloss.MultiSimilarityLoss(epsilon=0.1, **o),
+    "circle": lambda **o: itrloss.CircleLoss(**o),
 }
 MEMORY = {
     "mdcl": lambda **o: itrloss.MemoryDiversityContrastiveLoss(**o),

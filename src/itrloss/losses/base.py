@@ -27,6 +27,9 @@ def above_zero(default: float) -> Any:
 def _check(option: Field[Any], value: object) -> None:
     """Raise an error unless a value is of an option's type, if that is a number, a Literal or a union of these."""
     kinds = get_args(option.type) if get_origin(option.type) in (Union, UnionType) else (option.type,)
+    if value is None and type(None) in kinds:
+        return
+    kinds = tuple(kind for kind in kinds if kind is not type(None))
     allowed = [x for kind in kinds if get_origin(kind) is Literal for x in get_args(kind)]
     if allowed and bool in kinds:
         kinds, allowed = (Literal,), [False, True, *allowed]
