@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .anchors import Anchors
+from .anchors import Anchors, Limit
 from .checks import Names, as_ids, check_embeddings, one_of
-from .engine.answers import hinge, log1p_clamp, log1p_relu, negative_log_likelihood, softplus
+from .engine.answers import hinge, log1p_clamp, log1p_relu, negative_log_likelihood, pair_term, softplus
 from .engine.scores import compute_dtype, host_may_read
 from .groups import Reduction as Reduction
 from .memory import MemorySimilarity
@@ -185,17 +185,64 @@ def unified_training_objective(
     return tuple(batch_weight * b + weight * value for b, (weight, (value,)) in zip(batch, queues, strict=True))
 
 
-def info_nce_loss(sim: Anchors, temperature: float | Tensor = 0.07, reduction: Reduction = "mean") -> Any:
+def info_nce_loss(
+    sim: Anchors,
+    temperature: float | Tensor = 0.07,
+    reduction: Reduction = "mean",
+    *,
+    hardness: float = 0.0,
+    positives: Anchors | None = None,
+    below: Limit = None,
+    guide: Anchors | None = None,
+) -> Any:
     """Return InfoNCE in both directions, with any number of positives; see :class:`itrloss.InfoNCELoss`.
 
-    ``temperature``: a number or a tensor of one value, which gets a gradient.
+    ``temperature``: a number or a tensor of one value, which gets a gradient. ``positives``: as in
+    :func:`diversity_contrastive_loss`. Negatives count ``below`` a limit, of a ``guide``'s scores if there is one: see
+    :meth:`itrloss.Anchors.logsumexp`.
     """
     anchors = sim.both if isinstance(sim, Anchors) else _refuse("sim", sim, Similarity)
     if isinstance(temperature, Tensor):
         temperature = temperature.to(anchors.dtype)  # in half precision its reciprocal would be inaccurate
     scale = 1 / temperature
-    loss = anchors.mean_of_positives(negative_log_likelihood, anchors.logsumexp(scale), scale)
-    return anchors.reduce(loss, reduction)
+    if hardness:  # the exponent is scale * S + hardness * S, of which the latter has no gradient
+        share = scale / (scale + hardness)
+        share = share.detach() if isinstance(share, Tensor) else share
+        repulsion = anchors.logsumexp(scale / share, below=below, guide=guide)
+        repulsion = share * repulsion + (1 - share) * repulsion.detach()
+    else:
+        repulsion = anchors.logsumexp(scale, below=below, guide=guide)
+    own = anchors if positives is None else positives
+    loss = own.mean_of_positives(negative_log_likelihood, repulsion, scale)
+    valid = None if positives is None else (repulsion != -torch.inf) & (positives.positive_counts > 0)
+    return anchors.reduce(loss, reduction, valid)
+
+
+@pair_term
+def taught(scores: Tensor, teacher: Tensor, scale: Tensor, norm: Tensor) -> Tensor:
+    """Return ``S`` times its probability for a teacher, ``exp(a T - L)``."""
+    return scores * (scale * teacher - norm).exp()
+
+
+def distillation_loss(
+    sim: Anchors,
+    teacher: Anchors,
+    temperature: float | Tensor = 0.07,
+    teacher_temperature: float = 0.07,
+    reduction: Reduction = "mean",
+) -> Any:
+    """Return the cross-entropy against a teacher's softmax over all candidates; see :class:`itrloss.DistillationLoss`.
+
+    ``teacher``: the same anchors of the teacher's similarities, which get no gradient.
+    """
+    anchors = sim.both if isinstance(sim, Anchors) else _refuse("sim", sim, Similarity)
+    teacher = teacher.both.detach() if isinstance(teacher, Anchors) else _refuse("teacher", teacher, Similarity)
+    if isinstance(temperature, Tensor):
+        temperature = temperature.to(anchors.dtype)
+    norm = teacher.logsumexp(1 / teacher_temperature, over="all").to(anchors.dtype)
+    expected = anchors.sum(taught, 1 / teacher_temperature, norm, over="all", guide=teacher)
+    values = anchors.logsumexp(1 / temperature, over="all") - expected / temperature
+    return anchors.reduce(values, reduction, values != -torch.inf)
 
 
 def sigmoid_loss(

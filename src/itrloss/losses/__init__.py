@@ -15,6 +15,9 @@ from .dvse import DVSETerms as DVSETerms
 from .dvse import DynamicGate as DynamicGate
 from .dvse import DynamicOrthogonalLoss as DynamicOrthogonalLoss
 from .dvse import VarianceAwareLoss as VarianceAwareLoss
+from .infonce import DirectionalInfoNCELoss as DirectionalInfoNCELoss
+from .infonce import DistillationLoss as DistillationLoss
+from .infonce import FilteredInfoNCELoss as FilteredInfoNCELoss
 from .supervised import CircleLoss as CircleLoss
 from .supervised import MILNCELoss as MILNCELoss
 from .supervised import MultiSimilarityLoss as MultiSimilarityLoss

@@ -173,7 +173,7 @@ class SimilarityLoss(Loss):
     def _agreed(self) -> str:
         return f"{super()._agreed}, telemetry {bool(self.observed)}"  # its figures are of all processes
 
-    def compute(self, sim: Any) -> Any:
+    def compute(self, sim: Any, *more: Any) -> Any:
         """Return the loss of a :class:`Similarity` with images as rows and texts as columns."""
         raise NotImplementedError(f"{type(self).__name__} must implement compute(sim)")
 
@@ -223,8 +223,11 @@ class PairLoss(SimilarityLoss):
         Returns:
             A 0-dim float32 tensor (float64 for float64 input), or per-anchor values with ``reduction="none"``.
         """
-        sim = self._similarity(images, texts, image_ids, text_ids, scores)
-        value = self._of_all(self.compute, sim) if self.gather else self.compute(sim)
+        return self._value(self._similarity(images, texts, image_ids, text_ids, scores))
+
+    def _value(self, sim: Similarity, *more: Any) -> Any:
+        """Return the loss of a similarity, and of what else a subclass's ``compute`` takes."""
+        value = self._of_all(self.compute, sim, *more) if self.gather else self.compute(sim, *more)
         if self.observed and not torch.compiler.is_compiling():
             self.telemetry = describe(sim, self.active_margin)
         return value
