@@ -246,23 +246,25 @@ def distillation_loss(
 
 
 def sigmoid_loss(
-    sim: Similarity, scale: float | Tensor = 10.0, bias: float | Tensor = -10.0, reduction: Reduction = "mean"
+    sim: Anchors, scale: float | Tensor = 10.0, bias: float | Tensor = -10.0, reduction: Reduction = "mean"
 ) -> Any:
     """Return the sigmoid loss, SigLIP; see :class:`itrloss.SigmoidLoss`.
 
     ``scale`` and ``bias`` are numbers or tensors of one value, which get gradients.
     """
-    if not isinstance(sim, Similarity):
+    if not isinstance(sim, Anchors):
         _refuse("sim", sim, Similarity)
     one_of("reduction", reduction, "mean", "sum", "none")
     for name, x in (("scale", scale), ("bias", bias)):
         if isinstance(x, Tensor) and x.numel() != 1:
             raise ValueError(f"{name}: expected a number or a tensor of one value, got shape {tuple(x.shape)}")
     # A sum over the rows has each pair once; per-anchor values need the columns, too.
-    anchors = sim.both if reduction == "none" else sim
+    whole = isinstance(sim, Similarity) and reduction != "none"
+    anchors = sim if whole else sim.both
     values = anchors.sum(softplus, scale, bias) + anchors.sum_of_positives(softplus, -scale, -bias)
-    if reduction == "none":
-        return anchors.existing(0.5 * values)
+    if not whole:  # one half of a pair's value counts for its row and the other for its column
+        existing = anchors.positive_counts + anchors.negative_counts > 0
+        return anchors.reduce(0.5 * values, reduction, existing)
     n, m = (max(1, size) for size in sim.totals)  # the batches of several processes may all be empty
     return sim.total(values.sum()) * (0.5 / n + 0.5 / m if reduction == "mean" else 1)
 

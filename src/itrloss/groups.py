@@ -25,6 +25,8 @@ class Groups:
         self._index: Tensor | None = None  # (P,) anchors of the positive pairs
         matrices = [matrix for group in groups for matrix, _ in group]
         self._matrix, self._side = groups[0][0]
+        #: Factors of each group's values in :meth:`reduce`; None: 1.
+        self.weights: Sequence[float] | None = None
         self.dtype, self.device = self._matrix.dtype, self._matrix.device
         firsts = [group[0] for group in groups]
         if len({None if m.share is None else m.share.processes for m in matrices}) > 1:
@@ -127,6 +129,8 @@ class Groups:
             valid = self.valid()
         if valid is not None:
             values = torch.where(valid, values, 0.0)
+        if self.weights is not None:
+            values = torch.cat([w * x for w, x in zip(self.weights, self.split(values), strict=True)])
         if reduction == "none":
             return self.existing(values)
         if reduction == "sum":

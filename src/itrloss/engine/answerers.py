@@ -219,14 +219,20 @@ def answerers(groups: Sequence[Group]) -> list[tuple[Dense | Tiled, list[Place] 
         for matrix, side in group:
             widths.append(matrix.shape[1 - side])
             dense = matrix.engine == "dense"
-            key = next(k for k, x in enumerate(widths) if x == widths[-1]) if dense else (matrix, seen[matrix, side])
+            key = (
+                next(k for k, x in enumerate(widths) if x == widths[-1])
+                if dense
+                else (matrix.family, seen[matrix, side])
+            )
             batches.setdefault(key, []).append(((matrix, side), (g, first)))
             seen[matrix, side] += 1
             first += widths[-1]
     result: list[Any] = []
     for key, batch in batches.items():
         dense = isinstance(key, int)
-        views, places = zip(*(batch if dense else sorted(batch, key=lambda x: x[0][1])), strict=True)  # rows first
+        of_family = not dense and batch[0][0][0].family is not batch[0][0][0]
+        rows_first = batch if dense or of_family else sorted(batch, key=lambda x: x[0][1])
+        views, places = zip(*rows_first, strict=True)
         backend = Dense if dense else views[0][0].backend or Tiled
         result.append((backend(views), list(places)))
     in_order = len(result) == 1 and [g for g, _ in result[0][1]] == [*range(len(groups))]

@@ -60,25 +60,46 @@ def tiled_sums(
 
     The scores of a ``guide``, without a gradient, are the first parameter of the answer.
     """
-    start = float("-inf") if answer.maximum else 0.0
     new = functools.partial(torch.zeros, dtype=scores.dtype, device=scores.rows.device)
-    total = {side: new(answer.width, scores.shape[side]).fill_(start) for side in sides}
     direction, scale_slopes = new(scores.rows.shape if early else 0), new(len(scores.rows) if early else 0)
+    sums = Sums(scores, pairs, answer, over, sides, params)
     for tile in tiles(scores, answer.buffers, guide):
-        for group, own in views(sides, params, scores.shape, tile.part):
-            values = answer.value(tile.scores, *tile.guide, *own, out=tile.scratch)
-            for k, x in enumerate(values if answer.width > 1 else (values,)):
-                pairs.exclude_(x, tile.part, start, over)
+        values = sums.add(tile)
+        if early:
+            add_matmul_(direction[tile.part[0]], values, scores.unit(1, tile.part[1]))
+            scale_slopes[tile.part[0]] += values.mul_(tile.scores).sum(1)
+    return sums.finish(), direction, scale_slopes
+
+
+class Sums:
+    """Adds up an answer, tile by tile."""
+
+    def __init__(
+        self, scores: Scores, pairs: Pairs, answer: Answer, over: str, sides: Sequence[int], params: Sequence[Tensor]
+    ):
+        self.shape, self.pairs, self.answer, self.over = scores.shape, pairs, answer, over
+        self.sides, self.params, self.start = sides, params, float("-inf") if answer.maximum else 0.0
+        new = functools.partial(torch.full, dtype=scores.dtype, device=scores.rows.device)
+        self.total = {side: new((answer.width, scores.shape[side]), self.start) for side in sides}
+
+    def add(self, tile: Tile) -> Tensor:
+        """Add a tile's values; return the last of them (r, c), in its scratch or new."""
+        x = tile.scores
+        for group, own in views(self.sides, self.params, self.shape, tile.part):
+            values = self.answer.value(tile.scores, *tile.guide, *own, out=tile.scratch)
+            for k, x in enumerate(values if self.answer.width > 1 else (values,)):
+                self.pairs.exclude_(x, tile.part, self.start, self.over)
                 for side in group:
-                    part = total[side][k, tile.part[side]]
-                    if answer.maximum:
+                    part = self.total[side][k, tile.part[side]]
+                    if self.answer.maximum:
                         torch.maximum(part, x.amax(1 - side), out=part)
                     else:
                         part.add_(x.sum(1 - side))
-                if early:
-                    add_matmul_(direction[tile.part[0]], x, scores.unit(1, tile.part[1]))
-                    scale_slopes[tile.part[0]] += x.mul_(tile.scores).sum(1)
-    return torch.cat(list(total.values()), 1), direction, scale_slopes
+        return x
+
+    def finish(self) -> Tensor:
+        """Return the (K, A) sums."""
+        return torch.cat(list(self.total.values()), 1)
 
 
 def tiled_gradient(
@@ -94,31 +115,53 @@ def tiled_gradient(
     guide: Scores | None = None,
 ) -> list[Tensor]:
     """Return the gradients of rows, columns and parameters from that of the sums; empty where not needed."""
-    assert answer.slopes is not None
-    gradient, upstream = _Gradient(scores, needs[:2]), by_side(grad, sides, scores.shape)
-    totals = [torch.zeros_like(p, dtype=scores.dtype) for p in params]
-    guided = [False] * (guide is not None)
+    gradient, slopes = _Gradient(scores, needs[:2]), Slopes(scores, pairs, answer, over, sides, params, grad, needs[2:])
     for tile in tiles(scores, answer.buffers + 1, guide):
-        tile_grad: Tensor | None = None
-        for k, (group, own) in enumerate(views(sides, params, scores.shape, tile.part)):
-            side_grads = [upstream[side][:, tile.part[side]].unsqueeze(-1 - side) for side in group]
-            g = functools.reduce(torch.add, side_grads)
-            slopes = answer.slopes(tile.scores, [*tile.guide, *own], g, [*guided, *needs[2:]], tile.scratch[k:])
-            for total, grad_p in zip(totals, slopes[1 + len(guided) :], strict=True):
-                if grad_p is not None:
-                    pairs.exclude_(grad_p, tile.part, 0.0, over)
-                    if total.shape[-1] == 1:
-                        total.add_(grad_p.sum((-1, -2)).view(total.shape))
-                    else:
-                        (side,) = group
-                        by_side(total, sides, scores.shape)[side][..., tile.part[side]] += grad_p.sum(-1 - side)
-            if slopes[0] is not None:
-                slope = pairs.exclude_(slopes[0], tile.part, 0.0, over)
-                tile_grad = slope if tile_grad is None else tile_grad.add_(slope)
-        gradient.add(tile, torch.zeros_like(tile.scores) if tile_grad is None else tile_grad)
+        gradient.add(tile, slopes.of(tile))
     if pair_grads is not None:
         gradient.add_pairs(*pair_grads)
-    return [*gradient.finish(), *(p if need else p.new_empty(0) for p, need in zip(totals, needs[2:], strict=True))]
+    return [*gradient.finish(), *slopes.finish()]
+
+
+class Slopes:
+    """Forms the gradient of the scores tile by tile, and adds up those of the parameters."""
+
+    def __init__(
+        self, scores: Scores, pairs: Pairs, answer: Answer, over: str, sides: Sequence[int], params: Sequence[Tensor],
+        grad: Tensor, needs: Sequence[bool],
+    ):  # fmt: skip
+        """``grad``: (K, A) that of the sums; ``needs``: whether that of each parameter is needed."""
+        self.shape, self.pairs, self.answer, self.over = scores.shape, pairs, answer, over
+        self.sides, self.params, self.needs = sides, params, needs
+        self.upstream = by_side(grad, sides, scores.shape)
+        self.totals = [torch.zeros_like(p, dtype=scores.dtype) for p in params]
+
+    def of(self, tile: Tile) -> Tensor:
+        """Return the (r, c) gradient of a tile's scores, in its scratch or new."""
+        assert self.answer.slopes is not None
+        tile_grad: Tensor | None = None
+        for k, (group, own) in enumerate(views(self.sides, self.params, self.shape, tile.part)):
+            side_grads = [self.upstream[side][:, tile.part[side]].unsqueeze(-1 - side) for side in group]
+            g, needs = functools.reduce(torch.add, side_grads), [*(False for _ in tile.guide), *self.needs]
+            slopes = self.answer.slopes(tile.scores, [*tile.guide, *own], g, needs, tile.scratch[k:])
+            for total, grad_p in zip(self.totals, slopes[1 + len(tile.guide) :], strict=True):
+                if grad_p is not None:
+                    self._add(total, self.pairs.exclude_(grad_p, tile.part, 0.0, self.over), group, tile.part)
+            if slopes[0] is not None:
+                slope = self.pairs.exclude_(slopes[0], tile.part, 0.0, self.over)
+                tile_grad = slope if tile_grad is None else tile_grad.add_(slope)
+        return torch.zeros_like(tile.scores) if tile_grad is None else tile_grad
+
+    def _add(self, total: Tensor, grad: Tensor, group: Sequence[int], part: tuple[slice, slice]) -> None:
+        if total.shape[-1] == 1:
+            total.add_(grad.sum((-1, -2)).view(total.shape))
+        else:
+            (side,) = group
+            by_side(total, self.sides, self.shape)[side][..., part[side]] += grad.sum(-1 - side)
+
+    def finish(self) -> list[Tensor]:
+        """Return the gradients of the parameters; empty where not needed."""
+        return [p if need else p.new_empty(0) for p, need in zip(self.totals, self.needs, strict=True)]
 
 
 class _Gradient:

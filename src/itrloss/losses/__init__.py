@@ -18,6 +18,7 @@ from .dvse import VarianceAwareLoss as VarianceAwareLoss
 from .infonce import DirectionalInfoNCELoss as DirectionalInfoNCELoss
 from .infonce import DistillationLoss as DistillationLoss
 from .infonce import FilteredInfoNCELoss as FilteredInfoNCELoss
+from .matryoshka import Matryoshka as Matryoshka
 from .supervised import CircleLoss as CircleLoss
 from .supervised import MILNCELoss as MILNCELoss
 from .supervised import MultiSimilarityLoss as MultiSimilarityLoss
