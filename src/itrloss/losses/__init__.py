@@ -15,6 +15,7 @@ from .dvse import DVSETerms as DVSETerms
 from .dvse import DynamicGate as DynamicGate
 from .dvse import DynamicOrthogonalLoss as DynamicOrthogonalLoss
 from .dvse import VarianceAwareLoss as VarianceAwareLoss
+from .probabilistic import PCMEPlusPlusLoss as PCMEPlusPlusLoss
 from .robust import ComplementaryContrastiveLoss as ComplementaryContrastiveLoss
 from .robust import RINCELoss as RINCELoss
 from .user import HubnessAwareLoss as HubnessAwareLoss
