@@ -32,8 +32,8 @@ def robust(axes: Axes) -> None:
         pull = -gradient[:, 0]
         axes.plot(positives, pull / pull.max(), label=name, color="C5" if name == "InfoNCE" else None)
     axes.axvspan(0.0, 0.2, color="C5", alpha=0.2, linewidth=0)
-    axes.text(0.1, 1.06, "negatives", ha="center", color="C5")
-    axes.set(xlabel="score of a positive pair", ylabel="pull on it, largest = 1")
+    axes.text(0.1, 0.03, "negatives", ha="center", color="C5")
+    axes.set(title="Pull on a positive pair", xlabel="its score", ylabel="pull, largest = 1")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
 
@@ -52,7 +52,7 @@ def probabilistic(axes: Axes) -> None:
             _, values = loss(images, texts[0], torch.full_like(images, -6.0), texts[1], *given)
             best.append(float(totals[values.argmin()]))
         axes.plot(counts, best, marker="o", label=f"α = {weight:g}")
-    axes.set(xlabel="images as near as the labelled one, with it", ylabel="best Σσ² of the text")
+    axes.set(title="Best variance of a text", xlabel="images as near as the labelled one, with it", ylabel="Σσ²")
     axes.legend(loc="lower right")
 
 

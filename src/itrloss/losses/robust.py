@@ -44,7 +44,7 @@ class RINCELoss(PairLoss):
 
     Args:
         temperature: τ, in units of cosine similarity; at least q / 70, as float32 would overflow.
-        q: above 0 and at most 1. The authors recommend 0.1 to 0.5.
+        q: above 0 and at most 1. The authors' codes have 0.1 and 0.5.
         lam: λ, above 0 and at most 1, the weight of the denominator.
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
