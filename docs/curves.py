@@ -32,7 +32,7 @@ def robust(axes: Axes) -> None:
         pull = -gradient[:, 0]
         axes.plot(positives, pull / pull.max(), label=name, color="C5" if name == "InfoNCE" else None)
     axes.axvspan(0.0, 0.2, color="C5", alpha=0.2, linewidth=0)
-    axes.text(0.1, 0.03, "negatives", ha="center", color="C5")
+    axes.text(0.1, 0.4, "negatives", ha="center", color="C5")
     axes.set(title="Pull on a positive pair", xlabel="its score", ylabel="pull, largest = 1")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 

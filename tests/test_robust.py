@@ -226,4 +226,8 @@ def test_options_are_checked_by_name():
     ):
         with pytest.raises(ValueError, match=words):
             call()
-    assert repr(RINCELoss()) == "RINCELoss(temperature=0.07, q=0.5, lam=0.01, reduction='mean')"
+    loss = RINCELoss()
+    with pytest.raises(ValueError, match="q: expected a number above 0 and at most 1, got 2"):
+        loss.q = 2
+    assert loss.q == 0.5
+    assert repr(loss) == "RINCELoss(temperature=0.07, q=0.5, lam=0.01, reduction='mean')"

@@ -55,12 +55,14 @@ class RINCELoss(PairLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("q", "lam"):
-            if getattr(self, name) > 1:
-                raise ValueError(f"{name}: expected a number above 0 and at most 1, got {getattr(self, name)}")
         if self.q / self.temperature > _RANGE:
             expected = f"expected at least q / {_RANGE:g} = {self.q / _RANGE:.2g}"
             raise ValueError(f"temperature: {expected}, as float32 would overflow, got {self.temperature}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("q", "lam") and isinstance(value, float | int) and value > 1:
+            raise ValueError(f"{name}: expected a number above 0 and at most 1, got {value}")
+        super().__setattr__(name, value)
 
     def compute(self, sim: Similarity) -> Any:
         anchors, scale = sim.both, 1 / self.temperature
