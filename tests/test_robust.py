@@ -231,3 +231,18 @@ def test_options_are_checked_by_name():
         loss.q = 2
     assert loss.q == 0.5
     assert repr(loss) == "RINCELoss(temperature=0.07, q=0.5, lam=0.01, reduction='mean')"
+
+
+def test_wrong_pairs_that_are_nearly_certain_have_accurate_gradients():
+    """Where 1 - p is 1e-4 or less, it is no difference of rounded numbers."""
+    generator = torch.Generator().manual_seed(0)
+    v, noise = (torch.randn(64, 32, generator=generator, dtype=torch.float64) for _ in range(2))
+    w = v + 0.3 * noise
+    w[:16] = w[:16].roll(1, 0)
+    gradients = []
+    for dtype in (torch.float32, torch.float64):
+        x = v.to(dtype).requires_grad_()
+        ComplementaryContrastiveLoss(0.05)(x, w.to(dtype)).backward()
+        gradients.append(x.grad.double())
+    found, exact = gradients
+    assert (found - exact).norm() < 0.01 * exact.norm()  # 0.04 from the log-sum-exp alone

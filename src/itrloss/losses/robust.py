@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engine.answers import pair_term
+from ..engine.answers import pair_term, shifted_exponential
 from ..similarity import Similarity
 from .base import PairLoss, above_zero
 
@@ -25,9 +25,10 @@ def power_gap(scores: Tensor, negatives: Tensor, scale: Tensor, q: Tensor, log_w
 
 
 @pair_term
-def negative_log_complement(scores: Tensor, scale: Tensor, whole: Tensor) -> Tensor:
-    """Return ``-log(1 - p)``, ``p = e^(a S - L)``, L the log-sum-exp of all candidates."""
-    return -(-(scale * scores - whole).clamp_max(0.0).expm1()).clamp_min(_LEAST).log()
+def negative_log_complement(scores: Tensor, scale: Tensor, top: Tensor, rest: Tensor) -> Tensor:
+    """Return ``-log(1 - p)``, ``p = e^(a S - t - r)``, where t + r is the log-sum-exp of all candidates."""
+    z = (torch.addcmul(-top, scale, scores) - rest).clamp_max(0.0)
+    return -(-z.expm1()).clamp_min(_LEAST).log()
 
 
 @dataclass(eq=False, repr=False)
@@ -91,5 +92,9 @@ class ComplementaryContrastiveLoss(PairLoss):
 
     def compute(self, sim: Similarity) -> Any:
         anchors, scale = sim.both, 1 / self.temperature
-        values = anchors.sum(negative_log_complement, scale, anchors.logsumexp(scale, over="all"))
+        top = anchors.logsumexp(scale, over="all").detach().nan_to_num(neginf=0.0)
+        # 1 - p is small where p is near 1, and the log-sum-exp has only seven digits. The sum of all p, which should be
+        # 1, tells by how much it is wrong: a twentieth of the error, for one more pass over the scores.
+        whole = anchors.sum(shifted_exponential, scale, top) + anchors.sum_of_positives(shifted_exponential, scale, top)
+        values = anchors.sum(negative_log_complement, scale, top, whole.clamp_min(0.5).log())
         return anchors.reduce(values, self.reduction)
