@@ -23,6 +23,8 @@ PAIR = {
     "infonce": lambda **o: itrloss.InfoNCELoss(learnable=True, **o),
     "infonce cold": lambda **o: itrloss.InfoNCELoss(temperature=0.004, **o),
     "sigmoid": lambda **o: itrloss.SigmoidLoss(**o),
+    "rince": lambda **o: itrloss.RINCELoss(0.2, **o),
+    "complementary": lambda **o: itrloss.ComplementaryContrastiveLoss(0.2, **o),
     "triplet": lambda **o: itrloss.TripletLoss(margin=0.5, **o),
     "triplet all": lambda **o: itrloss.TripletLoss(mining="all", margin=0.5, **o),
     "supcon": lambda **o: itrloss.SupConLoss(**o),

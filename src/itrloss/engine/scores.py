@@ -193,6 +193,26 @@ class _Normalize(torch.autograd.Function):
         return project_(grads[0], x, inv, unit, out=torch.empty_like(grads[0])), None
 
 
+def with_bias(
+    rows: Tensor, cols: Tensor, bias: tuple[Tensor | None, Tensor | None] | None, normalize: bool
+) -> tuple[Tensor, Tensor, bool]:
+    """Return embeddings, and whether to normalise them, whose scores include a bias: ``<(u, b, 1), (v, 1, c)>``."""
+    if bias is None:
+        return rows, cols, normalize
+    if not isinstance(bias, tuple) or len(bias) != 2:
+        raise TypeError(f"bias: expected a pair of tensors or None, got {bias!r}")
+    extended = []
+    for side, (x, b) in enumerate(zip((rows, cols), bias, strict=True)):
+        if b is not None and (not isinstance(b, Tensor) or b.shape != (len(x),) or not b.is_floating_point()):
+            got = f"shape {tuple(b.shape)} of {b.dtype}" if isinstance(b, Tensor) else repr(b)
+            raise ValueError(f"bias: expected ({len(x)},) floating-point numbers, got {got}")
+        u = normalized(x, normalize)
+        own = u.new_zeros(len(u), 1) if b is None else b.to(u)[:, None]
+        ones = torch.ones_like(own)
+        extended.append(torch.cat([u, ones, own] if side else [u, own, ones], 1))
+    return extended[0], extended[1], False
+
+
 class Embeddings:
     """The vectors (N, D) of one side. Their unit vectors are computed once, for all matrices that share this object."""
 

@@ -19,6 +19,9 @@ from .infonce import DirectionalInfoNCELoss as DirectionalInfoNCELoss
 from .infonce import DistillationLoss as DistillationLoss
 from .infonce import FilteredInfoNCELoss as FilteredInfoNCELoss
 from .matryoshka import Matryoshka as Matryoshka
+from .probabilistic import PCMEPlusPlusLoss as PCMEPlusPlusLoss
+from .robust import ComplementaryContrastiveLoss as ComplementaryContrastiveLoss
+from .robust import RINCELoss as RINCELoss
 from .supervised import CircleLoss as CircleLoss
 from .supervised import MILNCELoss as MILNCELoss
 from .supervised import MultiSimilarityLoss as MultiSimilarityLoss
