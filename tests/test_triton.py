@@ -189,6 +189,14 @@ def test_positives_that_cannot_be_listed(monkeypatch, few_tiles):
                 torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("name", ["logsumexp below", "logsumexp between", "logsumexp above, over all", "sum between"])
+@pytest.mark.parametrize("view", [lambda s: s, lambda s: s.both], ids=["rows", "both"])
+def test_limits_have_kernels(name, view, few_tiles, poisoned, monkeypatch):
+    for function in ("tiled_sums", "tiled_gradient"):
+        monkeypatch.setattr(reduce, function, lambda *args: pytest.fail("the scores were summed in PyTorch"))
+    compare(name, "wide", view)
+
+
 def test_what_losses_ask_has_a_form():
     assert set(kernels.FORMS) == {"peak", "moments", *PARAMETERS} <= set(FUNCTIONS)
 
