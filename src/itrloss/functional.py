@@ -259,14 +259,14 @@ def sigmoid_loss(
         if isinstance(x, Tensor) and x.numel() != 1:
             raise ValueError(f"{name}: expected a number or a tensor of one value, got shape {tuple(x.shape)}")
     # A sum over the rows has each pair once; per-anchor values need the columns, too.
-    whole = isinstance(sim, Similarity) and reduction != "none"
-    anchors = sim if whole else sim.both
+    anchors = sim if isinstance(sim, Similarity) and reduction != "none" else sim.both
     values = anchors.sum(softplus, scale, bias) + anchors.sum_of_positives(softplus, -scale, -bias)
-    if not whole:  # one half of a pair's value counts for its row and the other for its column
-        existing = anchors.positive_counts + anchors.negative_counts > 0
-        return anchors.reduce(0.5 * values, reduction, existing)
-    n, m = (max(1, size) for size in sim.totals)  # the batches of several processes may all be empty
-    return sim.total(values.sum()) * (0.5 / n + 0.5 / m if reduction == "mean" else 1)
+    if isinstance(anchors, Similarity):
+        n, m = (max(1, size) for size in anchors.totals)  # the batches of several processes may all be empty
+        return anchors.total(values.sum()) * (0.5 / n + 0.5 / m if reduction == "mean" else 1)
+    # One half of a pair's value counts for its row and the other for its column.
+    existing = anchors.positive_counts + anchors.negative_counts > 0
+    return anchors.reduce(0.5 * values, reduction, existing)
 
 
 def triplet_loss(sim: Anchors, margin: float = 0.2, mining: Mining = "hardest", reduction: Reduction = "sum") -> Any:
