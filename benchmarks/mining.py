@@ -90,7 +90,8 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if args.out:
         report.check_path(args.out)
-    rows = measure(*args.shape, args.k, args.rounds)
+    n, m, dim = args.shape
+    rows = measure(n, m, dim, args.k, args.rounds)
     for row in rows:
         print(row)
     if args.out:
