@@ -123,6 +123,17 @@ class Relevance:
             1,
         )
 
+    def hubs(self, scores: Tensor) -> list[float]:
+        """Return Spearman's correlation of 10-occurrences and numbers of other right queries: captions, pictures."""
+        from scipy.stats import spearmanr
+
+        found, judged = [], scores[:, self.texts]
+        for s, right in ((judged, self.others), (judged.T, self.others.T)):
+            often = s.topk(min(10, s.shape[1]), 1).indices.flatten().bincount(minlength=s.shape[1])
+            result: Any = spearmanr(often.numpy(), right.sum(0).numpy())
+            found.append(round(float(result.statistic), 3))
+        return found
+
     def _orders(self, scores: Pair, ordered: tuple[Tensor, Tensor]) -> Tensor:
         """Return (N, 2, 2): how many pairs of candidates with different judgements are in the order of these."""
         parts = []
@@ -271,13 +282,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     args.out.mkdir(parents=True, exist_ok=True)
     relevance = Relevance(torch.arange(1000).repeat_interleave(5), *read_judgements(args.data / "flickr8k"))
-    names, sums = [], []
+    names, sums, hubs = [], [], []
     for name, embeddings in systems(args.data, args.out):
         print(name, flush=True)
         names.append(name)
-        sums.append(torch.stack([relevance.sums(scores) for scores in reranked(embeddings)]))
+        scores = list(reranked(embeddings))
+        sums.append(torch.stack([relevance.sums(pair) for pair in scores]))
+        hubs.append({"system": name, "hubs and relevance": relevance.hubs(scores[0][0])})
     found = gains(torch.stack(sums), list(MEASURES.values()))
-    report.save(args.out / "judged.json", runner.machine("cpu"), list(rows(names, found)))
+    report.save(args.out / "judged.json", runner.machine("cpu"), [*rows(names, found), *hubs])
     return 0
 
 

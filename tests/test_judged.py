@@ -73,11 +73,20 @@ def test_order_and_gain_of_judged_candidates(data):
         for query in {x[side] for x in pairs}:
             own = sorted((x for x in pairs if x[side] == query), key=lambda x: -float(s[x[0], x[1]]))
             dcg, ideal = (
-                sum((x[2] - 1) / math.log2(l + 2) for l, x in enumerate(order[:10]))
+                sum((x[2] - 1) / math.log2(rank + 2) for rank, x in enumerate(order[:10]))
                 for order in (own, sorted(own, key=lambda x: -x[2]))
             )
             found += [dcg / ideal] if ideal else []
         assert sums[:, 28 + side].sum(0).tolist() == pytest.approx([sum(found), len(found)])
+
+
+def test_hubs_and_relevance(data):
+    relevance = Relevance(*data[1:])
+    generic = torch.zeros(N, N * C)  # scores that favour what is right for many
+    generic[:, ::C] = relevance.others.sum(0).float()
+    noise = torch.rand(N, N * C, generator=torch.Generator().manual_seed(0))
+    captions, pictures = relevance.hubs(generic + 1e-3 * noise)
+    assert captions > 0.3 and abs(pictures) <= 1
 
 
 def test_intervals_are_those_of_the_library(data):
