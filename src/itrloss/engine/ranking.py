@@ -65,17 +65,6 @@ def argmax(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return value, best.argmax(dim).add_(run, alpha=_RUN)
 
 
-def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return ``x.topk(k)`` of (B, C) values. On the CPU only the k runs of 64 with the highest maxima are sorted."""
-    if x.device.type != "cpu" or x.shape[1] % _RUN or x.shape[1] < 4 * _RUN * k:
-        values, indices = x.topk(k, 1)
-        return values, indices
-    runs = x.unflatten(1, (-1, _RUN))
-    best = runs.amax(2).topk(k, 1).indices
-    values, places = runs.gather(1, best.unsqueeze(2).expand(-1, -1, _RUN)).flatten(1).topk(k, 1)
-    return values, best.gather(1, places // _RUN) * _RUN + places % _RUN
-
-
 def ranks(thresholds: Tensor, rivals: Tensor, optimistic: bool) -> Tensor:
     """Return the (B, P) ranks, from 1, of positives with scores ``thresholds`` (nan: none), ascending, padded with 0.
 
