@@ -1,8 +1,7 @@
 """Losses and re-rankers for image-text retrieval."""
 
-from . import compat, distributed, functional, metrics, rerank
+from . import compat, distributed, functional, metrics, rerank, terms
 from .anchors import Anchors
-from .engine.answers import pair_term
 from .grad_cache import grad_cache_step
 from .kmeans import OnlineKMeans
 from .losses import (
@@ -39,6 +38,7 @@ from .memory import CoupledMemory, MomentumEncoder
 from .mining import mine_hard_negatives
 from .similarity import Similarity
 from .telemetry import describe
+from .terms import pair_term
 
 __version__ = "0.1.0"
 
@@ -85,4 +85,5 @@ __all__ = [
     "mine_hard_negatives",
     "pair_term",
     "rerank",
+    "terms",
 ]

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from .anchors import Anchors, Limit
 from .checks import Names, as_ids, check_embeddings, one_of
-from .engine.answers import hinge, log1p_clamp, log1p_relu, negative_log_likelihood, pair_term, softplus
 from .engine.scores import compute_dtype, host_may_read
 from .groups import Reduction as Reduction
 from .memory import MemorySimilarity
@@ -28,6 +27,7 @@ from .sets import dynamic_orthogonal_loss as dynamic_orthogonal_loss
 from .sets import set_similarity as set_similarity
 from .sets import variance_aware_loss as variance_aware_loss
 from .similarity import Engine, Similarity
+from .terms import hinge, log1p_clamp, log1p_relu, negative_log_likelihood, pair_term, softplus
 
 Diversity = Literal["std", "entropy", None]
 Mining = Literal["hardest", "all"]

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from ..checks import Names, check_alike, check_embeddings, check_matrix, check_number
 from ..distributed import agreement
-from ..engine.answers import identity, pair_term, softplus
 from ..engine.scores import normalized
 from ..similarity import Similarity
 from ..telemetry import describe
+from ..terms import identity, pair_term, softplus
 from .base import SimilarityLoss
 
 _NAMES = Names("images_mean", "texts_mean", "image_ids", "text_ids")

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engine.answers import pair_term, shifted_exponential
 from ..similarity import Similarity
+from ..terms import pair_term, shifted_exponential
 from .base import PairLoss, above_zero
 
 _RANGE = 70.0  # exp(70), times any number of candidates, does not overflow in float32

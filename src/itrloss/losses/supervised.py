@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..anchors import Anchors
-from ..engine.answers import identity, pair_term
 from ..similarity import Similarity
+from ..terms import identity, pair_term
 from .base import PairLoss, above_zero
 
 _SHARP = 2.0**20  # so sharp a soft minimum of scores is their minimum, but for rounding
