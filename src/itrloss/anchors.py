@@ -298,6 +298,8 @@ class Anchors(Groups):
 
         With ``below``, see :meth:`sum`, of those that score below it: with the score of a positive, a semi-hard one.
         """
+        if self.exchange is not None and any(len(group) > 1 for group in self._groups):
+            raise ValueError("hardest_negatives: expected one matrix of candidates where processes share a batch")
         hardest: list[Any] = [None] * len(self.sizes)
         limit: Any = next(iter(self._limits(below, None)[1]), None)
         limit = limit if limit is None else self.gathered(limit)

@@ -206,22 +206,23 @@ def info_nce_loss(
         temperature = temperature.to(anchors.dtype)  # in half precision its reciprocal would be inaccurate
     scale = 1 / temperature
     if hardness:  # the exponent is scale * S + hardness * S, of which the latter has no gradient
-        share = scale / (scale + hardness)
-        share = share.detach() if isinstance(share, Tensor) else share
+        share, rest = scale / (scale + hardness), hardness / (scale + hardness)
+        share, rest = (x.detach() if isinstance(x, Tensor) else x for x in (share, rest))
         repulsion = anchors.logsumexp(scale / share, below=below, guide=guide)
-        repulsion = share * repulsion + (1 - share) * repulsion.detach()
+        # not 1 - share, which a low hardness rounds to 0: times an empty sum's -inf that would be nan
+        repulsion = share * repulsion + rest * repulsion.detach()
     else:
         repulsion = anchors.logsumexp(scale, below=below, guide=guide)
     own = anchors if positives is None else positives
     loss = own.mean_of_positives(negative_log_likelihood, repulsion, scale)
-    valid = None if positives is None else (repulsion != -torch.inf) & (positives.positive_counts > 0)
+    valid = None if positives is None else (anchors.negative_counts > 0) & (positives.positive_counts > 0)
     return anchors.reduce(loss, reduction, valid)
 
 
 @pair_term
-def taught(scores: Tensor, teacher: Tensor, scale: Tensor, norm: Tensor) -> Tensor:
+def _taught(scores: Tensor, teacher: Tensor, scale: Tensor, norm: Tensor) -> Tensor:
     """Return ``S`` times its probability for a teacher, ``exp(a T - L)``."""
-    return scores * (scale * teacher - norm).exp()
+    return scores * (scale * teacher - norm).clamp_max(80.0).exp()  # pairs that are left out may overflow
 
 
 def distillation_loss(
@@ -236,11 +237,11 @@ def distillation_loss(
     ``teacher``: the same anchors of the teacher's similarities, which get no gradient.
     """
     anchors = sim.both if isinstance(sim, Anchors) else _refuse("sim", sim, Similarity)
-    teacher = teacher.both.detach() if isinstance(teacher, Anchors) else _refuse("teacher", teacher, Similarity)
+    teacher = _same_anchors("teacher", teacher, sim).both.detach()
     if isinstance(temperature, Tensor):
         temperature = temperature.to(anchors.dtype)
     norm = teacher.logsumexp(1 / teacher_temperature, over="all").to(anchors.dtype)
-    expected = anchors.sum(taught, 1 / teacher_temperature, norm, over="all", guide=teacher)
+    expected = anchors.sum(_taught, 1 / teacher_temperature, norm, over="all", guide=teacher)
     values = anchors.logsumexp(1 / temperature, over="all") - expected / temperature
     return anchors.reduce(values, reduction, values != -torch.inf)
 
@@ -314,6 +315,17 @@ def prototype_classification_loss(
     if reduction == "none":
         return values[:batch], values[batch:]
     return values.sum() / (batch if reduction == "mean" else 1)
+
+
+def _same_anchors(name: str, other: Any, sim: Any) -> Any:
+    """Return another model's similarities; raise an error unless they have as many rows and columns as ``sim``."""
+    if not isinstance(other, Anchors):
+        _refuse(name, other, Similarity)
+    sizes = [[m.shape for group in x._groups for m, _ in group] for x in (sim.both, other.both)]
+    if sizes[0] != sizes[1]:
+        got = f"{sizes[1][0]} beside {sizes[0][0]}"
+        raise ValueError(f"{name}: expected similarities of the same images and texts, got a matrix of {got}")
+    return other
 
 
 def _refuse(name: str, x: object, kind: type) -> NoReturn:

@@ -15,6 +15,19 @@ from .engine.exchange import Exchange
 Reduction = Literal["mean", "sum", "none"]
 
 
+def _same_anchors(group: Group) -> bool:
+    """Return whether the matrices of a group are of one batch that processes share, or of none.
+
+    Another batch may hold further candidates of the same anchors, if each process has all of an anchor's candidates.
+    """
+    shares: list[Any] = [matrix.share for matrix, _ in group]
+    if len({None if share is None else share.processes for share in shares}) == 1:
+        return True
+    if any(share is None or share.spread == side for share, (_, side) in zip(shares, group, strict=True)):
+        return False
+    return len({(x.processes.group, x.unpadded[side]) for x, (_, side) in zip(shares, group, strict=True)}) == 1
+
+
 class Groups:
     """Groups of anchors, each with its candidates in one or several matrices; the base of :class:`itrloss.Anchors`."""
 
@@ -29,7 +42,9 @@ class Groups:
         self.weights: Sequence[float] | None = None
         self.dtype, self.device = self._matrix.dtype, self._matrix.device
         firsts = [group[0] for group in groups]
-        if len({None if m.share is None else m.share.processes for m in matrices}) > 1:
+        if len({None if m.share is None else m.share.processes for m in matrices}) > 1 and not (
+            len({m.share and m.share.processes for m, _ in firsts}) == 1 and all(map(_same_anchors, groups))
+        ):
             raise ValueError("anchors: expected those of one batch that processes share, or of none")
         #: What is exchanged with other processes; None: nothing.
         self.exchange = None if self._matrix.share is None else Exchange(firsts)

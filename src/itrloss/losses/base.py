@@ -5,12 +5,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, Field, dataclass, field, fields
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 import torch
 from torch import Tensor, nn
 
-from ..checks import IMAGES_AND_TEXTS, check_number, one_of
+from ..checks import IMAGES_AND_TEXTS, Names, check_number, one_of
 from ..distributed import agreement, padded, world_size
 from ..engine.processes import replicated, total
 from ..functional import Reduction
@@ -232,11 +232,19 @@ class PairLoss(SimilarityLoss):
             self.telemetry = describe(sim, self.active_margin)
         return value
 
-    def _similarity(self, images: Any, texts: Any, image_ids: Any, text_ids: Any, scores: Any) -> Similarity:
+    def _fail(self, error: Exception) -> NoReturn:
+        """Raise an error, in a job of several processes on all of them."""
+        if self._sharded:
+            with agreement(self.process_group):
+                raise error
+        raise error
+
+    def _similarity(
+        self, images: Any, texts: Any, image_ids: Any, text_ids: Any, scores: Any, names: Names = IMAGES_AND_TEXTS
+    ) -> Similarity:
         if self.gather and self._sharded and (scores is not None or isinstance(images, Similarity)):
-            with agreement(self.process_group):  # for the other processes
-                raise ValueError("gather: expected embeddings; scores and a Similarity cannot be gathered")
-        options: dict[str, Any] = {"engine": self.engine, "check_finite": self.check_finite, "names": IMAGES_AND_TEXTS}
+            self._fail(ValueError("gather: expected embeddings; scores and a Similarity cannot be gathered"))
+        options: dict[str, Any] = {"engine": self.engine, "check_finite": self.check_finite, "names": names}
         if isinstance(images, Similarity):
             others = {"texts": texts, "image_ids": image_ids, "text_ids": text_ids, "scores": scores}
             given = [name for name, x in others.items() if x is not None]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..anchors import Anchors
-from ..checks import check_number
+from ..checks import Names, check_number
 from ..similarity import Similarity
 from .base import PairLoss
 
@@ -125,21 +125,24 @@ class InfoNCELoss(PairLoss):
         ``negatives``: (K, D) embeddings of texts that match no image, as in NegCLIP (https://arxiv.org/abs/2210.01936),
         or (N, K, D), those of each image alone. They are no anchors, and in a job of several processes, (K, D).
         """
-        sim = self._similarity(images, texts, image_ids, text_ids, scores)
-        return self._value(sim) if negatives is None else self._value(sim, self._unmatched(images, negatives))
-
-    def _unmatched(self, images: Any, negatives: Tensor) -> Similarity:
-        """Return the similarities of images with texts that match none."""
+        if negatives is None:
+            return self._value(self._similarity(images, texts, image_ids, text_ids, scores))
         if not isinstance(images, Tensor):
-            raise ValueError("negatives: expected images beside them, not scores or a Similarity")
-        image_ids = torch.zeros(len(images), dtype=torch.int64, device=images.device)
-        if negatives.dim() == 2:
-            return self._similarity(images, negatives, image_ids, image_ids.new_ones(len(negatives)), None)
-        if negatives.dim() != 3 or negatives.shape[::2] != images.shape or self._sharded:
+            self._fail(ValueError("negatives: expected images beside them, not scores or a Similarity"))
+        sim = self._similarity(images, texts, image_ids, text_ids, scores)
+        return self._value(sim, self._unmatched(images, negatives))
+
+    def _unmatched(self, images: Tensor, negatives: Tensor) -> Similarity:
+        """Return the similarities of images with texts that match none."""
+        names, image_ids = Names("images", "negatives"), torch.zeros_like(images[:, 0], dtype=torch.int64)
+        if not isinstance(negatives, Tensor) or negatives.dim() != 3:
+            ids = image_ids.new_ones(len(negatives)) if isinstance(negatives, Tensor) else None
+            return self._similarity(images, negatives, image_ids, ids, None, names)
+        if negatives.shape[::2] != images.shape or not negatives.shape[1] or self._sharded:
             expected = "(K, D)" if self._sharded else f"(K, D) or ({len(images)}, K, {images.shape[1]})"
-            raise ValueError(f"negatives: expected shape {expected}, got {tuple(negatives.shape)}")
+            self._fail(ValueError(f"negatives: expected shape {expected}, got {tuple(negatives.shape)}"))
         own = torch.arange(negatives[..., 0].numel(), device=images.device)
-        every = self._similarity(images, negatives.flatten(0, 1), image_ids, torch.ones_like(own), None)
+        every = self._similarity(images, negatives.flatten(0, 1), image_ids, torch.ones_like(own), None, names)
         scores = every.pair_scores(own // negatives.shape[1], own).view(negatives.shape[:2])
         return self._similarity(None, None, image_ids, image_ids.new_ones(negatives.shape[1]), scores)
 

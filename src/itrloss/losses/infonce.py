@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from .. import functional
-from ..checks import check_number, one_of
+from ..anchors import Anchors
+from ..checks import check_matrix, check_number, one_of
 from ..engine.answers import identity, negative_log_likelihood
+from ..engine.scores import host_may_read
 from ..similarity import Similarity
 from .base import PairLoss, above_zero
 
@@ -43,8 +45,11 @@ class DirectionalInfoNCELoss(PairLoss):
         super().__init__(**common)
         self.shown = ("temperature", "directions", "joint", "reduction")
         check_number("temperature", temperature, positive=True)
-        for direction in directions:
+        one_of("joint", joint, True, False)
+        for direction in (directions,) if isinstance(directions, str) else directions:
             one_of("directions", direction, *DIRECTIONS)
+        if isinstance(directions, str):
+            raise TypeError(f"directions: expected several names, got {directions!r}")
         if not set(DIRECTIONS[:2]) & set(directions) or len(set(directions)) < len(directions):
             raise ValueError(f"directions: expected each once, and one of {DIRECTIONS[:2]}, got {directions!r}")
         self.temperature, self.directions, self.joint = temperature, tuple(directions), joint
@@ -52,31 +57,50 @@ class DirectionalInfoNCELoss(PairLoss):
     def forward(  # type: ignore[override]
         self, images: Tensor, texts: Tensor, image_ids: Tensor | None = None, text_ids: Tensor | None = None
     ) -> Any:
-        """Return the loss of (N, D) images and as many texts, with (N,) ids of both or without."""
-        sim = self._similarity(images, texts, image_ids, text_ids, None)
-        if sim.shape[0] != len(texts) or (image_ids is None) != (text_ids is None):
-            raise ValueError(f"texts: expected one for each of {sim.shape[0]} images, and ids of both or of neither")
-        pairs = (images, image_ids), (texts, text_ids)
-        return self._value(sim, *(self._similarity(x, x, ids, ids, None) for x, ids in pairs))
+        """Return the loss of (N, D) images and as many texts.
+
+        ``image_ids``, ``text_ids``: None, or both, (N,) integers that are equal for image i and text i.
+        """
+        ids = image_ids, text_ids
+        if not all(isinstance(x, Tensor) for x in (images, texts)) or len(images) != len(texts):
+            self._fail(ValueError("texts: expected a tensor, and one text for each image"))
+        if (image_ids is None) != (text_ids is None):
+            self._fail(ValueError("image_ids, text_ids: expected both or neither"))
+        if all(isinstance(x, Tensor) and host_may_read(x) for x in ids) and not torch.equal(*ids):  # type: ignore
+            self._fail(ValueError("text_ids: expected image_ids, as image i belongs to text i, got others"))
+        sims = [
+            self._similarity(x, y, own, others, None)
+            for x, y, own, others in (
+                (images, texts, image_ids, text_ids),
+                (images, images, image_ids, image_ids),
+                (texts, texts, text_ids, text_ids),
+            )
+        ]
+        return self._value(*sims)
 
     def compute(self, sim: Similarity, images: Similarity, texts: Similarity) -> Any:  # type: ignore[override]
-        scale = 1 / self.temperature
-        anchors = {"image-text": sim, "text-image": sim.T, "image-image": images, "text-text": texts}
-        norms = {d: anchors[d].logsumexp(scale) for d in self.directions}  # of the negatives
-        if self.joint:  # each sum over the other modality has the positive
-            several = math.log(len(set(DIRECTIONS[:2]) & set(self.directions)))
-            norm = torch.stack(list(norms.values())).clamp_min(-1e30).logsumexp(0)  # -inf alone has the gradient nan
-            values = sim.mean_of_positives(negative_log_likelihood, norm - several, scale) + several
-            return sim.reduce(values, self.reduction)
-        found = []
-        for d, norm in norms.items():
-            own = sim if d.startswith("image") else sim.T
-            if d in DIRECTIONS[:2]:
-                values = own.mean_of_positives(negative_log_likelihood, norm, scale)
-            else:
-                values = norm - scale * own.mean_of_positives(identity)
-            found.append(anchors[d].reduce(values, self.reduction))
+        anchors = dict(zip(DIRECTIONS, (sim, sim.T, images, texts), strict=True))
+        across = [d for d in self.directions if d in DIRECTIONS[:2]]
+        pairs = Anchors.together(*(anchors[d] for d in across))  # rows and columns in one pass
+        norms = dict(zip(across, pairs.split(pairs.logsumexp(1 / self.temperature)), strict=True))
+        norms |= {d: anchors[d].logsumexp(1 / self.temperature) for d in self.directions if d not in norms}
+        if self.joint:
+            return self._of_softmax(sim, list(norms.values()), len(across))
+        sides = {d: sim if d.startswith("image") else sim.T for d in self.directions}
+        found = [self._of_softmax(sides[d], [norms[d]], across.count(d)) for d in self.directions]
         return sum(found) if self.reduction != "none" else tuple(x for (x,) in found)
+
+    def _of_softmax(self, own: Similarity, norms: Sequence[Tensor], several: int) -> Any:
+        """Return the loss of one softmax, from the log-sum-exps of its negatives; ``several`` have the positive."""
+        scale, norm = 1 / self.temperature, norms[0]
+        if len(norms) > 1:
+            norm = torch.stack([*norms]).clamp_min(-1e30).logsumexp(0)  # of -inf alone, the gradient would be nan
+        if several:
+            log = math.log(several)
+            values = own.mean_of_positives(negative_log_likelihood, norm - log, scale) + log
+        else:
+            values = norm - scale * own.mean_of_positives(identity)
+        return own.reduce(values, self.reduction)
 
 
 @dataclass(eq=False, repr=False)
@@ -118,7 +142,12 @@ class FilteredInfoNCELoss(PairLoss):
         ``guide``: a :class:`Similarity` with the same ids of the embeddings of the same images and texts by another
         model. In a job it is a :meth:`Similarity.sharded`, and both have the schedule ``"all-gather"``.
         """
-        return self._value(self._similarity(images, texts, image_ids, text_ids, scores), guide)
+        sim = self._similarity(images, texts, image_ids, text_ids, scores)
+        if guide is not None:
+            given = [[x is None for x in s.ids] for s in (sim, functional._same_anchors("guide", guide, sim))]
+            if given[0] != given[1]:
+                raise ValueError("guide: expected the ids of the loss, as its positives' scores are limits")
+        return self._value(sim, guide)
 
     def compute(self, sim: Similarity, guide: Similarity | None = None) -> Any:
         judge = (sim if guide is None else guide).both
@@ -160,12 +189,17 @@ class DistillationLoss(PairLoss):
         ``teacher``: (N, M) scores of another model, or a :class:`Similarity` of its embeddings, see
         :meth:`FilteredInfoNCELoss.forward`. Ids are as in :meth:`PairLoss.forward`; they are for ``telemetry`` alone.
         """
-        if isinstance(teacher, Tensor):
-            ids = (torch.arange(size, device=teacher.device) for size in teacher.shape)
-            teacher = Similarity.from_scores(teacher, *ids, check_finite=self.check_finite)
-        if len(images) != len(texts) and image_ids is None and text_ids is None:
+        if not self._sharded and image_ids is None is text_ids and len(images) != len(texts):
             image_ids, text_ids = (torch.arange(len(x), device=x.device) for x in (images, texts))
-        return self._value(self._similarity(images, texts, image_ids, text_ids, None), teacher)
+        if isinstance(teacher, Tensor) and self._sharded:
+            self._fail(TypeError("teacher: expected a Similarity.sharded in a job of several processes, got a tensor"))
+        sim = self._similarity(images, texts, image_ids, text_ids, None)
+        if isinstance(teacher, Tensor):
+            check_matrix("teacher", teacher, "(N, M)", self.check_finite)
+            if teacher.shape != sim.shape:
+                raise ValueError(f"teacher: expected shape {sim.shape}, got {tuple(teacher.shape)}")
+            teacher = Similarity.from_scores(teacher, image_ids, text_ids)
+        return self._value(sim, functional._same_anchors("teacher", teacher, sim))
 
     def compute(self, sim: Similarity, teacher: Similarity) -> Any:  # type: ignore[override]
         temperatures = self.temperature, self.teacher_temperature
