@@ -11,9 +11,9 @@ from torch import Tensor
 from .. import functional
 from ..anchors import Anchors
 from ..checks import check_matrix, check_number, one_of
-from ..engine.answers import identity, negative_log_likelihood
 from ..engine.scores import host_may_read
 from ..similarity import Similarity
+from ..terms import identity, negative_log_likelihood
 from .base import PairLoss, above_zero
 
 DIRECTIONS: tuple[str, ...] = "image-text", "text-image", "image-image", "text-text"
