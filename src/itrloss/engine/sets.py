@@ -5,13 +5,14 @@ The scores ``x`` of the elements of n sets with those of m others are (n, K, m, 
     max               max_k max_l x                     max_sum           sum_k max_l x
     smooth_max_sum    sum_k soft_l x                    smooth_chamfer    (mean_k soft_l x + mean_l soft_k x) / 2
 
-with ``soft_l x = log(sum_l exp(alpha x)) / alpha``. Where a maximum has a gradient, forward notes which element won, and
-backward multiplies nothing: it adds up the winners. The smooth ones are computed again in backward, block by block.
+with ``soft_l x = log(sum_l exp(alpha x)) / alpha``. Where a maximum has a gradient, forward notes which element won,
+and backward forms no scores: it adds up the winners. The scores of the smooth ones are formed again in backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,6 @@ from torch import Tensor
 
 from .pairs import weighted_sums
 from .products import matmul
-from .ranking import argmax
 from .reduce import operator
 from .scores import (
     _ACCELERATOR_TILE,
@@ -50,20 +50,28 @@ class Sets(NamedTuple):
         lengths = self.lengths if part is None else self.lengths[part]
         return torch.arange(self.x.shape[1], device=self.x.device) >= lengths[:, None]
 
-    def unit(self, part: slice) -> Tensor:
+    def unit(self, part: slice, clean: bool = False) -> Tensor:
         """Return the (n K, D) vectors of some sets in the compute dtype, at unit length if they are normalised.
 
-        Elements that do not exist are zero, whatever they hold, so that they add nothing to the others' gradient.
+        ``clean``: elements that do not exist are zero, whatever they hold; they add nothing to the others' gradient.
         """
         vectors = scaled(self.x[part].flatten(0, 1), None if self.inv is None else self.inv[part].flatten())
-        missing = self.missing(part)
+        missing = self.missing(part) if clean else None
         return vectors if missing is None else vectors.masked_fill(missing.view(-1, 1), 0.0)
 
-    def gradient(self, grad: Tensor, unit: Tensor | None = None) -> Tensor:
-        """Return the (N, K, D) gradient of the sets from that of their ``unit`` vectors (N K, D), which is overwritten."""
+    def gradient(self, grad: Tensor, unit: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """Return the (N, K, D) gradient of the sets from that of their ``unit`` vectors (N K, D), which is overwritten.
+
+        ``out``: where to put it.
+        """
         inv, missing = None if self.inv is None else self.inv.flatten(), self.missing()
-        grad = project_(grad, self.x.flatten(0, 1), inv, unit).view_as(self.x)
-        return grad if missing is None else grad.masked_fill_(missing.unsqueeze(-1), 0.0)
+        at_once = None  # formed in `out`, without a copy
+        if out is not None and inv is not None and out.dtype == grad.dtype:
+            at_once = out.flatten(0, 1)
+        result = project_(grad, self.x.flatten(0, 1), inv, unit, at_once).view_as(self.x)
+        if out is not None:
+            result = out if at_once is not None else out.copy_(result)
+        return result if missing is None else result.masked_fill_(missing.unsqueeze(-1), 0.0)
 
 
 class Form(NamedTuple):
@@ -87,17 +95,24 @@ def blocks(a: Sets, b: Sets, values: int) -> tuple[list[slice], list[slice]]:
     return even_chunks(n, r), even_chunks(m, c)
 
 
+def units(sets: Sets, parts: list[slice]) -> Callable[[int], Tensor]:
+    """Return a function of i for the unit vectors of the i-th part; they are kept if they are no larger than a tile."""
+    numel = TILE.get(sets.x.device.type, _ACCELERATOR_TILE)[0]
+    return functools.lru_cache(len(parts) if sets.x.numel() <= numel else 1)(lambda i: sets.unit(parts[i]))
+
+
 # ------------------------------------------------------------------------------------------------ of one block
 
 
 def aggregated(x: Tensor, form: Form, a: Sets, b: Sets) -> Tensor:
-    """Return the (n, m) scores of sets from those of all their elements (n, K, m, L), by plain PyTorch."""
+    """Return the (n, m) scores of sets from those of all their elements (n, K, m, L), overwritten, by plain PyTorch."""
     rows, cols = a.missing(), b.missing()
     low = _low(x)
 
     def best(dim: int, missing: Tensor | None) -> Tensor:
         y = x if form.hard else x * form.alpha
-        y = y if missing is None else y.masked_fill(missing, low)
+        if missing is not None:
+            y.masked_fill_(missing, low)
         if not form.hard:
             return y.logsumexp(dim) / form.alpha
         return y.max(dim).values if torch.is_grad_enabled() else y.amax(dim)
@@ -135,7 +150,7 @@ def winning(x: Tensor, form: Form, a: Sets, b: Sets) -> tuple[Tensor, Tensor]:
     The second is (n, K, m) for the element of ``b`` that is the best of each of ``a``, or (n, 1, m) ``k L + l`` for the
     best pair of elements.
     """
-    (n, k, m, size), rows, cols = x.shape, a.missing(), b.missing()
+    rows, cols = a.missing(), b.missing()
     if cols is not None:
         x.masked_fill_(cols, _low(x))
     value, which = _argmax_(x)
@@ -143,7 +158,7 @@ def winning(x: Tensor, form: Form, a: Sets, b: Sets) -> tuple[Tensor, Tensor]:
         value = value.masked_fill(rows.unsqueeze(-1), _low(x) if form.name == "max" else 0.0)
     if form.name == "max":
         value, best = value.max(1, keepdim=True)
-        which = which.gather(1, best) + best * size
+        which = which.gather(1, best) + best * x.shape[3]
     return value.sum(1), which
 
 
@@ -186,7 +201,7 @@ def _products(left: Tensor, right: Tensor, a: Sets, b: Sets) -> Tensor:
 
 
 def _empty(a: Sets, b: Sets) -> Tensor | None:
-    """Return the (N, M) bool mask of the pairs of which a set is empty; None if none is certain to be."""
+    """Return the (N, M) bool mask of the pairs of which one set is empty; None without lengths."""
     empty = [None if x.lengths is None else x.lengths == 0 for x in (a, b)]
     rows, cols = (torch.zeros(1, dtype=torch.bool, device=a.x.device) if x is None else x for x in empty)
     return None if empty == [None, None] else rows[:, None] | cols
@@ -198,14 +213,15 @@ def _scores(source: list[Tensor | None], name: str, alpha: float, keep: bool) ->
     scores, winners = _fake_scores(source, name, alpha, keep)
     with torch.no_grad(), full_precision(a.x):
         rows, cols = blocks(a, b, b.x.shape[1])
+        left = units(a, rows)
         for c in cols:  # the larger blocks outside: they are normalised once
             right, other = b.unit(c), _part(b, c)
-            for r in rows:
+            for i, r in enumerate(rows):
                 own = _part(a, r)
                 if winners.numel():
-                    scores[r, c], winners[r, :, c] = winning(_products(a.unit(r), right, own, other), form, own, other)
+                    scores[r, c], winners[r, :, c] = winning(_products(left(i), right, own, other), form, own, other)
                 else:
-                    scores[r, c] = aggregated(_products(a.unit(r), right, own, other), form, own, other)
+                    scores[r, c] = aggregated(_products(left(i), right, own, other), form, own, other)
         empty = _empty(a, b)
         return scores if empty is None else scores.masked_fill_(empty, 0.0), winners
 
@@ -231,10 +247,10 @@ def _gradients(
         grad = grad if empty is None else grad.masked_fill(empty, 0.0)
         rows, cols = blocks(a, b, _WINNER if form.hard else b.x.shape[1])
         for c in cols:
-            right, other = b.unit(c), _part(b, c)
+            right, other = b.unit(c, clean=True), _part(b, c)
             held: Tensor | None = None
             for r in rows:
-                left, own = a.unit(r), _part(a, r)
+                left, own = a.unit(r, clean=True), _part(a, r)
                 if form.hard:
                     grads = _of_winners(left, right, winners[r, :, c], grad[r, c], other.x.shape[1], needs)
                 else:
@@ -249,7 +265,7 @@ def _gradients(
                 if grads[1] is not None:
                     held = grads[1] if held is None else held.add_(grads[1])
             if held is not None:
-                of_cols[c] = other.gradient(held, right)
+                other.gradient(held, right, out=of_cols[c])
         if needs[0]:
             of_rows = a.gradient(total.flatten(0, 1))
     return of_rows, of_cols

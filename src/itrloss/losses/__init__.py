@@ -15,5 +15,6 @@ from .dvse import DVSETerms as DVSETerms
 from .dvse import DynamicGate as DynamicGate
 from .dvse import DynamicOrthogonalLoss as DynamicOrthogonalLoss
 from .dvse import VarianceAwareLoss as VarianceAwareLoss
+from .late_interaction import LateInteractionLoss as LateInteractionLoss
 from .user import HubnessAwareLoss as HubnessAwareLoss
 from .user import UnifiedTrainingObjective as UnifiedTrainingObjective
