@@ -83,6 +83,14 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Inputs], Any]]]
         lambda: itrloss.VarianceAwareLoss(shared_sigma=False),
         lambda m, x: m(x.part(0, K), x.part(3)),
     ),
+    "LateInteractionLoss": (
+        itrloss.LateInteractionLoss,
+        lambda m, x: m(x.part(0, K), x.part(3, 4), IDS.clamp_max(K), None, IDS, IDS),
+    ),
+    "LateInteractionLoss smooth": (
+        lambda: itrloss.LateInteractionLoss(0.5, alpha=8.0),
+        lambda m, x: m(x.part(0, K), x.part(3, 4)),
+    ),
     "DynamicOrthogonalLoss": (lambda: itrloss.DynamicOrthogonalLoss(0.0), lambda m, x: m(x.part(0, K))),
     "DynamicGate": (lambda: itrloss.DynamicGate(D, K), lambda m, x: m(x.part(0, 4))),
     "CoupledMemory": (lambda: itrloss.CoupledMemory(ENTRIES, D), enqueue),

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from .anchors import Anchors
-from .checks import check_matrix, check_number, one_of
-from .engine.scores import full_precision, normalized
+from .checks import as_ids, check_alike, check_matrix, check_number, one_of
+from .engine.scores import full_precision, host_may_read, normalized
+from .engine.sets import Sets, set_scores
 from .groups import Reduction
 from .similarity import Similarity
 
 PairReduction = Literal["mean", "sum", "frobenius"]
-Aggregation = Literal["max", "mean", "smooth_chamfer"]
+Aggregation = Literal["max", "mean", "smooth_chamfer", "max_sum", "smooth_max_sum"]
 
 
 def variance_aware_loss(
@@ -154,6 +155,8 @@ def set_similarity(
     alpha: float = 16.0,
     *,
     normalize: bool = True,
+    image_lengths: Tensor | None = None,
+    text_lengths: Tensor | None = None,
 ) -> Tensor:
     r"""Return the (N, M) similarity of sets of embeddings by the cosines of their elements.
 
@@ -177,19 +180,28 @@ def set_similarity(
     for name, x in (("images", images), ("texts", texts)):
         if x.dim() != 3 or x.shape[2] != images.shape[2] or 0 in x.shape:
             raise ValueError(f"{name}: expected sets of embeddings of one dimension, got shape {tuple(x.shape)}")
+    check_alike("texts", texts, "images", images)
     check_number("alpha", alpha, positive=True)
-    one_of("aggregation", aggregation, "max", "mean", "smooth_chamfer")
-    (m, size, _), elements = texts.shape, normalized(texts, normalize).flatten(0, 1)
-    step = max(1, 2**22 // (images.shape[1] * len(elements)))
-    blocks = []
-    for block in normalized(images, normalize).split(step):
-        with full_precision(elements):
-            cosines = (block.flatten(0, 1) @ elements.T).view(len(block), -1, m, size)
-        if aggregation == "max":
-            blocks.append(cosines.amax((1, 3)))
-        elif aggregation == "mean":
-            blocks.append(cosines.mean((1, 3)))
-        else:
-            z = alpha * cosines
-            blocks.append((z.logsumexp(3).mean(1) + z.logsumexp(1).mean(2)) / (2 * alpha))
-    return torch.cat(blocks)
+    one_of("aggregation", aggregation, "max", "mean", "smooth_chamfer", "max_sum", "smooth_max_sum")
+    rows = images, _lengths("image_lengths", image_lengths, images)
+    cols = texts, _lengths("text_lengths", text_lengths, texts)
+    if aggregation != "mean":
+        return set_scores(rows, cols, aggregation, alpha, normalize)
+    means = []
+    for x, lengths in (rows, cols):  # the mean of the products is the product of the means
+        missing = Sets(x, None, lengths).missing()
+        x = normalized(x if missing is None else x.masked_fill(missing.unsqueeze(-1), 0.0), normalize)
+        means.append(x.mean(1) if lengths is None else x.sum(1) / lengths.clamp_min(1)[:, None])
+    with full_precision(images):
+        return means[0] @ means[1].T
+
+
+def _lengths(name: str, lengths: Any, sets: Tensor) -> Tensor | None:
+    """Return the (N,) int64 numbers of elements of the sets (N, K, D); None if all exist."""
+    if lengths is None:
+        return None
+    lengths = as_ids(name, lengths, len(sets), sets.device)
+    if host_may_read(lengths) and not 0 <= int(lengths.amin()) <= int(lengths.amax()) <= sets.shape[1]:
+        got = f"{int(lengths.amin())} to {int(lengths.amax())}"
+        raise ValueError(f"{name}: expected integers from 0 to {sets.shape[1]}, got {got}")
+    return lengths

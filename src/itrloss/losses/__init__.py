@@ -18,6 +18,7 @@ from .dvse import VarianceAwareLoss as VarianceAwareLoss
 from .infonce import DirectionalInfoNCELoss as DirectionalInfoNCELoss
 from .infonce import DistillationLoss as DistillationLoss
 from .infonce import FilteredInfoNCELoss as FilteredInfoNCELoss
+from .late_interaction import LateInteractionLoss as LateInteractionLoss
 from .matryoshka import Matryoshka as Matryoshka
 from .probabilistic import PCMEPlusPlusLoss as PCMEPlusPlusLoss
 from .robust import ComplementaryContrastiveLoss as ComplementaryContrastiveLoss

@@ -1,0 +1,73 @@
+"""InfoNCE on the scores of sets of token embeddings."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import functional
+from ..checks import IMAGES_AND_TEXTS, check_matrix, require_finite
+from ..similarity import Similarity
+from ..telemetry import describe
+from .base import SimilarityLoss, above_zero
+
+
+@dataclass(eq=False, repr=False)
+class LateInteractionLoss(SimilarityLoss):
+    r"""InfoNCE on late-interaction scores of sets of token embeddings, as in ColBERT (Khattab & Zaharia, SIGIR 2020).
+
+    .. math:: S_{ij} = \sum_{a \in A_i} \max_{b \in B_j} \cos(a, b)
+
+    for the sets A of the images and B of the texts, with :class:`InfoNCELoss` of S / τ. A score is as large as a set of
+    K elements allows, K at most; τ is in its units. See :doc:`methods/late_interaction`.
+
+    Args:
+        temperature: τ, above 0.
+        alpha: None, or the sharpness α of ``log(sum_b exp(α cos(a, b))) / α`` in place of the maximum.
+        normalize: scale elements to unit length first.
+        reduction, engine, check_finite, telemetry: see :class:`PairLoss`. The engine is that of InfoNCE on the (N, M)
+            scores; the scores of elements are never held whole.
+        gather: False, unless there is one process: sets are not exchanged between processes.
+    """
+
+    temperature: float = above_zero(1.0)
+    alpha: float | None = None
+    normalize: bool = True
+
+    def forward(
+        self,
+        images: Tensor,
+        texts: Tensor,
+        image_lengths: Tensor | None = None,
+        text_lengths: Tensor | None = None,
+        image_ids: Tensor | None = None,
+        text_ids: Tensor | None = None,
+    ) -> Any:
+        """Return the loss of sets (N, K, D) and (M, L, D); see :meth:`PairLoss.forward`.
+
+        Args:
+            images, texts: sets of embeddings. The first are those whose elements are summed up, ColBERT's queries.
+            image_lengths, text_lengths: (N,) and (M,) numbers of elements; what follows them is padding, of any value.
+                An empty set scores 0.
+            image_ids, text_ids: as in :meth:`PairLoss.forward`.
+        """
+        if self._sharded:
+            raise ValueError(
+                f"gather: expected False, as sets are not exchanged between processes, got {self.gather!r}"
+            )
+        for name, x in (("images", images), ("texts", texts)):
+            check_matrix(name, x, "(N, K, D)", dims=3)
+            if self.check_finite:
+                require_finite(name, x.flatten(0, 1))
+        form, alpha = ("max_sum", 1.0) if self.alpha is None else ("smooth_max_sum", self.alpha)
+        lengths: Any = {"image_lengths": image_lengths, "text_lengths": text_lengths}
+        scores = functional.set_similarity(images, texts, form, alpha, normalize=self.normalize, **lengths)
+        sim = Similarity.from_scores(scores, image_ids, text_ids, engine=self.engine, names=IMAGES_AND_TEXTS)
+        value = self.compute(sim)
+        if self.observed and not torch.compiler.is_compiling():
+            self.telemetry = describe(sim)
+        return value
+
+    def compute(self, sim: Similarity) -> Any:
+        return functional.info_nce_loss(sim, self.temperature, self.reduction)
