@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 import oracle
+import oracle_infonce
 import oracle_more
 import oracle_supervised
 import pytest
@@ -37,6 +38,8 @@ TRIPLET, INFONCE, HAL, DCL, SUPCON, MULTI, CIRCLE = (
     (itrloss.MultiSimilarityLoss, oracle_supervised.multi_similarity),
     (itrloss.CircleLoss, oracle_supervised.circle),
 )
+HARD, FILTERED = (itrloss.InfoNCELoss, oracle_infonce.hard), (itrloss.FilteredInfoNCELoss, oracle_infonce.filtered)
+HARDER = {"hardness": 30.0, "temperature": 0.2}
 HEAVY = {"positive_weight": 0.5, "positive": "relu", "temperature": 0.2, "margin": 0.1, "epsilon": 0.3}
 LOSSES = {
     "triplet": (*TRIPLET, {}, {"margin": 0.2, "mining": "hardest"}),
@@ -64,6 +67,10 @@ LOSSES = {
     "multi-similarity mined": (*MULTI, *[{"alpha": 5.0, "beta": 20.0, "base": 0.2, "epsilon": 0.1}] * 2),
     "circle": (*CIRCLE, {}, {}),
     "circle wide": (*CIRCLE, *[{"margin": 0.25, "scale": 256.0}] * 2),
+    "hard infonce": (*HARD, *[{"hardness": 9.0}] * 2),
+    "hard infonce learnable": (*HARD, {"hardness": 30.0, "learnable": True, "temperature": 0.2}, HARDER),
+    "filtered": (*FILTERED, {}, {}),
+    "filtered below": (*FILTERED, *[{"margin": -0.05, "relative": True, "temperature": 0.01}] * 2),
 }
 ENGINES = ("dense", "tiled")
 
@@ -71,7 +78,7 @@ ENGINES = ("dense", "tiled")
 OF_ANCHORS = [name for name in LOSSES if not name.startswith("sigmoid")]  # a sigmoid loss includes every pair
 
 
-DETACHED = "dcl", "cir"  # prefixes of losses with weights that the gradient takes for constants
+DETACHED = "dcl", "cir", "har"  # prefixes of losses with weights that the gradient takes for constants
 
 
 def make(name, **extra):

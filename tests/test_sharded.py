@@ -10,7 +10,8 @@ from cases import weighted_by_guide
 from processes import run
 from sharded import LOSSES, SAMPLES, batch, configuration, filled_memory, joined, outcome
 
-from itrloss import Similarity
+import itrloss
+from itrloss import Anchors, Similarity
 from itrloss.engine.answers import identity
 
 
@@ -78,6 +79,34 @@ def test_compiled_losses_over_processes(tmp_path):
     for each in run(compiled, tmp_path, ["infonce", "triplet", "mdcl"]):
         for eager, graph in each:
             torch.testing.assert_close(graph, eager, rtol=1e-9, atol=1e-12)
+
+
+def refused(rank: int) -> None:
+    """Errors of the forms of InfoNCE, which all processes raise, and answers of pooled candidates."""
+    ids = torch.arange(4) + 4 * rank
+    v, w = torch.randn(4, 5), torch.randn(4, 5)
+    with pytest.raises(TypeError, match=r"teacher: expected a Similarity\.sharded in a job of several processes"):
+        itrloss.DistillationLoss(gather=True)(v, w, torch.randn(4, 8))
+    with pytest.raises(ValueError, match=r"negatives: expected shape \(K, D\), got \(4, 2, 5\)"):
+        itrloss.InfoNCELoss(gather=True)(v, w, negatives=torch.randn(4, 2, 5))
+    with pytest.raises(ValueError, match=r"text_ids: expected image_ids, as image i|process 1 failed"):
+        itrloss.DirectionalInfoNCELoss(gather=True)(v, w, ids, ids.flip(0) if rank else ids)
+    ring = Similarity.sharded(v, w, schedule="ring")
+    with pytest.raises(ValueError, match="guide: expected schedule='all-gather' of all similarities"):
+        itrloss.FilteredInfoNCELoss(gather="all-gather")(v, w, guide=ring)
+    sims = [Similarity.sharded(v, x, ids, ids, schedule="all-gather") for x in (w, w.sin())]
+    with pytest.raises(ValueError, match="hardest_negatives: expected one matrix of candidates"):
+        Anchors.pooled(*sims).hardest_negatives()
+    for other in (sims[1].T, Similarity.sharded(torch.randn(4 + rank, 5), w, torch.arange(4 + rank), ids)):
+        with pytest.raises(ValueError, match="anchors: expected"):
+            Anchors.pooled(sims[0].T, other)
+    with pytest.raises(ValueError, match="anchors: expected those of one batch"):
+        Anchors.together(*sims)
+
+
+@pytest.mark.slow
+def test_what_processes_cannot_share_is_an_error_in_all_of_them(tmp_path):
+    run(refused, tmp_path)
 
 
 def limited(rank: int | None, schedule: Any) -> list[torch.Tensor]:
