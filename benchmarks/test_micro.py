@@ -48,13 +48,14 @@ def test_tile_size(benchmark, numel, monkeypatch):
 
 
 @pytest.mark.parametrize("library", ["blas", "onednn"])
-@pytest.mark.parametrize("shape", [(128, 1024, 4096), (2048, 1024, 2048)], ids=str)
-def test_product(benchmark, shape, library, monkeypatch):
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+@pytest.mark.parametrize("shape", [(128, 1024, 4096), (2048, 1024, 2048), (2048, 512, 768)], ids=str)
+def test_product(benchmark, shape, transposed, library, monkeypatch):
     if not torch.backends.mkldnn.is_available():
         pytest.skip("PyTorch was built without oneDNN")
     monkeypatch.setattr(products, "prefers_onednn", lambda: library == "onednn")
     n, k, m = shape
-    a, b = torch.randn(n, k), torch.randn(m, k).T
+    a, b = torch.randn(k, n).T if transposed else torch.randn(n, k), torch.randn(m, k).T
     torch.testing.assert_close(benchmark(lambda: products.matmul(a, b)), a @ b, rtol=1e-3, atol=1e-3)
 
 

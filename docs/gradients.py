@@ -99,6 +99,10 @@ PANELS = {
         "temperature=0.07": _of_scores(itrloss.InfoNCELoss()),
         "temperature=0.3": _of_scores(itrloss.InfoNCELoss(temperature=0.3)),
     },
+    "robust": {
+        "RINCE": _of_scores(itrloss.RINCELoss()),
+        "RCL": _of_scores(itrloss.ComplementaryContrastiveLoss()),
+    },
     "sigmoid": {
         "scale=10, bias=-10": _of_scores(itrloss.SigmoidLoss(learnable=False)),
         "scale=20, bias=-10": _of_scores(itrloss.SigmoidLoss(scale=20.0, learnable=False)),

@@ -1,8 +1,8 @@
 """A Sphinx extension: below each table of figures with their ±, the same as a chart.
 
-A table with a column "difference" becomes one of our differences and the printed ones; one with columns "0 %", "20 %",
-... of RSUM for each share of wrong pairs; any other with a column "RSUM" one of RSUM before and after re-ranking, which
-has a column or rows of its own.
+A table with a column "difference" becomes one of our differences and the printed ones; one with cells "1.5 (-0.2 to
+3.2)", one of its columns of RSUM; one with columns "0 %", "20 %" and so on, one of RSUM by the share of wrong pairs;
+any other with a column "RSUM", one of RSUM before and after re-ranking, which has a column or rows of its own.
 """
 
 import math
@@ -15,10 +15,17 @@ from itrloss.report.charts import intervals
 PAGES = ("results", "ablations")
 SPREAD = "RSUM, mean ± standard deviation over seeds"
 NUMBER = re.compile(r"([+-]?[\d.]+)(?: ± ([\d.]+))?")
+ENDS = re.compile(r"([+-]?[\d.]+) \(([+-]?[\d.]+) to ([+-]?[\d.]+)\)")
 
 
 def interval(text):
-    """Return (value, low, high) of "1.5 ± 0.2"; without ± the value three times, and NaN for what is no number."""
+    """Return (value, low, high) of "1.5 ± 0.2" or "1.5 (1.3 to 1.7)".
+
+    Without ± the value three times, and NaN for what is no number.
+    """
+    ends = ENDS.fullmatch(text.replace("−", "-"))
+    if ends:
+        return tuple(float(x) for x in ends.groups())
     match = NUMBER.fullmatch(text.replace("−", "-"))
     value, half = (float(match[1]), float(match[2] or 0)) if match else (math.nan, math.nan)
     return value, value - half, value + half
@@ -38,6 +45,10 @@ def drawn(table, label):
         columns = [i for i, title in enumerate(head) if re.fullmatch(r"\d+ %", title)]
         groups = {f"{head[i]} wrong pairs": [interval(row[i]) for row in rows] for i in columns}
         return intervals([row[0] for row in rows], groups, label, SPREAD)
+    given = {head[i]: [row[i] for row in rows] for i in range(1, len(head)) if head[i].startswith("RSUM, ")}
+    groups = {title.removeprefix("RSUM, "): [interval(x) for x in cells] for title, cells in given.items()}
+    if groups:
+        return intervals([row[0] for row in rows], groups, label, "gain of RSUM, with 95 % intervals", zero=True)
     if "RSUM" not in head or not any("±" in cell for row in rows for cell in row):
         return None
     before, after, column = [row for row in rows if row[0]], [row for row in rows if not row[0]], head.index("RSUM")

@@ -83,6 +83,21 @@ class Gradient(Drawn):
         return [row, legend, *self.parse_content_to_nodes()]
 
 
+class Curves(Drawn):
+    """``.. curves:: robust`` shows what a loss does to one pair or one text. The content says what to see."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        if self.env.app.builder.format != "html":
+            return []
+        import curves
+
+        (name,) = self.arguments
+        row = self.row(curves, f"curves-{name}", "Curves of the losses on this page", name)
+        return [row, *self.parse_content_to_nodes()]
+
+
 class Schedules(Drawn):
     """``.. schedules::`` shows what processes that share a batch hold and compute. The content says what to see."""
 
@@ -92,6 +107,18 @@ class Schedules(Drawn):
         import schedules
 
         row = self.row(schedules, "schedules", "Blocks of the matrix, and columns that each process holds")
+        return [row, *self.parse_content_to_nodes()]
+
+
+class Weights(Drawn):
+    """``.. weights::`` shows how losses weigh a pair by its score. The content says what to see."""
+
+    def run(self) -> list[nodes.Node]:
+        if self.env.app.builder.format != "html":
+            return []
+        import weights
+
+        row = self.row(weights, "weights", "Gradient of five losses by the score of one pair")
         return [row, *self.parse_content_to_nodes()]
 
 
@@ -144,7 +171,9 @@ class Gallery(Drawn):
 
 def setup(app):
     matplotlib.use("svg")
+    app.add_directive("curves", Curves)
     app.add_directive("gradient", Gradient)
     app.add_directive("schedules", Schedules)
+    app.add_directive("weights", Weights)
     app.add_directive("gallery", Gallery)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -10,7 +10,7 @@ import torch
 from reference import Reference
 from torch import Tensor
 
-from itrloss import Similarity, pair_term
+from itrloss import Anchors, Similarity, pair_term
 
 # (rows, columns, ids): None is the diagonal, "random" has duplicates and anchors without positives
 SHAPES = {
@@ -110,6 +110,17 @@ def similarity(v: Tensor, w: Tensor, ids: tuple, engine: str, **options: Any) ->
     return Similarity(v, w, *ids, engine=engine, **options)  # type: ignore
 
 
+def guide_of(anchors: Any) -> Any:
+    """The same anchors of a second matrix, with the scores cos(3 S)."""
+    if isinstance(anchors, Reference):
+        return Reference(*((torch.cos(3 * scores.detach()), positive) for scores, positive in anchors.groups))
+    second = {}
+    for matrix in {matrix for group in anchors._groups for matrix, _ in group}:
+        scores = torch.cos(3 * matrix.as_dense().scores().detach())
+        second[matrix] = Similarity.from_scores(scores, *matrix.pairs.ids_as_passed)._matrix
+    return Anchors(*([(second[matrix], side) for matrix, side in group] for group in anchors._groups))
+
+
 def finite(x: Tensor) -> Tensor:
     """Replace values of anchors without an answer, which are not finite, by 0."""
     return torch.where(x.isfinite(), x, 0.0)
@@ -136,3 +147,8 @@ def plane(scores, weight, bias):
 @pair_term
 def straight_line(scores, weight):
     return weight * scores
+
+
+@pair_term
+def weighted_by_guide(scores, guide, scale, shift):
+    return (scale * guide - shift).exp() * scores.square()

@@ -57,6 +57,7 @@ def compiled(capability: int) -> list[dict]:
     variants = [{"shared": shared, "ids": ids} for shared in (True, False) for ids in (True, False)]
     cases = [(tiles[0], "exp", case) for case in (*variants, {"early": True}, {"dim": 200, "size": 999})]
     cases += [(tiles[0], "exp", {"over": "all", "ids": ids}) for ids in (True, False)]
+    cases += [(tiles[0], "exp<>", {"shared": shared}) for shared in (True, False)]
     if capability == 90:
         cases += [(tiles[0], key, {}) for key in FORMS if key != "exp"]
         cases += [(tile, "exp", {}) for tile in tiles[1:]]
@@ -83,14 +84,18 @@ def ask(
     which = (numbers, numbers) if ids else (None, None)
     x = torch.zeros(size, dim, dtype=dtype)
     source, sides = Scores(x, x, ones, ones, *which), (0,) if early else (0, 1)
-    count = 2 if key in ("exp", "exponential", "information", "negative_log_likelihood", "softplus") else 1
+    name = key.rstrip("<>")
+    limits = len(key) - len(name)
+    count = 2 if name in ("exp", "exponential", "information", "negative_log_likelihood", "softplus") else 1
     count = 0 if key.startswith(("log1p", "identity")) else count
     params = [torch.ones(1 if shared else len(sides) * size) for _ in range(count)]
     params = [torch.ones(3, len(params[0]))] if key == "hinges" else params
+    params += [torch.ones_like(params[0]) for _ in range(limits)]
     question = source, Pairs((size, size), which, x.device), key, over, sides, params
     engine.sums(*question, early)
     if not early and not ANSWERS[key].maximum:
-        needs = [key not in ("exp", "moments", "information"), key not in ("exp", "information")][:count]
+        needs = [name not in ("exp", "moments", "information"), name not in ("exp", "information")][:count]
+        needs += [False] * limits
         grad = torch.ones(ANSWERS[key].width, len(sides) * size)
         engine.gradient(*question, grad, (True, True, *needs), (*which, ones))
 

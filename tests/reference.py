@@ -49,6 +49,11 @@ def matches(ids: Sequence[Tensor | None], n: int, m: int) -> Tensor:
     return rows[:, None] == cols
 
 
+def left_out(positive: Tensor, over: str) -> Tensor:
+    """Mask of the candidates that an answer over negatives, positives or all leaves out."""
+    return {"negatives": positive, "positives": ~positive, "all": torch.zeros_like(positive)}[over]
+
+
 class Reference:
     """Anchors: groups of rows of dense scores (A, C), with the mask of their positives."""
 
@@ -96,15 +101,13 @@ class Reference:
             [answer(s, p, *(x[:, None] for x in next(split))) if split else answer(s, p) for s, p in self.groups]
         )
 
-    def logsumexp(self, scale: float | Tensor = 1.0, *, over: str = "negatives", below=None, above=None) -> Tensor:
+    def logsumexp(self, scale: float | Tensor = 1.0, *, over="negatives", below=None, above=None, guide=None) -> Tensor:
         low, high = (math.inf if below is None else below), (-math.inf if above is None else above)
+        judged = iter((self if guide is None else guide).groups)
 
         def one(s, positive, a, low, high):
-            z, excluded = (
-                s * a,
-                {"negatives": positive, "positives": ~positive, "all": torch.zeros_like(positive)}[over],
-            )
-            excluded = excluded | (s >= low) | (s <= high)
+            z, t = s * a, next(judged)[0]
+            excluded = left_out(positive, over) | (t >= low) | (t <= high)
             empty = excluded.all(1)
             z = z.masked_fill(excluded, -math.inf).masked_fill(empty[:, None], 0.0)  # its gradient is nan for -inf only
             return z.logsumexp(1).masked_fill(empty, -math.inf)
@@ -139,12 +142,16 @@ class Reference:
 
         return Values(self._each(value, below), self._each(index, below))
 
-    def sum(self, term: Callable[..., Tensor], *params: float | Tensor, below=math.inf, above=-math.inf) -> Tensor:
-        function = TERMS.get(term.__name__, term)
+    def sum(
+        self, term: Callable[..., Tensor], *params: float | Tensor, over="negatives", below=math.inf, above=-math.inf,
+        guide=None,
+    ) -> Tensor:  # fmt: skip
+        function, others = TERMS.get(term.__name__, term), None if guide is None else iter(guide.groups)
 
         def one(s, positive, *params):
             *own, low, high = params
-            return function(s, *own).expand_as(s).masked_fill(positive | (s >= low) | (s <= high), 0.0).sum(1)
+            values = function(s, *(() if others is None else (next(others)[0],)), *own).expand_as(s)
+            return values.masked_fill(left_out(positive, over) | (s >= low) | (s <= high), 0.0).sum(1)
 
         return self._each(one, *params, below, above)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import itrloss
+from itrloss import Similarity
 
 D, HEADS = 5, 3
 PAIR = {
@@ -23,8 +25,21 @@ PAIR = {
     "infonce": lambda **o: itrloss.InfoNCELoss(learnable=True, **o),
     "infonce cold": lambda **o: itrloss.InfoNCELoss(temperature=0.004, **o),
     "sigmoid": lambda **o: itrloss.SigmoidLoss(**o),
+    "rince": lambda **o: itrloss.RINCELoss(0.2, **o),
+    "complementary": lambda **o: itrloss.ComplementaryContrastiveLoss(0.2, **o),
     "triplet": lambda **o: itrloss.TripletLoss(margin=0.5, **o),
     "triplet all": lambda **o: itrloss.TripletLoss(mining="all", margin=0.5, **o),
+    "supcon": lambda **o: itrloss.SupConLoss(**o),
+    "mil-nce": lambda **o: itrloss.MILNCELoss(**o),
+    "multi-similarity": lambda **o: itrloss.MultiSimilarityLoss(epsilon=0.1, **o),
+    "circle": lambda **o: itrloss.CircleLoss(**o),
+    "infonce hard": lambda **o: itrloss.InfoNCELoss(learnable=True, hardness=9.0, **o),
+    "infonce negatives": lambda **o: itrloss.InfoNCELoss(hardness=5.0, **o),
+    "filtered": lambda **o: itrloss.FilteredInfoNCELoss(margin=-0.1, **o),
+    "filtered by a guide": lambda **o: itrloss.FilteredInfoNCELoss(margin=0.05, relative=True, **o),
+    "distillation": lambda **o: itrloss.DistillationLoss(**o),
+    "directional": lambda **o: itrloss.DirectionalInfoNCELoss(**o),
+    "directional one by one": lambda **o: itrloss.DirectionalInfoNCELoss(joint=False, **o),
 }
 MEMORY = {
     "mdcl": lambda **o: itrloss.MemoryDiversityContrastiveLoss(**o),
@@ -42,6 +57,8 @@ SAMPLES = {
     "orthogonal": lambda **o: itrloss.DynamicOrthogonalLoss(slack=0.1, **o),
 }
 LOSSES = {**PAIR, **MEMORY, **SETS, **SAMPLES}
+GUIDED = {"filtered by a guide": "guide", "distillation": "teacher"}  # the keys are another model's embeddings
+ONE_TO_ONE = *SAMPLES, "directional", "directional one by one"
 
 
 def configuration(seed: int, world: int) -> dict[str, Any]:
@@ -58,6 +75,8 @@ def configuration(seed: int, world: int) -> dict[str, Any]:
     sizes[-1] += not any(sizes)
     # Without ids there is one text for each image; rows of ids may match anything.
     ids = "none" if name in SAMPLES else pick(["none", "across", "text numbers", "int8", "rare"])
+    if name in ONE_TO_ONE and ids != "none":
+        ids = "int8"
     if name in MEMORY and ids == "text numbers":
         ids = "across"
     texts = [n if ids in ("none", "int8") else 2 * n + (n > 2) for n in sizes]
@@ -109,6 +128,8 @@ def outcome(
     """The loss and its gradients, with respect to images, texts and the loss's parameters."""
     torch.manual_seed(1)
     dtype = inputs["images"].dtype
+    if config["loss"] in GUIDED and options.get("gather") == "ring":
+        options["gather"] = "all-gather"  # a guide's scores are not sent around
     module = LOSSES[config["loss"]](**config["options"], **options).to(dtype)
     criterion: Any = torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
     v, w = (inputs[name].clone().requires_grad_() for name in ("images", "texts"))
@@ -122,7 +143,12 @@ def outcome(
     elif config["loss"] == "pgc":
         value = criterion(v, w, inputs["prototype_ids"])
     else:
-        value = criterion(v, w, *ids)
+        more: dict[str, Any] = {"negatives": inputs["text_keys"]} if config["loss"] == "infonce negatives" else {}
+        if config["loss"] in GUIDED:
+            kind: Any = partial(Similarity.sharded, schedule="all-gather") if options.get("gather") else Similarity
+            keys = (inputs[name].requires_grad_() for name in ("image_keys", "text_keys"))
+            more = {GUIDED[config["loss"]]: kind(*keys, *ids)}
+        value = criterion(v, w, image_ids=ids[0], text_ids=ids[1], **more)
     values = value if isinstance(value, tuple) else (value,)
     total: Any = sum((x * torch.linspace(1, 2, len(x), dtype=x.dtype).sum() if x.dim() else x).sum() for x in values)
     total.backward()

@@ -19,6 +19,10 @@ LOSSES = {
     "sigmoid": itrloss.SigmoidLoss,
     "triplet": itrloss.TripletLoss,
     "triplet all": lambda **e: itrloss.TripletLoss(mining="all", **e),
+    "supcon": itrloss.SupConLoss,
+    "mil-nce": itrloss.MILNCELoss,
+    "multi-similarity": lambda **e: itrloss.MultiSimilarityLoss(epsilon=0.1, **e),
+    "circle": itrloss.CircleLoss,
 }
 ANSWERS = {
     "logsumexp": lambda sim: (sim.both.logsumexp(30.0),),

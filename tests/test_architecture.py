@@ -19,7 +19,7 @@ HOME = Path(itrloss.__file__).parent
 FLOORS = [
     {"checks", "files", "peak"},
     {"engine"},
-    {"anchors", "groups", "distributed"},
+    {"anchors", "groups", "distributed", "terms"},
     {"similarity"},
     {"functional", "sets", "memory", "kmeans", "metrics", "rerank", "telemetry", "grad_cache", "mining"},
     {"losses", "compat"},
@@ -71,6 +71,20 @@ def test_every_module_has_its_floor():
 def test_nothing_is_imported_from_above(name):
     above = {x for x in imports(name) if FLOOR[x.split(".")[0]] > FLOOR.get(name.split(".")[0], 99)}
     assert not above
+
+
+COMPOSED = ["infonce", "matryoshka", "robust", "supervised"]
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_losses_are_written_as_those_of_users(name):
+    """They ask anchors, in few lines, and know nothing of the engine."""
+    module = f"losses.{name}"
+    assert not {x for x in imports(module) if x.startswith("engine")}
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.FunctionDef) and node.name == "compute":
+            body = node.body[isinstance(node.body[0], ast.Expr) :]  # without a docstring
+            assert body[-1].end_lineno - body[0].lineno < 15, node.lineno  # type: ignore
 
 
 def test_imports_go_round_in_no_circle():

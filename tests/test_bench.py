@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import cases, peers, processes, report, reranking, runner
+from benchmarks import cases, mining, peers, processes, report, reranking, runner
 from benchmarks.__main__ import main
 from benchmarks.cases import KINDS, LOSSES, SUITES, Case, embeddings, parse_shape, problem
 from itrloss import files
@@ -556,3 +556,11 @@ def test_processes_are_timed(capsys):
     processes.main(["--pairs", "32", "--dim", "8", "--repeats", "1", "--losses", "InfoNCELoss"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("InfoNCELoss, 32 pairs") and len(lines) == 1 + len(processes.FORMS)
+
+
+def test_the_benchmark_of_mining(tmp_path):
+    path = tmp_path / "mining.json"
+    assert mining.main(["--shape", "20", "3000", "16", "--rounds", "1", "--out", str(path)]) == 0
+    rows = {row["way"]: row for row in json.loads(path.read_text())["rows"]}
+    assert {"ours", "mm and topk", "matmul_bound"} <= rows.keys() and rows["ours"]["to ours"] == 1
+    assert all(row["same neighbours"] in (None, 1.0) and row["seconds"] > 0 for row in rows.values())

@@ -15,6 +15,7 @@ from cases import (
     each,
     embeddings,
     finite,
+    guide_of,
     make_ids,
     only_the_parameter,
     pairwise,
@@ -23,6 +24,7 @@ from cases import (
     similarity,
     straight_line,
     upstream,
+    weighted_by_guide,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,6 +70,11 @@ ANSWERS = {
     "logsumexp of positives above": lambda a, p: a.logsumexp(p, over="positives", above=-0.1),
     "logsumexp sharp below": lambda a, p: a.logsumexp(300.0, below=p / 8 - 0.2),
     "sum between": lambda a, p: a.sum(softplus, p, -1.0, below=0.5, above=-p / 8),
+    "logsumexp below and above, of a guide": lambda a, p: a.logsumexp(p, below=0.9, above=-p / 8, guide=guide_of(a)),
+    "logsumexp sharp above, of a guide": lambda a, p: a.logsumexp(300.0, above=p / 8, over="all", guide=guide_of(a)),
+    "sum with a guide": lambda a, p: a.sum(weighted_by_guide, p, 1.0, guide=guide_of(a)),
+    "sum with a guide over all": lambda a, p: a.sum(weighted_by_guide, 2.0, p, over="all", guide=guide_of(a)),
+    "sum over positives": lambda a, p: a.sum(softplus, p, -1.0, over="positives"),
     "hardest below": lambda a, p: a.hardest_negatives(p / 8 - 0.2).values,
     "mean": lambda a, p: a.mean_std().mean,
     "std": lambda a, p: a.mean_std().std,
@@ -594,16 +601,60 @@ def test_float32_is_as_accurate_as_plain_float32(name, engine, library, small_ti
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_gradcheck(name):
+def test_gradcheck(name, monkeypatch):
     """Gradients of plain PyTorch, which the other engines must equal."""
     n, m = 4, 5
     ids, (v, w) = make_ids("random", n, m, seed=3), embeddings(n, m, d=3)
-    p = parameters(n, m)
+    p, guide = parameters(n, m), guide_of(similarity(v, w, ids, "dense").both)
+    monkeypatch.setitem(globals(), "guide_of", lambda anchors: guide)  # not that of the perturbed inputs
 
     def function(v, w, p):
         return finite(ANSWERS[name](similarity(v, w, ids, "dense").both, p))
 
     assert gradcheck(function, (v.requires_grad_(), w.requires_grad_(), p.requires_grad_()), fast_mode=True)
+
+
+@pytest.mark.parametrize(
+    ("engine", "second", "view"), pairwise(engine=ENGINES, second=[*ENGINES, "float32"], view=["rows", "cols", "both"])
+)
+def test_a_guide_has_embeddings_and_an_engine_of_its_own(engine, second, view, small_tiles):
+    n, m, kind = SHAPES["wide"]
+    (v, w), ids, teacher = embeddings(n, m), make_ids(kind, n, m), embeddings(n, m, d=3, seed=5)
+    leaves = [x.requires_grad_() for x in (v, w)], [x.requires_grad_() for x in teacher]
+
+    def value(kinds):
+        guide = [x.float() for x in teacher] if kinds[1] == "float32" else teacher
+        kinds = [kinds[0], "tiled" if kinds[1] == "float32" else kinds[1]]
+        sims = [similarity(*x, ids, k) for x, k in zip(((v, w), guide), kinds, strict=True)]
+        own, other = ({"rows": sim, "cols": sim.T, "both": sim.both}[view] for sim in sims)
+        p = parameters(n, m)[: len(own)]
+        limited = finite(own.logsumexp(p, below=p / 8, guide=other))
+        return limited.sum() + own.sum(weighted_by_guide, p, other.logsumexp(p), guide=other).sum()
+
+    options = {"rtol": 1e-5, "atol": 1e-5} if second == "float32" else {"rtol": 1e-9, "atol": 1e-9}
+    found, wanted = (torch.autograd.grad(value(x), leaves[0]) for x in ((engine, second), ("reference", "reference")))
+    assert_equal(((), found), ((), wanted), **options)
+
+
+def test_what_a_guide_has_to_be():
+    (v, w), ids = embeddings(5, 7), make_ids("random", 5, 7)
+    sim = Similarity(v, w, *ids)
+    for guide in (sim.T, sim.both, Similarity(v, w[:6], ids[0], ids[1][:6])):
+        with pytest.raises(ValueError, match="guide: expected the same anchors and candidates"):
+            sim.logsumexp(below=0.1, guide=guide)
+    with pytest.raises(ValueError, match="same anchors"):  # beside one matrix, another for each of its two uses
+        Anchors.together(sim, sim).logsumexp(below=0.1, guide=Anchors.together(sim, Similarity(v, w, *ids)))
+    with pytest.raises(TypeError, match="guide: expected the same anchors of another Similarity, got Tensor"):
+        sim.logsumexp(below=0.1, guide=sim.scores())
+    with pytest.raises(ValueError, match="guide: expected below or above"):
+        sim.logsumexp(guide=sim)
+    with pytest.raises(ValueError, match="guide: expected no limits"):
+        sim.sum(weighted_by_guide, 1.0, 1.0, below=0.1, guide=sim)
+    teacher = v.clone()
+    other = Similarity(teacher, w, *ids)
+    teacher.mul_(2)
+    with pytest.raises(RuntimeError, match="modified in place"):
+        sim.logsumexp(below=0.1, guide=other)
 
 
 SECOND = ["logsumexp per anchor", "std", "likelihood", "entropy", "softplus of negatives", "hardest", "log1p"]

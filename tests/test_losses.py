@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import oracle
 import oracle_more
+import oracle_supervised
 import pytest
 import torch
 from cases import SHAPES, each, embeddings, make_ids, pairwise, upstream
@@ -27,11 +28,14 @@ from itrloss import Similarity
 from itrloss.engine.answers import identity
 
 # name -> (module, the oracle's function, the module's options, the oracle's options)
-TRIPLET, INFONCE, HAL, DCL = (
+TRIPLET, INFONCE, HAL, DCL, SUPCON, MULTI, CIRCLE = (
     (itrloss.TripletLoss, oracle.triplet),
     (itrloss.InfoNCELoss, oracle.infonce),
     (itrloss.HubnessAwareLoss, oracle.hal),
     (itrloss.DiversityContrastiveLoss, oracle.dcl),
+    (itrloss.SupConLoss, oracle_supervised.supcon),
+    (itrloss.MultiSimilarityLoss, oracle_supervised.multi_similarity),
+    (itrloss.CircleLoss, oracle_supervised.circle),
 )
 HEAVY = {"positive_weight": 0.5, "positive": "relu", "temperature": 0.2, "margin": 0.1, "epsilon": 0.3}
 LOSSES = {
@@ -53,11 +57,21 @@ LOSSES = {
     "dcl weighted relu": (*DCL, HEAVY, {"diversity": "std", **HEAVY}),
     "dcl through diversity": (*DCL, {"detach_diversity": False}, {"diversity": "std"}),
     "dcl through entropy": (*DCL, {"detach_diversity": False, "diversity": "entropy"}, {"diversity": "entropy"}),
+    "supcon": (*SUPCON, {}, {}),
+    "supcon inside": (*SUPCON, *[{"inside": True, "temperature": 0.02}] * 2),
+    "mil-nce": (itrloss.MILNCELoss, oracle_supervised.mil_nce, {}, {}),
+    "multi-similarity": (*MULTI, {}, {}),
+    "multi-similarity mined": (*MULTI, *[{"alpha": 5.0, "beta": 20.0, "base": 0.2, "epsilon": 0.1}] * 2),
+    "circle": (*CIRCLE, {}, {}),
+    "circle wide": (*CIRCLE, *[{"margin": 0.25, "scale": 256.0}] * 2),
 }
 ENGINES = ("dense", "tiled")
 
 
 OF_ANCHORS = [name for name in LOSSES if not name.startswith("sigmoid")]  # a sigmoid loss includes every pair
+
+
+DETACHED = "dcl", "cir"  # prefixes of losses with weights that the gradient takes for constants
 
 
 def make(name, **extra):
@@ -115,7 +129,7 @@ def test_gradients_of_tiles_equal_those_of_plain_pytorch_for_uneven_upstream(
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", [n for n in LOSSES if "through" in n or "dcl" not in n or "implicit" in n])
+@pytest.mark.parametrize("name", [n for n in LOSSES if "through" in n or "implicit" in n or n[:3] not in DETACHED])
 def test_gradcheck_with_uneven_upstream(name):
     """Losses without detached weights, whose effect finite differences would include; see the next test."""
     n, m = 4, 6

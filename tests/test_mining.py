@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from itrloss import mine_hard_negatives
-from itrloss.engine.ranking import topk
+from itrloss.engine.scores import IGNORE_ID
+from itrloss.peak import peak_memory
 
 
 def problem(queries=7, corpus=300, d=6, dtype=torch.float64) -> Any:
@@ -22,7 +23,7 @@ def problem(queries=7, corpus=300, d=6, dtype=torch.float64) -> Any:
     return x, y, torch.arange(queries), torch.randint(0, 12, (corpus,), generator=generator)
 
 
-def wanted(x, y, ids, k, below=math.inf, normalize=True):
+def wanted(x, y, ids, k, below: Any = math.inf, normalize=True):
     x, y = (F.normalize(z, dim=1) if normalize else z for z in (x, y))
     scores = x @ y.T
     left_out = (ids[0][:, None] == ids[1]) | (scores >= torch.as_tensor(below, dtype=x.dtype).reshape(-1, 1))
@@ -80,12 +81,35 @@ def test_wrong_input_is_named(name, change):
         mine_hard_negatives(*change([*problem()]))
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.integers(1, 4), st.integers(1, 40), st.integers(1, 12), st.booleans())
-def test_best_values_by_runs(rows, runs, k, ties):
-    x = torch.randn(rows, 64 * runs, generator=torch.Generator().manual_seed(runs))
-    x = x.round() if ties else x
-    k = min(k, x.shape[1])
-    values, indices = topk(x, k)
-    assert torch.equal(values, x.topk(k).values) and torch.equal(x.gather(1, indices), values)
-    assert all(len(row.unique()) == k for row in indices)
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 700), st.integers(1, 20), st.sampled_from([1, 100, 128, 8192]), st.integers(0, 99))
+def test_of_equal_scores_the_first_in_the_corpus(corpus, k, block, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x, y = (torch.randint(-1, 2, (n, 3), generator=generator).float() for n in (5, corpus))
+    ids = [torch.randint(0, 9, (n,), generator=generator) for n in (5, corpus)]
+    ids[0][0], ids[1][::7] = IGNORE_ID, IGNORE_ID
+    found = mine_hard_negatives(x, y, *ids, k=k, block=block, normalize=False)
+    left_out = (ids[0][:, None] == ids[1]) | (ids[0] == IGNORE_ID)[:, None] | (ids[1] == IGNORE_ID)
+    scores = F.pad((x @ y.T).masked_fill(left_out, -math.inf), (0, k), value=-math.inf)
+    values, indices = scores.sort(dim=1, descending=True, stable=True)
+    assert torch.equal(found.values, values[:, :k])
+    assert torch.equal(found.indices, indices[:, :k].masked_fill(values[:, :k] == -math.inf, -1))
+
+
+@pytest.mark.parametrize("block", [512, 8192])
+def test_every_block_beats_those_before(block):
+    """No score is ruled out by the best so far; candidates are looked into for a share of the queries at a time."""
+    x, y, *ids = problem(queries=300, corpus=4000)
+    x[:, 0], y[:, 0] = 100.0, torch.linspace(-1, 1, 4000, dtype=torch.float64)
+    below = 0.9 * torch.linspace(-1, 1, 300, dtype=torch.float64)
+    check(mine_hard_negatives(x, y, *ids, k=7, block=block), wanted(x, y, ids, 7))
+    check(mine_hard_negatives(x, y, *ids, k=7, block=block, below=below), wanted(x, y, ids, 7, below))
+
+
+def test_memory_for_a_corpus_in_ascending_order():
+    x, y = torch.ones(1000, 2), torch.linspace(-1, 1, 12_000)[:, None] * torch.ones(2)
+    ids = torch.arange(1000), torch.full((12_000,), -1)
+    found = []
+    used = peak_memory(lambda: found.append(mine_hard_negatives(x, y, *ids, k=3, normalize=False)), x.device)
+    assert found[0].indices.eq(torch.tensor([11_999, 11_998, 11_997])).all()
+    assert used is None or used < 200

@@ -68,6 +68,12 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Inputs], Any]]]
     "TripletLoss all": (lambda: itrloss.TripletLoss(mining="all"), pair),
     "InfoNCELoss": (lambda: itrloss.InfoNCELoss(learnable=True), pair),
     "SigmoidLoss": (itrloss.SigmoidLoss, pair),
+    "RINCELoss": (lambda: itrloss.RINCELoss(0.5), pair),
+    "ComplementaryContrastiveLoss": (lambda: itrloss.ComplementaryContrastiveLoss(0.5), pair),
+    "PCMEPlusPlusLoss": (
+        lambda: itrloss.PCMEPlusPlusLoss(0.5, 4.0),
+        lambda m, x: m(*(x.part(at) for at in range(4)), IDS, IDS),
+    ),
     "HubnessAwareLoss": (itrloss.HubnessAwareLoss, pair),
     "DiversityContrastiveLoss": (itrloss.DiversityContrastiveLoss, pair),
     "MemoryDiversityContrastiveLoss": (itrloss.MemoryDiversityContrastiveLoss, memory),

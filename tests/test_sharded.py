@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import weighted_by_guide
 from processes import run
 from sharded import LOSSES, SAMPLES, batch, configuration, filled_memory, joined, outcome
 
@@ -94,12 +95,18 @@ def limited(rank: int | None, schedule: Any) -> list[torch.Tensor]:
     sim = kind(*leaves[:2], ids[0][rows], ids[1][cols], bias=tuple(leaves[2:]), **options)
     both, found = sim.both, []
     positive = both.mean_of_positives(identity)
+    guided: list[torch.Tensor] = []
+    if schedule != "ring":
+        teacher = (x.detach().cos() for x in leaves[:2])
+        other = kind(*teacher, ids[0][rows], ids[1][cols], **options).both
+        guided = [both.logsumexp(5.0, below=0.2, guide=other), both.sum(weighted_by_guide, 2.0, 1.0, guide=other)]
     for values in (
         both.logsumexp(5.0, below=positive + 0.1),
         both.logsumexp(300.0, above=-0.2, below=0.5),
         both.logsumexp(5.0, over="positives"),
         both.sum(identity, below=0.3),
         both.hardest_negatives(positive).values,
+        *guided,
     ):
         finite = torch.where(values.isfinite(), values, 0.0)
         total = both.reduce(finite, "mean")

@@ -87,7 +87,7 @@ def compare(name, shape, view=lambda s: s.both, on_scores=False, **options):
         finite, got = wanted.isfinite(), got.cpu()
         assert torch.equal(got.isfinite(), finite)
         error, *noise = ((x.double() - wanted)[finite].norm() for x in (got, *others))
-        assert error <= 4 * max(noise) + 2e-6 * wanted[finite].norm() + 1e-7
+        assert error <= 6 * max(noise) + 2e-6 * wanted[finite].norm() + 1e-7
 
 
 # Answers without a function here are computed by others, or not by the engine.
@@ -187,6 +187,14 @@ def test_positives_that_cannot_be_listed(monkeypatch, few_tiles):
             found = [evaluate(ANSWERS[name], v, w, ids, kind, moved(*grads)) for kind in ("triton", "reference")]
             for a, b in zip(*((*x[0], *x[1]) for x in found), strict=True):
                 torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("name", ["logsumexp below", "logsumexp between", "logsumexp above, over all", "sum between"])
+@pytest.mark.parametrize("view", [lambda s: s, lambda s: s.both], ids=["rows", "both"])
+def test_limits_have_kernels(name, view, few_tiles, poisoned, monkeypatch):
+    for function in ("tiled_sums", "tiled_gradient"):
+        monkeypatch.setattr(reduce, function, lambda *args: pytest.fail("the scores were summed in PyTorch"))
+    compare(name, "wide", view)
 
 
 def test_what_losses_ask_has_a_form():

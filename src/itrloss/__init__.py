@@ -1,25 +1,35 @@
 """Losses and re-rankers for image-text retrieval."""
 
-from . import compat, distributed, functional, metrics, rerank
+from . import compat, distributed, functional, metrics, rerank, terms
 from .anchors import Anchors
-from .engine.answers import pair_term
 from .grad_cache import grad_cache_step
 from .kmeans import OnlineKMeans
 from .losses import (
+    CircleLoss,
     CODERObjective,
     CODERTerms,
+    ComplementaryContrastiveLoss,
+    DirectionalInfoNCELoss,
+    DistillationLoss,
     DiversityContrastiveLoss,
     DVSEObjective,
     DVSETerms,
     DynamicGate,
     DynamicOrthogonalLoss,
+    FilteredInfoNCELoss,
     HubnessAwareLoss,
     InfoNCELoss,
+    Matryoshka,
     MemoryDiversityContrastiveLoss,
     MemoryLoss,
+    MILNCELoss,
+    MultiSimilarityLoss,
     PairLoss,
+    PCMEPlusPlusLoss,
     PrototypeClassificationLoss,
+    RINCELoss,
     SigmoidLoss,
+    SupConLoss,
     TripletLoss,
     UnifiedTrainingObjective,
     VarianceAwareLoss,
@@ -28,6 +38,7 @@ from .memory import CoupledMemory, MomentumEncoder
 from .mining import mine_hard_negatives
 from .similarity import Similarity
 from .telemetry import describe
+from .terms import pair_term
 
 __version__ = "0.1.0"
 
@@ -35,22 +46,33 @@ __all__ = [
     "Anchors",
     "CODERObjective",
     "CODERTerms",
+    "CircleLoss",
+    "ComplementaryContrastiveLoss",
     "CoupledMemory",
+    "DirectionalInfoNCELoss",
+    "DistillationLoss",
     "DiversityContrastiveLoss",
     "DVSEObjective",
     "DVSETerms",
     "DynamicGate",
     "DynamicOrthogonalLoss",
+    "FilteredInfoNCELoss",
     "HubnessAwareLoss",
     "InfoNCELoss",
+    "Matryoshka",
     "MemoryDiversityContrastiveLoss",
     "MemoryLoss",
+    "MILNCELoss",
     "MomentumEncoder",
+    "MultiSimilarityLoss",
     "OnlineKMeans",
     "PairLoss",
+    "PCMEPlusPlusLoss",
     "PrototypeClassificationLoss",
+    "RINCELoss",
     "SigmoidLoss",
     "Similarity",
+    "SupConLoss",
     "TripletLoss",
     "UnifiedTrainingObjective",
     "VarianceAwareLoss",
@@ -63,4 +85,5 @@ __all__ = [
     "mine_hard_negatives",
     "pair_term",
     "rerank",
+    "terms",
 ]

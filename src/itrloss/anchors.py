@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .checks import as_params, check_number, one_of
 from .engine.answerers import answerers
-from .engine.answers import exponential, shifted_exponential, term_name
+from .engine.answers import GUIDED, exponential, shifted_exponential, term_name
 from .engine.pairs import segment_sum, slots
 from .engine.scores import host_may_read, may_keep
 from .groups import Groups
@@ -88,17 +88,24 @@ class Anchors(Groups):
     # -------------------------------------------------------------------------------------------------- answers
 
     def logsumexp(
-        self, scale: float | Tensor = 1.0, *, over: Over = "negatives", below: Limit = None, above: Limit = None
+        self,
+        scale: float | Tensor = 1.0,
+        *,
+        over: Over = "negatives",
+        below: Limit = None,
+        above: Limit = None,
+        guide: Anchors | None = None,
     ) -> Tensor:
         """Return (A,) ``log sum_j exp(scale_i S_ij)`` over each anchor's negatives, positives, or all candidates.
 
         ``scale`` is a number, a tensor of one value, or one of (A,); it gets its gradient. ``below``, ``above``: see
-        :meth:`sum`. -inf for an empty sum.
+        :meth:`sum`; with a ``guide``, the same anchors of another model's similarities, they are limits of its scores.
+        -inf for an empty sum.
         """
         if over != "negatives":
             one_of("over", over, "negatives", "positives", "all")
         (a,) = as_params("scale", (scale,), self._size, self.dtype, self.device)
-        suffix, limits = ("", []) if below is above is None else self._limits(below, above)
+        suffix, limits = ("", []) if below is above is guide is None else self._limits(below, above, guide)
         if over == "positives" and not limits:
             return self._logsumexp_of_positives(a)
         shift, top, total = None, None, None
@@ -113,10 +120,10 @@ class Anchors(Groups):
         if shift is not None:
             top = a.new_full((1,), shift) if shift else None
             params = (a,) if top is None else (a, top)
-            total = self._answer("sums", *params, *limits, key="exp" + suffix, over=over)[0]
+            total = self._answer("sums", *params, *limits, key="exp" + suffix, over=over, guide=guide)[0]
         if total is None or (shift and self._underflown(total.detach(), over)):
-            top = self._largest(a, over, below, above)
-            total = self._answer("sums", a, top, *limits, key="exp" + suffix, over=over)[0]
+            top = self._largest(a, over, below, above, guide)
+            total = self._answer("sums", a, top, *limits, key="exp" + suffix, over=over, guide=guide)[0]
         # an empty sum gives -inf, without a gradient
         empty: Any = None if self._complete and shift is not None and not limits else total == 0
         log = (total if empty is None else total.masked_fill(empty, 1.0)).log()
@@ -133,19 +140,24 @@ class Anchors(Groups):
         lowest = lowest if self.exchange is None else -self.exchange.processes.largest(-lowest)
         return lowest < math.exp(-_RANGE)
 
-    def _limits(self, below: Limit, above: Limit) -> tuple[str, list[Tensor]]:
+    def _limits(self, below: Limit, above: Limit, guide: Any = None) -> tuple[str, list[Tensor]]:
         """Return the suffix of an answer's name, see :func:`itrloss.engine.answers.within`, and its parameters."""
         given = [(name, which, x) for name, which, x in (("below", "<", below), ("above", ">", above)) if x is not None]
         like = self._size, self.dtype, self.device
         limits = [as_params(name, (x.detach() if isinstance(x, Tensor) else x,), *like)[0] for name, _, x in given]
-        return "".join(which for _, which, _ in given), limits
+        if guide is not None and not given:
+            raise ValueError("guide: expected below or above beside it, limits of its scores")
+        return GUIDED * (guide is not None) + "".join(which for _, which, _ in given), limits
 
-    def _largest(self, scale: Tensor, over: str, below: Limit = None, above: Limit = None) -> Tensor:
+    def _largest(
+        self, scale: Tensor, over: str, below: Limit = None, above: Limit = None, guide: Anchors | None = None
+    ) -> Tensor:
         """Return (A,) ``max_j scale_i S_ij``, 0 without candidates; without a gradient."""
-        suffix, limits = self._limits(below, above)
+        suffix, limits = ("", []) if below is above is guide is None else self._limits(below, above, guide)
         with torch.no_grad():
             key = "peak" + suffix
-            top = self._answer("sums", scale.detach(), *limits, join=torch.maximum, key=key, over=over)[0]
+            join = torch.maximum
+            top = self._answer("sums", scale.detach(), *limits, join=join, key=key, over=over, guide=guide)[0]
             return top.masked_fill(top == -math.inf, 0.0)
 
     def _logsumexp_of_positives(self, scale: Tensor) -> Tensor:
@@ -191,15 +203,31 @@ class Anchors(Groups):
         nats = (negatives * total.log() - information) / total
         return nats.clamp_min(0.0) / math.log(2)
 
-    def sum(self, term: Term, *params: float | Tensor, below: Limit = None, above: Limit = None) -> Tensor:
+    def sum(
+        self,
+        term: Term,
+        *params: float | Tensor,
+        over: Over = "negatives",
+        below: Limit = None,
+        above: Limit = None,
+        guide: Anchors | None = None,
+    ) -> Tensor:
         """Return (A,) ``sum_{j in neg(i)} term(S_ij, *params_i)``, 0 for an anchor without negatives.
 
-        ``term`` is a function that :func:`itrloss.pair_term` registered; parameters get their gradients. Negatives
-        count only with a score below ``below`` and above ``above``: numbers, or (A,) limits, which get no gradient.
+        ``term`` is a function that :func:`itrloss.pair_term` registered; parameters get their gradients. Negatives, or
+        what the sum is ``over``, count only with a score below ``below`` and above ``above``: numbers, or (A,) limits,
+        which get no gradient.
+
+        With a ``guide``, the same anchors of another similarity, the sum is of ``term(S_ij, G_ij, *params_i)``
+        with its scores G, which get no gradient: those of a teacher, for instance.
         """
+        if over != "negatives":
+            one_of("over", over, "negatives", "positives", "all")
         tensors = as_params("params", params, self._size, self.dtype, self.device)
         suffix, limits = ("", []) if below is above is None else self._limits(below, above)
-        return self._answer("sums", *tensors, *limits, key=term_name(term) + suffix)[0]
+        if guide is not None and limits:
+            raise ValueError("guide: expected no limits beside it, as the term gets its scores")
+        return self._answer("sums", *tensors, *limits, key=term_name(term) + suffix, over=over, guide=guide)[0]
 
     def sum_of_positives(self, term: Term, *params: float | Tensor) -> Tensor:
         """Return (A,) ``sum_{p in pos(i)} term(S_ip, *params_i)``, 0 for an anchor without positives.
@@ -270,6 +298,8 @@ class Anchors(Groups):
 
         With ``below``, see :meth:`sum`, of those that score below it: with the score of a positive, a semi-hard one.
         """
+        if self.exchange is not None and any(len(group) > 1 for group in self._groups):
+            raise ValueError("hardest_negatives: expected one matrix of candidates where processes share a batch")
         hardest: list[Any] = [None] * len(self.sizes)
         limit: Any = next(iter(self._limits(below, None)[1]), None)
         limit = limit if limit is None else self.gathered(limit)

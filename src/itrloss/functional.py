@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .anchors import Anchors
+from .anchors import Anchors, Limit
 from .checks import Names, as_ids, check_embeddings, one_of
-from .engine.answers import hinge, log1p_clamp, log1p_relu, negative_log_likelihood, softplus
 from .engine.scores import compute_dtype, host_may_read
 from .groups import Reduction as Reduction
 from .memory import MemorySimilarity
@@ -28,6 +27,7 @@ from .sets import dynamic_orthogonal_loss as dynamic_orthogonal_loss
 from .sets import set_similarity as set_similarity
 from .sets import variance_aware_loss as variance_aware_loss
 from .similarity import Engine, Similarity
+from .terms import hinge, log1p_clamp, log1p_relu, negative_log_likelihood, pair_term, softplus
 
 Diversity = Literal["std", "entropy", None]
 Mining = Literal["hardest", "all"]
@@ -185,39 +185,89 @@ def unified_training_objective(
     return tuple(batch_weight * b + weight * value for b, (weight, (value,)) in zip(batch, queues, strict=True))
 
 
-def info_nce_loss(sim: Anchors, temperature: float | Tensor = 0.07, reduction: Reduction = "mean") -> Any:
+def info_nce_loss(
+    sim: Anchors,
+    temperature: float | Tensor = 0.07,
+    reduction: Reduction = "mean",
+    *,
+    hardness: float = 0.0,
+    positives: Anchors | None = None,
+    below: Limit = None,
+    guide: Anchors | None = None,
+) -> Any:
     """Return InfoNCE in both directions, with any number of positives; see :class:`itrloss.InfoNCELoss`.
 
-    ``temperature``: a number or a tensor of one value, which gets a gradient.
+    ``temperature``: a number or a tensor of one value, which gets a gradient. ``positives``: as in
+    :func:`diversity_contrastive_loss`. Negatives count ``below`` a limit, of a ``guide``'s scores if there is one: see
+    :meth:`itrloss.Anchors.logsumexp`.
     """
     anchors = sim.both if isinstance(sim, Anchors) else _refuse("sim", sim, Similarity)
     if isinstance(temperature, Tensor):
         temperature = temperature.to(anchors.dtype)  # in half precision its reciprocal would be inaccurate
     scale = 1 / temperature
-    loss = anchors.mean_of_positives(negative_log_likelihood, anchors.logsumexp(scale), scale)
-    return anchors.reduce(loss, reduction)
+    if hardness:  # the exponent is scale * S + hardness * S, of which the latter has no gradient
+        share, rest = scale / (scale + hardness), hardness / (scale + hardness)
+        share, rest = (x.detach() if isinstance(x, Tensor) else x for x in (share, rest))
+        repulsion = anchors.logsumexp(scale / share, below=below, guide=guide)
+        # not 1 - share, which a low hardness rounds to 0: times an empty sum's -inf that would be nan
+        repulsion = share * repulsion + rest * repulsion.detach()
+    else:
+        repulsion = anchors.logsumexp(scale, below=below, guide=guide)
+    own = anchors if positives is None else positives
+    loss = own.mean_of_positives(negative_log_likelihood, repulsion, scale)
+    valid = None if positives is None else (anchors.negative_counts > 0) & (positives.positive_counts > 0)
+    return anchors.reduce(loss, reduction, valid)
+
+
+@pair_term
+def _taught(scores: Tensor, teacher: Tensor, scale: Tensor, norm: Tensor) -> Tensor:
+    """Return ``S`` times its probability for a teacher, ``exp(a T - L)``."""
+    return scores * (scale * teacher - norm).clamp_max(80.0).exp()  # pairs that are left out may overflow
+
+
+def distillation_loss(
+    sim: Anchors,
+    teacher: Anchors,
+    temperature: float | Tensor = 0.07,
+    teacher_temperature: float = 0.07,
+    reduction: Reduction = "mean",
+) -> Any:
+    """Return the cross-entropy against a teacher's softmax over all candidates; see :class:`itrloss.DistillationLoss`.
+
+    ``teacher``: the same anchors of the teacher's similarities, which get no gradient.
+    """
+    anchors = sim.both if isinstance(sim, Anchors) else _refuse("sim", sim, Similarity)
+    teacher = _same_anchors("teacher", teacher, sim).both.detach()
+    if isinstance(temperature, Tensor):
+        temperature = temperature.to(anchors.dtype)
+    norm = teacher.logsumexp(1 / teacher_temperature, over="all").to(anchors.dtype)
+    expected = anchors.sum(_taught, 1 / teacher_temperature, norm, over="all", guide=teacher)
+    values = anchors.logsumexp(1 / temperature, over="all") - expected / temperature
+    return anchors.reduce(values, reduction, values != -torch.inf)
 
 
 def sigmoid_loss(
-    sim: Similarity, scale: float | Tensor = 10.0, bias: float | Tensor = -10.0, reduction: Reduction = "mean"
+    sim: Anchors, scale: float | Tensor = 10.0, bias: float | Tensor = -10.0, reduction: Reduction = "mean"
 ) -> Any:
     """Return the sigmoid loss, SigLIP; see :class:`itrloss.SigmoidLoss`.
 
     ``scale`` and ``bias`` are numbers or tensors of one value, which get gradients.
     """
-    if not isinstance(sim, Similarity):
+    if not isinstance(sim, Anchors):
         _refuse("sim", sim, Similarity)
     one_of("reduction", reduction, "mean", "sum", "none")
     for name, x in (("scale", scale), ("bias", bias)):
         if isinstance(x, Tensor) and x.numel() != 1:
             raise ValueError(f"{name}: expected a number or a tensor of one value, got shape {tuple(x.shape)}")
     # A sum over the rows has each pair once; per-anchor values need the columns, too.
-    anchors = sim.both if reduction == "none" else sim
+    anchors = sim if isinstance(sim, Similarity) and reduction != "none" else sim.both
     values = anchors.sum(softplus, scale, bias) + anchors.sum_of_positives(softplus, -scale, -bias)
-    if reduction == "none":
-        return anchors.existing(0.5 * values)
-    n, m = (max(1, size) for size in sim.totals)  # the batches of several processes may all be empty
-    return sim.total(values.sum()) * (0.5 / n + 0.5 / m if reduction == "mean" else 1)
+    if isinstance(anchors, Similarity):
+        n, m = (max(1, size) for size in anchors.totals)  # the batches of several processes may all be empty
+        return anchors.total(values.sum()) * (0.5 / n + 0.5 / m if reduction == "mean" else 1)
+    # One half of a pair's value counts for its row and the other for its column.
+    existing = anchors.positive_counts + anchors.negative_counts > 0
+    return anchors.reduce(0.5 * values, reduction, existing)
 
 
 def triplet_loss(sim: Anchors, margin: float = 0.2, mining: Mining = "hardest", reduction: Reduction = "sum") -> Any:
@@ -265,6 +315,17 @@ def prototype_classification_loss(
     if reduction == "none":
         return values[:batch], values[batch:]
     return values.sum() / (batch if reduction == "mean" else 1)
+
+
+def _same_anchors(name: str, other: Any, sim: Any) -> Any:
+    """Return another model's similarities; raise an error unless they have as many rows and columns as ``sim``."""
+    if not isinstance(other, Anchors):
+        _refuse(name, other, Similarity)
+    sizes = [[m.shape for group in x._groups for m, _ in group] for x in (sim.both, other.both)]
+    if sizes[0] != sizes[1]:
+        got = f"{sizes[1][0]} beside {sizes[0][0]}"
+        raise ValueError(f"{name}: expected similarities of the same images and texts, got a matrix of {got}")
+    return other
 
 
 def _refuse(name: str, x: object, kind: type) -> NoReturn:

@@ -9,10 +9,23 @@ import torch
 from torch import Tensor
 
 from .checks import one_of
-from .engine.answerers import Group, Place, answerers
+from .engine.answerers import Group, Place, View, answerers
 from .engine.exchange import Exchange
 
 Reduction = Literal["mean", "sum", "none"]
+
+
+def _same_anchors(group: Group) -> bool:
+    """Return whether the matrices of a group are of one batch that processes share, or of none.
+
+    Another batch may hold further candidates of the same anchors, if each process has all of an anchor's candidates.
+    """
+    shares: list[Any] = [matrix.share for matrix, _ in group]
+    if len({None if share is None else share.processes for share in shares}) == 1:
+        return True
+    if any(share is None or share.spread == side for share, (_, side) in zip(shares, group, strict=True)):
+        return False
+    return len({(x.processes.group, x.unpadded[side]) for x, (_, side) in zip(shares, group, strict=True)}) == 1
 
 
 class Groups:
@@ -25,9 +38,13 @@ class Groups:
         self._index: Tensor | None = None  # (P,) anchors of the positive pairs
         matrices = [matrix for group in groups for matrix, _ in group]
         self._matrix, self._side = groups[0][0]
+        #: Factors of each group's values in :meth:`reduce`; None: 1.
+        self.weights: Sequence[float] | None = None
         self.dtype, self.device = self._matrix.dtype, self._matrix.device
         firsts = [group[0] for group in groups]
-        if len({None if m.share is None else m.share.processes for m in matrices}) > 1:
+        if len({None if m.share is None else m.share.processes for m in matrices}) > 1 and not (
+            len({m.share and m.share.processes for m, _ in firsts}) == 1 and all(map(_same_anchors, groups))
+        ):
             raise ValueError("anchors: expected those of one batch that processes share, or of none")
         #: What is exchanged with other processes; None: nothing.
         self.exchange = None if self._matrix.share is None else Exchange(firsts)
@@ -66,8 +83,12 @@ class Groups:
         local: list[Any] = [sum(matrix.pairs.counts(side)[which] for matrix, side in group) for group in self._groups]
         return self.exchange.counts(local, which)
 
-    def _answer(self, question: str, *params: Tensor, join: Any = torch.add, **options: Any) -> Tensor:
+    def _answer(
+        self, question: str, *params: Tensor, join: Any = torch.add, guide: Groups | None = None, **options: Any
+    ) -> Tensor:
         """Return an answer (..., A). ``join`` combines those of an anchor whose candidates are in several matrices."""
+        if guide is not None:
+            options["guides"] = self._beside(guide)
         answers: list[Any] = [None] * len(self.sizes)
         sizes = self.whole_sizes
         self._answerers = self._answerers or answerers(self._groups)
@@ -84,6 +105,24 @@ class Groups:
                 answers[g] = x if answers[g] is None else join(answers[g], x)
         answer = torch.cat(answers, -1)
         return answer if self.exchange is None else self.exchange.merged(answer, join is torch.maximum)
+
+    def _beside(self, guide: Groups) -> dict[View, View]:
+        """Return, for each view of a matrix, that of the guide's matrix with the scores of the same pairs."""
+        if not isinstance(guide, Groups):
+            raise TypeError(f"guide: expected the same anchors of another Similarity, got {type(guide).__name__}")
+        own, others = ([view for group in x._groups for view in group] for x in (self, guide))
+        layouts = [
+            [[(m.shape, side, m.share and m.share.unpadded) for m, side in group] for group in x._groups]
+            for x in (self, guide)
+        ]
+        beside = dict(zip(own, others, strict=False))
+        if layouts[0] != layouts[1] or any(beside[view] != other for view, other in zip(own, others, strict=True)):
+            shapes = [[m.shape for group in x._groups for m, _ in group] for x in (guide, self)]
+            got = f"matrices of {shapes[0]} beside {shapes[1]}"
+            raise ValueError(f"guide: expected the same anchors and candidates, got {got}")
+        if any(m.backend is not None for m, _ in (*own, *others)):
+            raise ValueError("guide: expected schedule='all-gather' of all similarities")
+        return beside
 
     # --------------------------------------------------------------------------------------------- reduction
 
@@ -105,6 +144,8 @@ class Groups:
             valid = self.valid()
         if valid is not None:
             values = torch.where(valid, values, 0.0)
+        if self.weights is not None:
+            values = torch.cat([w * x for w, x in zip(self.weights, self.split(values), strict=True)])
         if reduction == "none":
             return self.existing(values)
         if reduction == "sum":

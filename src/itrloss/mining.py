@@ -7,16 +7,19 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import as_ids, as_params, check_matrix, check_size
-from .engine.pairs import Pairs
+from .engine.pairs import slots
 from .engine.products import matmul
-from .engine.ranking import topk
 from .engine.scores import IGNORE_ID, compute_dtype, even_chunks, full_precision, normalized
 from .similarity import TopK
 
-_TILE = 2**20  # scores of some queries with a block of the corpus
+_RUN = 64  # number of neighbouring scores whose maximum is looked at first
+_CROWD = 2**13  # number of runs of a tile that are looked into at once
+_FIRST = 128  # embeddings in the first block, where every score is a candidate
+_TILE = 2**21  # scores of some queries with a block: less than a processor's cache, enough for full-speed products
 
 
 @torch.no_grad()
@@ -29,13 +32,13 @@ def mine_hard_negatives(
     *,
     below: float | Tensor | None = None,
     normalize: bool = True,
-    block: int = 2**13,
+    block: int = 2**11,
     progress: Callable[[int, int], Any] | None = None,
 ) -> TopK:
     """Return the (Q, k) scores and corpus indices of each query's highest-scoring negatives, best first; exact.
 
-    Scores are computed for a block of the corpus at a time, so that memory does not grow with its size. Where a query
-    has fewer negatives, -inf and -1.
+    Scores are computed for a block of the corpus at a time, so that memory does not grow with its size. Of equal scores
+    the first in the corpus ranks first. Where a query has fewer negatives, -inf and -1.
 
     Args:
         queries: (Q, D) embeddings, floating point, on the device that is to compute.
@@ -46,7 +49,7 @@ def mine_hard_negatives(
             *NV-Retriever* takes to leave out false negatives (`Moreira et al. 2024
             <https://arxiv.org/abs/2407.15831>`__).
         normalize: score by cosines, otherwise by inner products.
-        block: embeddings of the corpus that are scored at once.
+        block: embeddings of the corpus that are scored at once; the first blocks are smaller.
         progress: called after each block with the number of embeddings that are done, and N.
 
     Raises:
@@ -60,29 +63,60 @@ def mine_hard_negatives(
         raise ValueError(f"corpus: expected shape (N, {queries.shape[1]}) as the queries, got {shape}")
     device, dtype = queries.device, compute_dtype(queries)
     ids = as_ids("query_ids", query_ids, len(queries), device), as_ids("corpus_ids", corpus_ids, total, device)
-    limits = [] if below is None else as_params("below", (below,), len(queries), dtype, device)
+    limits = None
+    if below is not None:
+        limits = as_params("below", (below,), len(queries), dtype, device)[0].expand(len(queries))
     x = normalized(queries, normalize)
     values = torch.full((len(x), k), -torch.inf, dtype=dtype, device=device)
-    indices = torch.full((len(x), k), -1, device=device)
-    for start in range(0, total, block):
-        part = slice(start, min(total, start + block))
+    best = TopK(values, torch.full_like(values, -1, dtype=torch.int64))
+    start = 0
+    while start < total:
+        part = slice(start, min(total, start + min(block, max(_FIRST, start))))
         piece = corpus[part] if isinstance(corpus, Tensor) else torch.from_numpy(np.array(corpus[part]))
         check_matrix("corpus", piece, "(N, D)", check_finite=True)
-        y, width = normalized(piece.to(device), normalize).to(dtype), part.stop - part.start
-        if width % 64:  # entries that do not exist fill up the last block: `topk` is faster for whole runs
-            y = torch.nn.functional.pad(y, (0, 0, 0, -width % 64))
-        own = torch.nn.functional.pad(ids[1][part], (0, -width % 64), value=IGNORE_ID)
-        pairs = Pairs((len(x), len(own)), (ids[0], own), device)
-        for rows in even_chunks(len(x), max(1, _TILE // len(own))):
+        y, own = normalized(piece.to(device), normalize).to(dtype), ids[1][part]
+        if len(y) % _RUN:  # entries that do not exist fill up the last run
+            y, own = F.pad(y, (0, 0, 0, -len(y) % _RUN)), F.pad(own, (0, -len(y) % _RUN), value=IGNORE_ID)
+        for rows in even_chunks(len(x), max(1, _TILE // len(y))):
             with full_precision(x):
                 scores = matmul(x[rows], y.T)
-            pairs.exclude_(scores, (rows, slice(0, len(own))), -torch.inf)
-            for limit in limits:
-                scores.masked_fill_(scores >= (limit[rows] if len(limit) > 1 else limit)[:, None], -torch.inf)
-            best = topk(scores, min(k, len(own)))
-            both = torch.cat([values[rows], best[0]], 1), torch.cat([indices[rows], best[1] + start], 1)
-            values[rows], order = both[0].topk(k, 1)
-            indices[rows] = both[1].gather(1, order)
+            limit = None if limits is None else limits[rows]
+            _merge_(TopK(*(z[rows] for z in best)), scores, ids[0][rows], own, limit, start)
+        start = part.stop
         if progress is not None:
-            progress(part.stop, total)
-    return TopK(values, indices.masked_fill_(values == -torch.inf, -1))
+            progress(start, total)
+    return best
+
+
+def _merge_(
+    best: TopK, scores: Tensor, query_ids: Tensor, corpus_ids: Tensor, limits: Tensor | None, start: int
+) -> None:
+    """Update the (B, k) best negatives with those among (B, C) scores, whose columns are numbered from ``start``.
+
+    One pass finds the runs of 64 scores that have one above a query's k-th best so far. After the first blocks hardly
+    any do, and ids and limits are looked at only for the scores in them that are above it.
+    """
+    runs, least = scores.unflatten(1, (-1, _RUN)), best.values[:, -1:]
+    row, run = (runs.amax(2) > least).nonzero(as_tuple=True)
+    if len(row) > _CROWD and len(scores) > 1:  # a corpus in ascending order: half the queries, to bound the memory
+        for half in even_chunks(len(scores), (len(scores) + 1) // 2):
+            limit = None if limits is None else limits[half]
+            _merge_(TopK(*(x[half] for x in best)), scores[half], query_ids[half], corpus_ids, limit, start)
+        return
+    found = runs[row, run]
+    i, place = (found > least[row]).nonzero(as_tuple=True)
+    row, col, found = row[i], run[i] * _RUN + place, found[i, place]
+    wanted = (query_ids[row] != corpus_ids[col]) & (query_ids[row] != IGNORE_ID) & (corpus_ids[col] != IGNORE_ID)
+    if limits is not None:
+        wanted &= found < limits[row]
+    row, col, found = row[wanted], col[wanted], found[wanted]
+    if not len(row):
+        return
+    k, slot = best.values.shape[1], slots(row, len(scores))
+    shape = len(scores), k + int(slot.amax()) + 1
+    values, indices = scores.new_full(shape, -torch.inf), row.new_full(shape, -1)
+    values[:, :k], indices[:, :k] = best
+    values[row, k + slot], indices[row, k + slot] = found, col + start
+    values, order = values.sort(dim=1, descending=True, stable=True)  # of equal scores, the first in the corpus
+    best.values.copy_(values[:, :k])
+    best.indices.copy_(indices.gather(1, order[:, :k]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,8 +16,9 @@ from .engine import processes, ranking
 from .engine.exchange import Processes, Share
 from .engine.matrix import MEMORY_BUDGET, Matrix, check_unchanged, choose_engine
 from .engine.pairs import Pairs
+from .engine.prefixes import prefixes
 from .engine.ring import RingMatrix
-from .engine.scores import Embeddings, Ids, normalized
+from .engine.scores import Embeddings, Ids, with_bias
 from .groups import Reduction as Reduction
 
 Engine = Literal["auto", "dense", "tiled", "triton"]
@@ -29,26 +30,6 @@ class TopK(NamedTuple):
 
     values: Tensor
     indices: Tensor
-
-
-def with_bias(
-    rows: Tensor, cols: Tensor, bias: tuple[Tensor | None, Tensor | None] | None, normalize: bool
-) -> tuple[Tensor, Tensor, bool]:
-    """Return embeddings, and whether to normalise them, whose scores include a bias: ``<(u, b, 1), (v, 1, c)>``."""
-    if bias is None:
-        return rows, cols, normalize
-    if not isinstance(bias, tuple) or len(bias) != 2:
-        raise TypeError(f"bias: expected a pair of tensors or None, got {bias!r}")
-    extended = []
-    for side, (x, b) in enumerate(zip((rows, cols), bias, strict=True)):
-        if b is not None and (not isinstance(b, Tensor) or b.shape != (len(x),) or not b.is_floating_point()):
-            got = f"shape {tuple(b.shape)} of {b.dtype}" if isinstance(b, Tensor) else repr(b)
-            raise ValueError(f"bias: expected ({len(x)},) floating-point numbers, got {got}")
-        u = normalized(x, normalize)
-        own = u.new_zeros(len(u), 1) if b is None else b.to(u)[:, None]
-        ones = torch.ones_like(own)
-        extended.append(torch.cat([u, ones, own] if side else [u, own, ones], 1))
-    return extended[0], extended[1], False
 
 
 class Similarity(Anchors):
@@ -106,6 +87,7 @@ class Similarity(Anchors):
         budget = (0 if engine == "tiled" else MEMORY_BUDGET) if memory_budget is None else memory_budget
         chosen, pairs = choose_engine(engine, n * m, budget, rows), Pairs((n, m), ids, rows.device)
         super().__init__([(Matrix(Embeddings(rows, normalize), Embeddings(cols, normalize), pairs, chosen, budget), 0)])
+        self._matrix.biased = bias is not None
 
     @classmethod
     def sharded(
@@ -182,7 +164,7 @@ class Similarity(Anchors):
             sim = cls._view(RingMatrix(*sides, pairs, tiled, 0), 0)
         else:
             sim = cls(rows, processes.gather(cols, process_group), *ids, **options, names=names)
-        sim._matrix.share = Share(shared, 1, sizes[shared.rank], cols)
+        sim._matrix.share, sim._matrix.biased = Share(shared, 1, sizes[shared.rank], cols), bias is not None
         Anchors.__init__(sim, [(sim._matrix, 0)])
         return sim
 
@@ -294,6 +276,27 @@ class Similarity(Anchors):
     def both(self) -> Anchors:
         """The rows and then the columns as anchors, computed in one pass."""
         return Anchors([(self._matrix, self._side)], [(self._matrix, 1 - self._side)])
+
+    def prefixes(self, dims: Sequence[int], weights: Sequence[float] | None = None) -> Anchors:
+        """Return the rows and then the columns as anchors, for the first d dimensions, one d after another.
+
+        Scores are cosines of those dimensions, and come out of one product. ``weights``, one for each d, are factors of
+        an anchor's value in :meth:`reduce`. See :class:`itrloss.Matryoshka`.
+        """
+        m = self._matrix
+        if m.cols is None or m.biased or isinstance(m, RingMatrix):
+            raise ValueError("prefixes: expected embeddings, without a bias and not with schedule='ring'")
+        for d in dims:
+            check_size("dims", d)
+        longest = m.cols.shape[1]
+        if not len(dims) or list(dims) != sorted(set(dims)) or dims[-1] > longest:
+            raise ValueError(f"dims: expected ascending numbers of at most {longest}, got {list(dims)}")
+        if weights is not None and len(weights) != len(dims):
+            raise ValueError(f"weights: expected {len(dims)}, one for each of dims, got {len(weights)}")
+        sides = self._side, 1 - self._side
+        anchors = Anchors(*([(matrix, side)] for matrix in prefixes(m, dims) for side in sides))
+        anchors.weights = None if weights is None else [float(w) for w in weights for _ in range(2)]
+        return anchors
 
     def check_finite(self) -> None:
         """Raise a ValueError if an embedding (or score) is nan or infinite. Synchronises with an accelerator."""

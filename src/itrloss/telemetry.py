@@ -9,11 +9,11 @@ from torch import Tensor
 
 from .anchors import Anchors
 from .distributed import world_size
-from .engine.answers import identity, pair_term
 from .functional import std_diversity
 from .memory import MemorySimilarity
 from .metrics.results import skewness
 from .similarity import Similarity
+from .terms import identity, pair_term
 
 __all__ = ["describe", "describe_memory"]
 

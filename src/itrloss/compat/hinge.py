@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..checks import Names, check_embeddings, check_matrix, check_number, one_of
-from ..engine.answers import hinge, identity
 from ..similarity import Similarity
+from ..terms import hinge, identity
 
 
 def option(opt: Any, name: str, *default: Any) -> Any:

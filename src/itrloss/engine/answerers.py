@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from .pairs import segment_sum
 from .scores import chunks, full_precision, may_keep
 
 View = tuple[Matrix, int]  # a matrix, and the side of it that the anchors are: 0 the rows, 1 the columns
+Guides = Mapping[View, View]  # for each view, the same anchors in another matrix, whose scores get no gradient
 
 
 class Dense:
@@ -60,14 +61,18 @@ class Dense:
             self._masks |= masks
         return masks[over, fill]
 
-    def sums(self, *params: Tensor, key: str, over: str = "negatives") -> Tensor:
-        """Return the (K, A) sums, or maxima, of the answer ``key`` over each anchor's candidates."""
+    def sums(self, *params: Tensor, key: str, over: str = "negatives", guides: Guides | None = None) -> Tensor:
+        """Return the (K, A) sums, or maxima, of the answer ``key`` over each anchor's candidates.
+
+        With ``guides``, the scores of their matrices are the answer's first parameter.
+        """
         answer, scores = ANSWERS[key], self.scores()
+        guide = [] if guides is None else [Dense([guides[v] for v in self.views]).scores().detach().to(scores.dtype)]
         for matrix in self.matrices:
             matrix.summed = matrix.summed or torch.is_grad_enabled()
         fill = answer.maximum or self.precomputed
         mask = self.mask(over, fill)
-        values = answer.value(scores, *[p.unsqueeze(-1) for p in params])
+        values = answer.value(scores, *guide, *[p.unsqueeze(-1) for p in params])
         x = values.expand_as(scores) if answer.width == 1 else torch.stack(values)
         x = x.masked_fill(mask, -math.inf if answer.maximum else 0.0) if fill else x * mask
         return (x.amax(-1) if answer.maximum else x.sum(-1)).view(answer.width, -1)
@@ -125,20 +130,23 @@ class Tiled:
 
     def __init__(self, views: Sequence[View]):
         """``views``: one or both sides of one matrix, the rows first."""
-        self.matrix, self.sides = views[0][0], tuple(side for _, side in views)
+        self.views, self.matrix, self.sides = views, views[0][0], tuple(side for _, side in views)
 
-    def sums(self, *params: Tensor, key: str, over: str = "negatives") -> Tensor:
+    def sums(self, *params: Tensor, key: str, over: str = "negatives", guides: Guides | None = None) -> Tensor:
         """See :meth:`Dense.sums`."""
         m, compiling = self.matrix, torch.compiler.is_compiling()
         check_unchanged([m])
         early = ANSWERS[key].exponential and self.sides == (0,) and m.cols is not None and not m.cols.requires_grad
-        source, pairs = m.source(form=not early), None if compiling else m.pairs
+        source, pairs = list(m.source(form=not early)), None if compiling else m.pairs
+        if guides is not None:
+            check_unchanged([guide := guides[self.views[0]][0]])
+            source += [None if x is None else x.detach() for x in guide.source(form=True)]
         question = key, over, self.sides, m.engine == "triton"
         if not torch.is_grad_enabled():
-            return reduce.sums(list(source), list(params), *question, False, pairs=pairs)[0]
+            return reduce.sums(source, list(params), *question, False, pairs=pairs)[0]
         listed = not (early or compiling or m.cols is None) and m.pairs.listable and m._positive_scores is None
         index = ((None, None) if m.pairs.one_to_one else m.pairs.listed) if listed else None
-        sums, positive = reduce.Reduce.apply(pairs, question, index, *source, *params)
+        sums, positive = reduce.Reduce.apply(pairs, question, index, len(source), *source, *params)
         m._positive_scores = positive if listed else m._positive_scores
         return sums
 
@@ -211,14 +219,20 @@ def answerers(groups: Sequence[Group]) -> list[tuple[Dense | Tiled, list[Place] 
         for matrix, side in group:
             widths.append(matrix.shape[1 - side])
             dense = matrix.engine == "dense"
-            key = next(k for k, x in enumerate(widths) if x == widths[-1]) if dense else (matrix, seen[matrix, side])
+            key = (
+                next(k for k, x in enumerate(widths) if x == widths[-1])
+                if dense
+                else (matrix.family, seen[matrix, side])
+            )
             batches.setdefault(key, []).append(((matrix, side), (g, first)))
             seen[matrix, side] += 1
             first += widths[-1]
     result: list[Any] = []
     for key, batch in batches.items():
         dense = isinstance(key, int)
-        views, places = zip(*(batch if dense else sorted(batch, key=lambda x: x[0][1])), strict=True)  # rows first
+        of_family = not dense and batch[0][0][0].family is not batch[0][0][0]
+        rows_first = batch if dense or of_family else sorted(batch, key=lambda x: x[0][1])
+        views, places = zip(*rows_first, strict=True)
         backend = Dense if dense else views[0][0].backend or Tiled
         result.append((backend(views), list(places)))
     in_order = len(result) == 1 and [g for g, _ in result[0][1]] == [*range(len(groups))]

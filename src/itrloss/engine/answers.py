@@ -38,18 +38,23 @@ class Answer(NamedTuple):
 
 ANSWERS: dict[str, Answer] = {}
 LIMITS = "<", ">", "<>"  # suffixes of an answer's name: of candidates below, above, or between limits of their scores
+GUIDED = "|"  # before them: limits of the scores of a guide, another matrix of the same shape
 
 
-def within(answer: Answer, limits: str) -> Answer:
-    """Return the same answer of the candidates within limits, which are its last parameters and get no gradient."""
-    size = len(limits)
+def within(answer: Answer, limits: str, guided: bool = False) -> Answer:
+    """Return the same answer of the candidates within limits, which are its last parameters and get no gradient.
+
+    With ``guided``, the first parameter are the scores that the limits are of, in place of the answer's own.
+    """
+    size, first = len(limits), int(guided)
 
     def outside(s: Tensor, params: Sequence[Tensor]) -> Tensor:
+        s = params[0] if guided else s
         masks = [s >= t if which == "<" else s <= t for which, t in zip(limits, params[-size:], strict=True)]
         return functools.reduce(torch.logical_or, masks)
 
     def value(s: Tensor, *params: Tensor, out: Any = None) -> Any:
-        values, mask = answer.value(s, *params[:-size], out=out), outside(s, params)
+        values, mask = answer.value(s, *params[first:-size], out=out), outside(s, params)
         fill = -math.inf if answer.maximum else 0.0
         if answer.width == 1:
             return values.expand_as(s).masked_fill(mask, fill) if out is None else values.masked_fill_(mask, fill)
@@ -57,8 +62,9 @@ def within(answer: Answer, limits: str) -> Answer:
 
     def slopes(s: Tensor, params: Sequence[Tensor], grads: Any, needs: Sequence[bool], out: Any) -> list[Tensor | None]:
         assert answer.slopes is not None
-        found, mask = answer.slopes(s, params[:-size], grads, needs[:-size], out), outside(s, params)
-        return [None if x is None else x.expand_as(mask).masked_fill(mask, 0.0) for x in found] + [None] * size
+        found, mask = answer.slopes(s, params[first:-size], grads, needs[first:-size], out), outside(s, params)
+        found = [None if x is None else x.expand_as(mask).masked_fill(mask, 0.0) for x in found]
+        return [found[0], *[None] * first, *found[1:], *[None] * size]
 
     return answer._replace(value=value, slopes=None if answer.slopes is None else slopes)
 
@@ -66,7 +72,9 @@ def within(answer: Answer, limits: str) -> Answer:
 def _add(name: str, answer: Answer) -> None:
     """Add an answer, and its forms within limits."""
     ANSWERS[name] = answer
-    ANSWERS.update({name + limits: within(answer, limits) for limits in LIMITS})
+    for limits in LIMITS:
+        ANSWERS[name + limits] = within(answer, limits)
+        ANSWERS[name + GUIDED + limits] = within(answer, limits, guided=True)
 
 
 def _by_autograd(function: Callable[..., Tensor], s, params, grads, needs, out):

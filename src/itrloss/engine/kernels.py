@@ -28,6 +28,8 @@ BAND = tl.constexpr(8)  # rows of tiles that run together, so that the embedding
 Inputs = namedtuple("Inputs", "rows cols row_stride col_stride dim row_inv col_inv row_ids col_ids")
 # (1,), with stride 0, for all anchors; (A,), the rows' anchors first; or (slots, A), over whose slots values are summed
 Params = namedtuple("Params", "p q p_stride q_stride slots slot_stride")
+# Limits of the scores of candidates, (1,) with stride 0 or (A,)
+Limits = namedtuple("Limits", "below above below_stride above_stride")
 Block = namedtuple("Block", "row col size_m size_n first_col")  # part of the matrix; column 0's index among anchors
 Panel = namedtuple("Panel", "x stride")  # buffer (size_m, stride) for a block
 Upstream = namedtuple("Upstream", "x plane stride")  # gradient (WIDTH, A) of the sums, with strides
@@ -166,6 +168,16 @@ def _params(parameters, axis, slot, AXIS: tl.constexpr, SHARED: tl.constexpr):
 
 
 @triton.jit
+def _within(x, s, fill, limits, axis, AXIS: tl.constexpr, SHARED: tl.constexpr):
+    """Return x with ``fill`` where scores are not within the limits of an axis's anchors."""
+    if limits.below is not None:
+        x = tl.where(s < _load_anchors(limits.below, 0, limits.below_stride, axis, AXIS, SHARED), x, fill)
+    if limits.above is not None:
+        x = tl.where(s > _load_anchors(limits.above, 0, limits.above_stride, axis, AXIS, SHARED), x, fill)
+    return x
+
+
+@triton.jit
 def _store_partial(out, plane, x, rows, cols, AXIS: tl.constexpr, MAXIMUM: tl.constexpr):
     """Store a tile's sums or maxima along an axis at ``out[plane, part along that axis, anchor]``."""
     x = tl.max(x, AXIS) if MAXIMUM else tl.sum(x, AXIS)
@@ -176,7 +188,7 @@ def _store_partial(out, plane, x, rows, cols, AXIS: tl.constexpr, MAXIMUM: tl.co
 
 
 @triton.jit
-def _values(s, axis, parameters, K: tl.constexpr, AXIS: tl.constexpr, FORM: tl.constexpr, C: tl.constexpr):
+def _values(s, axis, parameters, limits, K: tl.constexpr, AXIS: tl.constexpr, FORM: tl.constexpr, C: tl.constexpr):
     """Return the K-th values of a tile, summed over slots; with GRAD_P, for K = 1 the derivatives w.r.t. p instead."""
     WHICH: tl.constexpr = 2 if C.GRAD_P and K == 1 else 0
     p, q = _params(parameters, axis, 0, AXIS, C.SHARED)
@@ -184,7 +196,7 @@ def _values(s, axis, parameters, K: tl.constexpr, AXIS: tl.constexpr, FORM: tl.c
     for slot in range(1, parameters.slots):
         p, q = _params(parameters, axis, slot, AXIS, C.SHARED)
         x += FORM(s, p, q, 1.0, K)[WHICH]
-    return x
+    return _within(x, s, float("-inf") if C.MAXIMUM else 0.0, limits, axis, AXIS, C.SHARED)
 
 
 @triton.jit(do_not_specialize=Block._fields)  # these change from batch to batch
@@ -193,6 +205,7 @@ def sums_kernel(
     products,  # Panel of float32 inner products or scores
     row, col, size_m, size_n, first_col,  # Block
     parameters,
+    limits,
     row_out,  # (WIDTH, column parts, size_m) float32: sums of each tile over its columns
     col_out,  # (WIDTH, row parts, size_n) over its rows
     panel,  # Panel for value 0 over the columns' norms, if any
@@ -208,8 +221,8 @@ def sums_kernel(
         cols = _part(first + part, inputs, block, C)
         s = _over_norms(parts[part], rows, cols)
         for k in tl.static_range(WIDTH):
-            x = _values(s, rows if C.ROWS else cols, parameters, k, 1 if C.ROWS else 0, FORM, C)
-            y = _values(s, cols, parameters, k, 0, FORM, C) if C.ROWS and C.COLS and not C.SHARED else x
+            x = _values(s, rows if C.ROWS else cols, parameters, limits, k, 1 if C.ROWS else 0, FORM, C)
+            y = _values(s, cols, parameters, limits, k, 0, FORM, C) if C.ROWS and C.COLS and not C.SHARED else x
             x, y = _masked(x, y, float("-inf") if C.MAXIMUM else 0.0, rows, cols, True, C)
             if C.ROWS:
                 _store_partial(row_out, k, x, rows, cols, 1, C.MAXIMUM)
@@ -221,19 +234,24 @@ def sums_kernel(
 
 
 @triton.jit
-def _slopes(total, s, rows, cols, parameters, grad, grads_out, AXIS: tl.constexpr, FORM: tl.constexpr, C: tl.constexpr):
+def _slopes(
+    total, s, rows, cols, parameters, limits, grad, grads_out, AXIS: tl.constexpr, FORM: tl.constexpr, C: tl.constexpr
+):
     """Return ``total`` plus the gradient of the scores; store those of the parameters, summed along an axis."""
     WIDTH: tl.constexpr = C.WIDTH
+    axis = rows if AXIS == 1 else cols
     for k in tl.static_range(WIDTH):
-        g = _load_anchors(grad.x, k * grad.plane, grad.stride, rows if AXIS == 1 else cols, AXIS)
+        g = _load_anchors(grad.x, k * grad.plane, grad.stride, axis, AXIS)
         if C.SHARED and C.ROWS and C.COLS:
             g += _load_anchors(grad.x, k * grad.plane, grad.stride, cols, 0)
         for slot in range(parameters.slots):
-            p, q = _params(parameters, rows if AXIS == 1 else cols, slot, AXIS, C.SHARED)
+            p, q = _params(parameters, axis, slot, AXIS, C.SHARED)
             _, grad_s, grad_p, grad_q = FORM(s, p, q, g, k)
-            total += grad_s
+            total += _within(grad_s, s, 0.0, limits, axis, AXIS, C.SHARED)
             if C.GRAD_P or C.GRAD_Q:
                 grad_p, grad_q = _masked(grad_p, grad_q if C.GRAD_Q else grad_p, 0.0, rows, cols, True, C)
+                grad_p = _within(grad_p, s, 0.0, limits, axis, AXIS, C.SHARED)
+                grad_q = _within(grad_q, s, 0.0, limits, axis, AXIS, C.SHARED)
             if C.GRAD_P:
                 _store_partial(grads_out, slot, grad_p, rows, cols, AXIS, False)
             if C.GRAD_Q:
@@ -247,6 +265,7 @@ def gradient_kernel(
     products,  # as in sums_kernel
     row, col, size_m, size_n, first_col,
     parameters,
+    limits,
     grad,  # Upstream
     row_grads_out,  # (planes, parts, anchors) float32 gradients w.r.t. p (a plane per slot) and q, summed by tile
     col_grads_out,
@@ -266,9 +285,9 @@ def gradient_kernel(
         s = _over_norms(parts[part], rows, cols)
         x = tl.zeros_like(s)
         if C.ROWS:
-            x = _slopes(x, s, rows, cols, parameters, grad, row_grads_out, 1, FORM, C)
+            x = _slopes(x, s, rows, cols, parameters, limits, grad, row_grads_out, 1, FORM, C)
         if C.COLS and not (C.ROWS and C.SHARED):
-            x = _slopes(x, s, rows, cols, parameters, grad, col_grads_out, 0, FORM, C)
+            x = _slopes(x, s, rows, cols, parameters, limits, grad, col_grads_out, 0, FORM, C)
         if panel.x is not None:
             x = _over_norms(_masked(x, x, 0.0, rows, cols, False, C)[0], rows, cols)
             pointers, inside = _entries(panel, rows, cols)

@@ -81,7 +81,9 @@ class Matrix:
         self.summed = False  # whether a sum put all scores into the autograd graph
         self._positive_scores: Tensor | None = None  # (P,), where they were computed along with a sum
         self.share: Share | None = None  # of a sharded batch
+        self.biased = False  # whether a bias is part of the embeddings
         self.backend: Any = None  # what answers in place of the engine's
+        self.family: Any = self  # the matrices that it answers for, if several
 
     def detach(self) -> Matrix:
         """Return the same scores without a gradient. Cached scores are shared; they are computed if not yet there."""

@@ -23,7 +23,7 @@ def _hardest(
 
     ``below``, (A,) or (1,): of the negatives that score below it.
     """
-    scores, pairs = operator_inputs(source, pairs)
+    scores, _, pairs = operator_inputs(source, pairs)
     best = [scores.rows.new_full((scores.shape[side],), -math.inf, dtype=scores.dtype) for side in sides]
     where = [torch.full_like(x, -1, dtype=torch.int64) for x in best]
     with torch.no_grad(), full_precision(scores.rows):
@@ -63,17 +63,6 @@ def argmax(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     value, run = runs.amax(dim + 1).max(dim)
     best = torch.take_along_dim(runs, run.unsqueeze(dim).unsqueeze(dim), dim).squeeze(dim)
     return value, best.argmax(dim).add_(run, alpha=_RUN)
-
-
-def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return ``x.topk(k)`` of (B, C) values. On the CPU only the k runs of 64 with the highest maxima are sorted."""
-    if x.device.type != "cpu" or x.shape[1] % _RUN or x.shape[1] < 4 * _RUN * k:
-        values, indices = x.topk(k, 1)
-        return values, indices
-    runs = x.unflatten(1, (-1, _RUN))
-    best = runs.amax(2).topk(k, 1).indices
-    values, places = runs.gather(1, best.unsqueeze(2).expand(-1, -1, _RUN)).flatten(1).topk(k, 1)
-    return values, best.gather(1, places // _RUN) * _RUN + places % _RUN
 
 
 def ranks(thresholds: Tensor, rivals: Tensor, optimistic: bool) -> Tensor:

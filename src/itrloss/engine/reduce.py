@@ -43,33 +43,63 @@ def views(
 
 
 def tiled_sums(
-    scores: Scores, pairs: Pairs, answer: Answer, over: str, sides: Sequence[int], params: Sequence[Tensor], early: bool
+    scores: Scores,
+    pairs: Pairs,
+    answer: Answer,
+    over: str,
+    sides: Sequence[int],
+    params: Sequence[Tensor],
+    early: bool,
+    guide: Scores | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the (K, A) sums of :meth:`itrloss.engine.answerers.Dense.sums`, added up tile by tile.
 
     With ``early``, which is for exponentials of rows, also return ``sum_j f(S_ij) y_j`` (N, D) with the unit columns y,
     from which backward gets the rows' gradient, and ``sum_j f(S_ij) S_ij`` (N,), the derivatives w.r.t. the scale. So
     columns without a gradient, such as a memory's, are multiplied once for both passes.
+
+    The scores of a ``guide``, without a gradient, are the first parameter of the answer.
     """
-    start = float("-inf") if answer.maximum else 0.0
     new = functools.partial(torch.zeros, dtype=scores.dtype, device=scores.rows.device)
-    total = {side: new(answer.width, scores.shape[side]).fill_(start) for side in sides}
     direction, scale_slopes = new(scores.rows.shape if early else 0), new(len(scores.rows) if early else 0)
-    for tile in tiles(scores, answer.buffers):
-        for group, own in views(sides, params, scores.shape, tile.part):
-            values = answer.value(tile.scores, *own, out=tile.scratch)
-            for k, x in enumerate(values if answer.width > 1 else (values,)):
-                pairs.exclude_(x, tile.part, start, over)
+    sums = Sums(scores, pairs, answer, over, sides, params)
+    for tile in tiles(scores, answer.buffers, guide):
+        values = sums.add(tile)
+        if early:
+            add_matmul_(direction[tile.part[0]], values, scores.unit(1, tile.part[1]))
+            scale_slopes[tile.part[0]] += values.mul_(tile.scores).sum(1)
+    return sums.finish(), direction, scale_slopes
+
+
+class Sums:
+    """Adds up an answer, tile by tile."""
+
+    def __init__(
+        self, scores: Scores, pairs: Pairs, answer: Answer, over: str, sides: Sequence[int], params: Sequence[Tensor]
+    ):
+        self.shape, self.pairs, self.answer, self.over = scores.shape, pairs, answer, over
+        self.sides, self.params, self.start = sides, params, float("-inf") if answer.maximum else 0.0
+        new = functools.partial(torch.full, dtype=scores.dtype, device=scores.rows.device)
+        self.total = {side: new((answer.width, scores.shape[side]), self.start) for side in sides}
+
+    def add(self, tile: Tile) -> Tensor:
+        """Add a tile's values; return the last of them (r, c), in its scratch or new."""
+        x = tile.scores
+        for group, own in views(self.sides, self.params, self.shape, tile.part):
+            values = self.answer.value(tile.scores, *tile.guide, *own, out=tile.scratch)
+            for k, x in enumerate(values if self.answer.width > 1 else (values,)):
+                self.pairs.exclude_(x, tile.part, self.start, self.over)
                 for side in group:
-                    part = total[side][k, tile.part[side]]
-                    if answer.maximum:
+                    part = self.total[side][k, tile.part[side]]
+                    if self.answer.maximum:
                         torch.maximum(part, x.amax(1 - side), out=part)
                     else:
                         part.add_(x.sum(1 - side))
-                if early:
-                    add_matmul_(direction[tile.part[0]], x, scores.unit(1, tile.part[1]))
-                    scale_slopes[tile.part[0]] += x.mul_(tile.scores).sum(1)
-    return torch.cat(list(total.values()), 1), direction, scale_slopes
+        return x
+
+    def finish(self) -> Tensor:
+        """Return the (K, A) sums."""
+        return torch.cat(list(self.total.values()), 1)
 
 
 def tiled_gradient(
@@ -82,32 +112,56 @@ def tiled_gradient(
     grad: Tensor,  # (K, A)
     needs: Sequence[bool],  # of the rows, the columns, and each parameter
     pair_grads: tuple[Tensor | None, Tensor | None, Tensor] | None = None,  # pairs i, j; gradient of their scores
+    guide: Scores | None = None,
 ) -> list[Tensor]:
     """Return the gradients of rows, columns and parameters from that of the sums; empty where not needed."""
-    assert answer.slopes is not None
-    gradient, upstream = _Gradient(scores, needs[:2]), by_side(grad, sides, scores.shape)
-    totals = [torch.zeros_like(p, dtype=scores.dtype) for p in params]
-    for tile in tiles(scores, answer.buffers + 1):
-        tile_grad: Tensor | None = None
-        for k, (group, own) in enumerate(views(sides, params, scores.shape, tile.part)):
-            side_grads = [upstream[side][:, tile.part[side]].unsqueeze(-1 - side) for side in group]
-            g = functools.reduce(torch.add, side_grads)
-            slopes = answer.slopes(tile.scores, own, g, needs[2:], tile.scratch[k:])
-            for total, grad_p in zip(totals, slopes[1:], strict=True):
-                if grad_p is not None:
-                    pairs.exclude_(grad_p, tile.part, 0.0, over)
-                    if total.shape[-1] == 1:
-                        total.add_(grad_p.sum((-1, -2)).view(total.shape))
-                    else:
-                        (side,) = group
-                        by_side(total, sides, scores.shape)[side][..., tile.part[side]] += grad_p.sum(-1 - side)
-            if slopes[0] is not None:
-                slope = pairs.exclude_(slopes[0], tile.part, 0.0, over)
-                tile_grad = slope if tile_grad is None else tile_grad.add_(slope)
-        gradient.add(tile, torch.zeros_like(tile.scores) if tile_grad is None else tile_grad)
+    gradient, slopes = _Gradient(scores, needs[:2]), Slopes(scores, pairs, answer, over, sides, params, grad, needs[2:])
+    for tile in tiles(scores, answer.buffers + 1, guide):
+        gradient.add(tile, slopes.of(tile))
     if pair_grads is not None:
         gradient.add_pairs(*pair_grads)
-    return [*gradient.finish(), *(p if need else p.new_empty(0) for p, need in zip(totals, needs[2:], strict=True))]
+    return [*gradient.finish(), *slopes.finish()]
+
+
+class Slopes:
+    """Forms the gradient of the scores tile by tile, and adds up those of the parameters."""
+
+    def __init__(
+        self, scores: Scores, pairs: Pairs, answer: Answer, over: str, sides: Sequence[int], params: Sequence[Tensor],
+        grad: Tensor, needs: Sequence[bool],
+    ):  # fmt: skip
+        """``grad``: (K, A) that of the sums; ``needs``: whether that of each parameter is needed."""
+        self.shape, self.pairs, self.answer, self.over = scores.shape, pairs, answer, over
+        self.sides, self.params, self.needs = sides, params, needs
+        self.upstream = by_side(grad, sides, scores.shape)
+        self.totals = [torch.zeros_like(p, dtype=scores.dtype) for p in params]
+
+    def of(self, tile: Tile) -> Tensor:
+        """Return the (r, c) gradient of a tile's scores, in its scratch or new."""
+        assert self.answer.slopes is not None
+        tile_grad: Tensor | None = None
+        for k, (group, own) in enumerate(views(self.sides, self.params, self.shape, tile.part)):
+            side_grads = [self.upstream[side][:, tile.part[side]].unsqueeze(-1 - side) for side in group]
+            g, needs = functools.reduce(torch.add, side_grads), [*(False for _ in tile.guide), *self.needs]
+            slopes = self.answer.slopes(tile.scores, [*tile.guide, *own], g, needs, tile.scratch[k:])
+            for total, grad_p in zip(self.totals, slopes[1 + len(tile.guide) :], strict=True):
+                if grad_p is not None:
+                    self._add(total, self.pairs.exclude_(grad_p, tile.part, 0.0, self.over), group, tile.part)
+            if slopes[0] is not None:
+                slope = self.pairs.exclude_(slopes[0], tile.part, 0.0, self.over)
+                tile_grad = slope if tile_grad is None else tile_grad.add_(slope)
+        return torch.zeros_like(tile.scores) if tile_grad is None else tile_grad
+
+    def _add(self, total: Tensor, grad: Tensor, group: Sequence[int], part: tuple[slice, slice]) -> None:
+        if total.shape[-1] == 1:
+            total.add_(grad.sum((-1, -2)).view(total.shape))
+        else:
+            (side,) = group
+            by_side(total, self.sides, self.shape)[side][..., part[side]] += grad.sum(-1 - side)
+
+    def finish(self) -> list[Tensor]:
+        """Return the gradients of the parameters; empty where not needed."""
+        return [p if need else p.new_empty(0) for p, need in zip(self.totals, self.needs, strict=True)]
 
 
 class _Gradient:
@@ -167,36 +221,38 @@ _library = torch.library.Library("itrloss", "DEF")
 _SOURCE, _QUESTION = "Tensor?[] source, Tensor[] params", "str key, str over, int[] sides, bool triton"
 
 
-def operator_inputs(source: Sequence[Tensor | None], pairs: Pairs | None) -> tuple[Scores, Pairs]:
-    """Return the scores and pairs that an operator's tensors stand for."""
-    scores = Scores(*source)  # type: ignore[arg-type]
-    return scores, pairs or Pairs(scores.shape, (scores.row_ids, scores.col_ids), scores.rows.device)
+def operator_inputs(source: Sequence[Any], pairs: Pairs | None) -> tuple[Scores, Scores | None, Pairs]:
+    """Return the scores, those of a guide that may follow them, and the pairs that an operator's tensors stand for."""
+    scores, guide = Scores(*source[:_WIDTH]), Scores(*source[_WIDTH:]) if source[_WIDTH:] else None
+    return scores, guide, pairs or Pairs(scores.shape, (scores.row_ids, scores.col_ids), scores.rows.device)
 
 
 def _sums(source, params, key, over, sides, triton, early, pairs=None):
     """Return the (K, A) sums and, with ``early``, (N, D) directions and (A,) derivatives w.r.t. the scale."""
-    scores, pairs = operator_inputs(source, pairs)
+    scores, guide, pairs = operator_inputs(source, pairs)
     with full_precision(scores.rows), torch.no_grad():
         if triton:
             from . import triton as kernels
 
-            return kernels.sums(scores, pairs, key, over, tuple(sides), params, early)
-        return tiled_sums(scores, pairs, ANSWERS[key], over, sides, params, early)
+            if key in kernels.FORMS:
+                return kernels.sums(scores, pairs, key, over, tuple(sides), params, early)
+        return tiled_sums(scores, pairs, ANSWERS[key], over, sides, params, early, guide)
 
 
 def _gradients(source, params, grad, key, over, sides, triton, needs, pairs=None, pair_grads=None):
     """Return the gradients of rows, columns and parameters, to which ``pair_grads`` adds that of listed pairs."""
-    scores, pairs = operator_inputs(source, pairs)
+    scores, guide, pairs = operator_inputs(source, pairs)
     with full_precision(scores.rows), torch.no_grad():
         if triton:
             from . import triton as kernels
 
-            return kernels.gradient(scores, pairs, key, over, tuple(sides), params, grad, needs, pair_grads)
-        return tiled_gradient(scores, pairs, ANSWERS[key], over, sides, params, grad, needs, pair_grads)
+            if key in kernels.FORMS:
+                return kernels.gradient(scores, pairs, key, over, tuple(sides), params, grad, needs, pair_grads)
+        return tiled_gradient(scores, pairs, ANSWERS[key], over, sides, params, grad, needs, pair_grads, guide)
 
 
 def _fake_sums(source, params, key, over, sides, triton, early):
-    scores = Scores(*source)
+    scores = Scores(*source[:_WIDTH])
     size = sum(scores.shape[side] for side in sides)
     sums = scores.rows.new_empty(ANSWERS[key].width, size, dtype=scores.dtype)
     return sums, sums.new_empty(scores.rows.shape if early else (0,)), sums.new_empty(size if early else 0)
@@ -268,16 +324,19 @@ class Reduce(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, pairs, question, index, *tensors):
-        """``question``: arguments of the operators; ``index``: pairs i, j as in `pair_products`, or None."""
-        source, params, (rows, cols) = list(tensors[:_WIDTH]), list(tensors[_WIDTH:]), ctx.needs_input_grad[3:5]
+    def forward(ctx: Any, pairs, question, index, width, *tensors):
+        """``question``: arguments of the operators; ``index``: pairs i, j as in `pair_products`, or None.
+
+        ``width``: the number of tensors that are scores and those of a guide, before the parameters.
+        """
+        source, params, (rows, cols) = list(tensors[:width]), list(tensors[width:]), ctx.needs_input_grad[4:6]
         early = ANSWERS[question[0]].exponential and question[2] == (0,) and rows and not cols and source[1] is not None
-        ctx.pairs, ctx.question, ctx.index, ctx.early = pairs, question, index, early
+        ctx.pairs, ctx.question, ctx.index, ctx.width, ctx.early = pairs, question, index, width, early
         ctx.set_materialize_grads(False)  # a loss may use the sums alone, or the pairs alone
         totals, direction, scale_slopes = sums(source, params, *question, early, pairs=pairs)
         early_tensors = source[0], source[2], source[7], *params[:1], direction, scale_slopes
         ctx.save_for_backward(*(early_tensors if early else tensors))
-        return totals, None if index is None else pair_products(Scores(*source), *index)
+        return totals, None if index is None else pair_products(Scores(*source[:_WIDTH]), *index)
 
     @staticmethod
     def backward(ctx: Any, grad: Any, grad_pairs: Any):  # type: ignore[override]
@@ -285,17 +344,17 @@ class Reduce(torch.autograd.Function):
         result: list[Any] = [None] * len(ctx.needs_input_grad)
         if ctx.early:
             rows, row_inv, unit, scale, direction, scale_slopes = ctx.saved_tensors
-            result[3] = project_(direction * (grad[0] * scale)[:, None], rows, row_inv, unit)
-            if ctx.needs_input_grad[3 + _WIDTH]:
+            result[4] = project_(direction * (grad[0] * scale)[:, None], rows, row_inv, unit)
+            if ctx.needs_input_grad[4 + ctx.width]:
                 grad_scale = grad[0] * scale_slopes
-                result[3 + _WIDTH] = grad_scale.sum().view(1) if scale.numel() == 1 else grad_scale
+                result[4 + ctx.width] = grad_scale.sum().view(1) if scale.numel() == 1 else grad_scale
             return tuple(result)
-        source, params = list(ctx.saved_tensors[:_WIDTH]), list(ctx.saved_tensors[_WIDTH:])
-        places = [3, 4, *range(3 + _WIDTH, len(result))]
+        source, params = list(ctx.saved_tensors[: ctx.width]), list(ctx.saved_tensors[ctx.width :])
+        places = [4, 5, *range(4 + ctx.width, len(result))]
         needs = [ctx.needs_input_grad[k] for k in places]
         eager: dict[str, Any] = {} if grad_pairs is None else {"pair_grads": (*ctx.index, grad_pairs)}
         if grad is None:
-            grads = pair_gradients(Scores(*source), needs[:2], eager.get("pair_grads"))
+            grads = pair_gradients(Scores(*source[:_WIDTH]), needs[:2], eager.get("pair_grads"))
         else:
             grads = gradients(source, params, grad, *ctx.question, needs, pairs=ctx.pairs, **eager)
         for k, x, need in zip(places, grads, needs, strict=False):

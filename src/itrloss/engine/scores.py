@@ -66,10 +66,15 @@ class Tile(NamedTuple):
     part: tuple[slice, slice]  # rows and columns
     scores: Tensor  # (r, c), not to be written to
     scratch: list[Tensor]  # uninitialised
+    guide: tuple[Tensor, ...] = ()  # (r, c) scores of a second matrix, if there is one
 
 
-def tiles(scores: Scores, scratch: int) -> Iterator[Tile]:
+def tiles(scores: Scores, scratch: int, guide: Scores | None = None) -> Iterator[Tile]:
     """Yield tiles that cover every score once, with ``scratch`` buffers; all tiles share the same memory."""
+    if guide is not None:
+        for tile, other in zip(tiles(scores, scratch), tiles(guide, 0), strict=True):
+            yield tile._replace(guide=(other.scores.to(scores.dtype),))
+        return
     (n, m), matrix, dtype, device = scores.shape, scores.matrix, scores.dtype, scores.rows.device
     if 0 in (n, m):
         return
@@ -186,6 +191,26 @@ class _Normalize(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             return torch.autograd.grad(_normalized(x), x, grads[0], create_graph=True)[0], None
         return project_(grads[0], x, inv, unit, out=torch.empty_like(grads[0])), None
+
+
+def with_bias(
+    rows: Tensor, cols: Tensor, bias: tuple[Tensor | None, Tensor | None] | None, normalize: bool
+) -> tuple[Tensor, Tensor, bool]:
+    """Return embeddings, and whether to normalise them, whose scores include a bias: ``<(u, b, 1), (v, 1, c)>``."""
+    if bias is None:
+        return rows, cols, normalize
+    if not isinstance(bias, tuple) or len(bias) != 2:
+        raise TypeError(f"bias: expected a pair of tensors or None, got {bias!r}")
+    extended = []
+    for side, (x, b) in enumerate(zip((rows, cols), bias, strict=True)):
+        if b is not None and (not isinstance(b, Tensor) or b.shape != (len(x),) or not b.is_floating_point()):
+            got = f"shape {tuple(b.shape)} of {b.dtype}" if isinstance(b, Tensor) else repr(b)
+            raise ValueError(f"bias: expected ({len(x)},) floating-point numbers, got {got}")
+        u = normalized(x, normalize)
+        own = u.new_zeros(len(u), 1) if b is None else b.to(u)[:, None]
+        ones = torch.ones_like(own)
+        extended.append(torch.cat([u, ones, own] if side else [u, own, ones], 1))
+    return extended[0], extended[1], False
 
 
 class Embeddings:

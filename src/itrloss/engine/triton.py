@@ -19,7 +19,7 @@ import triton
 from torch import Tensor
 
 from . import kernels
-from .answers import ANSWERS
+from .answers import ANSWERS, LIMITS
 from .pairs import Pairs
 from .reduce import tiled_gradient, tiled_sums
 from .scores import IGNORE_ID, Scores, inverse_norms
@@ -47,6 +47,9 @@ BLOCK = 2**28  # scores of a block at most; the sums of its tiles, held until th
 PANEL = 2**26  # bytes of scores, or of their gradient, that are written at once
 HELD = 2**27  # bytes of float32 sums of one side's gradient that may be held; beyond, scores are visited twice
 
+# The answers that have kernels, also within limits; others are summed tile by tile in PyTorch.
+FORMS = {name + limits: form for name, form in kernels.FORMS.items() for limits in ("", *LIMITS)}
+
 # The interpreter cannot multiply bfloat16, and rounds to it towards zero: it computes in float32.
 INTERPRETED = not isinstance(kernels.sums_kernel, triton.JITFunction)
 
@@ -56,9 +59,7 @@ def sums(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the (K, A) sums and, if ``early``, (N, D) directions and (A,) derivatives w.r.t. the scale: tiled_sums."""
     answer = ANSWERS[key]
-    if key not in kernels.FORMS:  # a user's term
-        return tiled_sums(scores, pairs, answer, over, sides, params, early)
-    run = _Pass(scores, over, sides, params)
+    run = _Pass(scores, key, over, sides, params)
     width = 2 if early else answer.width  # the exponentials, and their derivatives w.r.t. the scale
     total = _AnchorSums(run, width, sides, answer.maximum)
     direction = total.sums.new_zeros(scores.rows.shape if early else 0)
@@ -81,9 +82,7 @@ def gradient(
     needs: Sequence[bool], pair_grads: PairGrads | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Return the gradients of rows, columns and parameters from ``grad`` (K, A); empty where it ``needs`` none."""
-    if key not in kernels.FORMS:
-        return tiled_gradient(scores, pairs, ANSWERS[key], over, sides, params, grad, needs, pair_grads)
-    run, upstream = _Pass(scores, over, sides, params), kernels.Upstream(grad, grad.stride(0), grad.stride(1))
+    run, upstream = _Pass(scores, key, over, sides, params), kernels.Upstream(grad, grad.stride(0), grad.stride(1))
     # Sums of the gradients w.r.t. p, for each slot, then w.r.t. q: by row alone if one evaluation serves both sides.
     param_sums = _AnchorSums(run, run.slots + 1, sides[:1] if run.shared else sides) if any(needs[2:]) else None
 
@@ -159,7 +158,7 @@ def _visits(outs: Sequence[Tensor | None]) -> list[tuple[int, bool]]:
 class _Pass:
     """The inputs of a pass in the form that kernels take, prepared once for all of its launches."""
 
-    def __init__(self, scores: Scores, over: str, sides: Sequence[int], params: Sequence[Tensor]):
+    def __init__(self, scores: Scores, key: str, over: str, sides: Sequence[int], params: Sequence[Tensor]):
         self.scores, self.shape, self.device = scores, scores.shape, scores.rows.device
         self.matrix = scores.rows.contiguous() if scores.cols is None else None
         self.fused, self.workspace = fused(scores), {}
@@ -174,8 +173,13 @@ class _Pass:
         self.panel_dtype = torch.bfloat16 if narrow else torch.float32  # float16's range is too small: add_product_
         copied = 2 * (scores.rows.dtype == torch.float16)  # bytes per score of the copy for the product
         self.panel = PANEL // (self.panel_dtype.itemsize + copied)  # number of scores
-        p, q = (*params, None, None)[:2]
-        p_step, q_step = (0 if x is None or x.shape[-1] == 1 else x.stride(-1) for x in (p, q))
+        limited = key[len(key.rstrip("<>")) :]
+        own = len(params) - len(limited)
+        limits = dict(zip(limited, params[own:], strict=True))
+        given = *(*params[:own], None, None)[:2], limits.get("<"), limits.get(">")
+        p_step, q_step, *steps = (0 if x is None or x.shape[-1] == 1 else x.stride(-1) for x in given)
+        p, q, *ends = given
+        self.limits = kernels.Limits(*ends, *steps)
         self.slots, slot_stride = (len(p), p.stride(0)) if p is not None and p.dim() == 2 else (1, 0)
         self.params = kernels.Params(p, q, p_step, q_step, self.slots, slot_stride)
         self.first_col = self.shape[0] if 0 in sides else 0
@@ -213,11 +217,11 @@ class _Pass:
         """Run a program for each tile of a block."""
         (rows, cols), tile = place, self.tile
         block = kernels.Block(rows.start, cols.start, rows.stop - rows.start, cols.stop - cols.start, self.first_col)
-        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "FORM": kernels.FORMS[key]}
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "FORM": FORMS[key]}
         param_grads = kernel is kernels.gradient_kernel and (flags["GRAD_P"] or flags["GRAD_Q"])
         if tile.registers is not None and not param_grads and _is_hopper(self.device):
             options["maxnreg"] = tile.registers
-        inputs = self.inputs, _panel(products), *block, self.params, *args
+        inputs = self.inputs, _panel(products), *block, self.params, self.limits, *args
         kernel[(math.prod(self.grid(place)),)](*inputs, C=kernels.Config(*tile[:4], **(self.flags | flags)), **options)
 
 

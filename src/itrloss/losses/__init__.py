@@ -1,4 +1,4 @@
-"""Losses as modules: they hold hyper-parameters and call :mod:`itrloss.functional`."""
+"""Losses as modules: they hold hyper-parameters and call :mod:`itrloss.functional`, or the anchors' methods."""
 
 from .base import MemoryLoss as MemoryLoss
 from .base import PairLoss as PairLoss
@@ -15,5 +15,16 @@ from .dvse import DVSETerms as DVSETerms
 from .dvse import DynamicGate as DynamicGate
 from .dvse import DynamicOrthogonalLoss as DynamicOrthogonalLoss
 from .dvse import VarianceAwareLoss as VarianceAwareLoss
+from .infonce import DirectionalInfoNCELoss as DirectionalInfoNCELoss
+from .infonce import DistillationLoss as DistillationLoss
+from .infonce import FilteredInfoNCELoss as FilteredInfoNCELoss
+from .matryoshka import Matryoshka as Matryoshka
+from .probabilistic import PCMEPlusPlusLoss as PCMEPlusPlusLoss
+from .robust import ComplementaryContrastiveLoss as ComplementaryContrastiveLoss
+from .robust import RINCELoss as RINCELoss
+from .supervised import CircleLoss as CircleLoss
+from .supervised import MILNCELoss as MILNCELoss
+from .supervised import MultiSimilarityLoss as MultiSimilarityLoss
+from .supervised import SupConLoss as SupConLoss
 from .user import HubnessAwareLoss as HubnessAwareLoss
 from .user import UnifiedTrainingObjective as UnifiedTrainingObjective

@@ -5,12 +5,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, Field, dataclass, field, fields
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 import torch
 from torch import Tensor, nn
 
-from ..checks import IMAGES_AND_TEXTS, check_number, one_of
+from ..checks import IMAGES_AND_TEXTS, Names, check_number, one_of
 from ..distributed import agreement, padded, world_size
 from ..engine.processes import replicated, total
 from ..functional import Reduction
@@ -27,6 +27,9 @@ def above_zero(default: float) -> Any:
 def _check(option: Field[Any], value: object) -> None:
     """Raise an error unless a value is of an option's type, if that is a number, a Literal or a union of these."""
     kinds = get_args(option.type) if get_origin(option.type) in (Union, UnionType) else (option.type,)
+    if value is None and type(None) in kinds:
+        return
+    kinds = tuple(kind for kind in kinds if kind is not type(None))
     allowed = [x for kind in kinds if get_origin(kind) is Literal for x in get_args(kind)]
     if allowed and bool in kinds:
         kinds, allowed = (Literal,), [False, True, *allowed]
@@ -170,7 +173,7 @@ class SimilarityLoss(Loss):
     def _agreed(self) -> str:
         return f"{super()._agreed}, telemetry {bool(self.observed)}"  # its figures are of all processes
 
-    def compute(self, sim: Any) -> Any:
+    def compute(self, sim: Any, *more: Any) -> Any:
         """Return the loss of a :class:`Similarity` with images as rows and texts as columns."""
         raise NotImplementedError(f"{type(self).__name__} must implement compute(sim)")
 
@@ -220,17 +223,28 @@ class PairLoss(SimilarityLoss):
         Returns:
             A 0-dim float32 tensor (float64 for float64 input), or per-anchor values with ``reduction="none"``.
         """
-        sim = self._similarity(images, texts, image_ids, text_ids, scores)
-        value = self._of_all(self.compute, sim) if self.gather else self.compute(sim)
+        return self._value(self._similarity(images, texts, image_ids, text_ids, scores))
+
+    def _value(self, sim: Similarity, *more: Any) -> Any:
+        """Return the loss of a similarity, and of what else a subclass's ``compute`` takes."""
+        value = self._of_all(self.compute, sim, *more) if self.gather else self.compute(sim, *more)
         if self.observed and not torch.compiler.is_compiling():
             self.telemetry = describe(sim, self.active_margin)
         return value
 
-    def _similarity(self, images: Any, texts: Any, image_ids: Any, text_ids: Any, scores: Any) -> Similarity:
+    def _fail(self, error: Exception) -> NoReturn:
+        """Raise an error, in a job of several processes on all of them."""
+        if self._sharded:
+            with agreement(self.process_group):
+                raise error
+        raise error
+
+    def _similarity(
+        self, images: Any, texts: Any, image_ids: Any, text_ids: Any, scores: Any, names: Names = IMAGES_AND_TEXTS
+    ) -> Similarity:
         if self.gather and self._sharded and (scores is not None or isinstance(images, Similarity)):
-            with agreement(self.process_group):  # for the other processes
-                raise ValueError("gather: expected embeddings; scores and a Similarity cannot be gathered")
-        options: dict[str, Any] = {"engine": self.engine, "check_finite": self.check_finite, "names": IMAGES_AND_TEXTS}
+            self._fail(ValueError("gather: expected embeddings; scores and a Similarity cannot be gathered"))
+        options: dict[str, Any] = {"engine": self.engine, "check_finite": self.check_finite, "names": names}
         if isinstance(images, Similarity):
             others = {"texts": texts, "image_ids": image_ids, "text_ids": text_ids, "scores": scores}
             given = [name for name, x in others.items() if x is not None]

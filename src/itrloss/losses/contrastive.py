@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..checks import check_number
+from ..anchors import Anchors
+from ..checks import Names, check_number
 from ..similarity import Similarity
 from .base import PairLoss
 
@@ -87,13 +88,19 @@ class InfoNCELoss(PairLoss):
     Args:
         temperature: τ, in units of cosine similarity.
         learnable: make τ a parameter, held as ``log(1/τ)`` (``log_scale``) as in CLIP.
+        hardness: α, at least 0; a negative counts ``exp(α S_ij)`` times, a weight without a gradient (LLaVE with 9,
+            https://arxiv.org/abs/2503.04812; EmbeddingGemma with 5, https://arxiv.org/abs/2509.20354).
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
-    def __init__(self, temperature: float = 0.07, learnable: bool = False, **common: Any):
+    def __init__(self, temperature: float = 0.07, learnable: bool = False, *, hardness: float = 0.0, **common: Any):
         super().__init__(**common)
-        self.shown = ("temperature", "learnable", "reduction")
+        self.shown = ("temperature", "learnable", "hardness", "reduction")
         check_number("temperature", temperature, positive=True)
+        check_number("hardness", hardness)
+        if hardness < 0:
+            raise ValueError(f"hardness: expected a number of at least 0, got {hardness}")
+        self.hardness = float(hardness)
         # (1,): FSDP and the like do not shard 0-dim parameters.
         self.log_scale = nn.Parameter(torch.tensor([-math.log(temperature)])) if learnable else None
         self._temperature, self.learnable = temperature, learnable
@@ -103,8 +110,48 @@ class InfoNCELoss(PairLoss):
         """τ: a number, or a 0-dim tensor that follows ``log_scale`` (1,)."""
         return self._temperature if self.log_scale is None else (-self.log_scale).exp().squeeze()
 
-    def compute(self, sim: Similarity) -> Any:
-        return functional.info_nce_loss(sim, self.temperature, self.reduction)
+    def forward(
+        self,
+        images: Tensor | Similarity | None = None,
+        texts: Tensor | None = None,
+        image_ids: Tensor | None = None,
+        text_ids: Tensor | None = None,
+        *,
+        scores: Tensor | None = None,
+        negatives: Tensor | None = None,
+    ) -> Any:
+        """Return the loss as :meth:`PairLoss.forward` does, with further negatives of the images.
+
+        ``negatives``: (K, D) embeddings of texts that match no image, as in NegCLIP (https://arxiv.org/abs/2210.01936),
+        or (N, K, D), those of each image alone. They are no anchors, and in a job of several processes, (K, D).
+        """
+        if negatives is None:
+            return self._value(self._similarity(images, texts, image_ids, text_ids, scores))
+        if not isinstance(images, Tensor):
+            self._fail(ValueError("negatives: expected images beside them, not scores or a Similarity"))
+        sim = self._similarity(images, texts, image_ids, text_ids, scores)
+        return self._value(sim, self._unmatched(images, negatives))
+
+    def _unmatched(self, images: Tensor, negatives: Tensor) -> Similarity:
+        """Return the similarities of images with texts that match none."""
+        names, image_ids = Names("images", "negatives"), torch.zeros_like(images[:, 0], dtype=torch.int64)
+        if not isinstance(negatives, Tensor) or negatives.dim() != 3:
+            ids = image_ids.new_ones(len(negatives)) if isinstance(negatives, Tensor) else None
+            return self._similarity(images, negatives, image_ids, ids, None, names)
+        if negatives.shape[::2] != images.shape or not negatives.shape[1] or self._sharded:
+            expected = "(K, D)" if self._sharded else f"(K, D) or ({len(images)}, K, {images.shape[1]})"
+            self._fail(ValueError(f"negatives: expected shape {expected}, got {tuple(negatives.shape)}"))
+        own = torch.arange(negatives[..., 0].numel(), device=images.device)
+        every = self._similarity(images, negatives.flatten(0, 1), image_ids, torch.ones_like(own), None, names)
+        scores = every.pair_scores(own // negatives.shape[1], own).view(negatives.shape[:2])
+        return self._similarity(None, None, image_ids, image_ids.new_ones(negatives.shape[1]), scores)
+
+    def compute(self, sim: Similarity, unmatched: Anchors | None = None) -> Any:
+        options: dict[str, Any] = {"reduction": self.reduction, "hardness": self.hardness}
+        if unmatched is None:
+            return functional.info_nce_loss(sim, self.temperature, **options)
+        anchors = Anchors.together(Anchors.pooled(sim, unmatched), sim.T)
+        return functional.info_nce_loss(anchors, self.temperature, positives=sim.both, **options)
 
 
 class SigmoidLoss(PairLoss):

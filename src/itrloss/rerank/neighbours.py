@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_number, check_size
-from ..engine.answers import identity
+from ..terms import identity
 from .base import Reranker
 from .direction import Direction, Rule
 

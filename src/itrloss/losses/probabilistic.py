@@ -1,0 +1,162 @@
+"""PCME++: images and texts as normal distributions, with a distance in closed form."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..checks import Names, check_alike, check_embeddings, check_matrix, check_number
+from ..distributed import agreement
+from ..engine.scores import normalized
+from ..similarity import Similarity
+from ..telemetry import describe
+from ..terms import identity, pair_term, softplus
+from .base import SimilarityLoss
+
+_NAMES = Names("images_mean", "texts_mean", "image_ids", "text_ids")
+_ROUNDING = 2e-6  # relative, by which float32 distances of copies of a text differ: 9e-7 of 1 + d at most
+
+
+@pair_term
+def logit(scores: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """Return ``a S + b``."""
+    return scale * scores + shift
+
+
+class PCMEPlusPlusLoss(SimilarityLoss):
+    r"""Matching loss of PCME++ (`Chun, ICLR 2024 <https://arxiv.org/abs/2305.18171>`__), of normal distributions.
+
+    .. math::
+        d_{ij} = \lVert \mu_i - \mu_j \rVert^2 + \sum_k \sigma_{ik}^2 + \sum_k \sigma_{jk}^2, \qquad
+        \ell_{ij} = \begin{cases} -\log \operatorname{sigmoid}(b - a d_{ij}) & \text{positive} \\
+        -\log \operatorname{sigmoid}(a d_{ij} - b) & \text{negative} \end{cases}
+
+    .. math::
+        L = L_m + \alpha L_p + \beta \operatorname{mean}_{i, k} \tfrac12 (\mu_{ik}^2 + \sigma_{ik}^2
+        - \log \sigma_{ik}^2 - 1)
+
+    An anchor's value in :math:`L_m` is the mean of ℓ over all its candidates. In :math:`L_p`, negatives that are as
+    near as the anchor's positives are on average, or nearer, count as positives: the *pseudo-positives*. The last term
+    is the divergence from a standard normal distribution. All are means over images plus means over texts. No pair is
+    left out; see :doc:`methods/probabilistic`.
+
+    Args:
+        scale: a, above 0.
+        shift: b.
+        learnable: make them parameters; pass them to the optimiser then.
+        pseudo_weight: α, at least 0.
+        vib_weight: β, at least 0.
+        normalize: scale the means to unit length, as the authors' encoders do.
+        reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
+    """
+
+    def __init__(
+        self,
+        scale: float = 5.0,
+        shift: float = 5.0,
+        learnable: bool = True,
+        pseudo_weight: float = 0.1,
+        vib_weight: float = 1e-4,
+        normalize: bool = True,
+        **common: Any,
+    ):
+        super().__init__(**common)
+        self.shown = ("scale", "shift", "learnable", "pseudo_weight", "vib_weight", "normalize", "reduction")
+        check_number("scale", scale, positive=True)
+        check_number("shift", shift)
+        for name, x in (("pseudo_weight", pseudo_weight), ("vib_weight", vib_weight)):
+            check_number(name, x)
+            if x < 0:
+                raise ValueError(f"{name}: expected a number of at least 0, got {x}")
+        # (1,): FSDP and the like do not shard 0-dim parameters.
+        self.scale, self.shift = (nn.Parameter(torch.tensor([float(x)])) if learnable else x for x in (scale, shift))
+        self.learnable, self.normalize = learnable, normalize
+        self.pseudo_weight, self.vib_weight = pseudo_weight, vib_weight
+
+    def forward(
+        self,
+        images_mean: Tensor,
+        texts_mean: Tensor,
+        images_log_variance: Tensor,
+        texts_log_variance: Tensor,
+        image_ids: Tensor | None = None,
+        text_ids: Tensor | None = None,
+    ) -> Any:
+        """Return the loss of normal distributions with independent dimensions.
+
+        Args:
+            images_mean, texts_mean: (N, D) and (M, D) means µ.
+            images_log_variance, texts_log_variance: (N, D) and (M, D) log σ², of any size.
+            image_ids, text_ids: see :meth:`PairLoss.forward`.
+
+        Returns:
+            A 0-dim float32 tensor (float64 for float64 input), or per-anchor values with ``reduction="none"``.
+        """
+        given = images_mean, texts_mean, images_log_variance, texts_log_variance
+        sim = self.similarity(*given, image_ids, text_ids)
+        divergence = None if self.vib_weight == 0 else self._divergence(sim, *given)
+        value = self._of_all(self.compute, sim, divergence)
+        if self.observed and not torch.compiler.is_compiling():
+            self.telemetry = describe(sim)
+        return value
+
+    def similarity(
+        self,
+        images_mean: Tensor,
+        texts_mean: Tensor,
+        images_log_variance: Tensor,
+        texts_log_variance: Tensor,
+        image_ids: Tensor | None = None,
+        text_ids: Tensor | None = None,
+    ) -> Similarity:
+        """Return the :class:`Similarity` of -d, by which the model retrieves; arguments as in :meth:`forward`."""
+        given = images_mean, texts_mean, images_log_variance, texts_log_variance
+        if self._sharded and not torch.compiler.is_compiling():
+            with agreement(self.process_group) as agreed:
+                self._check(*given)
+                agreed.text = self._agreed
+        else:
+            self._check(*given)
+        means = [normalized(x, self.normalize) for x in given[:2]]
+        sums = [m.square().sum(1) + x.to(m.dtype).exp().sum(1) for m, x in zip(means, given[2:], strict=True)]
+        # -d = 2 <m, m'> - |m|^2 - |m'|^2 - ..., an inner product and a bias of each side
+        rows, cols = (2**0.5 * m for m in means)
+        options: Any = {"engine": self.engine, "names": _NAMES, "normalize": False, "bias": (-sums[0], -sums[1])}
+        if self.gather:
+            return Similarity.sharded(rows, cols, image_ids, text_ids, **options, **self._shared)
+        return Similarity(rows, cols, image_ids, text_ids, **options)
+
+    def compute(self, sim: Similarity, divergence: Tensor | None = None) -> Any:
+        """Return the loss of the similarities -d; ``divergence``: (A,), of each anchor."""
+        anchors, a, b, positives = sim.both, self.scale, self.shift, sim.both.positive_counts
+        candidates = positives + anchors.negative_counts
+        values = anchors.sum(softplus, a, b) + anchors.sum_of_positives(softplus, -a, -b)
+        if self.pseudo_weight:
+            own = anchors.mean_of_positives(identity)
+            limit = torch.where(positives > 0, own - _ROUNDING * (1 + own.abs()), torch.inf)
+            # -log sigmoid(z) of a pseudo-positive is -log sigmoid(-z) of the negative, minus z
+            pseudo = values - anchors.sum(logit, a, b, above=limit)
+            values = values + self.pseudo_weight * pseudo
+        values = values / candidates.clamp_min(1)
+        values = values if divergence is None else values + self.vib_weight * divergence
+        return anchors.reduce(values, self.reduction, candidates > 0)
+
+    def _divergence(self, sim: Similarity, *given: Tensor) -> Tensor:
+        """Return (A,) the mean over dimensions of the divergence of each distribution from the standard one."""
+        parts = []
+        for size, mean, x in zip(sim.both.sizes, given[:2], given[2:], strict=True):
+            mean = normalized(mean, self.normalize)
+            x = x.to(mean.dtype)
+            part = 0.5 * (mean.square() + x.exp() - x - 1).mean(1)
+            parts.append(F.pad(part, (0, size - len(part))))  # of a sharded batch, which may be padded
+        return torch.cat(parts)
+
+    def _check(self, images: Tensor, texts: Tensor, *log_variances: Tensor) -> None:
+        check_embeddings(images, texts, self.check_finite, _NAMES, empty=self._sharded)
+        for side, mean, x in zip(_NAMES, (images, texts), log_variances, strict=False):
+            name = side.replace("mean", "log_variance")
+            check_matrix(name, x, "(B, D)", self.check_finite, empty=self._sharded)
+            if x.shape != mean.shape:
+                raise ValueError(f"{name}: expected shape {tuple(mean.shape)} like {side}, got {tuple(x.shape)}")
+            check_alike(name, x, side, mean)

@@ -1,0 +1,100 @@
+"""Losses for data in which some pairs do not match: wrong captions, noisy web data."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..similarity import Similarity
+from ..terms import pair_term, shifted_exponential
+from .base import PairLoss, above_zero
+
+_RANGE = 70.0  # exp(70), times any number of candidates, does not overflow in float32
+_LEAST = 1e-6  # what 1 - p is at least: in float32 a smaller one is rounding
+
+
+@pair_term
+def power_gap(scores: Tensor, negatives: Tensor, scale: Tensor, q: Tensor, log_weight: Tensor) -> Tensor:
+    """Return ``((w (e^(a S) + e^L))^q - e^(q a S)) / q``, L the log-sum-exp of the negatives."""
+    z = scale * scores
+    whole = q * (torch.logaddexp(z, negatives) + log_weight)
+    # Precomputed scores, and pairs that the sum leaves out, may be of any size.
+    return (whole.clamp_max(80.0).exp() - (q * z).clamp_max(80.0).exp()) / q
+
+
+@pair_term
+def negative_log_complement(scores: Tensor, scale: Tensor, top: Tensor, rest: Tensor) -> Tensor:
+    """Return ``-log(1 - p)``, ``p = e^(a S - t - r)``, where t + r is the log-sum-exp of all candidates."""
+    z = (torch.addcmul(-top, scale, scores) - rest).clamp_max(0.0)
+    return -(-z.expm1()).clamp_min(_LEAST).log()
+
+
+@dataclass(eq=False, repr=False)
+class RINCELoss(PairLoss):
+    r"""Robust InfoNCE (`Chuang et al., CVPR 2022 <https://arxiv.org/abs/2201.04309>`__), over both directions.
+
+    .. math:: \ell_i = \operatorname{mean}_{p \in pos(i)} \frac1q \Bigl[
+        \Bigl( \lambda \bigl( e^{S_{ip}/\tau} + \sum_{j \in neg(i)} e^{S_{ij}/\tau} \bigr) \Bigr)^q
+        - e^{q S_{ip}/\tau} \Bigr]
+
+    For q → 0 it is InfoNCE, :class:`InfoNCELoss`, plus log λ. For q = 1 a pair counts in proportion to
+    :math:`e^{S/\tau}`, so that a wrong positive, which scores low, hardly does. Values are negative for a good model,
+    and grow as :math:`e^{q/\tau}`; see :doc:`methods/robust`.
+
+    Args:
+        temperature: τ, in units of cosine similarity; at least q / 70, as float32 would overflow.
+        q: above 0 and at most 1. The authors' codes have 0.1 and 0.5.
+        lam: λ, above 0 and at most 1, the weight of the denominator.
+        reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
+    """
+
+    temperature: float = above_zero(0.07)
+    q: float = above_zero(0.5)
+    lam: float = above_zero(0.01)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.q / self.temperature > _RANGE:
+            expected = f"expected at least q / {_RANGE:g} = {self.q / _RANGE:.2g}"
+            raise ValueError(f"temperature: {expected}, as float32 would overflow, got {self.temperature}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("q", "lam") and isinstance(value, float | int) and value > 1:
+            raise ValueError(f"{name}: expected a number above 0 and at most 1, got {value}")
+        super().__setattr__(name, value)
+
+    def compute(self, sim: Similarity) -> Any:
+        anchors, scale = sim.both, 1 / self.temperature
+        negatives = anchors.logsumexp(scale)
+        values = anchors.mean_of_positives(power_gap, negatives, scale, self.q, math.log(self.lam))
+        return anchors.reduce(values, self.reduction)
+
+
+@dataclass(eq=False, repr=False)
+class ComplementaryContrastiveLoss(PairLoss):
+    r"""Complementary contrastive loss, RCL (`Hu et al., TPAMI 2023 <https://doi.org/10.1109/TPAMI.2023.3247939>`__).
+
+    .. math:: \ell_i = - \sum_{j \in neg(i)} \log (1 - p_{ij}), \qquad
+        p_{ij} = \frac{e^{S_{ij}/\tau}}{\sum_{k} e^{S_{ik}/\tau}}
+
+    It learns from negatives alone: that a text is *not* that of an image is seldom wrong, even where many pairs are.
+    The sum over k has all candidates, so that a positive rises as its negatives fall. ``1 - p`` is taken as at least
+    1e-6. See :doc:`methods/robust`.
+
+    Args:
+        temperature: τ, in units of cosine similarity.
+        reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
+    """
+
+    temperature: float = above_zero(0.05)
+
+    def compute(self, sim: Similarity) -> Any:
+        anchors, scale = sim.both, 1 / self.temperature
+        top = anchors.logsumexp(scale, over="all").detach().nan_to_num(neginf=0.0)
+        # 1 - p is small where p is near 1, and the log-sum-exp has only seven digits. The sum of all p, which should be
+        # 1, tells by how much it is wrong: a twentieth of the error, for one more pass over the scores.
+        whole = anchors.sum(shifted_exponential, scale, top) + anchors.sum_of_positives(shifted_exponential, scale, top)
+        values = anchors.sum(negative_log_complement, scale, top, whole.clamp_min(0.5).log())
+        return anchors.reduce(values, self.reduction)

@@ -1,0 +1,165 @@
+"""Losses of metric learning with labels: SupCon, MIL-NCE, multi-similarity and circle loss."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..anchors import Anchors
+from ..similarity import Similarity
+from ..terms import identity, pair_term
+from .base import PairLoss, above_zero
+
+_SHARP = 2.0**20  # so sharp a soft minimum of scores is their minimum, but for rounding
+
+
+def _mil_nce(anchors: Anchors, scale: float) -> Tensor:
+    """Return (A,) ``-log`` of the positives' share of the softmax over all, exact also where that is nearly 1."""
+    ahead = anchors.logsumexp(scale) - anchors.logsumexp(scale, over="positives")
+    return F.softplus(ahead, threshold=40)
+
+
+def _lowest_positives(anchors: Anchors) -> Tensor:
+    """Return the (A,) scores of the anchors' lowest positives, inf without any; no gradient."""
+    with torch.no_grad():
+        return -anchors.logsumexp(-_SHARP, over="positives") / _SHARP
+
+
+@dataclass(eq=False, repr=False)
+class SupConLoss(PairLoss):
+    r"""Supervised contrastive loss (Khosla et al. 2020, https://arxiv.org/abs/2004.11362), over both directions.
+
+    .. math::
+        \ell^{out}_i = \operatorname{mean}_{p \in pos(i)} -\log \frac{e^{S_{ip}/\tau}}{\sum_j e^{S_{ij}/\tau}}, \qquad
+        \ell^{in}_i = -\log \operatorname{mean}_{p \in pos(i)} \frac{e^{S_{ip}/\tau}}{\sum_j e^{S_{ij}/\tau}}
+
+    Eq. 2 and 3 there. The sums over j run over all candidates, an anchor's other positives among them; in
+    :class:`InfoNCELoss` those do not compete. See :doc:`methods/supervised`.
+
+    Args:
+        temperature: τ, in units of cosine similarity.
+        inside: take the mean inside of the logarithm: :math:`\ell^{in}`, the gradient of which is that of
+            :class:`MILNCELoss`.
+        reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
+    """
+
+    temperature: float = above_zero(0.1)
+    inside: bool = False
+
+    def compute(self, sim: Similarity) -> Any:
+        anchors, scale = sim.both, 1 / self.temperature
+        if self.inside:
+            values = _mil_nce(anchors, scale) + anchors.positive_counts.to(anchors.dtype).log()
+        else:
+            values = anchors.logsumexp(scale, over="all") - scale * anchors.mean_of_positives(identity)
+        return anchors.reduce(values, self.reduction)
+
+
+@dataclass(eq=False, repr=False)
+class MILNCELoss(PairLoss):
+    r"""MIL-NCE (Miech et al. 2020, https://arxiv.org/abs/1912.06430): of many positives, one has to be right.
+
+    .. math:: \ell_i = -\log \frac{\sum_{p \in pos(i)} e^{S_{ip}/\tau}}{\sum_j e^{S_{ij}/\tau}}
+
+    The sum over j runs over all candidates. It is ``SupConLoss(inside=True)`` minus the logarithm of the number of
+    positives. Its authors have no temperature, and no cosines; see :doc:`methods/supervised`.
+
+    Args:
+        temperature: τ, in units of cosine similarity.
+        reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
+    """
+
+    temperature: float = above_zero(0.07)
+
+    def compute(self, sim: Similarity) -> Any:
+        return sim.both.reduce(_mil_nce(sim.both, 1 / self.temperature), self.reduction)
+
+
+@dataclass(eq=False, repr=False)
+class MultiSimilarityLoss(PairLoss):
+    r"""Multi-similarity loss (Wang et al. 2019, https://arxiv.org/abs/1904.06627), over both directions.
+
+    .. math::
+        \ell_i = \tfrac1\alpha \log\Bigl(1 + \sum_{p \in pos(i)} e^{-\alpha (S_{ip} - \lambda)}\Bigr)
+        + \tfrac1\beta \log\Bigl(1 + \sum_{j \in neg(i)} e^{\beta (S_{ij} - \lambda)}\Bigr)
+
+    Args:
+        alpha: α, the scale of the positives.
+        beta: β, the scale of the negatives.
+        base: λ, the score that positives are to exceed, and negatives not, in units of cosine similarity.
+        epsilon: ε of the paper's pair mining: of the negatives only those with
+            :math:`S_{ij} > \min_p S_{ip} - \varepsilon` count, of the positives those with
+            :math:`S_{ip} < \max_j S_{ij} + \varepsilon`. None: all pairs count.
+        reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
+    """
+
+    alpha: float = above_zero(2.0)
+    beta: float = above_zero(50.0)
+    base: float = 0.5
+    epsilon: float | None = None
+
+    def compute(self, sim: Similarity) -> Any:
+        anchors, a, b = sim.both, self.alpha, self.beta
+        below = above = None
+        if self.epsilon is not None:
+            below = anchors.hardest_negatives().values.detach() + self.epsilon
+            above = _lowest_positives(anchors) - self.epsilon
+        pull = anchors.logsumexp(-a, over="positives", below=below) + a * self.base
+        push = anchors.logsumexp(b, above=above) - b * self.base
+        values = F.softplus(pull, threshold=40) / a + F.softplus(push, threshold=40) / b
+        return anchors.reduce(values, self.reduction)
+
+
+def _exponent(x: Tensor, scale: Any, margin: Any) -> Tensor:
+    """Return ``γ [x + m]_+ (x - m)``, where the gradient takes ``[x + m]_+`` for a constant."""
+    return scale * (x.detach() + margin).relu() * (x - margin)
+
+
+@pair_term
+def circle_of_negatives(scores: Tensor, scale: Tensor, margin: Tensor, top: Tensor) -> Tensor:
+    """Return ``exp(γ α_n (S - m) - top)`` with ``α_n = [S + m]_+``."""
+    return (_exponent(scores, scale, margin) - top).clamp_max(80.0).exp()  # pairs that are left out may overflow
+
+
+@pair_term
+def circle_of_positives(scores: Tensor, scale: Tensor, margin: Tensor, top: Tensor) -> Tensor:
+    """Return ``exp(-γ α_p (S - 1 + m) - top)`` with ``α_p = [1 + m - S]_+``: a negative's, of ``1 - S``."""
+    return circle_of_negatives(1 - scores, scale, margin, top)
+
+
+@dataclass(eq=False, repr=False)
+class CircleLoss(PairLoss):
+    r"""Circle loss (Sun et al. 2020, https://arxiv.org/abs/2002.10857), over both directions.
+
+    .. math::
+        \ell_i = \log\Bigl(1 + \sum_{j \in neg(i)} e^{\gamma \alpha_{ij} (S_{ij} - m)}
+        \sum_{p \in pos(i)} e^{-\gamma \alpha_{ip} (S_{ip} - 1 + m)}\Bigr), \qquad
+        \alpha_{ij} = [S_{ij} + m]_+, \quad \alpha_{ip} = [1 + m - S_{ip}]_+
+
+    The weights α are constants for the gradient: the further a score is from its optimum, the larger its gradient. It
+    takes another pass over the scores than the other losses, for each anchor's hardest negative. In float32 it is
+    accurate for :math:`\gamma m^2 \le 140`.
+
+    Args:
+        margin: m, in units of cosine similarity.
+        scale: γ.
+        reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
+    """
+
+    margin: float = 0.4
+    scale: float = above_zero(80.0)
+
+    def compute(self, sim: Similarity) -> Any:
+        anchors, options = sim.both, (self.scale, self.margin)
+        # Exponents of negatives are 0 up to -m, then fall and rise again: that of the hardest is the largest, or is
+        # below that of an easy one, which is 0 at most. So with a shift of -60 at least no sum overflows. A bound on
+        # scores is for anchors without pairs. Positives have the exponents of negatives with 1 - S.
+        hardest = anchors.hardest_negatives().values.detach(), 1 - _lowest_positives(anchors)
+        tops = [_exponent(x.clamp_min(-self.margin), *options).clamp_min(-60.0) for x in hardest]
+        push = anchors.sum(circle_of_negatives, *options, tops[0])
+        pull = anchors.sum_of_positives(circle_of_positives, *options, tops[1])
+        logs = [x.clamp_min(torch.finfo(x.dtype).tiny).log() for x in (push, pull)]
+        values = F.softplus(logs[0] + tops[0] + logs[1] + tops[1], threshold=40)
+        return anchors.reduce(values, self.reduction)

@@ -1,0 +1,97 @@
+"""SupCon, MIL-NCE, multi-similarity and circle loss as loops over pairs, in the manner and conventions of `oracle`.
+
+Papers: SupCon (Khosla et al., NeurIPS 2020), MIL-NCE (Miech et al., CVPR 2020), multi-similarity (Wang et al., CVPR
+2019), circle loss (Sun et al., CVPR 2020).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+from oracle import Array, Ids, _log_sum_exp, _negatives, _positives, _reduce, _valid_anchors
+
+OfAnchor = Callable[[list[float], list[float]], float]
+
+
+def _of_anchors(S: ArrayLike, row_ids: Ids, col_ids: Ids, reduction: str, value: OfAnchor) -> Any:
+    """Reduce ``value(scores of positives, scores of negatives)`` of all valid anchors, of both sides."""
+
+    def anchors(S: Array, ids: Ids, other_ids: Ids) -> Array:
+        values = np.zeros(len(S))
+        for i in _valid_anchors(ids, other_ids):
+            positives, negatives = _positives(i, ids, other_ids), _negatives(i, ids, other_ids)
+            values[i] = value([S[i, p] for p in positives], [S[i, n] for n in negatives])
+        return values
+
+    S = np.asarray(S, np.float64)
+    return _reduce(anchors(S, row_ids, col_ids), anchors(S.T, col_ids, row_ids), row_ids, col_ids, reduction)
+
+
+def supcon(
+    S: ArrayLike,
+    row_ids: Ids,
+    col_ids: Ids,
+    temperature: float = 0.1,
+    inside: bool = False,
+    reduction: str = "mean",
+) -> Any:
+    """Eq. 2, ``mean_p -log P_p``, or Eq. 3, ``-log mean_p P_p``; P is the softmax of all ``S_ij / τ``."""
+
+    def value(positives: list[float], negatives: list[float]) -> float:
+        total = _log_sum_exp([s / temperature for s in positives + negatives])
+        logs = [s / temperature - total for s in positives]
+        if inside:
+            return math.log(len(logs)) - _log_sum_exp(logs)
+        return -math.fsum(logs) / len(logs)
+
+    return _of_anchors(S, row_ids, col_ids, reduction, value)
+
+
+def mil_nce(S: ArrayLike, row_ids: Ids, col_ids: Ids, temperature: float = 0.07, reduction: str = "mean") -> Any:
+    """``-log Σ_p exp(S_ip / τ) / (Σ_p exp(S_ip / τ) + Σ_n exp(S_in / τ))``."""
+
+    def value(positives: list[float], negatives: list[float]) -> float:
+        numerator = _log_sum_exp([s / temperature for s in positives])
+        return _log_sum_exp([s / temperature for s in positives + negatives]) - numerator
+
+    return _of_anchors(S, row_ids, col_ids, reduction, value)
+
+
+def multi_similarity(
+    S: ArrayLike,
+    row_ids: Ids,
+    col_ids: Ids,
+    alpha: float = 2.0,
+    beta: float = 50.0,
+    base: float = 0.5,
+    epsilon: float | None = None,
+    reduction: str = "mean",
+) -> Any:
+    """``1/α log(1 + Σ_p exp(-α (S_p - λ))) + 1/β log(1 + Σ_n exp(β (S_n - λ)))``, of mined pairs if there is an ε."""
+
+    def value(positives: list[float], negatives: list[float]) -> float:
+        lowest, highest = min(positives), max(negatives)
+        if epsilon is not None:
+            positives = [s for s in positives if s < highest + epsilon]
+            negatives = [s for s in negatives if s > lowest - epsilon]
+        pull = _log_sum_exp([0.0, *(-alpha * (s - base) for s in positives)])
+        return pull / alpha + _log_sum_exp([0.0, *(beta * (s - base) for s in negatives)]) / beta
+
+    return _of_anchors(S, row_ids, col_ids, reduction, value)
+
+
+def circle(
+    S: ArrayLike, row_ids: Ids, col_ids: Ids, margin: float = 0.4, scale: float = 80.0, reduction: str = "mean"
+) -> Any:
+    """``log(1 + Σ_np exp(γ (α_n (S_n - Δ_n) - α_p (S_p - Δ_p))))``; O_p = 1 + m, O_n = -m, Δ_p = 1 - m, Δ_n = m."""
+
+    def value(positives: list[float], negatives: list[float]) -> float:
+        logits_p = [-scale * max(1 + margin - s, 0) * (s - (1 - margin)) for s in positives]
+        logits_n = [scale * max(s + margin, 0) * (s - margin) for s in negatives]
+        return _log_sum_exp([0.0, *(n + p for n in logits_n for p in logits_p)])
+
+    return _of_anchors(S, row_ids, col_ids, reduction, value)
