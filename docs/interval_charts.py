@@ -1,8 +1,8 @@
 """A Sphinx extension: below each table of figures with their ±, the same as a chart.
 
 A table with a column "difference" becomes one of our differences and the printed ones; one with cells "1.5 (-0.2 to
-3.2)", one of its columns of RSUM; any other with a column "RSUM", one of RSUM before and after re-ranking, which has a
-column or rows of its own.
+3.2)", one of its columns of RSUM; one with columns "0 %", "20 %" and so on, one of RSUM by the share of wrong pairs;
+any other with a column "RSUM", one of RSUM before and after re-ranking, which has a column or rows of its own.
 """
 
 import math
@@ -13,6 +13,7 @@ from docutils import nodes
 from itrloss.report.charts import intervals
 
 PAGES = ("results", "ablations")
+SPREAD = "RSUM, mean ± standard deviation over seeds"
 NUMBER = re.compile(r"([+-]?[\d.]+)(?: ± ([\d.]+))?")
 ENDS = re.compile(r"([+-]?[\d.]+) \(([+-]?[\d.]+) to ([+-]?[\d.]+)\)")
 
@@ -39,6 +40,11 @@ def drawn(table, label):
         groups = {"ours, with 95 % intervals": "difference", "printed": "printed"}
         groups = {group: [interval(row[head.index(title)]) for row in rows] for group, title in groups.items()}
         return intervals(names, groups, label, "difference of RSUM to the row in bold", zero=True)
+    if "0 %" in head:
+        rows = [row for row in rows if row[0]]
+        columns = [i for i, title in enumerate(head) if re.fullmatch(r"\d+ %", title)]
+        groups = {f"{head[i]} wrong pairs": [interval(row[i]) for row in rows] for i in columns}
+        return intervals([row[0] for row in rows], groups, label, SPREAD)
     given = {head[i]: [row[i] for row in rows] for i in range(1, len(head)) if head[i].startswith("RSUM, ")}
     groups = {title.removeprefix("RSUM, "): [interval(x) for x in cells] for title, cells in given.items()}
     if groups:
@@ -48,7 +54,7 @@ def drawn(table, label):
     before, after, column = [row for row in rows if row[0]], [row for row in rows if not row[0]], head.index("RSUM")
     after = [row[column] for row in after] or [row[head.index("re-ranked")] for row in rows]
     groups = {"no re-ranking": [interval(row[column]) for row in before], "re-ranked": [interval(x) for x in after]}
-    return intervals([row[0] for row in before], groups, label, "RSUM, mean ± standard deviation over seeds")
+    return intervals([row[0] for row in before], groups, label, SPREAD)
 
 
 def add_charts(app, doctree):

@@ -88,9 +88,9 @@ def intervals(
     """Return a chart of values with intervals, (value, low, high) per name and group; ``zero`` draws a line at 0."""
 
     def draw(axes: Axes) -> Legend:
-        handles = []
+        handles, apart = [], min(0.3, 0.8 / len(groups))
         for i, values in enumerate(groups.values()):
-            places = np.arange(len(names)) + 0.3 * (i - (len(groups) - 1) / 2)
+            places = np.arange(len(names)) + apart * (i - (len(groups) - 1) / 2)
             value, low, high = np.array(values, float).T
             look: Any = {"fmt": MARKERS[i], "color": COLOURS[i], "capsize": 3}
             handles.append(axes.errorbar(value, places, xerr=(value - low, high - value), **look))

@@ -1,0 +1,71 @@
+"""``python -m benchmarks.noise`` on a few made-up pictures, and the losses it defines, from their papers' formulas."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from benchmarks import noise
+
+WORDS = ("ant", "bee", "cat", "dog", "elk", "fox", "gnu", "hen")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Pictures of one to three things, and captions that name them."""
+    draw = np.random.default_rng(0)
+    for split, size in (("train", 60), ("dev", 20)):
+        things = draw.random((size, len(WORDS))) < 0.3
+        features = things + 0.1 * draw.random(things.shape)
+        np.save(tmp_path / f"{split}_global.npy", np.tile(features, 4).astype(np.float16))
+        named = [" ".join(w for w, here in zip(WORDS, row, strict=True) if here) or "nothing" for row in things]
+        (tmp_path / f"{split}_caps.txt").write_text("".join(5 * f"{words}\n" for words in named))
+    return tmp_path
+
+
+def test_runs_are_written_and_not_repeated(folder, monkeypatch, capsys):
+    monkeypatch.setattr(noise, "BATCH", 64)
+    monkeypatch.setattr(noise, "DIM", 16)
+    losses = {name: (make, 0.02) for name, (make, _) in noise.LOSSES.items()}
+    monkeypatch.setattr(noise, "LOSSES", {name: losses[name] for name in ("InfoNCE", "GCE")})
+    out = folder / "noise.json"
+    arguments = [str(folder), str(out), "--noise", "0", "--seeds", "3", "--epochs", "3"]
+    assert noise.main(arguments) == 0
+    first = json.loads(out.read_text())
+    assert {"processor", "torch", "date"} <= set(first["machine"])
+    monkeypatch.setattr(noise, "LOSSES", losses)
+    noise.main(arguments)
+    rows = json.loads(out.read_text())["rows"]
+    assert rows[:2] == first["rows"] and [row["loss"] for row in rows[2:]] == [
+        name for name in losses if name not in ("InfoNCE", "GCE")
+    ]
+    chance = 100 * 2 * (1 + 5 + 10) / 20
+    for row in rows:
+        assert len(row["rsum"]) == 3 and row["best"] >= row["last"] > 1.5 * chance, row
+    assert "InfoNCE, filtered" in capsys.readouterr().out
+
+
+def test_a_share_of_the_captions_swap_their_pictures():
+    ids = torch.arange(1000) // 5
+    assert torch.equal(noise.swapped(ids, 0.0, 1), ids)
+    found = noise.swapped(ids, 0.4, 1)
+    assert 380 < int((found != ids).sum()) <= 400 and torch.equal(found.sort().values, ids)
+    assert torch.equal(found, noise.swapped(ids, 0.4, 1)) and not torch.equal(found, noise.swapped(ids, 0.4, 2))
+
+
+def test_losses_are_the_formulas():
+    torch.manual_seed(0)
+    images, texts = (F.normalize(torch.randn(6, 8, dtype=torch.float64)) for _ in range(2))
+    scores, diagonal = images @ texts.T, torch.arange(6)
+    rows, _ = noise.GeneralizedCrossEntropyLoss(0.2, 0.3, reduction="none")(images, texts)
+    p = (scores / 0.2).softmax(1).diagonal()
+    torch.testing.assert_close(rows, (1 - p**0.3) / 0.3, rtol=1e-9, atol=1e-9)
+
+    rows, _ = noise.FilteredInfoNCELoss(0.1, 0.1, reduction="none")(images, texts)
+    left_out = scores > scores.diagonal()[:, None] + 0.1
+    assert left_out.any()
+    logits = (scores / 0.1).masked_fill(left_out, -math.inf)
+    torch.testing.assert_close(rows, F.cross_entropy(logits, diagonal, reduction="none"), rtol=1e-9, atol=1e-9)
