@@ -111,14 +111,20 @@ class Schedules(Drawn):
 
 
 class Weights(Drawn):
-    """``.. weights::`` shows how losses weigh a pair by its score. The content says what to see."""
+    """``.. weights::`` shows how losses weigh a pair by its score, ``.. weights:: infonce`` how its forms do.
+
+    The content says what to see.
+    """
+
+    optional_arguments = 1
 
     def run(self) -> list[nodes.Node]:
         if self.env.app.builder.format != "html":
             return []
         import weights
 
-        row = self.row(weights, "weights", "Gradient of five losses by the score of one pair")
+        names = "-".join(["weights", *self.arguments])
+        row = self.row(weights, names, "Gradient of losses by the score of one pair", *self.arguments)
         return [row, *self.parse_content_to_nodes()]
 
 

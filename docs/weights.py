@@ -19,6 +19,13 @@ NEGATIVES = [0.4, 0.3, 0.2, 0.2, 0.1, 0.1, 0.0, 0.0]
 TEXT_IDS = torch.tensor([0, 0, *range(1, len(NEGATIVES) + 1)])
 SCORES = torch.linspace(-0.2, 1, 241)
 
+FORMS = {
+    "plain": itrloss.InfoNCELoss(0.1),
+    "hardness=9": itrloss.InfoNCELoss(0.1, hardness=9),
+    "left out above the positive + 0.1": itrloss.FilteredInfoNCELoss(0.1),
+    "left out above 0.95 of the positive": itrloss.FilteredInfoNCELoss(0.1, margin=-0.05, relative=True),
+}
+
 
 def slopes(criterion: itrloss.PairLoss, score: Tensor, column: int) -> float:
     """Return the gradient of one image's loss by its score with a text; a text with a single image has no loss."""
@@ -43,8 +50,22 @@ def panel(title: str, column: int, other: str) -> Figure:
     return figure
 
 
-def figures() -> list[Figure]:
-    """Return the pictures of a positive and of a negative."""
+def forms() -> Figure:
+    """Return the picture of a negative's share of the push in forms of InfoNCE, which is at most 1."""
+    figure, axes = plt.subplots(figsize=(6.4, 3.3))
+    for (name, criterion), style in zip(FORMS.items(), ("-", "-", "--", ":"), strict=True):
+        curve = [0.1 * slopes(criterion, score, 2) for score in SCORES]
+        axes.plot(SCORES, curve, label=name, linestyle=style, linewidth=2)
+    axes.axvline(POSITIVE, color=plt.rcParams["text.color"], linewidth=0.6, linestyle=":")
+    axes.set(title="How strongly a negative is pushed", xlabel="its score; dotted: the positive", ylabel="weight")
+    axes.legend(fontsize=9, loc="upper left")
+    return figure
+
+
+def figures(name: str = "") -> list[Figure]:
+    """Return the pictures of a positive and of a negative, or that of the forms of InfoNCE."""
+    if name == "infonce":
+        return [forms()]
     pulled = panel("How strongly a positive is pulled", 1, "the anchor's other positive")
     pushed = panel("How strongly a negative is pushed", 2, "the anchor's two positives")
     pulled.axes[0].legend(fontsize=9)
