@@ -124,6 +124,17 @@ def test_padding_has_no_influence_and_no_gradient(aggregation, padding):
         assert x.any()
 
 
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_a_few_elements_against_many(aggregation):
+    """Scores are transposed in memory then."""
+    v, w = sets(1, 2, 6).requires_grad_(), sets(9, 7, 6, seed=1).requires_grad_()
+    lengths = torch.tensor([1]), torch.arange(9).clamp_max(7)
+    wanted, found = (f(v, w, aggregation, lengths) for f in (loop, ours))
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    grads = [torch.autograd.grad(x.sin().sum(), (v, w)) for x in (found, wanted)]
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("size", [1, 2, 31, 64, 65, 257, 1000])
 @pytest.mark.parametrize("aggregation", ["max", "max_sum"])
 def test_long_sets(aggregation, size):

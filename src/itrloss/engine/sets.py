@@ -34,6 +34,7 @@ from .scores import (
 )
 
 _WINNER = 8  # a winner, with its indices and what sorting them takes, needs the memory of so many scores
+_FEW = 16  # times as many elements on one side as on the other are many
 
 
 class Sets(NamedTuple):
@@ -115,7 +116,7 @@ def aggregated(x: Tensor, form: Form, a: Sets, b: Sets) -> Tensor:
             y.masked_fill_(missing, low)
         if not form.hard:
             return y.logsumexp(dim) / form.alpha
-        return y.max(dim).values if torch.is_grad_enabled() else y.amax(dim)
+        return y.max(dim).values if torch.is_grad_enabled() else _amax(y)
 
     over_cols = best(3, cols)  # (n, K, m)
     if form.name == "max":
@@ -162,14 +163,19 @@ def winning(x: Tensor, form: Form, a: Sets, b: Sets) -> tuple[Tensor, Tensor]:
     return value.sum(1), which
 
 
+def _amax(x: Tensor) -> Tensor:
+    """Return ``x.amax(3)``, whose layout is that of transposed scores: a maximum over rows is vectorised only then."""
+    return x.permute(2, 0, 1, 3).amax(3).permute(1, 2, 0)
+
+
 def _argmax_(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``x.max(3)``, the first of equal ones; overwrites ``x``. PyTorch vectorises it on a CPU without the index.
 
     So it takes 0.6 of the time (1024 x 1024) to 0.15 (32 along another dimension). Scores within 1e-25 are equal here.
     """
-    value, last = x.amax(3), x.shape[3] - 1
+    value, last = _amax(x), x.shape[3] - 1
     places = torch.arange(last, -1, -1, dtype=x.dtype, device=x.device)
-    best = torch.add(places, x.sub_(value.unsqueeze(3)), alpha=1e30, out=x).amax(3)
+    best = _amax(torch.add(places, x.sub_(value.unsqueeze(3)), alpha=1e30, out=x))
     return value, last - best.nan_to_num_(0.0).clamp_(0, last).long()
 
 
@@ -197,6 +203,12 @@ def _part(sets: Sets, part: slice) -> Sets:
 
 
 def _products(left: Tensor, right: Tensor, a: Sets, b: Sets) -> Tensor:
+    """Return the (n, K, m, L) scores of elements; with few of ``a``, as for one query, they are transposed in memory.
+
+    Then the product and the maxima take 0.7 of the time: 32 elements against 24 x 666, of dimension 128.
+    """
+    if _FEW * len(left) <= len(right):
+        return matmul(right, left.T).view(*b.x.shape[:2], *a.x.shape[:2]).permute(2, 3, 0, 1)
     return matmul(left, right.T).view(*a.x.shape[:2], *b.x.shape[:2])
 
 
@@ -255,7 +267,7 @@ def _gradients(
                     grads = _of_winners(left, right, winners[r, :, c], grad[r, c], other.x.shape[1], needs)
                 else:
                     by_score = slopes(_products(left, right, own, other), form, own, other, grad[r, c])
-                    by_score = by_score.view(len(left), len(right))
+                    by_score = by_score.reshape(len(left), len(right))
                     grads = [
                         matmul(by_score, right) if needs[0] else None,
                         matmul(by_score.T, left) if needs[1] else None,
