@@ -120,7 +120,7 @@ class Groups:
             shapes = [[m.shape for group in x._groups for m, _ in group] for x in (guide, self)]
             got = f"matrices of {shapes[0]} beside {shapes[1]}"
             raise ValueError(f"guide: expected the same anchors and candidates, got {got}")
-        if any(m.backend is not None for m, _ in (*own, *others)):
+        if any(m.backend is not None and m.family is None for m, _ in (*own, *others)):
             raise ValueError("guide: expected schedule='all-gather' of all similarities")
         return beside
 

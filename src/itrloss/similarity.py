@@ -293,6 +293,7 @@ class Similarity(Anchors):
             raise ValueError(f"dims: expected ascending numbers of at most {longest}, got {list(dims)}")
         if weights is not None and len(weights) != len(dims):
             raise ValueError(f"weights: expected {len(dims)}, one for each of dims, got {len(weights)}")
+        check_unchanged([m])
         sides = self._side, 1 - self._side
         anchors = Anchors(*([(matrix, side)] for matrix in prefixes(m, dims) for side in sides))
         anchors.weights = None if weights is None else [float(w) for w in weights for _ in range(2)]

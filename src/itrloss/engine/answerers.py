@@ -222,7 +222,7 @@ def answerers(groups: Sequence[Group]) -> list[tuple[Dense | Tiled, list[Place] 
             key = (
                 next(k for k, x in enumerate(widths) if x == widths[-1])
                 if dense
-                else (matrix.family, seen[matrix, side])
+                else (matrix if matrix.family is None else matrix.family, seen[matrix, side])
             )
             batches.setdefault(key, []).append(((matrix, side), (g, first)))
             seen[matrix, side] += 1
@@ -230,9 +230,9 @@ def answerers(groups: Sequence[Group]) -> list[tuple[Dense | Tiled, list[Place] 
     result: list[Any] = []
     for key, batch in batches.items():
         dense = isinstance(key, int)
-        of_family = not dense and batch[0][0][0].family is not batch[0][0][0]
-        rows_first = batch if dense or of_family else sorted(batch, key=lambda x: x[0][1])
-        views, places = zip(*rows_first, strict=True)
+        # the rows first; of a family, shorter embeddings first
+        ordered = batch if dense else sorted(batch, key=lambda x: (x[0][0].rows.shape[1], x[0][1]))
+        views, places = zip(*ordered, strict=True)
         backend = Dense if dense else views[0][0].backend or Tiled
         result.append((backend(views), list(places)))
     in_order = len(result) == 1 and [g for g, _ in result[0][1]] == [*range(len(groups))]

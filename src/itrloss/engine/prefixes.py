@@ -16,102 +16,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .answerers import Tiled, View
+from .answerers import Guides, Tiled, View
 from .answers import ANSWERS
 from .matrix import Matrix, check_unchanged
 from .pairs import first_derivative_only
 from .products import add_matmul_, matmul
 from .reduce import Slopes, Sums
-from .scores import Embeddings, Tile, chunks, even_chunks, full_precision, inverse_norms, project_, tile_shape
+from .scores import Embeddings, Scores, Tile, chunks, even_chunks, full_precision, inverse_norms, project_, tile_shape
 
 
 def prefixes(matrix: Matrix, dims: Sequence[int]) -> list[Matrix]:
     """Return the matrices of the first d dimensions of a matrix's embeddings for each d of ``dims``, which ascend."""
-    matrices = []
+    matrices, family = [], object()
     for d in dims:
-        sides: Any = (Embeddings(x.x[:, :d], x.normalize) for x in matrix.embeddings if x is not None)
-        matrices.append(Matrix(*sides, matrix.pairs, matrix.engine, 0))
+        rows, cols = (Embeddings(x.x[:, :d], x.normalize) for x in matrix.embeddings if x is not None)
+        matrices.append(Matrix(rows, cols, matrix.pairs, matrix.engine, 0))
         matrices[-1].share, matrices[-1].bounded = matrix.share, matrix.bounded
-    if matrix.engine == "tiled" and not torch.compiler.is_compiling():
-        family = Family(matrices)
-        for x in matrices:
-            x.family, x.backend = family, Prefixes
+        if matrix.engine == "tiled" and not torch.compiler.is_compiling():
+            matrices[-1].family, matrices[-1].backend = family, Prefixes
     return matrices
 
 
-class Family:
-    """The matrices of prefixes of the same embeddings, in ascending order."""
-
-    def __init__(self, matrices: Sequence[Matrix]):
-        self.matrices, self.longest = matrices, matrices[-1]
-        sizes = [0, *(m.rows.shape[1] for m in matrices)]
-        self.segments = [slice(a, b) for a, b in itertools.pairwise(sizes)]
-        # Of rows and columns, for each prefix: the (.,) inverse lengths, 0 for one that counts as a zero vector
-        self.inv: Any = [[], []]
-        for m in matrices:
-            for inv, side in zip(self.inv, m.embeddings, strict=True):
-                assert side is not None
-                inv.append(inverse_norms(side.x.detach()) if side.normalize else None)
-        # relative to the longest, at the length of which products are formed: they cannot overflow then
-        self.relative: Any = [[x if x is None else (x / inv[-1]).nan_to_num_(0.0) for x in inv] for inv in self.inv]
-
-    def tiles(self, scratch: int) -> Iterator[tuple[list[Tile], list[Tensor], list[Tensor]]]:
-        """Yield the tiles of all prefixes at one place after another, with shared scratch, and the unit vectors there.
-
-        These are the segments (r, d) of rows and (c, d) of columns of the longest prefix.
-        """
-        source, (n, m) = self.longest.source(), self.longest.shape
-        height, width = tile_shape(n, m, self.longest.device.type)
-        space = source.rows.new_empty(len(self.segments) + scratch, height * width, dtype=source.dtype)
-        for c in even_chunks(m, width):
-            right = self.split(source.unit(1, c))
-            for r in even_chunks(n, height):
-                left, shape = self.split(source.unit(0, r)), (r.stop - r.start, c.stop - c.start)
-                views = [x[: shape[0] * shape[1]].view(shape) for x in space]
-                product: Tensor | None = None
-                for k, (u, v) in enumerate(zip(left, right, strict=True)):
-                    if product is None:
-                        product = matmul(u, v.T)
-                    else:
-                        add_matmul_(product, u, v.T)
-                    self.divide(product, k, (r, c), views[k])
-                k = len(self.segments)
-                yield [Tile((r, c), x, views[k:]) for x in views[:k]], left, right
-
-    def split(self, x: Tensor) -> list[Tensor]:
-        """Return the segments (., d) of vectors, contiguous as fast products need them."""
-        return [x[:, segment].contiguous() for segment in self.segments]
-
-    def divide(self, x: Tensor, k: int, part: tuple[slice, slice], out: Tensor) -> Tensor:
-        """Return a tile (r, c) divided by the lengths of prefix k, in ``out``."""
-        rows, cols = (inv[k] for inv in self.relative)
-        x = x if rows is None else torch.mul(x, rows[part[0], None], out=out)
-        x = x if cols is None else torch.mul(x, cols[part[1]], out=out)
-        return out if x is out else out.copy_(x)
-
-
 class Prefixes:
-    """Answers for one or both sides of matrices of a family, in the order of the matrices."""
+    """Answers for one or both sides of matrices of prefixes, shorter ones first."""
 
     def __init__(self, views: Sequence[View]):
-        self.views, self.family = views, views[0][0].family
+        """``views``: those of one matrix next to one another, the rows first."""
         self.parts = [Tiled(list(group)) for _, group in itertools.groupby(views, key=lambda view: id(view[0]))]
-        self.sizes = [sum(part.matrix.shape[side] for side in part.sides) for part in self.parts]
+        self.family = _Family(self.parts)
 
-    def split(self, x: Tensor) -> Sequence[Tensor]:
-        """Return the values (..., A) of each matrix's anchors; single ones are for all."""
-        return [x] * len(self.parts) if x.shape[-1] == 1 else x.split(self.sizes, -1)
-
-    def each(self, params: Sequence[Tensor]) -> list[tuple[Tiled, list[Tensor]]]:
-        """Return each matrix's part, with its anchors' parameters."""
-        split = [self.split(p) for p in params]
-        return [(part, [p[j] for p in split]) for j, part in enumerate(self.parts)]
-
-    def sums(self, *params: Tensor, key: str, over: str = "negatives") -> Tensor:
-        """See :meth:`Dense.sums`."""
-        longest = self.family.longest
+    def sums(self, *params: Tensor, guides: Guides | None = None, **question: Any) -> Tensor:
+        """See :meth:`Dense.sums`. With guides, matrices are answered one by one, with a product for each."""
+        longest = self.parts[-1].matrix
         check_unchanged([longest])
-        return _PrefixReduce.apply(self, key, over, longest.rows, longest.cols, *params)
+        if guides is None:
+            key, over = question["key"], question.get("over", "negatives")
+            return _PrefixReduce.apply(self.family, key, over, longest.rows, longest.cols, *params)
+        each = zip(self.parts, self.family.each(params), strict=True)
+        return torch.cat([part.sums(*own, guides=guides, **question) for part, own in each], -1)
 
     def counts(self, **options: Any) -> Tensor:
         """See :meth:`Dense.counts`."""
@@ -123,7 +65,7 @@ class Prefixes:
 
     def hardest(self, below: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See :meth:`Dense.hardest`."""
-        limits = [None] * len(self.parts) if below is None else self.split(below)
+        limits = [None] * len(self.parts) if below is None else self.family.split(below)
         found = [part.hardest(limit) for part, limit in zip(self.parts, limits, strict=True)]
         values, indices = zip(*found, strict=True)
         return torch.cat(values), torch.cat(indices)
@@ -133,78 +75,133 @@ class Prefixes:
         return torch.cat([part.sorted_hinges(margin=margin) for part in self.parts])
 
 
+class _Family:
+    """What a pass over the scores of all prefixes needs beside the embeddings, which are left to autograd to save."""
+
+    def __init__(self, parts: Sequence[Tiled]):
+        matrices: Any = [part.matrix for part in parts]
+        self.pairs, self.sides = matrices[0].pairs, [part.sides for part in parts]
+        self.sizes = [sum(matrices[0].shape[side] for side in sides) for sides in self.sides]
+        dims = [0, *(m.rows.shape[1] for m in matrices)]
+        self.segments = [slice(a, b) for a, b in itertools.pairwise(dims)]
+        #: Of rows and columns: (.,) inverse lengths of the longest prefix, and (K, .) those of all K relative to it, as
+        #: products are formed at its length. 0 for one that counts as a zero vector; None: nothing is normalised.
+        self.longest: list[Tensor | None] = []
+        self.relative: list[Tensor | None] = []
+        for sides in zip(*(m.embeddings for m in matrices), strict=True):
+            inv = torch.stack([inverse_norms(x.x.detach()) for x in sides]) if sides[0].normalize else None
+            self.longest.append(None if inv is None else inv[-1])
+            self.relative.append(None if inv is None else (inv / inv[-1]).nan_to_num_(0.0))
+
+    def split(self, x: Tensor) -> Sequence[Tensor]:
+        """Return the values (..., A) of each matrix's anchors; single ones are for all."""
+        return [x] * len(self.sizes) if x.shape[-1] == 1 else x.split(self.sizes, -1)
+
+    def each(self, params: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Return the parameters of each matrix's anchors."""
+        split = [self.split(p) for p in params]
+        return [[p[k] for p in split] for k in range(len(self.sizes))]
+
+    def tiles(self, source: Scores, scratch: int) -> Iterator[tuple[list[Tile], list[Tensor], list[Tensor]]]:
+        """Yield the tiles of all prefixes at one place after another, with shared scratch, and the unit vectors there.
+
+        These are the segments (r, d) of rows and (c, d) of columns of the longest prefix, the ``source``.
+        """
+        (n, m), count = source.shape, len(self.segments)
+        height, width = tile_shape(n, m, source.rows.device.type)
+        space = source.rows.new_empty(count + scratch, height * width, dtype=source.dtype)
+        for c in even_chunks(m, width):
+            right = self.segmented(source.unit(1, c))
+            for r in even_chunks(n, height):
+                left, shape = self.segmented(source.unit(0, r)), (r.stop - r.start, c.stop - c.start)
+                views = [x[: shape[0] * shape[1]].view(shape) for x in space]
+                product = matmul(left[0], right[0].T)
+                for k in range(count):
+                    if k:
+                        add_matmul_(product, left[k], right[k].T)
+                    self.divide(product, k, (r, c), views[k])
+                yield [Tile((r, c), x, views[count:]) for x in views[:count]], left, right
+
+    def segmented(self, x: Tensor) -> list[Tensor]:
+        """Return the segments (., d) of vectors, contiguous as fast products need them."""
+        return [x[:, segment].contiguous() for segment in self.segments]
+
+    def divide(self, x: Tensor, k: int, part: tuple[slice, slice], out: Tensor) -> Tensor:
+        """Return a tile (r, c) divided by the lengths of prefix k, in ``out``."""
+        rows, cols = self.relative
+        x = x if rows is None else torch.mul(x, rows[k, part[0], None], out=out)
+        x = x if cols is None else torch.mul(x, cols[k, part[1]], out=out)
+        return out if x is out else out.copy_(x)
+
+
 class _PrefixReduce(torch.autograd.Function):
     """:class:`itrloss.engine.reduce.Reduce` for prefixes, whose gradients are added up before they are multiplied."""
 
     @staticmethod
-    def forward(ctx: Any, prefixes: Prefixes, key: str, over: str, rows: Tensor, cols: Tensor, *params: Tensor):
+    def forward(ctx: Any, family: _Family, key: str, over: str, rows: Tensor, cols: Tensor, *params: Tensor):
         """``rows``, ``cols``: the longest prefixes of the embeddings."""
-        ctx.prefixes, ctx.question, family = prefixes, (ANSWERS[key], over), prefixes.family
+        ctx.family, ctx.question = family, (ANSWERS[key], over)
         ctx.save_for_backward(rows, cols, *params)
-        sums = {}
-        for part, own in prefixes.each(params):
-            m = part.matrix
-            sums[family.matrices.index(m)] = Sums(m.source(), m.pairs, *ctx.question, part.sides, own)
+        source, parts = Scores(rows, cols, *family.longest), zip(family.sides, family.each(params), strict=True)
+        sums = [Sums(source, family.pairs, *ctx.question, sides, own) for sides, own in parts]
         with full_precision(rows):
-            for tiles, _, _ in family.tiles(ANSWERS[key].buffers):
-                for k, x in sums.items():
-                    x.add(tiles[k])
-        return torch.cat([x.finish() for x in sums.values()], 1)
+            for tiles, _, _ in family.tiles(source, ANSWERS[key].buffers):
+                for x, tile in zip(sums, tiles, strict=True):
+                    x.add(tile)
+        return torch.cat([x.finish() for x in sums], 1)
 
     @staticmethod
     def backward(ctx: Any, grad: Any):  # type: ignore[override]
         first_derivative_only()
-        rows, _, *params = ctx.saved_tensors
-        needs, prefixes = ctx.needs_input_grad[3:], ctx.prefixes
-        slopes = {}
-        for (part, own), g in zip(prefixes.each(params), prefixes.split(grad), strict=True):
-            k, m = prefixes.family.matrices.index(part.matrix), part.matrix
-            slopes[k] = Slopes(m.source(), m.pairs, *ctx.question, part.sides, own, g, needs[2:])
+        rows, cols, *params = ctx.saved_tensors
+        needs, family = ctx.needs_input_grad[3:], ctx.family
+        source = Scores(rows, cols, *family.longest)
+        parts, (answer, over) = zip(family.sides, family.each(params), family.split(grad), strict=True), ctx.question
+        slopes = [Slopes(source, family.pairs, answer, over, *part, needs=needs[2:]) for part in parts]
         with full_precision(rows):
-            result = _embedding_gradients(prefixes.family, slopes, needs[:2], ctx.question[0].buffers)
-        for i, (p, need) in enumerate(zip(params, needs[2:], strict=True)):
-            found = [x.finish()[i] for x in slopes.values()]
+            result = _embedding_gradients(family, source, slopes, needs[:2], answer.buffers)
+        for p, need, *found in zip(params, needs[2:], *(x.finish() for x in slopes), strict=True):
             result.append((sum(found) if p.shape[-1] == 1 else torch.cat(found, -1)) if need else None)
         return None, None, None, *result
 
 
-def _embedding_gradients(family: Family, slopes: dict[int, Slopes], needs: Sequence[bool], buffers: int) -> list[Any]:
+def _embedding_gradients(
+    family: _Family, source: Scores, slopes: Sequence[Slopes], needs: Sequence[bool], buffers: int
+) -> list[Any]:
     """Return the gradients of rows and columns, (N, D) and (M, D), None where not needed.
 
     Scores are ``S = u v / (|u| |v|)`` of the first dimensions u and v of longer vectors. Beside the gradient of inner
     products, ``sum_j G_ij v_j / (|u| |v_j|)``, u has that of its length, ``-u sum_j G_ij S_ij / |u|^2``.
     """
-    source, count = family.longest.source(), len(family.segments)
-    d, (n, m) = source.rows.shape[1], family.longest.shape
+    count, d, (n, m) = len(family.segments), source.rows.shape[1], source.shape
     new = functools.partial(torch.zeros, dtype=source.dtype, device=source.rows.device)
     row_total, col_total = new(n, d), new(d, m)  # transposed, as the gradient of scores would be once for each segment
     lengths = new(count, n), new(count, m)  # sum_j G_ij S_ij
-    for tiles, left, right in family.tiles(buffers + 3):
+    for tiles, left, right in family.tiles(source, buffers + 3):
         r, c = part = tiles[0].part
         *scratch, product, total = tiles[0].scratch
         total.zero_()
         for k in reversed(range(count)):
-            if k in slopes:
-                x = slopes[k].of(tiles[k]._replace(scratch=scratch))
-                torch.mul(x, tiles[k].scores, out=product)
-                for side, need in enumerate(needs):
-                    if need:
-                        lengths[side][k, part[side]] += product.sum(1 - side)
-                total.add_(family.divide(x, k, part, x))
+            x = slopes[k].of(tiles[k]._replace(scratch=scratch))
+            torch.mul(x, tiles[k].scores, out=product)
+            for side, need in enumerate(needs):
+                if need:
+                    lengths[side][k, part[side]] += product.sum(1 - side)
+            total.add_(family.divide(x, k, part, x))
             segment = family.segments[k]
             if needs[0]:
                 add_matmul_(row_total[r, segment], total, right[k])
             if needs[1]:
                 add_matmul_(col_total[segment, c], left[k].T, total)
     result: list[Any] = []
-    for side, (grad, need) in enumerate(zip((row_total, col_total.T), needs, strict=True)):
-        rest = new(len(grad))
-        for k in reversed(range(count)):
-            inv, segment = family.relative[side][k], family.segments[k]
-            if inv is not None and need:
-                rest.addcmul_(lengths[side][k], inv.square())
-                for some in chunks(grad):
-                    grad[some, segment] -= source.unit(side, some)[:, segment] * rest[some, None]
-        x: Any = source[side]
-        result.append(project_(grad.contiguous(), x, source[2 + side]) if need else None)
+    for side, grad in enumerate((row_total, col_total.T)):
+        relative, x, inv = family.relative[side], source[side], source[2 + side]
+        assert x is not None
+        if needs[side] and relative is not None:
+            along = (lengths[side] * relative.square()).flip(0).cumsum(0).flip(0)  # of all prefixes with a segment
+            for some in chunks(x):
+                unit = source.unit(side, some)
+                for k, segment in enumerate(family.segments):
+                    grad[some, segment] -= unit[:, segment] * along[k, some, None]
+        result.append(project_(grad.contiguous(), x, inv) if needs[side] else None)
     return result
