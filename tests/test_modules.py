@@ -67,6 +67,20 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Inputs], Any]]]
     "TripletLoss": (itrloss.TripletLoss, pair),
     "TripletLoss all": (lambda: itrloss.TripletLoss(mining="all"), pair),
     "InfoNCELoss": (lambda: itrloss.InfoNCELoss(learnable=True), pair),
+    "InfoNCELoss negatives": (
+        lambda: itrloss.InfoNCELoss(hardness=9.0),
+        lambda m, x: m(x.part(0), x.part(1), IDS, IDS, negatives=x.part(2, K)),
+    ),
+    "DirectionalInfoNCELoss": (itrloss.DirectionalInfoNCELoss, pair),
+    "FilteredInfoNCELoss": (itrloss.FilteredInfoNCELoss, pair),
+    "DistillationLoss": (
+        itrloss.DistillationLoss,
+        lambda m, x: m(x.part(0), x.part(1), itrloss.Similarity(x.part(2), x.part(3), IDS, IDS), IDS, IDS),
+    ),
+    "SupConLoss": (itrloss.SupConLoss, pair),
+    "MILNCELoss": (itrloss.MILNCELoss, pair),
+    "MultiSimilarityLoss": (itrloss.MultiSimilarityLoss, pair),
+    "CircleLoss": (itrloss.CircleLoss, pair),
     "SigmoidLoss": (itrloss.SigmoidLoss, pair),
     "RINCELoss": (lambda: itrloss.RINCELoss(0.5), pair),
     "ComplementaryContrastiveLoss": (lambda: itrloss.ComplementaryContrastiveLoss(0.5), pair),
@@ -138,6 +152,7 @@ def test_every_public_module_is_here():
 # Others are compiled in other tests: losses on pairs, and those with a memory.
 ELSEWHERE = {"TripletLoss", "InfoNCELoss", "SigmoidLoss", "HubnessAwareLoss", "DiversityContrastiveLoss"}
 ELSEWHERE |= {"MemoryDiversityContrastiveLoss", "UnifiedTrainingObjective", "DynamicOrthogonalLoss", "MomentumEncoder"}
+ELSEWHERE |= {"FilteredInfoNCELoss", "SupConLoss", "MILNCELoss", "MultiSimilarityLoss", "CircleLoss"}
 
 
 @pytest.mark.slow
