@@ -1,4 +1,4 @@
-"""Losses on Flickr8k with wrong training pairs: RSUM on the clean development split, by the share of wrong pairs.
+"""Eight losses on Flickr8k with wrong training pairs: RSUM on the clean development split, by the share of wrong pairs.
 
     python -m benchmarks.noise flickr8k benchmarks/results/noise.json
 
@@ -80,7 +80,6 @@ LOSSES: dict[str, tuple[Callable[[], itrloss.PairLoss], float]] = {
     "DCL": (lambda: itrloss.DiversityContrastiveLoss(positive_weight=2.0), 4e-3),
     "InfoNCE, filtered": (lambda: FilteredInfoNCELoss(0.1, 0.2), 4e-3),
     "RINCE": (lambda: itrloss.RINCELoss(0.1, 0.1, 0.025), 4e-3),
-    "RCL": (lambda: itrloss.ComplementaryContrastiveLoss(0.1), 4e-3),
     "GCE": (lambda: GeneralizedCrossEntropyLoss(0.1, 0.3), 2e-3),
 }
 
