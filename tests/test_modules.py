@@ -105,6 +105,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Inputs], Any]]]
         lambda: itrloss.LateInteractionLoss(0.5, alpha=8.0),
         lambda m, x: m(x.part(0, K), x.part(3, 4)),
     ),
+    "Matryoshka": (lambda: itrloss.Matryoshka(itrloss.InfoNCELoss(learnable=True), (2, D)), pair),
     "DynamicOrthogonalLoss": (lambda: itrloss.DynamicOrthogonalLoss(0.0), lambda m, x: m(x.part(0, K))),
     "DynamicGate": (lambda: itrloss.DynamicGate(D, K), lambda m, x: m(x.part(0, 4))),
     "CoupledMemory": (lambda: itrloss.CoupledMemory(ENTRIES, D), enqueue),

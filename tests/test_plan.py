@@ -70,7 +70,8 @@ def counted(rank: int, world: int, name: str, **options: Any) -> dict[str, float
         saved: dict[int, int] = {}
 
         def save(x: torch.Tensor) -> torch.Tensor:
-            saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            if torch._C._current_graph_task_id() == -1:  # not for the gradient of a tile, within backward
+                saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
             return x
 
         with Counts().counting() as counts, torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):

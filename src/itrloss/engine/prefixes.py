@@ -27,12 +27,13 @@ from .scores import Embeddings, Scores, Tile, chunks, even_chunks, full_precisio
 
 def prefixes(matrix: Matrix, dims: Sequence[int]) -> list[Matrix]:
     """Return the matrices of the first d dimensions of a matrix's embeddings for each d of ``dims``, which ascend."""
-    matrices, family = [], object()
+    joint = matrix.engine == "tiled" and not torch.compiler.is_compiling()
+    matrices, family = [], object() if joint else None
     for d in dims:
         rows, cols = (Embeddings(x.x[:, :d], x.normalize) for x in matrix.embeddings if x is not None)
         matrices.append(Matrix(rows, cols, matrix.pairs, matrix.engine, 0))
         matrices[-1].share, matrices[-1].bounded = matrix.share, matrix.bounded
-        if matrix.engine == "tiled" and not torch.compiler.is_compiling():
+        if joint:
             matrices[-1].family, matrices[-1].backend = family, Prefixes
     return matrices
 

@@ -92,7 +92,8 @@ class ComplementaryContrastiveLoss(PairLoss):
 
     def compute(self, sim: Similarity) -> Any:
         anchors, scale = sim.both, 1 / self.temperature
-        top = anchors.logsumexp(scale, over="all").detach().nan_to_num(neginf=0.0)
+        with torch.no_grad():
+            top = anchors.logsumexp(scale, over="all").nan_to_num(neginf=0.0)
         # 1 - p is small where p is near 1, and the log-sum-exp has only seven digits. The sum of all p, which should be
         # 1, tells by how much it is wrong: a twentieth of the error, for one more pass over the scores.
         whole = anchors.sum(shifted_exponential, scale, top) + anchors.sum_of_positives(shifted_exponential, scale, top)
