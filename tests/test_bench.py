@@ -537,7 +537,7 @@ def test_reranking_is_measured_and_written(monkeypatch, tmp_path, capsys):
 OTHERS = {  # written by scripts of their own
     "noise": {"loss", "noise", "seed", "last", "best"},
     "cpu_mining": {"way", "shape", "k", "seconds"},
-    "judged": {"system", "reranker"},
+    "judged": {"system"},
 }
 
 
