@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from benchmarks.cases import LOSSES, Case, problem
 from benchmarks.runner import step
@@ -92,3 +93,45 @@ def test_pairs_alone(benchmark, through_matrix):
         return torch.autograd.grad(functional.triplet_loss(sim), (v, w))
 
     assert all(x.isfinite().all() and x.any() for x in benchmark(once))
+
+
+# ------------------------------------------------------------------------------------------- late interaction
+
+
+def late_interaction(way, queries, documents):
+    """(N, M) scores of sets of unit vectors: sums of maxima. ``product``: only the product, in blocks."""
+    if way == "ours":
+        return functional.set_similarity(queries, documents, "max_sum", normalize=False)
+    if way == "product":
+        block = queries
+        for d in documents.split(2):
+            for q in queries.split(16):
+                block = products.matmul(q.flatten(0, 1), d.flatten(0, 1).T)
+        return block
+    return torch.einsum("nkd,mld->nkml", queries, documents).amax(3).sum(1)
+
+
+@pytest.mark.parametrize("way", ["ours", "eager", "product"])
+def test_late_interaction_step(benchmark, way):
+    """Forward and backward of 64 sets of 32 vectors and 64 of 1024."""
+    sets = [F.normalize(torch.randn(64, size, 128), dim=2).requires_grad_(way != "product") for size in (32, 1024)]
+
+    def step():
+        scores = late_interaction(way, *sets)
+        return [scores] if way == "product" else torch.autograd.grad(scores.sum(), sets)
+
+    assert all(x.isfinite().all() for x in benchmark(step))
+
+
+@pytest.mark.parametrize("way", ["ours", "eager", "maxsim_cpu"])
+def test_late_interaction_scores(benchmark, way):
+    """One query of 32 vectors against 1000 documents of 666."""
+    query, documents = (F.normalize(torch.randn(size, 128), dim=-1) for size in (32, 666_000))
+    documents = documents.view(1000, 666, 128)
+    if way == "maxsim_cpu":
+        package, arrays = pytest.importorskip(way), (query.numpy(), documents.numpy())
+        found = torch.from_numpy(benchmark(lambda: package.maxsim_scores(*arrays)))
+    else:
+        with torch.no_grad():
+            found = benchmark(lambda: late_interaction(way, query[None], documents)[0])
+    torch.testing.assert_close(found[:3], (documents[:3] @ query.T).amax(1).sum(1), rtol=1e-4, atol=1e-4)

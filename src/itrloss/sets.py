@@ -161,19 +161,29 @@ def set_similarity(
     r"""Return the (N, M) similarity of sets of embeddings by the cosines of their elements.
 
     ``"max"`` is the largest cosine of an element of one with an element of the other (DVSE, PVSE), ``"mean"`` the mean
-    of all such cosines, and ``"smooth_chamfer"`` (Kim et al., DivE, CVPR 2023, with :math:`\alpha` the sharpness)
+    of all such cosines. ``"max_sum"`` is late interaction (`ColBERT <https://arxiv.org/abs/2004.12832>`_), and
+    ``"smooth_max_sum"`` the same with :math:`\frac1\alpha \log \sum_b e^{\alpha \cos(a, b)}` in place of the maximum:
+
+    .. math:: \sum_a \max_b \cos(a, b)
+
+    ``"smooth_chamfer"`` is (Kim et al., DivE, CVPR 2023, with :math:`\alpha` the sharpness)
 
     .. math:: \frac1{2 \alpha K} \sum_a \log \sum_b e^{\alpha \cos(a, b)}
               + \frac1{2 \alpha L} \sum_b \log \sum_a e^{\alpha \cos(a, b)}
 
     whose inner sums are not divided by their length, so that it may exceed 1. It is float32 (float64 for float64 input)
-    and differentiable. Pass it to :meth:`itrloss.Similarity.from_scores`, to the metrics or to a re-ranker.
+    and differentiable. Pass it to :meth:`itrloss.Similarity.from_scores`, to the metrics or to a re-ranker. The cosines
+    are held for a few sets at a time, but for second derivatives. The gradient of a maximum goes to the first of equal
+    elements.
 
     Args:
         images: (N, K, D) sets, of any length.
         texts: (M, D), or sets (M, L, D).
         alpha: :math:`\alpha`, above 0.
         normalize: scale elements to unit length first; False takes inner products instead of cosines.
+        image_lengths, text_lengths: (N,) and (M,) integers, how many elements of each set exist; K and L are those of
+            the set then. What follows them is padding, of any value. An empty set scores 0, without a gradient. On an
+            accelerator they are not checked.
     """
     if texts.dim() == 2:
         texts = texts[:, None]
