@@ -5,13 +5,16 @@ from __future__ import annotations
 import gc
 import pickle
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 from cases import SHAPES, embeddings, finite, make_ids, upstream
+from processes import run
 from reference import Reference
 from test_engines import ANSWERS, assert_equal, parameters
 from test_operators import Products, saved_bytes
+from torch import nn
 
 import itrloss
 from itrloss import Anchors, Similarity
@@ -121,12 +124,11 @@ def test_some_of_the_groups(name, view, places, small_tiles, poisoned):
 # ------------------------------------------------------------------------------------------------------- precision
 
 
-def loss_and_gradients(v, w, engine, dims=DIMS, scale=10.0, **options):
-    """The sum of log-sum-exps and of positives' scores of all prefixes, and the gradients."""
+def loss_and_gradients(v, w, engine, dims=DIMS, scale=10.0, positives=1.0, **options):
+    """The sum of log-sum-exps, and of positives' scores, of all prefixes, and the gradients."""
     v, w = (x.clone().requires_grad_() for x in (v, w))
-    sim = Similarity(v, w, engine=engine, **options)
-    anchors = sim.prefixes(dims) if isinstance(sim, Similarity) else sim
-    value = (anchors.logsumexp(scale) - anchors.sum_of_positives(identity)).sum()
+    anchors = Similarity(v, w, engine=engine, **options).prefixes(dims)
+    value = (anchors.logsumexp(scale) - positives * anchors.sum_of_positives(identity)).sum()
     return value.detach(), *torch.autograd.grad(value, (v, w))
 
 
@@ -152,6 +154,23 @@ def test_short_prefixes_of_long_vectors(engine):
     for x, y in zip(found, wanted, strict=True):
         scale = y.abs().amax(0) if y.dim() else y.abs()  # gradients of short prefixes are large
         assert ((x.double() - y).abs() / scale).max() < 1e-4
+
+
+def test_prefixes_that_are_too_short_beside_the_whole_count_as_zero():
+    """Their inner products would underflow in float32; the gradient must not become nan."""
+    v, w = embeddings(8, 8)
+    for x in (v, w):
+        x[:4] *= 1e16
+    short = [x.index_fill(1, torch.arange(2), 0.0) for x in (v[:4], w[:4])]
+    zeroed = (torch.cat([x, y[4:]]) for x, y in zip(short, (v, w), strict=True))
+    wanted = loss_and_gradients(*zeroed, "dense", positives=0.0)
+    for x in (v, w):
+        x[:4, :2] *= 1e-25
+    found = loss_and_gradients(v.float(), w.float(), "tiled", positives=0.0)
+    torch.testing.assert_close(found[0].double(), wanted[0], rtol=1e-5, atol=0)
+    for x, y in zip(found[1:], wanted[1:], strict=True):
+        torch.testing.assert_close(x[:4, 2:].double() * 1e16, y[:4, 2:] * 1e16, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(x[4:].double(), y[4:], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 5e-3)])
@@ -326,3 +345,187 @@ def test_what_has_no_prefixes():
     for sim in (Similarity.from_scores(v @ w.T), biased, biased.T, biased.detach()):
         with pytest.raises(ValueError, match=r"prefixes: expected embeddings, without a bias"):
             sim.prefixes(DIMS)
+
+
+# ------------------------------------------------------------------------------------------------------ Matryoshka
+
+LOSSES = {
+    "infonce": lambda **o: itrloss.InfoNCELoss(learnable=True, hardness=0.5, **o),
+    "filtered": lambda **o: itrloss.FilteredInfoNCELoss(**o),
+    "sigmoid": lambda **o: itrloss.SigmoidLoss(3.0, -1.0, **o),
+    "triplet": lambda **o: itrloss.TripletLoss(margin=0.4, **o),
+    "triplet all": lambda **o: itrloss.TripletLoss(margin=0.4, mining="all", **o),
+    "hal": lambda **o: itrloss.HubnessAwareLoss(scale=8.0, **o),
+    "dcl": lambda **o: itrloss.DiversityContrastiveLoss(**o),
+    "dcl entropy": lambda **o: itrloss.DiversityContrastiveLoss(diversity="entropy", detach_diversity=False, **o),
+    "supcon": lambda **o: itrloss.SupConLoss(**o),
+    "supcon inside": lambda **o: itrloss.SupConLoss(inside=True, **o),
+    "mil-nce": lambda **o: itrloss.MILNCELoss(**o),
+    "multi-similarity": lambda **o: itrloss.MultiSimilarityLoss(epsilon=0.1, **o),
+    "circle": lambda **o: itrloss.CircleLoss(scale=20.0, **o),
+    "rince": lambda **o: itrloss.RINCELoss(0.2, **o),
+    "complementary": lambda **o: itrloss.ComplementaryContrastiveLoss(0.2, **o),
+}
+UNSORTED, WEIGHTS = (6, 2, 3), (1.0, 0.5, 2.0)
+
+
+def losses_and_gradients(criterion, v, w, ids):
+    """The loss, a number or a tuple of values, and the gradients of embeddings and parameters."""
+    v, w = (x.clone().requires_grad_() for x in (v, w))
+    found = criterion(v, w, *ids)
+    values = found if isinstance(found, tuple) else (found,)
+    total = sum((x * torch.linspace(1, 2, x.numel(), dtype=x.dtype)).sum() for x in values)
+    return list(values), torch.autograd.grad(total, (v, w, *criterion.parameters()))
+
+
+class Loop(nn.Module):
+    """The definition: a loss of slices of the embeddings, for each number of dimensions."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, v, w, *ids):
+        parts = sorted(zip(UNSORTED, WEIGHTS, strict=True))
+        found = [(k, self.loss(v[:, :d], w[:, :d], *ids)) for d, k in parts]
+        return sum(k * x for k, x in found)
+
+
+class LoopOfValues(Loop):
+    """The same of the values of single anchors."""
+
+    def forward(self, v, w, *ids):
+        parts = sorted(zip(UNSORTED, WEIGHTS, strict=True))
+        return tuple(k * x for d, k in parts for x in self.loss(v[:, :d], w[:, :d], *ids))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("shape", ["primes", "five captions", "wide", "no negative", "one pair"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_of_prefixes_is_the_sum_over_slices(name, shape, engine, small_tiles, poisoned):
+    n, m, kind = SHAPES[shape]
+    (v, w), ids = embeddings(n, m), make_ids(kind, n, m)
+    for reduction in ("mean", "sum", "none"):
+        loop = LoopOfValues if reduction == "none" else Loop
+        loss = LOSSES[name](engine=engine, reduction=reduction).double()
+        found = losses_and_gradients(itrloss.Matryoshka(loss, UNSORTED, WEIGHTS), v, w, ids)
+        wanted = losses_and_gradients(loop(LOSSES[name](engine="dense", reduction=reduction).double()), v, w, ids)
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11, msg=lambda x, r=reduction: f"{r}: {x}")
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        itrloss.VarianceAwareLoss(),
+        itrloss.DirectionalInfoNCELoss(),
+        itrloss.DistillationLoss(),
+        itrloss.PCMEPlusPlusLoss(),
+        itrloss.MemoryDiversityContrastiveLoss(),
+        itrloss.UnifiedTrainingObjective(),
+        itrloss.DynamicOrthogonalLoss(),
+        itrloss.PrototypeClassificationLoss(4, 3),
+        itrloss.InfoNCELoss(telemetry=True),
+        nn.MSELoss(),
+        itrloss.InfoNCELoss,
+        None,
+    ],
+    ids=str,
+)
+def test_losses_without_prefixes(loss):
+    with pytest.raises(TypeError, match="loss: expected"):
+        itrloss.Matryoshka(loss, (2, 3))
+
+
+def test_options_and_inputs_of_matryoshka():
+    loss = itrloss.InfoNCELoss(learnable=True)
+    assert "dims=[2, 3, 6], weights=[0.5, 2.0, 1.0]" in repr(itrloss.Matryoshka(loss, UNSORTED, WEIGHTS))
+    v, w = embeddings(5, 5, dtype=torch.float32)
+    for dims, weights, message in (
+        ((2, 7), None, "dims: expected ascending numbers of at most 6"),
+        ((2, 2), None, "dims: expected ascending"),
+        ((), None, "dims: expected ascending"),
+        ((2, 3), (1.0,), "weights: expected 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            itrloss.Matryoshka(loss, dims, weights)(v, w)
+    with pytest.raises(ValueError, match="images"):
+        itrloss.Matryoshka(itrloss.InfoNCELoss(check_finite=True), (2, 3))(v * torch.nan, w)
+    criterion = itrloss.Matryoshka(loss, (2, 6))
+    other = itrloss.Matryoshka(itrloss.InfoNCELoss(0.5, learnable=True), (2, 6))
+    other.load_state_dict(criterion.state_dict())
+    assert list(criterion.state_dict()) == ["loss.log_scale"] and other(v, w) == criterion(v, w)
+    criterion.loss.log_scale.data.fill_(0.0)
+    assert other(v, w) != criterion(v, w)
+    assert pickle.loads(pickle.dumps(criterion))(v, w) == criterion(v, w)
+
+
+@pytest.mark.parametrize("name", ["infonce", "dcl", "sigmoid", "triplet"])
+def test_compiled(name):
+    torch._dynamo.reset()
+    v, w = embeddings(9, 9, dtype=torch.float32)
+    for engine in ("auto", "tiled"):
+        criterion = itrloss.Matryoshka(LOSSES[name](engine=engine), UNSORTED, WEIGHTS)
+        compiled = torch.compile(criterion, fullgraph=True, backend="aot_eager")
+        ids = make_ids("random", 9, 9)
+        wanted, found = (losses_and_gradients(f, v, w, ids) for f in (criterion, compiled))
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_sentence_transformers_agree(engine):
+    """Their loss has one direction, and takes a model."""
+    pytest.importorskip("sentence_transformers")
+    from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss, MultipleNegativesRankingLoss
+
+    class Model(nn.Module):
+        def forward(self, features):
+            return {"sentence_embedding": features["x"]}
+
+        def get_embedding_dimension(self):
+            return 6
+
+    v, w = (x.requires_grad_() for x in embeddings(9, 9))
+    model = Model()
+    theirs = MatryoshkaLoss(model, MultipleNegativesRankingLoss(model), sorted(UNSORTED), sorted(WEIGHTS))  # type: ignore
+    ours = itrloss.Matryoshka(
+        itrloss.InfoNCELoss(1 / 20, engine=engine, reduction="none"), sorted(UNSORTED), sorted(WEIGHTS)
+    )
+    values = [theirs([{"x": v}, {"x": w}], torch.zeros(9)), sum(x.mean() for x in ours(v, w)[::2])]
+    grads = [torch.autograd.grad(x, (v, w)) for x in values]
+    torch.testing.assert_close(values[1], values[0])
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+def gathered(rank: int | None, name: str) -> list[torch.Tensor]:
+    """The loss of all processes' batches and this process's gradients; of one process with them for rank None."""
+    (v, w), ids = embeddings(7, 9), (torch.arange(7) % 5, torch.arange(9) % 6)
+    own = [(slice(7), slice(9)), (slice(3), slice(7)), (slice(3, 7), slice(7, 9))][0 if rank is None else rank + 1]
+    found = []
+    for engine in ENGINES:
+        criterion = itrloss.Matryoshka(LOSSES[name](engine=engine, gather=rank is not None).double(), UNSORTED, WEIGHTS)
+        leaves = [x[part].clone().requires_grad_() for x, part in zip((v, w), own, strict=True)]
+        value = criterion(*leaves, *(x[part] for x, part in zip(ids, own, strict=True)))
+        grads = torch.autograd.grad(value, (*leaves, *criterion.parameters()))
+        found += [value.detach(), *grads]
+    if rank is not None and name == "infonce":
+        refuse_the_ring(v, w)
+    return found
+
+
+def refuse_the_ring(v: torch.Tensor, w: torch.Tensor) -> None:
+    for schedule in ("ring", True):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match=r"prefixes: expected.*'ring'"):
+            patch.setattr("itrloss.similarity.choose_schedule", lambda numel: "ring")
+            itrloss.Matryoshka(itrloss.InfoNCELoss(gather=schedule), (2, 3))(v, w[:7])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["infonce", "sigmoid", "triplet", "dcl entropy", "multi-similarity", "hal"])
+def test_over_processes(tmp_path: Path, name: str):
+    """Gradients of embeddings are averaged over the processes, as DDP does."""
+    found, wanted = run(gathered, tmp_path, name), gathered(None, name)
+    each = len(wanted) // len(ENGINES)
+    for k, (x, *parts) in enumerate(zip(wanted, *found, strict=True)):
+        if k % each in (1, 2):
+            parts = [torch.cat(parts) / 2]
+        torch.testing.assert_close(parts, [x] * len(parts), rtol=1e-9, atol=1e-12)

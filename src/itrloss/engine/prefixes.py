@@ -24,17 +24,17 @@ from .products import add_matmul_, matmul
 from .reduce import Slopes, Sums
 from .scores import Embeddings, Scores, Tile, chunks, even_chunks, full_precision, inverse_norms, project_, tile_shape
 
+_LONGER = 1e15  # a prefix that the longest is as many times as long as counts as zero: its products would underflow
+
 
 def prefixes(matrix: Matrix, dims: Sequence[int]) -> list[Matrix]:
     """Return the matrices of the first d dimensions of a matrix's embeddings for each d of ``dims``, which ascend."""
-    joint = matrix.engine == "tiled" and not torch.compiler.is_compiling()
-    matrices, family = [], object() if joint else None
+    together = matrix.engine == "tiled" and not torch.compiler.is_compiling()
+    matrices, family = [], object() if together else None
     for d in dims:
         rows, cols = (Embeddings(x.x[:, :d], x.normalize) for x in matrix.embeddings if x is not None)
-        matrices.append(Matrix(rows, cols, matrix.pairs, matrix.engine, 0))
-        matrices[-1].share, matrices[-1].bounded = matrix.share, matrix.bounded
-        if joint:
-            matrices[-1].family, matrices[-1].backend = family, Prefixes
+        matrices.append(x := Matrix(rows, cols, matrix.pairs, matrix.engine, 0))
+        x.share, x.bounded, x.family, x.backend = matrix.share, matrix.bounded, family, Prefixes if together else None
     return matrices
 
 
@@ -48,11 +48,10 @@ class Prefixes:
 
     def sums(self, *params: Tensor, guides: Guides | None = None, **question: Any) -> Tensor:
         """See :meth:`Dense.sums`. With guides, matrices are answered one by one, with a product for each."""
-        longest = self.parts[-1].matrix
-        check_unchanged([longest])
+        check_unchanged([longest := self.parts[-1].matrix])
         if guides is None:
-            key, over = question["key"], question.get("over", "negatives")
-            return _PrefixReduce.apply(self.family, key, over, longest.rows, longest.cols, *params)
+            asked = question["key"], question.get("over", "negatives")
+            return _PrefixReduce.apply(self.family, *asked, longest.rows, longest.cols, *params)
         each = zip(self.parts, self.family.each(params), strict=True)
         return torch.cat([part.sums(*own, guides=guides, **question) for part, own in each], -1)
 
@@ -66,9 +65,8 @@ class Prefixes:
 
     def hardest(self, below: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See :meth:`Dense.hardest`."""
-        limits = [None] * len(self.parts) if below is None else self.family.split(below)
-        found = [part.hardest(limit) for part, limit in zip(self.parts, limits, strict=True)]
-        values, indices = zip(*found, strict=True)
+        limits = self.family.each([] if below is None else [below])
+        values, indices = zip(*(part.hardest(*own) for part, own in zip(self.parts, limits, strict=True)), strict=True)
         return torch.cat(values), torch.cat(indices)
 
     def sorted_hinges(self, *, margin: float) -> Tensor:
@@ -83,16 +81,15 @@ class _Family:
         matrices: Any = [part.matrix for part in parts]
         self.pairs, self.sides = matrices[0].pairs, [part.sides for part in parts]
         self.sizes = [sum(matrices[0].shape[side] for side in sides) for sides in self.sides]
-        dims = [0, *(m.rows.shape[1] for m in matrices)]
-        self.segments = [slice(a, b) for a, b in itertools.pairwise(dims)]
+        self.segments = [slice(a, b) for a, b in itertools.pairwise([0, *(m.rows.shape[1] for m in matrices)])]
         #: Of rows and columns: (.,) inverse lengths of the longest prefix, and (K, .) those of all K relative to it, as
-        #: products are formed at its length. 0 for one that counts as a zero vector; None: nothing is normalised.
+        #: products are formed at its length. 0: a vector counts as zero; None: nothing is normalised.
         self.longest: list[Tensor | None] = []
         self.relative: list[Tensor | None] = []
         for sides in zip(*(m.embeddings for m in matrices), strict=True):
             inv = torch.stack([inverse_norms(x.x.detach()) for x in sides]) if sides[0].normalize else None
             self.longest.append(None if inv is None else inv[-1])
-            self.relative.append(None if inv is None else (inv / inv[-1]).nan_to_num_(0.0))
+            self.relative.append(None if inv is None else torch.where((x := inv / inv[-1]) < _LONGER, x, 0.0))
 
     def split(self, x: Tensor) -> Sequence[Tensor]:
         """Return the values (..., A) of each matrix's anchors; single ones are for all."""
@@ -104,10 +101,7 @@ class _Family:
         return [[p[k] for p in split] for k in range(len(self.sizes))]
 
     def tiles(self, source: Scores, scratch: int) -> Iterator[tuple[list[Tile], list[Tensor], list[Tensor]]]:
-        """Yield the tiles of all prefixes at one place after another, with shared scratch, and the unit vectors there.
-
-        These are the segments (r, d) of rows and (c, d) of columns of the longest prefix, the ``source``.
-        """
+        """Yield the tiles of all prefixes at one place after another, and the segments of unit vectors they are of."""
         (n, m), count = source.shape, len(self.segments)
         height, width = tile_shape(n, m, source.rows.device.type)
         space = source.rows.new_empty(count + scratch, height * width, dtype=source.dtype)
@@ -140,7 +134,7 @@ class _PrefixReduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, family: _Family, key: str, over: str, rows: Tensor, cols: Tensor, *params: Tensor):
-        """``rows``, ``cols``: the longest prefixes of the embeddings."""
+        """``rows``, ``cols``: the longest prefixes."""
         ctx.family, ctx.question = family, (ANSWERS[key], over)
         ctx.save_for_backward(rows, cols, *params)
         source, parts = Scores(rows, cols, *family.longest), zip(family.sides, family.each(params), strict=True)
@@ -156,8 +150,8 @@ class _PrefixReduce(torch.autograd.Function):
         first_derivative_only()
         rows, cols, *params = ctx.saved_tensors
         needs, family = ctx.needs_input_grad[3:], ctx.family
-        source = Scores(rows, cols, *family.longest)
-        parts, (answer, over) = zip(family.sides, family.each(params), family.split(grad), strict=True), ctx.question
+        source, (answer, over) = Scores(rows, cols, *family.longest), ctx.question
+        parts = zip(family.sides, family.each(params), family.split(grad), strict=True)
         slopes = [Slopes(source, family.pairs, answer, over, *part, needs=needs[2:]) for part in parts]
         with full_precision(rows):
             result = _embedding_gradients(family, source, slopes, needs[:2], answer.buffers)
@@ -182,27 +176,25 @@ def _embedding_gradients(
         r, c = part = tiles[0].part
         *scratch, product, total = tiles[0].scratch
         total.zero_()
-        for k in reversed(range(count)):
+        for k, segment in reversed([*enumerate(family.segments)]):
             x = slopes[k].of(tiles[k]._replace(scratch=scratch))
             torch.mul(x, tiles[k].scores, out=product)
             for side, need in enumerate(needs):
                 if need:
                     lengths[side][k, part[side]] += product.sum(1 - side)
             total.add_(family.divide(x, k, part, x))
-            segment = family.segments[k]
             if needs[0]:
                 add_matmul_(row_total[r, segment], total, right[k])
             if needs[1]:
                 add_matmul_(col_total[segment, c], left[k].T, total)
     result: list[Any] = []
     for side, grad in enumerate((row_total, col_total.T)):
-        relative, x, inv = family.relative[side], source[side], source[2 + side]
-        assert x is not None
-        if needs[side] and relative is not None:
+        x: Any = source[side]
+        if needs[side] and (relative := family.relative[side]) is not None:
             along = (lengths[side] * relative.square()).flip(0).cumsum(0).flip(0)  # of all prefixes with a segment
             for some in chunks(x):
                 unit = source.unit(side, some)
                 for k, segment in enumerate(family.segments):
                     grad[some, segment] -= unit[:, segment] * along[k, some, None]
-        result.append(project_(grad.contiguous(), x, inv) if needs[side] else None)
+        result.append(project_(grad.contiguous(), x, source[2 + side]) if needs[side] else None)
     return result
