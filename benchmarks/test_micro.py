@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.cases import LOSSES, Case, problem
 from benchmarks.runner import step
-from itrloss import Similarity, functional
+from itrloss import InfoNCELoss, Matryoshka, Similarity, functional
 from itrloss.engine import answers, products, ranking, scores
 
 SHAPES = {"pairs": (128, 128, 256), "memory": (128, 1024, 256), "sets": (64, 4, 128), "prototypes": (64, 1024, 128)}
@@ -92,3 +92,15 @@ def test_pairs_alone(benchmark, through_matrix):
         return torch.autograd.grad(functional.triplet_loss(sim), (v, w))
 
     assert all(x.isfinite().all() and x.any() for x in benchmark(once))
+
+
+@pytest.mark.parametrize("way", ["one loss", "prefixes", "loop"])
+def test_matryoshka(benchmark, way):
+    v, w = (torch.randn(2048, 768, requires_grad=True) for _ in range(2))
+    dims, loss = (64, 128, 256, 512, 768), InfoNCELoss()
+    ways = {
+        "one loss": lambda: loss(v, w),
+        "prefixes": lambda: Matryoshka(loss, dims)(v, w),
+        "loop": lambda: sum(loss(v[:, :d], w[:, :d]) for d in dims),
+    }
+    assert all(x.isfinite().all() for x in benchmark(lambda: torch.autograd.grad(ways[way](), (v, w))))
