@@ -6,6 +6,7 @@ import gc
 import pickle
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from cases import SHAPES, embeddings, finite, make_ids, upstream
 from processes import run
 from reference import Reference
 from test_engines import ANSWERS, assert_equal, parameters
-from test_operators import Products, saved_bytes
+from test_operators import Products, extra_megabytes, saved_bytes
 from torch import nn
 
 import itrloss
@@ -163,7 +164,7 @@ def test_prefixes_that_are_too_short_beside_the_whole_count_as_zero():
         x[:4] *= 1e16
     short = [x.index_fill(1, torch.arange(2), 0.0) for x in (v[:4], w[:4])]
     zeroed = (torch.cat([x, y[4:]]) for x, y in zip(short, (v, w), strict=True))
-    wanted = loss_and_gradients(*zeroed, "dense", positives=0.0)
+    wanted = loss_and_gradients(next(zeroed), next(zeroed), "dense", positives=0.0)
     for x in (v, w):
         x[:4, :2] *= 1e-25
     found = loss_and_gradients(v.float(), w.float(), "tiled", positives=0.0)
@@ -226,6 +227,14 @@ def test_nothing_of_the_size_of_the_matrix_is_saved(ids):
     loss = itrloss.Matryoshka(itrloss.InfoNCELoss(engine="tiled"), dims := (32, 64, 128, 256))
     numbers = saved_bytes(loss, v, w, make_ids(ids, n, m)) / 4
     assert numbers <= 12 * len(dims) * (n + m)  # of each anchor; a matrix has n m
+
+
+@pytest.mark.slow
+def test_memory_grows_with_n_and_not_with_its_square():
+    loss = "Matryoshka(itrloss.InfoNCELoss(engine='tiled'), (8, 16, 24, 32, 64))"
+    two, four = (extra_megabytes(loss, n, 64) for n in (4096, 8192))
+    assert four < 120  # each of five matrices: 268 MB
+    assert four - two < 40
 
 
 def test_graphs_are_freed_without_the_garbage_collector():
@@ -374,7 +383,7 @@ def losses_and_gradients(criterion, v, w, ids):
     v, w = (x.clone().requires_grad_() for x in (v, w))
     found = criterion(v, w, *ids)
     values = found if isinstance(found, tuple) else (found,)
-    total = sum((x * torch.linspace(1, 2, x.numel(), dtype=x.dtype)).sum() for x in values)
+    total: Any = sum((x * torch.linspace(1, 2, x.numel(), dtype=x.dtype)).sum() for x in values)
     return list(values), torch.autograd.grad(total, (v, w, *criterion.parameters()))
 
 
@@ -454,7 +463,7 @@ def test_options_and_inputs_of_matryoshka():
     other = itrloss.Matryoshka(itrloss.InfoNCELoss(0.5, learnable=True), (2, 6))
     other.load_state_dict(criterion.state_dict())
     assert list(criterion.state_dict()) == ["loss.log_scale"] and other(v, w) == criterion(v, w)
-    criterion.loss.log_scale.data.fill_(0.0)
+    loss.log_scale.data.fill_(0.0)  # type: ignore[union-attr]
     assert other(v, w) != criterion(v, w)
     assert pickle.loads(pickle.dumps(criterion))(v, w) == criterion(v, w)
 

@@ -280,8 +280,13 @@ class Similarity(Anchors):
     def prefixes(self, dims: Sequence[int], weights: Sequence[float] | None = None) -> Anchors:
         """Return the rows and then the columns as anchors, for the first d dimensions, one d after another.
 
-        Scores are cosines of those dimensions, and come out of one product. ``weights``, one for each d, are factors of
-        an anchor's value in :meth:`reduce`. See :class:`itrloss.Matryoshka`.
+        Scores are those of these dimensions alone: cosines by their own lengths. On the tiled engine they come out of
+        one product. ``weights``, one for each d, are factors of an anchor's value in :meth:`reduce`. A prefix whose
+        length is below 1e-15 of the longest's may count as a zero vector. See :class:`itrloss.Matryoshka`.
+
+        Raises:
+            TypeError, ValueError: for numbers that do not ascend or are too large, another number of weights,
+                precomputed scores, a bias, and blocks of columns that travel around processes.
         """
         m = self._matrix
         if m.cols is None or m.biased or isinstance(m, RingMatrix):

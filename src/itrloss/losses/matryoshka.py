@@ -26,9 +26,14 @@ class Matryoshka(nn.Module):
     prefixes come out of one product; see :doc:`methods/matryoshka`.
 
     Args:
-        loss: a :class:`PairLoss` that asks ``sim.both``, as all here do but those of other inputs.
+        loss: a :class:`PairLoss` that asks ``sim.both``, as all here do but those of other inputs; without
+            telemetry, and with ``gather`` only as ``"all-gather"``.
         dims: numbers of dimensions, in any order.
         weights: w, one for each of ``dims``; by default 1.
+
+    Raises:
+        TypeError: for a loss that takes more than images and texts, or with telemetry.
+        ValueError: for other numbers of dimensions or weights, and in a job whose blocks of texts travel.
     """
 
     def __init__(self, loss: PairLoss, dims: Sequence[int], weights: Sequence[float] | None = None):
