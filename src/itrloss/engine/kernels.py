@@ -3,11 +3,12 @@
 Each program works on one tile of BLOCK_M x BLOCK_N scores. It multiplies the embeddings of the tile, or loads scores
 that are precomputed, and applies the answer's function, a jitted function that is a compile-time constant:
 
-    FORM(s, p, q, g, K) -> (value, gradients w.r.t. s, p and q)         of the answer's K-th sum
+    FORM(s, p, q, g) -> (values, gradients w.r.t. s, p and q)
 
-s are scores; the parameters p and q and the upstream gradient g broadcast with them. What a kernel does not use is not
-compiled. To add an answer, write one such function and list it in :data:`FORMS`. The sums of each tile are stored
-separately and added in the tiles' order: unlike atomic additions, that is deterministic.
+s are scores; the parameters p and q broadcast with them, and so do the upstream gradients g, a tuple as long as that of
+the values. What a kernel does not use is not compiled. To add an answer, write one such function and list it in
+:data:`FORMS`. The sums of each tile are stored separately and added in the tiles' order: unlike atomic additions, that
+is deterministic.
 """
 
 from __future__ import annotations
@@ -188,14 +189,19 @@ def _store_partial(out, plane, x, rows, cols, AXIS: tl.constexpr, MAXIMUM: tl.co
 
 
 @triton.jit
+def _value(result, K: tl.constexpr, C: tl.constexpr):
+    """Return the K-th value of a FORM's result; with GRAD_P, for K = 1 the derivative w.r.t. p instead."""
+    return result[2] if C.GRAD_P and K == 1 else result[0][K]
+
+
+@triton.jit
 def _values(s, axis, parameters, limits, K: tl.constexpr, AXIS: tl.constexpr, FORM: tl.constexpr, C: tl.constexpr):
-    """Return the K-th values of a tile, summed over slots; with GRAD_P, for K = 1 the derivatives w.r.t. p instead."""
-    WHICH: tl.constexpr = 2 if C.GRAD_P and K == 1 else 0
+    """Return the K-th values of a tile, see `_value`, summed over slots."""
     p, q = _params(parameters, axis, 0, AXIS, C.SHARED)
-    x = FORM(s, p, q, 1.0, K)[WHICH]
+    x = _value(FORM(s, p, q, (1.0, 1.0)), K, C)
     for slot in range(1, parameters.slots):
         p, q = _params(parameters, axis, slot, AXIS, C.SHARED)
-        x += FORM(s, p, q, 1.0, K)[WHICH]
+        x += _value(FORM(s, p, q, (1.0, 1.0)), K, C)
     return _within(x, s, float("-inf") if C.MAXIMUM else 0.0, limits, axis, AXIS, C.SHARED)
 
 
@@ -234,28 +240,34 @@ def sums_kernel(
 
 
 @triton.jit
+def _upstream(grad, plane, axis, cols, AXIS: tl.constexpr, C: tl.constexpr):
+    """Return the gradients of an axis's sums; of rows and columns together where one evaluation serves both."""
+    g = _load_anchors(grad.x, plane * grad.plane, grad.stride, axis, AXIS)
+    if C.SHARED and C.ROWS and C.COLS:
+        g += _load_anchors(grad.x, plane * grad.plane, grad.stride, cols, 0)
+    return g
+
+
+@triton.jit
 def _slopes(
     total, s, rows, cols, parameters, limits, grad, grads_out, AXIS: tl.constexpr, FORM: tl.constexpr, C: tl.constexpr
 ):
     """Return ``total`` plus the gradient of the scores; store those of the parameters, summed along an axis."""
-    WIDTH: tl.constexpr = C.WIDTH
     axis = rows if AXIS == 1 else cols
-    for k in tl.static_range(WIDTH):
-        g = _load_anchors(grad.x, k * grad.plane, grad.stride, axis, AXIS)
-        if C.SHARED and C.ROWS and C.COLS:
-            g += _load_anchors(grad.x, k * grad.plane, grad.stride, cols, 0)
-        for slot in range(parameters.slots):
-            p, q = _params(parameters, axis, slot, AXIS, C.SHARED)
-            _, grad_s, grad_p, grad_q = FORM(s, p, q, g, k)
-            total += _within(grad_s, s, 0.0, limits, axis, AXIS, C.SHARED)
-            if C.GRAD_P or C.GRAD_Q:
-                grad_p, grad_q = _masked(grad_p, grad_q if C.GRAD_Q else grad_p, 0.0, rows, cols, True, C)
-                grad_p = _within(grad_p, s, 0.0, limits, axis, AXIS, C.SHARED)
-                grad_q = _within(grad_q, s, 0.0, limits, axis, AXIS, C.SHARED)
-            if C.GRAD_P:
-                _store_partial(grads_out, slot, grad_p, rows, cols, AXIS, False)
-            if C.GRAD_Q:
-                _store_partial(grads_out, parameters.slots, grad_q, rows, cols, AXIS, False)
+    first = _upstream(grad, 0, axis, cols, AXIS, C)
+    g = (first, _upstream(grad, 1, axis, cols, AXIS, C)) if C.WIDTH == 2 else (first,)
+    for slot in range(parameters.slots):
+        p, q = _params(parameters, axis, slot, AXIS, C.SHARED)
+        _, grad_s, grad_p, grad_q = FORM(s, p, q, g)
+        total += _within(grad_s, s, 0.0, limits, axis, AXIS, C.SHARED)
+        if C.GRAD_P or C.GRAD_Q:
+            grad_p, grad_q = _masked(grad_p, grad_q if C.GRAD_Q else grad_p, 0.0, rows, cols, True, C)
+            grad_p = _within(grad_p, s, 0.0, limits, axis, AXIS, C.SHARED)
+            grad_q = _within(grad_q, s, 0.0, limits, axis, AXIS, C.SHARED)
+        if C.GRAD_P:
+            _store_partial(grads_out, slot, grad_p, rows, cols, AXIS, False)
+        if C.GRAD_Q:
+            _store_partial(grads_out, parameters.slots, grad_q, rows, cols, AXIS, False)
     return total
 
 
@@ -309,39 +321,40 @@ def _softplus(z, g):
 
 
 @triton.jit
-def exp(s, scale, top, g, K: tl.constexpr):
+def exp(s, scale, top, g):
     e = tl.exp2(s * (scale * LOG2E) - top * LOG2E)  # one fused multiply-add and one instruction
-    return e, e * (scale * g), s * e * g, 0.0
+    return (e,), e * (scale * g[0]), s * e * g[0], 0.0
 
 
 @triton.jit
-def peak(s, scale, q, g, K: tl.constexpr):
-    return scale * s, scale * g, s * g, 0.0
+def peak(s, scale, q, g):
+    return (scale * s,), scale * g[0], s * g[0], 0.0
 
 
 @triton.jit
-def information(s, scale, best, g, K: tl.constexpr):
+def information(s, scale, best, g):
     z = tl.maximum((s - best) * scale, -1e4)  # -inf times exp(-inf) would be nan
     e = tl.exp2(z * LOG2E)
-    return (e if K == 0 else e * z), scale * g * (e if K == 0 else e * (z + 1.0)), 0.0, 0.0
+    # Where one candidate has nearly all of the probability, both terms are large and cancel: they are scaled after it.
+    return (e, e * z), scale * (e * (z + 1.0) * g[1] + e * g[0]), 0.0, 0.0
 
 
 @triton.jit
-def moments(s, centre, q, g, K: tl.constexpr):
+def moments(s, centre, q, g):
     d = s - centre
-    return (d if K == 0 else d * d), (g if K == 0 else 2.0 * g * d), 0.0, 0.0
+    return (d, d * d), 2.0 * g[1] * d + g[0], 0.0, 0.0
 
 
 @triton.jit
-def hinges(s, threshold, q, g, K: tl.constexpr):
-    g = tl.where(s > threshold, g, 0.0)
-    return tl.maximum(s - threshold, 0.0, propagate_nan=tl.PropagateNan.ALL), g, -g, 0.0
+def hinges(s, threshold, q, g):
+    g = tl.where(s > threshold, g[0], 0.0)
+    return (tl.maximum(s - threshold, 0.0, propagate_nan=tl.PropagateNan.ALL),), g, -g, 0.0
 
 
 @triton.jit
-def softplus(s, scale, bias, g, K: tl.constexpr):
-    x, slope = _softplus(scale * s + bias, g)
-    return x, scale * slope, s * slope, slope
+def softplus(s, scale, bias, g):
+    x, slope = _softplus(scale * s + bias, g[0])
+    return (x,), scale * slope, s * slope, slope
 
 
 FORMS = {form.__name__: form for form in (exp, peak, information, moments, hinges, softplus)}
