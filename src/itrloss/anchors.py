@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from .checks import as_params, check_number, one_of
-from .engine.answerers import answerers
 from .engine.answers import GUIDED, exponential, shifted_exponential, term_name
 from .engine.pairs import segment_sum, slots
 from .engine.scores import host_may_read, may_keep
@@ -155,9 +154,7 @@ class Anchors(Groups):
         """Return (A,) ``max_j scale_i S_ij``, 0 without candidates; without a gradient."""
         suffix, limits = ("", []) if below is above is guide is None else self._limits(below, above, guide)
         with torch.no_grad():
-            key = "peak" + suffix
-            join = torch.maximum
-            top = self._answer("sums", scale.detach(), *limits, join=join, key=key, over=over, guide=guide)[0]
+            top = self._answer("sums", scale.detach(), *limits, key="peak" + suffix, over=over, guide=guide)[0]
             return top.masked_fill(top == -math.inf, 0.0)
 
     def _logsumexp_of_positives(self, scale: Tensor) -> Tensor:
@@ -167,7 +164,7 @@ class Anchors(Groups):
             top = (a * scores).detach()
             if index is not None:
                 whole = top.new_full((sum(self.whole_sizes),), -math.inf).scatter_reduce(0, index, top, "amax")
-                top = whole if self.exchange is None else self.exchange.merged(whole, maximum=True)
+                top = self.merged(whole, maximum=True)
                 top = top.masked_fill(top == -math.inf, 0.0)
         else:
             top = self._largest(scale, "positives")
@@ -183,7 +180,7 @@ class Anchors(Groups):
         sums = self._answer("sums", centre, key="moments")
         count: Any = self.sizes[0] - 1
         if not (self._complete and self.of_one_size):
-            count = self._answer("counts", positive=False) if self.exchange is None else self._of_all_ids(1)
+            count = self._answer("counts", positive=False)
             centre, count = centre.masked_fill(count == 0, 0.0), count.clamp_min(1)
         first, second = sums / count
         return MeanStd(centre + first, (second - first.square()).clamp_min(1e-12).sqrt())
@@ -242,8 +239,7 @@ class Anchors(Groups):
         if index is None:
             return term(scores, *tensors).expand_as(scores)
         values = term(scores, *(p if p.numel() == 1 else self.gathered(p)[index] for p in tensors))
-        sums = segment_sum(values.expand_as(scores), index, sum(self.whole_sizes))
-        return sums if self.exchange is None else self.exchange.merged(sums)
+        return self.merged(segment_sum(values.expand_as(scores), index, sum(self.whole_sizes)))
 
     def _listable(self) -> bool:
         return all(m.pairs.listable for group in self._groups for m, _ in group)
@@ -300,25 +296,4 @@ class Anchors(Groups):
         """
         if self.exchange is not None and any(len(group) > 1 for group in self._groups):
             raise ValueError("hardest_negatives: expected one matrix of candidates where processes share a batch")
-        hardest: list[Any] = [None] * len(self.sizes)
-        limit: Any = next(iter(self._limits(below, None)[1]), None)
-        limit = limit if limit is None else self.gathered(limit)
-        self._answerers = self._answerers or answerers(self._groups)
-        for backend, places in self._answerers:
-            if places is None:
-                return self._best(*backend.hardest(limit))
-            sizes = [self.whole_sizes[g] for g, _ in places]
-            own = limit
-            if limit is not None and limit.shape[-1] > 1:
-                own = torch.cat([limit.split(self.whole_sizes)[g] for g, _ in places])
-            parts = (x.split(sizes) for x in backend.hardest(own))
-            for (g, first), values, indices in zip(places, *parts, strict=True):
-                best = values, torch.where(indices < 0, indices, indices + first)
-                if hardest[g] is not None:  # of any of the group's matrices: answers come by their number of candidates
-                    better = values > hardest[g][0]
-                    best = tuple(torch.where(better, *x) for x in zip(best, hardest[g], strict=True))
-                hardest[g] = best
-        return self._best(*(torch.cat(x) for x in zip(*hardest, strict=True)))
-
-    def _best(self, values: Tensor, indices: Tensor) -> Hardest:
-        return Hardest(*((values, indices) if self.exchange is None else self.exchange.merged_best(values, indices)))
+        return Hardest(*self._answer("hardest", *self._limits(below, None)[1]))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .checks import one_of
-from .engine.answerers import Group, Place, View, answerers
-from .engine.exchange import Exchange
+from .engine.backends import Group, View, backend
+from .engine.exchange import Exchange, Sharded
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -34,7 +34,7 @@ class Groups:
     def __init__(self, *groups: Group):
         """``groups``: for each, the matrices that hold its candidates, and which side of each its anchors are."""
         self._groups = groups
-        self._answerers: Sequence[tuple[Any, list[Place] | None]] = ()
+        self._backend: Any = None  # what answers for all groups, made at the first question
         self._index: Tensor | None = None  # (P,) anchors of the positive pairs
         matrices = [matrix for group in groups for matrix, _ in group]
         self._matrix, self._side = groups[0][0]
@@ -71,40 +71,21 @@ class Groups:
     @property
     def positive_counts(self) -> Tensor:
         """The (A,) int64 number of candidates that match each anchor."""
-        return self._answer("counts", positive=True) if self.exchange is None else self._of_all_ids(0)
+        return self._answer("counts", positive=True)
 
     @property
     def negative_counts(self) -> Tensor:
         """The (A,) int64 number of candidates that do not match each anchor."""
-        return self._answer("counts", positive=False) if self.exchange is None else self._of_all_ids(1)
+        return self._answer("counts", positive=False)
 
-    def _of_all_ids(self, which: int) -> Tensor:
-        assert self.exchange is not None
-        local: list[Any] = [sum(matrix.pairs.counts(side)[which] for matrix, side in group) for group in self._groups]
-        return self.exchange.counts(local, which)
-
-    def _answer(
-        self, question: str, *params: Tensor, join: Any = torch.add, guide: Groups | None = None, **options: Any
-    ) -> Tensor:
-        """Return an answer (..., A). ``join`` combines those of an anchor whose candidates are in several matrices."""
+    def _answer(self, question: str, *params: Tensor, guide: Groups | None = None, **options: Any) -> Any:
+        """Return an answer (..., A) of the backend: a method of :class:`itrloss.engine.backends.Dense`."""
+        if self._backend is None:
+            local = backend(self._groups)
+            self._backend = local if self.exchange is None else Sharded(self.exchange, local)
         if guide is not None:
             options["guides"] = self._beside(guide)
-        answers: list[Any] = [None] * len(self.sizes)
-        sizes = self.whole_sizes
-        self._answerers = self._answerers or answerers(self._groups)
-        params = params if self.exchange is None else tuple(map(self.exchange.gathered, params))
-        for backend, places in self._answerers:
-            if places is None:
-                answer = getattr(backend, question)(*params, **options)
-                return answer if self.exchange is None else self.exchange.merged(answer, join is torch.maximum)
-            groups, own = [g for g, _ in places], []
-            for p in params:
-                own.append(p if p.shape[-1] == 1 else torch.cat([p.split(sizes, -1)[g] for g in groups], -1))
-            answer = getattr(backend, question)(*own, **options).split([sizes[g] for g in groups], -1)
-            for g, x in zip(groups, answer, strict=True):
-                answers[g] = x if answers[g] is None else join(answers[g], x)
-        answer = torch.cat(answers, -1)
-        return answer if self.exchange is None else self.exchange.merged(answer, join is torch.maximum)
+        return getattr(self._backend, question)(*params, **options)
 
     def _beside(self, guide: Groups) -> dict[View, View]:
         """Return, for each view of a matrix, that of the guide's matrix with the scores of the same pairs."""
@@ -183,9 +164,9 @@ class Groups:
         """Return ``x`` (..., A); of a sharded batch, for the matrices' anchors."""
         return x if self.exchange is None else self.exchange.gathered(x)
 
-    def merged(self, x: Tensor) -> Tensor:
-        """Return ``x``; of a sharded batch, what the matrices' anchors add up to (..., A) over all processes."""
-        return x if self.exchange is None else self.exchange.merged(x)
+    def merged(self, x: Tensor, maximum: bool = False) -> Tensor:
+        """Return ``x``; of a sharded batch, its sum, or ``maximum``, (..., A) over the matrices of all processes."""
+        return x if self.exchange is None else self.exchange.merged(x, maximum)
 
     def group_amax(self, x: Tensor) -> list[Tensor]:
         """Return the () largest value of ``x`` (A,) in each group; of a sharded batch, over all processes.

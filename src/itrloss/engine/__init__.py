@@ -8,7 +8,7 @@ reduce    the one reduction: sums of an answer over tiles, forward and backward,
           and two operators
 ranking   what is not a sum: hardest negatives, ranks
 matrix    a score matrix with its engine, and what is cached between questions
-answerers the backends: small matrices batched in plain PyTorch (dense), others by tiles (tiled, triton)
+backends  what answers: small matrices batched in plain PyTorch (dense), others by tiles (tiled, triton)
 triton    the reduction on CUDA, around cuBLAS products; its two template kernels are in kernels
 products  which library multiplies on the CPU: a fixed rule
 ========= ==================================================================================================

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from .answers import ANSWERS
 from .pairs import Pairs
 from .processes import gather, largest, merge, total
 from .scores import IGNORE_ID
@@ -176,15 +177,15 @@ class Exchange:
         sums, number = self.processes.total(torch.stack([torch.where(ties > 0, own, 0.0) * ties, ties.to(own)]))
         return list(sums / number)
 
-    def counts(self, local: Sequence[Tensor], which: int) -> Tensor:
-        """Return the (A,) numbers of positives (``which`` 0) or negatives (1) from those of each group's matrices.
+    def counts(self, local: Tensor, positive: bool) -> Tensor:
+        """Return the (A,) numbers of positives or of negatives from those of the matrices' anchors.
 
         Processes need no exchange for it, as they have the ids of all.
         """
-        p, counts = self.processes, list(local)
+        p, counts = self.processes, list(local.split(self.whole_sizes))
         for g, (spread, other) in enumerate(zip(self.spread, self.others, strict=True)):
             if spread and other is not None:
-                counts[g] = p.pairs.counts(1 - other)[which].chunk(p.world)[p.rank]
+                counts[g] = p.pairs.counts(1 - other)[0 if positive else 1].chunk(p.world)[p.rank]
         return torch.cat(counts)
 
     def earlier(self) -> Tensor:
@@ -196,3 +197,27 @@ class Exchange:
     def existing(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the values of each group without those of padding."""
         return tuple(x[:size] for x, size in zip(parts, self.unpadded, strict=True))
+
+
+class Sharded:
+    """A backend for the anchors of a sharded batch; those of matrices answer for the anchors of the matrices."""
+
+    def __init__(self, exchange: Exchange, local: Any):
+        self.exchange, self.local = exchange, local
+
+    def sums(self, *params: Tensor, key: str, **options: Any) -> Tensor:
+        """See :meth:`itrloss.engine.backends.Dense.sums`."""
+        sums = self.local.sums(*map(self.exchange.gathered, params), key=key, **options)
+        return self.exchange.merged(sums, ANSWERS[key].maximum)
+
+    def counts(self, *, positive: bool) -> Tensor:
+        """See there."""
+        return self.exchange.counts(self.local.counts(positive=positive), positive)
+
+    def centre(self) -> Tensor:
+        """See there."""
+        return self.exchange.merged(self.local.centre())
+
+    def hardest(self, *below: Tensor) -> tuple[Tensor, Tensor]:
+        """See there."""
+        return self.exchange.merged_best(*self.local.hardest(*map(self.exchange.gathered, below)))

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .answerers import Guides, Tiled, View
 from .answers import ANSWERS
+from .backends import Guides, Tiled, View
 from .matrix import Matrix, check_unchanged
 from .pairs import first_derivative_only
 from .products import add_matmul_, matmul

@@ -52,7 +52,7 @@ def tiled_sums(
     early: bool,
     guide: Scores | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the (K, A) sums of :meth:`itrloss.engine.answerers.Dense.sums`, added up tile by tile.
+    """Return the (K, A) sums of :meth:`itrloss.engine.backends.Dense.sums`, added up tile by tile.
 
     With ``early``, which is for exponentials of rows, also return ``sum_j f(S_ij) y_j`` (N, D) with the unit columns y,
     from which backward gets the rows' gradient, and ``sum_j f(S_ij) S_ij`` (N,), the derivatives w.r.t. the scale. So

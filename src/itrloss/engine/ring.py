@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import ranking, reduce
-from .answerers import Tiled
 from .answers import ANSWERS
+from .backends import Tiled
 from .matrix import Matrix, check_unchanged
 from .pairs import Pairs, first_derivative_only, pair_products
 from .processes import communicate, gather

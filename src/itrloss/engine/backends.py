@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -206,34 +207,95 @@ class Tiled:
 
 
 Group = Sequence[View]  # the same anchors in the matrices that hold their candidates
-Place = tuple[int, int]  # number of a group, and offset of a view's candidates among those of the group
 
 
-def answerers(groups: Sequence[Group]) -> list[tuple[Dense | Tiled, list[Place] | None]]:
-    """Return the backends of these groups, each with the places of its views in order; None: all groups in order."""
-    batches: dict[Any, list[tuple[View, Place]]] = {}  # by number of candidates; by matrix, and how often it was seen
+class Several:
+    """Answers of groups of anchors that several backends have the candidates of."""
+
+    def __init__(self, parts: Sequence[tuple[Any, Sequence[tuple[int, int]]]], sizes: Sequence[int]):
+        """``sizes``: the number of anchors of each group.
+
+        ``parts``: backends; for each of a backend's views the number of its group, and that of its first candidate in
+        the group.
+        """
+        self.parts, self.sizes = parts, sizes
+
+    def sums(self, *params: Tensor, key: str, **options: Any) -> Tensor:
+        """See :meth:`Dense.sums`."""
+        join = torch.maximum if ANSWERS[key].maximum else torch.add
+        return self._joined(join, "sums", *params, key=key, **options)
+
+    def counts(self, *, positive: bool) -> Tensor:
+        """See :meth:`Dense.counts`."""
+        return self._joined(torch.add, "counts", positive=positive)
+
+    def centre(self) -> Tensor:
+        """See :meth:`Dense.centre`."""
+        return self._joined(torch.add, "centre")
+
+    def sorted_hinges(self, *, margin: float) -> Tensor:
+        """See :meth:`Dense.sorted_hinges`; the candidates of a group are in one matrix."""
+        return self._joined(torch.add, "sorted_hinges", margin=margin)
+
+    def hardest(self, *below: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`Dense.hardest`; indices are those in a group's candidates."""
+        best = []
+        for answers in self._answers("hardest", *below):
+            parts = [(x, torch.where(index < 0, index, index + first)) for first, x, index in answers]
+            best.append(functools.reduce(_better, parts))
+        values, indices = zip(*best, strict=True)
+        return torch.cat(values), torch.cat(indices)
+
+    def _joined(self, join: Any, *question: Any, **options: Any) -> Tensor:
+        groups = self._answers(*question, **options)
+        return torch.cat([functools.reduce(join, [x for _, x in answers]) for answers in groups], -1)
+
+    def _answers(self, question: str, *params: Tensor, **options: Any) -> list[list[Any]]:
+        """Return for each group the first candidate's number, and the answers (..., A), of all of its matrices."""
+        groups: list[list[Any]] = [[] for _ in self.sizes]
+        for backend, places in self.parts:
+            numbers = [g for g, _ in places]
+
+            def own(x: Tensor, numbers: Sequence[int] = numbers) -> Tensor:
+                return x if x.shape[-1] == 1 else torch.cat([x.split(self.sizes, -1)[g] for g in numbers], -1)
+
+            answer = getattr(backend, question)(*map(own, params), **options)
+            answer = answer if isinstance(answer, tuple) else (answer,)
+            split = (x.split([self.sizes[g] for g in numbers], -1) for x in answer)
+            for (g, first), *x in zip(places, *split, strict=True):
+                groups[g].append((first, *x))
+        return groups
+
+
+def _better(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the larger of (A,) values, and its index."""
+    return tuple(torch.where(b[0] > a[0], y, x) for x, y in zip(a, b, strict=True))  # type: ignore[return-value]
+
+
+def backend(groups: Sequence[Group]) -> Any:
+    """Return what answers for groups of anchors: one backend for all of them if there is one, or :class:`Several`."""
+    batches: dict[Any, list[tuple[View, tuple[int, int]]]] = {}
     seen: dict[View, int] = collections.defaultdict(int)
     widths: list[int] = []  # compared one by one: as keys they would have the compiler specialise on each
     for g, group in enumerate(groups):
         first = 0
         for matrix, side in group:
             widths.append(matrix.shape[1 - side])
-            dense = matrix.engine == "dense"
-            key = (
-                next(k for k, x in enumerate(widths) if x == widths[-1])
-                if dense
-                else (matrix if matrix.family is None else matrix.family, seen[matrix, side])
-            )
-            batches.setdefault(key, []).append(((matrix, side), (g, first)))
+            # Dense matrices by their number of candidates; others one by one, and once more if they occur again.
+            batch: Any = matrix.family or matrix, seen[matrix, side]
+            if matrix.engine == "dense":
+                batch = next(k for k, x in enumerate(widths) if x == widths[-1])
+            batches.setdefault(batch, []).append(((matrix, side), (g, first)))
             seen[matrix, side] += 1
             first += widths[-1]
-    result: list[Any] = []
-    for key, batch in batches.items():
-        dense = isinstance(key, int)
+    parts: list[Any] = []
+    for batch, members in batches.items():
+        dense = isinstance(batch, int)
         # the rows first; of a family, shorter embeddings first
-        ordered = batch if dense else sorted(batch, key=lambda x: (x[0][0].rows.shape[1], x[0][1]))
+        ordered = members if dense else sorted(members, key=lambda x: (x[0][0].rows.shape[1], x[0][1]))
         views, places = zip(*ordered, strict=True)
-        backend = Dense if dense else views[0][0].backend or Tiled
-        result.append((backend(views), list(places)))
-    in_order = len(result) == 1 and [g for g, _ in result[0][1]] == [*range(len(groups))]
-    return [(result[0][0], None)] if in_order else result
+        kind = Dense if dense else views[0][0].backend or Tiled
+        parts.append((kind(views), places))
+    if len(parts) == 1 and [g for g, _ in parts[0][1]] == [*range(len(groups))]:
+        return parts[0][0]
+    return Several(parts, [group[0][0].shape[group[0][1]] for group in groups])
