@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from itrloss import plan
 from itrloss.cli import main
-from itrloss.engine import matrix, processes, ring
+from itrloss.engine import matrix, processes
 
 D, ROWS = 512, 64  # of a process
 KEYS = {
@@ -84,8 +84,7 @@ class Counts(Products):
     def counting(self) -> Iterator[Counts]:
         self.communicate = processes.communicate
         with pytest.MonkeyPatch.context() as patch, self:
-            for module in (processes, ring):
-                patch.setattr(module, "communicate", self.collective)
+            patch.setattr(processes, "communicate", self.collective)
             yield self
 
 

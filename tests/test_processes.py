@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 import itrloss
-from itrloss.engine import exchange, processes, ring
+from itrloss.engine import exchange, processes
 from itrloss.engine.pairs import Pairs
 
 D, WORLD, ODD = 6, 3, 1  # ODD: the process that is lost, or that differs
@@ -105,7 +105,7 @@ def stepping(rank: int, kind: str, how: str, when: str) -> dict[str, Any]:
         fault(f"{phase} {number}")
         return communicate(*args, **options)
 
-    processes.communicate = ring.communicate = counted  # type: ignore[assignment]
+    processes.communicate = counted  # type: ignore[assignment]
     began, said, steps = time.monotonic(), "", []
     try:
         for _ in range(2):

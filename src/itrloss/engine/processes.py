@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -132,3 +133,25 @@ def largest(x: Tensor, group: Any = None) -> Tensor:
 def merge_largest(x: Tensor, group: Any = None) -> Tensor:
     """Return this process's part (B, ...) of the maximum of ``x`` (W B, ...) over all processes, without a gradient."""
     return largest(x, group).chunk(world_size(group))[dist.get_rank(group)]
+
+
+def pass_on(x: Tensor, group: Any, tag: int) -> Callable[[], Tensor]:
+    """Begin to send ``x`` to the process before this one; return what waits for that of the one behind and returns it.
+
+    Both have the same shape. The process before the first is the last.
+    """
+    rank, ranks, received = dist.get_rank(group), dist.get_process_group_ranks(group), torch.empty_like(x)
+    before, behind = ranks[rank - 1], ranks[(rank + 1) % len(ranks)]
+    ops = [dist.P2POp(dist.isend, x, before, group, tag), dist.P2POp(dist.irecv, received, behind, group, tag)]
+    works = communicate(_batch, ops, group=group)
+
+    def wait(_sent: Tensor = x) -> Tensor:  # which is kept until then
+        for work in works:
+            communicate(lambda group, work=work: work.wait(), group=group)
+        return received
+
+    return wait
+
+
+def _batch(ops: list[Any], group: Any) -> list[Any]:
+    return dist.batch_isend_irecv(ops)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from .answers import ANSWERS
 from .exchange import Processes
 from .matrix import Matrix, check_unchanged
 from .pairs import Pairs, first_derivative_only, pair_products
-from .processes import communicate, gather
+from .processes import gather, pass_on
 from .scores import Scores, chunks, full_precision, inverse_norms
 
 _BLOCKS, _GRADIENTS = 0, 1  # tags of messages
@@ -66,7 +65,7 @@ class RingMatrix(Matrix):
         p, block, (row_inv, col_inv) = self.processes, self.cols.detach().contiguous(), self.inverse_norms
         for step in range(p.world):
             b = (p.rank + step) % p.world
-            arriving = _pass_on(p, block, _BLOCKS) if step + 1 < p.world else None
+            arriving = pass_on(block, p.group, _BLOCKS) if step + 1 < p.world else None
             yield b, Scores(self.rows.detach(), block, row_inv, col_inv[b], *self.block_pairs[b].ids)
             block = block if arriving is None else arriving()
             del arriving  # and with it the block that was sent
@@ -129,17 +128,13 @@ class Ring(Tiled):
         source: Any = Scores(m.rows.detach(), m.cols.detach(), row_inv, col_inv[p.rank])
         with full_precision(m.rows):
             own: Any = [sum(source.unit(side, part).sum(0) for part in chunks(source[side])) for side in (0, 1)]
-            totals = p.total(torch.stack(own)).flip(0)
-            rows, cols = (
-                torch.cat([source.unit(side, part) @ total for part in chunks(source[side])])
-                for side, total in enumerate(totals)
-            )
+            for side, total in enumerate(p.total(torch.stack(own)).flip(0)):
+                sums = torch.cat([source.unit(side, part) @ total for part in chunks(source[side])])
+                own[side] = torch.stack([sums, torch.full_like(sums, p.totals[1 - side])])
         # Of the columns, this process has the whole sum of its own, to which other processes add nothing.
-        before = p.rank * len(cols)
-        cols = torch.stack([cols, cols.new_full((len(cols),), p.totals[0])])
-        cols = F.pad(cols, (before, m.shape[1] - before - cols.shape[1]))
-        parts = torch.stack([rows, rows.new_full((len(rows),), p.totals[1])]), cols
-        return torch.cat([parts[side] for side in self.sides], 1)
+        before = p.rank * m.width
+        own[1] = F.pad(own[1], (before, m.shape[1] - m.width - before))
+        return torch.cat([own[side] for side in self.sides], 1)
 
     def _few(self, positives: Tensor) -> bool:
         return True  # on all processes the same, whatever their pairs, as each pass is a trip that all take part in
@@ -205,32 +200,10 @@ class _RingReduce(torch.autograd.Function):
             if needs[1]:
                 total = found[1].to(matrix.dtype) if arriving is None else arriving().add_(found[1])
                 del arriving  # and with it the gradient that was sent
-                arriving = _pass_on(matrix.processes, total, _GRADIENTS)
+                arriving = pass_on(total, matrix.processes.group, _GRADIENTS)
             slopes[b] = found[2:]
             del found  # before the next block has its own
         grads: list[Any] = [grad_rows, arriving() if needs[1] else None]
         grads += [None] * len(params) if grad is None else map(parts.join, zip(*slopes, strict=True))
         inputs = zip(grads, (rows, cols, *params), needs, strict=True)
         return None, None, None, *(x.to(y.dtype) if need and x is not None else None for x, y, need in inputs)
-
-
-def _pass_on(p: Processes, x: Tensor, tag: int) -> Callable[[], Tensor]:
-    """Begin to send ``x`` to the process before; return what waits for the one behind and returns what it sent."""
-    ranks, received = dist.get_process_group_ranks(p.group), torch.empty_like(x)
-    before, behind = (ranks[(p.rank + k) % p.world] for k in (-1, 1))
-    ops = [
-        dist.P2POp(dist.isend, x, before, p.group, tag),
-        dist.P2POp(dist.irecv, received, behind, p.group, tag),
-    ]
-    works = communicate(_batch, ops, group=p.group)
-
-    def wait(_sent: Tensor = x) -> Tensor:  # which is kept until then
-        for work in works:
-            communicate(lambda group, work=work: work.wait(), group=p.group)
-        return received
-
-    return wait
-
-
-def _batch(ops: list[Any], group: Any) -> list[Any]:
-    return dist.batch_isend_irecv(ops)
