@@ -22,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 import itrloss
-from itrloss.engine import processes, ring
+from itrloss.engine import exchange, processes
+from itrloss.engine.pairs import Pairs
 
 D, WORLD, ODD = 6, 3, 1  # ODD: the process that is lost, or that differs
 SCHEDULES = "all-gather", "ring"
@@ -104,7 +105,7 @@ def stepping(rank: int, kind: str, how: str, when: str) -> dict[str, Any]:
         fault(f"{phase} {number}")
         return communicate(*args, **options)
 
-    processes.communicate = ring.communicate = counted  # type: ignore[assignment]
+    processes.communicate = counted  # type: ignore[assignment]
     began, said, steps = time.monotonic(), "", []
     try:
         for _ in range(2):
@@ -137,6 +138,16 @@ def test_the_others_end_with_an_error_that_names_a_lost_process(tmp_path):
             assert len(mine["steps"]) < 2 and not healthy["said"], case
             for step, wanted in zip(mine["steps"], healthy["steps"], strict=False):
                 assert all(torch.equal(x, y) for x, y in zip(step, wanted, strict=True)), case
+
+
+def test_numbers_are_exchanged_where_the_embeddings_are(monkeypatch):
+    """NCCL exchanges nothing between hosts, and the hinges of all negatives need the largest of some numbers."""
+    devices: list[str] = []
+    monkeypatch.setattr(exchange, "largest", lambda x, group: devices.append(x.device.type) or torch.ones(1))
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
+    shared = exchange.Processes(None, [(2, 2)] * 2)
+    shared.pairs = Pairs((4, 4), (None, None), torch.device("meta"))
+    assert shared.largest(1) == 1 and devices == ["meta"]
 
 
 # --- processes disagree ----------------------------------------------------------------------------------------------

@@ -156,3 +156,17 @@ def test_limits_positives_and_biases_over_processes(tmp_path, schedule):
             torch.testing.assert_close(parts, [x, x], rtol=1e-9, atol=1e-12)
         else:
             torch.testing.assert_close(torch.cat(parts) / 2, x, rtol=1e-9, atol=1e-12)
+
+
+def tied(rank: int, schedule: Any) -> list[torch.Tensor]:
+    """The hardest negatives of alike images and texts."""
+    sim = Similarity.sharded(torch.ones(3, 4), torch.ones(3, 4), schedule=schedule)
+    return [*sim.both.hardest_negatives().indices.split(3)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["all-gather", "ring"])
+def test_of_equal_negatives_the_first_is_the_hardest(tmp_path, schedule):
+    found = zip(*run(tied, tmp_path, schedule), strict=True)
+    wanted = Similarity(torch.ones(6, 4), torch.ones(6, 4)).both.hardest_negatives().indices
+    assert torch.equal(torch.cat([torch.cat(parts) for parts in found]), wanted)

@@ -74,12 +74,7 @@ def gather(x: Tensor, process_group: Any = None) -> Tensor:
     Raises:
         ValueError: in every process, if types or dimensions differ between them, or one of them fails.
     """
-    return gather_all((x,), process_group)[0]
-
-
-def gather_all(tensors: Sequence[Tensor], group: Any = None) -> list[Tensor]:
-    """Return :func:`gather` of several tensors."""
-    return list(tensors) if world_size(group) == 1 else [torch.cat(x) for x in gather_parts(lambda: tensors, group)]
+    return x if world_size(process_group) == 1 else torch.cat(gather_parts(lambda: [x], process_group)[0])
 
 
 def gather_parts(check: Callable[[], Sequence[Tensor]], group: Any = None, text: str = "") -> list[list[Tensor]]:

@@ -10,6 +10,9 @@ ranking   what is not a sum: hardest negatives, ranks
 matrix    a score matrix with its engine, and what is cached between questions
 backends  what answers: small matrices batched in plain PyTorch (dense), others by tiles (tiled, triton)
 triton    the reduction on CUDA, around cuBLAS products; its two template kernels are in kernels
+processes the collectives of processes that share a batch, with their gradients
+exchange  such a batch, and what its anchors exchange
+ring      a matrix whose columns travel around the processes
 products  which library multiplies on the CPU: a fixed rule
 ========= ==================================================================================================
 """

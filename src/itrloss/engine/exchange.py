@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .answers import ANSWERS
 from .pairs import Pairs
-from .processes import gather, largest, merge, total
+from .processes import gather, largest, merge, merge_largest, total
 from .scores import IGNORE_ID
 
 
@@ -66,24 +66,6 @@ class Processes:
             return x
         return torch.cat([part[: size[side]] for part, size in zip(x.chunk(self.world), self.sizes, strict=True)])
 
-    @property
-    def earlier(self) -> Tensor:
-        """The (M,) number of positives that each column has in the processes before this one."""
-        rows, cols = self.ids[0][: self.rank * self.padded[0]].sort().values, self.ids[1]
-        return torch.searchsorted(rows, cols, right=True) - torch.searchsorted(rows, cols)
-
-    def gather(self, x: Tensor) -> Tensor:
-        """Return (..., W B) of all processes from ``x`` (..., B); differentiable."""
-        return gather(x.movedim(-1, 0), self.group).movedim(0, -1)
-
-    def merge(self, x: Tensor) -> Tensor:
-        """Return this process's part (..., B) of the sum of all processes' (..., W B); differentiable."""
-        return merge(x.movedim(-1, 0), self.group).movedim(0, -1)
-
-    def merge_largest(self, x: Tensor) -> Tensor:
-        """Return this process's part (..., B) of the maximum of all processes' (..., W B), without a gradient."""
-        return largest(x, self.group).chunk(self.world, -1)[self.rank]
-
     def merge_best(self, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return the largest of all processes' values (..., W B) and its index, for this process's part (..., B).
 
@@ -93,21 +75,18 @@ class Processes:
         best = largest(comparable, self.group)
         claims = torch.where(comparable == best, -self.rank, -self.world)
         mine = (largest(claims, self.group) == -self.rank) & (comparable != -torch.inf)
-        value = self.merge(torch.where(mine, values, 0.0))
-        index = self.merge(torch.where(mine, indices + 1, 0)) - 1
+        value = merge(torch.where(mine, values, 0.0), self.group)
+        index = merge(torch.where(mine, indices + 1, 0), self.group) - 1
         return value.masked_fill(index < 0, -torch.inf), index
 
     def total(self, x: Tensor) -> Tensor:
         """Return the sum of ``x`` over all processes; differentiable."""
         return total(x, self.group)
 
-    def largest_of(self, x: Tensor) -> Tensor:
-        """Return the elementwise maximum of ``x`` over all processes, without a gradient."""
-        return largest(x, self.group)
-
     def largest(self, x: float) -> float:
         """Return the largest of the processes' numbers."""
-        return float(largest(torch.tensor([x], dtype=torch.float64), self.group))
+        # where the ids are: NCCL exchanges nothing between hosts
+        return float(largest(torch.tensor([x], dtype=torch.float64, device=self.pairs.device), self.group))
 
 
 class Share(NamedTuple):
@@ -141,22 +120,23 @@ class Exchange:
         #: Which side of the batch the candidates are; None: those of a memory.
         self.others = [None if share.spread is None else 1 - side for share, side in shares]
 
-    def _exchanged(self, x: Tensor, sizes: Sequence[int], exchange: Any) -> Tensor:
+    def _exchanged(self, x: Tensor, sizes: Sequence[int], collective: Any) -> Tensor:
         if not any(self.spread):
             return x
         parts = list(x.split(sizes, -1))
         places = [g for g, spread in enumerate(self.spread) if spread]
-        for g, part in zip(places, exchange(torch.stack([parts[g] for g in places])), strict=True):  # all at once
+        own = torch.stack([parts[g] for g in places]).movedim(-1, 0)  # all at once
+        for g, part in zip(places, collective(own, self.processes.group).movedim(0, -1), strict=True):
             parts[g] = part
         return torch.cat(parts, -1)
 
     def gathered(self, x: Tensor) -> Tensor:
         """Return the parameters of the matrices' anchors from those (..., A) of this process's; single ones stay."""
-        return x if x.shape[-1] == 1 else self._exchanged(x, self.sizes, self.processes.gather)
+        return x if x.shape[-1] == 1 else self._exchanged(x, self.sizes, gather)
 
     def merged(self, x: Tensor, maximum: bool = False) -> Tensor:
         """Return the answers (..., A) of this process's anchors from those of the matrices'."""
-        return self._exchanged(x, self.whole_sizes, self.processes.merge_largest if maximum else self.processes.merge)
+        return self._exchanged(x, self.whole_sizes, merge_largest if maximum else merge)
 
     def merged_best(self, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return the (A,) best values of all processes, and their indices among all candidates that exist."""
@@ -172,7 +152,7 @@ class Exchange:
 
     def group_amax(self, x: Tensor, own: Tensor) -> list[Tensor]:
         """Return the () largest value of ``x`` (A,) in each group, from those (G,) of this process."""
-        whole = self.processes.largest_of(own)
+        whole = largest(own, self.processes.group)
         ties = torch.stack([(part == top).sum() for part, top in zip(x.split(self.sizes), whole, strict=True)])
         sums, number = self.processes.total(torch.stack([torch.where(ties > 0, own, 0.0) * ties, ties.to(own)]))
         return list(sums / number)
@@ -190,9 +170,11 @@ class Exchange:
 
     def earlier(self) -> Tensor:
         """Return how many positives each of the matrices' anchors has in the processes before this one."""
-        device, parts = self.processes.ids[0].device, zip(self.whole_sizes, self.spread, strict=True)
-        none = [torch.zeros(size, dtype=torch.int64, device=device) for size in self.whole_sizes]
-        return torch.cat([self.processes.earlier if spread else x for (_, spread), x in zip(parts, none, strict=True)])
+        p = self.processes
+        rows, cols = p.ids[0][: p.rank * p.padded[0]].sort().values, p.ids[1]
+        before = torch.searchsorted(rows, cols, right=True) - torch.searchsorted(rows, cols)
+        parts = zip(self.whole_sizes, self.spread, strict=True)
+        return torch.cat([before if spread else before.new_zeros(size) for size, spread in parts])
 
     def existing(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the values of each group without those of padding."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,79 +53,74 @@ def _lost(group: Any) -> str:
     return f"no answer from process {', '.join(map(str, silent))}"
 
 
-class _Gather(torch.autograd.Function):
-    """(W B, ...) from all processes by rank; its gradient is :class:`_Merge`."""
+class _Collective(torch.autograd.Function):
+    """A collective of ``_COLLECTIVES``, whose gradient is another one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        whole = x.new_empty(len(x) * world_size(group), *x.shape[1:])
-        communicate(_all_gather, whole, x.contiguous(), group=group)
-        return whole
+    def forward(ctx: Any, x: Tensor, name: str, group: Any) -> Tensor:
+        ctx.name, ctx.group = name, group
+        return _COLLECTIVES[name][0](x, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _Merge.apply(grads[0], ctx.group), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _Collective.apply(grads[0], _COLLECTIVES[ctx.name][1], ctx.group), None, None
 
 
-class _Merge(torch.autograd.Function):
-    """This process's part (B, ...) of the sum of all processes' (W B, ...); its gradient is :class:`_Gather`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        half = x.is_floating_point() and x.itemsize < 4  # sums of half types would be rounded with each addend
-        whole = (x.float() if half else x).contiguous()
-        part = whole.new_empty(len(x) // world_size(group), *x.shape[1:])
-        communicate(_reduce_scatter, part, whole, group=group)
-        return part.to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _Gather.apply(grads[0], ctx.group), None
+def _gather(x: Tensor, group: Any) -> Tensor:
+    whole = x.new_empty(len(x) * world_size(group), *x.shape[1:])
+    communicate(_all_gather, whole, x.contiguous(), group=group)
+    return whole
 
 
-class _Total(torch.autograd.Function):
-    """The sum over all processes, whose gradient is the sum of all processes' gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        total = x.clone(memory_format=torch.contiguous_format)
-        communicate(dist.all_reduce, total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _Total.apply(grads[0], ctx.group), None
+def _merge(x: Tensor, group: Any) -> Tensor:
+    half = x.is_floating_point() and x.itemsize < 4  # sums of half types would be rounded with each addend
+    whole = (x.float() if half else x).contiguous()
+    part = whole.new_empty(len(x) // world_size(group), *x.shape[1:])
+    communicate(_reduce_scatter, part, whole, group=group)
+    return part.to(x.dtype)
 
 
-class _Replicated(torch.autograd.Function):
-    """A parameter that all processes hold: each of their gradients becomes the mean of those of all."""
+def _total(x: Tensor, group: Any) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    communicate(dist.all_reduce, total, group=group)
+    return total
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _Total.apply(grads[0], ctx.group) / world_size(ctx.group), None
+def _mean(x: Tensor, group: Any) -> Tensor:
+    return _total(x, group) / world_size(group)
+
+
+def _same(x: Tensor, group: Any) -> Tensor:
+    return x.view_as(x)
+
+
+_COLLECTIVES: dict[str, tuple[Any, str]] = {  # each with that of its gradient
+    "gather": (_gather, "merge"),
+    "merge": (_merge, "gather"),
+    "total": (_total, "total"),
+    "mean": (_mean, "mean"),
+    "same": (_same, "mean"),
+}
 
 
 def gather(x: Tensor, group: Any = None) -> Tensor:
     """Return the (W B, ...) concatenation by rank of ``x`` (B, ...), of one shape on all processes; differentiable."""
-    return _Gather.apply(x, group)
+    return _Collective.apply(x, "gather", group)
 
 
 def merge(x: Tensor, group: Any = None) -> Tensor:
     """Return this process's part (B, ...) of the sum of ``x`` (W B, ...) over all processes; differentiable."""
-    return _Merge.apply(x, group)
+    return _Collective.apply(x, "merge", group)
 
 
 def total(x: Tensor, group: Any = None) -> Tensor:
     """Return the sum of ``x`` over all processes; differentiable."""
-    return _Total.apply(x, group)
+    return _Collective.apply(x, "total", group)
+
+
+def replicated(x: Tensor, group: Any = None) -> Tensor:
+    """Return ``x``, which is the same on all processes, with the mean of their gradients."""
+    return _Collective.apply(x, "same", group)
 
 
 def largest(x: Tensor, group: Any = None) -> Tensor:
@@ -134,6 +130,28 @@ def largest(x: Tensor, group: Any = None) -> Tensor:
     return x
 
 
-def replicated(x: Tensor, group: Any = None) -> Tensor:
-    """Return ``x``, which is the same on all processes, with the mean of their gradients."""
-    return _Replicated.apply(x, group)
+def merge_largest(x: Tensor, group: Any = None) -> Tensor:
+    """Return this process's part (B, ...) of the maximum of ``x`` (W B, ...) over all processes, without a gradient."""
+    return largest(x, group).chunk(world_size(group))[dist.get_rank(group)]
+
+
+def pass_on(x: Tensor, group: Any, tag: int) -> Callable[[], Tensor]:
+    """Begin to send ``x`` to the process before this one; return what waits for that of the one behind and returns it.
+
+    Both have the same shape. The process before the first is the last.
+    """
+    rank, ranks, received = dist.get_rank(group), dist.get_process_group_ranks(group), torch.empty_like(x)
+    before, behind = ranks[rank - 1], ranks[(rank + 1) % len(ranks)]
+    ops = [dist.P2POp(dist.isend, x, before, group, tag), dist.P2POp(dist.irecv, received, behind, group, tag)]
+    works = communicate(_batch, ops, group=group)
+
+    def wait(_sent: Tensor = x) -> Tensor:  # which is kept until then
+        for work in works:
+            communicate(lambda group, work=work: work.wait(), group=group)
+        return received
+
+    return wait
+
+
+def _batch(ops: list[Any], group: Any) -> list[Any]:
+    return dist.batch_isend_irecv(ops)
