@@ -179,11 +179,8 @@ class MemorySimilarity(NamedTuple):
         v, w = matrix.embeddings
         assert w is not None
         v_keys, w_keys = (Embeddings(x.detach()) for x in keys)
-        (rows, cols), (n, m), budget = (
-            matrix.pairs.ids_as_passed,
-            matrix.shape,
-            0 if engine == "tiled" else MEMORY_BUDGET,
-        )
+        (rows, cols), (n, m) = matrix.pairs.ids_as_passed, matrix.shape
+        budget = 0 if engine == "tiled" else MEMORY_BUDGET
         if share is None:
             if matrix.pairs.one_to_one:  # the ids are the same on both sides
                 rows = cols = torch.arange(n, device=images.device) if cols is None else cols

@@ -98,14 +98,12 @@ class Loss(nn.Module):
         shown = {k: x for k, x in options.items() if not isinstance(x, Tensor)}
         return f"{type(self).__name__} {shown}, parameters trained {trained}"
 
-    def _checked(self, check: Callable[[], Any], text: str = "") -> None:
-        """Run a check of the input; in a job of several processes, raise an error in all, also if ``text`` differs."""
-        if not self._sharded or torch.compiler.is_compiling():
-            check()
-            return
-        with agreement(self.process_group) as agreed:
-            check()
-            agreed.text = text + self._agreed
+    def _fail(self, error: Exception) -> NoReturn:
+        """Raise an error, in a job of several processes on all of them: the others are at their next agreement."""
+        if self._sharded and not torch.compiler.is_compiling():
+            with agreement(self.process_group):
+                raise error
+        raise error
 
     def _of_all(self, function: Any, *args: Any) -> Any:
         """Return ``function(*args)``, where the gradients of this loss's parameters are the means of all processes."""
@@ -139,8 +137,8 @@ class Loss(nn.Module):
             count = max(1, sum(sizes[0] for sizes in agreed.every))
         if self.reduction == "none":
             return values
-        whole = values.sum() if isinstance(values, Tensor) else sum(x.sum() for x in values)
-        return total(whole, self.process_group) / (count if self.reduction == "mean" else 1)
+        whole = values if isinstance(values, Tensor) else torch.cat(values)
+        return total(whole.sum(), self.process_group) / (count if self.reduction == "mean" else 1)
 
     def extra_repr(self) -> str:
         values = {name: getattr(self, name) for name in self.shown if name not in self._modules}
@@ -234,13 +232,6 @@ class PairLoss(SimilarityLoss):
             A 0-dim float32 tensor (float64 for float64 input), or per-anchor values with ``reduction="none"``.
         """
         return self._value(self._similarity(images, texts, image_ids, text_ids, scores))
-
-    def _fail(self, error: Exception) -> NoReturn:
-        """Raise an error, in a job of several processes on all of them."""
-        if self._sharded:
-            with agreement(self.process_group):
-                raise error
-        raise error
 
     def _similarity(
         self, images: Any, texts: Any, image_ids: Any, text_ids: Any, scores: Any, names: Names = IMAGES_AND_TEXTS

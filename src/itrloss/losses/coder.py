@@ -233,13 +233,10 @@ class CODERObjective(nn.Module):
         """
         parts = {"images": images, "texts": texts, "image_concepts": image_concepts, "text_concepts": text_concepts}
         shape = (len(images), self.prototypes.dim)
-
-        def check() -> None:
-            for name, x in parts.items():
-                if x.shape != shape:
-                    raise ValueError(f"{name}: expected shape {shape}, a row for each image, got {tuple(x.shape)}")
-
-        self.batch._checked(check)
+        for name, x in parts.items():
+            if x.shape != shape:
+                expected = f"expected shape {shape}, a row for each image"
+                self.batch._fail(ValueError(f"{name}: {expected}, got {tuple(x.shape)}"))
         zero = images.new_zeros((), dtype=compute_dtype(images))
         ids, keys, concepts = (image_ids, text_ids), (image_keys, text_keys), (image_concepts, text_concepts)
         # In evaluation mode there may be no prototypes yet.

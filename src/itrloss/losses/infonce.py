@@ -200,7 +200,7 @@ class DistillationLoss(PairLoss):
             if teacher.shape != sim.shape:
                 raise ValueError(f"teacher: expected shape {sim.shape}, got {tuple(teacher.shape)}")
             teacher = Similarity.from_scores(teacher, image_ids, text_ids)
-        return self._value(sim, functional._same_anchors("teacher", teacher, sim))
+        return self._value(sim, teacher)
 
     def compute(self, sim: Similarity, teacher: Similarity) -> Any:  # type: ignore[override]
         temperatures = self.temperature, self.teacher_temperature
