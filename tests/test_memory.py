@@ -385,7 +385,7 @@ WRONG = {
     ),
     "float ids": (lambda: CoupledMemory(2, D).enqueue(KEYS, KEYS, torch.ones(3)), TypeError, "ids"),
     "memory": (lambda: make("uto")(KEYS, KEYS, KEYS, KEYS, KEYS), TypeError, "memory: expected a CoupledMemory"),
-    "keys": (lambda: make("uto")(KEYS, KEYS, KEYS[:2], KEYS, filled(2)), ValueError, "image_keys"),
+    "keys": (lambda: make("uto")(KEYS, KEYS, KEYS[:2], KEYS, filled(2)), ValueError, "image_keys.* like images"),
     "memory dim": (
         lambda: make("uto")(*[KEYS[:, :4]] * 4, filled(2)),
         ValueError,

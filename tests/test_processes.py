@@ -299,6 +299,10 @@ REFUSED: dict[str, tuple[Callable[[bool, Any], Any], str]] = {
         lambda odd, s: itrloss.VarianceAwareLoss(gather=s)(sample(*(4, 3, D)[odd:]), sample(4, D)),
         "ValueError: image_sets:",
     ),
+    "variances": (
+        lambda odd, s: itrloss.PCMEPlusPlusLoss(gather=s)(*pairs(), sample(4, D), sample(4, D + odd)),
+        "ValueError: texts_log_variance:",
+    ),
     "prototypes": (
         lambda odd, s: classifier(D, 4, gather=s)(*pairs(), torch.arange(4 + odd)),
         "ValueError: prototype_ids:",

@@ -152,38 +152,34 @@ class MemorySimilarity(NamedTuple):
         With ``gather``, of a batch that several processes share; ``shared``: see :meth:`itrloss.Similarity.sharded`.
         """
         options: dict[str, Any] = {"engine": engine, "check_finite": check_finite, "names": checks.IMAGES_AND_TEXTS}
-        keys = (image_keys, text_keys)
-
-        ids, compiling = (image_ids, text_ids), torch.compiler.is_compiling()
-        agreed = agreement(shared.get("process_group")) if gather and not compiling else contextlib.nullcontext()
-        batch = None if gather else Similarity(images, texts, *ids, **options)
-        with agreed as same:
+        ids, keys = (image_ids, text_ids), (image_keys, text_keys)
+        compares = gather and not torch.compiler.is_compiling()
+        with agreement(shared.get("process_group")) if compares else contextlib.nullcontext() as agreed:
             if not isinstance(memory, CoupledMemory):
                 raise TypeError(f"memory: expected a CoupledMemory, got {type(memory).__name__}")
             if image_ids is None and text_ids is not None:
                 raise ValueError("image_ids: expected ids for images and texts or for neither, got None")
             if memory._labelled not in (None, image_ids is not None):
                 memory._refuse("image_ids, text_ids")
-            for name, own, x in zip(("image_keys", "text_keys"), (images, texts), keys, strict=True):
-                check_embeddings(own, x, check_finite, checks.Names("its embeddings", name), empty=gather)
+            for side, own, x in zip(("image", "text"), (images, texts), keys, strict=True):
+                check_embeddings(own, x, check_finite, checks.Names(f"{side}s", f"{side}_keys"), empty=gather)
                 if x.shape != own.shape:
-                    expected = f"expected shape {tuple(own.shape)} like its embeddings"
-                    raise ValueError(f"{name}: {expected}, got {tuple(x.shape)}")
+                    expected = f"expected shape {tuple(own.shape)} like {side}s"
+                    raise ValueError(f"{side}_keys: {expected}, got {tuple(x.shape)}")
             check_embeddings(images, memory.images, False, checks.Names("images", "memory"), empty=gather)
-            if same is not None:
+            if agreed is not None:
                 types = ", ".join(str(x.dtype)[6:] for x in (memory.images, *keys))
-                same.text = f"memory ({memory.size}, {memory.dim}); types of memory and keys {types}"
-        if batch is None:
+                agreed.text = f"memory ({memory.size}, {memory.dim}); types of memory and keys {types}"
+        if gather:
             batch = Similarity.sharded(images, texts, *ids, **shared, **options)
+        else:
+            batch = Similarity(images, texts, *ids, **options)
         matrix, share = batch._matrix, batch._matrix.share
         v, w = matrix.embeddings
         assert w is not None
         v_keys, w_keys = (Embeddings(x.detach()) for x in keys)
-        (rows, cols), (n, m), budget = (
-            matrix.pairs.ids_as_passed,
-            matrix.shape,
-            0 if engine == "tiled" else MEMORY_BUDGET,
-        )
+        (rows, cols), (n, m) = matrix.pairs.ids_as_passed, matrix.shape
+        budget = 0 if engine == "tiled" else MEMORY_BUDGET
         if share is None:
             if matrix.pairs.one_to_one:  # the ids are the same on both sides
                 rows = cols = torch.arange(n, device=images.device) if cols is None else cols

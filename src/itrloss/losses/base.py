@@ -27,14 +27,11 @@ def above_zero(default: float) -> Any:
 def _check(option: Field[Any], value: object) -> None:
     """Raise an error unless a value is of an option's type, if that is a number, a Literal or a union of these."""
     kinds = get_args(option.type) if get_origin(option.type) in (Union, UnionType) else (option.type,)
+    allowed = [x for kind in kinds if get_origin(kind) is Literal for x in get_args(kind)]
+    if not all(kind in (float, type(None)) or get_origin(kind) is Literal for kind in kinds):
+        return  # of a loss elsewhere; its annotations may be text, too
     if value is None and type(None) in kinds:
         return
-    kinds = tuple(kind for kind in kinds if kind is not type(None))
-    allowed = [x for kind in kinds if get_origin(kind) is Literal for x in get_args(kind)]
-    if allowed and bool in kinds:
-        kinds, allowed = (Literal,), [False, True, *allowed]
-    elif not all(kind is float or get_origin(kind) is Literal for kind in kinds):
-        return  # of a loss elsewhere; its annotations may be text, too
     if float not in kinds:
         one_of(option.name, value, *allowed)
     elif not isinstance(value, str) or not allowed:
@@ -49,7 +46,7 @@ class Loss(nn.Module):
 
     _: KW_ONLY
     reduction: Reduction = "mean"
-    gather: bool | Literal["all-gather", "ring"] = False
+    gather: Literal[False, True, "all-gather", "ring"] = False
     process_group: Any = None
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -101,6 +98,13 @@ class Loss(nn.Module):
         shown = {k: x for k, x in options.items() if not isinstance(x, Tensor)}
         return f"{type(self).__name__} {shown}, parameters trained {trained}"
 
+    def _fail(self, error: Exception) -> NoReturn:
+        """Raise an error, in a job of several processes on all of them: the others are at their next agreement."""
+        if self._sharded and not torch.compiler.is_compiling():
+            with agreement(self.process_group):
+                raise error
+        raise error
+
     def _of_all(self, function: Any, *args: Any) -> Any:
         """Return ``function(*args)``, where the gradients of this loss's parameters are the means of all processes."""
         if not self._sharded or not any(p.requires_grad for p in self.parameters()):
@@ -115,28 +119,26 @@ class Loss(nn.Module):
         """
         if not self._sharded:
             return function(*inputs, self.reduction)
-        kind = "none" if self.reduction == "none" else "sum"
 
         def part() -> tuple[Any, int]:
-            whole = [x if x is None or len(x) else padded(x, 1) for x in inputs]  # without samples, one that counts 0
-            value, size = function(*whole, kind), len(inputs[0])  # type: ignore[arg-type]
-            if kind == "sum":
-                return value * (size > 0), size
-            return value[:size] if isinstance(value, Tensor) else tuple(x[:size] for x in value), size
+            whole = [x if x is None or len(x) else padded(x, 1) for x in inputs]  # without samples, one that is dropped
+            values, size = function(*whole, "none"), len(inputs[0])  # type: ignore[arg-type]
+            return values[:size] if isinstance(values, Tensor) else tuple(x[:size] for x in values), size
 
         if torch.compiler.is_compiling():
-            value, size = part()
+            values, size = part()
             count = size * world_size(self.process_group)
         else:
             with agreement(self.process_group) as agreed:
-                value, size = part()
-                one = value if isinstance(value, Tensor) else value[0]
+                values, size = part()
+                one = values if isinstance(values, Tensor) else values[0]
                 agreed.text = f"{str(one.dtype)[6:]}, gradient {one.requires_grad}, {self._agreed}"
                 agreed.numbers = [size]
             count = max(1, sum(sizes[0] for sizes in agreed.every))
-        if kind == "none":
-            return value
-        return total(value, self.process_group) / (count if self.reduction == "mean" else 1)
+        if self.reduction == "none":
+            return values
+        whole = values if isinstance(values, Tensor) else torch.cat(values)
+        return total(whole.sum(), self.process_group) / (count if self.reduction == "mean" else 1)
 
     def extra_repr(self) -> str:
         values = {name: getattr(self, name) for name in self.shown if name not in self._modules}
@@ -164,6 +166,8 @@ class SimilarityLoss(Loss):
     engine: Engine = "auto"
     check_finite: bool = False
     telemetry: Any = False
+    #: How far a positive pair is to be ahead of its hardest negative, for the figure ``active``.
+    active_margin = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -176,6 +180,13 @@ class SimilarityLoss(Loss):
     def compute(self, sim: Any, *more: Any) -> Any:
         """Return the loss of a :class:`Similarity` with images as rows and texts as columns."""
         raise NotImplementedError(f"{type(self).__name__} must implement compute(sim)")
+
+    def _value(self, sim: Any, *more: Any) -> Any:
+        """Return the loss of similarities, and of what else a subclass's ``compute`` takes; keep their telemetry."""
+        value = self._of_all(self.compute, sim, *more) if self.gather else self.compute(sim, *more)
+        if self.observed and not torch.compiler.is_compiling():
+            self.telemetry = describe(sim, self.active_margin)
+        return value
 
 
 @dataclass(eq=False, repr=False)
@@ -198,9 +209,6 @@ class PairLoss(SimilarityLoss):
             ``"all-gather"``, which holds the texts of all processes, and ``"ring"``. See :doc:`distributed`.
         process_group: the processes that take part; by default, all.
     """
-
-    #: How far a positive pair is to be ahead of its hardest negative, for the figure ``active``.
-    active_margin = 0.0
 
     def forward(
         self,
@@ -225,24 +233,10 @@ class PairLoss(SimilarityLoss):
         """
         return self._value(self._similarity(images, texts, image_ids, text_ids, scores))
 
-    def _value(self, sim: Similarity, *more: Any) -> Any:
-        """Return the loss of a similarity, and of what else a subclass's ``compute`` takes."""
-        value = self._of_all(self.compute, sim, *more) if self.gather else self.compute(sim, *more)
-        if self.observed and not torch.compiler.is_compiling():
-            self.telemetry = describe(sim, self.active_margin)
-        return value
-
-    def _fail(self, error: Exception) -> NoReturn:
-        """Raise an error, in a job of several processes on all of them."""
-        if self._sharded:
-            with agreement(self.process_group):
-                raise error
-        raise error
-
     def _similarity(
         self, images: Any, texts: Any, image_ids: Any, text_ids: Any, scores: Any, names: Names = IMAGES_AND_TEXTS
     ) -> Similarity:
-        if self.gather and self._sharded and (scores is not None or isinstance(images, Similarity)):
+        if (scores is not None or isinstance(images, Similarity)) and self._sharded:
             self._fail(ValueError("gather: expected embeddings; scores and a Similarity cannot be gathered"))
         options: dict[str, Any] = {"engine": self.engine, "check_finite": self.check_finite, "names": names}
         if isinstance(images, Similarity):
@@ -296,8 +290,8 @@ class MemoryLoss(SimilarityLoss):
                 memory must have been filled without ids, too.
         """
         options: Any = {"engine": self.engine, "check_finite": self.check_finite}
-        if self.gather and self._sharded:
-            options |= {"gather": True, **self._shared}
+        if self.gather:
+            options |= {"gather": self._sharded, **self._shared}
         sims = MemorySimilarity.of(images, texts, image_keys, text_keys, memory, image_ids, text_ids, **options)
         value = self._of_all(self.compute, sims) if self.gather else self.compute(sims)
         if self.observed and not torch.compiler.is_compiling():

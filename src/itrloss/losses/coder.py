@@ -1,6 +1,5 @@
 """CODER's losses: diversity-sensitive contrast in the batch and against a memory, and prototypes."""
 
-from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
@@ -9,7 +8,6 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..checks import check_matrix, check_number, check_size
-from ..distributed import agreement
 from ..engine.scores import compute_dtype, host_may_read, normalized
 from ..kmeans import OnlineKMeans
 from ..memory import CoupledMemory, MemorySimilarity
@@ -211,10 +209,7 @@ class CODERObjective(nn.Module):
         self.batch, self.concept = DiversityContrastiveLoss(**options), DiversityContrastiveLoss(**options)
         self.memory = MemoryDiversityContrastiveLoss(diversity_from=diversity_from, **options)
         self.prototypes = OnlineKMeans(clusters, dim, max_count=max_count)
-        common = {
-            name: getattr(self.batch, name)
-            for name in ("reduction", "engine", "check_finite", "gather", "process_group")
-        }
+        common = {k: x for k, x in options.items() if k in PrototypeClassificationLoss.__dataclass_fields__}
         self.classifier = PrototypeClassificationLoss(dim, clusters, **common)
 
     def forward(
@@ -237,12 +232,11 @@ class CODERObjective(nn.Module):
             image_concepts, text_concepts: (B, dim) concept embeddings.
         """
         parts = {"images": images, "texts": texts, "image_concepts": image_concepts, "text_concepts": text_concepts}
-        alone = not self.batch._sharded or torch.compiler.is_compiling()
-        with nullcontext() if alone else agreement(self.batch.process_group):
-            shape = (len(images), self.prototypes.dim)
-            for name, x in parts.items():
-                if x.shape != shape:
-                    raise ValueError(f"{name}: expected shape {shape}, a row for each image, got {tuple(x.shape)}")
+        shape = (len(images), self.prototypes.dim)
+        for name, x in parts.items():
+            if x.shape != shape:
+                expected = f"expected shape {shape}, a row for each image"
+                self.batch._fail(ValueError(f"{name}: {expected}, got {tuple(x.shape)}"))
         zero = images.new_zeros((), dtype=compute_dtype(images))
         ids, keys, concepts = (image_ids, text_ids), (image_keys, text_keys), (image_concepts, text_concepts)
         # In evaluation mode there may be no prototypes yet.

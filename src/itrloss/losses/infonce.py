@@ -3,14 +3,14 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from .. import functional
 from ..anchors import Anchors
-from ..checks import check_matrix, check_number, one_of
+from ..checks import check_matrix, one_of
 from ..engine.scores import host_may_read
 from ..similarity import Similarity
 from ..terms import identity, negative_log_likelihood
@@ -19,6 +19,7 @@ from .base import PairLoss, above_zero
 DIRECTIONS: tuple[str, ...] = "image-text", "text-image", "image-image", "text-text"
 
 
+@dataclass(eq=False, repr=False)
 class DirectionalInfoNCELoss(PairLoss):
     r"""InfoNCE over chosen directions, in one softmax or in one for each; jointly, GTE's improved contrastive loss.
 
@@ -39,20 +40,20 @@ class DirectionalInfoNCELoss(PairLoss):
         engine, check_finite, telemetry, gather, process_group: see there.
     """
 
-    def __init__(
-        self, temperature: float = 0.07, directions: Sequence[str] = DIRECTIONS, joint: bool = True, **common: Any
-    ):
-        super().__init__(**common)
-        self.shown = ("temperature", "directions", "joint", "reduction")
-        check_number("temperature", temperature, positive=True)
-        one_of("joint", joint, True, False)
+    temperature: float = above_zero(0.07)
+    directions: Sequence[str] = DIRECTIONS
+    joint: Literal[True, False] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        directions = self.directions
         for direction in (directions,) if isinstance(directions, str) else directions:
             one_of("directions", direction, *DIRECTIONS)
         if isinstance(directions, str):
             raise TypeError(f"directions: expected several names, got {directions!r}")
         if not set(DIRECTIONS[:2]) & set(directions) or len(set(directions)) < len(directions):
             raise ValueError(f"directions: expected each once, and one of {DIRECTIONS[:2]}, got {directions!r}")
-        self.temperature, self.directions, self.joint = temperature, tuple(directions), joint
+        self.directions = tuple(directions)
 
     def forward(  # type: ignore[override]
         self, images: Tensor, texts: Tensor, image_ids: Tensor | None = None, text_ids: Tensor | None = None
@@ -199,7 +200,7 @@ class DistillationLoss(PairLoss):
             if teacher.shape != sim.shape:
                 raise ValueError(f"teacher: expected shape {sim.shape}, got {tuple(teacher.shape)}")
             teacher = Similarity.from_scores(teacher, image_ids, text_ids)
-        return self._value(sim, functional._same_anchors("teacher", teacher, sim))
+        return self._value(sim, teacher)
 
     def compute(self, sim: Similarity, teacher: Similarity) -> Any:  # type: ignore[override]
         temperatures = self.temperature, self.teacher_temperature

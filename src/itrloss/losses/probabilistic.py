@@ -7,10 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checks import Names, check_alike, check_embeddings, check_matrix, check_number
-from ..distributed import agreement
 from ..engine.scores import normalized
 from ..similarity import Similarity
-from ..telemetry import describe
 from ..terms import identity, pair_term, softplus
 from .base import SimilarityLoss
 
@@ -95,11 +93,7 @@ class PCMEPlusPlusLoss(SimilarityLoss):
         """
         given = images_mean, texts_mean, images_log_variance, texts_log_variance
         sim = self.similarity(*given, image_ids, text_ids)
-        divergence = None if self.vib_weight == 0 else self._divergence(sim, *given)
-        value = self._of_all(self.compute, sim, divergence)
-        if self.observed and not torch.compiler.is_compiling():
-            self.telemetry = describe(sim)
-        return value
+        return self._value(sim, None if self.vib_weight == 0 else self._divergence(sim, *given))
 
     def similarity(
         self,
@@ -112,12 +106,10 @@ class PCMEPlusPlusLoss(SimilarityLoss):
     ) -> Similarity:
         """Return the :class:`Similarity` of -d, by which the model retrieves; arguments as in :meth:`forward`."""
         given = images_mean, texts_mean, images_log_variance, texts_log_variance
-        if self._sharded and not torch.compiler.is_compiling():
-            with agreement(self.process_group) as agreed:
-                self._check(*given)
-                agreed.text = self._agreed
-        else:
+        try:
             self._check(*given)
+        except (TypeError, ValueError) as error:
+            self._fail(error)
         means = [normalized(x, self.normalize) for x in given[:2]]
         sums = [m.square().sum(1) + x.to(m.dtype).exp().sum(1) for m, x in zip(means, given[2:], strict=True)]
         # -d = 2 <m, m'> - |m|^2 - |m'|^2 - ..., an inner product and a bias of each side
