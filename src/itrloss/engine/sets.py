@@ -61,6 +61,11 @@ class Sets(NamedTuple):
         vectors, missing = scaled(self.x.flatten(0, 1), self._inverse()), self.missing()
         return vectors if missing is None else vectors.masked_fill(missing.view(-1, 1), 0.0)
 
+    def differentiable(self, normalize: bool) -> Tensor:
+        """Return the (N, K, D) vectors in the compute dtype, as `unit` does, differentiable."""
+        missing = self.missing()
+        return normalized(self.x if missing is None else self.x.masked_fill(missing.unsqueeze(-1), 0.0), normalize)
+
     def gradient(self, grad: Tensor) -> Tensor:
         """Return the (N, K, D) gradient of the sets from that of their ``unit`` vectors, which is overwritten."""
         result, missing = project_(grad.flatten(0, 1), self.x.flatten(0, 1), self._inverse()), self.missing()
@@ -177,11 +182,11 @@ def _sets(source: Sequence[Tensor | None]) -> tuple[Sets, Sets]:
     return Sets(*source[:3]), Sets(*source[3:])  # type: ignore[arg-type]
 
 
-def _empty(a: Sets, b: Sets) -> Tensor | None:
-    """Return the (N, M) bool mask of the pairs of which one set is empty; None without lengths."""
-    empty = [None if x.lengths is None else x.lengths == 0 for x in (a, b)]
-    rows, cols = (torch.zeros(1, dtype=torch.bool, device=a.x.device) if x is None else x for x in empty)
-    return None if empty == [None, None] else rows[:, None] | cols
+def _of_existing(x: Tensor, a: Sets, b: Sets) -> Tensor:
+    """Return values of pairs (N, M) with 0 where one of the sets is empty."""
+    for sets, dim in ((a, 1), (b, 0)):
+        x = x if sets.lengths is None else x.masked_fill((sets.lengths == 0).unsqueeze(dim), 0.0)
+    return x
 
 
 def _block_scores(right: Tensor, form: Form, a: Sets, b: Sets, keep: bool) -> tuple[Tensor, Tensor | None]:
@@ -212,8 +217,7 @@ def _scores(source: list[Tensor | None], name: str, alpha: float, keep: bool) ->
                 scores[r, c], which = _block_scores(right, form, own, other, keep)
                 if which is not None:
                     winners[c, r] = which
-        empty = _empty(a, b)
-        return scores if empty is None else scores.masked_fill_(empty, 0.0), winners
+        return _of_existing(scores, a, b), winners
 
 
 def _fake_scores(source: list[Tensor | None], name: str, alpha: float, keep: bool) -> tuple[Tensor, Tensor]:
@@ -233,8 +237,7 @@ def _gradients(
     new = functools.partial(torch.zeros, dtype=grad.dtype, device=grad.device)
     of_rows, of_cols = (new(x.shape if need else 0) for x, need in zip((a.x, b.x), needs, strict=True))
     with torch.no_grad(), full_precision(a.x):
-        empty = _empty(a, b)
-        grad = grad if empty is None else grad.masked_fill(empty, 0.0)
+        grad = _of_existing(grad, a, b)
         rows, cols = blocks(a, b, _WINNER if form.hard else b.x.shape[1])
         for c in cols:
             other = b.part(c)
@@ -303,18 +306,13 @@ class _SetScores(torch.autograd.Function):
 
 def _plain(a: Sets, b: Sets, form: Form) -> Tensor:
     """Return the (N, M) scores by plain PyTorch, which holds all elements' scores."""
-    units = []
-    for sets in (a, b):
-        missing = sets.missing()
-        x = sets.x if missing is None else sets.x.masked_fill(missing.unsqueeze(-1), 0.0)
-        units.append(normalized(x, sets.inv is not None))
+    units = [sets.differentiable(sets.inv is not None) for sets in (a, b)]
     with full_precision(a.x):
         if form.hard:
             scores = winning(torch.einsum("nkd,mld->mlnk", *units), form, a, b)[0]
         else:
             scores = smooth(torch.einsum("nkd,mld->nkml", *units), form, a, b)
-    empty = _empty(a, b)
-    return scores if empty is None else scores.masked_fill(empty, 0.0)
+    return _of_existing(scores, a, b)
 
 
 def set_scores(
