@@ -199,8 +199,7 @@ def set_similarity(
         return set_scores(rows, cols, aggregation, alpha, normalize)
     means = []
     for x, lengths in (rows, cols):  # the mean of the products is the product of the means
-        missing = Sets(x, None, lengths).missing()
-        x = normalized(x if missing is None else x.masked_fill(missing.unsqueeze(-1), 0.0), normalize)
+        x = Sets(x, None, lengths).differentiable(normalize)
         means.append(x.mean(1) if lengths is None else x.sum(1) / lengths.clamp_min(1)[:, None])
     with full_precision(images):
         return means[0] @ means[1].T
