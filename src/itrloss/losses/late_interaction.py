@@ -3,13 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import functional
 from ..checks import IMAGES_AND_TEXTS, check_matrix, require_finite
 from ..similarity import Similarity
-from ..telemetry import describe
 from .base import SimilarityLoss, above_zero
 
 
@@ -64,10 +62,7 @@ class LateInteractionLoss(SimilarityLoss):
         lengths: Any = {"image_lengths": image_lengths, "text_lengths": text_lengths}
         scores = functional.set_similarity(images, texts, form, alpha, normalize=self.normalize, **lengths)
         sim = Similarity.from_scores(scores, image_ids, text_ids, engine=self.engine, names=IMAGES_AND_TEXTS)
-        value = self.compute(sim)
-        if self.observed and not torch.compiler.is_compiling():
-            self.telemetry = describe(sim)
-        return value
+        return self._value(sim)
 
     def compute(self, sim: Similarity) -> Any:
         return functional.info_nce_loss(sim, self.temperature, self.reduction)
