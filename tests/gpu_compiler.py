@@ -78,6 +78,7 @@ def ask(
     """Call the engine's sums and their gradient; nothing is computed."""
     from itrloss.engine.answers import ANSWERS
     from itrloss.engine.pairs import Pairs
+    from itrloss.engine.reduce import Question
     from itrloss.engine.scores import Scores
 
     ones, numbers = torch.ones(size), torch.arange(size)
@@ -91,13 +92,13 @@ def ask(
     params = [torch.ones(1 if shared else len(sides) * size) for _ in range(count)]
     params = [torch.ones(3, len(params[0]))] if key == "hinges" else params
     params += [torch.ones_like(params[0]) for _ in range(limits)]
-    question = source, Pairs((size, size), which, x.device), key, over, sides, params
-    engine.sums(*question, early)
+    question = Question(source, Pairs((size, size), which, x.device), key, over, sides, params)
+    engine.sums(question, early)
     if not early and not ANSWERS[key].maximum:
         needs = [name not in ("exp", "moments", "information"), name not in ("exp", "information")][:count]
         needs += [False] * limits
         grad = torch.ones(ANSWERS[key].width, len(sides) * size)
-        engine.gradient(*question, grad, (True, True, *needs), (*which, ones))
+        engine.gradient(question, grad, (True, True, *needs), (*which, ones))
 
 
 def usage(code: bytes) -> dict[str, int]:

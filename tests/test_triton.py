@@ -154,15 +154,15 @@ def test_functions_over_pairs_with_ignored_ids(key, over, shared, sides, multipl
         needs[-2] = key == "exp"  # the temperature of an entropy is a number
     grad = torch.linspace(-1, 2, FUNCTIONS[key].width * anchors).double().view(-1, anchors)
     found = []
-    for dtype, device, forward, backward, function in (
-        (torch.float64, "cpu", reduce.tiled_sums, reduce.tiled_gradient, FUNCTIONS[key]),
-        (torch.float32, DEVICE, engine.sums, engine.gradient, key),
+    for dtype, device, forward, backward in (
+        (torch.float64, "cpu", reduce.tiled_sums, reduce.tiled_gradient),
+        (torch.float32, DEVICE, engine.sums, engine.gradient),
     ):
         x, y, g, *given = (z.to(device, dtype) for z in (v, w, grad, *params))
         ids = row_ids.to(device), col_ids.to(device)
         source = Scores(x, y, 1 / x.norm(dim=1), 1 / y.norm(dim=1), *ids)
-        asked = source, Pairs((n, m), ids, x.device), function, over, sides, given
-        found.append([forward(*asked, False)[0], *backward(*asked, g, needs)])
+        asked = reduce.Question(source, Pairs((n, m), ids, x.device), key, over, sides, given)
+        found.append([forward(asked, False)[0], *backward(asked, g, needs)])
     for wanted, got in zip(*found, strict=True):
         torch.testing.assert_close(got.cpu().double(), wanted, rtol=2e-4, atol=2e-5)
 
@@ -329,10 +329,11 @@ def test_the_same_bits_again():
 def test_no_rows_or_columns():
     for n, m in ((0, 3), (3, 0)):
         v, w = torch.zeros(n, 4, device=DEVICE), torch.zeros(m, 4, device=DEVICE)
-        source, asked = Scores(v, w), ("negatives", (0, 1), [torch.ones(1, device=DEVICE)] * 2)
         pairs, grad = Pairs((n, m), (None, None), DEVICE), torch.ones(1, 3, device=DEVICE)
-        assert engine.sums(source, pairs, "exp", *asked, False)[0].tolist() == [[0.0] * 3]
-        found = engine.gradient(source, pairs, "exp", *asked, grad, [True, True, True, False])
+        params = [torch.ones(1, device=DEVICE)] * 2
+        asked = reduce.Question(Scores(v, w), pairs, "exp", "negatives", (0, 1), params)
+        assert engine.sums(asked, False)[0].tolist() == [[0.0] * 3]
+        found = engine.gradient(asked, grad, [True, True, True, False])
         assert [x.shape for x in found[:2]] == [v.shape, w.shape] and not any(x.any() for x in found)
 
 

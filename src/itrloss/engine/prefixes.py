@@ -21,7 +21,7 @@ from .backends import Guides, Tiled, View
 from .matrix import Matrix, check_unchanged
 from .pairs import first_derivative_only
 from .products import add_matmul_, matmul
-from .reduce import Slopes, Sums
+from .reduce import Question, Slopes, Sums
 from .scores import Embeddings, Scores, Tile, chunks, even_chunks, full_precision, inverse_norms, project_, tile_shape
 
 _LONGER = 1e15  # a prefix that the longest is as many times as long as counts as zero: its products would underflow
@@ -100,6 +100,11 @@ class _Family:
         split = [self.split(p) for p in params]
         return [[p[k] for p in split] for k in range(len(self.sizes))]
 
+    def questions(self, source: Scores, key: str, over: str, params: Sequence[Tensor]) -> list[Question]:
+        """Return what is asked of each matrix."""
+        parts = zip(self.sides, self.each(params), strict=True)
+        return [Question(source, self.pairs, key, over, sides, own) for sides, own in parts]
+
     def tiles(self, source: Scores, scratch: int) -> Iterator[tuple[list[Tile], list[Tensor], list[Tensor]]]:
         """Yield the tiles of all prefixes at one place after another, and the segments of unit vectors they are of."""
         (n, m), count = source.shape, len(self.segments)
@@ -135,10 +140,10 @@ class _PrefixReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, family: _Family, key: str, over: str, rows: Tensor, cols: Tensor, *params: Tensor):
         """``rows``, ``cols``: the longest prefixes."""
-        ctx.family, ctx.question = family, (ANSWERS[key], over)
+        ctx.family, ctx.question = family, (key, over)
         ctx.save_for_backward(rows, cols, *params)
-        source, parts = Scores(rows, cols, *family.longest), zip(family.sides, family.each(params), strict=True)
-        sums = [Sums(source, family.pairs, *ctx.question, sides, own) for sides, own in parts]
+        source = Scores(rows, cols, *family.longest)
+        sums = [Sums(question) for question in family.questions(source, key, over, params)]
         with full_precision(rows):
             for tiles, _, _ in family.tiles(source, ANSWERS[key].buffers):
                 for x, tile in zip(sums, tiles, strict=True):
@@ -150,11 +155,11 @@ class _PrefixReduce(torch.autograd.Function):
         first_derivative_only()
         rows, cols, *params = ctx.saved_tensors
         needs, family = ctx.needs_input_grad[3:], ctx.family
-        source, (answer, over) = Scores(rows, cols, *family.longest), ctx.question
-        parts = zip(family.sides, family.each(params), family.split(grad), strict=True)
-        slopes = [Slopes(source, family.pairs, answer, over, *part, needs=needs[2:]) for part in parts]
+        source = Scores(rows, cols, *family.longest)
+        parts = zip(family.questions(source, *ctx.question, params), family.split(grad), strict=True)
+        slopes = [Slopes(question, own, needs[2:]) for question, own in parts]
         with full_precision(rows):
-            result = _embedding_gradients(family, source, slopes, needs[:2], answer.buffers)
+            result = _embedding_gradients(family, source, slopes, needs[:2], ANSWERS[ctx.question[0]].buffers)
         for p, need, *found in zip(params, needs[2:], *(x.finish() for x in slopes), strict=True):
             result.append((sum(found) if p.shape[-1] == 1 else torch.cat(found, -1)) if need else None)
         return None, None, None, *result

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .pairs import Pairs
-from .reduce import operator, operator_inputs, views
+from .reduce import Question, operator, operator_inputs
 from .scores import Scores, full_precision, tiles
 
 _MANY = 32  # number of positives of an anchor beyond which sorting its rivals beats comparing them with each positive
@@ -24,13 +24,13 @@ def _hardest(
     ``below``, (A,) or (1,): of the negatives that score below it.
     """
     scores, _, pairs = operator_inputs(source, pairs)
+    limits = Question(scores, pairs, "peak", "negatives", sides, [] if below is None else [below])
     best = [scores.rows.new_full((scores.shape[side],), -math.inf, dtype=scores.dtype) for side in sides]
     where = [torch.full_like(x, -1, dtype=torch.int64) for x in best]
     with torch.no_grad(), full_precision(scores.rows):
         for tile in tiles(scores, 1):
             t = pairs.exclude_(tile.scratch[0].copy_(tile.scores), tile.part, -math.inf)
-            limits = views(sides, () if below is None else (below,), scores.shape, tile.part)
-            own = {side: x for group, x in limits for side in group}
+            own = {side: x for group, x in limits.views(tile.part) for side in group}
             for side, values, indices in zip(sides, best, where, strict=True):
                 x = t if below is None else t.masked_fill(t >= own[side][0], -math.inf)
                 value, index = argmax(x, 1 - side)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,46 +24,49 @@ from .scores import Scores, Tile, full_precision, normalized, project_, tiles
 _WIDTH = len(Scores._fields)
 
 
-def by_side(x: Tensor, sides: Sequence[int], shape: tuple[int, int]) -> dict[int, Tensor]:
-    """Return the part of ``x`` (..., A) that belongs to each side."""
-    return dict(zip(sides, x.split([shape[side] for side in sides], -1), strict=True))
+class Question(NamedTuple):
+    """What is asked of a score matrix: the sums of an answer over the candidates of one or both sides' anchors."""
+
+    scores: Scores
+    pairs: Pairs
+    key: str  # of the answer
+    over: str  # negatives, positives or all
+    sides: Sequence[int]  # of the anchors, the rows (0) first
+    params: Sequence[Tensor]  # (1,) or (A,); thresholds may have slots, (slots, A)
+    guide: Scores | None = None  # of another matrix, without a gradient: the first parameter of the answer
+
+    @property
+    def answer(self) -> Answer:
+        """The function of scores that is summed."""
+        return ANSWERS[self.key]
+
+    def by_side(self, x: Tensor) -> dict[int, Tensor]:
+        """Return the part of ``x`` (..., A) that belongs to each side."""
+        sizes = [self.scores.shape[side] for side in self.sides]
+        return dict(zip(self.sides, x.split(sizes, -1), strict=True))
+
+    def views(self, part: tuple[slice, slice]) -> list[tuple[Sequence[int], list[Tensor]]]:
+        """Return groups of sides that share a tile's values, each with parameters that broadcast with its scores."""
+        if all(p.shape[-1] == 1 for p in self.params):
+            return [(self.sides, [p.unsqueeze(-1) for p in self.params])]
+        groups: list[tuple[Sequence[int], list[Tensor]]] = []
+        for side in self.sides:
+            own = [p if p.shape[-1] == 1 else self.by_side(p)[side][..., part[side]] for p in self.params]
+            groups.append(([side], [p.unsqueeze(-1 - side) for p in own]))
+        return groups
 
 
-def views(
-    sides: Sequence[int], params: Sequence[Tensor], shape: tuple[int, int], part: tuple[slice, slice]
-) -> list[tuple[Sequence[int], list[Tensor]]]:
-    """Return groups of sides that share a tile's values, each with parameters that broadcast with the tile's scores."""
-    if all(p.shape[-1] == 1 for p in params):
-        return [(sides, [p.unsqueeze(-1) for p in params])]
-    groups: list[tuple[Sequence[int], list[Tensor]]] = []
-    for side in sides:
-        own = [p if p.shape[-1] == 1 else by_side(p, sides, shape)[side][..., part[side]] for p in params]
-        groups.append(([side], [p.unsqueeze(-1 - side) for p in own]))
-    return groups
-
-
-def tiled_sums(
-    scores: Scores,
-    pairs: Pairs,
-    answer: Answer,
-    over: str,
-    sides: Sequence[int],
-    params: Sequence[Tensor],
-    early: bool,
-    guide: Scores | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def tiled_sums(question: Question, early: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return the (K, A) sums of :meth:`itrloss.engine.backends.Dense.sums`, added up tile by tile.
 
     With ``early``, which is for exponentials of rows, also return ``sum_j f(S_ij) y_j`` (N, D) with the unit columns y,
     from which backward gets the rows' gradient, and ``sum_j f(S_ij) S_ij`` (N,), the derivatives w.r.t. the scale. So
     columns without a gradient, such as a memory's, are multiplied once for both passes.
-
-    The scores of a ``guide``, without a gradient, are the first parameter of the answer.
     """
+    scores, sums = question.scores, Sums(question)
     new = functools.partial(torch.zeros, dtype=scores.dtype, device=scores.rows.device)
     direction, scale_slopes = new(scores.rows.shape if early else 0), new(len(scores.rows) if early else 0)
-    sums = Sums(scores, pairs, answer, over, sides, params)
-    for tile in tiles(scores, answer.buffers, guide):
+    for tile in tiles(scores, question.answer.buffers, question.guide):
         values = sums.add(tile)
         if early:
             add_matmul_(direction[tile.part[0]], values, scores.unit(1, tile.part[1]))
@@ -74,24 +77,22 @@ def tiled_sums(
 class Sums:
     """Adds up an answer, tile by tile."""
 
-    def __init__(
-        self, scores: Scores, pairs: Pairs, answer: Answer, over: str, sides: Sequence[int], params: Sequence[Tensor]
-    ):
-        self.shape, self.pairs, self.answer, self.over = scores.shape, pairs, answer, over
-        self.sides, self.params, self.start = sides, params, float("-inf") if answer.maximum else 0.0
+    def __init__(self, question: Question):
+        self.question, scores, answer = question, question.scores, question.answer
+        self.start = float("-inf") if answer.maximum else 0.0
         new = functools.partial(torch.full, dtype=scores.dtype, device=scores.rows.device)
-        self.total = {side: new((answer.width, scores.shape[side]), self.start) for side in sides}
+        self.total = {side: new((answer.width, scores.shape[side]), self.start) for side in question.sides}
 
     def add(self, tile: Tile) -> Tensor:
         """Add a tile's values; return the last of them (r, c), in its scratch or new."""
-        x = tile.scores
-        for group, own in views(self.sides, self.params, self.shape, tile.part):
-            values = self.answer.value(tile.scores, *tile.guide, *own, out=tile.scratch)
-            for k, x in enumerate(values if self.answer.width > 1 else (values,)):
-                self.pairs.exclude_(x, tile.part, self.start, self.over)
+        x, q, answer = tile.scores, self.question, self.question.answer
+        for group, own in q.views(tile.part):
+            values = answer.value(tile.scores, *tile.guide, *own, out=tile.scratch)
+            for k, x in enumerate(values if answer.width > 1 else (values,)):
+                q.pairs.exclude_(x, tile.part, self.start, q.over)
                 for side in group:
                     part = self.total[side][k, tile.part[side]]
-                    if self.answer.maximum:
+                    if answer.maximum:
                         torch.maximum(part, x.amax(1 - side), out=part)
                     else:
                         part.add_(x.sum(1 - side))
@@ -103,20 +104,14 @@ class Sums:
 
 
 def tiled_gradient(
-    scores: Scores,
-    pairs: Pairs,
-    answer: Answer,
-    over: str,
-    sides: Sequence[int],
-    params: Sequence[Tensor],
+    question: Question,
     grad: Tensor,  # (K, A)
     needs: Sequence[bool],  # of the rows, the columns, and each parameter
     pair_grads: tuple[Tensor | None, Tensor | None, Tensor] | None = None,  # pairs i, j; gradient of their scores
-    guide: Scores | None = None,
 ) -> list[Tensor]:
     """Return the gradients of rows, columns and parameters from that of the sums; empty where not needed."""
-    gradient, slopes = _Gradient(scores, needs[:2]), Slopes(scores, pairs, answer, over, sides, params, grad, needs[2:])
-    for tile in tiles(scores, answer.buffers + 1, guide):
+    gradient, slopes = _Gradient(question.scores, needs[:2]), Slopes(question, grad, needs[2:])
+    for tile in tiles(question.scores, question.answer.buffers + 1, question.guide):
         gradient.add(tile, slopes.of(tile))
     if pair_grads is not None:
         gradient.add_pairs(*pair_grads)
@@ -126,29 +121,24 @@ def tiled_gradient(
 class Slopes:
     """Forms the gradient of the scores tile by tile, and adds up those of the parameters."""
 
-    def __init__(
-        self, scores: Scores, pairs: Pairs, answer: Answer, over: str, sides: Sequence[int], params: Sequence[Tensor],
-        grad: Tensor, needs: Sequence[bool],
-    ):  # fmt: skip
+    def __init__(self, question: Question, grad: Tensor, needs: Sequence[bool]):
         """``grad``: (K, A) that of the sums; ``needs``: whether that of each parameter is needed."""
-        self.shape, self.pairs, self.answer, self.over = scores.shape, pairs, answer, over
-        self.sides, self.params, self.needs = sides, params, needs
-        self.upstream = by_side(grad, sides, scores.shape)
-        self.totals = [torch.zeros_like(p, dtype=scores.dtype) for p in params]
+        self.question, self.needs, self.upstream = question, needs, question.by_side(grad)
+        self.totals = [torch.zeros_like(p, dtype=question.scores.dtype) for p in question.params]
 
     def of(self, tile: Tile) -> Tensor:
         """Return the (r, c) gradient of a tile's scores, in its scratch or new."""
-        assert self.answer.slopes is not None
-        tile_grad: Tensor | None = None
-        for k, (group, own) in enumerate(views(self.sides, self.params, self.shape, tile.part)):
+        q, tile_grad = self.question, None
+        assert q.answer.slopes is not None
+        for k, (group, own) in enumerate(q.views(tile.part)):
             side_grads = [self.upstream[side][:, tile.part[side]].unsqueeze(-1 - side) for side in group]
             g, needs = functools.reduce(torch.add, side_grads), [*(False for _ in tile.guide), *self.needs]
-            slopes = self.answer.slopes(tile.scores, [*tile.guide, *own], g, needs, tile.scratch[k:])
+            slopes = q.answer.slopes(tile.scores, [*tile.guide, *own], g, needs, tile.scratch[k:])
             for total, grad_p in zip(self.totals, slopes[1 + len(tile.guide) :], strict=True):
                 if grad_p is not None:
-                    self._add(total, self.pairs.exclude_(grad_p, tile.part, 0.0, self.over), group, tile.part)
+                    self._add(total, q.pairs.exclude_(grad_p, tile.part, 0.0, q.over), group, tile.part)
             if slopes[0] is not None:
-                slope = self.pairs.exclude_(slopes[0], tile.part, 0.0, self.over)
+                slope = q.pairs.exclude_(slopes[0], tile.part, 0.0, q.over)
                 tile_grad = slope if tile_grad is None else tile_grad.add_(slope)
         return torch.zeros_like(tile.scores) if tile_grad is None else tile_grad
 
@@ -157,7 +147,7 @@ class Slopes:
             total.add_(grad.sum((-1, -2)).view(total.shape))
         else:
             (side,) = group
-            by_side(total, self.sides, self.shape)[side][..., part[side]] += grad.sum(-1 - side)
+            self.question.by_side(total)[side][..., part[side]] += grad.sum(-1 - side)
 
     def finish(self) -> list[Tensor]:
         """Return the gradients of the parameters; empty where not needed."""
@@ -227,28 +217,31 @@ def operator_inputs(source: Sequence[Any], pairs: Pairs | None) -> tuple[Scores,
     return scores, guide, pairs or Pairs(scores.shape, (scores.row_ids, scores.col_ids), scores.rows.device)
 
 
+def _question(source, params, key, over, sides, pairs) -> Question:
+    scores, guide, pairs = operator_inputs(source, pairs)
+    return Question(scores, pairs, key, over, tuple(sides), params, guide)
+
+
+def _passes(key: str, triton: bool) -> tuple[Any, Any]:
+    """Return the forward and the backward pass of an answer: PyTorch's where Triton has no kernel for it."""
+    if triton:
+        from . import triton as kernels
+
+        if key in kernels.FORMS:
+            return kernels.sums, kernels.gradient
+    return tiled_sums, tiled_gradient
+
+
 def _sums(source, params, key, over, sides, triton, early, pairs=None):
     """Return the (K, A) sums and, with ``early``, (N, D) directions and (A,) derivatives w.r.t. the scale."""
-    scores, guide, pairs = operator_inputs(source, pairs)
-    with full_precision(scores.rows), torch.no_grad():
-        if triton:
-            from . import triton as kernels
-
-            if key in kernels.FORMS:
-                return kernels.sums(scores, pairs, key, over, tuple(sides), params, early)
-        return tiled_sums(scores, pairs, ANSWERS[key], over, sides, params, early, guide)
+    with full_precision(source[0]), torch.no_grad():
+        return _passes(key, triton)[0](_question(source, params, key, over, sides, pairs), early)
 
 
 def _gradients(source, params, grad, key, over, sides, triton, needs, pairs=None, pair_grads=None):
     """Return the gradients of rows, columns and parameters, to which ``pair_grads`` adds that of listed pairs."""
-    scores, guide, pairs = operator_inputs(source, pairs)
-    with full_precision(scores.rows), torch.no_grad():
-        if triton:
-            from . import triton as kernels
-
-            if key in kernels.FORMS:
-                return kernels.gradient(scores, pairs, key, over, tuple(sides), params, grad, needs, pair_grads)
-        return tiled_gradient(scores, pairs, ANSWERS[key], over, sides, params, grad, needs, pair_grads, guide)
+    with full_precision(source[0]), torch.no_grad():
+        return _passes(key, triton)[1](_question(source, params, key, over, sides, pairs), grad, needs, pair_grads)
 
 
 def _fake_sums(source, params, key, over, sides, triton, early):

@@ -19,9 +19,9 @@ import triton
 from torch import Tensor
 
 from . import kernels
-from .answers import ANSWERS, LIMITS
+from .answers import LIMITS
 from .pairs import Pairs
-from .reduce import tiled_gradient, tiled_sums
+from .reduce import Question, tiled_gradient, tiled_sums
 from .scores import IGNORE_ID, Scores, inverse_norms
 
 Place = tuple[slice, slice]  # rows and columns of a block
@@ -54,21 +54,18 @@ FORMS = {name + limits: form for name, form in kernels.FORMS.items() for limits 
 INTERPRETED = not isinstance(kernels.sums_kernel, triton.JITFunction)
 
 
-def sums(
-    scores: Scores, pairs: Pairs, key: str, over: str, sides: Sequence[int], params: Sequence[Tensor], early: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def sums(question: Question, early: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return the (K, A) sums and, if ``early``, (N, D) directions and (A,) derivatives w.r.t. the scale: tiled_sums."""
-    answer = ANSWERS[key]
-    run = _Pass(scores, key, over, sides, params)
+    run, scores, answer = _Pass(question), question.scores, question.answer
     width = 2 if early else answer.width  # the exponentials, and their derivatives w.r.t. the scale
-    total = _AnchorSums(run, width, sides, answer.maximum)
+    total = _AnchorSums(run, width, question.sides, answer.maximum)
     direction = total.sums.new_zeros(scores.rows.shape if early else 0)
     with torch.cuda.device_of(scores.rows):
         for place in run.blocks(run.panel if early or not (run.fused or run.matrix is not None) else BLOCK):
             products, partials = run.products(place), total.partials(place)
             panel = run.buffer(1, place, run.panel_dtype) if early else None
             flags = {"WIDTH": width, "MAXIMUM": answer.maximum, "GRAD_P": early}
-            run.launch(kernels.sums_kernel, key, place, products, (*partials, _panel(panel)), flags)
+            run.launch(kernels.sums_kernel, place, products, (*partials, _panel(panel)), flags)
             total.add(place, partials)
             if panel is not None and scores.cols is not None:
                 add_product_(direction[place[0]], panel, scores.cols[place[1]])
@@ -78,11 +75,11 @@ def sums(
 
 
 def gradient(
-    scores: Scores, pairs: Pairs, key: str, over: str, sides: Sequence[int], params: Sequence[Tensor], grad: Tensor,
-    needs: Sequence[bool], pair_grads: PairGrads | None = None,
-) -> list[Tensor]:  # fmt: skip
+    question: Question, grad: Tensor, needs: Sequence[bool], pair_grads: PairGrads | None = None
+) -> list[Tensor]:
     """Return the gradients of rows, columns and parameters from ``grad`` (K, A); empty where it ``needs`` none."""
-    run, upstream = _Pass(scores, key, over, sides, params), kernels.Upstream(grad, grad.stride(0), grad.stride(1))
+    run, upstream = _Pass(question), kernels.Upstream(grad, grad.stride(0), grad.stride(1))
+    scores, sides, params = question.scores, question.sides, question.params
     # Sums of the gradients w.r.t. p, for each slot, then w.r.t. q: by row alone if one evaluation serves both sides.
     param_sums = _AnchorSums(run, run.slots + 1, sides[:1] if run.shared else sides) if any(needs[2:]) else None
 
@@ -90,7 +87,7 @@ def gradient(
         grad_p, grad_q = (*needs[2:], False, False)[:2]
         partials = [None, None] if param_sums is None else param_sums.partials(place)
         flags = {"WIDTH": len(grad), "GRAD_P": grad_p, "GRAD_Q": grad_q}
-        run.launch(kernels.gradient_kernel, key, place, products, (upstream, *partials, _panel(panel)), flags)
+        run.launch(kernels.gradient_kernel, place, products, (upstream, *partials, _panel(panel)), flags)
         if param_sums is not None:
             param_sums.add(place, partials)
 
@@ -158,8 +155,9 @@ def _visits(outs: Sequence[Tensor | None]) -> list[tuple[int, bool]]:
 class _Pass:
     """The inputs of a pass in the form that kernels take, prepared once for all of its launches."""
 
-    def __init__(self, scores: Scores, key: str, over: str, sides: Sequence[int], params: Sequence[Tensor]):
-        self.scores, self.shape, self.device = scores, scores.shape, scores.rows.device
+    def __init__(self, question: Question):
+        scores, _, key, over, sides, params, _ = question
+        self.form, self.scores, self.shape, self.device = FORMS[key], scores, scores.shape, scores.rows.device
         self.matrix = scores.rows.contiguous() if scores.cols is None else None
         self.fused, self.workspace = fused(scores), {}
         self.tile = PRODUCT_TILES[0 if math.prod(self.shape) >= LARGE else -1] if self.fused else READING_TILE
@@ -213,11 +211,11 @@ class _Pass:
         """Return the numbers of tiles of a block along its rows and along its columns."""
         return tuple(-(-(part.stop - part.start) // size) for part, size in zip(place, self.tile[:2], strict=True))
 
-    def launch(self, kernel: Any, key: str, place: Place, products: Tensor | None, args: Any, flags: Any) -> None:
+    def launch(self, kernel: Any, place: Place, products: Tensor | None, args: Any, flags: Any) -> None:
         """Run a program for each tile of a block."""
         (rows, cols), tile = place, self.tile
         block = kernels.Block(rows.start, cols.start, rows.stop - rows.start, cols.stop - cols.start, self.first_col)
-        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "FORM": FORMS[key]}
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "FORM": self.form}
         param_grads = kernel is kernels.gradient_kernel and (flags["GRAD_P"] or flags["GRAD_Q"])
         if tile.registers is not None and not param_grads and _is_hopper(self.device):
             options["maxnreg"] = tile.registers
@@ -373,12 +371,11 @@ def _error(device: torch.device, dtype: torch.dtype, n: int = 2048, m: int = 281
     params = [torch.full((1,), y, device=device) for y in (20.0, 5.0)]
     grad, needs = torch.linspace(1e-5, 3e-5, n + m, device=device)[None], (True, True, True, False)
     results: list[list[Tensor]] = []
-    backends: Any = (sums, gradient, "exp"), (tiled_sums, tiled_gradient, ANSWERS["exp"])
+    asked = [Question(scores, pairs, "exp", "negatives", sides, params) for sides in ((0, 1), (0,))]
     try:
-        for forward, backward, key in backends:
-            inputs = scores, pairs, key, "negatives"
-            both_sides, rows_only = forward(*inputs, (0, 1), params, False)[:1], forward(*inputs, (0,), params, True)
-            results.append([*both_sides, *rows_only, *backward(*inputs, (0, 1), params, grad, needs)[:3]])
+        for forward, backward in ((sums, gradient), (tiled_sums, tiled_gradient)):
+            values = [*forward(asked[0], False)[:1], *forward(asked[1], True)]
+            results.append([*values, *backward(asked[0], grad, needs)[:3]])
     except Exception as error:  # from the compiler, the driver, or an operation that the GPU lacks
         return f"fails: {type(error).__name__}: {error}"
     # Half precision rounds by less than a percent.
