@@ -140,7 +140,6 @@ class Matrix:
         n, m = self.shape[side], self.shape[1 - side]
         source = Scores(self.scores()) if self.engine == "dense" else self.source(form=self.keeps)
         rows, width = tile_shape(n, m, self.device.type)
-        y, inv = (source[1 - side], source[3 - side]) if source[8 - side] is None else (source[8 - side], None)
         if size is None:  # at least a tile: half-precision embeddings are converted anew for each block
             size = max(rows * width, min(128 * m, 2**26))
         for part in even_chunks(n, max(1, size // m)):
@@ -148,11 +147,12 @@ class Matrix:
                 block = (source.matrix.detach().T if side else source.matrix.detach())[part]
                 yield part, block.clone(memory_format=torch.contiguous_format)
                 continue
+            y, inv = source.vectors(1 - side)
             with full_precision(self.rows), torch.no_grad():
                 left = source.unit(side, part)
                 block = left.new_empty(len(left), m)
                 for c in even_chunks(m, width):
-                    block[:, c] = matmul(left, y[c].to(left.dtype).T)  # type: ignore[index]
+                    block[:, c] = matmul(left, y[c].to(left.dtype).T)
                 block = block if inv is None else block.mul_(inv)
             yield part, block
 

@@ -161,13 +161,9 @@ def _diagonal(rows: Tensor, cols: Tensor) -> bool:
 
 def pair_products(scores: Scores, i: Tensor | None, j: Tensor | None) -> Tensor:
     """Return the (P,) scores of rows i with columns j, without a gradient; None stands for row, or column, p."""
-    rows, cols, row_inv, col_inv = scores[:4]
-    matrix = rows if cols is None else scores.kept
-    if matrix is not None or cols is None:
-        matrix = rows if matrix is None else matrix
+    if (matrix := scores.matrix) is not None:
         return matrix.diagonal().clone() if i is None or j is None else matrix[i, j]
-    if scores.row_unit is not None and scores.col_unit is not None:
-        rows, cols, row_inv, col_inv = scores.row_unit, scores.col_unit, None, None
+    (rows, row_inv), (cols, col_inv) = scores.vectors(0), scores.vectors(1)
     p, dtype = len(rows) if i is None else len(i), torch.promote_types(rows.dtype, torch.float32)
     products = rows.new_empty(p, dtype=dtype)
     for part in _gathered(p, rows):

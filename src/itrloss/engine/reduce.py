@@ -183,9 +183,8 @@ class _Gradient:
         """Add what the (P,) gradient of listed pairs' scores contributes; as for tiles, `finish` adds that of norms."""
         for side, (own, other) in enumerate(((i, j), (j, i))):
             if self.needs[side]:
-                s: Any = self.scores
-                y, inv = (s[1 - side], s[3 - side]) if s[8 - side] is None else (s[8 - side], None)
-                self.total[side] = pair_gradient(self.total[side], own, y, inv, other, grad, s.shape[side])
+                y, inv = self.scores.vectors(1 - side)
+                self.total[side] = pair_gradient(self.total[side], own, y, inv, other, grad, self.scores.shape[side])
 
     def _total(self, side: int) -> Tensor:
         total = self.total[side]

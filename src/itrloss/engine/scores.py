@@ -55,9 +55,14 @@ class Scores(NamedTuple):
 
     def unit(self, side: int, part: slice = slice(None)) -> Tensor:
         """Return some of the rows (0) or columns (1) in the compute dtype, at unit length if they are normalised."""
+        x, inv = self.vectors(side)
+        return scaled(x[part], None if inv is None else inv[part])
+
+    def vectors(self, side: int) -> tuple[Tensor, Tensor | None]:
+        """Return the rows (0) or columns (1) and their inverse norms: None if they are unit vectors, or not scaled."""
         x, inv, unit = self[side], self[2 + side], self[7 + side]
         assert x is not None
-        return scaled(x[part], None if inv is None else inv[part]) if unit is None else unit[part]
+        return (x, inv) if unit is None else (unit, None)
 
 
 class Tile(NamedTuple):
