@@ -20,7 +20,7 @@ GATHERED = 2**30  # bytes of all processes' columns and their gradients that "au
 _NUMBERS = 6  # that processes exchange at most
 
 
-class Agreement:
+class Consensus:
     """What a process has to say of its part of a collective computation, and what all said."""
 
     text = ""  # has to be the same in all processes
@@ -29,13 +29,13 @@ class Agreement:
 
 
 @contextmanager
-def agreement(group: Any = None) -> Iterator[Agreement]:
+def consensus(group: Any = None) -> Iterator[Consensus]:
     """Run a block that checks a process's input; raise an error in all processes if it does in one, or texts differ.
 
     So no process waits in vain for one that failed. The block itself must not communicate. With a CPU backend, such as
     that of ``init_process_group()`` without arguments, only the hosts communicate; with NCCL alone, this synchronises.
     """
-    mine, failure = Agreement(), None
+    mine, failure = Consensus(), None
     try:
         yield mine
     except Exception as error:
@@ -84,7 +84,7 @@ def gather_parts(check: Callable[[], Sequence[Tensor]], group: Any = None, text:
     """
     if torch.compiler.is_compiling():  # nothing is compared then
         return [list(processes.gather(x, group).chunk(world_size(group))) for x in check()]
-    with agreement(group) as agreed:
+    with consensus(group) as agreed:
         tensors = check()
         if not all(isinstance(x, Tensor) and x.dim() for x in tensors):
             raise TypeError(f"gather: expected tensors with rows, got {[type(x).__name__ for x in tensors]}")

@@ -237,7 +237,7 @@ def distillation_loss(
     ``teacher``: the same anchors of the teacher's similarities, which get no gradient.
     """
     anchors = sim.both if isinstance(sim, Anchors) else _refuse("sim", sim, Similarity)
-    teacher = _same_anchors("teacher", teacher, sim).both.detach()
+    teacher = _other_model("teacher", teacher, sim).both.detach()
     if isinstance(temperature, Tensor):
         temperature = temperature.to(anchors.dtype)
     norm = teacher.logsumexp(1 / teacher_temperature, over="all").to(anchors.dtype)
@@ -317,7 +317,7 @@ def prototype_classification_loss(
     return values.sum() / (batch if reduction == "mean" else 1)
 
 
-def _same_anchors(name: str, other: Any, sim: Any) -> Any:
+def _other_model(name: str, other: Any, sim: Any) -> Any:
     """Return another model's similarities; raise an error unless they have as many rows and columns as ``sim``."""
     if not isinstance(other, Anchors):
         _refuse(name, other, Similarity)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from . import checks
 from .anchors import Anchors
 from .checks import WholeState, check_embeddings, check_matrix, check_size, one_of
-from .distributed import agreement, gather_parts, padded, world_size
+from .distributed import consensus, gather_parts, padded, world_size
 from .engine import processes
 from .engine.exchange import Share
 from .engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
@@ -154,7 +154,7 @@ class MemorySimilarity(NamedTuple):
         options: dict[str, Any] = {"engine": engine, "check_finite": check_finite, "names": checks.IMAGES_AND_TEXTS}
         ids, keys = (image_ids, text_ids), (image_keys, text_keys)
         compares = gather and not torch.compiler.is_compiling()
-        with agreement(shared.get("process_group")) if compares else contextlib.nullcontext() as agreed:
+        with consensus(shared.get("process_group")) if compares else contextlib.nullcontext() as agreed:
             if not isinstance(memory, CoupledMemory):
                 raise TypeError(f"memory: expected a CoupledMemory, got {type(memory).__name__}")
             if image_ids is None and text_ids is not None:

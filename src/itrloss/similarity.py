@@ -11,7 +11,7 @@ from torch import Tensor
 from . import checks
 from .anchors import Anchors, Limit
 from .checks import as_bias, check_size, one_of
-from .distributed import agreement, choose_schedule, numbered, padded, world_size
+from .distributed import choose_schedule, consensus, numbered, padded, world_size
 from .engine import processes, ranking
 from .engine.exchange import Processes, Share
 from .engine.matrix import MEMORY_BUDGET, Matrix, check_unchanged, choose_engine
@@ -140,7 +140,7 @@ class Similarity(Anchors):
         if torch.compiler.is_compiling():  # nothing is compared then
             sizes = [check()] * world_size(process_group)
         else:
-            with agreement(process_group) as agreed:
+            with consensus(process_group) as agreed:
                 agreed.numbers = check()
                 kinds = [f"{str(x.dtype)[6:]} (B, {x.shape[1]})" for x in (rows, cols)]
                 trained = [x.requires_grad and torch.is_grad_enabled() for x in (rows, cols)]

@@ -224,10 +224,10 @@ def _question(source, params, key, over, sides, pairs) -> Question:
 def _passes(key: str, triton: bool) -> tuple[Any, Any]:
     """Return the forward and the backward pass of an answer: PyTorch's where Triton has no kernel for it."""
     if triton:
-        from . import triton as kernels
+        from . import triton as gpu
 
-        if key in kernels.FORMS:
-            return kernels.sums, kernels.gradient
+        if key in gpu.WITH_LIMITS:
+            return gpu.sums, gpu.gradient
     return tiled_sums, tiled_gradient
 
 

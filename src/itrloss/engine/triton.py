@@ -40,7 +40,7 @@ TileConfig = namedtuple("TileConfig", "block_m block_n block_k parts num_warps n
 # Sums, and gradients of scores alone, spill at most 280 bytes then, those of exp 48. Other kernels, and all on other
 # GPUs, would spill up to 1.5 KB, and are not limited (python tests/gpu_compiler.py 90).
 PRODUCT_TILES = TileConfig(128, 128, 64, 4, 8, 3, 128), TileConfig(64, 64, 64, 1, 4, 3)
-LARGE = 2**21  # scores
+MANY = 2**21  # scores
 READING_TILE = TileConfig(64, 64, 64, 1, 4, 3)  # for scores that are loaded: memory-bound
 BLOCK_ROWS = 4096  # rows of a block: products of so many have enough tiles for all multiprocessors
 BLOCK = 2**28  # scores of a block at most; the sums of its tiles, held until they are added up, take 40 MiB
@@ -48,7 +48,7 @@ PANEL = 2**26  # bytes of scores, or of their gradient, that are written at once
 HELD = 2**27  # bytes of float32 sums of one side's gradient that may be held; beyond, scores are visited twice
 
 # The answers that have kernels, also within limits; others are summed tile by tile in PyTorch.
-FORMS = {name + limits: form for name, form in kernels.FORMS.items() for limits in ("", *LIMITS)}
+WITH_LIMITS = {name + limits: form for name, form in kernels.FORMS.items() for limits in ("", *LIMITS)}
 
 # The interpreter cannot multiply bfloat16, and rounds to it towards zero: it computes in float32.
 INTERPRETED = not isinstance(kernels.sums_kernel, triton.JITFunction)
@@ -157,10 +157,10 @@ class _Pass:
 
     def __init__(self, question: Question):
         scores, _, key, over, sides, params, _ = question
-        self.form, self.scores, self.shape, self.device = FORMS[key], scores, scores.shape, scores.rows.device
+        self.form, self.scores, self.shape, self.device = WITH_LIMITS[key], scores, scores.shape, scores.rows.device
         self.matrix = scores.rows.contiguous() if scores.cols is None else None
         self.fused, self.workspace = fused(scores), {}
-        self.tile = PRODUCT_TILES[0 if math.prod(self.shape) >= LARGE else -1] if self.fused else READING_TILE
+        self.tile = PRODUCT_TILES[0 if math.prod(self.shape) >= MANY else -1] if self.fused else READING_TILE
         embeddings = None, None, 0, 0, 0
         if self.fused:
             rows, cols = (_aligned(x, self.tile.block_k) for x in scores[:2])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import IMAGES_AND_TEXTS, Names, check_number, one_of
-from ..distributed import agreement, padded, world_size
+from ..distributed import consensus, padded, world_size
 from ..engine.processes import replicated, total
 from ..functional import Reduction
 from ..memory import CoupledMemory, MemorySimilarity
@@ -99,9 +99,9 @@ class Loss(nn.Module):
         return f"{type(self).__name__} {shown}, parameters trained {trained}"
 
     def _fail(self, error: Exception) -> NoReturn:
-        """Raise an error, in a job of several processes on all of them: the others are at their next agreement."""
+        """Raise an error, in a job of several processes on all of them: the others are at their next consensus."""
         if self._sharded and not torch.compiler.is_compiling():
-            with agreement(self.process_group):
+            with consensus(self.process_group):
                 raise error
         raise error
 
@@ -129,7 +129,7 @@ class Loss(nn.Module):
             values, size = part()
             count = size * world_size(self.process_group)
         else:
-            with agreement(self.process_group) as agreed:
+            with consensus(self.process_group) as agreed:
                 values, size = part()
                 one = values if isinstance(values, Tensor) else values[0]
                 agreed.text = f"{str(one.dtype)[6:]}, gradient {one.requires_grad}, {self._agreed}"

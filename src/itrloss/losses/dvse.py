@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..checks import IMAGES_AND_TEXTS, check_embeddings, check_matrix, check_number, check_size
-from ..distributed import agreement, gather_parts, world_size
+from ..distributed import consensus, gather_parts, world_size
 from ..engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
 from ..engine.ring import RingMatrix
 from ..engine.scores import Embeddings, full_precision, normalized
@@ -68,7 +68,7 @@ class VarianceAwareLoss(SimilarityLoss):
 
         options: Any = {"engine": self.engine, "names": _NAMES}
         if self._sharded and not torch.compiler.is_compiling():
-            with agreement(self.process_group) as agreed:
+            with consensus(self.process_group) as agreed:
                 check()
                 agreed.text = f"{images.shape[1]} heads, {self._agreed}"
         else:

@@ -145,7 +145,7 @@ class FilteredInfoNCELoss(PairLoss):
         """
         sim = self._similarity(images, texts, image_ids, text_ids, scores)
         if guide is not None:
-            given = [[x is None for x in s.ids] for s in (sim, functional._same_anchors("guide", guide, sim))]
+            given = [[x is None for x in s.ids] for s in (sim, functional._other_model("guide", guide, sim))]
             if given[0] != given[1]:
                 raise ValueError("guide: expected the ids of the loss, as its positives' scores are limits")
         return self._value(sim, guide)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..checks import IMAGES_AND_TEXTS, check_matrix
-from ..distributed import agreement
+from ..distributed import consensus
 from ..engine.matrix import check_unchanged
 from ..similarity import Similarity
 
@@ -90,7 +90,7 @@ def shared(sim: Any, question: str, process_group: Any) -> Similarity:
     Ids of texts alone are numbers of this process's images. All processes raise an error if one does, or if
     ``question``, what is computed in words, differs.
     """
-    with agreement(process_group):
+    with consensus(process_group):
         if not isinstance(sim, Similarity | Tensor):
             raise TypeError(f"scores: expected a Similarity, got {type(sim).__name__}")
         if isinstance(sim, Tensor) or sim._side or sim._inputs is None:

@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from ..rerank import Reranker
 
 Ties = Literal["pessimistic", "optimistic"]
-Listed = tuple[Tensor, Tensor]
-Scores = Tensor | Similarity | tuple[Tensor | Similarity, Tensor]
+ListedPairs = tuple[Tensor, Tensor]
+AnyScores = Tensor | Similarity | tuple[Tensor | Similarity, Tensor]
 
 
 def retrieval_metrics(
-    scores: Scores,
+    scores: AnyScores,
     image_ids: Tensor | None = None,
     text_ids: Tensor | None = None,
     *,
-    relevant: Listed | None = None,
+    relevant: ListedPairs | None = None,
     reranker: Reranker | None = None,
     ties: Ties = "pessimistic",
     hubness_k: int = 10,
@@ -56,11 +56,11 @@ def retrieval_metrics(
 
 
 def retrieval_results(
-    scores: Scores,
+    scores: AnyScores,
     image_ids: Tensor | None = None,
     text_ids: Tensor | None = None,
     *,
-    relevant: Listed | None = None,
+    relevant: ListedPairs | None = None,
     reranker: Reranker | None = None,
     ties: Ties = "pessimistic",
     hubness_k: int = 10,
@@ -108,7 +108,7 @@ def retrieval_results(
     if gather:
         if pair or relevant is not None or image_ids is not None or text_ids is not None:
             raise ValueError("relevant, image_ids, text_ids, a pair of scores: not for gather=True")
-        return _gathered(scores, reranker, hubness_k, ties, process_group)
+        return _sharded_results(scores, reranker, hubness_k, ties, process_group)
     first = scores[0] if pair else scores
     sims = [with_ids("scores", first, image_ids, text_ids, relevant is None).detach()]
     if pair:
@@ -129,7 +129,7 @@ def retrieval_results(
 
 
 def _ranked(
-    sims: Sequence[Similarity], relevant: Listed | None, reranker: Reranker | None, k: int, ties: Ties
+    sims: Sequence[Similarity], relevant: ListedPairs | None, reranker: Reranker | None, k: int, ties: Ties
 ) -> RetrievalResults:
     """Return the results of one similarity, or of those of image→text and text→image."""
     views = sims[0], sims[-1].T
@@ -143,7 +143,7 @@ def _ranked(
     return _results(ids_or_indices(sims[0]), ((ranks, top.indices) for ranks, top in ranked))
 
 
-def _gathered(scores: Any, reranker: Reranker | None, k: int, ties: Ties, group: Any) -> RetrievalResults:
+def _sharded_results(scores: Any, reranker: Reranker | None, k: int, ties: Ties, group: Any) -> RetrievalResults:
     """Return the results of all processes, each of which ranks for its own queries."""
     if isinstance(scores, Similarity) and scores._inputs is not None:
         scores = folded(scores)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_matrix, check_size
-from ..distributed import agreement, world_size
+from ..distributed import consensus, world_size
 from ..metrics.labels import ids_or_indices, shared, with_ids
 from ..similarity import Similarity, TopK
 from .direction import SIDES, Bias, Direction, Rule, against, fitting, unlabelled
@@ -211,7 +211,7 @@ class Reranker(ABC):
     def _ranked_by_all(self, sim: Similarity, k: int, ties: str | None) -> Iterator[Ranked]:
         """Yield :meth:`_ranked` of this process's queries among the candidates of all processes."""
         for view in self._directions(sim):
-            with agreement(view[0].group):
+            with consensus(view[0].group):
                 (ruled,) = self._ruled([view])
                 ranked = _ranks(*ruled, k, ties)
             yield ranked
