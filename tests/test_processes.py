@@ -168,6 +168,11 @@ def without_gradient(call: Callable[[], Any], odd: bool) -> Any:
         return call()
 
 
+def others() -> tuple[itrloss.Similarity, itrloss.Similarity]:
+    """Another model's similarities, of all processes and of this one."""
+    return itrloss.Similarity.sharded(*pairs()), itrloss.Similarity(*pairs())
+
+
 half = {False: torch.bfloat16, True: torch.float16}
 floats = {False: torch.float32, True: torch.float64}
 ids = torch.arange(4)
@@ -247,6 +252,21 @@ DIFFERENT: dict[str, tuple[Callable[[bool, Any], Any], str, str]] = {
         "momentum=0.1",
         "momentum=0.2",
     ),
+    "negatives": (
+        lambda odd, s: itrloss.InfoNCELoss(gather=s)(*pairs(), negatives=sample(3, D) if odd else None),
+        "without negatives",
+        "with negatives",
+    ),
+    "guide": (
+        lambda odd, s: itrloss.FilteredInfoNCELoss(gather=s)(*pairs(), guide=others()[odd]),
+        "guide Similarity of several processes",
+        "guide Similarity of one process",
+    ),
+    "teacher": (
+        lambda odd, s: itrloss.DistillationLoss(gather=s)(*pairs(), others()[odd]),
+        "teacher Similarity of several processes",
+        "teacher Similarity of one process",
+    ),
     "heads": (
         lambda odd, s: itrloss.VarianceAwareLoss(gather=s)(sample(4, 3 + odd, D), sample(4, D)),
         "3 heads",
@@ -316,6 +336,12 @@ REFUSED: dict[str, tuple[Callable[[bool, Any], Any], str]] = {
             *pairs(), *pairs(), memory(), *(sample(4, D + odd) for _ in range(2))
         ),
         "ValueError: image_concepts:",
+    ),
+    "no concepts": (
+        lambda odd, s: itrloss.CODERObjective(D, 4, gather=s)(
+            *pairs(), *pairs(), memory(), sample(4, D), None if odd else sample(4, D)
+        ),
+        "TypeError: text_concepts:",
     ),
 }
 

@@ -79,7 +79,7 @@ class Groups:
         return self._answer("counts", positive=False)
 
     def _answer(self, question: str, *params: Tensor, guide: Groups | None = None, **options: Any) -> Any:
-        """Return an answer (..., A) of the backend: a method of :class:`itrloss.engine.backends.Dense`."""
+        """Return what a method of the backend returns, see :class:`itrloss.engine.backends.Dense`: (..., A), or two."""
         if self._backend is None:
             local = backend(self._groups)
             self._backend = local if self.exchange is None else Sharded(self.exchange, local)

@@ -67,7 +67,7 @@ class Processes:
         return torch.cat([part[: size[side]] for part, size in zip(x.chunk(self.world), self.sizes, strict=True)])
 
     def merge_best(self, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the largest of all processes' values (..., W B) and its index, for this process's part (..., B).
+        """Return the largest of all processes' values (W B,) and its index, for this process's part (B,).
 
         The gradient goes to the process that has it; of equal values, to the first.
         """
@@ -193,13 +193,13 @@ class Sharded:
         return self.exchange.merged(sums, ANSWERS[key].maximum)
 
     def counts(self, *, positive: bool) -> Tensor:
-        """See there."""
+        """See :meth:`itrloss.engine.backends.Dense.counts`."""
         return self.exchange.counts(self.local.counts(positive=positive), positive)
 
     def centre(self) -> Tensor:
-        """See there."""
+        """See :meth:`itrloss.engine.backends.Dense.centre`."""
         return self.exchange.merged(self.local.centre())
 
     def hardest(self, *below: Tensor) -> tuple[Tensor, Tensor]:
-        """See there."""
+        """See :meth:`itrloss.engine.backends.Dense.hardest`."""
         return self.exchange.merged_best(*self.local.hardest(*map(self.exchange.gathered, below)))

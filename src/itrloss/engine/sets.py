@@ -235,13 +235,13 @@ def _gradients(
     """Return the gradients of the sets of both sides; empty where not needed."""
     (a, b), form = _sets(source), Form(name, alpha)
     new = functools.partial(torch.zeros, dtype=grad.dtype, device=grad.device)
-    of_rows, of_cols = (new(x.shape if need else 0) for x, need in zip((a.x, b.x), needs, strict=True))
+    of_rows, of_cols = new(a.x.shape if needs[0] else 0), b.x.new_empty(b.x.shape if needs[1] else 0)
     with torch.no_grad(), full_precision(a.x):
         grad = _of_existing(grad, a, b)
         rows, cols = blocks(a, b, _WINNER if form.hard else b.x.shape[1])
         for c in cols:
             other = b.part(c)
-            right = other.unit()
+            right, held = other.unit(), new(other.x.shape if needs[1] else 0)
             for r in rows:
                 own = a.part(r)
                 left = own.unit()
@@ -250,15 +250,17 @@ def _gradients(
                     if needs[0]:
                         of_rows[r] += weighted_sums(right, j, weights, i, len(left)).view_as(own.x)
                     if needs[1]:
-                        of_cols[c] += weighted_sums(left, i, weights, j, len(right)).view_as(other.x)
+                        held += weighted_sums(left, i, weights, j, len(right)).view_as(other.x)
                 else:
                     x = matmul(left, right.T).view(*own.x.shape[:2], *other.x.shape[:2])
                     x = slopes(x, form, own, other, grad[r, c]).view(len(left), len(right))
                     if needs[0]:
                         add_matmul_(of_rows[r].flatten(0, 1), x, right)
                     if needs[1]:
-                        add_matmul_(of_cols[c].flatten(0, 1), x.T, left)
-    return a.gradient(of_rows) if needs[0] else a.x.new_empty(0), b.gradient(of_cols) if needs[1] else b.x.new_empty(0)
+                        add_matmul_(held.flatten(0, 1), x.T, left)
+            if needs[1]:
+                of_cols[c] = other.gradient(held)
+    return a.gradient(of_rows) if needs[0] else a.x.new_empty(0), of_cols
 
 
 def _winning_pairs(winners: Tensor, grad: Tensor, a: Sets, b: Sets) -> tuple[Tensor, Tensor, Tensor]:

@@ -156,7 +156,7 @@ class _Pass:
     """The inputs of a pass in the form that kernels take, prepared once for all of its launches."""
 
     def __init__(self, question: Question):
-        scores, _, key, over, sides, params, _ = question
+        scores, key, sides, params = question.scores, question.key, question.sides, question.params
         self.form, self.scores, self.shape, self.device = WITH_LIMITS[key], scores, scores.shape, scores.rows.device
         self.matrix = scores.rows.contiguous() if scores.cols is None else None
         self.fused, self.workspace = fused(scores), {}
@@ -182,7 +182,7 @@ class _Pass:
         self.params = kernels.Params(p, q, p_step, q_step, self.slots, slot_stride)
         self.first_col = self.shape[0] if 0 in sides else 0
         self.shared = all(x.shape[-1] == 1 for x in params)
-        self.flags = {"OVER": over, "IDS": scores.row_ids is not None, "SHARED": self.shared}
+        self.flags = {"OVER": question.over, "IDS": scores.row_ids is not None, "SHARED": self.shared}
         self.flags |= {"ROWS": 0 in sides, "COLS": 1 in sides}
 
     def blocks(self, scores: int) -> Iterator[Place]:

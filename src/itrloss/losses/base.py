@@ -28,10 +28,13 @@ def _check(option: Field[Any], value: object) -> None:
     """Raise an error unless a value is of an option's type, if that is a number, a Literal or a union of these."""
     kinds = get_args(option.type) if get_origin(option.type) in (Union, UnionType) else (option.type,)
     allowed = [x for kind in kinds if get_origin(kind) is Literal for x in get_args(kind)]
-    if not all(kind in (float, type(None)) or get_origin(kind) is Literal for kind in kinds):
-        return  # of a loss elsewhere; its annotations may be text, too
     if value is None and type(None) in kinds:
         return
+    kinds = tuple(kind for kind in kinds if kind is not type(None))
+    if allowed and bool in kinds:
+        kinds, allowed = (Literal,), [False, True, *allowed]
+    elif not all(kind is float or get_origin(kind) is Literal for kind in kinds):
+        return  # of a loss elsewhere; its annotations may be text, too
     if float not in kinds:
         one_of(option.name, value, *allowed)
     elif not isinstance(value, str) or not allowed:
@@ -46,7 +49,7 @@ class Loss(nn.Module):
 
     _: KW_ONLY
     reduction: Reduction = "mean"
-    gather: Literal[False, True, "all-gather", "ring"] = False
+    gather: bool | Literal["all-gather", "ring"] = False
     process_group: Any = None
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -98,8 +101,19 @@ class Loss(nn.Module):
         shown = {k: x for k, x in options.items() if not isinstance(x, Tensor)}
         return f"{type(self).__name__} {shown}, parameters trained {trained}"
 
+    def _checked(self, check: Callable[[], str | None]) -> None:
+        """Run a check of the input; in a job of several processes, raise an error in all of them if it fails in one.
+
+        So they do if options differ, or the text that the check returns.
+        """
+        if not self._sharded or torch.compiler.is_compiling():
+            check()
+        else:
+            with consensus(self.process_group) as agreed:
+                agreed.text = f"{check() or ''} {self._agreed}"
+
     def _fail(self, error: Exception) -> NoReturn:
-        """Raise an error, in a job of several processes on all of them: the others are at their next consensus."""
+        """Raise an error; in a job, on all processes, of which the others have to be on their way to a consensus."""
         if self._sharded and not torch.compiler.is_compiling():
             with consensus(self.process_group):
                 raise error
@@ -234,8 +248,16 @@ class PairLoss(SimilarityLoss):
         return self._value(self._similarity(images, texts, image_ids, text_ids, scores))
 
     def _similarity(
-        self, images: Any, texts: Any, image_ids: Any, text_ids: Any, scores: Any, names: Names = IMAGES_AND_TEXTS
+        self,
+        images: Any,
+        texts: Any,
+        image_ids: Any,
+        text_ids: Any,
+        scores: Any,
+        names: Names = IMAGES_AND_TEXTS,
+        beside: str = "",
     ) -> Similarity:
+        """Return the input as a similarity; ``beside``: what else processes have to have alike, in words."""
         if (scores is not None or isinstance(images, Similarity)) and self._sharded:
             self._fail(ValueError("gather: expected embeddings; scores and a Similarity cannot be gathered"))
         options: dict[str, Any] = {"engine": self.engine, "check_finite": self.check_finite, "names": names}
@@ -252,7 +274,8 @@ class PairLoss(SimilarityLoss):
                 raise ValueError("scores: expected either scores or images and texts, got both")
             return Similarity.from_scores(scores, image_ids, text_ids, **options)
         if self.gather:
-            return Similarity.sharded(images, texts, image_ids, text_ids, **options, **self._shared)
+            options |= self._shared | {"same": f"{self._agreed} {beside}"}
+            return Similarity.sharded(images, texts, image_ids, text_ids, **options)
         return Similarity(images, texts, image_ids, text_ids, **options)
 
 

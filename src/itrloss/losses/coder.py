@@ -209,7 +209,8 @@ class CODERObjective(nn.Module):
         self.batch, self.concept = DiversityContrastiveLoss(**options), DiversityContrastiveLoss(**options)
         self.memory = MemoryDiversityContrastiveLoss(diversity_from=diversity_from, **options)
         self.prototypes = OnlineKMeans(clusters, dim, max_count=max_count)
-        common = {k: x for k, x in options.items() if k in PrototypeClassificationLoss.__dataclass_fields__}
+        names = "reduction", "engine", "check_finite", "gather", "process_group"
+        common = {name: getattr(self.batch, name) for name in names}
         self.classifier = PrototypeClassificationLoss(dim, clusters, **common)
 
     def forward(
@@ -232,11 +233,15 @@ class CODERObjective(nn.Module):
             image_concepts, text_concepts: (B, dim) concept embeddings.
         """
         parts = {"images": images, "texts": texts, "image_concepts": image_concepts, "text_concepts": text_concepts}
-        shape = (len(images), self.prototypes.dim)
-        for name, x in parts.items():
-            if x.shape != shape:
-                expected = f"expected shape {shape}, a row for each image"
-                self.batch._fail(ValueError(f"{name}: {expected}, got {tuple(x.shape)}"))
+
+        def check() -> None:
+            for name, x in parts.items():
+                check_matrix(name, x, "(B, dim)", empty=True)
+                shape = (len(images), self.prototypes.dim)
+                if x.shape != shape:
+                    raise ValueError(f"{name}: expected shape {shape}, a row for each image, got {tuple(x.shape)}")
+
+        self.batch._checked(check)
         zero = images.new_zeros((), dtype=compute_dtype(images))
         ids, keys, concepts = (image_ids, text_ids), (image_keys, text_keys), (image_concepts, text_concepts)
         # In evaluation mode there may be no prototypes yet.

@@ -125,12 +125,11 @@ class InfoNCELoss(PairLoss):
         ``negatives``: (K, D) embeddings of texts that match no image, as in NegCLIP (https://arxiv.org/abs/2210.01936),
         or (N, K, D), those of each image alone. They are no anchors, and in a job of several processes, (K, D).
         """
-        if negatives is None:
-            return self._value(self._similarity(images, texts, image_ids, text_ids, scores))
-        if not isinstance(images, Tensor):
+        if negatives is not None and not isinstance(images, Tensor):
             self._fail(ValueError("negatives: expected images beside them, not scores or a Similarity"))
-        sim = self._similarity(images, texts, image_ids, text_ids, scores)
-        return self._value(sim, self._unmatched(images, negatives))
+        beside = "without negatives" if negatives is None else "with negatives"
+        sim = self._similarity(images, texts, image_ids, text_ids, scores, beside=beside)
+        return self._value(sim) if negatives is None else self._value(sim, self._unmatched(images, negatives))  # type: ignore[arg-type]
 
     def _unmatched(self, images: Tensor, negatives: Tensor) -> Similarity:
         """Return the similarities of images with texts that match none."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..checks import IMAGES_AND_TEXTS, check_embeddings, check_matrix, check_number, check_size
-from ..distributed import consensus, gather_parts, world_size
+from ..distributed import gather_parts, world_size
 from ..engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
 from ..engine.ring import RingMatrix
 from ..engine.scores import Embeddings, full_precision, normalized
@@ -62,17 +62,13 @@ class VarianceAwareLoss(SimilarityLoss):
     def _heads(self, images: Tensor, texts: Tensor, *ids: Tensor | None) -> tuple[list[Similarity], Similarity]:
         """Return the similarities of each head, and one of the first head from embeddings."""
 
-        def check() -> None:
+        def check() -> str:
             check_matrix("image_sets", images, "(N, K, D)", dims=3, empty=self._sharded)
             check_embeddings(images.flatten(0, 1), texts, self.check_finite, _NAMES, empty=self._sharded)
+            return f"{images.shape[1]} heads,"
 
         options: Any = {"engine": self.engine, "names": _NAMES}
-        if self._sharded and not torch.compiler.is_compiling():
-            with consensus(self.process_group) as agreed:
-                check()
-                agreed.text = f"{images.shape[1]} heads, {self._agreed}"
-        else:
-            check()
+        self._checked(check)
         if self._sharded:
             frame = Similarity.sharded(images[:, 0], texts, *ids, **options, **self._shared)
         else:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,13 @@ from ..engine.scores import host_may_read
 from ..similarity import Similarity
 from ..terms import identity, negative_log_likelihood
 from .base import PairLoss, above_zero
+
+
+def _kind(other: Any) -> str:
+    """Return what a teacher or guide is, in words: processes that differ in it would exchange different things."""
+    shared = isinstance(other, Similarity) and other.exchange is not None
+    return f"{type(other).__name__} of {'several processes' if shared else 'one process'}"
+
 
 DIRECTIONS: tuple[str, ...] = "image-text", "text-image", "image-image", "text-text"
 
@@ -42,10 +49,11 @@ class DirectionalInfoNCELoss(PairLoss):
 
     temperature: float = above_zero(0.07)
     directions: Sequence[str] = DIRECTIONS
-    joint: Literal[True, False] = True
+    joint: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        one_of("joint", self.joint, True, False)
         directions = self.directions
         for direction in (directions,) if isinstance(directions, str) else directions:
             one_of("directions", direction, *DIRECTIONS)
@@ -143,7 +151,7 @@ class FilteredInfoNCELoss(PairLoss):
         ``guide``: a :class:`Similarity` with the same ids of the embeddings of the same images and texts by another
         model. In a job it is a :meth:`Similarity.sharded`, and both have the schedule ``"all-gather"``.
         """
-        sim = self._similarity(images, texts, image_ids, text_ids, scores)
+        sim = self._similarity(images, texts, image_ids, text_ids, scores, beside=f"guide {_kind(guide)}")
         if guide is not None:
             given = [[x is None for x in s.ids] for s in (sim, functional._other_model("guide", guide, sim))]
             if given[0] != given[1]:
@@ -194,7 +202,7 @@ class DistillationLoss(PairLoss):
             image_ids, text_ids = (torch.arange(len(x), device=x.device) for x in (images, texts))
         if isinstance(teacher, Tensor) and self._sharded:
             self._fail(TypeError("teacher: expected a Similarity.sharded in a job of several processes, got a tensor"))
-        sim = self._similarity(images, texts, image_ids, text_ids, None)
+        sim = self._similarity(images, texts, image_ids, text_ids, None, beside=f"teacher {_kind(teacher)}")
         if isinstance(teacher, Tensor):
             check_matrix("teacher", teacher, "(N, M)", self.check_finite)
             if teacher.shape != sim.shape:

@@ -106,10 +106,7 @@ class PCMEPlusPlusLoss(SimilarityLoss):
     ) -> Similarity:
         """Return the :class:`Similarity` of -d, by which the model retrieves; arguments as in :meth:`forward`."""
         given = images_mean, texts_mean, images_log_variance, texts_log_variance
-        try:
-            self._check(*given)
-        except (TypeError, ValueError) as error:
-            self._fail(error)
+        self._checked(lambda: self._check(*given))
         means = [normalized(x, self.normalize) for x in given[:2]]
         sums = [m.square().sum(1) + x.to(m.dtype).exp().sum(1) for m, x in zip(means, given[2:], strict=True)]
         # -d = 2 <m, m'> - |m|^2 - |m'|^2 - ..., an inner product and a bias of each side
