@@ -1,4 +1,4 @@
-"""A right loss in plain PyTorch, and sixty wrong ones: each differs from it by one bug.
+"""A right loss in plain PyTorch, and wrong ones here and in `planted_*`: each differs from it by one bug.
 
 Many are those of public code, told in its issue trackers; the comments name them.
 """

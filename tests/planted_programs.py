@@ -186,6 +186,19 @@ class BranchOnAValue(InfoNCE):
         return scores if scores.max().item() < 2 else scores.clamp(-1, 1)
 
 
+@planted("engines_agree")
+class EnginesDiffer(InfoNCE):
+    """One of two engines leaves out the last block of candidates' gradients."""
+
+    engine = "dense"
+
+    def scores(self, images, texts):
+        scores = super().scores(images, texts)
+        if self.engine == "tiled":
+            scores = torch.cat([scores[:, :16], scores[:, 16:].detach()], 1)
+        return scores
+
+
 @planted("cached_step")
 class DependsOnRequiresGrad(InfoNCE):
     """Embeddings that are leaves, as with gradient caching, are detached."""
