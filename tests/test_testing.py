@@ -31,7 +31,10 @@ CONSTANT = {
     name: "weights that the gradient takes for constants"
     for name in ("gradcheck", "finite_differences", "uneven_upstream")
 }
-CANCELS = dict.fromkeys(["float32_error"], "1 - p cancels where p is near 1, see the loss")
+NEGATIVES_ALONE = {
+    "float32_error": "1 - p cancels where p is near 1, see the loss",
+    "learns_classes": "it learns from negatives alone: an image that starts far from its positives stays there",
+}
 DENSE = {"memory_grows_linearly": "its scores, of a teacher or of sets, are a matrix"}
 
 PREFIXES = {"rotation": "prefixes are of coordinates"}
@@ -57,7 +60,7 @@ LOSSES = {
     "dcl": Case(itrloss.DiversityContrastiveLoss(), {}, CONSTANT),
     "dcl entropy": Case(itrloss.DiversityContrastiveLoss(diversity="entropy", detach_diversity=False)),
     "rince": Case(itrloss.RINCELoss()),
-    "complementary": Case(itrloss.ComplementaryContrastiveLoss(), {}, CANCELS),
+    "complementary": Case(itrloss.ComplementaryContrastiveLoss(), {}, NEGATIVES_ALONE),
     "supcon": Case(itrloss.SupConLoss()),
     "supcon inside": Case(itrloss.SupConLoss(inside=True)),
     "mil-nce": Case(itrloss.MILNCELoss()),
