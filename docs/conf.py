@@ -24,6 +24,7 @@ extensions = [
     "mathml",
     "pictures",
     "interval_charts",
+    "checks",
 ]
 exclude_patterns = ["_build"]
 default_role = "code"

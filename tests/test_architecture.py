@@ -23,7 +23,7 @@ FLOORS = [
     {"similarity"},
     {"functional", "sets", "memory", "kmeans", "metrics", "rerank", "telemetry", "grad_cache", "mining"},
     {"losses", "compat"},
-    {"comparison", "report", "plan"},
+    {"comparison", "report", "plan", "testing"},
     {"cli"},
 ]
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}

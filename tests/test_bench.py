@@ -534,9 +534,10 @@ def test_reranking_is_measured_and_written(monkeypatch, tmp_path, capsys):
     assert "processor" in results["machine"] and "rr to fast on the matrix: " in capsys.readouterr().out
 
 
-OTHERS = {  # columns of what benchmarks/noise.py, judged.py and mining.py wrote
+OTHERS = {  # columns of what benchmarks/noise.py, judged.py, conformance.py and mining.py wrote
     "noise": {"loss", "noise", "seed", "last", "best"},
     "judged": {"system"},
+    "conformance": {"loss", "package"},
     "cpu_mining": {"way", "shape", "k", "seconds", "to ours", "same neighbours", "peak_mb"},
 }
 

@@ -189,3 +189,12 @@ def test_candidates_of_minus_infinity_are_the_last_and_say_so(engine):
     top = Similarity.from_scores(scores, *torch.arange(5).split((1, 4)), engine=engine).topk(4)
     assert top.values.tolist() == [[1.0, 0.5, -torch.inf, -torch.inf]]
     assert top.indices[0, :2].tolist() == [3, 1] and set(top.indices[0].tolist()) == set(range(4))
+
+
+@pytest.mark.parametrize("ids", [(None, None), (torch.arange(4), torch.arange(4).flip(0))])
+def test_positives_of_long_embeddings_do_not_overflow_on_tiles(ids):
+    """Products of two embeddings beyond 1.8e19 are infinite in float32, unless one is normalised before."""
+    v, w = V, W[:4]
+    expected = Similarity(v, w, *ids, engine="dense").both.mean_of_positives(identity)
+    found = Similarity(v * 2.0**66, w * 2.0**66, *ids, engine="tiled").both.mean_of_positives(identity)
+    torch.testing.assert_close(found, expected)

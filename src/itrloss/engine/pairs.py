@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .scores import IGNORE_ID, Ids, Scores, host_may_read, may_keep
+from .scores import IGNORE_ID, Ids, Scores, host_may_read, may_keep, scaled
 
 _GATHERED, _ACCELERATOR_GATHERED = 2**18, 2**22  # elements of gathered embeddings held at once
 
@@ -168,11 +168,9 @@ def pair_products(scores: Scores, i: Tensor | None, j: Tensor | None) -> Tensor:
     products = rows.new_empty(p, dtype=dtype)
     for part in _gathered(p, rows):
         left, right = (x[part] if k is None else x.index_select(0, k[part]) for x, k in ((rows, i), (cols, j)))
-        torch.sum(left.to(dtype) * right.to(dtype), 1, out=products[part])
-    for inv, k in ((row_inv, i), (col_inv, j)):
-        if inv is not None:
-            products.mul_(inv if k is None else inv[k])
-    return products
+        inv = row_inv if row_inv is None else row_inv[part if i is None else i[part]]
+        torch.sum(scaled(left, inv) * right.to(dtype), 1, out=products[part])  # of two long vectors it would overflow
+    return products if col_inv is None else products.mul_(col_inv if j is None else col_inv[j])
 
 
 def _gathered(size: int, x: Tensor) -> list[slice]:

@@ -1,0 +1,157 @@
+"""Checks of rounding and range: half precision, autocast, very long, very short and zero embeddings."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .registry import check
+from .subject import Batch, Result, Subject, finite, same
+
+_SEEDS = range(3)
+# With float32 scores losses of this library are at 0.12 to 0.38, with scores that are rounded to bfloat16 at 0.43 up.
+_HALF = 0.4
+
+
+def _distance(a: Result, b: Result) -> list[float]:
+    """Return relative distances: of the values, and of the gradients in the Frobenius norm."""
+    gradients = [torch.cat([x.double().flatten() for x in result[1:3]]) for result in (a, b)]
+    size = gradients[1].norm().clamp_min(torch.finfo(torch.float64).tiny)
+    value = (a.value.double() - b.value.double()).abs() / b.value.double().abs().clamp_min(1e-3)
+    return [float(value), float((gradients[0] - gradients[1]).norm() / size)]
+
+
+def _rounding(subject: Subject, dtype: torch.dtype, times: float, autocast: bool = False) -> None:
+    """Raise an AssertionError if errors exceed those of rounding the embeddings and the gradients, so many times."""
+    errors, plain = [], []
+    for seed in _SEEDS:
+        batch = subject.batch(48, 60, d=64, seed=seed)
+        rounded = batch.to(dtype)
+        exact = subject.result(rounded.to(torch.float64))
+        plain.append(_distance(exact, subject.result(batch)))
+        given: Batch = rounded.to(torch.float32) if autocast else rounded
+        with torch.autocast("cpu", dtype) if autocast else contextlib.nullcontext():
+            got = subject.result(given, subject.fresh())
+        for x, like in ((got.images, given.images), (got.texts, given.texts)):
+            assert x.dtype == like.dtype, f"expected gradients of {like.dtype}, got {x.dtype}"
+        errors.append(_distance(got, exact))
+    unit = torch.finfo(dtype).eps
+    for name, *both in zip(("value", "gradient"), zip(*errors, strict=True), zip(*plain, strict=True), strict=True):
+        own, least = both
+        error, rounding = max(own), max(least) + unit
+        assert error <= times * rounding, f"relative error of the {name} {error:.2g}, of plain rounding {rounding:.2g}"
+
+
+@check()
+def float32_error(subject: Subject) -> None:
+    """In float32 the error is at most twelve times that of rounding the embeddings and the gradients.
+
+    Scores are float32 here, and a temperature of 0.05 multiplies their rounding by 20. Cancellation is far worse.
+    """
+    _rounding(subject, torch.float32, 12)
+
+
+@check()
+def bfloat16_error(subject: Subject) -> None:
+    """With bfloat16 embeddings the error is at most 0.4 times that of rounding the embeddings and the gradients.
+
+    Scores stay float32: rounded to bfloat16 and divided by a temperature of 0.01, they are multiples of 0.5.
+    """
+    _rounding(subject, torch.bfloat16, _HALF)
+
+
+@check()
+def float16_error(subject: Subject) -> None:
+    """With float16 embeddings the error is at most 0.4 times that of rounding the embeddings and the gradients."""
+    _rounding(subject, torch.float16, _HALF)
+
+
+@check()
+def autocast_error(subject: Subject) -> None:
+    """Under autocast to bfloat16 the error is at most 0.4 times that of rounding the embeddings and the gradients.
+
+    Autocast runs the product of float32 embeddings in bfloat16 unless the loss opts out.
+    """
+    _rounding(subject, torch.bfloat16, _HALF, autocast=True)
+
+
+def _with_zeros(subject: Subject, dtype: torch.dtype) -> Result:
+    batch = subject.batch(6, one=True)
+    batch.images[1] = 0
+    batch.texts[1:4] = 0
+    return subject.result(batch.to(dtype), subject.fresh())
+
+
+@check()
+def zero_vectors(subject: Subject) -> None:
+    """Embeddings of zeros, as of an empty text, leave the value and its gradients finite."""
+    finite("zero vectors", _with_zeros(subject, torch.float32))
+
+
+@check()
+def zero_vectors_in_half_precision(subject: Subject) -> None:
+    """Embeddings of zeros are harmless in half precision: the 1e-12 that keeps a length above 0 is 0 in float16."""
+    for dtype in (torch.float16, torch.bfloat16):
+        finite(f"zero vectors in {dtype}", _with_zeros(subject, dtype))
+
+
+def _of_length(subject: Subject, length: float) -> None:
+    batch = subject.batch(9, 14).to(torch.float32)
+    expected, loss = subject.result(batch, subject.fresh()), subject.fresh()
+    got = subject.result(batch.of(batch.images * length, batch.texts * length), loss)
+    finite(f"embeddings of length {length:g}", got)
+    scaled = got._replace(images=got.images * length, texts=got.texts * length)
+    same(f"embeddings of length {length:g}", scaled, expected, rtol=1e-3, atol=1e-5)
+
+
+@check("normalizes")
+def long_embeddings(subject: Subject) -> None:
+    """Embeddings of length 2^66 give the same loss in float32: their squares overflow."""
+    _of_length(subject, 2.0**66)
+
+
+@check("normalizes")
+def short_embeddings(subject: Subject) -> None:
+    """Embeddings of length 2^-30, 1e-9, give the same loss in float32, also where an eps keeps lengths above 0.
+
+    With the usual 1e-12 of :func:`torch.nn.functional.normalize` they do.
+    """
+    _of_length(subject, 2.0**-30)
+
+
+def _extreme(batch: Batch) -> list[Batch]:
+    """Return pairs that are equal, pairs that are opposite, and embeddings that are all equal."""
+    opposite = batch._replace(texts=-batch.images)
+    return [batch._replace(texts=batch.images), opposite, batch.of(_first(batch), _first(batch))]
+
+
+def _first(batch: Batch) -> Tensor:
+    return batch.images[:1].expand(len(batch.images), -1).clone()
+
+
+@check()
+def extreme_scores(subject: Subject) -> None:
+    """Pairs that are equal, opposite, or all alike leave the value and its gradients finite in float32.
+
+    Cosines of 1 and -1 are the ends of logarithms, roots and arcs.
+    """
+    for batch in _extreme(subject.batch(9, one=True).to(torch.float32)):
+        finite("scores of 1 or -1", subject.result(batch, subject.fresh()))
+
+
+@check("temperature")
+def low_temperature(subject: Subject) -> None:
+    """A temperature of 0.004 leaves the value and its gradients finite in float32, or is refused with a ValueError.
+
+    An exponential of scores without their maximum overflows, and the logarithm of a softmax that is 0 is -inf.
+    """
+    try:
+        options: dict[str, Any] = {"temperature": 0.004}
+        subject.fresh(**options)
+    except (AttributeError, ValueError):
+        return  # refused, or a property that follows a parameter
+    for batch in _extreme(subject.batch(9, one=True).to(torch.float32)):
+        finite("temperature 0.004", subject.result(batch, subject.fresh(**options)))

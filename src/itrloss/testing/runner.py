@@ -1,0 +1,167 @@
+"""Running the checks on a loss: all of them into a report, or one by one under pytest."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+from unittest import SkipTest
+
+from . import behaviour, gradients, precision, values  # noqa: F401 — register the checks
+from .registry import CHECKS
+from .subject import Subject
+
+Status = Literal["passed", "failed", "expected failure", "skipped"]
+
+
+class Outcome(NamedTuple):
+    """What a check found. ``reason``: of a failure or a skip; of an expected failure, the one that was given."""
+
+    name: str
+    status: Status
+    reason: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcomes of all checks on one loss; ``str`` gives a table."""
+
+    loss: str
+    outcomes: tuple[Outcome, ...]
+
+    def names(self, status: Status) -> list[str]:
+        """Return the names of the checks that passed, failed, failed as expected or were skipped."""
+        return [x.name for x in self.outcomes if x.status == status]
+
+    @property
+    def summary(self) -> str:
+        """One line of numbers."""
+        counts = [(len(self.names(status)), status) for status in get_args(Status)]
+        return f"{self.loss}: " + ", ".join(f"{number} {status}" for number, status in counts if number)
+
+    def __str__(self) -> str:
+        width = max((len(x.name) for x in self.outcomes), default=0)
+        rows = (f"{x.name:{width}}  {x.status:16}  {x.seconds:5.1f} s  {x.reason}" for x in self.outcomes)
+        return "\n".join([self.summary, *(row.rstrip() for row in rows)])
+
+
+class ConformanceError(AssertionError):
+    """All checks that a loss failed; ``report`` has the others, too."""
+
+    def __init__(self, report: Report):
+        self.report = report
+        failed = [x for x in report.outcomes if x.status == "failed"]
+        super().__init__("\n".join([report.summary, *(f"- {x.name}: {x.reason}" for x in failed)]))
+
+
+class LossCheck:
+    """One check, bound to a loss: call it. ``str`` gives the check's name."""
+
+    def __init__(self, name: str, subject: Subject, expected: str | None = None):
+        self.name, self.subject, self.expected = name, subject, expected
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __call__(self) -> None:
+        """Raise an AssertionError if the loss fails, or passes although a failure is expected; SkipTest if neither.
+
+        pytest and unittest take a ``unittest.SkipTest`` for a skipped test.
+        """
+        outcome = self.run()
+        if outcome.status == "skipped":
+            raise SkipTest(outcome.reason)
+        if outcome.status == "failed":
+            raise AssertionError(f"{self.name}: {outcome.reason}")
+
+    def run(self) -> Outcome:
+        """Return the outcome."""
+        start, check = time.perf_counter(), CHECKS[self.name]
+        missing = [reason for reason in map(self.subject.lacks, check.needs) if reason]
+        status, reason = ("skipped", missing[0]) if missing else self._tried(check.function)
+        if self.expected is not None and status == "failed":
+            status, reason = "expected failure", self.expected
+        elif self.expected is not None and status == "passed":
+            status, reason = "failed", f"passed, but was expected to fail: {self.expected}"
+        return Outcome(self.name, status, reason, time.perf_counter() - start)
+
+    def _tried(self, function: Callable[[Subject], None]) -> tuple[Status, str]:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of losses about odd batches
+                function(self.subject)
+        except SkipTest as skip:
+            return "skipped", str(skip)
+        except AssertionError as error:
+            return "failed", _brief(str(error))
+        except Exception as error:  # a loss that cannot be called as the check does
+            return "failed", _brief(f"{type(error).__name__}: {error}")
+        return "passed", ""
+
+
+def _brief(message: str) -> str:
+    text = " ".join(message.split())
+    return text if len(text) <= 200 else text[:199] + "…"
+
+
+def loss_checks(
+    loss: Callable[..., Any],
+    *,
+    call: Callable[..., Any] | None = None,
+    ids: bool = True,
+    normalizes: bool = True,
+    processes: int = 1,
+    expected_failures: Mapping[str, str] | None = None,
+    only: Collection[str] | None = None,
+) -> list[LossCheck]:
+    """Return the checks, each a function without arguments with ``str`` as its name, for pytest.
+
+    ``@pytest.mark.parametrize("check", loss_checks(loss), ids=str)`` makes a test of each; its body is ``check()``.
+    The arguments are those of :func:`check_loss`.
+    """
+    if not callable(loss):
+        raise TypeError(f"loss: expected a module or function, got {type(loss).__name__}")
+    if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
+        raise ValueError(f"processes: expected an integer of at least 1, got {processes!r}")
+    expected = {} if expected_failures is None else dict(expected_failures)
+    for argument, names in (("expected_failures", expected), ("only", only or ())):
+        unknown = sorted(set(names) - CHECKS.keys())
+        if unknown:
+            raise ValueError(f"{argument}: expected names of checks, got {', '.join(map(repr, unknown))}")
+    subject = Subject(loss, call, ids, normalizes, processes)
+    return [LossCheck(name, subject, expected.get(name)) for name in CHECKS if only is None or name in only]
+
+
+def check_loss(loss: Callable[..., Any], **options: Any) -> Report:
+    """Return the report of all checks on a contrastive loss, or raise an error that lists those that it fails.
+
+    Copies of the loss are checked, on small batches on the CPU. See :doc:`testing` for the checks.
+
+    Args:
+        loss: a module or function ``loss(images, texts)`` or ``loss(images, texts, image_ids, text_ids)`` of (N, D) and
+            (M, D) embeddings, and (N,) and (M,) integers of which equal ones match.
+        call: ``call(loss, images, texts)``, or with ids ``call(loss, images, texts, image_ids, text_ids)``, for a loss
+            with another signature.
+        ids: whether the loss takes ids. False: image i matches text i alone, and checks with ids are skipped.
+        normalizes: whether the loss, as it is called, is one of cosines. False: embeddings have unit length.
+        processes: 2 or more: also compare a loss with the attribute ``gather`` in so many processes. They are spawned,
+            so a script needs ``if __name__ == "__main__":``.
+        expected_failures: reasons by the names of checks. One that passes all the same counts as failed.
+        only: names of checks; all others are left out.
+
+    Returns:
+        A :class:`Report`; ``print`` shows it as a table.
+
+    Raises:
+        ConformanceError: an AssertionError, if a check failed. Its ``report`` has all outcomes.
+        ValueError: for a name that no check has.
+    """
+    checks = loss_checks(loss, **options)
+    name = type(loss).__name__ if hasattr(type(loss), "forward") else getattr(loss, "__name__", type(loss).__name__)
+    report = Report(name, tuple(check.run() for check in checks))
+    if report.names("failed"):
+        raise ConformanceError(report)
+    return report

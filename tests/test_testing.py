@@ -1,0 +1,239 @@
+"""The conformance checks: our losses pass them, planted bugs do not."""
+
+from __future__ import annotations
+
+import unittest
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import planted
+import planted_gradients  # noqa: F401 — lists its bugs, too
+import planted_programs
+import pytest
+import torch
+import torch.nn.functional as F
+
+import itrloss
+from itrloss.testing import ConformanceError, check_loss, loss_checks
+from itrloss.testing.registry import CHECKS
+
+
+class Case(NamedTuple):
+    """A loss, the options of ``check_loss``, and the checks that it fails for a reason."""
+
+    loss: Any
+    options: Mapping[str, Any] = MappingProxyType({})
+    failures: Mapping[str, str] = MappingProxyType({})
+
+
+CONSTANT = {
+    name: "weights that the gradient takes for constants"
+    for name in ("gradcheck", "finite_differences", "uneven_upstream")
+}
+NEGATIVES_ALONE = {
+    "float32_error": "1 - p cancels where p is near 1, see the loss",
+    "learns_classes": "it learns from negatives alone: an image that starts far from its positives stays there",
+}
+DENSE = {"memory_grows_linearly": "its scores, of a teacher or of sets, are a matrix"}
+
+PREFIXES = {"rotation": "prefixes are of coordinates"}
+
+
+def taught(loss, images, texts, image_ids, text_ids):
+    return loss(images, texts, (image_ids[:, None] == text_ids).to(images.dtype))
+
+
+def of_sets(loss, images, texts, image_ids, text_ids):
+    return loss(images[:, None], texts[:, None], None, None, image_ids, text_ids)
+
+
+LOSSES = {
+    "triplet": Case(itrloss.TripletLoss()),
+    "triplet all": Case(itrloss.TripletLoss(mining="all", reduction="mean")),
+    "infonce": Case(itrloss.InfoNCELoss()),
+    "infonce tiled": Case(itrloss.InfoNCELoss(engine="tiled")),
+    "infonce learnable": Case(itrloss.InfoNCELoss(learnable=True)),
+    "infonce hard": Case(itrloss.InfoNCELoss(hardness=5.0), {}, CONSTANT),
+    "sigmoid": Case(itrloss.SigmoidLoss()),
+    "hal": Case(itrloss.HubnessAwareLoss()),
+    "dcl": Case(itrloss.DiversityContrastiveLoss(), {}, CONSTANT),
+    "dcl entropy": Case(itrloss.DiversityContrastiveLoss(diversity="entropy", detach_diversity=False)),
+    "rince": Case(itrloss.RINCELoss()),
+    "complementary": Case(itrloss.ComplementaryContrastiveLoss(), {}, NEGATIVES_ALONE),
+    "supcon": Case(itrloss.SupConLoss()),
+    "supcon inside": Case(itrloss.SupConLoss(inside=True)),
+    "mil-nce": Case(itrloss.MILNCELoss()),
+    "multi-similarity": Case(itrloss.MultiSimilarityLoss()),
+    "multi-similarity mined": Case(itrloss.MultiSimilarityLoss(epsilon=0.1)),
+    "circle": Case(itrloss.CircleLoss(), {}, CONSTANT),
+    "filtered": Case(itrloss.FilteredInfoNCELoss()),
+    "directional": Case(itrloss.DirectionalInfoNCELoss(), {"ids": False}),
+    "directional one by one": Case(itrloss.DirectionalInfoNCELoss(joint=False), {"ids": False}),
+    "distillation": Case(itrloss.DistillationLoss(), {"call": taught}, DENSE),
+    "late interaction": Case(itrloss.LateInteractionLoss(0.1), {"call": of_sets}, DENSE),
+    "matryoshka": Case(itrloss.Matryoshka(itrloss.InfoNCELoss(engine="tiled"), (2, 4)), {}, PREFIXES),
+}
+
+SLOW = ["compiled", "compiled_as_one_graph"]  # seconds each
+QUICK = ["infonce tiled", "dcl", "matryoshka"]
+
+
+def slow_unless(quick):
+    return () if quick else pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=slow_unless(name in QUICK)) for name in LOSSES])
+def test_our_losses_pass(name):
+    loss, options, failures = LOSSES[name]
+    check_loss(loss, expected_failures=failures, only=[x for x in CHECKS if x not in SLOW], **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOSSES)
+def test_our_losses_compile(name):
+    loss, options, _ = LOSSES[name]
+    check_loss(loss, only=SLOW, **options)
+
+
+def test_all_pair_losses_are_here():
+    """Those of normal distributions and of sets of images take further arguments."""
+    others = {"PCMEPlusPlusLoss"}
+    public = {n: getattr(itrloss, n) for n in itrloss.__all__}
+    pairs = {n for n, x in public.items() if isinstance(x, type) and issubclass(x, itrloss.PairLoss)}
+    assert pairs - {"PairLoss"} <= {type(case.loss).__name__ for case in LOSSES.values()} | others
+
+
+@pytest.mark.slow
+def test_gathered_losses_are_those_of_one_process():
+    for loss in (itrloss.InfoNCELoss(learnable=True), itrloss.TripletLoss(reduction="mean")):
+        report = check_loss(loss, only=["several_processes"], processes=2)
+        assert report.names("passed") == ["several_processes"]
+
+
+# ------------------------------------------------------------------------------------------------------ planted bugs
+
+# A plain loss holds its scores; all bugs but those of memory do as well.
+PLAIN = {"memory_grows_linearly": "scores are a matrix"}
+CAUGHT = [name for name, bug in planted.BUGS.items() if bug.caught_by]
+
+
+def test_at_least_57_of_60_bugs_are_caught():
+    assert len(planted.BUGS) >= 60
+    assert len(CAUGHT) >= len(planted.BUGS) * 57 / 60
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=slow_unless("processes" not in planted.BUGS[x].options)) for x in CAUGHT]
+)
+def test_the_bug_is_caught(name):
+    make, caught_by, options = planted.BUGS[name]
+    with pytest.raises(ConformanceError) as caught:
+        check_loss(make(), only=[caught_by], **options)
+    assert caught.value.report.names("failed") == [caught_by]
+
+
+UNNOTICED = [bug.make for bug in planted.BUGS.values() if not bug.caught_by]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [planted.InfoNCE, planted.WithBias, *UNNOTICED])
+def test_without_the_bug_all_pass(make):
+    """The losses that bugs are planted in; and the bugs that are not caught, so that the list of those is right."""
+    check_loss(make(), expected_failures=PLAIN)
+
+
+def test_what_bugs_of_memory_and_state_are_planted_in_is_right():
+    check_loss(planted_programs.ByChunks(), only=["memory_grows_linearly", "gradcheck", "order_of_pairs"])
+    check_loss(planted_programs.Queue(), only=["resumed_training", "state_dict_round_trip", "deepcopy"])
+
+
+@pytest.mark.slow
+def test_without_the_bug_processes_agree():
+    assert check_loss(planted.InfoNCE(), only=["several_processes"], processes=2).names("passed")
+
+
+# ---------------------------------------------------------------------------------------------------------- interface
+
+
+def clip(images, texts, scale):
+    logits, labels = scale * images @ texts.T, torch.arange(len(images))
+    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+
+def units(loss, images, texts):
+    return loss(F.normalize(images, dim=1), F.normalize(texts, dim=1), 10.0)
+
+
+FEW = ["order_of_pairs", "renamed_ids", "scaled_embeddings", "state_dict_round_trip"]
+
+
+@pytest.mark.parametrize("check", loss_checks(itrloss.SigmoidLoss(), only=FEW), ids=str)
+def test_checks_are_parameters_of_pytest(check):
+    check()
+
+
+def test_a_function_of_another_signature():
+    report = check_loss(clip, call=units, ids=False, only=FEW)
+    assert report.names("passed") == ["order_of_pairs", "scaled_embeddings"]
+    assert {x.name: x.reason for x in report.outcomes if x.status == "skipped"} == {
+        "renamed_ids": "it takes no ids (ids=False)",
+        "state_dict_round_trip": "it is no nn.Module",
+    }
+    with pytest.raises(unittest.SkipTest, match="no ids"):
+        loss_checks(clip, call=units, ids=False, only=["renamed_ids"])[0]()
+
+
+def test_all_failures_are_listed():
+    only = ["memory_grows_linearly", "swapped_sides", "rotation"]
+    one_way = lambda images, texts: F.cross_entropy(images @ texts.T, torch.arange(len(images)))  # noqa: E731
+    with pytest.raises(ConformanceError) as error:
+        check_loss(one_way, ids=False, normalizes=False, only=only)
+    first, *failures = str(error.value).splitlines()
+    assert first == "<lambda>: 1 passed, 2 failed"
+    assert {line.split()[1] for line in failures} == {"memory_grows_linearly:", "swapped_sides:"}
+    assert error.value.report.names("passed") == ["rotation"]
+
+
+def test_the_report_is_a_table():
+    report = check_loss(clip, call=units, ids=False, only=["rotation", "renamed_ids"])
+    first, *rows = str(report).splitlines()
+    assert first == "clip: 1 passed, 1 skipped"
+    assert [row.split()[:2] for row in rows] == [["renamed_ids", "skipped"], ["rotation", "passed"]]
+
+
+def test_an_expected_failure_is_checked():
+    expected = {"memory_grows_linearly": "it holds the scores"}
+    options: Any = {"call": units, "ids": False, "only": ["memory_grows_linearly", "rotation"]}
+    report = check_loss(clip, expected_failures=expected, **options)
+    assert report.names("expected failure") == ["memory_grows_linearly"]
+    with pytest.raises(ConformanceError, match="rotation: passed, but was expected to fail: no reason"):
+        check_loss(clip, expected_failures=expected | {"rotation": "no reason"}, **options)
+
+
+def test_the_loss_is_left_as_it_was():
+    loss = itrloss.SigmoidLoss()
+    before = [p.clone() for p in loss.parameters()]
+    check_loss(loss, only=["gradients_of_parameters", "state_dict_round_trip", "resumed_training", "deepcopy"])
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(before, loss.parameters(), strict=True))
+    assert all(p.grad is None for p in loss.parameters())
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "options"),
+    [
+        (ValueError, "only: expected names of checks, got 'gradchek'", {"only": ["gradchek"]}),
+        (ValueError, "expected_failures: expected names of checks, got 'x'", {"expected_failures": {"x": ""}}),
+        (ValueError, "processes: expected an integer of at least 1, got 0", {"processes": 0}),
+        (TypeError, "loss: expected a module or function, got float", {"loss": 1.0}),
+    ],
+)
+def test_wrong_arguments_are_named(error, message, options):
+    with pytest.raises(error, match=message):
+        check_loss(**{"loss": clip, **options})
+
+
+def test_every_check_says_what_it_demands_and_there_are_many():
+    assert len(CHECKS) >= 30
+    for name, check in CHECKS.items():
+        assert 5 <= len(check.about.split()) < 60, name
