@@ -1,7 +1,6 @@
-"""The losses in the trainers of other libraries, each of which its module imports: two changed lines.
+"""The losses in the trainers of other libraries, by subclasses of their classes; each module imports its library.
 
-``compat`` has the losses of code bases under their signatures, and needs nothing but PyTorch. Here are the interfaces of
-frameworks, as subclasses of their classes.
+They are not in ``compat``, which has the losses of code bases under their signatures, and needs nothing but PyTorch.
 """
 
 import importlib

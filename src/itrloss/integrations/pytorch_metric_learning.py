@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from ..engine.matrix import Matrix
 from ..engine.pairs import Pairs
 from ..engine.scores import Embeddings
 from ..losses import PairLoss
+from ..losses.matryoshka import of_pairs
 from ..similarity import Similarity
 
 try:
@@ -44,21 +44,21 @@ class _MinedPairs(Pairs):
 class ContrastiveLoss(BaseMetricLossFunction):
     """A loss of this library as one of pytorch-metric-learning: of ``embeddings`` as anchors, by their ``labels``.
 
-    The candidates are ``ref_emb`` with ``ref_labels``, or else the other embeddings. With ``indices_tuple``, from a
-    miner or ``CrossBatchMemory``, only its pairs count, of which the matrix is formed, as in all losses there; it is not
-    with ``ref_emb`` alone. An anchor without a positive or without a negative does not count.
+    The candidates are ``ref_emb`` with ``ref_labels``, or else the other embeddings. Of ``indices_tuple``, from a miner
+    or ``CrossBatchMemory``, only the pairs count. With ``ref_emb`` and without ``indices_tuple``, a large matrix is not
+    formed. An anchor without a positive or without a negative does not count.
 
     Args:
         loss: a :class:`itrloss.PairLoss` with ``reduction="none"`` that is computed from similarities alone.
-        options: ``reducer``, by default ``MeanReducer``, which gets the values of anchors, ``embedding_regularizer`` and
-            ``embedding_reg_weight`` of ``BaseMetricLossFunction``. A ``distance`` is refused: scores are cosines.
+        options: of ``BaseMetricLossFunction``: ``reducer``, by default ``MeanReducer``, which gets the values of the
+            anchors, ``embedding_regularizer`` and ``embedding_reg_weight``; no ``distance``, as scores are cosines.
 
     Raises:
         TypeError, ValueError: for other losses and options, and in a call without labels.
     """
 
     def __init__(self, loss: PairLoss, **options: Any):
-        if not isinstance(loss, PairLoss) or len(inspect.signature(loss.compute).parameters) > 1:
+        if not isinstance(loss, PairLoss) or not of_pairs(loss):
             raise TypeError(f"loss: expected one of similarities alone, such as itrloss.SupConLoss, got {loss!r}")
         if loss.reduction != "none" or loss.gather:
             expected = "reduction='none' without gather, as reducers and DistributedLossWrapper take their places"
@@ -79,7 +79,9 @@ class ContrastiveLoss(BaseMetricLossFunction):
         else:
             mined = convert_to_pairs(indices_tuple, labels, None if ref_emb is embeddings else ref_labels)
             pairs = _MinedPairs((len(embeddings), len(ref_emb)), mined, embeddings.device)
-            sim = Similarity._view(Matrix(Embeddings(embeddings, True), Embeddings(ref_emb, True), pairs, "dense", 0), 0)
+            sim = Similarity._view(
+                Matrix(Embeddings(embeddings, True), Embeddings(ref_emb, True), pairs, "dense", 0), 0
+            )
         valid = sim.valid()
         anchors = torch.arange(len(sim), device=sim.device) if valid is None else valid.nonzero().squeeze(1)
         if not len(anchors):

@@ -1,4 +1,4 @@
-"""Losses and an evaluator for the trainers of sentence-transformers (``pip install 'itrloss[sentence-transformers]'``)."""
+"""Losses and an evaluator for sentence-transformers (``pip install 'itrloss[sentence-transformers]'``)."""
 
 from __future__ import annotations
 
@@ -97,12 +97,15 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
 
     @property
     def citation(self) -> str:
-        """The BibTeX entry of this library, for the model card."""
+        """The BibTeX entry of this library, for the model card; its note is what the loss says of its source."""
+        loss = self.loss.loss if isinstance(self.loss, Matryoshka) else self.loss
+        source = (inspect.getdoc(loss) or "").partition("\n")[0]
         return f"""
 @software{{itrloss,
     title = {{itrloss: Losses and Re-rankers for Image-Text Retrieval}},
     author = {{{{The itrloss authors}}}},
     version = {{{__version__}}},
+    note = {{{type(loss).__name__}: {source}}},
 }}
 """
 
@@ -136,7 +139,9 @@ class RetrievalEvaluator(BaseEvaluator):
         self.images, self.texts, self.ids = images, texts, (image_ids, text_ids)
         self.reranker, self.name, self.encode, self.primary_metric = reranker, name, encode or {}, "rsum"
 
-    def __call__(self, model: Any, output_path: str | None = None, epoch: int = -1, steps: int = -1) -> dict[str, float]:
+    def __call__(
+        self, model: Any, output_path: str | None = None, epoch: int = -1, steps: int = -1
+    ) -> dict[str, float]:
         """Return the metrics of a model by name; nothing is written to ``output_path``."""
         embeddings = [model.encode(x, convert_to_tensor=True, **self.encode) for x in (self.images, self.texts)]
         results = retrieval_results(Similarity(*embeddings, *self.ids), reranker=self.reranker)

@@ -25,8 +25,8 @@ class RetrievalTrainer(Trainer):
     The model's outputs need ``image_embeds`` and ``text_embeds``. A learnable scale and bias of the loss are those of
     the model: ``InfoNCELoss(learnable=True)`` is twice CLIP's own loss, which averages the directions, and
     ``SigmoidLoss()`` is SigLIP's. With other losses, the model's scale and bias are not trained. ``labels`` in a batch,
-    (B,) integers, are ids: rows with equal ones match, too. To use it with another subclass of ``Trainer``, inherit from
-    this one first.
+    (B,) integers, are ids: rows with equal ones match, too. To combine it with another subclass of ``Trainer``, inherit
+    from this one first.
 
     Args:
         args, kwargs: of ``transformers.Trainer``.
@@ -71,10 +71,11 @@ class RetrievalTrainer(Trainer):
         """Return the loss of a batch, and with ``return_outputs`` the model's outputs."""
         others = {name: x for name, x in inputs.items() if name not in ("labels", "return_loss")}
         outputs, labels = model(**others), inputs.get("labels")
-        images, texts = (outputs.get(name) if isinstance(outputs, dict) else None for name in ("image_embeds", "text_embeds"))
+        found = outputs if isinstance(outputs, dict) else {}
+        images, texts = found.get("image_embeds"), found.get("text_embeds")
         if not isinstance(images, Tensor) or not isinstance(texts, Tensor):
-            got = ", ".join(outputs) if isinstance(outputs, dict) else type(outputs).__name__
-            raise TypeError(f"model: expected outputs with image_embeds and text_embeds, such as CLIPModel's, got {got}")
+            got = ", ".join(found) or type(outputs).__name__
+            raise TypeError(f"model: expected outputs with image_embeds and text_embeds, as CLIPModel's, got {got}")
         ids = None if labels is None else as_ids("labels", labels, len(images), images.device)
         loss = self.loss(images, texts, ids, ids)
         return (loss, outputs) if return_outputs else loss
