@@ -200,6 +200,8 @@ def test_the_evaluator_reports_intervals_and_re_ranks(folder, tmp_path):
         low, high = confidence_intervals(results)["i2t_r5"]
         assert (metrics["drawn_i2t_r5_low"], metrics["drawn_i2t_r5_high"]) == pytest.approx((low, high))
     assert logged[-1]["eval_drawn_rsum"] == pytest.approx(found[1]["drawn_rsum"]) != found[0]["drawn_rsum"]
+    captions = RetrievalEvaluator(images[::2], texts)(trainer.model)  # two consecutive texts an image
+    assert captions["rsum"] == pytest.approx(retrieval_results(sim.scores()[::2]).metrics()["rsum"])
     assert evaluators[1].primary_metric == "drawn_rsum" and evaluators[1].description == "Retrieval"
 
 

@@ -26,7 +26,7 @@ class _MinedPairs(Pairs):
     """The positive and negative pairs of a matrix (N, M) by lists, as miners return them; other pairs are neither."""
 
     def __init__(self, shape: tuple[int, int], mined: tuple[Tensor, Tensor, Tensor, Tensor], device: torch.device):
-        super().__init__(shape, tuple(torch.arange(n, device=device) for n in shape), device)
+        super().__init__(shape, (None, None), device)
         self.one_to_one = False
         masks = torch.zeros(2, *shape, dtype=torch.bool, device=device)
         masks[0][mined[:2]] = masks[1][mined[2:]] = True
@@ -37,7 +37,8 @@ class _MinedPairs(Pairs):
 
     @property
     def listed(self) -> tuple[Tensor, Tensor]:
-        return (~self._left_out["positives"]).nonzero().unbind(1)
+        i, j = (~self._left_out["positives"]).nonzero().unbind(1)
+        return i, j
 
 
 # The name is one of those that CrossBatchMemory and SelfSupervisedLoss accept.
@@ -79,9 +80,8 @@ class ContrastiveLoss(BaseMetricLossFunction):
         else:
             mined = convert_to_pairs(indices_tuple, labels, None if ref_emb is embeddings else ref_labels)
             pairs = _MinedPairs((len(embeddings), len(ref_emb)), mined, embeddings.device)
-            sim = Similarity._view(
-                Matrix(Embeddings(embeddings, True), Embeddings(ref_emb, True), pairs, "dense", 0), 0
-            )
+            sides = Embeddings(embeddings, normalize=True), Embeddings(ref_emb, normalize=True)
+            sim = Similarity._view(Matrix(*sides, pairs, "dense", 0), 0)
         valid = sim.valid()
         anchors = torch.arange(len(sim), device=sim.device) if valid is None else valid.nonzero().squeeze(1)
         if not len(anchors):

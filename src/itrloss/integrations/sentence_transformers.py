@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .. import __version__
 from ..checks import as_ids, check_size
 from ..losses import Matryoshka, PairLoss
-from ..metrics import confidence_intervals, retrieval_results
+from ..metrics import confidence_intervals, default_ids, retrieval_results
 from ..rerank import Reranker
 from ..similarity import Similarity
 from . import check_loss
@@ -36,7 +36,7 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
     Args:
         model: the model to train.
         loss: a :class:`itrloss.PairLoss` of images and texts alone, or :class:`itrloss.Matryoshka` around one; in a job
-            of several processes with ``gather=True``. ``MatryoshkaLoss`` may be put around this one.
+            of several processes with ``gather=True``.
         mini_batch_size: encode that many rows at once, twice, as their ``Cached`` losses do (GradCache): what autograd
             saves for the encoder does not grow with the batch then. By default, all rows.
 
@@ -44,23 +44,20 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
         TypeError, ValueError: for other losses, and in a call for columns or labels that the loss cannot take.
     """
 
-    def __init__(
-        self, model: SentenceTransformer, loss: PairLoss | Matryoshka, *, mini_batch_size: int | None = None
-    ) -> None:
+    def __init__(self, model: SentenceTransformer, loss: PairLoss | Matryoshka, *, mini_batch_size: int | None = None):
         super().__init__()
         check_loss(loss)
         if mini_batch_size is not None:
             check_size("mini_batch_size", mini_batch_size)
-            self.mini_batch_size = mini_batch_size
-        self.uses_gradient_cache = mini_batch_size is not None
-        self.model, self.loss = model, loss
+        self.model, self.loss, self.mini_batch_size = model, loss, mini_batch_size  # type: ignore
+        self.uses_gradient_cache = mini_batch_size is not None  # of CachedLossMixin
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """Return the loss of the columns' features; ``labels``: None or (B,) integers."""
         if not self.uses_gradient_cache:
             return self._loss([self.model(x)["sentence_embedding"] for x in sentence_features], labels)
-        # The cached backward pass of the trainer multiplies gradients, which those of the loss's own parameters would
-        # miss: they have been added up in this forward pass. So they are put into the graph of its value.
+        # The backward pass may scale gradients, but those of the loss's own parameters are complete after this forward
+        # pass. So they are put into the graph of its value.
         trained = [p for p in self.loss.parameters() if p.requires_grad and torch.is_grad_enabled()]
         before = [p.grad for p in trained]
         for p in trained:
@@ -75,10 +72,9 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
     def calculate_loss(self, reps: list[list[Tensor]], labels: Any = None, *, with_backward: bool = False) -> Tensor:
         """Return the loss of each column's mini-batches of embeddings, for ``CachedLossMixin``."""
         value = self._loss([torch.cat(x) for x in reps], labels)
-        if not with_backward:
-            return value
-        value.backward()
-        return value.detach()
+        if with_backward:
+            value.backward()
+        return value.detach() if with_backward else value
 
     def _loss(self, columns: Sequence[Tensor], labels: Tensor | None) -> Tensor:
         few = "negatives" not in inspect.signature(self.loss.forward).parameters
@@ -92,13 +88,12 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
 
     def get_config_dict(self) -> dict[str, Any]:
         """Return the options, for the model card."""
-        cached = {"mini_batch_size": self.mini_batch_size} if self.uses_gradient_cache else {}
-        return {"loss": " ".join(repr(self.loss).split()), **cached}
+        return {"loss": " ".join(repr(self.loss).split()), "mini_batch_size": self.mini_batch_size}
 
     @property
     def citation(self) -> str:
         """The BibTeX entry of this library, for the model card; its note is what the loss says of its source."""
-        loss = self.loss.loss if isinstance(self.loss, Matryoshka) else self.loss
+        loss = check_loss(self.loss)
         source = (inspect.getdoc(loss) or "").partition("\n")[0]
         return f"""
 @software{{itrloss,
@@ -117,8 +112,7 @@ class RetrievalEvaluator(BaseEvaluator):
     :func:`itrloss.metrics.confidence_intervals` as ``…_low`` and ``…_high``. The primary metric is ``rsum``.
 
     Args:
-        images: what the model encodes as images (or queries): whatever its ``encode`` takes.
-        texts: what it encodes as texts.
+        images, texts: whatever the model's ``encode`` takes; images may be queries, or other anchors.
         image_ids, text_ids, reranker: see :func:`itrloss.metrics.retrieval_results`.
         name: put in front of the metrics' names.
         encode: options of the model's ``encode``, such as ``{"batch_size": 64, "truncate_dim": 256}``.
@@ -136,18 +130,17 @@ class RetrievalEvaluator(BaseEvaluator):
         encode: dict[str, Any] | None = None,
     ):
         super().__init__()
-        self.images, self.texts, self.ids = images, texts, (image_ids, text_ids)
+        ids = default_ids(len(images), len(texts)) if image_ids is text_ids is None else (image_ids, text_ids)
+        self.images, self.texts, self.ids = images, texts, ids
         self.reranker, self.name, self.encode, self.primary_metric = reranker, name, encode or {}, "rsum"
 
-    def __call__(
-        self, model: Any, output_path: str | None = None, epoch: int = -1, steps: int = -1
-    ) -> dict[str, float]:
+    def __call__(self, model: Any, output_path: str | None = None, epoch: int = -1, steps: int = -1) -> dict[str, Any]:
         """Return the metrics of a model by name; nothing is written to ``output_path``."""
-        embeddings = [model.encode(x, convert_to_tensor=True, **self.encode) for x in (self.images, self.texts)]
-        results = retrieval_results(Similarity(*embeddings, *self.ids), reranker=self.reranker)
+        images, texts = (model.encode(x, convert_to_tensor=True, **self.encode) for x in (self.images, self.texts))
+        results = retrieval_results(Similarity(images, texts, *self.ids), reranker=self.reranker)
         metrics = results.metrics()
-        for metric, ends in confidence_intervals(results).items():
-            metrics |= {f"{metric}_{end}": x for end, x in zip(("low", "high"), ends, strict=True)}
+        for metric, (low, high) in confidence_intervals(results).items():
+            metrics |= {f"{metric}_low": low, f"{metric}_high": high}
         metrics = self.prefix_name_to_metrics(metrics, self.name)
         self.store_metrics_in_model_card_data(model, metrics, epoch, steps)
         return metrics

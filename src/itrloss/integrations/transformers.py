@@ -52,7 +52,7 @@ class RetrievalTrainer(Trainer):
         return model
 
     def _share_parameters(self, model: Any) -> None:
-        inner: Any = self.loss.loss if isinstance(self.loss, Matryoshka) else self.loss
+        inner = check_loss(self.loss)
         own = dict(inner.named_parameters())
         for name, of_model in _SHARED.items():
             p = getattr(model, of_model, None)
