@@ -58,7 +58,7 @@ class RetrievalTrainer(Trainer):
             p = getattr(model, of_model, None)
             if isinstance(p, nn.Parameter):
                 if own.pop(name, None) is None:
-                    p.requires_grad_(False)  # DistributedDataParallel would wait for its gradient
+                    p.requires_grad_(False)  # DistributedDataParallel may wait for its gradient
                 else:
                     setattr(inner, name, p)
         if own:
