@@ -30,7 +30,8 @@ exclude_patterns = ["_build"]
 default_role = "code"
 highlight_language = "python3"
 
-autodoc_mock_imports = [] if find_spec("torchmetrics") else ["torchmetrics"]
+_optional = "torchmetrics", "sentence_transformers", "transformers", "pytorch_metric_learning"
+autodoc_mock_imports = [name for name in _optional if not find_spec(name)]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"

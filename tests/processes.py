@@ -30,6 +30,12 @@ def run(work: Callable[..., Any], folder: Path, *args, world: int = WORLD) -> li
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
 
 
+def set_environment(rank: int) -> None:
+    """Set what ``torchrun`` would: accelerate looks for it, although the process group is there."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(WORLD), "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+
+
 def survivors(
     work: Callable[..., Any], folder: Path, cases: Sequence[tuple], *, world: int, timeout: float
 ) -> list[list[Any]]:

@@ -1,6 +1,6 @@
 """Losses and re-rankers for image-text retrieval."""
 
-from . import compat, distributed, functional, metrics, rerank, terms
+from . import compat, distributed, functional, integrations, metrics, rerank, terms
 from .anchors import Anchors
 from .grad_cache import grad_cache_step
 from .kmeans import OnlineKMeans
@@ -83,6 +83,7 @@ __all__ = [
     "distributed",
     "functional",
     "grad_cache_step",
+    "integrations",
     "metrics",
     "mine_hard_negatives",
     "pair_term",

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .base import PairLoss
 
 
-def _of_pairs(loss: PairLoss) -> bool:
+def of_pairs(loss: PairLoss) -> bool:
     """Return whether a loss takes images and texts, and computes it from their similarities alone."""
     inputs = list(inspect.signature(loss.forward).parameters.values())
     needed = [x for x in inspect.signature(loss.compute).parameters.values() if x.default is x.empty]
@@ -38,7 +38,7 @@ class Matryoshka(nn.Module):
 
     def __init__(self, loss: PairLoss, dims: Sequence[int], weights: Sequence[float] | None = None):
         super().__init__()
-        if not isinstance(loss, PairLoss) or not _of_pairs(loss) or loss.observed:
+        if not isinstance(loss, PairLoss) or not of_pairs(loss) or loss.observed:
             raise TypeError(f"loss: expected one of images and texts alone, without telemetry, got {loss!r}")
         if weights is not None and len(weights) != len(dims):
             raise ValueError(f"weights: expected {len(dims)}, one for each of dims, got {len(weights)}")

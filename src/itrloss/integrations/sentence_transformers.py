@@ -1,0 +1,150 @@
+"""Losses and an evaluator for sentence-transformers (``pip install 'itrloss[sentence-transformers]'``)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import __version__
+from ..checks import as_ids, check_size
+from ..losses import Matryoshka, PairLoss
+from ..metrics import confidence_intervals, default_ids, retrieval_results
+from ..rerank import Reranker
+from ..similarity import Similarity
+from . import inner_loss
+
+try:
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.evaluation import BaseEvaluator
+    from sentence_transformers.base.losses import CachedLossMixin
+except ImportError as error:
+    needed = "pip install 'itrloss[sentence-transformers]'"
+    raise ImportError(f"itrloss.integrations.sentence_transformers: {needed} ({error})") from error
+
+
+class RetrievalLoss(CachedLossMixin, nn.Module):
+    """A loss of this library as one of ``SentenceTransformerTrainer``.
+
+    The first column of the data set holds the images (or queries, anchors), the second one the texts that match them.
+    Further ones hold texts that match none, for losses that take ``negatives``. An integer column ``label`` holds ids:
+    rows with equal ones match, too. Parameters of the loss are trained.
+
+    Args:
+        model: the model to train.
+        loss: a :class:`itrloss.PairLoss` of images and texts alone, or :class:`itrloss.Matryoshka` around one; in a job
+            of several processes with ``gather=True``.
+        mini_batch_size: encode that many rows at once, twice, as their ``Cached`` losses do (GradCache): what autograd
+            saves for the encoder does not grow with the batch then. By default, all rows.
+
+    Raises:
+        TypeError, ValueError: for other losses, and in a call for columns or labels that the loss cannot take.
+    """
+
+    def __init__(self, model: SentenceTransformer, loss: PairLoss | Matryoshka, *, mini_batch_size: int | None = None):
+        super().__init__()
+        inner_loss(loss)
+        if mini_batch_size is not None:
+            check_size("mini_batch_size", mini_batch_size)
+        self.model, self.loss, self.mini_batch_size = model, loss, mini_batch_size  # type: ignore
+        self.uses_gradient_cache = mini_batch_size is not None  # of CachedLossMixin
+
+    def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
+        """Return the loss of the columns' features; ``labels``: None or (B,) integers."""
+        if not self.uses_gradient_cache:
+            return self._loss([self.model(x)["sentence_embedding"] for x in sentence_features], labels)
+        # The backward pass may scale gradients, but those of the loss's own parameters are complete after this forward
+        # pass. So they are put into the graph of its value.
+        trained = [p for p in self.loss.parameters() if p.requires_grad and torch.is_grad_enabled()]
+        before = [p.grad for p in trained]
+        for p in trained:
+            p.grad = None
+        value = self.forward_cached(sentence_features, labels)
+        for p, grad in zip(trained, before, strict=True):
+            if p.grad is not None:
+                value = value + (p.grad * (p - p.detach())).sum()
+            p.grad = grad
+        return value
+
+    def calculate_loss(self, reps: list[list[Tensor]], labels: Any = None, *, with_backward: bool = False) -> Tensor:
+        """Return the loss of each column's mini-batches of embeddings, for ``CachedLossMixin``."""
+        value = self._loss([torch.cat(x) for x in reps], labels)
+        if with_backward:
+            value.backward()
+        return value.detach() if with_backward else value
+
+    def _loss(self, columns: Sequence[Tensor], labels: Tensor | None) -> Tensor:
+        few = "negatives" not in inspect.signature(self.loss.forward).parameters
+        if len(columns) < 2 or (few and len(columns) > 2):
+            expected = "two columns" if few else "two or more columns"
+            raise ValueError(f"sentence_features: expected {expected} for {self.loss}, got {len(columns)}")
+        images, texts, *others = columns
+        ids = None if labels is None else as_ids("labels", labels, len(images), images.device)
+        negatives = {"negatives": torch.cat(others)} if others else {}
+        return self.loss(images, texts, ids, ids, **negatives)
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """Return the options, for the model card."""
+        return {"loss": " ".join(repr(self.loss).split()), "mini_batch_size": self.mini_batch_size}
+
+    @property
+    def citation(self) -> str:
+        """The BibTeX entry of this library, for the model card; its note is what the loss says of its source."""
+        loss = inner_loss(self.loss)
+        source = (inspect.getdoc(loss) or "").partition("\n")[0]
+        return f"""
+@software{{itrloss,
+    title = {{itrloss: Losses and Re-rankers for Image-Text Retrieval}},
+    author = {{{{The itrloss authors}}}},
+    version = {{{__version__}}},
+    note = {{{type(loss).__name__}: {source}}},
+}}
+"""
+
+
+class RetrievalEvaluator(BaseEvaluator):
+    """An evaluator of retrieval in both directions, with confidence intervals and re-ranking.
+
+    It returns :func:`itrloss.metrics.retrieval_metrics`, and for those that have them, the ends of their
+    :func:`itrloss.metrics.confidence_intervals` as ``…_low`` and ``…_high``. The primary metric is ``rsum``.
+
+    Args:
+        images, texts: whatever the model's ``encode`` takes; images may be queries, or other anchors.
+        image_ids, text_ids, reranker: see :func:`itrloss.metrics.retrieval_results`.
+        name: put in front of the metrics' names.
+        encode: options of the model's ``encode``, such as ``{"batch_size": 64, "truncate_dim": 256}``.
+    """
+
+    def __init__(
+        self,
+        images: Sequence[Any],
+        texts: Sequence[Any],
+        image_ids: Tensor | None = None,
+        text_ids: Tensor | None = None,
+        *,
+        reranker: Reranker | None = None,
+        name: str = "",
+        encode: dict[str, Any] | None = None,
+    ):
+        super().__init__()
+        ids = default_ids(len(images), len(texts)) if image_ids is text_ids is None else (image_ids, text_ids)
+        self.images, self.texts, self.ids = images, texts, ids
+        self.reranker, self.name, self.encode, self.primary_metric = reranker, name, encode or {}, "rsum"
+
+    def __call__(self, model: Any, output_path: str | None = None, epoch: int = -1, steps: int = -1) -> dict[str, Any]:
+        """Return the metrics of a model by name; nothing is written to ``output_path``."""
+        images, texts = (model.encode(x, convert_to_tensor=True, **self.encode) for x in (self.images, self.texts))
+        results = retrieval_results(Similarity(images, texts, *self.ids), reranker=self.reranker)
+        metrics = results.metrics()
+        for metric, (low, high) in confidence_intervals(results).items():
+            metrics |= {f"{metric}_low": low, f"{metric}_high": high}
+        metrics = self.prefix_name_to_metrics(metrics, self.name)
+        self.store_metrics_in_model_card_data(model, metrics, epoch, steps)
+        return metrics
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """Return the options, for the model card."""
+        return self.encode | ({} if self.reranker is None else {"reranker": repr(self.reranker)})

@@ -1,0 +1,81 @@
+"""A trainer of dual encoders for transformers (``pip install 'itrloss[transformers]'``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..checks import as_ids
+from ..losses import Matryoshka, PairLoss
+from . import inner_loss
+
+try:
+    from transformers import Trainer
+except ImportError as error:
+    needed = "pip install 'itrloss[transformers]'"
+    raise ImportError(f"itrloss.integrations.transformers: {needed} ({error})") from error
+
+_SHARED = {"log_scale": "logit_scale", "bias": "logit_bias"}  # a loss's parameters, and the model's of the same meaning
+
+
+class RetrievalTrainer(Trainer):
+    """A ``transformers.Trainer`` of a loss of this library on the embeddings of CLIP, SigLIP and similar models.
+
+    The model's outputs need ``image_embeds`` and ``text_embeds``. A learnable scale and bias of the loss are those of
+    the model: ``InfoNCELoss(learnable=True)`` is twice CLIP's own loss, which averages the directions, and
+    ``SigmoidLoss()`` is SigLIP's. With other losses, the model's scale and bias are not trained. ``labels`` in a batch,
+    (B,) integers, are ids: rows with equal ones match, too. To combine it with another subclass of ``Trainer``, inherit
+    from this one first.
+
+    Args:
+        args, kwargs: of ``transformers.Trainer``.
+        loss: a :class:`itrloss.PairLoss` of images and texts alone, or :class:`itrloss.Matryoshka` around one; in a job
+            of several processes with ``gather=True``.
+
+    Raises:
+        TypeError, ValueError: for other losses and models, and for parameters of the loss that the model does not have.
+    """
+
+    def __init__(self, *args: Any, loss: PairLoss | Matryoshka, **kwargs: Any):
+        inner_loss(loss)
+        self.loss = loss
+        super().__init__(*args, **kwargs)
+        self._share_parameters(self.model)
+        self.can_return_loss = True  # evaluation has a loss without labels, too
+        self.model_accepts_loss_kwargs = False  # a mean of the batch, which gradient accumulation has to divide
+
+    def call_model_init(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a new model of ``model_init``, whose parameters the loss takes over."""
+        model = super().call_model_init(*args, **kwargs)
+        self._share_parameters(model)
+        return model
+
+    def _share_parameters(self, model: Any) -> None:
+        inner = inner_loss(self.loss)
+        own = dict(inner.named_parameters())
+        for name, of_model in _SHARED.items():
+            p = getattr(model, of_model, None)
+            if isinstance(p, nn.Parameter):
+                if own.pop(name, None) is None:
+                    p.requires_grad_(False)  # DistributedDataParallel may wait for its gradient
+                else:
+                    setattr(inner, name, p)
+        if own:
+            missing = f"{type(model).__name__} does not have {', '.join(own)}, and trains its own parameters alone"
+            raise ValueError(f"loss: {missing}; expected one with learnable=False, got {self.loss!r}")
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the loss of a batch, and with ``return_outputs`` the model's outputs."""
+        others = {name: x for name, x in inputs.items() if name not in ("labels", "return_loss")}
+        outputs, labels = model(**others), inputs.get("labels")
+        found = outputs if isinstance(outputs, dict) else {}
+        images, texts = found.get("image_embeds"), found.get("text_embeds")
+        if not isinstance(images, Tensor) or not isinstance(texts, Tensor):
+            got = ", ".join(found) or type(outputs).__name__
+            raise TypeError(f"model: expected outputs with image_embeds and text_embeds, as CLIPModel's, got {got}")
+        ids = None if labels is None else as_ids("labels", labels, len(images), images.device)
+        loss = self.loss(images, texts, ids, ids)
+        return (loss, outputs) if return_outputs else loss

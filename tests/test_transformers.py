@@ -1,0 +1,178 @@
+"""The trainer for models of transformers, with tiny CLIP and SigLIP models made here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import WORLD, both, set_environment
+from torch import Tensor
+
+import itrloss
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    CLIPConfig,
+    CLIPModel,
+    SiglipConfig,
+    SiglipModel,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
+
+from itrloss.integrations.transformers import RetrievalTrainer
+
+STEPS, BATCH, SIZE = 30, 8, 64
+KINDS: dict[str, Any] = {"clip": (CLIPConfig, CLIPModel), "siglip": (SiglipConfig, SiglipModel)}
+
+
+def make(kind: str) -> Any:
+    """A model with random weights in float64: 30 steps multiply rounding errors."""
+    config, model = KINDS[kind]
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = sizes | {"vocab_size": 32, "max_position_embeddings": 8, "projection_dim": 16, "projection_size": 16}
+    tokens = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+    vision = sizes | {"image_size": 8, "patch_size": 4, "projection_dim": 16}
+    torch.manual_seed(0)
+    return model(config(text_config=text | tokens, vision_config=vision, projection_dim=16)).double()
+
+
+def data(**more: list[Any]) -> list[dict[str, Any]]:
+    draw = torch.Generator().manual_seed(1)
+    images = torch.randn(SIZE, 3, 8, 8, generator=draw, dtype=torch.float64)
+    texts = torch.randint(2, 32, (SIZE, 6), generator=draw)
+    texts[:, -1] = 1
+    return [
+        {"pixel_values": image, "input_ids": text, **{name: x[i] for name, x in more.items()}}
+        for i, (image, text) in enumerate(zip(images, texts, strict=True))
+    ]
+
+
+def with_loss(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return default_data_collator(rows) | {"return_loss": True}
+
+
+def train(kind: str, folder: Path | str, loss: Any = None, rows: Any = None, **options: Any) -> tuple[Any, Any]:
+    """The losses of 30 steps of their trainer, or of ours with a loss, and the trainer."""
+    settings: Any = {
+        "max_steps": STEPS, "per_device_train_batch_size": BATCH, "logging_steps": 1, "learning_rate": 1e-2,
+        "report_to": "none", "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "optim": "sgd",
+        "max_grad_norm": 0.0, "lr_scheduler_type": "constant",
+    }  # fmt: skip
+    more = {name: options.pop(name) for name in ("eval_dataset", "model_init") if name in options}
+    args = TrainingArguments(output_dir=str(folder), **settings | options)
+    more |= {
+        "args": args,
+        "train_dataset": rows or data(),
+        "data_collator": default_data_collator if loss else with_loss,
+    }
+    model = None if "model_init" in more else make(kind)
+    trainer = Trainer(model, **more) if loss is None else RetrievalTrainer(model, loss=loss, **more)
+    trainer.train()
+    return [x["loss"] for x in trainer.state.log_history if "loss" in x], trainer
+
+
+def parameters(trainer: Any) -> list[Tensor]:
+    return [p.detach() for p in trainer.model.parameters()]
+
+
+def test_infonce_has_twice_clips_curve(tmp_path):
+    """The directions are added, so half of the rate makes the same step, of the model's scale, too."""
+    theirs, first = train("clip", tmp_path, learning_rate=0.02)
+    ours, second = train("clip", tmp_path, itrloss.InfoNCELoss(learnable=True), learning_rate=0.01)
+    assert len(ours) == STEPS and ours[-1] < ours[0]
+    torch.testing.assert_close([x / 2 for x in ours], theirs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(parameters(second), parameters(first), rtol=0, atol=1e-6)
+    assert second.model.logit_scale.item() != make("clip").logit_scale.item()
+    assert second.loss.log_scale is second.model.logit_scale
+
+
+def test_the_sigmoid_loss_has_siglips_curve(tmp_path):
+    options = {"optim": "adamw_torch", "max_grad_norm": 1.0, "gradient_accumulation_steps": 2}
+    theirs, first = train("siglip", tmp_path, **options)
+    # Distinct labels change nothing; but the trainer counts them, and might leave it to the loss to divide by that.
+    ours, second = train("siglip", tmp_path, itrloss.SigmoidLoss(), data(label=[*range(SIZE)]), **options)
+    assert ours[-1] < 0.9 * ours[0]
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(parameters(second), parameters(first), rtol=0, atol=1e-6)
+    assert second.loss.bias is second.model.logit_bias
+
+
+def test_other_losses_train_the_encoders_alone(tmp_path):
+    for loss in (itrloss.TripletLoss(reduction="mean"), itrloss.Matryoshka(itrloss.InfoNCELoss(), [8, 16])):
+        values, trainer = train("siglip", tmp_path, loss, learning_rate=1e-3, optim="adamw_torch", weight_decay=0.1)
+        assert values[-1] < values[0]
+        for name in ("logit_scale", "logit_bias"):
+            assert torch.equal(getattr(trainer.model, name), getattr(make("siglip"), name))
+    _, trainer = train("clip", tmp_path, itrloss.Matryoshka(itrloss.InfoNCELoss(learnable=True), [8, 16]), max_steps=1)
+    assert trainer.loss.loss.log_scale is trainer.model.logit_scale
+
+
+def test_a_column_label_holds_ids_and_evaluation_has_a_loss(tmp_path):
+    rows = data(label=[i // 4 for i in range(SIZE)])
+    loss = itrloss.SupConLoss()
+    _, trainer = train("clip", tmp_path, loss, rows, eval_dataset=rows[:BATCH], max_steps=1)
+    found = trainer.evaluate()["eval_loss"]
+    with torch.no_grad():
+        outputs = trainer.model(**default_data_collator(data()[:BATCH]))
+    ids = torch.arange(BATCH) // 4
+    assert found == pytest.approx(loss(outputs.image_embeds, outputs.text_embeds, ids, ids).item())
+    assert found != pytest.approx(loss(outputs.image_embeds, outputs.text_embeds).item())
+
+
+def test_a_model_init_trains_the_parameters_of_its_last_model(tmp_path):
+    loss = itrloss.InfoNCELoss(learnable=True)
+    _, trainer = train("clip", tmp_path, loss, model_init=lambda: make("clip"), max_steps=2)
+    assert loss.log_scale is trainer.model.logit_scale
+    assert trainer.model.logit_scale.item() != make("clip").logit_scale.item()
+
+
+def in_a_process(rank: int, folder: str) -> dict[str, Any]:
+    set_environment(rank)
+    found = {}
+    for name, kind, loss in losses(gather=True):
+        options = {"per_device_train_batch_size": BATCH // WORLD, "ddp_backend": "gloo"}
+        options["ddp_find_unused_parameters"] = False  # then all that are trained need a gradient
+        values, trainer = train(kind, folder, loss, **options)
+        assert trainer.args.world_size == WORLD
+        found[name] = values, parameters(trainer)
+    return found
+
+
+def losses(gather: bool) -> list[tuple[str, str, Any]]:
+    return [
+        ("infonce", "clip", itrloss.InfoNCELoss(learnable=True, gather=gather)),
+        ("sigmoid", "siglip", itrloss.SigmoidLoss(gather=gather)),
+        ("dcl", "clip", itrloss.DiversityContrastiveLoss(gather=gather)),
+    ]
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does(tmp_path):
+    found = both(in_a_process, tmp_path, str(tmp_path))
+    for name, kind, loss in losses(gather=False):
+        values, trainer = train(kind, tmp_path, loss)
+        torch.testing.assert_close(found[0][name][0], values, rtol=0, atol=1e-5)
+        for result in found:
+            torch.testing.assert_close(result[name][1], parameters(trainer), rtol=0, atol=1e-6)
+
+
+def test_other_losses_and_models_are_refused(tmp_path):
+    args: Any = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    with pytest.raises(TypeError, match=r"loss: expected one of images and texts alone, such as .*, got 'InfoNCELoss'"):
+        RetrievalTrainer(make("clip"), args, loss="InfoNCELoss")  # type: ignore
+    with pytest.raises(ValueError, match=r"loss: CLIPModel does not have bias.*; expected one with learnable=False"):
+        RetrievalTrainer(make("clip"), args, loss=itrloss.SigmoidLoss())
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    trainer = RetrievalTrainer(
+        BertForSequenceClassification(BertConfig(vocab_size=8, **sizes)), args, loss=itrloss.InfoNCELoss()
+    )
+    with pytest.raises(TypeError, match=r"model: expected outputs with image_embeds and text_embeds.*, got logits"):
+        trainer.compute_loss(trainer.model, {"input_ids": torch.ones(2, 3, dtype=torch.int64)})
