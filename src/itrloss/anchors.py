@@ -112,7 +112,7 @@ class Anchors(Groups):
         # would take a further pass over the scores. Up to a scale of 60 no sum underflows. Beyond, one does only if its
         # best score is below ``1 - 120 / a``; then the maximum is computed after all.
         if self._bounded and host_may_read(a):
-            largest = float((a if a.numel() == 1 else a.abs().amax()).detach().abs())
+            largest = abs(float((a if a.numel() == 1 else a.abs().amax()).detach()))
             if self.exchange is not None and a.numel() > 1:
                 largest = self.exchange.processes.largest(largest)
             shift = max(0.0, largest - _RANGE) if largest <= 3 * _RANGE else None

@@ -54,8 +54,8 @@ class Dense:
         parts: dict[Any, Tensor] = {}
         for pairs in dict.fromkeys(matrix.pairs for matrix in self.matrices):
             part = pairs.excluded(over, slice(None), slice(None))
-            none = torch.zeros(1, 1, dtype=torch.bool, device=pairs.device)
-            parts[pairs] = (none if part is None else part).expand(pairs.shape)
+            part = torch.zeros(1, 1, dtype=torch.bool, device=pairs.device) if part is None else part
+            parts[pairs] = part.expand(pairs.shape)
         mask = torch.cat([parts[matrix.pairs].T if side else parts[matrix.pairs] for matrix, side in self.views])
         masks = {(over, True): mask, (over, False): (~mask).view(torch.uint8).to(self.matrices[0].dtype)}
         if torch.compiler.is_compiling() or not mask.is_inference():  # inference tensors cannot be saved for backward
