@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test versions lint types docs clean
+.PHONY: demo test versions newest promises lint types docs clean
 
 demo: $(STAMP)  ## train, evaluate and re-rank on the drawn data set; leaves demo/report.html
 	$(BIN)/python -m examples.retrieval.demo --out demo
@@ -12,16 +12,30 @@ test: lint types docs  ## everything CI runs
 	$(BIN)/python -m pytest -n auto --maxprocesses 4
 
 # PyTorch brings its own Triton, and the newest FAISS does not take every NumPy: these pins go.
-versions: SHELL := /bin/bash
+versions: PINS := grep -vE '^(torch|triton|numpy|faiss-cpu)==' constraints.txt
+versions: WANTED := 'torch==$(TORCH)' 'numpy==$(NUMPY)'
 versions:  ## the fast tests on other versions: make versions TORCH=2.8.0 NUMPY=1.24.4 PYTHON=python3.10
 	@test -n "$(TORCH)" -a -n "$(NUMPY)" || { echo "usage: make versions TORCH=2.8.0 NUMPY=1.24.4 [PYTHON=python3.10]"; exit 2; }
-	set -e; venv=$$(mktemp -d); trap 'rm -rf "$$venv"' EXIT; \
+	$(test-in-a-new-environment)
+
+newest: PINS := true
+newest: WANTED :=
+newest:  ## the fast tests on the newest releases of everything, to be run every week
+	$(test-in-a-new-environment)
+
+versions newest: SHELL := /bin/bash
+define test-in-a-new-environment
+set -e; venv=$$(mktemp -d); trap 'rm -rf "$$venv"' EXIT; \
 	$(PYTHON) -m venv "$$venv"; \
-	grep -vE '^(torch|triton|numpy|faiss-cpu)==' constraints.txt >"$$venv/constraints.txt"; \
+	$(PINS) >"$$venv/constraints.txt"; \
 	"$$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c "$$venv/constraints.txt" \
-		-e '.[examples,docs,test]' 'torch==$(TORCH)' 'numpy==$(NUMPY)'; \
-	"$$venv/bin/python" -m pip list --disable-pip-version-check | grep -E '^(torch|triton|numpy|faiss-cpu) '; \
+		-e '.[examples,docs,test]' $(WANTED); \
+	"$$venv/bin/python" -m pip list --disable-pip-version-check; \
 	"$$venv/bin/python" -m pytest -m 'not slow'
+endef
+
+promises: $(STAMP)  ## store the names, values and checkpoints that later versions keep
+	$(BIN)/python tests/test_promises.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

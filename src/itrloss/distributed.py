@@ -15,6 +15,8 @@ from torch import Tensor
 from .engine import processes
 from .engine.processes import world_size as world_size
 
+__all__ = ["gather"]
+
 GATHERED = 2**30  # bytes of all processes' columns and their gradients that "auto" holds in one process
 
 _NUMBERS = 6  # that processes exchange at most
