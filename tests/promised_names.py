@@ -19,10 +19,12 @@ from itrloss.anchors import Hardest, MeanStd
 from itrloss.similarity import TopK
 
 # Those of the reference pages.
-NAMES = "", "functional", "losses", "memory", "metrics", "rerank", "compat", "distributed", "terms", "telemetry"
+NAMES = "", "functional", "losses", "memory", "metrics", "rerank", "compat", "distributed", "terms"
 MODULES = {
     name: importlib.import_module(name)
-    for name in (".".join(filter(None, ("itrloss", part))) for part in (*NAMES, "comparison", "files"))
+    for name in (
+        ".".join(filter(None, ("itrloss", part))) for part in (*NAMES, "telemetry", "testing", "comparison", "files")
+    )
 }
 RESULTS = (TopK, Hardest, MeanStd)  # public as the types of results, although no public module has them
 

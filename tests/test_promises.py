@@ -27,6 +27,7 @@ NAMES, VALUES, STATES = HOME / "names.txt", HOME / "values.json", HOME / f"state
 # Bases; what needs several processes, files or FAISS, and has its own tests; and classes of results.
 WITHOUT_VALUES = {"Anchors", "PairLoss", "MemoryLoss", "rerank.Reranker", "rerank.BiasedIndex", "distributed.gather"}
 WITHOUT_VALUES |= {"comparison.compare_rerankers", "comparison.table", "comparison.protocol_table", "rerank.Reranked"}
+WITHOUT_VALUES |= {"testing.check_loss", "testing.loss_checks", "testing.ConformanceError"}
 WITHOUT_VALUES |= {"files.read_ids", "files.read_lines", "files.read_matrix", "files.written"}
 
 
