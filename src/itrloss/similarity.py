@@ -257,7 +257,7 @@ class Similarity(Anchors):
 
     @property
     def all_ids(self) -> tuple[Tensor, Tensor]:
-        """Of a sharded batch, the int64 ids of the rows and columns of all processes."""
+        """The int64 ids of the rows and columns of all processes; for a sharded batch."""
         assert self._matrix.share is not None
         p = self._matrix.share.processes
         rows, cols = (p.existing(ids, side) for side, ids in enumerate(p.ids))
