@@ -53,16 +53,15 @@ def compiled(capability: int) -> list[dict]:
     from itrloss.engine.kernels import FORMS
 
     tiles, engine._is_hopper = engine.PRODUCT_TILES, lambda device: capability == 90
-    # Parameters that change the kernels of one answer; for one GPU all of them, all answers, and the other tiles.
-    variants = [{"shared": True, "ids": False}, {"shared": False, "ids": True}, {"early": True}, {"over": "all"}]
-    cases = [(tiles[0], "exp", case) for case in variants]
-    cases += [(tiles[0], "exp<>", {}), (tiles[0], "exp", {"dtype": torch.float32})]
+    # All parameters that change the kernels of one answer; all answers for one GPU; and the other tiles.
+    variants = [{"shared": shared, "ids": ids} for shared in (True, False) for ids in (True, False)]
+    cases = [(tiles[0], "exp", case) for case in (*variants, {"early": True}, {"dim": 200, "size": 999})]
+    cases += [(tiles[0], "exp", {"over": "all", "ids": ids}) for ids in (True, False)]
+    cases += [(tiles[0], "exp<>", {"shared": shared}) for shared in (True, False)]
     if capability == 90:
-        others = {"shared": True, "ids": True}, {"shared": False, "ids": False}, {"dim": 200, "size": 999}
-        cases += [(tiles[0], "exp", case) for case in (*others, {"over": "all", "ids": False})]
-        cases += [(tiles[0], "exp<>", {"shared": True}), (tiles[0], "hinges", {"dtype": torch.float32})]
         cases += [(tiles[0], key, {}) for key in FORMS if key != "exp"]
         cases += [(tile, "exp", {}) for tile in tiles[1:]]
+    cases += [(tiles[0], key, {"dtype": torch.float32}) for key in ("exp", "hinges")]
     for tile, key, case in cases:
         engine.PRODUCT_TILES = (tile,)  # the last tile is chosen on the CPU
         asked = f"{key} {case} {tile.block_m}"

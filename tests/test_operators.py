@@ -214,8 +214,8 @@ def extra_megabytes(loss: str, n: int, d: int, ids: str = "()") -> float:
 
 @pytest.mark.slow
 def test_memory_of_dcl_on_a_large_batch():
-    """16384 pairs of 128 dimensions: the matrix has 1074 MB, plain PyTorch needs over 4 GB; the gradients have 17."""
-    assert extra_megabytes("DiversityContrastiveLoss()", 16384, 128) < 100
+    """16384 pairs of 512 dimensions: the matrix has 1074 MB, plain PyTorch needs over 4 GB."""
+    assert extra_megabytes("DiversityContrastiveLoss()", 16384, 512) < 250
 
 
 @pytest.mark.slow
