@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from benchmarks.cases import LOSSES, Case, problem
 from benchmarks.runner import step
-from itrloss import InfoNCELoss, Matryoshka, Similarity, functional
+from itrloss import Similarity, functional
 from itrloss.engine import answers, products, ranking, scores
 
 SHAPES = {"pairs": (128, 128, 256), "memory": (128, 1024, 256), "sets": (64, 4, 128), "prototypes": (64, 1024, 128)}
@@ -135,16 +135,3 @@ def test_late_interaction_scores(benchmark, way):
         with torch.no_grad():
             found = benchmark(lambda: late_interaction(way, query[None], documents)[0])
     torch.testing.assert_close(found[:3], (documents[:3] @ query.T).amax(1).sum(1), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("form", ["one loss", "matryoshka", "loop"])
-def test_matryoshka(benchmark, form):
-    rows, cols = (torch.randn(1024, 768, requires_grad=True) for _ in range(2))
-    loss, dims = InfoNCELoss(), (64, 128, 256, 512, 768)
-    forms = {
-        "one loss": lambda: loss(rows, cols),
-        "matryoshka": lambda: Matryoshka(loss, dims)(rows, cols),
-        "loop": lambda: sum(loss(rows[:, :d], cols[:, :d]) for d in dims),
-    }
-    gradients = benchmark(lambda: torch.autograd.grad(forms[form](), (rows, cols)))
-    assert all(x.isfinite().all() for x in gradients)

@@ -170,6 +170,7 @@ PASSED_ON = {  # where arguments end up that are passed on with ``**``
     "DVSEObjective": itrloss.VarianceAwareLoss,
     "memory_diversity_contrastive_loss": functional.diversity_contrastive_loss,
     "unified_training_objective": functional.hubness_aware_loss,
+    "Matryoshka": lambda image_ids=None, text_ids=None: None,
 }
 
 
@@ -186,7 +187,11 @@ def choices(owner: str, function: Any) -> dict[str, list[Any]]:
             continue
         if p.kind is p.VAR_KEYWORD:
             more = choices(owner, PASSED_ON[owner])
-            found |= {key: x for key, x in more.items() if key not in found and type(x[0]) in (str, float, int, bool)}
+            found |= {
+                key: x
+                for key, x in more.items()
+                if key not in found and (key.endswith("_ids") or type(x[0]) in (str, float, int, bool))
+            }
         elif literals:
             found[name] = [
                 *default * (not required),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -38,8 +37,6 @@ class Groups:
         self._index: Tensor | None = None  # (P,) anchors of the positive pairs
         matrices = [matrix for group in groups for matrix, _ in group]
         self._matrix, self._side = groups[0][0]
-        #: Factors of each group's values in :meth:`reduce`; None: 1.
-        self.weights: Sequence[float] | None = None
         self.dtype, self.device = self._matrix.dtype, self._matrix.device
         firsts = [group[0] for group in groups]
         if len({None if m.share is None else m.share.processes for m in matrices}) > 1 and not (
@@ -101,7 +98,7 @@ class Groups:
             shapes = [[m.shape for group in x._groups for m, _ in group] for x in (guide, self)]
             got = f"matrices of {shapes[0]} beside {shapes[1]}"
             raise ValueError(f"guide: expected the same anchors and candidates, got {got}")
-        if any(m.backend is not None and m.family is None for m, _ in (*own, *others)):
+        if any(m.backend is not None for m, _ in (*own, *others)):
             raise ValueError("guide: expected schedule='all-gather' of all similarities")
         return beside
 
@@ -125,8 +122,6 @@ class Groups:
             valid = self.valid()
         if valid is not None:
             values = torch.where(valid, values, 0.0)
-        if self.weights is not None:
-            values = torch.cat([w * x for w, x in zip(self.weights, self.split(values), strict=True)])
         if reduction == "none":
             return self.existing(values)
         if reduction == "sum":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,7 +16,6 @@ from .engine import processes, ranking
 from .engine.exchange import Processes, Share
 from .engine.matrix import MEMORY_BUDGET, Matrix, check_unchanged, choose_engine
 from .engine.pairs import Pairs
-from .engine.prefixes import prefixes
 from .engine.ring import RingMatrix
 from .engine.scores import Embeddings, Ids, with_bias
 from .groups import Reduction as Reduction
@@ -276,33 +275,6 @@ class Similarity(Anchors):
     def both(self) -> Anchors:
         """The rows and then the columns as anchors, computed in one pass."""
         return Anchors([(self._matrix, self._side)], [(self._matrix, 1 - self._side)])
-
-    def prefixes(self, dims: Sequence[int], weights: Sequence[float] | None = None) -> Anchors:
-        """Return the rows and then the columns as anchors, for the first d dimensions, one d after another.
-
-        Scores are those of these dimensions alone: cosines by their own lengths. On the tiled engine they come out of
-        one product. ``weights``, one for each d, are factors of an anchor's value in :meth:`reduce`. A prefix whose
-        length is below 1e-15 of the longest's may count as a zero vector. See :class:`itrloss.Matryoshka`.
-
-        Raises:
-            TypeError, ValueError: for numbers that do not ascend or are too large, another number of weights,
-                precomputed scores, a bias, and blocks of columns that travel around processes.
-        """
-        m = self._matrix
-        if m.cols is None or m.biased or isinstance(m, RingMatrix):
-            raise ValueError("prefixes: expected embeddings, without a bias and not with schedule='ring'")
-        for d in dims:
-            check_size("dims", d)
-        longest = m.cols.shape[1]
-        if not len(dims) or list(dims) != sorted(set(dims)) or dims[-1] > longest:
-            raise ValueError(f"dims: expected ascending numbers of at most {longest}, got {list(dims)}")
-        if weights is not None and len(weights) != len(dims):
-            raise ValueError(f"weights: expected {len(dims)}, one for each of dims, got {len(weights)}")
-        check_unchanged([m])
-        sides = self._side, 1 - self._side
-        anchors = Anchors(*([(matrix, side)] for matrix in prefixes(m, dims) for side in sides))
-        anchors.weights = None if weights is None else [float(w) for w in weights for _ in range(2)]
-        return anchors
 
     def check_finite(self) -> None:
         """Raise a ValueError if an embedding (or score) is nan or infinite. Synchronises with an accelerator."""

@@ -13,7 +13,6 @@ triton    the reduction on CUDA, around cuBLAS products; its two template kernel
 processes the collectives of processes that share a batch, with their gradients
 exchange  such a batch, and what its anchors exchange
 ring      a matrix whose columns travel around the processes
-prefixes  matrices of the first dimensions of the same embeddings, out of one product
 sets      scores of sets of embeddings from those of their elements
 products  which library multiplies on the CPU: a fixed rule
 ========= ==================================================================================================

@@ -282,7 +282,7 @@ def backend(groups: Sequence[Group]) -> Any:
         for matrix, side in group:
             widths.append(matrix.shape[1 - side])
             # Dense matrices by their number of candidates; others one by one, and once more if they occur again.
-            batch: Any = matrix.family or matrix, seen[matrix, side]
+            batch: Any = matrix, seen[matrix, side]
             if matrix.engine == "dense":
                 batch = next(k for k, x in enumerate(widths) if x == widths[-1])
             batches.setdefault(batch, []).append(((matrix, side), (g, first)))
@@ -291,8 +291,7 @@ def backend(groups: Sequence[Group]) -> Any:
     parts: list[Any] = []
     for batch, members in batches.items():
         dense = isinstance(batch, int)
-        # the rows first; of a family, shorter embeddings first
-        ordered = members if dense else sorted(members, key=lambda x: (x[0][0].rows.shape[1], x[0][1]))
+        ordered = members if dense else sorted(members, key=lambda x: x[0][1])  # the rows first
         views, places = zip(*ordered, strict=True)
         kind = Dense if dense else views[0][0].backend or Tiled
         parts.append((kind(views), places))

@@ -83,7 +83,6 @@ class Matrix:
         self.share: Share | None = None  # of a sharded batch
         self.biased = False  # whether a bias is part of the embeddings
         self.backend: Any = None  # what answers in place of the engine's
-        self.family: Any = None  # the same for all matrices that it answers for, if several
 
     def detach(self) -> Matrix:
         """Return the same scores without a gradient. Cached scores are shared; they are computed if not yet there."""
@@ -91,8 +90,7 @@ class Matrix:
         formed = self.scores() if self.keeps else self._scores
         twin = type(self)(rows.detach(), None if cols is None else cols.detach(), self.pairs, self.engine, 0)
         twin.bounded, twin.keeps, twin.share = self.bounded, self.keeps, self.share
-        twin.biased, twin.backend = self.biased, self.backend
-        twin.family = None if self.family is None else (self.family, "detached")
+        twin.biased = self.biased
         twin._scores = None if formed is None else formed.detach()
         return twin
 

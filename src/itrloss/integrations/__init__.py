@@ -23,12 +23,17 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def takes_pairs(loss: PairLoss) -> bool:
+    """Return whether a loss needs images and texts and nothing else."""
+    inputs = inspect.signature(loss.forward).parameters.values()
+    return [x.name for x in inputs if x.default is x.empty or x.name in ("images", "texts")] == ["images", "texts"]
+
+
 def inner_loss(loss: Any) -> PairLoss:
     """Return a loss, or that inside of Matryoshka; raise an error unless it takes images and texts to a scalar."""
-    inputs = inspect.signature(loss.forward).parameters.values() if isinstance(loss, (PairLoss, Matryoshka)) else ()
-    if [x.name for x in inputs if x.default is x.empty or x.name in ("images", "texts")] != ["images", "texts"]:
-        raise TypeError(f"loss: expected one of images and texts alone, such as itrloss.InfoNCELoss(), got {loss!r}")
     inner = loss.loss if isinstance(loss, Matryoshka) else loss
+    if not isinstance(inner, PairLoss) or not takes_pairs(inner):
+        raise TypeError(f"loss: expected one of images and texts alone, such as itrloss.InfoNCELoss(), got {loss!r}")
     if inner.reduction == "none":
         raise ValueError("loss: expected reduction 'mean' or 'sum', as the trainer needs a scalar, got 'none'")
     return inner

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from ..engine.matrix import Matrix
 from ..engine.pairs import Pairs
 from ..engine.scores import Embeddings
 from ..losses import PairLoss
-from ..losses.matryoshka import of_pairs
 from ..similarity import Similarity
+from . import takes_pairs
 
 try:
     from pytorch_metric_learning.losses import BaseMetricLossFunction
@@ -41,6 +42,14 @@ class _MinedPairs(Pairs):
         return i, j
 
 
+def _of_similarities(loss: Any) -> bool:
+    """Return whether a loss takes images and texts, and computes its value from their similarities alone."""
+    if not isinstance(loss, PairLoss) or not takes_pairs(loss):
+        return False
+    given = inspect.signature(loss.compute).parameters.values()
+    return len([x for x in given if x.default is x.empty]) == 1
+
+
 # The name is one of those that CrossBatchMemory and SelfSupervisedLoss accept.
 class ContrastiveLoss(BaseMetricLossFunction):
     """A loss of this library as one of pytorch-metric-learning: of ``embeddings`` as anchors, by their ``labels``.
@@ -59,7 +68,7 @@ class ContrastiveLoss(BaseMetricLossFunction):
     """
 
     def __init__(self, loss: PairLoss, **options: Any):
-        if not isinstance(loss, PairLoss) or not of_pairs(loss):
+        if not _of_similarities(loss):
             raise TypeError(f"loss: expected one of similarities alone, such as itrloss.SupConLoss, got {loss!r}")
         if loss.reduction != "none" or loss.gather:
             expected = "reduction='none' without gather, as reducers and DistributedLossWrapper take their places"

@@ -1,59 +1,61 @@
 """Losses of the first dimensions of embeddings."""
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from .base import PairLoss
-
-
-def of_pairs(loss: PairLoss) -> bool:
-    """Return whether a loss takes images and texts, and computes it from their similarities alone."""
-    inputs = list(inspect.signature(loss.forward).parameters.values())
-    needed = [x for x in inspect.signature(loss.compute).parameters.values() if x.default is x.empty]
-    required = [x.name for x in inputs if x.default is x.empty and x.name not in ("images", "texts")]
-    return not required and [x.name for x in inputs[:2]] == ["images", "texts"] and len(needed) == 1
+from ..checks import check_number, check_size
 
 
 class Matryoshka(nn.Module):
     r"""A loss summed over the first d dimensions of the embeddings, so that these are good embeddings of their own.
 
-    .. math:: \sum_d w_d\, \mathrm{loss}\bigl(S^{(d)}\bigr), \qquad S^{(d)}_{ij} = \cos(v_i[{:}d], w_j[{:}d])
+    .. math:: \sum_d w_d\, \mathrm{loss}\bigl(v_{1 \dots N}[{:}d],\, w_{1 \dots M}[{:}d]\bigr)
 
-    Matryoshka representation learning (Kusupati et al. 2022, https://arxiv.org/abs/2205.13147). The scores of all
-    prefixes come out of one product; see :doc:`methods/matryoshka`.
+    Matryoshka representation learning (Kusupati et al. 2022, https://arxiv.org/abs/2205.13147). See
+    :doc:`methods/matryoshka`.
 
     Args:
-        loss: a :class:`PairLoss` that asks ``sim.both``, as all here do but those of other inputs; without
-            telemetry, and with ``gather`` only as ``"all-gather"``.
+        loss: a module called as ``loss(images, texts, ...)``, such as a :class:`PairLoss`.
         dims: numbers of dimensions, in any order.
         weights: w, one for each of ``dims``; by default 1.
 
     Raises:
-        TypeError: for a loss that takes more than images and texts, or with telemetry.
-        ValueError: for other numbers of dimensions or weights, and in a job whose blocks of texts travel.
+        TypeError: for a loss that is no module.
+        ValueError: for other numbers of dimensions or weights.
     """
 
-    def __init__(self, loss: PairLoss, dims: Sequence[int], weights: Sequence[float] | None = None):
+    def __init__(self, loss: nn.Module, dims: Sequence[int], weights: Sequence[float] | None = None):
         super().__init__()
-        if not isinstance(loss, PairLoss) or not of_pairs(loss) or loss.observed:
-            raise TypeError(f"loss: expected one of images and texts alone, without telemetry, got {loss!r}")
-        if weights is not None and len(weights) != len(dims):
+        if not isinstance(loss, nn.Module):
+            raise TypeError(f"loss: expected a module called as loss(images, texts), got {loss!r}")
+        weights = [1.0] * len(dims) if weights is None else weights
+        if len(weights) != len(dims):
             raise ValueError(f"weights: expected {len(dims)}, one for each of dims, got {len(weights)}")
-        ordered = sorted(zip(dims, [1.0] * len(dims) if weights is None else weights, strict=True))
+        for d, weight in zip(dims, weights, strict=True):
+            check_size("dims", d)
+            check_number("weights", weight)
+        if not dims or len(set(dims)) < len(dims):
+            raise ValueError(f"dims: expected numbers that differ, got {list(dims)}")
+        ordered = sorted(zip(dims, weights, strict=True))
         self.loss, self.dims, self.weights = loss, [d for d, _ in ordered], [float(w) for _, w in ordered]
 
-    def forward(
-        self, images: Tensor, texts: Tensor, image_ids: Tensor | None = None, text_ids: Tensor | None = None
-    ) -> Any:
-        """Return the loss of (N, D) images and (M, D) texts; ids are as in :meth:`PairLoss.forward`.
+    def forward(self, images: Tensor, texts: Tensor, *args: Any, **options: Any) -> Any:
+        """Return the loss of (N, D) images and (M, D) texts; what else the loss takes is passed on whole.
 
         With the loss's ``reduction="none"``, a tuple of images' and texts' values for each number of dimensions.
         """
-        sim = self.loss._similarity(images, texts, image_ids, text_ids, None)
-        return self.loss._value(sim.prefixes(self.dims, self.weights))  # type: ignore[arg-type]
+        for name, x in (("images", images), ("texts", texts)):
+            if not isinstance(x, Tensor) or not x.ndim or x.shape[-1] < self.dims[-1]:
+                got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                raise ValueError(f"{name}: expected embeddings of at least {self.dims[-1]} dimensions, got {got}")
+        if images.shape[-1] != texts.shape[-1]:
+            raise ValueError(f"texts: expected {images.shape[-1]} dimensions like images, got {texts.shape[-1]}")
+        parts = [self.loss(images[..., :d], texts[..., :d], *args, **options) for d in self.dims]
+        if isinstance(parts[0], tuple):
+            return tuple(weight * x for weight, part in zip(self.weights, parts, strict=True) for x in part)
+        return sum(weight * part for weight, part in zip(self.weights, parts, strict=True))
 
     def extra_repr(self) -> str:
         return f"dims={self.dims}, weights={self.weights}"
