@@ -111,7 +111,9 @@ class DivELoss(_SetLoss):
         if self.weights["unif"] > 0:
             parts["unif"] = rows.new_zeros(())
             for name, r, x, k in several:  # mean of exp(-2 |a - b|²) over the pairs of members of a set
-                x = (F.normalize(required(name, r), dim=-1) if self.unif_residual else x).reshape(-1, k, img.shape[-1])
+                x = required(name, r) if self.unif_residual else x
+                x = x.reshape(-1, k, img.shape[-1]).to(rows.dtype)
+                x = F.normalize(x, dim=-1) if self.unif_residual else x
                 first, second = torch.triu_indices(k, k, 1, device=x.device)
                 parts["unif"] = parts["unif"] + (-2 * (x[:, first] - x[:, second]).square().sum(-1)).exp().mean()
         return self._total(parts, img, txt, {name: r for name, r, _, _ in several})
