@@ -52,7 +52,6 @@ PROTOTYPES |= {"compiled_as_one_graph": "in evaluation mode it asks how many pro
 BANK = dict.fromkeys(["rotation", "swapped_sides"], FIXED) | dict.fromkeys(NUMERICAL, CONSTANT["gradcheck"])
 BANK |= {"learns_pairs": "the bank's weights fall as pairs are learnt"}
 REGULARISED = dict.fromkeys(["uneven_upstream", "reductions_agree"], 'its reduction is "mean" or "sum"')
-REGULARISED |= {"float32_error": "squares cancel in the distances of torch.cdist, as in the original"}
 
 
 def taught(loss, images, texts, image_ids, text_ids):
