@@ -138,8 +138,9 @@ def extreme_scores(subject: Subject) -> None:
 
     Cosines of 1 and -1 are the ends of logarithms, roots and arcs.
     """
-    for batch in _extreme(subject.batch(9, one=True).to(torch.float32)):
-        finite("scores of 1 or -1", subject.result(batch, subject.fresh()))
+    for pairs in (subject.batch(9, one=True), subject.axes(9)):
+        for batch in _extreme(pairs.to(torch.float32)):
+            finite("scores of 1 or -1", subject.result(batch, subject.fresh()))
 
 
 @check("temperature")

@@ -117,6 +117,11 @@ class Subject:
             images, texts = (nn.functional.normalize(x, dim=1) for x in (images, texts))
         return Batch(images, texts, *(ids if self.ids else (None, None)))
 
+    def axes(self, n: int) -> Batch:
+        """Return a float64 batch of n pairs along the axes, whose cosines are 1 and 0 however products round."""
+        units = torch.eye(8, dtype=torch.float64)[torch.arange(n) % 8]
+        return self.batch(n, one=True).of(units, units.clone())
+
     def output(self, batch: Batch, loss: Any = None) -> Any:
         """Return what a loss returns for a batch; by default, a fresh copy of the loss of the batch's dtype."""
         if loss is None:
