@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import unittest
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import planted
 import planted_gradients  # noqa: F401 — lists its bugs, too
@@ -13,81 +11,24 @@ import planted_programs
 import pytest
 import torch
 import torch.nn.functional as F
+from conforming import LOSSES
 
 import itrloss
+from itrloss import compat
 from itrloss.testing import ConformanceError, check_loss, loss_checks
 from itrloss.testing.registry import CHECKS
 
-
-class Case(NamedTuple):
-    """A loss, the options of ``check_loss``, and the checks that it fails for a reason."""
-
-    loss: Any
-    options: Mapping[str, Any] = MappingProxyType({})
-    failures: Mapping[str, str] = MappingProxyType({})
+# Seconds each, or in all; two losses run the latter, and some are compiled here. `conforming.py` runs all of all.
+COMPILED = ["compiled", "compiled_as_one_graph"]
+LONG = ["learns_pairs", "learns_classes", "memory_grows_linearly", "threads", "gradcheck", "uneven_upstream"]
+LONG += ["nothing_is_kept", "resumed_training", "repeated_calls", "bfloat16_error", "float16_error", "autocast_error"]
 
 
-CONSTANT = {
-    name: "weights that the gradient takes for constants"
-    for name in ("gradcheck", "finite_differences", "uneven_upstream")
-}
-NEGATIVES_ALONE = {
-    "float32_error": "1 - p cancels where p is near 1, see the loss",
-    "learns_classes": "it learns from negatives alone: an image that starts far from its positives stays there",
-}
-DENSE = {"memory_grows_linearly": "its scores, of a teacher or of sets, are a matrix"}
-
-PREFIXES = {"rotation": "prefixes are of coordinates"}
-
-
-def taught(loss, images, texts, image_ids, text_ids):
-    return loss(images, texts, (image_ids[:, None] == text_ids).to(images.dtype))
-
-
-def of_sets(loss, images, texts, image_ids, text_ids):
-    return loss(images[:, None], texts[:, None], None, None, image_ids, text_ids)
-
-
-LOSSES = {
-    "triplet": Case(itrloss.TripletLoss()),
-    "triplet all": Case(itrloss.TripletLoss(mining="all", reduction="mean")),
-    "infonce": Case(itrloss.InfoNCELoss()),
-    "infonce tiled": Case(itrloss.InfoNCELoss(engine="tiled")),
-    "infonce learnable": Case(itrloss.InfoNCELoss(learnable=True)),
-    "infonce hard": Case(itrloss.InfoNCELoss(hardness=5.0), {}, CONSTANT),
-    "sigmoid": Case(itrloss.SigmoidLoss()),
-    "hal": Case(itrloss.HubnessAwareLoss()),
-    "dcl": Case(itrloss.DiversityContrastiveLoss(), {}, CONSTANT),
-    "dcl entropy": Case(itrloss.DiversityContrastiveLoss(diversity="entropy", detach_diversity=False)),
-    "rince": Case(itrloss.RINCELoss()),
-    "complementary": Case(itrloss.ComplementaryContrastiveLoss(), {}, NEGATIVES_ALONE),
-    "supcon": Case(itrloss.SupConLoss()),
-    "supcon inside": Case(itrloss.SupConLoss(inside=True)),
-    "mil-nce": Case(itrloss.MILNCELoss()),
-    "multi-similarity": Case(itrloss.MultiSimilarityLoss()),
-    "multi-similarity mined": Case(itrloss.MultiSimilarityLoss(epsilon=0.1)),
-    "circle": Case(itrloss.CircleLoss(), {}, CONSTANT),
-    "filtered": Case(itrloss.FilteredInfoNCELoss()),
-    "directional": Case(itrloss.DirectionalInfoNCELoss(), {"ids": False}),
-    "directional one by one": Case(itrloss.DirectionalInfoNCELoss(joint=False), {"ids": False}),
-    "distillation": Case(itrloss.DistillationLoss(), {"call": taught}, DENSE),
-    "late interaction": Case(itrloss.LateInteractionLoss(0.1), {"call": of_sets}, DENSE),
-    "matryoshka": Case(itrloss.Matryoshka(itrloss.InfoNCELoss(engine="tiled"), (2, 4)), {}, PREFIXES),
-}
-
-SLOW = ["compiled", "compiled_as_one_graph"]  # seconds each
-LONG = ["resumed_training", "repeated_calls", "threads", "nothing_is_kept"]  # together two seconds: for some losses
-QUICK = ["infonce tiled", "dcl", "matryoshka"]
-
-
-def slow_unless(quick):
-    return () if quick else pytest.mark.slow
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=slow_unless(name in QUICK)) for name in LOSSES])
+@pytest.mark.parametrize("name", LOSSES)
 def test_our_losses_pass(name):
     loss, options, failures = LOSSES[name]
-    left_out = SLOW if name in QUICK else SLOW + LONG
+    left_out = COMPILED if name in ("infonce tiled", "dcl") else COMPILED + LONG
+    failures = {check: reason for check, reason in failures.items() if check not in left_out}
     check_loss(loss, expected_failures=failures, only=[x for x in CHECKS if x not in left_out], **options)
 
 
@@ -96,15 +37,13 @@ def test_our_losses_pass(name):
 @pytest.mark.parametrize("name", ["infonce learnable", "filtered"])
 def test_our_losses_compile(name):
     loss, options, _ = LOSSES[name]
-    check_loss(loss, only=SLOW, **options)
+    check_loss(loss, only=COMPILED, **options)
 
 
-def test_all_pair_losses_are_here():
-    """Those of normal distributions and of sets of images take further arguments."""
-    others = {"PCMEPlusPlusLoss"}
-    public = {n: getattr(itrloss, n) for n in itrloss.__all__}
-    pairs = {n for n, x in public.items() if isinstance(x, type) and issubclass(x, itrloss.PairLoss)}
-    assert pairs - {"PairLoss"} <= {type(case.loss).__name__ for case in LOSSES.values()} | others
+def test_all_losses_are_here():
+    others = {"PairLoss", "MemoryLoss", "DynamicOrthogonalLoss"}  # bases, and one of images alone
+    public = {n for n in itrloss.__all__ if n.endswith(("Loss", "Objective"))} | set(compat.__all__)
+    assert public - others <= {type(case.loss).__name__ for case in LOSSES.values()}
 
 
 @pytest.mark.slow
@@ -127,7 +66,8 @@ def test_at_least_57_of_60_bugs_are_caught():
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=slow_unless("processes" not in planted.BUGS[x].options)) for x in CAUGHT]
+    "name",
+    [pytest.param(x, marks=[pytest.mark.slow] * ("processes" in planted.BUGS[x].options)) for x in CAUGHT],
 )
 def test_the_bug_is_caught(name):
     make, caught_by, options = planted.BUGS[name]

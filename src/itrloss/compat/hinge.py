@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..checks import Names, check_embeddings, check_matrix, check_number, one_of
+from ..engine.scores import compute_dtype
 from ..similarity import Similarity
 from ..terms import hinge, identity
 
@@ -38,6 +39,7 @@ def similarity(
     if ids[1] is None and len(x) != len(y):
         raise ValueError(f"{names[1]}: expected shape {tuple(x.shape)} like {names[0]}, got {tuple(y.shape)}")
     if order:
+        x, y = x.to(compute_dtype(x)), y.to(compute_dtype(y))
         return Similarity.from_scores(-torch.linalg.vector_norm((y - x[:, None]).clamp_min(0), dim=2), *ids)
     return Similarity(x, y, *ids, normalize=False, names=called)
 

@@ -17,6 +17,14 @@ from .hinge import HingeLoss, option, required, similarity
 Parts = dict[str, Tensor]
 
 
+def _kernel(x: Tensor, y: Tensor) -> Tensor:
+    """Return ``exp(-|a - b| / 2)`` of all rows a and b; these code bases do not square the distance."""
+    distances = torch.cdist(x, y)
+    if x is y:  # cdist has the root of a rounding error there, 8e-4 in float32
+        distances = distances.masked_fill(torch.eye(len(x), dtype=torch.bool, device=x.device), 0.0)
+    return torch.exp(-0.5 * distances)
+
+
 class _SetLoss(HingeLoss):
     """Hinges on the scores of sets, and weighted regularisers."""
 
@@ -32,10 +40,10 @@ class _SetLoss(HingeLoss):
             options = None, 0.0, "frobenius", self.reduction
             values = (functional.dynamic_orthogonal_loss(required(*x), *options) for x in residuals.items())
             parts["div"] = sum(values, img.new_zeros((), dtype=compute_dtype(img)))
-        if self.weights["mmd"] > 0:  # with the kernel exp(-|a - b| / 2), not squared in these code bases
+        if self.weights["mmd"] > 0:
             x, y = (e.reshape(-1, e.shape[-1]).to(compute_dtype(e)) for e in (img, txt))
             reduce = torch.mean if self.reduction == "mean" else torch.sum
-            xx, xy, yy = (reduce(torch.exp(-0.5 * torch.cdist(a, b))) for a, b in ((x, x), (x, y), (y, y)))
+            xx, xy, yy = (reduce(_kernel(a, b)) for a, b in ((x, x), (x, y), (y, y)))
             parts["mmd"] = xx - 2 * xy + yy
         loss = torch.stack([self.weights.get(name, 1.0) * x for name, x in parts.items()]).sum()
         return loss, {f"{name}_loss": x.detach() for name, x in parts.items()}
@@ -111,7 +119,9 @@ class DivELoss(_SetLoss):
         if self.weights["unif"] > 0:
             parts["unif"] = rows.new_zeros(())
             for name, r, x, k in several:  # mean of exp(-2 |a - b|²) over the pairs of members of a set
-                x = (F.normalize(required(name, r), dim=-1) if self.unif_residual else x).reshape(-1, k, img.shape[-1])
+                x = required(name, r) if self.unif_residual else x
+                x = x.reshape(-1, k, img.shape[-1]).to(rows.dtype)
+                x = F.normalize(x, dim=-1) if self.unif_residual else x
                 first, second = torch.triu_indices(k, k, 1, device=x.device)
                 parts["unif"] = parts["unif"] + (-2 * (x[:, first] - x[:, second]).square().sum(-1)).exp().mean()
         return self._total(parts, img, txt, {name: r for name, r, _, _ in several})

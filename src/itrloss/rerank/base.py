@@ -125,7 +125,7 @@ class Reranker(ABC):
         if missing or state["method"] != type(self).__name__:
             got = f"one without {', '.join(sorted(missing))}" if missing else f"one of {state['method']}"
             raise ValueError(f"state: expected a state of {type(self).__name__}, got {got}")
-        loaded = type(self)(**state["options"])
+        loaded = type(self)(**self._options() | state["options"])
         if self.takes_bank:
             loaded.fit(state["images"], state["texts"])
         vars(self).update(vars(loaded))

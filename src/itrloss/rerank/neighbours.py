@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -131,6 +132,12 @@ class TwoStageReranker(Reranker):
     def transductive(self) -> tuple[bool, bool]:
         """(False, False): queries are independent."""
         return False, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the options but for the scorer, which :meth:`load_state_dict` leaves as it is."""
+        state = super().state_dict()
+        del state["options"]["scorer"]
+        return state
 
     def rule(self, direction: Direction) -> Rule:
         scores, candidates = direction.queries.topk(min(self.k, direction.queries.shape[1]))

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..grad_cache import grad_cache_step
 from .registry import check
-from .subject import Batch, Result, Subject, same
+from .subject import Batch, Result, Subject, same, total
 
 _FULL = torch.float64
 
@@ -115,16 +115,12 @@ def state_dict_round_trip(subject: Subject) -> None:
 def _steps(subject: Subject, loss: nn.Module, optimizer: Any, seeds: range) -> list[Tensor]:
     values = []
     for seed in seeds:
-        value = subject.value(_required(subject.batch(9, 9, seed=seed)), loss)
+        value = subject.value(subject.batch(9, 9, seed=seed).leaves(), loss)
         optimizer.zero_grad()
         value.backward()
         optimizer.step()
         values.append(value.detach())
     return values
-
-
-def _required(batch: Batch) -> Batch:
-    return batch.of(batch.images.requires_grad_(), batch.texts.requires_grad_())
 
 
 @check("module")
@@ -208,15 +204,11 @@ def _compiled(subject: Subject, fullgraph: bool) -> None:
     expected = subject.result(batch, loss)
     compiled = torch.compile(subject.output, backend="aot_eager", fullgraph=fullgraph)
     try:
-        leaves = [x.clone().requires_grad_() for x in batch[:2]]
-        value = _sum(compiled(batch.of(*leaves), loss))
-        same("compiled", (value, *torch.autograd.grad(value, leaves)), expected[:3], rtol=1e-4, atol=1e-5)
+        leaves = batch.leaves()
+        value = total(compiled(leaves, loss))
+        same("compiled", (value, *torch.autograd.grad(value, leaves[:2])), expected[:3], rtol=1e-4, atol=1e-5)
     finally:
         torch.compiler.reset()
-
-
-def _sum(value: Any) -> Tensor:
-    return torch.stack([x.sum() for x in tree_leaves(value)]).sum()
 
 
 @check()
@@ -244,7 +236,7 @@ def _nodes(start: Any) -> Iterator[Any]:
 
 def _saved_bytes(subject: Subject, n: int) -> int:
     """Return the bytes that autograd saves for n pairs, attributes of custom functions included."""
-    batch, storages = _required(subject.batch(n, one=True, d=4).to(torch.float32)), {}
+    batch, storages = subject.batch(n, one=True, d=4).to(torch.float32).leaves(), {}
 
     def note(x: Tensor) -> Tensor:
         if x.layout == torch.strided:

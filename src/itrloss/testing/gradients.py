@@ -11,11 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from .registry import check
-from .subject import Batch, Subject, gradients, same, total, trained
-
-
-def _leaves(batch: Batch) -> Batch:
-    return batch.of(batch.images.clone().requires_grad_(), batch.texts.clone().requires_grad_())
+from .subject import Subject, gradients, same, total, trained
 
 
 @check()
@@ -27,7 +23,7 @@ def gradcheck(subject: Subject) -> None:
     batch = subject.batch(4, 5, d=4)
     loss = subject.fresh(torch.float64)
     compute = lambda v, w: subject.value(batch.of(v, w), loss)  # noqa: E731
-    torch.autograd.gradcheck(compute, _leaves(batch)[:2], check_undefined_grad=False)
+    torch.autograd.gradcheck(compute, batch.leaves()[:2], check_undefined_grad=False)
 
 
 @check()
@@ -88,7 +84,7 @@ def uneven_upstream(subject: Subject) -> None:
         values = tree_leaves(subject.output(batch.of(images, texts), loss))
         return total([x * (torch.arange(len(x), dtype=x.dtype) - 1.3) for x in values])
 
-    torch.autograd.gradcheck(weighted, _leaves(batch)[:2], check_undefined_grad=False)
+    torch.autograd.gradcheck(weighted, batch.leaves()[:2], check_undefined_grad=False)
 
 
 @check("reduction")
@@ -113,7 +109,7 @@ def frozen_side(subject: Subject) -> None:
     batch = subject.batch(9, 14)
     expected = subject.result(batch)
     for name in ("images", "texts"):
-        leaves = _leaves(batch)
+        leaves = batch.leaves()
         getattr(leaves, name).requires_grad_(False)
         subject.value(leaves).backward()
         other = "texts" if name == "images" else "images"
@@ -125,14 +121,14 @@ def frozen_side(subject: Subject) -> None:
 def no_gradient_where_none_is_required(subject: Subject) -> None:
     """Under no_grad, in inference mode and for frozen inputs, the value is the same and holds no graph."""
     batch, loss = subject.batch(9, 14), subject.fresh(torch.float64)
-    expected = subject.value(_leaves(batch), loss)
+    expected = subject.value(batch.leaves(), loss)
     for guard in (torch.no_grad, torch.inference_mode):
         with guard():
-            value = subject.value(_leaves(batch), loss)
+            value = subject.value(batch.leaves(), loss)
         assert not value.requires_grad, f"the value requires a gradient under {guard.__name__}"
         same(guard.__name__, value, expected)
     assert subject.value(batch, loss).requires_grad == bool(trained(loss)), "frozen inputs: the value has a graph"
-    same("after inference mode", subject.value(_leaves(batch), loss), expected)
+    same("after inference mode", subject.value(batch.leaves(), loss), expected)
 
 
 @check()
@@ -154,7 +150,7 @@ def two_forwards_before_one_backward(subject: Subject) -> None:
     """
     batches = [subject.batch(9, 14, seed=seed) for seed in (0, 1)]
     expected = [subject.result(batch) for batch in batches]
-    loss, leaves = subject.fresh(torch.float64), [_leaves(batch) for batch in batches]
+    loss, leaves = subject.fresh(torch.float64), [batch.leaves() for batch in batches]
     sum(subject.value(x, loss) for x in leaves).backward()  # type: ignore[union-attr]
     for number, (x, wanted) in enumerate(zip(leaves, expected, strict=True), 1):
         same(f"gradients of batch {number}", (x.images.grad, x.texts.grad), wanted[1:3])
@@ -163,7 +159,7 @@ def two_forwards_before_one_backward(subject: Subject) -> None:
 @check()
 def two_backwards(subject: Subject) -> None:
     """A second backward pass through a retained graph gives the same gradients: the first one modified nothing."""
-    batch, loss = _leaves(subject.batch(9, 14)), subject.fresh(torch.float64)
+    batch, loss = subject.batch(9, 14).leaves(), subject.fresh(torch.float64)
     value = subject.value(batch, loss)
     first = gradients(value, *batch[:2], loss, retain_graph=True)
     first = [x.clone() for x in tree_leaves(first)]
@@ -177,7 +173,7 @@ def inputs_not_modified(subject: Subject) -> None:
     They belong to the caller, who may log, enqueue or re-use them.
     """
     batch = subject.batch(9, 14)
-    leaves = _leaves(batch)
+    leaves = batch.leaves()
     tensors = [x for x in leaves if x is not None]
     versions = [x._version for x in tensors]
     value = subject.value(leaves)
@@ -195,7 +191,7 @@ def ids_used_again(subject: Subject) -> None:
     An error is fine, too.
     """
     batch = subject.batch(9, 14)
-    expected, leaves = subject.result(batch), _leaves(batch)
+    expected, leaves = subject.result(batch), batch.leaves()
     leaves = leaves.with_ids(*(x.clone() for x in batch[2:]))  # type: ignore[union-attr]
     value = subject.value(leaves)
     for x in leaves[2:]:
@@ -213,7 +209,7 @@ def nothing_is_kept(subject: Subject) -> None:
     loss, batch = subject.fresh(torch.float64), subject.batch(9, 14)
 
     def step() -> list[Any]:
-        leaves = _leaves(batch)
+        leaves = batch.leaves()
         value = subject.value(leaves, loss)
         value.backward()
         return [weakref.ref(x) for x in (value, *leaves[:2])]

@@ -6,7 +6,6 @@ import contextlib
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .registry import check
 from .subject import Batch, Result, Subject, finite, same
@@ -34,7 +33,7 @@ def _rounding(subject: Subject, dtype: torch.dtype, times: float, autocast: bool
         plain.append(_distance(exact, subject.result(batch)))
         given: Batch = rounded.to(torch.float32) if autocast else rounded
         with torch.autocast("cpu", dtype) if autocast else contextlib.nullcontext():
-            got = subject.result(given, subject.fresh())
+            got = subject.result(given)
         for x, like in ((got.images, given.images), (got.texts, given.texts)):
             assert x.dtype == like.dtype, f"expected gradients of {like.dtype}, got {x.dtype}"
         errors.append(_distance(got, exact))
@@ -82,7 +81,7 @@ def _with_zeros(subject: Subject, dtype: torch.dtype) -> Result:
     batch = subject.batch(6, one=True)
     batch.images[1] = 0
     batch.texts[1:4] = 0
-    return subject.result(batch.to(dtype), subject.fresh())
+    return subject.result(batch.to(dtype))
 
 
 @check()
@@ -100,8 +99,8 @@ def zero_vectors_in_half_precision(subject: Subject) -> None:
 
 def _of_length(subject: Subject, length: float) -> None:
     batch = subject.batch(9, 14).to(torch.float32)
-    expected, loss = subject.result(batch, subject.fresh()), subject.fresh()
-    got = subject.result(batch.of(batch.images * length, batch.texts * length), loss)
+    expected = subject.result(batch)
+    got = subject.result(batch.of(batch.images * length, batch.texts * length))
     finite(f"embeddings of length {length:g}", got)
     scaled = got._replace(images=got.images * length, texts=got.texts * length)
     same(f"embeddings of length {length:g}", scaled, expected, rtol=1e-3, atol=1e-5)
@@ -124,12 +123,8 @@ def short_embeddings(subject: Subject) -> None:
 
 def _extreme(batch: Batch) -> list[Batch]:
     """Return pairs that are equal, pairs that are opposite, and embeddings that are all equal."""
-    opposite = batch._replace(texts=-batch.images)
-    return [batch._replace(texts=batch.images), opposite, batch.of(_first(batch), _first(batch))]
-
-
-def _first(batch: Batch) -> Tensor:
-    return batch.images[:1].expand(len(batch.images), -1).clone()
+    first = batch.images[:1].expand(len(batch.images), -1)
+    return [batch._replace(texts=batch.images), batch._replace(texts=-batch.images), batch.of(first, first)]
 
 
 @check()
@@ -138,8 +133,9 @@ def extreme_scores(subject: Subject) -> None:
 
     Cosines of 1 and -1 are the ends of logarithms, roots and arcs.
     """
-    for batch in _extreme(subject.batch(9, one=True).to(torch.float32)):
-        finite("scores of 1 or -1", subject.result(batch, subject.fresh()))
+    for pairs in (subject.batch(9, one=True), subject.axes(9)):
+        for batch in _extreme(pairs.to(torch.float32)):
+            finite("scores of 1 or -1", subject.result(batch))
 
 
 @check("temperature")

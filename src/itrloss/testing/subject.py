@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,10 @@ class Batch(NamedTuple):
     def of(self, images: Tensor, texts: Tensor) -> Batch:
         """Return the batch with other embeddings, and the same ids."""
         return self._replace(images=images, texts=texts)
+
+    def leaves(self) -> Batch:
+        """Return the batch with copies of the embeddings that require gradients."""
+        return self.of(self.images.detach().clone().requires_grad_(), self.texts.detach().clone().requires_grad_())
 
     def take(self, rows: Tensor, cols: Tensor) -> Batch:
         """Return the batch of these images and texts."""
@@ -90,10 +94,6 @@ class Subject:
             setattr(loss, name, option)
         return loss
 
-    def like(self, loss: Any) -> Subject:
-        """Return the same of another loss."""
-        return replace(self, loss=loss)
-
     def batch(
         self, n: int, m: int | None = None, d: int = 8, *, classes: int | None = None, seed: int = 0, one: bool = False
     ) -> Batch:
@@ -117,11 +117,17 @@ class Subject:
             images, texts = (nn.functional.normalize(x, dim=1) for x in (images, texts))
         return Batch(images, texts, *(ids if self.ids else (None, None)))
 
+    def axes(self, n: int) -> Batch:
+        """Return a float64 batch of n pairs along the axes, whose cosines are 1 and 0 however products round."""
+        units = torch.eye(8, dtype=torch.float64)[torch.arange(n) % 8]
+        return self.batch(n, one=True).of(units, units.clone())
+
+    def _fresh_for(self, batch: Batch) -> Any:
+        return self.fresh(torch.float64 if batch.images.dtype == torch.float64 else None)
+
     def output(self, batch: Batch, loss: Any = None) -> Any:
-        """Return what a loss returns for a batch; by default, a fresh copy of the loss of the batch's dtype."""
-        if loss is None:
-            wide = batch.images.dtype == torch.float64
-            loss = self.fresh(torch.float64 if wide else None)
+        """Return what a loss returns for a batch; by default, a fresh copy, of float64 for a float64 batch."""
+        loss = self._fresh_for(batch) if loss is None else loss
         inputs = batch if self.ids and batch.image_ids is not None else batch[:2]
         return loss(*inputs) if self.call is None else self.call(loss, *inputs)
 
@@ -131,11 +137,9 @@ class Subject:
 
     def result(self, batch: Batch, loss: Any = None, weight: float = 1.0) -> Result:
         """Return the value and the gradients of ``weight`` times the value."""
-        if loss is None:
-            loss = self.fresh(torch.float64 if batch.images.dtype == torch.float64 else None)
-        images, texts = (x.detach().clone().requires_grad_() for x in batch[:2])
-        value = self.value(batch.of(images, texts), loss)
-        return Result(value.detach(), *gradients(value * weight, images, texts, loss))
+        loss, leaves = self._fresh_for(batch) if loss is None else loss, batch.leaves()
+        value = self.value(leaves, loss)
+        return Result(value.detach(), *gradients(value * weight, *leaves[:2], loss))
 
 
 def trained(loss: Any) -> list[Tensor]:

@@ -109,9 +109,10 @@ def duplicates(subject: Subject) -> None:
 
     A frozen encoder returns the same row for the same image. Square roots of distances have infinite slopes there.
     """
-    batch, twice = subject.batch(6, one=True), torch.arange(6).repeat(2)
-    finite("duplicates", subject.result(batch.take(twice, twice)))
-    finite("texts that equal their images", subject.result(batch._replace(texts=batch.images)))
+    twice = torch.arange(6).repeat(2)
+    for batch in (subject.batch(6, one=True), subject.axes(6)):
+        finite("duplicates", subject.result(batch.take(twice, twice)))
+        finite("texts that equal their images", subject.result(batch._replace(texts=batch.images)))
 
 
 @check("ids")
