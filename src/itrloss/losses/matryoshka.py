@@ -57,3 +57,14 @@ class Matryoshka(nn.Module):
 
     def extra_repr(self) -> str:
         return f"dims={self.dims}, weights={self.weights}"
+
+
+def inner_loss(loss: Any) -> PairLoss:
+    """Return a loss, or that inside of Matryoshka; raise an error unless it takes images and texts to a scalar."""
+    inputs = inspect.signature(loss.forward).parameters.values() if isinstance(loss, (PairLoss, Matryoshka)) else ()
+    if [x.name for x in inputs if x.default is x.empty or x.name in ("images", "texts")] != ["images", "texts"]:
+        raise TypeError(f"loss: expected one of images and texts alone, such as itrloss.InfoNCELoss(), got {loss!r}")
+    inner = loss.loss if isinstance(loss, Matryoshka) else loss
+    if inner.reduction == "none":
+        raise ValueError("loss: expected reduction 'mean' or 'sum', as the trainer needs a scalar, got 'none'")
+    return inner
