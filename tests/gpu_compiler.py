@@ -53,8 +53,8 @@ def compiled(capability: int) -> list[dict]:
     from itrloss.engine.kernels import FORMS
 
     tiles, engine._is_hopper = engine.PRODUCT_TILES, lambda device: capability == 90
-    # For one GPU, all answers, all parameters that change the kernels of one, and all tiles. The others are compiled for
-    # each value of each parameter.
+    # For one GPU, all answers, all parameters that change the kernels of one, and all tiles. For others, each value of
+    # each parameter.
     cases = [(tiles[0], "exp", case) for case in ({"early": True}, {"dim": 200, "size": 999})]
     cases += [(tiles[0], "exp", {"shared": shared, "ids": shared}) for shared in (True, False)]
     cases += [(tiles[0], "exp", {"over": "all"}), (tiles[0], "exp<>", {})]

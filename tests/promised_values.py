@@ -110,6 +110,13 @@ def of_terms(b: Batch) -> Iterator[Tensor]:
         yield from (anchors.sum(term, *params), anchors.sum_of_positives(term, *params))
 
 
+def adapted(b: Batch) -> Iterator[Tensor]:
+    loss, (im, s) = itrloss.UnifiedTrainingObjective(7.0, 0.2), (b.near(0, 2), b.near(0, 3))
+    yield compat.adapt(itrloss.InfoNCELoss(), "hrem")(im, s, DATA["img_ids"](b))
+    yield compat.adapt(itrloss.InfoNCELoss(), "pvse", opt=DATA["opt"](b))(*(numbers(i, 6, 3, 4) for i in range(4)))[0]
+    yield compat.adapt(loss, "hal")(im, s, *(DATA[name](b) for name in ("mb_img", "mb_cap", "mb_ind", "indices")))
+
+
 def differences(b: Batch) -> dict[str, Any]:
     """What does not depend on PyTorch's random numbers in comparisons by a bootstrap."""
     systems = DATA["systems"](b)
@@ -129,6 +136,7 @@ SINGLE: dict[str, Callable[[Batch], Any]] = {  # what needs a call of its own
     "Anchors.pooled": lambda b: Anchors.pooled(b.similarity(), b.similarity(6)),
     "Similarity.from_scores": lambda b: Similarity.from_scores(b.similarity().scores() * 3, *b.ids).both,
     "memory.MemorySimilarity": lambda b: tuple(DATA["sims"](b)),
+    "compat.adapt": adapted,
     "compat.HALLoss batch": lambda b: compat.HALLoss(DATA["opt"](b))(b.near(0, 2), b.near(0, 3)),
     "rerank.FastReranker.calibrate": lambda b: vars(rerank.FastReranker().calibrate(b.similarity())),
     "rerank.Reranker.biases": lambda b: rerank.CSLS(3).biases(b.similarity()),
@@ -151,6 +159,7 @@ MODULES = {
     for name, cls in sorted(vars(itrloss).items())
     if inspect.isclass(cls) and issubclass(cls, nn.Module) and name not in ("PairLoss", "MemoryLoss")
 }
+CODE_BASES = [name for name in compat.__all__ if name != "adapt"]
 RERANKERS = {
     name: cls
     for name, cls in vars(rerank).items()
@@ -159,7 +168,7 @@ RERANKERS = {
 
 
 def cases() -> Iterator[Case]:
-    for name, cls in {**MODULES, **{f"compat.{name}": getattr(compat, name) for name in compat.__all__}}.items():
+    for name, cls in {**MODULES, **{f"compat.{name}": getattr(compat, name) for name in CODE_BASES}}.items():
         yield from spread(name, partial(used, cls), cls, *[cls.forward] * (name not in STEPS))
     for name in (name for name in set(dir(Similarity)) - NOT_ASKED if not name.startswith("_")):
         yield from spread(f"Similarity.{name}", partial(asked, name), *filter(callable, [getattr(Similarity, name)]))

@@ -547,7 +547,7 @@ def scalar(out) -> Tensor:
 
 def test_every_class_is_in_the_list_below():
     public = {name for name, x in vars(compat).items() if isinstance(x, type)}
-    assert {name.split()[0] for name in every_class()} == public == set(compat.__all__)
+    assert {name.split()[0] for name in every_class()} == public == set(compat.__all__) - {"adapt"}
 
 
 @pytest.mark.slow

@@ -5,9 +5,10 @@ bases normalise in their models. If a value differs from the original's, the cla
 losses are float32 at least, and nothing is printed.
 """
 
+from .adapter import adapt
 from .contrastive import ClipLoss, HALLoss, SigLipLoss, USERLoss
 from .hinge import CHANLoss, HREMLoss, SCANLoss, SGRAFLoss, VSEInfinityLoss, VSEPPLoss
 from .sets import DivELoss, PVSELoss
 
 __all__ = ["CHANLoss", "ClipLoss", "DivELoss", "HALLoss", "HREMLoss", "PVSELoss", "SCANLoss", "SGRAFLoss", "SigLipLoss",
-           "USERLoss", "VSEInfinityLoss", "VSEPPLoss"]  # fmt: skip
+           "USERLoss", "VSEInfinityLoss", "VSEPPLoss", "adapt"]  # fmt: skip

@@ -44,19 +44,25 @@ def similarity(
     return Similarity(x, y, *ids, normalize=False, names=called)
 
 
-class HingeLoss(nn.Module):
-    """The sum of hinges over all pairs and both directions, with all negatives or each anchor's hardest one."""
+class Switched(nn.Module):
+    """A criterion that code bases switch to the hardest negatives after some epochs."""
 
-    def __init__(self, margin: float = 0, max_violation: bool = False):
-        super().__init__()
-        check_number("margin", margin)
-        self.margin, self.max_violation = margin, bool(max_violation)
+    max_violation: bool
 
     def max_violation_on(self) -> None:
         self.max_violation = True
 
     def max_violation_off(self) -> None:
         self.max_violation = False
+
+
+class HingeLoss(Switched):
+    """The sum of hinges over all pairs and both directions, with all negatives or each anchor's hardest one."""
+
+    def __init__(self, margin: float = 0, max_violation: bool = False):
+        super().__init__()
+        check_number("margin", margin)
+        self.margin, self.max_violation = margin, bool(max_violation)
 
     def _hinges(self, sim: Similarity, reduction: functional.Reduction = "sum") -> Any:
         return functional.triplet_loss(sim, self.margin, "hardest" if self.max_violation else "all", reduction)

@@ -12,8 +12,8 @@ from ..engine.matrix import Matrix
 from ..engine.pairs import Pairs
 from ..engine.scores import Embeddings
 from ..losses import PairLoss
+from ..losses.matryoshka import takes_pairs
 from ..similarity import Similarity
-from . import takes_pairs
 
 try:
     from pytorch_metric_learning.losses import BaseMetricLossFunction

@@ -1,11 +1,13 @@
 """Losses of the first dimensions of embeddings."""
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..checks import check_number, check_size
+from .base import PairLoss
 
 
 class Matryoshka(nn.Module):
@@ -59,3 +61,19 @@ class Matryoshka(nn.Module):
 
     def extra_repr(self) -> str:
         return f"dims={self.dims}, weights={self.weights}"
+
+
+def takes_pairs(loss: PairLoss) -> bool:
+    """Return whether a loss needs images and texts and nothing else."""
+    inputs = inspect.signature(loss.forward).parameters.values()
+    return [x.name for x in inputs if x.default is x.empty or x.name in ("images", "texts")] == ["images", "texts"]
+
+
+def inner_loss(loss: Any) -> PairLoss:
+    """Return a loss, or that inside of Matryoshka; raise an error unless it takes images and texts to a scalar."""
+    inner = loss.loss if isinstance(loss, Matryoshka) else loss
+    if not isinstance(inner, PairLoss) or not takes_pairs(inner):
+        raise TypeError(f"loss: expected one of images and texts alone, such as itrloss.InfoNCELoss(), got {loss!r}")
+    if inner.reduction == "none":
+        raise ValueError("loss: expected reduction 'mean' or 'sum', as the trainer needs a scalar, got 'none'")
+    return inner

@@ -1,0 +1,186 @@
+"""Any loss of this library under the calls of public code bases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import functional
+from ..checks import one_of
+from ..losses import MemoryLoss
+from ..losses.matryoshka import inner_loss
+from ..memory import CoupledMemory
+from .hinge import Switched, required
+from .sets import Regularizers
+
+
+class _Call(NamedTuple):
+    """What a code base passes, as inputs of a score function or of a loss."""
+
+    inputs: tuple[Any, ...]  # images, texts and what else a score function takes; or a score matrix alone
+    ids: tuple[Any, Any] = (None, None)  # of images and texts
+    more: tuple[Any, ...] = ()  # HAL's bank; the residuals of sets
+
+
+def _pairs(im, s):
+    return _Call((im, s))
+
+
+def _words(im, s, s_l):
+    return _Call((im, s, s_l))
+
+
+def _scores(scores, length=None):
+    return _Call((scores,))
+
+
+def _with_ids(im, s, img_ids=None):
+    return _Call((im, s), (img_ids, img_ids))
+
+
+def _with_bank(im, s, mb_img=None, mb_cap=None, mb_ind=None, indices=None):
+    return _Call((im, s), more=(mb_img, mb_cap, mb_ind, indices))
+
+
+def _sets(img, txt, img_r=None, txt_r=None):
+    return _Call((img, txt), more=(img_r, txt_r))
+
+
+def _captions(img_embs, txt_embs, img_r=None, txt_r=None, img_query=None, txt_query=None):
+    n, m = len(img_embs), len(txt_embs)
+    if m % n:
+        raise ValueError(f"txt_embs: expected as many texts for each of {n} images, got {m}")
+    ids = torch.arange(n, device=img_embs.device)
+    return _Call((img_embs, txt_embs), (ids, ids.repeat_interleave(m // n)), (img_r, txt_r))
+
+
+# How each code base calls its criterion; the arguments have the names of the originals.
+_CALLS: dict[str, Callable[..., _Call]] = {
+    "vsepp": _pairs,
+    "vse_inf": _pairs,
+    "scan": _words,
+    **dict.fromkeys(("sgraf", "naaf", "chan"), _scores),
+    "hrem": _with_ids,
+    "hal": _with_bank,
+    "user": _pairs,
+    "pvse": _sets,
+    "dive": _captions,
+}
+_SETS = {"pvse": Regularizers.pvse, "dive": Regularizers.dive}
+
+
+def adapt(
+    loss: Any, code_base: str, score_function: Callable[..., Tensor] | None = None, opt: Any = None
+) -> AdaptedLoss:
+    """Return a loss of this library as a criterion of a public code base, with its call, its result and its switches.
+
+    The criterion has ``max_violation_on()``, ``max_violation_off()`` and the attribute ``max_violation``: they set
+    ``mining`` of a :class:`itrloss.TripletLoss`, and have no effect on losses without mining. See `Any other loss`_.
+
+    Args:
+        loss: a :class:`itrloss.PairLoss` of images and texts alone, :class:`itrloss.Matryoshka` where embeddings are
+            passed, or for ``"hal"`` and ``"user"`` a :class:`itrloss.MemoryLoss`; with a mean or a sum.
+        code_base: ``"vsepp"``, ``"vse_inf"``, ``"scan"``, ``"sgraf"``, ``"naaf"``, ``"chan"``, ``"hrem"``, ``"hal"``,
+            ``"user"``, ``"pvse"`` or ``"dive"``.
+        score_function: a function of the call's images and texts, of SCAN also their lengths, that returns (N, M)
+            scores; SCAN needs one. It gets DivE's sets as (N K, D), as its own functions do. By default, scores are
+            cosines, and the highest one of two sets.
+        opt: settings of PVSE or DivE, whose regularisers are added; without, there are none.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what it should be and what it was.
+    """
+    one_of("code_base", code_base, *_CALLS)
+    if score_function is not None and not callable(score_function):
+        raise TypeError(f"score_function: expected a function of images and texts, got {score_function!r}")
+    if score_function is not None and _CALLS[code_base] is _scores:
+        raise ValueError(f"score_function: expected None, as {code_base!r} passes scores, got {score_function!r}")
+    if score_function is None and code_base == "scan":
+        raise ValueError("score_function: expected one, such as a partial of SCAN's xattn_score_t2i, got None")
+    if opt is not None and code_base not in _SETS:
+        raise ValueError(f"opt: expected None for {code_base!r}, which has no regularisers, got {opt!r}")
+    scored = score_function is not None or code_base in _SETS or _CALLS[code_base] is _scores
+    if isinstance(loss, MemoryLoss):
+        if code_base not in ("hal", "user") or scored:
+            raise ValueError(f"loss: expected one without a memory for scores, and but for 'hal', 'user', got {loss!r}")
+        if loss.reduction == "none":
+            raise ValueError("loss: expected reduction 'mean' or 'sum', got 'none'")
+    elif inner_loss(loss) is not loss and scored:
+        raise ValueError(f"loss: expected one that takes scores, such as itrloss.InfoNCELoss(), got {loss!r}")
+    return AdaptedLoss(loss, code_base, score_function, opt)
+
+
+class AdaptedLoss(Switched):
+    """A criterion of a code base; :func:`adapt` makes it, and says what it does."""
+
+    def __init__(self, loss: Any, code_base: str, score_function: Any, opt: Any):
+        super().__init__()
+        self.loss, self.code_base, self.score_function = loss, code_base, score_function
+        self.regularizers = None if opt is None else _SETS[code_base](opt)
+
+    @property
+    def max_violation(self) -> bool:  # type: ignore[override]
+        """Whether only the hardest negatives count."""
+        return any(getattr(part, "mining", None) == "hardest" for part in self.loss.modules())
+
+    @max_violation.setter
+    def max_violation(self, on: bool) -> None:
+        for part in self.loss.modules():
+            if hasattr(part, "mining"):
+                part.mining = "hardest" if on else "all"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the code base's criterion does, from its arguments."""
+        inputs, ids, more = _CALLS[self.code_base](*args, **kwargs)
+        if isinstance(self.loss, MemoryLoss):
+            return self._of_bank(*inputs, *more) if more else inputs[0].new_zeros(())
+        loss = self._of_batch(inputs, ids)
+        if self.code_base not in _SETS:
+            return loss
+        if self.regularizers is None:
+            total, parts = loss, {"ranking_loss": loss.detach()}
+        else:
+            total, parts = self.regularizers.total({"ranking": loss}, *inputs, *more)
+        if self.code_base == "dive":  # whose trainer knows no such part
+            del parts["ranking_loss"]
+        return total, parts
+
+    def _of_batch(self, inputs: tuple[Any, ...], ids: tuple[Any, Any]) -> Tensor:
+        """Return the loss of the call's embeddings or scores."""
+        if self.score_function is not None:
+            sets = self.code_base == "dive"
+            inputs = tuple(x.reshape(-1, x.shape[-1]) for x in inputs) if sets else inputs
+            scores = self.score_function(*inputs)
+        elif len(inputs) == 1:
+            scores = inputs[0]
+        elif self.code_base in _SETS:
+            images, texts = (x if x.dim() == 3 else x[:, None] for x in inputs)
+            scores = functional.set_similarity(images, texts)
+        else:
+            return self.loss(*inputs, *ids)
+        return self.loss(image_ids=ids[0], text_ids=ids[1], scores=scores)
+
+    def _of_bank(self, im: Tensor, s: Tensor, mb_img: Any, mb_cap: Any, mb_ind: Any, indices: Any) -> Tensor:
+        """Return the loss of (B, D) pairs and HAL's bank (M, D); entries of the same number are no negatives."""
+        memory = CoupledMemory(1 if mb_img is None else len(mb_img), im.shape[1]).to(im.device, im.dtype)
+        ids = torch.as_tensor(required("indices", indices), device=im.device)
+        if mb_img is not None:
+            memory.enqueue(mb_img, required("mb_cap", mb_cap), torch.as_tensor(required("mb_ind", mb_ind)))
+        return self.loss(im, s, im, s, memory, ids, ids)
+
+    def moco_forward(self, v_q: Tensor, t_k: Tensor, t_q: Tensor, v_k: Tensor, v_queue: Tensor, t_queue: Tensor) -> Any:
+        """Return the loss of USER's (B, D) embeddings, keys and (D, K) queues; 0 for a loss of the batch alone.
+
+        The queues are copied, as USER's model overwrites them before the backward pass.
+        """
+        if not isinstance(self.loss, MemoryLoss):
+            return v_q.new_zeros(())
+        memory = CoupledMemory(v_queue.shape[1], v_queue.shape[0]).to(v_queue.device, v_queue.dtype)
+        memory.enqueue(v_queue.T, t_queue.T)
+        return self.loss(v_q, t_q, v_k, t_k, memory)
+
+    def extra_repr(self) -> str:
+        return f"code_base={self.code_base!r}"
