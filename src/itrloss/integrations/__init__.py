@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 from ..losses import Matryoshka, PairLoss
 
 if TYPE_CHECKING:
+    from . import open_clip as open_clip
     from . import pytorch_metric_learning as pytorch_metric_learning
     from . import sentence_transformers as sentence_transformers
     from . import transformers as transformers
 
-__all__ = ["pytorch_metric_learning", "sentence_transformers", "transformers"]
+__all__ = ["open_clip", "pytorch_metric_learning", "sentence_transformers", "transformers"]
 
 
 def __getattr__(name: str) -> Any:
