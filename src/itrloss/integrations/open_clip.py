@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from contextlib import ExitStack
 from typing import Any
@@ -81,9 +82,7 @@ def patch_open_clip(loss: PairLoss | Matryoshka | None = None) -> ExitStack:
     if os.environ.get("ITRLOSS_DISABLE", "0") not in ("", "0"):
         return undo
     try:
-        import open_clip
-        from open_clip import factory
-        from open_clip import loss as losses
+        modules = [importlib.import_module(name) for name in ("open_clip", "open_clip.factory", "open_clip.loss")]
     except ImportError as error:
         raise ImportError(f"patch_open_clip: pip install 'itrloss[open_clip]' ({error})") from error
 
@@ -91,7 +90,7 @@ def patch_open_clip(loss: PairLoss | Matryoshka | None = None) -> ExitStack:
     if loss is not None:
         adapted = RetrievalLoss(loss)
         ours = dict.fromkeys(ours, lambda *_, **__: adapted)  # whatever open_clip's options are
-    for module in (open_clip, factory, losses):
+    for module in modules:
         for name, replacement in ours.items():
             if hasattr(module, name):
                 undo.callback(setattr, module, name, getattr(module, name))
