@@ -56,7 +56,8 @@ class RetrievalLoss(nn.Module):
         """
         if logit_bias is None and "bias" in self.shared.values():
             raise ValueError(f"logit_bias: expected that of the model, which {self.loss!r} trains (--siglip), got None")
-        of_model: dict[str, Any] = {"log_scale": logit_scale.log().reshape(1), "bias": logit_bias}
+        exact = torch.promote_types(logit_scale.dtype, torch.float32)  # a logarithm in half would put it up to 2 % off
+        of_model: dict[str, Any] = {"log_scale": logit_scale.to(exact).log().reshape(1), "bias": logit_bias}
         parameters = {name: of_model[last] for name, last in self.shared.items()}
         loss = torch.func.functional_call(self.loss, parameters, (image_features, text_features))
         # DistributedDataParallel needs a gradient for each parameter.
