@@ -1,4 +1,4 @@
-"""The losses in the trainers of other libraries, by subclasses of their classes; each module imports its library.
+"""The losses in the trainers of other libraries; each module imports its library when it is used.
 
 They are not in ``compat``, which has the losses of code bases under their signatures, and needs nothing but PyTorch.
 """
