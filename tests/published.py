@@ -19,7 +19,7 @@ def open_clip() -> Any:
         from open_clip import CLIP
         from open_clip.loss import ClipLoss, SigLipLoss
         from open_clip_train.train import train_one_epoch
-    except ImportError:
+    except (ImportError, RuntimeError):  # RuntimeError: its torchvision was built for another torch
         return SimpleNamespace(**globals())
     return SimpleNamespace(CLIP=CLIP, ClipLoss=ClipLoss, SigLipLoss=SigLipLoss, train_one_epoch=train_one_epoch)
 
@@ -44,7 +44,9 @@ class CLIP(nn.Module):
 
 
 class ClipLoss(nn.Module):
-    def __init__(self, local_loss=False, gather_with_grad=False, cache_labels=False, rank=0, world_size=1):
+    def __init__(
+        self, local_loss=False, gather_with_grad=False, cache_labels=False, rank=0, world_size=1, use_horovod=False
+    ):
         super().__init__()
         self.local_loss, self.gather_with_grad, self.rank, self.world_size = (
             local_loss, gather_with_grad, rank, world_size,
@@ -96,6 +98,21 @@ class SigLipLoss(nn.Module):
                 image_features, all_text[i], logit_scale, logit_bias, negative_only=True
             )
         return {"contrastive_loss": loss} if output_dict else loss
+
+
+class CoCaLoss(ClipLoss):
+    def __init__(self, caption_loss_weight, clip_loss_weight, pad_id=0, **options):
+        super().__init__(**options)
+
+
+def create_loss(args):
+    shared = {"rank": args.rank, "world_size": args.world_size}
+    if args.siglip:
+        return SigLipLoss(dist_impl=args.loss_dist_impl, **shared)
+    shared |= {"local_loss": args.local_loss, "gather_with_grad": args.gather_with_grad, "cache_labels": True}
+    if "coca" in args.model.lower():
+        return CoCaLoss(args.coca_caption_loss_weight, args.coca_contrastive_loss_weight, **shared)
+    return ClipLoss(use_horovod=args.horovod, **shared)
 
 
 def train_one_epoch(model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args):

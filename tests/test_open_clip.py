@@ -1,11 +1,13 @@
-"""``ClipLoss`` and ``SigLipLoss`` over several processes, beside open_clip's own and beside one process."""
+"""The losses in open_clip: over several processes, beside its own, beside one process, and in its place."""
 
 from __future__ import annotations
 
 import math
+import sys
 from argparse import Namespace
 from typing import Any
 
+import published
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
+import itrloss
 from itrloss import compat, distributed
+from itrloss.integrations.open_clip import RetrievalLoss, patch_open_clip
 
 WAYS = [(local_loss, gather_with_grad) for local_loss in (False, True) for gather_with_grad in (False, True)]
 EXCHANGES = (None, "bidir", "shift", "reduce", "gather")
@@ -255,6 +259,7 @@ def trained_with_every_loss(rank: int) -> dict[str, dict[str, Tensor]]:
         ("clip, ours", compat.ClipLoss(**world), 14.3, None),
         ("siglip, theirs", theirs.SigLipLoss(**world), 10.0, -10.0),
         ("siglip, ours", compat.SigLipLoss(**world), 10.0, -10.0),
+        ("siglip, any", RetrievalLoss(itrloss.SigmoidLoss(gather=True)), 10.0, -10.0),
     ):
         torch.manual_seed(0)
         start = {"init_logit_scale": math.log(scale), "init_logit_bias": bias}
@@ -270,4 +275,126 @@ def test_their_training_loop_ends_with_the_same_model(tmp_path):
         wanted = first[f"{kind}, theirs"]
         wanted["values"] = (wanted["values"] + second[f"{kind}, theirs"]["values"]) / 2
         for found in (first, second):
-            assert_same(found[f"{kind}, ours"], wanted)
+            for name in {f"{kind}, ours", f"{kind}, any"} & found.keys():
+                assert_same(found[name], wanted)
+
+
+# --------------------------------------------------------------------------------------------- any loss in their place
+
+LOSSES: dict[str, Any] = {
+    "infonce": lambda **common: itrloss.InfoNCELoss(learnable=True, **common),
+    "sigmoid": itrloss.SigmoidLoss,
+    "dcl": itrloss.DiversityContrastiveLoss,
+    "triplet": itrloss.TripletLoss,
+    "matryoshka": lambda **common: itrloss.Matryoshka(itrloss.InfoNCELoss(**common), [2, 4]),
+}
+
+
+@pytest.mark.parametrize("name, twin, factor", [("infonce", compat.ClipLoss(), 2), ("sigmoid", compat.SigLipLoss(), 1)])
+def test_a_learnable_scale_and_bias_are_those_of_the_model(name, twin, factor):
+    whole = outcome(twin, *batch(7), nn.Identity(), torch.float64)
+    assert whole["scale"].abs() > 1e-3
+    wanted = {name: factor * x for name, x in whole.items()}
+    for loss in (LOSSES[name](), itrloss.Matryoshka(LOSSES[name](), [4])):
+        assert_same(outcome(RetrievalLoss(loss), *batch(7), nn.Identity(), torch.float64), wanted, 1e-10)
+    half = *map(F.normalize, batch(7)), *torch.tensor([9.0625, -2.0]).bfloat16()  # whose logarithm would be rounded
+    torch.testing.assert_close(RetrievalLoss(LOSSES[name]())(*half), factor * twin(*half))
+
+
+@pytest.mark.parametrize("name", ["dcl", "triplet", "matryoshka"])
+def test_other_losses_train_the_encoders_alone(name):
+    loss = LOSSES[name]()
+    found, wanted = (outcome(f, *batch(7), nn.Identity()) for f in (RetrievalLoss(loss), lambda v, w, *_: loss(v, w)))
+    for parameter in ("scale", "bias"):
+        assert wanted.pop(parameter) is None and found[parameter] == 0
+    assert_same(found, wanted)
+
+
+def any_loss(rank: int) -> dict[str, Any]:
+    own = [x.chunk(WORLD)[rank] for x in batch(8)]
+    return {name: outcome(RetrievalLoss(f(gather=True)), *own, DistributedDataParallel) for name, f in LOSSES.items()}
+
+
+@pytest.mark.slow
+def test_losses_of_two_processes_are_those_of_one_and_each_parameter_has_a_gradient(tmp_path):
+    processes = both(any_loss, tmp_path)
+    for name, make in LOSSES.items():
+        whole = outcome(RetrievalLoss(make()), *batch(8), nn.Identity())
+        for found in processes:
+            assert_same(found[name], whole)
+
+
+class Shifted(itrloss.PairLoss):
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    "loss, error",
+    [
+        (nn.CrossEntropyLoss(), "loss: expected one of images and texts alone"),
+        (itrloss.InfoNCELoss(reduction="none"), "loss: expected reduction 'mean' or 'sum'"),
+        (Shifted(), "loss: expected a learnable log_scale and bias at most"),
+    ],
+)
+def test_other_losses_are_refused(loss, error):
+    for call in (RetrievalLoss, patch_open_clip):
+        with pytest.raises((TypeError, ValueError), match=error):
+            call(loss)
+
+
+def test_a_bias_that_is_trained_has_to_be_there():
+    v, w = batch(4)
+    with pytest.raises(ValueError, match="logit_bias: expected that of the model, which SigmoidLoss"):
+        RetrievalLoss(itrloss.SigmoidLoss())(v, w, torch.tensor(9.0))
+
+
+@pytest.fixture(autouse=True)
+def package(monkeypatch):
+    """open_clip; where it is not installed, the stand-ins under its name."""
+    monkeypatch.delenv("ITRLOSS_DISABLE", raising=False)
+    if open_clip().ClipLoss is published.ClipLoss:
+        for name in ("factory", "loss"):
+            monkeypatch.setattr(published, name, published, raising=False)
+        for name in ("open_clip", "open_clip.factory", "open_clip.loss"):
+            monkeypatch.setitem(sys.modules, name, published)
+
+
+def made(model: str = "ViT-B-32", siglip: bool = False) -> nn.Module:
+    """The loss that they make of the command line's options."""
+    from open_clip.factory import create_loss
+
+    return create_loss(Namespace(
+        model=model, siglip=siglip, distill=False, local_loss=True, gather_with_grad=True, rank=0, world_size=1,
+        horovod=False, loss_dist_impl=None, coca_caption_loss_weight=2.0, coca_contrastive_loss_weight=1.0,
+    ))  # fmt: skip
+
+
+def test_a_patch_changes_what_they_make_until_it_is_undone():
+    theirs = open_clip()
+    kinds = {"ViT-B-32": theirs.ClipLoss, "coca_ViT-B-32": type(made("coca_ViT-B-32"))}
+    undo = patch_open_clip()
+    assert type(made()) is compat.ClipLoss and type(made(siglip=True)) is compat.SigLipLoss
+    assert type(made("coca_ViT-B-32")) is kinds["coca_ViT-B-32"]
+    with patch_open_clip(itrloss.DiversityContrastiveLoss(temperature=0.05)):
+        for loss in (made(), made(siglip=True), sys.modules["open_clip.loss"].ClipLoss(rank=0, world_size=1)):
+            assert isinstance(loss, RetrievalLoss) and loss.loss.temperature == 0.05
+    assert type(made()) is compat.ClipLoss
+    undo.close()
+    assert {name: type(made(name)) for name in kinds} == kinds
+    assert type(made(siglip=True)) is theirs.SigLipLoss
+
+
+def test_a_switch_turns_the_patch_off(monkeypatch):
+    theirs = type(made())
+    for switch, wanted in (("1", theirs), ("0", compat.ClipLoss), ("", compat.ClipLoss)):
+        monkeypatch.setenv("ITRLOSS_DISABLE", switch)
+        with patch_open_clip():
+            assert type(made()) is wanted
+
+
+def test_a_patch_needs_open_clip(monkeypatch):
+    monkeypatch.setitem(sys.modules, "open_clip", None)
+    with pytest.raises(ImportError, match=r"pip install 'itrloss\[open_clip\]'"):
+        patch_open_clip()

@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 import torch
 from cases import embeddings
-from torch import Tensor
+from processes import WORLD, both
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import itrloss
 
 pytest.importorskip("pytorch_metric_learning")
 
-from pytorch_metric_learning import distances, losses, miners, reducers, regularizers
+from pytorch_metric_learning import distances, losses, miners, reducers, regularizers, trainers
+from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
 from pytorch_metric_learning.utils.loss_and_miner_utils import get_all_pairs_indices
 
 from itrloss.integrations.pytorch_metric_learning import ContrastiveLoss
@@ -94,6 +97,46 @@ def test_their_memory_has_the_values_and_gradients_of_theirs(name):
         torch.manual_seed(seed)
         x, labels = torch.randn(8, 6, dtype=torch.float64, requires_grad=True), torch.randint(4, (8,))
         assert_same(*(outcome(f, x, labels) for f in memories))
+
+
+def train(loss: Any, rank: int = 0, world: int = 1) -> list[Tensor]:
+    """The losses of 32 steps of their trainer and the model; in one process, of mined pairs."""
+    torch.manual_seed(0)
+    model, draw = nn.Linear(20, 8).double(), torch.Generator().manual_seed(1)
+    labels = torch.arange(64) % 6
+    rows = torch.randn(6, 20, generator=draw).double()[labels] + torch.randn(64, 20, generator=draw)
+    own = [*zip(rows, labels.tolist(), strict=True)][rank::world]
+    values: list[Tensor] = []
+    trainer = trainers.MetricLossOnly(
+        {"trunk": DistributedDataParallel(model) if world > 1 else model},
+        {"trunk_optimizer": torch.optim.AdamW(model.parameters(), lr=1e-2)},
+        16 // world, {"metric_loss": loss}, own,
+        {"tuple_miner": miners.MultiSimilarityMiner(0.9)} if world == 1 else None,
+        sampler=torch.utils.data.SequentialSampler(own), dataloader_num_workers=0, data_device="cpu",
+        end_of_iteration_hook=lambda trainer: values.append(trainer.losses["metric_loss"].detach()),
+    )  # fmt: skip
+    trainer.train(num_epochs=8)
+    return [torch.stack(values), model.weight.detach()]
+
+
+def test_their_trainer_has_the_curve_of_theirs():
+    ours, theirs = train(ContrastiveLoss(itrloss.SupConLoss(0.1, reduction="none"))), train(losses.SupConLoss(0.1))
+    assert_same(ours, theirs)
+    dcl = train(ContrastiveLoss(itrloss.DiversityContrastiveLoss(reduction="none")))
+    for values in (ours[0], dcl[0]):
+        assert len(values) == 32 and values[-4:].mean() < 0.9 * values[:4].mean()
+
+
+def in_a_process(rank: int) -> list[list[Tensor]]:
+    every = ContrastiveLoss(itrloss.SupConLoss(0.1, reduction="none")), losses.SupConLoss(0.1)
+    return [train(DistributedLossWrapper(loss), rank, WORLD) for loss in every]
+
+
+@pytest.mark.slow
+def test_their_wrapper_has_the_curve_of_theirs_in_two_processes(tmp_path):
+    for ours, theirs in both(in_a_process, tmp_path):
+        assert_same(ours, theirs)
+        assert len(ours[0]) == 32 and ours[0][-4:].mean() < 0.9 * ours[0][:4].mean()
 
 
 @pytest.mark.parametrize("name", OTHERS)

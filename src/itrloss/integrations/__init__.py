@@ -1,4 +1,4 @@
-"""The losses in the trainers of other libraries, by subclasses of their classes; each module imports its library.
+"""The losses in the trainers of other libraries; each module imports its library when it is used.
 
 They are not in ``compat``, which has the losses of code bases under their signatures, and needs nothing but PyTorch.
 """
@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 from ..losses.matryoshka import inner_loss as inner_loss
 
 if TYPE_CHECKING:
+    from . import open_clip as open_clip
     from . import pytorch_metric_learning as pytorch_metric_learning
     from . import sentence_transformers as sentence_transformers
     from . import transformers as transformers
 
-__all__ = ["pytorch_metric_learning", "sentence_transformers", "transformers"]
+__all__ = ["open_clip", "pytorch_metric_learning", "sentence_transformers", "transformers"]
 
 
 def __getattr__(name: str) -> Any:

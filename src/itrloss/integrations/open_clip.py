@@ -1,0 +1,99 @@
+"""The losses in the training of open_clip (``pip install 'itrloss[open_clip]'``)."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..compat import ClipLoss, SigLipLoss
+from ..losses import Matryoshka, PairLoss
+from . import inner_loss
+
+
+class RetrievalLoss(nn.Module):
+    """A loss of this library as one of open_clip, in place of its ``ClipLoss`` and ``SigLipLoss``.
+
+    A learnable scale and bias of the loss (its parameters ``log_scale`` and ``bias``) are those of the model:
+    ``InfoNCELoss(learnable=True)`` is twice ``ClipLoss``, which averages the directions, and ``SigmoidLoss()`` is
+    ``SigLipLoss``. With other losses, the model's scale and bias are not trained: their gradient is 0.
+
+    Args:
+        loss: a :class:`itrloss.PairLoss` of images and texts alone, or :class:`itrloss.Matryoshka` around one; in a job
+            of several processes with ``gather=True``.
+
+    Raises:
+        TypeError, ValueError: for other losses, for parameters that the model does not have, and in a call without the
+            bias that the loss trains.
+    """
+
+    def __init__(self, loss: PairLoss | Matryoshka):
+        super().__init__()
+        inner_loss(loss)
+        #: Names of the loss's parameters, and of the arguments that stand for them.
+        self.shared = {name: name.rpartition(".")[2] for name, _ in loss.named_parameters()}
+        own = [name for name, last in self.shared.items() if last not in ("log_scale", "bias")]
+        if own:
+            expected = "a learnable log_scale and bias at most, as open_clip trains the parameters of its model alone"
+            raise ValueError(f"loss: expected {expected}, got {', '.join(own)} of {loss!r}")
+        self.loss = loss
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor,
+        logit_bias: Tensor | None = None,
+        output_dict: bool = False,
+    ) -> Any:
+        """Return the loss of (B, D) pairs, or with ``output_dict`` a dictionary that has it as ``contrastive_loss``.
+
+        ``logit_scale``: the scale itself, of one element, as ``logit_bias``.
+        """
+        if logit_bias is None and "bias" in self.shared.values():
+            raise ValueError(f"logit_bias: expected that of the model, which {self.loss!r} trains (--siglip), got None")
+        exact = torch.promote_types(logit_scale.dtype, torch.float32)  # a logarithm in half would put it up to 2 % off
+        of_model: dict[str, Any] = {"log_scale": logit_scale.to(exact).log().reshape(1), "bias": logit_bias}
+        parameters = {name: of_model[last] for name, last in self.shared.items()}
+        loss = torch.func.functional_call(self.loss, parameters, (image_features, text_features))
+        # DistributedDataParallel needs a gradient for each parameter.
+        loss = loss + sum(0 * x.sum() for x in (logit_scale, logit_bias) if x is not None)
+        return {"contrastive_loss": loss} if output_dict else loss
+
+
+def patch_open_clip(loss: PairLoss | Matryoshka | None = None) -> ExitStack:
+    """Put losses of this library into open_clip, and return what undoes it: its ``close()``, or the end of a ``with``.
+
+    Losses that open_clip makes from then on, in its tasks and by ``create_loss``, are :class:`itrloss.compat.ClipLoss`
+    and :class:`itrloss.compat.SigLipLoss`, or ``loss``. Those of CoCa and of distillation stay its own. With the
+    environment variable ``ITRLOSS_DISABLE=1``, nothing changes.
+
+    Args:
+        loss: see :class:`RetrievalLoss`; all training losses share it.
+
+    Raises:
+        ImportError: without open_clip.
+        TypeError, ValueError: for losses that :class:`RetrievalLoss` does not take.
+    """
+    undo = ExitStack()
+    if os.environ.get("ITRLOSS_DISABLE", "0") not in ("", "0"):
+        return undo
+    try:
+        modules = [importlib.import_module(name) for name in ("open_clip", "open_clip.factory", "open_clip.loss")]
+    except ImportError as error:
+        raise ImportError(f"patch_open_clip: pip install 'itrloss[open_clip]' ({error})") from error
+
+    ours: dict[str, Any] = {"ClipLoss": ClipLoss, "SigLipLoss": SigLipLoss}
+    if loss is not None:
+        adapted = RetrievalLoss(loss)
+        ours = dict.fromkeys(ours, lambda *_, **__: adapted)  # whatever open_clip's options are
+    for module in modules:
+        for name, replacement in ours.items():
+            if hasattr(module, name):
+                undo.callback(setattr, module, name, getattr(module, name))
+                setattr(module, name, replacement)
+    return undo
