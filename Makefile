@@ -35,7 +35,7 @@ set -e; venv=$$(mktemp -d); trap 'rm -rf "$$venv"' EXIT; \
 endef
 
 promises: $(STAMP)  ## store the names, values and checkpoints that later versions keep
-	$(BIN)/python tests/test_promises.py
+	PYTHONPATH=. $(BIN)/python tests/test_promises.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
