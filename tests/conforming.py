@@ -224,6 +224,7 @@ LOSSES = {
     "vse++": published(compat.VSEPPLoss(0.2)),
     "vse++ order": published(compat.VSEPPLoss(0.2, "order"), failures=HELD | SETS | TWO_KINDS),
     "vse∞ hardest": published(compat.VSEInfinityLoss(margin=0.2, max_violation=True), failures={}),
+    "adapted": published(compat.adapt(itrloss.InfoNCELoss(learnable=True), "hrem"), numbered),
     "scan": published(compat.SCANLoss(cosines, 0.2), scored),
     "sgraf": published(compat.SGRAFLoss(0.2), of_scores),
     "chan": published(compat.CHANLoss(), of_scores),
