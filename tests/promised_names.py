@@ -15,6 +15,7 @@ from unittest import mock
 from torch import nn
 
 import itrloss.cli
+import itrloss.integrations
 from itrloss.anchors import Hardest, MeanStd
 from itrloss.similarity import TopK
 
@@ -110,6 +111,12 @@ def listing() -> str:
                 lines.append(f"{path} is {first[id(x)]}")
             else:
                 lines += described(path, x)
+    for framework in itrloss.integrations.__all__:
+        module = importlib.import_module(f"itrloss.integrations.{framework}")
+        own = [x for key, x in sorted(vars(module).items()) if not key.startswith("_")]
+        for x in own:
+            if inspect.isclass(x) or inspect.isfunction(x):
+                lines += described(f"{module.__name__}.{x.__name__}", x) if x.__module__ == module.__name__ else []
     for x in RESULTS:
         lines += described(f"{x.__module__}.{x.__name__}", x)
     return "\n".join([*lines, *options(), ""])
