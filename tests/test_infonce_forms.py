@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import SHAPES, embeddings, make_ids, upstream
+from cases import SHAPES, each, embeddings, make_ids, pairwise, upstream
 from torch import Tensor, nn
 
 import itrloss
@@ -82,9 +82,9 @@ def others(n: int, m: int, d: int = 9) -> tuple[Tensor, Tensor]:
 # ------------------------------------------------------------------------------------------- hardness, negatives
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("hardness", [0.0, 1e-20, 9.0, 200.0])
+@pytest.mark.parametrize(
+    ("hardness", "shape", "engine"), pairwise(hardness=[0.0, 1e-20, 9.0, 200.0], shape=SHAPES, engine=ENGINES)
+)
 def test_weighted_negatives(hardness, shape, engine, small_tiles, poisoned):
     """With a learnable temperature, the gradient of which is that of the formula with the weight as a constant."""
     v, w, ids, grads = given(shape)
@@ -114,21 +114,21 @@ def test_the_learnable_temperature_of_the_class_has_the_gradient_of_the_constant
     assert log_scale.grad.abs() > 1e-3
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("each", [False, True])
-@pytest.mark.parametrize("hardness", [0.0, 5.0])
-def test_further_negatives(hardness, each, shape, engine, small_tiles, poisoned):
+@pytest.mark.parametrize(
+    ("hardness", "of_each", "shape", "engine"),
+    pairwise(hardness=[0.0, 5.0], of_each=[False, True], shape=SHAPES, engine=ENGINES),
+)
+def test_further_negatives(hardness, of_each, shape, engine, small_tiles, poisoned):
     """Those of all images, or of each; the texts are as before."""
     v, w, ids, grads = given(shape)
     generator = torch.Generator().manual_seed(3)
-    size = (len(v), 4, v.shape[1]) if each else (6, v.shape[1])
+    size = (len(v), 4, v.shape[1]) if of_each else (6, v.shape[1])
     negatives = torch.randn(size, generator=generator, dtype=v.dtype)
     criterion = itrloss.InfoNCELoss(0.1, hardness=hardness, reduction="none", engine=engine)
 
     def plain(x, y, z):
         S, positive = cosines(x, y), positives_of(x, y, ids)
-        more = torch.einsum("nd,nkd->nk", F.normalize(x, dim=1), F.normalize(z, dim=2)) if each else cosines(x, z)
+        more = torch.einsum("nd,nkd->nk", F.normalize(x, dim=1), F.normalize(z, dim=2)) if of_each else cosines(x, z)
         return [info_nce(S, positive, 10.0, hardness, more=more), info_nce(S.T, positive.T, 10.0, hardness)]
 
     compare(lambda x, y, z: criterion(x, y, *ids, negatives=z), plain, (v, w, negatives), grads)
@@ -174,11 +174,17 @@ def test_zero_vectors_among_negatives(size, dtype, engine):
 # ---------------------------------------------------------------------------------------------- left-out negatives
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("margin", "relative"), [(0.1, False), (0.0, False), (-0.3, False), (-0.05, True)])
-@pytest.mark.parametrize("guided", [False, True])
-def test_negatives_above_the_positive_are_left_out(guided, margin, relative, shape, engine, small_tiles, poisoned):
+@pytest.mark.parametrize(
+    ("guided", "limit", "shape", "engine"),
+    pairwise(
+        guided=[False, True],
+        limit=[(0.1, False), (0.0, False), (-0.3, False), (-0.05, True)],
+        shape=SHAPES,
+        engine=ENGINES,
+    ),
+)
+def test_negatives_above_the_positive_are_left_out(guided, limit, shape, engine, small_tiles, poisoned):
+    margin, relative = limit
     v, w, ids, grads = given(shape)
     x, y = others(len(v), len(w))
     x.requires_grad_()
@@ -261,10 +267,10 @@ def directional(v: Tensor, w: Tensor, ids: Any, directions: Any, joint: bool, sc
     return found
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("joint", [True, False])
-@pytest.mark.parametrize("directions", CHOSEN)
-@pytest.mark.parametrize("n", [1, 2, 13])
+@pytest.mark.parametrize(
+    ("n", "directions", "joint", "engine"),
+    pairwise(n=[1, 2, 13], directions=CHOSEN, joint=[True, False], engine=ENGINES),
+)
 def test_directions(n, directions, joint, engine, small_tiles, poisoned):
     v, w = embeddings(n, n)
     for ids in (None, torch.arange(n) // 3, torch.zeros(n, dtype=torch.int64)):
@@ -313,11 +319,13 @@ def distilled(S: Tensor, T: Tensor, temperature: float, of_teacher: float) -> li
     return [-((t / of_teacher).softmax(1) * (s / temperature).log_softmax(1)).sum(1) for s, t in ((S, T), (S.T, T.T))]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("temperature", "of_teacher"), [(0.07, 0.07), (1.0, 0.01), (0.005, 3.0)])
-def test_distillation(temperature, of_teacher, shape, engine, small_tiles, poisoned):
+@pytest.mark.parametrize(
+    ("temperatures", "shape", "engine"),
+    pairwise(temperatures=[(0.07, 0.07), (1.0, 0.01), (0.005, 3.0)], shape=SHAPES, engine=ENGINES),
+)
+def test_distillation(temperatures, shape, engine, small_tiles, poisoned):
     """From embeddings and from scores of a teacher, whatever the ids."""
+    temperature, of_teacher = temperatures
     v, w, ids, grads = given(shape)
     x, y = others(len(v), len(w))
     criterion = itrloss.DistillationLoss(temperature, of_teacher, reduction="none", engine=engine)
@@ -493,8 +501,7 @@ def calls(**options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", calls())
+@pytest.mark.parametrize(("name", "engine"), each(name=calls(), engine=ENGINES))
 def test_compiles_without_graph_breaks(name, engine):
     criterion, (v, w, *args), options = calls(engine=engine)[name]
     torch._dynamo.reset()

@@ -100,8 +100,7 @@ def test_losses_equal_the_loop_oracle(name, shape, engine, small_tiles, poisoned
             np.testing.assert_allclose(a.detach().numpy(), b, rtol=1e-7, atol=1e-10)  # log(1 + S) near S = -1
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(("name", "shape"), pairwise(name=LOSSES, shape=SHAPES))
 def test_gradients_of_tiles_are_those_of_plain_pytorch(name, shape, small_tiles, poisoned):
     inputs, keys, memory, ids = case(shape)
     found = []
@@ -489,7 +488,7 @@ def test_momentum_encoder_is_stored_and_restored():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "engine"), each(name=["mdcl", "uto mild", "mdcl entropy"], engine=["tiled", "dense"]))
+@pytest.mark.parametrize(("name", "engine"), each(name=["mdcl", "uto mild"], engine=["tiled", "dense"]))
 def test_compiles_while_the_memory_fills(name, engine):
     loss = make(name, engine=engine)
     torch._dynamo.reset()
