@@ -10,6 +10,7 @@ from argparse import Namespace
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import run
 from vse_trainers import CHAN, HAL, TRAINERS, USER, B, D, DivE, VSEModel, smooth_chamfer, xattn_score
 
 import itrloss
@@ -276,9 +277,15 @@ WRONG = {
     "loss: expected one without a memory": lambda: compat.adapt(MEMORY_LOSSES["UTO"](), "vsepp"),
     "loss: expected reduction": lambda: compat.adapt(itrloss.InfoNCELoss(reduction="none"), "vsepp"),
     "loss: expected reduction 'mean'": lambda: compat.adapt(itrloss.UnifiedTrainingObjective(reduction="none"), "user"),
-    "indices: expected a tensor": lambda: compat.adapt(MEMORY_LOSSES["UTO"](), "hal")(unit(2, D), unit(2, D)),
+    "indices: expected a tensor": lambda: compat.adapt(MEMORY_LOSSES["UTO"](), "hal")(*[unit(2, D)] * 4, [0, 1]),
+    "mb_cap, mb_ind": lambda: compat.adapt(MEMORY_LOSSES["UTO"](), "hal")(*[unit(2, D)] * 4, [0], [0, 1]),
+    "img: expected shape": lambda: compat.adapt(NCE, "pvse", opt=Namespace(num_embeds=2))(*[unit(4, 3, D)] * 2),
+    "txt: expected shape": lambda: compat.adapt(NCE, "pvse", opt=Namespace(num_embeds=2))(unit(4, 2, D), unit(4, D)),
+    "takes scores": lambda: compat.adapt(itrloss.DirectionalInfoNCELoss(), "sgraf"),
     "txt_embs: expected as many texts": lambda: DivE(compat.adapt(NCE, "dive")).criterion(unit(2, D), unit(3, D)),
-    "scores: ": lambda: compat.adapt(NCE, "chan")(unit(B)),
+    "sims: ": lambda: compat.adapt(NCE, "chan")(sims=unit(B)),
+    "scores: expected shape": lambda: compat.adapt(NCE, "sgraf")(unit(B, B + 1)),
+    "length: expected a number": lambda: compat.adapt(NCE, "sgraf")(unit(B, B), unit(B, B)),
 }
 
 
@@ -292,3 +299,18 @@ def test_the_adapted_criterion_has_the_call_of_the_original():
     with pytest.raises(TypeError, match="argument"):
         compat.adapt(NCE, "vsepp")(unit(B, D), unit(B, D), [1] * B)
     assert USER(compat.adapt(NCE, "user")).loss().isfinite()
+
+
+def queues_of_each(rank: int) -> torch.Tensor:
+    """USER's loss where each process has a queue of its own."""
+    v, w = unit(B, D), unit(B, D).flip(0)
+    queue = unit(20, D).roll(rank, 1).T
+    own = itrloss.CoupledMemory(20, D, dtype=v.dtype)
+    own._store(queue.T, queue.T)
+    loss = itrloss.UnifiedTrainingObjective()
+    return compat.adapt(loss, "user").moco_forward(v, w, w, v, queue, queue) - loss(v, w, v, w, own)
+
+
+@pytest.mark.slow
+def test_queues_stay_in_their_process(tmp_path):
+    assert all(difference.abs() < 1e-6 for difference in run(queues_of_each, tmp_path))

@@ -146,6 +146,23 @@ def test_sentence_transformers_agree():
     torch.testing.assert_close(*(with_gradients(x, v, w) for x in values))
 
 
+def disagreeing(rank: int) -> list[str]:
+    """The errors of all processes where one has other weights, or texts that are too short."""
+    v, w = embeddings(7, 7)
+    errors = []
+    for weights, d in (((1.0, 1.0 + rank), 6), ((1.0, 1.0), 6 - rank)):
+        with pytest.raises(ValueError) as caught:
+            itrloss.Matryoshka(itrloss.InfoNCELoss(gather=True), (2, 6), weights)(v, w[:, :d])
+        errors.append(str(caught.value))
+    return errors
+
+
+@pytest.mark.slow
+def test_all_processes_raise_an_error_if_one_does(tmp_path: Path):
+    for weights, dims in run(disagreeing, tmp_path):
+        assert "weights=[1.0, 2.0]" in weights and "texts: expected embeddings of at least 6 dimensions" in dims
+
+
 def gathered(rank: int | None) -> list[Any]:
     """The loss of all processes' batches and this process's gradients; of one process with them for rank None."""
     v, w = embeddings(7, 7)

@@ -95,8 +95,11 @@ class CoupledMemory(WholeState):
             return keys if ids is None else [*keys, checks.as_ids("ids", ids, len(image_keys), image_keys.device)]
 
         same = f"memory ({self.size}, {self.dim}) of {str(self.images.dtype)[6:]}"
-        tensors = checked() if one else [torch.cat(x) for x in gather_parts(checked, process_group, same)]
-        self._labelled = ids is not None
+        self._store(*(checked() if one else (torch.cat(x) for x in gather_parts(checked, process_group, same))))
+
+    def _store(self, *tensors: Tensor) -> None:
+        """Store (B, dim) keys of images and texts, and ids if there are any, of this process alone."""
+        self._labelled = len(tensors) == 3
         device = self.images.device
         images, texts, *own_ids = (x.to(device) for x in tensors)
         number = self.enqueued + torch.arange(images.shape[0], device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,11 +10,11 @@ import torch
 from torch import Tensor
 
 from .. import functional
-from ..checks import one_of
+from ..checks import Names, check_embeddings, one_of
 from ..losses import MemoryLoss
 from ..losses.matryoshka import inner_loss
 from ..memory import CoupledMemory
-from .hinge import Switched, required
+from .hinge import Switched, check_square, required
 from .sets import Regularizers
 
 
@@ -34,11 +35,20 @@ def _words(im, s, s_l):
 
 
 def _scores(scores, length=None):
+    check_square("scores", scores)
+    if isinstance(length, Tensor) and length.dim() > 0:
+        raise ValueError(f"length: expected a number beside scores, got {tuple(length.shape)}")
     return _Call((scores,))
 
 
+def _sims(sims):
+    check_square("sims", sims)
+    return _Call((sims,))
+
+
 def _with_ids(im, s, img_ids=None):
-    return _Call((im, s), (img_ids, img_ids))
+    ids = None if img_ids is None else torch.as_tensor(img_ids, device=im.device)
+    return _Call((im, s), (ids, ids))
 
 
 def _with_bank(im, s, mb_img=None, mb_cap=None, mb_ind=None, indices=None):
@@ -62,14 +72,26 @@ _CALLS: dict[str, Callable[..., _Call]] = {
     "vsepp": _pairs,
     "vse_inf": _pairs,
     "scan": _words,
-    **dict.fromkeys(("sgraf", "naaf", "chan"), _scores),
+    **dict.fromkeys(("sgraf", "naaf"), _scores),
+    "chan": _sims,
     "hrem": _with_ids,
     "hal": _with_bank,
     "user": _pairs,
     "pvse": _sets,
     "dive": _captions,
 }
+_OF_SCORES = "sgraf", "naaf", "chan"
 _SETS = {"pvse": Regularizers.pvse, "dive": Regularizers.dive}
+
+
+def _memory(images: Tensor, texts: Tensor, *ids: Tensor) -> CoupledMemory:
+    """Return a memory with (M, D) keys and (M,) ids, of this process alone."""
+    check_embeddings(images, texts, False, Names("mb_img, v_queue", "mb_cap, t_queue", "", ""))
+    if len(images) != len(texts) or any(len(x) != len(images) for x in ids):
+        raise ValueError(f"mb_cap, mb_ind, t_queue: expected {len(images)} entries as of the images, got {len(texts)}")
+    memory = CoupledMemory(*images.shape).to(images.device, images.dtype)
+    memory._store(images.detach(), texts.detach(), *ids)
+    return memory
 
 
 def adapt(
@@ -96,19 +118,19 @@ def adapt(
     one_of("code_base", code_base, *_CALLS)
     if score_function is not None and not callable(score_function):
         raise TypeError(f"score_function: expected a function of images and texts, got {score_function!r}")
-    if score_function is not None and _CALLS[code_base] is _scores:
+    if score_function is not None and code_base in _OF_SCORES:
         raise ValueError(f"score_function: expected None, as {code_base!r} passes scores, got {score_function!r}")
     if score_function is None and code_base == "scan":
         raise ValueError("score_function: expected one, such as a partial of SCAN's xattn_score_t2i, got None")
     if opt is not None and code_base not in _SETS:
         raise ValueError(f"opt: expected None for {code_base!r}, which has no regularisers, got {opt!r}")
-    scored = score_function is not None or code_base in _SETS or _CALLS[code_base] is _scores
+    scored = score_function is not None or code_base in _SETS or code_base in _OF_SCORES
     if isinstance(loss, MemoryLoss):
         if code_base not in ("hal", "user") or scored:
             raise ValueError(f"loss: expected one without a memory for scores, and but for 'hal', 'user', got {loss!r}")
         if loss.reduction == "none":
             raise ValueError("loss: expected reduction 'mean' or 'sum', got 'none'")
-    elif inner_loss(loss) is not loss and scored:
+    elif inner_loss(loss) and scored and "scores" not in inspect.signature(loss.forward).parameters:
         raise ValueError(f"loss: expected one that takes scores, such as itrloss.InfoNCELoss(), got {loss!r}")
     return AdaptedLoss(loss, code_base, score_function, opt)
 
@@ -140,6 +162,9 @@ class AdaptedLoss(Switched):
         loss = self._of_batch(inputs, ids)
         if self.code_base not in _SETS:
             return loss
+        for name, x, k in zip(("img", "txt"), inputs, getattr(self.regularizers, "sizes", ()), strict=False):
+            if x.shape[1:-1] != (k,) and (k > 1 or x.dim() != 2):
+                raise ValueError(f"{name}: expected shape (N, {k}, D), {k} embeddings as in opt, got {tuple(x.shape)}")
         if self.regularizers is None:
             total, parts = loss, {"ranking_loss": loss.detach()}
         else:
@@ -165,11 +190,11 @@ class AdaptedLoss(Switched):
 
     def _of_bank(self, im: Tensor, s: Tensor, mb_img: Any, mb_cap: Any, mb_ind: Any, indices: Any) -> Tensor:
         """Return the loss of (B, D) pairs and HAL's bank (M, D); entries of the same number are no negatives."""
-        memory = CoupledMemory(1 if mb_img is None else len(mb_img), im.shape[1]).to(im.device, im.dtype)
-        ids = torch.as_tensor(required("indices", indices), device=im.device)
-        if mb_img is not None:
-            memory.enqueue(mb_img, required("mb_cap", mb_cap), torch.as_tensor(required("mb_ind", mb_ind)))
-        return self.loss(im, s, im, s, memory, ids, ids)
+        if mb_img is None:
+            return self.loss(im, s, im, s, CoupledMemory(1, im.shape[1]).to(im.device, im.dtype))
+        given = (("mb_ind", mb_ind), ("indices", indices))
+        entries, ids = (torch.as_tensor(required(name, x), device=im.device) for name, x in given)
+        return self.loss(im, s, im, s, _memory(mb_img, required("mb_cap", mb_cap), entries), ids, ids)
 
     def moco_forward(self, v_q: Tensor, t_k: Tensor, t_q: Tensor, v_k: Tensor, v_queue: Tensor, t_queue: Tensor) -> Any:
         """Return the loss of USER's (B, D) embeddings, keys and (D, K) queues; 0 for a loss of the batch alone.
@@ -178,9 +203,7 @@ class AdaptedLoss(Switched):
         """
         if not isinstance(self.loss, MemoryLoss):
             return v_q.new_zeros(())
-        memory = CoupledMemory(v_queue.shape[1], v_queue.shape[0]).to(v_queue.device, v_queue.dtype)
-        memory.enqueue(v_queue.T, t_queue.T)
-        return self.loss(v_q, t_q, v_k, t_k, memory)
+        return self.loss(v_q, t_q, v_k, t_k, _memory(v_queue.T, t_queue.T))
 
     def extra_repr(self) -> str:
         return f"code_base={self.code_base!r}"

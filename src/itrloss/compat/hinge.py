@@ -30,6 +30,13 @@ def required(name: str, x: Any) -> Any:
     return x
 
 
+def check_square(name: str, scores: Any) -> None:
+    """Raise an error unless scores are a (B, B) floating-point tensor."""
+    check_matrix(name, scores, "(B, B)")
+    if scores.shape[0] != scores.shape[1]:
+        raise ValueError(f"{name}: expected shape (B, B), got {tuple(scores.shape)}")
+
+
 def similarity(
     x: Tensor, y: Tensor, names: tuple[str, str] = ("im", "s"), ids: tuple[Any, Any] = (None, None), order: bool = False
 ) -> Similarity:
@@ -68,9 +75,7 @@ class HingeLoss(Switched):
         return functional.triplet_loss(sim, self.margin, "hardest" if self.max_violation else "all", reduction)
 
     def _hinges_of(self, name: str, scores: Tensor) -> Tensor:
-        check_matrix(name, scores, "(B, B)")
-        if scores.shape[0] != scores.shape[1]:
-            raise ValueError(f"{name}: expected shape (B, B), got {tuple(scores.shape)}")
+        check_square(name, scores)
         return self._hinges(Similarity.from_scores(scores))
 
     def extra_repr(self) -> str:

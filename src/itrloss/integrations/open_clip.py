@@ -1,4 +1,4 @@
-"""The losses in the training of open_clip (``pip install 'itrloss[open_clip]'``)."""
+"""The losses in the training of open_clip (``pip install 'itrloss[open-clip]'``)."""
 
 from __future__ import annotations
 
@@ -56,6 +56,7 @@ class RetrievalLoss(nn.Module):
         """
         if logit_bias is None and "bias" in self.shared.values():
             raise ValueError(f"logit_bias: expected that of the model, which {self.loss!r} trains (--siglip), got None")
+        logit_scale = torch.as_tensor(logit_scale, device=image_features.device)
         exact = torch.promote_types(logit_scale.dtype, torch.float32)  # a logarithm in half would put it up to 2 % off
         of_model: dict[str, Any] = {"log_scale": logit_scale.to(exact).log().reshape(1), "bias": logit_bias}
         parameters = {name: of_model[last] for name, last in self.shared.items()}
@@ -65,12 +66,25 @@ class RetrievalLoss(nn.Module):
         return {"contrastive_loss": loss} if output_dict else loss
 
 
+def _made_of(loss: PairLoss | Matryoshka) -> type[RetrievalLoss]:
+    """Return a class whose instances are a loss, whatever open_clip's options are."""
+
+    class Patched(RetrievalLoss):
+        def __init__(self, *_: Any, world_size: int = 1, **__: Any):
+            super().__init__(loss)
+            if world_size > 1 and not inner_loss(loss).gather:
+                raise ValueError(f"loss: expected gather=True for {world_size} processes, got {loss!r}")
+
+    Patched()
+    return Patched
+
+
 def patch_open_clip(loss: PairLoss | Matryoshka | None = None) -> ExitStack:
     """Put losses of this library into open_clip, and return what undoes it: its ``close()``, or the end of a ``with``.
 
     Losses that open_clip makes from then on, in its tasks and by ``create_loss``, are :class:`itrloss.compat.ClipLoss`
     and :class:`itrloss.compat.SigLipLoss`, or ``loss``. Those of CoCa and of distillation stay its own. With the
-    environment variable ``ITRLOSS_DISABLE=1``, nothing changes.
+    environment variable ``ITRLOSS_DISABLE=1``, nothing changes. Of several patches, undo the latest first.
 
     Args:
         loss: see :class:`RetrievalLoss`; all training losses share it.
@@ -85,12 +99,11 @@ def patch_open_clip(loss: PairLoss | Matryoshka | None = None) -> ExitStack:
     try:
         modules = [importlib.import_module(name) for name in ("open_clip", "open_clip.factory", "open_clip.loss")]
     except ImportError as error:
-        raise ImportError(f"patch_open_clip: pip install 'itrloss[open_clip]' ({error})") from error
+        raise ImportError(f"patch_open_clip: pip install 'itrloss[open-clip]' ({error})") from error
 
     ours: dict[str, Any] = {"ClipLoss": ClipLoss, "SigLipLoss": SigLipLoss}
     if loss is not None:
-        adapted = RetrievalLoss(loss)
-        ours = dict.fromkeys(ours, lambda *_, **__: adapted)  # whatever open_clip's options are
+        ours = dict.fromkeys(ours, _made_of(loss))
     for module in modules:
         for name, replacement in ours.items():
             if hasattr(module, name):

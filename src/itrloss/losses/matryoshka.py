@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..checks import check_number, check_size
-from .base import PairLoss
+from .base import Loss, PairLoss
 
 
 class Matryoshka(nn.Module):
@@ -48,12 +48,20 @@ class Matryoshka(nn.Module):
 
         With the loss's ``reduction="none"``, a tuple of images' and texts' values for each number of dimensions.
         """
-        for name, x in (("images", images), ("texts", texts)):
-            if not isinstance(x, Tensor) or not x.ndim or x.shape[-1] < self.dims[-1]:
-                got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-                raise ValueError(f"{name}: expected embeddings of at least {self.dims[-1]} dimensions, got {got}")
-        if images.shape[-1] != texts.shape[-1]:
-            raise ValueError(f"texts: expected {images.shape[-1]} dimensions like images, got {texts.shape[-1]}")
+
+        def check() -> str:
+            for name, x in (("images", images), ("texts", texts)):
+                if not isinstance(x, Tensor) or not x.ndim or x.shape[-1] < self.dims[-1]:
+                    got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                    raise ValueError(f"{name}: expected embeddings of at least {self.dims[-1]} dimensions, got {got}")
+            if images.shape[-1] != texts.shape[-1]:
+                raise ValueError(f"texts: expected {images.shape[-1]} dimensions like images, got {texts.shape[-1]}")
+            return self.extra_repr()
+
+        if isinstance(self.loss, Loss):  # in a job, all processes raise the error, also where dims or weights differ
+            self.loss._checked(check)
+        else:
+            check()
         parts = [self.loss(images[..., :d], texts[..., :d], *args, **options) for d in self.dims]
         if isinstance(parts[0], tuple):
             return tuple(weight * x for weight, part in zip(self.weights, parts, strict=True) for x in part)

@@ -125,7 +125,10 @@ class Reranker(ABC):
         if missing or state["method"] != type(self).__name__:
             got = f"one without {', '.join(sorted(missing))}" if missing else f"one of {state['method']}"
             raise ValueError(f"state: expected a state of {type(self).__name__}, got {got}")
-        loaded = type(self)(**self._options() | state["options"])
+        options, own = state["options"], self.state_dict()["options"]
+        if set(options) != set(own):
+            raise ValueError(f"state: expected the options {sorted(own)}, got {sorted(options)}")
+        loaded = type(self)(**self._options() | options)
         if self.takes_bank:
             loaded.fit(state["images"], state["texts"])
         vars(self).update(vars(loaded))

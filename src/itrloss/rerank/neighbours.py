@@ -139,6 +139,9 @@ class TwoStageReranker(Reranker):
         del state["options"]["scorer"]
         return state
 
+    def _description(self) -> str:
+        return f"{type(self).__name__} {self.state_dict()['options']}"  # a scorer may have another address elsewhere
+
     def rule(self, direction: Direction) -> Rule:
         scores, candidates = direction.queries.topk(min(self.k, direction.queries.shape[1]))
         queries = torch.arange(len(candidates), device=candidates.device) + direction.first[0]
