@@ -113,8 +113,9 @@ def late_interaction(way, queries, documents):
 
 @pytest.mark.parametrize("way", ["ours", "eager", "product"])
 def test_late_interaction_step(benchmark, way):
-    """Forward and backward of 64 sets of 32 vectors and 64 of 1024."""
-    sets = [F.normalize(torch.randn(64, size, 128), dim=2).requires_grad_(way != "product") for size in (32, 1024)]
+    """Forward and backward of 64 sets of 32 vectors and 64 of 1024; as a test, of 20 sets each."""
+    number = 64 if benchmark.enabled else 20  # two blocks of queries, ten of documents
+    sets = [F.normalize(torch.randn(number, size, 128), dim=2).requires_grad_(way != "product") for size in (32, 1024)]
 
     def step():
         scores = late_interaction(way, *sets)
@@ -125,9 +126,10 @@ def test_late_interaction_step(benchmark, way):
 
 @pytest.mark.parametrize("way", ["ours", "eager", "maxsim_cpu"])
 def test_late_interaction_scores(benchmark, way):
-    """One query of 32 vectors against 1000 documents of 666."""
-    query, documents = (F.normalize(torch.randn(size, 128), dim=-1) for size in (32, 666_000))
-    documents = documents.view(1000, 666, 128)
+    """One query of 32 vectors against 1000 documents of 666; as a test, against 50."""
+    number = 1000 if benchmark.enabled else 50
+    query, documents = (F.normalize(torch.randn(size, 128), dim=-1) for size in (32, 666 * number))
+    documents = documents.view(number, 666, 128)
     if way == "maxsim_cpu":
         package, arrays = pytest.importorskip(way), (query.numpy(), documents.numpy())
         found = torch.from_numpy(benchmark(lambda: package.maxsim_scores(*arrays)))

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import itertools
 import json
 import os
@@ -22,6 +23,15 @@ from itrloss.engine import products
 from itrloss.engine.matrix import Matrix
 
 SHAPES = {"pairs": (12, 12, 8), "memory": (6, 20, 8), "sets": (6, 3, 8), "prototypes": (6, 9, 8)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_heap():
+    """Keep what was imported before out of the collection at each measurement of memory, which took most of the time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def _measure(case: Case, *variants: str, **more) -> dict[str, dict]:
