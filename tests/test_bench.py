@@ -27,7 +27,7 @@ SHAPES = {"pairs": (12, 12, 8), "memory": (6, 20, 8), "sets": (6, 3, 8), "protot
 
 @pytest.fixture(scope="module", autouse=True)
 def small_heap():
-    """Keep what was imported before out of the collection at each measurement of memory, which took most of the time."""
+    """Keep what was imported out of the collections before each measurement of memory, most of the time otherwise."""
     gc.collect()
     gc.freeze()
     yield
