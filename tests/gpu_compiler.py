@@ -53,14 +53,12 @@ def compiled(capability: int) -> list[dict]:
     from itrloss.engine.kernels import FORMS
 
     tiles, engine._is_hopper = engine.PRODUCT_TILES, lambda device: capability == 90
-    # For one GPU, all answers, all parameters that change the kernels of one, and all tiles. For others, each value of
-    # each parameter.
-    cases = [(tiles[0], "exp", case) for case in ({"early": True}, {"dim": 200, "size": 999})]
-    cases += [(tiles[0], "exp", {"shared": shared, "ids": shared}) for shared in (True, False)]
-    cases += [(tiles[0], "exp", {"over": "all"}), (tiles[0], "exp<>", {})]
+    # All parameters that change the kernels of one answer; all answers for one GPU; and the other tiles.
+    variants = [{"shared": shared, "ids": ids} for shared in (True, False) for ids in (True, False)]
+    cases = [(tiles[0], "exp", case) for case in (*variants, {"early": True}, {"dim": 200, "size": 999})]
+    cases += [(tiles[0], "exp", {"over": "all", "ids": ids}) for ids in (True, False)]
+    cases += [(tiles[0], "exp<>", {"shared": shared}) for shared in (True, False)]
     if capability == 90:
-        cases += [(tiles[0], "exp", {"shared": shared, "ids": not shared}) for shared in (True, False)]
-        cases += [(tiles[0], "exp", {"over": "all", "ids": False}), (tiles[0], "exp<>", {"shared": True})]
         cases += [(tiles[0], key, {}) for key in FORMS if key != "exp"]
         cases += [(tile, "exp", {}) for tile in tiles[1:]]
     cases += [(tiles[0], key, {"dtype": torch.float32}) for key in ("exp", "hinges")]

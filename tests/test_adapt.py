@@ -278,7 +278,7 @@ WRONG = {
     "loss: expected reduction": lambda: compat.adapt(itrloss.InfoNCELoss(reduction="none"), "vsepp"),
     "loss: expected reduction 'mean'": lambda: compat.adapt(itrloss.UnifiedTrainingObjective(reduction="none"), "user"),
     "indices: expected a tensor": lambda: compat.adapt(MEMORY_LOSSES["UTO"](), "hal")(*[unit(2, D)] * 4, [0, 1]),
-    "mb_cap, mb_ind": lambda: compat.adapt(MEMORY_LOSSES["UTO"](), "hal")(*[unit(2, D)] * 4, [0], [0, 1]),
+    "mb_ind: expected": lambda: compat.adapt(MEMORY_LOSSES["UTO"](), "hal")(*[unit(2, D)] * 4, [0], [0, 1]),
     "img: expected shape": lambda: compat.adapt(NCE, "pvse", opt=Namespace(num_embeds=2))(*[unit(4, 3, D)] * 2),
     "txt: expected shape": lambda: compat.adapt(NCE, "pvse", opt=Namespace(num_embeds=2))(unit(4, 2, D), unit(4, D)),
     "takes scores": lambda: compat.adapt(itrloss.DirectionalInfoNCELoss(), "sgraf"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import Any
 
@@ -119,6 +120,16 @@ def embedded() -> dict[str, torch.Tensor]:
     return {name: torch.randn(n, D, generator=generator, dtype=torch.float64) for name, n in sizes.items()}
 
 
+class Scorer:
+    """A second stage whose representation, as that of a function, has an address of its process."""
+
+    def __call__(self, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return ((7 * i + 3 * j) % 11).double()
+
+    def __repr__(self) -> str:
+        return f"<scorer of process {os.getpid()}>"
+
+
 def reranked(given: dict[str, torch.Tensor], **options: Any) -> dict[str, list[torch.Tensor]]:
     ids = torch.arange(len(given["images"])), torch.arange(len(given["texts"]))
     found = {}
@@ -133,6 +144,8 @@ def reranked(given: dict[str, torch.Tensor], **options: Any) -> dict[str, list[t
             found[kind + name] = [x for top in reranker.topk(sim, 3, **options) for x in top]
         half = itrloss.rerank.ReciprocalReranker(3, 5).fit(images=given["bank_images"])
         found[f"{kind}rr, one bank"] = [x for top in half.topk(sim, 3, **options) for x in top]
+        two_stages = itrloss.rerank.TwoStageReranker(Scorer(), 4)
+        found[f"{kind}two stages"] = [x for top in two_stages.topk(sim, 3, **options) for x in top]
     return found
 
 

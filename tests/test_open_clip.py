@@ -398,3 +398,14 @@ def test_a_patch_needs_open_clip(monkeypatch):
     monkeypatch.setitem(sys.modules, "open_clip", None)
     with pytest.raises(ImportError, match=r"pip install 'itrloss\[open-clip\]'"):
         patch_open_clip()
+
+
+def test_a_patch_with_a_loss_is_a_class_that_gathers():
+    open_clip()
+    with patch_open_clip(itrloss.InfoNCELoss(learnable=True)):
+        kind = sys.modules["open_clip.loss"].ClipLoss
+        assert isinstance(made(), kind) and issubclass(type("Own", (kind,), {}), RetrievalLoss)
+        with pytest.raises(ValueError, match="gather=True for 2 processes"):
+            kind(rank=0, world_size=2)
+    with patch_open_clip(itrloss.InfoNCELoss(learnable=True, gather=True)):
+        assert isinstance(sys.modules["open_clip.loss"].ClipLoss(rank=0, world_size=2), RetrievalLoss)

@@ -213,7 +213,7 @@ def test_memory_of_large_batches():
     dcl, *kept, two, four = json.loads(run.stdout)
     if dcl is None:
         pytest.skip("the peak of the resident set cannot be read")
-    assert dcl < 80  # the matrix has 1074 MB, plain PyTorch needs over 4 GB; measured: 26
+    assert dcl < 45  # measured: 27; a copy of the embeddings is 4 MB, the matrix 1074, plain PyTorch needs over 4 GB
     for (loss, *_), found in zip(KEPT, kept, strict=True):
         assert found < 67 + 50, loss  # one matrix, of 67 MB
     assert four < 100 and four - two < 40  # with n, not with its square: 67 and 268 MB

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import functional
-from ..checks import Names, check_embeddings, one_of
+from ..checks import Names, as_ids, check_embeddings, one_of
+from ..engine.scores import compute_dtype
 from ..losses import MemoryLoss
 from ..losses.matryoshka import inner_loss
 from ..memory import CoupledMemory
@@ -84,13 +85,18 @@ _OF_SCORES = "sgraf", "naaf", "chan"
 _SETS = {"pvse": Regularizers.pvse, "dive": Regularizers.dive}
 
 
+def _zero(x: Tensor) -> Tensor:
+    """Return the value of a part that a loss does not have."""
+    return x.new_zeros((), dtype=compute_dtype(x))
+
+
 def _memory(images: Tensor, texts: Tensor, *ids: Tensor) -> CoupledMemory:
     """Return a memory with (M, D) keys and (M,) ids, of this process alone."""
     check_embeddings(images, texts, False, Names("mb_img, v_queue", "mb_cap, t_queue", "", ""))
-    if len(images) != len(texts) or any(len(x) != len(images) for x in ids):
-        raise ValueError(f"mb_cap, mb_ind, t_queue: expected {len(images)} entries as of the images, got {len(texts)}")
+    if len(images) != len(texts):
+        raise ValueError(f"mb_cap, t_queue: expected {len(images)} entries as of the images, got {len(texts)}")
     memory = CoupledMemory(*images.shape).to(images.device, images.dtype)
-    memory._store(images.detach(), texts.detach(), *ids)
+    memory._store(images.detach(), texts.detach(), *(as_ids("mb_ind", x, len(images), images.device) for x in ids))
     return memory
 
 
@@ -130,8 +136,10 @@ def adapt(
             raise ValueError(f"loss: expected one without a memory for scores, and but for 'hal', 'user', got {loss!r}")
         if loss.reduction == "none":
             raise ValueError("loss: expected reduction 'mean' or 'sum', got 'none'")
-    elif inner_loss(loss) and scored and "scores" not in inspect.signature(loss.forward).parameters:
-        raise ValueError(f"loss: expected one that takes scores, such as itrloss.InfoNCELoss(), got {loss!r}")
+    else:
+        inner_loss(loss)  # raises an error for losses of other inputs
+        if scored and "scores" not in inspect.signature(loss.forward).parameters:
+            raise ValueError(f"loss: expected one that takes scores, such as itrloss.InfoNCELoss(), got {loss!r}")
     return AdaptedLoss(loss, code_base, score_function, opt)
 
 
@@ -158,13 +166,14 @@ class AdaptedLoss(Switched):
         """Return what the code base's criterion does, from its arguments."""
         inputs, ids, more = _CALLS[self.code_base](*args, **kwargs)
         if isinstance(self.loss, MemoryLoss):
-            return self._of_bank(*inputs, *more) if more else inputs[0].new_zeros(())
+            return self._of_bank(*inputs, *more) if more else _zero(inputs[0])
+        if self.regularizers is not None:
+            for name, x, k in zip(("img", "txt"), inputs, self.regularizers.sizes, strict=True):
+                if x.shape[1:-1] != (k,) and (k > 1 or x.dim() != 2):
+                    raise ValueError(f"{name}: expected shape (N, {k}, D), as K is {k} in opt, got {tuple(x.shape)}")
         loss = self._of_batch(inputs, ids)
         if self.code_base not in _SETS:
             return loss
-        for name, x, k in zip(("img", "txt"), inputs, getattr(self.regularizers, "sizes", ()), strict=False):
-            if x.shape[1:-1] != (k,) and (k > 1 or x.dim() != 2):
-                raise ValueError(f"{name}: expected shape (N, {k}, D), {k} embeddings as in opt, got {tuple(x.shape)}")
         if self.regularizers is None:
             total, parts = loss, {"ranking_loss": loss.detach()}
         else:
@@ -192,8 +201,8 @@ class AdaptedLoss(Switched):
         """Return the loss of (B, D) pairs and HAL's bank (M, D); entries of the same number are no negatives."""
         if mb_img is None:
             return self.loss(im, s, im, s, CoupledMemory(1, im.shape[1]).to(im.device, im.dtype))
-        given = (("mb_ind", mb_ind), ("indices", indices))
-        entries, ids = (torch.as_tensor(required(name, x), device=im.device) for name, x in given)
+        numbers = (("mb_ind", mb_ind), ("indices", indices))
+        entries, ids = (torch.as_tensor(required(name, x), device=im.device) for name, x in numbers)
         return self.loss(im, s, im, s, _memory(mb_img, required("mb_cap", mb_cap), entries), ids, ids)
 
     def moco_forward(self, v_q: Tensor, t_k: Tensor, t_q: Tensor, v_k: Tensor, v_queue: Tensor, t_queue: Tensor) -> Any:
@@ -202,7 +211,7 @@ class AdaptedLoss(Switched):
         The queues are copied, as USER's model overwrites them before the backward pass.
         """
         if not isinstance(self.loss, MemoryLoss):
-            return v_q.new_zeros(())
+            return _zero(v_q)
         return self.loss(v_q, t_q, v_k, t_k, _memory(v_queue.T, t_queue.T))
 
     def extra_repr(self) -> str:

@@ -67,15 +67,15 @@ class RetrievalLoss(nn.Module):
 
 
 def _made_of(loss: PairLoss | Matryoshka) -> type[RetrievalLoss]:
-    """Return a class whose instances are a loss, whatever open_clip's options are."""
+    """Return a class that open_clip makes with its options, of which only ``world_size`` matters."""
+    gathers = inner_loss(loss).gather
 
     class Patched(RetrievalLoss):
         def __init__(self, *_: Any, world_size: int = 1, **__: Any):
             super().__init__(loss)
-            if world_size > 1 and not inner_loss(loss).gather:
+            if world_size > 1 and not gathers:
                 raise ValueError(f"loss: expected gather=True for {world_size} processes, got {loss!r}")
 
-    Patched()
     return Patched
 
 
@@ -103,6 +103,7 @@ def patch_open_clip(loss: PairLoss | Matryoshka | None = None) -> ExitStack:
 
     ours: dict[str, Any] = {"ClipLoss": ClipLoss, "SigLipLoss": SigLipLoss}
     if loss is not None:
+        RetrievalLoss(loss)  # raises an error now, not when open_clip makes it
         ours = dict.fromkeys(ours, _made_of(loss))
     for module in modules:
         for name, replacement in ours.items():
