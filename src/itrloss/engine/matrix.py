@@ -108,7 +108,7 @@ class Matrix:
             elif self.engine == "dense":
                 scores = rows.unit() @ cols.unit().T
             else:
-                scores = matmul(rows.unit(), cols.unit().T)
+                scores = matmul(rows.constants()[0], cols.constants()[0].T)
         if keep and (self.keeps or cols is None):
             self._scores = scores
         return scores
@@ -127,8 +127,9 @@ class Matrix:
         if cols is None:
             return Scores(self.scores(), None, None, None, *ids)
         if self.keeps and may_keep() and not torch.compiler.is_compiling():
-            units, kept = (rows.unit().detach(), cols.unit().detach()), self.scores() if form else self._scores
-            return Scores(rows.x, cols.x, rows.inv, cols.inv, *ids, None if kept is None else kept.detach(), *units)
+            units, inv = zip(rows.constants(), cols.constants(), strict=True)
+            kept = self.scores() if form else self._scores
+            return Scores(rows.x, cols.x, *inv, *ids, None if kept is None else kept.detach(), *units)
         inv = [inverse_norms(side.x.detach()) if side.normalize else None for side in (rows, cols)]
         return Scores(rows.x, cols.x, inv[0], inv[1], *ids)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .products import matmul
@@ -168,34 +169,15 @@ def inverse_norms(x: Tensor) -> Tensor:
 
 
 def normalized(x: Tensor, normalize: bool = True) -> Tensor:
-    """Return the vectors (..., D) at unit length in the compute dtype, twice differentiable; zeros stay zeros."""
+    """Return the vectors (..., D) at unit length in the compute dtype; zeros stay zeros and get no gradient."""
+    x = x.to(compute_dtype(x))
     if not normalize:
-        return x.to(compute_dtype(x))
-    return _normalized(x) if torch.compiler.is_compiling() else _Normalize.apply(x, inverse_norms(x.detach()))
-
-
-def _normalized(x: Tensor) -> Tensor:
-    """Return unit vectors (..., D), computed by operators that autograd differentiates."""
-    inv = inverse_norms(x.detach()).unsqueeze(-1)
-    x = x * inv  # of length 1 or 0, so that no square overflows below
-    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).masked_fill(inv == 0, 1.0)
-
-
-class _Normalize(torch.autograd.Function):
-    """Unit vectors, whose backward reads and writes them half as often as autograd's would."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, inv: Tensor) -> Tensor:
-        unit = x * inv.unsqueeze(-1)  # promoted to the dtype of ``inv``
-        ctx.save_for_backward(x, unit, inv)
-        return unit
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        x, unit, inv = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True
-            return torch.autograd.grad(_normalized(x), x, grads[0], create_graph=True)[0], None
-        return project_(grads[0], x, inv, unit, out=torch.empty_like(grads[0])), None
+        return x
+    norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    if host_may_read(norms) and not math.isfinite(float(norms.detach().sum())):  # as in `inverse_norms`
+        x = x * inverse_norms(x.detach()).unsqueeze(-1)
+        norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x * F.threshold(norms, EPS, math.inf).reciprocal()
 
 
 def with_bias(
@@ -231,8 +213,7 @@ class Embeddings:
         self.dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         self.version = None if compiling or x.is_inference() else x._version
         self._unit: Tensor | None = None
-        #: (N,) inverse norms, once the unit vectors were computed with them.
-        self.inv: Tensor | None = None
+        self._constants: tuple[Tensor, Tensor | None] | None = None
 
     def unit(self) -> Tensor:
         """Return the (N, D) vectors in the compute dtype, at unit length if ``normalize``; differentiable, cached."""
@@ -240,21 +221,26 @@ class Embeddings:
             return self._unit
         keep = may_keep()
         with torch.set_grad_enabled(keep):  # with their graph, even if first used under no_grad
-            if not self.normalize:
-                unit = self.x.to(self.dtype)
-            elif torch.compiler.is_compiling():
-                unit = _normalized(self.x)
-            else:
-                self.inv = inverse_norms(self.x.detach())
-                unit = _Normalize.apply(self.x, self.inv)
+            # A copy, which autograd saves: changes of the input that it does not count would falsify gradients.
+            unit = normalized(self.x.to(self.dtype, copy=True), self.normalize)
         self._unit = unit if keep else None
         return unit
+
+    def constants(self) -> tuple[Tensor, Tensor | None]:
+        """Return the same vectors without a gradient, and their (N,) inverse norms if ``normalize``; cached."""
+        if self._constants is not None:
+            return self._constants
+        with torch.no_grad():
+            inv = inverse_norms(self.x) if self.normalize else None
+            constants = scaled(self.x.detach(), inv), inv
+        self._constants = constants if may_keep() else None
+        return constants
 
     def detach(self) -> Embeddings:
         """Return the same embeddings without a gradient."""
         twin = Embeddings(self.x.detach(), self.normalize)
         twin.version = self.version
-        twin._unit, twin.inv = None if self._unit is None else self._unit.detach(), self.inv
+        twin._unit, twin._constants = None if self._unit is None else self._unit.detach(), self._constants
         return twin
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -262,17 +248,13 @@ class Embeddings:
         self.version = None if self.x.is_inference() else self.x._version  # a copied tensor has its own version counter
 
 
-def project_(
-    grad: Tensor, x: Tensor, inv: Tensor | None, unit: Tensor | None = None, out: Tensor | None = None
-) -> Tensor:
-    """Return the gradient of ``x`` (..., D), in its dtype, from that of the unit vectors; works in place or in ``out``.
+def project_(grad: Tensor, x: Tensor, inv: Tensor | None, unit: Tensor | None = None) -> Tensor:
+    """Return the gradient of ``x`` (..., D), in its dtype, from that of the unit vectors, which is overwritten.
 
     ``dL/dx = (g - u <u, g>) / |x|`` with ``u = x / |x|``, taken from ``unit`` if there.
     """
-    out = grad if out is None else out
     for part in chunks(x) if inv is not None else ():
         assert inv is not None
         g, u = grad[part], scaled(x[part], inv[part]) if unit is None else unit[part]
-        along = (u * g).sum(-1, keepdim=True)
-        torch.addcmul(g, u, along, value=-1, out=out[part]).mul_(inv[part].unsqueeze(-1))
-    return out.to(x.dtype)
+        g.addcmul_(u, (u * g).sum(-1, keepdim=True), value=-1).mul_(inv[part].unsqueeze(-1))
+    return grad.to(x.dtype)
