@@ -119,10 +119,10 @@ class Anchors(Groups):
         if shift is not None:
             top = a.new_full((1,), shift) if shift else None
             params = (a,) if top is None else (a, top)
-            total = self._answer("sums", *params, *limits, key="exp" + suffix, over=over, guide=guide)[0]
+            total = self._answer("sums", *params, *limits, key="exp" + suffix, over=over, guide=guide)
         if total is None or (shift and self._underflown(total.detach(), over)):
             top = self._largest(a, over, below, above, guide)
-            total = self._answer("sums", a, top, *limits, key="exp" + suffix, over=over, guide=guide)[0]
+            total = self._answer("sums", a, top, *limits, key="exp" + suffix, over=over, guide=guide)
         # an empty sum gives -inf, without a gradient
         empty: Any = None if self._complete and shift is not None and not limits else total == 0
         log = (total if empty is None else total.masked_fill(empty, 1.0)).log()
@@ -154,7 +154,7 @@ class Anchors(Groups):
         """Return (A,) ``max_j scale_i S_ij``, 0 without candidates; without a gradient."""
         suffix, limits = ("", []) if below is above is guide is None else self._limits(below, above, guide)
         with torch.no_grad():
-            top = self._answer("sums", scale.detach(), *limits, key="peak" + suffix, over=over, guide=guide)[0]
+            top = self._answer("sums", scale.detach(), *limits, key="peak" + suffix, over=over, guide=guide)
             return top.masked_fill(top == -math.inf, 0.0)
 
     def _logsumexp_of_positives(self, scale: Tensor) -> Tensor:
@@ -224,7 +224,7 @@ class Anchors(Groups):
         suffix, limits = ("", []) if below is above is None else self._limits(below, above)
         if guide is not None and limits:
             raise ValueError("guide: expected no limits beside it, as the term gets its scores")
-        return self._answer("sums", *tensors, *limits, key=term_name(term) + suffix, over=over, guide=guide)[0]
+        return self._answer("sums", *tensors, *limits, key=term_name(term) + suffix, over=over, guide=guide)
 
     def sum_of_positives(self, term: Term, *params: float | Tensor) -> Tensor:
         """Return (A,) ``sum_{p in pos(i)} term(S_ip, *params_i)``, 0 for an anchor without positives.
@@ -234,7 +234,7 @@ class Anchors(Groups):
         name = term_name(term)
         tensors = as_params("params", params, self._size, self.dtype, self.device) if params else []
         if not (self.one_to_one or self._listable()):
-            return self._answer("sums", *tensors, key=name, over="positives")[0]
+            return self._answer("sums", *tensors, key=name, over="positives")
         scores, index = self._positives()
         if index is None:
             return term(scores, *tensors).expand_as(scores)
@@ -287,7 +287,7 @@ class Anchors(Groups):
             table = self.merged(thresholds.new_zeros(max(1, most), size).index_put((slot, index), thresholds))
             empty = torch.arange(len(table), device=self.device)[:, None] >= counts
             thresholds = table.masked_fill(empty, math.inf)
-        return self._answer("sums", thresholds.view(-1, self._size) - margin, key="hinges")[0]
+        return self._answer("sums", thresholds.view(-1, self._size) - margin, key="hinges")
 
     def hardest_negatives(self, below: Limit = None) -> Hardest:
         """Return the (A,) scores and indices of each anchor's highest-scoring negative; gradients go to that pair.

@@ -29,7 +29,7 @@ class Dense:
         self.views, self.matrices = views, list(dict.fromkeys(matrix for matrix, _ in views))
         self.precomputed = any(matrix.cols is None for matrix in self.matrices)
         self._scores: Tensor | None = None
-        self._masks: dict[tuple[str, bool], Tensor] = {}
+        self._counted: dict[str, Tensor] = {}
 
     def scores(self) -> Tensor:
         """Return the (A, C) scores, differentiable."""
@@ -44,26 +44,24 @@ class Dense:
         self._scores = scores if keep else None
         return scores
 
-    def mask(self, over: str, fill: bool = True) -> Tensor:
-        """Return the (A, C) bool mask of the pairs that a sum ``over`` negatives, positives or all leaves out.
+    def counted(self, over: str) -> Tensor:
+        """Return (A, C) factors, 1 for the pairs that a sum ``over`` negatives, positives or all counts, 0 for others.
 
-        Without ``fill``: its inverse as factors 0 and 1, which take a fifth of the time and make infinite scores nan.
+        A product with them takes a fifth of the time of filling with a bool mask, and makes infinite scores nan.
         """
-        if (over, fill) in self._masks:
-            return self._masks[over, fill]
-        parts: dict[Any, Tensor] = {}
-        for pairs in dict.fromkeys(matrix.pairs for matrix in self.matrices):
-            part = pairs.excluded(over, slice(None), slice(None))
-            part = torch.zeros(1, 1, dtype=torch.bool, device=pairs.device) if part is None else part
-            parts[pairs] = part.expand(pairs.shape)
-        mask = torch.cat([parts[matrix.pairs].T if side else parts[matrix.pairs] for matrix, side in self.views])
-        masks = {(over, True): mask, (over, False): (~mask).view(torch.uint8).to(self.matrices[0].dtype)}
-        if torch.compiler.is_compiling() or not mask.is_inference():  # inference tensors cannot be saved for backward
-            self._masks |= masks
-        return masks[over, fill]
+        if over not in self._counted:
+            parts, (first, *_) = {}, self.matrices
+            for pairs in dict.fromkeys(matrix.pairs for matrix in self.matrices):
+                ones = torch.ones(pairs.shape, dtype=first.dtype, device=first.device)
+                parts[pairs] = pairs.exclude_(ones, (slice(0, pairs.shape[0]), slice(0, pairs.shape[1])), 0.0, over)
+            counted = torch.cat([parts[matrix.pairs].T if side else parts[matrix.pairs] for matrix, side in self.views])
+            if not may_keep():
+                return counted
+            self._counted[over] = counted
+        return self._counted[over]
 
     def sums(self, *params: Tensor, key: str, over: str = "negatives", guides: Guides | None = None) -> Tensor:
-        """Return the (K, A) sums, or maxima, of the answer ``key`` over each anchor's candidates.
+        """Return the sums, or maxima, of the answer ``key`` over each anchor's candidates: (A,), or (K, A) of several.
 
         With ``guides``, the scores of their matrices are the answer's first parameter.
         """
@@ -71,16 +69,17 @@ class Dense:
         guide = [] if guides is None else [Dense([guides[v] for v in self.views]).scores().detach().to(scores.dtype)]
         for matrix in self.matrices:
             matrix.summed = matrix.summed or torch.is_grad_enabled()
-        fill = answer.maximum or self.precomputed
-        mask = self.mask(over, fill)
         values = answer.value(scores, *guide, *[p.unsqueeze(-1) for p in params])
-        x = values.expand_as(scores) if answer.width == 1 else torch.stack(values)
-        x = x.masked_fill(mask, -math.inf if answer.maximum else 0.0) if fill else x * mask
-        return (x.amax(-1) if answer.maximum else x.sum(-1)).view(answer.width, -1)
+        values = values if answer.width == 1 else torch.stack(values)
+        if answer.maximum:
+            return values.masked_fill(self.counted(over) == 0, -math.inf).amax(-1)
+        if self.precomputed:
+            return values.masked_fill(self.counted(over) == 0, 0.0).sum(-1)
+        return (values * self.counted(over)).sum(-1)
 
     def counts(self, *, positive: bool) -> Tensor:
         """Return the (A,) int64 number of positives, or of negatives, of each anchor."""
-        return self.mask("positives" if positive else "negatives", False).sum(-1).long()
+        return self.counted("positives" if positive else "negatives").sum(-1).long()
 
     def centre(self) -> Tensor:
         """Return a sum of scores and their number (2, A), whose quotient is near the mean of each anchor's negatives.
@@ -88,11 +87,11 @@ class Dense:
         Without a gradient. One positive hardly moves the mean of all candidates, and may be among them.
         """
         if self.precomputed:
-            return torch.stack([self.sums(key="identity")[0], self.counts(positive=False)])
+            return torch.stack([self.sums(key="identity"), self.counts(positive=False)])
         scores = self.scores()
         if all(matrix.pairs.one_to_one for matrix in self.matrices):
             return torch.stack([scores.sum(-1), scores.new_full(scores.shape[:1], scores.shape[1])])
-        factors = self.mask("negatives", False)
+        factors = self.counted("negatives")
         return torch.stack([(scores * factors).sum(-1), factors.sum(-1)])
 
     def hardest(self, below: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -101,7 +100,8 @@ class Dense:
         ``below``, (A,) or (1,): of the negatives that score below it.
         """
         scores = self.scores().detach()
-        mask = self.mask("negatives") if below is None else self.mask("negatives") | (scores >= below[:, None])
+        mask = self.counted("negatives") == 0
+        mask = mask if below is None else mask | (scores >= below[:, None])
         values, index = scores.masked_fill(mask, -math.inf).max(-1)
         if torch.is_grad_enabled():
             scores, view_indices = [], index.split([matrix.shape[side] for matrix, side in self.views])
@@ -116,14 +116,14 @@ class Dense:
         Each candidate is treated as a positive, then masked. The negatives above its threshold are the last of the
         anchor's sorted negatives, and their sum is a cumulative one.
         """
-        scores, mask, negative = self.scores(), self.mask("positives"), self.mask("negatives")
-        ordered = scores.masked_fill(negative, -math.inf).sort(dim=1).values
+        scores, positive, negative = self.scores(), self.counted("positives"), self.counted("negatives")
+        ordered = scores.masked_fill(negative == 0, -math.inf).sort(dim=1).values
         sums = ordered.masked_fill(ordered == -math.inf, 0.0).flip(1).cumsum(1)
         thresholds = scores - margin
         below = torch.searchsorted(ordered.detach().contiguous(), thresholds.detach().contiguous(), right=True)
         count = scores.shape[1] - below
         above = torch.nn.functional.pad(sums, (1, 0)).gather(1, count)
-        return torch.where(mask, 0.0, above - count * thresholds).sum(1)
+        return torch.where(positive == 0, 0.0, above - count * thresholds).sum(1)
 
 
 class Tiled:
@@ -144,12 +144,13 @@ class Tiled:
             source += [None if x is None else x.detach() for x in guide.source(form=True)]
         question = key, over, self.sides, m.engine == "triton"
         if not torch.is_grad_enabled():
-            return reduce.sums(source, list(params), *question, False, pairs=pairs)[0]
+            sums = reduce.sums(source, list(params), *question, False, pairs=pairs)[0]
+            return sums[0] if len(sums) == 1 else sums
         listed = not (early or compiling or m.cols is None) and m.pairs.listable and m._positive_scores is None
         index = ((None, None) if m.pairs.one_to_one else m.pairs.listed) if listed else None
         sums, positive = reduce.Reduce.apply(pairs, question, index, len(source), *source, *params)
         m._positive_scores = positive if listed else m._positive_scores
-        return sums
+        return sums[0] if len(sums) == 1 else sums
 
     def counts(self, *, positive: bool) -> Tensor:
         """See :meth:`Dense.counts`."""
@@ -159,7 +160,7 @@ class Tiled:
         """See :meth:`Dense.centre`. Several positives may score far from the negatives: they are subtracted."""
         m, sums = self.matrix, []
         if m.keeps or m.cols is None:
-            return torch.stack([self.sums(key="identity")[0], self.counts(positive=False)])
+            return torch.stack([self.sums(key="identity"), self.counts(positive=False)])
         source: Any = m.source()
         with full_precision(m.rows):
             for side in self.sides:

@@ -118,7 +118,7 @@ class Ring(Tiled):
         question = key, over, self.sides, m.engine == "triton"
         sums, positive = _RingReduce.apply(m, question, index, m.rows, m.cols, *params)
         m._positive_scores = m._positive_scores if index is None else positive
-        return sums
+        return sums[0] if len(sums) == 1 else sums
 
     def centre(self) -> Tensor:
         """See :meth:`Dense.centre`: all candidates, as that takes no trip. What the sum of their vectors scores."""

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .products import matmul
@@ -177,7 +176,7 @@ def normalized(x: Tensor, normalize: bool = True) -> Tensor:
     if host_may_read(norms) and not math.isfinite(float(norms.detach().sum())):  # as in `inverse_norms`
         x = x * inverse_norms(x.detach()).unsqueeze(-1)
         norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x * F.threshold(norms, EPS, math.inf).reciprocal()
+    return x * torch.threshold(norms, EPS, math.inf).reciprocal()
 
 
 def with_bias(
@@ -221,8 +220,8 @@ class Embeddings:
             return self._unit
         keep = may_keep()
         with torch.set_grad_enabled(keep):  # with their graph, even if first used under no_grad
-            # A copy, which autograd saves: changes of the input that it does not count would falsify gradients.
-            unit = normalized(self.x.to(self.dtype, copy=True), self.normalize)
+            # Of a copy, as autograd saves it: changes of the input that it does not count would falsify the gradient.
+            unit = normalized(self.x.clone() if self.x.requires_grad else self.x, self.normalize)
         self._unit = unit if keep else None
         return unit
 
