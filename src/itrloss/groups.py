@@ -76,7 +76,7 @@ class Groups:
         return self._answer("counts", positive=False)
 
     def _answer(self, question: str, *params: Tensor, guide: Groups | None = None, **options: Any) -> Any:
-        """Return what a method of the backend returns, see :class:`itrloss.engine.backends.Tiled`: (..., A), or two."""
+        """Return what a method of the backend returns, see :class:`itrloss.engine.backends.Dense`: (..., A), or two."""
         if self._backend is None:
             local = backend(self._groups)
             self._backend = local if self.exchange is None else Sharded(self.exchange, local)

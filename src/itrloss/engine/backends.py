@@ -1,4 +1,4 @@
-"""The backends of :class:`itrloss.Anchors`: small matrices in plain PyTorch, others by tiles."""
+"""The backends of :class:`itrloss.Anchors`: small matrices batched in plain PyTorch, others one by one, by tiles."""
 
 from __future__ import annotations
 
@@ -15,10 +15,116 @@ from . import ranking, reduce
 from .answers import ANSWERS
 from .matrix import Matrix, check_unchanged
 from .pairs import segment_sum
-from .scores import Scores, chunks, full_precision, may_keep
+from .scores import chunks, full_precision, may_keep
 
 View = tuple[Matrix, int]  # a matrix, and the side of it that the anchors are: 0 the rows, 1 the columns
 Guides = Mapping[View, View]  # for each view, the same anchors in another matrix, whose scores get no gradient
+
+
+class Dense:
+    """Answers in plain PyTorch, for several views as one (A, C) batch of scores: half the operators of one by one."""
+
+    def __init__(self, views: Sequence[View]):
+        """``views``: all with the same number of candidates, C."""
+        self.views, self.matrices = views, list(dict.fromkeys(matrix for matrix, _ in views))
+        self.precomputed = any(matrix.cols is None for matrix in self.matrices)
+        self._scores: Tensor | None = None
+        self._counted: dict[str, Tensor] = {}
+
+    def scores(self) -> Tensor:
+        """Return the (A, C) scores, differentiable."""
+        check_unchanged(self.matrices)
+        if self._scores is not None:
+            return self._scores
+        keep = may_keep()
+        parts = {matrix: matrix.scores(keep) for matrix in self.matrices}
+        with torch.set_grad_enabled(keep):  # cached with their graph, even if first used under no_grad
+            rows = [parts[matrix].T if side else parts[matrix] for matrix, side in self.views]
+            scores = torch.cat(rows) if len(rows) > 1 else rows[0]
+        self._scores = scores if keep else None
+        return scores
+
+    def counted(self, over: str) -> Tensor:
+        """Return (A, C) factors, 1 for the pairs that a sum ``over`` negatives, positives or all counts, 0 for others.
+
+        A product with them takes a fifth of the time of filling with a bool mask, and makes infinite scores nan.
+        """
+        if over not in self._counted:
+            parts: dict[Any, Tensor] = {}
+            for pairs in dict.fromkeys(matrix.pairs for matrix in self.matrices):
+                part = pairs.excluded(over, slice(None), slice(None))
+                part = torch.zeros(1, 1, dtype=torch.bool, device=pairs.device) if part is None else part
+                parts[pairs] = torch.where(part, 0.0, 1.0).to(self.matrices[0].dtype).expand(pairs.shape)
+            counted = torch.cat([parts[matrix.pairs].T if side else parts[matrix.pairs] for matrix, side in self.views])
+            if not may_keep():
+                return counted
+            self._counted[over] = counted
+        return self._counted[over]
+
+    def sums(self, *params: Tensor, key: str, over: str = "negatives", guides: Guides | None = None) -> Tensor:
+        """Return the sums, or maxima, of the answer ``key`` over each anchor's candidates: (A,), or (K, A) of several.
+
+        With ``guides``, the scores of their matrices are the answer's first parameter.
+        """
+        answer, scores = ANSWERS[key], self.scores()
+        guide = [] if guides is None else [Dense([guides[v] for v in self.views]).scores().detach().to(scores.dtype)]
+        for matrix in self.matrices:
+            matrix.summed = matrix.summed or torch.is_grad_enabled()
+        values = answer.value(scores, *guide, *[p.unsqueeze(-1) for p in params])
+        values = values if answer.width == 1 else torch.stack(values)
+        if answer.maximum:
+            return values.masked_fill(self.counted(over) == 0, -math.inf).amax(-1)
+        if self.precomputed:
+            return values.masked_fill(self.counted(over) == 0, 0.0).sum(-1)
+        return (values * self.counted(over)).sum(-1)
+
+    def counts(self, *, positive: bool) -> Tensor:
+        """Return the (A,) int64 number of positives, or of negatives, of each anchor."""
+        return self.counted("positives" if positive else "negatives").sum(-1).long()
+
+    def centre(self) -> Tensor:
+        """Return a sum of scores and their number (2, A), whose quotient is near the mean of each anchor's negatives.
+
+        Without a gradient. One positive hardly moves the mean of all candidates, and may be among them.
+        """
+        if self.precomputed:
+            return torch.stack([self.sums(key="identity"), self.counts(positive=False)])
+        scores = self.scores()
+        if all(matrix.pairs.one_to_one for matrix in self.matrices):
+            return torch.stack([scores.sum(-1), scores.new_full(scores.shape[:1], scores.shape[1])])
+        factors = self.counted("negatives")
+        return torch.stack([(scores * factors).sum(-1), factors.sum(-1)])
+
+    def hardest(self, below: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the (A,) scores and indices of each anchor's highest-scoring negative; -inf and -1 without one.
+
+        ``below``, (A,) or (1,): of the negatives that score below it.
+        """
+        scores = self.scores().detach()
+        mask = self.counted("negatives") == 0
+        mask = mask if below is None else mask | (scores >= below[:, None])
+        values, index = scores.masked_fill(mask, -math.inf).max(-1)
+        if torch.is_grad_enabled():
+            scores, view_indices = [], index.split([matrix.shape[side] for matrix, side in self.views])
+            for (matrix, side), others in zip(self.views, view_indices, strict=True):
+                scores.append(matrix.pair_scores(*((others, None) if side else (None, others))))
+            values = torch.where(values == -math.inf, -math.inf, torch.cat(scores))
+        return values, index.masked_fill(values == -math.inf, -1)
+
+    def sorted_hinges(self, *, margin: float) -> Tensor:
+        """Return the (A,) sums of hinges of all positives against all negatives, without listing the positives.
+
+        Each candidate is treated as a positive, then masked. The negatives above its threshold are the last of the
+        anchor's sorted negatives, and their sum is a cumulative one.
+        """
+        scores, positive, negative = self.scores(), self.counted("positives"), self.counted("negatives")
+        ordered = scores.masked_fill(negative == 0, -math.inf).sort(dim=1).values
+        sums = ordered.masked_fill(ordered == -math.inf, 0.0).flip(1).cumsum(1)
+        thresholds = scores - margin
+        below = torch.searchsorted(ordered.detach().contiguous(), thresholds.detach().contiguous(), right=True)
+        count = scores.shape[1] - below
+        above = torch.nn.functional.pad(sums, (1, 0)).gather(1, count)
+        return torch.where(positive == 0, 0.0, above - count * thresholds).sum(1)
 
 
 class Tiled:
@@ -29,10 +135,7 @@ class Tiled:
         self.views, self.matrix, self.sides = views, views[0][0], tuple(side for _, side in views)
 
     def sums(self, *params: Tensor, key: str, over: str = "negatives", guides: Guides | None = None) -> Tensor:
-        """Return the sums, or maxima, of the answer ``key`` over each anchor's candidates: (A,), or (K, A) of several.
-
-        With ``guides``, the scores of their matrices are the answer's first parameter.
-        """
+        """See :meth:`Dense.sums`."""
         m, compiling = self.matrix, torch.compiler.is_compiling()
         check_unchanged([m])
         early = ANSWERS[key].exponential and self.sides == (0,) and m.cols is not None and not m.cols.requires_grad
@@ -51,38 +154,28 @@ class Tiled:
         return sums[0] if len(sums) == 1 else sums
 
     def counts(self, *, positive: bool) -> Tensor:
-        """Return the (A,) int64 number of positives, or of negatives, of each anchor."""
+        """See :meth:`Dense.counts`."""
         return torch.cat([self.matrix.pairs.counts(side)[0 if positive else 1] for side in self.sides])
 
     def centre(self) -> Tensor:
-        """Return a sum of scores and their number (2, A), whose quotient is near the mean of each anchor's negatives.
-
-        Without a gradient. One positive hardly moves the mean of all candidates, and may be among them. Several may
-        score far from the negatives: they are subtracted.
-        """
+        """See :meth:`Dense.centre`. Several positives may score far from the negatives: they are subtracted."""
         m, sums = self.matrix, []
-        every = m.cols is not None and (m.pairs.one_to_one or not m.pairs.listable)
         if m.keeps or m.cols is None:
-            totals = self.sums(key="identity", over="all" if every else "negatives")
-        else:
-            source: Any = m.source()
-            with full_precision(m.rows):
-                for side in self.sides:
-                    other = sum(source.unit(1 - side, part).sum(0) for part in chunks(source[1 - side]))
-                    sums.append(torch.cat([source.unit(side, part) @ other for part in chunks(source[side])]))
-            for side, x in zip(() if every else self.sides, sums, strict=False):
-                x.sub_(segment_sum(m.positive_scores().detach(), m.pairs.listed[side], len(x)))
-            totals = torch.cat(sums)
-        if not every:
-            return torch.stack([totals, self.counts(positive=False)])
-        numbers = [totals.new_full((m.shape[side],), m.shape[1 - side]) for side in self.sides]
-        return torch.stack([totals, torch.cat(numbers)])
+            return torch.stack([self.sums(key="identity"), self.counts(positive=False)])
+        source: Any = m.source()
+        with full_precision(m.rows):
+            for side in self.sides:
+                other = sum(source.unit(1 - side, part).sum(0) for part in chunks(source[1 - side]))
+                sums.append(torch.cat([source.unit(side, part) @ other for part in chunks(source[side])]))
+        if m.pairs.one_to_one or not m.pairs.listable:
+            numbers = [x.new_full(x.shape, m.shape[1 - side]) for side, x in zip(self.sides, sums, strict=True)]
+            return torch.stack([torch.cat(sums), torch.cat(numbers)])
+        for side, x in zip(self.sides, sums, strict=True):
+            x.sub_(segment_sum(m.positive_scores().detach(), m.pairs.listed[side], len(x)))
+        return torch.stack([torch.cat(sums), self.counts(positive=False)])
 
     def hardest(self, below: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the (A,) scores and indices of each anchor's highest-scoring negative; -inf and -1 without one.
-
-        ``below``, (A,) or (1,): of the negatives that score below it. The gradient goes to the pairs' embeddings alone.
-        """
+        """See :meth:`Dense.hardest`; the gradient of a score goes to the embeddings of its pair alone."""
         m = self.matrix
         check_unchanged([m])
         values, index = self._hardest(below)
@@ -110,90 +203,9 @@ class Tiled:
         return len(positives) <= sum(self.matrix.shape)
 
     def sorted_hinges(self, *, margin: float) -> Tensor:
-        """Return the (A,) sums of hinges of all positives against all negatives, without listing the positives."""
+        """See :meth:`Dense.sorted_hinges`."""
         whole = self.matrix.as_dense()
-        return Dense([(whole, side) for side in self.sides]).sorted_hinges(margin=margin)
-
-
-class Dense(Tiled):
-    """The same answers in plain PyTorch on the whole matrix, which autograd differentiates."""
-
-    def __init__(self, views: Sequence[View]):
-        super().__init__(views)
-        self._counted: dict[str, Tensor] = {}
-
-    def counted(self, over: str) -> Tensor:
-        """Return (N, M) factors, 1 for the pairs that a sum ``over`` negatives, positives or all counts, 0 for others.
-
-        A product with them takes a fifth of the time of filling with a bool mask, and makes infinite scores nan.
-        """
-        if over in self._counted:
-            return self._counted[over]
-        m, whole = self.matrix, [slice(0, size) for size in self.matrix.shape]
-        counted = m.pairs.exclude_(torch.ones(m.shape, dtype=m.dtype, device=m.device), (whole[0], whole[1]), 0.0, over)
-        if may_keep():
-            self._counted[over] = counted
-        return counted
-
-    def sums(self, *params: Tensor, key: str, over: str = "negatives", guides: Guides | None = None) -> Tensor:
-        """See :meth:`Tiled.sums`."""
-        m, answer, sums = self.matrix, ANSWERS[key], {}
-        check_unchanged([m])
-        scores, counted, guide = m.scores(), self.counted(over), []
-        if guides is not None:
-            check_unchanged([other := guides[self.views[0]][0]])
-            guide = [other.scores().detach().to(scores.dtype)]
-        m.summed = m.summed or torch.is_grad_enabled()
-        question = reduce.Question(Scores(scores), m.pairs, key, over, self.sides, params)
-        for group, own in question.views():
-            values = answer.value(scores, *guide, *own)
-            values = values if answer.width == 1 else torch.stack(values)
-            if answer.maximum or m.cols is None:
-                values = values.masked_fill(counted == 0, -math.inf if answer.maximum else 0.0)
-            else:
-                values = values * counted
-            for side in group:
-                sums[side] = values.amax(-1 - side) if answer.maximum else values.sum(-1 - side)
-        return torch.cat([sums[side] for side in self.sides], -1) if len(sums) > 1 else sums[self.sides[0]]
-
-    def hardest(self, below: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """See :meth:`Tiled.hardest`."""
-        m, values, index = self.matrix, [], []
-        check_unchanged([m])
-        scores = m.scores().detach().masked_fill(self.counted("negatives") == 0, -math.inf)
-        limits = reduce.Question(Scores(scores), m.pairs, "peak", "", self.sides, [] if below is None else [below])
-        own = {side: params for group, params in limits.views() for side in group}
-        for side in self.sides:
-            x = scores if below is None else scores.masked_fill(scores >= own[side][0], -math.inf)
-            best, where = x.max(1 - side)
-            if torch.is_grad_enabled():
-                pair_scores = m.pair_scores(*((where, None) if side else (None, where)))
-                best = torch.where(best == -math.inf, -math.inf, pair_scores)
-            values.append(best)
-            index.append(where)
-        result = torch.cat(values)
-        return result, torch.cat(index).masked_fill(result == -math.inf, -1)
-
-    def sorted_hinges(self, *, margin: float) -> Tensor:
-        """See :meth:`Tiled.sorted_hinges`.
-
-        Each candidate is treated as a positive, then masked. The negatives above its threshold are the last of the
-        anchor's sorted negatives, and their sum is a cumulative one.
-        """
-        check_unchanged([self.matrix])
-        found = []
-        for side in self.sides:
-            scores, positive, negative = (
-                x.T if side else x for x in (self.matrix.scores(), self.counted("positives"), self.counted("negatives"))
-            )
-            ordered = scores.masked_fill(negative == 0, -math.inf).sort(dim=1).values
-            sums = ordered.masked_fill(ordered == -math.inf, 0.0).flip(1).cumsum(1)
-            thresholds = scores - margin
-            below = torch.searchsorted(ordered.detach().contiguous(), thresholds.detach().contiguous(), right=True)
-            count = scores.shape[1] - below
-            above = torch.nn.functional.pad(sums, (1, 0)).gather(1, count)
-            found.append(torch.where(positive == 0, 0.0, above - count * thresholds).sum(1))
-        return torch.cat(found)
+        return torch.cat([Dense([(whole, side)]).sorted_hinges(margin=margin) for side in self.sides])
 
 
 Group = Sequence[View]  # the same anchors in the matrices that hold their candidates
@@ -211,24 +223,24 @@ class Several:
         self.parts, self.sizes = parts, sizes
 
     def sums(self, *params: Tensor, key: str, **options: Any) -> Tensor:
-        """See :meth:`Tiled.sums`."""
+        """See :meth:`Dense.sums`."""
         join = torch.maximum if ANSWERS[key].maximum else torch.add
         return self._joined(join, "sums", *params, key=key, **options)
 
     def counts(self, *, positive: bool) -> Tensor:
-        """See :meth:`Tiled.counts`."""
+        """See :meth:`Dense.counts`."""
         return self._joined(torch.add, "counts", positive=positive)
 
     def centre(self) -> Tensor:
-        """See :meth:`Tiled.centre`."""
+        """See :meth:`Dense.centre`."""
         return self._joined(torch.add, "centre")
 
     def sorted_hinges(self, *, margin: float) -> Tensor:
-        """See :meth:`Tiled.sorted_hinges`; the candidates of a group are in one matrix."""
+        """See :meth:`Dense.sorted_hinges`; the candidates of a group are in one matrix."""
         return self._joined(torch.add, "sorted_hinges", margin=margin)
 
     def hardest(self, *below: Tensor) -> tuple[Tensor, Tensor]:
-        """See :meth:`Tiled.hardest`; indices are those in a group's candidates."""
+        """See :meth:`Dense.hardest`; indices are those in a group's candidates."""
         best = []
         for answers in self._answers("hardest", *below):
             parts = [(x, torch.where(index < 0, index, index + first)) for first, x, index in answers]
@@ -266,16 +278,24 @@ def backend(groups: Sequence[Group]) -> Any:
     """Return what answers for groups of anchors: one backend for all of them if there is one, or :class:`Several`."""
     batches: dict[Any, list[tuple[View, tuple[int, int]]]] = {}
     seen: dict[View, int] = collections.defaultdict(int)
+    widths: list[int] = []  # compared one by one: as keys they would have the compiler specialise on each
     for g, group in enumerate(groups):
         first = 0
-        for matrix, side in group:  # both sides of a matrix together, and once more if they occur again
-            batches.setdefault((matrix, seen[matrix, side]), []).append(((matrix, side), (g, first)))
+        for matrix, side in group:
+            widths.append(matrix.shape[1 - side])
+            # Dense matrices by their number of candidates; others one by one, and once more if they occur again.
+            batch: Any = matrix, seen[matrix, side]
+            if matrix.engine == "dense":
+                batch = next(k for k, x in enumerate(widths) if x == widths[-1])
+            batches.setdefault(batch, []).append(((matrix, side), (g, first)))
             seen[matrix, side] += 1
-            first += matrix.shape[1 - side]
+            first += widths[-1]
     parts: list[Any] = []
-    for (matrix, _), members in batches.items():
-        views, places = zip(*sorted(members, key=lambda x: x[0][1]), strict=True)  # the rows first
-        kind = matrix.backend or (Dense if matrix.engine == "dense" else Tiled)
+    for batch, members in batches.items():
+        dense = isinstance(batch, int)
+        ordered = members if dense else sorted(members, key=lambda x: x[0][1])  # the rows first
+        views, places = zip(*ordered, strict=True)
+        kind = Dense if dense else views[0][0].backend or Tiled
         parts.append((kind(views), places))
     if len(parts) == 1 and [g for g, _ in parts[0][1]] == [*range(len(groups))]:
         return parts[0][0]

@@ -188,18 +188,18 @@ class Sharded:
         self.exchange, self.local = exchange, local
 
     def sums(self, *params: Tensor, key: str, **options: Any) -> Tensor:
-        """See :meth:`itrloss.engine.backends.Tiled.sums`."""
+        """See :meth:`itrloss.engine.backends.Dense.sums`."""
         sums = self.local.sums(*map(self.exchange.gathered, params), key=key, **options)
         return self.exchange.merged(sums, ANSWERS[key].maximum)
 
     def counts(self, *, positive: bool) -> Tensor:
-        """See :meth:`itrloss.engine.backends.Tiled.counts`."""
+        """See :meth:`itrloss.engine.backends.Dense.counts`."""
         return self.exchange.counts(self.local.counts(positive=positive), positive)
 
     def centre(self) -> Tensor:
-        """See :meth:`itrloss.engine.backends.Tiled.centre`."""
+        """See :meth:`itrloss.engine.backends.Dense.centre`."""
         return self.exchange.merged(self.local.centre())
 
     def hardest(self, *below: Tensor) -> tuple[Tensor, Tensor]:
-        """See :meth:`itrloss.engine.backends.Tiled.hardest`."""
+        """See :meth:`itrloss.engine.backends.Dense.hardest`."""
         return self.exchange.merged_best(*self.local.hardest(*map(self.exchange.gathered, below)))

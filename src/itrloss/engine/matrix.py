@@ -16,7 +16,7 @@ from . import reduce
 from .exchange import Share
 from .pairs import Pairs
 from .products import matmul
-from .scores import Embeddings, Scores, even_chunks, full_precision, inverse_norms, may_keep, tile_shape
+from .scores import Embeddings, Scores, even_chunks, full_precision, inverse_norms, may_keep, tile_shape, units
 
 ENGINES = "dense", "tiled", "triton"
 MEMORY_BUDGET = 256 * 2**20  # bytes of scores that "auto" caches (8192 x 8192 in float32)
@@ -106,7 +106,8 @@ class Matrix:
             if cols is None:
                 scores = rows.x.to(self.dtype)
             elif self.engine == "dense":
-                scores = rows.unit() @ cols.unit().T
+                left, right = units(rows, cols) if keep and self.bounded else (rows.unit(), cols.unit())
+                scores = left @ right.T
             else:
                 scores = matmul(rows.constants()[0], cols.constants()[0].T)
         if keep and (self.keeps or cols is None):

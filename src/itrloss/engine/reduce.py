@@ -45,23 +45,19 @@ class Question(NamedTuple):
         sizes = [self.scores.shape[side] for side in self.sides]
         return dict(zip(self.sides, x.split(sizes, -1), strict=True))
 
-    def views(self, part: tuple[slice, slice] | None = None) -> list[tuple[Sequence[int], list[Tensor]]]:
-        """Return groups of sides that share the values of a tile (or of the whole matrix).
-
-        Each is with parameters that broadcast with the scores.
-        """
+    def views(self, part: tuple[slice, slice]) -> list[tuple[Sequence[int], list[Tensor]]]:
+        """Return groups of sides that share a tile's values, each with parameters that broadcast with its scores."""
         if all(p.shape[-1] == 1 for p in self.params):
             return [(self.sides, [p.unsqueeze(-1) for p in self.params])]
-        own = [dict.fromkeys(self.sides, p) if p.shape[-1] == 1 else self.by_side(p) for p in self.params]
         groups: list[tuple[Sequence[int], list[Tensor]]] = []
         for side in self.sides:
-            params = [p[side] if part is None or p[side].shape[-1] == 1 else p[side][..., part[side]] for p in own]
-            groups.append(([side], [p.unsqueeze(-1 - side) for p in params]))
+            own = [p if p.shape[-1] == 1 else self.by_side(p)[side][..., part[side]] for p in self.params]
+            groups.append(([side], [p.unsqueeze(-1 - side) for p in own]))
         return groups
 
 
 def tiled_sums(question: Question, early: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the (K, A) sums of :meth:`itrloss.engine.backends.Tiled.sums`, added up tile by tile.
+    """Return the (K, A) sums of :meth:`itrloss.engine.backends.Dense.sums`, added up tile by tile.
 
     With ``early``, which is for exponentials of rows, also return ``sum_j f(S_ij) y_j`` (N, D) with the unit columns y,
     from which backward gets the rows' gradient, and ``sum_j f(S_ij) S_ij`` (N,), the derivatives w.r.t. the scale. So

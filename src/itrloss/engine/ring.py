@@ -111,7 +111,7 @@ class Ring(Tiled):
     matrix: RingMatrix
 
     def sums(self, *params: Tensor, key: str, over: str = "negatives") -> Tensor:
-        """See :meth:`Tiled.sums`; the scores of the positive pairs come along."""
+        """See :meth:`Dense.sums`; the scores of the positive pairs come along."""
         m = self.matrix
         check_unchanged([m])
         index = m.pairs.listed if m._positive_scores is None and torch.is_grad_enabled() else None
@@ -121,7 +121,7 @@ class Ring(Tiled):
         return sums[0] if len(sums) == 1 else sums
 
     def centre(self) -> Tensor:
-        """See :meth:`Tiled.centre`: all candidates, as that takes no trip. What the sum of their vectors scores."""
+        """See :meth:`Dense.centre`: all candidates, as that takes no trip. What the sum of their vectors scores."""
         m, p = self.matrix, self.matrix.processes
         assert m.cols is not None
         row_inv, col_inv = m.inverse_norms

@@ -169,7 +169,7 @@ def inverse_norms(x: Tensor) -> Tensor:
 
 def normalized(x: Tensor, normalize: bool = True) -> Tensor:
     """Return the vectors (..., D) at unit length in the compute dtype; zeros stay zeros and get no gradient."""
-    x = x.to(compute_dtype(x))
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     if not normalize:
         return x
     norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -221,7 +221,8 @@ class Embeddings:
         keep = may_keep()
         with torch.set_grad_enabled(keep):  # with their graph, even if first used under no_grad
             # Of a copy, as autograd saves it: changes of the input that it does not count would falsify the gradient.
-            unit = normalized(self.x.clone() if self.x.requires_grad else self.x, self.normalize)
+            copy = self.x.clone() if self.normalize and self.x.requires_grad else self.x
+            unit = normalized(copy) if self.normalize else copy.to(self.dtype)
         self._unit = unit if keep else None
         return unit
 
@@ -245,6 +246,18 @@ class Embeddings:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.version = None if self.x.is_inference() else self.x._version  # a copied tensor has its own version counter
+
+
+def units(rows: Embeddings, cols: Embeddings) -> tuple[Tensor, Tensor]:
+    """Return the unit vectors of both sides, see :meth:`Embeddings.unit`; of two that are alike in one go.
+
+    0.93 of the time of a step of 32 pairs (``pytest benchmarks/test_micro.py --benchmark-enable -k both_sides``).
+    """
+    x, y = rows.x, cols.x
+    if rows._unit is None is cols._unit and x.dtype == y.dtype and x.requires_grad == y.requires_grad:
+        rows._unit, cols._unit = normalized(torch.cat([x, y])).split([len(x), len(y)])
+        return rows._unit, cols._unit
+    return rows.unit(), cols.unit()
 
 
 def project_(grad: Tensor, x: Tensor, inv: Tensor | None, unit: Tensor | None = None) -> Tensor:
