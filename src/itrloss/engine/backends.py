@@ -165,7 +165,8 @@ class Tiled:
         source: Any = m.source()
         with full_precision(m.rows):
             for side in self.sides:
-                other = sum(source.unit(1 - side, part).sum(0) for part in chunks(source[1 - side]))
+                parts = (source.unit(1 - side, part).sum(0) for part in chunks(source[1 - side]))
+                other = functools.reduce(torch.add, parts)
                 sums.append(torch.cat([source.unit(side, part) @ other for part in chunks(source[side])]))
         if m.pairs.one_to_one or not m.pairs.listable:
             numbers = [x.new_full(x.shape, m.shape[1 - side]) for side, x in zip(self.sides, sums, strict=True)]
