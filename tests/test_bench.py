@@ -28,10 +28,16 @@ SHAPES = {"pairs": (12, 12, 8), "memory": (6, 20, 8), "sets": (6, 3, 8), "protot
 @pytest.fixture(scope="module", autouse=True)
 def small_heap():
     """Keep what was imported out of the collections before each measurement of memory, most of the time otherwise."""
+    torch._dynamo.reset()  # each measurement imports the compiler
     gc.collect()
-    gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def small_heap_again(small_heap):
+    """Keep what other tests imported out of them, too."""
+    gc.freeze()
 
 
 def _measure(case: Case, *variants: str, **more) -> dict[str, dict]:
