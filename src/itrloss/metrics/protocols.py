@@ -53,8 +53,8 @@ def coco_protocol(scores: Tensor | Similarity, *, reranker: Reranker | None = No
     package = Metrics()
     longest = max(len(right) for way in WAYS for right in package.eccv_gts[way].values())
     results = retrieval_results(sim, reranker=reranker, hubness_k=max(longest, _HUBNESS_K))
-    first = (replace(side, top=side.top[:, :_HUBNESS_K]) for side in (results.i2t, results.t2i))
-    return figures | {"5K": RetrievalResults(*first).metrics()} | _judged(results, package)
+    i2t, t2i = (replace(side, top=side.top[:, :_HUBNESS_K]) for side in (results.i2t, results.t2i))
+    return figures | {"5K": RetrievalResults(i2t, t2i).metrics()} | _judged(results, package)
 
 
 def _judged(results: RetrievalResults, package: Any) -> dict[str, dict[str, float]]:
