@@ -16,6 +16,11 @@ from itrloss.engine import products, scores
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items):
+    """Begin with the longest test, so that no worker of pytest-xdist is left alone with it at the end."""
+    items.sort(key=lambda item: item.name != "test_kernels_compile_for_gpus")
+
+
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Many tiles even for small inputs, with ragged ends on both axes."""

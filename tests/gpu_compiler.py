@@ -2,12 +2,13 @@
 
 Triton's compiler may reject what its interpreter accepts, and kernels that spill registers are very slow.
 
-    python tests/gpu_compiler.py 90
+    python tests/gpu_compiler.py 90 80 100
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import subprocess
 import sys
 import tempfile
@@ -113,4 +114,6 @@ def usage(code: bytes) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(compiled(int(sys.argv[1]))))
+    # One process for each GPU, as `compiled` changes what is imported, which they share.
+    with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
+        print(json.dumps(pool.map(compiled, map(int, sys.argv[1:]), chunksize=1)))

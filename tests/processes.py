@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -16,7 +17,14 @@ import torch.multiprocessing as mp
 
 WORLD = 2
 # Processes are copies of one that has imported the slow modules: PyTorch's compiler is imported by DDP.
-multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "itrloss", "pytest"])
+SLOW = ["torch._dynamo", "torch.distributed.fsdp", "itrloss", "pytest"]
+# Those are slow, too, and only few tests need them: tests that are collected together with these.
+SLOW_HERE = ["transformers.trainer", "sentence_transformers"]
+
+
+def preload() -> None:
+    """Choose what processes have imported, which the first one to be started decides."""
+    multiprocessing.set_forkserver_preload([*SLOW, *(name for name in SLOW_HERE if name in sys.modules)])
 
 
 def both(work: Callable[..., Any], folder: Path, *args) -> list[Any]:
@@ -26,6 +34,7 @@ def both(work: Callable[..., Any], folder: Path, *args) -> list[Any]:
 
 def run(work: Callable[..., Any], folder: Path, *args, world: int = WORLD) -> list[Any]:
     """Run ``work(rank, *args)``, a top-level function of a module, in each process and return the results."""
+    preload()
     mp.start_processes(_process, (work, str(folder), args, world, 120, True), world, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
 
@@ -43,6 +52,7 @@ def survivors(
 
     The result of a process that was lost is None. ``timeout``: seconds that a collective waits for a process.
     """
+    preload()
     folders = [folder / str(number) for number in range(len(cases))]
     groups: list[Any] = []
     for place, case in zip(folders, cases, strict=True):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from itrloss.metrics import coco_protocol, default_ids, retrieval_metrics
 from itrloss.metrics import protocols as module
 
 N, M = 5000, 25000
-LISTED = 300  # candidates of each query that the package uses
+LISTED = 100  # candidates of each query: the package uses as many as a query has positives, 48 at most
 
 
 def saved_scores() -> torch.Tensor:
@@ -40,7 +42,7 @@ def test_figures_are_those_of_the_package():
     theirs = Metrics()
     captions = theirs.coco_ids.tolist()
     images = list(dict.fromkeys(theirs.coco_gts["t2i"][c][0] for c in captions))
-    best = scores.topk(LISTED, 1).indices.tolist(), scores.T.topk(LISTED, 1).indices.tolist()
+    best = scores.topk(LISTED, 1).indices.tolist(), scores.T.contiguous().topk(LISTED, 1).indices.tolist()
     i2t = {i: [captions[c] for c in row] for i, row in zip(images, best[0], strict=True)}
     t2i = {c: [images[i] for i in row] for c, row in zip(captions, best[1], strict=True)}
     wanted = theirs.compute_all_metrics(i2t, t2i, ("coco_1k_recalls", "coco_5k_recalls", "cxc_recalls"))
@@ -69,6 +71,32 @@ def test_without_the_package_there_are_the_two_protocols_of_ids(small):
     assert coco_protocol(small, reranker=fast)["1K"] == retrieval_metrics(small, reranker=fast, folds=5)
     table = protocol_table(found).splitlines()
     assert len(table) == 3 and max(map(len, table)) <= 100 and f"{found['5K']['rsum']:5.1f}" in table[2]
+
+
+class Judgements:
+    """The parts of the package that are read, for ten images of which one has 20 right captions."""
+
+    coco_ids = np.arange(50)
+    coco_gts: ClassVar = {"t2i": {caption: [caption // 5] for caption in range(50)}}
+    eccv_gts: ClassVar = {"i2t": {0: [*range(20)]}, "t2i": {0: [0]}}
+
+    def eccv_metrics(self, ranked, target):
+        assert {len(row) for row in ranked["i2t"].values()} == {20} and len(ranked["t2i"]) == 50
+        return {name: {"i2t": 0.5, "t2i": 0.25} for name in ("eccv_rprecision", "eccv_map_at_r")}
+
+    def cxc_recalls(self, ranked, target, K):
+        return {"i2t": 0.1, "t2i": 0.2}
+
+    eccv_recalls = cxc_recalls
+
+
+def test_judgements_leave_the_other_protocols_as_they_are(small, monkeypatch):
+    """Longer lists of candidates are ranked for them."""
+    alone = coco_protocol(small)
+    monkeypatch.setitem(sys.modules, "eccv_caption", SimpleNamespace(Metrics=Judgements))
+    found = coco_protocol(small)
+    assert {name: found[name] for name in alone} == alone and list(found)[2:] == ["CxC", "ECCV Caption"]
+    assert found["ECCV Caption"]["i2t_map_at_r"] == 50 and found["CxC"]["rsum"] == pytest.approx(90)
 
 
 def test_another_shape_is_refused(small):

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import io
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ..similarity import Similarity
 from .labels import with_ids
-from .results import RECALL_NAMES, RECALLS, WAYS
+from .results import RECALL_NAMES, RECALLS, WAYS, RetrievalResults
 from .retrieval import retrieval_metrics, retrieval_results
 
 if TYPE_CHECKING:
     from ..rerank import Reranker
 
 _SHAPE = (5000, 25000)  # images and captions of Karpathy's test split
+_HUBNESS_K = 10  # that of retrieval_metrics by default
 
 
 def check_coco(shape: tuple[int, int]) -> None:
@@ -43,19 +45,21 @@ def coco_protocol(scores: Tensor | Similarity, *, reranker: Reranker | None = No
     """
     sim = with_ids("scores", scores, None, None)
     check_coco(sim.shape)
-    figures = {name: retrieval_metrics(sim, reranker=reranker, folds=n) for name, n in (("1K", 5), ("5K", 1))}
+    figures = {"1K": retrieval_metrics(sim, reranker=reranker, folds=5)}
     try:
         from eccv_caption import Metrics
     except ImportError:
-        return figures
-    return figures | _judged(sim, reranker, Metrics())
+        return figures | {"5K": retrieval_metrics(sim, reranker=reranker)}
+    package = Metrics()
+    longest = max(len(right) for way in WAYS for right in package.eccv_gts[way].values())
+    results = retrieval_results(sim, reranker=reranker, hubness_k=max(longest, _HUBNESS_K))
+    i2t, t2i = (replace(side, top=side.top[:, :_HUBNESS_K]) for side in (results.i2t, results.t2i))
+    return figures | {"5K": RetrievalResults(i2t, t2i).metrics()} | _judged(results, package)
 
 
-def _judged(sim: Similarity, reranker: Reranker | None, package: Any) -> dict[str, dict[str, float]]:
+def _judged(results: RetrievalResults, package: Any) -> dict[str, dict[str, float]]:
     captions = package.coco_ids.tolist()
     images = list(dict.fromkeys(package.coco_gts["t2i"][caption][0] for caption in captions))
-    longest = max(len(right) for way in WAYS for right in package.eccv_gts[way].values())
-    results = retrieval_results(sim, reranker=reranker, hubness_k=longest)
     i2t, t2i = results.i2t.top.tolist(), results.t2i.top.tolist()
     ranked = {
         "i2t": {image: [captions[i] for i in row] for image, row in zip(images, i2t, strict=True)},

@@ -12,6 +12,7 @@ from ..checks import check_number, check_size, one_of
 from .results import RECALLS, WAYS, RetrievalResults
 
 _METRICS = (*(f"r{k}" for k in RECALLS), "r_precision", "map_at_r")
+_DRAWN = 2**16  # ids drawn at a time
 _NAMES = (*(f"{way}_{name}" for way in WAYS for name in _METRICS), "rsum")
 
 
@@ -106,11 +107,15 @@ def _bootstrap(runs: Sequence[RetrievalResults], samples: int, seed: int) -> Ten
         if not isinstance(run, RetrievalResults):
             raise TypeError(f"results: expected those of retrieval_results, got {type(run).__name__}")
     sums, generator = [_sums_by_id(run, runs[0]) for run in runs], torch.Generator().manual_seed(seed)
-    n, totals = len(sums[0]), [torch.stack([x.sum(0) for x in sums])]
-    for _ in range(samples):
-        times = torch.randint(n, (n,), generator=generator).bincount(minlength=n).double()
+    n, totals = len(sums[0]), [torch.stack([x.sum(0, keepdim=True) for x in sums])]
+    step = max(1, _DRAWN // n)
+    for start in range(0, samples, step):
+        count = min(step, samples - start)
+        drawn = torch.randint(n, (count, n), generator=generator)  # the same numbers, however many samples at once
+        drawn += n * torch.arange(count)[:, None]
+        times = drawn.flatten().bincount(minlength=count * n).view(count, n).double()
         totals.append(torch.stack([torch.tensordot(times, x, 1) for x in sums]))
-    total = torch.stack(totals, 1)
+    total = torch.cat(totals, 1)
     means = 100 * total[..., :-1] / total[..., -1:]
     rsum = means[..., : len(RECALLS)].sum((-2, -1))
     return torch.cat([means.flatten(-2), rsum[..., None]], -1)
