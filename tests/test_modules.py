@@ -179,22 +179,6 @@ def test_compiles_without_a_graph_break(name):
         torch.testing.assert_close(a, b)
 
 
-# Sets of tokens have a derivative of their own, and a step of CODER changes its prototypes.
-@pytest.mark.parametrize("name", [x for x in MODULES if x.split()[0] not in ("LateInteractionLoss", "CODERObjective")])
-def test_gradients_are_those_of_functions_too(name):
-    """On small matrices, ``torch.func`` differentiates plain PyTorch."""
-    x = inputs(dtype=torch.float64)
-    value, *wanted = outcome(name, make(name).double(), x)
-    for gradient in wanted:
-        module, again = make(name).double(), inputs(dtype=torch.float64)
-
-        def loss(vectors, module=module, again=again):
-            return MODULES[name][1](module, again._replace(vectors=vectors)).sum()
-
-        found = torch.func.grad_and_value(loss)(x.vectors.detach())
-        torch.testing.assert_close(found, (gradient, value.sum()))
-
-
 @every_module
 def test_copies_go_on_as_the_original_does(name):
     module = make(name)

@@ -54,9 +54,10 @@ class Dense:
             for pairs in dict.fromkeys(matrix.pairs for matrix in self.matrices):
                 part = pairs.excluded(over, slice(None), slice(None))
                 part = torch.zeros(1, 1, dtype=torch.bool, device=pairs.device) if part is None else part
-                parts[pairs] = torch.where(part, 0.0, 1.0).to(self.matrices[0].dtype).expand(pairs.shape)
+                # As bytes, whose conversion is vectorised: a third of the time at 256 x 256.
+                parts[pairs] = (~part).view(torch.uint8).to(self.matrices[0].dtype).expand(pairs.shape)
             counted = torch.cat([parts[matrix.pairs].T if side else parts[matrix.pairs] for matrix, side in self.views])
-            if not may_keep():
+            if not torch.compiler.is_compiling() and counted.is_inference():  # it cannot be saved for backward
                 return counted
             self._counted[over] = counted
         return self._counted[over]

@@ -16,7 +16,7 @@ from . import reduce
 from .exchange import Share
 from .pairs import Pairs
 from .products import matmul
-from .scores import Embeddings, Scores, even_chunks, full_precision, inverse_norms, may_keep, tile_shape, units
+from .scores import Embeddings, Scores, even_chunks, full_precision, inverse_norms, may_keep, tile_shape
 
 ENGINES = "dense", "tiled", "triton"
 MEMORY_BUDGET = 256 * 2**20  # bytes of scores that "auto" caches (8192 x 8192 in float32)
@@ -106,10 +106,9 @@ class Matrix:
             if cols is None:
                 scores = rows.x.to(self.dtype)
             elif self.engine == "dense":
-                left, right = units(rows, cols) if keep and self.bounded else (rows.unit(), cols.unit())
-                scores = left @ right.T
+                scores = rows.unit() @ cols.unit().T
             else:
-                scores = matmul(rows.constants()[0], cols.constants()[0].T)
+                scores = matmul(rows.unit(), cols.unit().T)
         if keep and (self.keeps or cols is None):
             self._scores = scores
         return scores
@@ -128,9 +127,8 @@ class Matrix:
         if cols is None:
             return Scores(self.scores(), None, None, None, *ids)
         if self.keeps and may_keep() and not torch.compiler.is_compiling():
-            units, inv = zip(rows.constants(), cols.constants(), strict=True)
-            kept = self.scores() if form else self._scores
-            return Scores(rows.x, cols.x, *inv, *ids, None if kept is None else kept.detach(), *units)
+            units, kept = (rows.unit().detach(), cols.unit().detach()), self.scores() if form else self._scores
+            return Scores(rows.x, cols.x, rows.inv, cols.inv, *ids, None if kept is None else kept.detach(), *units)
         inv = [inverse_norms(side.x.detach()) if side.normalize else None for side in (rows, cols)]
         return Scores(rows.x, cols.x, inv[0], inv[1], *ids)
 

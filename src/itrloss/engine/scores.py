@@ -168,15 +168,34 @@ def inverse_norms(x: Tensor) -> Tensor:
 
 
 def normalized(x: Tensor, normalize: bool = True) -> Tensor:
-    """Return the vectors (..., D) at unit length in the compute dtype; zeros stay zeros and get no gradient."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    """Return the vectors (..., D) at unit length in the compute dtype, twice differentiable; zeros stay zeros."""
     if not normalize:
-        return x
+        return x.to(compute_dtype(x))
+    return _normalized(x) if torch.compiler.is_compiling() else _Normalize.apply(x, inverse_norms(x.detach()))
+
+
+def _normalized(x: Tensor) -> Tensor:
+    """Return unit vectors (..., D), computed by operators that autograd differentiates and the compiler fuses."""
+    x = x.to(compute_dtype(x))
     norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    if host_may_read(norms) and not math.isfinite(float(norms.detach().sum())):  # as in `inverse_norms`
-        x = x * inverse_norms(x.detach()).unsqueeze(-1)
-        norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x * torch.threshold(norms, EPS, math.inf).reciprocal()
+
+
+class _Normalize(torch.autograd.Function):
+    """Unit vectors, whose backward reads and writes them half as often as autograd's would."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, inv: Tensor) -> Tensor:
+        unit = x * inv.unsqueeze(-1)  # promoted to the dtype of ``inv``
+        ctx.save_for_backward(x, unit, inv)
+        return unit
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        x, unit, inv = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            return torch.autograd.grad(_normalized(x), x, grads[0], create_graph=True)[0], None
+        return project_(grads[0], x, inv, unit, out=torch.empty_like(grads[0])), None
 
 
 def with_bias(
@@ -212,7 +231,8 @@ class Embeddings:
         self.dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         self.version = None if compiling or x.is_inference() else x._version
         self._unit: Tensor | None = None
-        self._constants: tuple[Tensor, Tensor | None] | None = None
+        #: (N,) inverse norms, once the unit vectors were computed with them.
+        self.inv: Tensor | None = None
 
     def unit(self) -> Tensor:
         """Return the (N, D) vectors in the compute dtype, at unit length if ``normalize``; differentiable, cached."""
@@ -220,27 +240,21 @@ class Embeddings:
             return self._unit
         keep = may_keep()
         with torch.set_grad_enabled(keep):  # with their graph, even if first used under no_grad
-            # Of a copy, as autograd saves it: changes of the input that it does not count would falsify the gradient.
-            copy = self.x.clone() if self.normalize and self.x.requires_grad else self.x
-            unit = normalized(copy) if self.normalize else copy.to(self.dtype)
+            if not self.normalize:
+                unit = self.x.to(self.dtype)
+            elif torch.compiler.is_compiling():
+                unit = _normalized(self.x)
+            else:
+                self.inv = inverse_norms(self.x.detach())
+                unit = _Normalize.apply(self.x, self.inv)
         self._unit = unit if keep else None
         return unit
-
-    def constants(self) -> tuple[Tensor, Tensor | None]:
-        """Return the same vectors without a gradient, and their (N,) inverse norms if ``normalize``; cached."""
-        if self._constants is not None:
-            return self._constants
-        with torch.no_grad():
-            inv = inverse_norms(self.x) if self.normalize else None
-            constants = scaled(self.x.detach(), inv), inv
-        self._constants = constants if may_keep() else None
-        return constants
 
     def detach(self) -> Embeddings:
         """Return the same embeddings without a gradient."""
         twin = Embeddings(self.x.detach(), self.normalize)
         twin.version = self.version
-        twin._unit, twin._constants = None if self._unit is None else self._unit.detach(), self._constants
+        twin._unit, twin.inv = None if self._unit is None else self._unit.detach(), self.inv
         return twin
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -248,25 +262,17 @@ class Embeddings:
         self.version = None if self.x.is_inference() else self.x._version  # a copied tensor has its own version counter
 
 
-def units(rows: Embeddings, cols: Embeddings) -> tuple[Tensor, Tensor]:
-    """Return the unit vectors of both sides, see :meth:`Embeddings.unit`; of two that are alike in one go.
-
-    0.93 of the time of a step of 32 pairs (``pytest benchmarks/test_micro.py --benchmark-enable -k both_sides``).
-    """
-    x, y = rows.x, cols.x
-    if rows._unit is None is cols._unit and x.dtype == y.dtype and x.requires_grad == y.requires_grad:
-        rows._unit, cols._unit = normalized(torch.cat([x, y])).split([len(x), len(y)])
-        return rows._unit, cols._unit
-    return rows.unit(), cols.unit()
-
-
-def project_(grad: Tensor, x: Tensor, inv: Tensor | None, unit: Tensor | None = None) -> Tensor:
-    """Return the gradient of ``x`` (..., D), in its dtype, from that of the unit vectors, which is overwritten.
+def project_(
+    grad: Tensor, x: Tensor, inv: Tensor | None, unit: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """Return the gradient of ``x`` (..., D), in its dtype, from that of the unit vectors; works in place or in ``out``.
 
     ``dL/dx = (g - u <u, g>) / |x|`` with ``u = x / |x|``, taken from ``unit`` if there.
     """
+    out = grad if out is None else out
     for part in chunks(x) if inv is not None else ():
         assert inv is not None
         g, u = grad[part], scaled(x[part], inv[part]) if unit is None else unit[part]
-        g.addcmul_(u, (u * g).sum(-1, keepdim=True), value=-1).mul_(inv[part].unsqueeze(-1))
-    return grad.to(x.dtype)
+        along = (u * g).sum(-1, keepdim=True)
+        torch.addcmul(g, u, along, value=-1, out=out[part]).mul_(inv[part].unsqueeze(-1))
+    return out.to(x.dtype)
