@@ -569,8 +569,7 @@ COMPILED = [
             *("multi-similarity mined", "circle", "filtered below"),
         ],
         engine=["dense", "tiled"],
-        # Dynamo finds graph breaks; a few cases and the tests of operators trace the backward pass, too.
-        backend=["aot_eager", *["eager"] * 4],
+        backend=["aot_eager"],
         kind=[None, "random", "shared"],
     ),
     ("dcl", "dense", "inductor", "random"),
