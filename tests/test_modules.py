@@ -157,8 +157,6 @@ ELSEWHERE |= {"FilteredInfoNCELoss", "SupConLoss", "MILNCELoss", "MultiSimilarit
 ELSEWHERE |= {"DirectionalInfoNCELoss", "DistillationLoss", "RINCELoss", "ComplementaryContrastiveLoss"}
 ELSEWHERE |= {"PCMEPlusPlusLoss"}
 ELSEWHERE |= {"PrototypeClassificationLoss", "VarianceAwareLoss"}  # as parts of CODERObjective and DVSEObjective
-# Their backward passes are traced in test_matryoshka, test_memory, and as those of DVSEObjective and OnlineKMeans.
-TRACED_ELSEWHERE = {"Matryoshka", "CODERObjective", "OnlineKMeans sparse"}
 
 
 @pytest.mark.slow
@@ -170,8 +168,7 @@ def test_compiles_without_a_graph_break(name):
     torch._dynamo.reset()
     call = MODULES[name][1]
     module, twin = make(name), make(name)
-    backend = "eager" if name in TRACED_ELSEWHERE else "aot_eager"
-    compiled = torch.compile(call, fullgraph=True, backend=backend)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     for step in range(3):
         wanted, found = outcome(name, module, inputs(step)), outcome(name, twin, inputs(step), compiled)
         torch.testing.assert_close(found, wanted)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import subprocess
@@ -45,8 +44,7 @@ TILE = (8, 16, 4, 4) if DEVICE.type == "cpu" else (16, 64, 16, 4)
 def a_quick_interpreter():
     """Triton's interpreter replaces its language's functions at each call of any jitted function: half of its time.
 
-    Once per launch, for each module with such functions, does the same. Nor does it assert here that no sum or product
-    of indices overflows, which in matrices of so few rows none does.
+    Once per launch, for each module with such functions, does the same.
     """
     with pytest.MonkeyPatch.context() as patch:
         with contextlib.suppress(ImportError, AttributeError):  # other versions of Triton
@@ -64,10 +62,8 @@ def a_quick_interpreter():
                 replaced.clear()
                 restore(scope)
 
-            options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
             patch.setattr(interpreter._LangPatchScope, "restore", restore_all)
             patch.setattr(interpreter, "_patch_lang", replace_once)
-            patch.setattr(interpreter.interpreter_builder, "options", options)
         yield
 
 
