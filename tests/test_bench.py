@@ -18,6 +18,7 @@ import torch
 from benchmarks import cases, mining, peers, processes, report, reranking, runner
 from benchmarks.__main__ import main
 from benchmarks.cases import KINDS, LOSSES, SUITES, Case, embeddings, parse_shape, problem
+from benchmarks.launches import launches
 from itrloss import files
 from itrloss.engine import products
 from itrloss.engine.matrix import Matrix
@@ -588,3 +589,11 @@ def test_the_benchmark_of_mining(tmp_path):
     rows = {row["way"]: row for row in json.loads(path.read_text())["rows"]}
     assert {"ours", "mm and topk", "matmul_bound"} <= rows.keys() and rows["ours"]["to ours"] == 1
     assert all(row["same neighbours"] in (None, 1.0) and row["seconds"] > 0 for row in rows.values())
+
+
+@pytest.mark.slow
+def test_launches_of_a_step_with_a_memory():
+    """At this size a GPU spends its time on launches."""
+    case = Case("mdcl", (128, 4096, 1024))
+    plain, ours, compiled = (sum(launches(case, variant)) for variant in ("eager", "ours", "ours compiled"))
+    assert compiled <= 50 and ours <= 213 < 1.15 * plain
