@@ -141,12 +141,12 @@ class Anchors(Groups):
 
     def _limits(self, below: Limit, above: Limit, guide: Any = None) -> tuple[str, list[Tensor]]:
         """Return the suffix of an answer's name, see :func:`itrloss.engine.answers.within`, and its parameters."""
-        given = [(name, which, x) for name, which, x in (("below", "<", below), ("above", ">", above)) if x is not None]
+        named = [(name, which, x) for name, which, x in (("below", "<", below), ("above", ">", above)) if x is not None]
         like = self._size, self.dtype, self.device
-        limits = [as_params(name, (x.detach() if isinstance(x, Tensor) else x,), *like)[0] for name, _, x in given]
-        if guide is not None and not given:
+        limits = [as_params(name, (x.detach() if isinstance(x, Tensor) else x,), *like)[0] for name, _, x in named]
+        if guide is not None and not named:
             raise ValueError("guide: expected below or above beside it, limits of its scores")
-        return GUIDED * (guide is not None) + "".join(which for _, which, _ in given), limits
+        return GUIDED * (guide is not None) + "".join(which for _, which, _ in named), limits
 
     def _largest(
         self, scale: Tensor, over: str, below: Limit = None, above: Limit = None, guide: Anchors | None = None

@@ -262,8 +262,8 @@ def _bank(args: argparse.Namespace, sim: Similarity, side: int) -> Tensor | None
     axis = 0 if by_scores and side == 1 else 1  # with images as rows
     size = sim.shape[1 - side] if sim._inputs is None else sim._inputs[0].shape[1]
     if bank.shape[axis] != size:
-        wanted = (f"({size}, B)", f"(B, {size})")[axis]
-        raise ValueError(f"{path}: expected {wanted}, got shape {tuple(bank.shape)}")
+        axes = (f"({size}, B)", f"(B, {size})")[axis]
+        raise ValueError(f"{path}: expected {axes}, got shape {tuple(bank.shape)}")
     return bank
 
 

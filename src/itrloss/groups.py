@@ -81,10 +81,10 @@ class Groups:
             local = backend(self._groups)
             self._backend = local if self.exchange is None else Sharded(self.exchange, local)
         if guide is not None:
-            options["guides"] = self._beside(guide)
+            options["guides"] = self._views_of(guide)
         return getattr(self._backend, question)(*params, **options)
 
-    def _beside(self, guide: Groups) -> dict[View, View]:
+    def _views_of(self, guide: Groups) -> dict[View, View]:
         """Return, for each view of a matrix, that of the guide's matrix with the scores of the same pairs."""
         if not isinstance(guide, Groups):
             raise TypeError(f"guide: expected the same anchors of another Similarity, got {type(guide).__name__}")
@@ -93,14 +93,14 @@ class Groups:
             [[(m.shape, side, m.share and m.share.unpadded) for m, side in group] for group in x._groups]
             for x in (self, guide)
         ]
-        beside = dict(zip(own, others, strict=False))
-        if layouts[0] != layouts[1] or any(beside[view] != other for view, other in zip(own, others, strict=True)):
+        views = dict(zip(own, others, strict=False))
+        if layouts[0] != layouts[1] or any(views[view] != other for view, other in zip(own, others, strict=True)):
             shapes = [[m.shape for group in x._groups for m, _ in group] for x in (guide, self)]
-            got = f"matrices of {shapes[0]} beside {shapes[1]}"
+            got = f"matrices of {shapes[0]} for {shapes[1]}"
             raise ValueError(f"guide: expected the same anchors and candidates, got {got}")
         if any(m.backend is not None for m, _ in (*own, *others)):
             raise ValueError("guide: expected schedule='all-gather' of all similarities")
-        return beside
+        return views
 
     # --------------------------------------------------------------------------------------------- reduction
 

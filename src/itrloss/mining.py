@@ -103,20 +103,20 @@ def _merge_(
             limit = None if limits is None else limits[half]
             _merge_(TopK(*(x[half] for x in best)), scores[half], query_ids[half], corpus_ids, limit, start)
         return
-    found = runs[row, run]
-    i, place = (found > least[row]).nonzero(as_tuple=True)
-    row, col, found = row[i], run[i] * _RUN + place, found[i, place]
-    wanted = (query_ids[row] != corpus_ids[col]) & (query_ids[row] != IGNORE_ID) & (corpus_ids[col] != IGNORE_ID)
+    new = runs[row, run]
+    i, place = (new > least[row]).nonzero(as_tuple=True)
+    row, col, new = row[i], run[i] * _RUN + place, new[i, place]
+    negative = (query_ids[row] != corpus_ids[col]) & (query_ids[row] != IGNORE_ID) & (corpus_ids[col] != IGNORE_ID)
     if limits is not None:
-        wanted &= found < limits[row]
-    row, col, found = row[wanted], col[wanted], found[wanted]
+        negative &= new < limits[row]
+    row, col, new = row[negative], col[negative], new[negative]
     if not len(row):
         return
     k, slot = best.values.shape[1], slots(row, len(scores))
     shape = len(scores), k + int(slot.amax()) + 1
     values, indices = scores.new_full(shape, -torch.inf), row.new_full(shape, -1)
     values[:, :k], indices[:, :k] = best
-    values[row, k + slot], indices[row, k + slot] = found, col + start
+    values[row, k + slot], indices[row, k + slot] = new, col + start
     values, order = values.sort(dim=1, descending=True, stable=True)  # of equal scores, the first in the corpus
     best.values.copy_(values[:, :k])
     best.indices.copy_(indices.gather(1, order[:, :k]))

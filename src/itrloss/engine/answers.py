@@ -62,9 +62,9 @@ def within(answer: Answer, limits: str, guided: bool = False) -> Answer:
 
     def slopes(s: Tensor, params: Sequence[Tensor], grads: Any, needs: Sequence[bool], out: Any) -> list[Tensor | None]:
         assert answer.slopes is not None
-        found, mask = answer.slopes(s, params[first:-size], grads, needs[first:-size], out), outside(s, params)
-        found = [None if x is None else x.expand_as(mask).masked_fill(mask, 0.0) for x in found]
-        return [found[0], *[None] * first, *found[1:], *[None] * size]
+        gradients, mask = answer.slopes(s, params[first:-size], grads, needs[first:-size], out), outside(s, params)
+        gradients = [None if x is None else x.expand_as(mask).masked_fill(mask, 0.0) for x in gradients]
+        return [gradients[0], *[None] * first, *gradients[1:], *[None] * size]
 
     return answer._replace(value=value, slopes=None if answer.slopes is None else slopes)
 

@@ -300,8 +300,8 @@ class PairProducts(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             units = [normalized(x, inv is not None) for x, inv in zip(scores[:2], scores[2:4], strict=True)]
             left, right = (x if k is None else x[k] for x, k in zip(units, ctx.index, strict=True))
-            wanted = [x for x, need in zip(scores[:2], needs, strict=True) if need]
-            grads = iter(torch.autograd.grad((left * right).sum(1), wanted, grad, create_graph=True))
+            inputs = [x for x, need in zip(scores[:2], needs, strict=True) if need]
+            grads = iter(torch.autograd.grad((left * right).sum(1), inputs, grad, create_graph=True))
             return None, *(next(grads) if need else None for need in needs), *nothing
         grads = pair_gradients(scores, needs, (*ctx.index, grad))
         return None, *(x if need else None for x, need in zip(grads, needs, strict=True)), *nothing

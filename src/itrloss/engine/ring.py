@@ -141,13 +141,13 @@ class Ring(Tiled):
 
     def _hardest(self, below: Tensor | None) -> tuple[Tensor, Tensor]:
         m, parts = self.matrix, self.matrix.parts(self.sides)
-        found: list[Any] = [None] * m.processes.world
+        bests: list[Any] = [None] * m.processes.world
         for b, source in m.trip():
             limit = None if below is None else parts.split(below, b)
-            found[b] = ranking.hardest(list(source), self.sides, limit, pairs=m.block_pairs[b])
-            index = found[b][1][: parts.rows]
+            bests[b] = ranking.hardest(list(source), self.sides, limit, pairs=m.block_pairs[b])
+            index = bests[b][1][: parts.rows]
             index += torch.where(index < 0, 0, b * parts.width)
-        values, index = (torch.stack(x) for x in zip(*found, strict=True))  # (W, N_r + B)
+        values, index = (torch.stack(x) for x in zip(*bests, strict=True))  # (W, N_r + B)
         best, block = values[:, : parts.rows].max(0)
         where = index[:, : parts.rows].gather(0, block[None])[0]
         cols = (x[:, parts.rows :].flatten() for x in (values, index))
@@ -190,19 +190,19 @@ class _RingReduce(torch.autograd.Function):
         for b, source in matrix.trip():
             listed = None if grad_pairs is None else (*inside[b][1:], grad_pairs[inside[b][0]])
             if grad is None:
-                found = reduce.pair_gradients(source, needs[:2], listed)
+                block_grads = reduce.pair_gradients(source, needs[:2], listed)
             else:
                 tensors = [parts.split(p, b) for p in params], parts.split(grad, b)
                 pairs = matrix.block_pairs[b]
-                found = reduce.gradients(list(source), *tensors, *question, needs, pairs=pairs, pair_grads=listed)
+                block_grads = reduce.gradients(list(source), *tensors, *question, needs, pairs=pairs, pair_grads=listed)
             if needs[0]:
-                grad_rows += found[0]
+                grad_rows += block_grads[0]
             if needs[1]:
-                total = found[1].to(matrix.dtype) if arriving is None else arriving().add_(found[1])
+                total = block_grads[1].to(matrix.dtype) if arriving is None else arriving().add_(block_grads[1])
                 del arriving  # and with it the gradient that was sent
                 arriving = pass_on(total, matrix.processes.group, _GRADIENTS)
-            slopes[b] = found[2:]
-            del found  # before the next block has its own
+            slopes[b] = block_grads[2:]
+            del block_grads  # before the next block has its own
         grads: list[Any] = [grad_rows, arriving() if needs[1] else None]
         grads += [None] * len(params) if grad is None else map(parts.join, zip(*slopes, strict=True))
         inputs = zip(grads, (rows, cols, *params), needs, strict=True)

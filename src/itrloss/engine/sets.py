@@ -299,11 +299,11 @@ class _SetScores(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
             inputs = [x for x, need in zip((source[0], source[3]), needs, strict=True) if need]
             of_inputs = iter(torch.autograd.grad(_plain(*_sets(source), form), inputs, grads[0], create_graph=True))
-            wanted = [next(of_inputs) if need else None for need in needs]
+            gradients = [next(of_inputs) if need else None for need in needs]
         else:
-            found = _backward(source, winners, grads[0], *form, needs)
-            wanted = [x if need else None for x, need in zip(found, needs, strict=True)]
-        return None, wanted[0], None, None, wanted[1], None, None
+            results = _backward(source, winners, grads[0], *form, needs)
+            gradients = [x if need else None for x, need in zip(results, needs, strict=True)]
+        return None, gradients[0], None, None, gradients[1], None, None
 
 
 def _plain(a: Sets, b: Sets, form: Form) -> Tensor:

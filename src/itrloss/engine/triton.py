@@ -174,9 +174,9 @@ class _Pass:
         limited = key[len(key.rstrip("<>")) :]
         own = len(params) - len(limited)
         limits = dict(zip(limited, params[own:], strict=True))
-        given = *(*params[:own], None, None)[:2], limits.get("<"), limits.get(">")
-        p_step, q_step, *steps = (0 if x is None or x.shape[-1] == 1 else x.stride(-1) for x in given)
-        p, q, *ends = given
+        tensors = *(*params[:own], None, None)[:2], limits.get("<"), limits.get(">")
+        p_step, q_step, *steps = (0 if x is None or x.shape[-1] == 1 else x.stride(-1) for x in tensors)
+        p, q, *ends = tensors
         self.limits = kernels.Limits(*ends, *steps)
         self.slots, slot_stride = (len(p), p.stride(0)) if p is not None and p.dim() == 2 else (1, 0)
         self.params = kernels.Params(p, q, p_step, q_step, self.slots, slot_stride)
@@ -371,11 +371,11 @@ def _error(device: torch.device, dtype: torch.dtype, n: int = 2048, m: int = 281
     params = [torch.full((1,), y, device=device) for y in (20.0, 5.0)]
     grad, needs = torch.linspace(1e-5, 3e-5, n + m, device=device)[None], (True, True, True, False)
     results: list[list[Tensor]] = []
-    asked = [Question(scores, pairs, "exp", "negatives", sides, params) for sides in ((0, 1), (0,))]
+    questions = [Question(scores, pairs, "exp", "negatives", sides, params) for sides in ((0, 1), (0,))]
     try:
         for forward, backward in ((sums, gradient), (tiled_sums, tiled_gradient)):
-            values = [*forward(asked[0], False)[:1], *forward(asked[1], True)]
-            results.append([*values, *backward(asked[0], grad, needs)[:3]])
+            values = [*forward(questions[0], False)[:1], *forward(questions[1], True)]
+            results.append([*values, *backward(questions[0], grad, needs)[:3]])
     except Exception as error:  # from the compiler, the driver, or an operation that the GPU lacks
         return f"fails: {type(error).__name__}: {error}"
     # Half precision rounds by less than a percent.

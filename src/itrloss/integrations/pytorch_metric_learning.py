@@ -46,8 +46,8 @@ def _of_similarities(loss: Any) -> bool:
     """Return whether a loss takes images and texts, and computes its value from their similarities alone."""
     if not isinstance(loss, PairLoss) or not takes_pairs(loss):
         return False
-    given = inspect.signature(loss.compute).parameters.values()
-    return len([x for x in given if x.default is x.empty]) == 1
+    parameters = inspect.signature(loss.compute).parameters.values()
+    return len([x for x in parameters if x.default is x.empty]) == 1
 
 
 # The name is one of those that CrossBatchMemory and SelfSupervisedLoss accept.

@@ -71,10 +71,10 @@ class RetrievalTrainer(Trainer):
         """Return the loss of a batch, and with ``return_outputs`` the model's outputs."""
         others = {name: x for name, x in inputs.items() if name not in ("labels", "return_loss")}
         outputs, labels = model(**others), inputs.get("labels")
-        found = outputs if isinstance(outputs, dict) else {}
-        images, texts = found.get("image_embeds"), found.get("text_embeds")
+        fields = outputs if isinstance(outputs, dict) else {}
+        images, texts = fields.get("image_embeds"), fields.get("text_embeds")
         if not isinstance(images, Tensor) or not isinstance(texts, Tensor):
-            got = ", ".join(found) or type(outputs).__name__
+            got = ", ".join(fields) or type(outputs).__name__
             raise TypeError(f"model: expected outputs with image_embeds and text_embeds, as CLIPModel's, got {got}")
         ids = None if labels is None else as_ids("labels", labels, len(images), images.device)
         loss = self.loss(images, texts, ids, ids)

@@ -255,17 +255,17 @@ class PairLoss(SimilarityLoss):
         text_ids: Any,
         scores: Any,
         names: Names = IMAGES_AND_TEXTS,
-        beside: str = "",
+        also_same: str = "",
     ) -> Similarity:
-        """Return the input as a similarity; ``beside``: what else processes have to have alike, in words."""
+        """Return the input as a similarity; ``also_same``: what else has to be the same on all processes."""
         if (scores is not None or isinstance(images, Similarity)) and self._sharded:
             self._fail(ValueError("gather: expected embeddings; scores and a Similarity cannot be gathered"))
         options: dict[str, Any] = {"engine": self.engine, "check_finite": self.check_finite, "names": names}
         if isinstance(images, Similarity):
             others = {"texts": texts, "image_ids": image_ids, "text_ids": text_ids, "scores": scores}
-            given = [name for name, x in others.items() if x is not None]
-            if given:
-                raise ValueError(f"{given[0]}: expected None beside a Similarity, which stands for all of the input")
+            extra = [name for name, x in others.items() if x is not None]
+            if extra:
+                raise ValueError(f"{extra[0]}: expected None beside a Similarity, which stands for all of the input")
             if self.check_finite:
                 images.check_finite()
             return images
@@ -274,7 +274,7 @@ class PairLoss(SimilarityLoss):
                 raise ValueError("scores: expected either scores or images and texts, got both")
             return Similarity.from_scores(scores, image_ids, text_ids, **options)
         if self.gather:
-            options |= self._shared | {"same": f"{self._agreed} {beside}"}
+            options |= self._shared | {"same": f"{self._agreed} {also_same}"}
             return Similarity.sharded(images, texts, image_ids, text_ids, **options)
         return Similarity(images, texts, image_ids, text_ids, **options)
 

@@ -127,8 +127,8 @@ class InfoNCELoss(PairLoss):
         """
         if negatives is not None and not isinstance(images, Tensor):
             self._fail(ValueError("negatives: expected images beside them, not scores or a Similarity"))
-        beside = "without negatives" if negatives is None else "with negatives"
-        sim = self._similarity(images, texts, image_ids, text_ids, scores, beside=beside)
+        also_same = "without negatives" if negatives is None else "with negatives"
+        sim = self._similarity(images, texts, image_ids, text_ids, scores, also_same=also_same)
         return self._value(sim) if negatives is None else self._value(sim, self._unmatched(images, negatives))  # type: ignore[arg-type]
 
     def _unmatched(self, images: Tensor, negatives: Tensor) -> Similarity:

@@ -96,8 +96,8 @@ class DirectionalInfoNCELoss(PairLoss):
         if self.joint:
             return self._of_softmax(sim, list(norms.values()), len(across))
         sides = {d: sim if d.startswith("image") else sim.T for d in self.directions}
-        found = [self._of_softmax(sides[d], [norms[d]], across.count(d)) for d in self.directions]
-        return sum(found) if self.reduction != "none" else tuple(x for (x,) in found)
+        values = [self._of_softmax(sides[d], [norms[d]], across.count(d)) for d in self.directions]
+        return sum(values) if self.reduction != "none" else tuple(x for (x,) in values)
 
     def _of_softmax(self, own: Similarity, norms: Sequence[Tensor], several: int) -> Any:
         """Return the loss of one softmax, from the log-sum-exps of its negatives; ``several`` have the positive."""
@@ -151,10 +151,10 @@ class FilteredInfoNCELoss(PairLoss):
         ``guide``: a :class:`Similarity` with the same ids of the embeddings of the same images and texts by another
         model. In a job it is a :meth:`Similarity.sharded`, and both have the schedule ``"all-gather"``.
         """
-        sim = self._similarity(images, texts, image_ids, text_ids, scores, beside=f"guide {_kind(guide)}")
+        sim = self._similarity(images, texts, image_ids, text_ids, scores, also_same=f"guide {_kind(guide)}")
         if guide is not None:
-            given = [[x is None for x in s.ids] for s in (sim, functional._other_model("guide", guide, sim))]
-            if given[0] != given[1]:
+            without_ids = [[x is None for x in s.ids] for s in (sim, functional._other_model("guide", guide, sim))]
+            if without_ids[0] != without_ids[1]:
                 raise ValueError("guide: expected the ids of the loss, as its positives' scores are limits")
         return self._value(sim, guide)
 
@@ -202,7 +202,7 @@ class DistillationLoss(PairLoss):
             image_ids, text_ids = (torch.arange(len(x), device=x.device) for x in (images, texts))
         if isinstance(teacher, Tensor) and self._sharded:
             self._fail(TypeError("teacher: expected a Similarity.sharded in a job of several processes, got a tensor"))
-        sim = self._similarity(images, texts, image_ids, text_ids, None, beside=f"teacher {_kind(teacher)}")
+        sim = self._similarity(images, texts, image_ids, text_ids, None, also_same=f"teacher {_kind(teacher)}")
         if isinstance(teacher, Tensor):
             check_matrix("teacher", teacher, "(N, M)", self.check_finite)
             if teacher.shape != sim.shape:

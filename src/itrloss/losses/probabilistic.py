@@ -91,9 +91,9 @@ class PCMEPlusPlusLoss(SimilarityLoss):
         Returns:
             A 0-dim float32 tensor (float64 for float64 input), or per-anchor values with ``reduction="none"``.
         """
-        given = images_mean, texts_mean, images_log_variance, texts_log_variance
-        sim = self.similarity(*given, image_ids, text_ids)
-        return self._value(sim, None if self.vib_weight == 0 else self._divergence(sim, *given))
+        distributions = images_mean, texts_mean, images_log_variance, texts_log_variance
+        sim = self.similarity(*distributions, image_ids, text_ids)
+        return self._value(sim, None if self.vib_weight == 0 else self._divergence(sim, *distributions))
 
     def similarity(
         self,
@@ -105,10 +105,10 @@ class PCMEPlusPlusLoss(SimilarityLoss):
         text_ids: Tensor | None = None,
     ) -> Similarity:
         """Return the :class:`Similarity` of -d, by which the model retrieves; arguments as in :meth:`forward`."""
-        given = images_mean, texts_mean, images_log_variance, texts_log_variance
-        self._checked(lambda: self._check(*given))
-        means = [normalized(x, self.normalize) for x in given[:2]]
-        sums = [m.square().sum(1) + x.to(m.dtype).exp().sum(1) for m, x in zip(means, given[2:], strict=True)]
+        distributions = images_mean, texts_mean, images_log_variance, texts_log_variance
+        self._checked(lambda: self._check(*distributions))
+        means = [normalized(x, self.normalize) for x in distributions[:2]]
+        sums = [m.square().sum(1) + x.to(m.dtype).exp().sum(1) for m, x in zip(means, distributions[2:], strict=True)]
         # -d = 2 <m, m'> - |m|^2 - |m'|^2 - ..., an inner product and a bias of each side
         rows, cols = (2**0.5 * m for m in means)
         options: Any = {"engine": self.engine, "names": _NAMES, "normalize": False, "bias": (-sums[0], -sums[1])}
@@ -131,10 +131,10 @@ class PCMEPlusPlusLoss(SimilarityLoss):
         values = values if divergence is None else values + self.vib_weight * divergence
         return anchors.reduce(values, self.reduction, candidates > 0)
 
-    def _divergence(self, sim: Similarity, *given: Tensor) -> Tensor:
+    def _divergence(self, sim: Similarity, *distributions: Tensor) -> Tensor:
         """Return (A,) the mean over dimensions of the divergence of each distribution from the standard one."""
         parts = []
-        for size, mean, x in zip(sim.both.sizes, given[:2], given[2:], strict=True):
+        for size, mean, x in zip(sim.both.sizes, distributions[:2], distributions[2:], strict=True):
             mean = normalized(mean, self.normalize)
             x = x.to(mean.dtype)
             part = 0.5 * (mean.square() + x.exp() - x - 1).mean(1)

@@ -87,9 +87,9 @@ def _ndcg(sim: Similarity, rows: Tensor, cols: Tensor, gains: Tensor, k: int) ->
     judged = torch.full((len(best), int(place.amax()) + 1), -1)  # each row's columns, best first
     gain = torch.zeros(judged.shape, dtype=torch.float64)
     judged[rows, place], gain[rows, place] = cols, gains
-    found = sum(w * torch.where(judged == x[:, None], gain, 0.0).sum(1) for w, x in zip(discounts, best.T, strict=True))
+    dcg = sum(w * torch.where(judged == x[:, None], gain, 0.0).sum(1) for w, x in zip(discounts, best.T, strict=True))
     ideal = gain[:, : len(discounts)] @ discounts[: gain.shape[1]]
-    return 100 * float((found / ideal)[ideal > 0].mean())
+    return 100 * float((dcg / ideal)[ideal > 0].mean())
 
 
 def _averaged(judgements: Judgements, shape: tuple[int, int] = _ANY) -> tuple[Tensor, Tensor, Tensor]:

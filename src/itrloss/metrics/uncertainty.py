@@ -91,13 +91,13 @@ def compare_all(
         one_of("figures", figure, *_NAMES)
     others = {name: x for name, x in systems.items() if name != baseline}
     all_of = {name: compare(x, systems[baseline], **options) for name, x in others.items()}
-    found = {name: {figure: x[figure] for figure in figures} for name, x in all_of.items()}
-    tests = sorted((y.p_value, name, figure) for name, x in found.items() for figure, y in x.items())
+    comparisons = {name: {figure: x[figure] for figure in figures} for name, x in all_of.items()}
+    tests = sorted((y.p_value, name, figure) for name, x in comparisons.items() for figure, y in x.items())
     corrected = 0.0
     for i, (p, name, figure) in enumerate(tests):
         corrected = max(corrected, min(1.0, (len(tests) - i) * p))
-        found[name][figure] = found[name][figure]._replace(p_value=corrected)
-    return found
+        comparisons[name][figure] = comparisons[name][figure]._replace(p_value=corrected)
+    return comparisons
 
 
 def _bootstrap(runs: Sequence[RetrievalResults], samples: int, seed: int) -> Tensor:

@@ -248,8 +248,9 @@ class Reranker(ABC):
         Raises an error unless the method can re-rank ``sim``.
         """
         self._check(sim)
-        given = enumerate((self._images, self._texts))
-        banks = [None if bank is None else fitting(bank, side, sim) for side, bank in given]
+        banks = [
+            None if bank is None else fitting(bank, side, sim) for side, bank in enumerate((self._images, self._texts))
+        ]
         p = None if sim._matrix.share is None else sim._matrix.share.processes
         if p is None:
             plain = unlabelled(sim)
