@@ -87,26 +87,26 @@ class Paper:
 def load_paper(name: str) -> Paper:
     """Read a paper's tables from ablations.toml."""
     with open(TABLES, "rb") as file:
-        found = tomllib.load(file)[name]
+        described = tomllib.load(file)[name]
     tables = {}
-    for number, table in found["tables"].items():
+    for number, table in described["tables"].items():
         tables[number] = Table(
             title=table["title"],
             baseline=table["baseline"],
-            rows={row: Row(**_with_tuples(given)) for row, given in table["rows"].items()},
+            rows={row: Row(**_with_tuples(row_table)) for row, row_table in table["rows"].items()},
             printed={data: _printed(rows) for data, rows in table["printed"].items()},
             claims=tuple(Claim(**_with_tuples(claim)) for claim in table["claims"]),
             note=table.get("note", ""),
             reranks=table.get("reranks", False),
         )
-    return Paper(found["title"], tuple(found["base"]), tables)
+    return Paper(described["title"], tuple(described["base"]), tables)
 
 
-def _with_tuples(given: Mapping[str, Any]) -> dict[str, Any]:
+def _with_tuples(table: Mapping[str, Any]) -> dict[str, Any]:
     def frozen(value: Any) -> Any:
         return tuple(map(frozen, value)) if isinstance(value, list) else value
 
-    return {name: frozen(value) for name, value in given.items()}
+    return {name: frozen(value) for name, value in table.items()}
 
 
 def _printed(rows: dict[str, list[Any]]) -> dict[str, dict[str, float]]:
@@ -173,13 +173,13 @@ class Grid:
 
     def runs(self) -> dict[str, tuple[Config, list[str]]]:
         """Distinct runs by directory, each with the rows that use it."""
-        found: dict[str, tuple[Config, list[str]]] = {}
+        by_directory: dict[str, tuple[Config, list[str]]] = {}
         for number, table in self.tables.items():
             for (name, row), seed in product(table.rows.items(), self.seeds):
                 if not row.cannot:
                     config = self.config(row, seed)
-                    found.setdefault(config.out, (config, []))[1].append(f"{number}: {name}")
-        return found
+                    by_directory.setdefault(config.out, (config, []))[1].append(f"{number}: {name}")
+        return by_directory
 
 
 def _times(config: Config, key: str, factor: str) -> Config:
@@ -189,8 +189,8 @@ def _times(config: Config, key: str, factor: str) -> Config:
     holder, last = (values[name], option) if option else (values, name)
     if type(holder.get(last)) not in (int, float):
         raise ValueError(f"{key}: must be a number, so that a row can have {factor} times as much of it")
-    found = holder[last] * float(factor)
-    holder[last] = max(1, round(found)) if type(holder[last]) is int else found
+    scaled = holder[last] * float(factor)
+    holder[last] = max(1, round(scaled)) if type(holder[last]) is int else scaled
     return make_config(values)
 
 
@@ -216,13 +216,13 @@ def run(grid: Grid) -> None:
 
 def measured(grid: Grid, table: Table) -> dict[str, dict[int, Metrics]]:
     """Metrics on dev of the finished runs, before and after re-ranking, by row and seed."""
-    found: dict[str, dict[int, Metrics]] = {name: {} for name in table.rows}
+    metrics_by_row: dict[str, dict[int, Metrics]] = {name: {} for name in table.rows}
     for (name, row), seed in product(table.rows.items(), grid.seeds):
         config = grid.config(row, seed)
         if not row.cannot and state(config) == "finished":
             metrics = load(Path(config.out), "dev")[1]
-            found[name][seed] = _reranked(config, row, metrics) if table.reranks else metrics
-    return found
+            metrics_by_row[name][seed] = _reranked(config, row, metrics) if table.reranks else metrics
+    return metrics_by_row
 
 
 def _reranked(config: Config, row: Row, metrics: Metrics) -> Metrics:
@@ -253,19 +253,19 @@ def main(arguments: list[str] | None = None) -> None:
     doing = parser.add_mutually_exclusive_group()
     doing.add_argument("--dry-run", action="store_true", help="list the runs, and run nothing")
     doing.add_argument("--report", action="store_true", help="report on what is finished, and run nothing")
-    given = parser.parse_args([word for word in words if word not in common])
+    args = parser.parse_args([word for word in words if word not in common])
     try:
-        out = given.out or Path(f"runs/ablate_{given.paper}")
-        seeds = tuple(dict.fromkeys(given.seeds))
-        grid = Grid(given.paper, given.config, tuple(common), seeds, out, tuple(given.tables))
+        out = args.out or Path(f"runs/ablate_{args.paper}")
+        seeds = tuple(dict.fromkeys(args.seeds))
+        grid = Grid(args.paper, args.config, tuple(common), seeds, out, tuple(args.tables))
         for config, _ in grid.runs().values():
             build_loss(config)  # report wrong settings before the first run
     except (OSError, TypeError, ValueError) as error:
         parser.error(str(error))
-    if given.dry_run:
+    if args.dry_run:
         print_grid(grid)
         return
-    if not given.report:
+    if not args.report:
         run(grid)
     print(write_report(grid))
 

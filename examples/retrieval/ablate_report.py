@@ -57,15 +57,15 @@ def verdict(claim: Claim, rows: Rows, when: str) -> tuple[str, list[Difference |
     """Judge a claim, which must hold for all its pairs and fails with any; also return the differences."""
     low, high = (0.0, math.inf) if claim.above else (-claim.apart, claim.apart)
     differences = [paired(*(figures(rows[row], when, claim.figure) for row in pair)) for pair in claim.pairs]
-    found = []
+    verdicts = []
     for d in differences:
         if d is None or math.isinf(d.half):
-            found.append(UNKNOWN)
+            verdicts.append(UNKNOWN)
         elif low < d.mean - d.half and d.mean + d.half < high:
-            found.append(HOLDS)
+            verdicts.append(HOLDS)
         else:
-            found.append(FAILS if d.mean + d.half < low or d.mean - d.half > high else UNKNOWN)
-    return next((v for v in (FAILS, UNKNOWN) if v in found), HOLDS), differences
+            verdicts.append(FAILS if d.mean + d.half < low or d.mean - d.half > high else UNKNOWN)
+    return next((v for v in (FAILS, UNKNOWN) if v in verdicts), HOLDS), differences
 
 
 def write_report(grid: Grid) -> str:
@@ -90,8 +90,8 @@ def write_report(grid: Grid) -> str:
             "baseline": table.baseline,
             "rows": {name: _row(grid, table, rows, name) for name in table.rows},
             "claims": [
-                {**asdict(claim), "verdict": found, "differences": [_plain(d) for d in differences]}
-                for claim, found, differences in claims
+                {**asdict(claim), "verdict": answer, "differences": [_plain(d) for d in differences]}
+                for claim, answer, differences in claims
             ],
         }
     text = "\n\n".join(parts) + "\n"
@@ -163,8 +163,8 @@ def _printed(table: Table, data: str, name: str, figure: str, other: str = "") -
     return round(rows[name][figure] - rows[other or table.baseline][figure], 1)
 
 
-def _claim(table: Table, claim: Claim, found: str, differences: list[Difference | None]) -> str:
-    lines = [f"* **{found}**: {claim.says}"]
+def _claim(table: Table, claim: Claim, answer: str, differences: list[Difference | None]) -> str:
+    lines = [f"* **{answer}**: {claim.says}"]
     for (a, b), difference in zip(claim.pairs, differences, strict=True):
         printed = [
             f"{_printed(table, data, a, claim.figure, b):+.1f} on {data}"

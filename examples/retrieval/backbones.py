@@ -46,8 +46,8 @@ class WordPieces:
         # If its files are missing, transformers makes a tokeniser with special tokens only.
         fits = len(tokenizer.all_special_ids) < len(tokenizer) <= sizes.vocab_size
         if sizes.model_type != "bert" or tokenizer.mask_token_id is None or not fits:
-            found = f"a {sizes.model_type} of {sizes.vocab_size} pieces, a tokeniser of {len(tokenizer)}"
-            raise ValueError(f"{_bert(path)} with a tokeniser that fits it, not {found}")
+            pair = f"a {sizes.model_type} of {sizes.vocab_size} pieces, a tokeniser of {len(tokenizer)}"
+            raise ValueError(f"{_bert(path)} with a tokeniser that fits it, not {pair}")
         settings = sizes.to_diff_dict()
         settings.pop("transformers_version", None)  # of the installed library; resuming with a newer one is allowed
         return cls(tokenizer.backend_tokenizer.to_str(), settings, tokenizer.mask_token_id)
@@ -156,8 +156,8 @@ class Block(nn.Module):
         else:
             shapes = [(inputs, inner, 3, stride, 1), (inner, outputs, 3, 1, 1)]
         self.depth = len(shapes)
-        for i, (given, made, kernel, step, parts) in enumerate(shapes, 1):
-            convolution = nn.Conv2d(given, made, kernel, step, kernel // 2, groups=parts, bias=False)
+        for i, (channels, made, kernel, step, parts) in enumerate(shapes, 1):
+            convolution = nn.Conv2d(channels, made, kernel, step, kernel // 2, groups=parts, bias=False)
             self.add_module(f"conv{i}", convolution)
             self.add_module(f"bn{i}", nn.BatchNorm2d(made))
         self.downsample = None
@@ -248,20 +248,20 @@ class Backbone(nn.Module):
     def load_weights(self, path: str) -> None:
         """Load the weights of a file (.pth, .pt, .bin, .safetensors), without those of its classifier."""
         try:
-            given = _weights(path)
+            weights = _weights(path)
         except Exception as error:  # torch.load raises many kinds of errors for other files
             what = str(error).partition("\n")[0]
             raise ValueError(f"backbone_weights = {path!r}: must be a file of weights ({what})") from None
         own = self.network.state_dict()
         # Files from before PyTorch 0.4.1 lack num_batches_tracked, which matters for cumulative averages only.
-        given = {n: x for n, x in own.items() if n.endswith(".num_batches_tracked")} | dict(given)
-        lacking = [n for n, x in own.items() if n not in given or given[n].shape != x.shape]
+        weights = {n: x for n, x in own.items() if n.endswith(".num_batches_tracked")} | dict(weights)
+        lacking = [n for n, x in own.items() if n not in weights or weights[n].shape != x.shape]
         if lacking:
             raise ValueError(
                 f"backbone_weights = {path!r}: must hold the weights of the backbone; {len(lacking)} of its {len(own)} "
                 f"are missing or have another shape, such as {lacking[0]}"
             )
-        self.network.load_state_dict({n: given[n] for n in own})
+        self.network.load_state_dict({n: weights[n] for n in own})
 
     def forward(self, pictures: Tensor) -> Tensor:
         x = self.network.forward_features((pictures - self.mean) / self.std)

@@ -43,7 +43,7 @@ def check(root: str | Path, min_count: int = 2) -> tuple[list[str], bool]:
     root, lines, ready = Path(root), [str(root)], True
     if not root.is_dir():
         return [*lines, "  no such directory"], False
-    kind, found = layout(root), {}
+    kind, splits = layout(root), {}
     for name, purpose in SPLITS.items():
         needed = name != "test"
         missing = [f for f in (f"{name}_ims.npy", f"{name}_caps.txt") if kind == "features" and not (root / f).exists()]
@@ -62,14 +62,14 @@ def check(root: str | Path, min_count: int = 2) -> tuple[list[str], bool]:
             lines.append(f"  {name:6} WRONG: {error}")
             ready &= not needed
             continue
-        found[name] = split
+        splits[name] = split
         ready &= complete or not needed
         lines += [said[0], of_captions(split), *said[1:]]
-    between = disagreements(found)
+    between = disagreements(splits)
     ready &= not any(line.startswith("  WRONG") for line in between)
     lines += between
-    if "train" in found:
-        vocabulary = Vocabulary.from_captions(found["train"].captions, min_count)
+    if "train" in splits:
+        vocabulary = Vocabulary.from_captions(splits["train"].captions, min_count)
         lines.append(f"  words  {len(vocabulary) - 2} that occur {min_count} times or more in the training captions")
     if ready:
         more = "" if kind == "features" else " backbone=resnet50 backbone_weights=FILE"
@@ -113,15 +113,15 @@ def of_captions(split: Split) -> str:
     return f"         {len(words)} captions, {per_image}, {lengths}{classes}{empty}"
 
 
-def disagreements(found: dict[str, Split]) -> list[str]:
+def disagreements(splits: dict[str, Split]) -> list[str]:
     """Differences between splits: dimensions, and global features that only some splits have."""
     lines = []
-    if len({s.features.shape[2] for s in found.values() if not isinstance(s.features, Images)}) > 1:
+    if len({s.features.shape[2] for s in splits.values() if not isinstance(s.features, Images)}) > 1:
         lines.append("  WRONG: the splits' features have different dimensions")
-    if len({split.wholes.shape[1] for split in found.values() if split.wholes is not None}) > 1:
+    if len({split.wholes.shape[1] for split in splits.values() if split.wholes is not None}) > 1:
         lines.append("  WRONG: the splits' features of whole pictures have different dimensions")
-    if len({split.wholes is None for split in found.values()}) > 1:
-        without = [f"{name}_global.npy" for name, split in found.items() if split.wholes is None]
+    if len({split.wholes is None for split in splits.values()}) > 1:
+        without = [f"{name}_global.npy" for name, split in splits.items() if split.wholes is None]
         lines.append(f"  MISSING: {', '.join(without)}, for views=regions+whole and enhancement=cge")
     return lines
 
@@ -130,8 +130,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Say what is in a data directory and what is missing.")
     parser.add_argument("data")
     parser.add_argument("--min-count", type=int, default=2)
-    given = parser.parse_args(arguments)
-    lines, ready = check(given.data, given.min_count)
+    args = parser.parse_args(arguments)
+    lines, ready = check(args.data, args.min_count)
     print("\n".join(lines))
     raise SystemExit(0 if ready else 1)
 

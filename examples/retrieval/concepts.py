@@ -92,9 +92,9 @@ def find_concepts(captions: Sequence[str], size: int, tagger: str = "rules") -> 
     place = {word: i for i, word in enumerate(chosen)}
     together = torch.zeros(size, size, dtype=torch.int64)
     for bag in bags:
-        found = torch.tensor(sorted(place[word] for word in bag if word in place))
-        if len(found) > 1:
-            together[found[:, None], found] += 1
+        places = torch.tensor(sorted(place[word] for word in bag if word in place))
+        if len(places) > 1:
+            together[places[:, None], places] += 1
     together.fill_diagonal_(0)
     words, kinds = zip(*chosen, strict=True)
     return Concepts(list(words), list(kinds), [counts[w] for w in chosen], together.tolist())
@@ -124,10 +124,10 @@ def rules(captions: Sequence[str]) -> Callable[[str], Tagged]:
                 return stem, "motion"
         return (word, "property") if word.endswith("ed") else (_singular(word, known), "object")
 
-    found = {word: kind(word) for word in known}
+    kinds = {word: kind(word) for word in known}
 
     def tag(caption: str) -> Tagged:
-        return [x for x in (found.get(word) or kind(word) for word in tokenize(caption)) if x is not None]
+        return [x for x in (kinds.get(word) or kind(word) for word in tokenize(caption)) if x is not None]
 
     return tag
 
@@ -244,15 +244,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tagger", choices=("rules", "spacy"), default="rules")
     parser.add_argument("--out", metavar="FILE.json")
     parser.add_argument("--plot", metavar="FILE.png")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     try:
-        concepts = find_concepts(load_split(given.data, "train").captions, given.size, given.tagger)
-        if given.plot:
-            plot(concepts, given.plot)
+        concepts = find_concepts(load_split(args.data, "train").captions, args.size, args.tagger)
+        if args.plot:
+            plot(concepts, args.plot)
     except (ImportError, OSError, ValueError) as error:
         parser.error(str(error))
-    if given.out:
-        concepts.save(given.out)
+    if args.out:
+        concepts.save(args.out)
     print(listing(concepts))
 
 

@@ -141,8 +141,8 @@ class Config:
         seen = not self.enhancement or "regions" in self.views
         _require(seen, "enhancement", self.enhancement, f"empty for views = {self.views!r}: it is of regions")
         _require(self.tagger in ("rules", "spacy"), "tagger", self.tagger, "'rules' or 'spacy'")
-        wanted = ("float32", "bfloat16", "float16")
-        _require(self.precision in wanted, "precision", self.precision, ", ".join(map(repr, wanted)))
+        precisions = ("float32", "bfloat16", "float16")
+        _require(self.precision in precisions, "precision", self.precision, ", ".join(map(repr, precisions)))
         _require(0 <= self.backbone_frozen <= 5, "backbone_frozen", self.backbone_frozen, "from 0 to 5")
         if not self.backbone:
             _require(not self.backbone_weights, "backbone_weights", self.backbone_weights, "empty without a backbone")
@@ -157,9 +157,9 @@ NO_EFFECT = {"data_root", "out", "resume", "threads", "save_steps", "final_test"
 RESUMABLE = NO_EFFECT | {"data", "epochs", "patience", "device", "rerank"}
 
 
-def _require(condition: bool, name: str, value: object, wanted: str) -> None:
+def _require(condition: bool, name: str, value: object, expected: str) -> None:
     if not condition:
-        raise ValueError(f"{name} = {value!r}: must be {wanted}")
+        raise ValueError(f"{name} = {value!r}: must be {expected}")
 
 
 def make_config(values: Mapping[str, Any]) -> Config:
@@ -186,7 +186,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
             except tomllib.TOMLDecodeError as error:
                 raise ValueError(f"{path}: {error}") from error
     types = get_type_hints(Config)
-    given: dict[str, Any] = {}
+    overridden: dict[str, Any] = {}
     options: dict[str, dict[str, Any]] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -198,10 +198,10 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
                 raise ValueError(f"override {override!r}: {name} is not a table, so it takes no .{option}")
             options.setdefault(name, {})[option] = _parse(text)
         else:
-            given[key] = text if types.get(key) is str else _parse(text)
-    if given.get("loss", values.get("loss")) != values.get("loss"):
+            overridden[key] = text if types.get(key) is str else _parse(text)
+    if overridden.get("loss", values.get("loss")) != values.get("loss"):
         values.pop("loss_options", None)
-    values |= given
+    values |= overridden
     for name, table in options.items():
         values[name] = {**values.get(name, {}), **table}
     return make_config(values)
@@ -235,5 +235,5 @@ def _as_type(name: str, value: Any, kind: Any) -> Any:
         return float(value)
     elif type(value) is kind:  # not isinstance, because bool is a subclass of int
         return value
-    wanted = "table" if _is_table(kind) else kind.__name__
-    raise TypeError(f"{name} = {value!r}: must be of type {wanted}, not {type(value).__name__}")
+    expected = "table" if _is_table(kind) else kind.__name__
+    raise TypeError(f"{name} = {value!r}: must be of type {expected}, not {type(value).__name__}")

@@ -150,17 +150,15 @@ def word_vectors(path: str | Path) -> dict[str, np.ndarray]:
 
 def begin_with(weight: Tensor, words: Sequence[str], vectors: Mapping[str, np.ndarray]) -> int:
     """Overwrite the rows of words that have a vector, rescaled to the rows' mean length; return their number."""
-    found = [i for i, word in enumerate(words) if word in vectors]
-    if found:
-        given = torch.from_numpy(np.stack([vectors[words[i]] for i in found]))
-        if given.shape[1] > weight.shape[1]:
-            raise ValueError(
-                f"word_dim = {weight.shape[1]}: must be at least {given.shape[1]}, as the word vectors have"
-            )
-        given *= weight[found].norm(dim=1).mean() / given.norm(dim=1).mean()
+    rows = [i for i, word in enumerate(words) if word in vectors]
+    if rows:
+        new = torch.from_numpy(np.stack([vectors[words[i]] for i in rows]))
+        if new.shape[1] > weight.shape[1]:
+            raise ValueError(f"word_dim = {weight.shape[1]}: must be at least {new.shape[1]}, as the word vectors have")
+        new *= weight[rows].norm(dim=1).mean() / new.norm(dim=1).mean()
         with torch.no_grad():
-            weight[found, : given.shape[1]] = given.to(weight)
-    return len(found)
+            weight[rows, : new.shape[1]] = new.to(weight)
+    return len(rows)
 
 
 def pad(sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

@@ -61,8 +61,8 @@ def clear_other_run(config: Config) -> None:
     """Remove the files of a run with other settings from this run's directory."""
     out = Path(config.out)
     described = out / "config.json"
-    found = json.loads(described.read_text()) if described.is_file() else {}
-    if {**found, "resume": False} != asdict(config):
+    earlier = json.loads(described.read_text()) if described.is_file() else {}
+    if {**earlier, "resume": False} != asdict(config):
         for stale in ("metrics.json", "log.jsonl", "last.pt"):
             (out / stale).unlink(missing_ok=True)
 
@@ -136,8 +136,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="demo", description="Train four losses on rendered scenes and report.")
     parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for everything (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="a few scenes and two epochs, as a test")
-    given = parser.parse_args(arguments)
-    run_demo(given.out, given.quick)
+    args = parser.parse_args(arguments)
+    run_demo(args.out, args.quick)
 
 
 if __name__ == "__main__":

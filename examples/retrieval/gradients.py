@@ -73,10 +73,10 @@ def of_chunks(step: Step, chunk: int, of_texts: tuple[int, ...]) -> Found:
                 x.register_hook(stamp)  # the loss ends with the last of these gradients
         return step.objective([x.flatten(0, 1) if k in of_texts else x for k, x in enumerate(outputs)], *step.ids)
 
-    given = tuple(rows if wholes is None else [*rows, wholes])
+    inputs = tuple(rows if wholes is None else [*rows, wholes])
     with step.precision:
         encoders = [BySample(step.encode, of_texts)]
-        value, figures = itrloss.grad_cache_step(loss, encoders, [given], chunk, scaler=step.scaler)
+        value, figures = itrloss.grad_cache_step(loss, encoders, [inputs], chunk, scaler=step.scaler)
     return value.item(), figures, end - start
 
 

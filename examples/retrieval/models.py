@@ -93,8 +93,8 @@ class ConceptBranch(nn.Module):
     def forward(self, side: str, queries: Tensor) -> Tensor:
         """Concept embeddings (B, dim) of the queries (B, dim) of ``side``, "image" or "text"."""
         concepts = F.normalize(self.concepts(), dim=1)
-        asked = F.normalize(self.queries[side](queries), dim=1)
-        return (self.smoothness * asked @ concepts.T).softmax(1) @ concepts
+        unit = F.normalize(self.queries[side](queries), dim=1)
+        return (self.smoothness * unit @ concepts.T).softmax(1) @ concepts
 
 
 class CODER(VSE):
@@ -118,16 +118,16 @@ class CODER(VSE):
         self, regions: Tensor, words: Tensor, lengths: Tensor, wholes: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """Embeddings (B, dim) of images and of texts, and their concept embeddings (B, dim)."""
-        images, (texts, asked) = super().forward(regions, words, lengths, wholes)
-        return images, texts, self.branch("image", images), self.branch("text", asked)
+        images, (texts, queries) = super().forward(regions, words, lengths, wholes)
+        return images, texts, self.branch("image", images), self.branch("text", queries)
 
     def embed_images(self, regions: Tensor, wholes: Tensor | None = None) -> Tensor:
         images = self.image(regions, wholes)
         return self._both(images, self.branch("image", images))
 
     def embed_texts(self, words: Tensor, lengths: Tensor) -> Tensor:
-        texts, asked = self.text(words, lengths)
-        return self._both(texts, self.branch("text", asked))
+        texts, queries = self.text(words, lengths)
+        return self._both(texts, self.branch("text", queries))
 
     def _both(self, instances: Tensor, concepts: Tensor) -> Tensor:
         parts = F.normalize(instances, dim=1), F.normalize(concepts, dim=1)
@@ -200,11 +200,11 @@ class Views(VSE):
         return tuple(x for model in self for x in model(*inputs))
 
     def embed_images(self, regions: Tensor, wholes: Tensor | None = None) -> Tensor:
-        found = [model.embed_images(regions, wholes) for model in self]
+        embeddings = [model.embed_images(regions, wholes) for model in self]
         if any(isinstance(model, SetVSE) for model in self):  # repeat single embeddings to the size of the sets
-            heads = max(x.shape[1] for x in found if x.ndim == 3)
-            found = [x if x.ndim == 3 else x[:, None].expand(-1, heads, -1) for x in found]
-        return torch.cat(found, -1)
+            heads = max(x.shape[1] for x in embeddings if x.ndim == 3)
+            embeddings = [x if x.ndim == 3 else x[:, None].expand(-1, heads, -1) for x in embeddings]
+        return torch.cat(embeddings, -1)
 
     def embed_texts(self, words: Tensor, lengths: Tensor) -> Tensor:
         return torch.cat([model.embed_texts(words, lengths) for model in self], -1)

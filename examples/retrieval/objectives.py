@@ -185,11 +185,11 @@ class Objective(nn.Module):
     @torch.no_grad()
     def figures(self, model: VSE) -> dict[str, float]:
         """Figures of the state after an epoch, for the log."""
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         gate = getattr(model, "gate", None)
         if gate is not None:
-            found |= {f"gate_{k}": float(rate) for k, rate in enumerate(gate.on_rate)}
-        return found
+            values |= {f"gate_{k}": float(rate) for k, rate in enumerate(gate.on_rate)}
+        return values
 
 
 class Objectives(nn.Module):
@@ -217,9 +217,9 @@ class Objectives(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         values, figures, start = [], {}, 0
         for v, (objective, width) in enumerate(zip(self, self.outputs, strict=True)):
-            value, found = objective(outputs[start : start + width], image_ids, text_ids)
+            value, own = objective(outputs[start : start + width], image_ids, text_ids)
             values.append(value)
-            figures |= {f"{name}_view{v}": x for name, x in found.items()}
+            figures |= {f"{name}_view{v}": x for name, x in own.items()}
             start += width
         return torch.stack(values).sum(), figures
 
@@ -228,8 +228,8 @@ class Objectives(nn.Module):
             objective.finish(ids)
 
     def figures(self, model: VSE) -> dict[str, float]:
-        found = [objective.figures(view) for objective, view in zip(self, views(model), strict=True)]
-        return {f"{name}_view{v}": x for v, own in enumerate(found) for name, x in own.items()}
+        values = [objective.figures(view) for objective, view in zip(self, views(model), strict=True)]
+        return {f"{name}_view{v}": x for v, own in enumerate(values) for name, x in own.items()}
 
 
 def build_objective(config: Config, model: VSE) -> Objective | Objectives:

@@ -102,13 +102,13 @@ def listed_images(root: str | Path, name: str) -> list[Listed]:
     root = Path(root)
     if name not in KARPATHY:
         raise ValueError(f"{root}: split {name!r}: must be one of {', '.join(KARPATHY)}")
-    found = list(karpathy(root, name) if layout(root) == "karpathy" else cub(root, name))
-    if not found:
+    images = list(karpathy(root, name) if layout(root) == "karpathy" else cub(root, name))
+    if not images:
         raise ValueError(f"{root}: no image of the split {name!r}")
-    fewest = min(found, key=lambda image: len(image.captions))
+    fewest = min(images, key=lambda image: len(image.captions))
     if not fewest.captions:
         raise ValueError(f"{fewest.path}: has no caption")
-    return [Listed(image.path, image.captions[: len(fewest.captions)], image.kind) for image in found]
+    return [Listed(image.path, image.captions[: len(fewest.captions)], image.kind) for image in images]
 
 
 def karpathy(root: Path, name: str) -> Iterable[Listed]:

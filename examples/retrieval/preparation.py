@@ -47,14 +47,14 @@ def check_fit(config: Config, root: Path, train: Split, batch_size: int) -> None
         if needs and split.wholes is None:
             what = f"views = {config.views!r}" if "whole" in config.views else "enhancement = 'cge'"
             raise ValueError(f"{what}: needs {root}/{name}_global.npy, the features of whole pictures")
-        for kind, own, wanted in (("ims", split.features, train.features), ("global", split.wholes, train.wholes)):
-            if isinstance(own, np.ndarray) and isinstance(wanted, np.ndarray) and own.shape[-1] != wanted.shape[-1]:
-                dims = f"{own.shape[-1]} features, must be {wanted.shape[-1]} as in train_{kind}.npy"
+        for kind, own, expected in (("ims", split.features, train.features), ("global", split.wholes, train.wholes)):
+            if isinstance(own, np.ndarray) and isinstance(expected, np.ndarray) and own.shape[-1] != expected.shape[-1]:
+                dims = f"{own.shape[-1]} features, must be {expected.shape[-1]} as in train_{kind}.npy"
                 raise ValueError(f"{root}/{name}_{kind}.npy: {dims}")
     if isinstance(train.features, Images) != bool(config.backbone):
         raw = isinstance(train.features, Images)
-        wanted = "the name of one, resnet50 for example, for the raw images" if raw else "empty for the features"
-        raise ValueError(f"backbone = {config.backbone!r}: must be {wanted} of {root}")
+        expected = "the name of one, resnet50 for example, for the raw images" if raw else "empty for the features"
+        raise ValueError(f"backbone = {config.backbone!r}: must be {expected} of {root}")
     if config.micro_batch and (batch_size - 1) % config.micro_batch == 0:
         last = f"must leave more than one of the {batch_size} samples for the last chunk's batch normalisation"
         raise ValueError(f"micro_batch = {config.micro_batch}: {last}")
@@ -82,8 +82,8 @@ def new_model(config: Config, train: Split, vocabulary: Words) -> VSE:
     for view in views(model):
         image = view.image
         buffers = (image.mean, image.std), (image.whole_mean, image.whole_std)
-        for own, given in zip(buffers, statistics, strict=True):
-            for buffer, value in zip(own, given or own, strict=True):
+        for own, measured in zip(buffers, statistics, strict=True):
+            for buffer, value in zip(own, measured or own, strict=True):
                 buffer.copy_(value)
         if isinstance(vocabulary, Vocabulary) and isinstance(view.text, TextEncoder):
             view.text.idf.copy_(vocabulary.idf(train.captions))

@@ -383,15 +383,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, required=True, help="the data set, in the SCAN layout")
     parser.add_argument("--out", type=Path, required=True, help="the page, such as report.html")
     parser.add_argument("runs", type=Path, nargs="+", help="run directories; the last part of a path names the run")
-    given = parser.parse_args(arguments)
-    run_dirs = {directory.resolve().name: directory for directory in given.runs}
-    if len(run_dirs) < len(given.runs):
+    args = parser.parse_args(arguments)
+    run_dirs = {directory.resolve().name: directory for directory in args.runs}
+    if len(run_dirs) < len(args.runs):
         parser.error("runs: two of the directories have the same last name")
     try:
-        write_report(run_dirs, given.data, given.out)
+        write_report(run_dirs, args.data, args.out)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    print(given.out)
+    print(args.out)
 
 
 if __name__ == "__main__":

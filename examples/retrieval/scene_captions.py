@@ -240,12 +240,12 @@ def _relations(a: SceneObject, b: SceneObject) -> list[str]:
         return ["inside", "within"] if b.shape == "ring" else ["inside", "in front of"]
     if a.contains(b):
         return ["around", "surrounding"] if a.shape == "ring" else ["behind", "surrounding"]
-    found: list[str] = []
+    phrases: list[str] = []
     if a.column != b.column:
-        found += ["to the left of", "left of"] if a.column < b.column else ["to the right of", "right of"]
+        phrases += ["to the left of", "left of"] if a.column < b.column else ["to the right of", "right of"]
     if a.row != b.row:
-        found += ["above", "over"] if a.row < b.row else ["below", "under"]
-    return found
+        phrases += ["above", "over"] if a.row < b.row else ["below", "under"]
+    return phrases
 
 
 def _is_between(a: SceneObject, middle: SceneObject, b: SceneObject) -> bool:

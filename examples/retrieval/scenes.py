@@ -293,11 +293,11 @@ def write_scenes(root: str | Path, sizes: Mapping[str, int] = SIZES, seed: int =
     root = Path(root)
     card = root / "dataset.json"
     described = {"generator": "scenes", "version": VERSION, "seed": seed, "sizes": dict(sizes)}
-    found = json.loads(card.read_text()) if card.exists() else {}
-    complete = found == {**described, "complete": True}
+    earlier = json.loads(card.read_text()) if card.exists() else {}
+    complete = earlier == {**described, "complete": True}
     if complete and all(file.exists() for file in _expected_files(root, sizes)):
         return False
-    if any(root.glob("*_ims.npy")) and found.get("generator") != "scenes":
+    if any(root.glob("*_ims.npy")) and earlier.get("generator") != "scenes":
         raise FileExistsError(f"root holds another data set, which would be overwritten: {root}")
     (root / "pictures").mkdir(parents=True, exist_ok=True)
     _write_card(card, {**described, "complete": False})  # until the last file is written

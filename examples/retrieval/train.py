@@ -120,8 +120,8 @@ class Trainer:
     @property
     def stalled(self) -> bool:
         """Whether the last `patience` epochs did not improve the RSUM on dev."""
-        found = [line["rsum"] for line in self.history]
-        return bool(self.config.patience and found) and len(found) - 1 - found.index(max(found)) >= self.config.patience
+        rsums = [line["rsum"] for line in self.history]
+        return bool(self.config.patience and rsums) and len(rsums) - 1 - rsums.index(max(rsums)) >= self.config.patience
 
     @property
     def total_steps(self) -> int:
@@ -200,10 +200,10 @@ class Trainer:
 
     def finish_epoch(self) -> None:
         """Validate, keep the checkpoint if it is the best so far, and close the epoch in the log."""
-        found = [recalls(model_scores(self.model, self.dev, self.vocabulary), self.dev) if is_first() else {}]
+        shared = [recalls(model_scores(self.model, self.dev, self.vocabulary), self.dev) if is_first() else {}]
         if self.world > 1:  # all processes use the first one's figures
-            dist.broadcast_object_list(found)
-        measured = found[0]
+            dist.broadcast_object_list(shared)
+        measured = shared[0]
         if self.writer is not None:
             self._log_scalars({f"dev/{name}": value for name, value in measured.items()})
             self._log_scalars({f"train/{name}": value for name, value in self.objective.figures(self.model).items()})
@@ -351,9 +351,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Train a visual-semantic embedding with any loss of itrloss.")
     parser.add_argument("--config", metavar="FILE.toml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. loss=dcl loss_options.margin=0.2")
-    given = parser.parse_intermixed_args(arguments)  # overrides may stand before --config too
+    args = parser.parse_intermixed_args(arguments)  # overrides may stand before --config too
     try:
-        config = load_config(given.config, given.overrides)
+        config = load_config(args.config, args.overrides)
         build_loss(config)
     except (OSError, TypeError, ValueError) as error:
         parser.error(str(error))
