@@ -70,7 +70,7 @@ MEASURES = {
 def read_judgements(folder: Path) -> tuple[Judgements, Judgements]:
     """Return the experts' mean grades, 1 to 4, and the crowd's shares of yes; captions are 5 image + number."""
     images = {name: i for i, name in enumerate((folder / "test_images.txt").read_text(encoding="utf-8").split())}
-    found = []
+    splits = []
     for file, grade in (("Expert", lambda x: sum(x[:3]) / 3), ("CrowdFlower", lambda x: x[0])):
         rows = []
         for line in (folder / f"{file}Annotations.txt").read_text(encoding="utf-8").splitlines():
@@ -79,8 +79,8 @@ def read_judgements(folder: Path) -> tuple[Judgements, Judgements]:
             if image in images and name in images:
                 rows.append((images[image], 5 * images[name] + int(number), grade([float(x) for x in numbers])))
         i, t, g = zip(*rows, strict=True)
-        found.append(Judgements(torch.tensor(i), torch.tensor(t), torch.tensor(g, dtype=torch.float64)))
-    return found[0], found[1]
+        splits.append(Judgements(torch.tensor(i), torch.tensor(t), torch.tensor(g, dtype=torch.float64)))
+    return splits[0], splits[1]
 
 
 class Relevance:
@@ -127,12 +127,12 @@ class Relevance:
         """Return Spearman's correlation of 10-occurrences and numbers of other right queries: captions, pictures."""
         from scipy.stats import spearmanr
 
-        found, judged = [], scores[:, self.texts]
+        correlations, judged = [], scores[:, self.texts]
         for s, right in ((judged, self.others), (judged.T, self.others.T)):
             often = s.topk(min(10, s.shape[1]), 1).indices.flatten().bincount(minlength=s.shape[1])
             result: Any = spearmanr(often.numpy(), right.sum(0).numpy())
-            found.append(round(float(result.statistic), 3))
-        return found
+            correlations.append(round(float(result.statistic), 3))
+        return correlations
 
     def _orders(self, scores: Pair, ordered: tuple[Tensor, Tensor]) -> Tensor:
         """Return (N, 2, 2): how many pairs of candidates with different judgements are in the order of these."""
@@ -152,8 +152,8 @@ class Relevance:
             best = s.masked_fill(g.isnan(), -torch.inf).topk(10).indices
             ideal = gains.topk(10).values @ discount
             query = (ideal > 0).nonzero().squeeze(1)
-            found = (gains.gather(1, best) @ discount)[query] / ideal[query]
-            parts.append(_by_image(torch.stack([found, torch.ones_like(found)], 1), query, owner, len(scores[0])))
+            ratios = (gains.gather(1, best) @ discount)[query] / ideal[query]
+            parts.append(_by_image(torch.stack([ratios, torch.ones_like(ratios)], 1), query, owner, len(scores[0])))
         return torch.stack(parts, 1)
 
 
@@ -182,12 +182,12 @@ def _ordered(grades: Tensor) -> tuple[Tensor, Tensor]:
     """Return (3, P) for each direction: a query and two of its candidates, of which the first has a higher grade."""
 
     def of(rows: Tensor) -> Tensor:
-        found = []
+        ordered = []
         for query, row in enumerate(rows):
             judged = (~row.isnan()).nonzero().squeeze(1)
             better, worse = (row[judged][:, None] > row[judged]).nonzero(as_tuple=True)
-            found.append(torch.stack([torch.full_like(better, query), judged[better], judged[worse]]))
-        return torch.cat(found, 1)
+            ordered.append(torch.stack([torch.full_like(better, query), judged[better], judged[worse]]))
+        return torch.cat(ordered, 1)
 
     return of(grades), of(grades.T)
 
@@ -217,15 +217,15 @@ def gains(sums: Tensor, measures: Sequence[Measure], samples: int = SAMPLES, see
     def values(times: Tensor) -> Tensor:  # (S, images) -> (S, systems + 1, 1 + re-rankers, measures)
         totals = (times @ flat).view(shape).transpose(1, 2)
         ratios = 100 * totals[..., 0] / totals[..., 1]
-        found = torch.stack([m.factor * ratios[..., m.parts].sum(-1) for m in measures], -1)
-        return torch.cat([found, found.mean(1, keepdim=True)], 1)
+        means = torch.stack([m.factor * ratios[..., m.parts].sum(-1) for m in measures], -1)
+        return torch.cat([means, means.mean(1, keepdim=True)], 1)
 
     exact, drawn = values(torch.ones(1, n, dtype=torch.float64))[0], []
     for start in range(0, samples, CHUNK):
         draws = torch.randint(n, (min(CHUNK, samples - start), n), generator=generator)
         times = torch.stack([x.bincount(minlength=n) for x in draws]).double()
-        found = values(times)
-        drawn.append((found[:, :, 1:] - found[:, :, :1]).float())
+        means = values(times)
+        drawn.append((means[:, :, 1:] - means[:, :, :1]).float())
     differences = torch.cat(drawn)
     tail = torch.minimum((differences <= 0).sum(0), (differences >= 0).sum(0))
     low, high = torch.from_numpy(np.quantile(differences.numpy(), [0.025, 0.975], axis=0))
@@ -289,19 +289,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         scores = list(reranked(embeddings))
         sums.append(torch.stack([relevance.sums(pair) for pair in scores]))
         hubs.append({"system": name, "hubs and relevance": relevance.hubs(scores[0][0])})
-    found = gains(torch.stack(sums), list(MEASURES.values()))
-    report.save(args.out / "judged.json", runner.machine("cpu"), [*rows(names, found), *hubs])
+    all_gains = gains(torch.stack(sums), list(MEASURES.values()))
+    report.save(args.out / "judged.json", runner.machine("cpu"), [*rows(names, all_gains), *hubs])
     return 0
 
 
-def rows(names: Sequence[str], found: Gains) -> Iterator[dict[str, Any]]:
+def rows(names: Sequence[str], all_gains: Gains) -> Iterator[dict[str, Any]]:
     """Yield a row for each system and re-ranker: for each measure, before, gain, ends of its interval, corrected p."""
     for i, system in enumerate([*names, MEAN]):
         for j, reranker in enumerate(RERANKERS):
             row: dict[str, Any] = {"system": system, "reranker": reranker}
             for k, measure in enumerate(MEASURES):
-                numbers = [found.before[i, k], *(x[i, j, k] for x in found[1:4])]
-                row[measure] = [*(round(float(x), 2) for x in numbers), float(f"{float(found.p[i, j, k]):.2g}")]
+                numbers = [all_gains.before[i, k], *(x[i, j, k] for x in all_gains[1:4])]
+                row[measure] = [*(round(float(x), 2) for x in numbers), float(f"{float(all_gains.p[i, j, k]):.2g}")]
             yield row
 
 

@@ -45,10 +45,10 @@ class Data:
         captions = {x: (folder / f"{x}_caps.txt").read_text(encoding="utf-8").splitlines() for x in splits}
         features = {x: torch.from_numpy(np.load(folder / f"{x}_global.npy")).float().sqrt() for x in splits}
         mean, std = features["train"].mean(0), features["train"].std(0).clamp_min(1e-6)
-        found = Counter(word for caption in captions["train"] for word in set(words(caption)))
-        known = [word for word, count in found.items() if count > 1]
+        occurrences = Counter(word for caption in captions["train"] for word in set(words(caption)))
+        known = [word for word, count in occurrences.items() if count > 1]
         #: Logarithms of the inverse shares of training captions that have a word.
-        self.idf = torch.tensor([len(captions["train"]) / found[word] for word in known]).log()
+        self.idf = torch.tensor([len(captions["train"]) / occurrences[word] for word in known]).log()
         number = {word: i for i, word in enumerate(known)}
         self.images = {name: (x - mean) / std for name, x in features.items()}
         self.texts = {

@@ -64,7 +64,7 @@ def measure(n: int, m: int, dim: int, k: int, rounds: int) -> list[dict[str, Any
     generator = torch.Generator().manual_seed(0)
     queries, corpus = (F.normalize(torch.randn(size, dim, generator=generator)) for size in (n, m))
     calls = ways(queries, corpus, k)
-    found = {name: call() for name, call in calls.items()}
+    results = {name: call() for name, call in calls.items()}
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -73,7 +73,7 @@ def measure(n: int, m: int, dim: int, k: int, rounds: int) -> list[dict[str, Any
             seconds[name].append(time.perf_counter() - start)
     rows = []
     for name, call in calls.items():
-        same = None if found[name] is None else float((found[name] == found["ours"]).double().mean())
+        same = None if results[name] is None else float((results[name] == results["ours"]).double().mean())
         ratio = median(a / b for a, b in zip(seconds[name], seconds["ours"], strict=True))
         about = {"way": name, "shape": [n, m, dim], "k": k, "seconds": median(seconds[name]), "to ours": ratio}
         rows.append(about | {"same neighbours": same, "peak_mb": peak_memory(call, queries.device)})

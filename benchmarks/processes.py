@@ -38,14 +38,14 @@ def calls(name: str, images: Tensor, texts: Tensor, rank: int, world: int) -> di
     leaves = [images, texts, images[own], texts[own]]
     v, w, own_v, own_w = (x.clone().requires_grad_() for x in leaves)
     ids = torch.arange(len(images))
-    found = {
+    forms = {
         "one process": lambda: kind()(v, w),
         "its scores not kept": lambda: kind(engine="tiled")(v, w),
         "own rows alone": lambda: kind()(own_v, w, ids[own], ids),
         "all-gather": lambda: kind(gather="all-gather")(own_v, own_w),
         "ring": lambda: kind(gather="ring")(own_v, own_w),
     }
-    return {**found, "plain PyTorch, local loss": lambda: plain(own_v, own_w)} if name == "InfoNCELoss" else found
+    return {**forms, "plain PyTorch, local loss": lambda: plain(own_v, own_w)} if name == "InfoNCELoss" else forms
 
 
 def worker(rank: int, folder: str, args: argparse.Namespace) -> None:

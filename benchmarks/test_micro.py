@@ -132,8 +132,8 @@ def test_late_interaction_scores(benchmark, way):
     documents = documents.view(number, 666, 128)
     if way == "maxsim_cpu":
         package, arrays = pytest.importorskip(way), (query.numpy(), documents.numpy())
-        found = torch.from_numpy(benchmark(lambda: package.maxsim_scores(*arrays)))
+        scores = torch.from_numpy(benchmark(lambda: package.maxsim_scores(*arrays)))
     else:
         with torch.no_grad():
-            found = benchmark(lambda: late_interaction(way, query[None], documents)[0])
-    torch.testing.assert_close(found[:3], (documents[:3] @ query.T).amax(1).sum(1), rtol=1e-4, atol=1e-4)
+            scores = benchmark(lambda: late_interaction(way, query[None], documents)[0])
+    torch.testing.assert_close(scores[:3], (documents[:3] @ query.T).amax(1).sum(1), rtol=1e-4, atol=1e-4)
