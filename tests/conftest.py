@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Many tiles even for small inputs, with ragged ends on both axes."""
-    monkeypatch.setitem(scores.TILE, "cpu", (12, 3))
+    monkeypatch.setitem(scores.TILE, "cpu", (20, 5))
 
 
 @pytest.fixture
