@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -69,6 +70,8 @@ def survivors(
 
 
 def _process(rank: int, work: Callable[..., Any], folder: str, args: tuple, world: int, timeout: float, all: bool):
+    gc.freeze()  # or the collector would visit all modules, and copy the memory that processes share
+    gc.set_threshold(100_000)
     torch.set_num_threads(1)
     where = f"file://{folder}/store"
     dist.init_process_group("gloo", where, timedelta(seconds=timeout), rank=rank, world_size=world)
