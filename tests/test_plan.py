@@ -14,8 +14,8 @@ import pytest
 import sharded
 import torch
 import torch.distributed as dist
-from processes import run
 from flops import Products
+from processes import run
 from torch.autograd.graph import saved_tensors_hooks
 
 from itrloss import plan
@@ -109,7 +109,7 @@ def worker(rank: int, world: int, names: list[str]) -> dict[str, dict[str, float
         rings = name not in (*sharded.SAMPLES, *sharded.GUIDED)  # a guide's scores are not sent around
         if rings:
             found[f"{name} tiled ring"] = counted(rank, world, name, gather="ring", engine="tiled")
-        if name in KEYS.values() or not rings and options:  # of the others, each with each engine and each schedule
+        if name in KEYS.values() or (not rings and options):  # of the others, each with each engine and each schedule
             found[f"{name} tiled all-gather"] = counted(rank, world, name, gather="all-gather", engine="tiled")
     return found
 
