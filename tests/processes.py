@@ -18,9 +18,9 @@ import torch.multiprocessing as mp
 
 WORLD = 2
 # Processes are copies of one that has imported the slow modules: PyTorch's compiler is imported by DDP.
-SLOW = ["torch._dynamo", "torch.distributed.fsdp", "itrloss", "pytest"]
+SLOW = ["torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.fsdp", "itrloss", "pytest"]
 # Those are slow, too, and only few tests need them: tests that are collected together with these.
-SLOW_HERE = ["transformers.trainer", "sentence_transformers"]
+SLOW_HERE = ["transformers.trainer", "sentence_transformers", "torchmetrics", "lightning"]
 
 
 def preload() -> None:
