@@ -40,6 +40,12 @@ def run(work: Callable[..., Any], folder: Path, *args, world: int = WORLD) -> li
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
 
 
+def start(work: Callable[..., Any], args: tuple, world: int) -> None:
+    """``torch.multiprocessing.spawn`` without imports of the slow modules in each process."""
+    preload()
+    mp.start_processes(work, args, world, start_method="forkserver")
+
+
 def set_environment(rank: int) -> None:
     """Set what ``torchrun`` would: accelerate looks for it, although the process group is there."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}
