@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -17,9 +18,9 @@ import torch.multiprocessing as mp
 
 WORLD = 2
 # Processes are copies of one that has imported the slow modules: PyTorch's compiler is imported by DDP.
-SLOW = ["torch._dynamo", "torch.distributed.fsdp", "itrloss", "pytest"]
+SLOW = ["torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.fsdp", "itrloss", "pytest"]
 # Those are slow, too, and only few tests need them: tests that are collected together with these.
-SLOW_HERE = ["transformers.trainer", "sentence_transformers"]
+SLOW_HERE = ["transformers.trainer", "sentence_transformers", "torchmetrics", "lightning"]
 
 
 def preload() -> None:
@@ -37,6 +38,12 @@ def run(work: Callable[..., Any], folder: Path, *args, world: int = WORLD) -> li
     preload()
     mp.start_processes(_process, (work, str(folder), args, world, 120, True), world, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
+
+
+def start(work: Callable[..., Any], args: tuple, world: int) -> None:
+    """``torch.multiprocessing.spawn`` without imports of the slow modules in each process."""
+    preload()
+    mp.start_processes(work, args, world, start_method="forkserver")
 
 
 def set_environment(rank: int) -> None:
@@ -69,6 +76,8 @@ def survivors(
 
 
 def _process(rank: int, work: Callable[..., Any], folder: str, args: tuple, world: int, timeout: float, all: bool):
+    gc.freeze()  # or the collector would visit all modules, and copy the memory that processes share
+    gc.set_threshold(100_000)
     torch.set_num_threads(1)
     where = f"file://{folder}/store"
     dist.init_process_group("gloo", where, timedelta(seconds=timeout), rank=rank, world_size=world)

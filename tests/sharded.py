@@ -63,9 +63,14 @@ ONE_TO_ONE = *SAMPLES, "directional", "directional one by one"
 
 def configuration(seed: int, world: int) -> dict[str, Any]:
     """A loss with options, the sizes of all processes' batches, ids, and how it is computed."""
-    pick = random.Random(seed).choice
-    name = list(LOSSES)[seed % len(LOSSES)]
-    kind = pick(["equal", "unequal", "empty", "one each"])
+    turn, place = divmod(seed, len(LOSSES))
+    name = list(LOSSES)[place]
+
+    def pick(choices: list[Any], stride: int) -> Any:
+        """Of a loss, another one each turn, and not the same for all losses."""
+        return choices[(turn + place // stride) % len(choices)]
+
+    kind = pick(["equal", "unequal", "empty", "one each"], 1)
     sizes = [
         {"equal": 6, "one each": 1}.get(kind, random.Random(f"{seed} {rank}").randint(kind != "empty", 8))
         for rank in range(world)
@@ -74,15 +79,14 @@ def configuration(seed: int, world: int) -> dict[str, Any]:
         sizes[seed % world] = 0
     sizes[-1] += not any(sizes)
     # Without ids there is one text for each image; rows of ids may match anything.
-    ids = "none" if name in SAMPLES else pick(["none", "across", "text numbers", "int8", "rare"])
-    if name in ONE_TO_ONE and ids != "none":
-        ids = "int8"
+    given = ["none", "int8"] if name in ONE_TO_ONE else ["none", "across", "text numbers", "int8", "rare"]
+    ids = "none" if name in SAMPLES else pick(given, 2)
     if name in MEMORY and ids == "text numbers":
         ids = "across"
     texts = [n if ids in ("none", "int8") else 2 * n + (n > 2) for n in sizes]
-    options: dict[str, Any] = {"reduction": pick(["mean", "mean", "sum", "none"])}
+    options: dict[str, Any] = {"reduction": pick(["mean", "sum", "none"], 3)}
     if name != "orthogonal":
-        options["engine"] = pick(["auto", "dense", "tiled"])
+        options["engine"] = pick(["auto", "dense", "tiled"], 4)
     return {"loss": name, "sizes": list(zip(sizes, texts, strict=True)), "ids": ids, "options": options, "seed": seed}
 
 

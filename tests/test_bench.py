@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import start
 
 from benchmarks import cases, mining, peers, processes, report, reranking, runner
 from benchmarks.__main__ import main
@@ -577,7 +578,8 @@ def test_committed_results_are_rows_of_the_present_form():
 
 
 @pytest.mark.slow
-def test_processes_are_timed(capsys):
+def test_processes_are_timed(capsys, monkeypatch):
+    monkeypatch.setattr(processes, "spawn", start)
     processes.main(["--pairs", "32", "--dim", "8", "--repeats", "1", "--losses", "InfoNCELoss"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("InfoNCELoss, 32 pairs") and len(lines) == 1 + len(processes.FORMS)

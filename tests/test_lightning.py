@@ -19,7 +19,7 @@ from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
 from itrloss.metrics import RetrievalMetrics, retrieval_metrics
 
-STEPS, BATCH, SIZE = 32, 8, 64
+STEPS, BATCH, SIZE = 16, 8, 64
 LOSSES: dict[str, Any] = {
     "infonce": lambda gather: itrloss.InfoNCELoss(learnable=True, gather=gather),
     "dcl": lambda gather: itrloss.DiversityContrastiveLoss(gather=gather),
@@ -27,7 +27,7 @@ LOSSES: dict[str, Any] = {
 
 
 class Model(lightning.LightningModule):
-    """The module of the documentation, in float64: 32 steps multiply rounding errors."""
+    """The module of the documentation, in float64: 16 steps multiply rounding errors."""
 
     def __init__(self, criterion: nn.Module):
         super().__init__()

@@ -141,7 +141,7 @@ def test_keys_and_memory_get_no_gradient(name):
 
 @pytest.mark.parametrize("library", ["by_blas", "by_onednn"])
 def test_no_product_for_the_gradient_of_the_memory(library, request):
-    from test_operators import Products
+    from flops import Products
 
     request.getfixturevalue(library)
     inputs, keys, memory, ids = case("pairs", torch.float32)

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch._dynamo.testing
 from cases import embeddings, finite, make_ids, pairwise
+from flops import Products
 from test_losses import LOSSES, make
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -217,23 +217,6 @@ def test_memory_of_large_batches():
     for (loss, *_), found in zip(KEPT, kept, strict=True):
         assert found < 67 + 50, loss  # one matrix, of 67 MB
     assert four < 100 and four - two < 40  # with n, not with its square: 67 and 268 MB
-
-
-class Products(TorchDispatchMode):
-    """Counter of the FLOPs of matrix products."""
-
-    def __init__(self):
-        super().__init__()
-        self.flops = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function._overloadpacket.__name__
-        factors = {"mm": args[:2], "addmm": args[1:3], "addmm_": args[1:3]}.get(name)
-        if name == "_linear_pointwise":
-            factors = args[0], args[1].T
-        if factors:
-            self.flops += 2 * factors[0].numel() * factors[1].shape[1]
-        return function(*args, **(kwargs or {}))
 
 
 # FLOPs as in docs/engines.rst, in multiples of N M D, for gradients of both sides and of the images only.

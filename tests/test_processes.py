@@ -9,11 +9,13 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases import pairwise
 from processes import run, survivors
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -125,7 +127,7 @@ def stepping(rank: int, kind: str, how: str, when: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_the_others_end_with_an_error_that_names_a_lost_process(tmp_path):
-    cases = [*((kind, "", "") for kind in WORK), *FAULTS]
+    cases = [*FAULTS, *((kind, "", "") for kind in WORK)]  # first those that wait longest
     found = dict(zip(cases, survivors(stepping, tmp_path, cases, world=WORLD, timeout=TIMEOUT), strict=True))
     for case in FAULTS:
         assert found[case][ODD] is None, case
@@ -488,12 +490,18 @@ def chunked(way: str, rank: int | None) -> dict[str, Tensor]:
     return step.gradients()
 
 
-def trained(rank: int | None, ways: Sequence[str] = WAYS) -> dict[tuple[str, ...], dict[str, Tensor]]:
+# Wrapper, loss, reduction and schedule.
+STEPPED = pairwise(way=WAYS, kind=[*CRITERIA], reduction=("mean", "sum", "none"), schedule=SCHEDULES)
+ALONE = [("alone", *case, SCHEDULES[0]) for case in itertools.product(CRITERIA, ("mean", "sum", "none"))]
+
+
+def trained(
+    rank: int | None, ways: Sequence[str] = WAYS, cases: Sequence[tuple] = STEPPED
+) -> dict[tuple[str, ...], dict[str, Tensor]]:
     """Gradients with this process's part of the batch, or with everything in one process."""
     found = {}
     for way in ways:
-        steps = itertools.product(CRITERIA, ("mean", "sum", "none"))
-        for (kind, reduction), schedule in zip(steps, itertools.cycle(SCHEDULES), strict=False):
+        for kind, reduction, schedule in [case[1:] for case in cases if case[0] == way]:
             step = Step(kind, reduction=reduction, gather=schedule)
             call = wrapped(way, step)
             # What all processes return is averaged; a value of one's own is divided by their number.
@@ -514,7 +522,7 @@ def trained(rank: int | None, ways: Sequence[str] = WAYS) -> dict[tuple[str, ...
 
 @pytest.mark.slow
 def test_gradients_are_those_of_one_process_with_the_whole_batch(tmp_path):
-    whole = {case[1:]: gradients for case, gradients in trained(None, ["alone"]).items()}
+    whole = {case[1:]: gradients for case, gradients in trained(None, ["alone"], ALONE).items()}
     for found in run(trained, tmp_path, world=WORLD):
         for case, gradients in found.items():
             wanted = whole[case[1:]]
@@ -575,15 +583,20 @@ class System(nn.Module):
 
 
 def stepped(rank: int, world: int, first: int, last: int, state: Any, schedule: Any, group: Any = None) -> Any:
-    """Take some steps; return their losses, the state to save, and figures."""
+    """Take some steps; return their losses, the state and figures, and the state before the fourth step."""
     system = System(world, group, schedule)
     if state is not None:
         system.load_state_dict(state)
-    losses = [system.step(number, rank) for number in range(first, last)]
+    losses, saved = [], {}
+    for number in range(first, last):
+        if number == SAVED:
+            saved = deepcopy(dict(system.state_dict()))
+        losses.append(system.step(number, rank))
     v, w = (x.detach().chunk(world)[rank] for x in (sample(12, D), sample(12, D, seed=1)))
     sim, options = itrloss.Similarity(v, w), {"hubness_k": 2, "gather": True, "process_group": group}
     measured = itrloss.metrics.retrieval_metrics(sim, **options)
-    return losses, dict(system.state_dict()), (system.pair.telemetry, system.against_memory.telemetry, measured)
+    figures = system.pair.telemetry, system.against_memory.telemetry, measured
+    return (losses, dict(system.state_dict()), figures), saved
 
 
 def same(found: Any, other: Any) -> bool:
@@ -594,23 +607,29 @@ def same(found: Any, other: Any) -> bool:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_states_are_identical_in_all_processes_and_resume_in_any_number(tmp_path, schedule):
-    def processes(world: int, first: int, last: int, state: Any) -> list[Any]:
-        if world == 1:
-            return [stepped(0, world, first, last, state, schedule)]
-        folder = tmp_path / f"{world} {first} {last}"
-        folder.mkdir()
-        return run(stepped, folder, world, first, last, state, schedule, world=world)
+@pytest.fixture(scope="module", params=SCHEDULES)
+def two(request, tmp_path_factory) -> tuple[str, list[Any]]:
+    """A schedule, and what two processes return of all steps."""
+    folder = tmp_path_factory.mktemp("two")
+    return request.param, run(stepped, folder, 2, 0, STEPS, None, request.param, world=2)
 
-    whole, cut = processes(2, 0, STEPS, None), processes(2, 0, SAVED, None)
-    assert same(*whole) and same(*cut)
+
+@pytest.mark.slow
+def test_states_are_identical_in_all_processes_and_resume_in_any_number(tmp_path, two):
+    schedule, ((whole, saved), (other, other_saved)) = two
+    assert same((whole, saved), (other, other_saved)) and not torch.equal(
+        saved["memory.images"], whole[1]["memory.images"]
+    )
     for world in SPLITS:
-        resumed = processes(world, SAVED, STEPS, cut[0][1])
+        if world == 1:
+            resumed = [stepped(0, 1, SAVED, STEPS, saved, schedule)[0]]
+        else:
+            (tmp_path / f"{world}").mkdir()
+            found = run(stepped, tmp_path / f"{world}", world, SAVED, STEPS, saved, schedule, world=world)
+            resumed = [mine for mine, _ in found]
         assert all(same(resumed[0], other) for other in resumed)
-        assert resumed[0][0] == pytest.approx(whole[0][0][SAVED:], rel=1e-6)
-        assert world != 2 or same(resumed[0], (whole[0][0][SAVED:], *whole[0][1:]))
+        assert resumed[0][0] == pytest.approx(whole[0][SAVED:], rel=1e-6)
+        assert world != 2 or same(resumed[0], (whole[0][SAVED:], *whole[1:]))
 
 
 def grouped(rank: int, schedule: Any) -> tuple[Any, str]:
@@ -619,20 +638,18 @@ def grouped(rank: int, schedule: Any) -> tuple[Any, str]:
     if rank == 1:
         with pytest.raises(ValueError) as error:
             pair(gather=True, process_group=outer)(*pairs())
-        return stepped(0, 1, 0, STEPS, None, schedule, inner), str(error.value)
-    found = stepped(rank // 2, 2, 0, STEPS, None, schedule, outer)
+        return stepped(0, 1, 0, STEPS, None, schedule, inner)[0], str(error.value)
+    found, _ = stepped(rank // 2, 2, 0, STEPS, None, schedule, outer)
     with pytest.raises(ValueError) as error:
         pair(gather=True, process_group=outer)(sample(4, D), sample(4 + rank, D))
     return found, str(error.value)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_group_of_some_processes_shares_batches_of_its_own(tmp_path, schedule):
-    for name in ("two", "three"):
-        (tmp_path / name).mkdir()
-    (first, said), (alone, outside), (last, refusal) = run(grouped, tmp_path / "three", schedule, world=3)
-    assert same(first, last) and same(first, run(stepped, tmp_path / "two", 2, 0, STEPS, None, schedule)[0])
-    assert same(alone, stepped(0, 1, 0, STEPS, None, schedule))
+def test_a_group_of_some_processes_shares_batches_of_its_own(tmp_path, two):
+    schedule, ((whole, _), _) = two
+    (first, said), (alone, outside), (last, refusal) = run(grouped, tmp_path, schedule, world=3)
+    assert same(first, last) and same(first, whole)
+    assert same(alone, stepped(0, 1, 0, STEPS, None, schedule)[0])
     assert said == f"gather: process 2 failed: ValueError: {refusal}"
     assert outside == "process_group: expected one that this process belongs to"

@@ -46,13 +46,11 @@ def check(found: list[dict[str, Any]], config: dict[str, Any], dtype: torch.dtyp
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world", "schedule", "rounds"),
-    [(2, "all-gather", (0, 2)), (2, "ring", (2, 4)), (3, "all-gather", (4, 5)), (3, "ring", (5, 6))],
+    ("world", "schedule", "turn"), [(2, "all-gather", 0), (2, "ring", 1), (3, "all-gather", 2), (3, "ring", 3)]
 )
-def test_random_batches_have_the_loss_and_the_gradients_of_one_process(tmp_path, world, schedule, rounds):
-    """Each round has all losses, each in another configuration."""
-    first, last = (x * len(LOSSES) for x in rounds)
-    seeds = [*range(first, last)]
+def test_random_batches_have_the_loss_and_the_gradients_of_one_process(tmp_path, world, schedule, turn):
+    """Each turn has all losses, each in another configuration; all four have all sizes, reductions and engines."""
+    seeds = [*range(turn * len(LOSSES), (turn + 1) * len(LOSSES))]
     found = run(sharded, tmp_path, seeds, world, schedule, torch.float64, world=world)
     for seed, parts in zip(seeds, zip(*found, strict=True), strict=True):
         check(list(parts), configuration(seed, world), torch.float64, 1e-9)
@@ -60,7 +58,7 @@ def test_random_batches_have_the_loss_and_the_gradients_of_one_process(tmp_path,
 
 @pytest.mark.slow
 def test_random_batches_of_float32(tmp_path):
-    seeds = [seed for seed in range(2 * len(LOSSES)) if list(LOSSES)[seed % len(LOSSES)] not in SAMPLES]
+    seeds = [seed for seed in range(len(LOSSES)) if list(LOSSES)[seed % len(LOSSES)] not in SAMPLES]
     found = run(sharded, tmp_path, seeds, 2, True, torch.float32, world=2)
     for seed, parts in zip(seeds, zip(*found, strict=True), strict=True):
         check(list(parts), configuration(seed, 2), torch.float32, 1e-5)
@@ -73,9 +71,10 @@ def compiled(rank: int, names: list[str]) -> list[list[dict[str, Any]]]:
         config = {"loss": name, "sizes": [(6, 6)] * 2, "ids": "across", "options": {}, "seed": 3}
         own, memory = batch(config, torch.float64)[rank], filled_memory(config, torch.float64)
         found.append([outcome(config, own, memory, compiled=x, gather=True) for x in (False, True)])
-    criterion = torch.compile(LOSSES["triplet all"](gather=True), fullgraph=True, backend="aot_eager")
-    with pytest.raises(Exception, match=r"hinge_sum: torch\.compile cannot list the positives"):
-        criterion(torch.randn(6, 5), torch.randn(6, 5), ids, ids)
+    if rank == 0:  # tracing exchanges nothing
+        criterion = torch.compile(LOSSES["triplet all"](gather=True), fullgraph=True, backend="aot_eager")
+        with pytest.raises(Exception, match=r"hinge_sum: torch\.compile cannot list the positives"):
+            criterion(torch.randn(6, 5), torch.randn(6, 5), ids, ids)
     return found
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conforming import LOSSES
+from processes import start
 
 import itrloss
 from itrloss import compat
@@ -70,7 +71,8 @@ def test_at_least_57_of_60_bugs_are_caught():
     "name",
     [pytest.param(x, marks=[pytest.mark.slow] * ("processes" in planted.BUGS[x].options)) for x in CAUGHT],
 )
-def test_the_bug_is_caught(name):
+def test_the_bug_is_caught(name, monkeypatch):
+    monkeypatch.setattr("itrloss.testing.behaviour.spawn", start)
     make, caught_by, options = planted.BUGS[name]
     with pytest.raises(ConformanceError) as caught:
         check_loss(make(), only=[caught_by], **options)

@@ -29,12 +29,12 @@ from transformers import (
 
 from itrloss.integrations.transformers import RetrievalTrainer
 
-STEPS, BATCH, SIZE = 30, 8, 64
+STEPS, BATCH, SIZE = 16, 8, 64
 KINDS: dict[str, Any] = {"clip": (CLIPConfig, CLIPModel), "siglip": (SiglipConfig, SiglipModel)}
 
 
 def make(kind: str) -> Any:
-    """A model with random weights in float64: 30 steps multiply rounding errors."""
+    """A model with random weights in float64: 16 steps multiply rounding errors."""
     config, model = KINDS[kind]
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     text = sizes | {"vocab_size": 32, "max_position_embeddings": 8, "projection_dim": 16, "projection_size": 16}
@@ -60,7 +60,7 @@ def with_loss(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def train(kind: str, folder: Path | str, loss: Any = None, rows: Any = None, **options: Any) -> tuple[Any, Any]:
-    """The losses of 30 steps of their trainer, or of ours with a loss, and the trainer."""
+    """The losses of 16 steps of their trainer, or of ours with a loss, and the trainer."""
     settings: Any = {
         "max_steps": STEPS, "per_device_train_batch_size": BATCH, "logging_steps": 1, "learning_rate": 1e-2,
         "report_to": "none", "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "optim": "sgd",

@@ -39,9 +39,9 @@ ROUNDED = {"pvse": ("text.heads.attention",)}
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    """Data set of 48 + 12 images of 4 regions, with global features."""
+    """Data set of 30 + 12 images of 4 regions, with global features."""
     root, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
-    for split, n in {"train": 48, "dev": 12}.items():
+    for split, n in {"train": 30, "dev": 12}.items():
         np.save(root / f"{split}_ims.npy", rng.normal(size=(n, 4, 6)).astype(np.float32))
         np.save(root / f"{split}_global.npy", rng.uniform(size=(n, 5)).astype(np.float32))
         # All captions differ, because rounding would decide between equal hardest negatives.
@@ -96,7 +96,7 @@ def test_two_processes_train_what_one_trains_with_twice_the_batch(data: Path, tm
         assert (tmp_path / "two" / name / "log.jsonl").read_text().count("\n") == 2
 
 
-BATCH, KILLED = 48, 7  # samples in all processes; the step of ten in which a process is killed
+BATCH, KILLED = 48, 5  # samples in all processes; the step of six in which a process is killed
 
 
 def resumable(data: str, out: str, system: str, dropout: float, world: int) -> Config:
