@@ -46,8 +46,8 @@ def a_quick_interpreter():
     """Leave out most of the time of Triton's interpreter, which gives the same without.
 
     It replaces its language's functions at each call of any jitted function; once per launch, for each module with such
-    functions, is enough. It looks for overflows of integers, which it reports in its debug mode only. For each operation
-    it makes a table of NumPy's types.
+    functions, is enough. It looks for overflows of integers, which it reports in its debug mode only. And it makes a
+    table of NumPy's types for each operation.
     """
     with pytest.MonkeyPatch.context() as patch:
         with contextlib.suppress(ImportError, AttributeError, TypeError):  # other versions of Triton
