@@ -12,13 +12,22 @@ import multiprocessing
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import triton
+from cases import pairwise
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+from itrloss.engine import triton as engine
+from itrloss.engine.answers import ANSWERS
+from itrloss.engine.kernels import FORMS
+from itrloss.engine.pairs import Pairs
+from itrloss.engine.reduce import Question
+from itrloss.engine.scores import Scores
 
 
 class Absent:
@@ -37,51 +46,61 @@ class Absent:
         return 0
 
 
-def compiled(capability: int) -> list[dict]:
-    """Compile the kernels of all answers; return their names, shared memory, registers and spilled bytes per thread."""
-    kernels, run, asked = {}, JITFunction.run, ""
+def cases_of(gpus: Sequence[int]) -> list[tuple[int, dict]]:
+    """Return all that is compiled: GPUs, and arguments of :func:`ask`.
+
+    Any two values of the parameters that change one answer's kernels meet, and each meets each GPU; all GPUs also get
+    the other kinds of kernels. The first GPU gets all other answers and tiles, and more of the most frequent answer.
+    """
+    axes = {"over": ["negatives", "all"], "shared": [True, False], "ids": [True, False]}
+    cases = [(gpus[0], dict(zip(axes, case, strict=True))) for case in pairwise(**axes)]
+    axes["shape"] = [(1024, 512), (999, 200)]
+    axes["key"] = ["exp<>", "exp"]
+    cases += [(gpu, dict(zip(axes, case, strict=True))) for *case, gpu in pairwise(**axes, gpu=gpus)]
+    for gpu in gpus:
+        cases += [(gpu, {"early": True}), (gpu, {"key": "hinges", "dtype": torch.float32})]
+    cases += [(gpus[0], case) for case in ({"dtype": torch.float32}, *({"key": key} for key in FORMS if key != "exp"))]
+    return cases + [(gpus[0], {"tile": tile}) for tile in engine.PRODUCT_TILES[1:]]
+
+
+def compiled(case: tuple[int, dict]) -> list[dict]:
+    """Compile the kernels of an answer; return their names, shared memory, registers and spilled bytes per thread."""
+    (gpu, asked), kernels, run = case, {}, JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **options):
         kernel = run(self, *args, grid=grid, warmup=True, **options)
-        name = f"{self.__name__} {asked}"
-        about = name, kernel.metadata.shared, kernel.metadata.num_warps, kernel.asm["cubin"]
-        kernels.setdefault(kernel.hash, about)
+        kernels[kernel.hash] = self.__name__, kernel
         return kernel
 
-    driver.set_active(Absent(capability))
-    JITFunction.run = compile_only
-    from itrloss.engine import triton as engine
-    from itrloss.engine.kernels import FORMS
-
-    tiles, engine._is_hopper = engine.PRODUCT_TILES, lambda device: capability == 90
-    # All parameters that change the kernels of one answer; all answers for one GPU; and the other tiles.
-    variants = [{"shared": shared, "ids": ids} for shared in (True, False) for ids in (True, False)]
-    cases = [(tiles[0], "exp", case) for case in (*variants, {"early": True}, {"dim": 200, "size": 999})]
-    cases += [(tiles[0], "exp", {"over": "all", "ids": ids}) for ids in (True, False)]
-    cases += [(tiles[0], "exp<>", {"shared": shared}) for shared in (True, False)]
-    if capability == 90:
-        cases += [(tiles[0], key, {}) for key in FORMS if key != "exp"]
-        cases += [(tile, "exp", {}) for tile in tiles[1:]]
-    cases += [(tiles[0], key, {"dtype": torch.float32}) for key in ("exp", "hinges")]
-    for tile, key, case in cases:
-        engine.PRODUCT_TILES = (tile,)  # the last tile is chosen on the CPU
-        asked = f"{key} {case} {tile.block_m}"
-        ask(engine, key, **case)
+    driver.set_active(Absent(gpu))
+    JITFunction.run, engine._is_hopper = compile_only, lambda device: gpu == 90
+    ask(**asked)
+    about = f"{asked.get('key', 'exp')} {asked}"
     return [
-        {"name": name, "DYNAMIC": shared, "WARPS": warps, **usage(code)}
-        for name, shared, warps, code in kernels.values()
+        {
+            "GPU": gpu,
+            "name": f"{name} {about}",
+            "DYNAMIC": kernel.metadata.shared,
+            "WARPS": kernel.metadata.num_warps,
+            **usage(kernel.asm["cubin"]),
+        }
+        for name, kernel in kernels.values()
     ]
 
 
 def ask(
-    engine, key, dtype=torch.bfloat16, shared=False, ids=True, early=False, dim=512, size=1024, over="negatives"
+    key="exp",
+    dtype=torch.bfloat16,
+    shared=False,
+    ids=True,
+    early=False,
+    shape=(1024, 512),
+    over="negatives",
+    tile=engine.PRODUCT_TILES[0],
 ) -> None:
     """Call the engine's sums and their gradient; nothing is computed."""
-    from itrloss.engine.answers import ANSWERS
-    from itrloss.engine.pairs import Pairs
-    from itrloss.engine.reduce import Question
-    from itrloss.engine.scores import Scores
-
+    engine.PRODUCT_TILES = (tile,)  # the last tile is chosen on the CPU
+    size, dim = shape
     ones, numbers = torch.ones(size), torch.arange(size)
     which = (numbers, numbers) if ids else (None, None)
     x = torch.zeros(size, dim, dtype=dtype)
@@ -114,6 +133,7 @@ def usage(code: bytes) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    # One process for each GPU, as `compiled` changes what is imported, which they share.
+    # A process for each case, as `compiled` changes what is imported, which they share.
     with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
-        print(json.dumps(pool.map(compiled, map(int, sys.argv[1:]), chunksize=1)))
+        found = pool.map(compiled, cases_of([*map(int, sys.argv[1:])]), chunksize=1)
+        print(json.dumps([kernel for kernels in found for kernel in kernels]))

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from planted import InfoNCE, WithBias, planted
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 # ---------------------------------------------------------------------------------------------------- state, programs
@@ -237,6 +238,17 @@ class ChunksKept(ByChunks):
 
 
 # --------------------------------------------------------------------------------------------------------- processes
+
+
+class Together(nn.ModuleList):
+    """Losses of one batch: processes, which take seconds to start, compute all of them."""
+
+    gather = False
+
+    def forward(self, *batch):
+        for loss in self:
+            loss.gather = self.gather
+        return [loss(*batch) for loss in self]
 
 
 @planted("several_processes", processes=2)
