@@ -339,9 +339,10 @@ def test_infonce_with_one_positive_is_cross_entropy():
 # -------------------------------------------------------------------------------------------- extreme input
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    ("name", "engine", "dtype"),
+    pairwise(name=LOSSES, engine=ENGINES, dtype=[torch.float32, torch.bfloat16, torch.float16]),
+)
 def test_zero_vectors_and_duplicates_stay_finite(name, engine, dtype):
     v = torch.cat([torch.zeros(2, 8), torch.ones(3, 8), torch.eye(8)[:3]]).to(dtype)
     for ids in ((None, None), make_ids("random", 8, 8), make_ids("same", 8, 8), make_ids("disjoint", 8, 8)):
