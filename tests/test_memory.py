@@ -12,7 +12,7 @@ import oracle_more
 import pytest
 import torch
 import torch._dynamo.testing
-from cases import each, embeddings, finite, make_ids, pairwise
+from cases import embeddings, finite, make_ids, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
