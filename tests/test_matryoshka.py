@@ -119,10 +119,11 @@ def test_parameters_and_state():
 
 def test_compiled():
     torch._dynamo.reset()
-    v, w = (x.requires_grad_() for x in embeddings(9, 9, dtype=torch.float32))
-    criterion = itrloss.Matryoshka(itrloss.DiversityContrastiveLoss(), UNSORTED, WEIGHTS)
+    (v, w), ids = (x.requires_grad_() for x in embeddings(9, 9, dtype=torch.float32)), make_ids("random", 9, 9)
+    criterion = itrloss.Matryoshka(itrloss.InfoNCELoss(learnable=True), UNSORTED, WEIGHTS)
     compiled = torch.compile(criterion, fullgraph=True, backend="aot_eager")
-    found, wanted = (with_gradients(f(v, w), v, w) for f in (compiled, criterion))
+    leaves = v, w, *criterion.parameters()
+    found, wanted = (with_gradients(f(v, w, *ids), *leaves) for f in (compiled, criterion))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 

@@ -155,7 +155,7 @@ ELSEWHERE = {"TripletLoss", "InfoNCELoss", "SigmoidLoss", "HubnessAwareLoss", "D
 ELSEWHERE |= {"MemoryDiversityContrastiveLoss", "UnifiedTrainingObjective", "DynamicOrthogonalLoss", "MomentumEncoder"}
 ELSEWHERE |= {"FilteredInfoNCELoss", "SupConLoss", "MILNCELoss", "MultiSimilarityLoss", "CircleLoss"}
 ELSEWHERE |= {"DirectionalInfoNCELoss", "DistillationLoss", "RINCELoss", "ComplementaryContrastiveLoss"}
-ELSEWHERE |= {"PCMEPlusPlusLoss"}
+ELSEWHERE |= {"PCMEPlusPlusLoss", "Matryoshka"}
 ELSEWHERE |= {"PrototypeClassificationLoss", "VarianceAwareLoss"}  # as parts of CODERObjective and DVSEObjective
 
 

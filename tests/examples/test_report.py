@@ -297,12 +297,15 @@ def test_a_finished_run_is_reused_and_another_one_is_not(tmp_path):
 
 
 @pytest.mark.slow
-def test_quick_demo_runs_to_the_end(tmp_path, capsys):
+def test_quick_demo_runs_to_the_end(tmp_path, capsys, monkeypatch):
     titles = ("Triplet", "InfoNCE", "HAL", "DCL")
     demo.main(["--out", str(tmp_path), "--quick"])
     first = capsys.readouterr().out
     assert all(f"{title}: RSUM" in first for title in titles) and str(tmp_path / "report.html") in first
     page = (tmp_path / "report.html").read_text()
     assert all(title in page for title in titles) and "data:image/jpeg" in page
+    reported: list[tuple] = []
+    monkeypatch.setattr(demo, "write_report", lambda *arguments: reported.append(arguments))  # it takes two seconds
     demo.main(["--out", str(tmp_path), "--quick"])
     assert capsys.readouterr().out.count("trained already") == 4
+    assert [[*runs] for runs, *_ in reported] == [list(demo.LOSSES)]
