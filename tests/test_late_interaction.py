@@ -223,10 +223,10 @@ v, w = torch.randn(32, 32, 64, requires_grad=True), torch.randn(32, 1024, 64, re
 
 def measured(aggregation):
     def step(v, w):
-        v.grad = w.grad = None
         functional.set_similarity(v, w, aggregation).sum().backward()
 
     step(v[:2].detach().requires_grad_(), w[:2].detach().requires_grad_())
+    v.grad = w.grad = None
     return peak_memory(lambda: step(v, w), torch.device("cpu"))
 
 print(json.dumps([measured(aggregation) for aggregation in sys.argv[1:]]))
@@ -249,7 +249,7 @@ def test_memory_is_that_of_a_tile():
     found = json.loads(out.stdout)
     if None in found:
         pytest.skip("the peak of the resident set cannot be read")
-    assert len(found) == len(names) and max(found) < 30, found
+    assert len(found) == len(names) and max(found) < 40, found
 
 
 # --------------------------------------------------------------------------------------------------------- loss
