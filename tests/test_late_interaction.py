@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import measured_apart
 from test_sets import sets
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
@@ -237,16 +234,12 @@ print(json.dumps([measured(aggregation) for aggregation in sys.argv[1:]]))
 def test_memory_is_that_of_a_tile():
     """Beside the gradients of 8.5 MB; plain PyTorch takes more than twice the 134 MB of the scores.
 
-    One process measures all, as PyTorch takes long to load. Its allocator returns what is freed to the system, so that
-    the next measurement does not find it.
+    One process measures all, as PyTorch takes long to load.
     """
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("the resident set is read from /proc, which this system does not have")
     names = ["max", "max_sum", "smooth_max_sum", "smooth_chamfer"]
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**17)}
-    command = [sys.executable, "-c", MEASURE, *names]
-    out = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    found = json.loads(out.stdout)
+    found = measured_apart(MEASURE, *names)
     if None in found:
         pytest.skip("the peak of the resident set cannot be read")
     assert len(found) == len(names) and max(found) < 40, found
