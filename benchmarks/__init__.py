@@ -1,1 +1,3 @@
-"""``python -m benchmarks``: the losses compared with plain PyTorch, its compiler, other libraries and bare products."""
+"""``python -m benchmarks``: the losses compared with plain PyTorch, its compiler, other libraries
+and bare products.
+"""

@@ -39,11 +39,16 @@ def _parser() -> argparse.ArgumentParser:
     def listed(title: str, entries: Iterable[tuple[str, str]]) -> str:
         return title + "".join(f"\n  {name:32} {about}" for name, about in entries)
 
-    peers = {name: f"another library's, for {', '.join(peer.losses)}" for name, peer in PEERS.items()}
+    peers = {
+        name: f"another library's, for {', '.join(peer.losses)}" for name, peer in PEERS.items()
+    }
     lists = (
         listed("suites:", ((name, suite.about) for name, suite in SUITES.items())),
         listed("variants:", {**VARIANTS, **peers}.items()),
-        listed("losses, and the numbers of their shapes:", ((name, KINDS[x.kind].axes) for name, x in LOSSES.items())),
+        listed(
+            "losses, and the numbers of their shapes:",
+            ((name, KINDS[x.kind].axes) for name, x in LOSSES.items()),
+        ),
     )
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
@@ -52,16 +57,51 @@ def _parser() -> argparse.ArgumentParser:
         epilog="\n\n".join(lists),
     )
     add = parser.add_argument
-    add("--suites", nargs="+", metavar="SUITE", choices=SUITES, default=["quick"], help="default: quick")
-    add("--losses", nargs="+", metavar="LOSS", choices=LOSSES, help="only these of a suite; any with --shapes")
-    add("--shapes", nargs="+", metavar="NxMxD", help="instead of the suite's; 8192x512 is 8192x8192x512")
-    add("--variants", nargs="+", metavar="VARIANT", choices=[*VARIANTS, *PEERS], help="instead of the suite's")
-    add("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="default: the suite's")
+    add(
+        "--suites",
+        nargs="+",
+        metavar="SUITE",
+        choices=SUITES,
+        default=["quick"],
+        help="default: quick",
+    )
+    add(
+        "--losses",
+        nargs="+",
+        metavar="LOSS",
+        choices=LOSSES,
+        help="only these of a suite; any with --shapes",
+    )
+    add(
+        "--shapes",
+        nargs="+",
+        metavar="NxMxD",
+        help="instead of the suite's; 8192x512 is 8192x8192x512",
+    )
+    add(
+        "--variants",
+        nargs="+",
+        metavar="VARIANT",
+        choices=[*VARIANTS, *PEERS],
+        help="instead of the suite's",
+    )
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16", "float64"),
+        help="default: the suite's",
+    )
     add("--device", help="default: the suite's")
     add("--threads", type=int, help="PyTorch's threads on the CPU")
     add("--seconds", type=float, default=10, help="about how long to measure each case (10)")
-    add("--accuracy", action="store_true", help="also the error of pairs' gradients against float64")
-    add("--out", type=Path, metavar="FILE.json", help="write the rows and a description of the machine")
+    add(
+        "--accuracy", action="store_true", help="also the error of pairs' gradients against float64"
+    )
+    add(
+        "--out",
+        type=Path,
+        metavar="FILE.json",
+        help="write the rows and a description of the machine",
+    )
     add("--plot", type=Path, metavar="FILE.svg", help="draw the ratios (needs matplotlib)")
     return parser
 
@@ -87,7 +127,11 @@ def _run(args: argparse.Namespace) -> None:
             report.save(args.out, machine, rows)
     if args.plot:
         report.plot(args.plot, machine, rows)
-    print(", ".join(f"{key} {machine[key]}" for key in ("processor", "threads", "blas", "torch", "date")))
+    print(
+        ", ".join(
+            f"{key} {machine[key]}" for key in ("processor", "threads", "blas", "torch", "date")
+        )
+    )
 
 
 def _cases(args: argparse.Namespace) -> dict[Case, tuple[str, ...]]:
@@ -97,23 +141,36 @@ def _cases(args: argparse.Namespace) -> dict[Case, tuple[str, ...]]:
         losses = args.losses or dict.fromkeys(case.loss for case in suite.cases)
         cases = [case for case in suite.cases if case.loss in losses]
         if args.shapes:
-            shapes = [(loss, parse_shape(text, LOSSES[loss].kind)) for text in args.shapes for loss in losses]
+            shapes = [
+                (loss, parse_shape(text, LOSSES[loss].kind))
+                for text in args.shapes
+                for loss in losses
+            ]
             cases = [replace(suite.cases[0], loss=loss, shape=shape) for loss, shape in shapes]
         for case in cases:
             dtype = getattr(torch, args.dtype) if args.dtype else case.dtype
             case = replace(case, dtype=dtype, device=args.device or case.device)
             check_shape(case)
-            chosen[case] = tuple(dict.fromkeys((*chosen.get(case, ()), *(args.variants or suite.variants))))
+            chosen[case] = tuple(
+                dict.fromkeys((*chosen.get(case, ()), *(args.variants or suite.variants)))
+            )
     missing = set(args.losses or ()) - {case.loss for case in chosen}
     if missing:
-        raise ValueError(f"losses: these suites have no {', '.join(sorted(missing))}; pass --shapes too")
+        raise ValueError(
+            f"losses: these suites have no {', '.join(sorted(missing))}; pass --shapes too"
+        )
     devices = sorted({case.device for case in chosen})
     if len(devices) > 1:
-        raise ValueError(f"suites: expected those of one device, got {', '.join(devices)}; pass --device")
+        raise ValueError(
+            f"suites: expected those of one device, got {', '.join(devices)}; pass --device"
+        )
     try:
-        torch.empty(1, device=devices[0]).add_(1).item()  # .item() synchronises, which raises device errors
+        # .item() synchronises, which raises device errors
+        torch.empty(1, device=devices[0]).add_(1).item()
     except (AssertionError, NotImplementedError, RuntimeError) as error:
-        raise ValueError(f"device: {devices[0]!r} cannot be used here: {str(error).splitlines()[0]}") from error
+        raise ValueError(
+            f"device: {devices[0]!r} cannot be used here: {str(error).splitlines()[0]}"
+        ) from error
     return chosen
 
 

@@ -23,8 +23,8 @@ class Case:
 
     Args:
         loss: a key of ``LOSSES``.
-        shape: three numbers: images, texts and dimension; batch, memory entries and dimension; batch, heads and
-            dimension; or batch, clusters and dimension, as ``KINDS`` says.
+        shape: three numbers: images, texts and dimension; batch, memory entries and dimension;
+            batch, heads and dimension; or batch, clusters and dimension, as ``KINDS`` says.
     """
 
     loss: str
@@ -88,7 +88,9 @@ LOSSES: dict[str, Loss] = {
     "infonce": Loss(itrloss.InfoNCELoss, eager.infonce),
     "sigmoid": Loss(partial(itrloss.SigmoidLoss, learnable=False), eager.sigmoid),
     "triplet hardest": Loss(itrloss.TripletLoss, eager.triplet),
-    "triplet all": Loss(partial(itrloss.TripletLoss, mining="all"), partial(eager.triplet, mining="all")),
+    "triplet all": Loss(
+        partial(itrloss.TripletLoss, mining="all"), partial(eager.triplet, mining="all")
+    ),
     "mdcl": Loss(itrloss.MemoryDiversityContrastiveLoss, eager.memory_dcl, "memory"),
     "uto": Loss(itrloss.UnifiedTrainingObjective, eager.uto, "memory"),
     "variance aware": Loss(itrloss.VarianceAwareLoss, eager.variance_aware, "sets"),
@@ -96,7 +98,7 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------- inputs
+# ------------------------------------------------------------------------------------------- inputs
 
 
 DIRECTIONS = 100  # these dimensions carry most of the embeddings' variance
@@ -104,18 +106,27 @@ _BLOCK = 2**28  # scores of matmul_bound in memory at a time
 
 
 def embeddings(size: int, dim: int, seed: int = 0, per_image: int = 1) -> tuple[Tensor, Tensor]:
-    """Return (N, D) images and (N per_image, D) texts: cosines of 0.2 for positives, 0 ± 0.1 for negatives."""
+    """Return (N, D) images and (N per_image, D) texts: cosines of 0.2 for positives, 0 ± 0.1 for
+    negatives.
+    """
     generator = torch.Generator().manual_seed(seed)
     mix = torch.randn(DIRECTIONS, dim, generator=generator) / 10
     v = torch.randn(size, DIRECTIONS, generator=generator)
-    w = v.repeat_interleave(per_image, 0) + 5 * torch.randn(size * per_image, DIRECTIONS, generator=generator)
+    w = v.repeat_interleave(per_image, 0) + 5 * torch.randn(
+        size * per_image, DIRECTIONS, generator=generator
+    )
     noise = (torch.randn(len(x), dim, generator=generator) for x in (v, w))
-    images, texts = (x @ mix / x.norm(dim=1, keepdim=True) * 10 + 0.1 * n for x, n in zip((v, w), noise, strict=True))
+    images, texts = (
+        x @ mix / x.norm(dim=1, keepdim=True) * 10 + 0.1 * n
+        for x, n in zip((v, w), noise, strict=True)
+    )
     return images, texts
 
 
 def _products(a: Tensor, b: Tensor, sides: int = 2) -> Callable[[], None]:
-    """Return a function that computes ``a bᵀ`` in blocks of rows, and the gradient's products for a and (2 sides) b."""
+    """Return a function that computes ``a bᵀ`` in blocks of rows, and the gradient's products for a
+    and (2 sides) b.
+    """
     step = min(len(a), max(1, _BLOCK // len(b)))
     space = a.new_empty(step, len(b))
 
@@ -131,18 +142,27 @@ def _products(a: Tensor, b: Tensor, sides: int = 2) -> Callable[[], None]:
 
 def _pairs(case: Case, n: int, m: int, dim: int) -> Problem:
     v, w = (x.to(case.device, case.dtype) for x in embeddings(n, dim, per_image=m // n))
-    ids = () if n == m else (torch.arange(n, device=v.device), torch.arange(m, device=v.device) // (m // n))
+    ids = (
+        ()
+        if n == m
+        else (torch.arange(n, device=v.device), torch.arange(m, device=v.device) // (m // n))
+    )
     return Problem((v, w), ids, ids, _products(v, w), 6 * n * m * dim)
 
 
 def _memory(case: Case, n: int, entries: int, dim: int) -> Problem:
     v, w, v_keys, w_keys, images, texts = (
         x.to(case.device, case.dtype)
-        for x in (*embeddings(n, dim), *embeddings(n, dim, seed=1), *embeddings(entries, dim, seed=2))
+        for x in (
+            *embeddings(n, dim),
+            *embeddings(n, dim, seed=1),
+            *embeddings(entries, dim, seed=2),
+        )
     )
     memory = itrloss.CoupledMemory(entries, dim).to(case.device, case.dtype)
     memory.enqueue(images, texts, torch.arange(entries, device=v.device))
-    ids = torch.randperm(2 * entries, generator=torch.Generator().manual_seed(0))[:n].to(v.device)  # half in the memory
+    # half in the memory
+    ids = torch.randperm(2 * entries, generator=torch.Generator().manual_seed(0))[:n].to(v.device)
     by_images, by_texts = _products(v, memory.texts, sides=1), _products(w, memory.images, sides=1)
 
     def both() -> None:
@@ -150,13 +170,19 @@ def _memory(case: Case, n: int, entries: int, dim: int) -> Problem:
         by_texts()
 
     plain_arguments = (v_keys, w_keys, memory.images, memory.texts, ids, memory.ids)
-    return Problem((v, w), (v_keys, w_keys, memory, ids, ids), plain_arguments, both, 8 * n * entries * dim)
+    return Problem(
+        (v, w), (v_keys, w_keys, memory, ids, ids), plain_arguments, both, 8 * n * entries * dim
+    )
 
 
 def _sets(case: Case, n: int, heads: int, dim: int) -> Problem:
-    images = torch.stack([embeddings(n, dim, seed)[0] for seed in range(heads)], 1).to(case.device, case.dtype)
+    images = torch.stack([embeddings(n, dim, seed)[0] for seed in range(heads)], 1).to(
+        case.device, case.dtype
+    )
     texts = embeddings(n, dim)[1].to(case.device, case.dtype)
-    return Problem((images, texts), (), (), _products(images.flatten(0, 1), texts), 6 * heads * n * n * dim)
+    return Problem(
+        (images, texts), (), (), _products(images.flatten(0, 1), texts), 6 * heads * n * n * dim
+    )
 
 
 def _prototypes(case: Case, n: int, clusters: int, dim: int) -> Problem:
@@ -171,7 +197,9 @@ def _prototypes(case: Case, n: int, clusters: int, dim: int) -> Problem:
 
 
 class Kind(NamedTuple):
-    """What the three numbers of a shape mean, how many vectors the inputs have, and the function that makes them."""
+    """What the three numbers of a shape mean, how many vectors the inputs have, and the function
+    that makes them.
+    """
 
     axes: str
     vectors: Callable[[int, int], int]
@@ -187,14 +215,22 @@ KINDS: dict[str, Kind] = {
 
 
 def check_shape(case: Case) -> None:
-    """Raise a ValueError if the loss cannot have this shape, or the inputs do not fit into this machine's memory."""
+    """Raise a ValueError if the loss cannot have this shape, or the inputs do not fit into this
+    machine's memory.
+    """
     n, m, dim = case.shape
     if case.kind == "pairs" and m % n:
-        raise ValueError(f"shape: expected a whole number of texts per image, got {m} texts of {n} images")
+        raise ValueError(
+            f"shape: expected a whole number of texts per image, got {m} texts of {n} images"
+        )
     if case.kind == "memory" and n > 2 * m:
-        raise ValueError(f"shape: expected a batch of at most twice the memory's entries, got {n} and {m}")
+        raise ValueError(
+            f"shape: expected a batch of at most twice the memory's entries, got {n} and {m}"
+        )
     if case.kind == "sets" and n < 3:
-        raise ValueError(f"shape: expected at least 3 images, for a variance of their negatives, got {n}")
+        raise ValueError(
+            f"shape: expected at least 3 images, for a variance of their negatives, got {n}"
+        )
     size, memory = 4 * KINDS[case.kind].vectors(n, m) * (dim + DIRECTIONS), _memory_of_machine()
     if 2 * size > memory:  # generating them needs twice the memory
         raise ValueError(
@@ -227,7 +263,9 @@ def module(case: Case, problem: Problem, engine: str = "auto") -> nn.Module:
 
 
 def parse_shape(text: str, kind: str) -> tuple[int, ...]:
-    """Return the three numbers of ``"1024x5120x512"``, or of ``"8192x512"`` with as many texts as images."""
+    """Return the three numbers of ``"1024x5120x512"``, or of ``"8192x512"`` with as many texts as
+    images.
+    """
     try:
         numbers = tuple(int(x) for x in text.split("x"))
     except ValueError:
@@ -239,7 +277,7 @@ def parse_shape(text: str, kind: str) -> tuple[int, ...]:
     return numbers
 
 
-# ---------------------------------------------------------------------------------------------------- suites
+# ------------------------------------------------------------------------------------------- suites
 
 
 class Suite(NamedTuple):
@@ -250,7 +288,9 @@ class Suite(NamedTuple):
     variants: tuple[str, ...]  # keys of runner.VARIANTS and of peers.PEERS
 
 
-def _cases(kind: str, shapes: Sequence[tuple[int, ...]], losses: Sequence[str] = (), **more: Any) -> tuple[Case, ...]:
+def _cases(
+    kind: str, shapes: Sequence[tuple[int, ...]], losses: Sequence[str] = (), **more: Any
+) -> tuple[Case, ...]:
     names = losses or [name for name, loss in LOSSES.items() if loss.kind == kind]
     return tuple(Case(name, shape, **more) for shape in shapes for name in names)
 
@@ -260,7 +300,9 @@ _CUDA = {"dtype": torch.bfloat16, "device": "cuda"}
 SUITES: dict[str, Suite] = {
     "quick": Suite(
         "seconds: three losses, two sizes",
-        _cases("pairs", [(n, n, 256) for n in (128, 1024)], ["infonce", "dcl std", "triplet hardest"]),
+        _cases(
+            "pairs", [(n, n, 256) for n in (128, 1024)], ["infonce", "dcl std", "triplet hardest"]
+        ),
         ("ours", "eager", "matmul_bound"),
     ),
     "losses": Suite(
@@ -275,7 +317,8 @@ SUITES: dict[str, Suite] = {
     ),
     "more": Suite(
         "sets of embeddings, and classification by prototypes",
-        _cases("sets", [(128, 6, 1024), (512, 6, 1024)]) + _cases("prototypes", [(128, 20000, 1024)]),
+        _cases("sets", [(128, 6, 1024), (512, 6, 1024)])
+        + _cases("prototypes", [(128, 20000, 1024)]),
         _ALL,
     ),
     "peers": Suite(
@@ -292,7 +335,10 @@ SUITES: dict[str, Suite] = {
     "cuda": Suite(
         "the Triton engine, bfloat16: every loss of pairs, M-DCL, large InfoNCE of one caption an image and of four",
         _cases(
-            "pairs", [(n, m, d) for d in (512, 1024) for n, m in ((32768, 32768), (16384, 65536))], ["infonce"], **_CUDA
+            "pairs",
+            [(n, m, d) for d in (512, 1024) for n, m in ((32768, 32768), (16384, 65536))],
+            ["infonce"],
+            **_CUDA,
         )
         + _cases("pairs", [(4096, 4096, 1024)], **_CUDA)
         + _cases("memory", [(128, 4096, 1024), (4096, 65536, 1024)], **_CUDA),

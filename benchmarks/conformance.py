@@ -2,8 +2,8 @@
 
     python -m benchmarks.conformance --out benchmarks/results/conformance.json
 
-Each is called as in its documentation. open_clip's and lightly's files of losses are imported without the rest of their
-packages, which need torchvision.
+Each is called as in its documentation. open_clip's and lightly's files of losses are imported
+without the rest of their packages, which need torchvision.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def _units_and_bias(loss: Any, images: Tensor, texts: Tensor) -> Any:
     return loss(F.normalize(images, dim=1), F.normalize(texts, dim=1), SCALE, BIAS)
 
 
-def _both_directions(loss: Any, images: Tensor, texts: Tensor, image_ids: Tensor, text_ids: Tensor) -> Any:
+def _both_directions(
+    loss: Any, images: Tensor, texts: Tensor, image_ids: Tensor, text_ids: Tensor
+) -> Any:
     """Call a loss with labels, whose second embeddings are a reference set, in both directions."""
     there = loss(images, image_ids, ref_emb=texts, ref_labels=text_ids)
     return there + loss(texts, text_ids, ref_emb=images, ref_labels=image_ids)
@@ -60,7 +62,13 @@ def _of_embeddings(loss: Any, images: Tensor, texts: Tensor) -> Any:
 
 def _lightly(module: str, name: str) -> Callable[..., Any]:
     """Return a class of lightly, whose packages are not imported as a whole."""
-    for package in ("lightly", "lightly.loss", "lightly.models", "lightly.models.modules", "lightly.utils"):
+    for package in (
+        "lightly",
+        "lightly.loss",
+        "lightly.models",
+        "lightly.models.modules",
+        "lightly.utils",
+    ):
         if package not in sys.modules:
             spec = importlib.util.find_spec("lightly")
             if spec is None:
@@ -86,14 +94,18 @@ def _sentence_transformers(**options: Any) -> Peer:
     module = "sentence_transformers.sentence_transformer.losses"
 
     def make() -> Any:
-        return _module(module, "sentence-transformers").MultipleNegativesRankingLoss(None, **options)
+        return _module(module, "sentence-transformers").MultipleNegativesRankingLoss(
+            None, **options
+        )
 
     return Peer("sentence-transformers", make, _of_embeddings)
 
 
 PEERS = {
     "ClipLoss": Peer("open_clip_torch", lambda: _open_clip().ClipLoss(), _units),
-    "ClipLoss(cache_labels=True)": Peer("open_clip_torch", lambda: _open_clip().ClipLoss(cache_labels=True), _units),
+    "ClipLoss(cache_labels=True)": Peer(
+        "open_clip_torch", lambda: _open_clip().ClipLoss(cache_labels=True), _units
+    ),
     "SigLipLoss": Peer("open_clip_torch", lambda: _open_clip().SigLipLoss(), _units_and_bias),
     "MultipleNegativesRankingLoss": _sentence_transformers(),
     "MultipleNegativesRankingLoss, two directions": _sentence_transformers(
@@ -113,11 +125,17 @@ PEERS = {
 
 
 def conformance(name: str) -> dict[str, Any]:
-    """Return the row of a loss: its package and version, and numbers and names of checks, or why there are none."""
+    """Return the row of a loss: its package and version, and numbers and names of checks, or why
+    there are none.
+    """
     peer = PEERS[name]
     row: dict[str, Any] = {"loss": name}
     try:
-        version = itrloss.__version__ if peer.package == "itrloss" else importlib.metadata.version(peer.package)
+        version = (
+            itrloss.__version__
+            if peer.package == "itrloss"
+            else importlib.metadata.version(peer.package)
+        )
         row["package"] = f"{peer.package} {version}"
         loss = peer.make()
     except (Unavailable, importlib.metadata.PackageNotFoundError) as error:
@@ -143,7 +161,8 @@ def main(arguments: list[str] | None = None) -> int:
         rows.append(row := conformance(name))
         print(f"{row['package']}: {name}: ", end="")
         print(
-            row.get("error") or f"{row['passed']} passed, {len(row['failed'])} failed, {row['skipped']} skipped",
+            row.get("error")
+            or f"{row['passed']} passed, {len(row['failed'])} failed, {row['skipped']} skipped",
             flush=True,
         )
         for check, reason in row.get("failed", {}).items():

@@ -1,14 +1,17 @@
-"""The losses as a careful practitioner would write them in plain eager PyTorch: the baseline of the benchmarks.
+"""The losses as a careful practitioner would write them in plain eager PyTorch: the baseline of the
+benchmarks.
 
-Each uses one dense (N, M) score matrix, a mask of the positives, and autograd. Both directions share the product, the
-mask and, if the temperature permits, the logits; new matrices are masked in place; aligned pairs (no ids) are taken
-from the diagonal. Every function compiles with ``fullgraph=True``.
+Each uses one dense (N, M) score matrix, a mask of the positives, and autograd. Both directions
+share the product, the mask and, if the temperature permits, the logits; new matrices are masked in
+place; aligned pairs (no ids) are taken from the diagonal. Every function compiles with
+``fullgraph=True``.
 
 Arguments common to all: ``images`` (N, D) and ``texts`` (M, D), floating point, normalised inside;
-``image_ids`` (N,) and ``text_ids`` (M,), integer, by default ``arange``. The pair (i, j) is positive iff
-the ids are equal. An anchor without a positive or without a negative contributes 0 and is excluded from the
-mean. ``reduction`` is ``"mean"`` (mean over images + mean over texts) or ``"sum"``. The result is a 0-dim
-tensor, float32 for half precision inputs and of the input's type otherwise.
+``image_ids`` (N,) and ``text_ids`` (M,), integer, by default ``arange``. The pair (i, j) is
+positive iff the ids are equal. An anchor without a positive or without a negative contributes 0 and
+is excluded from the mean. ``reduction`` is ``"mean"`` (mean over images + mean over texts) or
+``"sum"``. The result is a 0-dim tensor, float32 for half precision inputs and of the input's type
+otherwise.
 """
 
 from __future__ import annotations
@@ -60,13 +63,17 @@ def triplet(
     mining: str = "hardest",
     reduction: str = "sum",
 ) -> Tensor:
-    """Hinge of every positive pair with the anchor's hardest negative, or with all its negatives (VSE++)."""
+    """Hinge of every positive pair with the anchor's hardest negative, or with all its negatives
+    (VSE++).
+    """
     one_of("mining", mining, "hardest", "all")
     one_of("reduction", reduction, "mean", "sum")
     batch = _compare(images, texts, image_ids, text_ids)
     if mining == "all":
         hinges = [_hinges_against_all(batch, side, margin) for side in batch.sides]
-        return _total(hinges[0], batch.sides[0], reduction) + _total(hinges[1], batch.sides[1], reduction)
+        return _total(hinges[0], batch.sides[0], reduction) + _total(
+            hinges[1], batch.sides[1], reduction
+        )
     rivals = batch.scores.masked_fill(batch.mask, NEG_INF)
     losses = []
     for side in batch.sides:
@@ -84,7 +91,9 @@ def infonce(
     temperature: float = 0.07,
     reduction: str = "mean",
 ) -> Tensor:
-    """Cross-entropy of each positive against the anchor's negatives, averaged over its positives (CPC)."""
+    """Cross-entropy of each positive against the anchor's negatives, averaged over its positives
+    (CPC).
+    """
     one_of("reduction", reduction, "mean", "sum")
     # Dividing the (N, D) embeddings by the temperature is cheaper than dividing the (N, M) scores.
     logits, mask, pairs, sides = _compare(images, texts, image_ids, text_ids, scale=1 / temperature)
@@ -112,7 +121,9 @@ def sigmoid(
     bias: float = -10.0,
     reduction: str = "mean",
 ) -> Tensor:
-    """Binary classification of every pair (SigLIP Eq. 1); the mean divides by N and by M, one half each."""
+    """Binary classification of every pair (SigLIP Eq. 1); the mean divides by N and by M, one half
+    each.
+    """
     one_of("reduction", reduction, "mean", "sum")
     batch = _compare(images, texts, image_ids, text_ids)
     logits = scale * batch.scores + bias
@@ -130,7 +141,9 @@ def hal(
     margin: float = 0.5,
     reduction: str = "mean",
 ) -> Tensor:
-    """Hubness-aware loss (USER Eq. 17): row and column terms minus the positive pairs' mean log(1 + S)."""
+    """Hubness-aware loss (USER Eq. 17): row and column terms minus the positive pairs' mean log(1 +
+    S).
+    """
     one_of("reduction", reduction, "mean", "sum")
     batch = _compare(images, texts, image_ids, text_ids)
     logits = (scale * batch.scores).masked_fill_(batch.mask, NEG_INF)
@@ -139,7 +152,8 @@ def hal(
     for side in batch.sides:
         value = F.softplus(logits.logsumexp(side.dim) - scale * margin, threshold=50) / scale
         pull = _sum_by_anchor(attraction, side)
-        if side.matches is not None:  # scaled so that the mean over anchors equals the mean over their pairs
+        # scaled so that the mean over anchors equals the mean over their pairs
+        if side.matches is not None:
             valid = side.matches.valid.to(pull.dtype)
             pull = pull * (valid.sum() / (side.matches.positives * valid).sum().clamp_min(1))
         losses.append(_total(_where_valid(value - pull, side), side, reduction))
@@ -160,12 +174,16 @@ def dcl(
     positive: str = "clamp",
     reduction: str = "mean",
 ) -> Tensor:
-    """Diversity-sensitive contrastive loss (CODER Eq. 5, Eq. 4 if ``diversity=None``), diversity detached."""
+    """Diversity-sensitive contrastive loss (CODER Eq. 5, Eq. 4 if ``diversity=None``), diversity
+    detached.
+    """
     one_of("positive", positive, "clamp", "relu")
     one_of("reduction", reduction, "mean", "sum")
     batch = _compare(images, texts, image_ids, text_ids)
     weight = temperature if positive_weight == "paper" else float(positive_weight)
-    attraction = weight * torch.log1p(batch.pairs.clamp_min(SCORE_FLOOR if positive == "clamp" else 0.0))
+    attraction = weight * torch.log1p(
+        batch.pairs.clamp_min(SCORE_FLOOR if positive == "clamp" else 0.0)
+    )
     if diversity is None:  # there is one temperature, so both directions use the same logits
         logits = (batch.scores / temperature).masked_fill_(batch.mask, NEG_INF)
         exponents = [logits.logsumexp(side.dim) - margin / temperature for side in batch.sides]
@@ -173,7 +191,9 @@ def dcl(
         exponents = []
         for side in batch.sides:
             sharpness = 1 / (temperature * _diversity(batch, side, diversity, epsilon))
-            logits = (batch.scores * sharpness.unsqueeze(side.dim)).masked_fill_(batch.mask, NEG_INF)
+            logits = (batch.scores * sharpness.unsqueeze(side.dim)).masked_fill_(
+                batch.mask, NEG_INF
+            )
             exponents.append(logits.logsumexp(side.dim) - margin * sharpness)
     losses = []
     for side, exponent in zip(batch.sides, exponents, strict=True):
@@ -199,7 +219,9 @@ def memory_dcl(
     margin: float = 0.3,
     epsilon: float = 0.1,
 ) -> Tensor:
-    """M-DCL (CODER Eq. 6) of N pairs with unique ids; memories (Q, D) are of unit length, diversity detached."""
+    """M-DCL (CODER Eq. 6) of N pairs with unique ids; memories (Q, D) are of unit length, diversity
+    detached.
+    """
     batch = _compare(images.detach(), texts.detach(), None, None)
     mask = ids[:, None] == memory_ids
     count = (~mask).sum(1).clamp_min(1)
@@ -238,16 +260,24 @@ def uto(
     """UTO (USER Eq. 18-21) of N pairs with unique ids; memories (Q, D) are of unit length."""
     mask = ids[:, None] == memory_ids
     loss = hal(images, texts, scale=scale, margin=margin)
-    for anchors, keys, memory in ((images, text_keys, memory_texts), (texts, image_keys, memory_images)):
+    for anchors, keys, memory in (
+        (images, text_keys, memory_texts),
+        (texts, image_keys, memory_images),
+    ):
         anchors = F.normalize(anchors, dim=1)
         logits = (scale * (anchors @ memory.T)).masked_fill(mask, NEG_INF)
         pull = torch.log1p((anchors * F.normalize(keys, dim=1)).sum(1).clamp_min(SCORE_FLOOR))
-        loss = loss + (F.softplus(logits.logsumexp(1) - scale * margin, threshold=50) / scale - pull).mean()
+        loss = (
+            loss
+            + (F.softplus(logits.logsumexp(1) - scale * margin, threshold=50) / scale - pull).mean()
+        )
     return loss
 
 
 def variance_aware(image_sets: Tensor, texts: Tensor, *, margin: float = 0.2) -> Tensor:
-    """Variance-aware weighting loss (DVSE Eq. 11) of N images with K heads (N, K, D) and their one text each (N, D)."""
+    """Variance-aware weighting loss (DVSE Eq. 11) of N images with K heads (N, K, D) and their one
+    text each (N, D).
+    """
     n = texts.shape[0]
     precision = torch.promote_types(texts.dtype, torch.float32)
     sets, ours = (F.normalize(x.to(precision), dim=-1).to(x.dtype) for x in (image_sets, texts))
@@ -260,7 +290,9 @@ def variance_aware(image_sets: Tensor, texts: Tensor, *, margin: float = 0.2) ->
     sigma = 1 + variance.clamp_min(1e-12).sqrt()
     loss = scores.new_zeros(())
     for hardest in (negatives.amax(2), negatives.amax(1)):
-        loss = loss + ((margin - pairs + hardest).relu() / sigma.square() + sigma.log()).mean(1).sum()
+        loss = (
+            loss + ((margin - pairs + hardest).relu() / sigma.square() + sigma.log()).mean(1).sum()
+        )
     return loss
 
 
@@ -270,9 +302,15 @@ def prototype_classification(images: Tensor, texts: Tensor, weight: Tensor, ids:
 
 
 def _compare(
-    images: Tensor, texts: Tensor, image_ids: Tensor | None, text_ids: Tensor | None, scale: float = 1.0
+    images: Tensor,
+    texts: Tensor,
+    image_ids: Tensor | None,
+    text_ids: Tensor | None,
+    scale: float = 1.0,
 ) -> Batch:
-    """``scale`` · cosines, mask, positive pairs. Half-precision inputs: product in half, the rest in float32."""
+    """``scale`` · cosines, mask, positive pairs. Half-precision inputs: product in half, the rest
+    in float32.
+    """
     precision = torch.promote_types(images.dtype, torch.float32)
     rows, cols = F.normalize(images.to(precision), dim=-1), F.normalize(texts.to(precision), dim=-1)
     if scale != 1.0:
@@ -281,7 +319,9 @@ def _compare(
     n, m = scores.shape
     if image_ids is None and text_ids is None:
         if n != m:
-            raise ValueError(f"image_ids and text_ids: needed for {n} images and {m} texts, got neither")
+            raise ValueError(
+                f"image_ids and text_ids: needed for {n} images and {m} texts, got neither"
+            )
         if n > 1:
             mask = torch.eye(n, dtype=torch.bool, device=scores.device)
             return Batch(scores, mask, scores.diagonal(), (Side(1, n, None), Side(0, n, None)))
@@ -297,7 +337,9 @@ def _side(mask: Tensor, dim: int, anchors: Tensor, dtype: torch.dtype) -> Side:
     candidates = mask.shape[dim]
     positives = mask.sum(dim, dtype=dtype)
     negatives = candidates - positives
-    return Side(dim, candidates, Matches(anchors, positives, negatives, (positives > 0) & (negatives > 0)))
+    return Side(
+        dim, candidates, Matches(anchors, positives, negatives, (positives > 0) & (negatives > 0))
+    )
 
 
 def _at_pairs(values: Tensor, side: Side) -> Tensor:
@@ -320,7 +362,9 @@ def _total(values: Tensor, side: Side, reduction: str) -> Tensor:
     """Sum of all values, for the mean divided by the number of valid anchors."""
     if reduction == "sum":
         return values.sum()
-    return values.sum() / (side.candidates if side.matches is None else side.matches.valid.sum().clamp_min(1))
+    return values.sum() / (
+        side.candidates if side.matches is None else side.matches.valid.sum().clamp_min(1)
+    )
 
 
 def _hinges_against_all(batch: Batch, side: Side, margin: float) -> Tensor:
@@ -344,7 +388,9 @@ def _diversity(batch: Batch, side: Side, kind: str, epsilon: float) -> Tensor:
         else:  # not minus _sum_by_anchor(pairs): inductor (torch 2.13) then compiles dcl to wrong gradients
             count = side.matches.negatives.clamp_min(1)
             total = batch.scores.masked_fill(batch.mask, 0).sum(side.dim)
-        deviations = (batch.scores - (total / count).unsqueeze(side.dim)).masked_fill_(batch.mask, 0)
+        deviations = (batch.scores - (total / count).unsqueeze(side.dim)).masked_fill_(
+            batch.mask, 0
+        )
         spread = torch.linalg.vector_norm(deviations, dim=side.dim) / count**0.5
     else:
         entropy = torch.special.entr(batch.scores.softmax(side.dim)).masked_fill_(batch.mask, 0)

@@ -1,10 +1,12 @@
-"""Gains of re-rankers under judged relevance: systems trained on Flickr8k, with bootstraps over images.
+"""Gains of re-rankers under judged relevance: systems trained on Flickr8k, with bootstraps over
+images.
 
     python -m benchmarks.judged DATA OUT
 
-DATA has the folder ``flickr8k`` (features and captions of the splits, expert and crowd judgements of its test split)
-and, optionally, ``cca`` (embeddings of a closed-form model). OUT gets the embeddings of each system, which another call
-reads instead of training again, and ``judged.json``. Re-rankers have their default parameters; nothing is tuned.
+DATA has the folder ``flickr8k`` (features and captions of the splits, expert and crowd judgements
+of its test split) and, optionally, ``cca`` (embeddings of a closed-form model). OUT gets the
+embeddings of each system, which another call reads instead of training again, and ``judged.json``.
+Re-rankers have their default parameters; nothing is tuned.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from itrloss.rerank import (
 from . import linear, report, runner
 
 SAMPLES, CHUNK = 100_000, 1000  # bootstrap samples, and how many are drawn at once
-GRADE, SHARE = 3.0, 0.5  # relevant: experts' mean grade of at least 3 of 4; else, more than half of the crowd
+# relevant: experts' mean grade of at least 3 of 4; else, more than half of the crowd
+GRADE, SHARE = 3.0, 0.5
 RERANKERS: dict[str, type[Reranker]] = {
     "Fast Re-ranking": FastReranker,
     "QB-Norm": QueryBankNorm,
@@ -64,12 +67,17 @@ MEASURES = {
 }
 
 
-# ----------------------------------------------------------------------------------------------- judgements
+# --------------------------------------------------------------------------------------- judgements
 
 
 def read_judgements(folder: Path) -> tuple[Judgements, Judgements]:
-    """Return the experts' mean grades, 1 to 4, and the crowd's shares of yes; captions are 5 image + number."""
-    images = {name: i for i, name in enumerate((folder / "test_images.txt").read_text(encoding="utf-8").split())}
+    """Return the experts' mean grades, 1 to 4, and the crowd's shares of yes; captions are 5 image
+    + number.
+    """
+    images = {
+        name: i
+        for i, name in enumerate((folder / "test_images.txt").read_text(encoding="utf-8").split())
+    }
     splits = []
     for file, grade in (("Expert", lambda x: sum(x[:3]) / 3), ("CrowdFlower", lambda x: x[0])):
         rows = []
@@ -77,14 +85,23 @@ def read_judgements(folder: Path) -> tuple[Judgements, Judgements]:
             image, caption, *numbers = line.split()
             name, _, number = caption.partition("#")
             if image in images and name in images:
-                rows.append((images[image], 5 * images[name] + int(number), grade([float(x) for x in numbers])))
+                rows.append(
+                    (
+                        images[image],
+                        5 * images[name] + int(number),
+                        grade([float(x) for x in numbers]),
+                    )
+                )
         i, t, g = zip(*rows, strict=True)
-        splits.append(Judgements(torch.tensor(i), torch.tensor(t), torch.tensor(g, dtype=torch.float64)))
+        splits.append(
+            Judgements(torch.tensor(i), torch.tensor(t), torch.tensor(g, dtype=torch.float64))
+        )
     return splits[0], splits[1]
 
 
 class Relevance:
-    """Which pairs are relevant: by their own image, and by judgements, which compare captions that were judged only.
+    """Which pairs are relevant: by their own image, and by judgements, which compare captions that
+    were judged only.
 
     Args:
         owner: (M,) the image that each text was written for.
@@ -97,7 +114,10 @@ class Relevance:
         self.judged_owner = owner[self.texts]
         shape = int(owner.max()) + 1, len(self.texts)
         self.own = torch.arange(shape[0])[:, None] == self.judged_owner  # (N, T)
-        self.grades, shares = torch.full(shape, torch.nan, dtype=torch.float64), torch.full(shape, torch.nan)
+        self.grades, shares = (
+            torch.full(shape, torch.nan, dtype=torch.float64),
+            torch.full(shape, torch.nan),
+        )
         for matrix, judged in ((self.grades, experts), (shares, crowd)):
             at = judged.images, torch.searchsorted(self.texts, judged.texts)
             matrix[at] = judged.grades.to(matrix.dtype)
@@ -106,7 +126,9 @@ class Relevance:
         self.ordered = [_ordered(x.masked_fill(self.own, torch.nan)) for x in (self.grades, shares)]
 
     def sums(self, scores: Pair) -> Tensor:
-        """Return the (N, 30, 2) numerators and denominators of all parts, summed over the queries of an image."""
+        """Return the (N, 30, 2) numerators and denominators of all parts, summed over the queries
+        of an image.
+        """
         i2t, t2i = scores
         judged = i2t[:, self.texts], t2i[:, self.texts]
         others = tuple(x.masked_fill(self.own, float(x.min()) - 1) for x in judged)
@@ -124,7 +146,9 @@ class Relevance:
         )
 
     def hubs(self, scores: Tensor) -> list[float]:
-        """Return Spearman's correlation of 10-occurrences and numbers of other right queries: captions, pictures."""
+        """Return Spearman's correlation of 10-occurrences and numbers of other right queries:
+        captions, pictures.
+        """
         from scipy.stats import spearmanr
 
         correlations, judged = [], scores[:, self.texts]
@@ -135,35 +159,56 @@ class Relevance:
         return correlations
 
     def _orders(self, scores: Pair, ordered: tuple[Tensor, Tensor]) -> Tensor:
-        """Return (N, 2, 2): how many pairs of candidates with different judgements are in the order of these."""
+        """Return (N, 2, 2): how many pairs of candidates with different judgements are in the order
+        of these.
+        """
         parts = []
         sides = (scores[0], None), (scores[1].T, self.judged_owner)
         for (s, owner), (query, better, worse) in zip(sides, ordered, strict=True):
             a, b = s[query, better], s[query, worse]
             right = (a > b).double() + 0.5 * (a == b)
-            parts.append(_by_image(torch.stack([right, torch.ones_like(right)], 1), query, owner, len(scores[0])))
+            parts.append(
+                _by_image(
+                    torch.stack([right, torch.ones_like(right)], 1), query, owner, len(scores[0])
+                )
+            )
         return torch.stack(parts, 1)
 
     def _gains(self, scores: Pair) -> Tensor:
-        """Return (N, 2, 2): normalised discounted gains of the candidates that experts judged, and 1 per query."""
+        """Return (N, 2, 2): normalised discounted gains of the candidates that experts judged, and
+        1 per query.
+        """
         parts = []
-        for s, g, owner in ((scores[0], self.grades, None), (scores[1].T, self.grades.T, self.judged_owner)):
+        for s, g, owner in (
+            (scores[0], self.grades, None),
+            (scores[1].T, self.grades.T, self.judged_owner),
+        ):
             gains, discount = (g - 1).nan_to_num(0.0), 1 / torch.arange(2, 12).double().log2()
             best = s.masked_fill(g.isnan(), -torch.inf).topk(10).indices
             ideal = gains.topk(10).values @ discount
             query = (ideal > 0).nonzero().squeeze(1)
             ratios = (gains.gather(1, best) @ discount)[query] / ideal[query]
-            parts.append(_by_image(torch.stack([ratios, torch.ones_like(ratios)], 1), query, owner, len(scores[0])))
+            parts.append(
+                _by_image(
+                    torch.stack([ratios, torch.ones_like(ratios)], 1), query, owner, len(scores[0])
+                )
+            )
         return torch.stack(parts, 1)
 
 
 def recalls(scores: Pair, relevant: Pair, owner: Tensor) -> Tensor:
-    """Return (N, 6, 2): hits among the first 1, 5 and 10, and queries, image→text and then text→image."""
+    """Return (N, 6, 2): hits among the first 1, 5 and 10, and queries, image→text and then
+    text→image.
+    """
     results, parts = retrieval_results(scores, relevant=relevant), []
     for queries, image in ((results.i2t, None), (results.t2i, owner)):
         answered = (queries.positives > 0).double()
         hits = torch.stack([queries.hits.double(), answered[:, None].expand(-1, 3)], 2)
-        parts.append(_by_image(hits.flatten(1), torch.arange(len(hits)), image, len(scores[0])).view(-1, 3, 2))
+        parts.append(
+            _by_image(hits.flatten(1), torch.arange(len(hits)), image, len(scores[0])).view(
+                -1, 3, 2
+            )
+        )
     return torch.cat(parts, 1)
 
 
@@ -173,30 +218,38 @@ def _pairs(mask: Tensor) -> Pair:
 
 
 def _by_image(values: Tensor, query: Tensor, owner: Tensor | None, images: int) -> Tensor:
-    """Return the (images, C) sums of the (P, C) values of queries, which are images or texts with an owner."""
+    """Return the (images, C) sums of the (P, C) values of queries, which are images or texts with
+    an owner.
+    """
     which = query if owner is None else owner[query]
     return torch.zeros(images, values.shape[1], dtype=torch.float64).index_add_(0, which, values)
 
 
 def _ordered(grades: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (3, P) for each direction: a query and two of its candidates, of which the first has a higher grade."""
+    """Return (3, P) for each direction: a query and two of its candidates, of which the first has a
+    higher grade.
+    """
 
     def of(rows: Tensor) -> Tensor:
         ordered = []
         for query, row in enumerate(rows):
             judged = (~row.isnan()).nonzero().squeeze(1)
             better, worse = (row[judged][:, None] > row[judged]).nonzero(as_tuple=True)
-            ordered.append(torch.stack([torch.full_like(better, query), judged[better], judged[worse]]))
+            ordered.append(
+                torch.stack([torch.full_like(better, query), judged[better], judged[worse]])
+            )
         return torch.cat(ordered, 1)
 
     return of(grades), of(grades.T)
 
 
-# ----------------------------------------------------------------------------------------------- statistics
+# --------------------------------------------------------------------------------------- statistics
 
 
 class Gains(NamedTuple):
-    """Differences to no re-ranking, (systems + 1, re-rankers, measures) each; the last system is the mean of all."""
+    """Differences to no re-ranking, (systems + 1, re-rankers, measures) each; the last system is
+    the mean of all.
+    """
 
     before: Tensor  # without re-ranking: (systems + 1, measures)
     gain: Tensor
@@ -205,8 +258,11 @@ class Gains(NamedTuple):
     p: Tensor  # two-sided, corrected by Holm's method over all of them
 
 
-def gains(sums: Tensor, measures: Sequence[Measure], samples: int = SAMPLES, seed: int = 0) -> Gains:
-    """Return the gains of re-rankers from (systems, 1 + re-rankers, images, parts, 2) sums; the first has none.
+def gains(
+    sums: Tensor, measures: Sequence[Measure], samples: int = SAMPLES, seed: int = 0
+) -> Gains:
+    """Return the gains of re-rankers from (systems, 1 + re-rankers, images, parts, 2) sums; the
+    first has none.
 
     Each bootstrap sample draws the same images for all of them, with their captions as queries.
     """
@@ -214,7 +270,8 @@ def gains(sums: Tensor, measures: Sequence[Measure], samples: int = SAMPLES, see
     flat = sums.transpose(0, 2).reshape(n, -1).double()  # (images, re-rankers, systems, parts, 2)
     shape = (-1, sums.shape[1], sums.shape[0], *sums.shape[3:])
 
-    def values(times: Tensor) -> Tensor:  # (S, images) -> (S, systems + 1, 1 + re-rankers, measures)
+    # (S, images) -> (S, systems + 1, 1 + re-rankers, measures)
+    def values(times: Tensor) -> Tensor:
         totals = (times @ flat).view(shape).transpose(1, 2)
         ratios = 100 * totals[..., 0] / totals[..., 1]
         means = torch.stack([m.factor * ratios[..., m.parts].sum(-1) for m in measures], -1)
@@ -234,25 +291,31 @@ def gains(sums: Tensor, measures: Sequence[Measure], samples: int = SAMPLES, see
 
 
 def holm(p: Tensor) -> Tensor:
-    """Return p-values of any shape corrected by Holm's method: the chance of any error among them is at most p."""
+    """Return p-values of any shape corrected by Holm's method: the chance of any error among them
+    is at most p.
+    """
     ordered, order = p.flatten().sort()
     factors = torch.arange(len(order), 0, -1)
     corrected = (ordered * factors).clamp_max(1.0).cummax(0).values
     return torch.empty_like(corrected).index_copy_(0, order, corrected).view(p.shape)
 
 
-# ----------------------------------------------------------------------------------------------- systems
+# ------------------------------------------------------------------------------------------ systems
 
 
 def systems(data: Path, out: Path) -> Iterator[tuple[str, dict[str, Pair]]]:
-    """Yield the name of each system and its embeddings of images and texts by split, "train" and "test"."""
+    """Yield the name of each system and its embeddings of images and texts by split, "train" and
+    "test".
+    """
     loaded = None
     for name, (loss, hidden) in linear.LOSSES.items():
         path = out / f"{name.replace('/', ' ')}.pt"
         if not path.exists():
             loaded = loaded or linear.Data(data / "flickr8k", ("train", "test"))
             model = linear.trained(loaded, loss(), hidden, seed=0)
-            torch.save({split: linear.embedded(loaded, model, split) for split in ("train", "test")}, path)
+            torch.save(
+                {split: linear.embedded(loaded, model, split) for split in ("train", "test")}, path
+            )
         yield name, torch.load(path)
     if (data / "cca").exists():
         load = (
@@ -265,23 +328,33 @@ def systems(data: Path, out: Path) -> Iterator[tuple[str, dict[str, Pair]]]:
 
 
 def reranked(embeddings: Mapping[str, Pair]) -> Iterator[Pair]:
-    """Yield the scores without re-ranking, and those of each re-ranker; banks are of the training split."""
-    sim = Similarity(*embeddings["test"], torch.arange(1000), torch.arange(1000).repeat_interleave(5))
+    """Yield the scores without re-ranking, and those of each re-ranker; banks are of the training
+    split.
+    """
+    sim = Similarity(
+        *embeddings["test"], torch.arange(1000), torch.arange(1000).repeat_interleave(5)
+    )
     yield sim.scores(), sim.scores()
     for kind in RERANKERS.values():
         reranker = kind()
-        i2t, t2i = (reranker.fit(*embeddings["train"]) if reranker.needs_bank else reranker).rerank(sim)
+        i2t, t2i = (reranker.fit(*embeddings["train"]) if reranker.needs_bank else reranker).rerank(
+            sim
+        )
         yield i2t, t2i
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, re-rank, print and write the results; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
     args = parser.parse_args(arguments)
     args.out.mkdir(parents=True, exist_ok=True)
-    relevance = Relevance(torch.arange(1000).repeat_interleave(5), *read_judgements(args.data / "flickr8k"))
+    relevance = Relevance(
+        torch.arange(1000).repeat_interleave(5), *read_judgements(args.data / "flickr8k")
+    )
     names, sums, hubs = [], [], []
     for name, embeddings in systems(args.data, args.out):
         print(name, flush=True)
@@ -295,13 +368,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def rows(names: Sequence[str], all_gains: Gains) -> Iterator[dict[str, Any]]:
-    """Yield a row for each system and re-ranker: for each measure, before, gain, ends of its interval, corrected p."""
+    """Yield a row for each system and re-ranker: for each measure, before, gain, ends of its
+    interval, corrected p.
+    """
     for i, system in enumerate([*names, MEAN]):
         for j, reranker in enumerate(RERANKERS):
             row: dict[str, Any] = {"system": system, "reranker": reranker}
             for k, measure in enumerate(MEASURES):
                 numbers = [all_gains.before[i, k], *(x[i, j, k] for x in all_gains[1:4])]
-                row[measure] = [*(round(float(x), 2) for x in numbers), float(f"{float(all_gains.p[i, j, k]):.2g}")]
+                row[measure] = [
+                    *(round(float(x), 2) for x in numbers),
+                    float(f"{float(all_gains.p[i, j, k]):.2g}"),
+                ]
             yield row
 
 

@@ -1,7 +1,8 @@
-"""Kernels that a step launches on a GPU, counted on any machine: ``python -m benchmarks.launches --loss mdcl``.
+"""Kernels that a step launches on a GPU, counted on any machine: ``python -m benchmarks.launches
+--loss mdcl``.
 
-In eager mode these are the operators that do more than a view or an allocation, counted on tensors without data.
-Compiled code is generated for a GPU and counted, but not run.
+In eager mode these are the operators that do more than a view or an allocation, counted on tensors
+without data. Compiled code is generated for a GPU and counted, but not run.
 """
 
 from __future__ import annotations

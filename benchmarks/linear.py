@@ -1,4 +1,6 @@
-"""Small models of images and captions, one per loss: a layer on features of the picture, a layer on a bag of words."""
+"""Small models of images and captions, one per loss: a layer on features of the picture, a layer on
+a bag of words.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ LOSSES: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "HAL, γ = 20, ε = 0.1": (lambda: itrloss.HubnessAwareLoss(20, 0.1), False),
     "SigLIP": (itrloss.SigmoidLoss, False),
     "DCL": (itrloss.DiversityContrastiveLoss, False),
-    "DCL, positive weight 1": (lambda: itrloss.DiversityContrastiveLoss(positive_weight=1.0), False),
+    "DCL, positive weight 1": (
+        lambda: itrloss.DiversityContrastiveLoss(positive_weight=1.0),
+        False,
+    ),
     "triplet, hardest": (itrloss.TripletLoss, False),
     "triplet, all": (lambda: itrloss.TripletLoss(mining="all"), False),
 }
@@ -42,17 +47,28 @@ class Data:
     """Standardised features of the pictures and words of the captions of the splits of a folder."""
 
     def __init__(self, folder: Path, splits: Sequence[str]):
-        captions = {x: (folder / f"{x}_caps.txt").read_text(encoding="utf-8").splitlines() for x in splits}
-        features = {x: torch.from_numpy(np.load(folder / f"{x}_global.npy")).float().sqrt() for x in splits}
+        captions = {
+            x: (folder / f"{x}_caps.txt").read_text(encoding="utf-8").splitlines() for x in splits
+        }
+        features = {
+            x: torch.from_numpy(np.load(folder / f"{x}_global.npy")).float().sqrt() for x in splits
+        }
         mean, std = features["train"].mean(0), features["train"].std(0).clamp_min(1e-6)
         occurrences = Counter(word for caption in captions["train"] for word in set(words(caption)))
         known = [word for word, count in occurrences.items() if count > 1]
         #: Logarithms of the inverse shares of training captions that have a word.
-        self.idf = torch.tensor([len(captions["train"]) / occurrences[word] for word in known]).log()
+        self.idf = torch.tensor(
+            [len(captions["train"]) / occurrences[word] for word in known]
+        ).log()
         number = {word: i for i, word in enumerate(known)}
         self.images = {name: (x - mean) / std for name, x in features.items()}
         self.texts = {
-            name: [torch.tensor(sorted({number[w] for w in words(x) if w in number}), dtype=torch.int64) for x in texts]
+            name: [
+                torch.tensor(
+                    sorted({number[w] for w in words(x) if w in number}), dtype=torch.int64
+                )
+                for x in texts
+            ]
             for name, texts in captions.items()
         }
 
@@ -66,10 +82,15 @@ class Model(nn.Module):
         super().__init__()
         self.register_buffer("idf", idf)
         width = HIDDEN if hidden else DIM
-        self.pictures, self.words = nn.Linear(features, width), nn.EmbeddingBag(len(idf), width, mode="sum")
+        self.pictures, self.words = (
+            nn.Linear(features, width),
+            nn.EmbeddingBag(len(idf), width, mode="sum"),
+        )
         nn.init.normal_(self.words.weight, std=width**-0.5)
         self.after_pictures, self.after_words = (
-            nn.Sequential(nn.ReLU(), nn.Dropout(0.3), nn.Linear(HIDDEN, DIM)) if hidden else nn.Identity()
+            nn.Sequential(nn.ReLU(), nn.Dropout(0.3), nn.Linear(HIDDEN, DIM))
+            if hidden
+            else nn.Identity()
             for _ in range(2)
         )
 
@@ -78,7 +99,9 @@ class Model(nn.Module):
         flat, starts = torch.cat(list(texts)), torch.tensor([0, *map(len, texts)]).cumsum(0)[:-1]
         weights = F.dropout(self.idf[flat], 0.3, self.training)
         v = self.pictures(F.dropout(images, 0.5, self.training))
-        return self.after_pictures(v), self.after_words(self.words(flat, starts, per_sample_weights=weights))
+        return self.after_pictures(v), self.after_words(
+            self.words(flat, starts, per_sample_weights=weights)
+        )
 
 
 def trained(data: Data, loss: nn.Module, hidden: bool, seed: int, epochs: int = EPOCHS) -> Model:

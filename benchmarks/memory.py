@@ -1,4 +1,6 @@
-"""Plot of DCL's peak memory over the number of pairs, for the README: ``python -m benchmarks.memory FILE.svg``."""
+"""Plot of DCL's peak memory over the number of pairs, for the README: ``python -m benchmarks.memory
+FILE.svg``.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-"""Eight losses on Flickr8k with wrong training pairs: RSUM on the clean development split, by the share of wrong pairs.
+"""Eight losses on Flickr8k with wrong training pairs: RSUM on the clean development split, by the
+share of wrong pairs.
 
     python -m benchmarks.noise flickr8k benchmarks/results/noise.json
 
-The folder has, for "train" and "dev", ``{split}_caps.txt`` (a caption a line, five of each picture in turn) and
-``{split}_global.npy`` (features of the whole pictures, at least 0). Wrong pairs: a share of the training captions swap
-their pictures among themselves. The model is linear, on the pictures' features and on bags of words. Every finished
-run is written; a second call goes on with what is missing.
+The folder has, for "train" and "dev", ``{split}_caps.txt`` (a caption a line, five of each picture
+in turn) and ``{split}_global.npy`` (features of the whole pictures, at least 0). Wrong pairs: a
+share of the training captions swap their pictures among themselves. The model is linear, on the
+pictures' features and on bags of words. Every finished run is written; a second call goes on with
+what is missing.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ class FilteredInfoNCELoss(itrloss.PairLoss):
 
 @dataclass(eq=False, repr=False)
 class GeneralizedCrossEntropyLoss(itrloss.PairLoss):
-    """Zhang and Sabuncu 2018, https://arxiv.org/abs/1805.07836, Eq. 6, on the softmax over the candidates."""
+    """Zhang and Sabuncu 2018, https://arxiv.org/abs/1805.07836, Eq. 6, on the softmax over the
+    candidates.
+    """
 
     temperature: float
     q: float
@@ -93,20 +97,30 @@ class Split(NamedTuple):
 
 
 def read(folder: Path) -> tuple[Split, Split, int]:
-    """Return the training and the development split, and the number of words: those of three training captions."""
+    """Return the training and the development split, and the number of words: those of three
+    training captions.
+    """
     captions = {
-        split: [re.findall(r"[a-z0-9]+", line.lower()) for line in (folder / f"{split}_caps.txt").open()]
+        split: [
+            re.findall(r"[a-z0-9]+", line.lower()) for line in (folder / f"{split}_caps.txt").open()
+        ]
         for split in ("train", "dev")
     }
     seen = Counter(word for caption in captions["train"] for word in set(caption))
     number = {word: i for i, word in enumerate((w for w in sorted(seen) if seen[w] >= 3), 1)}
     total = len(captions["train"])
     idf = torch.tensor([0.0, *(math.log(total / seen[word]) for word in number)])
-    roots = {s: torch.from_numpy(np.load(folder / f"{s}_global.npy").astype(np.float32)).sqrt() for s in captions}
+    roots = {
+        s: torch.from_numpy(np.load(folder / f"{s}_global.npy").astype(np.float32)).sqrt()
+        for s in captions
+    }
     centre, spread = roots["train"].mean(0), roots["train"].std(0).clamp_min(1e-3)
     splits = []
     for split, lists in captions.items():
-        rows = [torch.tensor([number[word] for word in caption if word in number] or [0]) for caption in lists]
+        rows = [
+            torch.tensor([number[word] for word in caption if word in number] or [0])
+            for caption in lists
+        ]
         words = nn.utils.rnn.pad_sequence(rows, batch_first=True)
         splits.append(Split((roots[split] - centre) / spread, words, F.normalize(idf[words])))
     return splits[0], splits[1], 1 + len(number)
@@ -125,7 +139,9 @@ class Model(nn.Module):
         starts = F.pad(kept.sum(1).cumsum(0), (1, -1))
         dropped = F.dropout(weights[kept], 0.3, self.training)
         if self.training:  # dropout of 0.5, whose mask takes F.dropout longer than the layer takes
-            bits = torch.randint(0, 256, (len(pictures), -(-pictures.shape[1] // 8)), dtype=torch.uint8)
+            bits = torch.randint(
+                0, 256, (len(pictures), -(-pictures.shape[1] // 8)), dtype=torch.uint8
+            )
             mask = np.unpackbits(bits.numpy(), axis=1, count=pictures.shape[1])
             pictures = pictures * torch.from_numpy(2 * mask)
         return self.image(pictures), self.text(words[kept], starts, dropped)
@@ -141,7 +157,12 @@ def swapped(ids: Tensor, share: float, seed: int) -> Tensor:
 
 
 def train(
-    data: tuple[Split, Split, int], loss: itrloss.PairLoss, rate: float, noise: float, seed: int, epochs: int
+    data: tuple[Split, Split, int],
+    loss: itrloss.PairLoss,
+    rate: float,
+    noise: float,
+    seed: int,
+    epochs: int,
 ) -> list[float]:
     """Return RSUM on the development split after each epoch."""
     split, dev, words = data
@@ -151,25 +172,35 @@ def train(
     model, rsums = Model(split.pictures.shape[1], words), []
     optimizer = torch.optim.Adam([*model.parameters(), *loss.parameters()], rate, fused=True)
     steps = epochs * math.ceil(len(ids) / BATCH)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 0.5 + 0.5 * math.cos(math.pi * i / steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda i: 0.5 + 0.5 * math.cos(math.pi * i / steps)
+    )
     for _ in range(epochs):
         model.train()
         for rows in torch.randperm(len(ids)).split(BATCH):
             of_rows = ids[rows]
-            value = loss(*model(split.pictures[of_rows], split.words[rows], split.weights[rows]), of_rows, of_rows)
+            value = loss(
+                *model(split.pictures[of_rows], split.words[rows], split.weights[rows]),
+                of_rows,
+                of_rows,
+            )
             optimizer.zero_grad()
             value.backward()
             optimizer.step()
             schedule.step()
         with torch.no_grad():
             images, texts = model.eval()(*dev)
-            rsums.append(round(retrieval_metrics(itrloss.Similarity(images, texts, *own_ids))["rsum"], 2))
+            rsums.append(
+                round(retrieval_metrics(itrloss.Similarity(images, texts, *own_ids))["rsum"], 2)
+            )
     return rsums
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train what is missing, write it and print RSUM after the last epoch; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--noise", nargs="+", type=float, default=NOISE)
@@ -186,11 +217,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         make, rate = LOSSES[name]
         rsums = train(data, make(), rate, noise, seed, args.epochs)
         row = {"seed": seed, "noise": noise, "loss": name, "last": rsums[-1], "best": max(rsums)}
-        row |= {"best_epoch": 1 + rsums.index(max(rsums)), "options": repr(make()), "rate": rate, "rsum": rsums}
+        row |= {
+            "best_epoch": 1 + rsums.index(max(rsums)),
+            "options": repr(make()),
+            "rate": rate,
+            "rsum": rsums,
+        }
         rows.append(row)
         report.save(args.out, runner.machine("cpu"), rows)
     for name, noise in itertools.product(LOSSES, args.noise):
-        print(f"{name:20}{noise:4.0%} ", *(row["last"] for row in rows if (row["loss"], row["noise"]) == (name, noise)))
+        print(
+            f"{name:20}{noise:4.0%} ",
+            *(row["last"] for row in rows if (row["loss"], row["noise"]) == (name, noise)),
+        )
     return 0
 
 

@@ -1,6 +1,8 @@
-"""Other libraries' losses, called as in their documentation; each library is imported where it is used.
+"""Other libraries' losses, called as in their documentation; each library is imported where it is
+used.
 
-PyTorch's own ``torch.nn.functional.linear_cross_entropy`` is among them; versions before 2.13 do not have it.
+PyTorch's own ``torch.nn.functional.linear_cross_entropy`` is among them; versions before 2.13 do
+not have it.
 """
 
 from __future__ import annotations
@@ -33,18 +35,23 @@ Make = Callable[[Case, Problem], Callable[..., Tensor]]
 
 
 class Peer(NamedTuple):
-    """``make`` returns a loss of the leaves whose gradient is that of ours, or raises :class:`Unavailable`."""
+    """``make`` returns a loss of the leaves whose gradient is that of ours, or raises
+    :class:`Unavailable`.
+    """
 
     losses: tuple[str, ...]
     make: Make
-    is_same: Callable[[Case], bool] = lambda case: True  # False: a different loss over equally many scores
+    # False: a different loss over equally many scores
+    is_same: Callable[[Case], bool] = lambda case: True
 
 
 def _module(name: str, package: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise Unavailable(f"{package} cannot be imported (pip install 'itrloss[bench]'): {error}") from error
+        raise Unavailable(
+            f"{package} cannot be imported (pip install 'itrloss[bench]'): {error}"
+        ) from error
 
 
 def _open_clip() -> ModuleType:
@@ -108,8 +115,12 @@ def _siglip_kernel(case: Case, problem: Problem) -> Callable[..., Tensor]:
     return loss
 
 
-def _twice(case: Case, cross_entropy: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
-    """Return a symmetric loss, from a cross-entropy over a linear layer whose weight is the other side's embeddings."""
+def _twice(
+    case: Case, cross_entropy: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> Callable[..., Tensor]:
+    """Return a symmetric loss, from a cross-entropy over a linear layer whose weight is the other
+    side's embeddings.
+    """
     _one_to_one(case)
     target = torch.arange(case.shape[0], device=case.device)
 
@@ -122,7 +133,9 @@ def _twice(case: Case, cross_entropy: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def _torch_linear(chunked: bool) -> Make:
     def make(case: Case, problem: Problem) -> Callable[..., Tensor]:
-        if not hasattr(F, "linear_cross_entropy") or (chunked and not hasattr(torch.nn, "LinearCrossEntropyOptions")):
+        if not hasattr(F, "linear_cross_entropy") or (
+            chunked and not hasattr(torch.nn, "LinearCrossEntropyOptions")
+        ):
             raise Unavailable(f"torch {torch.__version__} does not have it")
         function: Any = F.linear_cross_entropy
         options = {"options": torch.nn.LinearCrossEntropyOptions()} if chunked else {}
@@ -140,7 +153,9 @@ def _cce(case: Case, problem: Problem) -> Callable[..., Tensor]:
 
 def _liger(case: Case, problem: Problem) -> Callable[..., Tensor]:
     _on_cuda(case)
-    function = _module("liger_kernel.transformers.functional", "liger-kernel").liger_fused_linear_cross_entropy
+    function = _module(
+        "liger_kernel.transformers.functional", "liger-kernel"
+    ).liger_fused_linear_cross_entropy
     return _twice(case, function)
 
 
@@ -167,11 +182,15 @@ def _metric_learning(name: str, bytes_of: Callable[[int, int], int]) -> Make:
     def make(case: Case, problem: Problem) -> Callable[..., Tensor]:
         n, m = case.shape[:2]
         _fits(bytes_of(n, m))
-        loss = getattr(_module("pytorch_metric_learning.losses", "pytorch-metric-learning"), name)(TEMPERATURE)
-        # Two tensors, because passing the same one twice would mean that the embeddings are identical.
+        loss = getattr(_module("pytorch_metric_learning.losses", "pytorch-metric-learning"), name)(
+            TEMPERATURE
+        )
+        # Two tensors, because passing the same one twice would mean that the embeddings are
+        # identical.
         rows, cols = problem.arguments or [torch.arange(n, device=case.device) for _ in range(2)]
         return lambda images, texts: (
-            loss(images, rows, ref_emb=texts, ref_labels=cols) + loss(texts, cols, ref_emb=images, ref_labels=rows)
+            loss(images, rows, ref_emb=texts, ref_labels=cols)
+            + loss(texts, cols, ref_emb=images, ref_labels=rows)
         )
 
     return make
@@ -201,9 +220,14 @@ PEERS: dict[str, Peer] = {
     "cut-cross-entropy": Peer(("infonce",), _cce),
     "liger-kernel": Peer(("infonce",), _liger),
     "inf-cl": Peer(("infonce",), _inf_cl),
-    # NTXent forms all combinations of positive and negative pairs, SupCon the matrix; bytes as measured.
-    f"{_PML} ntxent": Peer(("infonce",), _metric_learning("NTXentLoss", lambda n, m: 48 * m * n * m)),
+    # NTXent forms all combinations of positive and negative pairs, SupCon the matrix; bytes as
+    # measured.
+    f"{_PML} ntxent": Peer(
+        ("infonce",), _metric_learning("NTXentLoss", lambda n, m: 48 * m * n * m)
+    ),
     # With several positives per anchor, SupCon's denominator includes all of them.
-    f"{_PML} supcon": Peer(("infonce",), _metric_learning("SupConLoss", lambda n, m: 96 * n * m), _is_square),
+    f"{_PML} supcon": Peer(
+        ("infonce",), _metric_learning("SupConLoss", lambda n, m: 96 * n * m), _is_square
+    ),
     f"{_PML} xbm": Peer(("mdcl",), _xbm, lambda case: False),
 }

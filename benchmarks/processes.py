@@ -1,4 +1,6 @@
-"""Times of a loss over several processes of one thread each, on the CPU: ``python -m benchmarks.processes``."""
+"""Times of a loss over several processes of one thread each, on the CPU: ``python -m
+benchmarks.processes``.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,14 @@ from torch.multiprocessing.spawn import spawn
 
 import itrloss
 
-FORMS = ("one process", "its scores not kept", "own rows alone", "all-gather", "ring", "plain PyTorch, local loss")
+FORMS = (
+    "one process",
+    "its scores not kept",
+    "own rows alone",
+    "all-gather",
+    "ring",
+    "plain PyTorch, local loss",
+)
 
 
 def plain(images: Tensor, texts: Tensor) -> Tensor:
@@ -31,8 +40,12 @@ def plain(images: Tensor, texts: Tensor) -> Tensor:
     return F.cross_entropy(v @ all_w.T / 0.07, target) + F.cross_entropy(w @ all_v.T / 0.07, target)
 
 
-def calls(name: str, images: Tensor, texts: Tensor, rank: int, world: int) -> dict[str, Callable[[], Any]]:
-    """Return what is timed, by form; "own rows alone" is a process's part of the work without an exchange."""
+def calls(
+    name: str, images: Tensor, texts: Tensor, rank: int, world: int
+) -> dict[str, Callable[[], Any]]:
+    """Return what is timed, by form; "own rows alone" is a process's part of the work without an
+    exchange.
+    """
     kind, n = getattr(itrloss, name), len(images) // world
     own = slice(rank * n, (rank + 1) * n)
     leaves = [images, texts, images[own], texts[own]]
@@ -45,13 +58,18 @@ def calls(name: str, images: Tensor, texts: Tensor, rank: int, world: int) -> di
         "all-gather": lambda: kind(gather="all-gather")(own_v, own_w),
         "ring": lambda: kind(gather="ring")(own_v, own_w),
     }
-    return {**forms, "plain PyTorch, local loss": lambda: plain(own_v, own_w)} if name == "InfoNCELoss" else forms
+    return (
+        {**forms, "plain PyTorch, local loss": lambda: plain(own_v, own_w)}
+        if name == "InfoNCELoss"
+        else forms
+    )
 
 
 def worker(rank: int, folder: str, args: argparse.Namespace) -> None:
     """Time all forms in turn, and save the seconds of each."""
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore", FutureWarning)  # PyTorch 2.13 deprecates the differentiable all_gather
+    # PyTorch 2.13 deprecates the differentiable all_gather
+    warnings.simplefilter("ignore", FutureWarning)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=args.processes)
     torch.manual_seed(0)
     inputs = torch.randn(args.pairs, args.dim), torch.randn(args.pairs, args.dim)
@@ -76,10 +94,14 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure and print medians, in seconds and relative to one process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--pairs", type=int, default=8192, help="of all processes, a multiple of their number")
+    parser.add_argument(
+        "--pairs", type=int, default=8192, help="of all processes, a multiple of their number"
+    )
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--losses", nargs="+", default=["InfoNCELoss", "SigmoidLoss", "DiversityContrastiveLoss"])
+    parser.add_argument(
+        "--losses", nargs="+", default=["InfoNCELoss", "SigmoidLoss", "DiversityContrastiveLoss"]
+    )
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         spawn(worker, (folder, args), args.processes)
@@ -87,7 +109,9 @@ def main(arguments: list[str] | None = None) -> None:
     for name, forms in times.items():
         print(f"{name}, {args.pairs} pairs of {args.dim} dimensions, {args.processes} processes")
         for form, seconds in forms.items():
-            ratio = statistics.median(a / b for a, b in zip(seconds, forms["one process"], strict=True))
+            ratio = statistics.median(
+                a / b for a, b in zip(seconds, forms["one process"], strict=True)
+            )
             print(f"  {form:26} {statistics.median(seconds):7.3f} s  {ratio:5.2f}")
 
 

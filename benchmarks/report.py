@@ -28,7 +28,11 @@ COLUMNS = {  # title -> (key, format)
 def table(rows: Iterable[Row]) -> str:
     """Return lines of text; columns that no row has are left out."""
     rows = list(rows)
-    titles = [title for title, (key, _) in COLUMNS.items() if any(row.get(key) is not None for row in rows)]
+    titles = [
+        title
+        for title, (key, _) in COLUMNS.items()
+        if any(row.get(key) is not None for row in rows)
+    ]
     lines = [["loss", "shape", "variant", *titles]]
     for row in rows:
         cells = [row["loss"], _shape(row), row["variant"]]
@@ -44,13 +48,18 @@ def table(rows: Iterable[Row]) -> str:
     widths = [max(len(line[i]) for line in (full if i > 2 else lines)) for i in range(count)]
     text = []
     for line in lines:
-        cells = [c.ljust(w) if i < 3 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=False))]
+        cells = [
+            c.ljust(w) if i < 3 else c.rjust(w)
+            for i, (c, w) in enumerate(zip(line, widths, strict=False))
+        ]
         text.append("  ".join(cells).rstrip())
     return "\n".join(text)
 
 
 def _shape(row: Row) -> str:
-    return "x".join(map(str, row["shape"])) + ("" if row["dtype"] == "float32" else f" {row['dtype']}")
+    return "x".join(map(str, row["shape"])) + (
+        "" if row["dtype"] == "float32" else f" {row['dtype']}"
+    )
 
 
 def check_path(path: Path) -> None:
@@ -63,21 +72,27 @@ def check_path(path: Path) -> None:
 
 
 def save(path: Path, machine: dict[str, Any], rows: list[Row]) -> None:
-    """Write a JSON object with ``machine`` and ``rows``; an existing file is replaced once all is written."""
+    """Write a JSON object with ``machine`` and ``rows``; an existing file is replaced once all is
+    written.
+    """
     lines = ",\n".join("  " + json.dumps(row, allow_nan=False) for row in rows)
     with written(path) as file:
         file.write(f'{{\n "machine": {json.dumps(machine)},\n "rows": [\n{lines}\n ]\n}}\n')
 
 
 def check_plot(path: Path) -> None:
-    """Raise an ImportError if matplotlib is missing, a ValueError if it cannot write this file format."""
+    """Raise an ImportError if matplotlib is missing, a ValueError if it cannot write this file
+    format.
+    """
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
         raise ImportError("plot: matplotlib is missing; pip install 'itrloss[bench]'") from error
     suffixes = FigureCanvasBase.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in suffixes:
-        raise ValueError(f"plot: expected a file name that ends in one of {', '.join(suffixes)}; got {str(path)!r}")
+        raise ValueError(
+            f"plot: expected a file name that ends in one of {', '.join(suffixes)}; got {str(path)!r}"
+        )
     check_path(path)
 
 
@@ -97,7 +112,9 @@ def plot(path: Path, machine: dict[str, Any], rows: list[Row]) -> None:
         for row in sorted(group, key=lambda row: row["to ours"]):
             ours = row["variant"].startswith("ours")
             axes.barh(position, row["to ours"], color="tab:blue" if ours else "tab:gray")
-            axes.annotate(f" {row['to ours']:.2f}", (row["to ours"], position), va="center", fontsize=7)
+            axes.annotate(
+                f" {row['to ours']:.2f}", (row["to ours"], position), va="center", fontsize=7
+            )
             ticks.append((position, f"{name} · {row['variant']}"))
             position += 1
         position += 1
@@ -106,5 +123,7 @@ def plot(path: Path, machine: dict[str, Any], rows: list[Row]) -> None:
     axes.set_xscale("log")
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xlabel("time, as a multiple of ours (log scale)")
-    axes.set_title(f"{machine['processor']}, torch {machine['torch']}, {machine['date']}", fontsize=8)
+    axes.set_title(
+        f"{machine['processor']}, torch {machine['torch']}, {machine['date']}", fontsize=8
+    )
     figure.savefig(path)

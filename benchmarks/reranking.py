@@ -1,11 +1,13 @@
-"""Fast Re-ranking with all metrics from embeddings, compared with its two bare products and the loops of RR and MR.
+"""Fast Re-ranking with all metrics from embeddings, compared with its two bare products and the
+loops of RR and MR.
 
-    python -m benchmarks.reranking --out benchmarks/results/cpu_reranking.json
-    python -m benchmarks.reranking --slice 2000     # the ten best of 100 000 x 500 000, by 2000 of the images
+    python -m benchmarks.reranking --out benchmarks/results/cpu_reranking.json python -m
+    benchmarks.reranking --slice 2000     # the ten best of 100 000 x 500 000, by 2000 of the images
 
-RR (MTFN) and MR (GaLR) are implemented as in their papers' public code, in NumPy: sort the matrix both ways, then
-search for each query among the sorted queries of each of its candidates. If that takes too long, the loops are timed
-for a share of the queries and extrapolated; the sorts are timed in full.
+RR (MTFN) and MR (GaLR) are implemented as in their papers' public code, in NumPy: sort the matrix
+both ways, then search for each query among the sorted queries of each of its candidates. If that
+takes too long, the loops are timed for a share of the queries and extrapolated; the sorts are timed
+in full.
 """
 
 from __future__ import annotations
@@ -37,12 +39,18 @@ RR_K, MR_K = (15, 20), 30
 
 
 def embeddings(n: int, m: int, dim: int = DIM) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Return (N, D) images, (M, D) captions similar to them, of which some are hubs, and the ids of both."""
+    """Return (N, D) images, (M, D) captions similar to them, of which some are hubs, and the ids of
+    both.
+    """
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(n, dim, generator=generator)
     ids = torch.arange(n), torch.arange(n).repeat_interleave(m // n)
     noise = torch.randn(m, dim, generator=generator)
-    return images, images[ids[1]] + 12 * noise + 3 * torch.rand(m, 1, generator=generator) * images.mean(0), ids
+    return (
+        images,
+        images[ids[1]] + 12 * noise + 3 * torch.rand(m, 1, generator=generator) * images.mean(0),
+        ids,
+    )
 
 
 def matmul_bound(images: Tensor, texts: Tensor) -> None:
@@ -70,7 +78,9 @@ def loops_rr(order: np.ndarray, back: np.ndarray, queries: range, k: int) -> Non
         order[query, :k][np.argsort(reverse_ranks(order, back, query, k), kind="stable")]
 
 
-def loops_mr(scores: np.ndarray, order: np.ndarray, back: np.ndarray, queries: range, k: int) -> None:
+def loops_mr(
+    scores: np.ndarray, order: np.ndarray, back: np.ndarray, queries: range, k: int
+) -> None:
     """MR computes the sum of a candidate's scores again for every query that has it among its best."""
     out = np.zeros(scores.shape[1], np.float32)
     for query in queries:
@@ -94,7 +104,9 @@ def time_loops(scores: np.ndarray) -> dict[str, float]:
     order, back = sort_both_ways(scores)
     sorts = time.perf_counter() - start
     seconds = {"rr": sorts, "mr": 2 * sorts}  # MR's code sorts again for the second direction
-    for (s, o, b), k in zip(((scores, order, back), (scores.T, back.T, order.T)), RR_K, strict=True):
+    for (s, o, b), k in zip(
+        ((scores, order, back), (scores.T, back.T, order.T)), RR_K, strict=True
+    ):
         queries = range(min(len(s), TIMED_QUERIES))
         share = len(s) / len(queries)
         seconds["rr"] += share * timed(lambda o=o, b=b, q=queries, k=k: loops_rr(o, b, q, k))
@@ -108,7 +120,9 @@ def measure(n: int, m: int, rounds: int) -> dict[str, Any]:
     reranker = FastReranker()
     calls = {
         "matmul_bound": lambda: matmul_bound(images, texts),
-        "fast and metrics": lambda: retrieval_metrics(Similarity(images, texts, *ids), reranker=reranker),
+        "fast and metrics": lambda: retrieval_metrics(
+            Similarity(images, texts, *ids), reranker=reranker
+        ),
         "metrics": lambda: retrieval_metrics(Similarity(images, texts, *ids)),
     }
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -117,7 +131,9 @@ def measure(n: int, m: int, rounds: int) -> dict[str, Any]:
     for _ in range(rounds):
         for name, call in calls.items():
             times[name].append(timed(call))
-    ratio = median(b / a for a, b in zip(times["matmul_bound"], times["fast and metrics"], strict=True))
+    ratio = median(
+        b / a for a, b in zip(times["matmul_bound"], times["fast and metrics"], strict=True)
+    )
     seconds = {name: median(x) for name, x in times.items()}
     sim = Similarity(images, texts, *ids)
     i2t, t2i = reranker.rerank(Similarity.from_scores(sim.scores(), *ids))
@@ -131,13 +147,16 @@ def measure(n: int, m: int, rounds: int) -> dict[str, Any]:
         "to matmul_bound": ratio,
         "rr to fast on the matrix": seconds["rr"] / fast,
         "mr to fast on the matrix": seconds["mr"] / fast,
-        "largest difference to dense metrics": max(abs(dense[x] - streamed[x]) for x in dense if "skewness" not in x),
+        "largest difference to dense metrics": max(
+            abs(dense[x] - streamed[x]) for x in dense if "skewness" not in x
+        ),
         "seconds": seconds,
     }
 
 
 def measure_slice(part: int, n: int = 100_000, m: int = 500_000, dim: int = 512) -> dict[str, Any]:
-    """Return the row for some of the images with all the texts: the time of both passes is proportional to the images.
+    """Return the row for some of the images with all the texts: the time of both passes is
+    proportional to the images.
 
     The peak memory excludes the embeddings.
     """
@@ -155,7 +174,9 @@ def measure_slice(part: int, n: int = 100_000, m: int = 500_000, dim: int = 512)
 
     megabytes = peak_memory(rank, images.device)
     seconds = times[0]
-    products = timed(lambda: matmul_bound(images[: min(part, BLOCK)], texts)) * part / min(part, BLOCK)
+    products = (
+        timed(lambda: matmul_bound(images[: min(part, BLOCK)], texts)) * part / min(part, BLOCK)
+    )
     return {
         "shape": [n, m, dim],
         "images measured": part,
@@ -168,10 +189,15 @@ def measure_slice(part: int, n: int = 100_000, m: int = 500_000, dim: int = 512)
 
 def main() -> int:
     """Measure, print and write the results; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(
-        "--slice", type=int, metavar="IMAGES", help="instead, measure this many of 100 000 images with 500 000 texts"
+        "--slice",
+        type=int,
+        metavar="IMAGES",
+        help="instead, measure this many of 100 000 images with 500 000 texts",
     )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -180,7 +206,11 @@ def main() -> int:
     if args.out:
         report.check_path(args.out)
     rows = []
-    for row in [measure_slice(args.slice)] if args.slice else (measure(n, m, args.rounds) for n, m in SIZES):
+    for row in (
+        [measure_slice(args.slice)]
+        if args.slice
+        else (measure(n, m, args.rounds) for n, m in SIZES)
+    ):
         rows.append(row)
         for name, value in row.items():
             print(f"{name}: {value}")

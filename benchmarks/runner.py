@@ -1,8 +1,9 @@
 """Measures the variants of a case in turn: their time, their memory and their accuracy.
 
-Machines are noisy, shared ones most of all. The variants of a case therefore run in rounds in one process, in a random
-order; ratios are taken within a round, and their medians are reported. Compiled code is compared with ours in separate
-rounds, so that its busy-waiting threads do not disturb the other variants.
+Machines are noisy, shared ones most of all. The variants of a case therefore run in rounds in one
+process, in a random order; ratios are taken within a round, and their medians are reported.
+Compiled code is compared with ours in separate rounds, so that its busy-waiting threads do not
+disturb the other variants.
 """
 
 from __future__ import annotations
@@ -47,13 +48,18 @@ Step = Callable[[], None]  # forward and backward
 Row = dict[str, Any]
 
 
-def measure(case: Case, variants: Sequence[str], seconds: float = 10, accuracy: bool = False) -> list[Row]:
-    """Return one row per variant, always including ``"ours"``. If a variant cannot run, its row has the reason.
+def measure(
+    case: Case, variants: Sequence[str], seconds: float = 10, accuracy: bool = False
+) -> list[Row]:
+    """Return one row per variant, always including ``"ours"``. If a variant cannot run, its row has
+    the reason.
 
     Args:
         variants: keys of ``VARIANTS`` and of ``benchmarks.peers.PEERS``.
-        seconds: about how long to measure. Every variant has three warm-up runs and at least three timed ones.
-        accuracy: also compare the gradient of the images with our loss's in float64 (losses of pairs only).
+        seconds: about how long to measure. Every variant has three warm-up runs and at least three
+            timed ones.
+        accuracy: also compare the gradient of the images with our loss's in float64 (losses of
+            pairs only).
 
     Returns:
         Dictionaries, with the case's columns, and
@@ -61,12 +67,14 @@ def measure(case: Case, variants: Sequence[str], seconds: float = 10, accuracy: 
         - ``seconds``, ``rounds``: the median time, and the number of rounds.
         - ``to ours``, ``to matmul_bound``: medians of the ratios of a round's times.
         - ``gflops``: FLOPs of the products of ``matmul_bound`` divided by the time and by 10⁹.
-        - ``peak_mb``: 10⁶ bytes beyond those allocated between steps, including gradients; on the CPU the growth of the
-          resident set, on Linux only.
-        - ``engine``, ``products``: for ours, the engines of its matrices, and on the CPU the libraries of its matrix
-          products: ``oneDNN``, or ``BLAS``, which is PyTorch's choice and that of all other variants.
-        - ``gradient difference``, ``gradient error``: distance of the images' gradient from ours, and from that in
-          float64, divided by the length of the latter; None if that is not a number.
+        - ``peak_mb``: 10⁶ bytes beyond those allocated between steps, including gradients; on the
+          CPU the growth of the resident set, on Linux only.
+        - ``engine``, ``products``: for ours, the engines of its matrices, and on the CPU the
+          libraries of its matrix products: ``oneDNN``, or ``BLAS``, which is PyTorch's choice and
+          that of all other variants.
+        - ``gradient difference``, ``gradient error``: distance of the images' gradient from ours,
+          and from that in float64, divided by the length of the latter; None if that is not a
+          number.
         - ``error``: the reason why it cannot run, instead of the figures.
 
     Raises:
@@ -89,14 +97,20 @@ def measure(case: Case, variants: Sequence[str], seconds: float = 10, accuracy: 
         with _errors_into(rows[name]):
             run = step(name, case, problem)
             rows[name] |= _warm_up(run, name, case)
-            if name not in ("matmul_bound", "ours graphed"):  # the graph has already allocated its memory
+            # the graph has already allocated its memory
+            if name not in ("matmul_bound", "ours graphed"):
                 rows[name]["peak_mb"] = _peak(run, case, problem)
             duration[name] = _timed(run, case)
             if name != "matmul_bound":
                 gradients[name] = _gradient(problem)
             steps[name] = run
     groups = _groups(list(steps))
-    rounds = int(min(MAX_ROUNDS, max(MIN_ROUNDS, seconds / sum(duration[name] for group in groups for name in group))))
+    rounds = int(
+        min(
+            MAX_ROUNDS,
+            max(MIN_ROUNDS, seconds / sum(duration[name] for group in groups for name in group)),
+        )
+    )
     for group in groups:
         times = _interleave({name: steps[name] for name in group}, rounds, case, rows)
         for name in group if group is groups[0] else group[1:]:
@@ -199,7 +213,8 @@ def _graphed(run: Step, case: Case, problem: Problem) -> Step:
     with torch.cuda.device(case.torch_device):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # compilation and choices at the first call cannot be recorded
+        # compilation and choices at the first call cannot be recorded
+        with torch.cuda.stream(stream):
             for _ in range(3):
                 run()
         torch.cuda.current_stream().wait_stream(stream)
@@ -216,12 +231,15 @@ def _graphed(run: Step, case: Case, problem: Problem) -> Step:
     return replay
 
 
-# ------------------------------------------------------------------------------ engines and libraries in use
+# --------------------------------------------------------------------- engines and libraries in use
 
 
 def _warm_up(run: Step, name: str, case: Case) -> Row:
-    """Run once, to start threads, fill caches and compile; return the engines and libraries that ours chose."""
-    if _engine(name) is None:  # other variants choose nothing, and the functions below must not be compiled
+    """Run once, to start threads, fill caches and compile; return the engines and libraries that
+    ours chose.
+    """
+    # other variants choose nothing, and the functions below must not be compiled
+    if _engine(name) is None:
         _timed(run, case)
         return {}
     engines: dict[str, None] = {}
@@ -237,15 +255,19 @@ def _warm_up(run: Step, name: str, case: Case) -> Row:
         libraries["oneDNN" if chosen else "BLAS"] = None
         return chosen
 
-    with patch.object(Matrix, "__init__", make_and_note), patch.object(products, "_use_onednn", choose_and_note):
+    with (
+        patch.object(Matrix, "__init__", make_and_note),
+        patch.object(products, "_use_onednn", choose_and_note),
+    ):
         _timed(run, case)
     chosen = {"engine": ", ".join(engines)} if engines else {}
     if case.torch_device.type == "cpu":
-        chosen["products"] = ", ".join(libraries) or "BLAS"  # the dense engine uses PyTorch's products
+        # the dense engine uses PyTorch's products
+        chosen["products"] = ", ".join(libraries) or "BLAS"
     return chosen
 
 
-# ------------------------------------------------------------------------------------------------- gradients
+# ---------------------------------------------------------------------------------------- gradients
 
 
 def _gradient(problem: Problem) -> Tensor:
@@ -262,13 +284,18 @@ def _exact_gradient(case: Case, problem: Problem) -> Tensor:
 
 
 def _distance(gradient: Tensor, expected: Tensor) -> float | None:
-    """Return the distance relative to the length of the expected gradient; None if it is not a number."""
-    gap, length = float((gradient.double() - expected.double()).norm()), float(expected.double().norm())
+    """Return the distance relative to the length of the expected gradient; None if it is not a
+    number.
+    """
+    gap, length = (
+        float((gradient.double() - expected.double()).norm()),
+        float(expected.double().norm()),
+    )
     share = gap / length if length else gap
     return float(f"{share:.3g}") if math.isfinite(share) else None
 
 
-# ------------------------------------------------------------------------------------------- time and memory
+# ---------------------------------------------------------------------------------- time and memory
 
 
 def _groups(names: list[str]) -> list[list[str]]:
@@ -278,8 +305,12 @@ def _groups(names: list[str]) -> list[list[str]]:
     return [plain, ["ours", *compiled]] if compiled else [plain]
 
 
-def _interleave(steps: dict[str, Step], rounds: int, case: Case, rows: dict[str, Row]) -> dict[str, list[float]]:
-    """Return the seconds of each round. The order is random, because a step inherits the caches of the previous one."""
+def _interleave(
+    steps: dict[str, Step], rounds: int, case: Case, rows: dict[str, Row]
+) -> dict[str, list[float]]:
+    """Return the seconds of each round. The order is random, because a step inherits the caches of
+    the previous one.
+    """
     times: dict[str, list[float]] = {name: [] for name in steps}
     shuffle = random.Random(0)
     for _ in range(rounds):
@@ -309,18 +340,26 @@ def _peak(run: Step, case: Case, problem: Problem) -> float | None:
     return peak_memory(run, case.torch_device)
 
 
-# --------------------------------------------------------------------------------------------------- machine
+# ------------------------------------------------------------------------------------------ machine
 
 
 def machine(device: str) -> Row:
-    """Return the description of the machine: the processor, the library of matrix products, versions."""
+    """Return the description of the machine: the processor, the library of matrix products,
+    versions.
+    """
     about: Row = {"device": device}
     build = torch.__config__.show()
     mkl = _match(r"Math Kernel Library Version ([\d.]+)", build)
     if device.startswith("cuda"):
-        about |= {"processor": torch.cuda.get_device_name(device), "blas": f"cuBLAS of CUDA {torch.version.cuda}"}
+        about |= {
+            "processor": torch.cuda.get_device_name(device),
+            "blas": f"cuBLAS of CUDA {torch.version.cuda}",
+        }
     else:
-        about |= {"processor": _processor(), "instructions": torch.backends.cpu.get_cpu_capability()}
+        about |= {
+            "processor": _processor(),
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+        }
         about["blas"] = f"MKL {mkl}" if mkl else _match(r"BLAS_INFO=(\w+)", build)
         about["onednn"] = _match(r"MKL-DNN (v\S+)", build)
     return about | {

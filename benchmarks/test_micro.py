@@ -1,4 +1,5 @@
-"""Small cases for pytest-benchmark: ``pytest benchmarks --benchmark-enable``; without that, each runs once.
+"""Small cases for pytest-benchmark: ``pytest benchmarks --benchmark-enable``; without that, each
+runs once.
 
 The cases, their inputs and their variants are those of ``python -m benchmarks``.
 """
@@ -14,7 +15,12 @@ from benchmarks.runner import step
 from itrloss import Similarity, functional
 from itrloss.engine import answers, products, ranking, scores
 
-SHAPES = {"pairs": (128, 128, 256), "memory": (128, 1024, 256), "sets": (64, 4, 128), "prototypes": (64, 1024, 128)}
+SHAPES = {
+    "pairs": (128, 128, 256),
+    "memory": (128, 1024, 256),
+    "sets": (64, 4, 128),
+    "prototypes": (64, 1024, 128),
+}
 
 
 @pytest.mark.parametrize("variant", ["ours", "eager", "matmul_bound"])
@@ -28,36 +34,48 @@ def test_forward_and_backward(benchmark, loss, variant):
         assert all(torch.isfinite(x.grad).all() and x.grad.any() for x in inputs.leaves)
 
 
-# ---------------------------------------------------------- gain of each performance mechanism of the engine
+# ------------------------------------------------- gain of each performance mechanism of the engine
 
 
 def pulled(n, d, **options):
     """A step of HAL on similarities with these options."""
     v, w = (torch.randn(n, d, requires_grad=True) for _ in range(2))
-    return lambda: torch.autograd.grad(functional.hubness_aware_loss(Similarity(v, w, **options), 30.0), (v, w))
+    return lambda: torch.autograd.grad(
+        functional.hubness_aware_loss(Similarity(v, w, **options), 30.0), (v, w)
+    )
 
 
 @pytest.mark.parametrize("budget", [0, 10**9], ids=["formed again", "kept"])
 def test_kept_scores(benchmark, budget):
-    assert all(x.isfinite().all() for x in benchmark(pulled(1024, 512, engine="tiled", memory_budget=budget)))
+    assert all(
+        x.isfinite().all()
+        for x in benchmark(pulled(1024, 512, engine="tiled", memory_budget=budget))
+    )
 
 
 @pytest.mark.parametrize("numel", [2**18, 2**20, 2**22])
 def test_tile_size(benchmark, numel, monkeypatch):
     monkeypatch.setitem(scores.TILE, "cpu", (numel, 2048))
-    assert all(x.isfinite().all() for x in benchmark(pulled(2048, 512, engine="tiled", memory_budget=10**9)))
+    assert all(
+        x.isfinite().all()
+        for x in benchmark(pulled(2048, 512, engine="tiled", memory_budget=10**9))
+    )
 
 
 @pytest.mark.parametrize("library", ["blas", "onednn"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
-@pytest.mark.parametrize("shape", [(128, 1024, 4096), (2048, 1024, 2048), (2048, 512, 768)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(128, 1024, 4096), (2048, 1024, 2048), (2048, 512, 768)], ids=str
+)
 def test_product(benchmark, shape, transposed, library, monkeypatch):
     if not torch.backends.mkldnn.is_available():
         pytest.skip("PyTorch was built without oneDNN")
     monkeypatch.setattr(products, "prefers_onednn", lambda: library == "onednn")
     n, k, m = shape
     a, b = torch.randn(k, n).T if transposed else torch.randn(n, k), torch.randn(m, k).T
-    torch.testing.assert_close(benchmark(lambda: products.matmul(a, b)), a @ b, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        benchmark(lambda: products.matmul(a, b)), a @ b, rtol=1e-3, atol=1e-3
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -76,7 +94,11 @@ def test_argmax(benchmark, way, dim):
 
 @pytest.mark.parametrize("hand", [False, True], ids=["autograd", "by hand"])
 def test_softplus_slopes(benchmark, hand):
-    slopes = answers.ANSWERS["softplus"].slopes if hand else partial(answers._by_autograd, answers.softplus)
+    slopes = (
+        answers.ANSWERS["softplus"].slopes
+        if hand
+        else partial(answers._by_autograd, answers.softplus)
+    )
     s, params = torch.rand(512, 512), [torch.full((1, 1), x) for x in (10.0, -10.0)]
     out = [torch.empty_like(s) for _ in range(2)]
     by_score = benchmark(lambda: slopes(s, params, [torch.ones(1, 1)], (True, True), out))[0]
@@ -95,11 +117,13 @@ def test_pairs_alone(benchmark, through_matrix):
     assert all(x.isfinite().all() and x.any() for x in benchmark(once))
 
 
-# ------------------------------------------------------------------------------------------- late interaction
+# --------------------------------------------------------------------------------- late interaction
 
 
 def late_interaction(way, queries, documents):
-    """(N, M) scores of sets of unit vectors: sums of maxima. ``product``: only the product, in blocks."""
+    """(N, M) scores of sets of unit vectors: sums of maxima. ``product``: only the product, in
+    blocks.
+    """
     if way == "ours":
         return functional.set_similarity(queries, documents, "max_sum", normalize=False)
     if way == "product":
@@ -115,7 +139,10 @@ def late_interaction(way, queries, documents):
 def test_late_interaction_step(benchmark, way):
     """Forward and backward of 64 sets of 32 vectors and 64 of 1024; as a test, of 20 sets each."""
     number = 64 if benchmark.enabled else 20  # two blocks of queries, ten of documents
-    sets = [F.normalize(torch.randn(number, size, 128), dim=2).requires_grad_(way != "product") for size in (32, 1024)]
+    sets = [
+        F.normalize(torch.randn(number, size, 128), dim=2).requires_grad_(way != "product")
+        for size in (32, 1024)
+    ]
 
     def step():
         scores = late_interaction(way, *sets)
@@ -136,4 +163,6 @@ def test_late_interaction_scores(benchmark, way):
     else:
         with torch.no_grad():
             scores = benchmark(lambda: late_interaction(way, query[None], documents)[0])
-    torch.testing.assert_close(scores[:3], (documents[:3] @ query.T).amax(1).sum(1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        scores[:3], (documents[:3] @ query.T).amax(1).sum(1), rtol=1e-4, atol=1e-4
+    )

@@ -1,4 +1,6 @@
-"""A Sphinx extension: the list of the checks of ``itrloss.testing``, and the table of other libraries' losses."""
+"""A Sphinx extension: the list of the checks of ``itrloss.testing``, and the table of other
+libraries' losses.
+"""
 
 import json
 from pathlib import Path
@@ -27,7 +29,11 @@ class LossChecks(Directive):
             lines += ["", f"**{title}**", ""]
             for name, check in CHECKS.items():
                 if check.function.__module__.endswith("." + module):
-                    lines += [f"``{name}``", *(f"   {line}" for line in check.about.splitlines()), ""]
+                    lines += [
+                        f"``{name}``",
+                        *(f"   {line}" for line in check.about.splitlines()),
+                        "",
+                    ]
         return parsed(self, lines)
 
 
@@ -36,7 +42,13 @@ class ConformanceTable(Directive):
 
     def run(self):
         results = json.loads(RESULTS.read_text(encoding="utf-8"))
-        lines = [".. list-table::", "   :header-rows: 1", "   :widths: 32 8 60", "", "   * - loss, package"]
+        lines = [
+            ".. list-table::",
+            "   :header-rows: 1",
+            "   :widths: 32 8 60",
+            "",
+            "   * - loss, package",
+        ]
         lines += ["     - passed", "     - failed"]
         for row in results["rows"]:
             failed = ", ".join(f"``{name}``" for name in row.get("failed", ())) or "none"

@@ -1,4 +1,6 @@
-"""Sphinx configuration. Built by ``make docs``: first the snippets are run, then the pages are written."""
+"""Sphinx configuration. Built by ``make docs``: first the snippets are run, then the pages are
+written.
+"""
 
 import sys
 from importlib.util import find_spec
@@ -57,7 +59,8 @@ no_compiler = not (
 )
 """
 
-# Nothing on the pages comes from the network: the theme has its scripts with it, fonts are those of the reader.
+# Nothing on the pages comes from the network: the theme has its scripts with it, fonts are those of
+# the reader.
 html_theme = "furo"
 html_title = f"itrloss {release}"
 html_show_sourcelink = False
@@ -66,7 +69,8 @@ html_static_path = ["_static"]
 html_css_files = ["pages.css"]
 
 
-# napoleon takes what stands before a colon in a property's docstring for its type. These docstrings are plain prose.
+# napoleon takes what stands before a colon in a property's docstring for its type. These docstrings
+# are plain prose.
 _prose = {}
 
 

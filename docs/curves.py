@@ -25,12 +25,20 @@ def robust(axes: Axes) -> None:
         "RCL": itrloss.ComplementaryContrastiveLoss(0.07),
     }
     for name, loss in losses.items():
-        scores = torch.cat([positives[:, None], negatives.expand(len(positives), -1)], 1).requires_grad_()
+        scores = torch.cat(
+            [positives[:, None], negatives.expand(len(positives), -1)], 1
+        ).requires_grad_()
         loss.reduction = "none"
-        rows, _ = loss(scores=scores, image_ids=torch.zeros(len(scores)).long(), text_ids=torch.arange(NEGATIVES + 1))
+        rows, _ = loss(
+            scores=scores,
+            image_ids=torch.zeros(len(scores)).long(),
+            text_ids=torch.arange(NEGATIVES + 1),
+        )
         (gradient,) = torch.autograd.grad(rows.sum(), scores)
         pull = -gradient[:, 0]
-        axes.plot(positives, pull / pull.max(), label=name, color="C5" if name == "InfoNCE" else None)
+        axes.plot(
+            positives, pull / pull.max(), label=name, color="C5" if name == "InfoNCE" else None
+        )
     axes.axvspan(0.0, 0.2, color="C5", alpha=0.2, linewidth=0)
     axes.text(0.1, 0.4, "negatives", ha="center", color="C5")
     axes.set(title="Pull on a positive pair", xlabel="its score", ylabel="pull, largest = 1")
@@ -38,10 +46,13 @@ def robust(axes: Axes) -> None:
 
 
 def probabilistic(axes: Axes) -> None:
-    """The variance of a text that is best for it, where several images are as near to it as the labelled one."""
+    """The variance of a text that is best for it, where several images are as near to it as the
+    labelled one.
+    """
     counts, totals, dim = range(1, 13), torch.linspace(0.01, 2, 400), 16
     mean = torch.eye(dim)[0]
-    texts = mean.expand(len(totals), dim), (totals / dim).log()[:, None].expand(-1, dim)  # one, of any variance
+    # one, of any variance
+    texts = mean.expand(len(totals), dim), (totals / dim).log()[:, None].expand(-1, dim)
     given = torch.arange(60), torch.zeros(len(totals), dtype=torch.int64)
     for weight in (0.0, 0.1, 0.5):
         best = []
@@ -52,7 +63,11 @@ def probabilistic(axes: Axes) -> None:
             _, values = loss(images, texts[0], torch.full_like(images, -6.0), texts[1], *given)
             best.append(float(totals[values.argmin()]))
         axes.plot(counts, best, marker="o", label=f"α = {weight:g}")
-    axes.set(title="Best variance of a text", xlabel="images as near as the labelled one, with it", ylabel="Σσ²")
+    axes.set(
+        title="Best variance of a text",
+        xlabel="images as near as the labelled one, with it",
+        ylabel="Σσ²",
+    )
     axes.legend(loc="lower right")
 
 

@@ -24,7 +24,9 @@ LEGEND = (
 
 
 def similarities(seed: int = 0) -> Tensor:
-    """Return (8, 8) scores: two hard negatives, a text near to all images, an image equally near to its negatives."""
+    """Return (8, 8) scores: two hard negatives, a text near to all images, an image equally near to
+    its negatives.
+    """
     scores = 0.1 + 0.2 * torch.rand(8, 8, generator=torch.Generator().manual_seed(seed))
     scores[:, 6] += 0.22  # a hub
     scores[7] = 0.27 + 0.02 * scores[7]  # all its negatives are alike
@@ -35,7 +37,9 @@ def similarities(seed: int = 0) -> Tensor:
 
 
 def memory_scores(seed: int) -> Tensor:
-    """Return (8, 10) scores with a memory: one entry is near to all, the last two are not filled yet."""
+    """Return (8, 10) scores with a memory: one entry is near to all, the last two are not filled
+    yet.
+    """
     scores = 0.1 + 0.25 * torch.rand(8, 10, generator=torch.Generator().manual_seed(seed))
     scores[:, 6] += 0.22
     scores[[1, 4], [2, 0]] = torch.tensor([0.58, 0.5])
@@ -58,7 +62,9 @@ def _of_memory(loss: Callable) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
         scores, others = memory_scores(1).requires_grad_(), memory_scores(2)
         batch, keys = (Similarity.from_scores(similarities(), IDS, IDS) for _ in range(2))
         memory = (Similarity.from_scores(x, IDS, MEMORY_IDS) for x in (scores, others))
-        loss(MemorySimilarity(batch, Anchors.together(keys, keys.T), Anchors.together(*memory))).backward()
+        loss(
+            MemorySimilarity(batch, Anchors.together(keys, keys.T), Anchors.together(*memory))
+        ).backward()
         return scores, IDS, MEMORY_IDS
 
     return draw
@@ -69,7 +75,9 @@ def _of_head(head: int) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
         spread = similarities(2)
         narrow = 0.35 + 0.3 * (spread - 0.35)  # this head tells texts less well apart
         heads = [spread.requires_grad_(), narrow.detach().requires_grad_()]
-        functional.variance_aware_loss([Similarity.from_scores(x, IDS, IDS) for x in heads]).backward()
+        functional.variance_aware_loss(
+            [Similarity.from_scores(x, IDS, IDS) for x in heads]
+        ).backward()
         return heads[head], IDS, IDS
 
     return draw
@@ -115,13 +123,20 @@ PANELS = {
         "M-DCL": _of_memory(functional.memory_diversity_contrastive_loss),
         "UTO": _of_memory(functional.unified_training_objective),
     },
-    "variance_aware": {"a head that spreads its scores": _of_head(0), "a head that does not": _of_head(1)},
+    "variance_aware": {
+        "a head that spreads its scores": _of_head(0),
+        "a head that does not": _of_head(1),
+    },
     "prototypes": {"PGC": _of_classes},
 }
 
 
-def figure(title: str, scores: Tensor, row_ids: Tensor, col_ids: Tensor, rows: str, cols: str) -> Figure:
-    """Return the picture of ``scores.grad``, with the scores as numbers and a box around every positive."""
+def figure(
+    title: str, scores: Tensor, row_ids: Tensor, col_ids: Tensor, rows: str, cols: str
+) -> Figure:
+    """Return the picture of ``scores.grad``, with the scores as numbers and a box around every
+    positive.
+    """
     gradient, (n, m) = scores.grad, scores.shape
     assert gradient is not None
     top = gradient.abs().max()
@@ -133,9 +148,19 @@ def figure(title: str, scores: Tensor, row_ids: Tensor, col_ids: Tensor, rows: s
                 continue
             strong = abs(gradient[i, j]) > 0.6 * top
             number = f"{scores[i, j].round(decimals=2) + 0.0:.2f}".replace("0.", ".")
-            ax.text(j, i, number, ha="center", va="center", size=8, color="white" if strong else "#222222")
+            ax.text(
+                j,
+                i,
+                number,
+                ha="center",
+                va="center",
+                size=8,
+                color="white" if strong else "#222222",
+            )
             if row_ids[i] == col_ids[j]:
-                ax.add_patch(Rectangle((j - 0.47, i - 0.47), 0.94, 0.94, fill=False, color="#222222", lw=1.6))
+                ax.add_patch(
+                    Rectangle((j - 0.47, i - 0.47), 0.94, 0.94, fill=False, color="#222222", lw=1.6)
+                )
     ax.set(title=title, xlabel=cols, ylabel=rows, xticks=range(m), yticks=range(n))
     ax.set_xticklabels(["–" if x == IGNORE_ID else int(x) for x in col_ids])
     ax.set_yticklabels([int(x) for x in row_ids])
@@ -148,7 +173,9 @@ def figure(title: str, scores: Tensor, row_ids: Tensor, col_ids: Tensor, rows: s
 def figures(name: str) -> list[Figure]:
     """Return the pictures of one loss."""
     rows, cols = (
-        ("prototype of the pair", "prototype") if name == "prototypes" else ("id of the image", "id of the text")
+        ("prototype of the pair", "prototype")
+        if name == "prototypes"
+        else ("id of the image", "id of the text")
     )
     cols = "id of the text in the memory" if name == "memory" else cols
     return [figure(title, *panel(), rows, cols) for title, panel in PANELS[name].items()]

@@ -1,8 +1,9 @@
 """A Sphinx extension: below each table of figures with their ±, the same as a chart.
 
-A table with a column "difference" becomes one of our differences and the printed ones; one with cells "1.5 (-0.2 to
-3.2)", one of its columns of RSUM; one with columns "0 %", "20 %" and so on, one of RSUM by the share of wrong pairs;
-any other with a column "RSUM", one of RSUM before and after re-ranking, which has a column or rows of its own.
+A table with a column "difference" becomes one of our differences and the printed ones; one with
+cells "1.5 (-0.2 to 3.2)", one of its columns of RSUM; one with columns "0 %", "20 %" and so on, one
+of RSUM by the share of wrong pairs; any other with a column "RSUM", one of RSUM before and after
+re-ranking, which has a column or rows of its own.
 """
 
 import math
@@ -33,27 +34,47 @@ def interval(text):
 
 def drawn(table, label):
     """Return the chart of a table as SVG, or None where it has no intervals."""
-    head, *rows = [[entry.astext() for entry in row.findall(nodes.entry)] for row in table.findall(nodes.row)]
+    head, *rows = [
+        [entry.astext() for entry in row.findall(nodes.entry)] for row in table.findall(nodes.row)
+    ]
     if "difference" in head:
         rows = [row for row in rows if row[head.index("difference")]]
         names = [f"{row[0]}: {row[1]}" for row in rows]
         groups = {"ours, with 95 % intervals": "difference", "printed": "printed"}
-        groups = {group: [interval(row[head.index(title)]) for row in rows] for group, title in groups.items()}
+        groups = {
+            group: [interval(row[head.index(title)]) for row in rows]
+            for group, title in groups.items()
+        }
         return intervals(names, groups, label, "difference of RSUM to the row in bold", zero=True)
     if "0 %" in head:
         rows = [row for row in rows if row[0]]
         columns = [i for i, title in enumerate(head) if re.fullmatch(r"\d+ %", title)]
         groups = {f"{head[i]} wrong pairs": [interval(row[i]) for row in rows] for i in columns}
         return intervals([row[0] for row in rows], groups, label, SPREAD)
-    given = {head[i]: [row[i] for row in rows] for i in range(1, len(head)) if head[i].startswith("RSUM, ")}
-    groups = {title.removeprefix("RSUM, "): [interval(x) for x in cells] for title, cells in given.items()}
+    given = {
+        head[i]: [row[i] for row in rows]
+        for i in range(1, len(head))
+        if head[i].startswith("RSUM, ")
+    }
+    groups = {
+        title.removeprefix("RSUM, "): [interval(x) for x in cells] for title, cells in given.items()
+    }
     if groups:
-        return intervals([row[0] for row in rows], groups, label, "gain of RSUM, with 95 % intervals", zero=True)
+        return intervals(
+            [row[0] for row in rows], groups, label, "gain of RSUM, with 95 % intervals", zero=True
+        )
     if "RSUM" not in head or not any("±" in cell for row in rows for cell in row):
         return None
-    before, after, column = [row for row in rows if row[0]], [row for row in rows if not row[0]], head.index("RSUM")
+    before, after, column = (
+        [row for row in rows if row[0]],
+        [row for row in rows if not row[0]],
+        head.index("RSUM"),
+    )
     after = [row[column] for row in after] or [row[head.index("re-ranked")] for row in rows]
-    groups = {"no re-ranking": [interval(row[column]) for row in before], "re-ranked": [interval(x) for x in after]}
+    groups = {
+        "no re-ranking": [interval(row[column]) for row in before],
+        "re-ranked": [interval(x) for x in after],
+    }
     return intervals([row[0] for row in before], groups, label, SPREAD)
 
 

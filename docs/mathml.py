@@ -1,7 +1,8 @@
 """Equations as MathML, which browsers draw by themselves: no script, no network.
 
-latex2mathml does the translation. What follows it is what TeX would do about names of functions (space around them,
-limits below), signs and delimiters, and what browsers no longer do themselves (MathML Core).
+latex2mathml does the translation. What follows it is what TeX would do about names of functions
+(space around them, limits below), signs and delimiters, and what browsers no longer do themselves
+(MathML Core).
 """
 
 import html
@@ -14,10 +15,12 @@ from docutils.nodes import SkipNode
 from latex2mathml.converter import convert_to_element
 
 NAMES = {"arg", "cos", "log", "max", "min"}
-LIMITS = {"max", "min"}  # in a displayed equation a subscript goes below, as with the names in \operatorname*
+# in a displayed equation a subscript goes below, as with the names in \operatorname*
+LIMITS = {"max", "min"}
 SCRIPTS = {"msub": "munder", "msup": "mover", "msubsup": "munderover"}
 SIGNS, CLOSING, PRIME = ("−", "+"), tuple(")]}⟩|‖/"), "\u2032"
-FUNCTION = "\u2061"  # the invisible operator of a function's application; marks the names in \operatorname
+# the invisible operator of a function's application; marks the names in \operatorname
+FUNCTION = "\u2061"
 STARRED = FUNCTION + "*"
 
 
@@ -43,7 +46,8 @@ def _set(parent: Element, display: bool) -> None:
         _set(child, display and child.tag not in ("mfrac", *SCRIPTS))
         if display and child.tag in SCRIPTS and child[0].get("limits"):
             child.tag = SCRIPTS[child.tag]
-        if child.tag in SCRIPTS and child[0].get("minsize"):  # Chromium does not enlarge what has a script
+        # Chromium does not enlarge what has a script
+        if child.tag in SCRIPTS and child[0].get("minsize"):
             parent.insert(list(parent).index(child), child[0])
             child[0] = Element("mrow")
         if child.tag == "msup" and child[1].text == PRIME:  # its glyph is raised already
@@ -76,14 +80,18 @@ def _script(letter: str) -> str:
 
 
 def _space(row: Element) -> None:
-    """Put a thin space between a function's name and its neighbours, and make signs after operators prefixes."""
+    """Put a thin space between a function's name and its neighbours, and make signs after operators
+    prefixes.
+    """
     for before, after in pairwise(list(row)):
         sign = after.tag == "mo" and after.text in SIGNS and (_is_name(before) or _is_open(before))
         if sign:
             after.set("form", "prefix")
         if _is_name(before):
             hyphen = (_core(before).text or "").endswith("-")
-            apart = not hyphen and (sign or _is_name(after) or _core(after).tag != "mo" or after.text == "|")
+            apart = not hyphen and (
+                sign or _is_name(after) or _core(after).tag != "mo" or after.text == "|"
+            )
         else:
             apart = _is_name(after) and _core(before).tag in ("mi", "mn", "mfrac", "mstyle")
         if apart:
@@ -101,7 +109,9 @@ def _is_name(x: Element) -> bool:
 
 
 def _is_open(x: Element) -> bool:
-    """Whether it is an operator after which a sign stands for itself: not what closes a parenthesis."""
+    """Whether it is an operator after which a sign stands for itself: not what closes a
+    parenthesis.
+    """
     return x.tag == "mo" and x.text not in CLOSING
 
 
@@ -112,7 +122,11 @@ def _inline(writer, node) -> None:
 
 def _block(writer, node) -> None:
     # Where the source has a wide space the line may break, on narrow screens.
-    parts = (convert(part, display=True) for part in re.split(r"(?:\\qquad\s*)+", node.astext()) if part.strip())
+    parts = (
+        convert(part, display=True)
+        for part in re.split(r"(?:\\qquad\s*)+", node.astext())
+        if part.strip()
+    )
     writer.body.append(f'<div class="math">{"".join(parts)}</div>')
     raise SkipNode
 

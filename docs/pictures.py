@@ -1,4 +1,6 @@
-"""Pictures that the build draws itself, once in the ink of a light page and once in that of a dark one."""
+"""Pictures that the build draws itself, once in the ink of a light page and once in that of a dark
+one.
+"""
 
 import contextlib
 import io
@@ -16,10 +18,19 @@ from sphinx.util.docutils import SphinxDirective
 INK = {"light": "#20242b", "dark": "#d8dce3"}
 STYLE = {
     **dict.fromkeys(
-        ("text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "xtick.color", "ytick.color"),
+        (
+            "text.color",
+            "axes.labelcolor",
+            "axes.edgecolor",
+            "axes.titlecolor",
+            "xtick.color",
+            "ytick.color",
+        ),
         INK["light"],
     ),
-    "axes.prop_cycle": matplotlib.cycler(color=["#3a86c8", "#e0783c", "#42a874", "#b46ac2", "#c7a12b", "#8b919c"]),
+    "axes.prop_cycle": matplotlib.cycler(
+        color=["#3a86c8", "#e0783c", "#42a874", "#b46ac2", "#c7a12b", "#8b919c"]
+    ),
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.titlesize": 11,
@@ -54,10 +65,15 @@ class Drawn(SphinxDirective):
 
     def images(self, name: str, alt: str) -> list[nodes.Node]:
         uri = "/" + (self.folder / name).relative_to(self.env.srcdir).as_posix()
-        return [nodes.image(uri=f"{uri}-{theme}.svg", alt=alt, classes=[f"only-{theme}"]) for theme in INK]
+        return [
+            nodes.image(uri=f"{uri}-{theme}.svg", alt=alt, classes=[f"only-{theme}"])
+            for theme in INK
+        ]
 
     def row(self, module: ModuleType, name: str, alt: str, *args: str) -> nodes.container:
-        """Return the pictures that ``module.figures(*args)`` draws, side by side; their titles complete ``alt``."""
+        """Return the pictures that ``module.figures(*args)`` draws, side by side; their titles
+        complete ``alt``.
+        """
         self.env.note_dependency(str(module.__file__))
         row = nodes.container(classes=["pictures"])
         with plt.rc_context(STYLE):
@@ -84,7 +100,9 @@ class Gradient(Drawn):
 
 
 class Curves(Drawn):
-    """``.. curves:: robust`` shows what a loss does to one pair or one text. The content says what to see."""
+    """``.. curves:: robust`` shows what a loss does to one pair or one text. The content says what
+    to see.
+    """
 
     required_arguments = 1
 
@@ -99,19 +117,24 @@ class Curves(Drawn):
 
 
 class Schedules(Drawn):
-    """``.. schedules::`` shows what processes that share a batch hold and compute. The content says what to see."""
+    """``.. schedules::`` shows what processes that share a batch hold and compute. The content says
+    what to see.
+    """
 
     def run(self) -> list[nodes.Node]:
         if self.env.app.builder.format != "html":
             return []
         import schedules
 
-        row = self.row(schedules, "schedules", "Blocks of the matrix, and columns that each process holds")
+        row = self.row(
+            schedules, "schedules", "Blocks of the matrix, and columns that each process holds"
+        )
         return [row, *self.parse_content_to_nodes()]
 
 
 class Weights(Drawn):
-    """``.. weights::`` shows how losses weigh a pair by its score, ``.. weights:: infonce`` how its forms do.
+    """``.. weights::`` shows how losses weigh a pair by its score, ``.. weights:: infonce`` how its
+    forms do.
 
     The content says what to see.
     """
@@ -124,12 +147,15 @@ class Weights(Drawn):
         import weights
 
         names = "-".join(["weights", *self.arguments])
-        row = self.row(weights, names, "Gradient of losses by the score of one pair", *self.arguments)
+        row = self.row(
+            weights, names, "Gradient of losses by the score of one pair", *self.arguments
+        )
         return [row, *self.parse_content_to_nodes()]
 
 
 class Gallery(Drawn):
-    """``.. gallery:: scripts`` runs those of a folder which are named in the content, and shows them in that order.
+    """``.. gallery:: scripts`` runs those of a folder which are named in the content, and shows
+    them in that order.
 
     A script's docstring has its title, and what it shows. It leaves one picture, and may print.
     """
@@ -153,7 +179,9 @@ class Gallery(Drawn):
     def example(self, path: Path) -> nodes.section:
         _, docstring, code = path.read_text(encoding="utf-8").split('"""', 2)
         title, text = docstring.split("\n", 1)
-        section = nodes.section("", nodes.title("", title.rstrip(".")), ids=[nodes.make_id(path.stem)])
+        section = nodes.section(
+            "", nodes.title("", title.rstrip(".")), ids=[nodes.make_id(path.stem)]
+        )
         section += self.parse_text_to_nodes(text)
         section += [*self.images(path.stem, title)]
         code, printed = code.strip(), self.execute(path)
@@ -165,10 +193,17 @@ class Gallery(Drawn):
     def execute(self, path: Path) -> str:
         """Run a script, save its picture and return what it printed."""
         printed, before = io.StringIO(), os.getcwd()
-        with tempfile.TemporaryDirectory() as folder, plt.rc_context(STYLE), contextlib.redirect_stdout(printed):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            plt.rc_context(STYLE),
+            contextlib.redirect_stdout(printed),
+        ):
             os.chdir(folder)
             try:
-                exec(compile(path.read_text(encoding="utf-8"), path, "exec"), {"__name__": "__main__"})
+                exec(
+                    compile(path.read_text(encoding="utf-8"), path, "exec"),
+                    {"__name__": "__main__"},
+                )
             finally:
                 os.chdir(before)
             save(plt.gcf(), self.folder, path.stem)

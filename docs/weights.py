@@ -1,4 +1,6 @@
-"""Pictures of how losses weigh one pair by its score, beside other pairs of the same anchor that stay as they are."""
+"""Pictures of how losses weigh one pair by its score, beside other pairs of the same anchor that
+stay as they are.
+"""
 
 import matplotlib.pyplot as plt
 import torch
@@ -23,12 +25,16 @@ FORMS = {
     "plain": itrloss.InfoNCELoss(0.1),
     "hardness=9": itrloss.InfoNCELoss(0.1, hardness=9),
     "left out above the positive + 0.1": itrloss.FilteredInfoNCELoss(0.1),
-    "left out above 0.95 of the positive": itrloss.FilteredInfoNCELoss(0.1, margin=-0.05, relative=True),
+    "left out above 0.95 of the positive": itrloss.FilteredInfoNCELoss(
+        0.1, margin=-0.05, relative=True
+    ),
 }
 
 
 def slopes(criterion: itrloss.PairLoss, score: Tensor, column: int) -> float:
-    """Return the gradient of one image's loss by its score with a text; a text with a single image has no loss."""
+    """Return the gradient of one image's loss by its score with a text; a text with a single image
+    has no loss.
+    """
     scores = torch.tensor([[POSITIVE, POSITIVE, *NEGATIVES]])
     scores[0, column] = score
     scores.requires_grad_()
@@ -46,7 +52,11 @@ def panel(title: str, column: int, other: str) -> Figure:
         axes.plot(SCORES, curve / curve.abs().max(), label=name)
     axes.axhline(0, color=plt.rcParams["text.color"], linewidth=0.6)
     axes.axvline(POSITIVE, color=plt.rcParams["text.color"], linewidth=0.6, linestyle=":")
-    axes.set(title=title, xlabel=f"its score; dotted: {other}", ylabel="weight, as a part of the loss's largest")
+    axes.set(
+        title=title,
+        xlabel=f"its score; dotted: {other}",
+        ylabel="weight, as a part of the loss's largest",
+    )
     return figure
 
 
@@ -57,7 +67,11 @@ def forms() -> Figure:
         curve = [0.1 * slopes(criterion, score, 2) for score in SCORES]
         axes.plot(SCORES, curve, label=name, linestyle=style, linewidth=2)
     axes.axvline(POSITIVE, color=plt.rcParams["text.color"], linewidth=0.6, linestyle=":")
-    axes.set(title="How strongly a negative is pushed", xlabel="its score; dotted: the positive", ylabel="weight")
+    axes.set(
+        title="How strongly a negative is pushed",
+        xlabel="its score; dotted: the positive",
+        ylabel="weight",
+    )
     axes.legend(fontsize=9, loc="upper left")
     return figure
 

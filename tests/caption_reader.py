@@ -1,7 +1,8 @@
-"""Parser of captions of rendered scenes, which decides whether a caption is literally true of a scene.
+"""Parser of captions of rendered scenes, which decides whether a caption is literally true of a
+scene.
 
-It shares no word list, threshold or code with the generator of the captions: it has its own English names of things and
-checks the coordinates of the objects.
+It shares no word list, threshold or code with the generator of the captions: it has its own English
+names of things and checks the coordinates of the objects.
 """
 
 from __future__ import annotations
@@ -42,7 +43,17 @@ SETTINGS = _index({
     "stripes": "a striped wall, striped wallpaper, a wall with stripes",
     "paper": "a sheet of paper, a blank page, plain paper",
 })  # fmt: skip
-AMOUNTS = {"a": 1, "an": 1, "the": 1, "another": 1, "one": 1, "two": 2, "three": 3, "four": 4, "five": 5}
+AMOUNTS = {
+    "a": 1,
+    "an": 1,
+    "the": 1,
+    "another": 1,
+    "one": 1,
+    "two": 2,
+    "three": 3,
+    "four": 4,
+    "five": 5,
+}
 LOW, HIGH = (0.0, 0.35), (0.65, 1.0)
 CENTRAL, ANYWHERE = (0.4, 0.6), (0.0, 1.0)
 SPOTS = {  # where x and y must be
@@ -111,11 +122,15 @@ def _any_of(words) -> str:
 NOUN_PHRASE = re.compile(
     rf"\b{_any_of(AMOUNTS)} (?:{_any_of(EXTENTS)} )?(?:{_any_of(HUES)} )?{_any_of(NOUNS)}(s|es)?\b"
 )
-INVENTORY = "the picture shows|this image contains|someone drew|in total we have|we count|a collection of"
+INVENTORY = (
+    "the picture shows|this image contains|someone drew|in total we have|we count|a collection of"
+)
 SHARES = r"N, \w+ of them \w+, including N|out of N, \w+ (is|are) \w+( and \w+ (is|are) \w+)?"
 PALETTE = r"N in (\w+(?:, \w+)*(?: and \w+)?)"
 WITH_PLACES = "N P and N P|P there is N, while N is P|N is placed P"
-WITH_BACKGROUND = "(N [a-z ]+|there is N|a picture of N) (in|on) B|(in|on) B [a-z ]+ N|B, and N (in|on) it"
+WITH_BACKGROUND = (
+    "(N [a-z ]+|there is N|a picture of N) (in|on) B|(in|on) B [a-z ]+ N|B, and N (in|on) it"
+)
 IN_ORDER = "from (left|top) to (right|bottom)"
 LIST = "N(?:, N)*(?: and N)?"
 
@@ -128,8 +143,12 @@ class Reader:
         self.phrases: list[Phrase] = []
         self.places: list[str] = []
         self.settings: list[str] = []
-        text = re.sub(_any_of(SPOTS) + r"\b", lambda m: self.places.append(m[1]) or "P", caption[:-1])
-        text = re.sub(r"\b" + _any_of(SETTINGS) + r"\b", lambda m: self.settings.append(m[1]) or "B", text)
+        text = re.sub(
+            _any_of(SPOTS) + r"\b", lambda m: self.places.append(m[1]) or "P", caption[:-1]
+        )
+        text = re.sub(
+            r"\b" + _any_of(SETTINGS) + r"\b", lambda m: self.settings.append(m[1]) or "B", text
+        )
         self.skeleton = NOUN_PHRASE.sub(self._note, text)
 
     def _note(self, match: re.Match) -> str:
@@ -164,15 +183,21 @@ class Reader:
         if re.fullmatch(f"({INVENTORY}) {LIST}", self.skeleton):
             total = sum(AMOUNTS[phrase.article] for phrase in self.phrases)
             return all(map(exact, self.phrases)) and total == len(scene.objects)
-        shares = re.findall(rf"{_any_of(AMOUNTS)} (?:of them|is|are) {_any_of(HUES)}\b", self.skeleton)
+        shares = re.findall(
+            rf"{_any_of(AMOUNTS)} (?:of them|is|are) {_any_of(HUES)}\b", self.skeleton
+        )
         if re.fullmatch(SHARES, self.skeleton):
-            return all(map(exact, self.phrases)) and all(hues[hue] == AMOUNTS[k] for k, hue in shares)
+            return all(map(exact, self.phrases)) and all(
+                hues[hue] == AMOUNTS[k] for k, hue in shares
+            )
         if match := re.fullmatch(PALETTE, self.skeleton):
             return exact(self.phrases[0]) and set(re.split(", | and ", match[1])) == set(hues)
         return None
 
     def _says(self, scene: Scene, items: tuple[SceneObject, ...]) -> bool:
-        """Whether these objects, which fit the noun phrases in this order, are arranged as the sentence says."""
+        """Whether these objects, which fit the noun phrases in this order, are arranged as the
+        sentence says.
+        """
         for words, item in zip(self.places, items, strict=False):
             (left, right), (top, bottom) = SPOTS[words]
             if not (left <= item.x <= right and top <= item.y <= bottom):
@@ -186,12 +211,15 @@ class Reader:
             return True  # the sentence has no other content than places and the background
         if match := re.fullmatch(r"the (\w+) (shape|object|thing|figure) is N( P)?", self.skeleton):
             return self._extreme(match[1], scene, items[0])
-        if re.fullmatch(f"{IN_ORDER} we see {LIST}|{LIST}, in this order {IN_ORDER}", self.skeleton):
+        if re.fullmatch(
+            f"{IN_ORDER} we see {LIST}|{LIST}, in this order {IN_ORDER}", self.skeleton
+        ):
             along = [item.x if "left" in self.skeleton else item.y for item in items]
             return len(items) == len(scene.objects) and all(np.diff(along) > 0.1)
         if self.skeleton == "N and N are in opposite corners":
             a, b = items
-            return min(abs(a.x - b.x), abs(a.y - b.y)) > 0.4  # so neither is in the middle of an edge
+            # so neither is in the middle of an edge
+            return min(abs(a.x - b.x), abs(a.y - b.y)) > 0.4
         if re.fullmatch("N is (halfway )?between N and N", self.skeleton):
             return _halfway(*items)
         if self.skeleton == "the middle is empty, with N P":

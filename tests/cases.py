@@ -33,9 +33,11 @@ SHAPES = {
 
 
 def pairwise(**axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Select cases so that every two values of different axes meet at least once: far fewer than the full product.
+    """Select cases so that every two values of different axes meet at least once: far fewer than
+    the full product.
 
-    Most failures of combinations are caused by two of their values. The selection is greedy and deterministic.
+    Most failures of combinations are caused by two of their values. The selection is greedy and
+    deterministic.
     """
     values = [list(axis) for axis in axes.values()]
     missing = {
@@ -51,7 +53,9 @@ def pairwise(**axes: Sequence[Any]) -> list[tuple[Any, ...]]:
         for k in [k for k in range(len(values)) if k not in case]:
             size, start = len(values[k]), len(cases)
             gains = {
-                x: sum(((m, y, k, x) if m < k else (k, x, m, y)) in missing for m, y in case.items())
+                x: sum(
+                    ((m, y, k, x) if m < k else (k, x, m, y)) in missing for m, y in case.items()
+                )
                 for x in ((start + x) % size for x in range(size))
             }
             case[k] = max(gains, key=lambda x: gains[x])
@@ -73,10 +77,14 @@ def measured_apart(code: str, *arguments: str) -> Any:
     """
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**17)}
     command = [sys.executable, "-c", code, *arguments]
-    return json.loads(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+    return json.loads(
+        subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    )
 
 
-def make_ids(kind: str | None, n: int, m: int, seed: int = 0) -> tuple[Tensor | None, Tensor | None]:
+def make_ids(
+    kind: str | None, n: int, m: int, seed: int = 0
+) -> tuple[Tensor | None, Tensor | None]:
     generator = torch.Generator().manual_seed(seed)
     if kind is None:
         return None, None
@@ -93,7 +101,9 @@ def make_ids(kind: str | None, n: int, m: int, seed: int = 0) -> tuple[Tensor | 
     raise AssertionError(kind)
 
 
-def embeddings(n: int, m: int, d: int = 6, seed: int = 0, dtype=torch.float64) -> tuple[Tensor, Tensor]:
+def embeddings(
+    n: int, m: int, d: int = 6, seed: int = 0, dtype=torch.float64
+) -> tuple[Tensor, Tensor]:
     """Embeddings that are not normalised, with very different lengths."""
     generator = torch.Generator().manual_seed(seed)
     make = lambda size: torch.randn(size, d, generator=generator, dtype=torch.float64)  # noqa: E731
@@ -104,14 +114,17 @@ def embeddings(n: int, m: int, d: int = 6, seed: int = 0, dtype=torch.float64) -
 def upstream(n: int, m: int, seed: int = 1, dtype=torch.float64) -> tuple[Tensor, Tensor]:
     """Non-uniform upstream gradients of both signs for the rows and the columns."""
     generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for size in (n, m))  # type: ignore
+    return tuple(
+        torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for size in (n, m)
+    )  # type: ignore
 
 
 ENGINES = ("dense", "tiled", "kept", "scores")
 
 
 def similarity(v: Tensor, w: Tensor, ids: tuple, engine: str, **options: Any) -> Any:
-    """Similarity on an engine; ``"kept"``: the tiled engine with cached scores; ``"scores"``: from a given matrix.
+    """Similarity on an engine; ``"kept"``: the tiled engine with cached scores; ``"scores"``: from
+    a given matrix.
 
     ``"reference"`` is the specification of the tests.
     """
@@ -120,19 +133,25 @@ def similarity(v: Tensor, w: Tensor, ids: tuple, engine: str, **options: Any) ->
     if engine == "kept":
         return Similarity(v, w, *ids, engine="tiled", memory_budget=10**9, **options)
     if engine == "scores":
-        return Similarity.from_scores(Similarity(v, w, *ids, engine="dense", **options).scores(), *ids, engine="tiled")
+        return Similarity.from_scores(
+            Similarity(v, w, *ids, engine="dense", **options).scores(), *ids, engine="tiled"
+        )
     return Similarity(v, w, *ids, engine=engine, **options)  # type: ignore
 
 
 def guide_of(anchors: Any) -> Any:
     """The same anchors of a second matrix, with the scores cos(3 S)."""
     if isinstance(anchors, Reference):
-        return Reference(*((torch.cos(3 * scores.detach()), positive) for scores, positive in anchors.groups))
+        return Reference(
+            *((torch.cos(3 * scores.detach()), positive) for scores, positive in anchors.groups)
+        )
     second = {}
     for matrix in {matrix for group in anchors._groups for matrix, _ in group}:
         scores = torch.cos(3 * matrix.as_dense().scores().detach())
         second[matrix] = Similarity.from_scores(scores, *matrix.pairs.ids_as_passed)._matrix
-    return Anchors(*([(second[matrix], side) for matrix, side in group] for group in anchors._groups))
+    return Anchors(
+        *([(second[matrix], side) for matrix, side in group] for group in anchors._groups)
+    )
 
 
 def finite(x: Tensor) -> Tensor:
@@ -140,7 +159,8 @@ def finite(x: Tensor) -> Tensor:
     return torch.where(x.isfinite(), x, 0.0)
 
 
-# User-defined terms. They are registered here, because test modules may be imported under two names.
+# User-defined terms. They are registered here, because test modules may be imported under two
+# names.
 
 
 @pair_term

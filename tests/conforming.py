@@ -1,7 +1,9 @@
-"""The losses of this library as `check_loss` takes them: how they are called, and the checks they fail for a reason.
+"""The losses of this library as `check_loss` takes them: how they are called, and the checks they
+fail for a reason.
 
-What a loss takes besides embeddings and ids, its `call` makes of them row by row, so that it is permuted with them.
-The suite runs a part of the checks; `python tests/conforming.py [NAME ...]` runs all of them, and prints the times.
+What a loss takes besides embeddings and ids, its `call` makes of them row by row, so that it is
+permuted with them. The suite runs a part of the checks; `python tests/conforming.py [NAME ...]`
+runs all of them, and prints the times.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class Case(NamedTuple):
 
 # Expected failures, with their reason.
 NUMERICAL = "gradcheck", "finite_differences"
-CONSTANT = dict.fromkeys([*NUMERICAL, "uneven_upstream"], "weights that the gradient takes for constants")
+CONSTANT = dict.fromkeys(
+    [*NUMERICAL, "uneven_upstream"], "weights that the gradient takes for constants"
+)
 NEGATIVES_ALONE = {
     "float32_error": "1 - p cancels where p is near 1, see the loss",
     "learns_classes": "it learns from negatives alone: an image that starts far from its positives stays there",
@@ -40,18 +44,26 @@ NEGATIVES_ALONE = {
 DENSE = {"memory_grows_linearly": "its scores, of a teacher or of sets, are a matrix"}
 HELD = {"memory_grows_linearly": "scores of up to 256 MiB are held, as with engine='auto'"}
 PREFIXES = {"rotation": "prefixes are of coordinates"}
-OTHER_SCORES = {"learns_pairs": "models with this loss retrieve by other scores than inner products"}
+OTHER_SCORES = {
+    "learns_pairs": "models with this loss retrieve by other scores than inner products"
+}
 SETS = OTHER_SCORES | {"rotation": "its input is made of coordinates of the embeddings"}
 CLASSES = {"learns_classes": OTHER_SCORES["learns_pairs"]}
 TWO_KINDS = {"swapped_sides": "images and texts take different parts in it"}
 FIXED = "its keys and its memory stay as they are"
 MEMORY = dict.fromkeys(["rotation", "swapped_sides", "renamed_ids"], FIXED)
-APART = dict.fromkeys(["learns_pairs", "learns_classes"], "only the memory has negatives, so pairs are not parted")
+APART = dict.fromkeys(
+    ["learns_pairs", "learns_classes"], "only the memory has negatives, so pairs are not parted"
+)
 PROTOTYPES = dict.fromkeys(["rotation", "swapped_sides", "order_of_pairs"], FIXED)
 PROTOTYPES |= {"compiled_as_one_graph": "in evaluation mode it asks how many prototypes there are"}
-BANK = dict.fromkeys(["rotation", "swapped_sides"], FIXED) | dict.fromkeys(NUMERICAL, CONSTANT["gradcheck"])
+BANK = dict.fromkeys(["rotation", "swapped_sides"], FIXED) | dict.fromkeys(
+    NUMERICAL, CONSTANT["gradcheck"]
+)
 BANK |= {"learns_pairs": "the bank's weights fall as pairs are learnt"}
-REGULARISED = dict.fromkeys(["uneven_upstream", "reductions_agree"], 'its reduction is "mean" or "sum"')
+REGULARISED = dict.fromkeys(
+    ["uneven_upstream", "reductions_agree"], 'its reduction is "mean" or "sum"'
+)
 
 
 def taught(loss, images, texts, image_ids, text_ids):
@@ -114,12 +126,16 @@ def with_memory(loss, images, texts, *ids):
 def with_queues(loss, images, texts, *ids):
     queries, queues = (normalized(images), normalized(texts)), memory_for(images)
     keys = [normalized(keys_of(x, images)) for x in ids]  # of the other side: a pair has one id
-    return loss.moco_forward(queries[0], keys[0], queries[1], keys[1], queues.images.T, queues.texts.T)
+    return loss.moco_forward(
+        queries[0], keys[0], queries[1], keys[1], queues.images.T, queues.texts.T
+    )
 
 
 def with_bank(loss, images, texts):
     bank, number = memory_for(images), torch.arange(15, 15 + len(images))
-    return loss(normalized(images), normalized(texts), bank.images, bank.texts, torch.arange(20), number)
+    return loss(
+        normalized(images), normalized(texts), bank.images, bank.texts, torch.arange(20), number
+    )
 
 
 def wide(x: Tensor, like: Tensor) -> Tensor:
@@ -181,7 +197,9 @@ def cosines(images: Tensor, texts: Tensor, lengths: Any) -> Tensor:
     return itrloss.Similarity(images, texts).scores()
 
 
-def published(loss: Any, call: Callable[..., Any] = plainly, failures: Mapping[str, str] = HELD) -> Case:
+def published(
+    loss: Any, call: Callable[..., Any] = plainly, failures: Mapping[str, str] = HELD
+) -> Case:
     return Case(loss, {"ids": False, "call": call}, failures)
 
 
@@ -195,7 +213,9 @@ LOSSES = {
     "sigmoid": Case(itrloss.SigmoidLoss()),
     "hal": Case(itrloss.HubnessAwareLoss()),
     "dcl": Case(itrloss.DiversityContrastiveLoss(), {}, CONSTANT),
-    "dcl entropy": Case(itrloss.DiversityContrastiveLoss(diversity="entropy", detach_diversity=False)),
+    "dcl entropy": Case(
+        itrloss.DiversityContrastiveLoss(diversity="entropy", detach_diversity=False)
+    ),
     "rince": Case(itrloss.RINCELoss()),
     "complementary": Case(itrloss.ComplementaryContrastiveLoss(), {}, NEGATIVES_ALONE),
     "supcon": Case(itrloss.SupConLoss()),
@@ -208,18 +228,28 @@ LOSSES = {
     "directional": Case(itrloss.DirectionalInfoNCELoss(), {"ids": False}),
     "directional one by one": Case(itrloss.DirectionalInfoNCELoss(joint=False), {"ids": False}),
     "distillation": Case(itrloss.DistillationLoss(), {"call": taught}, DENSE),
-    "matryoshka": Case(itrloss.Matryoshka(itrloss.InfoNCELoss(engine="tiled"), (2, 4)), {}, PREFIXES),
-    "late interaction": Case(itrloss.LateInteractionLoss(0.1), {"call": of_sets}, DENSE | SETS | CLASSES | TWO_KINDS),
+    "matryoshka": Case(
+        itrloss.Matryoshka(itrloss.InfoNCELoss(engine="tiled"), (2, 4)), {}, PREFIXES
+    ),
+    "late interaction": Case(
+        itrloss.LateInteractionLoss(0.1), {"call": of_sets}, DENSE | SETS | CLASSES | TWO_KINDS
+    ),
     "variance aware": Case(itrloss.VarianceAwareLoss(), {"call": of_heads}, SETS | TWO_KINDS),
     "dvse": Case(itrloss.DVSEObjective(engine="tiled"), {"call": with_residuals}, SETS | TWO_KINDS),
-    "pcme++": Case(itrloss.PCMEPlusPlusLoss(), {"call": of_normals, "normalizes": False}, SETS | CLASSES),
+    "pcme++": Case(
+        itrloss.PCMEPlusPlusLoss(), {"call": of_normals, "normalizes": False}, SETS | CLASSES
+    ),
     "m-dcl": Case(
-        itrloss.MemoryDiversityContrastiveLoss(detach_diversity=False), {"call": with_memory}, MEMORY | APART
+        itrloss.MemoryDiversityContrastiveLoss(detach_diversity=False),
+        {"call": with_memory},
+        MEMORY | APART,
     ),
     "uto": Case(itrloss.UnifiedTrainingObjective(), {"call": with_memory}, MEMORY),
     "coder": Case(coder(), {"call": of_coder, "ids": False}, PROTOTYPES),
     "prototypes": Case(
-        itrloss.PrototypeClassificationLoss(64, 3), {"call": of_prototypes, "ids": False, "normalizes": False}, SETS
+        itrloss.PrototypeClassificationLoss(64, 3),
+        {"call": of_prototypes, "ids": False, "normalizes": False},
+        SETS,
     ),
     "vse++": published(compat.VSEPPLoss(0.2)),
     "vse++ order": published(compat.VSEPPLoss(0.2, "order"), failures=HELD | SETS | TWO_KINDS),
@@ -236,11 +266,18 @@ LOSSES = {
     "clip": published(compat.ClipLoss(), scaled),
     "siglip": published(compat.SigLipLoss(), scaled),
     "pvse": published(compat.PVSELoss(OPT), of_published_sets, HELD | SETS | REGULARISED),
-    "dive": published(compat.DivELoss(2, 2, None, OPT, txt_per_img=1), of_published_sets, HELD | SETS | REGULARISED),
+    "dive": published(
+        compat.DivELoss(2, 2, None, OPT, txt_per_img=1),
+        of_published_sets,
+        HELD | SETS | REGULARISED,
+    ),
 }
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or LOSSES:
         loss, options, failures = LOSSES[name]
         report = check_loss(loss, expected_failures=failures, **options)
-        print(f"{sum(x.seconds for x in report.outcomes):5.1f} s  {name}: {report.summary}", flush=True)
+        print(
+            f"{sum(x.seconds for x in report.outcomes):5.1f} s  {name}: {report.summary}",
+            flush=True,
+        )

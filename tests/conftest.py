@@ -8,16 +8,19 @@ import os
 import pytest
 import torch
 
-if not torch.cuda.is_available():  # kernels run on the CPU, in Triton's interpreter; read at Triton's import
+# kernels run on the CPU, in Triton's interpreter; read at Triton's import
+if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from itrloss.engine import products, scores
 
-# Matrices are small, and the workers of pytest-xdist share the cores, so more threads would only compete.
+# Matrices are small, and the workers of pytest-xdist share the cores, so more threads would only
+# compete.
 torch.set_num_threads(1)
 
-# The collector would visit all modules and tests again and again: 5 of 13 seconds of collection, and 3 in 39 of tests
-# that compile (``pytest --collect-only``, with a callback in ``gc.callbacks`` that adds up the time).
+# The collector would visit all modules and tests again and again: 5 of 13 seconds of collection,
+# and 3 in 39 of tests that compile (``pytest --collect-only``, with a callback in ``gc.callbacks``
+# that adds up the time).
 gc.disable()
 
 
@@ -28,7 +31,9 @@ def pytest_collection_finish():
 
 
 def pytest_collection_modifyitems(items):
-    """Begin with the longest test, so that no worker of pytest-xdist is left alone with it at the end."""
+    """Begin with the longest test, so that no worker of pytest-xdist is left alone with it at the
+    end.
+    """
     items.sort(key=lambda item: item.name != "test_kernels_compile_for_gpus")
 
 

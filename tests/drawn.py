@@ -9,9 +9,26 @@ import numpy as np
 import torch
 from PIL import Image
 
-COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (30, 40, 220), "white": (240, 240, 240)}
+COLOURS = {
+    "red": (220, 30, 30),
+    "green": (30, 200, 40),
+    "blue": (30, 40, 220),
+    "white": (240, 240, 240),
+}
 SIZES = {"train": 12, "restval": 4, "val": 8, "test": 8}
-PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "##s", "left", "right", "then", *COLOURS]
+PIECES = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    "a",
+    "##s",
+    "left",
+    "right",
+    "then",
+    *COLOURS,
+]
 
 
 def draw(path: Path, left: str, right: str) -> None:
@@ -23,7 +40,9 @@ def draw(path: Path, left: str, right: str) -> None:
 
 
 def karpathy(root: Path, per_image: int = 5) -> Path:
-    """Data set with Karpathy's JSON as for MSCOCO, with more captions for some images than for others."""
+    """Data set with Karpathy's JSON as for MSCOCO, with more captions for some images than for
+    others.
+    """
     rng, images = np.random.default_rng(0), []
     for split, count in SIZES.items():
         folder = "train2014" if split == "train" else "val2014"
@@ -38,15 +57,23 @@ def karpathy(root: Path, per_image: int = 5) -> Path:
             ]
             file = f"{split}_{i}.png"
             draw(root / folder / file, left, right)
-            sentences = [{"raw": text, "tokens": text.split()} for text in (said * 2)[: per_image + i % 2]]
-            images.append({"filepath": folder, "filename": file, "split": split, "sentences": sentences})
+            sentences = [
+                {"raw": text, "tokens": text.split()} for text in (said * 2)[: per_image + i % 2]
+            ]
+            images.append(
+                {"filepath": folder, "filename": file, "split": split, "sentences": sentences}
+            )
     (root / "dataset_coco.json").write_text(json.dumps({"images": images, "dataset": "coco"}))
     return root
 
 
 def cub(root: Path) -> Path:
-    """Data set like CUB: four classes of three images with ten captions, each class in one list of classes."""
-    for kind, (colour, name) in enumerate(zip(COLOURS, ("train", "train", "val", "test"), strict=True)):
+    """Data set like CUB: four classes of three images with ten captions, each class in one list of
+    classes.
+    """
+    for kind, (colour, name) in enumerate(
+        zip(COLOURS, ("train", "train", "val", "test"), strict=True)
+    ):
         folder = f"{kind:03}.{colour}"
         for i in range(3):
             draw(root / "images" / folder / f"{colour}_{i}.jpg", colour, list(COLOURS)[i])

@@ -1,6 +1,7 @@
 """Compile the kernels for GPUs that need not be present, and report the resources of each.
 
-Triton's compiler may reject what its interpreter accepts, and kernels that spill registers are very slow.
+Triton's compiler may reject what its interpreter accepts, and kernels that spill registers are very
+slow.
 
     python tests/gpu_compiler.py 90 80 100
 """
@@ -49,22 +50,30 @@ class Absent:
 def cases_of(gpus: Sequence[int]) -> list[tuple[int, dict]]:
     """Return all that is compiled: GPUs, and arguments of :func:`ask`.
 
-    Any two values of the parameters that change one answer's kernels meet, and each meets each GPU; all GPUs also get
-    the other kinds of kernels. The first GPU gets all other answers and tiles, and more of the most frequent answer.
+    Any two values of the parameters that change one answer's kernels meet, and each meets each GPU;
+    all GPUs also get the other kinds of kernels. The first GPU gets all other answers and tiles,
+    and more of the most frequent answer.
     """
     axes = {"over": ["negatives", "all"], "shared": [True, False], "ids": [True, False]}
     cases = [(gpus[0], dict(zip(axes, case, strict=True))) for case in pairwise(**axes)]
     axes["shape"] = [(1024, 512), (999, 200)]
     axes["key"] = ["exp<>", "exp"]
-    cases += [(gpu, dict(zip(axes, case, strict=True))) for *case, gpu in pairwise(**axes, gpu=gpus)]
+    cases += [
+        (gpu, dict(zip(axes, case, strict=True))) for *case, gpu in pairwise(**axes, gpu=gpus)
+    ]
     for gpu in gpus:
         cases += [(gpu, {"early": True}), (gpu, {"key": "hinges", "dtype": torch.float32})]
-    cases += [(gpus[0], case) for case in ({"dtype": torch.float32}, *({"key": key} for key in FORMS if key != "exp"))]
+    cases += [
+        (gpus[0], case)
+        for case in ({"dtype": torch.float32}, *({"key": key} for key in FORMS if key != "exp"))
+    ]
     return cases + [(gpus[0], {"tile": tile}) for tile in engine.PRODUCT_TILES[1:]]
 
 
 def compiled(case: tuple[int, dict]) -> list[dict]:
-    """Compile the kernels of an answer; return their names, shared memory, registers and spilled bytes per thread."""
+    """Compile the kernels of an answer; return their names, shared memory, registers and spilled
+    bytes per thread.
+    """
     (gpu, asked), kernels, run = case, {}, JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **options):
@@ -107,7 +116,11 @@ def ask(
     source, sides = Scores(x, x, ones, ones, *which), (0,) if early else (0, 1)
     name = key.rstrip("<>")
     limits = len(key) - len(name)
-    count = 2 if name in ("exp", "exponential", "information", "negative_log_likelihood", "softplus") else 1
+    count = (
+        2
+        if name in ("exp", "exponential", "information", "negative_log_likelihood", "softplus")
+        else 1
+    )
     count = 0 if key.startswith(("log1p", "identity")) else count
     params = [torch.ones(1 if shared else len(sides) * size) for _ in range(count)]
     params = [torch.ones(3, len(params[0]))] if key == "hinges" else params
@@ -115,7 +128,9 @@ def ask(
     question = Question(source, Pairs((size, size), which, x.device), key, over, sides, params)
     engine.sums(question, early)
     if not early and not ANSWERS[key].maximum:
-        needs = [name not in ("exp", "moments", "information"), name not in ("exp", "information")][:count]
+        needs = [name not in ("exp", "moments", "information"), name not in ("exp", "information")][
+            :count
+        ]
         needs += [False] * limits
         grad = torch.ones(ANSWERS[key].width, len(sides) * size)
         engine.gradient(question, grad, (True, True, *needs), (*which, ones))
@@ -127,8 +142,14 @@ def usage(code: bytes) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(code)
         file.flush()
-        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    pairs = (word.split(":") for word in said.split() if word.startswith(("REG:", "STACK:", "LOCAL:", "SHARED:")))
+        said = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    pairs = (
+        word.split(":")
+        for word in said.split()
+        if word.startswith(("REG:", "STACK:", "LOCAL:", "SHARED:"))
+    )
     return {name: int(value) for name, value in pairs}
 
 

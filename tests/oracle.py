@@ -1,18 +1,20 @@
-"""Every equation implemented again as plain loops over pairs in float64, as an independent reference for the tests.
+"""Every equation implemented again as plain loops over pairs in float64, as an independent
+reference for the tests.
 
-It is written from the papers and not from the library, deliberately simple and slow, for matrices of up to some thirty
-rows.
+It is written from the papers and not from the library, deliberately simple and slow, for matrices
+of up to some thirty rows.
 
-Conventions: ``S`` is an (N, M) score matrix, rows are images and columns are texts. ``row_ids`` (N,) and
-``col_ids`` (M,) are integers; the pair (i, j) is positive iff ``row_ids[i] == col_ids[j]``, else negative.
-An anchor is *valid* iff it has at least one positive and at least one negative; an invalid anchor's loss is
-exactly 0. Equations are numbered as in the papers.
+Conventions: ``S`` is an (N, M) score matrix, rows are images and columns are texts. ``row_ids``
+(N,) and ``col_ids`` (M,) are integers; the pair (i, j) is positive iff ``row_ids[i] ==
+col_ids[j]``, else negative. An anchor is *valid* iff it has at least one positive and at least one
+negative; an invalid anchor's loss is exactly 0. Equations are numbered as in the papers.
 
 Reductions, for values ``rows`` (N,) of the image anchors and ``cols`` (M,) of the text anchors:
 
 * ``"none"``: the pair ``(rows, cols)`` of float64 arrays,
 * ``"sum"``: ``Σ_i rows_i + Σ_j cols_j``,
-* ``"mean"``: mean of ``rows`` over valid images + mean of ``cols`` over valid texts (0 where none is valid).
+* ``"mean"``: mean of ``rows`` over valid images + mean of ``cols`` over valid texts (0 where none
+  is valid).
 
 Papers: CODER (Wang et al., ECCV 2022), USER (Zhang et al., 2023), DVSE (Wei et al., 2023),
 VSE++ (Faghri et al., BMVC 2018), CPC (van den Oord et al., 2018).
@@ -53,9 +55,9 @@ def cosine(V: ArrayLike, W: ArrayLike) -> Array:
 def std_diversity(S: ArrayLike, row_ids: Ids, col_ids: Ids, epsilon: float = 0.1) -> Array:
     """Standard-deviation diversity of each row, CODER Eq. 3: (N, M) -> (N,).
 
-    ``SD_i = sqrt(max(mean_{j∈neg(i)} (S_ij − mean_neg)², 1e-12))``,
-    ``raw_i = 1/sigmoid(ε/SD_i) = 1 + exp(−ε/SD_i)``, ``div_i = raw_i / max_i raw_i``, the maximum over all
-    rows. A row without negatives has the floor as its SD.
+    ``SD_i = sqrt(max(mean_{j∈neg(i)} (S_ij − mean_neg)², 1e-12))``, ``raw_i = 1/sigmoid(ε/SD_i) = 1
+    + exp(−ε/SD_i)``, ``div_i = raw_i / max_i raw_i``, the maximum over all rows. A row without
+    negatives has the floor as its SD.
     """
     S = np.asarray(S, np.float64)
     raw = []
@@ -75,8 +77,9 @@ def entropy_diversity(
 ) -> Array:
     """Entropy diversity of each row, CODER supplement Eq. 8: (N, M) -> (N,).
 
-    ``P_ij = exp(S_ij/τ) / Σ_{all columns l} exp(S_il/τ)``, ``H_i = max(−Σ_{j∈neg(i)} P_ij log2 P_ij, 1e-6)``
-    in bits, ``raw_i = 1 + exp(−ε/H_i)``, ``div_i = raw_i / max_i raw_i``, the maximum over all rows.
+    ``P_ij = exp(S_ij/τ) / Σ_{all columns l} exp(S_il/τ)``, ``H_i = max(−Σ_{j∈neg(i)} P_ij log2
+    P_ij, 1e-6)`` in bits, ``raw_i = 1 + exp(−ε/H_i)``, ``div_i = raw_i / max_i raw_i``, the maximum
+    over all rows.
     """
     S = np.asarray(S, np.float64)
     raw = []
@@ -99,7 +102,8 @@ def triplet(
     mining: str = "hardest",
     reduction: str = "sum",
 ) -> Any:
-    """Triplet ranking loss of VSE++: sum of hinges (``mining="all"``) or maximum of hinges (``"hardest"``).
+    """Triplet ranking loss of VSE++: sum of hinges (``mining="all"``) or maximum of hinges
+    (``"hardest"``).
 
     ``hardest``: ``ℓ_i = Σ_{p∈pos(i)} [α − S_ip + max_{n∈neg(i)} S_in]_+``;
     ``all``: ``ℓ_i = Σ_{p∈pos(i)} Σ_{n∈neg(i)} [α − S_ip + S_in]_+``.
@@ -111,20 +115,26 @@ def triplet(
             negatives = [S[i, n] for n in _negatives(i, ids, other_ids)]
             competitors = [max(negatives)] if mining == "hardest" else negatives
             values[i] = math.fsum(
-                max(0.0, margin - S[i, p] + s) for p in _positives(i, ids, other_ids) for s in competitors
+                max(0.0, margin - S[i, p] + s)
+                for p in _positives(i, ids, other_ids)
+                for s in competitors
             )
         return values
 
     _one_of("mining", mining, ("hardest", "all"))
     S = np.asarray(S, np.float64)
-    return _reduce(anchors(S, row_ids, col_ids), anchors(S.T, col_ids, row_ids), row_ids, col_ids, reduction)
+    return _reduce(
+        anchors(S, row_ids, col_ids), anchors(S.T, col_ids, row_ids), row_ids, col_ids, reduction
+    )
 
 
-def infonce(S: ArrayLike, row_ids: Ids, col_ids: Ids, temperature: float = 0.07, reduction: str = "mean") -> Any:
+def infonce(
+    S: ArrayLike, row_ids: Ids, col_ids: Ids, temperature: float = 0.07, reduction: str = "mean"
+) -> Any:
     """InfoNCE, CPC Eq. 4, averaged over an anchor's positives.
 
-    ``ℓ_i = mean_{p∈pos(i)} −log( exp(S_ip/τ) / (exp(S_ip/τ) + Σ_{n∈neg(i)} exp(S_in/τ)) )``: the denominator of
-    a positive includes the negatives, but not the anchor's other positives.
+    ``ℓ_i = mean_{p∈pos(i)} −log( exp(S_ip/τ) / (exp(S_ip/τ) + Σ_{n∈neg(i)} exp(S_in/τ)) )``: the
+    denominator of a positive includes the negatives, but not the anchor's other positives.
     """
 
     def anchors(S: Array, ids: Ids, other_ids: Ids) -> Array:
@@ -139,7 +149,9 @@ def infonce(S: ArrayLike, row_ids: Ids, col_ids: Ids, temperature: float = 0.07,
         return values
 
     S = np.asarray(S, np.float64)
-    return _reduce(anchors(S, row_ids, col_ids), anchors(S.T, col_ids, row_ids), row_ids, col_ids, reduction)
+    return _reduce(
+        anchors(S, row_ids, col_ids), anchors(S.T, col_ids, row_ids), row_ids, col_ids, reduction
+    )
 
 
 def hal(
@@ -152,10 +164,10 @@ def hal(
 ) -> Any:
     """Hubness-aware loss, USER Eq. 17, for several positives and N ≠ M.
 
-    ``r_i = (1/γ) log(1 + Σ_{j∈neg(i)} exp(γ(S_ij − ε)))`` over a row, ``c_j`` likewise over a column; the
-    loss is ``mean_i r_i + mean_j c_j − mean_{positive pairs} log(1 + S_ip)``, S floored at −1 + 1e-6 in the
-    last term. Per anchor, each direction has half of the positive term:
-    ``ℓ_i = r_i − ½ (n_valid / P) Σ_{p∈pos(i)} log(1 + S_ip)``, P = positive pairs whose anchor is valid.
+    ``r_i = (1/γ) log(1 + Σ_{j∈neg(i)} exp(γ(S_ij − ε)))`` over a row, ``c_j`` likewise over a
+    column; the loss is ``mean_i r_i + mean_j c_j − mean_{positive pairs} log(1 + S_ip)``, S floored
+    at −1 + 1e-6 in the last term. Per anchor, each direction has half of the positive term: ``ℓ_i =
+    r_i − ½ (n_valid / P) Σ_{p∈pos(i)} log(1 + S_ip)``, P = positive pairs whose anchor is valid.
     """
 
     def anchors(S: Array, ids: Ids, other_ids: Ids) -> Array:
@@ -170,7 +182,9 @@ def hal(
         return values
 
     S = np.asarray(S, np.float64)
-    return _reduce(anchors(S, row_ids, col_ids), anchors(S.T, col_ids, row_ids), row_ids, col_ids, reduction)
+    return _reduce(
+        anchors(S, row_ids, col_ids), anchors(S.T, col_ids, row_ids), row_ids, col_ids, reduction
+    )
 
 
 def dcl(
@@ -187,11 +201,11 @@ def dcl(
 ) -> Any:
     """Diversity-sensitive contrastive loss, CODER Eq. 5 (Eq. 4 with ``diversity=None``).
 
-    ``ℓ_i = μ log(1 + Σ_{j∈neg(i)} exp((S_ij − γ)/(μ d_i))) − w mean_{p∈pos(i)} log(1 + S_ip)``, w = μ for
-    ``"paper"``. Texts are anchors of the transposed matrix; their diversities are divided by their own maximum.
-    ``positive="clamp"`` floors S at −1 + 1e-6 in the last term, ``"relu"`` at 0. ``diversity`` may also be
-    the two arrays of scores, (N,) and (M,): held fixed, they make finite differences agree with gradients
-    that treat the diversity as a constant.
+    ``ℓ_i = μ log(1 + Σ_{j∈neg(i)} exp((S_ij − γ)/(μ d_i))) − w mean_{p∈pos(i)} log(1 + S_ip)``, w =
+    μ for ``"paper"``. Texts are anchors of the transposed matrix; their diversities are divided by
+    their own maximum. ``positive="clamp"`` floors S at −1 + 1e-6 in the last term, ``"relu"`` at 0.
+    ``diversity`` may also be the two arrays of scores, (N,) and (M,): held fixed, they make finite
+    differences agree with gradients that treat the diversity as a constant.
     """
     _one_of("positive", positive, ("clamp", "relu"))
     S = np.asarray(S, np.float64)
@@ -204,14 +218,21 @@ def dcl(
     else:
         _one_of("diversity", diversity, ("std", "entropy"))
         score = std_diversity if diversity == "std" else entropy_diversity
-        row_div, col_div = score(S, row_ids, col_ids, epsilon), score(S.T, col_ids, row_ids, epsilon)
+        row_div, col_div = (
+            score(S, row_ids, col_ids, epsilon),
+            score(S.T, col_ids, row_ids, epsilon),
+        )
 
     def anchors(S: Array, ids: Ids, other_ids: Ids, div: Array) -> Array:
         values = np.zeros(len(S))
         for i in _valid_anchors(ids, other_ids):
-            exponents = [(S[i, n] - margin) / (temperature * div[i]) for n in _negatives(i, ids, other_ids)]
+            exponents = [
+                (S[i, n] - margin) / (temperature * div[i]) for n in _negatives(i, ids, other_ids)
+            ]
             logs = [math.log(1 + max(S[i, p], floor)) for p in _positives(i, ids, other_ids)]
-            values[i] = temperature * _log_sum_exp([0.0, *exponents]) - weight * math.fsum(logs) / len(logs)
+            values[i] = temperature * _log_sum_exp([0.0, *exponents]) - weight * math.fsum(
+                logs
+            ) / len(logs)
         return values
 
     rows = anchors(S, row_ids, col_ids, row_div)
@@ -221,7 +242,8 @@ def dcl(
 def fast_rerank(
     A: ArrayLike, i2t: tuple[float, float] = (25.0, 25.0), t2i: tuple[float, float] = (20.0, 20.0)
 ) -> PerAnchor:
-    """Fast Re-ranking, DVSE Eq. 14 and 15 in log space: A (n_images, n_texts) -> two matrices of that shape.
+    """Fast Re-ranking, DVSE Eq. 14 and 15 in log space: A (n_images, n_texts) -> two matrices of
+    that shape.
 
     Image→text ``γ2 A_ij − log Σ_{images l} exp(γ1 A_lj)``, ``i2t = (γ1, γ2)``;
     text→image ``λ2 A_ij − log Σ_{texts l} exp(λ1 A_il)``, ``t2i = (λ1, λ2)``.
@@ -231,30 +253,46 @@ def fast_rerank(
     image_to_text, text_to_image = np.zeros_like(A), np.zeros_like(A)
     for i in range(images):
         for j in range(texts):
-            image_to_text[i, j] = i2t[1] * A[i, j] - _log_sum_exp([i2t[0] * A[k, j] for k in range(images)])
-            text_to_image[i, j] = t2i[1] * A[i, j] - _log_sum_exp([t2i[0] * A[i, k] for k in range(texts)])
+            image_to_text[i, j] = i2t[1] * A[i, j] - _log_sum_exp(
+                [i2t[0] * A[k, j] for k in range(images)]
+            )
+            text_to_image[i, j] = t2i[1] * A[i, j] - _log_sum_exp(
+                [t2i[0] * A[i, k] for k in range(texts)]
+            )
     return image_to_text, text_to_image
 
 
 def retrieval_metrics(S: ArrayLike, image_ids: Ids, text_ids: Ids) -> dict[str, float]:
-    """Retrieval figures of S (n_images, n_texts), named ``i2t_*`` (image queries) and ``t2i_*`` (text queries).
+    """Retrieval figures of S (n_images, n_texts), named ``i2t_*`` (image queries) and ``t2i_*``
+    (text queries).
 
-    ``r1 r5 r10``, ``median_rank``, ``r_precision``, ``map_at_r``, ``skewness`` per direction, and ``rsum``,
-    the sum of the six recalls; recalls, R-Precision and mAP@R in percent. Equations: see `_query_metrics`.
+    ``r1 r5 r10``, ``median_rank``, ``r_precision``, ``map_at_r``, ``skewness`` per direction, and
+    ``rsum``, the sum of the six recalls; recalls, R-Precision and mAP@R in percent. Equations: see
+    `_query_metrics`.
     """
     S = np.asarray(S, np.float64)
-    figures = {f"i2t_{name}": value for name, value in _query_metrics(S, image_ids, text_ids).items()}
-    figures |= {f"t2i_{name}": value for name, value in _query_metrics(S.T, text_ids, image_ids).items()}
-    figures["rsum"] = math.fsum(figures[f"{way}_r{k}"] for way in ("i2t", "t2i") for k in (1, 5, 10))
+    figures = {
+        f"i2t_{name}": value for name, value in _query_metrics(S, image_ids, text_ids).items()
+    }
+    figures |= {
+        f"t2i_{name}": value for name, value in _query_metrics(S.T, text_ids, image_ids).items()
+    }
+    figures["rsum"] = math.fsum(
+        figures[f"{way}_r{k}"] for way in ("i2t", "t2i") for k in (1, 5, 10)
+    )
     return figures
 
 
 def _query_metrics(S: Array, query_ids: Ids, item_ids: Ids) -> dict[str, float]:
-    """Figures of one direction, queries in rows; items by descending score, negatives ahead of equal positives.
+    """Figures of one direction, queries in rows; items by descending score, negatives ahead of
+    equal positives.
 
-    * rank of a query: 1-based place of its first positive; R@K: percentage of queries with rank ≤ K;
-    * R-Precision: with R positives, the share of positives in the first R items (Musgrave et al., ECCV 2020);
-    * mAP@R: ``(1/R) Σ_{k=1..R} [item k is positive] · (positives among the first k)/k`` (the same paper);
+    * rank of a query: 1-based place of its first positive; R@K: percentage of queries with rank ≤
+      K;
+    * R-Precision: with R positives, the share of positives in the first R items (Musgrave et al.,
+      ECCV 2020);
+    * mAP@R: ``(1/R) Σ_{k=1..R} [item k is positive] · (positives among the first k)/k`` (the same
+      paper);
     * skewness: see `_occurrence_skewness`.
 
     Queries without a positive are left out; with no query left the figures are NaN.
@@ -275,15 +313,19 @@ def _query_metrics(S: Array, query_ids: Ids, item_ids: Ids) -> dict[str, float]:
     figures["median_rank"] = float(median(ranks)) if ranks else math.nan
     figures["r_precision"] = 100 * _mean(precisions)
     figures["map_at_r"] = 100 * _mean(averages)
-    figures["skewness"] = _occurrence_skewness(S[[i for i, query in enumerate(queries) if query in items]])
+    figures["skewness"] = _occurrence_skewness(
+        S[[i for i, query in enumerate(queries) if query in items]]
+    )
     return figures
 
 
 def _occurrence_skewness(S: Array) -> float:
-    """Hubness as skewness of the k-occurrence, Radovanović et al., JMLR 2010, k = min(10, number of items).
+    """Hubness as skewness of the k-occurrence, Radovanović et al., JMLR 2010, k = min(10, number of
+    items).
 
-    ``N_k(j)`` = number of queries (rows) with item j among their k highest scores, the lower index first
-    where scores are equal; ``E[(N_k − μ)³] / σ³`` over the items, population moments, 0 when σ = 0.
+    ``N_k(j)`` = number of queries (rows) with item j among their k highest scores, the lower index
+    first where scores are equal; ``E[(N_k − μ)³] / σ³`` over the items, population moments, 0 when
+    σ = 0.
     """
     items = S.shape[1]
     occurrences = [0] * items
@@ -313,7 +355,9 @@ def _valid_anchors(ids: Ids, other_ids: Ids) -> list[int]:
 
 
 def _log_sum_exp(exponents: Sequence[float]) -> float:
-    """``log Σ_k exp(x_k)``, computed with the largest exponent subtracted, so that large scales do not overflow."""
+    """``log Σ_k exp(x_k)``, computed with the largest exponent subtracted, so that large scales do
+    not overflow.
+    """
     largest = max(exponents)
     return largest + math.log(math.fsum(math.exp(x - largest) for x in exponents))
 
@@ -323,7 +367,9 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _reduce(rows: Array, cols: Array, row_ids: Ids, col_ids: Ids, reduction: str) -> Any:
-    """Apply a reduction as defined in the module's docstring: a pair of arrays for ``"none"``, else a float."""
+    """Apply a reduction as defined in the module's docstring: a pair of arrays for ``"none"``, else
+    a float.
+    """
     _one_of("reduction", reduction, ("mean", "sum", "none"))
     if reduction == "none":
         return rows, cols

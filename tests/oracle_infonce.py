@@ -1,6 +1,8 @@
-"""InfoNCE with weighted and with left-out negatives as loops over pairs, in the manner and conventions of `oracle`.
+"""InfoNCE with weighted and with left-out negatives as loops over pairs, in the manner and
+conventions of `oracle`.
 
-Papers: LLaVE (Lan et al., 2025), Qwen3-Embedding (Zhang et al., 2025), NV-Retriever (Moreira et al., 2024).
+Papers: LLaVE (Lan et al., 2025), Qwen3-Embedding (Zhang et al., 2025), NV-Retriever (Moreira et
+al., 2024).
 """
 
 from __future__ import annotations
@@ -14,9 +16,16 @@ from oracle_supervised import _of_anchors
 
 
 def hard(
-    S: ArrayLike, row_ids: Ids, col_ids: Ids, temperature: float = 0.07, hardness: float = 9.0, reduction: str = "mean"
+    S: ArrayLike,
+    row_ids: Ids,
+    col_ids: Ids,
+    temperature: float = 0.07,
+    hardness: float = 9.0,
+    reduction: str = "mean",
 ) -> Any:
-    """InfoNCE in which a negative counts ``exp(α S_in)`` times; the value, as the weight has no gradient."""
+    """InfoNCE in which a negative counts ``exp(α S_in)`` times; the value, as the weight has no
+    gradient.
+    """
 
     def value(positives: list[float], negatives: list[float]) -> float:
         others = [s / temperature + hardness * s for s in negatives]
@@ -35,7 +44,9 @@ def filtered(
     relative: bool = False,
     reduction: str = "mean",
 ) -> Any:
-    """InfoNCE without the negatives from ``P + m``, or ``P + m |P|``, upwards; P is the positives' mean score."""
+    """InfoNCE without the negatives from ``P + m``, or ``P + m |P|``, upwards; P is the positives'
+    mean score.
+    """
 
     def value(positives: list[float], negatives: list[float]) -> float:
         own = math.fsum(positives) / len(positives)

@@ -1,8 +1,9 @@
-"""Folds, judgements and resampling, implemented again as plain loops in float64, in the manner of `oracle`.
+"""Folds, judgements and resampling, implemented again as plain loops in float64, in the manner of
+`oracle`.
 
-It is written from docs/methods/metrics.rst and the docstrings, not from the library. ``S`` is (images, texts), and
-``pairs`` lists (image, text). A judgement is (image, text, grade); the grade of a pair judged several times is
-the mean.
+It is written from docs/methods/metrics.rst and the docstrings, not from the library. ``S`` is
+(images, texts), and ``pairs`` lists (image, text). A judgement is (image, text, grade); the grade
+of a pair judged several times is the mean.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from numpy.typing import ArrayLike
 
 Pair = tuple[int, int]
 Judged = Iterable[tuple[int, int, float]]
-Query = tuple[int, list[float]]  # its id, and the figures of FIGURES; no figures if it has no right candidate
+# its id, and the figures of FIGURES; no figures if it has no right candidate
+Query = tuple[int, list[float]]
 
 FIGURES = ("r1", "r5", "r10", "r_precision", "map_at_r")
 
 
 def folds(S: ArrayLike, image_ids: ArrayLike, text_ids: ArrayLike, parts: int) -> dict[str, float]:
-    """`oracle.retrieval_metrics` within consecutive parts of the images and their texts by id, averaged."""
+    """`oracle.retrieval_metrics` within consecutive parts of the images and their texts by id,
+    averaged.
+    """
     S, image_ids, text_ids = np.asarray(S, np.float64), np.asarray(image_ids), np.asarray(text_ids)
     size, found = len(S) // parts, []
     for part in range(parts):
@@ -34,7 +38,9 @@ def folds(S: ArrayLike, image_ids: ArrayLike, text_ids: ArrayLike, parts: int) -
 
 
 def ranks(scores: Sequence[float], right: Sequence[int], ties: str = "pessimistic") -> list[int]:
-    """Ranks of one query's right candidates, ascending; wrong ones of an equal score rank above or below them."""
+    """Ranks of one query's right candidates, ascending; wrong ones of an equal score rank above or
+    below them.
+    """
     places = []
     for place, p in enumerate(sorted(right, key=lambda j: -scores[j])):
         wrong = [scores[j] for j in range(len(scores)) if j not in right]
@@ -44,7 +50,9 @@ def ranks(scores: Sequence[float], right: Sequence[int], ties: str = "pessimisti
 
 
 def query_figures(places: Sequence[int]) -> list[float]:
-    """Figures of a query whose right candidates have these ranks, in the order of FIGURES, as fractions."""
+    """Figures of a query whose right candidates have these ranks, in the order of FIGURES, as
+    fractions.
+    """
     total = len(places)
     within = [(n, r) for n, r in enumerate(places, 1) if r <= total]
     hits = [float(places[0] <= k) for k in (1, 5, 10)]
@@ -67,12 +75,16 @@ def listed(S: ArrayLike, pairs: Iterable[Pair], ties: str = "pessimistic") -> di
 
 
 def resampled(i2t: Sequence[Query], t2i: Sequence[Query], drawn: Iterable[int]) -> dict[str, float]:
-    """Figures of the queries of the drawn ids, with multiplicity; nan if none of them has an answer."""
+    """Figures of the queries of the drawn ids, with multiplicity; nan if none of them has an
+    answer.
+    """
     found, drawn = {}, list(drawn)
     for way, queries in (("i2t", i2t), ("t2i", t2i)):
         each = [figures for id_ in drawn for query, figures in queries if query == id_ and figures]
         for x, name in enumerate(FIGURES):
-            found[f"{way}_{name}"] = 100 * math.fsum(e[x] for e in each) / len(each) if each else math.nan
+            found[f"{way}_{name}"] = (
+                100 * math.fsum(e[x] for e in each) / len(each) if each else math.nan
+            )
     found["rsum"] = rsum(found)
     return found
 
@@ -96,7 +108,9 @@ def kendall(S: ArrayLike, judged: Judged) -> float:
 
 
 def ndcg(S: ArrayLike, judged: Judged, k: int = 10) -> tuple[float, float]:
-    """nDCG@k of images and of texts as queries, in percent; the gain is the grade minus the lowest, 0 if not judged."""
+    """nDCG@k of images and of texts as queries, in percent; the gain is the grade minus the lowest,
+    0 if not judged.
+    """
     S, grades = np.asarray(S, np.float64), _mean_grades(judged)
     lowest = min(grades.values())
     gains = np.zeros(S.shape)
@@ -108,7 +122,9 @@ def ndcg(S: ArrayLike, judged: Judged, k: int = 10) -> tuple[float, float]:
         for scores, gain in zip(M, G, strict=True):
             if max(gain) > 0:
                 order = sorted(range(len(scores)), key=lambda c, scores=scores: -scores[c])
-                values.append(_dcg([gain[c] for c in order[:k]]) / _dcg(sorted(gain, reverse=True)[:k]))
+                values.append(
+                    _dcg([gain[c] for c in order[:k]]) / _dcg(sorted(gain, reverse=True)[:k])
+                )
         found.append(100 * math.fsum(values) / len(values))
     return found[0], found[1]
 

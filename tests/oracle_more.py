@@ -1,13 +1,16 @@
-"""The equations beyond one batch of single vectors: memories, sets, prototypes, in the manner of `oracle`.
+"""The equations beyond one batch of single vectors: memories, sets, prototypes, in the manner of
+`oracle`.
 
-They are plain loops over pairs in float64, written from the papers and the design page and not from the library.
+They are plain loops over pairs in float64, written from the papers and the design page and not from
+the library.
 
-Conventions are those of `oracle`: images are rows, texts are columns, pairs of equal integer ids are positive, and
-``reduction="none"`` gives the pair ``(images, texts)`` of per-anchor values, where an invalid anchor's value is
-exactly 0. Embeddings are not normalised, every score is their cosine, and a zero vector scores 0.
+Conventions are those of `oracle`: images are rows, texts are columns, pairs of equal integer ids
+are positive, and ``reduction="none"`` gives the pair ``(images, texts)`` of per-anchor values,
+where an invalid anchor's value is exactly 0. Embeddings are not normalised, every score is their
+cosine, and a zero vector scores 0.
 
-Papers: CODER (Wang et al., ECCV 2022), USER (Zhang et al., 2023), DVSE (Wei et al., 2023),
-SigLIP (Zhai et al., ICCV 2023), DivE (Kim et al., CVPR 2023), spherical k-means (Dhillon & Modha, 2001).
+Papers: CODER (Wang et al., ECCV 2022), USER (Zhang et al., 2023), DVSE (Wei et al., 2023), SigLIP
+(Zhai et al., ICCV 2023), DivE (Kim et al., CVPR 2023), spherical k-means (Dhillon & Modha, 2001).
 """
 
 from __future__ import annotations
@@ -19,9 +22,19 @@ from typing import Any
 import numpy as np
 import oracle
 from numpy.typing import ArrayLike, NDArray
-from oracle import SCORE_FLOOR, Array, Ids, PerAnchor, _log_sum_exp, _negatives, _one_of, _positives, cosine
+from oracle import (
+    SCORE_FLOOR,
+    Array,
+    Ids,
+    PerAnchor,
+    _log_sum_exp,
+    _negatives,
+    _one_of,
+    _positives,
+    cosine,
+)
 
-# ---------------------------------------------------------------------------------------------- memory losses
+# ------------------------------------------------------------------------------------ memory losses
 
 
 def memory_dcl(
@@ -46,18 +59,21 @@ def memory_dcl(
     diversity_from: str = "both",
     reduction: str = "mean",
 ) -> Any:
-    """Memory-aided diversity-sensitive contrastive loss, CODER Eq. 6: V (N, D), W (M, D), memories (Q, D).
+    """Memory-aided diversity-sensitive contrastive loss, CODER Eq. 6: V (N, D), W (M, D), memories
+    (Q, D).
 
-    For image anchor n, with the memory *texts* q of other ids as negatives:
-    ``ℓ_n = μ log(1 + Σ_{q: id_q ≠ id_n} exp((cos(v_n, b_q) − γ)/(μ d_n))) − w mean_p log(1 + cos(v_n, w_p^key))``,
-    p over the text keys of the anchor's id (``positive_from="batch"``: over the texts w_p themselves), w = μ
-    for ``"paper"``. Memory entries of the anchor's id are neither negatives nor positives. Text anchors have
-    the memory *images* as negatives, and positives from ``V_keys``. d is `memory_diversity`
-    (``diversity_from="batch"``: of an empty memory), or the two arrays (N,) and (M,) given as ``diversity``, or 1
-    for None. An anchor without a positive or without a negative in the memory is invalid.
+    For image anchor n, with the memory *texts* q of other ids as negatives: ``ℓ_n = μ log(1 + Σ_{q:
+    id_q ≠ id_n} exp((cos(v_n, b_q) − γ)/(μ d_n))) − w mean_p log(1 + cos(v_n, w_p^key))``, p over
+    the text keys of the anchor's id (``positive_from="batch"``: over the texts w_p themselves), w =
+    μ for ``"paper"``. Memory entries of the anchor's id are neither negatives nor positives. Text
+    anchors have the memory *images* as negatives, and positives from ``V_keys``. d is
+    `memory_diversity` (``diversity_from="batch"``: of an empty memory), or the two arrays (N,) and
+    (M,) given as ``diversity``, or 1 for None. An anchor without a positive or without a negative
+    in the memory is invalid.
 
-    Eq. 6 prints ``L_DCL(V, B_w) + L_DCL(W, B_v)``; ``L_DCL`` of Eq. 5 is a sum of two directions, of which one
-    would have memory entries as anchors. This is only the direction whose anchors are in the batch.
+    Eq. 6 prints ``L_DCL(V, B_w) + L_DCL(W, B_v)``; ``L_DCL`` of Eq. 5 is a sum of two directions,
+    of which one would have memory entries as anchors. This is only the direction whose anchors are
+    in the batch.
     """
     _one_of("positive", positive, ("clamp", "relu"))
     _one_of("positive_from", positive_from, ("key", "batch"))
@@ -73,13 +89,20 @@ def memory_dcl(
         embeddings = (V, W, memory_images, memory_texts, image_ids, text_ids, estimated_in)
         image_div, text_div = memory_diversity(*embeddings, diversity, epsilon, entropy_temperature)
 
-    def anchors(queries: ArrayLike, keys: ArrayLike, memory: ArrayLike, ids: Ids, key_ids: Ids, div: Array) -> Array:
+    def anchors(
+        queries: ArrayLike, keys: ArrayLike, memory: ArrayLike, ids: Ids, key_ids: Ids, div: Array
+    ) -> Array:
         near, far = cosine(queries, keys), cosine(queries, memory)
         values = np.zeros(len(near))
         for n in _valid_in_memory(ids, key_ids, memory_ids):
-            exponents = [(far[n, q] - margin) / (temperature * div[n]) for q in _negatives(n, ids, memory_ids)]
+            exponents = [
+                (far[n, q] - margin) / (temperature * div[n])
+                for q in _negatives(n, ids, memory_ids)
+            ]
             logs = [math.log(1 + max(near[n, p], floor)) for p in _positives(n, ids, key_ids)]
-            values[n] = temperature * _log_sum_exp([0.0, *exponents]) - weight * math.fsum(logs) / len(logs)
+            values[n] = temperature * _log_sum_exp([0.0, *exponents]) - weight * math.fsum(
+                logs
+            ) / len(logs)
         return values
 
     image_positives, text_positives = (W_keys, V_keys) if positive_from == "key" else (W, V)
@@ -104,10 +127,11 @@ def memory_diversity(
 ) -> PerAnchor:
     """Diversity of each image (N,) and each text (M,) with a memory, CODER below Eq. 6.
 
-    ``d = ½ (div^batch + div^memory)``: div^batch of ``cos(V, W)`` (transposed for texts), div^memory of
-    ``cos(V, memory_texts)`` (of ``cos(W, memory_images)`` for texts), each divided by its own maximum over all
-    anchors of its side, the average not divided again. The softmax of ``"entropy"`` runs over all entries of
-    its matrix, those of the anchor's own id too. With an empty memory (no anchor is valid then) d = div^batch.
+    ``d = ½ (div^batch + div^memory)``: div^batch of ``cos(V, W)`` (transposed for texts),
+    div^memory of ``cos(V, memory_texts)`` (of ``cos(W, memory_images)`` for texts), each divided by
+    its own maximum over all anchors of its side, the average not divided again. The softmax of
+    ``"entropy"`` runs over all entries of its matrix, those of the anchor's own id too. With an
+    empty memory (no anchor is valid then) d = div^batch.
     """
     _one_of("diversity", diversity, ("std", "entropy"))
 
@@ -143,22 +167,26 @@ def uto(
     text_memory_weight: float = 1.0,
     reduction: str = "mean",
 ) -> Any:
-    """Unified training objective, USER Eq. 18–21: ``λ HAL(batch) + Q(texts, images in memory) + Q(images, texts)``.
+    """Unified training objective, USER Eq. 18–21: ``λ HAL(batch) + Q(texts, images in memory) +
+    Q(images, texts)``.
 
-    ``Q_i = (1/γ) log(1 + Σ_{q: id_q ≠ id_i} exp(γ(S_iq − ε))) − mean_p log(1 + cos(anchor_i, key_p))``, p over the
-    keys of the anchor's id on the other side, that cosine floored at −1 + 1e-6. HAL is `oracle.hal`.
+    ``Q_i = (1/γ) log(1 + Σ_{q: id_q ≠ id_i} exp(γ(S_iq − ε))) − mean_p log(1 + cos(anchor_i,
+    key_p))``, p over the keys of the anchor's id on the other side, that cosine floored at −1 +
+    1e-6. HAL is `oracle.hal`.
 
     * ``"mean"``: λ times HAL's mean + mean of Q over valid images + mean of Q over valid texts;
     * ``"sum"``: λ times HAL's sum + sums of Q;
-    * ``"none"``: ``λ HAL_i + Q_i`` of each anchor. Validity in HAL (a negative in the batch) and in Q (a negative
-      in the memory) are separate conditions; an invalid part is 0.
+    * ``"none"``: ``λ HAL_i + Q_i`` of each anchor. Validity in HAL (a negative in the batch) and in
+      Q (a negative in the memory) are separate conditions; an invalid part is 0.
 
-    Eq. 18 and 19 print the positive term outside the mean, and Eq. 19 prints it between two keys (no gradient);
-    here it is inside, between the anchor and the other side's key. They sum over the whole queue; here entries
-    of the anchor's id are excluded.
+    Eq. 18 and 19 print the positive term outside the mean, and Eq. 19 prints it between two keys
+    (no gradient); here it is inside, between the anchor and the other side's key. They sum over the
+    whole queue; here entries of the anchor's id are excluded.
     """
 
-    def anchors(queries: ArrayLike, keys: ArrayLike, memory: ArrayLike, ids: Ids, key_ids: Ids) -> Array:
+    def anchors(
+        queries: ArrayLike, keys: ArrayLike, memory: ArrayLike, ids: Ids, key_ids: Ids
+    ) -> Array:
         near, far = cosine(queries, keys), cosine(queries, memory)
         values = np.zeros(len(near))
         for i in _valid_in_memory(ids, key_ids, memory_ids):
@@ -177,17 +205,23 @@ def uto(
     return batch_weight * batch + _reduce(images, texts, valid_images, valid_texts, reduction)
 
 
-# ------------------------------------------------------------------------------------------------ in-batch loss
+# ------------------------------------------------------------------------------------ in-batch loss
 
 
 def sigmoid(
-    S: ArrayLike, row_ids: Ids, col_ids: Ids, scale: float = 10.0, bias: float = -10.0, reduction: str = "mean"
+    S: ArrayLike,
+    row_ids: Ids,
+    col_ids: Ids,
+    scale: float = 10.0,
+    bias: float = -10.0,
+    reduction: str = "mean",
 ) -> Any:
-    """Pairwise sigmoid loss, SigLIP Eq. 1: ``ℓ_ij = log(1 + exp(−z_ij (t S_ij + b)))``, z = 1 if positive else −1.
+    """Pairwise sigmoid loss, SigLIP Eq. 1: ``ℓ_ij = log(1 + exp(−z_ij (t S_ij + b)))``, z = 1 if
+    positive else −1.
 
-    All pairs count, and no anchor is invalid. Each ℓ_ij is divided equally between its image and its text:
-    ``rows_i = ½ Σ_j ℓ_ij``, ``cols_j = ½ Σ_i ℓ_ij``; ``"sum"`` is ``Σ_ij ℓ_ij``, ``"mean"`` is mean(rows) +
-    mean(cols), which for N = M is the paper's ``(1/N) Σ_ij ℓ_ij``.
+    All pairs count, and no anchor is invalid. Each ℓ_ij is divided equally between its image and
+    its text: ``rows_i = ½ Σ_j ℓ_ij``, ``cols_j = ½ Σ_i ℓ_ij``; ``"sum"`` is ``Σ_ij ℓ_ij``,
+    ``"mean"`` is mean(rows) + mean(cols), which for N = M is the paper's ``(1/N) Σ_ij ℓ_ij``.
     """
     S = np.asarray(S, np.float64)
     rows, cols = np.zeros(S.shape[0]), np.zeros(S.shape[1])
@@ -201,7 +235,7 @@ def sigmoid(
     return _reduce(rows, cols, range(len(rows)), range(len(cols)), reduction)
 
 
-# --------------------------------------------------------------------------------------------------------- sets
+# --------------------------------------------------------------------------------------------- sets
 
 
 def set_cosine(V_sets: ArrayLike, W: ArrayLike) -> Array:
@@ -223,20 +257,24 @@ def variance_aware(
     reduction: str = "mean",
     sigma: PerAnchor | None = None,
 ) -> Any:
-    """Variance-aware weighting loss, DVSE Eq. 11, over heads k and positive pairs (i, p): (N, K, D) and (M, D).
+    """Variance-aware weighting loss, DVSE Eq. 11, over heads k and positive pairs (i, p): (N, K, D)
+    and (M, D).
 
     * image direction: ``σ_ikp^-2 [α − S^k_ip + max_{j∈neg(i)} S^k_ij]_+ + log σ_ikp``;
     * text direction: ``σ^-2 [α − S^k_ip + max_{l∈neg(p)} S^k_lp]_+ + log σ``, with the same σ_ikp
       (``shared_sigma``, as printed) or the text's own;
 
-    σ as in `variance_sigma`, or held fixed at the two (N, K, M) arrays of ``sigma`` (image direction, text
-    direction; ``shared_sigma`` is then ignored), so that finite differences agree with gradients that treat σ
-    as a constant. A direction whose anchor has no negative drops the pair, including its log σ. (If an image
-    has no negatives, all texts have its id, so a direction drops all pairs or none.)
+    σ as in `variance_sigma`, or held fixed at the two (N, K, M) arrays of ``sigma`` (image
+    direction, text direction; ``shared_sigma`` is then ignored), so that finite differences agree
+    with gradients that treat σ as a constant. A direction whose anchor has no negative drops the
+    pair, including its log σ. (If an image has no negatives, all texts have its id, so a direction
+    drops all pairs or none.)
 
-    * ``"mean"``: ``Σ_k [mean over the image direction's pairs + mean over the text direction's pairs]``;
+    * ``"mean"``: ``Σ_k [mean over the image direction's pairs + mean over the text direction's
+      pairs]``;
     * ``"sum"``: the sum over heads, pairs and directions, as printed;
-    * ``"none"``: images (N,) and texts (M,), each anchor's sum over its positive pairs and the heads.
+    * ``"none"``: images (N,) and texts (M,), each anchor's sum over its positive pairs and the
+      heads.
 
     Eq. 10 takes the maximum over all j, including the target; here it excludes all positives.
     """
@@ -251,7 +289,10 @@ def variance_aware(
     image_pairs = text_pairs = 0
     for i in range(S.shape[0]):
         for p in _positives(i, image_ids, text_ids):
-            rival_texts, rival_images = _negatives(i, image_ids, text_ids), _negatives(p, text_ids, image_ids)
+            rival_texts, rival_images = (
+                _negatives(i, image_ids, text_ids),
+                _negatives(p, text_ids, image_ids),
+            )
             image_pairs += bool(rival_texts)
             text_pairs += bool(rival_images)
             for k in range(S.shape[1]):
@@ -271,9 +312,10 @@ def variance_aware(
 def variance_sigma(S: ArrayLike) -> PerAnchor:
     """σ of every head and pair, DVSE Eq. 8 on raw cosines: (N, K, M) -> two arrays of that shape.
 
-    Image direction ``σ_ikp = 1 + Std_{texts j ≠ p} S^k_ij``, text direction ``1 + Std_{images l ≠ i} S^k_lp``:
-    sample standard deviation (divisor count − 1; 0 for fewer than two values) over all values except the target
-    itself, and so including the image's other captions, or the other images of the text's id (Eq. 7).
+    Image direction ``σ_ikp = 1 + Std_{texts j ≠ p} S^k_ij``, text direction ``1 + Std_{images l ≠
+    i} S^k_lp``: sample standard deviation (divisor count − 1; 0 for fewer than two values) over all
+    values except the target itself, and so including the image's other captions, or the other
+    images of the text's id (Eq. 7).
     """
     S = np.asarray(S, np.float64)
     N, K, M = S.shape
@@ -294,23 +336,27 @@ def dynamic_orthogonal(
     reduction: str = "mean",
     gate_first: bool = False,
 ) -> Any:
-    """Dynamic orthogonal constraint loss, DVSE Eq. 4: residual sub-embeddings (N, K, D), gate (N, K) or (N, D).
+    """Dynamic orthogonal constraint loss, DVSE Eq. 4: residual sub-embeddings (N, K, D), gate (N,
+    K) or (N, D).
 
-    With ``u_i`` the l2-normalised residual of head i (zero stays zero) and ``c_ij = |m_i m_j ⟨u_i, u_j⟩|``:
-    ``[c − β]_+`` per sample, reduced over the batch, where c is
+    With ``u_i`` the l2-normalised residual of head i (zero stays zero) and ``c_ij = |m_i m_j ⟨u_i,
+    u_j⟩|``: ``[c − β]_+`` per sample, reduced over the batch, where c is
 
-    * ``"mean"``: ``Σ_{i≠j} c_ij / (K (K − 1))``, heads that are off counting as zeros (0 for K = 1),
+    * ``"mean"``: ``Σ_{i≠j} c_ij / (K (K − 1))``, heads that are off counting as zeros (0 for K =
+      1),
     * ``"sum"``: ``Σ_{i≠j} c_ij``, each pair in both orders, as printed,
     * ``"frobenius"``: ``sqrt(Σ_{i≠j} c_ij²) / K²``.
 
-    A gate (N, D) masks dimensions, the same ones for every head: ``c_ij = |Σ_d (m_d u_id)(m_d u_jd)|``. Heads
-    are normalised *first* (as on the design page), so that switching dimensions or heads off can only lower the
-    loss. ``gate_first=True`` is the alternative: mask, then normalise, c_ij = |cosine of the dimensions that
-    are on|. For a gate of ones, and for any 0/1 gate (N, K), the two are equal. If K = D, a gate is (N, K).
+    A gate (N, D) masks dimensions, the same ones for every head: ``c_ij = |Σ_d (m_d u_id)(m_d
+    u_jd)|``. Heads are normalised *first* (as on the design page), so that switching dimensions or
+    heads off can only lower the loss. ``gate_first=True`` is the alternative: mask, then normalise,
+    c_ij = |cosine of the dimensions that are on|. For a gate of ones, and for any 0/1 gate (N, K),
+    the two are equal. If K = D, a gate is (N, K).
 
-    Against the paper: Eq. 3 does not say what shape ``round(s(h(w² z)))`` has, and Eq. 4 writes it as a function
-    of a head, ``‖F_mask((v̂^i)^T) F_mask(v̂^j)‖``; Eq. 4 is for one image, sums where the default here averages,
-    puts norm bars round a scalar, and does not normalise v̂ (then β = 0.4 would have no scale).
+    Against the paper: Eq. 3 does not say what shape ``round(s(h(w² z)))`` has, and Eq. 4 writes it
+    as a function of a head, ``‖F_mask((v̂^i)^T) F_mask(v̂^j)‖``; Eq. 4 is for one image, sums where
+    the default here averages, puts norm bars round a scalar, and does not normalise v̂ (then β =
+    0.4 would have no scale).
     """
     _one_of("pair_reduction", pair_reduction, ("mean", "sum", "frobenius"))
     _one_of("reduction", reduction, ("mean", "sum", "none"))
@@ -360,9 +406,9 @@ def set_mean(S: ArrayLike) -> Array:
 def smooth_chamfer(V_sets: ArrayLike, W_sets: ArrayLike, alpha: float = 16.0) -> Array:
     """Smooth-Chamfer similarity of two sets, DivE: (N, K, D) and (M, L, D) -> (N, M).
 
-    ``(1/(2αK)) Σ_{a∈A} log Σ_{b∈B} exp(α cos(a, b)) + (1/(2αL)) Σ_{b∈B} log Σ_{a∈A} exp(α cos(a, b))``, A the
-    K vectors of an image and B the L vectors of a text. The sums inside the logarithms are not averaged, so a
-    score may exceed 1, by up to ``log(K L)/(2α)``.
+    ``(1/(2αK)) Σ_{a∈A} log Σ_{b∈B} exp(α cos(a, b)) + (1/(2αL)) Σ_{b∈B} log Σ_{a∈A} exp(α cos(a,
+    b))``, A the K vectors of an image and B the L vectors of a text. The sums inside the logarithms
+    are not averaged, so a score may exceed 1, by up to ``log(K L)/(2α)``.
     """
     images, texts = np.asarray(V_sets, np.float64), np.asarray(W_sets, np.float64)
     K, L = images.shape[1], texts.shape[1]
@@ -376,7 +422,7 @@ def smooth_chamfer(V_sets: ArrayLike, W_sets: ArrayLike, alpha: float = 16.0) ->
     return result
 
 
-# --------------------------------------------------------------------------------------------------- prototypes
+# --------------------------------------------------------------------------------------- prototypes
 
 
 def spherical_kmeans_step(
@@ -384,12 +430,12 @@ def spherical_kmeans_step(
 ) -> tuple[NDArray[np.int64], Array, Array]:
     """One mini-batch step of spherical k-means -> ``(ids (B,), centroids (K, D), counts (K,))``.
 
-    Each x, l2-normalised, is assigned to the centroid of highest cosine, the lowest index on ties, with the
-    centroids from before the step for all x. A centroid with members becomes
-    ``normalise((count_k c_k + Σ members) / (count_k + n_k))`` and ``count_k += n_k``; the others are unchanged.
-    In this sum the centroid is a unit vector, not the shorter mean of its members. If the sum is exactly zero,
-    the centroid is unchanged. A zero x has cosine 0 with all centroids, adds nothing to the sum, and is counted.
-    Empty clusters are not re-seeded here.
+    Each x, l2-normalised, is assigned to the centroid of highest cosine, the lowest index on ties,
+    with the centroids from before the step for all x. A centroid with members becomes
+    ``normalise((count_k c_k + Σ members) / (count_k + n_k))`` and ``count_k += n_k``; the others
+    are unchanged. In this sum the centroid is a unit vector, not the shorter mean of its members.
+    If the sum is exactly zero, the centroid is unchanged. A zero x has cosine 0 with all centroids,
+    adds nothing to the sum, and is counted. Empty clusters are not re-seeded here.
     """
     old, seen, points = (np.array(a, np.float64) for a in (centroids, counts, x))
     S = cosine(points, old)
@@ -403,7 +449,9 @@ def spherical_kmeans_step(
         members = [_unit(points[b]) for b in range(len(points)) if ids[b] == k]
         if members:
             new_counts[k] = seen[k] + len(members)
-            total = [seen[k] * old[k, d] + math.fsum(m[d] for m in members) for d in range(old.shape[1])]
+            total = [
+                seen[k] * old[k, d] + math.fsum(m[d] for m in members) for d in range(old.shape[1])
+            ]
             mean = np.array(total) / new_counts[k]
             new[k] = _unit(mean) if mean.any() else old[k]
     return ids, new, new_counts
@@ -416,12 +464,19 @@ def kmeans_objective(x: ArrayLike, centroids: ArrayLike) -> float:
 
 
 def prototype_classification(
-    V: ArrayLike, W: ArrayLike, weight: ArrayLike, bias: ArrayLike | None, ids: Ids, reduction: str = "mean"
+    V: ArrayLike,
+    W: ArrayLike,
+    weight: ArrayLike,
+    bias: ArrayLike | None,
+    ids: Ids,
+    reduction: str = "mean",
 ) -> Any:
-    """Prototype-guided classification loss, CODER Eq. 7: V and W (B, F), weight (K, F), ids (B,) in [0, K).
+    """Prototype-guided classification loss, CODER Eq. 7: V and W (B, F), weight (K, F), ids (B,) in
+    [0, K).
 
-    ``−log softmax(P v_b + bias)_{id_b}``, mean over b, plus the same of w: one classifier P for both sides, on
-    the embeddings as they are (not normalised). Eq. 7 has no bias. ``"sum"`` sums, ``"none"`` gives both (B,).
+    ``−log softmax(P v_b + bias)_{id_b}``, mean over b, plus the same of w: one classifier P for
+    both sides, on the embeddings as they are (not normalised). Eq. 7 has no bias. ``"sum"`` sums,
+    ``"none"`` gives both (B,).
     """
     P, labels = np.asarray(weight, np.float64), np.asarray(ids)
     shift = np.zeros(len(P)) if bias is None else np.asarray(bias, np.float64)
@@ -436,7 +491,7 @@ def prototype_classification(
     return _reduce(entropies(V), entropies(W), range(len(labels)), range(len(labels)), reduction)
 
 
-# ------------------------------------------------------------------------------------------------------ helpers
+# ------------------------------------------------------------------------------------------ helpers
 
 
 def _valid_in_memory(ids: Ids, key_ids: Ids, memory_ids: Ids) -> list[int]:
@@ -445,7 +500,9 @@ def _valid_in_memory(ids: Ids, key_ids: Ids, memory_ids: Ids) -> list[int]:
     return [n for n in anchors if _positives(n, ids, key_ids) and _negatives(n, ids, memory_ids)]
 
 
-def _reduce(rows: Array, cols: Array, valid_rows: Sequence[int], valid_cols: Sequence[int], reduction: str) -> Any:
+def _reduce(
+    rows: Array, cols: Array, valid_rows: Sequence[int], valid_cols: Sequence[int], reduction: str
+) -> Any:
     """Apply a reduction of `oracle`, with the caller's mask of valid anchors."""
     _one_of("reduction", reduction, ("mean", "sum", "none"))
     if reduction == "none":

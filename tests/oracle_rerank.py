@@ -1,9 +1,11 @@
-"""The re-rankers implemented again as plain loops over queries and candidates, in the manner of `oracle`.
+"""The re-rankers implemented again as plain loops over queries and candidates, in the manner of
+`oracle`.
 
-It is written from docs/methods/reranking.rst and the papers and not from the library. Every function is one direction:
-``S`` (queries, candidates), ``R`` (references, candidates), and ``R = S`` for transductive re-ranking. Unless the
-docstring says otherwise, functions return scores (queries, candidates), where higher is better. A ``k`` larger than
-their number means all. The page does not specify the order of equal scores: here the lower index is first.
+It is written from docs/methods/reranking.rst and the papers and not from the library. Every
+function is one direction: ``S`` (queries, candidates), ``R`` (references, candidates), and ``R =
+S`` for transductive re-ranking. Unless the docstring says otherwise, functions return scores
+(queries, candidates), where higher is better. A ``k`` larger than their number means all. The page
+does not specify the order of equal scores: here the lower index is first.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ DEVIATION_FLOOR = 1e-6
 def fast(S: ArrayLike, R: ArrayLike, gamma_sum: float, gamma_score: float) -> Array:
     """``γ_score S_qc − log Σ_r exp(γ_sum R_rc)``, DVSE Eq. 14."""
     S, R = _matrices(S, R)
-    return _each_pair(S, lambda q, c: gamma_score * S[q, c] - _log_sum_exp([gamma_sum * s for s in R[:, c]]))
+    return _each_pair(
+        S, lambda q, c: gamma_score * S[q, c] - _log_sum_exp([gamma_sum * s for s in R[:, c]])
+    )
 
 
 def inverted_softmax(S: ArrayLike, R: ArrayLike, scale: float) -> Array:
@@ -40,7 +44,9 @@ def dual_softmax(S: ArrayLike, R: ArrayLike, scale: float) -> Array:
 
 
 def query_bank_norm(S: ArrayLike, R: ArrayLike, scale: float, k: int) -> Array:
-    """``β S_qc − a_q log Σ_r exp(β R_rc)``, a_q = 1 if the best candidate of q is among the k best of any r, else 0."""
+    """``β S_qc − a_q log Σ_r exp(β R_rc)``, a_q = 1 if the best candidate of q is among the k best
+    of any r, else 0.
+    """
     S, R = _matrices(S, R)
     activated = {c for row in R for c in _best_first(row)[:k]}
 
@@ -52,8 +58,12 @@ def query_bank_norm(S: ArrayLike, R: ArrayLike, scale: float, k: int) -> Array:
     return _each_pair(S, score)
 
 
-def dual_bank_norm(S: ArrayLike, R: ArrayLike, G: ArrayLike, query_scale: float, gallery_scale: float) -> Array:
-    """``(β₁ + β₂) S_qc − log Σ_r exp(β₁ R_rc) − log Σ_g exp(β₂ G_gc)``, G (gallery bank, candidates)."""
+def dual_bank_norm(
+    S: ArrayLike, R: ArrayLike, G: ArrayLike, query_scale: float, gallery_scale: float
+) -> Array:
+    """``(β₁ + β₂) S_qc − log Σ_r exp(β₁ R_rc) − log Σ_g exp(β₂ G_gc)``, G (gallery bank,
+    candidates).
+    """
     S, R, G = _matrices(S, R, G)
 
     def score(q: int, c: int) -> float:
@@ -73,11 +83,14 @@ def nearest_neighbor_norm(S: ArrayLike, R: ArrayLike, alpha: float, k: int) -> A
 def csls(S: ArrayLike, R: ArrayLike, k: int) -> Array:
     """``2 S_qc − mean top-k_c' S_qc' − mean top-k_r R_rc``."""
     S, R = _matrices(S, R)
-    return _each_pair(S, lambda q, c: 2 * S[q, c] - _mean_of_largest(S[q], k) - _mean_of_largest(R[:, c], k))
+    return _each_pair(
+        S, lambda q, c: 2 * S[q, c] - _mean_of_largest(S[q], k) - _mean_of_largest(R[:, c], k)
+    )
 
 
 def mutual_proximity(S: ArrayLike, R: ArrayLike) -> Array:
-    """``log Φ((S_qc − μ_q)/σ_q) + log Φ((S_qc − μ_c)/σ_c)``, moments of row q of S and of column c of R.
+    """``log Φ((S_qc − μ_q)/σ_q) + log Φ((S_qc − μ_c)/σ_c)``, moments of row q of S and of column c
+    of R.
 
     Population deviations, at least 1e-6.
     """
@@ -88,7 +101,9 @@ def mutual_proximity(S: ArrayLike, R: ArrayLike) -> Array:
         deviation = math.sqrt(math.fsum((x - mean) ** 2 for x in sample) / len(sample))
         return _log_normal_cdf((s - mean) / max(deviation, DEVIATION_FLOOR))
 
-    return _each_pair(S, lambda q, c: log_proximity(S[q, c], S[q]) + log_proximity(S[q, c], R[:, c]))
+    return _each_pair(
+        S, lambda q, c: log_proximity(S[q, c], S[q]) + log_proximity(S[q, c], R[:, c])
+    )
 
 
 def sinkhorn(S: ArrayLike, R: ArrayLike, scale: float, iterations: int) -> Array:
@@ -99,15 +114,22 @@ def sinkhorn(S: ArrayLike, R: ArrayLike, scale: float, iterations: int) -> Array
     references, candidates = range(len(R)), range(R.shape[1])
     g = [0.0 for _ in candidates]
     for _ in range(iterations):
-        f = [-math.log(len(R)) - _log_sum_exp([scale * R[r, c] + g[c] for c in candidates]) for r in references]
-        g = [-math.log(len(g)) - _log_sum_exp([scale * R[r, c] + f[r] for r in references]) for c in candidates]
+        f = [
+            -math.log(len(R)) - _log_sum_exp([scale * R[r, c] + g[c] for c in candidates])
+            for r in references
+        ]
+        g = [
+            -math.log(len(g)) - _log_sum_exp([scale * R[r, c] + f[r] for r in references])
+            for c in candidates
+        ]
     return _each_pair(S, lambda q, c: scale * S[q, c] + g[c])
 
 
 def reciprocal_order(S: ArrayLike, R: ArrayLike, k: int) -> Order:
     """Candidates of each query from best to worst: (queries, candidates) indices.
 
-    The k best by ascending ``ρ_qc = #{r : R_rc > S_qc}``, the better S_qc first where ρ is the same; then the others.
+    The k best by ascending ``ρ_qc = #{r : R_rc > S_qc}``, the better S_qc first where ρ is the
+    same; then the others.
     """
     S, R = _matrices(S, R)
     orders = []
@@ -118,11 +140,14 @@ def reciprocal_order(S: ArrayLike, R: ArrayLike, k: int) -> Order:
     return np.array(orders)
 
 
-def multi_factor(S: ArrayLike, R: ArrayLike, k: int, share_weight: float, place_weight: float) -> tuple[Order, Array]:
-    """Candidates of each query from best to worst, and the scores (queries, k) of its k best in S, best in S first.
+def multi_factor(
+    S: ArrayLike, R: ArrayLike, k: int, share_weight: float, place_weight: float
+) -> tuple[Order, Array]:
+    """Candidates of each query from best to worst, and the scores (queries, k) of its k best in S,
+    best in S first.
 
-    ``w₁ S_qc / Σ_r R_rc + exp(−0.05 j) + w₂ exp(−0.05 l)``: c is the j-th of q in S and the l-th in `reciprocal_order`,
-    both from 1. Equal scores keep the order of S.
+    ``w₁ S_qc / Σ_r R_rc + exp(−0.05 j) + w₂ exp(−0.05 l)``: c is the j-th of q in S and the l-th in
+    `reciprocal_order`, both from 1. Equal scores keep the order of S.
     """
     S, R = _matrices(S, R)
     reciprocal = reciprocal_order(S, R, k).tolist()
@@ -132,16 +157,20 @@ def multi_factor(S: ArrayLike, R: ArrayLike, k: int, share_weight: float, place_
         for c in order[:k]:
             share = S[q, c] / math.fsum(R[:, c])
             j, place = order.index(c) + 1, reciprocal[q].index(c) + 1
-            score[c] = share_weight * share + math.exp(-0.05 * j) + place_weight * math.exp(-0.05 * place)
+            score[c] = (
+                share_weight * share + math.exp(-0.05 * j) + place_weight * math.exp(-0.05 * place)
+            )
         orders.append(sorted(order[:k], key=lambda c, score=score: -score[c]) + order[k:])
         scores.append([score[c] for c in order[:k]])
     return np.array(orders), np.array(scores)
 
 
 def k_reciprocal(images: ArrayLike, texts: ArrayLike, k1: int, k2: int, weight: float) -> Array:
-    """``−((1 − λ) J_qc + λ d̂_qc)``, images (N, D) as queries, texts (M, D) as candidates -> (N, M).
+    """``−((1 − λ) J_qc + λ d̂_qc)``, images (N, D) as queries, texts (M, D) as candidates -> (N,
+    M).
 
-    All N + M items are one set. An item is first among its own neighbours, even if others are at distance 0.
+    All N + M items are one set. An item is first among its own neighbours, even if others are at
+    distance 0.
     """
     images, texts = _matrices(images, texts)
     cosines = cosine(np.concatenate([images, texts]), np.concatenate([images, texts]))
@@ -174,7 +203,7 @@ def k_reciprocal(images: ArrayLike, texts: ArrayLike, k1: int, k2: int, weight: 
     return _each_pair(np.zeros((len(images), len(texts))), score)
 
 
-# -------------------------------------------------------------------------------------------------- shared functions
+# --------------------------------------------------------------------------------- shared functions
 
 
 def _matrices(*values: ArrayLike) -> tuple[Array, ...]:
@@ -203,7 +232,9 @@ def _mean_of_largest(values: Array, k: int) -> float:
 
 
 def _log_normal_cdf(z: float) -> float:
-    """log Φ(z); far below 0, where Φ underflows, by Laplace's ``Φ(−x) = φ(x) / (x + 1/(x + 2/(x + 3/(x + …))))``."""
+    """log Φ(z); far below 0, where Φ underflows, by Laplace's ``Φ(−x) = φ(x) / (x + 1/(x + 2/(x +
+    3/(x + …))))``.
+    """
     if z > 0:
         return math.log1p(-0.5 * math.erfc(z / math.sqrt(2)))
     if z > -10:

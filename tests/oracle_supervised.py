@@ -1,7 +1,8 @@
-"""SupCon, MIL-NCE, multi-similarity and circle loss as loops over pairs, in the manner and conventions of `oracle`.
+"""SupCon, MIL-NCE, multi-similarity and circle loss as loops over pairs, in the manner and
+conventions of `oracle`.
 
-Papers: SupCon (Khosla et al., NeurIPS 2020), MIL-NCE (Miech et al., CVPR 2020), multi-similarity (Wang et al., CVPR
-2019), circle loss (Sun et al., CVPR 2020).
+Papers: SupCon (Khosla et al., NeurIPS 2020), MIL-NCE (Miech et al., CVPR 2020), multi-similarity
+(Wang et al., CVPR 2019), circle loss (Sun et al., CVPR 2020).
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ OfAnchor = Callable[[list[float], list[float]], float]
 
 
 def _of_anchors(S: ArrayLike, row_ids: Ids, col_ids: Ids, reduction: str, value: OfAnchor) -> Any:
-    """Reduce ``value(scores of positives, scores of negatives)`` of all valid anchors, of both sides."""
+    """Reduce ``value(scores of positives, scores of negatives)`` of all valid anchors, of both
+    sides.
+    """
 
     def anchors(S: Array, ids: Ids, other_ids: Ids) -> Array:
         values = np.zeros(len(S))
@@ -28,7 +31,9 @@ def _of_anchors(S: ArrayLike, row_ids: Ids, col_ids: Ids, reduction: str, value:
         return values
 
     S = np.asarray(S, np.float64)
-    return _reduce(anchors(S, row_ids, col_ids), anchors(S.T, col_ids, row_ids), row_ids, col_ids, reduction)
+    return _reduce(
+        anchors(S, row_ids, col_ids), anchors(S.T, col_ids, row_ids), row_ids, col_ids, reduction
+    )
 
 
 def supcon(
@@ -39,7 +44,9 @@ def supcon(
     inside: bool = False,
     reduction: str = "mean",
 ) -> Any:
-    """Eq. 2, ``mean_p -log P_p``, or Eq. 3, ``-log mean_p P_p``; P is the softmax of all ``S_ij / τ``."""
+    """Eq. 2, ``mean_p -log P_p``, or Eq. 3, ``-log mean_p P_p``; P is the softmax of all ``S_ij /
+    τ``.
+    """
 
     def value(positives: list[float], negatives: list[float]) -> float:
         total = _log_sum_exp([s / temperature for s in positives + negatives])
@@ -51,7 +58,9 @@ def supcon(
     return _of_anchors(S, row_ids, col_ids, reduction, value)
 
 
-def mil_nce(S: ArrayLike, row_ids: Ids, col_ids: Ids, temperature: float = 0.07, reduction: str = "mean") -> Any:
+def mil_nce(
+    S: ArrayLike, row_ids: Ids, col_ids: Ids, temperature: float = 0.07, reduction: str = "mean"
+) -> Any:
     """``-log Σ_p exp(S_ip / τ) / (Σ_p exp(S_ip / τ) + Σ_n exp(S_in / τ))``."""
 
     def value(positives: list[float], negatives: list[float]) -> float:
@@ -71,7 +80,9 @@ def multi_similarity(
     epsilon: float | None = None,
     reduction: str = "mean",
 ) -> Any:
-    """``1/α log(1 + Σ_p exp(-α (S_p - λ))) + 1/β log(1 + Σ_n exp(β (S_n - λ)))``, of mined pairs if there is an ε."""
+    """``1/α log(1 + Σ_p exp(-α (S_p - λ))) + 1/β log(1 + Σ_n exp(β (S_n - λ)))``, of mined pairs if
+    there is an ε.
+    """
 
     def value(positives: list[float], negatives: list[float]) -> float:
         lowest, highest = min(positives), max(negatives)
@@ -85,9 +96,16 @@ def multi_similarity(
 
 
 def circle(
-    S: ArrayLike, row_ids: Ids, col_ids: Ids, margin: float = 0.4, scale: float = 80.0, reduction: str = "mean"
+    S: ArrayLike,
+    row_ids: Ids,
+    col_ids: Ids,
+    margin: float = 0.4,
+    scale: float = 80.0,
+    reduction: str = "mean",
 ) -> Any:
-    """``log(1 + Σ_np exp(γ (α_n (S_n - Δ_n) - α_p (S_p - Δ_p))))``; O_p = 1 + m, O_n = -m, Δ_p = 1 - m, Δ_n = m."""
+    """``log(1 + Σ_np exp(γ (α_n (S_n - Δ_n) - α_p (S_p - Δ_p))))``; O_p = 1 + m, O_n = -m, Δ_p = 1
+    - m, Δ_n = m.
+    """
 
     def value(positives: list[float], negatives: list[float]) -> float:
         logits_p = [-scale * max(1 + margin - s, 0) * (s - (1 - margin)) for s in positives]

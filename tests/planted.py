@@ -1,4 +1,5 @@
-"""A right loss in plain PyTorch, and wrong ones here and in `planted_*`: each differs from it by one bug.
+"""A right loss in plain PyTorch, and wrong ones here and in `planted_*`: each differs from it by
+one bug.
 
 Many are those of public code, told in its issue trackers; the comments name them.
 """
@@ -16,7 +17,8 @@ from torch import nn
 
 
 class InfoNCE(nn.Module):
-    """InfoNCE with ids, where an anchor's other positives do not compete; a right loss but for its memory.
+    """InfoNCE with ids, where an anchor's other positives do not compete; a right loss but for its
+    memory.
 
     Subclasses replace one step and so plant a bug.
     """
@@ -123,12 +125,14 @@ def planted(caught_by: str | None, **options: Any):
     return plant
 
 
-# ------------------------------------------------------------------------------------------------- positives and ids
+# -------------------------------------------------------------------------------- positives and ids
 
 
 @planted("ids_matter")
 class IdsIgnored(InfoNCE):
-    """The batch's other captions of an image are negatives (sentence-transformers#608, pytorch-metric-learning#580)."""
+    """The batch's other captions of an image are negatives (sentence-transformers#608,
+    pytorch-metric-learning#580).
+    """
 
     def positive(self, image_ids, text_ids):
         return torch.eye(len(image_ids), len(text_ids), dtype=torch.bool)
@@ -145,7 +149,9 @@ class DuplicatesMaskedOneWay(InfoNCE):
 
 @planted("order_of_each_side")
 class FirstPositiveOnly(InfoNCE):
-    """Of several positives the first counts, the others are negatives (pytorch-metric-learning#492)."""
+    """Of several positives the first counts, the others are negatives
+    (pytorch-metric-learning#492).
+    """
 
     def positive(self, image_ids, text_ids):
         equal = image_ids[:, None] == text_ids
@@ -203,7 +209,9 @@ class SquareOnly(InfoNCE):
 
 @planted("without_positives")
 class MeanOfNoPositives(InfoNCE):
-    """A mean over no positives is 0 / 0; a mask behind it leaves nan in the gradient (lightly#1259)."""
+    """A mean over no positives is 0 / 0; a mask behind it leaves nan in the gradient
+    (lightly#1259).
+    """
 
     def values(self, scores, positive):
         logits = scores / self.temperature
@@ -234,7 +242,7 @@ class IdsReadInBackward(InfoNCE):
         return x
 
 
-# ------------------------------------------------------------------------------------------------------ wrong values
+# ------------------------------------------------------------------------------------- wrong values
 
 
 @planted("swapped_sides")
@@ -255,7 +263,9 @@ class WrongSign(InfoNCE):
 
 @planted("every_row_counts")
 class TailDropped(InfoNCE):
-    """Blocks of 16 rows; the last rows are in none (lightly drops the tail of a batch in its memory bank)."""
+    """Blocks of 16 rows; the last rows are in none (lightly drops the tail of a batch in its memory
+    bank).
+    """
 
     def prepared(self, images, texts, image_ids, text_ids):
         images, texts, image_ids, text_ids = super().prepared(images, texts, image_ids, text_ids)
@@ -279,7 +289,9 @@ class UnmaskedTail(InfoNCE):
     def values(self, scores, positive):
         pad = -len(scores) % 64
         weight = torch.cat([torch.ones(len(scores)), torch.zeros(pad)])
-        padded = torch.cat([super().values(scores, positive), torch.full((pad,), math.nan, dtype=scores.dtype)])
+        padded = torch.cat(
+            [super().values(scores, positive), torch.full((pad,), math.nan, dtype=scores.dtype)]
+        )
         return (padded * weight)[: len(scores)] + (padded * weight).sum() * 0
 
 
@@ -298,7 +310,9 @@ class DimensionsCut(InfoNCE):
     """Dimensions that one side does not have are left out."""
 
     def scores(self, images, texts):
-        return super().scores(*(x[:, : min(images.shape[1], texts.shape[1])] for x in (images, texts)))
+        return super().scores(
+            *(x[:, : min(images.shape[1], texts.shape[1])] for x in (images, texts))
+        )
 
 
 @planted("nan_is_not_hidden")
@@ -343,7 +357,9 @@ class NotNormalised(InfoNCE):
 
 @planted("reductions_agree")
 class MeanOfTheWrongSide(InfoNCE):
-    """Both directions are divided by 2 N, where there are N + M anchors of which each side has its mean."""
+    """Both directions are divided by 2 N, where there are N + M anchors of which each side has its
+    mean.
+    """
 
     def reduced(self, values, exists):
         if self.reduction == "mean":

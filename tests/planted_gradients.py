@@ -8,11 +8,13 @@ import torch
 import torch.nn.functional as F
 from planted import InfoNCE, WithBias, planted
 
-# --------------------------------------------------------------------------------------------------------- gradients
+# ---------------------------------------------------------------------------------------- gradients
 
 
 class _Scaled(torch.autograd.Function):
-    """Values (N,), whose gradient is scaled by the first upstream gradient alone (Liger-Kernel#678)."""
+    """Values (N,), whose gradient is scaled by the first upstream gradient alone
+    (Liger-Kernel#678).
+    """
 
     @staticmethod
     def forward(ctx, values):
@@ -25,7 +27,9 @@ class _Scaled(torch.autograd.Function):
 
 @planted("uneven_upstream")
 class FirstUpstreamForAll(InfoNCE):
-    """With reduction "none", all is scaled by the first upstream gradient, for over a year (Liger-Kernel)."""
+    """With reduction "none", all is scaled by the first upstream gradient, for over a year
+    (Liger-Kernel).
+    """
 
     def values(self, scores, positive):
         return _Scaled.apply(super().values(scores, positive))
@@ -89,7 +93,9 @@ class BiasDetached(WithBias):
     """The bias gets no gradient (cut-cross-entropy#52)."""
 
     def values(self, scores, positive):
-        return F.softplus(InfoNCE.values(self, scores * self.scale.exp(), positive) + self.bias.detach())
+        return F.softplus(
+            InfoNCE.values(self, scores * self.scale.exp(), positive) + self.bias.detach()
+        )
 
 
 @planted("gradients_of_parameters")
@@ -97,7 +103,9 @@ class ScaleByItem(WithBias):
     """The scale is read as a number, and gets no gradient."""
 
     def values(self, scores, positive):
-        return F.softplus(InfoNCE.values(self, scores * math.exp(float(self.scale)), positive) + self.bias)
+        return F.softplus(
+            InfoNCE.values(self, scores * math.exp(float(self.scale)), positive) + self.bias
+        )
 
 
 @planted("inputs_not_modified")
@@ -163,10 +171,14 @@ class ValueDetached(InfoNCE):
 
     def reduced(self, values, exists):
         result = super().reduced(values, exists)
-        return result if self.reduction == "none" else torch.tensor(result.item(), dtype=values[0].dtype)
+        return (
+            result
+            if self.reduction == "none"
+            else torch.tensor(result.item(), dtype=values[0].dtype)
+        )
 
 
-# ---------------------------------------------------------------------------------------------------- range, rounding
+# ---------------------------------------------------------------------------------- range, rounding
 
 
 @planted("low_temperature")
@@ -247,7 +259,8 @@ class DistanceOfEqual(InfoNCE):
 
     def scores(self, images, texts):
         squares = 2 - 2 * super().scores(images, texts)
-        return 1 - torch.maximum(squares, torch.zeros_like(squares)).sqrt()  # PyTorch 2.14's clamp has slope 0 at 0
+        # PyTorch 2.14's clamp has slope 0 at 0
+        return 1 - torch.maximum(squares, torch.zeros_like(squares)).sqrt()
 
 
 @planted("extreme_scores")

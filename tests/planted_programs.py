@@ -1,4 +1,6 @@
-"""Planted bugs of state, copies, threads, memory and processes, and those that no check notices, see :mod:`planted`."""
+"""Planted bugs of state, copies, threads, memory and processes, and those that no check notices,
+see :mod:`planted`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from planted import InfoNCE, WithBias, planted
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-# ---------------------------------------------------------------------------------------------------- state, programs
+# ---------------------------------------------------------------------------------- state, programs
 
 
 @planted("repeated_calls")
@@ -209,7 +211,9 @@ class DependsOnRequiresGrad(InfoNCE):
 
 
 class ByChunks(InfoNCE):
-    """Sigmoid loss in chunks of 32 rows, which are computed again in the backward pass; flat in memory."""
+    """Sigmoid loss in chunks of 32 rows, which are computed again in the backward pass; flat in
+    memory.
+    """
 
     keep = False
 
@@ -227,7 +231,9 @@ class ByChunks(InfoNCE):
         return total / len(v) + total / len(w)
 
     def part(self, rows, w, ids, text_ids):
-        return F.softplus(torch.where(self.positive(ids, text_ids), -1.0, 1.0) * (self.scores(rows, w) * 10 - 5)).sum()
+        return F.softplus(
+            torch.where(self.positive(ids, text_ids), -1.0, 1.0) * (self.scores(rows, w) * 10 - 5)
+        ).sum()
 
 
 @planted("memory_grows_linearly", expected_failures={})
@@ -237,7 +243,7 @@ class ChunksKept(ByChunks):
     keep = True
 
 
-# --------------------------------------------------------------------------------------------------------- processes
+# ---------------------------------------------------------------------------------------- processes
 
 
 class Together(nn.ModuleList):
@@ -271,7 +277,7 @@ class OffByTheWorldSize(InfoNCE):
         return x / dist.get_world_size() + (x - x / dist.get_world_size()).detach()
 
 
-# ------------------------------------------------------------------------------------------------- what none notices
+# -------------------------------------------------------------------------------- what none notices
 
 
 @planted(None)

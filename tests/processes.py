@@ -17,26 +17,41 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 WORLD = 2
-# Processes are copies of one that has imported the slow modules: PyTorch's compiler is imported by DDP.
-SLOW = ["torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.fsdp", "itrloss", "pytest"]
+# Processes are copies of one that has imported the slow modules: PyTorch's compiler is imported by
+# DDP.
+SLOW = [
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.distributed.fsdp",
+    "itrloss",
+    "pytest",
+]
 # Those are slow, too, and only few tests need them: tests that are collected together with these.
 SLOW_HERE = ["transformers.trainer", "sentence_transformers", "torchmetrics", "lightning"]
 
 
 def preload() -> None:
     """Choose what processes have imported, which the first one to be started decides."""
-    multiprocessing.set_forkserver_preload([*SLOW, *(name for name in SLOW_HERE if name in sys.modules)])
+    multiprocessing.set_forkserver_preload(
+        [*SLOW, *(name for name in SLOW_HERE if name in sys.modules)]
+    )
 
 
 def both(work: Callable[..., Any], folder: Path, *args) -> list[Any]:
-    """Run ``work(rank, *args)``, a top-level function of a module, in two processes and return the results."""
+    """Run ``work(rank, *args)``, a top-level function of a module, in two processes and return the
+    results.
+    """
     return run(work, folder, *args)
 
 
 def run(work: Callable[..., Any], folder: Path, *args, world: int = WORLD) -> list[Any]:
-    """Run ``work(rank, *args)``, a top-level function of a module, in each process and return the results."""
+    """Run ``work(rank, *args)``, a top-level function of a module, in each process and return the
+    results.
+    """
     preload()
-    mp.start_processes(_process, (work, str(folder), args, world, 120, True), world, start_method="forkserver")
+    mp.start_processes(
+        _process, (work, str(folder), args, world, 120, True), world, start_method="forkserver"
+    )
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
 
 
@@ -55,9 +70,11 @@ def set_environment(rank: int) -> None:
 def survivors(
     work: Callable[..., Any], folder: Path, cases: Sequence[tuple], *, world: int, timeout: float
 ) -> list[list[Any]]:
-    """Run ``work(rank, *case)`` in a group of processes for each case, all at once; return the results of each case.
+    """Run ``work(rank, *case)`` in a group of processes for each case, all at once; return the
+    results of each case.
 
-    The result of a process that was lost is None. ``timeout``: seconds that a collective waits for a process.
+    The result of a process that was lost is None. ``timeout``: seconds that a collective waits for
+    a process.
     """
     preload()
     folders = [folder / str(number) for number in range(len(cases))]
@@ -65,26 +82,42 @@ def survivors(
     for place, case in zip(folders, cases, strict=True):
         place.mkdir()
         args = work, str(place), case, world, timeout, False
-        groups.append(mp.start_processes(_process, args, world, join=False, start_method="forkserver"))
+        groups.append(
+            mp.start_processes(_process, args, world, join=False, start_method="forkserver")
+        )
     deadline = time.monotonic() + 4 * timeout
     for process in (process for group in groups for process in group.processes):
         process.join(max(0.0, deadline - time.monotonic()))
         if process.is_alive():
             process.kill()
     found = [[place / f"{rank}.pt" for rank in range(world)] for place in folders]
-    return [[torch.load(path, weights_only=True) if path.exists() else None for path in paths] for paths in found]
+    return [
+        [torch.load(path, weights_only=True) if path.exists() else None for path in paths]
+        for paths in found
+    ]
 
 
-def _process(rank: int, work: Callable[..., Any], folder: str, args: tuple, world: int, timeout: float, all: bool):
-    gc.freeze()  # or the collector would visit all modules, and copy the memory that processes share
+def _process(
+    rank: int,
+    work: Callable[..., Any],
+    folder: str,
+    args: tuple,
+    world: int,
+    timeout: float,
+    all: bool,
+):
+    # or the collector would visit all modules, and copy the memory that processes share
+    gc.freeze()
     gc.set_threshold(100_000)
     torch.set_num_threads(1)
     where = f"file://{folder}/store"
     dist.init_process_group("gloo", where, timedelta(seconds=timeout), rank=rank, world_size=world)
     torch.save(work(rank, *args), Path(folder, f"{rank}.pt"))
     if all:
-        dist.barrier()  # a process that exits before the other has connected would make that one fail
+        # a process that exits before the other has connected would make that one fail
+        dist.barrier()
         dist.destroy_process_group()
-    # Exit without Python's shutdown: DDP keeps the group's threads alive, and dropping a last tensor in them during
-    # shutdown aborts the process (pytorch/pytorch#179291), which is rare and happens on busy machines.
+    # Exit without Python's shutdown: DDP keeps the group's threads alive, and dropping a last
+    # tensor in them during shutdown aborts the process (pytorch/pytorch#179291), which is rare and
+    # happens on busy machines.
     os._exit(0)

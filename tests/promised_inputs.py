@@ -17,7 +17,8 @@ from itrloss.memory import MemorySimilarity
 
 D, HEADS, CLUSTERS = 8, 3, 4
 IDS = {
-    # five captions an image, two images with the same ones, and an image and two texts without a match
+    # five captions an image, two images with the same ones, and an image and two texts without a
+    # match
     "captions": (torch.tensor([0, 1, 2, 3, 3, 9]), torch.tensor([*range(4)] * 5 + [77, 78])),
     "pairs": (None, None),
     "repeated": (torch.tensor([0, 1, 2, 0, 4, 9]), torch.tensor([0, 1, 2, 0, 4, 9])),
@@ -25,7 +26,9 @@ IDS = {
 
 
 def numbers(seed: int, *shape: int) -> Tensor:
-    """Return float64 numbers in [-1, 1] that look random, the same everywhere: cubes modulo a prime, divided once."""
+    """Return float64 numbers in [-1, 1] that look random, the same everywhere: cubes modulo a
+    prime, divided once.
+    """
     k = torch.arange(math.prod(shape)) + 499 * seed
     return ((k**3 % 10007).double() / 5003 - 1).view(shape)
 
@@ -50,14 +53,20 @@ class Batch:
 
     def memory(self) -> itrloss.CoupledMemory:
         stored = itrloss.CoupledMemory(16, D, dtype=torch.float64)
-        stored.enqueue(numbers(21, 11, D), numbers(22, 11, D), None if self.ids[0] is None else torch.arange(11) % 5)
+        stored.enqueue(
+            numbers(21, 11, D),
+            numbers(22, 11, D),
+            None if self.ids[0] is None else torch.arange(11) % 5,
+        )
         return stored
 
     def similarity(self, seed: int = 2) -> Similarity:
         return Similarity(self.near(0, seed), self.near(1, seed + 1), *self.ids)
 
     def module(self, module: nn.Module) -> Any:
-        """The module in float64, with its parameters among the leaves, and those drawn at random replaced."""
+        """The module in float64, with its parameters among the leaves, and those drawn at random
+        replaced.
+        """
         for i, x in enumerate([*module.double().parameters(), *module.buffers()]):
             if x.dim() > 1 and bool(x.any()):
                 x.data.copy_(0.5 * numbers(30 + i, *x.shape))
@@ -80,18 +89,71 @@ def squared(scores: Tensor, guide: Any = 0.3) -> Tensor:
 EMBEDDINGS = {
     **dict.fromkeys(["images", "queries", "images_mean", "im", "image_features", "v_q"], (0, 2)),
     **dict.fromkeys(["texts", "corpus", "texts_mean", "s", "text_features", "t_q"], (1, 3)),
-    **{"image_concepts": (0, 10), "text_concepts": (0, 11), "negatives": (0, 7, HEADS), "regions": (0, 8, 5)},
+    **{
+        "image_concepts": (0, 10),
+        "text_concepts": (0, 11),
+        "negatives": (0, 7, HEADS),
+        "regions": (0, 8, 5),
+    },
     **dict.fromkeys(["image_sets", "residuals", "img", "img_embs"], (0, 8, HEADS)),
-    **{"txt": (1, 9, HEADS), "img_r": (0, 12, HEADS), "txt_r": (1, 13, HEADS), "text_sets": (1, 9, 2)},
+    **{
+        "txt": (1, 9, HEADS),
+        "img_r": (0, 12, HEADS),
+        "txt_r": (1, 13, HEADS),
+        "text_sets": (1, 9, 2),
+    },
 }
-OPT = {"local_alpha": 8.0, "local_ep": 0.3, "global_alpha": 6.0, "global_beta": 5.0, "mb_k": 3, "mu": 7.0, "gama": 0.2}
-OPT |= {"num_embeds": HEADS, "mmd_weight": 0.2, "div_weight": 0.7, "unif_weight": 0.3, "img_num_embeds": HEADS}
-OPT |= {"txt_num_embeds": 2, "temperature": 4.0, "mask_repeat": True, "margin": 0.3, "max_violation": False}
+OPT = {
+    "local_alpha": 8.0,
+    "local_ep": 0.3,
+    "global_alpha": 6.0,
+    "global_beta": 5.0,
+    "mb_k": 3,
+    "mu": 7.0,
+    "gama": 0.2,
+}
+OPT |= {
+    "num_embeds": HEADS,
+    "mmd_weight": 0.2,
+    "div_weight": 0.7,
+    "unif_weight": 0.3,
+    "img_num_embeds": HEADS,
+}
+OPT |= {
+    "txt_num_embeds": 2,
+    "temperature": 4.0,
+    "mask_repeat": True,
+    "margin": 0.3,
+    "max_violation": False,
+}
 CONSTANTS: dict[str, Any] = {
-    **{"size": 16, "dim": D, "clusters": CLUSTERS, "k": 3, "below": 0.4, "above": 0.1, "margin": 0.3, "term": squared},
-    **{"dims": (3, D), "weights": (0.3, 0.6), "rows": torch.tensor([0, 3, 3, 5]), "cols": torch.tensor([1, 0, 5, 2])},
-    **{"mb_img": numbers(61, 8, D), "mb_cap": numbers(62, 8, D), "mb_ind": torch.arange(8), "s_l": [2] * 6},
-    **{"indices": torch.arange(6) + 6, "img_ids": torch.tensor([0, 0, 1, 2, 3, 4]), "opt": Namespace(**OPT)},
+    **{
+        "size": 16,
+        "dim": D,
+        "clusters": CLUSTERS,
+        "k": 3,
+        "below": 0.4,
+        "above": 0.1,
+        "margin": 0.3,
+        "term": squared,
+    },
+    **{
+        "dims": (3, D),
+        "weights": (0.3, 0.6),
+        "rows": torch.tensor([0, 3, 3, 5]),
+        "cols": torch.tensor([1, 0, 5, 2]),
+    },
+    **{
+        "mb_img": numbers(61, 8, D),
+        "mb_cap": numbers(62, 8, D),
+        "mb_ind": torch.arange(8),
+        "s_l": [2] * 6,
+    },
+    **{
+        "indices": torch.arange(6) + 6,
+        "img_ids": torch.tensor([0, 0, 1, 2, 3, 4]),
+        "opt": Namespace(**OPT),
+    },
     **{"img_set_size": HEADS, "txt_set_size": 2, "similarity_fn": None, "number of heads": HEADS},
     **dict.fromkeys(["v_queue", "t_queue"], numbers(65, D, 9)),
     **{
@@ -119,7 +181,9 @@ DATA: dict[str, Callable[[Batch], Any]] = {
     "sims": lambda b: MemorySimilarity.of(**{name: DATA[name](b) for name in MEMORY}),
     "diversity_of": lambda b: [b.similarity(15).both],
     "teacher": lambda b: b.similarity(6),
-    "heads": lambda b: [Similarity(x, y, *b.ids) for y in [b.near(1, 3)] for x in b.near(0, 8, HEADS).unbind(1)],
+    "heads": lambda b: [
+        Similarity(x, y, *b.ids) for y in [b.near(1, 3)] for x in b.near(0, 8, HEADS).unbind(1)
+    ],
     "gate": lambda b: numbers(9, b.n, HEADS).relu(),
     "mask": lambda b: numbers(9, b.n, 5) > -0.5,
     "valid": lambda b: numbers(18, b.n + b.m) > -0.5,
@@ -133,8 +197,12 @@ DATA: dict[str, Callable[[Batch], Any]] = {
     "text_lengths": lambda b: torch.arange(b.m) % 2 + 1,
     "encoder": lambda b: linear(0),
     "loss": lambda b: itrloss.InfoNCELoss(learnable=True),
-    "judgements": lambda b: metrics.Judgements(torch.arange(30) % b.n, torch.arange(30) * 7 % b.m, numbers(16, 30)),
-    "systems": lambda b: {name: metrics.retrieval_results(b.similarity(i)) for i, name in ((2, "a"), (6, "b"))},
+    "judgements": lambda b: metrics.Judgements(
+        torch.arange(30) % b.n, torch.arange(30) * 7 % b.m, numbers(16, 30)
+    ),
+    "systems": lambda b: {
+        name: metrics.retrieval_results(b.similarity(i)) for i, name in ((2, "a"), (6, "b"))
+    },
     "logit_scale": lambda b: b.leaf(torch.tensor([9.0], dtype=torch.float64)),
     "logit_bias": lambda b: b.leaf(torch.tensor([-2.0], dtype=torch.float64)),
     "txt_embs": lambda b: b.leaf(numbers(80, 30, 2, D)),
@@ -146,26 +214,67 @@ INSTEAD: dict[str, dict[str, str]] = {  # what these owners call otherwise
     "set_similarity": sets,
     "FilteredInfoNCELoss": {"guide": "teacher"},
     "DynamicGate": {"heads": "number of heads"},
-    "Similarity": {"rows": "images", "cols": "texts", "row_ids": "image_ids", "col_ids": "text_ids", "bias": "biases"},
+    "Similarity": {
+        "rows": "images",
+        "cols": "texts",
+        "row_ids": "image_ids",
+        "col_ids": "text_ids",
+        "bias": "biases",
+    },
     "CHANLoss": {"sims": "sims of compat"},
     "SCANLoss": {"im": "img", "s": "txt"},
     "DivELoss": {"txt_r": "texts' residuals"},
 }
-GIVEN = {"images", "texts", "img_r", "txt_r", "mb_img", "mb_cap", "mb_ind", "indices"}  # although they have a default
-SQUARE = {"CODERObjective", "DirectionalInfoNCELoss", "moco_forward", *compat.__all__}  # which take as many texts
+# although they have a default
+GIVEN = {"images", "texts", "img_r", "txt_r", "mb_img", "mb_cap", "mb_ind", "indices"}
+# which take as many texts
+SQUARE = {"CODERObjective", "DirectionalInfoNCELoss", "moco_forward", *compat.__all__}
 OTHERS: dict[str, list[Any]] = {  # options' values that cannot be derived from the default
-    **{"alpha": [8.0], "epsilon": [0.2], "max_count": [4], "folds": [2], "measure": ["order"], "margin": [0.25]},
+    **{
+        "alpha": [8.0],
+        "epsilon": [0.2],
+        "max_count": [4],
+        "folds": [2],
+        "measure": ["order"],
+        "margin": [0.25],
+    },
     **{"directions": [("image-text", "text-text")], "reduction": ["sum"], "ties": ["optimistic"]},
     **{"i2t": [(10.0, 5.0)], "t2i": [(5.0, 10.0)]},
 }
 LEFT_OUT = {  # how something is computed, checked and shown, and what excludes other arguments
-    *("engine", "check_finite", "telemetry", "gather", "process_group", "names", "progress", "block", "memory_budget"),
-    *("dtype", "training", "local_loss", "gather_with_grad", "cache_labels", "rank", "world_size", "use_horovod"),
+    *(
+        "engine",
+        "check_finite",
+        "telemetry",
+        "gather",
+        "process_group",
+        "names",
+        "progress",
+        "block",
+        "memory_budget",
+    ),
+    *(
+        "dtype",
+        "training",
+        "local_loss",
+        "gather_with_grad",
+        "cache_labels",
+        "rank",
+        "world_size",
+        "use_horovod",
+    ),
     *("dist_impl", "chunk_size", "length", "output_dict", "scores", "relevant", "txt_per_img"),
 }
-REFUSED = {"CODERObjective.reduction=none", "DVSEObjective.reduction=sum", "DVSEObjective.reduction=none"}
+REFUSED = {
+    "CODERObjective.reduction=none",
+    "DVSEObjective.reduction=sum",
+    "DVSEObjective.reduction=none",
+}
 PASSED_ON = {  # where arguments end up that are passed on with ``**``
-    **dict.fromkeys(["InfoNCELoss", "SigmoidLoss", "DirectionalInfoNCELoss", "PCMEPlusPlusLoss"], itrloss.PairLoss),
+    **dict.fromkeys(
+        ["InfoNCELoss", "SigmoidLoss", "DirectionalInfoNCELoss", "PCMEPlusPlusLoss"],
+        itrloss.PairLoss,
+    ),
     "CODERObjective": itrloss.DiversityContrastiveLoss,
     "DVSEObjective": itrloss.VarianceAwareLoss,
     "memory_diversity_contrastive_loss": functional.diversity_contrastive_loss,
@@ -175,8 +284,12 @@ PASSED_ON = {  # where arguments end up that are passed on with ``**``
 
 
 def choices(owner: str, function: Any) -> dict[str, list[Any]]:
-    """Return, for each argument of a function, its default and others; functions are called with the batch."""
-    hints = get_type_hints(function.__init__ if inspect.isclass(function) else function, None, vars(rerank))
+    """Return, for each argument of a function, its default and others; functions are called with
+    the batch.
+    """
+    hints = get_type_hints(
+        function.__init__ if inspect.isclass(function) else function, None, vars(rerank)
+    )
     found: dict[str, list[Any]] = {}
     for name, p in inspect.signature(function).parameters.items():
         hint, default, required = hints.get(name), [p.default], p.default is p.empty
@@ -190,7 +303,8 @@ def choices(owner: str, function: Any) -> dict[str, list[Any]]:
             found |= {
                 key: x
                 for key, x in more.items()
-                if key not in found and (key.endswith("_ids") or type(x[0]) in (str, float, int, bool))
+                if key not in found
+                and (key.endswith("_ids") or type(x[0]) in (str, float, int, bool))
             }
         elif literals:
             found[name] = [
@@ -203,10 +317,19 @@ def choices(owner: str, function: Any) -> dict[str, list[Any]]:
         elif isinstance(p.default, bool):
             found[name] = [p.default, not p.default]
         elif isinstance(p.default, (int, float)):
-            found[name] = [p.default, 3 if isinstance(p.default, int) else float(f"{0.7 * p.default:.3g}") or 0.5]
+            found[name] = [
+                p.default,
+                3 if isinstance(p.default, int) else float(f"{0.7 * p.default:.3g}") or 0.5,
+            ]
         elif data is None:
             raise LookupError(f"{owner}: the argument {name} needs a value in promised_inputs.py")
         else:
-            found[name] = [*default * (not required and name not in GIVEN and not name.endswith("_ids")), data]
+            found[name] = [
+                *default * (not required and name not in GIVEN and not name.endswith("_ids")),
+                data,
+            ]
             found[name] += [DATA["opt hardest"]] * (name == "opt")
-    return {name: [x for x in values if f"{owner}.{name}={x}" not in REFUSED] for name, values in found.items()}
+    return {
+        name: [x for x in values if f"{owner}.{name}={x}" not in REFUSED]
+        for name, values in found.items()
+    }

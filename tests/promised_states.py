@@ -1,4 +1,6 @@
-"""Checkpoints of modules, re-rankers and the example trainer, and what is computed after they were loaded."""
+"""Checkpoints of modules, re-rankers and the example trainer, and what is computed after they were
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ TRAINER = "examples.retrieval"
 
 
 def module(name: str, b: Batch) -> Any:
-    """Return a module, with learnable parameters where it can have them, and a function that takes a step of it."""
+    """Return a module, with learnable parameters where it can have them, and a function that takes
+    a step of it.
+    """
     cls = MODULES[name]
     axes = choices(name, cls) | ({} if name in STEPS else choices(name, cls.forward))
     given = {key: x[0](b) if callable(x[0]) else x[0] for key, x in axes.items()}
@@ -44,11 +48,16 @@ def resumed(name: str, state: Any, b: Batch) -> Any:
 
 
 def outcome(name: str, state: Any) -> Any:
-    return record(f"{name} {'repeated' if name == 'CODERObjective' else 'captions'}", partial(resumed, name, state))
+    return record(
+        f"{name} {'repeated' if name == 'CODERObjective' else 'captions'}",
+        partial(resumed, name, state),
+    )
 
 
 def states() -> dict[str, Any]:
-    """Return the states of all that have one, after some steps, with options and parameters other than the default."""
+    """Return the states of all that have one, after some steps, with options and parameters other
+    than the default.
+    """
     found: dict[str, Any] = {}
     for name in MODULES:
         b = Batch("repeated" if name == "CODERObjective" else "captions")
@@ -65,7 +74,9 @@ def states() -> dict[str, Any]:
 
 
 def checkpoint() -> dict[str, Any]:
-    """Return what evaluation reads of a checkpoint of the trainer; its optimiser is for resuming, with one version."""
+    """Return what evaluation reads of a checkpoint of the trainer; its optimiser is for resuming,
+    with one version.
+    """
     from examples.retrieval.config import Config
     from examples.retrieval.train import Trainer
 

@@ -1,6 +1,8 @@
-"""Golden values: what losses, answers, re-rankers and metrics return in float64, with the values of all options.
+"""Golden values: what losses, answers, re-rankers and metrics return in float64, with the values of
+all options.
 
-Cases are made from signatures: a new option, class or function gets its own, and the test fails until they are stored.
+Cases are made from signatures: a new option, class or function gets its own, and the test fails
+until they are stored.
 """
 
 from __future__ import annotations
@@ -27,8 +29,11 @@ from itrloss import Anchors, Similarity, compat, functional, metrics, rerank, te
 Case = tuple[str, Callable[[Batch], Any]]  # a name, which ends with that of the batch
 
 
-def spread(name: str, call: Any, *functions: Any, select: Any = pairwise, **axes: list[Any]) -> Iterator[Case]:
-    """Yield cases in which all values of the functions' arguments occur, by default all pairs of them.
+def spread(
+    name: str, call: Any, *functions: Any, select: Any = pairwise, **axes: list[Any]
+) -> Iterator[Case]:
+    """Yield cases in which all values of the functions' arguments occur, by default all pairs of
+    them.
 
     ``call`` gets the batch, and the arguments by name.
     """
@@ -37,7 +42,11 @@ def spread(name: str, call: Any, *functions: Any, select: Any = pairwise, **axes
     kinds = ["pairs", "repeated"] if owner in SQUARE else ["captions", "pairs"]
     for kind, *values in select(batch=kinds, **axes):
         given = dict(zip(axes, values, strict=True))
-        shown = (f"{key}={'given' if callable(x) else repr(x)}" for key, x in given.items() if x != axes[key][0])
+        shown = (
+            f"{key}={'given' if callable(x) else repr(x)}"
+            for key, x in given.items()
+            if x != axes[key][0]
+        )
         yield f"{name}({', '.join(shown)}) {kind}", partial(called, call, given)
 
 
@@ -46,9 +55,14 @@ def called(call: Any, given: Mapping[str, Any], b: Batch) -> Any:
 
 
 STEPS: dict[str, Callable[[Any, int], Any]] = {  # of modules that are not called, or not only
-    "CoupledMemory": lambda memory, i: memory.enqueue(*numbers(60 + i, 2, 6, D), torch.arange(6) + i),
+    "CoupledMemory": lambda memory, i: memory.enqueue(
+        *numbers(60 + i, 2, 6, D), torch.arange(6) + i
+    ),
     "OnlineKMeans": lambda kmeans, i: kmeans.update(numbers(60 + i, 22, D)),
-    "MomentumEncoder": lambda encoder, i: (encoder.update(linear(i)), encoder(numbers(60 + i, 2, D))),
+    "MomentumEncoder": lambda encoder, i: (
+        encoder.update(linear(i)),
+        encoder(numbers(60 + i, 2, D)),
+    ),
 }
 
 
@@ -83,7 +97,9 @@ def reranked(cls: Any, b: Batch, bank: bool, **given: Any) -> Any:
 def cached(b: Batch) -> Any:
     """The loss and the encoders' gradients of a step in chunks."""
     encoders, ids = (linear(0), linear(1)), {"image_ids": b.ids[0], "text_ids": b.ids[1]}
-    loss = itrloss.grad_cache_step(itrloss.TripletLoss(), encoders, (b.near(0, 2), b.near(1, 3)), 4, **ids)
+    loss = itrloss.grad_cache_step(
+        itrloss.TripletLoss(), encoders, (b.near(0, 2), b.near(1, 3)), 4, **ids
+    )
     return loss, *(p.grad for encoder in encoders for p in encoder.parameters())
 
 
@@ -113,8 +129,12 @@ def of_terms(b: Batch) -> Iterator[Tensor]:
 def adapted(b: Batch) -> Iterator[Tensor]:
     loss, (im, s) = itrloss.UnifiedTrainingObjective(7.0, 0.2), (b.near(0, 2), b.near(0, 3))
     yield compat.adapt(itrloss.InfoNCELoss(), "hrem")(im, s, DATA["img_ids"](b))
-    yield compat.adapt(itrloss.InfoNCELoss(), "pvse", opt=DATA["opt"](b))(*(numbers(i, 6, 3, 4) for i in range(4)))[0]
-    yield compat.adapt(loss, "hal")(im, s, *(DATA[name](b) for name in ("mb_img", "mb_cap", "mb_ind", "indices")))
+    yield compat.adapt(itrloss.InfoNCELoss(), "pvse", opt=DATA["opt"](b))(
+        *(numbers(i, 6, 3, 4) for i in range(4))
+    )[0]
+    yield compat.adapt(loss, "hal")(
+        im, s, *(DATA[name](b) for name in ("mb_img", "mb_cap", "mb_ind", "indices"))
+    )
 
 
 def differences(b: Batch) -> dict[str, Any]:
@@ -134,30 +154,52 @@ SINGLE: dict[str, Callable[[Batch], Any]] = {  # what needs a call of its own
     "grad_cache_step": cached,
     "Anchors.together": lambda b: Anchors.together(b.similarity(), b.similarity(6).T),
     "Anchors.pooled": lambda b: Anchors.pooled(b.similarity(), b.similarity(6)),
-    "Similarity.from_scores": lambda b: Similarity.from_scores(b.similarity().scores() * 3, *b.ids).both,
+    "Similarity.from_scores": lambda b: (
+        Similarity.from_scores(b.similarity().scores() * 3, *b.ids).both
+    ),
     "memory.MemorySimilarity": lambda b: tuple(DATA["sims"](b)),
     "compat.adapt": adapted,
     "compat.HALLoss batch": lambda b: compat.HALLoss(DATA["opt"](b))(b.near(0, 2), b.near(0, 3)),
-    "rerank.FastReranker.calibrate": lambda b: vars(rerank.FastReranker().calibrate(b.similarity())),
+    "rerank.FastReranker.calibrate": lambda b: vars(
+        rerank.FastReranker().calibrate(b.similarity())
+    ),
     "rerank.Reranker.biases": lambda b: rerank.CSLS(3).biases(b.similarity()),
     "rerank.Reranker.topk": lambda b: tuple(rerank.DualSoftmax().topk(b.similarity(), 3)),
     "metrics.Judgements": lambda b: DATA["judgements"](b).at_least(0.2),
     "metrics.RetrievalMetrics": by_batches,
-    "metrics.retrieval_results relevant": lambda b: metrics.retrieval_results(b.similarity(), relevant=RELEVANT),
-    **dict.fromkeys(["metrics.compare", "metrics.compare_all", "metrics.confidence_intervals"], differences),
+    "metrics.retrieval_results relevant": lambda b: metrics.retrieval_results(
+        b.similarity(), relevant=RELEVANT
+    ),
+    **dict.fromkeys(
+        ["metrics.compare", "metrics.compare_all", "metrics.confidence_intervals"], differences
+    ),
     "metrics.latex_table": lambda b: metrics.latex_table(DATA["systems"](b)),
     "metrics.default_ids": lambda b: metrics.default_ids(3, 12),
     "metrics.save_trec": saved,
 }
 NOT_ASKED = {  # how something is computed; shards; and what is in SINGLE
-    *("dtype", "device", "weights", "engine", "ids", "one_to_one", "of_one_size", "exchange", "groups", "sharded"),
+    *(
+        "dtype",
+        "device",
+        "weights",
+        "engine",
+        "ids",
+        "one_to_one",
+        "of_one_size",
+        "exchange",
+        "groups",
+        "sharded",
+    ),
     *("all_ids", "check_finite", "together", "pooled", "from_scores"),
 }
-APART = {"metrics.coco_protocol", "metrics.fold_repeated"}  # 5,000 × 25,000 scores; every c-th row of its input
+# 5,000 × 25,000 scores; every c-th row of its input
+APART = {"metrics.coco_protocol", "metrics.fold_repeated"}
 MODULES = {
     name: cls
     for name, cls in sorted(vars(itrloss).items())
-    if inspect.isclass(cls) and issubclass(cls, nn.Module) and name not in ("PairLoss", "MemoryLoss")
+    if inspect.isclass(cls)
+    and issubclass(cls, nn.Module)
+    and name not in ("PairLoss", "MemoryLoss")
 }
 CODE_BASES = [name for name in compat.__all__ if name != "adapt"]
 RERANKERS = {
@@ -168,22 +210,38 @@ RERANKERS = {
 
 
 def cases() -> Iterator[Case]:
-    for name, cls in {**MODULES, **{f"compat.{name}": getattr(compat, name) for name in CODE_BASES}}.items():
+    for name, cls in {
+        **MODULES,
+        **{f"compat.{name}": getattr(compat, name) for name in CODE_BASES},
+    }.items():
         yield from spread(name, partial(used, cls), cls, *[cls.forward] * (name not in STEPS))
     for name in (name for name in set(dir(Similarity)) - NOT_ASKED if not name.startswith("_")):
-        yield from spread(f"Similarity.{name}", partial(asked, name), *filter(callable, [getattr(Similarity, name)]))
+        yield from spread(
+            f"Similarity.{name}",
+            partial(asked, name),
+            *filter(callable, [getattr(Similarity, name)]),
+        )
     yield from spread("Similarity", lambda b, **given: Similarity(**given).scores(), Similarity)
     for name, cls in RERANKERS.items():
-        banks = [x for x in (False, True) if (x or not cls.needs_bank) and (cls.takes_bank or not x)]
+        banks = [
+            x for x in (False, True) if (x or not cls.needs_bank) and (cls.takes_bank or not x)
+        ]
         yield from spread(f"rerank.{name}", partial(reranked, cls), cls, bank=banks)
     functions = {"mine_hard_negatives": itrloss.mine_hard_negatives}
     for module in (functional, metrics, telemetry):
-        functions |= {f"{module.__name__.split('.')[1]}.{name}": getattr(module, name) for name in public(module)}
+        functions |= {
+            f"{module.__name__.split('.')[1]}.{name}": getattr(module, name)
+            for name in public(module)
+        }
     for name, function in functions.items():
         if inspect.isfunction(function) and name not in APART | SINGLE.keys():
-            yield from spread(name, lambda _, function=function, **given: function(**given), function, select=each)
+            yield from spread(
+                name, lambda _, function=function, **given: function(**given), function, select=each
+            )
     user, queues = compat.USERLoss(DATA["opt"](Batch("pairs"))), compat.USERLoss.moco_forward
-    yield from spread("compat.USERLoss.moco_forward", lambda b, **given: user.moco_forward(**given), queues)
+    yield from spread(
+        "compat.USERLoss.moco_forward", lambda b, **given: user.moco_forward(**given), queues
+    )
     for name, case in SINGLE.items():
         yield from ((f"{name} {kind}", case) for kind in ("captions", "pairs"))
 
@@ -193,7 +251,11 @@ def leaves(x: Any) -> Iterator[Any]:
     if isinstance(x, (Tensor, float, int, str)):
         yield x
     elif isinstance(x, Anchors):
-        yield from (x.logsumexp(3.0), x.sum_of_positives(terms.identity), x.hardest_negatives().values)
+        yield from (
+            x.logsumexp(3.0),
+            x.sum_of_positives(terms.identity),
+            x.hardest_negatives().values,
+        )
     elif isinstance(x, slice):
         yield from (x.start, x.stop)
     elif x is not None:
@@ -210,16 +272,31 @@ def checksum(x: Tensor) -> list[float]:
 
 
 def record(name: str, case: Callable[[Batch], Any]) -> list[list[Any]] | None:
-    """Return checksums of what a case returns, and of the gradients of its inputs; None if it is refused."""
+    """Return checksums of what a case returns, and of the gradients of its inputs; None if it is
+    refused.
+    """
     b = Batch(name.rsplit(" ", 1)[1])
     try:
         found = list(leaves(case(b)))
     except ValueError:  # options that exclude each other
         return None
-    tensors = [x if isinstance(x, Tensor) else torch.tensor(x).double() for x in found if not isinstance(x, str)]
-    trained, inputs, grads = [x for x in tensors if x.requires_grad], [x for x in b.leaves if x.requires_grad], []
+    tensors = [
+        x if isinstance(x, Tensor) else torch.tensor(x).double()
+        for x in found
+        if not isinstance(x, str)
+    ]
+    trained, inputs, grads = (
+        [x for x in tensors if x.requires_grad],
+        [x for x in b.leaves if x.requires_grad],
+        [],
+    )
     if trained:
-        total = sum((numbers(200, x.numel()) * torch.where(x.isfinite(), x, 0.0).flatten()).sum() for x in trained)
+        total = sum(
+            (numbers(200, x.numel()) * torch.where(x.isfinite(), x, 0.0).flatten()).sum()
+            for x in trained
+        )
         grads = torch.autograd.grad(total, inputs, allow_unused=True)
-    values, slopes = ([y for x in xs if x is not None for y in checksum(x)] for xs in (tensors, grads))
+    values, slopes = (
+        [y for x in xs if x is not None for y in checksum(x)] for xs in (tensors, grads)
+    )
     return [[*values, *(x for x in found if isinstance(x, str))], slopes]

@@ -21,18 +21,30 @@ def open_clip() -> Any:
         from open_clip_train.train import train_one_epoch
     except (ImportError, RuntimeError):  # RuntimeError: its torchvision was built for another torch
         return SimpleNamespace(**globals())
-    return SimpleNamespace(CLIP=CLIP, ClipLoss=ClipLoss, SigLipLoss=SigLipLoss, train_one_epoch=train_one_epoch)
+    return SimpleNamespace(
+        CLIP=CLIP, ClipLoss=ClipLoss, SigLipLoss=SigLipLoss, train_one_epoch=train_one_epoch
+    )
 
 
 class CLIP(nn.Module):
     """The parameters and the output of open_clip's model, with simpler towers."""
 
-    def __init__(self, embed_dim, vision_cfg, text_cfg, init_logit_scale, init_logit_bias=None, output_dict=True):
+    def __init__(
+        self,
+        embed_dim,
+        vision_cfg,
+        text_cfg,
+        init_logit_scale,
+        init_logit_bias=None,
+        output_dict=True,
+    ):
         super().__init__()
         self.visual = nn.Linear(3 * vision_cfg["image_size"] ** 2, embed_dim)
         self.text = nn.EmbeddingBag(text_cfg["vocab_size"], embed_dim)
         self.logit_scale = nn.Parameter(torch.tensor(init_logit_scale))
-        self.logit_bias = None if init_logit_bias is None else nn.Parameter(torch.tensor(init_logit_bias))
+        self.logit_bias = (
+            None if init_logit_bias is None else nn.Parameter(torch.tensor(init_logit_bias))
+        )
 
     def forward(self, image, text):
         out = {
@@ -45,7 +57,13 @@ class CLIP(nn.Module):
 
 class ClipLoss(nn.Module):
     def __init__(
-        self, local_loss=False, gather_with_grad=False, cache_labels=False, rank=0, world_size=1, use_horovod=False
+        self,
+        local_loss=False,
+        gather_with_grad=False,
+        cache_labels=False,
+        rank=0,
+        world_size=1,
+        use_horovod=False,
     ):
         super().__init__()
         self.local_loss, self.gather_with_grad, self.rank, self.world_size = (
@@ -61,8 +79,13 @@ class ClipLoss(nn.Module):
             gathered[self.rank] = x  # alone of all features with a gradient
         return torch.cat(gathered)
 
-    def forward(self, image_features, text_features, logit_scale, logit_bias=None, output_dict=False):
-        all_image_features, all_text_features = self.gather(image_features), self.gather(text_features)
+    def forward(
+        self, image_features, text_features, logit_scale, logit_bias=None, output_dict=False
+    ):
+        all_image_features, all_text_features = (
+            self.gather(image_features),
+            self.gather(text_features),
+        )
         labels = torch.arange(len(image_features))
         if self.local_loss:
             logits_per_image = logit_scale * image_features @ all_text_features.T
@@ -73,8 +96,13 @@ class ClipLoss(nn.Module):
             logits_per_text = logits_per_image.T
             labels = torch.arange(len(all_image_features))
         if logit_bias is not None:
-            logits_per_image, logits_per_text = logits_per_image + logit_bias, logits_per_text + logit_bias
-        total_loss = (F.cross_entropy(logits_per_image, labels) + F.cross_entropy(logits_per_text, labels)) / 2
+            logits_per_image, logits_per_text = (
+                logits_per_image + logit_bias,
+                logits_per_text + logit_bias,
+            )
+        total_loss = (
+            F.cross_entropy(logits_per_image, labels) + F.cross_entropy(logits_per_text, labels)
+        ) / 2
         return {"contrastive_loss": total_loss} if output_dict else total_loss
 
 
@@ -109,7 +137,11 @@ def create_loss(args):
     shared = {"rank": args.rank, "world_size": args.world_size}
     if args.siglip:
         return SigLipLoss(dist_impl=args.loss_dist_impl, **shared)
-    shared |= {"local_loss": args.local_loss, "gather_with_grad": args.gather_with_grad, "cache_labels": True}
+    shared |= {
+        "local_loss": args.local_loss,
+        "gather_with_grad": args.gather_with_grad,
+        "cache_labels": True,
+    }
     if "coca" in args.model.lower():
         return CoCaLoss(args.coca_caption_loss_weight, args.coca_contrastive_loss_weight, **shared)
     return ClipLoss(use_horovod=args.horovod, **shared)

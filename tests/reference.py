@@ -1,7 +1,9 @@
-"""The specification: all methods of anchors on a dense score matrix, in plain PyTorch, differentiated by autograd.
+"""The specification: all methods of anchors on a dense score matrix, in plain PyTorch,
+differentiated by autograd.
 
-In float64, engines are compared with it; it shares no code with them. :class:`Reference` has the methods of
-``itrloss.Anchors``, for the rows of matrices; the columns are the rows of the transposed matrix.
+In float64, engines are compared with it; it shares no code with them. :class:`Reference` has the
+methods of ``itrloss.Anchors``, for the rows of matrices; the columns are the rows of the transposed
+matrix.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def unit(x: Tensor) -> Tensor:
 
 def matches(ids: Sequence[Tensor | None], n: int, m: int) -> Tensor:
     """Mask of the positive pairs, (N, M) bool."""
-    rows, cols = (torch.arange(size) if x is None else x for x, size in zip(ids, (n, m), strict=True))
+    rows, cols = (
+        torch.arange(size) if x is None else x for x, size in zip(ids, (n, m), strict=True)
+    )
     return rows[:, None] == cols
 
 
@@ -91,17 +95,30 @@ class Reference:
         return sum(len(s) for s, _ in self.groups)
 
     def _each(self, answer: Callable[..., Tensor], *params: float | Tensor) -> Tensor:
-        """Apply ``answer(scores, positive, *params)`` to each group, with parameters (A, 1); concatenate to (A,)."""
+        """Apply ``answer(scores, positive, *params)`` to each group, with parameters (A, 1);
+        concatenate to (A,).
+        """
         given = [
-            (x.reshape(-1) if isinstance(x, Tensor) else self.groups[0][0].new_tensor([x])).expand(len(self))
+            (x.reshape(-1) if isinstance(x, Tensor) else self.groups[0][0].new_tensor([x])).expand(
+                len(self)
+            )
             for x in params
         ]
-        split = zip(*(x.split([len(s) for s, _ in self.groups]) for x in given), strict=True) if given else None
+        split = (
+            zip(*(x.split([len(s) for s, _ in self.groups]) for x in given), strict=True)
+            if given
+            else None
+        )
         return torch.cat(
-            [answer(s, p, *(x[:, None] for x in next(split))) if split else answer(s, p) for s, p in self.groups]
+            [
+                answer(s, p, *(x[:, None] for x in next(split))) if split else answer(s, p)
+                for s, p in self.groups
+            ]
         )
 
-    def logsumexp(self, scale: float | Tensor = 1.0, *, over="negatives", below=None, above=None, guide=None) -> Tensor:
+    def logsumexp(
+        self, scale: float | Tensor = 1.0, *, over="negatives", below=None, above=None, guide=None
+    ) -> Tensor:
         low, high = (math.inf if below is None else below), (-math.inf if above is None else above)
         judged = iter((self if guide is None else guide).groups)
 
@@ -109,7 +126,8 @@ class Reference:
             z, t = s * a, next(judged)[0]
             excluded = left_out(positive, over) | (t >= low) | (t <= high)
             empty = excluded.all(1)
-            z = z.masked_fill(excluded, -math.inf).masked_fill(empty[:, None], 0.0)  # its gradient is nan for -inf only
+            # its gradient is nan for -inf only
+            z = z.masked_fill(excluded, -math.inf).masked_fill(empty[:, None], 0.0)
             return z.logsumexp(1).masked_fill(empty, -math.inf)
 
         return self._each(one, scale, low, high)
@@ -146,12 +164,17 @@ class Reference:
         self, term: Callable[..., Tensor], *params: float | Tensor, over="negatives", below=math.inf, above=-math.inf,
         guide=None,
     ) -> Tensor:  # fmt: skip
-        function, others = TERMS.get(term.__name__, term), None if guide is None else iter(guide.groups)
+        function, others = (
+            TERMS.get(term.__name__, term),
+            None if guide is None else iter(guide.groups),
+        )
 
         def one(s, positive, *params):
             *own, low, high = params
             values = function(s, *(() if others is None else (next(others)[0],)), *own).expand_as(s)
-            return values.masked_fill(left_out(positive, over) | (s >= low) | (s <= high), 0.0).sum(1)
+            return values.masked_fill(left_out(positive, over) | (s >= low) | (s <= high), 0.0).sum(
+                1
+            )
 
         return self._each(one, *params, below, above)
 

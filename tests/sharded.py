@@ -19,7 +19,9 @@ PAIR = {
     "dcl entropy": lambda **o: itrloss.DiversityContrastiveLoss(
         diversity="entropy", entropy_temperature=0.05, detach_diversity=False, **o
     ),
-    "dcl implicit": lambda **o: itrloss.DiversityContrastiveLoss(diversity=None, temperature=0.01, **o),
+    "dcl implicit": lambda **o: itrloss.DiversityContrastiveLoss(
+        diversity=None, temperature=0.01, **o
+    ),
     "hal": lambda **o: itrloss.HubnessAwareLoss(**o),
     "hal soft": lambda **o: itrloss.HubnessAwareLoss(scale=8.0, positive="relu", **o),
     "infonce": lambda **o: itrloss.InfoNCELoss(learnable=True, **o),
@@ -50,14 +52,17 @@ MEMORY = {
 }
 SETS = {
     "variance aware": lambda **o: itrloss.VarianceAwareLoss(margin=0.5, **o),
-    "variance aware, own sigma": lambda **o: itrloss.VarianceAwareLoss(margin=0.5, shared_sigma=False, **o),
+    "variance aware, own sigma": lambda **o: itrloss.VarianceAwareLoss(
+        margin=0.5, shared_sigma=False, **o
+    ),
 }
 SAMPLES = {
     "pgc": lambda **o: itrloss.PrototypeClassificationLoss(D, 7, **o),
     "orthogonal": lambda **o: itrloss.DynamicOrthogonalLoss(slack=0.1, **o),
 }
 LOSSES = {**PAIR, **MEMORY, **SETS, **SAMPLES}
-GUIDED = {"filtered by a guide": "guide", "distillation": "teacher"}  # the keys are another model's embeddings
+# the keys are another model's embeddings
+GUIDED = {"filtered by a guide": "guide", "distillation": "teacher"}
 ONE_TO_ONE = *SAMPLES, "directional", "directional one by one"
 
 
@@ -72,14 +77,20 @@ def configuration(seed: int, world: int) -> dict[str, Any]:
 
     kind = pick(["equal", "unequal", "empty", "one each"], 1)
     sizes = [
-        {"equal": 6, "one each": 1}.get(kind, random.Random(f"{seed} {rank}").randint(kind != "empty", 8))
+        {"equal": 6, "one each": 1}.get(
+            kind, random.Random(f"{seed} {rank}").randint(kind != "empty", 8)
+        )
         for rank in range(world)
     ]
     if kind == "empty":
         sizes[seed % world] = 0
     sizes[-1] += not any(sizes)
     # Without ids there is one text for each image; rows of ids may match anything.
-    given = ["none", "int8"] if name in ONE_TO_ONE else ["none", "across", "text numbers", "int8", "rare"]
+    given = (
+        ["none", "int8"]
+        if name in ONE_TO_ONE
+        else ["none", "across", "text numbers", "int8", "rare"]
+    )
     ids = "none" if name in SAMPLES else pick(given, 2)
     if name in MEMORY and ids == "text numbers":
         ids = "across"
@@ -87,7 +98,13 @@ def configuration(seed: int, world: int) -> dict[str, Any]:
     options: dict[str, Any] = {"reduction": pick(["mean", "sum", "none"], 3)}
     if name != "orthogonal":
         options["engine"] = pick(["auto", "dense", "tiled"], 4)
-    return {"loss": name, "sizes": list(zip(sizes, texts, strict=True)), "ids": ids, "options": options, "seed": seed}
+    return {
+        "loss": name,
+        "sizes": list(zip(sizes, texts, strict=True)),
+        "ids": ids,
+        "options": options,
+        "seed": seed,
+    }
 
 
 def batch(config: dict[str, Any], dtype: torch.dtype) -> list[dict[str, Tensor]]:
@@ -97,7 +114,12 @@ def batch(config: dict[str, Any], dtype: torch.dtype) -> list[dict[str, Tensor]]
     parts = []
     for n, m in config["sizes"]:
         sets = (n, HEADS, D) if config["loss"] in SETS or config["loss"] == "orthogonal" else (n, D)
-        part = {"images": sample(*sets), "texts": sample(m, D), "image_keys": sample(n, D), "text_keys": sample(m, D)}
+        part = {
+            "images": sample(*sets),
+            "texts": sample(m, D),
+            "image_keys": sample(n, D),
+            "text_keys": sample(m, D),
+        }
         part = {name: x.to(dtype) for name, x in part.items()}
         high = 30 if config["ids"] == "rare" else 4
         part["image_ids"] = torch.randint(-1, high, (n,), generator=generator)
@@ -127,7 +149,11 @@ def joined(parts: list[dict[str, Tensor]], ids: str) -> dict[str, Tensor]:
 
 
 def outcome(
-    config: dict[str, Any], inputs: dict[str, Tensor], memory: itrloss.CoupledMemory, compiled=False, **options: Any
+    config: dict[str, Any],
+    inputs: dict[str, Tensor],
+    memory: itrloss.CoupledMemory,
+    compiled=False,
+    **options: Any,
 ) -> dict[str, Any]:
     """The loss and its gradients, with respect to images, texts and the loss's parameters."""
     torch.manual_seed(1)
@@ -135,7 +161,9 @@ def outcome(
     if config["loss"] in GUIDED and options.get("gather") == "ring":
         options["gather"] = "all-gather"  # a guide's scores are not sent around
     module = LOSSES[config["loss"]](**config["options"], **options).to(dtype)
-    criterion: Any = torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
+    criterion: Any = (
+        torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
+    )
     v, w = (inputs[name].clone().requires_grad_() for name in ("images", "texts"))
     ids = [inputs["image_ids"], inputs["text_ids"]]
     if config["ids"] in ("none", "text numbers"):
@@ -147,17 +175,33 @@ def outcome(
     elif config["loss"] == "pgc":
         value = criterion(v, w, inputs["prototype_ids"])
     else:
-        more: dict[str, Any] = {"negatives": inputs["text_keys"]} if config["loss"] == "infonce negatives" else {}
+        more: dict[str, Any] = (
+            {"negatives": inputs["text_keys"]} if config["loss"] == "infonce negatives" else {}
+        )
         if config["loss"] in GUIDED:
-            kind: Any = partial(Similarity.sharded, schedule="all-gather") if options.get("gather") else Similarity
+            kind: Any = (
+                partial(Similarity.sharded, schedule="all-gather")
+                if options.get("gather")
+                else Similarity
+            )
             keys = (inputs[name].requires_grad_() for name in ("image_keys", "text_keys"))
             more = {GUIDED[config["loss"]]: kind(*keys, *ids)}
         value = criterion(v, w, image_ids=ids[0], text_ids=ids[1], **more)
     values = value if isinstance(value, tuple) else (value,)
-    total: Any = sum((x * torch.linspace(1, 2, len(x), dtype=x.dtype).sum() if x.dim() else x).sum() for x in values)
+    total: Any = sum(
+        (x * torch.linspace(1, 2, len(x), dtype=x.dtype).sum() if x.dim() else x).sum()
+        for x in values
+    )
     total.backward()
-    grads = {"images": v.grad, "texts": w.grad, **{name: p.grad for name, p in module.named_parameters()}}
-    return {"values": [x.detach() for x in values], "grads": {k: x for k, x in grads.items() if x is not None}}
+    grads = {
+        "images": v.grad,
+        "texts": w.grad,
+        **{name: p.grad for name, p in module.named_parameters()},
+    }
+    return {
+        "values": [x.detach() for x in values],
+        "grads": {k: x for k, x in grads.items() if x is not None},
+    }
 
 
 def filled_memory(config: dict[str, Any], dtype: torch.dtype) -> itrloss.CoupledMemory:

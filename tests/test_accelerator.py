@@ -1,4 +1,6 @@
-"""No synchronisation with the accelerator: reading a value of a meta tensor, which has no data, raises an error."""
+"""No synchronisation with the accelerator: reading a value of a meta tensor, which has no data,
+raises an error.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ N, M, D, K = 16, 24, 8, 40
 ENGINES = ("dense", "tiled", "triton")
 LOSSES = {
     "dcl": itrloss.DiversityContrastiveLoss,
-    "dcl entropy": lambda **e: itrloss.DiversityContrastiveLoss(diversity="entropy", entropy_temperature=0.1, **e),
+    "dcl entropy": lambda **e: itrloss.DiversityContrastiveLoss(
+        diversity="entropy", entropy_temperature=0.1, **e
+    ),
     "dcl attached": lambda **e: itrloss.DiversityContrastiveLoss(detach_diversity=False, **e),
     "hal": itrloss.HubnessAwareLoss,
     "infonce": itrloss.InfoNCELoss,
@@ -56,10 +60,14 @@ def numbers(*sizes: int) -> list[torch.Tensor]:
 
 
 def backward(found: tuple[torch.Tensor, ...], *leaves: torch.Tensor) -> bool:
-    """Whether all results are on the device, and every leaf has a gradient if any result is differentiable."""
+    """Whether all results are on the device, and every leaf has a gradient if any result is
+    differentiable.
+    """
     differentiable = [x.sum() for x in found if x.requires_grad]
     torch.autograd.backward(differentiable)
-    return all(x.is_meta for x in found) and all((x.grad is not None) == bool(differentiable) for x in leaves)
+    return all(x.is_meta for x in found) and all(
+        (x.grad is not None) == bool(differentiable) for x in leaves
+    )
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -76,17 +84,23 @@ def test_losses_wait_for_nothing(name, engine):
 def test_answers_wait_for_nothing(name, engine):
     for m, ids in ((N, ()), (M, numbers(N, M))):
         rows, cols = given(N, D), given(m, D)
-        assert backward(tuple(ANSWERS[name](itrloss.Similarity(rows, cols, *ids, engine=engine))), rows, cols)
+        assert backward(
+            tuple(ANSWERS[name](itrloss.Similarity(rows, cols, *ids, engine=engine))), rows, cols
+        )
 
 
-@pytest.mark.parametrize("loss", [itrloss.MemoryDiversityContrastiveLoss, itrloss.UnifiedTrainingObjective])
+@pytest.mark.parametrize(
+    "loss", [itrloss.MemoryDiversityContrastiveLoss, itrloss.UnifiedTrainingObjective]
+)
 def test_memories_wait_for_nothing(loss, engine):
     memory = itrloss.CoupledMemory(K, D).to("meta")
     for size in (K, N):  # fill the memory, then wrap around its end
         memory.enqueue(given(size, D).detach(), given(size, D).detach(), *numbers(size))
     keys = given(N, D).detach(), given(N, D).detach()
     images, texts = given(N, D), given(N, D)
-    assert backward((loss(engine=engine)(images, texts, *keys, memory, *numbers(N, N)),), images, texts)
+    assert backward(
+        (loss(engine=engine)(images, texts, *keys, memory, *numbers(N, N)),), images, texts
+    )
 
 
 def test_momentum_encoders_wait_for_nothing():

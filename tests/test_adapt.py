@@ -11,7 +11,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from processes import run
-from vse_trainers import CHAN, HAL, TRAINERS, USER, B, D, DivE, VSEModel, smooth_chamfer, xattn_score
+from vse_trainers import (
+    CHAN,
+    HAL,
+    TRAINERS,
+    USER,
+    B,
+    D,
+    DivE,
+    VSEModel,
+    smooth_chamfer,
+    xattn_score,
+)
 
 import itrloss
 from itrloss import compat
@@ -42,7 +53,7 @@ def unit(*shape: int, seed: int = 0) -> torch.Tensor:
     return F.normalize(x, dim=-1).requires_grad_()
 
 
-# ------------------------------------------------------------------------------------------------------ training
+# ----------------------------------------------------------------------------------------- training
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -56,7 +67,8 @@ def test_every_loss_trains_in_every_code_base(name, loss):
         before = model.loss().item()
         model.set_max_violation(on)
         assert model.criterion.max_violation == (on and loss == "triplet")
-        assert loss == "triplet" or name == "user" or model.loss().item() == before  # USER's queues move on
+        # USER's queues move on
+        assert loss == "triplet" or name == "user" or model.loss().item() == before
         model.train_emb()
 
 
@@ -92,14 +104,17 @@ def test_images_repeated_five_times_do_no_harm(name, loss):
         torch.testing.assert_close(value, LOSSES[loss]()(im.repeat_interleave(5, 0), s, ids, ids))
 
 
-# ------------------------------------------------------------------------------------------- what the loss is given
+# --------------------------------------------------------------------------- what the loss is given
 
 
 def test_a_triplet_loss_is_the_originals_own():
     """With a margin and mining of the original; gradients beyond the models' normalisation."""
     x, y, words = unit(B, D), unit(B, D, seed=1), unit(B, 4, D, seed=2)
     sets, captions = unit(B, 2, D, seed=3), unit(5 * B, 2, D, seed=4)
-    lengths, opt = [4, 1, 2, *[3] * (B - 3)], Namespace(mask_repeat=False, margin=0.2, num_embeds=2, max_violation=True)
+    lengths, opt = (
+        [4, 1, 2, *[3] * (B - 3)],
+        Namespace(mask_repeat=False, margin=0.2, num_embeds=2, max_violation=True),
+    )
     im, s = F.normalize(x, dim=1), F.normalize(y, dim=1)
     calls = {
         "vsepp": (compat.VSEPPLoss(0.2), (im, s)),
@@ -122,16 +137,21 @@ def test_a_triplet_loss_is_the_originals_own():
                 values.append(value[0] if isinstance(value, tuple) else value)
             torch.testing.assert_close(*values)
             wanted, got = (
-                torch.autograd.grad(v, (x, y, words, sets), retain_graph=True, allow_unused=True) for v in values
+                torch.autograd.grad(v, (x, y, words, sets), retain_graph=True, allow_unused=True)
+                for v in values
             )
             for a, b in zip(wanted[:2], got[:2], strict=True):
                 torch.testing.assert_close(a, b)
     dive = compat.adapt(itrloss.TripletLoss(0.2, mining="all"), "dive", smooth_chamfer)
     value, parts = dive(sets, captions, None, None, None, None)
-    own = compat.DivELoss(2, 2, smooth_chamfer, Namespace(img_num_embeds=2, txt_num_embeds=2, margin=0.2), "sum")
+    own = compat.DivELoss(
+        2, 2, smooth_chamfer, Namespace(img_num_embeds=2, txt_num_embeds=2, margin=0.2), "sum"
+    )
     _, wanted = own(sets, captions)
     n, m = B, 5 * B  # DivE's means over m * (m - 5) and m * (n - 1) triplets
-    torch.testing.assert_close(value, wanted["i2t_loss"] * m * (m - 5) + wanted["t2i_loss"] * m * (n - 1))
+    torch.testing.assert_close(
+        value, wanted["i2t_loss"] * m * (m - 5) + wanted["t2i_loss"] * m * (n - 1)
+    )
     assert parts == {}
 
 
@@ -163,7 +183,10 @@ def test_regularisers_are_those_of_the_original(name):
     made, n = TRAINERS[name], 1 if name == "pvse" else 5
     img, txt, img_r, txt_r = (unit(m, 2, D, seed=i) for i, m in enumerate((B, n * B, B, n * B)))
     function, opt = made.options.get("score_function"), made.options["opt"]
-    kinds = {"pvse": lambda: compat.PVSELoss(opt), "dive": lambda: compat.DivELoss(2, 2, function, opt)}
+    kinds = {
+        "pvse": lambda: compat.PVSELoss(opt),
+        "dive": lambda: compat.DivELoss(2, 2, function, opt),
+    }
     original = kinds[name]()
     bare, _ = compat.adapt(itrloss.InfoNCELoss(), name, function)(img, txt, img_r, txt_r)
     full, parts = compat.adapt(itrloss.InfoNCELoss(), name, function, opt)(img, txt, img_r, txt_r)
@@ -181,7 +204,10 @@ def test_queues_are_those_of_the_objective_and_may_be_overwritten(size):
     queues = [unit(size, D, seed=i).detach().T.contiguous() for i in (5, 6)]
     memory = itrloss.CoupledMemory(size, D).double()
     memory.enqueue(queues[0].T, queues[1].T)
-    for loss in (itrloss.UnifiedTrainingObjective(20.0, 0.1), itrloss.MemoryDiversityContrastiveLoss()):
+    for loss in (
+        itrloss.UnifiedTrainingObjective(20.0, 0.1),
+        itrloss.MemoryDiversityContrastiveLoss(),
+    ):
         wanted = loss(v, w, v_k, t_k, memory)
         given = [x.clone() for x in queues]
         criterion = compat.adapt(loss, "user")
@@ -192,7 +218,10 @@ def test_queues_are_those_of_the_objective_and_may_be_overwritten(size):
         for a, b in zip(*(torch.autograd.grad(x, (v, w)) for x in (got, wanted)), strict=True):
             torch.testing.assert_close(a, b)
         assert criterion(v, w).item() == 0
-    assert compat.adapt(itrloss.InfoNCELoss(), "user").moco_forward(v, t_k, w, v_k, *queues).item() == 0
+    assert (
+        compat.adapt(itrloss.InfoNCELoss(), "user").moco_forward(v, t_k, w, v_k, *queues).item()
+        == 0
+    )
 
 
 def test_entries_of_the_batch_in_a_bank_are_no_negatives():
@@ -208,7 +237,7 @@ def test_entries_of_the_batch_in_a_bank_are_no_negatives():
     assert criterion(im, s, None, None, None, (0, 1, 2, 3)).item() == 0
 
 
-# --------------------------------------------------------------------------------------- parameters, checkpoints
+# -------------------------------------------------------------------------- parameters, checkpoints
 
 
 def test_parameters_are_trained_saved_and_resumed_where_the_code_base_does():
@@ -229,7 +258,10 @@ def test_a_state_has_which_negatives_count():
     criterion.max_violation_on()
     other = compat.adapt(itrloss.TripletLoss(mining="all"), "chan")
     other.load_state_dict(criterion.state_dict())
-    assert other.max_violation and not compat.adapt(itrloss.TripletLoss(mining="all"), "chan").max_violation
+    assert (
+        other.max_violation
+        and not compat.adapt(itrloss.TripletLoss(mining="all"), "chan").max_violation
+    )
 
 
 def test_losses_inside_of_others_are_switched():
@@ -252,7 +284,11 @@ def test_criteria_are_copied_and_pickled(name):
 def test_criteria_compile_and_take_half_precision():
     torch.compiler.reset()
     im, s = unit(B, D), unit(B, D, seed=1)
-    for name, inputs in (("vse_inf", (im, s)), ("chan", (im @ s.T,)), ("hrem", (im, s, torch.arange(B) // 2))):
+    for name, inputs in (
+        ("vse_inf", (im, s)),
+        ("chan", (im @ s.T,)),
+        ("hrem", (im, s, torch.arange(B) // 2)),
+    ):
         criterion = compat.adapt(itrloss.DiversityContrastiveLoss(), name)
         compiled = torch.compile(criterion, fullgraph=True, backend="eager")
         torch.testing.assert_close(compiled(*inputs), criterion(*inputs))
@@ -261,7 +297,7 @@ def test_criteria_compile_and_take_half_precision():
         torch.testing.assert_close(half.double(), criterion(*inputs), rtol=0.05, atol=0.05)
 
 
-# -------------------------------------------------------------------------------------------------------- errors
+# ------------------------------------------------------------------------------------------- errors
 
 NCE = itrloss.InfoNCELoss()
 WRONG = {
@@ -270,19 +306,41 @@ WRONG = {
     "score_function: expected a function": lambda: compat.adapt(NCE, "scan", "t2i"),
     "score_function: expected None, as 'chan'": lambda: compat.adapt(NCE, "chan", xattn_score),
     "opt: expected None for 'chan'": lambda: compat.adapt(NCE, "chan", opt=Namespace()),
-    "opt: expected an attribute 'img_num_embeds'": lambda: compat.adapt(NCE, "dive", opt=Namespace()),
-    "loss: expected one of images and texts alone": lambda: compat.adapt(itrloss.DistillationLoss(), "vsepp"),
-    "loss: expected one of images and texts": lambda: compat.adapt(torch.nn.CrossEntropyLoss(), "vsepp"),
-    "loss: expected one that takes scores": lambda: compat.adapt(itrloss.Matryoshka(NCE, [2]), "pvse"),
+    "opt: expected an attribute 'img_num_embeds'": lambda: compat.adapt(
+        NCE, "dive", opt=Namespace()
+    ),
+    "loss: expected one of images and texts alone": lambda: compat.adapt(
+        itrloss.DistillationLoss(), "vsepp"
+    ),
+    "loss: expected one of images and texts": lambda: compat.adapt(
+        torch.nn.CrossEntropyLoss(), "vsepp"
+    ),
+    "loss: expected one that takes scores": lambda: compat.adapt(
+        itrloss.Matryoshka(NCE, [2]), "pvse"
+    ),
     "loss: expected one without a memory": lambda: compat.adapt(MEMORY_LOSSES["UTO"](), "vsepp"),
-    "loss: expected reduction": lambda: compat.adapt(itrloss.InfoNCELoss(reduction="none"), "vsepp"),
-    "loss: expected reduction 'mean'": lambda: compat.adapt(itrloss.UnifiedTrainingObjective(reduction="none"), "user"),
-    "indices: expected a tensor": lambda: compat.adapt(MEMORY_LOSSES["UTO"](), "hal")(*[unit(2, D)] * 4, [0, 1]),
-    "mb_ind: expected": lambda: compat.adapt(MEMORY_LOSSES["UTO"](), "hal")(*[unit(2, D)] * 4, [0], [0, 1]),
-    "img: expected shape": lambda: compat.adapt(NCE, "pvse", opt=Namespace(num_embeds=2))(*[unit(4, 3, D)] * 2),
-    "txt: expected shape": lambda: compat.adapt(NCE, "pvse", opt=Namespace(num_embeds=2))(unit(4, 2, D), unit(4, D)),
+    "loss: expected reduction": lambda: compat.adapt(
+        itrloss.InfoNCELoss(reduction="none"), "vsepp"
+    ),
+    "loss: expected reduction 'mean'": lambda: compat.adapt(
+        itrloss.UnifiedTrainingObjective(reduction="none"), "user"
+    ),
+    "indices: expected a tensor": lambda: compat.adapt(MEMORY_LOSSES["UTO"](), "hal")(
+        *[unit(2, D)] * 4, [0, 1]
+    ),
+    "mb_ind: expected": lambda: compat.adapt(MEMORY_LOSSES["UTO"](), "hal")(
+        *[unit(2, D)] * 4, [0], [0, 1]
+    ),
+    "img: expected shape": lambda: compat.adapt(NCE, "pvse", opt=Namespace(num_embeds=2))(
+        *[unit(4, 3, D)] * 2
+    ),
+    "txt: expected shape": lambda: compat.adapt(NCE, "pvse", opt=Namespace(num_embeds=2))(
+        unit(4, 2, D), unit(4, D)
+    ),
     "takes scores": lambda: compat.adapt(itrloss.DirectionalInfoNCELoss(), "sgraf"),
-    "txt_embs: expected as many texts": lambda: DivE(compat.adapt(NCE, "dive")).criterion(unit(2, D), unit(3, D)),
+    "txt_embs: expected as many texts": lambda: DivE(compat.adapt(NCE, "dive")).criterion(
+        unit(2, D), unit(3, D)
+    ),
     "sims: ": lambda: compat.adapt(NCE, "chan")(sims=unit(B)),
     "scores: expected shape": lambda: compat.adapt(NCE, "sgraf")(unit(B, B + 1)),
     "length: expected a number": lambda: compat.adapt(NCE, "sgraf")(unit(B, B), unit(B, B)),

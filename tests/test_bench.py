@@ -28,7 +28,9 @@ SHAPES = {"pairs": (12, 12, 8), "memory": (6, 20, 8), "sets": (6, 3, 8), "protot
 
 @pytest.fixture(scope="module", autouse=True)
 def small_heap():
-    """Keep what was imported out of the collections before each measurement of memory, most of the time otherwise."""
+    """Keep what was imported out of the collections before each measurement of memory, most of the
+    time otherwise.
+    """
     torch._dynamo.reset()  # each measurement imports the compiler
     gc.collect()
     yield
@@ -47,16 +49,31 @@ def _measure(case: Case, *variants: str, **more) -> dict[str, dict]:
 
 @pytest.mark.parametrize(
     "loss",
-    ["infonce", "mdcl", *(pytest.param(x, marks=pytest.mark.slow) for x in LOSSES if x not in ("infonce", "mdcl"))],
+    [
+        "infonce",
+        "mdcl",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in LOSSES if x not in ("infonce", "mdcl")),
+    ],
 )
 def test_ours_and_eager_are_the_same_loss(loss):
     rows = _measure(Case(loss, SHAPES[LOSSES[loss].kind]), "eager", "matmul_bound", "ours tiled")
     assert list(rows) == ["ours", "eager", "matmul_bound", "ours tiled"]
-    assert rows["eager"]["gradient difference"] < 1e-5 and rows["ours tiled"]["gradient difference"] < 1e-5
+    assert (
+        rows["eager"]["gradient difference"] < 1e-5
+        and rows["ours tiled"]["gradient difference"] < 1e-5
+    )
     for row in rows.values():
-        assert row["seconds"] > 0 and row["rounds"] >= 3 and row["to ours"] > 0 and row["to matmul_bound"] > 0
+        assert (
+            row["seconds"] > 0
+            and row["rounds"] >= 3
+            and row["to ours"] > 0
+            and row["to matmul_bound"] > 0
+        )
     assert rows["ours"]["to ours"] == 1 and rows["matmul_bound"]["to matmul_bound"] == 1
-    assert "gradient difference" not in rows["ours"] and "gradient difference" not in rows["matmul_bound"]
+    assert (
+        "gradient difference" not in rows["ours"]
+        and "gradient difference" not in rows["matmul_bound"]
+    )
     if LOSSES[loss].kind != "prototypes":  # these have no score matrix
         assert rows["ours"]["engine"] == "dense" and rows["ours tiled"]["engine"] == "tiled"
     assert rows["ours"]["products"] == "BLAS" and not {"engine", "products"} & rows["eager"].keys()
@@ -83,7 +100,10 @@ def test_the_machine_names_processor_and_blas(monkeypatch):
     monkeypatch.setattr(torch.__config__, "show", lambda: "BLAS_INFO=open, USE_MKLDNN=0")
     assert runner.machine("cpu")["blas"] == "open" and runner.machine("cpu")["onednn"] is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    assert runner.machine("cuda:0")["processor"] == "a GPU" and "cuBLAS" in runner.machine("cuda:0")["blas"]
+    assert (
+        runner.machine("cuda:0")["processor"] == "a GPU"
+        and "cuBLAS" in runner.machine("cuda:0")["blas"]
+    )
 
 
 def test_a_graph_is_recorded_once_and_leaves_its_gradients(monkeypatch):
@@ -118,7 +138,9 @@ def test_several_captions_an_image(shape, losses):
         assert rows["eager"]["gradient difference"] < 1e-5
         assert rows["ours"]["gradient error"] < 1e-5
     images, texts = embeddings(8, 16, per_image=5)
-    cosines = torch.nn.functional.normalize(images, dim=1) @ torch.nn.functional.normalize(texts, dim=1).T
+    cosines = (
+        torch.nn.functional.normalize(images, dim=1) @ torch.nn.functional.normalize(texts, dim=1).T
+    )
     own = torch.arange(8)[:, None] == torch.arange(40) // 5
     assert cosines[own].mean() > cosines[~own].mean() + 0.1
 
@@ -133,7 +155,9 @@ def test_matmul_bound_counts_the_products_it_makes():
     from torch.utils.flop_counter import FlopCounterMode
 
     for kind, shape in SHAPES.items():
-        made = problem(Case(next(name for name, loss in LOSSES.items() if loss.kind == kind), shape))
+        made = problem(
+            Case(next(name for name, loss in LOSSES.items() if loss.kind == kind), shape)
+        )
         with FlopCounterMode(display=False) as counter:
             made.matmul_bound()
         assert counter.get_total_flops() == made.flops, kind
@@ -149,12 +173,14 @@ def test_matmul_bound_is_made_in_blocks_of_rows(monkeypatch):
     assert counter.get_total_flops() == made.flops
 
 
-# ----------------------------------------------------------------------------------------------------- runner
+# ------------------------------------------------------------------------------------------- runner
 
 
 def test_variants_take_turns_in_changing_order():
     order = []
-    steps = {name: lambda name=name: order.append(name) for name in ("ours", "eager", "matmul_bound")}
+    steps = {
+        name: lambda name=name: order.append(name) for name in ("ours", "eager", "matmul_bound")
+    }
     rows = {name: {"variant": name} for name in steps}
     times = runner._interleave(steps, 30, Case("infonce", (2, 2, 2)), rows)
     rounds = [order[i : i + 3] for i in range(0, 90, 3)]
@@ -166,7 +192,9 @@ def test_variants_take_turns_in_changing_order():
 def test_many_rounds_where_time_allows():
     rows = {
         row["variant"]: row
-        for row in runner.measure(Case("infonce", (4, 4, 4)), ["matmul_bound", "eager"], seconds=1.0)
+        for row in runner.measure(
+            Case("infonce", (4, 4, 4)), ["matmul_bound", "eager"], seconds=1.0
+        )
     }
     assert rows["ours"]["rounds"] > 30
 
@@ -177,7 +205,10 @@ def test_ratios_are_medians_of_rounds():
 
 def test_compiled_code_runs_in_rounds_of_its_own():
     names = ["ours", "eager", "ours compiled", "matmul_bound", "eager compiled"]
-    assert runner._groups(names) == [["ours", "eager", "matmul_bound"], ["ours", "ours compiled", "eager compiled"]]
+    assert runner._groups(names) == [
+        ["ours", "eager", "matmul_bound"],
+        ["ours", "ours compiled", "eager compiled"],
+    ]
     assert runner._groups(["ours", "eager"]) == [["ours", "eager"]]
 
 
@@ -201,7 +232,8 @@ def test_a_failure_of_ours_is_no_row(monkeypatch):
         _measure(Case("infonce", (4, 4, 4)))
 
 
-@pytest.mark.parametrize("calls", [0, 1, 4])  # when it fails: at once, when memory is measured, or when it is timed
+# when it fails: at once, when memory is measured, or when it is timed
+@pytest.mark.parametrize("calls", [0, 1, 4])
 def test_a_failure_of_a_peer_loses_nothing_else(monkeypatch, calls):
     left = [calls]
 
@@ -246,13 +278,17 @@ def test_steps_begin_without_gradients():
 @pytest.mark.parametrize("loss", ["dcl std", "mdcl", "variance aware", "pgc"])
 def test_other_types(loss, dtype):
     rows = _measure(Case(loss, SHAPES[LOSSES[loss].kind], dtype), "eager", "matmul_bound")
-    assert rows["matmul_bound"]["dtype"] == rows["ours"]["dtype"] == str(dtype).removeprefix("torch.")
+    assert (
+        rows["matmul_bound"]["dtype"] == rows["ours"]["dtype"] == str(dtype).removeprefix("torch.")
+    )
     assert rows["eager"]["gradient difference"] < (1e-9 if dtype == torch.float64 else 0.05)
 
 
 @pytest.mark.slow
 def test_compiled_variants(tmp_path):
-    rows = _measure(Case("infonce", (12, 12, 8)), "eager", "matmul_bound", "ours compiled", "eager compiled")
+    rows = _measure(
+        Case("infonce", (12, 12, 8)), "eager", "matmul_bound", "ours compiled", "eager compiled"
+    )
     for name in ("ours compiled", "eager compiled"):
         assert (
             rows[name]["gradient difference"] < 1e-5
@@ -264,15 +300,21 @@ def test_compiled_variants(tmp_path):
     assert picture.read_text().count("<!-- infonce 12x12x8 · ") == 5
 
 
-# ------------------------------------------------------------------------------------------------------ peers
+# -------------------------------------------------------------------------------------------- peers
 
 
 def test_peers_that_cannot_run_say_why(monkeypatch):
     real = peers.importlib.util.find_spec
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None if name == "open_clip" else real(name))
-    monkeypatch.setitem(sys.modules, "pytorch_metric_learning.losses", None)  # as if the library were not installed
+    monkeypatch.setattr(
+        peers.importlib.util, "find_spec", lambda name: None if name == "open_clip" else real(name)
+    )
+    # as if the library were not installed
+    monkeypatch.setitem(sys.modules, "pytorch_metric_learning.losses", None)
     rows = _measure(Case("infonce", (8, 8, 4)), "peers")
-    assert set(rows) == {"ours", *(name for name, peer in peers.PEERS.items() if "infonce" in peer.losses)}
+    assert set(rows) == {
+        "ours",
+        *(name for name, peer in peers.PEERS.items() if "infonce" in peer.losses),
+    }
     assert "itrloss[bench]" in rows["open_clip"]["error"]
     assert "itrloss[bench]" in rows["pytorch-metric-learning supcon"]["error"]
     for name in ("cut-cross-entropy", "liger-kernel", "inf-cl"):
@@ -316,7 +358,9 @@ def test_open_clip_is_measured_on_the_same_gradient(monkeypatch, tmp_path):
     (tmp_path / "open_clip" / "loss.py").write_text(CLIP_LOSS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "benchmarks._open_clip_loss", raising=False)
-    assert _measure(Case("infonce", (9, 9, 4)), "open_clip")["open_clip"]["gradient difference"] < 1e-5
+    assert (
+        _measure(Case("infonce", (9, 9, 4)), "open_clip")["open_clip"]["gradient difference"] < 1e-5
+    )
     rows = _measure(Case("sigmoid", (9, 9, 4)), "open_clip siglip")
     assert rows["open_clip siglip"]["gradient difference"] < 1e-5
     sys.modules.pop("benchmarks._open_clip_loss", None)
@@ -328,7 +372,9 @@ def _cross_entropy(x, weight, target):
 
 def _sigmoid_loss(images, texts, log_temperature, bias):
     logits = log_temperature.exp() * images @ texts.T + bias
-    return -torch.nn.functional.logsigmoid((2 * torch.eye(len(images)) - 1) * logits).sum() / len(images)
+    return -torch.nn.functional.logsigmoid((2 * torch.eye(len(images)) - 1) * logits).sum() / len(
+        images
+    )
 
 
 STAND_INS = {  # the interfaces of the CUDA libraries, in plain PyTorch
@@ -339,13 +385,19 @@ STAND_INS = {  # the interfaces of the CUDA libraries, in plain PyTorch
     ),
     "liger-kernel": (
         "liger_kernel.transformers.functional",
-        {"liger_fused_linear_cross_entropy": lambda input, weight, target: _cross_entropy(input, weight, target)},
+        {
+            "liger_fused_linear_cross_entropy": lambda input, weight, target: _cross_entropy(
+                input, weight, target
+            )
+        },
     ),
     "inf-cl": (
         "inf_cl",
         {
-            "cal_flash_loss": lambda q, k, labels=None, scale=None, head_dim=256: torch.nn.functional.cross_entropy(
-                scale * q @ k.T, torch.arange(len(q)), reduction="none"
+            "cal_flash_loss": lambda q, k, labels=None, scale=None, head_dim=256: (
+                torch.nn.functional.cross_entropy(
+                    scale * q @ k.T, torch.arange(len(q)), reduction="none"
+                )
             )
         },
     ),
@@ -383,7 +435,9 @@ def test_pytorch_metric_learning_where_it_is_installed(name):
 
 
 def test_linear_cross_entropy_of_torch_is_measured_on_the_same_gradient():
-    rows = _measure(Case("infonce", (9, 9, 4)), "linear_cross_entropy", "linear_cross_entropy chunked")
+    rows = _measure(
+        Case("infonce", (9, 9, 4)), "linear_cross_entropy", "linear_cross_entropy chunked"
+    )
     for name in ("linear_cross_entropy", "linear_cross_entropy chunked"):
         if hasattr(torch.nn.functional, "linear_cross_entropy"):
             assert rows[name]["gradient difference"] < 1e-5
@@ -391,7 +445,7 @@ def test_linear_cross_entropy_of_torch_is_measured_on_the_same_gradient():
             assert torch.__version__ in rows[name]["error"]
 
 
-# ---------------------------------------------------------------------------------------------------- command
+# ------------------------------------------------------------------------------------------ command
 
 
 def test_suites_name_cases_and_variants_that_exist():
@@ -404,14 +458,26 @@ def test_suites_name_cases_and_variants_that_exist():
 
 def test_command_writes_table_json_and_plot(tmp_path, capsys):
     out, picture = tmp_path / "a" / "rows.json", tmp_path / "b" / "bars.svg"
-    options = ["--losses", "infonce", "mdcl", "--variants", "eager", "matmul_bound", "--seconds", "0.001", "--accuracy"]
+    options = [
+        "--losses",
+        "infonce",
+        "mdcl",
+        "--variants",
+        "eager",
+        "matmul_bound",
+        "--seconds",
+        "0.001",
+        "--accuracy",
+    ]
     options += ["--out", str(out), "--plot", str(picture)]
     assert main(["--shapes", "6x12x4", *options]) == 0
     shown = capsys.readouterr()
     assert "[2/2] mdcl 6x12x4" in shown.err
     results = json.loads(out.read_text())
     assert [(r["loss"], r["variant"]) for r in results["rows"]] == [
-        (loss, variant) for loss in ("infonce", "mdcl") for variant in ("ours", "eager", "matmul_bound")
+        (loss, variant)
+        for loss in ("infonce", "mdcl")
+        for variant in ("ours", "eager", "matmul_bound")
     ]
     assert results["machine"] == runner.machine("cpu")
     for row in results["rows"]:
@@ -424,7 +490,10 @@ def test_command_writes_table_json_and_plot(tmp_path, capsys):
     ("arguments", "complaint"),
     [
         (["--losses", "infonce", "pgc"], "losses: these suites have no pgc"),
-        (["--shapes", "6x9x4"], "shape: expected a whole number of texts per image, got 9 texts of 6 images"),
+        (
+            ["--shapes", "6x9x4"],
+            "shape: expected a whole number of texts per image, got 9 texts of 6 images",
+        ),
         (["--losses", "mdcl", "--shapes", "9x4x8"], "shape: expected a batch of at most twice"),
         (["--losses", "variance aware", "--shapes", "2x4x8"], "shape: expected at least 3 images"),
         (["--seconds", "0"], "seconds: expected a number above 0"),
@@ -438,9 +507,15 @@ def test_command_writes_table_json_and_plot(tmp_path, capsys):
             ["--shapes", "8x8", "99999999x512"],
             "shape: the inputs of infonce 99999999x99999999x512 take 490 GB, and the",
         ),
-        (["--shapes", "8x1999999999"], "shape: the inputs of infonce 8x8x1999999999 take 128 GB, and the"),
+        (
+            ["--shapes", "8x1999999999"],
+            "shape: the inputs of infonce 8x8x1999999999 take 128 GB, and the",
+        ),
         (["--losses", "mdcl", "--shapes", "8x1999999999x1"], "shape: the inputs of mdcl"),
-        (["--losses", "variance aware", "--shapes", "3x1999999999x1"], "shape: the inputs of variance aware"),
+        (
+            ["--losses", "variance aware", "--shapes", "3x1999999999x1"],
+            "shape: the inputs of variance aware",
+        ),
         (["--losses", "pgc", "--shapes", "8x1999999999x1"], "shape: the inputs of pgc"),
     ],
 )
@@ -449,7 +524,9 @@ def test_wrong_arguments_end_in_one_line(arguments, complaint, monkeypatch, caps
     monkeypatch.setattr(runner, "step", lambda *args: pytest.fail("measured"))
     assert main(arguments) == 2
     *progress, said = capsys.readouterr().err.splitlines()
-    assert said.startswith(f"benchmarks: {complaint}") and len(progress) == (arguments[0] == "--seconds")
+    assert said.startswith(f"benchmarks: {complaint}") and len(progress) == (
+        arguments[0] == "--seconds"
+    )
 
 
 @pytest.mark.parametrize("option", ["--suites", "--losses", "--variants"])
@@ -489,7 +566,11 @@ def test_results_of_yesterday_stay_until_there_are_others(monkeypatch, tmp_path)
     seen = []
     monkeypatch.setattr(runner, "measure", lambda *args: seen.append(out.read_text()) or [])
     assert main(["--out", str(out)]) == 0
-    assert seen[0] == "of yesterday" and json.loads(seen[1])["rows"] == [] and list(tmp_path.iterdir()) == [out]
+    assert (
+        seen[0] == "of yesterday"
+        and json.loads(seen[1])["rows"] == []
+        and list(tmp_path.iterdir()) == [out]
+    )
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
@@ -517,7 +598,9 @@ def test_a_full_disk_leaves_the_rows_measured_before(monkeypatch, tmp_path, caps
 
 def test_cases_named_twice_are_measured_once(monkeypatch):
     seen = []
-    monkeypatch.setattr(runner, "measure", lambda case, variants, *args: seen.append((case, variants)) or [])
+    monkeypatch.setattr(
+        runner, "measure", lambda case, variants, *args: seen.append((case, variants)) or []
+    )
     assert main(["--suites", "quick", "quick"]) == 0
     assert [case for case, _ in seen] == list(SUITES["quick"].cases)
     assert all(variants == SUITES["quick"].variants for _, variants in seen)
@@ -525,7 +608,10 @@ def test_cases_named_twice_are_measured_once(monkeypatch):
 
 def test_a_single_pair_is_no_number_and_no_reason_to_stop(tmp_path):
     out = tmp_path / "rows.json"
-    assert main(["--losses", "infonce", "--shapes", "1x8", "--seconds", "0.001", "--out", str(out)]) == 0
+    assert (
+        main(["--losses", "infonce", "--shapes", "1x8", "--seconds", "0.001", "--out", str(out)])
+        == 0
+    )
     assert json.loads(out.read_text())["rows"][1]["gradient difference"] in (0.0, None)
 
 
@@ -535,7 +621,13 @@ def test_shapes_are_read():
     assert parse_shape("8x40x4", "memory") == (8, 40, 4)
 
 
-RERANKING = {"shape", "to matmul_bound", "rr to fast on the matrix", "mr to fast on the matrix", "seconds"}
+RERANKING = {
+    "shape",
+    "to matmul_bound",
+    "rr to fast on the matrix",
+    "mr to fast on the matrix",
+    "seconds",
+}
 
 
 def test_reranking_is_measured_and_written(monkeypatch, tmp_path, capsys):
@@ -544,11 +636,17 @@ def test_reranking_is_measured_and_written(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "argv", ["reranking", "--rounds", "1", "--out", str(out)])
     assert reranking.main() == 0
     results = json.loads(out.read_text())
-    assert [row["shape"] for row in results["rows"]] == [[6, 30, reranking.DIM], [8, 40, reranking.DIM]]
+    assert [row["shape"] for row in results["rows"]] == [
+        [6, 30, reranking.DIM],
+        [8, 40, reranking.DIM],
+    ]
     for row in results["rows"]:
         assert set(row) >= RERANKING and row["largest difference to dense metrics"] < 1e-6
         assert all(seconds > 0 for seconds in row["seconds"].values())
-    assert "processor" in results["machine"] and "rr to fast on the matrix: " in capsys.readouterr().out
+    assert (
+        "processor" in results["machine"]
+        and "rr to fast on the matrix: " in capsys.readouterr().out
+    )
 
 
 OTHERS = {  # columns of what benchmarks/noise.py, judged.py, conformance.py and mining.py wrote
@@ -572,7 +670,9 @@ def test_committed_results_are_rows_of_the_present_form():
             if path.stem in OTHERS:
                 assert set(row) >= OTHERS[path.stem], path.name
                 continue
-            assert row["loss"] in LOSSES and "shape" in row and ("seconds" in row or "error" in row), path.name
+            assert (
+                row["loss"] in LOSSES and "shape" in row and ("seconds" in row or "error" in row)
+            ), path.name
             assert row["variant"] in {*runner.VARIANTS, *peers.PEERS}, path.name
 
 
@@ -589,7 +689,9 @@ def test_the_benchmark_of_mining(tmp_path):
     assert mining.main(["--shape", "20", "3000", "16", "--rounds", "1", "--out", str(path)]) == 0
     rows = {row["way"]: row for row in json.loads(path.read_text())["rows"]}
     assert {"ours", "mm and topk", "matmul_bound"} <= rows.keys() and rows["ours"]["to ours"] == 1
-    assert all(row["same neighbours"] in (None, 1.0) and row["seconds"] > 0 for row in rows.values())
+    assert all(
+        row["same neighbours"] in (None, 1.0) and row["seconds"] > 0 for row in rows.values()
+    )
 
 
 @pytest.mark.slow
@@ -598,5 +700,7 @@ def test_launches_of_a_step_with_a_memory():
     from benchmarks.launches import launches  # and the compiler, which takes a second
 
     case = Case("mdcl", (128, 4096, 1024))
-    plain, ours, compiled = (sum(launches(case, variant)) for variant in ("eager", "ours", "ours compiled"))
+    plain, ours, compiled = (
+        sum(launches(case, variant)) for variant in ("eager", "ours", "ours compiled")
+    )
     assert compiled <= 50 and ours <= 213 < 1.15 * plain

@@ -49,7 +49,9 @@ def test_numbers_beyond_float32_are_named(saved, capsys):
 
 @pytest.mark.parametrize("option", ["--out", "--rankings"])
 def test_archives_are_not_written_to_devices(option, saved, capsys):
-    assert "/dev/null: expected a file to write, got a device" in refused(capsys, "rerank", saved, option, "/dev/null")
+    assert "/dev/null: expected a file to write, got a device" in refused(
+        capsys, "rerank", saved, option, "/dev/null"
+    )
     with pytest.raises(ValueError, match="device"), files.written("/dev/null", "wb"):
         pass
     assert run("rerank", saved, "--methods", "fast", "--queries", "/dev/null") == 0
@@ -70,13 +72,17 @@ def test_a_result_does_not_replace_an_input(saved, tmp_path, capsys):
     (tmp_path / "ids.txt").write_text("".join(f"{i}\n" for i in range(6)))
     (tmp_path / "texts.txt").write_text("".join(f"{i // 2}\n" for i in range(12)))
     ids = "--image-ids", tmp_path / "ids.txt", "--text-ids", tmp_path / "texts.txt"
-    assert "got that of text-ids" in refused(capsys, "rerank", saved, *ids, "--queries", tmp_path / "texts.txt")
+    assert "got that of text-ids" in refused(
+        capsys, "rerank", saved, *ids, "--queries", tmp_path / "texts.txt"
+    )
     assert saved.read_bytes() == content
 
 
 def test_a_tensor_expanded_from_a_few_bytes_is_refused(tmp_path, capsys):
     torch.save(torch.randn(1).expand(10**6, 10**6), tmp_path / "bomb.pt")
-    assert "expected a tensor that holds each of its numbers" in refused(capsys, "rerank", tmp_path / "bomb.pt")
+    assert "expected a tensor that holds each of its numbers" in refused(
+        capsys, "rerank", tmp_path / "bomb.pt"
+    )
     torch.save(torch.randn(12, 6).T, tmp_path / "transposed.pt")
     assert files.read_matrix(tmp_path / "transposed.pt").shape == (6, 12)
 
@@ -91,7 +97,9 @@ def test_a_pickle_of_a_few_bytes_takes_no_gigabytes(tmp_path):
         "except ValueError as error: print(error)\n"
         "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024, 'MB')"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     said, megabytes = done.stdout.splitlines()
     assert said == "memo.pkl: expected an array, got NoneType" and int(megabytes.split()[0]) < 100
 
@@ -173,7 +181,9 @@ def test_a_validation_set_with_texts_as_rows_is_told_of_transpose(saved, tmp_pat
     assert "val.npy: expected images as rows" in said and "--transpose" in said
 
 
-def test_a_bank_of_scores_has_nothing_to_do_with_a_validation_set_of_another_size(saved, tmp_path, capsys):
+def test_a_bank_of_scores_has_nothing_to_do_with_a_validation_set_of_another_size(
+    saved, tmp_path, capsys
+):
     for name, shape in (("bank", (5, 12)), ("val", (4, 8))):
         np.save(tmp_path / f"{name}.npy", np.random.default_rng(0).normal(size=shape))
     options = ("--bank-images", tmp_path / "bank.npy", "--val", tmp_path / "val.npy")
@@ -194,22 +204,31 @@ def test_errors_of_embeddings_name_the_files(tmp_path, capsys):
     for name, shape in (("v", (6, 4)), ("w", (12, 5)), ("u", (12, 4))):
         np.save(tmp_path / f"{name}.npy", np.ones(shape, "f4"))
     said = refused(capsys, "eval", tmp_path / "v.npy", tmp_path / "w.npy")
-    assert f"{tmp_path / 'w.npy'}: expected embeddings of dimension 4" in said and "cols" not in said
+    assert (
+        f"{tmp_path / 'w.npy'}: expected embeddings of dimension 4" in said and "cols" not in said
+    )
     (tmp_path / "ids.txt").write_text("1\n2\n")
     ids = "--image-ids", tmp_path / "ids.txt", "--text-ids", tmp_path / "ids.txt"
-    assert "--image-ids: expected shape (6,)" in refused(capsys, "eval", tmp_path / "v.npy", tmp_path / "u.npy", *ids)
+    assert "--image-ids: expected shape (6,)" in refused(
+        capsys, "eval", tmp_path / "v.npy", tmp_path / "u.npy", *ids
+    )
 
 
 def test_a_single_query_is_told_which_option_helps(tmp_path, capsys):
     np.save(tmp_path / "one.npy", np.arange(5, dtype="f4")[None])
     said = refused(capsys, "rerank", tmp_path / "one.npy")
-    assert "a single image is compared with no other" in said and "--bank-images" in said and "fit(" not in said
+    assert (
+        "a single image is compared with no other" in said
+        and "--bank-images" in said
+        and "fit(" not in said
+    )
 
 
 def test_a_signal_leaves_no_temporary_file_and_no_traceback(saved, tmp_path):
     code = (  # a process for each signal, after one import
         "import os, signal, sys, time; from itrloss import cli\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # background jobs of a shell script ignore SIGINT
+        # background jobs of a shell script ignore SIGINT
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "for sent in map(int, sys.argv[1:]):\n"
         "    process = os.fork()\n"
         "    if not process:\n"
@@ -219,14 +238,21 @@ def test_a_signal_leaves_no_temporary_file_and_no_traceback(saved, tmp_path):
         "    ended = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])\n"
         "    print('ended', ended - sent, *sorted(os.listdir()), flush=True)"
     )
-    given = [sys.executable, "-c", code, *(str(int(sent)) for sent in (signal.SIGTERM, signal.SIGINT))]
+    given = [
+        sys.executable,
+        "-c",
+        code,
+        *(str(int(sent)) for sent in (signal.SIGTERM, signal.SIGINT)),
+    ]
     done = subprocess.run(given, cwd=tmp_path, capture_output=True, text=True)
     ended = [line for line in done.stdout.splitlines() if line.startswith("ended")]
     assert ended == ["ended 128 s.npy"] * 2 and "Traceback" not in done.stderr, done.stderr
 
 
 def test_the_package_is_a_command():
-    done = subprocess.run([sys.executable, "-m", "itrloss", "--help"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "itrloss", "--help"], capture_output=True, text=True
+    )
     assert done.returncode == 0 and "rerank" in done.stdout
 
 
@@ -246,7 +272,8 @@ def test_files_keep_their_names_in_messages(name, tmp_path, monkeypatch, capsys)
 
 
 def test_no_text_is_made_of_what_a_pickle_has_for_the_order_of_bytes(tmp_path):
-    order = b"X\x01\x00\x00\x00<"  # lists in lists, each twice the one in it, would fill the memory as a text
+    # lists in lists, each twice the one in it, would fill the memory as a text
+    order = b"X\x01\x00\x00\x00<"
     pickled = pickle.dumps(np.ones((2, 2)), protocol=2)
     assert pickled.count(order) == 1
     (tmp_path / "s.pkl").write_bytes(pickled.replace(order, b"]"))

@@ -1,4 +1,6 @@
-"""``itrloss rerank`` and ``itrloss eval``: their output, their files, and their errors for unreadable input."""
+"""``itrloss rerank`` and ``itrloss eval``: their output, their files, and their errors for
+unreadable input.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,13 @@ from itrloss import Similarity, comparison, rerank
 from itrloss.cli import main
 from itrloss.comparison import METHODS
 from itrloss.files import read_ids, read_matrix, written
-from itrloss.metrics import QueryResults, RetrievalResults, compare, retrieval_metrics, retrieval_results
+from itrloss.metrics import (
+    QueryResults,
+    RetrievalResults,
+    compare,
+    retrieval_metrics,
+    retrieval_results,
+)
 from itrloss.report.comparison import page
 
 N, C, D = 12, 5, 8
@@ -30,7 +38,9 @@ def pairs(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Embeddings of images and of five captions per image, with hubs."""
     generator = np.random.default_rng(seed)
     images = generator.normal(size=(N, D))
-    texts = images.repeat(C, 0) + 1.2 * generator.normal(size=(N * C, D)) + generator.random((N * C, 1))
+    texts = (
+        images.repeat(C, 0) + 1.2 * generator.normal(size=(N * C, D)) + generator.random((N * C, 1))
+    )
     return images.astype(np.float32), texts.astype(np.float32)
 
 
@@ -71,25 +81,49 @@ def test_every_method_has_its_line(saved: Path, capsys: pytest.CaptureFixture[st
     plain = retrieval_metrics(torch.from_numpy(scores()))
     assert f"{plain['rsum']:5.1f}" in found["no re-ranking"][0]
     fast = retrieval_metrics(torch.from_numpy(scores()), reranker=rerank.FastReranker())
-    assert f"{fast['rsum']:5.1f}" in found["fast"][0] and f"{fast['rsum'] - plain['rsum']:+.1f}" in found["fast"][0]
+    assert (
+        f"{fast['rsum']:5.1f}" in found["fast"][0]
+        and f"{fast['rsum'] - plain['rsum']:+.1f}" in found["fast"][0]
+    )
     assert max(len(line) for name in ("", "no re-ranking", *METHODS) for line in found[name]) <= 100
     for name, kind in METHODS.items():
         assert ("left out" in found[name][0]) == (kind.needs_bank or kind.needs_embeddings), name
     intervals = re.findall(
-        r"([-+][\d.]+) \(([-+][\d.]+), ([-+][\d.]+)\)", "".join(x for every in found.values() for x in every)
+        r"([-+][\d.]+) \(([-+][\d.]+), ([-+][\d.]+)\)",
+        "".join(x for every in found.values() for x in every),
     )
-    assert len(intervals) == sum(not (kind.needs_bank or kind.needs_embeddings) for kind in METHODS.values())
+    assert len(intervals) == sum(
+        not (kind.needs_bank or kind.needs_embeddings) for kind in METHODS.values()
+    )
     assert all(float(low) <= float(change) <= float(high) for change, low, high in intervals)
     assert any(float(low) < float(high) for _, low, high in intervals)
 
 
-def test_folds_retrieve_within_parts(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_folds_retrieve_within_parts(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     page = tmp_path / "page.html"
     assert (
-        run("rerank", saved, "--folds", 3, "--methods", "fast", "--report", page, "--queries", tmp_path / "q.csv") == 0
+        run(
+            "rerank",
+            saved,
+            "--folds",
+            3,
+            "--methods",
+            "fast",
+            "--report",
+            page,
+            "--queries",
+            tmp_path / "q.csv",
+        )
+        == 0
     )
     out = capsys.readouterr().out
-    assert f"{N} images, {N * C} texts" in out and "in 3 parts" in out and "in 3 parts" in page.read_text("utf-8")
+    assert (
+        f"{N} images, {N * C} texts" in out
+        and "in 3 parts" in out
+        and "in 3 parts" in page.read_text("utf-8")
+    )
     for name, method in {"no re-ranking": None, "fast ": rerank.FastReranker()}.items():
         wanted = retrieval_metrics(torch.from_numpy(scores()), folds=3, reranker=method)["rsum"]
         assert any(line.startswith(name) and f"{wanted:6.1f}" in line for line in out.splitlines())
@@ -100,8 +134,12 @@ def test_folds_retrieve_within_parts(saved: Path, tmp_path: Path, capsys: pytest
 
 
 def test_run_files_of_folds_hold_the_candidates_of_the_part(saved: Path, tmp_path: Path):
-    assert run("rerank", saved, "--folds", 3, "--methods", "csls", "--trec", tmp_path, "--top", 4) == 0
-    wanted = retrieval_results(torch.from_numpy(scores()), reranker=rerank.CSLS(), folds=3, hubness_k=4)
+    assert (
+        run("rerank", saved, "--folds", 3, "--methods", "csls", "--trec", tmp_path, "--top", 4) == 0
+    )
+    wanted = retrieval_results(
+        torch.from_numpy(scores()), reranker=rerank.CSLS(), folds=3, hubness_k=4
+    )
     for way, results in (("i2t", wanted.i2t), ("t2i", wanted.t2i)):
         found = [line.split() for line in (tmp_path / f"{way}.run").read_text().splitlines()]
         assert [int(line[2].strip("imagetx")) for line in found] == results.top.flatten().tolist()
@@ -113,19 +151,29 @@ def test_run_files_of_folds_hold_the_candidates_of_the_part(saved: Path, tmp_pat
         (("--folds", 5), "--folds: expected a divisor of the 12 images, got 5"),
         (("--folds", 0), "--folds: expected a divisor of the 12 images, got 0"),
         (("--folds", N), "--folds: 12 are parts of one image"),
-        (("--folds", 3, "--image-ids", "i.txt", "--text-ids", "late.txt"), "--folds: images 0 to 3 are a part without"),
+        (
+            ("--folds", 3, "--image-ids", "i.txt", "--text-ids", "late.txt"),
+            "--folds: images 0 to 3 are a part without",
+        ),
         (("--folds", 3, "--image-ids", "i.txt", "--text-ids", "i5.txt"), ""),
-        (("--folds", 3, "--image-ids", "twice.txt", "--text-ids", "i5.txt"), "--folds: expected each text"),
+        (
+            ("--folds", 3, "--image-ids", "twice.txt", "--text-ids", "i5.txt"),
+            "--folds: expected each text",
+        ),
         (("--folds", 3, "--out", "x.npz"), "--folds: nothing is ranked among all"),
         (("--folds", 3, "--rankings", "x.npz"), "--folds: nothing is ranked among all"),
         (("--folds", 3, "--bank-images", "sims.npy"), "--folds: banks of scores"),
-        (("--folds", 3, "--image-ids", "i.txt", "--text-ids", "t.txt"), "--folds: expected each text"),
+        (
+            ("--folds", 3, "--image-ids", "i.txt", "--text-ids", "t.txt"),
+            "--folds: expected each text",
+        ),
     ],
 )
 def test_what_folds_cannot_do(saved: Path, tmp_path: Path, monkeypatch, capsys, given, said):
     monkeypatch.chdir(tmp_path)
     Path("i.txt").write_text("\n".join(map(str, range(N))))
-    Path("t.txt").write_text("\n".join(str(x % (N + 1)) for x in range(N * C)))  # a text without an image
+    # a text without an image
+    Path("t.txt").write_text("\n".join(str(x % (N + 1)) for x in range(N * C)))
     Path("late.txt").write_text("\n".join(str(4 + x % (N - 4)) for x in range(N * C)))
     Path("i5.txt").write_text("\n".join(str(x // C) for x in range(N * C)))
     Path("twice.txt").write_text("\n".join(map(str, [*range(N - 1), 0])))
@@ -137,9 +185,20 @@ def test_k_reciprocal_is_left_out_where_memory_would_end(tmp_path: Path, monkeyp
     for side, x in zip(("images", "texts"), pairs(), strict=True):
         np.save(tmp_path / f"{side}.npy", x)
     monkeypatch.setattr(comparison, "K_RECIPROCAL_ITEMS", N * (1 + C) - 1)
-    assert run("eval", tmp_path / "images.npy", tmp_path / "texts.npy", "--methods", "k-reciprocal") == 0
+    assert (
+        run("eval", tmp_path / "images.npy", tmp_path / "texts.npy", "--methods", "k-reciprocal")
+        == 0
+    )
     assert "left out: holds" in lines(capsys)["k-reciprocal"][0]
-    given = "eval", tmp_path / "images.npy", tmp_path / "texts.npy", "--methods", "k-reciprocal", "--folds", 2
+    given = (
+        "eval",
+        tmp_path / "images.npy",
+        tmp_path / "texts.npy",
+        "--methods",
+        "k-reciprocal",
+        "--folds",
+        2,
+    )
     assert run(*given) == 0
     assert "left out" not in lines(capsys)["k-reciprocal"][0]
 
@@ -158,12 +217,24 @@ def test_embeddings_and_banks_leave_none_out(tmp_path: Path, capsys: pytest.Capt
         for side, x in zip(("images", "texts"), arrays, strict=True):
             np.save(tmp_path / f"{name}{side}.npy", x.astype(np.float16))
     given = [tmp_path / f"{name}.npy" for name in ("images", "texts")]
-    banks = ["--bank-images", tmp_path / "bank_images.npy", "--bank-texts", tmp_path / "bank_texts.npy"]
-    assert run("eval", *given, "--val", tmp_path / "val_images.npy", tmp_path / "val_texts.npy", *banks) == 0
+    banks = [
+        "--bank-images",
+        tmp_path / "bank_images.npy",
+        "--bank-texts",
+        tmp_path / "bank_texts.npy",
+    ]
+    assert (
+        run(
+            "eval", *given, "--val", tmp_path / "val_images.npy", tmp_path / "val_texts.npy", *banks
+        )
+        == 0
+    )
     found = lines(capsys)
     for name, kind in METHODS.items():
         wanted = ["bank"] if kind.needs_bank else ["test", "bank"]
-        assert [line[17:25].strip() for line in found[name]] == wanted[: 1 if name == "k-reciprocal" else 2]
+        assert [line[17:25].strip() for line in found[name]] == wanted[
+            : 1 if name == "k-reciprocal" else 2
+        ]
     assert [line[17:25].strip() for line in found["fast, calibrated"]] == ["test", "bank"]
     images, texts = (torch.from_numpy(x).half() for x in pairs())
     ids = torch.arange(N), torch.arange(N).repeat_interleave(C)
@@ -176,28 +247,56 @@ def test_embeddings_are_calibrated_with_the_bank_that_they_are_re_ranked_by():
     held_out, banks = (tuple(torch.from_numpy(x) for x in pairs(seed)) for seed in (1, 2))
     banks = banks[0] + 3.0, banks[1][:9] - 2.0
     validation = Similarity(*held_out, torch.arange(N), torch.arange(N * C) // C)
-    found = comparison.compare_rerankers(validation, ("fast",), banks, validation).entries[-1].reranker
+    found = (
+        comparison.compare_rerankers(validation, ("fast",), banks, validation).entries[-1].reranker
+    )
     with_bank, without = rerank.FastReranker().fit(*banks), rerank.FastReranker()
-    assert repr(found) == repr(with_bank.calibrate(validation)) != repr(without.calibrate(validation))
+    assert (
+        repr(found) == repr(with_bank.calibrate(validation)) != repr(without.calibrate(validation))
+    )
 
 
-def test_a_bank_of_scores_and_a_validation_set(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_bank_of_scores_and_a_validation_set(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     generator = np.random.default_rng(0)
     np.save(tmp_path / "bank.npy", generator.random((30, N * C)))
     np.save(tmp_path / "val.npy", scores(1))
     options = ("--bank-images", tmp_path / "bank.npy", "--val", tmp_path / "val.npy")
     assert run("rerank", saved, *options, "--methods", "fast", "qb-norm") == 0
     found = lines(capsys)
-    assert len(found["fast"]) == len(found["fast, calibrated"]) == 2 and "needs banks" in found["qb-norm"][0]
+    assert (
+        len(found["fast"]) == len(found["fast, calibrated"]) == 2
+        and "needs banks" in found["qb-norm"][0]
+    )
     chosen = rerank.FastReranker().calibrate(torch.from_numpy(scores(1)))
     wanted = retrieval_metrics(torch.from_numpy(scores()), reranker=chosen)["rsum"]
     assert f"{wanted:6.1f}" in found["fast, calibrated"][0]
 
 
-def test_what_is_written_is_what_the_library_finds(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_what_is_written_is_what_the_library_finds(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     out, ranked, queries = (tmp_path / name for name in ("out.npz", "rankings.npz", "queries.csv"))
-    options = ("--methods", "csls", "fast", "--write", "fast", "--i2t", 9, 8, "--t2i", 8, 17, "--top", 3)
-    assert run("rerank", saved, *options, "--out", out, "--rankings", ranked, "--queries", queries) == 0
+    options = (
+        "--methods",
+        "csls",
+        "fast",
+        "--write",
+        "fast",
+        "--i2t",
+        9,
+        8,
+        "--t2i",
+        8,
+        17,
+        "--top",
+        3,
+    )
+    assert (
+        run("rerank", saved, *options, "--out", out, "--rankings", ranked, "--queries", queries)
+        == 0
+    )
     assert "written (fast, hubs of the test queries)" in capsys.readouterr().out
     fast, given = rerank.FastReranker((9, 8), (8, 17)), torch.from_numpy(scores())
     wanted, tops = fast.rerank(given), fast.topk(given, 3)
@@ -205,7 +304,9 @@ def test_what_is_written_is_what_the_library_finds(saved: Path, tmp_path: Path, 
         np.testing.assert_allclose(arrays["i2t"], wanted.i2t)
         np.testing.assert_allclose(arrays["t2i"], wanted.t2i)
     with np.load(ranked) as arrays:
-        assert (arrays["i2t"] == tops.i2t.indices.numpy()).all() and (arrays["t2i"] == tops.t2i.indices.numpy()).all()
+        assert (arrays["i2t"] == tops.i2t.indices.numpy()).all() and (
+            arrays["t2i"] == tops.t2i.indices.numpy()
+        ).all()
     with open(queries, encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == N + N * C
@@ -213,7 +314,11 @@ def test_what_is_written_is_what_the_library_finds(saved: Path, tmp_path: Path, 
     results = retrieval_results(given, reranker=fast)
     for way in ("i2t", "t2i"):
         found = [int(row["best_rank"]) for row in rows if row["direction"] == way]
-        assert found == getattr(results, way).best.tolist() != getattr(retrieval_results(given), way).best.tolist()
+        assert (
+            found
+            == getattr(results, way).best.tolist()
+            != getattr(retrieval_results(given), way).best.tolist()
+        )
     hits = [int(row["best_rank"]) <= 5 for row in rows if row["direction"] == "t2i"]
     assert 100 * sum(hits) / len(hits) == pytest.approx(metrics["t2i_r5"])
     assert run("rerank", saved, "--methods", "csls", "--write", "no re-ranking", "--out", out) == 0
@@ -222,14 +327,25 @@ def test_what_is_written_is_what_the_library_finds(saved: Path, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_of_both_ways_that_by_the_bank_is_written(transposed: bool, saved: Path, tmp_path: Path, capsys):
+def test_of_both_ways_that_by_the_bank_is_written(
+    transposed: bool, saved: Path, tmp_path: Path, capsys
+):
     bank = np.random.default_rng(0).random((30, N * C))
     for name, x in (("s", scores()), ("b", bank)):
         np.save(tmp_path / f"{name}.npy", x.T if transposed else x)
-    options = ["--bank-images", tmp_path / "b.npy", "--methods", "csls", "--out", tmp_path / "o.npz"]
+    options = [
+        "--bank-images",
+        tmp_path / "b.npy",
+        "--methods",
+        "csls",
+        "--out",
+        tmp_path / "o.npz",
+    ]
     assert run("rerank", tmp_path / "s.npy", *options, *["--transpose"][: int(transposed)]) == 0
     assert "written (csls, hubs of the bank (i2t))" in capsys.readouterr().out
-    wanted = rerank.CSLS().fit(images=torch.from_numpy(bank).float()).rerank(torch.from_numpy(scores()))
+    wanted = (
+        rerank.CSLS().fit(images=torch.from_numpy(bank).float()).rerank(torch.from_numpy(scores()))
+    )
     with np.load(tmp_path / "o.npz") as arrays:
         np.testing.assert_allclose(arrays["i2t"], wanted.i2t, rtol=1e-5)
 
@@ -261,11 +377,27 @@ def test_the_report_names_hubs_and_who_gained(saved: Path, tmp_path: Path):
     report, names = tmp_path / "report.html", tmp_path / "captions.txt"
     given = ("--i2t", 60, 25, "--t2i", 60, 20)  # more queries lose than gain
     names.write_text("\n".join(f"caption <b{i}> & co" for i in range(N * C)), encoding="utf-8")
-    assert run("rerank", saved, "--report", report, "--text-names", names, "--methods", "fast", "sinkhorn", *given) == 0
+    assert (
+        run(
+            "rerank",
+            saved,
+            "--report",
+            report,
+            "--text-names",
+            names,
+            "--methods",
+            "fast",
+            "sinkhorn",
+            *given,
+        )
+        == 0
+    )
     page = _Page()
     page.feed(report.read_text(encoding="utf-8"))
     assert page.open == []
-    plain = Similarity.from_scores(torch.from_numpy(scores()), torch.arange(N), torch.arange(N * C) // C)
+    plain = Similarity.from_scores(
+        torch.from_numpy(scores()), torch.arange(N), torch.arange(N * C) // C
+    )
     hub = int(torch.bincount(plain.topk(10).indices.flatten(), minlength=N * C).argmax())
     assert f"caption <b{hub}> & co" in page.text and "image 3" in page.text
     for text in ("sinkhorn", "greatest hubs before", "gained most", "lost most", "text→image"[:4]):
@@ -282,7 +414,9 @@ def test_the_report_names_hubs_and_who_gained(saved: Path, tmp_path: Path):
 
 
 def test_the_report_ranks_gains_by_ratio_and_counts_answered_queries_only():
-    """A change from 20 to 2 is larger than one from 200 to 100. The fourth query has no right candidate."""
+    """A change from 20 to 2 is larger than one from 200 to 100. The fourth query has no right
+    candidate.
+    """
     ranks = {"before": [200, 20, 3, 0, 5], "after": [100, 2, 9, 0, 5]}
     top = torch.arange(5)[:, None]
     entries = []
@@ -290,12 +424,17 @@ def test_the_report_ranks_gains_by_ratio_and_counts_answered_queries_only():
         queries = QueryResults(torch.arange(5), torch.tensor(own)[:, None], top, 300)
         results = RetrievalResults(queries, queries)
         change = compare(results, entries[0].results if entries else results, samples=9)["rsum"]
-        entries.append(comparison.Entry(name, rerank.CSLS() if entries else None, results, change, 0.0, None))
+        entries.append(
+            comparison.Entry(name, rerank.CSLS() if entries else None, results, change, 0.0, None)
+        )
     found = comparison.RerankerComparison(Similarity.from_scores(torch.rand(5, 5)), entries, {})
     names = [[f"{letter}{i}" for i in range(300)] for letter in "IT"]
     text = _Page()
     text.feed(page(found, entries[1], "title", names))
-    assert text.text.count("2 of 4 queries rank their right candidate higher than before, 1 lower.") == 2
+    assert (
+        text.text.count("2 of 4 queries rank their right candidate higher than before, 1 lower.")
+        == 2
+    )
     for name, section in zip("IT", text.text.split("gained most")[1:], strict=True):
         gained, lost = section.split("greatest hubs")[0].split("lost most")
         assert re.findall(rf"{name}\d", gained) == [f"{name}1", f"{name}0"]
@@ -303,7 +442,9 @@ def test_the_report_ranks_gains_by_ratio_and_counts_answered_queries_only():
 
 
 @pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
-def test_without_the_extra_a_report_is_refused_before_the_work(saved: Path, tmp_path, capsys, monkeypatch, missing):
+def test_without_the_extra_a_report_is_refused_before_the_work(
+    saved: Path, tmp_path, capsys, monkeypatch, missing
+):
     monkeypatch.setitem(sys.modules, missing, None)
     assert run("rerank", saved, "--methods", "fast", "--report", tmp_path / "report.html") == 2
     out, err = capsys.readouterr()
@@ -311,7 +452,7 @@ def test_without_the_extra_a_report_is_refused_before_the_work(saved: Path, tmp_
     assert run("rerank", saved, "--methods", "fast") == 0
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
@@ -330,14 +471,18 @@ def test_formats(tmp_path: Path):
     np.savez(tmp_path / "one.npz", wanted)
     np.savez_compressed(tmp_path / "several.npz", sims=wanted, other=wanted[:3])
     torch.save(torch.from_numpy(wanted), tmp_path / "tensor.pt")
-    torch.save({"sims": torch.from_numpy(wanted).bfloat16(), "epoch": 3}, tmp_path / "dictionary.pt")
+    torch.save(
+        {"sims": torch.from_numpy(wanted).bfloat16(), "epoch": 3}, tmp_path / "dictionary.pt"
+    )
     for path in tmp_path.iterdir():
         loose = 0.01 if "half" in path.name or path.name == "dictionary.pt" else 0
         np.testing.assert_allclose(read_matrix(path).float(), wanted, atol=loose)
     assert read_matrix(tmp_path / "several.npz", "other").shape == (3, N * C)
     (tmp_path / "ids.txt").write_text("3\n4\n-5\n")
     np.save(tmp_path / "ids.npy", np.array([3, 4, 5], np.uint16))
-    assert read_ids(tmp_path / "ids.txt").tolist() == [3, 4, -5] and read_ids(tmp_path / "ids.npy").tolist() == [
+    assert read_ids(tmp_path / "ids.txt").tolist() == [3, 4, -5] and read_ids(
+        tmp_path / "ids.npy"
+    ).tolist() == [
         3,
         4,
         5,
@@ -350,7 +495,11 @@ class _Evil:
 
 
 def _header(text: str) -> bytes:
-    return b"\x93NUMPY\x01\x00" + len(text := text.ljust(117) + "\n").to_bytes(2, "little") + text.encode()
+    return (
+        b"\x93NUMPY\x01\x00"
+        + len(text := text.ljust(117) + "\n").to_bytes(2, "little")
+        + text.encode()
+    )
 
 
 BAD = {
@@ -359,12 +508,18 @@ BAD = {
     "damaged.npz": (b"PK\x03\x04" + bytes(60), "not a zip file"),
     "damaged.pt": (b"PK\x03\x04" + bytes(60), "not a readable .pt"),
     "damaged.pkl": (b"\x80\x04\x95\xff\xff", "not a readable .pkl"),
-    "long_header.npy": (b"\x93NUMPY\x02\x00" + (2**31).to_bytes(4, "little") + b"{", "expected 2147483648 bytes"),
+    "long_header.npy": (
+        b"\x93NUMPY\x02\x00" + (2**31).to_bytes(4, "little") + b"{",
+        "expected 2147483648 bytes",
+    ),
     "large.npy": (
         _header("{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000, 1000000)}"),
         "not a readable",
     ),
-    "negative.npy": (_header("{'descr': '<f4', 'fortran_order': False, 'shape': (-4, 4)}"), "not a readable"),
+    "negative.npy": (
+        _header("{'descr': '<f4', 'fortran_order': False, 'shape': (-4, 4)}"),
+        "not a readable",
+    ),
     "sims.csv": (b"0.1,0.2", r"expected a file named \*.npy"),
 }
 ARRAYS = {
@@ -385,7 +540,9 @@ ARRAYS = {
 
 
 @pytest.mark.parametrize("name", [*BAD, *ARRAYS, "missing.npy", "short.npy", "short.pkl"])
-def test_a_bad_file_gets_one_line_and_leaves_nothing(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_bad_file_gets_one_line_and_leaves_nothing(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     path, message = tmp_path / name, "No such file"
     if name in BAD:
         path.write_bytes(BAD[name][0])
@@ -401,16 +558,27 @@ def test_a_bad_file_gets_one_line_and_leaves_nothing(name: str, tmp_path: Path, 
         path.write_bytes(pickle.dumps({"sims": scores()})[:-100])
         message = "not a readable .pkl"
     before = set(tmp_path.iterdir())
-    outputs = ["--out", tmp_path / "o.npz", "--rankings", tmp_path / "r.npz", "--report", tmp_path / "r.html"]
+    outputs = [
+        "--out",
+        tmp_path / "o.npz",
+        "--rankings",
+        tmp_path / "r.npz",
+        "--report",
+        tmp_path / "r.html",
+    ]
     assert run("rerank", path, "--methods", "fast", *outputs, "--queries", tmp_path / "q.csv") == 2
     error = capsys.readouterr().err
-    assert len(error.splitlines()) == 1 and name.split(".")[0] in error and "Traceback" not in error, error
+    assert (
+        len(error.splitlines()) == 1 and name.split(".")[0] in error and "Traceback" not in error
+    ), error
     assert re.search(message, error), error
     assert set(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize("suffix", [".pkl", ".npy", ".npz", ".pt"])
-def test_nothing_in_a_file_is_executed(suffix: str, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]):
+def test_nothing_in_a_file_is_executed(
+    suffix: str, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
+):
     mark = tmp_path / "executed"
     monkeypatch.setenv("ITRLOSS_TEST_EVIL", str(mark))
     path = tmp_path / f"evil{suffix}"
@@ -438,9 +606,15 @@ _EMPTY = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\nK\x00\x85C\x0
 HOSTILE = {
     "array": _pickled(_EMPTY, b"(K\x01K\x01\x85", _OBJECT, b"\x89", _ADDRESS, b"tb"),
     "constructor": _pickled(b"cnumpy\nndarray\n(K\x01\x85X\x01\x00\x00\x00O", _ADDRESS, b"tR"),
-    "offset": _pickled(b"cnumpy\nndarray\n(K\x02K\x02\x86X\x02\x00\x00\x00f8C\x20", b"A" * 32, b"J\xf0\xff\xff\xfftR"),
+    "offset": _pickled(
+        b"cnumpy\nndarray\n(K\x02K\x02\x86X\x02\x00\x00\x00f8C\x20",
+        b"A" * 32,
+        b"J\xf0\xff\xff\xfftR",
+    ),
     "scalar": _pickled(b"cnumpy.core.multiarray\nscalar\n(", _OBJECT, _ADDRESS, b"tR"),
-    "buffer": _pickled(b"cnumpy.core.numeric\n_frombuffer\n(", _ADDRESS, _OBJECT, b"K\x01\x85X\x01\x00\x00\x00CtR"),
+    "buffer": _pickled(
+        b"cnumpy.core.numeric\n_frombuffer\n(", _ADDRESS, _OBJECT, b"K\x01\x85X\x01\x00\x00\x00CtR"
+    ),
 }
 
 
@@ -470,8 +644,17 @@ def test_an_array_that_holds_itself_has_an_end(tmp_path: Path):
 
 def test_arrays_of_other_kinds_in_pickles(tmp_path: Path):
     path, wanted = tmp_path / "sims.pkl", scores()
-    others = {"names": np.array(["a", "b"]), "objects": np.array([1, "a"], dtype=object), "big": wanted.astype(">f8")}
-    given = {"npts": np.int64(N), "mean": np.float64(0.5), "sims": np.asfortranarray(wanted), **others}
+    others = {
+        "names": np.array(["a", "b"]),
+        "objects": np.array([1, "a"], dtype=object),
+        "big": wanted.astype(">f8"),
+    }
+    given = {
+        "npts": np.int64(N),
+        "mean": np.float64(0.5),
+        "sims": np.asfortranarray(wanted),
+        **others,
+    }
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         path.write_bytes(pickle.dumps(given, protocol))
         np.testing.assert_array_equal(read_matrix(path), wanted)
@@ -495,7 +678,9 @@ def test_tensors_that_are_no_matrices_of_numbers_are_refused(kind: str, tmp_path
     assert run("rerank", tmp_path / "sims.pt") == 2
     said = capsys.readouterr().err
     # PyTorch 2.15 no longer reads nested tensors from untrusted files.
-    assert "expected a dense tensor" in said or (kind == "nested" and "not a readable .pt file" in said)
+    assert "expected a dense tensor" in said or (
+        kind == "nested" and "not a readable .pt file" in said
+    )
 
 
 def test_what_is_interrupted_leaves_the_old_file(saved: Path, tmp_path: Path, monkeypatch):
@@ -507,7 +692,10 @@ def test_what_is_interrupted_leaves_the_old_file(saved: Path, tmp_path: Path, mo
 
     monkeypatch.setattr(np, "savez", full)
     assert run("rerank", saved, "--methods", "fast", "--out", out) == 2
-    assert out.read_text() == "of yesterday" and sorted(x.name for x in tmp_path.iterdir()) == ["out.npz", "sims.npy"]
+    assert out.read_text() == "of yesterday" and sorted(x.name for x in tmp_path.iterdir()) == [
+        "out.npz",
+        "sims.npy",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -519,21 +707,35 @@ def test_what_is_interrupted_leaves_the_old_file(saved: Path, tmp_path: Path, mo
         (("--i2t", 0, 1), "i2t: expected a number above 0"),
         (("--image-ids", "ids.txt"), "--image-ids, --text-ids: expected both or neither"),
         (("--text-names", "ids.txt"), "ids.txt: expected a line for each of the 60 texts, got 3"),
-        (("--image-ids", "ids.txt", "--text-ids", "ids.txt"), r"--image-ids: expected shape \(12,\)"),
+        (
+            ("--image-ids", "ids.txt", "--text-ids", "ids.txt"),
+            r"--image-ids: expected shape \(12,\)",
+        ),
         (("--val", "val.npy"), "val.npy: .*--image-ids, --text-ids"),
         (("--bank-images", "val.npy"), r"val.npy: expected \(B, 60\), got shape \(7, 10\)"),
         (("--transpose",), "with --transpose it has 60 rows"),
         (("--key", "sims"), "expected entries with names"),
-        (("--image-ids", "long.txt", "--text-ids", "ids.txt"), "long.txt: expected one integer a line"),
-        (("--image-ids", "bytes.txt", "--text-ids", "ids.txt"), "bytes.txt: expected one integer a line"),
+        (
+            ("--image-ids", "long.txt", "--text-ids", "ids.txt"),
+            "long.txt: expected one integer a line",
+        ),
+        (
+            ("--image-ids", "bytes.txt", "--text-ids", "ids.txt"),
+            "bytes.txt: expected one integer a line",
+        ),
         (("--text-names", "bytes.txt"), "bytes.txt: expected UTF-8"),
         (("--out", "."), ".: expected a file to write, got a directory"),
-        (("--rankings", "o.npz"), "o.npz: expected a file of its own for a result, got that of out"),
+        (
+            ("--rankings", "o.npz"),
+            "o.npz: expected a file of its own for a result, got that of out",
+        ),
         (("--methods", "dbnorm"), "--methods: all were left out"),
         (("--methods", "fast", "dbnorm", "--write", "dbnorm"), "--write: dbnorm needs embeddings"),
     ],
 )
-def test_bad_options_are_named(arguments, message, saved: Path, monkeypatch, capsys: pytest.CaptureFixture[str]):
+def test_bad_options_are_named(
+    arguments, message, saved: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.chdir(saved.parent)
     Path("ids.txt").write_text("1\n2\n3\n")
     Path("long.txt").write_text("1" * 30)
@@ -545,29 +747,53 @@ def test_bad_options_are_named(arguments, message, saved: Path, monkeypatch, cap
     assert not Path("o.npz").exists()
 
 
-def test_a_wrong_method_to_write_is_found_before_all_are_tried(saved: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_wrong_method_to_write_is_found_before_all_are_tried(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+):
     assert run("rerank", saved, "--write", "csl", "--out", saved.parent / "o.npz") == 2
     assert capsys.readouterr().out == ""
 
 
-def test_what_is_calibrated_is_what_is_written(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_what_is_calibrated_is_what_is_written(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     np.save(tmp_path / "val.npy", scores(1))
-    given = ("rerank", saved, "--val", tmp_path / "val.npy", "--methods", "fast", "csls", "--out", tmp_path / "o.npz")
+    given = (
+        "rerank",
+        saved,
+        "--val",
+        tmp_path / "val.npy",
+        "--methods",
+        "fast",
+        "csls",
+        "--out",
+        tmp_path / "o.npz",
+    )
     assert run(*given) == 0 and "written (fast, calibrated, hubs of" in capsys.readouterr().out
-    wanted = rerank.FastReranker().calibrate(torch.from_numpy(scores(1))).rerank(torch.from_numpy(scores()))
+    wanted = (
+        rerank.FastReranker()
+        .calibrate(torch.from_numpy(scores(1)))
+        .rerank(torch.from_numpy(scores()))
+    )
     with np.load(tmp_path / "o.npz") as arrays:
         np.testing.assert_allclose(arrays["i2t"], wanted.i2t)
-    assert run(*given, "--write", "fast") == 0 and "written (fast, hubs of" in capsys.readouterr().out
+    assert (
+        run(*given, "--write", "fast") == 0 and "written (fast, hubs of" in capsys.readouterr().out
+    )
 
 
 def test_a_bank_has_any_number_of_queries_and_its_direction_is_named(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     generator = np.random.default_rng(0)
-    np.save(tmp_path / "images.npy", generator.random((2 * N * C, N * C)))  # as many images as if they were texts
+    # as many images as if they were texts
+    np.save(tmp_path / "images.npy", generator.random((2 * N * C, N * C)))
     np.save(tmp_path / "texts.npy", generator.random((N, N // 2)))
     for side, way in (("images", "i2t"), ("texts", "t2i")):
-        assert run("rerank", saved, "--methods", "fast", f"--bank-{side}", tmp_path / f"{side}.npy") == 0
+        assert (
+            run("rerank", saved, "--methods", "fast", f"--bank-{side}", tmp_path / f"{side}.npy")
+            == 0
+        )
         assert f"bank {way}" in lines(capsys)["fast"][1]
 
 
@@ -579,18 +805,34 @@ def test_more_images_than_texts_with_ids(tmp_path: Path, capsys: pytest.CaptureF
     assert run("rerank", tmp_path / "t.npy", *ids, "--methods", "fast") == 0
 
 
-def test_errors_name_the_file_that_is_wrong(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]):
+def test_errors_name_the_file_that_is_wrong(
+    tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.chdir(tmp_path)
     images, texts = pairs()
     broken = texts.copy()
     broken[3, 2] = np.nan
-    for name, x in {"images": images, "texts": texts, "broken": broken, "narrow": texts[:, :-1]}.items():
+    for name, x in {
+        "images": images,
+        "texts": texts,
+        "broken": broken,
+        "narrow": texts[:, :-1],
+    }.items():
         np.save(f"{name}.npy", x)
     for arguments, message in (
         (("images.npy", "broken.npy"), "eval: broken.npy: expected finite"),
-        (("images.npy", "narrow.npy"), "eval: narrow.npy: expected embeddings of dimension 8 like images.npy"),
-        (("images.npy", "texts.npy", "--bank-texts", "broken.npy"), "eval: broken.npy: expected finite"),
-        (("images.npy", "texts.npy", "--bank-images", "narrow.npy"), "eval: narrow.npy: expected (B, 8), got shape"),
+        (
+            ("images.npy", "narrow.npy"),
+            "eval: narrow.npy: expected embeddings of dimension 8 like images.npy",
+        ),
+        (
+            ("images.npy", "texts.npy", "--bank-texts", "broken.npy"),
+            "eval: broken.npy: expected finite",
+        ),
+        (
+            ("images.npy", "texts.npy", "--bank-images", "narrow.npy"),
+            "eval: narrow.npy: expected (B, 8), got shape",
+        ),
     ):
         assert run("eval", *arguments, "--methods", "fast") == 2
         assert message in capsys.readouterr().err
@@ -627,7 +869,9 @@ def test_results_follow_links_and_leave_devices_alone(saved: Path, tmp_path: Pat
     os.close(reader)
 
 
-def test_transposed_matrices_and_ids_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_transposed_matrices_and_ids_of_ones_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     np.save(tmp_path / "t.npy", scores().T)
     assert run("rerank", tmp_path / "t.npy", "--transpose", "--methods", "fast") == 0
     plain = lines(capsys)["no re-ranking"]

@@ -20,7 +20,9 @@ from itrloss import OnlineKMeans, PrototypeClassificationLoss, functional
 
 def points(n, d=6, seed=0, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(n, d, generator=generator) * torch.rand(n, 1, generator=generator).add(0.1) * 4).to(dtype)
+    return (
+        torch.randn(n, d, generator=generator) * torch.rand(n, 1, generator=generator).add(0.1) * 4
+    ).to(dtype)
 
 
 def trained(clusters, d=6, seed=0, batches=6, size=7, **options):
@@ -49,7 +51,9 @@ def test_step_equals_the_loop_oracle(size):
         np.testing.assert_allclose(means.centroids.numpy(), centroids, rtol=1e-5, atol=1e-6)
         np.testing.assert_array_equal(means.counts.numpy(), counts)
         untouched = torch.ones(8, dtype=torch.bool).index_fill(0, ids, False)
-        np.testing.assert_array_equal(means.centroids[untouched].numpy(), centroids[untouched].astype(np.float32))
+        np.testing.assert_array_equal(
+            means.centroids[untouched].numpy(), centroids[untouched].astype(np.float32)
+        )
         assert not means.reseeded.any()
 
 
@@ -59,7 +63,8 @@ def test_empty_clusters_are_seeded_in_their_order():
     assert sorted(ids.tolist()) == [0, 1, 2] and len(means) == 3
     torch.testing.assert_close(means.centroids[ids], torch.nn.functional.normalize(x))
     assert means.reseeded.tolist() == [True, True, True, False, False]
-    more = torch.cat([x[:1] * 2, -x[1:], x[2:] * 3])  # two directions are known; the two others have lower similarities
+    # two directions are known; the two others have lower similarities
+    more = torch.cat([x[:1] * 2, -x[1:], x[2:] * 3])
     ids = means.update(more)
     assert len(means) == 5 and set(ids[1:3].tolist()) == {3, 4}
     assert means.reseeded.tolist() == [False, False, False, True, True]
@@ -87,7 +92,13 @@ def test_cluster_without_points_is_seeded_again():
     assert means.counts[1] == 1
 
 
-@given(st.integers(0, 10**6), st.integers(1, 12), st.integers(1, 30), st.sampled_from([None, 3.0]), st.floats(0.1, 5))
+@given(
+    st.integers(0, 10**6),
+    st.integers(1, 12),
+    st.integers(1, 30),
+    st.sampled_from([None, 3.0]),
+    st.floats(0.1, 5),
+)
 @settings(deadline=None, max_examples=40)
 def test_an_update_never_serves_its_batch_worse(seed, clusters, size, max_count, patience):
     means = trained(clusters, seed=seed, max_count=max_count, patience=patience)
@@ -129,10 +140,13 @@ def test_refit_finds_separated_clusters():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("at", [0, 3])  # in the first batch, which initialises the centroids, or later
+# in the first batch, which initialises the centroids, or later
+@pytest.mark.parametrize("at", [0, 3])
 @pytest.mark.parametrize("clusters", [4, 40])
 def test_points_that_are_not_finite_leave_no_trace(bad, at, clusters):
-    """Mixed precision skips the optimiser's step after an overflow, but a centroid would be corrupted for good."""
+    """Mixed precision skips the optimiser's step after an overflow, but a centroid would be
+    corrupted for good.
+    """
     means, clean = OnlineKMeans(clusters, 6), OnlineKMeans(clusters, 6)
     for step in range(5):
         x = points(12, seed=step)
@@ -158,7 +172,9 @@ def test_known_points_need_no_new_clusters():
 def test_refit_with_fewer_points_than_clusters_settles(distinct):
     means, soon, x = OnlineKMeans(50, 6), OnlineKMeans(50, 6), points(distinct).repeat(4, 1)
     ids = means.fit(x, iterations=100)
-    assert torch.equal(ids, soon.fit(x, iterations=4)) and torch.equal(means.centroids, soon.centroids)
+    assert torch.equal(ids, soon.fit(x, iterations=4)) and torch.equal(
+        means.centroids, soon.centroids
+    )
     assert len(ids.unique()) == distinct and torch.equal(ids, means.predict(x))
     assert torch.equal(means.counts, torch.bincount(ids, minlength=50))
     assert mean_cosine(x, means) > 1 - 1e-6
@@ -260,7 +276,11 @@ def test_input_errors_of_the_means():
     means = OnlineKMeans(3, 6)
     for call, error, words in (
         (lambda: means.predict(points(2)), RuntimeError, "no cluster has a point yet"),
-        (lambda: means.update(points(2, 5)), ValueError, r"x: expected shape \(B, 6\), got \(2, 5\)"),
+        (
+            lambda: means.update(points(2, 5)),
+            ValueError,
+            r"x: expected shape \(B, 6\), got \(2, 5\)",
+        ),
         (lambda: means.update(points(2).long()), TypeError, "x: expected a floating-point"),
         (lambda: means.fit(points(2), iterations=0), ValueError, "iterations"),
         (lambda: OnlineKMeans(0, 3), ValueError, "clusters: expected at least 1"),
@@ -273,7 +293,7 @@ def test_input_errors_of_the_means():
             call()
 
 
-# --------------------------------------------------------------------------------------------- classification
+# ----------------------------------------------------------------------------------- classification
 
 
 def concepts(b, k, f, seed=0):
@@ -298,7 +318,9 @@ def concepts(b, k, f, seed=0):
 def test_classification_equals_the_loop_oracle(shape, engine, reduction, small_tiles):
     v, w, weight, ids = concepts(*shape)
     found = functional.prototype_classification_loss(v, w, weight, ids, reduction, engine)
-    wanted = oracle_more.prototype_classification(v.numpy(), w.numpy(), weight.numpy(), None, ids.numpy(), reduction)
+    wanted = oracle_more.prototype_classification(
+        v.numpy(), w.numpy(), weight.numpy(), None, ids.numpy(), reduction
+    )
     for a, b in zip(found, wanted, strict=True) if reduction == "none" else [(found, wanted)]:
         np.testing.assert_allclose(a.numpy(), b, rtol=1e-10, atol=1e-12)
 
@@ -325,10 +347,15 @@ def test_what_holds_of_the_classification(seed, b, k):
     assert (first >= -1e-12).all() and (second >= -1e-12).all()
     torch.testing.assert_close(loss(w, v, weight, ids, "none"), (second, first))
     rows, names = torch.randperm(b, generator=generator), torch.randperm(k, generator=generator)
-    torch.testing.assert_close(loss(v[rows], w[rows], weight, ids[rows], "none"), (first[rows], second[rows]))
+    torch.testing.assert_close(
+        loss(v[rows], w[rows], weight, ids[rows], "none"), (first[rows], second[rows])
+    )
     renamed = loss(v, w, weight[names], torch.argsort(names)[ids], "none")
     torch.testing.assert_close(renamed, (first, second))
-    torch.testing.assert_close(loss(v, w, weight + 1.5 * torch.ones(5), ids, "none"), (first, second))  # common offset
+    # common offset
+    torch.testing.assert_close(
+        loss(v, w, weight + 1.5 * torch.ones(5), ids, "none"), (first, second)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -339,7 +366,9 @@ def test_half_precision_concepts(dtype):
     loss = module(v, w, ids)
     assert loss.dtype == torch.float32
     loss.backward()
-    wanted = functional.prototype_classification_loss(v.double(), w.double(), module.weight.double(), ids)
+    wanted = functional.prototype_classification_loss(
+        v.double(), w.double(), module.weight.double(), ids
+    )
     torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=1e-6)
     assert v.grad.dtype == dtype and module.weight.grad.dtype == torch.float32
 
@@ -362,18 +391,46 @@ def test_classification_input_errors():
     v, w, weight, ids = concepts(4, 5, 3)
     loss = functional.prototype_classification_loss
     for call, error, words in (
-        (lambda: loss(v, w[:3], weight, ids), ValueError, r"text_concepts: expected shape \(4, 3\), got \(3, 3\)"),
+        (
+            lambda: loss(v, w[:3], weight, ids),
+            ValueError,
+            r"text_concepts: expected shape \(4, 3\), got \(3, 3\)",
+        ),
         (lambda: loss(v, w.float(), weight, ids), TypeError, "text_concepts: expected float64"),
-        (lambda: loss(v.long(), w, weight, ids), TypeError, "image_concepts: expected a floating-point"),
+        (
+            lambda: loss(v.long(), w, weight, ids),
+            TypeError,
+            "image_concepts: expected a floating-point",
+        ),
         (lambda: loss([1], w, weight, ids), TypeError, "image_concepts: expected a floating-point"),
-        (lambda: loss(v, w, weight, ids + 2), ValueError, "prototype_ids: expected integers from 0 to 4"),
-        (lambda: loss(v, w, weight, ids - 5), ValueError, "prototype_ids: expected integers from 0 to 4"),
-        (lambda: loss(v, w, weight, ids.double()), TypeError, "prototype_ids: expected an integer tensor"),
-        (lambda: loss(v, w, weight[:, :2], ids), ValueError, "image_concepts: expected embeddings of dimension 2"),
+        (
+            lambda: loss(v, w, weight, ids + 2),
+            ValueError,
+            "prototype_ids: expected integers from 0 to 4",
+        ),
+        (
+            lambda: loss(v, w, weight, ids - 5),
+            ValueError,
+            "prototype_ids: expected integers from 0 to 4",
+        ),
+        (
+            lambda: loss(v, w, weight, ids.double()),
+            TypeError,
+            "prototype_ids: expected an integer tensor",
+        ),
+        (
+            lambda: loss(v, w, weight[:, :2], ids),
+            ValueError,
+            "image_concepts: expected embeddings of dimension 2",
+        ),
         (lambda: loss(v, w, weight, ids, "max"), ValueError, "reduction"),
         (lambda: PrototypeClassificationLoss(3, 0), ValueError, "clusters"),
         (lambda: PrototypeClassificationLoss(3.5, 5), TypeError, "dim: expected an integer"),
-        (lambda: PrototypeClassificationLoss(3, 5).reset(None, weight), TypeError, "reseeded: expected a tensor"),
+        (
+            lambda: PrototypeClassificationLoss(3, 5).reset(None, weight),
+            TypeError,
+            "reseeded: expected a tensor",
+        ),
         (
             lambda: PrototypeClassificationLoss(3, 5, check_finite=True)(v * torch.nan, w, ids),
             ValueError,
@@ -391,7 +448,9 @@ def test_classification_is_never_negative_in_float32(engine, scale):
     v[:60] = weight[ids[:60]]  # easy samples, whose loss is almost 0
     given = [x.float() * (scale if at < 2 else 1) for at, x in enumerate((v, w, weight))]
     found = functional.prototype_classification_loss(*given, ids, "none", engine)
-    wanted = functional.prototype_classification_loss(*(x.double() for x in given), ids, "none", "dense")
+    wanted = functional.prototype_classification_loss(
+        *(x.double() for x in given), ids, "none", "dense"
+    )
     for a, b in zip(found, wanted, strict=True):
         assert (a >= 0).all()
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=2e-6)
@@ -416,7 +475,9 @@ def test_reset_does_not_disturb_a_graph_where_nothing_was_reseeded_and_clears_gr
     mask = torch.tensor([True, False, False, True, False])
     before = module.weight.grad.clone()
     module.reset(mask, means.centroids)
-    assert (module.weight.grad[mask] == 0).all() and torch.equal(module.weight.grad[~mask], before[~mask])
+    assert (module.weight.grad[mask] == 0).all() and torch.equal(
+        module.weight.grad[~mask], before[~mask]
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

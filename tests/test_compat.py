@@ -1,4 +1,6 @@
-"""Each class of compat against its code base's formula, implemented again in plain loops or dense PyTorch."""
+"""Each class of compat against its code base's formula, implemented again in plain loops or dense
+PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def pairs(n: int, d: int = 6, seed: int = 0) -> tuple[Tensor, Tensor]:
     return im.requires_grad_(), s.requires_grad_()
 
 
-def assert_same(ours: Tensor, theirs: Tensor, inputs: tuple[Tensor, ...], tolerance: float = 1e-9) -> None:
+def assert_same(
+    ours: Tensor, theirs: Tensor, inputs: tuple[Tensor, ...], tolerance: float = 1e-9
+) -> None:
     """Compare values, and gradients of all inputs."""
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
     options = {"allow_unused": True, "materialize_grads": True, "retain_graph": True}
@@ -40,7 +44,7 @@ def assert_same(ours: Tensor, theirs: Tensor, inputs: tuple[Tensor, ...], tolera
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-# --------------------------------------------------------------------------------------- reference implementations
+# ------------------------------------------------------------------------ reference implementations
 
 
 def hinge_sum(scores: Tensor, margin: float, hardest: bool, masked: Tensor | None = None) -> Tensor:
@@ -60,16 +64,24 @@ def hinge_sum(scores: Tensor, margin: float, hardest: bool, masked: Tensor | Non
 
 
 def order_scores(im: Tensor, s: Tensor) -> Tensor:
-    return torch.stack([torch.stack([-((y - x).clamp(min=0) ** 2).sum().sqrt() for y in s]) for x in im])
+    return torch.stack(
+        [torch.stack([-((y - x).clamp(min=0) ** 2).sum().sqrt() for y in s]) for x in im]
+    )
 
 
-def hal(scores: Tensor, scale: float, margin: float, leak: bool = False, relu: bool = False) -> Tensor:
-    """HAL of Liu et al.; with ``leak`` and ``relu``, as in public code, the sums include the pair itself as 0."""
+def hal(
+    scores: Tensor, scale: float, margin: float, leak: bool = False, relu: bool = False
+) -> Tensor:
+    """HAL of Liu et al.; with ``leak`` and ``relu``, as in public code, the sums include the pair
+    itself as 0.
+    """
     n = len(scores)
     total = scores.sum() * 0
     for i in range(n):
         for line in (scores[i], scores[:, i]):
-            others = sum((torch.exp(scale * (line[j] - margin)) for j in range(n) if j != i), total * 0)
+            others = sum(
+                (torch.exp(scale * (line[j] - margin)) for j in range(n) if j != i), total * 0
+            )
             if leak:
                 others = others + torch.exp(torch.tensor(-scale * margin, dtype=scores.dtype))
             total = total + torch.log(1 + others) / scale
@@ -77,7 +89,9 @@ def hal(scores: Tensor, scale: float, margin: float, leak: bool = False, relu: b
     return total / n
 
 
-def bank_weights(scores: Tensor, images: Tensor, texts: Tensor, opt: Namespace) -> tuple[Tensor, Tensor]:
+def bank_weights(
+    scores: Tensor, images: Tensor, texts: Tensor, opt: Namespace
+) -> tuple[Tensor, Tensor]:
     """HAL's weights, from the scores of the batch and those with the valid entries of the bank."""
     k = min(opt.mb_k, len(scores))
     near = [x.sort(dim=1, descending=True).values[:, :k] for x in (images, texts)]
@@ -92,12 +106,21 @@ def bank_weights(scores: Tensor, images: Tensor, texts: Tensor, opt: Namespace) 
     return negative, 1 - own / (own + near_too)
 
 
-def weighted_hal(scores: Tensor, negative: Tensor, positive: Tensor, opt: Namespace, leak: bool = False) -> Tensor:
+def weighted_hal(
+    scores: Tensor, negative: Tensor, positive: Tensor, opt: Namespace, leak: bool = False
+) -> Tensor:
     n, total = len(scores), scores.sum() * 0
     for i in range(n):
         row, column = (
-            [(opt.local_alpha * w * (x - opt.local_ep)).exp() for j, (w, x) in enumerate(line) if j != i]
-            for line in (zip(negative[i], scores[i], strict=True), zip(negative[:, i], scores[:, i], strict=True))
+            [
+                (opt.local_alpha * w * (x - opt.local_ep)).exp()
+                for j, (w, x) in enumerate(line)
+                if j != i
+            ]
+            for line in (
+                zip(negative[i], scores[i], strict=True),
+                zip(negative[:, i], scores[:, i], strict=True),
+            )
         )
         for line in (row, column):
             total = total + torch.log(1 + sum(line) + leak) / opt.local_alpha
@@ -111,7 +134,10 @@ def set_scores(images: Tensor, texts: Tensor, score) -> Tensor:
 
 def smooth_chamfer(alpha: float, c: Tensor) -> Tensor:
     z = torch.exp(alpha * c)
-    return (torch.log(z.sum(1)).sum() / (len(c) * alpha) + torch.log(z.sum(0)).sum() / (c.shape[1] * alpha)) / 2
+    return (
+        torch.log(z.sum(1)).sum() / (len(c) * alpha)
+        + torch.log(z.sum(0)).sum() / (c.shape[1] * alpha)
+    ) / 2
 
 
 def mean_or_sum(x: Tensor, reduction: str) -> Tensor:
@@ -122,7 +148,9 @@ def frobenius(x: Tensor, reduction: str) -> Tensor:
     found = []
     for members in x:
         u = members / members.norm(dim=1, keepdim=True)
-        found.append(((u @ u.T)[~torch.eye(len(u), dtype=torch.bool)] ** 2).sum().sqrt() / len(u) ** 2)
+        found.append(
+            ((u @ u.T)[~torch.eye(len(u), dtype=torch.bool)] ** 2).sum().sqrt() / len(u) ** 2
+        )
     return mean_or_sum(torch.stack(found), reduction)
 
 
@@ -132,17 +160,23 @@ def mmd(x: Tensor, y: Tensor, reduction: str) -> Tensor:
 
 
 def crowding(sets: Tensor) -> Tensor:
-    values = [torch.exp(-2 * ((a[i] - a[j]) ** 2).sum()) for a in sets for i in range(len(a)) for j in range(i)]
+    values = [
+        torch.exp(-2 * ((a[i] - a[j]) ** 2).sum())
+        for a in sets
+        for i in range(len(a))
+        for j in range(i)
+    ]
     return torch.stack(values).mean()
 
 
-# ------------------------------------------------------------------------------------------------ triplet losses
+# ----------------------------------------------------------------------------------- triplet losses
 
 
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("hardest", MODES)
 def test_vsepp_and_vse_infinity(n, hardest):
-    im, s = rows(n, 6, seed=n, unit=False), rows(n, 6, seed=n + 50, unit=False)  # no_imgnorm: unnormalised
+    # no_imgnorm: unnormalised
+    im, s = rows(n, 6, seed=n, unit=False), rows(n, 6, seed=n + 50, unit=False)
     wanted = hinge_sum(im @ s.T, 0.3, hardest)
     assert_same(compat.VSEPPLoss(margin=0.3, max_violation=hardest)(im, s), wanted, (im, s))
     assert_same(compat.VSEInfinityLoss(Namespace(), 0.3, hardest)(im, s), wanted, (im, s))
@@ -152,10 +186,20 @@ def test_vsepp_and_vse_infinity(n, hardest):
 
 @pytest.mark.parametrize("hardest", MODES)
 def test_order_embeddings(hardest):
-    im, s = rows(5, 4, seed=1).detach().abs().requires_grad_(), rows(5, 4, seed=2).detach().abs().requires_grad_()
-    assert_same(compat.VSEPPLoss(0.1, "order", hardest)(im, s), hinge_sum(order_scores(im, s), 0.1, hardest), (im, s))
+    im, s = (
+        rows(5, 4, seed=1).detach().abs().requires_grad_(),
+        rows(5, 4, seed=2).detach().abs().requires_grad_(),
+    )
+    assert_same(
+        compat.VSEPPLoss(0.1, "order", hardest)(im, s),
+        hinge_sum(order_scores(im, s), 0.1, hardest),
+        (im, s),
+    )
     # PVSE and HAL have order embeddings, too
-    sets = [x.detach()[:, None].repeat(1, 2, 1).mul(torch.tensor([[1.0], [0.7]])).requires_grad_() for x in (im, s)]
+    sets = [
+        x.detach()[:, None].repeat(1, 2, 1).mul(torch.tensor([[1.0], [0.7]])).requires_grad_()
+        for x in (im, s)
+    ]
     flat = order_scores(sets[0].flatten(0, 1), sets[1].flatten(0, 1)).view(5, 2, 5, 2)
     best = torch.stack([torch.stack([flat[i, :, j].max() for j in range(5)]) for i in range(5)])
     opt = Namespace(margin=0.1, num_embeds=2, order=True, max_violation=hardest)
@@ -170,28 +214,44 @@ def test_order_embeddings(hardest):
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("hardest", MODES)
 def test_score_matrices(n, hardest):
-    scores = torch.rand(n, n, generator=torch.Generator().manual_seed(n), dtype=torch.float64).requires_grad_()
+    scores = torch.rand(
+        n, n, generator=torch.Generator().manual_seed(n), dtype=torch.float64
+    ).requires_grad_()
     wanted = hinge_sum(scores, 0.2, hardest)
     assert_same(compat.SGRAFLoss(0.2, hardest)(scores), wanted, (scores,))
     assert_same(compat.CHANLoss(margin=0.2, max_violation=hardest)(scores), wanted, (scores,))
-    assert_same(compat.CHANLoss(Namespace(margin=0.2, max_violation=hardest), margin=9)(scores), wanted, (scores,))
+    assert_same(
+        compat.CHANLoss(Namespace(margin=0.2, max_violation=hardest), margin=9)(scores),
+        wanted,
+        (scores,),
+    )
 
 
 def word_scores(im: Tensor, s: Tensor, lengths: list[int], sharpness: float = 1.0) -> Tensor:
     """(B, R, D), (B, L, D) -> (B, B): mean over the words of the best region's similarity."""
-    columns = [(sharpness * im @ s[j, :length].T).amax(1).mean(1) for j, length in enumerate(lengths)]
+    columns = [
+        (sharpness * im @ s[j, :length].T).amax(1).mean(1) for j, length in enumerate(lengths)
+    ]
     return torch.stack(columns, 1)
 
 
 @pytest.mark.parametrize("hardest", MODES)
 def test_scores_of_the_code_bases_own_function(hardest):
     im, s, lengths = rows(4, 3, 5, seed=0), rows(4, 6, 5, seed=1), [6, 2, 5, 1]
-    criterion = compat.SCANLoss(partial(word_scores, sharpness=2.0), margin=0.2, max_violation=hardest)
-    assert_same(criterion(im, s, lengths), hinge_sum(word_scores(im, s, lengths, 2.0), 0.2, hardest), (im, s))
+    criterion = compat.SCANLoss(
+        partial(word_scores, sharpness=2.0), margin=0.2, max_violation=hardest
+    )
+    assert_same(
+        criterion(im, s, lengths),
+        hinge_sum(word_scores(im, s, lengths, 2.0), 0.2, hardest),
+        (im, s),
+    )
 
 
 def test_scores_come_with_the_length_that_naaf_passes():
-    scores = torch.rand(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+    scores = torch.rand(
+        4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    ).requires_grad_()
     assert_same(compat.SGRAFLoss(0.2, True)(scores, 4), hinge_sum(scores, 0.2, True), (scores,))
 
 
@@ -221,7 +281,9 @@ def test_texts_of_the_same_image_are_no_negatives(ids, hardest):
 
 
 def test_all_negatives_count_unless_asked_otherwise():
-    """All negatives are the default, and what ``max_violation=False`` means, in every class; the hardest costs less."""
+    """All negatives are the default, and what ``max_violation=False`` means, in every class; the
+    hardest costs less.
+    """
     im, s = pairs(6)
     opt = Namespace(mask_repeat=False, margin=1.0, max_violation=False)
     made = {
@@ -238,9 +300,15 @@ def test_all_negatives_count_unless_asked_otherwise():
     }
     for inputs, classes in made.items():
         for make in classes:
-            for given, hardest in (({}, False), ({"max_violation": False}, False), ({"max_violation": True}, True)):
+            for given, hardest in (
+                ({}, False),
+                ({"max_violation": False}, False),
+                ({"max_violation": True}, True),
+            ):
                 criterion = make(**given)
-                assert criterion.max_violation == hardest and f"max_violation={hardest}" in repr(criterion)
+                assert criterion.max_violation == hardest and f"max_violation={hardest}" in repr(
+                    criterion
+                )
                 torch.testing.assert_close(criterion(*inputs), hinge_sum(im @ s.T, 1.0, hardest))
     for opt in (Namespace(num_embeds=1), Namespace(num_embeds=1, max_violation=False)):
         assert not compat.PVSELoss(opt).max_violation
@@ -253,7 +321,10 @@ def test_embeddings_of_another_shape_are_refused_by_name(measure):
     for inputs, message in (
         ((im, s[:3]), r"^s: expected shape \(5, 6\) like im, got \(3, 6\)"),
         ((im, s[:, :4]), r"^s: expected embeddings of dimension 6 like im, got shape \(5, 4\)"),
-        ((im[:, None], s[:, None]), r"^im: expected shape \(N, D\), each at least 1, got \(5, 1, 6\)"),
+        (
+            (im[:, None], s[:, None]),
+            r"^im: expected shape \(N, D\), each at least 1, got \(5, 1, 6\)",
+        ),
         ((im, s[0]), r"^s: expected shape \(M, D\), each at least 1, got \(6,\)"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -267,7 +338,11 @@ def test_max_violation_is_switched(capsys):
     opt = Namespace(mask_repeat=False)
     made = compat.VSEInfinityLoss(None, 1.0), compat.CHANLoss(margin=1.0), compat.HREMLoss(opt, 1.0)
     for criterion in made:
-        call = criterion if not isinstance(criterion, compat.CHANLoss) else lambda im, s, c=criterion: c(im @ s.T)
+        call = (
+            criterion
+            if not isinstance(criterion, compat.CHANLoss)
+            else lambda im, s, c=criterion: c(im @ s.T)
+        )
         values = [call(im, s)]
         criterion.max_violation_on()
         values.append(call(im, s))
@@ -279,7 +354,7 @@ def test_max_violation_is_switched(capsys):
     assert not capsys.readouterr().out
 
 
-# ---------------------------------------------------------------------------------- hubness, memories and queues
+# --------------------------------------------------------------------- hubness, memories and queues
 
 
 def hal_options(**changed) -> Namespace:
@@ -298,13 +373,18 @@ def test_hal_and_user_in_the_batch(n):
     theirs = hal(im @ s.T, 8.0, 0.3, leak=True, relu=True)
     assert 1e-3 < theirs - wanted < 0.1
     # … which is negligible at their settings
-    torch.testing.assert_close(compat.USERLoss(Namespace(mu=90, gama=0.5))(im, s), hal(im @ s.T, 90, 0.5, True, True))
+    torch.testing.assert_close(
+        compat.USERLoss(Namespace(mu=90, gama=0.5))(im, s), hal(im @ s.T, 90, 0.5, True, True)
+    )
 
 
 def test_pairs_that_score_below_zero_are_pulled_together():
     im, s = pairs(4)
     s = (-s).detach().requires_grad_()
-    for criterion in (compat.USERLoss(Namespace(mu=90, gama=0.5)), compat.HALLoss(hal_options(local_alpha=90))):
+    for criterion in (
+        compat.USERLoss(Namespace(mu=90, gama=0.5)),
+        compat.HALLoss(hal_options(local_alpha=90)),
+    ):
         ours = criterion(im, s)
         assert_same(ours, hal(im @ s.T, 90, criterion.margin), (im, s))
         theirs = torch.autograd.grad(hal(im @ s.T, 90, 10.0, True, True), s)[0]
@@ -337,7 +417,9 @@ def test_a_bank_may_hold_less_than_k_entries_and_weights_do_not_overflow():
     mb_img, mb_cap = (rows(4, 6, seed=seed).detach() for seed in (7, 8))
     opt = hal_options(global_alpha=900.0, global_beta=900.0)
     loss = compat.HALLoss(opt)(im, s, mb_img, mb_cap, (0, 1, 2, 3), (1, 2, 3, 4, 5, 6))
-    assert loss.isfinite() and all(g.isfinite().all() and g.any() for g in torch.autograd.grad(loss, (im, s)))
+    assert loss.isfinite() and all(
+        g.isfinite().all() and g.any() for g in torch.autograd.grad(loss, (im, s))
+    )
     only = compat.HALLoss(hal_options())(im, s, mb_img, mb_cap, (0, 1, 2, 3), (1, 2, 3, 4, 5, 6))
     one = compat.HALLoss(hal_options())(im, s, mb_img[:1], mb_cap[:1], (0,), (7,))
     torch.testing.assert_close(only, one)
@@ -359,7 +441,10 @@ def test_queues(n, size):
     for x, key, queue in ((v, w_k, w_queue), (w, v_k, v_queue)):
         for i in range(n):
             others = sum(torch.exp(7.0 * (x[i] @ queue[:, q] - 0.2)) for q in range(size))
-            wanted = wanted + (torch.log(1 + others) / 7.0 - torch.log(1 + (x[i] @ key[i]).clamp(min=0))) / n
+            wanted = (
+                wanted
+                + (torch.log(1 + others) / 7.0 - torch.log(1 + (x[i] @ key[i]).clamp(min=0))) / n
+            )
     criterion = compat.USERLoss(Namespace(mu=7.0, gama=0.2))
     assert_same(criterion.moco_forward(v, w_k, w, v_k, v_queue, w_queue), wanted, (v, w))
 
@@ -384,14 +469,18 @@ def test_queues_and_batch_together_are_the_unified_training_objective():
     memory = itrloss.CoupledMemory(12, 6, dtype=torch.float64)
     memory.enqueue(v_queue, w_queue)
     criterion = compat.USERLoss(Namespace(mu=20.0, gama=0.4))
-    theirs = 5 * criterion(v, w) + criterion.moco_forward(v, w_k.detach(), w, v_k.detach(), v_queue.T, w_queue.T)
+    theirs = 5 * criterion(v, w) + criterion.moco_forward(
+        v, w_k.detach(), w, v_k.detach(), v_queue.T, w_queue.T
+    )
     ours = itrloss.UnifiedTrainingObjective(20.0, 0.4, batch_weight=5)(v, w, v_k, w_k, memory)
     torch.testing.assert_close(theirs, ours)
     queue = v_queue.T.clone().requires_grad_()
-    assert not torch.autograd.grad(criterion.moco_forward(v, w_k, w, v_k, queue, queue), queue, allow_unused=True)[0]
+    assert not torch.autograd.grad(
+        criterion.moco_forward(v, w_k, w, v_k, queue, queue), queue, allow_unused=True
+    )[0]
 
 
-# ------------------------------------------------------------------------------------------------ sets of embeddings
+# ------------------------------------------------------------------------------- sets of embeddings
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -411,7 +500,8 @@ def test_pvse(n, k, hardest, reduction):
         wanted = wanted + 0.7 * parts["div_loss"] + 0.2 * parts["mmd_loss"]
     given = (img, txt) if k > 1 else (img[:, 0], txt[:, 0])
     loss, found = compat.PVSELoss(opt, reduction)(*given, img_r, txt_r)
-    assert_same(loss, wanted, (img, txt, *raw, img_r, txt_r), 1e-6)  # including gradients of unnormalised embeddings
+    # including gradients of unnormalised embeddings
+    assert_same(loss, wanted, (img, txt, *raw, img_r, txt_r), 1e-6)
     assert found.keys() == parts.keys() and not any(x.requires_grad for x in found.values())
     for name, x in parts.items():
         torch.testing.assert_close(found[name], x.detach(), rtol=1e-6, atol=1e-6)
@@ -429,8 +519,12 @@ def dive_wanted(scores: Tensor, per: int, margin: float, hardest: bool) -> tuple
     i2t, t2i = [], []
     for j in range(m):
         i = j // per
-        of_image = torch.stack([(margin + scores[i, q] - scores[i, j]).clamp(min=0) for q in range(m) if q // per != i])
-        of_text = torch.stack([(margin + scores[q, j] - scores[i, j]).clamp(min=0) for q in range(n) if q != i])
+        of_image = torch.stack(
+            [(margin + scores[i, q] - scores[i, j]).clamp(min=0) for q in range(m) if q // per != i]
+        )
+        of_text = torch.stack(
+            [(margin + scores[q, j] - scores[i, j]).clamp(min=0) for q in range(n) if q != i]
+        )
         i2t.append(of_image.max() if hardest else of_image.mean())
         t2i.append(of_text.max() if hardest else of_text.mean())
     return torch.stack(i2t).mean(), torch.stack(t2i).mean()
@@ -458,11 +552,16 @@ def test_dive(n, per, k, l, hardest, residual, own, reduction):  # noqa: E741
     parts = {
         "i2t_loss": i2t,
         "t2i_loss": t2i,
-        "div_loss": sum((frobenius(r, reduction) for r, x in zip((img_r, txt_r), sizes, strict=True) if x > 1), zero),
+        "div_loss": sum(
+            (frobenius(r, reduction) for r, x in zip((img_r, txt_r), sizes, strict=True) if x > 1),
+            zero,
+        ),
         "mmd_loss": mmd(img.flatten(0, 1), txt.flatten(0, 1), reduction),
         "unif_loss": sum((crowding(e) for e, x in zip(spread, sizes, strict=True) if x > 1), zero),
     }
-    wanted = i2t + t2i + 0.3 * parts["div_loss"] + 0.2 * parts["mmd_loss"] + 0.5 * parts["unif_loss"]
+    wanted = (
+        i2t + t2i + 0.3 * parts["div_loss"] + 0.2 * parts["mmd_loss"] + 0.5 * parts["unif_loss"]
+    )
     criterion = compat.DivELoss(k, l, similarity if own else None, opt, reduction, txt_per_img=per)
     loss, found = criterion(img, txt, img_r, txt_r)
     assert_same(loss, wanted, (img, txt, *raw, img_r, txt_r), 1e-6)
@@ -475,11 +574,13 @@ def test_one_image_alone_costs_nothing():
     opt = Namespace(img_num_embeds=2, txt_num_embeds=2, temperature=4.0, max_violation=True)
     for hardest in MODES:
         opt.max_violation = hardest
-        loss, _ = compat.DivELoss(2, 2, None, opt)(rows(1, 2, 4, seed=0), rows(5, 2, 4, seed=1), None, None)
+        loss, _ = compat.DivELoss(2, 2, None, opt)(
+            rows(1, 2, 4, seed=0), rows(5, 2, 4, seed=1), None, None
+        )
         assert loss == 0
 
 
-# ------------------------------------------------------------------------------------------------------- open_clip
+# ---------------------------------------------------------------------------------------- open_clip
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -509,7 +610,7 @@ def test_a_bias_that_a_softmax_does_not_see_has_a_gradient_all_the_same():
     assert bias.grad is not None and bias.grad == 0
 
 
-# ----------------------------------------------------------------------------------------------------- all classes
+# -------------------------------------------------------------------------------------- all classes
 
 
 def every_class() -> dict[str, tuple]:
@@ -517,7 +618,12 @@ def every_class() -> dict[str, tuple]:
     im, s = pairs(5)
     sets = [rows(5, 2, 6, seed=i) for i in range(4)]
     texts = [rows(10, 2, 6, seed=i) for i in (4, 5)]
-    bank = rows(8, 6, seed=6).detach(), rows(8, 6, seed=7).detach(), torch.arange(8), torch.arange(5) + 6
+    bank = (
+        rows(8, 6, seed=6).detach(),
+        rows(8, 6, seed=7).detach(),
+        torch.arange(8),
+        torch.arange(5) + 6,
+    )
     scores = (im @ s.T).detach().requires_grad_()
     opt = Namespace(num_embeds=2, mmd_weight=0.1, div_weight=0.1, unif_weight=2.0, img_num_embeds=2, txt_num_embeds=2,
                     temperature=4.0, mask_repeat=True, mu=20.0, gama=0.3, **vars(hal_options()))  # fmt: skip
@@ -530,7 +636,10 @@ def every_class() -> dict[str, tuple]:
         "SGRAFLoss": (compat.SGRAFLoss(0.2, True), (scores,)),
         "CHANLoss": (compat.CHANLoss(opt), (scores,)),
         "HREMLoss": (compat.HREMLoss(opt), (im, s, torch.tensor([0, 0, 1, 2, 3]))),
-        "HREMLoss hardest": (compat.HREMLoss(opt, 0.2, True), (im, s, torch.tensor([0, 0, 1, 2, 3]))),
+        "HREMLoss hardest": (
+            compat.HREMLoss(opt, 0.2, True),
+            (im, s, torch.tensor([0, 0, 1, 2, 3])),
+        ),
         "HALLoss": (compat.HALLoss(opt), (im, s)),
         "HALLoss bank": (compat.HALLoss(opt), (im, s, *bank)),
         "USERLoss": (compat.USERLoss(opt), (im, s)),
@@ -579,9 +688,14 @@ def test_queue_terms_compile():
 def test_half_precision_gives_float32_losses(name, dtype):
     module, inputs = every_class()[name]
     half = [
-        x.detach().to(dtype).requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs
+        x.detach().to(dtype).requires_grad_()
+        if isinstance(x, Tensor) and x.is_floating_point()
+        else x
+        for x in inputs
     ]
-    full = [x.detach().float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in half]
+    full = [
+        x.detach().float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in half
+    ]
     loss, wanted = scalar(module(*half)), scalar(module(*full))
     loss.backward()
     assert loss.dtype == torch.float32 and all(x.grad.isfinite().all() for x in half[:1])
@@ -633,6 +747,10 @@ def test_a_scale_in_half_precision_is_not_inverted_in_it(dtype):
     scale = torch.tensor(14.3, dtype=dtype)
     wanted = compat.ClipLoss()(v, w, scale.float())
     torch.testing.assert_close(compat.ClipLoss()(v, w, scale), wanted, rtol=1e-6, atol=1e-7)
-    found = itrloss.functional.info_nce_loss(itrloss.Similarity(v, w), (1 / scale.float()).to(dtype))
-    exact = itrloss.functional.info_nce_loss(itrloss.Similarity(v, w), (1 / scale.float()).to(dtype).float())
+    found = itrloss.functional.info_nce_loss(
+        itrloss.Similarity(v, w), (1 / scale.float()).to(dtype)
+    )
+    exact = itrloss.functional.info_nce_loss(
+        itrloss.Similarity(v, w), (1 / scale.float()).to(dtype).float()
+    )
     torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-7)

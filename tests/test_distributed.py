@@ -52,7 +52,8 @@ PAIR_LOSSES = {
     "triplet": itrloss.TripletLoss,
     "triplet all": lambda **common: itrloss.TripletLoss(mining="all", reduction="mean", **common),
 }
-NUMBERED = {  # per-process image indices of texts: invalid ones match no image, small types must not overflow
+# per-process image indices of texts: invalid ones match no image, small types must not overflow
+NUMBERED = {
     "none": (4, torch.tensor([0, 1, 2, -1])),
     "beyond the last": (4, torch.tensor([0, 1, 2, 5])),
     "int8": (100, torch.arange(100).to(torch.int8)),
@@ -67,7 +68,9 @@ NUMBERED_IN_ONE = {
 
 def numbered(rank: int | None, name: str, **options: Any) -> list[torch.Tensor]:
     """Values of losses that depend on all pairs, with this process's part or with everything."""
-    n, ids = NUMBERED[name] if rank is not None else (WORLD * NUMBERED[name][0], NUMBERED_IN_ONE[name])
+    n, ids = (
+        NUMBERED[name] if rank is not None else (WORLD * NUMBERED[name][0], NUMBERED_IN_ONE[name])
+    )
     generator = torch.Generator().manual_seed(0)
     v, w = (torch.randn(WORLD * NUMBERED[name][0], D, generator=generator) for _ in range(2))
     own = slice((rank or 0) * n, (rank or 0) * n + n)
@@ -88,10 +91,12 @@ def test_a_process_alone_gathers_nothing():
     x = torch.randn(3, 2)
     assert itrloss.distributed.gather(x) is x
     scores = torch.randn(3, 3)
-    assert torch.equal(itrloss.InfoNCELoss(gather=True)(scores=scores), itrloss.InfoNCELoss()(scores=scores))
+    assert torch.equal(
+        itrloss.InfoNCELoss(gather=True)(scores=scores), itrloss.InfoNCELoss()(scores=scores)
+    )
 
 
-# --- re-ranking ------------------------------------------------------------------------------------------------------
+# --- re-ranking -----------------------------------------------------------------------------------
 
 RERANKERS = {
     "fast": itrloss.rerank.FastReranker((9.0, 8.0), (8.0, 17.0)),
@@ -103,7 +108,8 @@ RERANKERS = {
     "dual softmax": itrloss.rerank.DualSoftmax(9.0),
     "dual softmax, bank": itrloss.rerank.DualSoftmax(9.0),
     "qb-norm": itrloss.rerank.QueryBankNorm(9.0),
-    "qb-norm, 4": itrloss.rerank.QueryBankNorm(9.0, k=4),  # more than the number of images of the second process
+    # more than the number of images of the second process
+    "qb-norm, 4": itrloss.rerank.QueryBankNorm(9.0, k=4),
     "mutual proximity": itrloss.rerank.MutualProximity(),
     "mutual proximity, bank": itrloss.rerank.MutualProximity(),
     "rr": itrloss.rerank.ReciprocalReranker(3, 5),
@@ -111,14 +117,23 @@ RERANKERS = {
     "mr": itrloss.rerank.MultiFactorReranker(4),
     "mr, bank": itrloss.rerank.MultiFactorReranker(4),
 }
-BANKED = ("dbnorm", "dbsn", "qb-norm", "qb-norm, 4", *(name for name in RERANKERS if name.endswith(", bank")))
+BANKED = (
+    "dbnorm",
+    "dbsn",
+    "qb-norm",
+    "qb-norm, 4",
+    *(name for name in RERANKERS if name.endswith(", bank")),
+)
 CUTS = {"images": 5, "texts": 12}  # of 8 and 16 candidates: the first process has more
 
 
 def embedded() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     sizes = {"images": 8, "texts": 16, "bank_images": 11, "bank_texts": 9}
-    return {name: torch.randn(n, D, generator=generator, dtype=torch.float64) for name, n in sizes.items()}
+    return {
+        name: torch.randn(n, D, generator=generator, dtype=torch.float64)
+        for name, n in sizes.items()
+    }
 
 
 class Scorer:
@@ -166,28 +181,40 @@ def reranking_worker(rank: int) -> dict[str, Any]:
 def test_two_processes_rank_as_one_does(tmp_path):
     found, whole = both(reranking_worker, tmp_path), reranked(embedded())
     for name, wanted in whole.items():
-        for part, (mine, theirs) in zip(wanted, zip(*(f[name] for f in found), strict=True), strict=True):
+        for part, (mine, theirs) in zip(
+            wanted, zip(*(f[name] for f in found), strict=True), strict=True
+        ):
             torch.testing.assert_close(torch.cat([mine, theirs]), part)
     assert "Similarity of embeddings" in found[0]["of scores"]
 
 
-# --- metrics ---------------------------------------------------------------------------------------------------------
+# --- metrics --------------------------------------------------------------------------------------
 
 
 def parts_of(rank: int | None, given: dict[str, torch.Tensor]) -> dict[str, itrloss.Similarity]:
     """This process's share, or everything, with ids or with the default that replaces them."""
     images, texts = given["images"], given["texts"]
     near, of = images + 0.5 * texts[:8], torch.arange(16) // 2
-    n, m = {None: (slice(8), slice(16)), 0: (slice(5), slice(12)), 1: (slice(5, 8), slice(12, 16))}[rank]
+    n, m = {None: (slice(8), slice(16)), 0: (slice(5), slice(12)), 1: (slice(5, 8), slice(12, 16))}[
+        rank
+    ]
     own = torch.arange(8)[n]
-    twice = torch.tensor([7, 3, 1, 2, 9, 3, 1, 7])  # per process, the ids are unique: row i matches column i
+    # per process, the ids are unique: row i matches column i
+    twice = torch.tensor([7, 3, 1, 2, 9, 3, 1, 7])
     return {
         "matches across": itrloss.Similarity(images[n], texts[m], own, of[m]),
         "pairs": itrloss.Similarity(images[n], near[n]),
-        "crowded": itrloss.Similarity(images[n], texts[m], own // 6, torch.arange(16)[m].int() // 11),
-        "lengths count": itrloss.Similarity(images[n], near[n] * torch.arange(1, 9)[n, None], normalize=False),
-        # Integers, whose scores are exact in any order of summation: otherwise copies might not tie across processes.
-        "ties": itrloss.Similarity((4 * images[:1]).round().expand(8, D)[n], (4 * near[n]).round(), normalize=False),
+        "crowded": itrloss.Similarity(
+            images[n], texts[m], own // 6, torch.arange(16)[m].int() // 11
+        ),
+        "lengths count": itrloss.Similarity(
+            images[n], near[n] * torch.arange(1, 9)[n, None], normalize=False
+        ),
+        # Integers, whose scores are exact in any order of summation: otherwise copies might not tie
+        # across processes.
+        "ties": itrloss.Similarity(
+            (4 * images[:1]).round().expand(8, D)[n], (4 * near[n]).round(), normalize=False
+        ),
         "one image": itrloss.Similarity(
             *((images[:5], texts[:15]) if rank == 0 else (images[5:6], texts[15:])),
             of[:5] if rank == 0 else of[10:11],
@@ -195,11 +222,16 @@ def parts_of(rank: int | None, given: dict[str, torch.Tensor]) -> dict[str, itrl
         )
         if rank is not None
         else itrloss.Similarity(
-            images[:6], texts, torch.cat((of[:5], of[10:11])), torch.cat((torch.arange(15) % 6, torch.tensor([4])))
+            images[:6],
+            texts,
+            torch.cat((of[:5], of[10:11])),
+            torch.cat((torch.arange(15) % 6, torch.tensor([4]))),
         ),
         "the same ids in both": itrloss.Similarity(images[n], near[n], twice[n], twice[n]),
         "numbers": itrloss.Similarity(images[n], near[n].flip(0), None, (own - own[0]).flip(0)),
-        "numbers of none": itrloss.Similarity(images[n], near[n], None, torch.where(own % 5 == 2, -1, own - own[0])),
+        "numbers of none": itrloss.Similarity(
+            images[n], near[n], None, torch.where(own % 5 == 2, -1, own - own[0])
+        ),
     }
 
 
@@ -210,7 +242,8 @@ def evaluated(rank: int | None, **options: Any) -> dict[str, Any]:
     cases = dict.fromkeys(pairwise(ties=ways, kind=[*sims], name=["plain", *RERANKERS]))
     for ties, kind, name in cases | dict.fromkeys((ties, "ties", "plain") for ties in ways):
         reranker = RERANKERS.get(name)
-        if kind == "ties" and reranker is not None:  # sums over queries are rounded, so copies no longer tie
+        # sums over queries are rounded, so copies no longer tie
+        if kind == "ties" and reranker is not None:
             continue
         if reranker is not None:
             reranker.fit(*((given["bank_images"], given["bank_texts"]) if name in BANKED else ()))
@@ -228,7 +261,10 @@ def metrics_worker(rank: int) -> dict[str, Any]:
     sims, metrics = parts_of(rank, given), itrloss.metrics
     broken = given["images"][:3].clone()
     broken[1, 2] = float("nan") if rank == 1 else 0.0
-    whole, unnormalised = itrloss.Similarity(given["images"][:3], given["texts"][:3]), {"normalize": False}
+    whole, unnormalised = (
+        itrloss.Similarity(given["images"][:3], given["texts"][:3]),
+        {"normalize": False},
+    )
     changed = given["images"][:3].clone()
     late = itrloss.Similarity(changed, given["texts"][:3])
     changed += rank
@@ -237,18 +273,29 @@ def metrics_worker(rank: int) -> dict[str, Any]:
     numbered = (torch.arange(3), torch.arange(3)) if rank else ()
     x = given["images"][:1]
     wrong = {
-        "nan": lambda: metrics.retrieval_metrics(itrloss.Similarity(broken, given["texts"][:3]), gather=True),
-        "nan, best": lambda: RERANKERS["nnn"].topk(itrloss.Similarity(broken, given["texts"][:3]), 2, gather=True),
-        "nan in texts": lambda: metrics.retrieval_metrics(itrloss.Similarity(given["texts"][:3], broken), gather=True),
+        "nan": lambda: metrics.retrieval_metrics(
+            itrloss.Similarity(broken, given["texts"][:3]), gather=True
+        ),
+        "nan, best": lambda: RERANKERS["nnn"].topk(
+            itrloss.Similarity(broken, given["texts"][:3]), 2, gather=True
+        ),
+        "nan in texts": lambda: metrics.retrieval_metrics(
+            itrloss.Similarity(given["texts"][:3], broken), gather=True
+        ),
         "type": lambda: metrics.retrieval_metrics(itrloss.Similarity(*halves), gather=True),
         "dimension": lambda: metrics.retrieval_metrics(
-            itrloss.Similarity(*[x[:, : D - rank] for x in (torch.ones_like(broken), given["texts"][:3])]), gather=True
+            itrloss.Similarity(
+                *[x[:, : D - rank] for x in (torch.ones_like(broken), given["texts"][:3])]
+            ),
+            gather=True,
         ),
         "numbers here": lambda: metrics.retrieval_metrics(
             itrloss.Similarity(given["images"][:3], given["texts"][:3], *numbered), gather=True
         ),
         "one asks more": lambda: metrics.retrieval_metrics(whole, hubness_k=2 + rank, gather=True),
-        "one without": lambda: metrics.retrieval_metrics(whole if rank else torch.eye(3), gather=True),
+        "one without": lambda: metrics.retrieval_metrics(
+            whole if rank else torch.eye(3), gather=True
+        ),
         "changed": lambda: metrics.retrieval_metrics(late, gather=True),
         "far": lambda: RERANKERS["nnn"].topk(far, 2, gather=True),
         "scores": lambda: metrics.retrieval_metrics(torch.eye(4), gather=True),
@@ -259,7 +306,9 @@ def metrics_worker(rank: int) -> dict[str, Any]:
         "other banks": lambda: metrics.retrieval_metrics(
             sims["matches across"],
             gather=True,
-            reranker=itrloss.rerank.ReciprocalReranker().fit(given["bank_images"] + rank, given["bank_texts"]),
+            reranker=itrloss.rerank.ReciprocalReranker().fit(
+                given["bank_images"] + rank, given["bank_texts"]
+            ),
         ),
         "one bank": lambda: (
             itrloss.rerank.DualSoftmax()
@@ -276,7 +325,9 @@ def metrics_worker(rank: int) -> dict[str, Any]:
             gather=True,
             reranker=itrloss.rerank.DualSoftmax(2e3).fit(x, torch.cat([x, -x])),
         ),
-        "other": lambda: metrics.retrieval_results((sims["matches across"], torch.eye(4)), gather=True),
+        "other": lambda: metrics.retrieval_results(
+            (sims["matches across"], torch.eye(4)), gather=True
+        ),
     }
     for name, call in wrong.items():
         try:
@@ -290,8 +341,12 @@ def metrics_worker(rank: int) -> dict[str, Any]:
 def test_two_processes_evaluate_as_one_does(tmp_path):
     first, second = both(metrics_worker, tmp_path)
     for name, (here, there) in REFUSED.items():
-        assert first[f"wrong: {name}"].startswith(here) and second[f"wrong: {name}"].startswith(there), name
-    first, second = ({k: x for k, x in found.items() if "wrong" not in k} for found in (first, second))
+        assert first[f"wrong: {name}"].startswith(here) and second[f"wrong: {name}"].startswith(
+            there
+        ), name
+    first, second = (
+        {k: x for k, x in found.items() if "wrong" not in k} for found in (first, second)
+    )
     assert first == second
     for name, wanted in evaluated(None).items():
         if name.endswith("queries"):
@@ -299,7 +354,8 @@ def test_two_processes_evaluate_as_one_does(tmp_path):
         else:
             assert first[name] == pytest.approx(wanted)
     plain, fast = (
-        next(x for k, x in first.items() if k.startswith(f"matches across, {n},")) for n in ("plain", "fast")
+        next(x for k, x in first.items() if k.startswith(f"matches across, {n},"))
+        for n in ("plain", "fast")
     )
     assert plain != fast
 
@@ -324,13 +380,24 @@ def test_two_processes_count_images_saved_once_per_caption_once(tmp_path):
 
 def found_by(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     """Figures of each query without its position and its candidates' positions."""
-    return [tuple(row[name] for name in ("direction", "id", "best_rank", "positives")) for row in rows]
+    return [
+        tuple(row[name] for name in ("direction", "id", "best_rank", "positives")) for row in rows
+    ]
 
 
 REFUSED = {  # error messages of the two processes
-    "nan": ("gather: process 1 failed: ValueError: images: expected finite", "images: expected finite"),
-    "nan, best": ("gather: process 1 failed: ValueError: images: expected finite", "images: expected finite"),
-    "nan in texts": ("gather: process 1 failed: ValueError: texts: expected finite", "texts: expected finite"),
+    "nan": (
+        "gather: process 1 failed: ValueError: images: expected finite",
+        "images: expected finite",
+    ),
+    "nan, best": (
+        "gather: process 1 failed: ValueError: images: expected finite",
+        "images: expected finite",
+    ),
+    "nan in texts": (
+        "gather: process 1 failed: ValueError: texts: expected finite",
+        "texts: expected finite",
+    ),
     "type": ("gather: expected the same in all processes, got float",) * 2,
     "dimension": ("gather: expected the same in all processes, got float",) * 2,
     "numbers here": ("gather: expected the same in all processes, got float",) * 2,
@@ -350,11 +417,16 @@ REFUSED = {  # error messages of the two processes
         "gather: process 1 failed: ValueError: scores: too large",
         "scores: too large for DualSoftmax",
     ),
-    "one overflows": ("gather: process 1 failed: ValueError: scores: too large", "scores: too large for DualSoftmax"),
+    "one overflows": (
+        "gather: process 1 failed: ValueError: scores: too large",
+        "scores: too large for DualSoftmax",
+    ),
     "other": ("relevant, image_ids",) * 2,
 }
 
 
 def test_a_process_alone_evaluates_its_own():
     sim = itrloss.Similarity(torch.randn(4, D), torch.randn(4, D))
-    assert itrloss.metrics.retrieval_metrics(sim, gather=True) == itrloss.metrics.retrieval_metrics(sim)
+    assert itrloss.metrics.retrieval_metrics(sim, gather=True) == itrloss.metrics.retrieval_metrics(
+        sim
+    )

@@ -1,4 +1,6 @@
-"""The documentation: equations without scripts, pages without network access, recipes for several processes."""
+"""The documentation: equations without scripts, pages without network access, recipes for several
+processes.
+"""
 
 import re
 import sys
@@ -12,7 +14,13 @@ import itrloss
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 SOURCES = [*DOCS.rglob("*.rst"), *(DOCS.parent / "src").rglob("*.py")]
-EQUATIONS = sorted({x for path in SOURCES for x in re.findall(r":math:`([^`]+)`", path.read_text(encoding="utf-8"))})
+EQUATIONS = sorted(
+    {
+        x
+        for path in SOURCES
+        for x in re.findall(r":math:`([^`]+)`", path.read_text(encoding="utf-8"))
+    }
+)
 
 
 @pytest.fixture
@@ -59,20 +67,31 @@ def test_pages_take_nothing_from_the_network(tmp_path):
 
     source, pages = tmp_path / "source", tmp_path / "pages"
     source.mkdir()
-    (source / "index.rst").write_text("Page\n====\n\n.. math:: x_i\n\n.. code-block:: python\n\n   x = 1\n")
-    Sphinx(source, DOCS, pages, tmp_path / "trees", "html", status=None, warningiserror=True).build()
+    (source / "index.rst").write_text(
+        "Page\n====\n\n.. math:: x_i\n\n.. code-block:: python\n\n   x = 1\n"
+    )
+    Sphinx(
+        source, DOCS, pages, tmp_path / "trees", "html", status=None, warningiserror=True
+    ).build()
     page = (pages / "index.html").read_text(encoding="utf-8")
     assert "<math " in page
     loaded = re.findall(r"<(?:script|link|img)[^>]*?(?:src|href)=\"([^\"]*)\"", page)
     styles = [path.read_text(encoding="utf-8") for path in pages.rglob("*.css")]
-    loaded += [url for style in styles for url in re.findall(r"(?:url\(|@import )[\"']?([^\"')]*)", style)]
+    loaded += [
+        url for style in styles for url in re.findall(r"(?:url\(|@import )[\"']?([^\"')]*)", style)
+    ]
     assert loaded and not [url for url in loaded if re.match(r"(https?:)?//", url)]
 
 
 def recipes(rank: int) -> dict[str, float]:
-    """Run the snippets on distributed losses, also those that need a process group, which are not doctests."""
+    """Run the snippets on distributed losses, also those that need a process group, which are not
+    doctests.
+    """
     page = (DOCS / "distributed.rst").read_text(encoding="utf-8")
-    names, blocks = {}, re.findall(r"^.. (?:testcode::|code-block:: python)\n\n((?: {3}.*\n|\n)+)", page, re.M)
+    names, blocks = (
+        {},
+        re.findall(r"^.. (?:testcode::|code-block:: python)\n\n((?: {3}.*\n|\n)+)", page, re.M),
+    )
     for block in blocks:
         exec(textwrap.dedent(block), names)
     return {"loss": float(names["loss"]), "blocks": len(blocks)}

@@ -39,7 +39,9 @@ IDS = {
 }
 
 
-def _case(name: str, seed: int = 0) -> tuple[Tensor, Tensor, tuple[Tensor | None, Tensor | None], tuple]:
+def _case(
+    name: str, seed: int = 0
+) -> tuple[Tensor, Tensor, tuple[Tensor | None, Tensor | None], tuple]:
     """Embeddings with aligned first coordinates, ids for eager, ids for the oracle."""
     ids = IDS[name] or (list(range(9)), list(range(9)))
     generator = torch.Generator().manual_seed(seed)
@@ -68,7 +70,9 @@ def test_values_equal_the_oracle(loss, options, ids, reduction):
 def test_defaults_equal_the_oracle(loss):
     images, texts, tensor_ids, plain_ids = _case("classes", seed=1)
     expected = _oracle_value(loss, images, texts, plain_ids)
-    assert getattr(eager, loss)(images, texts, *tensor_ids).item() == pytest.approx(expected, rel=1e-9)
+    assert getattr(eager, loss)(images, texts, *tensor_ids).item() == pytest.approx(
+        expected, rel=1e-9
+    )
 
 
 @pytest.mark.parametrize("ids", IDS)
@@ -82,7 +86,11 @@ def test_gradients_equal_finite_differences_of_the_oracle(loss, options, ids):
     fixed = dict(options)
     if loss == "dcl" and options.get("diversity", "std") is not None:
         # The gradient treats the diversity as a constant, so the finite differences must, too.
-        score = oracle.entropy_diversity if options.get("diversity") == "entropy" else oracle.std_diversity
+        score = (
+            oracle.entropy_diversity
+            if options.get("diversity") == "entropy"
+            else oracle.std_diversity
+        )
         scores = oracle.cosine(images.detach().numpy(), texts.detach().numpy())
         row_ids, col_ids = plain_ids
         epsilon = options.get("epsilon", 0.1)
@@ -94,7 +102,14 @@ def test_gradients_equal_finite_differences_of_the_oracle(loss, options, ids):
     directions = [torch.randn(x.shape, dtype=x.dtype, generator=generator) for x in (images, texts)]
     step = 1e-6
     ahead, behind = (
-        _oracle_value(loss, images + s * directions[0], texts + s * directions[1], plain_ids, reduction="mean", **fixed)
+        _oracle_value(
+            loss,
+            images + s * directions[0],
+            texts + s * directions[1],
+            plain_ids,
+            reduction="mean",
+            **fixed,
+        )
         for s in (step, -step)
     )
     slope = sum((g * d).sum().item() for g, d in zip(gradients, directions, strict=True))
@@ -179,11 +194,17 @@ def test_memory_baselines_equal_the_oracle(loss):
 
 def test_variance_aware_and_classification_equal_the_oracle():
     generator = torch.Generator().manual_seed(0)
-    sets, texts = (torch.randn(7, *k, 5, generator=generator, dtype=torch.float64) for k in ((3,), ()))
+    sets, texts = (
+        torch.randn(7, *k, 5, generator=generator, dtype=torch.float64) for k in ((3,), ())
+    )
     ids = list(range(7))
     wanted = oracle_more.variance_aware(sets.numpy(), texts.numpy(), ids, ids, 0.4)
-    np.testing.assert_allclose(float(eager.variance_aware(sets, texts, margin=0.4)), wanted, rtol=1e-9)
+    np.testing.assert_allclose(
+        float(eager.variance_aware(sets, texts, margin=0.4)), wanted, rtol=1e-9
+    )
     weight, labels = torch.randn(11, 5, generator=generator, dtype=torch.float64), torch.arange(7)
-    wanted = oracle_more.prototype_classification(sets[:, 0].numpy(), texts.numpy(), weight.numpy(), None, ids)
+    wanted = oracle_more.prototype_classification(
+        sets[:, 0].numpy(), texts.numpy(), weight.numpy(), None, ids
+    )
     found = eager.prototype_classification(sets[:, 0], texts, weight, labels)
     np.testing.assert_allclose(float(found), wanted, rtol=1e-9)

@@ -53,7 +53,9 @@ ANSWERS = {
     "logsumexp shifted per anchor": lambda a, p: a.logsumexp(20 * p),
     "logsumexp and positives": lambda a, p: a.logsumexp(3.0) + a.sum_of_positives(log1p_clamp),
     "negatives and positives": lambda a, p: a.sum(log1p_relu) + a.sum_of_positives(log1p_clamp),
-    "hardest and positives": lambda a, p: a.hardest_negatives().values + a.sum_of_positives(identity),
+    "hardest and positives": lambda a, p: (
+        a.hardest_negatives().values + a.sum_of_positives(identity)
+    ),
     "logsumexp sharp": lambda a, p: a.logsumexp(300.0),
     "logsumexp sharp and flat": lambda a, p: a.logsumexp(300 * p - 598),
     "logsumexp negative scale": lambda a, p: a.logsumexp(-5.0),
@@ -70,10 +72,16 @@ ANSWERS = {
     "logsumexp of positives above": lambda a, p: a.logsumexp(p, over="positives", above=-0.1),
     "logsumexp sharp below": lambda a, p: a.logsumexp(300.0, below=p / 8 - 0.2),
     "sum between": lambda a, p: a.sum(softplus, p, -1.0, below=0.5, above=-p / 8),
-    "logsumexp below and above, of a guide": lambda a, p: a.logsumexp(p, below=0.9, above=-p / 8, guide=guide_of(a)),
-    "logsumexp sharp above, of a guide": lambda a, p: a.logsumexp(300.0, above=p / 8, over="all", guide=guide_of(a)),
+    "logsumexp below and above, of a guide": lambda a, p: a.logsumexp(
+        p, below=0.9, above=-p / 8, guide=guide_of(a)
+    ),
+    "logsumexp sharp above, of a guide": lambda a, p: a.logsumexp(
+        300.0, above=p / 8, over="all", guide=guide_of(a)
+    ),
     "sum with a guide": lambda a, p: a.sum(weighted_by_guide, p, 1.0, guide=guide_of(a)),
-    "sum with a guide over all": lambda a, p: a.sum(weighted_by_guide, 2.0, p, over="all", guide=guide_of(a)),
+    "sum with a guide over all": lambda a, p: a.sum(
+        weighted_by_guide, 2.0, p, over="all", guide=guide_of(a)
+    ),
     "sum over positives": lambda a, p: a.sum(softplus, p, -1.0, over="positives"),
     "hardest below": lambda a, p: a.hardest_negatives(p / 8 - 0.2).values,
     "mean": lambda a, p: a.mean_std().mean,
@@ -89,7 +97,9 @@ ANSWERS = {
     "hinge": lambda a, p: a.sum_of_positives(hinge, p / 8),
     "negatives": lambda a, p: a.sum(identity),
     "hinge of negatives": lambda a, p: a.sum(hinge, p / 8),
-    "softplus of one number each": lambda a, p: a.sum_of_positives(softplus, 3.0, 3.0) + a.sum(softplus, 3.0, -1.0),
+    "softplus of one number each": lambda a, p: (
+        a.sum_of_positives(softplus, 3.0, 3.0) + a.sum(softplus, 3.0, -1.0)
+    ),
     "positives and likelihood": lambda a, p: (
         a.sum_of_positives(identity) + a.sum_of_positives(negative_log_likelihood, p, 30.0)
     ),
@@ -109,7 +119,9 @@ def parameters(n, m, dtype=torch.float64):
 
 
 def evaluate(answer, v, w, ids, engine, grads, view=lambda s: s.both, **options):
-    """Values of anchors, and gradients of inputs and parameters, without anchors that have no answer."""
+    """Values of anchors, and gradients of inputs and parameters, without anchors that have no
+    answer.
+    """
     p = parameters(len(v), len(w), v.dtype).to(v.device)
     v, w, p = (x.clone().requires_grad_() for x in (v, w, p))
     anchors = view(similarity(v, w, ids, engine, **options))
@@ -118,7 +130,9 @@ def evaluate(answer, v, w, ids, engine, grads, view=lambda s: s.both, **options)
     found = [None] * 3
     if values.requires_grad:
         found = torch.autograd.grad((finite(values) * grad).sum(), (v, w, p), allow_unused=True)
-    return [values.detach()], [torch.zeros_like(x) if g is None else g for g, x in zip(found, (v, w, p), strict=True)]
+    return [values.detach()], [
+        torch.zeros_like(x) if g is None else g for g, x in zip(found, (v, w, p), strict=True)
+    ]
 
 
 def assert_equal(found, wanted, **options):
@@ -133,9 +147,13 @@ def case(shape):
     return *embeddings(n, m), make_ids(kind, n, m), upstream(n, m)
 
 
-# Each answer with two of the engines; the first test has all answers of all shapes with all engines.
+# Each answer with two of the engines; the first test has all answers of all shapes with all
+# engines.
 _NUMBERS = range(len(ANSWERS))
-TWICE = {"name": [*ANSWERS] * 2, "engine": [ENGINES[(k + shift) % 4] for shift in (0, 2) for k in _NUMBERS]}
+TWICE = {
+    "name": [*ANSWERS] * 2,
+    "engine": [ENGINES[(k + shift) % 4] for shift in (0, 2) for k in _NUMBERS],
+}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -166,7 +184,7 @@ def test_both_sides_are_answered_as_each_alone(name, engine, small_tiles):
             assert a.shape == b.shape
 
 
-# ------------------------------------------------------------------------------------- anchors of several matrices
+# ---------------------------------------------------------------------- anchors of several matrices
 
 
 def parts(v, w, ids, engine, cuts, **options):
@@ -179,18 +197,26 @@ def parts(v, w, ids, engine, cuts, **options):
 
 
 @pytest.mark.parametrize(("name", "engine", "of"), each(**TWICE, of=["rows", "rows and columns"]))
-def test_candidates_in_blocks_are_answered_as_the_whole_matrix(name, engine, of, small_tiles, poisoned):
+def test_candidates_in_blocks_are_answered_as_the_whole_matrix(
+    name, engine, of, small_tiles, poisoned
+):
     """Anchors are rows whose candidates are split over three matrices, and two such groups."""
     n, m, _ = SHAPES["wide"]
     (v, w), ids, grads = embeddings(n, m), make_ids("random", n, m), upstream(n, 2 * m)
     p = parameters(n, m)[: 2 * n]
 
     def anchors(v, w, engine, blocks):
-        first = Anchors.pooled(*parts(v, w, ids, engine, (4, 5))) if blocks else similarity(v, w, ids, engine)
+        first = (
+            Anchors.pooled(*parts(v, w, ids, engine, (4, 5)))
+            if blocks
+            else similarity(v, w, ids, engine)
+        )
         if of == "rows":
             return first
         other = w[:n], v.repeat(2, 1), (ids[1][:n], ids[0].repeat(2))
-        second = Anchors.pooled(*parts(*other, engine, (3,))) if blocks else similarity(*other, engine)
+        second = (
+            Anchors.pooled(*parts(*other, engine, (3,))) if blocks else similarity(*other, engine)
+        )
         return Anchors.together(first, second)
 
     results = []
@@ -201,7 +227,13 @@ def test_candidates_in_blocks_are_answered_as_the_whole_matrix(name, engine, of,
         grad = torch.cat(grads)[: len(values)]
         found = torch.autograd.grad((finite(values) * grad).sum(), (x, y, q), allow_unused=True)
         results.append(
-            ([values], [torch.zeros_like(t) if g is None else g for g, t in zip(found, (x, y, q), strict=True)])
+            (
+                [values],
+                [
+                    torch.zeros_like(t) if g is None else g
+                    for g, t in zip(found, (x, y, q), strict=True)
+                ],
+            )
         )
     assert_equal(*results)
 
@@ -214,7 +246,9 @@ def test_groups_of_one_anchor_have_parameters_of_their_own(engine):
     p = parameters(3, 0)
     for name, answer in ANSWERS.items():
         whole = answer(similarity(v, w, ids, engine), p)
-        torch.testing.assert_close(answer(Anchors.together(*rows), p), whole, rtol=1e-11, atol=1e-11, msg=name)
+        torch.testing.assert_close(
+            answer(Anchors.together(*rows), p), whole, rtol=1e-11, atol=1e-11, msg=name
+        )
 
 
 @pytest.mark.parametrize("engine", ["tiled", "kept"])
@@ -250,7 +284,9 @@ def test_scores_and_pairs_have_their_gradient_after_use_without_one(engine):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_matrices_without_ids_keep_what_holds_for_each_alone(engine):
-    """One positive each, scores within [-1, 1], and one number of anchors do not hold for several together."""
+    """One positive each, scores within [-1, 1], and one number of anchors do not hold for several
+    together.
+    """
     none = (None, None)
     (v, w), (x, y) = embeddings(4, 4), embeddings(3, 3, seed=1)
     first, second, other = (
@@ -265,7 +301,9 @@ def test_matrices_without_ids_keep_what_holds_for_each_alone(engine):
     both = Anchors.together(first, other)
     values = torch.arange(7.0)
     assert both.reduce(values, "mean") == values[:4].mean() + values[4:].mean()
-    large = Similarity.from_scores(first.scores() * 1000, engine=engine if engine in ("dense", "tiled") else "auto")
+    large = Similarity.from_scores(
+        first.scores() * 1000, engine=engine if engine in ("dense", "tiled") else "auto"
+    )
     wanted = torch.cat([first.logsumexp(1.0), large.logsumexp(1.0)])
     torch.testing.assert_close(Anchors.together(first, large).logsumexp(1.0), wanted)
     assert wanted.isfinite().all()
@@ -276,7 +314,9 @@ def test_anchors_of_several_matrices_are_counted_split_and_reduced(engine, monke
     n, m, _ = SHAPES["wide"]
     (v, w), ids = embeddings(n, m), make_ids("random", n, m)
     sim = similarity(v, w, ids, engine)
-    pooled = Anchors.pooled(*(part.both for part in parts(v, w[:15], (ids[0], ids[1][:15]), engine, (5, 10))))
+    pooled = Anchors.pooled(
+        *(part.both for part in parts(v, w[:15], (ids[0], ids[1][:15]), engine, (5, 10)))
+    )
     assert len(pooled) == n + 5 and pooled.sizes == [n, 5]
     rows = Anchors.pooled(*parts(v, w, ids, engine, (4,)))
     assert torch.equal(rows.positive_counts, sim.positive_counts)
@@ -319,24 +359,32 @@ def test_the_columns_may_be_asked_first(engine):
     for name in ("logsumexp", "std", "hardest", "log1p", "hinge sum"):
         sim = similarity(v, w, ids, engine)
         rows_first = ANSWERS[name](sim.both, 2.0)
-        cols_first = torch.cat(ANSWERS[name](similarity(v, w, ids, engine).T.both, 2.0).split((m, n))[::-1])
+        cols_first = torch.cat(
+            ANSWERS[name](similarity(v, w, ids, engine).T.both, 2.0).split((m, n))[::-1]
+        )
         grads = [torch.autograd.grad(finite(x) @ grad, (v, w)) for x in (rows_first, cols_first)]
         torch.testing.assert_close(*grads, msg=name)
         torch.testing.assert_close(cols_first, rows_first, msg=name)
 
 
 def test_positives_of_matrices_of_which_one_cannot_be_listed(monkeypatch):
-    """In a captured graph, positives are known without ids, but not with ids, as pairs cannot be listed."""
+    """In a captured graph, positives are known without ids, but not with ids, as pairs cannot be
+    listed.
+    """
     monkeypatch.setattr(pairs.Pairs, "listable", property(lambda self: self.ids[0] is None))
-    monkeypatch.setattr(pairs.Pairs, "listed", property(lambda self: pytest.fail("pairs were listed")))
+    monkeypatch.setattr(
+        pairs.Pairs, "listed", property(lambda self: pytest.fail("pairs were listed"))
+    )
     (v, w), ids = embeddings(6, 6), make_ids("random", 6, 6)
     plain, labelled = (similarity(v, w, x, "tiled") for x in ((None, None), ids))
     found = Anchors.together(plain, labelled).sum_of_positives(identity)
-    wanted = [similarity(v, w, x, "reference").sum_of_positives(identity) for x in ((None, None), ids)]
+    wanted = [
+        similarity(v, w, x, "reference").sum_of_positives(identity) for x in ((None, None), ids)
+    ]
     torch.testing.assert_close(found, torch.cat(wanted))
 
 
-# ---------------------------------------------------------------------------------------------------- ignored ids
+# -------------------------------------------------------------------------------------- ignored ids
 
 
 @pytest.mark.parametrize(("name", "engine"), each(**TWICE))
@@ -355,7 +403,9 @@ def test_an_ignored_embedding_takes_part_in_nothing(name, engine, small_tiles, p
         values = ANSWERS[name](similarity(v, w, ids, kind).both, p)
         assert not values.isnan().any()
         found = torch.autograd.grad((finite(values) * grad).sum(), (v, w, p), allow_unused=True)
-        return [values], [torch.zeros_like(x) if g is None else g for g, x in zip(found, (v, w, p), strict=True)]
+        return [values], [
+            torch.zeros_like(x) if g is None else g for g, x in zip(found, (v, w, p), strict=True)
+        ]
 
     grad = torch.cat(grads)
     (values,), found = outcome(v, w, p, grad.masked_fill(~stay, 0.0), ids, engine)
@@ -363,7 +413,9 @@ def test_an_ignored_embedding_takes_part_in_nothing(name, engine, small_tiles, p
         assert (finite(values)[~stay] == 0).all()
     kept = [rows, cols, stay]
     assert all((x[~k] == 0).all() for x, k in zip(found, kept, strict=True))
-    short = outcome(v[rows], w[cols], p[stay], grad[stay], [ids[0][rows], ids[1][cols]], "reference")
+    short = outcome(
+        v[rows], w[cols], p[stay], grad[stay], [ids[0][rows], ids[1][cols]], "reference"
+    )
     assert_equal(([values[stay]], [x[k] for x, k in zip(found, kept, strict=True)]), short)
 
 
@@ -376,7 +428,9 @@ def test_gradients_of_ignored_anchors_are_zero_whatever_comes_from_above(engine,
         values = finite(answer(similarity(x, y, ids, engine).both, parameters(5, 6)))
         if values.requires_grad:
             values.sum().backward()
-            assert x.grad.isfinite().all() and (x.grad[1] == 0).all() and (y.grad[2:4] == 0).all(), name
+            assert (
+                x.grad.isfinite().all() and (x.grad[1] == 0).all() and (y.grad[2:4] == 0).all()
+            ), name
 
 
 @pytest.mark.parametrize("engine", ["dense", "tiled"])
@@ -384,7 +438,12 @@ def test_ignored_entries_are_not_counted_ranked_or_named(engine, small_tiles):
     v, w = embeddings(4, 6)
     ids = torch.tensor([0, IGNORE_ID, 1, 2]), torch.tensor([0, 1, IGNORE_ID, IGNORE_ID, 2, 0])
     sim = similarity(v, w, ids, engine)
-    assert sim.positive_counts.tolist() == [2, 0, 1, 1] and sim.negative_counts.tolist() == [2, 0, 3, 3]
+    assert sim.positive_counts.tolist() == [2, 0, 1, 1] and sim.negative_counts.tolist() == [
+        2,
+        0,
+        3,
+        3,
+    ]
     assert sim.T.positive_counts.tolist() == [1, 1, 0, 0, 1, 1]
     assert sim.valid().tolist() == [True, False, True, True]
     best = sim.hardest_negatives()
@@ -396,14 +455,19 @@ def test_ignored_entries_are_not_counted_ranked_or_named(engine, small_tiles):
     assert torch.equal(k, kept[short.topk(4).indices])
 
 
-# -------------------------------------------------------------------------------------------------- parameters
+# --------------------------------------------------------------------------------------- parameters
 
 
-def gradients_of_parameters(engine, ids, n, m, which, term, shared, dtype=torch.float64, device="cpu"):
+def gradients_of_parameters(
+    engine, ids, n, m, which, term, shared, dtype=torch.float64, device="cpu"
+):
     """Gradients of a term's two parameters, shared or one per anchor, for its sum over ``which``."""
     v, w = (x.to(device, dtype) for x in embeddings(n, m))
     size = 1 if shared else n + m
-    params = [torch.linspace(a, 2.0, size, dtype=dtype, device=device).requires_grad_() for a in (0.5, 0.7)]
+    params = [
+        torch.linspace(a, 2.0, size, dtype=dtype, device=device).requires_grad_()
+        for a in (0.5, 0.7)
+    ]
     anchors = similarity(v, w, ids, engine).both
     sums = (anchors.sum if which == "negatives" else anchors.sum_of_positives)(term, *params)
     return torch.autograd.grad((sums * torch.cat(upstream(n, m)).to(sums)).sum(), params)
@@ -422,7 +486,10 @@ def gradients_of_parameters(engine, ids, n, m, which, term, shared, dtype=torch.
 def test_gradients_of_parameters(engine, shape, term, which, shared, small_tiles):
     n, m, kind = SHAPES[shape]
     given = make_ids(kind, n, m), n, m, which, term, shared
-    found, wanted = gradients_of_parameters(engine, *given), gradients_of_parameters("reference", *given)
+    found, wanted = (
+        gradients_of_parameters(engine, *given),
+        gradients_of_parameters("reference", *given),
+    )
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 
@@ -435,30 +502,47 @@ def test_one_scale_for_all_gets_its_gradient(engine, shape, of, small_tiles):
     (v, w), ids = embeddings(n, m), make_ids(kind, n, m)
     results = []
     for kind in (engine, "reference"):
-        x, y, a = v.clone().requires_grad_(), w.clone(), torch.tensor(2.5, dtype=torch.float64, requires_grad=True)
+        x, y, a = (
+            v.clone().requires_grad_(),
+            w.clone(),
+            torch.tensor(2.5, dtype=torch.float64, requires_grad=True),
+        )
         sim = similarity(x, y if of == "rows of a memory" else y.requires_grad_(), ids, kind)
         anchors = sim.both if of == "both" else sim
-        values = torch.stack([anchors.logsumexp(a), anchors.logsumexp(40 * a), anchors.sum(hinge, a / 9)])
+        values = torch.stack(
+            [anchors.logsumexp(a), anchors.logsumexp(40 * a), anchors.sum(hinge, a / 9)]
+        )
         grad = torch.linspace(-1, 2, values.numel()).view_as(values)
         results.append(
-            ([values], torch.autograd.grad((finite(values) * grad).sum(), [t for t in (x, y, a) if t.requires_grad]))
+            (
+                [values],
+                torch.autograd.grad(
+                    (finite(values) * grad).sum(), [t for t in (x, y, a) if t.requires_grad]
+                ),
+            )
         )
     assert_equal(*results)
 
 
-# ---------------------------------------------------------------------------------- aliasing, errors, extreme values
+# ----------------------------------------------------------------- aliasing, errors, extreme values
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_answers_may_be_written_to(engine):
     v, w = (x.requires_grad_() for x in embeddings(6, 6))
     sim = similarity(v, w, (None, None), engine)
-    for answer in (lambda: sim.both.logsumexp(3.0), lambda: sim.both.sum(log1p_relu), lambda: sim.both.entropy()):
+    for answer in (
+        lambda: sim.both.logsumexp(3.0),
+        lambda: sim.both.sum(log1p_relu),
+        lambda: sim.both.entropy(),
+    ):
         weight = torch.arange(12) < 6
         wanted = torch.autograd.grad((answer() * (1 + 1.0 * weight)).sum(), v, retain_graph=True)
         first = answer()
         first[:6].mul_(2)
-        torch.testing.assert_close(torch.autograd.grad(first.sum(), v, retain_graph=True), wanted, rtol=0, atol=1e-15)
+        torch.testing.assert_close(
+            torch.autograd.grad(first.sum(), v, retain_graph=True), wanted, rtol=0, atol=1e-15
+        )
     wanted = sim.hardest_negatives().values.detach().clone()
     for best in (sim.hardest_negatives(), sim.both.hardest_negatives()):
         gradient = torch.autograd.grad(best.values[:6].sum(), v, retain_graph=True)
@@ -475,7 +559,9 @@ def test_answers_may_be_written_to(engine):
 
 @pytest.mark.parametrize("engine", ["dense", "tiled", "kept", "scores"])
 def test_scores_that_are_handed_out_may_be_written_to(engine):
-    """Returned scores must not alias cached ones, for one or several blocks, as users write to them."""
+    """Returned scores must not alias cached ones, for one or several blocks, as users write to
+    them.
+    """
     v, w = embeddings(6, 8)
     ids = torch.arange(6), torch.arange(8) % 6
     sim = similarity(v.requires_grad_(), w, ids, engine)
@@ -524,7 +610,9 @@ def test_a_thread_that_asks_while_another_goes_backward_gets_its_answer(engine):
     total.backward()
     done.set()
     thread.join()
-    torch.testing.assert_close(answers[0], similarity(v, w, (None, None), "reference").sum(identity).detach())
+    torch.testing.assert_close(
+        answers[0], similarity(v, w, (None, None), "reference").sum(identity).detach()
+    )
 
 
 @pytest.mark.parametrize("engine", ["dense", "tiled"])
@@ -532,7 +620,9 @@ def test_a_nan_beside_an_anchor_without_negatives(engine):
     v, w = (x.float() for x in embeddings(5, 5))
     v[2] = math.nan
     v.requires_grad_()
-    best = Similarity(v, w, torch.tensor([1, 1, 2, 3, 4]), torch.ones(5, dtype=torch.int64), engine=engine)
+    best = Similarity(
+        v, w, torch.tensor([1, 1, 2, 3, 4]), torch.ones(5, dtype=torch.int64), engine=engine
+    )
     values = best.hardest_negatives().values
     assert values[:2].tolist() == [-math.inf] * 2 and values[2].isnan()
     (gradient,) = torch.autograd.grad(values[[0, 1, 3]].sum(), v)
@@ -543,13 +633,15 @@ def test_a_term_does_not_lose_what_it_returns():
     """The sum over a single column must not alias the term's return value, here its parameter."""
     weight = torch.linspace(0.1, 1.0, 5).double()
     for engine in ENGINES:
-        sim = similarity(*embeddings(5, 1), (torch.tensor([1, 1, 1, 3, 9]), torch.tensor([1])), engine)
+        sim = similarity(
+            *embeddings(5, 1), (torch.tensor([1, 1, 1, 3, 9]), torch.tensor([1])), engine
+        )
         found = sim.sum(returned_for_a_test, weight)
         assert torch.equal(weight, torch.linspace(0.1, 1.0, 5).double())
         torch.testing.assert_close(found, weight * torch.tensor([0, 0, 0, 1, 1]))
 
 
-# -------------------------------------------------------------------------------------------- tiles, types, layouts
+# ---------------------------------------------------------------------------- tiles, types, layouts
 
 
 @pytest.mark.parametrize(("name", "engine", "d"), each(**TWICE, d=[6, 40]))
@@ -562,10 +654,14 @@ def test_whole_matrix_in_one_tile(name, engine, d):
 
 
 @pytest.mark.parametrize("engine", ["dense", "tiled"])
-@pytest.mark.parametrize("shape", ["primes", "square with duplicates", "five captions", "wide", "tall"])
+@pytest.mark.parametrize(
+    "shape", ["primes", "square with duplicates", "five captions", "wide", "tall"]
+)
 @pytest.mark.parametrize("best", ["negatives", "positives"])
 def test_float32_loses_no_digits_of_a_sharp_entropy(engine, shape, best, small_tiles, poisoned):
-    """The scores are given, because rounding errors of computed ones would be multiplied by 1 / temperature."""
+    """The scores are given, because rounding errors of computed ones would be multiplied by 1 /
+    temperature.
+    """
     n, m, kind = SHAPES[shape]
     ids, grad = make_ids(kind, n, m), torch.cat(upstream(n, m))
     v, w = embeddings(n, m)
@@ -575,7 +671,11 @@ def test_float32_loses_no_digits_of_a_sharp_entropy(engine, shape, best, small_t
     found = []
     for dtype, ours in ((torch.float64, False), (torch.float32, False), (torch.float32, True)):
         x = scores.float().to(dtype).requires_grad_()
-        sim = Similarity.from_scores(x, *ids, engine=engine) if ours else Reference.from_scores(x, ids)
+        sim = (
+            Similarity.from_scores(x, *ids, engine=engine)
+            if ours
+            else Reference.from_scores(x, ids)
+        )
         value = sim.both.entropy(0.01)
         found.append([value.detach(), *torch.autograd.grad(value @ grad.to(dtype), x)])
     for wanted, plain, got in zip(*found, strict=True):
@@ -584,16 +684,21 @@ def test_float32_loses_no_digits_of_a_sharp_entropy(engine, shape, best, small_t
 
 
 @pytest.mark.parametrize(
-    ("name", "engine", "library"), each(name=[*ANSWERS] * 2, engine=ENGINES, library=["by_blas", "by_onednn"])
+    ("name", "engine", "library"),
+    each(name=[*ANSWERS] * 2, engine=ENGINES, library=["by_blas", "by_onednn"]),
 )
-def test_float32_is_as_accurate_as_plain_float32(name, engine, library, small_tiles, poisoned, request):
+def test_float32_is_as_accurate_as_plain_float32(
+    name, engine, library, small_tiles, poisoned, request
+):
     request.getfixturevalue(library)
     n, m = 23, 31
     ids, (v, w), grads = make_ids("random", n, m), embeddings(n, m, d=32), upstream(n, m)
     exact = evaluate(ANSWERS[name], v, w, ids, "reference", grads)
     plain = evaluate(ANSWERS[name], v.float(), w.float(), ids, "reference", grads)
     ours = evaluate(ANSWERS[name], v.float(), w.float(), ids, engine, grads)
-    for got, floor, wanted in zip((*ours[0], *ours[1]), (*plain[0], *plain[1]), (*exact[0], *exact[1]), strict=True):
+    for got, floor, wanted in zip(
+        (*ours[0], *ours[1]), (*plain[0], *plain[1]), (*exact[0], *exact[1]), strict=True
+    ):
         finite = wanted.isfinite()
         assert got.dtype == torch.float32 and torch.equal(got.isfinite(), finite)
         error, noise = ((x.double() - wanted)[finite].norm() for x in (got, floor))
@@ -606,16 +711,20 @@ def test_gradcheck(name, monkeypatch):
     n, m = 4, 5
     ids, (v, w) = make_ids("random", n, m, seed=3), embeddings(n, m, d=3)
     p, guide = parameters(n, m), guide_of(similarity(v, w, ids, "dense").both)
-    monkeypatch.setitem(globals(), "guide_of", lambda anchors: guide)  # not that of the perturbed inputs
+    # not that of the perturbed inputs
+    monkeypatch.setitem(globals(), "guide_of", lambda anchors: guide)
 
     def function(v, w, p):
         return finite(ANSWERS[name](similarity(v, w, ids, "dense").both, p))
 
-    assert gradcheck(function, (v.requires_grad_(), w.requires_grad_(), p.requires_grad_()), fast_mode=True)
+    assert gradcheck(
+        function, (v.requires_grad_(), w.requires_grad_(), p.requires_grad_()), fast_mode=True
+    )
 
 
 @pytest.mark.parametrize(
-    ("engine", "second", "view"), pairwise(engine=ENGINES, second=[*ENGINES, "float32"], view=["rows", "cols", "both"])
+    ("engine", "second", "view"),
+    pairwise(engine=ENGINES, second=[*ENGINES, "float32"], view=["rows", "cols", "both"]),
 )
 def test_a_guide_has_embeddings_and_an_engine_of_its_own(engine, second, view, small_tiles):
     n, m, kind = SHAPES["wide"]
@@ -632,7 +741,10 @@ def test_a_guide_has_embeddings_and_an_engine_of_its_own(engine, second, view, s
         return limited.sum() + own.sum(weighted_by_guide, p, other.logsumexp(p), guide=other).sum()
 
     options = {"rtol": 1e-5, "atol": 1e-5} if second == "float32" else {"rtol": 1e-9, "atol": 1e-9}
-    found, wanted = (torch.autograd.grad(value(x), leaves[0]) for x in ((engine, second), ("reference", "reference")))
+    found, wanted = (
+        torch.autograd.grad(value(x), leaves[0])
+        for x in ((engine, second), ("reference", "reference"))
+    )
     assert_equal(((), found), ((), wanted), **options)
 
 
@@ -642,9 +754,14 @@ def test_what_a_guide_has_to_be():
     for guide in (sim.T, sim.both, Similarity(v, w[:6], ids[0], ids[1][:6])):
         with pytest.raises(ValueError, match="guide: expected the same anchors and candidates"):
             sim.logsumexp(below=0.1, guide=guide)
-    with pytest.raises(ValueError, match="same anchors"):  # beside one matrix, another for each of its two uses
-        Anchors.together(sim, sim).logsumexp(below=0.1, guide=Anchors.together(sim, Similarity(v, w, *ids)))
-    with pytest.raises(TypeError, match="guide: expected the same anchors of another Similarity, got Tensor"):
+    # beside one matrix, another for each of its two uses
+    with pytest.raises(ValueError, match="same anchors"):
+        Anchors.together(sim, sim).logsumexp(
+            below=0.1, guide=Anchors.together(sim, Similarity(v, w, *ids))
+        )
+    with pytest.raises(
+        TypeError, match="guide: expected the same anchors of another Similarity, got Tensor"
+    ):
         sim.logsumexp(below=0.1, guide=sim.scores())
     with pytest.raises(ValueError, match="guide: expected below or above"):
         sim.logsumexp(guide=sim)
@@ -657,11 +774,20 @@ def test_what_a_guide_has_to_be():
         sim.logsumexp(below=0.1, guide=other)
 
 
-SECOND = ["logsumexp per anchor", "std", "likelihood", "entropy", "softplus of negatives", "hardest", "log1p"]
+SECOND = [
+    "logsumexp per anchor",
+    "std",
+    "likelihood",
+    "entropy",
+    "softplus of negatives",
+    "hardest",
+    "log1p",
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "engine"), [*((name, "dense") for name in SECOND), *((name, "tiled") for name in ("hardest", "log1p"))]
+    ("name", "engine"),
+    [*((name, "dense") for name in SECOND), *((name, "tiled") for name in ("hardest", "log1p"))],
 )
 def test_dense_and_single_pairs_have_second_derivatives(name, engine):
     ids, (v, w) = make_ids("random", 4, 5, seed=3), embeddings(4, 5, d=3)
@@ -681,8 +807,11 @@ def test_tiles_refuse_second_derivatives(engine):
         values = finite(ANSWERS[name](similarity(v, w, ids, engine).both, parameters(4, 5)))
         with pytest.raises(RuntimeError, match="create_graph"):
             torch.autograd.grad(values.sum(), v, create_graph=True)
-    with pytest.raises(RuntimeError, match="create_graph"):  # gradients are computed in the forward pass
-        torch.autograd.grad(similarity(v, w.detach(), ids, engine).logsumexp(3.0).sum(), v, create_graph=True)
+    # gradients are computed in the forward pass
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(
+            similarity(v, w.detach(), ids, engine).logsumexp(3.0).sum(), v, create_graph=True
+        )
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -690,7 +819,9 @@ def test_tiles_refuse_second_derivatives(engine):
 def test_hardest_negative_is_found_with_its_index(engine, shape, small_tiles):
     n, m, kind = SHAPES[shape]
     ids, (v, w) = make_ids(kind, n, m), embeddings(n, m)
-    found, wanted = (similarity(v, w, ids, e).both.hardest_negatives().indices for e in (engine, "reference"))
+    found, wanted = (
+        similarity(v, w, ids, e).both.hardest_negatives().indices for e in (engine, "reference")
+    )
     assert torch.equal(found, wanted)
 
 
@@ -712,7 +843,8 @@ def test_one_id_may_be_left_out():
     short = Similarity(v, w, col_ids=captions)
     assert torch.equal(full.logsumexp(2.0), short.logsumexp(2.0))
     assert short.ids[0] is None and torch.equal(short.ids[1], captions) and short.T.ids[1] is None
-    with pytest.raises(ValueError, match="col_ids"):  # ids of one side only, possibly meant for both
+    # ids of one side only, possibly meant for both
+    with pytest.raises(ValueError, match="col_ids"):
         Similarity(v, v, torch.tensor([0, 0, 1]))
 
 
@@ -734,7 +866,9 @@ def test_transposed_view_answers_for_the_columns(engine, small_tiles):
     assert sim.T.shape == swapped.shape == (14, 9)
     p = parameters(14, 9)
     for name, answer in ANSWERS.items():
-        torch.testing.assert_close(answer(sim.T.both, p), answer(swapped.both, p), rtol=1e-9, atol=1e-9, msg=name)
+        torch.testing.assert_close(
+            answer(sim.T.both, p), answer(swapped.both, p), rtol=1e-9, atol=1e-9, msg=name
+        )
     torch.testing.assert_close(sim.T.scores(), swapped.scores())
 
 
@@ -747,8 +881,11 @@ def test_detached_similarity_has_no_gradient_and_the_same_answers(engine, small_
         for detached in (sim.detach().both, sim.both.detach()):
             found = answer(detached, p)
             assert not found.requires_grad
-            # With a gradient, a hardest negative is the product of its pair; without one, it is an entry of the tile.
-            torch.testing.assert_close(found, answer(sim.both, p).detach(), rtol=1e-12, atol=1e-12, msg=name)
+            # With a gradient, a hardest negative is the product of its pair; without one, it is an
+            # entry of the tile.
+            torch.testing.assert_close(
+                found, answer(sim.both, p).detach(), rtol=1e-12, atol=1e-12, msg=name
+            )
 
 
 VIEWS = {"both": lambda s: s.both, "rows": lambda s: s, "columns": lambda s: s.T}
@@ -772,7 +909,9 @@ def test_only_the_gradient_that_is_needed_is_computed(engine, view, side, small_
             results.append((values, inputs[side].grad, q.grad))
         for a, b in zip(*results, strict=True):
             if a is not None and b is not None:
-                torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
+                torch.testing.assert_close(
+                    a, b, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}"
+                )
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -808,7 +947,11 @@ def test_strided_scores(engine, small_tiles):
         grads = []
         for x in (wide, matrix.clone().requires_grad_()):
             values = answer(Similarity.from_scores(x, *ids, engine=engine).both, parameters(9, 14))
-            found = torch.autograd.grad(finite(values).sum(), x)[0] if values.requires_grad else torch.zeros_like(x)
+            found = (
+                torch.autograd.grad(finite(values).sum(), x)[0]
+                if values.requires_grad
+                else torch.zeros_like(x)
+            )
             grads.append(found)
         torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12, msg=name)
 
@@ -825,7 +968,9 @@ def test_zero_vectors_score_zero_and_get_no_gradient(engine):
         assert not values.isnan().any() and (values.isfinite().all() or "above" in name), name
         if not values.requires_grad:
             continue
-        found = torch.autograd.grad(finite(values).sum(), (v, w), retain_graph=True, allow_unused=True)
+        found = torch.autograd.grad(
+            finite(values).sum(), (v, w), retain_graph=True, allow_unused=True
+        )
         assert all(x is None or x.isfinite().all() for x in found), name
         assert found[0] is None or (found[0][2] == 0).all(), name
 
@@ -863,7 +1008,9 @@ def test_lengths_do_not_matter_even_extreme_ones(engine, length):
 def test_not_normalised(engine, small_tiles):
     ids, (v, w), grads = make_ids("random", 9, 14), embeddings(9, 14), upstream(9, 14)
     for name, answer in ANSWERS.items():
-        results = [evaluate(answer, v, w, ids, e, grads, normalize=False) for e in (engine, "reference")]
+        results = [
+            evaluate(answer, v, w, ids, e, grads, normalize=False) for e in (engine, "reference")
+        ]
         assert_equal(*results, rtol=1e-8, atol=1e-8, msg=lambda text, name=name: f"{name}: {text}")
 
 
@@ -880,15 +1027,21 @@ def test_tile_size_does_not_change_the_answer(engine, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("engine", "kind"), each(engine=["tiled", "kept"], kind=["random", "captions", "same", "ignored"])
+    ("engine", "kind"),
+    each(engine=["tiled", "kept"], kind=["random", "captions", "same", "ignored"]),
 )
 def test_masks_and_pair_lists_agree(engine, kind, monkeypatch):
-    """Tiles with few pairs are masked by listing them, others by comparing ids; captured graphs never list."""
+    """Tiles with few pairs are masked by listing them, others by comparing ids; captured graphs
+    never list.
+    """
     monkeypatch.setitem(scores.TILE, "cpu", (60, 10))
     (v, w), grads = embeddings(10, 40), upstream(10, 40)
     ids = make_ids("captions" if kind == "ignored" else kind, 10, 40)
     if kind == "ignored":
-        ids = ids[0].masked_fill(ids[0] == 3, IGNORE_ID), ids[1].masked_fill(ids[1] % 4 == 1, IGNORE_ID)
+        ids = (
+            ids[0].masked_fill(ids[0] == 3, IGNORE_ID),
+            ids[1].masked_fill(ids[1] % 4 == 1, IGNORE_ID),
+        )
     for answer in ANSWERS.values():
         wanted = evaluate(answer, v, w, ids, engine, grads)
         with monkeypatch.context() as patch:
@@ -898,12 +1051,17 @@ def test_masks_and_pair_lists_agree(engine, kind, monkeypatch):
 
 @pytest.mark.parametrize("ignored", [False, True])
 def test_few_pairs_of_a_tile_are_listed(ignored, monkeypatch):
-    """With few pairs, the mask writes to their positions. Tiles differ in width; some pairs are at their edges."""
+    """With few pairs, the mask writes to their positions. Tiles differ in width; some pairs are at
+    their edges.
+    """
     monkeypatch.setitem(scores.TILE, "cpu", (300, 40))
     (v, w), grads = embeddings(40, 100), upstream(40, 100)
     ids = torch.arange(40), torch.arange(100).roll(33)
     if ignored:
-        ids = ids[0].masked_fill(ids[0] % 9 == 3, IGNORE_ID), ids[1].masked_fill(ids[1] % 9 == 5, IGNORE_ID)
+        ids = (
+            ids[0].masked_fill(ids[0] % 9 == 3, IGNORE_ID),
+            ids[1].masked_fill(ids[1] % 9 == 5, IGNORE_ID),
+        )
     for name in ("logsumexp", "logsumexp per anchor", "mean", "hardest"):
         wanted = evaluate(ANSWERS[name], v, w, ids, "dense", grads)
         assert_equal(evaluate(ANSWERS[name], v, w, ids, "tiled", grads), wanted)
@@ -911,10 +1069,14 @@ def test_few_pairs_of_a_tile_are_listed(ignored, monkeypatch):
 
 @pytest.mark.parametrize(
     ("engine", "side", "scale"),
-    pairwise(engine=["dense", "tiled", "kept"], side=["row", "column"], scale=[100.0, "per anchor"]),
+    pairwise(
+        engine=["dense", "tiled", "kept"], side=["row", "column"], scale=[100.0, "per anchor"]
+    ),
 )
 def test_anchors_far_from_all_their_negatives_do_not_underflow(engine, side, scale, small_tiles):
-    """One anchor's best score is near -1, the others' near 1, so that a single maximum for all is not enough."""
+    """One anchor's best score is near -1, the others' near 1, so that a single maximum for all is
+    not enough.
+    """
     generator = torch.Generator().manual_seed(0)
     v = torch.randn(1, 16, generator=generator) + 0.01 * torch.randn(12, 16, generator=generator)
     w = v + 0.01 * torch.randn(12, 16, generator=generator)
@@ -922,7 +1084,11 @@ def test_anchors_far_from_all_their_negatives_do_not_underflow(engine, side, sca
     sims = []
     for dtype, kind in ((torch.float64, "reference"), (torch.float32, engine)):
         x, y = (z.to(dtype).requires_grad_() for z in (v, w))
-        a = scale if isinstance(scale, float) else torch.linspace(70, 150, 12, dtype=dtype).repeat(2)
+        a = (
+            scale
+            if isinstance(scale, float)
+            else torch.linspace(70, 150, 12, dtype=dtype).repeat(2)
+        )
         values = similarity(x, y, (None, None), kind).both.logsumexp(a)
         weight = torch.linspace(-1, 1, 12).repeat(2)
         sims.append((values, *torch.autograd.grad((values * weight).sum(), (x, y))))
@@ -973,20 +1139,26 @@ def test_logsumexp_of_no_negatives_is_minus_infinity():
             assert rows[:2].tolist() == [-math.inf] * 2 and rows[2].isfinite()
 
 
-@given(st.sampled_from([(3, 128), (128, 3), (130, 257), (300, 129), (64, 1029)]), st.integers(0, 10**6))
+@given(
+    st.sampled_from([(3, 128), (128, 3), (130, 257), (300, 129), (64, 1029)]), st.integers(0, 10**6)
+)
 @settings(deadline=None, max_examples=20)
 def test_best_negative_of_long_rows_and_columns(shape, seed):
     """Long axes are searched in runs of 64; the last run is ragged. Some scores tie."""
     n, m = shape
     matrix = torch.rand(n, m, generator=torch.Generator().manual_seed(seed)).mul(10_000).round()
     ids = make_ids("random", n, m, seed)
-    sim, wanted = (similarity_of(matrix, ids, kind).both.hardest_negatives() for kind in ("tiled", "reference"))
+    sim, wanted = (
+        similarity_of(matrix, ids, kind).both.hardest_negatives() for kind in ("tiled", "reference")
+    )
     assert torch.equal(sim.values, wanted.values)
     for own, index, best in zip(
         (matrix, matrix.T), sim.indices.split((n, m)), wanted.values.split((n, m)), strict=True
     ):
         assert torch.equal(index >= 0, best.isfinite())
-        assert torch.equal(own.gather(1, index.clamp_min(0)[:, None]).squeeze(1)[index >= 0], best[index >= 0])
+        assert torch.equal(
+            own.gather(1, index.clamp_min(0)[:, None]).squeeze(1)[index >= 0], best[index >= 0]
+        )
 
 
 def similarity_of(matrix, ids, engine):
@@ -1013,14 +1185,18 @@ def test_positives_far_off_and_first_cost_the_moments_no_digits(engine, given_as
         if given_as == "scores":
             sims.append(Similarity.from_scores(matrix.to(dtype), ids, ids, engine=kind))
         else:
-            sims.append(Similarity(matrix.to(dtype), side.to(dtype), ids, ids, engine=kind, normalize=False))
+            sims.append(
+                Similarity(matrix.to(dtype), side.to(dtype), ids, ids, engine=kind, normalize=False)
+            )
     found, exact = (sim.both.mean_std() for sim in sims)
     torch.testing.assert_close(found.std.double(), exact.std, rtol=1e-4, atol=0)
     torch.testing.assert_close(found.mean.double(), exact.mean, rtol=0, atol=1e-6)
 
 
 def test_scores_of_minus_infinity_take_a_pair_out():
-    matrix = torch.tensor([[0.5, -math.inf, 0.2], [0.0, 1.0, -math.inf], [-math.inf, -math.inf, 0.3]])
+    matrix = torch.tensor(
+        [[0.5, -math.inf, 0.2], [0.0, 1.0, -math.inf], [-math.inf, -math.inf, 0.3]]
+    )
     grads = []
     for engine in ("dense", "tiled"):
         s = matrix.clone().requires_grad_()
@@ -1036,7 +1212,9 @@ def test_scores_of_minus_infinity_take_a_pair_out():
 
 def test_scores_of_minus_infinity_carry_no_entropy():
     matrix = torch.tensor([[0.5, -math.inf, 0.2], [0.0, 1.0, -0.4], [0.3, -math.inf, 0.3]])
-    found, wanted = (Similarity.from_scores(matrix, engine=engine).entropy() for engine in ("tiled", "dense"))
+    found, wanted = (
+        Similarity.from_scores(matrix, engine=engine).entropy() for engine in ("tiled", "dense")
+    )
     assert found.isfinite().all()
     torch.testing.assert_close(found, wanted)
 
@@ -1050,11 +1228,13 @@ def test_positives_alone_get_their_gradient_after_an_answer_that_nobody_uses(kin
         anchors = similarity(v, w, ids, engine).both
         anchors.logsumexp(3.0)
         values = anchors.sum_of_positives(log1p_clamp)
-        results.append(([values], torch.autograd.grad((values * torch.cat(upstream(9, 9))).sum(), (v, w))))
+        results.append(
+            ([values], torch.autograd.grad((values * torch.cat(upstream(9, 9))).sum(), (v, w)))
+        )
     assert_equal(*results)
 
 
-# ------------------------------------------------------------------------------------------------- state, copies
+# ------------------------------------------------------------------------------------ state, copies
 
 
 @pytest.mark.parametrize("engine", ["dense", "tiled", "kept"])
@@ -1063,7 +1243,11 @@ def test_embeddings_changed_meanwhile_are_refused(engine):
         inputs = list(embeddings(5, 5))
         sim = similarity(*inputs, (None, None), engine)
         inputs[change].mul_(10)
-        for question in (lambda s: s.logsumexp(5.0), lambda s: s.detach().logsumexp(5.0), retrieval_metrics):
+        for question in (
+            lambda s: s.logsumexp(5.0),
+            lambda s: s.detach().logsumexp(5.0),
+            retrieval_metrics,
+        ):
             with pytest.raises(RuntimeError, match=r"embeddings.*modified in place"):
                 question(sim)
     matrix = torch.rand(4, 4)
@@ -1077,7 +1261,9 @@ def test_embeddings_changed_meanwhile_are_refused(engine):
 @pytest.mark.parametrize("engine", ["dense", "tiled", "kept"])
 @pytest.mark.parametrize("asked", [False, True])
 def test_cosines_stay_cosines_after_changes_that_nobody_counts(engine, asked):
-    """A fused optimiser's step does not increment the version: old lengths must not be used with new embeddings."""
+    """A fused optimiser's step does not increment the version: old lengths must not be used with
+    new embeddings.
+    """
     v, w = (x.float() for x in embeddings(6, 6))
     sim = similarity(v, w, (None, None), engine)
     if asked:
@@ -1091,7 +1277,9 @@ def test_cosines_stay_cosines_after_changes_that_nobody_counts(engine, asked):
 
 
 def test_a_gradient_found_early_is_of_the_vectors_that_were_multiplied():
-    """Vectors and lengths were both computed before the change, which did not increment the version."""
+    """Vectors and lengths were both computed before the change, which did not increment the
+    version.
+    """
     v, w = (x.float() for x in embeddings(6, 6))
     v.requires_grad_()
     sim = similarity(v, w, (None, None), "kept")
@@ -1113,7 +1301,8 @@ def test_what_exists_on_neither_side_is_no_pair(engine):
 def test_an_infinite_score_of_a_positive_is_no_matter_to_the_negatives(engine):
     scores = torch.rand(4, 4, dtype=torch.float64)
     found, wanted = (
-        Similarity.from_scores(scores.fill_diagonal_(value), engine=engine).both.mean_std() for value in (math.inf, 0.5)
+        Similarity.from_scores(scores.fill_diagonal_(value), engine=engine).both.mean_std()
+        for value in (math.inf, 0.5)
     )
     torch.testing.assert_close(found, wanted)
 
@@ -1134,7 +1323,13 @@ def test_no_grad_and_inference_mode_leave_the_gradient_to_others(engine):
     wanted = torch.autograd.grad(total_of(Similarity(v, w)), v)
     sim = similarity(v, w, (None, None), engine)
     with torch.inference_mode():
-        sim.scores(), sim.hardest_negatives(), sim.sum_of_positives(identity), sim.detach().topk(2), sim.mean_std()
+        (
+            sim.scores(),
+            sim.hardest_negatives(),
+            sim.sum_of_positives(identity),
+            sim.detach().topk(2),
+            sim.mean_std(),
+        )
     torch.testing.assert_close(torch.autograd.grad(total_of(sim), v), wanted)
     with torch.no_grad():
         sim = similarity(v, w, (None, None), engine)
@@ -1170,12 +1365,21 @@ def test_anchors_asked_first_in_inference_mode(engine, asked):
     if asked:
         sim.logsumexp(1.0), both.sum(identity)
     with torch.inference_mode():
-        both.hardest_negatives(), both.mean_std(), both.sum_of_positives(identity), both.logsumexp(2.0, over="all")
+        (
+            both.hardest_negatives(),
+            both.mean_std(),
+            both.sum_of_positives(identity),
+            both.logsumexp(2.0, over="all"),
+        )
     answers = [
-        finite(x.logsumexp(2.0) + x.logsumexp(2.0, over="all") + x.hinge_sum(0.2) + x.mean_std().std).sum()
+        finite(
+            x.logsumexp(2.0) + x.logsumexp(2.0, over="all") + x.hinge_sum(0.2) + x.mean_std().std
+        ).sum()
         for x in (both, other)
     ]
-    torch.testing.assert_close(*(torch.autograd.grad(x, (v, w), retain_graph=True) for x in answers))
+    torch.testing.assert_close(
+        *(torch.autograd.grad(x, (v, w), retain_graph=True) for x in answers)
+    )
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -1225,7 +1429,9 @@ def test_what_is_held_for_many_positives_is_no_copy_of_each(name, engine):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         value = (
-            both.sum_of_positives(hinge, ANSWERS["hardest"](both, 0.0)) if name == "hardest" else both.hinge_sum(0.1)
+            both.sum_of_positives(hinge, ANSWERS["hardest"](both, 0.0))
+            if name == "hardest"
+            else both.hinge_sum(0.1)
         )
     assert value.requires_grad and max(saved.values()) < 2048 * 64 * 4
 
@@ -1245,7 +1451,9 @@ def test_asked_first_in_inference_mode_and_then_with_a_scale_that_learns(engine)
     found = total_of(sim, scale) + sim.sum_of_positives(softplus, scale, 1.0).sum()
     other = similarity(v, w, (None, None), "reference")
     wanted = total_of(other, scale) + other.sum_of_positives(softplus, scale, 1.0).sum()
-    torch.testing.assert_close(torch.autograd.grad(found, scale), torch.autograd.grad(wanted, scale))
+    torch.testing.assert_close(
+        torch.autograd.grad(found, scale), torch.autograd.grad(wanted, scale)
+    )
 
 
 @pytest.mark.parametrize("engine", ["dense", "tiled", "kept"])
@@ -1285,7 +1493,11 @@ def test_embeddings_of_inference_mode_are_answered(engine):
         (lambda s: s.T.logsumexp(torch.ones(8)), ValueError, r"scale.*\(5,\)"),
         (lambda s: s.logsumexp("3"), TypeError, "scale.*'3'"),
         (lambda s: s.sum_of_positives(hinge, torch.ones(9)), ValueError, r"params.*\(8,\)"),
-        (lambda s: s.both.sum_of_positives(hinge, torch.ones(8, 2)), ValueError, r"params.*\(13,\)"),
+        (
+            lambda s: s.both.sum_of_positives(hinge, torch.ones(8, 2)),
+            ValueError,
+            r"params.*\(13,\)",
+        ),
         (lambda s: s.topk(2, torch.ones(5, 1)), ValueError, "bias.*5"),
         (lambda s: s.ranks(torch.ones(6)), ValueError, "bias.*5"),
         (lambda s: s.ranked(1, torch.ones(8)), ValueError, "bias.*5"),
@@ -1298,7 +1510,7 @@ def test_a_value_per_anchor_has_the_size_of_the_anchors(engine, call, error, mes
         call(Similarity(*embeddings(8, 5), *make_ids("random", 8, 5), engine=engine))
 
 
-# --------------------------------------------------------------------------------------------------- compilation
+# -------------------------------------------------------------------------------------- compilation
 
 COMPILED = [
     "logsumexp shifted",
@@ -1315,7 +1527,10 @@ COMPILED = [
 @pytest.mark.parametrize(
     ("names", "engine", "kind", "view"),
     pairwise(
-        names=[COMPILED[:4], COMPILED[4:]], engine=["dense", "tiled"], kind=[None, "random"], view=["both", "rows"]
+        names=[COMPILED[:4], COMPILED[4:]],
+        engine=["dense", "tiled"],
+        kind=[None, "random"],
+        view=["both", "rows"],
     ),
 )
 def test_questions_compile(names, engine, kind, view):
@@ -1324,7 +1539,9 @@ def test_questions_compile(names, engine, kind, view):
 
     def total(v, w):
         anchors = VIEWS[view](Similarity(v, w, *ids, engine=engine))
-        return sum(finite(ANSWERS[name](anchors, p[: len(anchors)])).square().sum() for name in names)
+        return sum(
+            finite(ANSWERS[name](anchors, p[: len(anchors)])).square().sum() for name in names
+        )
 
     torch._dynamo.reset()
     results = []
@@ -1348,29 +1565,39 @@ def test_best_candidates_compile(engine):
 
     v, w = embeddings(5, 7)
     torch._dynamo.reset()
-    for a, b in zip(best(v, w), torch.compile(best, fullgraph=True, backend="aot_eager")(v, w), strict=True):
+    for a, b in zip(
+        best(v, w), torch.compile(best, fullgraph=True, backend="aot_eager")(v, w), strict=True
+    ):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.3, 0.2, 0.01])  # with and without subtraction of the maximum
+# with and without subtraction of the maximum
+@pytest.mark.parametrize("temperature", [1.0, 0.3, 0.2, 0.01])
 @pytest.mark.parametrize("engine", ["dense", "tiled"])
 def test_an_only_candidate_leaves_no_entropy(engine, temperature):
     v, w = torch.randn(50, 3), torch.randn(1, 3)
-    entropy = Similarity(v, w, torch.arange(50), torch.tensor([99]), engine=engine).entropy(temperature)
+    entropy = Similarity(v, w, torch.arange(50), torch.tensor([99]), engine=engine).entropy(
+        temperature
+    )
     assert (entropy >= 0).all() and (entropy < 1e-5).all()
 
 
-# ------------------------------------------------------------------------------------------------------- ranking
+# ------------------------------------------------------------------------------------------ ranking
 
 
 @pytest.mark.parametrize("tile", [(2**20, 2048), (90 * 70, 70)])
 @pytest.mark.parametrize("k", [1, 3, 7, 40])
 def test_best_candidates_whatever_the_sizes(tile, k, monkeypatch):
-    """Different algorithms are used for few or many candidates compared with k, and for several tiles."""
+    """Different algorithms are used for few or many candidates compared with k, and for several
+    tiles.
+    """
     monkeypatch.setitem(scores.TILE, "cpu", tile)
     v, w = embeddings(230, 310, dtype=torch.float64)
     ids = torch.arange(230), torch.arange(310)
-    rows, cols = (torch.randn(n, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in (230, 310))
+    rows, cols = (
+        torch.randn(n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
+        for n in (230, 310)
+    )
     rows[5], cols[::3] = -math.inf, -math.inf  # candidates that must not be found
     sim = Similarity(v, w, *ids, engine="tiled")
     matrix = sim.scores()
@@ -1419,7 +1646,9 @@ def test_the_only_positive_is_found_in_every_corner_of_a_tile(monkeypatch):
 @pytest.mark.parametrize("k", [4, 7, 40])
 @pytest.mark.parametrize("tile", [(2**20, 2048), (90 * 70, 70), (90 * 150, 150)])
 def test_fewer_candidates_than_are_asked_for(tile, k, monkeypatch):
-    """A bias of -inf leaves fewer than k in one or several tiles; the rest are arbitrary others without repetition."""
+    """A bias of -inf leaves fewer than k in one or several tiles; the rest are arbitrary others
+    without repetition.
+    """
     monkeypatch.setitem(scores.TILE, "cpu", tile)
     sim = Similarity(*embeddings(230, 310), torch.arange(230), torch.arange(310), engine="tiled")
     rows, cols = torch.full((230,), -math.inf), torch.full((310,), -math.inf)
@@ -1434,32 +1663,45 @@ def test_fewer_candidates_than_are_asked_for(tile, k, monkeypatch):
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("name", ["logsumexp per anchor", "std", "hardest", "likelihood", "hinge sum", "sum between"])
-def test_a_bias_is_part_of_all_answers_and_gets_its_gradient(name, normalize, small_tiles, poisoned):
+@pytest.mark.parametrize(
+    "name", ["logsumexp per anchor", "std", "hardest", "likelihood", "hinge sum", "sum between"]
+)
+def test_a_bias_is_part_of_all_answers_and_gets_its_gradient(
+    name, normalize, small_tiles, poisoned
+):
     n, m, kind = SHAPES["primes"]
     (v, w), ids, grads = embeddings(n, m), make_ids(kind, n, m), upstream(n, m)
     p, found = parameters(n, m), {}
     for engine in ("reference", *ENGINES):
-        b, c = torch.linspace(-0.3, 0.2, n, dtype=v.dtype), torch.linspace(0.4, -0.1, m, dtype=v.dtype)
+        b, c = (
+            torch.linspace(-0.3, 0.2, n, dtype=v.dtype),
+            torch.linspace(0.4, -0.1, m, dtype=v.dtype),
+        )
         leaves = [x.clone().requires_grad_() for x in (v, w, b, c)]
         sim = similarity(*leaves[:2], ids, engine, normalize=normalize, bias=tuple(leaves[2:]))
         values = ANSWERS[name](sim.both, p)
         total = (finite(values) * torch.cat(tuple(grads)).to(values)).sum()
         found[engine] = [values.detach(), *torch.autograd.grad(total, leaves)]
-        torch.testing.assert_close(found[engine], found["reference"], rtol=1e-9, atol=1e-9, msg=engine)
+        torch.testing.assert_close(
+            found[engine], found["reference"], rtol=1e-9, atol=1e-9, msg=engine
+        )
 
 
 def test_one_side_may_have_a_bias():
     v, w = embeddings(4, 6)
     ids, c = (torch.arange(4), torch.arange(6)), torch.linspace(-1, 1, 6, dtype=v.dtype)
-    torch.testing.assert_close(Similarity(v, w, *ids, bias=(None, c)).scores(), Similarity(v, w, *ids).scores() + c)
+    torch.testing.assert_close(
+        Similarity(v, w, *ids, bias=(None, c)).scores(), Similarity(v, w, *ids).scores() + c
+    )
     x, y = v.float(), w.float()  # squared distances
     squares = tuple(-z.square().sum(1) for z in (x, y))
     found = Similarity(x * 2**0.5, y * 2**0.5, *ids, normalize=False, bias=squares).scores()
     torch.testing.assert_close(-found, torch.cdist(x, y).square(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("bias", [torch.zeros(4), [torch.zeros(4), None], (torch.zeros(3), None), (None, 0.5)])
+@pytest.mark.parametrize(
+    "bias", [torch.zeros(4), [torch.zeros(4), None], (torch.zeros(3), None), (None, 0.5)]
+)
 def test_a_bias_is_checked(bias):
     with pytest.raises((TypeError, ValueError), match="bias: expected"):
         Similarity(torch.randn(4, 2), torch.randn(4, 2), bias=bias)
@@ -1473,7 +1715,9 @@ def test_best_candidates_below_a_limit(engine):
     limits = torch.linspace(-0.5, 0.4, 5, dtype=v.dtype)
     for below in (limits, 0.2):
         top, scores = sim.topk(4, below=below), sim.scores()
-        left = scores.masked_fill(scores >= (below[:, None] if below is limits else below), -math.inf)
+        left = scores.masked_fill(
+            scores >= (below[:, None] if below is limits else below), -math.inf
+        )
         wanted = left.topk(4)
         torch.testing.assert_close(top.values, wanted.values)
         assert torch.equal(top.indices, wanted.indices.masked_fill(wanted.values == -math.inf, -1))

@@ -1,4 +1,6 @@
-"""The step in chunks: gradients equal those of the whole batch, in the memory of one chunk, without side effects."""
+"""The step in chunks: gradients equal those of the whole batch, in the memory of one chunk, without
+side effects.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def seeded():
 
 
 def tower(width: int, dropout: float = 0.0) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, D)).double()
+    return nn.Sequential(
+        nn.Linear(width, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, D)
+    ).double()
 
 
 def batch(n: int = N, m: int | None = None) -> tuple[Tensor, Tensor]:
@@ -47,9 +51,12 @@ def whole(loss, encoders, inputs, **kwargs):
 
 
 def by_chunks(loss, encoders, inputs, chunk_size, **kwargs):
-    """Plain autograd over all chunks: other random numbers than those of the whole batch, and all graphs in memory."""
+    """Plain autograd over all chunks: other random numbers than those of the whole batch, and all
+    graphs in memory.
+    """
     outputs = [
-        torch.cat([encoder(part) for part in x.split(chunk_size)]) for encoder, x in zip(encoders, inputs, strict=True)
+        torch.cat([encoder(part) for part in x.split(chunk_size)])
+        for encoder, x in zip(encoders, inputs, strict=True)
     ]
     total = loss(*outputs, **kwargs)
     total.backward()
@@ -90,7 +97,7 @@ class Called(nn.Module):
         return self.encoder(*args, **kwargs)
 
 
-# ------------------------------------------------------------------------------------------------- gradients
+# ---------------------------------------------------------------------------------------- gradients
 
 
 def memory_loss() -> tuple[nn.Module, dict]:
@@ -135,7 +142,13 @@ def test_batches_of_any_sizes_can_be_cut_anywhere(n, m, chunk_size, seed):
     ids = {"image_ids": torch.randint(0, 4, (n,)), "text_ids": torch.randint(0, 4, (m,))}
     criterion = itrloss.HubnessAwareLoss(scale=5.0)
     expected = whole(criterion, encoders, inputs, **ids), take_gradients(*encoders)
-    assert_same((grad_cache_step(criterion, encoders, inputs, chunk_size, **ids), take_gradients(*encoders)), expected)
+    assert_same(
+        (
+            grad_cache_step(criterion, encoders, inputs, chunk_size, **ids),
+            take_gradients(*encoders),
+        ),
+        expected,
+    )
 
 
 def test_gradients_add_up_over_calls():
@@ -168,13 +181,17 @@ def test_encoders_may_write_to_their_input():
     encoders, inputs = (nn.Sequential(Halving(), tower(5)), tower(4)), batch()
     copies = [x.clone() for x in inputs]
     expected = whole(product, encoders, copies), take_gradients(*encoders)
-    assert_same((grad_cache_step(product, encoders, inputs, 4), take_gradients(*encoders)), expected)
+    assert_same(
+        (grad_cache_step(product, encoders, inputs, 4), take_gradients(*encoders)), expected
+    )
 
 
 def test_one_encoder_may_serve_both_inputs():
     encoder, inputs = tower(5), (batch()[0], batch()[0])
     expected = whole(product, (encoder, encoder), inputs), take_gradients(encoder)
-    assert_same((grad_cache_step(product, (encoder, encoder), inputs, 4), take_gradients(encoder)), expected)
+    assert_same(
+        (grad_cache_step(product, (encoder, encoder), inputs, 4), take_gradients(encoder)), expected
+    )
 
 
 def test_scaler_scales_gradients_and_not_the_value():
@@ -186,7 +203,7 @@ def test_scaler_scales_gradients_and_not_the_value():
     assert_same(take_gradients(*encoders), [1024 * g for g in gradients])
 
 
-# ------------------------------------------------------------------------------------------ inputs and outputs
+# ------------------------------------------------------------------------------- inputs and outputs
 
 
 class TextEncoder(nn.Module):
@@ -202,7 +219,10 @@ class TextEncoder(nn.Module):
 
 def of_words(images: Tensor, words: Words) -> Tensor:
     """Loss of three outputs, of which the last, the lengths, is not differentiable."""
-    return product(images, words.embedding) + (words.hidden.sum((0, 1)) ** 2 / words.lengths.sum()).sum()
+    return (
+        product(images, words.embedding)
+        + (words.hidden.sum((0, 1)) ** 2 / words.lengths.sum()).sum()
+    )
 
 
 @pytest.mark.parametrize("form", [tuple, list, dict])
@@ -242,7 +262,11 @@ def test_frozen_encoder_runs_once_and_then_one_chunk(chunk_size):
     expected = whole(product, (images, texts), inputs := batch()), take_gradients(images, texts)
     images.calls = texts.calls = 0
     assert_same(
-        (grad_cache_step(product, (images, texts), inputs, chunk_size), take_gradients(images, texts)), expected
+        (
+            grad_cache_step(product, (images, texts), inputs, chunk_size),
+            take_gradients(images, texts),
+        ),
+        expected,
     )
     chunks = -(-N // chunk_size)
     assert (images.calls, texts.calls) == (chunks + 1, 2 * chunks)
@@ -261,7 +285,10 @@ def test_what_a_module_trains_may_be_held_elsewhere():
     encoder, texts, inputs = tower(5), tower(4), batch()
     hidden = Hidden(encoder)
     expected = whole(product, (hidden, texts), inputs), take_gradients(encoder, texts)
-    assert_same((grad_cache_step(product, (hidden, texts), inputs, 3), take_gradients(encoder, texts)), expected)
+    assert_same(
+        (grad_cache_step(product, (hidden, texts), inputs, 3), take_gradients(encoder, texts)),
+        expected,
+    )
 
 
 def test_chunk_without_a_gradient_does_not_end_the_pass():
@@ -293,7 +320,7 @@ def test_encoder_that_the_loss_ignores_is_not_run_again():
     assert take_gradients(encoders[1]) == [None] * 4
 
 
-# ---------------------------------------------------------------------------------------- random numbers, autocast
+# ------------------------------------------------------------------------- random numbers, autocast
 
 
 class Draws(nn.Module):
@@ -328,7 +355,9 @@ def test_second_pass_repeats_the_draws_of_the_first(chunk_size):
     results = []
     for step in (by_chunks, grad_cache_step):
         seed_all(7)
-        results.append((step(noisy, encoders, inputs, chunk_size), take_gradients(*encoders), next_draws()))
+        results.append(
+            (step(noisy, encoders, inputs, chunk_size), take_gradients(*encoders), next_draws())
+        )
     assert_same(results[1], results[0])
     assert results[1][2] == results[0][2]
     seed_all(8)
@@ -338,7 +367,10 @@ def test_second_pass_repeats_the_draws_of_the_first(chunk_size):
 def test_draws_are_repeated_behind_hooks_that_draw():
     encoders, inputs, gradients = (Draws(5), Draws(4)), batch(), []
     for drawn in (0, 3):
-        hooks = [p.register_hook(lambda g, n=drawn: g + 0 * torch.rand(n).sum()) for p in encoders[0].parameters()]
+        hooks = [
+            p.register_hook(lambda g, n=drawn: g + 0 * torch.rand(n).sum())
+            for p in encoders[0].parameters()
+        ]
         seed_all(7)
         grad_cache_step(product, encoders, inputs, 3)
         gradients.append(take_gradients(*encoders))
@@ -389,7 +421,7 @@ def test_autocast_gives_the_bits_that_chunks_with_all_graphs_kept_give(loss):
     assert all(map(torch.equal, take_gradients(*encoders), gradients))
 
 
-# ------------------------------------------------------------------------------------------------------- buffers
+# ------------------------------------------------------------------------------------------ buffers
 
 
 class Rebinding(nn.Module):
@@ -408,7 +440,9 @@ class WithBuffers(nn.Module):
     def __init__(self):
         super().__init__()
         spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(5, 5))
-        self.layers = nn.Sequential(Rebinding(), spectral, nn.Tanh(), nn.Linear(5, D), nn.BatchNorm1d(D)).double()
+        self.layers = nn.Sequential(
+            Rebinding(), spectral, nn.Tanh(), nn.Linear(5, D), nn.BatchNorm1d(D)
+        ).double()
 
     def forward(self, x):
         return self.layers(x)
@@ -417,7 +451,9 @@ class WithBuffers(nn.Module):
         return k * self.layers(x)
 
 
-@pytest.mark.parametrize("encoder_of", [lambda m: m, lambda m: m.encode, lambda m: partial(partial(m.encode), k=1)])
+@pytest.mark.parametrize(
+    "encoder_of", [lambda m: m, lambda m: m.encode, lambda m: partial(partial(m.encode), k=1)]
+)
 def test_buffers_are_read_and_left_as_after_one_pass(encoder_of):
     once, twice = WithBuffers(), WithBuffers()
     twice.load_state_dict(once.state_dict())
@@ -453,7 +489,7 @@ def test_buffers_that_do_not_change_stay_good_for_other_graphs():
     assert_same(take_gradients(encoders[0]), expected)
 
 
-# ------------------------------------------------------------------------------------------------------- memory
+# ------------------------------------------------------------------------------------------- memory
 
 
 @contextmanager
@@ -464,7 +500,8 @@ def saved_bytes():
     class Kept:
         def __init__(self, x):
             nonlocal held
-            self.x, size = x.detach(), x.numel() * x.element_size()  # an output would keep its own graph alive
+            # an output would keep its own graph alive
+            self.x, size = x.detach(), x.numel() * x.element_size()
             held += size
             most[0] = max(most[0], held)
             weakref.finalize(self, release, size)
@@ -479,10 +516,14 @@ def saved_bytes():
 
 @pytest.mark.parametrize("unused", [False, True])
 def test_memory_is_that_of_one_chunk(unused):
-    images = nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(6)), nn.Linear(5, D)).double()
+    images = nn.Sequential(
+        *(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(6)), nn.Linear(5, D)
+    ).double()
 
     def both(x):
-        """Encoder that also returns an output without a gradient, whose graph no backward pass frees."""
+        """Encoder that also returns an output without a gradient, whose graph no backward pass
+        frees.
+        """
         return (images(x), images(x) if unused else x)
 
     def loss(pair, texts):
@@ -498,10 +539,12 @@ def test_memory_is_that_of_one_chunk(unused):
     assert most[0] <= small[0] < large[0] / 10
 
 
-# ------------------------------------------------------------------------------------------------------- arguments
+# ---------------------------------------------------------------------------------------- arguments
 
 
-@pytest.mark.parametrize("chunk_size, error", [(0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)])
+@pytest.mark.parametrize(
+    "chunk_size, error", [(0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)]
+)
 def test_chunk_size_is_a_positive_integer(chunk_size, error):
     with pytest.raises(error, match="chunk_size"):
         grad_cache_step(product, (tower(5), tower(4)), batch(), chunk_size)
@@ -517,8 +560,18 @@ def test_chunk_size_is_a_positive_integer(chunk_size, error):
         (1, [()], ValueError, r"inputs\[0\]: .* \[\]"),
         (1, [torch.rand(0, 5)], ValueError, r"inputs\[0\]: .* at least 1"),
         (1, [torch.tensor(1.0)], ValueError, r"inputs\[0\]: .*\(\)"),
-        (2, [torch.rand(4, 5), (torch.rand(4, 2), torch.rand(5))], ValueError, r"inputs\[1\]: .*\(4, 2\), \(5,\)"),
-        (1, [{"x": torch.rand(4, 2), "y": torch.tensor(4)}], ValueError, r"inputs\[0\]: .*\(4, 2\), \(\)"),
+        (
+            2,
+            [torch.rand(4, 5), (torch.rand(4, 2), torch.rand(5))],
+            ValueError,
+            r"inputs\[1\]: .*\(4, 2\), \(5,\)",
+        ),
+        (
+            1,
+            [{"x": torch.rand(4, 2), "y": torch.tensor(4)}],
+            ValueError,
+            r"inputs\[0\]: .*\(4, 2\), \(\)",
+        ),
         (1, [torch.rand(4, 5, requires_grad=True) * 2], ValueError, r"inputs\[0\]: .* graph"),
     ],
 )
@@ -563,7 +616,7 @@ def test_loss_returns_a_scalar(loss, error):
         grad_cache_step(loss, (tower(5), tower(4)), batch(), 4)
 
 
-# ----------------------------------------------------------------------------------------------------- processes
+# ---------------------------------------------------------------------------------------- processes
 
 
 def towers_with_buffers() -> list[nn.Module]:
@@ -579,7 +632,11 @@ def worker(rank: int) -> list[tuple]:
     def average(_, bucket):
         met.append(rank)
         tensor = bucket.buffer() / 2
-        return dist.all_reduce(tensor, async_op=True).get_future().then(lambda future: future.value()[0])
+        return (
+            dist.all_reduce(tensor, async_op=True)
+            .get_future()
+            .then(lambda future: future.value()[0])
+        )
 
     for model in wrapped:
         model.register_comm_hook(None, average)
@@ -599,7 +656,9 @@ def worker(rank: int) -> list[tuple]:
 @pytest.mark.slow
 def test_processes_meet_once_a_step_and_average_gradients(tmp_path):
     results = both(worker, tmp_path)
-    for step, ((alone, found, met), (alone_too, found_too, met_too)) in enumerate(zip(*results, strict=True)):
+    for step, ((alone, found, met), (alone_too, found_too, met_too)) in enumerate(
+        zip(*results, strict=True)
+    ):
         siamese = step >= 2
         mean = [None if a is None else (a + b) / 2 for a, b in zip(alone, alone_too, strict=True)]
         assert met == met_too == (1 if siamese else 2)
@@ -624,5 +683,7 @@ def test_expanded_buffers_of_one_number_are_restored():
 
     encoder = Steps(3, 4)
     encoder.register_buffer("steps", torch.zeros(()).expand(1))
-    itrloss.grad_cache_step(itrloss.InfoNCELoss(), (encoder, encoder), (torch.randn(5, 3),) * 2, chunk_size=2)
+    itrloss.grad_cache_step(
+        itrloss.InfoNCELoss(), (encoder, encoder), (torch.randn(5, 3),) * 2, chunk_size=2
+    )
     assert encoder.steps == 6

@@ -1,6 +1,7 @@
 """Forms of InfoNCE, and distillation, beside plain PyTorch and sentence-transformers.
 
-`test_losses` has the hardness and the filter beside loop oracles, `test_sharded` all forms over processes.
+`test_losses` has the hardness and the filter beside loop oracles, `test_sharded` all forms over
+processes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ENGINES = ("dense", "tiled")
 DIRECTIONS = ("image-text", "text-image", "image-image", "text-text")
 I2T, T2I, I2I, T2T = DIRECTIONS
 
-# ------------------------------------------------------------------------------------------------ plain PyTorch
+# ------------------------------------------------------------------------------------ plain PyTorch
 
 
 def cosines(v: Tensor, w: Tensor) -> Tensor:
@@ -31,12 +32,18 @@ def cosines(v: Tensor, w: Tensor) -> Tensor:
 
 
 def positives_of(v: Tensor, w: Tensor, ids: Any) -> Tensor:
-    rows, cols = (torch.arange(len(x)) if i is None else i for i, x in zip(ids, (v, w), strict=True))
+    rows, cols = (
+        torch.arange(len(x)) if i is None else i for i, x in zip(ids, (v, w), strict=True)
+    )
     return rows[:, None] == cols
 
 
-def info_nce(S: Tensor, positive: Tensor, scale: Any, hardness=0.0, left_out: Any = None, more: Any = None) -> Tensor:
-    """The value of each row of scores, 0 without a positive or a negative; ``more``: scores of further negatives."""
+def info_nce(
+    S: Tensor, positive: Tensor, scale: Any, hardness=0.0, left_out: Any = None, more: Any = None
+) -> Tensor:
+    """The value of each row of scores, 0 without a positive or a negative; ``more``: scores of
+    further negatives.
+    """
     values = []
     for i, (scores, own) in enumerate(zip(S, positive, strict=True)):
         negative = scores[~own] if left_out is None else scores[~own & ~left_out[i]]
@@ -59,7 +66,10 @@ def with_gradients(call: Any, leaves: Any, grads: Any) -> list[Tensor]:
     values = call(*leaves)
     total = sum((value * g.to(value.dtype)).sum() for value, g in zip(values, grads, strict=False))
     found = torch.autograd.grad(total, leaves, allow_unused=True)
-    return [*values, *(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True))]
+    return [
+        *values,
+        *(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)),
+    ]
 
 
 def compare(ours: Any, plain: Any, leaves: Any, grads: Any, tolerance: float = 1e-9) -> None:
@@ -79,14 +89,17 @@ def others(n: int, m: int, d: int = 9) -> tuple[Tensor, Tensor]:
     return tuple(torch.randn(size, d, generator=generator, dtype=torch.float64) for size in (n, m))  # type: ignore
 
 
-# ------------------------------------------------------------------------------------------- hardness, negatives
+# ------------------------------------------------------------------------------ hardness, negatives
 
 
 @pytest.mark.parametrize(
-    ("hardness", "shape", "engine"), pairwise(hardness=[0.0, 1e-20, 9.0, 200.0], shape=SHAPES, engine=ENGINES)
+    ("hardness", "shape", "engine"),
+    pairwise(hardness=[0.0, 1e-20, 9.0, 200.0], shape=SHAPES, engine=ENGINES),
 )
 def test_weighted_negatives(hardness, shape, engine, small_tiles, poisoned):
-    """With a learnable temperature, the gradient of which is that of the formula with the weight as a constant."""
+    """With a learnable temperature, the gradient of which is that of the formula with the weight as
+    a constant.
+    """
     v, w, ids, grads = given(shape)
 
     def ours(x, y, scale):
@@ -108,7 +121,11 @@ def test_the_learnable_temperature_of_the_class_has_the_gradient_of_the_constant
     S, positive = cosines(v, w), positives_of(v, w, ids)
     loss = 0
     for scores, mask in ((S, positive), (S.T, positive.T)):
-        loss = loss + info_nce(scores, mask, log_scale.exp().squeeze(), 9.0).sum() / (mask.any(1) & ~mask.all(1)).sum()
+        loss = (
+            loss
+            + info_nce(scores, mask, log_scale.exp().squeeze(), 9.0).sum()
+            / (mask.any(1) & ~mask.all(1)).sum()
+        )
     loss.backward()
     torch.testing.assert_close(criterion.log_scale.grad, log_scale.grad, rtol=1e-9, atol=1e-9)
     assert log_scale.grad.abs() > 1e-3
@@ -128,13 +145,21 @@ def test_further_negatives(hardness, of_each, shape, engine, small_tiles, poison
 
     def plain(x, y, z):
         S, positive = cosines(x, y), positives_of(x, y, ids)
-        more = torch.einsum("nd,nkd->nk", F.normalize(x, dim=1), F.normalize(z, dim=2)) if of_each else cosines(x, z)
-        return [info_nce(S, positive, 10.0, hardness, more=more), info_nce(S.T, positive.T, 10.0, hardness)]
+        more = (
+            torch.einsum("nd,nkd->nk", F.normalize(x, dim=1), F.normalize(z, dim=2))
+            if of_each
+            else cosines(x, z)
+        )
+        return [
+            info_nce(S, positive, 10.0, hardness, more=more),
+            info_nce(S.T, positive.T, 10.0, hardness),
+        ]
 
     compare(lambda x, y, z: criterion(x, y, *ids, negatives=z), plain, (v, w, negatives), grads)
     rows, cols = plain(v, w, negatives)
     positive = positives_of(v, w, ids)
-    counted = positive.any(1).sum(), (positive.any(0) & ~positive.all(0)).sum()  # of images, all have negatives
+    # of images, all have negatives
+    counted = positive.any(1).sum(), (positive.any(0) & ~positive.all(0)).sum()
     mean = sum(x.sum() / n.clamp_min(1) for x, n in zip((rows, cols), counted, strict=True))
     criterion.reduction = "mean"
     torch.testing.assert_close(criterion(v, w, *ids, negatives=negatives), mean)
@@ -144,12 +169,16 @@ def test_further_negatives(hardness, of_each, shape, engine, small_tiles, poison
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_negatives_are_those_of_negclip_in_one_direction(engine):
-    """One matrix of the images with all texts, whose targets are the own texts, and one of the texts with images."""
+    """One matrix of the images with all texts, whose targets are the own texts, and one of the
+    texts with images.
+    """
     v, w = embeddings(6, 6)
     negatives = embeddings(6, 6, seed=5)[0]
     rows = F.cross_entropy(cosines(v, torch.cat([w, negatives])) / 0.07, torch.arange(6))
     cols = F.cross_entropy(cosines(w, v) / 0.07, torch.arange(6))
-    torch.testing.assert_close(itrloss.InfoNCELoss(engine=engine)(v, w, negatives=negatives), rows + cols)
+    torch.testing.assert_close(
+        itrloss.InfoNCELoss(engine=engine)(v, w, negatives=negatives), rows + cols
+    )
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -171,7 +200,7 @@ def test_zero_vectors_among_negatives(size, dtype, engine):
     torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=1e-5)
 
 
-# ---------------------------------------------------------------------------------------------- left-out negatives
+# ------------------------------------------------------------------------------- left-out negatives
 
 
 @pytest.mark.parametrize(
@@ -183,7 +212,9 @@ def test_zero_vectors_among_negatives(size, dtype, engine):
         engine=ENGINES,
     ),
 )
-def test_negatives_above_the_positive_are_left_out(guided, limit, shape, engine, small_tiles, poisoned):
+def test_negatives_above_the_positive_are_left_out(
+    guided, limit, shape, engine, small_tiles, poisoned
+):
     margin, relative = limit
     v, w, ids, grads = given(shape)
     x, y = others(len(v), len(w))
@@ -214,10 +245,14 @@ def test_a_guide_has_an_engine_and_a_dtype_of_its_own(own, other, dtype, small_t
     x, y = (a.to(dtype) for a in others(len(v), len(w)))
     criterion = itrloss.FilteredInfoNCELoss(margin=0.0, engine=own)
     wanted = criterion(v, w, *ids, guide=Similarity(x.double(), y.double(), *ids))
-    torch.testing.assert_close(criterion(v, w, *ids, guide=Similarity(x, y, *ids, engine=other)), wanted)
+    torch.testing.assert_close(
+        criterion(v, w, *ids, guide=Similarity(x, y, *ids, engine=other)), wanted
+    )
     teacher = itrloss.DistillationLoss(engine=own)
     wanted = teacher(v, w, Similarity(x.double(), y.double(), *ids), *ids)
-    torch.testing.assert_close(teacher(v, w, Similarity(x, y, *ids, engine=other), *ids), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        teacher(v, w, Similarity(x, y, *ids, engine=other), *ids), wanted, rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -231,7 +266,9 @@ def test_an_anchor_whose_negatives_are_all_left_out_counts_with_0_and_has_no_gra
     assert rows[0] == 0 and rows[1] > 0
     sim = Similarity.from_scores(scores, engine=engine)
     for positives in (None, sim.both):  # also where positives are of other candidates
-        mean = functional.info_nce_loss(sim, 0.05, below=sim.scores().diagonal().repeat(2) + 0.1, positives=positives)
+        mean = functional.info_nce_loss(
+            sim, 0.05, below=sim.scores().diagonal().repeat(2) + 0.1, positives=positives
+        )
         torch.testing.assert_close(mean, itrloss.FilteredInfoNCELoss()(scores=scores))
 
 
@@ -243,12 +280,16 @@ def test_scores_of_the_guide_that_are_equal_to_the_limit_are_left_out():
     torch.testing.assert_close(rows, torch.tensor([0.0, 2.0]).log().clamp_min(0))
 
 
-# -------------------------------------------------------------------------------------------------- directions
+# --------------------------------------------------------------------------------------- directions
 
-CHOSEN = [c for k in range(1, 5) for c in itertools.combinations(DIRECTIONS, k) if {I2T, T2I} & {*c}]
+CHOSEN = [
+    c for k in range(1, 5) for c in itertools.combinations(DIRECTIONS, k) if {I2T, T2I} & {*c}
+]
 
 
-def directional(v: Tensor, w: Tensor, ids: Any, directions: Any, joint: bool, scale: float = 10.0) -> list[Tensor]:
+def directional(
+    v: Tensor, w: Tensor, ids: Any, directions: Any, joint: bool, scale: float = 10.0
+) -> list[Tensor]:
     """The values of each softmax, by loops. An image's positives are the texts with its id."""
     ids = torch.arange(len(v)) if ids is None else ids
     scores = {I2T: cosines(v, w), T2I: cosines(w, v), I2I: cosines(v, v), T2T: cosines(w, w)}
@@ -274,7 +315,9 @@ def directional(v: Tensor, w: Tensor, ids: Any, directions: Any, joint: bool, sc
 def test_directions(n, directions, joint, engine, small_tiles, poisoned):
     v, w = embeddings(n, n)
     for ids in (None, torch.arange(n) // 3, torch.zeros(n, dtype=torch.int64)):
-        criterion = itrloss.DirectionalInfoNCELoss(0.1, directions, joint, reduction="none", engine=engine)
+        criterion = itrloss.DirectionalInfoNCELoss(
+            0.1, directions, joint, reduction="none", engine=engine
+        )
         plain = partial(directional, ids=ids, directions=directions, joint=joint)
         grads = [torch.linspace(-1, 2, n, dtype=v.dtype)] * len(directions)
         compare(lambda x, y, ids=ids, f=criterion: f(x, y, ids, ids), plain, (v, w), grads)
@@ -311,12 +354,15 @@ def test_directions_of_zero_vectors_and_half_precision(joint, engine):
         assert a.grad.isfinite().all() and b.grad.isfinite().all() and (a.grad[:2] == 0).all()
 
 
-# -------------------------------------------------------------------------------------------------- distillation
+# ------------------------------------------------------------------------------------- distillation
 
 
 def distilled(S: Tensor, T: Tensor, temperature: float, of_teacher: float) -> list[Tensor]:
     """The cross-entropies of rows and columns, with -sum q log p written out."""
-    return [-((t / of_teacher).softmax(1) * (s / temperature).log_softmax(1)).sum(1) for s, t in ((S, T), (S.T, T.T))]
+    return [
+        -((t / of_teacher).softmax(1) * (s / temperature).log_softmax(1)).sum(1)
+        for s, t in ((S, T), (S.T, T.T))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -331,7 +377,12 @@ def test_distillation(temperatures, shape, engine, small_tiles, poisoned):
     criterion = itrloss.DistillationLoss(temperature, of_teacher, reduction="none", engine=engine)
     T = cosines(x, y).requires_grad_()
     known = make_ids("random", len(v), len(w))
-    for teacher, own in ((Similarity(x, y, *ids, engine=engine), ids), (T, ids), (T, (None, None)), (T, known)):
+    for teacher, own in (
+        (Similarity(x, y, *ids, engine=engine), ids),
+        (T, ids),
+        (T, (None, None)),
+        (T, known),
+    ):
         compare(
             lambda v, w, teacher=teacher, own=own: criterion(v, w, teacher, *own),
             lambda v, w: distilled(cosines(v, w), T.detach(), temperature, of_teacher),
@@ -354,7 +405,9 @@ def test_the_temperature_of_distillation_may_be_learnt(engine):
 
     def ours(x, y, temperature):
         teacher = Similarity.from_scores(T, *ids)
-        return functional.distillation_loss(Similarity(x, y, *ids, engine=engine), teacher, temperature, 0.5, "none")
+        return functional.distillation_loss(
+            Similarity(x, y, *ids, engine=engine), teacher, temperature, 0.5, "none"
+        )
 
     plain = lambda x, y, temperature: distilled(cosines(x, y), T, temperature, 0.5)  # noqa: E731
     compare(ours, plain, (v, w, torch.tensor(0.3, dtype=v.dtype)), grads)
@@ -384,7 +437,11 @@ def test_padding_is_no_candidate_of_the_teacher_either(engine):
 def test_distillation_of_zero_vectors_and_half_precision(engine):
     v = torch.cat([torch.zeros(2, 8), torch.ones(3, 8), torch.eye(8)[:3]]).to(torch.bfloat16)
     a, b = v.clone().requires_grad_(), v.flip(0).clone().requires_grad_()
-    for teacher in (Similarity(v, v, engine=engine), torch.full((8, 8), 1e4), torch.eye(8).to(torch.bfloat16)):
+    for teacher in (
+        Similarity(v, v, engine=engine),
+        torch.full((8, 8), 1e4),
+        torch.eye(8).to(torch.bfloat16),
+    ):
         loss = itrloss.DistillationLoss(0.01, 0.01, engine=engine)(a, b, teacher)
         loss.backward()
         assert loss.dtype == torch.float32 and loss.isfinite()
@@ -395,12 +452,14 @@ def test_a_student_like_its_teacher_has_the_entropy_and_no_gradient():
     v, w = (x.requires_grad_() for x in embeddings(6, 9))
     S = cosines(v, w).detach()
     loss = itrloss.DistillationLoss()(v, w, S)
-    entropy = sum(torch.distributions.Categorical(logits=x / 0.07).entropy().mean() for x in (S, S.T))
+    entropy = sum(
+        torch.distributions.Categorical(logits=x / 0.07).entropy().mean() for x in (S, S.T)
+    )
     torch.testing.assert_close(loss, entropy)
     assert all(x.abs().amax() < 1e-12 for x in torch.autograd.grad(loss, (v, w)))
 
 
-# -------------------------------------------------------------------------------------------------------- errors
+# ------------------------------------------------------------------------------------------- errors
 
 
 def forward(module: Any, *args: Any, **options: Any) -> Any:
@@ -424,57 +483,141 @@ Y = embeddings(4, 4, dtype=torch.float32)
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
-        (lambda: itrloss.InfoNCELoss(hardness=-1), ValueError, "hardness: expected a number of at least 0, got -1"),
-        (lambda: itrloss.InfoNCELoss(hardness="9"), TypeError, "hardness: expected a number, got '9'"),  # type: ignore
-        (lambda: itrloss.InfoNCELoss(hardness=float("nan")), ValueError, "hardness: expected a number in the range"),
+        (
+            lambda: itrloss.InfoNCELoss(hardness=-1),
+            ValueError,
+            "hardness: expected a number of at least 0, got -1",
+        ),
+        (
+            lambda: itrloss.InfoNCELoss(hardness="9"),
+            TypeError,
+            "hardness: expected a number, got '9'",
+        ),  # type: ignore
+        (
+            lambda: itrloss.InfoNCELoss(hardness=float("nan")),
+            ValueError,
+            "hardness: expected a number in the range",
+        ),
         (
             NEGATIVES(negatives=torch.randn(3, 7)),
             ValueError,
             "negatives: expected embeddings of dimension 6 like images",
         ),
         (NEGATIVES(negatives=[1.0]), TypeError, "negatives: expected a floating-point tensor"),
-        (NEGATIVES(negatives=torch.randn(0, 6)), ValueError, r"negatives: expected shape \(M, D\), each at least 1"),
+        (
+            NEGATIVES(negatives=torch.randn(0, 6)),
+            ValueError,
+            r"negatives: expected shape \(M, D\), each at least 1",
+        ),
         (
             NEGATIVES(negatives=torch.randn(3, 6).double()),
             TypeError,
             "negatives: expected float64 beside float64 images",
         ),
-        (NEGATIVES(negatives=torch.randn(3, 2, 6)), ValueError, r"negatives: expected shape \(K, D\) or \(4, K, 6\)"),
-        (NEGATIVES(negatives=torch.randn(4, 0, 6)), ValueError, r"negatives: expected shape \(K, D\) or \(4, K, 6\)"),
-        (lambda: itrloss.InfoNCELoss()(Similarity(*Y), negatives=Y[0]), ValueError, "negatives: expected images"),
+        (
+            NEGATIVES(negatives=torch.randn(3, 2, 6)),
+            ValueError,
+            r"negatives: expected shape \(K, D\) or \(4, K, 6\)",
+        ),
+        (
+            NEGATIVES(negatives=torch.randn(4, 0, 6)),
+            ValueError,
+            r"negatives: expected shape \(K, D\) or \(4, K, 6\)",
+        ),
+        (
+            lambda: itrloss.InfoNCELoss()(Similarity(*Y), negatives=Y[0]),
+            ValueError,
+            "negatives: expected images",
+        ),
         (lambda: itrloss.FilteredInfoNCELoss(margin="0"), TypeError, "margin: expected a number"),  # type: ignore
-        (lambda: itrloss.FilteredInfoNCELoss(0.0), ValueError, "temperature: expected a number above 0"),
+        (
+            lambda: itrloss.FilteredInfoNCELoss(0.0),
+            ValueError,
+            "temperature: expected a number above 0",
+        ),
         (FILTERED(guide=torch.eye(4)), TypeError, "guide: expected a Similarity"),
         (
             FILTERED(guide=Similarity(*X, *map(torch.arange, (3, 4)))),
             ValueError,
             r"guide: .* a matrix of \(3, 4\) beside",
         ),
-        (FILTERED(guide=Similarity(*Y, *[torch.arange(4)] * 2)), ValueError, "guide: expected the ids of the loss"),
-        (lambda: itrloss.DistillationLoss(0.1, -1.0), ValueError, "teacher_temperature: expected a number above 0"),
-        (DISTILLED(torch.eye(4)[:3]), ValueError, r"teacher: expected shape \(4, 4\), got \(3, 4\)"),
+        (
+            FILTERED(guide=Similarity(*Y, *[torch.arange(4)] * 2)),
+            ValueError,
+            "guide: expected the ids of the loss",
+        ),
+        (
+            lambda: itrloss.DistillationLoss(0.1, -1.0),
+            ValueError,
+            "teacher_temperature: expected a number above 0",
+        ),
+        (
+            DISTILLED(torch.eye(4)[:3]),
+            ValueError,
+            r"teacher: expected shape \(4, 4\), got \(3, 4\)",
+        ),
         (DISTILLED(torch.zeros(4, 4, 2)), ValueError, r"teacher: expected shape \(N, M\)"),
-        (DISTILLED(torch.eye(4).long()), TypeError, r"teacher: expected a floating-point tensor \(N, M\)"),
+        (
+            DISTILLED(torch.eye(4).long()),
+            TypeError,
+            r"teacher: expected a floating-point tensor \(N, M\)",
+        ),
         (DISTILLED(None), TypeError, "teacher: expected a Similarity"),
-        (DISTILLED(Similarity(*X, *map(torch.arange, (3, 4)))), ValueError, r"teacher: .* a matrix of \(3, 4\) beside"),
-        (lambda: functional.distillation_loss(Similarity(*Y), Y), TypeError, "teacher: expected a Similarity"),  # type: ignore
-        (lambda: itrloss.DirectionalInfoNCELoss(directions=I2T), TypeError, "directions: expected several names"),
-        (lambda: itrloss.DirectionalInfoNCELoss(directions="all"), ValueError, "directions: expected 'image-text', "),
+        (
+            DISTILLED(Similarity(*X, *map(torch.arange, (3, 4)))),
+            ValueError,
+            r"teacher: .* a matrix of \(3, 4\) beside",
+        ),
+        (
+            lambda: functional.distillation_loss(Similarity(*Y), Y),
+            TypeError,
+            "teacher: expected a Similarity",
+        ),  # type: ignore
+        (
+            lambda: itrloss.DirectionalInfoNCELoss(directions=I2T),
+            TypeError,
+            "directions: expected several names",
+        ),
+        (
+            lambda: itrloss.DirectionalInfoNCELoss(directions="all"),
+            ValueError,
+            "directions: expected 'image-text', ",
+        ),
         (
             lambda: itrloss.DirectionalInfoNCELoss(directions=[I2I]),
             ValueError,
             "directions: expected each once, and one",
         ),
-        (lambda: itrloss.DirectionalInfoNCELoss(directions=[I2T] * 2), ValueError, "directions: expected each once"),
-        (lambda: itrloss.DirectionalInfoNCELoss(directions=[]), ValueError, "directions: expected each once, and one"),
-        (lambda: itrloss.DirectionalInfoNCELoss(joint="yes"), ValueError, "joint: expected True or False"),  # type: ignore
+        (
+            lambda: itrloss.DirectionalInfoNCELoss(directions=[I2T] * 2),
+            ValueError,
+            "directions: expected each once",
+        ),
+        (
+            lambda: itrloss.DirectionalInfoNCELoss(directions=[]),
+            ValueError,
+            "directions: expected each once, and one",
+        ),
+        (
+            lambda: itrloss.DirectionalInfoNCELoss(joint="yes"),
+            ValueError,
+            "joint: expected True or False",
+        ),  # type: ignore
         (
             lambda: itrloss.DirectionalInfoNCELoss()(*X),
             ValueError,
             "texts: expected a tensor, and one text for each image",
         ),
-        (DIRECTED(None, torch.arange(4)), ValueError, "image_ids, text_ids: expected both or neither"),
-        (DIRECTED(torch.arange(4), torch.arange(4).flip(0)), ValueError, "text_ids: expected image_ids, as image i"),
+        (
+            DIRECTED(None, torch.arange(4)),
+            ValueError,
+            "image_ids, text_ids: expected both or neither",
+        ),
+        (
+            DIRECTED(torch.arange(4), torch.arange(4).flip(0)),
+            ValueError,
+            "text_ids: expected image_ids, as image i",
+        ),
     ],
 )
 def test_errors(call, kind, message):
@@ -482,7 +625,7 @@ def test_errors(call, kind, message):
         call()
 
 
-# ---------------------------------------------------------------------------------------- compiler, call forms
+# ----------------------------------------------------------------------------- compiler, call forms
 
 
 def calls(**options: Any) -> dict[str, Any]:
@@ -491,9 +634,21 @@ def calls(**options: Any) -> dict[str, Any]:
     ids = torch.arange(8) % 5
     every = embeddings(24, 1, dtype=torch.float32)[0]
     return {
-        "negatives": (itrloss.InfoNCELoss(hardness=9.0, **options), (v, w, ids, ids), {"negatives": x[:, :6]}),
-        "negatives of each": (itrloss.InfoNCELoss(**options), (v, w), {"negatives": every.view(8, 3, 6)}),
-        "guide": (itrloss.FilteredInfoNCELoss(**options), (v, w, ids, ids), {"guide": Similarity(x, y, ids, ids)}),
+        "negatives": (
+            itrloss.InfoNCELoss(hardness=9.0, **options),
+            (v, w, ids, ids),
+            {"negatives": x[:, :6]},
+        ),
+        "negatives of each": (
+            itrloss.InfoNCELoss(**options),
+            (v, w),
+            {"negatives": every.view(8, 3, 6)},
+        ),
+        "guide": (
+            itrloss.FilteredInfoNCELoss(**options),
+            (v, w, ids, ids),
+            {"guide": Similarity(x, y, ids, ids)},
+        ),
         "teacher": (itrloss.DistillationLoss(**options), (v, w, x @ y.T / 9), {}),
         "joint": (itrloss.DirectionalInfoNCELoss(**options), (v, w, ids, ids), {}),
         "one by one": (itrloss.DirectionalInfoNCELoss(joint=False, **options), (v, w), {}),
@@ -522,7 +677,9 @@ def test_telemetry_gather_in_one_process_and_representation(name):
         value = criterion(*args, **options)
         wanted = value if wanted is None else wanted
         torch.testing.assert_close(value, wanted)
-        assert bool(criterion.telemetry) == ("telemetry" in extra) and "temperature=" in repr(criterion)
+        assert bool(criterion.telemetry) == ("telemetry" in extra) and "temperature=" in repr(
+            criterion
+        )
     v, w, *more = args
     bad = v.clone()
     bad[0, 0] = torch.nan
@@ -530,7 +687,7 @@ def test_telemetry_gather_in_one_process_and_representation(name):
         criterion(bad, w, *more, **options)
 
 
-# ------------------------------------------------------------------------------------------ sentence-transformers
+# ---------------------------------------------------------------------------- sentence-transformers
 # Their losses have one direction, from queries to documents. Its part of ours are the values of the images.
 
 THEIRS = {I2T: "query_to_doc", T2I: "doc_to_query", I2I: "query_to_query", T2T: "doc_to_doc"}
@@ -573,7 +730,11 @@ def test_hardness_is_that_of_sentence_transformers(further, engine, small_tiles)
     def rows(v, w, *negatives):
         return ours(v, w, negatives=torch.cat(negatives) if negatives else None)[0].mean()
 
-    same(rows, theirs, (*embeddings(9, 9), *embeddings(9, 9, seed=1), *embeddings(9, 9, seed=2))[: 2 + further])
+    same(
+        rows,
+        theirs,
+        (*embeddings(9, 9), *embeddings(9, 9, seed=1), *embeddings(9, 9, seed=2))[: 2 + further],
+    )
 
 
 class Model(nn.Module):
@@ -588,20 +749,27 @@ class Model(nn.Module):
         from transformers import PreTrainedTokenizerFast
 
         self.name = name
-        self.tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
+        self.tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a"))
+        )
 
     def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"sentence_embedding": features[self.name]}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(("margin", "relative"), [(0.0, False), (0.1, False), (-0.1, False), (0.05, True)])
+@pytest.mark.parametrize(
+    ("margin", "relative"), [(0.0, False), (0.1, False), (-0.1, False), (0.05, True)]
+)
 def test_the_guide_is_that_of_sentence_transformers(margin, relative, engine, small_tiles):
     """Their margin has the other sign. Their pairs of queries, and of documents, are left out."""
     pytest.importorskip("sentence_transformers")
     from sentence_transformers.sentence_transformer.losses import GISTEmbedLoss
 
-    options: dict[str, Any] = {"margin": margin, "margin_strategy": "relative" if relative else "absolute"}
+    options: dict[str, Any] = {
+        "margin": margin,
+        "margin_strategy": "relative" if relative else "absolute",
+    }
     models: Any = (Model("own"), Model("guide"))
     loss = GISTEmbedLoss(*models, 0.05, contrast_anchors=False, contrast_positives=False, **options)
     x, y = others(9, 9)
@@ -618,12 +786,16 @@ def test_the_guide_is_that_of_sentence_transformers(margin, relative, engine, sm
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_distillation_is_that_of_sentence_transformers(engine):
-    """Theirs is the divergence, without the teacher's entropy, times the square of the student's temperature."""
+    """Theirs is the divergence, without the teacher's entropy, times the square of the student's
+    temperature.
+    """
     pytest.importorskip("sentence_transformers")
     from sentence_transformers.sentence_transformer.losses import DistillKLDivLoss
     from sentence_transformers.util import pairwise_cos_sim
 
-    loss = DistillKLDivLoss(None, pairwise_cos_sim, student_temperature=0.2, teacher_temperature=0.1)  # type: ignore
+    loss = DistillKLDivLoss(
+        None, pairwise_cos_sim, student_temperature=0.2, teacher_temperature=0.1
+    )  # type: ignore
     T = cosines(*others(9, 11))
     entropy = torch.distributions.Categorical(logits=T / 0.1).entropy().mean()
     ours = itrloss.DistillationLoss(0.2, 0.1, reduction="none", engine=engine)

@@ -48,7 +48,10 @@ def loop(images, texts, aggregation, lengths=(None, None), normalize=True) -> Te
         elif aggregation == "smooth_max_sum":
             value = sum(soft(line) for line in x)
         else:
-            forth, back = sum(soft(line) for line in x) / len(a), sum(soft(y) for y in zip(*x, strict=True)) / len(b)
+            forth, back = (
+                sum(soft(line) for line in x) / len(a),
+                sum(soft(y) for y in zip(*x, strict=True)) / len(b),
+            )
             value = (forth + back) / 2
         rows.append(value)
     return torch.stack(rows).view(len(images), len(texts))
@@ -86,7 +89,9 @@ def test_values_and_gradients_are_those_of_the_definition(aggregation, lengths, 
             again = ours(v, w, aggregation, LENGTHS[lengths], normalize=normalize)
         torch.testing.assert_close(again, wanted, rtol=1e-9, atol=1e-9)
         for x, y in zip(
-            torch.autograd.grad(found, (v, w), grad), torch.autograd.grad(wanted, (v, w), grad), strict=True
+            torch.autograd.grad(found, (v, w), grad),
+            torch.autograd.grad(wanted, (v, w), grad),
+            strict=True,
         ):
             torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
 
@@ -101,7 +106,9 @@ def test_derivatives_are_those_of_differences(aggregation, monkeypatch):
     for k in range(2):  # one side alone
         alone = [x.detach().requires_grad_(i == k) for i, x in enumerate(inputs)]
         grad = torch.autograd.grad(ours(*alone, aggregation).sum(), alone[k])[0]
-        torch.testing.assert_close(grad, torch.autograd.grad(ours(*inputs, aggregation).sum(), inputs[k])[0])
+        torch.testing.assert_close(
+            grad, torch.autograd.grad(ours(*inputs, aggregation).sum(), inputs[k])[0]
+        )
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
@@ -152,7 +159,10 @@ def test_of_equal_elements_the_first_has_the_gradient():
         score = ours(v, w, aggregation, normalize=False)
         assert score.item() == 3 * rows
         of_rows, of_cols = torch.autograd.grad(score, (v, w))
-        assert of_cols[0, :, 0].tolist() == [rows, 0, 0, 0] and of_rows[0, :, 0].tolist() == [1, rows - 1]
+        assert of_cols[0, :, 0].tolist() == [rows, 0, 0, 0] and of_rows[0, :, 0].tolist() == [
+            1,
+            rows - 1,
+        ]
 
 
 def test_zero_vectors_score_zero_without_a_gradient():
@@ -171,7 +181,10 @@ def test_half_precision_is_computed_in_float32(aggregation, dtype):
         found = ours(v, w, aggregation)
         assert found.dtype == torch.float32
         torch.testing.assert_close(found, ours(*wide, aggregation), rtol=1e-6, atol=1e-6)
-    grads, wanted = torch.autograd.grad(found.sum(), (v, w)), torch.autograd.grad(ours(*wide, aggregation).sum(), wide)
+    grads, wanted = (
+        torch.autograd.grad(found.sum(), (v, w)),
+        torch.autograd.grad(ours(*wide, aggregation).sum(), wide),
+    )
     for x, y in zip(grads, wanted, strict=True):
         assert x.dtype == dtype
         torch.testing.assert_close(x, y.to(dtype), rtol=2e-2, atol=1e-4)
@@ -190,12 +203,19 @@ def test_nan_is_seen_where_it_belongs(aggregation):
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_compiles_without_a_graph_break(aggregation):
     torch._dynamo.reset()
-    v, w, lengths = sets(5, 3, 6).requires_grad_(), sets(4, 4, 6, seed=1).requires_grad_(), LENGTHS["both"]
+    v, w, lengths = (
+        sets(5, 3, 6).requires_grad_(),
+        sets(4, 4, 6, seed=1).requires_grad_(),
+        LENGTHS["both"],
+    )
 
     def step(a, b, *lengths):
         return ours(a, b, aggregation, lengths)
 
-    wanted, found = step(v, w, *lengths), torch.compile(step, fullgraph=True, backend="aot_eager")(v, w, *lengths)
+    wanted, found = (
+        step(v, w, *lengths),
+        torch.compile(step, fullgraph=True, backend="aot_eager")(v, w, *lengths),
+    )
     torch.testing.assert_close(found, wanted)
     grads = [torch.autograd.grad(x.sin().sum(), (v, w)) for x in (found, wanted)]
     torch.testing.assert_close(*grads)
@@ -203,12 +223,17 @@ def test_compiles_without_a_graph_break(aggregation):
 
 def test_scores_are_those_of_a_public_package():
     package = pytest.importorskip("maxsim_cpu")
-    query, documents = F.normalize(torch.randn(32, 128), dim=1), F.normalize(torch.randn(20, 100, 128), dim=2)
+    query, documents = (
+        F.normalize(torch.randn(32, 128), dim=1),
+        F.normalize(torch.randn(20, 100, 128), dim=2),
+    )
     wanted = torch.from_numpy(package.maxsim_scores(query.numpy(), documents.numpy()))
-    torch.testing.assert_close(ours(query[None], documents, "max_sum")[0], wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        ours(query[None], documents, "max_sum")[0], wanted, rtol=1e-5, atol=1e-5
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- memory
+# ------------------------------------------------------------------------------------------- memory
 
 MEASURE = """
 import json, sys, torch
@@ -245,7 +270,7 @@ def test_memory_is_that_of_a_tile():
     assert len(found) == len(names) and max(found) < 40, found
 
 
-# --------------------------------------------------------------------------------------------------------- loss
+# --------------------------------------------------------------------------------------------- loss
 
 
 @pytest.mark.parametrize("engine", ["dense", "tiled"])
@@ -268,7 +293,9 @@ def test_loss_takes_ids_other_counts_and_reductions():
     scores = loop(v, w, "max_sum")
     for reduction in ("mean", "sum", "none"):
         loss = itrloss.LateInteractionLoss(2.0, reduction=reduction, telemetry=True)
-        wanted = itrloss.InfoNCELoss(2.0, reduction=reduction)(scores=scores, image_ids=ids[0], text_ids=ids[1])
+        wanted = itrloss.InfoNCELoss(2.0, reduction=reduction)(
+            scores=scores, image_ids=ids[0], text_ids=ids[1]
+        )
         torch.testing.assert_close(loss(v, w, None, None, *ids), wanted, rtol=1e-9, atol=1e-9)
         assert loss.telemetry
     assert "temperature=2.0" in repr(loss)
@@ -276,14 +303,42 @@ def test_loss_takes_ids_other_counts_and_reductions():
 
 X = torch.ones(2, 3, 4)
 WRONG = {
-    "image_lengths": (lambda: ours(X, X, "max", (torch.tensor([1, 4]), None)), ValueError, r"image_lengths: .* 0 to 3"),
-    "text_lengths": (lambda: ours(X, X, "max", (None, torch.tensor([1]))), ValueError, "text_lengths: expected shape"),
-    "kind": (lambda: ours(X, X, "max", (None, torch.ones(2))), TypeError, "text_lengths: expected an integer"),
+    "image_lengths": (
+        lambda: ours(X, X, "max", (torch.tensor([1, 4]), None)),
+        ValueError,
+        r"image_lengths: .* 0 to 3",
+    ),
+    "text_lengths": (
+        lambda: ours(X, X, "max", (None, torch.tensor([1]))),
+        ValueError,
+        "text_lengths: expected shape",
+    ),
+    "kind": (
+        lambda: ours(X, X, "max", (None, torch.ones(2))),
+        TypeError,
+        "text_lengths: expected an integer",
+    ),
     "double": (lambda: ours(X, X.double(), "max_sum"), TypeError, "texts"),
-    "images": (lambda: itrloss.LateInteractionLoss()(X[0], X), ValueError, "images: expected shape"),
-    "nan": (lambda: itrloss.LateInteractionLoss(check_finite=True)(X, X * math.nan), ValueError, "texts: expected fin"),
-    "alpha": (lambda: itrloss.LateInteractionLoss(alpha=-1.0)(X, X), ValueError, "alpha: expected a number above 0"),
-    "temperature": (lambda: itrloss.LateInteractionLoss(0.0), ValueError, "temperature: expected a number above 0"),
+    "images": (
+        lambda: itrloss.LateInteractionLoss()(X[0], X),
+        ValueError,
+        "images: expected shape",
+    ),
+    "nan": (
+        lambda: itrloss.LateInteractionLoss(check_finite=True)(X, X * math.nan),
+        ValueError,
+        "texts: expected fin",
+    ),
+    "alpha": (
+        lambda: itrloss.LateInteractionLoss(alpha=-1.0)(X, X),
+        ValueError,
+        "alpha: expected a number above 0",
+    ),
+    "temperature": (
+        lambda: itrloss.LateInteractionLoss(0.0),
+        ValueError,
+        "temperature: expected a number above 0",
+    ),
 }
 
 

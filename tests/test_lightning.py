@@ -32,7 +32,10 @@ class Model(lightning.LightningModule):
     def __init__(self, criterion: nn.Module):
         super().__init__()
         torch.manual_seed(0)
-        self.image_encoder, self.text_encoder = nn.Linear(20, 16).double(), nn.Linear(12, 16).double()
+        self.image_encoder, self.text_encoder = (
+            nn.Linear(20, 16).double(),
+            nn.Linear(12, 16).double(),
+        )
         self.criterion, self.metrics, self.values = criterion, RetrievalMetrics(), []
 
     def forward(self, batch: Any) -> Any:
@@ -64,7 +67,8 @@ def data() -> torch.utils.data.TensorDataset:
 def train(name: str, **options: Any) -> tuple[Model, Any]:
     """The module after the steps of their trainer, and the trainer."""
     world = options.get("devices", 1)
-    own = torch.utils.data.DistributedSampler(data(), world, shuffle=False) if world > 1 else None  # theirs shuffles
+    # theirs shuffles
+    own = torch.utils.data.DistributedSampler(data(), world, shuffle=False) if world > 1 else None
     loader = torch.utils.data.DataLoader(data(), batch_size=BATCH // world, sampler=own)
     quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     settings: Any = {

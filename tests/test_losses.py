@@ -38,9 +38,18 @@ TRIPLET, INFONCE, HAL, DCL, SUPCON, MULTI, CIRCLE = (
     (itrloss.MultiSimilarityLoss, oracle_supervised.multi_similarity),
     (itrloss.CircleLoss, oracle_supervised.circle),
 )
-HARD, FILTERED = (itrloss.InfoNCELoss, oracle_infonce.hard), (itrloss.FilteredInfoNCELoss, oracle_infonce.filtered)
+HARD, FILTERED = (
+    (itrloss.InfoNCELoss, oracle_infonce.hard),
+    (itrloss.FilteredInfoNCELoss, oracle_infonce.filtered),
+)
 HARDER = {"hardness": 30.0, "temperature": 0.2}
-HEAVY = {"positive_weight": 0.5, "positive": "relu", "temperature": 0.2, "margin": 0.1, "epsilon": 0.3}
+HEAVY = {
+    "positive_weight": 0.5,
+    "positive": "relu",
+    "temperature": 0.2,
+    "margin": 0.1,
+    "epsilon": 0.3,
+}
 LOSSES = {
     "triplet": (*TRIPLET, {}, {"margin": 0.2, "mining": "hardest"}),
     "triplet all": (*TRIPLET, {"mining": "all", "margin": 0.3}, {"margin": 0.3, "mining": "all"}),
@@ -59,26 +68,39 @@ LOSSES = {
     "dcl implicit": (*DCL, {"diversity": None}, {"diversity": None}),
     "dcl weighted relu": (*DCL, HEAVY, {"diversity": "std", **HEAVY}),
     "dcl through diversity": (*DCL, {"detach_diversity": False}, {"diversity": "std"}),
-    "dcl through entropy": (*DCL, {"detach_diversity": False, "diversity": "entropy"}, {"diversity": "entropy"}),
+    "dcl through entropy": (
+        *DCL,
+        {"detach_diversity": False, "diversity": "entropy"},
+        {"diversity": "entropy"},
+    ),
     "supcon": (*SUPCON, {}, {}),
     "supcon inside": (*SUPCON, *[{"inside": True, "temperature": 0.02}] * 2),
     "mil-nce": (itrloss.MILNCELoss, oracle_supervised.mil_nce, {}, {}),
     "multi-similarity": (*MULTI, {}, {}),
-    "multi-similarity mined": (*MULTI, *[{"alpha": 5.0, "beta": 20.0, "base": 0.2, "epsilon": 0.1}] * 2),
+    "multi-similarity mined": (
+        *MULTI,
+        *[{"alpha": 5.0, "beta": 20.0, "base": 0.2, "epsilon": 0.1}] * 2,
+    ),
     "circle": (*CIRCLE, {}, {}),
     "circle wide": (*CIRCLE, *[{"margin": 0.25, "scale": 256.0}] * 2),
     "hard infonce": (*HARD, *[{"hardness": 9.0}] * 2),
-    "hard infonce learnable": (*HARD, {"hardness": 30.0, "learnable": True, "temperature": 0.2}, HARDER),
+    "hard infonce learnable": (
+        *HARD,
+        {"hardness": 30.0, "learnable": True, "temperature": 0.2},
+        HARDER,
+    ),
     "filtered": (*FILTERED, {}, {}),
     "filtered below": (*FILTERED, *[{"margin": -0.05, "relative": True, "temperature": 0.01}] * 2),
 }
 ENGINES = ("dense", "tiled")
 
 
-OF_ANCHORS = [name for name in LOSSES if not name.startswith("sigmoid")]  # a sigmoid loss includes every pair
+# a sigmoid loss includes every pair
+OF_ANCHORS = [name for name in LOSSES if not name.startswith("sigmoid")]
 
 
-DETACHED = "dcl", "cir", "har"  # prefixes of losses with weights that the gradient takes for constants
+# prefixes of losses with weights that the gradient takes for constants
+DETACHED = "dcl", "cir", "har"
 
 
 def make(name, **extra):
@@ -88,12 +110,16 @@ def make(name, **extra):
 
 def concrete(ids, n, m):
     """Ids in the oracle's form."""
-    return [np.arange(size) if x is None else x.numpy() for x, size in zip(ids, (n, m), strict=True)]
+    return [
+        np.arange(size) if x is None else x.numpy() for x, size in zip(ids, (n, m), strict=True)
+    ]
 
 
 @pytest.mark.parametrize(
     ("name", "shape", "engine", "reduced"),
-    pairwise(name=LOSSES, shape=SHAPES, engine=["dense", "tiled", "scores"], reduced=["sum", "mean"]),
+    pairwise(
+        name=LOSSES, shape=SHAPES, engine=["dense", "tiled", "scores"], reduced=["sum", "mean"]
+    ),
 )
 def test_values_equal_the_loop_oracle(name, shape, engine, reduced, small_tiles, poisoned):
     n, m, kind = SHAPES[shape]
@@ -103,7 +129,9 @@ def test_values_equal_the_loop_oracle(name, shape, engine, reduced, small_tiles,
     for reduction in ("none", reduced):
         wanted = function(S, *concrete(ids, n, m), reduction=reduction, **options)
         if engine == "scores":
-            got = make(name, reduction=reduction)(scores=torch.from_numpy(S), image_ids=ids[0], text_ids=ids[1])
+            got = make(name, reduction=reduction)(
+                scores=torch.from_numpy(S), image_ids=ids[0], text_ids=ids[1]
+            )
         else:
             got = make(name, reduction=reduction, engine=engine)(v, w, *ids)
         if reduction == "none":
@@ -115,7 +143,8 @@ def test_values_equal_the_loop_oracle(name, shape, engine, reduced, small_tiles,
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "given_as"), pairwise(name=LOSSES, shape=SHAPES, given_as=["embeddings", "scores"])
+    ("name", "shape", "given_as"),
+    pairwise(name=LOSSES, shape=SHAPES, given_as=["embeddings", "scores"]),
 )
 def test_gradients_of_tiles_equal_those_of_plain_pytorch_for_uneven_upstream(
     name, shape, given_as, small_tiles, poisoned
@@ -137,9 +166,13 @@ def test_gradients_of_tiles_equal_those_of_plain_pytorch_for_uneven_upstream(
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", [n for n in LOSSES if "through" in n or "implicit" in n or n[:3] not in DETACHED])
+@pytest.mark.parametrize(
+    "name", [n for n in LOSSES if "through" in n or "implicit" in n or n[:3] not in DETACHED]
+)
 def test_gradcheck_with_uneven_upstream(name):
-    """Losses without detached weights, whose effect finite differences would include; see the next test."""
+    """Losses without detached weights, whose effect finite differences would include; see the next
+    test.
+    """
     n, m = 4, 6
     ids = make_ids("random", n, m, seed=3)
     loss = make(name, reduction="none", engine="dense").double()
@@ -148,7 +181,9 @@ def test_gradcheck_with_uneven_upstream(name):
     def weighted(v, w, *_):
         return tuple(x * g for x, g in zip(loss(v, w, *ids), weights, strict=True))
 
-    assert gradcheck(weighted, tuple(x.requires_grad_() for x in embeddings(n, m, d=4)), fast_mode=True)
+    assert gradcheck(
+        weighted, tuple(x.requires_grad_() for x in embeddings(n, m, d=4)), fast_mode=True
+    )
 
 
 def test_detached_diversity_is_a_constant_weight():
@@ -165,7 +200,9 @@ def test_detached_diversity_is_a_constant_weight():
     )
     ours = itrloss.DiversityContrastiveLoss()(v, w)
     torch.testing.assert_close(ours, by_hand)
-    for a, b in zip(torch.autograd.grad(ours, (v, w)), torch.autograd.grad(by_hand, (v, w)), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(ours, (v, w)), torch.autograd.grad(by_hand, (v, w)), strict=True
+    ):
         torch.testing.assert_close(a, b)
 
 
@@ -173,20 +210,27 @@ def test_detached_diversity_is_a_constant_weight():
 def test_diversity_equals_the_oracle_and_stays_in_bounds(name):
     ids, (v, w) = make_ids("random", 9, 14), embeddings(9, 14)
     S = oracle.cosine(v.numpy(), w.numpy())
-    ours = {"std": itrloss.functional.std_diversity, "entropy": itrloss.functional.entropy_diversity}[name]
+    ours = {
+        "std": itrloss.functional.std_diversity,
+        "entropy": itrloss.functional.entropy_diversity,
+    }[name]
     theirs = {"std": oracle.std_diversity, "entropy": oracle.entropy_diversity}[name]
     extra = {"temperature": 0.1} if name == "entropy" else {}
     for engine in ENGINES:
         sim = Similarity(v, w, *ids, engine=engine)
         rows, cols = ours(sim, 0.2, **extra), ours(sim.T, 0.2, **extra)
         np.testing.assert_allclose(rows, theirs(S, *concrete(ids, 9, 14), 0.2, **extra), rtol=1e-9)
-        np.testing.assert_allclose(cols, theirs(S.T, *concrete(ids, 9, 14)[::-1], 0.2, **extra), rtol=1e-9)
+        np.testing.assert_allclose(
+            cols, theirs(S.T, *concrete(ids, 9, 14)[::-1], 0.2, **extra), rtol=1e-9
+        )
         assert (rows > 0.5).all() and rows.max() == 1
 
 
-# ------------------------------------------------------------------------------------------------ invariants
+# --------------------------------------------------------------------------------------- invariants
 
-batches = st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(0, 10_000), st.sampled_from(ENGINES))
+batches = st.tuples(
+    st.integers(1, 9), st.integers(1, 9), st.integers(0, 10_000), st.sampled_from(ENGINES)
+)
 names = st.sampled_from(list(LOSSES))
 
 
@@ -246,7 +290,10 @@ def test_triplet_grows_with_the_margin_and_all_is_at_least_hardest(mining, seed,
     v, w, ids, _ = draw(6, 7, seed)
     low, high = (itrloss.TripletLoss(margin=x, mining=mining)(v, w, *ids) for x in sorted((a, b)))
     assert 0 <= low <= high + 1e-12
-    assert itrloss.TripletLoss(a, mining="all")(v, w, *ids) >= itrloss.TripletLoss(a)(v, w, *ids) - 1e-12
+    assert (
+        itrloss.TripletLoss(a, mining="all")(v, w, *ids)
+        >= itrloss.TripletLoss(a)(v, w, *ids) - 1e-12
+    )
 
 
 @given(st.integers(0, 10_000), st.floats(0.01, 5))
@@ -280,7 +327,9 @@ def test_softer_negatives_weigh_more(seed, a, b):
     low, high = sorted((a, b))
     for make_loss in (
         lambda t: itrloss.HubnessAwareLoss(1 / t, 0.2, reduction="none"),
-        lambda t: itrloss.DiversityContrastiveLoss(t, 0.2, diversity=None, positive_weight=1.0, reduction="none"),
+        lambda t: itrloss.DiversityContrastiveLoss(
+            t, 0.2, diversity=None, positive_weight=1.0, reduction="none"
+        ),
     ):
         for x, y in zip(make_loss(low)(v, w, *ids), make_loss(high)(v, w, *ids), strict=True):
             assert (x <= y + 1e-12).all()
@@ -301,7 +350,13 @@ def test_a_copy_of_each_positive_changes_nothing_for_its_anchor(seed, n, m):
     torch.testing.assert_close(hinge(v, more, ids[0], more_ids)[0][0], 2 * hinge(v, w, *ids)[0][0])
 
 
-@given(st.integers(0, 10_000), st.integers(1, 9), st.integers(1, 9), st.floats(0.01, 3), st.floats(0.001, 10))
+@given(
+    st.integers(0, 10_000),
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.floats(0.01, 3),
+    st.floats(0.001, 10),
+)
 @settings(max_examples=40, deadline=None)
 def test_entropies_and_diversities_keep_their_bounds(seed, n, m, temperature, epsilon):
     v, w, ids, _ = draw(n, m, seed)
@@ -322,7 +377,8 @@ def test_entropy_temperature_reaches_the_diversity():
     attraction = torch.log1p(sim.scores().diagonal())
     lse = sim.both.split(sim.both.logsumexp(10 / torch.cat(d)))
     wanted = sum(
-        (0.1 * torch.logaddexp(z - 3 / x, z * 0) - 0.1 * attraction).mean() for z, x in zip(lse, d, strict=True)
+        (0.1 * torch.logaddexp(z - 3 / x, z * 0) - 0.1 * attraction).mean()
+        for z, x in zip(lse, d, strict=True)
     )
     loss = itrloss.DiversityContrastiveLoss(diversity="entropy", entropy_temperature=0.02)
     torch.testing.assert_close(loss(v, w), wanted)
@@ -333,11 +389,13 @@ def test_infonce_with_one_positive_is_cross_entropy():
     v, w = embeddings(8, 8)
     logits = Similarity(v, w).scores() / 0.07
     target = torch.arange(8)
-    wanted = torch.nn.functional.cross_entropy(logits, target) + torch.nn.functional.cross_entropy(logits.T, target)
+    wanted = torch.nn.functional.cross_entropy(logits, target) + torch.nn.functional.cross_entropy(
+        logits.T, target
+    )
     torch.testing.assert_close(itrloss.InfoNCELoss()(v, w), wanted)
 
 
-# -------------------------------------------------------------------------------------------- extreme input
+# ------------------------------------------------------------------------------------ extreme input
 
 
 @pytest.mark.parametrize(
@@ -346,7 +404,12 @@ def test_infonce_with_one_positive_is_cross_entropy():
 )
 def test_zero_vectors_and_duplicates_stay_finite(name, engine, dtype):
     v = torch.cat([torch.zeros(2, 8), torch.ones(3, 8), torch.eye(8)[:3]]).to(dtype)
-    for ids in ((None, None), make_ids("random", 8, 8), make_ids("same", 8, 8), make_ids("disjoint", 8, 8)):
+    for ids in (
+        (None, None),
+        make_ids("random", 8, 8),
+        make_ids("same", 8, 8),
+        make_ids("disjoint", 8, 8),
+    ):
         a, b = v.clone().requires_grad_(), v.flip(0).clone().requires_grad_()
         loss = make(name, engine=engine)(a, b, *ids)
         loss.backward()
@@ -402,7 +465,9 @@ def test_anchors_without_positives_do_not_count(name):
     ids = torch.tensor([0, 1, 2, 3, 99]), torch.tensor([0, 1, 2, 3, 3, 98])
     rows, cols = make(name, reduction="none")(v, w, *ids)
     assert rows[4] == 0 and cols[5] == 0
-    torch.testing.assert_close(make(name, reduction="mean")(v, w, *ids), rows[:4].mean() + cols[:5].mean())
+    torch.testing.assert_close(
+        make(name, reduction="mean")(v, w, *ids), rows[:4].mean() + cols[:5].mean()
+    )
     torch.testing.assert_close(make(name, reduction="sum")(v, w, *ids), rows.sum() + cols.sum())
 
 
@@ -419,7 +484,7 @@ def test_batch_without_a_usable_anchor_gives_zero_with_a_zero_gradient(name):
     assert loss == 0 and (v.grad == 0).all()
 
 
-# ---------------------------------------------------------------------------------------- call forms, modules
+# ------------------------------------------------------------------------------ call forms, modules
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -505,7 +570,9 @@ def test_options_of_your_own_have_any_type(kind, values):
     for value in values:
         loss = own_loss(kind, value)()
         loss.option = value
-        assert loss.option is value and loss(*embeddings(4, 4)).isfinite() and "option=" in repr(loss)
+        assert (
+            loss.option is value and loss(*embeddings(4, 4)).isfinite() and "option=" in repr(loss)
+        )
 
 
 def test_options_of_your_own_are_checked_when_they_are_set():
@@ -516,16 +583,22 @@ def test_options_of_your_own_are_checked_when_they_are_set():
         own_loss(Literal[1, 2], 1)(3)
     with pytest.raises(ValueError, match="reduction: expected 'mean', 'sum' or 'none', got 'max'"):
         loss.reduction = "max"
-    with pytest.raises(ValueError, match="positive_weight: expected 'paper' or a number, got 'papers'"):
+    with pytest.raises(
+        ValueError, match="positive_weight: expected 'paper' or a number, got 'papers'"
+    ):
         itrloss.DiversityContrastiveLoss(positive_weight="papers")
 
 
 def test_fields_of_your_own_loss_may_be_modules_and_parameters():
     head = own_loss(nn.Module, field(default_factory=lambda: nn.Linear(2, 3)))()
     weight = own_loss(nn.Parameter, field(default_factory=lambda: nn.Parameter(torch.ones(3))))()
-    assert [*head.state_dict()] == ["option.weight", "option.bias"] and [*weight.state_dict()] == ["option"]
+    assert [*head.state_dict()] == ["option.weight", "option.bias"] and [*weight.state_dict()] == [
+        "option"
+    ]
     for loss in (head, weight):
-        assert copy.deepcopy(loss)(*embeddings(4, 4)).isfinite() and "reduction='mean'" in repr(loss)
+        assert copy.deepcopy(loss)(*embeddings(4, 4)).isfinite() and "reduction='mean'" in repr(
+            loss
+        )
     optional = own_loss(nn.Module | None, None)
     assert optional().option is None
     with pytest.raises(TypeError, match="option: expected a default_factory"):
@@ -554,20 +627,37 @@ def test_a_loss_of_the_librarys_may_get_another_option(base):
             return self.weight * super().compute(sim)
 
     v, w = embeddings(6, 6)
-    torch.testing.assert_close(Weighted(margin=0.4)(v, w), 3 * getattr(itrloss, base)(margin=0.4)(v, w))
+    torch.testing.assert_close(
+        Weighted(margin=0.4)(v, w), 3 * getattr(itrloss, base)(margin=0.4)(v, w)
+    )
     assert "weight=3.0" in repr(Weighted())
 
 
-# ----------------------------------------------------------------------------------------------- compilation
+# -------------------------------------------------------------------------------------- compilation
 
 
-# Each way through a loss once. Left out are losses that differ from one of these in a number or in a function of single
-# scores alone, "infonce", which the next tests compile, and "mil-nce", all of which is a part of "supcon inside".
+# Each way through a loss once. Left out are losses that differ from one of these in a number or in
+# a function of single scores alone, "infonce", which the next tests compile, and "mil-nce", all of
+# which is a part of "supcon inside".
 COMPILED = [
     *each(
         name=[
-            *("triplet", "triplet all", "infonce learnable", "hard infonce learnable", "sigmoid", "sigmoid mild"),
-            *("hal", "dcl entropy", "dcl implicit", "dcl through diversity", "supcon", "supcon inside"),
+            *(
+                "triplet",
+                "triplet all",
+                "infonce learnable",
+                "hard infonce learnable",
+                "sigmoid",
+                "sigmoid mild",
+            ),
+            *(
+                "hal",
+                "dcl entropy",
+                "dcl implicit",
+                "dcl through diversity",
+                "supcon",
+                "supcon inside",
+            ),
             *("multi-similarity mined", "circle", "filtered below"),
         ],
         engine=["dense", "tiled"],
@@ -582,7 +672,8 @@ COMPILED = [
 @pytest.mark.parametrize(("name", "engine", "backend", "kind"), COMPILED)
 def test_compiles_without_graph_breaks(name, engine, backend, kind):
     n, m = (8, 11) if kind == "random" else (8, 8)
-    ids = (torch.arange(8) % 5,) * 2 if kind == "shared" else make_ids(kind, n, m)  # the same tensor for both sides
+    # the same tensor for both sides
+    ids = (torch.arange(8) % 5,) * 2 if kind == "shared" else make_ids(kind, n, m)
     loss = make(name, engine=engine)
     if backend == "inductor" and not (shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("torch.compile's default backend needs a C++ compiler")
@@ -600,7 +691,11 @@ def test_compiles_without_graph_breaks(name, engine, backend, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "engine", "kind"),
-    each(name=["infonce learnable", "triplet", "infonce"], engine=["tiled", "dense"], kind=["random", "random", None]),
+    each(
+        name=["infonce learnable", "triplet", "infonce"],
+        engine=["tiled", "dense"],
+        kind=["random", "random", None],
+    ),
 )
 def test_compiles_for_validation_without_gradients(name, engine, kind):
     ids, (v, w) = make_ids(kind, 8, 8), embeddings(8, 8, dtype=torch.float32)
@@ -614,7 +709,11 @@ def test_compiles_for_validation_without_gradients(name, engine, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "engine", "kind"),
-    each(name=["infonce", "dcl", "triplet"], engine=["dense", "tiled"], kind=["random", "random", None]),
+    each(
+        name=["infonce", "dcl", "triplet"],
+        engine=["dense", "tiled"],
+        kind=["random", "random", None],
+    ),
 )
 def test_one_recompilation_serves_all_batch_sizes(name, engine, kind):
     graphs = []
@@ -643,7 +742,10 @@ def test_sigmoid_loss_is_the_sum_over_all_pairs_by_hand(seed, scale, bias):
         torch.testing.assert_close(loss(v, w, *ids), pairs.sum())
         rows, cols = itrloss.SigmoidLoss(scale, bias, engine=engine, reduction="none")(v, w, *ids)
         torch.testing.assert_close(
-            (rows.double(), cols.double()), (pairs.sum(1) / 2, pairs.sum(0) / 2), rtol=1e-5, atol=1e-5
+            (rows.double(), cols.double()),
+            (pairs.sum(1) / 2, pairs.sum(0) / 2),
+            rtol=1e-5,
+            atol=1e-5,
         )
 
 
@@ -655,13 +757,15 @@ def test_sigmoid_scale_and_bias_get_their_gradients(engine):
     def function(scale, bias):
         return itrloss.functional.sigmoid_loss(Similarity(v, w, *ids, engine=engine), scale, bias)
 
-    assert gradcheck(function, [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (4.0, -2.0)])
+    assert gradcheck(
+        function, [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (4.0, -2.0)]
+    )
     module = itrloss.SigmoidLoss(engine=engine)
     module(v, w, *ids).backward()
     assert {name for name, p in module.named_parameters() if p.grad != 0} == {"log_scale", "bias"}
 
 
-# ------------------------------------------------------------------------------- tensors without data, sharding
+# ------------------------------------------------------------------- tensors without data, sharding
 
 
 WITHOUT_DATA = pairwise(
@@ -673,7 +777,8 @@ WITHOUT_DATA = pairwise(
 
 @pytest.mark.parametrize(
     ("name", "engine", "ids"),
-    [(name, engine, () if name == "triplet all" else ids) for name, engine, ids in WITHOUT_DATA],  # it has a table
+    # it has a table
+    [(name, engine, () if name == "triplet all" else ids) for name, engine, ids in WITHOUT_DATA],
 )
 def test_a_dry_run_leaves_no_trace(name, engine, ids):
     """Estimators of memory and FLOPs use shapes only, on the meta device or with fake tensors."""
@@ -702,9 +807,13 @@ def test_no_parameter_is_without_a_dimension():
 def test_a_positive_that_is_not_above_zero_may_be_left_unpulled():
     """USER's published form of HAL has log(1 + max(S, 0)) for positives."""
     scores = torch.tensor([[0.6, 0.1], [0.2, -0.4]], dtype=torch.float64, requires_grad=True)
-    clamp, relu = (itrloss.HubnessAwareLoss(10.0, 0.1, positive=p, reduction="none") for p in ("clamp", "relu"))
+    clamp, relu = (
+        itrloss.HubnessAwareLoss(10.0, 0.1, positive=p, reduction="none") for p in ("clamp", "relu")
+    )
     (a, _), (b, _) = clamp(scores=scores), relu(scores=scores)
-    torch.testing.assert_close(b - a, 0.5 * torch.stack((0 * scores[0, 0], torch.log1p(scores[1, 1]))))
+    torch.testing.assert_close(
+        b - a, 0.5 * torch.stack((0 * scores[0, 0], torch.log1p(scores[1, 1])))
+    )
     (gradient,) = torch.autograd.grad(relu(scores=scores)[0].sum(), scores)
     assert gradient[1, 1] == 0 and gradient[0, 0] < 0
 

@@ -119,7 +119,10 @@ def test_parameters_and_state():
 
 def test_compiled():
     torch._dynamo.reset()
-    (v, w), ids = (x.requires_grad_() for x in embeddings(9, 9, dtype=torch.float32)), make_ids("random", 9, 9)
+    (v, w), ids = (
+        (x.requires_grad_() for x in embeddings(9, 9, dtype=torch.float32)),
+        make_ids("random", 9, 9),
+    )
     criterion = itrloss.Matryoshka(itrloss.InfoNCELoss(learnable=True), UNSORTED, WEIGHTS)
     compiled = torch.compile(criterion, fullgraph=True, backend="aot_eager")
     leaves = v, w, *criterion.parameters()
@@ -130,7 +133,10 @@ def test_compiled():
 def test_sentence_transformers_agree():
     """Their loss has one direction, and takes a model."""
     pytest.importorskip("sentence_transformers")
-    from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss, MultipleNegativesRankingLoss
+    from sentence_transformers.sentence_transformer.losses import (
+        MatryoshkaLoss,
+        MultipleNegativesRankingLoss,
+    )
 
     class Model(nn.Module):
         def forward(self, features):
@@ -161,16 +167,24 @@ def disagreeing(rank: int) -> list[str]:
 @pytest.mark.slow
 def test_all_processes_raise_an_error_if_one_does(tmp_path: Path):
     for weights, dims in run(disagreeing, tmp_path):
-        assert "weights=[1.0, 2.0]" in weights and "texts: expected embeddings of at least 6 dimensions" in dims
+        assert (
+            "weights=[1.0, 2.0]" in weights
+            and "texts: expected embeddings of at least 6 dimensions" in dims
+        )
 
 
 def gathered(rank: int | None) -> list[Any]:
-    """The loss of all processes' batches and this process's gradients; of one process with them for rank None."""
+    """The loss of all processes' batches and this process's gradients; of one process with them for
+    rank None.
+    """
     v, w = embeddings(7, 7)
     own = slice(7) if rank is None else (slice(3), slice(3, 7))[rank]
     leaves = [x[own].clone().requires_grad_() for x in (v, w)]
     schedules: Any = (False, False) if rank is None else ("all-gather", "ring")
-    losses = [itrloss.Matryoshka(itrloss.InfoNCELoss(engine="tiled", gather=x), UNSORTED, WEIGHTS) for x in schedules]
+    losses = [
+        itrloss.Matryoshka(itrloss.InfoNCELoss(engine="tiled", gather=x), UNSORTED, WEIGHTS)
+        for x in schedules
+    ]
     return [x for loss in losses for x in with_gradients(loss(*leaves), *leaves)]
 
 
@@ -179,4 +193,6 @@ def test_over_processes(tmp_path: Path):
     """Gradients of embeddings are averaged over the processes, as DDP does."""
     found, wanted = run(gathered, tmp_path), gathered(None)
     for k, (x, *parts) in enumerate(zip(wanted, *found, strict=True)):
-        torch.testing.assert_close(torch.cat(parts) / 2 if k % 3 else parts[0], x, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(
+            torch.cat(parts) / 2 if k % 3 else parts[0], x, rtol=1e-9, atol=1e-12
+        )

@@ -28,7 +28,13 @@ ENGINES = ("dense", "tiled")
 # name -> (module, its options, the oracle, the oracle's options)
 MDCL = (itrloss.MemoryDiversityContrastiveLoss, oracle_more.memory_dcl)
 UTO = (itrloss.UnifiedTrainingObjective, oracle_more.uto)
-HEAVY = {"positive_weight": 0.5, "positive": "relu", "temperature": 0.2, "margin": 0.1, "epsilon": 0.3}
+HEAVY = {
+    "positive_weight": 0.5,
+    "positive": "relu",
+    "temperature": 0.2,
+    "margin": 0.1,
+    "epsilon": 0.3,
+}
 SHARP = {"diversity": "entropy", "entropy_temperature": 0.1}
 LOSSES = {
     "mdcl": (*MDCL, {}),
@@ -70,7 +76,11 @@ def case(shape, dtype=torch.float64):
     """Embeddings, keys, memory and ids."""
     n, m, entries, kind = SHAPES[shape]
     ids = make_ids(kind, n, m)
-    memory_ids = None if kind is None else make_ids("random" if kind != "same" else "same", entries or 1, 1, 7)[0]
+    memory_ids = (
+        None
+        if kind is None
+        else make_ids("random" if kind != "same" else "same", entries or 1, 1, 7)[0]
+    )
     memory = filled(entries, dtype, memory_ids)
     v, w = (x.to(dtype).requires_grad_() for x in embeddings(n, m, D))
     keys = tuple(x.to(dtype) for x in embeddings(n, m, D, seed=9))
@@ -82,8 +92,13 @@ def expected(name, inputs, keys, memory, ids, **extra):
     n, m = len(inputs[0]), len(inputs[1])
     ids = (torch.arange(n), torch.arange(m)) if ids[0] is None else ids
     count = len(memory)
-    arrays = [x.detach().double().numpy() for x in (*inputs, *keys, memory.images[:count], memory.texts[:count])]
-    return function(*arrays, *(x.numpy() for x in ids), memory.ids[:count].numpy(), **options, **extra)
+    arrays = [
+        x.detach().double().numpy()
+        for x in (*inputs, *keys, memory.images[:count], memory.texts[:count])
+    ]
+    return function(
+        *arrays, *(x.numpy() for x in ids), memory.ids[:count].numpy(), **options, **extra
+    )
 
 
 def make(name, **extra):
@@ -91,14 +106,17 @@ def make(name, **extra):
     return module(**options, **extra)
 
 
-@pytest.mark.parametrize(("name", "shape", "engine"), pairwise(name=LOSSES, shape=SHAPES, engine=ENGINES))
+@pytest.mark.parametrize(
+    ("name", "shape", "engine"), pairwise(name=LOSSES, shape=SHAPES, engine=ENGINES)
+)
 def test_losses_equal_the_loop_oracle(name, shape, engine, small_tiles, poisoned):
     inputs, keys, memory, ids = case(shape)
     for reduction in ("mean", "sum", "none"):
         got = make(name, engine=engine, reduction=reduction)(*inputs, *keys, memory, *ids)
         wanted = expected(name, inputs, keys, memory, ids, reduction=reduction)
         for a, b in zip(*((x,) if reduction != "none" else x for x in (got, wanted)), strict=True):
-            np.testing.assert_allclose(a.detach().numpy(), b, rtol=1e-7, atol=1e-10)  # log(1 + S) near S = -1
+            # log(1 + S) near S = -1
+            np.testing.assert_allclose(a.detach().numpy(), b, rtol=1e-7, atol=1e-10)
 
 
 @pytest.mark.parametrize(("name", "shape"), pairwise(name=LOSSES, shape=SHAPES))
@@ -107,7 +125,9 @@ def test_gradients_of_tiles_are_those_of_plain_pytorch(name, shape, small_tiles,
     found = []
     for engine in ENGINES:
         rows, cols = make(name, engine=engine, reduction="none")(*inputs, *keys, memory, *ids)
-        total = (rows * torch.linspace(-1, 2, len(rows))).sum() + (cols * torch.linspace(3, 1, len(cols))).sum()
+        total = (rows * torch.linspace(-1, 2, len(rows))).sum() + (
+            cols * torch.linspace(3, 1, len(cols))
+        ).sum()
         found.append(torch.autograd.grad(total, inputs))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
@@ -115,12 +135,19 @@ def test_gradients_of_tiles_are_those_of_plain_pytorch(name, shape, small_tiles,
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [("mdcl through std", "wide"), ("mdcl through entropy", "ids"), ("mdcl implicit", "empty"), ("uto mild", "wide")],
+    [
+        ("mdcl through std", "wide"),
+        ("mdcl through entropy", "ids"),
+        ("mdcl implicit", "empty"),
+        ("uto mild", "wide"),
+    ],
 )
 def test_gradcheck(name, shape):
     through = {"mdcl through std": {}, "mdcl through entropy": SHARP}
     module = (
-        itrloss.MemoryDiversityContrastiveLoss(**through[name], detach_diversity=False, engine="dense")
+        itrloss.MemoryDiversityContrastiveLoss(
+            **through[name], detach_diversity=False, engine="dense"
+        )
         if name in through
         else make(name, engine="dense")
     )
@@ -151,7 +178,8 @@ def test_no_product_for_the_gradient_of_the_memory(library, request):
     for engine, memory_products, batch_products in (("dense", 2, 1), ("tiled", 3, 1)):
         with Products() as products:
             make("mdcl", engine=engine)(*inputs, *keys, memory, *ids).backward()
-        # The diversity in the batch needs one product; the tiled engine computes one for each answer.
+        # The diversity in the batch needs one product; the tiled engine computes one for each
+        # answer.
         assert products.flops == 2 * D * (2 * memory_products * n * size + batch_products * n * n)
 
 
@@ -160,9 +188,13 @@ def test_entries_with_the_anchors_id_are_no_negatives():
     memory = CoupledMemory(8, D, dtype=torch.float64)
     memory.enqueue(v, w, torch.tensor([0, 1, 2]))  # the batch itself, from a previous epoch
     ids = torch.tensor([0, 1, 5])
-    rows, _ = itrloss.UnifiedTrainingObjective(5.0, batch_weight=0.0, reduction="none")(v, w, v, w, memory, ids, ids)
+    rows, _ = itrloss.UnifiedTrainingObjective(5.0, batch_weight=0.0, reduction="none")(
+        v, w, v, w, memory, ids, ids
+    )
     memory.enqueue(v[:1], w[:1], torch.tensor([0]))
-    again, _ = itrloss.UnifiedTrainingObjective(5.0, batch_weight=0.0, reduction="none")(v, w, v, w, memory, ids, ids)
+    again, _ = itrloss.UnifiedTrainingObjective(5.0, batch_weight=0.0, reduction="none")(
+        v, w, v, w, memory, ids, ids
+    )
     assert torch.equal(rows[0], again[0]) and (rows[1:] != again[1:]).all()
 
 
@@ -183,14 +215,21 @@ def test_half_precision(dtype):
     for name in LOSSES:
         value = make(name)(*small, *(k.to(dtype) for k in keys), halved, *ids)
         assert value.dtype == torch.float32
-        torch.testing.assert_close(value.double(), make(name)(*inputs, *keys, memory, *ids), rtol=0.05, atol=0.02)
-        assert all(g.dtype == dtype and g.isfinite().all() for g in torch.autograd.grad(value, small))
+        torch.testing.assert_close(
+            value.double(), make(name)(*inputs, *keys, memory, *ids), rtol=0.05, atol=0.02
+        )
+        assert all(
+            g.dtype == dtype and g.isfinite().all() for g in torch.autograd.grad(value, small)
+        )
 
 
 def drawn(seed, n, entries, labels):
     """Embeddings, keys, entries and ids of a batch."""
     g = torch.Generator().manual_seed(seed)
-    rows = [torch.randn(size, D, generator=g, dtype=torch.float64) for size in (n, n, n, n, entries, entries)]
+    rows = [
+        torch.randn(size, D, generator=g, dtype=torch.float64)
+        for size in (n, n, n, n, entries, entries)
+    ]
     ids = [torch.randint(0, labels, (size,), generator=g) for size in (n, entries)]
     return rows, ids
 
@@ -221,12 +260,15 @@ def test_order_and_length_change_nothing(seed, n, entries, labels, name):
     torch.testing.assert_close(shuffled, value(name, rows, ids), rtol=1e-7, atol=1e-10)
 
 
-@given(**BATCHES | {"name": st.sampled_from(sorted(LOSSES.keys() - {"uto queues"}))})  # without the asymmetric loss
+# without the asymmetric loss
+@given(**BATCHES | {"name": st.sampled_from(sorted(LOSSES.keys() - {"uto queues"}))})
 @settings(deadline=None, max_examples=40)
 def test_swapping_the_modalities_changes_nothing(seed, n, entries, labels, name):
     rows, ids = drawn(seed, n, entries, labels)
     swapped = [rows[i] for i in (1, 0, 3, 2, 5, 4)]
-    torch.testing.assert_close(value(name, swapped, ids), value(name, rows, ids), rtol=1e-7, atol=1e-10)
+    torch.testing.assert_close(
+        value(name, swapped, ids), value(name, rows, ids), rtol=1e-7, atol=1e-10
+    )
 
 
 @given(**BATCHES)
@@ -241,13 +283,15 @@ def test_more_entries_and_a_smaller_margin_never_lower_an_anchor(seed, n, entrie
     for a, b in zip(stricter(*rows[:4], memory, ids[0], ids[0]), whole, strict=True):
         assert (a >= b - 1e-12).all()
     if entries > 1 and options.get("diversity", "std" if name.startswith("mdcl") else None) is None:
-        part = value(name, [*rows[:4], rows[4][1:], rows[5][1:]], [ids[0], ids[1][1:]], reduction="none")
+        part = value(
+            name, [*rows[:4], rows[4][1:], rows[5][1:]], [ids[0], ids[1][1:]], reduction="none"
+        )
         for a, b, own in zip(whole, part, (ids[0], ids[0]), strict=True):
             had_negatives = (own[:, None] != ids[1][1:]).any(1)
             assert (a >= b - 1e-12)[had_negatives].all()
 
 
-# -------------------------------------------------------------------------------------------------- the memory
+# --------------------------------------------------------------------------------------- the memory
 
 
 @given(
@@ -263,15 +307,20 @@ def test_the_memory_is_a_queue(size, batches, with_ids):
         labels = torch.arange(number, number + batch)
         keys = torch.stack([labels + 1.0, torch.ones(batch)], 1)  # distinct directions
         memory.enqueue(keys, -3 * keys, labels if with_ids else None)
-        model.extend(zip(labels.tolist(), torch.nn.functional.normalize(keys).tolist(), strict=True))
+        model.extend(
+            zip(labels.tolist(), torch.nn.functional.normalize(keys).tolist(), strict=True)
+        )
         number += batch
         assert len(memory) == len(model) and int(memory.enqueued) == number
         order = (number - len(model) + torch.arange(len(model))) % size  # oldest first
         np.testing.assert_allclose(memory.images[order], [key for _, key in model], rtol=1e-6)
-        np.testing.assert_allclose(memory.texts[order], [[-a, -b] for _, (a, b) in model], rtol=1e-6)
+        np.testing.assert_allclose(
+            memory.texts[order], [[-a, -b] for _, (a, b) in model], rtol=1e-6
+        )
         if with_ids:
             assert memory.ids[order].tolist() == [label for label, _ in model]
-        assert len(memory.ids.unique()) == len(memory) + (len(memory) < size)  # unfilled entries share one id
+        # unfilled entries share one id
+        assert len(memory.ids.unique()) == len(memory) + (len(memory) < size)
     assert memory
 
 
@@ -295,7 +344,9 @@ def test_a_memory_that_was_moved_and_loaded_is_counted_again():
 
 
 def test_a_memory_may_start_with_random_entries():
-    """Public code starts with random entries: negatives of every anchor, until batches replace them."""
+    """Public code starts with random entries: negatives of every anchor, until batches replace
+    them.
+    """
     memory = CoupledMemory(16, 4)
     memory.enqueue(*torch.rand(2, 16, 4), -1 - torch.arange(16))
     assert len(memory) == 16 and (memory.images >= 0).all()
@@ -367,7 +418,10 @@ def test_a_restored_memory_goes_on_bit_for_bit(way, tmp_path):
 
 
 def test_the_memory_shows_what_it_holds():
-    assert repr(filled(4, torch.float32)) == "CoupledMemory(size=7, dim=6, valid=4, dtype=torch.float32)"
+    assert (
+        repr(filled(4, torch.float32))
+        == "CoupledMemory(size=7, dim=6, valid=4, dtype=torch.float32)"
+    )
 
 
 KEYS = torch.ones(3, D)
@@ -375,8 +429,16 @@ WRONG = {
     "size": (lambda: CoupledMemory(0, 4), ValueError, "size"),
     "size type": (lambda: CoupledMemory(2.5, 4), TypeError, "size"),  # type: ignore[arg-type]
     "dtype": (lambda: CoupledMemory(2, 4, dtype=torch.int64), TypeError, "dtype"),
-    "dim": (lambda: CoupledMemory(2, 4).enqueue(KEYS, KEYS), ValueError, r"image_keys: expected shape \(3, 4\)"),
-    "texts": (lambda: CoupledMemory(2, D).enqueue(KEYS, KEYS[:2]), ValueError, r"text_keys: expected shape \(3, 6\)"),
+    "dim": (
+        lambda: CoupledMemory(2, 4).enqueue(KEYS, KEYS),
+        ValueError,
+        r"image_keys: expected shape \(3, 4\)",
+    ),
+    "texts": (
+        lambda: CoupledMemory(2, D).enqueue(KEYS, KEYS[:2]),
+        ValueError,
+        r"text_keys: expected shape \(3, 6\)",
+    ),
     "int keys": (lambda: CoupledMemory(2, D).enqueue(KEYS, KEYS.long()), TypeError, "text_keys"),
     "ids": (
         lambda: CoupledMemory(2, D).enqueue(KEYS, KEYS, torch.arange(2)),
@@ -384,8 +446,16 @@ WRONG = {
         r"ids: expected shape \(3,\)",
     ),
     "float ids": (lambda: CoupledMemory(2, D).enqueue(KEYS, KEYS, torch.ones(3)), TypeError, "ids"),
-    "memory": (lambda: make("uto")(KEYS, KEYS, KEYS, KEYS, KEYS), TypeError, "memory: expected a CoupledMemory"),
-    "keys": (lambda: make("uto")(KEYS, KEYS, KEYS[:2], KEYS, filled(2)), ValueError, "image_keys.* like images"),
+    "memory": (
+        lambda: make("uto")(KEYS, KEYS, KEYS, KEYS, KEYS),
+        TypeError,
+        "memory: expected a CoupledMemory",
+    ),
+    "keys": (
+        lambda: make("uto")(KEYS, KEYS, KEYS[:2], KEYS, filled(2)),
+        ValueError,
+        "image_keys.* like images",
+    ),
     "memory dim": (
         lambda: make("uto")(*[KEYS[:, :4]] * 4, filled(2)),
         ValueError,
@@ -397,7 +467,9 @@ WRONG = {
         "memory: expected float64 beside float64 images",
     ),
     "ids or none": (
-        lambda: make("uto")(*[KEYS] * 4, filled(2, torch.float32), torch.arange(3), torch.arange(3)),
+        lambda: make("uto")(
+            *[KEYS] * 4, filled(2, torch.float32), torch.arange(3), torch.arange(3)
+        ),
         ValueError,
         "image_ids, text_ids: expected None",
     ),
@@ -407,7 +479,9 @@ WRONG = {
         "image_ids, text_ids: expected ids",
     ),
     "text ids": (
-        lambda: make("uto")(*[KEYS] * 4, filled(2, torch.float32, torch.arange(2)), torch.arange(3), torch.arange(2)),
+        lambda: make("uto")(
+            *[KEYS] * 4, filled(2, torch.float32, torch.arange(2)), torch.arange(3), torch.arange(2)
+        ),
         ValueError,
         "text_ids: expected shape",
     ),
@@ -433,7 +507,7 @@ def test_wrong_input_is_named(name):
         call()
 
 
-# -------------------------------------------------------------------------------------------- momentum encoders
+# -------------------------------------------------------------------------------- momentum encoders
 
 
 def test_momentum_encoder_averages_parameters():
@@ -448,12 +522,21 @@ def test_momentum_encoder_averages_parameters():
                     p.add_(torch.randn_like(p))
             encoder(torch.randn(8, 3))
             keys.update(encoder)
-            wanted = [0.9 * a + 0.1 * b.detach() for a, b in zip(wanted, encoder.parameters(), strict=True)]
-            mean = encoder[1].running_mean.clone() if buffers == "copy" else 0.9 * mean + 0.1 * encoder[1].running_mean
+            wanted = [
+                0.9 * a + 0.1 * b.detach()
+                for a, b in zip(wanted, encoder.parameters(), strict=True)
+            ]
+            mean = (
+                encoder[1].running_mean.clone()
+                if buffers == "copy"
+                else 0.9 * mean + 0.1 * encoder[1].running_mean
+            )
         for a, b in zip(keys.module.parameters(), wanted, strict=True):
             torch.testing.assert_close(a, b)
         torch.testing.assert_close(keys.module[1].running_mean, mean)
-        assert not keys(torch.randn(8, 3)).requires_grad and not any(p.requires_grad for p in keys.parameters())
+        assert not keys(torch.randn(8, 3)).requires_grad and not any(
+            p.requires_grad for p in keys.parameters()
+        )
 
 
 def test_momentum_encoder_averages_complex_buffers():
@@ -478,18 +561,24 @@ def test_momentum_encoder_is_stored_and_restored():
     encoder = nn.Linear(3, 4)
     keys = MomentumEncoder(encoder, 0.5)
     encoder.weight.data.zero_()
-    copies = [copy.deepcopy(keys), pickle.loads(pickle.dumps(keys)), MomentumEncoder(nn.Linear(3, 4), 0.5)]
+    copies = [
+        copy.deepcopy(keys),
+        pickle.loads(pickle.dumps(keys)),
+        MomentumEncoder(nn.Linear(3, 4), 0.5),
+    ]
     copies[2].load_state_dict(keys.state_dict())
     for x in (keys, *copies):
         x.update(encoder)
         assert torch.equal(x.module.weight, keys.module.weight)
 
 
-# ------------------------------------------------------------------------------------------------- compilation
+# -------------------------------------------------------------------------------------- compilation
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "engine", "before"), [("mdcl", "tiled", 0), ("uto mild", "dense", 1)])
+@pytest.mark.parametrize(
+    ("name", "engine", "before"), [("mdcl", "tiled", 0), ("uto mild", "dense", 1)]
+)
 def test_compiles_while_the_memory_fills(name, engine, before):
     """Calls are compiled once for a memory that has never had an entry, and once for all others."""
     loss = make(name, engine=engine)
@@ -498,12 +587,17 @@ def test_compiles_while_the_memory_fills(name, engine, before):
     compiled = torch.compile(loss, fullgraph=True, backend=counter)
     memories = [CoupledMemory(10, D) for _ in range(2)]
     for memory in memories if before else []:
-        memory.enqueue(*(x.float() for x in embeddings(before, before, D, seed=9)), torch.arange(before))
+        memory.enqueue(
+            *(x.float() for x in embeddings(before, before, D, seed=9)), torch.arange(before)
+        )
     put = torch.compile(CoupledMemory.enqueue, fullgraph=True, backend=counter)
     for step in range(5):
         v, w = (x.float().requires_grad_() for x in embeddings(4, 4, D, seed=step))
         ids = torch.tensor([0, 1, 2, step % 3])
-        values = [f(v, w, 2 * v, w + v, memory, ids, ids) for f, memory in zip((loss, compiled), memories, strict=True)]
+        values = [
+            f(v, w, 2 * v, w + v, memory, ids, ids)
+            for f, memory in zip((loss, compiled), memories, strict=True)
+        ]
         torch.testing.assert_close(*values, rtol=1e-4, atol=1e-5)
         for a, b in zip(*(torch.autograd.grad(x, (v, w)) for x in values), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
@@ -530,8 +624,15 @@ def test_losses_are_copied_stored_and_moved(name):
     wanted = loss(*inputs, *keys, memory, *ids)
     restored = make(name)
     restored.load_state_dict(loss.state_dict())
-    for other in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss)), restored, loss.to(torch.float64)):
-        assert torch.equal(other(*inputs, *keys, memory, *ids), wanted) and repr(other) == repr(loss)
+    for other in (
+        copy.deepcopy(loss),
+        pickle.loads(pickle.dumps(loss)),
+        restored,
+        loss.to(torch.float64),
+    ):
+        assert torch.equal(other(*inputs, *keys, memory, *ids), wanted) and repr(other) == repr(
+            loss
+        )
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -542,13 +643,19 @@ def test_autocast_does_not_touch_the_scores(name):
     with torch.autocast("cpu", torch.bfloat16):
         value = make(name)(*inputs, *keys, memory, *ids)
     assert torch.equal(value, wanted)
-    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(value, inputs), gradient, strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(torch.autograd.grad(value, inputs), gradient, strict=True)
+    )
 
 
 def test_the_memory_moves_with_its_module():
     module = nn.ModuleDict({"memory": filled(4, torch.float32)}).to(torch.bfloat16)
     memory = module["memory"]
-    assert memory.images.dtype == torch.bfloat16 and memory.ids.dtype == torch.int64 and len(memory) == 4
+    assert (
+        memory.images.dtype == torch.bfloat16
+        and memory.ids.dtype == torch.int64
+        and len(memory) == 4
+    )
     memory.enqueue(torch.ones(2, D), torch.ones(2, D))
     assert len(memory) == 6
 
@@ -574,7 +681,9 @@ def asked(engine, shape="wide"):
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
-def test_every_question_to_a_memory_has_the_reference_answer_and_gradient(name, small_tiles, poisoned):
+def test_every_question_to_a_memory_has_the_reference_answer_and_gradient(
+    name, small_tiles, poisoned
+):
     """Missing entries act as if the matrix had no columns for them."""
     from reference import Reference
 
@@ -603,7 +712,9 @@ def test_detached_memories_serve_parameters_that_learn(engine):
     for anchors in (memory.detach(), asked("dense")[1].detach()):
         a = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
         value = anchors.logsumexp(a) + anchors.sum(softplus, a.reshape(1), -a.reshape(1))
-        results.append(torch.autograd.grad((finite(value) + finite(anchors.logsumexp(5.0))).sum(), a))
+        results.append(
+            torch.autograd.grad((finite(value) + finite(anchors.logsumexp(5.0))).sum(), a)
+        )
     torch.testing.assert_close(*results)
 
 
@@ -613,7 +724,10 @@ def test_inference_mode_leaves_the_gradient_to_later_answers(engine):
     with torch.inference_mode():
         s.mean_std(), s.sum_of_positives(identity)
     for answer in (s.logsumexp(5.0), s.mean_std().std, s.sum_of_positives(identity)):
-        assert torch.autograd.grad(finite(answer).sum(), inputs[0], retain_graph=True)[0].abs().sum() > 0
+        assert (
+            torch.autograd.grad(finite(answer).sum(), inputs[0], retain_graph=True)[0].abs().sum()
+            > 0
+        )
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -636,16 +750,27 @@ def test_ids_changed_behind_the_back_of_the_version_counter_are_seen():
 
 def test_positives_close_to_one_cost_the_memorys_moments_no_digits():
     generator = torch.Generator().manual_seed(0)
-    rows = torch.nn.functional.normalize(torch.randn(1, 64, generator=generator, dtype=torch.float64))
+    rows = torch.nn.functional.normalize(
+        torch.randn(1, 64, generator=generator, dtype=torch.float64)
+    )
     apart = torch.randn(40, 64, generator=generator, dtype=torch.float64)
     apart = torch.nn.functional.normalize(apart - (apart @ rows.T) * rows * 0.99)
     found = []
-    for engine, dtype in (("dense", torch.float32), ("tiled", torch.float32), ("dense", torch.float64)):
+    for engine, dtype in (
+        ("dense", torch.float32),
+        ("tiled", torch.float32),
+        ("dense", torch.float64),
+    ):
         memory = CoupledMemory(60, 64, dtype=dtype)
         keys = torch.cat([rows.expand(20, 64), apart]), rows.expand(60, 64)
         memory.enqueue(*(x.to(dtype) for x in keys), torch.arange(60) // 20)
         x, ids = rows.to(dtype), torch.tensor([0])
-        found.append(MemorySimilarity.of(x, x, x, x, memory, ids, ids, engine=engine).memory.mean_std().std[1].double())
+        found.append(
+            MemorySimilarity.of(x, x, x, x, memory, ids, ids, engine=engine)
+            .memory.mean_std()
+            .std[1]
+            .double()
+        )
     for std in found[:2]:
         torch.testing.assert_close(std, found[2], rtol=1e-4, atol=0)
 
@@ -656,7 +781,11 @@ def test_a_state_that_does_not_fit_changes_nothing():
         other.load_state_dict(memory.state_dict())
     assert len(other) == 0 and other.enqueued == 0
     other.enqueue(torch.ones(1, D), torch.ones(1, D), torch.tensor([1]))
-    state = {k: v for k, v in filled(4, torch.float32, size=10).state_dict().items() if torch.is_tensor(v)}
+    state = {
+        k: v
+        for k, v in filled(4, torch.float32, size=10).state_dict().items()
+        if torch.is_tensor(v)
+    }
     other.load_state_dict(state, strict=False)
     assert len(other) == 4
 
@@ -674,14 +803,18 @@ def test_a_memory_that_was_made_on_no_device_is_loaded():
 
 def test_ids_of_one_side_alone_are_refused():
     memory = filled(6, torch.float32, torch.arange(6))
-    with pytest.raises(ValueError, match="image_ids: expected ids for images and texts or for neither"):
+    with pytest.raises(
+        ValueError, match="image_ids: expected ids for images and texts or for neither"
+    ):
         make("uto")(*[KEYS] * 4, memory, None, torch.arange(3))
 
 
-# ------------------------------------------------------------------------------------- copies, loads, overflows
+# ------------------------------------------------------------------------- copies, loads, overflows
 
 
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"]
+)
 def test_a_memory_that_was_loaded_and_copied_unasked_holds_what_was_loaded(way):
     full, warm, empty = (filled(n, torch.float32, size=16) for n in (12, 4, 0))
     warm.load_state_dict(full.state_dict())
@@ -717,7 +850,10 @@ def test_a_compiled_run_goes_on_bit_for_bit_after_a_load():
     resumed = CoupledMemory(20, D)
     step(resumed, *batches[0])
     resumed.load_state_dict(state)  # between calls of a compiled step
-    assert all(torch.equal(step(resumed, *batch), wanted) for batch, wanted in zip(batches[8:], through, strict=True))
+    assert all(
+        torch.equal(step(resumed, *batch), wanted)
+        for batch, wanted in zip(batches[8:], through, strict=True)
+    )
 
 
 @pytest.mark.parametrize("side", [0, 1])

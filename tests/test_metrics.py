@@ -16,7 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from itrloss import Similarity
-from itrloss.metrics import default_ids, fold_repeated, retrieval_metrics, retrieval_results, skewness
+from itrloss.metrics import (
+    default_ids,
+    fold_repeated,
+    retrieval_metrics,
+    retrieval_results,
+    skewness,
+)
 from itrloss.rerank import FastReranker
 
 FIGURES = {
@@ -41,10 +47,14 @@ def test_metrics_equal_the_oracle_with_ties(kind, seed, small_tiles):
     theirs = oracle.retrieval_metrics(scores.numpy(), *(x.numpy() for x in ids))
     assert set(ours) == FIGURES | {"rsum"} == set(theirs)
     for name in FIGURES | {"rsum"}:
-        if "skewness" not in name:  # the choice among tied candidates for the tenth place is unspecified
+        # the choice among tied candidates for the tenth place is unspecified
+        if "skewness" not in name:
             assert math.isclose(ours[name], theirs[name], abs_tol=1e-9), name
     untied = torch.rand(n, m, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    ours, theirs = retrieval_metrics(untied, *ids), oracle.retrieval_metrics(untied.numpy(), *(x.numpy() for x in ids))
+    ours, theirs = (
+        retrieval_metrics(untied, *ids),
+        oracle.retrieval_metrics(untied.numpy(), *(x.numpy() for x in ids)),
+    )
     for name in theirs:
         assert math.isclose(ours[name], theirs[name], abs_tol=1e-9), name
 
@@ -77,7 +87,10 @@ def test_many_positives_a_row_are_ranked_by_sorting(small_tiles):
     n, m = 6, 80
     scores = coarse(n, m)
     ids = torch.arange(n) % 2, torch.arange(m) % 2
-    ours, theirs = retrieval_metrics(scores, *ids), oracle.retrieval_metrics(scores.numpy(), *(x.numpy() for x in ids))
+    ours, theirs = (
+        retrieval_metrics(scores, *ids),
+        oracle.retrieval_metrics(scores.numpy(), *(x.numpy() for x in ids)),
+    )
     for name in theirs:
         if "skewness" not in name:
             assert math.isclose(ours[name], theirs[name], abs_tol=1e-9), name
@@ -89,7 +102,11 @@ def test_convention_of_consecutive_captions():
     assert retrieval_metrics(scores) == retrieval_metrics(scores, *ids)
     assert [x.tolist() for x in default_ids(2, 4)] == [[0, 1], [0, 0, 1, 1]]
     perfect = retrieval_metrics((ids[0][:, None] == ids[1]).float())
-    assert perfect["rsum"] == 600 and perfect["i2t_median_rank"] == 1 and perfect["i2t_map_at_r"] == 100
+    assert (
+        perfect["rsum"] == 600
+        and perfect["i2t_median_rank"] == 1
+        and perfect["i2t_map_at_r"] == 100
+    )
 
 
 def test_ties_have_a_policy():
@@ -109,7 +126,9 @@ def test_duplicate_embeddings_tie_whatever_the_engine():
 
 @pytest.mark.parametrize("shape", [(600, 2049), (513, 2048), (1025, 2050)])
 def test_copies_tie_wherever_the_tiles_end(shape):
-    """A product with one column is rounded differently from wider ones, so no tile may be that narrow."""
+    """A product with one column is rounded differently from wider ones, so no tile may be that
+    narrow.
+    """
     n, m = shape
     generator = torch.Generator().manual_seed(0)
     rows, cols = torch.randn(n, 64, generator=generator), torch.randn(m, 64, generator=generator)
@@ -124,7 +143,8 @@ def test_a_positive_of_minus_infinity_ranks_last_and_not_behind_itself():
     scores = torch.tensor([[-math.inf, 1.0, 2.0], [0.0, 1.0, 2.0], [0.0, 1.0, 2.0]])
     for engine in ("dense", "tiled"):
         assert Similarity.from_scores(scores, engine=engine).ranks().flatten().tolist() == [3, 2, 1]
-    many = torch.zeros(40).long(), torch.tensor([0] * 20 + [1] * 20)  # enough positives to have them sorted
+    # enough positives to have them sorted
+    many = torch.zeros(40).long(), torch.tensor([0] * 20 + [1] * 20)
     far = torch.cat([torch.full((40, 20), -math.inf), torch.rand(40, 20)], 1)
     assert Similarity.from_scores(far, *many).ranks()[0].tolist() == list(range(21, 41))
     v, w = embeddings(6, 6)
@@ -162,7 +182,11 @@ def test_fast_reranking_equals_the_oracle(engine, small_tiles):
     S = oracle.cosine(v.numpy(), w.numpy())
     ids = make_ids("captions", 7, 14)
     given_scores = torch.from_numpy(S) if engine == "scores" else similarity(v, w, ids, engine)
-    for i2t, t2i in (((25.0, 25.0), (20.0, 20.0)), ((9.0, 8.0), (8.0, 17.0)), ((500.0, 1.0), (1.0, 500.0))):
+    for i2t, t2i in (
+        ((25.0, 25.0), (20.0, 20.0)),
+        ((9.0, 8.0), (8.0, 17.0)),
+        ((500.0, 1.0), (1.0, 500.0)),
+    ):
         wanted = oracle.fast_rerank(S, i2t, t2i)
         found = FastReranker(i2t, t2i).rerank(given_scores)
         for a, b in zip(found, wanted, strict=True):
@@ -185,7 +209,9 @@ def test_top_of_the_re_ranked_without_the_matrix(engine, small_tiles):
 @pytest.mark.parametrize("engine", ["scores", "dense", "tiled", "kept"])
 @pytest.mark.parametrize("given_banks", [("images",), ("texts",), ("images", "texts")])
 def test_a_query_bank_takes_the_place_of_the_test_queries(engine, given_banks, small_tiles):
-    """Oracle: append the bank to the matrix, so that the sums are over the bank only, and slice the result."""
+    """Oracle: append the bank to the matrix, so that the sums are over the bank only, and slice the
+    result.
+    """
     v, w = embeddings(7, 14)
     bank_v, bank_w = (x.to(v) for x in embeddings(11, 9, seed=5))
     sim = similarity(v, w, make_ids("captions", 7, 14), "dense" if engine == "scores" else engine)
@@ -207,9 +233,16 @@ def test_a_query_bank_takes_the_place_of_the_test_queries(engine, given_banks, s
     by_texts = np.log(np.exp(8.0 * oracle.cosine(v.numpy(), queries_w.numpy())).sum(1))
     np.testing.assert_allclose(found.i2t, 8.0 * plain - by_images, rtol=1e-9)
     np.testing.assert_allclose(found.t2i, 17.0 * plain - by_texts[:, None], rtol=1e-9)
-    assert found.transductive == fast.transductive == ("images" not in given_banks, "texts" not in given_banks)
+    assert (
+        found.transductive
+        == fast.transductive
+        == ("images" not in given_banks, "texts" not in given_banks)
+    )
     top = fast.topk(S, 3)
-    assert torch.equal(top.i2t.indices, found.i2t.topk(3).indices) and top.transductive == found.transductive
+    assert (
+        torch.equal(top.i2t.indices, found.i2t.topk(3).indices)
+        and top.transductive == found.transductive
+    )
 
 
 def test_a_query_stands_for_itself_beside_a_bank():
@@ -233,14 +266,22 @@ def test_the_bank_that_is_the_test_set_changes_nothing():
     for a, b in zip(FastReranker().rerank(sim), FastReranker().fit(v, w).rerank(sim), strict=True):
         torch.testing.assert_close(a, b)
     scores = sim.scores()
-    for a, b in zip(FastReranker().rerank(scores), FastReranker().fit(scores, scores).rerank(scores), strict=True):
+    for a, b in zip(
+        FastReranker().rerank(scores),
+        FastReranker().fit(scores, scores).rerank(scores),
+        strict=True,
+    ):
         torch.testing.assert_close(a, b)
 
 
 def test_re_ranked_pairs_copy_and_pickle():
     pair = FastReranker().fit(images=torch.rand(5, 3)).rerank(torch.rand(3, 3))
     for twin in (copy.deepcopy(pair), pickle.loads(pickle.dumps(pair))):
-        assert torch.equal(twin.i2t, pair.i2t) and torch.equal(twin.t2i, pair[1]) and twin.transductive == (False, True)
+        assert (
+            torch.equal(twin.i2t, pair.i2t)
+            and torch.equal(twin.t2i, pair[1])
+            and twin.transductive == (False, True)
+        )
 
 
 @given(st.integers(0, 10_000), st.floats(-1, 1), st.integers(0, 11))
@@ -255,7 +296,9 @@ def test_removing_a_hub(seed, lift, text):
 
 
 def test_re_ranking_lowers_the_skewness_of_a_hub():
-    scores = torch.rand(50, 50, generator=torch.Generator().manual_seed(0)) * 0.2 + 0.3 * torch.eye(50)
+    scores = torch.rand(50, 50, generator=torch.Generator().manual_seed(0)) * 0.2 + 0.3 * torch.eye(
+        50
+    )
     scores[:, 7] += 0.5
     before, after = retrieval_metrics(scores), retrieval_metrics(*FastReranker().rerank(scores)[:1])
     assert after["i2t_skewness"] < before["i2t_skewness"] and after["i2t_r1"] > before["i2t_r1"]
@@ -275,9 +318,17 @@ def test_nothing_overflows():
         (lambda: retrieval_metrics([[1.0]]), TypeError, "scores"),
         (lambda: retrieval_metrics(torch.full((4, 4), math.nan)), ValueError, "scores.*finite"),
         (lambda: retrieval_metrics(torch.rand(4, 4), torch.arange(3)), ValueError, "image_ids"),
-        (lambda: retrieval_metrics(torch.rand(4, 4), text_ids=torch.rand(4)), TypeError, "text_ids"),
+        (
+            lambda: retrieval_metrics(torch.rand(4, 4), text_ids=torch.rand(4)),
+            TypeError,
+            "text_ids",
+        ),
         (lambda: retrieval_metrics(torch.rand(4, 4), ties="fair"), ValueError, "ties"),
-        (lambda: retrieval_metrics(torch.rand(4, 4), text_ids=torch.arange(4) + 9), ValueError, "no query"),
+        (
+            lambda: retrieval_metrics(torch.rand(4, 4), text_ids=torch.arange(4) + 9),
+            ValueError,
+            "no query",
+        ),
         (
             lambda: retrieval_metrics((torch.rand(4, 4), torch.rand(4, 5))),
             ValueError,
@@ -288,16 +339,26 @@ def test_nothing_overflows():
             ValueError,
             r"scores\[1\].*finite",
         ),
-        (lambda: retrieval_metrics(Similarity(*embeddings(3, 3)), torch.arange(3)), ValueError, "image_ids"),
         (
-            lambda: retrieval_metrics((torch.rand(4, 4), torch.rand(4, 4)), reranker=FastReranker()),
+            lambda: retrieval_metrics(Similarity(*embeddings(3, 3)), torch.arange(3)),
+            ValueError,
+            "image_ids",
+        ),
+        (
+            lambda: retrieval_metrics(
+                (torch.rand(4, 4), torch.rand(4, 4)), reranker=FastReranker()
+            ),
             ValueError,
             "reranker: expected None",
         ),
         (lambda: FastReranker((25.0, 0.0)), ValueError, "i2t"),
         (lambda: FastReranker(t2i=(1.0,)), ValueError, "t2i"),
         (lambda: FastReranker(25.0), ValueError, "i2t.*25"),  # type: ignore[arg-type]
-        (lambda: FastReranker().fit(Similarity(*embeddings(3, 3))), TypeError, "images.*Similarity"),  # type: ignore
+        (
+            lambda: FastReranker().fit(Similarity(*embeddings(3, 3))),
+            TypeError,
+            "images.*Similarity",
+        ),  # type: ignore
         (
             lambda: retrieval_metrics((torch.rand(3, 3), Similarity(*embeddings(3, 3)))),  # type: ignore
             TypeError,
@@ -307,16 +368,42 @@ def test_nothing_overflows():
         (lambda: FastReranker().rerank(torch.full((4, 4), math.inf)), ValueError, "scores.*finite"),
         (lambda: FastReranker().topk(torch.rand(4, 9), 0), ValueError, "k"),
         (lambda: retrieval_metrics(torch.rand(4, 4), hubness_k=0), ValueError, "hubness_k"),
-        (lambda: retrieval_metrics(torch.rand(4, 8), image_ids=torch.arange(4)), ValueError, "text_ids"),
+        (
+            lambda: retrieval_metrics(torch.rand(4, 8), image_ids=torch.arange(4)),
+            ValueError,
+            "text_ids",
+        ),
         (lambda: FastReranker().rerank(torch.full((4, 4), 3e38)), ValueError, "scores.*25"),
-        (lambda: FastReranker().rerank(Similarity(torch.full((4, 4), math.nan), torch.rand(4, 4))), ValueError, "rows"),
-        (lambda: retrieval_metrics(Similarity(torch.rand(4, 4), torch.full((4, 4), math.nan))), ValueError, "cols"),
+        (
+            lambda: FastReranker().rerank(
+                Similarity(torch.full((4, 4), math.nan), torch.rand(4, 4))
+            ),
+            ValueError,
+            "rows",
+        ),
+        (
+            lambda: retrieval_metrics(Similarity(torch.rand(4, 4), torch.full((4, 4), math.nan))),
+            ValueError,
+            "cols",
+        ),
         (lambda: FastReranker().fit(torch.rand(4)), ValueError, "images"),
         (lambda: FastReranker().fit(texts=torch.ones(4, 4).long()), TypeError, "texts"),
         (lambda: FastReranker().fit(torch.full((2, 2), math.nan)), ValueError, "images.*finite"),
-        (lambda: FastReranker().fit(torch.rand(9, 5)).rerank(torch.rand(4, 8)), ValueError, "images.*8 candidates.*5"),
-        (lambda: FastReranker().fit(texts=torch.rand(9, 5)).rerank(torch.rand(4, 8)), ValueError, "texts.*4 cand.*9"),
-        (lambda: FastReranker().fit(torch.rand(9, 5)).rerank(Similarity(*embeddings(3, 3))), ValueError, "images.*dim"),
+        (
+            lambda: FastReranker().fit(torch.rand(9, 5)).rerank(torch.rand(4, 8)),
+            ValueError,
+            "images.*8 candidates.*5",
+        ),
+        (
+            lambda: FastReranker().fit(texts=torch.rand(9, 5)).rerank(torch.rand(4, 8)),
+            ValueError,
+            "texts.*4 cand.*9",
+        ),
+        (
+            lambda: FastReranker().fit(torch.rand(9, 5)).rerank(Similarity(*embeddings(3, 3))),
+            ValueError,
+            "images.*dim",
+        ),
     ],
 )
 def test_bad_input_is_named(call, error, message):
@@ -325,14 +412,18 @@ def test_bad_input_is_named(call, error, message):
 
 
 def repeated(n=7, captions=5):
-    """Images repeated for each caption, as much of the field's code saves them: (c N, D) and (c N, D)."""
+    """Images repeated for each caption, as much of the field's code saves them: (c N, D) and (c N,
+    D).
+    """
     g = torch.Generator().manual_seed(0)
     images = torch.randn(n, 8, generator=g).repeat_interleave(captions, 0)
     return images, images + 1.5 * torch.randn(images.shape, generator=g)
 
 
 @pytest.mark.parametrize("captions", [2, 5])
-@pytest.mark.parametrize("kind", ["embeddings", "tiled", "scores", "rounded", "similarity of scores", "wide", "pair"])
+@pytest.mark.parametrize(
+    "kind", ["embeddings", "tiled", "scores", "rounded", "similarity of scores", "wide", "pair"]
+)
 def test_images_saved_once_per_caption_count_once(kind, captions):
     images, texts = repeated(captions=captions)
     S = torch.nn.functional.normalize(images) @ torch.nn.functional.normalize(texts).T
@@ -348,7 +439,9 @@ def test_images_saved_once_per_caption_count_once(kind, captions):
         "pair": (S, 2 * S),
     }[kind]
     wanted = retrieval_metrics(S[::captions].repeat_interleave(2, 1)) if kind == "wide" else wanted
-    with pytest.warns(UserWarning, match=f"every {captions} consecutive ones are the same.*taken for 7 images"):
+    with pytest.warns(
+        UserWarning, match=f"every {captions} consecutive ones are the same.*taken for 7 images"
+    ):
         found = retrieval_results(asked)
     assert found.metrics() == wanted and found.i2t.ids.tolist() == list(range(7))
     with pytest.warns(UserWarning, match="images: every"):
@@ -358,7 +451,10 @@ def test_images_saved_once_per_caption_count_once(kind, captions):
 def test_a_pair_of_scores_has_the_same_images_repeated():
     once, repeated = torch.rand(4, 8), torch.rand(2, 8).repeat_interleave(2, 0)
     for pair in ((once, repeated), (repeated, once)):
-        with pytest.raises(ValueError, match=r"scores\[1\]: expected repeated images like"), pytest.warns(UserWarning):
+        with (
+            pytest.raises(ValueError, match=r"scores\[1\]: expected repeated images like"),
+            pytest.warns(UserWarning),
+        ):
             retrieval_results(pair)
 
 
@@ -369,11 +465,16 @@ def test_images_that_share_a_coordinate_are_different_ones():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rounding"), [("float16", 2**-9), ("bfloat16", 2**-6), ("float32", 1e-5), ("float64", 1e-5)]
+    ("dtype", "rounding"),
+    [("float16", 2**-9), ("bfloat16", 2**-6), ("float32", 1e-5), ("float64", 1e-5)],
 )
 def test_copies_may_differ_by_two_steps_of_their_dtype_or_a_few_of_float32(dtype, rounding):
-    """Half precision may differ by its rounding; double precision by that of former single precision."""
-    images = torch.tensor([[1.0, 2.0], [4.0, 8.0]], dtype=getattr(torch, dtype)).repeat_interleave(2, 0)
+    """Half precision may differ by its rounding; double precision by that of former single
+    precision.
+    """
+    images = torch.tensor([[1.0, 2.0], [4.0, 8.0]], dtype=getattr(torch, dtype)).repeat_interleave(
+        2, 0
+    )
     images[1::2] *= 1 + rounding * 0.99 if rounding == 1e-5 else 1 + rounding
     with pytest.warns(UserWarning, match="taken for 2 images"):
         assert torch.equal(fold_repeated(images), images[::2])
@@ -384,7 +485,8 @@ def test_copies_may_differ_by_two_steps_of_their_dtype_or_a_few_of_float32(dtype
 def test_images_that_repeat_otherwise_are_as_many_as_there_are():
     images, texts = repeated()
     cases = [
-        images[:1].expand(35, -1),  # with constant scores, five captions per image cannot be recognised
+        # with constant scores, five captions per image cannot be recognised
+        images[:1].expand(35, -1),
         torch.cat([images[:5], images[5:].flip(0)[:-1], images[:1]]),  # not the last copy
         torch.cat([images[:2], torch.randn(33, 8)]),
         texts,
@@ -392,7 +494,9 @@ def test_images_that_repeat_otherwise_are_as_many_as_there_are():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for x in cases:
-            assert fold_repeated(x) is x and len(retrieval_results(Similarity(x, texts)).i2t.ids) == 35
+            assert (
+                fold_repeated(x) is x and len(retrieval_results(Similarity(x, texts)).i2t.ids) == 35
+            )
         ids = torch.arange(35)
         assert len(retrieval_results(Similarity(images, texts, ids, ids)).i2t.ids) == 35
         assert len(retrieval_results(images @ texts.T, ids, ids).i2t.ids) == 35
@@ -402,10 +506,17 @@ def test_images_that_repeat_otherwise_are_as_many_as_there_are():
 
 @pytest.mark.parametrize("folds", [1, 3])
 def test_results_and_their_table_name_ids_as_they_were_given(folds):
-    for image_ids, text_ids in (([1001, 1002, 1003],) * 2, ([7, 5, 9], [9, 9, 5, 7]), ([-3, 2**40, 0], [0, 2**40, -3])):
+    for image_ids, text_ids in (
+        ([1001, 1002, 1003],) * 2,
+        ([7, 5, 9], [9, 9, 5, 7]),
+        ([-3, 2**40, 0], [0, 2**40, -3]),
+    ):
         given_ids = torch.tensor(image_ids), torch.tensor(text_ids)
         scores = torch.rand(3, len(text_ids))
         embedded = Similarity(torch.rand(3, 4), torch.rand(len(text_ids), 4), *given_ids)
-        for found in (retrieval_results(scores, *given_ids, folds=folds), retrieval_results(embedded, folds=folds)):
+        for found in (
+            retrieval_results(scores, *given_ids, folds=folds),
+            retrieval_results(embedded, folds=folds),
+        ):
             assert found.i2t.ids.tolist() == image_ids and found.t2i.ids.tolist() == text_ids
             assert [row["id"] for row in found.rows()] == image_ids + text_ids

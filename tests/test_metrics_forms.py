@@ -1,4 +1,6 @@
-"""Metrics in other forms: accumulated over batches, as tables and TREC files, and for several systems at once."""
+"""Metrics in other forms: accumulated over batches, as tables and TREC files, and for several
+systems at once.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,12 @@ def embedded(n=12, captions=3, noise=1.5, seed=0):
 
 def results(noise=1.5, seed=0, **options):
     images, texts = embedded(noise=noise, seed=seed)
-    return retrieval_results(torch.nn.functional.normalize(images) @ torch.nn.functional.normalize(texts).T, **options)
+    return retrieval_results(
+        torch.nn.functional.normalize(images) @ torch.nn.functional.normalize(texts).T, **options
+    )
 
 
-# --- batches ---------------------------------------------------------------------------------------------------------
+# --- batches --------------------------------------------------------------------------------------
 
 
 def figures(metric) -> dict[str, float]:
@@ -48,7 +52,9 @@ def figures(metric) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("captions", [1, 3])
-@pytest.mark.parametrize("options", [{}, {"folds": 2, "ties": "optimistic", "hubness_k": 2}, {"reranker": CSLS(2)}])
+@pytest.mark.parametrize(
+    "options", [{}, {"folds": 2, "ties": "optimistic", "hubness_k": 2}, {"reranker": CSLS(2)}]
+)
 def test_batches_have_the_figures_of_all(captions, options):
     pytest.importorskip("torchmetrics")
     images, texts = embedded(captions=captions)
@@ -97,7 +103,10 @@ def test_batches_that_do_not_go_together_are_refused():
     images, texts = embedded()
     ids = torch.arange(12), torch.arange(36) // 3
     metric = metrics.RetrievalMetrics()
-    with pytest.raises(ValueError, match="update"), pytest.warns(UserWarning, match="before the ``update``"):
+    with (
+        pytest.raises(ValueError, match="update"),
+        pytest.warns(UserWarning, match="before the ``update``"),
+    ):
         metric.compute()
     with pytest.raises(ValueError, match=r"12 images and 35 texts"):
         metric.update(images, texts[:-1])
@@ -156,7 +165,7 @@ def test_two_processes_have_the_figures_of_one(tmp_path):
         assert found == pytest.approx(results().metrics())
 
 
-# --- tables ----------------------------------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------
 
 
 def test_a_frame_has_the_rows():
@@ -165,7 +174,9 @@ def test_a_frame_has_the_rows():
     frame = found.to_frame()
     assert frame.to_dict("records") == list(found.rows())
     hits = frame[frame.direction == "t2i"].best_rank.between(1, 5).mean()
-    assert 100 * hits == pytest.approx(found.metrics()["t2i_r5"]) and isinstance(frame, pandas.DataFrame)
+    assert 100 * hits == pytest.approx(found.metrics()["t2i_r5"]) and isinstance(
+        frame, pandas.DataFrame
+    )
 
 
 def test_a_latex_table_has_the_best_in_bold():
@@ -194,7 +205,9 @@ def read_trec(folder, way):
 
 
 def saved(kind, folder):
-    relevant = Judgements(torch.tensor([0, 3, 3, 7, 3]), torch.tensor([5, 5, 8, 0, 5]), torch.ones(5)).at_least(1)
+    relevant = Judgements(
+        torch.tensor([0, 3, 3, 7, 3]), torch.tensor([5, 5, 8, 0, 5]), torch.ones(5)
+    ).at_least(1)
     ragged = torch.arange(12) // 2, torch.arange(36) // 5
     scores = torch.rand(12, 36, generator=torch.Generator().manual_seed(1))
     found = {
@@ -221,9 +234,13 @@ def test_trec_files_hold_the_rankings(kind, tmp_path):
             number = int(query.removeprefix(asks))
             top = sorted(best, key=best.__getitem__, reverse=True)
             assert top == [f"{answers}{i}" for i in side.top[number].tolist()]
-            places = [place for place, document in enumerate(top, 1) if document in qrels.get(query, ())]
+            places = [
+                place for place, document in enumerate(top, 1) if document in qrels.get(query, ())
+            ]
             right = [r for r in side.ranks[number].tolist() if r]
-            assert places == [r for r in right if r <= len(top)] and len(qrels.get(query, ())) == len(right)
+            assert places == [r for r in right if r <= len(top)] and len(
+                qrels.get(query, ())
+            ) == len(right)
 
 
 @KINDS
@@ -233,7 +250,12 @@ def test_trec_eval_finds_the_same_figures_in_the_files(kind, tmp_path):
     for way in ("i2t", "t2i"):
         run, qrels = read_trec(tmp_path, way)
         each = trec.RelevanceEvaluator(qrels, {"success", "Rprec"}).evaluate(run).values()
-        for name, ours in (("success_1", "r1"), ("success_5", "r5"), ("success_10", "r10"), ("Rprec", "r_precision")):
+        for name, ours in (
+            ("success_1", "r1"),
+            ("success_5", "r5"),
+            ("success_10", "r10"),
+            ("Rprec", "r_precision"),
+        ):
             mean = 100 * math.fsum(x[name] for x in each) / len(each)
             assert mean == pytest.approx(getattr(found, way).metrics()[ours])
 
@@ -251,20 +273,31 @@ def test_trec_files_are_of_the_right_pairs(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-# --- several systems -------------------------------------------------------------------------------------------------
+# --- several systems ------------------------------------------------------------------------------
 
 
 def test_comparisons_of_several_systems_are_holms():
-    systems = {"base": results(2.0), "same": results(2.0), "bad": results(5.0), "other": results(2.0, 1)}
+    systems = {
+        "base": results(2.0),
+        "same": results(2.0),
+        "bad": results(5.0),
+        "other": results(2.0, 1),
+    }
     names = ("rsum", "t2i_r1")
     found = compare_all(systems, baseline="base", figures=names, samples=300, level=0.9, seed=3)
-    single = {name: compare(x, systems["base"], samples=300, level=0.9, seed=3) for name, x in systems.items()}
-    assert list(found) == ["same", "bad", "other"] and all(tuple(x) == names for x in found.values())
+    single = {
+        name: compare(x, systems["base"], samples=300, level=0.9, seed=3)
+        for name, x in systems.items()
+    }
+    assert list(found) == ["same", "bad", "other"] and all(
+        tuple(x) == names for x in found.values()
+    )
     tests = [(name, figure) for name in found for figure in names]
     for at in tests:
         here, alone = (x[at[0]][at[1]] for x in (found, single))
         assert here[:3] == alone[:3]
-        # Holm by hand: for each test, the maximum over tests with p no larger, of p times the number of p no smaller.
+        # Holm by hand: for each test, the maximum over tests with p no larger, of p times the
+        # number of p no smaller.
         steps = [
             p * sum(single[n][f].p_value >= p for n, f in tests)
             for p in (single[n][f].p_value for n, f in tests)
@@ -272,7 +305,9 @@ def test_comparisons_of_several_systems_are_holms():
         ]
         assert here.p_value == pytest.approx(min(1.0, max(steps)))
     assert found["same"]["rsum"].p_value == 1 > 0.05 > found["bad"]["rsum"].p_value
-    alone = compare_all({"base": systems["base"], "bad": systems["bad"]}, baseline="base", samples=300)
+    alone = compare_all(
+        {"base": systems["base"], "bad": systems["bad"]}, baseline="base", samples=300
+    )
     assert alone == {"bad": {"rsum": compare(systems["bad"], systems["base"], samples=300)["rsum"]}}
 
 
@@ -282,38 +317,54 @@ def test_holms_correction_of_known_p_values(monkeypatch):
     monkeypatch.setattr("itrloss.metrics.uncertainty.compare", stub)
     systems = {"base": "base", **{name: name for name in single}}
     found = compare_all(systems, baseline="base")
-    wanted = {"a": 4 * 0.01, "b": 3 * 0.02, "c": 3 * 0.02, "d": 0.5}  # monotone: not below the value of a smaller p
+    # monotone: not below the value of a smaller p
+    wanted = {"a": 4 * 0.01, "b": 3 * 0.02, "c": 3 * 0.02, "d": 0.5}
     assert {name: x["rsum"].p_value for name, x in found.items()} == pytest.approx(wanted)
-    assert found == compare_all(systems, baseline="base", figures=("rsum", "rsum"))  # a test counts once
+    # a test counts once
+    assert found == compare_all(systems, baseline="base", figures=("rsum", "rsum"))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"baseline": "none"}, "baseline.*'a' or 'b'"), ({"baseline": "a", "figures": ("r1",)}, "figures.*i2t_r1")],
+    [
+        ({"baseline": "none"}, "baseline.*'a' or 'b'"),
+        ({"baseline": "a", "figures": ("r1",)}, "figures.*i2t_r1"),
+    ],
 )
 def test_unknown_systems_and_figures_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         compare_all({"a": results(), "b": results()}, **options)
 
 
-# --- the documentation -----------------------------------------------------------------------------------------------
+# --- the documentation ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [x for x in metrics.__all__ if hasattr(getattr(metrics, x, None), "_fields")])
+@pytest.mark.parametrize(
+    "name", [x for x in metrics.__all__ if hasattr(getattr(metrics, x, None), "_fields")]
+)
 def test_fields_of_named_tuples_are_described(name):
     """Without a docstring, the pages say "Alias for field number 0"."""
-    analyzer = pytest.importorskip("sphinx.pycode").ModuleAnalyzer.for_module(getattr(metrics, name).__module__)
-    assert {(name, field) for field in getattr(metrics, name)._fields} <= set(analyzer.find_attr_docs())
+    analyzer = pytest.importorskip("sphinx.pycode").ModuleAnalyzer.for_module(
+        getattr(metrics, name).__module__
+    )
+    assert {(name, field) for field in getattr(metrics, name)._fields} <= set(
+        analyzer.find_attr_docs()
+    )
 
 
-# --- without the extra -----------------------------------------------------------------------------------------------
+# --- without the extra ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("package", "call"),
     [
         ("pandas", lambda: results().to_frame()),
-        ("scipy", lambda: metrics.agreement(torch.eye(2), Judgements(*torch.tensor([[0, 1], [0, 1], [1, 2]])))),
+        (
+            "scipy",
+            lambda: metrics.agreement(
+                torch.eye(2), Judgements(*torch.tensor([[0, 1], [0, 1], [1, 2]]))
+            ),
+        ),
         ("torchmetrics", lambda: metrics.RetrievalMetrics()),
     ],
 )

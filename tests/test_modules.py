@@ -75,7 +75,9 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Inputs], Any]]]
     "FilteredInfoNCELoss": (itrloss.FilteredInfoNCELoss, pair),
     "DistillationLoss": (
         itrloss.DistillationLoss,
-        lambda m, x: m(x.part(0), x.part(1), itrloss.Similarity(x.part(2), x.part(3), IDS, IDS), IDS, IDS),
+        lambda m, x: m(
+            x.part(0), x.part(1), itrloss.Similarity(x.part(2), x.part(3), IDS, IDS), IDS, IDS
+        ),
     ),
     "SupConLoss": (itrloss.SupConLoss, pair),
     "MILNCELoss": (itrloss.MILNCELoss, pair),
@@ -92,7 +94,10 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Inputs], Any]]]
     "DiversityContrastiveLoss": (itrloss.DiversityContrastiveLoss, pair),
     "MemoryDiversityContrastiveLoss": (itrloss.MemoryDiversityContrastiveLoss, memory),
     "UnifiedTrainingObjective": (itrloss.UnifiedTrainingObjective, memory),
-    "VarianceAwareLoss": (itrloss.VarianceAwareLoss, lambda m, x: m(x.part(0, K), x.part(3), IDS, IDS)),
+    "VarianceAwareLoss": (
+        itrloss.VarianceAwareLoss,
+        lambda m, x: m(x.part(0, K), x.part(3), IDS, IDS),
+    ),
     "VarianceAwareLoss own sigma": (
         lambda: itrloss.VarianceAwareLoss(shared_sigma=False),
         lambda m, x: m(x.part(0, K), x.part(3)),
@@ -106,7 +111,10 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Inputs], Any]]]
         lambda m, x: m(x.part(0, K), x.part(3, 4)),
     ),
     "Matryoshka": (lambda: itrloss.Matryoshka(itrloss.InfoNCELoss(learnable=True), (2, D)), pair),
-    "DynamicOrthogonalLoss": (lambda: itrloss.DynamicOrthogonalLoss(0.0), lambda m, x: m(x.part(0, K))),
+    "DynamicOrthogonalLoss": (
+        lambda: itrloss.DynamicOrthogonalLoss(0.0),
+        lambda m, x: m(x.part(0, K)),
+    ),
     "DynamicGate": (lambda: itrloss.DynamicGate(D, K), lambda m, x: m(x.part(0, 4))),
     "CoupledMemory": (lambda: itrloss.CoupledMemory(ENTRIES, D), enqueue),
     "OnlineKMeans": (lambda: itrloss.OnlineKMeans(4, D), cluster),
@@ -114,7 +122,10 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Inputs], Any]]]
     "PrototypeClassificationLoss": (lambda: itrloss.PrototypeClassificationLoss(D, 10), classify),
     "CODERObjective": (lambda: itrloss.CODERObjective(D, 9), coder),
     "DVSEObjective": (lambda: itrloss.DVSEObjective(slack=0.0), dvse),
-    "MomentumEncoder": (lambda: itrloss.MomentumEncoder(nn.Linear(D, D)), lambda m, x: m(x.part(0))),
+    "MomentumEncoder": (
+        lambda: itrloss.MomentumEncoder(nn.Linear(D, D)),
+        lambda m, x: m(x.part(0)),
+    ),
 }
 every_module = pytest.mark.parametrize("name", list(MODULES))
 
@@ -128,13 +139,18 @@ def inputs(step: int = 0, dtype: torch.dtype = torch.float32, processes: int = 1
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(B, 8 * D, generator=generator) + 0.3
     stored = itrloss.CoupledMemory(ENTRIES, D, dtype=dtype)
-    keys = torch.randn(2, 7, D, generator=generator).to(dtype).repeat(1, processes, 1)  # as if enqueued by each process
+    # as if enqueued by each process
+    keys = torch.randn(2, 7, D, generator=generator).to(dtype).repeat(1, processes, 1)
     stored.enqueue(*keys, torch.arange(7).repeat(processes))
     return Inputs(x.to(dtype).requires_grad_(), stored)
 
 
 def outcome(
-    name: str, module: nn.Module, x: Inputs, call: Callable[..., Any] | None = None, autocast: bool = False
+    name: str,
+    module: nn.Module,
+    x: Inputs,
+    call: Callable[..., Any] | None = None,
+    autocast: bool = False,
 ) -> list[Tensor]:
     """Value of one call, and its gradient if it has one."""
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -150,19 +166,47 @@ def test_every_public_module_is_here():
     assert modules - {"PairLoss", "MemoryLoss"} == {n.split()[0] for n in MODULES}
 
 
-# Others are compiled in other tests: losses on pairs, and those with a memory, a teacher or variances.
-ELSEWHERE = {"TripletLoss", "InfoNCELoss", "SigmoidLoss", "HubnessAwareLoss", "DiversityContrastiveLoss"}
-ELSEWHERE |= {"MemoryDiversityContrastiveLoss", "UnifiedTrainingObjective", "DynamicOrthogonalLoss", "MomentumEncoder"}
-ELSEWHERE |= {"FilteredInfoNCELoss", "SupConLoss", "MILNCELoss", "MultiSimilarityLoss", "CircleLoss"}
-ELSEWHERE |= {"DirectionalInfoNCELoss", "DistillationLoss", "RINCELoss", "ComplementaryContrastiveLoss"}
+# Others are compiled in other tests: losses on pairs, and those with a memory, a teacher or
+# variances.
+ELSEWHERE = {
+    "TripletLoss",
+    "InfoNCELoss",
+    "SigmoidLoss",
+    "HubnessAwareLoss",
+    "DiversityContrastiveLoss",
+}
+ELSEWHERE |= {
+    "MemoryDiversityContrastiveLoss",
+    "UnifiedTrainingObjective",
+    "DynamicOrthogonalLoss",
+    "MomentumEncoder",
+}
+ELSEWHERE |= {
+    "FilteredInfoNCELoss",
+    "SupConLoss",
+    "MILNCELoss",
+    "MultiSimilarityLoss",
+    "CircleLoss",
+}
+ELSEWHERE |= {
+    "DirectionalInfoNCELoss",
+    "DistillationLoss",
+    "RINCELoss",
+    "ComplementaryContrastiveLoss",
+}
 ELSEWHERE |= {"PCMEPlusPlusLoss", "Matryoshka"}
-ELSEWHERE |= {"PrototypeClassificationLoss", "VarianceAwareLoss"}  # as parts of CODERObjective and DVSEObjective
+# as parts of CODERObjective and DVSEObjective
+ELSEWHERE |= {"PrototypeClassificationLoss", "VarianceAwareLoss"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [name for name in MODULES if name == "VarianceAwareLoss own sigma" or name.split()[0] not in ELSEWHERE],
+    [
+        name
+        for name in MODULES
+        if name == "VarianceAwareLoss own sigma" or name.split()[0] not in ELSEWHERE
+    ],
 )
 def test_compiles_without_a_graph_break(name):
     torch._dynamo.reset()
@@ -170,7 +214,10 @@ def test_compiles_without_a_graph_break(name):
     module, twin = make(name), make(name)
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     for step in range(3):
-        wanted, found = outcome(name, module, inputs(step)), outcome(name, twin, inputs(step), compiled)
+        wanted, found = (
+            outcome(name, module, inputs(step)),
+            outcome(name, twin, inputs(step), compiled),
+        )
         torch.testing.assert_close(found, wanted)
     for a, b in zip(module.buffers(), twin.buffers(), strict=True):
         torch.testing.assert_close(a, b)
@@ -213,7 +260,9 @@ def test_repr_is_one_that_can_be_read(name):
 def test_moves_to_another_type(name, dtype):
     given = inputs(dtype=dtype)
     found = outcome(name, make(name).to("cpu", dtype), given)
-    same = Inputs(given.vectors.detach().float().requires_grad_(), inputs(dtype=dtype).memory.float())
+    same = Inputs(
+        given.vectors.detach().float().requires_grad_(), inputs(dtype=dtype).memory.float()
+    )
     for a, b in zip(found, outcome(name, make(name), same), strict=True):
         assert a.isfinite().all()
         # Parameters are rounded, too, and so are gradients.
@@ -254,7 +303,13 @@ def worker(rank: int) -> dict[str, Any]:
             x = torch.randn(B, 5, generator=torch.Generator().manual_seed(10 * step + rank))
             model.zero_grad()
             model(x, inputs(step).memory).backward()
-            gradients.append({n: p.grad.clone() for n, p in model.module.named_parameters() if p.grad is not None})
+            gradients.append(
+                {
+                    n: p.grad.clone()
+                    for n, p in model.module.named_parameters()
+                    if p.grad is not None
+                }
+            )
         buffers = dict(model.module.module.named_buffers())
         found[name] = gradients, {n: b.clone() for n, b in buffers.items()}
     return found
@@ -268,11 +323,16 @@ def two_processes(tmp_path_factory):
 @pytest.mark.slow
 @every_module
 def test_two_processes_stay_equal(name, two_processes):
-    (gradients, buffers), (other_gradients, other_buffers) = (found[name] for found in two_processes)
+    (gradients, buffers), (other_gradients, other_buffers) = (
+        found[name] for found in two_processes
+    )
     for mine, theirs in zip(gradients, other_gradients, strict=True):
-        assert mine and all(g.isfinite().all() and torch.equal(g, theirs[n]) for n, g in mine.items())
+        assert mine and all(
+            g.isfinite().all() and torch.equal(g, theirs[n]) for n, g in mine.items()
+        )
     for n, b in buffers.items():
-        if name == "DynamicGate":  # running statistics are of each process's own images, as with BatchNorm
+        # running statistics are of each process's own images, as with BatchNorm
+        if name == "DynamicGate":
             continue
         assert torch.equal(b, other_buffers[n]), n
     # The mean of the processes' own gradients, as nothing but gradients is exchanged.
@@ -282,7 +342,8 @@ def test_two_processes_stay_equal(name, two_processes):
     for rank in range(2):
         model = Step(name)
         model(
-            torch.randn(B, 5, generator=torch.Generator().manual_seed(rank)), inputs(0, processes=2).memory
+            torch.randn(B, 5, generator=torch.Generator().manual_seed(rank)),
+            inputs(0, processes=2).memory,
         ).backward()
         alone.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     for n, g in gradients[0].items():
@@ -293,7 +354,10 @@ def test_two_processes_stay_equal(name, two_processes):
 def test_clusters_of_two_processes_are_those_of_one(two_processes):
     model = Step("OnlineKMeans")
     for step in range(3):
-        both = [torch.randn(B, 5, generator=torch.Generator().manual_seed(10 * step + rank)) for rank in range(2)]
+        both = [
+            torch.randn(B, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+            for rank in range(2)
+        ]
         model.module.update(Inputs(model.encoder(torch.cat(both)), None).part(0))
     for n, b in model.module.named_buffers():
         torch.testing.assert_close(two_processes[0]["OnlineKMeans"][1][n], b)

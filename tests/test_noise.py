@@ -1,4 +1,6 @@
-"""``python -m benchmarks.noise`` on a few made-up pictures, and the losses it defines, from their papers' formulas."""
+"""``python -m benchmarks.noise`` on a few made-up pictures, and the losses it defines, from their
+papers' formulas.
+"""
 
 import json
 import math
@@ -21,7 +23,10 @@ def folder(tmp_path):
         things = draw.random((size, len(WORDS))) < 0.3
         features = things + 0.1 * draw.random(things.shape)
         np.save(tmp_path / f"{split}_global.npy", np.tile(features, 4).astype(np.float16))
-        named = [" ".join(w for w, here in zip(WORDS, row, strict=True) if here) or "nothing" for row in things]
+        named = [
+            " ".join(w for w, here in zip(WORDS, row, strict=True) if here) or "nothing"
+            for row in things
+        ]
         (tmp_path / f"{split}_caps.txt").write_text("".join(5 * f"{words}\n" for words in named))
     return tmp_path
 
@@ -53,7 +58,9 @@ def test_a_share_of_the_captions_swap_their_pictures():
     assert torch.equal(noise.swapped(ids, 0.0, 1), ids)
     found = noise.swapped(ids, 0.4, 1)
     assert 380 < int((found != ids).sum()) <= 400 and torch.equal(found.sort().values, ids)
-    assert torch.equal(found, noise.swapped(ids, 0.4, 1)) and not torch.equal(found, noise.swapped(ids, 0.4, 2))
+    assert torch.equal(found, noise.swapped(ids, 0.4, 1)) and not torch.equal(
+        found, noise.swapped(ids, 0.4, 2)
+    )
 
 
 def test_losses_are_the_formulas():
@@ -68,4 +75,6 @@ def test_losses_are_the_formulas():
     left_out = scores > scores.diagonal()[:, None] + 0.1
     assert left_out.any()
     logits = (scores / 0.1).masked_fill(left_out, -math.inf)
-    torch.testing.assert_close(rows, F.cross_entropy(logits, diagonal, reduction="none"), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        rows, F.cross_entropy(logits, diagonal, reduction="none"), rtol=1e-9, atol=1e-9
+    )

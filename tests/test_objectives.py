@@ -29,7 +29,12 @@ def unit(x):
 
 def test_coder_objective_is_the_weighted_sum_of_the_oracles_terms():
     given, ids = coder_input(), torch.tensor([0, 1, 2, 0, 4, 9])
-    weights = {"batch_weight": 2.5, "memory_weight": 0.5, "concept_weight": 1.5, "prototype_weight": 0.7}
+    weights = {
+        "batch_weight": 2.5,
+        "memory_weight": 0.5,
+        "concept_weight": 1.5,
+        "prototype_weight": 0.7,
+    }
     objective = CODERObjective(5, 4, temperature=0.2, **weights)
     objective.classifier.double()
     total, terms = objective(*given, ids, ids)
@@ -44,11 +49,17 @@ def test_coder_objective_is_the_weighted_sum_of_the_oracles_terms():
         oracle_more.memory_dcl(v, w, v_keys, w_keys, *banks, temperature=0.2),
         oracle.dcl(oracle.cosine(v_concepts, w_concepts), known, known, temperature=0.2),
         oracle_more.prototype_classification(
-            v_concepts, w_concepts, objective.classifier.weight.detach().numpy(), None, clusters.numpy()
+            v_concepts,
+            w_concepts,
+            objective.classifier.weight.detach().numpy(),
+            None,
+            clusters.numpy(),
         ),
     )
     np.testing.assert_allclose([float(x) for x in terms], wanted, rtol=1e-6)
-    np.testing.assert_allclose(float(total.detach()), np.dot(list(weights.values()), wanted), rtol=1e-6)
+    np.testing.assert_allclose(
+        float(total.detach()), np.dot(list(weights.values()), wanted), rtol=1e-6
+    )
     assert not any(x.requires_grad for x in terms)
 
 
@@ -58,7 +69,8 @@ def test_coder_weights_by_default_are_those_of_equation_8():
 
 def test_prototypes_move_in_training_and_stand_still_in_evaluation():
     objective, given = CODERObjective(5, 8).eval(), coder_input()
-    assert objective(*given, torch.arange(6), torch.arange(6))[1].prototype == 0  # there are no prototypes yet
+    # there are no prototypes yet
+    assert objective(*given, torch.arange(6), torch.arange(6))[1].prototype == 0
     assert len(objective.prototypes) == 0
     objective.train()
     objective(*given, torch.arange(6), torch.arange(6))
@@ -66,7 +78,11 @@ def test_prototypes_move_in_training_and_stand_still_in_evaluation():
     before = copy.deepcopy(objective.state_dict())
     objective.eval()
     assert objective(*given, torch.arange(6), torch.arange(6))[1].prototype > 0
-    assert all(torch.equal(x, before[name]) for name, x in objective.state_dict().items() if torch.is_tensor(x))
+    assert all(
+        torch.equal(x, before[name])
+        for name, x in objective.state_dict().items()
+        if torch.is_tensor(x)
+    )
 
 
 def test_clusters_are_those_of_sums_of_unit_vectors():
@@ -75,7 +91,9 @@ def test_clusters_are_those_of_sums_of_unit_vectors():
     objective(*given, torch.arange(6), torch.arange(6))
     sums = unit(given[0].numpy()) + unit(given[1].numpy())
     order = objective.prototypes.predict(torch.from_numpy(sums))
-    np.testing.assert_allclose(objective.prototypes.centroids[order].numpy(), unit(sums), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        objective.prototypes.centroids[order].numpy(), unit(sums), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_options_reach_what_they_are_for():
@@ -83,8 +101,16 @@ def test_options_reach_what_they_are_for():
     objective = CODERObjective(5, 4, max_count=3.0, diversity=None, **options)
     assert objective.prototypes.max_count == 3.0
     for loss in (objective.batch, objective.memory, objective.concept):
-        assert loss.diversity is None and loss.engine == "tiled" and loss.check_finite and loss.observed
-    for loss in (objective.classifier, DVSEObjective(engine="tiled", check_finite=True).variance_aware):
+        assert (
+            loss.diversity is None
+            and loss.engine == "tiled"
+            and loss.check_finite
+            and loss.observed
+        )
+    for loss in (
+        objective.classifier,
+        DVSEObjective(engine="tiled", check_finite=True).variance_aware,
+    ):
         assert loss.engine == "tiled" and loss.check_finite
     assert objective.classifier.reduction == "sum"
 
@@ -93,7 +119,9 @@ def test_a_reseeded_cluster_loses_what_the_classifier_learnt():
     objective, given = CODERObjective(5, 6), coder_input()
     ids = torch.arange(6)
     objective(*given, ids, ids)
-    torch.testing.assert_close(objective.classifier.weight.detach(), objective.prototypes.centroids / 3**0.5)
+    torch.testing.assert_close(
+        objective.classifier.weight.detach(), objective.prototypes.centroids / 3**0.5
+    )
     with torch.no_grad():
         objective.classifier.weight.fill_(9.0)
     objective(*given, ids, ids)  # the same points, so that nothing is reseeded
@@ -105,7 +133,12 @@ def test_a_term_of_weight_zero_is_not_computed():
     given[4] = None  # without a memory
     objective = CODERObjective(5, 4, memory_weight=0, prototype_weight=0)
     total, terms = objective(*given)
-    assert total.isfinite() and terms.memory == 0 and terms.prototype == 0 and len(objective.prototypes) == 0
+    assert (
+        total.isfinite()
+        and terms.memory == 0
+        and terms.prototype == 0
+        and len(objective.prototypes) == 0
+    )
 
 
 def test_gradients_reach_all_that_is_trained_and_nothing_else():
@@ -121,8 +154,13 @@ def test_gradients_reach_all_that_is_trained_and_nothing_else():
 
 def test_dvse_objective_is_the_weighted_sum_of_the_oracles_terms():
     generator = torch.Generator().manual_seed(0)
-    sets, residuals = (torch.randn(4, 3, 5, generator=generator, dtype=torch.float64) + 0.5 for _ in range(2))
-    texts, ids = torch.randn(8, 5, generator=generator, dtype=torch.float64), torch.arange(4).repeat_interleave(2)
+    sets, residuals = (
+        torch.randn(4, 3, 5, generator=generator, dtype=torch.float64) + 0.5 for _ in range(2)
+    )
+    texts, ids = (
+        torch.randn(8, 5, generator=generator, dtype=torch.float64),
+        torch.arange(4).repeat_interleave(2),
+    )
     gate = torch.tensor([[1.0, 1, 0]]).repeat(4, 1)
     objective = DVSEObjective(0.3, slack=0.05, margin=0.4)
     total, terms = objective(sets, texts, residuals, gate, torch.arange(4), ids)
@@ -159,7 +197,11 @@ def test_input_errors_of_the_objectives():
             r"texts: expected shape \(6, 5\)",
         ),
         (lambda: CODERObjective(7, 4)(*given), ValueError, r"images: expected shape \(6, 7\)"),
-        (lambda: CODERObjective(5, 4)(*given[:6], given[6][:4]), ValueError, "text_concepts: expected shape"),
+        (
+            lambda: CODERObjective(5, 4)(*given[:6], given[6][:4]),
+            ValueError,
+            "text_concepts: expected shape",
+        ),
         (lambda: CODERObjective(5, 4, reduction="none"), ValueError, "reduction"),
         (lambda: CODERObjective(5, 4, batch_weight="x"), TypeError, "batch_weight"),
         (lambda: CODERObjective(5, 4, temperature=0), ValueError, "temperature"),

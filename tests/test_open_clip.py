@@ -1,4 +1,6 @@
-"""The losses in open_clip: over several processes, beside its own, beside one process, and in its place."""
+"""The losses in open_clip: over several processes, beside its own, beside one process, and in its
+place.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ import itrloss
 from itrloss import compat, distributed
 from itrloss.integrations.open_clip import RetrievalLoss, patch_open_clip
 
-WAYS = [(local_loss, gather_with_grad) for local_loss in (False, True) for gather_with_grad in (False, True)]
+WAYS = [
+    (local_loss, gather_with_grad)
+    for local_loss in (False, True)
+    for gather_with_grad in (False, True)
+]
 EXCHANGES = (None, "bidir", "shift", "reduce", "gather")
 
 
@@ -44,7 +50,9 @@ def batch(n: int) -> tuple[Tensor, Tensor]:
     return images, texts
 
 
-def outcome(criterion: nn.Module, images: Tensor, texts: Tensor, wrap: Any, dtype=torch.float32) -> dict[str, Tensor]:
+def outcome(
+    criterion: nn.Module, images: Tensor, texts: Tensor, wrap: Any, dtype=torch.float32
+) -> dict[str, Tensor]:
     """The value, and the gradients of the model, averaged over the processes by ``wrap``."""
     model = Encoders().to(dtype)
     wrapped = wrap(model)  # it must still exist in the backward pass
@@ -53,12 +61,14 @@ def outcome(criterion: nn.Module, images: Tensor, texts: Tensor, wrap: Any, dtyp
     return {"value": value.detach(), **{name: p.grad for name, p in model.named_parameters()}}
 
 
-def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+def assert_same(
+    found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-5
+) -> None:
     for name, x in wanted.items():
         torch.testing.assert_close(found[name], x, rtol=10 * tolerance, atol=tolerance, msg=name)
 
 
-# ------------------------------------------------------------------------------- values and gradients beside theirs
+# --------------------------------------------------------------- values and gradients beside theirs
 
 
 def every_way(rank: int) -> dict[str, Any]:
@@ -85,7 +95,9 @@ def as_anchors() -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-def test_every_way_has_the_values_and_gradients_of_one_process_and_theirs_relate_as_documented(tmp_path):
+def test_every_way_has_the_values_and_gradients_of_one_process_and_theirs_relate_as_documented(
+    tmp_path,
+):
     first, second = both(every_way, tmp_path)
     clip = outcome(compat.ClipLoss(), *batch(4 * WORLD), nn.Identity())
     siglip = outcome(compat.SigLipLoss(), *batch(4 * WORLD), nn.Identity())
@@ -94,12 +106,14 @@ def test_every_way_has_the_values_and_gradients_of_one_process_and_theirs_relate
         for found in (first, second):
             assert_same(found["ours", way], whole)
         theirs = [found["theirs", way] for found in (first, second)]
-        # The value is that of the whole batch, or its mean over the processes is, which are not the same then.
+        # The value is that of the whole batch, or its mean over the processes is, which are not the
+        # same then.
         local_loss, gather_with_grad = way if way in WAYS else (True, True)
         values = torch.stack([found.pop("value") for found in theirs])
         torch.testing.assert_close(values.mean(), whole["value"])
         assert (abs(values[0] - values[1]) > 1e-3) == local_loss
-        # The gradients of all are those of one process with gather_with_grad. Without it, those of encoders are not.
+        # The gradients of all are those of one process with gather_with_grad. Without it, those of
+        # encoders are not.
         wanted = {name: grad for name, grad in whole.items() if name != "value"}
         if not gather_with_grad:
             anchors = as_anchors()
@@ -109,7 +123,7 @@ def test_every_way_has_the_values_and_gradients_of_one_process_and_theirs_relate
             assert_same(found, wanted)
 
 
-# ------------------------------------------------------------------------------------- beyond what theirs can do
+# ------------------------------------------------------------------------ beyond what theirs can do
 
 KINDS = {"clip": compat.ClipLoss, "siglip": compat.SigLipLoss}
 SIZES = {"one has none": [3, 0, 2], "unequal": [1, 4, 1], "one pair": [0, 1, 0]}
@@ -144,7 +158,9 @@ def several(rank: int) -> dict[str, Any]:
             distributed.GATHERED = size
             for name, sizes in SIZES.items():
                 part = parts(rank, sizes)
-                found[kind, schedule, name] = outcome(criterion, *part, DistributedDataParallel, torch.float64)
+                found[kind, schedule, name] = outcome(
+                    criterion, *part, DistributedDataParallel, torch.float64
+                )
             found[kind, schedule, "half"] = halves(criterion, parts(rank, [3, 3, 3]))
         distributed.GATHERED = LARGEST_GATHERED["all-gather"]
         nothing = torch.zeros(0, 6, requires_grad=True)
@@ -152,7 +168,9 @@ def several(rank: int) -> dict[str, Any]:
         loss.backward()
         found[kind, "nothing"] = loss.detach()
         compiled = torch.compile(criterion, fullgraph=True, backend="aot_eager")
-        found[kind, "compiled"] = outcome(compiled, *parts(rank, [2, 2, 2]), DistributedDataParallel)
+        found[kind, "compiled"] = outcome(
+            compiled, *parts(rank, [2, 2, 2]), DistributedDataParallel
+        )
         found[kind, "flops"] = flops(criterion, parts(rank, [4, 4, 4]))
         found[kind, "alone"] = make()(*parts(rank, [4, 4, 4]), 9.0, -2.0)
     x = torch.ones(4, 6)
@@ -181,7 +199,9 @@ def test_batches_of_any_size_half_precision_and_the_compiler(tmp_path):
                     assert_same(found[kind, schedule, name], whole, 1e-10)
         value, *grads = halves(criterion, [*batch(9)])
         for schedule in LARGEST_GATHERED:
-            values, *parted = zip(*(found[kind, schedule, "half"] for found in processes), strict=True)
+            values, *parted = zip(
+                *(found[kind, schedule, "half"] for found in processes), strict=True
+            )
             torch.testing.assert_close(torch.stack(values), value.expand(3))
             merged = (torch.cat(parted[0]), torch.cat(parted[1]), sum(parted[2]), sum(parted[3]))
             for x, wanted in zip(merged, grads, strict=True):
@@ -190,20 +210,27 @@ def test_batches_of_any_size_half_precision_and_the_compiler(tmp_path):
         for rank, found in enumerate(processes):
             assert found[kind, "nothing"] == 0
             assert_same(found[kind, "compiled"], compiled)
-            torch.testing.assert_close(found[kind, "alone"], criterion(*parts(rank, [4, 4, 4]), 9.0, -2.0))
-            assert 3 * found[kind, "flops"] == flops(criterion, [*batch(12)]) > 0  # of one process with the whole batch
+            torch.testing.assert_close(
+                found[kind, "alone"], criterion(*parts(rank, [4, 4, 4]), 9.0, -2.0)
+            )
+            # of one process with the whole batch
+            assert 3 * found[kind, "flops"] == flops(criterion, [*batch(12)]) > 0
     pairs = "text_features: expected as many as image_features, 4, got 3"
     assert [found["pairs"] for found in processes[1:]] == [pairs, pairs.replace("got 3", "got 2")]
     assert processes[0]["pairs"].startswith(f"gather: process 1 failed: ValueError: {pairs}")
     assert processes[0]["shape"].startswith("image_features: expected shape (N, D)")
-    assert all("process 0 failed: ValueError: image_features" in found["shape"] for found in processes[1:])
+    assert all(
+        "process 0 failed: ValueError: image_features" in found["shape"] for found in processes[1:]
+    )
     for found in processes:
         assert "float32 (B, 6)" in found["dimension"] and "float32 (B, 5)" in found["dimension"]
-        assert "ClipLoss in process 0" in found["loss"] and "SigLipLoss in process 1" in found["loss"]
+        assert (
+            "ClipLoss in process 0" in found["loss"] and "SigLipLoss in process 1" in found["loss"]
+        )
         assert found["world_size"].startswith("world_size: expected 1 or")
 
 
-# ------------------------------------------------------------------------------------------------------ their loop
+# --------------------------------------------------------------------------------------- their loop
 
 
 class Batches(list):
@@ -242,7 +269,8 @@ def trained(rank: int, train_one_epoch: Any, clip: nn.Module, loss: nn.Module) -
     data = Batches(zip(images, texts, strict=True))
     before = {name: p.detach().clone() for name, p in clip.named_parameters()}
     model, loss = DistributedDataParallel(clip), Recorded(loss)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # unlike Adam, sees the gradient's length
+    # unlike Adam, sees the gradient's length
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     train_one_epoch(model, {"train": data}, loss, 0, optimizer, None, None, None, args)
     after = {name: p.detach() for name, p in clip.named_parameters()}
     assert all((after[name] != x).any() for name, x in before.items())
@@ -255,7 +283,12 @@ def trained_with_every_loss(rank: int) -> dict[str, dict[str, Tensor]]:
     text = {"context_length": 5, "vocab_size": 11, "width": 16, "heads": 2, "layers": 1}
     found = {}
     for name, loss, scale, bias in (
-        ("clip, theirs", theirs.ClipLoss(local_loss=True, gather_with_grad=True, **world), 14.3, None),
+        (
+            "clip, theirs",
+            theirs.ClipLoss(local_loss=True, gather_with_grad=True, **world),
+            14.3,
+            None,
+        ),
         ("clip, ours", compat.ClipLoss(**world), 14.3, None),
         ("siglip, theirs", theirs.SigLipLoss(**world), 10.0, -10.0),
         ("siglip, ours", compat.SigLipLoss(**world), 10.0, -10.0),
@@ -279,7 +312,7 @@ def test_their_training_loop_ends_with_the_same_model(tmp_path):
                 assert_same(found[name], wanted)
 
 
-# --------------------------------------------------------------------------------------------- any loss in their place
+# -------------------------------------------------------------------------- any loss in their place
 
 LOSSES: dict[str, Any] = {
     "infonce": lambda **common: itrloss.InfoNCELoss(learnable=True, **common),
@@ -290,21 +323,29 @@ LOSSES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name, twin, factor", [("infonce", compat.ClipLoss(), 2), ("sigmoid", compat.SigLipLoss(), 1)])
+@pytest.mark.parametrize(
+    "name, twin, factor", [("infonce", compat.ClipLoss(), 2), ("sigmoid", compat.SigLipLoss(), 1)]
+)
 def test_a_learnable_scale_and_bias_are_those_of_the_model(name, twin, factor):
     whole = outcome(twin, *batch(7), nn.Identity(), torch.float64)
     assert whole["scale"].abs() > 1e-3
     wanted = {name: factor * x for name, x in whole.items()}
     for loss in (LOSSES[name](), itrloss.Matryoshka(LOSSES[name](), [4])):
-        assert_same(outcome(RetrievalLoss(loss), *batch(7), nn.Identity(), torch.float64), wanted, 1e-10)
-    half = *map(F.normalize, batch(7)), *torch.tensor([9.0625, -2.0]).bfloat16()  # whose logarithm would be rounded
+        assert_same(
+            outcome(RetrievalLoss(loss), *batch(7), nn.Identity(), torch.float64), wanted, 1e-10
+        )
+    # whose logarithm would be rounded
+    half = *map(F.normalize, batch(7)), *torch.tensor([9.0625, -2.0]).bfloat16()
     torch.testing.assert_close(RetrievalLoss(LOSSES[name]())(*half), factor * twin(*half))
 
 
 @pytest.mark.parametrize("name", ["dcl", "triplet", "matryoshka"])
 def test_other_losses_train_the_encoders_alone(name):
     loss = LOSSES[name]()
-    found, wanted = (outcome(f, *batch(7), nn.Identity()) for f in (RetrievalLoss(loss), lambda v, w, *_: loss(v, w)))
+    found, wanted = (
+        outcome(f, *batch(7), nn.Identity())
+        for f in (RetrievalLoss(loss), lambda v, w, *_: loss(v, w))
+    )
     for parameter in ("scale", "bias"):
         assert wanted.pop(parameter) is None and found[parameter] == 0
     assert_same(found, wanted)
@@ -312,7 +353,10 @@ def test_other_losses_train_the_encoders_alone(name):
 
 def any_loss(rank: int) -> dict[str, Any]:
     own = [x.chunk(WORLD)[rank] for x in batch(8)]
-    return {name: outcome(RetrievalLoss(f(gather=True)), *own, DistributedDataParallel) for name, f in LOSSES.items()}
+    return {
+        name: outcome(RetrievalLoss(f(gather=True)), *own, DistributedDataParallel)
+        for name, f in LOSSES.items()
+    }
 
 
 @pytest.mark.slow
@@ -346,7 +390,9 @@ def test_other_losses_are_refused(loss, error):
 
 def test_a_bias_that_is_trained_has_to_be_there():
     v, w = batch(4)
-    with pytest.raises(ValueError, match="logit_bias: expected that of the model, which SigmoidLoss"):
+    with pytest.raises(
+        ValueError, match="logit_bias: expected that of the model, which SigmoidLoss"
+    ):
         RetrievalLoss(itrloss.SigmoidLoss())(v, w, torch.tensor(9.0))
 
 
@@ -378,7 +424,11 @@ def test_a_patch_changes_what_they_make_until_it_is_undone():
     assert type(made()) is compat.ClipLoss and type(made(siglip=True)) is compat.SigLipLoss
     assert type(made("coca_ViT-B-32")) is kinds["coca_ViT-B-32"]
     with patch_open_clip(itrloss.DiversityContrastiveLoss(temperature=0.05)):
-        for loss in (made(), made(siglip=True), sys.modules["open_clip.loss"].ClipLoss(rank=0, world_size=1)):
+        for loss in (
+            made(),
+            made(siglip=True),
+            sys.modules["open_clip.loss"].ClipLoss(rank=0, world_size=1),
+        ):
             assert isinstance(loss, RetrievalLoss) and loss.loss.temperature == 0.05
     assert type(made()) is compat.ClipLoss
     undo.close()
@@ -408,4 +458,6 @@ def test_a_patch_with_a_loss_is_a_class_that_gathers():
         with pytest.raises(ValueError, match="gather=True for 2 processes"):
             kind(rank=0, world_size=2)
     with patch_open_clip(itrloss.InfoNCELoss(learnable=True, gather=True)):
-        assert isinstance(sys.modules["open_clip.loss"].ClipLoss(rank=0, world_size=2), RetrievalLoss)
+        assert isinstance(
+            sys.modules["open_clip.loss"].ClipLoss(rank=0, world_size=2), RetrievalLoss
+        )

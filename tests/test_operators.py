@@ -59,7 +59,11 @@ def question(source, key, over, sides, shared):
 
 
 CASES = pairwise(
-    source=list(sources()), key=list(COUNT), over=["negatives", "all", "positives"], sides=SIDES, shared=[True, False]
+    source=list(sources()),
+    key=list(COUNT),
+    over=["negatives", "all", "positives"],
+    sides=SIDES,
+    shared=[True, False],
 )
 
 
@@ -75,11 +79,20 @@ def test_sums_keep_their_contract(source, key, over, sides, shared):
 )
 def test_gradients_keep_their_contract(source, key, over, sides, shared):
     scores, params, *asked = question(sources()[source], key, over, sides, shared)
-    grad = torch.ones(ANSWERS[key].width, sum(sources()[source].shape[side] for side in SIDES[sides]))
-    for rows, cols, given in ((True, True, True), (True, False, False), (False, scores[1] is not None, True)):
+    grad = torch.ones(
+        ANSWERS[key].width, sum(sources()[source].shape[side] for side in SIDES[sides])
+    )
+    for rows, cols, given in (
+        (True, True, True),
+        (True, False, False),
+        (False, scores[1] is not None, True),
+    ):
         needs = [rows, cols and scores[1] is not None, *([given] * len(params))]
         if any(needs):
-            check(torch.ops.itrloss.reduce_backward.default, (scores, params, grad, *asked, False, needs))
+            check(
+                torch.ops.itrloss.reduce_backward.default,
+                (scores, params, grad, *asked, False, needs),
+            )
 
 
 @pytest.mark.parametrize("source", ["embeddings", "half", "raw", "diagonal", "ignored"])
@@ -97,14 +110,18 @@ def test_the_hardest_negative_keeps_its_contract(source):
 
 
 @pytest.mark.skipif(
-    not importlib.util.find_spec("triton") or torch.cuda.is_available(), reason="Triton's interpreter runs on the CPU"
+    not importlib.util.find_spec("triton") or torch.cuda.is_available(),
+    reason="Triton's interpreter runs on the CPU",
 )
 @pytest.mark.parametrize("source", ["embeddings", "diagonal"])
 def test_kernels_keep_the_contract(source):
     scores, params, *asked = question(sources()[source], "exp", "negatives", "both", False)
     check(torch.ops.itrloss.reduce.default, (scores, params, *asked, True, False))
     grad = torch.ones(1, sum(sources()[source].shape))
-    check(torch.ops.itrloss.reduce_backward.default, (scores, params, grad, *asked, True, [True, True, True, False]))
+    check(
+        torch.ops.itrloss.reduce_backward.default,
+        (scores, params, grad, *asked, True, [True, True, True, False]),
+    )
 
 
 def check(operator, args):
@@ -148,7 +165,9 @@ def test_one_graph_for_batches_of_any_size(name="infonce"):
     compiled = torch.compile(make(name), fullgraph=True, dynamic=True, backend=counter)
     counts = []
     for n in (16, 32, 80):
-        compiled(*(x.requires_grad_() for x in embeddings(n, n, 32, dtype=torch.float32))).backward()
+        compiled(
+            *(x.requires_grad_() for x in embeddings(n, n, 32, dtype=torch.float32))
+        ).backward()
         counts.append(counter.frame_count)
     assert counts[0] == counts[-1]
 
@@ -169,7 +188,9 @@ def test_classification_by_many_prototypes_saves_no_logits():
     batch, clusters, d = 256, 20_000, 32
     images, texts = (torch.randn(batch, d, requires_grad=True) for _ in range(2))
     module = itrloss.PrototypeClassificationLoss(d, clusters, engine="tiled")
-    saved = saved_bytes(lambda *x: module(*x[:2], x[2]), images, texts, (torch.randint(0, clusters, (batch,)),))
+    saved = saved_bytes(
+        lambda *x: module(*x[:2], x[2]), images, texts, (torch.randint(0, clusters, (batch,)),)
+    )
     assert saved <= 2 * (2 * batch + clusters) * (d + 8) * 4 < 2 * batch * clusters * 4
 
 
@@ -199,7 +220,9 @@ KEPT = [
 
 @pytest.mark.slow
 def test_memory_of_large_batches():
-    """What each loss takes beyond its inputs, in megabytes; one process measures all, as PyTorch takes long to load."""
+    """What each loss takes beyond its inputs, in megabytes; one process measures all, as PyTorch
+    takes long to load.
+    """
     cases = [
         ("DiversityContrastiveLoss()", 16384, 64, 0),
         *KEPT,
@@ -210,13 +233,15 @@ def test_memory_of_large_batches():
     dcl, *kept, two, four = measured_apart(MEASURE, json.dumps(cases))
     if dcl is None:
         pytest.skip("the peak of the resident set cannot be read")
-    assert dcl < 45  # measured: 24; a copy of the embeddings is 4 MB, the matrix 1074, plain PyTorch needs over 4 GB
+    # measured: 24; a copy of the embeddings is 4 MB, the matrix 1074, plain PyTorch needs over 4 GB
+    assert dcl < 45
     for (loss, *_), found in zip(KEPT, kept, strict=True):
         assert found < 67 + 50, loss  # one matrix, of 67 MB; measured: 81 to 88
     assert four < 100 and four - two < 40  # with n, not with its square: 67 and 268 MB
 
 
-# FLOPs as in docs/engines.rst, in multiples of N M D, for gradients of both sides and of the images only.
+# FLOPs as in docs/engines.rst, in multiples of N M D, for gradients of both sides and of the images
+# only.
 WORK = {
     "infonce": {"dense": (6, 4), "tiled": (8, 6)},
     "hal": {"dense": (6, 4), "tiled": (8, 6)},
@@ -256,7 +281,8 @@ def test_kept_scores_are_multiplied_out_once(name):
 
 
 @pytest.mark.parametrize(
-    ("engine", "library"), [("dense", "by_blas"), ("tiled", "by_blas"), ("dense", "by_onednn"), ("tiled", "by_onednn")]
+    ("engine", "library"),
+    [("dense", "by_blas"), ("tiled", "by_blas"), ("dense", "by_onednn"), ("tiled", "by_onednn")],
 )
 def test_pytorchs_flop_counter_sees_all_products(engine, library, request):
     request.getfixturevalue(library)
@@ -325,7 +351,9 @@ def test_embeddings_made_in_inference_mode(name):
 def test_second_derivatives_are_right_or_refused():
     v, w = (x.requires_grad_() for x in embeddings(5, 5))
     for name in LOSSES:
-        (first,) = torch.autograd.grad(make(name, engine="dense").double()(v, w), v, create_graph=True)
+        (first,) = torch.autograd.grad(
+            make(name, engine="dense").double()(v, w), v, create_graph=True
+        )
         if first.requires_grad and name not in ("triplet", "triplet all"):
             assert finite(torch.autograd.grad(first.square().sum(), v)[0]).abs().sum() > 0
         if name == "triplet":  # products of single pairs, independent of the engine

@@ -1,4 +1,6 @@
-"""PCME++ against loops over pairs, written from the paper's formulas; options, hostile input, processes."""
+"""PCME++ against loops over pairs, written from the paper's formulas; options, hostile input,
+processes.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from itrloss import PCMEPlusPlusLoss
 OPTIONS = {
     "defaults": {},
     "all terms": {"scale": 1.5, "shift": 2.0, "pseudo_weight": 0.7, "vib_weight": 0.3},
-    "lengths": {"scale": 0.25, "shift": 1.0, "pseudo_weight": 0.4, "vib_weight": 0.2, "normalize": False},
+    "lengths": {
+        "scale": 0.25,
+        "shift": 1.0,
+        "pseudo_weight": 0.4,
+        "vib_weight": 0.2,
+        "normalize": False,
+    },
     "matching alone": {"scale": 2.0, "shift": 4.0, "pseudo_weight": 0.0, "vib_weight": 0.0},
 }
 
@@ -48,16 +56,22 @@ def loops(inputs, ids, scale=5.0, shift=5.0, pseudo_weight=0.1, vib_weight=1e-4,
             own = [float(x.detach()) for x, p in zip(d[i], mask[i], strict=True) if p]
             value = d.new_zeros(())
             for x, p in zip(d[i], mask[i], strict=True):
-                match, miss = (-torch.log(torch.sigmoid(z)) for z in (shift - scale * x, scale * x - shift))
+                match, miss = (
+                    -torch.log(torch.sigmoid(z)) for z in (shift - scale * x, scale * x - shift)
+                )
                 near = bool(p) or (len(own) > 0 and float(x.detach()) <= sum(own) / len(own))
                 value = value + (match if p else miss) + pseudo_weight * (match if near else miss)
-            kl = sum(0.5 * (u**2 + torch.exp(s) - s - 1) for u, s in zip(mean[i], log[i], strict=True)) / len(log[i])
+            kl = sum(
+                0.5 * (u**2 + torch.exp(s) - s - 1) for u, s in zip(mean[i], log[i], strict=True)
+            ) / len(log[i])
             values.append(value / len(d[i]) + vib_weight * kl)
         sides.append(torch.stack(values))
     return sides
 
 
-@pytest.mark.parametrize(("name", "shape", "engine"), pairwise(name=OPTIONS, shape=SHAPES, engine=["dense", "tiled"]))
+@pytest.mark.parametrize(
+    ("name", "shape", "engine"), pairwise(name=OPTIONS, shape=SHAPES, engine=["dense", "tiled"])
+)
 def test_values_and_gradients_equal_loops_over_pairs(name, shape, engine, small_tiles, poisoned):
     n, m, kind = SHAPES[shape]
     ids, weights = make_ids(kind, n, m), upstream(n, m)
@@ -65,7 +79,9 @@ def test_values_and_gradients_equal_loops_over_pairs(name, shape, engine, small_
     for ours in (True, False):
         inputs = [x.requires_grad_() for x in distributions(n, m)]
         if ours:
-            values = PCMEPlusPlusLoss(**OPTIONS[name], reduction="none", engine=engine)(*inputs, *ids)
+            values = PCMEPlusPlusLoss(**OPTIONS[name], reduction="none", engine=engine)(
+                *inputs, *ids
+            )
         else:
             values = loops(inputs, ids, **OPTIONS[name])
         total = sum((x * g).sum() for x, g in zip(values, weights, strict=True))
@@ -78,7 +94,9 @@ def test_reductions_count_all_anchors():
     ids, inputs = make_ids("random", 5, 8), distributions(5, 8)
     rows, cols = loops(inputs, ids)
     torch.testing.assert_close(PCMEPlusPlusLoss()(*inputs, *ids), rows.mean() + cols.mean())
-    torch.testing.assert_close(PCMEPlusPlusLoss(reduction="sum")(*inputs, *ids), rows.sum() + cols.sum())
+    torch.testing.assert_close(
+        PCMEPlusPlusLoss(reduction="sum")(*inputs, *ids), rows.sum() + cols.sum()
+    )
 
 
 def test_the_mean_is_that_of_the_authors_code_for_one_text_per_image():
@@ -86,7 +104,10 @@ def test_the_mean_is_that_of_the_authors_code_for_one_text_per_image():
     v, w, s, t = distributions(9, 9)
     x, y = unit(v), unit(w)
     logits = 5 - 5 * (torch.cdist(x, y) ** 2 + s.exp().sum(1)[:, None] + t.exp().sum(1))
-    bce, eye = torch.nn.functional.binary_cross_entropy_with_logits, torch.eye(9, dtype=torch.float64)
+    bce, eye = (
+        torch.nn.functional.binary_cross_entropy_with_logits,
+        torch.eye(9, dtype=torch.float64),
+    )
     wanted = 2 * bce(logits, eye)
     for z in (logits, logits.T):
         wanted = wanted + 0.1 * bce(z, (z >= z.diagonal()[:, None]).double())
@@ -104,7 +125,9 @@ def test_scale_and_shift_get_their_gradients():
     for engine in ("dense", "tiled"):
         loss = PCMEPlusPlusLoss(1.5, 2.0, engine=engine).double()
         loss(*inputs, *ids).backward()
-        torch.testing.assert_close((loss.scale.grad, loss.shift.grad), tuple(x.view(1) for x in wanted))
+        torch.testing.assert_close(
+            (loss.scale.grad, loss.shift.grad), tuple(x.view(1) for x in wanted)
+        )
     assert [name for name, _ in loss.named_parameters()] == ["scale", "shift"]
     assert not list(PCMEPlusPlusLoss(learnable=False).parameters())
 
@@ -113,7 +136,8 @@ def test_a_copy_of_the_own_text_is_a_pseudo_positive():
     """Its distance may differ in rounding, as it comes from another product."""
     v, w, s, t = distributions(40, 40, d=33, dtype=torch.float32)
     w, t = torch.cat([w, w]), torch.cat([t, t])
-    twins = torch.arange(40), torch.cat([torch.arange(40), torch.full((40,), -1)])  # the copies have no label
+    # the copies have no label
+    twins = torch.arange(40), torch.cat([torch.arange(40), torch.full((40,), -1)])
     one = PCMEPlusPlusLoss(pseudo_weight=1.0, vib_weight=0.0, reduction="none")
     rows, _ = one(v, w, s, t, *twins)
     both, _ = loops([x.double() for x in (v, w, s, t)], twins, pseudo_weight=1.0, vib_weight=0.0)
@@ -151,8 +175,14 @@ def test_similarity_ranks_by_the_distance():
 def test_hostile_input_stays_finite(dtype, engine):
     v = torch.cat([torch.zeros(2, 8), torch.ones(3, 8), 1e4 * torch.eye(8)[:3]]).to(dtype)
     for low in (-60.0, 0.0, 10.0):  # variances up to 2e4, whose sums are far beyond half precision
-        for ids in ((None, None), *(make_ids(kind, 8, 8) for kind in ("random", "same", "disjoint"))):
-            inputs = [x.clone().requires_grad_() for x in (v, v.flip(0), torch.full_like(v, low), torch.zeros_like(v))]
+        for ids in (
+            (None, None),
+            *(make_ids(kind, 8, 8) for kind in ("random", "same", "disjoint")),
+        ):
+            inputs = [
+                x.clone().requires_grad_()
+                for x in (v, v.flip(0), torch.full_like(v, low), torch.zeros_like(v))
+            ]
             value = PCMEPlusPlusLoss(engine=engine)(*inputs, *ids)
             value.backward()
             assert value.isfinite() and value.dtype == torch.float32
@@ -163,7 +193,9 @@ def test_half_precision_is_computed_in_float32():
     ids, inputs = make_ids("random", 5, 8), [x.bfloat16() for x in distributions(5, 8)]
     loss = PCMEPlusPlusLoss()
     found = loss(*inputs, *ids)
-    torch.testing.assert_close(found, loss(*(x.float() for x in inputs), *ids), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        found, loss(*(x.float() for x in inputs), *ids), rtol=1e-6, atol=1e-6
+    )
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(loss(*inputs, *ids), found)
 
@@ -187,17 +219,23 @@ def in_a_process(rank: int, schedule: str):
     found = []
     for options in OPTIONS.values():
         for reduction in ("mean", "sum"):
-            loss = PCMEPlusPlusLoss(**options, reduction=reduction, gather=schedule, engine="tiled").double()
+            loss = PCMEPlusPlusLoss(
+                **options, reduction=reduction, gather=schedule, engine="tiled"
+            ).double()
             inputs, ids = part(rank)
             value = loss(*(x.requires_grad_() for x in inputs), *ids)
             value.backward()
-            found.append([value.detach(), loss.scale.grad, loss.shift.grad, *(x.grad for x in inputs)])
+            found.append(
+                [value.detach(), loss.scale.grad, loss.shift.grad, *(x.grad for x in inputs)]
+            )
     return found
 
 
 def part(rank):
     """Batches of different sizes, of which one is empty."""
-    cuts = [(slice(0, 4), slice(0, 7)), (slice(4, 9), slice(7, 9)), (slice(9, 9), slice(9, 11))][rank]
+    cuts = [(slice(0, 4), slice(0, 7)), (slice(4, 9), slice(7, 9)), (slice(9, 9), slice(9, 11))][
+        rank
+    ]
     (v, w, s, t), ids = distributions(9, 11), make_ids("random", 9, 11)
     inputs = [v[cuts[0]], w[cuts[1]], s[cuts[0]], t[cuts[1]]]
     return [x.clone() for x in inputs], [x[cut] for x, cut in zip(ids, cuts, strict=True)]
@@ -208,13 +246,18 @@ def test_processes_share_a_batch(tmp_path, schedule):
     cases = [(options, reduction) for options in OPTIONS.values() for reduction in ("mean", "sum")]
     found = run(in_a_process, tmp_path, schedule, world=3)
     for (options, reduction), parts in zip(cases, zip(*found, strict=True), strict=True):
-        loss, inputs = PCMEPlusPlusLoss(**options, reduction=reduction).double(), distributions(9, 11)
+        loss, inputs = (
+            PCMEPlusPlusLoss(**options, reduction=reduction).double(),
+            distributions(9, 11),
+        )
         value = loss(*(x.requires_grad_() for x in inputs), *make_ids("random", 9, 11))
         value.backward()
         for own in parts:
             torch.testing.assert_close(own[:3], [value.detach(), loss.scale.grad, loss.shift.grad])
         for k, x in enumerate(inputs, 3):  # the mean over processes is that of one
-            torch.testing.assert_close(torch.cat([own[k] for own in parts]) / 3, x.grad, rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(
+                torch.cat([own[k] for own in parts]) / 3, x.grad, rtol=1e-9, atol=1e-12
+            )
 
 
 def test_it_is_a_module_like_the_others():
@@ -225,25 +268,39 @@ def test_it_is_a_module_like_the_others():
     fresh.load_state_dict(loss.state_dict())
     assert torch.equal(fresh(*inputs), loss(*inputs))
     assert math.isfinite(loss.telemetry["gap"])
-    assert repr(loss).startswith("PCMEPlusPlusLoss(scale=2.0, shift=5.0, learnable=True, pseudo_weight=0.1, vib_weight")
+    assert repr(loss).startswith(
+        "PCMEPlusPlusLoss(scale=2.0, shift=5.0, learnable=True, pseudo_weight=0.1, vib_weight"
+    )
 
 
 def test_input_errors_name_the_argument():
     v, w, s, t = distributions(4, 6)
     ids, loss = (torch.arange(4), torch.arange(6)), PCMEPlusPlusLoss(check_finite=True)
     for call, error, words in (
-        (lambda: loss(v, w[:, :3], s, t, *ids), ValueError, "texts_mean: expected embeddings of dimension 6"),
+        (
+            lambda: loss(v, w[:, :3], s, t, *ids),
+            ValueError,
+            "texts_mean: expected embeddings of dimension 6",
+        ),
         (
             lambda: loss(v, w, s[:3], t, *ids),
             ValueError,
             r"images_log_variance: expected shape \(4, 6\) like images_mean",
         ),
         (lambda: loss(v, w, s, t.float(), *ids), TypeError, "texts_log_variance: expected float64"),
-        (lambda: loss(v, w, s, t[:, 0], *ids), ValueError, r"texts_log_variance: expected shape \(B, D\)"),
+        (
+            lambda: loss(v, w, s, t[:, 0], *ids),
+            ValueError,
+            r"texts_log_variance: expected shape \(B, D\)",
+        ),
         (lambda: loss(v, w, s, t / 0, *ids), ValueError, "texts_log_variance: expected finite"),
         (lambda: loss(v, w, s, t), ValueError, "image_ids, text_ids: needed for"),
         (lambda: PCMEPlusPlusLoss(0.0), ValueError, "scale: expected a number above 0"),
-        (lambda: PCMEPlusPlusLoss(pseudo_weight=-1), ValueError, "pseudo_weight: expected a number of at least 0"),
+        (
+            lambda: PCMEPlusPlusLoss(pseudo_weight=-1),
+            ValueError,
+            "pseudo_weight: expected a number of at least 0",
+        ),
         (lambda: PCMEPlusPlusLoss(reduction="x"), ValueError, "reduction: expected"),
     ):
         with pytest.raises(error, match=words):

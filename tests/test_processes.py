@@ -31,7 +31,9 @@ D, WORLD, ODD = 6, 3, 1  # ODD: the process that is lost, or that differs
 SCHEDULES = "all-gather", "ring"
 
 
-def sample(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, trained: bool = True) -> Tensor:
+def sample(
+    *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, trained: bool = True
+) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
     return x.requires_grad_(trained)
@@ -41,7 +43,7 @@ def pairs(seed: int = 0, **options: Any) -> tuple[Tensor, Tensor]:
     return sample(4, D, seed=2 * seed, **options), sample(4, D, seed=2 * seed + 1, **options)
 
 
-# --- a process is lost -----------------------------------------------------------------------------------------------
+# --- a process is lost ----------------------------------------------------------------------------
 
 TIMEOUT = 7.0  # seconds
 
@@ -59,12 +61,16 @@ def clustered(v: Tensor, w: Tensor) -> Tensor:
 
 
 def measured(v: Tensor, w: Tensor) -> Tensor:
-    return torch.tensor([*itrloss.metrics.retrieval_metrics(itrloss.Similarity(v, w), gather=True).values()])
+    return torch.tensor(
+        [*itrloss.metrics.retrieval_metrics(itrloss.Similarity(v, w), gather=True).values()]
+    )
 
 
 def against_memory(v: Tensor, w: Tensor, schedule: Any) -> Tensor:
     keys = v.detach(), w.detach()
-    return itrloss.MemoryDiversityContrastiveLoss(gather=schedule)(v, w, *keys, itrloss.CoupledMemory(9, D))
+    return itrloss.MemoryDiversityContrastiveLoss(gather=schedule)(
+        v, w, *keys, itrloss.CoupledMemory(9, D)
+    )
 
 
 WORK: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -79,7 +85,11 @@ WORK: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 FAULTS = [
     *((kind, "is stuck", "before") for kind in ("all-gather", "ring", "enqueue")),
     ("ring", "is stuck", "backward 4"),
-    *((kind, how, when) for kind in WORK for how, when in [("raises", "before"), ("is killed", "forward 2")]),
+    *(
+        (kind, how, when)
+        for kind in WORK
+        for how, when in [("raises", "before"), ("is killed", "forward 2")]
+    ),
     *((kind, "is killed", "forward 6") for kind in [*list(WORK)[:4], "metrics"]),
     *((kind, "raises", "between") for kind in list(WORK)[:4]),
     *((kind, "is killed", "backward 1") for kind in list(WORK)[:4]),
@@ -88,7 +98,9 @@ FAULTS = [
 
 
 def stepping(rank: int, kind: str, how: str, when: str) -> dict[str, Any]:
-    """Two steps; one process is lost before or between forward and backward, or at one of their collectives."""
+    """Two steps; one process is lost before or between forward and backward, or at one of their
+    collectives.
+    """
     phase, number, communicate = "forward", 0, processes.communicate
 
     def fault(place: str) -> None:
@@ -128,31 +140,40 @@ def stepping(rank: int, kind: str, how: str, when: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_the_others_end_with_an_error_that_names_a_lost_process(tmp_path):
     cases = [*FAULTS, *((kind, "", "") for kind in WORK)]  # first those that wait longest
-    found = dict(zip(cases, survivors(stepping, tmp_path, cases, world=WORLD, timeout=TIMEOUT), strict=True))
+    found = dict(
+        zip(cases, survivors(stepping, tmp_path, cases, world=WORLD, timeout=TIMEOUT), strict=True)
+    )
     for case in FAULTS:
         assert found[case][ODD] is None, case
         for mine, healthy in zip(found[case], found[case[0], "", ""], strict=True):
             if mine is None:
                 continue
-            assert re.fullmatch(rf"gather: no answer from process ([02], )?{ODD}(, 2)?", mine["said"]), (case, mine)
+            assert re.fullmatch(
+                rf"gather: no answer from process ([02], )?{ODD}(, 2)?", mine["said"]
+            ), (case, mine)
             assert mine["seconds"] < TIMEOUT + 6 * (case[1] == "is stuck"), (case, mine)
-            # A process may be lost after it has sent its last part of a step: then the others complete that one.
+            # A process may be lost after it has sent its last part of a step: then the others
+            # complete that one.
             assert len(mine["steps"]) < 2 and not healthy["said"], case
             for step, wanted in zip(mine["steps"], healthy["steps"], strict=False):
                 assert all(torch.equal(x, y) for x, y in zip(step, wanted, strict=True)), case
 
 
 def test_numbers_are_exchanged_where_the_embeddings_are(monkeypatch):
-    """NCCL exchanges nothing between hosts, and the hinges of all negatives need the largest of some numbers."""
+    """NCCL exchanges nothing between hosts, and the hinges of all negatives need the largest of
+    some numbers.
+    """
     devices: list[str] = []
-    monkeypatch.setattr(exchange, "largest", lambda x, group: devices.append(x.device.type) or torch.ones(1))
+    monkeypatch.setattr(
+        exchange, "largest", lambda x, group: devices.append(x.device.type) or torch.ones(1)
+    )
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
     shared = exchange.Processes(None, [(2, 2)] * 2)
     shared.pairs = Pairs((4, 4), (None, None), torch.device("meta"))
     assert shared.largest(1) == 1 and devices == ["meta"]
 
 
-# --- processes disagree ----------------------------------------------------------------------------------------------
+# --- processes disagree ---------------------------------------------------------------------------
 
 
 def frozen(parameter: str, loss: Any, odd: bool) -> Any:
@@ -184,8 +205,16 @@ classifier = itrloss.PrototypeClassificationLoss
 # What a process calls, the odd one with True, and what the error says of the others and of it.
 DIFFERENT: dict[str, tuple[Callable[[bool, Any], Any], str, str]] = {
     "temperature": (lambda odd, s: pair(0.06 if odd else 0.05, gather=s)(*pairs()), "0.05", "0.06"),
-    "reduction": (lambda odd, s: pair(reduction=("mean", "sum")[odd], gather=s)(*pairs()), "'mean'", "'sum'"),
-    "engine": (lambda odd, s: pair(engine=("dense", "tiled")[odd], gather=s)(*pairs()), "'dense'", "'tiled'"),
+    "reduction": (
+        lambda odd, s: pair(reduction=("mean", "sum")[odd], gather=s)(*pairs()),
+        "'mean'",
+        "'sum'",
+    ),
+    "engine": (
+        lambda odd, s: pair(engine=("dense", "tiled")[odd], gather=s)(*pairs()),
+        "'dense'",
+        "'tiled'",
+    ),
     "class": (
         lambda odd, s: (itrloss.HubnessAwareLoss if odd else pair)(gather=s)(*pairs()),
         "InfoNCELoss",
@@ -196,14 +225,26 @@ DIFFERENT: dict[str, tuple[Callable[[bool, Any], Any], str, str]] = {
         "InfoNCELoss",
         "memory (9, 6)",
     ),
-    "half type": (lambda odd, s: pair(gather=s)(*pairs(dtype=half[odd])), "bfloat16 (B, 6)", " float16 (B, 6)"),
-    "type": (lambda odd, s: pair(gather=s)(*pairs(dtype=floats[odd])), "float32 (B, 6)", "float64 (B, 6)"),
+    "half type": (
+        lambda odd, s: pair(gather=s)(*pairs(dtype=half[odd])),
+        "bfloat16 (B, 6)",
+        " float16 (B, 6)",
+    ),
+    "type": (
+        lambda odd, s: pair(gather=s)(*pairs(dtype=floats[odd])),
+        "float32 (B, 6)",
+        "float64 (B, 6)",
+    ),
     "as many numbers": (
         lambda odd, s: pair(gather=s)(*(sample(4 + 2 * odd, 6 - 2 * odd) for _ in range(2))),
         "(B, 6)",
         "(B, 4)",
     ),
-    "ids": (lambda odd, s: pair(gather=s)(*pairs(), *[ids] * 2 * odd), "ids [False, False]", "ids [True, True]"),
+    "ids": (
+        lambda odd, s: pair(gather=s)(*pairs(), *[ids] * 2 * odd),
+        "ids [False, False]",
+        "ids [True, True]",
+    ),
     "image ids": (
         lambda odd, s: pair(gather=s)(*pairs(), None if odd else ids, ids),
         "ids [True, True]",
@@ -226,7 +267,11 @@ DIFFERENT: dict[str, tuple[Callable[[bool, Any], Any], str, str]] = {
     ),
     "schedule": (lambda odd, s: pair(gather=SCHEDULES[odd])(*pairs()), " all-gather ", " ring "),
     "chosen schedule": (lambda odd, s: pair(gather=True if odd else s)(*pairs()), "", " auto "),
-    "telemetry": (lambda odd, s: pair(gather=s, telemetry=odd)(*pairs()), "telemetry False", "telemetry True"),
+    "telemetry": (
+        lambda odd, s: pair(gather=s, telemetry=odd)(*pairs()),
+        "telemetry False",
+        "telemetry True",
+    ),
     "size of the memory": (
         lambda odd, s: mdcl(gather=s)(*pairs(), *pairs(), memory(9 + odd)),
         "memory (9, 6)",
@@ -242,7 +287,11 @@ DIFFERENT: dict[str, tuple[Callable[[bool, Any], Any], str, str]] = {
         "ids [False, False]",
         "ids [True, True]",
     ),
-    "enqueued keys": (lambda odd, s: memory().enqueue(*pairs(dtype=half[odd])), "bfloat16", "float16"),
+    "enqueued keys": (
+        lambda odd, s: memory().enqueue(*pairs(dtype=half[odd])),
+        "bfloat16",
+        "float16",
+    ),
     "enqueued ids": (lambda odd, s: memory().enqueue(*pairs(), *[ids] * odd), "", "int64 (B)"),
     "clusters": (
         lambda odd, s: itrloss.OnlineKMeans(4 + odd, D).update(sample(4, D)),
@@ -255,7 +304,9 @@ DIFFERENT: dict[str, tuple[Callable[[bool, Any], Any], str, str]] = {
         "momentum=0.2",
     ),
     "negatives": (
-        lambda odd, s: itrloss.InfoNCELoss(gather=s)(*pairs(), negatives=sample(3, D) if odd else None),
+        lambda odd, s: itrloss.InfoNCELoss(gather=s)(
+            *pairs(), negatives=sample(3, D) if odd else None
+        ),
         "without negatives",
         "with negatives",
     ),
@@ -275,7 +326,9 @@ DIFFERENT: dict[str, tuple[Callable[[bool, Any], Any], str, str]] = {
         "4 heads",
     ),
     "slack": (
-        lambda odd, s: itrloss.DynamicOrthogonalLoss(0.2 if odd else 0.1, gather=s)(sample(4, 3, D)),
+        lambda odd, s: itrloss.DynamicOrthogonalLoss(0.2 if odd else 0.1, gather=s)(
+            sample(4, 3, D)
+        ),
         "0.1",
         "0.2",
     ),
@@ -285,19 +338,39 @@ DIFFERENT: dict[str, tuple[Callable[[bool, Any], Any], str, str]] = {
         "float64",
     ),
     "classifier": (
-        lambda odd, s: frozen("weight", classifier(D, 4, reduction="none", gather=s), odd)(*pairs(), ids),
+        lambda odd, s: frozen("weight", classifier(D, 4, reduction="none", gather=s), odd)(
+            *pairs(), ids
+        ),
         "trained ['weight']",
         "trained []",
     ),
 }
 # What the odd process refuses, and how its error begins.
 REFUSED: dict[str, tuple[Callable[[bool, Any], Any], str]] = {
-    "vector": (lambda odd, s: pair(gather=s)(sample(4) if odd else sample(4, D), sample(4, D)), "ValueError: images:"),
-    "3-d": (lambda odd, s: pair(gather=s)(sample(4, D), sample(*(4, D, 2)[: 2 + odd])), "ValueError: texts:"),
-    "integers": (lambda odd, s: pair(gather=s)(*(x.long() if odd else x for x in pairs())), "TypeError: images:"),
-    "nothing": (lambda odd, s: pair(gather=s)(None if odd else sample(4, D), sample(4, D)), "TypeError: images:"),
-    "more texts": (lambda odd, s: pair(gather=s)(sample(4, D), sample(4 + odd, D)), "ValueError: image_ids, text_ids:"),
-    "ids of few": (lambda odd, s: pair(gather=s)(*pairs(), ids, ids[: 4 - odd]), "ValueError: text_ids:"),
+    "vector": (
+        lambda odd, s: pair(gather=s)(sample(4) if odd else sample(4, D), sample(4, D)),
+        "ValueError: images:",
+    ),
+    "3-d": (
+        lambda odd, s: pair(gather=s)(sample(4, D), sample(*(4, D, 2)[: 2 + odd])),
+        "ValueError: texts:",
+    ),
+    "integers": (
+        lambda odd, s: pair(gather=s)(*(x.long() if odd else x for x in pairs())),
+        "TypeError: images:",
+    ),
+    "nothing": (
+        lambda odd, s: pair(gather=s)(None if odd else sample(4, D), sample(4, D)),
+        "TypeError: images:",
+    ),
+    "more texts": (
+        lambda odd, s: pair(gather=s)(sample(4, D), sample(4 + odd, D)),
+        "ValueError: image_ids, text_ids:",
+    ),
+    "ids of few": (
+        lambda odd, s: pair(gather=s)(*pairs(), ids, ids[: 4 - odd]),
+        "ValueError: text_ids:",
+    ),
     "nan": (
         lambda odd, s: pair(check_finite=True, gather=s)(*(x / (1 - odd) for x in pairs())),
         "ValueError: images: expected finite values",
@@ -314,15 +387,26 @@ REFUSED: dict[str, tuple[Callable[[bool, Any], Any], str]] = {
         lambda odd, s: mdcl(gather=s)(*pairs(), *(sample(4 + odd, D) for _ in range(2)), memory()),
         "ValueError: image_keys:",
     ),
-    "enqueued shape": (lambda odd, s: memory().enqueue(sample(4, D + odd), sample(4, D)), "ValueError: image_keys:"),
-    "points": (lambda odd, s: itrloss.OnlineKMeans(4, D).update(sample(4, D + odd)), "ValueError: x:"),
-    "regions": (lambda odd, s: itrloss.DynamicGate(D, 3)(sample(4, 2, D + odd)), "ValueError: regions:"),
+    "enqueued shape": (
+        lambda odd, s: memory().enqueue(sample(4, D + odd), sample(4, D)),
+        "ValueError: image_keys:",
+    ),
+    "points": (
+        lambda odd, s: itrloss.OnlineKMeans(4, D).update(sample(4, D + odd)),
+        "ValueError: x:",
+    ),
+    "regions": (
+        lambda odd, s: itrloss.DynamicGate(D, 3)(sample(4, 2, D + odd)),
+        "ValueError: regions:",
+    ),
     "no sets": (
         lambda odd, s: itrloss.VarianceAwareLoss(gather=s)(sample(*(4, 3, D)[odd:]), sample(4, D)),
         "ValueError: image_sets:",
     ),
     "variances": (
-        lambda odd, s: itrloss.PCMEPlusPlusLoss(gather=s)(*pairs(), sample(4, D), sample(4, D + odd)),
+        lambda odd, s: itrloss.PCMEPlusPlusLoss(gather=s)(
+            *pairs(), sample(4, D), sample(4, D + odd)
+        ),
         "ValueError: texts_log_variance:",
     ),
     "prototypes": (
@@ -330,7 +414,9 @@ REFUSED: dict[str, tuple[Callable[[bool, Any], Any], str]] = {
         "ValueError: prototype_ids:",
     ),
     "prototypes, none": (
-        lambda odd, s: classifier(D, 4, reduction="none", gather=s)(*pairs(), torch.arange(4 + odd)),
+        lambda odd, s: classifier(D, 4, reduction="none", gather=s)(
+            *pairs(), torch.arange(4 + odd)
+        ),
         "ValueError: prototype_ids:",
     ),
     "concepts": (
@@ -372,7 +458,10 @@ def test_all_raise_an_error_if_processes_disagree_and_go_on(tmp_path, schedule):
         if name in REFUSED:
             assert texts[ODD].startswith(REFUSED[name][1]), (name, texts)
             quoted = f"ValueError: gather: process {ODD} failed: {texts[ODD]}"
-            assert all(text == quoted for rank, text in enumerate(texts) if rank != ODD), (name, texts)
+            assert all(text == quoted for rank, text in enumerate(texts) if rank != ODD), (
+                name,
+                texts,
+            )
             continue
         started = "ValueError: gather: expected the same in all processes, got "
         assert len(set(texts)) == 1 and texts[0].startswith(started), (name, texts)
@@ -381,7 +470,7 @@ def test_all_raise_an_error_if_processes_disagree_and_go_on(tmp_path, schedule):
         assert usual in others and different in odd, (name, texts)
 
 
-# --- wrappers --------------------------------------------------------------------------------------------------------
+# --- wrappers -------------------------------------------------------------------------------------
 
 SIZES = (3, 5, 0), (2, 0, 4)  # of the processes' batches
 CLUSTERS = 4
@@ -417,24 +506,36 @@ class Step(nn.Module):
         v, w = self.towers(images, texts)
         if isinstance(self.criterion, itrloss.MemoryLoss):
             memory = itrloss.CoupledMemory(4, D, dtype=torch.float64)
-            memory.images[:], memory.texts[:], memory.ids[:] = torch.eye(D)[:4], torch.eye(D)[2:], torch.arange(4)
+            memory.images[:], memory.texts[:], memory.ids[:] = (
+                torch.eye(D)[:4],
+                torch.eye(D)[2:],
+                torch.arange(4),
+            )
             memory._labelled = True
             values = self.criterion(v, w, v.detach() + 1, w.detach() - 1, memory, ids, ids)
         elif isinstance(self.criterion, itrloss.PairLoss):
             values = self.criterion(v, w, ids, ids)
         else:
             values = self.criterion(v, w, ids % CLUSTERS)
-        return torch.cat([x.reshape(-1) for x in (values if isinstance(values, tuple) else (values,))]).sum()
+        return torch.cat(
+            [x.reshape(-1) for x in (values if isinstance(values, tuple) else (values,))]
+        ).sum()
 
     def gradients(self) -> dict[str, Tensor]:
         found = {name.replace("module.", ""): p.grad for name, p in self.named_parameters()}
-        return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in found.items() if x is not None}
+        return {
+            name: x.full_tensor() if isinstance(x, DTensor) else x
+            for name, x in found.items()
+            if x is not None
+        }
 
 
 def batch(number: int, rank: int | None) -> list[Tensor]:
     """Images, texts and ids of a process, or of all."""
     n = sum(SIZES[number])
-    whole = [sample(n, size, seed=size + number, dtype=torch.float64, trained=False) for size in (7, 5)]
+    whole = [
+        sample(n, size, seed=size + number, dtype=torch.float64, trained=False) for size in (7, 5)
+    ]
     whole.append(torch.randint(0, 4, (n,), generator=torch.Generator().manual_seed(number)))
     return whole if rank is None else [x.split(SIZES[number])[rank] for x in whole]
 
@@ -442,7 +543,9 @@ def batch(number: int, rank: int | None) -> list[Tensor]:
 def wrapped(way: str, step: Step) -> Any:
     """Return what is called in place of ``step``; the loss is inside the wrapper or outside."""
     if way.startswith("fsdp"):
-        fully_shard(step if "inside" in way else step.towers, mesh=dist.init_device_mesh("cpu", (WORLD,)))
+        fully_shard(
+            step if "inside" in way else step.towers, mesh=dist.init_device_mesh("cpu", (WORLD,))
+        )
     elif way == "ddp, loss inside":
         return DistributedDataParallel(step)
     elif way == "ddp":
@@ -491,8 +594,12 @@ def chunked(way: str, rank: int | None) -> dict[str, Tensor]:
 
 
 # Wrapper, loss, reduction and schedule.
-STEPPED = pairwise(way=WAYS, kind=[*CRITERIA], reduction=("mean", "sum", "none"), schedule=SCHEDULES)
-ALONE = [("alone", *case, SCHEDULES[0]) for case in itertools.product(CRITERIA, ("mean", "sum", "none"))]
+STEPPED = pairwise(
+    way=WAYS, kind=[*CRITERIA], reduction=("mean", "sum", "none"), schedule=SCHEDULES
+)
+ALONE = [
+    ("alone", *case, SCHEDULES[0]) for case in itertools.product(CRITERIA, ("mean", "sum", "none"))
+]
 
 
 def trained(
@@ -504,7 +611,8 @@ def trained(
         for kind, reduction, schedule in [case[1:] for case in cases if case[0] == way]:
             step = Step(kind, reduction=reduction, gather=schedule)
             call = wrapped(way, step)
-            # What all processes return is averaged; a value of one's own is divided by their number.
+            # What all processes return is averaged; a value of one's own is divided by their
+            # number.
             own = WORLD if reduction == "none" and rank is not None else 1
             (call(*batch(0, rank)) * own).backward()
             if way == "by hand":
@@ -526,12 +634,14 @@ def test_gradients_are_those_of_one_process_with_the_whole_batch(tmp_path):
     for found in run(trained, tmp_path, world=WORLD):
         for case, gradients in found.items():
             wanted = whole[case[1:]]
-            assert gradients.keys() == wanted.keys() and sum(x.any() for x in gradients.values()) > 3, case
+            assert (
+                gradients.keys() == wanted.keys() and sum(x.any() for x in gradients.values()) > 3
+            ), case
             for name, x in gradients.items():
                 assert (x - wanted[name]).norm() <= 1e-10 * wanted[name].norm(), (case, name)
 
 
-# --- states ----------------------------------------------------------------------------------------------------------
+# --- states ---------------------------------------------------------------------------------------
 
 STEPS, SAVED = 5, 3  # the state is saved before the fourth step
 SPLITS = {  # sizes of the processes' parts of the steps' batches
@@ -559,7 +669,10 @@ class System(nn.Module):
 
     def step(self, number: int, rank: int) -> float:
         """Train with a process's part of a batch; return the loss."""
-        x, y = (sample(10, 7, seed=2 * number + side, dtype=torch.float64, trained=False) for side in (0, 1))
+        x, y = (
+            sample(10, 7, seed=2 * number + side, dtype=torch.float64, trained=False)
+            for side in (0, 1)
+        )
         ids = torch.arange(10) * (number + 1) % 12
         x, y, ids = (part.split(SPLITS[self.world][number])[rank] for part in (x, y, ids))
         v, w = self.encoder(x), self.encoder(y)
@@ -568,7 +681,11 @@ class System(nn.Module):
         self.classifier.reset(self.means.reseeded, self.means.centroids)
         gates = self.gate(torch.stack([x, x * y], 1), process_group=self.group)
         loss = self.pair(v, w, ids, ids) + self.against_memory(v, w, *keys, self.memory, ids, ids)
-        loss = loss + self.classifier(v, w, clusters) + self.orthogonal(torch.stack([v, w, v * w], 1), gates)
+        loss = (
+            loss
+            + self.classifier(v, w, clusters)
+            + self.orthogonal(torch.stack([v, w, v * w], 1), gates)
+        )
         loss.backward()
         for p in self.encoder.parameters():
             if self.world > 1:
@@ -582,8 +699,12 @@ class System(nn.Module):
         return loss.item()
 
 
-def stepped(rank: int, world: int, first: int, last: int, state: Any, schedule: Any, group: Any = None) -> Any:
-    """Take some steps; return their losses, the state and figures, and the state before the fourth step."""
+def stepped(
+    rank: int, world: int, first: int, last: int, state: Any, schedule: Any, group: Any = None
+) -> Any:
+    """Take some steps; return their losses, the state and figures, and the state before the fourth
+    step.
+    """
     system = System(world, group, schedule)
     if state is not None:
         system.load_state_dict(state)
@@ -593,7 +714,10 @@ def stepped(rank: int, world: int, first: int, last: int, state: Any, schedule: 
             saved = deepcopy(dict(system.state_dict()))
         losses.append(system.step(number, rank))
     v, w = (x.detach().chunk(world)[rank] for x in (sample(12, D), sample(12, D, seed=1)))
-    sim, options = itrloss.Similarity(v, w), {"hubness_k": 2, "gather": True, "process_group": group}
+    sim, options = (
+        itrloss.Similarity(v, w),
+        {"hubness_k": 2, "gather": True, "process_group": group},
+    )
     measured = itrloss.metrics.retrieval_metrics(sim, **options)
     figures = system.pair.telemetry, system.against_memory.telemetry, measured
     return (losses, dict(system.state_dict()), figures), saved
@@ -603,7 +727,8 @@ def same(found: Any, other: Any) -> bool:
     """Whether nested results are equal bit for bit."""
     leaves, others = tree_leaves(found), tree_leaves(other)
     return len(leaves) == len(others) > 20 and all(
-        torch.equal(x, y) if isinstance(x, Tensor) else x == y for x, y in zip(leaves, others, strict=True)
+        torch.equal(x, y) if isinstance(x, Tensor) else x == y
+        for x, y in zip(leaves, others, strict=True)
     )
 
 
@@ -625,7 +750,9 @@ def test_states_are_identical_in_all_processes_and_resume_in_any_number(tmp_path
             resumed = [stepped(0, 1, SAVED, STEPS, saved, schedule)[0]]
         else:
             (tmp_path / f"{world}").mkdir()
-            found = run(stepped, tmp_path / f"{world}", world, SAVED, STEPS, saved, schedule, world=world)
+            found = run(
+                stepped, tmp_path / f"{world}", world, SAVED, STEPS, saved, schedule, world=world
+            )
             resumed = [mine for mine, _ in found]
         assert all(same(resumed[0], other) for other in resumed)
         assert resumed[0][0] == pytest.approx(whole[0][SAVED:], rel=1e-6)

@@ -14,7 +14,8 @@ from test_losses import make
 import itrloss
 from itrloss.engine import products
 
-SHAPES = ((1, 1, 1), (3, 5, 7), (40, 3, 70), (70, 33, 2), (64, 200, 64), (5, 300, 200))  # rows, summands, columns
+# rows, summands, columns
+SHAPES = ((1, 1, 1), (3, 5, 7), (40, 3, 70), (70, 33, 2), (64, 200, 64), (5, 300, 200))
 
 
 def layouts(n, m):
@@ -39,7 +40,11 @@ def test_products_of_all_layouts(shape, library, request):
             wanted = a.double() @ b.double()
             sums = torch.ones(n, m)
             products.add_matmul_(sums, a, b)
-            for got in (products.matmul(a, b), products.matmul(a, b, out=torch.empty(n, m)), sums - 1):
+            for got in (
+                products.matmul(a, b),
+                products.matmul(a, b, out=torch.empty(n, m)),
+                sums - 1,
+            ):
                 assert got.is_contiguous()
                 torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=2e-5)
 
@@ -79,7 +84,9 @@ def test_a_few_dimensions_of_embeddings_take_no_longer_than_a_copy_of_them(by_on
             times.append(time.perf_counter() - start)
         return min(times)
 
-    assert seconds(a[:, 64:128], b[:, 64:128]) < 20 * seconds(a[:, :64].contiguous(), b[:, :64].contiguous())
+    assert seconds(a[:, 64:128], b[:, 64:128]) < 20 * seconds(
+        a[:, :64].contiguous(), b[:, :64].contiguous()
+    )
 
 
 def test_onednn_is_given_so_many_shapes_and_no_more(monkeypatch):
@@ -96,7 +103,9 @@ def test_gradients_and_scores_are_contiguous(by_onednn):
     v, w = (torch.randn(30, 20, requires_grad=True) for _ in range(2))
     make("infonce", engine="dense")(v, w).backward()
     assert v.grad.is_contiguous() and w.grad.is_contiguous()
-    scores = itrloss.Similarity(torch.randn(200, 300).T, torch.randn(300, 200), engine="dense").scores()
+    scores = itrloss.Similarity(
+        torch.randn(200, 300).T, torch.randn(300, 200), engine="dense"
+    ).scores()
     assert scores.is_contiguous()
 
 
@@ -109,7 +118,9 @@ def test_gradients_and_scores_are_contiguous(by_onednn):
         ("AVX512", "AuthenticAMD", False, False),
     ],
 )
-def test_the_rule_goes_by_the_processor_and_by_no_clock(capability, maker, built, wanted, monkeypatch, tmp_path):
+def test_the_rule_goes_by_the_processor_and_by_no_clock(
+    capability, maker, built, wanted, monkeypatch, tmp_path
+):
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor : 0\nvendor_id : {maker}\n")
     monkeypatch.setattr(products, "Path", lambda _: cpuinfo)

@@ -1,4 +1,6 @@
-"""MSCOCO's protocols, compared with the package that provides the judgements; and their output by the command line."""
+"""MSCOCO's protocols, compared with the package that provides the judgements; and their output by
+the command line.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,14 @@ from itrloss.metrics import coco_protocol, default_ids, retrieval_metrics
 from itrloss.metrics import protocols as module
 
 N, M = 5000, 25000
-LISTED = 100  # candidates of each query: the package uses as many as a query has positives, 48 at most
+# candidates of each query: the package uses as many as a query has positives, 48 at most
+LISTED = 100
 
 
 def saved_scores() -> torch.Tensor:
-    """Scores by which a right candidate is among the first, and those of its fold precede all others."""
+    """Scores by which a right candidate is among the first, and those of its fold precede all
+    others.
+    """
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(N, M, generator=generator)
     scores[default_ids(N, M)[1], torch.arange(M)] += 3.0
@@ -42,18 +47,31 @@ def test_figures_are_those_of_the_package():
     theirs = Metrics()
     captions = theirs.coco_ids.tolist()
     images = list(dict.fromkeys(theirs.coco_gts["t2i"][c][0] for c in captions))
-    best = scores.topk(LISTED, 1).indices.tolist(), scores.T.contiguous().topk(LISTED, 1).indices.tolist()
+    best = (
+        scores.topk(LISTED, 1).indices.tolist(),
+        scores.T.contiguous().topk(LISTED, 1).indices.tolist(),
+    )
     i2t = {i: [captions[c] for c in row] for i, row in zip(images, best[0], strict=True)}
     t2i = {c: [images[i] for i in row] for c, row in zip(captions, best[1], strict=True)}
-    wanted = theirs.compute_all_metrics(i2t, t2i, ("coco_1k_recalls", "coco_5k_recalls", "cxc_recalls"))
+    wanted = theirs.compute_all_metrics(
+        i2t, t2i, ("coco_1k_recalls", "coco_5k_recalls", "cxc_recalls")
+    )
     for their, ours in {"coco_1k": "1K", "coco_5k": "5K", "cxc": "CxC"}.items():
         for k in (1, 5, 10):
             for way in ("i2t", "t2i"):
-                assert found[ours][f"{way}_r{k}"] / 100 == pytest.approx(wanted[f"{their}_r{k}"][way], abs=1e-12)
+                assert found[ours][f"{way}_r{k}"] / 100 == pytest.approx(
+                    wanted[f"{their}_r{k}"][way], abs=1e-12
+                )
     wanted = theirs.eccv_metrics({"i2t": i2t, "t2i": t2i}, "all")
-    for their, ours in {"eccv_r1": "r1", "eccv_map_at_r": "map_at_r", "eccv_rprecision": "r_precision"}.items():
+    for their, ours in {
+        "eccv_r1": "r1",
+        "eccv_map_at_r": "map_at_r",
+        "eccv_rprecision": "r_precision",
+    }.items():
         for way in ("i2t", "t2i"):
-            assert found["ECCV Caption"][f"{way}_{ours}"] / 100 == pytest.approx(wanted[their][way], abs=1e-12)
+            assert found["ECCV Caption"][f"{way}_{ours}"] / 100 == pytest.approx(
+                wanted[their][way], abs=1e-12
+            )
 
 
 @pytest.fixture
@@ -68,9 +86,15 @@ def test_without_the_package_there_are_the_two_protocols_of_ids(small):
     found = coco_protocol(small)
     assert found == {"1K": retrieval_metrics(small, folds=5), "5K": retrieval_metrics(small)}
     fast = rerank.FastReranker()
-    assert coco_protocol(small, reranker=fast)["1K"] == retrieval_metrics(small, reranker=fast, folds=5)
+    assert coco_protocol(small, reranker=fast)["1K"] == retrieval_metrics(
+        small, reranker=fast, folds=5
+    )
     table = protocol_table(found).splitlines()
-    assert len(table) == 3 and max(map(len, table)) <= 100 and f"{found['5K']['rsum']:5.1f}" in table[2]
+    assert (
+        len(table) == 3
+        and max(map(len, table)) <= 100
+        and f"{found['5K']['rsum']:5.1f}" in table[2]
+    )
 
 
 class Judgements:
@@ -95,12 +119,17 @@ def test_judgements_leave_the_other_protocols_as_they_are(small, monkeypatch):
     alone = coco_protocol(small)
     monkeypatch.setitem(sys.modules, "eccv_caption", SimpleNamespace(Metrics=Judgements))
     found = coco_protocol(small)
-    assert {name: found[name] for name in alone} == alone and list(found)[2:] == ["CxC", "ECCV Caption"]
+    assert {name: found[name] for name in alone} == alone and list(found)[2:] == [
+        "CxC",
+        "ECCV Caption",
+    ]
     assert found["ECCV Caption"]["i2t_map_at_r"] == 50 and found["CxC"]["rsum"] == pytest.approx(90)
 
 
 def test_another_shape_is_refused(small):
-    with pytest.raises(ValueError, match=r"scores: expected MSCOCO's test split, shape \(10, 50\), got \(10, 40\)"):
+    with pytest.raises(
+        ValueError, match=r"scores: expected MSCOCO's test split, shape \(10, 50\), got \(10, 40\)"
+    ):
         coco_protocol(small[:, :40])
     with pytest.raises(ValueError, match="scores: expected MSCOCO's test split"):
         coco_protocol(Similarity.from_scores(torch.eye(4)))
@@ -115,7 +144,10 @@ def test_the_command_refuses_another_shape_before_it_begins(tmp_path, capsys):
 
 def test_the_command_prints_the_protocol_before_and_after(small, tmp_path, capsys):
     np.save(tmp_path / "s.npy", small.numpy())
-    assert main(["rerank", str(tmp_path / "s.npy"), "--methods", "fast", "csls", "--protocol", "coco"]) == 0
+    assert (
+        main(["rerank", str(tmp_path / "s.npy"), "--methods", "fast", "csls", "--protocol", "coco"])
+        == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if line.startswith(("1K", "5K"))] == ["1K", "5K"] * 2
     after = f"{retrieval_metrics(small, reranker=rerank.FastReranker(), folds=5)['rsum']:5.1f}"
@@ -154,6 +186,16 @@ def test_the_command_folds_images_saved_once_per_caption(tmp_path, capsys):
     np.save(tmp_path / "s5.npy", scores.repeat_interleave(5, 0).numpy())
     np.save(tmp_path / "b5.npy", (images @ texts[:9].T).repeat_interleave(5, 0).numpy())
     assert (
-        main(["rerank", str(tmp_path / "s5.npy"), "--methods", "csls", "--bank-texts", str(tmp_path / "b5.npy")]) == 0
+        main(
+            [
+                "rerank",
+                str(tmp_path / "s5.npy"),
+                "--methods",
+                "csls",
+                "--bank-texts",
+                str(tmp_path / "b5.npy"),
+            ]
+        )
+        == 0
     )
     assert "6 images, 30 texts" in capsys.readouterr().out

@@ -76,8 +76,12 @@ def test_values_and_gradients_are_theirs(name, ref, miner):
     refs = (y, REF_LABELS) if ref else (None, None)
     pairs = None if miner == "none" else MINERS[miner](x, LABELS, *refs)
     nothing = {"reducer": reducers.DoNothingReducer()}
-    found = ContrastiveLoss(loss(**options, reduction="none"), **nothing)(x, LABELS, pairs, *refs)["loss"]
-    wanted = theirs(**options, **nothing)(x, LABELS, pairs, *refs)["loss"]["losses"].flatten()[found["indices"]]
+    found = ContrastiveLoss(loss(**options, reduction="none"), **nothing)(x, LABELS, pairs, *refs)[
+        "loss"
+    ]
+    wanted = theirs(**options, **nothing)(x, LABELS, pairs, *refs)["loss"]["losses"].flatten()[
+        found["indices"]
+    ]
     assert len(found["indices"]) > 8
     weights = torch.arange(1, len(wanted) + 1, dtype=torch.float64)
     assert_same(*([z, *torch.autograd.grad(z @ weights, x)] for z in (found["losses"], wanted)))
@@ -95,7 +99,10 @@ def test_their_memory_has_the_values_and_gradients_of_theirs(name):
     ]
     for seed in range(4):  # the memory runs over
         torch.manual_seed(seed)
-        x, labels = torch.randn(8, 6, dtype=torch.float64, requires_grad=True), torch.randint(4, (8,))
+        x, labels = (
+            torch.randn(8, 6, dtype=torch.float64, requires_grad=True),
+            torch.randint(4, (8,)),
+        )
         assert_same(*(outcome(f, x, labels) for f in memories))
 
 
@@ -120,7 +127,10 @@ def train(loss: Any, rank: int = 0, world: int = 1) -> list[Tensor]:
 
 
 def test_their_trainer_has_the_curve_of_theirs():
-    ours, theirs = train(ContrastiveLoss(itrloss.SupConLoss(0.1, reduction="none"))), train(losses.SupConLoss(0.1))
+    ours, theirs = (
+        train(ContrastiveLoss(itrloss.SupConLoss(0.1, reduction="none"))),
+        train(losses.SupConLoss(0.1)),
+    )
     assert_same(ours, theirs)
     dcl = train(ContrastiveLoss(itrloss.DiversityContrastiveLoss(reduction="none")))
     for values in (ours[0], dcl[0]):
@@ -157,12 +167,16 @@ def test_lists_of_all_pairs_are_pairs_by_labels(name):
 
 def test_a_batch_is_not_compared_with_itself():
     x = embeddings(12, 1)[0].requires_grad_()
-    rows = ours(itrloss.InfoNCELoss, reducer=reducers.DoNothingReducer())(x, LABELS)["loss"]["losses"]
+    rows = ours(itrloss.InfoNCELoss, reducer=reducers.DoNothingReducer())(x, LABELS)["loss"][
+        "losses"
+    ]
     scores = torch.nn.functional.normalize(x) @ torch.nn.functional.normalize(x).T / 0.07
     for i in range(12):
         negatives = scores[i][LABELS[i] != LABELS].exp().sum()
         own = [scores[i, j].exp() for j in range(12) if LABELS[j] == LABELS[i] and j != i]
-        torch.testing.assert_close(rows[i], -sum((p / (p + negatives)).log() for p in own) / len(own))
+        torch.testing.assert_close(
+            rows[i], -sum((p / (p + negatives)).log() for p in own) / len(own)
+        )
 
 
 def test_a_pair_of_views_is_infonce():
@@ -188,7 +202,9 @@ def test_reducers_get_the_values_of_anchors():
         (reducers.ClassWeightedReducer(weights), (values * weights[labels[:-1]]).mean()),
     ):
         torch.testing.assert_close(ours(itrloss.SupConLoss, reducer=reducer)(x, labels), wanted)
-    regularized = ours(itrloss.SupConLoss, embedding_regularizer=regularizers.LpRegularizer())(x, labels)
+    regularized = ours(itrloss.SupConLoss, embedding_regularizer=regularizers.LpRegularizer())(
+        x, labels
+    )
     assert regularized.item() == pytest.approx((values.mean() + x.norm(dim=1).mean()).item())
 
 
@@ -202,11 +218,23 @@ def test_a_batch_without_pairs_has_the_loss_0():
 @pytest.mark.parametrize(
     "loss, options, error",
     [
-        (losses.SupConLoss(), {}, "loss: expected one of similarities alone, such as itrloss.SupConLoss, got"),
-        (itrloss.DistillationLoss(reduction="none"), {}, "loss: expected one of similarities alone"),
+        (
+            losses.SupConLoss(),
+            {},
+            "loss: expected one of similarities alone, such as itrloss.SupConLoss, got",
+        ),
+        (
+            itrloss.DistillationLoss(reduction="none"),
+            {},
+            "loss: expected one of similarities alone",
+        ),
         (itrloss.SupConLoss(), {}, "loss: expected reduction='none' without gather"),
         (itrloss.SupConLoss(reduction="none", gather=True), {}, "with gather=True"),
-        (itrloss.SupConLoss(reduction="none"), {"distance": distances.LpDistance()}, "distance: expected none"),
+        (
+            itrloss.SupConLoss(reduction="none"),
+            {"distance": distances.LpDistance()},
+            "distance: expected none",
+        ),
     ],
 )
 def test_other_losses_and_options_are_refused(loss, options, error):
@@ -217,5 +245,7 @@ def test_other_losses_and_options_are_refused(loss, options, error):
 
 def test_labels_are_needed():
     x = embeddings(4, 1)[0]
-    with pytest.raises(ValueError, match="labels, ref_labels: expected integers for all embeddings, got None"):
+    with pytest.raises(
+        ValueError, match="labels, ref_labels: expected integers for all embeddings, got None"
+    ):
         ours(itrloss.InfoNCELoss)(x, None, ref_emb=x.clone())

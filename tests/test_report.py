@@ -30,23 +30,34 @@ def texts(chart: str) -> list[str]:
 @functools.cache
 def several() -> dict[str, str]:
     """One chart of each kind."""
-    series = [Series("_$a$ <1> & co", [1, 2, 3], [3.0, 2.0, 2.5], [[3.0, 2.0], [3.5, 1.5, 2.0, 4.0]])]
+    series = [
+        Series("_$a$ <1> & co", [1, 2, 3], [3.0, 2.0, 2.5], [[3.0, 2.0], [3.5, 1.5, 2.0, 4.0]])
+    ]
     series += [Series(f"run {i}", [1, 2], [float(i), 2.0]) for i in range(7)]
     counts = {"before": np.array([0, 0, 3]), "after": np.array([1, 1, 1])}
-    groups = {"plain": [(1.0, 0.5, 2.5), (-3.0, -4.0, -2.0)], "re-ranked": [(2.0, 1.0, 3.0), (np.nan,) * 3]}
+    groups = {
+        "plain": [(1.0, 0.5, 2.5), (-3.0, -4.0, -2.0)],
+        "re-ranked": [(2.0, 1.0, 3.0), (np.nan,) * 3],
+    }
     return {
         "lines": lines(series, 'a "label" <1>', "epoch", "RSUM"),
         "histograms": histograms(counts, "hubs", "queries", "texts"),
-        "intervals": intervals(["csls", "fast"], groups, "changes", "change of RSUM, points", zero=True),
+        "intervals": intervals(
+            ["csls", "fast"], groups, "changes", "change of RSUM, points", zero=True
+        ),
     }
 
 
 def test_charts_have_titles_and_a_legend_that_escapes_names():
     charts = several()
-    assert {"epoch", "RSUM", "_$a$ <1> & co", *(f"run {i}" for i in range(7))} <= set(texts(charts["lines"]))
+    assert {"epoch", "RSUM", "_$a$ <1> & co", *(f"run {i}" for i in range(7))} <= set(
+        texts(charts["lines"])
+    )
     assert parsed(charts["lines"]).get("aria-label") == 'a "label" <1>'
     assert {"queries", "texts", "before", "after", "mean 1.0"} <= set(texts(charts["histograms"]))
-    assert {"csls", "fast", "plain", "re-ranked", "change of RSUM, points"} <= set(texts(charts["intervals"]))
+    assert {"csls", "fast", "plain", "re-ranked", "change of RSUM, points"} <= set(
+        texts(charts["intervals"])
+    )
     alone = lines([Series("alone", [1], [3.0])], "one", "epoch", "loss")
     assert "alone" not in texts(alone) and "nan" not in alone
 
@@ -54,7 +65,10 @@ def test_charts_have_titles_and_a_legend_that_escapes_names():
 def test_lines_are_drawn_where_the_numbers_are():
     chart = lines([Series("a", [1, 2, 3], [0.0, 50.0, 100.0])], "a", "epoch", "y")
     markers = [use for use in re.findall("<use [^>]*>", chart) if COLOURS[0] in use]
-    x, y = (np.array([float(re.search(rf' {name}="([\d.]+)"', use)[1]) for use in markers]) for name in "xy")
+    x, y = (
+        np.array([float(re.search(rf' {name}="([\d.]+)"', use)[1]) for use in markers])
+        for name in "xy"
+    )
     assert np.diff(x) == pytest.approx(x[1] - x[0]) and x[1] > x[0]
     assert np.diff(y) == pytest.approx(y[1] - y[0]) and y[1] < y[0]
 
@@ -71,7 +85,9 @@ def test_bars_are_as_high_as_the_logarithms_of_their_counts(width: int):
 
 def test_ids_of_charts_on_one_page_do_not_meet():
     charts = {**several()}
-    charts["more"] = lines([Series("a", [1, 2, 3], [3.0, 2.0, 2.5])], "another label", "epoch", "RSUM")
+    charts["more"] = lines(
+        [Series("a", [1, 2, 3], [3.0, 2.0, 2.5])], "another label", "epoch", "RSUM"
+    )
     ids = [[x.get("id") for x in parsed(chart).iter() if x.get("id")] for chart in charts.values()]
     assert all(ids) and len({x for own in ids for x in own}) == sum(map(len, ids))
     for chart, own in zip(charts.values(), ids, strict=True):
@@ -83,13 +99,20 @@ def test_charts_are_the_same_every_time_whatever_the_users_style(monkeypatch):
     monkeypatch.setitem(matplotlib.rcParams, "lines.linewidth", 9)
     monkeypatch.setitem(matplotlib.rcParams, "text.usetex", True)
     assert several.__wrapped__() == first
-    assert not any(re.search(r"http|<style|<script|<metadata|\d\d:\d\d", chart) for chart in first.values())
+    assert not any(
+        re.search(r"http|<style|<script|<metadata|\d\d:\d\d", chart) for chart in first.values()
+    )
 
 
 def test_charts_have_the_colour_of_the_page_and_leave_pyplot_alone(monkeypatch):
-    assert all("fill: currentColor" in chart and "#000" not in chart for chart in several().values())
-    monkeypatch.setattr(itrloss, "report", itrloss.report)  # put back, as the next line's modules are
-    for name in [name for name in sys.modules if re.match(r"matplotlib\.pyplot$|itrloss\.report\b", name)]:
+    assert all(
+        "fill: currentColor" in chart and "#000" not in chart for chart in several().values()
+    )
+    # put back, as the next line's modules are
+    monkeypatch.setattr(itrloss, "report", itrloss.report)
+    for name in [
+        name for name in sys.modules if re.match(r"matplotlib\.pyplot$|itrloss\.report\b", name)
+    ]:
         monkeypatch.delitem(sys.modules, name)
     again = importlib.import_module("itrloss.report.charts")
     again.lines([again.Series("a", [1], [2])], "a", "x", "y")
@@ -99,7 +122,9 @@ def test_charts_have_the_colour_of_the_page_and_leave_pyplot_alone(monkeypatch):
 def luminance(colour: str) -> float:
     """Relative luminance as defined by WCAG."""
     x = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
-    return float(np.where(x <= 0.04045, x / 12.92, ((x + 0.055) / 1.055) ** 2.4) @ [0.2126, 0.7152, 0.0722])
+    return float(
+        np.where(x <= 0.04045, x / 12.92, ((x + 0.055) / 1.055) ** 2.4) @ [0.2126, 0.7152, 0.0722]
+    )
 
 
 @pytest.mark.parametrize("colour", COLOURS)
@@ -119,12 +144,31 @@ def test_pages_escape_text_and_keep_charts():
             {"note": "<note>"},
             {"facts": {"<name>": "<fact>"}},
             {"title": "<section>", "blocks": [{"figures": [(chart, "<caption>")]}]},
-            {"table": [([cell], [cell, "<figure>"])], "columns": (["<head>"], ["a", "b"]), "groups": [("<group>", 2)]},
-            {"cards": [{"title": "<card>", "note": "", "query": {"text": "<q>"}, "answers": answers}]},
+            {
+                "table": [([cell], [cell, "<figure>"])],
+                "columns": (["<head>"], ["a", "b"]),
+                "groups": [("<group>", 2)],
+            },
+            {
+                "cards": [
+                    {"title": "<card>", "note": "", "query": {"text": "<q>"}, "answers": answers}
+                ]
+            },
         ],
     )
     names = re.findall("&lt;(.*?)&gt;", page)
-    assert {"title", "p&amp;", "note", "name", "fact", "section", "caption", "cell", "below", "figure"} <= set(names)
+    assert {
+        "title",
+        "p&amp;",
+        "note",
+        "name",
+        "fact",
+        "section",
+        "caption",
+        "cell",
+        "below",
+        "figure",
+    } <= set(names)
     assert {"head", "group", "card", "q", "answer", "item"} <= set(names)
     assert not re.search("<(note|name|fact|cell|below|group|card|q|answer|item)>", page)
     assert chart in page and 'rowspan="2"' in page and 'colspan="2"' in page

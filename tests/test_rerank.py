@@ -56,13 +56,17 @@ SETTLED = ("k-reciprocal",)  # these take no bank
 
 
 def names(transductive=False, matrix=False):
-    """Names of the re-rankers, optionally only of those that need no bank, or that accept a matrix of scores."""
+    """Names of the re-rankers, optionally only of those that need no bank, or that accept a matrix
+    of scores.
+    """
     found = {name: m for name, m in METHODS.items() if not (transductive and m.needs_bank)}
     return [name for name, m in found.items() if not (matrix and m.needs_embeddings)]
 
 
 def expected(name, S, R, side, G=None, B=None):
-    """The oracle's scores or order for one direction; G: gallery bank x candidates, B: query x gallery bank."""
+    """The oracle's scores or order for one direction; G: gallery bank x candidates, B: query x
+    gallery bank.
+    """
     method = METHODS[name]
     if name == "fast":
         return oracle_rerank.fast(S, R, *(method.i2t, method.t2i)[side])
@@ -90,12 +94,16 @@ def expected(name, S, R, side, G=None, B=None):
     if name == "rr":
         return oracle_rerank.reciprocal_order(S, R, (method.i2t_k, method.t2i_k)[side])
     if name == "mr":
-        return oracle_rerank.multi_factor(S, R, method.k, method.share_weight, method.place_weight)[0]
+        return oracle_rerank.multi_factor(S, R, method.k, method.share_weight, method.place_weight)[
+            0
+        ]
     raise AssertionError(name)
 
 
 def agrees(name, found, wanted):
-    """Compare ``found`` (queries, candidates): orders directly, scores up to a constant of each query."""
+    """Compare ``found`` (queries, candidates): orders directly, scores up to a constant of each
+    query.
+    """
     found = np.asarray(found)
     if name in ("rr", "mr"):
         assert (np.argsort(-found, axis=1, kind="stable") == wanted).all()
@@ -134,10 +142,15 @@ def test_every_method_equals_its_loops(name, bank, engine, small_tiles, monkeypa
     if bank:
         method.fit(*banks)
     found = method.rerank(asked)
-    assert found.i2t.shape == found.t2i.shape == (N, M) and found.transductive == (not bank, not bank)
+    assert found.i2t.shape == found.t2i.shape == (N, M) and found.transductive == (
+        not bank,
+        not bank,
+    )
     if name == "k-reciprocal":
         for x, pair in ((found.i2t, (v, w)), (found.t2i.T, (w, v))):
-            wanted = oracle_rerank.k_reciprocal(*(y.numpy() for y in pair), method.k1, method.k2, method.weight)
+            wanted = oracle_rerank.k_reciprocal(
+                *(y.numpy() for y in pair), method.k1, method.k2, method.weight
+            )
             np.testing.assert_allclose(x, wanted, rtol=1e-8)
     else:
         gallery = (cosine(bank_w, w), cosine(bank_v, v))
@@ -145,9 +158,14 @@ def test_every_method_equals_its_loops(name, bank, engine, small_tiles, monkeypa
         for side, (x, s) in enumerate(((found.i2t, S), (found.t2i.T, S.T))):
             agrees(name, x, expected(name, s, R[side], side, gallery[side], both[side]))
     top = method.topk(asked, 4)
-    assert torch.equal(top.i2t.indices, found.i2t.topk(4).indices) and top.transductive == found.transductive
+    assert (
+        torch.equal(top.i2t.indices, found.i2t.topk(4).indices)
+        and top.transductive == found.transductive
+    )
     assert torch.equal(top.t2i.indices, found.t2i.T.topk(4).indices)
-    torch.testing.assert_close(top.t2i.values.argsort(1, descending=True), torch.arange(4).expand(M, 4))
+    torch.testing.assert_close(
+        top.t2i.values.argsort(1, descending=True), torch.arange(4).expand(M, 4)
+    )
 
 
 @pytest.mark.parametrize("engine", ["dense", "tiled", "kept"])
@@ -188,7 +206,10 @@ def test_metrics_of_the_re_ranked_need_no_matrix(name, small_tiles, monkeypatch)
     ids = torch.randint(0, 4, (N,), generator=torch.Generator().manual_seed(0)), torch.arange(M) % 5
     sim = Similarity(*embeddings(N, M), *ids, engine="tiled")
     i2t, t2i = METHODS[name].rerank(sim)
-    streamed, dense = retrieval_metrics(sim, reranker=METHODS[name]), retrieval_metrics((i2t, t2i), *ids)
+    streamed, dense = (
+        retrieval_metrics(sim, reranker=METHODS[name]),
+        retrieval_metrics((i2t, t2i), *ids),
+    )
     assert streamed == pytest.approx(dense, abs=1e-9) and streamed.keys() == dense.keys()
 
 
@@ -247,10 +268,17 @@ def test_a_hub_is_gone(seed, lift, text):
     scores = torch.rand(N, M, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     lifted = scores.clone()
     lifted[:, text] += lift
-    for method in (FastReranker((7.0, 7.0)), InvertedSoftmax(9.0), NearestNeighborNorm(1.0, 3), CSLS(N)):
+    for method in (
+        FastReranker((7.0, 7.0)),
+        InvertedSoftmax(9.0),
+        NearestNeighborNorm(1.0, 3),
+        CSLS(N),
+    ):
         a, b = (method.rerank(s).i2t for s in (scores, lifted))
         factor = 2 if isinstance(method, CSLS) else 1
-        torch.testing.assert_close(b - a, torch.zeros_like(a).index_fill_(1, torch.tensor(text), (factor - 1) * lift))
+        torch.testing.assert_close(
+            b - a, torch.zeros_like(a).index_fill_(1, torch.tensor(text), (factor - 1) * lift)
+        )
     raised = [Sinkhorn(9.0, 120).rerank(s).i2t for s in (scores, lifted)]
     torch.testing.assert_close(*(x - x.mean(1, keepdim=True) for x in raised), rtol=1e-6, atol=1e-6)
 
@@ -267,7 +295,9 @@ def test_limits_of_the_scale(seed):
 
 def test_fast_re_ranking_with_equal_scales_is_the_inverted_softmax():
     sim = Similarity(*embeddings(N, M), torch.arange(N), torch.arange(M))
-    for a, b in zip(FastReranker((9, 9), (9, 9)).rerank(sim), InvertedSoftmax(9).rerank(sim), strict=True):
+    for a, b in zip(
+        FastReranker((9, 9), (9, 9)).rerank(sim), InvertedSoftmax(9).rerank(sim), strict=True
+    ):
         assert torch.equal(a, b)
     bank = embeddings(11, 9, seed=5)
     whole = QueryBankNorm(9.0, k=M).fit(*bank).rerank(sim)  # with all candidates active
@@ -302,10 +332,16 @@ def test_half_precision_scores_in_float32(name, dtype):
 
 
 def test_a_bank_keeps_its_precision_beside_half_precision():
-    (v, w), banks = (x.bfloat16() for x in embeddings(N, M)), embeddings(11, 9, seed=5, dtype=torch.float32)
+    (v, w), banks = (
+        (x.bfloat16() for x in embeddings(N, M)),
+        embeddings(11, 9, seed=5, dtype=torch.float32),
+    )
     ids = torch.arange(N), torch.arange(M)
     for method in (DualBankSinkhorn(12.0, 4), DualBankNorm(2.0, 3.0)):
-        half, single = (method.fit(*banks).biases(Similarity(v.to(t), w.to(t), *ids)) for t in (v.dtype, torch.float32))
+        half, single = (
+            method.fit(*banks).biases(Similarity(v.to(t), w.to(t), *ids))
+            for t in (v.dtype, torch.float32)
+        )
         for a, b in zip(half, single, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
     fast = FastReranker().fit(*banks)
@@ -338,7 +374,9 @@ def test_an_item_is_among_its_own_neighbours_whatever_the_number_of_its_copies()
 def test_half_of_an_odd_neighbourhood_is_rounded_to_the_nearest_even(k1):
     """3 / 2 and 7 / 2 up, 5 / 2 and 9 / 2 down."""
     v, w = embeddings(14, 28, d=4)
-    found = KReciprocalReranker(k1, 2, 0.3).rerank(Similarity(v, w, torch.arange(14), torch.arange(28)))
+    found = KReciprocalReranker(k1, 2, 0.3).rerank(
+        Similarity(v, w, torch.arange(14), torch.arange(28))
+    )
     for x, pair in ((found.i2t, (v, w)), (found.t2i.T, (w, v))):
         wanted = oracle_rerank.k_reciprocal(*(y.numpy() for y in pair), k1, 2, 0.3)
         np.testing.assert_allclose(x, wanted, rtol=1e-8)
@@ -347,7 +385,9 @@ def test_half_of_an_odd_neighbourhood_is_rounded_to_the_nearest_even(k1):
 @pytest.mark.parametrize(("k1", "k2"), [(2, 30), (30, 3), (30, 30), (11, 12)])
 def test_all_items_are_the_neighbours_where_there_are_fewer_than_asked_for(k1, k2):
     v, w = embeddings(4, 7)
-    found = KReciprocalReranker(k1, k2, 0.3).rerank(Similarity(v, w, torch.arange(4), torch.arange(7)))
+    found = KReciprocalReranker(k1, k2, 0.3).rerank(
+        Similarity(v, w, torch.arange(4), torch.arange(7))
+    )
     wanted = oracle_rerank.k_reciprocal(v.numpy(), w.numpy(), k1, k2, 0.3)
     np.testing.assert_allclose(found.i2t, wanted, rtol=1e-8)
 
@@ -357,7 +397,10 @@ def test_hostile_input_gives_finite_scores(name):
     v, w = embeddings(N, M, dtype=torch.float32)
     cases = {"duplicates": (v[:1].repeat(N, 1), w[:1].repeat(M, 1)), "one candidate": (v, w[:1])}
     v[2], w[3] = 0.0, 0.0
-    cases |= {"zero vectors": (v, w), "non-contiguous": (v.T.contiguous().T, w.repeat(1, 2)[:, ::2])}
+    cases |= {
+        "zero vectors": (v, w),
+        "non-contiguous": (v.T.contiguous().T, w.repeat(1, 2)[:, ::2]),
+    }
     for what, (a, b) in cases.items():
         if what == "one candidate":  # a single text would be a single query, which needs a bank
             method = copy.copy(METHODS[name])
@@ -367,7 +410,10 @@ def test_hostile_input_gives_finite_scores(name):
             method = METHODS[name]
         sim = Similarity(a, b, torch.arange(len(a)), torch.arange(len(b)))
         assert all(x.isfinite().all() for x in method.rerank(sim)), what
-        assert [x.indices.shape for x in method.topk(sim, 50)] == [(len(a), len(b)), (len(b), len(a))]
+        assert [x.indices.shape for x in method.topk(sim, 50)] == [
+            (len(a), len(b)),
+            (len(b), len(a)),
+        ]
 
 
 def test_what_is_not_reordered_keeps_its_order_below():
@@ -391,15 +437,19 @@ def test_of_equals_the_first_comes_first():
 
 def test_what_is_reordered_stays_above_its_equals():
     """Reordered candidates stay first if all scores are equal, and if the best score is 0."""
-    best = ReciprocalReranker(2).rerank(torch.full((N, M), 0.5)).i2t.topk(3).values  # any two of the equal ones
+    # any two of the equal ones
+    best = ReciprocalReranker(2).rerank(torch.full((N, M), 0.5)).i2t.topk(3).values
     assert (best[:, 1] > best[:, 2]).all()
     distances = -torch.arange(5.0).expand(3, 5)
-    found = TwoStageReranker(lambda images, texts: texts.float(), 3, weight=0.0).rerank(distances).i2t
+    found = (
+        TwoStageReranker(lambda images, texts: texts.float(), 3, weight=0.0).rerank(distances).i2t
+    )
     assert (found.argsort(1, descending=True) == torch.tensor([2, 1, 0, 3, 4])).all()
 
 
 def test_of_queries_with_the_same_score_none_stands_before_the_other():
-    scores = torch.tensor([[5.0, 5.0], [6.0, 5.0], [1.0, 1.0]])  # only the second image precedes the first, once
+    # only the second image precedes the first, once
+    scores = torch.tensor([[5.0, 5.0], [6.0, 5.0], [1.0, 1.0]])
     assert ReciprocalReranker(2, 2).rerank(scores).i2t[0].argmax() == 1
 
 
@@ -429,7 +479,8 @@ def test_all_are_named_and_tested():
         x for x in vars(rerank).values()
         if inspect.isclass(x) and issubclass(x, rerank.Reranker) and not inspect.isabstract(x)
     }  # fmt: skip
-    assert concrete == {type(method) for method in METHODS.values()} | {TwoStageReranker}  # tested below
+    # tested below
+    assert concrete == {type(method) for method in METHODS.values()} | {TwoStageReranker}
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -449,7 +500,8 @@ def test_a_state_that_was_saved_ranks_as_before(name, tmp_path):
 
 
 def test_a_bank_that_comes_from_a_model_is_kept_without_its_gradient():
-    bank = torch.rand(5, M, requires_grad=True) * 2.0  # not a leaf, which PyTorch would not deepcopy
+    # not a leaf, which PyTorch would not deepcopy
+    bank = torch.rand(5, M, requires_grad=True) * 2.0
     method = CSLS(3).fit(images=bank)
     assert not method.state_dict()["images"].requires_grad
     assert copy.deepcopy(method).transductive == (False, True)
@@ -508,7 +560,9 @@ def test_re_rankers_of_ones_own_are_a_bias_or_a_function_of_a_block():
         torch.testing.assert_close(found.i2t, scores - scores.mean(0))
         torch.testing.assert_close(found.t2i, scores - scores.mean(1, keepdim=True))
         assert torch.equal(method.topk(sim, 4).t2i.indices, found.t2i.T.topk(4).indices)
-    one, other = (retrieval_metrics(sim, reranker=method) for method in (_Centred(), _CentredByBlocks()))
+    one, other = (
+        retrieval_metrics(sim, reranker=method) for method in (_Centred(), _CentredByBlocks())
+    )
     assert one == other
     single = torch.rand(N, M)
     for found, wanted in zip(_Precise().rerank(single), _Centred().rerank(single), strict=True):
@@ -517,7 +571,7 @@ def test_re_rankers_of_ones_own_are_a_bias_or_a_function_of_a_block():
         _CentredByBlocks().biases(sim)
 
 
-# --- two stages ------------------------------------------------------------------------------------------------------
+# --- two stages -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("engine", ["dense", "tiled"])
@@ -543,7 +597,9 @@ def test_two_stages_put_the_best_candidates_in_the_second_scorers_order(engine, 
             assert scores[q].argsort(descending=True).tolist() == wanted
     assert torch.equal(method.topk(sim, 6).i2t.indices, found.i2t.topk(6).indices)
     v, w = sim._inputs
-    single = TwoStageReranker(scorer, M).topk(Similarity(v[:1], w, torch.arange(1), torch.arange(M)), 1)
+    single = TwoStageReranker(scorer, M).topk(
+        Similarity(v[:1], w, torch.arange(1), torch.arange(M)), 1
+    )
     assert single.i2t.indices.item() == int((second[0] + first[0]).argmax())
 
 
@@ -558,7 +614,7 @@ def test_a_scorer_that_answers_wrongly_is_named():
         TwoStageReranker(lambda i, t: i.float()).fit(torch.ones(2, 3))
 
 
-# --- calibration -----------------------------------------------------------------------------------------------------
+# --- calibration ----------------------------------------------------------------------------------
 
 
 def captions(seed=0, n=40):
@@ -575,7 +631,10 @@ def test_calibration_finds_the_best_of_all_that_are_tried(as_embeddings):
     if as_embeddings:
         v, w = embeddings(20, 60, d=4)
         held_out = Similarity(
-            v, w + 2 * v.repeat_interleave(3, 0), torch.arange(20), torch.arange(20).repeat_interleave(3)
+            v,
+            w + 2 * v.repeat_interleave(3, 0),
+            torch.arange(20),
+            torch.arange(20).repeat_interleave(3),
         )
     else:
         held_out = captions()
@@ -587,12 +646,16 @@ def test_calibration_finds_the_best_of_all_that_are_tried(as_embeddings):
             sums = [sum(metrics[f"{way}_r{k}"] for k in (1, 5, 10)) for way in ("i2t", "t2i")]
             best = [max(x) for x in zip(best, sums, strict=True)]
     metrics = retrieval_metrics(held_out, reranker=found)
-    assert [sum(metrics[f"{way}_r{k}"] for k in (1, 5, 10)) for way in ("i2t", "t2i")] == pytest.approx(best)
+    assert [
+        sum(metrics[f"{way}_r{k}"] for k in (1, 5, 10)) for way in ("i2t", "t2i")
+    ] == pytest.approx(best)
     assert {*found.i2t, *found.t2i} <= set(scales)
 
 
 def test_what_calibration_compares():
-    """Calibration compares recalls, and if these are equal, reciprocal ranks, of queries with an answer."""
+    """Calibration compares recalls, and if these are equal, reciprocal ranks, of queries with an
+    answer.
+    """
     assert rerank.fast._quality(torch.tensor([0, 2, 0, 20])) == pytest.approx((1.0, 0.275))
     assert rerank.fast._quality(torch.tensor([2, 20])) > rerank.fast._quality(torch.tensor([3, 20]))
 
@@ -604,12 +667,16 @@ def test_of_scales_that_do_as_well_the_first_are_chosen():
 
 def test_calibration_uses_the_bank():
     scores, bank = captions(), captions(1)
-    bank[:, ::2] += 5.0  # the bank makes every other text a hub, so that the sum must have a low weight
-    plain, fitted = FastReranker().calibrate(scores), FastReranker().fit(images=bank).calibrate(scores)
+    # the bank makes every other text a hub, so that the sum must have a low weight
+    bank[:, ::2] += 5.0
+    plain, fitted = (
+        FastReranker().calibrate(scores),
+        FastReranker().fit(images=bank).calibrate(scores),
+    )
     assert fitted.i2t != plain.i2t and fitted.t2i == plain.t2i
 
 
-# --- an index --------------------------------------------------------------------------------------------------------
+# --- an index -------------------------------------------------------------------------------------
 
 
 def test_an_exact_index_finds_what_re_ranking_finds():
@@ -625,7 +692,8 @@ def test_an_exact_index_finds_what_re_ranking_finds():
         assert torch.equal(found.indices, top.indices)
         torch.testing.assert_close(found.values * factor, top.values, rtol=1e-5, atol=1e-4)
     plain = rerank.BiasedIndex(w.half()).search(v.double(), 3)
-    assert (plain.indices == sim.topk(3).indices).float().mean() > 0.95  # half precision may swap two of them
+    # half precision may swap two of them
+    assert (plain.indices == sim.topk(3).indices).float().mean() > 0.95
 
 
 def test_an_index_of_cells_finds_most_and_says_what_it_misses():
@@ -647,14 +715,20 @@ def test_without_faiss_an_index_says_what_to_install(monkeypatch):
         rerank.BiasedIndex(torch.rand(4, 3))
 
 
-# --- errors ----------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [n for n in METHODS if METHODS[n].needs_bank])
 def test_methods_that_need_a_bank_say_so(name):
     sim = Similarity(*embeddings(N, M), torch.arange(N), torch.arange(M))
-    for call in (lambda m: m.rerank(sim), lambda m: m.topk(sim, 3), lambda m: retrieval_metrics(sim, reranker=m)):
-        with pytest.raises(ValueError, match=r"images: .* needs a bank of queries; call fit\(images=...\)"):
+    for call in (
+        lambda m: m.rerank(sim),
+        lambda m: m.topk(sim, 3),
+        lambda m: retrieval_metrics(sim, reranker=m),
+    ):
+        with pytest.raises(
+            ValueError, match=r"images: .* needs a bank of queries; call fit\(images=...\)"
+        ):
             call(METHODS[name])
     with pytest.raises(ValueError, match=r"texts: .* needs a bank"):
         copy.copy(METHODS[name]).fit(images=embeddings(11, 9, seed=5)[0]).rerank(sim)
@@ -691,17 +765,49 @@ def test_a_single_query_without_a_bank_is_refused(name):
         (lambda: KReciprocalReranker().fit(torch.rand(3, 3)), ValueError, "no use for a bank"),
         (lambda: CSLS().topk(torch.rand(4, 9), 0), ValueError, "k"),
         (lambda: DualSoftmax().topk(torch.rand(4, 9), 0), ValueError, "k"),
-        (lambda: MutualProximity().rerank(torch.full((4, 4), math.nan)), ValueError, "scores.*finite"),
-        (lambda: Sinkhorn().rerank(torch.full((4, 4), 3e38)), ValueError, r"scores: too large for Sinkhorn\(scale=100"),
-        (lambda: MutualProximity().fit(torch.rand(9, 5)).rerank(torch.rand(4, 8)), ValueError, "images.*8 candidates"),
-        (lambda: rerank.BiasedIndex(torch.rand(4, 3), torch.rand(3)), ValueError, r"bias: expected shape \(4,\)"),
-        (lambda: rerank.BiasedIndex(torch.rand(4, 3), factory="Heap"), ValueError, "factory.*'Heap'"),
-        (lambda: rerank.BiasedIndex(torch.rand(4, 3), factory="IVF8,Flat"), ValueError, "factory.*with 4 candidates"),
-        (lambda: rerank.BiasedIndex(torch.rand(4, 3), nprobe=2), ValueError, "factory.*'Flat'.*nprobe = 2"),
+        (
+            lambda: MutualProximity().rerank(torch.full((4, 4), math.nan)),
+            ValueError,
+            "scores.*finite",
+        ),
+        (
+            lambda: Sinkhorn().rerank(torch.full((4, 4), 3e38)),
+            ValueError,
+            r"scores: too large for Sinkhorn\(scale=100",
+        ),
+        (
+            lambda: MutualProximity().fit(torch.rand(9, 5)).rerank(torch.rand(4, 8)),
+            ValueError,
+            "images.*8 candidates",
+        ),
+        (
+            lambda: rerank.BiasedIndex(torch.rand(4, 3), torch.rand(3)),
+            ValueError,
+            r"bias: expected shape \(4,\)",
+        ),
+        (
+            lambda: rerank.BiasedIndex(torch.rand(4, 3), factory="Heap"),
+            ValueError,
+            "factory.*'Heap'",
+        ),
+        (
+            lambda: rerank.BiasedIndex(torch.rand(4, 3), factory="IVF8,Flat"),
+            ValueError,
+            "factory.*with 4 candidates",
+        ),
+        (
+            lambda: rerank.BiasedIndex(torch.rand(4, 3), nprobe=2),
+            ValueError,
+            "factory.*'Flat'.*nprobe = 2",
+        ),
         (lambda: FastReranker(("a", 2.0)), TypeError, "i2t.*'a'"),  # type: ignore[arg-type]
         (lambda: CSLS().topk(torch.rand(4, 9), 2.5), TypeError, "k.*2.5"),  # type: ignore[arg-type]
         (lambda: retrieval_metrics(torch.rand(4, 8), hubness_k=2.5), TypeError, "hubness_k"),  # type: ignore[arg-type]
-        (lambda: rerank.BiasedIndex(torch.rand(4, 3)).search(torch.rand(2, 4), 2), ValueError, r"queries.*\(Q, 3\)"),
+        (
+            lambda: rerank.BiasedIndex(torch.rand(4, 3)).search(torch.rand(2, 4), 2),
+            ValueError,
+            r"queries.*\(Q, 3\)",
+        ),
         (lambda: rerank.BiasedIndex(torch.rand(4, 3)).search(torch.rand(2, 3), 0), ValueError, "k"),
         (lambda: FastReranker().calibrate(torch.rand(4, 7)), ValueError, "image_ids, text_ids"),
         (lambda: FastReranker().calibrate(torch.rand(4, 8), scales=()), ValueError, "scales"),
@@ -714,8 +820,16 @@ def test_a_single_query_without_a_bank_is_refused(name):
         (lambda: CSLS().fit(texts=torch.rand(4)), ValueError, "texts: expected shape"),
         (lambda: CSLS().fit(torch.arange(4)), TypeError, "images: expected a floating-point"),
         (lambda: CSLS().fit(texts=[[0.5]]), TypeError, "texts: expected a floating-point"),  # type: ignore[arg-type]
-        (lambda: DualSoftmax().fit(torch.rand(3, 4)).rerank(9 * torch.rand(3, 4) + 5), ValueError, "scores: too large"),
-        (lambda: FastReranker().calibrate(torch.full((4, 8), math.nan)), ValueError, "validation.*finite"),
+        (
+            lambda: DualSoftmax().fit(torch.rand(3, 4)).rerank(9 * torch.rand(3, 4) + 5),
+            ValueError,
+            "scores: too large",
+        ),
+        (
+            lambda: FastReranker().calibrate(torch.full((4, 8), math.nan)),
+            ValueError,
+            "validation.*finite",
+        ),
     ],
 )
 def test_bad_input_is_named(call, error, message):

@@ -1,4 +1,6 @@
-"""RINCE and RCL against loops over pairs, written from the papers' formulas; limits, hostile input, both engines."""
+"""RINCE and RCL against loops over pairs, written from the papers' formulas; limits, hostile input,
+both engines.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,21 @@ LOSSES = {
 def rince_of_anchor(row, positive, temperature, q, lam):
     e = [torch.exp(s / temperature) for s in row]
     negatives = sum((x for x, p in zip(e, positive, strict=True) if not p), row.new_zeros(()))
-    values = [-(x**q) / q + (lam * (x + negatives)) ** q / q for x, p in zip(e, positive, strict=True) if p]
+    values = [
+        -(x**q) / q + (lam * (x + negatives)) ** q / q
+        for x, p in zip(e, positive, strict=True)
+        if p
+    ]
     return sum(values) / len(values)
 
 
 def rcl_of_anchor(row, positive, temperature):
     e = [torch.exp(s / temperature) for s in row]
-    return sum(-torch.log((1 - x / sum(e)).clamp_min(1e-6)) for x, p in zip(e, positive, strict=True) if not p)
+    return sum(
+        -torch.log((1 - x / sum(e)).clamp_min(1e-6))
+        for x, p in zip(e, positive, strict=True)
+        if not p
+    )
 
 
 ORACLES = {RINCELoss: rince_of_anchor, ComplementaryContrastiveLoss: rcl_of_anchor}
@@ -46,12 +56,17 @@ def dense(name, v, w, ids):
     for s, mask in ((scores, positive), (scores.T, positive.T)):
         rows = zip(s, mask, strict=True)
         sides.append(
-            [ORACLES[kind](row, p, **options) if p.any() and not p.all() else row.sum() * 0 for row, p in rows]
+            [
+                ORACLES[kind](row, p, **options) if p.any() and not p.all() else row.sum() * 0
+                for row, p in rows
+            ]
         )
     return [torch.stack(side) for side in sides]
 
 
-@pytest.mark.parametrize(("name", "shape", "engine"), pairwise(name=LOSSES, shape=SHAPES, engine=ENGINES))
+@pytest.mark.parametrize(
+    ("name", "shape", "engine"), pairwise(name=LOSSES, shape=SHAPES, engine=ENGINES)
+)
 def test_values_and_gradients_equal_loops_over_pairs(name, shape, engine, small_tiles, poisoned):
     n, m, kind = SHAPES[shape]
     ids, weights, (make, options) = make_ids(kind, n, m), upstream(n, m), LOSSES[name]
@@ -61,8 +76,12 @@ def test_values_and_gradients_equal_loops_over_pairs(name, shape, engine, small_
         if not ours:
             values = dense(name, v, w, ids)
         elif engine == "scores":
-            scores = Similarity(v, w, engine="dense", col_ids=torch.zeros(m, dtype=torch.int64)).scores()
-            values = make(**options, reduction="none", engine="tiled")(scores=scores, image_ids=ids[0], text_ids=ids[1])
+            scores = Similarity(
+                v, w, engine="dense", col_ids=torch.zeros(m, dtype=torch.int64)
+            ).scores()
+            values = make(**options, reduction="none", engine="tiled")(
+                scores=scores, image_ids=ids[0], text_ids=ids[1]
+            )
         elif engine == "kept":
             sim = Similarity(v, w, *ids, engine="tiled", memory_budget=10**9)
             values = make(**options, reduction="none")(sim)
@@ -82,7 +101,9 @@ def test_reductions_leave_out_anchors_without_a_positive_or_a_negative(name):
     rows, cols = dense(name, v, w, ids)
     assert rows[4] == 0 and cols[5] == 0
     torch.testing.assert_close(make(**options)(v, w, *ids), rows[:4].mean() + cols[:5].mean())
-    torch.testing.assert_close(make(**options, reduction="sum")(v, w, *ids), rows.sum() + cols.sum())
+    torch.testing.assert_close(
+        make(**options, reduction="sum")(v, w, *ids), rows.sum() + cols.sum()
+    )
 
 
 def test_rince_tends_to_infonce_for_small_q():
@@ -94,7 +115,9 @@ def test_rince_tends_to_infonce_for_small_q():
     for lam in (1.0, 0.01):
         loss = RINCELoss(0.1, 1e-7, lam, reduction="none")(v, w, rows, ids)
         for a, b in zip(loss, info, strict=True):
-            torch.testing.assert_close(a, torch.where(b == 0, b, b + math.log(lam)), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                a, torch.where(b == 0, b, b + math.log(lam)), rtol=1e-5, atol=1e-5
+            )
 
 
 def test_rince_of_q_1_is_a_sum_of_exponentials():
@@ -138,22 +161,34 @@ def test_a_negative_that_has_all_of_the_probability_stays_finite():
 @pytest.mark.parametrize("engine", ["dense", "tiled"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "loss", [RINCELoss(0.0072), RINCELoss(0.0144, q=1.0), RINCELoss(50.0), ComplementaryContrastiveLoss(1e-3)], ids=str
+    "loss",
+    [
+        RINCELoss(0.0072),
+        RINCELoss(0.0144, q=1.0),
+        RINCELoss(50.0),
+        ComplementaryContrastiveLoss(1e-3),
+    ],
+    ids=str,
 )
 def test_hostile_input_stays_finite(loss, dtype, engine):
-    v = torch.cat([torch.zeros(2, 8), torch.ones(3, 8), torch.eye(8)[:3], -torch.ones(2, 8)]).to(dtype)
+    v = torch.cat([torch.zeros(2, 8), torch.ones(3, 8), torch.eye(8)[:3], -torch.ones(2, 8)]).to(
+        dtype
+    )
     loss.engine = engine
     for ids in ((None, None), *(make_ids(kind, 10, 10) for kind in ("random", "same", "disjoint"))):
         a, b = v.clone().requires_grad_(), v.flip(0).clone().requires_grad_()
         value = loss(a, b, *ids)
-        scaled = dtype == torch.float16 and isinstance(loss, RINCELoss)  # gradients of e^(q / temperature)
+        # gradients of e^(q / temperature)
+        scaled = dtype == torch.float16 and isinstance(loss, RINCELoss)
         (value * math.exp(-loss.q / loss.temperature) if scaled else value).backward()
         assert value.isfinite() and value.dtype == torch.float32
         assert a.grad.dtype == dtype and a.grad.isfinite().all() and b.grad.isfinite().all()
         assert (a.grad[:2] == 0).all()
 
 
-@pytest.mark.parametrize("loss", [RINCELoss(), ComplementaryContrastiveLoss()], ids=["rince", "rcl"])
+@pytest.mark.parametrize(
+    "loss", [RINCELoss(), ComplementaryContrastiveLoss()], ids=["rince", "rcl"]
+)
 def test_scores_of_any_size_stay_finite(loss):
     for scores in (1e4 * torch.eye(4), -1e4 * torch.eye(4), torch.zeros(4, 4)):
         scores.requires_grad_()
@@ -176,7 +211,9 @@ def test_float32_is_close_to_float64(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "engine"), [("rince", "dense"), ("rcl soft", "tiled"), ("rince", "tiled")])
+@pytest.mark.parametrize(
+    ("name", "engine"), [("rince", "dense"), ("rcl soft", "tiled"), ("rince", "tiled")]
+)
 def test_compiles_as_one_graph(name, engine):
     make, options = LOSSES[name]
     loss, ids = make(**options, engine=engine), make_ids("random", 8, 11)
@@ -206,13 +243,17 @@ def in_a_process(rank: int, size: int):
 def test_processes_share_a_batch(tmp_path):
     v, w = (x.requires_grad_() for x in embeddings(9, 9))
     ids = torch.arange(9) % 5
-    for (make, options), parts in zip(LOSSES.values(), zip(*both(in_a_process, tmp_path, 9), strict=True), strict=True):
+    for (make, options), parts in zip(
+        LOSSES.values(), zip(*both(in_a_process, tmp_path, 9), strict=True), strict=True
+    ):
         value = make(**options)(v, w, ids, ids)
         grads = torch.autograd.grad(value, (v, w))
         for part in parts:
             torch.testing.assert_close(part[0], value.detach())
         for k, grad in enumerate(grads, 1):  # the mean over processes is that of one
-            torch.testing.assert_close(torch.cat([part[k] for part in parts]) / 2, grad, rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(
+                torch.cat([part[k] for part in parts]) / 2, grad, rtol=1e-9, atol=1e-12
+            )
 
 
 def test_options_are_checked_by_name():

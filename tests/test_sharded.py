@@ -1,4 +1,6 @@
-"""Losses of batches that several processes share are those of one process, in random configurations."""
+"""Losses of batches that several processes share are those of one process, in random
+configurations.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from itrloss import Anchors, Similarity
 from itrloss.engine.answers import identity
 
 
-def sharded(rank: int, seeds: list[int], world: int, schedule: Any, dtype: torch.dtype) -> list[dict[str, Any]]:
+def sharded(
+    rank: int, seeds: list[int], world: int, schedule: Any, dtype: torch.dtype
+) -> list[dict[str, Any]]:
     found = []
     for seed in seeds:
         config = configuration(seed, world)
@@ -24,9 +28,13 @@ def sharded(rank: int, seeds: list[int], world: int, schedule: Any, dtype: torch
     return found
 
 
-def check(found: list[dict[str, Any]], config: dict[str, Any], dtype: torch.dtype, tolerance: float) -> None:
+def check(
+    found: list[dict[str, Any]], config: dict[str, Any], dtype: torch.dtype, tolerance: float
+) -> None:
     """Compare the results of all processes with those of one."""
-    whole = outcome(config, joined(batch(config, dtype), config["ids"]), filled_memory(config, dtype))
+    whole = outcome(
+        config, joined(batch(config, dtype), config["ids"]), filled_memory(config, dtype)
+    )
     world, name = len(found), f"{config}"
     if config["options"]["reduction"] == "none":  # each process has the values of its own anchors
         for k, value in enumerate(whole["values"]):
@@ -34,7 +42,9 @@ def check(found: list[dict[str, Any]], config: dict[str, Any], dtype: torch.dtyp
             torch.testing.assert_close(values, value, rtol=tolerance, atol=tolerance, msg=name)
         return
     for part in found:
-        torch.testing.assert_close(part["values"], whole["values"], rtol=tolerance, atol=tolerance, msg=name)
+        torch.testing.assert_close(
+            part["values"], whole["values"], rtol=tolerance, atol=tolerance, msg=name
+        )
     for what, grad in whole["grads"].items():
         if what in ("images", "texts"):  # averaged over the processes, as DDP does
             grads = [torch.cat([part["grads"][what] for part in found]) / world]
@@ -46,10 +56,15 @@ def check(found: list[dict[str, Any]], config: dict[str, Any], dtype: torch.dtyp
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world", "schedule", "turn"), [(2, "all-gather", 0), (2, "ring", 1), (3, "all-gather", 2), (3, "ring", 3)]
+    ("world", "schedule", "turn"),
+    [(2, "all-gather", 0), (2, "ring", 1), (3, "all-gather", 2), (3, "ring", 3)],
 )
-def test_random_batches_have_the_loss_and_the_gradients_of_one_process(tmp_path, world, schedule, turn):
-    """Each turn has all losses, each in another configuration; all four have all sizes, reductions and engines."""
+def test_random_batches_have_the_loss_and_the_gradients_of_one_process(
+    tmp_path, world, schedule, turn
+):
+    """Each turn has all losses, each in another configuration; all four have all sizes, reductions
+    and engines.
+    """
     seeds = [*range(turn * len(LOSSES), (turn + 1) * len(LOSSES))]
     found = run(sharded, tmp_path, seeds, world, schedule, torch.float64, world=world)
     for seed, parts in zip(seeds, zip(*found, strict=True), strict=True):
@@ -72,7 +87,9 @@ def compiled(rank: int, names: list[str]) -> list[list[dict[str, Any]]]:
         own, memory = batch(config, torch.float64)[rank], filled_memory(config, torch.float64)
         found.append([outcome(config, own, memory, compiled=x, gather=True) for x in (False, True)])
     if rank == 0:  # tracing exchanges nothing
-        criterion = torch.compile(LOSSES["triplet all"](gather=True), fullgraph=True, backend="aot_eager")
+        criterion = torch.compile(
+            LOSSES["triplet all"](gather=True), fullgraph=True, backend="aot_eager"
+        )
         with pytest.raises(Exception, match=r"hinge_sum: torch\.compile cannot list the positives"):
             criterion(torch.randn(6, 5), torch.randn(6, 5), ids, ids)
     return found
@@ -89,19 +106,28 @@ def refused(rank: int) -> None:
     """Errors of the forms of InfoNCE, which all processes raise, and answers of pooled candidates."""
     ids = torch.arange(4) + 4 * rank
     v, w = torch.randn(4, 5), torch.randn(4, 5)
-    with pytest.raises(TypeError, match=r"teacher: expected a Similarity\.sharded in a job of several processes"):
+    with pytest.raises(
+        TypeError, match=r"teacher: expected a Similarity\.sharded in a job of several processes"
+    ):
         itrloss.DistillationLoss(gather=True)(v, w, torch.randn(4, 8))
     with pytest.raises(ValueError, match=r"negatives: expected shape \(K, D\), got \(4, 2, 5\)"):
         itrloss.InfoNCELoss(gather=True)(v, w, negatives=torch.randn(4, 2, 5))
-    with pytest.raises(ValueError, match=r"text_ids: expected image_ids, as image i|process 1 failed"):
+    with pytest.raises(
+        ValueError, match=r"text_ids: expected image_ids, as image i|process 1 failed"
+    ):
         itrloss.DirectionalInfoNCELoss(gather=True)(v, w, ids, ids.flip(0) if rank else ids)
     ring = Similarity.sharded(v, w, schedule="ring")
-    with pytest.raises(ValueError, match="guide: expected schedule='all-gather' of all similarities"):
+    with pytest.raises(
+        ValueError, match="guide: expected schedule='all-gather' of all similarities"
+    ):
         itrloss.FilteredInfoNCELoss(gather="all-gather")(v, w, guide=ring)
     sims = [Similarity.sharded(v, x, ids, ids, schedule="all-gather") for x in (w, w.sin())]
     with pytest.raises(ValueError, match="hardest_negatives: expected one matrix of candidates"):
         Anchors.pooled(*sims).hardest_negatives()
-    for other in (sims[1].T, Similarity.sharded(torch.randn(4 + rank, 5), w, torch.arange(4 + rank), ids)):
+    for other in (
+        sims[1].T,
+        Similarity.sharded(torch.randn(4 + rank, 5), w, torch.arange(4 + rank), ids),
+    ):
         with pytest.raises(ValueError, match="anchors: expected"):
             Anchors.pooled(sims[0].T, other)
     with pytest.raises(ValueError, match="anchors: expected those of one batch"):
@@ -114,15 +140,24 @@ def test_what_processes_cannot_share_is_an_error_in_all_of_them(tmp_path):
 
 
 def limited(rank: int | None, schedule: Any) -> list[torch.Tensor]:
-    """Answers within limits, of positives and with a bias, and their gradients; ``rank`` None: of one process."""
+    """Answers within limits, of positives and with a bias, and their gradients; ``rank`` None: of
+    one process.
+    """
     generator = torch.Generator().manual_seed(0)
     v, w = (torch.randn(n, 4, generator=generator, dtype=torch.float64) for n in (7, 9))
     ids = torch.arange(7) % 5, torch.arange(9) % 6
-    whole = [v, w, torch.linspace(-0.2, 0.3, 7, dtype=v.dtype), torch.linspace(0.4, 0.1, 9, dtype=v.dtype)]
+    whole = [
+        v,
+        w,
+        torch.linspace(-0.2, 0.3, 7, dtype=v.dtype),
+        torch.linspace(0.4, 0.1, 9, dtype=v.dtype),
+    ]
     rows, cols = [(slice(7), slice(9)), (slice(3), slice(7)), (slice(3, 7), slice(7, 9))][
         0 if rank is None else rank + 1
     ]
-    leaves = [x[part].clone().requires_grad_() for x, part in zip(whole, (rows, cols) * 2, strict=True)]
+    leaves = [
+        x[part].clone().requires_grad_() for x, part in zip(whole, (rows, cols) * 2, strict=True)
+    ]
     options: dict[str, Any] = {} if rank is None else {"schedule": schedule}
     kind: Any = Similarity if rank is None else Similarity.sharded
     sim = kind(*leaves[:2], ids[0][rows], ids[1][cols], bias=tuple(leaves[2:]), **options)
@@ -132,7 +167,10 @@ def limited(rank: int | None, schedule: Any) -> list[torch.Tensor]:
     if schedule != "ring":
         teacher = (x.detach().cos() for x in leaves[:2])
         other = kind(*teacher, ids[0][rows], ids[1][cols], **options).both
-        guided = [both.logsumexp(5.0, below=0.2, guide=other), both.sum(weighted_by_guide, 2.0, 1.0, guide=other)]
+        guided = [
+            both.logsumexp(5.0, below=0.2, guide=other),
+            both.sum(weighted_by_guide, 2.0, 1.0, guide=other),
+        ]
     for values in (
         both.logsumexp(5.0, below=positive + 0.1),
         both.logsumexp(300.0, above=-0.2, below=0.5),

@@ -1,4 +1,6 @@
-"""Input errors of ``Similarity`` and the losses name the argument; smaller behaviours of the public interface."""
+"""Input errors of ``Similarity`` and the losses name the argument; smaller behaviours of the public
+interface.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ BAD = {
     "no columns": (lambda: loss(V, W[:0], *IDS), ValueError, "texts.*\\(0, 6\\)"),
     "no dimensions": (lambda: loss(V[:, :0], W[:, :0], *IDS), ValueError, "images"),
     "unpaired": (lambda: loss(V, W), ValueError, "image_ids, text_ids.*4.*6"),
-    "short ids": (lambda: loss(V, W, IDS[0][:3], IDS[1]), ValueError, "image_ids.*\\(4,\\).*\\(3,\\)"),
+    "short ids": (
+        lambda: loss(V, W, IDS[0][:3], IDS[1]),
+        ValueError,
+        "image_ids.*\\(4,\\).*\\(3,\\)",
+    ),
     "ids of the other side": (lambda: loss(V, W, *IDS[::-1]), ValueError, "image_ids"),
     "float ids": (lambda: loss(V, W, IDS[0], IDS[1].float()), TypeError, "text_ids.*float32"),
     "boolean ids": (lambda: loss(V, W, IDS[0].bool(), IDS[1]), TypeError, "image_ids.*bool"),
@@ -37,7 +43,11 @@ BAD = {
     "one input": (lambda: loss(V), TypeError, "texts"),
     "no input": (lambda: loss(), TypeError, "images"),
     "scores and embeddings": (lambda: loss(V, W, *IDS, scores=V @ W.T), ValueError, "scores"),
-    "similarity and ids": (lambda: loss(Similarity(V, W, *IDS), None, *IDS), ValueError, "image_ids"),
+    "similarity and ids": (
+        lambda: loss(Similarity(V, W, *IDS), None, *IDS),
+        ValueError,
+        "image_ids",
+    ),
     "similarity and texts": (lambda: loss(Similarity(V, W, *IDS), W), ValueError, "texts"),
     "integer scores": (lambda: loss(scores=torch.ones(3, 3).int()), TypeError, "scores.*int32"),
     "engine": (lambda: Similarity(V, W, *IDS, engine="triton2"), ValueError, "engine.*'triton2'"),
@@ -47,9 +57,21 @@ BAD = {
         ValueError,
         "rows.*finite",
     ),
-    "engine of scores": (lambda: Similarity.from_scores(torch.rand(3, 3), engine="fast"), ValueError, "engine.*'fast'"),
-    "engine of before": (lambda: itrloss.InfoNCELoss(engine="reference"), ValueError, "engine.*'reference'"),
-    "reduction": (lambda: itrloss.InfoNCELoss(reduction="average"), ValueError, "reduction.*'average'"),
+    "engine of scores": (
+        lambda: Similarity.from_scores(torch.rand(3, 3), engine="fast"),
+        ValueError,
+        "engine.*'fast'",
+    ),
+    "engine of before": (
+        lambda: itrloss.InfoNCELoss(engine="reference"),
+        ValueError,
+        "engine.*'reference'",
+    ),
+    "reduction": (
+        lambda: itrloss.InfoNCELoss(reduction="average"),
+        ValueError,
+        "reduction.*'average'",
+    ),
     "functional reduction": (
         lambda: F.info_nce_loss(Similarity(V, V), reduction="x"),
         ValueError,
@@ -63,20 +85,36 @@ BAD = {
     ),
     "temperature": (lambda: itrloss.InfoNCELoss(0.0), ValueError, "temperature"),
     "epsilon": (lambda: itrloss.DiversityContrastiveLoss(epsilon=-1), ValueError, "epsilon.*-1"),
-    "entropy temperature": (lambda: itrloss.DiversityContrastiveLoss(entropy_temperature=0), ValueError, "entropy_t"),
-    "temperature of another type": (lambda: itrloss.InfoNCELoss("0.07"), TypeError, "temperature.*'0.07'"),  # type: ignore
+    "entropy temperature": (
+        lambda: itrloss.DiversityContrastiveLoss(entropy_temperature=0),
+        ValueError,
+        "entropy_t",
+    ),
+    "temperature of another type": (
+        lambda: itrloss.InfoNCELoss("0.07"),
+        TypeError,
+        "temperature.*'0.07'",
+    ),  # type: ignore
     "true for a number": (lambda: itrloss.HubnessAwareLoss(scale=True), TypeError, "scale.*True"),
     "margin": (lambda: itrloss.TripletLoss(margin=None), TypeError, "margin.*None"),  # type: ignore[arg-type]
     "embeddings for a similarity": (lambda: F.info_nce_loss(V, W), TypeError, "sim.*Tensor"),  # type: ignore[arg-type]
     "embeddings for a diversity": (lambda: F.std_diversity(V), TypeError, "sim.*Tensor"),  # type: ignore[arg-type]
     "dcl temperature": (lambda: itrloss.DiversityContrastiveLoss(-1.0), ValueError, "temperature"),
-    "diversity": (lambda: itrloss.DiversityContrastiveLoss(diversity="var"), ValueError, "diversity.*'var'"),
+    "diversity": (
+        lambda: itrloss.DiversityContrastiveLoss(diversity="var"),
+        ValueError,
+        "diversity.*'var'",
+    ),
     "functional diversity": (
         lambda: F.diversity_contrastive_loss(Similarity(V, V), diversity="var"),  # type: ignore[arg-type]
         ValueError,
         "diversity",
     ),
-    "positive": (lambda: itrloss.DiversityContrastiveLoss(positive="abs"), ValueError, "positive.*'abs'"),
+    "positive": (
+        lambda: itrloss.DiversityContrastiveLoss(positive="abs"),
+        ValueError,
+        "positive.*'abs'",
+    ),
     "positive weight": (
         lambda: itrloss.DiversityContrastiveLoss(positive_weight="half"),
         ValueError,
@@ -86,7 +124,11 @@ BAD = {
     "over": (lambda: Similarity(V, V).logsumexp(over="best"), ValueError, "over"),
     "scale": (lambda: Similarity(V, V).logsumexp(torch.ones(3)), ValueError, "scale.*\\(4,\\)"),
     "entropy": (lambda: Similarity(V, V).entropy(0), ValueError, "temperature"),
-    "term": (lambda: Similarity(V, V).sum_of_positives("square"), ValueError, "term.*pair_term.*'square'"),
+    "term": (
+        lambda: Similarity(V, V).sum_of_positives("square"),
+        ValueError,
+        "term.*pair_term.*'square'",
+    ),
     "term of nobody": (lambda: Similarity(V, V).sum(torch.exp), ValueError, "term.*pair_term"),
     "k": (lambda: Similarity(V, V).topk(5), ValueError, "k.*4.*5"),
     "ties": (lambda: Similarity(V, V).ranks(ties="random"), ValueError, "ties"),
@@ -128,7 +170,12 @@ def test_top_and_ranks_of_known_scores():
     assert sim.ranks().tolist() == [[3, 4], [3, 4]]
     assert sim.ranks(ties="optimistic").tolist() == [[2, 4], [3, 4]]
     assert sim.T.ranks().tolist() == [[2], [2], [1], [2]]
-    assert sim.topk(2).indices[0, 0] == 0 and sim.T.topk(1).indices.flatten().tolist() == [0, 1, 0, 0]
+    assert sim.topk(2).indices[0, 0] == 0 and sim.T.topk(1).indices.flatten().tolist() == [
+        0,
+        1,
+        0,
+        0,
+    ]
     bias = torch.tensor([-1.0, 0.0, 0.0, 0.0])
     assert sim.ranks(bias=bias)[0].tolist() == [2, 3]
     assert sim.topk(1, bias=bias).values.flatten().tolist() == [0.5, pytest.approx(0.3)]
@@ -177,7 +224,9 @@ def test_scores_asked_for_under_no_grad_keep_their_gradient():
 def test_public_names_are_those_and_no_others():
     """Run in a subprocess, because other tests import modules that ``import itrloss`` does not."""
     names = "import itrloss; print(*(name for name in dir(itrloss) if not name.startswith('_')))"
-    found = subprocess.run([sys.executable, "-c", names], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", names], capture_output=True, text=True, check=True
+    )
     public = set(found.stdout.split())
     modules = {path.stem for path in Path(itrloss.__file__).parent.iterdir()}
     assert public - (modules - set(itrloss.__all__)) == set(itrloss.__all__)
@@ -193,8 +242,12 @@ def test_candidates_of_minus_infinity_are_the_last_and_say_so(engine):
 
 @pytest.mark.parametrize("ids", [(None, None), (torch.arange(4), torch.arange(4).flip(0))])
 def test_positives_of_long_embeddings_do_not_overflow_on_tiles(ids):
-    """Products of two embeddings beyond 1.8e19 are infinite in float32, unless one is normalised before."""
+    """Products of two embeddings beyond 1.8e19 are infinite in float32, unless one is normalised
+    before.
+    """
     v, w = V, W[:4]
     expected = Similarity(v, w, *ids, engine="dense").both.mean_of_positives(identity)
-    found = Similarity(v * 2.0**66, w * 2.0**66, *ids, engine="tiled").both.mean_of_positives(identity)
+    found = Similarity(v * 2.0**66, w * 2.0**66, *ids, engine="tiled").both.mean_of_positives(
+        identity
+    )
     torch.testing.assert_close(found, expected)

@@ -1,4 +1,5 @@
-"""SupCon, MIL-NCE, multi-similarity and circle loss beside plain PyTorch and pytorch-metric-learning.
+"""SupCon, MIL-NCE, multi-similarity and circle loss beside plain PyTorch and
+pytorch-metric-learning.
 
 `test_losses` has their values beside the loop oracle, hostile input, call forms and the compiler.
 """
@@ -18,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import itrloss
 from itrloss import Similarity
 
-# ------------------------------------------------------------------------------------------------ plain PyTorch
+# ------------------------------------------------------------------------------------ plain PyTorch
 # Of the scores (N, M) of rows, and the mask (N, M) of the positives; one value for each row.
 
 
@@ -37,11 +38,17 @@ def mil_nce(S: Tensor, positive: Tensor, temperature: float = 0.07) -> Tensor:
     return -((S / temperature).softmax(1) * positive).sum(1).log()
 
 
-def multi_similarity(S: Tensor, positive: Tensor, alpha=2.0, beta=50.0, base=0.5, epsilon: Any = None) -> Tensor:
+def multi_similarity(
+    S: Tensor, positive: Tensor, alpha=2.0, beta=50.0, base=0.5, epsilon: Any = None
+) -> Tensor:
     pulled, pushed = positive, ~positive
     if epsilon is not None:
-        pulled = positive & (S.masked_fill(positive, -torch.inf).amax(1, keepdim=True) + epsilon > S)
-        pushed = ~positive & (S.masked_fill(~positive, torch.inf).amin(1, keepdim=True) - epsilon < S)
+        pulled = positive & (
+            S.masked_fill(positive, -torch.inf).amax(1, keepdim=True) + epsilon > S
+        )
+        pushed = ~positive & (
+            S.masked_fill(~positive, torch.inf).amin(1, keepdim=True) - epsilon < S
+        )
     pull, push = (-alpha * (S - base)).exp() * pulled, (beta * (S - base)).exp() * pushed
     return pull.sum(1).log1p() / alpha + push.sum(1).log1p() / beta
 
@@ -50,9 +57,11 @@ def circle(S: Tensor, positive: Tensor, margin: float = 0.4, scale: float = 80.0
     fixed = S.detach()
     of_positives = -scale * (1 + margin - fixed).relu() * (S - (1 - margin))
     of_negatives = scale * (fixed + margin).relu() * (S - margin)
-    pairs = of_negatives[:, :, None] + of_positives[:, None, :]  # every negative with every positive
+    # every negative with every positive
+    pairs = of_negatives[:, :, None] + of_positives[:, None, :]
     mask = ~positive[:, :, None] & positive[:, None, :]
-    return F.pad(pairs.masked_fill(~mask, -torch.inf).flatten(1), (0, 1)).logsumexp(1)  # log(1 + sum)
+    # log(1 + sum)
+    return F.pad(pairs.masked_fill(~mask, -torch.inf).flatten(1), (0, 1)).logsumexp(1)
 
 
 LOSSES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -60,10 +69,18 @@ LOSSES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "supcon inside": (itrloss.SupConLoss, supcon, {"inside": True}),
     "mil-nce": (itrloss.MILNCELoss, mil_nce, {}),
     "multi-similarity": (itrloss.MultiSimilarityLoss, multi_similarity, {}),
-    "multi-similarity mined": (itrloss.MultiSimilarityLoss, multi_similarity, {"epsilon": 0.1, "base": 0.2}),
+    "multi-similarity mined": (
+        itrloss.MultiSimilarityLoss,
+        multi_similarity,
+        {"epsilon": 0.1, "base": 0.2},
+    ),
     "circle": (itrloss.CircleLoss, circle, {}),
     "circle wide": (itrloss.CircleLoss, circle, {"margin": 0.25, "scale": 256.0}),
-    "circle with the dip below the range of float32": (itrloss.CircleLoss, circle, {"margin": 0.7, "scale": 256.0}),
+    "circle with the dip below the range of float32": (
+        itrloss.CircleLoss,
+        circle,
+        {"margin": 0.7, "scale": 256.0},
+    ),
 }
 
 
@@ -71,7 +88,9 @@ def plain(name: str, v: Tensor, w: Tensor, ids: tuple[Any, Any]) -> list[Tensor]
     """The values of rows and of columns, 0 for anchors without a positive or a negative."""
     _, function, options = LOSSES[name]
     S = F.normalize(v, dim=1) @ F.normalize(w, dim=1).T
-    row_ids, col_ids = (torch.arange(len(x)) if i is None else i for i, x in zip(ids, (v, w), strict=True))
+    row_ids, col_ids = (
+        torch.arange(len(x)) if i is None else i for i, x in zip(ids, (v, w), strict=True)
+    )
     positive = row_ids[:, None] == col_ids
     values = []
     for scores, mask in ((S, positive), (S.T, positive.T)):
@@ -92,7 +111,9 @@ def with_gradients(call: Any, v: Tensor, w: Tensor, grads: Any) -> list[Tensor]:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", LOSSES)
-def test_values_and_gradients_are_those_of_plain_pytorch(name, shape, engine, small_tiles, poisoned):
+def test_values_and_gradients_are_those_of_plain_pytorch(
+    name, shape, engine, small_tiles, poisoned
+):
     n, m, kind = SHAPES[shape]
     (v, w), ids, grads = embeddings(n, m), make_ids(kind, n, m), upstream(n, m)
     module, _, options = LOSSES[name]
@@ -103,18 +124,22 @@ def test_values_and_gradients_are_those_of_plain_pytorch(name, shape, engine, sm
             scores = Similarity(x, y, *ids).scores()
             return criterion(scores=scores, image_ids=ids[0], text_ids=ids[1])
         budget = {"memory_budget": 10**9} if engine == "kept" else {}
-        return criterion(Similarity(x, y, *ids, engine="dense" if engine == "dense" else "tiled", **budget))
+        return criterion(
+            Similarity(x, y, *ids, engine="dense" if engine == "dense" else "tiled", **budget)
+        )
 
     wanted = with_gradients(lambda x, y: plain(name, x, y, ids), v, w, grads)
     for a, b in zip(with_gradients(ours, v, w, grads), wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-# ------------------------------------------------------------------------------------- pytorch-metric-learning
+# -------------------------------------------------------------------------- pytorch-metric-learning
 
 
 def published(name: str) -> tuple[Any, Any]:
-    """The loss of the same name in pytorch-metric-learning, which returns a value for each anchor, and its miner."""
+    """The loss of the same name in pytorch-metric-learning, which returns a value for each anchor,
+    and its miner.
+    """
     theirs = pytest.importorskip("pytorch_metric_learning")
     from pytorch_metric_learning import losses, miners, reducers
 
@@ -124,15 +149,29 @@ def published(name: str) -> tuple[Any, Any]:
     if name == "supcon":
         return losses.SupConLoss(temperature=0.1, **reducer), None
     if name.startswith("multi-similarity"):
-        miner = miners.MultiSimilarityMiner(epsilon=options["epsilon"]) if "epsilon" in options else None
-        return losses.MultiSimilarityLoss(alpha=2, beta=50, base=options.get("base", 0.5), **reducer), miner
-    return losses.CircleLoss(m=options.get("margin", 0.4), gamma=options.get("scale", 80), **reducer), None
+        miner = (
+            miners.MultiSimilarityMiner(epsilon=options["epsilon"])
+            if "epsilon" in options
+            else None
+        )
+        return losses.MultiSimilarityLoss(
+            alpha=2, beta=50, base=options.get("base", 0.5), **reducer
+        ), miner
+    return losses.CircleLoss(
+        m=options.get("margin", 0.4), gamma=options.get("scale", 80), **reducer
+    ), None
 
 
 @pytest.mark.parametrize("engine", ["dense", "tiled"])
-@pytest.mark.parametrize("shape", ["primes", "square with duplicates", "five captions", "wide", "tall"])
-@pytest.mark.parametrize("name", [name for name in LOSSES if name not in ("supcon inside", "mil-nce")])
-def test_values_and_gradients_are_those_of_pytorch_metric_learning(name, shape, engine, small_tiles):
+@pytest.mark.parametrize(
+    "shape", ["primes", "square with duplicates", "five captions", "wide", "tall"]
+)
+@pytest.mark.parametrize(
+    "name", [name for name in LOSSES if name not in ("supcon inside", "mil-nce")]
+)
+def test_values_and_gradients_are_those_of_pytorch_metric_learning(
+    name, shape, engine, small_tiles
+):
     n, m, kind = SHAPES[shape]
     (v, w), grads = embeddings(n, m), upstream(n, m)
     ids = tuple(torch.arange(n) if x is None else x for x in make_ids(kind, n, m))
@@ -152,7 +191,9 @@ def test_values_and_gradients_are_those_of_pytorch_metric_learning(name, shape, 
     module, _, options = LOSSES[name]
     criterion = module(**options, reduction="none", engine=engine)
     wanted = with_gradients(both_sides, v, w, grads)
-    for a, b in zip(with_gradients(lambda x, y: criterion(x, y, *ids), v, w, grads), wanted, strict=True):
+    for a, b in zip(
+        with_gradients(lambda x, y: criterion(x, y, *ids), v, w, grads), wanted, strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
 
 
@@ -168,14 +209,17 @@ def test_the_means_are_those_of_pytorch_metric_learning_where_all_anchors_count(
     torch.testing.assert_close(LOSSES[name][0]()(v, w, *ids), wanted)
 
 
-# ------------------------------------------------------------------------------------------------------ extremes
+# ----------------------------------------------------------------------------------------- extremes
 
 SHARP: dict[str, tuple[Any, dict[str, Any]]] = {
     "supcon": (itrloss.SupConLoss, {"temperature": 1 / 256}),
     "supcon inside": (itrloss.SupConLoss, {"temperature": 1 / 256, "inside": True}),
     "mil-nce": (itrloss.MILNCELoss, {"temperature": 1 / 256}),
     "multi-similarity": (itrloss.MultiSimilarityLoss, {"alpha": 256.0, "beta": 256.0}),
-    "multi-similarity mined": (itrloss.MultiSimilarityLoss, {"alpha": 256.0, "beta": 256.0, "epsilon": 0.1}),
+    "multi-similarity mined": (
+        itrloss.MultiSimilarityLoss,
+        {"alpha": 256.0, "beta": 256.0, "epsilon": 0.1},
+    ),
     "circle": (itrloss.CircleLoss, {"scale": 256.0}),
     "circle of a wide margin": (itrloss.CircleLoss, {"scale": 256.0, "margin": 0.73}),
     "circle without a margin": (itrloss.CircleLoss, {"scale": 256.0, "margin": 0.0}),
@@ -183,16 +227,25 @@ SHARP: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def arranged(kind: str) -> tuple[Tensor, Tensor]:
-    """Embeddings (12, 6) of images and texts, which are the same, opposite, or all alike but for a little."""
+    """Embeddings (12, 6) of images and texts, which are the same, opposite, or all alike but for a
+    little.
+    """
     v, w = (F.normalize(x, dim=1) for x in embeddings(12, 12))
     near = v + 0.01 * w
-    return {"random": (v, w), "matched": (v, near), "opposite": (v, -near), "alike": (near[:1] + 1e-3 * v, near)}[kind]
+    return {
+        "random": (v, w),
+        "matched": (v, near),
+        "opposite": (v, -near),
+        "alike": (near[:1] + 1e-3 * v, near),
+    }[kind]
 
 
 @pytest.mark.parametrize("engine", ["dense", "tiled"])
 @pytest.mark.parametrize("kind", ["random", "matched", "opposite", "alike"])
 @pytest.mark.parametrize("name", SHARP)
-def test_a_scale_of_256_in_float32_has_the_values_and_gradients_of_float64(name, kind, engine, small_tiles):
+def test_a_scale_of_256_in_float32_has_the_values_and_gradients_of_float64(
+    name, kind, engine, small_tiles
+):
     module, options = SHARP[name]
     v, w = arranged(kind)
     ids, grads = (torch.arange(12) // 2,) * 2, upstream(12, 12)
@@ -207,7 +260,9 @@ def test_a_scale_of_256_in_float32_has_the_values_and_gradients_of_float64(name,
 
 @pytest.mark.parametrize("engine", ["dense", "tiled"])
 def test_the_worst_pairs_stay_finite(engine):
-    """Positives that score -1 beside negatives that score 1, for which exponents of the circle loss add up to 1200."""
+    """Positives that score -1 beside negatives that score 1, for which exponents of the circle loss
+    add up to 1200.
+    """
     v = torch.eye(4).requires_grad_()
     w = -torch.eye(4)
     w[[0, 1, 2]] += 2 * torch.eye(4)[[1, 2, 3]]
@@ -227,7 +282,9 @@ def test_scores_beyond_cosines_have_the_circle_loss_of_plain_pytorch(engine):
     valid = positive.any(1) & ~positive.all(1)
     criterion = itrloss.CircleLoss(scale=8.0, reduction="none", engine=engine)
     rows, _ = criterion(scores=scores, image_ids=ids[0], text_ids=ids[1])
-    torch.testing.assert_close(rows[valid], circle(scores[valid], positive[valid], scale=8.0), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        rows[valid], circle(scores[valid], positive[valid], scale=8.0), rtol=1e-9, atol=1e-9
+    )
 
 
 def test_values_of_mil_nce_near_0_keep_their_digits():
@@ -237,16 +294,28 @@ def test_values_of_mil_nce_near_0_keep_their_digits():
     criterion = itrloss.MILNCELoss(0.02, reduction="none")
     exact = criterion(scores=scores.double(), **ids)[0]
     assert 0 < exact.amax() < 1e-12
-    torch.testing.assert_close(criterion(scores=scores, **ids)[0].double(), exact, rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        criterion(scores=scores, **ids)[0].double(), exact, rtol=1e-4, atol=0
+    )
 
 
-# -------------------------------------------------------------------------------------------------- relations
+# ---------------------------------------------------------------------------------------- relations
 
 
 def test_the_mean_inside_is_mil_nce_but_for_the_number_of_positives():
-    (v, w), ids, grads = embeddings(6, 9), (torch.arange(6) % 3, torch.arange(9) // 3), upstream(6, 9)
-    inside, multiple = itrloss.SupConLoss(0.2, inside=True, reduction="none"), itrloss.MILNCELoss(0.2, reduction="none")
-    a, b = (with_gradients(partial(f, image_ids=ids[0], text_ids=ids[1]), v, w, grads) for f in (inside, multiple))
+    (v, w), ids, grads = (
+        embeddings(6, 9),
+        (torch.arange(6) % 3, torch.arange(9) // 3),
+        upstream(6, 9),
+    )
+    inside, multiple = (
+        itrloss.SupConLoss(0.2, inside=True, reduction="none"),
+        itrloss.MILNCELoss(0.2, reduction="none"),
+    )
+    a, b = (
+        with_gradients(partial(f, image_ids=ids[0], text_ids=ids[1]), v, w, grads)
+        for f in (inside, multiple)
+    )
     torch.testing.assert_close(a[0] - b[0], torch.full((6,), 3.0).double().log())
     torch.testing.assert_close(a[1] - b[1], torch.full((9,), 2.0).double().log())
     torch.testing.assert_close(a[2:], b[2:], rtol=1e-12, atol=1e-12)
@@ -257,12 +326,18 @@ def test_the_mean_inside_is_mil_nce_but_for_the_number_of_positives():
 def test_with_one_positive_each_three_of_the_losses_are_infonce():
     v, w = embeddings(8, 8)
     wanted = itrloss.InfoNCELoss(0.1)(v, w)
-    for criterion in (itrloss.SupConLoss(), itrloss.SupConLoss(inside=True), itrloss.MILNCELoss(0.1)):
+    for criterion in (
+        itrloss.SupConLoss(),
+        itrloss.SupConLoss(inside=True),
+        itrloss.MILNCELoss(0.1),
+    ):
         torch.testing.assert_close(criterion(v, w), wanted)
 
 
 def test_anchors_whose_pairs_are_all_easy_count_in_the_mean_with_0():
-    """As in the published code of the multi-similarity loss, which divides by the size of the batch."""
+    """As in the published code of the multi-similarity loss, which divides by the size of the
+    batch.
+    """
     scores = torch.full((3, 3), 0.1, dtype=torch.float64).fill_diagonal_(0.6)
     scores[0, 1] = 0.55  # within 0.1 of the positives of image 0 and of text 1
     criterion = itrloss.MultiSimilarityLoss(epsilon=0.1, reduction="none")
@@ -277,7 +352,9 @@ def test_pairs_are_mined_by_the_lowest_positive_itself_where_several_score_the_s
     scores = torch.tensor([[0.5] * 5 + [0.39], [0.0] * 5 + [0.9]])
     ids = {"image_ids": torch.tensor([0, 1]), "text_ids": torch.tensor([0] * 5 + [1])}
     for epsilon, counts in ((0.1, False), (0.12, True)):
-        rows, _ = itrloss.MultiSimilarityLoss(epsilon=epsilon, reduction="none")(scores=scores, **ids)
+        rows, _ = itrloss.MultiSimilarityLoss(epsilon=epsilon, reduction="none")(
+            scores=scores, **ids
+        )
         assert (rows[0] > 0) == counts
 
 
@@ -298,7 +375,9 @@ def test_work_is_that_of_the_page(name, kept, recomputed):
     module, _, options = LOSSES[name]
     for budget, work in ((0, recomputed), (10**9, kept)):
         with FlopCounterMode(display=False) as counter:
-            module(**options)(Similarity(v, w, ids, ids, engine="tiled", memory_budget=budget)).backward()
+            module(**options)(
+                Similarity(v, w, ids, ids, engine="tiled", memory_budget=budget)
+            ).backward()
         assert counter.get_total_flops() == work * 600 * 600 * 32
 
 
@@ -308,7 +387,10 @@ def test_work_is_that_of_the_page(name, kept, recomputed):
         (lambda: itrloss.SupConLoss(0.0), "temperature: expected a number above 0"),
         (lambda: itrloss.MILNCELoss("0.1"), "temperature: expected a number, got '0.1'"),  # type: ignore[arg-type]
         (lambda: itrloss.MultiSimilarityLoss(beta=-1.0), "beta: expected a number above 0"),
-        (lambda: itrloss.MultiSimilarityLoss(epsilon="0.1"), "epsilon: expected a number, got '0.1'"),  # type: ignore[arg-type]
+        (
+            lambda: itrloss.MultiSimilarityLoss(epsilon="0.1"),
+            "epsilon: expected a number, got '0.1'",
+        ),  # type: ignore[arg-type]
         (lambda: itrloss.CircleLoss(scale=0), "scale: expected a number above 0"),
         (lambda: itrloss.CircleLoss(margin=None), "margin: expected a number, got None"),  # type: ignore[arg-type]
     ],

@@ -37,7 +37,12 @@ def wanted_figures(scores, image_ids, text_ids, margin):
             if good and bad:
                 gaps.append(mean(good) - max(bad))
                 active += [p < max(bad) + margin for p in good]
-    found = {"positive": mean(positives), "hardest_negative": mean(hardest), "gap": mean(gaps), "active": mean(active)}
+    found = {
+        "positive": mean(positives),
+        "hardest_negative": mean(hardest),
+        "gap": mean(gaps),
+        "active": mean(active),
+    }
     for name, s in (("i2t", scores), ("t2i", scores.T)):
         top = np.argsort(-s, axis=1)[:, :10]
         counts = np.bincount(top.ravel(), minlength=s.shape[1]).astype(float)
@@ -60,7 +65,9 @@ def test_figures_equal_loops(shape, engine):
     scores = torch.nn.functional.normalize(v.detach()) @ torch.nn.functional.normalize(w).T
     for name, value in wanted_figures(scores.numpy(), *(x.numpy() for x in known), 0.1).items():
         np.testing.assert_allclose(float(found[name]), value, rtol=1e-9, atol=1e-12, err_msg=name)
-    assert not any(x.requires_grad for x in found.values()) and all(x.dim() == 0 for x in found.values())
+    assert not any(x.requires_grad for x in found.values()) and all(
+        x.dim() == 0 for x in found.values()
+    )
     if kind in (None, "captions", "strided") and min(n, m) > 2:
         images, texts = (x.numpy() for x in known)
         seen = (
@@ -73,7 +80,10 @@ def test_figures_equal_loops(shape, engine):
 
 def test_losses_keep_the_figures_of_the_last_call_if_asked():
     v, w = torch.randn(5, 4), torch.randn(5, 4)
-    quiet, loud = itrloss.DiversityContrastiveLoss(), itrloss.DiversityContrastiveLoss(telemetry=True)
+    quiet, loud = (
+        itrloss.DiversityContrastiveLoss(),
+        itrloss.DiversityContrastiveLoss(telemetry=True),
+    )
     assert loud.telemetry == {}
     assert torch.equal(loud(v, w), quiet(v, w)) and quiet.telemetry == {}
     torch.testing.assert_close(loud.telemetry, describe(itrloss.Similarity(v, w)))
@@ -118,7 +128,9 @@ def test_the_age_of_a_memory_counts_the_batches_of_all_processes(monkeypatch):
 def test_telemetry_of_sets_is_that_of_the_best_head():
     sets, texts, ids = torch.randn(4, 3, 5), torch.randn(8, 5), torch.arange(4).repeat_interleave(2)
     quiet, loss = itrloss.VarianceAwareLoss(), itrloss.VarianceAwareLoss(telemetry=True)
-    assert torch.equal(loss(sets, texts, torch.arange(4), ids), quiet(sets, texts, torch.arange(4), ids))
+    assert torch.equal(
+        loss(sets, texts, torch.arange(4), ids), quiet(sets, texts, torch.arange(4), ids)
+    )
     assert quiet.telemetry == {}
     best = itrloss.functional.set_similarity(sets, texts)
     wanted = describe(itrloss.Similarity.from_scores(best, torch.arange(4), ids), 0.2)
@@ -130,7 +142,8 @@ def run(loss, v, w, calls, *ids):
         warnings.simplefilter("always")
         for _ in range(calls):
             loss(v, w, *ids)
-    assert all(c.filename == __file__ for c in caught)  # the warning points to the user's code, not to ours or torch's
+    # the warning points to the user's code, not to ours or torch's
+    assert all(c.filename == __file__ for c in caught)
     return [str(c.message) for c in caught]
 
 

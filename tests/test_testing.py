@@ -19,10 +19,25 @@ from itrloss import compat
 from itrloss.testing import ConformanceError, check_loss, loss_checks
 from itrloss.testing.registry import CHECKS
 
-# Seconds each, or in all; two losses run the latter, and some are compiled here. `conforming.py` runs all of all.
+# Seconds each, or in all; two losses run the latter, and some are compiled here. `conforming.py`
+# runs all of all.
 COMPILED = ["compiled", "compiled_as_one_graph"]
-LONG = ["learns_pairs", "learns_classes", "memory_grows_linearly", "threads", "gradcheck", "uneven_upstream"]
-LONG += ["nothing_is_kept", "resumed_training", "repeated_calls", "bfloat16_error", "float16_error", "autocast_error"]
+LONG = [
+    "learns_pairs",
+    "learns_classes",
+    "memory_grows_linearly",
+    "threads",
+    "gradcheck",
+    "uneven_upstream",
+]
+LONG += [
+    "nothing_is_kept",
+    "resumed_training",
+    "repeated_calls",
+    "bfloat16_error",
+    "float16_error",
+    "autocast_error",
+]
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -30,13 +45,17 @@ def test_our_losses_pass(name):
     loss, options, failures = LOSSES[name]
     left_out = COMPILED if name in ("infonce tiled", "dcl") else COMPILED + LONG
     failures = {check: reason for check, reason in failures.items() if check not in left_out}
-    check_loss(loss, expected_failures=failures, only=[x for x in CHECKS if x not in left_out], **options)
+    check_loss(
+        loss, expected_failures=failures, only=[x for x in CHECKS if x not in left_out], **options
+    )
 
 
-# One with a parameter and one of several questions: the tests of each loss compile it, too. A graph without breaks is
-# the same where they are allowed.
+# One with a parameter and one of several questions: the tests of each loss compile it, too. A graph
+# without breaks is the same where they are allowed.
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "checks"), [("infonce learnable", COMPILED[1:]), ("filtered", COMPILED)])
+@pytest.mark.parametrize(
+    ("name", "checks"), [("infonce learnable", COMPILED[1:]), ("filtered", COMPILED)]
+)
 def test_our_losses_compile(name, checks):
     loss, options, _ = LOSSES[name]
     check_loss(loss, only=checks, **options)
@@ -51,13 +70,19 @@ def test_all_losses_are_here():
 
 @pytest.mark.slow
 def test_gathered_losses_are_those_of_one_process():
-    """The third is the one that bugs are planted in. An error of one is an error of the sum, which is compared."""
-    losses = itrloss.InfoNCELoss(learnable=True), itrloss.TripletLoss(reduction="mean"), planted.InfoNCE()
+    """The third is the one that bugs are planted in. An error of one is an error of the sum, which
+    is compared.
+    """
+    losses = (
+        itrloss.InfoNCELoss(learnable=True),
+        itrloss.TripletLoss(reduction="mean"),
+        planted.InfoNCE(),
+    )
     report = check_loss(planted_programs.Together(losses), only=["several_processes"], processes=2)
     assert report.names("passed") == ["several_processes"]
 
 
-# ------------------------------------------------------------------------------------------------------ planted bugs
+# ------------------------------------------------------------------------------------- planted bugs
 
 # A plain loss holds its scores; all bugs but those of memory do as well.
 PLAIN = {"memory_grows_linearly": "scores are a matrix"}
@@ -71,7 +96,10 @@ def test_at_least_57_of_60_bugs_are_caught():
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(x, marks=[pytest.mark.slow] * ("processes" in planted.BUGS[x].options)) for x in CAUGHT],
+    [
+        pytest.param(x, marks=[pytest.mark.slow] * ("processes" in planted.BUGS[x].options))
+        for x in CAUGHT
+    ],
 )
 def test_the_bug_is_caught(name, monkeypatch):
     monkeypatch.setattr("itrloss.testing.behaviour.spawn", start)
@@ -87,9 +115,11 @@ UNNOTICED = [bug.make for bug in planted.BUGS.values() if not bug.caught_by]
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [planted.InfoNCE, planted.WithBias, *UNNOTICED])
 def test_without_the_bug_all_pass(make):
-    """The losses that bugs are planted in; and the bugs that are not caught, so that the list of those is right.
+    """The losses that bugs are planted in; and the bugs that are not caught, so that the list of
+    those is right.
 
-    One of them shows that such a loss compiles, and that it holds its scores: the others are programs like it.
+    One of them shows that such a loss compiles, and that it holds its scores: the others are
+    programs like it.
     """
     if make is planted.InfoNCE:
         check_loss(make(), expected_failures=PLAIN)
@@ -98,11 +128,15 @@ def test_without_the_bug_all_pass(make):
 
 
 def test_what_bugs_of_memory_and_state_are_planted_in_is_right():
-    check_loss(planted_programs.ByChunks(), only=["memory_grows_linearly", "gradcheck", "order_of_pairs"])
-    check_loss(planted_programs.Queue(), only=["resumed_training", "state_dict_round_trip", "deepcopy"])
+    check_loss(
+        planted_programs.ByChunks(), only=["memory_grows_linearly", "gradcheck", "order_of_pairs"]
+    )
+    check_loss(
+        planted_programs.Queue(), only=["resumed_training", "state_dict_round_trip", "deepcopy"]
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------- interface
+# ---------------------------------------------------------------------------------------- interface
 
 
 def clip(images, texts, scale):
@@ -156,15 +190,23 @@ def test_an_expected_failure_is_checked():
     options: Any = {"call": units, "ids": False, "only": ["memory_grows_linearly", "rotation"]}
     report = check_loss(clip, expected_failures=expected, **options)
     assert report.names("expected failure") == ["memory_grows_linearly"]
-    with pytest.raises(ConformanceError, match="rotation: passed, but was expected to fail: no reason"):
+    with pytest.raises(
+        ConformanceError, match="rotation: passed, but was expected to fail: no reason"
+    ):
         check_loss(clip, expected_failures=expected | {"rotation": "no reason"}, **options)
 
 
 def test_the_loss_is_left_as_it_was():
     loss = itrloss.SigmoidLoss()
     before = [p.clone() for p in loss.parameters()]
-    check_loss(loss, only=["gradients_of_parameters", "state_dict_round_trip", "resumed_training", "deepcopy"])
-    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(before, loss.parameters(), strict=True))
+    check_loss(
+        loss,
+        only=["gradients_of_parameters", "state_dict_round_trip", "resumed_training", "deepcopy"],
+    )
+    assert all(
+        torch.equal(a, b) and a.dtype == b.dtype
+        for a, b in zip(before, loss.parameters(), strict=True)
+    )
     assert all(p.grad is None for p in loss.parameters())
 
 
@@ -172,7 +214,11 @@ def test_the_loss_is_left_as_it_was():
     ("error", "message", "options"),
     [
         (ValueError, "only: expected names of checks, got 'gradchek'", {"only": ["gradchek"]}),
-        (ValueError, "expected_failures: expected names of checks, got 'x'", {"expected_failures": {"x": ""}}),
+        (
+            ValueError,
+            "expected_failures: expected names of checks, got 'x'",
+            {"expected_failures": {"x": ""}},
+        ),
         (ValueError, "processes: expected an integer of at least 1, got 0", {"processes": 0}),
         (TypeError, "loss: expected a module or function, got float", {"loss": 1.0}),
     ],

@@ -36,12 +36,24 @@ KINDS: dict[str, Any] = {"clip": (CLIPConfig, CLIPModel), "siglip": (SiglipConfi
 def make(kind: str) -> Any:
     """A model with random weights in float64: 16 steps multiply rounding errors."""
     config, model = KINDS[kind]
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    text = sizes | {"vocab_size": 32, "max_position_embeddings": 8, "projection_dim": 16, "projection_size": 16}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    text = sizes | {
+        "vocab_size": 32,
+        "max_position_embeddings": 8,
+        "projection_dim": 16,
+        "projection_size": 16,
+    }
     tokens = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
     vision = sizes | {"image_size": 8, "patch_size": 4, "projection_dim": 16}
     torch.manual_seed(0)
-    return model(config(text_config=text | tokens, vision_config=vision, projection_dim=16)).double()
+    return model(
+        config(text_config=text | tokens, vision_config=vision, projection_dim=16)
+    ).double()
 
 
 def data(**more: list[Any]) -> list[dict[str, Any]]:
@@ -59,7 +71,9 @@ def with_loss(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return default_data_collator(rows) | {"return_loss": True}
 
 
-def train(kind: str, folder: Path | str, loss: Any = None, rows: Any = None, **options: Any) -> tuple[Any, Any]:
+def train(
+    kind: str, folder: Path | str, loss: Any = None, rows: Any = None, **options: Any
+) -> tuple[Any, Any]:
     """The losses of 16 steps of their trainer, or of ours with a loss, and the trainer."""
     settings: Any = {
         "max_steps": STEPS, "per_device_train_batch_size": BATCH, "logging_steps": 1, "learning_rate": 1e-2,
@@ -97,8 +111,11 @@ def test_infonce_has_twice_clips_curve(tmp_path):
 def test_the_sigmoid_loss_has_siglips_curve(tmp_path):
     options = {"optim": "adamw_torch", "max_grad_norm": 1.0, "gradient_accumulation_steps": 2}
     theirs, first = train("siglip", tmp_path, **options)
-    # Distinct labels change nothing; but the trainer counts them, and might leave it to the loss to divide by that.
-    ours, second = train("siglip", tmp_path, itrloss.SigmoidLoss(), data(label=[*range(SIZE)]), **options)
+    # Distinct labels change nothing; but the trainer counts them, and might leave it to the loss to
+    # divide by that.
+    ours, second = train(
+        "siglip", tmp_path, itrloss.SigmoidLoss(), data(label=[*range(SIZE)]), **options
+    )
     assert ours[-1] < 0.9 * ours[0]
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
     torch.testing.assert_close(parameters(second), parameters(first), rtol=0, atol=1e-6)
@@ -106,12 +123,22 @@ def test_the_sigmoid_loss_has_siglips_curve(tmp_path):
 
 
 def test_other_losses_train_the_encoders_alone(tmp_path):
-    for loss in (itrloss.TripletLoss(reduction="mean"), itrloss.Matryoshka(itrloss.InfoNCELoss(), [8, 16])):
-        values, trainer = train("siglip", tmp_path, loss, learning_rate=1e-3, optim="adamw_torch", weight_decay=0.1)
+    for loss in (
+        itrloss.TripletLoss(reduction="mean"),
+        itrloss.Matryoshka(itrloss.InfoNCELoss(), [8, 16]),
+    ):
+        values, trainer = train(
+            "siglip", tmp_path, loss, learning_rate=1e-3, optim="adamw_torch", weight_decay=0.1
+        )
         assert values[-1] < values[0]
         for name in ("logit_scale", "logit_bias"):
             assert torch.equal(getattr(trainer.model, name), getattr(make("siglip"), name))
-    _, trainer = train("clip", tmp_path, itrloss.Matryoshka(itrloss.InfoNCELoss(learnable=True), [8, 16]), max_steps=1)
+    _, trainer = train(
+        "clip",
+        tmp_path,
+        itrloss.Matryoshka(itrloss.InfoNCELoss(learnable=True), [8, 16]),
+        max_steps=1,
+    )
     assert trainer.loss.loss.log_scale is trainer.model.logit_scale
 
 
@@ -166,13 +193,27 @@ def test_two_processes_train_as_one_does(tmp_path):
 
 def test_other_losses_and_models_are_refused(tmp_path):
     args: Any = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
-    with pytest.raises(TypeError, match=r"loss: expected one of images and texts alone, such as .*, got 'InfoNCELoss'"):
+    with pytest.raises(
+        TypeError,
+        match=r"loss: expected one of images and texts alone, such as .*, got 'InfoNCELoss'",
+    ):
         RetrievalTrainer(make("clip"), args, loss="InfoNCELoss")  # type: ignore
-    with pytest.raises(ValueError, match=r"loss: CLIPModel does not have bias.*; expected one with learnable=False"):
+    with pytest.raises(
+        ValueError, match=r"loss: CLIPModel does not have bias.*; expected one with learnable=False"
+    ):
         RetrievalTrainer(make("clip"), args, loss=itrloss.SigmoidLoss())
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     trainer = RetrievalTrainer(
-        BertForSequenceClassification(BertConfig(vocab_size=8, **sizes)), args, loss=itrloss.InfoNCELoss()
+        BertForSequenceClassification(BertConfig(vocab_size=8, **sizes)),
+        args,
+        loss=itrloss.InfoNCELoss(),
     )
-    with pytest.raises(TypeError, match=r"model: expected outputs with image_embeds and text_embeds.*, got logits"):
+    with pytest.raises(
+        TypeError, match=r"model: expected outputs with image_embeds and text_embeds.*, got logits"
+    ):
         trainer.compute_loss(trainer.model, {"input_ids": torch.ones(2, 3, dtype=torch.int64)})

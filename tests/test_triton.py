@@ -1,4 +1,6 @@
-"""The Triton engine against the float64 reference of the tests: on a GPU if there is one, else in its interpreter."""
+"""The Triton engine against the float64 reference of the tests: on a GPU if there is one, else in
+its interpreter.
+"""
 
 from __future__ import annotations
 
@@ -45,15 +47,20 @@ TILE = (8, 16, 4, 4) if DEVICE.type == "cpu" else (16, 64, 16, 4)
 def a_quick_interpreter():
     """Leave out most of the time of Triton's interpreter, which gives the same without.
 
-    It replaces its language's functions at each call of any jitted function; once per launch, for each module with such
-    functions, is enough. It looks for overflows of integers, which it reports in its debug mode only. And it makes a
-    table of NumPy's types for each operation.
+    It replaces its language's functions at each call of any jitted function; once per launch, for
+    each module with such functions, is enough. It looks for overflows of integers, which it reports
+    in its debug mode only. And it makes a table of NumPy's types for each operation.
     """
     with pytest.MonkeyPatch.context() as patch:
-        with contextlib.suppress(ImportError, AttributeError, TypeError):  # other versions of Triton
+        # other versions of Triton
+        with contextlib.suppress(ImportError, AttributeError, TypeError):
             from triton.runtime import interpreter
 
-            replace, restore, replaced = interpreter._patch_lang, interpreter._LangPatchScope.restore, set()
+            replace, restore, replaced = (
+                interpreter._patch_lang,
+                interpreter._LangPatchScope.restore,
+                set(),
+            )
 
             def replace_once(function):
                 if id(function.__globals__) in replaced:
@@ -68,7 +75,11 @@ def a_quick_interpreter():
             patch.setattr(interpreter._LangPatchScope, "restore", restore_all)
             patch.setattr(interpreter, "_patch_lang", replace_once)
 
-            options, find, found = interpreter.interpreter_builder.options, interpreter._get_np_dtype, {}
+            options, find, found = (
+                interpreter.interpreter_builder.options,
+                interpreter._get_np_dtype,
+                {},
+            )
 
             def find_once(dtype):
                 name = dtype.scalar.name
@@ -106,9 +117,11 @@ def moved(*given):
 
 
 def compare(name, shape, view=lambda s: s.both, on_scores=False, **options):
-    """Compare errors with those of the dense engine for the same inputs in float32, summed in one order or the other.
+    """Compare errors with those of the dense engine for the same inputs in float32, summed in one
+    order or the other.
 
-    A single order may have no rounding error at all, as on some processors for the few negatives of "no positive".
+    A single order may have no rounding error at all, as on some processors for the few negatives of
+    "no positive".
     """
     n, m, kind = SHAPES[shape]
     ids, (v, w), grads = make_ids(kind, n, m), embeddings(n, m, dtype=torch.float32), upstream(n, m)
@@ -126,7 +139,9 @@ def compare(name, shape, view=lambda s: s.both, on_scores=False, **options):
         ours = evaluate(asked, *given, "dense", grads, view, **options)
     else:
         ours = evaluate(question, *given, "triton", grads, view, **options)
-    for got, *others, wanted in zip(*((*x[0], *x[1]) for x in (ours, dense, turned, exact)), strict=True):
+    for got, *others, wanted in zip(
+        *((*x[0], *x[1]) for x in (ours, dense, turned, exact)), strict=True
+    ):
         finite, got = wanted.isfinite(), got.cpu()
         assert torch.equal(got.isfinite(), finite)
         error, *noise = ((x.double() - wanted)[finite].norm() for x in (got, *others))
@@ -134,29 +149,51 @@ def compare(name, shape, view=lambda s: s.both, on_scores=False, **options):
 
 
 # Answers without a function here are computed by others, or not by the engine.
-OTHERS = ("hardest", "log1p", "log1p relu", "likelihood", "hinge", "straight lines", "plane of negatives")
-ASKED = [name for name in ANSWERS if "positives" not in name and name not in OTHERS and "alone" not in name]
+OTHERS = (
+    "hardest",
+    "log1p",
+    "log1p relu",
+    "likelihood",
+    "hinge",
+    "straight lines",
+    "plane of negatives",
+)
+ASKED = [
+    name
+    for name in ANSWERS
+    if "positives" not in name and name not in OTHERS and "alone" not in name
+]
 VIEWS = {"rows": lambda s: s, "columns": lambda s: s.T, "both": lambda s: s.both}
 
 
 def all_answers_of_all_shapes():
-    """Return cases that cover all pairs of values; one of each answer, by each kind of kernel, is not slow."""
+    """Return cases that cover all pairs of values; one of each answer, by each kind of kernel, is
+    not slow.
+    """
     cases, seen = [], set()
-    for name, shape, fused, view in pairwise(name=ASKED, shape=SHAPES, fused=[True, False], view=VIEWS):
+    for name, shape, fused, view in pairwise(
+        name=ASKED, shape=SHAPES, fused=[True, False], view=VIEWS
+    ):
         quick = (name, fused) not in seen and SHAPES[shape][0] > 1
         seen |= {(name, fused)} if quick else set()
-        cases.append(pytest.param(name, shape, fused, view, marks=[] if quick else pytest.mark.slow))
+        cases.append(
+            pytest.param(name, shape, fused, view, marks=[] if quick else pytest.mark.slow)
+        )
     return cases
 
 
 @pytest.mark.parametrize(("name", "shape", "fused", "view"), all_answers_of_all_shapes())
 def test_all_answers_of_all_shapes(name, shape, fused, view, few_tiles, poisoned, monkeypatch):
-    """Kernels that multiply, also float32 embeddings so that rounding hides no errors; and ones that read products."""
+    """Kernels that multiply, also float32 embeddings so that rounding hides no errors; and ones
+    that read products.
+    """
     monkeypatch.setattr(engine, "fused", lambda scores: fused and scores.cols is not None)
     compare(name, shape, VIEWS[view])
 
 
-@pytest.mark.parametrize("name", ["logsumexp per anchor", "std", "hinge sum", "softplus of negatives"])
+@pytest.mark.parametrize(
+    "name", ["logsumexp per anchor", "std", "hinge sum", "softplus of negatives"]
+)
 def test_of_a_matrix_that_exists(name, few_tiles, poisoned):
     compare(name, "five captions", VIEWS["rows"], on_scores=True)
 
@@ -178,7 +215,9 @@ PARAMETERS = {"exp": 2, "information": 2, "hinges": 1, "softplus": 2}
         sides=[(0, 1), (0,), (0, 1), (1,), (0, 1)],
     ),
 )
-def test_functions_over_pairs_with_ignored_ids(key, over, shared, sides, multiplying, few_tiles, poisoned):
+def test_functions_over_pairs_with_ignored_ids(
+    key, over, shared, sides, multiplying, few_tiles, poisoned
+):
     """Gradients by the parameters are included, compared with the tiled engine in float64."""
     n, m = 7, 18
     (v, w), (row_ids, col_ids) = embeddings(n, m), make_ids("random", n, m)
@@ -222,18 +261,29 @@ def test_positives_that_cannot_be_listed(monkeypatch, few_tiles):
     monkeypatch.setattr(Pairs, "listable", False)
     for shape in ("five captions", "square with duplicates"):
         n, m, kind = SHAPES[shape]
-        (v, w), ids, grads = moved(*embeddings(n, m, dtype=torch.float32)), moved(*make_ids(kind, n, m)), upstream(n, m)
+        (v, w), ids, grads = (
+            moved(*embeddings(n, m, dtype=torch.float32)),
+            moved(*make_ids(kind, n, m)),
+            upstream(n, m),
+        )
         for name in ("likelihood", "log1p", "hinge"):
-            found = [evaluate(ANSWERS[name], v, w, ids, kind, moved(*grads)) for kind in ("triton", "reference")]
+            found = [
+                evaluate(ANSWERS[name], v, w, ids, kind, moved(*grads))
+                for kind in ("triton", "reference")
+            ]
             for a, b in zip(*((*x[0], *x[1]) for x in found), strict=True):
                 torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("name", ["logsumexp below", "logsumexp between", "logsumexp above, over all", "sum between"])
+@pytest.mark.parametrize(
+    "name", ["logsumexp below", "logsumexp between", "logsumexp above, over all", "sum between"]
+)
 @pytest.mark.parametrize("view", [lambda s: s, lambda s: s.both], ids=["rows", "both"])
 def test_limits_have_kernels(name, view, few_tiles, poisoned, monkeypatch):
     for function in ("tiled_sums", "tiled_gradient"):
-        monkeypatch.setattr(reduce, function, lambda *args: pytest.fail("the scores were summed in PyTorch"))
+        monkeypatch.setattr(
+            reduce, function, lambda *args: pytest.fail("the scores were summed in PyTorch")
+        )
     compare(name, "wide", view)
 
 
@@ -241,7 +291,7 @@ def test_what_losses_ask_has_a_form():
     assert set(kernels.FORMS) == {"peak", "moments", *PARAMETERS} <= set(FUNCTIONS)
 
 
-# ------------------------------------------------------------------------------------------- half precision
+# ----------------------------------------------------------------------------------- half precision
 
 
 HALF = [torch.bfloat16, torch.float16]
@@ -274,7 +324,9 @@ def test_half_precision(name, kind, dtype, held, few_tiles, poisoned, monkeypatc
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("scale", [3.0, 100.0])
 def test_rows_of_a_memory_in_half_precision(dtype, scale, few_tiles, poisoned):
-    """The gradient of the rows is computed in the forward pass, from exponentials between e^-60 and e^60."""
+    """The gradient of the rows is computed in the forward pass, from exponentials between e^-60 and
+    e^60.
+    """
     n, m, d = 9, 40, 16
     v, w = (torch.nn.functional.normalize(x, dim=1).to(dtype) for x in embeddings(n, m, d))
     w[3] = v[2]
@@ -283,23 +335,31 @@ def test_rows_of_a_memory_in_half_precision(dtype, scale, few_tiles, poisoned):
     found = []
     for where, kind, given in ((DEVICE, "triton", dtype), ("cpu", "reference", torch.float64)):
         x = v.to(where, given).requires_grad_()
-        value = similarity(x, w.to(where, given), tuple(i.to(where) for i in ids), kind).logsumexp(scale)
+        value = similarity(x, w.to(where, given), tuple(i.to(where) for i in ids), kind).logsumexp(
+            scale
+        )
         (grad,) = torch.autograd.grad(value.sum(), x)
         found.append((value.detach().cpu().double(), grad.cpu().double()))
     torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-4, atol=1e-4)
     error = (found[0][1] - found[1][1]).norm(dim=1)
-    assert (error <= torch.finfo(dtype).eps * scale).all()  # of vectors of this length, which the projection cancels
+    # of vectors of this length, which the projection cancels
+    assert (error <= torch.finfo(dtype).eps * scale).all()
 
 
 @pytest.mark.parametrize("upstream", [1e-4, 1.0, 1e4])
 def test_no_gradient_leaves_the_range_of_float16(upstream, few_tiles):
-    """float16 ends at 65504, and loses half of its digits at 10^-6, whatever the lengths of the embeddings."""
+    """float16 ends at 65504, and loses half of its digits at 10^-6, whatever the lengths of the
+    embeddings.
+    """
     n, d = 24, 16
     v, w = (torch.nn.functional.normalize(x, dim=1) for x in embeddings(n, n, d))
     v = (v * torch.logspace(-2, 2, n, dtype=v.dtype)[:, None]).half()
     w = (w * torch.logspace(3, -1, n, dtype=v.dtype)[:, None]).half()
     found = []
-    for where, dtype, kind in (("cpu", torch.float64, "reference"), (DEVICE, torch.float16, "triton")):
+    for where, dtype, kind in (
+        ("cpu", torch.float64, "reference"),
+        (DEVICE, torch.float16, "triton"),
+    ):
         a, b = (x.to(where, dtype).requires_grad_() for x in (v, w))
         value = similarity(a, b, (None, None), kind).both.logsumexp(5.0).sum() * upstream
         found.append([x.cpu().double() for x in torch.autograd.grad(value, (a, b))])
@@ -324,7 +384,11 @@ def test_products_are_summed_in_float32_whatever_the_model_does():
     try:
         flags.allow_fp16_accumulation = True
         total = torch.zeros(2, 3, device=DEVICE)
-        engine.add_product_(total, torch.full((2, 4), 2.0**30, device=DEVICE), torch.ones(4, 3, device=DEVICE).half())
+        engine.add_product_(
+            total,
+            torch.full((2, 4), 2.0**30, device=DEVICE),
+            torch.ones(4, 3, device=DEVICE).half(),
+        )
         assert flags.allow_fp16_accumulation
         torch.testing.assert_close(total, torch.full_like(total, 2.0**32))
     finally:
@@ -333,13 +397,17 @@ def test_products_are_summed_in_float32_whatever_the_model_does():
 
 def test_inverse_norms():
     lengths = torch.tensor([0.0, 1e-13, 2e-12, 1e-6, 1.0, 1e6, 9e17])
-    x = lengths[:, None] * torch.nn.functional.normalize(embeddings(7, 1, 40, dtype=torch.float32)[0], dim=1)
+    x = lengths[:, None] * torch.nn.functional.normalize(
+        embeddings(7, 1, 40, dtype=torch.float32)[0], dim=1
+    )
     wanted = torch.where(lengths > 1e-12, 1 / lengths, 0.0)
     for layout in (x, x.T.contiguous().T, x.repeat(1, 2)[:, :40]):
         torch.testing.assert_close(scores.inverse_norms(layout.to(DEVICE)).cpu(), wanted)
     assert scores.inverse_norms(x[:0].to(DEVICE)).shape == (0,)
     half = embeddings(3, 1, 2000)[0].bfloat16()
-    torch.testing.assert_close(scores.inverse_norms(half.to(DEVICE)).cpu(), 1 / half.float().norm(dim=1))
+    torch.testing.assert_close(
+        scores.inverse_norms(half.to(DEVICE)).cpu(), 1 / half.float().norm(dim=1)
+    )
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -362,7 +430,10 @@ def test_embeddings_as_they_lie(side, multiplying, few_tiles):
 def test_the_same_bits_again():
     v, w = moved(*embeddings(20, 40, 16, dtype=torch.bfloat16))
     ids = moved(torch.arange(20), torch.arange(40) // 2)
-    found = [evaluate(ANSWERS["logsumexp"], v, w, ids, "triton", moved(*upstream(20, 40))) for _ in range(2)]
+    found = [
+        evaluate(ANSWERS["logsumexp"], v, w, ids, "triton", moved(*upstream(20, 40)))
+        for _ in range(2)
+    ]
     assert all(torch.equal(a, b) for a, b in zip(*([*x[0], *x[1]] for x in found), strict=True))
 
 
@@ -374,10 +445,12 @@ def test_no_rows_or_columns():
         asked = reduce.Question(Scores(v, w), pairs, "exp", "negatives", (0, 1), params)
         assert engine.sums(asked, False)[0].tolist() == [[0.0] * 3]
         found = engine.gradient(asked, grad, [True, True, True, False])
-        assert [x.shape for x in found[:2]] == [v.shape, w.shape] and not any(x.any() for x in found)
+        assert [x.shape for x in found[:2]] == [v.shape, w.shape] and not any(
+            x.any() for x in found
+        )
 
 
-# ------------------------------------------------------------------------------------------------------- memory
+# ------------------------------------------------------------------------------------------- memory
 
 
 class Peak(TorchDispatchMode):
@@ -390,7 +463,10 @@ class Peak(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         found = function(*args, **(kwargs or {}))
         for x in found if isinstance(found, tuple | list) else (found,):
-            if isinstance(x, torch.Tensor) and (key := x.untyped_storage()._cdata) not in self.given:
+            if (
+                isinstance(x, torch.Tensor)
+                and (key := x.untyped_storage()._cdata) not in self.given
+            ):
                 self.live[key] = StorageWeakRef(x.untyped_storage()), x.untyped_storage().nbytes()
         self.live = {key: x for key, x in self.live.items() if not x[0].expired()}
         self.bytes = max(self.bytes, sum(size for _, size in self.live.values()))
@@ -403,9 +479,12 @@ def as_on_a_gpu(monkeypatch):
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda *_, **__: None)
     monkeypatch.setattr(engine, "INTERPRETED", False)
-    monkeypatch.setattr(engine, "_addmm", lambda total, a, b: None)  # cuBLAS needs no memory from PyTorch's allocator
+    # cuBLAS needs no memory from PyTorch's allocator
+    monkeypatch.setattr(engine, "_addmm", lambda total, a, b: None)
     monkeypatch.setattr(Pairs, "listable", True)
-    monkeypatch.setattr(Pairs, "listed", property(lambda self: [meta(max(self.shape), dtype=torch.int64)] * 2))
+    monkeypatch.setattr(
+        Pairs, "listed", property(lambda self: [meta(max(self.shape), dtype=torch.int64)] * 2)
+    )
 
 
 def meta(*shape, dtype, **options):
@@ -425,7 +504,9 @@ def meta(*shape, dtype, **options):
 )
 @pytest.mark.parametrize("with_ids", [True, False])
 def test_memory_beside_inputs_and_gradients(n, m, d, dtype, with_ids, as_on_a_gpu):
-    """At most 256 MiB: also with listed positives, whose gradient needs no second copy of all embeddings."""
+    """At most 256 MiB: also with listed positives, whose gradient needs no second copy of all
+    embeddings.
+    """
     if n != m and not with_ids:
         return
     v, w = (meta(size, d, dtype=dtype, requires_grad=True) for size in (n, m))
@@ -436,7 +517,7 @@ def test_memory_beside_inputs_and_gradients(n, m, d, dtype, with_ids, as_on_a_gp
     assert 0 < peak.bytes - gradients <= 256 * 2**20, (peak.bytes - gradients) / 2**20
 
 
-# --------------------------------------------------------------------------------------------- checks before use
+# -------------------------------------------------------------------------------- checks before use
 
 
 @pytest.fixture
@@ -453,7 +534,9 @@ def refused(*args, **kwargs):
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 def test_that_it_works_is_found_out_on_an_example(dtype, example, recwarn):
-    assert engine.works(DEVICE, dtype) and not [w for w in recwarn if "Triton engine" in str(w.message)]
+    assert engine.works(DEVICE, dtype) and not [
+        w for w in recwarn if "Triton engine" in str(w.message)
+    ]
     assert list(engine._results) == [(DEVICE, dtype)]  # and no other example is tried
 
 
@@ -498,7 +581,10 @@ def test_nothing_is_tried_while_a_graph_is_captured(example, monkeypatch):
 )
 def test_what_does_not_work_is_left_alone(name, broken, why, example, monkeypatch):
     monkeypatch.setattr(engine, name, broken)
-    with pytest.warns(UserWarning, match=f"the Triton engine {why}.*does without it for torch.bfloat16 on {DEVICE}"):
+    with pytest.warns(
+        UserWarning,
+        match=f"the Triton engine {why}.*does without it for torch.bfloat16 on {DEVICE}",
+    ):
         assert not engine.works(DEVICE, torch.bfloat16)
     assert not engine.works(DEVICE, torch.bfloat16)  # and it is not tried again
 
@@ -530,12 +616,16 @@ def test_auto_takes_triton_on_cuda_where_it_works(monkeypatch):
 
     asked = []
     for works in (True, False):
-        monkeypatch.setattr(engine, "works", lambda device, dtype, works=works: asked.append((device, dtype)) or works)
+        monkeypatch.setattr(
+            engine,
+            "works",
+            lambda device, dtype, works=works: asked.append((device, dtype)) or works,
+        )
         assert choose_engine("auto", 2**24, 2**28, OnCuda()) == ("triton" if works else "tiled")
     assert asked == [(OnCuda.device, OnCuda.dtype)] * 2
 
 
-# ----------------------------------------------------------------------------------------------- compilation
+# -------------------------------------------------------------------------------------- compilation
 
 
 CAPABILITIES = 90, 80, 100
@@ -557,7 +647,10 @@ def compiled(folder):
     """Return the kernels for the GPUs, two of which are compiled at a time."""
     tests = Path(__file__).parent
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": os.pathsep.join([str(tests), *sys.path])}
+    environment |= {
+        "TRITON_CACHE_DIR": str(folder),
+        "PYTHONPATH": os.pathsep.join([str(tests), *sys.path]),
+    }
     command = [sys.executable, str(tests / "gpu_compiler.py"), *map(str, CAPABILITIES)]
     # A process that crashes would be waited for without end.
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)

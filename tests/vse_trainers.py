@@ -1,4 +1,6 @@
-"""Stand-ins for the trainers of VSE code bases: how they make, call, switch, log and save their criterion."""
+"""Stand-ins for the trainers of VSE code bases: how they make, call, switch, log and save their
+criterion.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ B, D, K, R, L = 10, 6, 2, 3, 4  # pairs, dimensions, elements of a set, regions,
 
 
 def xattn_score(im: Tensor, s: Tensor, s_l: Any) -> Tensor:
-    """The highest of an image's regions for each of a caption's words, averaged, caption by caption as in SCAN."""
+    """The highest of an image's regions for each of a caption's words, averaged, caption by caption
+    as in SCAN.
+    """
     return torch.stack([(im @ s[j, :n].T).amax(1).mean(1) for j, n in enumerate(s_l)], 1)
 
 
@@ -24,7 +28,9 @@ def smooth_chamfer(img_embs: Tensor, txt_embs: Tensor) -> Tensor:
 
 
 class VSEModel:
-    """VSE++: two encoders, and a criterion that is no part of the optimiser. The others change what is said."""
+    """VSE++: two encoders, and a criterion that is no part of the optimiser. The others change what
+    is said.
+    """
 
     name = "vsepp"
     options: ClassVar[dict[str, Any]] = {}  # of ``adapt``
@@ -32,7 +38,9 @@ class VSEModel:
 
     def __init__(self, criterion: Any):
         generator = torch.Generator().manual_seed(0)
-        self.x, self.y = (torch.randn(*n, D, generator=generator) for n in (self.images[:-1], self.texts[:-1]))
+        self.x, self.y = (
+            torch.randn(*n, D, generator=generator) for n in (self.images[:-1], self.texts[:-1])
+        )
         self.img_enc, self.txt_enc = (nn.Linear(D, D, dtype=torch.float32) for _ in range(2))
         with torch.no_grad():
             for p in (*self.img_enc.parameters(), *self.txt_enc.parameters()):
@@ -112,7 +120,9 @@ class CHAN(VSEModel):
         return [*super().state_dict(), self.criterion.state_dict()]
 
     def load_state_dict(self, state_dict):
-        for module, state in zip((self.img_enc, self.txt_enc, self.criterion), state_dict, strict=True):
+        for module, state in zip(
+            (self.img_enc, self.txt_enc, self.criterion), state_dict, strict=True
+        ):
             module.load_state_dict(state, strict=False)
 
 
@@ -126,7 +136,9 @@ class HREM(VSEModel):
 
 
 class HAL(VSEModel):
-    """The bank is a list of numbers and embeddings of the epoch's beginning; None in the first epoch."""
+    """The bank is a list of numbers and embeddings of the epoch's beginning; None in the first
+    epoch.
+    """
 
     name = "hal"
     mb_img = mb_cap = mb_ind = None
@@ -153,7 +165,9 @@ class USER(VSEModel):
     def loss(self):
         img_emb, cap_emb = self.forward_emb()
         v_k, t_k = img_emb.detach() + 0.01, cap_emb.detach() + 0.01
-        loss_moco = self.criterion.moco_forward(img_emb, t_k, cap_emb, v_k, self.v_queue, self.t_queue)
+        loss_moco = self.criterion.moco_forward(
+            img_emb, t_k, cap_emb, v_k, self.v_queue, self.t_queue
+        )
         self.moco = loss_moco.data.item()
         with torch.no_grad():
             self.v_queue[:, :B], self.t_queue[:, :B] = v_k.T, t_k.T
@@ -168,7 +182,9 @@ class PVSE(VSEModel):
     images, texts, meters = (B, K, D), (B, K, D), ("ranking_loss", "div_loss", "mmd_loss")
 
     def forward_loss(self, img_emb, cap_emb):
-        loss, loss_dict = self.criterion(img_emb, cap_emb, self.img_enc(self.x).sigmoid(), self.txt_enc(self.y))
+        loss, loss_dict = self.criterion(
+            img_emb, cap_emb, self.img_enc(self.x).sigmoid(), self.txt_enc(self.y)
+        )
         self.parts = {key: val.item() for key, val in loss_dict.items()}
         assert set(self.parts) <= set(self.meters)
         return loss
@@ -180,9 +196,19 @@ class DivE(PVSE):
     name = "dive"
     options: ClassVar = {
         "score_function": smooth_chamfer,
-        "opt": Namespace(img_num_embeds=K, txt_num_embeds=K, unif_weight=0.01, mmd_weight=0.01, unif_residual=False),
+        "opt": Namespace(
+            img_num_embeds=K,
+            txt_num_embeds=K,
+            unif_weight=0.01,
+            mmd_weight=0.01,
+            unif_residual=False,
+        ),
     }
-    images, texts, meters = (B, K, D), (5 * B, K, D), ("t2i_loss", "i2t_loss", "mmd_loss", "unif_loss")
+    images, texts, meters = (
+        (B, K, D),
+        (5 * B, K, D),
+        ("t2i_loss", "i2t_loss", "mmd_loss", "unif_loss"),
+    )
 
     def forward_loss(self, img_emb, cap_emb):
         loss = super().forward_loss(img_emb, cap_emb)
@@ -194,5 +220,6 @@ class DivE(PVSE):
 
 
 TRAINERS = {
-    trainer.name: trainer for trainer in (VSEModel, VSEInfinity, SCAN, SGRAF, NAAF, CHAN, HREM, HAL, USER, PVSE, DivE)
+    trainer.name: trainer
+    for trainer in (VSEModel, VSEInfinity, SCAN, SGRAF, NAAF, CHAN, HREM, HAL, USER, PVSE, DivE)
 }

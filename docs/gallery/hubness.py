@@ -21,7 +21,9 @@ bins = range(0, 90, 3)
 for name, reranker in {"no re-ranking": None, "Fast Re-ranking": FastReranker()}.items():
     results = retrieval_results(sim, reranker=reranker)
     metrics, occurrences = results.metrics(), results.i2t.occurrences
-    print(f"{name:16} R@1 {metrics['i2t_r1']:.1f}, skewness {metrics['i2t_skewness']:.2f},", end=" ")
+    print(
+        f"{name:16} R@1 {metrics['i2t_r1']:.1f}, skewness {metrics['i2t_skewness']:.2f},", end=" "
+    )
     print(f"{int((occurrences == 0).sum())} texts never come up")
     plt.hist(occurrences.clamp_max(87), bins, alpha=0.6, label=name)
 plt.gca().set(xlabel="images that have the text among their first ten", ylabel="texts")

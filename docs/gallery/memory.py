@@ -1,8 +1,8 @@
 """Memory by batch size
 
-The tensors that autograd keeps between forward and backward, for InfoNCE in plain PyTorch and here. The
-matrix of all similarities grows with the square of the batch; tile by tile, only the embeddings and
-a few vectors are kept.
+The tensors that autograd keeps between forward and backward, for InfoNCE in plain PyTorch and here.
+The matrix of all similarities grows with the square of the batch; tile by tile, only the embeddings
+and a few vectors are kept.
 """
 
 import matplotlib.pyplot as plt

@@ -27,7 +27,10 @@ for name in ("DCL", "DCL and M-DCL"):
     unseen, towers = draw(400), [torch.nn.Linear(80, 32), torch.nn.Linear(80, 32)]
     key_towers = [itrloss.MomentumEncoder(tower, momentum=0.98) for tower in towers]
     memory, recalls = itrloss.CoupledMemory(size=1024, dim=32), []
-    in_batch, in_memory = itrloss.DiversityContrastiveLoss(), itrloss.MemoryDiversityContrastiveLoss()
+    in_batch, in_memory = (
+        itrloss.DiversityContrastiveLoss(),
+        itrloss.MemoryDiversityContrastiveLoss(),
+    )
     optimizer = torch.optim.Adam([p for tower in towers for p in tower.parameters()], lr=1e-3)
     for step in range(401):
         batch = draw(8)

@@ -1,8 +1,8 @@
 """Two towers, trained with DCL
 
-Images and texts are noisy views of the same twelve numbers. Two linear towers learn to recover these
-from the pairs of images and texts alone. Watch the recall of unseen pairs rise as
-the loss falls.
+Images and texts are noisy views of the same twelve numbers. Two linear towers learn to recover
+these from the pairs of images and texts alone. Watch the recall of unseen pairs rise as the loss
+falls.
 """
 
 import matplotlib.pyplot as plt
@@ -16,7 +16,9 @@ to_pixels, to_words = torch.randn(12, 100), torch.randn(12, 60)
 
 def draw(n):  # n images (n, 100) and their texts (n, 60)
     meaning = torch.randn(n, 12)
-    return meaning @ to_pixels + 4 * torch.randn(n, 100), meaning @ to_words + 4 * torch.randn(n, 60)
+    return meaning @ to_pixels + 4 * torch.randn(n, 100), meaning @ to_words + 4 * torch.randn(
+        n, 60
+    )
 
 
 test_images, test_texts = draw(500)

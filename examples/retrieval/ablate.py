@@ -1,12 +1,13 @@
-"""Run the rows of a paper's ablation tables on your data, and compare them with the printed figures.
+r"""Run the rows of a paper's ablation tables on your data, and compare them with the printed
+figures.
 
-    python -m examples.retrieval.ablate coder --config examples/retrieval/configs/coder_scenes.toml --seeds 0 1 2 \
-        --out runs/ablate_coder
+    python -m examples.retrieval.ablate coder --config examples/retrieval/configs/coder_scenes.toml
+        --seeds 0 1 2 \ --out runs/ablate_coder
 
-ablations.toml lists what each row changes in the full model, the printed figures and the paper's claims. Every row and
-seed is an ordinary run directory below --out, named after a digest of its settings: rows with equal settings share one
-run, finished runs are not repeated, interrupted ones are resumed, and other settings get other directories.
-`ablate_report.py` writes the comparison.
+ablations.toml lists what each row changes in the full model, the printed figures and the paper's
+claims. Every row and seed is an ordinary run directory below --out, named after a digest of its
+settings: rows with equal settings share one run, finished runs are not repeated, interrupted ones
+are resumed, and other settings get other directories. `ablate_report.py` writes the comparison.
 """
 
 from __future__ import annotations
@@ -47,13 +48,16 @@ class Row:
 
     what: str  # in words
     set: tuple[str, ...] = ()  # key=value, or key*=factor of the full model's
-    rerank: tuple[float, ...] | str = ()  # for tables of re-ranking: γ1, γ2, λ1, λ2, or a method of `itrloss rerank`
+    # for tables of re-ranking: γ1, γ2, λ1, λ2, or a method of `itrloss rerank`
+    rerank: tuple[float, ...] | str = ()
     cannot: str = ""  # the reason why it is not run
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A paper's claim about pairs of rows: the first is above the second, or they differ by at most `apart`."""
+    """A paper's claim about pairs of rows: the first is above the second, or they differ by at most
+    `apart`.
+    """
 
     says: str
     above: tuple[tuple[str, str], ...] = ()
@@ -80,7 +84,8 @@ class Table:
 @dataclass(frozen=True)
 class Paper:
     title: str
-    base: tuple[str, ...]  # settings of the full model; those of a file or the command line override them
+    # settings of the full model; those of a file or the command line override them
+    base: tuple[str, ...]
     tables: dict[str, Table]
 
 
@@ -113,7 +118,9 @@ def _printed(rows: dict[str, list[Any]]) -> dict[str, dict[str, float]]:
     """Rows of figures by name; RSUM is added if all six recalls are printed without it."""
     columns = rows.get("columns", [*RECALLS, "rsum"])
     figures = {
-        name: dict(zip(columns, row, strict="columns" in rows)) for name, row in rows.items() if name != "columns"
+        name: dict(zip(columns, row, strict="columns" in rows))
+        for name, row in rows.items()
+        if name != "columns"
     }
     for row in figures.values():
         if "rsum" not in row and set(RECALLS) <= set(row):
@@ -135,10 +142,14 @@ class Grid:
     def __post_init__(self) -> None:
         for setting in self.common:
             if setting.partition("=")[0] in OWN:
-                raise ValueError(f"{setting!r}: the grid itself decides {', '.join(OWN)}; see --seeds and --out")
+                raise ValueError(
+                    f"{setting!r}: the grid itself decides {', '.join(OWN)}; see --seeds and --out"
+                )
         for number in self.only:
             if number not in self.source.tables:
-                raise ValueError(f"tables: {self.paper} has {', '.join(self.source.tables)}, got {number!r}")
+                raise ValueError(
+                    f"tables: {self.paper} has {', '.join(self.source.tables)}, got {number!r}"
+                )
 
     @cached_property
     def source(self) -> Paper:
@@ -146,19 +157,28 @@ class Grid:
 
     @property
     def tables(self) -> dict[str, Table]:
-        return {number: t for number, t in self.source.tables.items() if not self.only or number in self.only}
+        return {
+            number: t
+            for number, t in self.source.tables.items()
+            if not self.only or number in self.only
+        }
 
     def config(self, row: Row, seed: int) -> Config:
-        """Settings of a run; the row overrides the command line, which overrides the file's and the paper's."""
+        """Settings of a run; the row overrides the command line, which overrides the file's and the
+        paper's.
+        """
         base = [setting for setting in self.source.base if not self._in_file(setting)]
         shared = [*base, *self.common]
-        if any(setting.startswith("loss=") for setting in row.set):  # options of one loss do not fit another
+        # options of one loss do not fit another
+        if any(setting.startswith("loss=") for setting in row.set):
             shared = [setting for setting in shared if not setting.startswith("loss_options.")]
         config = load_config(self.file, [*shared, *(s for s in row.set if "*=" not in s)])
         for setting in row.set:
             if "*=" in setting:
                 config = _times(config, *setting.split("*="))
-        config = replace(config, seed=seed, resume=True, data_root=config.data_root or str(self.out / "data"))
+        config = replace(
+            config, seed=seed, resume=True, data_root=config.data_root or str(self.out / "data")
+        )
         decisive = {name: value for name, value in asdict(config).items() if name not in IGNORED}
         digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:10]
         return replace(config, out=str(self.out / f"{config.loss}_{digest}_seed{seed}"))
@@ -188,7 +208,9 @@ def _times(config: Config, key: str, factor: str) -> Config:
     name, _, option = key.partition(".")
     holder, last = (values[name], option) if option else (values, name)
     if type(holder.get(last)) not in (int, float):
-        raise ValueError(f"{key}: must be a number, so that a row can have {factor} times as much of it")
+        raise ValueError(
+            f"{key}: must be a number, so that a row can have {factor} times as much of it"
+        )
     scaled = holder[last] * float(factor)
     holder[last] = max(1, round(scaled)) if type(holder[last]) is int else scaled
     return make_config(values)
@@ -206,7 +228,10 @@ def run(grid: Grid) -> None:
     """Train all runs that are not finished."""
     runs = grid.runs()
     for i, (config, rows) in enumerate(runs.values()):
-        print(f"[{i + 1}/{len(runs)}] {Path(config.out).name}  {state(config)}  {', '.join(rows)}", flush=True)
+        print(
+            f"[{i + 1}/{len(runs)}] {Path(config.out).name}  {state(config)}  {', '.join(rows)}",
+            flush=True,
+        )
         if state(config) != "finished":
             try:
                 train(config)
@@ -221,7 +246,9 @@ def measured(grid: Grid, table: Table) -> dict[str, dict[int, Metrics]]:
         config = grid.config(row, seed)
         if not row.cannot and state(config) == "finished":
             metrics = load(Path(config.out), "dev")[1]
-            metrics_by_row[name][seed] = _reranked(config, row, metrics) if table.reranks else metrics
+            metrics_by_row[name][seed] = (
+                _reranked(config, row, metrics) if table.reranks else metrics
+            )
     return metrics_by_row
 
 
@@ -248,11 +275,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("paper", choices=PAPERS)
     parser.add_argument("--config", type=Path, metavar="FILE.toml")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--tables", nargs="+", default=[], metavar="NUMBER", help="as printed; default: all")
+    parser.add_argument(
+        "--tables", nargs="+", default=[], metavar="NUMBER", help="as printed; default: all"
+    )
     parser.add_argument("--out", type=Path, help="default: runs/ablate_PAPER")
     doing = parser.add_mutually_exclusive_group()
     doing.add_argument("--dry-run", action="store_true", help="list the runs, and run nothing")
-    doing.add_argument("--report", action="store_true", help="report on what is finished, and run nothing")
+    doing.add_argument(
+        "--report", action="store_true", help="report on what is finished, and run nothing"
+    )
     args = parser.parse_args([word for word in words if word not in common])
     try:
         out = args.out or Path(f"runs/ablate_{args.paper}")
@@ -276,7 +307,9 @@ def print_grid(grid: Grid) -> None:
         print(f"{Path(config.out).name}  {state(config):11}  {', '.join(rows)}")
     for number, table in grid.tables.items():
         for name, row in table.rows.items():
-            what = f"cannot be run: {row.cannot}" if row.cannot else f"{row.what}  {' '.join(row.set)}"
+            what = (
+                f"cannot be run: {row.cannot}" if row.cannot else f"{row.what}  {' '.join(row.set)}"
+            )
             print(f"{number}: {name}  {what}".rstrip())
 
 

@@ -1,8 +1,10 @@
-"""The report of an ablation: measured and printed figures, and which of the paper's claims hold on this data.
+"""The report of an ablation: measured and printed figures, and which of the paper's claims hold on
+this data.
 
-Rows are compared by the differences between runs with the same seed. Their mean has a 95 % confidence interval by
-Student's t, which is unbounded for one seed. A claim holds if the interval is within the claimed range, does not hold
-if it is outside, and is undecided ("cannot be told") otherwise.
+Rows are compared by the differences between runs with the same seed. Their mean has a 95 %
+confidence interval by Student's t, which is unbounded for one seed. A claim holds if the interval
+is within the claimed range, does not hold if it is outside, and is undecided ("cannot be told")
+otherwise.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from .summary import Metrics, cell
 HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "cannot be told"
 Rows = Mapping[str, Mapping[int, Metrics]]
 
-# 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom; beyond these, the last one is slightly too wide.
+# 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom; beyond these, the last one is
+# slightly too wide.
 T = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
     2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
@@ -54,9 +57,13 @@ def figures(runs: Mapping[int, Metrics], when: str, figure: str) -> dict[int, fl
 
 
 def verdict(claim: Claim, rows: Rows, when: str) -> tuple[str, list[Difference | None]]:
-    """Judge a claim, which must hold for all its pairs and fails with any; also return the differences."""
+    """Judge a claim, which must hold for all its pairs and fails with any; also return the
+    differences.
+    """
     low, high = (0.0, math.inf) if claim.above else (-claim.apart, claim.apart)
-    differences = [paired(*(figures(rows[row], when, claim.figure) for row in pair)) for pair in claim.pairs]
+    differences = [
+        paired(*(figures(rows[row], when, claim.figure) for row in pair)) for pair in claim.pairs
+    ]
     verdicts = []
     for d in differences:
         if d is None or math.isinf(d.half):
@@ -78,7 +85,12 @@ def write_report(grid: Grid) -> str:
         "paired by seed, ± half of a 95 % confidence interval. Intervals are not corrected for multiplicity. The best\n"
         "epoch of a run was selected on the same split; the papers print figures of test splits of other data.",
     ]
-    content: dict[str, Any] = {"paper": grid.source.title, "settings": settings, "seeds": grid.seeds, "tables": {}}
+    content: dict[str, Any] = {
+        "paper": grid.source.title,
+        "settings": settings,
+        "seeds": grid.seeds,
+        "tables": {},
+    }
     for number, table in grid.tables.items():
         rows = measured(grid, table)
         claims = [(claim, *verdict(claim, rows, _when(table))) for claim in table.claims]
@@ -90,14 +102,20 @@ def write_report(grid: Grid) -> str:
             "baseline": table.baseline,
             "rows": {name: _row(grid, table, rows, name) for name in table.rows},
             "claims": [
-                {**asdict(claim), "verdict": answer, "differences": [_plain(d) for d in differences]}
+                {
+                    **asdict(claim),
+                    "verdict": answer,
+                    "differences": [_plain(d) for d in differences],
+                }
                 for claim, answer, differences in claims
             ],
         }
     text = "\n\n".join(parts) + "\n"
     grid.out.mkdir(parents=True, exist_ok=True)
     (grid.out / "report.md").write_text(text, encoding="utf-8")
-    (grid.out / "report.json").write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (grid.out / "report.json").write_text(
+        json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     return text
 
 
@@ -109,10 +127,16 @@ def _table(table: Table, rows: Rows) -> str:
     """Format as Markdown, padded to be readable in a terminal."""
     shown = {data: _shown(printed) for data, printed in table.printed.items()}
     header = ["row", "", "seeds", "RSUM", "Δ", "re-ranked", "Δ"]
-    header += [text for data, figure in shown.items() for text in (f"{data}, printed{_named(figure)}", "Δ")]
+    header += [
+        text for data, figure in shown.items() for text in (f"{data}, printed{_named(figure)}", "Δ")
+    ]
     lines = [header]
     for name, row in table.rows.items():
-        line = [f"**{name}**" if name == table.baseline else name, row.what, str(len(rows[name])) if rows[name] else ""]
+        line = [
+            f"**{name}**" if name == table.baseline else name,
+            row.what,
+            str(len(rows[name])) if rows[name] else "",
+        ]
         for when in ("before", "after"):
             values = figures(rows[name], when, "rsum")
             difference = paired(values, figures(rows[table.baseline], when, "rsum"))
@@ -129,19 +153,24 @@ def _table(table: Table, rows: Rows) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * max(3, width) for width in widths])
     return "\n".join(
-        "| " + " | ".join(text.ljust(max(3, width)) for text, width in zip(line, widths, strict=True)) + " |"
+        "| "
+        + " | ".join(text.ljust(max(3, width)) for text, width in zip(line, widths, strict=True))
+        + " |"
         for line in lines
     )
 
 
 def _alike(grid: Grid, table: Table, rows: Rows) -> str:
-    """Note which rows have different runs with equal figures: their difference of 0 ± 0 carries no information."""
+    """Note which rows have different runs with equal figures: their difference of 0 ± 0 carries no
+    information.
+    """
     pairs = [
         f"{a} and {b}"
         for a, b in combinations(table.rows, 2)
         if rows[a]
         and rows[a] == rows[b]
-        and grid.config(table.rows[a], grid.seeds[0]).out != grid.config(table.rows[b], grid.seeds[0]).out
+        and grid.config(table.rows[a], grid.seeds[0]).out
+        != grid.config(table.rows[b], grid.seeds[0]).out
     ]
     what = "Other settings with equal figures, because the best epochs precede the settings' effect, in rows "
     return what + "; ".join(pairs) + "." if pairs else ""
@@ -154,7 +183,11 @@ def _shown(printed: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def _named(figure: str) -> str:
-    return "" if figure == "rsum" else " " + figure.replace("i2t_r", "i2t R@").replace("t2i_r", "t2i R@")
+    return (
+        ""
+        if figure == "rsum"
+        else " " + figure.replace("i2t_r", "i2t R@").replace("t2i_r", "t2i R@")
+    )
 
 
 def _printed(table: Table, data: str, name: str, figure: str, other: str = "") -> float:
@@ -187,7 +220,9 @@ def _row(grid: Grid, table: Table, rows: Rows, name: str) -> dict[str, Any]:
         "runs": {} if row.cannot else {seed: grid.config(row, seed).out for seed in grid.seeds},
         "measured": rows[name],
         "difference": differences,
-        "printed": {data: printed[name] for data, printed in table.printed.items() if name in printed},
+        "printed": {
+            data: printed[name] for data, printed in table.printed.items() if name in printed
+        },
     }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .config import Config
 from .encoders import GPO, SubEmbeddings
 
-# ---------------------------------------------------------------------------------------------------------------- BERT
+# --------------------------------------------------------------------------------------------- BERT
 
 
 class WordPieces:
@@ -36,20 +36,25 @@ class WordPieces:
 
     @classmethod
     def of_checkpoint(cls, path: str) -> WordPieces:
-        """Read them from a directory with config.json and the tokeniser's files, or from a downloaded model by name."""
+        """Read them from a directory with config.json and the tokeniser's files, or from a
+        downloaded model by name.
+        """
         transformers = _transformers()
         try:
             sizes = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
             tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
         except (OSError, ValueError) as error:
-            raise ValueError(f"{_bert(path)} with config.json, tokenizer.json or vocab.txt ({error})") from error
+            raise ValueError(
+                f"{_bert(path)} with config.json, tokenizer.json or vocab.txt ({error})"
+            ) from error
         # If its files are missing, transformers makes a tokeniser with special tokens only.
         fits = len(tokenizer.all_special_ids) < len(tokenizer) <= sizes.vocab_size
         if sizes.model_type != "bert" or tokenizer.mask_token_id is None or not fits:
             pair = f"a {sizes.model_type} of {sizes.vocab_size} pieces, a tokeniser of {len(tokenizer)}"
             raise ValueError(f"{_bert(path)} with a tokeniser that fits it, not {pair}")
         settings = sizes.to_diff_dict()
-        settings.pop("transformers_version", None)  # of the installed library; resuming with a newer one is allowed
+        # of the installed library; resuming with a newer one is allowed
+        settings.pop("transformers_version", None)
         return cls(tokenizer.backend_tokenizer.to_str(), settings, tokenizer.mask_token_id)
 
     def state(self) -> dict[str, Any]:
@@ -65,11 +70,13 @@ class WordPieces:
 
 
 class BertEncoder(nn.Module):
-    """Padded word pieces (M, L) -> text embeddings (M, dim), as VSE-infinity: BERT, linear, GPO over all pieces.
+    """Padded word pieces (M, L) -> text embeddings (M, dim), as VSE-infinity: BERT, linear, GPO
+    over all pieces.
 
-    The first and last pieces, [CLS] and [SEP], are pooled like the others. In training, each piece between them is
-    replaced by [MASK] with probability ``word_dropout``. (VSE-infinity's code selects one word in five and masks,
-    replaces or removes it.) ``heads`` and ``asks`` are those of :class:`~examples.retrieval.encoders.TextEncoder`.
+    The first and last pieces, [CLS] and [SEP], are pooled like the others. In training, each piece
+    between them is replaced by [MASK] with probability ``word_dropout``. (VSE-infinity's code
+    selects one word in five and masks, replaces or removes it.) ``heads`` and ``asks`` are those of
+    :class:`~examples.retrieval.encoders.TextEncoder`.
     """
 
     def __init__(
@@ -98,9 +105,13 @@ class BertEncoder(nn.Module):
                 path, add_pooling_layer=False, local_files_only=True, output_loading_info=True
             )
             if report["missing_keys"]:
-                raise ValueError(f"{len(report['missing_keys'])} are missing, such as {min(report['missing_keys'])}")
+                raise ValueError(
+                    f"{len(report['missing_keys'])} are missing, such as {min(report['missing_keys'])}"
+                )
         except (OSError, ValueError) as error:
-            raise ValueError(f"{_bert(path)} with weights ({error}); bert_weights=false does without") from error
+            raise ValueError(
+                f"{_bert(path)} with weights ({error}); bert_weights=false does without"
+            ) from error
         self.bert.load_state_dict(model.state_dict())
 
     def forward(self, words: Tensor, lengths: Tensor) -> Any:
@@ -123,7 +134,9 @@ def _transformers() -> Any:
         import transformers
         from transformers import BertModel  # noqa: F401  raises if a dependency of BertModel is missing
     except ImportError as error:
-        raise ImportError(f"bert needs transformers: pip install 'itrloss[bert]' ({error})") from error
+        raise ImportError(
+            f"bert needs transformers: pip install 'itrloss[bert]' ({error})"
+        ) from error
     return transformers
 
 
@@ -131,10 +144,11 @@ def _bert(path: str) -> str:
     return f"bert = {path!r}: must be a BERT, as a local directory or a name that was downloaded before,"
 
 
-# ------------------------------------------------------------------------------------------------------------- images
+# ------------------------------------------------------------------------------------------- images
 
 
-# Blocks per stage, whether they are bottleneck blocks, groups of the 3x3 convolution, and channels per group (of 64).
+# Blocks per stage, whether they are bottleneck blocks, groups of the 3x3 convolution, and channels
+# per group (of 64).
 RESNETS = {
     "resnet18": ((2, 2, 2, 2), False, 1, 64),
     "resnet34": ((3, 4, 6, 3), False, 1, 64),
@@ -149,20 +163,30 @@ STAGES = 5  # stages of a ResNet: its stem, and four of blocks
 class Block(nn.Module):
     """A residual block: two convolutions of 3x3, or a bottleneck of 1x1, 3x3 and 1x1."""
 
-    def __init__(self, inputs: int, inner: int, outputs: int, stride: int, narrow: bool, groups: int) -> None:
+    def __init__(
+        self, inputs: int, inner: int, outputs: int, stride: int, narrow: bool, groups: int
+    ) -> None:
         super().__init__()
         if narrow:
-            shapes = [(inputs, inner, 1, 1, 1), (inner, inner, 3, stride, groups), (inner, outputs, 1, 1, 1)]
+            shapes = [
+                (inputs, inner, 1, 1, 1),
+                (inner, inner, 3, stride, groups),
+                (inner, outputs, 1, 1, 1),
+            ]
         else:
             shapes = [(inputs, inner, 3, stride, 1), (inner, outputs, 3, 1, 1)]
         self.depth = len(shapes)
         for i, (channels, made, kernel, step, parts) in enumerate(shapes, 1):
-            convolution = nn.Conv2d(channels, made, kernel, step, kernel // 2, groups=parts, bias=False)
+            convolution = nn.Conv2d(
+                channels, made, kernel, step, kernel // 2, groups=parts, bias=False
+            )
             self.add_module(f"conv{i}", convolution)
             self.add_module(f"bn{i}", nn.BatchNorm2d(made))
         self.downsample = None
         if stride > 1 or inputs != outputs:
-            self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+            self.downsample = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         y = x
@@ -173,7 +197,8 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A residual network up to its last feature map (He et al., CVPR 2016; ResNeXt, Xie et al., CVPR 2017).
+    """A residual network up to its last feature map (He et al., CVPR 2016; ResNeXt, Xie et al.,
+    CVPR 2017).
 
     Its weights have the names of torchvision and timm, so that their files can be loaded.
     """
@@ -185,7 +210,9 @@ class ResNet(nn.Module):
         self.num_features = 64
         for stage, count in enumerate(blocks):
             width = 64 * 2**stage
-            inner, outputs = (width * group_width // 64 * groups, 4 * width) if narrow else (width, width)
+            inner, outputs = (
+                (width * group_width // 64 * groups, 4 * width) if narrow else (width, width)
+            )
             layers = []
             for i in range(count):
                 stride = 2 if i == 0 and stage else 1
@@ -198,7 +225,10 @@ class ResNet(nn.Module):
 
     def stages(self) -> list[nn.Module]:
         """The stages, from the image on, which can be frozen."""
-        return [nn.ModuleList([self.conv1, self.bn1]), *(self.get_submodule(f"layer{i}") for i in range(1, STAGES))]
+        return [
+            nn.ModuleList([self.conv1, self.bn1]),
+            *(self.get_submodule(f"layer{i}") for i in range(1, STAGES)),
+        ]
 
     def forward_features(self, pictures: Tensor) -> Tensor:
         """(B, 3, H, W) -> (B, d, H / 32, W / 32)."""
@@ -209,13 +239,17 @@ class ResNet(nn.Module):
 
 
 class Backbone(nn.Module):
-    """Raw images (B, 3, H, W) in [0, 1] -> the positions of the last feature map as regions, (B, R, dim).
+    """Raw images (B, 3, H, W) in [0, 1] -> the positions of the last feature map as regions, (B, R,
+    dim).
 
     Args:
-        name: a key of RESNETS, or "timm/" and the name of one of timm's convolutional networks or vision transformers.
-        frozen: number of stages, counted from the image, that are not trained: 1 is the stem, STAGES is all.
-        keep_statistics: batch normalisation uses its pre-trained statistics in training, too, because those of small
-            batches of another data set would degrade the pre-trained features.
+        name: a key of RESNETS, or "timm/" and the name of one of timm's convolutional networks or
+            vision transformers.
+        frozen: number of stages, counted from the image, that are not trained: 1 is the stem,
+            STAGES is all.
+        keep_statistics: batch normalisation uses its pre-trained statistics in training, too,
+            because those of small batches of another data set would degrade the pre-trained
+            features.
     """
 
     mean: Tensor
@@ -224,17 +258,25 @@ class Backbone(nn.Module):
     def __init__(self, name: str, frozen: int = 0, keep_statistics: bool = False) -> None:
         super().__init__()
         if name not in RESNETS and not name.startswith("timm/"):
-            raise ValueError(f"backbone = {name!r}: must be one of {', '.join(RESNETS)}, or timm/ and a name of timm's")
+            raise ValueError(
+                f"backbone = {name!r}: must be one of {', '.join(RESNETS)}, or timm/ and a name of timm's"
+            )
         self.network: Any = ResNet(*RESNETS[name]) if name in RESNETS else _of_timm(name)
         self.dim: int = self.network.num_features
         self.keep_statistics = keep_statistics
         # Statistics of ImageNet, with which most networks were trained.
-        self.register_buffer("mean", torch.tensor([0.485, 0.456, 0.406])[:, None, None], persistent=False)
-        self.register_buffer("std", torch.tensor([0.229, 0.224, 0.225])[:, None, None], persistent=False)
+        self.register_buffer(
+            "mean", torch.tensor([0.485, 0.456, 0.406])[:, None, None], persistent=False
+        )
+        self.register_buffer(
+            "std", torch.tensor([0.229, 0.224, 0.225])[:, None, None], persistent=False
+        )
         if frozen == STAGES:
             self.network.requires_grad_(False)
         elif frozen and not isinstance(self.network, ResNet):
-            raise ValueError(f"backbone_frozen = {frozen}: must be 0 or {STAGES}, all, for backbone = {name!r}")
+            raise ValueError(
+                f"backbone_frozen = {frozen}: must be 0 or {STAGES}, all, for backbone = {name!r}"
+            )
         elif frozen:
             nn.ModuleList(self.network.stages()[:frozen]).requires_grad_(False)
 
@@ -246,15 +288,22 @@ class Backbone(nn.Module):
         return self
 
     def load_weights(self, path: str) -> None:
-        """Load the weights of a file (.pth, .pt, .bin, .safetensors), without those of its classifier."""
+        """Load the weights of a file (.pth, .pt, .bin, .safetensors), without those of its
+        classifier.
+        """
         try:
             weights = _weights(path)
         except Exception as error:  # torch.load raises many kinds of errors for other files
             what = str(error).partition("\n")[0]
-            raise ValueError(f"backbone_weights = {path!r}: must be a file of weights ({what})") from None
+            raise ValueError(
+                f"backbone_weights = {path!r}: must be a file of weights ({what})"
+            ) from None
         own = self.network.state_dict()
-        # Files from before PyTorch 0.4.1 lack num_batches_tracked, which matters for cumulative averages only.
-        weights = {n: x for n, x in own.items() if n.endswith(".num_batches_tracked")} | dict(weights)
+        # Files from before PyTorch 0.4.1 lack num_batches_tracked, which matters for cumulative
+        # averages only.
+        weights = {n: x for n, x in own.items() if n.endswith(".num_batches_tracked")} | dict(
+            weights
+        )
         lacking = [n for n, x in own.items() if n not in weights or weights[n].shape != x.shape]
         if lacking:
             raise ValueError(
@@ -280,20 +329,33 @@ def _weights(path: str) -> Mapping[str, Tensor]:
 
 
 def build_backbone(config: Config) -> Backbone | None:
-    """Build the backbone of the settings, before its weights are loaded; None for pre-computed features."""
+    """Build the backbone of the settings, before its weights are loaded; None for pre-computed
+    features.
+    """
     if not config.backbone:
         return None
     if config.backbone_frozen and not config.backbone_weights:
-        raise ValueError(f"backbone_frozen = {config.backbone_frozen}: must be 0 without backbone_weights")
-    return Backbone(config.backbone, config.backbone_frozen, keep_statistics=bool(config.backbone_weights))
+        raise ValueError(
+            f"backbone_frozen = {config.backbone_frozen}: must be 0 without backbone_weights"
+        )
+    return Backbone(
+        config.backbone, config.backbone_frozen, keep_statistics=bool(config.backbone_weights)
+    )
 
 
 def _of_timm(name: str) -> Any:
     try:
         import timm  # pyright: ignore[reportMissingImports]
-    except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision was built for another torch
-        raise ImportError(f"backbone = {name!r} needs timm: pip install 'itrloss[grid]' ({error})") from error
+    except (
+        ImportError,
+        RuntimeError,
+    ) as error:  # RuntimeError: torchvision was built for another torch
+        raise ImportError(
+            f"backbone = {name!r} needs timm: pip install 'itrloss[grid]' ({error})"
+        ) from error
     try:
-        return timm.create_model(name.removeprefix("timm/"), pretrained=False, num_classes=0, global_pool="")
+        return timm.create_model(
+            name.removeprefix("timm/"), pretrained=False, num_classes=0, global_pool=""
+        )
     except RuntimeError as error:
         raise ValueError(f"backbone = {name!r}: must be one of timm's ({error})") from error

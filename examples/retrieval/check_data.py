@@ -2,8 +2,9 @@
 
     python -m examples.retrieval.check_data path/to/data
 
-It recognises pre-computed features in the layout of SCAN and VSE-infinity, and raw images with Karpathy's JSON or CUB's
-captions. The exit status is 1 if something that training needs is missing or wrong.
+It recognises pre-computed features in the layout of SCAN and VSE-infinity, and raw images with
+Karpathy's JSON or CUB's captions. The exit status is 1 if something that training needs is missing
+or wrong.
 """
 
 from __future__ import annotations
@@ -46,9 +47,15 @@ def check(root: str | Path, min_count: int = 2) -> tuple[list[str], bool]:
     kind, splits = layout(root), {}
     for name, purpose in SPLITS.items():
         needed = name != "test"
-        missing = [f for f in (f"{name}_ims.npy", f"{name}_caps.txt") if kind == "features" and not (root / f).exists()]
+        missing = [
+            f
+            for f in (f"{name}_ims.npy", f"{name}_caps.txt")
+            if kind == "features" and not (root / f).exists()
+        ]
         if missing:
-            lines.append(f"  {name:6} {'MISSING' if needed else 'not there'}: {', '.join(missing)} ({purpose})")
+            lines.append(
+                f"  {name:6} {'MISSING' if needed else 'not there'}: {', '.join(missing)} ({purpose})"
+            )
             ready &= not needed
             continue
         try:
@@ -70,7 +77,9 @@ def check(root: str | Path, min_count: int = 2) -> tuple[list[str], bool]:
     lines += between
     if "train" in splits:
         vocabulary = Vocabulary.from_captions(splits["train"].captions, min_count)
-        lines.append(f"  words  {len(vocabulary) - 2} that occur {min_count} times or more in the training captions")
+        lines.append(
+            f"  words  {len(vocabulary) - 2} that occur {min_count} times or more in the training captions"
+        )
     if ready:
         more = "" if kind == "features" else " backbone=resnet50 backbone_weights=FILE"
         lines.append(f"  ready: python -m examples.retrieval.train data={root}{more} out=runs/mine")
@@ -79,7 +88,9 @@ def check(root: str | Path, min_count: int = 2) -> tuple[list[str], bool]:
     return lines, ready
 
 
-def of_features(name: str, features: np.ndarray, wholes: np.ndarray | None) -> tuple[list[str], bool]:
+def of_features(
+    name: str, features: np.ndarray, wholes: np.ndarray | None
+) -> tuple[list[str], bool]:
     """Describe a split's features, and return whether they can be trained on."""
     images, regions, dim = features.shape
     whole = f", whole pictures: {wholes.shape[1]}" if wholes is not None else ""
@@ -106,7 +117,9 @@ def of_images(name: str, images: Images) -> tuple[list[str], bool]:
 
 def of_captions(split: Split) -> str:
     words = [len(tokenize(caption)) for caption in split.captions]
-    per_image = f"{split.captions_per_image} an image" if split.captions_per_image > 1 else "one an image"
+    per_image = (
+        f"{split.captions_per_image} an image" if split.captions_per_image > 1 else "one an image"
+    )
     classes = "" if split.classes is None else f"; {len(split.classes.unique())} classes"
     empty = f"\n         LOOK AT: {words.count(0)} captions without a word" if 0 in words else ""
     lengths = f"of {np.mean(words):.1f} words (at most {max(words)})"
@@ -116,18 +129,25 @@ def of_captions(split: Split) -> str:
 def disagreements(splits: dict[str, Split]) -> list[str]:
     """Differences between splits: dimensions, and global features that only some splits have."""
     lines = []
-    if len({s.features.shape[2] for s in splits.values() if not isinstance(s.features, Images)}) > 1:
+    if (
+        len({s.features.shape[2] for s in splits.values() if not isinstance(s.features, Images)})
+        > 1
+    ):
         lines.append("  WRONG: the splits' features have different dimensions")
     if len({split.wholes.shape[1] for split in splits.values() if split.wholes is not None}) > 1:
         lines.append("  WRONG: the splits' features of whole pictures have different dimensions")
     if len({split.wholes is None for split in splits.values()}) > 1:
         without = [f"{name}_global.npy" for name, split in splits.items() if split.wholes is None]
-        lines.append(f"  MISSING: {', '.join(without)}, for views=regions+whole and enhancement=cge")
+        lines.append(
+            f"  MISSING: {', '.join(without)}, for views=regions+whole and enhancement=cge"
+        )
     return lines
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Say what is in a data directory and what is missing.")
+    parser = argparse.ArgumentParser(
+        description="Say what is in a data directory and what is missing."
+    )
     parser.add_argument("data")
     parser.add_argument("--min-count", type=int, default=2)
     args = parser.parse_args(arguments)

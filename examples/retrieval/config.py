@@ -21,15 +21,19 @@ class Config:
     # data
     data: str = "scenes"  # a directory of features or of raw images, or "scenes": the generated set
     data_root: str = ""  # where "scenes" is generated; empty: the folder `data` next to `out`
-    scenes_sizes: dict[str, int] = field(default_factory=lambda: {"train": 2000, "dev": 300, "test": 300})
+    scenes_sizes: dict[str, int] = field(
+        default_factory=lambda: {"train": 2000, "dev": 300, "test": 300}
+    )
     min_count: int = 2  # rarer training words become <unk>
     captions_per_image: int = 1  # captions of an image in one sample, from one to all (5) of them
 
     # loss
     loss: str = "infonce"
-    loss_options: dict[str, Any] = field(default_factory=dict)  # handed to the constructor of the loss
+    # handed to the constructor of the loss
+    loss_options: dict[str, Any] = field(default_factory=dict)
     warmup_epochs: int = 1  # triplet, pvse and dvse: epochs before they use the hardest negative
-    warmup: str = "triplet"  # the loss of these epochs: "triplet", summed over all negatives, or "infonce"
+    # the loss of these epochs: "triplet", summed over all negatives, or "infonce"
+    warmup: str = "triplet"
 
     caption_weight: float = 0.0  # of an additional InfoNCE between two captions of an image
     momentum: float = 0.995  # of the key encoders, for losses with a memory
@@ -37,44 +41,57 @@ class Config:
 
     # model
     dim: int = 256
-    # Inputs of the image encoder: "regions", "whole" (the picture's global feature), or several, joined by "+". Each
-    # view has a separate model with its own loss; the similarity in retrieval is the mean of theirs.
+    # Inputs of the image encoder: "regions", "whole" (the picture's global feature), or several,
+    # joined by "+". Each view has a separate model with its own loss; the similarity in retrieval
+    # is the mean of theirs.
     views: str = "regions"
     enhancement: str = ""  # "sge" or "cge": USER's enhancements of the regions
     concepts: int = 100  # loss = "coder": concepts in its concept branch
-    concept_threshold: float = 0.3  # concepts i and j have an edge if at least this share of i's captions have j, too
-    tagger: str = "rules"  # which tagger finds concepts: "rules", or "spacy" (which must be installed)
-    concept_share: float = 0.1  # loss = "coder": weight of the concepts' cosine in retrieval; the rest: the instances'
+    # concepts i and j have an edge if at least this share of i's captions have j, too
+    concept_threshold: float = 0.3
+    # which tagger finds concepts: "rules", or "spacy" (which must be installed)
+    tagger: str = "rules"
+    # loss = "coder": weight of the concepts' cosine in retrieval; the rest: the instances'
+    concept_share: float = 0.1
     heads: int = 4  # loss = "dvse": embeddings per image; "pvse": per image and per text
-    gate: bool = True  # loss = "dvse": apply the orthogonal loss to the heads that an image's gate selects, or to all
-    variance_weights: bool = True  # loss = "dvse": weight a head's hinges by the standard deviation of its scores
+    # loss = "dvse": apply the orthogonal loss to the heads that an image's gate selects, or to all
+    gate: bool = True
+    # loss = "dvse": weight a head's hinges by the standard deviation of its scores
+    variance_weights: bool = True
     word_dim: int = 200
-    word_vectors: str = ""  # initial word embeddings: GloVe's text file, or .npy with a list of words in a .json
-    bag_of_words: bool = True  # add a linear path from the mean word embedding to the text embedding
+    # initial word embeddings: GloVe's text file, or .npy with a list of words in a .json
+    word_vectors: str = ""
+    # add a linear path from the mean word embedding to the text embedding
+    bag_of_words: bool = True
     feature_dropout: float = 0.4  # dropout probability of each region feature
     whole_dropout: float = 0.5  # of each feature of a whole picture
     word_dropout: float = 0.2  # of whole words
     embedding_dropout: float = 0.2  # of each entry of a word embedding
-    shared_dropout: bool = False  # drop a feature in all regions of an image (words of a caption), not in each
+    # drop a feature in all regions of an image (words of a caption), not in each
+    shared_dropout: bool = False
 
     # pre-trained encoders
-    bert: str = ""  # use this BERT, not words and a GRU: its directory, or the name of a downloaded one
+    # use this BERT, not words and a GRU: its directory, or the name of a downloaded one
+    bert: str = ""
     bert_weights: bool = True  # load its weights; false: initialise at random
     bert_lr_factor: float = 0.1  # factor of lr for the BERT's own parameters
     backbone: str = ""  # for raw images: resnet50, ... resnext101_32x8d, or timm/NAME
     backbone_weights: str = ""  # the file of its weights; empty: random initialisation
     backbone_lr_factor: float = 0.01  # factor of lr for the backbone's parameters
-    backbone_frozen: int = 0  # number of its first stages that are not trained: 1 is the stem, 5 all
+    # number of its first stages that are not trained: 1 is the stem, 5 all
+    backbone_frozen: int = 0
     image_size: int = 256  # raw images are scaled to squares
 
     # optimisation
     epochs: int = 15
     batch_size: int = 256  # samples, of one image and captions_per_image captions each
-    micro_batch: int = 0  # samples that the encoders process at a time (GradCache); 0: the whole batch
+    # samples that the encoders process at a time (GradCache); 0: the whole batch
+    micro_batch: int = 0
     precision: str = "float32"  # of the encoders in training; "bfloat16" and "float16" by autocast
     lr: float = 1e-3
     lr_warmup_steps: int = 0
-    decay_epochs: list[int] = field(default_factory=list)  # multiply lr by 0.1 after each of these epochs
+    # multiply lr by 0.1 after each of these epochs
+    decay_epochs: list[int] = field(default_factory=list)
     weight_decay: float = 1e-2
     patience: int = 0  # stop after this number of epochs without a better RSUM on dev; 0: never
     clip: float = 2.0  # maximum gradient norm
@@ -123,36 +140,90 @@ class Config:
             _require(getattr(self, name) >= 0, name, getattr(self, name), "not negative")
         four = len(self.rerank) == 4 and all(x > 0 for x in self.rerank)
         _require(four, "rerank", self.rerank, "four numbers above 0")
-        _require(all(e >= 1 for e in self.decay_epochs), "decay_epochs", self.decay_epochs, "numbers of at least 1")
+        _require(
+            all(e >= 1 for e in self.decay_epochs),
+            "decay_epochs",
+            self.decay_epochs,
+            "numbers of at least 1",
+        )
         for name in ("feature_dropout", "whole_dropout", "word_dropout", "embedding_dropout"):
             _require(0 <= getattr(self, name) < 1, name, getattr(self, name), "in [0, 1)")
         for name in ("momentum", "concept_threshold", "concept_share"):
             _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "in [0, 1]")
         two = self.captions_per_image > 1 or not self.caption_weight
-        _require(two, "captions_per_image", self.captions_per_image, "at least 2 for caption_weight")
-        _require(self.warmup in ("triplet", "infonce"), "warmup", self.warmup, "'triplet' or 'infonce'")
+        _require(
+            two, "captions_per_image", self.captions_per_image, "at least 2 for caption_weight"
+        )
+        _require(
+            self.warmup in ("triplet", "infonce"), "warmup", self.warmup, "'triplet' or 'infonce'"
+        )
         views = self.views.split("+")
         known = all(view in ("regions", "whole") for view in views)
-        _require(known, "views", self.views, "'regions', 'whole', or several of them, joined by '+'")
-        _require(self.loss != "pvse" or "whole" not in views, "views", self.views, "of regions for loss = 'pvse'")
+        _require(
+            known, "views", self.views, "'regions', 'whole', or several of them, joined by '+'"
+        )
+        _require(
+            self.loss != "pvse" or "whole" not in views,
+            "views",
+            self.views,
+            "of regions for loss = 'pvse'",
+        )
         heads = self.loss != "dvse" or "regions" in views
-        _require(heads, "views", self.views, "'regions' too for loss = 'dvse', whose heads need a set")
-        _require(self.enhancement in ("", "sge", "cge"), "enhancement", self.enhancement, "'sge', 'cge' or ''")
+        _require(
+            heads, "views", self.views, "'regions' too for loss = 'dvse', whose heads need a set"
+        )
+        _require(
+            self.enhancement in ("", "sge", "cge"),
+            "enhancement",
+            self.enhancement,
+            "'sge', 'cge' or ''",
+        )
         seen = not self.enhancement or "regions" in self.views
-        _require(seen, "enhancement", self.enhancement, f"empty for views = {self.views!r}: it is of regions")
+        _require(
+            seen,
+            "enhancement",
+            self.enhancement,
+            f"empty for views = {self.views!r}: it is of regions",
+        )
         _require(self.tagger in ("rules", "spacy"), "tagger", self.tagger, "'rules' or 'spacy'")
         precisions = ("float32", "bfloat16", "float16")
-        _require(self.precision in precisions, "precision", self.precision, ", ".join(map(repr, precisions)))
-        _require(0 <= self.backbone_frozen <= 5, "backbone_frozen", self.backbone_frozen, "from 0 to 5")
+        _require(
+            self.precision in precisions,
+            "precision",
+            self.precision,
+            ", ".join(map(repr, precisions)),
+        )
+        _require(
+            0 <= self.backbone_frozen <= 5, "backbone_frozen", self.backbone_frozen, "from 0 to 5"
+        )
         if not self.backbone:
-            _require(not self.backbone_weights, "backbone_weights", self.backbone_weights, "empty without a backbone")
-            _require(not self.backbone_frozen, "backbone_frozen", self.backbone_frozen, "0 without a backbone")
+            _require(
+                not self.backbone_weights,
+                "backbone_weights",
+                self.backbone_weights,
+                "empty without a backbone",
+            )
+            _require(
+                not self.backbone_frozen,
+                "backbone_frozen",
+                self.backbone_frozen,
+                "0 without a backbone",
+            )
         for name in ("lr", "clip"):
             _require(getattr(self, name) > 0, name, getattr(self, name), "positive")
 
 
 # Settings that do not change results.
-NO_EFFECT = {"data_root", "out", "resume", "threads", "save_steps", "final_test", "tensorboard", "progress"}
+NO_EFFECT = {
+    "data_root",
+    "out",
+    "resume",
+    "threads",
+    "save_steps",
+    "final_test",
+    "tensorboard",
+    "progress",
+}
 # Settings that may differ when a run is resumed. The data may have moved, but must be the same.
 RESUMABLE = NO_EFFECT | {"data", "epochs", "patience", "device", "rerank"}
 
@@ -163,7 +234,9 @@ def _require(condition: bool, name: str, value: object, expected: str) -> None:
 
 
 def make_config(values: Mapping[str, Any]) -> Config:
-    """Build a :class:`Config` from a mapping; errors name unknown keys and values of the wrong type."""
+    """Build a :class:`Config` from a mapping; errors name unknown keys and values of the wrong
+    type.
+    """
     types = get_type_hints(Config)
     checked = {}
     for name, value in values.items():
@@ -174,7 +247,8 @@ def make_config(values: Mapping[str, Any]) -> Config:
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML file (None: the defaults) and apply overrides: ``"seed=1"``, ``"loss_options.margin=0.2"``.
+    """Read a TOML file (None: the defaults) and apply overrides: ``"seed=1"``,
+    ``"loss_options.margin=0.2"``.
 
     The file's loss_options belong to the file's loss: an override with another loss drops them.
     """
@@ -195,7 +269,9 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
             raise ValueError(f"override {override!r}: must read key=value")
         if dot and name in types:
             if not _is_table(types[name]):
-                raise ValueError(f"override {override!r}: {name} is not a table, so it takes no .{option}")
+                raise ValueError(
+                    f"override {override!r}: {name} is not a table, so it takes no .{option}"
+                )
             options.setdefault(name, {})[option] = _parse(text)
         else:
             overridden[key] = text if types.get(key) is str else _parse(text)
@@ -227,7 +303,10 @@ def _as_type(name: str, value: Any, kind: Any) -> Any:
     if _is_table(kind):
         item = kind.__args__[1]
         if isinstance(value, Mapping):
-            return {key: v if item is Any else _as_type(f"{name}.{key}", v, item) for key, v in value.items()}
+            return {
+                key: v if item is Any else _as_type(f"{name}.{key}", v, item)
+                for key, v in value.items()
+            }
     elif _is_list(kind):
         values = value if isinstance(value, list) else [value]  # decay_epochs=15 on a command line
         return [_as_type(f"{name}[{i}]", v, kind.__args__[0]) for i, v in enumerate(values)]

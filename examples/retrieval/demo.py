@@ -1,9 +1,11 @@
-"""`make demo`: four losses on the generated data set, before and after re-ranking, in one HTML page.
+"""`make demo`: four losses on the generated data set, before and after re-ranking, in one HTML
+page.
 
     python -m examples.retrieval.demo --out demo [--quick]
 
-It writes OUT/data, OUT/runs/{triplet,infonce,hal,dcl} and OUT/report.html. A finished run is reused as long as its
-settings and the data are the same, and an interrupted run is resumed after its last epoch.
+It writes OUT/data, OUT/runs/{triplet,infonce,hal,dcl} and OUT/report.html. A finished run is reused
+as long as its settings and the data are the same, and an interrupted run is resumed after its last
+epoch.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ from .report import TITLES, Run, load_run, reported_split, write_report
 from .scenes import write_scenes
 from .train import train
 
-# Published settings are for ten times the pictures and five times the epochs. These had the best dev RSUM among a few
-# tried for each loss. The defaults of all losses attract positives too weakly for only six epochs.
+# Published settings are for ten times the pictures and five times the epochs. These had the best
+# dev RSUM among a few tried for each loss. The defaults of all losses attract positives too weakly
+# for only six epochs.
 LOSSES = {
     "triplet": ["warmup_epochs=5"],
     "infonce": ["loss_options.temperature=0.1"],
@@ -50,8 +53,9 @@ def demo_config(loss: str, out: Path, quick: bool = False) -> Config:
         "final_test=true",
         "tensorboard=false",
         "progress=false",
-        # Matrices this small gain little from a second thread, and are much slower if the cores have other work. One
-        # thread per run also makes the figures independent of the number of cores.
+        # Matrices this small gain little from a second thread, and are much slower if the cores
+        # have other work. One thread per run also makes the figures independent of the number of
+        # cores.
         "threads=1",
     ]
     return load_config(CONFIG, overrides + LOSSES[loss] + QUICK * quick)
@@ -75,9 +79,16 @@ def is_finished(config: Config) -> bool:
 def train_all(configs: Sequence[Config]) -> None:
     """Train these runs, as many at a time as there are cores, with a progress bar."""
     start = time.perf_counter()
-    context = multiprocessing.get_context("spawn")  # a process that has used torch may hang when forked
+    # a process that has used torch may hang when forked
+    context = multiprocessing.get_context("spawn")
     workers = min(len(configs), os.cpu_count() or 1)
-    bar = tqdm(total=sum(config.epochs for config in configs), desc="training", unit="epoch", leave=False, disable=None)
+    bar = tqdm(
+        total=sum(config.epochs for config in configs),
+        desc="training",
+        unit="epoch",
+        leave=False,
+        disable=None,
+    )
     with ProcessPoolExecutor(workers, context) as pool, bar:
         running = {pool.submit(train, replace(config, resume=True)): config for config in configs}
         while running:
@@ -85,7 +96,9 @@ def train_all(configs: Sequence[Config]) -> None:
                 config = running.pop(future)
                 rsum = future.result()["best_rsum"]
                 seconds = time.perf_counter() - start
-                tqdm.write(f"{TITLES[config.loss][0]}: RSUM {rsum:.1f} on dev, finished after {seconds:.1f} s")
+                tqdm.write(
+                    f"{TITLES[config.loss][0]}: RSUM {rsum:.1f} on dev, finished after {seconds:.1f} s"
+                )
             bar.n = sum(epochs_done(config) for config in configs)
             bar.refresh()
 
@@ -128,14 +141,22 @@ def run_demo(out: Path, quick: bool = False) -> None:
         train_all(unfinished)
     run_dirs = {config.loss: Path(config.out) for config in configs}
     write_report(run_dirs, data, page)
-    print(f"\n{result_table([load_run(name, directory) for name, directory in run_dirs.items()])}\n")
+    print(
+        f"\n{result_table([load_run(name, directory) for name, directory in run_dirs.items()])}\n"
+    )
     print(f"{page} is the report; all of it took {time.perf_counter() - start:.1f} s")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="demo", description="Train four losses on rendered scenes and report.")
-    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for everything (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="a few scenes and two epochs, as a test")
+    parser = argparse.ArgumentParser(
+        prog="demo", description="Train four losses on rendered scenes and report."
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo"), help="folder for everything (%(default)s)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a few scenes and two epochs, as a test"
+    )
     args = parser.parse_args(arguments)
     run_demo(args.out, args.quick)
 

@@ -1,4 +1,5 @@
-"""The image and text encoders that all models share, both with GPO pooling, and USER's enhancements of regions.
+"""The image and text encoders that all models share, both with GPO pooling, and USER's enhancements
+of regions.
 
 The embeddings are not normalised: the losses and metrics of itrloss compute the cosine themselves.
 """
@@ -23,7 +24,9 @@ GROUP = 64  # captions that the text encoder processes at a time
 
 
 def sinusoid(length: int, dim: int) -> Tensor:
-    """Sinusoidal codes of the positions 0 .. length-1, float32 of shape (length, dim); dim must be even."""
+    """Sinusoidal codes of the positions 0 .. length-1, float32 of shape (length, dim); dim must be
+    even.
+    """
     position = torch.arange(length, dtype=torch.float32)
     frequency = torch.exp(torch.arange(0, dim, 2) * (-math.log(10000.0) / dim))
     angle = position[:, None] * frequency
@@ -33,7 +36,8 @@ def sinusoid(length: int, dim: int) -> Tensor:
 def averaged_bigru(gru: nn.GRU, x: Tensor, lengths: Tensor) -> Tensor:
     """Run a bidirectional GRU over padded sequences and average its two directions.
 
-    Packing makes the backward direction start at the last word, not in the padding, so padding has no effect.
+    Packing makes the backward direction start at the last word, not in the padding, so padding has
+    no effect.
 
     Args:
         x: (B, L, d) padded sequences.
@@ -49,12 +53,18 @@ def averaged_bigru(gru: nn.GRU, x: Tensor, lengths: Tensor) -> Tensor:
 
 
 class BatchNorm(nn.BatchNorm1d):
-    """Batch normalisation over the batches of all processes; PyTorch's SyncBatchNorm runs on GPUs only."""
+    """Batch normalisation over the batches of all processes; PyTorch's SyncBatchNorm runs on GPUs
+    only.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or world_size() == 1:
             return super().forward(x)
-        assert self.running_mean is not None and self.running_var is not None and self.momentum is not None
+        assert (
+            self.running_mean is not None
+            and self.running_var is not None
+            and self.momentum is not None
+        )
         own = torch.stack([x.float().sum(0), x.float().square().sum(0)])
         first, second = gather(own[None]).sum(0)  # differentiable
         count = len(x) * world_size()
@@ -69,10 +79,12 @@ class BatchNorm(nn.BatchNorm1d):
 
 
 class SetDropout(nn.Module):
-    """Dropout of the features of a set (B, L, d), independently per element or, if ``shared``, for all elements.
+    """Dropout of the features of a set (B, L, d), independently per element or, if ``shared``, for
+    all elements.
 
-    Features that are dropped in some regions remain in the others, and pooling averages the noise away. Shared dropout
-    removes a feature from the whole picture, which a few thousand training pictures need as regularisation.
+    Features that are dropped in some regions remain in the others, and pooling averages the noise
+    away. Shared dropout removes a feature from the whole picture, which a few thousand training
+    pictures need as regularisation.
     """
 
     def __init__(self, p: float, shared: bool) -> None:
@@ -87,14 +99,18 @@ class SetDropout(nn.Module):
 
 
 class GPO(nn.Module):
-    """Generalized Pooling Operator (Chen et al., CVPR 2021): learnt weights for the sorted values of a set.
+    """Generalized Pooling Operator (Chen et al., CVPR 2021): learnt weights for the sorted values
+    of a set.
 
-    Every dimension of the features is sorted in descending order over the set, and the k-th largest value gets the
-    weight theta_k: (1, 0, 0, ...) is max pooling, (1/n, ..., 1/n) is mean pooling, and training finds weights in
-    between. A small bidirectional GRU generates them from codes of the positions, for sets of any size.
+    Every dimension of the features is sorted in descending order over the set, and the k-th largest
+    value gets the weight theta_k: (1, 0, 0, ...) is max pooling, (1/n, ..., 1/n) is mean pooling,
+    and training finds weights in between. A small bidirectional GRU generates them from codes of
+    the positions, for sets of any size.
     """
 
-    def __init__(self, position_dim: int = 32, hidden_dim: int = 32, temperature: float = 0.1) -> None:
+    def __init__(
+        self, position_dim: int = 32, hidden_dim: int = 32, temperature: float = 0.1
+    ) -> None:
         super().__init__()
         self.position_dim = position_dim
         self.temperature = temperature
@@ -102,39 +118,49 @@ class GPO(nn.Module):
         self.score = nn.Linear(hidden_dim, 1, bias=False)
 
     def weights(self, lengths: Tensor, size: int) -> Tensor:
-        """The pooling weights of sets with these lengths, padded to `size`: (B,) int64 on the CPU -> (B, size).
+        """The pooling weights of sets with these lengths, padded to `size`: (B,) int64 on the CPU
+        -> (B, size).
 
-        They depend on positions only, not on features: sets of equal length have equal weights. The GRU therefore runs
-        once per *distinct* length: one for images, some twenty for captions, independent of the batch size.
+        They depend on positions only, not on features: sets of equal length have equal weights. The
+        GRU therefore runs once per *distinct* length: one for images, some twenty for captions,
+        independent of the batch size.
         """
         distinct, which = torch.unique(lengths, return_inverse=True)
         device = self.score.weight.device
         codes = sinusoid(size, self.position_dim).to(device).expand(len(distinct), -1, -1)
-        scores = self.score(averaged_bigru(self.gru, codes, distinct)).squeeze(-1)  # (distinct, size)
+        # (distinct, size)
+        scores = self.score(averaged_bigru(self.gru, codes, distinct)).squeeze(-1)
         padding = torch.arange(size) >= distinct[:, None]
         scores = scores.masked_fill(padding.to(device), MASKED)
         return torch.softmax(scores / self.temperature, dim=1)[which.to(device)]
 
     def forward(self, features: Tensor, lengths: Tensor) -> Tensor:
-        """Pool (B, L, d) features, of which the first lengths[b] are valid ((B,) int64 on the CPU), to (B, d)."""
+        """Pool (B, L, d) features, of which the first lengths[b] are valid ((B,) int64 on the CPU),
+        to (B, d).
+        """
         size = features.shape[1]
         padding = (torch.arange(size) >= lengths[:, None]).to(features.device)
-        # Masked positions sort last, where their weight is exactly 0. Sorting along contiguous memory takes two thirds
-        # of the time on a CPU.
-        columns = rearrange(features.masked_fill(padding[:, :, None], MASKED), "b l d -> b d l").contiguous()
+        # Masked positions sort last, where their weight is exactly 0. Sorting along contiguous
+        # memory takes two thirds of the time on a CPU.
+        columns = rearrange(
+            features.masked_fill(padding[:, :, None], MASKED), "b l d -> b d l"
+        ).contiguous()
         ranked = columns.sort(dim=2, descending=True).values
-        # Despite their weight of 0, they enter the gradient of the weights, where MASKED would overflow in float16.
+        # Despite their weight of 0, they enter the gradient of the weights, where MASKED would
+        # overflow in float16.
         ranked = ranked.masked_fill(padding[:, None], 0.0)
         return torch.einsum("bdl,bl->bd", ranked, self.weights(lengths, size))
 
 
 class SubEmbeddings(nn.Module):
-    """Several embeddings of a set, one per attention head (PVSE, Song & Soleymani, CVPR 2019; DVSE).
+    """Several embeddings of a set, one per attention head (PVSE, Song & Soleymani, CVPR 2019;
+    DVSE).
 
-    Each head attends to the elements of the set, and its output is added to the pooled embedding: ``pooled +
-    tanh(linear(attention @ elements))``, where the second term is small at first. The papers have a sigmoid in place of
-    tanh, whose values are largely the same for all heads, and a layer normalisation after it; with these, training on
-    the scenes is slower, and with some seeds much slower.
+    Each head attends to the elements of the set, and its output is added to the pooled embedding:
+    ``pooled + tanh(linear(attention @ elements))``, where the second term is small at first. The
+    papers have a sigmoid in place of tanh, whose values are largely the same for all heads, and a
+    layer normalisation after it; with these, training on the scenes is slower, and with some seeds
+    much slower.
     """
 
     def __init__(self, dim: int, heads: int) -> None:
@@ -147,7 +173,9 @@ class SubEmbeddings(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, elements: Tensor, pooled: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Sets and residuals, (B, heads, d), of elements (B, L, d) with lengths[b] valid ones, and pooled (B, d)."""
+        """Sets and residuals, (B, heads, d), of elements (B, L, d) with lengths[b] valid ones, and
+        pooled (B, d).
+        """
         padding = (torch.arange(elements.shape[1]) >= lengths[:, None]).to(elements.device)
         weights = self.attention(elements).masked_fill(padding[:, :, None], MASKED).softmax(1)
         residuals = torch.tanh(self.linear(torch.einsum("blk,bld->bkd", weights, elements)))
@@ -157,8 +185,8 @@ class SubEmbeddings(nn.Module):
 class SelfGuidedEnhancement(nn.Module):
     """Self-guided enhancement of USER (Zhang et al., 2023, Eq. 1-7): regions get global context.
 
-    The mean of the regions is the query of an attention over them. The weighted sum, normalised, is the global feature,
-    which is added to each region in proportion to their similarity.
+    The mean of the regions is the query of an attention over them. The weighted sum, normalised, is
+    the global feature, which is added to each region in proportion to their similarity.
     """
 
     def __init__(self, dim: int) -> None:
@@ -171,7 +199,9 @@ class SelfGuidedEnhancement(nn.Module):
     def forward(self, regions: Tensor, wholes: Tensor | None = None) -> Tensor:
         """(B, R, d) -> (B, R, d)."""
         local = rearrange(
-            self.local_norm(rearrange(self.local(regions), "b r d -> (b r) d")), "(b r) d -> b r d", b=len(regions)
+            self.local_norm(rearrange(self.local(regions), "b r d -> (b r) d")),
+            "(b r) d -> b r d",
+            b=len(regions),
         )
         whole = self.whole_norm(self.whole(regions.mean(1)))
         weights = self.score(local.tanh() * whole.tanh()[:, None]).softmax(1)  # (B, R, 1)
@@ -179,7 +209,9 @@ class SelfGuidedEnhancement(nn.Module):
 
 
 class GuidedEnhancement(nn.Module):
-    """CGE of USER (Eq. 8, 6, 7): the same with a given global feature of the picture, CLIP's in the paper."""
+    """CGE of USER (Eq. 8, 6, 7): the same with a given global feature of the picture, CLIP's in the
+    paper.
+    """
 
     def __init__(self, whole_dim: int, dim: int) -> None:
         super().__init__()
@@ -199,19 +231,24 @@ class GuidedEnhancement(nn.Module):
 
 
 def told(regions: Tensor, whole: Tensor) -> Tensor:
-    """Add the global feature: ``x_i = v_i + a_i v_glo``, with ``a = softmax_i(v_glo . v_i)`` at unit length (USER)."""
+    """Add the global feature: ``x_i = v_i + a_i v_glo``, with ``a = softmax_i(v_glo . v_i)`` at
+    unit length (USER).
+    """
     attention = torch.einsum("brd,bd->br", regions, whole).softmax(1)
     return regions + F.normalize(attention, dim=1)[:, :, None] * whole[:, None]
 
 
 class ImageEncoder(nn.Module):
-    """Region features (B, R, region_dim) -> image embeddings (B, dim): standardise, enhance, project, pool.
+    """Region features (B, R, region_dim) -> image embeddings (B, dim): standardise, enhance,
+    project, pool.
 
-    With ``whole``, the input is the global feature of the picture (B, whole_dim) instead, without pooling. With
-    ``heads``, a :class:`SubEmbeddings`, the outputs are sets of embeddings. With a ``backbone``, the inputs are raw
-    images (B, 3, H, W), from which the backbone computes the regions.
+    With ``whole``, the input is the global feature of the picture (B, whole_dim) instead, without
+    pooling. With ``heads``, a :class:`SubEmbeddings`, the outputs are sets of embeddings. With a
+    ``backbone``, the inputs are raw images (B, 3, H, W), from which the backbone computes the
+    regions.
 
-    The projection is VSE-infinity's: one linear layer plus a two-layer residual MLP with batch normalisation.
+    The projection is VSE-infinity's: one linear layer plus a two-layer residual MLP with batch
+    normalisation.
     """
 
     mean: Tensor
@@ -256,7 +293,9 @@ class ImageEncoder(nn.Module):
         self.heads = heads
 
     def elements(self, images: Tensor, wholes: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Standardised regions, or the global feature as the only one, (B, R, d); and the global features (B, d')."""
+        """Standardised regions, or the global feature as the only one, (B, R, d); and the global
+        features (B, d').
+        """
         if wholes is not None and (self.whole or isinstance(self.enhancement, GuidedEnhancement)):
             wholes = (compressed(wholes) - self.whole_mean) / self.whole_std
         if self.whole:
@@ -283,12 +322,13 @@ class ImageEncoder(nn.Module):
 
 
 class TextEncoder(nn.Module):
-    """Padded word ids (B, L) -> text embeddings (B, dim): embedding, BiGRU, pooling, plus a linear bag of words.
+    """Padded word ids (B, L) -> text embeddings (B, dim): embedding, BiGRU, pooling, plus a linear
+    bag of words.
 
-    The bag of words is a residual path: one linear layer on the mean of the idf-weighted word embeddings. On data sets
-    of a few thousand pictures, most of a caption's information is which words it has. The linear path learns that
-    within an epoch or two, so that the recurrent path can learn the effect of word order. idf suppresses words such as
-    "a" and "the" in the mean.
+    The bag of words is a residual path: one linear layer on the mean of the idf-weighted word
+    embeddings. On data sets of a few thousand pictures, most of a caption's information is which
+    words it has. The linear path learns that within an epoch or two, so that the recurrent path can
+    learn the effect of word order. idf suppresses words such as "a" and "the" in the mean.
     """
 
     idf: Tensor
@@ -308,7 +348,8 @@ class TextEncoder(nn.Module):
         super().__init__()
         self.register_buffer("idf", torch.ones(vocabulary_size))
         self.embedding = nn.Embedding(vocabulary_size, word_dim, padding_idx=0)
-        # The initialisation of VSE++: from PyTorch's unit variance, Adam would need thousands of steps to recover.
+        # The initialisation of VSE++: from PyTorch's unit variance, Adam would need thousands of
+        # steps to recover.
         nn.init.uniform_(self.embedding.weight[1:], -0.1, 0.1)
         self.word_dropout = word_dropout
         self.dropout = SetDropout(embedding_dropout, shared_dropout)
@@ -320,7 +361,8 @@ class TextEncoder(nn.Module):
 
     def forward(self, words: Tensor, lengths: Tensor) -> Any:
         x = self.dropout(self.embedding(words))
-        kept = F.dropout(torch.ones_like(x[:, :, :1]), self.word_dropout, self.training)  # dropout of whole words
+        # dropout of whole words
+        kept = F.dropout(torch.ones_like(x[:, :, :1]), self.word_dropout, self.training)
         x = x * kept
         if self.bag is None:
             return self.recurrent(x, lengths, None)
@@ -329,13 +371,16 @@ class TextEncoder(nn.Module):
         return self.recurrent(x, lengths, self.bag(mean))
 
     def recurrent(self, x: Tensor, lengths: Tensor, bag: Tensor | None) -> Any:
-        """BiGRU and pooling, (B, L, word_dim) -> (B, dim), for groups of captions of about the same length.
+        """BiGRU and pooling, (B, L, word_dim) -> (B, dim), for groups of captions of about the same
+        length.
 
-        The embedding of the bag of words, (B, dim), is added to the pooled one. With ``heads``, the result is theirs.
-        With ``asks``, a second aggregator pools the same words again, and the result is a pair.
+        The embedding of the bag of words, (B, dim), is added to the pooled one. With ``heads``, the
+        result is theirs. With ``asks``, a second aggregator pools the same words again, and the
+        result is a pair.
 
-        Captions are padded to the longest of their group only, not of the batch. Small groups also limit a buffer as
-        large as all tokens, which the backward pass of a packed GRU on a CPU fills at every time step.
+        Captions are padded to the longest of their group only, not of the batch. Small groups also
+        limit a buffer as large as all tokens, which the backward pass of a packed GRU on a CPU
+        fills at every time step.
         """
         order = lengths.argsort(stable=True)
         parts = []
@@ -347,7 +392,9 @@ class TextEncoder(nn.Module):
             if self.heads is not None:
                 parts.append(self.heads(hidden, text, own))
             else:
-                parts.append((text,) if self.asking is None else (text, self.asking(hidden, own) + beside))
+                parts.append(
+                    (text,) if self.asking is None else (text, self.asking(hidden, own) + beside)
+                )
         back = order.argsort().to(x.device)
         whole = [torch.cat(part)[back] for part in zip(*parts, strict=True)]
         return tuple(whole) if len(whole) > 1 else whole[0]

@@ -20,7 +20,9 @@ PICTURES = 64  # raw images encoded at a time
 
 
 @torch.no_grad()
-def encode(model: VSE, split: Split, vocabulary: Encodes, batch_size: int = 512) -> tuple[Tensor, Tensor]:
+def encode(
+    model: VSE, split: Split, vocabulary: Encodes, batch_size: int = 512
+) -> tuple[Tensor, Tensor]:
     """Embed the images and the captions of a split for retrieval, on the model's device.
 
     The model is in evaluation mode meanwhile; its mode is restored afterwards.
@@ -35,7 +37,8 @@ def encode(model: VSE, split: Split, vocabulary: Encodes, batch_size: int = 512)
         wholes = None if split.wholes is None else chosen(split.wholes, rows).to(device)
         images.append(model.embed_images(chosen(split.features, rows).to(device), wholes))
     word_ids = [vocabulary.encode(caption) for caption in split.captions]
-    by_length = np.argsort([len(ids) for ids in word_ids], kind="stable")  # batches with little padding
+    # batches with little padding
+    by_length = np.argsort([len(ids) for ids in word_ids], kind="stable")
     texts = []
     for i in range(0, len(word_ids), batch_size):
         words, lengths = pad([word_ids[j] for j in by_length[i : i + batch_size]])

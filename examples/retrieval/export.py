@@ -1,4 +1,5 @@
-"""Write a trained model's embeddings to files, for ``itrloss eval``, a bank of queries, or an index.
+"""Write a trained model's embeddings to files, for ``itrloss eval``, a bank of queries, or an
+index.
 
 python -m examples.retrieval.export runs/user --splits train dev --out embeddings
 itrloss eval embeddings/dev_images.npy embeddings/dev_texts.npy \\
@@ -20,16 +21,20 @@ from .preparation import data_directory, load_model
 
 
 def export(run: Path, splits: Sequence[str], out: Path, data: Path | None = None) -> list[Path]:
-    """Write ``{split}_images.npy`` (n, d) and ``{split}_texts.npy`` (captions, d), float32 of length 1.
+    """Write ``{split}_images.npy`` (n, d) and ``{split}_texts.npy`` (captions, d), float32 of
+    length 1.
 
-    Their cosine is the model's similarity. Models of sets of embeddings (DVSE, PVSE) raise a ValueError.
+    Their cosine is the model's similarity. Models of sets of embeddings (DVSE, PVSE) raise a
+    ValueError.
     """
     model, vocabulary, config = load_model(run / "best.pt")
     out.mkdir(parents=True, exist_ok=True)
     written = []
     for name in splits:
         split = load_split(data or data_directory(config), name, config.image_size)
-        for what, embeddings in zip(("images", "texts"), encode(model, split, vocabulary), strict=True):
+        for what, embeddings in zip(
+            ("images", "texts"), encode(model, split, vocabulary), strict=True
+        ):
             vectors = model.as_vectors(embeddings).cpu().numpy()
             written.append(out / f"{name}_{what}.npy")
             np.save(written[-1], vectors)
@@ -37,7 +42,9 @@ def export(run: Path, splits: Sequence[str], out: Path, data: Path | None = None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path, help="a run directory")
     parser.add_argument("--splits", nargs="+", default=["dev"], choices=("train", "dev", "test"))
     parser.add_argument("--data", type=Path, help="the data, if they were moved since the run")

@@ -1,6 +1,7 @@
 """The models: two encoders into one space, and the extensions of CODER, DVSE and PVSE.
 
-In training, a model is called with a batch and returns the inputs of its objective. For evaluation it has three
+In training, a model is called with a batch and returns the inputs of its objective. For evaluation
+it has three
 methods: the embeddings of images, those of texts, and the similarity of the two.
 """
 
@@ -39,7 +40,8 @@ class VSE(nn.Module):
 
         Args:
             regions: (B, R, d) features, or raw images (B, 3, H, W).
-            words, lengths: (M, L) ids of words or of word pieces, padded, and (M,) numbers of words.
+            words, lengths: (M, L) ids of words or of word pieces, padded, and (M,) numbers of
+                words.
             wholes: (B, d') features of the whole pictures, for encoders that use them.
         """
         return self.image(regions, wholes), self.text(words, lengths)
@@ -53,7 +55,9 @@ class VSE(nn.Module):
         return self.text(words, lengths)
 
     def similarity(self, images: Tensor, texts: Tensor) -> Tensor:
-        """Similarities (N, M) of images and texts, as embedded above; of two sets, that of the closest pair."""
+        """Similarities (N, M) of images and texts, as embedded above; of two sets, that of the
+        closest pair.
+        """
         if images.ndim == 3:
             return set_similarity(images, texts, "max")
         ids = torch.arange(len(images)), torch.arange(len(texts))  # scores do not depend on the ids
@@ -67,12 +71,13 @@ class VSE(nn.Module):
 
 
 class ConceptBranch(nn.Module):
-    """Attention of a query to concepts: their sum, weighted by their similarity to the query (CODER Eq. 2).
+    """Attention of a query to concepts: their sum, weighted by their similarity to the query (CODER
+    Eq. 2).
 
-    The concepts are learnable word vectors ``X``, mixed by one graph convolution: ``Y = rho(A X W)`` with the
-    normalised graph A of :mod:`examples.retrieval.concepts` (supplement, Eq. 5). The paper does not specify rho. It is
-    tanh here: a leaky ReLU puts all concepts into one orthant, where queries hardly distinguish them, and RSUM on the
-    scenes falls by some 20 points.
+    The concepts are learnable word vectors ``X``, mixed by one graph convolution: ``Y = rho(A X
+    W)`` with the normalised graph A of :mod:`examples.retrieval.concepts` (supplement, Eq. 5). The
+    paper does not specify rho. It is tanh here: a leaky ReLU puts all concepts into one orthant,
+    where queries hardly distinguish them, and RSUM on the scenes falls by some 20 points.
     """
 
     smoothness = 10.0  # inverse temperature of the attention to concepts
@@ -84,7 +89,9 @@ class ConceptBranch(nn.Module):
         self.vectors = nn.Parameter(torch.randn(concepts, word_dim) / word_dim**0.5)
         self.register_buffer("graph", torch.eye(concepts))
         self.convolution = nn.Linear(word_dim, dim, bias=False)
-        self.queries = nn.ModuleDict({side: nn.Linear(dim, dim, bias=False) for side in ("image", "text")})
+        self.queries = nn.ModuleDict(
+            {side: nn.Linear(dim, dim, bias=False) for side in ("image", "text")}
+        )
 
     def concepts(self) -> Tensor:
         """Concepts ``Y``, (g, dim)."""
@@ -98,17 +105,23 @@ class ConceptBranch(nn.Module):
 
 
 class CODER(VSE):
-    """An instance embedding and a concept embedding of every image and text (Wang et al., ECCV 2022).
+    """An instance embedding and a concept embedding of every image and text (Wang et al., ECCV
+    2022).
 
-    The query of an image is its instance embedding, as the two share their aggregator; that of a text is pooled from
-    its words a second time. The similarity in retrieval is 0.9 of the instances' cosine plus 0.1 of the concepts'
-    (``share``), computed as one cosine of concatenated vectors.
+    The query of an image is its instance embedding, as the two share their aggregator; that of a
+    text is pooled from its words a second time. The similarity in retrieval is 0.9 of the
+    instances' cosine plus 0.1 of the concepts' (``share``), computed as one cosine of concatenated
+    vectors.
     """
 
     outputs, of_texts = 4, (1, 3)
 
     def __init__(
-        self, image: ImageEncoder, text: TextEncoder | BertEncoder, branch: ConceptBranch, share: float = 0.1
+        self,
+        image: ImageEncoder,
+        text: TextEncoder | BertEncoder,
+        branch: ConceptBranch,
+        share: float = 0.1,
     ) -> None:
         super().__init__(image, text)
         self.branch = branch
@@ -179,10 +192,12 @@ class PVSE(SetVSE):
 
 
 class Views(VSE):
-    """Models that each see a different view of an image, with separate text encoders and one loss each.
+    """Models that each see a different view of an image, with separate text encoders and one loss
+    each.
 
-    The similarity in retrieval is the mean of theirs. A single model of all features learns to match the training
-    pictures by the features that distinguish them most easily; with two models, each has to use its own features.
+    The similarity in retrieval is the mean of theirs. A single model of all features learns to
+    match the training pictures by the features that distinguish them most easily; with two models,
+    each has to use its own features.
     """
 
     def __init__(self, models: Sequence[VSE]) -> None:
@@ -190,7 +205,9 @@ class Views(VSE):
         self.models = nn.ModuleList(models)
         starts = [0, *itertools.accumulate(model.outputs for model in models)]
         self.outputs = starts.pop()
-        self.of_texts = tuple(start + k for start, model in zip(starts, models, strict=True) for k in model.of_texts)
+        self.of_texts = tuple(
+            start + k for start, model in zip(starts, models, strict=True) for k in model.of_texts
+        )
 
     def __iter__(self) -> Iterator[VSE]:
         return iter(self.models)  # type: ignore[arg-type]
@@ -201,18 +218,25 @@ class Views(VSE):
 
     def embed_images(self, regions: Tensor, wholes: Tensor | None = None) -> Tensor:
         embeddings = [model.embed_images(regions, wholes) for model in self]
-        if any(isinstance(model, SetVSE) for model in self):  # repeat single embeddings to the size of the sets
+        # repeat single embeddings to the size of the sets
+        if any(isinstance(model, SetVSE) for model in self):
             heads = max(x.shape[1] for x in embeddings if x.ndim == 3)
-            embeddings = [x if x.ndim == 3 else x[:, None].expand(-1, heads, -1) for x in embeddings]
+            embeddings = [
+                x if x.ndim == 3 else x[:, None].expand(-1, heads, -1) for x in embeddings
+            ]
         return torch.cat(embeddings, -1)
 
     def embed_texts(self, words: Tensor, lengths: Tensor) -> Tensor:
         return torch.cat([model.embed_texts(words, lengths) for model in self], -1)
 
     def as_vectors(self, embeddings: Tensor) -> Tensor:
-        """Concatenate the models' unit vectors: the cosine of the whole is the mean of the models' cosines."""
+        """Concatenate the models' unit vectors: the cosine of the whole is the mean of the models'
+        cosines.
+        """
         parts = embeddings.chunk(len(self.models), -1)
-        return F.normalize(torch.cat([model.as_vectors(x) for model, x in zip(self, parts, strict=True)], 1), dim=1)
+        return F.normalize(
+            torch.cat([model.as_vectors(x) for model, x in zip(self, parts, strict=True)], 1), dim=1
+        )
 
     def similarity(self, images: Tensor, texts: Tensor) -> Tensor:
         parts = zip(self, *(x.chunk(len(self.models), -1) for x in (images, texts)), strict=True)
@@ -224,7 +248,9 @@ def views(model: VSE) -> list[VSE]:
     return list(model) if isinstance(model, Views) else [model]
 
 
-def build_model(config: Config, region_dim: int, words: int | WordPieces, whole_dim: int = 0) -> VSE:
+def build_model(
+    config: Config, region_dim: int, words: int | WordPieces, whole_dim: int = 0
+) -> VSE:
     """Build the model of the settings.
 
     Args:
@@ -233,12 +259,19 @@ def build_model(config: Config, region_dim: int, words: int | WordPieces, whole_
         words: the size of the vocabulary, or a BERT's word pieces.
         whole_dim: dimension of the pictures' global features, 0 without any.
     """
-    models = [build_view(config, view == "whole", region_dim, words, whole_dim) for view in config.views.split("+")]
+    models = [
+        build_view(config, view == "whole", region_dim, words, whole_dim)
+        for view in config.views.split("+")
+    ]
     return Views(models) if len(models) > 1 else models[0]
 
 
-def build_view(config: Config, whole: bool, region_dim: int, words: int | WordPieces, whole_dim: int) -> VSE:
-    """Build the model of one view, the regions or the global feature; the latter is no set, so it has no heads."""
+def build_view(
+    config: Config, whole: bool, region_dim: int, words: int | WordPieces, whole_dim: int
+) -> VSE:
+    """Build the model of one view, the regions or the global feature; the latter is no set, so it
+    has no heads.
+    """
     sets, concepts = config.loss in ("dvse", "pvse") and not whole, config.loss == "coder"
     backbone = None if whole else build_backbone(config)
     region_dim = region_dim if backbone is None else backbone.dim
@@ -253,7 +286,9 @@ def build_view(config: Config, whole: bool, region_dim: int, words: int | WordPi
         config.enhancement,
         backbone,
     )
-    heads = SubEmbeddings(config.dim, config.heads if config.loss == "pvse" else 1) if sets else None
+    heads = (
+        SubEmbeddings(config.dim, config.heads if config.loss == "pvse" else 1) if sets else None
+    )
     if isinstance(words, WordPieces):
         text = BertEncoder(words, config.dim, config.word_dropout, heads, asks=concepts)
     else:

@@ -28,8 +28,8 @@ LOSSES: dict[str, type[nn.Module]] = {
     "dvse": itrloss.DVSEObjective,
     "pvse": itrloss.TripletLoss,
 }
-# Weight of DVSE's orthogonal loss during the warm-up, where it is added to a sum over all negatives of some tens.
-# Without it, the heads become identical.
+# Weight of DVSE's orthogonal loss during the warm-up, where it is added to a sum over all negatives
+# of some tens. Without it, the heads become identical.
 APART = 10.0
 DIVERSITY = 0.1  # weight of PVSE's diversity loss, on the residuals of both sides
 TEMPERATURE = 0.07  # of InfoNCE between captions, and in the warm-up
@@ -47,26 +47,38 @@ def build_loss(config: Config) -> nn.Module:
     if name not in LOSSES:
         raise ValueError(f"loss = {name!r}: must be one of {', '.join(LOSSES)}")
     if options.get("reduction") == "none":
-        raise ValueError("loss_options.reduction = 'none': training needs one number, 'mean' or 'sum'")
+        raise ValueError(
+            "loss_options.reduction = 'none': training needs one number, 'mean' or 'sum'"
+        )
     known = [p for kind in (LOSSES[name], PASSED_ON.get(name)) if kind for p in _parameters(kind)]
     for option in options:
         if option not in known:
-            raise ValueError(f"loss_options.{option}: {LOSSES[name].__name__} takes {', '.join(known)}")
+            raise ValueError(
+                f"loss_options.{option}: {LOSSES[name].__name__} takes {', '.join(known)}"
+            )
     if options.get("diversity") == "none":  # TOML has no null
         options["diversity"] = None
     if name == "coder":
         options = {"dim": config.dim, "clusters": 200, **options}
     if name != "pvse":  # which is given scores
-        options["gather"] = True  # the loss of a distributed job is over the batches of all processes
+        # the loss of a distributed job is over the batches of all processes
+        options["gather"] = True
     return LOSSES[name](**options)
 
 
 def _parameters(kind: type[nn.Module]) -> list[str]:
     """Names of the parameters of a class's constructor and of its base classes' constructors."""
     own = kind.__mro__[: kind.__mro__.index(nn.Module)]
-    parameters = [p for c in own if "__init__" in vars(c) for p in inspect.signature(c.__init__).parameters.values()]
+    parameters = [
+        p
+        for c in own
+        if "__init__" in vars(c)
+        for p in inspect.signature(c.__init__).parameters.values()
+    ]
     passed_on = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return list(dict.fromkeys(p.name for p in parameters if p.name != "self" and p.kind not in passed_on))
+    return list(
+        dict.fromkeys(p.name for p in parameters if p.name != "self" and p.kind not in passed_on)
+    )
 
 
 class Objective(nn.Module):
@@ -77,11 +89,23 @@ class Objective(nn.Module):
         self.config = config
         self.criterion = build_loss(config)
         self.warming_up = False
-        margin = self.criterion.variance_aware.margin if isinstance(self.criterion, itrloss.DVSEObjective) else 0.2
-        self.beginning: nn.Module = itrloss.TripletLoss(margin, mining="all", reduction="mean", gather=True)
+        margin = (
+            self.criterion.variance_aware.margin
+            if isinstance(self.criterion, itrloss.DVSEObjective)
+            else 0.2
+        )
+        self.beginning: nn.Module = itrloss.TripletLoss(
+            margin, mining="all", reduction="mean", gather=True
+        )
         if config.warmup == "infonce":
-            reduction = self.criterion.reduction if isinstance(self.criterion, itrloss.TripletLoss) else "mean"
-            self.beginning = itrloss.InfoNCELoss(TEMPERATURE, reduction=reduction, gather=config.loss != "pvse")
+            reduction = (
+                self.criterion.reduction
+                if isinstance(self.criterion, itrloss.TripletLoss)
+                else "mean"
+            )
+            self.beginning = itrloss.InfoNCELoss(
+                TEMPERATURE, reduction=reduction, gather=config.loss != "pvse"
+            )
         self.hardest = itrloss.TripletLoss(margin, reduction="mean", gather=True)
         self.apart = itrloss.DynamicOrthogonalLoss(0.0, "frobenius", gather=True)
         self.captions = itrloss.InfoNCELoss(TEMPERATURE, gather=True)
@@ -93,16 +117,22 @@ class Objective(nn.Module):
             self.memory = itrloss.CoupledMemory(config.memory, config.dim)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Switch the warm-up on or off: losses on the hardest negative begin with all negatives, or with InfoNCE.
+        """Switch the warm-up on or off: losses on the hardest negative begin with all negatives, or
+        with InfoNCE.
 
-        The hardest negative of an untrained model is noise, and its gradient collapses all embeddings into one point.
+        The hardest negative of an untrained model is noise, and its gradient collapses all
+        embeddings into one point.
         """
         self.warming_up = epoch < self.config.warmup_epochs
         if isinstance(self.criterion, itrloss.TripletLoss):
-            self.criterion.mining = "all" if self.warming_up else self.config.loss_options.get("mining", "hardest")
+            self.criterion.mining = (
+                "all" if self.warming_up else self.config.loss_options.get("mining", "hardest")
+            )
 
     def prepare(self, model: VSE, *inputs: Tensor | None) -> None:
-        """Update the momentum encoders and compute the keys of the batch, before the loss of a step."""
+        """Update the momentum encoders and compute the keys of the batch, before the loss of a
+        step.
+        """
         if self.keys is not None:
             self.keys.update(model)
             images, texts = self.keys(*inputs)[:2]
@@ -122,14 +152,20 @@ class Objective(nn.Module):
         texts = outputs[1] if outputs[1].ndim == 2 else outputs[1].mean(1)
         firsts, seconds = texts.unflatten(0, (-1, self.config.captions_per_image)).unbind(1)[:2]
         same_image = self.captions(firsts, seconds, image_ids, image_ids)
-        return value + self.config.caption_weight * same_image, figures | {"captions": same_image.detach()}
+        return value + self.config.caption_weight * same_image, figures | {
+            "captions": same_image.detach()
+        }
 
     def _of_pairs(
         self, outputs: Sequence[Tensor], image_ids: Tensor, text_ids: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         if isinstance(self.criterion, itrloss.DVSEObjective):
             return self._of_sets(self.criterion, outputs, image_ids, text_ids)
-        softly = self.warming_up and self.config.warmup == "infonce" and isinstance(self.criterion, itrloss.TripletLoss)
+        softly = (
+            self.warming_up
+            and self.config.warmup == "infonce"
+            and isinstance(self.criterion, itrloss.TripletLoss)
+        )
         criterion = self.beginning if softly else self.criterion
         if self.config.loss == "pvse":
             image_ids, text_ids = (gather(ids) for ids in (image_ids, text_ids))
@@ -149,14 +185,20 @@ class Objective(nn.Module):
         return value, dict(getattr(self.criterion, "telemetry", {}))
 
     def _of_sets(
-        self, criterion: itrloss.DVSEObjective, outputs: Sequence[Tensor], image_ids: Tensor, text_ids: Tensor
+        self,
+        criterion: itrloss.DVSEObjective,
+        outputs: Sequence[Tensor],
+        image_ids: Tensor,
+        text_ids: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss summed over the batch, so that gradients are clipped both during and after the warm-up.
+        """Loss summed over the batch, so that gradients are clipped both during and after the
+        warm-up.
 
-        Otherwise the warm-up's gradients are many times as large, and the second moments that they leave in AdamW make
-        the following steps too small.
+        Otherwise the warm-up's gradients are many times as large, and the second moments that they
+        leave in AdamW make the following steps too small.
         """
-        if len(outputs) == 2:  # the "whole" view: sets of one element, with nothing to be orthogonal to
+        # the "whole" view: sets of one element, with nothing to be orthogonal to
+        if len(outputs) == 2:
             sets, texts, gate = outputs[0][:, None], outputs[1], None
             residuals = sets.detach()
         else:
@@ -169,7 +211,8 @@ class Objective(nn.Module):
         heads = torch.stack([loss(x, texts, image_ids, text_ids) for x in sets.unbind(1)])
         orthogonal = criterion.orthogonal(residuals, gate)
         if self.warming_up:
-            apart = APART if criterion.balance < 1 else 0.0  # no orthogonal loss in training: none in the warm-up
+            # no orthogonal loss in training: none in the warm-up
+            apart = APART if criterion.balance < 1 else 0.0
             total = heads.mean() + apart * orthogonal
         else:
             total = criterion.balance * heads.sum() + (1 - criterion.balance) * orthogonal
@@ -228,10 +271,14 @@ class Objectives(nn.Module):
             objective.finish(ids)
 
     def figures(self, model: VSE) -> dict[str, float]:
-        values = [objective.figures(view) for objective, view in zip(self, views(model), strict=True)]
+        values = [
+            objective.figures(view) for objective, view in zip(self, views(model), strict=True)
+        ]
         return {f"{name}_view{v}": x for v, own in enumerate(values) for name, x in own.items()}
 
 
 def build_objective(config: Config, model: VSE) -> Objective | Objectives:
     """Build the objective of the model: one per view if it has several views."""
-    return Objectives(config, views(model)) if isinstance(model, Views) else Objective(config, model)
+    return (
+        Objectives(config, views(model)) if isinstance(model, Views) else Objective(config, model)
+    )

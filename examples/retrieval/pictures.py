@@ -4,10 +4,10 @@
     dataset_coco.json, train2014/, val2014/ (or both in images/)    of MSCOCO, whose `restval` joins the training set
     text_c10/<class>/<image>.txt, images/<class>/<image>.jpg        CUB with the ten captions an image of Reed et al.
 
-CUB comes with lists of classes, trainclasses.txt, valclasses.txt and testclasses.txt, with 100, 50 and 50 classes. If
-PCME's seen_test_images.txt exists, its images are the development set, and the other images of the classes in
-trainvalclasses.txt (150 in the split of Xian et al.) are the training set. A caption of CUB matches every image of its
-class.
+CUB comes with lists of classes, trainclasses.txt, valclasses.txt and testclasses.txt, with 100, 50
+and 50 classes. If PCME's seen_test_images.txt exists, its images are the development set, and the
+other images of the classes in trainvalclasses.txt (150 in the split of Xian et al.) are the
+training set. A caption of CUB matches every image of its class.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class Listed:
 class Images:
     """Raw images, loaded lazily, in place of an array of features.
 
-    For evaluation, a picture is scaled to a square. For training, it is first cropped to 0.6 to 1 of its height and
-    width at a random position, and flipped with probability 0.5, as in VSE-infinity.
+    For evaluation, a picture is scaled to a square. For training, it is first cropped to 0.6 to 1
+    of its height and width at a random position, and flipped with probability 0.5, as in
+    VSE-infinity.
     """
 
     def __init__(self, paths: list[Path], size: int) -> None:
@@ -56,8 +57,12 @@ class Images:
     def __len__(self) -> int:
         return len(self.paths)
 
-    def read(self, rows: np.ndarray | slice, rngs: Sequence[np.random.Generator] | None = None) -> Tensor:
-        """Load the selected pictures, (B, 3, size, size) float32 in [0, 1]; augmented if each has a generator."""
+    def read(
+        self, rows: np.ndarray | slice, rngs: Sequence[np.random.Generator] | None = None
+    ) -> Tensor:
+        """Load the selected pictures, (B, 3, size, size) float32 in [0, 1]; augmented if each has a
+        generator.
+        """
         paths = [self.paths[i] for i in np.arange(len(self))[rows]]
         with ThreadPoolExecutor(READERS) as pool:
             return torch.stack(list(pool.map(self._one, paths, rngs or [None] * len(paths))))
@@ -77,7 +82,9 @@ class Images:
         return torch.from_numpy(values[:, :, ::-1].copy() if mirrored else values)
 
 
-def random_box(rng: np.random.Generator, width: int, height: int) -> tuple[float, float, float, float]:
+def random_box(
+    rng: np.random.Generator, width: int, height: int
+) -> tuple[float, float, float, float]:
     """Left, top, right and bottom of a random crop with 0.6 to 1 of a picture's sides."""
     side = rng.uniform(0.6, 1.0)
     left, top = rng.uniform(0.0, 1.0 - side, 2)
@@ -85,7 +92,9 @@ def random_box(rng: np.random.Generator, width: int, height: int) -> tuple[float
 
 
 def layout(root: str | Path) -> str:
-    """Recognise the layout of a directory: "karpathy", "cub", or "features", that of SCAN and VSE-infinity."""
+    """Recognise the layout of a directory: "karpathy", "cub", or "features", that of SCAN and
+    VSE-infinity.
+    """
     root = Path(root)
     if list(root.glob("*_ims.npy")):
         return "features"
@@ -97,7 +106,8 @@ def layout(root: str | Path) -> str:
 def listed_images(root: str | Path, name: str) -> list[Listed]:
     """List the images of the split `name` ("train", "dev", "test") with equally many captions each.
 
-    Each image keeps as many of its first captions as the image with the fewest has: five of MSCOCO's five to seven.
+    Each image keeps as many of its first captions as the image with the fewest has: five of
+    MSCOCO's five to seven.
     """
     root = Path(root)
     if name not in KARPATHY:
@@ -108,7 +118,9 @@ def listed_images(root: str | Path, name: str) -> list[Listed]:
     fewest = min(images, key=lambda image: len(image.captions))
     if not fewest.captions:
         raise ValueError(f"{fewest.path}: has no caption")
-    return [Listed(image.path, image.captions[: len(fewest.captions)], image.kind) for image in images]
+    return [
+        Listed(image.path, image.captions[: len(fewest.captions)], image.kind) for image in images
+    ]
 
 
 def karpathy(root: Path, name: str) -> Iterable[Listed]:
@@ -120,7 +132,10 @@ def karpathy(root: Path, name: str) -> Iterable[Listed]:
         entries = json.loads(files[0].read_text(encoding="utf-8"))["images"]
         chosen = [entry for entry in entries if entry["split"] in KARPATHY[name]]
         inner = [Path(entry.get("filepath", ""), entry["filename"]) for entry in chosen]
-        captions = [[" ".join(sentence["raw"].split()) for sentence in entry["sentences"]] for entry in chosen]
+        captions = [
+            [" ".join(sentence["raw"].split()) for sentence in entry["sentences"]]
+            for entry in chosen
+        ]
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(
             f"{files[0]}: must have images with filename, split and sentences with raw ({error})"
@@ -132,11 +147,17 @@ def karpathy(root: Path, name: str) -> Iterable[Listed]:
 
 def cub(root: Path, name: str) -> Iterable[Listed]:
     """List the images of a split of CUB Captions, sorted by class and name."""
-    held_out = _lines(root / "seen_test_images.txt") if (root / "seen_test_images.txt").exists() else None
+    held_out = (
+        _lines(root / "seen_test_images.txt") if (root / "seen_test_images.txt").exists() else None
+    )
     names = {"train": "trainclasses.txt", "dev": "valclasses.txt", "test": "testclasses.txt"}
     if held_out is not None:
         names |= {"train": "trainvalclasses.txt", "dev": "trainvalclasses.txt"}
-    texts = [text for kind in _lines(root / names[name]) for text in sorted((root / "text_c10" / kind).glob("*.txt"))]
+    texts = [
+        text
+        for kind in _lines(root / names[name])
+        for text in sorted((root / "text_c10" / kind).glob("*.txt"))
+    ]
     inner = [Path(text.parent.name, text.stem + ".jpg") for text in texts]
     folder = image_folder(root, inner[:1])
     seen = {str(Path(line)) for line in held_out or ()}
@@ -146,12 +167,20 @@ def cub(root: Path, name: str) -> Iterable[Listed]:
 
 
 def image_folder(root: Path, inner: list[Path]) -> Path:
-    """Folder of the images: the first known one that holds this image, or else the one where it should be."""
+    """Folder of the images: the first known one that holds this image, or else the one where it
+    should be.
+    """
     folders = [root / name for name in IMAGE_FOLDERS]
-    return next((folder for folder in folders if inner and (folder / inner[0]).exists()), folders[0])
+    return next(
+        (folder for folder in folders if inner and (folder / inner[0]).exists()), folders[0]
+    )
 
 
 def _lines(path: Path) -> list[str]:
     if not path.exists():
         raise ValueError(f"{path}: no such file")
-    return [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip()]
+    return [
+        line.strip()
+        for line in path.read_text(encoding="utf-8", errors="replace").split("\n")
+        if line.strip()
+    ]

@@ -14,7 +14,15 @@ from itrloss.distributed import world_size
 from .backbones import WordPieces
 from .concepts import find_concepts, normalized_graph
 from .config import Config, make_config
-from .data import Split, Vocabulary, begin_with, feature_statistics, load_split, whole_statistics, word_vectors
+from .data import (
+    Split,
+    Vocabulary,
+    begin_with,
+    feature_statistics,
+    load_split,
+    whole_statistics,
+    word_vectors,
+)
 from .encoders import TextEncoder
 from .models import CODER, VSE, build_model, load_pretrained, views
 from .pictures import Images
@@ -40,20 +48,37 @@ def is_first() -> bool:
 
 
 def check_fit(config: Config, root: Path, train: Split, batch_size: int) -> None:
-    """Check data and settings for errors that would otherwise occur after an epoch, or go unnoticed."""
+    """Check data and settings for errors that would otherwise occur after an epoch, or go
+    unnoticed.
+    """
     needs = "whole" in config.views or config.enhancement == "cge"
     for name in ("train", "dev", "test") if config.final_test else ("train", "dev"):
         split = load_split(root, name, config.image_size)
         if needs and split.wholes is None:
             what = f"views = {config.views!r}" if "whole" in config.views else "enhancement = 'cge'"
-            raise ValueError(f"{what}: needs {root}/{name}_global.npy, the features of whole pictures")
-        for kind, own, expected in (("ims", split.features, train.features), ("global", split.wholes, train.wholes)):
-            if isinstance(own, np.ndarray) and isinstance(expected, np.ndarray) and own.shape[-1] != expected.shape[-1]:
-                dims = f"{own.shape[-1]} features, must be {expected.shape[-1]} as in train_{kind}.npy"
+            raise ValueError(
+                f"{what}: needs {root}/{name}_global.npy, the features of whole pictures"
+            )
+        for kind, own, expected in (
+            ("ims", split.features, train.features),
+            ("global", split.wholes, train.wholes),
+        ):
+            if (
+                isinstance(own, np.ndarray)
+                and isinstance(expected, np.ndarray)
+                and own.shape[-1] != expected.shape[-1]
+            ):
+                dims = (
+                    f"{own.shape[-1]} features, must be {expected.shape[-1]} as in train_{kind}.npy"
+                )
                 raise ValueError(f"{root}/{name}_{kind}.npy: {dims}")
     if isinstance(train.features, Images) != bool(config.backbone):
         raw = isinstance(train.features, Images)
-        expected = "the name of one, resnet50 for example, for the raw images" if raw else "empty for the features"
+        expected = (
+            "the name of one, resnet50 for example, for the raw images"
+            if raw
+            else "empty for the features"
+        )
         raise ValueError(f"backbone = {config.backbone!r}: must be {expected} of {root}")
     if config.micro_batch and (batch_size - 1) % config.micro_batch == 0:
         last = f"must leave more than one of the {batch_size} samples for the last chunk's batch normalisation"
@@ -67,7 +92,9 @@ Words = Vocabulary | WordPieces
 def sizes_of(train: Split) -> Sizes:
     """Dimensions of region features and of global features; 0 if there are none."""
     images, wholes = train.features, train.wholes
-    return 0 if isinstance(images, Images) else images.shape[2], 0 if wholes is None else wholes.shape[1]
+    return 0 if isinstance(images, Images) else images.shape[
+        2
+    ], 0 if wholes is None else wholes.shape[1]
 
 
 def new_model(config: Config, train: Split, vocabulary: Words) -> VSE:
@@ -93,7 +120,9 @@ def new_model(config: Config, train: Split, vocabulary: Words) -> VSE:
     return model
 
 
-def _know_concepts(model: CODER, config: Config, train: Split, vectors: dict[str, np.ndarray]) -> None:
+def _know_concepts(
+    model: CODER, config: Config, train: Split, vectors: dict[str, np.ndarray]
+) -> None:
     concepts = find_concepts(train.captions, config.concepts, config.tagger)
     if is_first():
         out = Path(config.out)
@@ -109,19 +138,28 @@ def _built(config: Config, sizes: Sizes, vocabulary: Words) -> VSE:
 
 
 def build_optimizer(model: nn.Module, objective: nn.Module, config: Config) -> torch.optim.AdamW:
-    """Build AdamW; weight decay applies to the model's matrices only, not to biases, normalisation and losses.
+    """Build AdamW; weight decay applies to the model's matrices only, not to biases, normalisation
+    and losses.
 
-    Pre-trained parts have their own learning rates: each parameter group has a ``factor`` of the common rate.
+    Pre-trained parts have their own learning rates: each parameter group has a ``factor`` of the
+    common rate.
     """
     factors = {".text.bert.": config.bert_lr_factor, ".image.backbone.": config.backbone_lr_factor}
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {(1.0, config.weight_decay): [], (1.0, 0.0): []}
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {
+        (1.0, config.weight_decay): [],
+        (1.0, 0.0): [],
+    }
     for name, p in model.named_parameters():
-        factor = next((f for part, f in factors.items() if part in f".{name}"), 1.0)  # of any view of the model
+        # of any view of the model
+        factor = next((f for part, f in factors.items() if part in f".{name}"), 1.0)
         if p.requires_grad:
             groups.setdefault((factor, config.weight_decay if p.ndim > 1 else 0.0), []).append(p)
     groups[1.0, 0.0] += [p for p in objective.parameters() if p.requires_grad]
     return torch.optim.AdamW(
-        [{"params": own, "weight_decay": decay, "factor": factor} for (factor, decay), own in groups.items()],
+        [
+            {"params": own, "weight_decay": decay, "factor": factor}
+            for (factor, decay), own in groups.items()
+        ],
         lr=config.lr,
     )
 

@@ -1,11 +1,14 @@
-"""A self-contained HTML page about a set of runs: recalls, learning curves, hubness and example queries.
+"""A self-contained HTML page about a set of runs: recalls, learning curves, hubness and example
+queries.
 
-    python -m examples.retrieval.report --data DATA --out report.html runs/dcl_0 runs/dcl_1 runs/hal_0 runs/hal_1
+    python -m examples.retrieval.report --data DATA --out report.html runs/dcl_0 runs/dcl_1
+    runs/hal_0 runs/hal_1
 
 Runs that differ in the seed only share one line of the table, with mean and standard deviation.
 
-The page uses the template of :mod:`itrloss.report`, with figures as inline SVG and pictures as inline JPEG. Pictures
-are optional: without `DATA/pictures/dev_00000.png` etc., the gallery shows captions only.
+The page uses the template of :mod:`itrloss.report`, with figures as inline SVG and pictures as
+inline JPEG. Pictures are optional: without `DATA/pictures/dev_00000.png` etc., the gallery shows
+captions only.
 """
 
 from __future__ import annotations
@@ -65,7 +68,11 @@ class Run:
     @property
     def title(self) -> str:
         """Title of the run: that of its loss, if the run is named after it."""
-        return TITLES[self.name][0] if self.name in TITLES and self.name == self.config["loss"] else self.name
+        return (
+            TITLES[self.name][0]
+            if self.name in TITLES and self.name == self.config["loss"]
+            else self.name
+        )
 
     @property
     def subtitle(self) -> str:
@@ -80,7 +87,11 @@ class Run:
 
     def spread(self, split: str, when: str, figure: str) -> float:
         """Standard deviation of a figure over seeds, 0 for a single seed."""
-        return statistics.stdev(run.metrics[split][when][figure] for run in self.seeds) if self.seeds else 0.0
+        return (
+            statistics.stdev(run.metrics[split][when][figure] for run in self.seeds)
+            if self.seeds
+            else 0.0
+        )
 
 
 def merge_seeds(runs: Sequence[Run]) -> list[Run]:
@@ -94,7 +105,10 @@ def merge_seeds(runs: Sequence[Run]) -> list[Run]:
 
 def _mean(runs: list[Run]) -> Run:
     names = [run.name for run in runs]
-    in_common = next((i for i, letters in enumerate(zip(*names, strict=False)) if len(set(letters)) > 1), len(names[0]))
+    in_common = next(
+        (i for i, letters in enumerate(zip(*names, strict=False)) if len(set(letters)) > 1),
+        len(names[0]),
+    )
     name = names[0][:in_common].rstrip("_-. ").removesuffix("seed").rstrip("_-. ")
     best = max(runs, key=lambda run: run.metrics["dev"]["after"]["rsum"])
     epochs = zip(*(run.history for run in runs), strict=False)  # epochs that all runs have finished
@@ -105,7 +119,10 @@ def _mean(runs: list[Run]) -> Run:
         config={**best.config, "seed": ", ".join(str(run.config["seed"]) for run in runs)},
         history=[_mean_of(lines) for lines in epochs],
         metrics={
-            split: {when: _mean_of([run.metrics[split][when] for run in runs]) for when in ("before", "after")}
+            split: {
+                when: _mean_of([run.metrics[split][when] for run in runs])
+                for when in ("before", "after")
+            }
             for split in splits
         },
         finished=max(run.finished for run in runs),
@@ -119,8 +136,13 @@ def _mean_of(dictionaries: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def load_run(name: str, directory: Path) -> Run:
     """Read a finished run directory; FileNotFoundError names what is missing."""
-    config, metrics = (json.loads(_existing(directory / f"{kind}.json").read_text()) for kind in ("config", "metrics"))
-    history = [json.loads(line) for line in _existing(directory / "log.jsonl").read_text().splitlines()]
+    config, metrics = (
+        json.loads(_existing(directory / f"{kind}.json").read_text())
+        for kind in ("config", "metrics")
+    )
+    history = [
+        json.loads(line) for line in _existing(directory / "log.jsonl").read_text().splitlines()
+    ]
     if not history:
         raise ValueError(f"{directory / 'log.jsonl'}: holds no epoch")
     scores = torch.from_numpy(np.load(_existing(directory / "dev_scores.npy")))
@@ -140,7 +162,8 @@ def reported_split(runs: Sequence[Run]) -> str:
 
 
 def write_report(run_dirs: Mapping[str, Path], data_root: Path, out: Path) -> None:
-    """Write the page `out` about the runs, by name, that were trained on the data set at `data_root`.
+    """Write the page `out` about the runs, by name, that were trained on the data set at
+    `data_root`.
 
     Raises:
         FileNotFoundError: a file is missing; the message names it.
@@ -167,7 +190,9 @@ def write_report(run_dirs: Mapping[str, Path], data_root: Path, out: Path) -> No
     runs = merge_seeds(runs)
     best = max(runs, key=lambda run: run.metrics[split]["after"]["rsum"])
     by = reranker(best.config["rerank"])
-    results = [retrieval_results(best.scores, dev.image_ids, dev.text_ids, reranker=x) for x in (None, by)]
+    results = [
+        retrieval_results(best.scores, dev.image_ids, dev.text_ids, reranker=x) for x in (None, by)
+    ]
     sections = {
         "Recall before and after re-ranking": _table(runs, split),
         "Learning curves": _curves(runs),
@@ -175,17 +200,22 @@ def write_report(run_dirs: Mapping[str, Path], data_root: Path, out: Path) -> No
         "Queries to look at": _gallery(best, results, Gallery(dev, data_root, "dev")),
         "How to read this": _closing(runs, splits[split]),
     }
-    blocks = [*_header(runs, splits, data_root), *({"title": k, "blocks": v} for k, v in sections.items())]
+    blocks = [
+        *_header(runs, splits, data_root),
+        *({"title": k, "blocks": v} for k, v in sections.items()),
+    ]
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(render("Image-text retrieval report", blocks), encoding="utf-8")
 
 
-# --- header -----------------------------------------------------------------------------------------------
+# --- header ---------------------------------------------------------------------------------------
 
 
 def _header(runs: Sequence[Run], splits: Mapping[str, Split], data_root: Path) -> list[Block]:
     titles = [run.title for run in runs]
-    differing = [k for k in runs[0].config if any(run.config.get(k) != runs[0].config[k] for run in runs)]
+    differing = [
+        k for k in runs[0].config if any(run.config.get(k) != runs[0].config[k] for run in runs)
+    ]
     differing = [key for key in differing if key not in NO_EFFECT]
     if len(runs) == 1:
         lead = "One run, measured"
@@ -193,8 +223,12 @@ def _header(runs: Sequence[Run], splits: Mapping[str, Split], data_root: Path) -
         lead = "The same model, data and batches; only the loss differs. Each run is measured"
     else:
         lead = f"The runs differ in {listed(differing)}. Each is measured"
-    sizes = "; ".join(f"{n} {len(s.features):,} pictures, {len(s.captions):,} captions" for n, s in splits.items())
-    times = ", ".join(f"{title} {run.seconds:.1f}\u00a0s" for title, run in zip(titles, runs, strict=True))
+    sizes = "; ".join(
+        f"{n} {len(s.features):,} pictures, {len(s.captions):,} captions" for n, s in splits.items()
+    )
+    times = ", ".join(
+        f"{title} {run.seconds:.1f}\u00a0s" for title, run in zip(titles, runs, strict=True)
+    )
     facts = {
         "Losses" if runs[0].title in {t for t, _ in TITLES.values()} else "Runs": listed(titles),
         "Data": f"{_data_name(runs, data_root)}: {sizes}",
@@ -217,7 +251,9 @@ def _data_name(runs: Sequence[Run], data_root: Path) -> str:
 
 
 def _warmup(run: Run) -> int:
-    """Number of epochs in which the triplet loss sums over all negatives, before it uses the hardest."""
+    """Number of epochs in which the triplet loss sums over all negatives, before it uses the
+    hardest.
+    """
     hardest = run.config["loss"] == "triplet" and run.config["loss_options"].get("mining") != "all"
     return min(run.config["warmup_epochs"], len(run.history)) if hardest else 0
 
@@ -227,8 +263,16 @@ def _loss_options(runs: Sequence[Run]) -> str:
     for run in runs:
         if warmup := _warmup(run):
             options[run.title]["warm-up"] = _count(warmup, "epoch")
-    texts = [f"{title} {', '.join(f'{k} = {v}' for k, v in own.items())}" for title, own in options.items() if own]
-    rest = [] if len(texts) == len(runs) else ["the defaults of itrloss" if not texts else "the others by default"]
+    texts = [
+        f"{title} {', '.join(f'{k} = {v}' for k, v in own.items())}"
+        for title, own in options.items()
+        if own
+    ]
+    rest = (
+        []
+        if len(texts) == len(runs)
+        else ["the defaults of itrloss" if not texts else "the others by default"]
+    )
     return "; ".join(texts + rest)
 
 
@@ -241,11 +285,13 @@ def _count(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
-# --- table ------------------------------------------------------------------------------------------------
+# --- table ----------------------------------------------------------------------------------------
 
 
 def best_value(column: str, values: Sequence[float]) -> float:
-    """Best value of a column: the highest recall, the lowest median rank, the skewness nearest to 0."""
+    """Best value of a column: the highest recall, the lowest median rank, the skewness nearest to
+    0.
+    """
     if column.endswith("skewness"):
         return min(values, key=abs)
     return min(values) if column.endswith("median_rank") else max(values)
@@ -253,7 +299,9 @@ def best_value(column: str, values: Sequence[float]) -> float:
 
 def _table(runs: Sequence[Run], split: str) -> list[Block]:
     best = {
-        (when, column): best_value(column, [round(run.metrics[split][when][column], 1) for run in runs])
+        (when, column): best_value(
+            column, [round(run.metrics[split][when][column], 1) for run in runs]
+        )
         for when in ("before", "after")
         for column in COLUMNS
     }
@@ -264,16 +312,28 @@ def _table(runs: Sequence[Run], split: str) -> list[Block]:
             cells = []
             for column in COLUMNS:
                 below = [f"±\u00a0{number(run.spread(split, when, column))}"] if run.seeds else []
-                below += [number(after[column] - before[column], "+,.1f")] if when == "after" else []
+                below += (
+                    [number(after[column] - before[column], "+,.1f")] if when == "after" else []
+                )
                 strong = len(runs) > 1 and round(figures[column], 1) == best[when, column]
                 cells.append({"text": number(figures[column]), "below": below, "strong": strong})
-            name = [{"text": run.title, "below": [run.subtitle], "rows": 2}] if when == "before" else []
+            name = (
+                [{"text": run.title, "below": [run.subtitle], "rows": 2}]
+                if when == "before"
+                else []
+            )
             rows.append(([*name, "cosine" if when == "before" else "re-ranked"], cells))
     held_out = "The test split was not used for selection: the epoch is the best on dev."
     if split == "dev":
         held_out = "The epoch was selected on the dev split, too, so these figures are slightly optimistic."
     marked = " Bold on a tint: the best of its column, among the cosine rows and among the re-ranked rows."
-    groups = [("image → text", 3), ("text → image", 3), ("", 1), ("median rank", 2), ("skewness", 2)]
+    groups = [
+        ("image → text", 3),
+        ("text → image", 3),
+        ("", 1),
+        ("median rank", 2),
+        ("skewness", 2),
+    ]
     columns = ["R@1", "R@5", "R@10"] * 2 + ["RSUM", *["i → t", "t → i"] * 2]
     return [
         f"Percentage of queries of the {split} split with a right answer among the first 1, 5 or 10, for pictures as "
@@ -288,7 +348,7 @@ def _table(runs: Sequence[Run], split: str) -> list[Block]:
     ]
 
 
-# --- figures ----------------------------------------------------------------------------------------------
+# --- figures --------------------------------------------------------------------------------------
 
 
 def _curves(runs: Sequence[Run]) -> list[Block]:
@@ -297,11 +357,20 @@ def _curves(runs: Sequence[Run]) -> list[Block]:
         seeds = [[line["rsum"] for line in seed.history] for seed in run.seeds]
         epochs, rsums = ([line[key] for line in run.history] for key in ("epoch", "rsum"))
         series.append(Series(run.title, epochs, rsums, seeds))
-    chart = lines(series, "RSUM on the dev split after each epoch", "epoch", "RSUM on dev, at most 600")
+    chart = lines(
+        series, "RSUM on the dev split after each epoch", "epoch", "RSUM on dev, at most 600"
+    )
     thin = " Thin lines are single seeds, thick ones their means." * any(run.seeds for run in runs)
     phases = " In its warm-up the triplet loss sums over all negatives; the shorter of its two phases is not shown."
     return [
-        {"figures": [(chart, f"RSUM on the dev split after each epoch, by cosine, without re-ranking.{thin}")]},
+        {
+            "figures": [
+                (
+                    chart,
+                    f"RSUM on the dev split after each epoch, by cosine, without re-ranking.{thin}",
+                )
+            ]
+        },
         {
             "title": "Training loss",
             "blocks": [
@@ -316,7 +385,9 @@ def _curves(runs: Sequence[Run]) -> list[Block]:
 
 
 def _loss_chart(run: Run, style: int) -> tuple[str, str]:
-    """Chart of a run's loss. A triplet loss shows its longer phase only, as the warm-up's values are far larger."""
+    """Chart of a run's loss. A triplet loss shows its longer phase only, as the warm-up's values
+    are far larger.
+    """
     warmup = _warmup(run)
     phase = max(run.history[warmup:], run.history[:warmup], key=len)
     series = Series(run.title, [line["epoch"] for line in phase], [line["loss"] for line in phase])
@@ -340,7 +411,7 @@ def _hubness(run: Run, results: Sequence[RetrievalResults], split: str) -> list[
     ]
 
 
-# --- gallery and closing ----------------------------------------------------------------------------------
+# --- gallery and closing --------------------------------------------------------------------------
 
 
 def _gallery(run: Run, results: Sequence[RetrievalResults], gallery: Gallery) -> list[Block]:
@@ -350,8 +421,14 @@ def _gallery(run: Run, results: Sequence[RetrievalResults], gallery: Gallery) ->
         "groups by the rank of the first right answer: two queries with a right answer at rank 1, one nearly right, "
         f"one with none in its first {MISSED}, one that re-ranking corrected and one that it made wrong. A group "
         "without queries is omitted. Right answers have a green edge and a check mark\u00a0✓.",
-        {"title": "Pictures asking for captions", "blocks": [{"cards": gallery.cards("i2t", *i2t)}]},
-        {"title": "Captions asking for pictures", "blocks": [{"cards": gallery.cards("t2i", *t2i)}]},
+        {
+            "title": "Pictures asking for captions",
+            "blocks": [{"cards": gallery.cards("i2t", *i2t)}],
+        },
+        {
+            "title": "Captions asking for pictures",
+            "blocks": [{"cards": gallery.cards("t2i", *t2i)}],
+        },
     ]
 
 
@@ -379,10 +456,14 @@ def _closing(runs: Sequence[Run], split: Split) -> list[Block]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="report", description="Write one HTML page about finished runs.")
+    parser = argparse.ArgumentParser(
+        prog="report", description="Write one HTML page about finished runs."
+    )
     parser.add_argument("--data", type=Path, required=True, help="the data set, in the SCAN layout")
     parser.add_argument("--out", type=Path, required=True, help="the page, such as report.html")
-    parser.add_argument("runs", type=Path, nargs="+", help="run directories; the last part of a path names the run")
+    parser.add_argument(
+        "runs", type=Path, nargs="+", help="run directories; the last part of a path names the run"
+    )
     args = parser.parse_args(arguments)
     run_dirs = {directory.resolve().name: directory for directory in args.runs}
     if len(run_dirs) < len(args.runs):

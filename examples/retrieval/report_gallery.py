@@ -1,4 +1,6 @@
-"""The report's gallery: queries drawn by rank, with their first answers before and after re-ranking."""
+"""The report's gallery: queries drawn by rank, with their first answers before and after
+re-ranking.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,11 @@ def draw_queries(before: QueryResults, after: QueryResults) -> list[Pick]:
     old, new = before.best.numpy(), after.best.numpy()
     groups = [
         ("Right at once", (old == 1) & (new == 1), 2),
-        (f"Nearly: right at rank 2 to {TOP}", (old > 1) & (old <= TOP) & (new > 1) & (new <= TOP), 1),
+        (
+            f"Nearly: right at rank 2 to {TOP}",
+            (old > 1) & (old <= TOP) & (new > 1) & (new <= TOP),
+            1,
+        ),
         (f"Missed: nothing right in the first {MISSED}", (old > MISSED) & (new > MISSED), 1),
         ("Re-ranking brought the right answer to the top", (old > 1) & (new == 1), 1),
         ("Re-ranking took the right answer from the top", (old == 1) & (new > 1), 1),
@@ -57,17 +63,27 @@ class Gallery:
         self.split, self.root, self.split_name = split, root, split_name
 
     def cards(self, way: str, before: QueryResults, after: QueryResults) -> list[dict[str, Any]]:
-        """Queries with their first answers, and those after re-ranking if it moved the first right one."""
+        """Queries with their first answers, and those after re-ranking if it moved the first right
+        one.
+        """
         cards = []
         for pick in draw_queries(before, after):
-            drawn = "the only one" if pick.group_size == 1 else f"drawn from {pick.group_size:,} such queries"
+            drawn = (
+                "the only one"
+                if pick.group_size == 1
+                else f"drawn from {pick.group_size:,} such queries"
+            )
             old, new = pick.ranks
             if old == new:
                 lists = {f"Cosine: first right answer at rank {old:,}, and re-ranked too": before}
             else:
                 lists = {f"Cosine: first right answer at rank {old:,}": before}
                 lists[f"Re-ranked: first right answer at rank {new:,}"] = after
-            query = self._picture(pick.query) if way == "i2t" else {"text": f"“{self.split.captions[pick.query]}”"}
+            query = (
+                self._picture(pick.query)
+                if way == "i2t"
+                else {"text": f"“{self.split.captions[pick.query]}”"}
+            )
             among = f"{drawn} among {len(before.top):,} {'picture' if way == 'i2t' else 'caption'}s"
             answers = [(title, self._answers(way, pick.query, x)) for title, x in lists.items()]
             cards.append({"title": pick.group, "note": among, "query": query, "answers": answers})

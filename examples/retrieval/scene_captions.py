@@ -1,8 +1,9 @@
-"""Five captions of a rendered scene, each about a different aspect of it, and each true of its picture.
+"""Five captions of a rendered scene, each about a different aspect of it, and each true of its
+picture.
 
-A caption states that objects exist which fit its noun phrases and are arranged as it says. "the" is used only for
-phrases that fit exactly one object of the scene; counts are exact. Like real captions, a caption may also fit other
-pictures.
+A caption states that objects exist which fit its noun phrases and are arranged as it says. "the" is
+used only for phrases that fit exactly one object of the scene; counts are exact. Like real
+captions, a caption may also fit other pictures.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ PLACES = {  # by column and row
 
 
 def captions(scene: Scene, rng: np.random.Generator) -> list[str]:
-    """Five distinct captions: object and background, relation, counts, sizes and places, arrangement.
+    """Five distinct captions: object and background, relation, counts, sizes and places,
+    arrangement.
 
     The texts depend on the scene and the state of `rng` only.
     """
@@ -84,7 +86,9 @@ def captions(scene: Scene, rng: np.random.Generator) -> list[str]:
 
 
 class _Speaker:
-    """Generator of phrases for one scene: a method that returns a list describes one aspect in several ways."""
+    """Generator of phrases for one scene: a method that returns a list describes one aspect in
+    several ways.
+    """
 
     def __init__(self, scene: Scene, rng: np.random.Generator):
         self.scene, self.rng = scene, rng
@@ -93,7 +97,9 @@ class _Speaker:
         return options[int(self.rng.random() * len(options))]
 
     def name(self, item: SceneObject, sized: float = 0.35, after: str = "") -> str:
-        """Noun phrase that mentions the size with probability `sized`; `after` is the preceding phrase."""
+        """Noun phrase that mentions the size with probability `sized`; `after` is the preceding
+        phrase.
+        """
         vague = self.rng.random()
         fits = self.scene.objects
         words: list[str] = []
@@ -149,9 +155,14 @@ class _Speaker:
 
     def counts_and_colours(self) -> list[str]:
         items = self.scene.objects
-        shapes, colours = Counter(item.shape for item in items), Counter(item.colour for item in items)
+        shapes, colours = (
+            Counter(item.shape for item in items),
+            Counter(item.colour for item in items),
+        )
         total, things = COUNT_WORDS[len(items)], self.pick(ANY_SHAPE) + "s"
-        by_shape = {shape: self._counted(self.pick(SHAPE_WORDS[shape]), k) for shape, k in shapes.items()}
+        by_shape = {
+            shape: self._counted(self.pick(SHAPE_WORDS[shape]), k) for shape, k in shapes.items()
+        }
         hues = {colour: self.pick(COLOUR_WORDS[colour]) for colour in colours}
         by_colour = [self._counted(f"{hues[c]} {things[:-1]}", k) for c, k in colours.items()]
         inventory = listed(list(by_shape.values()))
@@ -163,7 +174,10 @@ class _Speaker:
             f"{total} {things}, {COUNT_WORDS[colours[colour]]} of them {colour}, including {by_shape[shape]}",
         ]
         if len(colours) > 1:
-            shares = (f"{COUNT_WORDS[k]} {'is' if k == 1 else 'are'} {c}" for c, k in colours.most_common(2))
+            shares = (
+                f"{COUNT_WORDS[k]} {'is' if k == 1 else 'are'} {c}"
+                for c, k in colours.most_common(2)
+            )
             texts.append(f"out of {total} {things}, {' and '.join(shares)}")
         return texts
 
@@ -219,7 +233,9 @@ class _Speaker:
         for a, middle, b in permutations(items, 3):
             if items.index(a) < items.index(b) and _is_between(a, middle, b):
                 outer, inner, other = self.names((a, middle, b))
-                texts.append(f"{inner} is {self.pick(('between', 'halfway between'))} {outer} and {other}")
+                texts.append(
+                    f"{inner} is {self.pick(('between', 'halfway between'))} {outer} and {other}"
+                )
         for a, b in pairs:
             if not (a.contains(b) or 0.4 < a.distance(b) < 0.6):
                 near, far = ("next to", "close to", "near"), ("far from", "far away from")
@@ -242,7 +258,11 @@ def _relations(a: SceneObject, b: SceneObject) -> list[str]:
         return ["around", "surrounding"] if a.shape == "ring" else ["behind", "surrounding"]
     phrases: list[str] = []
     if a.column != b.column:
-        phrases += ["to the left of", "left of"] if a.column < b.column else ["to the right of", "right of"]
+        phrases += (
+            ["to the left of", "left of"]
+            if a.column < b.column
+            else ["to the right of", "right of"]
+        )
     if a.row != b.row:
         phrases += ["above", "over"] if a.row < b.row else ["below", "under"]
     return phrases

@@ -27,14 +27,18 @@ BACKGROUNDS = {  # colours from the top edge to the bottom edge
 }  # fmt: skip
 
 
-def _arc(radius: float, start: float, stop: float, points: int = 40, centre: float = 0.0) -> np.ndarray:
+def _arc(
+    radius: float, start: float, stop: float, points: int = 40, centre: float = 0.0
+) -> np.ndarray:
     angles = np.radians(np.linspace(start, stop, points))
     return np.stack((centre + radius * np.cos(angles), radius * np.sin(angles)), 1)
 
 
 @cache
 def _loops(shape: str) -> list[np.ndarray]:
-    """Closed outlines of a shape around the origin, in units of its radius: (points, 2) each, y downwards."""
+    """Closed outlines of a shape around the origin, in units of its radius: (points, 2) each, y
+    downwards.
+    """
     if shape == "circle":
         return [_arc(0.94, 0, 360)]
     if shape == "ring":
@@ -47,7 +51,11 @@ def _loops(shape: str) -> list[np.ndarray]:
     if shape == "cross":
         arm = [(-0.32, -1), (0.32, -1), (0.32, -0.32)]
         quarter = np.array([[0, 1], [-1, 0]])
-        return [np.concatenate([np.array(arm) @ np.linalg.matrix_power(quarter, turn) for turn in range(4)])]
+        return [
+            np.concatenate(
+                [np.array(arm) @ np.linalg.matrix_power(quarter, turn) for turn in range(4)]
+            )
+        ]
     corners = {
         "square": [(-0.84, -0.84), (0.84, -0.84), (0.84, 0.84), (-0.84, 0.84)],
         "triangle": [(0, -1.0), (1.0, 0.8), (-1.0, 0.8)],
@@ -62,7 +70,9 @@ def _background(kind: str) -> Image.Image:
     side = CANVAS * SUPERSAMPLING
     stops = np.array(BACKGROUNDS[kind], dtype=float)
     heights = np.linspace(0, len(stops) - 1, side)
-    column = np.stack([np.interp(heights, range(len(stops)), stops[:, channel]) for channel in range(3)], 1)
+    column = np.stack(
+        [np.interp(heights, range(len(stops)), stops[:, channel]) for channel in range(3)], 1
+    )
     image = Image.fromarray(np.repeat(column[:, None], side, 1).round().astype(np.uint8))
     draw = ImageDraw.Draw(image, "RGBA")
     rng = np.random.default_rng(7)  # strokes independent of the data set's seed
@@ -76,12 +86,18 @@ def _background(kind: str) -> Image.Image:
         for x, y, radius in rng.uniform((0, 0, 0.6), (side, side, 2.2), (70, 3)):
             draw.ellipse((x - radius, y - radius, x + radius, y + radius), (255, 250, 220, 190))
     elif kind in ("sea", "sand", "sunset"):
-        ink = {"sea": (255, 255, 255, 60), "sand": (150, 112, 60, 50), "sunset": (255, 226, 190, 46)}[kind]
+        ink = {
+            "sea": (255, 255, 255, 60),
+            "sand": (150, 112, 60, 50),
+            "sunset": (255, 226, 190, 46),
+        }[kind]
         xs = np.arange(-4, side + 8, 4)
         for level in range(10, side, 20 if kind != "sunset" else 34):
             height = {"sea": 4, "sand": 2.5, "sunset": 0.6}[kind]
             ys = level + height * np.sin(xs / 11 + rng.uniform(0, 6.3))
-            draw.line(list(zip(xs.tolist(), ys.tolist(), strict=True)), ink, 8 if kind == "sunset" else 3)
+            draw.line(
+                list(zip(xs.tolist(), ys.tolist(), strict=True)), ink, 8 if kind == "sunset" else 3
+            )
     elif kind == "grass":
         for x, y, lean in rng.uniform((0, 0, -5), (side, side, 5), (420, 3)):
             draw.line((x, y, x + lean, y - 11), (48, 112, 44, 80), 2)
@@ -102,12 +118,18 @@ def render(scene: Scene) -> Image.Image:
         centre = np.array((item.x, item.y)) * side
         loops = [loop @ rotation * (item.radius * side) + centre for loop in _loops(item.shape)]
         loops = [np.concatenate((loop, loop[:1])) for loop in loops]
-        filled = np.concatenate((*loops, loops[0][:1]))  # a hole is connected to the outline by a path there and back
+        # a hole is connected to the outline by a path there and back
+        filled = np.concatenate((*loops, loops[0][:1]))
         colour = COLOURS[item.colour]
         shadow = filled + np.array((3.5, 5))  # to the lower right
         draw.polygon(shadow.ravel().tolist(), (20, 20, 40, 70))
         draw.polygon(filled.ravel().tolist(), colour)
         draw.line(filled.ravel().tolist(), colour, 2)  # hides the seam of that path
         for loop in loops:
-            draw.line(loop.ravel().tolist(), tuple(int(0.62 * level) for level in colour), 4, joint="curve")
+            draw.line(
+                loop.ravel().tolist(),
+                tuple(int(0.62 * level) for level in colour),
+                4,
+                joint="curve",
+            )
     return image.reduce(SUPERSAMPLING)

@@ -1,15 +1,17 @@
 """A synthetic data set: small rendered scenes with five true captions each.
 
-It allows training a retrieval model and inspecting its results without any downloaded data. A scene is two to five
-coloured shapes in front of a background (`scene_drawing.py`). Each of its captions (`scene_captions.py`) describes
-another aspect, so that no caption holds all information of the picture. Two in five scenes come in families whose
-members differ from the first one in exactly one attribute of one object: hard negatives, as in real collections.
+It allows training a retrieval model and inspecting its results without any downloaded data. A scene
+is two to five coloured shapes in front of a background (`scene_drawing.py`). Each of its captions
+(`scene_captions.py`) describes another aspect, so that no caption holds all information of the
+picture. Two in five scenes come in families whose members differ from the first one in exactly one
+attribute of one object: hard negatives, as in real collections.
 
-Everything is determined by a seed. Each family, caption set and region set has its own random stream, identified by
-(seed, split, stage, index), so a split does not depend on the sizes of the others, and the first n scenes of a split do
-not depend on its size.
+Everything is determined by a seed. Each family, caption set and region set has its own random
+stream, identified by (seed, split, stage, index), so a split does not depend on the sizes of the
+others, and the first n scenes of a split do not depend on its size.
 
-    python -m examples.retrieval.scenes --out DIR [--train N --dev N --test N --seed S] [--sheet FILE.png]
+    python -m examples.retrieval.scenes --out DIR [--train N --dev N --test N --seed S] [--sheet
+    FILE.png]
 """
 
 from __future__ import annotations
@@ -34,25 +36,36 @@ SPLITS = ("train", "dev", "test")
 SIZES = {"train": 2000, "dev": 300, "test": 300}
 REGIONS = 12  # regions per image, R
 GRID = 8  # a region's pixels are resized to GRID x GRID
-DIM = 3 * GRID**2 + 3 + 3 + 3 + 2 + 5  # pixels, mean, deviation, centre against border, edges, box geometry
+# pixels, mean, deviation, centre against border, edges, box geometry
+DIM = 3 * GRID**2 + 3 + 3 + 3 + 2 + 5
 
 SHAPES = ("circle", "square", "triangle", "star", "cross", "diamond", "ring", "crescent")
-CONTAINERS = ("circle", "square", "diamond", "ring")  # a large one has room for a small object in front of it
+# a large one has room for a small object in front of it
+CONTAINERS = ("circle", "square", "diamond", "ring")
 RADII = {"small": 0.08, "medium": 0.12, "large": 0.17}  # in canvas widths
-CLASHES = {("grass", "green"), ("sea", "blue"), ("sunset", "orange"), ("sand", "yellow"), ("paper", "white")}
+CLASHES = {
+    ("grass", "green"),
+    ("sea", "blue"),
+    ("sunset", "orange"),
+    ("sand", "yellow"),
+    ("paper", "white"),
+}
 THIRDS = (0.19, 0.5, 0.81)  # objects stand near the nine crossings of these columns and rows ...
-WANDER = 0.06  # ... and this far from them at most, so that "left", "middle" and "top" are unambiguous
+# ... and this far from them at most, so that "left", "middle" and "top" are unambiguous
+WANDER = 0.06
 EDGE = 0.01  # between the circle around an object and the edge of the canvas, at least
 GAP = 0.03  # between the circles around two objects that do not overlap
 
-FAMILY_SIZES = (1, 1, 1, 2, 1, 1, 1, 1, 3, 1, 1, 1, 2, 1, 1, 1, 1, 3, 1)  # repeated; 10 of 25 have siblings
-CALIBRATION = 200  # number of training scenes whose statistics standardise the features, for any training size
+# repeated; 10 of 25 have siblings
+FAMILY_SIZES = (1, 1, 1, 2, 1, 1, 1, 1, 3, 1, 1, 1, 2, 1, 1, 1, 1, 3, 1)
+# number of training scenes whose statistics standardise the features, for any training size
+CALIBRATION = 200
 
 
 @dataclass(frozen=True)
 class SceneObject:
-    """A shape, colour and size (of SHAPES, COLOURS, RADII), its centre in canvas widths from the top left
-    corner, and its turn in degrees (a few, for looks; no caption speaks of it)."""
+    """A shape, colour and size (of SHAPES, COLOURS, RADII), its centre in canvas widths from the
+    top left corner, and its turn in degrees (a few, for looks; no caption speaks of it)."""
 
     shape: str
     colour: str
@@ -93,7 +106,7 @@ class Scene:
     family: int
 
 
-# --- drawing scenes at random -----------------------------------------------------------------------------
+# --- drawing scenes at random ---------------------------------------------------------------------
 
 
 _SCENE, _CAPTIONS, _REGIONS = 1, 2, 3  # stages, for the names of random streams
@@ -110,7 +123,10 @@ def _pick(rng: np.random.Generator, options):
 def _propose_object(rng: np.random.Generator, cell: int, earlier: list[SceneObject]) -> SceneObject:
     """Random object near a crossing, sometimes with the colour or shape of an earlier one."""
     size = _pick(rng, tuple(RADII))
-    x, y = (_fitted(THIRDS[third] + rng.uniform(-WANDER, WANDER), size) for third in (cell % 3, cell // 3))
+    x, y = (
+        _fitted(THIRDS[third] + rng.uniform(-WANDER, WANDER), size)
+        for third in (cell % 3, cell // 3)
+    )
     colour, shape = _pick(rng, tuple(COLOURS)), _pick(rng, SHAPES)
     if earlier and rng.random() < 0.3:
         colour, shape = _pick(rng, ((earlier[-1].colour, shape), (colour, earlier[-1].shape)))
@@ -137,7 +153,9 @@ def _propose_scene(rng: np.random.Generator, family: int) -> Scene:
 
 
 def _is_sound(scene: Scene) -> bool:
-    """Whether all objects are visible: on the canvas, disjoint or nested, and distinct from what is behind them."""
+    """Whether all objects are visible: on the canvas, disjoint or nested, and distinct from what is
+    behind them.
+    """
     nests = 0
     for front, b in enumerate(scene.objects):
         if (scene.background, b.colour) in CLASHES:
@@ -155,7 +173,9 @@ def _is_sound(scene: Scene) -> bool:
 
 
 def _vary(scene: Scene, rng: np.random.Generator) -> Scene:
-    """Copy of the scene with one object's colour, shape, size or position changed; it may be unsound."""
+    """Copy of the scene with one object's colour, shape, size or position changed; it may be
+    unsound.
+    """
     which = int(rng.integers(len(scene.objects)))
     old = scene.objects[which]
     attribute = _pick(rng, ("colour", "shape", "size", "x", "y"))
@@ -186,7 +206,8 @@ def _families(split: str, seed: int) -> Iterator[list[Scene]]:
 
 
 def generate_scenes(split: str, n: int, seed: int = 0) -> list[Scene]:
-    """Generate the first n scenes of a split ("train", "dev" or "test"), with members of a family next to each other.
+    """Generate the first n scenes of a split ("train", "dev" or "test"), with members of a family
+    next to each other.
 
     Raises ValueError for an unknown split, for n below 1 and for a negative seed.
     """
@@ -207,7 +228,7 @@ def _check_count(name: str, value: object, least: int) -> None:
         raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
 
 
-# --- regions, as from an object detector ------------------------------------------------------------------
+# --- regions, as from an object detector ----------------------------------------------------------
 
 CONTEXT_BOXES = np.array((  # the whole, quarters, the centre, halves
     (0, 0, 1, 1), (0, 0, 0.5, 0.5), (0.5, 0, 1, 0.5), (0, 0.5, 0.5, 1), (0.5, 0.5, 1, 1),
@@ -216,7 +237,9 @@ CONTEXT_BOXES = np.array((  # the whole, quarters, the centre, halves
 
 
 def _boxes(scene: Scene, rng: np.random.Generator) -> np.ndarray:
-    """Boxes of objects and context in random order, (REGIONS, 4): left, top, right, bottom in canvas widths."""
+    """Boxes of objects and context in random order, (REGIONS, 4): left, top, right, bottom in
+    canvas widths.
+    """
     centres = np.array([(item.x, item.y) for item in scene.objects])
     radii = np.array([(item.radius, item.radius) for item in scene.objects])
     centres = centres + radii * rng.uniform(-0.1, 0.1, centres.shape)
@@ -233,7 +256,9 @@ def region_features(image: Image.Image, scene: Scene, rng: np.random.Generator) 
     boxes = _boxes(scene, rng)
     strip = Image.new("RGB", (GRID, GRID * REGIONS))
     for i, box in enumerate((boxes * CANVAS).tolist()):
-        strip.paste(image.resize((GRID, GRID), Image.Resampling.BILINEAR, box=tuple(box)), (0, GRID * i))
+        strip.paste(
+            image.resize((GRID, GRID), Image.Resampling.BILINEAR, box=tuple(box)), (0, GRID * i)
+        )
     crops = np.asarray(strip, dtype=np.float32).reshape(REGIONS, GRID, GRID, 3) / 255
     inside = np.zeros((GRID, GRID), dtype=bool)
     inside[2:-2, 2:-2] = True
@@ -262,12 +287,14 @@ def _calibration(seed: int) -> tuple[np.ndarray, np.ndarray]:
     return flat.mean(0), flat.std(0)
 
 
-# --- files ------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def _expected_files(root: Path, sizes: Mapping[str, int]) -> list[Path]:
     tables = [root / f"{split}_{kind}" for split in SPLITS for kind in ("ims.npy", "caps.txt")]
-    return tables + [_picture(root, split, i) for split in ("dev", "test") for i in range(sizes[split])]
+    return tables + [
+        _picture(root, split, i) for split in ("dev", "test") for i in range(sizes[split])
+    ]
 
 
 def _picture(root: Path, split: str, index: int) -> Path:
@@ -275,15 +302,16 @@ def _picture(root: Path, split: str, index: int) -> Path:
 
 
 def write_scenes(root: str | Path, sizes: Mapping[str, int] = SIZES, seed: int = 0) -> bool:
-    """Write a data set in the pre-computed layout of SCAN and VSE∞; return whether anything was written.
+    """Write a data set in the pre-computed layout of SCAN and VSE∞; return whether anything was
+    written.
 
-    `{split}_ims.npy` is (n, 12, 208) float16, standardised by training statistics; `{split}_caps.txt` has one caption
-    per line, five consecutive lines per image; `pictures/{split}_{index:05d}.png` are the dev and test pictures.
-    `dataset.json` records the arguments: a call with the same arguments does nothing, one with others writes all files
-    again.
+    `{split}_ims.npy` is (n, 12, 208) float16, standardised by training statistics;
+    `{split}_caps.txt` has one caption per line, five consecutive lines per image;
+    `pictures/{split}_{index:05d}.png` are the dev and test pictures. `dataset.json` records the
+    arguments: a call with the same arguments does nothing, one with others writes all files again.
 
-    Raises ValueError if the size of any split is not an integer of at least 1, and FileExistsError if the folder holds
-    a data set from elsewhere.
+    Raises ValueError if the size of any split is not an integer of at least 1, and FileExistsError
+    if the folder holds a data set from elsewhere.
     """
     if set(sizes) != set(SPLITS):
         raise ValueError(f"sizes must have the keys {', '.join(SPLITS)}, got {sizes!r}")
@@ -320,7 +348,9 @@ def _write_split(root: Path, split: str, scenes: list[Scene], seed: int) -> None
     for i, scene in enumerate(scenes):
         image = render(scene)
         lines += captions(scene, _stream(seed, split, _CAPTIONS, i))
-        features[i] = (region_features(image, scene, _stream(seed, split, _REGIONS, i)) - mean) / deviation
+        features[i] = (
+            region_features(image, scene, _stream(seed, split, _REGIONS, i)) - mean
+        ) / deviation
         if split != "train":
             image.save(_picture(root, split, i))
     np.save(root / f"{split}_ims.npy", features)
@@ -338,17 +368,25 @@ def contact_sheet(split: str = "dev", n: int = 24, seed: int = 0, columns: int =
         sheet.paste(render(scene).resize((side, side), Image.Resampling.LANCZOS), (left, top))
         for line, caption in enumerate(captions(scene, _stream(seed, split, _CAPTIONS, i))):
             draw.text((left + side + 10, top + 12 + 34 * line), caption, "black", font)
-        draw.text((left + side + 10, top + 178), f"{split} {i}, family {scene.family}", "grey", font)
+        draw.text(
+            (left + side + 10, top + 178), f"{split} {i}, family {scene.family}", "grey", font
+        )
     return sheet
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="scenes", description="Write the data set of rendered scenes.")
+    parser = argparse.ArgumentParser(
+        prog="scenes", description="Write the data set of rendered scenes."
+    )
     parser.add_argument("--out", type=Path, help="folder for the data set")
     for split in SPLITS:
-        parser.add_argument(f"--{split}", type=int, default=SIZES[split], help="scenes (%(default)s)")
+        parser.add_argument(
+            f"--{split}", type=int, default=SIZES[split], help="scenes (%(default)s)"
+        )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sheet", type=Path, help="write dev scenes with their captions to this picture")
+    parser.add_argument(
+        "--sheet", type=Path, help="write dev scenes with their captions to this picture"
+    )
     options = parser.parse_args(arguments)
     if options.out is None and options.sheet is None:
         parser.error("nothing to do: give --out, --sheet or both")

@@ -1,10 +1,10 @@
 """Train a visual-semantic embedding with any loss of itrloss.
 
-    python -m examples.retrieval.train --config examples/retrieval/configs/scenes.toml out=runs/dcl loss=dcl seed=1
-    torchrun --nproc-per-node 2 -m examples.retrieval.train --config ...
+    python -m examples.retrieval.train --config examples/retrieval/configs/scenes.toml out=runs/dcl
+    loss=dcl seed=1 torchrun --nproc-per-node 2 -m examples.retrieval.train --config ...
 
-The run directory holds config.json, log.jsonl (one line per epoch), best.pt (by dev RSUM), last.pt (to resume from),
-metrics.json, dev_scores.npy and TensorBoard events.
+The run directory holds config.json, log.jsonl (one line per epoch), best.pt (by dev RSUM), last.pt
+(to resume from), metrics.json, dev_scores.npy and TensorBoard events.
 """
 
 from __future__ import annotations
@@ -38,11 +38,21 @@ from .data import Batch, Batches, Vocabulary, load_split
 from .evaluate import before_and_after, model_scores, recalls, reranker
 from .gradients import Step, of_chunks, of_whole_batch
 from .objectives import build_loss, build_objective
-from .preparation import build_optimizer, check_fit, data_directory, is_first, load_model, new_model, sizes_of
+from .preparation import (
+    build_optimizer,
+    check_fit,
+    data_directory,
+    is_first,
+    load_model,
+    new_model,
+    sizes_of,
+)
 
 
 def learning_rate(config: Config, epoch: int, step: int) -> float:
-    """Learning rate of a step (counted over the whole run): linear warm-up, and x 0.1 after each of `decay_epochs`."""
+    """Learning rate of a step (counted over the whole run): linear warm-up, and x 0.1 after each of
+    `decay_epochs`.
+    """
     warm = min(1.0, (step + 1) / config.lr_warmup_steps) if config.lr_warmup_steps else 1.0
     return config.lr * warm * 0.1 ** sum(end <= epoch for end in config.decay_epochs)
 
@@ -59,7 +69,9 @@ class Trainer:
 
         build_loss(config)  # report wrong options before loading data
         self.data = data_directory(config)
-        train, self.dev = (load_split(self.data, name, config.image_size) for name in ("train", "dev"))
+        train, self.dev = (
+            load_split(self.data, name, config.image_size) for name in ("train", "dev")
+        )
         self.vocabulary = (
             WordPieces.of_checkpoint(config.bert)
             if config.bert
@@ -75,24 +87,31 @@ class Trainer:
         self.objective = build_objective(config, self.model).to(config.device)
         self.optimizer = build_optimizer(self.model, self.objective, config)
         # Unscaled gradients underflow in float16, but not in bfloat16.
-        self.scaler = torch.amp.GradScaler(config.device.partition(":")[0], enabled=config.precision == "float16")
+        self.scaler = torch.amp.GradScaler(
+            config.device.partition(":")[0], enabled=config.precision == "float16"
+        )
         self.encode: nn.Module = self.model  # replaced by its DDP wrapper with several processes
         if self.world > 1:
             # If a term of CODER's loss has weight 0, its parameters get no gradient.
-            self.encode = DistributedDataParallel(self.model, find_unused_parameters=config.loss == "coder")
+            self.encode = DistributedDataParallel(
+                self.model, find_unused_parameters=config.loss == "coder"
+            )
             torch.manual_seed(config.seed + 1000 * self.rank)  # for dropout
 
         self.epoch = 0  # epochs done
         self.step = 0  # steps done in the current epoch
-        self.sums = dict.fromkeys(("loss", "seconds", "loss_seconds", "data_seconds"), 0.0)  # over the current epoch
+        # over the current epoch
+        self.sums = dict.fromkeys(("loss", "seconds", "loss_seconds", "data_seconds"), 0.0)
         self.best = -math.inf  # dev RSUM
         self.history: list[dict[str, float]] = []  # the lines of log.jsonl
         self.writer: Any = None
 
-    # --- training ---------------------------------------------------------------------------------------------
+    # --- training ---------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
-        """Train the remaining epochs, then evaluate the best checkpoint. Return the metrics and the log."""
+        """Train the remaining epochs, then evaluate the best checkpoint. Return the metrics and the
+        log.
+        """
         self.out.mkdir(parents=True, exist_ok=True)
         if self.config.resume and (self.out / "last.pt").exists():
             self.load(self.out / "last.pt")
@@ -104,7 +123,8 @@ class Trainer:
         if is_first():
             _write_json(self.out / "config.json", asdict(self.config))
         if self.config.tensorboard and is_first():
-            from torch.utils.tensorboard import SummaryWriter  # imported only when used, because it is slow
+            # imported only when used, because it is slow
+            from torch.utils.tensorboard import SummaryWriter
 
             self.writer = SummaryWriter(str(self.out), purge_step=self.total_steps + 1)
         while self.epoch < self.config.epochs and not self.stalled:
@@ -121,7 +141,10 @@ class Trainer:
     def stalled(self) -> bool:
         """Whether the last `patience` epochs did not improve the RSUM on dev."""
         rsums = [line["rsum"] for line in self.history]
-        return bool(self.config.patience and rsums) and len(rsums) - 1 - rsums.index(max(rsums)) >= self.config.patience
+        return (
+            bool(self.config.patience and rsums)
+            and len(rsums) - 1 - rsums.index(max(rsums)) >= self.config.patience
+        )
 
     @property
     def total_steps(self) -> int:
@@ -157,9 +180,13 @@ class Trainer:
         ids = batch.image_ids.to(device), batch.text_ids.to(device)
         with self._precision():
             self.objective.prepare(self.model, *inputs)
-        step = Step(self.encode, self.objective, inputs, ids, self.scaler, self._precision(), self._now)
+        step = Step(
+            self.encode, self.objective, inputs, ids, self.scaler, self._precision(), self._now
+        )
         if self.config.micro_batch:
-            value, figures, loss_seconds = of_chunks(step, self.config.micro_batch, self.model.of_texts)
+            value, figures, loss_seconds = of_chunks(
+                step, self.config.micro_batch, self.model.of_texts
+            )
         else:
             value, figures, loss_seconds = of_whole_batch(step)
         self.objective.finish(ids[1])
@@ -194,19 +221,32 @@ class Trainer:
             yield batch
 
     def _precision(self) -> torch.autocast:
-        """Autocast of the encoders; losses compute in float32 at least, for inputs of any precision."""
+        """Autocast of the encoders; losses compute in float32 at least, for inputs of any
+        precision.
+        """
         kind, low = self.config.device.partition(":")[0], self.config.precision != "float32"
-        return torch.autocast(kind, getattr(torch, self.config.precision) if low else None, enabled=low)
+        return torch.autocast(
+            kind, getattr(torch, self.config.precision) if low else None, enabled=low
+        )
 
     def finish_epoch(self) -> None:
         """Validate, keep the checkpoint if it is the best so far, and close the epoch in the log."""
-        shared = [recalls(model_scores(self.model, self.dev, self.vocabulary), self.dev) if is_first() else {}]
+        shared = [
+            recalls(model_scores(self.model, self.dev, self.vocabulary), self.dev)
+            if is_first()
+            else {}
+        ]
         if self.world > 1:  # all processes use the first one's figures
             dist.broadcast_object_list(shared)
         measured = shared[0]
         if self.writer is not None:
             self._log_scalars({f"dev/{name}": value for name, value in measured.items()})
-            self._log_scalars({f"train/{name}": value for name, value in self.objective.figures(self.model).items()})
+            self._log_scalars(
+                {
+                    f"train/{name}": value
+                    for name, value in self.objective.figures(self.model).items()
+                }
+            )
         line = {
             "epoch": self.epoch + 1,
             "step": self.total_steps,
@@ -226,13 +266,16 @@ class Trainer:
         self.save(self.out / "last.pt")
         if not is_first():
             return
-        # Rewritten from the checkpointed history, so that a resumed run neither repeats nor loses a line.
+        # Rewritten from the checkpointed history, so that a resumed run neither repeats nor loses a
+        # line.
         text = "".join(json.dumps(line) + "\n" for line in self.history)
         with written(self.out / "log.jsonl") as file:
             file.write(text)
 
     def final_metrics(self) -> dict[str, Any]:
-        """Evaluate best.pt on dev (and on test with `final_test`); write metrics.json and dev_scores.npy."""
+        """Evaluate best.pt on dev (and on test with `final_test`); write metrics.json and
+        dev_scores.npy.
+        """
         model, vocabulary, _ = load_model(self.out / "best.pt")
         model.to(self.config.device)
         scores = model_scores(model, self.dev, vocabulary)
@@ -246,7 +289,7 @@ class Trainer:
         _write_json(self.out / "metrics.json", metrics)
         return metrics
 
-    # --- checkpoints ------------------------------------------------------------------------------------------
+    # --- checkpoints ------------------------------------------------------------------------------
 
     def save(self, path: Path) -> None:
         """Write the complete state, so that a resumed run equals an uninterrupted one bit for bit."""
@@ -290,9 +333,15 @@ class Trainer:
         for settings, world in ((mine, self.world), (former, len(random))):
             settings["batch_size of all processes"] = world * settings.pop("batch_size")
         changed = [k for k in mine if k not in RESUMABLE and mine[k] != former.get(k)]
-        if changed or state["vocabulary"] != self.vocabulary.state() or state["captions"] != self.captions:
+        if (
+            changed
+            or state["vocabulary"] != self.vocabulary.state()
+            or state["captions"] != self.captions
+        ):
             what = ", ".join(f"{k} = {former.get(k)!r}" for k in changed) or "other captions"
-            raise ValueError(f"{path} was trained with {what}: cannot resume; choose another out or resume=false")
+            raise ValueError(
+                f"{path} was trained with {what}: cannot resume; choose another out or resume=false"
+            )
         self.model.load_state_dict(state["model"])
         self.objective.load_state_dict(state["objective"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -308,7 +357,7 @@ class Trainer:
         if torch.cuda.is_available() and random[self.rank]["cuda"]:
             torch.cuda.set_rng_state_all(random[self.rank]["cuda"])
 
-    # --- small helpers ----------------------------------------------------------------------------------------
+    # --- small helpers ----------------------------------------------------------------------------
 
     def _now(self) -> float:
         """Time in seconds, after synchronising a GPU, because kernels run asynchronously."""
@@ -322,12 +371,16 @@ class Trainer:
 
 
 def _read_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a checkpoint; ValueError if it is damaged. torch.load does not detect damage of the numbers themselves."""
+    """Read a checkpoint; ValueError if it is damaged. torch.load does not detect damage of the
+    numbers themselves.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
     except zipfile.BadZipFile as error:
-        raise ValueError(f"{path}: not a whole checkpoint ({error}); resume=false begins anew") from None
+        raise ValueError(
+            f"{path}: not a whole checkpoint ({error}); resume=false begins anew"
+        ) from None
     if damaged is not None:
         raise ValueError(f"{path}: damaged ({damaged}); resume=false begins anew")
     return torch.load(path, map_location="cpu", weights_only=True)
@@ -342,15 +395,20 @@ def train(config: Config) -> dict[str, Any]:
     """Run (or resume) the training that `config` describes.
 
     Returns:
-        {"metrics": {"dev": {"before": {...}, "after": {...}}, ...}, "best_rsum": float, "history": [dict per epoch]}.
+        {"metrics": {"dev": {"before": {...}, "after": {...}}, ...}, "best_rsum": float, "history":
+        [dict per epoch]}.
     """
     return Trainer(config).run()
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Train a visual-semantic embedding with any loss of itrloss.")
+    parser = argparse.ArgumentParser(
+        description="Train a visual-semantic embedding with any loss of itrloss."
+    )
     parser.add_argument("--config", metavar="FILE.toml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. loss=dcl loss_options.margin=0.2")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="e.g. loss=dcl loss_options.margin=0.2"
+    )
     args = parser.parse_intermixed_args(arguments)  # overrides may stand before --config too
     try:
         config = load_config(args.config, args.overrides)

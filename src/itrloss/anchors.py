@@ -23,28 +23,34 @@ _RANGE = 60.0  # exp(±60), and long sums of it, neither overflow nor underflow 
 
 
 class MeanStd(NamedTuple):
-    """Mean and population standard deviation (at least 1e-6) of each anchor's negatives: (A,), 0 without any."""
+    """Mean and population standard deviation (at least 1e-6) of each anchor's negatives: (A,), 0
+    without any.
+    """
 
     mean: Tensor
     std: Tensor
 
 
 class Hardest(NamedTuple):
-    """Score (A,) and index (A,) int64 of each anchor's highest-scoring negative; -inf and -1 where it has none."""
+    """Score (A,) and index (A,) int64 of each anchor's highest-scoring negative; -inf and -1 where
+    it has none.
+    """
 
     values: Tensor
     indices: Tensor
 
 
 class Anchors(Groups):
-    """The anchors of similarity matrices: the rows of one, its columns, both, or the rows of several.
+    """The anchors of similarity matrices: the rows of one, its columns, both, or the rows of
+    several.
 
-    Each anchor has candidates, the other side of its matrix. An answer is one vector (A,) over all anchors, group after
-    group; :meth:`split` returns its parts. A parameter holds one value per anchor, in the same order, or one for all.
-    All answers are differentiable unless they say otherwise.
+    Each anchor has candidates, the other side of its matrix. An answer is one vector (A,) over all
+    anchors, group after group; :meth:`split` returns its parts. A parameter holds one value per
+    anchor, in the same order, or one for all. All answers are differentiable unless they say
+    otherwise.
 
-    Anchors come from a :class:`itrloss.Similarity`, which is one (its rows), from its ``both``, from :meth:`together`
-    and from :meth:`pooled`.
+    Anchors come from a :class:`itrloss.Similarity`, which is one (its rows), from its ``both``,
+    from :meth:`together` and from :meth:`pooled`.
     """
 
     @staticmethod
@@ -54,7 +60,8 @@ class Anchors(Groups):
 
     @staticmethod
     def pooled(*anchors: Anchors) -> Anchors:
-        """Return the same anchors with the candidates of all, such as the blocks of a gallery, without concatenation.
+        """Return the same anchors with the candidates of all, such as the blocks of a gallery,
+        without concatenation.
 
         >>> v, w = torch.randn(3, 4), torch.randn(6, 4)
         >>> ids = torch.arange(3), torch.arange(6) % 3
@@ -63,12 +70,15 @@ class Anchors(Groups):
         >>> torch.allclose(Anchors.pooled(*blocks).logsumexp(5.0), whole, atol=1e-6)
         True
         """
-        groups = [sum(same, start=()) for same in zip(*(map(tuple, x._groups) for x in anchors), strict=True)]
+        groups = [
+            sum(same, start=())
+            for same in zip(*(map(tuple, x._groups) for x in anchors), strict=True)
+        ]
         if any(len({m.shape[side] for m, side in group}) > 1 for group in groups):
             raise ValueError("anchors: expected as many anchors in each block")
         return Anchors(*groups)
 
-    # -------------------------------------------------------------------------------------- groups and numbers
+    # --------------------------------------------------------------------------- groups and numbers
 
     def groups(self) -> list[Anchors]:
         """Return the anchors of each group by themselves."""
@@ -84,7 +94,7 @@ class Anchors(Groups):
         twins = {id(m): m.detach() for group in self._groups for m, _ in group}
         return Anchors(*([(twins[id(m)], side) for m, side in group] for group in self._groups))
 
-    # -------------------------------------------------------------------------------------------------- answers
+    # -------------------------------------------------------------------------------------- answers
 
     def logsumexp(
         self,
@@ -95,7 +105,8 @@ class Anchors(Groups):
         above: Limit = None,
         guide: Anchors | None = None,
     ) -> Tensor:
-        """Return (A,) ``log sum_j exp(scale_i S_ij)`` over each anchor's negatives, positives, or all candidates.
+        """Return (A,) ``log sum_j exp(scale_i S_ij)`` over each anchor's negatives, positives, or
+        all candidates.
 
         ``scale`` is a number, a tensor of one value, or one of (A,); it gets its gradient. ``below``, ``above``: see
         :meth:`sum`; with a ``guide``, the same anchors of another model's similarities, they are limits of its scores.
@@ -104,13 +115,16 @@ class Anchors(Groups):
         if over != "negatives":
             one_of("over", over, "negatives", "positives", "all")
         (a,) = as_params("scale", (scale,), self._size, self.dtype, self.device)
-        suffix, limits = ("", []) if below is above is guide is None else self._limits(below, above, guide)
+        suffix, limits = (
+            ("", []) if below is above is guide is None else self._limits(below, above, guide)
+        )
         if over == "positives" and not limits:
             return self._logsumexp_of_positives(a)
         shift, top, total = None, None, None
-        # Overflow: scores lie in [-1, 1], so one shift of all exponents keeps them below 60. The maximum of each anchor
-        # would take a further pass over the scores. Up to a scale of 60 no sum underflows. Beyond, one does only if its
-        # best score is below ``1 - 120 / a``; then the maximum is computed after all.
+        # Overflow: scores lie in [-1, 1], so one shift of all exponents keeps them below 60. The
+        # maximum of each anchor would take a further pass over the scores. Up to a scale of 60 no
+        # sum underflows. Beyond, one does only if its best score is below ``1 - 120 / a``; then the
+        # maximum is computed after all.
         if self._bounded and host_may_read(a):
             largest = abs(float((a if a.numel() == 1 else a.abs().amax()).detach()))
             if self.exchange is not None and a.numel() > 1:
@@ -119,10 +133,14 @@ class Anchors(Groups):
         if shift is not None:
             top = a.new_full((1,), shift) if shift else None
             params = (a,) if top is None else (a, top)
-            total = self._answer("sums", *params, *limits, key="exp" + suffix, over=over, guide=guide)
+            total = self._answer(
+                "sums", *params, *limits, key="exp" + suffix, over=over, guide=guide
+            )
         if total is None or (shift and self._underflown(total.detach(), over)):
             top = self._largest(a, over, below, above, guide)
-            total = self._answer("sums", a, top, *limits, key="exp" + suffix, over=over, guide=guide)
+            total = self._answer(
+                "sums", a, top, *limits, key="exp" + suffix, over=over, guide=guide
+            )
         # an empty sum gives -inf, without a gradient
         empty: Any = None if self._complete and shift is not None and not limits else total == 0
         log = (total if empty is None else total.masked_fill(empty, 1.0)).log()
@@ -130,9 +148,12 @@ class Anchors(Groups):
         return log if empty is None else log.masked_fill(empty, -math.inf)
 
     def _underflown(self, total: Tensor, over: str) -> bool:
-        """Return whether the sum of an anchor that has candidates, of any process, may have underflowed."""
+        """Return whether the sum of an anchor that has candidates, of any process, may have
+        underflowed.
+        """
         lowest = float(total.amin())
-        if not self._complete and (lowest == 0 or self.exchange is not None):  # all processes take the same path
+        # all processes take the same path
+        if not self._complete and (lowest == 0 or self.exchange is not None):
             count = self.positive_counts if over == "positives" else self.negative_counts
             count = count + self.positive_counts if over == "all" else count
             lowest = float(total.masked_fill(count == 0, math.inf).amin())
@@ -140,21 +161,39 @@ class Anchors(Groups):
         return lowest < math.exp(-_RANGE)
 
     def _limits(self, below: Limit, above: Limit, guide: Any = None) -> tuple[str, list[Tensor]]:
-        """Return the suffix of an answer's name, see :func:`itrloss.engine.answers.within`, and its parameters."""
-        named = [(name, which, x) for name, which, x in (("below", "<", below), ("above", ">", above)) if x is not None]
+        """Return the suffix of an answer's name, see :func:`itrloss.engine.answers.within`, and its
+        parameters.
+        """
+        named = [
+            (name, which, x)
+            for name, which, x in (("below", "<", below), ("above", ">", above))
+            if x is not None
+        ]
         like = self._size, self.dtype, self.device
-        limits = [as_params(name, (x.detach() if isinstance(x, Tensor) else x,), *like)[0] for name, _, x in named]
+        limits = [
+            as_params(name, (x.detach() if isinstance(x, Tensor) else x,), *like)[0]
+            for name, _, x in named
+        ]
         if guide is not None and not named:
             raise ValueError("guide: expected below or above beside it, limits of its scores")
         return GUIDED * (guide is not None) + "".join(which for _, which, _ in named), limits
 
     def _largest(
-        self, scale: Tensor, over: str, below: Limit = None, above: Limit = None, guide: Anchors | None = None
+        self,
+        scale: Tensor,
+        over: str,
+        below: Limit = None,
+        above: Limit = None,
+        guide: Anchors | None = None,
     ) -> Tensor:
         """Return (A,) ``max_j scale_i S_ij``, 0 without candidates; without a gradient."""
-        suffix, limits = ("", []) if below is above is guide is None else self._limits(below, above, guide)
+        suffix, limits = (
+            ("", []) if below is above is guide is None else self._limits(below, above, guide)
+        )
         with torch.no_grad():
-            top = self._answer("sums", scale.detach(), *limits, key="peak" + suffix, over=over, guide=guide)
+            top = self._answer(
+                "sums", scale.detach(), *limits, key="peak" + suffix, over=over, guide=guide
+            )
             return top.masked_fill(top == -math.inf, 0.0)
 
     def _logsumexp_of_positives(self, scale: Tensor) -> Tensor:
@@ -163,7 +202,9 @@ class Anchors(Groups):
             a = scale if scale.numel() == 1 or index is None else self.gathered(scale)[index]
             top = (a * scores).detach()
             if index is not None:
-                whole = top.new_full((sum(self.whole_sizes),), -math.inf).scatter_reduce(0, index, top, "amax")
+                whole = top.new_full((sum(self.whole_sizes),), -math.inf).scatter_reduce(
+                    0, index, top, "amax"
+                )
                 top = self.merged(whole, maximum=True)
                 top = top.masked_fill(top == -math.inf, 0.0)
         else:
@@ -186,14 +227,17 @@ class Anchors(Groups):
         return MeanStd(centre + first, (second - first.square()).clamp_min(1e-12).sqrt())
 
     def entropy(self, temperature: float = 1.0) -> Tensor:
-        """Return (A,) ``-sum_{j in neg(i)} P_ij log2 P_ij``, ``P_i`` the softmax of ``S_i / temperature`` over all."""
+        """Return (A,) ``-sum_{j in neg(i)} P_ij log2 P_ij``, ``P_i`` the softmax of ``S_i /
+        temperature`` over all.
+        """
         check_number("temperature", temperature, positive=True)
         a = torch.full((1,), 1 / temperature, dtype=self.dtype, device=self.device)
-        best = torch.ones_like(a)  # exponents are -20 at least, if no score is above 1 and no temperature below 0.1
+        # exponents are -20 at least, if no score is above 1 and no temperature below 0.1
+        best = torch.ones_like(a)
         if temperature < 0.1 or not self._bounded:
             best = self._largest(best, "all")
-        # With z = a (S - best): the sums of exp(z) and z exp(z) over negatives, and that of exp(z) over all. Exponents
-        # are near 0, where float32 is accurate, and no large numbers cancel.
+        # With z = a (S - best): the sums of exp(z) and z exp(z) over negatives, and that of exp(z)
+        # over all. Exponents are near 0, where float32 is accurate, and no large numbers cancel.
         negatives, information = self._answer("sums", a, best, key="information")
         total = negatives + self.sum_of_positives(exponential, a, best)
         total = total.clamp_min(1e-9)  # at least exp(-20), unless the sum is empty
@@ -209,14 +253,15 @@ class Anchors(Groups):
         above: Limit = None,
         guide: Anchors | None = None,
     ) -> Tensor:
-        """Return (A,) ``sum_{j in neg(i)} term(S_ij, *params_i)``, 0 for an anchor without negatives.
+        """Return (A,) ``sum_{j in neg(i)} term(S_ij, *params_i)``, 0 for an anchor without
+        negatives.
 
-        ``term`` is a function that :func:`itrloss.pair_term` registered; parameters get their gradients. Negatives, or
-        what the sum is ``over``, count only with a score below ``below`` and above ``above``: numbers, or (A,) limits,
-        which get no gradient.
+        ``term`` is a function that :func:`itrloss.pair_term` registered; parameters get their
+        gradients. Negatives, or what the sum is ``over``, count only with a score below ``below``
+        and above ``above``: numbers, or (A,) limits, which get no gradient.
 
-        With a ``guide``, the same anchors of another similarity, the sum is of ``term(S_ij, G_ij, *params_i)``
-        with its scores G, which get no gradient: those of a teacher, for instance.
+        With a ``guide``, the same anchors of another similarity, the sum is of ``term(S_ij, G_ij,
+        *params_i)`` with its scores G, which get no gradient: those of a teacher, for instance.
         """
         if over != "negatives":
             one_of("over", over, "negatives", "positives", "all")
@@ -224,10 +269,13 @@ class Anchors(Groups):
         suffix, limits = ("", []) if below is above is None else self._limits(below, above)
         if guide is not None and limits:
             raise ValueError("guide: expected no limits beside it, as the term gets its scores")
-        return self._answer("sums", *tensors, *limits, key=term_name(term) + suffix, over=over, guide=guide)
+        return self._answer(
+            "sums", *tensors, *limits, key=term_name(term) + suffix, over=over, guide=guide
+        )
 
     def sum_of_positives(self, term: Term, *params: float | Tensor) -> Tensor:
-        """Return (A,) ``sum_{p in pos(i)} term(S_ip, *params_i)``, 0 for an anchor without positives.
+        """Return (A,) ``sum_{p in pos(i)} term(S_ip, *params_i)``, 0 for an anchor without
+        positives.
 
         ``term`` is as in :meth:`sum`. The gradient goes straight to the embeddings of the pairs.
         """
@@ -245,7 +293,9 @@ class Anchors(Groups):
         return all(m.pairs.listable for group in self._groups for m, _ in group)
 
     def _positives(self) -> tuple[Tensor, Tensor | None]:
-        """Return the (P,) scores of the positive pairs, and (P,) their anchors; None: pair i belongs to anchor i."""
+        """Return the (P,) scores of the positive pairs, and (P,) their anchors; None: pair i
+        belongs to anchor i.
+        """
         scores: list[Tensor] = []
         index: list[Tensor] = []
         first, before = 0, None
@@ -270,30 +320,43 @@ class Anchors(Groups):
     def hinge_sum(self, margin: float) -> Tensor:
         """Return (A,) ``sum_{p in pos(i)} sum_{j in neg(i)} max(margin - S_ip + S_ij, 0)``.
 
-        Memory grows with the number of positive pairs, work with the largest number of positives of an anchor.
+        Memory grows with the number of positive pairs, work with the largest number of positives of
+        an anchor.
         """
         if not (self.one_to_one or self._listable()):
             if any(len(group) > 1 for group in self._groups):
                 raise ValueError("hinge_sum: expected the candidates of an anchor in one matrix")
             if self.exchange is not None:
-                raise ValueError("hinge_sum: torch.compile cannot list the positives of a batch that processes share")
+                raise ValueError(
+                    "hinge_sum: torch.compile cannot list the positives of a batch that processes share"
+                )
             return self._answer("sorted_hinges", margin=margin)
         thresholds, index = self._positives()
         if index is not None:  # (slots, A), inf where an anchor has fewer positives
             size, counts = sum(self.whole_sizes), self.positive_counts
             slot, most = slots(index, size), int(counts.amax())
-            if self.exchange is not None:  # an anchor has its own slots for the candidates of each process
-                slot, most = slot + self.exchange.earlier()[index], int(self.exchange.processes.largest(most))
-            table = self.merged(thresholds.new_zeros(max(1, most), size).index_put((slot, index), thresholds))
+            # an anchor has its own slots for the candidates of each process
+            if self.exchange is not None:
+                slot, most = (
+                    slot + self.exchange.earlier()[index],
+                    int(self.exchange.processes.largest(most)),
+                )
+            table = self.merged(
+                thresholds.new_zeros(max(1, most), size).index_put((slot, index), thresholds)
+            )
             empty = torch.arange(len(table), device=self.device)[:, None] >= counts
             thresholds = table.masked_fill(empty, math.inf)
         return self._answer("sums", thresholds.view(-1, self._size) - margin, key="hinges")
 
     def hardest_negatives(self, below: Limit = None) -> Hardest:
-        """Return the (A,) scores and indices of each anchor's highest-scoring negative; gradients go to that pair.
+        """Return the (A,) scores and indices of each anchor's highest-scoring negative; gradients
+        go to that pair.
 
-        With ``below``, see :meth:`sum`, of those that score below it: with the score of a positive, a semi-hard one.
+        With ``below``, see :meth:`sum`, of those that score below it: with the score of a positive,
+        a semi-hard one.
         """
         if self.exchange is not None and any(len(group) > 1 for group in self._groups):
-            raise ValueError("hardest_negatives: expected one matrix of candidates where processes share a batch")
+            raise ValueError(
+                "hardest_negatives: expected one matrix of candidates where processes share a batch"
+            )
         return Hardest(*self._answer("hardest", *self._limits(below, None)[1]))

@@ -14,7 +14,9 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class Names(NamedTuple):
-    """What the caller calls the two sides of a similarity matrix, and their ids: nothing, if it does not take any."""
+    """What the caller calls the two sides of a similarity matrix, and their ids: nothing, if it
+    does not take any.
+    """
 
     rows: str = "rows"
     cols: str = "cols"
@@ -51,8 +53,11 @@ def check_size(name: str, value: object) -> None:
         raise ValueError(f"{name}: expected at least 1, got {value}")
 
 
-def check_matrix(name: str, x: Any, shape: str, check_finite: bool = False, dims: int = 2, empty: bool = False) -> None:
-    """Raise an error unless ``x`` is a floating-point tensor of ``dims`` dimensions, none of them of size 0.
+def check_matrix(
+    name: str, x: Any, shape: str, check_finite: bool = False, dims: int = 2, empty: bool = False
+) -> None:
+    """Raise an error unless ``x`` is a floating-point tensor of ``dims`` dimensions, none of them
+    of size 0.
 
     With ``empty`` there may be no rows, as in one process of several.
     """
@@ -64,10 +69,21 @@ def check_matrix(name: str, x: Any, shape: str, check_finite: bool = False, dims
         require_finite(name, x)
 
 
-def check_embeddings(rows: Any, cols: Any, check_finite: bool, names: Names, empty: bool = False) -> None:
+def check_embeddings(
+    rows: Any, cols: Any, check_finite: bool, names: Names, empty: bool = False
+) -> None:
     """Raise an error unless (N, D) and (M, D) embeddings match in dimension, dtype and device."""
-    if isinstance(rows, Tensor) and isinstance(cols, Tensor) and rows.dim() == cols.dim() == 2 and not check_finite:
-        alike = rows.dtype == cols.dtype and rows.device == cols.device and rows.shape[1] == cols.shape[1]
+    if (
+        isinstance(rows, Tensor)
+        and isinstance(cols, Tensor)
+        and rows.dim() == cols.dim() == 2
+        and not check_finite
+    ):
+        alike = (
+            rows.dtype == cols.dtype
+            and rows.device == cols.device
+            and rows.shape[1] == cols.shape[1]
+        )
         if alike and rows.is_floating_point() and rows.numel() and cols.numel():
             return  # the fast path of nearly all calls
     check_matrix(names.rows, rows, "(N, D)", check_finite, empty=empty)
@@ -84,13 +100,16 @@ def check_alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
         expected = f"float64 beside float64 {other_name} and beside no others"
         raise TypeError(f"{name}: expected {expected}, got {x.dtype} beside {other.dtype}")
     if x.device != other.device:
-        raise ValueError(f"{name}: expected device {other.device} like {other_name}, got {x.device}")
+        raise ValueError(
+            f"{name}: expected device {other.device} like {other_name}, got {x.device}"
+        )
 
 
 def require_finite(name: str, x: Tensor) -> None:
     """Raise a ValueError for nan or infinity. Synchronises with an accelerator."""
     x = x.detach().T if x.stride(0) < x.stride(1) else x.detach()  # contiguous, as in memory
-    # In parts, as the matrix may be memory-mapped. A nan is both extremes, found in a tenth of the time of isfinite.
+    # In parts, as the matrix may be memory-mapped. A nan is both extremes, found in a tenth of the
+    # time of isfinite.
     ends = [end for part in x.split(max(1, _AT_ONCE // x.shape[1])) for end in part.aminmax()]
     if not bool(torch.stack(ends).isfinite().all()):
         raise ValueError(f"{name}: expected finite values, got nan or infinity")
@@ -98,7 +117,12 @@ def require_finite(name: str, x: Tensor) -> None:
 
 def as_ids(name: str, ids: Any, size: int, device: torch.device) -> Tensor:
     """Return a copy of the ids as a (size,) int64 tensor on the device."""
-    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+    if (
+        not isinstance(ids, Tensor)
+        or ids.is_floating_point()
+        or ids.is_complex()
+        or ids.dtype == torch.bool
+    ):
         raise TypeError(f"{name}: expected an integer tensor of shape ({size},), got {_type(ids)}")
     if ids.shape != (size,):
         raise ValueError(f"{name}: expected shape ({size},), got {tuple(ids.shape)}")
@@ -108,7 +132,9 @@ def as_ids(name: str, ids: Any, size: int, device: torch.device) -> Tensor:
 def check_ids(
     row_ids: Any, col_ids: Any, n: int, m: int, device: torch.device, names: Names
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the (N,) and (M,) int64 ids, or None where they are left out; column ids may come alone."""
+    """Return the (N,) and (M,) int64 ids, or None where they are left out; column ids may come
+    alone.
+    """
     if col_ids is None:
         if row_ids is not None:
             raise ValueError(f"{names.col_ids}: expected ids to go with {names.row_ids}, got None")
@@ -116,14 +142,20 @@ def check_ids(
             raise ValueError(f"{names.cols}: expected as many as {names.rows}, {n}, got {m}")
         if n != m:
             got = f"{n} {names.rows} and {m} {names.cols}"
-            raise ValueError(f"{names.row_ids}, {names.col_ids}: needed for {got}; only N = M has a default pairing")
+            raise ValueError(
+                f"{names.row_ids}, {names.col_ids}: needed for {got}; only N = M has a default pairing"
+            )
         return None, None
     rows = None if row_ids is None else as_ids(names.row_ids, row_ids, n, device)
     return rows, as_ids(names.col_ids, col_ids, m, device)
 
 
-def as_params(name: str, params: tuple[Any, ...], size: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Return parameters, numbers or tensors of one value or ``size`` values, as tensors of shape (1,) or (size,)."""
+def as_params(
+    name: str, params: tuple[Any, ...], size: int, dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
+    """Return parameters, numbers or tensors of one value or ``size`` values, as tensors of shape
+    (1,) or (size,).
+    """
     tensors = []
     for p in params:
         if not isinstance(p, Tensor):
@@ -155,7 +187,9 @@ class WholeState(nn.Module):
         for name, own in self._buffers.items():
             loaded = state_dict.get(prefix + name)
             if own is not None and loaded is not None and loaded.shape != own.shape:
-                args[-1].append(f"{prefix}{name}: expected shape {tuple(own.shape)}, got {tuple(loaded.shape)}")
+                args[-1].append(
+                    f"{prefix}{name}: expected shape {tuple(own.shape)}, got {tuple(loaded.shape)}"
+                )
                 return
         super()._load_from_state_dict(state_dict, prefix, *args)
 

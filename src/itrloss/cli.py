@@ -20,8 +20,24 @@ from torch import Tensor
 
 from . import files, report
 from .checks import Names, check_number, check_size, one_of, require_finite
-from .comparison import CALIBRATED, METHODS, PLAIN, Entry, RerankerComparison, compare_rerankers, protocol_table, table
-from .metrics import coco_protocol, default_ids, fold_repeated, latex_table, retrieval_results, save_trec
+from .comparison import (
+    CALIBRATED,
+    METHODS,
+    PLAIN,
+    Entry,
+    RerankerComparison,
+    compare_rerankers,
+    protocol_table,
+    table,
+)
+from .metrics import (
+    coco_protocol,
+    default_ids,
+    fold_repeated,
+    latex_table,
+    retrieval_results,
+    save_trec,
+)
 from .metrics.labels import fold_parts
 from .metrics.protocols import check_coco
 from .plan import LOSSES, Machine, plan, plan_table
@@ -37,7 +53,8 @@ _ARGUMENTS = re.compile(r"(?<![\w/.-])(image_ids|text_ids|folds(?=:))(?![./-]?\w
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit status."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal without Greek letters and arrows gets question marks
+        # a terminal without Greek letters and arrows gets question marks
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     args, before = _parser().parse_args(arguments), signal.getsignal(signal.SIGTERM)
 
@@ -46,8 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"itrloss {args.command}: {text}", file=sys.stderr)
 
     try:
-        with contextlib.suppress(ValueError):  # outside the main thread, which alone may set handlers
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # removes temporary files
+        # outside the main thread, which alone may set handlers
+        with contextlib.suppress(ValueError):
+            # removes temporary files
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         with warnings.catch_warnings():
             warnings.simplefilter("always", UserWarning)
             warnings.showwarning = lambda message, *_, **__: say(message)
@@ -60,18 +79,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     finally:
         with contextlib.suppress(ValueError):
-            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # None: a handler in C, which cannot be set again
+            # None: a handler in C, which cannot be set again
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="itrloss", description="Losses and re-rankers for image-text retrieval.")
+    parser = argparse.ArgumentParser(
+        prog="itrloss", description="Losses and re-rankers for image-text retrieval."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     about = "Recalls of {} before and after re-ranking, by every method."
-    scores, embeddings = "a saved matrix of scores (n_images, n_texts)", "saved embeddings (n_images, D), (n_texts, D)"
-    rerank = commands.add_parser("rerank", help=f"re-rank {scores}", description=about.format(scores))
+    scores, embeddings = (
+        "a saved matrix of scores (n_images, n_texts)",
+        "saved embeddings (n_images, D), (n_texts, D)",
+    )
+    rerank = commands.add_parser(
+        "rerank", help=f"re-rank {scores}", description=about.format(scores)
+    )
     rerank.add_argument("--transpose", action="store_true", help="the matrices have texts as rows")
-    evaluate = commands.add_parser("eval", help=f"re-rank {embeddings}", description=about.format(embeddings))
+    evaluate = commands.add_parser(
+        "eval", help=f"re-rank {embeddings}", description=about.format(embeddings)
+    )
     evaluate.set_defaults(transpose=False)
     for command, inputs in ((rerank, ("scores",)), (evaluate, ("images", "texts"))):
         command.set_defaults(inputs=inputs, run=_run)
@@ -90,12 +119,38 @@ def _add_plan(commands: Any) -> None:
     add("--dim", type=int, required=True, metavar="D", help="dimensions of the embeddings")
     add("--gpus", type=int, nargs="+", required=True, metavar="W", help="numbers of GPUs")
     add("--loss", choices=LOSSES, default="InfoNCELoss", help=", ".join(LOSSES))
-    add("--bytes", type=int, choices=(2, 4), default=2, help="of an element of the embeddings: 2 in half precision (2)")
-    add("--tflops", type=float, default=machine.tflops, help=f"10¹² FLOP/s in matrix products ({machine.tflops:g})")
-    add("--link", type=float, default=machine.link, help=f"GB/s sent to GPUs of the same node ({machine.link:g})")
-    add("--network", type=float, default=machine.network, help=f"GB/s a GPU sends to other nodes ({machine.network:g})")
+    add(
+        "--bytes",
+        type=int,
+        choices=(2, 4),
+        default=2,
+        help="of an element of the embeddings: 2 in half precision (2)",
+    )
+    add(
+        "--tflops",
+        type=float,
+        default=machine.tflops,
+        help=f"10¹² FLOP/s in matrix products ({machine.tflops:g})",
+    )
+    add(
+        "--link",
+        type=float,
+        default=machine.link,
+        help=f"GB/s sent to GPUs of the same node ({machine.link:g})",
+    )
+    add(
+        "--network",
+        type=float,
+        default=machine.network,
+        help=f"GB/s a GPU sends to other nodes ({machine.network:g})",
+    )
     add("--node", type=int, default=machine.node, help=f"GPUs of a node ({machine.node})")
-    add("--latency", type=float, default=machine.latency, help=f"microseconds of an exchange ({machine.latency:g})")
+    add(
+        "--latency",
+        type=float,
+        default=machine.latency,
+        help=f"microseconds of an exchange ({machine.latency:g})",
+    )
 
 
 def _plan(args: argparse.Namespace) -> None:
@@ -108,7 +163,11 @@ def _plan(args: argparse.Namespace) -> None:
     for name, value in machine._asdict().items():
         check_number(f"--{name}", value, positive=True)
     passes = LOSSES[args.loss]
-    plans = [x for gpus in args.gpus for x in plan(gpus, args.batch, texts, args.dim, args.bytes, passes, machine)]
+    plans = [
+        x
+        for gpus in args.gpus
+        for x in plan(gpus, args.batch, texts, args.dim, args.bytes, passes, machine)
+    ]
     inputs = f"{args.batch:,} images, {texts:,} texts, {args.dim} dimensions of {args.bytes} bytes"
     print(f"{args.loss}, {inputs}: the part of a GPU")
     print(plan_table(plans))
@@ -117,44 +176,95 @@ def _plan(args: argparse.Namespace) -> None:
 def _add_arguments(parser: argparse.ArgumentParser, inputs: Sequence[str]) -> None:
     add = parser.add_argument
     for name in inputs:
-        add(name, type=Path, help="*.npy, *.npz, *.pt, *.pkl; or what np.save made of a dictionary of arrays")
+        add(
+            name,
+            type=Path,
+            help="*.npy, *.npz, *.pt, *.pkl; or what np.save made of a dictionary of arrays",
+        )
     what = "the same of held-out pairs: calibrate Fast Re-ranking on them"
-    add("--val", type=Path, nargs=len(inputs), metavar=tuple(name.upper() for name in inputs), help=what)
+    add(
+        "--val",
+        type=Path,
+        nargs=len(inputs),
+        metavar=tuple(name.upper() for name in inputs),
+        help=what,
+    )
     bank = "other {}: look for hubs in their {}, not in the test queries"
-    kinds = ("embeddings",) * 2 if len(inputs) == 2 else ("scores (B, n_texts)", "scores (n_images, B)")
+    kinds = (
+        ("embeddings",) * 2 if len(inputs) == 2 else ("scores (B, n_texts)", "scores (n_images, B)")
+    )
     for name, kind in zip(("images", "texts"), kinds, strict=True):
         add(f"--bank-{name}", type=Path, metavar="FILE", help=bank.format(name, kind))
     add("--key", help="of the array in files with several (sims, or the only one)")
     what = "integers, equal where image and text match; a line each in .txt"
     add("--image-ids", type=Path, metavar="FILE", help=what)
-    add("--text-ids", type=Path, metavar="FILE", help="default: as many consecutive texts an image as there are")
-    add("--methods", nargs="+", choices=METHODS, default=tuple(METHODS), metavar="METHOD", help=", ".join(METHODS))
+    add(
+        "--text-ids",
+        type=Path,
+        metavar="FILE",
+        help="default: as many consecutive texts an image as there are",
+    )
+    add(
+        "--methods",
+        nargs="+",
+        choices=METHODS,
+        default=tuple(METHODS),
+        metavar="METHOD",
+        help=", ".join(METHODS),
+    )
     for name, symbols in (("i2t", ("γ1", "γ2")), ("t2i", ("λ1", "λ2"))):
         default = getattr(FastReranker(), name)
         what = f"of Fast Re-ranking ({default[0]:g} {default[1]:g})"
         add(f"--{name}", type=float, nargs=2, default=default, metavar=symbols, help=what)
     what = "retrieve within each Nth of the images; 5: MSCOCO's 5-fold 1K"
     add("--folds", type=int, default=1, metavar="N", help=what)
-    add("--memory", action="store_true", help="run every method once more, to see how much memory it takes")
+    add(
+        "--memory",
+        action="store_true",
+        help="run every method once more, to see how much memory it takes",
+    )
     what = "whose results go into files; default: the first of --methods, calibrated by --val"
     add("--write", metavar="METHOD", help=what)
     add("--out", type=Path, metavar="FILE.npz", help="its scores i2t and t2i, (n_images, n_texts)")
-    add("--rankings", type=Path, metavar="FILE.npz", help="its best candidates i2t (n_images, k) and t2i (n_texts, k)")
+    add(
+        "--rankings",
+        type=Path,
+        metavar="FILE.npz",
+        help="its best candidates i2t (n_images, k) and t2i (n_texts, k)",
+    )
     add("--top", type=int, default=10, metavar="K", help="how many for --rankings and --trec (10)")
     add("--queries", type=Path, metavar="FILE.csv", help="ranks and precisions of every query")
-    add("--trec", type=Path, metavar="FOLDER", help="its --top best candidates, as run and qrels files")
+    add(
+        "--trec",
+        type=Path,
+        metavar="FOLDER",
+        help="its --top best candidates, as run and qrels files",
+    )
     add("--latex", type=Path, metavar="FILE.tex", help="recalls of all methods as a table")
-    add("--protocol", choices=["coco"], help="MSCOCO's 1K, 5K, CxC and ECCV Caption, before and after re-ranking")
+    add(
+        "--protocol",
+        choices=["coco"],
+        help="MSCOCO's 1K, 5K, CxC and ECCV Caption, before and after re-ranking",
+    )
     add("--report", type=Path, metavar="FILE.html", help="a page on hubs, who gained and who lost")
     add("--image-names", type=Path, metavar="FILE.txt", help="a line an image, for the report")
-    add("--text-names", type=Path, metavar="FILE.txt", help="a line a text, for the report: the captions")
+    add(
+        "--text-names",
+        type=Path,
+        metavar="FILE.txt",
+        help="a line a text, for the report: the captions",
+    )
 
 
 def _run(args: argparse.Namespace) -> None:
     outputs = _outputs(args)
     if (args.image_ids is None) != (args.text_ids is None):
         raise ValueError("--image-ids, --text-ids: expected both or neither")
-    ids = None if args.image_ids is None else (files.read_ids(args.image_ids), files.read_ids(args.text_ids))
+    ids = (
+        None
+        if args.image_ids is None
+        else (files.read_ids(args.image_ids), files.read_ids(args.text_ids))
+    )
     paths = [getattr(args, name) for name in args.inputs]
     sim = _similarity(args, paths, ids)
     validation = None if args.val is None else _similarity(args, args.val)
@@ -165,7 +275,10 @@ def _run(args: argparse.Namespace) -> None:
         check_coco(sim.shape)
     if args.report:
         report.check()
-    names = _names(args.image_names, "image", sim.shape[0]), _names(args.text_names, "text", sim.shape[1])
+    names = (
+        _names(args.image_names, "image", sim.shape[0]),
+        _names(args.text_names, "text", sim.shape[1]),
+    )
     fast = FastReranker(tuple(args.i2t), tuple(args.t2i))
     n, m = sim.shape
     each = "by the ids given" if ids else f"{m // n} an image, one behind the other"
@@ -176,7 +289,9 @@ def _run(args: argparse.Namespace) -> None:
         if sys.stderr.isatty():
             print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
-    comparison = compare_rerankers(sim, args.methods, banks, validation, fast, progress, args.memory, args.folds)
+    comparison = compare_rerankers(
+        sim, args.methods, banks, validation, fast, progress, args.memory, args.folds
+    )
     progress("")
     print(table(comparison))
     if not args.protocol and not outputs:
@@ -198,18 +313,23 @@ def _outputs(args: argparse.Namespace) -> list[Path]:
         for path in value if isinstance(value, list) else [value]:
             if isinstance(path, Path) and name not in (*_RESULTS, "trec"):
                 taken[os.path.realpath(path)] = name.replace("_", "-")
-    outputs = {name: getattr(args, name) for name in (*_RESULTS, "trec") if getattr(args, name) is not None}
+    outputs = {
+        name: getattr(args, name) for name in (*_RESULTS, "trec") if getattr(args, name) is not None
+    }
     for name, path in outputs.items():
         path = path / "i2t.run" if name == "trec" else path
         if not path.parent.is_dir():
             raise ValueError(f"{path}: there is no directory {path.parent}")
         if path.is_dir():
             raise ValueError(f"{path}: expected a file to write, got a directory")
-        if name in ("out", "rankings") and path.exists() and not path.is_file():  # archives need to seek
+        # archives need to seek
+        if name in ("out", "rankings") and path.exists() and not path.is_file():
             raise ValueError(f"{path}: expected a file to write, got a device or a pipe")
         place = os.path.realpath(path)
         if place in taken:
-            raise ValueError(f"{path}: expected a file of its own for a result, got that of {taken[place]}")
+            raise ValueError(
+                f"{path}: expected a file of its own for a result, got that of {taken[place]}"
+            )
         taken[place] = name
     if args.write is not None:
         calibrated = [CALIBRATED] if args.val and "fast" in args.methods else []
@@ -224,14 +344,20 @@ def _matrix(args: argparse.Namespace, path: Path) -> Tensor:
     return matrix.T if args.transpose else matrix
 
 
-def _similarity(args: argparse.Namespace, paths: list[Path], ids: tuple[Tensor, Tensor] | None = None) -> Similarity:
+def _similarity(
+    args: argparse.Namespace, paths: list[Path], ids: tuple[Tensor, Tensor] | None = None
+) -> Similarity:
     """Return the similarities of scores or of embeddings; errors name the files."""
     matrices, by_scores = [_matrix(args, path) for path in paths], len(paths) == 1
     if ids is None:
         n, m = matrices[0].shape
         if by_scores and n > m and n % m == 0:
             what = "with --transpose it has" if args.transpose else "it has"
-            how = "leave --transpose out" if args.transpose else "pass --transpose, or --image-ids and --text-ids"
+            how = (
+                "leave --transpose out"
+                if args.transpose
+                else "pass --transpose, or --image-ids and --text-ids"
+            )
             got = f"{what} {n} rows and {m} columns, as if texts were"
             raise ValueError(f"{paths[0]}: expected images as rows; {got}: {how}")
         matrices[0] = fold_repeated(matrices[0])
@@ -253,7 +379,9 @@ def _bank(args: argparse.Namespace, sim: Similarity, side: int) -> Tensor | None
     path, one = (args.bank_images, args.bank_texts)[side], ("image", "text")[side]
     if path is None:
         if sim.shape[side] == 1 and set(args.methods) - {"k-reciprocal"}:
-            text = f"a single {one} is compared with no other, so that re-ranking cannot rank for it"
+            text = (
+                f"a single {one} is compared with no other, so that re-ranking cannot rank for it"
+            )
             raise ValueError(f"{text}: --bank-{one}s has others")
         return None
     bank, by_scores = _matrix(args, path), sim._inputs is None
@@ -274,9 +402,13 @@ def _check_folds(args: argparse.Namespace, sim: Similarity, banks: Sequence[Tens
     if args.folds == n:
         raise ValueError(f"--folds: {n} are parts of one image, where there is nothing to re-rank")
     if args.out or args.rankings:
-        raise ValueError("--folds: nothing is ranked among all candidates then, as --out and --rankings have it")
+        raise ValueError(
+            "--folds: nothing is ranked among all candidates then, as --out and --rankings have it"
+        )
     if sim._inputs is None and any(bank is not None for bank in banks):
-        raise ValueError("--folds: banks of scores contain all candidates, those of a part are others")
+        raise ValueError(
+            "--folds: banks of scores contain all candidates, those of a part are others"
+        )
     fold_parts(sim, args.folds, whole=True)  # for its errors
 
 
@@ -286,12 +418,16 @@ def _names(path: Path | None, item: str, size: int) -> list[str]:
         return [f"{item} {i}" for i in range(size)]
     lines = files.read_lines(path)
     if len(lines) != size:
-        raise ValueError(f"{path}: expected a line for each of the {size} {item}s, got {len(lines)}")
+        raise ValueError(
+            f"{path}: expected a line for each of the {size} {item}s, got {len(lines)}"
+        )
     return lines
 
 
 def _entry(args: argparse.Namespace, comparison: RerankerComparison) -> Entry:
-    """What is written: that of --write, or the first method, calibrated if it was; by the bank if tried both ways."""
+    """What is written: that of --write, or the first method, calibrated if it was; by the bank if
+    tried both ways.
+    """
     name, names = args.write, [entry.name for entry in comparison.entries]
     if name is None:
         if len(names) == 1:
@@ -303,11 +439,17 @@ def _entry(args: argparse.Namespace, comparison: RerankerComparison) -> Entry:
 
 
 def _write(
-    args: argparse.Namespace, comparison: RerankerComparison, entry: Entry, title: str, names: Sequence[Sequence[str]]
+    args: argparse.Namespace,
+    comparison: RerankerComparison,
+    entry: Entry,
+    title: str,
+    names: Sequence[Sequence[str]],
 ) -> None:
     arrays, sim = {}, comparison.sim
     if args.out:
-        arrays[args.out] = (sim.scores(),) * 2 if entry.reranker is None else entry.reranker.rerank(sim)
+        arrays[args.out] = (
+            (sim.scores(),) * 2 if entry.reranker is None else entry.reranker.rerank(sim)
+        )
     if args.rankings or args.trec:
         best = retrieval_results(sim, reranker=entry.reranker, hubness_k=args.top, folds=args.folds)
         if args.rankings:
@@ -322,7 +464,9 @@ def _write(
             entry.results.write(file)
     if args.latex:
         with files.written(args.latex) as file:
-            file.write(latex_table({f"{x.name} {x.hubs}".strip(): x.results for x in comparison.entries}))
+            file.write(
+                latex_table({f"{x.name} {x.hubs}".strip(): x.results for x in comparison.entries})
+            )
     if args.report:
         with files.written(args.report) as file:
             file.write(page(comparison, entry, title, names))

@@ -1,4 +1,6 @@
-"""All re-rankers on one set of scores: what ``itrloss rerank`` and ``itrloss eval`` print and write."""
+"""All re-rankers on one set of scores: what ``itrloss rerank`` and ``itrloss eval`` print and
+write.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ METHODS: dict[str, type[Reranker]] = {
     "multi-factor": rerank.MultiFactorReranker,
     "k-reciprocal": rerank.KReciprocalReranker,
 }
-K_RECIPROCAL_ITEMS = 12_000  # from so many, (N + M)² numbers a few times over are more than most machines have
+# from so many, (N + M)² numbers a few times over are more than most machines have
+K_RECIPROCAL_ITEMS = 12_000
 PLAIN = "no re-ranking"
 CALIBRATED = "fast, calibrated"
 Banks = tuple[Tensor | None, Tensor | None]  # of images and of texts
@@ -47,11 +50,14 @@ class Entry:
     results: RetrievalResults
     change: Comparison  # of the RSUM
     seconds: float
-    peak_mb: float | None  # memory beyond the scores or embeddings, 10⁶ bytes; None where nothing tells
+    # memory beyond the scores or embeddings, 10⁶ bytes; None where nothing tells
+    peak_mb: float | None
 
     @property
     def hubs(self) -> str:
-        """Where the hubs were looked for: ``"test"``, ``"bank"``, ``"bank i2t"`` if only that has one, or ``""``."""
+        """Where the hubs were looked for: ``"test"``, ``"bank"``, ``"bank i2t"`` if only that has
+        one, or ``""``.
+        """
         if self.reranker is None:
             return ""
         i2t, t2i = self.reranker.transductive
@@ -63,7 +69,9 @@ class Entry:
     def looks_at(self) -> str:
         """The same in words."""
         kind, _, way = self.hubs.partition(" ")
-        return {"": "", "test": "the test queries", "bank": "the bank"}[kind] + (f" ({way})" if way else "")
+        return {"": "", "test": "the test queries", "bank": "the bank"}[kind] + (
+            f" ({way})" if way else ""
+        )
 
 
 @dataclass(frozen=True)
@@ -90,8 +98,10 @@ def compare_rerankers(
     Args:
         sim: what is re-ranked, with ids.
         methods: names in :data:`METHODS`.
-        banks: queries of another set, of images and of texts, see :meth:`itrloss.rerank.Reranker.fit`.
-        validation: held-out pairs that Fast Re-ranking is calibrated on, beside its numbers in ``fast``.
+        banks: queries of another set, of images and of texts, see
+            :meth:`itrloss.rerank.Reranker.fit`.
+        validation: held-out pairs that Fast Re-ranking is calibrated on, beside its numbers in
+            ``fast``.
         fast: Fast Re-ranking as it is to be tried; its defaults if left out.
         progress: told what is done next.
         memory: run every method once more, and see how much memory it takes.
@@ -104,7 +114,9 @@ def compare_rerankers(
         if kind.needs_embeddings and sim._inputs is None:
             left_out[name] = "needs embeddings: itrloss eval"
         elif name == "k-reciprocal" and sum(sim.shape) > folds * K_RECIPROCAL_ITEMS:
-            left_out[name] = f"holds (N + M)² numbers, too many from {folds * K_RECIPROCAL_ITEMS} items on"
+            left_out[name] = (
+                f"holds (N + M)² numbers, too many from {folds * K_RECIPROCAL_ITEMS} items on"
+            )
         elif kind.needs_bank and None in banks:
             left_out[name] = "needs banks of queries: --bank-images and --bank-texts"
         else:
@@ -129,10 +141,18 @@ def compare_rerankers(
     return RerankerComparison(sim, entries, left_out)
 
 
-def _made(name: str, banks: Banks | None, fast: FastReranker | None, validation: Similarity | None) -> Reranker:
+def _made(
+    name: str, banks: Banks | None, fast: FastReranker | None, validation: Similarity | None
+) -> Reranker:
     if validation is None:
-        made = FastReranker(fast.i2t, fast.t2i) if name == "fast" and fast is not None else METHODS[name]()
-    elif banks is not None and validation._inputs is not None:  # banks of embeddings fit the validation set too
+        made = (
+            FastReranker(fast.i2t, fast.t2i)
+            if name == "fast" and fast is not None
+            else METHODS[name]()
+        )
+    elif (
+        banks is not None and validation._inputs is not None
+    ):  # banks of embeddings fit the validation set too
         return FastReranker().fit(*banks).calibrate(validation)
     else:  # scores of a bank are of the test candidates
         made = FastReranker().calibrate(validation)
@@ -142,10 +162,15 @@ def _made(name: str, banks: Banks | None, fast: FastReranker | None, validation:
 def table(comparison: RerankerComparison) -> str:
     """Return one line a method, of at most 100 columns."""
     measured = any(entry.peak_mb is not None for entry in comparison.entries)
-    lines = [f"{'':16} {'hubs in':8} {_RECALLS} {'change (95 %)':>20} {'time':>6}" + f" {'MB':>5}" * measured]
+    lines = [
+        f"{'':16} {'hubs in':8} {_RECALLS} {'change (95 %)':>20} {'time':>6}"
+        + f" {'MB':>5}" * measured
+    ]
     for entry in comparison.entries:
         c = entry.change
-        change = "" if entry.reranker is None else f"{c.difference:+.1f} ({c.low:+.1f}, {c.high:+.1f})"
+        change = (
+            "" if entry.reranker is None else f"{c.difference:+.1f} ({c.low:+.1f}, {c.high:+.1f})"
+        )
         line = f"{entry.name:16} {entry.hubs:8} {_recalls(entry.results.metrics())} {change:>20} {entry.seconds:5.1f}s"
         lines.append(line + ("" if entry.peak_mb is None else f" {entry.peak_mb:5.0f}"))
     lines += [f"{name:16} left out: {why}" for name, why in comparison.left_out.items()]
@@ -156,11 +181,15 @@ def protocol_table(figures: Mapping[str, Mapping[str, float]]) -> str:
     """Return one line a protocol of :func:`itrloss.metrics.coco_protocol`, of at most 100 columns."""
     lines = [f"{'':12} {_RECALLS} {'R-P i2t':>8} {'t2i':>5} {'mAP@R i2t':>10} {'t2i':>5}"]
     for name, m in figures.items():
-        precisions = (m.get(f"{way}_{figure}") for figure in ("r_precision", "map_at_r") for way in WAYS)
+        precisions = (
+            m.get(f"{way}_{figure}") for figure in ("r_precision", "map_at_r") for way in WAYS
+        )
         a, b, c, d = ("" if x is None else f"{x:.1f}" for x in precisions)
         lines.append(f"{name:12} {_recalls(m)} {a:>8} {b:>5} {c:>10} {d:>5}".rstrip())
     return "\n".join(lines)
 
 
 def _recalls(m: Mapping[str, float]) -> str:
-    return " ".join(f"{m[name]:5.1f}" for name in (*(f"{way}_r{k}" for way in WAYS for k in RECALLS), "rsum"))
+    return " ".join(
+        f"{m[name]:5.1f}" for name in (*(f"{way}_r{k}" for way in WAYS for k in RECALLS), "rsum")
+    )

@@ -1,7 +1,8 @@
-"""Reading score matrices, embeddings and ids from ``.npy``, ``.npz``, ``.pt`` and pickle files; safe writing.
+"""Reading score matrices, embeddings and ids from ``.npy``, ``.npz``, ``.pt`` and pickle files;
+safe writing.
 
-Nothing in a file is ever executed. From pickles, such as VSE code bases save, only NumPy arrays, numbers, strings and
-containers of them are read; ``.pt`` files are read with ``weights_only=True``.
+Nothing in a file is ever executed. From pickles, such as VSE code bases save, only NumPy arrays,
+numbers, strings and containers of them are read; ``.pt`` files are read with ``weights_only=True``.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ _ENCODING = "latin1"  # of bytes in old pickle protocols
 
 
 def read_matrix(path: str | Path, key: str | None = None) -> Tensor:
-    """Return the (N, M) floating-point matrix in a file; an ``.npy`` file is memory-mapped, so pages load on use.
+    """Return the (N, M) floating-point matrix in a file; an ``.npy`` file is memory-mapped, so
+    pages load on use.
 
     Args:
-        path: ``.npy``, ``.npz``, ``.pt``/``.pth``, ``.pkl``/``.pickle``, or ``.npy`` with a pickled dictionary in it.
+        path: ``.npy``, ``.npz``, ``.pt``/``.pth``, ``.pkl``/``.pickle``, or ``.npy`` with a pickled
+            dictionary in it.
         key: the entry, if the file has several. By default ``sims``, or the only one.
 
     Raises:
@@ -37,28 +40,43 @@ def read_matrix(path: str | Path, key: str | None = None) -> Tensor:
     """
     array = _read(Path(path), key)
     if array.ndim != 2 or 0 in array.shape:
-        raise ValueError(f"{path}: expected a matrix with rows and columns, got shape {tuple(array.shape)}")
+        raise ValueError(
+            f"{path}: expected a matrix with rows and columns, got shape {tuple(array.shape)}"
+        )
     if not array.is_floating_point():
         raise ValueError(f"{path}: expected floating-point numbers, got {array.dtype}")
     return array
 
 
 def read_ids(path: str | Path, key: str | None = None) -> Tensor:
-    """Return (N,) int64 ids from a text file with one integer per line, or any format of :func:`read_matrix`."""
+    """Return (N,) int64 ids from a text file with one integer per line, or any format of
+    :func:`read_matrix`.
+    """
     path = Path(path)
     if path.suffix == ".txt":
         try:
-            return torch.tensor([int(x) for x in path.read_text(encoding="utf-8").split()], dtype=torch.int64)
+            return torch.tensor(
+                [int(x) for x in path.read_text(encoding="utf-8").split()], dtype=torch.int64
+            )
         except (OverflowError, RuntimeError, ValueError):  # RuntimeError: more than 64 bits
             raise ValueError(f"{path}: expected one integer a line") from None
     array = _read(path, key)
-    if array.ndim != 1 or array.is_floating_point() or array.is_complex() or array.dtype == torch.bool:
-        raise ValueError(f"{path}: expected a row of integers, got {array.dtype} of shape {tuple(array.shape)}")
+    if (
+        array.ndim != 1
+        or array.is_floating_point()
+        or array.is_complex()
+        or array.dtype == torch.bool
+    ):
+        raise ValueError(
+            f"{path}: expected a row of integers, got {array.dtype} of shape {tuple(array.shape)}"
+        )
     return array.long()
 
 
 def read_lines(path: str | Path) -> list[str]:
-    """Return the lines of a text file, split at newlines only: other Unicode line separators stay in them."""
+    """Return the lines of a text file, split at newlines only: other Unicode line separators stay
+    in them.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -68,10 +86,12 @@ def read_lines(path: str | Path) -> list[str]:
 
 @contextlib.contextmanager
 def written(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
-    """Return a context with a temporary file to write, which replaces ``path`` when complete, or is removed on error.
+    """Return a context with a temporary file to write, which replaces ``path`` when complete, or is
+    removed on error.
 
-    The target of a symbolic link is replaced, not the link. A device or a pipe, such as ``/dev/stdout``, is written to
-    directly; in binary mode, whose archives need to seek, it is refused.
+    The target of a symbolic link is replaced, not the link. A device or a pipe, such as
+    ``/dev/stdout``, is written to directly; in binary mode, whose archives need to seek, it is
+    refused.
     """
     path, encoding = Path(os.path.realpath(path)), None if "b" in mode else "utf-8"
     if path.exists() and not path.is_file():
@@ -104,13 +124,23 @@ def _read(path: Path, key: str | None) -> Tensor:
         if key is None:
             key = "sims" if "sims" in names else names[0] if len(names) == 1 else None
         if key not in names:
-            expected = "one array, or one of the name sims" if key is None else f"an array of the name {key!r}"
-            raise ValueError(f"{path}: expected {expected}; it has {', '.join(map(str, names)) or 'none'}")
+            expected = (
+                "one array, or one of the name sims"
+                if key is None
+                else f"an array of the name {key!r}"
+            )
+            raise ValueError(
+                f"{path}: expected {expected}; it has {', '.join(map(str, names)) or 'none'}"
+            )
         chosen, count = content[key], content.get("npts")
     elif key is not None:
-        raise ValueError(f"{path}: expected entries with names, among them {key!r}; got {type(content).__name__}")
+        raise ValueError(
+            f"{path}: expected entries with names, among them {key!r}; got {type(content).__name__}"
+        )
     with _reading(path):
-        chosen, count = (x.load() if isinstance(x, _Archived | _Pickled) else x for x in (chosen, count))
+        chosen, count = (
+            x.load() if isinstance(x, _Archived | _Pickled) else x for x in (chosen, count)
+        )
     array = _tensor(path, chosen)
     if isinstance(count, (int, np.integer)) and array.ndim == 2 and count not in array.shape:
         raise ValueError(f"{path}: says npts = {count}, but {key} has shape {tuple(array.shape)}")
@@ -135,14 +165,20 @@ def _read_npy(path: Path) -> Any:
     with open(path, "rb") as file:
         if _header(file)[1].hasobject:  # np.save of a dictionary
             return _unpickled(file)
-    return np.load(path, mmap_mode="c")  # raises an error if the file is shorter than its header says
+    # raises an error if the file is shorter than its header says
+    return np.load(path, mmap_mode="c")
 
 
 def _header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
-    """Return shape and dtype of an array in NumPy's format; the file is then at the start of its data."""
+    """Return shape and dtype of an array in NumPy's format; the file is then at the start of its
+    data.
+    """
     start = io.BytesIO(file.read(_LONGEST_HEADER))
     version = np.lib.format.read_magic(start)
-    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    readers = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
     if version not in readers:
         raise ValueError(f"version {version} of the format is not known")
     shape, _, dtype = readers[version](start, max_header_size=_LONGEST_HEADER)
@@ -185,7 +221,9 @@ def _read_pickle(path: Path) -> Any:
 
 
 class _Type:
-    """Stands in for ``numpy.dtype``: a pickle could set a real one's flags so that bytes are read as addresses."""
+    """Stands in for ``numpy.dtype``: a pickle could set a real one's flags so that bytes are read
+    as addresses.
+    """
 
     def __init__(self, name: object, *_: object):
         self.parts = (name,)
@@ -197,15 +235,24 @@ class _Type:
 class _Pickled:
     """An array in a pickle, which is made when it is chosen, and only of numbers."""
 
-    def __init__(self, data: Any = None, kind: Any = None, shape: Any = (), order: Any = "C", *_: object):
-        self.data, self.kind, self.shape, self.order, self.ndim = data, kind, shape, order, len(shape)
+    def __init__(
+        self, data: Any = None, kind: Any = None, shape: Any = (), order: Any = "C", *_: object
+    ):
+        self.data, self.kind, self.shape, self.order, self.ndim = (
+            data,
+            kind,
+            shape,
+            order,
+            len(shape),
+        )
 
     def __setstate__(self, state: Any) -> None:
         shape, kind, fortran, data = state[-4:]
         _Pickled.__init__(self, data, kind, shape, "F" if fortran else "C")
 
     def load(self) -> Any:
-        dtype = np.dtype("".join(self.kind.parts))  # refuses all but strings; str() of lists in lists may take for ever
+        # refuses all but strings; str() of lists in lists may take for ever
+        dtype = np.dtype("".join(self.kind.parts))
         if dtype.kind not in "fiub":
             raise ValueError(f"expected numbers, got an array of {dtype}, which is not read")
         data = self.data.encode(_ENCODING) if isinstance(self.data, str) else self.data
@@ -224,10 +271,13 @@ _REPLACED: dict[str, Any] = {
 
 
 class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined]
-    """Python's own, not the one in C, which allocates gigabytes for a memo's index that 20 bytes can name."""
+    """Python's own, not the one in C, which allocates gigabytes for a memo's index that 20 bytes
+    can name.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
-        full = f"{module}.{name}".replace("numpy._core.", "numpy.core.")  # as it was called before NumPy 2
+        # as it was called before NumPy 2
+        full = f"{module}.{name}".replace("numpy._core.", "numpy.core.")
         if full not in _REPLACED:
             raise ValueError(f"it asks for {full}, which is not read")
         return _REPLACED[full]
@@ -245,8 +295,11 @@ def _tensor(path: Path, array: Any) -> Tensor:
         plain = array.layout == torch.strided and not array.is_nested and array.device.type == "cpu"
         if not plain or (array.is_floating_point() and array.dtype.itemsize < 2):
             what = f"{array.dtype} on {array.device}, {array.layout}"
-            raise ValueError(f"{path}: expected a dense tensor of 16 bits a number at least, got {what}")
-        if array.untyped_storage().nbytes() < array.numel() * array.element_size():  # of a few bytes, petabytes
+            raise ValueError(
+                f"{path}: expected a dense tensor of 16 bits a number at least, got {what}"
+            )
+        # of a few bytes, petabytes
+        if array.untyped_storage().nbytes() < array.numel() * array.element_size():
             got = f"{tuple(array.shape)} on {array.untyped_storage().nbytes()} bytes"
             raise ValueError(f"{path}: expected a tensor that holds each of its numbers, got {got}")
         return array.detach()

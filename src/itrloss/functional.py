@@ -2,9 +2,10 @@
 
 The class that each function refers to documents the equation and the options.
 
-Losses share one reduction: ``"mean"`` is the mean over the image anchors plus the mean over the text anchors,
-``"sum"`` the sum over all anchors, and ``"none"`` the pair of per-anchor values ``(rows (N,), columns (M,))``. An
-anchor without a positive or without a negative contributes 0 and does not count in a mean.
+Losses share one reduction: ``"mean"`` is the mean over the image anchors plus the mean over the
+text anchors, ``"sum"`` the sum over all anchors, and ``"none"`` the pair of per-anchor values
+``(rows (N,), columns (M,))``. An anchor without a positive or without a negative contributes 0 and
+does not count in a mean.
 """
 
 from __future__ import annotations
@@ -44,32 +45,43 @@ def std_diversity(sim: Anchors, epsilon: float = 0.1) -> Tensor:
 
     .. math:: \mathrm{raw}_i = 1 + e^{-\epsilon / SD_i}, \qquad \mathrm{div}_i = \mathrm{raw}_i / \max_k \mathrm{raw}_k
 
-    ``SD_i`` is the population standard deviation of ``{S_ij : j negative}``, at least 1e-6. The score is low for
-    negatives that are all equally far away, above ½, and 1 for the most diverse row. Differentiable. For the columns
-    pass ``sim.T``; for both ``sim.both``, where each side is divided by its own maximum.
+    ``SD_i`` is the population standard deviation of ``{S_ij : j negative}``, at least 1e-6. The
+    score is low for negatives that are all equally far away, above ½, and 1 for the most diverse
+    row. Differentiable. For the columns pass ``sim.T``; for both ``sim.both``, where each side is
+    divided by its own maximum.
     """
     return _diversity(sim, "std", epsilon)
 
 
 def entropy_diversity(sim: Anchors, epsilon: float = 0.1, temperature: float = 1.0) -> Tensor:
-    r"""Return the (N,) diversity of each row's negatives by the entropy of its similarities (CODER supplement, Eq. 8).
+    r"""Return the (N,) diversity of each row's negatives by the entropy of its similarities (CODER
+    supplement, Eq. 8).
 
-    The formula of :func:`std_diversity` with ``H_i = -sum_{j negative} P_ij log2 P_ij`` in place of ``SD_i``, where
-    ``P_i`` is the softmax of ``S_i / temperature`` over all candidates. At temperature 1, with 128 candidates, H is
-    within about 2 % of log2 128 and every score practically 1. One of the order of the scores' spread is informative.
+    The formula of :func:`std_diversity` with ``H_i = -sum_{j negative} P_ij log2 P_ij`` in place of
+    ``SD_i``, where ``P_i`` is the softmax of ``S_i / temperature`` over all candidates. At
+    temperature 1, with 128 candidates, H is within about 2 % of log2 128 and every score
+    practically 1. One of the order of the scores' spread is informative.
     """
     return _diversity(sim, "entropy", epsilon, temperature)
 
 
 def _diversity(
-    anchors: Anchors, kind: Diversity, epsilon: float, temperature: float = 1.0, detached: bool = False
+    anchors: Anchors,
+    kind: Diversity,
+    epsilon: float,
+    temperature: float = 1.0,
+    detached: bool = False,
 ) -> Tensor:  # (A,)
     if not isinstance(anchors, Anchors):
         _refuse("sim", anchors, Similarity)
     if kind not in ("std", "entropy"):
         one_of("diversity", kind, "std", "entropy", None)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not detached):
-        spread = anchors.mean_std().std if kind == "std" else anchors.entropy(temperature).clamp_min(1e-6)
+        spread = (
+            anchors.mean_std().std
+            if kind == "std"
+            else anchors.entropy(temperature).clamp_min(1e-6)
+        )
         raw = torch.exp(-epsilon / spread) + 1
         parts = raw.split(anchors.sizes)
         tops = [x.amax() for x in parts] if anchors.exchange is None else anchors.group_amax(raw)
@@ -91,11 +103,12 @@ def diversity_contrastive_loss(
     positives: Anchors | None = None,
     diversity_of: Sequence[Anchors] = (),
 ) -> Any:
-    """Return the diversity-sensitive contrastive loss, DCL; see :class:`itrloss.DiversityContrastiveLoss`.
+    """Return the diversity-sensitive contrastive loss, DCL; see
+    :class:`itrloss.DiversityContrastiveLoss`.
 
-    A tensor (A,) for ``diversity`` holds diversity scores of your own. ``positives``: the same anchors with other
-    candidates, from which the positives are taken, while the negatives come from ``sim``. ``diversity_of``: likewise
-    those over which diversities are averaged.
+    A tensor (A,) for ``diversity`` holds diversity scores of your own. ``positives``: the same
+    anchors with other candidates, from which the positives are taken, while the negatives come from
+    ``sim``. ``diversity_of``: likewise those over which diversities are averaged.
     """
     anchors = sim.both if isinstance(sim, Anchors) else _refuse("sim", sim, Similarity)
     if positive not in _TERMS:
@@ -108,7 +121,9 @@ def diversity_contrastive_loss(
     repulsion = anchors.logsumexp(scale)
     attraction = (anchors if positives is None else positives).mean_of_positives(_TERMS[positive])
     weight = temperature if positive_weight == "paper" else float(positive_weight)
-    values = temperature * F.softplus(repulsion - scale * margin, threshold=40) - weight * attraction
+    values = (
+        temperature * F.softplus(repulsion - scale * margin, threshold=40) - weight * attraction
+    )
     if positives is None:
         return anchors.reduce(values, reduction)
     valid = (repulsion != -torch.inf) & (positives.one_to_one or positives.positive_counts > 0)
@@ -135,7 +150,9 @@ def memory_diversity_contrastive_loss(
     batch = sims.batch.both
     positives = sims.keys if positive_from == "key" else batch
     diversity_of = (batch,) if diversity_from == "batch" else (batch, sims.memory)
-    return diversity_contrastive_loss(sims.memory, positives=positives, diversity_of=diversity_of, **options)
+    return diversity_contrastive_loss(
+        sims.memory, positives=positives, diversity_of=diversity_of, **options
+    )
 
 
 def hubness_aware_loss(
@@ -154,8 +171,14 @@ def hubness_aware_loss(
     memory's terms of :class:`itrloss.UnifiedTrainingObjective`.
     """
     if positives is not None:  # DCL without diversity
-        options: dict[str, Any] = {"positive": positive, "reduction": reduction, "positives": positives}
-        return diversity_contrastive_loss(sim, 1 / scale, margin, None, positive_weight=1.0, **options)
+        options: dict[str, Any] = {
+            "positive": positive,
+            "reduction": reduction,
+            "positives": positives,
+        }
+        return diversity_contrastive_loss(
+            sim, 1 / scale, margin, None, positive_weight=1.0, **options
+        )
     anchors = sim.both if isinstance(sim, Anchors) else _refuse("sim", sim, Similarity)
     one_of("positive", positive, *_TERMS)
     repulsion = F.softplus(anchors.logsumexp(scale) - scale * margin, threshold=40) / scale
@@ -178,11 +201,22 @@ def unified_training_objective(
     if not isinstance(sims, MemorySimilarity):
         _refuse("sims", sims, MemorySimilarity)
     batch = hubness_aware_loss(sims.batch, **options)
-    sides = zip((text_memory_weight, image_memory_weight), sims.memory.groups(), sims.keys.groups(), strict=True)
-    queues = [(weight, hubness_aware_loss(memory, **options, positives=keys)) for weight, memory, keys in sides]
+    sides = zip(
+        (text_memory_weight, image_memory_weight),
+        sims.memory.groups(),
+        sims.keys.groups(),
+        strict=True,
+    )
+    queues = [
+        (weight, hubness_aware_loss(memory, **options, positives=keys))
+        for weight, memory, keys in sides
+    ]
     if isinstance(batch, Tensor):
         return batch_weight * batch + sum(weight * value for weight, value in queues)
-    return tuple(batch_weight * b + weight * value for b, (weight, (value,)) in zip(batch, queues, strict=True))
+    return tuple(
+        batch_weight * b + weight * value
+        for b, (weight, (value,)) in zip(batch, queues, strict=True)
+    )
 
 
 def info_nce_loss(
@@ -195,7 +229,8 @@ def info_nce_loss(
     below: Limit = None,
     guide: Anchors | None = None,
 ) -> Any:
-    """Return InfoNCE in both directions, with any number of positives; see :class:`itrloss.InfoNCELoss`.
+    """Return InfoNCE in both directions, with any number of positives; see
+    :class:`itrloss.InfoNCELoss`.
 
     ``temperature``: a number or a tensor of one value, which gets a gradient. ``positives``: as in
     :func:`diversity_contrastive_loss`. Negatives count ``below`` a limit, of a ``guide``'s scores if there is one: see
@@ -203,26 +238,33 @@ def info_nce_loss(
     """
     anchors = sim.both if isinstance(sim, Anchors) else _refuse("sim", sim, Similarity)
     if isinstance(temperature, Tensor):
-        temperature = temperature.to(anchors.dtype)  # in half precision its reciprocal would be inaccurate
+        # in half precision its reciprocal would be inaccurate
+        temperature = temperature.to(anchors.dtype)
     scale = 1 / temperature
     if hardness:  # the exponent is scale * S + hardness * S, of which the latter has no gradient
         share, rest = scale / (scale + hardness), hardness / (scale + hardness)
         share, rest = (x.detach() if isinstance(x, Tensor) else x for x in (share, rest))
         repulsion = anchors.logsumexp(scale / share, below=below, guide=guide)
-        # not 1 - share, which a low hardness rounds to 0: times an empty sum's -inf that would be nan
+        # not 1 - share, which a low hardness rounds to 0: times an empty sum's -inf that would be
+        # nan
         repulsion = share * repulsion + rest * repulsion.detach()
     else:
         repulsion = anchors.logsumexp(scale, below=below, guide=guide)
     own = anchors if positives is None else positives
     loss = own.mean_of_positives(negative_log_likelihood, repulsion, scale)
-    valid = None if positives is None else (anchors.negative_counts > 0) & (positives.positive_counts > 0)
+    valid = (
+        None
+        if positives is None
+        else (anchors.negative_counts > 0) & (positives.positive_counts > 0)
+    )
     return anchors.reduce(loss, reduction, valid)
 
 
 @pair_term
 def _taught(scores: Tensor, teacher: Tensor, scale: Tensor, norm: Tensor) -> Tensor:
     """Return ``S`` times its probability for a teacher, ``exp(a T - L)``."""
-    return scores * (scale * teacher - norm).clamp_max(80.0).exp()  # pairs that are left out may overflow
+    # pairs that are left out may overflow
+    return scores * (scale * teacher - norm).clamp_max(80.0).exp()
 
 
 def distillation_loss(
@@ -232,7 +274,8 @@ def distillation_loss(
     teacher_temperature: float = 0.07,
     reduction: Reduction = "mean",
 ) -> Any:
-    """Return the cross-entropy against a teacher's softmax over all candidates; see :class:`itrloss.DistillationLoss`.
+    """Return the cross-entropy against a teacher's softmax over all candidates; see
+    :class:`itrloss.DistillationLoss`.
 
     ``teacher``: the same anchors of the teacher's similarities, which get no gradient.
     """
@@ -247,7 +290,10 @@ def distillation_loss(
 
 
 def sigmoid_loss(
-    sim: Anchors, scale: float | Tensor = 10.0, bias: float | Tensor = -10.0, reduction: Reduction = "mean"
+    sim: Anchors,
+    scale: float | Tensor = 10.0,
+    bias: float | Tensor = -10.0,
+    reduction: Reduction = "mean",
 ) -> Any:
     """Return the sigmoid loss, SigLIP; see :class:`itrloss.SigmoidLoss`.
 
@@ -258,19 +304,24 @@ def sigmoid_loss(
     one_of("reduction", reduction, "mean", "sum", "none")
     for name, x in (("scale", scale), ("bias", bias)):
         if isinstance(x, Tensor) and x.numel() != 1:
-            raise ValueError(f"{name}: expected a number or a tensor of one value, got shape {tuple(x.shape)}")
+            raise ValueError(
+                f"{name}: expected a number or a tensor of one value, got shape {tuple(x.shape)}"
+            )
     # A sum over the rows has each pair once; per-anchor values need the columns, too.
     anchors = sim if isinstance(sim, Similarity) and reduction != "none" else sim.both
     values = anchors.sum(softplus, scale, bias) + anchors.sum_of_positives(softplus, -scale, -bias)
     if isinstance(anchors, Similarity):
-        n, m = (max(1, size) for size in anchors.totals)  # the batches of several processes may all be empty
+        # the batches of several processes may all be empty
+        n, m = (max(1, size) for size in anchors.totals)
         return anchors.total(values.sum()) * (0.5 / n + 0.5 / m if reduction == "mean" else 1)
     # One half of a pair's value counts for its row and the other for its column.
     existing = anchors.positive_counts + anchors.negative_counts > 0
     return anchors.reduce(0.5 * values, reduction, existing)
 
 
-def triplet_loss(sim: Anchors, margin: float = 0.2, mining: Mining = "hardest", reduction: Reduction = "sum") -> Any:
+def triplet_loss(
+    sim: Anchors, margin: float = 0.2, mining: Mining = "hardest", reduction: Reduction = "sum"
+) -> Any:
     """Return the triplet ranking loss of VSE++; see :class:`itrloss.TripletLoss`."""
     anchors = sim.both if isinstance(sim, Anchors) else _refuse("sim", sim, Similarity)
     one_of("mining", mining, "hardest", "all")
@@ -289,12 +340,14 @@ def prototype_classification_loss(
     reduction: Reduction = "mean",
     engine: Engine = "auto",
 ) -> Any:
-    """Return prototype-guided classification, PGC; see :class:`itrloss.PrototypeClassificationLoss`.
+    """Return prototype-guided classification, PGC; see
+    :class:`itrloss.PrototypeClassificationLoss`.
 
     Args:
         image_concepts, text_concepts: (B, F) v and w of the same pairs, taken as they are.
         weight: (K, F) the classifier P.
-        prototype_ids: (B,) integers z in [0, K). Others raise an error on the CPU; elsewhere the result is undefined.
+        prototype_ids: (B,) integers z in [0, K). Others raise an error on the CPU; elsewhere the
+            result is undefined.
         reduction, engine: as there.
     """
     for name, x in (("image_concepts", image_concepts), ("text_concepts", text_concepts)):
@@ -318,13 +371,17 @@ def prototype_classification_loss(
 
 
 def _other_model(name: str, other: Any, sim: Any) -> Any:
-    """Return another model's similarities; raise an error unless they have as many rows and columns as ``sim``."""
+    """Return another model's similarities; raise an error unless they have as many rows and columns
+    as ``sim``.
+    """
     if not isinstance(other, Anchors):
         _refuse(name, other, Similarity)
     sizes = [[m.shape for group in x._groups for m, _ in group] for x in (sim.both, other.both)]
     if sizes[0] != sizes[1]:
         got = f"{sizes[1][0]} beside {sizes[0][0]}"
-        raise ValueError(f"{name}: expected similarities of the same images and texts, got a matrix of {got}")
+        raise ValueError(
+            f"{name}: expected similarities of the same images and texts, got a matrix of {got}"
+        )
     return other
 
 

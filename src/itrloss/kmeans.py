@@ -21,9 +21,11 @@ _CLOSE = 1 - 1e-5  # a point with a higher cosine to its centroid never seeds a 
 
 
 class OnlineKMeans(WholeState):
-    r"""Mini-batch spherical k-means (Sculley, WWW 2010; Dhillon & Modha, 2001) with centroids that persist.
+    r"""Mini-batch spherical k-means (Sculley, WWW 2010; Dhillon & Modha, 2001) with centroids that
+    persist.
 
-    Each point, at unit length, belongs to the centroid of highest cosine (the first of equals). After a batch
+    Each point, at unit length, belongs to the centroid of highest cosine (the first of equals).
+    After a batch
 
     .. math:: c_k \leftarrow \frac{n_k c_k + \sum_{x \in k} x}{\lVert n_k c_k + \sum_{x \in k} x \rVert}, \qquad
               n_k \leftarrow n_k + |\{x \in k\}|
@@ -36,12 +38,13 @@ class OnlineKMeans(WholeState):
     Args:
         clusters, dim: K and the dimension of the points.
         max_count: upper bound of n_k in the step size ``1 / n_k``; None: counts grow without bound.
-        patience: above 0. A cluster of average size is reseeded by mistake with probability ``exp(-patience)``.
+        patience: above 0. A cluster of average size is reseeded by mistake with probability
+            ``exp(-patience)``.
         engine: of the search for the nearest centroids, see :class:`itrloss.Similarity`.
 
     Attributes:
-        centroids: (clusters, dim) of unit length, zeros where a cluster is empty. They stay float32 when the module is
-            cast, as half precision would lose small steps.
+        centroids: (clusters, dim) of unit length, zeros where a cluster is empty. They stay float32
+            when the module is cast, as half precision would lose small steps.
         counts: (clusters,) int64 n.
         reseeded: (clusters,) bool, the clusters whose centroid the last update replaced by a point, for
             :meth:`itrloss.PrototypeClassificationLoss.reset`.
@@ -53,7 +56,13 @@ class OnlineKMeans(WholeState):
     reseeded: Tensor
 
     def __init__(
-        self, clusters: int, dim: int, *, max_count: float | None = None, patience: float = 10, engine: Engine = "auto"
+        self,
+        clusters: int,
+        dim: int,
+        *,
+        max_count: float | None = None,
+        patience: float = 10,
+        engine: Engine = "auto",
     ):
         super().__init__()
         check_size("clusters", clusters)
@@ -66,7 +75,8 @@ class OnlineKMeans(WholeState):
         self.engine: Engine = engine
         self.register_buffer("centroids", torch.zeros(clusters, dim, dtype=torch.float32))
         self.register_buffer("counts", torch.zeros(clusters, dtype=torch.int64))
-        self.register_buffer("waiting", torch.full((clusters,), _NEVER))  # points seen since a cluster's last one
+        # points seen since a cluster's last one
+        self.register_buffer("waiting", torch.full((clusters,), _NEVER))
         self.register_buffer("reseeded", torch.zeros(clusters, dtype=torch.bool))
 
     def __len__(self) -> int:
@@ -78,9 +88,11 @@ class OnlineKMeans(WholeState):
 
     @torch.no_grad()
     def predict(self, x: Tensor) -> Tensor:
-        """Return the (B,) int64 clusters of points ``x`` (B, dim) of any length; those of length 0 are in the first.
+        """Return the (B,) int64 clusters of points ``x`` (B, dim) of any length; those of length 0
+        are in the first.
 
-        Before the first update that is a RuntimeError; on an accelerator, where it would synchronise, all are 0.
+        Before the first update that is a RuntimeError; on an accelerator, where it would
+        synchronise, all are 0.
         """
         x = self._points(x)
         if host_may_read(x) and not len(self):
@@ -91,23 +103,29 @@ class OnlineKMeans(WholeState):
     def update(self, x: Tensor, process_group: Any = None) -> Tensor:
         """Move the centroids by a batch ``x`` (B, dim) of points of any length, without a gradient.
 
-        In a distributed job, by the points of all processes of the group, so that centroids are the same on all.
+        In a distributed job, by the points of all processes of the group, so that centroids are the
+        same on all.
 
         Returns:
-            (B,) int64: the cluster of each point, of a seed the one that it seeded. Points not finite count as zero.
+            (B,) int64: the cluster of each point, of a seed the one that it seeded. Points not
+            finite count as zero.
         """
         if world_size(process_group) == 1:
             return self._step(self._points(x), int(self.patience * self.clusters))
-        (parts,) = gather_parts(lambda: [self._points(x, empty=True)], process_group, self.extra_repr())
+        (parts,) = gather_parts(
+            lambda: [self._points(x, empty=True)], process_group, self.extra_repr()
+        )
         ids = self._step(torch.cat(parts), int(self.patience * self.clusters))
         return ids.split([len(part) for part in parts])[torch.distributed.get_rank(process_group)]
 
     @torch.no_grad()
     def fit(self, x: Tensor, iterations: int = 20) -> Tensor:
-        """Refit to a whole data set ``x`` (B, dim), and return its (B,) int64 clusters (Lloyd's algorithm).
+        """Refit to a whole data set ``x`` (B, dim), and return its (B,) int64 clusters (Lloyd's
+        algorithm).
 
-        It begins with the current centroids and new counts, and ends after ``iterations``, or when no assignment
-        changes, for which an accelerator synchronises. In a distributed job every process passes all points.
+        It begins with the current centroids and new counts, and ends after ``iterations``, or when
+        no assignment changes, for which an accelerator synchronises. In a distributed job every
+        process passes all points.
         """
         check_size("iterations", iterations)
         x, before, reseeded = self._points(x), None, torch.zeros_like(self.reseeded)
@@ -124,29 +142,40 @@ class OnlineKMeans(WholeState):
         return ids
 
     def _points(self, x: Tensor, empty: bool = False) -> Tensor:
-        """Return points at unit length, checked; zeros for those that are not finite, as when a scaler overflows."""
+        """Return points at unit length, checked; zeros for those that are not finite, as when a
+        scaler overflows.
+        """
         check_matrix("x", x, f"(B, {self.dim})", empty=empty)
         if x.shape[1] != self.dim:
             raise ValueError(f"x: expected shape (B, {self.dim}), got {tuple(x.shape)}")
         if x.device != self.centroids.device:
-            raise ValueError(f"x: expected device {self.centroids.device} like the centroids, got {x.device}")
+            raise ValueError(
+                f"x: expected device {self.centroids.device} like the centroids, got {x.device}"
+            )
         x = torch.where(x.isfinite().all(1, keepdim=True), x, 0.0)
         return normalized(x).to(self.centroids.dtype)
 
     def _nearest(self, x: Tensor, seeded: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the (B,) highest cosines with a centroid and their indices; -1 and 0 while there is none."""
+        """Return the (B,) highest cosines with a centroid and their indices; -1 and 0 while there
+        is none.
+        """
         ids = x.new_zeros(x.shape[0], dtype=torch.int64), torch.where(seeded, 1, IGNORE_ID)
-        sim = Similarity(x, self.centroids, *ids, normalize=False, engine=self.engine, memory_budget=0)
+        sim = Similarity(
+            x, self.centroids, *ids, normalize=False, engine=self.engine, memory_budget=0
+        )
         best = sim.hardest_negatives()
         return best.values.clamp_min(-1), best.indices.clamp_min(0)
 
     def _step(self, x: Tensor, patience: int) -> Tensor:
-        """Update with the points of all processes; return their (B,) clusters. ``patience``: a number of points."""
+        """Update with the points of all processes; return their (B,) clusters. ``patience``: a
+        number of points.
+        """
         batch, clusters = x.shape[0], self.clusters
         zero = ~x.any(1)
         seeded = self.waiting < _NEVER
         first_seeds = torch.zeros_like(seeded)
-        if batch > clusters:  # seed a first batch with its first points, so that the others have a nearest centroid
+        # seed a first batch with its first points, so that the others have a nearest centroid
+        if batch > clusters:
             first_seeds = ~seeded.any() & ~zero[:clusters]
             self.centroids.copy_(torch.where(first_seeds[:, None], x[:clusters], self.centroids))
             seeded = seeded | first_seeds
@@ -155,7 +184,9 @@ class OnlineKMeans(WholeState):
         self.waiting.add_(batch).masked_fill_(hit | first_seeds, 0)
         # Empty clusters first, in their order; then those that waited longest.
         waited, place = (v[:batch] for v in torch.sort(self.waiting, descending=True, stable=True))
-        closeness, point = (v[:clusters] for v in torch.sort(cosines.masked_fill(zero, 1.0), stable=True))
+        closeness, point = (
+            v[:clusters] for v in torch.sort(cosines.masked_fill(zero, 1.0), stable=True)
+        )
         replaced = (waited > patience) & (closeness < _CLOSE)
         ids.index_copy_(0, point, torch.where(replaced, place, ids[point]))
         self.reseeded.zero_().index_copy_(0, place, replaced).logical_or_(first_seeds)
@@ -165,9 +196,12 @@ class OnlineKMeans(WholeState):
         return ids
 
     def _move(self, x: Tensor, ids: Tensor) -> None:
-        """Move the centroids of the clusters that got some of these unit vectors, by sums of a fixed order."""
+        """Move the centroids of the clusters that got some of these unit vectors, by sums of a
+        fixed order.
+        """
         batch = torch.arange(x.shape[0], device=x.device)
-        # As many sums as there are points or clusters, so that nothing depends on the data and has to synchronise.
+        # As many sums as there are points or clusters, so that nothing depends on the data and has
+        # to synchronise.
         if x.shape[0] >= self.clusters:
             group, which = ids, torch.arange(self.clusters, device=x.device)
             row = which

@@ -25,17 +25,19 @@ __all__ = ["CoupledMemory", "MemorySimilarity", "MomentumEncoder"]
 
 
 class CoupledMemory(WholeState):
-    """Ring buffers of image keys and of the text keys that belong to them (CODER Sec. 3.2, USER Sec. III-D; MoCo).
+    """Ring buffers of image keys and of the text keys that belong to them (CODER Sec. 3.2, USER
+    Sec. III-D; MoCo).
 
-    Losses read the buffers without a copy, so enqueue a batch *after* its backward pass: if backward still needs
-    entries that were overwritten, PyTorch raises an error. Only ``len(memory)`` synchronises with an accelerator, so
-    that steps may be recorded as CUDA graphs. See :doc:`methods/memory`.
+    Losses read the buffers without a copy, so enqueue a batch *after* its backward pass: if
+    backward still needs entries that were overwritten, PyTorch raises an error. Only
+    ``len(memory)`` synchronises with an accelerator, so that steps may be recorded as CUDA graphs.
+    See :doc:`methods/memory`.
 
     Args:
         size: number of entries; need not be a multiple of the batch size.
         dim: D of the embeddings.
-        dtype: of the stored keys. float16 and bfloat16 halve the memory; scores are float32 all the same. A GPU
-            multiplies half-precision embeddings fast only with keys of the same dtype.
+        dtype: of the stored keys. float16 and bfloat16 halve the memory; scores are float32 all the
+            same. A GPU multiplies half-precision embeddings fast only with keys of the same dtype.
 
     Attributes:
         images, texts: (size, dim) unit-length keys.
@@ -55,7 +57,8 @@ class CoupledMemory(WholeState):
         if not dtype.is_floating_point:
             raise TypeError(f"dtype: expected a floating-point type, got {dtype}")
         self.size, self.dim = size, dim
-        self._labelled: bool | None = None  # whether entries have ids; None: nothing was enqueued yet
+        # whether entries have ids; None: nothing was enqueued yet
+        self._labelled: bool | None = None
         with torch.inference_mode(False):  # inference tensors could not be written to later
             self.register_buffer("images", torch.zeros(size, dim, dtype=dtype))
             self.register_buffer("texts", torch.zeros(size, dim, dtype=dtype))
@@ -71,16 +74,23 @@ class CoupledMemory(WholeState):
 
     @torch.no_grad()
     def enqueue(
-        self, image_keys: Tensor, text_keys: Tensor, ids: Tensor | None = None, process_group: Any = None
+        self,
+        image_keys: Tensor,
+        text_keys: Tensor,
+        ids: Tensor | None = None,
+        process_group: Any = None,
     ) -> None:
-        """Store a batch of pairs in place of the oldest entries; of several processes, the batches of all, by rank.
+        """Store a batch of pairs in place of the oldest entries; of several processes, the batches
+        of all, by rank.
 
         Args:
-            image_keys, text_keys: (B, dim) floating point of any length, row i of one belonging to row i of the other.
-                If there are more than ``size`` pairs, the last ones are kept.
-            ids: (B,) integers, as in the losses: an entry is no negative of an anchor with the same id. Left out,
-                entries are negatives of every anchor. All batches must have ids or none.
-            process_group: the processes of a ``torch.distributed`` job that share the memory; by default, all.
+            image_keys, text_keys: (B, dim) floating point of any length, row i of one belonging to
+                row i of the other. If there are more than ``size`` pairs, the last ones are kept.
+            ids: (B,) integers, as in the losses: an entry is no negative of an anchor with the same
+                id. Left out, entries are negatives of every anchor. All batches must have ids or
+                none.
+            process_group: the processes of a ``torch.distributed`` job that share the memory; by
+                default, all.
         """
         one = world_size(process_group) == 1
 
@@ -88,14 +98,26 @@ class CoupledMemory(WholeState):
             for name, x in (("image_keys", image_keys), ("text_keys", text_keys)):
                 check_matrix(name, x, f"(B, {self.dim})", empty=not one)
                 if x.shape != (image_keys.shape[0], self.dim):
-                    raise ValueError(f"{name}: expected shape {(image_keys.shape[0], self.dim)}, got {tuple(x.shape)}")
+                    raise ValueError(
+                        f"{name}: expected shape {(image_keys.shape[0], self.dim)}, got {tuple(x.shape)}"
+                    )
             if self._labelled not in (None, ids is not None):
                 self._refuse("ids")
             keys = [image_keys.detach(), text_keys.detach()]
-            return keys if ids is None else [*keys, checks.as_ids("ids", ids, len(image_keys), image_keys.device)]
+            return (
+                keys
+                if ids is None
+                else [*keys, checks.as_ids("ids", ids, len(image_keys), image_keys.device)]
+            )
 
         same = f"memory ({self.size}, {self.dim}) of {str(self.images.dtype)[6:]}"
-        self._store(*(checked() if one else (torch.cat(x) for x in gather_parts(checked, process_group, same))))
+        self._store(
+            *(
+                checked()
+                if one
+                else (torch.cat(x) for x in gather_parts(checked, process_group, same))
+            )
+        )
 
     def _store(self, *tensors: Tensor) -> None:
         """Store (B, dim) keys of images and texts, and ids if there are any, of this process alone."""
@@ -114,7 +136,11 @@ class CoupledMemory(WholeState):
         self.enqueued.add_(images.shape[0])
 
     def _refuse(self, name: str) -> None:
-        expected = "ids, as the memory's entries have them" if self._labelled else "None, as the memory has no ids"
+        expected = (
+            "ids, as the memory's entries have them"
+            if self._labelled
+            else "None, as the memory has no ids"
+        )
         raise ValueError(f"{name}: expected {expected}")
 
     def get_extra_state(self) -> dict[str, Any]:
@@ -128,7 +154,9 @@ class CoupledMemory(WholeState):
 
 
 class MemorySimilarity(NamedTuple):
-    """The similarities that a loss with a memory needs. The anchors of keys and memory are images, then texts."""
+    """The similarities that a loss with a memory needs. The anchors of keys and memory are images,
+    then texts.
+    """
 
     batch: Similarity  # images with texts
     keys: Anchors  # images with the text keys; texts with the image keys
@@ -150,29 +178,47 @@ class MemorySimilarity(NamedTuple):
         gather: bool = False,
         **shared: Any,
     ) -> MemorySimilarity:
-        """Return the similarities of a batch; see :class:`itrloss.MemoryLoss`, which passes its arguments on.
+        """Return the similarities of a batch; see :class:`itrloss.MemoryLoss`, which passes its
+        arguments on.
 
-        With ``gather``, of a batch that several processes share; ``shared``: see :meth:`itrloss.Similarity.sharded`.
+        With ``gather``, of a batch that several processes share; ``shared``: see
+        :meth:`itrloss.Similarity.sharded`.
         """
-        options: dict[str, Any] = {"engine": engine, "check_finite": check_finite, "names": checks.IMAGES_AND_TEXTS}
+        options: dict[str, Any] = {
+            "engine": engine,
+            "check_finite": check_finite,
+            "names": checks.IMAGES_AND_TEXTS,
+        }
         ids, keys = (image_ids, text_ids), (image_keys, text_keys)
         compares = gather and not torch.compiler.is_compiling()
-        with consensus(shared.get("process_group")) if compares else contextlib.nullcontext() as agreed:
+        with (
+            consensus(shared.get("process_group"))
+            if compares
+            else contextlib.nullcontext() as agreed
+        ):
             if not isinstance(memory, CoupledMemory):
                 raise TypeError(f"memory: expected a CoupledMemory, got {type(memory).__name__}")
             if image_ids is None and text_ids is not None:
-                raise ValueError("image_ids: expected ids for images and texts or for neither, got None")
+                raise ValueError(
+                    "image_ids: expected ids for images and texts or for neither, got None"
+                )
             if memory._labelled not in (None, image_ids is not None):
                 memory._refuse("image_ids, text_ids")
             for side, own, x in zip(("image", "text"), (images, texts), keys, strict=True):
-                check_embeddings(own, x, check_finite, checks.Names(f"{side}s", f"{side}_keys"), empty=gather)
+                check_embeddings(
+                    own, x, check_finite, checks.Names(f"{side}s", f"{side}_keys"), empty=gather
+                )
                 if x.shape != own.shape:
                     expected = f"expected shape {tuple(own.shape)} like {side}s"
                     raise ValueError(f"{side}_keys: {expected}, got {tuple(x.shape)}")
-            check_embeddings(images, memory.images, False, checks.Names("images", "memory"), empty=gather)
+            check_embeddings(
+                images, memory.images, False, checks.Names("images", "memory"), empty=gather
+            )
             if agreed is not None:
                 types = ", ".join(str(x.dtype)[6:] for x in (memory.images, *keys))
-                agreed.text = f"memory ({memory.size}, {memory.dim}); types of memory and keys {types}"
+                agreed.text = (
+                    f"memory ({memory.size}, {memory.dim}); types of memory and keys {types}"
+                )
         if gather:
             batch = Similarity.sharded(images, texts, *ids, **shared, **options)
         else:
@@ -193,34 +239,47 @@ class MemorySimilarity(NamedTuple):
             assert share.cols is not None
             w, (n, m), cols = Embeddings(share.cols), p.padded, p.ids[1].chunk(p.world)[p.rank]
             own = [padded(x.detach(), size) for x, size in zip(keys, (n, m), strict=True)]
-            v_keys, w_keys = (Embeddings(x if kind is RingMatrix else processes.gather(x, p.group)) for x in own)
+            v_keys, w_keys = (
+                Embeddings(x if kind is RingMatrix else processes.gather(x, p.group)) for x in own
+            )
             to_texts = kind(v, w_keys, matrix.pairs, matrix.engine, budget), 0
             pairs = Pairs((m, n * p.world), (cols, p.ids[0]), images.device)
             to_images = kind(w, v_keys, pairs, matrix.engine, budget), 0
         of_images = Pairs((n, memory.size), (rows, memory.ids), images.device)
-        of_texts = of_images if rows is cols else Pairs((m, memory.size), (cols, memory.ids), images.device)
+        of_texts = (
+            of_images
+            if rows is cols
+            else Pairs((m, memory.size), (cols, memory.ids), images.device)
+        )
         chosen = choose_engine(engine, max(n, m) * memory.size, MEMORY_BUDGET, images)
         to_memory = []
         for anchors, bank, entries in ((v, memory.texts, of_images), (w, memory.images, of_texts)):
             to_memory.append(Matrix(anchors, Embeddings(bank, False), entries, chosen, budget))
             to_memory[-1].bounded = True  # entries have unit length
         if share is not None:
-            for queue, (of_keys, _), size in zip(to_memory, (to_texts, to_images), share.unpadded, strict=True):
+            for queue, (of_keys, _), size in zip(
+                to_memory, (to_texts, to_images), share.unpadded, strict=True
+            ):
                 queue.share = of_keys.share = Share(share.processes, None, (size,))
-        return cls(batch, Anchors([to_texts], [to_images]), Anchors(*([(queue, 0)] for queue in to_memory)))
+        return cls(
+            batch, Anchors([to_texts], [to_images]), Anchors(*([(queue, 0)] for queue in to_memory))
+        )
 
 
 class MomentumEncoder(nn.Module):
-    """A key encoder: the exponential moving average of an encoder's parameters, ``θ_k ← m θ_k + (1 - m) θ_q``.
+    """A key encoder: the exponential moving average of an encoder's parameters, ``θ_k ← m θ_k + (1
+    - m) θ_q``.
 
-    It is called without a gradient. Call :meth:`update` once a step; USER does so before it computes the step's keys.
+    It is called without a gradient. Call :meth:`update` once a step; USER does so before it
+    computes the step's keys.
 
     Args:
         encoder: any module; the key encoder, the attribute ``module``, starts as a copy of it.
         momentum: m in [0, 1]. CODER 0.995, USER 0.999.
-        buffers: ``"copy"`` takes the encoder's buffers (BatchNorm's statistics) as they are, ``"average"`` averages
-            them too, but for integers.
-        training: the mode it stays in, even if ``train()`` or ``eval()`` of a module that contains it is called.
+        buffers: ``"copy"`` takes the encoder's buffers (BatchNorm's statistics) as they are,
+            ``"average"`` averages them too, but for integers.
+        training: the mode it stays in, even if ``train()`` or ``eval()`` of a module that contains
+            it is called.
     """
 
     def __init__(

@@ -27,7 +27,8 @@ def peak_memory(run: Callable[[], Any], device: torch.device) -> float | None:
     status = Path("/proc/self/status")
     if device.type != "cpu" or not status.exists():
         return None
-    if platform.libc_ver()[0] == "glibc":  # freed memory that the C library keeps would hide what the call takes
+    # freed memory that the C library keeps would hide what the call takes
+    if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
     try:
         Path("/proc/self/clear_refs").write_text("5")  # the peak of the resident set begins anew

@@ -10,7 +10,9 @@ from .engine.matrix import ACCELERATOR_SMALL, MEMORY_BUDGET
 
 
 class Passes(NamedTuple):
-    """How often a loss passes over the matrix; a log-sum-exp on an accelerator takes one more, for the maxima."""
+    """How often a loss passes over the matrix; a log-sum-exp on an accelerator takes one more, for
+    the maxima.
+    """
 
     forward: int
     backward: int
@@ -61,8 +63,9 @@ def plan(
 ) -> tuple[Plan, Plan]:
     """Return the plans of all-gather and of the ring, by the formulas in :doc:`distributed`.
 
-    ``gpus`` is 2 or more. ``images`` and ``texts`` are those of all, which have gradients on both sides; ``itemsize``
-    is the bytes of an element of the embeddings. Ids, and numbers that are exchanged for each text, are left out.
+    ``gpus`` is 2 or more. ``images`` and ``texts`` are those of all, which have gradients on both
+    sides; ``itemsize`` is the bytes of an element of the embeddings. Ids, and numbers that are
+    exchanged for each text, are left out.
     """
     n, m = -(-images // gpus), -(-texts // gpus)  # of the largest process
     rows, cols, others = n, m * gpus, gpus - 1
@@ -70,7 +73,10 @@ def plan(
     forward, backward = passes.forward + passes.maxima * accelerator, passes.backward
     block, gradient = float(itemsize * m * dim), float(max(4, itemsize) * m * dim)
     speed = 1e12 * machine.tflops
-    rate, latency = 1e9 * (machine.link if gpus <= machine.node else machine.network), 1e-6 * machine.latency
+    rate, latency = (
+        1e9 * (machine.link if gpus <= machine.node else machine.network),
+        1e-6 * machine.latency,
+    )
 
     cached = rows * cols <= ACCELERATOR_SMALL if accelerator else 4 * rows * cols <= MEMORY_BUDGET
     flops = (1 + 2 * backward if cached else forward + 3 * backward) * product
@@ -79,23 +85,34 @@ def plan(
     time = sent / rate + 2 * others * latency
     gathered = Plan(gpus, "all-gather", chosen, flops, sent, 2, held, flops / speed, time)
 
-    # A block's products hide the exchange of the next one; a gradient's last exchange is hidden by nothing.
+    # A block's products hide the exchange of the next one; a gradient's last exchange is hidden by
+    # nothing.
     flops, last = (forward + 3 * backward) * product, gradient / rate + latency
     sent = (forward + backward) * block * others + backward * gradient * gpus
     waits = forward * max(0.0, block / rate + latency - product / gpus / speed)
     waits += backward * max(0.0, (block + gradient) / rate + latency - 3 * product / gpus / speed)
     exchanges = (forward + backward) * others + backward * gpus
     held, time = 2 * block + 3 * gradient, waits * others + backward * last
-    return gathered, Plan(gpus, "ring", not chosen, flops, sent, exchanges, held, flops / speed, time)
+    return gathered, Plan(
+        gpus, "ring", not chosen, flops, sent, exchanges, held, flops / speed, time
+    )
 
 
 def plan_table(plans: Sequence[Plan]) -> str:
-    """Return a line for each plan, of at most 100 columns; a star marks the schedule that ``gather=True`` takes."""
+    """Return a line for each plan, of at most 100 columns; a star marks the schedule that
+    ``gather=True`` takes.
+    """
     lines = [
         f"{'GPUs':>5} {'schedule':11} {'TFLOP':>9} {'MB sent':>9} {'exchanges':>9} {'MB held':>9} {'ms':>9}  waiting"
     ]
     for p in plans:
-        figures = p.flops / 1e12, p.sent / 1e6, p.exchanges, p.held / 1e6, 1e3 * (p.computing + p.waiting)
+        figures = (
+            p.flops / 1e12,
+            p.sent / 1e6,
+            p.exchanges,
+            p.held / 1e6,
+            1e3 * (p.computing + p.waiting),
+        )
         numbers = " ".join(f"{x:9,.0f}" if x >= 100 else f"{x:9.3g}" for x in figures)
         lines.append(
             f"{p.gpus:5} {p.schedule + '*' * p.chosen:11} {numbers}  {p.waiting / (p.computing + p.waiting):7.0%}"

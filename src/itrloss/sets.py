@@ -26,16 +26,21 @@ def variance_aware_loss(
     shared_sigma: bool = True,
     reduction: Reduction = "mean",
 ) -> Any:
-    """Return the variance-aware weighting loss of K heads of the images; see :class:`itrloss.VarianceAwareLoss`.
+    """Return the variance-aware weighting loss of K heads of the images; see
+    :class:`itrloss.VarianceAwareLoss`.
 
     Args:
-        heads: K similarities of (N, M) with the same ids, one for each head. Texts have one embedding.
+        heads: K similarities of (N, M) with the same ids, one for each head. Texts have one
+            embedding.
         margin, detach_sigma, shared_sigma: as there.
-        reduction: ``"mean"`` over the images' pairs plus that over the texts' pairs, summed over the heads; ``"sum"``;
-            or ``"none"`` for each image's and each text's sum over its pairs and the heads, (N,) and (M,).
+        reduction: ``"mean"`` over the images' pairs plus that over the texts' pairs, summed over
+            the heads; ``"sum"``; or ``"none"`` for each image's and each text's sum over its pairs
+            and the heads, (N,) and (M,).
     """
     if not heads or not all(isinstance(sim, Similarity) for sim in heads):
-        raise TypeError("heads: expected similarities, one for each head; VarianceAwareLoss takes embeddings")
+        raise TypeError(
+            "heads: expected similarities, one for each head; VarianceAwareLoss takes embeddings"
+        )
     if any(sim.shape != heads[0].shape for sim in heads):
         raise ValueError(f"heads: expected one shape, got {[sim.shape for sim in heads]}")
     if any(sim.one_to_one != heads[0].one_to_one for sim in heads):
@@ -58,18 +63,26 @@ def variance_aware_loss(
 
 
 def _by_head(x: Tensor, heads: Sequence[Similarity]) -> list[Tensor]:
-    """Return values (A,) as (K, N) of the rows of all heads and, if they are among ``x``, (K, M) of the columns."""
+    """Return values (A,) as (K, N) of the rows of all heads and, if they are among ``x``, (K, M) of
+    the columns.
+    """
     k, (n, m) = len(heads), heads[0].both.sizes
     rows = x[: k * n].view(k, n)
     return [rows] if len(x) == k * n else [rows, x[k * n :].view(k, m)]
 
 
 class _Pairs:
-    """The positive pairs (P,) of all heads: listed or, where they are not listable, all pairs and a mask."""
+    """The positive pairs (P,) of all heads: listed or, where they are not listable, all pairs and a
+    mask.
+    """
 
     def __init__(self, heads: Sequence[Similarity]):
         pairs, side = heads[0]._matrix.pairs, heads[0]._side
-        self.sides, self.totals, self.one_to_one = heads[0].both.groups(), heads[0].totals, pairs.one_to_one
+        self.sides, self.totals, self.one_to_one = (
+            heads[0].both.groups(),
+            heads[0].totals,
+            pairs.one_to_one,
+        )
         index, self.mask = pairs.listed if pairs.listable else None, None
         if index is None:
             n, m = pairs.shape
@@ -88,16 +101,20 @@ class _Pairs:
         """Return the (..., A) sums of the pairs' values (..., P) for each row (0) or column (1)."""
         x = x if self.mask is None else x.masked_fill(self.mask, 0.0)
         size = sum(self.sides[side].whole_sizes)
-        return self.sides[side].merged(x.new_zeros(*x.shape[:-1], size).index_add(-1, self.index[side], x))
+        return self.sides[side].merged(
+            x.new_zeros(*x.shape[:-1], size).index_add(-1, self.index[side], x)
+        )
 
     def at(self, x: Tensor, side: int) -> Tensor:
         """Return the (..., P) values of the pairs' rows (0) or columns (1) from (..., A)."""
         return self.sides[side].gathered(x)[..., self.index[side]]
 
     def deviation(self, scores: Tensor, side: int, mean: Tensor, std: Tensor) -> Tensor:
-        """Return (K, P) ``1 +`` the sample standard deviation of the scores of each pair's anchor, without the pair.
+        """Return (K, P) ``1 +`` the sample standard deviation of the scores of each pair's anchor,
+        without the pair.
 
-        ``mean`` and ``std`` (K, A) are those of the negatives; the anchor's other positives are added to them.
+        ``mean`` and ``std`` (K, A) are those of the negatives; the anchor's other positives are
+        added to them.
         """
         others = self.totals[1 - side] - 1
         if others < 2:
@@ -118,12 +135,14 @@ def dynamic_orthogonal_loss(
     pair_reduction: PairReduction = "mean",
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """Return the dynamic orthogonal constraint on sub-embeddings; see :class:`itrloss.DynamicOrthogonalLoss`.
+    """Return the dynamic orthogonal constraint on sub-embeddings; see
+    :class:`itrloss.DynamicOrthogonalLoss`.
 
     Args:
-        residuals: (N, K, D) residual sub-embeddings; they are normalised here to u, and a zero vector stays zero.
-        gate: (N, K), the m of each head, or (N, D), a factor for each dimension of the u of all heads (if K = D, it is
-            read as the former). None: all ones. It gets no gradient.
+        residuals: (N, K, D) residual sub-embeddings; they are normalised here to u, and a zero
+            vector stays zero.
+        gate: (N, K), the m of each head, or (N, D), a factor for each dimension of the u of all
+            heads (if K = D, it is read as the former). None: all ones. It gets no gradient.
         others: as there. The result is float32 (float64 for float64 residuals).
     """
     check_matrix("residuals", residuals, "(N, K, D)", dims=3)
@@ -135,11 +154,15 @@ def dynamic_orthogonal_loss(
         if not isinstance(gate, Tensor):
             raise TypeError(f"gate: expected a tensor, got {type(gate).__name__}")
         if gate.shape not in ((n, k), (n, d)):
-            raise ValueError(f"gate: expected shape ({n}, {k}) or ({n}, {d}), got {tuple(gate.shape)}")
+            raise ValueError(
+                f"gate: expected shape ({n}, {k}) or ({n}, {d}), got {tuple(gate.shape)}"
+            )
         heads = heads * gate.detach().to(heads.dtype).unsqueeze(-1 if gate.shape == (n, k) else 1)
     with full_precision(heads):
         correlation = heads @ heads.transpose(1, 2)
-    off_diagonal = correlation.masked_fill(torch.eye(k, dtype=torch.bool, device=heads.device), 0.0).flatten(1)
+    off_diagonal = correlation.masked_fill(
+        torch.eye(k, dtype=torch.bool, device=heads.device), 0.0
+    ).flatten(1)
     if pair_reduction == "frobenius":
         total = torch.linalg.vector_norm(off_diagonal, dim=1) / k**2
     else:
@@ -160,9 +183,10 @@ def set_similarity(
 ) -> Tensor:
     r"""Return the (N, M) similarity of sets of embeddings by the cosines of their elements.
 
-    ``"max"`` is the largest cosine of an element of one with an element of the other (DVSE, PVSE), ``"mean"`` the mean
-    of all such cosines. ``"max_sum"`` is late interaction (`ColBERT <https://arxiv.org/abs/2004.12832>`_), and
-    ``"smooth_max_sum"`` the same with :math:`\frac1\alpha \log \sum_b e^{\alpha \cos(a, b)}` in place of the maximum:
+    ``"max"`` is the largest cosine of an element of one with an element of the other (DVSE, PVSE),
+    ``"mean"`` the mean of all such cosines. ``"max_sum"`` is late interaction (`ColBERT
+    <https://arxiv.org/abs/2004.12832>`_), and ``"smooth_max_sum"`` the same with
+    :math:`\frac1\alpha \log \sum_b e^{\alpha \cos(a, b)}` in place of the maximum:
 
     .. math:: \sum_a \max_b \cos(a, b)
 
@@ -171,25 +195,29 @@ def set_similarity(
     .. math:: \frac1{2 \alpha K} \sum_a \log \sum_b e^{\alpha \cos(a, b)}
               + \frac1{2 \alpha L} \sum_b \log \sum_a e^{\alpha \cos(a, b)}
 
-    whose inner sums are not divided by their length, so that it may exceed 1. It is float32 (float64 for float64 input)
-    and differentiable. Pass it to :meth:`itrloss.Similarity.from_scores`, to the metrics or to a re-ranker. The cosines
-    are held for a few sets at a time, but for second derivatives. The gradient of a maximum goes to the first of equal
-    elements.
+    whose inner sums are not divided by their length, so that it may exceed 1. It is float32
+    (float64 for float64 input) and differentiable. Pass it to
+    :meth:`itrloss.Similarity.from_scores`, to the metrics or to a re-ranker. The cosines are held
+    for a few sets at a time, but for second derivatives. The gradient of a maximum goes to the
+    first of equal elements.
 
     Args:
         images: (N, K, D) sets, of any length.
         texts: (M, D), or sets (M, L, D).
         alpha: :math:`\alpha`, above 0.
-        normalize: scale elements to unit length first; False takes inner products instead of cosines.
-        image_lengths, text_lengths: (N,) and (M,) integers, how many elements of each set exist; K and L are those of
-            the set then. What follows them is padding, of any value. An empty set scores 0, without a gradient. On an
-            accelerator they are not checked.
+        normalize: scale elements to unit length first; False takes inner products instead of
+            cosines.
+        image_lengths, text_lengths: (N,) and (M,) integers, how many elements of each set exist; K
+            and L are those of the set then. What follows them is padding, of any value. An empty
+            set scores 0, without a gradient. On an accelerator they are not checked.
     """
     if texts.dim() == 2:
         texts = texts[:, None]
     for name, x in (("images", images), ("texts", texts)):
         if x.dim() != 3 or x.shape[2] != images.shape[2] or 0 in x.shape:
-            raise ValueError(f"{name}: expected sets of embeddings of one dimension, got shape {tuple(x.shape)}")
+            raise ValueError(
+                f"{name}: expected sets of embeddings of one dimension, got shape {tuple(x.shape)}"
+            )
     check_alike("texts", texts, "images", images)
     check_number("alpha", alpha, positive=True)
     one_of("aggregation", aggregation, "max", "mean", "smooth_chamfer", "max_sum", "smooth_max_sum")
@@ -210,7 +238,10 @@ def _lengths(name: str, lengths: Any, sets: Tensor) -> Tensor | None:
     if lengths is None:
         return None
     lengths = as_ids(name, lengths, len(sets), sets.device)
-    if host_may_read(lengths) and not 0 <= int(lengths.amin()) <= int(lengths.amax()) <= sets.shape[1]:
+    if (
+        host_may_read(lengths)
+        and not 0 <= int(lengths.amin()) <= int(lengths.amax()) <= sets.shape[1]
+    ):
         got = f"{int(lengths.amin())} to {int(lengths.amax())}"
         raise ValueError(f"{name}: expected integers from 0 to {sets.shape[1]}, got {got}")
     return lengths

@@ -32,30 +32,35 @@ class TopK(NamedTuple):
 
 
 class Similarity(Anchors):
-    """The cosine similarities of two sets of embeddings, and who matches whom; its rows are the anchors.
+    """The cosine similarities of two sets of embeddings, and who matches whom; its rows are the
+    anchors.
 
-    ``S[i, j] = cos(rows[i], cols[j])``, computed in float32 at least. A pair is *positive* if its ids are equal and
-    *negative* otherwise. Losses, re-rankers and metrics call this object's methods. How an answer is computed, and
-    whether the (N, M) matrix is ever formed, is up to the engine: see :doc:`engines`.
+    ``S[i, j] = cos(rows[i], cols[j])``, computed in float32 at least. A pair is *positive* if its
+    ids are equal and *negative* otherwise. Losses, re-rankers and metrics call this object's
+    methods. How an answer is computed, and whether the (N, M) matrix is ever formed, is up to the
+    engine: see :doc:`engines`.
 
-    ``sim.T`` has the columns as anchors; ``sim.both`` has the rows and then the columns, computed in one pass.
+    ``sim.T`` has the columns as anchors; ``sim.both`` has the rows and then the columns, computed
+    in one pass.
 
     Args:
         rows: (N, D) embeddings, floating point; half precision is scored in float32.
         cols: (M, D) embeddings.
-        row_ids, col_ids: (N,) and (M,) integers. If both are left out, row i matches column i, and N must be M.
-            ``col_ids`` alone are row numbers. The least int64 marks a row or column that does not exist: it is neither
-            positive nor negative to anything.
-        normalize: scale embeddings to unit length first (a zero vector scores 0 and gets no gradient). Lengths may be
-            anything from 1e-12, below which a vector counts as zero, to 1e18.
-        engine: ``"dense"`` is plain PyTorch on the matrix, ``"tiled"`` visits it tile by tile in a fixed workspace,
-            ``"triton"`` does so on CUDA; ``"auto"`` chooses by size and device.
-        bias: (N,) and (M,) tensors b and c that are added to the scores, ``S_ij + b_i + c_j``, and get their gradients;
-            None stands for zeros. As two more dimensions of the embeddings, in float32 at least, it is part of all
-            answers.
-        memory_budget: bytes of scores that may be cached; by default 256 MiB, and none for ``engine="tiled"``.
-        check_finite: raise a ValueError for nan and infinite embeddings. That reads the data: an accelerator has to
-            synchronise, and ``torch.compile(fullgraph=True)`` fails.
+        row_ids, col_ids: (N,) and (M,) integers. If both are left out, row i matches column i, and
+            N must be M. ``col_ids`` alone are row numbers. The least int64 marks a row or column
+            that does not exist: it is neither positive nor negative to anything.
+        normalize: scale embeddings to unit length first (a zero vector scores 0 and gets no
+            gradient). Lengths may be anything from 1e-12, below which a vector counts as zero, to
+            1e18.
+        engine: ``"dense"`` is plain PyTorch on the matrix, ``"tiled"`` visits it tile by tile in a
+            fixed workspace, ``"triton"`` does so on CUDA; ``"auto"`` chooses by size and device.
+        bias: (N,) and (M,) tensors b and c that are added to the scores, ``S_ij + b_i + c_j``, and
+            get their gradients; None stands for zeros. As two more dimensions of the embeddings, in
+            float32 at least, it is part of all answers.
+        memory_budget: bytes of scores that may be cached; by default 256 MiB, and none for
+            ``engine="tiled"``.
+        check_finite: raise a ValueError for nan and infinite embeddings. That reads the data: an
+            accelerator has to synchronise, and ``torch.compile(fullgraph=True)`` fails.
         names: what error messages call rows, columns and their ids.
 
     Raises:
@@ -79,13 +84,29 @@ class Similarity(Anchors):
         checks.check_embeddings(rows, cols, check_finite, names)
         if bias is not None:
             rows, cols, normalize = with_bias(rows, cols, bias, normalize)
-        cols = cols.view_as(cols) if cols is rows else cols  # the compiler refuses one tensor as two arguments
+        # the compiler refuses one tensor as two arguments
+        cols = cols.view_as(cols) if cols is rows else cols
         n, m, ids = len(rows), len(cols), (row_ids, col_ids)
         if row_ids is not None or col_ids is not None or n != m:
             ids = checks.check_ids(row_ids, col_ids, n, m, rows.device, names)
-        budget = (0 if engine == "tiled" else MEMORY_BUDGET) if memory_budget is None else memory_budget
+        budget = (
+            (0 if engine == "tiled" else MEMORY_BUDGET) if memory_budget is None else memory_budget
+        )
         chosen, pairs = choose_engine(engine, n * m, budget, rows), Pairs((n, m), ids, rows.device)
-        super().__init__([(Matrix(Embeddings(rows, normalize), Embeddings(cols, normalize), pairs, chosen, budget), 0)])
+        super().__init__(
+            [
+                (
+                    Matrix(
+                        Embeddings(rows, normalize),
+                        Embeddings(cols, normalize),
+                        pairs,
+                        chosen,
+                        budget,
+                    ),
+                    0,
+                )
+            ]
+        )
         self._matrix.biased = bias is not None
 
     @classmethod
@@ -101,24 +122,27 @@ class Similarity(Anchors):
         same: str = "",
         **options: Any,
     ) -> Similarity:
-        """Return this process's part of the similarities of all processes' batches; see :doc:`distributed`.
+        """Return this process's part of the similarities of all processes' batches; see
+        :doc:`distributed`.
 
-        Its anchors are this process's rows, or its columns, and their candidates those of all processes. Answers are
-        those of one process with the whole batch. All processes have to ask the same. :meth:`reduce` returns the same
-        on all of them. Shorter batches, which may be empty, are padded with anchors that do not exist.
+        Its anchors are this process's rows, or its columns, and their candidates those of all
+        processes. Answers are those of one process with the whole batch. All processes have to ask
+        the same. :meth:`reduce` returns the same on all of them. Shorter batches, which may be
+        empty, are padded with anchors that do not exist.
 
         Args:
             rows, cols: this process's embeddings, (N_r, D) and (M_r, D).
-            row_ids, col_ids: as in :class:`Similarity`, equal across processes where rows and columns match. Without
-                ids, a row matches a column of the same process.
+            row_ids, col_ids: as in :class:`Similarity`, equal across processes where rows and
+                columns match. Without ids, a row matches a column of the same process.
             process_group: the processes of ``torch.distributed`` that take part; by default, all.
-            schedule: ``"all-gather"`` holds the columns of all processes, ``"ring"`` those of two at a time; ``"auto"``
-                chooses by size. The compiler takes the former only.
+            schedule: ``"all-gather"`` holds the columns of all processes, ``"ring"`` those of two
+                at a time; ``"auto"`` chooses by size. The compiler takes the former only.
             same: what else has to be the same on all processes, such as options, in words.
             options: of :class:`Similarity`; a bias is that of this process's rows and columns.
 
         Raises:
-            TypeError, ValueError: on all processes, if one of them fails or they differ in more than their sizes.
+            TypeError, ValueError: on all processes, if one of them fails or they differ in more
+                than their sizes.
             RuntimeError: if another process is lost.
         """
         if world_size(process_group) == 1:
@@ -131,9 +155,13 @@ class Similarity(Anchors):
             one_of("schedule", schedule, "auto", "all-gather", "ring")
             if schedule == "ring" and torch.compiler.is_compiling():
                 raise ValueError("schedule: torch.compile needs 'all-gather'")
-            checks.check_embeddings(rows, cols, options.get("check_finite", False), names, empty=True)
+            checks.check_embeddings(
+                rows, cols, options.get("check_finite", False), names, empty=True
+            )
             ids = checks.check_ids(*ids, len(rows), len(cols), rows.device, names)
-            rows, cols, options["normalize"] = with_bias(rows, cols, bias, options.get("normalize", True))
+            rows, cols, options["normalize"] = with_bias(
+                rows, cols, bias, options.get("normalize", True)
+            )
             return [len(rows), len(cols)]
 
         if torch.compiler.is_compiling():  # nothing is compared then
@@ -163,7 +191,10 @@ class Similarity(Anchors):
             sim = cls._view(RingMatrix(*sides, pairs, tiled, 0), 0)
         else:
             sim = cls(rows, processes.gather(cols, process_group), *ids, **options, names=names)
-        sim._matrix.share, sim._matrix.biased = Share(shared, 1, sizes[shared.rank], cols), bias is not None
+        sim._matrix.share, sim._matrix.biased = (
+            Share(shared, 1, sizes[shared.rank], cols),
+            bias is not None,
+        )
         Anchors.__init__(sim, [(sim._matrix, 0)])
         return sim
 
@@ -178,9 +209,11 @@ class Similarity(Anchors):
         check_finite: bool = False,
         names: checks.Names = checks.ROWS_AND_COLUMNS,
     ) -> Similarity:
-        """Return a Similarity of (N, M) scores that a model computed; higher means more similar, in any range.
+        """Return a Similarity of (N, M) scores that a model computed; higher means more similar, in
+        any range.
 
-        Gradients go to the scores. They are not copied: if they are modified in place, later calls raise an error.
+        Gradients go to the scores. They are not copied: if they are modified in place, later calls
+        raise an error.
         """
         checks.check_matrix("scores", scores, "(N, M)", check_finite)
         n, m = scores.shape
@@ -200,7 +233,9 @@ class Similarity(Anchors):
 
     @property
     def _inputs(self) -> tuple[Tensor, Tensor] | None:
-        """The (N, D) and (M, D) embeddings of this view's rows and columns; None for precomputed scores."""
+        """The (N, D) and (M, D) embeddings of this view's rows and columns; None for precomputed
+        scores.
+        """
         m = self._matrix
         if m.cols is None:
             return None
@@ -222,7 +257,9 @@ class Similarity(Anchors):
         return (m, n) if self._side else (n, m)
 
     def _local(self) -> tuple[Similarity, int]:
-        """Return this view with all candidates in this process, and its number of anchors; for 0, one of padding."""
+        """Return this view with all candidates in this process, and its number of anchors; for 0,
+        one of padding.
+        """
         matrix, side, share = self._matrix, self._side, self._matrix.share
         if share is None:
             return self, len(self)
@@ -277,7 +314,9 @@ class Similarity(Anchors):
         return Anchors([(self._matrix, self._side)], [(self._matrix, 1 - self._side)])
 
     def check_finite(self) -> None:
-        """Raise a ValueError if an embedding (or score) is nan or infinite. Synchronises with an accelerator."""
+        """Raise a ValueError if an embedding (or score) is nan or infinite. Synchronises with an
+        accelerator.
+        """
         names = ("scores",) if self._inputs is None else ("rows", "cols")
         for name, x in zip(names, self._inputs or (self._matrix.rows,), strict=True):
             checks.require_finite(name, x)
@@ -288,14 +327,18 @@ class Similarity(Anchors):
             local, size = self._local()
             return local.scores()[:size]
         check_unchanged([self._matrix])
-        trained = torch.is_grad_enabled() and any(x is not None and x.x.requires_grad for x in self._matrix.embeddings)
+        trained = torch.is_grad_enabled() and any(
+            x is not None and x.x.requires_grad for x in self._matrix.embeddings
+        )
         scores = (self._matrix.as_dense() if trained else self._matrix).scores()
         return (scores.T if self._side else scores).clone(memory_format=torch.contiguous_format)
 
     def pair_scores(self, rows: Tensor, cols: Tensor) -> Tensor:
-        """Return the (P,) scores of row ``rows[p]`` with column ``cols[p]``; their gradient goes to these embeddings.
+        """Return the (P,) scores of row ``rows[p]`` with column ``cols[p]``; their gradient goes to
+        these embeddings.
 
-        ``rows`` and ``cols`` are (P,) int64 indices, at least 0: negative ones do not count from the end.
+        ``rows`` and ``cols`` are (P,) int64 indices, at least 0: negative ones do not count from
+        the end.
         """
         if self._matrix.share is not None:
             return self._local()[0].pair_scores(rows, cols)
@@ -303,44 +346,62 @@ class Similarity(Anchors):
         return self._matrix.pair_scores(*((cols, rows) if self._side else (rows, cols)))
 
     def blocks(self, size: int = 2**22) -> Iterator[tuple[slice, Tensor]]:
-        """Yield slices of the rows in order, each with a copy of its scores (B, M), at most ``size`` of them."""
+        """Yield slices of the rows in order, each with a copy of its scores (B, M), at most
+        ``size`` of them.
+        """
         local, n = self._local()
         for part, block in local._matrix.blocks(local._side, size):
             if part.start < n:
                 yield slice(part.start, min(part.stop, n)), block[: n - part.start]
 
-    # ----------------------------------------------------------------------------- answers without a gradient
+    # ------------------------------------------------------------------- answers without a gradient
 
     def topk(self, k: int, bias: Tensor | None = None, *, below: Limit = None) -> TopK:
         """Return the (N, k) columns with the highest ``S_ij + bias_j`` for each row. No gradient.
 
-        With ``below``, a number or (N,), of those for which that is lower; -inf and -1 where there are fewer.
+        With ``below``, a number or (N,), of those for which that is lower; -inf and -1 where there
+        are fewer.
         """
         check_size("k", k)
         if k > self.shape[1]:
             raise ValueError(f"k: expected a number from 1 to {self.shape[1]}, got {k}")
         top = self.ranked(k, bias, ties=None, below=below)[1]
-        return top if below is None else TopK(top.values, top.indices.masked_fill(top.values == -torch.inf, -1))
+        return (
+            top
+            if below is None
+            else TopK(top.values, top.indices.masked_fill(top.values == -torch.inf, -1))
+        )
 
     def ranks(self, bias: Tensor | None = None, *, ties: str = "pessimistic") -> Tensor:
-        """Return the (N, P) ranks (from 1) of each row's positives by ``S_ij + bias_j``, ascending, padded with 0.
+        """Return the (N, P) ranks (from 1) of each row's positives by ``S_ij + bias_j``, ascending,
+        padded with 0.
 
-        P is the largest number of positives of a row. With ``ties="pessimistic"`` a negative that scores the same as
-        a positive is ahead of it, with ``"optimistic"`` behind it. The positive's score comes from the same product
-        as its rivals', so rounding cannot move it. Memory grows with N times P. No gradient.
+        P is the largest number of positives of a row. With ``ties="pessimistic"`` a negative that
+        scores the same as a positive is ahead of it, with ``"optimistic"`` behind it. The
+        positive's score comes from the same product as its rivals', so rounding cannot move it.
+        Memory grows with N times P. No gradient.
         """
         return self.ranked(0, bias, ties=ties)[0]
 
     def ranked(
-        self, k: int, bias: Tensor | None = None, *, ties: str | None = "pessimistic", below: Limit = None
+        self,
+        k: int,
+        bias: Tensor | None = None,
+        *,
+        ties: str | None = "pessimistic",
+        below: Limit = None,
     ) -> tuple[Tensor, TopK]:
-        """Return :meth:`ranks` (empty for ``ties=None``) and :meth:`topk` from one pass; k may exceed M."""
+        """Return :meth:`ranks` (empty for ``ties=None``) and :meth:`topk` from one pass; k may
+        exceed M.
+        """
         if k != 0:
             check_size("k", k)
         one_of("ties", ties, "pessimistic", "optimistic", None)
         if self._matrix.share is not None:
             local, n = self._local()
-            below = below[: len(local)] if isinstance(below, Tensor) and below.numel() > 1 else below
+            below = (
+                below[: len(local)] if isinstance(below, Tensor) and below.numel() > 1 else below
+            )
             ranks, top = local.ranked(k, bias, ties=ties, below=below)
             return ranks[:n], TopK(*(x[:n] for x in top))
         pairs, side, m = self._matrix.pairs, self._side, self.shape[1]
@@ -355,7 +416,9 @@ class Similarity(Anchors):
             scores = (scores if bias is None else scores.add_(bias)).clamp_min_(least)
             rivals = scores
             for limit in limits:
-                rivals = scores.masked_fill(scores >= (limit[part] if len(limit) > 1 else limit)[:, None], least)
+                rivals = scores.masked_fill(
+                    scores >= (limit[part] if len(limit) > 1 else limit)[:, None], least
+                )
             values, indices = rivals.topk(min(k, m), dim=1)
             parts[1].append(values.masked_fill_(values == least, -torch.inf))
             parts[2].append(indices)
@@ -363,7 +426,11 @@ class Similarity(Anchors):
                 own = places[part]
                 thresholds = scores.gather(1, own.clamp_min(0)).masked_fill_(own < 0, torch.nan)
                 whole = slice(0, m)
-                pairs.exclude_(scores.T if side else scores, (whole, part) if side else (part, whole), -torch.inf)
+                pairs.exclude_(
+                    scores.T if side else scores,
+                    (whole, part) if side else (part, whole),
+                    -torch.inf,
+                )
                 parts[0].append(ranking.ranks(thresholds, scores, ties == "optimistic"))
         ranks, values, indices = (torch.cat(x) if x else torch.empty(0) for x in parts)
         return ranks, TopK(values, indices)

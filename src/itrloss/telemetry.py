@@ -1,4 +1,6 @@
-"""What a training loop wants to see of a batch: detached figures of a similarity that a loss has used."""
+"""What a training loop wants to see of a batch: detached figures of a similarity that a loss has
+used.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,18 @@ def below(scores: Tensor, threshold: Tensor) -> Tensor:
 
 @torch.no_grad()
 def describe(sim: Similarity, margin: float = 0.0, hubness_k: int = 10) -> dict[str, Tensor]:
-    """Return figures of a batch, 0-dim tensors by name, without a gradient and without waiting for an accelerator.
+    """Return figures of a batch, 0-dim tensors by name, without a gradient and without waiting for
+    an accelerator.
 
-    ``positive`` is the mean score of the positive pairs. ``hardest_negative``: mean over the images and texts that have
-    one. ``gap``: the mean of an anchor's positives minus its hardest negative, on average. ``active``: share of
-    positive pairs, seen from both sides, that are not ahead of the hardest negative by ``margin``. ``hubness_i2t``,
-    ``hubness_t2i``: skewness of the k-occurrences for k = ``hubness_k``, 0 without hubs. ``diversity_min``: the lowest
-    score of :func:`itrloss.functional.std_diversity`; the highest is 1.
+    ``positive`` is the mean score of the positive pairs. ``hardest_negative``: mean over the images
+    and texts that have one. ``gap``: the mean of an anchor's positives minus its hardest negative,
+    on average. ``active``: share of positive pairs, seen from both sides, that are not ahead of the
+    hardest negative by ``margin``. ``hubness_i2t``, ``hubness_t2i``: skewness of the k-occurrences
+    for k = ``hubness_k``, 0 without hubs. ``diversity_min``: the lowest score of
+    :func:`itrloss.functional.std_diversity`; the highest is 1.
 
-    Rows of ``sim`` are images. Scores that are kept are shared with the loss; where none are, the product is formed
-    once for each of four questions.
+    Rows of ``sim`` are images. Scores that are kept are shared with the loss; where none are, the
+    product is formed once for each of four questions.
     """
     sim = sim.detach()
     both = sim.both
@@ -48,12 +52,15 @@ def describe(sim: Similarity, margin: float = 0.0, hubness_k: int = 10) -> dict[
         "positive": both.total(positive.sum()) / both.total(counts.sum()).clamp_min(1),
         "hardest_negative": _mean(both, hardest, rival),
         "gap": _mean(both, gaps, valid),
-        "active": both.total(torch.where(valid, near, 0.0).sum()) / both.total((counts * valid).sum()).clamp_min(1),
+        "active": both.total(torch.where(valid, near, 0.0).sum())
+        / both.total((counts * valid).sum()).clamp_min(1),
     }
     for name, view in (("i2t", sim), ("t2i", sim.T)):
         index = view.topk(min(hubness_k, view.shape[1])).indices.flatten()
         occurrences = torch.zeros(view.shape[1], dtype=torch.int64, device=index.device)
-        figures[f"hubness_{name}"] = skewness(both.total(occurrences.index_add_(0, index, torch.ones_like(index))))
+        figures[f"hubness_{name}"] = skewness(
+            both.total(occurrences.index_add_(0, index, torch.ones_like(index)))
+        )
     least = [-x for x in both.group_amax(-std_diversity(both))]
     figures["diversity_min"] = torch.stack(least).amin()
     return {name: value.to(sim.dtype) for name, value in figures.items()}
@@ -63,9 +70,10 @@ def describe(sim: Similarity, margin: float = 0.0, hubness_k: int = 10) -> dict[
 def describe_memory(sims: MemorySimilarity, process_group: Any = None) -> dict[str, Tensor]:
     """Return :func:`describe` of a batch and figures of its memory: 0-dim tensors by name.
 
-    ``memory_entries``: how many are valid. ``memory_age``: how many batches of this size ago an entry came in, on
-    average, the last one being 1. ``memory_hardest``: mean of the anchors' highest-scoring negatives in the memory, 0
-    while there is none. ``process_group``: the processes that share the memory; by default, all.
+    ``memory_entries``: how many are valid. ``memory_age``: how many batches of this size ago an
+    entry came in, on average, the last one being 1. ``memory_hardest``: mean of the anchors'
+    highest-scoring negatives in the memory, 0 while there is none. ``process_group``: the processes
+    that share the memory; by default, all.
     """
     figures = describe(sims.batch)
     counts = sims.memory.positive_counts + sims.memory.negative_counts
@@ -80,5 +88,9 @@ def describe_memory(sims: MemorySimilarity, process_group: Any = None) -> dict[s
 
 
 def _mean(anchors: Anchors, x: Tensor, counted: Tensor) -> Tensor:
-    """Return the mean of what is counted of (A,) values, 0 for none; of a sharded batch, over all processes."""
-    return anchors.total(torch.where(counted, x, 0.0).sum()) / anchors.total(counted.sum()).clamp_min(1)
+    """Return the mean of what is counted of (A,) values, 0 for none; of a sharded batch, over all
+    processes.
+    """
+    return anchors.total(torch.where(counted, x, 0.0).sum()) / anchors.total(
+        counted.sum()
+    ).clamp_min(1)

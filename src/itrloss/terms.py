@@ -1,6 +1,8 @@
-"""The functions of scores that the losses sum over negatives or positives, with :meth:`itrloss.Anchors.sum` and others.
+"""The functions of scores that the losses sum over negatives or positives, with
+:meth:`itrloss.Anchors.sum` and others.
 
-Each takes scores, and parameters with one value for each anchor or for all. See :func:`itrloss.pair_term` for more.
+Each takes scores, and parameters with one value for each anchor or for all. See
+:func:`itrloss.pair_term` for more.
 """
 
 from .engine.answers import hinge as hinge

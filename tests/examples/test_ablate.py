@@ -1,4 +1,6 @@
-"""The ablation tables: valid rows, a grid without repeated or wrongly reused runs, intervals and verdicts."""
+"""The ablation tables: valid rows, a grid without repeated or wrongly reused runs, intervals and
+verdicts.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,28 @@ import torch
 
 import itrloss
 from examples.retrieval import ablate, ablate_report
-from examples.retrieval.ablate import PAPERS, Claim, Grid, Paper, Row, Table, load_paper, main, measured, run, state
-from examples.retrieval.ablate_report import FAILS, HOLDS, UNKNOWN, Difference, paired, verdict, write_report
+from examples.retrieval.ablate import (
+    PAPERS,
+    Claim,
+    Grid,
+    Paper,
+    Row,
+    Table,
+    load_paper,
+    main,
+    measured,
+    run,
+    state,
+)
+from examples.retrieval.ablate_report import (
+    FAILS,
+    HOLDS,
+    UNKNOWN,
+    Difference,
+    paired,
+    verdict,
+    write_report,
+)
 from examples.retrieval.config import Config, make_config
 from examples.retrieval.data import Split
 from examples.retrieval.evaluate import RECALLS, before_and_after
@@ -32,14 +54,23 @@ TINY = (
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    """Data set of 40 + 20 images of 3 regions; the words of a caption identify the components of its regions."""
+    """Data set of 40 + 20 images of 3 regions; the words of a caption identify the components of
+    its regions.
+    """
     root = tmp_path_factory.mktemp("data")
     rng = np.random.default_rng(0)
     meanings = rng.normal(size=(12, 8))
     for split, n in {"train": 40, "dev": 20}.items():
         told = rng.integers(12, size=(n, 3))
-        np.save(root / f"{split}_ims.npy", (meanings[told] + 0.1 * rng.normal(size=(n, 3, 8))).astype(np.float16))
-        lines = [" ".join(f"word{i}" for i in rng.permutation(words)) + "\n" for words in told for _ in range(5)]
+        np.save(
+            root / f"{split}_ims.npy",
+            (meanings[told] + 0.1 * rng.normal(size=(n, 3, 8))).astype(np.float16),
+        )
+        lines = [
+            " ".join(f"word{i}" for i in rng.permutation(words)) + "\n"
+            for words in told
+            for _ in range(5)
+        ]
         (root / f"{split}_caps.txt").write_text("".join(lines))
     return root
 
@@ -51,12 +82,24 @@ def small_paper() -> Paper:
         "dcl": Row("full model"),
         "SCAN": Row("attention", cannot="another method"),
     }
-    printed = {"Flickr30K": {"triplet": {"rsum": 500.0}, "dcl": {"rsum": 510.5}, "SCAN": {"rsum": 465.0}}}
-    claims = (Claim("DCL is better", above=(("dcl", "triplet"),)), Claim("and than SCAN", above=(("dcl", "SCAN"),)))
+    printed = {
+        "Flickr30K": {"triplet": {"rsum": 500.0}, "dcl": {"rsum": 510.5}, "SCAN": {"rsum": 465.0}}
+    }
+    claims = (
+        Claim("DCL is better", above=(("dcl", "triplet"),)),
+        Claim("and than SCAN", above=(("dcl", "SCAN"),)),
+    )
     rerankings = {"plain": Row("not re-ranked"), "FR": Row("re-ranked", rerank=(25, 25, 20, 20))}
     tables = {
         "1": Table("losses", "dcl", rows, printed, claims, note="A note."),
-        "2": Table("re-ranking", "plain", rerankings, {}, (Claim("it helps", above=(("FR", "plain"),)),), reranks=True),
+        "2": Table(
+            "re-ranking",
+            "plain",
+            rerankings,
+            {},
+            (Claim("it helps", above=(("FR", "plain"),)),),
+            reranks=True,
+        ),
     }
     return Paper("Small", ("loss=dcl", "loss_options.margin=0.25"), tables)
 
@@ -70,7 +113,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return trained
 
 
-# --- the tables -----------------------------------------------------------------------------------------------------
+# --- the tables -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("file", [None, SCENES])
@@ -92,10 +135,14 @@ def test_tables_are_whole(paper: str):
     for table in load_paper(paper).tables.values():
         rows = set(table.rows)
         assert table.baseline in rows
-        assert not [name for printed in table.printed.values() for name in printed if name not in rows]
+        assert not [
+            name for printed in table.printed.values() for name in printed if name not in rows
+        ]
         for claim in table.claims:
             assert {name for pair in claim.pairs for name in pair} <= rows
-            assert bool(claim.above) != bool(claim.within) and (claim.apart > 0) == bool(claim.within)
+            assert bool(claim.above) != bool(claim.within) and (claim.apart > 0) == bool(
+                claim.within
+            )
         for row in table.rows.values():
             known = row.rerank in METHODS or len(row.rerank) in (0, 4)
             assert known if table.reranks else not row.rerank
@@ -107,7 +154,9 @@ def test_printed_recalls_sum_to_the_printed_rsum(paper: str):
         for printed in table.printed.values():
             assert printed.keys() == table.rows.keys()
             for row in printed.values():
-                assert row["rsum"] == pytest.approx(sum(row[recall] for recall in RECALLS), abs=0.11)
+                assert row["rsum"] == pytest.approx(
+                    sum(row[recall] for recall in RECALLS), abs=0.11
+                )
 
 
 def test_the_command_line_is_stronger_than_the_file_and_the_file_than_the_paper(tmp_path: Path):
@@ -119,17 +168,27 @@ def test_the_command_line_is_stronger_than_the_file_and_the_file_than_the_paper(
     assert grid.config(rows["15000"], 0).loss_options == {"clusters": 60, "margin": 0.2}
     assert Grid("coder", out=tmp_path).config(rows["5000"], 0).loss_options == {"clusters": 100}
     triplet = grid.config(load_paper("coder").tables["2"].rows["1"], 0)
-    assert (triplet.loss, triplet.loss_options, triplet.concepts) == ("triplet", {"reduction": "mean"}, 7)
+    assert (triplet.loss, triplet.loss_options, triplet.concepts) == (
+        "triplet",
+        {"reduction": "mean"},
+        7,
+    )
 
 
-# --- settings of the rows -------------------------------------------------------------------------------------------
+# --- settings of the rows -------------------------------------------------------------------------
 
 
 def test_without_a_share_concepts_do_not_retrieve():
     torch.manual_seed(0)
-    config = make_config({"loss": "coder", "dim": 8, "word_dim": 8, "concepts": 10, "concept_share": 0})
+    config = make_config(
+        {"loss": "coder", "dim": 8, "word_dim": 8, "concepts": 10, "concept_share": 0}
+    )
     model = build_model(config, 8, 20).eval()
-    regions, words, lengths = torch.randn(3, 4, 8), torch.randint(1, 20, (5, 6)), torch.full((5,), 6)
+    regions, words, lengths = (
+        torch.randn(3, 4, 8),
+        torch.randint(1, 20, (5, 6)),
+        torch.full((5,), 6),
+    )
     images, texts, *_ = model(regions, words, lengths)
     cosines = torch.cosine_similarity(images[:, None], texts, dim=2)
     found = model.similarity(model.embed_images(regions), model.embed_texts(words, lengths))
@@ -155,15 +214,18 @@ def test_dvse_without_its_parts():
     apart = itrloss.DynamicOrthogonalLoss(0.0)
     assert value(variance_weights=False) == pytest.approx(hinges("hardest").sum().item(), rel=1e-5)
     plain = 0.4 * hinges("hardest").sum() + 0.6 * apart(residuals)
-    assert value(balance=0.4, variance_weights=False, gate=False) == pytest.approx(plain.item(), rel=1e-5)
+    assert value(balance=0.4, variance_weights=False, gate=False) == pytest.approx(
+        plain.item(), rel=1e-5
+    )
     gated = 0.4 * hinges("hardest").sum() + 0.6 * apart(residuals, gate)
     assert value(balance=0.4, variance_weights=False) == pytest.approx(gated.item(), rel=1e-5)
     weighted = itrloss.DVSEObjective(0.4, slack=0.0)(sets, texts, residuals, None, ids, ids)[0]
     assert value(balance=0.4, gate=False) == pytest.approx(weighted.item(), rel=1e-5)
-    assert value(0) == pytest.approx(hinges("all").mean().item(), rel=1e-5)  # no orthogonal loss in the warm-up either
+    # no orthogonal loss in the warm-up either
+    assert value(0) == pytest.approx(hinges("all").mean().item(), rel=1e-5)
 
 
-# --- the grid -------------------------------------------------------------------------------------------------------
+# --- the grid -------------------------------------------------------------------------------------
 
 
 def test_a_grid_runs_once_goes_on_and_reports(data: Path, tmp_path: Path, small: list[str]):
@@ -187,17 +249,30 @@ def test_a_grid_runs_once_goes_on_and_reports(data: Path, tmp_path: Path, small:
     assert set(ours["dcl"]) == {0, 1} and ours["SCAN"] == {}
     reranked = measured(grid, tables["2"])
     assert reranked["plain"][0]["after"] == ours["dcl"][0]["before"]
-    assert reranked["FR"][1]["after"] == pytest.approx(ours["dcl"][1]["after"])  # FR's settings are the defaults
+    # FR's settings are the defaults
+    assert reranked["FR"][1]["after"] == pytest.approx(ours["dcl"][1]["after"])
 
     text = write_report(grid)
     assert (tmp_path / "report.md").read_text() == text
-    for expected in ("Table 1: losses", "cannot be run: another method", "500.0", "-10.5", "A note.", "printed +10.5"):
+    for expected in (
+        "Table 1: losses",
+        "cannot be run: another method",
+        "500.0",
+        "-10.5",
+        "A note.",
+        "printed +10.5",
+    ):
         assert expected in text
     report = json.loads((tmp_path / "report.json").read_text())
     row = report["tables"]["1"]["rows"]["triplet"]
-    values = [ours["triplet"][seed]["before"]["rsum"] - ours["dcl"][seed]["before"]["rsum"] for seed in (0, 1)]
+    values = [
+        ours["triplet"][seed]["before"]["rsum"] - ours["dcl"][seed]["before"]["rsum"]
+        for seed in (0, 1)
+    ]
     assert row["difference"]["before"]["mean"] == pytest.approx(sum(values) / 2)
-    assert row["difference"]["before"]["half"] == pytest.approx(12.706 * abs(values[0] - values[1]) / 2)
+    assert row["difference"]["before"]["half"] == pytest.approx(
+        12.706 * abs(values[0] - values[1]) / 2
+    )
     assert [claim["verdict"] for claim in report["tables"]["1"]["claims"]][1] == UNKNOWN
 
 
@@ -210,18 +285,25 @@ def test_a_row_is_re_ranked_by_its_own_numbers(tmp_path: Path, monkeypatch: pyte
     config = make_config({"data": "somewhere", "out": str(tmp_path)})
     given = before_and_after(torch.from_numpy(scores), split, FastReranker())
     for numbers in ((25, 25, 20, 20), (9, 4, 3, 17)):
-        wanted = before_and_after(torch.from_numpy(scores), split, FastReranker(numbers[:2], numbers[2:]))
+        wanted = before_and_after(
+            torch.from_numpy(scores), split, FastReranker(numbers[:2], numbers[2:])
+        )
         assert ablate._reranked(config, Row("", rerank=numbers), given) == wanted
     reciprocal = before_and_after(torch.from_numpy(scores), split, ReciprocalReranker())
     assert ablate._reranked(config, Row("", rerank="reciprocal"), given) == reciprocal != wanted
     assert wanted["after"] != given["after"]
 
 
-def test_rows_are_judged_by_what_their_table_is_about(tmp_path: Path, small: list[str], monkeypatch):
+def test_rows_are_judged_by_what_their_table_is_about(
+    tmp_path: Path, small: list[str], monkeypatch
+):
     """Losses are compared before re-ranking, re-rankings after it."""
 
     def runs(before: float, after: float) -> dict[int, dict[str, dict[str, float]]]:
-        return {s: {"before": {"rsum": before + s}, "after": {"rsum": after + 1.1 * s}} for s in range(3)}
+        return {
+            s: {"before": {"rsum": before + s}, "after": {"rsum": after + 1.1 * s}}
+            for s in range(3)
+        }
 
     found = {
         "triplet": runs(100, 120),
@@ -230,12 +312,20 @@ def test_rows_are_judged_by_what_their_table_is_about(tmp_path: Path, small: lis
         "plain": runs(105, 100),
         "FR": runs(100, 110),
     }
-    monkeypatch.setattr(ablate_report, "measured", lambda grid, table: {name: found[name] for name in table.rows})
+    monkeypatch.setattr(
+        ablate_report, "measured", lambda grid, table: {name: found[name] for name in table.rows}
+    )
     write_report(Grid("coder", seeds=(0, 1, 2), out=tmp_path))
     tables = json.loads((tmp_path / "report.json").read_text())["tables"]
-    verdicts = {number: [claim["verdict"] for claim in table["claims"]] for number, table in tables.items()}
+    verdicts = {
+        number: [claim["verdict"] for claim in table["claims"]] for number, table in tables.items()
+    }
     assert verdicts == {"1": [HOLDS, UNKNOWN], "2": [HOLDS]}
-    means = [claim["differences"][0]["mean"] for table in tables.values() for claim in table["claims"][:1]]
+    means = [
+        claim["differences"][0]["mean"]
+        for table in tables.values()
+        for claim in table["claims"][:1]
+    ]
     assert means == pytest.approx([10, 10])
 
 
@@ -244,14 +334,26 @@ def test_other_settings_are_other_runs(data: Path, tmp_path: Path, small: list[s
     run(grid)
     assert len(small) == 1
     for other in (("lr=2e-2",), ("loss_options.margin=0.1",), (f"data={tmp_path}",), ("epochs=2",)):
-        assert state(Grid("coder", common=(*grid.common, *other), out=tmp_path).config(Row(""), 0)) == "to run"
+        assert (
+            state(Grid("coder", common=(*grid.common, *other), out=tmp_path).config(Row(""), 0))
+            == "to run"
+        )
     same = Grid("coder", common=(*grid.common, "threads=2", "final_test=true"), out=tmp_path)
     assert state(same.config(Row(""), 0)) == "finished"
 
 
-def test_rows_that_differ_after_their_best_epochs_are_named(data: Path, tmp_path: Path, monkeypatch):
-    rows = {"early": Row("as it is"), "late": Row("would end later", ("patience=9",)), "other": Row("", ("lr=1e-3",))}
-    tables = {"1": Table("a", "early", rows, {}, ()), "2": Table("b", "early", {"early": rows["early"]}, {}, ())}
+def test_rows_that_differ_after_their_best_epochs_are_named(
+    data: Path, tmp_path: Path, monkeypatch
+):
+    rows = {
+        "early": Row("as it is"),
+        "late": Row("would end later", ("patience=9",)),
+        "other": Row("", ("lr=1e-3",)),
+    }
+    tables = {
+        "1": Table("a", "early", rows, {}, ()),
+        "2": Table("b", "early", {"early": rows["early"]}, {}, ()),
+    }
     monkeypatch.setattr(ablate, "load_paper", lambda name: Paper("Alike", ("loss=dcl",), tables))
     grid = Grid("coder", common=(*TINY, f"data={data}"), out=tmp_path)
     run(grid)
@@ -271,10 +373,23 @@ def test_a_row_that_diverges_does_not_end_the_grid(data: Path, tmp_path: Path, m
 
 
 def test_the_command(tmp_path: Path, small: list[str], data: Path, capsys: pytest.CaptureFixture):
-    command = ["coder", "--out", str(tmp_path), "--seeds", "0", "1", f"data={data}", *TINY, "--tables", "1"]
+    command = [
+        "coder",
+        "--out",
+        str(tmp_path),
+        "--seeds",
+        "0",
+        "1",
+        f"data={data}",
+        *TINY,
+        "--tables",
+        "1",
+    ]
     main([*command, "--dry-run"])
     out = capsys.readouterr().out
-    assert out.count("to run") == 4 and "1: SCAN  cannot be run: another method" in out and not small
+    assert (
+        out.count("to run") == 4 and "1: SCAN  cannot be run: another method" in out and not small
+    )
     main([*command, "--report"])
     assert "no runs" in capsys.readouterr().out and not small
     main(command)
@@ -296,12 +411,13 @@ def test_wrong_words_are_named(words: list[str], message: str, capsys: pytest.Ca
     assert message in capsys.readouterr().err
 
 
-# --- intervals and verdicts -----------------------------------------------------------------------------------------
+# --- intervals and verdicts -----------------------------------------------------------------------
 
 
 def test_intervals_are_of_paired_differences():
     difference = paired({0: 11.0, 1: 22.0, 2: 33.0, 9: 0.0}, {2: 30.0, 1: 20.0, 0: 10.0, 8: 0.0})
-    assert difference == pytest.approx(Difference(2.0, 4.303 / math.sqrt(3), 3))  # values 1, 2 and 3
+    # values 1, 2 and 3
+    assert difference == pytest.approx(Difference(2.0, 4.303 / math.sqrt(3), 3))
     assert str(difference) == "+2.0 ± 2.5"
     assert paired({4: 1.0}, {4: 3.0}) == Difference(-2.0, math.inf, 1)
     assert paired({4: 1.0}, {5: 3.0}) is None
@@ -337,7 +453,8 @@ def test_a_claim_of_closeness_needs_the_whole_interval():
     assert verdict(Claim("", within=(("a", "b"),), apart=3.0), rows, "before")[0] == HOLDS
     assert verdict(Claim("", within=(("a", "b"),), apart=0.1), rows, "before")[0] == UNKNOWN
     assert verdict(Claim("", within=(("c", "b"),), apart=3.0), rows, "before")[0] == FAILS
-    rows = planted((100.4, 111.0, 121.6), (100.0, 110.0, 120.0))  # 1 ± 1.5 and, in reverse order, -1 ± 1.5
+    # 1 ± 1.5 and, in reverse order, -1 ± 1.5
+    rows = planted((100.4, 111.0, 121.6), (100.0, 110.0, 120.0))
     for pair in (("a", "b"), ("b", "a")):
         assert verdict(Claim("", within=(pair,), apart=2.0), rows, "before")[0] == UNKNOWN
         assert verdict(Claim("", within=(pair,), apart=2.6), rows, "before")[0] == HOLDS
@@ -346,7 +463,9 @@ def test_a_claim_of_closeness_needs_the_whole_interval():
 def test_a_claim_is_judged_by_its_own_figure():
     """The figure of a claim may contradict RSUM."""
     rows = {
-        name: {seed: {"before": {"rsum": rsum + seed, "i2t_r1": r1 + 1.1 * seed}} for seed in range(3)}
+        name: {
+            seed: {"before": {"rsum": rsum + seed, "i2t_r1": r1 + 1.1 * seed}} for seed in range(3)
+        }
         for name, rsum, r1 in (("a", 400.0, 60.0), ("b", 420.0, 50.0))
     }
     found, differences = verdict(Claim("", above=(("a", "b"),), figure="i2t_r1"), rows, "before")
@@ -355,7 +474,9 @@ def test_a_claim_is_judged_by_its_own_figure():
 
 
 def test_all_pairs_of_a_claim_must_hold_and_one_refutes_it():
-    rows = planted((110.0, 120.1, 130.0), (100.0, 110.0, 120.0), (99.0, 111.0, 121.0), (200.0, 210.1, 220.0))
+    rows = planted(
+        (110.0, 120.1, 130.0), (100.0, 110.0, 120.0), (99.0, 111.0, 121.0), (200.0, 210.1, 220.0)
+    )
     assert verdict(Claim("", above=(("a", "b"), ("d", "a"))), rows, "before")[0] == HOLDS
     assert verdict(Claim("", above=(("a", "b"), ("c", "b"))), rows, "before")[0] == UNKNOWN
     assert verdict(Claim("", above=(("c", "b"), ("b", "a"))), rows, "before")[0] == FAILS

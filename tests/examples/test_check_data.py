@@ -40,7 +40,11 @@ def test_what_is_missing_is_named(data: Path, tmp_path: Path):
     assert ready and "not there: test_ims.npy (for final_test=true)" in out
     (data / "dev_caps.txt").unlink()
     out, ready = said(data)
-    assert not ready and "MISSING: dev_caps.txt (to choose the checkpoint by)" in out and "{split}_ims.npy" in out
+    assert (
+        not ready
+        and "MISSING: dev_caps.txt (to choose the checkpoint by)" in out
+        and "{split}_ims.npy" in out
+    )
     assert said(data / "nowhere") == (f"{data / 'nowhere'}\n  no such directory", False)
 
 

@@ -1,4 +1,6 @@
-"""Data sets of raw images: images and captions of their splits, loading of pictures, output of ``check_data``."""
+"""Data sets of raw images: images and captions of their splits, loading of pictures, output of
+``check_data``.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,20 @@ def said(data: Path) -> tuple[str, bool]:
     return "\n".join(lines), ready
 
 
-# --- Karpathy's JSON ------------------------------------------------------------------------------------------------
+# --- Karpathy's JSON ------------------------------------------------------------------------------
 
 
 def test_the_validation_images_that_are_left_join_the_training_set(coco: Path):
-    names = {split: [image.path.name for image in listed_images(coco, split)] for split in ("train", "dev", "test")}
-    assert names["train"] == [f"train_{i}.png" for i in range(12)] + [f"restval_{i}.png" for i in range(4)]
-    assert names["dev"] == [f"val_{i}.png" for i in range(8)] and names["test"] == [f"test_{i}.png" for i in range(8)]
+    names = {
+        split: [image.path.name for image in listed_images(coco, split)]
+        for split in ("train", "dev", "test")
+    }
+    assert names["train"] == [f"train_{i}.png" for i in range(12)] + [
+        f"restval_{i}.png" for i in range(4)
+    ]
+    assert names["dev"] == [f"val_{i}.png" for i in range(8)] and names["test"] == [
+        f"test_{i}.png" for i in range(8)
+    ]
     with pytest.raises(ValueError, match="split 'val': must be one of train, dev, test"):
         listed_images(coco, "val")
 
@@ -53,11 +62,15 @@ def test_every_image_keeps_as_many_captions_as_all_have(tmp_path: Path, per_imag
     root = drawn.karpathy(tmp_path, per_image)
     split = load_split(root, "train")
     entries = [
-        e for e in json.loads((root / "dataset_coco.json").read_text())["images"] if "val" != e["split"] != "test"
+        e
+        for e in json.loads((root / "dataset_coco.json").read_text())["images"]
+        if "val" != e["split"] != "test"
     ]
     wanted = [" ".join(s["raw"].split()) for e in entries for s in e["sentences"][:per_image]]
     assert split.captions == wanted and split.captions_per_image == per_image
-    assert any(len(e["sentences"]) > per_image for e in entries) and not any("\n" in c for c in wanted)
+    assert any(len(e["sentences"]) > per_image for e in entries) and not any(
+        "\n" in c for c in wanted
+    )
     assert split.text_ids.tolist() == [i for i in range(16) for _ in range(per_image)]
     samples = Batches(split, Vocabulary.from_captions(split.captions, 1), 4, per_image, seed=0)
     assert next(samples.epoch(0)).words.shape[0] == 4 * per_image
@@ -69,10 +82,15 @@ def test_images_are_found_in_their_usual_folders(tmp_path: Path, folder: str):
     image = {"filename": "1.png", "split": "test", "sentences": [{"raw": "Red."}]}
     (tmp_path / "dataset_flickr30k.json").write_text(json.dumps({"images": [image]}))
     split = load_split(tmp_path, "test", image_size=8)
-    assert isinstance(split.features, Images) and split.features.read(slice(0, 1)).shape == (1, 3, 8, 8)
+    assert isinstance(split.features, Images) and split.features.read(slice(0, 1)).shape == (
+        1,
+        3,
+        8,
+        8,
+    )
 
 
-# --- CUB ------------------------------------------------------------------------------------------------------------
+# --- CUB ------------------------------------------------------------------------------------------
 
 
 def test_captions_of_birds_match_every_image_of_their_class(birds: Path):
@@ -93,9 +111,13 @@ def test_splits_of_birds_are_lists_of_classes_or_those_of_pcme(birds: Path):
         return [image.path.name for image in listed_images(birds, split)]
 
     assert names("train") == [f"{c}_{i}.jpg" for c in ("red", "green") for i in range(3)]
-    assert names("dev") == [f"blue_{i}.jpg" for i in range(3)] and names("test") == [f"white_{i}.jpg" for i in range(3)]
+    assert names("dev") == [f"blue_{i}.jpg" for i in range(3)] and names("test") == [
+        f"white_{i}.jpg" for i in range(3)
+    ]
     (birds / "seen_test_images.txt").write_text("000.red/red_1.jpg\n002.blue/blue_0.jpg\n")
-    assert names("dev") == ["red_1.jpg", "blue_0.jpg"] and names("test") == [f"white_{i}.jpg" for i in range(3)]
+    assert names("dev") == ["red_1.jpg", "blue_0.jpg"] and names("test") == [
+        f"white_{i}.jpg" for i in range(3)
+    ]
     assert sorted(names("train") + names("dev")) == sorted(
         f"{c}_{i}.jpg" for c in ("red", "green", "blue") for i in range(3)
     )
@@ -111,7 +133,7 @@ def test_a_model_of_birds_trains(birds: Path, tmp_path: Path):
     assert train(replace(config, resume=True))["metrics"] == metrics
 
 
-# --- pictures -------------------------------------------------------------------------------------------------------
+# --- pictures -------------------------------------------------------------------------------------
 
 
 def test_pictures_are_scaled_for_evaluation_and_cut_and_mirrored_for_training(tmp_path: Path):
@@ -133,7 +155,9 @@ def test_pictures_are_scaled_for_evaluation_and_cut_and_mirrored_for_training(tm
 
     red = first_columns(0) > 0.5
     assert 8 < red.sum() < 32  # blue: flipped
-    assert torch.equal(first_columns(0), first_columns(0)) and not torch.equal(first_columns(0), first_columns(1))
+    assert torch.equal(first_columns(0), first_columns(0)) and not torch.equal(
+        first_columns(0), first_columns(1)
+    )
 
 
 def test_cuts_stay_in_the_picture():
@@ -144,7 +168,10 @@ def test_cuts_stay_in_the_picture():
     assert boxes.min() >= 0 and boxes[:, 2].max() <= 40 and boxes[:, 3].max() <= 20
     # Relative position of a crop: uniform, with vertical and horizontal positions independent.
     right, down = boxes[:, 0] / 40 / (1 - width), boxes[:, 1] / 20 / (1 - height)
-    assert all(0.45 < place.mean() < 0.55 and place.min() < 0.05 and place.max() > 0.95 for place in (right, down))
+    assert all(
+        0.45 < place.mean() < 0.55 and place.min() < 0.05 and place.max() > 0.95
+        for place in (right, down)
+    )
     assert abs(np.corrcoef(right, down)[0, 1]) < 0.15
 
 
@@ -155,7 +182,9 @@ def test_several_processes_cut_a_sample_as_one_would(coco: Path):
     halves = [next(Batches(split, vocabulary, 4, 1, 3, rank, 2).epoch(2)) for rank in (0, 1)]
     assert torch.equal(alone.regions, torch.cat([half.regions for half in halves]))
     whole = [batch.regions for batch in Batches(split, vocabulary, 8, 1, seed=3).epoch(2)]
-    rest = [batch.regions for batch in Batches(split, vocabulary, 8, 1, seed=3).epoch(2, first_step=6)]
+    rest = [
+        batch.regions for batch in Batches(split, vocabulary, 8, 1, seed=3).epoch(2, first_step=6)
+    ]
     assert len(rest) == 4 and all(
         map(torch.equal, rest, whole[6:])
     )  # a resumed run has the crops of the interrupted one
@@ -164,18 +193,23 @@ def test_several_processes_cut_a_sample_as_one_would(coco: Path):
 
 
 def test_a_picture_is_cut_anew_in_every_epoch_and_by_every_seed(tmp_path: Path):
-    noise = np.random.default_rng(0).integers(256, size=(40, 48, 3), dtype=np.uint8)  # no two crops of it are equal
+    # no two crops of it are equal
+    noise = np.random.default_rng(0).integers(256, size=(40, 48, 3), dtype=np.uint8)
     Image.fromarray(noise).save(tmp_path / "noise.png")
     split = Split(Images([tmp_path / "noise.png"] * 6, 8), ["caption"] * 6, 1)
 
     def cut(seed: int, epoch: int) -> list[torch.Tensor]:
         """Crops in the order of the images, because the order of samples changes every epoch."""
-        batch = next(Batches(split, Vocabulary.from_captions(split.captions, 1), 6, 1, seed).epoch(epoch))
+        batch = next(
+            Batches(split, Vocabulary.from_captions(split.captions, 1), 6, 1, seed).epoch(epoch)
+        )
         return list(batch.regions[batch.image_ids.argsort()])
 
     first = cut(0, 0)
     assert all(map(torch.equal, first, cut(0, 0)))
-    assert not any(map(torch.equal, first, cut(0, 1))) and not any(map(torch.equal, first, cut(1, 0)))
+    assert not any(map(torch.equal, first, cut(0, 1))) and not any(
+        map(torch.equal, first, cut(1, 0))
+    )
     assert not any(torch.equal(a, b) for a, b in combinations(first, 2))
 
 
@@ -185,7 +219,7 @@ def test_a_file_that_is_no_picture_is_named(tmp_path: Path):
         Images([tmp_path / "broken.jpg"], 8).read(slice(0, 1))
 
 
-# --- check_data -----------------------------------------------------------------------------------------------------
+# --- check_data -----------------------------------------------------------------------------------
 
 
 def test_check_data_knows_whole_sets_of_raw_images(coco: Path):
@@ -198,7 +232,10 @@ def test_check_data_knows_whole_sets_of_raw_images(coco: Path):
 def test_check_data_knows_birds(birds: Path):
     out, ready = said(birds)
     assert ready and layout(birds) == "cub"
-    assert "train  6 raw images" in out and "60 captions, 10 an image, of 4.0 words (at most 4); 2 classes" in out
+    assert (
+        "train  6 raw images" in out
+        and "60 captions, 10 an image, of 4.0 words (at most 4); 2 classes" in out
+    )
 
 
 def test_check_data_says_which_images_are_missing_and_where_they_belong(coco: Path):
@@ -206,7 +243,11 @@ def test_check_data_says_which_images_are_missing_and_where_they_belong(coco: Pa
     (coco / "val2014" / "val_0.png").write_bytes(b"no picture")
     out, ready = said(coco)
     assert not ready and "MISSING: 1 of the images, the first " in out and "train_3.png" in out
-    assert "WRONG: " in out and "val_0.png: no image that can be read" in out and "in images/ (or flickr30k" in out
+    assert (
+        "WRONG: " in out
+        and "val_0.png: no image that can be read" in out
+        and "in images/ (or flickr30k" in out
+    )
 
 
 def test_check_data_names_what_is_wrong_with_the_lists(tmp_path: Path):
@@ -218,7 +259,10 @@ def test_check_data_names_what_is_wrong_with_the_lists(tmp_path: Path):
             "must have images with filename, split and sentences with raw ('filename')",
         ),
         ('{"images": []}', "no image of the split 'train'"),
-        ('{"images": [{"split": "train", "filename": "1.jpg", "sentences": []}]}', "1.jpg: has no caption"),
+        (
+            '{"images": [{"split": "train", "filename": "1.jpg", "sentences": []}]}',
+            "1.jpg: has no caption",
+        ),
     ):
         file.write_text(text)
         out, ready = said(tmp_path)

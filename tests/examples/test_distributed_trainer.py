@@ -22,7 +22,13 @@ from examples.retrieval.train import Trainer
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from processes import WORLD, both, run, survivors
 
-CAPTIONS = ["a brown dog runs", "two dogs on grass", "a black dog jumping", "a man rides a bike", "a woman sits"]
+CAPTIONS = [
+    "a brown dog runs",
+    "two dogs on grass",
+    "a black dog jumping",
+    "a man rides a bike",
+    "a woman sits",
+]
 SYSTEMS: dict[str, dict[str, Any]] = {
     "infonce": {"loss": "infonce", "loss_options": {"learnable": True}, "views": "regions+whole"},
     "triplet": {"loss": "triplet"},
@@ -32,8 +38,9 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "pvse": {"loss": "pvse", "heads": 2},
     "chunks": {"loss": "infonce", "micro_batch": 8, "captions_per_image": 2},
 }
-# The gradients of PVSE's attention over words are tiny here (4e-5 in norm) and depend on rounding, which decides
-# between nearly equal pairs of embeddings, but Adam scales them to steps of the usual size.
+# The gradients of PVSE's attention over words are tiny here (4e-5 in norm) and depend on rounding,
+# which decides between nearly equal pairs of embeddings, but Adam scales them to steps of the usual
+# size.
 ROUNDED = {"pvse": ("text.heads.attention",)}
 
 
@@ -62,7 +69,8 @@ def settings(data: str, out: str, system: str, batch_size: int) -> Config:
 def outcome(config: Config) -> dict[str, Any]:
     trainer = Trainer(config)
     for layer in trainer.model.modules():
-        if config.micro_batch and isinstance(layer, BatchNorm):  # its statistics would be those of a few samples
+        # its statistics would be those of a few samples
+        if config.micro_batch and isinstance(layer, BatchNorm):
             layer.eval().train = lambda mode=True, layer=layer: layer
     found = trainer.run()
     state = {k: v for k, v in trainer.model.state_dict().items()}
@@ -88,10 +96,16 @@ def test_two_processes_train_what_one_trains_with_twice_the_batch(data: Path, tm
             assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4), name
         for key, wanted in alone["state"].items():
             found = first[name]["state"][key]
-            assert torch.equal(found, second[name]["state"][key]), f"{name} {key}: differs between the processes"
+            assert torch.equal(found, second[name]["state"][key]), (
+                f"{name} {key}: differs between the processes"
+            )
             if not key.startswith(ROUNDED.get(name, ())):
                 torch.testing.assert_close(
-                    found, wanted, rtol=2e-3, atol=2e-4, msg=lambda m, what=f"{name} {key}": f"{what}: {m}"
+                    found,
+                    wanted,
+                    rtol=2e-3,
+                    atol=2e-4,
+                    msg=lambda m, what=f"{name} {key}": f"{what}: {m}",
                 )
         assert (tmp_path / "two" / name / "log.jsonl").read_text().count("\n") == 2
 
@@ -119,7 +133,8 @@ def killed(rank: int, *run: Any) -> bool:
         return take_step(batch)
 
     trainer.train_step = step
-    with pytest.raises(RuntimeError):  # by the first batch normalisation that waits for the other process
+    # by the first batch normalisation that waits for the other process
+    with pytest.raises(RuntimeError):
         trainer.run()
     return trainer.total_steps == KILLED
 
@@ -133,14 +148,19 @@ def test_a_killed_run_of_two_processes_resumes_in_any_number(data: Path, tmp_pat
     cases = [("user", 0.4), ("user", 0.0), ("coder", 0.0)]
 
     def runs(name: str) -> list[tuple[str, str, str, float]]:
-        return [(str(data), str(tmp_path / name / f"{system} {dropout}"), system, dropout) for system, dropout in cases]
+        return [
+            (str(data), str(tmp_path / name / f"{system} {dropout}"), system, dropout)
+            for system, dropout in cases
+        ]
 
     def folder(name: str) -> Path:
         (tmp_path / name).mkdir()
         return tmp_path / name
 
     wholes = both(trained, folder("exchange of whole"), runs("whole"), WORLD)
-    left = survivors(killed, folder("exchange of killed"), runs("killed"), world=WORLD, timeout=60.0)
+    left = survivors(
+        killed, folder("exchange of killed"), runs("killed"), world=WORLD, timeout=60.0
+    )
     assert left == [[True, None]] * len(cases)
     for run_ in runs("killed"):
         state = torch.load(Path(run_[1], "last.pt"), weights_only=True)
@@ -154,16 +174,24 @@ def test_a_killed_run_of_two_processes_resumes_in_any_number(data: Path, tmp_pat
             found = run(trained, folder(f"exchange of {world}"), mine, world, world=world)
         for (system, dropout), *resumed, whole in zip(cases, *found, wholes[0], strict=True):
             for other in resumed:
-                same = {k: torch.equal(x, resumed[0]["state"][k]) for k, x in other["state"].items()}
+                same = {
+                    k: torch.equal(x, resumed[0]["state"][k]) for k, x in other["state"].items()
+                }
                 assert all(same.values()) and untimed(other) == untimed(resumed[0])
             if world == WORLD:
-                assert all(torch.equal(x, whole["state"][k]) for k, x in resumed[0]["state"].items())
+                assert all(
+                    torch.equal(x, whole["state"][k]) for k, x in resumed[0]["state"].items()
+                )
                 assert untimed(resumed[0]) == untimed(whole)
             elif not dropout:
-                losses, wanted = ([line["loss"] for line in x["history"]] for x in (resumed[0], whole))
+                losses, wanted = (
+                    [line["loss"] for line in x["history"]] for x in (resumed[0], whole)
+                )
                 assert losses == pytest.approx(wanted, rel=1e-5), (system, world)
     config = resumable(*runs("killed")[0], 1)
-    with pytest.raises(ValueError, match="was trained with batch_size of all processes = 48: cannot resume"):
+    with pytest.raises(
+        ValueError, match="was trained with batch_size of all processes = 48: cannot resume"
+    ):
         Trainer(replace(config, batch_size=47)).run()
 
 
@@ -186,7 +214,9 @@ def test_batch_normalisation_is_that_of_the_whole_batch(tmp_path: Path):
     out = norm(x)
     (out**3 * torch.arange(1.0, 7.0)[:, None]).sum().backward()
     for k, wanted in enumerate((out.detach(), x.grad)):
-        torch.testing.assert_close(torch.cat([part[k] for part in parts]), wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            torch.cat([part[k] for part in parts]), wanted, rtol=1e-4, atol=1e-5
+        )
     for part in parts:
         torch.testing.assert_close(part[2], norm.running_mean)
         torch.testing.assert_close(part[3], norm.running_var)

@@ -40,7 +40,7 @@ CAPTIONS = [
 ]
 
 
-# --- USER: enhancement of regions ------------------------------------------------------------------------------------
+# --- USER: enhancement of regions -----------------------------------------------------------------
 
 
 def told(regions: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
@@ -53,7 +53,10 @@ def told(regions: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 def test_self_guided_enhancement_is_that_of_the_equations():
     torch.manual_seed(0)
-    module, regions = SelfGuidedEnhancement(5).double().eval(), torch.randn(3, 4, 5, dtype=torch.float64)
+    module, regions = (
+        SelfGuidedEnhancement(5).double().eval(),
+        torch.randn(3, 4, 5, dtype=torch.float64),
+    )
     for norm in (module.local_norm, module.whole_norm):
         norm.running_mean.normal_()  # type: ignore[union-attr]
         norm.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
@@ -81,7 +84,10 @@ def test_self_guided_enhancement_is_that_of_the_equations():
 def test_guided_enhancement_is_that_of_the_equations():
     torch.manual_seed(0)
     module = GuidedEnhancement(6, 5).double().eval().requires_grad_(False)
-    regions, wholes = torch.randn(3, 4, 5, dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
+    regions, wholes = (
+        torch.randn(3, 4, 5, dtype=torch.float64),
+        torch.randn(3, 6, dtype=torch.float64),
+    )
     norm, first, linear, _, second, last = module.mlp
     found = module(regions, wholes)
     for picture, given, wanted in zip(regions, wholes, found, strict=True):
@@ -104,26 +110,37 @@ def test_the_whole_picture_is_seen_in_place_of_the_regions():
     torch.testing.assert_close(found, encoder.linear(standard) + encoder.mlp(standard))
 
 
-# --- CODER: concepts -------------------------------------------------------------------------------------------------
+# --- CODER: concepts ------------------------------------------------------------------------------
 
 
 def test_concepts_are_lemmas_with_their_kinds_and_counts():
     found = find_concepts(CAPTIONS, 10)
     counted = dict(zip(zip(found.words, found.kinds, strict=True), found.counts, strict=True))
-    assert counted[("dog", "object")] == 3 and counted[("man", "object")] == 2 and counted[("bike", "object")] == 2
+    assert (
+        counted[("dog", "object")] == 3
+        and counted[("man", "object")] == 2
+        and counted[("bike", "object")] == 2
+    )
     assert counted[("run", "motion")] == 2 and counted[("ride", "motion")] == 2
     assert counted[("red", "property")] == 2 and ("the", "object") not in counted
     together = dict(zip(found.words, found.together, strict=True))
     dog, run, red = (found.words.index(w) for w in ("dog", "run", "red"))
     assert together["dog"][run] == together["run"][dog] == 2 and together["dog"][red] == 0
     assert all(row[i] == 0 for i, row in enumerate(found.together))
-    assert found.conditional()[run, dog] == 1 and found.conditional()[dog, run] == pytest.approx(2 / 3)
+    assert found.conditional()[run, dog] == 1 and found.conditional()[dog, run] == pytest.approx(
+        2 / 3
+    )
     assert found.graph(0.7)[run, dog] == 1 and found.graph(0.7)[dog, run] == 0
 
 
 def test_kinds_of_concepts_have_their_shares():
-    nouns, verbs = [f"thing{chr(97 + i)}" for i in range(26)], ["jumping", "running", "riding", "walking", "eating"]
-    captions = [f"a red {noun} {verbs[i % 5]} green blue white black pink" for i, noun in enumerate(nouns)]
+    nouns, verbs = (
+        [f"thing{chr(97 + i)}" for i in range(26)],
+        ["jumping", "running", "riding", "walking", "eating"],
+    )
+    captions = [
+        f"a red {noun} {verbs[i % 5]} green blue white black pink" for i, noun in enumerate(nouns)
+    ]
     found = find_concepts(captions, 20)
     assert [found.kinds.count(kind) for kind in ("object", "motion", "property")] == [14, 4, 2]
     few = find_concepts([f"a {noun}" for noun in nouns], 20)  # only objects
@@ -150,7 +167,9 @@ def test_concepts_can_be_looked_at(data: Path, tmp_path: Path, capsys: pytest.Ca
     files = [str(tmp_path / name) for name in ("concepts.json", "concepts.png")]
     concepts.main([str(data), "--size", "8", "--out", files[0], "--plot", files[1]])
     said, found = capsys.readouterr().out, Concepts.load(files[0])
-    assert all(f"{word} {count}" in said for word, count in zip(found.words, found.counts, strict=True))
+    assert all(
+        f"{word} {count}" in said for word, count in zip(found.words, found.counts, strict=True)
+    )
     assert Path(files[1]).read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit):
         concepts.main([str(data), "--size", "1000"])
@@ -181,10 +200,12 @@ def test_concept_branch_is_that_of_the_equations():
     for query, wanted in zip(queries, found, strict=True):
         asked = branch.queries["text"].weight @ query  # type: ignore[union-attr]
         powers = [math.exp(10 * float(asked @ y) / float(asked.norm())) for y in answers]
-        torch.testing.assert_close(sum(p / sum(powers) * y for p, y in zip(powers, answers, strict=True)), wanted)
+        torch.testing.assert_close(
+            sum(p / sum(powers) * y for p, y in zip(powers, answers, strict=True)), wanted
+        )
 
 
-# --- word vectors, features of whole pictures ------------------------------------------------------------------------
+# --- word vectors, features of whole pictures -----------------------------------------------------
 
 
 def test_word_vectors_are_read_from_both_formats(tmp_path: Path):
@@ -194,7 +215,9 @@ def test_word_vectors_are_read_from_both_formats(tmp_path: Path):
     (tmp_path / "words.json").write_text(json.dumps(list(vectors)))
     for name in ("glove.2d.txt", "v.npy"):
         found = word_vectors(tmp_path / name)
-        assert list(found) == list(vectors) and all(np.array_equal(found[w], vectors[w]) for w in vectors)
+        assert list(found) == list(vectors) and all(
+            np.array_equal(found[w], vectors[w]) for w in vectors
+        )
     (tmp_path / "other.json").write_text("[]")
     with pytest.raises(ValueError, match=r"v\.npy: its words must be a list in v\.json"):
         word_vectors(tmp_path / "v.npy")
@@ -228,22 +251,30 @@ def test_features_of_whole_pictures_travel_with_the_regions(data: Path):
     batches = Batches(split, Vocabulary.from_captions(split.captions, 1), 8, 1, 0)
     batch = next(batches.epoch(0))
     assert batch.wholes is not None
-    assert torch.equal(batch.wholes, torch.from_numpy(split.wholes[batch.image_ids].astype(np.float32)))  # type: ignore[index]
+    assert torch.equal(
+        batch.wholes, torch.from_numpy(split.wholes[batch.image_ids].astype(np.float32))
+    )  # type: ignore[index]
     mean, std = whole_statistics(np.float32([[4, -9], [0, -1]]))
     torch.testing.assert_close(mean, torch.tensor([1.0, -2.0]))
     torch.testing.assert_close(std, torch.tensor([2**0.5, 2**0.5]))
     np.save(data / "train_global.npy", np.zeros((39, 7), np.float32))
-    with pytest.raises(ValueError, match=r"train_global\.npy: float32 \(39, 7\), must be a float array \(40, d\)"):
+    with pytest.raises(
+        ValueError, match=r"train_global\.npy: float32 \(39, 7\), must be a float array \(40, d\)"
+    ):
         load_split(data, "train")
 
 
-# --- whole systems ---------------------------------------------------------------------------------------------------
+# --- whole systems --------------------------------------------------------------------------------
 
 SYSTEMS = {
     "vse": {"loss": "triplet"},
     "whole": {"loss": "infonce", "views": "whole"},
     "two views": {"loss": "infonce", "views": "regions+whole"},
-    "coder, two views": {"loss": "coder", "views": "regions+whole", "loss_options": {"clusters": 5}},
+    "coder, two views": {
+        "loss": "coder",
+        "views": "regions+whole",
+        "loss_options": {"clusters": 5},
+    },
     "dvse and the whole": {"loss": "dvse", "views": "regions+whole"},
     "user sge": {"loss": "uto", "enhancement": "sge"},
     "user cge": {"loss": "uto", "enhancement": "cge"},
@@ -287,7 +318,10 @@ def test_a_stored_system_answers_as_the_trained_one(system: str, data: Path, tmp
     model, _, _ = load_model(tmp_path / "run" / "last.pt")
     trained = trainer.model.eval()
     split = trainer.dev
-    given = torch.from_numpy(split.features.astype(np.float32)), torch.from_numpy(split.wholes.astype(np.float32))  # type: ignore[union-attr]
+    given = (
+        torch.from_numpy(split.features.astype(np.float32)),
+        torch.from_numpy(split.wholes.astype(np.float32)),
+    )  # type: ignore[union-attr]
     texts = pad([trainer.vocabulary.encode(caption) for caption in split.captions[:4]])
     assert torch.equal(model.embed_images(*given), trained.embed_images(*given))
     assert torch.equal(model.embed_texts(*texts), trained.embed_texts(*texts))
@@ -301,9 +335,16 @@ def test_exported_embeddings_have_the_models_similarities(system: str, data: Pat
     trainer = Trainer(settings(data, tmp_path / "run", system))
     trainer.run()
     files = export(tmp_path / "run", ["dev", "train"], tmp_path / "out")
-    assert [file.name for file in files] == ["dev_images.npy", "dev_texts.npy", "train_images.npy", "train_texts.npy"]
+    assert [file.name for file in files] == [
+        "dev_images.npy",
+        "dev_texts.npy",
+        "train_images.npy",
+        "train_texts.npy",
+    ]
     images, texts = (np.load(file) for file in files[:2])
-    np.testing.assert_allclose(images @ texts.T, np.load(tmp_path / "run" / "dev_scores.npy"), atol=1e-5)
+    np.testing.assert_allclose(
+        images @ texts.T, np.load(tmp_path / "run" / "dev_scores.npy"), atol=1e-5
+    )
     np.testing.assert_allclose(np.linalg.norm(texts, axis=1), 1, atol=1e-5)
 
 
@@ -318,20 +359,36 @@ def test_similarity_of_pvse_is_that_of_the_closest_two(data: Path, tmp_path: Pat
     model = build_model(settings(data, tmp_path, "pvse"), 6, 30).eval().requires_grad_(False)
     regions, (words, lengths) = torch.randn(3, 4, 6), pad([[3, 4], [5], [6, 7, 8], [9, 2]])
     images, texts, of_images, of_texts = model(regions, words, lengths)
-    assert images.shape == of_images.shape == (3, 3, 16) and texts.shape == of_texts.shape == (4, 3, 16)
+    assert images.shape == of_images.shape == (3, 3, 16) and texts.shape == of_texts.shape == (
+        4,
+        3,
+        16,
+    )
     found = model.similarity(model.embed_images(regions), model.embed_texts(words, lengths))
     for i in range(3):
         for j in range(4):
-            pairs = [float(torch.cosine_similarity(a, b, dim=0)) for a in images[i] for b in texts[j]]
+            pairs = [
+                float(torch.cosine_similarity(a, b, dim=0)) for a in images[i] for b in texts[j]
+            ]
             assert float(found[i, j]) == pytest.approx(max(pairs), abs=1e-6)
 
 
 def test_beside_heads_a_whole_picture_is_one_embedding(data: Path, tmp_path: Path):
     torch.manual_seed(0)
-    model = build_model(settings(data, tmp_path, "dvse and the whole"), 6, 30, 7).eval().requires_grad_(False)
-    regions, wholes, (words, lengths) = torch.randn(3, 4, 6), torch.rand(3, 7), pad([[3, 4], [5], [6, 7, 8], [9, 2]])
+    model = (
+        build_model(settings(data, tmp_path, "dvse and the whole"), 6, 30, 7)
+        .eval()
+        .requires_grad_(False)
+    )
+    regions, wholes, (words, lengths) = (
+        torch.randn(3, 4, 6),
+        torch.rand(3, 7),
+        pad([[3, 4], [5], [6, 7, 8], [9, 2]]),
+    )
     sets, texts, _, _, images, texts_of_wholes = outputs = model(regions, words, lengths, wholes)
-    assert len(outputs) == model.outputs and [k for k, x in enumerate(outputs) if len(x) == 4] == list(model.of_texts)
+    assert len(outputs) == model.outputs and [
+        k for k, x in enumerate(outputs) if len(x) == 4
+    ] == list(model.of_texts)
     found = model.similarity(model.embed_images(regions, wholes), model.embed_texts(words, lengths))
     for i in range(3):
         for j in range(4):
@@ -340,9 +397,17 @@ def test_beside_heads_a_whole_picture_is_one_embedding(data: Path, tmp_path: Pat
             assert float(found[i, j]) == pytest.approx((best + whole) / 2, abs=1e-6)
 
 
-def test_views_are_trained_as_each_would_be_alone_and_retrieve_by_their_mean(data: Path, tmp_path: Path):
+def test_views_are_trained_as_each_would_be_alone_and_retrieve_by_their_mean(
+    data: Path, tmp_path: Path
+):
     """Dropout is off: the updates of one view do not change the other."""
-    dry = {"feature_dropout": 0.0, "whole_dropout": 0.0, "word_dropout": 0.0, "embedding_dropout": 0.0, "clip": 1e9}
+    dry = {
+        "feature_dropout": 0.0,
+        "whole_dropout": 0.0,
+        "word_dropout": 0.0,
+        "embedding_dropout": 0.0,
+        "clip": 1e9,
+    }
     config = replace(settings(data, tmp_path / "run", "coder, two views"), **dry)
     both = Trainer(config)
     for index, view in enumerate(("regions", "whole")):
@@ -374,7 +439,9 @@ def test_what_needs_features_of_whole_pictures_says_so(data: Path, tmp_path: Pat
 
 
 def test_parameters_at_the_papers_sizes():
-    """Sizes: 36 regions of 2048 dimensions, words of 300, a space of 1024, 400 concepts; counts by layer."""
+    """Sizes: 36 regions of 2048 dimensions, words of 300, a space of 1024, 400 concepts; counts by
+    layer.
+    """
     region, word, space, words = 2048, 300, 1024, 12000
     gpo = 3 * 2 * (32 * 32 + 32 * 32 + 2 * 32) + 32
     image = (region + 1) * space + region * 512 + 2 * 512 + (512 + 1) * space + gpo

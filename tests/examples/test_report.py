@@ -26,7 +26,9 @@ from itrloss.rerank import FastReranker
 IMAGES, CAPTIONS = 6, 30
 
 
-def write_data(root: Path, pictures: bool = False, splits: tuple[str, ...] = ("dev", "test")) -> Path:
+def write_data(
+    root: Path, pictures: bool = False, splits: tuple[str, ...] = ("dev", "test")
+) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     for split in splits:
         np.save(root / f"{split}_ims.npy", np.zeros((IMAGES, 2, 3), np.float32))
@@ -35,12 +37,18 @@ def write_data(root: Path, pictures: bool = False, splits: tuple[str, ...] = ("d
     if pictures:
         (root / "pictures").mkdir()
         for i in range(IMAGES):
-            Image.new("RGB", (96, 96), (40 * i, 90, 120)).save(root / "pictures" / f"dev_{i:05d}.png")
+            Image.new("RGB", (96, 96), (40 * i, 90, 120)).save(
+                root / "pictures" / f"dev_{i:05d}.png"
+            )
     return root
 
 
-def write_run(out: Path, data: Path, loss: str, quality: float, splits: tuple[str, ...] = ("dev",)) -> Path:
-    """Write a run whose scores are noise plus `quality` on the right pairs, with its actual figures."""
+def write_run(
+    out: Path, data: Path, loss: str, quality: float, splits: tuple[str, ...] = ("dev",)
+) -> Path:
+    """Write a run whose scores are noise plus `quality` on the right pairs, with its actual
+    figures.
+    """
     out.mkdir(parents=True)
     config = asdict(Config(loss=loss, epochs=3, out=str(out)))
     (out / "config.json").write_text(json.dumps(config))
@@ -51,7 +59,10 @@ def write_run(out: Path, data: Path, loss: str, quality: float, splits: tuple[st
     np.save(out / "dev_scores.npy", scores.numpy())
     metrics = {name: before_and_after(scores, split, FastReranker()) for name in splits}
     (out / "metrics.json").write_text(json.dumps(metrics))
-    lines = [{"epoch": e, "step": e, "loss": 3.0 / e, "lr": 1e-3, "seconds": 1.5, "rsum": 100.0 * e} for e in (1, 2, 3)]
+    lines = [
+        {"epoch": e, "step": e, "loss": 3.0 / e, "lr": 1e-3, "seconds": 1.5, "rsum": 100.0 * e}
+        for e in (1, 2, 3)
+    ]
     (out / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return out
 
@@ -86,7 +97,9 @@ class Checker(HTMLParser):
         self.links: list[str] = []
 
     def handle_starttag(self, tag, attrs):
-        self.links += [value for name, value in attrs if name in ("src", "href", "srcset", "action") and value]
+        self.links += [
+            value for name, value in attrs if name in ("src", "href", "srcset", "action") and value
+        ]
         if tag not in self.VOID:
             self.open.append(tag)
 
@@ -111,10 +124,14 @@ def test_seeds_of_one_experiment_are_one_line_with_their_spread(tmp_path, data, 
         (out / "config.json").write_text(json.dumps(config | {"seed": seed}))
         runs[f"hal_{seed}"] = out
     lines = [json.loads(line) for line in (runs["hal_2"] / "log.jsonl").read_text().splitlines()]
-    (runs["hal_2"] / "log.jsonl").write_text("".join(json.dumps(x | {"rsum": 7.0}) + "\n" for x in lines[:2]))
+    (runs["hal_2"] / "log.jsonl").write_text(
+        "".join(json.dumps(x | {"rsum": 7.0}) + "\n" for x in lines[:2])
+    )
     page = page_of(runs, data)
     assert "seed 0 / 0, 1, 2," in page and "means over 1 seed and 3 seeds" in page
-    measured = [json.loads((runs[f"hal_{s}"] / "metrics.json").read_text())["dev"] for s in range(3)]
+    measured = [
+        json.loads((runs[f"hal_{s}"] / "metrics.json").read_text())["dev"] for s in range(3)
+    ]
     assert len(rows_of(page)) == 6
     table = page[page.index("<tbody>") : page.index("</table>")]
     for when, row in zip(("before", "after"), table.split("</tr>")[4:], strict=False):
@@ -122,7 +139,9 @@ def test_seeds_of_one_experiment_are_one_line_with_their_spread(tmp_path, data, 
         assert f">{np.mean(values):.1f}<" in row and f"±\u00a0{np.std(values, ddof=1):.1f}<" in row
     merged = merge_seeds([load_run(name, directory) for name, directory in runs.items()])
     assert [run.title for run in merged] == ["Triplet", "DCL", "HAL"]
-    assert [line["rsum"] for line in merged[2].history] == pytest.approx([(100 + 100 + 7) / 3, (200 + 200 + 7) / 3])
+    assert [line["rsum"] for line in merged[2].history] == pytest.approx(
+        [(100 + 100 + 7) / 3, (200 + 200 + 7) / 3]
+    )
     assert merged[2].seconds == pytest.approx(1.5 * 8)
     curves = page[page.index("Learning curves") : page.index("Training loss")]
     assert curves.count("stroke-opacity: 0.6") == 3  # thin lines
@@ -146,7 +165,10 @@ def test_table_holds_the_figures_of_metrics_json(runs, data):
 def test_the_best_of_each_column_is_marked(runs, data):
     page = page_of(runs, data)
     rsums = {
-        when: {n: json.loads((d / "metrics.json").read_text())["dev"][when]["rsum"] for n, d in runs.items()}
+        when: {
+            n: json.loads((d / "metrics.json").read_text())["dev"][when]["rsum"]
+            for n, d in runs.items()
+        }
         for when in ("before", "after")
     }
     for values in rsums.values():
@@ -161,9 +183,14 @@ def test_the_best_of_each_column_is_marked(runs, data):
 
 def test_the_test_split_is_reported_where_all_runs_have_it(tmp_path, data, runs):
     both = ("dev", "test")
-    runs = {f"{loss}2": write_run(tmp_path / f"{loss}2", data, loss, 0.1, both) for loss in ("hal", "infonce")} | runs
+    runs = {
+        f"{loss}2": write_run(tmp_path / f"{loss}2", data, loss, 0.1, both)
+        for loss in ("hal", "infonce")
+    } | runs
     assert "queries of the dev split" in page_of(runs, data)
-    assert "queries of the test split" in page_of({name: runs[name] for name in ("hal2", "infonce2")}, data)
+    assert "queries of the test split" in page_of(
+        {name: runs[name] for name in ("hal2", "infonce2")}, data
+    )
 
 
 @pytest.mark.parametrize("pictures", [False, True])
@@ -189,13 +216,17 @@ def test_text_is_escaped(tmp_path, data):
 
 def test_right_answers_are_marked_and_no_others(runs, data):
     page = page_of(runs, data)
-    for card in page[page.index("Pictures asking") : page.index("Captions asking")].split("<article")[1:]:
+    for card in page[page.index("Pictures asking") : page.index("Captions asking")].split(
+        "<article"
+    )[1:]:
         image = int(re.search(r"picture (\d+), captioned", card).group(1))
         answers = re.findall(r'<li( class="right")?>caption (\d+) [^<]*(<span[^>]*>✓)?', card)
         assert len(answers) in (5, 10)
         for edge, caption, check in answers:
             assert bool(edge) == bool(check) == (int(caption) // 5 == image)
-    for card in page[page.index("Captions asking") : page.index("How to read this")].split("<article")[1:]:
+    for card in page[page.index("Captions asking") : page.index("How to read this")].split(
+        "<article"
+    )[1:]:
         caption = int(re.search(r"“caption (\d+) ", card).group(1))
         for edge, image in re.findall(r'<li( class="right")?>picture (\d+)', card):
             assert bool(edge) == (int(image) == caption // 5)
@@ -204,18 +235,27 @@ def test_right_answers_are_marked_and_no_others(runs, data):
 def results_of(data: Path, seed: int) -> list[RetrievalResults]:
     split = load_split(data, "dev")
     scores = torch.rand(IMAGES, CAPTIONS, generator=torch.Generator().manual_seed(seed))
-    return [retrieval_results(scores, split.image_ids, split.text_ids, reranker=by) for by in (None, FastReranker())]
+    return [
+        retrieval_results(scores, split.image_ids, split.text_ids, reranker=by)
+        for by in (None, FastReranker())
+    ]
 
 
 def test_the_figure_of_hubness_tells_what_the_metrics_do(data):
     before, after = results_of(data, 5)
     chart, caption = hubness(before.i2t, after.i2t, ("cosine", "re-ranked"), "picture", "caption")
     counts = [np.bincount(x.i2t.top.flatten(), minlength=CAPTIONS) for x in (before, after)]
-    skews = " → ".join(f"{x.metrics()['i2t_skewness']:.2f}".replace("-", "−") for x in (before, after))
+    skews = " → ".join(
+        f"{x.metrics()['i2t_skewness']:.2f}".replace("-", "−") for x in (before, after)
+    )
     assert f"Captions, retrieved by {IMAGES} pictures. Skewness {skews}. " in caption
     assert f"in {counts[0].max()} → {counts[1].max()} lists; " in caption
-    assert f"{(counts[0] == 0).sum()} → {(counts[1] == 0).sum()} of {CAPTIONS} are in none" in caption
-    assert all(f">{text}<" in chart for text in ("cosine", "re-ranked", f"mean {counts[0].mean():.1f}"))
+    assert (
+        f"{(counts[0] == 0).sum()} → {(counts[1] == 0).sum()} of {CAPTIONS} are in none" in caption
+    )
+    assert all(
+        f">{text}<" in chart for text in ("cosine", "re-ranked", f"mean {counts[0].mean():.1f}")
+    )
 
 
 def test_queries_are_drawn_from_their_groups_and_the_same_every_time(data):
@@ -226,7 +266,10 @@ def test_queries_are_drawn_from_their_groups_and_the_same_every_time(data):
     for pick in picks:
         assert pick.ranks == (before.best[pick.query], after.best[pick.query])
         if pick.group == "Right at once":
-            assert pick.ranks == (1, 1) and pick.group_size == ((before.best == 1) & (after.best == 1)).sum()
+            assert (
+                pick.ranks == (1, 1)
+                and pick.group_size == ((before.best == 1) & (after.best == 1)).sum()
+            )
 
 
 @pytest.mark.parametrize("missing", ["config.json", "metrics.json", "log.jsonl", "dev_scores.npy"])
@@ -255,7 +298,7 @@ def test_command_line(tmp_path, runs, data, capsys):
     assert "config.json is missing" in capsys.readouterr().err
 
 
-# --- the demo ---------------------------------------------------------------------------------------------
+# --- the demo -------------------------------------------------------------------------------------
 
 
 def test_demo_arguments(monkeypatch):
@@ -293,7 +336,8 @@ def test_a_finished_run_is_reused_and_another_one_is_not(tmp_path):
     other = demo.demo_config("dcl", tmp_path, quick=True)
     demo.clear_other_run(other)
     assert not demo.is_finished(other)
-    assert [file.name for file in out.iterdir()] == ["config.json"]  # otherwise it could be taken for this run's
+    # otherwise it could be taken for this run's
+    assert [file.name for file in out.iterdir()] == ["config.json"]
 
 
 @pytest.mark.slow
@@ -301,11 +345,15 @@ def test_quick_demo_runs_to_the_end(tmp_path, capsys, monkeypatch):
     titles = ("Triplet", "InfoNCE", "HAL", "DCL")
     demo.main(["--out", str(tmp_path), "--quick"])
     first = capsys.readouterr().out
-    assert all(f"{title}: RSUM" in first for title in titles) and str(tmp_path / "report.html") in first
+    assert (
+        all(f"{title}: RSUM" in first for title in titles)
+        and str(tmp_path / "report.html") in first
+    )
     page = (tmp_path / "report.html").read_text()
     assert all(title in page for title in titles) and "data:image/jpeg" in page
     reported: list[tuple] = []
-    monkeypatch.setattr(demo, "write_report", lambda *arguments: reported.append(arguments))  # it takes two seconds
+    # it takes two seconds
+    monkeypatch.setattr(demo, "write_report", lambda *arguments: reported.append(arguments))
     demo.main(["--out", str(tmp_path), "--quick"])
     assert capsys.readouterr().out.count("trained already") == 4
     assert [[*runs] for runs, *_ in reported] == [list(demo.LOSSES)]

@@ -47,16 +47,35 @@ def described() -> list[tuple[Scene, list[str]]]:
 
 
 def _digest(root: Path, *, only: str = "") -> dict[str, str]:
-    files = sorted(file for file in root.rglob("*") if file.is_file() and file.name.startswith(only))
-    return {str(file.relative_to(root)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    files = sorted(
+        file for file in root.rglob("*") if file.is_file() and file.name.startswith(only)
+    )
+    return {
+        str(file.relative_to(root)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files
+    }
 
 
 def test_same_seed_gives_the_same_files_whatever_the_hash_seed(tmp_path):
     write_scenes(tmp_path / "a", SMALL, seed=3)
-    arguments = ["--out", str(tmp_path / "b"), "--train", "12", "--dev", "6", "--test", "5", "--seed", "3"]
+    arguments = [
+        "--out",
+        str(tmp_path / "b"),
+        "--train",
+        "12",
+        "--dev",
+        "6",
+        "--test",
+        "5",
+        "--seed",
+        "3",
+    ]
     subprocess.run(
         [sys.executable, "-m", "examples.retrieval.scenes", *arguments],
-        env={**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": os.pathsep.join(map(str, sys.path))},
+        env={
+            **os.environ,
+            "PYTHONHASHSEED": "77",
+            "PYTHONPATH": os.pathsep.join(map(str, sys.path)),
+        },
         check=True,
         capture_output=True,
     )
@@ -111,7 +130,9 @@ def test_features_read_pixels_and_not_labels():
     features = region_features(image, scene, np.random.default_rng(1))
     assert features.shape == (REGIONS, DIM) and features.dtype == np.float32
     assert np.array_equal(features, region_features(image, relabelled, np.random.default_rng(1)))
-    repainted = region_features(Image.new("RGB", image.size, "green"), scene, np.random.default_rng(1))
+    repainted = region_features(
+        Image.new("RGB", image.size, "green"), scene, np.random.default_rng(1)
+    )
     assert np.abs(features[:, :-5] - repainted[:, :-5]).max(1).min() > 0.05
     assert np.array_equal(features[:, -5:], repainted[:, -5:])
 
@@ -119,7 +140,9 @@ def test_features_read_pixels_and_not_labels():
 def test_order_of_regions_carries_no_information():
     scene = generate_scenes("dev", 1)[0]
     image = render(scene)
-    areas = np.stack([region_features(image, scene, np.random.default_rng(i))[:, -1] for i in range(200)])
+    areas = np.stack(
+        [region_features(image, scene, np.random.default_rng(i))[:, -1] for i in range(200)]
+    )
     whole = np.bincount((areas == 1).argmax(1), minlength=REGIONS)  # the box of the whole image
     assert (areas == 1).sum() == 200
     assert whole.min() >= 5 and whole.max() <= 35  # about 200 / 12 each
@@ -140,7 +163,9 @@ def test_captions_are_distinct_even_where_objects_look_alike():
 
 
 def test_captions_use_a_vocabulary_of_some_size(described):
-    words = {word for _, texts in described for text in texts for word in re.findall(r"[a-z-]+", text)}
+    words = {
+        word for _, texts in described for text in texts for word in re.findall(r"[a-z-]+", text)
+    }
     assert len(words) >= 120
 
 
@@ -274,10 +299,13 @@ def test_an_interrupted_or_damaged_data_set_is_written_again(tmp_path, monkeypat
         patch.setattr(np, "save", stop_late)
         with pytest.raises(KeyboardInterrupt):
             write_scenes(tmp_path, SMALL)
-    assert write_scenes(tmp_path, SMALL)  # although every file exists, one of them was written with another seed
+    # although every file exists, one of them was written with another seed
+    assert write_scenes(tmp_path, SMALL)
     write_scenes(tmp_path / "fresh", SMALL)
     assert _digest(tmp_path / "pictures") == _digest(tmp_path / "fresh" / "pictures")
-    assert np.array_equal(*(np.load(root / "test_ims.npy") for root in (tmp_path, tmp_path / "fresh")))
+    assert np.array_equal(
+        *(np.load(root / "test_ims.npy") for root in (tmp_path, tmp_path / "fresh"))
+    )
     (tmp_path / "pictures" / "test_00001.png").unlink()
     assert write_scenes(tmp_path, SMALL)
     assert not write_scenes(tmp_path, SMALL)

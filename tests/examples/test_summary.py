@@ -15,7 +15,14 @@ def write(run: Path, rsum: float, loss: str = "hal", **config) -> Path:
     run.mkdir(parents=True)
     figures = dict.fromkeys(summary.FIGURES, 10.0)
     metrics = {"dev": {"before": {**figures, "rsum": rsum}, "after": {**figures, "rsum": rsum + 5}}}
-    settings = {"loss": loss, "loss_options": {"scale": 20.0}, "seed": 0, "out": str(run), "lr": 1e-3, **config}
+    settings = {
+        "loss": loss,
+        "loss_options": {"scale": 20.0},
+        "seed": 0,
+        "out": str(run),
+        "lr": 1e-3,
+        **config,
+    }
     (run / "config.json").write_text(json.dumps(settings))
     (run / "metrics.json").write_text(json.dumps(metrics))
     return run
@@ -40,8 +47,12 @@ def test_another_setting_is_another_line(tmp_path: Path):
     assert {name for name, _ in rows} == {"hal scale=20.0 lr=0.001", "hal scale=20.0 lr=0.002"}
 
 
-@pytest.mark.parametrize(("name", "missing"), [("nothing", "config.json"), ("unfinished", "metrics.json")])
-def test_an_unfinished_run_is_named(tmp_path: Path, name: str, missing: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("name", "missing"), [("nothing", "config.json"), ("unfinished", "metrics.json")]
+)
+def test_an_unfinished_run_is_named(
+    tmp_path: Path, name: str, missing: str, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "unfinished").mkdir()
     (tmp_path / "unfinished" / "config.json").write_text("{}")
     monkeypatch.setattr(sys, "argv", ["summary", str(tmp_path / name)])
@@ -49,7 +60,9 @@ def test_an_unfinished_run_is_named(tmp_path: Path, name: str, missing: str, mon
         summary.main()
 
 
-def test_the_command_prints_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+def test_the_command_prints_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
     monkeypatch.setattr(sys, "argv", ["summary", str(write(tmp_path / "a", 90.0))])
     summary.main()
     out = capsys.readouterr().out.splitlines()

@@ -18,7 +18,14 @@ from examples.retrieval import encoders
 from examples.retrieval import train as module
 from examples.retrieval.config import Config, load_config, make_config
 from examples.retrieval.data import Batches, Split, Vocabulary, feature_statistics, load_split, pad
-from examples.retrieval.encoders import GPO, BatchNorm, ImageEncoder, SetDropout, SubEmbeddings, TextEncoder
+from examples.retrieval.encoders import (
+    GPO,
+    BatchNorm,
+    ImageEncoder,
+    SetDropout,
+    SubEmbeddings,
+    TextEncoder,
+)
 from examples.retrieval.evaluate import before_and_after, model_scores, reranker
 from examples.retrieval.models import CODER, DVSE, VSE, build_model
 from examples.retrieval.objectives import LOSSES, WITH_MEMORY, build_loss
@@ -35,7 +42,9 @@ RECALLS = ["i2t_r1", "i2t_r5", "i2t_r10", "t2i_r1", "t2i_r5", "t2i_r10", "rsum"]
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    """Data set of 60 + 20 + 20 images of 4 regions; the words of a caption identify the components of its regions."""
+    """Data set of 60 + 20 + 20 images of 4 regions; the words of a caption identify the components
+    of its regions.
+    """
     root = tmp_path_factory.mktemp("data")
     rng = np.random.default_rng(0)
     meanings = rng.normal(size=(len(WORDS), 8))
@@ -43,7 +52,9 @@ def data(tmp_path_factory) -> Path:
         told = rng.integers(len(WORDS), size=(n, 4))
         features = meanings[told] + 0.1 * rng.normal(size=(n, 4, 8))
         np.save(root / f"{split}_ims.npy", features.astype(np.float16))
-        captions = [rng.permutation(words)[: rng.integers(2, 5)] for words in told for _ in range(5)]
+        captions = [
+            rng.permutation(words)[: rng.integers(2, 5)] for words in told for _ in range(5)
+        ]
         lines = [" ".join(WORDS[i] for i in caption) + "\n" for caption in captions]
         (root / f"{split}_caps.txt").write_text("".join(lines))
     return root
@@ -59,10 +70,12 @@ def config(data: Path, tmp_path: Path) -> Config:
 
 def captions_of(n: int) -> Split:
     """Captions of n images, five each: caption c of image i is `i-c`."""
-    return Split(np.zeros((n, 2, 3), np.float32), [f"{i} {c}" for i in range(n) for c in range(5)], 5)
+    return Split(
+        np.zeros((n, 2, 3), np.float32), [f"{i} {c}" for i in range(n) for c in range(5)], 5
+    )
 
 
-# --- encoders -------------------------------------------------------------------------------------------------------
+# --- encoders -------------------------------------------------------------------------------------
 
 
 def test_gpo_agrees_with_a_loop_over_sets_and_dimensions():
@@ -93,7 +106,9 @@ def test_padding_does_not_overflow_in_half_precision():
     with torch.autocast("cpu", torch.float16):
         pooled = pool(features.half(), lengths)
     (256.0 * pooled.float().sum()).backward()
-    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in (features, *pool.parameters()))
+    assert all(
+        p.grad is not None and torch.isfinite(p.grad).all() for p in (features, *pool.parameters())
+    )
 
 
 def test_padding_changes_nothing():
@@ -127,7 +142,9 @@ def test_text_depends_on_word_order_and_images_not_on_region_order():
 def test_captions_run_in_groups_as_they_would_in_one(monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
     text = TextEncoder(20, 8, 16)
-    words, lengths = pad([torch.randint(1, 20, (int(n),)).tolist() for n in torch.randint(1, 12, (30,))])
+    words, lengths = pad(
+        [torch.randint(1, 20, (int(n),)).tolist() for n in torch.randint(1, 12, (30,))]
+    )
     seen = []
     for group in (30, 7):
         monkeypatch.setattr(encoders, "GROUP", group)
@@ -158,7 +175,7 @@ def test_dropout_acts_in_training_only():
     assert torch.equal(text(words, lengths), text(words, lengths))
 
 
-# --- data -----------------------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("captions", "per_image"), [(30, 5), (6, 1)])
@@ -175,7 +192,9 @@ def test_captions_belong_to_images_in_order(tmp_path: Path, captions: int, per_i
 def test_a_mismatch_of_images_and_captions_names_both_files(tmp_path: Path):
     np.save(tmp_path / "dev_ims.npy", np.zeros((6, 2, 3), np.float16))
     (tmp_path / "dev_caps.txt").write_text("one\n" * 29)
-    with pytest.raises(ValueError, match=r"dev_caps\.txt has 29 captions and .*dev_ims\.npy has 6 images"):
+    with pytest.raises(
+        ValueError, match=r"dev_caps\.txt has 29 captions and .*dev_ims\.npy has 6 images"
+    ):
         load_split(tmp_path, "dev")
     np.save(tmp_path / "dev_ims.npy", np.zeros((6, 3), np.float16))
     with pytest.raises(ValueError, match=r"dev_ims\.npy.*\(n, regions, d\)"):
@@ -255,18 +274,22 @@ def test_batches_follow_from_seed_epoch_and_step():
     assert len(whole) == 4  # 45 captions: the incomplete fifth batch is dropped
     assert texts(0, 3, first_step=2) == whole[2:]
     assert texts(0, 4) != whole and texts(1, 3) != whole
-    assert texts(0, 3, per_image=2)[1:] == texts(0, 3, 1, per_image=2) != texts(0, 4, 1, per_image=2)
+    assert (
+        texts(0, 3, per_image=2)[1:] == texts(0, 3, 1, per_image=2) != texts(0, 4, 1, per_image=2)
+    )
     with pytest.raises(ValueError, match="captions_per_image = 6: must be at most all 5"):
         Batches(split, vocabulary, 10, 6, seed=0)
 
 
-# --- configuration --------------------------------------------------------------------------------------------------
+# --- configuration --------------------------------------------------------------------------------
 
 
 def test_overrides_win_over_the_file(tmp_path: Path):
     file = tmp_path / "a.toml"
     file.write_text('loss = "dcl"\nlr = 1\n[loss_options]\nmargin = 0.3\nepsilon = 0.1\n')
-    config = load_config(file, ["out=1", "seed=7", "loss_options.margin=0.2", "loss=dcl", "progress=false"])
+    config = load_config(
+        file, ["out=1", "seed=7", "loss_options.margin=0.2", "loss=dcl", "progress=false"]
+    )
     assert (config.out, config.seed, config.loss, config.progress) == ("1", 7, "dcl", False)
     assert config.loss_options == {"margin": 0.2, "epsilon": 0.1}
     assert type(config.lr) is float
@@ -313,12 +336,19 @@ def test_an_unknown_loss_or_option_is_refused_by_name(capsys: pytest.CaptureFixt
         build_loss(Config(loss="triplet", loss_options={"temperature": 0.1}))
     with pytest.raises(ValueError, match=r"loss_options\.reduction = 'none'"):
         build_loss(Config(loss="hal", loss_options={"reduction": "none"}))
-    with pytest.raises(ValueError, match=r"captions_per_image = 1: must be at least 2 for caption_weight"):
+    with pytest.raises(
+        ValueError, match=r"captions_per_image = 1: must be at least 2 for caption_weight"
+    ):
         Config(caption_weight=0.5)
     with pytest.raises(ValueError, match=r"momentum = 2.0: must be in \[0, 1\]"):
         Config(momentum=2.0)
     assert build_loss(Config(loss_options={"engine": "dense"})).engine == "dense"
-    assert build_loss(Config(loss="coder", loss_options={"temperature": 0.2, "clusters": 7})).memory.temperature == 0.2
+    assert (
+        build_loss(
+            Config(loss="coder", loss_options={"temperature": 0.2, "clusters": 7})
+        ).memory.temperature
+        == 0.2
+    )
     with pytest.raises(SystemExit):
         module.main(["seed=1", "--config", str(CONFIGS / "scenes.toml"), "loss=softmax"])
     assert "loss = 'softmax'" in capsys.readouterr().err
@@ -341,19 +371,28 @@ def test_shipped_configurations_are_valid(file: Path):
 def test_learning_rate_warms_up_and_drops():
     config = make_config({"lr": 1.0, "lr_warmup_steps": 4, "decay_epochs": 2})
     assert [learning_rate(config, 0, step) for step in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
-    assert [learning_rate(config, epoch, 100) for epoch in range(4)] == pytest.approx([1, 1, 0.1, 0.1])
+    assert [learning_rate(config, epoch, 100) for epoch in range(4)] == pytest.approx(
+        [1, 1, 0.1, 0.1]
+    )
     assert learning_rate(replace(config, decay_epochs=[]), 50, 100) == 1
     assert learning_rate(replace(config, decay_epochs=[2, 9]), 9, 100) == pytest.approx(0.01)
 
 
-# --- runs -----------------------------------------------------------------------------------------------------------
+# --- runs -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("loss", "per_image"),
-    [(loss, captions) for loss in LOSSES for captions in (1, 2, 5) if captions < 5 or loss not in WITH_MEMORY],
+    [
+        (loss, captions)
+        for loss in LOSSES
+        for captions in (1, 2, 5)
+        if captions < 5 or loss not in WITH_MEMORY
+    ],
 )
-def test_one_step_reaches_every_parameter_with_the_gradient_of_one_backward(config: Config, loss: str, per_image: int):
+def test_one_step_reaches_every_parameter_with_the_gradient_of_one_backward(
+    config: Config, loss: str, per_image: int
+):
     trainer = Trainer(replace(config, loss=loss, captions_per_image=per_image, clip=1e9))
     batch = next(trainer.batches.epoch(0))
     if trainer.objective.memory is not None:  # an empty memory gives no gradients
@@ -374,18 +413,28 @@ def test_one_step_reaches_every_parameter_with_the_gradient_of_one_backward(conf
         torch.testing.assert_close(p.grad, expected[name], msg=name)
         assert not torch.equal(p, before[name]), name
     for name, gradient in learnt.items():
-        torch.testing.assert_close(dict(trainer.objective.named_parameters())[name].grad, gradient, msg=name)
+        torch.testing.assert_close(
+            dict(trainer.objective.named_parameters())[name].grad, gradient, msg=name
+        )
 
 
 @pytest.mark.parametrize(
     ("loss", "per_image", "views"),
     [
-        *((loss, n, "regions") for k, loss in enumerate(LOSSES) for n in (2, 1 if loss in WITH_MEMORY or k % 2 else 5)),
+        *(
+            (loss, n, "regions")
+            for k, loss in enumerate(LOSSES)
+            for n in (2, 1 if loss in WITH_MEMORY or k % 2 else 5)
+        ),
         *((loss, 2, "regions+regions") for loss in ("infonce", "coder", "dvse", "pvse")),
     ],
 )
-def test_a_few_samples_at_a_time_give_the_gradients_of_the_batch(config: Config, loss: str, per_image: int, views: str):
-    config = replace(config, loss=loss, captions_per_image=per_image, views=views, batch_size=20, heads=5, **DRY)
+def test_a_few_samples_at_a_time_give_the_gradients_of_the_batch(
+    config: Config, loss: str, per_image: int, views: str
+):
+    config = replace(
+        config, loss=loss, captions_per_image=per_image, views=views, batch_size=20, heads=5, **DRY
+    )
     found = []
     for micro in (0, 7):
         trainer = Trainer(replace(config, micro_batch=micro))
@@ -399,8 +448,12 @@ def test_a_few_samples_at_a_time_give_the_gradients_of_the_batch(config: Config,
         found.append((trainer.train_step(next(trainer.batches.epoch(0))), trainer))
     (value, whole), (chunked_value, chunked) = found
     assert chunked_value == pytest.approx(value, rel=1e-5)
-    for (name, p), other in zip(whole.model.named_parameters(), chunked.model.parameters(), strict=True):
-        torch.testing.assert_close(other.grad, p.grad, rtol=1e-3, atol=3e-4 * p.grad.abs().max().item(), msg=name)
+    for (name, p), other in zip(
+        whole.model.named_parameters(), chunked.model.parameters(), strict=True
+    ):
+        torch.testing.assert_close(
+            other.grad, p.grad, rtol=1e-3, atol=3e-4 * p.grad.abs().max().item(), msg=name
+        )
     for (name, x), other in zip(
         whole.objective.state_dict().items(), chunked.objective.state_dict().values(), strict=True
     ):
@@ -418,11 +471,17 @@ def losses_of_float32() -> dict[int, float]:
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 @pytest.mark.parametrize("micro", [0, 16])
 def test_encoders_run_in_the_precision_asked_for(
-    config: Config, monkeypatch: pytest.MonkeyPatch, losses_of_float32: dict[int, float], precision: str, micro: int
+    config: Config,
+    monkeypatch: pytest.MonkeyPatch,
+    losses_of_float32: dict[int, float],
+    precision: str,
+    micro: int,
 ):
     config = replace(config, loss="mdcl", memory=64, micro_batch=micro, epochs=2)
     if micro not in losses_of_float32:
-        losses_of_float32[micro] = train(replace(config, out=config.out + "_exact"))["history"][-1]["loss"]
+        losses_of_float32[micro] = train(replace(config, out=config.out + "_exact"))["history"][-1][
+            "loss"
+        ]
     trainer = Trainer(replace(config, precision=precision))
     seen: list[torch.dtype] = []
     loss = trainer.objective.criterion.forward
@@ -438,28 +497,42 @@ def test_encoders_run_in_the_precision_asked_for(
     assert trainer.history[-1]["loss"] == pytest.approx(losses_of_float32[micro], rel=0.05)
 
 
-def test_what_does_not_fit_is_refused_before_the_first_step(config: Config, data: Path, tmp_path: Path):
+def test_what_does_not_fit_is_refused_before_the_first_step(
+    config: Config, data: Path, tmp_path: Path
+):
     with pytest.raises(ValueError, match="enhancement = 'sge': must be empty for views = 'whole'"):
         replace(config, enhancement="sge", views="whole")
-    with pytest.raises(ValueError, match="views = 'whole': must be 'regions' too for loss = 'dvse'"):
+    with pytest.raises(
+        ValueError, match="views = 'whole': must be 'regions' too for loss = 'dvse'"
+    ):
         replace(config, loss="dvse", views="whole")
-    with pytest.raises(ValueError, match=r"views = 'regions\+whole': must be of regions for loss = 'pvse'"):
+    with pytest.raises(
+        ValueError, match=r"views = 'regions\+whole': must be of regions for loss = 'pvse'"
+    ):
         replace(config, loss="pvse", views="regions+whole")
-    with pytest.raises(ValueError, match="micro_batch = 31: must leave more than one of the 32 samples"):
+    with pytest.raises(
+        ValueError, match="micro_batch = 31: must leave more than one of the 32 samples"
+    ):
         Trainer(replace(config, micro_batch=31))
     other = tmp_path / "other"
     shutil.copytree(data, other)
     for split in ("train", "dev"):
-        np.save(other / f"{split}_global.npy", np.ones((len(load_split(data, split).features), 5), np.float32))
+        np.save(
+            other / f"{split}_global.npy",
+            np.ones((len(load_split(data, split).features), 5), np.float32),
+        )
     seen = replace(config, data=str(other), views="regions+whole")
     Trainer(seen)
     np.save(other / "dev_global.npy", np.ones((20, 6), np.float32))
-    with pytest.raises(ValueError, match=r"dev_global\.npy: 6 features, must be 5 as in train_global\.npy"):
+    with pytest.raises(
+        ValueError, match=r"dev_global\.npy: 6 features, must be 5 as in train_global\.npy"
+    ):
         Trainer(seen)
     (other / "dev_global.npy").unlink()
     with pytest.raises(ValueError, match=r"views = 'regions\+whole': needs .*dev_global\.npy"):
         Trainer(seen)
-    assert train(replace(seen, views="regions", epochs=1))["best_rsum"] > 0  # the model ignores them
+    # the model ignores them
+    assert train(replace(seen, views="regions", epochs=1))["best_rsum"] > 0
     np.save(other / "dev_ims.npy", np.ones((20, 4, 7), np.float32))
     with pytest.raises(ValueError, match=r"dev_ims\.npy: 7 features, must be 8"):
         Trainer(replace(config, data=str(other)))
@@ -481,11 +554,14 @@ def test_gradients_are_clipped_at_their_own_norm_whatever_their_scale(
     config: Config, monkeypatch: pytest.MonkeyPatch, micro: int
 ):
     clip, norms = torch.nn.utils.clip_grad_norm_, []
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *given: (norms.append(clip(*given)), norms[-1])[1])
+    monkeypatch.setattr(
+        torch.nn.utils, "clip_grad_norm_", lambda *given: (norms.append(clip(*given)), norms[-1])[1]
+    )
     config = replace(config, micro_batch=micro, **DRY | {"clip": 0.1})
     for precision in ("float32", "float16"):
         trainer = Trainer(replace(config, precision=precision))
-        if precision == "float16":  # any scale other than 1 has an effect, and a small one does not overflow
+        # any scale other than 1 has an effect, and a small one does not overflow
+        if precision == "float16":
             trainer.scaler = torch.amp.GradScaler("cpu", init_scale=0.125)
         trainer.train_step(next(trainer.batches.epoch(0)))
     assert norms[1].item() == pytest.approx(norms[0].item(), rel=0.05)
@@ -495,7 +571,9 @@ def test_gradients_are_clipped_at_their_own_norm_whatever_their_scale(
 
 @pytest.mark.parametrize("per_image", [2, 3])
 @pytest.mark.parametrize("loss", ["infonce", "mdcl", "pvse"])
-def test_the_first_two_captions_of_an_image_belong_together(config: Config, loss: str, per_image: int):
+def test_the_first_two_captions_of_an_image_belong_together(
+    config: Config, loss: str, per_image: int
+):
     config = replace(config, loss=loss, captions_per_image=per_image)
     trainer = Trainer(replace(config, caption_weight=0.5))
     batch = next(trainer.batches.epoch(0))
@@ -540,7 +618,8 @@ def test_keys_follow_the_model_and_enter_the_memory_after_the_step(config: Confi
     start = trainer.model.text.embedding.weight.detach().clone()
     batches = list(trainer.batches.epoch(0))
     trainer.train_step(batches[0])
-    assert torch.equal(keys.module.text.embedding.weight, start)  # updated before the step, towards the same parameters
+    # updated before the step, towards the same parameters
+    assert torch.equal(keys.module.text.embedding.weight, start)
     assert len(memory) == 32 and torch.equal(memory.ids[:32], batches[0].text_ids)
     after = trainer.model.text.embedding.weight.detach().clone()
     trainer.train_step(batches[1])
@@ -548,7 +627,9 @@ def test_keys_follow_the_model_and_enter_the_memory_after_the_step(config: Confi
     assert len(memory) == 40 and torch.equal(memory.ids[32:], batches[1].text_ids[:8])
     keys.update = lambda model: None
     torch.manual_seed(3)
-    trainer.objective.prepare(trainer.model, batches[2].regions, batches[2].words, batches[2].lengths)
+    trainer.objective.prepare(
+        trainer.model, batches[2].regions, batches[2].words, batches[2].lengths
+    )
     images, texts = trainer.objective.batch_keys
     trainer.objective.finish(batches[2].text_ids)
     place = torch.arange(64, 64 + 32) % 40
@@ -563,7 +644,8 @@ def test_a_run_ends_when_its_patience_does(config: Config, monkeypatch: pytest.M
     figures = iter([10.0, 30.0, 20.0, 30.0, 40.0, 50.0])
     monkeypatch.setattr(module, "recalls", lambda scores, split: {"rsum": next(figures)})
     patient = replace(config, epochs=6, patience=2)
-    assert [line["rsum"] for line in train(patient)["history"]] == [10, 30, 20, 30]  # an equal RSUM is no improvement
+    # an equal RSUM is no improvement
+    assert [line["rsum"] for line in train(patient)["history"]] == [10, 30, 20, 30]
     resumed = train(replace(patient, resume=True, patience=3))
     assert [line["rsum"] for line in resumed["history"]] == [10, 30, 20, 30, 40, 50]
 
@@ -573,11 +655,16 @@ def test_similarity_of_coder_is_the_weighted_sum_of_both_cosines(config: Config)
     model = build_model(replace(config, loss="coder", concepts=5), 8, 30).eval()
     regions, (words, lengths) = torch.randn(3, 4, 8), pad([[3, 4], [5], [6, 7, 8], [9, 2]])
     v, w, v_concepts, w_concepts = model(regions, words[:3], lengths[:3])
-    cosines = [torch.cosine_similarity(a[:, None], b[None], dim=2) for a, b in ((v, w), (v_concepts, w_concepts))]
+    cosines = [
+        torch.cosine_similarity(a[:, None], b[None], dim=2)
+        for a, b in ((v, w), (v_concepts, w_concepts))
+    ]
     found = model.similarity(model.embed_images(regions), model.embed_texts(words[:3], lengths[:3]))
     torch.testing.assert_close(found, 0.9 * cosines[0] + 0.1 * cosines[1])
     torch.testing.assert_close(v_concepts, model.branch("image", v))
-    torch.testing.assert_close(w_concepts, model.branch("text", model.text(words[:3], lengths[:3])[1]))
+    torch.testing.assert_close(
+        w_concepts, model.branch("text", model.text(words[:3], lengths[:3])[1])
+    )
 
 
 def test_similarity_of_dvse_is_that_of_the_best_head(config: Config):
@@ -587,7 +674,9 @@ def test_similarity_of_dvse_is_that_of_the_best_head(config: Config):
     sets, texts, residuals, gate = model(regions, words, lengths)
     assert sets.shape == (3, 3, 16) and residuals.shape == (3, 3, 16) and gate.shape == (3, 3)
     assert texts.shape == (4, 16)
-    best = torch.stack([torch.cosine_similarity(sets[:, k, None], texts[None], dim=2) for k in range(3)]).amax(0)
+    best = torch.stack(
+        [torch.cosine_similarity(sets[:, k, None], texts[None], dim=2) for k in range(3)]
+    ).amax(0)
     found = model.similarity(model.embed_images(regions), model.embed_texts(words, lengths))
     torch.testing.assert_close(found, best)
 
@@ -605,7 +694,8 @@ def test_sub_embeddings_leave_padding_out():
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["mdcl", "uto", "coder", "dvse"])
 def test_the_models_of_the_papers_learn(config: Config, loss: str):
-    options = {"mdcl": {"positive_weight": 1.0}}.get(loss, {})  # the printed weight is too small here
+    # the printed weight is too small here
+    options = {"mdcl": {"positive_weight": 1.0}}.get(loss, {})
     result = train(replace(config, loss=loss, loss_options=options, epochs=5, memory=64))
     assert result["best_rsum"] > 200  # for 20 images; chance level is 155
     model, _, _ = load_model(Path(config.out, "best.pt"))
@@ -620,24 +710,41 @@ def test_a_run_learns_and_writes_every_file(config: Config):
 
     log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     assert log == result["history"]
-    assert [(line["epoch"], line["step"]) for line in log] == [(1, 9), (2, 18), (3, 27), (4, 36), (5, 45)]
+    assert [(line["epoch"], line["step"]) for line in log] == [
+        (1, 9),
+        (2, 18),
+        (3, 27),
+        (4, 36),
+        (5, 45),
+    ]
     assert {"loss", "lr", "seconds", "loss_seconds", *RECALLS} <= set(log[0])
     assert 0 < log[0]["loss_seconds"] < log[0]["seconds"] and log[0]["data_seconds"] > 0
     assert log[-1]["loss"] < 0.8 * log[0]["loss"]
-    assert result["best_rsum"] == max(line["rsum"] for line in log) > 200  # for 20 images; chance level is 155
+    # for 20 images; chance level is 155
+    assert result["best_rsum"] == max(line["rsum"] for line in log) > 200
 
     metrics = json.loads((out / "metrics.json").read_text())
     assert metrics == result["metrics"]
-    assert all(set(RECALLS) <= set(metrics[split][when]) for split in ("dev", "test") for when in ("before", "after"))
+    assert all(
+        set(RECALLS) <= set(metrics[split][when])
+        for split in ("dev", "test")
+        for when in ("before", "after")
+    )
     assert metrics["dev"]["before"]["rsum"] == pytest.approx(result["best_rsum"])
     scores = np.load(out / "dev_scores.npy")
-    assert scores.dtype == np.float32 and scores.shape == (20, 100) and np.abs(scores).max() <= 1 + 1e-6
+    assert (
+        scores.dtype == np.float32
+        and scores.shape == (20, 100)
+        and np.abs(scores).max() <= 1 + 1e-6
+    )
 
     model, vocabulary, loaded = load_model(out / "best.pt")
     assert loaded == config and not model.training
     caption = load_split(config.data, "dev").captions[7]
     regions = torch.from_numpy(load_split(config.data, "dev").features[3:4].astype(np.float32))
-    cosine = torch.cosine_similarity(model.image(regions), model.text(*pad([vocabulary.encode(caption)])))
+    cosine = torch.cosine_similarity(
+        model.image(regions), model.text(*pad([vocabulary.encode(caption)]))
+    )
     assert cosine.item() == pytest.approx(scores[3, 7], abs=1e-6)
     assert torch.load(out / "last.pt", weights_only=True)["epoch"] == 5
     assert list(out.glob("events.out.tfevents*"))
@@ -652,7 +759,9 @@ def test_metrics_are_re_ranked_as_the_settings_say(config: Config):
     assert run["dev"] == wanted != before_and_after(scores, dev, FastReranker())
     model, vocabulary, _ = load_model(Path(config.out, "best.pt"))
     test = load_split(config.data, "test")
-    assert run["test"] == before_and_after(model_scores(model, test, vocabulary), test, reranker([9, 4, 3, 17]))
+    assert run["test"] == before_and_after(
+        model_scores(model, test, vocabulary), test, reranker([9, 4, 3, 17])
+    )
 
 
 def test_the_four_numbers_of_a_re_ranking_are_gammas_and_lambdas():
@@ -661,18 +770,32 @@ def test_the_four_numbers_of_a_re_ranking_are_gammas_and_lambdas():
 
 
 @pytest.mark.parametrize(
-    "loss", ["triplet", "float16", *(pytest.param(x, marks=pytest.mark.slow) for x in ("uto", "coder", "dvse"))]
+    "loss",
+    [
+        "triplet",
+        "float16",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("uto", "coder", "dvse")),
+    ],
 )
-def test_a_killed_run_resumes_bit_for_bit(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str):
+def test_a_killed_run_resumes_bit_for_bit(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str
+):
     options = {"triplet": {"reduction": "mean"}, "coder": {"clusters": 20}}.get(loss, {})
     if loss == "float16":  # with the scale that its gradients have reached
         config, loss = replace(config, precision="float16", micro_batch=16), "infonce"
     config = replace(
-        config, loss=loss, loss_options=options, lr_warmup_steps=12, decay_epochs=[1], save_steps=4, memory=70
+        config,
+        loss=loss,
+        loss_options=options,
+        lr_warmup_steps=12,
+        decay_epochs=[1],
+        save_steps=4,
+        memory=70,
     )
     train(replace(config, out=str(tmp_path / "straight")))
 
-    step, calls = Trainer.train_step, iter(range(13))  # stop after step 4 of the second epoch; step 3 was saved
+    # stop after step 4 of the second epoch; step 3 was saved
+    step, calls = Trainer.train_step, iter(range(13))
 
     def mortal_step(self: Trainer, batch: object) -> float:
         if next(calls, None) is None:
@@ -686,19 +809,31 @@ def test_a_killed_run_resumes_bit_for_bit(config: Config, tmp_path: Path, monkey
     torch.manual_seed(123)  # another process would not share our random state either
     train(replace(config, resume=True))
 
-    states = [torch.load(tmp_path / run / "last.pt", weights_only=True) for run in ("straight", "run")]
-    assert all(torch.equal(states[0]["model"][name], states[1]["model"][name]) for name in states[0]["model"])
+    states = [
+        torch.load(tmp_path / run / "last.pt", weights_only=True) for run in ("straight", "run")
+    ]
+    assert all(
+        torch.equal(states[0]["model"][name], states[1]["model"][name])
+        for name in states[0]["model"]
+    )
     state = states[0]["objective"]
     assert all(
-        torch.equal(x, states[1]["objective"][n]) if torch.is_tensor(x) else x == states[1]["objective"][n]
+        torch.equal(x, states[1]["objective"][n])
+        if torch.is_tensor(x)
+        else x == states[1]["objective"][n]
         for n, x in state.items()
     )
     held = {"uto": "memory.images", "coder": "criterion.prototypes.centroids"}.get(loss)
     assert held is None or state[held].abs().sum() > 0
-    moments = [[m for entry in s["optimizer"]["state"].values() for m in entry.values()] for s in states]
+    moments = [
+        [m for entry in s["optimizer"]["state"].values() for m in entry.values()] for s in states
+    ]
     assert moments[0] and all(map(torch.equal, *moments))
     assert torch.equal(states[0]["rng"][0]["torch"], states[1]["rng"][0]["torch"])
-    untimed = [[{k: v for k, v in line.items() if "seconds" not in k} for line in s["history"]] for s in states]
+    untimed = [
+        [{k: v for k, v in line.items() if "seconds" not in k} for line in s["history"]]
+        for s in states
+    ]
     assert untimed[0] == untimed[1] and len(untimed[0]) == 2
     logs = [(tmp_path / run / "log.jsonl").read_text().splitlines() for run in ("straight", "run")]
     assert len(logs[0]) == len(logs[1]) == 2
@@ -707,21 +842,27 @@ def test_a_killed_run_resumes_bit_for_bit(config: Config, tmp_path: Path, monkey
 def test_a_finished_run_resumes_to_the_same_metrics_and_other_settings_do_not(config: Config):
     first = train(config)
     assert train(replace(config, resume=True)) == first
-    with pytest.raises(ValueError, match=r"was trained with loss = 'infonce', lr = 0\.01: .* resume=false"):
+    with pytest.raises(
+        ValueError, match=r"was trained with loss = 'infonce', lr = 0\.01: .* resume=false"
+    ):
         train(replace(config, resume=True, lr=1e-3, loss="hal"))
 
 
 def test_a_new_run_leaves_nothing_of_a_former_one(config: Config, monkeypatch: pytest.MonkeyPatch):
     train(config)
     left = {file.name for file in Path(config.out).iterdir()}
-    monkeypatch.setattr(Trainer, "train_epoch", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(
+        Trainer, "train_epoch", lambda self: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     with pytest.raises(KeyboardInterrupt):
         train(config)
     kept = {file.name for file in Path(config.out).iterdir()}
     assert left >= {"metrics.json", "best.pt", "last.pt"} and not kept & left - {"config.json"}
 
 
-def test_an_interrupted_write_leaves_the_old_checkpoint(config: Config, monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupted_write_leaves_the_old_checkpoint(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+):
     train(replace(config, epochs=1))
     path = Path(config.out, "last.pt")
     before = path.read_bytes()
@@ -734,7 +875,9 @@ def test_an_interrupted_write_leaves_the_old_checkpoint(config: Config, monkeypa
     with pytest.raises(OSError, match="no space"):
         Trainer(config).save(path)
     assert path.read_bytes() == before
-    assert not [file for file in Path(config.out).iterdir() if "last.pt" in file.name and file != path]
+    assert not [
+        file for file in Path(config.out).iterdir() if "last.pt" in file.name and file != path
+    ]
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped"])
@@ -747,7 +890,9 @@ def test_a_damaged_checkpoint_is_named(config: Config, damage: str):
     else:
         content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"last\.pt: (damaged|not a whole checkpoint).* resume=false"):
+    with pytest.raises(
+        ValueError, match=r"last\.pt: (damaged|not a whole checkpoint).* resume=false"
+    ):
         train(replace(config, resume=True))
 
 
@@ -765,7 +910,9 @@ def test_triplet_warms_up_on_all_negatives(config: Config, monkeypatch: pytest.M
 
 
 def test_every_view_warms_up_on_all_negatives(config: Config):
-    objective = Trainer(replace(config, loss="triplet", views="regions+regions", warmup_epochs=1)).objective
+    objective = Trainer(
+        replace(config, loss="triplet", views="regions+regions", warmup_epochs=1)
+    ).objective
     for epoch, mining in enumerate(("all", "hardest")):
         objective.begin_epoch(epoch)
         assert [each.criterion.mining for each in objective] == [mining, mining]
@@ -780,7 +927,9 @@ def test_dvse_warms_up_on_all_negatives(config: Config):
     every = itrloss.TripletLoss(mining="all", reduction="mean")
     ids = batch.image_ids, batch.text_ids
     heads = [every(outputs[0][:, k], outputs[1], *ids) for k in range(trainer.config.heads)]
-    torch.testing.assert_close(value, len(outputs[0]) * (sum(heads) / len(heads) + 10 * terms["orthogonal"]))
+    torch.testing.assert_close(
+        value, len(outputs[0]) * (sum(heads) / len(heads) + 10 * terms["orthogonal"])
+    )
     assert set(terms) == {"orthogonal"} and terms["orthogonal"] > 0
     trainer.objective.begin_epoch(1)
     value, terms = trainer.objective(outputs, batch.image_ids, batch.text_ids)
@@ -793,7 +942,10 @@ def test_dvse_warms_up_on_all_negatives(config: Config):
 def test_the_warm_up_may_be_infonce(config: Config, loss: str):
     trainer = Trainer(replace(config, loss=loss, warmup="infonce", warmup_epochs=1))
     batch = next(trainer.batches.epoch(0))
-    outputs, ids = trainer.model(batch.regions, batch.words, batch.lengths), (batch.image_ids, batch.text_ids)
+    outputs, ids = (
+        trainer.model(batch.regions, batch.words, batch.lengths),
+        (batch.image_ids, batch.text_ids),
+    )
     nce = itrloss.InfoNCELoss(0.07, reduction="mean")
     trainer.objective.begin_epoch(0)
     value, terms = trainer.objective(outputs, *ids)
@@ -802,7 +954,8 @@ def test_the_warm_up_may_be_infonce(config: Config, loss: str):
     elif loss == "pvse":
         scores = trainer.model.similarity(*outputs[:2])
         expected = (
-            itrloss.InfoNCELoss(0.07, reduction="sum")(None, None, *ids, scores=scores) + 0.1 * terms["diversity"]
+            itrloss.InfoNCELoss(0.07, reduction="sum")(None, None, *ids, scores=scores)
+            + 0.1 * terms["diversity"]
         )
     else:
         heads = torch.stack([nce(x, outputs[1], *ids) for x in outputs[0].unbind(1)])

@@ -22,7 +22,8 @@ from .sets import Regularizers
 class _Call(NamedTuple):
     """What a code base passes, as inputs of a score function or of a loss."""
 
-    inputs: tuple[Any, ...]  # images, texts and what else a score function takes; or a score matrix alone
+    # images, texts and what else a score function takes; or a score matrix alone
+    inputs: tuple[Any, ...]
     ids: tuple[Any, Any] = (None, None)  # of images and texts
     more: tuple[Any, ...] = ()  # HAL's bank; the residuals of sets
 
@@ -94,28 +95,37 @@ def _memory(images: Tensor, texts: Tensor, *ids: Tensor) -> CoupledMemory:
     """Return a memory with (M, D) keys and (M,) ids, of this process alone."""
     check_embeddings(images, texts, False, Names("mb_img, v_queue", "mb_cap, t_queue", "", ""))
     if len(images) != len(texts):
-        raise ValueError(f"mb_cap, t_queue: expected {len(images)} entries as of the images, got {len(texts)}")
+        raise ValueError(
+            f"mb_cap, t_queue: expected {len(images)} entries as of the images, got {len(texts)}"
+        )
     memory = CoupledMemory(*images.shape).to(images.device, images.dtype)
-    memory._store(images.detach(), texts.detach(), *(as_ids("mb_ind", x, len(images), images.device) for x in ids))
+    memory._store(
+        images.detach(),
+        texts.detach(),
+        *(as_ids("mb_ind", x, len(images), images.device) for x in ids),
+    )
     return memory
 
 
 def adapt(
     loss: Any, code_base: str, score_function: Callable[..., Tensor] | None = None, opt: Any = None
 ) -> AdaptedLoss:
-    """Return a loss of this library as a criterion of a public code base, with its call, its result and its switches.
+    """Return a loss of this library as a criterion of a public code base, with its call, its result
+    and its switches.
 
-    The criterion has ``max_violation_on()``, ``max_violation_off()`` and the attribute ``max_violation``: they set
-    ``mining`` of a :class:`itrloss.TripletLoss`, and have no effect on losses without mining. See `Any other loss`_.
+    The criterion has ``max_violation_on()``, ``max_violation_off()`` and the attribute
+    ``max_violation``: they set ``mining`` of a :class:`itrloss.TripletLoss`, and have no effect on
+    losses without mining. See `Any other loss`_.
 
     Args:
-        loss: a :class:`itrloss.PairLoss` of images and texts alone, :class:`itrloss.Matryoshka` where embeddings are
-            passed, or for ``"hal"`` and ``"user"`` a :class:`itrloss.MemoryLoss`; with a mean or a sum.
-        code_base: ``"vsepp"``, ``"vse_inf"``, ``"scan"``, ``"sgraf"``, ``"naaf"``, ``"chan"``, ``"hrem"``, ``"hal"``,
-            ``"user"``, ``"pvse"`` or ``"dive"``.
-        score_function: a function of the call's images and texts, of SCAN also their lengths, that returns (N, M)
-            scores; SCAN needs one. It gets DivE's sets as (N K, D), as its own functions do. By default, scores are
-            cosines, and the highest one of two sets.
+        loss: a :class:`itrloss.PairLoss` of images and texts alone, :class:`itrloss.Matryoshka`
+            where embeddings are passed, or for ``"hal"`` and ``"user"`` a
+            :class:`itrloss.MemoryLoss`; with a mean or a sum.
+        code_base: ``"vsepp"``, ``"vse_inf"``, ``"scan"``, ``"sgraf"``, ``"naaf"``, ``"chan"``,
+            ``"hrem"``, ``"hal"``, ``"user"``, ``"pvse"`` or ``"dive"``.
+        score_function: a function of the call's images and texts, of SCAN also their lengths, that
+            returns (N, M) scores; SCAN needs one. It gets DivE's sets as (N K, D), as its own
+            functions do. By default, scores are cosines, and the highest one of two sets.
         opt: settings of PVSE or DivE, whose regularisers are added; without, there are none.
 
     Raises:
@@ -123,23 +133,35 @@ def adapt(
     """
     one_of("code_base", code_base, *_CALLS)
     if score_function is not None and not callable(score_function):
-        raise TypeError(f"score_function: expected a function of images and texts, got {score_function!r}")
+        raise TypeError(
+            f"score_function: expected a function of images and texts, got {score_function!r}"
+        )
     if score_function is not None and code_base in _OF_SCORES:
-        raise ValueError(f"score_function: expected None, as {code_base!r} passes scores, got {score_function!r}")
+        raise ValueError(
+            f"score_function: expected None, as {code_base!r} passes scores, got {score_function!r}"
+        )
     if score_function is None and code_base == "scan":
-        raise ValueError("score_function: expected one, such as a partial of SCAN's xattn_score_t2i, got None")
+        raise ValueError(
+            "score_function: expected one, such as a partial of SCAN's xattn_score_t2i, got None"
+        )
     if opt is not None and code_base not in _SETS:
-        raise ValueError(f"opt: expected None for {code_base!r}, which has no regularisers, got {opt!r}")
+        raise ValueError(
+            f"opt: expected None for {code_base!r}, which has no regularisers, got {opt!r}"
+        )
     scored = score_function is not None or code_base in _SETS or code_base in _OF_SCORES
     if isinstance(loss, MemoryLoss):
         if code_base not in ("hal", "user") or scored:
-            raise ValueError(f"loss: expected one without a memory for scores, and but for 'hal', 'user', got {loss!r}")
+            raise ValueError(
+                f"loss: expected one without a memory for scores, and but for 'hal', 'user', got {loss!r}"
+            )
         if loss.reduction == "none":
             raise ValueError("loss: expected reduction 'mean' or 'sum', got 'none'")
     else:
         inner_loss(loss)  # raises an error for losses of other inputs
         if scored and "scores" not in inspect.signature(loss.forward).parameters:
-            raise ValueError(f"loss: expected one that takes scores, such as itrloss.InfoNCELoss(), got {loss!r}")
+            raise ValueError(
+                f"loss: expected one that takes scores, such as itrloss.InfoNCELoss(), got {loss!r}"
+            )
     return AdaptedLoss(loss, code_base, score_function, opt)
 
 
@@ -170,7 +192,9 @@ class AdaptedLoss(Switched):
         if self.regularizers is not None:
             for name, x, k in zip(("img", "txt"), inputs, self.regularizers.sizes, strict=True):
                 if x.shape[1:-1] != (k,) and (k > 1 or x.dim() != 2):
-                    raise ValueError(f"{name}: expected shape (N, {k}, D), as K is {k} in opt, got {tuple(x.shape)}")
+                    raise ValueError(
+                        f"{name}: expected shape (N, {k}, D), as K is {k} in opt, got {tuple(x.shape)}"
+                    )
         loss = self._of_batch(inputs, ids)
         if self.code_base not in _SETS:
             return loss
@@ -197,16 +221,25 @@ class AdaptedLoss(Switched):
             return self.loss(*inputs, *ids)
         return self.loss(image_ids=ids[0], text_ids=ids[1], scores=scores)
 
-    def _of_bank(self, im: Tensor, s: Tensor, mb_img: Any, mb_cap: Any, mb_ind: Any, indices: Any) -> Tensor:
-        """Return the loss of (B, D) pairs and HAL's bank (M, D); entries of the same number are no negatives."""
+    def _of_bank(
+        self, im: Tensor, s: Tensor, mb_img: Any, mb_cap: Any, mb_ind: Any, indices: Any
+    ) -> Tensor:
+        """Return the loss of (B, D) pairs and HAL's bank (M, D); entries of the same number are no
+        negatives.
+        """
         if mb_img is None:
             return self.loss(im, s, im, s, CoupledMemory(1, im.shape[1]).to(im.device, im.dtype))
         numbers = (("mb_ind", mb_ind), ("indices", indices))
         entries, ids = (torch.as_tensor(required(name, x), device=im.device) for name, x in numbers)
-        return self.loss(im, s, im, s, _memory(mb_img, required("mb_cap", mb_cap), entries), ids, ids)
+        return self.loss(
+            im, s, im, s, _memory(mb_img, required("mb_cap", mb_cap), entries), ids, ids
+        )
 
-    def moco_forward(self, v_q: Tensor, t_k: Tensor, t_q: Tensor, v_k: Tensor, v_queue: Tensor, t_queue: Tensor) -> Any:
-        """Return the loss of USER's (B, D) embeddings, keys and (D, K) queues; 0 for a loss of the batch alone.
+    def moco_forward(
+        self, v_q: Tensor, t_k: Tensor, t_q: Tensor, v_k: Tensor, v_queue: Tensor, t_queue: Tensor
+    ) -> Any:
+        """Return the loss of USER's (B, D) embeddings, keys and (D, K) queues; 0 for a loss of the
+        batch alone.
 
         The queues are copied, as USER's model overwrites them before the backward pass.
         """

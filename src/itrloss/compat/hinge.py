@@ -16,7 +16,9 @@ from ..terms import hinge, identity
 
 
 def option(opt: Any, name: str, *default: Any) -> Any:
-    """Return an attribute of a code base's settings, or the default; raise an error if there is neither."""
+    """Return an attribute of a code base's settings, or the default; raise an error if there is
+    neither.
+    """
     try:
         return getattr(opt, name, *default)
     except AttributeError:
@@ -24,7 +26,9 @@ def option(opt: Any, name: str, *default: Any) -> Any:
 
 
 def required(name: str, x: Any) -> Any:
-    """Return an argument that is optional in the signature but needed here; raise an error if it is None."""
+    """Return an argument that is optional in the signature but needed here; raise an error if it is
+    None.
+    """
     if x is None:
         raise ValueError(f"{name}: expected a tensor, got None")
     return x
@@ -38,16 +42,26 @@ def check_square(name: str, scores: Any) -> None:
 
 
 def similarity(
-    x: Tensor, y: Tensor, names: tuple[str, str] = ("im", "s"), ids: tuple[Any, Any] = (None, None), order: bool = False
+    x: Tensor,
+    y: Tensor,
+    names: tuple[str, str] = ("im", "s"),
+    ids: tuple[Any, Any] = (None, None),
+    order: bool = False,
 ) -> Similarity:
-    """Return the similarity of unnormalised embeddings; without ids row i matches row i. Errors use ``names``."""
+    """Return the similarity of unnormalised embeddings; without ids row i matches row i. Errors use
+    ``names``.
+    """
     called = Names(*names, "img_ids", "img_ids")
     check_embeddings(x, y, False, called)
     if ids[1] is None and len(x) != len(y):
-        raise ValueError(f"{names[1]}: expected shape {tuple(x.shape)} like {names[0]}, got {tuple(y.shape)}")
+        raise ValueError(
+            f"{names[1]}: expected shape {tuple(x.shape)} like {names[0]}, got {tuple(y.shape)}"
+        )
     if order:
         x, y = x.to(compute_dtype(x)), y.to(compute_dtype(y))
-        return Similarity.from_scores(-torch.linalg.vector_norm((y - x[:, None]).clamp_min(0), dim=2), *ids)
+        return Similarity.from_scores(
+            -torch.linalg.vector_norm((y - x[:, None]).clamp_min(0), dim=2), *ids
+        )
     return Similarity(x, y, *ids, normalize=False, names=called)
 
 
@@ -64,7 +78,9 @@ class Switched(nn.Module):
 
 
 class HingeLoss(Switched):
-    """The sum of hinges over all pairs and both directions, with all negatives or each anchor's hardest one."""
+    """The sum of hinges over all pairs and both directions, with all negatives or each anchor's
+    hardest one.
+    """
 
     def __init__(self, margin: float = 0, max_violation: bool = False):
         super().__init__()
@@ -72,7 +88,9 @@ class HingeLoss(Switched):
         self.margin, self.max_violation = margin, bool(max_violation)
 
     def _hinges(self, sim: Similarity, reduction: functional.Reduction = "sum") -> Any:
-        return functional.triplet_loss(sim, self.margin, "hardest" if self.max_violation else "all", reduction)
+        return functional.triplet_loss(
+            sim, self.margin, "hardest" if self.max_violation else "all", reduction
+        )
 
     def _hinges_of(self, name: str, scores: Tensor) -> Tensor:
         check_square(name, scores)
@@ -83,13 +101,16 @@ class HingeLoss(Switched):
 
 
 class VSEPPLoss(HingeLoss):
-    """VSE++ (fartashf/vsepp, ``model.py``), on inner products, or on ``-|max(0, s - im)|`` for ``measure="order"``.
+    """VSE++ (fartashf/vsepp, ``model.py``), on inner products, or on ``-|max(0, s - im)|`` for
+    ``measure="order"``.
 
-    With ``max_violation`` only the hardest negative counts. In all hinge losses it may be changed later, by this
-    attribute or by the methods ``max_violation_on()`` and ``max_violation_off()``.
+    With ``max_violation`` only the hardest negative counts. In all hinge losses it may be changed
+    later, by this attribute or by the methods ``max_violation_on()`` and ``max_violation_off()``.
     """
 
-    def __init__(self, margin: float = 0, measure: str | bool | None = False, max_violation: bool = False):
+    def __init__(
+        self, margin: float = 0, measure: str | bool | None = False, max_violation: bool = False
+    ):
         super().__init__(margin, max_violation)
         one_of("measure", measure, "cosine", "order", False, None)
         self.order = measure == "order"
@@ -99,34 +120,47 @@ class VSEPPLoss(HingeLoss):
 
 
 class VSEInfinityLoss(VSEPPLoss):
-    """VSE∞ (woodfrog/vse_infty, ``lib/loss.py``) and its descendants: :class:`VSEPPLoss` with an unused ``opt``."""
+    """VSE∞ (woodfrog/vse_infty, ``lib/loss.py``) and its descendants: :class:`VSEPPLoss` with an
+    unused ``opt``.
+    """
 
     def __init__(self, opt: Any = None, margin: float = 0, max_violation: bool = False):
         super().__init__(margin, max_violation=max_violation)
 
 
 class SCANLoss(HingeLoss):
-    """SCAN (kuanghuei/SCAN, ``model.py``), on ``score_function(im, s, s_l)``, (B, B) scores with images as rows."""
+    """SCAN (kuanghuei/SCAN, ``model.py``), on ``score_function(im, s, s_l)``, (B, B) scores with
+    images as rows.
+    """
 
-    def __init__(self, score_function: Callable[..., Tensor], margin: float = 0, max_violation: bool = False):
+    def __init__(
+        self, score_function: Callable[..., Tensor], margin: float = 0, max_violation: bool = False
+    ):
         super().__init__(margin, max_violation)
         if not callable(score_function):
-            raise TypeError(f"score_function: expected a function of (im, s, s_l), got {score_function!r}")
+            raise TypeError(
+                f"score_function: expected a function of (im, s, s_l), got {score_function!r}"
+            )
         self.score_function = score_function
 
-    def forward(self, im: Tensor, s: Tensor, s_l: Any) -> Tensor:  # (B, R, D), (B, L, D), lengths -> ()
+    # (B, R, D), (B, L, D), lengths -> ()
+    def forward(self, im: Tensor, s: Tensor, s_l: Any) -> Tensor:
         return self._hinges_of("score_function", self.score_function(im, s, s_l))
 
 
 class SGRAFLoss(HingeLoss):
-    """SGRAF (Paranioar/SGRAF) and NAAF (CrossmodalGroup/NAAF, which passes the ``length``), on (B, B) scores."""
+    """SGRAF (Paranioar/SGRAF) and NAAF (CrossmodalGroup/NAAF, which passes the ``length``), on (B,
+    B) scores.
+    """
 
     def forward(self, scores: Tensor, length: int | None = None) -> Tensor:  # images as rows -> ()
         return self._hinges_of("scores", scores)
 
 
 class CHANLoss(HingeLoss):
-    """CHAN (ppanzx/CHAN, ``lib/loss.py``), on (B, B) scores. Attributes of an ``opt`` replace the two arguments."""
+    """CHAN (ppanzx/CHAN, ``lib/loss.py``), on (B, B) scores. Attributes of an ``opt`` replace the
+    two arguments.
+    """
 
     def __init__(self, opt: Any = None, margin: float = 0.2, max_violation: bool = False):
         if opt is not None:
@@ -140,20 +174,23 @@ class CHANLoss(HingeLoss):
 class HREMLoss(HingeLoss):
     """HREM (CrossmodalGroup/HREM, ``lib/loss.py``), called as ``criterion(im, s, img_ids)``.
 
-    With ``opt.mask_repeat`` a text of the same image, by the (B,) integers ``img_ids``, is neither a negative nor a
-    positive, as in the original. In :class:`itrloss.TripletLoss` with ids it is a positive with its own hinge.
+    With ``opt.mask_repeat`` a text of the same image, by the (B,) integers ``img_ids``, is neither
+    a negative nor a positive, as in the original. In :class:`itrloss.TripletLoss` with ids it is a
+    positive with its own hinge.
     """
 
     def __init__(self, opt: Any, margin: float = 0.2, max_violation: bool = False):
         super().__init__(margin, max_violation)
         self.mask_repeat = bool(option(opt, "mask_repeat"))
 
-    def forward(self, im: Tensor, s: Tensor, img_ids: Any = None) -> Tensor:  # (B, D), (B, D), (B,) integers -> ()
+    # (B, D), (B, D), (B,) integers -> ()
+    def forward(self, im: Tensor, s: Tensor, img_ids: Any = None) -> Tensor:
         own = similarity(im, s)
         if not self.mask_repeat:
             return self._hinges(own)
         ids = torch.as_tensor(required("img_ids", img_ids), device=im.device)
-        threshold = self.margin - own.both.sum_of_positives(identity)  # (2B,), from the scores of the pairs
+        # (2B,), from the scores of the pairs
+        threshold = self.margin - own.both.sum_of_positives(identity)
         if self.max_violation:
             hardest = similarity(im, s, ids=(ids, ids)).both.hardest_negatives().values
             return (threshold + hardest).relu().sum()

@@ -19,7 +19,8 @@ from .scores import IGNORE_ID
 class Processes:
     """The processes that share a batch, each with rows and columns of its own.
 
-    All have as many, so that they run the same collectives: shorter batches are padded with entries that do not exist.
+    All have as many, so that they run the same collectives: shorter batches are padded with entries
+    that do not exist.
     """
 
     def __init__(self, group: Any, sizes: Sequence[Sequence[int]]):
@@ -33,10 +34,15 @@ class Processes:
         self.pairs: Pairs
 
     def gather_ids(self, rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather the ids of all processes; return the (B,) padded ones of own rows, and the (M,) of all columns."""
+        """Gather the ids of all processes; return the (B,) padded ones of own rows, and the (M,) of
+        all columns.
+        """
         n, m = self.padded
         own = torch.cat(
-            [F.pad(rows, (0, n - len(rows)), value=IGNORE_ID), F.pad(cols, (0, m - len(cols)), value=IGNORE_ID)]
+            [
+                F.pad(rows, (0, n - len(rows)), value=IGNORE_ID),
+                F.pad(cols, (0, m - len(cols)), value=IGNORE_ID),
+            ]
         )
         first, second = gather(own, self.group).view(-1, n + m).split([n, m], 1)
         ids = first.flatten(), second.flatten()
@@ -53,21 +59,33 @@ class Processes:
         return sum(size[side] for size in self.sizes[: self.rank])
 
     def numbers(self, side: int, index: Tensor) -> Tensor:
-        """Return the numbers among all rows or columns of those at ``index`` in the padded ones; -1 stays."""
+        """Return the numbers among all rows or columns of those at ``index`` in the padded ones; -1
+        stays.
+        """
         if all(size[side] == self.padded[side] for size in self.sizes):
             return index
-        before = [sum(self.padded[side] - size[side] for size in self.sizes[:rank]) for rank in range(self.world)]
-        missing = torch.tensor(before, device=index.device)[(index // self.padded[side]).clamp_min(0)]
+        before = [
+            sum(self.padded[side] - size[side] for size in self.sizes[:rank])
+            for rank in range(self.world)
+        ]
+        missing = torch.tensor(before, device=index.device)[
+            (index // self.padded[side]).clamp_min(0)
+        ]
         return torch.where(index < 0, index, index - missing)
 
     def existing(self, x: Tensor, side: int) -> Tensor:
-        """Return the rows or columns (..., of all processes) in ``x`` (W B, ...) without the padding."""
+        """Return the rows or columns (..., of all processes) in ``x`` (W B, ...) without the
+        padding.
+        """
         if all(size[side] == self.padded[side] for size in self.sizes):
             return x
-        return torch.cat([part[: size[side]] for part, size in zip(x.chunk(self.world), self.sizes, strict=True)])
+        return torch.cat(
+            [part[: size[side]] for part, size in zip(x.chunk(self.world), self.sizes, strict=True)]
+        )
 
     def merge_best(self, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the largest of all processes' values (W B,) and its index, for this process's part (B,).
+        """Return the largest of all processes' values (W B,) and its index, for this process's part
+        (B,).
 
         The gradient goes to the process that has it; of equal values, to the first.
         """
@@ -86,15 +104,18 @@ class Processes:
     def largest(self, x: float) -> float:
         """Return the largest of the processes' numbers."""
         # where the ids are: NCCL exchanges nothing between hosts
-        return float(largest(torch.tensor([x], dtype=torch.float64, device=self.pairs.device), self.group))
+        return float(
+            largest(torch.tensor([x], dtype=torch.float64, device=self.pairs.device), self.group)
+        )
 
 
 class Share(NamedTuple):
     """What a process has of a sharded batch's matrix."""
 
     processes: Processes
-    #: The side (0 or 1) whose anchors' candidates are spread over the processes: the matrix has the anchors of all
-    #: processes on it, with partial sums. The other side has this process's anchors. None: so have both.
+    #: The side (0 or 1) whose anchors' candidates are spread over the processes: the matrix has
+    # the anchors of all : processes on it, with partial sums. The other side has this process's
+    # anchors. None: so have both.
     spread: int | None
     unpadded: Sequence[int]  # numbers of this process's anchors on each side that exist
     cols: Tensor | None = None  # (M_r, D) this process's own columns, if candidates are spread
@@ -103,8 +124,8 @@ class Share(NamedTuple):
 class Exchange:
     """What the anchors of a sharded batch exchange with those of the other processes.
 
-    In groups whose candidates are spread over the processes, matrices have the anchors of all processes, and partial
-    sums for them. There, parameters are gathered and answers merged.
+    In groups whose candidates are spread over the processes, matrices have the anchors of all
+    processes, and partial sums for them. There, parameters are gathered and answers merged.
     """
 
     def __init__(self, firsts: Sequence[tuple[Any, int]]):
@@ -126,12 +147,16 @@ class Exchange:
         parts = list(x.split(sizes, -1))
         places = [g for g, spread in enumerate(self.spread) if spread]
         own = torch.stack([parts[g] for g in places]).movedim(-1, 0)  # all at once
-        for g, part in zip(places, collective(own, self.processes.group).movedim(0, -1), strict=True):
+        for g, part in zip(
+            places, collective(own, self.processes.group).movedim(0, -1), strict=True
+        ):
             parts[g] = part
         return torch.cat(parts, -1)
 
     def gathered(self, x: Tensor) -> Tensor:
-        """Return the parameters of the matrices' anchors from those (..., A) of this process's; single ones stay."""
+        """Return the parameters of the matrices' anchors from those (..., A) of this process's;
+        single ones stay.
+        """
         return x if x.shape[-1] == 1 else self._exchanged(x, self.sizes, gather)
 
     def merged(self, x: Tensor, maximum: bool = False) -> Tensor:
@@ -139,13 +164,17 @@ class Exchange:
         return self._exchanged(x, self.whole_sizes, merge_largest if maximum else merge)
 
     def merged_best(self, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the (A,) best values of all processes, and their indices among all candidates that exist."""
+        """Return the (A,) best values of all processes, and their indices among all candidates that
+        exist.
+        """
         p, best = self.processes, []
         parts = zip(values.split(self.whole_sizes), indices.split(self.whole_sizes), strict=True)
         for spread, other, (value, index) in zip(self.spread, self.others, parts, strict=True):
             if spread:
                 assert other is not None
-                value, index = p.merge_best(value, torch.where(index < 0, index, index + p.rank * p.padded[other]))
+                value, index = p.merge_best(
+                    value, torch.where(index < 0, index, index + p.rank * p.padded[other])
+                )
             best.append((value, index if other is None else p.numbers(other, index)))
         first, second = zip(*best, strict=True)
         return torch.cat(first), torch.cat(second)
@@ -153,8 +182,12 @@ class Exchange:
     def group_amax(self, x: Tensor, own: Tensor) -> list[Tensor]:
         """Return the () largest value of ``x`` (A,) in each group, from those (G,) of this process."""
         whole = largest(own, self.processes.group)
-        ties = torch.stack([(part == top).sum() for part, top in zip(x.split(self.sizes), whole, strict=True)])
-        sums, number = self.processes.total(torch.stack([torch.where(ties > 0, own, 0.0) * ties, ties.to(own)]))
+        ties = torch.stack(
+            [(part == top).sum() for part, top in zip(x.split(self.sizes), whole, strict=True)]
+        )
+        sums, number = self.processes.total(
+            torch.stack([torch.where(ties > 0, own, 0.0) * ties, ties.to(own)])
+        )
         return list(sums / number)
 
     def counts(self, local: Tensor, positive: bool) -> Tensor:
@@ -169,7 +202,9 @@ class Exchange:
         return torch.cat(counts)
 
     def earlier(self) -> Tensor:
-        """Return how many positives each of the matrices' anchors has in the processes before this one."""
+        """Return how many positives each of the matrices' anchors has in the processes before this
+        one.
+        """
         p = self.processes
         rows, cols = p.ids[0][: p.rank * p.padded[0]].sort().values, p.ids[1]
         before = torch.searchsorted(rows, cols, right=True) - torch.searchsorted(rows, cols)
@@ -182,7 +217,9 @@ class Exchange:
 
 
 class Sharded:
-    """A backend for the anchors of a sharded batch; those of matrices answer for the anchors of the matrices."""
+    """A backend for the anchors of a sharded batch; those of matrices answer for the anchors of the
+    matrices.
+    """
 
     def __init__(self, exchange: Exchange, local: Any):
         self.exchange, self.local = exchange, local

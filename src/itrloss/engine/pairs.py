@@ -1,4 +1,6 @@
-"""Which pairs are positive, from integer ids; the scores of listed pairs, whose gradient skips the score matrix."""
+"""Which pairs are positive, from integer ids; the scores of listed pairs, whose gradient skips the
+score matrix.
+"""
 
 from __future__ import annotations
 
@@ -39,19 +41,25 @@ class Pairs:
         if rows is None and cols is not None:
             rows = torch.arange(shape[0], device=device)
         #: Whether row i matches column i and nothing else, so that ids need not be compared.
-        self.one_to_one = rows is None or cols is None or (shape[0] == shape[1] and _diagonal(rows, cols))
+        self.one_to_one = (
+            rows is None or cols is None or (shape[0] == shape[1] and _diagonal(rows, cols))
+        )
         self.ids: Ids = (None, None) if self.one_to_one else (rows, cols)
         #: (N,) and (M,) bool: rows and columns with IGNORE_ID; None where there are certainly none.
         self.ignored: list[Tensor | None] = [None, None]
         readable = self.ids[0] is not None and host_may_read(self.ids[0])
         for side, x in enumerate(self.ids):
             mask = None if x is None else x == IGNORE_ID
-            self.ignored[side] = None if mask is not None and readable and not bool(mask.any()) else mask
+            self.ignored[side] = (
+                None if mask is not None and readable and not bool(mask.any()) else mask
+            )
         self._cache: dict[Any, Any] = {}
 
     @property
     def listable(self) -> bool:
-        """Whether pairs may be listed. Their number depends on the data: an accelerator has to synchronise for it."""
+        """Whether pairs may be listed. Their number depends on the data: an accelerator has to
+        synchronise for it.
+        """
         if self.ids[0] is None:
             return True
         if self.device.type == "cuda" and not torch.compiler.is_compiling():
@@ -60,15 +68,23 @@ class Pairs:
 
     @_cached
     def counts(self, side: int) -> tuple[Tensor, Tensor]:
-        """Return the (A,) int64 numbers of positives and of negatives of each row (``side`` 0) or column (1)."""
-        own, other, (ignored, others_ignored) = self.ids[side], self.ids[1 - side], self.ignored[:: 1 - 2 * side]
+        """Return the (A,) int64 numbers of positives and of negatives of each row (``side`` 0) or
+        column (1).
+        """
+        own, other, (ignored, others_ignored) = (
+            self.ids[side],
+            self.ids[1 - side],
+            self.ignored[:: 1 - 2 * side],
+        )
         if own is None or other is None:
             count = torch.ones(self.shape[side], dtype=torch.int64, device=self.device)
         else:
             ordered, own = other.sort().values, own.contiguous()
             count = torch.searchsorted(ordered, own, right=True) - torch.searchsorted(ordered, own)
             count = count if ignored is None else count.masked_fill(ignored, 0)
-        others = (self.shape[1 - side] if others_ignored is None else (~others_ignored).sum()) - count
+        others = (
+            self.shape[1 - side] if others_ignored is None else (~others_ignored).sum()
+        ) - count
         return count, others if ignored is None else others.masked_fill(ignored, 0)
 
     @property
@@ -78,7 +94,8 @@ class Pairs:
         if self.one_to_one:
             i = torch.arange(min(self.shape), device=self.device)
             return i, i
-        side = int(self.shape[1] > self.shape[0])  # the side whose ids are searched for in the sorted ids of the other
+        # the side whose ids are searched for in the sorted ids of the other
+        side = int(self.shape[1] > self.shape[0])
         own, other, ignored = self.ids[side], self.ids[1 - side], self.ignored[side]
         assert own is not None and other is not None
         ordered, order = torch.sort(other, stable=True)
@@ -95,17 +112,22 @@ class Pairs:
         return other_index, own_index[order]
 
     def places(self, side: int) -> Tensor:
-        """Return the (A, P) positives of each row (0) or column (1), P the largest number of them, padded with -1."""
+        """Return the (A, P) positives of each row (0) or column (1), P the largest number of them,
+        padded with -1.
+        """
         anchors, size = self.listed[side], self.shape[side]
         slot = slots(anchors, size)
         places = torch.full((size, int(slot.max()) + 1 if len(slot) else 0), -1, device=self.device)
         places[anchors, slot] = self.listed[1 - side]
         return places
 
-    # --------------------------------------------------------------------------------------------- masking
+    # -------------------------------------------------------------------------------------- masking
 
-    def excluded(self, over: str, rows: slice, cols: slice) -> Tensor | None:  # PyTorch 2.8 compiles no default slices
-        """Return the (r, c) bool mask of pairs that a sum ``over`` negatives, positives or all leaves out, or None."""
+    # PyTorch 2.8 compiles no default slices
+    def excluded(self, over: str, rows: slice, cols: slice) -> Tensor | None:
+        """Return the (r, c) bool mask of pairs that a sum ``over`` negatives, positives or all
+        leaves out, or None.
+        """
         (row_ids, col_ids), mask = self.ids, None
         if over != "all":
             if row_ids is None or col_ids is None:
@@ -118,8 +140,12 @@ class Pairs:
                 mask = ignored[part] if mask is None else mask | ignored[part]
         return mask
 
-    def exclude_(self, x: Tensor, part: tuple[slice, slice], value: float, over: str = "negatives") -> Tensor:
-        """Fill the :meth:`excluded` pairs in a part ``x`` (..., r, c) of the matrix with ``value``; return ``x``."""
+    def exclude_(
+        self, x: Tensor, part: tuple[slice, slice], value: float, over: str = "negatives"
+    ) -> Tensor:
+        """Fill the :meth:`excluded` pairs in a part ``x`` (..., r, c) of the matrix with ``value``;
+        return ``x``.
+        """
         r, c = part
         if over == "negatives" and self.one_to_one:
             offset = r.start - c.start
@@ -127,7 +153,9 @@ class Pairs:
                 x.diagonal(offset, -2, -1).fill_(value)
             return x
         if over == "negatives" and self.listable and x.device.type == "cpu":
-            start, stop = torch.searchsorted(self.listed[0], torch.tensor([r.start, r.stop])).tolist()
+            start, stop = torch.searchsorted(
+                self.listed[0], torch.tensor([r.start, r.stop])
+            ).tolist()
             if (stop - start) * 16 <= x.numel():
                 i, j = (y[start:stop] for y in self.listed)
                 inside = (j >= c.start) & (j < c.stop)
@@ -138,13 +166,19 @@ class Pairs:
 
 
 def slots(anchors: Tensor, size: int) -> Tensor:
-    """Return the (P,) index 0, 1, … of each pair among those of its anchor; ``anchors`` (P,) are below ``size``."""
+    """Return the (P,) index 0, 1, … of each pair among those of its anchor; ``anchors`` (P,) are
+    below ``size``.
+    """
     ordered, order = torch.sort(anchors, stable=True)
-    return torch.empty_like(order).index_copy_(0, order, _within(ordered, torch.bincount(anchors, minlength=size)))
+    return torch.empty_like(order).index_copy_(
+        0, order, _within(ordered, torch.bincount(anchors, minlength=size))
+    )
 
 
 def _within(i: Tensor, count: Tensor) -> Tensor:
-    """Return 0, 1, …, count[k] - 1 for each k, where ``i`` is ascending and contains each k count[k] times."""
+    """Return 0, 1, …, count[k] - 1 for each k, where ``i`` is ascending and contains each k
+    count[k] times.
+    """
     return torch.arange(len(i), device=i.device) - (count.cumsum(0) - count)[i]
 
 
@@ -156,20 +190,25 @@ def _diagonal(rows: Tensor, cols: Tensor) -> bool:
     return not bool((ordered[1:] == ordered[:-1]).any()) and int(ordered[0]) != IGNORE_ID
 
 
-# -------------------------------------------------------------------------------------------- scores of pairs
+# ---------------------------------------------------------------------------------- scores of pairs
 
 
 def pair_products(scores: Scores, i: Tensor | None, j: Tensor | None) -> Tensor:
-    """Return the (P,) scores of rows i with columns j, without a gradient; None stands for row, or column, p."""
+    """Return the (P,) scores of rows i with columns j, without a gradient; None stands for row, or
+    column, p.
+    """
     if (matrix := scores.matrix) is not None:
         return matrix.diagonal().clone() if i is None or j is None else matrix[i, j]
     (rows, row_inv), (cols, col_inv) = scores.vectors(0), scores.vectors(1)
     p, dtype = len(rows) if i is None else len(i), torch.promote_types(rows.dtype, torch.float32)
     products = rows.new_empty(p, dtype=dtype)
     for part in _gathered(p, rows):
-        left, right = (x[part] if k is None else x.index_select(0, k[part]) for x, k in ((rows, i), (cols, j)))
+        left, right = (
+            x[part] if k is None else x.index_select(0, k[part]) for x, k in ((rows, i), (cols, j))
+        )
         inv = row_inv if row_inv is None else row_inv[part if i is None else i[part]]
-        torch.sum(scaled(left, inv) * right.to(dtype), 1, out=products[part])  # of two long vectors it would overflow
+        # of two long vectors it would overflow
+        torch.sum(scaled(left, inv) * right.to(dtype), 1, out=products[part])
     return products if col_inv is None else products.mul_(col_inv if j is None else col_inv[j])
 
 
@@ -188,7 +227,9 @@ def pair_gradient(
     grad: Tensor,  # (P,)
     size: int,  # N
 ) -> Tensor:
-    """Return the (N, D) gradient of unit vectors: ``sum_p grad_p y_p`` over pairs p, y_p the partner's unit vector."""
+    """Return the (N, D) gradient of unit vectors: ``sum_p grad_p y_p`` over pairs p, y_p the
+    partner's unit vector.
+    """
     weight = grad
     if other_inv is not None:
         weight = grad * (other_inv if others is None else other_inv[others])
@@ -211,20 +252,33 @@ def segment_sum(values: Tensor, index: Tensor, size: int) -> Tensor:
 
 
 def _add_segments(total: Tensor, index: Tensor, values: Tensor) -> Tensor:
-    """Return ``total`` (N, ...), to which the (P, ...) values of each index were added, deterministically."""
+    """Return ``total`` (N, ...), to which the (P, ...) values of each index were added,
+    deterministically.
+    """
     if total.device.type == "cpu":
         return total.index_add_(0, index, values)
-    return total.index_put_((index,), values, accumulate=True)  # sorts on accelerators, where index_add is atomic
+    # sorts on accelerators, where index_add is atomic
+    return total.index_put_((index,), values, accumulate=True)
 
 
-def weighted_sums(vectors: Tensor, which: Tensor, weights: Tensor, index: Tensor, size: int) -> Tensor:
-    """Return the (size, D) sums ``sum_{p: index[p] = a} weights[p] vectors[which[p]]``, without copies (P, D)."""
+def weighted_sums(
+    vectors: Tensor, which: Tensor, weights: Tensor, index: Tensor, size: int
+) -> Tensor:
+    """Return the (size, D) sums ``sum_{p: index[p] = a} weights[p] vectors[which[p]]``, without
+    copies (P, D).
+    """
     index, order = torch.sort(index, stable=True)
     offsets = torch.searchsorted(index, torch.arange(size, device=index.device))
-    return F.embedding_bag(which[order], vectors, offsets, mode="sum", per_sample_weights=weights[order])
+    return F.embedding_bag(
+        which[order], vectors, offsets, mode="sum", per_sample_weights=weights[order]
+    )
 
 
 def first_derivative_only() -> None:
-    """Raise an error for ``create_graph=True``: second derivatives would silently miss terms of the embeddings."""
+    """Raise an error for ``create_graph=True``: second derivatives would silently miss terms of the
+    embeddings.
+    """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError("create_graph: second derivatives need engine='dense', whose answers are plain PyTorch")
+        raise RuntimeError(
+            "create_graph: second derivatives need engine='dense', whose answers are plain PyTorch"
+        )

@@ -12,13 +12,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 # Renamed in PyTorch 2.13.
-_all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
+_all_gather = getattr(dist, "all_gather_single", None) or getattr(
+    dist, "all_gather_into_tensor", None
+)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or getattr(
+    dist, "reduce_scatter_tensor", None
+)
 _PATIENCE = 2.0  # seconds to find out which process is lost
 
 
 def world_size(group: Any = None) -> int:
-    """Return the number of processes in the group, by default of all; 1 without ``torch.distributed``."""
+    """Return the number of processes in the group, by default of all; 1 without
+    ``torch.distributed``.
+    """
     size = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
     if size < 1:
         raise ValueError("process_group: expected one that this process belongs to")
@@ -36,9 +42,11 @@ def communicate(collective: Any, *args: Any, group: Any, **options: Any) -> Any:
 
 
 def _lost(group: Any) -> str:
-    """Return who does not answer: processes in which a collective failed say so in the store, which still works.
+    """Return who does not answer: processes in which a collective failed say so in the store, which
+    still works.
 
-    A process that still waits in the collective does not answer either, until those that failed are gone.
+    A process that still waits in the collective does not answer either, until those that failed are
+    gone.
     """
     me, deadline = dist.get_rank(), time.monotonic() + _PATIENCE
     silent = [rank for rank in dist.get_process_group_ranks(group) if rank != me]
@@ -73,7 +81,8 @@ def _gather(x: Tensor, group: Any) -> Tensor:
 
 
 def _merge(x: Tensor, group: Any) -> Tensor:
-    half = x.is_floating_point() and x.itemsize < 4  # sums of half types would be rounded with each addend
+    # sums of half types would be rounded with each addend
+    half = x.is_floating_point() and x.itemsize < 4
     whole = (x.float() if half else x).contiguous()
     part = whole.new_empty(len(x) // world_size(group), *x.shape[1:])
     communicate(_reduce_scatter, part, whole, group=group)
@@ -104,12 +113,16 @@ _COLLECTIVES: dict[str, tuple[Any, str]] = {  # each with that of its gradient
 
 
 def gather(x: Tensor, group: Any = None) -> Tensor:
-    """Return the (W B, ...) concatenation by rank of ``x`` (B, ...), of one shape on all processes; differentiable."""
+    """Return the (W B, ...) concatenation by rank of ``x`` (B, ...), of one shape on all processes;
+    differentiable.
+    """
     return _Collective.apply(x, "gather", group)
 
 
 def merge(x: Tensor, group: Any = None) -> Tensor:
-    """Return this process's part (B, ...) of the sum of ``x`` (W B, ...) over all processes; differentiable."""
+    """Return this process's part (B, ...) of the sum of ``x`` (W B, ...) over all processes;
+    differentiable.
+    """
     return _Collective.apply(x, "merge", group)
 
 
@@ -131,18 +144,28 @@ def largest(x: Tensor, group: Any = None) -> Tensor:
 
 
 def merge_largest(x: Tensor, group: Any = None) -> Tensor:
-    """Return this process's part (B, ...) of the maximum of ``x`` (W B, ...) over all processes, without a gradient."""
+    """Return this process's part (B, ...) of the maximum of ``x`` (W B, ...) over all processes,
+    without a gradient.
+    """
     return largest(x, group).chunk(world_size(group))[dist.get_rank(group)]
 
 
 def pass_on(x: Tensor, group: Any, tag: int) -> Callable[[], Tensor]:
-    """Begin to send ``x`` to the process before this one; return what waits for that of the one behind and returns it.
+    """Begin to send ``x`` to the process before this one; return what waits for that of the one
+    behind and returns it.
 
     Both have the same shape. The process before the first is the last.
     """
-    rank, ranks, received = dist.get_rank(group), dist.get_process_group_ranks(group), torch.empty_like(x)
+    rank, ranks, received = (
+        dist.get_rank(group),
+        dist.get_process_group_ranks(group),
+        torch.empty_like(x),
+    )
     before, behind = ranks[rank - 1], ranks[(rank + 1) % len(ranks)]
-    ops = [dist.P2POp(dist.isend, x, before, group, tag), dist.P2POp(dist.irecv, received, behind, group, tag)]
+    ops = [
+        dist.P2POp(dist.isend, x, before, group, tag),
+        dist.P2POp(dist.irecv, received, behind, group, tag),
+    ]
     works = communicate(_batch, ops, group=group)
 
     def wait(_sent: Tensor = x) -> Tensor:  # which is kept until then

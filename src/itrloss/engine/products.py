@@ -1,14 +1,14 @@
 """Matrix products on the CPU by oneDNN or by the BLAS, chosen by a fixed rule: nothing is timed.
 
-Intel's BLAS, which is part of PyTorch's packages for x86, leaves half of the arithmetic units idle on some AVX-512
-processors of other makers. oneDNN, which is part of them too, does not: it gets the large float32 products there.
-Gain on an AMD EPYC (Zen 4, 2 cores): 128 x 1024 x 4096 in 0.62 of the BLAS's time, 2048 x 1024 x 2048 in 0.87.
-Transposed left factors and strided ones are copied for it.
+Intel's BLAS, which is part of PyTorch's packages for x86, leaves half of the arithmetic units idle
+on some AVX-512 processors of other makers. oneDNN, which is part of them too, does not: it gets the
+large float32 products there. Gain on an AMD EPYC (Zen 4, 2 cores): 128 x 1024 x 4096 in 0.62 of the
+BLAS's time, 2048 x 1024 x 2048 in 0.87. Transposed left factors and strided ones are copied for it.
 
     pytest benchmarks/test_micro.py --benchmark-enable -k product
 
-``torch.backends.mkldnn.flags(enabled=False)`` leaves all products to the BLAS. Ranks of a job that run on the same kind
-of processor make the same choice.
+``torch.backends.mkldnn.flags(enabled=False)`` leaves all products to the BLAS. Ranks of a job that
+run on the same kind of processor make the same choice.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-LARGE = 2**21  # number of multiplications from which oneDNN's overhead of some microseconds does not matter
+# number of multiplications from which oneDNN's overhead of some microseconds does not matter
+LARGE = 2**21
 _THIN = 16  # with fewer rows or columns, a product is memory-bound
-_SHAPES = 64  # shapes that oneDNN gets: it caches a megabyte for each, so sizes that always differ go to the BLAS
+# shapes that oneDNN gets: it caches a megabyte for each, so sizes that always differ go to the BLAS
+_SHAPES = 64
 _seen: set[tuple[int, ...]] = set()
 
 
@@ -53,7 +55,8 @@ def _use_onednn(a: Tensor, b: Tensor) -> bool:
         and a.device.type == "cpu"
         and a.dtype == b.dtype == torch.float32
         and torch.backends.mkldnn.enabled
-        and not torch._C._len_torch_dispatch_stack()  # a FLOP counter does not know oneDNN's operator
+        # a FLOP counter does not know oneDNN's operator
+        and not torch._C._len_torch_dispatch_stack()
         and prefers_onednn()
     )
     shape = (n, k, m, b.is_contiguous())
@@ -63,17 +66,23 @@ def _use_onednn(a: Tensor, b: Tensor) -> bool:
 
 
 def _onednn(a: Tensor, b: Tensor) -> Tensor:
-    # A transposed left factor, such as a gradient for the columns, is copied: on Zen 5, copy and product take 0.48 of
-    # the BLAS's time for 2048 x 512 x 768 (pytest benchmarks/test_micro.py --benchmark-enable -k product). So are
-    # strided factors, such as a few dimensions of embeddings, which oneDNN multiplies a thousand times as slowly.
+    # A transposed left factor, such as a gradient for the columns, is copied: on Zen 5, copy and
+    # product take 0.48 of the BLAS's time for 2048 x 512 x 768 (pytest benchmarks/test_micro.py
+    # --benchmark-enable -k product). So are strided factors, such as a few dimensions of
+    # embeddings, which oneDNN multiplies a thousand times as slowly.
     b = b if b.is_contiguous() or b.T.is_contiguous() else b.contiguous()
     return torch.ops.mkldnn._linear_pointwise.default(a.contiguous(), b.T, None, "none", [], "")
 
 
 @functools.cache
 def prefers_onednn() -> bool:
-    """Return whether the processor has AVX-512 and is not Intel's, and PyTorch was built with oneDNN."""
-    if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":
+    """Return whether the processor has AVX-512 and is not Intel's, and PyTorch was built with
+    oneDNN.
+    """
+    if (
+        not torch.backends.mkldnn.is_available()
+        or torch.backends.cpu.get_cpu_capability() != "AVX512"
+    ):
         return False
     cpuinfo = Path("/proc/cpuinfo")
     return cpuinfo.exists() and "GenuineIntel" not in cpuinfo.read_text()

@@ -12,20 +12,28 @@ from .pairs import Pairs
 from .reduce import Question, operator, operator_inputs
 from .scores import Scores, full_precision, tiles
 
-_MANY = 32  # number of positives of an anchor beyond which sorting its rivals beats comparing them with each positive
+# number of positives of an anchor beyond which sorting its rivals beats comparing them with each
+# positive
+_MANY = 32
 _RUN = 64  # length of the runs in `argmax`
 
 
 def _hardest(
-    source: list[Tensor | None], sides: Sequence[int], below: Tensor | None, pairs: Pairs | None = None
+    source: list[Tensor | None],
+    sides: Sequence[int],
+    below: Tensor | None,
+    pairs: Pairs | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the (A,) scores and indices of each anchor's highest-scoring negative; -inf and -1 without one.
+    """Return the (A,) scores and indices of each anchor's highest-scoring negative; -inf and -1
+    without one.
 
     ``below``, (A,) or (1,): of the negatives that score below it.
     """
     scores, _, pairs = operator_inputs(source, pairs)
     limits = Question(scores, pairs, "peak", "negatives", sides, [] if below is None else [below])
-    best = [scores.rows.new_full((scores.shape[side],), -math.inf, dtype=scores.dtype) for side in sides]
+    best = [
+        scores.rows.new_full((scores.shape[side],), -math.inf, dtype=scores.dtype) for side in sides
+    ]
     where = [torch.full_like(x, -1, dtype=torch.int64) for x in best]
     with torch.no_grad(), full_precision(scores.rows):
         for tile in tiles(scores, 1):
@@ -41,7 +49,9 @@ def _hardest(
     return torch.cat(best), torch.cat(where)
 
 
-def _fake_hardest(source: list[Tensor | None], sides: Sequence[int], below: Tensor | None) -> tuple[Tensor, Tensor]:
+def _fake_hardest(
+    source: list[Tensor | None], sides: Sequence[int], below: Tensor | None
+) -> tuple[Tensor, Tensor]:
     scores = Scores(*source)  # type: ignore[arg-type]
     best = scores.rows.new_empty(sum(scores.shape[side] for side in sides), dtype=scores.dtype)
     return best, best.to(torch.int64)
@@ -52,10 +62,11 @@ hardest = operator("hardest", _SCHEMA, _hardest, _fake_hardest)
 
 
 def argmax(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return ``x.max(dim)``. On the CPU, PyTorch vectorises it only without the index: the best run of 64 comes first.
+    """Return ``x.max(dim)``. On the CPU, PyTorch vectorises it only without the index: the best run
+    of 64 comes first.
 
-    0.5 of the time along rows of 1024 x 1024, 0.2 along columns (``pytest benchmarks/test_micro.py --benchmark-enable
-    -k argmax``).
+    0.5 of the time along rows of 1024 x 1024, 0.2 along columns (``pytest benchmarks/test_micro.py
+    --benchmark-enable -k argmax``).
     """
     if x.device.type != "cpu" or x.shape[dim] % _RUN:
         return x.max(dim)
@@ -66,12 +77,16 @@ def argmax(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def ranks(thresholds: Tensor, rivals: Tensor, optimistic: bool) -> Tensor:
-    """Return the (B, P) ranks, from 1, of positives with scores ``thresholds`` (nan: none), ascending, padded with 0.
+    """Return the (B, P) ranks, from 1, of positives with scores ``thresholds`` (nan: none),
+    ascending, padded with 0.
 
-    ``rivals``: (B, C) scores of the negatives, -inf for other candidates. A negative with the score of a positive
-    ranks ahead of it, unless ``optimistic``.
+    ``rivals``: (B, C) scores of the negatives, -inf for other candidates. A negative with the score
+    of a positive ranks ahead of it, unless ``optimistic``.
     """
-    missing, positions = thresholds.isnan(), torch.arange(1, thresholds.shape[1] + 1, device=rivals.device)
+    missing, positions = (
+        thresholds.isnan(),
+        torch.arange(1, thresholds.shape[1] + 1, device=rivals.device),
+    )
     if thresholds.shape[1] > _MANY:
         ordered = rivals.sort(dim=1).values
         ahead = rivals.shape[1] - torch.searchsorted(ordered, thresholds, right=optimistic)

@@ -1,10 +1,11 @@
-"""The one reduction: sums of an elementwise function of scores over each anchor's candidates, and their gradient.
+"""The one reduction: sums of an elementwise function of scores over each anchor's candidates, and
+their gradient.
 
     sums[k, i] = sum_j f_k(S_ij; params_i)          dL/dS_ij = sum_k g_ki f_k'(S_ij; params_i)
 
-One pass over the matrix gives the sums of its rows and columns in one vector (A,), the rows' first. The gradient of the
-scores is formed tile by tile and multiplied at once into that of the embeddings: except for cached scores, nothing of
-the size of the matrix is held.
+One pass over the matrix gives the sums of its rows and columns in one vector (A,), the rows' first.
+The gradient of the scores is formed tile by tile and multiplied at once into that of the
+embeddings: except for cached scores, nothing of the size of the matrix is held.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _WIDTH = len(Scores._fields)
 
 
 class Question(NamedTuple):
-    """What is asked of a score matrix: the sums of an answer over the candidates of one or both sides' anchors."""
+    """What is asked of a score matrix: the sums of an answer over the candidates of one or both
+    sides' anchors.
+    """
 
     scores: Scores
     pairs: Pairs
@@ -33,7 +36,8 @@ class Question(NamedTuple):
     over: str  # negatives, positives or all
     sides: Sequence[int]  # of the anchors, the rows (0) first
     params: Sequence[Tensor]  # (1,) or (A,); thresholds may have slots, (slots, A)
-    guide: Scores | None = None  # of another matrix, without a gradient: the first parameter of the answer
+    # of another matrix, without a gradient: the first parameter of the answer
+    guide: Scores | None = None
 
     @property
     def answer(self) -> Answer:
@@ -46,12 +50,17 @@ class Question(NamedTuple):
         return dict(zip(self.sides, x.split(sizes, -1), strict=True))
 
     def views(self, part: tuple[slice, slice]) -> list[tuple[Sequence[int], list[Tensor]]]:
-        """Return groups of sides that share a tile's values, each with parameters that broadcast with its scores."""
+        """Return groups of sides that share a tile's values, each with parameters that broadcast
+        with its scores.
+        """
         if all(p.shape[-1] == 1 for p in self.params):
             return [(self.sides, [p.unsqueeze(-1) for p in self.params])]
         groups: list[tuple[Sequence[int], list[Tensor]]] = []
         for side in self.sides:
-            own = [p if p.shape[-1] == 1 else self.by_side(p)[side][..., part[side]] for p in self.params]
+            own = [
+                p if p.shape[-1] == 1 else self.by_side(p)[side][..., part[side]]
+                for p in self.params
+            ]
             groups.append(([side], [p.unsqueeze(-1 - side) for p in own]))
         return groups
 
@@ -59,13 +68,17 @@ class Question(NamedTuple):
 def tiled_sums(question: Question, early: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return the (K, A) sums of :meth:`itrloss.engine.backends.Dense.sums`, added up tile by tile.
 
-    With ``early``, which is for exponentials of rows, also return ``sum_j f(S_ij) y_j`` (N, D) with the unit columns y,
-    from which backward gets the rows' gradient, and ``sum_j f(S_ij) S_ij`` (N,), the derivatives w.r.t. the scale. So
-    columns without a gradient, such as a memory's, are multiplied once for both passes.
+    With ``early``, which is for exponentials of rows, also return ``sum_j f(S_ij) y_j`` (N, D) with
+    the unit columns y, from which backward gets the rows' gradient, and ``sum_j f(S_ij) S_ij``
+    (N,), the derivatives w.r.t. the scale. So columns without a gradient, such as a memory's, are
+    multiplied once for both passes.
     """
     scores, sums = question.scores, Sums(question)
     new = functools.partial(torch.zeros, dtype=scores.dtype, device=scores.rows.device)
-    direction, scale_slopes = new(scores.rows.shape if early else 0), new(len(scores.rows) if early else 0)
+    direction, scale_slopes = (
+        new(scores.rows.shape if early else 0),
+        new(len(scores.rows) if early else 0),
+    )
     for tile in tiles(scores, question.answer.buffers, question.guide):
         values = sums.add(tile)
         if early:
@@ -81,7 +94,9 @@ class Sums:
         self.question, scores, answer = question, question.scores, question.answer
         self.start = float("-inf") if answer.maximum else 0.0
         new = functools.partial(torch.full, dtype=scores.dtype, device=scores.rows.device)
-        self.total = {side: new((answer.width, scores.shape[side]), self.start) for side in question.sides}
+        self.total = {
+            side: new((answer.width, scores.shape[side]), self.start) for side in question.sides
+        }
 
     def add(self, tile: Tile) -> Tensor:
         """Add a tile's values; return the last of them (r, c), in its scratch or new."""
@@ -107,9 +122,12 @@ def tiled_gradient(
     question: Question,
     grad: Tensor,  # (K, A)
     needs: Sequence[bool],  # of the rows, the columns, and each parameter
-    pair_grads: tuple[Tensor | None, Tensor | None, Tensor] | None = None,  # pairs i, j; gradient of their scores
+    # pairs i, j; gradient of their scores
+    pair_grads: tuple[Tensor | None, Tensor | None, Tensor] | None = None,
 ) -> list[Tensor]:
-    """Return the gradients of rows, columns and parameters from that of the sums; empty where not needed."""
+    """Return the gradients of rows, columns and parameters from that of the sums; empty where not
+    needed.
+    """
     gradient, slopes = _Gradient(question.scores, needs[:2]), Slopes(question, grad, needs[2:])
     for tile in tiles(question.scores, question.answer.buffers + 1, question.guide):
         gradient.add(tile, slopes.of(tile))
@@ -131,18 +149,27 @@ class Slopes:
         q, tile_grad = self.question, None
         assert q.answer.slopes is not None
         for k, (group, own) in enumerate(q.views(tile.part)):
-            side_grads = [self.upstream[side][:, tile.part[side]].unsqueeze(-1 - side) for side in group]
-            g, needs = functools.reduce(torch.add, side_grads), [*(False for _ in tile.guide), *self.needs]
+            side_grads = [
+                self.upstream[side][:, tile.part[side]].unsqueeze(-1 - side) for side in group
+            ]
+            g, needs = (
+                functools.reduce(torch.add, side_grads),
+                [*(False for _ in tile.guide), *self.needs],
+            )
             slopes = q.answer.slopes(tile.scores, [*tile.guide, *own], g, needs, tile.scratch[k:])
             for total, grad_p in zip(self.totals, slopes[1 + len(tile.guide) :], strict=True):
                 if grad_p is not None:
-                    self._add(total, q.pairs.exclude_(grad_p, tile.part, 0.0, q.over), group, tile.part)
+                    self._add(
+                        total, q.pairs.exclude_(grad_p, tile.part, 0.0, q.over), group, tile.part
+                    )
             if slopes[0] is not None:
                 slope = q.pairs.exclude_(slopes[0], tile.part, 0.0, q.over)
                 tile_grad = slope if tile_grad is None else tile_grad.add_(slope)
         return torch.zeros_like(tile.scores) if tile_grad is None else tile_grad
 
-    def _add(self, total: Tensor, grad: Tensor, group: Sequence[int], part: tuple[slice, slice]) -> None:
+    def _add(
+        self, total: Tensor, grad: Tensor, group: Sequence[int], part: tuple[slice, slice]
+    ) -> None:
         if total.shape[-1] == 1:
             total.add_(grad.sum((-1, -2)).view(total.shape))
         else:
@@ -151,18 +178,24 @@ class Slopes:
 
     def finish(self) -> list[Tensor]:
         """Return the gradients of the parameters; empty where not needed."""
-        return [p if need else p.new_empty(0) for p, need in zip(self.totals, self.needs, strict=True)]
+        return [
+            p if need else p.new_empty(0) for p, need in zip(self.totals, self.needs, strict=True)
+        ]
 
 
 class _Gradient:
-    """Adds up the gradient of the embeddings, or of a precomputed matrix, from that of the scores, tile by tile."""
+    """Adds up the gradient of the embeddings, or of a precomputed matrix, from that of the scores,
+    tile by tile.
+    """
 
     def __init__(self, scores: Scores, needs: Sequence[bool]):
         self.scores, self.needs = scores, needs
         self.total: list[Tensor | None] = [None, None]
 
     def add(self, tile: Tile, grad: Tensor) -> None:
-        """Add what a tile's gradient contributes; ``grad`` may become part of the result without a copy."""
+        """Add what a tile's gradient contributes; ``grad`` may become part of the result without a
+        copy.
+        """
         s = self.scores
         if s.cols is None:
             whole = grad.shape == s.shape  # autograd's may have transposed strides
@@ -180,11 +213,15 @@ class _Gradient:
                 add_matmul_(self._total(side)[tile.part[side]], mine, other)
 
     def add_pairs(self, i: Tensor | None, j: Tensor | None, grad: Tensor) -> None:
-        """Add what the (P,) gradient of listed pairs' scores contributes; as for tiles, `finish` adds that of norms."""
+        """Add what the (P,) gradient of listed pairs' scores contributes; as for tiles, `finish`
+        adds that of norms.
+        """
         for side, (own, other) in enumerate(((i, j), (j, i))):
             if self.needs[side]:
                 y, inv = self.scores.vectors(1 - side)
-                self.total[side] = pair_gradient(self.total[side], own, y, inv, other, grad, self.scores.shape[side])
+                self.total[side] = pair_gradient(
+                    self.total[side], own, y, inv, other, grad, self.scores.shape[side]
+                )
 
     def _total(self, side: int) -> Tensor:
         total = self.total[side]
@@ -204,16 +241,27 @@ class _Gradient:
         return gradients
 
 
-# ----------------------------------------------------------------------------------------------- operators
+# ---------------------------------------------------------------------------------------- operators
 
 _library = torch.library.Library("itrloss", "DEF")
-_SOURCE, _QUESTION = "Tensor?[] source, Tensor[] params", "str key, str over, int[] sides, bool triton"
+_SOURCE, _QUESTION = (
+    "Tensor?[] source, Tensor[] params",
+    "str key, str over, int[] sides, bool triton",
+)
 
 
-def operator_inputs(source: Sequence[Any], pairs: Pairs | None) -> tuple[Scores, Scores | None, Pairs]:
-    """Return the scores, those of a guide that may follow them, and the pairs that an operator's tensors stand for."""
+def operator_inputs(
+    source: Sequence[Any], pairs: Pairs | None
+) -> tuple[Scores, Scores | None, Pairs]:
+    """Return the scores, those of a guide that may follow them, and the pairs that an operator's
+    tensors stand for.
+    """
     scores, guide = Scores(*source[:_WIDTH]), Scores(*source[_WIDTH:]) if source[_WIDTH:] else None
-    return scores, guide, pairs or Pairs(scores.shape, (scores.row_ids, scores.col_ids), scores.rows.device)
+    return (
+        scores,
+        guide,
+        pairs or Pairs(scores.shape, (scores.row_ids, scores.col_ids), scores.rows.device),
+    )
 
 
 def _question(source, params, key, over, sides, pairs) -> Question:
@@ -222,7 +270,9 @@ def _question(source, params, key, over, sides, pairs) -> Question:
 
 
 def _passes(key: str, triton: bool) -> tuple[Any, Any]:
-    """Return the forward and the backward pass of an answer: PyTorch's where Triton has no kernel for it."""
+    """Return the forward and the backward pass of an answer: PyTorch's where Triton has no kernel
+    for it.
+    """
     if triton:
         from . import triton as gpu
 
@@ -232,22 +282,32 @@ def _passes(key: str, triton: bool) -> tuple[Any, Any]:
 
 
 def _sums(source, params, key, over, sides, triton, early, pairs=None):
-    """Return the (K, A) sums and, with ``early``, (N, D) directions and (A,) derivatives w.r.t. the scale."""
+    """Return the (K, A) sums and, with ``early``, (N, D) directions and (A,) derivatives w.r.t. the
+    scale.
+    """
     with full_precision(source[0]), torch.no_grad():
         return _passes(key, triton)[0](_question(source, params, key, over, sides, pairs), early)
 
 
 def _gradients(source, params, grad, key, over, sides, triton, needs, pairs=None, pair_grads=None):
-    """Return the gradients of rows, columns and parameters, to which ``pair_grads`` adds that of listed pairs."""
+    """Return the gradients of rows, columns and parameters, to which ``pair_grads`` adds that of
+    listed pairs.
+    """
     with full_precision(source[0]), torch.no_grad():
-        return _passes(key, triton)[1](_question(source, params, key, over, sides, pairs), grad, needs, pair_grads)
+        return _passes(key, triton)[1](
+            _question(source, params, key, over, sides, pairs), grad, needs, pair_grads
+        )
 
 
 def _fake_sums(source, params, key, over, sides, triton, early):
     scores = Scores(*source[:_WIDTH])
     size = sum(scores.shape[side] for side in sides)
     sums = scores.rows.new_empty(ANSWERS[key].width, size, dtype=scores.dtype)
-    return sums, sums.new_empty(scores.rows.shape if early else (0,)), sums.new_empty(size if early else 0)
+    return (
+        sums,
+        sums.new_empty(scores.rows.shape if early else (0,)),
+        sums.new_empty(size if early else 0),
+    )
 
 
 def _fake_gradients(source, params, grad, key, over, sides, triton, needs):
@@ -257,7 +317,9 @@ def _fake_gradients(source, params, grad, key, over, sides, triton, needs):
 
 
 def operator(name: str, schema: str, function: Any, fake: Any) -> Any:
-    """Register an operator; eager mode calls the function itself, as the dispatcher would only cost time."""
+    """Register an operator; eager mode calls the function itself, as the dispatcher would only cost
+    time.
+    """
     _library.define(name + schema)
     _library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"itrloss::{name}", fake, lib=_library)
@@ -276,7 +338,9 @@ gradients = operator("reduce_backward", _GRADIENTS, _gradients, _fake_gradients)
 
 
 def pair_gradients(scores: Scores, needs: Sequence[bool], pair_grads: Any) -> list[Tensor]:
-    """Return the gradients of rows and columns from ``pair_grads``: (P,) pairs i, j, and that of their scores."""
+    """Return the gradients of rows and columns from ``pair_grads``: (P,) pairs i, j, and that of
+    their scores.
+    """
     gradient = _Gradient(scores, needs)
     if pair_grads is not None:
         gradient.add_pairs(*pair_grads)
@@ -298,10 +362,15 @@ class PairProducts(torch.autograd.Function):
         scores: Any = Scores(*ctx.saved_tensors)
         needs, nothing = ctx.needs_input_grad[1:3], [None] * (_WIDTH - 2)
         if torch.is_grad_enabled():  # create_graph=True
-            units = [normalized(x, inv is not None) for x, inv in zip(scores[:2], scores[2:4], strict=True)]
+            units = [
+                normalized(x, inv is not None)
+                for x, inv in zip(scores[:2], scores[2:4], strict=True)
+            ]
             left, right = (x if k is None else x[k] for x, k in zip(units, ctx.index, strict=True))
             inputs = [x for x, need in zip(scores[:2], needs, strict=True) if need]
-            grads = iter(torch.autograd.grad((left * right).sum(1), inputs, grad, create_graph=True))
+            grads = iter(
+                torch.autograd.grad((left * right).sum(1), inputs, grad, create_graph=True)
+            )
             return None, *(next(grads) if need else None for need in needs), *nothing
         grads = pair_gradients(scores, needs, (*ctx.index, grad))
         return None, *(x if need else None for x, need in zip(grads, needs, strict=True)), *nothing
@@ -310,20 +379,38 @@ class PairProducts(torch.autograd.Function):
 class Reduce(torch.autograd.Function):
     """The (K, A) sums and the (P,) scores of listed pairs, or None, with their gradient.
 
-    As one node, both add their gradients to the same tensors. Where no unit vectors are cached, backward then holds one
-    gradient of all embeddings less at a time: 34 MB of 105 for InfoNCE at 8192 x 8192 x 512 (``pytest
-    tests/test_operators.py -k memory``).
+    As one node, both add their gradients to the same tensors. Where no unit vectors are cached,
+    backward then holds one gradient of all embeddings less at a time: 34 MB of 105 for InfoNCE at
+    8192 x 8192 x 512 (``pytest tests/test_operators.py -k memory``).
     """
 
     @staticmethod
     def forward(ctx: Any, pairs, question, index, width, *tensors):
-        """``question``: arguments of the operators; ``index``: pairs i, j as in `pair_products`, or None.
+        """``question``: arguments of the operators; ``index``: pairs i, j as in `pair_products`, or
+        None.
 
-        ``width``: the number of tensors that are scores and those of a guide, before the parameters.
+        ``width``: the number of tensors that are scores and those of a guide, before the
+        parameters.
         """
-        source, params, (rows, cols) = list(tensors[:width]), list(tensors[width:]), ctx.needs_input_grad[4:6]
-        early = ANSWERS[question[0]].exponential and question[2] == (0,) and rows and not cols and source[1] is not None
-        ctx.pairs, ctx.question, ctx.index, ctx.width, ctx.early = pairs, question, index, width, early
+        source, params, (rows, cols) = (
+            list(tensors[:width]),
+            list(tensors[width:]),
+            ctx.needs_input_grad[4:6],
+        )
+        early = (
+            ANSWERS[question[0]].exponential
+            and question[2] == (0,)
+            and rows
+            and not cols
+            and source[1] is not None
+        )
+        ctx.pairs, ctx.question, ctx.index, ctx.width, ctx.early = (
+            pairs,
+            question,
+            index,
+            width,
+            early,
+        )
         ctx.set_materialize_grads(False)  # a loss may use the sums alone, or the pairs alone
         totals, direction, scale_slopes = sums(source, params, *question, early, pairs=pairs)
         early_tensors = source[0], source[2], source[7], *params[:1], direction, scale_slopes
@@ -339,12 +426,16 @@ class Reduce(torch.autograd.Function):
             result[4] = project_(direction * (grad[0] * scale)[:, None], rows, row_inv, unit)
             if ctx.needs_input_grad[4 + ctx.width]:
                 grad_scale = grad[0] * scale_slopes
-                result[4 + ctx.width] = grad_scale.sum().view(1) if scale.numel() == 1 else grad_scale
+                result[4 + ctx.width] = (
+                    grad_scale.sum().view(1) if scale.numel() == 1 else grad_scale
+                )
             return tuple(result)
         source, params = list(ctx.saved_tensors[: ctx.width]), list(ctx.saved_tensors[ctx.width :])
         places = [4, 5, *range(4 + ctx.width, len(result))]
         needs = [ctx.needs_input_grad[k] for k in places]
-        eager: dict[str, Any] = {} if grad_pairs is None else {"pair_grads": (*ctx.index, grad_pairs)}
+        eager: dict[str, Any] = (
+            {} if grad_pairs is None else {"pair_grads": (*ctx.index, grad_pairs)}
+        )
         if grad is None:
             grads = pair_gradients(Scores(*source[:_WIDTH]), needs[:2], eager.get("pair_grads"))
         else:

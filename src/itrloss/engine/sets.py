@@ -1,12 +1,15 @@
-"""Scores of sets of embeddings from the scores of their elements, which are held for a few sets at a time.
+"""Scores of sets of embeddings from the scores of their elements, which are held for a few sets at
+a time.
 
-The scores ``x`` of the elements of n sets with those of m others are (n, K, m, L), those of the sets (n, m):
+The scores ``x`` of the elements of n sets with those of m others are (n, K, m, L), those of the
+sets (n, m):
 
     max               max_k max_l x                     max_sum           sum_k max_l x
     smooth_max_sum    sum_k soft_l x                    smooth_chamfer    (mean_k soft_l x + mean_l soft_k x) / 2
 
-with ``soft_l x = log(sum_l exp(alpha x)) / alpha``. Where a maximum has a gradient, forward notes which element won,
-and backward forms no scores: it adds up the winners. The scores of the smooth ones are formed again in backward.
+with ``soft_l x = log(sum_l exp(alpha x)) / alpha``. Where a maximum has a gradient, forward notes
+which element won, and backward forms no scores: it adds up the winners. The scores of the smooth
+ones are formed again in backward.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ from .scores import (
     scaled,
 )
 
-_WINNER = 8  # a winner, with its indices and what sorting them takes, needs the memory of so many scores
+# a winner, with its indices and what sorting them takes, needs the memory of so many scores
+_WINNER = 8
 
 
 class Sets(NamedTuple):
@@ -56,7 +60,8 @@ class Sets(NamedTuple):
     def unit(self) -> Tensor:
         """Return the (N K, D) vectors in the compute dtype, at unit length if they are normalised.
 
-        Elements that do not exist are zero, whatever they hold; they add nothing to the others' gradient.
+        Elements that do not exist are zero, whatever they hold; they add nothing to the others'
+        gradient.
         """
         vectors, missing = scaled(self.x.flatten(0, 1), self._inverse()), self.missing()
         return vectors if missing is None else vectors.masked_fill(missing.view(-1, 1), 0.0)
@@ -64,11 +69,18 @@ class Sets(NamedTuple):
     def differentiable(self, normalize: bool) -> Tensor:
         """Return the (N, K, D) vectors in the compute dtype, as `unit` does, differentiable."""
         missing = self.missing()
-        return normalized(self.x if missing is None else self.x.masked_fill(missing.unsqueeze(-1), 0.0), normalize)
+        return normalized(
+            self.x if missing is None else self.x.masked_fill(missing.unsqueeze(-1), 0.0), normalize
+        )
 
     def gradient(self, grad: Tensor) -> Tensor:
-        """Return the (N, K, D) gradient of the sets from that of their ``unit`` vectors, which is overwritten."""
-        result, missing = project_(grad.flatten(0, 1), self.x.flatten(0, 1), self._inverse()), self.missing()
+        """Return the (N, K, D) gradient of the sets from that of their ``unit`` vectors, which is
+        overwritten.
+        """
+        result, missing = (
+            project_(grad.flatten(0, 1), self.x.flatten(0, 1), self._inverse()),
+            self.missing(),
+        )
         result = result.view_as(self.x)
         return result if missing is None else result.masked_fill_(missing.unsqueeze(-1), 0.0)
 
@@ -89,7 +101,9 @@ class Form(NamedTuple):
 
 
 def blocks(a: Sets, b: Sets, values: int) -> tuple[list[slice], list[slice]]:
-    """Return slices of both sides' sets: ``values`` for each element of ``a`` and set of ``b`` are held at once."""
+    """Return slices of both sides' sets: ``values`` for each element of ``a`` and set of ``b`` are
+    held at once.
+    """
     (n, k, d), (m, size, _) = a.x.shape, b.x.shape
     numel, width = TILE.get(a.x.device.type, _ACCELERATOR_TILE)
     c = max(1, min(m, max(width, numel // (n * k)) // values, numel // (size * d)))
@@ -97,14 +111,17 @@ def blocks(a: Sets, b: Sets, values: int) -> tuple[list[slice], list[slice]]:
     return even_chunks(n, r), even_chunks(m, c)
 
 
-# ------------------------------------------------------------------------------------------------ of one block
+# ------------------------------------------------------------------------------------- of one block
 
 
-def winning(x: Tensor, form: Form, a: Sets, b: Sets, keep: bool = True) -> tuple[Tensor, Tensor | None]:
-    """Return the (n, m) maxima of elements' scores (m, L, n, K) and, with ``keep``, which won; overwrites ``x``.
+def winning(
+    x: Tensor, form: Form, a: Sets, b: Sets, keep: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """Return the (n, m) maxima of elements' scores (m, L, n, K) and, with ``keep``, which won;
+    overwrites ``x``.
 
-    The second is (m, n, K) for the element of ``b`` that is the best of each of ``a``, or (m, n, 1) ``k L + l`` for the
-    best pair of elements.
+    The second is (m, n, K) for the element of ``b`` that is the best of each of ``a``, or (m, n, 1)
+    ``k L + l`` for the best pair of elements.
     """
     rows, cols = a.missing(), b.missing()
     if cols is not None:
@@ -122,9 +139,11 @@ def winning(x: Tensor, form: Form, a: Sets, b: Sets, keep: bool = True) -> tuple
 
 
 def _argmax_(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``x.max(1)``, the first of equal ones; overwrites ``x``. PyTorch vectorises it on a CPU without the index.
+    """Return ``x.max(1)``, the first of equal ones; overwrites ``x``. PyTorch vectorises it on a
+    CPU without the index.
 
-    So it takes 0.2 to 0.3 of the time (L of 32 to 1024, one thread of Zen 3). Scores within 1e-25 are equal here.
+    So it takes 0.2 to 0.3 of the time (L of 32 to 1024, one thread of Zen 3). Scores within 1e-25
+    are equal here.
     """
     value, last = x.amax(1), x.shape[1] - 1
     places = torch.arange(last, -1, -1, dtype=x.dtype, device=x.device).view(-1, 1, 1)
@@ -138,7 +157,9 @@ def smooth(x: Tensor, form: Form, a: Sets, b: Sets) -> Tensor:
 
     def soft(dim: int, missing: Tensor | None) -> Tensor:
         z = x * form.alpha
-        return (z if missing is None else z.masked_fill_(missing, _low(x))).logsumexp(dim) / form.alpha
+        return (z if missing is None else z.masked_fill_(missing, _low(x))).logsumexp(
+            dim
+        ) / form.alpha
 
     total = _sum(soft(3, cols), 1, None if rows is None else rows.unsqueeze(-1))
     if form.name != "smooth_chamfer":
@@ -160,7 +181,9 @@ def slopes(x: Tensor, form: Form, a: Sets, b: Sets, grad: Tensor) -> Tensor:
 
 
 def _low(x: Tensor) -> float:
-    """Return the score of missing elements: it is finite, as a sum of exponentials of -inf has no gradient."""
+    """Return the score of missing elements: it is finite, as a sum of exponentials of -inf has no
+    gradient.
+    """
     return torch.finfo(x.dtype).min / 2
 
 
@@ -169,13 +192,19 @@ def _sum(x: Tensor, dim: int, missing: Tensor | None) -> Tensor:
 
 
 def _counts(sets: Sets) -> Tensor:
-    """Return the number of elements of each set (n,), at least 1, in the compute dtype; () if all are alike."""
+    """Return the number of elements of each set (n,), at least 1, in the compute dtype; () if all
+    are alike.
+    """
     x = sets.x
-    counts = torch.full((1,), x.shape[1], device=x.device) if sets.lengths is None else sets.lengths.clamp_min(1)
+    counts = (
+        torch.full((1,), x.shape[1], device=x.device)
+        if sets.lengths is None
+        else sets.lengths.clamp_min(1)
+    )
     return counts.to(compute_dtype(x))
 
 
-# -------------------------------------------------------------------------------------------------- operators
+# ---------------------------------------------------------------------------------------- operators
 
 
 def _sets(source: Sequence[Tensor | None]) -> tuple[Sets, Sets]:
@@ -189,13 +218,17 @@ def _of_existing(x: Tensor, a: Sets, b: Sets) -> Tensor:
     return x
 
 
-def _block_scores(right: Tensor, form: Form, a: Sets, b: Sets, keep: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the (n, m) scores of a block of sets, the second of unit vectors ``right``, and which elements won.
+def _block_scores(
+    right: Tensor, form: Form, a: Sets, b: Sets, keep: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the (n, m) scores of a block of sets, the second of unit vectors ``right``, and which
+    elements won.
 
-    For maxima the scores of elements are (m, L, n, K). With the product they take 0.78 of the time of (n, K, m, L) for
-    32 queries of 32 elements with documents of 666, 0.75 for 64 sets of 49 with 64 of 20, and 1.03 for documents of
-    1024 (D 128, one thread of Zen 3; ``pytest benchmarks/test_micro.py --benchmark-enable -k late_interaction``).
-    Exponentials would take longer.
+    For maxima the scores of elements are (m, L, n, K). With the product they take 0.78 of the time
+    of (n, K, m, L) for 32 queries of 32 elements with documents of 666, 0.75 for 64 sets of 49 with
+    64 of 20, and 1.03 for documents of 1024 (D 128, one thread of Zen 3; ``pytest
+    benchmarks/test_micro.py --benchmark-enable -k late_interaction``). Exponentials would take
+    longer.
     """
     (n, k, _), (m, size, _) = a.x.shape, b.x.shape
     if form.hard:
@@ -203,7 +236,9 @@ def _block_scores(right: Tensor, form: Form, a: Sets, b: Sets, keep: bool) -> tu
     return smooth(matmul(a.unit(), right.T).view(n, k, m, size), form, a, b), None
 
 
-def _scores(source: list[Tensor | None], name: str, alpha: float, keep: bool) -> tuple[Tensor, Tensor]:
+def _scores(
+    source: list[Tensor | None], name: str, alpha: float, keep: bool
+) -> tuple[Tensor, Tensor]:
     """Return the (N, M) scores and, with ``keep``, the elements that win, (M, N, K or 1) integers."""
     (a, b), form = _sets(source), Form(name, alpha)
     scores, winners = _fake_scores(source, name, alpha, keep)
@@ -220,22 +255,34 @@ def _scores(source: list[Tensor | None], name: str, alpha: float, keep: bool) ->
         return _of_existing(scores, a, b), winners
 
 
-def _fake_scores(source: list[Tensor | None], name: str, alpha: float, keep: bool) -> tuple[Tensor, Tensor]:
+def _fake_scores(
+    source: list[Tensor | None], name: str, alpha: float, keep: bool
+) -> tuple[Tensor, Tensor]:
     (a, b), form = _sets(source), Form(name, alpha)
     (n, k, _), (m, size, _) = a.x.shape, b.x.shape
     k, size = (1, k * size) if name == "max" else (k, size)
-    kind = next(x for x in (torch.uint8, torch.int16, torch.int32) if size <= torch.iinfo(x).max + 1)
+    kind = next(
+        x for x in (torch.uint8, torch.int16, torch.int32) if size <= torch.iinfo(x).max + 1
+    )
     winners = a.x.new_empty((m, n, k) if keep and form.hard else (0,), dtype=kind)
     return a.x.new_empty(n, m, dtype=compute_dtype(a.x)), winners
 
 
 def _gradients(
-    source: list[Tensor | None], winners: Tensor, grad: Tensor, name: str, alpha: float, needs: Sequence[bool]
+    source: list[Tensor | None],
+    winners: Tensor,
+    grad: Tensor,
+    name: str,
+    alpha: float,
+    needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the sets of both sides; empty where not needed."""
     (a, b), form = _sets(source), Form(name, alpha)
     new = functools.partial(torch.zeros, dtype=grad.dtype, device=grad.device)
-    of_rows, of_cols = new(a.x.shape if needs[0] else 0), b.x.new_empty(b.x.shape if needs[1] else 0)
+    of_rows, of_cols = (
+        new(a.x.shape if needs[0] else 0),
+        b.x.new_empty(b.x.shape if needs[1] else 0),
+    )
     with torch.no_grad(), full_precision(a.x):
         grad = _of_existing(grad, a, b)
         rows, cols = blocks(a, b, _WINNER if form.hard else b.x.shape[1])
@@ -263,8 +310,12 @@ def _gradients(
     return a.gradient(of_rows) if needs[0] else a.x.new_empty(0), of_cols
 
 
-def _winning_pairs(winners: Tensor, grad: Tensor, a: Sets, b: Sets) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (P,) elements of ``a`` and ``b`` that won, (m, n, K or 1), and the gradients (m, n) of their scores."""
+def _winning_pairs(
+    winners: Tensor, grad: Tensor, a: Sets, b: Sets
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (P,) elements of ``a`` and ``b`` that won, (m, n, K or 1), and the gradients (m, n) of
+    their scores.
+    """
     (m, n, k), size = winners.shape, b.x.shape[1]
     winners, device = winners.long(), winners.device
     i = torch.arange(n * k, device=device).view(n, k) * (a.x.shape[1] // k) + winners // size
@@ -273,7 +324,10 @@ def _winning_pairs(winners: Tensor, grad: Tensor, a: Sets, b: Sets) -> tuple[Ten
 
 
 def _fake_gradients(source, winners, grad, name, alpha, needs):
-    return tuple(x.new_empty(x.shape if need else (0,)) for x, need in zip((source[0], source[3]), needs, strict=True))
+    return tuple(
+        x.new_empty(x.shape if need else (0,))
+        for x, need in zip((source[0], source[3]), needs, strict=True)
+    )
 
 
 _FORWARD = "(Tensor?[] source, str name, float alpha, bool keep) -> (Tensor, Tensor)"
@@ -298,7 +352,11 @@ class _SetScores(torch.autograd.Function):
         needs, form = (ctx.needs_input_grad[1], ctx.needs_input_grad[4]), ctx.form
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
             inputs = [x for x, need in zip((source[0], source[3]), needs, strict=True) if need]
-            of_inputs = iter(torch.autograd.grad(_plain(*_sets(source), form), inputs, grads[0], create_graph=True))
+            of_inputs = iter(
+                torch.autograd.grad(
+                    _plain(*_sets(source), form), inputs, grads[0], create_graph=True
+                )
+            )
             gradients = [next(of_inputs) if need else None for need in needs]
         else:
             results = _backward(source, winners, grads[0], *form, needs)
@@ -318,9 +376,15 @@ def _plain(a: Sets, b: Sets, form: Form) -> Tensor:
 
 
 def set_scores(
-    rows: tuple[Tensor, Tensor | None], cols: tuple[Tensor, Tensor | None], name: str, alpha: float, normalize: bool
+    rows: tuple[Tensor, Tensor | None],
+    cols: tuple[Tensor, Tensor | None],
+    name: str,
+    alpha: float,
+    normalize: bool,
 ) -> Tensor:
-    """Return the differentiable (N, M) scores of sets (N, K, D) and lengths (N,) with sets (M, L, D) and lengths."""
+    """Return the differentiable (N, M) scores of sets (N, K, D) and lengths (N,) with sets (M, L,
+    D) and lengths.
+    """
     source: list[Tensor | None] = []
     for x, lengths in (rows, cols):
         source += [x, inverse_norms(x.detach()) if normalize else None, lengths]

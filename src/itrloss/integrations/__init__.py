@@ -1,6 +1,7 @@
 """The losses in the trainers of other libraries; each module imports its library when it is used.
 
-They are not in ``compat``, which has the losses of code bases under their signatures, and needs nothing but PyTorch.
+They are not in ``compat``, which has the losses of code bases under their signatures, and needs
+nothing but PyTorch.
 """
 
 import importlib

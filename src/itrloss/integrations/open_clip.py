@@ -18,17 +18,18 @@ from . import inner_loss
 class RetrievalLoss(nn.Module):
     """A loss of this library as one of open_clip, in place of its ``ClipLoss`` and ``SigLipLoss``.
 
-    A learnable scale and bias of the loss (its parameters ``log_scale`` and ``bias``) are those of the model:
-    ``InfoNCELoss(learnable=True)`` is twice ``ClipLoss``, which averages the directions, and ``SigmoidLoss()`` is
-    ``SigLipLoss``. With other losses, the model's scale and bias are not trained: their gradient is 0.
+    A learnable scale and bias of the loss (its parameters ``log_scale`` and ``bias``) are those of
+    the model: ``InfoNCELoss(learnable=True)`` is twice ``ClipLoss``, which averages the directions,
+    and ``SigmoidLoss()`` is ``SigLipLoss``. With other losses, the model's scale and bias are not
+    trained: their gradient is 0.
 
     Args:
-        loss: a :class:`itrloss.PairLoss` of images and texts alone, or :class:`itrloss.Matryoshka` around one; in a job
-            of several processes with ``gather=True``.
+        loss: a :class:`itrloss.PairLoss` of images and texts alone, or :class:`itrloss.Matryoshka`
+            around one; in a job of several processes with ``gather=True``.
 
     Raises:
-        TypeError, ValueError: for other losses, for parameters that the model does not have, and in a call without the
-            bias that the loss trains.
+        TypeError, ValueError: for other losses, for parameters that the model does not have, and in
+            a call without the bias that the loss trains.
     """
 
     def __init__(self, loss: PairLoss | Matryoshka):
@@ -50,15 +51,22 @@ class RetrievalLoss(nn.Module):
         logit_bias: Tensor | None = None,
         output_dict: bool = False,
     ) -> Any:
-        """Return the loss of (B, D) pairs, or with ``output_dict`` a dictionary that has it as ``contrastive_loss``.
+        """Return the loss of (B, D) pairs, or with ``output_dict`` a dictionary that has it as
+        ``contrastive_loss``.
 
         ``logit_scale``: the scale itself, of one element, as ``logit_bias``.
         """
         if logit_bias is None and "bias" in self.shared.values():
-            raise ValueError(f"logit_bias: expected that of the model, which {self.loss!r} trains (--siglip), got None")
+            raise ValueError(
+                f"logit_bias: expected that of the model, which {self.loss!r} trains (--siglip), got None"
+            )
         logit_scale = torch.as_tensor(logit_scale, device=image_features.device)
-        exact = torch.promote_types(logit_scale.dtype, torch.float32)  # a logarithm in half would put it up to 2 % off
-        of_model: dict[str, Any] = {"log_scale": logit_scale.to(exact).log().reshape(1), "bias": logit_bias}
+        # a logarithm in half would put it up to 2 % off
+        exact = torch.promote_types(logit_scale.dtype, torch.float32)
+        of_model: dict[str, Any] = {
+            "log_scale": logit_scale.to(exact).log().reshape(1),
+            "bias": logit_bias,
+        }
         parameters = {name: of_model[last] for name, last in self.shared.items()}
         loss = torch.func.functional_call(self.loss, parameters, (image_features, text_features))
         # DistributedDataParallel needs a gradient for each parameter.
@@ -74,17 +82,21 @@ def _made_of(loss: PairLoss | Matryoshka) -> type[RetrievalLoss]:
         def __init__(self, *_: Any, world_size: int = 1, **__: Any):
             super().__init__(loss)
             if world_size > 1 and not gathers:
-                raise ValueError(f"loss: expected gather=True for {world_size} processes, got {loss!r}")
+                raise ValueError(
+                    f"loss: expected gather=True for {world_size} processes, got {loss!r}"
+                )
 
     return Patched
 
 
 def patch_open_clip(loss: PairLoss | Matryoshka | None = None) -> ExitStack:
-    """Put losses of this library into open_clip, and return what undoes it: its ``close()``, or the end of a ``with``.
+    """Put losses of this library into open_clip, and return what undoes it: its ``close()``, or the
+    end of a ``with``.
 
-    Losses that open_clip makes from then on, in its tasks and by ``create_loss``, are :class:`itrloss.compat.ClipLoss`
-    and :class:`itrloss.compat.SigLipLoss`, or ``loss``. Those of CoCa and of distillation stay its own. With the
-    environment variable ``ITRLOSS_DISABLE=1``, nothing changes. Of several patches, undo the latest first.
+    Losses that open_clip makes from then on, in its tasks and by ``create_loss``, are
+    :class:`itrloss.compat.ClipLoss` and :class:`itrloss.compat.SigLipLoss`, or ``loss``. Those of
+    CoCa and of distillation stay its own. With the environment variable ``ITRLOSS_DISABLE=1``,
+    nothing changes. Of several patches, undo the latest first.
 
     Args:
         loss: see :class:`RetrievalLoss`; all training losses share it.
@@ -97,7 +109,10 @@ def patch_open_clip(loss: PairLoss | Matryoshka | None = None) -> ExitStack:
     if os.environ.get("ITRLOSS_DISABLE", "0") not in ("", "0"):
         return undo
     try:
-        modules = [importlib.import_module(name) for name in ("open_clip", "open_clip.factory", "open_clip.loss")]
+        modules = [
+            importlib.import_module(name)
+            for name in ("open_clip", "open_clip.factory", "open_clip.loss")
+        ]
     except ImportError as error:
         raise ImportError(f"patch_open_clip: pip install 'itrloss[open-clip]' ({error})") from error
 

@@ -20,13 +20,22 @@ try:
     from pytorch_metric_learning.utils.loss_and_miner_utils import convert_to_pairs
 except ImportError as error:
     needed = "pip install 'itrloss[pytorch-metric-learning]'"
-    raise ImportError(f"itrloss.integrations.pytorch_metric_learning: {needed} ({error})") from error
+    raise ImportError(
+        f"itrloss.integrations.pytorch_metric_learning: {needed} ({error})"
+    ) from error
 
 
 class _MinedPairs(Pairs):
-    """The positive and negative pairs of a matrix (N, M) by lists, as miners return them; other pairs are neither."""
+    """The positive and negative pairs of a matrix (N, M) by lists, as miners return them; other
+    pairs are neither.
+    """
 
-    def __init__(self, shape: tuple[int, int], mined: tuple[Tensor, Tensor, Tensor, Tensor], device: torch.device):
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        mined: tuple[Tensor, Tensor, Tensor, Tensor],
+        device: torch.device,
+    ):
         super().__init__(shape, (None, None), device)
         self.one_to_one = False
         masks = torch.zeros(2, *shape, dtype=torch.bool, device=device)
@@ -43,7 +52,9 @@ class _MinedPairs(Pairs):
 
 
 def _of_similarities(loss: Any) -> bool:
-    """Return whether a loss takes images and texts, and computes its value from their similarities alone."""
+    """Return whether a loss takes images and texts, and computes its value from their similarities
+    alone.
+    """
     if not isinstance(loss, PairLoss) or not takes_pairs(loss):
         return False
     parameters = inspect.signature(loss.compute).parameters.values()
@@ -52,16 +63,20 @@ def _of_similarities(loss: Any) -> bool:
 
 # The name is one of those that CrossBatchMemory and SelfSupervisedLoss accept.
 class ContrastiveLoss(BaseMetricLossFunction):
-    """A loss of this library as one of pytorch-metric-learning: of ``embeddings`` as anchors, by their ``labels``.
+    """A loss of this library as one of pytorch-metric-learning: of ``embeddings`` as anchors, by
+    their ``labels``.
 
-    The candidates are ``ref_emb`` with ``ref_labels``, or else the other embeddings. Of ``indices_tuple``, from a miner
-    or ``CrossBatchMemory``, only the pairs count. With ``ref_emb`` and without ``indices_tuple``, a large matrix is not
-    formed. An anchor without a positive or without a negative does not count.
+    The candidates are ``ref_emb`` with ``ref_labels``, or else the other embeddings. Of
+    ``indices_tuple``, from a miner or ``CrossBatchMemory``, only the pairs count. With ``ref_emb``
+    and without ``indices_tuple``, a large matrix is not formed. An anchor without a positive or
+    without a negative does not count.
 
     Args:
-        loss: a :class:`itrloss.PairLoss` with ``reduction="none"`` that is computed from similarities alone.
-        options: of ``BaseMetricLossFunction``: ``reducer``, by default ``MeanReducer``, which gets the values of the
-            anchors, ``embedding_regularizer`` and ``embedding_reg_weight``; no ``distance``, as scores are cosines.
+        loss: a :class:`itrloss.PairLoss` with ``reduction="none"`` that is computed from
+            similarities alone.
+        options: of ``BaseMetricLossFunction``: ``reducer``, by default ``MeanReducer``, which gets
+            the values of the anchors, ``embedding_regularizer`` and ``embedding_reg_weight``; no
+            ``distance``, as scores are cosines.
 
     Raises:
         TypeError, ValueError: for other losses and options, and in a call without labels.
@@ -69,17 +84,26 @@ class ContrastiveLoss(BaseMetricLossFunction):
 
     def __init__(self, loss: PairLoss, **options: Any):
         if not _of_similarities(loss):
-            raise TypeError(f"loss: expected one of similarities alone, such as itrloss.SupConLoss, got {loss!r}")
+            raise TypeError(
+                f"loss: expected one of similarities alone, such as itrloss.SupConLoss, got {loss!r}"
+            )
         if loss.reduction != "none" or loss.gather:
             expected = "reduction='none' without gather, as reducers and DistributedLossWrapper take their places"
             raise ValueError(f"loss: expected {expected}, got {loss!r} with gather={loss.gather!r}")
         if options.get("distance") is not None:
-            raise ValueError(f"distance: expected none, as scores are cosines, got {options['distance']!r}")
+            raise ValueError(
+                f"distance: expected none, as scores are cosines, got {options['distance']!r}"
+            )
         super().__init__(**options)
         self.loss = loss
 
     def compute_loss(
-        self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Tensor, ref_labels: Tensor
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        indices_tuple: Any,
+        ref_emb: Tensor,
+        ref_labels: Tensor,
     ) -> dict[str, Any]:
         """Return the values of the anchors that have a positive and a negative, for the reducer."""
         if labels is None or ref_labels is None:
@@ -87,12 +111,18 @@ class ContrastiveLoss(BaseMetricLossFunction):
         if indices_tuple is None and ref_emb is not embeddings:
             sim = Similarity(embeddings, ref_emb, labels, ref_labels)
         else:
-            mined = convert_to_pairs(indices_tuple, labels, None if ref_emb is embeddings else ref_labels)
+            mined = convert_to_pairs(
+                indices_tuple, labels, None if ref_emb is embeddings else ref_labels
+            )
             pairs = _MinedPairs((len(embeddings), len(ref_emb)), mined, embeddings.device)
             sides = Embeddings(embeddings, normalize=True), Embeddings(ref_emb, normalize=True)
             sim = Similarity._view(Matrix(*sides, pairs, "dense", 0), 0)
         valid = sim.valid()
-        anchors = torch.arange(len(sim), device=sim.device) if valid is None else valid.nonzero().squeeze(1)
+        anchors = (
+            torch.arange(len(sim), device=sim.device)
+            if valid is None
+            else valid.nonzero().squeeze(1)
+        )
         if not len(anchors):
             return self.zero_losses()
         losses = self.loss(sim)[0][anchors]

@@ -1,4 +1,6 @@
-"""Losses and an evaluator for sentence-transformers (``pip install 'itrloss[sentence-transformers]'``)."""
+"""Losses and an evaluator for sentence-transformers (``pip install
+'itrloss[sentence-transformers]'``).
+"""
 
 from __future__ import annotations
 
@@ -29,22 +31,31 @@ except ImportError as error:
 class RetrievalLoss(CachedLossMixin, nn.Module):
     """A loss of this library as one of ``SentenceTransformerTrainer``.
 
-    The first column of the data set holds the images (or queries, anchors), the second one the texts that match them.
-    Further ones hold texts that match none, for losses that take ``negatives``. An integer column ``label`` holds ids:
-    rows with equal ones match, too. Parameters of the loss are trained.
+    The first column of the data set holds the images (or queries, anchors), the second one the
+    texts that match them. Further ones hold texts that match none, for losses that take
+    ``negatives``. An integer column ``label`` holds ids: rows with equal ones match, too.
+    Parameters of the loss are trained.
 
     Args:
         model: the model to train.
-        loss: a :class:`itrloss.PairLoss` of images and texts alone, or :class:`itrloss.Matryoshka` around one; in a job
-            of several processes with ``gather=True``.
-        mini_batch_size: encode that many rows at once, twice, as their ``Cached`` losses do (GradCache): what autograd
-            saves for the encoder does not grow with the batch then. By default, all rows.
+        loss: a :class:`itrloss.PairLoss` of images and texts alone, or :class:`itrloss.Matryoshka`
+            around one; in a job of several processes with ``gather=True``.
+        mini_batch_size: encode that many rows at once, twice, as their ``Cached`` losses do
+            (GradCache): what autograd saves for the encoder does not grow with the batch then. By
+            default, all rows.
 
     Raises:
-        TypeError, ValueError: for other losses, and in a call for columns or labels that the loss cannot take.
+        TypeError, ValueError: for other losses, and in a call for columns or labels that the loss
+            cannot take.
     """
 
-    def __init__(self, model: SentenceTransformer, loss: PairLoss | Matryoshka, *, mini_batch_size: int | None = None):
+    def __init__(
+        self,
+        model: SentenceTransformer,
+        loss: PairLoss | Matryoshka,
+        *,
+        mini_batch_size: int | None = None,
+    ):
         super().__init__()
         inner_loss(loss)
         if mini_batch_size is not None:
@@ -52,12 +63,16 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
         self.model, self.loss, self.mini_batch_size = model, loss, mini_batch_size  # type: ignore
         self.uses_gradient_cache = mini_batch_size is not None  # of CachedLossMixin
 
-    def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None
+    ) -> Tensor:
         """Return the loss of the columns' features; ``labels``: None or (B,) integers."""
         if not self.uses_gradient_cache:
-            return self._loss([self.model(x)["sentence_embedding"] for x in sentence_features], labels)
-        # The backward pass may scale gradients, but those of the loss's own parameters are complete after this forward
-        # pass. So they are put into the graph of its value.
+            return self._loss(
+                [self.model(x)["sentence_embedding"] for x in sentence_features], labels
+            )
+        # The backward pass may scale gradients, but those of the loss's own parameters are complete
+        # after this forward pass. So they are put into the graph of its value.
         trained = [p for p in self.loss.parameters() if p.requires_grad and torch.is_grad_enabled()]
         before = [p.grad for p in trained]
         for p in trained:
@@ -69,7 +84,9 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
             p.grad = grad
         return value
 
-    def calculate_loss(self, reps: list[list[Tensor]], labels: Any = None, *, with_backward: bool = False) -> Tensor:
+    def calculate_loss(
+        self, reps: list[list[Tensor]], labels: Any = None, *, with_backward: bool = False
+    ) -> Tensor:
         """Return the loss of each column's mini-batches of embeddings, for ``CachedLossMixin``."""
         value = self._loss([torch.cat(x) for x in reps], labels)
         if with_backward:
@@ -80,7 +97,9 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
         few = "negatives" not in inspect.signature(self.loss.forward).parameters
         if len(columns) < 2 or (few and len(columns) > 2):
             expected = "two columns" if few else "two or more columns"
-            raise ValueError(f"sentence_features: expected {expected} for {self.loss}, got {len(columns)}")
+            raise ValueError(
+                f"sentence_features: expected {expected} for {self.loss}, got {len(columns)}"
+            )
         images, texts, *others = columns
         ids = None if labels is None else as_ids("labels", labels, len(images), images.device)
         negatives = {"negatives": torch.cat(others)} if others else {}
@@ -92,7 +111,9 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
 
     @property
     def citation(self) -> str:
-        """The BibTeX entry of this library, for the model card; its note is what the loss says of its source."""
+        """The BibTeX entry of this library, for the model card; its note is what the loss says of
+        its source.
+        """
         loss = inner_loss(self.loss)
         source = (inspect.getdoc(loss) or "").partition("\n")[0]
         return f"""
@@ -112,10 +133,12 @@ class RetrievalEvaluator(BaseEvaluator):
     :func:`itrloss.metrics.confidence_intervals` as ``…_low`` and ``…_high``. The primary metric is ``rsum``.
 
     Args:
-        images, texts: whatever the model's ``encode`` takes; images may be queries, or other anchors.
+        images, texts: whatever the model's ``encode`` takes; images may be queries, or other
+            anchors.
         image_ids, text_ids, reranker: see :func:`itrloss.metrics.retrieval_results`.
         name: put in front of the metrics' names.
-        encode: options of the model's ``encode``, such as ``{"batch_size": 64, "truncate_dim": 256}``.
+        encode: options of the model's ``encode``, such as ``{"batch_size": 64, "truncate_dim":
+            256}``.
     """
 
     def __init__(
@@ -130,13 +153,27 @@ class RetrievalEvaluator(BaseEvaluator):
         encode: dict[str, Any] | None = None,
     ):
         super().__init__()
-        ids = default_ids(len(images), len(texts)) if image_ids is text_ids is None else (image_ids, text_ids)
+        ids = (
+            default_ids(len(images), len(texts))
+            if image_ids is text_ids is None
+            else (image_ids, text_ids)
+        )
         self.images, self.texts, self.ids = images, texts, ids
-        self.reranker, self.name, self.encode, self.primary_metric = reranker, name, encode or {}, "rsum"
+        self.reranker, self.name, self.encode, self.primary_metric = (
+            reranker,
+            name,
+            encode or {},
+            "rsum",
+        )
 
-    def __call__(self, model: Any, output_path: str | None = None, epoch: int = -1, steps: int = -1) -> dict[str, Any]:
+    def __call__(
+        self, model: Any, output_path: str | None = None, epoch: int = -1, steps: int = -1
+    ) -> dict[str, Any]:
         """Return the metrics of a model by name; nothing is written to ``output_path``."""
-        images, texts = (model.encode(x, convert_to_tensor=True, **self.encode) for x in (self.images, self.texts))
+        images, texts = (
+            model.encode(x, convert_to_tensor=True, **self.encode)
+            for x in (self.images, self.texts)
+        )
         results = retrieval_results(Similarity(images, texts, *self.ids), reranker=self.reranker)
         metrics = results.metrics()
         for metric, (low, high) in confidence_intervals(results).items():

@@ -16,25 +16,28 @@ except ImportError as error:
     needed = "pip install 'itrloss[transformers]'"
     raise ImportError(f"itrloss.integrations.transformers: {needed} ({error})") from error
 
-_SHARED = {"log_scale": "logit_scale", "bias": "logit_bias"}  # a loss's parameters, and the model's of the same meaning
+# a loss's parameters, and the model's of the same meaning
+_SHARED = {"log_scale": "logit_scale", "bias": "logit_bias"}
 
 
 class RetrievalTrainer(Trainer):
-    """A ``transformers.Trainer`` of a loss of this library on the embeddings of CLIP, SigLIP and similar models.
+    """A ``transformers.Trainer`` of a loss of this library on the embeddings of CLIP, SigLIP and
+    similar models.
 
-    The model's outputs need ``image_embeds`` and ``text_embeds``. A learnable scale and bias of the loss are those of
-    the model: ``InfoNCELoss(learnable=True)`` is twice CLIP's own loss, which averages the directions, and
-    ``SigmoidLoss()`` is SigLIP's. With other losses, the model's scale and bias are not trained. ``labels`` in a batch,
-    (B,) integers, are ids: rows with equal ones match, too. To combine it with another subclass of ``Trainer``, inherit
-    from this one first.
+    The model's outputs need ``image_embeds`` and ``text_embeds``. A learnable scale and bias of the
+    loss are those of the model: ``InfoNCELoss(learnable=True)`` is twice CLIP's own loss, which
+    averages the directions, and ``SigmoidLoss()`` is SigLIP's. With other losses, the model's scale
+    and bias are not trained. ``labels`` in a batch, (B,) integers, are ids: rows with equal ones
+    match, too. To combine it with another subclass of ``Trainer``, inherit from this one first.
 
     Args:
         args, kwargs: of ``transformers.Trainer``.
-        loss: a :class:`itrloss.PairLoss` of images and texts alone, or :class:`itrloss.Matryoshka` around one; in a job
-            of several processes with ``gather=True``.
+        loss: a :class:`itrloss.PairLoss` of images and texts alone, or :class:`itrloss.Matryoshka`
+            around one; in a job of several processes with ``gather=True``.
 
     Raises:
-        TypeError, ValueError: for other losses and models, and for parameters of the loss that the model does not have.
+        TypeError, ValueError: for other losses and models, and for parameters of the loss that the
+            model does not have.
     """
 
     def __init__(self, *args: Any, loss: PairLoss | Matryoshka, **kwargs: Any):
@@ -43,7 +46,8 @@ class RetrievalTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self._share_parameters(self.model)
         self.can_return_loss = True  # evaluation has a loss without labels, too
-        self.model_accepts_loss_kwargs = False  # a mean of the batch, which gradient accumulation has to divide
+        # a mean of the batch, which gradient accumulation has to divide
+        self.model_accepts_loss_kwargs = False
 
     def call_model_init(self, *args: Any, **kwargs: Any) -> Any:
         """Return a new model of ``model_init``, whose parameters the loss takes over."""
@@ -63,10 +67,16 @@ class RetrievalTrainer(Trainer):
                     setattr(inner, name, p)
         if own:
             missing = f"{type(model).__name__} does not have {', '.join(own)}, and trains its own parameters alone"
-            raise ValueError(f"loss: {missing}; expected one with learnable=False, got {self.loss!r}")
+            raise ValueError(
+                f"loss: {missing}; expected one with learnable=False, got {self.loss!r}"
+            )
 
     def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
     ) -> Any:
         """Return the loss of a batch, and with ``return_outputs`` the model's outputs."""
         others = {name: x for name, x in inputs.items() if name not in ("labels", "return_loss")}
@@ -75,7 +85,9 @@ class RetrievalTrainer(Trainer):
         images, texts = fields.get("image_embeds"), fields.get("text_embeds")
         if not isinstance(images, Tensor) or not isinstance(texts, Tensor):
             got = ", ".join(fields) or type(outputs).__name__
-            raise TypeError(f"model: expected outputs with image_embeds and text_embeds, as CLIPModel's, got {got}")
+            raise TypeError(
+                f"model: expected outputs with image_embeds and text_embeds, as CLIPModel's, got {got}"
+            )
         ids = None if labels is None else as_ids("labels", labels, len(images), images.device)
         loss = self.loss(images, texts, ids, ids)
         return (loss, outputs) if return_outputs else loss

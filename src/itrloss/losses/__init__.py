@@ -1,4 +1,6 @@
-"""Losses as modules: they hold hyper-parameters and call :mod:`itrloss.functional`, or the anchors' methods."""
+"""Losses as modules: they hold hyper-parameters and call :mod:`itrloss.functional`, or the anchors'
+methods.
+"""
 
 from .base import MemoryLoss as MemoryLoss
 from .base import PairLoss as PairLoss

@@ -24,8 +24,8 @@ class TripletLoss(PairLoss):
     .. math:: \sum_{(i,p)\ \mathrm{positive}} \Bigl( \max_{j \in neg(i)} [\alpha - S_{ip} + S_{ij}]_+
               + \max_{j \in neg(p)} [\alpha - S_{ip} + S_{jp}]_+ \Bigr)
 
-    Training from scratch with the hardest negative can collapse, of which there is one warning; the usual remedy is to
-    begin with all negatives, see :doc:`methods/triplet`.
+    Training from scratch with the hardest negative can collapse, of which there is one warning; the
+    usual remedy is to begin with all negatives, see :doc:`methods/triplet`.
 
     Args:
         margin: α, in units of cosine similarity.
@@ -47,7 +47,9 @@ class TripletLoss(PairLoss):
         return self.margin
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Return what ``state_dict`` holds: which negatives count, as a resumed run would else begin again."""
+        """Return what ``state_dict`` holds: which negatives count, as a resumed run would else
+        begin again.
+        """
         return {"mining": self.mining}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
@@ -63,8 +65,12 @@ class TripletLoss(PairLoss):
 
     @torch.no_grad()
     def _check_collapse(self, sim: Similarity) -> None:
-        """Warn if embeddings are all alike in two checks in a row, a hundred calls. Each check synchronises."""
-        if sim.device.type == "meta" or (sim.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        """Warn if embeddings are all alike in two checks in a row, a hundred calls. Each check
+        synchronises.
+        """
+        if sim.device.type == "meta" or (
+            sim.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        ):
             return
         total = functional.triplet_loss(sim, self.margin, "hardest", "sum")
         per_pair = float(total / sim.total(sim.positive_counts.sum()).clamp_min(1))
@@ -88,12 +94,20 @@ class InfoNCELoss(PairLoss):
     Args:
         temperature: τ, in units of cosine similarity.
         learnable: make τ a parameter, held as ``log(1/τ)`` (``log_scale``) as in CLIP.
-        hardness: α, at least 0; a negative counts ``exp(α S_ij)`` times, a weight without a gradient (LLaVE with 9,
-            https://arxiv.org/abs/2503.04812; EmbeddingGemma with 5, https://arxiv.org/abs/2509.20354).
+        hardness: α, at least 0; a negative counts ``exp(α S_ij)`` times, a weight without a
+            gradient (LLaVE with 9, https://arxiv.org/abs/2503.04812; EmbeddingGemma with 5,
+            https://arxiv.org/abs/2509.20354).
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
-    def __init__(self, temperature: float = 0.07, learnable: bool = False, *, hardness: float = 0.0, **common: Any):
+    def __init__(
+        self,
+        temperature: float = 0.07,
+        learnable: bool = False,
+        *,
+        hardness: float = 0.0,
+        **common: Any,
+    ):
         super().__init__(**common)
         self.shown = ("temperature", "learnable", "hardness", "reduction")
         check_number("temperature", temperature, positive=True)
@@ -122,28 +136,46 @@ class InfoNCELoss(PairLoss):
     ) -> Any:
         """Return the loss as :meth:`PairLoss.forward` does, with further negatives of the images.
 
-        ``negatives``: (K, D) embeddings of texts that match no image, as in NegCLIP (https://arxiv.org/abs/2210.01936),
-        or (N, K, D), those of each image alone. They are no anchors, and in a job of several processes, (K, D).
+        ``negatives``: (K, D) embeddings of texts that match no image, as in NegCLIP
+        (https://arxiv.org/abs/2210.01936), or (N, K, D), those of each image alone. They are no
+        anchors, and in a job of several processes, (K, D).
         """
         if negatives is not None and not isinstance(images, Tensor):
-            self._fail(ValueError("negatives: expected images beside them, not scores or a Similarity"))
+            self._fail(
+                ValueError("negatives: expected images beside them, not scores or a Similarity")
+            )
         also_same = "without negatives" if negatives is None else "with negatives"
         sim = self._similarity(images, texts, image_ids, text_ids, scores, also_same=also_same)
-        return self._value(sim) if negatives is None else self._value(sim, self._unmatched(images, negatives))  # type: ignore[arg-type]
+        return (
+            self._value(sim)
+            if negatives is None
+            else self._value(sim, self._unmatched(images, negatives))
+        )  # type: ignore[arg-type]
 
     def _unmatched(self, images: Tensor, negatives: Tensor) -> Similarity:
         """Return the similarities of images with texts that match none."""
-        names, image_ids = Names("images", "negatives"), torch.zeros_like(images[:, 0], dtype=torch.int64)
+        names, image_ids = (
+            Names("images", "negatives"),
+            torch.zeros_like(images[:, 0], dtype=torch.int64),
+        )
         if not isinstance(negatives, Tensor) or negatives.dim() != 3:
             ids = image_ids.new_ones(len(negatives)) if isinstance(negatives, Tensor) else None
             return self._similarity(images, negatives, image_ids, ids, None, names)
         if negatives.shape[::2] != images.shape or not negatives.shape[1] or self._sharded:
-            expected = "(K, D)" if self._sharded else f"(K, D) or ({len(images)}, K, {images.shape[1]})"
-            self._fail(ValueError(f"negatives: expected shape {expected}, got {tuple(negatives.shape)}"))
+            expected = (
+                "(K, D)" if self._sharded else f"(K, D) or ({len(images)}, K, {images.shape[1]})"
+            )
+            self._fail(
+                ValueError(f"negatives: expected shape {expected}, got {tuple(negatives.shape)}")
+            )
         own = torch.arange(negatives[..., 0].numel(), device=images.device)
-        every = self._similarity(images, negatives.flatten(0, 1), image_ids, torch.ones_like(own), None, names)
+        every = self._similarity(
+            images, negatives.flatten(0, 1), image_ids, torch.ones_like(own), None, names
+        )
         scores = every.pair_scores(own // negatives.shape[1], own).view(negatives.shape[:2])
-        return self._similarity(None, None, image_ids, image_ids.new_ones(negatives.shape[1]), scores)
+        return self._similarity(
+            None, None, image_ids, image_ids.new_ones(negatives.shape[1]), scores
+        )
 
     def compute(self, sim: Similarity, unmatched: Anchors | None = None) -> Any:
         options: dict[str, Any] = {"reduction": self.reduction, "hardness": self.hardness}
@@ -158,17 +190,22 @@ class SigmoidLoss(PairLoss):
 
     .. math:: \frac12 \Bigl(\frac1N + \frac1M\Bigr) \sum_{i,j} \log\bigl(1 + e^{-z_{ij} (a S_{ij} + b)}\bigr)
 
-    with ``z = 1`` for a positive pair and -1 for a negative one. No pair is left out; see :doc:`methods/sigmoid`.
+    with ``z = 1`` for a positive pair and -1 for a negative one. No pair is left out; see
+    :doc:`methods/sigmoid`.
 
     Args:
         scale: a, above 0.
         bias: b.
-        learnable: make them parameters, a held as ``log(a)`` (``log_scale``); pass them to the optimiser then.
-        reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`; with ``"none"`` one
-            half of a pair's value counts for its image and the other for its text.
+        learnable: make them parameters, a held as ``log(a)`` (``log_scale``); pass them to the
+            optimiser then.
+        reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`;
+            with ``"none"`` one half of a pair's value counts for its image and the other for its
+            text.
     """
 
-    def __init__(self, scale: float = 10.0, bias: float = -10.0, learnable: bool = True, **common: Any):
+    def __init__(
+        self, scale: float = 10.0, bias: float = -10.0, learnable: bool = True, **common: Any
+    ):
         super().__init__(**common)
         self.shown = ("scale", "bias", "learnable", "reduction")
         check_number("scale", scale, positive=True)

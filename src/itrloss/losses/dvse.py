@@ -23,26 +23,30 @@ _NAMES = IMAGES_AND_TEXTS._replace(rows="image_sets")
 
 @dataclass(eq=False, repr=False)
 class VarianceAwareLoss(SimilarityLoss):
-    r"""Variance-aware weighting loss (Wei et al., DVSE 2023, Eq. 8, 11) on sets of image embeddings.
+    r"""Variance-aware weighting loss (Wei et al., DVSE 2023, Eq. 8, 11) on sets of image
+    embeddings.
 
     .. math::
         \sum_k \operatorname{mean}_{(i, p)} \Bigl[ \frac1{\sigma_{ikp}^2}
-            \bigl[\alpha - S^k_{ip} + \max_{j \in neg(i)} S^k_{ij}\bigr]_+ + \log \sigma_{ikp} \Bigr]
+            \bigl[\alpha - S^k_{ip} + \max_{j \in neg(i)} S^k_{ij}\bigr]_+ + \log \sigma_{ikp}
+            \Bigr]
         + \text{the same from the texts}, \qquad
         \sigma_{ikp} = 1 + \operatorname{Std}_{j \ne p} S^k_{ij}
 
-    over the positive pairs (i, p), with the sample standard deviation of head k's scores of image i with all texts but
-    the target p (Eq. 7). Think twice before you add it to DCL, see the warning in :doc:`methods/variance_aware`.
+    over the positive pairs (i, p), with the sample standard deviation of head k's scores of image i
+    with all texts but the target p (Eq. 7). Think twice before you add it to DCL, see the warning
+    in :doc:`methods/variance_aware`.
 
     Args:
         margin: α, in units of cosine similarity.
         detach_sigma: treat σ as a weight.
-        shared_sigma: True, as printed: in the texts' direction, too, a pair's σ is that of its image's scores. False:
-            there it is that of its text's scores, over all images but the pair's.
+        shared_sigma: True, as printed: in the texts' direction, too, a pair's σ is that of its
+            image's scores. False: there it is that of its text's scores, over all images but the
+            pair's.
         reduction: see :func:`itrloss.functional.variance_aware_loss`.
-        engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`. The telemetry is that of each
-            pair's best head, and forms the matrix. With several captions per image, an accelerator synchronises or, in
-            a CUDA graph or compiled, forms the matrices.
+        engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`. The telemetry
+            is that of each pair's best head, and forms the matrix. With several captions per image,
+            an accelerator synchronises or, in a CUDA graph or compiled, forms the matrices.
     """
 
     margin: float = 0.2
@@ -50,21 +54,33 @@ class VarianceAwareLoss(SimilarityLoss):
     shared_sigma: bool = True
 
     def forward(
-        self, image_sets: Tensor, texts: Tensor, image_ids: Tensor | None = None, text_ids: Tensor | None = None
+        self,
+        image_sets: Tensor,
+        texts: Tensor,
+        image_ids: Tensor | None = None,
+        text_ids: Tensor | None = None,
     ) -> Any:
-        """Return the loss of sets of image embeddings (N, K, D) of any length; else see :meth:`PairLoss.forward`."""
+        """Return the loss of sets of image embeddings (N, K, D) of any length; else see
+        :meth:`PairLoss.forward`.
+        """
         heads, frame = self._heads(image_sets, texts, image_ids, text_ids)
-        value = self._of_all(functional.variance_aware_loss, heads, *self._options(VarianceAwareLoss).values())
+        value = self._of_all(
+            functional.variance_aware_loss, heads, *self._options(VarianceAwareLoss).values()
+        )
         if self.observed and not torch.compiler.is_compiling():
             self.telemetry = self._described(heads, frame)
         return value
 
-    def _heads(self, images: Tensor, texts: Tensor, *ids: Tensor | None) -> tuple[list[Similarity], Similarity]:
+    def _heads(
+        self, images: Tensor, texts: Tensor, *ids: Tensor | None
+    ) -> tuple[list[Similarity], Similarity]:
         """Return the similarities of each head, and one of the first head from embeddings."""
 
         def check() -> str:
             check_matrix("image_sets", images, "(N, K, D)", dims=3, empty=self._sharded)
-            check_embeddings(images.flatten(0, 1), texts, self.check_finite, _NAMES, empty=self._sharded)
+            check_embeddings(
+                images.flatten(0, 1), texts, self.check_finite, _NAMES, empty=self._sharded
+            )
             return f"{images.shape[1]} heads,"
 
         options: Any = {"engine": self.engine, "names": _NAMES}
@@ -81,11 +97,18 @@ class VarianceAwareLoss(SimilarityLoss):
         k = len(units)
         kind = type(frame._matrix)
         ring = issubclass(kind, RingMatrix)
-        engine: Any = frame.engine if ring else choose_engine(self.engine, n * m, MEMORY_BUDGET // k, images)
-        kept = self.engine == "auto" and engine == "tiled" and k * n * m * units.itemsize <= MEMORY_BUDGET
+        engine: Any = (
+            frame.engine if ring else choose_engine(self.engine, n * m, MEMORY_BUDGET // k, images)
+        )
+        kept = (
+            self.engine == "auto"
+            and engine == "tiled"
+            and k * n * m * units.itemsize <= MEMORY_BUDGET
+        )
         if not ring and (kept or engine == "dense"):
-            # Where scores are kept, one product for all heads: 0.7 of the time at 512 images, 6 heads, 1024 dimensions
-            # (python -m benchmarks --losses "variance aware" --shapes 512x6x1024 --variants ours "ours tiled").
+            # Where scores are kept, one product for all heads: 0.7 of the time at 512 images, 6
+            # heads, 1024 dimensions (python -m benchmarks --losses "variance aware" --shapes
+            # 512x6x1024 --variants ours "ours tiled").
             with full_precision(units):
                 units = units @ candidates.T
             matrices = [Matrix(Embeddings(x, False), None, pairs, engine, 0) for x in units]
@@ -108,7 +131,8 @@ class VarianceAwareLoss(SimilarityLoss):
 
 @dataclass(eq=False, repr=False)
 class DynamicOrthogonalLoss(Loss):
-    r"""Dynamic orthogonal constraint (Wei et al., DVSE 2023, Eq. 4): an image's sub-embeddings should differ.
+    r"""Dynamic orthogonal constraint (Wei et al., DVSE 2023, Eq. 4): an image's sub-embeddings
+    should differ.
 
     .. math:: \Bigl[ \frac1{K (K - 1)} \sum_{i \ne j} |m_i m_j \langle u_i, u_j \rangle| - \beta \Bigr]_+
 
@@ -117,8 +141,9 @@ class DynamicOrthogonalLoss(Loss):
 
     Args:
         slack: β, the correlation that is tolerated.
-        pair_reduction: ``"mean"`` over ordered pairs of heads; ``"sum"`` as printed, which grows with K (K - 1); or
-            ``"frobenius"``, the root of the sum of squares, divided by K², which is always below the default slack.
+        pair_reduction: ``"mean"`` over ordered pairs of heads; ``"sum"`` as printed, which grows
+            with K (K - 1); or ``"frobenius"``, the root of the sum of squares, divided by K², which
+            is always below the default slack.
         reduction: over the images: ``"mean"``, ``"sum"``, or ``"none"`` for (N,).
         gather, process_group: see :class:`PairLoss`.
     """
@@ -129,19 +154,24 @@ class DynamicOrthogonalLoss(Loss):
     def forward(self, residuals: Tensor, gate: Tensor | None = None) -> Tensor:
         """Return the loss, see :func:`itrloss.functional.dynamic_orthogonal_loss`."""
 
-        def reduced(residuals: Tensor, gate: Tensor | None, reduction: functional.Reduction) -> Tensor:
-            return functional.dynamic_orthogonal_loss(residuals, gate, self.slack, self.pair_reduction, reduction)
+        def reduced(
+            residuals: Tensor, gate: Tensor | None, reduction: functional.Reduction
+        ) -> Tensor:
+            return functional.dynamic_orthogonal_loss(
+                residuals, gate, self.slack, self.pair_reduction, reduction
+            )
 
         return self._of_samples((residuals, gate), reduced)
 
 
 class DynamicGate(nn.Module):
-    r"""The gate that selects which heads of an image take part in the orthogonal constraint (DVSE Eq. 3).
+    r"""The gate that selects which heads of an image take part in the orthogonal constraint (DVSE
+    Eq. 3).
 
     .. math:: m = \operatorname{round}(\sigma(\operatorname{pool}(W z) - c))
 
-    for the features z of an image's regions, with a frozen random W, mean pooling, and the running mean c of the pooled
-    values over training batches; see :doc:`methods/orthogonal`.
+    for the features z of an image's regions, with a frozen random W, mean pooling, and the running
+    mean c of the pooled values over training batches; see :doc:`methods/orthogonal`.
 
     Args:
         dim: of the region features.
@@ -151,7 +181,8 @@ class DynamicGate(nn.Module):
     Attributes:
         weight: (heads, dim) W; a buffer, not a parameter.
         centre: (heads,) c.
-        on_rate: (heads,) running share of the images for which a head is on. A head that stays at 0 or 1 is stuck.
+        on_rate: (heads,) running share of the images for which a head is on. A head that stays at 0
+            or 1 is stuck.
     """
 
     weight: Tensor
@@ -171,7 +202,9 @@ class DynamicGate(nn.Module):
         self.register_buffer("batches", torch.tensor(0))
 
     @torch.no_grad()
-    def forward(self, regions: Tensor, mask: Tensor | None = None, process_group: Any = None) -> Tensor:
+    def forward(
+        self, regions: Tensor, mask: Tensor | None = None, process_group: Any = None
+    ) -> Tensor:
         """Return the gates (N, heads), float32 zeros and ones without a gradient.
 
         In training mode, the running means are updated first, over all processes of the group.
@@ -183,7 +216,9 @@ class DynamicGate(nn.Module):
         if not self.training or world_size(process_group) == 1:
             own = every = self._projected(regions, mask)
         else:
-            (parts,) = gather_parts(lambda: [self._projected(regions, mask)], process_group, self.extra_repr())
+            (parts,) = gather_parts(
+                lambda: [self._projected(regions, mask)], process_group, self.extra_repr()
+            )
             own, every = parts[torch.distributed.get_rank(process_group)], torch.cat(parts)
         if self.training:
             self._follow(self.centre, every)
@@ -200,14 +235,22 @@ class DynamicGate(nn.Module):
         if regions.dim() != 3 or regions.shape[2] != dim:
             raise ValueError(f"regions: expected shape (N, R, {dim}), got {tuple(regions.shape)}")
         if mask is not None and mask.shape != regions.shape[:2]:
-            raise ValueError(f"mask: expected shape {tuple(regions.shape[:2])}, got {tuple(mask.shape)}")
-        exists = regions.new_ones(regions.shape[:2], dtype=torch.float32) if mask is None else mask.float()
+            raise ValueError(
+                f"mask: expected shape {tuple(regions.shape[:2])}, got {tuple(mask.shape)}"
+            )
+        exists = (
+            regions.new_ones(regions.shape[:2], dtype=torch.float32)
+            if mask is None
+            else mask.float()
+        )
         with full_precision(regions):  # pooling and projection commute
             sums = torch.einsum("nr,nrd->nd", exists, regions.float())
             return sums / exists.sum(1, keepdim=True).clamp_min(1) @ self.weight.float().T
 
     def _follow(self, running: Tensor, values: Tensor) -> None:
-        """Move a running mean (heads,) towards that of the finite ``values`` (N, heads): nan would stay for good."""
+        """Move a running mean (heads,) towards that of the finite ``values`` (N, heads): nan would
+        stay for good.
+        """
         finite = values.isfinite().all(1, keepdim=True)
         mean = torch.where(finite, values, 0.0).sum(0) / finite.sum().clamp_min(1)
         share = torch.where(self.batches == 0, 1.0, self.momentum) * finite.any()
@@ -251,7 +294,9 @@ class DVSEObjective(nn.Module):
         if not 0 <= balance <= 1:
             raise ValueError(f"balance: expected a number in [0, 1], got {balance}")
         if options.get("reduction", "mean") != "mean":
-            raise ValueError(f"reduction: expected 'mean' for a total, got {options['reduction']!r}")
+            raise ValueError(
+                f"reduction: expected 'mean' for a total, got {options['reduction']!r}"
+            )
         self.balance = balance
         self.variance_aware = VarianceAwareLoss(**options)
         shared = {name: options[name] for name in ("gather", "process_group") if name in options}
@@ -270,7 +315,8 @@ class DVSEObjective(nn.Module):
 
         Args:
             image_sets, texts, image_ids, text_ids: as in :meth:`VarianceAwareLoss.forward`.
-            residuals: (N, K, D') what the heads add to the global feature, before its normalisation.
+            residuals: (N, K, D') what the heads add to the global feature, before its
+                normalisation.
             gate: (N, K) of :class:`DynamicGate`; None: all heads are on.
         """
         variance = self.variance_aware(image_sets, texts, image_ids, text_ids)

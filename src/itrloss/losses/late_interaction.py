@@ -13,19 +13,22 @@ from .base import SimilarityLoss, above_zero
 
 @dataclass(eq=False, repr=False)
 class LateInteractionLoss(SimilarityLoss):
-    r"""InfoNCE on late-interaction scores of sets of token embeddings, as in ColBERT (Khattab & Zaharia, SIGIR 2020).
+    r"""InfoNCE on late-interaction scores of sets of token embeddings, as in ColBERT (Khattab &
+    Zaharia, SIGIR 2020).
 
     .. math:: S_{ij} = \sum_{a \in A_i} \max_{b \in B_j} \cos(a, b)
 
-    for the sets A of the images and B of the texts, with :class:`InfoNCELoss` of S / τ. A score is as large as a set of
-    K elements allows, K at most; τ is in its units. See :doc:`methods/late_interaction`.
+    for the sets A of the images and B of the texts, with :class:`InfoNCELoss` of S / τ. A score is
+    as large as a set of K elements allows, K at most; τ is in its units. See
+    :doc:`methods/late_interaction`.
 
     Args:
         temperature: τ, above 0.
-        alpha: None, or the sharpness α of ``log(sum_b exp(α cos(a, b))) / α`` in place of the maximum.
+        alpha: None, or the sharpness α of ``log(sum_b exp(α cos(a, b))) / α`` in place of the
+            maximum.
         normalize: scale elements to unit length first.
-        reduction, engine, check_finite, telemetry: see :class:`PairLoss`. The engine is that of InfoNCE on the (N, M)
-            scores; the scores of elements are never held whole.
+        reduction, engine, check_finite, telemetry: see :class:`PairLoss`. The engine is that of
+            InfoNCE on the (N, M) scores; the scores of elements are never held whole.
         gather: False, unless there is one process: sets are not exchanged between processes.
     """
 
@@ -45,9 +48,10 @@ class LateInteractionLoss(SimilarityLoss):
         """Return the loss of sets (N, K, D) and (M, L, D); see :meth:`PairLoss.forward`.
 
         Args:
-            images, texts: sets of embeddings. The first are those whose elements are summed up, ColBERT's queries.
-            image_lengths, text_lengths: (N,) and (M,) numbers of elements; what follows them is padding, of any value.
-                An empty set scores 0.
+            images, texts: sets of embeddings. The first are those whose elements are summed up,
+                ColBERT's queries.
+            image_lengths, text_lengths: (N,) and (M,) numbers of elements; what follows them is
+                padding, of any value. An empty set scores 0.
             image_ids, text_ids: as in :meth:`PairLoss.forward`.
         """
         if self._sharded:
@@ -60,8 +64,12 @@ class LateInteractionLoss(SimilarityLoss):
                 require_finite(name, x.flatten(0, 1))
         form, alpha = ("max_sum", 1.0) if self.alpha is None else ("smooth_max_sum", self.alpha)
         lengths: Any = {"image_lengths": image_lengths, "text_lengths": text_lengths}
-        scores = functional.set_similarity(images, texts, form, alpha, normalize=self.normalize, **lengths)
-        sim = Similarity.from_scores(scores, image_ids, text_ids, engine=self.engine, names=IMAGES_AND_TEXTS)
+        scores = functional.set_similarity(
+            images, texts, form, alpha, normalize=self.normalize, **lengths
+        )
+        sim = Similarity.from_scores(
+            scores, image_ids, text_ids, engine=self.engine, names=IMAGES_AND_TEXTS
+        )
         return self._value(sim)
 
     def compute(self, sim: Similarity) -> Any:

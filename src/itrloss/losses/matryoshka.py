@@ -11,7 +11,8 @@ from .base import Loss, PairLoss
 
 
 class Matryoshka(nn.Module):
-    r"""A loss summed over the first d dimensions of the embeddings, so that these are good embeddings of their own.
+    r"""A loss summed over the first d dimensions of the embeddings, so that these are good
+    embeddings of their own.
 
     .. math:: \sum_d w_d\, \mathrm{loss}\bigl(v_{1 \dots N}[{:}d],\, w_{1 \dots M}[{:}d]\bigr)
 
@@ -28,43 +29,60 @@ class Matryoshka(nn.Module):
         ValueError: for other numbers of dimensions or weights.
     """
 
-    def __init__(self, loss: nn.Module, dims: Sequence[int], weights: Sequence[float] | None = None):
+    def __init__(
+        self, loss: nn.Module, dims: Sequence[int], weights: Sequence[float] | None = None
+    ):
         super().__init__()
         if not isinstance(loss, nn.Module):
             raise TypeError(f"loss: expected a module called as loss(images, texts), got {loss!r}")
         weights = [1.0] * len(dims) if weights is None else weights
         if len(weights) != len(dims):
-            raise ValueError(f"weights: expected {len(dims)}, one for each of dims, got {len(weights)}")
+            raise ValueError(
+                f"weights: expected {len(dims)}, one for each of dims, got {len(weights)}"
+            )
         for d, weight in zip(dims, weights, strict=True):
             check_size("dims", d)
             check_number("weights", weight)
         if not dims or len(set(dims)) < len(dims):
             raise ValueError(f"dims: expected numbers that differ, got {list(dims)}")
         ordered = sorted(zip(dims, weights, strict=True))
-        self.loss, self.dims, self.weights = loss, [d for d, _ in ordered], [float(w) for _, w in ordered]
+        self.loss, self.dims, self.weights = (
+            loss,
+            [d for d, _ in ordered],
+            [float(w) for _, w in ordered],
+        )
 
     def forward(self, images: Tensor, texts: Tensor, *args: Any, **options: Any) -> Any:
-        """Return the loss of (N, D) images and (M, D) texts; what else the loss takes is passed on whole.
+        """Return the loss of (N, D) images and (M, D) texts; what else the loss takes is passed on
+        whole.
 
-        With the loss's ``reduction="none"``, a tuple of images' and texts' values for each number of dimensions.
+        With the loss's ``reduction="none"``, a tuple of images' and texts' values for each number
+        of dimensions.
         """
 
         def check() -> str:
             for name, x in (("images", images), ("texts", texts)):
                 if not isinstance(x, Tensor) or not x.ndim or x.shape[-1] < self.dims[-1]:
                     got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-                    raise ValueError(f"{name}: expected embeddings of at least {self.dims[-1]} dimensions, got {got}")
+                    raise ValueError(
+                        f"{name}: expected embeddings of at least {self.dims[-1]} dimensions, got {got}"
+                    )
             if images.shape[-1] != texts.shape[-1]:
-                raise ValueError(f"texts: expected {images.shape[-1]} dimensions like images, got {texts.shape[-1]}")
+                raise ValueError(
+                    f"texts: expected {images.shape[-1]} dimensions like images, got {texts.shape[-1]}"
+                )
             return self.extra_repr()
 
-        if isinstance(self.loss, Loss):  # in a job, all processes raise the error, also where dims or weights differ
+        # in a job, all processes raise the error, also where dims or weights differ
+        if isinstance(self.loss, Loss):
             self.loss._checked(check)
         else:
             check()
         parts = [self.loss(images[..., :d], texts[..., :d], *args, **options) for d in self.dims]
         if isinstance(parts[0], tuple):
-            return tuple(weight * x for weight, part in zip(self.weights, parts, strict=True) for x in part)
+            return tuple(
+                weight * x for weight, part in zip(self.weights, parts, strict=True) for x in part
+            )
         return sum(weight * part for weight, part in zip(self.weights, parts, strict=True))
 
     def extra_repr(self) -> str:
@@ -74,14 +92,23 @@ class Matryoshka(nn.Module):
 def takes_pairs(loss: PairLoss) -> bool:
     """Return whether a loss needs images and texts and nothing else."""
     inputs = inspect.signature(loss.forward).parameters.values()
-    return [x.name for x in inputs if x.default is x.empty or x.name in ("images", "texts")] == ["images", "texts"]
+    return [x.name for x in inputs if x.default is x.empty or x.name in ("images", "texts")] == [
+        "images",
+        "texts",
+    ]
 
 
 def inner_loss(loss: Any) -> PairLoss:
-    """Return a loss, or that inside of Matryoshka; raise an error unless it takes images and texts to a scalar."""
+    """Return a loss, or that inside of Matryoshka; raise an error unless it takes images and texts
+    to a scalar.
+    """
     inner = loss.loss if isinstance(loss, Matryoshka) else loss
     if not isinstance(inner, PairLoss) or not takes_pairs(inner):
-        raise TypeError(f"loss: expected one of images and texts alone, such as itrloss.InfoNCELoss(), got {loss!r}")
+        raise TypeError(
+            f"loss: expected one of images and texts alone, such as itrloss.InfoNCELoss(), got {loss!r}"
+        )
     if inner.reduction == "none":
-        raise ValueError("loss: expected reduction 'mean' or 'sum', as the trainer needs a scalar, got 'none'")
+        raise ValueError(
+            "loss: expected reduction 'mean' or 'sum', as the trainer needs a scalar, got 'none'"
+        )
     return inner

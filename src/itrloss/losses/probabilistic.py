@@ -13,7 +13,8 @@ from ..terms import identity, pair_term, softplus
 from .base import SimilarityLoss
 
 _NAMES = Names("images_mean", "texts_mean", "image_ids", "text_ids")
-_ROUNDING = 2e-6  # relative, by which float32 distances of copies of a text differ: 9e-7 of 1 + d at most
+# relative, by which float32 distances of copies of a text differ: 9e-7 of 1 + d at most
+_ROUNDING = 2e-6
 
 
 @pair_term
@@ -23,7 +24,8 @@ def logit(scores: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 
 
 class PCMEPlusPlusLoss(SimilarityLoss):
-    r"""Matching loss of PCME++ (`Chun, ICLR 2024 <https://arxiv.org/abs/2305.18171>`__), of normal distributions.
+    r"""Matching loss of PCME++ (`Chun, ICLR 2024 <https://arxiv.org/abs/2305.18171>`__), of normal
+    distributions.
 
     .. math::
         d_{ij} = \lVert \mu_i - \mu_j \rVert^2 + \sum_k \sigma_{ik}^2 + \sum_k \sigma_{jk}^2, \qquad
@@ -34,10 +36,11 @@ class PCMEPlusPlusLoss(SimilarityLoss):
         L = L_m + \alpha L_p + \beta \operatorname{mean}_{i, k} \tfrac12 (\mu_{ik}^2 + \sigma_{ik}^2
         - \log \sigma_{ik}^2 - 1)
 
-    An anchor's value in :math:`L_m` is the mean of ℓ over all its candidates. In :math:`L_p`, negatives that are as
-    near as the anchor's positives are on average, or nearer, count as positives: the *pseudo-positives*. The last term
-    is the divergence from a standard normal distribution. All are means over images plus means over texts. No pair is
-    left out; see :doc:`methods/probabilistic`.
+    An anchor's value in :math:`L_m` is the mean of ℓ over all its candidates. In :math:`L_p`,
+    negatives that are as near as the anchor's positives are on average, or nearer, count as
+    positives: the *pseudo-positives*. The last term is the divergence from a standard normal
+    distribution. All are means over images plus means over texts. No pair is left out; see
+    :doc:`methods/probabilistic`.
 
     Args:
         scale: a, above 0.
@@ -60,7 +63,15 @@ class PCMEPlusPlusLoss(SimilarityLoss):
         **common: Any,
     ):
         super().__init__(**common)
-        self.shown = ("scale", "shift", "learnable", "pseudo_weight", "vib_weight", "normalize", "reduction")
+        self.shown = (
+            "scale",
+            "shift",
+            "learnable",
+            "pseudo_weight",
+            "vib_weight",
+            "normalize",
+            "reduction",
+        )
         check_number("scale", scale, positive=True)
         check_number("shift", shift)
         for name, x in (("pseudo_weight", pseudo_weight), ("vib_weight", vib_weight)):
@@ -68,7 +79,9 @@ class PCMEPlusPlusLoss(SimilarityLoss):
             if x < 0:
                 raise ValueError(f"{name}: expected a number of at least 0, got {x}")
         # (1,): FSDP and the like do not shard 0-dim parameters.
-        self.scale, self.shift = (nn.Parameter(torch.tensor([float(x)])) if learnable else x for x in (scale, shift))
+        self.scale, self.shift = (
+            nn.Parameter(torch.tensor([float(x)])) if learnable else x for x in (scale, shift)
+        )
         self.learnable, self.normalize = learnable, normalize
         self.pseudo_weight, self.vib_weight = pseudo_weight, vib_weight
 
@@ -89,11 +102,14 @@ class PCMEPlusPlusLoss(SimilarityLoss):
             image_ids, text_ids: see :meth:`PairLoss.forward`.
 
         Returns:
-            A 0-dim float32 tensor (float64 for float64 input), or per-anchor values with ``reduction="none"``.
+            A 0-dim float32 tensor (float64 for float64 input), or per-anchor values with
+            ``reduction="none"``.
         """
         distributions = images_mean, texts_mean, images_log_variance, texts_log_variance
         sim = self.similarity(*distributions, image_ids, text_ids)
-        return self._value(sim, None if self.vib_weight == 0 else self._divergence(sim, *distributions))
+        return self._value(
+            sim, None if self.vib_weight == 0 else self._divergence(sim, *distributions)
+        )
 
     def similarity(
         self,
@@ -104,14 +120,24 @@ class PCMEPlusPlusLoss(SimilarityLoss):
         image_ids: Tensor | None = None,
         text_ids: Tensor | None = None,
     ) -> Similarity:
-        """Return the :class:`Similarity` of -d, by which the model retrieves; arguments as in :meth:`forward`."""
+        """Return the :class:`Similarity` of -d, by which the model retrieves; arguments as in
+        :meth:`forward`.
+        """
         distributions = images_mean, texts_mean, images_log_variance, texts_log_variance
         self._checked(lambda: self._check(*distributions))
         means = [normalized(x, self.normalize) for x in distributions[:2]]
-        sums = [m.square().sum(1) + x.to(m.dtype).exp().sum(1) for m, x in zip(means, distributions[2:], strict=True)]
+        sums = [
+            m.square().sum(1) + x.to(m.dtype).exp().sum(1)
+            for m, x in zip(means, distributions[2:], strict=True)
+        ]
         # -d = 2 <m, m'> - |m|^2 - |m'|^2 - ..., an inner product and a bias of each side
         rows, cols = (2**0.5 * m for m in means)
-        options: Any = {"engine": self.engine, "names": _NAMES, "normalize": False, "bias": (-sums[0], -sums[1])}
+        options: Any = {
+            "engine": self.engine,
+            "names": _NAMES,
+            "normalize": False,
+            "bias": (-sums[0], -sums[1]),
+        }
         if self.gather:
             return Similarity.sharded(rows, cols, image_ids, text_ids, **options, **self._shared)
         return Similarity(rows, cols, image_ids, text_ids, **options)
@@ -132,13 +158,16 @@ class PCMEPlusPlusLoss(SimilarityLoss):
         return anchors.reduce(values, self.reduction, candidates > 0)
 
     def _divergence(self, sim: Similarity, *distributions: Tensor) -> Tensor:
-        """Return (A,) the mean over dimensions of the divergence of each distribution from the standard one."""
+        """Return (A,) the mean over dimensions of the divergence of each distribution from the
+        standard one.
+        """
         parts = []
         for size, mean, x in zip(sim.both.sizes, distributions[:2], distributions[2:], strict=True):
             mean = normalized(mean, self.normalize)
             x = x.to(mean.dtype)
             part = 0.5 * (mean.square() + x.exp() - x - 1).mean(1)
-            parts.append(F.pad(part, (0, size - len(part))))  # of a sharded batch, which may be padded
+            # of a sharded batch, which may be padded
+            parts.append(F.pad(part, (0, size - len(part))))
         return torch.cat(parts)
 
     def _check(self, images: Tensor, texts: Tensor, *log_variances: Tensor) -> None:
@@ -147,5 +176,7 @@ class PCMEPlusPlusLoss(SimilarityLoss):
             name = side.replace("mean", "log_variance")
             check_matrix(name, x, "(B, D)", self.check_finite, empty=self._sharded)
             if x.shape != mean.shape:
-                raise ValueError(f"{name}: expected shape {tuple(mean.shape)} like {side}, got {tuple(x.shape)}")
+                raise ValueError(
+                    f"{name}: expected shape {tuple(mean.shape)} like {side}, got {tuple(x.shape)}"
+                )
             check_alike(name, x, side, mean)

@@ -16,7 +16,9 @@ _LEAST = 1e-6  # what 1 - p is at least: in float32 a smaller one is rounding
 
 
 @pair_term
-def power_gap(scores: Tensor, negatives: Tensor, scale: Tensor, q: Tensor, log_weight: Tensor) -> Tensor:
+def power_gap(
+    scores: Tensor, negatives: Tensor, scale: Tensor, q: Tensor, log_weight: Tensor
+) -> Tensor:
     """Return ``((w (e^(a S) + e^L))^q - e^(q a S)) / q``, L the log-sum-exp of the negatives."""
     z = scale * scores
     whole = q * (torch.logaddexp(z, negatives) + log_weight)
@@ -26,14 +28,17 @@ def power_gap(scores: Tensor, negatives: Tensor, scale: Tensor, q: Tensor, log_w
 
 @pair_term
 def negative_log_complement(scores: Tensor, scale: Tensor, top: Tensor, rest: Tensor) -> Tensor:
-    """Return ``-log(1 - p)``, ``p = e^(a S - t - r)``, where t + r is the log-sum-exp of all candidates."""
+    """Return ``-log(1 - p)``, ``p = e^(a S - t - r)``, where t + r is the log-sum-exp of all
+    candidates.
+    """
     z = (torch.addcmul(-top, scale, scores) - rest).clamp_max(0.0)
     return -(-z.expm1()).clamp_min(_LEAST).log()
 
 
 @dataclass(eq=False, repr=False)
 class RINCELoss(PairLoss):
-    r"""Robust InfoNCE (`Chuang et al., CVPR 2022 <https://arxiv.org/abs/2201.04309>`__), over both directions.
+    r"""Robust InfoNCE (`Chuang et al., CVPR 2022 <https://arxiv.org/abs/2201.04309>`__), over both
+    directions.
 
     .. math:: \ell_i = \operatorname{mean}_{p \in pos(i)} \frac1q \Bigl[
         \Bigl( \lambda \bigl( e^{S_{ip}/\tau} + \sum_{j \in neg(i)} e^{S_{ij}/\tau} \bigr) \Bigr)^q
@@ -58,7 +63,9 @@ class RINCELoss(PairLoss):
         super().__post_init__()
         if self.q / self.temperature > _RANGE:
             expected = f"expected at least q / {_RANGE:g} = {self.q / _RANGE:.2g}"
-            raise ValueError(f"temperature: {expected}, as float32 would overflow, got {self.temperature}")
+            raise ValueError(
+                f"temperature: {expected}, as float32 would overflow, got {self.temperature}"
+            )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("q", "lam") and isinstance(value, float | int) and value > 1:
@@ -74,14 +81,15 @@ class RINCELoss(PairLoss):
 
 @dataclass(eq=False, repr=False)
 class ComplementaryContrastiveLoss(PairLoss):
-    r"""Complementary contrastive loss, RCL (`Hu et al., TPAMI 2023 <https://doi.org/10.1109/TPAMI.2023.3247939>`__).
+    r"""Complementary contrastive loss, RCL (`Hu et al., TPAMI 2023
+    <https://doi.org/10.1109/TPAMI.2023.3247939>`__).
 
     .. math:: \ell_i = - \sum_{j \in neg(i)} \log (1 - p_{ij}), \qquad
         p_{ij} = \frac{e^{S_{ij}/\tau}}{\sum_{k} e^{S_{ik}/\tau}}
 
-    It learns from negatives alone: that a text is *not* that of an image is seldom wrong, even where many pairs are.
-    The sum over k has all candidates, so that a positive rises as its negatives fall. ``1 - p`` is taken as at least
-    1e-6. See :doc:`methods/robust`.
+    It learns from negatives alone: that a text is *not* that of an image is seldom wrong, even
+    where many pairs are. The sum over k has all candidates, so that a positive rises as its
+    negatives fall. ``1 - p`` is taken as at least 1e-6. See :doc:`methods/robust`.
 
     Args:
         temperature: τ, in units of cosine similarity.
@@ -94,8 +102,11 @@ class ComplementaryContrastiveLoss(PairLoss):
         anchors, scale = sim.both, 1 / self.temperature
         with torch.no_grad():
             top = anchors.logsumexp(scale, over="all").nan_to_num(neginf=0.0)
-        # 1 - p is small where p is near 1, and the log-sum-exp has only seven digits. The sum of all p, which should be
-        # 1, tells by how much it is wrong: a twentieth of the error, for one more pass over the scores.
-        whole = anchors.sum(shifted_exponential, scale, top) + anchors.sum_of_positives(shifted_exponential, scale, top)
+        # 1 - p is small where p is near 1, and the log-sum-exp has only seven digits. The sum of
+        # all p, which should be 1, tells by how much it is wrong: a twentieth of the error, for one
+        # more pass over the scores.
+        whole = anchors.sum(shifted_exponential, scale, top) + anchors.sum_of_positives(
+            shifted_exponential, scale, top
+        )
         values = anchors.sum(negative_log_complement, scale, top, whole.clamp_min(0.5).log())
         return anchors.reduce(values, self.reduction)

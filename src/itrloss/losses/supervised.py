@@ -16,7 +16,9 @@ _SHARP = 2.0**20  # so sharp a soft minimum of scores is their minimum, but for 
 
 
 def _mil_nce(anchors: Anchors, scale: float) -> Tensor:
-    """Return (A,) ``-log`` of the positives' share of the softmax over all, exact also where that is nearly 1."""
+    """Return (A,) ``-log`` of the positives' share of the softmax over all, exact also where that
+    is nearly 1.
+    """
     ahead = anchors.logsumexp(scale) - anchors.logsumexp(scale, over="positives")
     return F.softplus(ahead, threshold=40)
 
@@ -29,7 +31,8 @@ def _lowest_positives(anchors: Anchors) -> Tensor:
 
 @dataclass(eq=False, repr=False)
 class SupConLoss(PairLoss):
-    r"""Supervised contrastive loss (Khosla et al. 2020, https://arxiv.org/abs/2004.11362), over both directions.
+    r"""Supervised contrastive loss (Khosla et al. 2020, https://arxiv.org/abs/2004.11362), over
+    both directions.
 
     .. math::
         \ell^{out}_i = \operatorname{mean}_{p \in pos(i)} -\log \frac{e^{S_{ip}/\tau}}{\sum_j e^{S_{ij}/\tau}}, \qquad
@@ -53,18 +56,22 @@ class SupConLoss(PairLoss):
         if self.inside:
             values = _mil_nce(anchors, scale) + anchors.positive_counts.to(anchors.dtype).log()
         else:
-            values = anchors.logsumexp(scale, over="all") - scale * anchors.mean_of_positives(identity)
+            values = anchors.logsumexp(scale, over="all") - scale * anchors.mean_of_positives(
+                identity
+            )
         return anchors.reduce(values, self.reduction)
 
 
 @dataclass(eq=False, repr=False)
 class MILNCELoss(PairLoss):
-    r"""MIL-NCE (Miech et al. 2020, https://arxiv.org/abs/1912.06430): of many positives, one has to be right.
+    r"""MIL-NCE (Miech et al. 2020, https://arxiv.org/abs/1912.06430): of many positives, one has to
+    be right.
 
     .. math:: \ell_i = -\log \frac{\sum_{p \in pos(i)} e^{S_{ip}/\tau}}{\sum_j e^{S_{ij}/\tau}}
 
-    The sum over j runs over all candidates. It is ``SupConLoss(inside=True)`` minus the logarithm of the number of
-    positives. Its authors have no temperature, and no cosines; see :doc:`methods/supervised`.
+    The sum over j runs over all candidates. It is ``SupConLoss(inside=True)`` minus the logarithm
+    of the number of positives. Its authors have no temperature, and no cosines; see
+    :doc:`methods/supervised`.
 
     Args:
         temperature: τ, in units of cosine similarity.
@@ -79,7 +86,8 @@ class MILNCELoss(PairLoss):
 
 @dataclass(eq=False, repr=False)
 class MultiSimilarityLoss(PairLoss):
-    r"""Multi-similarity loss (Wang et al. 2019, https://arxiv.org/abs/1904.06627), over both directions.
+    r"""Multi-similarity loss (Wang et al. 2019, https://arxiv.org/abs/1904.06627), over both
+    directions.
 
     .. math::
         \ell_i = \tfrac1\alpha \log\Bigl(1 + \sum_{p \in pos(i)} e^{-\alpha (S_{ip} - \lambda)}\Bigr)
@@ -88,7 +96,8 @@ class MultiSimilarityLoss(PairLoss):
     Args:
         alpha: α, the scale of the positives.
         beta: β, the scale of the negatives.
-        base: λ, the score that positives are to exceed, and negatives not, in units of cosine similarity.
+        base: λ, the score that positives are to exceed, and negatives not, in units of cosine
+            similarity.
         epsilon: ε of the paper's pair mining: of the negatives only those with
             :math:`S_{ij} > \min_p S_{ip} - \varepsilon` count, of the positives those with
             :math:`S_{ip} < \max_j S_{ij} + \varepsilon`. None: all pairs count.
@@ -120,12 +129,15 @@ def _exponent(x: Tensor, scale: Any, margin: Any) -> Tensor:
 @pair_term
 def circle_of_negatives(scores: Tensor, scale: Tensor, margin: Tensor, top: Tensor) -> Tensor:
     """Return ``exp(γ α_n (S - m) - top)`` with ``α_n = [S + m]_+``."""
-    return (_exponent(scores, scale, margin) - top).clamp_max(80.0).exp()  # pairs that are left out may overflow
+    # pairs that are left out may overflow
+    return (_exponent(scores, scale, margin) - top).clamp_max(80.0).exp()
 
 
 @pair_term
 def circle_of_positives(scores: Tensor, scale: Tensor, margin: Tensor, top: Tensor) -> Tensor:
-    """Return ``exp(-γ α_p (S - 1 + m) - top)`` with ``α_p = [1 + m - S]_+``: a negative's, of ``1 - S``."""
+    """Return ``exp(-γ α_p (S - 1 + m) - top)`` with ``α_p = [1 + m - S]_+``: a negative's, of ``1 -
+    S``.
+    """
     return circle_of_negatives(1 - scores, scale, margin, top)
 
 
@@ -138,9 +150,9 @@ class CircleLoss(PairLoss):
         \sum_{p \in pos(i)} e^{-\gamma \alpha_{ip} (S_{ip} - 1 + m)}\Bigr), \qquad
         \alpha_{ij} = [S_{ij} + m]_+, \quad \alpha_{ip} = [1 + m - S_{ip}]_+
 
-    The weights α are constants for the gradient: the further a score is from its optimum, the larger its gradient. It
-    takes another pass over the scores than the other losses, for each anchor's hardest negative. In float32 it is
-    accurate for :math:`\gamma m^2 \le 140`.
+    The weights α are constants for the gradient: the further a score is from its optimum, the
+    larger its gradient. It takes another pass over the scores than the other losses, for each
+    anchor's hardest negative. In float32 it is accurate for :math:`\gamma m^2 \le 140`.
 
     Args:
         margin: m, in units of cosine similarity.
@@ -153,9 +165,10 @@ class CircleLoss(PairLoss):
 
     def compute(self, sim: Similarity) -> Any:
         anchors, options = sim.both, (self.scale, self.margin)
-        # Exponents of negatives are 0 up to -m, then fall and rise again: that of the hardest is the largest, or is
-        # below that of an easy one, which is 0 at most. So with a shift of -60 at least no sum overflows. A bound on
-        # scores is for anchors without pairs. Positives have the exponents of negatives with 1 - S.
+        # Exponents of negatives are 0 up to -m, then fall and rise again: that of the hardest is
+        # the largest, or is below that of an easy one, which is 0 at most. So with a shift of -60
+        # at least no sum overflows. A bound on scores is for anchors without pairs. Positives have
+        # the exponents of negatives with 1 - S.
         hardest = anchors.hardest_negatives().values.detach(), 1 - _lowest_positives(anchors)
         tops = [_exponent(x.clamp_min(-self.margin), *options).clamp_min(-60.0) for x in hardest]
         push = anchors.sum(circle_of_negatives, *options, tops[0])

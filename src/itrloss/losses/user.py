@@ -36,21 +36,22 @@ class HubnessAwareLoss(PairLoss):
 
 @dataclass(eq=False, repr=False)
 class UnifiedTrainingObjective(MemoryLoss):
-    r"""Unified training objective, UTO (USER Eq. 18-21): HAL in the batch, and the batch against a memory.
+    r"""Unified training objective, UTO (USER Eq. 18-21): HAL in the batch, and the batch against a
+    memory.
 
     .. math::
         \lambda\, \mathrm{HAL} + \operatorname{mean}_i Q(v_i) + \operatorname{mean}_i Q(w_i), \qquad
         Q(x_i) = \tfrac1\gamma \log\bigl(1 + \sum_{q} e^{\gamma (S_{iq} - \varepsilon)}\bigr)
                  - \operatorname{mean}_{p \in pos(i)} \log(1 + \cos(x_i, k_p))
 
-    for images v against the memory's texts and for texts w against its images, with the entries q and the momentum keys
-    k of :class:`MemoryDiversityContrastiveLoss`; see :doc:`methods/memory`.
+    for images v against the memory's texts and for texts w against its images, with the entries q
+    and the momentum keys k of :class:`MemoryDiversityContrastiveLoss`; see :doc:`methods/memory`.
 
     Args:
         scale, margin, positive: see :class:`HubnessAwareLoss`.
         batch_weight: λ, weight of HAL.
-        image_memory_weight, text_memory_weight: weights of the texts against the memory's images (the paper's DVQ), and
-            of the images against its texts (DTQ).
+        image_memory_weight, text_memory_weight: weights of the texts against the memory's images
+            (the paper's DVQ), and of the images against its texts (DTQ).
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`MemoryLoss`.
     """
 
@@ -63,4 +64,6 @@ class UnifiedTrainingObjective(MemoryLoss):
     text_memory_weight: float = 1.0
 
     def compute(self, sims: MemorySimilarity) -> Any:
-        return functional.unified_training_objective(sims, **self._options(UnifiedTrainingObjective))
+        return functional.unified_training_objective(
+            sims, **self._options(UnifiedTrainingObjective)
+        )

@@ -41,21 +41,24 @@ class Judgements(NamedTuple):
 class Agreement(NamedTuple):
     """The agreement of scores with human grades."""
 
-    tau: float  #: Kendall's tau-b over all judged pairs, 1 for the same order and -1 for the opposite
+    # Kendall's tau-b over all judged pairs, 1 for the same order and -1 for the opposite
+    tau: float
     i2t_ndcg: float  #: in percent
     t2i_ndcg: float  #: in percent
 
 
 def agreement(scores: Tensor | Similarity, judgements: Judgements, *, k: int = 10) -> Agreement:
-    r"""Return Kendall's τ-b of scores and grades, and the normalised discounted cumulative gain at k.
+    r"""Return Kendall's τ-b of scores and grades, and the normalised discounted cumulative gain at
+    k.
 
     .. math::
         \tau_b = \frac{P - Q}{\sqrt{(n_0 - n_1)(n_0 - n_2)}}, \qquad
         \mathrm{nDCG@}k = \frac{\sum_{l \le k} (g_l - g_{min}) / \log_2 (l + 1)}{\text{the same, best first}}
 
-    Over pairs of judgements: P are concordant, Q discordant, n₁ tied in score, n₂ tied in grade, n₀ is the number of
-    all. :math:`g_l` is the grade of the candidate at rank l, or the lowest grade :math:`g_{min}` if it was not judged.
-    Queries with no grade above the lowest do not count. Equal scores rank in no particular order.
+    Over pairs of judgements: P are concordant, Q discordant, n₁ tied in score, n₂ tied in grade, n₀
+    is the number of all. :math:`g_l` is the grade of the candidate at rank l, or the lowest grade
+    :math:`g_{min}` if it was not judged. Queries with no grade above the lowest do not count. Equal
+    scores rank in no particular order.
 
     Args:
         scores: (n_images, n_texts), or a ``Similarity``.
@@ -87,12 +90,17 @@ def _ndcg(sim: Similarity, rows: Tensor, cols: Tensor, gains: Tensor, k: int) ->
     judged = torch.full((len(best), int(place.amax()) + 1), -1)  # each row's columns, best first
     gain = torch.zeros(judged.shape, dtype=torch.float64)
     judged[rows, place], gain[rows, place] = cols, gains
-    dcg = sum(w * torch.where(judged == x[:, None], gain, 0.0).sum(1) for w, x in zip(discounts, best.T, strict=True))
+    dcg = sum(
+        w * torch.where(judged == x[:, None], gain, 0.0).sum(1)
+        for w, x in zip(discounts, best.T, strict=True)
+    )
     ideal = gain[:, : len(discounts)] @ discounts[: gain.shape[1]]
     return 100 * float((dcg / ideal)[ideal > 0].mean())
 
 
-def _averaged(judgements: Judgements, shape: tuple[int, int] = _ANY) -> tuple[Tensor, Tensor, Tensor]:
+def _averaged(
+    judgements: Judgements, shape: tuple[int, int] = _ANY
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return checked images, texts and mean grades on the CPU, sorted, each pair once."""
     images, texts, grades = judgements
     pairs, index = distinct_pairs("judgements", images, texts, shape)
@@ -101,12 +109,19 @@ def _averaged(judgements: Judgements, shape: tuple[int, int] = _ANY) -> tuple[Te
         raise ValueError(f"judgements.grades: expected shape {tuple(images.shape)}, got {got}")
     values, zeros = grades.detach().cpu().double(), torch.zeros(pairs.shape[1], dtype=torch.float64)
     require_finite("judgements.grades", values[None])
-    low, high, mean = (zeros.scatter_reduce(0, index, values, x, include_self=False) for x in ("amin", "amax", "mean"))
+    low, high, mean = (
+        zeros.scatter_reduce(0, index, values, x, include_self=False)
+        for x in ("amin", "amax", "mean")
+    )
     return pairs[0], pairs[1], mean.clamp(low, high)  # the mean of equal grades is exact
 
 
-def distinct_pairs(name: str, images: Tensor, texts: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return the (2, P) checked pairs on the CPU, sorted, each once, and which of them each given pair is."""
+def distinct_pairs(
+    name: str, images: Tensor, texts: Tensor, shape: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """Return the (2, P) checked pairs on the CPU, sorted, each once, and which of them each given
+    pair is.
+    """
     size = images.numel() if isinstance(images, Tensor) else 1
     if size == 0:
         raise ValueError(f"{name}.images: expected at least 1 index, got 0")
@@ -120,8 +135,12 @@ def distinct_pairs(name: str, images: Tensor, texts: Tensor, shape: tuple[int, i
     return torch.stack([numbers // shape[1], numbers % shape[1]]), index
 
 
-def ranked_by_pairs(rows: Tensor, cols: Tensor, sim: Similarity, k: int, ties: str) -> tuple[Tensor, TopK]:
-    """Return ``sim.ranked(k, ties=ties)`` with these distinct pairs as positives instead of those with equal ids."""
+def ranked_by_pairs(
+    rows: Tensor, cols: Tensor, sim: Similarity, k: int, ties: str
+) -> tuple[Tensor, TopK]:
+    """Return ``sim.ranked(k, ties=ties)`` with these distinct pairs as positives instead of those
+    with equal ids.
+    """
     slot = slots(rows, sim.shape[0])
     places = torch.full((sim.shape[0], int(slot.amax()) + 1), -1, device=sim.device)
     places[rows, slot] = cols

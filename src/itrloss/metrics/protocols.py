@@ -1,4 +1,6 @@
-"""The figures that papers on MSCOCO report: 1K in five folds, 5K, and those by later judgements of its test split."""
+"""The figures that papers on MSCOCO report: 1K in five folds, 5K, and those by later judgements of
+its test split.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,17 @@ def check_coco(shape: tuple[int, int]) -> None:
         raise ValueError(f"scores: expected MSCOCO's test split, shape {_SHAPE}, got {shape}")
 
 
-def coco_protocol(scores: Tensor | Similarity, *, reranker: Reranker | None = None) -> dict[str, dict[str, float]]:
-    """Return figures of MSCOCO's test split by protocol: ``"1K"``, ``"5K"``, ``"CxC"`` and ``"ECCV Caption"``.
+def coco_protocol(
+    scores: Tensor | Similarity, *, reranker: Reranker | None = None
+) -> dict[str, dict[str, float]]:
+    """Return figures of MSCOCO's test split by protocol: ``"1K"``, ``"5K"``, ``"CxC"`` and ``"ECCV
+    Caption"``.
 
-    ``"1K"``, the mean over five folds of 1000 images, and ``"5K"`` are those of :func:`retrieval_metrics`. CxC (Parekh
-    et al., EACL 2021) and ECCV Caption (Chun et al., ECCV 2022) are other judgements of which captions are right. The
-    package ``eccv-caption`` ships them and computes recalls, and for ECCV Caption R-Precision and mAP@R; without it
-    (``pip install 'itrloss[coco]'``) they are left out.
+    ``"1K"``, the mean over five folds of 1000 images, and ``"5K"`` are those of
+    :func:`retrieval_metrics`. CxC (Parekh et al., EACL 2021) and ECCV Caption (Chun et al., ECCV
+    2022) are other judgements of which captions are right. The package ``eccv-caption`` ships them
+    and computes recalls, and for ECCV Caption R-Precision and mAP@R; without it (``pip install
+    'itrloss[coco]'``) they are left out.
 
     Args:
         scores: (5000, 25000) scores of Karpathy's test split in its order, five consecutive captions an image; or a
@@ -63,7 +69,9 @@ def _judged(results: RetrievalResults, package: Any) -> dict[str, dict[str, floa
     i2t, t2i = results.i2t.top.tolist(), results.t2i.top.tolist()
     ranked = {
         "i2t": {image: [captions[i] for i in row] for image, row in zip(images, i2t, strict=True)},
-        "t2i": {caption: [images[i] for i in row] for caption, row in zip(captions, t2i, strict=True)},
+        "t2i": {
+            caption: [images[i] for i in row] for caption, row in zip(captions, t2i, strict=True)
+        },
     }
     with contextlib.redirect_stderr(io.StringIO()):  # progress bars
         cxc, eccv = (
@@ -74,6 +82,8 @@ def _judged(results: RetrievalResults, package: Any) -> dict[str, dict[str, floa
     eccv |= {"r_precision": precisions["eccv_rprecision"], "map_at_r": precisions["eccv_map_at_r"]}
     figures = {}
     for protocol, shares in (("CxC", cxc), ("ECCV Caption", eccv)):
-        percent = {f"{way}_{name}": 100 * float(x[way]) for way in WAYS for name, x in shares.items()}
+        percent = {
+            f"{way}_{name}": 100 * float(x[way]) for way in WAYS for name, x in shares.items()
+        }
         figures[protocol] = percent | {"rsum": sum(percent[name] for name in RECALL_NAMES)}
     return figures

@@ -38,11 +38,12 @@ def retrieval_metrics(
 ) -> dict[str, float]:
     """Return the metrics of image→text (``i2t_``) and text→image retrieval (``t2i_``) by name.
 
-    For each direction: ``r1``, ``r5``, ``r10``, the percentage of queries with a positive among the first k;
-    ``median_rank`` of the best positive, from 1; ``r_precision``, the percentage of positives among the first R, where
-    R is the number of positives; ``map_at_r``, the mean average precision at R in percent; ``skewness`` of the
-    k-occurrences (the number of queries whose first k contain a candidate), 0 without hubs. And ``rsum``, the sum of
-    the six recalls. Queries without positives do not count. With folds, every metric is its mean over the folds.
+    For each direction: ``r1``, ``r5``, ``r10``, the percentage of queries with a positive among the
+    first k; ``median_rank`` of the best positive, from 1; ``r_precision``, the percentage of
+    positives among the first R, where R is the number of positives; ``map_at_r``, the mean average
+    precision at R in percent; ``skewness`` of the k-occurrences (the number of queries whose first
+    k contain a candidate), 0 without hubs. And ``rsum``, the sum of the six recalls. Queries
+    without positives do not count. With folds, every metric is its mean over the folds.
 
     Args:
         scores, image_ids, text_ids, relevant, reranker, ties, hubness_k, folds, gather, process_group: see
@@ -51,8 +52,16 @@ def retrieval_metrics(
     Raises:
         TypeError, ValueError: as :func:`retrieval_results`; also if no query has a positive.
     """
-    options = {"ties": ties, "hubness_k": hubness_k, "folds": folds, "gather": gather, "process_group": process_group}
-    return retrieval_results(scores, image_ids, text_ids, relevant=relevant, reranker=reranker, **options).metrics()
+    options = {
+        "ties": ties,
+        "hubness_k": hubness_k,
+        "folds": folds,
+        "gather": gather,
+        "process_group": process_group,
+    }
+    return retrieval_results(
+        scores, image_ids, text_ids, relevant=relevant, reranker=reranker, **options
+    ).metrics()
 
 
 def retrieval_results(
@@ -68,28 +77,34 @@ def retrieval_results(
     gather: bool = False,
     process_group: Any = None,
 ) -> RetrievalResults:
-    """Return the results of each query: those of :func:`retrieval_metrics` before they are averaged.
+    """Return the results of each query: those of :func:`retrieval_metrics` before they are
+    averaged.
 
     Args:
         scores: (n_images, n_texts), higher is better; or a :class:`itrloss.Similarity` with images as rows, whose
             matrix is not formed. Or a pair of scores for image→text and text→image, the second one a tensor, as
             :meth:`itrloss.rerank.Reranker.rerank` returns them.
-        image_ids, text_ids: (n_images,) and (n_texts,) integers, equal where image and text match. Not with a
-            ``Similarity``, which has its own. Without ids, ``n_texts = c * n_images`` means c consecutive texts per
-            image, and consecutive copies of an image count once: see :func:`fold_repeated`.
-        relevant: (P,) image and (P,) text indices of the positive pairs, such as :meth:`Judgements.at_least` returns,
-            instead of the pairs with equal ids. Not with a reranker or folds.
+        image_ids, text_ids: (n_images,) and (n_texts,) integers, equal where image and text match.
+            Not with a ``Similarity``, which has its own. Without ids, ``n_texts = c * n_images``
+            means c consecutive texts per image, and consecutive copies of an image count once: see
+            :func:`fold_repeated`.
+        relevant: (P,) image and (P,) text indices of the positive pairs, such as
+            :meth:`Judgements.at_least` returns, instead of the pairs with equal ids. Not with a
+            reranker or folds.
         reranker: re-rank the scores first, without holding the matrix.
-        ties: whether a negative with the score of a positive ranks ahead of it (``"pessimistic"``) or behind it
-            (``"optimistic"``).
-        hubness_k: k of the k-occurrences, and number of stored best candidates; at most all candidates.
-        folds: split the images into this many consecutive parts, each with its texts, and retrieve within each part,
-            as in MSCOCO's "5-fold 1K". A transductive reranker sees only the queries of the part. A text that matches
-            images in two parts is a query in both; one that matches none is in no part. Not with banks of scores.
-        gather: in a ``torch.distributed`` job whose processes each hold a ``Similarity`` of their own images and texts,
-            at least 1 of each: each process holds all embeddings and ranks the candidates of all processes for its own
-            queries, and all return the results of a single process with all data. Ids are compared across processes;
-            without ids row i matches column i of the same process. Copies of an embedding in different processes need
+        ties: whether a negative with the score of a positive ranks ahead of it (``"pessimistic"``)
+            or behind it (``"optimistic"``).
+        hubness_k: k of the k-occurrences, and number of stored best candidates; at most all
+            candidates.
+        folds: split the images into this many consecutive parts, each with its texts, and retrieve
+            within each part, as in MSCOCO's "5-fold 1K". A transductive reranker sees only the
+            queries of the part. A text that matches images in two parts is a query in both; one
+            that matches none is in no part. Not with banks of scores.
+        gather: in a ``torch.distributed`` job whose processes each hold a ``Similarity`` of their
+            own images and texts, at least 1 of each: each process holds all embeddings and ranks
+            the candidates of all processes for its own queries, and all return the results of a
+            single process with all data. Ids are compared across processes; without ids row i
+            matches column i of the same process. Copies of an embedding in different processes need
             not tie, as rounding differs.
         process_group: the processes that take part; by default, all.
 
@@ -114,7 +129,9 @@ def retrieval_results(
     if pair:
         check_matrix("scores[1]", scores[1], "(N, M)")
         if tuple(scores[1].shape) != tuple(first.shape):
-            raise ValueError(f"scores[1]: expected shape {tuple(first.shape)}, got {tuple(scores[1].shape)}")
+            raise ValueError(
+                f"scores[1]: expected shape {tuple(first.shape)}, got {tuple(scores[1].shape)}"
+            )
         ids = first.ids if isinstance(first, Similarity) else (image_ids, text_ids)
         sims.append(with_ids("scores[1]", scores[1], *ids, relevant is None))
         if sims[1].shape != sims[0].shape:
@@ -124,12 +141,19 @@ def retrieval_results(
     if reranker is not None and not all(reranker.transductive) and sims[0]._inputs is None:
         raise ValueError("folds: banks of scores contain all candidates, a part only some of them")
     parts = fold_parts(sims[0], folds)
-    results = [_ranked([part_of(x, *part) for x in sims], None, reranker, hubness_k, ties) for part in parts]
+    results = [
+        _ranked([part_of(x, *part) for x in sims], None, reranker, hubness_k, ties)
+        for part in parts
+    ]
     return join_folds(results, parts, sims[0].shape)
 
 
 def _ranked(
-    sims: Sequence[Similarity], relevant: ListedPairs | None, reranker: Reranker | None, k: int, ties: Ties
+    sims: Sequence[Similarity],
+    relevant: ListedPairs | None,
+    reranker: Reranker | None,
+    k: int,
+    ties: Ties,
 ) -> RetrievalResults:
     """Return the results of one similarity, or of those of image→text and text→image."""
     views = sims[0], sims[-1].T
@@ -137,22 +161,31 @@ def _ranked(
         ranked = reranker._ranked(sims[0], k, ties)
     elif relevant is not None:
         images, texts = distinct_pairs("relevant", *relevant, sims[0].shape)[0].to(sims[0].device)
-        ranked = [ranked_by_pairs(images, texts, views[0], k, ties), ranked_by_pairs(texts, images, views[1], k, ties)]
+        ranked = [
+            ranked_by_pairs(images, texts, views[0], k, ties),
+            ranked_by_pairs(texts, images, views[1], k, ties),
+        ]
     else:
         ranked = [view.ranked(k, ties=ties) for view in views]
     return _results(ids_or_indices(sims[0]), ((ranks, top.indices) for ranks, top in ranked))
 
 
-def _sharded_results(scores: Any, reranker: Reranker | None, k: int, ties: Ties, group: Any) -> RetrievalResults:
+def _sharded_results(
+    scores: Any, reranker: Reranker | None, k: int, ties: Ties, group: Any
+) -> RetrievalResults:
     """Return the results of all processes, each of which ranks for its own queries."""
     if isinstance(scores, Similarity) and scores._inputs is not None:
         scores = folded(scores)
-    sim = shared(scores, f"{None if reranker is None else reranker._description()} {k} {ties}", group)
+    sim = shared(
+        scores, f"{None if reranker is None else reranker._description()} {k} {ties}", group
+    )
     if reranker is None:
         ranked = (view.ranked(k, ties=ties) for view in (sim, sim.T))
     else:
         ranked = reranker._ranked_by_all(sim, k, ties)
-    gathered = ((gather_table(ranks, group), gather_rows(top.indices, group)) for ranks, top in ranked)
+    gathered = (
+        (gather_table(ranks, group), gather_rows(top.indices, group)) for ranks, top in ranked
+    )
     return _results(sim.all_ids, gathered)
 
 

@@ -28,9 +28,11 @@ class Comparison(NamedTuple):
 def confidence_intervals(
     results: RetrievalResults, *, level: float = 0.95, samples: int = 2000, seed: int = 0
 ) -> dict[str, tuple[float, float]]:
-    """Return bootstrap confidence intervals of recalls, RSUM, R-Precision and mAP@R: ``{name: (low, high)}``.
+    """Return bootstrap confidence intervals of recalls, RSUM, R-Precision and mAP@R: ``{name: (low,
+    high)}``.
 
-    Ids are drawn with replacement: each image with all its texts, as captions of one image are not independent.
+    Ids are drawn with replacement: each image with all its texts, as captions of one image are not
+    independent.
 
     Args:
         results: from :func:`retrieval_results`.
@@ -46,14 +48,22 @@ def confidence_intervals(
 
 
 def compare(
-    results: RetrievalResults, others: RetrievalResults, *, level: float = 0.95, samples: int = 2000, seed: int = 0
+    results: RetrievalResults,
+    others: RetrievalResults,
+    *,
+    level: float = 0.95,
+    samples: int = 2000,
+    seed: int = 0,
 ) -> dict[str, Comparison]:
-    """Return the differences ``results - others`` of all metrics on the same queries, by a paired bootstrap.
+    """Return the differences ``results - others`` of all metrics on the same queries, by a paired
+    bootstrap.
 
-    Each sample draws the same images, with their texts, for both, so that the difficulty of an image cancels out.
+    Each sample draws the same images, with their texts, for both, so that the difficulty of an
+    image cancels out.
 
     Args:
-        results, others: from :func:`retrieval_results`, for the same images and texts in the same order.
+        results, others: from :func:`retrieval_results`, for the same images and texts in the same
+            order.
         level, samples, seed: see :func:`confidence_intervals`.
 
     Raises:
@@ -61,7 +71,8 @@ def compare(
     """
     first, second = _bootstrap([results, others], samples, seed)
     exact, differences = (first - second)[0], (first - second)[1:]
-    valid = differences.isfinite().sum(0)  # a sample whose queries all lack positives has no metrics
+    # a sample whose queries all lack positives has no metrics
+    valid = differences.isfinite().sum(0)
     tail = torch.minimum((differences <= 0).sum(0), (differences >= 0).sum(0))
     p = (2 * (tail + 1).double() / (valid + 1)).clamp_max(1.0)
     columns = torch.stack([exact, *_interval(differences, level), p], 1).tolist()
@@ -69,19 +80,26 @@ def compare(
 
 
 def compare_all(
-    systems: Mapping[str, RetrievalResults], *, baseline: str, figures: Sequence[str] = ("rsum",), **options: Any
+    systems: Mapping[str, RetrievalResults],
+    *,
+    baseline: str,
+    figures: Sequence[str] = ("rsum",),
+    **options: Any,
 ) -> dict[str, dict[str, Comparison]]:
-    """Return :func:`compare` of each system with the baseline, with p-values corrected for multiple comparisons.
+    """Return :func:`compare` of each system with the baseline, with p-values corrected for multiple
+    comparisons.
 
-    The correction is Holm's: the probability that any difference with p below 0.05 is due to chance is at most 5 %.
-    The intervals are not corrected.
+    The correction is Holm's: the probability that any difference with p below 0.05 is due to chance
+    is at most 5 %. The intervals are not corrected.
 
     Args:
-        systems: results from :func:`retrieval_results` by name, for the same images and texts in the same order.
+        systems: results from :func:`retrieval_results` by name, for the same images and texts in
+            the same order.
         baseline: the name of the system to compare with.
-        figures: the metrics to compare, such as ``("i2t_r1", "t2i_r1")``. The more, the larger the p-values.
-        options: ``level, samples, seed`` of :func:`confidence_intervals`. Before the correction no p-value is below
-            ``2 / (samples + 1)``.
+        figures: the metrics to compare, such as ``("i2t_r1", "t2i_r1")``. The more, the larger the
+            p-values.
+        options: ``level, samples, seed`` of :func:`confidence_intervals`. Before the correction no
+            p-value is below ``2 / (samples + 1)``.
 
     Returns:
         ``{system: {figure: comparison}}``, without the baseline.
@@ -92,7 +110,9 @@ def compare_all(
     others = {name: x for name, x in systems.items() if name != baseline}
     all_of = {name: compare(x, systems[baseline], **options) for name, x in others.items()}
     comparisons = {name: {figure: x[figure] for figure in figures} for name, x in all_of.items()}
-    tests = sorted((y.p_value, name, figure) for name, x in comparisons.items() for figure, y in x.items())
+    tests = sorted(
+        (y.p_value, name, figure) for name, x in comparisons.items() for figure, y in x.items()
+    )
     corrected = 0.0
     for i, (p, name, figure) in enumerate(tests):
         corrected = max(corrected, min(1.0, (len(tests) - i) * p))
@@ -101,17 +121,25 @@ def compare_all(
 
 
 def _bootstrap(runs: Sequence[RetrievalResults], samples: int, seed: int) -> Tensor:
-    """Return (runs, 1 + samples, 11) percentages: of all queries, and with ids drawn with replacement."""
+    """Return (runs, 1 + samples, 11) percentages: of all queries, and with ids drawn with
+    replacement.
+    """
     check_size("samples", samples)
     for run in runs:
         if not isinstance(run, RetrievalResults):
-            raise TypeError(f"results: expected those of retrieval_results, got {type(run).__name__}")
-    sums, generator = [_sums_by_id(run, runs[0]) for run in runs], torch.Generator().manual_seed(seed)
+            raise TypeError(
+                f"results: expected those of retrieval_results, got {type(run).__name__}"
+            )
+    sums, generator = (
+        [_sums_by_id(run, runs[0]) for run in runs],
+        torch.Generator().manual_seed(seed),
+    )
     n, totals = len(sums[0]), [torch.stack([x.sum(0, keepdim=True) for x in sums])]
     step = max(1, _DRAWN // n)
     for start in range(0, samples, step):
         count = min(step, samples - start)
-        drawn = torch.randint(n, (count, n), generator=generator)  # the same numbers, however many samples at once
+        # the same numbers, however many samples at once
+        drawn = torch.randint(n, (count, n), generator=generator)
         drawn += n * torch.arange(count)[:, None]
         times = drawn.flatten().bincount(minlength=count * n).view(count, n).double()
         totals.append(torch.stack([torch.tensordot(times, x, 1) for x in sums]))
@@ -122,15 +150,21 @@ def _bootstrap(runs: Sequence[RetrievalResults], samples: int, seed: int) -> Ten
 
 
 def _sums_by_id(results: RetrievalResults, first: RetrievalResults) -> Tensor:
-    """Return the (ids, 2, 6) sums of metrics, and the number, of the queries of an id that have positives."""
+    """Return the (ids, 2, 6) sums of metrics, and the number, of the queries of an id that have
+    positives.
+    """
     ids = [first.i2t.ids, first.t2i.ids]
     unique, inverse = torch.cat(ids).cpu().unique(return_inverse=True)
     sums = torch.zeros(len(unique), len(WAYS), len(_METRICS) + 1, dtype=torch.float64)
     for side, index in enumerate(inverse.split([len(x) for x in ids])):
         queries, expected = ((x.i2t, x.t2i)[side] for x in (results, first))
         answered = queries.positives > 0
-        if not torch.equal(queries.ids, expected.ids) or not torch.equal(answered, expected.positives > 0):
-            raise ValueError(f"others: expected results of the same queries; those of {WAYS[side]} differ")
+        if not torch.equal(queries.ids, expected.ids) or not torch.equal(
+            answered, expected.positives > 0
+        ):
+            raise ValueError(
+                f"others: expected results of the same queries; those of {WAYS[side]} differ"
+            )
         values = [*queries.hits.unbind(1), queries.r_precision, queries.average_precision, answered]
         values = torch.stack([x.double() for x in values], 1) * answered[:, None]
         sums[:, side].index_add_(0, index, values.cpu())

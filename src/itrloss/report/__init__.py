@@ -2,13 +2,16 @@
 
 A page is a list of blocks for the template ``page.html``, which escapes all text:
 
-- a string: a paragraph; ``{"note": text}``: a paragraph in small print; ``{"facts": {name: text}}``: a definition list;
+- a string: a paragraph; ``{"note": text}``: a paragraph in small print; ``{"facts": {name:
+  text}}``: a definition list;
 - ``{"title": text, "blocks": [...]}``: a section;
-- ``{"table": rows, "columns": row, "groups": [(title, columns)]}``: a row is (texts, figures), two lists of cells. A
-  cell is a string, or ``{"text": ...}`` with ``below`` (small lines), ``rows`` (its row span), and ``strong``;
-- ``{"figures": [(chart, caption)], "width": rem}``: side by side where each has at least this width;
-- ``{"cards": [{"title", "note", "query", "answers": [(title, items)]}]}``: queries with their answers, each
-  ``{"text": ...}`` with ``picture``, a data URI, and ``right``.
+- ``{"table": rows, "columns": row, "groups": [(title, columns)]}``: a row is (texts, figures), two
+  lists of cells. A cell is a string, or ``{"text": ...}`` with ``below`` (small lines), ``rows``
+  (its row span), and ``strong``;
+- ``{"figures": [(chart, caption)], "width": rem}``: side by side where each has at least this
+  width;
+- ``{"cards": [{"title", "note", "query", "answers": [(title, items)]}]}``: queries with their
+  answers, each ``{"text": ...}`` with ``picture``, a data URI, and ``right``.
 """
 
 from __future__ import annotations
@@ -21,12 +24,16 @@ Block = str | dict[str, Any]
 
 
 def check() -> None:
-    """Raise an ImportError that names the extra unless the dependencies of pages and charts are installed."""
+    """Raise an ImportError that names the extra unless the dependencies of pages and charts are
+    installed.
+    """
     try:
         import jinja2  # noqa: F401
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ImportError(f"report: {error.name} is missing; pip install 'itrloss[report]'") from error
+        raise ImportError(
+            f"report: {error.name} is missing; pip install 'itrloss[report]'"
+        ) from error
 
 
 def render(title: str, blocks: Sequence[Block]) -> str:
@@ -34,7 +41,9 @@ def render(title: str, blocks: Sequence[Block]) -> str:
     check()
     from jinja2 import Environment, FileSystemLoader
 
-    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
+    )
     return environment.get_template("page.html").render(title=title, blocks=blocks)
 
 

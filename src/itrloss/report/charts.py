@@ -1,4 +1,5 @@
-"""Charts as inline SVG. Text and axes take the colour of the surrounding text, so that any background works.
+"""Charts as inline SVG. Text and axes take the colour of the surrounding text, so that any
+background works.
 
 ``label`` describes a chart for screen readers; it must be unique on a page.
 """
@@ -25,11 +26,24 @@ COLOURS = ("#2f86c9", "#cf6a1c", "#1f9a70", "#b065a5", "#9a7d0a", "#7a838c")
 DASHES = ("-", (0, (6, 2)), (0, (2, 1.5)), (0, (6, 2, 1, 2)), (0, (4, 2)), "-")
 MARKERS = "os^DPv"
 _INK = "#010203"  # becomes currentColor, for which matplotlib has no name
-_INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color")
+_INKED = (
+    "text.color",
+    "axes.edgecolor",
+    "axes.labelcolor",
+    "xtick.color",
+    "ytick.color",
+    "grid.color",
+)
 _STYLE = {
     **dict.fromkeys(_INKED, _INK),
     **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
-    **{"axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.15, "font.size": 12, "lines.markersize": 5},
+    **{
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.alpha": 0.15,
+        "font.size": 12,
+        "lines.markersize": 5,
+    },
     "svg.fonttype": "none",  # text stays text
     "text.parse_math": False,  # names may hold dollars
 }
@@ -45,17 +59,28 @@ class Series(NamedTuple):
 
 
 def lines(
-    series: Sequence[Series], label: str, x: str, y: str, size: tuple[int, int] = (680, 340), style: int = 0
+    series: Sequence[Series],
+    label: str,
+    x: str,
+    y: str,
+    size: tuple[int, int] = (680, 340),
+    style: int = 0,
 ) -> str:
-    """Return a chart of lines over integers such as epochs; ``style``: index of the first line's colour and marker."""
+    """Return a chart of lines over integers such as epochs; ``style``: index of the first line's
+    colour and marker.
+    """
 
     def draw(axes: Axes) -> Legend:
         handles = []
         for i, one in enumerate(series, style):
             colour, dash, marker = (kinds[i % len(COLOURS)] for kinds in (COLOURS, DASHES, MARKERS))
             for run in one.runs:
-                axes.plot(one.x[: len(run)], run[: len(one.x)], color=colour, linewidth=0.8, alpha=0.6)
-            handles += axes.plot(one.x, one.y, color=colour, linestyle=dash, marker=marker, linewidth=2)
+                axes.plot(
+                    one.x[: len(run)], run[: len(one.x)], color=colour, linewidth=0.8, alpha=0.6
+                )
+            handles += axes.plot(
+                one.x, one.y, color=colour, linestyle=dash, marker=marker, linewidth=2
+            )
         axes.locator_params(axis="x", integer=True)
         return handles, [one.name for one in series]
 
@@ -63,13 +88,17 @@ def lines(
 
 
 def histograms(counts: Mapping[str, np.ndarray], label: str, x: str, y: str) -> str:
-    """Return a log-scale chart of two (n,) integer arrays' histograms, the first as bars, the second as an outline."""
+    """Return a log-scale chart of two (n,) integer arrays' histograms, the first as bars, the
+    second as an outline.
+    """
     first, second = counts.values()
     most = max(int(first.max()), int(second.max()))
     edges = np.arange(0, most + 2 * (width := most // 28 + 1), width) - 0.5
 
     def draw(axes: Axes) -> Legend:
-        bars = axes.stairs(np.histogram(first, edges)[0], edges, fill=True, color=COLOURS[-1], alpha=0.6)
+        bars = axes.stairs(
+            np.histogram(first, edges)[0], edges, fill=True, color=COLOURS[-1], alpha=0.6
+        )
         outline = axes.stairs(np.histogram(second, edges)[0], edges, color=COLOURS[0], linewidth=2)
         mean = axes.axvline(first.mean(), color=_INK, linestyle=":")
         axes.set_yscale("log")
@@ -83,9 +112,15 @@ def histograms(counts: Mapping[str, np.ndarray], label: str, x: str, y: str) -> 
 
 
 def intervals(
-    names: Sequence[str], groups: Mapping[str, Sequence[Sequence[float]]], label: str, x: str, zero: bool = False
+    names: Sequence[str],
+    groups: Mapping[str, Sequence[Sequence[float]]],
+    label: str,
+    x: str,
+    zero: bool = False,
 ) -> str:
-    """Return a chart of values with intervals, (value, low, high) per name and group; ``zero`` draws a line at 0."""
+    """Return a chart of values with intervals, (value, low, high) per name and group; ``zero``
+    draws a line at 0.
+    """
 
     def draw(axes: Axes) -> Legend:
         handles, apart = [], min(0.3, 0.8 / len(groups))
@@ -118,14 +153,18 @@ def _svg(draw: Callable[[Axes], Legend], label: str, x: str, y: str, size: tuple
         axes.set_ylabel(y)
         if len(names) > 1:
             figure.legend(handles, names, loc="outside upper left", ncols=4)
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # equal charts give equal text
+        # equal charts give equal text
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(file, format="svg", transparent=True, metadata=nothing)
     body = file.getvalue().partition("</defs>")[2]  # what precedes would style the whole page
-    # Drop matplotlib's ids, which repeat in every figure, except those referred to, which depend on the label's hash.
+    # Drop matplotlib's ids, which repeat in every figure, except those referred to, which depend on
+    # the label's hash.
     used = set(re.findall(r'(?:url\(|href=")#([^")]+)', body))
     body = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", body)
     body = re.sub(r" font-family: [^;]*;", "", body).replace(_INK, "currentColor")
-    frame = f'viewBox="0 0 {width} {height}" width="{width}" role="img" aria-label="{escape(label)}"'
+    frame = (
+        f'viewBox="0 0 {width} {height}" width="{width}" role="img" aria-label="{escape(label)}"'
+    )
     # A font not wider than matplotlib's, for which the text was placed.
     flexible = f"max-width: 100%; min-width: {0.75 * width:.0f}px; height: auto; font-family: system-ui, sans-serif"
     return f'<svg {frame} style="{flexible}; stroke-linejoin: round">{body}'

@@ -14,8 +14,12 @@ from .charts import histograms, intervals
 _LISTED = 10  # hubs, queries that gained, queries that lost
 
 
-def page(comparison: RerankerComparison, chosen: Entry, title: str, names: Sequence[Sequence[str]]) -> str:
-    """Return an HTML page, with hubs and queries before and after ``chosen``, and the names of images and of texts."""
+def page(
+    comparison: RerankerComparison, chosen: Entry, title: str, names: Sequence[Sequence[str]]
+) -> str:
+    """Return an HTML page, with hubs and queries before and after ``chosen``, and the names of
+    images and of texts.
+    """
     n, m = comparison.sim.shape
     about = (
         f"{n} images, {m} texts. Recalls in percent. Intervals: 95 % confidence intervals of the change of the RSUM "
@@ -24,7 +28,9 @@ def page(comparison: RerankerComparison, chosen: Entry, title: str, names: Seque
     by = chosen.name if chosen.reranker is None else f"{chosen.name}, hubs of {chosen.looks_at},"
     changed = [_changed(comparison.entries[0], chosen, names, side) for side in (0, 1)]
     sections = {"All methods": _methods(comparison, chosen), f"What {by} changed": changed}
-    return render(title, [about, *({"title": name, "blocks": blocks} for name, blocks in sections.items())])
+    return render(
+        title, [about, *({"title": name, "blocks": blocks} for name, blocks in sections.items())]
+    )
 
 
 def hubness(
@@ -53,18 +59,29 @@ def _methods(comparison: RerankerComparison, chosen: Entry) -> list[Block]:
     for entry in comparison.entries:
         m, c = entry.results.metrics(), entry.change
         cells = [entry.name, entry.looks_at]
-        cells += [number(m[name]) for name in (*(f"{way}_r{k}" for way in WAYS for k in RECALLS), "rsum")]
+        cells += [
+            number(m[name]) for name in (*(f"{way}_r{k}" for way in WAYS for k in RECALLS), "rsum")
+        ]
         if entry.reranker is None:
             cells += ["", ""]
         else:
-            cells += [number(c.difference, "+.1f"), f"{number(c.low, '+.1f')} to {number(c.high, '+.1f')}"]
+            cells += [
+                number(c.difference, "+.1f"),
+                f"{number(c.low, '+.1f')} to {number(c.high, '+.1f')}",
+            ]
             changes[f"hubs of {entry.looks_at}", entry.name] = c.difference, c.low, c.high
         cells += [number(m[f"{way}_skewness"], ".2f") for way in WAYS] + [number(entry.seconds)]
         strong = [{"text": x, "strong": entry is chosen} for x in cells]
         rows.append((strong[:2], strong[2:]))
-    kinds, methods = (list(dict.fromkeys(names)) for names in zip(*changes, strict=True)) if changes else ([], [])
+    kinds, methods = (
+        (list(dict.fromkeys(names)) for names in zip(*changes, strict=True))
+        if changes
+        else ([], [])
+    )
     label = "Change of the RSUM by each method, with its interval"
-    values = {kind: [changes.get((kind, method), (math.nan,) * 3) for method in methods] for kind in kinds}
+    values = {
+        kind: [changes.get((kind, method), (math.nan,) * 3) for method in methods] for kind in kinds
+    }
     chart = intervals(methods, values, label, "change of the RSUM, in points", zero=True)
     head = ["R@1", "R@5", "R@10"] * 2 + ["RSUM", "change", "interval", "i → t", "t → i", "seconds"]
     groups = [("image → text", 3), ("text → image", 3), ("", 3), ("skewness", 2), ("", 1)]
@@ -102,5 +119,6 @@ def _changed(first: Entry, chosen: Entry, names: Sequence[Sequence[str]], side: 
             q = int(answered[i])
             firsts = [candidates[int(x.top[q, 0])] for x in (before, after)]
             rows.append(([queries[q], *firsts], [f"{int(x[i]):,}" for x in (old, new)]))
-        blocks.append({"table": rows, "columns": ([title, *heads[0]], heads[1])})  # nothing where there are no rows
+        # nothing where there are no rows
+        blocks.append({"table": rows, "columns": ([title, *heads[0]], heads[1])})
     return {"title": f"{query} → {candidate}", "blocks": blocks}

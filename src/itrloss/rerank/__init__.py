@@ -1,14 +1,20 @@
 """Re-rankers: better rankings from existing scores.
 
-In their equations S_qc is the score of query q and candidate c, and R_rc that of a reference query r: one of the test
-queries, or of the bank after :meth:`Reranker.fit`. All other names are parameters of the class.
+In their equations S_qc is the score of query q and candidate c, and R_rc that of a reference query
+r: one of the test queries, or of the bank after :meth:`Reranker.fit`. All other names are
+parameters of the class.
 """
 
 from .base import RerankBiases, Reranked, Reranker
 from .direction import Bias, Direction
 from .fast import FastReranker, InvertedSoftmax
 from .index import BiasedIndex
-from .neighbours import KReciprocalReranker, MultiFactorReranker, ReciprocalReranker, TwoStageReranker
+from .neighbours import (
+    KReciprocalReranker,
+    MultiFactorReranker,
+    ReciprocalReranker,
+    TwoStageReranker,
+)
 from .normalization import (
     CSLS,
     DualBankNorm,

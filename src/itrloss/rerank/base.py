@@ -1,4 +1,6 @@
-"""The base class of all re-rankers: their interface, query banks, and ranking without the score matrix."""
+"""The base class of all re-rankers: their interface, query banks, and ranking without the score
+matrix.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class Reranked(tuple[T, T], Generic[T]):
 
 
 class RerankBiases(NamedTuple):
-    """What re-ranking adds to a score: ``texts`` (M,) for image→text, ``images`` (N,) for text→image."""
+    """What re-ranking adds to a score: ``texts`` (M,) for image→text, ``images`` (N,) for
+    text→image.
+    """
 
     texts: Tensor
     images: Tensor
@@ -48,13 +52,17 @@ class RerankBiases(NamedTuple):
 class Reranker(ABC):
     """The base class of re-rankers.
 
-    A subclass implements :meth:`rule` and stores each constructor argument in an attribute of the same name.
+    A subclass implements :meth:`rule` and stores each constructor argument in an attribute of the
+    same name.
 
     Attributes:
-        needs_bank: whether it requires a bank of queries other than the test queries, see :meth:`fit`.
+        needs_bank: whether it requires a bank of queries other than the test queries, see
+            :meth:`fit`.
         takes_bank: whether it can use such a bank.
-        needs_embeddings: whether a score matrix is not enough, as it compares images with images or texts with texts.
-        needs_all_candidates: whether processes cannot share the work, as candidates' values depend on one another.
+        needs_embeddings: whether a score matrix is not enough, as it compares images with images or
+            texts with texts.
+        needs_all_candidates: whether processes cannot share the work, as candidates' values depend
+            on one another.
     """
 
     needs_bank: bool = False
@@ -67,16 +75,19 @@ class Reranker(ABC):
 
     @abstractmethod
     def rule(self, direction: Direction) -> Rule:
-        """Return how the candidates of a direction are ranked: a :class:`Bias`, or a function of blocks of scores.
+        """Return how the candidates of a direction are ranked: a :class:`Bias`, or a function of
+        blocks of scores.
 
-        Called under ``torch.no_grad()``. A bias never forms the score matrix, and :meth:`biases` returns it.
+        Called under ``torch.no_grad()``. A bias never forms the score matrix, and :meth:`biases`
+        returns it.
 
         Args:
             direction: the similarities of queries, candidates and references.
 
         Returns:
-            A ``Bias``; or a function of (B, candidates) scores, which it may overwrite, and the slice of the queries
-            that they belong to. It returns (B, candidates) scores to rank by, higher is better.
+            A ``Bias``; or a function of (B, candidates) scores, which it may overwrite, and the
+            slice of the queries that they belong to. It returns (B, candidates) scores to rank by,
+            higher is better.
         """
 
     def __repr__(self) -> str:
@@ -87,7 +98,9 @@ class Reranker(ABC):
 
     @property
     def transductive(self) -> tuple[bool, bool]:
-        """Whether results depend on which test queries are ranked together: (image→text, text→image)."""
+        """Whether results depend on which test queries are ranked together: (image→text,
+        text→image).
+        """
         return self._images is None, self._texts is None
 
     def fit(self: R, images: Tensor | None = None, texts: Tensor | None = None) -> R:
@@ -96,24 +109,38 @@ class Reranker(ABC):
         A direction without a bank keeps the test queries. Another call replaces both banks.
 
         Args:
-            images: bank of image→text, floating point. To re-rank a ``Similarity`` of embeddings: (B, D) image
-                embeddings of the same model. To re-rank scores: (B, n_texts) scores with the texts to be ranked.
-            texts: bank of text→image: (B, D) embeddings, or (n_images, B) scores with the images to be ranked.
+            images: bank of image→text, floating point. To re-rank a ``Similarity`` of embeddings:
+                (B, D) image embeddings of the same model. To re-rank scores: (B, n_texts) scores
+                with the texts to be ranked.
+            texts: bank of text→image: (B, D) embeddings, or (n_images, B) scores with the images to
+                be ranked.
 
         Raises:
-            TypeError, ValueError: naming the argument; when re-ranking, if a bank does not fit the scores.
+            TypeError, ValueError: naming the argument; when re-ranking, if a bank does not fit the
+                scores.
         """
         if not self.takes_bank:
-            raise ValueError(f"images, texts: {type(self).__name__} has no use for a bank of queries")
+            raise ValueError(
+                f"images, texts: {type(self).__name__} has no use for a bank of queries"
+            )
         for name, bank in (("images", images), ("texts", texts)):
             if bank is not None:
                 check_matrix(name, bank, "(N, M)", check_finite=True)
-        self._images, self._texts = (None if bank is None else bank.detach() for bank in (images, texts))
+        self._images, self._texts = (
+            None if bank is None else bank.detach() for bank in (images, texts)
+        )
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """Return options and banks as a dictionary that ``torch.load(path, weights_only=True)`` can read."""
-        return {"method": type(self).__name__, "options": self._options(), "images": self._images, "texts": self._texts}
+        """Return options and banks as a dictionary that ``torch.load(path, weights_only=True)`` can
+        read.
+        """
+        return {
+            "method": type(self).__name__,
+            "options": self._options(),
+            "images": self._images,
+            "texts": self._texts,
+        }
 
     def load_state_dict(self: R, state: Mapping[str, Any]) -> R:
         """Restore the options and banks of :meth:`state_dict`, and return this object.
@@ -123,7 +150,11 @@ class Reranker(ABC):
         """
         missing = {"method", "options", "images", "texts"} - set(state)
         if missing or state["method"] != type(self).__name__:
-            got = f"one without {', '.join(sorted(missing))}" if missing else f"one of {state['method']}"
+            got = (
+                f"one without {', '.join(sorted(missing))}"
+                if missing
+                else f"one of {state['method']}"
+            )
             raise ValueError(f"state: expected a state of {type(self).__name__}, got {got}")
         options, own = state["options"], self.state_dict()["options"]
         if set(options) != set(own):
@@ -136,21 +167,24 @@ class Reranker(ABC):
 
     @torch.no_grad()
     def rerank(self, scores: Tensor | Similarity) -> Reranked[Tensor]:
-        """Return re-ranked scores ``(image→text, text→image)``, both (n_images, n_texts), higher is better.
+        """Return re-ranked scores ``(image→text, text→image)``, both (n_images, n_texts), higher is
+        better.
 
         :meth:`topk` and ``retrieval_metrics(sim, reranker=self)`` need no matrix.
 
         Args:
-            scores: (n_images, n_texts), higher is better, or a :class:`itrloss.Similarity` with images as rows.
+            scores: (n_images, n_texts), higher is better, or a :class:`itrloss.Similarity` with
+                images as rows.
 
         Raises:
-            TypeError, ValueError: naming the argument; for nan and infinity; for a single query without a bank; for a
-                missing bank or embeddings that the method needs.
+            TypeError, ValueError: naming the argument; for nan and infinity; for a single query
+                without a bank; for a missing bank or embeddings that the method needs.
         """
         sim = with_ids("scores", scores, None, None, by_ids=False).detach()
         results, matrix = [], None
         for direction, rule, _ in self._ruled(self._directions(sim)):
-            if isinstance(rule, Bias):  # one product for both directions, the second of which overwrites it
+            # one product for both directions, the second of which overwrites it
+            if isinstance(rule, Bias):
                 matrix = sim.scores() if matrix is None else matrix
                 own, out = (matrix.T, matrix.T) if direction.side else (matrix, None)
                 result = torch.add(rule.bias.to(own), own, alpha=rule.factor, out=out)
@@ -162,29 +196,38 @@ class Reranker(ABC):
         return self._pair(results)
 
     def topk(
-        self, scores: Tensor | Similarity, k: int, *, gather: bool = False, process_group: Any = None
+        self,
+        scores: Tensor | Similarity,
+        k: int,
+        *,
+        gather: bool = False,
+        process_group: Any = None,
     ) -> Reranked[TopK]:
-        """Return the k best texts of each image and the k best images of each text, by re-ranked score.
+        """Return the k best texts of each image and the k best images of each text, by re-ranked
+        score.
 
         Args:
             scores: (n_images, n_texts), or a :class:`itrloss.Similarity`.
             k: number of candidates.
-            gather, process_group: as in :func:`itrloss.metrics.retrieval_results`: rank the candidates of all
-                processes, numbered in the order of the process ranks, for this process's queries. The results equal
-                those of a single process up to rounding and the order of equal scores. Every process holds the whole
-                banks.
+            gather, process_group: as in :func:`itrloss.metrics.retrieval_results`: rank the
+                candidates of all processes, numbered in the order of the process ranks, for this
+                process's queries. The results equal those of a single process up to rounding and
+                the order of equal scores. Every process holds the whole banks.
 
         Returns:
-            ``(image→text, text→image)``, each with ``values`` and ``indices`` of shape (queries, k). A direction with
-            fewer than k candidates returns all of them. For a tiled ``Similarity`` the matrix is never formed.
+            ``(image→text, text→image)``, each with ``values`` and ``indices`` of shape (queries,
+            k). A direction with fewer than k candidates returns all of them. For a tiled
+            ``Similarity`` the matrix is never formed.
 
         Raises:
-            TypeError, ValueError: as :meth:`rerank`. With ``gather=True`` an error in one process, or a difference
-                between processes, is raised in all of them.
+            TypeError, ValueError: as :meth:`rerank`. With ``gather=True`` an error in one process,
+                or a difference between processes, is raised in all of them.
         """
         check_size("k", k)
         if gather and world_size(process_group) > 1:
-            ranked = self._ranked_by_all(shared(scores, f"{self._description()} {k}", process_group), k, None)
+            ranked = self._ranked_by_all(
+                shared(scores, f"{self._description()} {k}", process_group), k, None
+            )
         else:
             ranked = self._ranked(with_ids("scores", scores, None, None, by_ids=False), k, None)
         return self._pair(top for _, top in ranked)
@@ -195,7 +238,8 @@ class Reranker(ABC):
         return pair
 
     def biases(self, scores: Tensor | Similarity) -> RerankBiases:
-        """Return biases to rank by: ``A_ij + texts_j`` for image→text, ``A_ij + images_i`` for text→image.
+        """Return biases to rank by: ``A_ij + texts_j`` for image→text, ``A_ij + images_i`` for
+        text→image.
 
         Raises:
             ValueError: as :meth:`rerank`, and for a method that is not a bias per candidate.
@@ -208,7 +252,9 @@ class Reranker(ABC):
         return RerankBiases(*biases)
 
     def _ranked(self, sim: Similarity, k: int, ties: str | None) -> list[Ranked]:
-        """Return the ranks (empty for ``ties=None``) and best candidates of all images, and of all texts."""
+        """Return the ranks (empty for ``ties=None``) and best candidates of all images, and of all
+        texts.
+        """
         return [_ranks(*each, k, ties) for each in self._ruled(self._directions(sim))]
 
     def _ranked_by_all(self, sim: Similarity, k: int, ties: str | None) -> Iterator[Ranked]:
@@ -220,8 +266,12 @@ class Reranker(ABC):
             yield ranked
 
     @torch.no_grad()
-    def _ruled(self, views: Iterable[tuple[Direction, Similarity]]) -> list[tuple[Direction, Rule, Similarity]]:
-        """Return :meth:`_directions` with their rules; a bias covers the candidates of all processes."""
+    def _ruled(
+        self, views: Iterable[tuple[Direction, Similarity]]
+    ) -> list[tuple[Direction, Rule, Similarity]]:
+        """Return :meth:`_directions` with their rules; a bias covers the candidates of all
+        processes.
+        """
         directions, labelled = zip(*views, strict=True)
         rules = []
         for direction, rule in zip(directions, self._rules_together(directions), strict=True):
@@ -236,20 +286,30 @@ class Reranker(ABC):
         return [self.rule(direction) for direction in directions]
 
     def _description(self) -> str:
-        """Return the method, its options and its banks as a string, which must be the same in all processes."""
-        banks = [None if bank is None else bank.cpu().contiguous() for bank in (self._images, self._texts)]
-        kinds = [x if x is None else (x.shape, x.dtype, zlib.crc32(x.view(torch.uint8).numpy().data)) for x in banks]
+        """Return the method, its options and its banks as a string, which must be the same in all
+        processes.
+        """
+        banks = [
+            None if bank is None else bank.cpu().contiguous()
+            for bank in (self._images, self._texts)
+        ]
+        kinds = [
+            x if x is None else (x.shape, x.dtype, zlib.crc32(x.view(torch.uint8).numpy().data))
+            for x in banks
+        ]
         return f"{self!r} {kinds}"
 
     @torch.no_grad()
     def _directions(self, sim: Similarity) -> Iterator[tuple[Direction, Similarity]]:
-        """Yield each direction and its queries with their ids; if ``sim`` is sharded, this process's part of them.
+        """Yield each direction and its queries with their ids; if ``sim`` is sharded, this
+        process's part of them.
 
         Raises an error unless the method can re-rank ``sim``.
         """
         self._check(sim)
         banks = [
-            None if bank is None else fitting(bank, side, sim) for side, bank in enumerate((self._images, self._texts))
+            None if bank is None else fitting(bank, side, sim)
+            for side, bank in enumerate((self._images, self._texts))
         ]
         p = None if sim._matrix.share is None else sim._matrix.share.processes
         if p is None:
@@ -269,24 +329,38 @@ class Reranker(ABC):
             if references is not None:
                 candidates = against(candidates, references)
             group = None if p is None else p.group
-            direction = Direction(side, queries, candidates, bank is None, banks[1 - side], shared, first, group)
+            direction = Direction(
+                side, queries, candidates, bank is None, banks[1 - side], shared, first, group
+            )
             yield direction, labelled[side]
 
     def _check(self, sim: Similarity) -> None:
         """Raise an error for a missing bank or embeddings."""
         if self.needs_embeddings and sim._inputs is None:
-            expected = "a Similarity of embeddings: images are compared with images, or texts with texts"
-            raise ValueError(f"scores: {type(self).__name__} needs {expected}; got a matrix of scores")
+            expected = (
+                "a Similarity of embeddings: images are compared with images, or texts with texts"
+            )
+            raise ValueError(
+                f"scores: {type(self).__name__} needs {expected}; got a matrix of scores"
+            )
         for name, transductive, count in zip(SIDES, self.transductive, sim.totals, strict=True):
             if transductive and self.needs_bank:
-                raise ValueError(f"{name}: {type(self).__name__} needs a bank of queries; call fit({name}=...) first")
+                raise ValueError(
+                    f"{name}: {type(self).__name__} needs a bank of queries; call fit({name}=...) first"
+                )
             if transductive and self.takes_bank and count == 1:
-                raise ValueError(f"scores: a single query needs a bank to be compared with; call fit({name}=...) first")
+                raise ValueError(
+                    f"scores: a single query needs a bank to be compared with; call fit({name}=...) first"
+                )
 
 
 @torch.no_grad()
-def _ranks(direction: Direction, rule: Rule, labelled: Similarity, k: int, ties: str | None) -> Ranked:
-    """Return ranks and best candidates by re-ranked score; ``labelled``: the direction's queries with their ids."""
+def _ranks(
+    direction: Direction, rule: Rule, labelled: Similarity, k: int, ties: str | None
+) -> Ranked:
+    """Return ranks and best candidates by re-ranked score; ``labelled``: the direction's queries
+    with their ids.
+    """
     if isinstance(rule, Bias):
         ranks, top = labelled.ranked(k, rule.bias / rule.factor, ties=ties)
         return ranks, TopK(top.values * rule.factor, top.indices)

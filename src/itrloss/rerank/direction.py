@@ -19,21 +19,26 @@ SIDES = ("images", "texts")  # the queries of image→text and of text→image
 class Direction(NamedTuple):
     """The similarities that a re-ranker sees in one direction, image→text or text→image; no labels.
 
-    In a job of several processes, ``queries`` has this process's queries and the candidates of all processes.
-    ``candidates`` has this process's candidates (all of them unless ``shared``) and all references.
+    In a job of several processes, ``queries`` has this process's queries and the candidates of all
+    processes. ``candidates`` has this process's candidates (all of them unless ``shared``) and all
+    references.
     """
 
     side: int  # 0: image→text; 1: text→image
     queries: Similarity  # (queries, candidates)
-    candidates: Similarity  # (candidates, references): the references are the test queries or a bank
+    # (candidates, references): the references are the test queries or a bank
+    candidates: Similarity
     transductive: bool  # whether the references are the test queries
     gallery: Tensor | None  # the bank of the candidates' own modality
     shared: bool = False  # whether each process computes the values of its own candidates alone
-    first: tuple[int, int] = (0, 0)  # index of this process's first query and first candidate among all
+    # index of this process's first query and first candidate among all
+    first: tuple[int, int] = (0, 0)
     group: Any = None  # of the processes
 
     def of_all(self, x: Tensor) -> Tensor:
-        """Return the values of all processes' queries or candidates, from ``x`` (B, ...) of this process's."""
+        """Return the values of all processes' queries or candidates, from ``x`` (B, ...) of this
+        process's.
+        """
         return gather(x, self.group) if self.shared else x
 
     def summed(self, x: Tensor) -> Tensor:
@@ -59,7 +64,9 @@ def unlabelled(sim: Similarity) -> Similarity:
 
 
 def against(sim: Similarity, bank: Tensor, more_rows: Tensor | None = None) -> Similarity:
-    """Return the similarities of the rows of ``sim`` and ``more_rows`` with a :func:`fitting` bank; no positives."""
+    """Return the similarities of the rows of ``sim`` and ``more_rows`` with a :func:`fitting` bank;
+    no positives.
+    """
     if sim._inputs is None:
         return Similarity.from_scores(bank, *_no_match(bank.shape, sim.device))
     rows = sim._inputs[0]
@@ -71,12 +78,18 @@ def against(sim: Similarity, bank: Tensor, more_rows: Tensor | None = None) -> S
 
 
 def fitting(bank: Tensor, side: int, sim: Similarity) -> Tensor:
-    """Return the bank of a side as (B, D) embeddings or, if ``sim`` is of scores, (C, B) scores with the candidates.
+    """Return the bank of a side as (B, D) embeddings or, if ``sim`` is of scores, (C, B) scores
+    with the candidates.
 
-    In the dtype of the scores, as half precision would round a float32 bank. Raises an error if the bank does not fit.
+    In the dtype of the scores, as half precision would round a float32 bank. Raises an error if the
+    bank does not fit.
     """
     like = sim if sim._inputs is None else sim._inputs[0]
-    axis, what = (1 - side, "scores with the {} candidates") if like is sim else (1, "embeddings of dimension {}")
+    axis, what = (
+        (1 - side, "scores with the {} candidates")
+        if like is sim
+        else (1, "embeddings of dimension {}")
+    )
     if bank.shape[axis] != like.shape[axis]:
         expected = what.format(like.shape[axis])
         raise ValueError(f"{SIDES[side]}: expected {expected}, got a bank of {bank.shape[axis]}")

@@ -14,23 +14,27 @@ from ..similarity import Similarity
 from .base import Reranker
 from .direction import Bias, Direction, Rule
 
-SCALES = (5.0, 7.0, 10.0, 14.0, 20.0, 28.0, 40.0, 57.0, 80.0)  # the grid of calibrate(), in steps of √2
+# the grid of calibrate(), in steps of √2
+SCALES = (5.0, 7.0, 10.0, 14.0, 20.0, 28.0, 40.0, 57.0, 80.0)
 
 
 class FastReranker(Reranker):
     """Fast Re-ranking (DVSE Eq. 13-15): candidates that are similar to every query move down.
 
-    Image→text ranks by ``γ2 S_qc - log sum_r exp(γ1 R_rc)``, text→image by ``λ2 S_qc - log sum_r exp(λ1 R_rc)``,
-    computed in log space so that nothing overflows. As published, the references r are all test queries: results
-    depend on which are ranked together, and a single query is refused. After :meth:`fit` they are a bank of other
-    queries, such as the training set, and test queries no longer affect one another. No labels are used.
+    Image→text ranks by ``γ2 S_qc - log sum_r exp(γ1 R_rc)``, text→image by ``λ2 S_qc - log sum_r
+    exp(λ1 R_rc)``, computed in log space so that nothing overflows. As published, the references r
+    are all test queries: results depend on which are ranked together, and a single query is
+    refused. After :meth:`fit` they are a bank of other queries, such as the training set, and test
+    queries no longer affect one another. No labels are used.
 
     Args:
         i2t: (γ1, γ2).
         t2i: (λ1, λ2). (In the paper (25, 25) and (20, 20); on CUB (9, 8) and (8, 17).)
     """
 
-    def __init__(self, i2t: tuple[float, float] = (25.0, 25.0), t2i: tuple[float, float] = (20.0, 20.0)):
+    def __init__(
+        self, i2t: tuple[float, float] = (25.0, 25.0), t2i: tuple[float, float] = (20.0, 20.0)
+    ):
         for name, pair in (("i2t", i2t), ("t2i", t2i)):
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:
                 raise ValueError(f"{name}: expected two numbers above 0, got {pair!r}")
@@ -43,8 +47,11 @@ class FastReranker(Reranker):
 
     def _rules_together(self, directions: Sequence[Direction]) -> list[Rule]:
         scales, factors = zip(*((self.i2t, self.t2i)[d.side] for d in directions), strict=True)
-        candidates = Anchors.together(*(d.candidates for d in directions))  # one product where there is one matrix
-        each = torch.tensor(scales, dtype=candidates.dtype).repeat_interleave(torch.tensor(candidates.sizes))
+        # one product where there is one matrix
+        candidates = Anchors.together(*(d.candidates for d in directions))
+        each = torch.tensor(scales, dtype=candidates.dtype).repeat_interleave(
+            torch.tensor(candidates.sizes)
+        )
         sums = candidates.split(candidates.logsumexp(each))
         return [Bias(-x, factor) for x, factor in zip(sums, factors, strict=True)]
 
@@ -59,12 +66,13 @@ class FastReranker(Reranker):
     ) -> FastReranker:
         """Choose all four parameters on validation pairs, and return this object.
 
-        They have the highest sum of the recalls at 1, 5 and 10 of their direction. Ties are broken by the mean
-        reciprocal rank, then the first scales win. This uses labels, so never pass the test set.
+        They have the highest sum of the recalls at 1, 5 and 10 of their direction. Ties are broken
+        by the mean reciprocal rank, then the first scales win. This uses labels, so never pass the
+        test set.
 
         Args:
-            validation: (n_images, n_texts) scores, or a :class:`itrloss.Similarity`. Banks of :meth:`fit` are used, and
-                have to fit it.
+            validation: (n_images, n_texts) scores, or a :class:`itrloss.Similarity`. Banks of
+                :meth:`fit` are used, and have to fit it.
             image_ids, text_ids: see :func:`itrloss.metrics.retrieval_metrics`.
             scales: the values to try for each parameter.
         """
@@ -73,7 +81,9 @@ class FastReranker(Reranker):
             raise ValueError(f"scales: expected numbers above 0, got {scales}")
         sim = with_ids("validation", validation, image_ids, text_ids).detach()
         if not bool(sim.positive_counts.any()):
-            raise ValueError("image_ids, text_ids: no query of the validation set has a matching candidate")
+            raise ValueError(
+                "image_ids, text_ids: no query of the validation set has a matching candidate"
+            )
         chosen = []
         for direction, labelled in self._directions(sim):
             qualities = {}

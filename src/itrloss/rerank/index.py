@@ -13,14 +13,15 @@ from ..similarity import TopK
 class BiasedIndex:
     """A FAISS index of candidates that ranks by ``cos(query, candidate) + bias``.
 
-    Candidates get their bias as an additional dimension, queries the value 1, so that the inner product is the
-    re-ranked score. Any FAISS index for inner products works, at its usual speed and accuracy.
+    Candidates get their bias as an additional dimension, queries the value 1, so that the inner
+    product is the re-ranked score. Any FAISS index for inner products works, at its usual speed and
+    accuracy.
 
     Args:
         candidates: (C, D) embeddings, which are normalised.
         bias: (C,) from :meth:`itrloss.rerank.Reranker.biases`; None: plain cosine.
-        factory: FAISS' description of the index: ``"Flat"`` is exact, ``"HNSW32"`` a graph, ``"IVF1024,Flat"`` searches
-            the nearest of 1024 cells.
+        factory: FAISS' description of the index: ``"Flat"`` is exact, ``"HNSW32"`` a graph,
+            ``"IVF1024,Flat"`` searches the nearest of 1024 cells.
         nprobe: number of cells that an index with cells searches; None: FAISS' default, 1.
 
     Raises:
@@ -28,7 +29,12 @@ class BiasedIndex:
     """
 
     def __init__(
-        self, candidates: Tensor, bias: Tensor | None = None, factory: str = "Flat", *, nprobe: int | None = None
+        self,
+        candidates: Tensor,
+        bias: Tensor | None = None,
+        factory: str = "Flat",
+        *,
+        nprobe: int | None = None,
     ):
         check_matrix("candidates", candidates, "(C, D)", True)
         bias = as_bias("bias", bias, len(candidates), torch.device("cpu"))
@@ -39,7 +45,9 @@ class BiasedIndex:
         except ImportError as error:
             raise ImportError("an index needs FAISS: pip install 'itrloss[faiss]'") from error
         bias = torch.zeros(len(candidates)) if bias is None else bias
-        data = torch.cat([normalized(candidates.detach().cpu()).float(), bias.float()[:, None]], 1).numpy()
+        data = torch.cat(
+            [normalized(candidates.detach().cpu()).float(), bias.float()[:, None]], 1
+        ).numpy()
         try:
             self.index = faiss.index_factory(data.shape[1], factory, faiss.METRIC_INNER_PRODUCT)
             if not self.index.is_trained:
@@ -49,8 +57,12 @@ class BiasedIndex:
                 faiss.ParameterSpace().set_index_parameter(self.index, "nprobe", nprobe)
         except RuntimeError as error:
             message = str(error).strip().splitlines()[-1]
-            options = f"{factory!r} with {len(data)} candidates" + (f" and nprobe = {nprobe}" if nprobe else "")
-            raise ValueError(f"factory: FAISS cannot build the index {options}: {message}") from None
+            options = f"{factory!r} with {len(data)} candidates" + (
+                f" and nprobe = {nprobe}" if nprobe else ""
+            )
+            raise ValueError(
+                f"factory: FAISS cannot build the index {options}: {message}"
+            ) from None
 
     def search(self, queries: Tensor, k: int) -> TopK:
         """Return the (Q, k) scores and indices of the k best candidates of each query.
@@ -64,7 +76,11 @@ class BiasedIndex:
         check_matrix("queries", queries, "(Q, D)", True)
         check_size("k", k)
         if queries.shape[1] != self.index.d - 1:
-            raise ValueError(f"queries: expected shape (Q, {self.index.d - 1}), got {tuple(queries.shape)}")
-        vectors = torch.cat([normalized(queries.detach().cpu()).float(), torch.ones(len(queries), 1)], 1)
+            raise ValueError(
+                f"queries: expected shape (Q, {self.index.d - 1}), got {tuple(queries.shape)}"
+            )
+        vectors = torch.cat(
+            [normalized(queries.detach().cpu()).float(), torch.ones(len(queries), 1)], 1
+        )
         values, indices = map(torch.from_numpy, self.index.search(vectors.numpy(), k))
         return TopK(values.masked_fill(indices < 0, -torch.inf), indices)

@@ -1,4 +1,6 @@
-"""Re-rankers that reorder a query's best candidates: by reciprocal neighbours, or by a second, expensive scorer."""
+"""Re-rankers that reorder a query's best candidates: by reciprocal neighbours, or by a second,
+expensive scorer.
+"""
 
 from __future__ import annotations
 
@@ -17,27 +19,34 @@ _AT_ONCE = 2**19  # scores compared at once, which fit into a cache
 
 
 def _best_candidates(direction: Direction, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the (Q, k) best candidates of this process's queries, their scores, and their places by the query's rank.
+    """Return the (Q, k) best candidates of this process's queries, their scores, and their places
+    by the query's rank.
 
-    Of candidates with the same score, the one with the lower index comes first. The query's rank is the number of
-    references with a higher score for the candidate; places count from 1, and equal ranks stay in the order of scores.
+    Of candidates with the same score, the one with the lower index comes first. The query's rank is
+    the number of references with a higher score for the candidate; places count from 1, and equal
+    ranks stay in the order of scores.
     """
     best = direction.queries.topk(min(k, direction.queries.shape[1]))
     candidates, by_index = best.indices.sort(1)
     values, order = best.values.gather(1, by_index).sort(dim=1, descending=True, stable=True)
     candidates = candidates.gather(1, order)
-    ranks = direction.summed(_query_ranks(direction, direction.of_all(values), direction.of_all(candidates)))
+    ranks = direction.summed(
+        _query_ranks(direction, direction.of_all(values), direction.of_all(candidates))
+    )
     ranks = ranks[direction.first[0] :][: len(candidates)]
     return candidates, values, ranks.argsort(dim=1, stable=True).argsort(1).add(1).to(values.dtype)
 
 
 def _query_ranks(direction: Direction, values: Tensor, candidates: Tensor) -> Tensor:
-    """Return the (Q, k) number of references above each query of all processes; 0 for other processes' candidates."""
+    """Return the (Q, k) number of references above each query of all processes; 0 for other
+    processes' candidates.
+    """
     ranks, own = torch.zeros_like(candidates), candidates - direction.first[1]
     for rows, scores in direction.candidates.blocks():
         query, place = ((own >= rows.start) & (own < rows.stop)).nonzero(as_tuple=True)
         row, value = own[query, place] - rows.start, values[query, place]
-        if direction.transductive:  # from the same product: rounded otherwise, a query could rank behind itself
+        # from the same product: rounded otherwise, a query could rank behind itself
+        if direction.transductive:
             value = scores[row, query]
         step = max(1, _AT_ONCE // scores.shape[1])
         parts = (x.split(step) for x in (query, place, row, value))
@@ -47,7 +56,9 @@ def _query_ranks(direction: Direction, values: Tensor, candidates: Tensor) -> Te
 
 
 def _in_front(candidates: Tensor, values: Tensor) -> Rule:
-    """Return the rule by which these (Q, k) candidates come first, by their values; the others keep their order."""
+    """Return the rule by which these (Q, k) candidates come first, by their values; the others keep
+    their order.
+    """
 
     def move_to_front(scores: Tensor, rows: slice) -> Tensor:
         peak = scores.amax(1, keepdim=True)
@@ -61,10 +72,10 @@ def _in_front(candidates: Tensor, values: Tensor) -> Rule:
 class ReciprocalReranker(Reranker):
     """Reciprocal re-ranking, RR (MTFN; Wang et al., ACM MM 2019), without its leak of labels.
 
-    The ``i2t_k`` or ``t2i_k`` best candidates of a query are sorted by ``ρ_qc = #{r : R_rc > S_qc}``, the number of
-    reference queries that are closer to the candidate, ascending; where ρ is the same, by their scores. The other
-    candidates follow in their order. For text→image, MTFN's code takes the best ρ over *all captions of the query's
-    image*, which uses a label.
+    The ``i2t_k`` or ``t2i_k`` best candidates of a query are sorted by ``ρ_qc = #{r : R_rc >
+    S_qc}``, the number of reference queries that are closer to the candidate, ascending; where ρ is
+    the same, by their scores. The other candidates follow in their order. For text→image, MTFN's
+    code takes the best ρ over *all captions of the query's image*, which uses a label.
     """
 
     def __init__(self, i2t_k: int = 15, t2i_k: int = 20):
@@ -80,9 +91,10 @@ class ReciprocalReranker(Reranker):
 class MultiFactorReranker(Reranker):
     """Multivariate re-ranking, MR (GaLR; Yuan et al., TGRS 2022).
 
-    The ``k`` best candidates of a query are ranked by ``share_weight S_qc / sum_r R_rc + exp(-0.05 j) + place_weight
-    exp(-0.05 l)``, where c is the j-th best by score and the l-th in the order of :class:`ReciprocalReranker`. The
-    other candidates follow in their order. The first term makes sense where similarities are mostly positive.
+    The ``k`` best candidates of a query are ranked by ``share_weight S_qc / sum_r R_rc + exp(-0.05
+    j) + place_weight exp(-0.05 l)``, where c is the j-th best by score and the l-th in the order of
+    :class:`ReciprocalReranker`. The other candidates follow in their order. The first term makes
+    sense where similarities are mostly positive.
     """
 
     def __init__(self, k: int = 30, share_weight: float = 0.3, place_weight: float = 1.1):
@@ -96,19 +108,24 @@ class MultiFactorReranker(Reranker):
         candidates, scores, place = _best_candidates(direction, self.k)
         j = torch.arange(1, candidates.shape[1] + 1, dtype=sums.dtype, device=sums.device)
         share = torch.where(sums[candidates] == 0, 0.0, scores / sums[candidates])
-        values = self.share_weight * share + (-0.05 * j).exp() + self.place_weight * (-0.05 * place).exp()
+        values = (
+            self.share_weight * share
+            + (-0.05 * j).exp()
+            + self.place_weight * (-0.05 * place).exp()
+        )
         return _in_front(candidates, values)
 
 
 class TwoStageReranker(Reranker):
     """Two stages: the k best candidates of a query are sorted by a second, expensive scorer.
 
-    They are ranked by ``scorer + weight S_qc``, as in the evaluation of BLIP and ALBEF, where the scorer is the
-    image-text matching head (ITM) and S are the contrastive scores (ITC). The other candidates follow in their order.
-    Queries are independent.
+    They are ranked by ``scorer + weight S_qc``, as in the evaluation of BLIP and ALBEF, where the
+    scorer is the image-text matching head (ITM) and S are the contrastive scores (ITC). The other
+    candidates follow in their order. Queries are independent.
 
     Args:
-        scorer: a function of (P,) int64 image indices and (P,) int64 text indices that returns (P,) scores.
+        scorer: a function of (P,) int64 image indices and (P,) int64 text indices that returns (P,)
+            scores.
         k, weight: number of candidates that are scored again, and the weight of S.
         batch_size: the largest P.
 
@@ -119,10 +136,16 @@ class TwoStageReranker(Reranker):
     takes_bank = False
 
     def __init__(
-        self, scorer: Callable[[Tensor, Tensor], Tensor], k: int = 16, weight: float = 1.0, batch_size: int = 256
+        self,
+        scorer: Callable[[Tensor, Tensor], Tensor],
+        k: int = 16,
+        weight: float = 1.0,
+        batch_size: int = 256,
     ):
         if not callable(scorer):
-            raise TypeError(f"scorer: expected a function of image and text numbers, got {type(scorer).__name__}")
+            raise TypeError(
+                f"scorer: expected a function of image and text numbers, got {type(scorer).__name__}"
+            )
         check_size("k", k)
         check_number("weight", weight)
         check_size("batch_size", batch_size)
@@ -140,7 +163,8 @@ class TwoStageReranker(Reranker):
         return state
 
     def _description(self) -> str:
-        return f"{type(self).__name__} {self.state_dict()['options']}"  # a scorer may have another address elsewhere
+        # a scorer may have another address elsewhere
+        return f"{type(self).__name__} {self.state_dict()['options']}"
 
     def rule(self, direction: Direction) -> Rule:
         scores, candidates = direction.queries.topk(min(self.k, direction.queries.shape[1]))
@@ -152,17 +176,23 @@ class TwoStageReranker(Reranker):
             x = self.scorer(images, texts)
             if not isinstance(x, Tensor) or x.shape != images.shape or not bool(x.isfinite().all()):
                 got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-                raise ValueError(f"scorer: expected finite scores of shape ({len(images)},), got {got}")
+                raise ValueError(
+                    f"scorer: expected finite scores of shape ({len(images)},), got {got}"
+                )
             values.append(x.detach())
-        return _in_front(candidates, torch.cat(values).to(scores).view_as(scores) + self.weight * scores)
+        return _in_front(
+            candidates, torch.cat(values).to(scores).view_as(scores) + self.weight * scores
+        )
 
 
 class KReciprocalReranker(Reranker):
-    """k-reciprocal encoding (Zhong et al., CVPR 2017) on images and texts as one set; needs embeddings.
+    """k-reciprocal encoding (Zhong et al., CVPR 2017) on images and texts as one set; needs
+    embeddings.
 
-    Items are close if they have the same reciprocal neighbours: the score is ``-((1 - weight) J_qc + weight d_qc)``
-    with the Jaccard distance J of their neighbourhoods and the squared distance d, divided by the query's largest. It
-    needs all N + M items and a few matrices of (N + M)² numbers. It takes no banks.
+    Items are close if they have the same reciprocal neighbours: the score is ``-((1 - weight) J_qc
+    + weight d_qc)`` with the Jaccard distance J of their neighbourhoods and the squared distance d,
+    divided by the query's largest. It needs all N + M items and a few matrices of (N + M)² numbers.
+    It takes no banks.
 
     Args:
         k1: size of the reciprocal neighbourhoods.
@@ -187,15 +217,19 @@ class KReciprocalReranker(Reranker):
     def rule(self, direction: Direction) -> Rule:
         pair = direction.queries._inputs
         assert pair is not None
-        items = torch.cat([torch.nn.functional.normalize(x.to(direction.queries.dtype), dim=1) for x in pair])
+        items = torch.cat(
+            [torch.nn.functional.normalize(x.to(direction.queries.dtype), dim=1) for x in pair]
+        )
         distance = (2 - 2 * items @ items.T).clamp_min_(0.0)
         distance /= distance.amax(1, keepdim=True).clamp_min(torch.finfo(distance.dtype).tiny)
         distance.fill_diagonal_(-1.0)  # so that the nearest neighbour of an item is itself
-        near = distance.argsort(dim=1, stable=True)[:, : max(self.k1, self.k2) + 1].clone()  # frees the rest
+        # frees the rest
+        near = distance.argsort(dim=1, stable=True)[:, : max(self.k1, self.k2) + 1].clone()
         distance.fill_diagonal_(0.0)
         weights = self._encoded(distance, near)
         n = direction.queries.shape[0]
-        candidates, distance = weights[n:].T.contiguous(), distance[:n, n:].clone()  # frees the rest
+        # frees the rest
+        candidates, distance = weights[n:].T.contiguous(), distance[:n, n:].clone()
 
         def by_neighbours(scores: Tensor, rows: slice) -> Tensor:
             for query, own in zip(scores, weights[rows], strict=True):

@@ -25,7 +25,8 @@ class DualSoftmax(Reranker):
 
         def share_weighted(scores: Tensor, rows: slice) -> Tensor:
             result = (self.scale * scores).sub_(total).exp_().mul_(scores)
-            if not bool(result.isfinite().all()):  # with a bank, a share of the softmax may be above 1
+            # with a bank, a share of the softmax may be above 1
+            if not bool(result.isfinite().all()):
                 raise ValueError(f"scores: too large for {self!r}")
             return result
 
@@ -33,11 +34,12 @@ class DualSoftmax(Reranker):
 
 
 class QueryBankNorm(Reranker):
-    """QB-Norm with the dynamic inverted softmax (Bogolin et al., CVPR 2022); needs a bank of queries.
+    """QB-Norm with the dynamic inverted softmax (Bogolin et al., CVPR 2022); needs a bank of
+    queries.
 
-    ``scale S_qc - a_q log sum_r exp(scale R_rc)``, where a_q is 1 if the best candidate of q is a hub, among the ``k``
-    best of some query of the bank, and 0 otherwise. With the test queries as the bank all queries would be normalised,
-    as in :class:`InvertedSoftmax`.
+    ``scale S_qc - a_q log sum_r exp(scale R_rc)``, where a_q is 1 if the best candidate of q is a
+    hub, among the ``k`` best of some query of the bank, and 0 otherwise. With the test queries as
+    the bank all queries would be normalised, as in :class:`InvertedSoftmax`.
     """
 
     needs_bank = True
@@ -65,8 +67,9 @@ class QueryBankNorm(Reranker):
 class DualBankNorm(Reranker):
     """DBNorm in its static form, DualIS (Wang et al., EMNLP 2023); needs both banks and embeddings.
 
-    ``(query_scale + gallery_scale) S_qc - log sum_r exp(query_scale R_rc) - log sum_g exp(gallery_scale G_gc)``, where
-    G are the similarities of candidates with the bank of their own modality.
+    ``(query_scale + gallery_scale) S_qc - log sum_r exp(query_scale R_rc) - log sum_g
+    exp(gallery_scale G_gc)``, where G are the similarities of candidates with the bank of their own
+    modality.
     """
 
     needs_bank = True
@@ -80,14 +83,18 @@ class DualBankNorm(Reranker):
     def rule(self, direction: Direction) -> Rule:
         assert direction.gallery is not None
         gallery = against(direction.candidates, direction.gallery)
-        penalty = direction.candidates.logsumexp(self.query_scale) + gallery.logsumexp(self.gallery_scale)
+        penalty = direction.candidates.logsumexp(self.query_scale) + gallery.logsumexp(
+            self.gallery_scale
+        )
         return Bias(-penalty, self.query_scale + self.gallery_scale)
 
 
 class NearestNeighborNorm(Reranker):
-    """Nearest neighbor normalization, NNN (Chowdhury et al., EMNLP 2024): ``S_qc - alpha mean top-k_r R_rc``.
+    """Nearest neighbor normalization, NNN (Chowdhury et al., EMNLP 2024): ``S_qc - alpha mean
+    top-k_r R_rc``.
 
-    The mean is over the ``k`` reference queries with the highest scores, or over all of them if there are fewer.
+    The mean is over the ``k`` reference queries with the highest scores, or over all of them if
+    there are fewer.
     """
 
     def __init__(self, alpha: float = 0.75, k: int = 128):
@@ -101,10 +108,11 @@ class NearestNeighborNorm(Reranker):
 
 
 class CSLS(Reranker):
-    """Cross-domain similarity local scaling (Conneau et al., ICLR 2018): ``2 S_qc - mean top-k_r R_rc``.
+    """Cross-domain similarity local scaling (Conneau et al., ICLR 2018): ``2 S_qc - mean top-k_r
+    R_rc``.
 
-    The mean is as in :class:`NearestNeighborNorm`. CSLS' third term, the mean of the query's k best scores, is the same
-    for all candidates and is left out.
+    The mean is as in :class:`NearestNeighborNorm`. CSLS' third term, the mean of the query's k best
+    scores, is the same for all candidates and is left out.
     """
 
     def __init__(self, k: int = 10):
@@ -118,9 +126,9 @@ class CSLS(Reranker):
 class MutualProximity(Reranker):
     """Mutual proximity with independent normal distributions (Schnitzer et al., JMLR 2012).
 
-    ``log Φ((S_qc - μ_q) / σ_q) + log Φ((S_qc - μ_c) / σ_c)``, the log probability that both are closer to each other
-    than to a random third. μ and σ are the mean and standard deviation of the query's scores with all candidates, and
-    of the candidate's with the reference queries.
+    ``log Φ((S_qc - μ_q) / σ_q) + log Φ((S_qc - μ_c) / σ_c)``, the log probability that both are
+    closer to each other than to a random third. μ and σ are the mean and standard deviation of the
+    query's scores with all candidates, and of the candidate's with the reference queries.
     """
 
     def rule(self, direction: Direction) -> Rule:
@@ -138,9 +146,9 @@ class MutualProximity(Reranker):
 class Sinkhorn(Reranker):
     """Sinkhorn normalisation (Pan et al., 2025): ``scale S_qc + g_c``.
 
-    From g = 0, ``iterations`` times ``f_r = -log |r| - log sum_c exp(scale R_rc + g_c)`` and then ``g_c = -log C - log
-    sum_r exp(scale R_rc + f_r)``, each a pass over the scores. At convergence all C candidates have the same share of
-    the reference queries.
+    From g = 0, ``iterations`` times ``f_r = -log |r| - log sum_c exp(scale R_rc + g_c)`` and then
+    ``g_c = -log C - log sum_r exp(scale R_rc + f_r)``, each a pass over the scores. At convergence
+    all C candidates have the same share of the reference queries.
     """
 
     needs_all_candidates = True
@@ -163,8 +171,8 @@ class Sinkhorn(Reranker):
 class DualBankSinkhorn(Sinkhorn):
     """Dual bank Sinkhorn normalisation, DBSN (Pan et al., 2025); needs both banks and embeddings.
 
-    This is :class:`Sinkhorn` with the candidates *and* the bank of their own modality as C. The bank's queries are then
-    shared among their own matches too, not among the test candidates alone.
+    This is :class:`Sinkhorn` with the candidates *and* the bank of their own modality as C. The
+    bank's queries are then shared among their own matches too, not among the test candidates alone.
     """
 
     needs_bank = True

@@ -1,4 +1,6 @@
-"""Checks of a loss as part of a program: repetition, copies, threads, compilation, memory, processes."""
+"""Checks of a loss as part of a program: repetition, copies, threads, compilation, memory,
+processes.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ _FULL = torch.float64
 def repeated_calls(subject: Subject) -> None:
     """Calls for other batches, and of other sizes, change nothing: there is no hidden state.
 
-    Labels that are cached for the first batch are wrong for the last one of an epoch. Losses with a queue fail.
+    Labels that are cached for the first batch are wrong for the last one of an epoch. Losses with a
+    queue fail.
     """
     loss, sizes = subject.fresh(_FULL), (9, 5, 12, 9)
     for seed, size in enumerate(sizes):
@@ -49,10 +52,14 @@ def deterministic(subject: Subject) -> None:
 
 @check()
 def random_state(subject: Subject) -> None:
-    """No random numbers are drawn from PyTorch's generator: otherwise a run cannot be compared with another loss's."""
+    """No random numbers are drawn from PyTorch's generator: otherwise a run cannot be compared with
+    another loss's.
+    """
     before = torch.get_rng_state()
     subject.result(subject.batch(9, 14))
-    assert torch.equal(before, torch.get_rng_state()), "the random state is another one after a call"
+    assert torch.equal(before, torch.get_rng_state()), (
+        "the random state is another one after a call"
+    )
 
 
 @check()
@@ -85,7 +92,9 @@ def default_dtype(subject: Subject) -> None:
 
 @check("module")
 def training_and_evaluation(subject: Subject) -> None:
-    """The value is the same in training and evaluation mode, so that validation losses can be compared."""
+    """The value is the same in training and evaluation mode, so that validation losses can be
+    compared.
+    """
     batch = subject.batch(9, 14)
     modes = [subject.result(batch, subject.fresh(_FULL).train(mode)) for mode in (True, False)]
     same("evaluation mode", modes[1], modes[0])
@@ -102,7 +111,9 @@ def _altered(loss: nn.Module) -> nn.Module:
 
 @check("module")
 def state_dict_round_trip(subject: Subject) -> None:
-    """The state_dict holds all parameters and buffers that the value depends on, and loads strictly."""
+    """The state_dict holds all parameters and buffers that the value depends on, and loads
+    strictly.
+    """
     batch, trained = subject.batch(9, 14), _altered(subject.fresh(_FULL))
     stored = io.BytesIO()
     torch.save(trained.state_dict(), stored)
@@ -125,14 +136,17 @@ def _steps(subject: Subject, loss: nn.Module, optimizer: Any, seeds: range) -> l
 
 @check("module")
 def resumed_training(subject: Subject) -> None:
-    """Training that is resumed from the state_dict goes on bit for bit, the loss's own parameters included.
+    """Training that is resumed from the state_dict goes on bit for bit, the loss's own parameters
+    included.
 
     Queues have been published whose place was not saved.
     """
 
     def start() -> tuple[nn.Module, Any]:
         loss = subject.fresh(_FULL)
-        return loss, torch.optim.SGD([*loss.parameters(), nn.Parameter(torch.zeros(1))], lr=0.01, momentum=0.9)
+        return loss, torch.optim.SGD(
+            [*loss.parameters(), nn.Parameter(torch.zeros(1))], lr=0.01, momentum=0.9
+        )
 
     loss, optimizer = start()
     _steps(subject, loss, optimizer, range(5))
@@ -142,12 +156,16 @@ def resumed_training(subject: Subject) -> None:
     other.load_state_dict(states[0])
     other_optimizer.load_state_dict(states[1])
     got = _steps(subject, other, other_optimizer, range(5, 10))
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), "the resumed run differs"
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), (
+        "the resumed run differs"
+    )
 
 
 @check("module")
 def deepcopy(subject: Subject) -> None:
-    """A deep copy has the same value, and parameters of its own, as for an averaged or a second model."""
+    """A deep copy has the same value, and parameters of its own, as for an averaged or a second
+    model.
+    """
     batch, loss = subject.batch(9, 14), subject.fresh(_FULL)
     expected, (twin, other) = subject.result(batch), (copy.deepcopy(loss) for _ in range(2))
     same("copy", subject.result(batch, twin), expected)
@@ -159,7 +177,11 @@ def deepcopy(subject: Subject) -> None:
 def pickled(subject: Subject) -> None:
     """The loss can be pickled, as torch.save of a whole model and spawned processes do it."""
     batch, loss = subject.batch(9, 14), _altered(subject.fresh(_FULL))
-    same("pickled", subject.result(batch, pickle.loads(pickle.dumps(loss))), subject.result(batch, loss))
+    same(
+        "pickled",
+        subject.result(batch, pickle.loads(pickle.dumps(loss))),
+        subject.result(batch, loss),
+    )
 
 
 @check()
@@ -176,7 +198,9 @@ def threads(subject: Subject) -> None:
         except Exception as error:
             errors.append(error)
 
-    workers = [threading.Thread(target=work, args=pair) for pair in zip(batches, expected, strict=True)]
+    workers = [
+        threading.Thread(target=work, args=pair) for pair in zip(batches, expected, strict=True)
+    ]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -194,7 +218,9 @@ def threads(subject: Subject) -> None:
 def engines_agree(subject: Subject) -> None:
     """The engines "dense" and "tiled" give the same value and gradients."""
     batch = subject.batch(21, 34)
-    dense, tiled = (subject.result(batch, subject.fresh(_FULL, engine=x)) for x in ("dense", "tiled"))
+    dense, tiled = (
+        subject.result(batch, subject.fresh(_FULL, engine=x)) for x in ("dense", "tiled")
+    )
     same("tiled beside dense", tiled, dense)
 
 
@@ -206,7 +232,13 @@ def _compiled(subject: Subject, fullgraph: bool) -> None:
     try:
         leaves = batch.leaves()
         value = total(compiled(leaves, loss))
-        same("compiled", (value, *torch.autograd.grad(value, leaves[:2])), expected[:3], rtol=1e-4, atol=1e-5)
+        same(
+            "compiled",
+            (value, *torch.autograd.grad(value, leaves[:2])),
+            expected[:3],
+            rtol=1e-4,
+            atol=1e-5,
+        )
     finally:
         torch.compiler.reset()
 
@@ -219,7 +251,9 @@ def compiled(subject: Subject) -> None:
 
 @check()
 def compiled_as_one_graph(subject: Subject) -> None:
-    """torch.compile finds no graph break: `.item()`, branches on values and unknown operators are such."""
+    """torch.compile finds no graph break: `.item()`, branches on values and unknown operators are
+    such.
+    """
     _compiled(subject, fullgraph=True)
 
 
@@ -256,9 +290,11 @@ def _saved_bytes(subject: Subject, n: int) -> int:
 
 @check()
 def memory_grows_linearly(subject: Subject) -> None:
-    """What autograd saves grows with (N + M) D, not with N M: from 256 to 4096 pairs, four times at four times N.
+    """What autograd saves grows with (N + M) D, not with N M: from 256 to 4096 pairs, four times at
+    four times N.
 
-    A matrix of scores of 65 536 pairs takes 17 GB. Chunks that are all kept until the backward pass are no remedy.
+    A matrix of scores of 65 536 pairs takes 17 GB. Chunks that are all kept until the backward pass
+    are no remedy.
     """
     for small, large in ((64, 256), (1024, 4096)):
         few, many = _saved_bytes(subject, small), _saved_bytes(subject, large)
@@ -271,7 +307,9 @@ def memory_grows_linearly(subject: Subject) -> None:
 
 @check()
 def cached_step(subject: Subject) -> None:
-    """A step with gradient caching (:func:`itrloss.grad_cache_step`) has the gradients of the whole batch."""
+    """A step with gradient caching (:func:`itrloss.grad_cache_step`) has the gradients of the whole
+    batch.
+    """
     batch, loss = subject.batch(9, 14), subject.fresh(_FULL)
     generator = torch.Generator().manual_seed(0)
     encoders = [nn.Linear(8, 6, bias=False, dtype=_FULL) for _ in range(2)]
@@ -288,12 +326,16 @@ def cached_step(subject: Subject) -> None:
 
 
 def _shared(subject: Subject, batch: Batch, rank: int, world: int) -> tuple[Tensor, Tensor]:
-    """Return a process's value, and the gradient of an encoder's weight as it is before the processes' mean."""
+    """Return a process's value, and the gradient of an encoder's weight as it is before the
+    processes' mean.
+    """
     loss = subject.fresh(_FULL) if world == 1 else subject.fresh(_FULL, gather=True)
     weight = torch.linspace(-1, 1, 48, dtype=_FULL).view(8, 6).sin().requires_grad_()
     own = [slice(rank * len(x) // world, (rank + 1) * len(x) // world) for x in batch[:2]]
     ids = [x if x is None else x[k] for x, k in zip(batch[2:], own, strict=True)]
-    value = subject.value(Batch(batch.images[own[0]] @ weight, batch.texts[own[1]] @ weight, *ids), loss)
+    value = subject.value(
+        Batch(batch.images[own[0]] @ weight, batch.texts[own[1]] @ weight, *ids), loss
+    )
     return value.detach(), torch.autograd.grad(value, weight)[0]
 
 
@@ -310,9 +352,11 @@ def _process(rank: int, subject: Subject, batch: Batch, world: int, folder: str)
 
 @check("processes", "gather")
 def several_processes(subject: Subject) -> None:
-    """With gather=True, W processes with shares of a batch have its value, and the mean of their gradients is its own.
+    """With gather=True, W processes with shares of a batch have its value, and the mean of their
+    gradients is its own.
 
-    That mean is DistributedDataParallel's. Missing gradients of gathered embeddings, or factors of W, show up here.
+    That mean is DistributedDataParallel's. Missing gradients of gathered embeddings, or factors of
+    W, show up here.
     """
     if not dist.is_available():
         raise SkipTest("torch.distributed is not available")

@@ -1,4 +1,6 @@
-"""Checks of gradients: right ones, in every way in which autograd may ask for them, and nothing else touched."""
+"""Checks of gradients: right ones, in every way in which autograd may ask for them, and nothing
+else touched.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ def finite_differences(subject: Subject) -> None:
         generator = torch.Generator().manual_seed(seed)
         along = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in batch[:2]]
         high, low = (
-            subject.value(batch.of(batch.images + s * along[0], batch.texts + s * along[1])) for s in (step, -step)
+            subject.value(batch.of(batch.images + s * along[0], batch.texts + s * along[1]))
+            for s in (step, -step)
         )
         slope = sum((g * a).sum() for g, a in zip(result[1:3], along, strict=True))
         same("slope", slope, (high - low) / (2 * step), rtol=1e-4, atol=1e-6)
@@ -61,12 +64,20 @@ def gradients_of_parameters(subject: Subject) -> None:
                 ends.append(subject.value(batch, loss).detach())
             flat[i] = centre
             slopes.append((ends[0] - ends[1]) / (2 * step))
-        same("slope of a parameter", gradient.view(-1)[: len(slopes)], torch.stack(slopes), rtol=1e-4, atol=1e-6)
+        same(
+            "slope of a parameter",
+            gradient.view(-1)[: len(slopes)],
+            torch.stack(slopes),
+            rtol=1e-4,
+            atol=1e-6,
+        )
 
 
 @check()
 def upstream_gradient(subject: Subject) -> None:
-    """Gradients are proportional to what comes from above: a weight of the loss, a GradScaler's factor."""
+    """Gradients are proportional to what comes from above: a weight of the loss, a GradScaler's
+    factor.
+    """
     batch, weight = subject.batch(9, 14), -3.7
     plain, weighted = subject.result(batch), subject.result(batch, weight=weight)
     same("-3.7 times the loss", weighted[1:], [weight * x for x in tree_leaves(plain[1:])])
@@ -74,7 +85,8 @@ def upstream_gradient(subject: Subject) -> None:
 
 @check("reduction")
 def uneven_upstream(subject: Subject) -> None:
-    """With reduction "none" and another weight for each value, gradients are those of finite differences.
+    """With reduction "none" and another weight for each value, gradients are those of finite
+    differences.
 
     A published kernel scaled all of it by the first weight, for a year.
     """
@@ -95,17 +107,22 @@ def reductions_agree(subject: Subject) -> None:
     """
     batch = subject.batch(9, one=True)
     none, added, mean = (
-        subject.output(batch, subject.fresh(torch.float64, reduction=x)) for x in ("none", "sum", "mean")
+        subject.output(batch, subject.fresh(torch.float64, reduction=x))
+        for x in ("none", "sum", "mean")
     )
     values = tree_leaves(none)
-    assert all(x.dim() == 1 for x in values), f'expected vectors for "none", got {[tuple(x.shape) for x in values]}'
+    assert all(x.dim() == 1 for x in values), (
+        f'expected vectors for "none", got {[tuple(x.shape) for x in values]}'
+    )
     same('"sum"', added, total(values))
     same('"mean"', mean, torch.stack([x.mean() for x in values]).sum())
 
 
 @check()
 def frozen_side(subject: Subject) -> None:
-    """With one side frozen, as in LiT, the other one has the same gradient, and the frozen one none."""
+    """With one side frozen, as in LiT, the other one has the same gradient, and the frozen one
+    none.
+    """
     batch = subject.batch(9, 14)
     expected = subject.result(batch)
     for name in ("images", "texts"):
@@ -113,13 +130,19 @@ def frozen_side(subject: Subject) -> None:
         getattr(leaves, name).requires_grad_(False)
         subject.value(leaves).backward()
         other = "texts" if name == "images" else "images"
-        same(f"{name} frozen, gradient of {other}", getattr(leaves, other).grad, getattr(expected, other))
+        same(
+            f"{name} frozen, gradient of {other}",
+            getattr(leaves, other).grad,
+            getattr(expected, other),
+        )
         assert getattr(leaves, name).grad is None, f"frozen {name} got a gradient"
 
 
 @check()
 def no_gradient_where_none_is_required(subject: Subject) -> None:
-    """Under no_grad, in inference mode and for frozen inputs, the value is the same and holds no graph."""
+    """Under no_grad, in inference mode and for frozen inputs, the value is the same and holds no
+    graph.
+    """
     batch, loss = subject.batch(9, 14), subject.fresh(torch.float64)
     expected = subject.value(batch.leaves(), loss)
     for guard in (torch.no_grad, torch.inference_mode):
@@ -127,7 +150,9 @@ def no_gradient_where_none_is_required(subject: Subject) -> None:
             value = subject.value(batch.leaves(), loss)
         assert not value.requires_grad, f"the value requires a gradient under {guard.__name__}"
         same(guard.__name__, value, expected)
-    assert subject.value(batch, loss).requires_grad == bool(trained(loss)), "frozen inputs: the value has a graph"
+    assert subject.value(batch, loss).requires_grad == bool(trained(loss)), (
+        "frozen inputs: the value has a graph"
+    )
     same("after inference mode", subject.value(batch.leaves(), loss), expected)
 
 
@@ -144,7 +169,8 @@ def one_tensor_on_both_sides(subject: Subject) -> None:
 
 @check()
 def two_forwards_before_one_backward(subject: Subject) -> None:
-    """Two batches may be put through before one backward pass, as in accumulation and in losses with two terms.
+    """Two batches may be put through before one backward pass, as in accumulation and in losses
+    with two terms.
 
     Buffers and queues that the second call overwrites are still needed by the first.
     """
@@ -158,7 +184,9 @@ def two_forwards_before_one_backward(subject: Subject) -> None:
 
 @check()
 def two_backwards(subject: Subject) -> None:
-    """A second backward pass through a retained graph gives the same gradients: the first one modified nothing."""
+    """A second backward pass through a retained graph gives the same gradients: the first one
+    modified nothing.
+    """
     batch, loss = subject.batch(9, 14).leaves(), subject.fresh(torch.float64)
     value = subject.value(batch, loss)
     first = gradients(value, *batch[:2], loss, retain_graph=True)
@@ -179,14 +207,17 @@ def inputs_not_modified(subject: Subject) -> None:
     value = subject.value(leaves)
     assert leaves.images.grad is None is leaves.texts.grad, "the forward pass sets .grad"
     value.backward()
-    for x, version, before in zip(tensors, versions, [x for x in batch if x is not None], strict=True):
+    for x, version, before in zip(
+        tensors, versions, [x for x in batch if x is not None], strict=True
+    ):
         assert torch.equal(x, before), "an input has other values after the call"
         assert x._version == version, "an input was written to"
 
 
 @check("ids")
 def ids_used_again(subject: Subject) -> None:
-    """Ids may be overwritten before the backward pass, by a loader that uses its buffer again: it changes nothing.
+    """Ids may be overwritten before the backward pass, by a loader that uses its buffer again: it
+    changes nothing.
 
     An error is fine, too.
     """
@@ -205,7 +236,9 @@ def ids_used_again(subject: Subject) -> None:
 
 @check()
 def nothing_is_kept(subject: Subject) -> None:
-    """A loss holds no reference to a batch after its backward pass: it would keep memory, and the graph."""
+    """A loss holds no reference to a batch after its backward pass: it would keep memory, and the
+    graph.
+    """
     loss, batch = subject.fresh(torch.float64), subject.batch(9, 14)
 
     def step() -> list[Any]:
@@ -215,6 +248,9 @@ def nothing_is_kept(subject: Subject) -> None:
         return [weakref.ref(x) for x in (value, *leaves[:2])]
 
     references = step()
-    if any(x() is not None for x in references):  # by a cycle, perhaps; a collection may take half a second
+    # by a cycle, perhaps; a collection may take half a second
+    if any(x() is not None for x in references):
         gc.collect()
-    assert not any(x() is not None for x in references), "the batch or the value is still referenced"
+    assert not any(x() is not None for x in references), (
+        "the batch or the value is still referenced"
+    )

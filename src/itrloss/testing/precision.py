@@ -1,4 +1,6 @@
-"""Checks of rounding and range: half precision, autocast, very long, very short and zero embeddings."""
+"""Checks of rounding and range: half precision, autocast, very long, very short and zero
+embeddings.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from .registry import check
 from .subject import Batch, Result, Subject, finite, same
 
 _SEEDS = range(3)
-# With float32 scores losses of this library are at 0.12 to 0.38, with scores that are rounded to bfloat16 at 0.43 up.
+# With float32 scores losses of this library are at 0.12 to 0.38, with scores that are rounded to
+# bfloat16 at 0.43 up.
 _HALF = 0.4
 
 
@@ -24,7 +27,9 @@ def _distance(a: Result, b: Result) -> list[float]:
 
 
 def _rounding(subject: Subject, dtype: torch.dtype, times: float, autocast: bool = False) -> None:
-    """Raise an AssertionError if errors exceed those of rounding the embeddings and the gradients, so many times."""
+    """Raise an AssertionError if errors exceed those of rounding the embeddings and the gradients,
+    so many times.
+    """
     errors, plain = [], []
     for seed in _SEEDS:
         batch = subject.batch(48, 60, d=64, seed=seed)
@@ -38,39 +43,50 @@ def _rounding(subject: Subject, dtype: torch.dtype, times: float, autocast: bool
             assert x.dtype == like.dtype, f"expected gradients of {like.dtype}, got {x.dtype}"
         errors.append(_distance(got, exact))
     unit = torch.finfo(dtype).eps
-    for name, *both in zip(("value", "gradient"), zip(*errors, strict=True), zip(*plain, strict=True), strict=True):
+    for name, *both in zip(
+        ("value", "gradient"), zip(*errors, strict=True), zip(*plain, strict=True), strict=True
+    ):
         own, least = both
         error, rounding = max(own), max(least) + unit
-        assert error <= times * rounding, f"relative error of the {name} {error:.2g}, of plain rounding {rounding:.2g}"
+        assert error <= times * rounding, (
+            f"relative error of the {name} {error:.2g}, of plain rounding {rounding:.2g}"
+        )
 
 
 @check()
 def float32_error(subject: Subject) -> None:
-    """In float32 the error is at most twelve times that of rounding the embeddings and the gradients.
+    """In float32 the error is at most twelve times that of rounding the embeddings and the
+    gradients.
 
-    Scores are float32 here, and a temperature of 0.05 multiplies their rounding by 20. Cancellation is far worse.
+    Scores are float32 here, and a temperature of 0.05 multiplies their rounding by 20. Cancellation
+    is far worse.
     """
     _rounding(subject, torch.float32, 12)
 
 
 @check()
 def bfloat16_error(subject: Subject) -> None:
-    """With bfloat16 embeddings the error is at most 0.4 times that of rounding the embeddings and the gradients.
+    """With bfloat16 embeddings the error is at most 0.4 times that of rounding the embeddings and
+    the gradients.
 
-    Scores stay float32: rounded to bfloat16 and divided by a temperature of 0.01, they are multiples of 0.5.
+    Scores stay float32: rounded to bfloat16 and divided by a temperature of 0.01, they are
+    multiples of 0.5.
     """
     _rounding(subject, torch.bfloat16, _HALF)
 
 
 @check()
 def float16_error(subject: Subject) -> None:
-    """With float16 embeddings the error is at most 0.4 times that of rounding the embeddings and the gradients."""
+    """With float16 embeddings the error is at most 0.4 times that of rounding the embeddings and
+    the gradients.
+    """
     _rounding(subject, torch.float16, _HALF)
 
 
 @check()
 def autocast_error(subject: Subject) -> None:
-    """Under autocast to bfloat16 the error is at most 0.4 times that of rounding the embeddings and the gradients.
+    """Under autocast to bfloat16 the error is at most 0.4 times that of rounding the embeddings and
+    the gradients.
 
     Autocast runs the product of float32 embeddings in bfloat16 unless the loss opts out.
     """
@@ -92,7 +108,9 @@ def zero_vectors(subject: Subject) -> None:
 
 @check()
 def zero_vectors_in_half_precision(subject: Subject) -> None:
-    """Embeddings of zeros are harmless in half precision: the 1e-12 that keeps a length above 0 is 0 in float16."""
+    """Embeddings of zeros are harmless in half precision: the 1e-12 that keeps a length above 0 is
+    0 in float16.
+    """
     for dtype in (torch.float16, torch.bfloat16):
         finite(f"zero vectors in {dtype}", _with_zeros(subject, dtype))
 
@@ -114,7 +132,8 @@ def long_embeddings(subject: Subject) -> None:
 
 @check("normalizes")
 def short_embeddings(subject: Subject) -> None:
-    """Embeddings of length 2^-30, 1e-9, give the same loss in float32, also where an eps keeps lengths above 0.
+    """Embeddings of length 2^-30, 1e-9, give the same loss in float32, also where an eps keeps
+    lengths above 0.
 
     With the usual 1e-12 of :func:`torch.nn.functional.normalize` they do.
     """
@@ -124,12 +143,17 @@ def short_embeddings(subject: Subject) -> None:
 def _extreme(batch: Batch) -> list[Batch]:
     """Return pairs that are equal, pairs that are opposite, and embeddings that are all equal."""
     first = batch.images[:1].expand(len(batch.images), -1)
-    return [batch._replace(texts=batch.images), batch._replace(texts=-batch.images), batch.of(first, first)]
+    return [
+        batch._replace(texts=batch.images),
+        batch._replace(texts=-batch.images),
+        batch.of(first, first),
+    ]
 
 
 @check()
 def extreme_scores(subject: Subject) -> None:
-    """Pairs that are equal, opposite, or all alike leave the value and its gradients finite in float32.
+    """Pairs that are equal, opposite, or all alike leave the value and its gradients finite in
+    float32.
 
     Cosines of 1 and -1 are the ends of logarithms, roots and arcs.
     """
@@ -140,9 +164,11 @@ def extreme_scores(subject: Subject) -> None:
 
 @check("temperature")
 def low_temperature(subject: Subject) -> None:
-    """A temperature of 0.004 leaves the value and its gradients finite in float32, or is refused with a ValueError.
+    """A temperature of 0.004 leaves the value and its gradients finite in float32, or is refused
+    with a ValueError.
 
-    An exponential of scores without their maximum overflows, and the logarithm of a softmax that is 0 is -inf.
+    An exponential of scores without their maximum overflows, and the logarithm of a softmax that is
+    0 is -inf.
     """
     try:
         options: dict[str, Any] = {"temperature": 0.004}

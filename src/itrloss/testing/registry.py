@@ -10,7 +10,9 @@ from .subject import Subject
 
 
 class Check(NamedTuple):
-    """A function that raises an AssertionError if a loss has not the property that its docstring states."""
+    """A function that raises an AssertionError if a loss has not the property that its docstring
+    states.
+    """
 
     function: Callable[[Subject], None]
     needs: tuple[str, ...]
@@ -25,7 +27,9 @@ CHECKS: dict[str, Check] = {}
 
 
 def check(*needs: str) -> Callable[[Callable[[Subject], None]], Callable[[Subject], None]]:
-    """Return a decorator that registers a check under its function's name; ``needs``: see :meth:`Subject.lacks`."""
+    """Return a decorator that registers a check under its function's name; ``needs``: see
+    :meth:`Subject.lacks`.
+    """
 
     def register(function: Callable[[Subject], None]) -> Callable[[Subject], None]:
         CHECKS[function.__name__] = Check(function, needs)

@@ -17,7 +17,9 @@ Status = Literal["passed", "failed", "expected failure", "skipped"]
 
 
 class Outcome(NamedTuple):
-    """What a check found. ``reason``: of a failure or a skip; of an expected failure, the one that was given."""
+    """What a check found. ``reason``: of a failure or a skip; of an expected failure, the one that
+    was given.
+    """
 
     name: str
     status: Status
@@ -40,11 +42,16 @@ class Report:
     def summary(self) -> str:
         """One line of numbers."""
         counts = [(len(self.names(status)), status) for status in get_args(Status)]
-        return f"{self.loss}: " + ", ".join(f"{number} {status}" for number, status in counts if number)
+        return f"{self.loss}: " + ", ".join(
+            f"{number} {status}" for number, status in counts if number
+        )
 
     def __str__(self) -> str:
         width = max((len(x.name) for x in self.outcomes), default=0)
-        rows = (f"{x.name:{width}}  {x.status:16}  {x.seconds:5.1f} s  {x.reason}" for x in self.outcomes)
+        rows = (
+            f"{x.name:{width}}  {x.status:16}  {x.seconds:5.1f} s  {x.reason}"
+            for x in self.outcomes
+        )
         return "\n".join([self.summary, *(row.rstrip() for row in rows)])
 
 
@@ -67,7 +74,8 @@ class LossCheck:
         return self.name
 
     def __call__(self) -> None:
-        """Raise an AssertionError if the loss fails, or passes although a failure is expected; SkipTest if neither.
+        """Raise an AssertionError if the loss fails, or passes although a failure is expected;
+        SkipTest if neither.
 
         pytest and unittest take a ``unittest.SkipTest`` for a skipped test.
         """
@@ -119,8 +127,8 @@ def loss_checks(
 ) -> list[LossCheck]:
     """Return the checks, each a function without arguments with ``str`` as its name, for pytest.
 
-    ``@pytest.mark.parametrize("check", loss_checks(loss), ids=str)`` makes a test of each; its body is ``check()``.
-    The arguments are those of :func:`check_loss`.
+    ``@pytest.mark.parametrize("check", loss_checks(loss), ids=str)`` makes a test of each; its body
+    is ``check()``. The arguments are those of :func:`check_loss`.
     """
     if not callable(loss):
         raise TypeError(f"loss: expected a module or function, got {type(loss).__name__}")
@@ -130,26 +138,37 @@ def loss_checks(
     for argument, names in (("expected_failures", expected), ("only", only or ())):
         unknown = sorted(set(names) - CHECKS.keys())
         if unknown:
-            raise ValueError(f"{argument}: expected names of checks, got {', '.join(map(repr, unknown))}")
+            raise ValueError(
+                f"{argument}: expected names of checks, got {', '.join(map(repr, unknown))}"
+            )
     subject = Subject(loss, call, ids, normalizes, processes)
-    return [LossCheck(name, subject, expected.get(name)) for name in CHECKS if only is None or name in only]
+    return [
+        LossCheck(name, subject, expected.get(name))
+        for name in CHECKS
+        if only is None or name in only
+    ]
 
 
 def check_loss(loss: Callable[..., Any], **options: Any) -> Report:
-    """Return the report of all checks on a contrastive loss, or raise an error that lists those that it fails.
+    """Return the report of all checks on a contrastive loss, or raise an error that lists those
+    that it fails.
 
     Copies of the loss are checked, on small batches on the CPU. See :doc:`testing` for the checks.
 
     Args:
-        loss: a module or function ``loss(images, texts)`` or ``loss(images, texts, image_ids, text_ids)`` of (N, D) and
-            (M, D) embeddings, and (N,) and (M,) integers of which equal ones match.
-        call: ``call(loss, images, texts)``, or with ids ``call(loss, images, texts, image_ids, text_ids)``, for a loss
-            with another signature.
-        ids: whether the loss takes ids. False: image i matches text i alone, and checks with ids are skipped.
-        normalizes: whether the loss, as it is called, is one of cosines. False: embeddings have unit length.
-        processes: 2 or more: also compare a loss with the attribute ``gather`` in so many processes. They are spawned,
-            so a script needs ``if __name__ == "__main__":``.
-        expected_failures: reasons by the names of checks. One that passes all the same counts as failed.
+        loss: a module or function ``loss(images, texts)`` or ``loss(images, texts, image_ids,
+            text_ids)`` of (N, D) and (M, D) embeddings, and (N,) and (M,) integers of which equal
+            ones match.
+        call: ``call(loss, images, texts)``, or with ids ``call(loss, images, texts, image_ids,
+            text_ids)``, for a loss with another signature.
+        ids: whether the loss takes ids. False: image i matches text i alone, and checks with ids
+            are skipped.
+        normalizes: whether the loss, as it is called, is one of cosines. False: embeddings have
+            unit length.
+        processes: 2 or more: also compare a loss with the attribute ``gather`` in so many
+            processes. They are spawned, so a script needs ``if __name__ == "__main__":``.
+        expected_failures: reasons by the names of checks. One that passes all the same counts as
+            failed.
         only: names of checks; all others are left out.
 
     Returns:
@@ -160,7 +179,11 @@ def check_loss(loss: Callable[..., Any], **options: Any) -> Report:
         ValueError: for a name that no check has.
     """
     checks = loss_checks(loss, **options)
-    name = type(loss).__name__ if hasattr(type(loss), "forward") else getattr(loss, "__name__", type(loss).__name__)
+    name = (
+        type(loss).__name__
+        if hasattr(type(loss), "forward")
+        else getattr(loss, "__name__", type(loss).__name__)
+    )
     report = Report(name, tuple(check.run() for check in checks))
     if report.names("failed"):
         raise ConformanceError(report)

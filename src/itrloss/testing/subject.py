@@ -14,7 +14,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class Batch(NamedTuple):
-    """Images (N, D) and texts (M, D); ids (N,) and (M,) that are equal for positives, or None for both: i matches i."""
+    """Images (N, D) and texts (M, D); ids (N,) and (M,) that are equal for positives, or None for
+    both: i matches i.
+    """
 
     images: Tensor
     texts: Tensor
@@ -30,7 +32,10 @@ class Batch(NamedTuple):
 
     def leaves(self) -> Batch:
         """Return the batch with copies of the embeddings that require gradients."""
-        return self.of(self.images.detach().clone().requires_grad_(), self.texts.detach().clone().requires_grad_())
+        return self.of(
+            self.images.detach().clone().requires_grad_(),
+            self.texts.detach().clone().requires_grad_(),
+        )
 
     def take(self, rows: Tensor, cols: Tensor) -> Batch:
         """Return the batch of these images and texts."""
@@ -62,7 +67,9 @@ def total(value: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Subject:
-    """A loss, and what is known of it, see :func:`itrloss.testing.check_loss`. Checks change copies of it only."""
+    """A loss, and what is known of it, see :func:`itrloss.testing.check_loss`. Checks change copies
+    of it only.
+    """
 
     loss: Callable[..., Any]
     call: Callable[..., Any] | None = None
@@ -76,13 +83,24 @@ class Subject:
         reasons = {
             "ids": (self.ids, "it takes no ids (ids=False)"),
             "pairing": (not self.ids or self.call is None, "call= always gets ids"),
-            "default ids": (self.ids and self.call is None, "it is not called both with ids and without"),
-            "normalizes": (self.normalizes, "it depends on the embeddings' lengths (normalizes=False)"),
+            "default ids": (
+                self.ids and self.call is None,
+                "it is not called both with ids and without",
+            ),
+            "normalizes": (
+                self.normalizes,
+                "it depends on the embeddings' lengths (normalizes=False)",
+            ),
             "module": (module, "it is no nn.Module"),
-            "parameters": (module and any(p.requires_grad for p in self.loss.parameters()), "it has no parameters"),
+            "parameters": (
+                module and any(p.requires_grad for p in self.loss.parameters()),
+                "it has no parameters",
+            ),
             "processes": (self.processes > 1, "asked for with processes=2"),
         }
-        holds, reason = reasons.get(feature, (hasattr(self.loss, feature), f"it has no attribute {feature!r}"))
+        holds, reason = reasons.get(
+            feature, (hasattr(self.loss, feature), f"it has no attribute {feature!r}")
+        )
         return "" if holds else reason
 
     def fresh(self, dtype: torch.dtype | None = None, **options: Any) -> Any:
@@ -95,7 +113,14 @@ class Subject:
         return loss
 
     def batch(
-        self, n: int, m: int | None = None, d: int = 8, *, classes: int | None = None, seed: int = 0, one: bool = False
+        self,
+        n: int,
+        m: int | None = None,
+        d: int = 8,
+        *,
+        classes: int | None = None,
+        seed: int = 0,
+        one: bool = False,
     ) -> Batch:
         """Return a float64 batch in which positives resemble each other a little.
 
@@ -104,13 +129,22 @@ class Subject:
         generator = torch.Generator().manual_seed(seed)
         sample = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
         one = one or not self.ids
-        m, classes = (n, n) if one else (n if m is None else m, max(3, n // 3) if classes is None else classes)
-        ids = [torch.arange(n) if one else torch.randint(classes, (size,), generator=generator) for size in (n, m)]
+        m, classes = (
+            (n, n)
+            if one
+            else (n if m is None else m, max(3, n // 3) if classes is None else classes)
+        )
+        ids = [
+            torch.arange(n) if one else torch.randint(classes, (size,), generator=generator)
+            for size in (n, m)
+        ]
         centres = sample(classes, d)
         images, texts = (centres[x] + sample(len(x), d) for x in ids)
         if self.normalizes:
             images, texts = (
-                x * (0.5 + 1.5 * torch.rand(len(x), 1, generator=generator, dtype=torch.float64)) / math.sqrt(d)
+                x
+                * (0.5 + 1.5 * torch.rand(len(x), 1, generator=generator, dtype=torch.float64))
+                / math.sqrt(d)
                 for x in (images, texts)
             )
         else:
@@ -118,7 +152,9 @@ class Subject:
         return Batch(images, texts, *(ids if self.ids else (None, None)))
 
     def axes(self, n: int) -> Batch:
-        """Return a float64 batch of n pairs along the axes, whose cosines are 1 and 0 however products round."""
+        """Return a float64 batch of n pairs along the axes, whose cosines are 1 and 0 however
+        products round.
+        """
         units = torch.eye(8, dtype=torch.float64)[torch.arange(n) % 8]
         return self.batch(n, one=True).of(units, units.clone())
 
@@ -126,7 +162,9 @@ class Subject:
         return self.fresh(torch.float64 if batch.images.dtype == torch.float64 else None)
 
     def output(self, batch: Batch, loss: Any = None) -> Any:
-        """Return what a loss returns for a batch; by default, a fresh copy, of float64 for a float64 batch."""
+        """Return what a loss returns for a batch; by default, a fresh copy, of float64 for a
+        float64 batch.
+        """
         loss = self._fresh_for(batch) if loss is None else loss
         inputs = batch if self.ids and batch.image_ids is not None else batch[:2]
         return loss(*inputs) if self.call is None else self.call(loss, *inputs)
@@ -147,8 +185,12 @@ def trained(loss: Any) -> list[Tensor]:
     return [p for p in loss.parameters() if p.requires_grad] if isinstance(loss, nn.Module) else []
 
 
-def gradients(value: Tensor, images: Tensor, texts: Tensor, loss: Any, **options: Any) -> tuple[Any, ...]:
-    """Return the gradients of a value: images, texts, and a tuple of those of the loss's parameters."""
+def gradients(
+    value: Tensor, images: Tensor, texts: Tensor, loss: Any, **options: Any
+) -> tuple[Any, ...]:
+    """Return the gradients of a value: images, texts, and a tuple of those of the loss's
+    parameters.
+    """
     assert value.requires_grad, "the value has no gradient"
     leaves = [images, texts, *trained(loss)]
     own = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True, **options)
@@ -158,12 +200,23 @@ def gradients(value: Tensor, images: Tensor, texts: Tensor, loss: Any, **options
 def same(what: str, got: Any, expected: Any, rtol: float = 1e-7, atol: float = 1e-9) -> None:
     """Raise an AssertionError unless two results, or tensors, are equal up to rounding."""
     torch.testing.assert_close(
-        tree_leaves(got), tree_leaves(expected), rtol=rtol, atol=atol, check_dtype=False, msg=lambda m: f"{what}: {m}"
+        tree_leaves(got),
+        tree_leaves(expected),
+        rtol=rtol,
+        atol=atol,
+        check_dtype=False,
+        msg=lambda m: f"{what}: {m}",
     )
 
 
 def finite(what: str, result: Result) -> None:
     """Raise an AssertionError unless a value and its gradients are finite."""
-    for name, x in (("value", result.value), ("gradient of images", result.images), ("of texts", result.texts)):
+    for name, x in (
+        ("value", result.value),
+        ("gradient of images", result.images),
+        ("of texts", result.texts),
+    ):
         assert bool(x.isfinite().all()), f"{what}: the {name} is not finite"
-    assert all(bool(x.isfinite().all()) for x in result.parameters), f"{what}: a parameter's gradient is not finite"
+    assert all(bool(x.isfinite().all()) for x in result.parameters), (
+        f"{what}: a parameter's gradient is not finite"
+    )

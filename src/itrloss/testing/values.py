@@ -16,7 +16,8 @@ def _order(size: int, seed: int = 1) -> torch.Tensor:
 def result_is_a_number(subject: Subject) -> None:
     """The loss is one finite floating-point number with a gradient, float64 for float64 input.
 
-    A trainer calls ``backward`` on it, and a loss that computes in float32 whatever it gets cannot be verified.
+    A trainer calls ``backward`` on it, and a loss that computes in float32 whatever it gets cannot
+    be verified.
     """
     batch = subject.batch(7, 9)
     value = subject.output(batch._replace(images=batch.images.requires_grad_()))
@@ -50,25 +51,35 @@ def order_of_each_side(subject: Subject) -> None:
     """
     batch, p, q = subject.batch(11, 17), _order(11), _order(17, 2)
     got, expected = subject.result(batch.take(p, q)), subject.result(batch)
-    same("in another order", got, expected._replace(images=expected.images[p], texts=expected.texts[q]))
+    same(
+        "in another order",
+        got,
+        expected._replace(images=expected.images[p], texts=expected.texts[q]),
+    )
 
 
 @check()
 def swapped_sides(subject: Subject) -> None:
     """Images and texts may change places.
 
-    In retrieval both directions count. Losses of one direction fail, as do those that mix up rows and columns in one.
+    In retrieval both directions count. Losses of one direction fail, as do those that mix up rows
+    and columns in one.
     """
     batch = subject.batch(9, 14)
     expected = subject.result(batch)
-    same("swapped", subject.result(batch.swapped()), expected._replace(images=expected.texts, texts=expected.images))
+    same(
+        "swapped",
+        subject.result(batch.swapped()),
+        expected._replace(images=expected.texts, texts=expected.images),
+    )
 
 
 @check("ids")
 def renamed_ids(subject: Subject) -> None:
     """Ids are names: negative, very large and unordered ones mean the same as 0, 1, 2.
 
-    They are keys of a database or file numbers. As indices, in float32 or in small integers they would collide.
+    They are keys of a database or file numbers. As indices, in float32 or in small integers they
+    would collide.
     """
     batch = subject.batch(9, 14)
     expected = subject.result(batch)
@@ -94,21 +105,26 @@ def ids_left_out(subject: Subject) -> None:
 
 @check("ids")
 def ids_matter(subject: Subject) -> None:
-    """Further pairs with equal ids are no negatives: the value differs from that of one positive for each anchor.
+    """Further pairs with equal ids are no negatives: the value differs from that of one positive
+    for each anchor.
 
-    The same image twice in a batch, or two captions of one, are false negatives of each other otherwise.
+    The same image twice in a batch, or two captions of one, are false negatives of each other
+    otherwise.
     """
     batch, ids = subject.batch(9, one=True), torch.arange(9)
     ids[5] = 0
     value, other = (subject.value(x) for x in (batch, batch.with_ids(ids, ids)))
-    assert not torch.isclose(value, other, rtol=1e-9), "two pairs of one class count as those of two"
+    assert not torch.isclose(value, other, rtol=1e-9), (
+        "two pairs of one class count as those of two"
+    )
 
 
 @check()
 def duplicates(subject: Subject) -> None:
     """Identical embeddings leave the value and its gradients finite.
 
-    A frozen encoder returns the same row for the same image. Square roots of distances have infinite slopes there.
+    A frozen encoder returns the same row for the same image. Square roots of distances have
+    infinite slopes there.
     """
     twice = torch.arange(6).repeat(2)
     for batch in (subject.batch(6, one=True), subject.axes(6)):
@@ -126,17 +142,23 @@ def without_positives(subject: Subject) -> None:
     ids = [x.clone() for x in batch[2:]]  # type: ignore[union-attr]
     ids[0][2], ids[1][3] = 100, 200
     finite("one image and one text without a positive", subject.result(batch.with_ids(*ids)))
-    finite("no positives at all", subject.result(batch.with_ids(torch.arange(9), torch.arange(14) + 50)))
+    finite(
+        "no positives at all",
+        subject.result(batch.with_ids(torch.arange(9), torch.arange(14) + 50)),
+    )
 
 
 @check("ids")
 def without_negatives(subject: Subject) -> None:
     """Anchors without a negative leave the value and its gradients finite.
 
-    A batch of one class happens with class labels. The log-sum-exp of no negatives is -inf, and its slope nan.
+    A batch of one class happens with class labels. The log-sum-exp of no negatives is -inf, and its
+    slope nan.
     """
     batch = subject.batch(5, 7)
-    same_class = batch.with_ids(torch.zeros(5, dtype=torch.int64), torch.zeros(7, dtype=torch.int64))
+    same_class = batch.with_ids(
+        torch.zeros(5, dtype=torch.int64), torch.zeros(7, dtype=torch.int64)
+    )
     finite("one class", subject.result(same_class))
 
 
@@ -181,17 +203,27 @@ def rotation(subject: Subject) -> None:
     turn = torch.linalg.qr(torch.randn(8, 8, generator=generator, dtype=torch.float64)).Q
     expected = subject.result(batch)
     got = subject.result(batch.of(batch.images @ turn, batch.texts @ turn))
-    same("rotated", got, expected._replace(images=expected.images @ turn, texts=expected.texts @ turn))
+    same(
+        "rotated",
+        got,
+        expected._replace(images=expected.images @ turn, texts=expected.texts @ turn),
+    )
 
 
 @check("normalizes")
 def scaled_embeddings(subject: Subject) -> None:
-    """The length of each embedding changes nothing: the loss is one of cosines. Gradients go as 1 / length."""
+    """The length of each embedding changes nothing: the loss is one of cosines. Gradients go as 1 /
+    length.
+    """
     batch = subject.batch(9, 14)
     by = [torch.linspace(0.1, 9, len(x), dtype=torch.float64)[:, None] for x in batch[:2]]
     expected = subject.result(batch)
     got = subject.result(batch.of(batch.images * by[0], batch.texts * by[1]))
-    same("scaled", got, expected._replace(images=expected.images / by[0], texts=expected.texts / by[1]))
+    same(
+        "scaled",
+        got,
+        expected._replace(images=expected.images / by[0], texts=expected.texts / by[1]),
+    )
 
 
 def _learnt(subject: Subject, batch: Batch) -> None:
@@ -205,7 +237,9 @@ def _learnt(subject: Subject, batch: Batch) -> None:
         value.backward()
         optimizer.step()
         values.append(value.item())
-    assert values[-1] < values[0], f"150 steps took the loss from {values[0]:.4g} to {values[-1]:.4g}"
+    assert values[-1] < values[0], (
+        f"150 steps took the loss from {values[0]:.4g} to {values[-1]:.4g}"
+    )
     images, texts = (x.detach() for x in leaves)
     if subject.normalizes:
         images, texts = (torch.nn.functional.normalize(x, dim=1) for x in (images, texts))
@@ -216,18 +250,23 @@ def _learnt(subject: Subject, batch: Batch) -> None:
     hardest = scores.masked_fill(positive, float("-inf")).amax(1)
     wrong = ((best <= hardest) & positive.any(1)).nonzero().flatten().tolist()
     assert not wrong, f"after 150 steps a negative scores above all positives of images {wrong}"
-    assert scores[positive].mean() > scores[~positive].mean(), "after 150 steps positives score below negatives"
+    assert scores[positive].mean() > scores[~positive].mean(), (
+        "after 150 steps positives score below negatives"
+    )
 
 
 @check()
 def learns_pairs(subject: Subject) -> None:
-    """Descent on free embeddings of eight pairs ends with each image's own text ahead of all others."""
+    """Descent on free embeddings of eight pairs ends with each image's own text ahead of all
+    others.
+    """
     _learnt(subject, subject.batch(8, d=4, one=True))
 
 
 @check("ids")
 def learns_classes(subject: Subject) -> None:
-    """Descent on free embeddings of four classes ends with a positive of each image ahead of its negatives.
+    """Descent on free embeddings of four classes ends with a positive of each image ahead of its
+    negatives.
 
     On the mean, positives score higher than negatives.
     """
@@ -236,14 +275,18 @@ def learns_classes(subject: Subject) -> None:
 
 @check("pairing")
 def unpaired_batches_are_refused(subject: Subject) -> None:
-    """Without ids, more images than texts raise an error: a loss that broadcasts would return a number."""
+    """Without ids, more images than texts raise an error: a loss that broadcasts would return a
+    number.
+    """
     batch = subject.batch(5, one=True)
     for size in (4, 1):
         try:
             subject.value(Batch(batch.images, batch.texts[:size]))
         except Exception:
             continue
-        raise AssertionError(f"5 images and {size} text(s) without ids: expected an error, got a value")
+        raise AssertionError(
+            f"5 images and {size} text(s) without ids: expected an error, got a value"
+        )
 
 
 @check()
@@ -260,7 +303,9 @@ def other_dimensions_are_refused(subject: Subject) -> None:
 
 @check()
 def nan_is_not_hidden(subject: Subject) -> None:
-    """A nan in an embedding makes the loss nan, or raises an error: training must not go on unnoticed."""
+    """A nan in an embedding makes the loss nan, or raises an error: training must not go on
+    unnoticed.
+    """
     batch = subject.batch(5, one=True)
     batch.images[2, 3] = float("nan")
     try:
