@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import itrloss
 from itrloss import compat
-from itrloss.engine.scores import normalized
+from itrloss.engine.vectors import normalized
 from itrloss.testing import check_loss
 
 

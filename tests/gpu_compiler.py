@@ -24,11 +24,11 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from itrloss.engine import triton as engine
-from itrloss.engine.answers import ANSWERS
+from itrloss.engine.terms import ANSWERS
 from itrloss.engine.kernels import FORMS
 from itrloss.engine.pairs import Pairs
 from itrloss.engine.reduce import Question
-from itrloss.engine.scores import Scores
+from itrloss.engine.vectors import Scores
 
 
 class Absent:

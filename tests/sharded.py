@@ -209,7 +209,8 @@ def filled_memory(config: dict[str, Any], dtype: torch.dtype) -> itrloss.Coupled
     memory = itrloss.CoupledMemory(11, D, dtype=dtype)
     keys = torch.randn(2, 9, D, generator=generator, dtype=torch.float64).to(dtype)
     memory._labelled = config["ids"] != "none"
-    from itrloss.engine.scores import IGNORE_ID, normalized
+    from itrloss.engine.pairs import IGNORE_ID
+    from itrloss.engine.vectors import normalized
 
     memory.images[:9], memory.texts[:9] = normalized(keys[0]), normalized(keys[1])
     memory.ids[:9] = torch.arange(9) % 4 if memory._labelled else torch.arange(9) + IGNORE_ID + 1

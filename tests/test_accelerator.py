@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import itrloss
-from itrloss.engine.answers import hinge, log1p_relu
+from itrloss.engine.terms import hinge, log1p_relu
 
 N, M, D, K = 16, 24, 8, 40
 ENGINES = ("dense", "tiled", "triton")

@@ -34,7 +34,7 @@ from torch.autograd import gradcheck, gradgradcheck
 import itrloss
 from itrloss import Anchors, Similarity
 from itrloss.engine import pairs, scores
-from itrloss.engine.answers import (
+from itrloss.engine.terms import (
     hinge,
     identity,
     log1p_clamp,
@@ -42,7 +42,7 @@ from itrloss.engine.answers import (
     negative_log_likelihood,
     softplus,
 )
-from itrloss.engine.scores import IGNORE_ID
+from itrloss.engine.pairs import IGNORE_ID
 from itrloss.metrics import retrieval_metrics
 
 # Functions of anchors, and of one parameter per anchor between 2 and 6; see `parameters`.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import itrloss
 from itrloss import Anchors, Similarity, functional
-from itrloss.engine.scores import IGNORE_ID
+from itrloss.engine.pairs import IGNORE_ID
 
 ENGINES = ("dense", "tiled")
 DIRECTIONS = ("image-text", "text-image", "image-image", "text-text")

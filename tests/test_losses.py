@@ -26,7 +26,7 @@ from torch.autograd import gradcheck
 
 import itrloss
 from itrloss import Similarity
-from itrloss.engine.answers import identity
+from itrloss.engine.terms import identity
 
 # name -> (module, the oracle's function, the module's options, the oracle's options)
 TRIPLET, INFONCE, HAL, DCL, SUPCON, MULTI, CIRCLE = (

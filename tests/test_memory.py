@@ -21,7 +21,7 @@ from torch.autograd import gradcheck
 import itrloss
 from itrloss import CoupledMemory, MomentumEncoder
 from itrloss.engine import scores as engine_scores
-from itrloss.engine.answers import identity, log1p_clamp, log1p_relu, softplus
+from itrloss.engine.terms import identity, log1p_clamp, log1p_relu, softplus
 from itrloss.memory import MemorySimilarity
 
 ENGINES = ("dense", "tiled")

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from itrloss import mine_hard_negatives
-from itrloss.engine.scores import IGNORE_ID
+from itrloss.engine.pairs import IGNORE_ID
 from itrloss.peak import peak_memory
 
 

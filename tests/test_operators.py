@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import itrloss
-from itrloss.engine.answers import ANSWERS
-from itrloss.engine.scores import IGNORE_ID, Scores
+from itrloss.engine.terms import ANSWERS
+from itrloss.engine.pairs import IGNORE_ID
+from itrloss.engine.vectors import Scores
 
 N, M = 7, 9
 

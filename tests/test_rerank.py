@@ -596,7 +596,7 @@ def test_two_stages_put_the_best_candidates_in_the_second_scorers_order(engine, 
             wanted = sorted(order[:4], key=lambda c: -(F[q, c] + weight * S[q, c])) + order[4:]
             assert scores[q].argsort(descending=True).tolist() == wanted
     assert torch.equal(method.topk(sim, 6).i2t.indices, found.i2t.topk(6).indices)
-    v, w = sim._inputs
+    v, w = sim.embeddings
     single = TwoStageReranker(scorer, M).topk(
         Similarity(v[:1], w, torch.arange(1), torch.arange(M)), 1
     )

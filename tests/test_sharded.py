@@ -14,7 +14,7 @@ from sharded import LOSSES, SAMPLES, batch, configuration, filled_memory, joined
 
 import itrloss
 from itrloss import Anchors, Similarity
-from itrloss.engine.answers import identity
+from itrloss.engine.terms import identity
 
 
 def sharded(

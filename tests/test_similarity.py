@@ -14,7 +14,7 @@ from cases import embeddings
 
 import itrloss
 from itrloss import Similarity
-from itrloss.engine.answers import identity
+from itrloss.engine.terms import identity
 
 V, W = embeddings(4, 6, dtype=torch.float32)
 IDS = torch.arange(4), torch.arange(6)

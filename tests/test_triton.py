@@ -23,11 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from itrloss import Similarity
 from itrloss.engine import reduce, scores
-from itrloss.engine.answers import ANSWERS as FUNCTIONS
-from itrloss.engine.answers import pair_term
+from itrloss.engine.terms import ANSWERS as FUNCTIONS
+from itrloss.engine.terms import pair_term
 from itrloss.engine.matrix import choose_engine
 from itrloss.engine.pairs import Pairs
-from itrloss.engine.scores import IGNORE_ID, Scores
+from itrloss.engine.pairs import IGNORE_ID
+from itrloss.engine.vectors import Scores
 from itrloss.functional import info_nce_loss
 
 pytest.importorskip("triton")

@@ -169,6 +169,17 @@ def as_params(
     return tensors
 
 
+def as_value(
+    name: str, value: Any, size: int, dtype: torch.dtype, device: torch.device
+) -> float | Tensor:
+    """Return a number as a float, or a tensor of one value or ``size`` values as (1,) or (size,)."""
+    if isinstance(value, Tensor):
+        (tensor,) = as_params(name, (value,), size, dtype, device)
+        return tensor
+    check_number(name, value)
+    return float(value)
+
+
 def as_bias(name: str, bias: Any, size: int, device: torch.device) -> Tensor | None:
     """Return the (size,) bias of candidates, detached, on the device; None if there is none."""
     if bias is None:

@@ -384,11 +384,11 @@ def _bank(args: argparse.Namespace, sim: Similarity, side: int) -> Tensor | None
             )
             raise ValueError(f"{text}: --bank-{one}s has others")
         return None
-    bank, by_scores = _matrix(args, path), sim._inputs is None
+    bank, by_scores = _matrix(args, path), sim.embeddings is None
     if by_scores and side == 1 and args.image_ids is None:
         bank = fold_repeated(bank)
     axis = 0 if by_scores and side == 1 else 1  # with images as rows
-    size = sim.shape[1 - side] if sim._inputs is None else sim._inputs[0].shape[1]
+    size = sim.shape[1 - side] if sim.embeddings is None else sim.embeddings[0].shape[1]
     if bank.shape[axis] != size:
         axes = (f"({size}, B)", f"(B, {size})")[axis]
         raise ValueError(f"{path}: expected {axes}, got shape {tuple(bank.shape)}")
@@ -405,7 +405,7 @@ def _check_folds(args: argparse.Namespace, sim: Similarity, banks: Sequence[Tens
         raise ValueError(
             "--folds: nothing is ranked among all candidates then, as --out and --rankings have it"
         )
-    if sim._inputs is None and any(bank is not None for bank in banks):
+    if sim.embeddings is None and any(bank is not None for bank in banks):
         raise ValueError(
             "--folds: banks of scores contain all candidates, those of a part are others"
         )

@@ -111,7 +111,7 @@ def compare_rerankers(
     tried: list[tuple[str, Banks | None]] = [(PLAIN, None)]
     for name in methods:
         kind = METHODS[name]
-        if kind.needs_embeddings and sim._inputs is None:
+        if kind.needs_embeddings and sim.embeddings is None:
             left_out[name] = "needs embeddings: itrloss eval"
         elif name == "k-reciprocal" and sum(sim.shape) > folds * K_RECIPROCAL_ITEMS:
             left_out[name] = (
@@ -151,7 +151,7 @@ def _made(
             else METHODS[name]()
         )
     elif (
-        banks is not None and validation._inputs is not None
+        banks is not None and validation.embeddings is not None
     ):  # banks of embeddings fit the validation set too
         return FastReranker().fit(*banks).calibrate(validation)
     else:  # scores of a bank are of the test candidates

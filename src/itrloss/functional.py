@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .anchors import Anchors, Limit
+from .anchors import Reduction as Reduction
 from .checks import Names, as_ids, check_embeddings, one_of
-from .engine.scores import compute_dtype, host_may_read
-from .groups import Reduction as Reduction
+from .engine.vectors import compute_dtype, host_may_read
 from .memory import MemorySimilarity
 from .sets import Aggregation as Aggregation
 from .sets import PairReduction as PairReduction
@@ -28,7 +28,7 @@ from .sets import dynamic_orthogonal_loss as dynamic_orthogonal_loss
 from .sets import set_similarity as set_similarity
 from .sets import variance_aware_loss as variance_aware_loss
 from .similarity import Engine, Similarity
-from .terms import hinge, log1p_clamp, log1p_relu, negative_log_likelihood, pair_term, softplus
+from .terms import hinge, log1p_clamp, log1p_relu, pair_term, softplus
 
 Diversity = Literal["std", "entropy", None]
 Mining = Literal["hardest", "all"]
@@ -37,7 +37,8 @@ PositiveForm = Literal["clamp", "relu"]
 PositiveFrom = Literal["key", "batch"]
 DiversityFrom = Literal["both", "batch"]
 
-_TERMS = {"clamp": log1p_clamp, "relu": log1p_relu}
+ATTRACTIONS = {"clamp": log1p_clamp, "relu": log1p_relu}
+LINEAR_SOFTPLUS = 40.0  # above it, log(1 + e^z) equals z in float64
 
 
 def std_diversity(sim: Anchors, epsilon: float = 0.1) -> Tensor:
@@ -71,21 +72,21 @@ def _diversity(
     epsilon: float,
     temperature: float = 1.0,
     detached: bool = False,
-) -> Tensor:  # (A,)
+) -> Tensor:
+    """Return the (A,) diversity of each anchor's negatives, at most 1 in each group."""
     if not isinstance(anchors, Anchors):
         _refuse("sim", anchors, Similarity)
     if kind not in ("std", "entropy"):
         one_of("diversity", kind, "std", "entropy", None)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not detached):
-        spread = (
-            anchors.mean_std().std
-            if kind == "std"
-            else anchors.entropy(temperature).clamp_min(1e-6)
-        )
+        if kind == "std":
+            spread = anchors.mean_std().std
+        else:
+            spread = anchors.entropy(temperature).clamp_min(1e-6)
         raw = torch.exp(-epsilon / spread) + 1
-        parts = raw.split(anchors.sizes)
-        tops = [x.amax() for x in parts] if anchors.exchange is None else anchors.group_amax(raw)
-        return torch.cat([x / top for x, top in zip(parts, tops, strict=True)])
+        tops = anchors.group_amax(raw)
+        parts = zip(anchors.split(raw), tops, strict=True)
+        return torch.cat([part / top for part, top in parts])
 
 
 def diversity_contrastive_loss(
@@ -103,30 +104,36 @@ def diversity_contrastive_loss(
     positives: Anchors | None = None,
     diversity_of: Sequence[Anchors] = (),
 ) -> Any:
-    """Return the diversity-sensitive contrastive loss, DCL; see
-    :class:`itrloss.DiversityContrastiveLoss`.
+    """Return the diversity-sensitive contrastive loss; see :class:`itrloss.DiversityContrastiveLoss`.
 
     A tensor (A,) for ``diversity`` holds diversity scores of your own. ``positives``: the same
     anchors with other candidates, from which the positives are taken, while the negatives come from
-    ``sim``. ``diversity_of``: likewise those over which diversities are averaged.
+    ``sim``. ``diversity_of``: the same anchors with the candidates over which diversities are
+    averaged.
     """
-    anchors = sim.both if isinstance(sim, Anchors) else _refuse("sim", sim, Similarity)
-    if positive not in _TERMS:
-        one_of("positive", positive, *_TERMS)
+    anchors = _anchors(sim)
+    one_of("positive", positive, *ATTRACTIONS)
+    at_most = None
     if diversity is not None and not isinstance(diversity, Tensor):
         settings = diversity, epsilon, entropy_temperature, detach_diversity
         several = [_diversity(x, *settings) for x in diversity_of or (anchors,)]
         diversity = several[0] if len(several) == 1 else torch.stack(several).mean(0)
-    scale = 1 / temperature if diversity is None else 1 / (temperature * diversity)
-    repulsion = anchors.logsumexp(scale)
-    attraction = (anchors if positives is None else positives).mean_of_positives(_TERMS[positive])
+        if epsilon >= 0:  # then a diversity is in [1/2, 1]
+            at_most = 2 / temperature
+    scale: Any = 1 / temperature
+    if diversity is not None:
+        scale = 1 / (temperature * diversity)
+    negatives = anchors.logsumexp(scale, at_most=at_most)
+    repulsion = F.softplus(negatives - scale * margin, threshold=LINEAR_SOFTPLUS)
+    own = anchors if positives is None else positives
+    attraction = own.mean_of_positives(ATTRACTIONS[positive])
     weight = temperature if positive_weight == "paper" else float(positive_weight)
-    values = (
-        temperature * F.softplus(repulsion - scale * margin, threshold=40) - weight * attraction
-    )
+    values = temperature * repulsion - weight * attraction
     if positives is None:
         return anchors.reduce(values, reduction)
-    valid = (repulsion != -torch.inf) & (positives.one_to_one or positives.positive_counts > 0)
+    valid = negatives != -torch.inf
+    if not positives.one_to_one:
+        valid = valid & (positives.positive_counts > 0)
     return anchors.reduce(values, reduction, valid)
 
 
@@ -179,11 +186,12 @@ def hubness_aware_loss(
         return diversity_contrastive_loss(
             sim, 1 / scale, margin, None, positive_weight=1.0, **options
         )
-    anchors = sim.both if isinstance(sim, Anchors) else _refuse("sim", sim, Similarity)
-    one_of("positive", positive, *_TERMS)
-    repulsion = F.softplus(anchors.logsumexp(scale) - scale * margin, threshold=40) / scale
-    attraction = 0.5 * anchors.per_pair(anchors.sum_of_positives(_TERMS[positive]))
-    return anchors.reduce(repulsion - attraction, reduction)
+    anchors = _anchors(sim)
+    one_of("positive", positive, *ATTRACTIONS)
+    negatives = anchors.logsumexp(scale)
+    repulsion = F.softplus(negatives - scale * margin, threshold=LINEAR_SOFTPLUS) / scale
+    attraction = anchors.per_pair(anchors.sum_of_positives(ATTRACTIONS[positive]))
+    return anchors.reduce(repulsion - 0.5 * attraction, reduction)
 
 
 def unified_training_objective(
@@ -201,21 +209,18 @@ def unified_training_objective(
     if not isinstance(sims, MemorySimilarity):
         _refuse("sims", sims, MemorySimilarity)
     batch = hubness_aware_loss(sims.batch, **options)
-    sides = zip(
-        (text_memory_weight, image_memory_weight),
-        sims.memory.groups(),
-        sims.keys.groups(),
-        strict=True,
-    )
-    queues = [
-        (weight, hubness_aware_loss(memory, **options, positives=keys))
-        for weight, memory, keys in sides
-    ]
+    queues = []
+    for memory, keys in zip(sims.memory.groups(), sims.keys.groups(), strict=True):
+        queues.append(hubness_aware_loss(memory, **options, positives=keys))
+    of_images, of_texts = queues  # against the memory's texts, and against its images
     if isinstance(batch, Tensor):
-        return batch_weight * batch + sum(weight * value for weight, value in queues)
-    return tuple(
-        batch_weight * b + weight * value
-        for b, (weight, (value,)) in zip(batch, queues, strict=True)
+        return (
+            batch_weight * batch + text_memory_weight * of_images + image_memory_weight * of_texts
+        )
+    batch_images, batch_texts = batch
+    return (
+        batch_weight * batch_images + text_memory_weight * of_images[0],
+        batch_weight * batch_texts + image_memory_weight * of_texts[0],
     )
 
 
@@ -236,35 +241,45 @@ def info_nce_loss(
     :func:`diversity_contrastive_loss`. Negatives count ``below`` a limit, of a ``guide``'s scores if there is one: see
     :meth:`itrloss.Anchors.logsumexp`.
     """
-    anchors = sim.both if isinstance(sim, Anchors) else _refuse("sim", sim, Similarity)
+    anchors = _anchors(sim)
     if isinstance(temperature, Tensor):
-        # in half precision its reciprocal would be inaccurate
-        temperature = temperature.to(anchors.dtype)
+        temperature = temperature.to(anchors.dtype)  # its reciprocal in half types is inaccurate
     scale = 1 / temperature
-    if hardness:  # the exponent is scale * S + hardness * S, of which the latter has no gradient
-        share, rest = scale / (scale + hardness), hardness / (scale + hardness)
-        share, rest = (x.detach() if isinstance(x, Tensor) else x for x in (share, rest))
-        repulsion = anchors.logsumexp(scale / share, below=below, guide=guide)
-        # not 1 - share, which a low hardness rounds to 0: times an empty sum's -inf that would be
-        # nan
-        repulsion = share * repulsion + rest * repulsion.detach()
+    if hardness:
+        negatives = _hard_negatives(anchors, scale, hardness, below, guide)
     else:
-        repulsion = anchors.logsumexp(scale, below=below, guide=guide)
+        negatives = anchors.logsumexp(scale, below=below, guide=guide)
     own = anchors if positives is None else positives
-    loss = own.mean_of_positives(negative_log_likelihood, repulsion, scale)
-    valid = (
-        None
-        if positives is None
-        else (anchors.negative_counts > 0) & (positives.positive_counts > 0)
-    )
-    return anchors.reduce(loss, reduction, valid)
+    # -log p = log(1 + exp(L - a S)) with the negatives' log-sum-exp L
+    values = own.mean_of_positives(softplus, scale=-scale, shift=negatives)
+    valid = None
+    if positives is not None:
+        valid = (anchors.negative_counts > 0) & (positives.positive_counts > 0)
+    return anchors.reduce(values, reduction, valid)
+
+
+def _hard_negatives(
+    anchors: Anchors,
+    scale: Any,
+    hardness: float,
+    below: Limit,
+    guide: Anchors | None,
+) -> Tensor:
+    """Return the (A,) log-sum-exp of ``scale S + hardness S``, whose second part has no gradient."""
+    share = scale / (scale + hardness)
+    rest = hardness / (scale + hardness)  # 1 - share could be 0: times an empty sum's -inf, nan
+    if isinstance(scale, Tensor):
+        share = share.detach()
+        rest = rest.detach()
+    whole = anchors.logsumexp(scale / share, below=below, guide=guide)
+    return share * whole + rest * whole.detach()
 
 
 @pair_term
 def _taught(scores: Tensor, teacher: Tensor, scale: Tensor, norm: Tensor) -> Tensor:
     """Return ``S`` times its probability for a teacher, ``exp(a T - L)``."""
-    # pairs that are left out may overflow
-    return scores * (scale * teacher - norm).clamp_max(80.0).exp()
+    log_p = scale * teacher - norm
+    return scores * log_p.clamp_max(80.0).exp()  # pairs that are left out may overflow
 
 
 def distillation_loss(
@@ -279,7 +294,7 @@ def distillation_loss(
 
     ``teacher``: the same anchors of the teacher's similarities, which get no gradient.
     """
-    anchors = sim.both if isinstance(sim, Anchors) else _refuse("sim", sim, Similarity)
+    anchors = _anchors(sim)
     teacher = _other_model("teacher", teacher, sim).both.detach()
     if isinstance(temperature, Tensor):
         temperature = temperature.to(anchors.dtype)
@@ -309,11 +324,15 @@ def sigmoid_loss(
             )
     # A sum over the rows has each pair once; per-anchor values need the columns, too.
     anchors = sim if isinstance(sim, Similarity) and reduction != "none" else sim.both
-    values = anchors.sum(softplus, scale, bias) + anchors.sum_of_positives(softplus, -scale, -bias)
+    values = anchors.sum(softplus, scale=scale, shift=bias)
+    values = values + anchors.sum_of_positives(softplus, scale=-scale, shift=-bias)
     if isinstance(anchors, Similarity):
-        # the batches of several processes may all be empty
-        n, m = (max(1, size) for size in anchors.totals)
-        return anchors.total(values.sum()) * (0.5 / n + 0.5 / m if reduction == "mean" else 1)
+        total = anchors.total(values.sum())
+        if reduction == "sum":
+            return total
+        # The batches of several processes may all be empty.
+        n, m = [max(1, size) for size in anchors.totals]
+        return total * (0.5 / n + 0.5 / m)
     # One half of a pair's value counts for its row and the other for its column.
     existing = anchors.positive_counts + anchors.negative_counts > 0
     return anchors.reduce(0.5 * values, reduction, existing)
@@ -323,7 +342,7 @@ def triplet_loss(
     sim: Anchors, margin: float = 0.2, mining: Mining = "hardest", reduction: Reduction = "sum"
 ) -> Any:
     """Return the triplet ranking loss of VSE++; see :class:`itrloss.TripletLoss`."""
-    anchors = sim.both if isinstance(sim, Anchors) else _refuse("sim", sim, Similarity)
+    anchors = _anchors(sim)
     one_of("mining", mining, "hardest", "all")
     if mining == "hardest":
         values = anchors.sum_of_positives(hinge, anchors.hardest_negatives().values + margin)
@@ -352,33 +371,46 @@ def prototype_classification_loss(
     """
     for name, x in (("image_concepts", image_concepts), ("text_concepts", text_concepts)):
         check_embeddings(weight, x, False, Names("weight", name))
-    if text_concepts.shape != (shape := tuple(image_concepts.shape)):
+    shape = tuple(image_concepts.shape)
+    if text_concepts.shape != shape:
         raise ValueError(f"text_concepts: expected shape {shape}, got {tuple(text_concepts.shape)}")
     one_of("reduction", reduction, "mean", "sum", "none")
-    batch, classes = len(image_concepts), len(weight)
+    batch = len(image_concepts)
+    classes = len(weight)
     ids = as_ids("prototype_ids", prototype_ids, batch, weight.device)
-    if host_may_read(ids) and not 0 <= int(ids.amin()) <= int(ids.amax()) < classes:
-        got = f"{int(ids.amin())} to {int(ids.amax())}"
-        raise ValueError(f"prototype_ids: expected integers from 0 to {classes - 1}, got {got}")
+    if host_may_read(ids):
+        least, largest = int(ids.amin()), int(ids.amax())
+        if least < 0 or largest >= classes:
+            got = f"{least} to {largest}"
+            raise ValueError(
+                f"prototype_ids: expected integers from 0 to {classes - 1}, got {got}"
+            )
     dtype = compute_dtype(weight)  # autocast cannot concatenate float16 and bfloat16
     both = torch.cat([image_concepts.to(dtype), text_concepts.to(dtype)])
-    labels = ids.repeat(2), torch.arange(classes, device=ids.device)
-    logits = Similarity(both, weight, *labels, normalize=False, engine=engine)
-    values = logits.sum_of_positives(negative_log_likelihood, logits.logsumexp(), 1.0)
+    class_ids = torch.arange(classes, device=ids.device)
+    logits = Similarity(both, weight, ids.repeat(2), class_ids, normalize=False, engine=engine)
+    values = logits.sum_of_positives(softplus, scale=-1.0, shift=logits.logsumexp())
     if reduction == "none":
         return values[:batch], values[batch:]
-    return values.sum() / (batch if reduction == "mean" else 1)
+    total = values.sum()
+    return total / batch if reduction == "mean" else total
+
+
+def _anchors(sim: Any) -> Anchors:
+    """Return the rows and columns of a similarity; raise an error if it is none."""
+    if not isinstance(sim, Anchors):
+        _refuse("sim", sim, Similarity)
+    return sim.both
 
 
 def _other_model(name: str, other: Any, sim: Any) -> Any:
-    """Return another model's similarities; raise an error unless they have as many rows and columns
-    as ``sim``.
-    """
+    """Return another model's similarities, which have to be of as many rows and columns."""
     if not isinstance(other, Anchors):
         _refuse(name, other, Similarity)
-    sizes = [[m.shape for group in x._groups for m, _ in group] for x in (sim.both, other.both)]
-    if sizes[0] != sizes[1]:
-        got = f"{sizes[1][0]} beside {sizes[0][0]}"
+    own_shapes = sim.both.shapes
+    other_shapes = other.both.shapes
+    if own_shapes != other_shapes:
+        got = f"{other_shapes[0]} beside {own_shapes[0]}"
         raise ValueError(
             f"{name}: expected similarities of the same images and texts, got a matrix of {got}"
         )

@@ -11,7 +11,8 @@ from .checks import WholeState, check_matrix, check_number, check_size, one_of
 from .distributed import gather_parts, world_size
 from .engine.matrix import ENGINES
 from .engine.pairs import weighted_sums
-from .engine.scores import IGNORE_ID, host_may_read, normalized
+from .engine.pairs import IGNORE_ID
+from .engine.vectors import host_may_read, normalized
 from .similarity import Engine, Similarity
 
 __all__ = ["OnlineKMeans"]

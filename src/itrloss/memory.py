@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from typing import Any, Literal, NamedTuple
 
@@ -10,15 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from . import checks
-from .anchors import Anchors
+from .anchors import Anchors, AnchorSide
 from .checks import WholeState, check_embeddings, check_matrix, check_size, one_of
-from .distributed import consensus, gather_parts, padded, world_size
-from .engine import processes
-from .engine.exchange import Share
+from .distributed import collectives
+from .distributed.consensus import gather_parts, padded, world_size
+from .distributed.shards import Share
 from .engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
-from .engine.pairs import Pairs
-from .engine.ring import RingMatrix
-from .engine.scores import IGNORE_ID, Embeddings, normalized
+from .engine.pairs import IGNORE_ID, Pairs
+from .engine.vectors import Embeddings, normalized
 from .similarity import Engine, Similarity
 
 __all__ = ["CoupledMemory", "MemorySimilarity", "MomentumEncoder"]
@@ -56,8 +54,9 @@ class CoupledMemory(WholeState):
         check_size("dim", dim)
         if not dtype.is_floating_point:
             raise TypeError(f"dtype: expected a floating-point type, got {dtype}")
-        self.size, self.dim = size, dim
-        # whether entries have ids; None: nothing was enqueued yet
+        self.size = size
+        self.dim = dim
+        # Whether entries have ids; None: nothing was enqueued yet.
         self._labelled: bool | None = None
         with torch.inference_mode(False):  # inference tensors could not be written to later
             self.register_buffer("images", torch.zeros(size, dim, dtype=dtype))
@@ -80,8 +79,9 @@ class CoupledMemory(WholeState):
         ids: Tensor | None = None,
         process_group: Any = None,
     ) -> None:
-        """Store a batch of pairs in place of the oldest entries; of several processes, the batches
-        of all, by rank.
+        """Store a batch of pairs in place of the oldest entries.
+
+        If several processes share the memory, it stores the batches of all of them, by rank.
 
         Args:
             image_keys, text_keys: (B, dim) floating point of any length, row i of one belonging to
@@ -92,55 +92,61 @@ class CoupledMemory(WholeState):
             process_group: the processes of a ``torch.distributed`` job that share the memory; by
                 default, all.
         """
-        one = world_size(process_group) == 1
+        alone = world_size(process_group) == 1
 
         def checked() -> list[Tensor]:
-            for name, x in (("image_keys", image_keys), ("text_keys", text_keys)):
-                check_matrix(name, x, f"(B, {self.dim})", empty=not one)
-                if x.shape != (image_keys.shape[0], self.dim):
-                    raise ValueError(
-                        f"{name}: expected shape {(image_keys.shape[0], self.dim)}, got {tuple(x.shape)}"
-                    )
-            if self._labelled not in (None, ids is not None):
-                self._refuse("ids")
-            keys = [image_keys.detach(), text_keys.detach()]
-            return (
-                keys
-                if ids is None
-                else [*keys, checks.as_ids("ids", ids, len(image_keys), image_keys.device)]
-            )
+            return self._checked(image_keys, text_keys, ids, empty=not alone)
 
-        same = f"memory ({self.size}, {self.dim}) of {str(self.images.dtype)[6:]}"
-        self._store(
-            *(
-                checked()
-                if one
-                else (torch.cat(x) for x in gather_parts(checked, process_group, same))
-            )
-        )
+        if alone:
+            self._store(*checked())
+            return
+        dtype = str(self.images.dtype).removeprefix("torch.")
+        same = f"memory ({self.size}, {self.dim}) of {dtype}"
+        parts = gather_parts(checked, process_group, same)
+        self._store(*[torch.cat(x) for x in parts])
 
-    def _store(self, *tensors: Tensor) -> None:
-        """Store (B, dim) keys of images and texts, and ids if there are any, of this process alone."""
-        self._labelled = len(tensors) == 3
+    def _checked(
+        self, image_keys: Tensor, text_keys: Tensor, ids: Tensor | None, empty: bool
+    ) -> list[Tensor]:
+        """Return the keys, and ids if there are any; raise an error if they do not fit."""
+        for name, x in (("image_keys", image_keys), ("text_keys", text_keys)):
+            check_matrix(name, x, f"(B, {self.dim})", empty=empty)
+            shape = image_keys.shape[0], self.dim
+            if x.shape != shape:
+                raise ValueError(f"{name}: expected shape {shape}, got {tuple(x.shape)}")
+        self.check_labels("ids", ids is not None)
+        keys = [image_keys.detach(), text_keys.detach()]
+        if ids is None:
+            return keys
+        return [*keys, checks.as_ids("ids", ids, len(image_keys), image_keys.device)]
+
+    def _store(self, images: Tensor, texts: Tensor, own_ids: Tensor | None = None) -> None:
+        """Store (B, dim) keys of images and texts, and ids if there are any, of this process."""
+        self._labelled = own_ids is not None
         device = self.images.device
-        images, texts, *own_ids = (x.to(device) for x in tensors)
-        number = self.enqueued + torch.arange(images.shape[0], device=device)
-        ids = own_ids[0] if own_ids else number + (IGNORE_ID + 1)  # unique ids, which match nothing
+        images = images.to(device)
+        texts = texts.to(device)
+        number = self.enqueued + torch.arange(len(images), device=device)
+        if own_ids is None:
+            ids = number + (IGNORE_ID + 1)  # unique ids, which match nothing
+        else:
+            ids = own_ids.to(device)
         finite = images.isfinite().all(1) & texts.isfinite().all(1)
         last = slice(-self.size, None)
         place = number[last] % self.size
         for buffer, keys in ((self.images, images), (self.texts, texts)):
-            keys = normalized(torch.where(finite[last, None], keys[last], 0.0))
-            buffer.index_copy_(0, place, keys.to(buffer.dtype))
+            unit = normalized(torch.where(finite[last, None], keys[last], 0.0))
+            buffer.index_copy_(0, place, unit.to(buffer.dtype))
         self.ids.index_copy_(0, place, torch.where(finite, ids, IGNORE_ID)[last])
-        self.enqueued.add_(images.shape[0])
+        self.enqueued.add_(len(images))
 
-    def _refuse(self, name: str) -> None:
-        expected = (
-            "ids, as the memory's entries have them"
-            if self._labelled
-            else "None, as the memory has no ids"
-        )
+    def check_labels(self, name: str, labelled: bool) -> None:
+        """Raise an error unless entries have ids if, and only if, a batch has them."""
+        if self._labelled in (None, labelled):
+            return
+        expected = "None, as the memory has no ids"
+        if self._labelled:
+            expected = "ids, as the memory's entries have them"
         raise ValueError(f"{name}: expected {expected}")
 
     def get_extra_state(self) -> dict[str, Any]:
@@ -154,8 +160,9 @@ class CoupledMemory(WholeState):
 
 
 class MemorySimilarity(NamedTuple):
-    """The similarities that a loss with a memory needs. The anchors of keys and memory are images,
-    then texts.
+    """The similarities that a loss with a memory needs.
+
+    The anchors of keys and memory are images, then texts.
     """
 
     batch: Similarity  # images with texts
@@ -176,94 +183,148 @@ class MemorySimilarity(NamedTuple):
         engine: Engine = "auto",
         check_finite: bool = False,
         gather: bool = False,
-        **shared: Any,
+        process_group: Any = None,
+        same: str = "",
     ) -> MemorySimilarity:
-        """Return the similarities of a batch; see :class:`itrloss.MemoryLoss`, which passes its
-        arguments on.
+        """Return the similarities of a batch; the arguments are those of :class:`MemoryLoss`.
 
-        With ``gather``, of a batch that several processes share; ``shared``: see
+        With ``gather``, it is a batch that several processes share; ``same``: see
         :meth:`itrloss.Similarity.sharded`.
         """
+
+        def checked() -> str:
+            memory_input = (images, texts), (image_keys, text_keys), (image_ids, text_ids)
+            check_memory_input(*memory_input, memory, check_finite, gather)
+            types = [x.dtype for x in (memory.images, image_keys, text_keys)]
+            return f"memory ({memory.size}, {memory.dim}) and keys of types {types} {same}"
+
+        batch_input = images, texts, image_ids, text_ids
         options: dict[str, Any] = {
             "engine": engine,
             "check_finite": check_finite,
             "names": checks.IMAGES_AND_TEXTS,
         }
-        ids, keys = (image_ids, text_ids), (image_keys, text_keys)
-        compares = gather and not torch.compiler.is_compiling()
-        with (
-            consensus(shared.get("process_group"))
-            if compares
-            else contextlib.nullcontext() as agreed
-        ):
-            if not isinstance(memory, CoupledMemory):
-                raise TypeError(f"memory: expected a CoupledMemory, got {type(memory).__name__}")
-            if image_ids is None and text_ids is not None:
-                raise ValueError(
-                    "image_ids: expected ids for images and texts or for neither, got None"
-                )
-            if memory._labelled not in (None, image_ids is not None):
-                memory._refuse("image_ids, text_ids")
-            for side, own, x in zip(("image", "text"), (images, texts), keys, strict=True):
-                check_embeddings(
-                    own, x, check_finite, checks.Names(f"{side}s", f"{side}_keys"), empty=gather
-                )
-                if x.shape != own.shape:
-                    expected = f"expected shape {tuple(own.shape)} like {side}s"
-                    raise ValueError(f"{side}_keys: {expected}, got {tuple(x.shape)}")
-            check_embeddings(
-                images, memory.images, False, checks.Names("images", "memory"), empty=gather
-            )
-            if agreed is not None:
-                types = ", ".join(str(x.dtype)[6:] for x in (memory.images, *keys))
-                agreed.text = (
-                    f"memory ({memory.size}, {memory.dim}); types of memory and keys {types}"
-                )
         if gather:
-            batch = Similarity.sharded(images, texts, *ids, **shared, **options)
-        else:
-            batch = Similarity(images, texts, *ids, **options)
-        matrix, share = batch._matrix, batch._matrix.share
-        v, w = matrix.embeddings
-        assert w is not None
-        v_keys, w_keys = (Embeddings(x.detach()) for x in keys)
-        (rows, cols), (n, m) = matrix.pairs.ids_as_passed, matrix.shape
-        budget = 0 if engine == "tiled" else MEMORY_BUDGET
-        if share is None:
-            if matrix.pairs.one_to_one:  # the ids are the same on both sides
-                rows = cols = torch.arange(n, device=images.device) if cols is None else cols
-            to_texts = Matrix(v, w_keys, matrix.pairs, matrix.engine, budget), 0
-            to_images = Matrix(v_keys, w, matrix.pairs, matrix.engine, budget), 1
-        else:  # this process's anchors, and the keys of all
-            p, kind = share.processes, type(matrix)
-            assert share.cols is not None
-            w, (n, m), cols = Embeddings(share.cols), p.padded, p.ids[1].chunk(p.world)[p.rank]
-            own = [padded(x.detach(), size) for x, size in zip(keys, (n, m), strict=True)]
-            v_keys, w_keys = (
-                Embeddings(x if kind is RingMatrix else processes.gather(x, p.group)) for x in own
+            batch = Similarity.sharded(
+                *batch_input, process_group=process_group, same=checked, **options
             )
-            to_texts = kind(v, w_keys, matrix.pairs, matrix.engine, budget), 0
-            pairs = Pairs((m, n * p.world), (cols, p.ids[0]), images.device)
-            to_images = kind(w, v_keys, pairs, matrix.engine, budget), 0
-        of_images = Pairs((n, memory.size), (rows, memory.ids), images.device)
-        of_texts = (
-            of_images
-            if rows is cols
-            else Pairs((m, memory.size), (cols, memory.ids), images.device)
-        )
-        chosen = choose_engine(engine, max(n, m) * memory.size, MEMORY_BUDGET, images)
-        to_memory = []
-        for anchors, bank, entries in ((v, memory.texts, of_images), (w, memory.images, of_texts)):
-            to_memory.append(Matrix(anchors, Embeddings(bank, False), entries, chosen, budget))
-            to_memory[-1].bounded = True  # entries have unit length
-        if share is not None:
-            for queue, (of_keys, _), size in zip(
-                to_memory, (to_texts, to_images), share.unpadded, strict=True
-            ):
-                queue.share = of_keys.share = Share(share.processes, None, (size,))
-        return cls(
-            batch, Anchors([to_texts], [to_images]), Anchors(*([(queue, 0)] for queue in to_memory))
-        )
+        else:
+            checked()
+            batch = Similarity(*batch_input, **options)
+        budget = 0 if engine == "tiled" else MEMORY_BUDGET
+        if batch.share is None:
+            sides = one_process(batch, image_keys, text_keys, budget)
+        else:
+            sides = several_processes(batch, image_keys, text_keys, budget)
+        keys = Anchors([sides.images_with_keys], [sides.texts_with_keys])
+        queues = memory_sides(sides, memory, engine, budget)
+        return cls(batch, keys, Anchors(*[[queue] for queue in queues]))
+
+
+def check_memory_input(
+    batch: tuple[Tensor, Tensor],
+    keys: tuple[Tensor, Tensor],
+    ids: tuple[Tensor | None, Tensor | None],
+    memory: CoupledMemory,
+    check_finite: bool,
+    empty: bool,
+) -> None:
+    """Raise an error unless keys and memory go with a batch, which may be ``empty``."""
+    if not isinstance(memory, CoupledMemory):
+        raise TypeError(f"memory: expected a CoupledMemory, got {type(memory).__name__}")
+    image_ids, text_ids = ids
+    if image_ids is None and text_ids is not None:
+        raise ValueError("image_ids: expected ids for images and texts or for neither, got None")
+    memory.check_labels("image_ids, text_ids", image_ids is not None)
+    for side, own, own_keys in zip(("image", "text"), batch, keys, strict=True):
+        names = checks.Names(f"{side}s", f"{side}_keys")
+        check_embeddings(own, own_keys, check_finite, names, empty=empty)
+        if own_keys.shape != own.shape:
+            expected = f"expected shape {tuple(own.shape)} like {side}s"
+            raise ValueError(f"{side}_keys: {expected}, got {tuple(own_keys.shape)}")
+    names = checks.Names("images", "memory")
+    check_embeddings(batch[0], memory.images, False, names, empty=empty)
+
+
+class MemorySides(NamedTuple):
+    """This process's images and texts: their vectors, ids, and candidates among the keys."""
+
+    images: Embeddings
+    texts: Embeddings
+    image_ids: Tensor | None
+    text_ids: Tensor | None
+    images_with_keys: AnchorSide
+    texts_with_keys: AnchorSide
+
+
+def one_process(
+    batch: Similarity, image_keys: Tensor, text_keys: Tensor, budget: int
+) -> MemorySides:
+    """Return the anchors of a batch that this process has alone."""
+    pairs = batch.pairs
+    images, texts = batch.vectors
+    image_ids, text_ids = pairs.ids_as_passed
+    if pairs.one_to_one:  # the ids are the same on both sides
+        image_ids = text_ids
+        if text_ids is None:
+            image_ids = text_ids = torch.arange(pairs.shape[0], device=batch.device)
+    to_texts = Matrix(images, Embeddings(text_keys.detach()), pairs, batch.engine, budget)
+    to_images = Matrix(Embeddings(image_keys.detach()), texts, pairs, batch.engine, budget)
+    return MemorySides(
+        images, texts, image_ids, text_ids, AnchorSide(to_texts, 0), AnchorSide(to_images, 1)
+    )
+
+
+def several_processes(
+    batch: Similarity, image_keys: Tensor, text_keys: Tensor, budget: int
+) -> MemorySides:
+    """Return this process's anchors of a batch that several share, with the keys of all."""
+    share = batch.share
+    assert share is not None and share.cols is not None
+    processes = share.processes
+    images, _ = batch.vectors
+    texts = Embeddings(share.cols)
+    n, m = processes.padded
+    all_image_ids, all_text_ids = processes.ids
+    image_ids = processes.own(all_image_ids)
+    text_ids = processes.own(all_text_ids)
+    all_image_keys = collectives.gather(padded(image_keys.detach(), n), processes.group)
+    all_text_keys = collectives.gather(padded(text_keys.detach(), m), processes.group)
+    to_texts = Matrix(images, Embeddings(all_text_keys), batch.pairs, batch.engine, budget)
+    text_pairs = Pairs((m, len(all_image_ids)), (text_ids, all_image_ids), batch.device)
+    to_images = Matrix(texts, Embeddings(all_image_keys), text_pairs, batch.engine, budget)
+    own_images, own_texts = share.unpadded
+    return MemorySides(
+        images,
+        texts,
+        image_ids,
+        text_ids,
+        AnchorSide(to_texts, 0, Share(processes, None, (own_images,))),
+        AnchorSide(to_images, 0, Share(processes, None, (own_texts,))),
+    )
+
+
+def memory_sides(
+    sides: MemorySides, memory: CoupledMemory, engine: Engine, budget: int
+) -> list[AnchorSide]:
+    """Return images with the memory's texts, and texts with its images."""
+    images, texts, image_ids, text_ids, *_ = sides
+    of_images = Pairs((len(images), memory.size), (image_ids, memory.ids), images.x.device)
+    of_texts = of_images
+    if text_ids is not image_ids:
+        of_texts = Pairs((len(texts), memory.size), (text_ids, memory.ids), texts.x.device)
+    numel = max(len(images), len(texts)) * memory.size
+    chosen = choose_engine(engine, numel, MEMORY_BUDGET, images.x)
+    text_bank = Embeddings(memory.texts, False)
+    image_bank = Embeddings(memory.images, False)
+    to_texts = Matrix(images, text_bank, of_images, chosen, budget)
+    to_images = Matrix(texts, image_bank, of_texts, chosen, budget)
+    for matrix in (to_texts, to_images):
+        matrix.bounded = True  # entries have unit length
+    return [
+        AnchorSide(to_texts, 0, sides.images_with_keys.share),
+        AnchorSide(to_images, 0, sides.texts_with_keys.share),
+    ]
 
 
 class MomentumEncoder(nn.Module):
@@ -295,7 +356,9 @@ class MomentumEncoder(nn.Module):
             raise ValueError(f"momentum: expected a number in [0, 1], got {momentum}")
         one_of("buffers", buffers, "copy", "average")
         self.module = copy.deepcopy(encoder).requires_grad_(False)
-        self.momentum, self.averages_buffers, self.mode = momentum, buffers == "average", training
+        self.momentum = momentum
+        self.averages_buffers = buffers == "average"
+        self.mode = training
         self.train()
 
     def train(self, mode: bool = True) -> MomentumEncoder:
@@ -308,8 +371,10 @@ class MomentumEncoder(nn.Module):
         for own, new in zip(self.module.parameters(), encoder.parameters(), strict=True):
             own.lerp_(new, 1 - self.momentum)
         for own, new in zip(self.module.buffers(), encoder.buffers(), strict=True):
-            averaged = self.averages_buffers and (own.is_floating_point() or own.is_complex())
-            own.copy_(own.lerp(new, 1 - self.momentum) if averaged else new)
+            if self.averages_buffers and (own.is_floating_point() or own.is_complex()):
+                own.copy_(own.lerp(new, 1 - self.momentum))
+            else:
+                own.copy_(new)
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,9 @@ from torch import Tensor
 from .checks import as_ids, as_params, check_matrix, check_size
 from .engine.pairs import slots
 from .engine.products import matmul
-from .engine.scores import IGNORE_ID, compute_dtype, even_chunks, full_precision, normalized
+from .engine.inputs import even_chunks
+from .engine.pairs import IGNORE_ID
+from .engine.vectors import compute_dtype, full_precision, normalized
 from .similarity import TopK
 
 _RUN = 64  # number of neighbouring scores whose maximum is looked at first

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from .anchors import Anchors
 from .checks import as_ids, check_alike, check_matrix, check_number, one_of
-from .engine.scores import full_precision, host_may_read, normalized
+from .engine.vectors import full_precision, host_may_read, normalized
 from .engine.sets import Sets, set_scores
-from .groups import Reduction
+from .anchors import Reduction
 from .similarity import Similarity
 
 PairReduction = Literal["mean", "sum", "frobenius"]
@@ -77,7 +77,7 @@ class _Pairs:
     """
 
     def __init__(self, heads: Sequence[Similarity]):
-        pairs, side = heads[0]._matrix.pairs, heads[0]._side
+        pairs, side = heads[0].pairs, heads[0].side
         self.sides, self.totals, self.one_to_one = (
             heads[0].both.groups(),
             heads[0].totals,
@@ -90,9 +90,9 @@ class _Pairs:
             index = places // m, places % m
             mask: Any = pairs.excluded("positives", slice(None), slice(None))
             self.mask = mask.flatten()
-            scores = [sim._matrix.as_dense().scores().flatten() for sim in heads]
+            scores = [(sim.T if side else sim).scores().flatten() for sim in heads]
         else:
-            scores = [sim._matrix.positive_scores() for sim in heads]
+            scores = [sim.positive_scores() for sim in heads]
         self.scores = torch.stack(scores)  # (K, P)
         self.index = index[::-1] if side else index  # rows (P,), columns (P,)
         self.negatives = [anchors.negative_counts for anchors in self.sides]

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import checks
-from .anchors import Anchors, Limit
+from .anchors import Anchors, AnchorSide, Limit
+from .anchors import Reduction as Reduction
 from .checks import as_bias, check_size, one_of
-from .distributed import choose_schedule, consensus, numbered, padded, world_size
-from .engine import processes, ranking
-from .engine.exchange import Processes, Share
-from .engine.matrix import MEMORY_BUDGET, Matrix, check_unchanged, choose_engine
-from .engine.pairs import Pairs
-from .engine.ring import RingMatrix
-from .engine.scores import Embeddings, Ids, with_bias
-from .groups import Reduction as Reduction
+from .distributed import collectives
+from .distributed.consensus import consensus, described, numbered, padded, world_size
+from .distributed.shards import Processes, Share
+from .engine import ranking
+from .engine.matrix import MEMORY_BUDGET, Bias, Matrix, choose_engine
+from .engine.matrix import Engine as Engine
+from .engine.pairs import Ids, Pairs
+from .engine.question import Value, has_each
+from .engine.vectors import Embeddings
 
-Engine = Literal["auto", "dense", "tiled", "triton"]
-Schedule = Literal["auto", "all-gather", "ring"]
+
 
 
 class TopK(NamedTuple):
@@ -32,8 +33,7 @@ class TopK(NamedTuple):
 
 
 class Similarity(Anchors):
-    """The cosine similarities of two sets of embeddings, and who matches whom; its rows are the
-    anchors.
+    """The cosine similarities of two sets of embeddings, and who matches whom; rows are anchors.
 
     ``S[i, j] = cos(rows[i], cols[j])``, computed in float32 at least. A pair is *positive* if its
     ids are equal and *negative* otherwise. Losses, re-rankers and metrics call this object's
@@ -55,10 +55,9 @@ class Similarity(Anchors):
         engine: ``"dense"`` is plain PyTorch on the matrix, ``"tiled"`` visits it tile by tile in a
             fixed workspace, ``"triton"`` does so on CUDA; ``"auto"`` chooses by size and device.
         bias: (N,) and (M,) tensors b and c that are added to the scores, ``S_ij + b_i + c_j``, and
-            get their gradients; None stands for zeros. As two more dimensions of the embeddings, in
-            float32 at least, it is part of all answers.
-        memory_budget: bytes of scores that may be cached; by default 256 MiB, and none for
-            ``engine="tiled"``.
+            get their gradients; None stands for zeros.
+        memory_budget: bytes of scores that may be kept between questions; by default 256 MiB, and
+            none for ``engine="tiled"``.
         check_finite: raise a ValueError for nan and infinite embeddings. That reads the data: an
             accelerator has to synchronise, and ``torch.compile(fullgraph=True)`` fails.
         names: what error messages call rows, columns and their ids.
@@ -76,38 +75,45 @@ class Similarity(Anchors):
         *,
         normalize: bool = True,
         engine: Engine = "auto",
-        bias: tuple[Tensor | None, Tensor | None] | None = None,
+        bias: Bias | None = None,
         memory_budget: int | None = None,
         check_finite: bool = False,
         names: checks.Names = checks.ROWS_AND_COLUMNS,
     ):
         checks.check_embeddings(rows, cols, check_finite, names)
-        if bias is not None:
-            rows, cols, normalize = with_bias(rows, cols, bias, normalize)
-        # the compiler refuses one tensor as two arguments
-        cols = cols.view_as(cols) if cols is rows else cols
-        n, m, ids = len(rows), len(cols), (row_ids, col_ids)
+        n = len(rows)
+        m = len(cols)
+        if cols is rows:
+            cols = cols.view_as(cols)  # the compiler refuses one tensor as two arguments
+        ids: Ids = row_ids, col_ids
         if row_ids is not None or col_ids is not None or n != m:
             ids = checks.check_ids(row_ids, col_ids, n, m, rows.device, names)
-        budget = (
-            (0 if engine == "tiled" else MEMORY_BUDGET) if memory_budget is None else memory_budget
+        if memory_budget is None:
+            memory_budget = 0 if engine == "tiled" else MEMORY_BUDGET
+        matrix = Matrix(
+            Embeddings(rows, normalize),
+            Embeddings(cols, normalize),
+            Pairs((n, m), ids, rows.device),
+            choose_engine(engine, n * m, memory_budget, rows),
+            memory_budget,
+            check_biases(bias, n, m),
         )
-        chosen, pairs = choose_engine(engine, n * m, budget, rows), Pairs((n, m), ids, rows.device)
-        super().__init__(
-            [
-                (
-                    Matrix(
-                        Embeddings(rows, normalize),
-                        Embeddings(cols, normalize),
-                        pairs,
-                        chosen,
-                        budget,
-                    ),
-                    0,
-                )
-            ]
-        )
-        self._matrix.biased = bias is not None
+        self._start(AnchorSide(matrix, 0))
+
+    def _start(self, anchors: AnchorSide) -> None:
+        """Become the anchors that are one side of a matrix."""
+        super().__init__([anchors])
+        self._matrix = anchors.matrix
+        self._side = anchors.side
+        #: What this process has of a batch that several processes share; None: all.
+        self.share = anchors.share
+
+    @staticmethod
+    def of_anchors(anchors: AnchorSide) -> Similarity:
+        """Return a similarity whose rows are one side of a matrix."""
+        view = object.__new__(Similarity)
+        view._start(anchors)
+        return view
 
     @classmethod
     def sharded(
@@ -118,26 +124,23 @@ class Similarity(Anchors):
         col_ids: Tensor | None = None,
         *,
         process_group: Any = None,
-        schedule: Schedule = "auto",
-        same: str = "",
+        same: str | Callable[[], str] = "",
         **options: Any,
     ) -> Similarity:
-        """Return this process's part of the similarities of all processes' batches; see
-        :doc:`distributed`.
+        """Return this process's part of all processes' similarities; see :doc:`distributed`.
 
         Its anchors are this process's rows, or its columns, and their candidates those of all
         processes. Answers are those of one process with the whole batch. All processes have to ask
         the same. :meth:`reduce` returns the same on all of them. Shorter batches, which may be
-        empty, are padded with anchors that do not exist.
+        empty, are padded with anchors that do not exist. Each process holds the columns of all.
 
         Args:
             rows, cols: this process's embeddings, (N_r, D) and (M_r, D).
             row_ids, col_ids: as in :class:`Similarity`, equal across processes where rows and
                 columns match. Without ids, a row matches a column of the same process.
             process_group: the processes of ``torch.distributed`` that take part; by default, all.
-            schedule: ``"all-gather"`` holds the columns of all processes, ``"ring"`` those of two
-                at a time; ``"auto"`` chooses by size. The compiler takes the former only.
-            same: what else has to be the same on all processes, such as options, in words.
+            same: what else has to be the same on all processes, such as options, in words; or a
+                function that returns it and may check further input.
             options: of :class:`Similarity`; a bias is that of this process's rows and columns.
 
         Raises:
@@ -146,56 +149,43 @@ class Similarity(Anchors):
             RuntimeError: if another process is lost.
         """
         if world_size(process_group) == 1:
+            if callable(same):
+                same()
             return cls(rows, cols, row_ids, col_ids, **options)
-        names, ids = options.pop("names", checks.ROWS_AND_COLUMNS), (row_ids, col_ids)
         bias = options.pop("bias", None)
+        names = options.pop("names", checks.ROWS_AND_COLUMNS)
 
-        def check() -> list[int]:
-            nonlocal ids, rows, cols
-            one_of("schedule", schedule, "auto", "all-gather", "ring")
-            if schedule == "ring" and torch.compiler.is_compiling():
-                raise ValueError("schedule: torch.compile needs 'all-gather'")
-            checks.check_embeddings(
-                rows, cols, options.get("check_finite", False), names, empty=True
-            )
-            ids = checks.check_ids(*ids, len(rows), len(cols), rows.device, names)
-            rows, cols, options["normalize"] = with_bias(
-                rows, cols, bias, options.get("normalize", True)
-            )
-            return [len(rows), len(cols)]
+        def checked() -> Ids:
+            check_finite = options.get("check_finite", False)
+            checks.check_embeddings(rows, cols, check_finite, names, empty=True)
+            check_biases(bias, len(rows), len(cols))
+            return checks.check_ids(row_ids, col_ids, len(rows), len(cols), rows.device, names)
 
         if torch.compiler.is_compiling():  # nothing is compared then
-            sizes = [check()] * world_size(process_group)
+            if callable(same):
+                same()
+            ids = checked()
+            sizes = [[len(rows), len(cols)]] * world_size(process_group)
         else:
             with consensus(process_group) as agreed:
-                agreed.numbers = check()
-                kinds = [f"{str(x.dtype)[6:]} (B, {x.shape[1]})" for x in (rows, cols)]
-                trained = [x.requires_grad and torch.is_grad_enabled() for x in (rows, cols)]
-                had = [x is not None for x in ids]
-                agreed.text = f"{', '.join(kinds)}, gradients {trained}, ids {had}, {options} {schedule} {same}"
+                also = same() if callable(same) else same
+                ids = checked()
+                agreed.numbers = [len(rows), len(cols)]
+                agreed.text = f"{described_part(rows, cols, ids, bias)}, {options} {also}"
             sizes = [numbers[:2] for numbers in agreed.every]
-        shared = Processes(process_group, sizes)
-        numbers = torch.arange(len(rows), device=rows.device) + shared.first(0)
-        own_ids = numbers if ids[0] is None else ids[0], numbers if ids[1] is None else ids[1]
-        if ids[0] is None and ids[1] is not None:
-            own_ids = numbers, numbered(ids[1], len(rows), shared.first(0))
-        ids, (n, m) = shared.gather_ids(*own_ids), shared.padded
-        rows, cols = padded(rows, n), padded(cols, m)
-        if schedule == "auto":
-            schedule = choose_schedule(m * shared.world * cols.shape[1])
-        if schedule == "ring":
-            pairs = Pairs((n, m * shared.world), ids, rows.device)
-            engine = choose_engine(options.get("engine", "auto"), n * m * shared.world, 0, rows)
-            tiled = "tiled" if engine == "dense" else engine
-            sides = (Embeddings(x, options["normalize"]) for x in (rows, cols))
-            sim = cls._view(RingMatrix(*sides, pairs, tiled, 0), 0)
-        else:
-            sim = cls(rows, processes.gather(cols, process_group), *ids, **options, names=names)
-        sim._matrix.share, sim._matrix.biased = (
-            Share(shared, 1, sizes[shared.rank], cols),
-            bias is not None,
+        processes = Processes(process_group, sizes)
+        ids = processes.gather_ids(*ids_among_all(ids, processes, rows, cols))
+        n, m = processes.padded
+        own_cols = padded(cols, m)
+        sim = cls(
+            padded(rows, n),
+            collectives.gather(own_cols, process_group),
+            *ids,
+            bias=gathered_bias(bias, processes),
+            **options,
         )
-        Anchors.__init__(sim, [(sim._matrix, 0)])
+        share = Share(processes, 1, sizes[processes.rank], own_cols)
+        sim._start(AnchorSide(sim._matrix, 0, share))
         return sim
 
     @classmethod
@@ -209,81 +199,93 @@ class Similarity(Anchors):
         check_finite: bool = False,
         names: checks.Names = checks.ROWS_AND_COLUMNS,
     ) -> Similarity:
-        """Return a Similarity of (N, M) scores that a model computed; higher means more similar, in
-        any range.
+        """Return a Similarity of (N, M) scores that a model computed; higher means more similar.
 
-        Gradients go to the scores. They are not copied: if they are modified in place, later calls
-        raise an error.
+        They may be in any range. Gradients go to the scores. They are not copied: if they are
+        modified in place, later calls raise an error.
         """
         checks.check_matrix("scores", scores, "(N, M)", check_finite)
         n, m = scores.shape
         ids = checks.check_ids(row_ids, col_ids, n, m, scores.device, names)
-        pairs, chosen = Pairs((n, m), ids, scores.device), choose_engine(engine, n * m, 0, scores)
-        return cls._view(Matrix(Embeddings(scores, False), None, pairs, chosen, 0), 0)
-
-    @staticmethod
-    def _view(matrix: Matrix, side: int) -> Similarity:
-        view = object.__new__(Similarity)
-        Anchors.__init__(view, [(matrix, side)])
-        return view
+        chosen = choose_engine(engine, n * m, 0, scores)
+        pairs = Pairs((n, m), ids, scores.device)
+        matrix = Matrix.of_scores(Embeddings(scores, False), pairs, chosen)
+        return cls.of_anchors(AnchorSide(matrix, 0))
 
     def __repr__(self) -> str:
         n, m = self.shape
-        return f"Similarity({n} x {m}, engine={self.engine!r}, dtype={self.dtype}, device={self.device})"
+        return (
+            f"Similarity({n} x {m}, engine={self.engine!r}, dtype={self.dtype}, "
+            f"device={self.device})"
+        )
 
-    @property
-    def _inputs(self) -> tuple[Tensor, Tensor] | None:
-        """The (N, D) and (M, D) embeddings of this view's rows and columns; None for precomputed
-        scores.
-        """
-        m = self._matrix
-        if m.cols is None:
-            return None
-        return (m.cols, m.rows) if self._side else (m.rows, m.cols)
+    # ---------------------------------------------------------------------------- what it is made of
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape (N, M) of the matrix; of a sharded batch, this process's (N_r, M)."""
-        if self._matrix.share is not None:
-            return self._matrix.share.unpadded[self._side], self.totals[1]
+        """The shape (N, M) of the matrix; of a shared batch, this process's (N_r, M)."""
+        if self.share is not None:
+            return self.share.unpadded[self._side], self.totals[1]
         n, m = self._matrix.shape
         return (m, n) if self._side else (n, m)
 
     @property
     def totals(self) -> tuple[int, int]:
-        """The numbers of rows and columns; of a sharded batch, of all processes."""
-        share = self._matrix.share
-        n, m = self._matrix.shape if share is None else share.processes.totals
+        """The numbers of rows and columns; of a shared batch, of all processes."""
+        n, m = self._matrix.shape if self.share is None else self.share.processes.totals
         return (m, n) if self._side else (n, m)
-
-    def _local(self) -> tuple[Similarity, int]:
-        """Return this view with all candidates in this process, and its number of anchors; for 0,
-        one of padding.
-        """
-        matrix, side, share = self._matrix, self._side, self._matrix.share
-        if share is None:
-            return self, len(self)
-        p = share.processes
-        options: dict[str, Any] = {"engine": "auto" if self.engine == "dense" else self.engine}
-        n = share.unpadded[side]
-        some = slice(0, max(1, n))
-        ids = p.ids[side].chunk(p.world)[p.rank][some], p.existing(p.ids[1 - side], 1 - side)
-        others: Any = matrix.cols
-        if side or isinstance(matrix, RingMatrix):
-            others = processes.gather(matrix.rows if side else share.cols, p.group)  # type: ignore[arg-type]
-        if matrix.cols is None:
-            scores = others.chunk(p.world, 1)[p.rank].T if side else matrix.rows
-            local = Similarity.from_scores(p.existing(scores[some].T, 1 - side).T, *ids)
-        else:
-            own: Any = share.cols if side else matrix.rows
-            options["normalize"] = matrix.embeddings[0].normalize
-            local = Similarity(own[some], p.existing(others, 1 - side), *ids, **options)
-        return local, n
 
     @property
     def engine(self) -> str:
         """The engine in use: ``"dense"``, ``"tiled"`` or ``"triton"``."""
         return self._matrix.engine
+
+    @property
+    def embeddings(self) -> tuple[Tensor, Tensor] | None:
+        """The (N, D) rows and (M, D) columns that were passed in; None for precomputed scores."""
+        if self._matrix.embeddings is None:
+            return None
+        rows, cols = self._matrix.embeddings
+        return (cols.x, rows.x) if self._side else (rows.x, cols.x)
+
+    @property
+    def vectors(self) -> tuple[Embeddings, Embeddings]:
+        """The rows and the columns, with their unit vectors if these are kept."""
+        assert self._matrix.embeddings is not None
+        rows, cols = self._matrix.embeddings
+        return (cols, rows) if self._side else (rows, cols)
+
+    @property
+    def pairs(self) -> Pairs:
+        """The positive pairs of the matrix."""
+        return self._matrix.pairs
+
+    @property
+    def side(self) -> int:
+        """Which side of the matrix its rows are: 0, or 1 after ``T``."""
+        return self._side
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether embeddings are scaled to unit length."""
+        embeddings = self._matrix.embeddings
+        return embeddings is not None and embeddings[0].normalize
+
+    @property
+    def bias(self) -> Bias | None:
+        """The biases (N,) and (M,) that were passed in, each a tensor or None."""
+        row_bias, col_bias = self._matrix.bias
+        if row_bias is None and col_bias is None:
+            return None
+        return (col_bias, row_bias) if self._side else (row_bias, col_bias)
+
+    @property
+    def given_scores(self) -> Tensor | None:
+        """The (N, M) precomputed scores that were passed in; None for embeddings."""
+        given = self._matrix.given
+        if given is None:
+            return None
+        return given.x.T if self._side else given.x
 
     @property
     def ids(self) -> Ids:
@@ -293,68 +295,132 @@ class Similarity(Anchors):
 
     @property
     def all_ids(self) -> tuple[Tensor, Tensor]:
-        """The int64 ids of the rows and columns of all processes; for a sharded batch."""
-        assert self._matrix.share is not None
-        p = self._matrix.share.processes
-        rows, cols = (p.existing(ids, side) for side, ids in enumerate(p.ids))
+        """The int64 ids of the rows and columns of all processes; for a shared batch."""
+        assert self.share is not None
+        processes = self.share.processes
+        row_ids, col_ids = processes.ids
+        rows = processes.existing(row_ids, 0)
+        cols = processes.existing(col_ids, 1)
         return (cols, rows) if self._side else (rows, cols)
 
     @property
     def T(self) -> Similarity:
         """The same similarities with the columns as anchors."""
-        return self._view(self._matrix, 1 - self._side)
-
-    def detach(self) -> Similarity:
-        """Return the same similarities without a gradient."""
-        return self._view(self._matrix.detach(), self._side)
+        return self.of_anchors(AnchorSide(self._matrix, 1 - self._side, self.share))
 
     @property
     def both(self) -> Anchors:
         """The rows and then the columns as anchors, computed in one pass."""
-        return Anchors([(self._matrix, self._side)], [(self._matrix, 1 - self._side)])
+        rows = AnchorSide(self._matrix, self._side, self.share)
+        cols = AnchorSide(self._matrix, 1 - self._side, self.share)
+        return Anchors([rows], [cols])
+
+    def detach(self) -> Similarity:
+        """Return the same similarities without a gradient."""
+        return self.of_anchors(AnchorSide(self._matrix.detach(), self._side, self.share))
+
+    def local(self) -> Similarity:
+        """Return this process's anchors with all candidates at hand, for what is no sum.
+
+        A process without anchors gets one that is padding.
+        """
+        if self.share is None:
+            return self
+        processes = self.share.processes
+        side = self._side
+        some = slice(0, max(1, self.share.unpadded[side]))
+        own_ids = processes.own(processes.ids[side])[some]
+        ids = own_ids, processes.existing(processes.ids[1 - side], 1 - side)
+        if self._matrix.given is not None:
+            return Similarity.from_scores(self._local_scores(some), *ids)
+        assert self._matrix.embeddings is not None
+        rows, cols = self._matrix.embeddings
+        row_bias, col_bias = self._matrix.bias
+        own, others = rows.x, cols.x
+        own_bias, others_bias = row_bias, col_bias
+        if side == 1:
+            assert self.share.cols is not None
+            own = self.share.cols
+            others = collectives.gather(rows.x, processes.group)
+            own_bias = None if col_bias is None else processes.own(col_bias)
+            others_bias = None
+            if row_bias is not None:
+                others_bias = collectives.gather(row_bias, processes.group)
+        bias = (
+            None if own_bias is None else own_bias[some],
+            None if others_bias is None else processes.existing(others_bias, 1 - side),
+        )
+        return Similarity(
+            own[some],
+            processes.existing(others, 1 - side),
+            *ids,
+            normalize=rows.normalize,
+            engine="auto" if self.engine == "dense" else self.engine,  # type: ignore[arg-type]
+            bias=None if bias == (None, None) else bias,
+        )
+
+    def _local_scores(self, some: slice) -> Tensor:
+        """Return the precomputed scores of some of this process's anchors with all candidates."""
+        assert self.share is not None and self._matrix.given is not None
+        processes = self.share.processes
+        scores = self._matrix.given.x
+        if self._side == 1:
+            whole = collectives.gather(scores, processes.group)
+            scores = whole.chunk(processes.world, 1)[processes.rank].T
+        return processes.existing(scores[some].T, 1 - self._side).T
 
     def check_finite(self) -> None:
-        """Raise a ValueError if an embedding (or score) is nan or infinite. Synchronises with an
-        accelerator.
-        """
-        names = ("scores",) if self._inputs is None else ("rows", "cols")
-        for name, x in zip(names, self._inputs or (self._matrix.rows,), strict=True):
-            checks.require_finite(name, x)
+        """Raise a ValueError for an embedding (or score) that is nan or infinite. Synchronises."""
+        if self.given_scores is not None:
+            checks.require_finite("scores", self.given_scores)
+        elif self.embeddings is not None:
+            rows, cols = self.embeddings
+            checks.require_finite("rows", rows)
+            checks.require_finite("cols", cols)
+
+    def check_unchanged(self) -> None:
+        """Raise a RuntimeError if the input was modified in place after this object was made."""
+        self._matrix.check_unchanged()
+
+    # --------------------------------------------------------------------------------------- scores
 
     def scores(self) -> Tensor:
-        """Return a differentiable copy of the (N, M) matrix, which is materialised by any engine."""
-        if self._matrix.share is not None:
-            local, size = self._local()
-            return local.scores()[:size]
-        check_unchanged([self._matrix])
-        trained = torch.is_grad_enabled() and any(
-            x is not None and x.x.requires_grad for x in self._matrix.embeddings
-        )
-        scores = (self._matrix.as_dense() if trained else self._matrix).scores()
-        return (scores.T if self._side else scores).clone(memory_format=torch.contiguous_format)
+        """Return a differentiable copy of the (N, M) matrix, which any engine materialises."""
+        if self.share is not None:
+            return self.local().scores()[: self.shape[0]]
+        self.check_unchanged()
+        scores = self._matrix.scores()
+        scores = scores.T if self._side else scores
+        return scores.clone(memory_format=torch.contiguous_format)
 
     def pair_scores(self, rows: Tensor, cols: Tensor) -> Tensor:
-        """Return the (P,) scores of row ``rows[p]`` with column ``cols[p]``; their gradient goes to
-        these embeddings.
+        """Return the (P,) scores of row ``rows[p]`` with column ``cols[p]``.
 
-        ``rows`` and ``cols`` are (P,) int64 indices, at least 0: negative ones do not count from
-        the end.
+        Their gradient goes to these embeddings. ``rows`` and ``cols`` are (P,) int64 indices, at
+        least 0: negative ones do not count from the end.
         """
-        if self._matrix.share is not None:
-            return self._local()[0].pair_scores(rows, cols)
-        check_unchanged([self._matrix])
-        return self._matrix.pair_scores(*((cols, rows) if self._side else (rows, cols)))
+        if self.share is not None:
+            return self.local().pair_scores(rows, cols)
+        if self._side:
+            return self._matrix.pair_scores(cols, rows)
+        return self._matrix.pair_scores(rows, cols)
+
+    def positive_scores(self) -> Tensor:
+        """Return the (P,) scores of the positive pairs, sorted by the rows of the matrix."""
+        return self._matrix.positive_scores()
 
     def blocks(self, size: int = 2**22) -> Iterator[tuple[slice, Tensor]]:
-        """Yield slices of the rows in order, each with a copy of its scores (B, M), at most
-        ``size`` of them.
+        """Yield slices of the rows in order, each with a copy of its scores (B, M).
+
+        ``size``: the number of scores of a block at most.
         """
-        local, n = self._local()
+        local = self.local()
+        n = self.shape[0]
         for part, block in local._matrix.blocks(local._side, size):
             if part.start < n:
                 yield slice(part.start, min(part.stop, n)), block[: n - part.start]
 
-    # ------------------------------------------------------------------- answers without a gradient
+    # -------------------------------------------------------------------- answers without a gradient
 
     def topk(self, k: int, bias: Tensor | None = None, *, below: Limit = None) -> TopK:
         """Return the (N, k) columns with the highest ``S_ij + bias_j`` for each row. No gradient.
@@ -366,20 +432,17 @@ class Similarity(Anchors):
         if k > self.shape[1]:
             raise ValueError(f"k: expected a number from 1 to {self.shape[1]}, got {k}")
         top = self.ranked(k, bias, ties=None, below=below)[1]
-        return (
-            top
-            if below is None
-            else TopK(top.values, top.indices.masked_fill(top.values == -torch.inf, -1))
-        )
+        if below is None:
+            return top
+        return TopK(top.values, top.indices.masked_fill(top.values == -torch.inf, -1))
 
     def ranks(self, bias: Tensor | None = None, *, ties: str = "pessimistic") -> Tensor:
-        """Return the (N, P) ranks (from 1) of each row's positives by ``S_ij + bias_j``, ascending,
-        padded with 0.
+        """Return the (N, P) ranks (from 1) of each row's positives by ``S_ij + bias_j``, ascending.
 
-        P is the largest number of positives of a row. With ``ties="pessimistic"`` a negative that
-        scores the same as a positive is ahead of it, with ``"optimistic"`` behind it. The
-        positive's score comes from the same product as its rivals', so rounding cannot move it.
-        Memory grows with N times P. No gradient.
+        P is the largest number of positives of a row; rows with fewer are padded with 0. With
+        ``ties="pessimistic"`` a negative that scores the same as a positive is ahead of it, with
+        ``"optimistic"`` behind it. The positive's score comes from the same product as its rivals',
+        so rounding cannot move it. Memory grows with N times P. No gradient.
         """
         return self.ranked(0, bias, ties=ties)[0]
 
@@ -391,46 +454,132 @@ class Similarity(Anchors):
         ties: str | None = "pessimistic",
         below: Limit = None,
     ) -> tuple[Tensor, TopK]:
-        """Return :meth:`ranks` (empty for ``ties=None``) and :meth:`topk` from one pass; k may
-        exceed M.
+        """Return :meth:`ranks` (empty for ``ties=None``) and :meth:`topk` from one pass.
+
+        k may exceed M.
         """
         if k != 0:
             check_size("k", k)
         one_of("ties", ties, "pessimistic", "optimistic", None)
-        if self._matrix.share is not None:
-            local, n = self._local()
-            below = (
-                below[: len(local)] if isinstance(below, Tensor) and below.numel() > 1 else below
-            )
-            ranks, top = local.ranked(k, bias, ties=ties, below=below)
-            return ranks[:n], TopK(*(x[:n] for x in top))
-        pairs, side, m = self._matrix.pairs, self._side, self.shape[1]
-        bias, ignored = as_bias("bias", bias, m, self.device), pairs.ignored[1 - side]
-        if ignored is not None:  # columns that do not exist rank last
-            bias = torch.zeros(m, dtype=self.dtype, device=self.device) if bias is None else bias
-            bias = bias.masked_fill(ignored, -torch.inf)
-        limits = self._limits(below, None)[1]
-        places, least = None if ties is None else pairs.places(side), torch.finfo(self.dtype).min
-        parts: list[list[Tensor]] = [[], [], []]
-        for part, scores in self._matrix.blocks(side):
-            scores = (scores if bias is None else scores.add_(bias)).clamp_min_(least)
-            rivals = scores
-            for limit in limits:
-                rivals = scores.masked_fill(
-                    scores >= (limit[part] if len(limit) > 1 else limit)[:, None], least
-                )
-            values, indices = rivals.topk(min(k, m), dim=1)
-            parts[1].append(values.masked_fill_(values == least, -torch.inf))
-            parts[2].append(indices)
+        if self.share is not None:
+            return self._ranked_locally(k, bias, ties, below)
+        candidate_bias = self._candidate_bias(bias)
+        limit = self._limit("below", below)
+        least = torch.finfo(self.dtype).min
+        places = None if ties is None else self._matrix.pairs.places(self._side)
+        ranks: list[Tensor] = []
+        values: list[Tensor] = []
+        indices: list[Tensor] = []
+        for part, scores in self._matrix.blocks(self._side):
+            if candidate_bias is not None:
+                scores.add_(candidate_bias)
+            scores.clamp_min_(least)
+            rivals = limited_scores(scores, limit, part, least)
+            value, index = rivals.topk(min(k, self.shape[1]), dim=1)
+            values.append(value.masked_fill_(value == least, -torch.inf))
+            indices.append(index)
             if places is not None:
-                own = places[part]
-                thresholds = scores.gather(1, own.clamp_min(0)).masked_fill_(own < 0, torch.nan)
-                whole = slice(0, m)
-                pairs.exclude_(
-                    scores.T if side else scores,
-                    (whole, part) if side else (part, whole),
-                    -torch.inf,
-                )
-                parts[0].append(ranking.ranks(thresholds, scores, ties == "optimistic"))
-        ranks, values, indices = (torch.cat(x) if x else torch.empty(0) for x in parts)
-        return ranks, TopK(values, indices)
+                ranks.append(self._ranks_of(scores, places[part], part, ties == "optimistic"))
+        top = TopK(torch.cat(values), torch.cat(indices))
+        return torch.cat(ranks) if ranks else torch.empty(0), top
+
+    def _ranked_locally(
+        self, k: int, bias: Tensor | None, ties: str | None, below: Limit
+    ) -> tuple[Tensor, TopK]:
+        """Return :meth:`ranked` of a batch that processes share."""
+        local = self.local()
+        n = self.shape[0]
+        if isinstance(below, Tensor) and below.numel() > 1:
+            below = below[: len(local)]
+        ranks, top = local.ranked(k, bias, ties=ties, below=below)
+        return ranks[:n], TopK(top.values[:n], top.indices[:n])
+
+    def _candidate_bias(self, bias: Tensor | None) -> Tensor | None:
+        """Return what is added to the candidates' scores (M,): those that do not exist rank last."""
+        m = self.shape[1]
+        checked = as_bias("bias", bias, m, self.device)
+        ignored = self._matrix.pairs.ignored[1 - self._side]
+        if ignored is None:
+            return checked
+        if checked is None:
+            checked = torch.zeros(m, dtype=self.dtype, device=self.device)
+        return checked.masked_fill(ignored, -torch.inf)
+
+    def _ranks_of(
+        self,
+        scores: Tensor,  # (B, M), overwritten
+        positives: Tensor,  # (B, P) columns, -1 for none
+        part: slice,  # of the rows
+        optimistic: bool,
+    ) -> Tensor:
+        """Return the (B, P) ranks of the positives of some rows."""
+        thresholds = scores.gather(1, positives.clamp_min(0))
+        thresholds = thresholds.masked_fill_(positives < 0, torch.nan)
+        whole = slice(0, scores.shape[1])
+        if self._side:
+            self._matrix.pairs.exclude_(scores.T, (whole, part), -torch.inf)
+        else:
+            self._matrix.pairs.exclude_(scores, (part, whole), -torch.inf)
+        return ranking.ranks(thresholds, scores, optimistic)
+
+
+# ------------------------------------------------------------------------------------------ helpers
+
+
+def limited_scores(scores: Tensor, limit: Value | None, part: slice, least: float) -> Tensor:
+    """Return scores (B, M) with ``least`` in place of those that are not below a limit."""
+    if limit is None:
+        return scores
+    if has_each(limit):
+        limit = limit[part, None]
+    return scores.masked_fill(scores >= limit, least)
+
+
+def check_biases(bias: Any, n: int, m: int) -> Bias:
+    """Return the (N,) and (M,) biases; raise an error unless they are a pair of tensors or None."""
+    if bias is None:
+        return None, None
+    if not isinstance(bias, tuple) or len(bias) != 2:
+        raise TypeError(f"bias: expected a pair of tensors or None, got {bias!r}")
+    for x, size in zip(bias, (n, m), strict=True):
+        if x is None:
+            continue
+        if not isinstance(x, Tensor) or x.shape != (size,) or not x.is_floating_point():
+            got = f"shape {tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else repr(x)
+            raise ValueError(f"bias: expected ({size},) floating-point numbers, got {got}")
+    return bias
+
+
+def described_part(rows: Tensor, cols: Tensor, ids: Ids, bias: Any) -> str:
+    """Return what has to be alike in the processes' parts of a batch, in words."""
+    trained = [x.requires_grad and torch.is_grad_enabled() for x in (rows, cols)]
+    had = [x is not None for x in ids]
+    biases = [] if bias is None else [x is not None for x in bias]
+    return (
+        f"{described(rows)}, {described(cols)}, gradients {trained}, ids {had}, biases {biases}"
+    )
+
+
+def ids_among_all(
+    ids: Ids, processes: Processes, rows: Tensor, cols: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return (N_r,) and (M_r,) ids that tell the items of all processes apart."""
+    row_ids, col_ids = ids
+    first = processes.first(0)
+    numbers = torch.arange(len(rows), device=rows.device) + first
+    if row_ids is not None and col_ids is not None:
+        return row_ids, col_ids
+    if col_ids is not None:
+        return numbers, numbered(col_ids, len(rows), first)
+    return numbers, numbers
+
+
+def gathered_bias(bias: Bias | None, processes: Processes) -> Bias | None:
+    """Return the bias of a process's padded rows and of all processes' columns."""
+    if bias is None:
+        return None
+    n, m = processes.padded
+    rows, cols = bias
+    own = None if rows is None else padded(rows, n)
+    others = None if cols is None else collectives.gather(padded(cols, m), processes.group)
+    return own, others

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import functional
 from ..checks import Names, as_ids, check_embeddings, one_of
-from ..engine.scores import compute_dtype
+from ..engine.vectors import compute_dtype
 from ..losses import MemoryLoss
 from ..losses.matryoshka import inner_loss
 from ..memory import CoupledMemory

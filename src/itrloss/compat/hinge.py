@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..checks import Names, check_embeddings, check_matrix, check_number, one_of
-from ..engine.scores import compute_dtype
+from ..engine.vectors import compute_dtype
 from ..similarity import Similarity
 from ..terms import hinge, identity
 

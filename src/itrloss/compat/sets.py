@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import functional
 from ..checks import one_of
-from ..engine.scores import compute_dtype
+from ..engine.vectors import compute_dtype
 from ..similarity import Similarity
 from .hinge import HingeLoss, option, required, similarity
 

@@ -1,249 +1,416 @@
-"""A similarity matrix: its inputs, its engine, and what is cached of it between questions."""
+"""A similarity matrix: its inputs, its engine, and what is kept of it between questions."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
 import os
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..checks import one_of
-from . import reduce
-from .exchange import Share
+from . import dense, tiled
+from .autograd import Request, Targets, answer, ask
+from .inputs import NO_SIDE, Inputs, Side, even_chunks, tile_shape, whole_scores
+from .pair_scores import Index
 from .pairs import Pairs
 from .products import matmul
-from .scores import (
-    Embeddings,
-    Scores,
-    even_chunks,
-    full_precision,
-    inverse_norms,
-    may_keep,
-    tile_shape,
-)
+from .question import Question, is_trained
+from .tiled import Best
+from .vectors import Embeddings, full_precision, may_keep
 
-ENGINES = "dense", "tiled", "triton"
-MEMORY_BUDGET = 256 * 2**20  # bytes of scores that "auto" caches (8192 x 8192 in float32)
-# Number of scores up to which "auto" takes plain PyTorch: on the CPU, where calls cost more than
-# passes over such a matrix, and on an accelerator, where kernel launches do.
-SMALL = {"cpu": 2**16}
-ACCELERATOR_SMALL = 2**20
+Engine = Literal["auto", "dense", "tiled", "triton"]
+Bias = tuple[Tensor | None, Tensor | None]  # (N,) and (M,), added to the scores
+
+MEMORY_BUDGET = 256 * 2**20  # bytes of scores that "auto" keeps (8192 x 8192 in float32)
+BLOCK = 2**26  # scores at most of a block of half-precision rows, which are converted for each block
 
 
 def choose_engine(engine: str, numel: int, budget: int, x: Tensor) -> str:
-    """Return the engine for ``numel`` scores of embeddings like ``x``: the one that is named, or
-    that ``"auto"`` takes.
+    """Return the engine for ``numel`` scores of embeddings like ``x``: ``"auto"`` chooses one.
 
     Raises:
         ImportError, TypeError, ValueError: for ``"triton"`` if it is not installed, for float64, or
             on the CPU.
     """
     if engine == "auto":
-        small = SMALL.get(x.device.type, ACCELERATOR_SMALL)
-        # the compiler fuses what plain PyTorch does with a matrix
-        if torch.compiler.is_compiling():
-            small = budget // torch.promote_types(x.dtype, torch.float32).itemsize
-        if numel <= small:
-            return "dense"
-        if (
-            x.device.type != "cuda"
-            or x.dtype == torch.float64
-            or importlib.util.find_spec("triton") is None
-        ):
-            return "tiled"
-        from .triton import works
-
-        return "triton" if works(x.device, x.dtype) else "tiled"
-    one_of("engine", engine, "auto", *ENGINES)
+        return choose_automatically(numel, budget, x)
+    one_of("engine", engine, "auto", "dense", "tiled", "triton")
     if engine == "triton":
         if importlib.util.find_spec("triton") is None:
             raise ImportError(
-                "engine='triton' needs Triton, which comes with PyTorch for CUDA: pip install triton"
+                "engine='triton' needs Triton, which comes with PyTorch for CUDA: "
+                "pip install triton"
             )
         if x.dtype == torch.float64:
-            raise TypeError("engine: 'triton' computes in float32, and the embeddings are float64")
+            raise TypeError(
+                "engine: 'triton' computes in float32, and the embeddings are float64"
+            )
         if x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             raise ValueError(
-                "engine: 'triton' needs an accelerator (or TRITON_INTERPRET=1), got embeddings on the CPU"
+                "engine: 'triton' needs an accelerator (or TRITON_INTERPRET=1), "
+                "got embeddings on the CPU"
             )
     return engine
 
 
-def check_unchanged(matrices: Iterable[Matrix]) -> None:
-    """Raise an error if embeddings or scores were modified in place: cached results would not match
-    later ones.
-    """
-    if torch.compiler.is_compiling():
-        return
-    for m in matrices:
-        for x in m.embeddings:
-            if x is not None and x.version is not None and x.version != x.x._version:
-                what = "scores were" if m.cols is None else "embeddings were"
-                raise RuntimeError(
-                    f"the {what} modified in place after this Similarity was made; make another one"
-                )
+def choose_automatically(numel: int, budget: int, x: Tensor) -> str:
+    """Return the engine that ``"auto"`` takes."""
+    if torch.compiler.is_compiling():  # the compiler fuses what plain PyTorch does with a matrix
+        itemsize = 8 if x.dtype == torch.float64 else 4
+        return "dense" if numel * itemsize <= budget else "tiled"
+    if x.device.type != "cuda" or x.dtype == torch.float64 or numel <= TRITON_FROM:
+        return "tiled"
+    if importlib.util.find_spec("triton") is None:
+        return "tiled"
+    from .triton import works
+
+    return "triton" if works(x.device, x.dtype) else "tiled"
+
+
+TRITON_FROM = 2**20  # scores up to which launches take longer than passes over the matrix
 
 
 class Matrix:
-    """A score matrix (N, M), of embeddings or precomputed. All views of it share this object."""
+    """A score matrix (N, M), of embeddings or precomputed. All anchors of it share this object."""
 
     def __init__(
-        self, rows: Embeddings, cols: Embeddings | None, pairs: Pairs, engine: str, budget: int
+        self,
+        rows: Embeddings,
+        cols: Embeddings,
+        pairs: Pairs,
+        engine: str,
+        budget: int,  # bytes of scores that may be kept
+        bias: Bias = (None, None),
     ):
-        """``cols`` None: the rows are (N, M) scores. ``budget``: bytes of scores that may be
-        cached.
-        """
-        self.embeddings, self.pairs, self.shape, self.engine = (
-            (rows, cols),
-            pairs,
-            pairs.shape,
-            engine,
-        )
-        self.rows, self.cols = rows.x, None if cols is None else cols.x  # as passed in
-        self.dtype, self.device = rows.dtype, rows.x.device
+        self.embeddings: tuple[Embeddings, Embeddings] | None = (rows, cols)
+        self.given: Embeddings | None = None  # (N, M) precomputed scores
+        self.bias = tuple(None if b is None else b.to(rows.dtype) for b in bias)
+        self._start(pairs, engine, rows)
+        numel = math.prod(self.shape)
+        #: Whether scores are kept, and unit vectors with them, from the first question on.
+        self.keeps = engine == "tiled" and numel * self.dtype.itemsize <= budget
         #: Whether scores certainly lie in [-1, 1].
-        self.bounded = cols is not None and rows.normalize and cols.normalize
-        # Where scores are cached, so are unit vectors; elsewhere nothing of the embeddings' size is
-        # held.
-        self.keeps = engine == "dense" or (
-            engine == "tiled" and math.prod(self.shape) * self.dtype.itemsize <= budget
-        )
-        self._scores: Tensor | None = None  # (N, M), differentiable if dense
-        self.summed = False  # whether a sum put all scores into the autograd graph
-        # (P,), where they were computed along with a sum
-        self._positive_scores: Tensor | None = None
-        self.share: Share | None = None  # of a sharded batch
-        self.biased = False  # whether a bias is part of the embeddings
-        self.backend: Any = None  # what answers in place of the engine's
+        self.bounded = rows.normalize and cols.normalize and bias == (None, None)
+
+    @classmethod
+    def of_scores(cls, scores: Embeddings, pairs: Pairs, engine: str) -> Matrix:
+        """Return a matrix of precomputed scores (N, M)."""
+        matrix = cls.__new__(cls)
+        matrix.embeddings = None
+        matrix.given = scores
+        matrix.bias = (None, None)
+        matrix._start(pairs, engine, scores)
+        matrix.keeps = False
+        matrix.bounded = False
+        return matrix
+
+    def _start(self, pairs: Pairs, engine: str, like: Embeddings) -> None:
+        self.pairs = pairs
+        self.shape = pairs.shape
+        self.engine = engine
+        self.dtype = like.dtype
+        self.device = like.x.device
+        self._kept_scores: Tensor | None = None  # (N, M), without a gradient
+        self._graph_scores: Tensor | None = None  # (N, M), with their graph
+        self._positive_scores: Tensor | None = None  # (P,), where they came along with a sum
+        self._summed = False  # whether a sum puts all scores into the graph
 
     def detach(self) -> Matrix:
-        """Return the same scores without a gradient. Cached scores are shared; they are computed if
-        not yet there.
-        """
+        """Return the same scores without a gradient; kept scores are shared, and computed first."""
+        if self.embeddings is None:
+            assert self.given is not None
+            return Matrix.of_scores(self.given.detach(), self.pairs, self.engine)
         rows, cols = self.embeddings
-        formed = self.scores() if self.keeps else self._scores
-        twin = type(self)(
-            rows.detach(), None if cols is None else cols.detach(), self.pairs, self.engine, 0
-        )
-        twin.bounded, twin.keeps, twin.share = self.bounded, self.keeps, self.share
-        twin.biased = self.biased
-        twin._scores = None if formed is None else formed.detach()
+        if self.keeps and may_keep():
+            self.inputs()
+        bias = tuple(None if b is None else b.detach() for b in self.bias)
+        twin = Matrix(rows.detach(), cols.detach(), self.pairs, self.engine, 0, bias)  # type: ignore[arg-type]
+        twin.keeps = self.keeps
+        twin.bounded = self.bounded
+        twin._kept_scores = self._kept_scores
+        if self._graph_scores is not None:
+            twin._graph_scores = self._graph_scores.detach()
         return twin
 
-    # --------------------------------------------------------------------------------------- scores
+    def check_unchanged(self) -> None:
+        """Raise an error if inputs were modified in place: kept scores would not match them."""
+        if torch.compiler.is_compiling():
+            return
+        if self.given is not None:
+            changed = self.given.changed
+            what = "scores were"
+        else:
+            assert self.embeddings is not None
+            changed = self.embeddings[0].changed or self.embeddings[1].changed
+            what = "embeddings were"
+        if changed:
+            raise RuntimeError(
+                f"the {what} modified in place after this Similarity was made; make another one"
+            )
 
-    def scores(self, keep: bool | None = None) -> Tensor:
-        """Return the (N, M) scores, not to be modified or handed out as they may be cached;
-        differentiable if dense.
-        """
-        if self._scores is not None:
-            return self._scores
-        (rows, cols), keep = self.embeddings, may_keep() if keep is None else keep
-        # With their graph, even if first used under no_grad; a tiled engine carries the gradient
-        # itself.
-        with (
-            full_precision(rows.x),
-            torch.set_grad_enabled(keep and (cols is None or self.engine == "dense")),
-        ):
-            if cols is None:
-                scores = rows.x.to(self.dtype)
-            elif self.engine == "dense":
-                scores = rows.unit() @ cols.unit().T
-            else:
-                scores = matmul(rows.unit(), cols.unit().T)
-        if keep and (self.keeps or cols is None):
-            self._scores = scores
-        return scores
+    # ------------------------------------------------------------------------------------- inputs
 
-    def as_dense(self) -> Matrix:
-        """Return the same matrix on the dense engine, where scores have their gradient."""
-        return self if self.engine == "dense" else Matrix(*self.embeddings, self.pairs, "dense", 0)
-
-    def source(self, form: bool = False) -> Scores:
-        """Return the inputs of a pass; with ``form``, scores that are to be cached are computed
-        now.
+    def inputs(self) -> Inputs:
+        """Return the inputs of a pass. Scores that are kept are computed at the first call.
 
         That saves one product in backward and in each later pass: 0.81 of the time of HAL at 1024 x
         1024 x 512 (``pytest benchmarks/test_micro.py --benchmark-enable -k kept_scores``).
         """
-        (rows, cols), ids = self.embeddings, self.pairs.ids
-        if cols is None:
-            return Scores(self.scores(), None, None, None, *ids)
-        if self.keeps and may_keep() and not torch.compiler.is_compiling():
-            units, kept = (
-                (rows.unit().detach(), cols.unit().detach()),
-                self.scores() if form else self._scores,
-            )
-            return Scores(
-                rows.x,
-                cols.x,
-                rows.inv,
-                cols.inv,
-                *ids,
-                None if kept is None else kept.detach(),
-                *units,
-            )
-        inv = [inverse_norms(side.x.detach()) if side.normalize else None for side in (rows, cols)]
-        return Scores(rows.x, cols.x, inv[0], inv[1], *ids)
-
-    def blocks(self, side: int, size: int | None = None) -> Iterator[tuple[slice, Tensor]]:
-        """Yield slices of a side's anchors, each with a copy of its scores (B, C), at most ``size``
-        of them.
-        """
-        check_unchanged([self])
-        n, m = self.shape[side], self.shape[1 - side]
-        source = Scores(self.scores()) if self.engine == "dense" else self.source(form=self.keeps)
-        rows, width = tile_shape(n, m, self.device.type)
-        # at least a tile: half-precision embeddings are converted anew for each block
-        if size is None:
-            size = max(rows * width, min(128 * m, 2**26))
-        for part in even_chunks(n, max(1, size // m)):
-            if source.matrix is not None:
-                block = (source.matrix.detach().T if side else source.matrix.detach())[part]
-                yield part, block.clone(memory_format=torch.contiguous_format)
-                continue
-            y, inv = source.vectors(1 - side)
-            with full_precision(self.rows), torch.no_grad():
-                left = source.unit(side, part)
-                block = left.new_empty(len(left), m)
-                for c in even_chunks(m, width):
-                    block[:, c] = matmul(left, y[c].to(left.dtype).T)
-                block = block if inv is None else block.mul_(inv)
-            yield part, block
-
-    def pair_scores(self, i: Tensor | None, j: Tensor | None) -> Tensor:
-        """Return the differentiable (P,) scores of rows ``i`` with columns ``j``; None stands for
-        row, or column, p.
-        """
+        if self.embeddings is None or self.engine == "dense":
+            return Inputs(NO_SIDE, NO_SIDE, self.graph_scores().detach())
         rows, cols = self.embeddings
-        if cols is None or (
-            self.engine == "dense" and (self.summed or (i is not None and len(i) > sum(self.shape)))
-        ):
-            scores = self.scores() if self._scores is None else self._scores
+        if not self.keeps or not may_keep():
+            return Inputs(self._side(rows, 0), self._side(cols, 1), None)
+        sides = self._kept_side(rows, 0), self._kept_side(cols, 1)
+        if self._kept_scores is None:
+            with torch.no_grad(), full_precision(rows.x):
+                self._kept_scores = whole_scores(*sides)
+        return Inputs(*sides, self._kept_scores)
+
+    def _side(self, embeddings: Embeddings, side: int) -> Side:
+        inv = embeddings.inverse_norms()
+        return Side(embeddings.x, inv, None, self.bias[side])
+
+    def _kept_side(self, embeddings: Embeddings, side: int) -> Side:
+        unit, inv = embeddings.kept()
+        return Side(None, inv, unit, self.bias[side])
+
+    def targets(self) -> Targets:
+        """Return what gets the gradient of the scores."""
+        if self.embeddings is None or self.engine == "dense":
+            return Targets(scores=self.graph_scores())
+        rows, cols = self.embeddings
+        return Targets(rows.gradient_target(), cols.gradient_target(), *self.bias)
+
+    def graph_scores(self) -> Tensor:
+        """Return the (N, M) scores with their graph, not to be modified or handed out."""
+        if self._graph_scores is not None:
+            return self._graph_scores
+        keep = may_keep()
+        with torch.set_grad_enabled(keep):  # with their graph, even if first used under no_grad
+            if self.embeddings is None:
+                assert self.given is not None
+                scores = self.given.x.to(self.dtype)
+            else:
+                scores = self._products()
+        if keep:
+            self._graph_scores = scores
+        return scores
+
+    def _products(self) -> Tensor:
+        """Return the (N, M) scores of embeddings, in plain PyTorch."""
+        assert self.embeddings is not None
+        rows, cols = self.embeddings
+        row_bias, col_bias = self.bias
+        with full_precision(rows.x):
+            scores = rows.differentiable() @ cols.differentiable().T
+        if row_bias is not None:
+            scores = scores + row_bias[:, None]
+        if col_bias is not None:
+            scores = scores + col_bias
+        return scores
+
+    def scores(self) -> Tensor:
+        """Return the (N, M) scores, with their graph if they are trained; not to be modified."""
+        if self.targets().trained and torch.is_grad_enabled():
+            return self.graph_scores()
+        inputs = self.inputs()
+        if inputs.scores is not None:
+            return inputs.scores
+        with torch.no_grad(), full_precision(inputs.like):
+            return whole_scores(inputs.rows, inputs.cols)
+
+    # ------------------------------------------------------------------------------------ answers
+
+    def sums(self, question: Question, guide: Matrix | None = None) -> Tensor:
+        """Return the sums (A,) of a question; a ``guide`` has the scores of its limits."""
+        self.check_unchanged()
+        if guide is not None:
+            guide.check_unchanged()
+        if self.engine == "dense":
+            self._summed = self._summed or torch.is_grad_enabled()
+            other = None if guide is None else guide.scores().detach().to(self.dtype)
+            return dense.sums(question, dense.whole_tile(self.graph_scores(), other))
+        request = Request(
+            question=question,
+            inputs=self.inputs(),
+            guide=None if guide is None else guide.inputs(),
+            pairs=self._positives_along(),
+            triton=self._uses_triton(question),
+        )
+        sums, positives = ask(request, self.targets())
+        if request.pairs is not None:
+            self._positive_scores = positives
+        assert sums is not None
+        return sums
+
+    def _positives_along(self) -> tuple[Index, Index] | None:
+        """Return the positive pairs if their scores are to be computed along with a sum."""
+        if not torch.is_grad_enabled() or self._positive_scores is not None:
+            return None
+        if self.pairs.one_to_one:
+            return None, None
+        targets = self.targets()
+        # A memory, which has no gradient, has few positives, and nobody asks for them.
+        trained = is_trained(targets.rows) and is_trained(targets.cols)
+        if self.pairs.listable and (trained or targets.scores is not None):
+            return self.pairs.listed
+        return None
+
+    def _uses_triton(self, question: Question) -> bool:
+        """Return whether Triton has a kernel for a question."""
+        if self.engine != "triton":
+            return False
+        from . import triton
+
+        return triton.has_kernel(question)
+
+    def highest(self, question: Question, guide: Matrix | None = None) -> Tensor:
+        """Return the highest ``scale S`` (A,) that counts, -inf without any. No gradient."""
+        self.check_unchanged()
+        with torch.no_grad():
+            if self.engine == "dense":
+                other = None if guide is None else guide.scores().to(self.dtype)
+                return dense.highest(question, dense.whole_tile(self.graph_scores(), other))
+            inputs = self.inputs()
+            with full_precision(inputs.like):
+                if self._uses_triton(question):
+                    from . import triton
+
+                    return triton.highest(question, inputs)
+                return tiled.highest(question, inputs, None if guide is None else guide.inputs())
+
+    def hardest(self, question: Question) -> Best:
+        """Return the highest score that counts of each anchor, and its candidate: (A,).
+
+        The gradient of a score goes to the embeddings of its pair alone.
+        """
+        self.check_unchanged()
+        if self.engine == "dense" and self.embeddings is None:
+            return Best(*dense.hardest(question, dense.whole_tile(self.graph_scores())))
+        inputs = self.inputs()
+        with torch.no_grad(), full_precision(inputs.like):
+            best = tiled.hardest(question, inputs)
+        if not torch.is_grad_enabled() or not self.targets().trained:
+            return best
+        rows, cols = self._pairs_of(question.sides, best.indices.clamp_min(0))
+        scores = self._pair_and_positive_scores(rows, cols)
+        return Best(torch.where(best.indices < 0, -math.inf, scores), best.indices)
+
+    def _pairs_of(self, sides: tuple[int, ...], others: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows and columns (A,) of anchors of some sides with a candidate each."""
+        own = torch.cat([torch.arange(self.shape[side], device=self.device) for side in sides])
+        from_rows = self.shape[0] if 0 in sides else 0
+        rows = torch.cat([own[:from_rows], others[from_rows:]])
+        cols = torch.cat([others[:from_rows], own[from_rows:]])
+        return rows, cols
+
+    def _pair_and_positive_scores(self, rows: Tensor, cols: Tensor) -> Tensor:
+        """Return the scores of pairs, with the positives' in the same node of the graph if few.
+
+        That is one gradient of all embeddings less, 0.88 of the time (python -m benchmarks --losses
+        "triplet hardest" --shapes 512x512x1024, with and without).
+        """
+        if self._positive_scores is not None or not self.pairs.listable:
+            return self.pair_scores(rows, cols)
+        positive_rows, positive_cols = self.pairs.listed
+        count = len(positive_rows)
+        if count > sum(self.shape):
+            return self.pair_scores(rows, cols)
+        scores = self.pair_scores(
+            torch.cat([positive_rows, rows]), torch.cat([positive_cols, cols])
+        )
+        self._positive_scores = scores[:count]
+        return scores[count:]
+
+    def sorted_excesses(self, question: Question, margin: float) -> Tensor:
+        """Return the (A,) sums of hinges of all positives, which need not be listed."""
+        return dense.sorted_excesses(question, dense.whole_tile(self.graph_scores()), margin)
+
+    # -------------------------------------------------------------------------------------- pairs
+
+    def pair_scores(self, i: Index, j: Index) -> Tensor:
+        """Return the differentiable (P,) scores of rows i with columns j; None: row p, column p."""
+        self.check_unchanged()
+        if self.engine == "dense":
+            return self._dense_pair_scores(i, j)
+        request = Request(None, self.inputs(), None, (i, j), False)
+        scores = ask(request, self.targets())[1]
+        assert scores is not None
+        return scores
+
+    def _dense_pair_scores(self, i: Index, j: Index) -> Tensor:
+        many = i is not None and len(i) > sum(self.shape)
+        if self.embeddings is None or self._summed or many:
+            scores = self.graph_scores()
             if i is None and j is None:
                 return scores.diagonal()
-            all_rows, all_cols = (torch.arange(size, device=self.device) for size in self.shape)
-            return scores[all_rows if i is None else i, all_cols if j is None else j]
+            rows = torch.arange(self.shape[0], device=self.device) if i is None else i
+            cols = torch.arange(self.shape[1], device=self.device) if j is None else j
+            return scores[rows, cols]
         # Unless copies for many pairs are larger, scoring them alone saves a loss of pairs two
         # products in backward: 0.80 of the time at 128 x 128 x 1024 (pytest
         # benchmarks/test_micro.py --benchmark-enable -k pairs_alone).
-        if self.engine == "dense" or torch.compiler.is_compiling():
-            left, right = (
-                x.unit() if k is None else x.unit().index_select(0, k)
-                for x, k in ((rows, i), (cols, j))
-            )
-            return (left * right).sum(1)
-        return reduce.PairProducts.apply((i, j), *self.source())
+        left, right = self.embeddings[0].differentiable(), self.embeddings[1].differentiable()
+        left = left if i is None else left.index_select(0, i)
+        right = right if j is None else right.index_select(0, j)
+        scores = (left * right).sum(1)
+        row_bias, col_bias = self.bias
+        if row_bias is not None:
+            scores = scores + (row_bias if i is None else row_bias[i])
+        if col_bias is not None:
+            scores = scores + (col_bias if j is None else col_bias[j])
+        return scores
 
     def positive_scores(self) -> Tensor:
-        """Return the (P,) scores of the positive pairs in the order of ``pairs.listed``,
-        differentiable.
-        """
-        check_unchanged([self])
+        """Return the (P,) scores of the positive pairs in the order of ``pairs.listed``."""
+        self.check_unchanged()
         if self._positive_scores is not None:
             return self._positive_scores
-        return self.pair_scores(*((None, None) if self.pairs.one_to_one else self.pairs.listed))
+        if self.pairs.one_to_one:
+            return self.pair_scores(None, None)
+        return self.pair_scores(*self.pairs.listed)
+
+    # ------------------------------------------------------------------------------------- blocks
+
+    def blocks(self, side: int, size: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+        """Yield slices of a side's anchors, each with a copy of its scores (B, C), no gradient.
+
+        ``size``: the number of scores of a block at most.
+        """
+        self.check_unchanged()
+        inputs = self.inputs()
+        n = self.shape[side]
+        m = self.shape[1 - side]
+        if size is None:  # half-precision embeddings are converted anew for each block
+            height, width = tile_shape(n, m, self.device.type)
+            size = max(height * width, min(128 * m, BLOCK))
+        for part in even_chunks(n, max(1, size // m)):
+            if inputs.scores is not None:
+                whole = inputs.scores.T if side else inputs.scores
+                yield part, whole[part].clone(memory_format=torch.contiguous_format)
+            else:
+                with torch.no_grad(), full_precision(inputs.like):
+                    yield part, block_of_scores(inputs, side, part)
+
+
+def block_of_scores(inputs: Inputs, side: int, part: slice) -> Tensor:
+    """Return the scores (B, C) of some of a side's vectors with all of the others."""
+    own, others = inputs.rows, inputs.cols
+    if side == 1:
+        own, others = others, own
+    left = own.vectors(part)
+    candidates = len(others.like)
+    width = tile_shape(len(left), candidates, left.device.type)[1]
+    block = left.new_empty(len(left), candidates)
+    for c in even_chunks(candidates, width):
+        block[:, c] = matmul(left, others.vectors(c).T)
+    if own.bias is not None:
+        block += own.bias[part, None]
+    if others.bias is not None:
+        block += others.bias
+    return block

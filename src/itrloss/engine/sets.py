@@ -23,16 +23,13 @@ from torch import Tensor
 
 from .pairs import weighted_sums
 from .products import add_matmul_, matmul
-from .reduce import operator
-from .scores import (
-    _ACCELERATOR_TILE,
-    TILE,
+from .inputs import ACCELERATOR_TILE, TILE, even_chunks
+from .vectors import (
     compute_dtype,
-    even_chunks,
     full_precision,
     inverse_norms,
     normalized,
-    project_,
+    project,
     scaled,
 )
 
@@ -77,11 +74,12 @@ class Sets(NamedTuple):
         """Return the (N, K, D) gradient of the sets from that of their ``unit`` vectors, which is
         overwritten.
         """
-        result, missing = (
-            project_(grad.flatten(0, 1), self.x.flatten(0, 1), self._inverse()),
-            self.missing(),
-        )
-        result = result.view_as(self.x)
+        inv = self._inverse()
+        result = grad.flatten(0, 1)
+        if inv is not None:
+            result = project(result, self.unit(), inv)
+        result = result.to(self.x.dtype).view_as(self.x)
+        missing = self.missing()
         return result if missing is None else result.masked_fill_(missing.unsqueeze(-1), 0.0)
 
     def _inverse(self) -> Tensor | None:
@@ -105,7 +103,7 @@ def blocks(a: Sets, b: Sets, values: int) -> tuple[list[slice], list[slice]]:
     held at once.
     """
     (n, k, d), (m, size, _) = a.x.shape, b.x.shape
-    numel, width = TILE.get(a.x.device.type, _ACCELERATOR_TILE)
+    numel, width = TILE.get(a.x.device.type, ACCELERATOR_TILE)
     c = max(1, min(m, max(width, numel // (n * k)) // values, numel // (size * d)))
     r = max(1, min(n, numel // (c * values * k), numel // (k * d)))
     return even_chunks(n, r), even_chunks(m, c)
@@ -323,26 +321,13 @@ def _winning_pairs(
     return i.flatten(), j.flatten(), grad.unsqueeze(2).expand(m, n, k).flatten()
 
 
-def _fake_gradients(source, winners, grad, name, alpha, needs):
-    return tuple(
-        x.new_empty(x.shape if need else (0,))
-        for x, need in zip((source[0], source[3]), needs, strict=True)
-    )
-
-
-_FORWARD = "(Tensor?[] source, str name, float alpha, bool keep) -> (Tensor, Tensor)"
-_BACKWARD = "(Tensor?[] source, Tensor winners, Tensor grad, str name, float alpha, bool[] needs) -> (Tensor, Tensor)"
-_forward = operator("set_scores", _FORWARD, _scores, _fake_scores)
-_backward = operator("set_scores_backward", _BACKWARD, _gradients, _fake_gradients)
-
-
 class _SetScores(torch.autograd.Function):
     """The (N, M) scores of sets, twice differentiable."""
 
     @staticmethod
     def forward(ctx: Any, form: Form, *source):
         ctx.form = form
-        scores, winners = _forward(list(source), *form, True)
+        scores, winners = _scores(list(source), *form, True)
         ctx.save_for_backward(*source, winners)
         return scores
 
@@ -350,7 +335,7 @@ class _SetScores(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor):
         source, winners = list(ctx.saved_tensors[:6]), ctx.saved_tensors[6]
         needs, form = (ctx.needs_input_grad[1], ctx.needs_input_grad[4]), ctx.form
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+        if torch.is_grad_enabled():  # create_graph=True
             inputs = [x for x, need in zip((source[0], source[3]), needs, strict=True) if need]
             of_inputs = iter(
                 torch.autograd.grad(
@@ -359,7 +344,7 @@ class _SetScores(torch.autograd.Function):
             )
             gradients = [next(of_inputs) if need else None for need in needs]
         else:
-            results = _backward(source, winners, grads[0], *form, needs)
+            results = _gradients(source, winners, grads[0], *form, needs)
             gradients = [x if need else None for x, need in zip(results, needs, strict=True)]
         return None, gradients[0], None, None, gradients[1], None, None
 
@@ -388,6 +373,8 @@ def set_scores(
     source: list[Tensor | None] = []
     for x, lengths in (rows, cols):
         source += [x, inverse_norms(x.detach()) if normalize else None, lengths]
+    if torch.compiler.is_compiling():
+        return _plain(*_sets(source), Form(name, float(alpha)))
     if torch.is_grad_enabled() and (rows[0].requires_grad or cols[0].requires_grad):
         return _SetScores.apply(Form(name, float(alpha)), *source)  # type: ignore[return-value]
-    return _forward(source, name, float(alpha), False)[0]
+    return _scores(source, name, float(alpha), False)[0]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..engine.matrix import Matrix
 from ..engine.pairs import Pairs
-from ..engine.scores import Embeddings
+from ..engine.vectors import Embeddings
 from ..losses import PairLoss
 from ..losses.matryoshka import takes_pairs
 from ..similarity import Similarity

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..checks import IMAGES_AND_TEXTS, Names, check_number, one_of
 from ..distributed import consensus, padded, world_size
-from ..engine.processes import replicated, total
+from ..distributed.collectives import replicated, total
 from ..functional import Reduction
 from ..memory import CoupledMemory, MemorySimilarity
 from ..similarity import Engine, Similarity
@@ -105,8 +105,7 @@ class Loss(nn.Module):
     @property
     def _shared(self) -> dict[str, Any]:
         """The options of :meth:`itrloss.Similarity.sharded`."""
-        schedule = "auto" if self.gather is True else self.gather
-        return {"process_group": self.process_group, "schedule": schedule, "same": self._agreed}
+        return {"process_group": self.process_group, "same": self._agreed}
 
     @property
     def _agreed(self) -> str:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..checks import check_matrix, check_number, check_size
-from ..engine.scores import compute_dtype, host_may_read, normalized
+from ..engine.vectors import compute_dtype, host_may_read, normalized
 from ..kmeans import OnlineKMeans
 from ..memory import CoupledMemory, MemorySimilarity
 from ..similarity import Engine, Similarity

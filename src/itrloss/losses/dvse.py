@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..checks import IMAGES_AND_TEXTS, check_embeddings, check_matrix, check_number, check_size
+from ..anchors import AnchorSide
 from ..distributed import gather_parts, world_size
 from ..engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
-from ..engine.ring import RingMatrix
-from ..engine.scores import Embeddings, full_precision, normalized
+from ..engine.vectors import Embeddings, full_precision, normalized
 from ..similarity import Similarity
 from ..telemetry import describe
 from .base import Loss, SimilarityLoss
@@ -89,44 +89,47 @@ class VarianceAwareLoss(SimilarityLoss):
             frame = Similarity.sharded(images[:, 0], texts, *ids, **options, **self._shared)
         else:
             frame = Similarity(images[:, 0], texts, *ids, **options)
-        pairs, cols = frame._matrix.pairs, frame._matrix.embeddings[1]
-        assert cols is not None
-        n, m = pairs.shape
-        units, candidates = normalized(images.transpose(0, 1)), cols.unit()  # (K, N, D), (M, D)
-        units = F.pad(units, (0, 0, 0, n - units.shape[1])) if n > units.shape[1] else units
-        k = len(units)
-        kind = type(frame._matrix)
-        ring = issubclass(kind, RingMatrix)
-        engine: Any = (
-            frame.engine if ring else choose_engine(self.engine, n * m, MEMORY_BUDGET // k, images)
-        )
-        kept = (
-            self.engine == "auto"
-            and engine == "tiled"
-            and k * n * m * units.itemsize <= MEMORY_BUDGET
-        )
-        if not ring and (kept or engine == "dense"):
-            # Where scores are kept, one product for all heads: 0.7 of the time at 512 images, 6
-            # heads, 1024 dimensions (python -m benchmarks --losses "variance aware" --shapes
-            # 512x6x1024 --variants ours "ours tiled").
-            with full_precision(units):
-                units = units @ candidates.T
-            matrices = [Matrix(Embeddings(x, False), None, pairs, engine, 0) for x in units]
-        else:
-            candidates = Embeddings(candidates, False)
-            matrices = [kind(Embeddings(x, False), candidates, pairs, engine, 0) for x in units]
-        for matrix in matrices:
-            matrix.share = frame._matrix.share
-        return [Similarity._view(matrix, 0) for matrix in matrices], frame
+        units = normalized(images.transpose(0, 1))  # (K, N, D)
+        n, m = frame.pairs.shape
+        if n > units.shape[1]:  # padding of a batch that processes share
+            units = F.pad(units, (0, 0, 0, n - units.shape[1]))
+        matrices = head_matrices(units, frame, self.engine)
+        heads = [Similarity.of_anchors(AnchorSide(x, 0, frame.share)) for x in matrices]
+        return heads, frame
 
     @torch.no_grad()
     def _described(self, heads: list[Similarity], frame: Similarity) -> dict[str, Tensor]:
         """Return the figures of the best head of each pair, by which a model of sets retrieves."""
-        best = functools.reduce(torch.maximum, (sim._matrix.detach().scores() for sim in heads))
+        scores = [sim.detach().scores() for sim in heads]
+        best = functools.reduce(torch.maximum, scores)
         engine = choose_engine("auto", best.numel(), 0, best)
-        matrix = Matrix(Embeddings(best, False), None, frame._matrix.pairs, engine, 0)
-        matrix.share = frame._matrix.share
-        return describe(Similarity._view(matrix, 0), self.margin)
+        matrix = Matrix.of_scores(Embeddings(best, False), frame.pairs, engine)
+        of_best = Similarity.of_anchors(AnchorSide(matrix, 0, frame.share))
+        return describe(of_best, self.margin)
+
+
+def head_matrices(
+    units: Tensor,  # (K, N, D) sub-embeddings at unit length
+    frame: Similarity,  # of one head
+    engine: str,
+) -> list[Matrix]:
+    """Return the score matrices of all heads with the texts of a similarity.
+
+    Where scores are kept, they come from one product: 0.7 of the time at 512 images, 6 heads, 1024
+    dimensions (python -m benchmarks --losses "variance aware" --shapes 512x6x1024 --variants ours
+    "ours tiled").
+    """
+    texts = frame.vectors[1].differentiable()  # (M, D)
+    k, n, _ = units.shape
+    numel = n * len(texts)
+    chosen = choose_engine(engine, numel, MEMORY_BUDGET // k, units)
+    fits = k * numel * units.itemsize <= MEMORY_BUDGET
+    if chosen == "dense" or (engine == "auto" and chosen == "tiled" and fits):
+        with full_precision(units):
+            scores = units @ texts.T  # (K, N, M)
+        return [Matrix.of_scores(Embeddings(x, False), frame.pairs, chosen) for x in scores]
+    shared = Embeddings(texts, False)
+    return [Matrix(Embeddings(x, False), shared, frame.pairs, chosen, 0) for x in units]
 
 
 @dataclass(eq=False, repr=False)

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import functional
 from ..anchors import Anchors
 from ..checks import check_matrix, one_of
-from ..engine.scores import host_may_read
+from ..engine.vectors import host_may_read
 from ..similarity import Similarity
 from ..terms import identity, negative_log_likelihood
 from .base import PairLoss, above_zero

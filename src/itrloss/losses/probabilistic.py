@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checks import Names, check_alike, check_embeddings, check_matrix, check_number
-from ..engine.scores import normalized
+from ..engine.vectors import normalized
 from ..similarity import Similarity
 from ..terms import identity, pair_term, softplus
 from .base import SimilarityLoss

@@ -91,7 +91,7 @@ def folded(sim: Similarity) -> Similarity:
     if any(x is not None for x in sim.ids):
         return sim
     scores = sim._matrix.rows.T if sim._side else sim._matrix.rows
-    images = fold_repeated(scores if sim._inputs is None else sim._inputs[0])
+    images = fold_repeated(scores if sim.embeddings is None else sim.embeddings[0])
     n, m = len(images), sim.shape[1]
     if n == m:
         return sim
@@ -109,18 +109,18 @@ def shared(sim: Any, question: str, process_group: Any) -> Similarity:
     with consensus(process_group):
         if not isinstance(sim, Similarity | Tensor):
             raise TypeError(f"scores: expected a Similarity, got {type(sim).__name__}")
-        if isinstance(sim, Tensor) or sim._side or sim._inputs is None:
+        if isinstance(sim, Tensor) or sim._side or sim.embeddings is None:
             raise ValueError(
                 "scores: expected a Similarity of embeddings, images as rows, for gather=True"
             )
         check_unchanged([sim._matrix])
-    images, texts = (x.detach() for x in sim._inputs)
+    images, texts = (x.detach() for x in sim.embeddings)
     options: Any = {
         "normalize": sim._matrix.bounded,
         "check_finite": True,
         "names": IMAGES_AND_TEXTS,
     }
-    options |= {"process_group": process_group, "schedule": "all-gather", "same": question}
+    options |= {"process_group": process_group, "same": question}
     return Similarity.sharded(images, texts, *sim.ids, **options)
 
 
@@ -143,9 +143,9 @@ def part_of(
         if ids is None
         else ids
     )
-    if sim._inputs is None:
+    if sim.embeddings is None:
         return Similarity.from_scores(sim.detach().scores()[rows][:, cols], *ids)
-    first, second = (x.detach()[part] for x, part in zip(sim._inputs, (rows, cols), strict=True))
+    first, second = (x.detach()[part] for x, part in zip(sim.embeddings, (rows, cols), strict=True))
     engine: Any = sim.engine
     return Similarity(first, second, *ids, normalize=sim._matrix.bounded, engine=engine)
 

@@ -138,7 +138,7 @@ def retrieval_results(
             raise ValueError("scores[1]: expected repeated images like scores[0], or ids")
     if folds == 1:
         return _ranked(sims, relevant, reranker, hubness_k, ties)
-    if reranker is not None and not all(reranker.transductive) and sims[0]._inputs is None:
+    if reranker is not None and not all(reranker.transductive) and sims[0].embeddings is None:
         raise ValueError("folds: banks of scores contain all candidates, a part only some of them")
     parts = fold_parts(sims[0], folds)
     results = [
@@ -174,7 +174,7 @@ def _sharded_results(
     scores: Any, reranker: Reranker | None, k: int, ties: Ties, group: Any
 ) -> RetrievalResults:
     """Return the results of all processes, each of which ranks for its own queries."""
-    if isinstance(scores, Similarity) and scores._inputs is not None:
+    if isinstance(scores, Similarity) and scores.embeddings is not None:
         scores = folded(scores)
     sim = shared(
         scores, f"{None if reranker is None else reranker._description()} {k} {ties}", group

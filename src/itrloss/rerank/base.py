@@ -324,7 +324,7 @@ class Reranker(ABC):
             if p is not None:
                 first = p.first(side), p.first(1 - side) if shared else 0
                 if not shared:
-                    references = candidates._inputs[1] if bank is None else bank  # type: ignore[index]
+                    references = candidates.embeddings[1] if bank is None else bank  # type: ignore[index]
                     candidates = queries.T
             if references is not None:
                 candidates = against(candidates, references)
@@ -336,7 +336,7 @@ class Reranker(ABC):
 
     def _check(self, sim: Similarity) -> None:
         """Raise an error for a missing bank or embeddings."""
-        if self.needs_embeddings and sim._inputs is None:
+        if self.needs_embeddings and sim.embeddings is None:
             expected = (
                 "a Similarity of embeddings: images are compared with images, or texts with texts"
             )

@@ -67,9 +67,9 @@ def against(sim: Similarity, bank: Tensor, more_rows: Tensor | None = None) -> S
     """Return the similarities of the rows of ``sim`` and ``more_rows`` with a :func:`fitting` bank;
     no positives.
     """
-    if sim._inputs is None:
+    if sim.embeddings is None:
         return Similarity.from_scores(bank, *_no_match(bank.shape, sim.device))
-    rows = sim._inputs[0]
+    rows = sim.embeddings[0]
     if more_rows is not None:
         rows = torch.cat([rows.to(more_rows.dtype), more_rows])  # neither is rounded
     engine: Any = sim.engine if sim.engine in ("tiled", "triton") else "auto"
@@ -84,7 +84,7 @@ def fitting(bank: Tensor, side: int, sim: Similarity) -> Tensor:
     In the dtype of the scores, as half precision would round a float32 bank. Raises an error if the
     bank does not fit.
     """
-    like = sim if sim._inputs is None else sim._inputs[0]
+    like = sim if sim.embeddings is None else sim.embeddings[0]
     axis, what = (
         (1 - side, "scores with the {} candidates")
         if like is sim

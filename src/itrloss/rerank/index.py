@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..checks import as_bias, check_matrix, check_size
-from ..engine.scores import normalized
+from ..engine.vectors import normalized
 from ..similarity import TopK
 
 

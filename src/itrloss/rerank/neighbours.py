@@ -215,7 +215,7 @@ class KReciprocalReranker(Reranker):
         raise ValueError("gather: KReciprocalReranker needs all items in one process")
 
     def rule(self, direction: Direction) -> Rule:
-        pair = direction.queries._inputs
+        pair = direction.queries.embeddings
         assert pair is not None
         items = torch.cat(
             [torch.nn.functional.normalize(x.to(direction.queries.dtype), dim=1) for x in pair]

@@ -180,8 +180,8 @@ class DualBankSinkhorn(Sinkhorn):
 
     def rule(self, direction: Direction) -> Bias:
         candidates = direction.candidates
-        assert direction.gallery is not None and candidates._inputs is not None
-        items = against(candidates, candidates._inputs[1], direction.gallery)
+        assert direction.gallery is not None and candidates.embeddings is not None
+        items = against(candidates, candidates.embeddings[1], direction.gallery)
         bias, factor = super().rule(direction._replace(candidates=items))
         return Bias(bias[: candidates.shape[0]], factor)
 

@@ -1,0 +1,18 @@
+"""Communication between the processes of ``torch.distributed``.
+
+=========== ========================================================================================
+collectives the collectives with their gradients
+consensus   what processes compare before they compute, and gathered tensors
+shards      a batch that processes share: whose anchors are where, and what they exchange
+=========== ========================================================================================
+"""
+
+from .collectives import world_size as world_size
+from .consensus import consensus as consensus
+from .consensus import gather as gather
+from .consensus import gather_parts as gather_parts
+from .consensus import gather_table as gather_table
+from .consensus import numbered as numbered
+from .consensus import padded as padded
+
+__all__ = ["gather"]

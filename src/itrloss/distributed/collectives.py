@@ -1,0 +1,176 @@
+"""The collectives of ``torch.distributed`` that a shared batch needs, with their gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+PATIENCE = 2.0  # seconds to find out which process is lost
+
+
+def world_size(group: Any = None) -> int:
+    """Return the number of processes in the group, by default of all; 1 without a job."""
+    if not dist.is_available() or not dist.is_initialized():
+        return 1
+    size = dist.get_world_size(group)
+    if size < 1:
+        raise ValueError("process_group: expected one that this process belongs to")
+    return size
+
+
+def communicate(collective: Any, *args: Any, group: Any) -> Any:
+    """Run a collective; if it fails, the error says which processes do not answer."""
+    if torch.compiler.is_compiling():
+        return collective(*args, group=group)
+    try:
+        return collective(*args, group=group)
+    except RuntimeError as error:
+        raise RuntimeError(f"gather: {who_is_lost(group)}") from error
+
+
+def who_is_lost(group: Any) -> str:
+    """Return who does not answer.
+
+    Processes in which a collective failed say so in the store, which still works. A process that
+    still waits in the collective does not answer either, until those that failed are gone.
+    """
+    me = dist.get_rank()
+    deadline = time.monotonic() + PATIENCE
+    silent = [rank for rank in dist.get_process_group_ranks(group) if rank != me]
+    with contextlib.suppress(RuntimeError):  # the process that holds the store may end, too
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"itrloss failed {me}", "")
+        while silent and time.monotonic() < deadline:
+            time.sleep(0.05)
+            silent = [rank for rank in silent if not store.check([f"itrloss failed {rank}"])]
+    if not silent:
+        return "a collective failed in all processes"
+    return f"no answer from process {', '.join(map(str, silent))}"
+
+
+# ---------------------------------------------------------------------- without a gradient of their own
+
+
+def all_gather(x: Tensor, group: Any) -> Tensor:
+    """Return the (W B, ...) concatenation of ``x`` (B, ...) by rank."""
+    whole = x.new_empty(len(x) * world_size(group), *x.shape[1:])
+    if hasattr(dist, "all_gather_single"):  # its name from PyTorch 2.13 on
+        collective = dist.all_gather_single
+    else:
+        collective = dist.all_gather_into_tensor
+    communicate(collective, whole, x.contiguous(), group=group)
+    return whole
+
+
+def reduce_scatter(x: Tensor, group: Any) -> Tensor:
+    """Return this process's part (B, ...) of the sum of ``x`` (W B, ...), rounded once."""
+    whole = x.contiguous()
+    if x.is_floating_point() and x.itemsize < 4:
+        whole = x.float().contiguous()  # sums of half types would be rounded with each addend
+    part = whole.new_empty(len(x) // world_size(group), *x.shape[1:])
+    if hasattr(dist, "reduce_scatter_single"):  # its name from PyTorch 2.13 on
+        collective = dist.reduce_scatter_single
+    else:
+        collective = dist.reduce_scatter_tensor
+    communicate(collective, part, whole, group=group)
+    return part.to(x.dtype)
+
+
+def all_reduce(x: Tensor, group: Any) -> Tensor:
+    """Return the sum of ``x`` over all processes."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    communicate(dist.all_reduce, total, group=group)
+    return total
+
+
+def largest(x: Tensor, group: Any = None) -> Tensor:
+    """Return the elementwise maximum of ``x`` over all processes, without a gradient."""
+    x = x.detach().clone(memory_format=torch.contiguous_format)
+    communicate(dist.all_reduce, x, dist.ReduceOp.MAX, group=group)
+    return x
+
+
+def merge_largest(x: Tensor, group: Any = None) -> Tensor:
+    """Return this process's part (B, ...) of the maximum of ``x`` (W B, ...), without a gradient."""
+    return largest(x, group).chunk(world_size(group))[dist.get_rank(group)]
+
+
+# --------------------------------------------------------------------------------- with a gradient
+
+
+class Gather(torch.autograd.Function):
+    """The concatenation by rank; its gradient is each process's part of the gradients' sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return Merge.apply(grads[0], ctx.group), None  # type: ignore[return-value]
+
+
+class Merge(torch.autograd.Function):
+    """This process's part of the sum; its gradient is the concatenation of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return Gather.apply(grads[0], ctx.group), None  # type: ignore[return-value]
+
+
+class TotalOverProcesses(torch.autograd.Function):
+    """The sum over all processes; its gradient is the sum of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return TotalOverProcesses.apply(grads[0], ctx.group), None  # type: ignore[return-value]
+
+
+class Replicated(torch.autograd.Function):
+    """A tensor that all processes have; its gradient is the mean of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = TotalOverProcesses.apply(grads[0], ctx.group)
+        return total / world_size(ctx.group), None  # type: ignore[operator]
+
+
+def gather(x: Tensor, group: Any = None) -> Tensor:
+    """Return the (W B, ...) concatenation by rank of ``x`` (B, ...), of one shape everywhere."""
+    return Gather.apply(x, group)  # type: ignore[return-value]
+
+
+def merge(x: Tensor, group: Any = None) -> Tensor:
+    """Return this process's part (B, ...) of the sum of ``x`` (W B, ...) over all processes."""
+    return Merge.apply(x, group)  # type: ignore[return-value]
+
+
+def total(x: Tensor, group: Any = None) -> Tensor:
+    """Return the sum of ``x`` over all processes."""
+    return TotalOverProcesses.apply(x, group)  # type: ignore[return-value]
+
+
+def replicated(x: Tensor, group: Any = None) -> Tensor:
+    """Return ``x``, which is the same on all processes, with the mean of their gradients."""
+    return Replicated.apply(x, group)  # type: ignore[return-value]

@@ -1,0 +1,150 @@
+"""What processes compare before they compute, and tensors that are gathered from all of them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import collectives
+from .collectives import world_size
+
+NUMBERS = 6  # that processes exchange at most
+
+
+class Consensus:
+    """What a process has to say of its part of a collective computation, and what all said."""
+
+    text = ""  # has to be the same in all processes
+    numbers: Sequence[int] = ()
+    every: list[list[int]]  # the numbers of all processes, by rank
+
+
+@contextmanager
+def consensus(group: Any = None) -> Iterator[Consensus]:
+    """Run a block that checks a process's input, and raise an error in all processes or in none.
+
+    They raise one if the block fails in one of them, or if their texts differ: no process waits in
+    vain for one that failed. The block itself must not communicate. With a CPU backend, such as
+    that of ``init_process_group()`` without arguments, only the hosts communicate; with NCCL alone,
+    this synchronises.
+    """
+    mine = Consensus()
+    failure = None
+    try:
+        yield mine
+    except Exception as error:
+        failure = error
+        mine.text = f"{type(error).__name__}: {error}"
+    digest = zlib.crc32(mine.text.encode())
+    own = [int(failure is not None), digest, *mine.numbers]
+    own += [0] * (2 + NUMBERS - len(own))
+    every = collectives.all_gather(torch.tensor([own], device=exchange_device(group)), group)
+    rows = every.tolist()
+    mine.every = [numbers for _, _, *numbers in rows]
+    failed = [bool(row[0]) for row in rows]
+    digests = {row[1] for row in rows}
+    if not any(failed) and len(digests) == 1:
+        return
+    texts = [""] * len(rows)
+    collectives.communicate(dist.all_gather_object, texts, mine.text, group=group)
+    if failure is not None:
+        raise failure
+    raise ValueError(f"gather: {difference(texts, failed, dist.get_process_group_ranks(group))}")
+
+
+def exchange_device(group: Any) -> Any:
+    """Return the device of numbers that are exchanged: the CPU, if the job can."""
+    if "cpu" in str(dist.get_backend_config(group)):
+        return "cpu"
+    return torch.accelerator.current_accelerator()
+
+
+def difference(texts: Sequence[str], failed: Sequence[bool], ranks: Sequence[int]) -> str:
+    """Return which processes failed, or what they said if none did."""
+    said: dict[str, list[str]] = {}  # by which processes
+    for rank, text, fails in zip(ranks, texts, failed, strict=True):
+        if fails or not any(failed):
+            said.setdefault(text, []).append(str(rank))
+    if any(failed):
+        parts = [f"process {', '.join(by)} failed: {text}" for text, by in said.items()]
+        return "; ".join(parts)
+    parts = [f"{text} in process {', '.join(by)}" for text, by in said.items()]
+    return f"expected the same in all processes, got {'; '.join(parts)}"
+
+
+def gather(x: Tensor, process_group: Any = None) -> Tensor:
+    """Return the concatenation of ``x`` (B_r, ...) from all processes by rank, differentiable.
+
+    Its gradient is the sum of the processes' gradients: as if their losses were added.
+    ``DistributedDataParallel`` then divides the gradients of the parameters by the number of
+    processes: if all compute the same loss, the result is the gradient of a single process with the
+    whole batch. With a single process, return ``x`` itself.
+
+    Raises:
+        ValueError: in every process, if types or dimensions differ between them, or one of them
+            fails.
+    """
+    if world_size(process_group) == 1:
+        return x
+    (parts,) = gather_parts(lambda: [x], process_group)
+    return torch.cat(parts)
+
+
+def gather_parts(
+    check: Callable[[], Sequence[Tensor]], group: Any = None, text: str = ""
+) -> list[list[Tensor]]:
+    """Return, of each tensor that ``check`` returns, the parts of all processes by rank.
+
+    If ``check`` fails in one process, all raise an error; so they do if ``text`` differs.
+    """
+    if torch.compiler.is_compiling():  # nothing is compared then
+        world = world_size(group)
+        return [list(collectives.gather(x, group).chunk(world)) for x in check()]
+    with consensus(group) as agreed:
+        tensors = check()
+        if not all(isinstance(x, Tensor) and x.dim() for x in tensors):
+            got = [type(x).__name__ for x in tensors]
+            raise TypeError(f"gather: expected tensors with rows, got {got}")
+        kinds = [described(x) for x in tensors]
+        agreed.text = ", ".join([*kinds, text] if text else kinds)
+        agreed.numbers = [len(x) for x in tensors]
+    gathered = []
+    for k, x in enumerate(tensors):
+        sizes = [numbers[k] for numbers in agreed.every]
+        most = max(1, *sizes)
+        parts = collectives.gather(padded(x, most), group).split(most)
+        gathered.append([part[:size] for part, size in zip(parts, sizes, strict=True)])
+    return gathered
+
+
+def described(x: Tensor) -> str:
+    """Return the dtype and the shape of a tensor, whose first size may differ: float32 (B, 5)."""
+    sizes = ", ".join(["B", *map(str, x.shape[1:])])
+    return f"{str(x.dtype).removeprefix('torch.')} ({sizes})"
+
+
+def padded(x: Tensor, size: int, value: float = 0.0) -> Tensor:
+    """Return ``x`` (B, ...) with further rows, (size, ...)."""
+    if len(x) == size:
+        return x
+    no_padding = (0, 0) * (x.dim() - 1)
+    return F.pad(x, (*no_padding, 0, size - len(x)), value=value)
+
+
+def gather_table(x: Tensor, group: Any = None) -> Tensor:
+    """Return :func:`gather` of ``x`` (B, C), padded with zeros where numbers of columns differ."""
+    width = int(gather(torch.tensor([x.shape[1]], device=x.device), group).amax())
+    return gather(F.pad(x, (0, width - x.shape[1])), group)
+
+
+def numbered(ids: Tensor, images: int, first: int) -> Tensor:
+    """Return own images' numbers as numbers among all processes' images; -1 if out of range."""
+    ids = ids.long()  # small types could overflow
+    return torch.where((ids >= 0) & (ids < images), ids + first, -1)

@@ -1,0 +1,218 @@
+"""The one autograd function of the engine: sums over a matrix, and scores of its positive pairs.
+
+Its gradient is in closed form: :func:`itrloss.engine.tiled.gradients`, or Triton's. As one node,
+the sums and the positives add their gradients to the same tensors, so that backward holds one
+gradient of all embeddings less at a time: 34 MB of 105 for InfoNCE at 8192 x 8192 x 512 (``pytest
+tests/test_engine_counts.py -k memory``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import dense, tiled
+from .inputs import Inputs, Side
+from .pair_scores import Index, ListedPairs, pair_scores
+from .question import Question, Value, is_trained
+from .tiled import Gradients, Needs
+from .vectors import full_precision, plain_unit
+
+
+class Targets(NamedTuple):
+    """What gets the gradient of embeddings and scores; None where there is nothing of the kind."""
+
+    rows: Tensor | None = None  # (N, D)
+    cols: Tensor | None = None  # (M, D)
+    row_bias: Tensor | None = None  # (N,)
+    col_bias: Tensor | None = None  # (M,)
+    scores: Tensor | None = None  # (N, M), where they were given
+
+    @property
+    def trained(self) -> bool:
+        """Whether one of them gets a gradient."""
+        return any(is_trained(x) for x in self)
+
+
+class Request(NamedTuple):
+    """A question of a matrix, or pairs whose scores are asked for, or both."""
+
+    question: Question | None
+    inputs: Inputs
+    guide: Inputs | None
+    pairs: tuple[Index, Index] | None
+    triton: bool
+
+
+def answer(request: Request) -> tuple[Tensor | None, Tensor | None]:
+    """Return the sums (A,) and the scores (P,) of pairs, without a gradient."""
+    inputs = request.inputs
+    with torch.no_grad(), full_precision(inputs.like):
+        scores = None if request.pairs is None else pair_scores(inputs, *request.pairs)
+        if request.question is None:
+            return None, scores
+        if request.triton:
+            from . import triton
+
+            return triton.sums(request.question, inputs, request.guide), scores
+        return tiled.sums(request.question, inputs, request.guide), scores
+
+
+def ask(request: Request, targets: Targets) -> tuple[Tensor | None, Tensor | None]:
+    """Return the sums (A,) and the scores (P,) of pairs, differentiable."""
+    values: tuple[Value | None, ...] = ()
+    if request.question is not None:
+        values = request.question.values
+    trained = targets.trained or any(is_trained(x) for x in values)
+    if not torch.is_grad_enabled() or not trained:
+        return answer(request)
+    return Reduction.apply(request, *targets, *values)  # type: ignore[return-value]
+
+
+class Reduction(torch.autograd.Function):
+    """The sums (A,) and the scores (P,) of listed pairs; None for what is not asked for."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        request: Request,
+        rows: Tensor | None,
+        cols: Tensor | None,
+        row_bias: Tensor | None,
+        col_bias: Tensor | None,
+        scores: Tensor | None,
+        *values: Value | None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        # Targets that are trained link a second derivative to what they come from.
+        targets = Targets(rows, cols, row_bias, col_bias, scores)
+        trained = Targets(*[x if is_trained(x) else None for x in targets])
+        # Autograd holds the tensors, so that hooks and checkpoints see all of them.
+        tensors: list[Tensor] = []
+        ctx.without_tensors = taken_out((request, trained), tensors)
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)  # a loss may use the sums alone, or the pairs alone
+        return answer(request)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        request, targets = put_back(ctx.without_tensors, ctx.saved_tensors)
+        if torch.is_grad_enabled():  # create_graph=True
+            return None, *second_derivatives(request, targets, *grads)
+        found = first_derivatives(request, needs_of(request, ctx.needs_input_grad), *grads)
+        of_targets = found.rows, found.cols, found.row_bias, found.col_bias, found.scores
+        if request.question is None:
+            return None, *of_targets
+        return None, *of_targets, found.scale, found.shift, None, None, *found.params
+
+
+class Place(NamedTuple):
+    """Where a tensor was taken out: its number in a list."""
+
+    number: int
+
+
+def taken_out(value: Any, tensors: list[Tensor]) -> Any:
+    """Return nested named tuples with places for their tensors, which are added to the list."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return Place(len(tensors) - 1)
+    if not isinstance(value, tuple):
+        return value
+    parts = [taken_out(x, tensors) for x in value]
+    return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+
+
+def put_back(value: Any, tensors: Sequence[Tensor]) -> Any:
+    """Return nested named tuples with their tensors."""
+    if isinstance(value, Place):
+        return tensors[value.number]
+    if not isinstance(value, tuple):
+        return value
+    parts = [put_back(x, tensors) for x in value]
+    return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+
+
+def needs_of(request: Request, needed: Sequence[bool]) -> Needs:
+    """Return what a gradient is needed of, from the places of :meth:`Reduction.forward`."""
+    _, rows, cols, row_bias, col_bias, scores, *values = needed
+    if request.question is None:
+        return Needs(rows, cols, row_bias, col_bias, scores, False, False, ())
+    scale, shift, _, _, *params = values
+    return Needs(rows, cols, row_bias, col_bias, scores, scale, shift, tuple(params))
+
+
+def first_derivatives(
+    request: Request, needs: Needs, grad_sums: Tensor | None, grad_pairs: Tensor | None
+) -> Gradients:
+    """Return the gradients from the gradients of the sums (A,) and of the pairs' scores (P,)."""
+    question, inputs, guide, pairs, use_triton = request
+    listed = None
+    if pairs is not None and grad_pairs is not None:
+        listed = ListedPairs(*pairs, grad_pairs)
+    with full_precision(inputs.like):
+        if question is None or grad_sums is None:
+            assert listed is not None
+            return tiled.pair_gradients(inputs, needs, listed)
+        if use_triton:
+            from . import triton
+
+            return triton.gradients(question, inputs, guide, grad_sums, needs, listed)
+        return tiled.gradients(question, inputs, guide, grad_sums, needs, listed)
+
+
+# ------------------------------------------------------------------------------ second derivatives
+
+
+def second_derivatives(
+    request: Request, targets: Targets, grad_sums: Tensor | None, grad_pairs: Tensor | None
+) -> list[Tensor | None]:
+    """Return the gradients with a graph of their own, from plain PyTorch on the whole matrix."""
+    inputs = request.inputs
+    if inputs.scores is None:
+        raise RuntimeError(
+            "create_graph: second derivatives need engine='dense', whose answers are plain PyTorch"
+        )
+    scores = plain_scores(inputs, targets)
+    outputs: list[Tensor] = []
+    grads: list[Tensor] = []
+    values: tuple[Value | None, ...] = ()
+    if request.question is not None:
+        values = request.question.values
+        if grad_sums is not None:
+            other = None if request.guide is None else request.guide.scores
+            outputs.append(dense.sums(request.question, dense.whole_tile(scores, other)))
+            grads.append(grad_sums)
+    if request.pairs is not None and grad_pairs is not None:
+        i, j = request.pairs
+        outputs.append(scores.diagonal() if i is None or j is None else scores[i, j])
+        grads.append(grad_pairs)
+    places = [*targets, *values]
+    trained = [x for x in places if is_trained(x)]
+    found = iter(
+        torch.autograd.grad(outputs, trained, grads, create_graph=True, allow_unused=True)
+    )
+    return [next(found) if is_trained(x) else None for x in places]
+
+
+def plain_scores(inputs: Inputs, targets: Targets) -> Tensor:
+    """Return the (N, M) scores with their graph, from what gets their gradient."""
+    if targets.scores is not None:
+        return targets.scores
+    left = plain_side(inputs.rows, targets.rows)
+    right = plain_side(inputs.cols, targets.cols)
+    scores = left @ right.T
+    if targets.row_bias is not None:
+        scores = scores + targets.row_bias[:, None]
+    if targets.col_bias is not None:
+        scores = scores + targets.col_bias
+    return scores
+
+
+def plain_side(side: Side, target: Tensor | None) -> Tensor:
+    """Return a side's vectors at unit length, with their graph if they are trained."""
+    if target is None or not target.requires_grad:
+        return side.vectors(slice(None))
+    return plain_unit(target, side.inv is not None)

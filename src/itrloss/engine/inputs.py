@@ -1,0 +1,165 @@
+"""The inputs of a score matrix, and the tiles that they are multiplied to.
+
+    S_ij = <u_i, v_j> + b_i + c_j
+
+for rows u and columns v at unit length, unless they are taken as they are, and biases b and c.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .products import matmul
+from .vectors import compute_dtype, scaled
+
+Places = tuple[slice, slice]  # rows and columns of a tile
+
+# Number of scores in a tile, and its least width. On a CPU, a tile and its scratch fit into the
+# last-level cache and are still large enough for full-speed products. From 2^18 to 2^22 the size
+# hardly matters: 5 % at 2048 x 2048 x 512 on one thread of an EPYC (pytest benchmarks/test_micro.py
+# --benchmark-enable -k tile_size).
+TILE = {"cpu": (2**20, 2048)}
+ACCELERATOR_TILE = (2**24, 8192)
+
+
+class Side(NamedTuple):
+    """The vectors of the rows, or of the columns."""
+
+    x: Tensor | None  # (N, D) as passed in; None where they are held at unit length
+    inv: Tensor | None  # (N,) inverse norms; None: the vectors are taken as they are
+    unit: Tensor | None  # (N, D) at unit length, where they are held
+    bias: Tensor | None  # (N,) added to the scores of the vector
+
+    def vectors(self, part: slice) -> Tensor:
+        """Return some of the vectors in the compute dtype, at unit length if normalised: (r, D)."""
+        if self.unit is not None:
+            return self.unit[part]
+        assert self.x is not None
+        return scaled(self.x[part], None if self.inv is None else self.inv[part])
+
+    @property
+    def like(self) -> Tensor:
+        """The (N, D) vectors as they are held, for their shape and device."""
+        held = self.x if self.unit is None else self.unit
+        assert held is not None
+        return held
+
+
+NO_SIDE = Side(None, None, None, None)
+
+
+class Inputs(NamedTuple):
+    """The numbers of a score matrix (N, M): embeddings, or scores."""
+
+    rows: Side
+    cols: Side
+    scores: Tensor | None  # (N, M): given, or kept once they were computed
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape (N, M) of the matrix."""
+        if self.scores is not None:
+            return self.scores.shape[0], self.scores.shape[1]
+        return len(self.rows.like), len(self.cols.like)
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of the matrix's device."""
+        return self.rows.like if self.scores is None else self.scores
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of scores and sums."""
+        return compute_dtype(self.like)
+
+
+
+class Tile(NamedTuple):
+    """A part of a score matrix."""
+
+    places: Places
+    scores: Tensor  # (r, c), not to be written to
+    other: Tensor | None  # (r, c) the scores of a guide or a teacher, if there is one
+
+
+def tiles(inputs: Inputs, guide: Inputs | None = None) -> Iterator[Tile]:
+    """Yield tiles that cover every score once, with the tiles of a guide.
+
+    Tiles that are multiplied share their memory: each is valid until the next.
+    """
+    n, m = inputs.shape
+    if n == 0 or m == 0:
+        return
+    own = scores_of_tiles(inputs)
+    if guide is None:
+        for places, scores in own:
+            yield Tile(places, scores, None)
+        return
+    for (places, scores), (_, other) in zip(own, scores_of_tiles(guide), strict=True):
+        yield Tile(places, scores, other.to(scores.dtype))
+
+
+def scores_of_tiles(inputs: Inputs) -> Iterator[tuple[Places, Tensor]]:
+    """Yield the places and the (r, c) scores of tiles."""
+    n, m = inputs.shape
+    rows, cols, scores = inputs
+    height, width = tile_shape(n, m, inputs.like.device.type)
+    if scores is not None:
+        for c in even_chunks(m, width):
+            for r in even_chunks(n, height):
+                yield (r, c), scores[r, c]
+        return
+    space = torch.empty(height * width, dtype=inputs.dtype, device=inputs.like.device)
+    # Columns in the outer loop: their wide block is normalised once, the narrow blocks of rows
+    # again for each of them.
+    for c in even_chunks(m, width):
+        right = cols.vectors(c)
+        for r in even_chunks(n, height):
+            left = rows.vectors(r)
+            out = space[: len(left) * len(right)].view(len(left), len(right))
+            product = matmul(left, right.T, out=out)
+            yield (r, c), add_bias_(product, rows.bias, cols.bias, (r, c))
+
+
+def add_bias_(
+    scores: Tensor,  # (r, c)
+    row_bias: Tensor | None,  # (N,)
+    col_bias: Tensor | None,  # (M,)
+    places: Places,
+) -> Tensor:
+    """Add biases to a tile, and return it."""
+    r, c = places
+    if row_bias is not None:
+        scores.add_(row_bias[r, None])
+    if col_bias is not None:
+        scores.add_(col_bias[c])
+    return scores
+
+
+def whole_scores(rows: Side, cols: Side) -> Tensor:
+    """Return all scores (N, M) of embeddings."""
+    everything = slice(None)
+    scores = matmul(rows.vectors(everything), cols.vectors(everything).T)
+    return add_bias_(scores, rows.bias, cols.bias, (everything, everything))
+
+
+def tile_shape(n: int, m: int, device: str) -> tuple[int, int]:
+    """Return the numbers of rows and of columns of a tile."""
+    numel, least_width = TILE.get(device, ACCELERATOR_TILE)
+    width = min(m, max(least_width, numel // n))
+    height = min(n, max(1, numel // width))
+    return height, width
+
+
+def even_chunks(size: int, step: int) -> list[slice]:
+    """Return slices of at most ``step`` entries, as equal as possible.
+
+    A product with few columns may round differently from one with many: copies of an embedding
+    would no longer tie.
+    """
+    count = -(-size // step)
+    return [slice(size * i // count, size * (i + 1) // count) for i in range(count)]

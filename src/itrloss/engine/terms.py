@@ -1,0 +1,220 @@
+"""Terms: the functions of scores that are summed over candidates.
+
+    total_i = sum_j f(z_ij)          z_ij = scale_i S_ij + shift_i
+
+A :class:`Term` is such an ``f`` with its derivative. :mod:`itrloss.engine.tiled` adds it up over
+the tiles of a matrix, :mod:`itrloss.engine.dense` over a whole one in plain PyTorch, and
+:mod:`itrloss.engine.kernels` has its form for Triton.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+FLOOR = -1 + 1e-6  # lower bound of scores in log(1 + S)
+SMALLEST_LOG = -1e4  # lower bound of log p in p log p, where p = 0 gives 0 * -inf
+SOFTPLUS_LINEAR = 40.0  # above it, log(1 + e^z) equals z in float64
+
+Function = Callable[..., Tensor]
+
+
+class Term:
+    """An elementwise function of scores, and its derivative.
+
+    Terms are compared by identity. A call computes the function, on a copy of the scores:
+
+    >>> excess(torch.tensor([-1.0, 2.0]))
+    tensor([0., 2.])
+    """
+
+    def __init__(self, value: Function, slope: Callable[[Tensor], Tensor] | None = None):
+        """Store a function and its derivative.
+
+        ``value(z, *parameters)`` returns a tensor like ``z``, which it may overwrite: it is called
+        with a tensor of its own. ``slope(z)`` returns the derivative, likewise. Without one,
+        autograd differentiates the function by ``z`` and by its parameters, tile by tile.
+        """
+        self.value = value
+        self.slope = slope
+        functools.update_wrapper(self, value, updated=())
+
+    def __call__(self, scores: Tensor, *params: Any) -> Tensor:
+        """Return the function's values, of the shape of the scores."""
+        return self.value(scores.clone(), *params).expand_as(scores)
+
+    def __repr__(self) -> str:
+        return f"Term({self.__name__})"
+
+    def __reduce__(self) -> Any:
+        """Pickle a term that its module names by this name, and another one by its function."""
+        module = sys.modules.get(self.__module__)
+        if self.__module__ != "__main__" and getattr(module, self.__name__, None) is self:
+            return self.__name__
+        return Term, (self.value, self.slope)
+
+    def values(
+        self,
+        z: Tensor,  # (r, c), may be overwritten
+        params: Sequence[Tensor],  # (r, 1) or (1,)
+    ) -> Tensor:
+        """Return the values (r, c), which may be overwritten."""
+        values = self.value(z, *params)
+        if self.slope is not None:
+            return values
+        return values.expand_as(z).clone()  # a user's function may return a parameter
+
+    def slopes(
+        self,
+        z: Tensor,  # (r, c), may be overwritten
+        params: Sequence[Tensor],  # (r, 1) or (1,)
+        grad: Tensor,  # (r, 1) or (r, c), of the values
+    ) -> list[Tensor]:
+        """Return ``grad`` times the derivatives by z and by each parameter: tensors (r, c)."""
+        if self.slope is not None:
+            return [self.slope(z).mul_(grad)]
+        with torch.enable_grad():
+            inputs = [z.detach().requires_grad_()]
+            for param in params:
+                # Expanded to the whole tile, as pairs that do not count are masked afterwards.
+                whole = param.detach().expand_as(z).clone()
+                inputs.append(whole.requires_grad_())
+            total = (self(*inputs) * grad).sum()
+            if not total.requires_grad:
+                return [torch.zeros_like(x) for x in inputs]
+            found = torch.autograd.grad(total, inputs, materialize_grads=True)
+        # An expanded gradient, such as that of a sum, cannot be written to.
+        return [x.clone() for x in found]
+
+
+@overload
+def pair_term(function: Function) -> Term: ...
+
+
+@overload
+def pair_term(*, slope: Callable[[Tensor], Tensor]) -> Callable[[Function], Term]: ...
+
+
+def pair_term(function: Function | None = None, *, slope: Any = None) -> Any:
+    """Return a :class:`Term` for sums over negatives or positives from a function of scores.
+
+    ``function(scores, *parameters)`` returns a tensor like ``scores``; autograd differentiates it,
+    tile by tile. Parameters hold one value per anchor, shaped to broadcast with the scores. The
+    function should be finite for every score, even for pairs that the sum leaves out. It gets a
+    copy of the scores and may work in place.
+
+    >>> @pair_term
+    ... def cube(scores):
+    ...     return scores**3
+    >>> from itrloss import Similarity
+    >>> Similarity.from_scores(torch.tensor([[0.0, 2.0], [3.0, 0.0]])).sum(cube)
+    tensor([ 8., 27.])
+
+    A function of the scores alone may come with its derivative, which is several times as fast as
+    autograd:
+
+    >>> @pair_term(slope=lambda scores: 3 * scores**2)
+    ... def fast_cube(scores):
+    ...     return scores**3
+    """
+    if function is None:
+        return functools.partial(_with_slope, slope)
+    return Term(function)
+
+
+def _with_slope(slope: Callable[[Tensor], Tensor], function: Function) -> Term:
+    return Term(function, slope)
+
+
+def as_term(function: Term | Function) -> Term:
+    """Return a term; a plain function becomes one."""
+    if isinstance(function, Term):
+        return function
+    if not callable(function):
+        raise TypeError(f"term: expected a function of scores, got {function!r}")
+    return Term(function)
+
+
+# ------------------------------------------------------------------ terms that losses sum over tiles
+
+
+@pair_term(slope=torch.exp_)
+def exponential(z: Tensor) -> Tensor:
+    """Return ``e^z``."""
+    return z.exp_()
+
+
+@pair_term(slope=lambda z: z.mul_(2))
+def square(z: Tensor) -> Tensor:
+    """Return ``z²``."""
+    return z.square_()
+
+
+@pair_term(slope=lambda z: z.gt_(0))
+def excess(z: Tensor) -> Tensor:
+    """Return ``max(z, 0)``."""
+    return z.relu_()
+
+
+@pair_term(slope=torch.sigmoid_)
+def softplus(z: Tensor) -> Tensor:
+    """Return ``log(1 + e^z)``."""
+    return F.softplus(z, threshold=SOFTPLUS_LINEAR)
+
+
+@pair_term(slope=lambda z: z.fill_(1))
+def identity(scores: Tensor) -> Tensor:
+    """Return ``S`` itself."""
+    return scores
+
+
+def _information_slope(z: Tensor) -> Tensor:
+    """Return ``-p (log p + 1)`` for ``z = log p``."""
+    return z.exp().mul_(z.clamp_min(SMALLEST_LOG).add_(1)).neg_()
+
+
+@pair_term(slope=_information_slope)
+def information(z: Tensor) -> Tensor:
+    """Return ``-p log p`` for ``z = log p``, which may be -inf."""
+    return -z.exp() * z.clamp_min(SMALLEST_LOG)
+
+
+# --------------------------------------------------------------- terms that losses ask of positives
+
+
+@pair_term
+def log1p_clamp(scores: Tensor) -> Tensor:
+    """Return ``log(1 + S)`` with S kept above -1 + 1e-6."""
+    return scores.clamp_min(FLOOR).log1p()
+
+
+@pair_term
+def log1p_relu(scores: Tensor) -> Tensor:
+    """Return ``log(1 + max(S, 0))``, whose gradient is 0 for a positive that scores below 0."""
+    return scores.relu().log1p()
+
+
+@pair_term
+def negative_log_likelihood(scores: Tensor, negatives: Tensor, scale: Tensor) -> Tensor:
+    """Return ``-log p = log(1 + exp(L - a S))`` from the negatives' log-sum-exp L and a scale a."""
+    z = torch.addcmul(negatives, scale, scores, value=-1)
+    return F.softplus(z, threshold=SOFTPLUS_LINEAR)
+
+
+@pair_term
+def hinge(scores: Tensor, threshold: Tensor) -> Tensor:
+    """Return ``max(threshold - S, 0)``."""
+    return (threshold - scores).relu()
+
+
+@pair_term
+def shifted_exponential(scores: Tensor, scale: Tensor, top: Tensor) -> Tensor:
+    """Return ``exp(a S - t)``, at most 1 where t is the largest exponent."""
+    z = torch.addcmul(-top, scale, scores)
+    return z.clamp_max(80.0).exp()  # pairs that do not count may overflow

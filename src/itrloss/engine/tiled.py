@@ -1,0 +1,318 @@
+"""Answers tile by tile: nothing of the size of the matrix is held, unless its scores are given.
+
+    total_i  = sum_j f(z_ij)                              z_ij = scale_i S_ij + shift_i
+    dL/dS_ij = sum over the sides of g_i f'(z_ij) scale_i
+
+The gradient of a tile's scores is multiplied at once into the gradient of the embeddings.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .inputs import Inputs, Side, Tile, tiles
+from .pair_scores import ListedPairs, add_pair_gradient
+from .products import add_matmul_, matmul
+from .question import Question, Value, View, has_each
+from .ranking import argmax
+from .vectors import chunks, project
+
+
+def sums(question: Question, inputs: Inputs, guide: Inputs | None) -> Tensor:
+    """Return the sums (A,) of a question."""
+    totals = [Total(size) for size in inputs.shape]
+    for tile in tiles(inputs, guide):
+        for view in question.views(tile):
+            values = question.term.values(view.affine(), view.params())
+            view.exclude_(values)
+            totals[view.side].add(tile.places[view.side], values.sum(1))
+            if len(view.sides) == 2:
+                totals[1].add(tile.places[1], values.sum(0))
+    return torch.cat([totals[side].whole(inputs) for side in question.sides])
+
+
+def highest(question: Question, inputs: Inputs, guide: Inputs | None) -> Tensor:
+    """Return the highest of the scores (A,) that count, times the scale; -inf without any."""
+    totals = [Total(size, -math.inf) for size in inputs.shape]
+    for tile in tiles(inputs, guide):
+        for view in question.views(tile):
+            z = view.exclude_(view.affine(), -math.inf)
+            totals[view.side].add(tile.places[view.side], z.amax(1))
+            if len(view.sides) == 2:
+                totals[1].add(tile.places[1], z.amax(0))
+    return torch.cat([totals[side].whole(inputs) for side in question.sides])
+
+
+class Best(NamedTuple):
+    """The highest score of each anchor and its candidate, (A,); -inf and -1 without one."""
+
+    values: Tensor
+    indices: Tensor
+
+
+def hardest(question: Question, inputs: Inputs) -> Best:
+    """Return the highest score that counts of each anchor, and its candidate."""
+    found = [new_best(size, inputs) for size in inputs.shape]
+    for tile in tiles(inputs):
+        for side in question.sides:
+            view = View(question, tile, (side,))
+            scores = view.exclude_(view.scores.clone(), -math.inf)
+            value, index = argmax(scores, 1)
+            index += tile.places[1 - side].start
+            known = found[side].values[tile.places[side]]
+            candidate = found[side].indices[tile.places[side]]
+            better = (value > known) | (value.isnan() & ~known.isnan())
+            candidate.copy_(torch.where(better, index, candidate))
+            known.copy_(torch.where(better, value, known))
+    values = torch.cat([found[side].values for side in question.sides])
+    indices = torch.cat([found[side].indices for side in question.sides])
+    return Best(values, indices)
+
+
+def new_best(size: int, inputs: Inputs) -> Best:
+    """Return what anchors without candidates have."""
+    values = torch.full((size,), -math.inf, dtype=inputs.dtype, device=inputs.like.device)
+    return Best(values, torch.full_like(values, -1, dtype=torch.int64))
+
+
+# ------------------------------------------------------------------------------------- the gradient
+
+
+class Needs(NamedTuple):
+    """What a gradient is needed of."""
+
+    rows: bool
+    cols: bool
+    row_bias: bool
+    col_bias: bool
+    scores: bool
+    scale: bool
+    shift: bool
+    params: tuple[bool, ...]
+
+
+class Gradients(NamedTuple):
+    """Gradients, None where they are not needed."""
+
+    rows: Tensor | None  # (N, D)
+    cols: Tensor | None  # (M, D)
+    row_bias: Tensor | None  # (N,)
+    col_bias: Tensor | None  # (M,)
+    scores: Tensor | None  # (N, M)
+    scale: Tensor | None
+    shift: Tensor | None
+    params: tuple[Tensor | None, ...]
+
+
+def gradients(
+    question: Question,
+    inputs: Inputs,
+    guide: Inputs | None,
+    grad: Tensor,  # (A,) of the sums
+    needs: Needs,
+    listed: ListedPairs | None = None,  # pairs whose scores have a gradient of their own
+) -> Gradients:
+    """Return the gradients of what a question was asked of, from the gradient of its sums."""
+    values = ValueGradients(question, grad, needs)
+    scores = ScoreGradients(inputs, needs)
+    for tile in tiles(inputs, guide):
+        slope = values.add(tile)
+        if listed is not None and slope.shape == inputs.shape:  # they ride on the only tile
+            listed.add_to_(slope)
+            listed = None
+        scores.add(tile.places, slope)
+    if listed is not None:
+        scores.add_pairs(listed)
+    scale, shift, params = values.finish()
+    return scores.finish()._replace(scale=scale, shift=shift, params=params)
+
+
+def pair_gradients(inputs: Inputs, needs: Needs, listed: ListedPairs) -> Gradients:
+    """Return the gradients of what listed pairs were scored from."""
+    scores = ScoreGradients(inputs, needs)
+    scores.add_pairs(listed)
+    return scores.finish()
+
+
+class ValueGradients:
+    """Forms the gradient of scores tile by tile, and adds up the gradients of a question's values.
+
+    Those of limits are zero.
+    """
+
+    def __init__(self, question: Question, grad: Tensor, needs: Needs):
+        self.question = question
+        self.needs = needs
+        self.grad = grad  # (A,)
+        self.scale = zeros_like_value(question.scale, grad) if needs.scale else None
+        self.shift = zeros_like_value(question.shift, grad) if needs.shift else None
+        self.params: list[Tensor | None] = []
+        for param, needed in zip(question.params, needs.params, strict=True):
+            self.params.append(zeros_like_value(param, grad) if needed else None)
+
+    def add(self, tile: Tile) -> Tensor:
+        """Add a tile's part to the gradients of values; return dL/dS (r, c), a new tensor."""
+        slopes = [self._add_view(view) for view in self.question.views(tile)]
+        return functools.reduce(torch.Tensor.add_, slopes)
+
+    def _add_view(self, view: View) -> Tensor:
+        question = self.question
+        slopes = question.term.slopes(view.affine(), view.params(), view.upstream(self.grad))
+        by_z, *by_params = slopes
+        view.exclude_(by_z)
+        if self.shift is not None:
+            self._add_value(self.shift, by_z, view)
+        if self.scale is not None:
+            self._add_value(self.scale, by_z * view.scores, view)
+        if question.teaches:
+            by_params = by_params[1:]
+        for total, by_param in zip(self.params, by_params, strict=False):
+            if total is not None:
+                self._add_value(total, view.exclude_(by_param), view)
+        if not isinstance(question.scale, float) or question.scale != 1.0:
+            by_z.mul_(view.column(question.scale))
+        return view.turned(by_z)
+
+    def _add_value(self, total: Tensor, grad: Tensor, view: View) -> None:
+        """Add the gradient (r, c) of a value in each pair."""
+        if total.dim() == 2:
+            total[view.slot, view.place(view.side)] += grad.sum(1)
+        elif has_each(total):
+            total[view.place(view.side)] += grad.sum(1)
+        else:
+            total += grad.sum()
+
+    def finish(self) -> tuple[Tensor | None, Tensor | None, tuple[Tensor | None, ...]]:
+        """Return the gradients of the scale, of the shift, and of the parameters."""
+        return self.scale, self.shift, tuple(self.params)
+
+
+class ScoreGradients:
+    """Adds up the gradients of what scores are made of, from the gradient of the scores."""
+
+    def __init__(self, inputs: Inputs, needs: Needs):
+        self.inputs = inputs
+        self.needs = needs
+        self.scores: Tensor | None = None
+        n, m = inputs.shape
+        self.rows = Total(n)
+        self.cols = Total(m)
+        self.row_bias = Total(n)
+        self.col_bias = Total(m)
+
+    def add(self, places: tuple[slice, slice], slope: Tensor) -> None:
+        """Add what the gradient of a tile's scores (r, c) contributes; it may become the result."""
+        r, c = places
+        inputs = self.inputs
+        needs = self.needs
+        if needs.scores:
+            if slope.shape == inputs.shape:
+                self.scores = slope.contiguous()
+            else:
+                self._whole_scores()[places] = slope
+        if needs.rows:
+            self.rows.add_product(r, slope, inputs.cols.vectors(c))
+        if needs.cols:
+            self.cols.add_product(c, slope.T, inputs.rows.vectors(r))
+        if needs.row_bias:
+            self.row_bias.add(r, slope.sum(1))
+        if needs.col_bias:
+            self.col_bias.add(c, slope.sum(0))
+
+    def add_pairs(self, listed: ListedPairs) -> None:
+        """Add what the gradient of listed pairs' scores contributes."""
+        needs = self.needs
+        if needs.scores:
+            listed.add_to_(self._whole_scores())
+        if needs.rows:
+            self.rows.value = add_pair_gradient(self.rows.value, listed, self.inputs, 0)
+        if needs.cols:
+            self.cols.value = add_pair_gradient(self.cols.value, listed, self.inputs, 1)
+        if needs.row_bias:
+            self.row_bias.value = listed.add_by_side(self.row_bias.whole(self.inputs), 0)
+        if needs.col_bias:
+            self.col_bias.value = listed.add_by_side(self.col_bias.whole(self.inputs), 1)
+
+    def _whole_scores(self) -> Tensor:
+        if self.scores is None:
+            assert self.inputs.scores is not None
+            self.scores = torch.zeros_like(self.inputs.scores, memory_format=torch.contiguous_format)
+        return self.scores
+
+    def finish(self) -> Gradients:
+        """Return the gradients; those of values are missing."""
+        inputs = self.inputs
+        needs = self.needs
+        return Gradients(
+            rows=of_vectors(self.rows, inputs.rows) if needs.rows else None,
+            cols=of_vectors(self.cols, inputs.cols) if needs.cols else None,
+            row_bias=self.row_bias.whole(inputs) if needs.row_bias else None,
+            col_bias=self.col_bias.whole(inputs) if needs.col_bias else None,
+            scores=self._whole_scores() if needs.scores else None,
+            scale=None,
+            shift=None,
+            params=(None,) * len(needs.params),
+        )
+
+
+def of_vectors(total: Total, side: Side) -> Tensor:
+    """Return the gradient of a side's vectors (N, D) from the gradient of its unit vectors."""
+    grad = total.value
+    if grad is None:
+        like = side.like
+        return torch.zeros_like(like, dtype=side.vectors(slice(0, 0)).dtype)
+    if side.inv is None:
+        return grad
+    for part in chunks(grad):
+        grad[part] = project(grad[part], side.vectors(part), side.inv[part])
+    return grad
+
+
+def zeros_like_value(value: Value | None, grad: Tensor) -> Tensor:
+    """Return zeros of the shape of a value, which gets a gradient."""
+    assert isinstance(value, Tensor)
+    return torch.zeros_like(value, dtype=grad.dtype)
+
+
+class Total:
+    """A vector or matrix that is joined from parts; a part that is all of it is not copied."""
+
+    def __init__(self, size: int, empty: float = 0.0):
+        self.size = size
+        self.empty = empty  # 0: parts are added; -inf: the largest entries are taken
+        self.value: Tensor | None = None
+
+    def add(self, place: slice, x: Tensor) -> None:
+        """Join some of the entries with others, (r, ...)."""
+        if self.value is None and len(x) == self.size:
+            self.value = x
+            return
+        own = self._allocated(x)[place]
+        if self.empty == 0.0:
+            own.add_(x)
+        else:
+            torch.maximum(own, x, out=own)
+
+    def add_product(self, place: slice, a: Tensor, b: Tensor) -> None:
+        """Add the product of (r, k) and (k, D) to the entries (r, D) of a matrix."""
+        if self.value is None and len(a) == self.size:
+            self.value = matmul(a, b)
+            return
+        add_matmul_(self._allocated(b)[place], a, b)
+
+    def _allocated(self, like: Tensor) -> Tensor:
+        if self.value is None:
+            self.value = like.new_full((self.size, *like.shape[1:]), self.empty)
+        return self.value
+
+    def whole(self, inputs: Inputs) -> Tensor:
+        """Return the vector (size,)."""
+        if self.value is None:
+            like = inputs.like
+            return torch.full((self.size,), self.empty, dtype=inputs.dtype, device=like.device)
+        return self.value

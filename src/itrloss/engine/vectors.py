@@ -1,0 +1,213 @@
+"""Vectors: their lengths, their precision, and the gradient that goes back to them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+EPS = 1e-12  # a vector of at most this length counts as zero: its scores and its gradient are 0
+CHUNK = 2**17  # elements of embeddings that a pass over them processes at once
+ACCELERATOR_CHUNK = 2**23
+
+# ---------------------------------------------------------------------------------------- precision
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of scores and sums: float64 for float64, float32 for everything else."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def full_precision(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which autocast does not run products in half precision."""
+    kind = x.device.type
+    may_round = kind == "cpu" or torch.amp.is_autocast_available(kind)
+    if may_round and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return contextlib.nullcontext()
+
+
+def may_keep() -> bool:
+    """Return whether tensors made now may be cached: autograd cannot save inference tensors."""
+    return torch.compiler.is_compiling() or not torch.is_inference_mode_enabled()
+
+
+def host_may_read(x: Tensor) -> bool:
+    """Return whether the host may read ``x`` without a synchronisation or a graph break."""
+    if torch.compiler.is_compiling() or x.device.type != "cpu":
+        return False
+    return type(x) is Tensor or not isinstance(x, torch._subclasses.FakeTensor)
+
+
+# ------------------------------------------------------------------------------------ unit vectors
+
+
+def chunks(x: Tensor) -> list[slice]:
+    """Return slices of the rows of (N, D) embeddings, for a pass whose temporaries stay small."""
+    size = CHUNK if x.device.type == "cpu" else ACCELERATOR_CHUNK
+    step = max(1, size // max(1, x.shape[1]))
+    return [slice(start, min(start + step, len(x))) for start in range(0, len(x), step)]
+
+
+def inverse_norms(x: Tensor) -> Tensor:
+    """Return the (...) inverse norms of vectors (..., D) in the compute dtype; 0 below 1e-12."""
+    dtype = compute_dtype(x)
+    norms = torch.linalg.vector_norm(x, dim=-1, dtype=dtype)
+    # Squares of norms beyond 1e18 overflow float32. Float64 takes three times as long, 0.05 of a
+    # step at 128 x 512 (pytest benchmarks/test_micro.py --benchmark-enable -k norms), so only the
+    # CPU, which may look, goes beyond.
+    if host_may_read(x) and not math.isfinite(float(norms.sum())):
+        norms = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
+    return torch.threshold_(norms, EPS, math.inf).reciprocal_().to(dtype)
+
+
+def scaled(x: Tensor, inv: Tensor | None) -> Tensor:
+    """Return (N, D) vectors in the compute dtype, times (N,) inverse norms if there are any."""
+    if inv is None:
+        return x.to(compute_dtype(x))
+    return x * inv[:, None]  # promoted to the dtype of the norms
+
+
+def plain_unit(x: Tensor, normalize: bool) -> Tensor:
+    """Return the vectors (..., D) at unit length, by operators that autograd differentiates."""
+    x = x.to(compute_dtype(x))
+    if not normalize:
+        return x
+    norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x * torch.threshold(norms, EPS, math.inf).reciprocal()
+
+
+def normalized(x: Tensor, normalize: bool = True) -> Tensor:
+    """Return the vectors (..., D) at unit length in the compute dtype, twice differentiable."""
+    if not normalize:
+        return x.to(compute_dtype(x))
+    if torch.compiler.is_compiling():
+        return plain_unit(x, True)
+    return Normalize.apply(x, inverse_norms(x.detach()))
+
+
+class Normalize(torch.autograd.Function):
+    """Unit vectors, whose backward reads and writes them half as often as autograd's would."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, inv: Tensor) -> Tensor:
+        unit = x * inv.unsqueeze(-1)  # promoted to the dtype of ``inv``
+        ctx.save_for_backward(x, unit, inv)
+        return unit
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        x, unit, inv = ctx.saved_tensors
+        (grad,) = grads
+        if torch.is_grad_enabled():  # create_graph=True
+            return torch.autograd.grad(plain_unit(x, True), x, grad, create_graph=True)[0], None
+        return project(grad, unit, inv).to(x.dtype), None
+
+
+def project(
+    grad: Tensor,  # (..., D) of unit vectors
+    unit: Tensor,  # (..., D)
+    inv: Tensor,  # (...) inverse norms
+) -> Tensor:
+    """Return the gradient of vectors, ``(g - u <u, g>) / |x|`` with ``u = x / |x|``."""
+    along = (unit * grad).sum(-1, keepdim=True)
+    return torch.addcmul(grad, unit, along, value=-1).mul_(inv.unsqueeze(-1))
+
+
+class RoundOnce(torch.autograd.Function):
+    """A stand-in for half-precision vectors that takes their gradient in float32.
+
+    Several sums over the same scores add up their gradients before they are rounded: large terms
+    that cancel lose no digits. The stand-in has no storage of its own and is never read.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.dtype = x.dtype
+        return torch.zeros((), dtype=torch.float32, device=x.device).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph: second derivatives of half precision need engine='dense'"
+            )
+        return grads[0].to(ctx.dtype)
+
+
+class Embeddings:
+    """The vectors (N, D) of one side; matrices that share this object share its unit vectors."""
+
+    def __init__(self, x: Tensor, normalize: bool = True):
+        compiling = torch.compiler.is_compiling()
+        if not torch.is_grad_enabled():  # what is made under no_grad has no gradient outside either
+            x = x.detach()
+        if not compiling and x.is_inference() and not torch.is_inference_mode_enabled():
+            x = x.clone()  # inference tensors cannot be saved for backward
+        self.x = x
+        self.normalize = normalize
+        self.dtype = compute_dtype(x)
+        self.version = None
+        if not compiling and not x.is_inference():
+            self.version = x._version
+        self._differentiable: Tensor | None = None
+        self._kept: tuple[Tensor, Tensor | None] | None = None
+        self._stand_in: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.x.shape[0]
+
+    @property
+    def changed(self) -> bool:
+        """Whether the vectors were modified in place."""
+        return self.version is not None and self.version != self.x._version
+
+    def differentiable(self) -> Tensor:
+        """Return the (N, D) vectors at unit length if ``normalize``, with their graph; cached."""
+        if self._differentiable is not None:
+            return self._differentiable
+        keep = may_keep()
+        with torch.set_grad_enabled(keep):  # with their graph, even if first used under no_grad
+            unit = normalized(self.x, self.normalize)
+        if keep:
+            self._differentiable = unit
+        return unit
+
+    def kept(self) -> tuple[Tensor, Tensor | None]:
+        """Return the (N, D) unit vectors and their (N,) inverse norms, without a graph; cached."""
+        if self._kept is not None:
+            return self._kept
+        inv = self.inverse_norms()
+        kept = scaled(self.x.detach(), inv), inv
+        if may_keep():
+            self._kept = kept
+        return kept
+
+    def inverse_norms(self) -> Tensor | None:
+        """Return the (N,) inverse norms; None if the vectors are not normalised."""
+        return inverse_norms(self.x.detach()) if self.normalize else None
+
+    def gradient_target(self) -> Tensor:
+        """Return what gets the gradient of sums: the vectors, or their stand-in in float32."""
+        if self.x.dtype == self.dtype or not self.x.requires_grad:
+            return self.x
+        if self._stand_in is None:
+            with torch.enable_grad():  # even if first used under no_grad
+                self._stand_in = RoundOnce.apply(self.x)
+        return self._stand_in  # type: ignore[return-value]
+
+    def detach(self) -> Embeddings:
+        """Return the same embeddings without a gradient."""
+        twin = Embeddings(self.x.detach(), self.normalize)
+        twin.version = self.version
+        twin._kept = self._kept
+        return twin
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.version = None
+        if not self.x.is_inference():  # a copied tensor has its own version counter
+            self.version = self.x._version
