@@ -1,4 +1,4 @@
-"""The command line: ``itrloss rerank``, ``itrloss eval`` and ``itrloss plan``."""
+"""The command line: ``itrloss rerank`` and ``itrloss eval``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from . import files, report
-from .checks import Names, check_number, check_size, one_of, require_finite
+from .checks import Names, check_size, one_of, require_finite
 from .comparison import (
     CALIBRATED,
     METHODS,
@@ -40,7 +39,6 @@ from .metrics import (
 )
 from .metrics.labels import fold_parts
 from .metrics.protocols import check_coco
-from .plan import LOSSES, Machine, plan, plan_table
 from .report.comparison import page
 from .rerank import FastReranker
 from .similarity import Similarity
@@ -105,72 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     for command, inputs in ((rerank, ("scores",)), (evaluate, ("images", "texts"))):
         command.set_defaults(inputs=inputs, run=_run)
         _add_arguments(command, inputs)
-    _add_plan(commands)
     return parser
-
-
-def _add_plan(commands: Any) -> None:
-    what = "work, exchanges, memory and time of a loss over many GPUs"
-    parser = commands.add_parser("plan", help=what, description=f"The {what}, for each schedule.")
-    parser.set_defaults(run=_plan)
-    add, machine = parser.add_argument, Machine()
-    add("--batch", type=int, required=True, metavar="N", help="images of all GPUs")
-    add("--texts", type=int, metavar="M", help="texts of all GPUs; default: as many as images")
-    add("--dim", type=int, required=True, metavar="D", help="dimensions of the embeddings")
-    add("--gpus", type=int, nargs="+", required=True, metavar="W", help="numbers of GPUs")
-    add("--loss", choices=LOSSES, default="InfoNCELoss", help=", ".join(LOSSES))
-    add(
-        "--bytes",
-        type=int,
-        choices=(2, 4),
-        default=2,
-        help="of an element of the embeddings: 2 in half precision (2)",
-    )
-    add(
-        "--tflops",
-        type=float,
-        default=machine.tflops,
-        help=f"10¹² FLOP/s in matrix products ({machine.tflops:g})",
-    )
-    add(
-        "--link",
-        type=float,
-        default=machine.link,
-        help=f"GB/s sent to GPUs of the same node ({machine.link:g})",
-    )
-    add(
-        "--network",
-        type=float,
-        default=machine.network,
-        help=f"GB/s a GPU sends to other nodes ({machine.network:g})",
-    )
-    add("--node", type=int, default=machine.node, help=f"GPUs of a node ({machine.node})")
-    add(
-        "--latency",
-        type=float,
-        default=machine.latency,
-        help=f"microseconds of an exchange ({machine.latency:g})",
-    )
-
-
-def _plan(args: argparse.Namespace) -> None:
-    texts = args.batch if args.texts is None else args.texts
-    for name, value in (("--batch", args.batch), ("--texts", texts), ("--dim", args.dim)):
-        check_size(name, value)
-    if min(args.gpus) < 2:
-        raise ValueError(f"--gpus: expected at least 2, got {min(args.gpus)}")
-    machine = Machine(*(getattr(args, name) for name in Machine._fields))
-    for name, value in machine._asdict().items():
-        check_number(f"--{name}", value, positive=True)
-    passes = LOSSES[args.loss]
-    plans = [
-        x
-        for gpus in args.gpus
-        for x in plan(gpus, args.batch, texts, args.dim, args.bytes, passes, machine)
-    ]
-    inputs = f"{args.batch:,} images, {texts:,} texts, {args.dim} dimensions of {args.bytes} bytes"
-    print(f"{args.loss}, {inputs}: the part of a GPU")
-    print(plan_table(plans))
 
 
 def _add_arguments(parser: argparse.ArgumentParser, inputs: Sequence[str]) -> None:
@@ -218,11 +151,6 @@ def _add_arguments(parser: argparse.ArgumentParser, inputs: Sequence[str]) -> No
         add(f"--{name}", type=float, nargs=2, default=default, metavar=symbols, help=what)
     what = "retrieve within each Nth of the images; 5: MSCOCO's 5-fold 1K"
     add("--folds", type=int, default=1, metavar="N", help=what)
-    add(
-        "--memory",
-        action="store_true",
-        help="run every method once more, to see how much memory it takes",
-    )
     what = "whose results go into files; default: the first of --methods, calibrated by --val"
     add("--write", metavar="METHOD", help=what)
     add("--out", type=Path, metavar="FILE.npz", help="its scores i2t and t2i, (n_images, n_texts)")
@@ -289,9 +217,7 @@ def _run(args: argparse.Namespace) -> None:
         if sys.stderr.isatty():
             print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
-    comparison = compare_rerankers(
-        sim, args.methods, banks, validation, fast, progress, args.memory, args.folds
-    )
+    comparison = compare_rerankers(sim, args.methods, banks, validation, fast, progress, args.folds)
     progress("")
     print(table(comparison))
     if not args.protocol and not outputs:

@@ -7,14 +7,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 
 from . import rerank
 from .metrics import Comparison, RetrievalResults, compare, retrieval_results
 from .metrics.results import RECALLS, WAYS
-from .peak import peak_memory
 from .rerank import FastReranker, Reranker
 from .similarity import Similarity
 
@@ -50,8 +48,6 @@ class Entry:
     results: RetrievalResults
     change: Comparison  # of the RSUM
     seconds: float
-    # memory beyond the scores or embeddings, 10⁶ bytes; None where nothing tells
-    peak_mb: float | None
 
     @property
     def hubs(self) -> str:
@@ -90,7 +86,6 @@ def compare_rerankers(
     validation: Similarity | None = None,
     fast: FastReranker | None = None,
     progress: Callable[[str], None] = lambda text: None,
-    memory: bool = False,
     folds: int = 1,
 ) -> RerankerComparison:
     """Try methods on scores, on the test queries and, with banks, on these.
@@ -104,7 +99,6 @@ def compare_rerankers(
             ``fast``.
         fast: Fast Re-ranking as it is to be tried; its defaults if left out.
         progress: told what is done next.
-        memory: run every method once more, and see how much memory it takes.
         folds: see :func:`itrloss.metrics.retrieval_results`.
     """
     left_out: dict[str, str] = {}
@@ -130,14 +124,11 @@ def compare_rerankers(
         progress(f"[{number}/{len(tried)}] {name}{', with a bank' if used else ''} …")
         held_out = validation if name == CALIBRATED else None
         reranker = None if name == PLAIN else _made(name, used, fast, held_out)
-        run = partial(retrieval_results, sim, reranker=reranker, folds=folds)
         start = time.perf_counter()
-        results = run()
+        results = retrieval_results(sim, reranker=reranker, folds=folds)
         seconds = time.perf_counter() - start
         change = compare(results, entries[0].results if entries else results)["rsum"]
-        # Once more: looking at the memory takes its time.
-        megabytes = peak_memory(run, sim.device) if memory else None
-        entries.append(Entry(name, reranker, results, change, seconds, megabytes))
+        entries.append(Entry(name, reranker, results, change, seconds))
     return RerankerComparison(sim, entries, left_out)
 
 
@@ -161,18 +152,14 @@ def _made(
 
 def table(comparison: RerankerComparison) -> str:
     """Return one line a method, of at most 100 columns."""
-    measured = any(entry.peak_mb is not None for entry in comparison.entries)
-    lines = [
-        f"{'':16} {'hubs in':8} {_RECALLS} {'change (95 %)':>20} {'time':>6}"
-        + f" {'MB':>5}" * measured
-    ]
+    lines = [f"{'':16} {'hubs in':8} {_RECALLS} {'change (95 %)':>20} {'time':>6}"]
     for entry in comparison.entries:
         c = entry.change
         change = (
             "" if entry.reranker is None else f"{c.difference:+.1f} ({c.low:+.1f}, {c.high:+.1f})"
         )
         line = f"{entry.name:16} {entry.hubs:8} {_recalls(entry.results.metrics())} {change:>20} {entry.seconds:5.1f}s"
-        lines.append(line + ("" if entry.peak_mb is None else f" {entry.peak_mb:5.0f}"))
+        lines.append(line)
     lines += [f"{name:16} left out: {why}" for name, why in comparison.left_out.items()]
     return "\n".join(line.rstrip() for line in lines)
 
