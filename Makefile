@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test versions newest promises lint types docs clean
+.PHONY: demo test versions newest lint types docs clean
 
 demo: $(STAMP)  ## train, evaluate and re-rank on the drawn data set; leaves demo/report.html
 	$(BIN)/python -m examples.retrieval.demo --out demo
@@ -33,9 +33,6 @@ set -e; venv=$$(mktemp -d); trap 'rm -rf "$$venv"' EXIT; \
 	"$$venv/bin/python" -m pip list --disable-pip-version-check; \
 	"$$venv/bin/python" -m pytest -m 'not slow'
 endef
-
-promises: $(STAMP)  ## store the names, values and checkpoints that later versions keep
-	PYTHONPATH=. $(BIN)/python tests/test_promises.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

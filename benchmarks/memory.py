@@ -11,9 +11,8 @@ from functools import partial
 import torch
 from matplotlib.figure import Figure
 
-from itrloss.peak import peak_memory
-
 from .cases import LOSSES, Case, module, problem
+from .peak import peak_memory
 
 SIZES = (1024, 2048, 4096, 8192, 16384)
 

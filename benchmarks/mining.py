@@ -23,9 +23,9 @@ from torch import Tensor
 
 from itrloss import mine_hard_negatives
 from itrloss.engine.products import matmul
-from itrloss.peak import peak_memory
 
 from . import report, runner
+from .peak import peak_memory
 
 ROWS, COLS = 1000, 2048  # of a tile of bare products
 

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from itrloss import Similarity
 from itrloss.metrics import retrieval_metrics
-from itrloss.peak import peak_memory
 from itrloss.rerank import FastReranker
 
 from . import report, runner
+from .peak import peak_memory
 
 SIZES = ((1000, 5000), (5000, 25_000))
 DIM = 1024

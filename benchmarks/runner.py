@@ -27,10 +27,10 @@ from torch import Tensor
 import itrloss
 from itrloss.engine import products
 from itrloss.engine.matrix import ENGINES, Matrix
-from itrloss.peak import peak_memory
 
 from . import cases
 from .cases import LOSSES, Case, Problem
+from .peak import peak_memory
 from .peers import PEERS, Unavailable
 
 VARIANTS = {

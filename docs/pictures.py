@@ -116,22 +116,6 @@ class Curves(Drawn):
         return [row, *self.parse_content_to_nodes()]
 
 
-class Schedules(Drawn):
-    """``.. schedules::`` shows what processes that share a batch hold and compute. The content says
-    what to see.
-    """
-
-    def run(self) -> list[nodes.Node]:
-        if self.env.app.builder.format != "html":
-            return []
-        import schedules
-
-        row = self.row(
-            schedules, "schedules", "Blocks of the matrix, and columns that each process holds"
-        )
-        return [row, *self.parse_content_to_nodes()]
-
-
 class Weights(Drawn):
     """``.. weights::`` shows how losses weigh a pair by its score, ``.. weights:: infonce`` how its
     forms do.
@@ -214,7 +198,6 @@ def setup(app):
     matplotlib.use("svg")
     app.add_directive("curves", Curves)
     app.add_directive("gradient", Gradient)
-    app.add_directive("schedules", Schedules)
     app.add_directive("weights", Weights)
     app.add_directive("gallery", Gallery)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

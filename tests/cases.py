@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,9 +78,11 @@ def measured_apart(code: str, *arguments: str) -> Any:
     """
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**17)}
     command = [sys.executable, "-c", code, *arguments]
-    return json.loads(
-        subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    home = Path(__file__).parent.parent  # from where the code imports benchmarks
+    done = subprocess.run(
+        command, cwd=home, env=environment, capture_output=True, text=True, check=True
     )
+    return json.loads(done.stdout)
 
 
 def make_ids(

@@ -19,7 +19,7 @@ from itrloss.engine import reduce  # noqa: F401 — registers the operators
 HOME = Path(itrloss.__file__).parent
 # The layers from the bottom up: a module imports from its own layer and those below.
 FLOORS = [
-    {"checks", "files", "peak"},
+    {"checks", "files"},
     {"engine"},
     {"anchors", "groups", "distributed", "terms"},
     {"similarity"},
@@ -35,7 +35,7 @@ FLOORS = [
         "mining",
     },
     {"losses", "compat"},
-    {"comparison", "report", "plan", "testing", "integrations"},
+    {"comparison", "report", "testing", "integrations"},
     {"cli"},
 ]
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}

@@ -203,15 +203,6 @@ def test_k_reciprocal_is_left_out_where_memory_would_end(tmp_path: Path, monkeyp
     assert "left out" not in lines(capsys)["k-reciprocal"][0]
 
 
-def test_memory_is_measured_where_it_is_asked_for(saved: Path, capsys: pytest.CaptureFixture[str]):
-    assert run("rerank", saved, "--methods", "fast") == 0
-    assert lines(capsys)["fast"][0].endswith("s")
-    assert run("rerank", saved, "--methods", "fast", "--memory") == 0
-    found = lines(capsys)
-    if Path("/proc/self/clear_refs").exists():
-        assert re.search(r"s +\d+$", found["fast"][0])
-
-
 def test_embeddings_and_banks_leave_none_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for name, arrays in {"": pairs(), "val_": pairs(1), "bank_": pairs(2)}.items():
         for side, x in zip(("images", "texts"), arrays, strict=True):
@@ -425,7 +416,7 @@ def test_the_report_ranks_gains_by_ratio_and_counts_answered_queries_only():
         results = RetrievalResults(queries, queries)
         change = compare(results, entries[0].results if entries else results, samples=9)["rsum"]
         entries.append(
-            comparison.Entry(name, rerank.CSLS() if entries else None, results, change, 0.0, None)
+            comparison.Entry(name, rerank.CSLS() if entries else None, results, change, 0.0)
         )
     found = comparison.RerankerComparison(Similarity.from_scores(torch.rand(5, 5)), entries, {})
     names = [[f"{letter}{i}" for i in range(300)] for letter in "IT"]

@@ -238,7 +238,7 @@ def test_scores_are_those_of_a_public_package():
 MEASURE = """
 import json, sys, torch
 from itrloss import functional
-from itrloss.peak import peak_memory
+from benchmarks.peak import peak_memory
 
 torch.set_num_threads(1)
 v, w = torch.randn(32, 32, 64, requires_grad=True), torch.randn(32, 1024, 64, requires_grad=True)  # 134 MB of scores

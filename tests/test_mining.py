@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.peak import peak_memory
 from itrloss import mine_hard_negatives
 from itrloss.engine.pairs import IGNORE_ID
-from itrloss.peak import peak_memory
 
 
 def problem(queries=7, corpus=300, d=6, dtype=torch.float64) -> Any:

@@ -197,7 +197,7 @@ def test_classification_by_many_prototypes_saves_no_logits():
 
 MEASURE = """
 import json, sys, torch, itrloss
-from itrloss.peak import peak_memory
+from benchmarks.peak import peak_memory
 
 torch.set_num_threads(1)  # as in conftest.py: others would wait for it by spinning
 

@@ -1,4 +1,4 @@
-"""The command line: ``itrloss rerank``, ``itrloss eval`` and ``itrloss plan``."""
+"""The command line: ``itrloss rerank`` and ``itrloss eval``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from . import files, report
-from .checks import Names, check_number, check_size, one_of, require_finite
+from .checks import Names, check_size, one_of, require_finite
 from .comparison import (
     CALIBRATED,
     METHODS,
@@ -40,23 +39,24 @@ from .metrics import (
 )
 from .metrics.labels import fold_parts
 from .metrics.protocols import check_coco
-from .plan import LOSSES, Machine, plan, plan_table
 from .report.comparison import page
 from .rerank import FastReranker
 from .similarity import Similarity
 
-_RESULTS = ("out", "rankings", "queries", "latex", "report")  # options that are files to write
+# Options that are files to write. The last is a folder.
+_RESULTS = ("out", "rankings", "queries", "latex", "report", "trec")
 # Arguments of the library, which the command line has as options; not as parts of a path.
 _ARGUMENTS = re.compile(r"(?<![\w/.-])(image_ids|text_ids|folds(?=:))(?![./-]?\w)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status."""
+    """Run a command and return the exit status."""
     for stream in (sys.stdout, sys.stderr):
         # a terminal without Greek letters and arrows gets question marks
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    args, before = _parser().parse_args(arguments), signal.getsignal(signal.SIGTERM)
+    args = _parser().parse_args(arguments)
+    before = signal.getsignal(signal.SIGTERM)
 
     def say(message: object) -> None:
         text = _ARGUMENTS.sub(lambda name: "--" + name[0].replace("_", "-"), str(message))
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings():
             warnings.simplefilter("always", UserWarning)
             warnings.showwarning = lambda message, *_, **__: say(message)
-            args.run(args)
+            _run(args)
     except (ImportError, OSError, ValueError) as error:
         say(error)
         return 2
@@ -84,126 +84,67 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+# ------------------------------------------------------------------------------------------ options
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="itrloss", description="Losses and re-rankers for image-text retrieval."
     )
     commands = parser.add_subparsers(dest="command", required=True)
     about = "Recalls of {} before and after re-ranking, by every method."
-    scores, embeddings = (
-        "a saved matrix of scores (n_images, n_texts)",
-        "saved embeddings (n_images, D), (n_texts, D)",
-    )
+    scores = "a saved matrix of scores (n_images, n_texts)"
     rerank = commands.add_parser(
         "rerank", help=f"re-rank {scores}", description=about.format(scores)
     )
     rerank.add_argument("--transpose", action="store_true", help="the matrices have texts as rows")
+    _add_inputs(rerank, ["scores"])
+    _add_banks(rerank, "scores (B, n_texts)", "scores (n_images, B)")
+    embeddings = "saved embeddings (n_images, D), (n_texts, D)"
     evaluate = commands.add_parser(
         "eval", help=f"re-rank {embeddings}", description=about.format(embeddings)
     )
     evaluate.set_defaults(transpose=False)
-    for command, inputs in ((rerank, ("scores",)), (evaluate, ("images", "texts"))):
-        command.set_defaults(inputs=inputs, run=_run)
-        _add_arguments(command, inputs)
-    _add_plan(commands)
+    _add_inputs(evaluate, ["images", "texts"])
+    _add_banks(evaluate, "embeddings", "embeddings")
+    for command in (rerank, evaluate):
+        _add_ids(command)
+        _add_methods(command)
+        _add_results(command)
     return parser
 
 
-def _add_plan(commands: Any) -> None:
-    what = "work, exchanges, memory and time of a loss over many GPUs"
-    parser = commands.add_parser("plan", help=what, description=f"The {what}, for each schedule.")
-    parser.set_defaults(run=_plan)
-    add, machine = parser.add_argument, Machine()
-    add("--batch", type=int, required=True, metavar="N", help="images of all GPUs")
-    add("--texts", type=int, metavar="M", help="texts of all GPUs; default: as many as images")
-    add("--dim", type=int, required=True, metavar="D", help="dimensions of the embeddings")
-    add("--gpus", type=int, nargs="+", required=True, metavar="W", help="numbers of GPUs")
-    add("--loss", choices=LOSSES, default="InfoNCELoss", help=", ".join(LOSSES))
-    add(
-        "--bytes",
-        type=int,
-        choices=(2, 4),
-        default=2,
-        help="of an element of the embeddings: 2 in half precision (2)",
-    )
-    add(
-        "--tflops",
-        type=float,
-        default=machine.tflops,
-        help=f"10¹² FLOP/s in matrix products ({machine.tflops:g})",
-    )
-    add(
-        "--link",
-        type=float,
-        default=machine.link,
-        help=f"GB/s sent to GPUs of the same node ({machine.link:g})",
-    )
-    add(
-        "--network",
-        type=float,
-        default=machine.network,
-        help=f"GB/s a GPU sends to other nodes ({machine.network:g})",
-    )
-    add("--node", type=int, default=machine.node, help=f"GPUs of a node ({machine.node})")
-    add(
-        "--latency",
-        type=float,
-        default=machine.latency,
-        help=f"microseconds of an exchange ({machine.latency:g})",
-    )
-
-
-def _plan(args: argparse.Namespace) -> None:
-    texts = args.batch if args.texts is None else args.texts
-    for name, value in (("--batch", args.batch), ("--texts", texts), ("--dim", args.dim)):
-        check_size(name, value)
-    if min(args.gpus) < 2:
-        raise ValueError(f"--gpus: expected at least 2, got {min(args.gpus)}")
-    machine = Machine(*(getattr(args, name) for name in Machine._fields))
-    for name, value in machine._asdict().items():
-        check_number(f"--{name}", value, positive=True)
-    passes = LOSSES[args.loss]
-    plans = [
-        x
-        for gpus in args.gpus
-        for x in plan(gpus, args.batch, texts, args.dim, args.bytes, passes, machine)
-    ]
-    inputs = f"{args.batch:,} images, {texts:,} texts, {args.dim} dimensions of {args.bytes} bytes"
-    print(f"{args.loss}, {inputs}: the part of a GPU")
-    print(plan_table(plans))
-
-
-def _add_arguments(parser: argparse.ArgumentParser, inputs: Sequence[str]) -> None:
-    add = parser.add_argument
-    for name in inputs:
-        add(
-            name,
-            type=Path,
-            help="*.npy, *.npz, *.pt, *.pkl; or what np.save made of a dictionary of arrays",
-        )
-    what = "the same of held-out pairs: calibrate Fast Re-ranking on them"
-    add(
+def _add_inputs(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    what = "*.npy, *.npz, *.pt, *.pkl; or what np.save made of a dictionary of arrays"
+    for name in names:
+        parser.add_argument(name, type=Path, help=what)
+    parser.add_argument(
         "--val",
         type=Path,
-        nargs=len(inputs),
-        metavar=tuple(name.upper() for name in inputs),
-        help=what,
+        nargs=len(names),
+        metavar=tuple(name.upper() for name in names),
+        help="the same of held-out pairs: calibrate Fast Re-ranking on them",
     )
-    bank = "other {}: look for hubs in their {}, not in the test queries"
-    kinds = (
-        ("embeddings",) * 2 if len(inputs) == 2 else ("scores (B, n_texts)", "scores (n_images, B)")
-    )
-    for name, kind in zip(("images", "texts"), kinds, strict=True):
-        add(f"--bank-{name}", type=Path, metavar="FILE", help=bank.format(name, kind))
+
+
+def _add_banks(parser: argparse.ArgumentParser, images: str, texts: str) -> None:
+    """Add the options of banks, whose files hold what ``images`` and ``texts`` say."""
+    for name, kind in (("images", images), ("texts", texts)):
+        what = f"other {name}: look for hubs in their {kind}, not in the test queries"
+        parser.add_argument(f"--bank-{name}", type=Path, metavar="FILE", help=what)
+
+
+def _add_ids(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--key", help="of the array in files with several (sims, or the only one)")
     what = "integers, equal where image and text match; a line each in .txt"
     add("--image-ids", type=Path, metavar="FILE", help=what)
-    add(
-        "--text-ids",
-        type=Path,
-        metavar="FILE",
-        help="default: as many consecutive texts an image as there are",
-    )
+    what = "default: as many consecutive texts an image as there are"
+    add("--text-ids", type=Path, metavar="FILE", help=what)
+
+
+def _add_methods(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--methods",
         nargs="+",
@@ -212,119 +153,113 @@ def _add_arguments(parser: argparse.ArgumentParser, inputs: Sequence[str]) -> No
         metavar="METHOD",
         help=", ".join(METHODS),
     )
-    for name, symbols in (("i2t", ("γ1", "γ2")), ("t2i", ("λ1", "λ2"))):
-        default = getattr(FastReranker(), name)
-        what = f"of Fast Re-ranking ({default[0]:g} {default[1]:g})"
-        add(f"--{name}", type=float, nargs=2, default=default, metavar=symbols, help=what)
+    fast = FastReranker()
+    what = "of Fast Re-ranking ({:g} {:g})"
+    for name, default, symbols in (
+        ("--i2t", fast.i2t, ("γ1", "γ2")),
+        ("--t2i", fast.t2i, ("λ1", "λ2")),
+    ):
+        about = what.format(*default)
+        add(name, type=float, nargs=2, default=default, metavar=symbols, help=about)
     what = "retrieve within each Nth of the images; 5: MSCOCO's 5-fold 1K"
     add("--folds", type=int, default=1, metavar="N", help=what)
-    add(
-        "--memory",
-        action="store_true",
-        help="run every method once more, to see how much memory it takes",
-    )
+
+
+def _add_results(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     what = "whose results go into files; default: the first of --methods, calibrated by --val"
     add("--write", metavar="METHOD", help=what)
-    add("--out", type=Path, metavar="FILE.npz", help="its scores i2t and t2i, (n_images, n_texts)")
-    add(
-        "--rankings",
-        type=Path,
-        metavar="FILE.npz",
-        help="its best candidates i2t (n_images, k) and t2i (n_texts, k)",
-    )
-    add("--top", type=int, default=10, metavar="K", help="how many for --rankings and --trec (10)")
-    add("--queries", type=Path, metavar="FILE.csv", help="ranks and precisions of every query")
-    add(
-        "--trec",
-        type=Path,
-        metavar="FOLDER",
-        help="its --top best candidates, as run and qrels files",
-    )
-    add("--latex", type=Path, metavar="FILE.tex", help="recalls of all methods as a table")
-    add(
-        "--protocol",
-        choices=["coco"],
-        help="MSCOCO's 1K, 5K, CxC and ECCV Caption, before and after re-ranking",
-    )
-    add("--report", type=Path, metavar="FILE.html", help="a page on hubs, who gained and who lost")
-    add("--image-names", type=Path, metavar="FILE.txt", help="a line an image, for the report")
-    add(
-        "--text-names",
-        type=Path,
-        metavar="FILE.txt",
-        help="a line a text, for the report: the captions",
-    )
+    what = "its scores i2t and t2i, (n_images, n_texts)"
+    add("--out", type=Path, metavar="FILE.npz", help=what)
+    what = "its best candidates i2t (n_images, k) and t2i (n_texts, k)"
+    add("--rankings", type=Path, metavar="FILE.npz", help=what)
+    what = "how many for --rankings and --trec (10)"
+    add("--top", type=int, default=10, metavar="K", help=what)
+    what = "ranks and precisions of every query"
+    add("--queries", type=Path, metavar="FILE.csv", help=what)
+    what = "its --top best candidates, as run and qrels files"
+    add("--trec", type=Path, metavar="FOLDER", help=what)
+    what = "recalls of all methods as a table"
+    add("--latex", type=Path, metavar="FILE.tex", help=what)
+    what = "MSCOCO's 1K, 5K, CxC and ECCV Caption, before and after re-ranking"
+    add("--protocol", choices=["coco"], help=what)
+    what = "a page on hubs, who gained and who lost"
+    add("--report", type=Path, metavar="FILE.html", help=what)
+    what = "a line an image, for the report"
+    add("--image-names", type=Path, metavar="FILE.txt", help=what)
+    what = "a line a text, for the report: the captions"
+    add("--text-names", type=Path, metavar="FILE.txt", help=what)
+
+
+# -------------------------------------------------------------------------------------- the command
 
 
 def _run(args: argparse.Namespace) -> None:
     outputs = _outputs(args)
-    if (args.image_ids is None) != (args.text_ids is None):
-        raise ValueError("--image-ids, --text-ids: expected both or neither")
-    ids = (
-        None
-        if args.image_ids is None
-        else (files.read_ids(args.image_ids), files.read_ids(args.text_ids))
-    )
-    paths = [getattr(args, name) for name in args.inputs]
+    paths = [args.scores] if args.command == "rerank" else [args.images, args.texts]
+    ids = _ids(args)
     sim = _similarity(args, paths, ids)
     validation = None if args.val is None else _similarity(args, args.val)
-    banks = _bank(args, sim, 0), _bank(args, sim, 1)
+    banks = (_bank(args, sim, 0), _bank(args, sim, 1))
     if args.folds != 1:
         _check_folds(args, sim, banks)
     if args.protocol:
         check_coco(sim.shape)
     if args.report:
         report.check()
-    names = (
-        _names(args.image_names, "image", sim.shape[0]),
-        _names(args.text_names, "text", sim.shape[1]),
-    )
-    fast = FastReranker(tuple(args.i2t), tuple(args.t2i))
     n, m = sim.shape
+    names = (_names(args.image_names, "image", n), _names(args.text_names, "text", m))
+    folds = "" if args.folds == 1 else f", in {args.folds} parts"
+    title = ", ".join(map(str, paths)) + folds
     each = "by the ids given" if ids else f"{m // n} an image, one behind the other"
-    title = ", ".join(map(str, paths)) + ("" if args.folds == 1 else f", in {args.folds} parts")
     print(f"{title}: {n} images, {m} texts ({each})", flush=True)
-
-    def progress(text: str) -> None:
-        if sys.stderr.isatty():
-            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
-
+    fast = FastReranker(tuple(args.i2t), tuple(args.t2i))
     comparison = compare_rerankers(
-        sim, args.methods, banks, validation, fast, progress, args.memory, args.folds
+        sim, args.methods, banks, validation, fast, _show_progress, args.folds
     )
-    progress("")
+    _show_progress("")
     print(table(comparison))
     if not args.protocol and not outputs:
         return
     entry = _entry(args, comparison)
     if args.protocol:
-        for x in (comparison.entries[0], entry) if entry.reranker else (entry,):
-            print(f"\n{x.name}\n{protocol_table(coco_protocol(sim, reranker=x.reranker))}")
-    if outputs:
-        _write(args, comparison, entry, title, names)
-        by = "no re-ranking" if entry.name == PLAIN else f"{entry.name}, hubs of {entry.looks_at}"
-        print(f"written ({by}): {', '.join(map(str, outputs))}")
+        _print_protocol(comparison, entry)
+    if not outputs:
+        return
+    _write(args, comparison, entry)
+    if args.report:
+        with files.written(args.report) as file:
+            file.write(page(comparison, entry, title, names))
+    by = "no re-ranking" if entry.name == PLAIN else f"{entry.name}, hubs of {entry.looks_at}"
+    print(f"written ({by}): {', '.join(map(str, outputs))}")
+
+
+def _show_progress(text: str) -> None:
+    """Replace the line of progress on a terminal."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def _print_protocol(comparison: RerankerComparison, chosen: Entry) -> None:
+    """Print the figures of MSCOCO's protocols without and with the chosen re-ranker."""
+    plain = comparison.entries[0]
+    for entry in (plain,) if chosen.reranker is None else (plain, chosen):
+        figures = coco_protocol(comparison.sim, reranker=entry.reranker)
+        print(f"\n{entry.name}\n{protocol_table(figures)}")
+
+
+# ------------------------------------------------------------------------------------------- checks
 
 
 def _outputs(args: argparse.Namespace) -> list[Path]:
     """Return what is to be written, checked before anything is read or computed."""
-    taken = {}
-    for name, value in vars(args).items():
-        for path in value if isinstance(value, list) else [value]:
-            if isinstance(path, Path) and name not in (*_RESULTS, "trec"):
-                taken[os.path.realpath(path)] = name.replace("_", "-")
-    outputs = {
-        name: getattr(args, name) for name in (*_RESULTS, "trec") if getattr(args, name) is not None
-    }
+    options = vars(args)
+    outputs = {name: options[name] for name in _RESULTS if options[name] is not None}
+    taken = _inputs_by_place(options)
     for name, path in outputs.items():
-        path = path / "i2t.run" if name == "trec" else path
-        if not path.parent.is_dir():
-            raise ValueError(f"{path}: there is no directory {path.parent}")
-        if path.is_dir():
-            raise ValueError(f"{path}: expected a file to write, got a directory")
-        # archives need to seek
-        if name in ("out", "rankings") and path.exists() and not path.is_file():
-            raise ValueError(f"{path}: expected a file to write, got a device or a pipe")
+        if name == "trec":
+            path = path / "i2t.run"
+        _check_output(name, path)
         place = os.path.realpath(path)
         if place in taken:
             raise ValueError(
@@ -338,61 +273,27 @@ def _outputs(args: argparse.Namespace) -> list[Path]:
     return list(outputs.values())
 
 
-def _matrix(args: argparse.Namespace, path: Path) -> Tensor:
-    matrix = files.read_matrix(path, args.key)
-    require_finite(str(path), matrix)
-    return matrix.T if args.transpose else matrix
+def _inputs_by_place(options: dict[str, object]) -> dict[str, str]:
+    """Return the option of each file that is read, by the file's place."""
+    places = {}
+    for name, value in options.items():
+        if name in _RESULTS:
+            continue
+        for path in value if isinstance(value, list) else [value]:  # --val may have two
+            if isinstance(path, Path):
+                places[os.path.realpath(path)] = name.replace("_", "-")
+    return places
 
 
-def _similarity(
-    args: argparse.Namespace, paths: list[Path], ids: tuple[Tensor, Tensor] | None = None
-) -> Similarity:
-    """Return the similarities of scores or of embeddings; errors name the files."""
-    matrices, by_scores = [_matrix(args, path) for path in paths], len(paths) == 1
-    if ids is None:
-        n, m = matrices[0].shape
-        if by_scores and n > m and n % m == 0:
-            what = "with --transpose it has" if args.transpose else "it has"
-            how = (
-                "leave --transpose out"
-                if args.transpose
-                else "pass --transpose, or --image-ids and --text-ids"
-            )
-            got = f"{what} {n} rows and {m} columns, as if texts were"
-            raise ValueError(f"{paths[0]}: expected images as rows; {got}: {how}")
-        matrices[0] = fold_repeated(matrices[0])
-        n, m = matrices[0].shape if by_scores else map(len, matrices)
-        try:
-            ids = default_ids(n, m)
-        except ValueError as error:
-            raise ValueError(f"{', '.join(map(str, paths))}: {error}") from None
-    names = Names(str(paths[0]), str(paths[-1]), "--image-ids", "--text-ids")
-    if by_scores:
-        return Similarity.from_scores(matrices[0], *ids, names=names)
-    if len({matrix.dtype == torch.float64 for matrix in matrices}) == 2:
-        matrices = [matrix.float() for matrix in matrices]
-    return Similarity(matrices[0], matrices[1], *ids, names=names)
-
-
-def _bank(args: argparse.Namespace, sim: Similarity, side: int) -> Tensor | None:
-    """Return the bank of images (side 0) or texts (1), checked before anything is worked out."""
-    path, one = (args.bank_images, args.bank_texts)[side], ("image", "text")[side]
-    if path is None:
-        if sim.shape[side] == 1 and set(args.methods) - {"k-reciprocal"}:
-            text = (
-                f"a single {one} is compared with no other, so that re-ranking cannot rank for it"
-            )
-            raise ValueError(f"{text}: --bank-{one}s has others")
-        return None
-    bank, by_scores = _matrix(args, path), sim.embeddings is None
-    if by_scores and side == 1 and args.image_ids is None:
-        bank = fold_repeated(bank)
-    axis = 0 if by_scores and side == 1 else 1  # with images as rows
-    size = sim.shape[1 - side] if sim.embeddings is None else sim.embeddings[0].shape[1]
-    if bank.shape[axis] != size:
-        axes = (f"({size}, B)", f"(B, {size})")[axis]
-        raise ValueError(f"{path}: expected {axes}, got shape {tuple(bank.shape)}")
-    return bank
+def _check_output(name: str, path: Path) -> None:
+    """Raise a ValueError unless a file can be written there."""
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: there is no directory {path.parent}")
+    if path.is_dir():
+        raise ValueError(f"{path}: expected a file to write, got a directory")
+    # archives need to seek
+    if name in ("out", "rankings") and path.exists() and not path.is_file():
+        raise ValueError(f"{path}: expected a file to write, got a device or a pipe")
 
 
 def _check_folds(args: argparse.Namespace, sim: Similarity, banks: Sequence[Tensor | None]) -> None:
@@ -412,6 +313,93 @@ def _check_folds(args: argparse.Namespace, sim: Similarity, banks: Sequence[Tens
     fold_parts(sim, args.folds, whole=True)  # for its errors
 
 
+# -------------------------------------------------------------------------------------------- input
+
+
+def _matrix(args: argparse.Namespace, path: Path) -> Tensor:
+    matrix = files.read_matrix(path, args.key)
+    require_finite(str(path), matrix)
+    return matrix.T if args.transpose else matrix
+
+
+def _ids(args: argparse.Namespace) -> tuple[Tensor, Tensor] | None:
+    """Return the ids of images and texts in files; None if there are no files."""
+    if (args.image_ids is None) != (args.text_ids is None):
+        raise ValueError("--image-ids, --text-ids: expected both or neither")
+    if args.image_ids is None:
+        return None
+    return files.read_ids(args.image_ids), files.read_ids(args.text_ids)
+
+
+def _similarity(
+    args: argparse.Namespace, paths: list[Path], ids: tuple[Tensor, Tensor] | None = None
+) -> Similarity:
+    """Return the similarities of scores or of embeddings; errors name the files."""
+    matrices = [_matrix(args, path) for path in paths]
+    by_scores = len(paths) == 1
+    if ids is None:
+        if by_scores:
+            _check_orientation(paths[0], matrices[0], args.transpose)
+        matrices[0] = fold_repeated(matrices[0])
+        n = len(matrices[0])
+        m = matrices[0].shape[1] if by_scores else len(matrices[1])
+        try:
+            ids = default_ids(n, m)
+        except ValueError as error:
+            raise ValueError(f"{', '.join(map(str, paths))}: {error}") from None
+    names = Names(str(paths[0]), str(paths[-1]), "--image-ids", "--text-ids")
+    if by_scores:
+        return Similarity.from_scores(matrices[0], *ids, names=names)
+    images, texts = matrices
+    if (images.dtype == torch.float64) != (texts.dtype == torch.float64):
+        images = images.float()
+        texts = texts.float()
+    return Similarity(images, texts, *ids, names=names)
+
+
+def _check_orientation(path: Path, scores: Tensor, transpose: bool) -> None:
+    """Raise a ValueError for scores without ids that seem to have texts as rows."""
+    n, m = scores.shape
+    if n <= m or n % m:
+        return
+    if transpose:
+        what = "with --transpose it has"
+        how = "leave --transpose out"
+    else:
+        what = "it has"
+        how = "pass --transpose, or --image-ids and --text-ids"
+    raise ValueError(
+        f"{path}: expected images as rows; {what} {n} rows and {m} columns, as if texts were: {how}"
+    )
+
+
+def _bank(args: argparse.Namespace, sim: Similarity, side: int) -> Tensor | None:
+    """Return the bank of images (side 0) or texts (1), checked before anything is worked out."""
+    path = args.bank_texts if side else args.bank_images
+    if path is None:
+        if sim.shape[side] == 1 and set(args.methods) - {"k-reciprocal"}:
+            one = "text" if side else "image"
+            raise ValueError(
+                f"a single {one} is compared with no other, so that re-ranking cannot rank for it: "
+                f"--bank-{one}s has others"
+            )
+        return None
+    bank = _matrix(args, path)
+    if sim.embeddings is None and side:  # more columns of the matrix, whose rows are images
+        if args.image_ids is None:
+            bank = fold_repeated(bank)
+        n = sim.shape[0]
+        expected = f"({n}, B)"
+        fits = bank.shape[0] == n
+    else:
+        size = sim.shape[1] if sim.embeddings is None else sim.embeddings[0].shape[1]
+        expected = f"(B, {size})"
+        fits = bank.shape[1] == size
+    if not fits:
+        raise ValueError(f"{path}: expected {expected}, got shape {tuple(bank.shape)}")
+    return bank
+
+
 def _names(path: Path | None, item: str, size: int) -> list[str]:
     """Return the names of images or of texts: the lines of a file, or by default their numbers."""
     if path is None:
@@ -424,49 +412,52 @@ def _names(path: Path | None, item: str, size: int) -> list[str]:
     return lines
 
 
+# ------------------------------------------------------------------------------------------ results
+
+
 def _entry(args: argparse.Namespace, comparison: RerankerComparison) -> Entry:
-    """What is written: that of --write, or the first method, calibrated if it was; by the bank if
-    tried both ways.
+    """Return the entry that is written: the one that --write names, or the first method's.
+
+    The first method is the calibrated one if there is one. Of a method that was tried with and
+    without a bank, it is the entry with a bank.
     """
-    name, names = args.write, [entry.name for entry in comparison.entries]
+    entries = {entry.name: entry for entry in comparison.entries}  # of equal names, the last
+    name = args.write
     if name is None:
-        if len(names) == 1:
+        if len(entries) == 1:
             raise ValueError("--methods: all were left out, so that there is nothing to write")
-        name = CALIBRATED if names[1] == "fast" and CALIBRATED in names else names[1]
-    if name not in names:
+        name = list(entries)[1]
+        if name == "fast" and CALIBRATED in entries:
+            name = CALIBRATED
+    if name not in entries:
         raise ValueError(f"--write: {name} {comparison.left_out[name]}")
-    return [entry for entry in comparison.entries if entry.name == name][-1]
+    return entries[name]
 
 
-def _write(
-    args: argparse.Namespace,
-    comparison: RerankerComparison,
-    entry: Entry,
-    title: str,
-    names: Sequence[Sequence[str]],
-) -> None:
-    arrays, sim = {}, comparison.sim
-    if args.out:
-        arrays[args.out] = (
-            (sim.scores(),) * 2 if entry.reranker is None else entry.reranker.rerank(sim)
-        )
+def _write(args: argparse.Namespace, comparison: RerankerComparison, entry: Entry) -> None:
+    """Write the results of an entry, and the table of all."""
+    sim = comparison.sim
     if args.rankings or args.trec:
         best = retrieval_results(sim, reranker=entry.reranker, hubness_k=args.top, folds=args.folds)
         if args.rankings:
-            arrays[args.rankings] = best.i2t.top, best.t2i.top
+            _write_arrays(args.rankings, best.i2t.top, best.t2i.top)
         if args.trec:
             save_trec(best, args.trec)
-    for path, (i2t, t2i) in arrays.items():
-        with files.written(path, "wb") as file:
-            np.savez(file, i2t=i2t.numpy(), t2i=t2i.numpy())
+    if args.out:
+        if entry.reranker is None:
+            i2t = t2i = sim.scores()
+        else:
+            i2t, t2i = entry.reranker.rerank(sim)
+        _write_arrays(args.out, i2t, t2i)
     if args.queries:
         with files.written(args.queries) as file:
             entry.results.write(file)
     if args.latex:
+        systems = {f"{x.name} {x.hubs}".strip(): x.results for x in comparison.entries}
         with files.written(args.latex) as file:
-            file.write(
-                latex_table({f"{x.name} {x.hubs}".strip(): x.results for x in comparison.entries})
-            )
-    if args.report:
-        with files.written(args.report) as file:
-            file.write(page(comparison, entry, title, names))
+            file.write(latex_table(systems))
+
+
+def _write_arrays(path: Path, i2t: Tensor, t2i: Tensor) -> None:
+    with files.written(path, "wb") as file:
+        np.savez(file, i2t=i2t.numpy(), t2i=t2i.numpy())

@@ -1,20 +1,16 @@
-"""All re-rankers on one set of scores: what ``itrloss rerank`` and ``itrloss eval`` print and
-write.
-"""
+"""All re-rankers on one set of scores, which ``itrloss rerank`` and ``itrloss eval`` compare."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 
 from . import rerank
 from .metrics import Comparison, RetrievalResults, compare, retrieval_results
-from .metrics.results import RECALLS, WAYS
-from .peak import peak_memory
+from .metrics.results import RECALL_NAMES
 from .rerank import FastReranker, Reranker
 from .similarity import Similarity
 
@@ -33,11 +29,17 @@ METHODS: dict[str, type[Reranker]] = {
     "multi-factor": rerank.MultiFactorReranker,
     "k-reciprocal": rerank.KReciprocalReranker,
 }
-# from so many, (N + M)² numbers a few times over are more than most machines have
+# for more items, (N + M)² numbers a few times over are more than most machines have
 K_RECIPROCAL_ITEMS = 12_000
 PLAIN = "no re-ranking"
 CALIBRATED = "fast, calibrated"
 Banks = tuple[Tensor | None, Tensor | None]  # of images and of texts
+_PRECISIONS = {  # columns and their widths
+    "i2t_r_precision": 8,
+    "t2i_r_precision": 5,
+    "i2t_map_at_r": 10,
+    "t2i_map_at_r": 5,
+}
 _RECALLS = f"{'image→text 1 5 10':>17} {'text→image 1 5 10':>17} {'RSUM':>5}"
 
 
@@ -50,33 +52,35 @@ class Entry:
     results: RetrievalResults
     change: Comparison  # of the RSUM
     seconds: float
-    # memory beyond the scores or embeddings, 10⁶ bytes; None where nothing tells
-    peak_mb: float | None
 
     @property
     def hubs(self) -> str:
-        """Where the hubs were looked for: ``"test"``, ``"bank"``, ``"bank i2t"`` if only that has
-        one, or ``""``.
+        """Where the hubs were looked for: ``"test"``, ``"bank"``, or ``""`` without re-ranking.
+
+        ``"bank i2t"`` or ``"bank t2i"`` if only that direction has a bank.
         """
         if self.reranker is None:
             return ""
         i2t, t2i = self.reranker.transductive
         if i2t and t2i:
             return "test"
-        return "bank t2i" if i2t else "bank i2t" if t2i else "bank"
+        if i2t:
+            return "bank t2i"
+        if t2i:
+            return "bank i2t"
+        return "bank"
 
     @property
     def looks_at(self) -> str:
         """The same in words."""
         kind, _, way = self.hubs.partition(" ")
-        return {"": "", "test": "the test queries", "bank": "the bank"}[kind] + (
-            f" ({way})" if way else ""
-        )
+        words = {"": "", "test": "the test queries", "bank": "the bank"}[kind]
+        return f"{words} ({way})" if way else words
 
 
 @dataclass(frozen=True)
 class RerankerComparison:
-    """Entries, that without re-ranking first, and what could not be tried."""
+    """The entries, first the one without re-ranking, and what could not be tried."""
 
     sim: Similarity
     entries: list[Entry]
@@ -90,10 +94,9 @@ def compare_rerankers(
     validation: Similarity | None = None,
     fast: FastReranker | None = None,
     progress: Callable[[str], None] = lambda text: None,
-    memory: bool = False,
     folds: int = 1,
 ) -> RerankerComparison:
-    """Try methods on scores, on the test queries and, with banks, on these.
+    """Return what methods make of scores, with hubs of the test queries and, if given, of banks.
 
     Args:
         sim: what is re-ranked, with ids.
@@ -104,92 +107,102 @@ def compare_rerankers(
             ``fast``.
         fast: Fast Re-ranking as it is to be tried; its defaults if left out.
         progress: told what is done next.
-        memory: run every method once more, and see how much memory it takes.
         folds: see :func:`itrloss.metrics.retrieval_results`.
     """
     left_out: dict[str, str] = {}
     tried: list[tuple[str, Banks | None]] = [(PLAIN, None)]
     for name in methods:
-        kind = METHODS[name]
-        if kind.needs_embeddings and sim.embeddings is None:
-            left_out[name] = "needs embeddings: itrloss eval"
-        elif name == "k-reciprocal" and sum(sim.shape) > folds * K_RECIPROCAL_ITEMS:
-            left_out[name] = (
-                f"holds (N + M)² numbers, too many from {folds * K_RECIPROCAL_ITEMS} items on"
-            )
-        elif kind.needs_bank and None in banks:
-            left_out[name] = "needs banks of queries: --bank-images and --bank-texts"
-        else:
-            by_bank = [banks] if kind.takes_bank and banks != (None, None) else []
-            for used in by_bank if kind.needs_bank else [None, *by_bank]:
-                tried.append((name, used))
-                if name == "fast" and validation is not None:
-                    tried.append((CALIBRATED, used))
+        why = _obstacle(name, sim, banks, folds)
+        if why:
+            left_out[name] = why
+            continue
+        for used in _banks_to_try(METHODS[name], banks):
+            tried.append((name, used))
+            if name == "fast" and validation is not None:
+                tried.append((CALIBRATED, used))
     entries: list[Entry] = []
     for number, (name, used) in enumerate(tried, 1):
-        progress(f"[{number}/{len(tried)}] {name}{', with a bank' if used else ''} …")
+        bank = ", with a bank" if used else ""
+        progress(f"[{number}/{len(tried)}] {name}{bank} …")
         held_out = validation if name == CALIBRATED else None
         reranker = None if name == PLAIN else _made(name, used, fast, held_out)
-        run = partial(retrieval_results, sim, reranker=reranker, folds=folds)
         start = time.perf_counter()
-        results = run()
+        results = retrieval_results(sim, reranker=reranker, folds=folds)
         seconds = time.perf_counter() - start
-        change = compare(results, entries[0].results if entries else results)["rsum"]
-        # Once more: looking at the memory takes its time.
-        megabytes = peak_memory(run, sim.device) if memory else None
-        entries.append(Entry(name, reranker, results, change, seconds, megabytes))
+        before = entries[0].results if entries else results
+        change = compare(results, before)["rsum"]
+        entries.append(Entry(name, reranker, results, change, seconds))
     return RerankerComparison(sim, entries, left_out)
+
+
+def _obstacle(name: str, sim: Similarity, banks: Banks, folds: int) -> str:
+    """Return why a method cannot be tried; an empty string if it can."""
+    kind = METHODS[name]
+    if kind.needs_embeddings and sim.embeddings is None:
+        return "needs embeddings: itrloss eval"
+    most = folds * K_RECIPROCAL_ITEMS
+    if name == "k-reciprocal" and sum(sim.shape) > most:
+        return f"holds (N + M)² numbers, too many from {most} items on"
+    if kind.needs_bank and None in banks:
+        return "needs banks of queries: --bank-images and --bank-texts"
+    return ""
+
+
+def _banks_to_try(kind: type[Reranker], banks: Banks) -> list[Banks | None]:
+    """Return the banks that a method is tried with; None stands for the test queries."""
+    if kind.needs_bank:
+        return [banks]
+    if kind.takes_bank and banks != (None, None):
+        return [None, banks]
+    return [None]
 
 
 def _made(
     name: str, banks: Banks | None, fast: FastReranker | None, validation: Similarity | None
 ) -> Reranker:
-    if validation is None:
-        made = (
-            FastReranker(fast.i2t, fast.t2i)
-            if name == "fast" and fast is not None
-            else METHODS[name]()
-        )
-    elif (
-        banks is not None and validation.embeddings is not None
-    ):  # banks of embeddings fit the validation set too
-        return FastReranker().fit(*banks).calibrate(validation)
-    else:  # scores of a bank are of the test candidates
+    """Return the re-ranker of this name, fitted to banks and calibrated on held-out pairs."""
+    if validation is not None:
+        if banks is not None and validation.embeddings is not None:
+            # banks of embeddings fit the validation set, too
+            return FastReranker().fit(*banks).calibrate(validation)
+        # scores of a bank are of the test candidates
         made = FastReranker().calibrate(validation)
+    elif name == "fast" and fast is not None:
+        made = FastReranker(fast.i2t, fast.t2i)
+    else:
+        made = METHODS[name]()
     return made if banks is None else made.fit(*banks)
 
 
 def table(comparison: RerankerComparison) -> str:
-    """Return one line a method, of at most 100 columns."""
-    measured = any(entry.peak_mb is not None for entry in comparison.entries)
-    lines = [
-        f"{'':16} {'hubs in':8} {_RECALLS} {'change (95 %)':>20} {'time':>6}"
-        + f" {'MB':>5}" * measured
-    ]
+    """Return one line for each method, of at most 100 columns."""
+    lines = [f"{'':16} {'hubs in':8} {_RECALLS} {'change (95 %)':>20} {'time':>6}"]
     for entry in comparison.entries:
-        c = entry.change
-        change = (
-            "" if entry.reranker is None else f"{c.difference:+.1f} ({c.low:+.1f}, {c.high:+.1f})"
-        )
-        line = f"{entry.name:16} {entry.hubs:8} {_recalls(entry.results.metrics())} {change:>20} {entry.seconds:5.1f}s"
-        lines.append(line + ("" if entry.peak_mb is None else f" {entry.peak_mb:5.0f}"))
-    lines += [f"{name:16} left out: {why}" for name, why in comparison.left_out.items()]
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def protocol_table(figures: Mapping[str, Mapping[str, float]]) -> str:
-    """Return one line a protocol of :func:`itrloss.metrics.coco_protocol`, of at most 100 columns."""
-    lines = [f"{'':12} {_RECALLS} {'R-P i2t':>8} {'t2i':>5} {'mAP@R i2t':>10} {'t2i':>5}"]
-    for name, m in figures.items():
-        precisions = (
-            m.get(f"{way}_{figure}") for figure in ("r_precision", "map_at_r") for way in WAYS
-        )
-        a, b, c, d = ("" if x is None else f"{x:.1f}" for x in precisions)
-        lines.append(f"{name:12} {_recalls(m)} {a:>8} {b:>5} {c:>10} {d:>5}".rstrip())
+        change = ""
+        if entry.reranker is not None:
+            c = entry.change
+            change = f"{c.difference:+.1f} ({c.low:+.1f}, {c.high:+.1f})"
+        recalls = _recalls(entry.results.metrics())
+        lines.append(f"{entry.name:16} {entry.hubs:8} {recalls} {change:>20} {entry.seconds:5.1f}s")
+    for name, why in comparison.left_out.items():
+        lines.append(f"{name:16} left out: {why}")
     return "\n".join(lines)
 
 
-def _recalls(m: Mapping[str, float]) -> str:
-    return " ".join(
-        f"{m[name]:5.1f}" for name in (*(f"{way}_r{k}" for way in WAYS for k in RECALLS), "rsum")
-    )
+def protocol_table(figures: Mapping[str, Mapping[str, float]]) -> str:
+    """Return one line for each protocol of :func:`itrloss.metrics.coco_protocol`.
+
+    A line has at most 100 columns.
+    """
+    lines = [f"{'':12} {_RECALLS} {'R-P i2t':>8} {'t2i':>5} {'mAP@R i2t':>10} {'t2i':>5}"]
+    for name, metrics in figures.items():
+        line = f"{name:12} {_recalls(metrics)}"
+        for column, width in _PRECISIONS.items():
+            value = f"{metrics[column]:.1f}" if column in metrics else ""
+            line += f" {value:>{width}}"
+        lines.append(line.rstrip())
+    return "\n".join(lines)
+
+
+def _recalls(metrics: Mapping[str, float]) -> str:
+    return " ".join(f"{metrics[name]:5.1f}" for name in (*RECALL_NAMES, "rsum"))

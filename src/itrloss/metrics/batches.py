@@ -1,6 +1,4 @@
-"""Retrieval metrics of batches of embeddings, for TorchMetrics (``pip install
-'itrloss[metrics]'``).
-"""
+"""Retrieval metrics of batches, for TorchMetrics (``pip install 'itrloss[metrics]'``)."""
 
 from __future__ import annotations
 
@@ -25,15 +23,12 @@ except ImportError:
         "RetrievalMetrics needs TorchMetrics: pip install 'itrloss[metrics]'"
     ) from None
 
-_STATES = ("images", "texts", "image_ids", "text_ids")
-
 
 class RetrievalMetrics(Metric):
-    """:func:`itrloss.metrics.retrieval_metrics` of the embeddings of all :meth:`update` calls, in
-    all processes.
+    """Compute :func:`itrloss.metrics.retrieval_metrics` of all batches of all processes.
 
-    Every process stores its embeddings until ``reset()``, and holds those of all processes in
-    :meth:`compute`.
+    Every process stores its embeddings until ``reset()``, and holds the embeddings of all processes
+    in :meth:`compute`.
 
     Args:
         normalize: see :class:`itrloss.Similarity`.
@@ -43,6 +38,12 @@ class RetrievalMetrics(Metric):
 
     is_differentiable = False
     full_state_update = False
+
+    # one tensor for each batch; one tensor for all after an exchange between processes
+    images: list[Tensor]
+    texts: list[Tensor]
+    image_ids: list[Tensor]
+    text_ids: list[Tensor]
 
     def __init__(
         self,
@@ -56,8 +57,13 @@ class RetrievalMetrics(Metric):
     ):
         super().__init__(**kwargs)
         self.normalize = normalize
-        self.options = {"reranker": reranker, "ties": ties, "hubness_k": hubness_k, "folds": folds}
-        for name in _STATES:
+        self.options: dict[str, Any] = {
+            "reranker": reranker,
+            "ties": ties,
+            "hubness_k": hubness_k,
+            "folds": folds,
+        }
+        for name in ("images", "texts", "image_ids", "text_ids"):
             self.add_state(name, [], dist_reduce_fx="cat")
 
     def update(
@@ -74,38 +80,43 @@ class RetrievalMetrics(Metric):
         B`` means c consecutive texts per image.
         """
         check_embeddings(images, texts, False, IMAGES_AND_TEXTS)
-        stored = [getattr(self, name) for name in _STATES]
-        n, m, by_ids = len(images), len(texts), image_ids is not None
-        if by_ids != (text_ids is not None) or (stored[0] and by_ids != bool(stored[2])):
+        by_ids = image_ids is not None
+        mixed = len(self.images) > 0 and by_ids != (len(self.image_ids) > 0)
+        if mixed or by_ids != (text_ids is not None):
             raise ValueError("image_ids, text_ids: expected both in all batches, or neither in any")
         if by_ids:
             image_ids, text_ids = check_ids(
-                image_ids, text_ids, n, m, images.device, IMAGES_AND_TEXTS
+                image_ids, text_ids, len(images), len(texts), images.device, IMAGES_AND_TEXTS
             )
-        elif stored[0] and m * len(stored[0][0]) != n * len(stored[1][0]):
+        else:
+            self._check_captions(len(images), len(texts))
+        self.images.append(images.detach())
+        self.texts.append(texts.detach())
+        if image_ids is not None and text_ids is not None:
+            self.image_ids.append(image_ids)
+            self.text_ids.append(text_ids)
+
+    def _check_captions(self, n: int, m: int) -> None:
+        """Raise a ValueError unless all batches without ids have as many texts an image."""
+        if len(self.images) and m * len(self.images[0]) != n * len(self.texts[0]):
             raise ValueError(
                 "image_ids, text_ids: needed for batches of different numbers of texts an image"
             )
-        else:
-            default_ids(n, m)  # for its error
-        for state, x in zip(
-            stored, (images.detach(), texts.detach(), image_ids, text_ids), strict=True
-        ):
-            if x is not None:
-                state.append(x)
+        default_ids(n, m)  # raises an error unless the number is whole
 
     def compute(self) -> dict[str, Tensor]:
         """Return the metrics by name as 0-dim float64 tensors on the CPU."""
-        # lists, or tensors after an exchange between processes
-        states = (getattr(self, name) for name in _STATES)
-        images, texts, *ids = (dim_zero_cat(x) if len(x) else None for x in states)
-        if images is None or texts is None:
+        if len(self.images) == 0:
             raise ValueError("RetrievalMetrics: expected a call of update() before compute()")
-        if ids[0] is None and len(images) != len(texts):
+        images = dim_zero_cat(self.images)
+        texts = dim_zero_cat(self.texts)
+        ids: tuple[Tensor | None, Tensor | None] = (None, None)
+        if len(self.image_ids):
+            ids = dim_zero_cat(self.image_ids), dim_zero_cat(self.text_ids)
+        elif len(images) != len(texts):
             ids = default_ids(len(images), len(texts))
-        metrics = retrieval_metrics(
-            Similarity(images, texts, *ids, normalize=self.normalize), **self.options
-        )
+        sim = Similarity(images, texts, *ids, normalize=self.normalize)
+        metrics = retrieval_metrics(sim, **self.options)
         return {name: torch.tensor(x, dtype=torch.float64) for name, x in metrics.items()}
 
     def plot(
@@ -115,9 +126,13 @@ class RetrievalMetrics(Metric):
 
         ``val``: one result of :meth:`compute`, or a sequence of them; by default the present one.
         """
-        val = self.compute() if val is None else val
-        recalls = [
-            {name: x[name] for name in RECALL_NAMES}
-            for x in ([val] if isinstance(val, dict) else val)
-        ]
-        return self._plot(recalls[0] if isinstance(val, dict) else recalls, ax)
+        if val is None:
+            val = self.compute()
+        if isinstance(val, dict):
+            return self._plot(_recalls(val), ax)
+        return self._plot([_recalls(x) for x in val], ax)
+
+
+def _recalls(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the six recalls of all metrics."""
+    return {name: metrics[name] for name in RECALL_NAMES}

@@ -41,22 +41,22 @@ class Judgements(NamedTuple):
 class Agreement(NamedTuple):
     """The agreement of scores with human grades."""
 
-    # Kendall's tau-b over all judged pairs, 1 for the same order and -1 for the opposite
+    #: Kendall's tau-b over all judged pairs, 1 for the same order and -1 for the opposite
     tau: float
     i2t_ndcg: float  #: in percent
     t2i_ndcg: float  #: in percent
 
 
 def agreement(scores: Tensor | Similarity, judgements: Judgements, *, k: int = 10) -> Agreement:
-    r"""Return Kendall's τ-b of scores and grades, and the normalised discounted cumulative gain at
-    k.
+    r"""Return Kendall's τ-b of scores and grades, and the normalised discounted cumulative gains.
 
     .. math::
         \tau_b = \frac{P - Q}{\sqrt{(n_0 - n_1)(n_0 - n_2)}}, \qquad
-        \mathrm{nDCG@}k = \frac{\sum_{l \le k} (g_l - g_{min}) / \log_2 (l + 1)}{\text{the same, best first}}
+        \mathrm{nDCG@}k =
+        \frac{\sum_{l \le k} (g_l - g_{min}) / \log_2 (l + 1)}{\text{the same, best first}}
 
-    Over pairs of judgements: P are concordant, Q discordant, n₁ tied in score, n₂ tied in grade, n₀
-    is the number of all. :math:`g_l` is the grade of the candidate at rank l, or the lowest grade
+    Of the n₀ pairs of judgements, P are concordant, Q are discordant, n₁ are tied in score and n₂
+    in grade. :math:`g_l` is the grade of the candidate at rank l, or the lowest grade
     :math:`g_{min}` if it was not judged. Queries with no grade above the lowest do not count. Equal
     scores rank in no particular order.
 
@@ -77,24 +77,29 @@ def agreement(scores: Tensor | Similarity, judgements: Judgements, *, k: int = 1
         raise ValueError("judgements: expected at least two different grades")
     values = sim.pair_scores(images.to(sim.device), texts.to(sim.device)).double().cpu()
     result: Any = kendalltau(values.numpy(), grades.numpy())  # nan if all scores are equal
-    ndcg = _ndcg(sim, images, texts, gains, k), _ndcg(sim.T, texts, images, gains, k)
-    return Agreement(float(np.nan_to_num(result.statistic)), *ndcg)
+    return Agreement(
+        tau=float(np.nan_to_num(result.statistic)),
+        i2t_ndcg=_ndcg(sim, images, texts, gains, k),
+        t2i_ndcg=_ndcg(sim.T, texts, images, gains, k),
+    )
 
 
 def _ndcg(sim: Similarity, rows: Tensor, cols: Tensor, gains: Tensor, k: int) -> float:
-    """Return the mean nDCG@k of the rows in percent, from the gains of the pairs (rows, cols)."""
-    best = sim.topk(min(k, sim.shape[1])).indices.cpu()
-    discounts = 1 / torch.arange(2, best.shape[1] + 2).double().log2()
-    rows, cols, gains = (x[gains.argsort(descending=True)] for x in (rows, cols, gains))
-    place = slots(rows, len(best))
-    judged = torch.full((len(best), int(place.amax()) + 1), -1)  # each row's columns, best first
+    """Return the mean nDCG@k of the rows in percent, from the (P,) gains of the pairs."""
+    best = sim.topk(min(k, sim.shape[1])).indices.cpu()  # (N, k)
+    n, k = best.shape
+    discounts = 1 / torch.arange(2, k + 2).double().log2()
+    order = gains.argsort(descending=True)
+    rows = rows[order]
+    place = slots(rows, n)
+    judged = torch.full((n, int(place.amax()) + 1), -1)  # each row's columns, best first
+    judged[rows, place] = cols[order]
     gain = torch.zeros(judged.shape, dtype=torch.float64)
-    judged[rows, place], gain[rows, place] = cols, gains
-    dcg = sum(
-        w * torch.where(judged == x[:, None], gain, 0.0).sum(1)
-        for w, x in zip(discounts, best.T, strict=True)
-    )
-    ideal = gain[:, : len(discounts)] @ discounts[: gain.shape[1]]
+    gain[rows, place] = gains[order]
+    dcg = torch.zeros(n, dtype=torch.float64)
+    for discount, found in zip(discounts, best.T, strict=True):
+        dcg += discount * torch.where(judged == found[:, None], gain, 0.0).sum(1)
+    ideal = gain[:, :k] @ discounts[: gain.shape[1]]
     return 100 * float((dcg / ideal)[ideal > 0].mean())
 
 
@@ -104,52 +109,67 @@ def _averaged(
     """Return checked images, texts and mean grades on the CPU, sorted, each pair once."""
     images, texts, grades = judgements
     pairs, index = distinct_pairs("judgements", images, texts, shape)
-    if not isinstance(grades, Tensor) or grades.shape != images.shape:
-        got = tuple(grades.shape) if isinstance(grades, Tensor) else type(grades).__name__
+    got = tuple(grades.shape) if isinstance(grades, Tensor) else type(grades).__name__
+    if got != tuple(images.shape):
         raise ValueError(f"judgements.grades: expected shape {tuple(images.shape)}, got {got}")
-    values, zeros = grades.detach().cpu().double(), torch.zeros(pairs.shape[1], dtype=torch.float64)
+    values = grades.detach().cpu().double()
     require_finite("judgements.grades", values[None])
-    low, high, mean = (
-        zeros.scatter_reduce(0, index, values, x, include_self=False)
-        for x in ("amin", "amax", "mean")
-    )
-    return pairs[0], pairs[1], mean.clamp(low, high)  # the mean of equal grades is exact
+
+    def reduced(how: str) -> Tensor:  # over the grades of a pair
+        zeros = torch.zeros(pairs.shape[1], dtype=torch.float64)
+        return zeros.scatter_reduce(0, index, values, how, include_self=False)
+
+    # the mean of equal grades is exact
+    mean = reduced("mean").clamp(reduced("amin"), reduced("amax"))
+    return pairs[0], pairs[1], mean
 
 
 def distinct_pairs(
     name: str, images: Tensor, texts: Tensor, shape: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """Return the (2, P) checked pairs on the CPU, sorted, each once, and which of them each given
-    pair is.
+    """Return the (2, P) distinct pairs, checked and sorted, and the index of each given pair there.
+
+    Both are on the CPU.
     """
     size = images.numel() if isinstance(images, Tensor) else 1
     if size == 0:
         raise ValueError(f"{name}.images: expected at least 1 index, got 0")
-    parts = {f"{name}.images": images, f"{name}.texts": texts}
-    rows, cols = pairs = [as_ids(part, x, size, torch.device("cpu")) for part, x in parts.items()]
-    for part, x, limit in zip(parts, pairs, shape, strict=True):
-        low, high = int(x.amin()), int(x.amax())
-        if low < 0 or high >= limit:
-            raise ValueError(f"{part}: expected indices from 0 to {limit - 1}, got {low} to {high}")
-    numbers, index = torch.unique(rows * shape[1] + cols, return_inverse=True)
-    return torch.stack([numbers // shape[1], numbers % shape[1]]), index
+    n, m = shape
+    cpu = torch.device("cpu")
+    rows = as_ids(f"{name}.images", images, size, cpu)
+    cols = as_ids(f"{name}.texts", texts, size, cpu)
+    _check_range(f"{name}.images", rows, n)
+    _check_range(f"{name}.texts", cols, m)
+    numbers, index = torch.unique(rows * m + cols, return_inverse=True)
+    return torch.stack([numbers // m, numbers % m]), index
+
+
+def _check_range(name: str, indices: Tensor, size: int) -> None:
+    """Raise a ValueError unless all indices are at least 0 and below ``size``."""
+    low = int(indices.amin())
+    high = int(indices.amax())
+    if low < 0 or high >= size:
+        raise ValueError(f"{name}: expected indices from 0 to {size - 1}, got {low} to {high}")
 
 
 def ranked_by_pairs(
     rows: Tensor, cols: Tensor, sim: Similarity, k: int, ties: str
 ) -> tuple[Tensor, TopK]:
-    """Return ``sim.ranked(k, ties=ties)`` with these distinct pairs as positives instead of those
-    with equal ids.
-    """
-    slot = slots(rows, sim.shape[0])
-    places = torch.full((sim.shape[0], int(slot.amax()) + 1), -1, device=sim.device)
-    places[rows, slot] = cols
-    parts, tops = [], []
+    """Return ``sim.ranked(k, ties=ties)`` where the given distinct pairs are the positives."""
+    n, m = sim.shape
+    slot = slots(rows, n)
+    positives = torch.full((n, int(slot.amax()) + 1), -1, device=sim.device)  # columns; -1: none
+    positives[rows, slot] = cols
+    rank_parts: list[Tensor] = []
+    best_values: list[Tensor] = []
+    best_indices: list[Tensor] = []
     for part, scores in sim.blocks():
-        tops.append(scores.topk(min(k, scores.shape[1])))
-        own = places[part]
+        values, indices = scores.topk(min(k, m))
+        best_values.append(values)
+        best_indices.append(indices)
+        own = positives[part]
         thresholds = scores.gather(1, own.clamp_min(0)).masked_fill_(own < 0, torch.nan)
-        row, slot = (own >= 0).nonzero(as_tuple=True)
-        scores[row, own[row, slot]] = -torch.inf
-        parts.append(ranks(thresholds, scores, ties == "optimistic"))
-    return torch.cat(parts), TopK(*(torch.cat(x) for x in zip(*tops, strict=True)))
+        row, place = (own >= 0).nonzero(as_tuple=True)
+        scores[row, own[row, place]] = -torch.inf  # leaves the rivals
+        rank_parts.append(ranks(thresholds, scores, ties == "optimistic"))
+    return torch.cat(rank_parts), TopK(torch.cat(best_values), torch.cat(best_indices))

@@ -19,7 +19,7 @@ _ROWS = 256  # number of rows compared at once
 
 
 def default_ids(n_images: int, n_texts: int) -> tuple[Tensor, Tensor]:
-    """Return (n_images,) and (n_texts,) ids by the usual convention: c consecutive texts per image."""
+    """Return (n_images,) and (n_texts,) ids: by convention, c consecutive texts an image."""
     if n_texts % n_images:
         raise ValueError(
             f"image_ids, text_ids: needed for {n_images} images and {n_texts} texts, "
@@ -30,8 +30,9 @@ def default_ids(n_images: int, n_texts: int) -> tuple[Tensor, Tensor]:
 
 
 def fold_repeated(images: Tensor) -> Tensor:
-    """Return the (N, D) distinct rows of ``images`` (c N, D), if every c consecutive rows are equal
-    up to rounding.
+    """Return (N, D) distinct rows of (c N, D) ``images`` whose every c consecutive rows are equal.
+
+    They need to be equal up to rounding. Other images are returned unchanged.
 
     Many code bases save the embedding, or the row of scores, of an image once per caption. Taken
     for different images, the copies would be wrong candidates that score as high as the right one.
@@ -39,19 +40,24 @@ def fold_repeated(images: Tensor) -> Tensor:
     ``images`` is returned unchanged.
     """
     check_matrix("images", images, "(N, D)")
-    rtol, atol = max(1e-5, 2 * torch.finfo(images.dtype).eps), 1e-6
-    n, x = len(images), images.detach()
+    n = len(images)
+    x = images.detach()
+    rtol = max(1e-5, 2 * torch.finfo(images.dtype).eps)
+    atol = 1e-6
     if n < 2 or not torch.allclose(x[0], x[1], rtol, atol):
         return images
-    pairs = zip(x[1:].split(_ROWS), x[:-1].split(_ROWS), strict=True)
-    changes = torch.cat(
-        [~torch.isclose(row, previous, rtol, atol).all(1) for row, previous in pairs]
-    )
-    c = math.gcd(n, *(changes.nonzero().squeeze(1) + 1).tolist())
+    same = []  # whether a row is equal to the one before
+    for rows, previous in zip(x[1:].split(_ROWS), x[:-1].split(_ROWS), strict=True):
+        same.append(torch.isclose(rows, previous, rtol, atol).all(1))
+    changes = (~torch.cat(same)).nonzero().squeeze(1) + 1
+    c = math.gcd(n, *changes.tolist())
     if c in (1, n):
         return images
-    what = f"images: every {c} consecutive ones are the same, as if saved once per caption; taken for {n // c} images."
-    warnings.warn(f"{what} If they are not, pass image_ids and text_ids.", stacklevel=2)
+    warnings.warn(
+        f"images: every {c} consecutive ones are the same, as if saved once per caption; "
+        f"taken for {n // c} images. If they are not, pass image_ids and text_ids.",
+        stacklevel=2,
+    )
     return images[::c]
 
 
@@ -76,35 +82,37 @@ def with_ids(
         return folded(scores) if by_ids else scores
     check_matrix(name, scores, "(N, M)", check_finite=True)
     if image_ids is None and text_ids is None:
-        scores = fold_repeated(scores) if by_ids else scores
+        if by_ids:
+            scores = fold_repeated(scores)
         n, m = scores.shape
-        image_ids, text_ids = (
-            default_ids(n, m) if by_ids or m % n == 0 else torch.arange(n + m).split((n, m))
-        )
+        if by_ids or m % n == 0:
+            image_ids, text_ids = default_ids(n, m)
+        else:
+            image_ids = torch.arange(n)
+            text_ids = torch.arange(n, n + m)
     return Similarity.from_scores(scores, image_ids, text_ids, names=IMAGES_AND_TEXTS)
 
 
 def folded(sim: Similarity) -> Similarity:
-    """Return a similarity without ids after :func:`fold_repeated`; one with ids is returned
-    unchanged.
-    """
+    """Return a similarity without ids after :func:`fold_repeated`, one with ids unchanged."""
     if any(x is not None for x in sim.ids):
         return sim
     scores = sim._matrix.rows.T if sim._side else sim._matrix.rows
     images = fold_repeated(scores if sim.embeddings is None else sim.embeddings[0])
-    n, m = len(images), sim.shape[1]
-    if n == m:
+    m = sim.shape[1]
+    if len(images) == m:
         return sim
+    copies = m // len(images)
     texts = torch.arange(m, device=sim.device)
-    # ids are row numbers, for gather=True
-    return part_of(sim, texts[:: m // n], texts, [None, texts // (m // n)])
+    # the texts' ids are row numbers, for gather=True
+    return part_of(sim, texts[::copies], texts, [None, texts // copies])
 
 
 def shared(sim: Any, question: str, process_group: Any) -> Similarity:
     """Return the similarities of the images and texts of all processes, without a gradient.
 
-    Ids of texts alone are numbers of this process's images. All processes raise an error if one
-    does, or if ``question``, what is computed in words, differs.
+    ``question`` says in words what is computed. If it differs between processes, or if one of them
+    raises an error, all raise an error. Ids of texts alone are numbers of this process's images.
     """
     with consensus(process_group):
         if not isinstance(sim, Similarity | Tensor):
@@ -114,45 +122,53 @@ def shared(sim: Any, question: str, process_group: Any) -> Similarity:
                 "scores: expected a Similarity of embeddings, images as rows, for gather=True"
             )
         check_unchanged([sim._matrix])
-    images, texts = (x.detach() for x in sim.embeddings)
-    options: Any = {
-        "normalize": sim._matrix.bounded,
-        "check_finite": True,
-        "names": IMAGES_AND_TEXTS,
-    }
-    options |= {"process_group": process_group, "same": question}
-    return Similarity.sharded(images, texts, *sim.ids, **options)
+    images, texts = sim.embeddings
+    return Similarity.sharded(
+        images.detach(),
+        texts.detach(),
+        *sim.ids,
+        normalize=sim._matrix.bounded,
+        check_finite=True,
+        process_group=process_group,
+        schedule="all-gather",
+        names=IMAGES_AND_TEXTS,
+        same=question,
+    )
 
 
 def ids_or_indices(sim: Similarity) -> list[Tensor]:
     """Return the (N,) and (M,) ids of rows and columns; their indices where there are none."""
-    return [
-        torch.arange(n, device=sim.device) if x is None else x
-        for x, n in zip(sim.ids, sim.shape, strict=True)
-    ]
+    ids = []
+    for given, size in zip(sim.ids, sim.shape, strict=True):
+        ids.append(torch.arange(size, device=sim.device) if given is None else given)
+    return ids
 
 
 def part_of(
     sim: Similarity, rows: Tensor, cols: Tensor, ids: Sequence[Tensor | None] | None = None
 ) -> Similarity:
-    """Return the similarities of these rows and columns, without a gradient; ``ids`` replace their
-    own.
+    """Return the similarities of some rows and columns, without a gradient.
+
+    Args:
+        sim: all similarities.
+        rows: (n,) indices.
+        cols: (m,) indices.
+        ids: replace the ids of these rows and columns.
     """
-    ids = (
-        [x[part] for x, part in zip(ids_or_indices(sim), (rows, cols), strict=True)]
-        if ids is None
-        else ids
-    )
+    if ids is None:
+        row_ids, col_ids = ids_or_indices(sim)
+        ids = row_ids[rows], col_ids[cols]
     if sim.embeddings is None:
         return Similarity.from_scores(sim.detach().scores()[rows][:, cols], *ids)
-    first, second = (x.detach()[part] for x, part in zip(sim.embeddings, (rows, cols), strict=True))
+    x, y = sim.embeddings
     engine: Any = sim.engine
-    return Similarity(first, second, *ids, normalize=sim._matrix.bounded, engine=engine)
+    return Similarity(
+        x.detach()[rows], y.detach()[cols], *ids, normalize=sim._matrix.bounded, engine=engine
+    )
 
 
 def fold_parts(sim: Similarity, folds: int, whole: bool = False) -> list[tuple[Tensor, Tensor]]:
-    """Return the row and column indices of each fold: consecutive images, and the texts with their
-    ids.
+    """Return the row and column indices of each fold: consecutive images, and their texts.
 
     ``whole``: raise an error unless each text is in exactly one fold.
     """
@@ -161,14 +177,15 @@ def fold_parts(sim: Similarity, folds: int, whole: bool = False) -> list[tuple[T
         raise ValueError(f"folds: expected a divisor of the {n} images, got {folds}")
     image_ids, text_ids = ids_or_indices(sim)
     parts = []
+    times = torch.zeros(m, dtype=torch.int64, device=sim.device)  # that a text is in a fold
     for rows in torch.arange(n, device=sim.device).split(n // folds):
-        parts.append((rows, torch.isin(text_ids, image_ids[rows]).nonzero().squeeze(1)))
-        if len(parts[-1][1]) == 0:
+        inside = torch.isin(text_ids, image_ids[rows])
+        if not bool(inside.any()):
             raise ValueError(
                 f"folds: images {int(rows[0])} to {int(rows[-1])} are a part without a text"
             )
-    if whole and not bool(
-        (torch.cat([cols for _, cols in parts]).bincount(minlength=m) == 1).all()
-    ):
+        times += inside
+        parts.append((rows, inside.nonzero().squeeze(1)))
+    if whole and not bool((times == 1).all()):
         raise ValueError("folds: expected each text to have its images in one part")
     return parts

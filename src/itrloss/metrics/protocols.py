@@ -1,6 +1,4 @@
-"""The figures that papers on MSCOCO report: 1K in five folds, 5K, and those by later judgements of
-its test split.
-"""
+"""The figures that papers report on MSCOCO: 1K in five folds, 5K, and by later judgements."""
 
 from __future__ import annotations
 
@@ -13,14 +11,14 @@ from torch import Tensor
 
 from ..similarity import Similarity
 from .labels import with_ids
-from .results import RECALL_NAMES, RECALLS, WAYS, RetrievalResults
+from .results import RECALL_NAMES, RECALLS, WAYS, QueryResults, RetrievalResults
 from .retrieval import retrieval_metrics, retrieval_results
 
 if TYPE_CHECKING:
     from ..rerank import Reranker
 
 _SHAPE = (5000, 25000)  # images and captions of Karpathy's test split
-_HUBNESS_K = 10  # that of retrieval_metrics by default
+_HUBNESS_K = 10  # the default of retrieval_metrics
 
 
 def check_coco(shape: tuple[int, int]) -> None:
@@ -32,18 +30,18 @@ def check_coco(shape: tuple[int, int]) -> None:
 def coco_protocol(
     scores: Tensor | Similarity, *, reranker: Reranker | None = None
 ) -> dict[str, dict[str, float]]:
-    """Return figures of MSCOCO's test split by protocol: ``"1K"``, ``"5K"``, ``"CxC"`` and ``"ECCV
-    Caption"``.
+    """Return figures of MSCOCO's test split by protocol and name.
 
-    ``"1K"``, the mean over five folds of 1000 images, and ``"5K"`` are those of
-    :func:`retrieval_metrics`. CxC (Parekh et al., EACL 2021) and ECCV Caption (Chun et al., ECCV
-    2022) are other judgements of which captions are right. The package ``eccv-caption`` ships them
-    and computes recalls, and for ECCV Caption R-Precision and mAP@R; without it (``pip install
-    'itrloss[coco]'``) they are left out.
+    The protocols are ``"1K"``, ``"5K"``, ``"CxC"`` and ``"ECCV Caption"``. For ``"1K"``, the mean
+    over five folds of 1000 images, and ``"5K"``, :func:`retrieval_metrics` computes the figures.
+    CxC (Parekh et al., EACL 2021) and ECCV Caption (Chun et al., ECCV 2022) are other judgements of
+    which captions are right. The package ``eccv-caption`` (``pip install 'itrloss[coco]'``) ships
+    them. It computes recalls, and for ECCV Caption R-Precision and mAP@R. Without the package, both
+    are left out.
 
     Args:
-        scores: (5000, 25000) scores of Karpathy's test split in its order, five consecutive captions an image; or a
-            :class:`itrloss.Similarity`.
+        scores: (5000, 25000) scores of Karpathy's test split in its order, five consecutive
+            captions an image; or a :class:`itrloss.Similarity`.
         reranker: evaluate these scores re-ranked; for ``"1K"`` within each fold.
 
     Raises:
@@ -59,31 +57,50 @@ def coco_protocol(
     package = Metrics()
     longest = max(len(right) for way in WAYS for right in package.eccv_gts[way].values())
     results = retrieval_results(sim, reranker=reranker, hubness_k=max(longest, _HUBNESS_K))
-    i2t, t2i = (replace(side, top=side.top[:, :_HUBNESS_K]) for side in (results.i2t, results.t2i))
-    return figures | {"5K": RetrievalResults(i2t, t2i).metrics()} | _judged(results, package)
+    figures["5K"] = RetrievalResults(_shortened(results.i2t), _shortened(results.t2i)).metrics()
+    return figures | _judged(results, package)
+
+
+def _shortened(results: QueryResults) -> QueryResults:
+    """Return results with as many best candidates as :func:`retrieval_metrics` has by default."""
+    return replace(results, top=results.top[:, :_HUBNESS_K])
 
 
 def _judged(results: RetrievalResults, package: Any) -> dict[str, dict[str, float]]:
+    """Return the figures of CxC and ECCV Caption, which ``package`` computes."""
     captions = package.coco_ids.tolist()
     images = list(dict.fromkeys(package.coco_gts["t2i"][caption][0] for caption in captions))
-    i2t, t2i = results.i2t.top.tolist(), results.t2i.top.tolist()
     ranked = {
-        "i2t": {image: [captions[i] for i in row] for image, row in zip(images, i2t, strict=True)},
-        "t2i": {
-            caption: [images[i] for i in row] for caption, row in zip(captions, t2i, strict=True)
-        },
+        "i2t": _ranked_names(results.i2t, images, captions),
+        "t2i": _ranked_names(results.t2i, captions, images),
     }
+    cxc = {}
+    eccv = {}
     with contextlib.redirect_stderr(io.StringIO()):  # progress bars
-        cxc, eccv = (
-            {f"r{k}": recalls(ranked, "all", K=k) for k in RECALLS}
-            for recalls in (package.cxc_recalls, package.eccv_recalls)
-        )
+        for k in RECALLS:
+            cxc[f"r{k}"] = package.cxc_recalls(ranked, "all", K=k)
+            eccv[f"r{k}"] = package.eccv_recalls(ranked, "all", K=k)
         precisions = package.eccv_metrics(ranked, "all")
-    eccv |= {"r_precision": precisions["eccv_rprecision"], "map_at_r": precisions["eccv_map_at_r"]}
+    eccv["r_precision"] = precisions["eccv_rprecision"]
+    eccv["map_at_r"] = precisions["eccv_map_at_r"]
+    return {"CxC": _percentages(cxc), "ECCV Caption": _percentages(eccv)}
+
+
+def _ranked_names(
+    results: QueryResults, queries: list[int], candidates: list[int]
+) -> dict[int, list[int]]:
+    """Return the names in MSCOCO of each query's best candidates, by the query's name."""
+    ranked = {}
+    for query, row in zip(queries, results.top.tolist(), strict=True):
+        ranked[query] = [candidates[i] for i in row]
+    return ranked
+
+
+def _percentages(shares: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Return figures in percent and the RSUM, from shares by name and direction."""
     figures = {}
-    for protocol, shares in (("CxC", cxc), ("ECCV Caption", eccv)):
-        percent = {
-            f"{way}_{name}": 100 * float(x[way]) for way in WAYS for name, x in shares.items()
-        }
-        figures[protocol] = percent | {"rsum": sum(percent[name] for name in RECALL_NAMES)}
+    for way in WAYS:
+        for name, by_way in shares.items():
+            figures[f"{way}_{name}"] = 100 * float(by_way[way])
+    figures["rsum"] = sum(figures[name] for name in RECALL_NAMES)
     return figures

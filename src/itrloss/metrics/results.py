@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 WAYS = ("i2t", "t2i")
 RECALLS = (1, 5, 10)
 RECALL_NAMES = [f"{way}_r{k}" for way in WAYS for k in RECALLS]
+_Named = tuple[str, Tensor]  # what the items of a side are called; (P,) indices of them in pairs
 _COLUMNS = (
     "direction",
     "query",
@@ -71,50 +72,47 @@ class QueryResults:
 
     @property
     def r_precision(self) -> Tensor:
-        """The (Q,) float64 share of positives among the first R, R the number of positives; 0 if R
-        is 0.
+        """The (Q,) float64 share of positives among the first R candidates; 0 if R is 0.
+
+        R is the number of positives.
         """
         return self._within_r().sum(1).double() / self.positives.clamp_min(1)
 
     @property
     def average_precision(self) -> Tensor:
         """The (Q,) float64 average precision at R; 0 if R is 0."""
-        order = torch.arange(
-            1, self.ranks.shape[1] + 1, device=self.ranks.device, dtype=torch.float64
-        )
-        precision = torch.where(self._within_r(), order / self.ranks.clamp_min(1), 0.0)
+        size = self.ranks.shape[1]
+        found = torch.arange(1, size + 1, device=self.ranks.device).double()  # up to each rank
+        precision = torch.where(self._within_r(), found / self.ranks.clamp_min(1), 0.0)
         return precision.sum(1) / self.positives.clamp_min(1)
 
     @property
     def occurrences(self) -> Tensor:
-        """The (candidates,) int64 k-occurrences: the number of queries whose first k contain a
-        candidate.
-        """
+        """The (candidates,) int64 k-occurrences: how many queries have a candidate in their top."""
         return torch.bincount(self.top.flatten(), minlength=self.candidates)
 
     def _within_r(self) -> Tensor:
         return (self.ranks > 0) & (self.ranks <= self.positives[:, None])
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of this direction, over queries with positives; see
-        :func:`retrieval_metrics`.
+        """Return the metrics of this direction over queries with positives.
+
+        See :func:`retrieval_metrics`.
         """
         answered = self.positives > 0
         if not bool(answered.any()):
             raise ValueError("image_ids, text_ids: no query has a matching candidate")
-        those = QueryResults(
+        counted = QueryResults(
             self.ids[answered], self.ranks[answered], self.top[answered], self.candidates
         )
-        return {
-            **{
-                f"r{k}": 100 * float(x.double().mean())
-                for k, x in zip(RECALLS, those.hits.unbind(1), strict=True)
-            },
-            "median_rank": float(np.median(those.best.cpu())),
-            "r_precision": 100 * float(those.r_precision.mean()),
-            "map_at_r": 100 * float(those.average_precision.mean()),
-            "skewness": float(skewness(those.occurrences)),
-        }
+        metrics = {}
+        for k, hits in zip(RECALLS, counted.hits.unbind(1), strict=True):
+            metrics[f"r{k}"] = 100 * float(hits.double().mean())
+        metrics["median_rank"] = float(np.median(counted.best.cpu()))
+        metrics["r_precision"] = 100 * float(counted.r_precision.mean())
+        metrics["map_at_r"] = 100 * float(counted.average_precision.mean())
+        metrics["skewness"] = float(skewness(counted.occurrences))
+        return metrics
 
 
 @dataclass(frozen=True)
@@ -130,21 +128,30 @@ class RetrievalResults:
     t2i: QueryResults
     folds: tuple[RetrievalResults, ...] = ()
 
+    @property
+    def ways(self) -> dict[str, QueryResults]:
+        """The results of both directions by name: ``"i2t"`` and ``"t2i"``."""
+        return {"i2t": self.i2t, "t2i": self.t2i}
+
     def metrics(self) -> dict[str, float]:
         """Return the metrics of both directions, see :func:`retrieval_metrics`."""
         if self.folds:
             parts = [part.metrics() for part in self.folds]
             return {name: math.fsum(part[name] for part in parts) / len(parts) for name in parts[0]}
-        metrics = {
-            f"{way}_{name}": x for way in WAYS for name, x in getattr(self, way).metrics().items()
-        }
-        return metrics | {"rsum": math.fsum(metrics[name] for name in RECALL_NAMES)}
+        metrics = {}
+        for way, side in self.ways.items():
+            for name, value in side.metrics().items():
+                metrics[f"{way}_{name}"] = value
+        metrics["rsum"] = math.fsum(metrics[name] for name in RECALL_NAMES)
+        return metrics
 
     def rows(self) -> Iterator[dict[str, object]]:
-        """Yield a row for each query: its direction, index and id, ranks and precisions, and its
-        best candidate.
+        """Yield a row for each query.
+
+        It has the query's direction, index, id, best rank, number of positives and precisions, and
+        its best candidate.
         """
-        for way, side in (("i2t", self.i2t), ("t2i", self.t2i)):
+        for way, side in self.ways.items():
             columns = (
                 side.ids,
                 side.best,
@@ -153,8 +160,9 @@ class RetrievalResults:
                 side.average_precision,
                 side.top[:, 0],
             )
-            for query, values in enumerate(zip(*(x.tolist() for x in columns), strict=True)):
-                yield dict(zip(_COLUMNS, (way, query, *values), strict=True))
+            values = [column.tolist() for column in columns]
+            for query, row in enumerate(zip(*values, strict=True)):
+                yield dict(zip(_COLUMNS, (way, query, *row), strict=True))
 
     def to_frame(self) -> DataFrame:
         """Return :meth:`rows` as a pandas data frame."""
@@ -179,24 +187,45 @@ class RetrievalResults:
 def join_folds(
     folds: list[RetrievalResults], parts: list[tuple[Tensor, Tensor]], shape: tuple[int, int]
 ) -> RetrievalResults:
-    """Return the results of all queries, from those of each fold and its image and text indices."""
-    sides = []
-    for side, way in enumerate(WAYS):
-        queries: list[QueryResults] = [getattr(fold, way) for fold in folds]
-        order = torch.cat([part[side] for part in parts]).argsort(stable=True)
-        ids = torch.cat([x.ids for x in queries])
-        ranks = pad_sequence([row for x in queries for row in x.ranks], batch_first=True)
-        k = min(x.top.shape[1] for x in queries)
-        top = torch.cat(
-            [part[1 - side][x.top[:, :k]] for x, part in zip(queries, parts, strict=True)]
-        )
-        sides.append(QueryResults(ids[order], ranks[order], top[order], shape[1 - side]))
-    return RetrievalResults(sides[0], sides[1], tuple(folds))
+    """Return the results of all queries, from the results of each fold.
+
+    ``parts``: the image and text indices of each fold; ``shape``: numbers of images and of texts.
+    """
+    n, m = shape
+    images = [rows for rows, _ in parts]
+    texts = [cols for _, cols in parts]
+    i2t = _joined([fold.i2t for fold in folds], images, texts, m)
+    t2i = _joined([fold.t2i for fold in folds], texts, images, n)
+    return RetrievalResults(i2t, t2i, tuple(folds))
+
+
+def _joined(
+    folds: list[QueryResults], queries: list[Tensor], candidates: list[Tensor], size: int
+) -> QueryResults:
+    """Return the results of all queries of one direction, in their order.
+
+    Args:
+        folds: the results of each fold.
+        queries: the indices of the queries of each fold.
+        candidates: the indices of the candidates of each fold.
+        size: number of candidates of all folds.
+    """
+    order = torch.cat(queries).argsort(stable=True)
+    k = min(fold.top.shape[1] for fold in folds)
+    ids = torch.cat([fold.ids for fold in folds])
+    ranks = pad_sequence([row for fold in folds for row in fold.ranks], batch_first=True)
+    top = [own[fold.top[:, :k]] for fold, own in zip(folds, candidates, strict=True)]
+    return QueryResults(ids[order], ranks[order], torch.cat(top)[order], size)
 
 
 def skewness(counts: Tensor) -> Tensor:
-    """Return the third standardised moment of 1-D ``counts`` of any dtype, 0-dim float64; 0 if all
-    are equal.
+    """Return the third standardised moment of counts: 0 if all are equal.
+
+    Args:
+        counts: (N,) numbers of any dtype.
+
+    Returns:
+        a 0-dim float64 tensor.
     """
     x = counts.double() - counts.double().mean()
     variance = x.square().mean()
@@ -206,8 +235,9 @@ def skewness(counts: Tensor) -> Tensor:
 def latex_table(
     systems: Mapping[str, RetrievalResults | Mapping[str, float]], *, digits: int = 1
 ) -> str:
-    """Return a LaTeX table (booktabs) of recalls and RSUM with a row per system; the best of each
-    column is bold.
+    """Return a LaTeX table (booktabs) of recalls and RSUM with a row for each system.
+
+    The best of each column is bold.
 
     Args:
         systems: results, or dictionaries from :func:`retrieval_metrics`, by name.
@@ -226,8 +256,10 @@ def latex_table(
         r"\midrule",
     ]
     for name, row in rows.items():
-        cells = [rf"\textbf{{{x}}}" if x == top else x for x, top in zip(row, best, strict=True)]
-        lines.append(" & ".join([re.sub(r"([&%$#_{}])", r"\\\1", name), *cells]) + r" \\")
+        cells = [re.sub(r"([&%$#_{}])", r"\\\1", name)]
+        for cell, highest in zip(row, best, strict=True):
+            cells.append(rf"\textbf{{{cell}}}" if cell == highest else cell)
+        lines.append(" & ".join(cells) + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
 
 
@@ -237,9 +269,9 @@ def save_trec(
     relevant: tuple[Tensor, Tensor] | None = None,
     tag: str = "itrloss",
 ) -> None:
-    """Write ``i2t.run``, ``i2t.qrels``, ``t2i.run`` and ``t2i.qrels`` for trec_eval and similar
-    tools.
+    """Write run and qrels files for trec_eval and similar tools.
 
+    They are named ``i2t.run``, ``i2t.qrels``, ``t2i.run`` and ``t2i.qrels``.
     A run lists the stored best candidates of each query, ``hubness_k`` of them; its scores only
     encode their order. Images and texts are named by their indices: ``image0``, ``text12``.
 
@@ -252,28 +284,38 @@ def save_trec(
     Raises:
         ValueError: if the relevant pairs are not those of the results.
     """
-    ids = results.i2t.ids, results.t2i.ids
-    shape = len(ids[0]), len(ids[1])
-    pairs = (
-        Pairs(shape, ids, ids[0].device).listed
-        if relevant is None
-        else distinct_pairs("relevant", *relevant, shape)[0]
-    )
-    for side, (way, query, candidate) in enumerate(
-        (("i2t", "image", "text"), ("t2i", "text", "image"))
-    ):
-        queries: QueryResults = getattr(results, way)
-        if not torch.equal(
-            torch.bincount(pairs[side], minlength=shape[side]).cpu(), queries.positives.cpu()
-        ):
-            raise ValueError("relevant: expected the right pairs that the results are of")
-        best, k = enumerate(queries.top.tolist()), queries.top.shape[1]
-        places = ((q, place, c) for q, row in best for place, c in enumerate(row))
-        run = [
-            f"{query}{q} Q0 {candidate}{c} {place + 1} {k - place} {tag}\n"
-            for q, place, c in places
-        ]
-        positives = zip(pairs[side].tolist(), pairs[1 - side].tolist(), strict=True)
-        qrels = [f"{query}{q} 0 {candidate}{c} 1\n" for q, c in positives]
-        for kind, lines in (("run", run), ("qrels", qrels)):
-            Path(folder, f"{way}.{kind}").write_text("".join(lines), encoding="utf-8")
+    i2t, t2i = results.i2t, results.t2i
+    shape = (len(i2t.ids), len(t2i.ids))
+    if relevant is None:
+        pairs = Pairs(shape, (i2t.ids, t2i.ids), i2t.ids.device).listed
+    else:
+        pairs = distinct_pairs("relevant", *relevant, shape)[0]
+    images, texts = pairs
+    _check_positives(i2t, images)
+    _check_positives(t2i, texts)
+    _save_trec(Path(folder, "i2t"), i2t, ("image", images), ("text", texts), tag)
+    _save_trec(Path(folder, "t2i"), t2i, ("text", texts), ("image", images), tag)
+
+
+def _check_positives(results: QueryResults, queries: Tensor) -> None:
+    """Raise a ValueError unless each query has as many pairs as positives."""
+    counts = torch.bincount(queries, minlength=len(results.ids))
+    if not torch.equal(counts.cpu(), results.positives.cpu()):
+        raise ValueError("relevant: expected the right pairs that the results are of")
+
+
+def _save_trec(
+    path: Path, results: QueryResults, queries: _Named, candidates: _Named, tag: str
+) -> None:
+    """Write the run and qrels files of one direction; ``path`` has no suffix yet."""
+    query, query_indices = queries
+    candidate, candidate_indices = candidates
+    k = results.top.shape[1]
+    run = []
+    for q, best in enumerate(results.top.tolist()):
+        for place, c in enumerate(best):
+            run.append(f"{query}{q} Q0 {candidate}{c} {place + 1} {k - place} {tag}\n")
+    pairs = zip(query_indices.tolist(), candidate_indices.tolist(), strict=True)
+    qrels = [f"{query}{q} 0 {candidate}{c} 1\n" for q, c in pairs]
+    path.with_suffix(".run").write_text("".join(run), encoding="utf-8")
+    path.with_suffix(".qrels").write_text("".join(qrels), encoding="utf-8")

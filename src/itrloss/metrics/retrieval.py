@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
@@ -46,22 +46,25 @@ def retrieval_metrics(
     without positives do not count. With folds, every metric is its mean over the folds.
 
     Args:
-        scores, image_ids, text_ids, relevant, reranker, ties, hubness_k, folds, gather, process_group: see
-            :func:`retrieval_results`.
+        scores, image_ids, text_ids, relevant: see :func:`retrieval_results`.
+        reranker, ties, hubness_k, folds, gather, process_group: see :func:`retrieval_results`.
 
     Raises:
         TypeError, ValueError: as :func:`retrieval_results`; also if no query has a positive.
     """
-    options = {
-        "ties": ties,
-        "hubness_k": hubness_k,
-        "folds": folds,
-        "gather": gather,
-        "process_group": process_group,
-    }
-    return retrieval_results(
-        scores, image_ids, text_ids, relevant=relevant, reranker=reranker, **options
-    ).metrics()
+    results = retrieval_results(
+        scores,
+        image_ids,
+        text_ids,
+        relevant=relevant,
+        reranker=reranker,
+        ties=ties,
+        hubness_k=hubness_k,
+        folds=folds,
+        gather=gather,
+        process_group=process_group,
+    )
+    return results.metrics()
 
 
 def retrieval_results(
@@ -77,13 +80,12 @@ def retrieval_results(
     gather: bool = False,
     process_group: Any = None,
 ) -> RetrievalResults:
-    """Return the results of each query: those of :func:`retrieval_metrics` before they are
-    averaged.
+    """Return the results of each query, which :func:`retrieval_metrics` averages.
 
     Args:
-        scores: (n_images, n_texts), higher is better; or a :class:`itrloss.Similarity` with images as rows, whose
-            matrix is not formed. Or a pair of scores for image→text and text→image, the second one a tensor, as
-            :meth:`itrloss.rerank.Reranker.rerank` returns them.
+        scores: (n_images, n_texts), higher is better; or a :class:`itrloss.Similarity` with images
+            as rows, whose matrix is not formed. Or a pair of scores for image→text and text→image,
+            the second one a tensor, as :meth:`itrloss.rerank.Reranker.rerank` returns them.
         image_ids, text_ids: (n_images,) and (n_texts,) integers, equal where image and text match.
             Not with a ``Similarity``, which has its own. Without ids, ``n_texts = c * n_images``
             means c consecutive texts per image, and consecutive copies of an image count once: see
@@ -124,27 +126,49 @@ def retrieval_results(
         if pair or relevant is not None or image_ids is not None or text_ids is not None:
             raise ValueError("relevant, image_ids, text_ids, a pair of scores: not for gather=True")
         return _sharded_results(scores, reranker, hubness_k, ties, process_group)
-    first = scores[0] if pair else scores
-    sims = [with_ids("scores", first, image_ids, text_ids, relevant is None).detach()]
+    by_ids = relevant is None
     if pair:
-        check_matrix("scores[1]", scores[1], "(N, M)")
-        if tuple(scores[1].shape) != tuple(first.shape):
-            raise ValueError(
-                f"scores[1]: expected shape {tuple(first.shape)}, got {tuple(scores[1].shape)}"
-            )
-        ids = first.ids if isinstance(first, Similarity) else (image_ids, text_ids)
-        sims.append(with_ids("scores[1]", scores[1], *ids, relevant is None))
-        if sims[1].shape != sims[0].shape:
-            raise ValueError("scores[1]: expected repeated images like scores[0], or ids")
+        sims = _pair_with_ids(scores, image_ids, text_ids, by_ids)
+    else:
+        sims = [with_ids("scores", scores, image_ids, text_ids, by_ids).detach()]
     if folds == 1:
         return _ranked(sims, relevant, reranker, hubness_k, ties)
+    return _results_in_folds(sims, folds, reranker, hubness_k, ties)
+
+
+def _pair_with_ids(
+    scores: tuple[Tensor | Similarity, Tensor],
+    image_ids: Tensor | None,
+    text_ids: Tensor | None,
+    by_ids: bool,
+) -> list[Similarity]:
+    """Return the checked scores of image→text and of text→image with their ids."""
+    first, second = scores
+    i2t = with_ids("scores", first, image_ids, text_ids, by_ids).detach()
+    check_matrix("scores[1]", second, "(N, M)")
+    if tuple(second.shape) != tuple(first.shape):
+        raise ValueError(
+            f"scores[1]: expected shape {tuple(first.shape)}, got {tuple(second.shape)}"
+        )
+    if isinstance(first, Similarity):
+        image_ids, text_ids = first.ids
+    t2i = with_ids("scores[1]", second, image_ids, text_ids, by_ids)
+    if t2i.shape != i2t.shape:
+        raise ValueError("scores[1]: expected repeated images like scores[0], or ids")
+    return [i2t, t2i]
+
+
+def _results_in_folds(
+    sims: Sequence[Similarity], folds: int, reranker: Reranker | None, k: int, ties: Ties
+) -> RetrievalResults:
+    """Return the results of one similarity, or of two, within consecutive parts of the images."""
     if reranker is not None and not all(reranker.transductive) and sims[0].embeddings is None:
         raise ValueError("folds: banks of scores contain all candidates, a part only some of them")
     parts = fold_parts(sims[0], folds)
-    results = [
-        _ranked([part_of(x, *part) for x in sims], None, reranker, hubness_k, ties)
-        for part in parts
-    ]
+    results = []
+    for rows, cols in parts:
+        inside = [part_of(sim, rows, cols) for sim in sims]
+        results.append(_ranked(inside, None, reranker, k, ties))
     return join_folds(results, parts, sims[0].shape)
 
 
@@ -155,19 +179,22 @@ def _ranked(
     k: int,
     ties: Ties,
 ) -> RetrievalResults:
-    """Return the results of one similarity, or of those of image→text and text→image."""
-    views = sims[0], sims[-1].T
+    """Return the results of one similarity, or of two for image→text and text→image."""
+    sim = sims[0]
+    i2t = sim
+    t2i = sims[-1].T
     if reranker is not None:
-        ranked = reranker._ranked(sims[0], k, ties)
+        ranked = reranker._ranked(sim, k, ties)
     elif relevant is not None:
-        images, texts = distinct_pairs("relevant", *relevant, sims[0].shape)[0].to(sims[0].device)
+        pairs = distinct_pairs("relevant", *relevant, sim.shape)[0]
+        images, texts = pairs.to(sim.device)
         ranked = [
-            ranked_by_pairs(images, texts, views[0], k, ties),
-            ranked_by_pairs(texts, images, views[1], k, ties),
+            ranked_by_pairs(images, texts, i2t, k, ties),
+            ranked_by_pairs(texts, images, t2i, k, ties),
         ]
     else:
-        ranked = [view.ranked(k, ties=ties) for view in views]
-    return _results(ids_or_indices(sims[0]), ((ranks, top.indices) for ranks, top in ranked))
+        ranked = [i2t.ranked(k, ties=ties), t2i.ranked(k, ties=ties)]
+    return _results(ids_or_indices(sim), [(ranks, top.indices) for ranks, top in ranked])
 
 
 def _sharded_results(
@@ -176,20 +203,23 @@ def _sharded_results(
     """Return the results of all processes, each of which ranks for its own queries."""
     if isinstance(scores, Similarity) and scores.embeddings is not None:
         scores = folded(scores)
-    sim = shared(
-        scores, f"{None if reranker is None else reranker._description()} {k} {ties}", group
-    )
+    method = None if reranker is None else reranker._description()
+    sim = shared(scores, f"{method} {k} {ties}", group)
     if reranker is None:
-        ranked = (view.ranked(k, ties=ties) for view in (sim, sim.T))
+        ranked = [view.ranked(k, ties=ties) for view in (sim, sim.T)]
     else:
         ranked = reranker._ranked_by_all(sim, k, ties)
-    gathered = (
-        (gather_table(ranks, group), gather_rows(top.indices, group)) for ranks, top in ranked
-    )
+    gathered = []
+    for ranks, top in ranked:
+        gathered.append((gather_table(ranks, group), gather_rows(top.indices, group)))
     return _results(sim.all_ids, gathered)
 
 
-def _results(ids: Sequence[Tensor], ranked: Iterable[tuple[Tensor, Tensor]]) -> RetrievalResults:
-    sides = zip(ids, ranked, ids[::-1], strict=True)
-    i2t, t2i = (QueryResults(own, ranks, top, len(others)) for own, (ranks, top), others in sides)
-    return RetrievalResults(i2t, t2i)
+def _results(ids: Sequence[Tensor], ranked: Sequence[tuple[Tensor, Tensor]]) -> RetrievalResults:
+    """Return results from the ids of images and of texts, and ranks and best of both directions."""
+    image_ids, text_ids = ids
+    (i2t_ranks, i2t_top), (t2i_ranks, t2i_top) = ranked
+    return RetrievalResults(
+        i2t=QueryResults(image_ids, i2t_ranks, i2t_top, candidates=len(text_ids)),
+        t2i=QueryResults(text_ids, t2i_ranks, t2i_top, candidates=len(image_ids)),
+    )

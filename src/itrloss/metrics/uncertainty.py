@@ -28,11 +28,10 @@ class Comparison(NamedTuple):
 def confidence_intervals(
     results: RetrievalResults, *, level: float = 0.95, samples: int = 2000, seed: int = 0
 ) -> dict[str, tuple[float, float]]:
-    """Return bootstrap confidence intervals of recalls, RSUM, R-Precision and mAP@R: ``{name: (low,
-    high)}``.
+    """Return bootstrap confidence intervals ``{name: (low, high)}``.
 
-    Ids are drawn with replacement: each image with all its texts, as captions of one image are not
-    independent.
+    The metrics are recalls, RSUM, R-Precision and mAP@R, in percent. Ids are drawn with
+    replacement: each image with all its texts, as captions of one image are not independent.
 
     Args:
         results: from :func:`retrieval_results`.
@@ -43,8 +42,10 @@ def confidence_intervals(
     Raises:
         ValueError: naming the argument, also if no query has a positive.
     """
-    low, high = _interval(_bootstrap([results], samples, seed)[0, 1:], level)
-    return dict(zip(_NAMES, zip(low.tolist(), high.tolist(), strict=True), strict=True))
+    (drawn,) = _bootstrap([results], samples, seed)
+    low, high = _interval(drawn[1:], level)
+    intervals = zip(low.tolist(), high.tolist(), strict=True)
+    return dict(zip(_NAMES, intervals, strict=True))
 
 
 def compare(
@@ -55,8 +56,7 @@ def compare(
     samples: int = 2000,
     seed: int = 0,
 ) -> dict[str, Comparison]:
-    """Return the differences ``results - others`` of all metrics on the same queries, by a paired
-    bootstrap.
+    """Return the differences ``results - others`` of all metrics, by a paired bootstrap.
 
     Each sample draws the same images, with their texts, for both, so that the difficulty of an
     image cancels out.
@@ -70,12 +70,14 @@ def compare(
         ValueError: if the queries differ, or none has a positive.
     """
     first, second = _bootstrap([results, others], samples, seed)
-    exact, differences = (first - second)[0], (first - second)[1:]
+    exact = first[0] - second[0]
+    differences = first[1:] - second[1:]
     # a sample whose queries all lack positives has no metrics
     valid = differences.isfinite().sum(0)
     tail = torch.minimum((differences <= 0).sum(0), (differences >= 0).sum(0))
     p = (2 * (tail + 1).double() / (valid + 1)).clamp_max(1.0)
-    columns = torch.stack([exact, *_interval(differences, level), p], 1).tolist()
+    low, high = _interval(differences, level)
+    columns = torch.stack([exact, low, high, p], 1).tolist()
     return {name: Comparison(*values) for name, values in zip(_NAMES, columns, strict=True)}
 
 
@@ -86,11 +88,10 @@ def compare_all(
     figures: Sequence[str] = ("rsum",),
     **options: Any,
 ) -> dict[str, dict[str, Comparison]]:
-    """Return :func:`compare` of each system with the baseline, with p-values corrected for multiple
-    comparisons.
+    """Return :func:`compare` of each system with the baseline, with corrected p-values.
 
-    The correction is Holm's: the probability that any difference with p below 0.05 is due to chance
-    is at most 5 %. The intervals are not corrected.
+    The correction for multiple comparisons is Holm's: the probability that any difference with p
+    below 0.05 is due to chance is at most 5 %. The intervals are not corrected.
 
     Args:
         systems: results from :func:`retrieval_results` by name, for the same images and texts in
@@ -107,34 +108,32 @@ def compare_all(
     one_of("baseline", baseline, *systems)
     for figure in figures:
         one_of("figures", figure, *_NAMES)
-    others = {name: x for name, x in systems.items() if name != baseline}
-    all_of = {name: compare(x, systems[baseline], **options) for name, x in others.items()}
-    comparisons = {name: {figure: x[figure] for figure in figures} for name, x in all_of.items()}
-    tests = sorted(
-        (y.p_value, name, figure) for name, x in comparisons.items() for figure, y in x.items()
-    )
+    comparisons: dict[str, dict[str, Comparison]] = {}
+    tests: list[tuple[float, str, str]] = []  # p-values, of which system and figure
+    for name, results in systems.items():
+        if name == baseline:
+            continue
+        differences = compare(results, systems[baseline], **options)
+        comparisons[name] = {figure: differences[figure] for figure in figures}
+        for figure, difference in comparisons[name].items():
+            tests.append((difference.p_value, name, figure))
     corrected = 0.0
-    for i, (p, name, figure) in enumerate(tests):
+    for i, (p, name, figure) in enumerate(sorted(tests)):
         corrected = max(corrected, min(1.0, (len(tests) - i) * p))
         comparisons[name][figure] = comparisons[name][figure]._replace(p_value=corrected)
     return comparisons
 
 
 def _bootstrap(runs: Sequence[RetrievalResults], samples: int, seed: int) -> Tensor:
-    """Return (runs, 1 + samples, 11) percentages: of all queries, and with ids drawn with
-    replacement.
+    """Return the (runs, 1 + samples, 11) percentages of all queries, and of bootstrap samples.
+
+    A sample draws ids with replacement, the same for all runs.
     """
     check_size("samples", samples)
-    for run in runs:
-        if not isinstance(run, RetrievalResults):
-            raise TypeError(
-                f"results: expected those of retrieval_results, got {type(run).__name__}"
-            )
-    sums, generator = (
-        [_sums_by_id(run, runs[0]) for run in runs],
-        torch.Generator().manual_seed(seed),
-    )
-    n, totals = len(sums[0]), [torch.stack([x.sum(0, keepdim=True) for x in sums])]
+    sums = [_sums_by_id(run, runs[0]) for run in runs]  # (ids, 2, 6) each
+    n = len(sums[0])
+    totals = [torch.stack([x.sum(0, keepdim=True) for x in sums])]
+    generator = torch.Generator().manual_seed(seed)
     step = max(1, _DRAWN // n)
     for start in range(0, samples, step):
         count = min(step, samples - start)
@@ -143,38 +142,43 @@ def _bootstrap(runs: Sequence[RetrievalResults], samples: int, seed: int) -> Ten
         drawn += n * torch.arange(count)[:, None]
         times = drawn.flatten().bincount(minlength=count * n).view(count, n).double()
         totals.append(torch.stack([torch.tensordot(times, x, 1) for x in sums]))
-    total = torch.cat(totals, 1)
+    total = torch.cat(totals, 1)  # (runs, 1 + samples, 2, 6)
     means = 100 * total[..., :-1] / total[..., -1:]
     rsum = means[..., : len(RECALLS)].sum((-2, -1))
     return torch.cat([means.flatten(-2), rsum[..., None]], -1)
 
 
 def _sums_by_id(results: RetrievalResults, first: RetrievalResults) -> Tensor:
-    """Return the (ids, 2, 6) sums of metrics, and the number, of the queries of an id that have
-    positives.
+    """Return the (ids, 2, 6) sums over the answered queries of each id and direction.
+
+    Summed are the metrics, and last the queries. Answered are queries with positives, in
+    ``results`` the same as in ``first``.
     """
-    ids = [first.i2t.ids, first.t2i.ids]
-    unique, inverse = torch.cat(ids).cpu().unique(return_inverse=True)
+    if not isinstance(results, RetrievalResults):
+        got = type(results).__name__
+        raise TypeError(f"results: expected those of retrieval_results, got {got}")
+    image_ids = first.i2t.ids
+    ids = torch.cat([image_ids, first.t2i.ids]).cpu()
+    unique, inverse = ids.unique(return_inverse=True)
     sums = torch.zeros(len(unique), len(WAYS), len(_METRICS) + 1, dtype=torch.float64)
-    for side, index in enumerate(inverse.split([len(x) for x in ids])):
-        queries, expected = ((x.i2t, x.t2i)[side] for x in (results, first))
+    indices = inverse.tensor_split([len(image_ids)])
+    for side, (way, queries) in enumerate(results.ways.items()):
+        expected = first.ways[way]
         answered = queries.positives > 0
-        if not torch.equal(queries.ids, expected.ids) or not torch.equal(
-            answered, expected.positives > 0
-        ):
-            raise ValueError(
-                f"others: expected results of the same queries; those of {WAYS[side]} differ"
-            )
-        values = [*queries.hits.unbind(1), queries.r_precision, queries.average_precision, answered]
-        values = torch.stack([x.double() for x in values], 1) * answered[:, None]
-        sums[:, side].index_add_(0, index, values.cpu())
+        alike = torch.equal(queries.ids, expected.ids)
+        if not alike or not torch.equal(answered, expected.positives > 0):
+            raise ValueError(f"others: expected results of the same queries; those of {way} differ")
+        columns = [*queries.hits.unbind(1), queries.r_precision, queries.average_precision]
+        columns.append(torch.ones_like(answered))
+        values = torch.stack([column.double() for column in columns], 1) * answered[:, None]
+        sums[:, side].index_add_(0, indices[side], values.cpu())
     if not bool(sums[..., -1].any()):
         raise ValueError("results: no query has a right candidate")
     return sums
 
 
 def _interval(samples: Tensor, level: float) -> Tensor:
-    """Return the (2, 11) ends of the intervals that contain ``level`` of the (samples, 11) values."""
+    """Return the (2, 11) ends of intervals that contain ``level`` of the (samples, 11) values."""
     check_number("level", level, positive=True)
     if level >= 1:
         raise ValueError(f"level: expected a number below 1, got {level}")
