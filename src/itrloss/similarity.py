@@ -319,6 +319,13 @@ class Similarity(Anchors):
         """Return the same similarities without a gradient."""
         return self.of_anchors(AnchorSide(self._matrix.detach(), self._side, self.share))
 
+    def relabelled(self, row_ids: Tensor, col_ids: Tensor) -> Similarity:
+        """Return the same similarities with other (N,) and (M,) int64 ids, without a gradient."""
+        matrix = self._matrix.detach()
+        ids = (col_ids, row_ids) if self._side else (row_ids, col_ids)
+        matrix.pairs = Pairs(matrix.shape, ids, self.device)
+        return self.of_anchors(AnchorSide(matrix, self._side))
+
     def local(self) -> Similarity:
         """Return this process's anchors with all candidates at hand, for what is no sum.
 

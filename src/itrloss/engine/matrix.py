@@ -23,6 +23,7 @@ from .tiled import Best
 from .vectors import Embeddings, full_precision, may_keep
 
 Engine = Literal["auto", "dense", "tiled", "triton"]
+ENGINES = "dense", "tiled", "triton"
 Bias = tuple[Tensor | None, Tensor | None]  # (N,) and (M,), added to the scores
 
 MEMORY_BUDGET = 256 * 2**20  # bytes of scores that "auto" keeps (8192 x 8192 in float32)
@@ -38,7 +39,7 @@ def choose_engine(engine: str, numel: int, budget: int, x: Tensor) -> str:
     """
     if engine == "auto":
         return choose_automatically(numel, budget, x)
-    one_of("engine", engine, "auto", "dense", "tiled", "triton")
+    one_of("engine", engine, "auto", *ENGINES)
     if engine == "triton":
         if importlib.util.find_spec("triton") is None:
             raise ImportError(

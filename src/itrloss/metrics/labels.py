@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..checks import IMAGES_AND_TEXTS, check_matrix
 from ..distributed import consensus
-from ..engine.matrix import check_unchanged
 from ..similarity import Similarity
 
 _ROWS = 256  # number of rows compared at once
@@ -97,8 +96,11 @@ def folded(sim: Similarity) -> Similarity:
     """Return a similarity without ids after :func:`fold_repeated`, one with ids unchanged."""
     if any(x is not None for x in sim.ids):
         return sim
-    scores = sim._matrix.rows.T if sim._side else sim._matrix.rows
-    images = fold_repeated(scores if sim.embeddings is None else sim.embeddings[0])
+    images = sim.given_scores
+    if sim.embeddings is not None:
+        images = sim.embeddings[0]
+    assert images is not None
+    images = fold_repeated(images)
     m = sim.shape[1]
     if len(images) == m:
         return sim
@@ -117,20 +119,20 @@ def shared(sim: Any, question: str, process_group: Any) -> Similarity:
     with consensus(process_group):
         if not isinstance(sim, Similarity | Tensor):
             raise TypeError(f"scores: expected a Similarity, got {type(sim).__name__}")
-        if isinstance(sim, Tensor) or sim._side or sim.embeddings is None:
+        if isinstance(sim, Tensor) or sim.side or sim.embeddings is None:
             raise ValueError(
                 "scores: expected a Similarity of embeddings, images as rows, for gather=True"
             )
-        check_unchanged([sim._matrix])
+        sim.check_unchanged()
     images, texts = sim.embeddings
     return Similarity.sharded(
         images.detach(),
         texts.detach(),
         *sim.ids,
-        normalize=sim._matrix.bounded,
+        normalize=sim.normalizes,
+        bias=sim.bias,
         check_finite=True,
         process_group=process_group,
-        schedule="all-gather",
         names=IMAGES_AND_TEXTS,
         same=question,
     )
@@ -161,9 +163,20 @@ def part_of(
     if sim.embeddings is None:
         return Similarity.from_scores(sim.detach().scores()[rows][:, cols], *ids)
     x, y = sim.embeddings
-    engine: Any = sim.engine
+    bias = None
+    if sim.bias is not None:
+        row_bias, col_bias = sim.bias
+        bias = (
+            None if row_bias is None else row_bias.detach()[rows],
+            None if col_bias is None else col_bias.detach()[cols],
+        )
     return Similarity(
-        x.detach()[rows], y.detach()[cols], *ids, normalize=sim._matrix.bounded, engine=engine
+        x.detach()[rows],
+        y.detach()[cols],
+        *ids,
+        normalize=sim.normalizes,
+        engine=sim.engine,
+        bias=bias,
     )
 
 

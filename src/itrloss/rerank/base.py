@@ -311,12 +311,12 @@ class Reranker(ABC):
             None if bank is None else fitting(bank, side, sim)
             for side, bank in enumerate((self._images, self._texts))
         ]
-        p = None if sim._matrix.share is None else sim._matrix.share.processes
+        p = None if sim.share is None else sim.share.processes
         if p is None:
             plain = unlabelled(sim)
             labelled, plains = (sim, sim.T), (plain, plain.T)
         else:  # own images with all texts, own texts with all images
-            labelled = sim._local()[0], sim.T._local()[0]
+            labelled = sim.local(), sim.T.local()
             plains = unlabelled(labelled[0]), unlabelled(labelled[1])
         shared = p is not None and not self.needs_all_candidates
         for side, (queries, bank) in enumerate(zip(plains, banks, strict=True)):

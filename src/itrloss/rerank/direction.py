@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..distributed import gather
-from ..engine import processes
-from ..engine.pairs import Pairs
+from ..distributed.collectives import total
 from ..similarity import Similarity
 
 SIDES = ("images", "texts")  # the queries of image→text and of text→image
@@ -43,7 +42,7 @@ class Direction(NamedTuple):
 
     def summed(self, x: Tensor) -> Tensor:
         """Return the sum of ``x`` over all processes."""
-        return processes.total(x, self.group) if self.shared else x
+        return total(x, self.group) if self.shared else x
 
 
 class Bias(NamedTuple):
@@ -58,9 +57,7 @@ Rule = Bias | Callable[[Tensor, slice], Tensor]
 
 def unlabelled(sim: Similarity) -> Similarity:
     """Return the same scores without a gradient and without positives."""
-    matrix = sim._matrix.detach()
-    matrix.pairs = Pairs(matrix.shape, _no_match(matrix.shape, sim.device), sim.device)
-    return sim._view(matrix, sim._side)
+    return sim.relabelled(*_no_match(sim.shape, sim.device))
 
 
 def against(sim: Similarity, bank: Tensor, more_rows: Tensor | None = None) -> Similarity:
@@ -70,11 +67,15 @@ def against(sim: Similarity, bank: Tensor, more_rows: Tensor | None = None) -> S
     if sim.embeddings is None:
         return Similarity.from_scores(bank, *_no_match(bank.shape, sim.device))
     rows = sim.embeddings[0]
+    row_bias = None if sim.bias is None else sim.bias[0]
     if more_rows is not None:
         rows = torch.cat([rows.to(more_rows.dtype), more_rows])  # neither is rounded
+        if row_bias is not None:  # a bank's items have no bias
+            row_bias = torch.cat([row_bias, row_bias.new_zeros(len(more_rows))])
     engine: Any = sim.engine if sim.engine in ("tiled", "triton") else "auto"
     ids = _no_match((len(rows), len(bank)), sim.device)
-    return Similarity(rows, bank, *ids, normalize=sim._matrix.bounded, engine=engine)
+    bias = None if row_bias is None else (row_bias, None)
+    return Similarity(rows, bank, *ids, normalize=sim.normalizes, engine=engine, bias=bias)
 
 
 def fitting(bank: Tensor, side: int, sim: Similarity) -> Tensor:
