@@ -149,11 +149,14 @@ def guide_of(anchors: Any) -> Any:
             *((torch.cos(3 * scores.detach()), positive) for scores, positive in anchors.groups)
         )
     second = {}
-    for matrix in {matrix for group in anchors._groups for matrix, _ in group}:
-        scores = torch.cos(3 * matrix.as_dense().scores().detach())
+    for matrix in {side.matrix for group in anchors._groups for side in group}:
+        scores = torch.cos(3 * matrix.scores().detach())
         second[matrix] = Similarity.from_scores(scores, *matrix.pairs.ids_as_passed)._matrix
     return Anchors(
-        *([(second[matrix], side) for matrix, side in group] for group in anchors._groups)
+        *(
+            [side._replace(matrix=second[side.matrix]) for side in group]
+            for group in anchors._groups
+        )
     )
 
 

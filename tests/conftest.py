@@ -12,7 +12,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from itrloss.engine import products, scores
+from itrloss.engine import inputs, products
 
 # Matrices are small, and the workers of pytest-xdist share the cores, so more threads would only
 # compete.
@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Many tiles even for small inputs, with ragged ends on both axes."""
-    monkeypatch.setitem(scores.TILE, "cpu", (20, 5))
+    monkeypatch.setitem(inputs.TILE, "cpu", (20, 5))
 
 
 @pytest.fixture

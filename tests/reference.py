@@ -33,7 +33,7 @@ TERMS: dict[str, Callable[..., Tensor]] = {
     "log1p_clamp": lambda s: torch.log(1 + s.clamp_min(-1 + 1e-6)),
     "log1p_relu": lambda s: torch.log(1 + s.relu()),
     "negative_log_likelihood": lambda s, negatives, scale: -F.logsigmoid(scale * s - negatives),
-    "softplus": lambda s, scale, bias: -F.logsigmoid(-(scale * s + bias)),
+    "softplus": lambda z: -F.logsigmoid(-z),
     "hinge": lambda s, threshold: (threshold - s).relu(),
 }
 
@@ -161,37 +161,40 @@ class Reference:
         return Values(self._each(value, below), self._each(index, below))
 
     def sum(
-        self, term: Callable[..., Tensor], *params: float | Tensor, over="negatives", below=math.inf, above=-math.inf,
+        self,
+        term: Callable[..., Tensor],
+        *params: float | Tensor,
+        scale: float | Tensor = 1.0,
+        shift: float | Tensor = 0.0,
+        over="negatives",
+        below=math.inf,
+        above=-math.inf,
         guide=None,
-    ) -> Tensor:  # fmt: skip
-        function, others = (
-            TERMS.get(term.__name__, term),
-            None if guide is None else iter(guide.groups),
-        )
+    ) -> Tensor:
+        function = TERMS.get(term.__name__, term)
+        others = None if guide is None else iter(guide.groups)
 
-        def one(s, positive, *params):
+        def one(s, positive, a, b, *params):
             *own, low, high = params
-            values = function(s, *(() if others is None else (next(others)[0],)), *own).expand_as(s)
-            return values.masked_fill(left_out(positive, over) | (s >= low) | (s <= high), 0.0).sum(
-                1
-            )
+            others_scores = () if others is None else (next(others)[0],)
+            values = function(a * s + b, *others_scores, *own).expand_as(s)
+            excluded = left_out(positive, over) | (s >= low) | (s <= high)
+            return values.masked_fill(excluded, 0.0).sum(1)
 
-        return self._each(one, *params, below, above)
+        return self._each(one, scale, shift, *params, below, above)
 
-    def sum_of_positives(self, term: Callable[..., Tensor], *params: float | Tensor) -> Tensor:
-        return self._sum(term, False, *params)
+    def sum_of_positives(
+        self,
+        term: Callable[..., Tensor],
+        *params: float | Tensor,
+        scale: float | Tensor = 1.0,
+        shift: float | Tensor = 0.0,
+    ) -> Tensor:
+        return self.sum(term, *params, scale=scale, shift=shift, over="positives")
 
     def mean_of_positives(self, term: Callable[..., Tensor], *params: float | Tensor) -> Tensor:
         count = self._each(lambda s, positive: positive.sum(1))
         return self.sum_of_positives(term, *params) / count.clamp_min(1)
-
-    def _sum(self, term: Callable[..., Tensor], negatives: bool, *params: float | Tensor) -> Tensor:
-        function = TERMS.get(term.__name__, term)
-
-        def one(s, positive, *given):
-            return torch.where(positive != negatives, function(s, *given).expand_as(s), 0.0).sum(1)
-
-        return self._each(one, *params)
 
     def hinge_sum(self, margin: float) -> Tensor:
         def one(s, positive):

@@ -33,7 +33,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import itrloss
 from itrloss import Anchors, Similarity
-from itrloss.engine import pairs, scores
+from itrloss.engine import inputs, pairs
 from itrloss.engine.terms import (
     hinge,
     identity,
@@ -71,7 +71,7 @@ ANSWERS = {
     "logsumexp between": lambda a, p: a.logsumexp(p, below=0.4, above=0.1 - p / 8),
     "logsumexp of positives above": lambda a, p: a.logsumexp(p, over="positives", above=-0.1),
     "logsumexp sharp below": lambda a, p: a.logsumexp(300.0, below=p / 8 - 0.2),
-    "sum between": lambda a, p: a.sum(softplus, p, -1.0, below=0.5, above=-p / 8),
+    "sum between": lambda a, p: a.sum(softplus, scale=p, shift=-1.0, below=0.5, above=-p / 8),
     "logsumexp below and above, of a guide": lambda a, p: a.logsumexp(
         p, below=0.9, above=-p / 8, guide=guide_of(a)
     ),
@@ -82,7 +82,7 @@ ANSWERS = {
     "sum with a guide over all": lambda a, p: a.sum(
         weighted_by_guide, 2.0, p, over="all", guide=guide_of(a)
     ),
-    "sum over positives": lambda a, p: a.sum(softplus, p, -1.0, over="positives"),
+    "sum over positives": lambda a, p: a.sum(softplus, scale=p, shift=-1.0, over="positives"),
     "hardest below": lambda a, p: a.hardest_negatives(p / 8 - 0.2).values,
     "mean": lambda a, p: a.mean_std().mean,
     "std": lambda a, p: a.mean_std().std,
@@ -98,7 +98,7 @@ ANSWERS = {
     "negatives": lambda a, p: a.sum(identity),
     "hinge of negatives": lambda a, p: a.sum(hinge, p / 8),
     "softplus of one number each": lambda a, p: (
-        a.sum_of_positives(softplus, 3.0, 3.0) + a.sum(softplus, 3.0, -1.0)
+        a.sum_of_positives(softplus, scale=3.0, shift=3.0) + a.sum(softplus, scale=3.0, shift=-1.0)
     ),
     "positives and likelihood": lambda a, p: (
         a.sum_of_positives(identity) + a.sum_of_positives(negative_log_likelihood, p, 30.0)
@@ -108,7 +108,7 @@ ANSWERS = {
     ),
     "straight lines": lambda a, p: a.sum_of_positives(straight_line, p) + a.sum(straight_line, 3.0),
     "plane of negatives": lambda a, p: a.sum(plane, p, -p.square()),
-    "softplus of negatives": lambda a, p: a.sum(softplus, p, 4 - 2 * p),
+    "softplus of negatives": lambda a, p: a.sum(softplus, scale=p, shift=4 - 2 * p),
     "hinge sum": lambda a, p: a.hinge_sum(0.3),
 }
 
@@ -257,7 +257,7 @@ def test_sums_that_a_loss_does_not_use_cost_no_pass_over_the_scores(engine, monk
     v.requires_grad_()
     sim = similarity(v, w, (None, None), engine)
     sim.both.logsumexp(5.0)
-    monkeypatch.setattr("itrloss.engine.reduce.gradients", None)
+    monkeypatch.setattr("itrloss.engine.tiled.gradients", None)
     gradient = torch.autograd.grad(sim.sum_of_positives(identity).sum(), v)[0]
     wanted = torch.autograd.grad(torch.nn.functional.cosine_similarity(v, w).sum(), v)[0]
     torch.testing.assert_close(gradient, wanted)
@@ -469,7 +469,11 @@ def gradients_of_parameters(
         for a in (0.5, 0.7)
     ]
     anchors = similarity(v, w, ids, engine).both
-    sums = (anchors.sum if which == "negatives" else anchors.sum_of_positives)(term, *params)
+    asked = anchors.sum if which == "negatives" else anchors.sum_of_positives
+    if term is softplus:
+        sums = asked(term, scale=params[0], shift=params[1])
+    else:
+        sums = asked(term, *params)
     return torch.autograd.grad((sums * torch.cat(upstream(n, m)).to(sums)).sum(), params)
 
 
@@ -755,10 +759,10 @@ def test_what_a_guide_has_to_be():
         with pytest.raises(ValueError, match="guide: expected the same anchors and candidates"):
             sim.logsumexp(below=0.1, guide=guide)
     # beside one matrix, another for each of its two uses
-    with pytest.raises(ValueError, match="same anchors"):
-        Anchors.together(sim, sim).logsumexp(
-            below=0.1, guide=Anchors.together(sim, Similarity(v, w, *ids))
-        )
+    others = Anchors.together(sim, Similarity(v, w.flip(0), *ids))
+    twice = Anchors.together(sim, sim).logsumexp(below=0.1, guide=others)
+    each = [sim.logsumexp(below=0.1, guide=guide) for guide in others.groups()]
+    torch.testing.assert_close(twice, torch.cat(each))
     with pytest.raises(
         TypeError, match="guide: expected the same anchors of another Similarity, got Tensor"
     ):
@@ -787,9 +791,12 @@ SECOND = [
 
 @pytest.mark.parametrize(
     ("name", "engine"),
-    [*((name, "dense") for name in SECOND), *((name, "tiled") for name in ("hardest", "log1p"))],
+    [
+        *((name, engine) for name in SECOND for engine in ("dense", "kept", "auto", "scores")),
+        *((name, "tiled") for name in ("hardest", "log1p")),
+    ],
 )
-def test_dense_and_single_pairs_have_second_derivatives(name, engine):
+def test_kept_scores_and_single_pairs_have_second_derivatives(name, engine):
     ids, (v, w) = make_ids("random", 4, 5, seed=3), embeddings(4, 5, d=3)
 
     def function(v, w, p):
@@ -799,8 +806,7 @@ def test_dense_and_single_pairs_have_second_derivatives(name, engine):
     assert gradgradcheck(function, tuple(inputs), fast_mode=True)
 
 
-@pytest.mark.parametrize("engine", ["tiled", "kept"])
-def test_tiles_refuse_second_derivatives(engine):
+def test_tiles_that_are_not_kept_refuse_second_derivatives(engine="tiled"):
     v, w = (x.requires_grad_() for x in embeddings(4, 5))
     ids = make_ids("random", 4, 5, seed=3)
     for name in ("logsumexp", "softplus of negatives", "std"):
@@ -1020,7 +1026,7 @@ def test_tile_size_does_not_change_the_answer(engine, monkeypatch):
     for answer in ANSWERS.values():
         seen = []
         for tile in ((2**20, 2048), (1, 1), (24, 8), (12, 3)):
-            monkeypatch.setitem(scores.TILE, "cpu", tile)
+            monkeypatch.setitem(inputs.TILE, "cpu", tile)
             seen.append(evaluate(answer, v, w, ids, engine, grads))
         for other in seen[1:]:
             assert_equal(other, seen[0])
@@ -1034,7 +1040,7 @@ def test_masks_and_pair_lists_agree(engine, kind, monkeypatch):
     """Tiles with few pairs are masked by listing them, others by comparing ids; captured graphs
     never list.
     """
-    monkeypatch.setitem(scores.TILE, "cpu", (60, 10))
+    monkeypatch.setitem(inputs.TILE, "cpu", (60, 10))
     (v, w), grads = embeddings(10, 40), upstream(10, 40)
     ids = make_ids("captions" if kind == "ignored" else kind, 10, 40)
     if kind == "ignored":
@@ -1054,7 +1060,7 @@ def test_few_pairs_of_a_tile_are_listed(ignored, monkeypatch):
     """With few pairs, the mask writes to their positions. Tiles differ in width; some pairs are at
     their edges.
     """
-    monkeypatch.setitem(scores.TILE, "cpu", (300, 40))
+    monkeypatch.setitem(inputs.TILE, "cpu", (300, 40))
     (v, w), grads = embeddings(40, 100), upstream(40, 100)
     ids = torch.arange(40), torch.arange(100).roll(33)
     if ignored:
@@ -1122,10 +1128,10 @@ def test_an_answer_without_gradient_leaves_the_others_theirs(engine, answer):
     torch.testing.assert_close(found, wanted)
 
 
-def test_auto_picks_by_the_size():
+def test_auto_visits_tiles():
     ids = torch.arange(300), torch.arange(300) % 300
     v, w = embeddings(300, 300, dtype=torch.float32)
-    assert Similarity(v[:256], w[:256]).engine == "dense"
+    assert Similarity(v[:256], w[:256]).engine == "tiled"
     assert Similarity(v, w, *ids).engine == "tiled" == Similarity(v.double(), w.double()).engine
     assert Similarity.from_scores(torch.rand(300, 300)).engine == "tiled"
     assert "tiled" in repr(Similarity(v, w, *ids, engine="tiled"))
@@ -1448,9 +1454,9 @@ def test_asked_first_in_inference_mode_and_then_with_a_scale_that_learns(engine)
     with torch.inference_mode():
         retrieval_metrics(sim)
         sim.both.logsumexp(2.0), sim.sum_of_positives(identity)
-    found = total_of(sim, scale) + sim.sum_of_positives(softplus, scale, 1.0).sum()
+    found = total_of(sim, scale) + sim.sum_of_positives(softplus, scale=scale, shift=1.0).sum()
     other = similarity(v, w, (None, None), "reference")
-    wanted = total_of(other, scale) + other.sum_of_positives(softplus, scale, 1.0).sum()
+    wanted = total_of(other, scale) + other.sum_of_positives(softplus, scale=scale, shift=1.0).sum()
     torch.testing.assert_close(
         torch.autograd.grad(found, scale), torch.autograd.grad(wanted, scale)
     )
@@ -1545,12 +1551,27 @@ def test_questions_compile(names, engine, kind, view):
 
     torch._dynamo.reset()
     results = []
-    for function in (total, torch.compile(total, fullgraph=True, backend="aot_eager")):
+    # Tiles are visited outside of graphs; plain PyTorch is one graph.
+    compiled = torch.compile(total, fullgraph=engine == "dense", backend="aot_eager")
+    for function in (total, compiled):
         a, b = v.clone().requires_grad_(), w.clone().requires_grad_()
         value = function(a, b)
         results.append((value, *torch.autograd.grad(value, (a, b))))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.slow
+def test_one_graph_is_refused_for_tiles():
+    v, w = (x.requires_grad_() for x in embeddings(5, 5))
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def total(v, w):
+        return Similarity(v, w, engine="tiled").logsumexp(2.0).sum()
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="fullgraph=True needs engine='dense'"):
+        total(v, w)
 
 
 @pytest.mark.slow
@@ -1591,7 +1612,7 @@ def test_best_candidates_whatever_the_sizes(tile, k, monkeypatch):
     """Different algorithms are used for few or many candidates compared with k, and for several
     tiles.
     """
-    monkeypatch.setitem(scores.TILE, "cpu", tile)
+    monkeypatch.setitem(inputs.TILE, "cpu", tile)
     v, w = embeddings(230, 310, dtype=torch.float64)
     ids = torch.arange(230), torch.arange(310)
     rows, cols = (
@@ -1631,7 +1652,7 @@ def test_ranks_are_those_of_sorted_scores(seed, n, m, optimistic):
 
 
 def test_the_only_positive_is_found_in_every_corner_of_a_tile(monkeypatch):
-    monkeypatch.setitem(scores.TILE, "cpu", (12, 4))
+    monkeypatch.setitem(inputs.TILE, "cpu", (12, 4))
     v, w = embeddings(9, 11)
     for i in range(9):
         for j in range(0, 11, 2) if i % 2 else range(1, 11, 2):
@@ -1649,7 +1670,7 @@ def test_fewer_candidates_than_are_asked_for(tile, k, monkeypatch):
     """A bias of -inf leaves fewer than k in one or several tiles; the rest are arbitrary others
     without repetition.
     """
-    monkeypatch.setitem(scores.TILE, "cpu", tile)
+    monkeypatch.setitem(inputs.TILE, "cpu", tile)
     sim = Similarity(*embeddings(230, 310), torch.arange(230), torch.arange(310), engine="tiled")
     rows, cols = torch.full((230,), -math.inf), torch.full((310,), -math.inf)
     kept = [3, 100, 225], [5, 6, 309]

@@ -139,7 +139,9 @@ class Anchors:
         self._groups = groups
         self._blocks = blocks_of(groups)
         #: Whether one matrix has all groups in order, so that its answers are those of all anchors.
-        self._has_one_block = self._blocks[0].groups == tuple(range(len(groups)))
+        self._has_one_block = len(self._blocks) == 1
+        if self._blocks[0].groups != tuple(range(len(groups))):
+            self._has_one_block = False
         self._index: Tensor | None = None  # (P,) anchors of the positive pairs
         firsts = [group[0] for group in groups]
         self.dtype = firsts[0].matrix.dtype
@@ -215,7 +217,7 @@ class Anchors:
 
     def _sum(
         self,
-        term: Term,
+        terms: Term | tuple[Term, ...],
         scale: Value = 1.0,
         shift: Value | None = None,
         where: Where = NEGATIVES,
@@ -224,13 +226,13 @@ class Anchors:
     ) -> Tensor:
         """Return (A,) ``sum_j f(scale S_ij + shift, *params)`` over the candidates that count.
 
-        A ``teacher``'s scores are the first parameter of the term.
+        Several terms have (K, A) sums. A ``teacher``'s scores are the first parameter of the term.
         """
         second = self._others(where.guide if teacher is None else teacher)
         values = self._gathered([scale, shift, where.below, where.above, *params])
         answers = []
         for block, other in zip(self._blocks, second, strict=True):
-            question = self._question(block, term, where.over, values)
+            question = self._question(block, terms, where.over, values)
             question = question._replace(teaches=teacher is not None)
             answers.append(block.matrix.sums(question, other))
         total = self._joined(answers, torch.add)
@@ -252,7 +254,11 @@ class Anchors:
         return top.masked_fill(top == -math.inf, 0.0)
 
     def _question(
-        self, block: Block, term: Term, over: Over, values: Sequence[Value | None]
+        self,
+        block: Block,
+        terms: Term | tuple[Term, ...],
+        over: Over,
+        values: Sequence[Value | None],
     ) -> Question:
         """Return what a block's anchors ask, from the values of all anchors."""
         own = [self._of_block(x, block) for x in values]
@@ -261,7 +267,7 @@ class Anchors:
         return Question(
             block.matrix.pairs,
             block.sides,
-            term,
+            terms if isinstance(terms, tuple) else (terms,),
             over,
             scale,
             shift,
@@ -307,18 +313,18 @@ class Anchors:
 
     def _joined(
         self,
-        answers: Sequence[Tensor],  # (A_b,) of each block
+        answers: Sequence[Tensor],  # (..., A_b) of each block
         join: Callable[[Tensor, Tensor], Tensor],
     ) -> Tensor:
-        """Return the answers (A,) of all anchors of the matrices."""
+        """Return the answers (..., A) of all anchors of the matrices."""
         if self._has_one_block:
             return answers[0]
         parts: list[list[Tensor]] = [[] for _ in self.whole_sizes]
         for block, answer in zip(self._blocks, answers, strict=True):
             sizes = [self.whole_sizes[g] for g in block.groups]
-            for g, part in zip(block.groups, answer.split(sizes), strict=True):
+            for g, part in zip(block.groups, answer.split(sizes, -1), strict=True):
                 parts[g].append(part)
-        return torch.cat([functools.reduce(join, of_group) for of_group in parts])
+        return torch.cat([functools.reduce(join, of_group) for of_group in parts], -1)
 
     # ----------------------------------------------------------------------------- numbers of pairs
 
@@ -454,13 +460,28 @@ class Anchors:
 
     def mean_std(self) -> MeanStd:
         """Return the (A,) means and population standard deviations of each anchor's negatives."""
+        centre = self._centre()
         count: Any = self.sizes[0] - 1
         if not self._complete or not self.of_one_size:
-            count = self.negative_counts.clamp_min(1)
-        mean = self._sum(identity) / count
-        # About the mean, no digits of the squares cancel; its own gradient there is zero.
-        squares = self._sum(square, shift=-mean.detach())
-        return MeanStd(mean, (squares / count).clamp_min(1e-12).sqrt())
+            negatives = self.negative_counts
+            centre = centre.masked_fill(negatives == 0, 0.0)
+            count = negatives.clamp_min(1)
+        # About a number near the mean, no digits of the squares cancel.
+        first, second = self._sum((identity, square), shift=-centre) / count
+        variance = second - first.square()
+        return MeanStd(centre + first, variance.clamp_min(1e-12).sqrt())
+
+    def _centre(self) -> Tensor:
+        """Return a number (A,) near the mean of each anchor's negatives, without a gradient."""
+        answers = []
+        for block in self._blocks:
+            sums, numbers = block.matrix.score_sums(block.sides)
+            answers.append(torch.stack([sums, numbers.to(sums.dtype)]))
+        total = self._joined(answers, torch.add)
+        if self.exchange is not None:
+            total = self.exchange.merged(total)
+        sums, numbers = total
+        return sums / numbers.clamp_min(1)
 
     def entropy(self, temperature: float = 1.0) -> Tensor:
         """Return (A,) ``-sum_j P_ij log2 P_ij`` over each anchor's negatives.
@@ -469,9 +490,15 @@ class Anchors:
         """
         check_number("temperature", temperature, positive=True)
         scale = 1 / temperature
-        norm = self.logsumexp(scale, over="all")
-        empty = norm == -math.inf
-        nats = self._sum(information, scale, -norm.masked_fill(empty, 0.0))
+        bounded = all(block.matrix.bounded for block in self._blocks)
+        # Exponents near 0 are accurate, and no large numbers cancel.
+        shift: Value = -scale  # exponents are -20 at least, unless they are steeper
+        if temperature < 0.1 or not bounded:
+            shift = -self._highest(scale, Where("all"))
+        negatives, weighted = self._sum((exponential, information), scale, shift)
+        total = negatives + self.sum_of_positives(exponential, scale=scale, shift=shift)
+        total = total.clamp_min(1e-9)  # at least exp(-20), unless the sum is empty
+        nats = (negatives * total.log() - weighted) / total
         return nats.clamp_min(0.0) / math.log(2)
 
     def sum(

@@ -69,6 +69,11 @@ def ask(request: Request, targets: Targets) -> tuple[Tensor | None, Tensor | Non
     trained = targets.trained or any(is_trained(x) for x in values)
     if not torch.is_grad_enabled() or not trained:
         return answer(request)
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break(
+            "itrloss: tiles are visited outside of compiled graphs; "
+            "fullgraph=True needs engine='dense'"
+        )
     return Reduction.apply(request, *targets, *values)  # type: ignore[return-value]
 
 
@@ -98,6 +103,8 @@ class Reduction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        if grads == (None, None):
+            return (None,) * len(ctx.needs_input_grad)
         request, targets = put_back(ctx.without_tensors, ctx.saved_tensors)
         if torch.is_grad_enabled():  # create_graph=True
             return None, *second_derivatives(request, targets, *grads)
@@ -169,25 +176,20 @@ def first_derivatives(
 def second_derivatives(
     request: Request, targets: Targets, grad_sums: Tensor | None, grad_pairs: Tensor | None
 ) -> list[Tensor | None]:
-    """Return the gradients with a graph of their own, from plain PyTorch on the whole matrix."""
-    inputs = request.inputs
-    if inputs.scores is None:
-        raise RuntimeError(
-            "create_graph: second derivatives need engine='dense', whose answers are plain PyTorch"
-        )
-    scores = plain_scores(inputs, targets)
+    """Return the gradients with a graph of their own, from plain PyTorch."""
+    question, inputs, guide, pairs, _ = request
     outputs: list[Tensor] = []
     grads: list[Tensor] = []
     values: tuple[Value | None, ...] = ()
-    if request.question is not None:
-        values = request.question.values
+    if question is not None:
+        values = question.values
         if grad_sums is not None:
-            other = None if request.guide is None else request.guide.scores
-            outputs.append(dense.sums(request.question, dense.whole_tile(scores, other)))
+            other = None if guide is None else guide.scores
+            tile = dense.whole_tile(plain_scores(inputs, targets), other)
+            outputs.append(dense.sums(question, tile))
             grads.append(grad_sums)
-    if request.pairs is not None and grad_pairs is not None:
-        i, j = request.pairs
-        outputs.append(scores.diagonal() if i is None or j is None else scores[i, j])
+    if pairs is not None and grad_pairs is not None:
+        outputs.append(plain_pair_scores(inputs, targets, *pairs))
         grads.append(grad_pairs)
     places = [*targets, *values]
     trained = [x for x in places if is_trained(x)]
@@ -201,18 +203,42 @@ def plain_scores(inputs: Inputs, targets: Targets) -> Tensor:
     """Return the (N, M) scores with their graph, from what gets their gradient."""
     if targets.scores is not None:
         return targets.scores
-    left = plain_side(inputs.rows, targets.rows)
-    right = plain_side(inputs.cols, targets.cols)
-    scores = left @ right.T
-    if targets.row_bias is not None:
-        scores = scores + targets.row_bias[:, None]
-    if targets.col_bias is not None:
-        scores = scores + targets.col_bias
+    if inputs.scores is None:
+        raise RuntimeError(
+            "create_graph: second derivatives need engine='dense', whose answers are plain PyTorch"
+        )
+    rows = plain_side(inputs.rows, targets.rows)
+    cols = plain_side(inputs.cols, targets.cols)
+    scores = rows @ cols.T
+    if inputs.rows.bias is not None:
+        scores = scores + inputs.rows.bias[:, None]
+    if inputs.cols.bias is not None:
+        scores = scores + inputs.cols.bias
+    return scores
+
+
+def plain_pair_scores(inputs: Inputs, targets: Targets, i: Index, j: Index) -> Tensor:
+    """Return the (P,) scores of rows i with columns j with their graph."""
+    if targets.scores is not None:
+        if i is None or j is None:
+            return targets.scores.diagonal()
+        return targets.scores[i, j]
+    rows = plain_side(inputs.rows, targets.rows)
+    cols = plain_side(inputs.cols, targets.cols)
+    rows = rows if i is None else rows[i]
+    cols = cols if j is None else cols[j]
+    scores = (rows * cols).sum(1)
+    row_bias = inputs.rows.bias
+    if row_bias is not None:
+        scores = scores + (row_bias if i is None else row_bias[i])
+    col_bias = inputs.cols.bias
+    if col_bias is not None:
+        scores = scores + (col_bias if j is None else col_bias[j])
     return scores
 
 
 def plain_side(side: Side, target: Tensor | None) -> Tensor:
     """Return a side's vectors at unit length, with their graph if they are trained."""
-    if target is None or not target.requires_grad:
+    if target is None:
         return side.vectors(slice(None))
     return plain_unit(target, side.inv is not None)

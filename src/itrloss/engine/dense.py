@@ -21,24 +21,30 @@ def whole_tile(scores: Tensor, other: Tensor | None = None) -> Tile:
 
 
 def sums(question: Question, tile: Tile) -> Tensor:
-    """Return the sums (A,) of a question, of a tile that is the whole matrix."""
-    found = []
+    """Return the sums of a question, (A,) or (K, A), of a tile that is the whole matrix."""
+    found: list[Tensor] = []
     for side in question.sides:
-        totals = []
+        total = torch.zeros((), dtype=tile.scores.dtype, device=tile.scores.device)
         for slot in range(question.slots):
-            view = View(question, tile, (side,), slot)
-            totals.append(sums_of_view(view, excluded(view)))
-        found.append(sum(totals[1:], start=totals[0]))
-    return torch.cat(found)
+            total = total + sums_of_view(View(question, tile, (side,), slot))
+        found.append(total)
+    sums = torch.cat(found, 1)
+    return sums[0] if len(sums) == 1 else sums
 
 
-def sums_of_view(view: View, mask: Tensor) -> Tensor:
-    """Return the sums (A,) over the candidates that the mask (A, C) does not exclude."""
+def sums_of_view(view: View) -> Tensor:
+    """Return the sums (K, A) of the terms over the candidates that count."""
+    mask = excluded(view)
     z = view.affine()
-    if view.question.term.slope is not None:
-        z = z.masked_fill(mask, 0.0)  # of an excluded pair it could overflow: 0 times inf is nan
-    values = view.question.term(z, *view.params())
-    return values.masked_fill(mask, 0.0).sum(1)
+    sums = []
+    for term in view.question.terms:
+        argument = z
+        if term.slope is not None:
+            # Of an excluded pair it could overflow, and 0 times inf is nan.
+            argument = z.masked_fill(mask, 0.0)
+        values = term(argument, *view.params())
+        sums.append(values.masked_fill(mask, 0.0).sum(1))
+    return torch.stack(sums)
 
 
 def excluded(view: View) -> Tensor:
@@ -66,9 +72,9 @@ def hardest(question: Question, tile: Tile) -> tuple[Tensor, Tensor]:
     for side in question.sides:
         view = View(question, tile, (side,))
         mask = excluded(view)
-        index = view.scores.detach().masked_fill(mask, -math.inf).argmax(1)
+        best, index = view.scores.detach().masked_fill(mask, -math.inf).max(1)
         value = view.scores.gather(1, index[:, None]).squeeze(1)
-        empty = mask.gather(1, index[:, None]).squeeze(1)
+        empty = best == -math.inf
         values.append(value.masked_fill(empty, -math.inf))
         indices.append(index.masked_fill(empty, -1))
     return torch.cat(values), torch.cat(indices)

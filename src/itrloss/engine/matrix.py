@@ -19,6 +19,7 @@ from .pair_scores import Index
 from .pairs import Pairs
 from .products import matmul
 from .question import Question, is_trained
+from .terms import identity
 from .tiled import Best
 from .vectors import Embeddings, full_precision, may_keep
 
@@ -284,6 +285,21 @@ class Matrix:
 
                     return triton.highest(question, inputs)
                 return tiled.highest(question, inputs, None if guide is None else guide.inputs())
+
+    def score_sums(self, sides: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Return sums of scores and their numbers (A,), whose quotient is near the negatives' mean.
+
+        No gradient.
+        """
+        self.check_unchanged()
+        with torch.no_grad():
+            inputs = self.inputs()
+            if inputs.rows is not NO_SIDE:
+                with full_precision(inputs.like):
+                    return tiled.score_sums(self.pairs, sides, inputs)
+            question = Question(self.pairs, sides, (identity,))
+            numbers = torch.cat([self.pairs.counts(side)[1] for side in sides])
+            return self.sums(question), numbers
 
     def hardest(self, question: Question) -> Best:
         """Return the highest score that counts of each anchor, and its candidate: (A,).

@@ -16,17 +16,17 @@ Value = float | Tensor  # one number for all anchors, or a tensor (1,) or (A,)
 
 
 class Question(NamedTuple):
-    """The sums (A,) of a term over the candidates of the sides that ask.
+    """The sums of terms over the candidates of the sides that ask.
 
         total_i = sum_j f(scale_i S_ij + shift_i, *params_i)
 
-    A are the anchors of these sides, the rows first. A shift (K, A) asks for the sum of K sums,
-    one with each shift.
+    They are (A,) for one term, and (K, A) for K terms of the same argument. A are the anchors of
+    the sides, the rows first. A shift (L, A) asks for the sum of L sums, one with each shift.
     """
 
     pairs: Pairs
     sides: tuple[int, ...]  # 0: the rows are anchors; 1: the columns are
-    term: Term
+    terms: tuple[Term, ...]
     over: Over = "negatives"
     scale: Value = 1.0
     shift: Value | None = None
@@ -47,7 +47,7 @@ class Question(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """The number of shifts, K."""
+        """The number of shifts, L."""
         if isinstance(self.shift, Tensor) and self.shift.dim() == 2:
             return self.shift.shape[0]
         return 1
@@ -158,10 +158,11 @@ class View:
 
 def affine(scores: Tensor, scale: Value, shift: Value | None) -> Tensor:
     """Return ``scale S + shift``, a new tensor."""
-    if isinstance(scale, float) and isinstance(shift, Tensor):
-        return torch.add(shift, scores, alpha=scale)
     if isinstance(scale, float) and scale == 1.0:
         return scores.clone() if shift is None else scores + shift
+    if isinstance(scale, float) and isinstance(shift, Tensor) and scale != 0:
+        # a S - a b would cancel digits for a large a; a (S - b) is exact for a score near b.
+        return (scores + shift / scale).mul_(scale)
     z = scores * scale
     return z if shift is None else z.add_(shift)
 

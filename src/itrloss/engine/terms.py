@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 FLOOR = -1 + 1e-6  # lower bound of scores in log(1 + S)
-SMALLEST_LOG = -1e4  # lower bound of log p in p log p, where p = 0 gives 0 * -inf
+SMALLEST_LOG = -1e4  # lower bound of z in z e^z, where -inf would give -inf * 0
 SOFTPLUS_LINEAR = 40.0  # above it, log(1 + e^z) equals z in float64
 
 Function = Callable[..., Tensor]
@@ -175,14 +175,14 @@ def identity(scores: Tensor) -> Tensor:
 
 
 def _information_slope(z: Tensor) -> Tensor:
-    """Return ``-p (log p + 1)`` for ``z = log p``."""
-    return z.exp().mul_(z.clamp_min(SMALLEST_LOG).add_(1)).neg_()
+    """Return ``(z + 1) e^z``."""
+    return z.exp().mul_(z.clamp_min(SMALLEST_LOG).add_(1))
 
 
 @pair_term(slope=_information_slope)
 def information(z: Tensor) -> Tensor:
-    """Return ``-p log p`` for ``z = log p``, which may be -inf."""
-    return -z.exp() * z.clamp_min(SMALLEST_LOG)
+    """Return ``z e^z``, which is 0 for -inf."""
+    return z.exp() * z.clamp_min(SMALLEST_LOG)
 
 
 # --------------------------------------------------------------- terms that losses ask of positives

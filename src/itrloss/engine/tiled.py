@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from .inputs import Inputs, Side, Tile, tiles
-from .pair_scores import ListedPairs, add_pair_gradient
+from .pair_scores import ListedPairs, add_pair_gradient, pair_scores
+from .pairs import Pairs, segment_sum
 from .products import add_matmul_, matmul
 from .question import Question, Value, View, has_each
 from .ranking import argmax
@@ -24,28 +25,30 @@ from .vectors import chunks, project
 
 
 def sums(question: Question, inputs: Inputs, guide: Inputs | None) -> Tensor:
-    """Return the sums (A,) of a question."""
-    totals = [Total(size) for size in inputs.shape]
+    """Return the sums of a question: (A,) of one term, (K, A) of several."""
+    totals = [SideTotals(inputs) for _ in question.terms]
     for tile in tiles(inputs, guide):
         for view in question.views(tile):
-            values = question.term.values(view.affine(), view.params())
-            view.exclude_(values)
-            totals[view.side].add(tile.places[view.side], values.sum(1))
-            if len(view.sides) == 2:
-                totals[1].add(tile.places[1], values.sum(0))
-    return torch.cat([totals[side].whole(inputs) for side in question.sides])
+            for term, total in zip(question.terms, totals, strict=True):
+                values = term.values(view.affine(), view.params())
+                view.exclude_(values)
+                total.add(view, values.sum(1))
+                if len(view.sides) == 2:
+                    total.add_columns(view, values.sum(0))
+    found = [total.of_sides(question.sides) for total in totals]
+    return found[0] if len(found) == 1 else torch.stack(found)
 
 
 def highest(question: Question, inputs: Inputs, guide: Inputs | None) -> Tensor:
     """Return the highest of the scores (A,) that count, times the scale; -inf without any."""
-    totals = [Total(size, -math.inf) for size in inputs.shape]
+    total = SideTotals(inputs, -math.inf)
     for tile in tiles(inputs, guide):
         for view in question.views(tile):
             z = view.exclude_(view.affine(), -math.inf)
-            totals[view.side].add(tile.places[view.side], z.amax(1))
+            total.add(view, z.amax(1))
             if len(view.sides) == 2:
-                totals[1].add(tile.places[1], z.amax(0))
-    return torch.cat([totals[side].whole(inputs) for side in question.sides])
+                total.add_columns(view, z.amax(0))
+    return total.of_sides(question.sides)
 
 
 class Best(NamedTuple):
@@ -113,7 +116,7 @@ def gradients(
     question: Question,
     inputs: Inputs,
     guide: Inputs | None,
-    grad: Tensor,  # (A,) of the sums
+    grad: Tensor,  # of the sums, (A,) or (K, A)
     needs: Needs,
     listed: ListedPairs | None = None,  # pairs whose scores have a gradient of their own
 ) -> Gradients:
@@ -148,7 +151,7 @@ class ValueGradients:
     def __init__(self, question: Question, grad: Tensor, needs: Needs):
         self.question = question
         self.needs = needs
-        self.grad = grad  # (A,)
+        self.grads = grad.view(len(question.terms), -1)  # (K, A)
         self.scale = zeros_like_value(question.scale, grad) if needs.scale else None
         self.shift = zeros_like_value(question.shift, grad) if needs.shift else None
         self.params: list[Tensor | None] = []
@@ -162,8 +165,9 @@ class ValueGradients:
 
     def _add_view(self, view: View) -> Tensor:
         question = self.question
-        slopes = question.term.slopes(view.affine(), view.params(), view.upstream(self.grad))
-        by_z, *by_params = slopes
+        by_z, *by_params = self._slopes(view, 0)
+        for k in range(1, len(question.terms)):
+            by_z.add_(self._slopes(view, k)[0])
         view.exclude_(by_z)
         if self.shift is not None:
             self._add_value(self.shift, by_z, view)
@@ -177,6 +181,11 @@ class ValueGradients:
         if not isinstance(question.scale, float) or question.scale != 1.0:
             by_z.mul_(view.column(question.scale))
         return view.turned(by_z)
+
+    def _slopes(self, view: View, k: int) -> list[Tensor]:
+        """Return the gradient of the k-th sums by z and by the parameters: tensors (r, c)."""
+        term = self.question.terms[k]
+        return term.slopes(view.affine(), view.params(), view.upstream(self.grads[k]))
 
     def _add_value(self, total: Tensor, grad: Tensor, view: View) -> None:
         """Add the gradient (r, c) of a value in each pair."""
@@ -316,3 +325,63 @@ class Total:
             like = inputs.like
             return torch.full((self.size,), self.empty, dtype=inputs.dtype, device=like.device)
         return self.value
+
+
+class SideTotals:
+    """Sums, or maxima, of the rows and of the columns, joined from tiles."""
+
+    def __init__(self, inputs: Inputs, empty: float = 0.0):
+        self.inputs = inputs
+        n, m = inputs.shape
+        self.rows = Total(n, empty)
+        self.cols = Total(m, empty)
+
+    def add(self, view: View, x: Tensor) -> None:
+        """Join the values (r,) of a view's anchors."""
+        total = self.cols if view.side else self.rows
+        total.add(view.tile.places[view.side], x)
+
+    def add_columns(self, view: View, x: Tensor) -> None:
+        """Join the values (c,) of a view's other side, the columns."""
+        self.cols.add(view.tile.places[1], x)
+
+    def of_sides(self, sides: tuple[int, ...]) -> Tensor:
+        """Return the values (A,) of some sides."""
+        totals = [self.cols if side else self.rows for side in sides]
+        return torch.cat([total.whole(self.inputs) for total in totals])
+
+
+def score_sums(pairs: Pairs, sides: tuple[int, ...], inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Return sums of scores and their numbers (A,), whose quotient is near the negatives' mean.
+
+    The scores of a vector sum up to its product with the sum of the others: no matrix is formed.
+    The positives are subtracted where they can be listed; otherwise they count.
+    """
+    listed = pair_scores(inputs, *pairs.listed) if pairs.listable else None
+    sums = []
+    numbers = []
+    for side in sides:
+        total = summed_scores(inputs, side)
+        positives, negatives = pairs.counts(side)
+        number = negatives
+        if listed is None:
+            number = positives + negatives
+        else:
+            total = total - segment_sum(listed, pairs.listed[side], len(total))
+        sums.append(total)
+        numbers.append(number)
+    return torch.cat(sums), torch.cat(numbers)
+
+
+def summed_scores(inputs: Inputs, side: int) -> Tensor:
+    """Return the sums (A,) of all scores of a side's vectors."""
+    own, others = inputs.rows, inputs.cols
+    if side == 1:
+        own, others = others, own
+    total = torch.stack([others.vectors(part).sum(0) for part in chunks(others.like)]).sum(0)
+    sums = torch.cat([own.vectors(part) @ total for part in chunks(own.like)])
+    if own.bias is not None:
+        sums = sums + own.bias * len(others.like)
+    if others.bias is not None:
+        sums = sums + others.bias.sum()
+    return sums
