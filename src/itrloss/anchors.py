@@ -555,10 +555,21 @@ class Anchors:
                 "hardest_negatives: expected one matrix of candidates where processes share a batch"
             )
         values = self._gathered([1.0, None, self._limit("below", below), None])
-        best: list[Best | None] = [None for _ in self.whole_sizes]
+        answers = []
         for block in self._blocks:
             question = self._question(block, identity, "negatives", values)
-            found = block.matrix.hardest(question)
+            answers.append(block.matrix.hardest(question))
+        best = self._joined_best(answers)
+        if self.exchange is not None:
+            best = Best(*self.exchange.merged_best(*best))
+        return Hardest(*best)
+
+    def _joined_best(self, answers: Sequence[Best]) -> Best:
+        """Return the best candidates (A,) of all anchors from the blocks' (A_b,)."""
+        if self._has_one_block:
+            return answers[0]
+        best: list[Best | None] = [None for _ in self.whole_sizes]
+        for block, found in zip(self._blocks, answers, strict=True):
             sizes = [self.whole_sizes[g] for g in block.groups]
             parts = zip(found.values.split(sizes), found.indices.split(sizes), strict=True)
             for g, first, (value, index) in zip(block.groups, block.firsts, parts, strict=True):
@@ -566,9 +577,7 @@ class Anchors:
                 best[g] = better(best[g], own)
         values = torch.cat([x.values for x in best if x is not None])
         indices = torch.cat([x.indices for x in best if x is not None])
-        if self.exchange is not None:
-            values, indices = self.exchange.merged_best(values, indices)
-        return Hardest(values, indices)
+        return Best(values, indices)
 
     # ---------------------------------------------------------------------------------- positives
 
@@ -598,7 +607,9 @@ class Anchors:
         own_scale, own_shift, *own_params = values
         assert own_scale is not None
         z = affine(scores, own_scale, own_shift)
-        found = term.value(z, *own_params).expand_as(z)
+        found = term.value(z, *own_params)
+        if found.shape != z.shape:  # a user's function may return a parameter
+            found = found.expand_as(z)
         if index is None:
             return found
         total = segment_sum(found, index, sum(self.whole_sizes))

@@ -240,5 +240,5 @@ def plain_pair_scores(inputs: Inputs, targets: Targets, i: Index, j: Index) -> T
 def plain_side(side: Side, target: Tensor | None) -> Tensor:
     """Return a side's vectors at unit length, with their graph if they are trained."""
     if target is None:
-        return side.vectors(slice(None))
-    return plain_unit(target, side.inv is not None)
+        return side.all_vectors()
+    return plain_unit(target, side.norm is not None)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .inputs import Tile
-from .question import Question, View
+from .question import ColumnsView, Question, RowsView, View
 
 
 def whole_tile(scores: Tensor, other: Tensor | None = None) -> Tile:
@@ -20,13 +20,18 @@ def whole_tile(scores: Tensor, other: Tensor | None = None) -> Tile:
     return Tile((slice(0, n), slice(0, m)), scores, other)
 
 
+def view_of(question: Question, tile: Tile, side: int, slot: int = 0) -> View:
+    """Return the whole matrix as a side sees it."""
+    return ColumnsView(question, tile, slot) if side else RowsView(question, tile, slot)
+
+
 def sums(question: Question, tile: Tile) -> Tensor:
     """Return the sums of a question, (A,) or (K, A), of a tile that is the whole matrix."""
     found: list[Tensor] = []
     for side in question.sides:
         total = torch.zeros((), dtype=tile.scores.dtype, device=tile.scores.device)
         for slot in range(question.slots):
-            total = total + sums_of_view(View(question, tile, (side,), slot))
+            total = total + sums_of_view(view_of(question, tile, side, slot))
         found.append(total)
     sums = torch.cat(found, 1)
     return sums[0] if len(sums) == 1 else sums
@@ -57,7 +62,7 @@ def highest(question: Question, tile: Tile) -> Tensor:
     """Return the highest of the scores (A,) that count, times the scale; -inf without any."""
     found = []
     for side in question.sides:
-        view = View(question, tile, (side,))
+        view = view_of(question, tile, side)
         found.append(view.affine().masked_fill(excluded(view), -math.inf).amax(1))
     return torch.cat(found)
 
@@ -70,7 +75,7 @@ def hardest(question: Question, tile: Tile) -> tuple[Tensor, Tensor]:
     values = []
     indices = []
     for side in question.sides:
-        view = View(question, tile, (side,))
+        view = view_of(question, tile, side)
         mask = excluded(view)
         best, index = view.scores.detach().masked_fill(mask, -math.inf).max(1)
         value = view.scores.gather(1, index[:, None]).squeeze(1)
@@ -88,7 +93,7 @@ def sorted_excesses(question: Question, tile: Tile, margin: float) -> Tensor:
     """
     found = []
     for side in question.sides:
-        view = View(question, tile, (side,))
+        view = view_of(question, tile, side)
         scores = view.scores
         negatives = scores.masked_fill(excluded(view), -math.inf)
         ordered = negatives.sort(dim=1).values
@@ -99,7 +104,7 @@ def sorted_excesses(question: Question, tile: Tile, margin: float) -> Tensor:
         )
         count = scores.shape[1] - below
         above = torch.nn.functional.pad(sums, (1, 0)).gather(1, count)
-        positives = View(question._replace(over="positives"), tile, (side,))
+        positives = view_of(question._replace(over="positives"), tile, side)
         hinges = above - count * thresholds
         found.append(hinges.masked_fill(excluded(positives), 0.0).sum(1))
     return torch.cat(found)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .products import matmul
-from .vectors import compute_dtype, scaled
+from .vectors import compute_dtype, divided
 
 Places = tuple[slice, slice]  # rows and columns of a tile
 
@@ -30,7 +30,7 @@ class Side(NamedTuple):
     """The vectors of the rows, or of the columns."""
 
     x: Tensor | None  # (N, D) as passed in; None where they are held at unit length
-    inv: Tensor | None  # (N,) inverse norms; None: the vectors are taken as they are
+    norm: Tensor | None  # (N, 1) lengths, inf for zero; None: the vectors are taken as they are
     unit: Tensor | None  # (N, D) at unit length, where they are held
     bias: Tensor | None  # (N,) added to the scores of the vector
 
@@ -39,7 +39,14 @@ class Side(NamedTuple):
         if self.unit is not None:
             return self.unit[part]
         assert self.x is not None
-        return scaled(self.x[part], None if self.inv is None else self.inv[part])
+        return divided(self.x[part], None if self.norm is None else self.norm[part])
+
+    def all_vectors(self) -> Tensor:
+        """Return all vectors in the compute dtype, at unit length if normalised: (N, D)."""
+        if self.unit is not None:
+            return self.unit
+        assert self.x is not None
+        return divided(self.x, self.norm)
 
     @property
     def like(self) -> Tensor:
@@ -108,6 +115,9 @@ def scores_of_tiles(inputs: Inputs) -> Iterator[tuple[Places, Tensor]]:
     n, m = inputs.shape
     rows, cols, scores = inputs
     height, width = tile_shape(n, m, inputs.like.device.type)
+    if scores is not None and height == n and width == m:
+        yield (slice(0, n), slice(0, m)), scores
+        return
     if scores is not None:
         for c in even_chunks(m, width):
             for r in even_chunks(n, height):
@@ -142,8 +152,8 @@ def add_bias_(
 
 def whole_scores(rows: Side, cols: Side) -> Tensor:
     """Return all scores (N, M) of embeddings."""
+    scores = matmul(rows.all_vectors(), cols.all_vectors().T)
     everything = slice(None)
-    scores = matmul(rows.vectors(everything), cols.vectors(everything).T)
     return add_bias_(scores, rows.bias, cols.bias, (everything, everything))
 
 

@@ -174,12 +174,11 @@ class Matrix:
         return Inputs(*sides, self._kept_scores)
 
     def _side(self, embeddings: Embeddings, side: int) -> Side:
-        inv = embeddings.inverse_norms()
-        return Side(embeddings.x, inv, None, self.bias[side])
+        return Side(embeddings.x, embeddings.norms(), None, self.bias[side])
 
     def _kept_side(self, embeddings: Embeddings, side: int) -> Side:
-        unit, inv = embeddings.kept()
-        return Side(None, inv, unit, self.bias[side])
+        unit, norm = embeddings.kept()
+        return Side(None, norm, unit, self.bias[side])
 
     def targets(self) -> Targets:
         """Return what gets the gradient of the scores."""
@@ -294,7 +293,7 @@ class Matrix:
         self.check_unchanged()
         with torch.no_grad():
             inputs = self.inputs()
-            if inputs.rows is not NO_SIDE:
+            if inputs.rows is not NO_SIDE:  # given scores may be infinite at the positives
                 with full_precision(inputs.like):
                     return tiled.score_sums(self.pairs, sides, inputs)
             question = Question(self.pairs, sides, (identity,))
@@ -320,11 +319,14 @@ class Matrix:
 
     def _pairs_of(self, sides: tuple[int, ...], others: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows and columns (A,) of anchors of some sides with a candidate each."""
-        own = torch.cat([torch.arange(self.shape[side], device=self.device) for side in sides])
-        from_rows = self.shape[0] if 0 in sides else 0
-        rows = torch.cat([own[:from_rows], others[from_rows:]])
-        cols = torch.cat([others[:from_rows], own[from_rows:]])
-        return rows, cols
+        n, m = self.shape
+        all_rows = torch.arange(n, device=self.device)
+        all_cols = torch.arange(m, device=self.device)
+        if sides == (0,):
+            return all_rows, others
+        if sides == (1,):
+            return others, all_cols
+        return torch.cat([all_rows, others[n:]]), torch.cat([others[:n], all_cols])
 
     def _pair_and_positive_scores(self, rows: Tensor, cols: Tensor) -> Tensor:
         """Return the scores of pairs, with the positives' in the same node of the graph if few.
@@ -389,8 +391,12 @@ class Matrix:
         if self._positive_scores is not None:
             return self._positive_scores
         if self.pairs.one_to_one:
-            return self.pair_scores(None, None)
-        return self.pair_scores(*self.pairs.listed)
+            scores = self.pair_scores(None, None)
+        else:
+            scores = self.pair_scores(*self.pairs.listed)
+        if torch.is_grad_enabled() and may_keep():
+            self._positive_scores = scores
+        return scores
 
     # ------------------------------------------------------------------------------------- blocks
 

@@ -66,10 +66,10 @@ def gathered(side: Side, index: Index, part: slice) -> Tensor:
     which = index[part]
     bare = side._replace(
         x=None if side.x is None else side.x.index_select(0, which),
-        inv=None if side.inv is None else side.inv[which],
+        norm=None if side.norm is None else side.norm[which],
         unit=None if side.unit is None else side.unit.index_select(0, which),
     )
-    return bare.vectors(slice(None))
+    return bare.all_vectors()
 
 
 def gathered_parts(size: int, x: Tensor) -> list[slice]:
@@ -93,6 +93,8 @@ def add_pair_gradient(
     if side == 1:
         own, other = other, own
     partners = inputs.cols if side == 0 else inputs.rows
+    if total is None and own is None and other is None:
+        return partners.all_vectors() * listed.grad[:, None]
     if total is None:
         size = inputs.shape[side]
         total = listed.grad.new_zeros(size, partners.like.shape[1])

@@ -77,7 +77,7 @@ class Sets(NamedTuple):
         inv = self._inverse()
         result = grad.flatten(0, 1)
         if inv is not None:
-            result = project(result, self.unit(), inv)
+            result = project(result, self.unit(), 1 / inv[:, None])
         result = result.to(self.x.dtype).view_as(self.x)
         missing = self.missing()
         return result if missing is None else result.masked_fill_(missing.unsqueeze(-1), 0.0)

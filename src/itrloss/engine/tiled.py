@@ -19,7 +19,7 @@ from .inputs import Inputs, Side, Tile, tiles
 from .pair_scores import ListedPairs, add_pair_gradient, pair_scores
 from .pairs import Pairs, segment_sum
 from .products import add_matmul_, matmul
-from .question import Question, Value, View, has_each
+from .question import ColumnsView, Question, Reduced, RowsView, Value, View, has_each
 from .ranking import argmax
 from .vectors import chunks, project
 
@@ -31,23 +31,17 @@ def sums(question: Question, inputs: Inputs, guide: Inputs | None) -> Tensor:
         for view in question.views(tile):
             for term, total in zip(question.terms, totals, strict=True):
                 values = term.values(view.affine(), view.params())
-                view.exclude_(values)
-                total.add(view, values.sum(1))
-                if len(view.sides) == 2:
-                    total.add_columns(view, values.sum(0))
+                total.add(view, view.exclude_(values))
     found = [total.of_sides(question.sides) for total in totals]
     return found[0] if len(found) == 1 else torch.stack(found)
 
 
 def highest(question: Question, inputs: Inputs, guide: Inputs | None) -> Tensor:
     """Return the highest of the scores (A,) that count, times the scale; -inf without any."""
-    total = SideTotals(inputs, -math.inf)
+    total = SideTotals(inputs, torch.amax, -math.inf)
     for tile in tiles(inputs, guide):
         for view in question.views(tile):
-            z = view.exclude_(view.affine(), -math.inf)
-            total.add(view, z.amax(1))
-            if len(view.sides) == 2:
-                total.add_columns(view, z.amax(0))
+            total.add(view, view.exclude_(view.affine(), -math.inf))
     return total.of_sides(question.sides)
 
 
@@ -60,27 +54,47 @@ class Best(NamedTuple):
 
 def hardest(question: Question, inputs: Inputs) -> Best:
     """Return the highest score that counts of each anchor, and its candidate."""
-    found = [new_best(size, inputs) for size in inputs.shape]
+    found: dict[int, Best] = {}
     for tile in tiles(inputs):
         for side in question.sides:
-            view = View(question, tile, (side,))
-            scores = view.exclude_(view.scores.clone(), -math.inf)
-            value, index = argmax(scores, 1)
-            index += tile.places[1 - side].start
-            known = found[side].values[tile.places[side]]
-            candidate = found[side].indices[tile.places[side]]
-            better = (value > known) | (value.isnan() & ~known.isnan())
-            candidate.copy_(torch.where(better, index, candidate))
-            known.copy_(torch.where(better, value, known))
+            view = ColumnsView(question, tile, 0) if side else RowsView(question, tile, 0)
+            best = best_of_tile(view, tile.places[1 - side].start)
+            if len(best.values) == inputs.shape[side] and side not in found:
+                found[side] = best
+                continue
+            if side not in found:
+                found[side] = no_best(inputs, side)
+            join_best_(found[side], best, tile.places[side])
     values = torch.cat([found[side].values for side in question.sides])
     indices = torch.cat([found[side].indices for side in question.sides])
     return Best(values, indices)
 
 
-def new_best(size: int, inputs: Inputs) -> Best:
-    """Return what anchors without candidates have."""
+def best_of_tile(view: View, first: int) -> Best:
+    """Return the best candidate (r,) of each anchor in a tile; -inf and -1 without one.
+
+    ``first``: the number of the tile's first candidate.
+    """
+    scores = view.exclude_(view.scores.clone(), -math.inf)
+    values, indices = argmax(scores, 1)
+    indices += first
+    return Best(values, indices.masked_fill_(values == -math.inf, -1))
+
+
+def no_best(inputs: Inputs, side: int) -> Best:
+    """Return what the anchors of a side have before any tile is visited."""
+    size = inputs.shape[side]
     values = torch.full((size,), -math.inf, dtype=inputs.dtype, device=inputs.like.device)
     return Best(values, torch.full_like(values, -1, dtype=torch.int64))
+
+
+def join_best_(known: Best, best: Best, place: slice) -> None:
+    """Replace the best candidates of some anchors where others are better; nan is the highest."""
+    values = known.values[place]
+    indices = known.indices[place]
+    better = (best.values > values) | (best.values.isnan() & ~values.isnan())
+    indices.copy_(torch.where(better, best.indices, indices))
+    values.copy_(torch.where(better, best.values, values))
 
 
 # ------------------------------------------------------------------------------------- the gradient
@@ -151,7 +165,12 @@ class ValueGradients:
     def __init__(self, question: Question, grad: Tensor, needs: Needs):
         self.question = question
         self.needs = needs
-        self.grads = grad.view(len(question.terms), -1)  # (K, A)
+        self.grads = [grad] if len(question.terms) == 1 else list(grad)  # K times (A,)
+        # Where no value gets a gradient, the scale is multiplied in before tiles are visited.
+        self.folds_scale = not (needs.scale or needs.shift or any(needs.params))
+        scale = question.scale
+        if self.folds_scale and not (isinstance(scale, float) and scale == 1.0):
+            self.grads = [x * scale for x in self.grads]
         self.scale = zeros_like_value(question.scale, grad) if needs.scale else None
         self.shift = zeros_like_value(question.shift, grad) if needs.shift else None
         self.params: list[Tensor | None] = []
@@ -178,9 +197,9 @@ class ValueGradients:
         for total, by_param in zip(self.params, by_params, strict=False):
             if total is not None:
                 self._add_value(total, view.exclude_(by_param), view)
-        if not isinstance(question.scale, float) or question.scale != 1.0:
+        if not self.folds_scale:
             by_z.mul_(view.column(question.scale))
-        return view.turned(by_z)
+        return view.slope(by_z)
 
     def _slopes(self, view: View, k: int) -> list[Tensor]:
         """Return the gradient of the k-th sums by z and by the parameters: tensors (r, c)."""
@@ -190,9 +209,9 @@ class ValueGradients:
     def _add_value(self, total: Tensor, grad: Tensor, view: View) -> None:
         """Add the gradient (r, c) of a value in each pair."""
         if total.dim() == 2:
-            total[view.slot, view.place(view.side)] += grad.sum(1)
+            total[view.slot, view.anchors] += grad.sum(1)
         elif has_each(total):
-            total[view.place(view.side)] += grad.sum(1)
+            total[view.anchors] += grad.sum(1)
         else:
             total += grad.sum()
 
@@ -275,10 +294,12 @@ def of_vectors(total: Total, side: Side) -> Tensor:
     if grad is None:
         like = side.like
         return torch.zeros_like(like, dtype=side.vectors(slice(0, 0)).dtype)
-    if side.inv is None:
+    if side.norm is None:
         return grad
-    for part in chunks(grad):
-        grad[part] = project(grad[part], side.vectors(part), side.inv[part])
+    if side.unit is not None:
+        return project(grad, side.unit, side.norm)
+    for part in chunks(grad):  # temporaries stay small
+        grad[part] = project(grad[part], side.vectors(part), side.norm[part])
     return grad
 
 
@@ -330,44 +351,43 @@ class Total:
 class SideTotals:
     """Sums, or maxima, of the rows and of the columns, joined from tiles."""
 
-    def __init__(self, inputs: Inputs, empty: float = 0.0):
+    def __init__(self, inputs: Inputs, reduced: Reduced = torch.sum, empty: float = 0.0):
         self.inputs = inputs
+        self.reduced = reduced
         n, m = inputs.shape
-        self.rows = Total(n, empty)
-        self.cols = Total(m, empty)
+        self.totals = Total(n, empty), Total(m, empty)
 
     def add(self, view: View, x: Tensor) -> None:
-        """Join the values (r,) of a view's anchors."""
-        total = self.cols if view.side else self.rows
-        total.add(view.tile.places[view.side], x)
-
-    def add_columns(self, view: View, x: Tensor) -> None:
-        """Join the values (c,) of a view's other side, the columns."""
-        self.cols.add(view.tile.places[1], x)
+        """Join the values (r, c) of a view's pairs."""
+        for side, values in view.by_side(x, self.reduced):
+            self.totals[side].add(view.tile.places[side], values)
 
     def of_sides(self, sides: tuple[int, ...]) -> Tensor:
         """Return the values (A,) of some sides."""
-        totals = [self.cols if side else self.rows for side in sides]
-        return torch.cat([total.whole(self.inputs) for total in totals])
+        return torch.cat([self.totals[side].whole(self.inputs) for side in sides])
 
 
 def score_sums(pairs: Pairs, sides: tuple[int, ...], inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Return sums of scores and their numbers (A,), whose quotient is near the negatives' mean.
 
     The scores of a vector sum up to its product with the sum of the others: no matrix is formed.
-    The positives are subtracted where they can be listed; otherwise they count.
+    Several positives may score far from the negatives: they are subtracted, if they can be listed.
+    One positive hardly moves the mean.
     """
-    listed = pair_scores(inputs, *pairs.listed) if pairs.listable else None
+    listed = None
+    if pairs.listable and not pairs.one_to_one:
+        listed = pair_scores(inputs, *pairs.listed)
     sums = []
     numbers = []
     for side in sides:
-        total = summed_scores(inputs, side)
-        positives, negatives = pairs.counts(side)
-        number = negatives
-        if listed is None:
-            number = positives + negatives
+        if inputs.scores is None:
+            total = summed_scores(inputs, side)
         else:
+            total = inputs.scores.sum(1 - side)
+        number = total.new_full(total.shape, inputs.shape[1 - side])
+        if listed is not None:
             total = total - segment_sum(listed, pairs.listed[side], len(total))
+            number = pairs.counts(side)[1].to(total.dtype)
         sums.append(total)
         numbers.append(number)
     return torch.cat(sums), torch.cat(numbers)

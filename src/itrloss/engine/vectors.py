@@ -52,32 +52,27 @@ def chunks(x: Tensor) -> list[slice]:
     return [slice(start, min(start + step, len(x))) for start in range(0, len(x), step)]
 
 
-def inverse_norms(x: Tensor) -> Tensor:
-    """Return the (...) inverse norms of vectors (..., D) in the compute dtype; 0 below 1e-12."""
-    dtype = compute_dtype(x)
-    norms = torch.linalg.vector_norm(x, dim=-1, dtype=dtype)
-    # Squares of norms beyond 1e18 overflow float32. Float64 takes three times as long, 0.05 of a
-    # step at 128 x 512 (pytest benchmarks/test_micro.py --benchmark-enable -k norms), so only the
-    # CPU, which may look, goes beyond.
-    if host_may_read(x) and not math.isfinite(float(norms.sum())):
-        norms = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
-    return torch.threshold_(norms, EPS, math.inf).reciprocal_().to(dtype)
+def norms(x: Tensor) -> Tensor:
+    """Return the (..., 1) norms of vectors (..., D) in the compute dtype; inf if at most 1e-12.
+
+    Vectors divided by them have unit length, or are zero. Squares of norms beyond 1e18 overflow
+    float32.
+    """
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=compute_dtype(x))
+    return torch.threshold(norm, EPS, math.inf)
 
 
-def scaled(x: Tensor, inv: Tensor | None) -> Tensor:
-    """Return (N, D) vectors in the compute dtype, times (N,) inverse norms if there are any."""
-    if inv is None:
+def divided(x: Tensor, norm: Tensor | None) -> Tensor:
+    """Return vectors (..., D) in the compute dtype, divided by (..., 1) norms if there are any."""
+    if norm is None:
         return x.to(compute_dtype(x))
-    return x * inv[:, None]  # promoted to the dtype of the norms
+    return x / norm  # promoted to the dtype of the norms
 
 
 def plain_unit(x: Tensor, normalize: bool) -> Tensor:
     """Return the vectors (..., D) at unit length, by operators that autograd differentiates."""
     x = x.to(compute_dtype(x))
-    if not normalize:
-        return x
-    norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x * torch.threshold(norms, EPS, math.inf).reciprocal()
+    return x / norms(x) if normalize else x
 
 
 def normalized(x: Tensor, normalize: bool = True) -> Tensor:
@@ -86,35 +81,36 @@ def normalized(x: Tensor, normalize: bool = True) -> Tensor:
         return x.to(compute_dtype(x))
     if torch.compiler.is_compiling():
         return plain_unit(x, True)
-    return Normalize.apply(x, inverse_norms(x.detach()))
+    return Normalize.apply(x)  # type: ignore[return-value]
 
 
 class Normalize(torch.autograd.Function):
     """Unit vectors, whose backward reads and writes them half as often as autograd's would."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, inv: Tensor) -> Tensor:
-        unit = x * inv.unsqueeze(-1)  # promoted to the dtype of ``inv``
-        ctx.save_for_backward(x, unit, inv)
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        norm = norms(x)
+        unit = x / norm  # promoted to the dtype of the norms
+        ctx.save_for_backward(x, unit, norm)
         return unit
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        x, unit, inv = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        x, unit, norm = ctx.saved_tensors
         (grad,) = grads
         if torch.is_grad_enabled():  # create_graph=True
-            return torch.autograd.grad(plain_unit(x, True), x, grad, create_graph=True)[0], None
-        return project(grad, unit, inv).to(x.dtype), None
+            return torch.autograd.grad(plain_unit(x, True), x, grad, create_graph=True)[0]
+        return project(grad, unit, norm).to(x.dtype)
 
 
 def project(
     grad: Tensor,  # (..., D) of unit vectors
     unit: Tensor,  # (..., D)
-    inv: Tensor,  # (...) inverse norms
+    norm: Tensor,  # (..., 1)
 ) -> Tensor:
     """Return the gradient of vectors, ``(g - u <u, g>) / |x|`` with ``u = x / |x|``."""
     along = (unit * grad).sum(-1, keepdim=True)
-    return torch.addcmul(grad, unit, along, value=-1).mul_(inv.unsqueeze(-1))
+    return torch.addcmul(grad, unit, along, value=-1).div_(norm)
 
 
 class RoundOnce(torch.autograd.Function):
@@ -177,18 +173,22 @@ class Embeddings:
         return unit
 
     def kept(self) -> tuple[Tensor, Tensor | None]:
-        """Return the (N, D) unit vectors and their (N,) inverse norms, without a graph; cached."""
+        """Return the (N, D) unit vectors and their (N, 1) norms, without a graph; cached."""
         if self._kept is not None:
             return self._kept
-        inv = self.inverse_norms()
-        kept = scaled(self.x.detach(), inv), inv
+        norm = self.norms()
+        with torch.no_grad():
+            kept = divided(self.x, norm), norm
         if may_keep():
             self._kept = kept
         return kept
 
-    def inverse_norms(self) -> Tensor | None:
-        """Return the (N,) inverse norms; None if the vectors are not normalised."""
-        return inverse_norms(self.x.detach()) if self.normalize else None
+    def norms(self) -> Tensor | None:
+        """Return the (N, 1) norms; None if the vectors are not normalised."""
+        if not self.normalize:
+            return None
+        with torch.no_grad():
+            return norms(self.x)
 
     def gradient_target(self) -> Tensor:
         """Return what gets the gradient of sums: the vectors, or their stand-in in float32."""
@@ -211,3 +211,11 @@ class Embeddings:
         self.version = None
         if not self.x.is_inference():  # a copied tensor has its own version counter
             self.version = self.x._version
+
+
+def inverse_norms(x):  # until engine/sets.py is merged
+    return norms(x).reciprocal().squeeze(-1)
+
+
+def scaled(x, inv):
+    return x.to(compute_dtype(x)) if inv is None else x * inv[:, None]
