@@ -711,7 +711,9 @@ def test_detached_memories_serve_parameters_that_learn(engine):
     results = []
     for anchors in (memory.detach(), asked("dense")[1].detach()):
         a = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
-        value = anchors.logsumexp(a) + anchors.sum(softplus, a.reshape(1), -a.reshape(1))
+        value = anchors.logsumexp(a) + anchors.sum(
+            softplus, scale=a.reshape(1), shift=-a.reshape(1)
+        )
         results.append(
             torch.autograd.grad((finite(value) + finite(anchors.logsumexp(5.0))).sum(), a)
         )

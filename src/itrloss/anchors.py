@@ -399,7 +399,7 @@ class Anchors:
             at_most = self._largest_size(scale)
         if at_most is None or at_most > 3 * SAFE_EXPONENT:
             return None
-        if at_most > SAFE_EXPONENT and not self._host_may_read():
+        if at_most > SAFE_EXPONENT and not self._blocks[0].matrix.host_may_read():
             return None
         return max(0.0, at_most - SAFE_EXPONENT)
 
@@ -413,10 +413,6 @@ class Anchors:
         if self.exchange is not None and has_each(scale):
             return self.exchange.processes.largest(largest)
         return largest
-
-    def _host_may_read(self) -> bool:
-        """Return whether the host may read sums without a synchronisation or a graph break."""
-        return self.device.type == "cpu" and not torch.compiler.is_compiling()
 
     def _may_have_underflown(self, total: Tensor, over: Over) -> bool:
         """Return whether the sum of an anchor with candidates, of any process, underflowed."""

@@ -15,11 +15,47 @@ import torch
 from torch import Tensor
 
 from . import dense, tiled
-from .inputs import Inputs, Side
+from .inputs import NO_INPUTS, Inputs, Side, whole_scores
 from .pair_scores import Index, ListedPairs, pair_scores
 from .question import Question, Value, is_trained
 from .tiled import Gradients, Needs
 from .vectors import full_precision, plain_unit
+
+
+class AllScores(torch.autograd.Function):
+    """The (N, M) scores of a small matrix, whose gradient is in closed form.
+
+    The gradients of several questions are added up before they are multiplied: large terms that
+    cancel lose no digits, and each question saves two products.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,  # (N, D) as they are passed in; in forward, ``inputs`` stand for all of them
+        cols: Tensor,  # (M, D)
+        row_bias: Tensor | None,  # (N,)
+        col_bias: Tensor | None,  # (M,)
+        inputs: Inputs,
+    ) -> Tensor:
+        trained = [x if is_trained(x) else None for x in (rows, cols, row_bias, col_bias)]
+        ctx.save_for_backward(*inputs.flat, *trained)
+        with full_precision(inputs.like):
+            return whole_scores(inputs.rows, inputs.cols)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        *tensors, rows, cols, row_bias, col_bias = ctx.saved_tensors
+        inputs = Inputs.of(tensors)
+        targets = Targets(rows, cols, row_bias, col_bias)
+        (grad,) = grads
+        if torch.is_grad_enabled():  # create_graph=True
+            scores = plain_scores(inputs, targets)
+            return *second_gradients([scores], [grad], targets[:4]), None
+        needs = Needs(*ctx.needs_input_grad[:4])
+        with full_precision(inputs.like):
+            found = tiled.gradients_of_scores(inputs, needs, grad)
+        return found.rows, found.cols, found.row_bias, found.col_bias, None
 
 
 class Targets(NamedTuple):
@@ -45,6 +81,42 @@ class Request(NamedTuple):
     guide: Inputs | None
     pairs: tuple[Index, Index] | None
     triton: bool
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All tensors: of the inputs, the guide, the pairs and the question."""
+        guide = NO_INPUTS if self.guide is None else self.guide
+        pairs = NO_PAIRS if self.pairs is None else self.pairs
+        values = () if self.question is None else self.question.values
+        of_question = [x if isinstance(x, Tensor) else None for x in values]
+        return *self.inputs.flat, *guide.flat, *pairs, *of_question
+
+    def without_tensors(self) -> Request:
+        """Return the rest, to which :meth:`with_tensors` adds them."""
+        return Request(
+            None if self.question is None else self.question.without_tensors(),
+            NO_INPUTS,
+            None if self.guide is None else NO_INPUTS,
+            None if self.pairs is None else NO_PAIRS,
+            self.triton,
+        )
+
+    def with_tensors(self, tensors: Sequence[Tensor | None]) -> Request:
+        """Return the request with its tensors."""
+        width = len(NO_INPUTS.flat)
+        inputs = Inputs.of(tensors[:width])
+        guide = Inputs.of(tensors[width : 2 * width])
+        i, j, *values = tensors[2 * width :]
+        return Request(
+            None if self.question is None else self.question.with_tensors(values),
+            inputs,
+            None if self.guide is None else guide,
+            None if self.pairs is None else (i, j),
+            self.triton,
+        )
+
+
+NO_PAIRS: tuple[Index, Index] = (None, None)
 
 
 def answer(request: Request) -> tuple[Tensor | None, Tensor | None]:
@@ -91,13 +163,12 @@ class Reduction(torch.autograd.Function):
         scores: Tensor | None,
         *values: Value | None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        # Targets that are trained link a second derivative to what they come from.
+        # Autograd holds the tensors, so that hooks and checkpoints see all of them. Targets that are
+        # trained link a second derivative to what they come from.
         targets = Targets(rows, cols, row_bias, col_bias, scores)
         trained = Targets(*[x if is_trained(x) else None for x in targets])
-        # Autograd holds the tensors, so that hooks and checkpoints see all of them.
-        tensors: list[Tensor] = []
-        ctx.without_tensors = taken_out((request, trained), tensors)
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(*request.tensors, *trained)
+        ctx.request = request.without_tensors()
         ctx.set_materialize_grads(False)  # a loss may use the sums alone, or the pairs alone
         return answer(request)
 
@@ -105,7 +176,9 @@ class Reduction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         if grads == (None, None):
             return (None,) * len(ctx.needs_input_grad)
-        request, targets = put_back(ctx.without_tensors, ctx.saved_tensors)
+        tensors = ctx.saved_tensors
+        request = ctx.request.with_tensors(tensors[: -len(Targets._fields)])
+        targets = Targets(*tensors[-len(Targets._fields) :])
         if torch.is_grad_enabled():  # create_graph=True
             return None, *second_derivatives(request, targets, *grads)
         found = first_derivatives(request, needs_of(request, ctx.needs_input_grad), *grads)
@@ -113,33 +186,6 @@ class Reduction(torch.autograd.Function):
         if request.question is None:
             return None, *of_targets
         return None, *of_targets, found.scale, found.shift, None, None, *found.params
-
-
-class Place(NamedTuple):
-    """Where a tensor was taken out: its number in a list."""
-
-    number: int
-
-
-def taken_out(value: Any, tensors: list[Tensor]) -> Any:
-    """Return nested named tuples with places for their tensors, which are added to the list."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return Place(len(tensors) - 1)
-    if not isinstance(value, tuple):
-        return value
-    parts = [taken_out(x, tensors) for x in value]
-    return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-
-
-def put_back(value: Any, tensors: Sequence[Tensor]) -> Any:
-    """Return nested named tuples with their tensors."""
-    if isinstance(value, Place):
-        return tensors[value.number]
-    if not isinstance(value, tuple):
-        return value
-    parts = [put_back(x, tensors) for x in value]
-    return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
 
 
 def needs_of(request: Request, needed: Sequence[bool]) -> Needs:
@@ -191,7 +237,13 @@ def second_derivatives(
     if pairs is not None and grad_pairs is not None:
         outputs.append(plain_pair_scores(inputs, targets, *pairs))
         grads.append(grad_pairs)
-    places = [*targets, *values]
+    return second_gradients(outputs, grads, [*targets, *values])
+
+
+def second_gradients(
+    outputs: Sequence[Tensor], grads: Sequence[Tensor], places: Sequence[Value | None]
+) -> list[Tensor | None]:
+    """Return the gradients, with a graph of their own, of what is trained among ``places``."""
     trained = [x for x in places if is_trained(x)]
     found = iter(
         torch.autograd.grad(outputs, trained, grads, create_graph=True, allow_unused=True)
@@ -203,7 +255,7 @@ def plain_scores(inputs: Inputs, targets: Targets) -> Tensor:
     """Return the (N, M) scores with their graph, from what gets their gradient."""
     if targets.scores is not None:
         return targets.scores
-    if inputs.scores is None:
+    if inputs.rows.unit is None:
         raise RuntimeError(
             "create_graph: second derivatives need engine='dense', whose answers are plain PyTorch"
         )
@@ -241,4 +293,4 @@ def plain_side(side: Side, target: Tensor | None) -> Tensor:
     """Return a side's vectors at unit length, with their graph if they are trained."""
     if target is None:
         return side.all_vectors()
-    return plain_unit(target, side.norm is not None)
+    return plain_unit(target, side.inv is not None)

@@ -7,14 +7,14 @@ for rows u and columns v at unit length, unless they are taken as they are, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .products import matmul
-from .vectors import compute_dtype, divided
+from .vectors import compute_dtype, scaled
 
 Places = tuple[slice, slice]  # rows and columns of a tile
 
@@ -30,7 +30,7 @@ class Side(NamedTuple):
     """The vectors of the rows, or of the columns."""
 
     x: Tensor | None  # (N, D) as passed in; None where they are held at unit length
-    norm: Tensor | None  # (N, 1) lengths, inf for zero; None: the vectors are taken as they are
+    inv: Tensor | None  # (N, 1) inverse norms; None: the vectors are taken as they are
     unit: Tensor | None  # (N, D) at unit length, where they are held
     bias: Tensor | None  # (N,) added to the scores of the vector
 
@@ -39,14 +39,14 @@ class Side(NamedTuple):
         if self.unit is not None:
             return self.unit[part]
         assert self.x is not None
-        return divided(self.x[part], None if self.norm is None else self.norm[part])
+        return scaled(self.x[part], None if self.inv is None else self.inv[part])
 
     def all_vectors(self) -> Tensor:
         """Return all vectors in the compute dtype, at unit length if normalised: (N, D)."""
         if self.unit is not None:
             return self.unit
         assert self.x is not None
-        return divided(self.x, self.norm)
+        return scaled(self.x, self.inv)
 
     @property
     def like(self) -> Tensor:
@@ -67,6 +67,17 @@ class Inputs(NamedTuple):
     scores: Tensor | None  # (N, M): given, or kept once they were computed
 
     @property
+    def flat(self) -> tuple[Tensor | None, ...]:
+        """All tensors."""
+        return *self.rows, *self.cols, self.scores
+
+    @classmethod
+    def of(cls, flat: Sequence[Tensor | None]) -> Inputs:
+        """Return the inputs from all their tensors."""
+        width = len(NO_SIDE)
+        return cls(Side(*flat[:width]), Side(*flat[width:-1]), flat[-1])
+
+    @property
     def shape(self) -> tuple[int, int]:
         """The shape (N, M) of the matrix."""
         if self.scores is not None:
@@ -83,6 +94,9 @@ class Inputs(NamedTuple):
         """The dtype of scores and sums."""
         return compute_dtype(self.like)
 
+
+
+NO_INPUTS = Inputs(NO_SIDE, NO_SIDE, None)
 
 
 class Tile(NamedTuple):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..checks import one_of
 from . import dense, tiled
-from .autograd import Request, Targets, answer, ask
+from .autograd import AllScores, Request, Targets, ask
 from .inputs import NO_SIDE, Inputs, Side, even_chunks, tile_shape, whole_scores
 from .pair_scores import Index
 from .pairs import Pairs
@@ -21,12 +21,13 @@ from .products import matmul
 from .question import Question, is_trained
 from .terms import identity
 from .tiled import Best
-from .vectors import Embeddings, full_precision, may_keep
+from .vectors import Embeddings, full_precision, host_may_read, may_keep
 
 Engine = Literal["auto", "dense", "tiled", "triton"]
 ENGINES = "dense", "tiled", "triton"
 Bias = tuple[Tensor | None, Tensor | None]  # (N,) and (M,), added to the scores
 
+SMALL = 2**20  # scores of a matrix that is one tile
 MEMORY_BUDGET = 256 * 2**20  # bytes of scores that "auto" keeps (8192 x 8192 in float32)
 BLOCK = 2**26  # scores at most of a block of half-precision rows, which are converted for each block
 
@@ -95,6 +96,8 @@ class Matrix:
         numel = math.prod(self.shape)
         #: Whether scores are kept, and unit vectors with them, from the first question on.
         self.keeps = engine == "tiled" and numel * self.dtype.itemsize <= budget
+        #: Whether they are a tensor in the graph, with one node between them and the embeddings.
+        self.is_small = self.keeps and numel <= SMALL
         #: Whether scores certainly lie in [-1, 1].
         self.bounded = rows.normalize and cols.normalize and bias == (None, None)
 
@@ -107,6 +110,7 @@ class Matrix:
         matrix.bias = (None, None)
         matrix._start(pairs, engine, scores)
         matrix.keeps = False
+        matrix.is_small = False
         matrix.bounded = False
         return matrix
 
@@ -128,15 +132,22 @@ class Matrix:
             return Matrix.of_scores(self.given.detach(), self.pairs, self.engine)
         rows, cols = self.embeddings
         if self.keeps and may_keep():
-            self.inputs()
+            self.inputs()  # which forms the scores
         bias = tuple(None if b is None else b.detach() for b in self.bias)
         twin = Matrix(rows.detach(), cols.detach(), self.pairs, self.engine, 0, bias)  # type: ignore[arg-type]
         twin.keeps = self.keeps
+        twin.is_small = self.is_small
         twin.bounded = self.bounded
         twin._kept_scores = self._kept_scores
-        if self._graph_scores is not None:
+        if self._graph_scores is not None and self.engine == "dense":
             twin._graph_scores = self._graph_scores.detach()
         return twin
+
+    def host_may_read(self) -> bool:
+        """Return whether the host may read answers without a synchronisation or a graph break."""
+        like = self.given if self.embeddings is None else self.embeddings[0]
+        assert like is not None
+        return host_may_read(like.x)
 
     def check_unchanged(self) -> None:
         """Raise an error if inputs were modified in place: kept scores would not match them."""
@@ -169,20 +180,39 @@ class Matrix:
             return Inputs(self._side(rows, 0), self._side(cols, 1), None)
         sides = self._kept_side(rows, 0), self._kept_side(cols, 1)
         if self._kept_scores is None:
-            with torch.no_grad(), full_precision(rows.x):
-                self._kept_scores = whole_scores(*sides)
+            self._kept_scores = self._formed_scores(Inputs(*sides, None))
         return Inputs(*sides, self._kept_scores)
 
+    def _formed_scores(self, inputs: Inputs) -> Tensor:
+        """Return the (N, M) scores without their graph, which a small matrix keeps beside them."""
+        targets = self.embedding_targets()
+        if self.is_small and targets.trained:
+            with torch.enable_grad():  # even if first used under no_grad
+                scores = AllScores.apply(*targets[:4], inputs)
+            assert isinstance(scores, Tensor)
+            self._graph_scores = scores
+            return scores.detach()
+        with torch.no_grad(), full_precision(inputs.like):
+            return whole_scores(inputs.rows, inputs.cols)
+
     def _side(self, embeddings: Embeddings, side: int) -> Side:
-        return Side(embeddings.x, embeddings.norms(), None, self.bias[side])
+        return Side(embeddings.x, embeddings.inverse_norms(), None, self.bias[side])
 
     def _kept_side(self, embeddings: Embeddings, side: int) -> Side:
-        unit, norm = embeddings.kept()
-        return Side(None, norm, unit, self.bias[side])
+        unit, inv = embeddings.kept()
+        return Side(None, inv, unit, self.bias[side])
 
     def targets(self) -> Targets:
-        """Return what gets the gradient of the scores."""
+        """Return what gets the gradient of sums over the scores."""
         if self.embeddings is None or self.engine == "dense":
+            return Targets(scores=self.graph_scores())
+        if self.is_small and self._graph_scores is not None:
+            return Targets(scores=self._graph_scores)
+        return self.embedding_targets()
+
+    def embedding_targets(self) -> Targets:
+        """Return the embeddings and biases that get a gradient."""
+        if self.embeddings is None:
             return Targets(scores=self.graph_scores())
         rows, cols = self.embeddings
         return Targets(rows.gradient_target(), cols.gradient_target(), *self.bias)
@@ -217,9 +247,14 @@ class Matrix:
 
     def scores(self) -> Tensor:
         """Return the (N, M) scores, with their graph if they are trained; not to be modified."""
-        if self.targets().trained and torch.is_grad_enabled():
+        if self.embeddings is None or self.engine == "dense":
             return self.graph_scores()
+        trained = self.embedding_targets().trained and torch.is_grad_enabled()
         inputs = self.inputs()
+        if trained and self.is_small and self._graph_scores is not None:
+            return self._graph_scores
+        if trained:
+            return self._products()
         if inputs.scores is not None:
             return inputs.scores
         with torch.no_grad(), full_precision(inputs.like):
@@ -232,8 +267,8 @@ class Matrix:
         self.check_unchanged()
         if guide is not None:
             guide.check_unchanged()
+        self._summed = self._summed or torch.is_grad_enabled()
         if self.engine == "dense":
-            self._summed = self._summed or torch.is_grad_enabled()
             other = None if guide is None else guide.scores().detach().to(self.dtype)
             return dense.sums(question, dense.whole_tile(self.graph_scores(), other))
         request = Request(
@@ -255,8 +290,8 @@ class Matrix:
             return None
         if self.pairs.one_to_one:
             return None, None
-        targets = self.targets()
         # A memory, which has no gradient, has few positives, and nobody asks for them.
+        targets = self.embedding_targets()
         trained = is_trained(targets.rows) and is_trained(targets.cols)
         if self.pairs.listable and (trained or targets.scores is not None):
             return self.pairs.listed
@@ -311,7 +346,7 @@ class Matrix:
         inputs = self.inputs()
         with torch.no_grad(), full_precision(inputs.like):
             best = tiled.hardest(question, inputs)
-        if not torch.is_grad_enabled() or not self.targets().trained:
+        if not torch.is_grad_enabled() or not self.embedding_targets().trained:
             return best
         rows, cols = self._pairs_of(question.sides, best.indices.clamp_min(0))
         scores = self._pair_and_positive_scores(rows, cols)
@@ -358,7 +393,9 @@ class Matrix:
         if self.engine == "dense":
             return self._dense_pair_scores(i, j)
         request = Request(None, self.inputs(), None, (i, j), False)
-        scores = ask(request, self.targets())[1]
+        # Where no sum puts all scores into the graph, pairs alone save two products in backward.
+        targets = self.targets() if self._summed else self.embedding_targets()
+        scores = ask(request, targets)[1]
         assert scores is not None
         return scores
 

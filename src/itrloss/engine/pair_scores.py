@@ -66,7 +66,7 @@ def gathered(side: Side, index: Index, part: slice) -> Tensor:
     which = index[part]
     bare = side._replace(
         x=None if side.x is None else side.x.index_select(0, which),
-        norm=None if side.norm is None else side.norm[which],
+        inv=None if side.inv is None else side.inv[which],
         unit=None if side.unit is None else side.unit.index_select(0, which),
     )
     return bare.all_vectors()

@@ -41,7 +41,7 @@ class Sets(NamedTuple):
     """Sets of embeddings."""
 
     x: Tensor  # (N, K, D)
-    inv: Tensor | None = None  # (N, K) inverse norms; None: vectors are not normalised
+    inv: Tensor | None = None  # (N, K, 1) inverse norms; None: vectors are not normalised
     lengths: Tensor | None = None  # (N,) int64; None: all elements exist
 
     def part(self, part: slice) -> Sets:
@@ -77,13 +77,13 @@ class Sets(NamedTuple):
         inv = self._inverse()
         result = grad.flatten(0, 1)
         if inv is not None:
-            result = project(result, self.unit(), 1 / inv[:, None])
+            result = project(result, self.unit(), inv)
         result = result.to(self.x.dtype).view_as(self.x)
         missing = self.missing()
         return result if missing is None else result.masked_fill_(missing.unsqueeze(-1), 0.0)
 
     def _inverse(self) -> Tensor | None:
-        return None if self.inv is None else self.inv.flatten()
+        return None if self.inv is None else self.inv.flatten(0, 1)
 
 
 class Form(NamedTuple):

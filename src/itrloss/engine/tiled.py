@@ -107,10 +107,10 @@ class Needs(NamedTuple):
     cols: bool
     row_bias: bool
     col_bias: bool
-    scores: bool
-    scale: bool
-    shift: bool
-    params: tuple[bool, ...]
+    scores: bool = False
+    scale: bool = False
+    shift: bool = False
+    params: tuple[bool, ...] = ()
 
 
 class Gradients(NamedTuple):
@@ -156,6 +156,14 @@ def pair_gradients(inputs: Inputs, needs: Needs, listed: ListedPairs) -> Gradien
     return scores.finish()
 
 
+def gradients_of_scores(inputs: Inputs, needs: Needs, grad: Tensor) -> Gradients:
+    """Return the gradients of what all scores are made of, from the gradient (N, M) of the scores."""
+    n, m = grad.shape
+    scores = ScoreGradients(inputs, needs)
+    scores.add((slice(0, n), slice(0, m)), grad)
+    return scores.finish()
+
+
 class ValueGradients:
     """Forms the gradient of scores tile by tile, and adds up the gradients of a question's values.
 
@@ -166,8 +174,10 @@ class ValueGradients:
         self.question = question
         self.needs = needs
         self.grads = [grad] if len(question.terms) == 1 else list(grad)  # K times (A,)
-        # Where no value gets a gradient, the scale is multiplied in before tiles are visited.
-        self.folds_scale = not (needs.scale or needs.shift or any(needs.params))
+        # Where no value gets a gradient, the scale is multiplied in before tiles are visited. The
+        # slopes of several terms may cancel: they are scaled afterwards, which rounds once.
+        values_trained = needs.scale or needs.shift or any(needs.params)
+        self.folds_scale = len(question.terms) == 1 and not values_trained
         scale = question.scale
         if self.folds_scale and not (isinstance(scale, float) and scale == 1.0):
             self.grads = [x * scale for x in self.grads]
@@ -294,12 +304,12 @@ def of_vectors(total: Total, side: Side) -> Tensor:
     if grad is None:
         like = side.like
         return torch.zeros_like(like, dtype=side.vectors(slice(0, 0)).dtype)
-    if side.norm is None:
+    if side.inv is None:
         return grad
     if side.unit is not None:
-        return project(grad, side.unit, side.norm)
+        return project(grad, side.unit, side.inv)
     for part in chunks(grad):  # temporaries stay small
-        grad[part] = project(grad[part], side.vectors(part), side.norm[part])
+        grad[part] = project(grad[part], side.vectors(part), side.inv[part])
     return grad
 
 

@@ -52,27 +52,29 @@ def chunks(x: Tensor) -> list[slice]:
     return [slice(start, min(start + step, len(x))) for start in range(0, len(x), step)]
 
 
-def norms(x: Tensor) -> Tensor:
-    """Return the (..., 1) norms of vectors (..., D) in the compute dtype; inf if at most 1e-12.
+def inverse_norms(x: Tensor) -> Tensor:
+    """Return the (..., 1) inverse norms of vectors (..., D) in the compute dtype; 0 below 1e-12."""
+    dtype = compute_dtype(x)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
+    # Squares of norms beyond 1e18 overflow float32. Float64 takes three times as long, 0.05 of a
+    # step at 128 x 512 (pytest benchmarks/test_micro.py --benchmark-enable -k norms), so only the
+    # CPU, which may look, goes beyond.
+    if host_may_read(x) and not math.isfinite(float(norm.detach().sum())):
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
+    return torch.threshold(norm, EPS, math.inf).reciprocal().to(dtype)
 
-    Vectors divided by them have unit length, or are zero. Squares of norms beyond 1e18 overflow
-    float32.
-    """
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=compute_dtype(x))
-    return torch.threshold(norm, EPS, math.inf)
 
-
-def divided(x: Tensor, norm: Tensor | None) -> Tensor:
-    """Return vectors (..., D) in the compute dtype, divided by (..., 1) norms if there are any."""
-    if norm is None:
+def scaled(x: Tensor, inv: Tensor | None) -> Tensor:
+    """Return vectors (..., D) in the compute dtype, times (..., 1) inverse norms if there are any."""
+    if inv is None:
         return x.to(compute_dtype(x))
-    return x / norm  # promoted to the dtype of the norms
+    return x * inv  # promoted to the dtype of the norms
 
 
 def plain_unit(x: Tensor, normalize: bool) -> Tensor:
     """Return the vectors (..., D) at unit length, by operators that autograd differentiates."""
     x = x.to(compute_dtype(x))
-    return x / norms(x) if normalize else x
+    return x * inverse_norms(x) if normalize else x
 
 
 def normalized(x: Tensor, normalize: bool = True) -> Tensor:
@@ -89,28 +91,28 @@ class Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        norm = norms(x)
-        unit = x / norm  # promoted to the dtype of the norms
-        ctx.save_for_backward(x, unit, norm)
+        inv = inverse_norms(x)
+        unit = x * inv  # promoted to the dtype of the norms
+        ctx.save_for_backward(x, unit, inv)
         return unit
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        x, unit, norm = ctx.saved_tensors
+        x, unit, inv = ctx.saved_tensors
         (grad,) = grads
         if torch.is_grad_enabled():  # create_graph=True
             return torch.autograd.grad(plain_unit(x, True), x, grad, create_graph=True)[0]
-        return project(grad, unit, norm).to(x.dtype)
+        return project(grad, unit, inv).to(x.dtype)
 
 
 def project(
     grad: Tensor,  # (..., D) of unit vectors
     unit: Tensor,  # (..., D)
-    norm: Tensor,  # (..., 1)
+    inv: Tensor,  # (..., 1) inverse norms
 ) -> Tensor:
     """Return the gradient of vectors, ``(g - u <u, g>) / |x|`` with ``u = x / |x|``."""
     along = (unit * grad).sum(-1, keepdim=True)
-    return torch.addcmul(grad, unit, along, value=-1).div_(norm)
+    return torch.addcmul(grad, unit, along, value=-1).mul_(inv)
 
 
 class RoundOnce(torch.autograd.Function):
@@ -173,22 +175,22 @@ class Embeddings:
         return unit
 
     def kept(self) -> tuple[Tensor, Tensor | None]:
-        """Return the (N, D) unit vectors and their (N, 1) norms, without a graph; cached."""
+        """Return the (N, D) unit vectors and their (N, 1) inverse norms, without a graph; cached."""
         if self._kept is not None:
             return self._kept
-        norm = self.norms()
+        inv = self.inverse_norms()
         with torch.no_grad():
-            kept = divided(self.x, norm), norm
+            kept = scaled(self.x, inv), inv
         if may_keep():
             self._kept = kept
         return kept
 
-    def norms(self) -> Tensor | None:
-        """Return the (N, 1) norms; None if the vectors are not normalised."""
+    def inverse_norms(self) -> Tensor | None:
+        """Return the (N, 1) inverse norms; None if the vectors are not normalised."""
         if not self.normalize:
             return None
         with torch.no_grad():
-            return norms(self.x)
+            return inverse_norms(self.x)
 
     def gradient_target(self) -> Tensor:
         """Return what gets the gradient of sums: the vectors, or their stand-in in float32."""
@@ -211,11 +213,3 @@ class Embeddings:
         self.version = None
         if not self.x.is_inference():  # a copied tensor has its own version counter
             self.version = self.x._version
-
-
-def inverse_norms(x):  # until engine/sets.py is merged
-    return norms(x).reciprocal().squeeze(-1)
-
-
-def scaled(x, inv):
-    return x.to(compute_dtype(x)) if inv is None else x * inv[:, None]

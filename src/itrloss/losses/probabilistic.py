@@ -146,7 +146,9 @@ class PCMEPlusPlusLoss(SimilarityLoss):
         """Return the loss of the similarities -d; ``divergence``: (A,), of each anchor."""
         anchors, a, b, positives = sim.both, self.scale, self.shift, sim.both.positive_counts
         candidates = positives + anchors.negative_counts
-        values = anchors.sum(softplus, a, b) + anchors.sum_of_positives(softplus, -a, -b)
+        values = anchors.sum(softplus, scale=a, shift=b) + anchors.sum_of_positives(
+            softplus, scale=-a, shift=-b
+        )
         if self.pseudo_weight:
             own = anchors.mean_of_positives(identity)
             limit = torch.where(positives > 0, own - _ROUNDING * (1 + own.abs()), torch.inf)
