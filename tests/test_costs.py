@@ -1,8 +1,7 @@
-"""The registered operators, saved tensors, memory, and the number of operations."""
+"""Saved tensors, memory, and the number of operations."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -16,117 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import itrloss
-from itrloss.engine.terms import ANSWERS
-from itrloss.engine.pairs import IGNORE_ID
-from itrloss.engine.vectors import Scores
-
-N, M = 7, 9
-
-
-def sources():
-    """Inputs of scores, in all their forms."""
-    v, w = embeddings(N, M, dtype=torch.float32)
-    rows, cols = make_ids("random", N, M)
-    inv = [1 / x.norm(dim=1) for x in (v, w)]
-    ids = {"row_ids": rows, "col_ids": cols}
-    return {
-        "embeddings": Scores(v, w, *inv, **ids),
-        "half": Scores(v.half(), w.half(), *inv, **ids),
-        "raw": Scores(v, w, **ids),
-        "kept": Scores(v, w, kept=v @ w.T, **ids),
-        "scores": Scores(v @ w.T, **ids),
-        "transposed scores": Scores((w @ v.T).T, **ids),
-        "diagonal": Scores(v, w[:N], inv[0], inv[1][:N]),
-        "ignored": Scores(v, w, *inv, rows, cols.masked_fill(cols > 0, IGNORE_ID)),
-    }
-
-
-# Names of answers, with their numbers of parameters.
-COUNT = {
-    "exp": 2, "peak": 1, "information": 2, "moments": 1, "hinges": 1, "identity": 0, "softplus": 2, "plane": 2,
-    "negative_log_likelihood": 2, "log1p_relu": 0,
-}  # fmt: skip
-SIDES = {"both": [0, 1], "rows": [0], "columns": [1]}
-
-
-def question(source, key, over, sides, shared):
-    """Arguments of the operator, except the last ones."""
-    shape = source.shape
-    size = 1 if shared else sum(shape[side] for side in SIDES[sides])
-    params = [torch.linspace(0.5, 2, size) for _ in range(COUNT[key])]
-    if key == "hinges":
-        params = [torch.linspace(-1, 1, 3)[:, None] * params[0]]
-    return list(source), params, key, over, SIDES[sides]
-
-
-CASES = pairwise(
-    source=list(sources()),
-    key=list(COUNT),
-    over=["negatives", "all", "positives"],
-    sides=SIDES,
-    shared=[True, False],
-)
-
-
-@pytest.mark.parametrize(("source", "key", "over", "sides", "shared"), CASES)
-def test_sums_keep_their_contract(source, key, over, sides, shared):
-    scores, params, *asked = question(sources()[source], key, over, sides, shared)
-    check(torch.ops.itrloss.reduce.default, (scores, params, *asked, False, False))
-
-
-@pytest.mark.parametrize(
-    ("source", "key", "over", "sides", "shared"),
-    [x for x in CASES if x[1] != "peak"],  # it has no gradient
-)
-def test_gradients_keep_their_contract(source, key, over, sides, shared):
-    scores, params, *asked = question(sources()[source], key, over, sides, shared)
-    grad = torch.ones(
-        ANSWERS[key].width, sum(sources()[source].shape[side] for side in SIDES[sides])
-    )
-    for rows, cols, given in (
-        (True, True, True),
-        (True, False, False),
-        (False, scores[1] is not None, True),
-    ):
-        needs = [rows, cols and scores[1] is not None, *([given] * len(params))]
-        if any(needs):
-            check(
-                torch.ops.itrloss.reduce_backward.default,
-                (scores, params, grad, *asked, False, needs),
-            )
-
-
-@pytest.mark.parametrize("source", ["embeddings", "half", "raw", "diagonal", "ignored"])
-def test_sums_that_find_the_rows_gradient_keep_their_contract(source):
-    for shared in (True, False):
-        asked = question(sources()[source], "exp", "negatives", "rows", shared)
-        check(torch.ops.itrloss.reduce.default, (*asked, False, True))
-
-
-@pytest.mark.parametrize("source", list(sources()))
-def test_the_hardest_negative_keeps_its_contract(source):
-    for sides in ([0], [1], [0, 1]):
-        for below in (None, torch.full((1,), 0.1)):
-            check(torch.ops.itrloss.hardest.default, (list(sources()[source]), sides, below))
-
-
-@pytest.mark.skipif(
-    not importlib.util.find_spec("triton") or torch.cuda.is_available(),
-    reason="Triton's interpreter runs on the CPU",
-)
-@pytest.mark.parametrize("source", ["embeddings", "diagonal"])
-def test_kernels_keep_the_contract(source):
-    scores, params, *asked = question(sources()[source], "exp", "negatives", "both", False)
-    check(torch.ops.itrloss.reduce.default, (scores, params, *asked, True, False))
-    grad = torch.ones(1, sum(sources()[source].shape))
-    check(
-        torch.ops.itrloss.reduce_backward.default,
-        (scores, params, grad, *asked, True, [True, True, True, False]),
-    )
-
-
-def check(operator, args):
-    torch.library.opcheck(operator, args, test_utils=("test_schema", "test_faketensor"))
 
 
 def saved_bytes(loss, v, w, ids) -> int:

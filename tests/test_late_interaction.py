@@ -16,7 +16,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import itrloss
 from itrloss import functional
-from itrloss.engine import scores as engine_scores
+from itrloss.engine import inputs as engine_inputs
 
 AGGREGATIONS = ("max", "mean", "smooth_chamfer", "max_sum", "smooth_max_sum")
 ALPHA = 4.0
@@ -58,7 +58,7 @@ def loop(images, texts, aggregation, lengths=(None, None), normalize=True) -> Te
 
 
 def small_tiles(monkeypatch, numel=16):
-    monkeypatch.setitem(engine_scores.TILE, "cpu", (numel, 4))
+    monkeypatch.setitem(engine_inputs.TILE, "cpu", (numel, 4))
 
 
 def ours(images, texts, aggregation, lengths=(None, None), **options):

@@ -20,7 +20,7 @@ from torch.autograd import gradcheck
 
 import itrloss
 from itrloss import CoupledMemory, MomentumEncoder
-from itrloss.engine import scores as engine_scores
+from itrloss.engine import inputs as engine_inputs
 from itrloss.engine.terms import identity, log1p_clamp, log1p_relu, softplus
 from itrloss.memory import MemorySimilarity
 
@@ -612,7 +612,7 @@ def test_a_kept_matrix_in_pieces_gives_the_same(monkeypatch):
     inputs, keys, memory, ids = case("captions")
     wanted = [make(name)(*inputs, *keys, memory, *ids) for name in LOSSES]
     for tile in ((7, 2), (12, 3), (30, 30)):
-        monkeypatch.setitem(engine_scores.TILE, "cpu", tile)
+        monkeypatch.setitem(engine_inputs.TILE, "cpu", tile)
         for name, value in zip(LOSSES, wanted, strict=True):
             torch.testing.assert_close(make(name)(*inputs, *keys, memory, *ids), value)
 

@@ -151,6 +151,8 @@ class Anchors:
         self.whole_sizes = [anchors.size for anchors in firsts]
         #: Number of anchors in each group.
         self.sizes = self.whole_sizes if self.exchange is None else self.exchange.sizes
+        # The compiler specialises on what `len` returns, but not on this sum.
+        self._size = sum(self.sizes)
         #: Whether anchor i of each group matches its candidate i and nothing else.
         self.one_to_one = all(len(group) == 1 for group in groups) and all(
             block.matrix.pairs.one_to_one for block in self._blocks
@@ -160,7 +162,7 @@ class Anchors:
 
     def __len__(self) -> int:
         """Return the number of anchors, A."""
-        return sum(self.sizes)
+        return self._size
 
     @staticmethod
     def together(*anchors: Anchors) -> Anchors:
@@ -370,7 +372,7 @@ class Anchors:
         at a tensor. The result is -inf for an empty sum.
         """
         where = self._where(over, below, above, guide)
-        a = as_value("scale", scale, len(self), self.dtype, self.device)
+        a = as_value("scale", scale, self._size, self.dtype, self.device)
         if over == "positives" and not where.limited:
             return self._logsumexp_of_positives(a)
         shift = self._safe_shift(a, at_most)
@@ -432,7 +434,7 @@ class Anchors:
             top = self._top_of_positives(scale)
         else:
             top = self._highest(scale, Where("positives"))
-        (a,) = as_params("scale", (scale,), len(self), self.dtype, self.device)
+        (a,) = as_params("scale", (scale,), self._size, self.dtype, self.device)
         total = self.sum_of_positives(shifted_exponential, a, top)
         return shifted_log(total, top, never_empty=False)
 
@@ -521,7 +523,7 @@ class Anchors:
         where = self._where(over, below, above, None)
         if guide is not None and where.limited:
             raise ValueError("guide: expected no limits beside it, as the term gets its scores")
-        like = len(self), self.dtype, self.device
+        like = self._size, self.dtype, self.device
         tensors = as_params("params", params, *like)
         a = as_value("scale", scale, *like)
         b = None if shift is None else as_value("shift", shift, *like)
@@ -537,7 +539,7 @@ class Anchors:
     def _limit(self, name: str, limit: Limit) -> Value | None:
         if limit is None:
             return None
-        value = as_value(name, limit, len(self), self.dtype, self.device)
+        value = as_value(name, limit, self._size, self.dtype, self.device)
         return value.detach() if isinstance(value, Tensor) else value
 
     def hardest_negatives(self, below: Limit = None) -> Hardest:
@@ -589,7 +591,7 @@ class Anchors:
         The term and its values are as in :meth:`sum`. The gradient goes straight to the embeddings
         of the pairs. The sum is 0 for an anchor without positives.
         """
-        like = len(self), self.dtype, self.device
+        like = self._size, self.dtype, self.device
         a = as_value("scale", scale, *like)
         b = None if shift is None else as_value("shift", shift, *like)
         tensors = as_params("params", params, *like)

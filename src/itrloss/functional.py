@@ -382,9 +382,7 @@ def prototype_classification_loss(
         least, largest = int(ids.amin()), int(ids.amax())
         if least < 0 or largest >= classes:
             got = f"{least} to {largest}"
-            raise ValueError(
-                f"prototype_ids: expected integers from 0 to {classes - 1}, got {got}"
-            )
+            raise ValueError(f"prototype_ids: expected integers from 0 to {classes - 1}, got {got}")
     dtype = compute_dtype(weight)  # autocast cannot concatenate float16 and bfloat16
     both = torch.cat([image_concepts.to(dtype), text_concepts.to(dtype)])
     class_ids = torch.arange(classes, device=ids.device)

@@ -23,8 +23,6 @@ from .engine.question import Value, has_each
 from .engine.vectors import Embeddings
 
 
-
-
 class TopK(NamedTuple):
     """The best candidates of an anchor, best first: (A, k) scores and indices."""
 
@@ -562,9 +560,7 @@ def described_part(rows: Tensor, cols: Tensor, ids: Ids, bias: Any) -> str:
     trained = [x.requires_grad and torch.is_grad_enabled() for x in (rows, cols)]
     had = [x is not None for x in ids]
     biases = [] if bias is None else [x is not None for x in bias]
-    return (
-        f"{described(rows)}, {described(cols)}, gradients {trained}, ids {had}, biases {biases}"
-    )
+    return f"{described(rows)}, {described(cols)}, gradients {trained}, ids {had}, biases {biases}"
 
 
 def ids_among_all(

@@ -231,8 +231,7 @@ def second_derivatives(
         values = question.values
         if grad_sums is not None:
             other = None if guide is None else guide.scores
-            tile = dense.whole_tile(plain_scores(inputs, targets), other)
-            outputs.append(dense.sums(question, tile))
+            outputs.append(dense.sums(question, plain_scores(inputs, targets), other))
             grads.append(grad_sums)
     if pairs is not None and grad_pairs is not None:
         outputs.append(plain_pair_scores(inputs, targets, *pairs))
@@ -245,9 +244,7 @@ def second_gradients(
 ) -> list[Tensor | None]:
     """Return the gradients, with a graph of their own, of what is trained among ``places``."""
     trained = [x for x in places if is_trained(x)]
-    found = iter(
-        torch.autograd.grad(outputs, trained, grads, create_graph=True, allow_unused=True)
-    )
+    found = iter(torch.autograd.grad(outputs, trained, grads, create_graph=True, allow_unused=True))
     return [next(found) if is_trained(x) else None for x in places]
 
 

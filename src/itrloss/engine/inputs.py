@@ -95,16 +95,16 @@ class Inputs(NamedTuple):
         return compute_dtype(self.like)
 
 
-
 NO_INPUTS = Inputs(NO_SIDE, NO_SIDE, None)
 
 
-class Tile(NamedTuple):
-    """A part of a score matrix."""
+class Tile:
+    """A part of a score matrix. No tuple: the compiler would specialise on the places in it."""
 
-    places: Places
-    scores: Tensor  # (r, c), not to be written to
-    other: Tensor | None  # (r, c) the scores of a guide or a teacher, if there is one
+    def __init__(self, places: Places, scores: Tensor, other: Tensor | None):
+        self.places = places
+        self.scores = scores  # (r, c), not to be written to
+        self.other = other  # (r, c) the scores of a guide or a teacher, if there is one
 
 
 def tiles(inputs: Inputs, guide: Inputs | None = None) -> Iterator[Tile]:

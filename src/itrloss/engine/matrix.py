@@ -29,7 +29,9 @@ Bias = tuple[Tensor | None, Tensor | None]  # (N,) and (M,), added to the scores
 
 SMALL = 2**20  # scores of a matrix that is one tile
 MEMORY_BUDGET = 256 * 2**20  # bytes of scores that "auto" keeps (8192 x 8192 in float32)
-BLOCK = 2**26  # scores at most of a block of half-precision rows, which are converted for each block
+BLOCK = (
+    2**26
+)  # scores at most of a block of half-precision rows, which are converted for each block
 
 
 def choose_engine(engine: str, numel: int, budget: int, x: Tensor) -> str:
@@ -49,9 +51,7 @@ def choose_engine(engine: str, numel: int, budget: int, x: Tensor) -> str:
                 "pip install triton"
             )
         if x.dtype == torch.float64:
-            raise TypeError(
-                "engine: 'triton' computes in float32, and the embeddings are float64"
-            )
+            raise TypeError("engine: 'triton' computes in float32, and the embeddings are float64")
         if x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             raise ValueError(
                 "engine: 'triton' needs an accelerator (or TRITON_INTERPRET=1), "
@@ -270,7 +270,7 @@ class Matrix:
         self._summed = self._summed or torch.is_grad_enabled()
         if self.engine == "dense":
             other = None if guide is None else guide.scores().detach().to(self.dtype)
-            return dense.sums(question, dense.whole_tile(self.graph_scores(), other))
+            return dense.sums(question, self.graph_scores(), other)
         request = Request(
             question=question,
             inputs=self.inputs(),
@@ -311,7 +311,7 @@ class Matrix:
         with torch.no_grad():
             if self.engine == "dense":
                 other = None if guide is None else guide.scores().to(self.dtype)
-                return dense.highest(question, dense.whole_tile(self.graph_scores(), other))
+                return dense.highest(question, self.graph_scores(), other)
             inputs = self.inputs()
             with full_precision(inputs.like):
                 if self._uses_triton(question):
@@ -341,11 +341,13 @@ class Matrix:
         The gradient of a score goes to the embeddings of its pair alone.
         """
         self.check_unchanged()
-        if self.engine == "dense" and self.embeddings is None:
-            return Best(*dense.hardest(question, dense.whole_tile(self.graph_scores())))
-        inputs = self.inputs()
-        with torch.no_grad(), full_precision(inputs.like):
-            best = tiled.hardest(question, inputs)
+        with torch.no_grad():
+            if self.engine == "dense":
+                best = Best(*dense.hardest(question, self.graph_scores()))
+            else:
+                inputs = self.inputs()
+                with full_precision(inputs.like):
+                    best = tiled.hardest(question, inputs)
         if not torch.is_grad_enabled() or not self.embedding_targets().trained:
             return best
         rows, cols = self._pairs_of(question.sides, best.indices.clamp_min(0))
@@ -383,7 +385,7 @@ class Matrix:
 
     def sorted_excesses(self, question: Question, margin: float) -> Tensor:
         """Return the (A,) sums of hinges of all positives, which need not be listed."""
-        return dense.sorted_excesses(question, dense.whole_tile(self.graph_scores()), margin)
+        return dense.sorted_excesses(question, self.graph_scores(), margin)
 
     # -------------------------------------------------------------------------------------- pairs
 

@@ -279,7 +279,9 @@ class ScoreGradients:
     def _whole_scores(self) -> Tensor:
         if self.scores is None:
             assert self.inputs.scores is not None
-            self.scores = torch.zeros_like(self.inputs.scores, memory_format=torch.contiguous_format)
+            self.scores = torch.zeros_like(
+                self.inputs.scores, memory_format=torch.contiguous_format
+            )
         return self.scores
 
     def finish(self) -> Gradients:
