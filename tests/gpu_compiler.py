@@ -19,16 +19,16 @@ from pathlib import Path
 import torch
 import triton
 from cases import pairwise
+from itrloss.engine.reduce import Question
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from itrloss.engine import triton as engine
-from itrloss.engine.terms import ANSWERS
 from itrloss.engine.kernels import FORMS
 from itrloss.engine.pairs import Pairs
-from itrloss.engine.reduce import Question
-from itrloss.engine.vectors import Scores
+
+EXPONENTIAL = (terms.exponential,)
 
 
 class Absent:
@@ -57,16 +57,20 @@ def cases_of(gpus: Sequence[int]) -> list[tuple[int, dict]]:
     axes = {"over": ["negatives", "all"], "shared": [True, False], "ids": [True, False]}
     cases = [(gpus[0], dict(zip(axes, case, strict=True))) for case in pairwise(**axes)]
     axes["shape"] = [(1024, 512), (999, 200)]
-    axes["key"] = ["exp<>", "exp"]
+    axes["limits"] = [2, 0]
     cases += [
         (gpu, dict(zip(axes, case, strict=True))) for *case, gpu in pairwise(**axes, gpu=gpus)
     ]
+    excess = (terms.excess,)
     for gpu in gpus:
-        cases += [(gpu, {"early": True}), (gpu, {"key": "hinges", "dtype": torch.float32})]
-    cases += [
-        (gpus[0], case)
-        for case in ({"dtype": torch.float32}, *({"key": key} for key in FORMS if key != "exp"))
-    ]
+        cases += [
+            (gpu, {"sides": (0,), "learnt": True}),
+            (gpu, {"asked": excess, "dtype": torch.float32}),
+        ]
+    cases.append((gpus[0], {"dtype": torch.float32}))
+    for asked in FORMS:
+        if asked != EXPONENTIAL:
+            cases.append((gpus[0], {"asked": asked}))
     return cases + [(gpus[0], {"tile": tile}) for tile in engine.PRODUCT_TILES[1:]]
 
 
@@ -84,7 +88,8 @@ def compiled(case: tuple[int, dict]) -> list[dict]:
     driver.set_active(Absent(gpu))
     JITFunction.run, engine._is_hopper = compile_only, lambda device: gpu == 90
     ask(**asked)
-    about = f"{asked.get('key', 'exp')} {asked}"
+    names = " and ".join(term.__name__ for term in asked.get("asked", EXPONENTIAL))
+    about = f"{names} {asked}"
     return [
         {
             "GPU": gpu,
@@ -98,42 +103,36 @@ def compiled(case: tuple[int, dict]) -> list[dict]:
 
 
 def ask(
-    key="exp",
+    asked=EXPONENTIAL,
     dtype=torch.bfloat16,
     shared=False,
     ids=True,
-    early=False,
+    sides=(0, 1),
     shape=(1024, 512),
     over="negatives",
+    limits=0,
+    learnt=False,
     tile=engine.PRODUCT_TILES[0],
 ) -> None:
     """Call the engine's sums and their gradient; nothing is computed."""
     engine.PRODUCT_TILES = (tile,)  # the last tile is chosen on the CPU
     size, dim = shape
-    ones, numbers = torch.ones(size), torch.arange(size)
+    numbers = torch.arange(size)
     which = (numbers, numbers) if ids else (None, None)
     x = torch.zeros(size, dim, dtype=dtype)
-    source, sides = Scores(x, x, ones, ones, *which), (0,) if early else (0, 1)
-    name = key.rstrip("<>")
-    limits = len(key) - len(name)
-    count = (
-        2
-        if name in ("exp", "exponential", "information", "negative_log_likelihood", "softplus")
-        else 1
-    )
-    count = 0 if key.startswith(("log1p", "identity")) else count
-    params = [torch.ones(1 if shared else len(sides) * size) for _ in range(count)]
-    params = [torch.ones(3, len(params[0]))] if key == "hinges" else params
-    params += [torch.ones_like(params[0]) for _ in range(limits)]
-    question = Question(source, Pairs((size, size), which, x.device), key, over, sides, params)
-    engine.sums(question, early)
-    if not early and not ANSWERS[key].maximum:
-        needs = [name not in ("exp", "moments", "information"), name not in ("exp", "information")][
-            :count
-        ]
-        needs += [False] * limits
-        grad = torch.ones(ANSWERS[key].width, len(sides) * size)
-        engine.gradient(question, grad, (True, True, *needs), (*which, ones))
+    side = Side(x, torch.ones(size, 1), None, None)
+    values = torch.ones(1 if shared else len(sides) * size)
+    shift = torch.ones(3, len(sides) * size) if asked == (terms.excess,) else values
+    bounds = [values if k < limits else None for k in range(2)]
+    pairs = Pairs((size, size), which, x.device)
+    question = Question(pairs, sides, asked, over, values, shift, *bounds)
+    inputs = Inputs(side, side, None)
+    engine.sums(question, inputs)
+    trained = asked in ((terms.excess,), (terms.softplus,))
+    needs = Needs(True, True, False, False, scale=learnt or asked == (terms.softplus,))
+    needs = needs._replace(shift=trained, dtypes=(dtype, dtype))
+    grad = torch.ones(len(asked), len(sides) * size)
+    engine.gradients(question, inputs, grad, needs, ListedPairs(*which, torch.ones(size)))
 
 
 def usage(code: bytes) -> dict[str, int]:

@@ -34,6 +34,7 @@ from torch.autograd import gradcheck, gradgradcheck
 import itrloss
 from itrloss import Anchors, Similarity
 from itrloss.engine import inputs, pairs
+from itrloss.engine.pairs import IGNORE_ID
 from itrloss.engine.terms import (
     hinge,
     identity,
@@ -42,7 +43,6 @@ from itrloss.engine.terms import (
     negative_log_likelihood,
     softplus,
 )
-from itrloss.engine.pairs import IGNORE_ID
 from itrloss.metrics import retrieval_metrics
 
 # Functions of anchors, and of one parameter per anchor between 2 and 6; see `parameters`.

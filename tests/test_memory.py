@@ -577,14 +577,15 @@ def test_momentum_encoder_is_stored_and_restored():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "engine", "before"), [("mdcl", "tiled", 0), ("uto mild", "dense", 1)]
+    ("name", "engine", "before"), [("mdcl", "auto", 0), ("uto mild", "dense", 1)]
 )
 def test_compiles_while_the_memory_fills(name, engine, before):
     """Calls are compiled once for a memory that has never had an entry, and once for all others."""
     loss = make(name, engine=engine)
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(loss, fullgraph=True, backend=counter)
+    # Tiles are visited outside of graphs.
+    compiled = torch.compile(loss, fullgraph=engine != "tiled", backend=counter)
     memories = [CoupledMemory(10, D) for _ in range(2)]
     for memory in memories if before else []:
         memory.enqueue(

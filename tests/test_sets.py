@@ -274,9 +274,13 @@ def test_variance_aware_input_errors_name_the_argument():
 def test_the_memory_budget_is_that_of_all_heads(monkeypatch):
     """The budget is for the scores of all heads together."""
     formed = []
-    made = itrloss.losses.dvse.Matrix
-    note = lambda rows, cols, *_: formed.append(rows.x.shape) if cols is None else None  # noqa: E731
-    monkeypatch.setattr(itrloss.losses.dvse, "Matrix", lambda *_: note(*_) or made(*_))
+    made = itrloss.losses.dvse.Matrix.of_scores
+
+    def noted(scores, *options):
+        formed.append(scores.x.shape)
+        return made(scores, *options)
+
+    monkeypatch.setattr(itrloss.losses.dvse.Matrix, "of_scores", noted)
     monkeypatch.setattr(itrloss.losses.dvse, "MEMORY_BUDGET", 3 * 300 * 300 * 4)
     for k, kept in ((3, True), (4, False)):
         formed.clear()

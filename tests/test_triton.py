@@ -22,13 +22,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from itrloss import Similarity
-from itrloss.engine import reduce, scores
-from itrloss.engine.terms import ANSWERS as FUNCTIONS
-from itrloss.engine.terms import pair_term
+from itrloss.engine import terms, tiled, vectors
+from itrloss.engine.inputs import Inputs, Side
 from itrloss.engine.matrix import choose_engine
-from itrloss.engine.pairs import Pairs
-from itrloss.engine.pairs import IGNORE_ID
-from itrloss.engine.vectors import Scores
+from itrloss.engine.pairs import IGNORE_ID, Pairs
+from itrloss.engine.question import Question
+from itrloss.engine.terms import pair_term
 from itrloss.functional import info_nce_loss
 
 pytest.importorskip("triton")
@@ -104,13 +103,13 @@ def few_tiles(monkeypatch):
     monkeypatch.setattr(engine, "BLOCK", step * step)
     monkeypatch.setattr(engine, "BLOCK_ROWS", step)
     monkeypatch.setattr(engine, "PANEL", 4 * step * step)
-    monkeypatch.setattr(engine, "_whole_tiles", lambda size: max(size // step * step, step))
+    monkeypatch.setattr(engine, "whole_tiles", lambda size: max(size // step * step, step))
 
 
 @pytest.fixture
 def multiplying(monkeypatch):
     """Let kernels multiply float32 embeddings, too, so that rounding hides no errors."""
-    monkeypatch.setattr(engine, "fused", lambda scores: scores.cols is not None)
+    monkeypatch.setattr(engine, "fused", lambda inputs: True)
 
 
 def moved(*given):
@@ -118,8 +117,7 @@ def moved(*given):
 
 
 def compare(name, shape, view=lambda s: s.both, on_scores=False, **options):
-    """Compare errors with those of the dense engine for the same inputs in float32, summed in one
-    order or the other.
+    """Compare errors with those of PyTorch in float32, dense in two orders of sums and in tiles.
 
     A single order may have no rounding error at all, as on some processors for the few negatives of
     "no positive".
@@ -131,6 +129,7 @@ def compare(name, shape, view=lambda s: s.both, on_scores=False, **options):
     dense = evaluate(question, v, w, ids, "dense", grads, view, **options)
     values, slopes = evaluate(question, v.flip(1), w.flip(1), ids, "dense", grads, view, **options)
     turned = values, [x.flip(1) if x.dim() == 2 else x for x in slopes]
+    tiled = evaluate(question, v, w, ids, "tiled", grads, view, **options)
 
     def asked(a, p):
         return question(Similarity.from_scores(a.scores(), *moved(*ids), engine="triton"), p)
@@ -141,7 +140,7 @@ def compare(name, shape, view=lambda s: s.both, on_scores=False, **options):
     else:
         ours = evaluate(question, *given, "triton", grads, view, **options)
     for got, *others, wanted in zip(
-        *((*x[0], *x[1]) for x in (ours, dense, turned, exact)), strict=True
+        *((*x[0], *x[1]) for x in (ours, dense, turned, tiled, exact)), strict=True
     ):
         finite, got = wanted.isfinite(), got.cpu()
         assert torch.equal(got.isfinite(), finite)
@@ -188,7 +187,7 @@ def test_all_answers_of_all_shapes(name, shape, fused, view, few_tiles, poisoned
     """Kernels that multiply, also float32 embeddings so that rounding hides no errors; and ones
     that read products.
     """
-    monkeypatch.setattr(engine, "fused", lambda scores: fused and scores.cols is not None)
+    monkeypatch.setattr(engine, "fused", lambda inputs: fused)
     compare(name, shape, VIEWS[view])
 
 
@@ -204,13 +203,21 @@ def test_of_embeddings_as_they_are(normalize, multiplying, few_tiles, poisoned):
     compare("logsumexp", "primes", normalize=normalize)
 
 
-PARAMETERS = {"exp": 2, "information": 2, "hinges": 1, "softplus": 2}
+# The terms of a question, and which of its values get a gradient.
+ASKED_TERMS = {
+    "exponential": ((terms.exponential,), {"scale": True}),
+    "moments": ((terms.identity, terms.square), {"shift": True}),
+    "entropy": ((terms.exponential, terms.information), {}),
+    "excess": ((terms.excess,), {"shift": True}),
+    "softplus": ((terms.softplus,), {"scale": True, "shift": True}),
+    "square": ((terms.square,), {"scale": True, "shift": True}),
+}
 
 
 @pytest.mark.parametrize(
     ("key", "over", "shared", "sides"),
     each(
-        key=[*PARAMETERS] * 6,
+        key=[*ASKED_TERMS] * 6,
         over=["negatives", "all", "positives"],
         shared=[True, False],
         sides=[(0, 1), (0,), (0, 1), (1,), (0, 1)],
@@ -219,30 +226,37 @@ PARAMETERS = {"exp": 2, "information": 2, "hinges": 1, "softplus": 2}
 def test_functions_over_pairs_with_ignored_ids(
     key, over, shared, sides, multiplying, few_tiles, poisoned
 ):
-    """Gradients by the parameters are included, compared with the tiled engine in float64."""
+    """Gradients by the values are included, compared with the tiled engine in float64."""
     n, m = 7, 18
     (v, w), (row_ids, col_ids) = embeddings(n, m), make_ids("random", n, m)
     row_ids[2], col_ids[5], col_ids[17] = IGNORE_ID, IGNORE_ID, IGNORE_ID
     anchors = sum((n, m)[side] for side in sides)
-    count = PARAMETERS[key]
-    params = [torch.linspace(0.3, 2, 1 if shared else anchors).double() + k for k in range(count)]
-    if key == "hinges":
-        params = [torch.stack([params[0] - 1, params[0] - 1.5, params[0] + torch.inf])]
-    needs = [True, True, *([True] * count)]
-    if key in ("exp", "information"):
-        needs[-1] = False  # the subtracted maximum is arbitrary and has no gradient
-        needs[-2] = key == "exp"  # the temperature of an entropy is a number
-    grad = torch.linspace(-1, 2, FUNCTIONS[key].width * anchors).double().view(-1, anchors)
+    asked_terms, trained = ASKED_TERMS[key]
+    scale = torch.linspace(0.3, 2, 1 if shared else anchors).double()
+    shift = scale / 2 - 1
+    if key == "excess":  # slots, the last of which is unused
+        scale = 1.0
+        shift = torch.stack([1 - shift, 0.5 - shift, shift - torch.inf])
+        shift = shift.expand(3, anchors)
+    grad = torch.linspace(-1, 2, len(asked_terms) * anchors).double().view(-1, anchors)
+    needs = tiled.Needs(True, True, False, False, **trained)
     found = []
-    for dtype, device, forward, backward in (
-        (torch.float64, "cpu", reduce.tiled_sums, reduce.tiled_gradient),
-        (torch.float32, DEVICE, engine.sums, engine.gradient),
-    ):
-        x, y, g, *given = (z.to(device, dtype) for z in (v, w, grad, *params))
+    for dtype, device in ((torch.float64, "cpu"), (torch.float32, DEVICE)):
+        x, y, g, b = (z.to(device, dtype) for z in (v, w, grad, shift))
+        a = scale.to(device, dtype) if isinstance(scale, torch.Tensor) else scale
         ids = row_ids.to(device), col_ids.to(device)
-        source = Scores(x, y, 1 / x.norm(dim=1), 1 / y.norm(dim=1), *ids)
-        asked = reduce.Question(source, Pairs((n, m), ids, x.device), key, over, sides, given)
-        found.append([forward(asked, False)[0], *backward(asked, g, needs)])
+        inv = [1 / z.norm(dim=1, keepdim=True) for z in (x, y)]
+        inputs = Inputs(Side(x, inv[0], None, None), Side(y, inv[1], None, None), None)
+        pairs = Pairs((n, m), ids, x.device)
+        question = Question(pairs, sides, asked_terms, over, a, b)
+        if dtype == torch.float64:
+            answers = tiled.sums(question, inputs, None)
+            gradients = tiled.gradients(question, inputs, None, g.squeeze(0), needs)
+        else:
+            answers = engine.sums(question, inputs)
+            gradients = engine.gradients(question, inputs, g, needs, None)
+        found.append([answers, *(z for z in gradients if isinstance(z, torch.Tensor))])
+    assert len(found[0]) == 3 + len(trained)
     for wanted, got in zip(*found, strict=True):
         torch.testing.assert_close(got.cpu().double(), wanted, rtol=2e-4, atol=2e-5)
 
@@ -281,15 +295,18 @@ def test_positives_that_cannot_be_listed(monkeypatch, few_tiles):
 )
 @pytest.mark.parametrize("view", [lambda s: s, lambda s: s.both], ids=["rows", "both"])
 def test_limits_have_kernels(name, view, few_tiles, poisoned, monkeypatch):
-    for function in ("tiled_sums", "tiled_gradient"):
+    used = []
+    for name_of in ("sums", "gradients"):
+        function = getattr(engine, name_of)
         monkeypatch.setattr(
-            reduce, function, lambda *args: pytest.fail("the scores were summed in PyTorch")
+            engine, name_of, lambda *args, function=function: used.append(1) or function(*args)
         )
     compare(name, "wide", view)
+    assert len(used) == 2
 
 
 def test_what_losses_ask_has_a_form():
-    assert set(kernels.FORMS) == {"peak", "moments", *PARAMETERS} <= set(FUNCTIONS)
+    assert {asked for asked, _ in ASKED_TERMS.values()} == set(kernels.FORMS)
 
 
 # ----------------------------------------------------------------------------------- half precision
@@ -403,11 +420,13 @@ def test_inverse_norms():
     )
     wanted = torch.where(lengths > 1e-12, 1 / lengths, 0.0)
     for layout in (x, x.T.contiguous().T, x.repeat(1, 2)[:, :40]):
-        torch.testing.assert_close(scores.inverse_norms(layout.to(DEVICE)).cpu(), wanted)
-    assert scores.inverse_norms(x[:0].to(DEVICE)).shape == (0,)
+        torch.testing.assert_close(
+            vectors.inverse_norms(layout.to(DEVICE)).squeeze(1).cpu(), wanted
+        )
+    assert vectors.inverse_norms(x[:0].to(DEVICE)).shape == (0, 1)
     half = embeddings(3, 1, 2000)[0].bfloat16()
     torch.testing.assert_close(
-        scores.inverse_norms(half.to(DEVICE)).cpu(), 1 / half.float().norm(dim=1)
+        vectors.inverse_norms(half.to(DEVICE)).squeeze(1).cpu(), 1 / half.float().norm(dim=1)
     )
 
 
@@ -441,14 +460,31 @@ def test_the_same_bits_again():
 def test_no_rows_or_columns():
     for n, m in ((0, 3), (3, 0)):
         v, w = torch.zeros(n, 4, device=DEVICE), torch.zeros(m, 4, device=DEVICE)
-        pairs, grad = Pairs((n, m), (None, None), DEVICE), torch.ones(1, 3, device=DEVICE)
-        params = [torch.ones(1, device=DEVICE)] * 2
-        asked = reduce.Question(Scores(v, w), pairs, "exp", "negatives", (0, 1), params)
-        assert engine.sums(asked, False)[0].tolist() == [[0.0] * 3]
-        found = engine.gradient(asked, grad, [True, True, True, False])
-        assert [x.shape for x in found[:2]] == [v.shape, w.shape] and not any(
-            x.any() for x in found
-        )
+        pairs = Pairs((n, m), (None, None), DEVICE)
+        question = Question(pairs, (0, 1), (terms.exponential,))
+        inputs = Inputs(Side(v, None, None, None), Side(w, None, None, None), None)
+        assert engine.sums(question, inputs).tolist() == [0.0] * 3
+        needs = tiled.Needs(True, True, False, False)
+        grad = torch.ones(3, device=DEVICE)
+        found = engine.gradients(question, inputs, grad, needs, None)[:2]
+        assert [x.shape for x in found] == [v.shape, w.shape]
+        assert not any(x.any() for x in found)
+
+
+@pytest.mark.parametrize("m", [70, 133])
+def test_given_scores_are_not_read_beyond_their_end(m, monkeypatch, poisoned):
+    """In blocks of columns whose width is no multiple of a tile's."""
+    monkeypatch.setattr(engine, "READING_TILE", engine.TileConfig(8, 8, 8, 1, 4, 2))
+    monkeypatch.setattr(engine, "BLOCK", 64 * 64)
+    monkeypatch.setattr(engine, "BLOCK_ROWS", 64)
+    monkeypatch.setattr(engine, "whole_tiles", lambda size: 64)
+    space = torch.full((5 * m + 200,), torch.nan, device=DEVICE)
+    scores = space[: 5 * m].view(5, m)
+    scores.copy_(torch.linspace(-1, 1, 5 * m).view(5, m))
+    ids = moved(torch.arange(5), torch.arange(m) % 5)
+    found = Similarity.from_scores(scores, *ids, engine="triton").both.logsumexp(3.0)
+    wanted = Similarity.from_scores(scores, *ids, engine="dense").both.logsumexp(3.0)
+    torch.testing.assert_close(found, wanted)
 
 
 # ------------------------------------------------------------------------------------------- memory
@@ -577,7 +613,7 @@ def test_nothing_is_tried_while_a_graph_is_captured(example, monkeypatch):
     [
         ("add_product_", lambda *args: None, "finds something else than the tiled one"),
         ("_project", lambda *args: None, "finds something else"),
-        ("_AnchorSums", refused, "fails: RuntimeError: no C compiler"),
+        ("AnchorSums", refused, "fails: RuntimeError: no C compiler"),
     ],
 )
 def test_what_does_not_work_is_left_alone(name, broken, why, example, monkeypatch):
@@ -640,7 +676,7 @@ def test_kernels_compile_for_gpus(tmp_path):
     for kernel in found:
         assert kernel["REG"] and kernel["STACK"] <= 640 and not kernel["LOCAL"], kernel
         assert kernel["DYNAMIC"] <= 97 * 2**10, kernel
-        if kernel["GPU"] == 90 and "_kernel exp " in kernel["name"]:
+        if kernel["GPU"] == 90 and "_kernel exponential " in kernel["name"]:
             assert kernel["STACK"] <= 64 and (kernel["REG"] <= 128 or kernel["WARPS"] == 4), kernel
 
 

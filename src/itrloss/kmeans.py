@@ -10,8 +10,7 @@ from torch import Tensor
 from .checks import WholeState, check_matrix, check_number, check_size, one_of
 from .distributed import gather_parts, world_size
 from .engine.matrix import ENGINES
-from .engine.pairs import weighted_sums
-from .engine.pairs import IGNORE_ID
+from .engine.pairs import IGNORE_ID, weighted_sums
 from .engine.vectors import host_may_read, normalized
 from .similarity import Engine, Similarity
 

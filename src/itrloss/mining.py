@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import as_ids, as_params, check_matrix, check_size
-from .engine.pairs import slots
-from .engine.products import matmul
 from .engine.inputs import even_chunks
-from .engine.pairs import IGNORE_ID
+from .engine.pairs import IGNORE_ID, slots
+from .engine.products import matmul
 from .engine.vectors import compute_dtype, full_precision, normalized
 from .similarity import TopK
 

@@ -8,11 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .anchors import Anchors
+from .anchors import Anchors, Reduction
 from .checks import as_ids, check_alike, check_matrix, check_number, one_of
-from .engine.vectors import full_precision, host_may_read, normalized
 from .engine.sets import Sets, set_scores
-from .anchors import Reduction
+from .engine.vectors import full_precision, host_may_read, normalized
 from .similarity import Similarity
 
 PairReduction = Literal["mean", "sum", "frobenius"]

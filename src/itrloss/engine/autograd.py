@@ -129,7 +129,7 @@ def answer(request: Request) -> tuple[Tensor | None, Tensor | None]:
         if request.triton:
             from . import triton
 
-            return triton.sums(request.question, inputs, request.guide), scores
+            return triton.sums(request.question, inputs), scores
         return tiled.sums(request.question, inputs, request.guide), scores
 
 
@@ -169,6 +169,7 @@ class Reduction(torch.autograd.Function):
         trained = Targets(*[x if is_trained(x) else None for x in targets])
         ctx.save_for_backward(*request.tensors, *trained)
         ctx.request = request.without_tensors()
+        ctx.dtypes = [torch.float32 if x is None else x.dtype for x in (rows, cols)]
         ctx.set_materialize_grads(False)  # a loss may use the sums alone, or the pairs alone
         return answer(request)
 
@@ -181,7 +182,8 @@ class Reduction(torch.autograd.Function):
         targets = Targets(*tensors[-len(Targets._fields) :])
         if torch.is_grad_enabled():  # create_graph=True
             return None, *second_derivatives(request, targets, *grads)
-        found = first_derivatives(request, needs_of(request, ctx.needs_input_grad), *grads)
+        needs = needs_of(request, ctx.needs_input_grad)._replace(dtypes=tuple(ctx.dtypes))
+        found = first_derivatives(request, needs, *grads)
         of_targets = found.rows, found.cols, found.row_bias, found.col_bias, found.scores
         if request.question is None:
             return None, *of_targets
@@ -212,7 +214,7 @@ def first_derivatives(
         if use_triton:
             from . import triton
 
-            return triton.gradients(question, inputs, guide, grad_sums, needs, listed)
+            return triton.gradients(question, inputs, grad_sums, needs, listed)
         return tiled.gradients(question, inputs, guide, grad_sums, needs, listed)
 
 

@@ -1,60 +1,134 @@
-"""Triton kernels of the reduction: one sums a function of the scores of a tile, one writes the
-tile's gradient.
+"""Triton kernels of sums and of their gradient, for a tile of scores each.
 
 Each program works on one tile of BLOCK_M x BLOCK_N scores. It multiplies the embeddings of the
-tile, or loads scores that are precomputed, and applies the answer's function, a jitted function
-that is a compile-time constant:
+tile, or loads scores that are precomputed, and applies a term to ``z = scale S + shift``. A term's
+form is a jitted function, which is a compile-time constant:
 
-    FORM(s, p, q, g) -> (values, gradients w.r.t. s, p and q)
+    FORM(z) -> (value, slope)
 
-s are scores; the parameters p and q broadcast with them, and so do the upstream gradients g, a tuple as long as that of
-the values. What a kernel does not use is not compiled. To add an answer, write one such function and list it in
-:data:`FORMS`. The sums of each tile are stored separately and added in the tiles' order: unlike atomic additions, that
-is deterministic.
+What a kernel does not use is not compiled. To give a term a kernel, write one such function and add
+it to :data:`FORMS`. The sums of each tile are stored separately and added in the tiles' order:
+unlike atomic additions, that is deterministic.
 """
 
 from __future__ import annotations
 
-from collections import namedtuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from . import scores
+from . import pairs, terms
 
-IGNORE_ID, NOWHERE = tl.constexpr(scores.IGNORE_ID), tl.constexpr(-(2**31))
+IGNORE_ID = tl.constexpr(pairs.IGNORE_ID)
+NOWHERE = tl.constexpr(-(2**31))  # index of a row or column beyond the end
 LOG2E = tl.constexpr(1.4426950408889634)
-# rows of tiles that run together, so that the embeddings they share stay in the L2 cache
-BAND = tl.constexpr(8)
+LARGEST_FALL = tl.constexpr(terms.SMALLEST_LOG)
+BAND = tl.constexpr(8)  # rows of tiles that run together: the embeddings they share stay in L2
 
-# Arguments of the kernels; None where absent. Half-precision embeddings (N, D) and (M, D), strides,
-# D; (N,), (M,) float32 inverse norms; (N,), (M,) int64 ids
-Inputs = namedtuple("Inputs", "rows cols row_stride col_stride dim row_inv col_inv row_ids col_ids")
-# (1,), with stride 0, for all anchors; (A,), the rows' anchors first; or (slots, A), over whose
-# slots values are summed
-Params = namedtuple("Params", "p q p_stride q_stride slots slot_stride")
-# Limits of the scores of candidates, (1,) with stride 0 or (A,)
-Limits = namedtuple("Limits", "below above below_stride above_stride")
-# part of the matrix; column 0's index among anchors
-Block = namedtuple("Block", "row col size_m size_n first_col")
-Panel = namedtuple("Panel", "x stride")  # buffer (size_m, stride) for a block
-Upstream = namedtuple("Upstream", "x plane stride")  # gradient (WIDTH, A) of the sums, with strides
-# Listed pairs p: (P,) float32 gradients of their scores. Those of anchor i are
-# ``order[start[i]:start[i + 1]]``, with candidates ``other[p]``, or the one pair (i, i). (M, dim)
-# vectors of the candidates and their (M,) inverse norms.
-Listed = namedtuple("Listed", "grad start order other y stride inv")
-# Compile-time constants. PARTS, 1 or 4: how many parts of a tile's columns are worked on one after
-# the other. SHARED: parameters are one number each, and one evaluation serves both sides. ROWS,
-# COLS: whether the rows, the columns are anchors. GRAD_P, GRAD_Q: whether the parameters get
-# gradients.
-_CONFIG = "BLOCK_M BLOCK_N BLOCK_K PARTS OVER IDS SHARED ROWS COLS WIDTH MAXIMUM GRAD_P GRAD_Q"
-Config = namedtuple("Config", _CONFIG, defaults=[False] * 3)
-# The rows of a tile, or the columns of a part of it. ``pid``: which of the ``parts`` along a
-# block's axis of ``size``. ``start``, ``anchor``: index of the first one in the matrix and among
-# anchors. Vectors (BLOCK,): ``local``, indices in the block; ``lane``, offsets from ``start``,
-# beyond the end that of the last one, so that loads need no mask; ``inv``, inverse norms; ``ids``,
-# or indices in the matrix, NOWHERE beyond the end.
-Axis = namedtuple("Axis", "pid parts start anchor size local lane inv ids")
+
+class Inputs(NamedTuple):
+    """The embeddings that kernels multiply; None where they read products or scores."""
+
+    rows: Any  # (N, dim) half precision
+    cols: Any  # (M, dim)
+    row_stride: Any
+    col_stride: Any
+    dim: Any
+    row_inv: Any  # (N,) float32 inverse norms; None: vectors are taken as they are
+    col_inv: Any  # (M,)
+    row_ids: Any  # (N,) int64; None: row i matches column i
+    col_ids: Any  # (M,)
+
+
+class Values(NamedTuple):
+    """The scale, the shift and the limits of anchors: (1,) with stride 0, or (A,)."""
+
+    scale: Any
+    shift: Any  # None, or (slots, A), over whose slots the terms are summed
+    below: Any  # None, or a limit of the scores of candidates
+    above: Any
+    scale_stride: Any
+    shift_stride: Any
+    below_stride: Any
+    above_stride: Any
+    slots: Any
+    slot_stride: Any
+
+
+class Block(NamedTuple):
+    """A part of the matrix."""
+
+    row: Any  # its first row
+    col: Any  # its first column
+    size_m: Any  # number of rows
+    size_n: Any  # number of columns
+    first_col: Any  # column 0's index among the anchors
+
+
+class Panel(NamedTuple):
+    """A buffer (size_m, stride) for a block; None where absent."""
+
+    x: Any
+    stride: Any
+    width: Any  # columns that may be accessed
+
+
+class Upstream(NamedTuple):
+    """The gradient (K, A) of the sums, with its strides."""
+
+    x: Any
+    plane: Any
+    stride: Any
+
+
+class Listed(NamedTuple):
+    """Listed pairs p, sorted by their anchors; None where absent.
+
+    Pairs of anchor i are ``order[start[i]:start[i + 1]]``, or the one pair (i, i).
+    """
+
+    grad: Any  # (P,) float32 gradients of the scores
+    start: Any  # (A + 1,)
+    order: Any  # (P,)
+    other: Any  # (P,) candidates
+    y: Any  # (M, dim) the candidates' vectors
+    stride: Any
+    inv: Any  # (M,) inverse norms
+
+
+class Config(NamedTuple):
+    """Compile-time constants."""
+
+    BLOCK_M: Any  # rows of a tile
+    BLOCK_N: Any  # columns of a tile
+    BLOCK_K: Any  # dimensions that are multiplied at once
+    PARTS: Any  # 1 or 4: parts of a tile's columns, which are worked on one after the other
+    OVER: Any  # "negatives", "positives" or "all"
+    IDS: Any  # whether there are ids
+    SHARED: Any  # values are one number each: one evaluation serves both sides
+    ROWS: Any  # whether the rows are anchors
+    COLS: Any  # whether the columns are anchors
+    WIDTH: Any  # number of terms, K: 1 or 2
+    BASE_2: Any  # the term is an exponential of base 2, as scale and shift are in units of log 2
+    SHIFT_FIRST: Any  # z = scale (S + shift), which is exact for a large scale
+    MAXIMUM: Any  # the largest z is taken in place of a sum
+    GRAD_SCALE: Any  # whether the scale gets a gradient
+    GRAD_SHIFT: Any
+
+
+class Axis(NamedTuple):
+    """The rows of a tile, or the columns of a part of it; vectors are (BLOCK,)."""
+
+    pid: Any  # which of the parts along the block's axis
+    parts: Any  # their number
+    start: Any  # index of the first one in the matrix
+    anchor: Any  # index of the first one among the anchors
+    size: Any  # of the block's axis
+    local: Any  # indices in the block
+    lane: Any  # offsets from ``start``, of the last one beyond the end: loads need no mask
+    inv: Any  # inverse norms
+    ids: Any  # ids, or indices in the matrix; NOWHERE beyond the end
 
 
 @triton.jit
@@ -62,9 +136,12 @@ def _axis(pid, start, first, size, inv, ids, BLOCK: tl.constexpr, PARTS: tl.cons
     """Return the Axis of part ``pid`` of a block's rows or columns, each of whose tiles has PARTS
     parts.
     """
-    begin, lane = pid * BLOCK, tl.arange(0, BLOCK)
-    local, start = begin + lane, start + begin
-    inside, lane = local < size, tl.minimum(lane, size - 1 - begin)
+    begin = pid * BLOCK
+    lane = tl.arange(0, BLOCK)
+    local = begin + lane
+    start = start + begin
+    inside = local < size
+    lane = tl.minimum(lane, size - 1 - begin)
     if ids is None:
         ids = tl.where(inside, start + lane, NOWHERE)
     else:
@@ -106,39 +183,32 @@ def _dot(inputs, rows, cols, C: tl.constexpr):
 
 @triton.jit
 def _entries(panel, rows, cols):
-    """Return pointers to a tile's entries and their mask, which goes up to the stride: accesses
-    have 16 bytes then.
+    """Return pointers to a tile's entries and their mask.
+
+    The mask of a buffer goes up to its stride, so that accesses have 16 bytes.
     """
     pointers = panel.x + rows.local.to(tl.int64)[:, None] * panel.stride + cols.local[None, :]
-    return pointers, (rows.local < rows.size)[:, None] & (cols.local < panel.stride)[None, :]
+    return pointers, (rows.local < rows.size)[:, None] & (cols.local < panel.width)[None, :]
 
 
 @triton.jit
 def _tile(inputs, products, block, C: tl.constexpr):
-    """Return the Axis of this program's rows, the ``pid`` of its first part of columns, and the
-    parts' inner products.
+    """Return the Axis of the rows, the ``pid`` of the first part of columns, and inner products.
 
-    A thread holds values of many columns, and for each vector along the columns needs as many
+    The products are of each part of the columns. A thread holds values of many columns, and for each vector along the columns needs as many
     registers. For a whole tile that would be 1.5 times the 128 that let two programs share a
     multiprocessor; hence the parts.
     """
-    pid, grid_m, grid_n = (
-        tl.program_id(0),
-        tl.cdiv(block.size_m, C.BLOCK_M),
-        tl.cdiv(block.size_n, C.BLOCK_N),
-    )
-    band, within = pid // (BAND * grid_n), pid % (BAND * grid_n)
+    pid = tl.program_id(0)
+    grid_m = tl.cdiv(block.size_m, C.BLOCK_M)
+    grid_n = tl.cdiv(block.size_n, C.BLOCK_N)
+    band = pid // (BAND * grid_n)
+    within = pid % (BAND * grid_n)
     height = tl.minimum(grid_m - band * BAND, BAND)
-    rows = _axis(
-        band * BAND + within % height,
-        block.row,
-        0,
-        block.size_m,
-        inputs.row_inv,
-        inputs.row_ids,
-        C.BLOCK_M,
-    )
-    cols = _axis(within // height, block.col, 0, block.size_n, inputs.col_inv, None, C.BLOCK_N)
+    pid_m = band * BAND + within % height
+    pid_n = within // height
+    rows = _axis(pid_m, block.row, 0, block.size_m, inputs.row_inv, inputs.row_ids, C.BLOCK_M)
+    cols = _axis(pid_n, block.col, 0, block.size_n, inputs.col_inv, None, C.BLOCK_N)
     if products.x is None:
         x = _dot(inputs, rows, cols, C)
     else:
@@ -158,8 +228,9 @@ def _tile(inputs, products, block, C: tl.constexpr):
 
 @triton.jit
 def _over_norms(x, rows, cols):
-    """Return x divided by the norms of rows and columns, whose product is formed once for scores
-    and gradients.
+    """Return x divided by the norms of rows and columns.
+
+    Their product is formed once for scores and gradients.
     """
     return x * (rows.inv[:, None] * cols.inv[None, :])
 
@@ -217,25 +288,34 @@ def _load_anchors(x, begin, stride, axis, AXIS: tl.constexpr, SHARED: tl.constex
 
 
 @triton.jit
-def _params(parameters, axis, slot, AXIS: tl.constexpr, SHARED: tl.constexpr):
-    """Return p and q of an axis's anchors."""
-    p = _load_anchors(
-        parameters.p, slot * parameters.slot_stride, parameters.p_stride, axis, AXIS, SHARED
-    )
-    return p, _load_anchors(parameters.q, 0, parameters.q_stride, axis, AXIS, SHARED)
+def _affine(s, values, axis, slot, AXIS: tl.constexpr, C: tl.constexpr):
+    """Return ``scale S + shift`` of an axis's anchors."""
+    scale = _load_anchors(values.scale, 0, values.scale_stride, axis, AXIS, C.SHARED)
+    if C.BASE_2:
+        scale = scale * LOG2E
+    if values.shift is None:
+        z = s * scale
+    else:
+        slot_begin = slot * values.slot_stride
+        shift = _load_anchors(values.shift, slot_begin, values.shift_stride, axis, AXIS, C.SHARED)
+        if C.SHIFT_FIRST:
+            z = (s + shift) * scale
+        elif C.BASE_2:
+            z = s * scale + shift * LOG2E  # one fused multiply-add
+        else:
+            z = s * scale + shift
+    return z
 
 
 @triton.jit
-def _within(x, s, fill, limits, axis, AXIS: tl.constexpr, SHARED: tl.constexpr):
+def _within(x, s, fill, values, axis, AXIS: tl.constexpr, SHARED: tl.constexpr):
     """Return x with ``fill`` where scores are not within the limits of an axis's anchors."""
-    if limits.below is not None:
-        x = tl.where(
-            s < _load_anchors(limits.below, 0, limits.below_stride, axis, AXIS, SHARED), x, fill
-        )
-    if limits.above is not None:
-        x = tl.where(
-            s > _load_anchors(limits.above, 0, limits.above_stride, axis, AXIS, SHARED), x, fill
-        )
+    if values.below is not None:
+        below = _load_anchors(values.below, 0, values.below_stride, axis, AXIS, SHARED)
+        x = tl.where(s < below, x, fill)
+    if values.above is not None:
+        above = _load_anchors(values.above, 0, values.above_stride, axis, AXIS, SHARED)
+        x = tl.where(s > above, x, fill)
     return x
 
 
@@ -258,47 +338,51 @@ def _store_partial(out, plane, x, rows, cols, AXIS: tl.constexpr, MAXIMUM: tl.co
 
 
 @triton.jit
-def _value(result, K: tl.constexpr, C: tl.constexpr):
-    """Return the K-th value of a FORM's result; with GRAD_P, for K = 1 the derivative w.r.t. p
-    instead.
-    """
-    return result[2] if C.GRAD_P and K == 1 else result[0][K]
+def _term(z, K: tl.constexpr, FORM: tl.constexpr, SECOND: tl.constexpr):
+    """Return the value and the slope of the K-th term."""
+    if K == 0:
+        value, slope = FORM(z)
+    else:
+        value, slope = SECOND(z)
+    return value, slope
 
 
 @triton.jit
-def _values(
-    s,
+def _summands(
+    s,  # (BLOCK_M, BLOCK_N) scores
     axis,
-    parameters,
-    limits,
+    values,
     K: tl.constexpr,
     AXIS: tl.constexpr,
     FORM: tl.constexpr,
+    SECOND: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Return the K-th values of a tile, see `_value`, summed over slots."""
-    p, q = _params(parameters, axis, 0, AXIS, C.SHARED)
-    x = _value(FORM(s, p, q, (1.0, 1.0)), K, C)
-    for slot in range(1, parameters.slots):
-        p, q = _params(parameters, axis, slot, AXIS, C.SHARED)
-        x += _value(FORM(s, p, q, (1.0, 1.0)), K, C)
-    return _within(x, s, float("-inf") if C.MAXIMUM else 0.0, limits, axis, AXIS, C.SHARED)
+    """Return the values of the K-th term, summed over slots, 0 beyond the limits."""
+    x, _ = _term(_affine(s, values, axis, 0, AXIS, C), K, FORM, SECOND)
+    for slot in range(1, values.slots):
+        further, _ = _term(_affine(s, values, axis, slot, AXIS, C), K, FORM, SECOND)
+        x += further
+    return _within(x, s, float("-inf") if C.MAXIMUM else 0.0, values, axis, AXIS, C.SHARED)
 
 
 @triton.jit(do_not_specialize=Block._fields)  # these change from batch to batch
 def sums_kernel(
     inputs,
     products,  # Panel of float32 inner products or scores
-    row, col, size_m, size_n, first_col,  # Block
-    parameters,
-    limits,
+    row,  # Block
+    col,
+    size_m,
+    size_n,
+    first_col,
+    values,
     row_out,  # (WIDTH, column parts, size_m) float32: sums of each tile over its columns
     col_out,  # (WIDTH, row parts, size_n) over its rows
-    panel,  # Panel for value 0 over the columns' norms, if any
     FORM: tl.constexpr,
+    SECOND: tl.constexpr,
     C: tl.constexpr,
-):  # fmt: skip
-    """Sum ``value(S_ij)`` over the columns and over the rows of each tile, or take the MAXIMUM."""
+):
+    """Sum ``f(z_ij)`` over the columns and over the rows of each tile, or take the MAXIMUM of z."""
     block = Block(row, col, size_m, size_n, first_col)
     rows, first, parts = _tile(inputs, products, block, C)
     PARTS: tl.constexpr = C.PARTS
@@ -307,31 +391,23 @@ def sums_kernel(
         cols = _part(first + part, inputs, block, C)
         s = _over_norms(parts[part], rows, cols)
         for k in tl.static_range(WIDTH):
-            x = _values(
-                s, rows if C.ROWS else cols, parameters, limits, k, 1 if C.ROWS else 0, FORM, C
-            )
-            y = (
-                _values(s, cols, parameters, limits, k, 0, FORM, C)
-                if C.ROWS and C.COLS and not C.SHARED
-                else x
-            )
+            if C.ROWS:
+                x = _summands(s, rows, values, k, 1, FORM, SECOND, C)
+            else:
+                x = _summands(s, cols, values, k, 0, FORM, SECOND, C)
+            y = x
+            if C.ROWS and C.COLS and not C.SHARED:
+                y = _summands(s, cols, values, k, 0, FORM, SECOND, C)
             x, y = _masked(x, y, float("-inf") if C.MAXIMUM else 0.0, rows, cols, True, C)
             if C.ROWS:
                 _store_partial(row_out, k, x, rows, cols, 1, C.MAXIMUM)
             if C.COLS:
                 _store_partial(col_out, k, y, rows, cols, 0, C.MAXIMUM)
-            if panel.x is not None and k == 0:
-                pointers, inside = _entries(panel, rows, cols)
-                tl.store(
-                    pointers, (x * cols.inv[None, :]).to(panel.x.dtype.element_ty), mask=inside
-                )
 
 
 @triton.jit
 def _upstream(grad, plane, axis, cols, AXIS: tl.constexpr, C: tl.constexpr):
-    """Return the gradients of an axis's sums; of rows and columns together where one evaluation
-    serves both.
-    """
+    """Return the gradients of an axis's sums; of both sides, where one evaluation serves them."""
     g = _load_anchors(grad.x, plane * grad.plane, grad.stride, axis, AXIS)
     if C.SHARED and C.ROWS and C.COLS:
         g += _load_anchors(grad.x, plane * grad.plane, grad.stride, cols, 0)
@@ -339,39 +415,56 @@ def _upstream(grad, plane, axis, cols, AXIS: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def _by_z(
+    z,
+    axis,
+    cols,
+    grad,
+    AXIS: tl.constexpr,
+    FORM: tl.constexpr,
+    SECOND: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Return the gradient of z: ``sum_k g_k f_k'(z)``."""
+    _, slope = _term(z, 0, FORM, SECOND)
+    by_z = slope * _upstream(grad, 0, axis, cols, AXIS, C)
+    if C.WIDTH == 2:
+        _, slope = _term(z, 1, FORM, SECOND)
+        by_z += slope * _upstream(grad, 1, axis, cols, AXIS, C)
+    return by_z
+
+
+@triton.jit
 def _slopes(
-    total,
-    s,
+    total,  # (BLOCK_M, BLOCK_N) the gradient of the scores so far
+    s,  # (BLOCK_M, BLOCK_N) scores
     rows,
     cols,
-    parameters,
-    limits,
+    values,
     grad,
     grads_out,
     AXIS: tl.constexpr,
     FORM: tl.constexpr,
+    SECOND: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Return ``total`` plus the gradient of the scores; store those of the parameters, summed along
-    an axis.
-    """
+    """Return ``total`` plus an axis's gradient of the scores; store that of its scale and shift."""
     axis = rows if AXIS == 1 else cols
-    first = _upstream(grad, 0, axis, cols, AXIS, C)
-    g = (first, _upstream(grad, 1, axis, cols, AXIS, C)) if C.WIDTH == 2 else (first,)
-    for slot in range(parameters.slots):
-        p, q = _params(parameters, axis, slot, AXIS, C.SHARED)
-        _, grad_s, grad_p, grad_q = FORM(s, p, q, g)
-        total += _within(grad_s, s, 0.0, limits, axis, AXIS, C.SHARED)
-        if C.GRAD_P or C.GRAD_Q:
-            grad_p, grad_q = _masked(
-                grad_p, grad_q if C.GRAD_Q else grad_p, 0.0, rows, cols, True, C
-            )
-            grad_p = _within(grad_p, s, 0.0, limits, axis, AXIS, C.SHARED)
-            grad_q = _within(grad_q, s, 0.0, limits, axis, AXIS, C.SHARED)
-        if C.GRAD_P:
-            _store_partial(grads_out, slot, grad_p, rows, cols, AXIS, False)
-        if C.GRAD_Q:
-            _store_partial(grads_out, parameters.slots, grad_q, rows, cols, AXIS, False)
+    scale = _load_anchors(values.scale, 0, values.scale_stride, axis, AXIS, C.SHARED)
+    by_scale = tl.zeros_like(s)
+    for slot in range(values.slots):
+        z = _affine(s, values, axis, slot, AXIS, C)
+        by_z = _by_z(z, axis, cols, grad, AXIS, FORM, SECOND, C)
+        by_z = _within(by_z, s, 0.0, values, axis, AXIS, C.SHARED)
+        total += by_z * scale
+        if C.GRAD_SHIFT:
+            by_shift, _ = _masked(by_z, by_z, 0.0, rows, cols, True, C)
+            _store_partial(grads_out, slot, by_shift, rows, cols, AXIS, False)
+        if C.GRAD_SCALE:
+            by_scale += by_z * s
+    if C.GRAD_SCALE:
+        by_scale, _ = _masked(by_scale, by_scale, 0.0, rows, cols, True, C)
+        _store_partial(grads_out, values.slots, by_scale, rows, cols, AXIS, False)
     return total
 
 
@@ -379,22 +472,24 @@ def _slopes(
 def gradient_kernel(
     inputs,
     products,  # as in sums_kernel
-    row, col, size_m, size_n, first_col,
-    parameters,
-    limits,
+    row,
+    col,
+    size_m,
+    size_n,
+    first_col,
+    values,
     grad,  # Upstream
-    # (planes, parts, anchors) float32 gradients w.r.t. p (a plane per slot) and q, summed by tile
-    row_grads_out,
+    row_grads_out,  # (planes, parts, anchors) float32: a plane for each slot of the shift, then the scale
     col_grads_out,
     panel,  # Panel for the gradient of the inner products, if any; may alias the products
     FORM: tl.constexpr,
+    SECOND: tl.constexpr,
     C: tl.constexpr,
-):  # fmt: skip
-    """Write ``dL/d(x_i y_j) = sum_sides g slope(S_ij) / (|x_i| |y_j|)``, and sum the gradients
-    w.r.t. the parameters.
+):
+    """Write ``dL/d(x_i y_j) = sum_sides g f'(z_ij) scale / (|x_i| |y_j|)``, and sum up dL/dz.
 
-    With SHARED, one evaluation serves both sides, and gradients w.r.t. the parameters are summed by
-    row alone.
+    With SHARED, one evaluation serves both sides, and the gradients of scale and shift are summed
+    by row alone.
     """
     block = Block(row, col, size_m, size_n, first_col)
     rows, first, parts = _tile(inputs, products, block, C)
@@ -404,13 +499,16 @@ def gradient_kernel(
         s = _over_norms(parts[part], rows, cols)
         x = tl.zeros_like(s)
         if C.ROWS:
-            x = _slopes(x, s, rows, cols, parameters, limits, grad, row_grads_out, 1, FORM, C)
+            x = _slopes(x, s, rows, cols, values, grad, row_grads_out, 1, FORM, SECOND, C)
         if C.COLS and not (C.ROWS and C.SHARED):
-            x = _slopes(x, s, rows, cols, parameters, limits, grad, col_grads_out, 0, FORM, C)
+            x = _slopes(x, s, rows, cols, values, grad, col_grads_out, 0, FORM, SECOND, C)
         if panel.x is not None:
             x = _over_norms(_masked(x, x, 0.0, rows, cols, False, C)[0], rows, cols)
             pointers, inside = _entries(panel, rows, cols)
             tl.store(pointers, x.to(panel.x.dtype.element_ty), mask=inside)
+
+
+# ------------------------------------------------------------------------------- the forms of terms
 
 
 @triton.jit
@@ -423,51 +521,61 @@ def _log1p(u):
 
 
 @triton.jit
-def _softplus(z, g):
-    """Return log(1 + e^z), and g times its derivative."""
-    e = tl.exp2(-tl.abs(z) * LOG2E)
-    return tl.maximum(z, 0.0) + _log1p(e), tl.where(z >= 0, 1.0, e) / (1.0 + e) * g
+def exponential(z):
+    """``2^z``: the scale and the shift are in units of log 2."""
+    e = tl.exp2(z)
+    return e, e
 
 
 @triton.jit
-def exp(s, scale, top, g):
-    e = tl.exp2(s * (scale * LOG2E) - top * LOG2E)  # one fused multiply-add and one instruction
-    return (e,), e * (scale * g[0]), s * e * g[0], 0.0
-
-
-@triton.jit
-def peak(s, scale, q, g):
-    return (scale * s,), scale * g[0], s * g[0], 0.0
-
-
-@triton.jit
-def information(s, scale, best, g):
-    z = tl.maximum((s - best) * scale, -1e4)  # -inf times exp(-inf) would be nan
+def exponential_of_base_e(z):
+    """``e^z``, beside another term of the same z."""
     e = tl.exp2(z * LOG2E)
-    # Where one candidate has nearly all of the probability, both terms are large and cancel: they
-    # are scaled after it.
-    return (e, e * z), scale * (e * (z + 1.0) * g[1] + e * g[0]), 0.0, 0.0
+    return e, e
 
 
 @triton.jit
-def moments(s, centre, q, g):
-    d = s - centre
-    return (d, d * d), 2.0 * g[1] * d + g[0], 0.0, 0.0
+def information(z):
+    """``z e^z``."""
+    z = tl.maximum(z, LARGEST_FALL)  # -inf times exp(-inf) would be nan
+    e = tl.exp2(z * LOG2E)
+    return z * e, (z + 1.0) * e
 
 
 @triton.jit
-def hinges(s, threshold, q, g):
-    g = tl.where(s > threshold, g[0], 0.0)
-    return (tl.maximum(s - threshold, 0.0, propagate_nan=tl.PropagateNan.ALL),), g, -g, 0.0
+def identity(z):
+    """``z``."""
+    return z, tl.full(z.shape, 1.0, z.dtype)
 
 
 @triton.jit
-def softplus(s, scale, bias, g):
-    x, slope = _softplus(scale * s + bias, g[0])
-    return (x,), scale * slope, s * slope, slope
+def square(z):
+    """``z²``."""
+    return z * z, 2.0 * z
 
 
-FORMS = {form.__name__: form for form in (exp, peak, information, moments, hinges, softplus)}
+@triton.jit
+def excess(z):
+    """``max(z, 0)``."""
+    return tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL), tl.where(z > 0.0, 1.0, 0.0)
+
+
+@triton.jit
+def softplus(z):
+    """``log(1 + e^z)``."""
+    e = tl.exp2(-tl.abs(z) * LOG2E)
+    return tl.maximum(z, 0.0) + _log1p(e), tl.where(z >= 0, 1.0, e) / (1.0 + e)
+
+
+# The forms of the terms of a question; others are summed tile by tile in PyTorch.
+FORMS = {
+    (terms.exponential,): (exponential, None),
+    (terms.square,): (square, None),
+    (terms.excess,): (excess, None),
+    (terms.softplus,): (softplus, None),
+    (terms.identity, terms.square): (identity, square),
+    (terms.exponential, terms.information): (exponential_of_base_e, information),
+}
 
 
 @triton.jit
@@ -479,8 +587,7 @@ def _vector(x, row, stride, dim, BLOCK_D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["begin"])
 def project_kernel(x, stride, dim, inv, begin, total, listed, out, BLOCK_D: tl.constexpr):
-    """Write ``out_i = g - u <u, g>`` (N, dim) with ``u = x_i inv_i``; each vector from ``begin`` on
-    has a program.
+    """Write ``out_i = g - u <u, g>`` (N, dim) with ``u = x_i inv_i``: a program for each vector.
 
     g adds up ``total`` (., dim), float32 sums from vector ``begin`` on that may alias out, and
     ``grad inv_i inv_j y_j`` of the listed pairs (i, j), whose scores have the gradient

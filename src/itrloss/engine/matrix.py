@@ -276,7 +276,7 @@ class Matrix:
             inputs=self.inputs(),
             guide=None if guide is None else guide.inputs(),
             pairs=self._positives_along(),
-            triton=self._uses_triton(question),
+            triton=guide is None and self._uses_triton(question),
         )
         sums, positives = ask(request, self.targets())
         if request.pairs is not None:
@@ -298,8 +298,8 @@ class Matrix:
         return None
 
     def _uses_triton(self, question: Question) -> bool:
-        """Return whether Triton has a kernel for a question."""
-        if self.engine != "triton":
+        """Return whether Triton has a kernel for a question; none adds biases."""
+        if self.engine != "triton" or self.bias != (None, None):
             return False
         from . import triton
 
@@ -314,7 +314,7 @@ class Matrix:
                 return dense.highest(question, self.graph_scores(), other)
             inputs = self.inputs()
             with full_precision(inputs.like):
-                if self._uses_triton(question):
+                if self.engine == "triton" and guide is None and self.bias == (None, None):
                     from . import triton
 
                     return triton.highest(question, inputs)
@@ -371,7 +371,8 @@ class Matrix:
         That is one gradient of all embeddings less, 0.88 of the time (python -m benchmarks --losses
         "triplet hardest" --shapes 512x512x1024, with and without).
         """
-        if self._positive_scores is not None or not self.pairs.listable:
+        alone = self.engine == "dense" or not self.pairs.listable
+        if alone or self._positive_scores is not None:
             return self.pair_scores(rows, cols)
         positive_rows, positive_cols = self.pairs.listed
         count = len(positive_rows)

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .inputs import ACCELERATOR_TILE, TILE, even_chunks
 from .pairs import weighted_sums
 from .products import add_matmul_, matmul
-from .inputs import ACCELERATOR_TILE, TILE, even_chunks
 from .vectors import (
     compute_dtype,
     full_precision,

@@ -111,6 +111,8 @@ class Needs(NamedTuple):
     scale: bool = False
     shift: bool = False
     params: tuple[bool, ...] = ()
+    #: In which dtypes Triton writes the gradients of rows and columns.
+    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32)
 
 
 class Gradients(NamedTuple):

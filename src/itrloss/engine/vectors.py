@@ -12,6 +12,9 @@ from torch import Tensor
 EPS = 1e-12  # a vector of at most this length counts as zero: its scores and its gradient are 0
 CHUNK = 2**17  # elements of embeddings that a pass over them processes at once
 ACCELERATOR_CHUNK = 2**23
+# Elements up to which half-precision vectors have a gradient in float32 (64 MiB); that of larger
+# ones is rounded for each sum, for it would take twice their memory.
+STAND_IN = 2**24
 
 # ---------------------------------------------------------------------------------------- precision
 
@@ -195,6 +198,8 @@ class Embeddings:
     def gradient_target(self) -> Tensor:
         """Return what gets the gradient of sums: the vectors, or their stand-in in float32."""
         if self.x.dtype == self.dtype or not self.x.requires_grad:
+            return self.x
+        if self.x.numel() > STAND_IN:
             return self.x
         if self._stand_in is None:
             with torch.enable_grad():  # even if first used under no_grad

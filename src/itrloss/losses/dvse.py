@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import functional
-from ..checks import IMAGES_AND_TEXTS, check_embeddings, check_matrix, check_number, check_size
 from ..anchors import AnchorSide
+from ..checks import IMAGES_AND_TEXTS, check_embeddings, check_matrix, check_number, check_size
 from ..distributed import gather_parts, world_size
 from ..engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
 from ..engine.vectors import Embeddings, full_precision, normalized
