@@ -60,8 +60,9 @@ def step(case: Case, variant: str) -> Callable[[], Tensor]:
         plain = LOSSES[case.loss].plain
         function = torch.compile(plain, fullgraph=True) if "compiled" in variant else plain
         return lambda: function(*inputs.leaves, *inputs.plain_arguments)
-    criterion = module(case, inputs, "dense")
-    criterion = torch.compile(criterion, fullgraph=True) if "compiled" in variant else criterion
+    criterion = module(case, inputs, "auto")
+    if "compiled" in variant:
+        criterion = torch.compile(criterion, fullgraph=True)
     return lambda: criterion(*inputs.leaves, *inputs.arguments)
 
 

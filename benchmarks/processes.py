@@ -26,8 +26,7 @@ FORMS = (
     "one process",
     "its scores not kept",
     "own rows alone",
-    "all-gather",
-    "ring",
+    "gathered",
     "plain PyTorch, local loss",
 )
 
@@ -55,8 +54,7 @@ def calls(
         "one process": lambda: kind()(v, w),
         "its scores not kept": lambda: kind(engine="tiled")(v, w),
         "own rows alone": lambda: kind()(own_v, w, ids[own], ids),
-        "all-gather": lambda: kind(gather="all-gather")(own_v, own_w),
-        "ring": lambda: kind(gather="ring")(own_v, own_w),
+        "gathered": lambda: kind(gather=True)(own_v, own_w),
     }
     return (
         {**forms, "plain PyTorch, local loss": lambda: plain(own_v, own_w)}

@@ -19,14 +19,18 @@ from pathlib import Path
 import torch
 import triton
 from cases import pairwise
-from itrloss.engine.reduce import Question
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from itrloss.engine import terms
 from itrloss.engine import triton as engine
+from itrloss.engine.inputs import Inputs, Side
 from itrloss.engine.kernels import FORMS
+from itrloss.engine.pair_scores import ListedPairs
 from itrloss.engine.pairs import Pairs
+from itrloss.engine.question import Question
+from itrloss.engine.tiled import Needs
 
 EXPONENTIAL = (terms.exponential,)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from functools import partial
 from typing import Any
 
 import torch
@@ -158,11 +157,11 @@ def outcome(
     """The loss and its gradients, with respect to images, texts and the loss's parameters."""
     torch.manual_seed(1)
     dtype = inputs["images"].dtype
-    if config["loss"] in GUIDED and options.get("gather") == "ring":
-        options["gather"] = "all-gather"  # a guide's scores are not sent around
     module = LOSSES[config["loss"]](**config["options"], **options).to(dtype)
     criterion: Any = (
-        torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
+        torch.compile(module, fullgraph=module.engine != "tiled", backend="aot_eager")
+        if compiled
+        else module
     )
     v, w = (inputs[name].clone().requires_grad_() for name in ("images", "texts"))
     ids = [inputs["image_ids"], inputs["text_ids"]]
@@ -179,11 +178,7 @@ def outcome(
             {"negatives": inputs["text_keys"]} if config["loss"] == "infonce negatives" else {}
         )
         if config["loss"] in GUIDED:
-            kind: Any = (
-                partial(Similarity.sharded, schedule="all-gather")
-                if options.get("gather")
-                else Similarity
-            )
+            kind: Any = Similarity.sharded if options.get("gather") else Similarity
             keys = (inputs[name].requires_grad_() for name in ("image_keys", "text_keys"))
             more = {GUIDED[config["loss"]]: kind(*keys, *ids)}
         value = criterion(v, w, image_ids=ids[0], text_ids=ids[1], **more)

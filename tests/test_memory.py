@@ -175,11 +175,11 @@ def test_no_product_for_the_gradient_of_the_memory(library, request):
     inputs, keys, memory, ids = case("pairs", torch.float32)
     n, size = len(inputs[0]), memory.size
     # Keys are only multiplied with the embeddings of their pairs.
-    for engine, memory_products, batch_products in (("dense", 2, 1), ("tiled", 3, 1)):
+    for engine, memory_products, batch_products in (("dense", 2, 1), ("tiled", 4, 1)):
         with Products() as products:
             make("mdcl", engine=engine)(*inputs, *keys, memory, *ids).backward()
-        # The diversity in the batch needs one product; the tiled engine computes one for each
-        # answer.
+        # The diversity in the batch needs one product; the tiled engine forms the scores for each
+        # answer, and once more for the gradient.
         assert products.flops == 2 * D * (2 * memory_products * n * size + batch_products * n * n)
 
 
@@ -360,18 +360,14 @@ def test_a_memory_may_start_with_random_entries():
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_backward_pass_after_its_entries_were_overwritten_is_refused_or_right(engine):
-    """The dense and the tiled engine have computed the gradient in the forward pass."""
+def test_a_backward_pass_after_its_entries_were_overwritten_is_refused(engine):
+    """Backward reads the memory again, on each engine."""
     inputs, keys, memory, ids = case("ids")
     loss = make("mdcl", engine=engine)
-    wanted = torch.autograd.grad(loss(*inputs, *keys, memory, *ids), inputs)
     value = loss(*inputs, *keys, memory, *ids)
     memory.enqueue(*(k[:5] for k in keys), ids[0][:5])
-    if engine != "dense":
-        assert torch.equal(torch.cat(torch.autograd.grad(value, inputs)), torch.cat(wanted))
-    else:
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            value.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()
 
 
 def test_nothing_of_the_size_of_the_memory_is_kept_for_backward():

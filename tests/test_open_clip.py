@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 import itrloss
-from itrloss import compat, distributed
+from itrloss import compat
 from itrloss.integrations.open_clip import RetrievalLoss, patch_open_clip
 
 WAYS = [
@@ -127,7 +127,6 @@ def test_every_way_has_the_values_and_gradients_of_one_process_and_theirs_relate
 
 KINDS = {"clip": compat.ClipLoss, "siglip": compat.SigLipLoss}
 SIZES = {"one has none": [3, 0, 2], "unequal": [1, 4, 1], "one pair": [0, 1, 0]}
-LARGEST_GATHERED = {"all-gather": distributed.GATHERED, "ring": -1}
 
 
 def parts(rank: int, sizes: list[int]) -> list[Tensor]:
@@ -154,15 +153,10 @@ def several(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind, make in KINDS.items():
         criterion = make(world_size=3)
-        for schedule, size in LARGEST_GATHERED.items():
-            distributed.GATHERED = size
-            for name, sizes in SIZES.items():
-                part = parts(rank, sizes)
-                found[kind, schedule, name] = outcome(
-                    criterion, *part, DistributedDataParallel, torch.float64
-                )
-            found[kind, schedule, "half"] = halves(criterion, parts(rank, [3, 3, 3]))
-        distributed.GATHERED = LARGEST_GATHERED["all-gather"]
+        for name, sizes in SIZES.items():
+            part = parts(rank, sizes)
+            found[kind, name] = outcome(criterion, *part, DistributedDataParallel, torch.float64)
+        found[kind, "half"] = halves(criterion, parts(rank, [3, 3, 3]))
         nothing = torch.zeros(0, 6, requires_grad=True)
         loss = criterion(nothing, nothing, 9.0, -2.0)
         loss.backward()
@@ -195,17 +189,13 @@ def test_batches_of_any_size_half_precision_and_the_compiler(tmp_path):
         for name, sizes in SIZES.items():
             whole = outcome(criterion, *batch(sum(sizes)), nn.Identity(), torch.float64)
             for found in processes:
-                for schedule in LARGEST_GATHERED:
-                    assert_same(found[kind, schedule, name], whole, 1e-10)
+                assert_same(found[kind, name], whole, 1e-10)
         value, *grads = halves(criterion, [*batch(9)])
-        for schedule in LARGEST_GATHERED:
-            values, *parted = zip(
-                *(found[kind, schedule, "half"] for found in processes), strict=True
-            )
-            torch.testing.assert_close(torch.stack(values), value.expand(3))
-            merged = (torch.cat(parted[0]), torch.cat(parted[1]), sum(parted[2]), sum(parted[3]))
-            for x, wanted in zip(merged, grads, strict=True):
-                assert (x / 3 - wanted).norm() <= 0.01 * wanted.norm()
+        values, *parted = zip(*(found[kind, "half"] for found in processes), strict=True)
+        torch.testing.assert_close(torch.stack(values), value.expand(3))
+        merged = (torch.cat(parted[0]), torch.cat(parted[1]), sum(parted[2]), sum(parted[3]))
+        for x, wanted in zip(merged, grads, strict=True):
+            assert (x / 3 - wanted).norm() <= 0.01 * wanted.norm()
         compiled = outcome(criterion, *batch(6), nn.Identity())
         for rank, found in enumerate(processes):
             assert found[kind, "nothing"] == 0

@@ -216,12 +216,12 @@ def test_compiles_as_one_graph(engine, kind):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def in_a_process(rank: int, schedule: str):
+def in_a_process(rank: int):
     found = []
     for options in OPTIONS.values():
         for reduction in ("mean", "sum"):
             loss = PCMEPlusPlusLoss(
-                **options, reduction=reduction, gather=schedule, engine="tiled"
+                **options, reduction=reduction, gather=True, engine="tiled"
             ).double()
             inputs, ids = part(rank)
             value = loss(*(x.requires_grad_() for x in inputs), *ids)
@@ -242,10 +242,9 @@ def part(rank):
     return [x.clone() for x in inputs], [x[cut] for x, cut in zip(ids, cuts, strict=True)]
 
 
-@pytest.mark.parametrize("schedule", ["all-gather", "ring"])
-def test_processes_share_a_batch(tmp_path, schedule):
+def test_processes_share_a_batch(tmp_path):
     cases = [(options, reduction) for options in OPTIONS.values() for reduction in ("mean", "sum")]
-    found = run(in_a_process, tmp_path, schedule, world=3)
+    found = run(in_a_process, tmp_path, world=3)
     for (options, reduction), parts in zip(cases, zip(*found, strict=True), strict=True):
         loss, inputs = (
             PCMEPlusPlusLoss(**options, reduction=reduction).double(),

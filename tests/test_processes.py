@@ -24,11 +24,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 import itrloss
-from itrloss.engine import exchange, processes
+from itrloss.distributed import collectives, shards
 from itrloss.engine.pairs import Pairs
 
 D, WORLD, ODD = 6, 3, 1  # ODD: the process that is lost, or that differs
-SCHEDULES = "all-gather", "ring"
+SCHEDULES = (True,)
 
 
 def sample(
@@ -74,26 +74,23 @@ def against_memory(v: Tensor, w: Tensor, schedule: Any) -> Tensor:
 
 
 WORK: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "all-gather": lambda v, w: itrloss.InfoNCELoss(learnable=True, gather="all-gather")(v, w),
-    "ring": lambda v, w: itrloss.InfoNCELoss(learnable=True, gather="ring")(v, w),
-    "memory, all-gather": lambda v, w: against_memory(v, w, "all-gather"),
-    "memory, ring": lambda v, w: against_memory(v, w, "ring"),
+    "batch": lambda v, w: itrloss.InfoNCELoss(learnable=True, gather=True)(v, w),
+    "memory": lambda v, w: against_memory(v, w, True),
     "enqueue": enqueued,
     "k-means": clustered,
     "metrics": measured,
 }
 FAULTS = [
-    *((kind, "is stuck", "before") for kind in ("all-gather", "ring", "enqueue")),
-    ("ring", "is stuck", "backward 4"),
+    *((kind, "is stuck", "before") for kind in ("batch", "enqueue")),
     *(
         (kind, how, when)
         for kind in WORK
         for how, when in [("raises", "before"), ("is killed", "forward 2")]
     ),
-    *((kind, "is killed", "forward 6") for kind in [*list(WORK)[:4], "metrics"]),
-    *((kind, "raises", "between") for kind in list(WORK)[:4]),
-    *((kind, "is killed", "backward 1") for kind in list(WORK)[:4]),
-    *((kind, "is killed", "backward 6") for kind in ("all-gather", "ring", "memory, ring")),
+    *((kind, "is killed", "forward 6") for kind in [*list(WORK)[:2], "metrics"]),
+    *((kind, "raises", "between") for kind in list(WORK)[:2]),
+    *((kind, "is killed", "backward 1") for kind in list(WORK)[:2]),
+    *((kind, "is killed", "backward 6") for kind in ("batch",)),
 ]
 
 
@@ -101,7 +98,7 @@ def stepping(rank: int, kind: str, how: str, when: str) -> dict[str, Any]:
     """Two steps; one process is lost before or between forward and backward, or at one of their
     collectives.
     """
-    phase, number, communicate = "forward", 0, processes.communicate
+    phase, number, communicate = "forward", 0, collectives.communicate
 
     def fault(place: str) -> None:
         if rank != ODD or place != when:
@@ -119,7 +116,7 @@ def stepping(rank: int, kind: str, how: str, when: str) -> dict[str, Any]:
         fault(f"{phase} {number}")
         return communicate(*args, **options)
 
-    processes.communicate = counted  # type: ignore[assignment]
+    collectives.communicate = counted  # type: ignore[assignment]
     began, said, steps = time.monotonic(), "", []
     try:
         for _ in range(2):
@@ -168,7 +165,7 @@ def test_numbers_are_exchanged_where_the_embeddings_are(monkeypatch):
         exchange, "largest", lambda x, group: devices.append(x.device.type) or torch.ones(1)
     )
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
-    shared = exchange.Processes(None, [(2, 2)] * 2)
+    shared = shards.Processes(None, [(2, 2)] * 2)
     shared.pairs = Pairs((4, 4), (None, None), torch.device("meta"))
     assert shared.largest(1) == 1 and devices == ["meta"]
 
@@ -265,8 +262,6 @@ DIFFERENT: dict[str, tuple[Callable[[bool, Any], Any], str, str]] = {
         "trained ['log_scale']",
         "trained []",
     ),
-    "schedule": (lambda odd, s: pair(gather=SCHEDULES[odd])(*pairs()), " all-gather ", " ring "),
-    "chosen schedule": (lambda odd, s: pair(gather=True if odd else s)(*pairs()), "", " auto "),
     "telemetry": (
         lambda odd, s: pair(gather=s, telemetry=odd)(*pairs()),
         "telemetry False",
@@ -618,7 +613,7 @@ def trained(
             if way == "by hand":
                 averaged(step.towers)
             found[way, kind, reduction] = step.gradients()
-        step = Step("infonce", gather="ring")
+        step = Step("infonce", gather=True)
         accumulate(way, step, wrapped(way, step), rank)
         if way == "by hand":
             averaged(step.towers)

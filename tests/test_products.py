@@ -8,7 +8,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from cases import embeddings, make_ids
 from test_losses import make
 
 import itrloss
@@ -140,23 +139,3 @@ def test_the_rule_is_looked_up_once_and_moves_no_random_number():
     assert torch.equal(torch.get_rng_state(), state)
     source = Path(products.__file__).read_text()
     assert "perf_counter" not in source and "import time" not in source
-
-
-@pytest.mark.slow
-def test_compiled_losses_ask_the_faster_library_too(by_onednn, monkeypatch):
-    """The tiled engine is an operator; for plain PyTorch, the compiler chooses the product itself."""
-    made, onednn = [], products._onednn
-    monkeypatch.setattr(products, "_onednn", lambda *x: made.append(x) or onednn(*x))
-    torch._dynamo.reset()
-    loss = make("dcl", engine="tiled")
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    results = []
-    for f in (loss, compiled):
-        v, w = (x.requires_grad_() for x in embeddings(8, 11, dtype=torch.float32))
-        f(v, w, *make_ids("random", 8, 11)).backward()
-        v.grad = w.grad = None
-        made.clear()  # products made during compilation
-        f(v, w, *make_ids("random", 8, 11)).backward()
-        results.append((v.grad, w.grad))
-        assert made
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)

@@ -57,7 +57,7 @@ def check(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "schedule", "turn"),
-    [(2, "all-gather", 0), (2, "ring", 1), (3, "all-gather", 2), (3, "ring", 3)],
+    [(2, True, 0), (2, True, 1), (3, True, 2), (3, True, 3)],
 )
 def test_random_batches_have_the_loss_and_the_gradients_of_one_process(
     tmp_path, world, schedule, turn
@@ -116,12 +116,7 @@ def refused(rank: int) -> None:
         ValueError, match=r"text_ids: expected image_ids, as image i|process 1 failed"
     ):
         itrloss.DirectionalInfoNCELoss(gather=True)(v, w, ids, ids.flip(0) if rank else ids)
-    ring = Similarity.sharded(v, w, schedule="ring")
-    with pytest.raises(
-        ValueError, match="guide: expected schedule='all-gather' of all similarities"
-    ):
-        itrloss.FilteredInfoNCELoss(gather="all-gather")(v, w, guide=ring)
-    sims = [Similarity.sharded(v, x, ids, ids, schedule="all-gather") for x in (w, w.sin())]
+    sims = [Similarity.sharded(v, x, ids, ids) for x in (w, w.sin())]
     with pytest.raises(ValueError, match="hardest_negatives: expected one matrix of candidates"):
         Anchors.pooled(*sims).hardest_negatives()
     for other in (
@@ -139,7 +134,7 @@ def test_what_processes_cannot_share_is_an_error_in_all_of_them(tmp_path):
     run(refused, tmp_path)
 
 
-def limited(rank: int | None, schedule: Any) -> list[torch.Tensor]:
+def limited(rank: int | None) -> list[torch.Tensor]:
     """Answers within limits, of positives and with a bias, and their gradients; ``rank`` None: of
     one process.
     """
@@ -158,19 +153,16 @@ def limited(rank: int | None, schedule: Any) -> list[torch.Tensor]:
     leaves = [
         x[part].clone().requires_grad_() for x, part in zip(whole, (rows, cols) * 2, strict=True)
     ]
-    options: dict[str, Any] = {} if rank is None else {"schedule": schedule}
     kind: Any = Similarity if rank is None else Similarity.sharded
-    sim = kind(*leaves[:2], ids[0][rows], ids[1][cols], bias=tuple(leaves[2:]), **options)
+    sim = kind(*leaves[:2], ids[0][rows], ids[1][cols], bias=tuple(leaves[2:]))
     both, found = sim.both, []
     positive = both.mean_of_positives(identity)
-    guided: list[torch.Tensor] = []
-    if schedule != "ring":
-        teacher = (x.detach().cos() for x in leaves[:2])
-        other = kind(*teacher, ids[0][rows], ids[1][cols], **options).both
-        guided = [
-            both.logsumexp(5.0, below=0.2, guide=other),
-            both.sum(weighted_by_guide, 2.0, 1.0, guide=other),
-        ]
+    teacher = (x.detach().cos() for x in leaves[:2])
+    other = kind(*teacher, ids[0][rows], ids[1][cols]).both
+    guided = [
+        both.logsumexp(5.0, below=0.2, guide=other),
+        both.sum(weighted_by_guide, 2.0, 1.0, guide=other),
+    ]
     for values in (
         both.logsumexp(5.0, below=positive + 0.1),
         both.logsumexp(300.0, above=-0.2, below=0.5),
@@ -190,9 +182,8 @@ def limited(rank: int | None, schedule: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["all-gather", "ring"])
-def test_limits_positives_and_biases_over_processes(tmp_path, schedule):
-    found, wanted = run(limited, tmp_path, schedule), limited(None, schedule)
+def test_limits_positives_and_biases_over_processes(tmp_path):
+    found, wanted = run(limited, tmp_path), limited(None)
     for k, (x, *parts) in enumerate(zip(wanted, *found, strict=True)):
         if k % 5 == 0:  # values
             torch.testing.assert_close(parts, [x, x], rtol=1e-9, atol=1e-12)
@@ -200,15 +191,14 @@ def test_limits_positives_and_biases_over_processes(tmp_path, schedule):
             torch.testing.assert_close(torch.cat(parts) / 2, x, rtol=1e-9, atol=1e-12)
 
 
-def tied(rank: int, schedule: Any) -> list[torch.Tensor]:
+def tied(rank: int) -> list[torch.Tensor]:
     """The hardest negatives of alike images and texts."""
-    sim = Similarity.sharded(torch.ones(3, 4), torch.ones(3, 4), schedule=schedule)
+    sim = Similarity.sharded(torch.ones(3, 4), torch.ones(3, 4))
     return [*sim.both.hardest_negatives().indices.split(3)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["all-gather", "ring"])
-def test_of_equal_negatives_the_first_is_the_hardest(tmp_path, schedule):
-    found = zip(*run(tied, tmp_path, schedule), strict=True)
+def test_of_equal_negatives_the_first_is_the_hardest(tmp_path):
+    found = zip(*run(tied, tmp_path), strict=True)
     wanted = Similarity(torch.ones(6, 4), torch.ones(6, 4)).both.hardest_negatives().indices
     assert torch.equal(torch.cat([torch.cat(parts) for parts in found]), wanted)

@@ -471,15 +471,22 @@ class Anchors:
 
     def _centre(self) -> Tensor:
         """Return a number (A,) near the mean of each anchor's negatives, without a gradient."""
-        answers = []
-        for block in self._blocks:
-            sums, numbers = block.matrix.score_sums(block.sides)
-            answers.append(torch.stack([sums, numbers.to(sums.dtype)]))
+        answers = [block.matrix.summed_scores(block.sides) for block in self._blocks]
         total = self._joined(answers, torch.add)
         if self.exchange is not None:
             total = self.exchange.merged(total)
-        sums, numbers = total
-        return sums / numbers.clamp_min(1)
+        parts = zip(self.split(total), self._candidates(), strict=True)
+        return torch.cat([part / number for part, number in parts])
+
+    def _candidates(self) -> list[int]:
+        """Return the number of candidates of each group's anchors."""
+        numbers = []
+        for g, group in enumerate(self._groups):
+            number = sum(side.candidates for side in group)
+            if self.exchange is not None and self.exchange.shards[g].is_spread:
+                number = number * self.exchange.processes.world
+            numbers.append(number)
+        return numbers
 
     def entropy(self, temperature: float = 1.0) -> Tensor:
         """Return (A,) ``-sum_j P_ij log2 P_ij`` over each anchor's negatives.

@@ -321,6 +321,7 @@ def memory_sides(
     to_images = Matrix(texts, image_bank, of_texts, chosen, budget)
     for matrix in (to_texts, to_images):
         matrix.bounded = True  # entries have unit length
+        matrix.is_memory = True
     return [
         AnchorSide(to_texts, 0, sides.images_with_keys.share),
         AnchorSide(to_images, 0, sides.texts_with_keys.share),

@@ -205,7 +205,7 @@ class Similarity(Anchors):
         checks.check_matrix("scores", scores, "(N, M)", check_finite)
         n, m = scores.shape
         ids = checks.check_ids(row_ids, col_ids, n, m, scores.device, names)
-        chosen = choose_engine(engine, n * m, 0, scores)
+        chosen = choose_engine(engine, n * m, 8 * n * m, scores)  # they are held anyway
         pairs = Pairs((n, m), ids, scores.device)
         matrix = Matrix.of_scores(Embeddings(scores, False), pairs, chosen)
         return cls.of_anchors(AnchorSide(matrix, 0))

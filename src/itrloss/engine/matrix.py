@@ -15,10 +15,10 @@ from ..checks import one_of
 from . import dense, tiled
 from .autograd import AllScores, Request, Targets, ask
 from .inputs import NO_SIDE, Inputs, Side, even_chunks, tile_shape, whole_scores
-from .pair_scores import Index
-from .pairs import Pairs
+from .pair_scores import Index, pair_scores
+from .pairs import Pairs, segment_sum
 from .products import matmul
-from .question import Question, is_trained
+from .question import Question
 from .terms import identity
 from .tiled import Best
 from .vectors import Embeddings, full_precision, host_may_read, may_keep
@@ -120,6 +120,8 @@ class Matrix:
         self.engine = engine
         self.dtype = like.dtype
         self.device = like.x.device
+        #: Whether the columns are a memory: few are positives, and nobody asks for them.
+        self.is_memory = False
         self._kept_scores: Tensor | None = None  # (N, M), without a gradient
         self._graph_scores: Tensor | None = None  # (N, M), with their graph
         self._positive_scores: Tensor | None = None  # (P,), where they came along with a sum
@@ -138,6 +140,7 @@ class Matrix:
         twin.keeps = self.keeps
         twin.is_small = self.is_small
         twin.bounded = self.bounded
+        twin.is_memory = self.is_memory
         twin._kept_scores = self._kept_scores
         if self._graph_scores is not None and self.engine == "dense":
             twin._graph_scores = self._graph_scores.detach()
@@ -290,12 +293,9 @@ class Matrix:
             return None
         if self.pairs.one_to_one:
             return None, None
-        # A memory, which has no gradient, has few positives, and nobody asks for them.
-        targets = self.embedding_targets()
-        trained = is_trained(targets.rows) and is_trained(targets.cols)
-        if self.pairs.listable and (trained or targets.scores is not None):
-            return self.pairs.listed
-        return None
+        if not self.pairs.listable or self.is_memory:
+            return None
+        return self.pairs.listed
 
     def _uses_triton(self, question: Question) -> bool:
         """Return whether Triton has a kernel for a question; none adds biases."""
@@ -320,20 +320,33 @@ class Matrix:
                     return triton.highest(question, inputs)
                 return tiled.highest(question, inputs, None if guide is None else guide.inputs())
 
-    def score_sums(self, sides: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Return sums of scores and their numbers (A,), whose quotient is near the negatives' mean.
+    def summed_scores(self, sides: tuple[int, ...]) -> Tensor:
+        """Return about the sums (A,) of the scores of all candidates. No gradient.
 
-        No gradient.
+        Divided by the number of candidates, they are near the mean of the negatives.
         """
         self.check_unchanged()
         with torch.no_grad():
+            if self.embeddings is None:  # given scores may be infinite at the positives
+                sums = self.sums(Question(self.pairs, sides, (identity,)))
+                parts = sums.split([self.shape[side] for side in sides])
+                return torch.cat([self._rescaled(x, side) for x, side in zip(parts, sides, strict=True)])
             inputs = self.inputs()
-            if inputs.rows is not NO_SIDE:  # given scores may be infinite at the positives
-                with full_precision(inputs.like):
-                    return tiled.score_sums(self.pairs, sides, inputs)
-            question = Question(self.pairs, sides, (identity,))
-            numbers = torch.cat([self.pairs.counts(side)[1] for side in sides])
-            return self.sums(question), numbers
+            with full_precision(inputs.like):
+                sums = {side: tiled.summed_scores(inputs, side) for side in sides}
+                # One positive hardly moves a mean, but several may score far from the negatives.
+                if not self.pairs.one_to_one and self.pairs.listable:
+                    scores = pair_scores(inputs, *self.pairs.listed)
+                    for side, total in sums.items():
+                        index = self.pairs.listed[side]
+                        negatives = total - segment_sum(scores, index, self.shape[side])
+                        sums[side] = self._rescaled(negatives, side)
+                return torch.cat(list(sums.values()))
+
+    def _rescaled(self, sums: Tensor, side: int) -> Tensor:
+        """Return the mean of each anchor's negatives, times the number of its candidates: (A,)."""
+        negatives = self.pairs.counts(side)[1].clamp_min(1)
+        return sums * (self.shape[1 - side] / negatives)
 
     def hardest(self, question: Question) -> Best:
         """Return the highest score that counts of each anchor, and its candidate: (A,).

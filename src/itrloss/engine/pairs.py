@@ -177,20 +177,27 @@ class Pairs:
                 x.diagonal(offset).fill_(value)
             return x
         if over == "negatives" and self.listable and x.device.type == "cpu":
-            i, j = self._listed_within(rows)
+            i, j = self._listed_within(rows, cols)
             if len(i) * 16 <= x.numel():
-                inside = (j >= cols.start) & (j < cols.stop)
-                x[i[inside] - rows.start, j[inside] - cols.start] = value
+                x[i, j] = value
                 over = "all"
         mask = self.excluded(over, rows, cols)
         return x if mask is None else x.masked_fill_(mask, value)
 
-    def _listed_within(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return the positive pairs of some of the rows."""
+    def _listed_within(self, rows: slice, cols: slice) -> tuple[Tensor, Tensor]:
+        """Return the positive pairs of a tile, as places in it."""
         i, j = self.listed
-        ends = torch.tensor([rows.start, rows.stop])
-        start, stop = torch.searchsorted(i, ends).tolist()
-        return i[start:stop], j[start:stop]
+        n, m = self.shape
+        if rows.start > 0 or rows.stop < n:
+            ends = torch.tensor([rows.start, rows.stop])
+            start, stop = torch.searchsorted(i, ends).tolist()
+            i = i[start:stop] - rows.start
+            j = j[start:stop]
+        if cols.start > 0 or cols.stop < m:
+            inside = (j >= cols.start) & (j < cols.stop)
+            i = i[inside]
+            j = j[inside] - cols.start
+        return i, j
 
 
 def is_diagonal(rows: Tensor, cols: Tensor) -> bool:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from .inputs import Inputs, Side, Tile, tiles
-from .pair_scores import ListedPairs, add_pair_gradient, pair_scores
-from .pairs import Pairs, segment_sum
+from .pair_scores import ListedPairs, add_pair_gradient
 from .products import add_matmul_, matmul
 from .question import ColumnsView, Question, Reduced, RowsView, Value, View, has_each
 from .ranking import argmax
@@ -381,34 +380,13 @@ class SideTotals:
         return torch.cat([self.totals[side].whole(self.inputs) for side in sides])
 
 
-def score_sums(pairs: Pairs, sides: tuple[int, ...], inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Return sums of scores and their numbers (A,), whose quotient is near the negatives' mean.
-
-    The scores of a vector sum up to its product with the sum of the others: no matrix is formed.
-    Several positives may score far from the negatives: they are subtracted, if they can be listed.
-    One positive hardly moves the mean.
-    """
-    listed = None
-    if pairs.listable and not pairs.one_to_one:
-        listed = pair_scores(inputs, *pairs.listed)
-    sums = []
-    numbers = []
-    for side in sides:
-        if inputs.scores is None:
-            total = summed_scores(inputs, side)
-        else:
-            total = inputs.scores.sum(1 - side)
-        number = total.new_full(total.shape, inputs.shape[1 - side])
-        if listed is not None:
-            total = total - segment_sum(listed, pairs.listed[side], len(total))
-            number = pairs.counts(side)[1].to(total.dtype)
-        sums.append(total)
-        numbers.append(number)
-    return torch.cat(sums), torch.cat(numbers)
-
-
 def summed_scores(inputs: Inputs, side: int) -> Tensor:
-    """Return the sums (A,) of all scores of a side's vectors."""
+    """Return the sums (A,) of all scores of a side's vectors.
+
+    They are the products of the vectors with the sum of the others: no matrix is formed.
+    """
+    if inputs.scores is not None:
+        return inputs.scores.sum(1 - side)
     own, others = inputs.rows, inputs.cols
     if side == 1:
         own, others = others, own

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..anchors import AnchorSide
 from ..engine.matrix import Matrix
 from ..engine.pairs import Pairs
 from ..engine.vectors import Embeddings
@@ -116,7 +117,7 @@ class ContrastiveLoss(BaseMetricLossFunction):
             )
             pairs = _MinedPairs((len(embeddings), len(ref_emb)), mined, embeddings.device)
             sides = Embeddings(embeddings, normalize=True), Embeddings(ref_emb, normalize=True)
-            sim = Similarity._view(Matrix(*sides, pairs, "dense", 0), 0)
+            sim = Similarity.of_anchors(AnchorSide(Matrix(*sides, pairs, "dense", 0), 0))
         valid = sim.valid()
         anchors = (
             torch.arange(len(sim), device=sim.device)

@@ -56,7 +56,7 @@ class Loss(nn.Module):
 
     _: KW_ONLY
     reduction: Reduction = "mean"
-    gather: bool | Literal["all-gather", "ring"] = False
+    gather: bool = False
     process_group: Any = None
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -251,8 +251,7 @@ class PairLoss(SimilarityLoss):
         gather: in a ``torch.distributed`` job, the loss of the batches of all processes, on each of
             them: every other process's pairs are negatives, too (or positives, where ids are
             equal). Each process does its part of the work, and gets the values of its own anchors
-            with ``reduction="none"``. True chooses by size between ``"all-gather"``, which holds
-            the texts of all processes, and ``"ring"``. See :doc:`distributed`.
+            with ``reduction="none"``, and holds the texts of all. See :doc:`distributed`.
         process_group: the processes that take part; by default, all.
     """
 

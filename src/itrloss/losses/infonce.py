@@ -170,8 +170,7 @@ class FilteredInfoNCELoss(PairLoss):
         """Return the loss as :meth:`PairLoss.forward` does.
 
         ``guide``: a :class:`Similarity` with the same ids of the embeddings of the same images and
-        texts by another model. In a job it is a :meth:`Similarity.sharded`, and both have the
-        schedule ``"all-gather"``.
+        texts by another model. In a job it is a :meth:`Similarity.sharded`.
         """
         sim = self._similarity(
             images, texts, image_ids, text_ids, scores, also_same=f"guide {_kind(guide)}"
