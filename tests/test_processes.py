@@ -162,7 +162,7 @@ def test_numbers_are_exchanged_where_the_embeddings_are(monkeypatch):
     """
     devices: list[str] = []
     monkeypatch.setattr(
-        exchange, "largest", lambda x, group: devices.append(x.device.type) or torch.ones(1)
+        shards, "largest", lambda x, group: devices.append(x.device.type) or torch.ones(1)
     )
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
     shared = shards.Processes(None, [(2, 2)] * 2)

@@ -407,7 +407,7 @@ class Anchors:
 
     def _largest_size(self, scale: Value) -> float | None:
         """Return the largest size of the scales, of all processes; None if the host cannot read."""
-        if isinstance(scale, float):
+        if not isinstance(scale, Tensor):
             return abs(scale)
         if not host_may_read(scale):
             return None
@@ -443,11 +443,12 @@ class Anchors:
         scores, index = self._positives()
         if index is None:
             return (scores * scale).detach()
+        own_scale = scale
         if has_each(scale):
-            (scale,) = self._gathered([scale])
-            assert isinstance(scale, Tensor)
-            scale = scale[index]
-        exponents = (scores * scale).detach()
+            (gathered,) = self._gathered([scale])
+            assert isinstance(gathered, Tensor)
+            own_scale = gathered[index]
+        exponents = (scores * own_scale).detach()
         top = exponents.new_full((sum(self.whole_sizes),), -math.inf)
         top = top.scatter_reduce(0, index, exponents, "amax")
         if self.exchange is not None:

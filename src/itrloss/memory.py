@@ -127,9 +127,8 @@ class CoupledMemory(WholeState):
         images = images.to(device)
         texts = texts.to(device)
         number = self.enqueued + torch.arange(len(images), device=device)
-        if own_ids is None:
-            ids = number + (IGNORE_ID + 1)  # unique ids, which match nothing
-        else:
+        ids = number + (IGNORE_ID + 1)  # unique ids, which match nothing
+        if own_ids is not None:
             ids = own_ids.to(device)
         finite = images.isfinite().all(1) & texts.isfinite().all(1)
         last = slice(-self.size, None)
@@ -195,8 +194,10 @@ class MemorySimilarity(NamedTuple):
         def checked() -> str:
             memory_input = (images, texts), (image_keys, text_keys), (image_ids, text_ids)
             check_memory_input(*memory_input, memory, check_finite, gather)
-            types = [x.dtype for x in (memory.images, image_keys, text_keys)]
-            return f"memory ({memory.size}, {memory.dim}) and keys of types {types} {same}"
+            dtypes = [x.dtype for x in (memory.images, image_keys, text_keys)]
+            types = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            size = f"memory ({memory.size}, {memory.dim})"
+            return f"{size}; types of memory and keys {types}; {same}"
 
         batch_input = images, texts, image_ids, text_ids
         options: dict[str, Any] = {

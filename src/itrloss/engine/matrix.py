@@ -330,7 +330,9 @@ class Matrix:
             if self.embeddings is None:  # given scores may be infinite at the positives
                 sums = self.sums(Question(self.pairs, sides, (identity,)))
                 parts = sums.split([self.shape[side] for side in sides])
-                return torch.cat([self._rescaled(x, side) for x, side in zip(parts, sides, strict=True)])
+                return torch.cat(
+                    [self._rescaled(x, side) for x, side in zip(parts, sides, strict=True)]
+                )
             inputs = self.inputs()
             with full_precision(inputs.like):
                 sums = {side: tiled.summed_scores(inputs, side) for side in sides}

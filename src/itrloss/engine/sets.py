@@ -327,7 +327,7 @@ class _SetScores(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, form: Form, *source):
         ctx.form = form
-        scores, winners = _scores(list(source), *form, True)
+        scores, winners = _scores(list(source), form.name, form.alpha, True)
         ctx.save_for_backward(*source, winners)
         return scores
 
@@ -344,7 +344,7 @@ class _SetScores(torch.autograd.Function):
             )
             gradients = [next(of_inputs) if need else None for need in needs]
         else:
-            results = _gradients(source, winners, grads[0], *form, needs)
+            results = _gradients(source, winners, grads[0], form.name, form.alpha, needs)
             gradients = [x if need else None for x, need in zip(results, needs, strict=True)]
         return None, gradients[0], None, None, gradients[1], None, None
 

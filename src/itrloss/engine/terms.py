@@ -43,7 +43,9 @@ class Term:
         """
         self.value = value
         self.slope = slope
-        functools.update_wrapper(self, value, updated=())
+        self.__name__ = getattr(value, "__name__", type(value).__name__)
+        self.__module__ = getattr(value, "__module__", "")
+        self.__doc__ = value.__doc__
 
     def __call__(self, scores: Tensor, *params: Any) -> Tensor:
         """Return the function's values, of the shape of the scores."""

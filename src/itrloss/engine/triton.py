@@ -177,7 +177,7 @@ def embedding_gradients(
     the sides swapped.
     """
     sides = run.inputs.rows, run.inputs.cols
-    outs = [None, None]
+    outs: list[Tensor | None] = [None, None]
     for side, needed in enumerate((needs.rows, needs.cols)):
         if needed:
             like = sides[side].like
@@ -268,16 +268,23 @@ class Pass:
     def _kernel_inputs(self) -> kernels.Inputs:
         """Return the embeddings, their lengths and ids."""
         row_ids, col_ids = [None if x is None else x.contiguous() for x in self.question.pairs.ids]
-        rows = cols = None
-        strides = 0, 0
-        dim = 0
-        if self.fused:
-            rows = aligned(self.inputs.rows.like, self.tile.block_k)
-            cols = aligned(self.inputs.cols.like, self.tile.block_k)
-            strides = rows.stride(0), cols.stride(0)
-            dim = rows.shape[1]
-        row_inv, col_inv = flat_inv(self.inputs.rows), flat_inv(self.inputs.cols)
-        return kernels.Inputs(rows, cols, *strides, dim, row_inv, col_inv, row_ids, col_ids)
+        row_inv = flat_inv(self.inputs.rows)
+        col_inv = flat_inv(self.inputs.cols)
+        if not self.fused:
+            return kernels.Inputs(None, None, 0, 0, 0, row_inv, col_inv, row_ids, col_ids)
+        rows = aligned(self.inputs.rows.like, self.tile.block_k)
+        cols = aligned(self.inputs.cols.like, self.tile.block_k)
+        return kernels.Inputs(
+            rows,
+            cols,
+            rows.stride(0),
+            cols.stride(0),
+            rows.shape[1],
+            row_inv,
+            col_inv,
+            row_ids,
+            col_ids,
+        )
 
     def _kernel_values(self) -> kernels.Values:
         """Return the scale, the shift and the limits, as tensors."""
@@ -292,8 +299,18 @@ class Pass:
         slot_stride = 0
         if shift is not None and shift.dim() == 2:
             slot_stride = shift.stride(0)
-        strides = [step_of(x) for x in (scale, shift, below, above)]
-        return kernels.Values(scale, shift, below, above, *strides, question.slots, slot_stride)
+        return kernels.Values(
+            scale,
+            shift,
+            below,
+            above,
+            step_of(scale),
+            step_of(shift),
+            step_of(below),
+            step_of(above),
+            question.slots,
+            slot_stride,
+        )
 
     @property
     def shift_first(self) -> bool:

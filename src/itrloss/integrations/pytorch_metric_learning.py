@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..anchors import AnchorSide
 from ..engine.matrix import Matrix
-from ..engine.pairs import Pairs
+from ..engine.pairs import Over, Pairs
 from ..engine.vectors import Embeddings
 from ..losses import PairLoss
 from ..losses.matryoshka import takes_pairs
@@ -27,8 +27,9 @@ except ImportError as error:
 
 
 class _MinedPairs(Pairs):
-    """The positive and negative pairs of a matrix (N, M) by lists, as miners return them; other
-    pairs are neither.
+    """The positive and negative pairs of a matrix (N, M) by lists, as miners return them.
+
+    Other pairs are neither.
     """
 
     def __init__(
@@ -39,16 +40,31 @@ class _MinedPairs(Pairs):
     ):
         super().__init__(shape, (None, None), device)
         self.one_to_one = False
-        masks = torch.zeros(2, *shape, dtype=torch.bool, device=device)
-        masks[0][mined[:2]] = masks[1][mined[2:]] = True
-        self._left_out = {"positives": ~masks[0], "negatives": ~masks[1], "all": ~masks.any(0)}
+        anchors, positives, negative_anchors, negatives = mined
+        self._positives = torch.zeros(shape, dtype=torch.bool, device=device)
+        self._positives[anchors, positives] = True
+        self._negatives = torch.zeros_like(self._positives)
+        self._negatives[negative_anchors, negatives] = True
 
-    def excluded(self, over: str, rows: slice, cols: slice) -> Tensor:
-        return self._left_out[over][rows, cols]
+    def excluded(self, over: Over, rows: slice, cols: slice) -> Tensor:
+        counted = self._positives | self._negatives
+        if over == "positives":
+            counted = self._positives
+        elif over == "negatives":
+            counted = self._negatives
+        return ~counted[rows, cols]
+
+    def exclude_(
+        self, x: Tensor, places: tuple[slice, slice], value: float, over: Over = "negatives"
+    ) -> Tensor:
+        return x.masked_fill_(self.excluded(over, *places), value)
+
+    def counts(self, side: int) -> tuple[Tensor, Tensor]:
+        return self._positives.sum(1 - side), self._negatives.sum(1 - side)
 
     @property
     def listed(self) -> tuple[Tensor, Tensor]:
-        i, j = (~self._left_out["positives"]).nonzero().unbind(1)
+        i, j = self._positives.nonzero().unbind(1)
         return i, j
 
 

@@ -146,11 +146,10 @@ class InfoNCELoss(PairLoss):
             )
         also_same = "without negatives" if negatives is None else "with negatives"
         sim = self._similarity(images, texts, image_ids, text_ids, scores, also_same=also_same)
-        return (
-            self._value(sim)
-            if negatives is None
-            else self._value(sim, self._unmatched(images, negatives))
-        )  # type: ignore[arg-type]
+        if negatives is None:
+            return self._value(sim)
+        assert isinstance(images, Tensor)
+        return self._value(sim, self._unmatched(images, negatives))
 
     def _unmatched(self, images: Tensor, negatives: Tensor) -> Similarity:
         """Return the similarities of images with texts that match none."""

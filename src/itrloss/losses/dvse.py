@@ -90,7 +90,7 @@ class VarianceAwareLoss(SimilarityLoss):
         else:
             frame = Similarity(images[:, 0], texts, *ids, **options)
         units = normalized(images.transpose(0, 1))  # (K, N, D)
-        n, m = frame.pairs.shape
+        n = frame.pairs.shape[0]
         if n > units.shape[1]:  # padding of a batch that processes share
             units = F.pad(units, (0, 0, 0, n - units.shape[1]))
         matrices = head_matrices(units, frame, self.engine)

@@ -170,12 +170,13 @@ def part_of(
             None if row_bias is None else row_bias.detach()[rows],
             None if col_bias is None else col_bias.detach()[cols],
         )
+    engine: Any = sim.engine
     return Similarity(
         x.detach()[rows],
         y.detach()[cols],
         *ids,
         normalize=sim.normalizes,
-        engine=sim.engine,
+        engine=engine,
         bias=bias,
     )
 
