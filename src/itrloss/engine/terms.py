@@ -30,7 +30,7 @@ class Term:
 
     Terms are compared by identity. A call computes the function, on a copy of the scores:
 
-    >>> excess(torch.tensor([-1.0, 2.0]))
+    >>> itrloss.terms.excess(torch.tensor([-1.0, 2.0]))
     tensor([0., 2.])
     """
 
