@@ -4,16 +4,14 @@ runs once.
 The cases, their inputs and their variants are those of ``python -m benchmarks``.
 """
 
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from benchmarks.cases import LOSSES, Case, problem
 from benchmarks.runner import step
-from itrloss import Similarity, functional
-from itrloss.engine import answers, products, ranking, scores
+from itrloss import Similarity, functional, pair_term
+from itrloss.engine import inputs, products, ranking, terms, vectors
 
 SHAPES = {
     "pairs": (128, 128, 256),
@@ -55,7 +53,7 @@ def test_kept_scores(benchmark, budget):
 
 @pytest.mark.parametrize("numel", [2**18, 2**20, 2**22])
 def test_tile_size(benchmark, numel, monkeypatch):
-    monkeypatch.setitem(scores.TILE, "cpu", (numel, 2048))
+    monkeypatch.setitem(inputs.TILE, "cpu", (numel, 2048))
     assert all(
         x.isfinite().all()
         for x in benchmark(pulled(2048, 512, engine="tiled", memory_budget=10**9))
@@ -82,7 +80,7 @@ def test_product(benchmark, shape, transposed, library, monkeypatch):
 def test_norms(benchmark, dtype):
     x = torch.randn(128, 512)
     norms = benchmark(lambda: torch.linalg.vector_norm(x, dim=1, dtype=dtype))
-    assert torch.allclose(norms.float() * scores.inverse_norms(x), torch.ones(128))
+    assert torch.allclose(norms.float() * vectors.inverse_norms(x).squeeze(1), torch.ones(128))
 
 
 @pytest.mark.parametrize("way", [torch.max, ranking.argmax], ids=["PyTorch", "runs"])
@@ -94,15 +92,10 @@ def test_argmax(benchmark, way, dim):
 
 @pytest.mark.parametrize("hand", [False, True], ids=["autograd", "by hand"])
 def test_softplus_slopes(benchmark, hand):
-    slopes = (
-        answers.ANSWERS["softplus"].slopes
-        if hand
-        else partial(answers._by_autograd, answers.softplus)
-    )
-    s, params = torch.rand(512, 512), [torch.full((1, 1), x) for x in (10.0, -10.0)]
-    out = [torch.empty_like(s) for _ in range(2)]
-    by_score = benchmark(lambda: slopes(s, params, [torch.ones(1, 1)], (True, True), out))[0]
-    torch.testing.assert_close(by_score, 10 * (10 * s - 10).sigmoid())
+    term = terms.softplus if hand else pair_term(F.softplus)
+    z = 10 * torch.rand(512, 512) - 10
+    (by_score,) = benchmark(lambda: term.slopes(z.clone(), [], torch.ones(512, 1)))
+    torch.testing.assert_close(by_score, z.sigmoid())
 
 
 @pytest.mark.parametrize("through_matrix", [False, True], ids=["pairs", "matrix"])
@@ -111,7 +104,7 @@ def test_pairs_alone(benchmark, through_matrix):
 
     def once():
         sim = Similarity(v, w, engine="dense")
-        sim._matrix.summed = through_matrix
+        sim._matrix._summed = through_matrix
         return torch.autograd.grad(functional.triplet_loss(sim), (v, w))
 
     assert all(x.isfinite().all() and x.any() for x in benchmark(once))
