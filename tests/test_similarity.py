@@ -40,6 +40,11 @@ BAD = {
     "ids of the other side": (lambda: loss(V, W, *IDS[::-1]), ValueError, "image_ids"),
     "float ids": (lambda: loss(V, W, IDS[0], IDS[1].float()), TypeError, "text_ids.*float32"),
     "boolean ids": (lambda: loss(V, W, IDS[0].bool(), IDS[1]), TypeError, "image_ids.*bool"),
+    "unsigned ids that int64 cannot hold": (
+        lambda: loss(V, W, (-1 - IDS[0]).view(torch.uint64), IDS[1]),
+        ValueError,
+        r"image_ids: expected ids below 2\*\*63",
+    ),
     "listed ids": (lambda: loss(V, W, [0, 1, 2, 3], IDS[1]), TypeError, "image_ids.*list"),
     "one input": (lambda: loss(V), TypeError, "texts"),
     "no input": (lambda: loss(), TypeError, "images"),

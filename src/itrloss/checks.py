@@ -126,9 +126,9 @@ def as_ids(name: str, ids: Any, size: int, device: torch.device) -> Tensor:
         raise TypeError(f"{name}: expected an integer tensor of shape ({size},), got {_type(ids)}")
     if ids.shape != (size,):
         raise ValueError(f"{name}: expected shape ({size},), got {tuple(ids.shape)}")
-    if ids.dtype == torch.uint64 and ids.cpu().numpy().max(initial=0) >= 2**63:
-        # As int64 they would be negative, and 2**63 the id of padding.
-        raise ValueError(f"{name}: expected ids below 2**63, got uint64 ids beyond")
+    if ids.dtype == torch.uint64 and (ids.view(torch.int64) < 0).any():
+        # int64 would make them negative, and 2**63 the id of padding. The host waits for these only.
+        raise ValueError(f"{name}: expected ids below 2**63, got larger ones in {_type(ids)}")
     return ids.to(device, torch.int64, copy=True)
 
 
