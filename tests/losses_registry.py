@@ -359,6 +359,13 @@ OF_MEMORIES = {
         tables=ALL & {"conforming"},
         **MDCL,
     ),
+    "mdcl through entropy": Entry(
+        itrloss.MemoryDiversityContrastiveLoss,
+        {"diversity": "entropy", "entropy_temperature": 0.1, "detach_diversity": False},
+        oracle_options={"diversity": "entropy", "entropy_temperature": 0.1},
+        tables=NONE,
+        **MDCL,
+    ),
     "mdcl through the batch": Entry(
         itrloss.MemoryDiversityContrastiveLoss,
         {"positive_from": "batch", "diversity_from": "batch", "detach_diversity": False},
