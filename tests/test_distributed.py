@@ -1,4 +1,6 @@
-"""Two processes of ``torch.distributed``: ids, states that DDP broadcasts, re-ranking and metrics."""
+"""Two processes of ``torch.distributed``: ids, states that DDP broadcasts, re-ranking and
+metrics.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Processes that are lost, that disagree, that wrap their models, and that are stopped and resumed."""
+"""Processes that are lost, that disagree, that wrap their models, and that are stopped and
+resumed.
+"""
 
 from __future__ import annotations
 

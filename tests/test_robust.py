@@ -42,7 +42,9 @@ LOSSES = where(lambda entry: entry.kind in OF_ANCHORS)
 
 
 def dense(name, v, w, ids):
-    """The values of each image and text; 0 for an anchor without a positive or without a negative."""
+    """The values of each image and text; 0 for an anchor without a positive or without a
+    negative.
+    """
     entry = LOSSES[name]
     function = OF_ANCHORS[entry.kind]
     scores, positive = unit(v) @ unit(w).T, matches(ids, len(v), len(w))
