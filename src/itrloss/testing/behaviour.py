@@ -73,7 +73,7 @@ def _transposed(x: Tensor) -> Tensor:
 
 @check()
 def non_contiguous_inputs(subject: Subject) -> None:
-    """Transposed, strided and expanded tensors count as what they hold, not as what lies in memory."""
+    """Transposed and strided tensors count as what they hold, not as what lies in memory."""
     batch = subject.batch()
     loss = subject.fresh()
     expected = subject.result(batch, loss)
@@ -141,6 +141,7 @@ def resumed_training(subject: Subject) -> None:
 
     Queues have been published whose place was not saved.
     """
+
     def start() -> tuple[nn.Module, torch.optim.Optimizer]:
         loss = subject.fresh()
         parameters = [*loss.parameters(), nn.Parameter(torch.zeros(1))]
@@ -165,7 +166,7 @@ def deepcopy(subject: Subject) -> None:
     """
     batch = subject.batch()
     loss = subject.fresh()
-    expected = subject.result(batch, loss)
+    expected = subject.result(batch)
     same("copy", subject.result(batch, copy.deepcopy(loss)), expected)
     _altered(copy.deepcopy(loss))
     same("the original after a change of a copy", subject.result(batch, loss), expected)
@@ -311,7 +312,7 @@ def cached_step(subject: Subject) -> None:
     encoders = [nn.Linear(8, 6, bias=False, dtype=_FULL) for _ in range(2)]
     weights = [encoder.weight for encoder in encoders]
     for weight in weights:
-        weight.data = normal(6, 8, generator)
+        weight.data = normal((6, 8), generator)
 
     def compute(images: Tensor, texts: Tensor) -> Tensor:
         return subject.value(batch.of(images, texts), loss)
@@ -323,7 +324,7 @@ def cached_step(subject: Subject) -> None:
 
 
 def _shared(subject: Subject, batch: Batch, rank: int, world: int) -> tuple[Tensor, Tensor]:
-    """Return a process's value, and the gradient of an encoder's weight before the processes' mean."""
+    """Return a process's value and gradient of an encoder's weight, before the processes' mean."""
     loss = subject.fresh()
     if world > 1:
         loss.gather = True

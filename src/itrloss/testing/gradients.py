@@ -48,8 +48,7 @@ def finite_differences(subject: Subject) -> None:
     result = subject.result(batch)
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
-        images = normal(70, 8, generator)
-        texts = normal(83, 8, generator)
+        images, texts = (normal(x.shape, generator) for x in batch.embeddings)
         ends = []
         for shift in (step, -step):
             moved = batch.of(batch.images + shift * images, batch.texts + shift * texts)

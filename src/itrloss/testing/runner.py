@@ -36,7 +36,7 @@ class Report:
     outcomes: tuple[Outcome, ...]
 
     def names(self, status: Status) -> list[str]:
-        """Return the names of the checks that passed, failed, failed as expected or were skipped."""
+        """Return the names of the checks with this outcome."""
         return [x.name for x in self.outcomes if x.status == status]
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -157,9 +157,9 @@ class Subject:
             if classes is None:
                 classes = max(3, n // 3)
             ids = [torch.randint(classes, (size,), generator=generator) for size in (n, m)]
-        centres = normal(classes, d, generator)
-        images = centres[ids[0]] + normal(n, d, generator)
-        texts = centres[ids[1]] + normal(m, d, generator)
+        centres = normal((classes, d), generator)
+        images = centres[ids[0]] + normal((n, d), generator)
+        texts = centres[ids[1]] + normal((m, d), generator)
         if self.normalizes:
             images = images * _lengths(images, generator)
             texts = texts * _lengths(texts, generator)
@@ -218,9 +218,9 @@ class Subject:
         return values
 
 
-def normal(rows: int, cols: int, generator: torch.Generator) -> Tensor:
-    """Return a float64 matrix of normally distributed numbers."""
-    return torch.randn(rows, cols, generator=generator, dtype=torch.float64)
+def normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Return a float64 tensor of normally distributed numbers."""
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def _lengths(x: Tensor, generator: torch.Generator) -> Tensor:

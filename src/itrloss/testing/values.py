@@ -197,9 +197,9 @@ def every_row_counts(subject: Subject) -> None:
 
 @check()
 def rotation(subject: Subject) -> None:
-    """A rotation of all embeddings changes nothing: the loss is a function of their inner products."""
+    """A rotation of all embeddings changes nothing: inner products decide the loss."""
     batch = subject.batch()
-    turn = torch.linalg.qr(normal(8, 8, torch.Generator().manual_seed(1))).Q
+    turn = torch.linalg.qr(normal((8, 8), torch.Generator().manual_seed(1))).Q
     expected = subject.result(batch)
     expected = expected.of(expected.images @ turn, expected.texts @ turn)
     got = subject.result(batch.of(batch.images @ turn, batch.texts @ turn))
@@ -212,8 +212,9 @@ def scaled_embeddings(subject: Subject) -> None:
     length.
     """
     batch = subject.batch()
-    rows = torch.linspace(0.1, 9, 9, dtype=torch.float64)[:, None]
-    cols = torch.linspace(0.1, 9, 14, dtype=torch.float64)[:, None]
+    rows, cols = (
+        torch.linspace(0.1, 9, len(x), dtype=torch.float64)[:, None] for x in batch.embeddings
+    )
     expected = subject.result(batch)
     expected = expected.of(expected.images / rows, expected.texts / cols)
     got = subject.result(batch.of(batch.images * rows, batch.texts * cols))
