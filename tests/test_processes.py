@@ -1,4 +1,6 @@
-"""Processes that are lost, that disagree, that wrap their models, and that are stopped and resumed."""
+"""Processes that are lost, that disagree, that wrap their models, and that are stopped and
+resumed.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import pairwise
+from losses_registry import select
 from processes import run, survivors
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -469,12 +472,7 @@ def test_all_raise_an_error_if_processes_disagree_and_go_on(tmp_path, schedule):
 
 SIZES = (3, 5, 0), (2, 0, 4)  # of the processes' batches
 CLUSTERS = 4
-CRITERIA: dict[str, Callable[..., Any]] = {
-    "infonce": lambda **o: itrloss.InfoNCELoss(learnable=True, **o),
-    "sigmoid": itrloss.SigmoidLoss,
-    "mdcl": itrloss.MemoryDiversityContrastiveLoss,
-    "classifier": lambda **o: itrloss.PrototypeClassificationLoss(D, CLUSTERS, **o),
-}
+CRITERIA = select("infonce learnable", "sigmoid", "mdcl", "prototypes")
 WAYS = "ddp", "ddp, loss inside", "fsdp", "fsdp, loss inside", "by hand"
 
 
@@ -493,7 +491,7 @@ class Step(nn.Module):
 
     def __init__(self, kind: str, **options: Any) -> None:
         super().__init__()
-        self.towers, self.criterion = Towers(), CRITERIA[kind](**options)
+        self.towers, self.criterion = Towers(), CRITERIA[kind].make(D, **options)
         self.double()
 
     def forward(self, images: Tensor, texts: Tensor, ids: Tensor) -> Tensor:
@@ -570,7 +568,7 @@ CHUNKED = (4, 7, 2)  # rows of the processes' batches
 
 def chunked(way: str, rank: int | None) -> dict[str, Tensor]:
     """Gradients of a step in chunks."""
-    step, rows = Step("infonce", gather="all-gather"), sum(CHUNKED)
+    step, rows = Step("infonce learnable", gather="all-gather"), sum(CHUNKED)
     whole = [sample(rows, size, seed=size, dtype=torch.float64, trained=False) for size in (7, 5)]
     whole.append(torch.arange(rows) % 6)
     *inputs, ids = whole if rank is None else (x.split(CHUNKED)[rank] for x in whole)
@@ -613,7 +611,7 @@ def trained(
             if way == "by hand":
                 averaged(step.towers)
             found[way, kind, reduction] = step.gradients()
-        step = Step("infonce", gather=True)
+        step = Step("infonce learnable", gather=True)
         accumulate(way, step, wrapped(way, step), rank)
         if way == "by hand":
             averaged(step.towers)
