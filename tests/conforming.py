@@ -1,5 +1,5 @@
-"""The losses of this library as `check_loss` takes them: how they are called, and the checks they
-fail for a reason.
+"""The losses of the registry, and published ones, as `check_loss` takes them: how they are called,
+and the checks they fail for a reason.
 
 What a loss takes besides embeddings and ids, its `call` makes of them row by row, so that it is
 permuted with them. The suite runs a part of the checks; `python tests/conforming.py [NAME ...]`
@@ -16,7 +16,19 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from losses_registry import (
+    APART,
+    CONSTANT,
+    FIXED,
+    MEMORY,
+    NUMERICAL,
+    ONE_TO_ONE,
+    REGISTRY,
+    SETS,
+    TWO_KINDS,
+    table,
+)
+from torch import Tensor
 
 import itrloss
 from itrloss import compat
@@ -32,34 +44,10 @@ class Case(NamedTuple):
     failures: Mapping[str, str] = MappingProxyType({})
 
 
-# Expected failures, with their reason.
-NUMERICAL = "gradcheck", "finite_differences"
-CONSTANT = dict.fromkeys(
-    [*NUMERICAL, "uneven_upstream"], "weights that the gradient takes for constants"
-)
-NEGATIVES_ALONE = {
-    "float32_error": "1 - p cancels where p is near 1, see the loss",
-    "learns_classes": "it learns from negatives alone: an image that starts far from its positives stays there",
-}
-DENSE = {"memory_grows_linearly": "its scores, of a teacher or of sets, are a matrix"}
+# Failures of published losses only, with their reason.
 HELD = {"memory_grows_linearly": "scores of up to 256 MiB are held, as with engine='auto'"}
-PREFIXES = {"rotation": "prefixes are of coordinates"}
-OTHER_SCORES = {
-    "learns_pairs": "models with this loss retrieve by other scores than inner products"
-}
-SETS = OTHER_SCORES | {"rotation": "its input is made of coordinates of the embeddings"}
-CLASSES = {"learns_classes": OTHER_SCORES["learns_pairs"]}
-TWO_KINDS = {"swapped_sides": "images and texts take different parts in it"}
-FIXED = "its keys and its memory stay as they are"
-MEMORY = dict.fromkeys(["rotation", "swapped_sides", "renamed_ids"], FIXED)
-APART = dict.fromkeys(
-    ["learns_pairs", "learns_classes"], "only the memory has negatives, so pairs are not parted"
-)
-PROTOTYPES = dict.fromkeys(["rotation", "swapped_sides", "order_of_pairs"], FIXED)
-PROTOTYPES |= {"compiled_as_one_graph": "in evaluation mode it asks how many prototypes there are"}
-BANK = dict.fromkeys(["rotation", "swapped_sides"], FIXED) | dict.fromkeys(
-    NUMERICAL, CONSTANT["gradcheck"]
-)
+BANK = dict.fromkeys(["rotation", "swapped_sides"], FIXED)
+BANK |= dict.fromkeys(NUMERICAL, CONSTANT["gradcheck"])
 BANK |= {"learns_pairs": "the bank's weights fall as pairs are learnt"}
 REGULARISED = dict.fromkeys(
     ["uneven_upstream", "reductions_agree"], 'its reduction is "mean" or "sum"'
@@ -154,12 +142,6 @@ def of_prototypes(loss, images, texts):
     return loss(wide(images, images), wide(texts, images), (images + texts).argmax(1) % 3)
 
 
-def coder() -> nn.Module:
-    loss = itrloss.CODERObjective(64, 3, detach_diversity=False, engine="tiled")
-    loss.prototypes.update(TABLE[0].float())
-    return loss.eval()
-
-
 WEIGHTS = {"div_weight": 0.1, "mmd_weight": 0.1, "unif_weight": 0.1}
 OPT = Namespace(
     local_alpha=8.0, local_ep=0.3, mb_k=5, mu=9.0, gama=0.3, margin=0.2, max_violation=False, mask_repeat=True,
@@ -203,54 +185,44 @@ def published(
     return Case(loss, {"ids": False, "call": call}, failures)
 
 
+# How a loss of each kind of input is called with images, texts and their ids, if it takes any.
+CALLS: dict[str, Mapping[str, Any]] = {
+    "pairs": {},
+    "teacher": {"call": taught},
+    "tokens": {"call": of_sets},
+    "heads": {"call": of_heads},
+    "heads and residuals": {"call": with_residuals},
+    "distributions": {"call": of_normals, "normalizes": False},
+    "memory": {"call": with_memory},
+    "coder": {"call": of_coder, "ids": False},
+    "prototypes": {"call": of_prototypes, "ids": False, "normalizes": False},
+}
+# Options with which losses are checked, where they are not those of the registry.
+TILED = {"engine": "tiled"}
+OPTIONS: dict[str, Mapping[str, Any]] = {
+    "triplet all": {"reduction": "mean"},
+    "matryoshka": TILED,
+    "dvse": TILED,
+    "coder": {"clusters": 3, "detach_diversity": False, **TILED},
+}
+
+
+def conforming(name: str, **options: Any) -> Case:
+    """Return a loss of the registry, for embeddings of 64 dimensions if it has to know them."""
+    entry = REGISTRY[name]
+    loss = entry.make(64, **OPTIONS.get(name, {}), **options)
+    if entry.takes == "coder":
+        loss.prototypes.update(TABLE[0].float())
+        loss.eval()
+    how = dict(CALLS[entry.takes])
+    if entry.ids == ONE_TO_ONE:
+        how["ids"] = False
+    return Case(loss, how, entry.failures)
+
+
 LOSSES = {
-    "triplet": Case(itrloss.TripletLoss()),
-    "triplet all": Case(itrloss.TripletLoss(mining="all", reduction="mean")),
-    "infonce": Case(itrloss.InfoNCELoss()),
-    "infonce tiled": Case(itrloss.InfoNCELoss(engine="tiled")),
-    "infonce learnable": Case(itrloss.InfoNCELoss(learnable=True)),
-    "infonce hard": Case(itrloss.InfoNCELoss(hardness=5.0), {}, CONSTANT),
-    "sigmoid": Case(itrloss.SigmoidLoss()),
-    "hal": Case(itrloss.HubnessAwareLoss()),
-    "dcl": Case(itrloss.DiversityContrastiveLoss(), {}, CONSTANT),
-    "dcl entropy": Case(
-        itrloss.DiversityContrastiveLoss(diversity="entropy", detach_diversity=False)
-    ),
-    "rince": Case(itrloss.RINCELoss()),
-    "complementary": Case(itrloss.ComplementaryContrastiveLoss(), {}, NEGATIVES_ALONE),
-    "supcon": Case(itrloss.SupConLoss()),
-    "supcon inside": Case(itrloss.SupConLoss(inside=True)),
-    "mil-nce": Case(itrloss.MILNCELoss()),
-    "multi-similarity": Case(itrloss.MultiSimilarityLoss()),
-    "multi-similarity mined": Case(itrloss.MultiSimilarityLoss(epsilon=0.1)),
-    "circle": Case(itrloss.CircleLoss(), {}, CONSTANT),
-    "filtered": Case(itrloss.FilteredInfoNCELoss()),
-    "directional": Case(itrloss.DirectionalInfoNCELoss(), {"ids": False}),
-    "directional one by one": Case(itrloss.DirectionalInfoNCELoss(joint=False), {"ids": False}),
-    "distillation": Case(itrloss.DistillationLoss(), {"call": taught}, DENSE),
-    "matryoshka": Case(
-        itrloss.Matryoshka(itrloss.InfoNCELoss(engine="tiled"), (2, 4)), {}, PREFIXES
-    ),
-    "late interaction": Case(
-        itrloss.LateInteractionLoss(0.1), {"call": of_sets}, DENSE | SETS | CLASSES | TWO_KINDS
-    ),
-    "variance aware": Case(itrloss.VarianceAwareLoss(), {"call": of_heads}, SETS | TWO_KINDS),
-    "dvse": Case(itrloss.DVSEObjective(engine="tiled"), {"call": with_residuals}, SETS | TWO_KINDS),
-    "pcme++": Case(
-        itrloss.PCMEPlusPlusLoss(), {"call": of_normals, "normalizes": False}, SETS | CLASSES
-    ),
-    "m-dcl": Case(
-        itrloss.MemoryDiversityContrastiveLoss(detach_diversity=False),
-        {"call": with_memory},
-        MEMORY | APART,
-    ),
-    "uto": Case(itrloss.UnifiedTrainingObjective(), {"call": with_memory}, MEMORY),
-    "coder": Case(coder(), {"call": of_coder, "ids": False}, PROTOTYPES),
-    "prototypes": Case(
-        itrloss.PrototypeClassificationLoss(64, 3),
-        {"call": of_prototypes, "ids": False, "normalizes": False},
-        SETS,
-    ),
+    **{name: conforming(name) for name in table("conforming")},
+    "infonce tiled": conforming("infonce", engine="tiled"),
     "vse++": published(compat.VSEPPLoss(0.2)),
     "vse++ order": published(compat.VSEPPLoss(0.2, "order"), failures=HELD | SETS | TWO_KINDS),
     "vse∞ hardest": published(compat.VSEInfinityLoss(margin=0.2, max_violation=True), failures={}),

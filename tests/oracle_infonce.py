@@ -12,7 +12,7 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 from oracle import Ids, _log_sum_exp
-from oracle_supervised import _of_anchors
+from oracle_supervised import of_anchors
 
 
 def hard(
@@ -32,7 +32,7 @@ def hard(
         terms = [_log_sum_exp([s / temperature, *others]) - s / temperature for s in positives]
         return math.fsum(terms) / len(terms)
 
-    return _of_anchors(S, row_ids, col_ids, reduction, value)
+    return of_anchors(S, row_ids, col_ids, reduction, value)
 
 
 def filtered(
@@ -55,4 +55,4 @@ def filtered(
         terms = [_log_sum_exp([s / temperature, *others]) - s / temperature for s in positives]
         return math.fsum(terms) / len(terms)
 
-    return _of_anchors(S, row_ids, col_ids, reduction, value)
+    return of_anchors(S, row_ids, col_ids, reduction, value)

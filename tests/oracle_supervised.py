@@ -18,7 +18,7 @@ from oracle import Array, Ids, _log_sum_exp, _negatives, _positives, _reduce, _v
 OfAnchor = Callable[[list[float], list[float]], float]
 
 
-def _of_anchors(S: ArrayLike, row_ids: Ids, col_ids: Ids, reduction: str, value: OfAnchor) -> Any:
+def of_anchors(S: ArrayLike, row_ids: Ids, col_ids: Ids, reduction: str, value: OfAnchor) -> Any:
     """Reduce ``value(scores of positives, scores of negatives)`` of all valid anchors, of both
     sides.
     """
@@ -55,7 +55,7 @@ def supcon(
             return math.log(len(logs)) - _log_sum_exp(logs)
         return -math.fsum(logs) / len(logs)
 
-    return _of_anchors(S, row_ids, col_ids, reduction, value)
+    return of_anchors(S, row_ids, col_ids, reduction, value)
 
 
 def mil_nce(
@@ -67,7 +67,7 @@ def mil_nce(
         numerator = _log_sum_exp([s / temperature for s in positives])
         return _log_sum_exp([s / temperature for s in positives + negatives]) - numerator
 
-    return _of_anchors(S, row_ids, col_ids, reduction, value)
+    return of_anchors(S, row_ids, col_ids, reduction, value)
 
 
 def multi_similarity(
@@ -92,7 +92,7 @@ def multi_similarity(
         pull = _log_sum_exp([0.0, *(-alpha * (s - base) for s in positives)])
         return pull / alpha + _log_sum_exp([0.0, *(beta * (s - base) for s in negatives)]) / beta
 
-    return _of_anchors(S, row_ids, col_ids, reduction, value)
+    return of_anchors(S, row_ids, col_ids, reduction, value)
 
 
 def circle(
@@ -112,4 +112,4 @@ def circle(
         logits_n = [scale * max(s + margin, 0) * (s - margin) for s in negatives]
         return _log_sum_exp([0.0, *(n + p for n in logits_n for p in logits_p)])
 
-    return _of_anchors(S, row_ids, col_ids, reduction, value)
+    return of_anchors(S, row_ids, col_ids, reduction, value)

@@ -6,69 +6,23 @@ import random
 from typing import Any
 
 import torch
+from losses_registry import ONE_TO_ONE, table
 from torch import Tensor
 
 import itrloss
 from itrloss import Similarity
 
 D, HEADS = 5, 3
-PAIR = {
-    "dcl": lambda **o: itrloss.DiversityContrastiveLoss(**o),
-    "dcl attached": lambda **o: itrloss.DiversityContrastiveLoss(detach_diversity=False, **o),
-    "dcl entropy": lambda **o: itrloss.DiversityContrastiveLoss(
-        diversity="entropy", entropy_temperature=0.05, detach_diversity=False, **o
-    ),
-    "dcl implicit": lambda **o: itrloss.DiversityContrastiveLoss(
-        diversity=None, temperature=0.01, **o
-    ),
-    "hal": lambda **o: itrloss.HubnessAwareLoss(**o),
-    "hal soft": lambda **o: itrloss.HubnessAwareLoss(scale=8.0, positive="relu", **o),
-    "infonce": lambda **o: itrloss.InfoNCELoss(learnable=True, **o),
-    "infonce cold": lambda **o: itrloss.InfoNCELoss(temperature=0.004, **o),
-    "sigmoid": lambda **o: itrloss.SigmoidLoss(**o),
-    "rince": lambda **o: itrloss.RINCELoss(0.2, **o),
-    "complementary": lambda **o: itrloss.ComplementaryContrastiveLoss(0.2, **o),
-    "triplet": lambda **o: itrloss.TripletLoss(margin=0.5, **o),
-    "triplet all": lambda **o: itrloss.TripletLoss(mining="all", margin=0.5, **o),
-    "supcon": lambda **o: itrloss.SupConLoss(**o),
-    "mil-nce": lambda **o: itrloss.MILNCELoss(**o),
-    "multi-similarity": lambda **o: itrloss.MultiSimilarityLoss(epsilon=0.1, **o),
-    "circle": lambda **o: itrloss.CircleLoss(**o),
-    "infonce hard": lambda **o: itrloss.InfoNCELoss(learnable=True, hardness=9.0, **o),
-    "infonce negatives": lambda **o: itrloss.InfoNCELoss(hardness=5.0, **o),
-    "filtered": lambda **o: itrloss.FilteredInfoNCELoss(margin=-0.1, **o),
-    "filtered by a guide": lambda **o: itrloss.FilteredInfoNCELoss(margin=0.05, relative=True, **o),
-    "distillation": lambda **o: itrloss.DistillationLoss(**o),
-    "directional": lambda **o: itrloss.DirectionalInfoNCELoss(**o),
-    "directional one by one": lambda **o: itrloss.DirectionalInfoNCELoss(joint=False, **o),
-}
-MEMORY = {
-    "mdcl": lambda **o: itrloss.MemoryDiversityContrastiveLoss(**o),
-    "mdcl batch": lambda **o: itrloss.MemoryDiversityContrastiveLoss(
-        positive_from="batch", diversity_from="batch", detach_diversity=False, **o
-    ),
-    "uto": lambda **o: itrloss.UnifiedTrainingObjective(**o),
-}
-SETS = {
-    "variance aware": lambda **o: itrloss.VarianceAwareLoss(margin=0.5, **o),
-    "variance aware, own sigma": lambda **o: itrloss.VarianceAwareLoss(
-        margin=0.5, shared_sigma=False, **o
-    ),
-}
-SAMPLES = {
-    "pgc": lambda **o: itrloss.PrototypeClassificationLoss(D, 7, **o),
-    "orthogonal": lambda **o: itrloss.DynamicOrthogonalLoss(slack=0.1, **o),
-}
-LOSSES = {**PAIR, **MEMORY, **SETS, **SAMPLES}
-# the keys are another model's embeddings
-GUIDED = {"filtered by a guide": "guide", "distillation": "teacher"}
-ONE_TO_ONE = *SAMPLES, "directional", "directional one by one"
+LOSSES = table("sharded")
+# those of each sample for itself, which take no ids
+SAMPLES = [name for name, x in LOSSES.items() if x.takes in ("heads alone", "prototypes")]
 
 
 def configuration(seed: int, world: int) -> dict[str, Any]:
     """A loss with options, the sizes of all processes' batches, ids, and how it is computed."""
     turn, place = divmod(seed, len(LOSSES))
     name = list(LOSSES)[place]
+    entry = LOSSES[name]
 
     def pick(choices: list[Any], stride: int) -> Any:
         """Of a loss, another one each turn, and not the same for all losses."""
@@ -85,17 +39,15 @@ def configuration(seed: int, world: int) -> dict[str, Any]:
         sizes[seed % world] = 0
     sizes[-1] += not any(sizes)
     # Without ids there is one text for each image; rows of ids may match anything.
-    given = (
-        ["none", "int8"]
-        if name in ONE_TO_ONE
-        else ["none", "across", "text numbers", "int8", "rare"]
-    )
-    ids = "none" if name in SAMPLES else pick(given, 2)
-    if name in MEMORY and ids == "text numbers":
+    kinds_of_ids = ["none", "across", "text numbers", "int8", "rare"]
+    if entry.ids == ONE_TO_ONE:
+        kinds_of_ids = ["none", "int8"]
+    ids = "none" if name in SAMPLES else pick(kinds_of_ids, 2)
+    if entry.takes == "memory" and ids == "text numbers":
         ids = "across"
     texts = [n if ids in ("none", "int8") else 2 * n + (n > 2) for n in sizes]
     options: dict[str, Any] = {"reduction": pick(["mean", "sum", "none"], 3)}
-    if name != "orthogonal":
+    if entry.takes != "heads alone":
         options["engine"] = pick(["auto", "dense", "tiled"], 4)
     return {
         "loss": name,
@@ -112,7 +64,8 @@ def batch(config: dict[str, Any], dtype: torch.dtype) -> list[dict[str, Tensor]]
     sample = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
     parts = []
     for n, m in config["sizes"]:
-        sets = (n, HEADS, D) if config["loss"] in SETS or config["loss"] == "orthogonal" else (n, D)
+        of_sets = LOSSES[config["loss"]].takes in ("heads", "heads alone")
+        sets = (n, HEADS, D) if of_sets else (n, D)
         part = {
             "images": sample(*sets),
             "texts": sample(m, D),
@@ -147,6 +100,19 @@ def joined(parts: list[dict[str, Tensor]], ids: str) -> dict[str, Tensor]:
     return whole
 
 
+def more_than_pairs(
+    takes: str, inputs: dict[str, Tensor], ids: list[Any], gather: bool
+) -> dict[str, Any]:
+    """Return what a loss takes besides pairs: the keys are another model's embeddings."""
+    if takes == "negatives":
+        return {"negatives": inputs["text_keys"]}
+    if takes not in ("guide", "teacher"):
+        return {}
+    kind: Any = Similarity.sharded if gather else Similarity
+    keys = [inputs[name].requires_grad_() for name in ("image_keys", "text_keys")]
+    return {takes: kind(*keys, *ids)}
+
+
 def outcome(
     config: dict[str, Any],
     inputs: dict[str, Tensor],
@@ -156,31 +122,23 @@ def outcome(
 ) -> dict[str, Any]:
     """The loss and its gradients, with respect to images, texts and the loss's parameters."""
     torch.manual_seed(1)
-    dtype = inputs["images"].dtype
-    module = LOSSES[config["loss"]](**config["options"], **options).to(dtype)
-    criterion: Any = (
-        torch.compile(module, fullgraph=module.engine != "tiled", backend="aot_eager")
-        if compiled
-        else module
-    )
+    entry = LOSSES[config["loss"]]
+    module = entry.make(D, **config["options"], **options).to(inputs["images"].dtype)
+    criterion: Any = module
+    if compiled:
+        criterion = torch.compile(module, fullgraph=module.engine != "tiled", backend="aot_eager")
     v, w = (inputs[name].clone().requires_grad_() for name in ("images", "texts"))
     ids = [inputs["image_ids"], inputs["text_ids"]]
     if config["ids"] in ("none", "text numbers"):
         ids = [None, None if config["ids"] == "none" else ids[1]]
-    if config["loss"] in MEMORY:
+    if entry.takes == "memory":
         value = criterion(v, w, inputs["image_keys"], inputs["text_keys"], memory, *ids)
-    elif config["loss"] == "orthogonal":
+    elif entry.takes == "heads alone":
         value = criterion(v)
-    elif config["loss"] == "pgc":
+    elif entry.takes == "prototypes":
         value = criterion(v, w, inputs["prototype_ids"])
     else:
-        more: dict[str, Any] = (
-            {"negatives": inputs["text_keys"]} if config["loss"] == "infonce negatives" else {}
-        )
-        if config["loss"] in GUIDED:
-            kind: Any = Similarity.sharded if options.get("gather") else Similarity
-            keys = (inputs[name].requires_grad_() for name in ("image_keys", "text_keys"))
-            more = {GUIDED[config["loss"]]: kind(*keys, *ids)}
+        more = more_than_pairs(entry.takes, inputs, ids, bool(options.get("gather")))
         value = criterion(v, w, image_ids=ids[0], text_ids=ids[1], **more)
     values = value if isinstance(value, tuple) else (value,)
     total: Any = sum(

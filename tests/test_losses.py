@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import pickle
 import shutil
@@ -10,14 +11,13 @@ from typing import Any
 
 import numpy as np
 import oracle
-import oracle_infonce
-import oracle_more
-import oracle_supervised
 import pytest
 import torch
 from cases import SHAPES, each, embeddings, make_ids, pairwise, upstream
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from losses_registry import IN_LOOPS as LOSSES
+from losses_registry import PUBLIC, REGISTRY
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import gradcheck
@@ -27,84 +27,14 @@ from itrloss import Similarity
 from itrloss.checks import Choice, Number
 from itrloss.engine.terms import identity
 
-# name -> (module, the oracle's function, the module's options, the oracle's options)
-TRIPLET, INFONCE, HAL, DCL, SUPCON, MULTI, CIRCLE = (
-    (itrloss.TripletLoss, oracle.triplet),
-    (itrloss.InfoNCELoss, oracle.infonce),
-    (itrloss.HubnessAwareLoss, oracle.hal),
-    (itrloss.DiversityContrastiveLoss, oracle.dcl),
-    (itrloss.SupConLoss, oracle_supervised.supcon),
-    (itrloss.MultiSimilarityLoss, oracle_supervised.multi_similarity),
-    (itrloss.CircleLoss, oracle_supervised.circle),
-)
-HARD, FILTERED = (
-    (itrloss.InfoNCELoss, oracle_infonce.hard),
-    (itrloss.FilteredInfoNCELoss, oracle_infonce.filtered),
-)
-HARDER = {"hardness": 30.0, "temperature": 0.2}
-HEAVY = {
-    "positive_weight": 0.5,
-    "positive": "relu",
-    "temperature": 0.2,
-    "margin": 0.1,
-    "epsilon": 0.3,
-}
-LOSSES = {
-    "triplet": (*TRIPLET, {}, {"margin": 0.2, "mining": "hardest"}),
-    "triplet all": (*TRIPLET, {"mining": "all", "margin": 0.3}, {"margin": 0.3, "mining": "all"}),
-    "infonce": (*INFONCE, {}, {"temperature": 0.07}),
-    "infonce sharp": (*INFONCE, {"temperature": 0.01}, {"temperature": 0.01}),
-    "infonce learnable": (*INFONCE, {"learnable": True, "temperature": 0.2}, {"temperature": 0.2}),
-    "sigmoid": (itrloss.SigmoidLoss, oracle_more.sigmoid, {}, {"scale": 10.0, "bias": -10.0}),
-    "sigmoid mild": (
-        *(itrloss.SigmoidLoss, oracle_more.sigmoid),
-        *({"scale": 3.0, "bias": -1.0, "learnable": False}, {"scale": 3.0, "bias": -1.0}),
-    ),
-    "hal": (*HAL, {}, {"scale": 90.0, "margin": 0.5}),
-    "hal mild": (*HAL, {"scale": 10.0, "margin": 0.1}, {"scale": 10.0, "margin": 0.1}),
-    "dcl": (*DCL, {}, {"diversity": "std"}),
-    "dcl entropy": (*DCL, {"diversity": "entropy"}, {"diversity": "entropy"}),
-    "dcl implicit": (*DCL, {"diversity": None}, {"diversity": None}),
-    "dcl weighted relu": (*DCL, HEAVY, {"diversity": "std", **HEAVY}),
-    "dcl through diversity": (*DCL, {"detach_diversity": False}, {"diversity": "std"}),
-    "dcl through entropy": (
-        *DCL,
-        {"detach_diversity": False, "diversity": "entropy"},
-        {"diversity": "entropy"},
-    ),
-    "supcon": (*SUPCON, {}, {}),
-    "supcon inside": (*SUPCON, *[{"inside": True, "temperature": 0.02}] * 2),
-    "mil-nce": (itrloss.MILNCELoss, oracle_supervised.mil_nce, {}, {}),
-    "multi-similarity": (*MULTI, {}, {}),
-    "multi-similarity mined": (
-        *MULTI,
-        *[{"alpha": 5.0, "beta": 20.0, "base": 0.2, "epsilon": 0.1}] * 2,
-    ),
-    "circle": (*CIRCLE, {}, {}),
-    "circle wide": (*CIRCLE, *[{"margin": 0.25, "scale": 256.0}] * 2),
-    "hard infonce": (*HARD, *[{"hardness": 9.0}] * 2),
-    "hard infonce learnable": (
-        *HARD,
-        {"hardness": 30.0, "learnable": True, "temperature": 0.2},
-        HARDER,
-    ),
-    "filtered": (*FILTERED, {}, {}),
-    "filtered below": (*FILTERED, *[{"margin": -0.05, "relative": True, "temperature": 0.01}] * 2),
-}
 ENGINES = ("dense", "tiled")
 
 
-# a sigmoid loss includes every pair
-OF_ANCHORS = [name for name in LOSSES if not name.startswith("sigmoid")]
-
-
-# prefixes of losses with weights that the gradient takes for constants
-DETACHED = "dcl", "cir", "har"
+OF_ANCHORS = [name for name, entry in LOSSES.items() if not entry.every_pair]
 
 
 def make(name, **extra):
-    module, _, options, _ = LOSSES[name]
-    return module(**{**options, **extra})
+    return LOSSES[name].make(**extra)
 
 
 def concrete(ids, n, m):
@@ -112,6 +42,19 @@ def concrete(ids, n, m):
     return [
         np.arange(size) if x is None else x.numpy() for x, size in zip(ids, (n, m), strict=True)
     ]
+
+
+def test_every_public_loss_is_in_the_registry():
+    assert {entry.public_name for entry in REGISTRY.values()} == PUBLIC
+    named = {name for name in itrloss.__all__ if name.endswith(("Loss", "Objective"))}
+    assert named - {"PairLoss", "MemoryLoss"} <= PUBLIC <= set(itrloss.__all__)
+
+
+@pytest.mark.parametrize("name", [name for name, x in REGISTRY.items() if x.oracle is not None])
+def test_every_oracle_takes_the_options_of_its_loss(name):
+    entry = REGISTRY[name]
+    options = entry.options if entry.oracle_options is None else entry.oracle_options
+    inspect.signature(entry.oracle).bind_partial(**options, reduction="none")
 
 
 @pytest.mark.parametrize(
@@ -123,10 +66,9 @@ def concrete(ids, n, m):
 def test_values_equal_the_loop_oracle(name, shape, engine, reduced, small_tiles, poisoned):
     n, m, kind = SHAPES[shape]
     ids, (v, w) = make_ids(kind, n, m), embeddings(n, m)
-    _, function, _, options = LOSSES[name]
     S = oracle.cosine(v.numpy(), w.numpy())
     for reduction in ("none", reduced):
-        wanted = function(S, *concrete(ids, n, m), reduction=reduction, **options)
+        wanted = LOSSES[name].expected(S, *concrete(ids, n, m), reduction=reduction)
         if engine == "scores":
             got = make(name, reduction=reduction)(
                 scores=torch.from_numpy(S), image_ids=ids[0], text_ids=ids[1]
@@ -165,9 +107,7 @@ def test_gradients_of_tiles_equal_those_of_plain_pytorch_for_uneven_upstream(
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in LOSSES if "through" in n or "implicit" in n or n[:3] not in DETACHED]
-)
+@pytest.mark.parametrize("name", [name for name, x in LOSSES.items() if not x.detached])
 def test_gradcheck_with_uneven_upstream(name):
     """Losses without detached weights, whose effect finite differences would include; see the next
     test.
@@ -677,30 +617,10 @@ def test_what_parameters_depend_on_is_fixed():
 # -------------------------------------------------------------------------------------- compilation
 
 
-# Each way through a loss once. Left out are losses that differ from one of these in a number or in
-# a function of single scores alone, "infonce", which the next tests compile, and "mil-nce", all of
-# which is a part of "supcon inside".
+# Each way through a loss once, and one by the default backend.
 COMPILED = [
     *each(
-        name=[
-            *(
-                "triplet",
-                "triplet all",
-                "infonce learnable",
-                "hard infonce learnable",
-                "sigmoid",
-                "sigmoid mild",
-            ),
-            *(
-                "hal",
-                "dcl entropy",
-                "dcl implicit",
-                "dcl through diversity",
-                "supcon",
-                "supcon inside",
-            ),
-            *("multi-similarity mined", "circle", "filtered below"),
-        ],
+        name=[name for name, entry in LOSSES.items() if "compiled" in entry.tables],
         engine=["dense", "tiled", "auto"],
         backend=["aot_eager"],
         kind=[None, "random", "shared"],
@@ -819,8 +739,10 @@ WITHOUT_DATA = pairwise(
 
 @pytest.mark.parametrize(
     ("name", "engine", "ids"),
-    # it has a table
-    [(name, engine, () if name == "triplet all" else ids) for name, engine, ids in WITHOUT_DATA],
+    [
+        (name, engine, () if LOSSES[name].lists_positives else ids)
+        for name, engine, ids in WITHOUT_DATA
+    ],
 )
 def test_a_dry_run_leaves_no_trace(name, engine, ids):
     """Estimators of memory and FLOPs use shapes only, on the meta device or with fake tensors."""

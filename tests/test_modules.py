@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from losses_registry import Entry, table
 from processes import both
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -62,69 +63,94 @@ def cluster(module: nn.Module, x: Inputs) -> Any:
     return module.update(x.part(0)).sum() + module.centroids.sum()
 
 
-# name -> (constructor, call)
-MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Inputs], Any]]] = {
-    "TripletLoss": (itrloss.TripletLoss, pair),
-    "TripletLoss all": (lambda: itrloss.TripletLoss(mining="all"), pair),
-    "InfoNCELoss": (lambda: itrloss.InfoNCELoss(learnable=True), pair),
-    "InfoNCELoss negatives": (
-        lambda: itrloss.InfoNCELoss(hardness=9.0),
-        lambda m, x: m(x.part(0), x.part(1), IDS, IDS, negatives=x.part(2, K)),
-    ),
-    "DirectionalInfoNCELoss": (itrloss.DirectionalInfoNCELoss, pair),
-    "FilteredInfoNCELoss": (itrloss.FilteredInfoNCELoss, pair),
-    "DistillationLoss": (
-        itrloss.DistillationLoss,
-        lambda m, x: m(
-            x.part(0), x.part(1), itrloss.Similarity(x.part(2), x.part(3), IDS, IDS), IDS, IDS
-        ),
-    ),
-    "SupConLoss": (itrloss.SupConLoss, pair),
-    "MILNCELoss": (itrloss.MILNCELoss, pair),
-    "MultiSimilarityLoss": (itrloss.MultiSimilarityLoss, pair),
-    "CircleLoss": (itrloss.CircleLoss, pair),
-    "SigmoidLoss": (itrloss.SigmoidLoss, pair),
-    "RINCELoss": (lambda: itrloss.RINCELoss(0.5), pair),
-    "ComplementaryContrastiveLoss": (lambda: itrloss.ComplementaryContrastiveLoss(0.5), pair),
-    "PCMEPlusPlusLoss": (
-        lambda: itrloss.PCMEPlusPlusLoss(0.5, 4.0),
-        lambda m, x: m(*(x.part(at) for at in range(4)), IDS, IDS),
-    ),
-    "HubnessAwareLoss": (itrloss.HubnessAwareLoss, pair),
-    "DiversityContrastiveLoss": (itrloss.DiversityContrastiveLoss, pair),
-    "MemoryDiversityContrastiveLoss": (itrloss.MemoryDiversityContrastiveLoss, memory),
-    "UnifiedTrainingObjective": (itrloss.UnifiedTrainingObjective, memory),
-    "VarianceAwareLoss": (
-        itrloss.VarianceAwareLoss,
-        lambda m, x: m(x.part(0, K), x.part(3), IDS, IDS),
-    ),
-    "VarianceAwareLoss own sigma": (
-        lambda: itrloss.VarianceAwareLoss(shared_sigma=False),
-        lambda m, x: m(x.part(0, K), x.part(3)),
-    ),
-    "LateInteractionLoss": (
-        itrloss.LateInteractionLoss,
-        lambda m, x: m(x.part(0, K), x.part(3, 4), IDS.clamp_max(K), None, IDS, IDS),
-    ),
-    "LateInteractionLoss smooth": (
-        lambda: itrloss.LateInteractionLoss(0.5, alpha=8.0),
-        lambda m, x: m(x.part(0, K), x.part(3, 4)),
-    ),
-    "Matryoshka": (lambda: itrloss.Matryoshka(itrloss.InfoNCELoss(learnable=True), (2, D)), pair),
-    "DynamicOrthogonalLoss": (
-        lambda: itrloss.DynamicOrthogonalLoss(0.0),
-        lambda m, x: m(x.part(0, K)),
-    ),
-    "DynamicGate": (lambda: itrloss.DynamicGate(D, K), lambda m, x: m(x.part(0, 4))),
-    "CoupledMemory": (lambda: itrloss.CoupledMemory(ENTRIES, D), enqueue),
-    "OnlineKMeans": (lambda: itrloss.OnlineKMeans(4, D), cluster),
-    "OnlineKMeans sparse": (lambda: itrloss.OnlineKMeans(40, D), cluster),
-    "PrototypeClassificationLoss": (lambda: itrloss.PrototypeClassificationLoss(D, 10), classify),
-    "CODERObjective": (lambda: itrloss.CODERObjective(D, 9), coder),
-    "DVSEObjective": (lambda: itrloss.DVSEObjective(slack=0.0), dvse),
-    "MomentumEncoder": (
-        lambda: itrloss.MomentumEncoder(nn.Linear(D, D)),
-        lambda m, x: m(x.part(0)),
+def negatives(module: nn.Module, x: Inputs) -> Any:
+    return module(x.part(0), x.part(1), IDS, IDS, negatives=x.part(2, K))
+
+
+def teacher(module: nn.Module, x: Inputs) -> Any:
+    known = itrloss.Similarity(x.part(2), x.part(3), IDS, IDS)
+    return module(x.part(0), x.part(1), known, IDS, IDS)
+
+
+def distributions(module: nn.Module, x: Inputs) -> Any:
+    return module(*(x.part(at) for at in range(4)), IDS, IDS)
+
+
+def heads(module: nn.Module, x: Inputs) -> Any:
+    return module(x.part(0, K), x.part(3), IDS, IDS)
+
+
+def heads_without_ids(module: nn.Module, x: Inputs) -> Any:
+    return module(x.part(0, K), x.part(3))
+
+
+def heads_alone(module: nn.Module, x: Inputs) -> Any:
+    return module(x.part(0, K))
+
+
+def tokens(module: nn.Module, x: Inputs) -> Any:
+    return module(x.part(0, K), x.part(3, 4), IDS.clamp_max(K), None, IDS, IDS)
+
+
+def tokens_without_ids(module: nn.Module, x: Inputs) -> Any:
+    return module(x.part(0, K), x.part(3, 4))
+
+
+def features(module: nn.Module, x: Inputs) -> Any:
+    return module(x.part(0, 4))
+
+
+def encode(module: nn.Module, x: Inputs) -> Any:
+    return module(x.part(0))
+
+
+Call = Callable[[Any, Inputs], Any]
+
+
+class Module(NamedTuple):
+    """A constructor and how its module is called, and whether the compiler takes this as a whole
+    and no other test compiles it.
+    """
+
+    make: Callable[[], nn.Module]
+    call: Call
+    compiled: bool = True
+
+
+# How a loss of each kind of input is called, and losses that are called in another way.
+CALLS: dict[str, Call] = {
+    "pairs": pair,
+    "negatives": negatives,
+    "teacher": teacher,
+    "distributions": distributions,
+    "memory": memory,
+    "coder": coder,
+    "heads": heads,
+    "heads alone": heads_alone,
+    "heads and residuals": dvse,
+    "tokens": tokens,
+    "prototypes": classify,
+    "features": features,
+}
+OTHER_CALLS: dict[str, Call] = {
+    "variance aware, own sigma": heads_without_ids,
+    "late interaction smooth": tokens_without_ids,
+}
+
+
+def of_the_registry(name: str, entry: Entry) -> Module:
+    """Return a loss; those of pairs are compiled in test_losses.py."""
+    compiled = entry.takes != "pairs" and "compiled" in entry.tables
+    return Module(entry.make, OTHER_CALLS.get(name, CALLS[entry.takes]), compiled)
+
+
+MODULES: dict[str, Module] = {
+    **{name: of_the_registry(name, entry) for name, entry in table("module").items()},
+    "CoupledMemory": Module(lambda: itrloss.CoupledMemory(ENTRIES, D), enqueue),
+    "OnlineKMeans": Module(lambda: itrloss.OnlineKMeans(4, D), cluster),
+    "OnlineKMeans sparse": Module(lambda: itrloss.OnlineKMeans(40, D), cluster),
+    "MomentumEncoder": Module(
+        lambda: itrloss.MomentumEncoder(nn.Linear(D, D)), encode, compiled=False
     ),
 }
 every_module = pytest.mark.parametrize("name", list(MODULES))
@@ -132,7 +158,7 @@ every_module = pytest.mark.parametrize("name", list(MODULES))
 
 def make(name: str) -> nn.Module:
     torch.manual_seed(0)
-    return MODULES[name][0]()
+    return MODULES[name].make()
 
 
 def inputs(step: int = 0, dtype: torch.dtype = torch.float32, processes: int = 1) -> Inputs:
@@ -154,63 +180,24 @@ def outcome(
 ) -> list[Tensor]:
     """Value of one call, and its gradient if it has one."""
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        value = (call or MODULES[name][1])(module, x)
+        value = (call or MODULES[name].call)(module, x)
     if not value.requires_grad:
         return [value]
     return [value.detach(), *torch.autograd.grad(value.sum(), x.vectors)]
 
 
 def test_every_public_module_is_here():
-    public = {n for n in itrloss.__all__ if isinstance(getattr(itrloss, n), type)}
-    modules = {n for n in public if issubclass(getattr(itrloss, n), nn.Module)}
-    assert modules - {"PairLoss", "MemoryLoss"} == {n.split()[0] for n in MODULES}
-
-
-# Others are compiled in other tests: losses on pairs, and those with a memory, a teacher or
-# variances.
-ELSEWHERE = {
-    "TripletLoss",
-    "InfoNCELoss",
-    "SigmoidLoss",
-    "HubnessAwareLoss",
-    "DiversityContrastiveLoss",
-}
-ELSEWHERE |= {
-    "MemoryDiversityContrastiveLoss",
-    "UnifiedTrainingObjective",
-    "DynamicOrthogonalLoss",
-    "MomentumEncoder",
-}
-ELSEWHERE |= {
-    "FilteredInfoNCELoss",
-    "SupConLoss",
-    "MILNCELoss",
-    "MultiSimilarityLoss",
-    "CircleLoss",
-}
-ELSEWHERE |= {
-    "DirectionalInfoNCELoss",
-    "DistillationLoss",
-    "RINCELoss",
-    "ComplementaryContrastiveLoss",
-}
-ELSEWHERE |= {"PCMEPlusPlusLoss", "Matryoshka"}
-# as parts of CODERObjective and DVSEObjective
-ELSEWHERE |= {"PrototypeClassificationLoss", "VarianceAwareLoss"}
+    public = {n for n in itrloss.__all__ if isinstance(vars(itrloss)[n], type)}
+    modules = {n for n in public if issubclass(vars(itrloss)[n], nn.Module)}
+    here = {type(module.make()).__name__ for module in MODULES.values()}
+    assert modules - {"PairLoss", "MemoryLoss"} == here
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        name
-        for name in MODULES
-        if name == "VarianceAwareLoss own sigma" or name.split()[0] not in ELSEWHERE
-    ],
-)
+@pytest.mark.parametrize("name", [name for name, module in MODULES.items() if module.compiled])
 def test_compiles_without_a_graph_break(name):
     torch._dynamo.reset()
-    call = MODULES[name][1]
+    call = MODULES[name].call
     module, twin = make(name), make(name)
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     for step in range(3):
@@ -234,8 +221,8 @@ def test_copies_go_on_as_the_original_does(name):
     twins = {
         "deepcopy": copy.deepcopy(module),
         "pickle": pickle.loads(pickle.dumps(module)),
-        "state_dict": MODULES[name][0](),
-        "torch.save": MODULES[name][0](),
+        "state_dict": MODULES[name].make(),
+        "torch.save": MODULES[name].make(),
     }
     twins["state_dict"].load_state_dict(module.state_dict())
     twins["torch.save"].load_state_dict(torch.load(stored, weights_only=True))
@@ -251,8 +238,9 @@ def test_copies_go_on_as_the_original_does(name):
 
 @every_module
 def test_repr_is_one_that_can_be_read(name):
-    text = repr(make(name))
-    assert text.startswith(name.split()[0] + "(") and "object at" not in text
+    module = make(name)
+    text = repr(module)
+    assert text.startswith(type(module).__name__ + "(") and "object at" not in text
 
 
 @every_module
@@ -290,7 +278,7 @@ class Step(nn.Module):
 
     def forward(self, x: Tensor, stored: itrloss.CoupledMemory) -> Tensor:
         made = self.encoder(x)
-        value = MODULES[self.name][1](self.module, Inputs(made, stored))
+        value = MODULES[self.name].call(self.module, Inputs(made, stored))
         return value.float().sum() + 0 * made.sum()
 
 
@@ -332,11 +320,11 @@ def test_two_processes_stay_equal(name, two_processes):
         )
     for n, b in buffers.items():
         # running statistics are of each process's own images, as with BatchNorm
-        if name == "DynamicGate":
+        if name == "gate":
             continue
         assert torch.equal(b, other_buffers[n]), n
     # The mean of the processes' own gradients, as nothing but gradients is exchanged.
-    if name in ("CoupledMemory", "OnlineKMeans", "OnlineKMeans sparse", "CODERObjective"):
+    if name in ("CoupledMemory", "OnlineKMeans", "OnlineKMeans sparse", "coder"):
         return
     alone = []
     for rank in range(2):

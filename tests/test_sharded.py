@@ -88,7 +88,7 @@ def compiled(rank: int, names: list[str]) -> list[list[dict[str, Any]]]:
         found.append([outcome(config, own, memory, compiled=x, gather=True) for x in (False, True)])
     if rank == 0:  # tracing exchanges nothing
         criterion = torch.compile(
-            LOSSES["triplet all"](gather=True), fullgraph=True, backend="aot_eager"
+            LOSSES["triplet all"].make(gather=True), fullgraph=True, backend="aot_eager"
         )
         with pytest.raises(Exception, match=r"hinge_sum: torch\.compile cannot list the positives"):
             criterion(torch.randn(6, 5), torch.randn(6, 5), ids, ids)

@@ -50,54 +50,143 @@ def grad_cache_step(
     Returns:
         What the loss returned, detached.
     """
-    chunks = _chunks(encoders, inputs, chunk_size)
-    modules = [_modules(encoder) for encoder in encoders]
-    states, embeddings = [], []
-    with torch.no_grad():
-        for i, encoder in enumerate(encoders):
-            states.append(_state(modules[i]))
-            embeddings.append(
-                _joined(i, [_encode(i, encoder, inputs[i], rows) for rows in chunks[i]])
-            )
+    for name, x in (("encoders", encoders), ("inputs", inputs)):
+        if not isinstance(x, (tuple, list)):
+            expected = "a tuple or list, one for each of the loss"
+            raise TypeError(f"{name}: expected {expected}, got {type(x).__name__}")
+    if len(encoders) != len(inputs) or not inputs:
+        expected = f"one for each of {len(encoders)} encoders, at least one"
+        raise ValueError(f"inputs: expected {expected}, got {len(inputs)}")
+    check_size("chunk_size", chunk_size)
+    towers = [_Tower(i, encoders[i], inputs[i], chunk_size) for i in range(len(inputs))]
+    result = _loss_backward(towers, loss, loss_kwargs, scaler)
+    used = [tower for tower in towers if any(g is not None for g in tower.gradients)]
+    last = {id(tower.encoder): tower for tower in used}  # one encoder may serve several inputs
+    with _state(set().union(*(tower.modules for tower in towers))):  # in the end as it is now
+        for tower in used:
+            tower.second_pass(last[id(tower.encoder)] is tower)
+    return result
+
+
+def _loss_backward(
+    towers: list[_Tower], loss: Callable[..., Any], loss_kwargs: dict[str, Any], scaler: Any
+) -> Any:
+    """Return what the loss returns, detached; leave the embeddings' gradients in the towers."""
+    embeddings = [tower.first_pass() for tower in towers]
     # older PyTorch (2.8) would reuse weights that were cast under no_grad
     torch.clear_autocast_cache()
-
-    leaves = [
-        [e.requires_grad_(e.is_floating_point()) for e in tree_leaves(embedding)]
-        for embedding in embeddings
-    ]
+    for x in tree_leaves(embeddings):
+        x.requires_grad_(x.is_floating_point())
     result = loss(*embeddings, **loss_kwargs)
     total = result[0] if isinstance(result, (tuple, list)) else result
     if not isinstance(total, Tensor):
-        raise TypeError(
-            f"loss: expected it to return a scalar tensor, or that first, got {type(total).__name__}"
-        )
+        expected = "it to return a scalar tensor, or that first"
+        raise TypeError(f"loss: expected {expected}, got {type(total).__name__}")
     if total.numel() != 1:
         raise ValueError(f"loss: expected it to return a scalar, got shape {tuple(total.shape)}")
     _backward([total if scaler is None else scaler.scale(total)])
-    gradients = [[leaf.grad for leaf in group] for group in leaves]
-    result = tree_map_only(Tensor, Tensor.detach, result)
-    del embeddings, leaves, total
+    for tower, embedding in zip(towers, embeddings, strict=True):
+        tower.gradients = [x.grad for x in tree_leaves(embedding)]
+    return tree_map_only(Tensor, Tensor.detach, result)
 
-    needed = [i for i, group in enumerate(gradients) if any(g is not None for g in group)]
-    last = {id(encoders[i]): i for i in needed}  # one encoder may serve several inputs
-    with _state(set().union(*modules)):  # which is in the end as it is now
-        for i in needed:
-            states[i].close()
-            no_sync = getattr(encoders[i], "no_sync", nullcontext)
-            # Outputs alone do not tell what is frozen: a module may skip its parameters in a chunk,
-            # or train others'.
-            frozen = modules[i] and not any(p.requires_grad for p in modules[i][0].parameters())
-            for rows in chunks[i]:
-                with (
-                    nullcontext()
-                    if last[id(encoders[i])] == i and rows is chunks[i][-1]
-                    else no_sync()
-                ):
-                    trains = _replay(i, encoders[i], inputs[i], rows, gradients[i])
-                if frozen and not trains:
-                    break
-    return result
+
+class _Tower:
+    """An encoder and its input, which it encodes twice, chunk by chunk."""
+
+    gradients: list[Tensor | None]  # of what the encoder returns, for all rows
+
+    def __init__(self, index: int, encoder: Callable[..., Any], inputs: Any, chunk_size: int):
+        self.name = f"encoders[{index}]"
+        self.encoder = encoder
+        self.inputs = inputs
+        size = _batch_size(f"inputs[{index}]", inputs)
+        self.chunks = [slice(at, at + chunk_size) for at in range(0, size, chunk_size)]
+        self.modules = _modules(encoder)
+
+    def first_pass(self) -> Any:
+        """Return the embeddings of all rows, without a graph."""
+        self.before = _state(self.modules)
+        with torch.no_grad():
+            outputs = [self.encode(rows) for rows in self.chunks]
+            return tree_map(self.joined, *outputs)
+
+    def second_pass(self, is_last: bool) -> None:
+        """Encode all chunks again, and backpropagate the gradients of the embeddings.
+
+        Processes of a distributed job average their gradients after the last chunk of the encoder's
+        last input.
+        """
+        self.before.close()
+        no_sync = getattr(self.encoder, "no_sync", nullcontext)
+        # Outputs alone do not tell what is frozen: a module may skip its parameters in a chunk, or
+        # train others'.
+        frozen = self.modules and not any(p.requires_grad for p in self.modules[0].parameters())
+        for rows in self.chunks:
+            synchronises = is_last and rows is self.chunks[-1]
+            with nullcontext() if synchronises else no_sync():
+                trains = self.backpropagate(rows)
+            if frozen and not trains:
+                break
+
+    def backpropagate(self, rows: slice) -> bool:
+        """Encode a chunk again and backpropagate its gradients. Return False if no output requires
+        a gradient.
+        """
+        outputs = []
+        needed = []
+        for output, gradient in zip(tree_leaves(self.encode(rows)), self.gradients, strict=True):
+            if gradient is not None and output.requires_grad:
+                outputs.append(output)
+                needed.append(gradient[rows])
+        if outputs:
+            with _state():  # the next chunk's random numbers do not depend on those that hooks draw
+                _backward(outputs, needed)
+        return bool(outputs)
+
+    def encode(self, rows: slice) -> Any:
+        """Return what the encoder returns for some rows of its input, checked."""
+        chunk: Any = tree_map(lambda x: x[rows].clone(), self.inputs)  # an encoder may write to it
+        size = len(tree_leaves(chunk)[0])
+        if isinstance(chunk, dict):
+            output = self.encoder(**chunk)
+        elif isinstance(chunk, (tuple, list)):
+            output = self.encoder(*chunk)
+        else:
+            output = self.encoder(chunk)
+        expected = f"{self.name}: expected it to return"
+        for x in tree_leaves(output):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{expected} a tensor or a tuple of them, got {type(x).__name__}")
+            if x.shape[:1] != (size,):
+                raise ValueError(f"{expected} shape ({size}, ...), got {tuple(x.shape)}")
+        return output
+
+    def joined(self, *parts: Tensor) -> Tensor:
+        """Return an output of all chunks, concatenated."""
+        # such as a padding to the longest text of a chunk
+        if len({part.shape[1:] for part in parts}) > 1:
+            shapes = [tuple(part.shape) for part in parts]
+            raise ValueError(
+                f"{self.name}: expected rows of one shape from all chunks, got {shapes}"
+            )
+        return torch.cat(parts)
+
+
+def _batch_size(name: str, inputs: Any) -> int:
+    """Return the number of rows of an encoder's input, checked."""
+    shapes = []
+    for x in tree_leaves(inputs):
+        if not isinstance(x, Tensor):
+            expected = "a tensor, or a tuple or dict of tensors"
+            raise TypeError(f"{name}: expected {expected}, got {type(x).__name__}")
+        if x.grad_fn is not None:
+            got = x.grad_fn.name()
+            raise ValueError(f"{name}: expected tensors without a graph, got one with {got}")
+        shapes.append(tuple(x.shape))
+    if len({shape[:1] for shape in shapes}) != 1 or not any(shapes[0][:1]):
+        expected = "tensors of one batch size, at least 1"
+        raise ValueError(f"{name}: expected {expected}, got shapes {shapes}")
+    return shapes[0][0]
 
 
 def _modules(encoder: Any) -> list[nn.Module]:
@@ -108,57 +197,6 @@ def _modules(encoder: Any) -> list[nn.Module]:
         encoder = encoder.func
     owner = getattr(encoder, "__self__", encoder)
     return list(owner.modules()) if isinstance(owner, nn.Module) else []
-
-
-def _encode(i: int, encoder: Any, inputs: Any, rows: slice) -> Any:
-    """Return what an encoder returns for some rows of its input, checked."""
-    chunk: Any = tree_map(lambda x: x[rows].clone(), inputs)  # an encoder may write to it
-    size = len(tree_leaves(chunk)[0])
-    if isinstance(chunk, dict):
-        output = encoder(**chunk)
-    else:
-        output = encoder(*chunk) if isinstance(chunk, (tuple, list)) else encoder(chunk)
-    for e in tree_leaves(output):
-        if not isinstance(e, Tensor):
-            raise TypeError(
-                f"encoders[{i}]: expected it to return a tensor or a tuple of them, got {type(e).__name__}"
-            )
-        if e.shape[:1] != (size,):
-            raise ValueError(
-                f"encoders[{i}]: expected it to return shape ({size}, ...), got {tuple(e.shape)}"
-            )
-    return output
-
-
-def _joined(i: int, outputs: list[Any]) -> Any:
-    """Return the outputs of all chunks, concatenated."""
-
-    def joined(*parts: Tensor) -> Tensor:
-        # such as a padding to the longest text of a chunk
-        if len({part.shape[1:] for part in parts}) > 1:
-            shapes = [tuple(part.shape) for part in parts]
-            raise ValueError(
-                f"encoders[{i}]: expected rows of one shape from all chunks, got {shapes}"
-            )
-        return torch.cat(parts)
-
-    return tree_map(joined, *outputs)
-
-
-def _replay(i: int, encoder: Any, inputs: Any, rows: slice, gradients: list[Tensor | None]) -> bool:
-    """Encode a chunk again and backpropagate its gradients. Return False if no output requires a
-    gradient.
-    """
-    outputs = tree_leaves(_encode(i, encoder, inputs, rows))
-    pairs = [
-        (e, g[rows])
-        for e, g in zip(outputs, gradients, strict=True)
-        if g is not None and e.requires_grad
-    ]
-    if pairs:
-        with _state():  # the next chunk's random numbers do not depend on those that hooks draw
-            _backward([e for e, _ in pairs], [g for _, g in pairs])
-    return bool(pairs)
 
 
 def _backward(tensors: list[Tensor], gradients: list[Tensor] | None = None) -> None:
@@ -194,35 +232,3 @@ def _state(modules: Iterable[nn.Module] = ()) -> ExitStack:
                 # ``data`` keeps the version counter: other graphs may have saved the buffer.
                 state.callback(buffer.data.copy_, buffer.detach().clone())
     return state
-
-
-def _chunks(encoders: Any, inputs: Any, chunk_size: Any) -> list[list[slice]]:
-    """Return the rows of each chunk of each input; raise an error for wrong arguments."""
-    for name, x in (("encoders", encoders), ("inputs", inputs)):
-        if not isinstance(x, (tuple, list)):
-            raise TypeError(
-                f"{name}: expected a tuple or list, one for each of the loss, got {type(x).__name__}"
-            )
-    if len(encoders) != len(inputs) or not inputs:
-        raise ValueError(
-            f"inputs: expected one for each of {len(encoders)} encoders, at least one, got {len(inputs)}"
-        )
-    check_size("chunk_size", chunk_size)
-    chunks = []
-    for i, encoder_inputs in enumerate(inputs):
-        tensors = tree_leaves(encoder_inputs)
-        for x in tensors:
-            if not isinstance(x, Tensor):
-                expected = "a tensor, or a tuple or dict of tensors"
-                raise TypeError(f"inputs[{i}]: expected {expected}, got {type(x).__name__}")
-            if x.grad_fn is not None:
-                raise ValueError(
-                    f"inputs[{i}]: expected tensors without a graph, got one with {x.grad_fn.name()}"
-                )
-        shapes = [tuple(x.shape) for x in tensors]
-        if len({shape[:1] for shape in shapes}) != 1 or not any(shapes[0][:1]):
-            raise ValueError(
-                f"inputs[{i}]: expected tensors of one batch size, at least 1, got shapes {shapes}"
-            )
-        chunks.append([slice(at, at + chunk_size) for at in range(0, shapes[0][0], chunk_size)])
-    return chunks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -63,94 +64,129 @@ def mine_hard_negatives(
     check_matrix("queries", queries, "(Q, D)", check_finite=True)
     check_size("k", k)
     check_size("block", block)
-    total, shape = len(corpus), tuple(corpus.shape)
+    shape = tuple(corpus.shape)
     if len(shape) != 2 or shape[1] != queries.shape[1]:
         raise ValueError(
             f"corpus: expected shape (N, {queries.shape[1]}) as the queries, got {shape}"
         )
-    device, dtype = queries.device, compute_dtype(queries)
-    ids = (
-        as_ids("query_ids", query_ids, len(queries), device),
-        as_ids("corpus_ids", corpus_ids, total, device),
-    )
+    size = len(queries)
+    total = len(corpus)
+    device = queries.device
+    dtype = compute_dtype(queries)
+    ids = as_ids("query_ids", query_ids, size, device)
+    corpus_ids = as_ids("corpus_ids", corpus_ids, total, device)
     limits = None
     if below is not None:
-        limits = as_params("below", (below,), len(queries), dtype, device)[0].expand(len(queries))
-    x = normalized(queries, normalize)
-    values = torch.full((len(x), k), -torch.inf, dtype=dtype, device=device)
+        limits = as_params("below", (below,), size, dtype, device)[0].expand(size)
+    values = queries.new_full((size, k), -torch.inf, dtype=dtype)
     best = TopK(values, torch.full_like(values, -1, dtype=torch.int64))
+    search = _Search(normalized(queries, normalize), ids, limits, best)
     start = 0
     while start < total:
-        part = slice(start, min(total, start + min(block, max(_FIRST, start))))
-        piece = (
-            corpus[part] if isinstance(corpus, Tensor) else torch.from_numpy(np.array(corpus[part]))
-        )
-        check_matrix("corpus", piece, "(N, D)", check_finite=True)
-        y, own = normalized(piece.to(device), normalize).to(dtype), ids[1][part]
-        if len(y) % _RUN:  # entries that do not exist fill up the last run
-            y, own = (
-                F.pad(y, (0, 0, 0, -len(y) % _RUN)),
-                F.pad(own, (0, -len(y) % _RUN), value=IGNORE_ID),
-            )
-        for rows in even_chunks(len(x), max(1, _TILE // len(y))):
-            with full_precision(x):
-                scores = matmul(x[rows], y.T)
-            limit = None if limits is None else limits[rows]
-            _merge_(TopK(*(z[rows] for z in best)), scores, ids[0][rows], own, limit, start)
-        start = part.stop
+        end = min(total, start + min(block, max(_FIRST, start)))
+        vectors = _vectors(corpus[start:end], normalize, queries)
+        _search_block_(search, vectors, corpus_ids[start:end], start)
+        start = end
         if progress is not None:
             progress(start, total)
     return best
 
 
-def _merge_(
-    best: TopK,
-    scores: Tensor,
-    query_ids: Tensor,
-    corpus_ids: Tensor,
-    limits: Tensor | None,
+@dataclass(frozen=True)
+class _Search:
+    """Queries, and the best of their negatives so far, which are updated in place."""
+
+    vectors: Tensor  # (Q, D)
+    ids: Tensor  # (Q,)
+    limits: Tensor | None  # (Q,), which negatives score below
+    best: TopK  # (Q, k)
+
+    def of(self, rows: slice) -> _Search:
+        """Return the search for some of the queries, which shares their memory."""
+        limits = self.limits
+        if limits is not None:
+            limits = limits[rows]
+        best = TopK(self.best.values[rows], self.best.indices[rows])
+        return _Search(self.vectors[rows], self.ids[rows], limits, best)
+
+
+def _vectors(corpus: Tensor | np.ndarray, normalize: bool, queries: Tensor) -> Tensor:
+    """Return a part of the corpus (C, D), on the queries' device and in their compute dtype."""
+    if not isinstance(corpus, Tensor):
+        corpus = torch.from_numpy(np.array(corpus))
+    check_matrix("corpus", corpus, "(N, D)", check_finite=True)
+    return normalized(corpus.to(queries.device), normalize).to(compute_dtype(queries))
+
+
+def _search_block_(
+    search: _Search,
+    vectors: Tensor,  # (C, D)
+    ids: Tensor,  # (C,)
+    start: int,  # the index in the corpus of the first of them
+) -> None:
+    """Update the best negatives with a block of the corpus."""
+    missing = -len(vectors) % _RUN
+    if missing:  # entries that do not exist fill up the last run
+        vectors = F.pad(vectors, (0, 0, 0, missing))
+        ids = F.pad(ids, (0, missing), value=IGNORE_ID)
+    for rows in even_chunks(len(search.vectors), max(1, _TILE // len(vectors))):
+        some = search.of(rows)
+        with full_precision(vectors):
+            scores = matmul(some.vectors, vectors.T)
+        _search_scores_(some, scores, ids, start)
+
+
+def _search_scores_(
+    search: _Search,
+    scores: Tensor,  # (B, C) of its queries
+    ids: Tensor,  # (C,)
     start: int,
 ) -> None:
-    """Update the (B, k) best negatives with those among (B, C) scores, whose columns are numbered
-    from ``start``.
+    """Update the best negatives with scores, whose columns are numbered from ``start``.
 
     One pass finds the runs of 64 scores that have one above a query's k-th best so far. After the
     first blocks hardly any do, and ids and limits are looked at only for the scores in them that
     are above it.
     """
-    runs, least = scores.unflatten(1, (-1, _RUN)), best.values[:, -1:]
+    runs = scores.unflatten(1, (-1, _RUN))  # (B, C / 64, 64)
+    least = search.best.values[:, -1:]  # (B, 1)
     row, run = (runs.amax(2) > least).nonzero(as_tuple=True)
     # a corpus in ascending order: half the queries, to bound the memory
     if len(row) > _CROWD and len(scores) > 1:
         for half in even_chunks(len(scores), (len(scores) + 1) // 2):
-            limit = None if limits is None else limits[half]
-            _merge_(
-                TopK(*(x[half] for x in best)),
-                scores[half],
-                query_ids[half],
-                corpus_ids,
-                limit,
-                start,
-            )
+            _search_scores_(search.of(half), scores[half], ids, start)
         return
-    new = runs[row, run]
-    i, place = (new > least[row]).nonzero(as_tuple=True)
-    row, col, new = row[i], run[i] * _RUN + place, new[i, place]
-    negative = (
-        (query_ids[row] != corpus_ids[col])
-        & (query_ids[row] != IGNORE_ID)
-        & (corpus_ids[col] != IGNORE_ID)
-    )
-    if limits is not None:
-        negative &= new < limits[row]
-    row, col, new = row[negative], col[negative], new[negative]
+    high = runs[row, run]  # (R, 64)
+    i, place = (high > least[row]).nonzero(as_tuple=True)
+    row = row[i]  # (P,), as all from here on
+    col = run[i] * _RUN + place
+    score = high[i, place]
+    query_id = search.ids[row]
+    corpus_id = ids[col]
+    negative = (query_id != corpus_id) & (query_id != IGNORE_ID) & (corpus_id != IGNORE_ID)
+    if search.limits is not None:
+        negative &= score < search.limits[row]
+    _insert_(search.best, row[negative], score[negative], start + col[negative])
+
+
+def _insert_(
+    best: TopK,  # (B, k)
+    row: Tensor,  # (P,)
+    score: Tensor,  # (P,)
+    index: Tensor,  # (P,), in ascending order for each row
+) -> None:
+    """Update the best scores of each row with new ones."""
     if not len(row):
         return
-    k, slot = best.values.shape[1], slots(row, len(scores))
-    shape = len(scores), k + int(slot.amax()) + 1
-    values, indices = scores.new_full(shape, -torch.inf), row.new_full(shape, -1)
-    values[:, :k], indices[:, :k] = best
-    values[row, k + slot], indices[row, k + slot] = new, col + start
+    size, k = best.values.shape
+    place = k + slots(row, size)  # (P,), the new scores follow the best
+    shape = size, int(place.amax()) + 1
+    values = score.new_full(shape, -torch.inf)
+    values[:, :k] = best.values
+    values[row, place] = score
+    indices = index.new_full(shape, -1)
+    indices[:, :k] = best.indices
+    indices[row, place] = index
     # of equal scores, the first in the corpus
     values, order = values.sort(dim=1, descending=True, stable=True)
     best.values.copy_(values[:, :k])

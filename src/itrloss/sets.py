@@ -36,6 +36,32 @@ def variance_aware_loss(
             the heads; ``"sum"``; or ``"none"`` for each image's and each text's sum over its pairs
             and the heads, (N,) and (M,).
     """
+    _check_heads(heads)
+    pairs = _Pairs(heads)
+    everything = Anchors.together(*heads, *(sim.T for sim in heads))
+    spread = Anchors.together(*heads) if shared_sigma else everything
+    scores = pairs.scores
+    if detach_sigma:
+        spread = spread.detach()
+        scores = scores.detach()
+    mean, std = spread.mean_std()
+    moments = zip(_by_head(mean, heads), _by_head(std, heads), strict=True)
+    sigmas = [pairs.deviation(scores, side, *stats) for side, stats in enumerate(moments)]
+    if shared_sigma:
+        sigmas = sigmas * 2
+    sums = []
+    for side, hardest in enumerate(_by_head(everything.hardest_negatives().values, heads)):
+        hinges = (margin - pairs.scores + pairs.at(hardest, side)).relu()
+        values = hinges / sigmas[side].square() + sigmas[side].log()  # (K, P)
+        sums.append(pairs.sum(values.sum(0), side))
+    both = heads[0].both
+    result = torch.cat(sums)
+    if reduction == "mean":
+        result = both.per_pair(result)
+    return both.reduce(result, reduction)
+
+
+def _check_heads(heads: Sequence[Similarity]) -> None:
     if not heads or not all(isinstance(sim, Similarity) for sim in heads):
         raise TypeError(
             "heads: expected similarities, one for each head; VarianceAwareLoss takes embeddings"
@@ -44,28 +70,14 @@ def variance_aware_loss(
         raise ValueError(f"heads: expected one shape, got {[sim.shape for sim in heads]}")
     if any(sim.one_to_one != heads[0].one_to_one for sim in heads):
         raise ValueError("heads: expected the same ids for all of them")
-    pairs, columns = _Pairs(heads), [sim.T for sim in heads]
-    hardest = _by_head(Anchors.together(*heads, *columns).hardest_negatives().values, heads)
-    spread, scores = Anchors.together(*heads, *(() if shared_sigma else columns)), pairs.scores
-    if detach_sigma:
-        spread, scores = spread.detach(), scores.detach()
-    moments = zip(*(_by_head(x, heads) for x in spread.mean_std()), strict=True)
-    sigma = [pairs.deviation(scores, side, *stats) for side, stats in enumerate(moments)]
-    values = []
-    for side, best in enumerate(hardest):
-        s = sigma[0] if shared_sigma else sigma[side]
-        hinges = (margin - pairs.scores + pairs.at(best, side)).relu()
-        values.append(pairs.sum((hinges / s.square() + s.log()).sum(0), side))
-    both = heads[0].both
-    sums = torch.cat(values)
-    return both.reduce(both.per_pair(sums) if reduction == "mean" else sums, reduction)
 
 
 def _by_head(x: Tensor, heads: Sequence[Similarity]) -> list[Tensor]:
     """Return values (A,) as (K, N) of the rows of all heads and, if they are among ``x``, (K, M) of
     the columns.
     """
-    k, (n, m) = len(heads), heads[0].both.sizes
+    k = len(heads)
+    n, m = heads[0].both.sizes
     rows = x[: k * n].view(k, n)
     return [rows] if len(x) == k * n else [rows, x[k * n :].view(k, m)]
 
@@ -76,33 +88,34 @@ class _Pairs:
     """
 
     def __init__(self, heads: Sequence[Similarity]):
-        pairs, side = heads[0].pairs, heads[0].side
-        self.sides, self.totals, self.one_to_one = (
-            heads[0].both.groups(),
-            heads[0].totals,
-            pairs.one_to_one,
-        )
-        index, self.mask = pairs.listed if pairs.listable else None, None
-        if index is None:
+        first = heads[0]
+        pairs = first.pairs
+        self.sides = first.both.groups()
+        self.totals = first.totals
+        self.one_to_one = pairs.one_to_one
+        self.negatives = [anchors.negative_counts for anchors in self.sides]
+        self.mask: Tensor | None = None  # (P,), the pairs that are not positive
+        if pairs.listable:
+            index = pairs.listed
+            scores = [sim.positive_scores() for sim in heads]
+        else:
             n, m = pairs.shape
             places = torch.arange(n * m, device=pairs.device)
             index = places // m, places % m
-            mask: Any = pairs.excluded("positives", slice(None), slice(None))
+            mask = pairs.excluded("positives", slice(None), slice(None))
+            assert mask is not None
             self.mask = mask.flatten()
-            scores = [(sim.T if side else sim).scores().flatten() for sim in heads]
-        else:
-            scores = [sim.positive_scores() for sim in heads]
+            scores = [(sim.T if first.side else sim).scores().flatten() for sim in heads]
+        self.index = index[::-1] if first.side else index  # rows (P,), columns (P,)
         self.scores = torch.stack(scores)  # (K, P)
-        self.index = index[::-1] if side else index  # rows (P,), columns (P,)
-        self.negatives = [anchors.negative_counts for anchors in self.sides]
 
     def sum(self, x: Tensor, side: int) -> Tensor:
         """Return the (..., A) sums of the pairs' values (..., P) for each row (0) or column (1)."""
-        x = x if self.mask is None else x.masked_fill(self.mask, 0.0)
-        size = sum(self.sides[side].whole_sizes)
-        return self.sides[side].merged(
-            x.new_zeros(*x.shape[:-1], size).index_add(-1, self.index[side], x)
-        )
+        if self.mask is not None:
+            x = x.masked_fill(self.mask, 0.0)
+        anchors = self.sides[side]
+        zeros = x.new_zeros(*x.shape[:-1], sum(anchors.whole_sizes))
+        return anchors.merged(zeros.index_add(-1, self.index[side], x))
 
     def at(self, x: Tensor, side: int) -> Tensor:
         """Return the (..., P) values of the pairs' rows (0) or columns (1) from (..., A)."""
@@ -147,27 +160,36 @@ def dynamic_orthogonal_loss(
     check_matrix("residuals", residuals, "(N, K, D)", dims=3)
     one_of("pair_reduction", pair_reduction, "mean", "sum", "frobenius")
     one_of("reduction", reduction, "mean", "sum", "none")
-    n, k, d = residuals.shape
     heads = normalized(residuals)
+    k = heads.shape[1]
     if gate is not None:
-        if not isinstance(gate, Tensor):
-            raise TypeError(f"gate: expected a tensor, got {type(gate).__name__}")
-        if gate.shape not in ((n, k), (n, d)):
-            raise ValueError(
-                f"gate: expected shape ({n}, {k}) or ({n}, {d}), got {tuple(gate.shape)}"
-            )
-        heads = heads * gate.detach().to(heads.dtype).unsqueeze(-1 if gate.shape == (n, k) else 1)
+        heads = heads * _factors(gate, heads)
     with full_precision(heads):
-        correlation = heads @ heads.transpose(1, 2)
-    off_diagonal = correlation.masked_fill(
-        torch.eye(k, dtype=torch.bool, device=heads.device), 0.0
-    ).flatten(1)
+        correlation = heads @ heads.transpose(1, 2)  # (N, K, K)
+    diagonal = torch.eye(k, dtype=torch.bool, device=heads.device)
+    off_diagonal = correlation.masked_fill(diagonal, 0.0).flatten(1)
     if pair_reduction == "frobenius":
         total = torch.linalg.vector_norm(off_diagonal, dim=1) / k**2
     else:
-        total = off_diagonal.abs().sum(1) / (max(1, k * (k - 1)) if pair_reduction == "mean" else 1)
+        total = off_diagonal.abs().sum(1)
+        if pair_reduction == "mean":
+            total = total / max(1, k * (k - 1))
     values = (total - slack).relu()
-    return values if reduction == "none" else values.sum() / (n if reduction == "mean" else 1)
+    if reduction == "none":
+        return values
+    return values.mean() if reduction == "mean" else values.sum()
+
+
+def _factors(gate: Tensor, heads: Tensor) -> Tensor:
+    """Return the factors (N, K, 1) or (N, 1, D) of heads (N, K, D)."""
+    if not isinstance(gate, Tensor):
+        raise TypeError(f"gate: expected a tensor, got {type(gate).__name__}")
+    n, k, d = heads.shape
+    shape = tuple(gate.shape)
+    if shape not in ((n, k), (n, d)):
+        raise ValueError(f"gate: expected shape ({n}, {k}) or ({n}, {d}), got {shape}")
+    gate = gate.detach().to(heads.dtype)
+    return gate[:, :, None] if shape == (n, k) else gate[:, None]
 
 
 def set_similarity(
@@ -224,23 +246,27 @@ def set_similarity(
     cols = texts, _lengths("text_lengths", text_lengths, texts)
     if aggregation != "mean":
         return set_scores(rows, cols, aggregation, alpha, normalize)
-    means = []
-    for x, lengths in (rows, cols):  # the mean of the products is the product of the means
-        x = Sets(x, None, lengths).differentiable(normalize)
-        means.append(x.mean(1) if lengths is None else x.sum(1) / lengths.clamp_min(1)[:, None])
-    with full_precision(images):
-        return means[0] @ means[1].T
+    with full_precision(images):  # the mean of the products is the product of the means
+        return _means(*rows, normalize) @ _means(*cols, normalize).T
 
 
-def _lengths(name: str, lengths: Any, sets: Tensor) -> Tensor | None:
+def _means(sets: Tensor, lengths: Tensor | None, normalize: bool) -> Tensor:
+    """Return the (N, D) means of the elements of sets (N, K, D)."""
+    elements = Sets(sets, None, lengths).differentiable(normalize)
+    if lengths is None:
+        return elements.mean(1)
+    return elements.sum(1) / lengths.clamp_min(1)[:, None]
+
+
+def _lengths(name: str, lengths: Tensor | None, sets: Tensor) -> Tensor | None:
     """Return the (N,) int64 numbers of elements of the sets (N, K, D); None if all exist."""
     if lengths is None:
         return None
     lengths = as_ids(name, lengths, len(sets), sets.device)
-    if (
-        host_may_read(lengths)
-        and not 0 <= int(lengths.amin()) <= int(lengths.amax()) <= sets.shape[1]
-    ):
-        got = f"{int(lengths.amin())} to {int(lengths.amax())}"
-        raise ValueError(f"{name}: expected integers from 0 to {sets.shape[1]}, got {got}")
+    if host_may_read(lengths):
+        most = sets.shape[1]
+        shortest, longest = int(lengths.amin()), int(lengths.amax())
+        if shortest < 0 or longest > most:
+            got = f"{shortest} to {longest}"
+            raise ValueError(f"{name}: expected integers from 0 to {most}, got {got}")
     return lengths

@@ -10,5 +10,18 @@ from .contrastive import ClipLoss, HALLoss, SigLipLoss, USERLoss
 from .hinge import CHANLoss, HREMLoss, SCANLoss, SGRAFLoss, VSEInfinityLoss, VSEPPLoss
 from .sets import DivELoss, PVSELoss
 
-__all__ = ["CHANLoss", "ClipLoss", "DivELoss", "HALLoss", "HREMLoss", "PVSELoss", "SCANLoss", "SGRAFLoss", "SigLipLoss",
-           "USERLoss", "VSEInfinityLoss", "VSEPPLoss", "adapt"]  # fmt: skip
+__all__ = [
+    "CHANLoss",
+    "ClipLoss",
+    "DivELoss",
+    "HALLoss",
+    "HREMLoss",
+    "PVSELoss",
+    "SCANLoss",
+    "SGRAFLoss",
+    "SigLipLoss",
+    "USERLoss",
+    "VSEInfinityLoss",
+    "VSEPPLoss",
+    "adapt",
+]

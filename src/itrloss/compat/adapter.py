@@ -11,12 +11,11 @@ from torch import Tensor
 
 from .. import functional
 from ..checks import Names, as_ids, check_embeddings, one_of
-from ..engine.vectors import compute_dtype
 from ..losses import MemoryLoss
 from ..losses.matryoshka import inner_loss
 from ..memory import CoupledMemory
-from .hinge import Switched, check_square, required
-from .sets import Regularizers
+from .hinge import Switched, check_square, required, required_ids
+from .sets import Regularizers, members_of, zero_of
 
 
 class _Call(NamedTuple):
@@ -24,8 +23,12 @@ class _Call(NamedTuple):
 
     # images, texts and what else a score function takes; or a score matrix alone
     inputs: tuple[Any, ...]
-    ids: tuple[Any, Any] = (None, None)  # of images and texts
+    image_ids: Tensor | None = None
+    text_ids: Tensor | None = None
     more: tuple[Any, ...] = ()  # HAL's bank; the residuals of sets
+
+
+# How each code base calls its criterion; the arguments have the names of the originals.
 
 
 def _pairs(im, s):
@@ -49,8 +52,10 @@ def _sims(sims):
 
 
 def _with_ids(im, s, img_ids=None):
-    ids = None if img_ids is None else torch.as_tensor(img_ids, device=im.device)
-    return _Call((im, s), (ids, ids))
+    if img_ids is None:
+        return _Call((im, s))
+    ids = torch.as_tensor(img_ids, device=im.device)
+    return _Call((im, s), ids, ids)
 
 
 def _with_bank(im, s, mb_img=None, mb_cap=None, mb_ind=None, indices=None):
@@ -62,19 +67,20 @@ def _sets(img, txt, img_r=None, txt_r=None):
 
 
 def _captions(img_embs, txt_embs, img_r=None, txt_r=None, img_query=None, txt_query=None):
-    n, m = len(img_embs), len(txt_embs)
+    n = len(img_embs)
+    m = len(txt_embs)
     if m % n:
         raise ValueError(f"txt_embs: expected as many texts for each of {n} images, got {m}")
     ids = torch.arange(n, device=img_embs.device)
-    return _Call((img_embs, txt_embs), (ids, ids.repeat_interleave(m // n)), (img_r, txt_r))
+    return _Call((img_embs, txt_embs), ids, ids.repeat_interleave(m // n), (img_r, txt_r))
 
 
-# How each code base calls its criterion; the arguments have the names of the originals.
 _CALLS: dict[str, Callable[..., _Call]] = {
     "vsepp": _pairs,
     "vse_inf": _pairs,
     "scan": _words,
-    **dict.fromkeys(("sgraf", "naaf"), _scores),
+    "sgraf": _scores,
+    "naaf": _scores,
     "chan": _sims,
     "hrem": _with_ids,
     "hal": _with_bank,
@@ -82,28 +88,20 @@ _CALLS: dict[str, Callable[..., _Call]] = {
     "pvse": _sets,
     "dive": _captions,
 }
-_OF_SCORES = "sgraf", "naaf", "chan"
-_SETS = {"pvse": Regularizers.pvse, "dive": Regularizers.dive}
+_OF_SCORES = ("sgraf", "naaf", "chan")
+_OF_SETS = ("pvse", "dive")
 
 
-def _zero(x: Tensor) -> Tensor:
-    """Return the value of a part that a loss does not have."""
-    return x.new_zeros((), dtype=compute_dtype(x))
-
-
-def _memory(images: Tensor, texts: Tensor, *ids: Tensor) -> CoupledMemory:
+def _memory(images: Tensor, texts: Tensor, ids: Tensor | None = None) -> CoupledMemory:
     """Return a memory with (M, D) keys and (M,) ids, of this process alone."""
     check_embeddings(images, texts, False, Names("mb_img, v_queue", "mb_cap, t_queue", "", ""))
     if len(images) != len(texts):
-        raise ValueError(
-            f"mb_cap, t_queue: expected {len(images)} entries as of the images, got {len(texts)}"
-        )
+        expected = f"{len(images)} entries as of the images"
+        raise ValueError(f"mb_cap, t_queue: expected {expected}, got {len(texts)}")
+    if ids is not None:
+        ids = as_ids("mb_ind", ids, len(images), images.device)
     memory = CoupledMemory(*images.shape).to(images.device, images.dtype)
-    memory._store(
-        images.detach(),
-        texts.detach(),
-        *(as_ids("mb_ind", x, len(images), images.device) for x in ids),
-    )
+    memory._store(images.detach(), texts.detach(), ids)
     return memory
 
 
@@ -144,24 +142,22 @@ def adapt(
         raise ValueError(
             "score_function: expected one, such as a partial of SCAN's xattn_score_t2i, got None"
         )
-    if opt is not None and code_base not in _SETS:
+    if opt is not None and code_base not in _OF_SETS:
         raise ValueError(
             f"opt: expected None for {code_base!r}, which has no regularisers, got {opt!r}"
         )
-    scored = score_function is not None or code_base in _SETS or code_base in _OF_SCORES
+    scored = score_function is not None or code_base in _OF_SETS or code_base in _OF_SCORES
     if isinstance(loss, MemoryLoss):
         if code_base not in ("hal", "user") or scored:
-            raise ValueError(
-                f"loss: expected one without a memory for scores, and but for 'hal', 'user', got {loss!r}"
-            )
+            expected = "one without a memory for scores, and but for 'hal', 'user'"
+            raise ValueError(f"loss: expected {expected}, got {loss!r}")
         if loss.reduction == "none":
             raise ValueError("loss: expected reduction 'mean' or 'sum', got 'none'")
     else:
         inner_loss(loss)  # raises an error for losses of other inputs
         if scored and "scores" not in inspect.signature(loss.forward).parameters:
-            raise ValueError(
-                f"loss: expected one that takes scores, such as itrloss.InfoNCELoss(), got {loss!r}"
-            )
+            expected = "one that takes scores, such as itrloss.InfoNCELoss()"
+            raise ValueError(f"loss: expected {expected}, got {loss!r}")
     return AdaptedLoss(loss, code_base, score_function, opt)
 
 
@@ -170,56 +166,60 @@ class AdaptedLoss(Switched):
 
     def __init__(self, loss: Any, code_base: str, score_function: Any, opt: Any):
         super().__init__()
-        self.loss, self.code_base, self.score_function = loss, code_base, score_function
-        self.regularizers = None if opt is None else _SETS[code_base](opt)
+        self.loss = loss
+        self.code_base = code_base
+        self.score_function = score_function
+        self.regularizers = None
+        if opt is not None:
+            self.regularizers = Regularizers(opt, code_base)
 
     @property
-    def max_violation(self) -> bool:  # type: ignore[override]
+    def max_violation(self) -> bool:
         """Whether only the hardest negatives count."""
         return any(getattr(part, "mining", None) == "hardest" for part in self.loss.modules())
 
     @max_violation.setter
     def max_violation(self, on: bool) -> None:
+        mining = "hardest" if on else "all"
         for part in self.loss.modules():
             if hasattr(part, "mining"):
-                part.mining = "hardest" if on else "all"
+                part.mining = mining
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the code base's criterion does, from its arguments."""
-        inputs, ids, more = _CALLS[self.code_base](*args, **kwargs)
+        call = _CALLS[self.code_base](*args, **kwargs)
         if isinstance(self.loss, MemoryLoss):
-            return self._of_bank(*inputs, *more) if more else _zero(inputs[0])
+            if self.code_base == "hal":
+                return self._of_bank(*call.inputs, *call.more)
+            return zero_of(call.inputs[0])
         if self.regularizers is not None:
-            for name, x, k in zip(("img", "txt"), inputs, self.regularizers.sizes, strict=True):
-                if x.shape[1:-1] != (k,) and (k > 1 or x.dim() != 2):
-                    raise ValueError(
-                        f"{name}: expected shape (N, {k}, D), as K is {k} in opt, got {tuple(x.shape)}"
-                    )
-        loss = self._of_batch(inputs, ids)
-        if self.code_base not in _SETS:
+            self.regularizers.check_sizes(*call.inputs)
+        loss = self._of_batch(call)
+        if self.code_base not in _OF_SETS:
             return loss
-        if self.regularizers is None:
-            total, parts = loss, {"ranking_loss": loss.detach()}
-        else:
-            total, parts = self.regularizers.total({"ranking": loss}, *inputs, *more)
+        total = loss
+        parts = {"ranking_loss": loss.detach()}
+        if self.regularizers is not None:
+            total, parts = self.regularizers.total({"ranking": loss}, *call.inputs, *call.more)
         if self.code_base == "dive":  # whose trainer knows no such part
             del parts["ranking_loss"]
         return total, parts
 
-    def _of_batch(self, inputs: tuple[Any, ...], ids: tuple[Any, Any]) -> Tensor:
+    def _of_batch(self, call: _Call) -> Tensor:
         """Return the loss of the call's embeddings or scores."""
+        inputs = call.inputs
         if self.score_function is not None:
-            sets = self.code_base == "dive"
-            inputs = tuple(x.reshape(-1, x.shape[-1]) for x in inputs) if sets else inputs
+            if self.code_base == "dive":
+                inputs = [members_of(x) for x in inputs]
             scores = self.score_function(*inputs)
         elif len(inputs) == 1:
             scores = inputs[0]
-        elif self.code_base in _SETS:
-            images, texts = (x if x.dim() == 3 else x[:, None] for x in inputs)
-            scores = functional.set_similarity(images, texts)
+        elif self.code_base in _OF_SETS:
+            sets = [x if x.dim() == 3 else x[:, None] for x in inputs]
+            scores = functional.set_similarity(*sets)
         else:
-            return self.loss(*inputs, *ids)
-        return self.loss(image_ids=ids[0], text_ids=ids[1], scores=scores)
+            return self.loss(*inputs, call.image_ids, call.text_ids)
+        return self.loss(image_ids=call.image_ids, text_ids=call.text_ids, scores=scores)
 
     def _of_bank(
         self, im: Tensor, s: Tensor, mb_img: Any, mb_cap: Any, mb_ind: Any, indices: Any
@@ -228,12 +228,12 @@ class AdaptedLoss(Switched):
         negatives.
         """
         if mb_img is None:
-            return self.loss(im, s, im, s, CoupledMemory(1, im.shape[1]).to(im.device, im.dtype))
-        numbers = (("mb_ind", mb_ind), ("indices", indices))
-        entries, ids = (torch.as_tensor(required(name, x), device=im.device) for name, x in numbers)
-        return self.loss(
-            im, s, im, s, _memory(mb_img, required("mb_cap", mb_cap), entries), ids, ids
-        )
+            empty = CoupledMemory(1, im.shape[1]).to(im.device, im.dtype)
+            return self.loss(im, s, im, s, empty)
+        entries = required_ids("mb_ind", mb_ind, im.device)  # (M,)
+        ids = required_ids("indices", indices, im.device)  # (B,)
+        memory = _memory(mb_img, required("mb_cap", mb_cap), entries)
+        return self.loss(im, s, im, s, memory, ids, ids)
 
     def moco_forward(
         self, v_q: Tensor, t_k: Tensor, t_q: Tensor, v_k: Tensor, v_queue: Tensor, t_queue: Tensor
@@ -244,8 +244,9 @@ class AdaptedLoss(Switched):
         The queues are copied, as USER's model overwrites them before the backward pass.
         """
         if not isinstance(self.loss, MemoryLoss):
-            return _zero(v_q)
+            return zero_of(v_q)
         return self.loss(v_q, t_q, v_k, t_k, _memory(v_queue.T, t_queue.T))
 
     def extra_repr(self) -> str:
+        """Return the code base, for ``repr``."""
         return f"code_base={self.code_base!r}"

@@ -11,7 +11,7 @@ from .. import distributed, functional
 from ..anchors import Anchors
 from ..checks import Names
 from ..similarity import Similarity
-from .hinge import VSEPPLoss, option, required, similarity
+from .hinge import VSEPPLoss, option, required, required_ids, similarity
 
 
 class HALLoss(nn.Module):
@@ -28,16 +28,18 @@ class HALLoss(nn.Module):
 
     def __init__(self, opt: Any):
         super().__init__()
-        self.scale, self.margin = option(opt, "local_alpha"), option(opt, "local_ep")
-        self.alpha, self.beta = option(opt, "global_alpha", 40.0), option(opt, "global_beta", 40.0)
-        self.ep_posi, self.ep_nega = (
-            option(opt, "global_ep_posi", 0.2),
-            option(opt, "global_ep_nega", 0.1),
-        )
-        self.k, hardest = option(opt, "mb_k", 250), option(opt, "max_violation", False)
+        self.scale = option(opt, "local_alpha")
+        self.margin = option(opt, "local_ep")
+        self.alpha = option(opt, "global_alpha", 40.0)
+        self.beta = option(opt, "global_beta", 40.0)
+        self.ep_posi = option(opt, "global_ep_posi", 0.2)
+        self.ep_nega = option(opt, "global_ep_nega", 0.1)
+        self.k = option(opt, "mb_k", 250)
+        hardest = option(opt, "max_violation", False)
         triplet = VSEPPLoss(option(opt, "margin", 0.2), option(opt, "measure", None), hardest)
         self.order = triplet.order
-        self.triplet = triplet if hardest or option(opt, "sum_violation", False) else None
+        replaced = hardest or option(opt, "sum_violation", False)
+        self.triplet = triplet if replaced else None
 
     def forward(
         self,
@@ -58,33 +60,38 @@ class HALLoss(nn.Module):
             return functional.hubness_aware_loss(sim, self.scale, self.margin)
         for name, x in (("mb_cap", mb_cap), ("mb_ind", mb_ind)):
             if len(required(name, x)) != len(mb_img):
-                raise ValueError(
-                    f"{name}: expected {len(mb_img)} entries as in mb_img, got {len(x)}"
-                )
-        entries, batch = (
-            torch.as_tensor(x, device=im.device) for x in (mb_ind, required("indices", indices))
-        )
-        scores = sim.scores()
+                expected = f"{len(mb_img)} entries as in mb_img"
+                raise ValueError(f"{name}: expected {expected}, got {len(x)}")
+        entries = required_ids("mb_ind", mb_ind, im.device)  # (M,)
+        batch = required_ids("indices", indices, im.device)  # (B,)
+        scores = sim.scores()  # (B, B)
         with torch.no_grad():
             excluded = torch.where(torch.isin(entries, batch), -torch.inf, 0.0).to(scores.dtype)
-            near = []  # (B, k) highest scores with the bank, -inf where there are no more
-            for x, bank in ((im, mb_cap), (s, mb_img)):
-                bank_sim = similarity(
-                    x, bank, ("im, s", "mb_cap, mb_img"), (None, entries), self.order
-                )
-                near.append(bank_sim.topk(min(self.k, len(x), len(bank)), excluded).values)
-            # a / (a + b) is the sigmoid of log a - log b.
-            own = scores.diagonal()
-            n, m = ((self.beta * x - self.ep_nega).logsumexp(1) for x in near)
-            p, q = ((self.alpha * (x - self.ep_posi)).logsumexp(1) for x in near)
-            of_pair = torch.logaddexp(self.beta * own[:, None], self.beta * own[None])
-            negative = (torch.logaddexp(n[:, None], m[None]) - of_pair).sigmoid()  # (B, B)
-            positive = (torch.logaddexp(p, q) - self.alpha * (own - self.ep_posi)).sigmoid()  # (B,)
-        # HAL with margin 0 on this matrix: its diagonal are the positives, the rest are the
-        # negatives.
+            of_images = self._highest(im, mb_cap, entries, excluded)
+            of_texts = self._highest(s, mb_img, entries, excluded)
+            weights = self._weights(scores.diagonal(), of_images, of_texts)
+        # HAL with margin 0 on this matrix: positives on the diagonal, negatives elsewhere.
         diagonal = torch.eye(len(im), dtype=torch.bool, device=im.device)
-        weighted = torch.where(diagonal, positive * scores, negative * (scores - self.margin))
+        weighted = weights * torch.where(diagonal, scores, scores - self.margin)
         return functional.hubness_aware_loss(Similarity.from_scores(weighted), self.scale, 0.0)
+
+    def _highest(self, x: Tensor, bank: Tensor, entries: Tensor, excluded: Tensor) -> Tensor:
+        """Return the (B, k) highest scores with the bank, -inf where there are no more."""
+        sim = similarity(x, bank, ("im, s", "mb_cap, mb_img"), (None, entries), self.order)
+        return sim.topk(min(self.k, len(x), len(bank)), excluded).values
+
+    def _weights(self, pairs: Tensor, of_images: Tensor, of_texts: Tensor) -> Tensor:
+        """Return (B, B) weights from the (B,) scores of pairs and the (B, k) highest ones."""
+        # A weight a / (a + b) is the sigmoid of log a - log b.
+        image = (self.beta * of_images - self.ep_nega).logsumexp(1)
+        text = (self.beta * of_texts - self.ep_nega).logsumexp(1)
+        near = torch.logaddexp(image[:, None], text[None])  # (B, B)
+        own = self.beta * pairs
+        negative = (near - torch.logaddexp(own[:, None], own[None])).sigmoid()
+        both = torch.cat([of_images, of_texts], 1)
+        near = (self.alpha * (both - self.ep_posi)).logsumexp(1)  # (B,)
+        positive = (near - self.alpha * (pairs - self.ep_posi)).sigmoid()
+        return negative.diagonal_scatter(positive)
 
 
 class USERLoss(nn.Module):
@@ -98,30 +105,32 @@ class USERLoss(nn.Module):
 
     def __init__(self, opt: Any):
         super().__init__()
-        self.scale, self.margin = option(opt, "mu"), option(opt, "gama")
+        self.scale = option(opt, "mu")
+        self.margin = option(opt, "gama")
 
-    def forward(self, im: Tensor, s: Tensor) -> Tensor:  # (B, D) and (B, D) -> ()
+    def forward(self, im: Tensor, s: Tensor) -> Tensor:
+        """Return the loss of (B, D) images and (B, D) texts."""
         return functional.hubness_aware_loss(similarity(im, s), self.scale, self.margin)
 
     def moco_forward(
         self, v_q: Tensor, t_k: Tensor, t_q: Tensor, v_k: Tensor, v_queue: Tensor, t_queue: Tensor
     ) -> Any:
-        """Return the terms of the (D, K) queues, without that of the batch, for (B, D) embeddings
-        and keys.
+        """Return the terms of the (D, K) queues, without the batch's, for (B, D) embeddings and
+        keys.
         """
-        # -1 matches no row
-        no_match = None, torch.full(v_queue.shape[1:], -1, device=v_queue.device)
-        sides = (v_q, t_queue, ("v_q", "t_queue")), (t_q, v_queue, ("t_q", "v_queue"))
         # Copies without a gradient: USER puts the batch into its queues before the backward pass.
-        queues = [
-            similarity(x, queue.detach().T.clone(), names, no_match) for x, queue, names in sides
-        ]
+        images = v_queue.detach().T.clone()
+        texts = t_queue.detach().T.clone()
+        no_match = (None, torch.full((len(images),), -1, device=images.device))  # -1 is no row
+        queues = Anchors.together(
+            similarity(v_q, texts, ("v_q", "t_queue"), no_match),
+            similarity(t_q, images, ("t_q", "v_queue"), no_match),
+        )
         keys = Anchors.together(
-            similarity(v_q, t_k, ("v_q", "t_k")), similarity(t_q, v_k, ("t_q", "v_k"))
+            similarity(v_q, t_k, ("v_q", "t_k")),
+            similarity(t_q, v_k, ("t_q", "v_k")),
         )
-        return functional.hubness_aware_loss(
-            Anchors.together(*queues), self.scale, self.margin, positives=keys
-        )
+        return functional.hubness_aware_loss(queues, self.scale, self.margin, positives=keys)
 
 
 class ClipLoss(nn.Module):
@@ -156,24 +165,33 @@ class ClipLoss(nn.Module):
         """Return the loss of (B, D) pairs, or with ``output_dict`` a dictionary that has it as
         ``contrastive_loss``.
         """
+        names = ("image_features", "text_features")
         if self.world_size == 1:
-            sim = similarity(image_features, text_features, ("image_features", "text_features"))
+            sim = similarity(image_features, text_features, names)
         else:
-            names = Names("image_features", "text_features", "", "")
-            same = type(self).__name__
             sim = Similarity.sharded(
-                image_features, text_features, normalize=False, names=names, same=same
+                image_features,
+                text_features,
+                normalize=False,
+                names=Names(*names, "", ""),
+                same=type(self).__name__,
             )
-        loss = self._loss(sim, logit_scale, 0.0 if logit_bias is None else logit_bias)
-        return {"contrastive_loss": loss} if output_dict else loss
+        if logit_bias is None:
+            logit_bias = 0.0
+        loss = self._loss(sim, logit_scale, logit_bias)
+        if output_dict:
+            return {"contrastive_loss": loss}
+        return loss
 
     def _loss(self, sim: Similarity, scale: Any, bias: Any) -> Tensor:
-        # 1 / scale would be far off in half
-        scale = scale.to(sim.dtype) if isinstance(scale, Tensor) else scale
+        """Return the loss of scores times ``scale`` plus ``bias``."""
+        if isinstance(scale, Tensor):
+            scale = scale.to(sim.dtype)  # 1 / scale would be far off in half
         loss = 0.5 * functional.info_nce_loss(sim, 1 / scale)
-        # A softmax does not depend on the bias, but distributed training needs a gradient for each
-        # parameter.
-        return loss + 0 * bias.sum() if isinstance(bias, Tensor) else loss
+        if isinstance(bias, Tensor):
+            # A softmax does not depend on it, but distributed training needs each gradient.
+            loss = loss + 0 * bias.sum()
+        return loss
 
 
 class SigLipLoss(ClipLoss):

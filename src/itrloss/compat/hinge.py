@@ -16,9 +16,7 @@ from ..terms import hinge, identity
 
 
 def option(opt: Any, name: str, *default: Any) -> Any:
-    """Return an attribute of a code base's settings, or the default; raise an error if there is
-    neither.
-    """
+    """Return an attribute of a code base's settings, or the default; an error without both."""
     try:
         return getattr(opt, name, *default)
     except AttributeError:
@@ -26,12 +24,15 @@ def option(opt: Any, name: str, *default: Any) -> Any:
 
 
 def required(name: str, x: Any) -> Any:
-    """Return an argument that is optional in the signature but needed here; raise an error if it is
-    None.
-    """
+    """Return an argument that is optional in the signature but needed here, so it is not None."""
     if x is None:
         raise ValueError(f"{name}: expected a tensor, got None")
     return x
+
+
+def required_ids(name: str, ids: Any, device: torch.device) -> Tensor:
+    """Return integers, a sequence or a tensor but not None, as a tensor on the device."""
+    return torch.as_tensor(required(name, ids), device=device)
 
 
 def check_square(name: str, scores: Any) -> None:
@@ -48,8 +49,13 @@ def similarity(
     ids: tuple[Any, Any] = (None, None),
     order: bool = False,
 ) -> Similarity:
-    """Return the similarity of unnormalised embeddings; without ids row i matches row i. Errors use
-    ``names``.
+    """Return the similarity of (N, D) and (M, D) embeddings as they are, not normalised.
+
+    Args:
+        x, y: rows and columns.
+        names: what errors call them.
+        ids: of rows and columns; without those of the columns, N = M and row i matches column i.
+        order: scores are ``-|max(0, y - x)|`` (order embeddings) instead of inner products.
     """
     called = Names(*names, "img_ids", "img_ids")
     check_embeddings(x, y, False, called)
@@ -58,22 +64,21 @@ def similarity(
             f"{names[1]}: expected shape {tuple(x.shape)} like {names[0]}, got {tuple(y.shape)}"
         )
     if order:
-        x, y = x.to(compute_dtype(x)), y.to(compute_dtype(y))
-        return Similarity.from_scores(
-            -torch.linalg.vector_norm((y - x[:, None]).clamp_min(0), dim=2), *ids
-        )
+        dtype = compute_dtype(x)
+        violations = (y.to(dtype) - x.to(dtype)[:, None]).clamp_min(0)  # (N, M, D)
+        return Similarity.from_scores(-torch.linalg.vector_norm(violations, dim=2), *ids)
     return Similarity(x, y, *ids, normalize=False, names=called)
 
 
 class Switched(nn.Module):
     """A criterion that code bases switch to the hardest negatives after some epochs."""
 
-    max_violation: bool
-
     def max_violation_on(self) -> None:
+        """Count each anchor's hardest negative alone."""
         self.max_violation = True
 
     def max_violation_off(self) -> None:
+        """Count all negatives."""
         self.max_violation = False
 
 
@@ -85,18 +90,21 @@ class HingeLoss(Switched):
     def __init__(self, margin: float = 0, max_violation: bool = False):
         super().__init__()
         check_number("margin", margin)
-        self.margin, self.max_violation = margin, bool(max_violation)
+        self.margin = margin
+        self.max_violation = bool(max_violation)
 
     def _hinges(self, sim: Similarity, reduction: functional.Reduction = "sum") -> Any:
-        return functional.triplet_loss(
-            sim, self.margin, "hardest" if self.max_violation else "all", reduction
-        )
+        """Return the loss of a similarity; with reduction "none", the rows' and columns' values."""
+        mining = "hardest" if self.max_violation else "all"
+        return functional.triplet_loss(sim, self.margin, mining, reduction)
 
     def _hinges_of(self, name: str, scores: Tensor) -> Tensor:
+        """Return the loss of (B, B) scores, which errors call by ``name``."""
         check_square(name, scores)
         return self._hinges(Similarity.from_scores(scores))
 
     def extra_repr(self) -> str:
+        """Return the options, for ``repr``."""
         return f"margin={self.margin}, max_violation={self.max_violation}"
 
 
@@ -115,7 +123,8 @@ class VSEPPLoss(HingeLoss):
         one_of("measure", measure, "cosine", "order", False, None)
         self.order = measure == "order"
 
-    def forward(self, im: Tensor, s: Tensor) -> Tensor:  # (B, D) and (B, D) -> ()
+    def forward(self, im: Tensor, s: Tensor) -> Tensor:
+        """Return the loss of (B, D) images and (B, D) texts."""
         return self._hinges(similarity(im, s, order=self.order))
 
 
@@ -143,8 +152,8 @@ class SCANLoss(HingeLoss):
             )
         self.score_function = score_function
 
-    # (B, R, D), (B, L, D), lengths -> ()
     def forward(self, im: Tensor, s: Tensor, s_l: Any) -> Tensor:
+        """Return the loss of (B, R, D) regions and (B, L, D) words with the lengths ``s_l``."""
         return self._hinges_of("score_function", self.score_function(im, s, s_l))
 
 
@@ -153,7 +162,8 @@ class SGRAFLoss(HingeLoss):
     B) scores.
     """
 
-    def forward(self, scores: Tensor, length: int | None = None) -> Tensor:  # images as rows -> ()
+    def forward(self, scores: Tensor, length: int | None = None) -> Tensor:
+        """Return the loss of (B, B) scores with images as rows; ``length`` has no effect."""
         return self._hinges_of("scores", scores)
 
 
@@ -164,10 +174,12 @@ class CHANLoss(HingeLoss):
 
     def __init__(self, opt: Any = None, margin: float = 0.2, max_violation: bool = False):
         if opt is not None:
-            margin, max_violation = option(opt, "margin"), option(opt, "max_violation")
+            margin = option(opt, "margin")
+            max_violation = option(opt, "max_violation")
         super().__init__(margin, max_violation)
 
-    def forward(self, sims: Tensor) -> Tensor:  # images as rows -> ()
+    def forward(self, sims: Tensor) -> Tensor:
+        """Return the loss of (B, B) scores with images as rows."""
         return self._hinges_of("sims", sims)
 
 
@@ -183,14 +195,13 @@ class HREMLoss(HingeLoss):
         super().__init__(margin, max_violation)
         self.mask_repeat = bool(option(opt, "mask_repeat"))
 
-    # (B, D), (B, D), (B,) integers -> ()
     def forward(self, im: Tensor, s: Tensor, img_ids: Any = None) -> Tensor:
-        own = similarity(im, s)
+        """Return the loss of (B, D) images and texts; ``img_ids``: (B,) integers."""
+        pairs = similarity(im, s)
         if not self.mask_repeat:
-            return self._hinges(own)
-        ids = torch.as_tensor(required("img_ids", img_ids), device=im.device)
-        # (2B,), from the scores of the pairs
-        threshold = self.margin - own.both.sum_of_positives(identity)
+            return self._hinges(pairs)
+        ids = required_ids("img_ids", img_ids, im.device)
+        threshold = self.margin - pairs.both.sum_of_positives(identity)  # (2B,)
         if self.max_violation:
             hardest = similarity(im, s, ids=(ids, ids)).both.hardest_negatives().values
             return (threshold + hardest).relu().sum()

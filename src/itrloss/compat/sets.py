@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,16 @@ from .hinge import HingeLoss, option, required, similarity
 Parts = dict[str, Tensor]
 
 
+def zero_of(x: Tensor) -> Tensor:
+    """Return the value of a part that a loss of embeddings ``x`` does not have."""
+    return x.new_zeros((), dtype=compute_dtype(x))
+
+
+def members_of(sets: Tensor) -> Tensor:
+    """Return the members (N K, D) of sets (N, K, D)."""
+    return sets.reshape(-1, sets.shape[-1])
+
+
 def _kernel(x: Tensor, y: Tensor) -> Tensor:
     """Return ``exp(-|a - b| / 2)`` of all rows a and b; these code bases do not square the
     distance.
@@ -27,32 +37,50 @@ def _kernel(x: Tensor, y: Tensor) -> Tensor:
     return torch.exp(-0.5 * distances)
 
 
+class _Side(NamedTuple):
+    """The sets of images or of texts: K members each, and their residuals."""
+
+    members: Tensor  # (N, K, D) or (N K, D)
+    residuals: Tensor | None  # (N, K, D)
+    size: int  # K
+    name: str  # of the argument that holds the residuals
+
+    def required(self) -> Tensor:
+        """Return the residuals, which are not None."""
+        return required(self.name, self.residuals)
+
+
 class Regularizers:
-    """The weighted regularisers of PVSE and DivE on the sets of images and of texts, by the
-    settings ``opt``.
+    """The weighted regularisers of PVSE and DivE on the sets of images and of texts.
+
+    Args:
+        opt: the code base's settings.
+        code_base: ``"pvse"``, which has no uniformity, and none at all for one embedding a set; or
+            ``"dive"``.
+        reduction: of the orthogonal loss and of the kernels, ``"mean"`` or ``"sum"``.
     """
 
-    def __init__(self, opt: Any, sizes: tuple[int, int], reduction: Any = "mean"):
+    def __init__(self, opt: Any, code_base: str, reduction: Any = "mean"):
         one_of("reduction", reduction, "mean", "sum")
-        self.sizes, self.reduction, self.unif_residual = (
-            sizes,
-            reduction,
-            bool(option(opt, "unif_residual", False)),
-        )
-        self.weights = {name: option(opt, f"{name}_weight", 0.0) for name in ("unif", "div", "mmd")}
+        self.reduction = reduction
+        kinds = ("unif", "div", "mmd")
+        if code_base == "dive":
+            self.sizes = (option(opt, "img_num_embeds"), option(opt, "txt_num_embeds"))
+        else:
+            k = option(opt, "num_embeds", 1)
+            self.sizes = (k, k)
+            kinds = ("div", "mmd") if k > 1 else ()
+        weights = {name: option(opt, f"{name}_weight", 0.0) for name in kinds}
+        self.weights = {name: weight for name, weight in weights.items() if weight > 0}
+        self.unif_residual = bool(option(opt, "unif_residual", False))
 
-    @classmethod
-    def pvse(cls, opt: Any, reduction: Any = "mean") -> Regularizers:
-        """Return those of PVSE, which has no uniformity, and none at all with one embedding."""
-        k = option(opt, "num_embeds", 1)
-        made = cls(opt, (k, k), reduction)
-        made.weights |= {"unif": 0.0} if k > 1 else dict.fromkeys(made.weights, 0.0)
-        return made
-
-    @classmethod
-    def dive(cls, opt: Any, reduction: Any = "mean") -> Regularizers:
-        """Return those of DivE."""
-        return cls(opt, (option(opt, "img_num_embeds"), option(opt, "txt_num_embeds")), reduction)
+    def check_sizes(self, img: Tensor, txt: Tensor) -> None:
+        """Raise an error unless sets are (N, K, D), or (N, D) for K = 1, with the K of ``opt``."""
+        for name, x, k in zip(("img", "txt"), (img, txt), self.sizes, strict=True):
+            single = k == 1 and x.dim() == 2
+            if x.shape[1:-1] != (k,) and not single:
+                expected = f"shape (N, {k}, D), as K is {k} in opt"
+                raise ValueError(f"{name}: expected {expected}, got {tuple(x.shape)}")
 
     def total(
         self, parts: Parts, img: Tensor, txt: Tensor, img_r: Any, txt_r: Any
@@ -60,35 +88,43 @@ class Regularizers:
         """Return the sum of parts and weighted regularisers, and each of these unweighted and
         detached.
         """
-        sides = zip(("img_r", "txt_r"), (img_r, txt_r), (img, txt), self.sizes, strict=True)
-        several = [side for side in sides if side[3] > 1]
-        zero = img.new_zeros((), dtype=compute_dtype(img))
-        if self.weights["unif"] > 0:
-            parts["unif"] = zero
-            # mean of exp(-2 |a - b|²) over the pairs of members of a set
-            for name, r, x, k in several:
-                x = (required(name, r) if self.unif_residual else x).to(zero.dtype)
-                x = F.normalize(x, dim=-1) if self.unif_residual else x
-                x = x.reshape(-1, k, x.shape[-1])
-                first, second = torch.triu_indices(k, k, 1, device=x.device)
-                parts["unif"] = (
-                    parts["unif"]
-                    + (-2 * (x[:, first] - x[:, second]).square().sum(-1)).exp().mean()
-                )
-        if self.weights["div"] > 0:  # the orthogonal loss without slack
-            options = None, 0.0, "frobenius", self.reduction
-            values = (
-                functional.dynamic_orthogonal_loss(required(name, r), *options)
-                for name, r, *_ in several
-            )
-            parts["div"] = sum(values, zero)
-        if self.weights["mmd"] > 0:
-            x, y = (e.reshape(-1, e.shape[-1]).to(compute_dtype(e)) for e in (img, txt))
-            reduce = torch.mean if self.reduction == "mean" else torch.sum
-            xx, xy, yy = (reduce(_kernel(a, b)) for a, b in ((x, x), (x, y), (y, y)))
-            parts["mmd"] = xx - 2 * xy + yy
+        images = _Side(img, img_r, self.sizes[0], "img_r")
+        texts = _Side(txt, txt_r, self.sizes[1], "txt_r")
+        several = [side for side in (images, texts) if side.size > 1]
+        zero = zero_of(img)
+        if "unif" in self.weights:
+            parts["unif"] = sum(map(self._crowding, several), zero)
+        if "div" in self.weights:
+            parts["div"] = sum(map(self._correlation, several), zero)
+        if "mmd" in self.weights:
+            parts["mmd"] = self._discrepancy(img, txt)
         loss = torch.stack([self.weights.get(name, 1.0) * x for name, x in parts.items()]).sum()
         return loss, {f"{name}_loss": x.detach() for name, x in parts.items()}
+
+    def _crowding(self, side: _Side) -> Tensor:
+        """Return the mean of ``exp(-2 |a - b|²)`` over the pairs of members of a set."""
+        x = side.required() if self.unif_residual else side.members
+        x = x.to(compute_dtype(side.members))
+        if self.unif_residual:
+            x = F.normalize(x, dim=-1)
+        x = x.reshape(-1, side.size, x.shape[-1])  # (N, K, D)
+        first, second = torch.triu_indices(side.size, side.size, 1, device=x.device)
+        distances = (x[:, first] - x[:, second]).square().sum(-1)
+        return (-2 * distances).exp().mean()
+
+    def _correlation(self, side: _Side) -> Tensor:
+        """Return the orthogonal loss without slack, of the residuals."""
+        return functional.dynamic_orthogonal_loss(
+            side.required(), None, 0.0, "frobenius", self.reduction
+        )
+
+    def _discrepancy(self, img: Tensor, txt: Tensor) -> Tensor:
+        """Return the maximum mean discrepancy of all images' members and all texts'."""
+        x = members_of(img).to(compute_dtype(img))
+        y = members_of(txt).to(compute_dtype(txt))
+        reduce = torch.mean if self.reduction == "mean" else torch.sum
+        within = reduce(_kernel(x, x)) + reduce(_kernel(y, y))
+        return within - 2 * reduce(_kernel(x, y))
 
 
 class PVSELoss(HingeLoss):
@@ -101,8 +137,9 @@ class PVSELoss(HingeLoss):
 
     def __init__(self, opt: Any, reduction: Any = "mean"):
         super().__init__(option(opt, "margin", 1.0), option(opt, "max_violation", False))
-        self.k, self.order = option(opt, "num_embeds", 1), bool(option(opt, "order", False))
-        self.regularizers = Regularizers.pvse(opt, reduction)
+        self.k = option(opt, "num_embeds", 1)
+        self.order = bool(option(opt, "order", False))
+        self.regularizers = Regularizers(opt, "pvse", reduction)
 
     def forward(
         self, img: Tensor, txt: Tensor, img_r: Any = None, txt_r: Any = None
@@ -110,20 +147,22 @@ class PVSELoss(HingeLoss):
         """Return the loss and its parts for (B, K, D) embeddings, or (B, D) if K = 1, and their
         residuals.
         """
-        n, k = len(img), self.k
+        n = len(img)
+        k = self.k
         for name, x in (("img", img), ("txt", txt)):
             if x.shape[:-1].numel() != n * k:
                 raise ValueError(f"{name}: expected shape ({n}, {k}, D), got {tuple(x.shape)}")
-        sim = similarity(
-            img.reshape(n * k, -1), txt.reshape(n * k, -1), ("img", "txt"), order=self.order
-        )
+        members = (img.reshape(n * k, -1), txt.reshape(n * k, -1))
+        sim = similarity(*members, ("img", "txt"), order=self.order)
         if k > 1:
-            sim = Similarity.from_scores(sim.scores().view(n, k, n, k).amax((1, 3)))
-        # The mean over n * n also counts the n pairs themselves, whose hinges are 0.
-        hinges = 1 if self.regularizers.reduction == "sum" else n if self.max_violation else n * n
-        return self.regularizers.total(
-            {"ranking": self._hinges(sim) / hinges}, img, txt, img_r, txt_r
-        )
+            best = sim.scores().view(n, k, n, k).amax((1, 3))  # (N, N)
+            sim = Similarity.from_scores(best)
+        hinges = 1
+        if self.regularizers.reduction == "mean":
+            # This also counts the n pairs themselves, whose hinges are 0.
+            hinges = n if self.max_violation else n * n
+        parts = {"ranking": self._hinges(sim) / hinges}
+        return self.regularizers.total(parts, img, txt, img_r, txt_r)
 
 
 class DivELoss(HingeLoss):
@@ -151,43 +190,47 @@ class DivELoss(HingeLoss):
         super().__init__(option(opt, "margin", 1.0), option(opt, "max_violation", False))
         if option(opt, "semi_hard_triplet", False):
             raise ValueError("opt: semi_hard_triplet is not supported")
-        if similarity_fn is None and (
-            option(opt, "denominator", 2),
-            option(opt, "temperature_txt_scale", 1),
-        ) != (2, 1):
-            raise ValueError(
-                "similarity_fn: expected a function for this denominator or text temperature, got None"
-            )
-        self.set_sizes, self.similarity_fn = (img_set_size, txt_set_size), similarity_fn
-        self.regularizers = Regularizers.dive(opt, reduction)
+        self.temperature: Any = None
+        if similarity_fn is None:
+            denominator = option(opt, "denominator", 2)
+            if (denominator, option(opt, "temperature_txt_scale", 1)) != (2, 1):
+                expected = "a function for this denominator or text temperature"
+                raise ValueError(f"similarity_fn: expected {expected}, got None")
+            self.temperature = option(opt, "temperature")
+        self.similarity_fn = similarity_fn
+        self.set_sizes = (img_set_size, txt_set_size)
+        self.regularizers = Regularizers(opt, "dive", reduction)
         self.set_per_img = txt_per_img * self.regularizers.sizes[1] // txt_set_size
-        self.temperature: Any = option(opt, "temperature") if similarity_fn is None else None
 
     def forward(
         self, img_embs: Tensor, txt_embs: Tensor, img_r: Any = None, txt_r: Any = None
     ) -> tuple[Tensor, Parts]:
-        """Return the loss and its parts for (N, K, D) image embeddings, those of all texts, and
-        residuals.
+        """Return the loss and its parts for (N, K, D) embeddings of images, (M, K, D) of all their
+        texts, and residuals.
         """
-        img, txt = (x.reshape(-1, x.shape[-1]) for x in (img_embs, txt_embs))
-        n, m = len(img) // self.set_sizes[0], len(txt) // self.set_sizes[1]
-        if m != n * self.set_per_img:
-            raise ValueError(
-                f"txt_embs: expected {n * self.set_per_img} sets for {n} images, got {m}"
-            )
+        img = members_of(img_embs)
+        txt = members_of(txt_embs)
+        n = len(img) // self.set_sizes[0]
+        m = len(txt) // self.set_sizes[1]
+        per_image = self.set_per_img
+        if m != n * per_image:
+            raise ValueError(f"txt_embs: expected {n * per_image} sets for {n} images, got {m}")
         if self.similarity_fn is not None:
             scores = self.similarity_fn(img, txt)
         else:
-            sets = img.unflatten(0, (n, -1)), txt.unflatten(0, (m, -1))
             scores = functional.set_similarity(
-                *sets, "smooth_chamfer", self.temperature, normalize=False
+                img.unflatten(0, (n, -1)),
+                txt.unflatten(0, (m, -1)),
+                "smooth_chamfer",
+                self.temperature,
+                normalize=False,
             )
         ids = torch.arange(n, device=img.device)
-        rows, cols = self._hinges(
-            Similarity.from_scores(scores, ids, ids.repeat_interleave(self.set_per_img)), "none"
-        )
-        of_image, of_text = (
-            (1, 1) if self.max_violation else (max(1, m - self.set_per_img), max(1, n - 1))
-        )
-        parts = {"t2i": cols.sum() / (m * of_text), "i2t": rows.sum() / (m * of_image)}
-        return self.regularizers.total(parts, img, txt, img_r, txt_r)
+        sim = Similarity.from_scores(scores, ids, ids.repeat_interleave(per_image))
+        of_images, of_texts = self._hinges(sim, "none")  # (N,) and (M,)
+        i2t = of_images.sum() / m
+        t2i = of_texts.sum() / m
+        if not self.max_violation:
+            i2t = i2t / max(1, m - per_image)
+            t2i = t2i / max(1, n - 1)
+        return self.regularizers.total({"t2i": t2i, "i2t": i2t}, img, txt, img_r, txt_r)
