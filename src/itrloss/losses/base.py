@@ -171,6 +171,29 @@ class SimilarityLoss(Loss):
         """Return what has to be the same in all processes; telemetry is, as its figures are of all."""
         return f"{super().described()}, telemetry {bool(self.observed)}"
 
+    def _between(
+        self,
+        rows: Tensor,
+        cols: Tensor,
+        ids: tuple[Tensor | None, Tensor | None],
+        check: Callable[[], str] = nothing,
+        **options: Any,
+    ) -> Similarity:
+        """Return the similarity of embeddings; in a job, with the columns of all processes.
+
+        ``check``: see :meth:`agree`.
+        """
+        options["engine"] = self.engine
+        if not self.gather:
+            check()
+            return Similarity(rows, cols, *ids, **options)
+
+        def same() -> str:
+            return f"{check()} {self.described()}"
+
+        group = self.process_group
+        return Similarity.sharded(rows, cols, *ids, process_group=group, same=same, **options)
+
     def _value(self, sim: Any, *more: Any) -> Any:
         """Return the loss of similarities, and of what else ``compute`` takes; keep telemetry."""
         value = self.compute(sim, *more)
@@ -246,35 +269,28 @@ class PairLoss(SimilarityLoss):
         ``check`` checks what else there is, and returns what has to be the same in all processes.
         """
 
-        def checked() -> str:
-            text = check()
-            if self.sharded and (scores is not None or isinstance(images, Similarity)):
+        options: dict[str, Any] = {"check_finite": self.check_finite, "names": names}
+        if scores is None and not isinstance(images, Similarity):
+            return self._between(images, texts, (image_ids, text_ids), check, **options)
+
+        def check_alone() -> str:
+            if self.sharded:
                 expected = "expected embeddings; scores and a Similarity cannot be gathered"
                 raise ValueError(f"gather: {expected}")
-            return f"{text} {self.described()}"
+            return check()
 
-        options: dict[str, Any] = {
-            "engine": self.engine,
-            "check_finite": self.check_finite,
-            "names": names,
-        }
-        if self.gather and scores is None and not isinstance(images, Similarity):
-            options["process_group"] = self.process_group
-            return Similarity.sharded(images, texts, image_ids, text_ids, same=checked, **options)
-        self.agree(checked)
-        if isinstance(images, Similarity):
-            check_alone(texts=texts, image_ids=image_ids, text_ids=text_ids, scores=scores)
+        self.agree(check_alone)
+        if scores is None:
+            check_left_out(texts=texts, image_ids=image_ids, text_ids=text_ids)
             if self.check_finite:
                 images.check_finite()
             return images
-        if scores is None:
-            return Similarity(images, texts, image_ids, text_ids, **options)
         if images is not None or texts is not None:
             raise ValueError("scores: expected either scores or images and texts, got both")
-        return Similarity.from_scores(scores, image_ids, text_ids, **options)
+        return Similarity.from_scores(scores, image_ids, text_ids, engine=self.engine, **options)
 
 
-def check_alone(**others: Any) -> None:
+def check_left_out(**others: Any) -> None:
     """Raise an error if there is other input beside a Similarity."""
     for name, x in others.items():
         if x is not None:

@@ -15,6 +15,7 @@ from ..checks import (
     check_matrix,
     check_size,
 )
+from ..distributed import padded
 from ..engine.vectors import compute_dtype, host_may_read, normalized
 from ..kmeans import OnlineKMeans
 from ..memory import CoupledMemory, MemorySimilarity
@@ -383,7 +384,9 @@ class CODERObjective(CheckedModule):
         """Return the (B,) prototypes of pairs, which move with them in training mode."""
         pairs = normalized(images) + normalized(texts)
         if not self.training:
-            return self.prototypes.predict(pairs)
+            # a process of several may have none
+            some = padded(pairs, max(1, len(pairs)))
+            return self.prototypes.predict(some)[: len(pairs)]
         ids = self.prototypes.update(pairs, self.batch.process_group)
         self.classifier.reset(self.prototypes.reseeded, self.prototypes.centroids)
         return ids

@@ -147,10 +147,11 @@ class InfoNCELoss(PairLoss):
     @temperature.setter
     def temperature(self, value: float) -> None:
         check_number("temperature", value, positive=True)
-        self._temperature = value
-        if self.log_scale is not None:
-            with torch.no_grad():
-                self.log_scale.fill_(-math.log(value))
+        if self.log_scale is None:
+            self._temperature = value
+            return
+        with torch.no_grad():
+            self.log_scale.fill_(-math.log(value))
 
     def forward(
         self,
@@ -271,10 +272,11 @@ class SigmoidLoss(PairLoss):
     @scale.setter
     def scale(self, value: float) -> None:
         check_number("scale", value, positive=True)
-        self._scale = value
-        if self.log_scale is not None:
-            with torch.no_grad():
-                self.log_scale.fill_(math.log(value))
+        if self.log_scale is None:
+            self._scale = value
+            return
+        with torch.no_grad():
+            self.log_scale.fill_(math.log(value))
 
     def compute(self, sim: Similarity) -> Any:
         scale = self.shared(self.scale)

@@ -82,7 +82,7 @@ class VarianceAwareLoss(SimilarityLoss):
         """Return the loss of sets of image embeddings (N, K, D) of any length; else see
         :meth:`PairLoss.forward`.
         """
-        heads, frame = self._heads(image_sets, texts, image_ids, text_ids)
+        heads, frame = self._heads(image_sets, texts, (image_ids, text_ids))
         value = functional.variance_aware_loss(
             heads, self.margin, self.detach_sigma, self.shared_sigma, self.reduction
         )
@@ -91,7 +91,7 @@ class VarianceAwareLoss(SimilarityLoss):
         return value
 
     def _heads(
-        self, images: Tensor, texts: Tensor, *ids: Tensor | None
+        self, images: Tensor, texts: Tensor, ids: tuple[Tensor | None, Tensor | None]
     ) -> tuple[list[Similarity], Similarity]:
         """Return the similarities of each head, and one of the first head from embeddings."""
 
@@ -103,12 +103,7 @@ class VarianceAwareLoss(SimilarityLoss):
             return f"{images.shape[1]} heads, {self.described()}"
 
         self.agree(check)
-        options: dict[str, Any] = {"engine": self.engine, "names": _NAMES}
-        if self.sharded:
-            options["process_group"] = self.process_group
-            frame = Similarity.sharded(images[:, 0], texts, *ids, **options)
-        else:
-            frame = Similarity(images[:, 0], texts, *ids, **options)
+        frame = self._between(images[:, 0], texts, ids, names=_NAMES)
         units = normalized(images.transpose(0, 1))  # (K, N, D)
         n = frame.pairs.shape[0]
         if n > units.shape[1]:  # padding of a batch that processes share

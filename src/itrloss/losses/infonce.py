@@ -229,9 +229,9 @@ class FilteredInfoNCELoss(PairLoss):
         """
 
         def check() -> str:
-            if guide is None or not self.sharded:
-                return f"guide {guide is not None}"
-            return described_model("guide", guide, images, texts)
+            if guide is None:
+                return "without a guide"
+            return described_model("guide", guide, images, texts) if self.sharded else ""
 
         sim = self._similarity(images, texts, image_ids, text_ids, scores, check=check)
         if guide is not None:
@@ -293,9 +293,7 @@ class DistillationLoss(PairLoss):
         """
 
         def check() -> str:
-            if not self.sharded:
-                return ""
-            return described_model("teacher", teacher, images, texts)
+            return described_model("teacher", teacher, images, texts) if self.sharded else ""
 
         no_ids = image_ids is None and text_ids is None
         if no_ids and not self.sharded and len(images) != len(texts):

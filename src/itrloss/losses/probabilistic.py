@@ -151,16 +151,9 @@ class PCMEPlusPlusLoss(SimilarityLoss):
         ]
         # -d = 2 <m, m'> - |m|^2 - |m'|^2 - ..., an inner product and a bias of each side
         rows, cols = (2**0.5 * m for m in means)
-        options: Any = {
-            "engine": self.engine,
-            "names": _NAMES,
-            "normalize": False,
-            "bias": (-sums[0], -sums[1]),
-        }
-        if self.gather:
-            options["process_group"] = self.process_group
-            return Similarity.sharded(rows, cols, image_ids, text_ids, **options)
-        return Similarity(rows, cols, image_ids, text_ids, **options)
+        bias = -sums[0], -sums[1]
+        ids = image_ids, text_ids
+        return self._between(rows, cols, ids, names=_NAMES, normalize=False, bias=bias)
 
     def compute(self, sim: Similarity, divergence: Tensor | None = None) -> Any:
         """Return the loss of the similarities -d; ``divergence``: (A,), of each anchor."""
