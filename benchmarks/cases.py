@@ -68,7 +68,9 @@ class Problem(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """Our module, the same loss in eager PyTorch with the same options, and the kind of its inputs."""
+    """Our module, the same loss in eager PyTorch with the same options, and the kind of its
+    inputs.
+    """
 
     ours: Callable[..., nn.Module]
     plain: Callable[..., Tensor]

@@ -368,7 +368,9 @@ def _total(values: Tensor, side: Side, reduction: str) -> Tensor:
 
 
 def _hinges_against_all(batch: Batch, side: Side, margin: float) -> Tensor:
-    """Hinges of each positive pair against every negative of its anchor: P rows or columns of them."""
+    """Hinges of each positive pair against every negative of its anchor: P rows or columns of
+    them.
+    """
     scores, mask = batch.scores, batch.mask
     if side.matches is not None:
         other = 1 - side.dim

@@ -92,7 +92,9 @@ LOSSES: dict[str, tuple[Callable[[], itrloss.PairLoss], float]] = {
 
 
 class Split(NamedTuple):
-    """(N, F) features of pictures, (M, L) words of captions, 0 for none, and (M, L) their weights."""
+    """(N, F) features of pictures, (M, L) words of captions, 0 for none, and (M, L) their
+    weights.
+    """
 
     pictures: Tensor
     words: Tensor
@@ -151,7 +153,9 @@ class Model(nn.Module):
 
 
 def swapped(ids: Tensor, share: float, seed: int) -> Tensor:
-    """Return the pictures' numbers where this share of the captions swap theirs among themselves."""
+    """Return the pictures' numbers where this share of the captions swap theirs among
+    themselves.
+    """
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(len(ids), generator=generator)[: round(share * len(ids))]
     ids = ids.clone()
@@ -200,7 +204,9 @@ def train(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train what is missing, write it and print RSUM after the last epoch; return the exit status."""
+    """Train what is missing, write it and print RSUM after the last epoch; return the exit
+    status.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -129,7 +129,9 @@ def measure(
 
 @contextlib.contextmanager
 def _errors_into(row: Row) -> Iterator[None]:
-    """Errors in other libraries' code must not lose the remaining rows; errors in ours propagate."""
+    """Errors in other libraries' code must not lose the remaining rows; errors in ours
+    propagate.
+    """
     try:
         yield
     except Exception as error:

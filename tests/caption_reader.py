@@ -21,19 +21,39 @@ def _index(table: dict[str, str]) -> dict[str, str]:
     return {word: meaning for meaning, words in table.items() for word in words.split(", ")}
 
 
-NOUNS = _index({
-    "circle": "circle, disc", "square": "square, box", "triangle": "triangle, pyramid", "star": "star",
-    "cross": "cross, plus sign", "diamond": "diamond, rhombus", "ring": "ring, hoop",
-    "crescent": "crescent, moon", "any": "shape, object, thing, figure",
-})  # fmt: skip
-HUES = _index({
-    "red": "red, crimson, scarlet", "orange": "orange, amber", "yellow": "yellow, golden",
-    "green": "green, emerald", "blue": "blue, azure", "purple": "purple, violet", "pink": "pink, rosy",
-    "brown": "brown, chestnut", "white": "white, ivory",
-})  # fmt: skip
-EXTENTS = _index({
-    "small": "small, little, tiny", "medium": "medium, medium-sized, mid-sized", "large": "large, big, huge",
-})  # fmt: skip
+NOUNS = _index(
+    {
+        "circle": "circle, disc",
+        "square": "square, box",
+        "triangle": "triangle, pyramid",
+        "star": "star",
+        "cross": "cross, plus sign",
+        "diamond": "diamond, rhombus",
+        "ring": "ring, hoop",
+        "crescent": "crescent, moon",
+        "any": "shape, object, thing, figure",
+    }
+)
+HUES = _index(
+    {
+        "red": "red, crimson, scarlet",
+        "orange": "orange, amber",
+        "yellow": "yellow, golden",
+        "green": "green, emerald",
+        "blue": "blue, azure",
+        "purple": "purple, violet",
+        "pink": "pink, rosy",
+        "brown": "brown, chestnut",
+        "white": "white, ivory",
+    }
+)
+EXTENTS = _index(
+    {
+        "small": "small, little, tiny",
+        "medium": "medium, medium-sized, mid-sized",
+        "large": "large, big, huge",
+    }
+)
 SETTINGS = _index({
     "sky": "a cloudy sky, the daytime sky, a mild summer sky",
     "night": "the night sky, a starry night, the dark of night",
@@ -158,7 +178,9 @@ class Reader:
         return "N"
 
     def holds(self, scene: Scene) -> bool:
-        """Whether the caption is literally true of the scene; fails if it cannot parse a sentence."""
+        """Whether the caption is literally true of the scene; fails if it cannot parse a
+        sentence.
+        """
         if any(SETTINGS[words] != scene.background for words in self.settings):
             return False
         counted = self._counts(scene)

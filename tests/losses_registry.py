@@ -102,9 +102,9 @@ class Entry:
         return type(self.make()).__name__
 
 
-def matryoshka(**common: Any) -> nn.Module:
+def matryoshka(**options: Any) -> nn.Module:
     """Return an InfoNCE of two prefixes; the inner loss is made anew each time."""
-    return itrloss.Matryoshka(itrloss.InfoNCELoss(learnable=True, **common), (2, 4))
+    return itrloss.Matryoshka(itrloss.InfoNCELoss(**options), (2, 4))
 
 
 # Checks of ``check_loss`` that fail, with their reason.
@@ -297,7 +297,12 @@ OF_PAIRS = {
         tables=ALL - {"compiled", "module"},
     ),
     # it is compiled and sharded in test_matryoshka.py
-    "matryoshka": Entry(matryoshka, failures=PREFIXES, tables=ALL & {"conforming", "module"}),
+    "matryoshka": Entry(
+        matryoshka,
+        {"learnable": True},
+        failures=PREFIXES,
+        tables=ALL & {"conforming", "module"},
+    ),
 }
 OF_MORE_THAN_PAIRS = {
     "infonce negatives": Entry(
@@ -357,6 +362,13 @@ OF_MEMORIES = {
         oracle_options={},
         failures=MEMORY | APART,
         tables=ALL & {"conforming"},
+        **MDCL,
+    ),
+    "mdcl through entropy": Entry(
+        itrloss.MemoryDiversityContrastiveLoss,
+        {"diversity": "entropy", "entropy_temperature": 0.1, "detach_diversity": False},
+        oracle_options={"diversity": "entropy", "entropy_temperature": 0.1},
+        tables=NONE,
         **MDCL,
     ),
     "mdcl through the batch": Entry(

@@ -10,6 +10,7 @@ from argparse import Namespace
 import pytest
 import torch
 import torch.nn.functional as F
+from losses_registry import REGISTRY, select
 from processes import run
 from vse_trainers import (
     CHAN,
@@ -27,21 +28,18 @@ from vse_trainers import (
 import itrloss
 from itrloss import compat
 
-LOSSES = {
-    "DCL": lambda: itrloss.DiversityContrastiveLoss(),
-    "DCL entropy": lambda: itrloss.DiversityContrastiveLoss(diversity="entropy"),
-    "InfoNCE": lambda: itrloss.InfoNCELoss(0.1, learnable=True),
-    "SigLIP": lambda: itrloss.SigmoidLoss(),
-    "triplet": lambda: itrloss.TripletLoss(mining="all"),
-    "HAL": lambda: itrloss.HubnessAwareLoss(20.0, 0.1),
-    "SupCon": lambda: itrloss.SupConLoss(),
-    "multi-similarity": lambda: itrloss.MultiSimilarityLoss(),
-    "RINCE": lambda: itrloss.RINCELoss(),
-}
-MEMORY_LOSSES = {
-    "UTO": lambda: itrloss.UnifiedTrainingObjective(20.0, 0.1),
-    "M-DCL": lambda: itrloss.MemoryDiversityContrastiveLoss(),
-}
+LOSSES = select(
+    "dcl",
+    "dcl entropy",
+    "infonce learnable",
+    "sigmoid",
+    "triplet all",
+    "hal mild",
+    "supcon",
+    "multi-similarity",
+    "rince of the defaults",
+)
+MEMORY_LOSSES = select("uto mild", "mdcl")
 
 
 def trainer(name: str, loss: torch.nn.Module) -> VSEModel:
@@ -59,23 +57,23 @@ def unit(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", TRAINERS)
 def test_every_loss_trains_in_every_code_base(name, loss):
-    model = trainer(name, LOSSES[loss]())
+    model = trainer(name, LOSSES[loss].make())
     for _ in range(6):
         model.train_emb()
     assert model.logged[-1] < model.logged[0]
     for on in (True, False):
         before = model.loss().item()
         model.set_max_violation(on)
-        assert model.criterion.max_violation == (on and loss == "triplet")
+        assert model.criterion.max_violation == (on and loss == "triplet all")
         # USER's queues move on
-        assert loss == "triplet" or name == "user" or model.loss().item() == before
+        assert loss == "triplet all" or name == "user" or model.loss().item() == before
         model.train_emb()
 
 
 @pytest.mark.parametrize("loss", MEMORY_LOSSES)
 @pytest.mark.parametrize("name", ["hal", "user"])
 def test_losses_with_a_memory_train_where_there_is_one(name, loss):
-    model = trainer(name, MEMORY_LOSSES[loss]())
+    model = trainer(name, MEMORY_LOSSES[loss].make())
     model.train_emb()  # without a bank in HAL
     if isinstance(model, HAL):
         model.load_memory_bank()
@@ -92,7 +90,7 @@ def test_images_repeated_five_times_do_no_harm(name, loss):
     """As in batches of validation, which are not shuffled."""
     if loss in MEMORY_LOSSES and name != "hal":
         return
-    criterion = compat.adapt({**LOSSES, **MEMORY_LOSSES}[loss](), name)
+    criterion = compat.adapt(REGISTRY[loss].make(), name)
     im, s = unit(4, D), unit(20, D, seed=1)
     repeated = im.repeat_interleave(5, 0)
     ids = torch.arange(4).repeat_interleave(5)
@@ -101,7 +99,9 @@ def test_images_repeated_five_times_do_no_harm(name, loss):
     grads = torch.autograd.grad(value, (im, s))
     assert value.isfinite() and all(x.isfinite().all() for x in grads)
     if name == "hrem":  # equal ids match
-        torch.testing.assert_close(value, LOSSES[loss]()(im.repeat_interleave(5, 0), s, ids, ids))
+        torch.testing.assert_close(
+            value, LOSSES[loss].make()(im.repeat_interleave(5, 0), s, ids, ids)
+        )
 
 
 # --------------------------------------------------------------------------- what the loss is given
@@ -318,17 +318,19 @@ WRONG = {
     "loss: expected one that takes scores": lambda: compat.adapt(
         itrloss.Matryoshka(NCE, [2]), "pvse"
     ),
-    "loss: expected one without a memory": lambda: compat.adapt(MEMORY_LOSSES["UTO"](), "vsepp"),
+    "loss: expected one without a memory": lambda: compat.adapt(
+        MEMORY_LOSSES["uto mild"].make(), "vsepp"
+    ),
     "loss: expected reduction": lambda: compat.adapt(
         itrloss.InfoNCELoss(reduction="none"), "vsepp"
     ),
     "loss: expected reduction 'mean'": lambda: compat.adapt(
         itrloss.UnifiedTrainingObjective(reduction="none"), "user"
     ),
-    "indices: expected a tensor": lambda: compat.adapt(MEMORY_LOSSES["UTO"](), "hal")(
+    "indices: expected a tensor": lambda: compat.adapt(MEMORY_LOSSES["uto mild"].make(), "hal")(
         *[unit(2, D)] * 4, [0, 1]
     ),
-    "mb_ind: expected": lambda: compat.adapt(MEMORY_LOSSES["UTO"](), "hal")(
+    "mb_ind: expected": lambda: compat.adapt(MEMORY_LOSSES["uto mild"].make(), "hal")(
         *[unit(2, D)] * 4, [0], [0, 1]
     ),
     "img: expected shape": lambda: compat.adapt(NCE, "pvse", opt=Namespace(num_embeds=2))(

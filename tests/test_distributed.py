@@ -1,4 +1,6 @@
-"""Two processes of ``torch.distributed``: ids, states that DDP broadcasts, re-ranking and metrics."""
+"""Two processes of ``torch.distributed``: ids, states that DDP broadcasts, re-ranking and
+metrics.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import pairwise
+from losses_registry import select
 from processes import WORLD, both
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -44,14 +47,7 @@ def test_a_state_that_ddp_broadcasts_counts_too(tmp_path):
     assert torch.equal(ids, other_ids) and torch.equal(centroids, other)
 
 
-PAIR_LOSSES = {
-    "dcl": itrloss.DiversityContrastiveLoss,
-    "hal": itrloss.HubnessAwareLoss,
-    "infonce": lambda **common: itrloss.InfoNCELoss(learnable=True, **common),
-    "sigmoid": itrloss.SigmoidLoss,
-    "triplet": itrloss.TripletLoss,
-    "triplet all": lambda **common: itrloss.TripletLoss(mining="all", reduction="mean", **common),
-}
+PAIR_LOSSES = select("dcl", "hal", "infonce learnable", "sigmoid", "triplet", "triplet all")
 # per-process image indices of texts: invalid ones match no image, small types must not overflow
 NUMBERED = {
     "none": (4, torch.tensor([0, 1, 2, -1])),
@@ -74,7 +70,8 @@ def numbered(rank: int | None, name: str, **options: Any) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     v, w = (torch.randn(WORLD * NUMBERED[name][0], D, generator=generator) for _ in range(2))
     own = slice((rank or 0) * n, (rank or 0) * n + n)
-    return [loss(**options)(v[own], w[own], None, ids).detach() for loss in PAIR_LOSSES.values()]
+    losses = [entry.make(**options) for entry in PAIR_LOSSES.values()]
+    return [loss(v[own], w[own], None, ids).detach() for loss in losses]
 
 
 def numbering(rank: int) -> dict[str, list[torch.Tensor]]:

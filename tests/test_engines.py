@@ -461,7 +461,9 @@ def test_ignored_entries_are_not_counted_ranked_or_named(engine, small_tiles):
 def gradients_of_parameters(
     engine, ids, n, m, which, term, shared, dtype=torch.float64, device="cpu"
 ):
-    """Gradients of a term's two parameters, shared or one per anchor, for its sum over ``which``."""
+    """Gradients of a term's two parameters, shared or one per anchor, for its sum over
+    ``which``.
+    """
     v, w = (x.to(device, dtype) for x in embeddings(n, m))
     size = 1 if shared else n + m
     params = [
@@ -932,7 +934,9 @@ def test_backward_twice_gives_the_same_gradient(engine, small_tiles):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_strided_input(engine, small_tiles):
-    """With the answers that `TWICE` has for the engine: how inputs are read depends on the engine."""
+    """With the answers that `TWICE` has for the engine: how inputs are read depends on the
+    engine.
+    """
     ids, grads = make_ids("random", 9, 14), upstream(9, 14)
     v, w = embeddings(9, 14, d=12)
     # No duplicate embeddings: another rounding would make another one the hardest.
@@ -1296,7 +1300,9 @@ def test_a_gradient_found_early_is_of_the_vectors_that_were_multiplied():
 
 @pytest.mark.parametrize("engine", ["dense", "tiled", "kept"])
 def test_what_exists_on_neither_side_is_no_pair(engine):
-    """Ids that are equal and unique, apart from an ignored one, are not the same as no ids at all."""
+    """Ids that are equal and unique, apart from an ignored one, are not the same as no ids at
+    all.
+    """
     ids = torch.tensor([0, IGNORE_ID, 2])
     sim = similarity(*embeddings(3, 3), (ids, ids), engine)
     assert sim.positive_counts.tolist() == sim.negative_counts.tolist() == [1, 0, 1]

@@ -260,7 +260,9 @@ def test_hal_and_dcl_fall_with_the_margin_and_keep_their_lower_bounds(seed, a, b
 @given(st.integers(0, 10_000), st.floats(0.02, 2), st.floats(0.02, 2))
 @settings(max_examples=25, deadline=None)
 def test_softer_negatives_weigh_more(seed, a, b):
-    """``t log(1 + sum exp(x / t))`` does not decrease in t, because its derivative is an entropy."""
+    """``t log(1 + sum exp(x / t))`` does not decrease in t, because its derivative is an
+    entropy.
+    """
     v, w, ids, _ = draw(6, 7, seed)
     low, high = sorted((a, b))
     for make_loss in (

@@ -1,4 +1,6 @@
-"""Processes that are lost, that disagree, that wrap their models, and that are stopped and resumed."""
+"""Processes that are lost, that disagree, that wrap their models, and that are stopped and
+resumed.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import pairwise
+from losses_registry import Entry, select
 from processes import run, survivors
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -534,12 +537,9 @@ class OwnLoss(itrloss.PairLoss):
         return sim.both.reduce(values, self.reduction)
 
 
-CRITERIA: dict[str, Callable[..., Any]] = {
-    "infonce": lambda **o: itrloss.InfoNCELoss(learnable=True, **o),
-    "sigmoid": itrloss.SigmoidLoss,
-    "own": OwnLoss,
-    "mdcl": itrloss.MemoryDiversityContrastiveLoss,
-    "classifier": lambda **o: itrloss.PrototypeClassificationLoss(D, CLUSTERS, **o),
+CRITERIA = {
+    **select("infonce learnable", "sigmoid", "mdcl", "prototypes"),
+    "own": Entry(OwnLoss),
 }
 WAYS = "ddp", "ddp, loss inside", "fsdp", "fsdp, loss inside", "by hand"
 
@@ -559,7 +559,7 @@ class Step(nn.Module):
 
     def __init__(self, kind: str, **options: Any) -> None:
         super().__init__()
-        self.towers, self.criterion = Towers(), CRITERIA[kind](**options)
+        self.towers, self.criterion = Towers(), CRITERIA[kind].make(D, **options)
         self.double()
 
     def forward(self, images: Tensor, texts: Tensor, ids: Tensor) -> Tensor:
@@ -636,7 +636,7 @@ CHUNKED = (4, 7, 2)  # rows of the processes' batches
 
 def chunked(way: str, rank: int | None) -> dict[str, Tensor]:
     """Gradients of a step in chunks."""
-    step, rows = Step("infonce", gather=True), sum(CHUNKED)
+    step, rows = Step("infonce learnable", gather=True), sum(CHUNKED)
     whole = [sample(rows, size, seed=size, dtype=torch.float64, trained=False) for size in (7, 5)]
     whole.append(torch.arange(rows) % 6)
     *inputs, ids = whole if rank is None else (x.split(CHUNKED)[rank] for x in whole)
@@ -679,7 +679,7 @@ def trained(
             if way == "by hand":
                 averaged(step.towers)
             found[way, kind, reduction] = step.gradients()
-        step = Step("infonce", gather=True)
+        step = Step("infonce learnable", gather=True)
         accumulate(way, step, wrapped(way, step), rank)
         if way == "by hand":
             averaged(step.towers)

@@ -1,4 +1,6 @@
-"""Every re-ranker against loops over queries and candidates, and the guarantees of the interface."""
+"""Every re-ranker against loops over queries and candidates, and the guarantees of the
+interface.
+"""
 
 from __future__ import annotations
 

@@ -103,7 +103,9 @@ def test_compiled_losses_over_processes(tmp_path):
 
 
 def refused(rank: int) -> None:
-    """Errors of the forms of InfoNCE, which all processes raise, and answers of pooled candidates."""
+    """Errors of the forms of InfoNCE, which all processes raise, and answers of pooled
+    candidates.
+    """
     ids = torch.arange(4) + 4 * rank
     v, w = torch.randn(4, 5), torch.randn(4, 5)
     with pytest.raises(

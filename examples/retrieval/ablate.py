@@ -203,7 +203,9 @@ class Grid:
 
 
 def _times(config: Config, key: str, factor: str) -> Config:
-    """Copy of the settings with one number multiplied; an integer stays an integer, and at least 1."""
+    """Copy of the settings with one number multiplied; an integer stays an integer, and at least
+    1.
+    """
     values = asdict(config)
     name, _, option = key.partition(".")
     holder, last = (values[name], option) if option else (values, name)

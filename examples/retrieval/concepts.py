@@ -250,7 +250,9 @@ def _spacy() -> Callable[[str], Tagged]:
 
 
 def listing(concepts: Concepts, width: int = 110) -> str:
-    """List the concepts of each kind with their counts, and the graph's strongest edges, as text."""
+    """List the concepts of each kind with their counts, and the graph's strongest edges, as
+    text.
+    """
     lines = []
     for kind in KINDS:
         own = [

@@ -1,4 +1,6 @@
-"""The settings of a run: one frozen dataclass, read from a TOML file and ``key=value`` overrides."""
+"""The settings of a run: one frozen dataclass, read from a TOML file and ``key=value``
+overrides.
+"""
 
 from __future__ import annotations
 

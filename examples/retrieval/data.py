@@ -235,7 +235,9 @@ def feature_statistics(features: np.ndarray, chunk: int = 1024) -> tuple[Tensor,
 
 
 def whole_statistics(wholes: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each global feature, (d,) float32, after :func:`compressed`."""
+    """Mean and standard deviation of each global feature, (d,) float32, after
+    :func:`compressed`.
+    """
     x = compressed(torch.from_numpy(np.array(wholes, dtype=np.float32)))
     return x.mean(0), x.std(0).clamp_min(1e-3)
 

@@ -55,7 +55,9 @@ Metrics = dict[str, dict[str, dict[str, float]]]  # [split]["before" or "after"]
 
 @dataclass(frozen=True)
 class Run:
-    """The trainer's results in a run directory, or in several directories that differ in the seed."""
+    """The trainer's results in a run directory, or in several directories that differ in the
+    seed.
+    """
 
     name: str
     config: dict[str, Any]
@@ -95,7 +97,9 @@ class Run:
 
 
 def merge_seeds(runs: Sequence[Run]) -> list[Run]:
-    """Merge runs that differ in the seed only; the merged run has the common prefix of their names."""
+    """Merge runs that differ in the seed only; the merged run has the common prefix of their
+    names.
+    """
     groups: dict[str, list[Run]] = {}
     for run in runs:
         decisive = {key: value for key, value in run.config.items() if key not in IGNORED}

@@ -27,11 +27,16 @@ SHAPE_WORDS = {
     "ring": ("ring", "ring", "hoop"), "crescent": ("crescent", "moon"),
 }  # fmt: skip
 COLOUR_WORDS = {
-    "red": ("red", "red", "crimson", "scarlet"), "orange": ("orange", "orange", "amber"),
-    "yellow": ("yellow", "yellow", "golden"), "green": ("green", "green", "emerald"),
-    "blue": ("blue", "blue", "azure"), "purple": ("purple", "violet"), "pink": ("pink", "pink", "rosy"),
-    "brown": ("brown", "brown", "chestnut"), "white": ("white", "white", "ivory"),
-}  # fmt: skip
+    "red": ("red", "red", "crimson", "scarlet"),
+    "orange": ("orange", "orange", "amber"),
+    "yellow": ("yellow", "yellow", "golden"),
+    "green": ("green", "green", "emerald"),
+    "blue": ("blue", "blue", "azure"),
+    "purple": ("purple", "violet"),
+    "pink": ("pink", "pink", "rosy"),
+    "brown": ("brown", "brown", "chestnut"),
+    "white": ("white", "white", "ivory"),
+}
 SIZE_WORDS = {
     "small": ("small", "little", "tiny"),
     "medium": ("medium", "medium-sized", "mid-sized"),
@@ -39,15 +44,35 @@ SIZE_WORDS = {
 }
 ANY_SHAPE = ("shape", "object", "thing", "figure")
 BACKGROUND_WORDS = {  # preposition, places, verbs
-    "sky": ("in", ("a cloudy sky", "the daytime sky", "a mild summer sky"), ("floats", "hovers", "hangs")),
-    "night": ("in", ("the night sky", "a starry night", "the dark of night"), ("floats", "hangs", "glows")),
-    "sunset": ("in", ("the evening sky", "a glowing sunset", "the light of dusk"), ("floats", "hangs")),
+    "sky": (
+        "in",
+        ("a cloudy sky", "the daytime sky", "a mild summer sky"),
+        ("floats", "hovers", "hangs"),
+    ),
+    "night": (
+        "in",
+        ("the night sky", "a starry night", "the dark of night"),
+        ("floats", "hangs", "glows"),
+    ),
+    "sunset": (
+        "in",
+        ("the evening sky", "a glowing sunset", "the light of dusk"),
+        ("floats", "hangs"),
+    ),
     "sand": ("on", ("a sandy beach", "the sand", "desert ground"), ("lies", "rests", "sits")),
     "grass": ("on", ("the grass", "a fresh lawn", "a summer meadow"), ("lies", "rests", "sits")),
     "sea": ("in", ("the sea", "deep water", "a wavy sea"), ("swims", "drifts", "floats")),
-    "stripes": ("on", ("a striped wall", "striped wallpaper", "a wall with stripes"), ("hangs", "sticks")),
-    "paper": ("on", ("a sheet of paper", "a blank page", "plain paper"), ("is drawn", "is printed", "is")),
-}  # fmt: skip
+    "stripes": (
+        "on",
+        ("a striped wall", "striped wallpaper", "a wall with stripes"),
+        ("hangs", "sticks"),
+    ),
+    "paper": (
+        "on",
+        ("a sheet of paper", "a blank page", "plain paper"),
+        ("is drawn", "is printed", "is"),
+    ),
+}
 COUNT_WORDS = ("no", "one", "two", "three", "four", "five")
 PLACES = {  # by column and row
     (0, 0): ("in the upper left corner", "at the top left"),

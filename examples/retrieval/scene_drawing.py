@@ -1,4 +1,6 @@
-"""Pictures of scenes: flat shapes with an outline and a soft shadow, drawn large and downsampled."""
+"""Pictures of scenes: flat shapes with an outline and a soft shadow, drawn large and
+downsampled.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,26 @@ if TYPE_CHECKING:
 CANVAS = 96  # pixels
 SUPERSAMPLING = 3  # supersampling factor, for anti-aliasing
 COLOURS = {
-    "red": (214, 48, 49), "orange": (243, 140, 38), "yellow": (250, 212, 62), "green": (52, 160, 84),
-    "blue": (44, 104, 210), "purple": (130, 68, 180), "pink": (246, 142, 182), "brown": (134, 86, 54),
+    "red": (214, 48, 49),
+    "orange": (243, 140, 38),
+    "yellow": (250, 212, 62),
+    "green": (52, 160, 84),
+    "blue": (44, 104, 210),
+    "purple": (130, 68, 180),
+    "pink": (246, 142, 182),
+    "brown": (134, 86, 54),
     "white": (250, 249, 244),
-}  # fmt: skip
+}
 BACKGROUNDS = {  # colours from the top edge to the bottom edge
-    "sky": ((118, 186, 238), (214, 236, 251)), "night": ((14, 18, 50), (58, 56, 112)),
-    "sunset": ((96, 70, 132), (238, 132, 104), (253, 206, 132)), "sand": ((241, 223, 178), (222, 193, 138)),
-    "grass": ((168, 212, 122), (104, 166, 78)), "sea": ((86, 178, 198), (20, 84, 128)),
-    "stripes": ((236, 224, 226), (236, 224, 226)), "paper": ((243, 238, 226), (236, 230, 216)),
-}  # fmt: skip
+    "sky": ((118, 186, 238), (214, 236, 251)),
+    "night": ((14, 18, 50), (58, 56, 112)),
+    "sunset": ((96, 70, 132), (238, 132, 104), (253, 206, 132)),
+    "sand": ((241, 223, 178), (222, 193, 138)),
+    "grass": ((168, 212, 122), (104, 166, 78)),
+    "sea": ((86, 178, 198), (20, 84, 128)),
+    "stripes": ((236, 224, 226), (236, 224, 226)),
+    "paper": ((243, 238, 226), (236, 230, 216)),
+}
 
 
 def _arc(

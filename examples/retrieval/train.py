@@ -230,7 +230,9 @@ class Trainer:
         )
 
     def finish_epoch(self) -> None:
-        """Validate, keep the checkpoint if it is the best so far, and close the epoch in the log."""
+        """Validate, keep the checkpoint if it is the best so far, and close the epoch in the
+        log.
+        """
         shared = [
             recalls(model_scores(self.model, self.dev, self.vocabulary), self.dev)
             if is_first()
@@ -292,7 +294,9 @@ class Trainer:
     # --- checkpoints ------------------------------------------------------------------------------
 
     def save(self, path: Path) -> None:
-        """Write the complete state, so that a resumed run equals an uninterrupted one bit for bit."""
+        """Write the complete state, so that a resumed run equals an uninterrupted one bit for
+        bit.
+        """
         random = [
             {
                 "torch": torch.get_rng_state(),

@@ -63,9 +63,19 @@ def data(tmp_path_factory) -> Path:
 @pytest.fixture
 def config(data: Path, tmp_path: Path) -> Config:
     return Config(
-        data=str(data), out=str(tmp_path / "run"), dim=16, word_dim=8, epochs=2, batch_size=32, lr=1e-2,
-        min_count=1, concepts=10, tensorboard=False, progress=False, device="cpu",
-    )  # fmt: skip
+        data=str(data),
+        out=str(tmp_path / "run"),
+        dim=16,
+        word_dim=8,
+        epochs=2,
+        batch_size=32,
+        lr=1e-2,
+        min_count=1,
+        concepts=10,
+        tensorboard=False,
+        progress=False,
+        device="cpu",
+    )
 
 
 def captions_of(n: int) -> Split:
