@@ -94,7 +94,7 @@ class OnlineKMeans(WholeState):
 
     @torch.no_grad()
     def predict(self, x: Tensor) -> Tensor:
-        """Return the (B,) int64 clusters of points ``x`` (B, dim) of any length; those of length 0
+        """Return the (B,) int64 clusters of points ``x`` (B, dim) of any length; points of length 0
         are in the first.
 
         Before the first update that is a RuntimeError; on an accelerator, where it would
@@ -196,19 +196,27 @@ class OnlineKMeans(WholeState):
         cosines, ids = self._nearest(x, seeded)
         hit = torch.zeros_like(seeded).index_fill_(0, ids, True) & seeded
         self.waiting.add_(batch).masked_fill_(hit | first_seeds, 0)
-        # Empty clusters first, in their order; then those that waited longest.
-        waited, cluster = torch.sort(self.waiting, descending=True, stable=True)
-        closeness, point = torch.sort(cosines.masked_fill(zero, 1.0), stable=True)
-        pairs = min(batch, clusters)  # the cluster that waited longest, the farthest point, …
-        cluster = cluster[:pairs]
-        point = point[:pairs]
-        replaced = (waited[:pairs] > patience) & (closeness[:pairs] < _CLOSE)
-        ids.index_copy_(0, point, torch.where(replaced, cluster, ids[point]))
-        self.reseeded.zero_().index_copy_(0, cluster, replaced).logical_or_(first_seeds)
+        self._reseed(cosines.masked_fill(zero, 1.0), ids, patience)
+        self.reseeded.logical_or_(first_seeds)
         self.counts.masked_fill_(self.reseeded, 0)
         self.waiting.masked_fill_(self.reseeded, 0)
         self._move(x, ids)
         return ids
+
+    def _reseed(self, cosines: Tensor, ids: Tensor, patience: int) -> None:
+        """Give the farthest points to the clusters that waited for more than ``patience`` points.
+
+        ``cosines``, ``ids``: (B,) of the points; ``ids`` and ``reseeded`` are overwritten.
+        """
+        pairs = min(len(self.waiting), ids.shape[0])
+        # Empty clusters first, in their order; then those that waited longest.
+        waited, cluster = torch.sort(self.waiting, descending=True, stable=True)
+        cluster = cluster[:pairs]
+        closeness, point = torch.sort(cosines, stable=True)
+        point = point[:pairs]
+        replaced = (waited[:pairs] > patience) & (closeness[:pairs] < _CLOSE)
+        ids.index_copy_(0, point, torch.where(replaced, cluster, ids[point]))
+        self.reseeded.zero_().index_copy_(0, cluster, replaced)
 
     def _move(self, x: Tensor, ids: Tensor) -> None:
         """Move the centroids of the clusters that got some of these unit vectors, by sums of a

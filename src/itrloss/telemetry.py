@@ -57,11 +57,7 @@ def describe(sim: Similarity, margin: float = 0.0, hubness_k: int = 10) -> dict[
         "active": _ratio(both, torch.where(valid, near, 0.0), counts * valid),
     }
     for name, view in (("i2t", sim), ("t2i", sim.T)):
-        candidates = view.shape[1]
-        index = view.topk(min(hubness_k, candidates)).indices.flatten()
-        occurrences = torch.zeros(candidates, dtype=torch.int64, device=index.device)
-        occurrences.index_add_(0, index, torch.ones_like(index))
-        figures[f"hubness_{name}"] = skewness(both.total(occurrences))
+        figures[f"hubness_{name}"] = skewness(both.total(_occurrences(view, hubness_k)))
     least = [-x for x in both.group_amax(-std_diversity(both))]
     figures["diversity_min"] = torch.stack(least).amin()
     return {name: value.to(sim.dtype) for name, value in figures.items()}
@@ -79,7 +75,7 @@ def describe_memory(sims: MemorySimilarity, process_group: Any = None) -> dict[s
     figures = describe(sims.batch)
     counts = sims.memory.positive_counts + sims.memory.negative_counts
     entries = torch.stack(sims.memory.group_amax(counts)).amax().to(figures["gap"].dtype)
-    batch = sims.batch.totals[0]  # the memory takes in those of all processes
+    batch = sims.batch.totals[0]  # the memory takes in the images of all processes
     if sims.batch.share is None:
         batch *= world_size(process_group)
     figures["memory_entries"] = entries
@@ -88,6 +84,14 @@ def describe_memory(sims: MemorySimilarity, process_group: Any = None) -> dict[s
     rival = hardest != -torch.inf
     figures["memory_hardest"] = _ratio(sims.memory, torch.where(rival, hardest, 0.0), rival)
     return figures
+
+
+def _occurrences(sim: Similarity, k: int) -> Tensor:
+    """Return the (M,) int64 numbers of rows that have a column among their k best."""
+    m = sim.shape[1]
+    index = sim.topk(min(k, m)).indices.flatten()
+    zeros = torch.zeros(m, dtype=torch.int64, device=index.device)
+    return zeros.index_add_(0, index, torch.ones_like(index))
 
 
 def _ratio(anchors: Anchors, x: Tensor, counts: Tensor) -> Tensor:

@@ -134,18 +134,18 @@ class _Change:
 
     def section(self) -> Block:
         """Return the section on hubs and queries."""
-        answered = (self.before.best > 0).nonzero().squeeze(1)
-        old = self.before.best[answered]  # ranks of the best right candidate
-        new = self.after.best[answered]
+        matched = (self.before.best > 0).nonzero().squeeze(1)
+        old = self.before.best[matched]  # ranks of the best right candidate
+        new = self.after.best[matched]
         gain = old.double().log() - new.double().log()  # from 20 to 2 is more than from 200 to 182
         chart = hubness(self.before, self.after, ("before", "after"), self.query, self.candidate)
         blocks = [
             {"figures": [chart]},
             self.hubs(),
-            f"{int((new < old).sum())} of {len(answered)} queries rank their right candidate "
+            f"{int((new < old).sum())} of {len(matched)} queries rank their right candidate "
             f"higher than before, {int((new > old).sum())} lower.",
-            self.examples("gained most", answered, gain),
-            self.examples("lost most", answered, -gain),
+            self.examples("gained most", matched, gain),
+            self.examples("lost most", matched, -gain),
         ]
         return {"title": f"{self.query} → {self.candidate}", "blocks": blocks}
 
@@ -158,14 +158,14 @@ class _Change:
             rows.append(([self.candidates[hub]], [f"{before[hub]:,}", f"{after[hub]:,}"]))
         return {"table": rows, "columns": (["greatest hubs before"], ["queries before", "after"])}
 
-    def examples(self, title: str, answered: Tensor, gain: Tensor) -> Block:
+    def examples(self, title: str, matched: Tensor, gain: Tensor) -> Block:
         """Return the table of the queries with the greatest gains, if they are above 0.
 
-        ``answered`` (Q,): the queries that have a right candidate; ``gain`` (Q,): what they gained.
+        ``matched`` (Q,): the queries that have a right candidate; ``gain`` (Q,): what they gained.
         """
         order = gain.sort(descending=True, stable=True).indices[:_LISTED]
         rows = []
-        for q in answered[order[gain[order] > 0]].tolist():
+        for q in matched[order[gain[order] > 0]].tolist():
             names = [self.queries[q]]
             ranks = []
             for results in (self.before, self.after):

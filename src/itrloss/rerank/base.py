@@ -104,6 +104,7 @@ class Reranker(ABC):
         """
 
     def __repr__(self) -> str:
+        """Return the method and its options, as they are passed to it."""
         options = ", ".join(f"{name}={value!r}" for name, value in self._options().items())
         return f"{type(self).__name__}({options})"
 
