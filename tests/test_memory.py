@@ -522,6 +522,14 @@ def test_momentum_encoder_keeps_its_mode(training):
         assert all(m.training == training for m in keys.modules())
 
 
+def test_momentum_is_checked_whenever_it_is_set():
+    encoder = MomentumEncoder(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="momentum: expected a number of at least 0 and at most 1"):
+        encoder.momentum = 1.5
+    encoder.momentum = 0
+    encoder.update(nn.Linear(2, 2))
+
+
 def test_momentum_encoder_is_stored_and_restored():
     encoder = nn.Linear(3, 4)
     keys = MomentumEncoder(encoder, 0.5)

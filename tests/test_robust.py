@@ -267,6 +267,10 @@ def test_options_are_checked_by_name():
     with pytest.raises(ValueError, match="q: expected a number above 0 and at most 1, got 2"):
         loss.q = 2
     assert loss.q == 0.5
+    loss.temperature = 0.005  # q may follow
+    with pytest.raises(ValueError, match="temperature: expected at least q / 70"):
+        loss(torch.eye(4), torch.eye(4))
+    loss = RINCELoss()
     assert repr(loss) == "RINCELoss(temperature=0.07, q=0.5, lam=0.01, reduction='mean')"
 
 

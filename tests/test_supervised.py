@@ -379,7 +379,7 @@ def test_work_is_that_of_the_page(name, kept, recomputed):
         (lambda: itrloss.MultiSimilarityLoss(beta=-1.0), "beta: expected a number above 0"),
         (
             lambda: itrloss.MultiSimilarityLoss(epsilon="0.1"),
-            "epsilon: expected a number, got '0.1'",
+            "epsilon: expected None or a number, got '0.1'",
         ),  # type: ignore[arg-type]
         (lambda: itrloss.CircleLoss(scale=0), "scale: expected a number above 0"),
         (lambda: itrloss.CircleLoss(margin=None), "margin: expected a number, got None"),  # type: ignore[arg-type]

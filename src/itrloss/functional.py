@@ -295,7 +295,7 @@ def distillation_loss(
     ``teacher``: the same anchors of the teacher's similarities, which get no gradient.
     """
     anchors = _anchors(sim)
-    teacher = _other_model("teacher", teacher, sim).both.detach()
+    teacher = check_other_model("teacher", teacher, sim).both.detach()
     if isinstance(temperature, Tensor):
         temperature = temperature.to(anchors.dtype)
     norm = teacher.logsumexp(1 / teacher_temperature, over="all").to(anchors.dtype)
@@ -401,7 +401,7 @@ def _anchors(sim: Any) -> Anchors:
     return sim.both
 
 
-def _other_model(name: str, other: Any, sim: Any) -> Any:
+def check_other_model(name: str, other: Any, sim: Any) -> Any:
     """Return another model's similarities, which have to be of as many rows and columns."""
     if not isinstance(other, Anchors):
         _refuse(name, other, Similarity)

@@ -122,7 +122,11 @@ class OnlineKMeans(WholeState):
         (parts,) = gather_parts(
             lambda: [self._points(x, empty=True)], process_group, self.extra_repr()
         )
-        ids = self._step(torch.cat(parts), patience)
+        points = torch.cat(parts)
+        if len(points) == 0:
+            self.reseeded.zero_()
+            return torch.zeros(0, dtype=torch.int64, device=points.device)
+        ids = self._step(points, patience)
         return ids.split([len(part) for part in parts])[torch.distributed.get_rank(process_group)]
 
     @torch.no_grad()
