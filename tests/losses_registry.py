@@ -472,12 +472,17 @@ REGISTRY: dict[str, Entry] = {
     **OF_SETS_AND_CLASSES,
 }
 
-#: Names of the public modules of ``itrloss.losses``; the bases of losses are none.
-PUBLIC = {
-    name
-    for name, kind in vars(itrloss.losses).items()
-    if isinstance(kind, type) and issubclass(kind, nn.Module)
-} - {"PairLoss", "MemoryLoss"}
+
+def public_losses() -> set[str]:
+    """Return the names of all public modules of ``itrloss.losses``, without the bases of losses."""
+    names = {*itrloss.__all__, *vars(itrloss.losses)} - {"PairLoss", "MemoryLoss"}
+    found = set()
+    for name in names:
+        kind = vars(itrloss).get(name, vars(itrloss.losses).get(name))
+        of_losses = getattr(kind, "__module__", "").startswith("itrloss.losses.")
+        if of_losses and isinstance(kind, type) and issubclass(kind, nn.Module):
+            found.add(name)
+    return found
 
 
 def where(holds: Callable[[Entry], bool]) -> dict[str, Entry]:

@@ -108,7 +108,7 @@ class Subject:
         """Return why a check that needs a feature does not apply, or an empty text."""
         both_calls = self.ids and self.call is None
         lengths = "it depends on the embeddings' lengths (normalizes=False)"
-        holds_or_reason = {
+        known = {
             "ids": (self.ids, "it takes no ids (ids=False)"),
             "pairing": (not self.ids or self.call is None, "call= always gets ids"),
             "default ids": (both_calls, "it is not called both with ids and without"),
@@ -117,8 +117,8 @@ class Subject:
             "parameters": (bool(trained(self.loss)), "it has no parameters"),
             "processes": (self.processes > 1, "asked for with processes=2"),
         }
-        if feature in holds_or_reason:
-            holds, reason = holds_or_reason[feature]
+        if feature in known:
+            holds, reason = known[feature]
         else:
             holds = hasattr(self.loss, feature)
             reason = f"it has no attribute {feature!r}"
