@@ -107,6 +107,24 @@ def test_gradients_of_tiles_equal_those_of_plain_pytorch_for_uneven_upstream(
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.parametrize("engine", ["dense", "tiled", "scores"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_anchors_without_candidates_give_no_nan_on_the_way(name, engine):
+    """Padding, an anchor without positives and one without negatives: autograd's detector is calm."""
+    least = torch.iinfo(torch.int64).min
+    for ids in ([0, 1, least, 3], [least] * 4, [5] * 4, [0, 1, 2, least]):
+        v, w = (x.float().requires_grad_() for x in embeddings(4, 4))
+        text_ids = torch.tensor([0, 7, *ids[2:]])
+        with torch.autograd.set_detect_anomaly(True):
+            if engine == "scores":
+                scores = Similarity(v, w).scores()
+                loss = make(name)(scores=scores, image_ids=torch.tensor(ids), text_ids=text_ids)
+            else:
+                loss = make(name, engine=engine)(v, w, torch.tensor(ids), text_ids)
+            loss.backward()
+        assert loss.isfinite() and v.grad.isfinite().all() and w.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("name", [name for name, x in LOSSES.items() if not x.detached])
 def test_gradcheck_with_uneven_upstream(name):
     """Losses without detached weights, whose effect finite differences would include; see the next

@@ -128,7 +128,8 @@ def as_ids(name: str, ids: Any, size: int, device: torch.device) -> Tensor:
     if ids.shape != (size,):
         raise ValueError(f"{name}: expected shape ({size},), got {tuple(ids.shape)}")
     if ids.dtype == torch.uint64 and (ids.view(torch.int64) < 0).any():
-        # int64 would make them negative, and 2**63 the id of padding. The host waits for these only.
+        # int64 would make them negative, and 2**63 the id of padding. The host waits for these
+        # only.
         raise ValueError(f"{name}: expected ids below 2**63, got larger ones in {_type(ids)}")
     return ids.to(device, torch.int64, copy=True)
 
@@ -146,9 +147,8 @@ def check_ids(
             raise ValueError(f"{names.cols}: expected as many as {names.rows}, {n}, got {m}")
         if n != m:
             got = f"{n} {names.rows} and {m} {names.cols}"
-            raise ValueError(
-                f"{names.row_ids}, {names.col_ids}: needed for {got}; only N = M has a default pairing"
-            )
+            needed = f"needed for {got}; only N = M has a default pairing"
+            raise ValueError(f"{names.row_ids}, {names.col_ids}: {needed}")
         return None, None
     rows = None if row_ids is None else as_ids(names.row_ids, row_ids, n, device)
     return rows, as_ids(names.col_ids, col_ids, m, device)
@@ -176,7 +176,7 @@ def as_params(
 def as_value(
     name: str, value: Any, size: int, dtype: torch.dtype, device: torch.device
 ) -> float | Tensor:
-    """Return a number as a float, or a tensor of one value or ``size`` values as (1,) or (size,)."""
+    """Return a number as a float, or a tensor of one or ``size`` values as (1,) or (size,)."""
     if isinstance(value, Tensor):
         (tensor,) = as_params(name, (value,), size, dtype, device)
         return tensor

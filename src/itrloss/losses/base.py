@@ -168,7 +168,7 @@ class SimilarityLoss(Loss):
         return 0.0
 
     def described(self) -> str:
-        """Return what has to be the same in all processes; telemetry is, as its figures are of all."""
+        """Return what has to be the same; telemetry is, as its figures are of all processes."""
         return f"{super().described()}, telemetry {bool(self.observed)}"
 
     def _between(

@@ -1,4 +1,4 @@
-"""CODER's losses: diversity-sensitive contrast in the batch and against a memory, and prototypes."""
+"""CODER's losses: diversity-sensitive contrast in the batch or with a memory, and prototypes."""
 
 from typing import Any, NamedTuple
 
@@ -120,9 +120,9 @@ class MemoryDiversityContrastiveLoss(DiversityOptions, MemoryLoss):
                  - w \operatorname{mean}_{p \in pos(i)} \log(1 + \cos(x_i, k_p)), \qquad
         d_i = \tfrac12 (d_i^{batch} + d_i^{memory})
 
-    for images against the memory's texts and for texts against its images, over the entries q whose id differs from the
-    anchor's and the batch's momentum keys k that have it. While the memory is empty the loss is 0; see
-    :doc:`methods/memory`.
+    for images against the memory's texts and for texts against its images, over the entries q whose
+    id differs from the anchor's and the batch's momentum keys k that have it. While the memory is
+    empty the loss is 0; see :doc:`methods/memory`.
 
     Args:
         positive_from: ``"key"``, or ``"batch"`` to take positives from the batch instead of its
@@ -237,9 +237,8 @@ class PrototypeClassificationLoss(Loss):
             )
         check_matrix("centroids", centroids, f"({self.clusters}, {self.dim})")
         if centroids.shape != self.weight.shape:
-            raise ValueError(
-                f"centroids: expected shape {(self.clusters, self.dim)}, got {tuple(centroids.shape)}"
-            )
+            expected = f"expected shape {(self.clusters, self.dim)}"
+            raise ValueError(f"centroids: {expected}, got {tuple(centroids.shape)}")
         # on an accelerator the check would synchronise
         if host_may_read(self.weight) and not reseeded.any():
             return

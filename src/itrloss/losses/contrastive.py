@@ -28,7 +28,8 @@ _INTERVAL = 50  # calls between checks for a collapse
 class TripletLoss(PairLoss):
     r"""Triplet ranking loss of VSE++ (Faghri et al. 2018), over both directions.
 
-    .. math:: \sum_{(i,p)\ \mathrm{positive}} \Bigl( \max_{j \in neg(i)} [\alpha - S_{ip} + S_{ij}]_+
+    .. math:: \sum_{(i,p)\ \mathrm{positive}} \Bigl(
+              \max_{j \in neg(i)} [\alpha - S_{ip} + S_{ij}]_+
               + \max_{j \in neg(p)} [\alpha - S_{ip} + S_{jp}]_+ \Bigr)
 
     Training from scratch with the hardest negative can collapse, of which there is one warning; the
@@ -95,8 +96,9 @@ class TripletLoss(PairLoss):
         self._alike = self._alike + 1 if abs(per_pair - 2 * self.margin) < 0.01 * self.margin else 0
         if self._alike == 2:
             warnings.warn(
-                f"TripletLoss: {2 * _INTERVAL} calls within 1 % of {2 * self.margin:g} per pair, which is 2 * margin:"
-                ' all embeddings seem to be alike. Begin with mining="all", or lower the learning rate.',
+                f"TripletLoss: {2 * _INTERVAL} calls within 1 % of {2 * self.margin:g} per pair, "
+                "which is 2 * margin: all embeddings seem to be alike. Begin with "
+                'mining="all", or lower the learning rate.',
                 stacklevel=8,  # the caller of the module: past forward and nn.Module.__call__
             )
 
@@ -231,7 +233,8 @@ class InfoNCELoss(PairLoss):
 class SigmoidLoss(PairLoss):
     r"""Sigmoid loss, SigLIP (Zhai et al., ICCV 2023): every pair is a classification of its own.
 
-    .. math:: \frac12 \Bigl(\frac1N + \frac1M\Bigr) \sum_{i,j} \log\bigl(1 + e^{-z_{ij} (a S_{ij} + b)}\bigr)
+    .. math:: \frac12 \Bigl(\frac1N + \frac1M\Bigr)
+              \sum_{i,j} \log\bigl(1 + e^{-z_{ij} (a S_{ij} + b)}\bigr)
 
     with ``z = 1`` for a positive pair and -1 for a negative one. No pair is left out; see
     :doc:`methods/sigmoid`.

@@ -151,10 +151,11 @@ class DynamicOrthogonalLoss(Loss):
     r"""Dynamic orthogonal constraint (Wei et al., DVSE 2023, Eq. 4): an image's sub-embeddings
     should differ.
 
-    .. math:: \Bigl[ \frac1{K (K - 1)} \sum_{i \ne j} |m_i m_j \langle u_i, u_j \rangle| - \beta \Bigr]_+
+    .. math:: \Bigl[ \frac1{K (K - 1)} \sum_{i \ne j} |m_i m_j \langle u_i, u_j \rangle|
+              - \beta \Bigr]_+
 
-    for the normalised residuals u of an image's K heads and a gate m that selects which of them take part, see
-    :class:`DynamicGate` and :doc:`methods/orthogonal`.
+    for the normalised residuals u of an image's K heads and a gate m that selects which of them
+    take part, see :class:`DynamicGate` and :doc:`methods/orthogonal`.
 
     Args:
         slack: β, the correlation that is tolerated.

@@ -255,7 +255,8 @@ class FilteredInfoNCELoss(PairLoss):
 class DistillationLoss(PairLoss):
     r"""Cross-entropy against the softmax of a teacher's scores, over both directions.
 
-    .. math:: \ell_i = -\sum_j q_{ij} \log p_{ij}, \qquad p_i = \operatorname{softmax}_j(S_{ij} / \tau), \qquad
+    .. math:: \ell_i = -\sum_j q_{ij} \log p_{ij}, \qquad
+        p_i = \operatorname{softmax}_j(S_{ij} / \tau), \qquad
         q_i = \operatorname{softmax}_j(T_{ij} / \tau_t)
 
     over all candidates, whatever matches. It is the divergence KL(q | p) plus the entropy of q, a

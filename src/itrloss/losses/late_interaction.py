@@ -73,9 +73,8 @@ class LateInteractionLoss(SimilarityLoss):
             image_ids, text_ids: as in :meth:`PairLoss.forward`.
         """
         if self.sharded:
-            raise ValueError(
-                f"gather: expected False, as sets are not exchanged between processes, got {self.gather!r}"
-            )
+            expected = "expected False, as sets are not exchanged between processes"
+            raise ValueError(f"gather: {expected}, got {self.gather!r}")
         for name, x in (("images", images), ("texts", texts)):
             check_matrix(name, x, "(N, K, D)", dims=3)
             if self.check_finite:

@@ -110,9 +110,8 @@ def inner_loss(loss: Any) -> PairLoss:
     """
     inner = loss.loss if isinstance(loss, Matryoshka) else loss
     if not isinstance(inner, PairLoss) or not takes_pairs(inner):
-        raise TypeError(
-            f"loss: expected one of images and texts alone, such as itrloss.InfoNCELoss(), got {loss!r}"
-        )
+        expected = "expected one of images and texts alone, such as itrloss.InfoNCELoss()"
+        raise TypeError(f"loss: {expected}, got {loss!r}")
     if inner.reduction == "none":
         raise ValueError(
             "loss: expected reduction 'mean' or 'sum', as the trainer needs a scalar, got 'none'"

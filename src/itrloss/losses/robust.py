@@ -43,9 +43,9 @@ class RINCELoss(PairLoss):
         \Bigl( \lambda \bigl( e^{S_{ip}/\tau} + \sum_{j \in neg(i)} e^{S_{ij}/\tau} \bigr) \Bigr)^q
         - e^{q S_{ip}/\tau} \Bigr]
 
-    For q → 0 it is InfoNCE, :class:`InfoNCELoss`, plus log λ. For q = 1 a pair counts in proportion to
-    :math:`e^{S/\tau}`, so that a wrong positive, which scores low, hardly does. Values are negative for a good model,
-    and grow as :math:`e^{q/\tau}`; see :doc:`methods/robust`.
+    For q → 0 it is InfoNCE, :class:`InfoNCELoss`, plus log λ. For q = 1 a pair counts in proportion
+    to :math:`e^{S/\tau}`, so that a wrong positive, which scores low, hardly does. Values are
+    negative for a good model, and grow as :math:`e^{q/\tau}`; see :doc:`methods/robust`.
 
     Args:
         temperature: τ, in units of cosine similarity; at least q / 70, as float32 would overflow.
@@ -67,7 +67,7 @@ class RINCELoss(PairLoss):
         self._check_range()
 
     def _check_range(self) -> None:
-        """Raise an error if the loss overflows; also when it is called, as options are set singly."""
+        """Raise an error if the loss overflows; at each call, as options are set one by one."""
         if self.q / self.temperature > _RANGE:
             expected = f"expected at least q / {_RANGE:g} = {self.q / _RANGE:.2g}"
             raise ValueError(

@@ -34,15 +34,17 @@ class SupConLoss(PairLoss):
     both directions.
 
     .. math::
-        \ell^{out}_i = \operatorname{mean}_{p \in pos(i)} -\log \frac{e^{S_{ip}/\tau}}{\sum_j e^{S_{ij}/\tau}}, \qquad
-        \ell^{in}_i = -\log \operatorname{mean}_{p \in pos(i)} \frac{e^{S_{ip}/\tau}}{\sum_j e^{S_{ij}/\tau}}
+        \ell^{out}_i = \operatorname{mean}_{p \in pos(i)}
+        -\log \frac{e^{S_{ip}/\tau}}{\sum_j e^{S_{ij}/\tau}}, \qquad
+        \ell^{in}_i = -\log \operatorname{mean}_{p \in pos(i)}
+        \frac{e^{S_{ip}/\tau}}{\sum_j e^{S_{ij}/\tau}}
 
-    Eq. 2 and 3 there. The sums over j run over all candidates, an anchor's other positives among them; in
-    :class:`InfoNCELoss` those do not compete. See :doc:`methods/supervised`.
+    Eq. 2 and 3 there. The sums over j run over all candidates, an anchor's other positives among
+    them; in :class:`InfoNCELoss` those do not compete. See :doc:`methods/supervised`.
 
     Args:
         temperature: τ, in units of cosine similarity.
-        inside: take the mean inside of the logarithm: :math:`\ell^{in}`, the gradient of which is that of
+        inside: take the mean inside of the logarithm: :math:`\ell^{in}`, which has the gradient of
             :class:`MILNCELoss`.
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
@@ -99,7 +101,8 @@ class MultiSimilarityLoss(PairLoss):
     directions.
 
     .. math::
-        \ell_i = \tfrac1\alpha \log\Bigl(1 + \sum_{p \in pos(i)} e^{-\alpha (S_{ip} - \lambda)}\Bigr)
+        \ell_i = \tfrac1\alpha
+        \log\Bigl(1 + \sum_{p \in pos(i)} e^{-\alpha (S_{ip} - \lambda)}\Bigr)
         + \tfrac1\beta \log\Bigl(1 + \sum_{j \in neg(i)} e^{\beta (S_{ij} - \lambda)}\Bigr)
 
     Args:

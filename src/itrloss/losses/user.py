@@ -13,8 +13,10 @@ class HubnessAwareLoss(PairLoss):
     r"""Hubness-aware loss, HAL (Liu et al. 2020), in the form of USER Eq. 17.
 
     .. math::
-        \frac1B \sum_i \Bigl[ \tfrac1\gamma \log\bigl(1 + \sum_{j \ne i} e^{\gamma (S_{ij} - \varepsilon)}\bigr)
-        + \tfrac1\gamma \log\bigl(1 + \sum_{j \ne i} e^{\gamma (S_{ji} - \varepsilon)}\bigr) - \log(1 + S_{ii}) \Bigr]
+        \frac1B \sum_i \Bigl[
+        \tfrac1\gamma \log\bigl(1 + \sum_{j \ne i} e^{\gamma (S_{ij} - \varepsilon)}\bigr)
+        + \tfrac1\gamma \log\bigl(1 + \sum_{j \ne i} e^{\gamma (S_{ji} - \varepsilon)}\bigr)
+        - \log(1 + S_{ii}) \Bigr]
 
     For several positives, and for how it differs from public codes, see :doc:`methods/hal`.
 
