@@ -459,11 +459,12 @@ def test_ignored_entries_are_not_counted_ranked_or_named(engine, small_tiles):
 
 
 def gradients_of_parameters(
-    engine, ids, n, m, which, term, shared, dtype=torch.float64, device="cpu"
+    engine, ids, sizes, which, term, shared, dtype=torch.float64, device="cpu"
 ):
     """Gradients of a term's two parameters, shared or one per anchor, for its sum over
     ``which``.
     """
+    n, m = sizes
     v, w = (x.to(device, dtype) for x in embeddings(n, m))
     size = 1 if shared else n + m
     params = [
@@ -491,7 +492,7 @@ def gradients_of_parameters(
 )
 def test_gradients_of_parameters(engine, shape, term, which, shared, small_tiles):
     n, m, kind = SHAPES[shape]
-    given = make_ids(kind, n, m), n, m, which, term, shared
+    given = make_ids(kind, n, m), (n, m), which, term, shared
     found, wanted = (
         gradients_of_parameters(engine, *given),
         gradients_of_parameters("reference", *given),
