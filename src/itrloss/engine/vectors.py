@@ -181,8 +181,8 @@ class Embeddings:
         """Return the (N, D) unit vectors and their (N, 1) inverse norms, without a graph; cached."""
         if self._kept is not None:
             return self._kept
-        inv = self.inverse_norms()
         with torch.no_grad():
+            inv = inverse_norms(self.x) if self.normalize else None
             kept = scaled(self.x, inv), inv
         if may_keep():
             self._kept = kept
