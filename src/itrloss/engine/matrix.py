@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..checks import one_of
 from . import dense, tiled
-from .autograd import AllScores, Request, Targets, ask, pairs_of, plain_product
+from .autograd import AllScores, Request, Targets, ask, pairs_of, plain_pair_scores, plain_product
 from .inputs import NO_SIDE, Inputs, Side, even_chunks, tile_shape, whole_scores
 from .pair_scores import Index, pair_scores
 from .pairs import Pairs, segment_sum
@@ -399,20 +399,41 @@ class Matrix:
     # -------------------------------------------------------------------------------------- pairs
 
     def pair_scores(self, i: Index, j: Index) -> Tensor:
-        """Return the differentiable (P,) scores of rows i with columns j; None: row p, column p.
-
-        Pairs alone save tiles two products in backward, unless a sum has put all scores into the
-        graph: 0.80 of the time at 512 x 512 x 1024 (``pytest benchmarks/test_micro.py
-        --benchmark-enable -k pairs_alone``).
-        """
+        """Return the differentiable (P,) scores of rows i with columns j; None: row p, column p."""
         self.check_unchanged()
+        if self.engine == "dense" and self._scores_pairs_alone(i):
+            return plain_pair_scores(self._plain_inputs(), Targets(), i, j)
         if self.engine == "dense":
             return pairs_of(self.graph_scores(), i, j)
         request = Request(None, self.inputs(), None, (i, j), False)
+        # Where no sum puts all scores into the graph, pairs alone save two products in backward.
         targets = self.targets() if self._summed else self.embedding_targets()
         scores = ask(request, targets)[1]
         assert scores is not None
         return scores
+
+    def _scores_pairs_alone(self, i: Index) -> bool:
+        """Return whether plain PyTorch scores some pairs by themselves, which saves two products.
+
+        In eager mode, copies of the vectors of listed pairs take longer than products: 1.3 times as
+        long for the triplet loss at 128 x 128 x 512. Compiled, they are not made, and pairs alone
+        take half of the time at 512 x 512 x 1024 (``python -m benchmarks --losses "triplet hardest"
+        --shapes 128x128x512 --variants dense compiled``, with and without).
+        """
+        if self.embeddings is None or self._summed:
+            return False
+        return i is None or (torch.compiler.is_compiling() and len(i) <= sum(self.shape))
+
+    def _plain_inputs(self) -> Inputs:
+        """Return the vectors at unit length with their graph."""
+        assert self.embeddings is not None
+        rows, cols = self.embeddings
+        row_bias, col_bias = self.bias
+        return Inputs(
+            Side(None, None, rows.differentiable(), row_bias),
+            Side(None, None, cols.differentiable(), col_bias),
+            None,
+        )
 
     def positive_scores(self) -> Tensor:
         """Return the (P,) scores of the positive pairs in the order of ``pairs.listed``."""
