@@ -20,7 +20,6 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,31 +45,35 @@ def one_less_power(scores: Tensor, negatives: Tensor, scale: Tensor, q: Tensor) 
     return (1 - torch.exp(q * F.logsigmoid(scale * scores - negatives))) / q
 
 
-@dataclass(eq=False, repr=False)
 class FilteredInfoNCELoss(itrloss.PairLoss):
     """InfoNCE without the negatives that score far above the positive, see the page Recipes."""
 
-    temperature: float
-    margin: float
+    def __init__(self, temperature: float, margin: float):
+        super().__init__()
+        self.temperature = temperature
+        self.margin = margin
 
     def compute(self, sim: Any) -> Any:
-        anchors, scale = sim.both, 1 / self.temperature
+        anchors = sim.both
+        scale = 1 / self.temperature
         own = anchors.mean_of_positives(identity)
         negatives = anchors.logsumexp(scale, below=own + self.margin)
         return anchors.reduce(F.softplus(negatives - scale * own), self.reduction)
 
 
-@dataclass(eq=False, repr=False)
 class GeneralizedCrossEntropyLoss(itrloss.PairLoss):
     """Zhang and Sabuncu 2018, https://arxiv.org/abs/1805.07836, Eq. 6, on the softmax over the
     candidates.
     """
 
-    temperature: float
-    q: float
+    def __init__(self, temperature: float, q: float):
+        super().__init__()
+        self.temperature = temperature
+        self.q = q
 
     def compute(self, sim: Any) -> Any:
-        anchors, scale = sim.both, 1 / self.temperature
+        anchors = sim.both
+        scale = 1 / self.temperature
         values = anchors.mean_of_positives(one_less_power, anchors.logsumexp(scale), scale, self.q)
         return anchors.reduce(values, self.reduction)
 
@@ -89,7 +92,9 @@ LOSSES: dict[str, tuple[Callable[[], itrloss.PairLoss], float]] = {
 
 
 class Split(NamedTuple):
-    """(N, F) features of pictures, (M, L) words of captions, 0 for none, and (M, L) their weights."""
+    """(N, F) features of pictures, (M, L) words of captions, 0 for none, and (M, L) their
+    weights.
+    """
 
     pictures: Tensor
     words: Tensor
@@ -148,7 +153,9 @@ class Model(nn.Module):
 
 
 def swapped(ids: Tensor, share: float, seed: int) -> Tensor:
-    """Return the pictures' numbers where this share of the captions swap theirs among themselves."""
+    """Return the pictures' numbers where this share of the captions swap theirs among
+    themselves.
+    """
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(len(ids), generator=generator)[: round(share * len(ids))]
     ids = ids.clone()
@@ -197,7 +204,9 @@ def train(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train what is missing, write it and print RSUM after the last epoch; return the exit status."""
+    """Train what is missing, write it and print RSUM after the last epoch; return the exit
+    status.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -66,7 +66,9 @@ def sort_both_ways(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def reverse_ranks(order: np.ndarray, back: np.ndarray, query: int, k: int) -> np.ndarray:
-    """Return the (k,) ranks of the query among the sorted queries of each of its k best candidates."""
+    """Return the (k,) ranks of the query among the sorted queries of each of its k best
+    candidates.
+    """
     ranks = np.array([])
     for candidate in order[query, :k]:
         ranks = np.append(ranks, np.where(back[:, candidate] == query)[0][0])
@@ -81,7 +83,9 @@ def loops_rr(order: np.ndarray, back: np.ndarray, queries: range, k: int) -> Non
 def loops_mr(
     scores: np.ndarray, order: np.ndarray, back: np.ndarray, queries: range, k: int
 ) -> None:
-    """MR computes the sum of a candidate's scores again for every query that has it among its best."""
+    """MR computes the sum of a candidate's scores again for every query that has it among its
+    best.
+    """
     out = np.zeros(scores.shape[1], np.float32)
     for query in queries:
         for j, candidate in enumerate(order[query, :k]):

@@ -84,7 +84,9 @@ class Drawn(SphinxDirective):
 
 
 class Gradient(Drawn):
-    """``.. gradient:: dcl`` shows what a loss does to a small matrix. The content says what to see."""
+    """``.. gradient:: dcl`` shows what a loss does to a small matrix. The content says what to
+    see.
+    """
 
     required_arguments = 1
 

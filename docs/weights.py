@@ -61,7 +61,9 @@ def panel(title: str, column: int, other: str) -> Figure:
 
 
 def forms() -> Figure:
-    """Return the picture of a negative's share of the push in forms of InfoNCE, which is at most 1."""
+    """Return the picture of a negative's share of the push in forms of InfoNCE, which is at most
+    1.
+    """
     figure, axes = plt.subplots(figsize=(6.4, 3.3))
     for (name, criterion), style in zip(FORMS.items(), ("-", "-", "--", ":"), strict=True):
         curve = [0.1 * slopes(criterion, score, 2) for score in SCORES]

@@ -1,4 +1,6 @@
-"""Inputs shared by the tests: shapes and ids by name, and covering sets of parameter combinations."""
+"""Inputs shared by the tests: shapes and ids by name, and covering sets of parameter
+combinations.
+"""
 
 from __future__ import annotations
 

@@ -144,9 +144,20 @@ def of_prototypes(loss, images, texts):
 
 WEIGHTS = {"div_weight": 0.1, "mmd_weight": 0.1, "unif_weight": 0.1}
 OPT = Namespace(
-    local_alpha=8.0, local_ep=0.3, mb_k=5, mu=9.0, gama=0.3, margin=0.2, max_violation=False, mask_repeat=True,
-    num_embeds=2, img_num_embeds=2, txt_num_embeds=2, temperature=4.0, **WEIGHTS,
-)  # fmt: skip
+    local_alpha=8.0,
+    local_ep=0.3,
+    mb_k=5,
+    mu=9.0,
+    gama=0.3,
+    margin=0.2,
+    max_violation=False,
+    mask_repeat=True,
+    num_embeds=2,
+    img_num_embeds=2,
+    txt_num_embeds=2,
+    temperature=4.0,
+    **WEIGHTS,
+)
 
 
 def plainly(loss, images, texts, *more):

@@ -92,9 +92,13 @@ def tiny_bert(root: Path) -> Path:
 
     torch.manual_seed(0)
     sizes = BertConfig(
-        vocab_size=len(PIECES), hidden_size=12, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,
+        vocab_size=len(PIECES),
+        hidden_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=16,
         max_position_embeddings=16,
-    )  # fmt: skip
+    )
     BertModel(sizes).save_pretrained(root)
     (root / "vocab.txt").write_text("\n".join(PIECES) + "\n")
     return root

@@ -102,9 +102,9 @@ class Entry:
         return type(self.make()).__name__
 
 
-def matryoshka(**common: Any) -> nn.Module:
+def matryoshka(**options: Any) -> nn.Module:
     """Return an InfoNCE of two prefixes; the inner loss is made anew each time."""
-    return itrloss.Matryoshka(itrloss.InfoNCELoss(learnable=True, **common), (2, 4))
+    return itrloss.Matryoshka(itrloss.InfoNCELoss(**options), (2, 4))
 
 
 # Checks of ``check_loss`` that fail, with their reason.
@@ -297,7 +297,12 @@ OF_PAIRS = {
         tables=ALL - {"compiled", "module"},
     ),
     # it is compiled and sharded in test_matryoshka.py
-    "matryoshka": Entry(matryoshka, failures=PREFIXES, tables=ALL & {"conforming", "module"}),
+    "matryoshka": Entry(
+        matryoshka,
+        {"learnable": True},
+        failures=PREFIXES,
+        tables=ALL & {"conforming", "module"},
+    ),
 }
 OF_MORE_THAN_PAIRS = {
     "infonce negatives": Entry(
@@ -357,6 +362,13 @@ OF_MEMORIES = {
         oracle_options={},
         failures=MEMORY | APART,
         tables=ALL & {"conforming"},
+        **MDCL,
+    ),
+    "mdcl through entropy": Entry(
+        itrloss.MemoryDiversityContrastiveLoss,
+        {"diversity": "entropy", "entropy_temperature": 0.1, "detach_diversity": False},
+        oracle_options={"diversity": "entropy", "entropy_temperature": 0.1},
+        tables=NONE,
         **MDCL,
     ),
     "mdcl through the batch": Entry(
@@ -460,12 +472,17 @@ REGISTRY: dict[str, Entry] = {
     **OF_SETS_AND_CLASSES,
 }
 
-#: Names of the public modules of ``itrloss.losses``; the bases of losses are none.
-PUBLIC = {
-    name
-    for name, kind in vars(itrloss.losses).items()
-    if isinstance(kind, type) and issubclass(kind, nn.Module)
-} - {"PairLoss", "MemoryLoss"}
+
+def public_losses() -> set[str]:
+    """Return the names of all public modules of ``itrloss.losses``, without the bases of losses."""
+    names = {*itrloss.__all__, *vars(itrloss.losses)} - {"PairLoss", "MemoryLoss"}
+    found = set()
+    for name in names:
+        kind = vars(itrloss).get(name, vars(itrloss.losses).get(name))
+        of_losses = getattr(kind, "__module__", "").startswith("itrloss.losses.")
+        if of_losses and isinstance(kind, type) and issubclass(kind, nn.Module):
+            found.add(name)
+    return found
 
 
 def where(holds: Callable[[Entry], bool]) -> dict[str, Entry]:

@@ -40,7 +40,9 @@ SCORE_FLOOR = -1.0 + 1e-6  # log(1 + S) is finite from here upwards
 
 
 def cosine(V: ArrayLike, W: ArrayLike) -> Array:
-    """``S_ij = ⟨v_i, w_j⟩ / (|v_i| |w_j|)``, (N, D) and (M, D) -> (N, M); a zero vector scores 0."""
+    """``S_ij = ⟨v_i, w_j⟩ / (|v_i| |w_j|)``, (N, D) and (M, D) -> (N, M); a zero vector scores
+    0.
+    """
     images, texts = np.asarray(V, np.float64), np.asarray(W, np.float64)
     S = np.zeros((len(images), len(texts)))
     for i, v in enumerate(images):
@@ -187,7 +189,7 @@ def hal(
     )
 
 
-def dcl(
+def dcl(  # noqa: PLR0913 (the options of the loss)
     S: ArrayLike,
     row_ids: Ids,
     col_ids: Ids,

@@ -119,7 +119,9 @@ class NormalisedInPlace(InfoNCE):
 
 @planted("inputs_not_modified")
 class BackwardInside(InfoNCE):
-    """The forward pass runs a backward pass to find hard pairs, and leaves its gradient in .grad."""
+    """The forward pass runs a backward pass to find hard pairs, and leaves its gradient in
+    .grad.
+    """
 
     def scores(self, images, texts):
         scores = super().scores(images, texts)

@@ -6,28 +6,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from losses_registry import IN_LOOPS, where
 
 import itrloss
 from itrloss.engine.terms import hinge, log1p_relu
 
 N, M, D, K = 16, 24, 8, 40
 ENGINES = ("dense", "tiled", "triton")
-LOSSES = {
-    "dcl": itrloss.DiversityContrastiveLoss,
-    "dcl entropy": lambda **e: itrloss.DiversityContrastiveLoss(
-        diversity="entropy", entropy_temperature=0.1, **e
-    ),
-    "dcl attached": lambda **e: itrloss.DiversityContrastiveLoss(detach_diversity=False, **e),
-    "hal": itrloss.HubnessAwareLoss,
-    "infonce": itrloss.InfoNCELoss,
-    "sigmoid": itrloss.SigmoidLoss,
-    "triplet": itrloss.TripletLoss,
-    "triplet all": lambda **e: itrloss.TripletLoss(mining="all", **e),
-    "supcon": itrloss.SupConLoss,
-    "mil-nce": itrloss.MILNCELoss,
-    "multi-similarity": lambda **e: itrloss.MultiSimilarityLoss(epsilon=0.1, **e),
-    "circle": itrloss.CircleLoss,
-}
+OF_PAIRS = IN_LOOPS
+OF_MEMORIES = where(lambda entry: entry.takes == "memory")
 ANSWERS = {
     "logsumexp": lambda sim: (sim.both.logsumexp(30.0),),
     "logsumexp of a learnt scale": lambda sim: (sim.logsumexp(given(1)[0]),),
@@ -70,13 +57,13 @@ def backward(found: tuple[torch.Tensor, ...], *leaves: torch.Tensor) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", OF_PAIRS)
 def test_losses_wait_for_nothing(name, engine):
     for m, ids, dtype in ((N, (), torch.float32), (M, numbers(N, M), torch.bfloat16)):
         images, texts = given(N, D, dtype=dtype), given(m, D, dtype=dtype)
-        if name == "triplet all" and ids:
-            continue  # this one lists the pairs, see docs/engines.rst
-        LOSSES[name](engine=engine).to("meta")(images, texts, *ids).backward()
+        if ids and OF_PAIRS[name].lists_positives:
+            continue  # see docs/engines.rst
+        OF_PAIRS[name].make(engine=engine).to("meta")(images, texts, *ids).backward()
         assert images.grad is not None and texts.grad is not None and images.grad.is_meta
 
 
@@ -89,18 +76,16 @@ def test_answers_wait_for_nothing(name, engine):
         )
 
 
-@pytest.mark.parametrize(
-    "loss", [itrloss.MemoryDiversityContrastiveLoss, itrloss.UnifiedTrainingObjective]
-)
-def test_memories_wait_for_nothing(loss, engine):
+@pytest.mark.parametrize("name", OF_MEMORIES)
+def test_memories_wait_for_nothing(name, engine):
     memory = itrloss.CoupledMemory(K, D).to("meta")
     for size in (K, N):  # fill the memory, then wrap around its end
         memory.enqueue(given(size, D).detach(), given(size, D).detach(), *numbers(size))
     keys = given(N, D).detach(), given(N, D).detach()
     images, texts = given(N, D), given(N, D)
-    assert backward(
-        (loss(engine=engine)(images, texts, *keys, memory, *numbers(N, N)),), images, texts
-    )
+    loss = OF_MEMORIES[name].make(engine=engine)
+    value = loss(images, texts, *keys, memory, *numbers(N, N))
+    assert backward((value,), images, texts)
 
 
 def test_momentum_encoders_wait_for_nothing():

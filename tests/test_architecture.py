@@ -59,7 +59,9 @@ def test_the_package_holds_no_benchmarks():
 
 
 def imports(name: str) -> set[str]:
-    """Modules of the library that a module imports anywhere in its code, except for type checkers."""
+    """Modules of the library that a module imports anywhere in its code, except for type
+    checkers.
+    """
     path = MODULES[name]
     package = ("itrloss." + name).split(".")
     package = package if path.name == "__init__.py" else package[:-1]

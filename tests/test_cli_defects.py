@@ -1,4 +1,6 @@
-"""Regression tests of the command line and its files: tracebacks, excessive memory, and lost data."""
+"""Regression tests of the command line and its files: tracebacks, excessive memory, and lost
+data.
+"""
 
 from __future__ import annotations
 

@@ -48,7 +48,9 @@ def assert_same(
 
 
 def hinge_sum(scores: Tensor, margin: float, hardest: bool, masked: Tensor | None = None) -> Tensor:
-    """Sum of the hinges of each diagonal entry with its row and its column, without masked pairs."""
+    """Sum of the hinges of each diagonal entry with its row and its column, without masked
+    pairs.
+    """
     n = len(scores)
     masked = torch.eye(n, dtype=torch.bool) if masked is None else masked
     total = scores.sum() * 0
@@ -358,8 +360,19 @@ def test_max_violation_is_switched(capsys):
 
 
 def hal_options(**changed) -> Namespace:
-    opt = dict(measure="cosine", local_alpha=8.0, local_ep=0.3, global_alpha=6.0, global_beta=5.0, global_ep_posi=0.2,
-               global_ep_nega=0.1, mb_k=3, max_violation=False, sum_violation=False, margin=0.2)  # fmt: skip
+    opt = dict(
+        measure="cosine",
+        local_alpha=8.0,
+        local_ep=0.3,
+        global_alpha=6.0,
+        global_beta=5.0,
+        global_ep_posi=0.2,
+        global_ep_nega=0.1,
+        mb_k=3,
+        max_violation=False,
+        sum_violation=False,
+        margin=0.2,
+    )
     return Namespace(**{**opt, **changed})
 
 
@@ -537,9 +550,20 @@ def test_dive(n, per, k, l, hardest, residual, own, reduction):  # noqa: E741
     raw = rows(n, k, 6, seed=0, unit=False), rows(n * per, l, 6, seed=1, unit=False)
     img_r, txt_r = rows(n, k, 6, seed=2, unit=False), rows(n * per, l, 6, seed=3, unit=False)
     img, txt = (x / x.norm(dim=-1, keepdim=True) for x in raw)
-    opt = Namespace(margin=0.2, img_num_embeds=k, txt_num_embeds=l, max_violation=hardest, semi_hard_triplet=False,
-                    div_weight=0.3, mmd_weight=0.2, unif_weight=0.5, qreg_weight=0.0, unif_residual=residual,
-                    temperature=4.0, denominator=2.0)  # fmt: skip
+    opt = Namespace(
+        margin=0.2,
+        img_num_embeds=k,
+        txt_num_embeds=l,
+        max_violation=hardest,
+        semi_hard_triplet=False,
+        div_weight=0.3,
+        mmd_weight=0.2,
+        unif_weight=0.5,
+        qreg_weight=0.0,
+        unif_residual=residual,
+        temperature=4.0,
+        denominator=2.0,
+    )
     scores = set_scores(img, txt, partial(smooth_chamfer, 4.0))
 
     def similarity(x: Tensor, y: Tensor) -> Tensor:
@@ -625,8 +649,19 @@ def every_class() -> dict[str, tuple]:
         torch.arange(5) + 6,
     )
     scores = (im @ s.T).detach().requires_grad_()
-    opt = Namespace(num_embeds=2, mmd_weight=0.1, div_weight=0.1, unif_weight=2.0, img_num_embeds=2, txt_num_embeds=2,
-                    temperature=4.0, mask_repeat=True, mu=20.0, gama=0.3, **vars(hal_options()))  # fmt: skip
+    opt = Namespace(
+        num_embeds=2,
+        mmd_weight=0.1,
+        div_weight=0.1,
+        unif_weight=2.0,
+        img_num_embeds=2,
+        txt_num_embeds=2,
+        temperature=4.0,
+        mask_repeat=True,
+        mu=20.0,
+        gama=0.3,
+        **vars(hal_options()),
+    )
     dive = compat.DivELoss(2, 2, None, opt, txt_per_img=2)
     return {
         "VSEPPLoss": (compat.VSEPPLoss(0.2), (im, s)),
@@ -710,7 +745,9 @@ def test_half_precision_gives_float32_losses(name, dtype):
         "s:": lambda im, s, opt: compat.VSEPPLoss(0.2)(im, s[:3]),
         "im:": lambda im, s, opt: compat.VSEInfinityLoss()(im[None], s[None]),
         "score_function": lambda im, s, opt: compat.SCANLoss("t2i"),
-        "score_function:": lambda im, s, opt: compat.SCANLoss(word_scores)(im[:, None], s[:2, None], [1, 1]),
+        "score_function:": lambda im, s, opt: compat.SCANLoss(word_scores)(
+            im[:, None], s[:2, None], [1, 1]
+        ),
         "scores": lambda im, s, opt: compat.SGRAFLoss()(im),
         "sims": lambda im, s, opt: compat.CHANLoss()(im),
         "mask_repeat": lambda im, s, opt: compat.HREMLoss(Namespace()),
@@ -725,18 +762,33 @@ def test_half_precision_gives_float32_losses(name, dtype):
         "v_k": lambda im, s, opt: compat.USERLoss(opt).moco_forward(im, s, s, im[:2], im.T, im.T),
         "reduction": lambda im, s, opt: compat.PVSELoss(opt, "none"),
         "txt:": lambda im, s, opt: compat.PVSELoss(opt)(im[:, None].repeat(1, 2, 1), s, None, None),
-        "img_r": lambda im, s, opt: compat.PVSELoss(opt)(*[x[:, None].repeat(1, 2, 1) for x in (im, s)], None, None),
+        "img_r": lambda im, s, opt: compat.PVSELoss(opt)(
+            *[x[:, None].repeat(1, 2, 1) for x in (im, s)], None, None
+        ),
         "txt_embs": lambda im, s, opt: compat.DivELoss(1, 1, torch.matmul, opt)(im, s, None, None),
-        "similarity_fn": lambda im, s, opt: compat.DivELoss(1, 1, None, Namespace(**vars(opt), denominator=1)),
-        "semi_hard": lambda im, s, opt: compat.DivELoss(1, 1, None, Namespace(**vars(opt), semi_hard_triplet=True)),
+        "similarity_fn": lambda im, s, opt: compat.DivELoss(
+            1, 1, None, Namespace(**vars(opt), denominator=1)
+        ),
+        "semi_hard": lambda im, s, opt: compat.DivELoss(
+            1, 1, None, Namespace(**vars(opt), semi_hard_triplet=True)
+        ),
         "world_size": lambda im, s, opt: compat.ClipLoss(world_size=4),
         "world_size:": lambda im, s, opt: compat.SigLipLoss(rank=1, world_size=2),
         "text_features": lambda im, s, opt: compat.ClipLoss()(im, s[:2], 1.0),
     }.items(),
-)  # fmt: skip
+)
 def test_errors_name_the_argument(argument, call):
-    opt = Namespace(mask_repeat=True, mu=9, gama=0.5, num_embeds=2, div_weight=1, img_num_embeds=1, txt_num_embeds=1,
-                    temperature=4.0, **vars(hal_options()))  # fmt: skip
+    opt = Namespace(
+        mask_repeat=True,
+        mu=9,
+        gama=0.5,
+        num_embeds=2,
+        div_weight=1,
+        img_num_embeds=1,
+        txt_num_embeds=1,
+        temperature=4.0,
+        **vars(hal_options()),
+    )
     with pytest.raises((ValueError, TypeError), match=argument):
         call(*pairs(5), opt)
 

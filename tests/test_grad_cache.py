@@ -625,7 +625,9 @@ def towers_with_buffers() -> list[nn.Module]:
 
 
 def worker(rank: int) -> list[tuple]:
-    """The processes have different numbers of chunks and would deadlock if each chunk synchronised."""
+    """The processes have different numbers of chunks and would deadlock if each chunk
+    synchronised.
+    """
     alone, models = towers_with_buffers(), towers_with_buffers()
     wrapped, met = [DistributedDataParallel(model) for model in models], []
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from losses_registry import select
 from processes import WORLD, both, set_environment
 from torch import nn
 
@@ -20,10 +21,7 @@ from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from itrloss.metrics import RetrievalMetrics, retrieval_metrics
 
 STEPS, BATCH, SIZE = 16, 8, 64
-LOSSES: dict[str, Any] = {
-    "infonce": lambda gather: itrloss.InfoNCELoss(learnable=True, gather=gather),
-    "dcl": lambda gather: itrloss.DiversityContrastiveLoss(gather=gather),
-}
+LOSSES = select("infonce learnable", "dcl")
 
 
 class Model(lightning.LightningModule):
@@ -77,7 +75,7 @@ def train(name: str, **options: Any) -> tuple[Model, Any]:
         "accelerator": "cpu",
         "use_distributed_sampler": False,
     }
-    model = Model(LOSSES[name](gather=world > 1))
+    model = Model(LOSSES[name].make(gather=world > 1))
     trainer = lightning.Trainer(**settings, **dict.fromkeys(quiet, False), **options)
     trainer.fit(model, loader, loader)
     return model, trainer
@@ -86,7 +84,7 @@ def train(name: str, **options: Any) -> tuple[Model, Any]:
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_trainer_has_the_curve_of_a_loop_and_the_metrics_of_all_batches(name):
     model, trainer = train(name)
-    twin = Model(LOSSES[name](gather=False))
+    twin = Model(LOSSES[name].make(gather=False))
     optimizer, values = twin.configure_optimizers(), []
     for i in range(STEPS):
         start = i * BATCH % SIZE

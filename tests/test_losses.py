@@ -7,9 +7,6 @@ import inspect
 import math
 import pickle
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
 
 import numpy as np
 import oracle
@@ -19,13 +16,14 @@ from cases import SHAPES, each, embeddings, make_ids, pairwise, upstream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from losses_registry import IN_LOOPS as LOSSES
-from losses_registry import PUBLIC, REGISTRY
+from losses_registry import REGISTRY, public_losses
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import gradcheck
 
 import itrloss
 from itrloss import Similarity
+from itrloss.checks import Choice, Number
 from itrloss.engine.terms import identity
 
 ENGINES = ("dense", "tiled")
@@ -46,9 +44,10 @@ def concrete(ids, n, m):
 
 
 def test_every_public_loss_is_in_the_registry():
-    assert {entry.public_name for entry in REGISTRY.values()} == PUBLIC
+    public = public_losses()
+    assert {entry.public_name for entry in REGISTRY.values()} == public
     named = {name for name in itrloss.__all__ if name.endswith(("Loss", "Objective"))}
-    assert named - {"PairLoss", "MemoryLoss"} <= PUBLIC <= set(itrloss.__all__)
+    assert named - {"PairLoss", "MemoryLoss"} <= public <= set(itrloss.__all__)
 
 
 @pytest.mark.parametrize("name", [name for name, x in REGISTRY.items() if x.oracle is not None])
@@ -106,6 +105,26 @@ def test_gradients_of_tiles_equal_those_of_plain_pytorch_for_uneven_upstream(
         results.append((*values, *torch.autograd.grad(total, leaves)))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled", "scores"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_anchors_without_candidates_give_no_nan_on_the_way(name, engine):
+    """Padding, an anchor without positives and one without negatives: autograd's detector is
+    calm.
+    """
+    least = torch.iinfo(torch.int64).min
+    for ids in ([0, 1, least, 3], [least] * 4, [5] * 4, [0, 1, 2, least]):
+        v, w = (x.float().requires_grad_() for x in embeddings(4, 4))
+        text_ids = torch.tensor([0, 7, *ids[2:]])
+        with torch.autograd.set_detect_anomaly(True):
+            if engine == "scores":
+                scores = Similarity(v, w).scores()
+                loss = make(name)(scores=scores, image_ids=torch.tensor(ids), text_ids=text_ids)
+            else:
+                loss = make(name, engine=engine)(v, w, torch.tensor(ids), text_ids)
+            loss.backward()
+        assert loss.isfinite() and v.grad.isfinite().all() and w.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("name", [name for name, x in LOSSES.items() if not x.detached])
@@ -262,7 +281,9 @@ def test_hal_and_dcl_fall_with_the_margin_and_keep_their_lower_bounds(seed, a, b
 @given(st.integers(0, 10_000), st.floats(0.02, 2), st.floats(0.02, 2))
 @settings(max_examples=25, deadline=None)
 def test_softer_negatives_weigh_more(seed, a, b):
-    """``t log(1 + sum exp(x / t))`` does not decrease in t, because its derivative is an entropy."""
+    """``t log(1 + sum exp(x / t))`` does not decrease in t, because its derivative is an
+    entropy.
+    """
     v, w, ids, _ = draw(6, 7, seed)
     low, high = sorted((a, b))
     for make_loss in (
@@ -487,90 +508,132 @@ def value_of(loss, sim):
     return sim.both.reduce(sim.both.logsumexp(), loss.reduction)
 
 
-def own_loss(kind: Any, default: Any) -> type[Any]:
-    """A dataclass with one option of a type."""
-    body = {"__annotations__": {"option": kind}, "option": default, "compute": value_of}
-    return dataclass(eq=False, repr=False)(type("Own", (itrloss.PairLoss,), body))
+class Own(itrloss.PairLoss):
+    """A loss of one's own, with options that are checked and one that may be anything."""
+
+    shown = ("margin", "form", "anything", "reduction")
+    margin = Number(above=0, at_most=1)
+    form = Choice("a", "b")
+    compute = value_of
+
+    def __init__(self, margin=0.2, form="a", anything=None, **common):
+        super().__init__(**common)
+        self.margin = margin
+        self.form = form
+        self.anything = anything
 
 
-@pytest.mark.parametrize(
-    ("kind", "values"),
-    [
-        (float | None, (None, 0.1)),
-        (int, (0, -1, 3)),
-        (tuple[float, ...], ((0.1, 0.2),)),
-        (float | torch.Tensor, (torch.ones(3), 1.0)),
-        (Callable[[float], float], (abs,)),
-        (bool | float, (True, 0.5)),
-        (Literal["a"] | None, (None, "a")),
-        ("float", (0.1,)),
-    ],
-)
-def test_options_of_your_own_have_any_type(kind, values):
-    for value in values:
-        loss = own_loss(kind, value)()
-        loss.option = value
-        assert (
-            loss.option is value and loss(*embeddings(4, 4)).isfinite() and "option=" in repr(loss)
-        )
+@pytest.mark.parametrize("value", [None, 0.1, 3, (0.1, 0.2), torch.ones(3), abs, "text"])
+def test_an_option_of_your_own_may_be_anything(value):
+    loss = Own(anything=value)
+    assert loss.anything is value and loss(*embeddings(4, 4)).isfinite()
+    assert repr(loss).startswith("Own(margin=0.2, form='a', anything=")
 
 
-def test_options_of_your_own_are_checked_when_they_are_set():
-    loss = own_loss(float, field(default=0.1, metadata={"help": "a number"}))()
-    with pytest.raises(TypeError, match=r"option: expected a number, got '0\.1'"):
-        loss.option = "0.1"
-    with pytest.raises(ValueError, match="option: expected 1 or 2, got 3"):
-        own_loss(Literal[1, 2], 1)(3)
-    with pytest.raises(ValueError, match="reduction: expected 'mean', 'sum' or 'none', got 'max'"):
-        loss.reduction = "max"
-    with pytest.raises(
-        ValueError, match="positive_weight: expected 'paper' or a number, got 'papers'"
-    ):
-        itrloss.DiversityContrastiveLoss(positive_weight="papers")
+OPTIONS_OF_YOUR_OWN = [
+    ("margin", "0.1", TypeError, r"margin: expected a number, got '0\.1'"),
+    ("margin", True, TypeError, "margin: expected a number, got True"),
+    ("margin", 1.5, ValueError, "margin: expected a number above 0 and at most 1, got 1.5"),
+    ("form", "c", ValueError, "form: expected 'a' or 'b', got 'c'"),
+    ("reduction", "max", ValueError, "reduction: expected 'mean', 'sum' or 'none', got 'max'"),
+    ("engine", "cuda", ValueError, "engine: expected 'auto', 'dense', 'tiled' or 'triton'"),
+    ("gather", "ring", ValueError, "gather: expected True or False, got 'ring'"),
+]
 
 
-def test_fields_of_your_own_loss_may_be_modules_and_parameters():
-    head = own_loss(nn.Module, field(default_factory=lambda: nn.Linear(2, 3)))()
-    weight = own_loss(nn.Parameter, field(default_factory=lambda: nn.Parameter(torch.ones(3))))()
-    assert [*head.state_dict()] == ["option.weight", "option.bias"] and [*weight.state_dict()] == [
-        "option"
-    ]
+@pytest.mark.parametrize(("name", "value", "error", "message"), OPTIONS_OF_YOUR_OWN)
+def test_options_are_checked_whenever_they_are_set(name, value, error, message):
+    with pytest.raises(error, match=message):
+        Own(**{name: value})
+    loss = Own()
+    before = getattr(loss, name)
+    for refused in (value, nn.Parameter(torch.tensor([5.0]))):
+        with pytest.raises((TypeError, ValueError), match=f"{name}: expected"):
+            setattr(loss, name, refused)
+    assert getattr(loss, name) == before and not [*loss.parameters()]
+
+
+def test_options_that_a_loss_does_not_have_are_refused():
+    for make_loss in (Own, itrloss.InfoNCELoss, itrloss.MemoryDiversityContrastiveLoss):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'schedule'"):
+            make_loss(schedule="ring")
+
+
+def test_an_option_that_was_not_set_is_named():
+    class Forgetful(itrloss.PairLoss):
+        margin = Number()
+
+    with pytest.raises(AttributeError, match="margin"):
+        _ = Forgetful().margin
+
+
+def test_your_own_loss_may_have_modules_and_parameters():
+    head = Own(anything=nn.Linear(2, 3))
+    weight = Own(anything=nn.Parameter(torch.ones(3)))
+    assert [*head.state_dict()] == ["anything.weight", "anything.bias"]
+    assert [*weight.state_dict()] == ["anything"]
     for loss in (head, weight):
-        assert copy.deepcopy(loss)(*embeddings(4, 4)).isfinite() and "reduction='mean'" in repr(
-            loss
-        )
-    optional = own_loss(nn.Module | None, None)
-    assert optional().option is None
-    with pytest.raises(TypeError, match="option: expected a default_factory"):
-        optional(nn.Linear(2, 3))  # reading the option would find the default
-
-
-def test_a_plain_dataclass_is_a_module():
-    """With dataclass's own equality it would have no hash, and could be part of no module."""
-
-    @dataclass
-    class Plain(itrloss.PairLoss):
-        margin: float = 0.2
-        compute = value_of
-
-    assert Plain() != Plain() and [*nn.Sequential(Plain(0.5)).modules()][1].margin == 0.5
-    assert repr(Plain()).endswith("Plain(margin=0.2, reduction='mean')")
+        assert copy.deepcopy(loss)(*embeddings(4, 4)).isfinite()
+        assert "reduction='mean'" in repr(loss)
 
 
 @pytest.mark.parametrize("base", ["TripletLoss", "HubnessAwareLoss", "DiversityContrastiveLoss"])
 def test_a_loss_of_the_librarys_may_get_another_option(base):
-    @dataclass(eq=False, repr=False)
-    class Weighted(getattr(itrloss, base)):
-        weight: float = 3.0
+    kind = getattr(itrloss, base)
+
+    class Weighted(kind):
+        shown = ("weight", *kind.shown)
+
+        def __init__(self, weight=3.0, **options):
+            super().__init__(**options)
+            self.weight = weight
 
         def compute(self, sim):
             return self.weight * super().compute(sim)
 
     v, w = embeddings(6, 6)
-    torch.testing.assert_close(
-        Weighted(margin=0.4)(v, w), 3 * getattr(itrloss, base)(margin=0.4)(v, w)
-    )
+    torch.testing.assert_close(Weighted(margin=0.4)(v, w), 3 * kind(margin=0.4)(v, w))
     assert "weight=3.0" in repr(Weighted())
+
+
+LATER = [
+    (itrloss.InfoNCELoss, "temperature", 0.2),
+    (itrloss.SigmoidLoss, "scale", 5.0),
+    (itrloss.SigmoidLoss, "bias", -3.0),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "value"), LATER)
+@pytest.mark.parametrize("learnable", [False, True])
+def test_what_is_learnt_may_be_set_later(kind, name, value, learnable):
+    v, w = embeddings(6, 6)
+    loss = kind(learnable=learnable)
+    parameters = [*loss.parameters()]
+    setattr(loss, name, value)
+    fresh = kind(learnable=learnable, **{name: value})
+    assert torch.equal(loss(v, w), fresh(v, w)) and repr(loss) == repr(fresh)
+    assert all(x is y for x, y in zip(parameters, loss.parameters(), strict=True))
+    with pytest.raises(TypeError, match=f"{name}: expected a number, got '1'"):
+        setattr(loss, name, "1")
+    with pytest.raises(AttributeError, match="learnable: cannot be changed"):
+        loss.learnable = not learnable
+
+
+def test_a_number_may_become_a_parameter_of_your_own():
+    loss = itrloss.SigmoidLoss(learnable=False)
+    loss.bias = nn.Parameter(torch.tensor([-3.0]))
+    assert [*loss.state_dict()] == ["bias"]
+    loss.bias = -2.0
+    v, w = embeddings(6, 6)
+    wanted = itrloss.SigmoidLoss(bias=-2.0, learnable=False)
+    torch.testing.assert_close(loss(v, w), wanted(v, w))
+
+
+def test_what_parameters_depend_on_is_fixed():
+    loss = itrloss.PrototypeClassificationLoss(4, 3)
+    for name in ("dim", "clusters"):
+        with pytest.raises(AttributeError, match=f"{name}: cannot be changed"):
+            setattr(loss, name, 7)
 
 
 # -------------------------------------------------------------------------------------- compilation

@@ -91,6 +91,11 @@ def test_a_prefix_may_be_a_zero_vector():
 def test_wrong_dims_and_weights(dims, weights, error):
     with pytest.raises((TypeError, ValueError), match=error):
         itrloss.Matryoshka(itrloss.InfoNCELoss(), dims, weights)(*embeddings(5, 5))
+    criterion = itrloss.Matryoshka(itrloss.InfoNCELoss(), (2, 3))
+    criterion.dims = dims
+    criterion.weights = [1.0] * len(dims) if weights is None else weights
+    with pytest.raises((TypeError, ValueError), match=error):
+        criterion(*embeddings(5, 5))
 
 
 def test_wrong_losses_and_inputs():

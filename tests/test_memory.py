@@ -8,13 +8,13 @@ import functools
 import pickle
 
 import numpy as np
-import oracle_more
 import pytest
 import torch
 import torch._dynamo.testing
 from cases import embeddings, finite, make_ids, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from losses_registry import where
 from torch import nn
 from torch.autograd import gradcheck
 
@@ -25,28 +25,7 @@ from itrloss.engine.terms import identity, log1p_clamp, log1p_relu, softplus
 from itrloss.memory import MemorySimilarity
 
 ENGINES = ("dense", "tiled")
-# name -> (module, its options, the oracle, the oracle's options)
-MDCL = (itrloss.MemoryDiversityContrastiveLoss, oracle_more.memory_dcl)
-UTO = (itrloss.UnifiedTrainingObjective, oracle_more.uto)
-HEAVY = {
-    "positive_weight": 0.5,
-    "positive": "relu",
-    "temperature": 0.2,
-    "margin": 0.1,
-    "epsilon": 0.3,
-}
-SHARP = {"diversity": "entropy", "entropy_temperature": 0.1}
-LOSSES = {
-    "mdcl": (*MDCL, {}),
-    "mdcl implicit": (*MDCL, {"diversity": None}),
-    "mdcl entropy": (*MDCL, SHARP),
-    "mdcl heavy": (*MDCL, HEAVY),
-    "mdcl in batch": (*MDCL, {"positive_from": "batch"}),
-    "mdcl, diversity in batch": (*MDCL, {"diversity_from": "batch"}),
-    "uto": (*UTO, {}),
-    "uto mild": (*UTO, {"scale": 10.0, "margin": 0.1, "batch_weight": 20.0}),
-    "uto queues": (*UTO, {"scale": 10.0, "image_memory_weight": 0.0, "text_memory_weight": 0.5}),
-}
+LOSSES = where(lambda entry: entry.takes == "memory")
 D = 6
 # images, texts, entries, kind of ids
 SHAPES = {
@@ -88,7 +67,6 @@ def case(shape, dtype=torch.float64):
 
 
 def expected(name, inputs, keys, memory, ids, **extra):
-    _, function, options = LOSSES[name]
     n, m = len(inputs[0]), len(inputs[1])
     ids = (torch.arange(n), torch.arange(m)) if ids[0] is None else ids
     count = len(memory)
@@ -96,14 +74,12 @@ def expected(name, inputs, keys, memory, ids, **extra):
         x.detach().double().numpy()
         for x in (*inputs, *keys, memory.images[:count], memory.texts[:count])
     ]
-    return function(
-        *arrays, *(x.numpy() for x in ids), memory.ids[:count].numpy(), **options, **extra
-    )
+    numbers = [x.numpy() for x in (*ids, memory.ids[:count])]
+    return LOSSES[name].expected(*arrays, *numbers, **extra)
 
 
 def make(name, **extra):
-    module, _, options = LOSSES[name]
-    return module(**options, **extra)
+    return LOSSES[name].make(**extra)
 
 
 @pytest.mark.parametrize(
@@ -136,21 +112,14 @@ def test_gradients_of_tiles_are_those_of_plain_pytorch(name, shape, small_tiles,
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        ("mdcl through std", "wide"),
+        ("mdcl through diversity", "wide"),
         ("mdcl through entropy", "ids"),
         ("mdcl implicit", "empty"),
         ("uto mild", "wide"),
     ],
 )
 def test_gradcheck(name, shape):
-    through = {"mdcl through std": {}, "mdcl through entropy": SHARP}
-    module = (
-        itrloss.MemoryDiversityContrastiveLoss(
-            **through[name], detach_diversity=False, engine="dense"
-        )
-        if name in through
-        else make(name, engine="dense")
-    )
+    module = make(name, engine="dense")
     module.reduction = "none"
     inputs, keys, memory, ids = case(shape)
     assert gradcheck(lambda v, w: module(v, w, *keys, memory, *ids), inputs, fast_mode=True)
@@ -276,13 +245,13 @@ def test_swapping_the_modalities_changes_nothing(seed, n, entries, labels, name)
 def test_more_entries_and_a_smaller_margin_never_lower_an_anchor(seed, n, entries, labels, name):
     rows, ids = drawn(seed, n, entries, labels)
     whole = value(name, rows, ids, reduction="none")
-    module, _, options = LOSSES[name]
-    stricter = module(**{**options, "margin": -0.2}, reduction="none")
+    stricter = make(name, margin=-0.2, reduction="none")
     memory = CoupledMemory(entries, D, dtype=torch.float64)
     memory.enqueue(rows[4], rows[5], ids[1])
     for a, b in zip(stricter(*rows[:4], memory, ids[0], ids[0]), whole, strict=True):
         assert (a >= b - 1e-12).all()
-    if entries > 1 and options.get("diversity", "std" if name.startswith("mdcl") else None) is None:
+    # diversities change with the entries
+    if entries > 1 and vars(stricter).get("diversity") is None:
         part = value(
             name, [*rows[:4], rows[4][1:], rows[5][1:]], [ids[0], ids[1][1:]], reduction="none"
         )
@@ -551,6 +520,14 @@ def test_momentum_encoder_keeps_its_mode(training):
     for mode in (True, False):
         around.train(mode)
         assert all(m.training == training for m in keys.modules())
+
+
+def test_momentum_is_checked_whenever_it_is_set():
+    encoder = MomentumEncoder(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="momentum: expected a number of at least 0 and at most 1"):
+        encoder.momentum = 1.5
+    encoder.momentum = 0
+    encoder.update(nn.Linear(2, 2))
 
 
 def test_momentum_encoder_is_stored_and_restored():

@@ -1,4 +1,6 @@
-"""Properties of every module: compilation, copies, serialisation, dtypes, autocast, two processes."""
+"""Properties of every module: compilation, copies, serialisation, dtypes, autocast, two
+processes.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ IDS = torch.tensor([0, 1, 2, 0, 4, 9])
 
 
 class Inputs(NamedTuple):
-    """Inputs of one step, from one tensor of random numbers, so that an encoder can compute them."""
+    """Inputs of one step, from one tensor of random numbers, so that an encoder can compute
+    them.
+    """
 
     vectors: Tensor  # (B, 8 D)
     memory: itrloss.CoupledMemory

@@ -64,7 +64,9 @@ def test_coder_objective_is_the_weighted_sum_of_the_oracles_terms():
 
 
 def test_coder_weights_by_default_are_those_of_equation_8():
-    assert CODERObjective(5, 4).weights == (3.0, 1.0, 2.0, 1.0)
+    objective = CODERObjective(5, 4)
+    assert (objective.batch_weight, objective.memory_weight) == (3.0, 1.0)
+    assert (objective.concept_weight, objective.prototype_weight) == (2.0, 1.0)
 
 
 def test_prototypes_move_in_training_and_stand_still_in_evaluation():

@@ -7,12 +7,14 @@ from __future__ import annotations
 import math
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from typing import Any
 
 import published
 import pytest
 import torch
 import torch.nn.functional as F
+from losses_registry import REGISTRY, select
 from processes import WORLD, both, run
 from published import open_clip
 from torch import Tensor, nn
@@ -85,7 +87,9 @@ def every_way(rank: int) -> dict[str, Any]:
 
 
 def as_anchors() -> dict[str, Tensor]:
-    """The gradients of one process without those that an embedding gets as a candidate of others."""
+    """The gradients of one process without those that an embedding gets as a candidate of
+    others.
+    """
     model = Encoders()
     v, w, scale, bias = model(*batch(4 * WORLD))
     labels = torch.arange(len(v))
@@ -250,9 +254,19 @@ class Recorded(nn.Module):
 def trained(rank: int, train_one_epoch: Any, clip: nn.Module, loss: nn.Module) -> dict[str, Tensor]:
     """The values and the parameters of three steps."""
     args = Namespace(
-        device="cpu", precision="fp32", distill=False, accum_freq=1, skip_scheduler=True, horovod=False,
-        grad_clip_norm=None, rank=rank, world_size=WORLD, batch_size=4, log_every_n_steps=1, wandb=False,
-    )  # fmt: skip
+        device="cpu",
+        precision="fp32",
+        distill=False,
+        accum_freq=1,
+        skip_scheduler=True,
+        horovod=False,
+        grad_clip_norm=None,
+        rank=rank,
+        world_size=WORLD,
+        batch_size=4,
+        log_every_n_steps=1,
+        wandb=False,
+    )
     generator = torch.Generator().manual_seed(rank)
     images = torch.randn(3, 4, 3, 8, 8, generator=generator)
     texts = torch.randint(1, 11, (3, 4, 5), generator=generator)
@@ -304,34 +318,32 @@ def test_their_training_loop_ends_with_the_same_model(tmp_path):
 
 # -------------------------------------------------------------------------- any loss in their place
 
-LOSSES: dict[str, Any] = {
-    "infonce": lambda **common: itrloss.InfoNCELoss(learnable=True, **common),
-    "sigmoid": itrloss.SigmoidLoss,
-    "dcl": itrloss.DiversityContrastiveLoss,
-    "triplet": itrloss.TripletLoss,
-    "matryoshka": lambda **common: itrloss.Matryoshka(itrloss.InfoNCELoss(**common), [2, 4]),
+LOSSES = {
+    **select("infonce learnable", "sigmoid", "dcl", "triplet"),
+    "matryoshka": replace(REGISTRY["matryoshka"], options={}),  # without a scale of its own
 }
 
 
 @pytest.mark.parametrize(
-    "name, twin, factor", [("infonce", compat.ClipLoss(), 2), ("sigmoid", compat.SigLipLoss(), 1)]
+    "name, twin, factor",
+    [("infonce learnable", compat.ClipLoss(), 2), ("sigmoid", compat.SigLipLoss(), 1)],
 )
 def test_a_learnable_scale_and_bias_are_those_of_the_model(name, twin, factor):
     whole = outcome(twin, *batch(7), nn.Identity(), torch.float64)
     assert whole["scale"].abs() > 1e-3
     wanted = {name: factor * x for name, x in whole.items()}
-    for loss in (LOSSES[name](), itrloss.Matryoshka(LOSSES[name](), [4])):
+    for loss in (LOSSES[name].make(), itrloss.Matryoshka(LOSSES[name].make(), [4])):
         assert_same(
             outcome(RetrievalLoss(loss), *batch(7), nn.Identity(), torch.float64), wanted, 1e-10
         )
     # whose logarithm would be rounded
     half = *map(F.normalize, batch(7)), *torch.tensor([9.0625, -2.0]).bfloat16()
-    torch.testing.assert_close(RetrievalLoss(LOSSES[name]())(*half), factor * twin(*half))
+    torch.testing.assert_close(RetrievalLoss(LOSSES[name].make())(*half), factor * twin(*half))
 
 
 @pytest.mark.parametrize("name", ["dcl", "triplet", "matryoshka"])
 def test_other_losses_train_the_encoders_alone(name):
-    loss = LOSSES[name]()
+    loss = LOSSES[name].make()
     found, wanted = (
         outcome(f, *batch(7), nn.Identity())
         for f in (RetrievalLoss(loss), lambda v, w, *_: loss(v, w))
@@ -344,16 +356,16 @@ def test_other_losses_train_the_encoders_alone(name):
 def any_loss(rank: int) -> dict[str, Any]:
     own = [x.chunk(WORLD)[rank] for x in batch(8)]
     return {
-        name: outcome(RetrievalLoss(f(gather=True)), *own, DistributedDataParallel)
-        for name, f in LOSSES.items()
+        name: outcome(RetrievalLoss(entry.make(gather=True)), *own, DistributedDataParallel)
+        for name, entry in LOSSES.items()
     }
 
 
 @pytest.mark.slow
 def test_losses_of_two_processes_are_those_of_one_and_each_parameter_has_a_gradient(tmp_path):
     processes = both(any_loss, tmp_path)
-    for name, make in LOSSES.items():
-        whole = outcome(RetrievalLoss(make()), *batch(8), nn.Identity())
+    for name, entry in LOSSES.items():
+        whole = outcome(RetrievalLoss(entry.make()), *batch(8), nn.Identity())
         for found in processes:
             assert_same(found[name], whole)
 
@@ -401,10 +413,21 @@ def made(model: str = "ViT-B-32", siglip: bool = False) -> nn.Module:
     """The loss that they make of the command line's options."""
     from open_clip.factory import create_loss
 
-    return create_loss(Namespace(
-        model=model, siglip=siglip, distill=False, local_loss=True, gather_with_grad=True, rank=0, world_size=1,
-        horovod=False, loss_dist_impl=None, coca_caption_loss_weight=2.0, coca_contrastive_loss_weight=1.0,
-    ))  # fmt: skip
+    return create_loss(
+        Namespace(
+            model=model,
+            siglip=siglip,
+            distill=False,
+            local_loss=True,
+            gather_with_grad=True,
+            rank=0,
+            world_size=1,
+            horovod=False,
+            loss_dist_impl=None,
+            coca_caption_loss_weight=2.0,
+            coca_contrastive_loss_weight=1.0,
+        )
+    )
 
 
 def test_a_patch_changes_what_they_make_until_it_is_undone():

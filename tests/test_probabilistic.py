@@ -43,8 +43,13 @@ def loops(inputs, ids, scale=5.0, shift=5.0, pseudo_weight=0.1, vib_weight=1e-4,
     variances = [x.exp() for x in inputs[2:]]
     n, m = len(means[0]), len(means[1])
     positive = matches(ids, n, m)
-    distance = [[((x - y) ** 2).sum() + s.sum() + t.sum() for y, t in zip(means[1], variances[1], strict=True)]
-                for x, s in zip(means[0], variances[0], strict=True)]  # fmt: skip
+    distance = [
+        [
+            ((x - y) ** 2).sum() + s.sum() + t.sum()
+            for y, t in zip(means[1], variances[1], strict=True)
+        ]
+        for x, s in zip(means[0], variances[0], strict=True)
+    ]
     distance = torch.stack([torch.stack(row) for row in distance])
     sides = []
     for d, mask, mean, log in (
@@ -100,7 +105,9 @@ def test_reductions_count_all_anchors():
 
 
 def test_the_mean_is_that_of_the_authors_code_for_one_text_per_image():
-    """Binary cross-entropy over all pairs, twice; with the pseudo-positives once in each direction."""
+    """Binary cross-entropy over all pairs, twice; with the pseudo-positives once in each
+    direction.
+    """
     v, w, s, t = distributions(9, 9)
     x, y = unit(v), unit(w)
     logits = 5 - 5 * (torch.cdist(x, y) ** 2 + s.exp().sum(1)[:, None] + t.exp().sum(1))

@@ -1,4 +1,6 @@
-"""Processes that are lost, that disagree, that wrap their models, and that are stopped and resumed."""
+"""Processes that are lost, that disagree, that wrap their models, and that are stopped and
+resumed.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import pairwise
+from losses_registry import Entry, select
 from processes import run, survivors
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -193,6 +196,10 @@ def others() -> tuple[itrloss.Similarity, itrloss.Similarity]:
     return itrloss.Similarity.sharded(*pairs()), itrloss.Similarity(*pairs())
 
 
+def coder(objective: itrloss.CODERObjective) -> Any:
+    return objective(*pairs(), *pairs(), memory(), *pairs())
+
+
 half = {False: torch.bfloat16, True: torch.float16}
 floats = {False: torch.float32, True: torch.float64}
 ids = torch.arange(4)
@@ -306,14 +313,43 @@ DIFFERENT: dict[str, tuple[Callable[[bool, Any], Any], str, str]] = {
         "with negatives",
     ),
     "guide": (
-        lambda odd, s: itrloss.FilteredInfoNCELoss(gather=s)(*pairs(), guide=others()[odd]),
-        "guide Similarity of several processes",
-        "guide Similarity of one process",
+        lambda odd, s: itrloss.FilteredInfoNCELoss(gather=s)(
+            *pairs(), guide=None if odd else others()[0]
+        ),
+        "guide of (12, 12) images and texts",
+        "without a guide",
     ),
-    "teacher": (
-        lambda odd, s: itrloss.DistillationLoss(gather=s)(*pairs(), others()[odd]),
-        "teacher Similarity of several processes",
-        "teacher Similarity of one process",
+    "mode": (
+        lambda odd, s: itrloss.TripletLoss(gather=s).train(not odd)(*pairs()),
+        "in training mode",
+        "in evaluation mode",
+    ),
+    "mode of an objective": (
+        lambda odd, s: coder(itrloss.CODERObjective(D, 4, gather=s).train(not odd)),
+        "training True",
+        "training False",
+    ),
+    "weight in an objective": (
+        lambda odd, s: coder(itrloss.CODERObjective(D, 4, batch_weight=2 + odd, gather=s)),
+        "batch_weight=2",
+        "batch_weight=3",
+    ),
+    "inner option": (
+        lambda odd, s: coder(itrloss.CODERObjective(D, 4, margin=0.4 if odd else 0.2, gather=s)),
+        "'margin': 0.2",
+        "'margin': 0.4",
+    ),
+    "balance": (
+        lambda odd, s: itrloss.DVSEObjective(0.6 if odd else 0.5, gather=s)(
+            sample(4, 3, D), sample(4, D), sample(4, 3, D)
+        ),
+        "balance=0.5",
+        "balance=0.6",
+    ),
+    "prefixes": (
+        lambda odd, s: itrloss.Matryoshka(pair(gather=s), (2, 4 + odd))(*pairs()),
+        "dims=[2, 4]",
+        "dims=[2, 5]",
     ),
     "heads": (
         lambda odd, s: itrloss.VarianceAwareLoss(gather=s)(sample(4, 3 + odd, D), sample(4, D)),
@@ -365,6 +401,24 @@ REFUSED: dict[str, tuple[Callable[[bool, Any], Any], str]] = {
     "ids of few": (
         lambda odd, s: pair(gather=s)(*pairs(), ids, ids[: 4 - odd]),
         "ValueError: text_ids:",
+    ),
+    "guide": (
+        lambda odd, s: itrloss.FilteredInfoNCELoss(gather=s)(*pairs(), guide=others()[odd]),
+        "TypeError: guide: expected a Similarity.sharded",
+    ),
+    "size of the guide": (
+        lambda odd, s: itrloss.FilteredInfoNCELoss(gather=s)(
+            *pairs(), guide=itrloss.Similarity.sharded(*(sample(4 + odd, D) for _ in range(2)))
+        ),
+        "ValueError: guide: expected (4, 4) images and texts of this process, got (5, 5)",
+    ),
+    "teacher": (
+        lambda odd, s: itrloss.DistillationLoss(gather=s)(*pairs(), others()[odd]),
+        "TypeError: teacher: expected a Similarity.sharded",
+    ),
+    "negatives of each": (
+        lambda odd, s: pair(gather=s)(*pairs(), negatives=sample(*(4, 2, D)[1 - odd :])),
+        "ValueError: negatives: expected shape (K, D)",
     ),
     "nan": (
         lambda odd, s: pair(check_finite=True, gather=s)(*(x / (1 - odd) for x in pairs())),
@@ -469,11 +523,23 @@ def test_all_raise_an_error_if_processes_disagree_and_go_on(tmp_path, schedule):
 
 SIZES = (3, 5, 0), (2, 0, 4)  # of the processes' batches
 CLUSTERS = 4
-CRITERIA: dict[str, Callable[..., Any]] = {
-    "infonce": lambda **o: itrloss.InfoNCELoss(learnable=True, **o),
-    "sigmoid": itrloss.SigmoidLoss,
-    "mdcl": itrloss.MemoryDiversityContrastiveLoss,
-    "classifier": lambda **o: itrloss.PrototypeClassificationLoss(D, CLUSTERS, **o),
+
+
+class OwnLoss(itrloss.PairLoss):
+    """A loss of one's own with a parameter."""
+
+    def __init__(self, **common: Any) -> None:
+        super().__init__(**common)
+        self.scale = nn.Parameter(torch.tensor([9.0]))
+
+    def compute(self, sim: itrloss.Similarity) -> Any:
+        values = sim.both.logsumexp(self.shared(self.scale))
+        return sim.both.reduce(values, self.reduction)
+
+
+CRITERIA = {
+    **select("infonce learnable", "sigmoid", "mdcl", "prototypes"),
+    "own": Entry(OwnLoss),
 }
 WAYS = "ddp", "ddp, loss inside", "fsdp", "fsdp, loss inside", "by hand"
 
@@ -493,7 +559,7 @@ class Step(nn.Module):
 
     def __init__(self, kind: str, **options: Any) -> None:
         super().__init__()
-        self.towers, self.criterion = Towers(), CRITERIA[kind](**options)
+        self.towers, self.criterion = Towers(), CRITERIA[kind].make(D, **options)
         self.double()
 
     def forward(self, images: Tensor, texts: Tensor, ids: Tensor) -> Tensor:
@@ -570,7 +636,7 @@ CHUNKED = (4, 7, 2)  # rows of the processes' batches
 
 def chunked(way: str, rank: int | None) -> dict[str, Tensor]:
     """Gradients of a step in chunks."""
-    step, rows = Step("infonce", gather="all-gather"), sum(CHUNKED)
+    step, rows = Step("infonce learnable", gather=True), sum(CHUNKED)
     whole = [sample(rows, size, seed=size, dtype=torch.float64, trained=False) for size in (7, 5)]
     whole.append(torch.arange(rows) % 6)
     *inputs, ids = whole if rank is None else (x.split(CHUNKED)[rank] for x in whole)
@@ -613,7 +679,7 @@ def trained(
             if way == "by hand":
                 averaged(step.towers)
             found[way, kind, reduction] = step.gradients()
-        step = Step("infonce", gather=True)
+        step = Step("infonce learnable", gather=True)
         accumulate(way, step, wrapped(way, step), rank)
         if way == "by hand":
             averaged(step.towers)

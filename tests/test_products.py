@@ -72,7 +72,9 @@ def test_what_onednn_is_asked_for(monkeypatch):
 
 
 def test_a_few_dimensions_of_embeddings_take_no_longer_than_a_copy_of_them(by_onednn, monkeypatch):
-    """oneDNN has no fast product of strided matrices: it took 1.3 s in place of half a millisecond."""
+    """oneDNN has no fast product of strided matrices: it took 1.3 s in place of half a
+    millisecond.
+    """
     a, b = torch.randn(512, 768), torch.randn(2048, 768)
 
     def seconds(x, y):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cases import embeddings
+from losses_registry import select
 from processes import WORLD, both
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -36,19 +37,19 @@ MINERS = {
     "triplets": miners.TripletMarginMiner(margin=0.4),
     "hard": miners.BatchHardMiner(),
 }
-OTHERS: dict[str, Any] = {
-    "dcl": itrloss.DiversityContrastiveLoss,
-    "dcl entropy": lambda **common: itrloss.DiversityContrastiveLoss(diversity="entropy", **common),
-    "hal": itrloss.HubnessAwareLoss,
-    "infonce": itrloss.InfoNCELoss,
-    "filtered": itrloss.FilteredInfoNCELoss,
-    "sigmoid": itrloss.SigmoidLoss,
-    "triplet": itrloss.TripletLoss,
-    "triplet all": lambda **common: itrloss.TripletLoss(mining="all", **common),
-    "mil-nce": itrloss.MILNCELoss,
-    "rince": itrloss.RINCELoss,
-    "complementary": itrloss.ComplementaryContrastiveLoss,
-}
+OTHERS = select(
+    "dcl",
+    "dcl entropy",
+    "hal",
+    "infonce",
+    "filtered",
+    "sigmoid",
+    "triplet",
+    "triplet all",
+    "mil-nce",
+    "rince of the defaults",
+    "complementary",
+)
 LABELS, REF_LABELS = torch.arange(12) % 5, torch.arange(15) % 6
 
 
@@ -117,11 +118,15 @@ def train(loss: Any, rank: int = 0, world: int = 1) -> list[Tensor]:
     trainer = trainers.MetricLossOnly(
         {"trunk": DistributedDataParallel(model) if world > 1 else model},
         {"trunk_optimizer": torch.optim.AdamW(model.parameters(), lr=1e-2)},
-        16 // world, {"metric_loss": loss}, own,
+        16 // world,
+        {"metric_loss": loss},
+        own,
         {"tuple_miner": miners.MultiSimilarityMiner(0.9)} if world == 1 else None,
-        sampler=torch.utils.data.SequentialSampler(own), dataloader_num_workers=0, data_device="cpu",
+        sampler=torch.utils.data.SequentialSampler(own),
+        dataloader_num_workers=0,
+        data_device="cpu",
         end_of_iteration_hook=lambda trainer: values.append(trainer.losses["metric_loss"].detach()),
-    )  # fmt: skip
+    )
     trainer.train(num_epochs=8)
     return [torch.stack(values), model.weight.detach()]
 
@@ -152,7 +157,7 @@ def test_their_wrapper_has_the_curve_of_theirs_in_two_processes(tmp_path):
 @pytest.mark.parametrize("name", OTHERS)
 def test_lists_of_all_pairs_are_pairs_by_labels(name):
     x, y = (z.requires_grad_() for z in embeddings(12, 15))
-    own = ours(OTHERS[name])
+    own = ours(OTHERS[name].make)
     pairs = get_all_pairs_indices(LABELS, REF_LABELS)
     by_labels = outcome(own, x, LABELS, None, y, REF_LABELS)
     assert_same(outcome(own, x, LABELS, pairs, y, REF_LABELS), by_labels)

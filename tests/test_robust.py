@@ -9,23 +9,15 @@ import math
 import pytest
 import torch
 from cases import ENGINES, SHAPES, embeddings, make_ids, pairwise, upstream
+from losses_registry import where
 from processes import both
 from reference import matches, unit
 
 import itrloss
 from itrloss import ComplementaryContrastiveLoss, RINCELoss, Similarity
 
-RINCE = {"temperature": 0.2, "q": 0.3, "lam": 0.05}
-LOSSES = {
-    "rince": (RINCELoss, RINCE),
-    "rince of the defaults": (RINCELoss, {"temperature": 0.07, "q": 0.5, "lam": 0.01}),
-    "rince, symmetric": (RINCELoss, {"temperature": 0.5, "q": 1.0, "lam": 1.0}),
-    "rcl": (ComplementaryContrastiveLoss, {"temperature": 0.05}),
-    "rcl soft": (ComplementaryContrastiveLoss, {"temperature": 0.5}),
-}
 
-
-def rince_of_anchor(row, positive, temperature, q, lam):
+def rince_of_anchor(row, positive, temperature=0.07, q=0.5, lam=0.01):
     e = [torch.exp(s / temperature) for s in row]
     negatives = sum((x for x, p in zip(e, positive, strict=True) if not p), row.new_zeros(()))
     values = [
@@ -36,7 +28,7 @@ def rince_of_anchor(row, positive, temperature, q, lam):
     return sum(values) / len(values)
 
 
-def rcl_of_anchor(row, positive, temperature):
+def rcl_of_anchor(row, positive, temperature=0.05):
     e = [torch.exp(s / temperature) for s in row]
     return sum(
         -torch.log((1 - x / sum(e)).clamp_min(1e-6))
@@ -45,19 +37,23 @@ def rcl_of_anchor(row, positive, temperature):
     )
 
 
-ORACLES = {RINCELoss: rince_of_anchor, ComplementaryContrastiveLoss: rcl_of_anchor}
+OF_ANCHORS = {RINCELoss: rince_of_anchor, ComplementaryContrastiveLoss: rcl_of_anchor}
+LOSSES = where(lambda entry: entry.kind in OF_ANCHORS)
 
 
 def dense(name, v, w, ids):
-    """The values of each image and text; 0 for an anchor without a positive or without a negative."""
-    kind, options = LOSSES[name]
+    """The values of each image and text; 0 for an anchor without a positive or without a
+    negative.
+    """
+    entry = LOSSES[name]
+    function = OF_ANCHORS[entry.kind]
     scores, positive = unit(v) @ unit(w).T, matches(ids, len(v), len(w))
     sides = []
     for s, mask in ((scores, positive), (scores.T, positive.T)):
         rows = zip(s, mask, strict=True)
         sides.append(
             [
-                ORACLES[kind](row, p, **options) if p.any() and not p.all() else row.sum() * 0
+                function(row, p, **entry.options) if p.any() and not p.all() else row.sum() * 0
                 for row, p in rows
             ]
         )
@@ -69,7 +65,8 @@ def dense(name, v, w, ids):
 )
 def test_values_and_gradients_equal_loops_over_pairs(name, shape, engine, small_tiles, poisoned):
     n, m, kind = SHAPES[shape]
-    ids, weights, (make, options) = make_ids(kind, n, m), upstream(n, m), LOSSES[name]
+    ids, weights = make_ids(kind, n, m), upstream(n, m)
+    make = LOSSES[name].make
     results = []
     for ours in (True, False):
         v, w = (x.requires_grad_() for x in embeddings(n, m))
@@ -79,14 +76,14 @@ def test_values_and_gradients_equal_loops_over_pairs(name, shape, engine, small_
             scores = Similarity(
                 v, w, engine="dense", col_ids=torch.zeros(m, dtype=torch.int64)
             ).scores()
-            values = make(**options, reduction="none", engine="tiled")(
+            values = make(reduction="none", engine="tiled")(
                 scores=scores, image_ids=ids[0], text_ids=ids[1]
             )
         elif engine == "kept":
             sim = Similarity(v, w, *ids, engine="tiled", memory_budget=10**9)
-            values = make(**options, reduction="none")(sim)
+            values = make(reduction="none")(sim)
         else:
-            values = make(**options, reduction="none", engine=engine)(v, w, *ids)
+            values = make(reduction="none", engine=engine)(v, w, *ids)
         total = sum((x * g).sum() for x, g in zip(values, weights, strict=True))
         results.append((*values, *torch.autograd.grad(total, (v, w))))
     for a, b in zip(*results, strict=True):
@@ -95,15 +92,13 @@ def test_values_and_gradients_equal_loops_over_pairs(name, shape, engine, small_
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_reductions_leave_out_anchors_without_a_positive_or_a_negative(name):
-    make, options = LOSSES[name]
+    make = LOSSES[name].make
     v, w = embeddings(5, 6)
     ids = torch.tensor([0, 1, 2, 3, 99]), torch.tensor([0, 1, 2, 3, 3, 98])
     rows, cols = dense(name, v, w, ids)
     assert rows[4] == 0 and cols[5] == 0
-    torch.testing.assert_close(make(**options)(v, w, *ids), rows[:4].mean() + cols[:5].mean())
-    torch.testing.assert_close(
-        make(**options, reduction="sum")(v, w, *ids), rows.sum() + cols.sum()
-    )
+    torch.testing.assert_close(make()(v, w, *ids), rows[:4].mean() + cols[:5].mean())
+    torch.testing.assert_close(make(reduction="sum")(v, w, *ids), rows.sum() + cols.sum())
 
 
 def test_rince_tends_to_infonce_for_small_q():
@@ -199,11 +194,11 @@ def test_scores_of_any_size_stay_finite(loss):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_float32_is_close_to_float64(name):
-    make, options = LOSSES[name]
+    make = LOSSES[name].make
     results = []
     for dtype in (torch.float32, torch.float64):
         v, w = (x.requires_grad_() for x in embeddings(64, 64, d=32, dtype=dtype))
-        value = make(**options)(v, w)
+        value = make()(v, w)
         results.append((value.double(), torch.autograd.grad(value, v)[0].double()))
     (found, gradient), (wanted, exact) = results
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
@@ -212,11 +207,11 @@ def test_float32_is_close_to_float64(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "engine"), [("rince", "dense"), ("rcl soft", "tiled"), ("rince", "tiled")]
+    ("name", "engine"), [("rince", "dense"), ("complementary soft", "tiled"), ("rince", "tiled")]
 )
 def test_compiles_as_one_graph(name, engine):
-    make, options = LOSSES[name]
-    loss, ids = make(**options, engine=engine), make_ids("random", 8, 11)
+    make = LOSSES[name].make
+    loss, ids = make(engine=engine), make_ids("random", 8, 11)
     torch._dynamo.reset()
     results = []
     compiled = torch.compile(loss, fullgraph=engine != "tiled", backend="aot_eager")
@@ -234,9 +229,9 @@ def in_a_process(rank: int, size: int):
     ids, cut = torch.arange(size) % 5, size // 3  # batches of two sizes
     own = slice(0, cut) if rank == 0 else slice(cut, None)
     found = []
-    for make, options in LOSSES.values():
+    for entry in LOSSES.values():
         x, y = (t[own].clone().requires_grad_() for t in (v, w))
-        value = make(**options, gather=True)(x, y, ids[own], ids[own])
+        value = entry.make(gather=True)(x, y, ids[own], ids[own])
         found.append([value.detach(), *torch.autograd.grad(value, (x, y))])
     return found
 
@@ -244,10 +239,10 @@ def in_a_process(rank: int, size: int):
 def test_processes_share_a_batch(tmp_path):
     v, w = (x.requires_grad_() for x in embeddings(9, 9))
     ids = torch.arange(9) % 5
-    for (make, options), parts in zip(
+    for entry, parts in zip(
         LOSSES.values(), zip(*both(in_a_process, tmp_path, 9), strict=True), strict=True
     ):
-        value = make(**options)(v, w, ids, ids)
+        value = entry.make()(v, w, ids, ids)
         grads = torch.autograd.grad(value, (v, w))
         for part in parts:
             torch.testing.assert_close(part[0], value.detach())
@@ -272,6 +267,10 @@ def test_options_are_checked_by_name():
     with pytest.raises(ValueError, match="q: expected a number above 0 and at most 1, got 2"):
         loss.q = 2
     assert loss.q == 0.5
+    loss.temperature = 0.005  # q may follow
+    with pytest.raises(ValueError, match="temperature: expected at least q / 70"):
+        loss(torch.eye(4), torch.eye(4))
+    loss = RINCELoss()
     assert repr(loss) == "RINCELoss(temperature=0.07, q=0.5, lam=0.01, reduction='mean')"
 
 

@@ -91,10 +91,18 @@ def train(
 ) -> tuple[Any, Any]:
     """The losses of 16 steps of their trainer, and the trainer; ``loss`` takes the model."""
     settings: Any = {
-        "max_steps": STEPS, "per_device_train_batch_size": BATCH, "logging_steps": 1, "learning_rate": 1e-3,
-        "report_to": "none", "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "optim": "sgd",
-        "max_grad_norm": 0.0, "lr_scheduler_type": "constant",
-    }  # fmt: skip
+        "max_steps": STEPS,
+        "per_device_train_batch_size": BATCH,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "report_to": "none",
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        "lr_scheduler_type": "constant",
+    }
     evaluator = options.pop("evaluator", None)
     args = SentenceTransformerTrainingArguments(output_dir=str(tmp_path), **settings | options)
     model, dataset = make(folder), data(columns) if dataset is None else dataset

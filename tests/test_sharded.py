@@ -103,7 +103,9 @@ def test_compiled_losses_over_processes(tmp_path):
 
 
 def refused(rank: int) -> None:
-    """Errors of the forms of InfoNCE, which all processes raise, and answers of pooled candidates."""
+    """Errors of the forms of InfoNCE, which all processes raise, and answers of pooled
+    candidates.
+    """
     ids = torch.arange(4) + 4 * rank
     v, w = torch.randn(4, 5), torch.randn(4, 5)
     with pytest.raises(
@@ -189,6 +191,70 @@ def test_limits_positives_and_biases_over_processes(tmp_path):
             torch.testing.assert_close(parts, [x, x], rtol=1e-9, atol=1e-12)
         else:
             torch.testing.assert_close(torch.cat(parts) / 2, x, rtol=1e-9, atol=1e-12)
+
+
+def without_samples(rank: int) -> dict[str, list[float]]:
+    """The values and gradients of each loss where the batches of all processes are empty."""
+    found = {}
+    for name in LOSSES:
+        for reduction in ("mean", "sum"):
+            options = {"reduction": reduction}
+            config = {"loss": name, "sizes": [(0, 0)] * 2, "ids": "none", "seed": 1}
+            config["options"] = options
+            own = batch(config, torch.float32)[rank]
+            got = outcome(config, own, filled_memory(config, torch.float32), gather=True)
+            parts = [*got["values"], *got["grads"].values()]
+            found[f"{name} {reduction}"] = [float(x.abs().sum()) for x in parts]
+    empty = torch.zeros(0, 5)
+    objective = itrloss.CODERObjective(5, 3, gather=True)
+    for mode in (True, False):  # its prototypes are still empty, and then are those of one process
+        memory = itrloss.CoupledMemory(8, 5)
+        total, _ = objective.train(mode)(empty, empty, empty, empty, memory, empty, empty)
+        found[f"coder {mode}"] = [float(total)]
+    prototypes = itrloss.OnlineKMeans(3, 5)
+    assert prototypes.update(empty).shape == (0,) and not prototypes.reseeded.any()
+    rows = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    objective.train()
+    for _ in range(2):  # the first process has none, with and without prototypes
+        own = rows[: 4 * rank]
+        memory = itrloss.CoupledMemory(8, 5)
+        total, _ = objective(own, own, own, own, memory, own, own)
+        assert total.isfinite()
+        objective.eval()
+    return found
+
+
+@pytest.mark.slow
+def test_batches_may_be_empty_in_all_processes(tmp_path):
+    for found in run(without_samples, tmp_path):
+        assert {name: x for name, x in found.items() if any(x)} == {}
+
+
+def guided(rank: int) -> list[str]:
+    """What a loss says of guides with its own ids, with others, and without any."""
+    v, w, x, y = (torch.randn(4, 5, generator=torch.Generator().manual_seed(k)) for k in range(4))
+    own = torch.arange(4) + 4 * rank
+    found = []
+    for ids in (
+        (own, own),
+        (own, own.flip(0) if rank else own),
+        (None, None),
+        (own // 2, own // 2),
+    ):
+        guide = Similarity.sharded(x, y, *ids)
+        try:
+            itrloss.FilteredInfoNCELoss(gather=True)(v, w, own, own, guide=guide)
+            found.append("")
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.slow
+def test_all_processes_refuse_a_guide_with_other_ids(tmp_path):
+    for own, others, without, coarse in run(guided, tmp_path):
+        assert own == without == ""  # without ids, row i has the number of row i
+        assert others == coarse and others.startswith("guide: expected the ids of the loss")
 
 
 def tied(rank: int) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import ENGINES, SHAPES, embeddings, make_ids, upstream
+from losses_registry import where
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -64,29 +65,19 @@ def circle(S: Tensor, positive: Tensor, margin: float = 0.4, scale: float = 80.0
     return F.pad(pairs.masked_fill(~mask, -torch.inf).flatten(1), (0, 1)).logsumexp(1)
 
 
-LOSSES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "supcon": (itrloss.SupConLoss, supcon, {}),
-    "supcon inside": (itrloss.SupConLoss, supcon, {"inside": True}),
-    "mil-nce": (itrloss.MILNCELoss, mil_nce, {}),
-    "multi-similarity": (itrloss.MultiSimilarityLoss, multi_similarity, {}),
-    "multi-similarity mined": (
-        itrloss.MultiSimilarityLoss,
-        multi_similarity,
-        {"epsilon": 0.1, "base": 0.2},
-    ),
-    "circle": (itrloss.CircleLoss, circle, {}),
-    "circle wide": (itrloss.CircleLoss, circle, {"margin": 0.25, "scale": 256.0}),
-    "circle with the dip below the range of float32": (
-        itrloss.CircleLoss,
-        circle,
-        {"margin": 0.7, "scale": 256.0},
-    ),
+PLAIN = {
+    itrloss.SupConLoss: supcon,
+    itrloss.MILNCELoss: mil_nce,
+    itrloss.MultiSimilarityLoss: multi_similarity,
+    itrloss.CircleLoss: circle,
 }
+LOSSES = where(lambda entry: entry.kind in PLAIN)
 
 
 def plain(name: str, v: Tensor, w: Tensor, ids: tuple[Any, Any]) -> list[Tensor]:
     """The values of rows and of columns, 0 for anchors without a positive or a negative."""
-    _, function, options = LOSSES[name]
+    entry = LOSSES[name]
+    function = PLAIN[entry.kind]
     S = F.normalize(v, dim=1) @ F.normalize(w, dim=1).T
     row_ids, col_ids = (
         torch.arange(len(x)) if i is None else i for i, x in zip(ids, (v, w), strict=True)
@@ -96,7 +87,7 @@ def plain(name: str, v: Tensor, w: Tensor, ids: tuple[Any, Any]) -> list[Tensor]
     for scores, mask in ((S, positive), (S.T, positive.T)):
         valid = mask.any(1) & ~mask.all(1)
         found = scores.sum(1) * 0
-        found[valid] = function(scores[valid], mask[valid], **options)
+        found[valid] = function(scores[valid], mask[valid], **entry.options)
         values.append(found)
     return values
 
@@ -116,8 +107,7 @@ def test_values_and_gradients_are_those_of_plain_pytorch(
 ):
     n, m, kind = SHAPES[shape]
     (v, w), ids, grads = embeddings(n, m), make_ids(kind, n, m), upstream(n, m)
-    module, _, options = LOSSES[name]
-    criterion = module(**options, reduction="none")
+    criterion = LOSSES[name].make(reduction="none")
 
     def ours(x, y):
         if engine == "scores":
@@ -144,7 +134,7 @@ def published(name: str) -> tuple[Any, Any]:
     from pytorch_metric_learning import losses, miners, reducers
 
     assert theirs.__version__
-    options = LOSSES[name][2]
+    options = LOSSES[name].options
     reducer = {"reducer": reducers.DoNothingReducer()}
     if name == "supcon":
         return losses.SupConLoss(temperature=0.1, **reducer), None
@@ -155,7 +145,10 @@ def published(name: str) -> tuple[Any, Any]:
             else None
         )
         return losses.MultiSimilarityLoss(
-            alpha=2, beta=50, base=options.get("base", 0.5), **reducer
+            alpha=options.get("alpha", 2.0),
+            beta=options.get("beta", 50.0),
+            base=options.get("base", 0.5),
+            **reducer,
         ), miner
     return losses.CircleLoss(
         m=options.get("margin", 0.4), gamma=options.get("scale", 80), **reducer
@@ -188,8 +181,7 @@ def test_values_and_gradients_are_those_of_pytorch_metric_learning(
         rows, cols = one_side(x, y, *ids), one_side(y, x, *ids[::-1])
         return [torch.where(mask, z, 0.0) for mask, z in zip(valid, (rows, cols), strict=True)]
 
-    module, _, options = LOSSES[name]
-    criterion = module(**options, reduction="none", engine=engine)
+    criterion = LOSSES[name].make(reduction="none", engine=engine)
     wanted = with_gradients(both_sides, v, w, grads)
     for a, b in zip(
         with_gradients(lambda x, y: criterion(x, y, *ids), v, w, grads), wanted, strict=True
@@ -202,11 +194,11 @@ def test_the_means_are_those_of_pytorch_metric_learning_where_all_anchors_count(
     pytest.importorskip("pytorch_metric_learning")
     from pytorch_metric_learning import losses
 
-    theirs: Any = getattr(losses, type(LOSSES[name][0]()).__name__)()
+    theirs: Any = vars(losses)[LOSSES[name].public_name]()
     v, w = embeddings(8, 12)
     ids = torch.arange(8) % 4, torch.arange(12) % 4
     wanted = theirs(v, ids[0], None, w, ids[1]) + theirs(w, ids[1], None, v, ids[0])
-    torch.testing.assert_close(LOSSES[name][0]()(v, w, *ids), wanted)
+    torch.testing.assert_close(LOSSES[name].make()(v, w, *ids), wanted)
 
 
 # ----------------------------------------------------------------------------------------- extremes
@@ -372,12 +364,10 @@ def test_pairs_are_mined_by_the_lowest_positive_itself_where_several_score_the_s
 def test_work_is_that_of_the_page(name, kept, recomputed):
     v, w = (torch.randn(600, 32, requires_grad=True) for _ in range(2))
     ids = torch.arange(600) // 2
-    module, _, options = LOSSES[name]
     for budget, work in ((0, recomputed), (10**9, kept)):
         with FlopCounterMode(display=False) as counter:
-            module(**options)(
-                Similarity(v, w, ids, ids, engine="tiled", memory_budget=budget)
-            ).backward()
+            sim = Similarity(v, w, ids, ids, engine="tiled", memory_budget=budget)
+            LOSSES[name].make()(sim).backward()
         assert counter.get_total_flops() == work * 600 * 600 * 32
 
 
@@ -389,7 +379,7 @@ def test_work_is_that_of_the_page(name, kept, recomputed):
         (lambda: itrloss.MultiSimilarityLoss(beta=-1.0), "beta: expected a number above 0"),
         (
             lambda: itrloss.MultiSimilarityLoss(epsilon="0.1"),
-            "epsilon: expected a number, got '0.1'",
+            "epsilon: expected None or a number, got '0.1'",
         ),  # type: ignore[arg-type]
         (lambda: itrloss.CircleLoss(scale=0), "scale: expected a number above 0"),
         (lambda: itrloss.CircleLoss(margin=None), "margin: expected a number, got None"),  # type: ignore[arg-type]

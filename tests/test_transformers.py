@@ -76,10 +76,18 @@ def train(
 ) -> tuple[Any, Any]:
     """The losses of 16 steps of their trainer, or of ours with a loss, and the trainer."""
     settings: Any = {
-        "max_steps": STEPS, "per_device_train_batch_size": BATCH, "logging_steps": 1, "learning_rate": 1e-2,
-        "report_to": "none", "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "optim": "sgd",
-        "max_grad_norm": 0.0, "lr_scheduler_type": "constant",
-    }  # fmt: skip
+        "max_steps": STEPS,
+        "per_device_train_batch_size": BATCH,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "report_to": "none",
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        "lr_scheduler_type": "constant",
+    }
     more = {name: options.pop(name) for name in ("eval_dataset", "model_init") if name in options}
     args = TrainingArguments(output_dir=str(folder), **settings | options)
     more |= {
@@ -98,7 +106,9 @@ def parameters(trainer: Any) -> list[Tensor]:
 
 
 def test_infonce_has_twice_clips_curve(tmp_path):
-    """The directions are added, so half of the rate makes the same step, of the model's scale, too."""
+    """The directions are added, so half of the rate makes the same step, of the model's scale,
+    too.
+    """
     theirs, first = train("clip", tmp_path, learning_rate=0.02)
     ours, second = train("clip", tmp_path, itrloss.InfoNCELoss(learnable=True), learning_rate=0.01)
     assert len(ours) == STEPS and ours[-1] < ours[0]

@@ -96,7 +96,9 @@ def a_quick_interpreter():
 
 @pytest.fixture
 def few_tiles(monkeypatch):
-    """Few tiles, blocks and panels with ragged ends on both axes, because the interpreter is slow."""
+    """Few tiles, blocks and panels with ragged ends on both axes, because the interpreter is
+    slow.
+    """
     step = TILE[1]
     monkeypatch.setattr(engine, "PRODUCT_TILES", (engine.TileConfig(*TILE, 4, 2),))
     monkeypatch.setattr(engine, "READING_TILE", engine.TileConfig(8, 8, 8, 1, 4, 2))
@@ -512,7 +514,9 @@ class Peak(TorchDispatchMode):
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """Run on the meta device, with tensors of real sizes without data, and kernels that do nothing."""
+    """Run on the meta device, with tensors of real sizes without data, and kernels that do
+    nothing.
+    """
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda *_, **__: None)
     monkeypatch.setattr(engine, "INTERPRETED", False)

@@ -203,7 +203,9 @@ class Grid:
 
 
 def _times(config: Config, key: str, factor: str) -> Config:
-    """Copy of the settings with one number multiplied; an integer stays an integer, and at least 1."""
+    """Copy of the settings with one number multiplied; an integer stays an integer, and at least
+    1.
+    """
     values = asdict(config)
     name, _, option = key.partition(".")
     holder, last = (values[name], option) if option else (values, name)
@@ -269,7 +271,7 @@ def main(arguments: list[str] | None = None) -> None:
     # Removed before parsing: after --seeds 0 1, argparse would take key=value for another seed.
     common = [word for word in words if re.match(r"[a-z_.]+=", word)]
     parser = argparse.ArgumentParser(
-        description="Run the rows of a paper's ablation tables and compare them with the printed ones.",
+        description="Run the rows of a paper's ablation tables and compare them with its own.",
         epilog="key=value anywhere: settings of all rows, as for examples.retrieval.train",
     )
     parser.add_argument("paper", choices=PAPERS)

@@ -98,7 +98,8 @@ def find_concepts(captions: Sequence[str], size: int, tagger: str = "rules") -> 
     }
     if sum(map(len, best.values())) < size:
         raise ValueError(
-            f"concepts = {size}: the captions have {sum(map(len, best.values()))} words that can be some"
+            f"concepts = {size}: the captions have {sum(map(len, best.values()))} words that can "
+            "be some"
         )
     chosen = [
         word
@@ -250,7 +251,9 @@ def _spacy() -> Callable[[str], Tagged]:
 
 
 def listing(concepts: Concepts, width: int = 110) -> str:
-    """List the concepts of each kind with their counts, and the graph's strongest edges, as text."""
+    """List the concepts of each kind with their counts, and the graph's strongest edges, as
+    text.
+    """
     lines = []
     for kind in KINDS:
         own = [

@@ -50,7 +50,9 @@ def encode(
 
 @torch.no_grad()
 def model_scores(model: VSE, split: Split, vocabulary: Encodes, batch_size: int = 512) -> Tensor:
-    """Similarities of all images and all captions of a split: (n_images, n_captions), on the CPU."""
+    """Similarities of all images and all captions of a split: (n_images, n_captions), on the
+    CPU.
+    """
     return model.similarity(*encode(model, split, vocabulary, batch_size)).cpu()
 
 

@@ -157,7 +157,9 @@ class SetVSE(VSE):
 
 
 class DVSE(SetVSE):
-    """Several embeddings of an image, one of a text (Wei et al., 2023), and a gate on the image's."""
+    """Several embeddings of an image, one of a text (Wei et al., 2023), and a gate on the
+    image's.
+    """
 
     def __init__(self, image: ImageEncoder, text: TextEncoder | BertEncoder, heads: int) -> None:
         super().__init__(image, text)
@@ -166,7 +168,9 @@ class DVSE(SetVSE):
     def forward(
         self, regions: Tensor, words: Tensor, lengths: Tensor, wholes: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Sets (B, K, dim) of images, texts (M, dim), residuals (B, K, dim), and the gate (B, K)."""
+        """Sets (B, K, dim) of images, texts (M, dim), residuals (B, K, dim), and the gate (B,
+        K).
+        """
         elements, wholes = self.image.elements(regions, wholes)
         sets, residuals = self.image.embed(elements, wholes)
         return sets, self.embed_texts(words, lengths), residuals, self.gate(elements)

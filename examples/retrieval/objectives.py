@@ -1,4 +1,6 @@
-"""Training objectives: any loss of itrloss and, if it needs them, momentum encoders and a memory."""
+"""Training objectives: any loss of itrloss and, if it needs them, momentum encoders and a
+memory.
+"""
 
 from __future__ import annotations
 

@@ -92,7 +92,9 @@ class SceneObject:
         return math.hypot(self.x - other.x, self.y - other.y)
 
     def contains(self, other: SceneObject) -> bool:
-        """Whether the other object is entirely in front of this one (or in the hole of this ring)."""
+        """Whether the other object is entirely in front of this one (or in the hole of this
+        ring).
+        """
         roomy = self.shape in CONTAINERS and self.size == "large" and other.size == "small"
         return roomy and self.distance(other) < 0.03
 
@@ -279,7 +281,9 @@ def region_features(image: Image.Image, scene: Scene, rng: np.random.Generator) 
 
 @cache
 def _calibration(seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation (DIM,) of the features of the first CALIBRATION training scenes."""
+    """Mean and standard deviation (DIM,) of the features of the first CALIBRATION training
+    scenes.
+    """
     scenes = generate_scenes("train", CALIBRATION, seed)
     streams = [_stream(seed, "train", _REGIONS, i) for i in range(CALIBRATION)]
     features = [region_features(render(s), s, rng) for s, rng in zip(scenes, streams, strict=True)]

@@ -197,7 +197,8 @@ class Trainer:
         coming_down = self.scaler.is_enabled() and self.scaler.get_scale() > 1e-3
         if not math.isfinite(value) or not (torch.isfinite(norm) or coming_down):
             raise FloatingPointError(
-                f"epoch {self.epoch + 1}, step {self.step + 1}: loss {value}, gradient norm {norm.item()}"
+                f"epoch {self.epoch + 1}, step {self.step + 1}: loss {value}, gradient norm "
+                f"{norm.item()}"
             )
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -230,7 +231,9 @@ class Trainer:
         )
 
     def finish_epoch(self) -> None:
-        """Validate, keep the checkpoint if it is the best so far, and close the epoch in the log."""
+        """Validate, keep the checkpoint if it is the best so far, and close the epoch in the
+        log.
+        """
         shared = [
             recalls(model_scores(self.model, self.dev, self.vocabulary), self.dev)
             if is_first()
@@ -292,7 +295,9 @@ class Trainer:
     # --- checkpoints ------------------------------------------------------------------------------
 
     def save(self, path: Path) -> None:
-        """Write the complete state, so that a resumed run equals an uninterrupted one bit for bit."""
+        """Write the complete state, so that a resumed run equals an uninterrupted one bit for
+        bit.
+        """
         random = [
             {
                 "torch": torch.get_rng_state(),

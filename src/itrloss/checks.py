@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 
 _AT_ONCE = 2**22  # elements checked at once
 _LARGEST = torch.finfo(torch.float32).max
+T = TypeVar("T")
 
 
 class Names(NamedTuple):
@@ -127,7 +128,8 @@ def as_ids(name: str, ids: Any, size: int, device: torch.device) -> Tensor:
     if ids.shape != (size,):
         raise ValueError(f"{name}: expected shape ({size},), got {tuple(ids.shape)}")
     if ids.dtype == torch.uint64 and (ids.view(torch.int64) < 0).any():
-        # int64 would make them negative, and 2**63 the id of padding. The host waits for these only.
+        # int64 would make them negative, and 2**63 the id of padding. The host waits for these
+        # only.
         raise ValueError(f"{name}: expected ids below 2**63, got larger ones in {_type(ids)}")
     return ids.to(device, torch.int64, copy=True)
 
@@ -145,9 +147,8 @@ def check_ids(
             raise ValueError(f"{names.cols}: expected as many as {names.rows}, {n}, got {m}")
         if n != m:
             got = f"{n} {names.rows} and {m} {names.cols}"
-            raise ValueError(
-                f"{names.row_ids}, {names.col_ids}: needed for {got}; only N = M has a default pairing"
-            )
+            needed = f"needed for {got}; only N = M has a default pairing"
+            raise ValueError(f"{names.row_ids}, {names.col_ids}: {needed}")
         return None, None
     rows = None if row_ids is None else as_ids(names.row_ids, row_ids, n, device)
     return rows, as_ids(names.col_ids, col_ids, m, device)
@@ -175,7 +176,7 @@ def as_params(
 def as_value(
     name: str, value: Any, size: int, dtype: torch.dtype, device: torch.device
 ) -> float | Tensor:
-    """Return a number as a float, or a tensor of one value or ``size`` values as (1,) or (size,)."""
+    """Return a number as a float, or a tensor of one or ``size`` values as (1,) or (size,)."""
     if isinstance(value, Tensor):
         (tensor,) = as_params(name, (value,), size, dtype, device)
         return tensor
@@ -194,18 +195,169 @@ def as_bias(name: str, bias: Any, size: int, device: torch.device) -> Tensor | N
     return bias.detach().to(device)
 
 
+class Option(Generic[T]):
+    """An option of a :class:`CheckedModule`, declared in the body of its class."""
+
+    name: str
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def check(self, value: Any) -> None:
+        """Raise an error that names the option unless it may have the value."""
+        raise NotImplementedError
+
+    @overload
+    def __get__(self, module: None, owner: type) -> Option[T]: ...
+    @overload
+    def __get__(self, module: nn.Module, owner: type) -> T: ...
+    def __get__(self, module: nn.Module | None, owner: type) -> Any:
+        if module is None:
+            return self
+        try:
+            return module.__dict__[self.name]
+        except KeyError:
+            raise AttributeError(f"{owner.__name__} has not set its option {self.name}") from None
+
+    def __set__(self, module: nn.Module, value: T) -> None:
+        self.check(value)
+        module.__dict__[self.name] = value
+
+
+class CheckedModule(nn.Module):
+    """A module whose options are checked whenever they are set."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        option = getattr(type(self), name, None)
+        if isinstance(option, Option):  # nn.Module would register a parameter without asking it
+            option.__set__(self, value)
+        else:
+            super().__setattr__(name, value)
+
+
+class Choice(Option[T]):
+    """An option that has one of a few values."""
+
+    def __init__(self, *allowed: T):
+        self.allowed = allowed
+
+    def check(self, value: Any) -> None:
+        one_of(self.name, value, *self.allowed)
+
+
+class Bounded(Option[T]):
+    """An option that is a number within bounds, or what a subclass allows besides."""
+
+    def __init__(
+        self,
+        *,
+        above: float | None = None,
+        at_least: float | None = None,
+        at_most: float | None = None,
+    ):
+        self.above = above
+        self.at_least = at_least
+        self.at_most = at_most
+
+    def check(self, value: Any) -> None:
+        check_number(self.name, value)
+        expected = []
+        fits = True
+        if self.above is not None:
+            expected.append(f"above {self.above:g}")
+            fits = value > self.above
+        if self.at_least is not None:
+            expected.append(f"of at least {self.at_least:g}")
+            fits = fits and value >= self.at_least
+        if self.at_most is not None:
+            expected.append(f"at most {self.at_most:g}")
+            fits = fits and value <= self.at_most
+        if not fits:
+            bounds = " and ".join(expected)
+            raise ValueError(f"{self.name}: expected a number {bounds}, got {value}")
+
+
+class Number(Bounded[float]):
+    """An option that is a number."""
+
+
+class NumberOr(Bounded[Any]):
+    """An option that is a number or one of some words."""
+
+    def __init__(self, *words: str | None, **bounds: float):
+        super().__init__(**bounds)
+        self.words = words
+
+    def check(self, value: Any) -> None:
+        if value in self.words:
+            return
+        if isinstance(value, str):
+            listed = ", ".join(map(repr, self.words))
+            raise ValueError(f"{self.name}: expected {listed} or a number, got {value!r}")
+        super().check(value)
+
+
+class Learnable(Bounded[Any]):
+    """An option that is a number, or a parameter (1,) that holds one."""
+
+    def __get__(self, module: Any, owner: type) -> Any:
+        if module is None:
+            return self
+        # read here, as the compiler does not go on to the module's __getattr__
+        parameter = module._parameters.get(self.name)
+        if parameter is not None:
+            return parameter
+        return super().__get__(module, owner)
+
+    def __set__(self, module: nn.Module, value: Any) -> None:
+        if isinstance(value, nn.Parameter):
+            module.__dict__.pop(self.name, None)
+            module.register_parameter(self.name, value)
+            return
+        self.check(value)
+        parameter = module._parameters.get(self.name)
+        if parameter is None:
+            module.__dict__[self.name] = value
+            return
+        with torch.no_grad():
+            parameter.fill_(value)
+
+
+class Fixed(Option[T]):
+    """An option that parameters depend on, so that it is set once."""
+
+    def check(self, value: Any) -> None:
+        pass
+
+    def __set__(self, module: nn.Module, value: T) -> None:
+        if self.name in module.__dict__:
+            raise AttributeError(
+                f"{self.name}: cannot be changed, as parameters depend on it; make a new module"
+            )
+        module.__dict__[self.name] = value
+
+
 class WholeState(nn.Module):
     """A module that loads all of its state dict or, if a buffer's shape differs, nothing of it."""
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
         for name, own in self._buffers.items():
             loaded = state_dict.get(prefix + name)
             if own is not None and loaded is not None and loaded.shape != own.shape:
-                args[-1].append(
-                    f"{prefix}{name}: expected shape {tuple(own.shape)}, got {tuple(loaded.shape)}"
-                )
+                shapes = f"expected shape {tuple(own.shape)}, got {tuple(loaded.shape)}"
+                error_msgs.append(f"{prefix}{name}: {shapes}")
                 return
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        problems = missing_keys, unexpected_keys, error_msgs
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *problems)
 
 
 def _type(x: object) -> str:

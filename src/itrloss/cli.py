@@ -199,7 +199,9 @@ def _run(args: argparse.Namespace) -> None:
     paths = [args.scores] if args.command == "rerank" else [args.images, args.texts]
     ids = _ids(args)
     sim = _similarity(args, paths, ids)
-    validation = None if args.val is None else _similarity(args, args.val)
+    validation = None
+    if args.val is not None:
+        validation = _similarity(args, args.val)
     banks = (_bank(args, sim, 0), _bank(args, sim, 1))
     if args.folds != 1:
         _check_folds(args, sim, banks)
@@ -209,8 +211,9 @@ def _run(args: argparse.Namespace) -> None:
         report.check()
     n, m = sim.shape
     names = (_names(args.image_names, "image", n), _names(args.text_names, "text", m))
-    folds = "" if args.folds == 1 else f", in {args.folds} parts"
-    title = ", ".join(map(str, paths)) + folds
+    title = ", ".join(map(str, paths))
+    if args.folds != 1:
+        title += f", in {args.folds} parts"
     each = "by the ids given" if ids else f"{m // n} an image, one behind the other"
     print(f"{title}: {n} images, {m} texts ({each})", flush=True)
     fast = FastReranker(tuple(args.i2t), tuple(args.t2i))
@@ -219,8 +222,18 @@ def _run(args: argparse.Namespace) -> None:
     )
     _show_progress("")
     print(table(comparison))
-    if not args.protocol and not outputs:
-        return
+    if args.protocol or outputs:
+        _put_out(args, comparison, outputs, title, names)
+
+
+def _put_out(
+    args: argparse.Namespace,
+    comparison: RerankerComparison,
+    outputs: Sequence[Path],
+    title: str,
+    names: Sequence[Sequence[str]],  # of images and of texts
+) -> None:
+    """Print the figures of a protocol, and write all files."""
     entry = _entry(args, comparison)
     if args.protocol:
         _print_protocol(comparison, entry)
@@ -242,8 +255,10 @@ def _show_progress(text: str) -> None:
 
 def _print_protocol(comparison: RerankerComparison, chosen: Entry) -> None:
     """Print the figures of MSCOCO's protocols without and with the chosen re-ranker."""
-    plain = comparison.entries[0]
-    for entry in (plain,) if chosen.reranker is None else (plain, chosen):
+    entries = [comparison.entries[0]]
+    if chosen.reranker is not None:
+        entries.append(chosen)
+    for entry in entries:
         figures = coco_protocol(comparison.sim, reranker=entry.reranker)
         print(f"\n{entry.name}\n{protocol_table(figures)}")
 

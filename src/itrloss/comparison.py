@@ -124,8 +124,9 @@ def compare_rerankers(
     for number, (name, used) in enumerate(tried, 1):
         bank = ", with a bank" if used else ""
         progress(f"[{number}/{len(tried)}] {name}{bank} …")
-        held_out = validation if name == CALIBRATED else None
-        reranker = None if name == PLAIN else _made(name, used, fast, held_out)
+        reranker = None
+        if name != PLAIN:
+            reranker = _made(name, used, fast, validation)
         start = time.perf_counter()
         results = retrieval_results(sim, reranker=reranker, folds=folds)
         seconds = time.perf_counter() - start
@@ -160,8 +161,11 @@ def _banks_to_try(kind: type[Reranker], banks: Banks) -> list[Banks | None]:
 def _made(
     name: str, banks: Banks | None, fast: FastReranker | None, validation: Similarity | None
 ) -> Reranker:
-    """Return the re-ranker of this name, fitted to banks and calibrated on held-out pairs."""
-    if validation is not None:
+    """Return the re-ranker of this name, fitted to banks and, if it is the calibrated one, to
+    held-out pairs.
+    """
+    if name == CALIBRATED:
+        assert validation is not None
         if banks is not None and validation.embeddings is not None:
             # banks of embeddings fit the validation set, too
             return FastReranker().fit(*banks).calibrate(validation)
@@ -171,7 +175,9 @@ def _made(
         made = FastReranker(fast.i2t, fast.t2i)
     else:
         made = METHODS[name]()
-    return made if banks is None else made.fit(*banks)
+    if banks is not None:
+        made.fit(*banks)
+    return made
 
 
 def table(comparison: RerankerComparison) -> str:
@@ -198,7 +204,9 @@ def protocol_table(figures: Mapping[str, Mapping[str, float]]) -> str:
     for name, metrics in figures.items():
         line = f"{name:12} {_recalls(metrics)}"
         for column, width in _PRECISIONS.items():
-            value = f"{metrics[column]:.1f}" if column in metrics else ""
+            value = ""
+            if column in metrics:
+                value = f"{metrics[column]:.1f}"
             line += f" {value:>{width}}"
         lines.append(line.rstrip())
     return "\n".join(lines)

@@ -55,18 +55,13 @@ def read_ids(path: str | Path, key: str | None = None) -> Tensor:
     path = Path(path)
     if path.suffix == ".txt":
         try:
-            return torch.tensor(
-                [int(x) for x in path.read_text(encoding="utf-8").split()], dtype=torch.int64
-            )
+            numbers = [int(x) for x in path.read_text(encoding="utf-8").split()]
+            return torch.tensor(numbers, dtype=torch.int64)
         except (OverflowError, RuntimeError, ValueError):  # RuntimeError: more than 64 bits
             raise ValueError(f"{path}: expected one integer a line") from None
     array = _read(path, key)
-    if (
-        array.ndim != 1
-        or array.is_floating_point()
-        or array.is_complex()
-        or array.dtype == torch.bool
-    ):
+    no_integers = array.is_floating_point() or array.is_complex() or array.dtype == torch.bool
+    if array.ndim != 1 or no_integers:
         raise ValueError(
             f"{path}: expected a row of integers, got {array.dtype} of shape {tuple(array.shape)}"
         )
@@ -93,9 +88,11 @@ def written(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
     ``/dev/stdout``, is written to directly; in binary mode, whose archives need to seek, it is
     refused.
     """
-    path, encoding = Path(os.path.realpath(path)), None if "b" in mode else "utf-8"
+    path = Path(os.path.realpath(path))
+    binary = "b" in mode
+    encoding = None if binary else "utf-8"
     if path.exists() and not path.is_file():
-        if "b" in mode:
+        if binary:
             raise ValueError(f"{path}: expected a file to write, got a device or a pipe")
         with open(path, mode, encoding=encoding) as file:
             yield file
@@ -117,34 +114,45 @@ def _read(path: Path, key: str | None) -> Tensor:
         raise ValueError(f"{path}: the file is empty")
     with _reading(path):
         content = _READERS[path.suffix](path)
-    chosen, count = content, None
+    count = None
     if isinstance(content, dict):
-        kinds = np.ndarray | Tensor | _Archived | _Pickled
-        names = [name for name, value in content.items() if isinstance(value, kinds) and value.ndim]
-        if key is None:
-            key = "sims" if "sims" in names else names[0] if len(names) == 1 else None
-        if key not in names:
-            expected = (
-                "one array, or one of the name sims"
-                if key is None
-                else f"an array of the name {key!r}"
-            )
-            raise ValueError(
-                f"{path}: expected {expected}; it has {', '.join(map(str, names)) or 'none'}"
-            )
-        chosen, count = content[key], content.get("npts")
+        key = _array_name(path, content, key)
+        count = content.get("npts")
+        content = content[key]
     elif key is not None:
-        raise ValueError(
-            f"{path}: expected entries with names, among them {key!r}; got {type(content).__name__}"
-        )
+        got = type(content).__name__
+        raise ValueError(f"{path}: expected entries with names, among them {key!r}; got {got}")
     with _reading(path):
-        chosen, count = (
-            x.load() if isinstance(x, _Archived | _Pickled) else x for x in (chosen, count)
-        )
-    array = _tensor(path, chosen)
+        content = _loaded(content)
+        count = _loaded(count)
+    array = _tensor(path, content)
     if isinstance(count, (int, np.integer)) and array.ndim == 2 and count not in array.shape:
         raise ValueError(f"{path}: says npts = {count}, but {key} has shape {tuple(array.shape)}")
     return array
+
+
+def _array_name(path: Path, content: dict[Any, Any], key: str | None) -> Any:
+    """Return the name of the array that is read: ``key`` or, if it is None, ``sims`` or the only
+    one.
+    """
+    kinds = np.ndarray | Tensor | _Archived | _Pickled
+    names = [name for name, value in content.items() if isinstance(value, kinds) and value.ndim]
+    expected = f"an array of the name {key!r}"
+    if key is None:
+        expected = "one array, or one of the name sims"
+        if "sims" in names:
+            key = "sims"
+        elif len(names) == 1:
+            key = names[0]
+    if key not in names:
+        got = ", ".join(map(str, names)) or "none"
+        raise ValueError(f"{path}: expected {expected}; it has {got}")
+    return key
+
+
+def _loaded(x: Any) -> Any:
+    """Return an entry of a file; an array of which only the header was read is read now."""
+    return x.load() if isinstance(x, _Archived | _Pickled) else x
 
 
 @contextlib.contextmanager
@@ -194,8 +202,9 @@ class _Archived(NamedTuple):
     ndim: int
 
     def load(self) -> Any:
+        """Return the array, or one number as such."""
         with np.load(self.path) as arrays:  # refuses Python objects
-            return arrays[self.name][()]  # one number as such
+            return arrays[self.name][()]
 
 
 def _read_npz(path: Path) -> dict[str, _Archived]:
@@ -238,24 +247,25 @@ class _Pickled:
     def __init__(
         self, data: Any = None, kind: Any = None, shape: Any = (), order: Any = "C", *_: object
     ):
-        self.data, self.kind, self.shape, self.order, self.ndim = (
-            data,
-            kind,
-            shape,
-            order,
-            len(shape),
-        )
+        self.data = data
+        self.kind = kind
+        self.shape = shape
+        self.order = order
+        self.ndim = len(shape)
 
     def __setstate__(self, state: Any) -> None:
         shape, kind, fortran, data = state[-4:]
         _Pickled.__init__(self, data, kind, shape, "F" if fortran else "C")
 
     def load(self) -> Any:
+        """Return the array, or one number as such."""
         # refuses all but strings; str() of lists in lists may take for ever
         dtype = np.dtype("".join(self.kind.parts))
         if dtype.kind not in "fiub":
             raise ValueError(f"expected numbers, got an array of {dtype}, which is not read")
-        data = self.data.encode(_ENCODING) if isinstance(self.data, str) else self.data
+        data = self.data
+        if isinstance(data, str):
+            data = data.encode(_ENCODING)
         return np.frombuffer(data, dtype).copy().reshape(self.shape, order=self.order)[()]
 
 
@@ -276,6 +286,7 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined]
     """
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return the replacement of a name; raise a ValueError for one that is not read."""
         # as it was called before NumPy 2
         full = f"{module}.{name}".replace("numpy._core.", "numpy.core.")
         if full not in _REPLACED:
@@ -290,19 +301,23 @@ def _unpickled(file: IO[bytes]) -> Any:
     return value
 
 
+def _checked_tensor(path: Path, x: Tensor) -> Tensor:
+    """Return a tensor that a file has, if it is dense, holds its numbers and is on the CPU."""
+    plain = x.layout == torch.strided and not x.is_nested and x.device.type == "cpu"
+    if not plain or (x.is_floating_point() and x.dtype.itemsize < 2):
+        expected = "a dense tensor of 16 bits a number at least"
+        raise ValueError(f"{path}: expected {expected}, got {x.dtype} on {x.device}, {x.layout}")
+    size = x.untyped_storage().nbytes()
+    if size < x.numel() * x.element_size():  # of a few bytes, petabytes
+        got = f"{tuple(x.shape)} on {size} bytes"
+        raise ValueError(f"{path}: expected a tensor that holds each of its numbers, got {got}")
+    return x.detach()
+
+
 def _tensor(path: Path, array: Any) -> Tensor:
+    """Return what a file has as a tensor, if it is an array of numbers."""
     if isinstance(array, Tensor):
-        plain = array.layout == torch.strided and not array.is_nested and array.device.type == "cpu"
-        if not plain or (array.is_floating_point() and array.dtype.itemsize < 2):
-            what = f"{array.dtype} on {array.device}, {array.layout}"
-            raise ValueError(
-                f"{path}: expected a dense tensor of 16 bits a number at least, got {what}"
-            )
-        # of a few bytes, petabytes
-        if array.untyped_storage().nbytes() < array.numel() * array.element_size():
-            got = f"{tuple(array.shape)} on {array.untyped_storage().nbytes()} bytes"
-            raise ValueError(f"{path}: expected a tensor that holds each of its numbers, got {got}")
-        return array.detach()
+        return _checked_tensor(path, array)
     if not isinstance(array, np.ndarray):
         raise ValueError(f"{path}: expected an array, got {type(array).__name__}")
     if array.dtype.kind not in "fiub":

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .anchors import Hardest
 from .checks import WholeState, check_matrix, check_number, check_size, one_of
 from .distributed import gather_parts, world_size
 from .engine.matrix import ENGINES
@@ -27,13 +28,14 @@ class OnlineKMeans(WholeState):
     Each point, at unit length, belongs to the centroid of highest cosine (the first of equals).
     After a batch
 
-    .. math:: c_k \leftarrow \frac{n_k c_k + \sum_{x \in k} x}{\lVert n_k c_k + \sum_{x \in k} x \rVert}, \qquad
+    .. math:: c_k \leftarrow
+              \frac{n_k c_k + \sum_{x \in k} x}{\lVert n_k c_k + \sum_{x \in k} x \rVert}, \qquad
               n_k \leftarrow n_k + |\{x \in k\}|
 
-    Clusters begin empty. An empty one is seeded with a point of the batch that is far from all centroids, the farthest
-    first (in a first batch of more points than clusters, the first points). So is a cluster that got no point while
-    ``patience`` points per cluster were seen. In a single process no update synchronises with an accelerator; see
-    :doc:`methods/prototypes`.
+    Clusters begin empty. An empty one is seeded with a point of the batch that is far from all
+    centroids, the farthest first (in a first batch of more points than clusters, the first points).
+    So is a cluster that got no point while ``patience`` points per cluster were seen. In a single
+    process no update synchronises with an accelerator; see :doc:`methods/prototypes`.
 
     Args:
         clusters, dim: K and the dimension of the points.
@@ -46,8 +48,8 @@ class OnlineKMeans(WholeState):
         centroids: (clusters, dim) of unit length, zeros where a cluster is empty. They stay float32
             when the module is cast, as half precision would lose small steps.
         counts: (clusters,) int64 n.
-        reseeded: (clusters,) bool, the clusters whose centroid the last update replaced by a point, for
-            :meth:`itrloss.PrototypeClassificationLoss.reset`.
+        reseeded: (clusters,) bool, the clusters whose centroid the last update replaced by a point,
+            for :meth:`itrloss.PrototypeClassificationLoss.reset`.
     """
 
     centroids: Tensor
@@ -71,7 +73,10 @@ class OnlineKMeans(WholeState):
         if max_count is not None:
             check_number("max_count", max_count, positive=True)
         one_of("engine", engine, "auto", *ENGINES)
-        self.clusters, self.dim, self.max_count, self.patience = clusters, dim, max_count, patience
+        self.clusters = clusters
+        self.dim = dim
+        self.max_count = max_count
+        self.patience = patience
         self.engine: Engine = engine
         self.register_buffer("centroids", torch.zeros(clusters, dim, dtype=torch.float32))
         self.register_buffer("counts", torch.zeros(clusters, dtype=torch.int64))
@@ -84,11 +89,12 @@ class OnlineKMeans(WholeState):
         return int((self.waiting < _NEVER).sum())
 
     def __bool__(self) -> bool:
+        """Return True, for the object exists, whatever its length."""
         return True
 
     @torch.no_grad()
     def predict(self, x: Tensor) -> Tensor:
-        """Return the (B,) int64 clusters of points ``x`` (B, dim) of any length; those of length 0
+        """Return the (B,) int64 clusters of points ``x`` (B, dim) of any length; points of length 0
         are in the first.
 
         Before the first update that is a RuntimeError; on an accelerator, where it would
@@ -97,7 +103,7 @@ class OnlineKMeans(WholeState):
         x = self._points(x)
         if host_may_read(x) and not len(self):
             raise RuntimeError("OnlineKMeans: no cluster has a point yet; call update first")
-        return self._nearest(x, self.waiting < _NEVER)[1]
+        return self._nearest(x, self.waiting < _NEVER).indices
 
     @torch.no_grad()
     def update(self, x: Tensor, process_group: Any = None) -> Tensor:
@@ -110,12 +116,17 @@ class OnlineKMeans(WholeState):
             (B,) int64: the cluster of each point, of a seed the one that it seeded. Points not
             finite count as zero.
         """
+        patience = int(self.patience * self.clusters)
         if world_size(process_group) == 1:
-            return self._step(self._points(x), int(self.patience * self.clusters))
+            return self._step(self._points(x), patience)
         (parts,) = gather_parts(
             lambda: [self._points(x, empty=True)], process_group, self.extra_repr()
         )
-        ids = self._step(torch.cat(parts), int(self.patience * self.clusters))
+        points = torch.cat(parts)
+        if len(points) == 0:
+            self.reseeded.zero_()
+            return torch.zeros(0, dtype=torch.int64, device=points.device)
+        ids = self._step(points, patience)
         return ids.split([len(part) for part in parts])[torch.distributed.get_rank(process_group)]
 
     @torch.no_grad()
@@ -128,7 +139,9 @@ class OnlineKMeans(WholeState):
         process passes all points.
         """
         check_size("iterations", iterations)
-        x, before, reseeded = self._points(x), None, torch.zeros_like(self.reseeded)
+        x = self._points(x)
+        before = None
+        reseeded = torch.zeros_like(self.reseeded)
         for _ in range(iterations):
             self.counts.zero_()
             ids = self._step(x, 0)
@@ -137,7 +150,7 @@ class OnlineKMeans(WholeState):
                 break
             before = ids
         self.reseeded.copy_(reseeded)
-        ids = self._nearest(x, self.waiting < _NEVER)[1]
+        ids = self._nearest(x, self.waiting < _NEVER).indices
         self.counts.zero_().index_add_(0, ids, torch.ones_like(ids))
         return ids
 
@@ -149,28 +162,33 @@ class OnlineKMeans(WholeState):
         if x.shape[1] != self.dim:
             raise ValueError(f"x: expected shape (B, {self.dim}), got {tuple(x.shape)}")
         if x.device != self.centroids.device:
-            raise ValueError(
-                f"x: expected device {self.centroids.device} like the centroids, got {x.device}"
-            )
+            expected = f"device {self.centroids.device} like the centroids"
+            raise ValueError(f"x: expected {expected}, got {x.device}")
         x = torch.where(x.isfinite().all(1, keepdim=True), x, 0.0)
         return normalized(x).to(self.centroids.dtype)
 
-    def _nearest(self, x: Tensor, seeded: Tensor) -> tuple[Tensor, Tensor]:
+    def _nearest(self, x: Tensor, seeded: Tensor) -> Hardest:
         """Return the (B,) highest cosines with a centroid and their indices; -1 and 0 while there
         is none.
         """
-        ids = x.new_zeros(x.shape[0], dtype=torch.int64), torch.where(seeded, 1, IGNORE_ID)
         sim = Similarity(
-            x, self.centroids, *ids, normalize=False, engine=self.engine, memory_budget=0
+            x,
+            self.centroids,
+            x.new_zeros(x.shape[0], dtype=torch.int64),
+            torch.where(seeded, 1, IGNORE_ID),
+            normalize=False,
+            engine=self.engine,
+            memory_budget=0,
         )
         best = sim.hardest_negatives()
-        return best.values.clamp_min(-1), best.indices.clamp_min(0)
+        return Hardest(best.values.clamp_min(-1), best.indices.clamp_min(0))
 
     def _step(self, x: Tensor, patience: int) -> Tensor:
         """Update with the points of all processes; return their (B,) clusters. ``patience``: a
         number of points.
         """
-        batch, clusters = x.shape[0], self.clusters
+        batch = x.shape[0]
+        clusters = self.clusters
         zero = ~x.any(1)
         seeded = self.waiting < _NEVER
         first_seeds = torch.zeros_like(seeded)
@@ -182,35 +200,48 @@ class OnlineKMeans(WholeState):
         cosines, ids = self._nearest(x, seeded)
         hit = torch.zeros_like(seeded).index_fill_(0, ids, True) & seeded
         self.waiting.add_(batch).masked_fill_(hit | first_seeds, 0)
-        # Empty clusters first, in their order; then those that waited longest.
-        waited, place = (v[:batch] for v in torch.sort(self.waiting, descending=True, stable=True))
-        closeness, point = (
-            v[:clusters] for v in torch.sort(cosines.masked_fill(zero, 1.0), stable=True)
-        )
-        replaced = (waited > patience) & (closeness < _CLOSE)
-        ids.index_copy_(0, point, torch.where(replaced, place, ids[point]))
-        self.reseeded.zero_().index_copy_(0, place, replaced).logical_or_(first_seeds)
+        self._reseed(cosines.masked_fill(zero, 1.0), ids, patience)
+        self.reseeded.logical_or_(first_seeds)
         self.counts.masked_fill_(self.reseeded, 0)
         self.waiting.masked_fill_(self.reseeded, 0)
         self._move(x, ids)
         return ids
 
+    def _reseed(self, cosines: Tensor, ids: Tensor, patience: int) -> None:
+        """Give the farthest points to the clusters that waited for more than ``patience`` points.
+
+        ``cosines``, ``ids``: (B,) of the points; ``ids`` and ``reseeded`` are overwritten.
+        """
+        pairs = min(len(self.waiting), ids.shape[0])
+        # Empty clusters first, in their order; then those that waited longest.
+        waited, cluster = torch.sort(self.waiting, descending=True, stable=True)
+        cluster = cluster[:pairs]
+        closeness, point = torch.sort(cosines, stable=True)
+        point = point[:pairs]
+        replaced = (waited[:pairs] > patience) & (closeness[:pairs] < _CLOSE)
+        ids.index_copy_(0, point, torch.where(replaced, cluster, ids[point]))
+        self.reseeded.zero_().index_copy_(0, cluster, replaced)
+
     def _move(self, x: Tensor, ids: Tensor) -> None:
         """Move the centroids of the clusters that got some of these unit vectors, by sums of a
         fixed order.
         """
-        batch = torch.arange(x.shape[0], device=x.device)
+        batch = x.shape[0]
         # As many sums as there are points or clusters, so that nothing depends on the data and has
         # to synchronise.
-        if x.shape[0] >= self.clusters:
-            group, which = ids, torch.arange(self.clusters, device=x.device)
+        if batch >= self.clusters:
+            group = ids
+            which = torch.arange(self.clusters, device=x.device)
             row = which
         else:  # the sum of a cluster is repeated for each of its points
-            group, which = torch.searchsorted(ids.sort().values, ids), ids
+            group = torch.searchsorted(ids.sort().values, ids)
+            which = ids
             row = group
-        sums = weighted_sums(x, batch, x.new_ones(x.shape[0]), group, len(which))[row]
+        points = torch.arange(batch, device=x.device)
+        sums = weighted_sums(x, points, x.new_ones(batch), group, len(which))[row]
         sizes = torch.zeros_like(which).index_add_(0, group, torch.ones_like(ids))[row]
-        old, counts = self.centroids[which], self.counts[which]
+        old = self.centroids[which]
+        counts = self.counts[which]
         limit = torch.inf if self.max_count is None else self.max_count
         new = normalized(sums + counts.to(old.dtype).clamp_max(limit)[:, None] * old)
         # Points that cancel each other leave a centroid in place.
@@ -227,5 +258,8 @@ class OnlineKMeans(WholeState):
         return self
 
     def extra_repr(self) -> str:
-        options = ("clusters", "dim", "max_count", "patience", "engine")
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in options)
+        """Return the options for the representation of the module."""
+        return (
+            f"clusters={self.clusters}, dim={self.dim}, max_count={self.max_count}, "
+            f"patience={self.patience}, engine={self.engine!r}"
+        )

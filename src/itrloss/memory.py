@@ -10,7 +10,15 @@ from torch import Tensor, nn
 
 from . import checks
 from .anchors import Anchors, AnchorSide
-from .checks import WholeState, check_embeddings, check_matrix, check_size, one_of
+from .checks import (
+    CheckedModule,
+    Number,
+    WholeState,
+    check_embeddings,
+    check_matrix,
+    check_size,
+    one_of,
+)
 from .distributed import collectives
 from .distributed.consensus import gather_parts, padded, world_size
 from .distributed.shards import Share
@@ -169,7 +177,7 @@ class MemorySimilarity(NamedTuple):
     memory: Anchors  # images with the memory's texts; texts with its images
 
     @classmethod
-    def of(
+    def of(  # noqa: PLR0913 (the arguments of the losses with a memory)
         cls,
         images: Tensor,
         texts: Tensor,
@@ -329,7 +337,7 @@ def memory_sides(
     ]
 
 
-class MomentumEncoder(nn.Module):
+class MomentumEncoder(CheckedModule):
     """A key encoder: the exponential moving average of an encoder's parameters, ``θ_k ← m θ_k + (1
     - m) θ_q``.
 
@@ -345,6 +353,8 @@ class MomentumEncoder(nn.Module):
             it is called.
     """
 
+    momentum = Number(at_least=0, at_most=1)
+
     def __init__(
         self,
         encoder: nn.Module,
@@ -354,8 +364,6 @@ class MomentumEncoder(nn.Module):
         training: bool = True,
     ):
         super().__init__()
-        if not 0 <= momentum <= 1:
-            raise ValueError(f"momentum: expected a number in [0, 1], got {momentum}")
         one_of("buffers", buffers, "copy", "average")
         self.module = copy.deepcopy(encoder).requires_grad_(False)
         self.momentum = momentum

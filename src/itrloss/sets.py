@@ -125,8 +125,8 @@ class _Pairs:
         """Return (K, P) ``1 +`` the sample standard deviation of the scores of each pair's anchor,
         without the pair.
 
-        ``mean`` and ``std`` (K, A) are those of the negatives; the anchor's other positives are
-        added to them.
+        ``mean`` and ``std`` (K, A) are of the negatives; the anchor's other positives are added to
+        them.
         """
         others = self.totals[1 - side] - 1
         if others < 2:

@@ -43,24 +43,21 @@ def describe(sim: Similarity, margin: float = 0.0, hubness_k: int = 10) -> dict[
     """
     sim = sim.detach()
     both = sim.both
-    hardest, counts = both.hardest_negatives().values, both.positive_counts
-    positive, near = both.sum_of_positives(identity), both.sum_of_positives(below, hardest + margin)
+    hardest = both.hardest_negatives().values
+    counts = both.positive_counts
+    positive = both.sum_of_positives(identity)
+    near = both.sum_of_positives(below, hardest + margin)
     rival = hardest != -torch.inf
     valid = rival & (counts > 0)
-    gaps = torch.where(valid, positive / counts.clamp_min(1) - hardest, 0.0)
+    gaps = positive / counts.clamp_min(1) - hardest
     figures = {
-        "positive": both.total(positive.sum()) / both.total(counts.sum()).clamp_min(1),
-        "hardest_negative": _mean(both, hardest, rival),
-        "gap": _mean(both, gaps, valid),
-        "active": both.total(torch.where(valid, near, 0.0).sum())
-        / both.total((counts * valid).sum()).clamp_min(1),
+        "positive": _ratio(both, positive, counts),
+        "hardest_negative": _ratio(both, torch.where(rival, hardest, 0.0), rival),
+        "gap": _ratio(both, torch.where(valid, gaps, 0.0), valid),
+        "active": _ratio(both, torch.where(valid, near, 0.0), counts * valid),
     }
     for name, view in (("i2t", sim), ("t2i", sim.T)):
-        index = view.topk(min(hubness_k, view.shape[1])).indices.flatten()
-        occurrences = torch.zeros(view.shape[1], dtype=torch.int64, device=index.device)
-        figures[f"hubness_{name}"] = skewness(
-            both.total(occurrences.index_add_(0, index, torch.ones_like(index)))
-        )
+        figures[f"hubness_{name}"] = skewness(both.total(_occurrences(view, hubness_k)))
     least = [-x for x in both.group_amax(-std_diversity(both))]
     figures["diversity_min"] = torch.stack(least).amin()
     return {name: value.to(sim.dtype) for name, value in figures.items()}
@@ -78,19 +75,27 @@ def describe_memory(sims: MemorySimilarity, process_group: Any = None) -> dict[s
     figures = describe(sims.batch)
     counts = sims.memory.positive_counts + sims.memory.negative_counts
     entries = torch.stack(sims.memory.group_amax(counts)).amax().to(figures["gap"].dtype)
-    batch = sims.batch.totals[0]  # the memory takes in those of all processes
-    batch *= world_size(process_group) if sims.batch.share is None else 1
+    batch = sims.batch.totals[0]  # the memory takes in the images of all processes
+    if sims.batch.share is None:
+        batch *= world_size(process_group)
     figures["memory_entries"] = entries
     figures["memory_age"] = torch.where(entries > 0, (entries + batch) / 2 / batch, 0.0)
     hardest = sims.memory.hardest_negatives().values
-    figures["memory_hardest"] = _mean(sims.memory, hardest, hardest != -torch.inf)
+    rival = hardest != -torch.inf
+    figures["memory_hardest"] = _ratio(sims.memory, torch.where(rival, hardest, 0.0), rival)
     return figures
 
 
-def _mean(anchors: Anchors, x: Tensor, counted: Tensor) -> Tensor:
-    """Return the mean of what is counted of (A,) values, 0 for none; of a sharded batch, over all
-    processes.
+def _occurrences(sim: Similarity, k: int) -> Tensor:
+    """Return the (M,) int64 numbers of rows that have a column among their k best."""
+    m = sim.shape[1]
+    index = sim.topk(min(k, m)).indices.flatten()
+    zeros = torch.zeros(m, dtype=torch.int64, device=index.device)
+    return zeros.index_add_(0, index, torch.ones_like(index))
+
+
+def _ratio(anchors: Anchors, x: Tensor, counts: Tensor) -> Tensor:
+    """Return the sum of values (A,) by the sum of counts (A,), or 0 for none; of a sharded batch,
+    over all processes.
     """
-    return anchors.total(torch.where(counted, x, 0.0).sum()) / anchors.total(
-        counted.sum()
-    ).clamp_min(1)
+    return anchors.total(x.sum()) / anchors.total(counts.sum()).clamp_min(1)

@@ -47,9 +47,18 @@ from itrloss.rerank import FastReranker, ReciprocalReranker
 
 SCENES = Path(ablate.__file__).parent / "configs" / "scenes.toml"
 TINY = (
-    "dim=8", "word_dim=8", "epochs=1", "batch_size=32", "lr=1e-2", "min_count=1", "concepts=10", "memory=32",
-    "threads=1", "tensorboard=false", "progress=false",
-)  # fmt: skip
+    "dim=8",
+    "word_dim=8",
+    "epochs=1",
+    "batch_size=32",
+    "lr=1e-2",
+    "min_count=1",
+    "concepts=10",
+    "memory=32",
+    "threads=1",
+    "tensorboard=false",
+    "progress=false",
+)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,6 @@
-"""BERT and image backbones: their outputs, which parameters are trained, and whole runs with them."""
+"""BERT and image backbones: their outputs, which parameters are trained, and whole runs with
+them.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +50,18 @@ def features(tmp_path_factory) -> Path:
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     return Config(
-        out=str(tmp_path / "run"), dim=16, word_dim=8, epochs=1, batch_size=16, min_count=1, concepts=3, memory=64,
-        image_size=48, tensorboard=False, progress=False,
-    )  # fmt: skip
+        out=str(tmp_path / "run"),
+        dim=16,
+        word_dim=8,
+        epochs=1,
+        batch_size=16,
+        min_count=1,
+        concepts=3,
+        memory=64,
+        image_size=48,
+        tensorboard=False,
+        progress=False,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -342,9 +353,15 @@ def test_regions_are_the_places_of_the_last_feature_map():
 
 def test_statistics_and_frozen_stages_stay(config: Config, photos: Path, weights: str):
     config = replace(
-        config, data=str(photos), backbone="resnet18", backbone_weights=weights, backbone_frozen=2, batch_size=8,
-        backbone_lr_factor=0.5, loss="uto",
-    )  # fmt: skip
+        config,
+        data=str(photos),
+        backbone="resnet18",
+        backbone_weights=weights,
+        backbone_frozen=2,
+        batch_size=8,
+        backbone_lr_factor=0.5,
+        loss="uto",
+    )
     trainer = Trainer(config)
     network = trainer.model.image.backbone.network  # type: ignore[union-attr]
     begun, given = copy.deepcopy(network.state_dict()), torch.load(weights)
@@ -391,10 +408,15 @@ def test_one_step_reaches_every_parameter_of_a_backbone(config: Config, photos: 
     options = {"coder": {"clusters": 5}}.get(loss, {})
     trainer = Trainer(
         replace(
-            config, data=str(photos), backbone="resnet18", loss=loss, loss_options=options, batch_size=8,
+            config,
+            data=str(photos),
+            backbone="resnet18",
+            loss=loss,
+            loss_options=options,
+            batch_size=8,
             enhancement="sge" if loss == "infonce" else "",
         )
-    )  # fmt: skip
+    )
     begun = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.objective.begin_epoch(1)
     trainer.model.train()
@@ -407,9 +429,17 @@ def test_a_run_on_raw_images_with_bert_learns_and_is_stored(
     config: Config, photos: Path, bert: str
 ):
     config = replace(
-        config, data=str(photos), backbone="resnet18", bert=bert, epochs=3, lr=3e-3, backbone_lr_factor=0.3,
-        feature_dropout=0.0, word_dropout=0.0, final_test=True,
-    )  # fmt: skip
+        config,
+        data=str(photos),
+        backbone="resnet18",
+        bert=bert,
+        epochs=3,
+        lr=3e-3,
+        backbone_lr_factor=0.3,
+        feature_dropout=0.0,
+        word_dropout=0.0,
+        final_test=True,
+    )
     result = train(config)
     log = result["history"]
     assert log[-1]["loss"] < 0.9 * log[0]["loss"] and set(result["metrics"]) == {"dev", "test"}
@@ -451,7 +481,9 @@ def test_backbones_that_do_not_fit_are_refused_by_name(
 
 
 class Transformer(torch.nn.Module):
-    """Stand-in for timm's vision transformers: it has a width, and returns positions as a sequence."""
+    """Stand-in for timm's vision transformers: it has a width, and returns positions as a
+    sequence.
+    """
 
     num_features = 7
 

@@ -125,9 +125,21 @@ def test_splits_of_birds_are_lists_of_classes_or_those_of_pcme(birds: Path):
 
 def test_a_model_of_birds_trains(birds: Path, tmp_path: Path):
     config = Config(
-        data=str(birds), out=str(tmp_path / "run"), dim=8, word_dim=8, epochs=1, batch_size=8, min_count=1, loss="uto",
-        backbone="resnet18", image_size=32, memory=16, tensorboard=False, progress=False, final_test=True,
-    )  # fmt: skip
+        data=str(birds),
+        out=str(tmp_path / "run"),
+        dim=8,
+        word_dim=8,
+        epochs=1,
+        batch_size=8,
+        min_count=1,
+        loss="uto",
+        backbone="resnet18",
+        image_size=32,
+        memory=16,
+        tensorboard=False,
+        progress=False,
+        final_test=True,
+    )
     metrics = train(config)["metrics"]
     assert 0 <= metrics["test"]["before"]["t2i_r_precision"] <= 100
     assert train(replace(config, resume=True))["metrics"] == metrics

@@ -59,10 +59,24 @@ def data(tmp_path_factory) -> Path:
 
 def settings(data: str, out: str, system: str, batch_size: int) -> Config:
     config = Config(
-        data=data, out=out, dim=8, word_dim=6, epochs=2, warmup_epochs=1, batch_size=batch_size, lr=1e-3, min_count=1,
-        memory=64, momentum=0.9, feature_dropout=0.0, whole_dropout=0.0, word_dropout=0.0, embedding_dropout=0.0,
-        tensorboard=False, progress=False,
-    )  # fmt: skip
+        data=data,
+        out=out,
+        dim=8,
+        word_dim=6,
+        epochs=2,
+        warmup_epochs=1,
+        batch_size=batch_size,
+        lr=1e-3,
+        min_count=1,
+        memory=64,
+        momentum=0.9,
+        feature_dropout=0.0,
+        whole_dropout=0.0,
+        word_dropout=0.0,
+        embedding_dropout=0.0,
+        tensorboard=False,
+        progress=False,
+    )
     return replace(config, **SYSTEMS[system])
 
 

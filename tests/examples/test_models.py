@@ -290,9 +290,18 @@ SYSTEMS = {
 
 def settings(data: Path, out: Path, system: str) -> Config:
     config = Config(
-        data=str(data), out=str(out), dim=16, word_dim=8, epochs=1, batch_size=16, min_count=1, concepts=6, memory=64,
-        tensorboard=False, progress=False,
-    )  # fmt: skip
+        data=str(data),
+        out=str(out),
+        dim=16,
+        word_dim=8,
+        epochs=1,
+        batch_size=16,
+        min_count=1,
+        concepts=6,
+        memory=64,
+        tensorboard=False,
+        progress=False,
+    )
     return replace(config, **SYSTEMS[system])
 
 

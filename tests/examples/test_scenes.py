@@ -182,10 +182,16 @@ def test_captions_seldom_fit_other_scenes(described):
     assert np.median(fits) <= 3 and np.mean(fits) < 10
 
 
-HAND_MADE = Scene("sand", (
-    SceneObject("circle", "red", "large", 0.2, 0.2), SceneObject("star", "blue", "small", 0.2, 0.2),
-    SceneObject("star", "green", "medium", 0.5, 0.5), SceneObject("ring", "blue", "medium", 0.8, 0.8),
-), family=0)  # fmt: skip
+HAND_MADE = Scene(
+    "sand",
+    (
+        SceneObject("circle", "red", "large", 0.2, 0.2),
+        SceneObject("star", "blue", "small", 0.2, 0.2),
+        SceneObject("star", "green", "medium", 0.5, 0.5),
+        SceneObject("ring", "blue", "medium", 0.8, 0.8),
+    ),
+    family=0,
+)
 
 
 @pytest.mark.parametrize(
@@ -198,27 +204,44 @@ HAND_MADE = Scene("sand", (
         ("to the right of a star there is a ring.", "to the right of a ring there is a star."),
         ("a blue star inside a circle.", "a green star inside a circle."),
         ("four shapes in red, blue and green.", "four shapes in red, blue and white."),
-        ("the picture shows a circle, two stars and one ring.",
-         "the picture shows a circle, one star and one ring."),
-        ("we count one red thing, two blue things and a green thing.",
-         "we count one red thing and two blue things."),
-        ("four things, two of them blue, including one ring.",
-         "four things, three of them blue, including one ring."),
-        ("out of four things, two are blue and one is red.",
-         "out of three things, two are blue and one is red."),
-        ("a hoop at the bottom right and a disc at the top left.",
-         "a disc at the bottom right and a hoop at the top left."),
-        ("the biggest shape is a red circle at the top left.",
-         "the biggest shape is a ring at the bottom right."),
+        (
+            "the picture shows a circle, two stars and one ring.",
+            "the picture shows a circle, one star and one ring.",
+        ),
+        (
+            "we count one red thing, two blue things and a green thing.",
+            "we count one red thing and two blue things.",
+        ),
+        (
+            "four things, two of them blue, including one ring.",
+            "four things, three of them blue, including one ring.",
+        ),
+        (
+            "out of four things, two are blue and one is red.",
+            "out of three things, two are blue and one is red.",
+        ),
+        (
+            "a hoop at the bottom right and a disc at the top left.",
+            "a disc at the bottom right and a hoop at the top left.",
+        ),
+        (
+            "the biggest shape is a red circle at the top left.",
+            "the biggest shape is a ring at the bottom right.",
+        ),
         ("a ring is smaller than a circle.", "a circle is smaller than a ring."),
         ("the rightmost object is a blue ring.", "the rightmost object is a green star."),
-        ("a circle and a ring are in opposite corners.",
-         "a green star and a ring are in opposite corners."),
-        ("a green star is between a circle and a ring.", "a ring is between a circle and a green star."),
+        (
+            "a circle and a ring are in opposite corners.",
+            "a green star and a ring are in opposite corners.",
+        ),
+        (
+            "a green star is between a circle and a ring.",
+            "a ring is between a circle and a green star.",
+        ),
         ("a circle is far from a ring.", "a circle is near a ring."),
         ("a star is placed in the middle.", "the middle is empty, with a star at the top left."),
     ],
-)  # fmt: skip
+)
 def test_the_reader_tells_true_from_false(right, wrong):
     assert Reader(right).holds(HAND_MADE)
     assert not Reader(wrong).holds(HAND_MADE)
@@ -322,9 +345,16 @@ def test_another_data_set_is_not_overwritten(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"train": 0, "dev": 1, "test": 1}, {"train": 4, "dev": 1.5, "test": 1}, {"train": 4, "dev": 1},
-              {"train": True, "dev": 1, "test": 1}, {"train": 4, "dev": 1, "test": 1, "val": 1}, {}],
-)  # fmt: skip
+    "sizes",
+    [
+        {"train": 0, "dev": 1, "test": 1},
+        {"train": 4, "dev": 1.5, "test": 1},
+        {"train": 4, "dev": 1},
+        {"train": True, "dev": 1, "test": 1},
+        {"train": 4, "dev": 1, "test": 1, "val": 1},
+        {},
+    ],
+)
 def test_wrong_sizes_are_named(tmp_path, sizes):
     with pytest.raises(ValueError, match="sizes"):
         write_scenes(tmp_path / "new", sizes)

@@ -86,9 +86,16 @@ def checkpoint() -> dict[str, Any]:
             captions = (f"word{i % 7} word{i % 5} word{i % 11}\n" for i in range(60))
             Path(folder, f"{split}_caps.txt").write_text("".join(captions))
         config = Config(
-            data=folder, out=f"{folder}/run", dim=D, word_dim=4, min_count=1, batch_size=6, epochs=1,
-            tensorboard=False, progress=False,
-        )  # fmt: skip
+            data=folder,
+            out=f"{folder}/run",
+            dim=D,
+            word_dim=4,
+            min_count=1,
+            batch_size=6,
+            epochs=1,
+            tensorboard=False,
+            progress=False,
+        )
         Trainer(config).run()
         state = torch.load(f"{folder}/run/last.pt", weights_only=True)
     state["config"] |= {"data": "data", "out": "run"}

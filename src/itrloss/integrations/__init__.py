@@ -7,6 +7,9 @@ nothing but PyTorch.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
+from ..checks import as_ids
 from ..losses.matryoshka import inner_loss as inner_loss
 
 if TYPE_CHECKING:
@@ -22,3 +25,10 @@ def __getattr__(name: str) -> Any:
     if name in __all__:  # imports the framework, and becomes an attribute
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def ids_of(labels: Any, images: Tensor) -> Tensor | None:
+    """Return the labels of a batch as (B,) ids; None without labels."""
+    if labels is None:
+        return None
+    return as_ids("labels", labels, len(images), images.device)

@@ -39,8 +39,10 @@ class RetrievalLoss(nn.Module):
         self.shared = {name: name.rpartition(".")[2] for name, _ in loss.named_parameters()}
         own = [name for name, last in self.shared.items() if last not in ("log_scale", "bias")]
         if own:
-            expected = "a learnable log_scale and bias at most, as open_clip trains the parameters of its model alone"
-            raise ValueError(f"loss: expected {expected}, got {', '.join(own)} of {loss!r}")
+            raise ValueError(
+                "loss: expected a learnable log_scale and bias at most, as open_clip trains the "
+                f"parameters of its model alone, got {', '.join(own)} of {loss!r}"
+            )
         self.loss = loss
 
     def forward(
@@ -57,9 +59,8 @@ class RetrievalLoss(nn.Module):
         ``logit_scale``: the scale itself, of one element, as ``logit_bias``.
         """
         if logit_bias is None and "bias" in self.shared.values():
-            raise ValueError(
-                f"logit_bias: expected that of the model, which {self.loss!r} trains (--siglip), got None"
-            )
+            expected = f"that of the model, which {self.loss!r} trains (--siglip)"
+            raise ValueError(f"logit_bias: expected {expected}, got None")
         logit_scale = torch.as_tensor(logit_scale, device=image_features.device)
         # a logarithm in half would put it up to 2 % off
         exact = torch.promote_types(logit_scale.dtype, torch.float32)
@@ -70,12 +71,16 @@ class RetrievalLoss(nn.Module):
         parameters = {name: of_model[last] for name, last in self.shared.items()}
         loss = torch.func.functional_call(self.loss, parameters, (image_features, text_features))
         # DistributedDataParallel needs a gradient for each parameter.
-        loss = loss + sum(0 * x.sum() for x in (logit_scale, logit_bias) if x is not None)
-        return {"contrastive_loss": loss} if output_dict else loss
+        loss = loss + 0 * logit_scale.sum()
+        if logit_bias is not None:
+            loss = loss + 0 * logit_bias.sum()
+        if output_dict:
+            return {"contrastive_loss": loss}
+        return loss
 
 
 def _made_of(loss: PairLoss | Matryoshka) -> type[RetrievalLoss]:
-    """Return a class that open_clip makes with its options, of which only ``world_size`` matters."""
+    """Return a class that open_clip calls with its options; only ``world_size`` has an effect."""
     gathers = inner_loss(loss).gather
 
     class Patched(RetrievalLoss):
@@ -109,10 +114,8 @@ def patch_open_clip(loss: PairLoss | Matryoshka | None = None) -> ExitStack:
     if os.environ.get("ITRLOSS_DISABLE", "0") not in ("", "0"):
         return undo
     try:
-        modules = [
-            importlib.import_module(name)
-            for name in ("open_clip", "open_clip.factory", "open_clip.loss")
-        ]
+        names = ("open_clip", "open_clip.factory", "open_clip.loss")
+        modules = [importlib.import_module(name) for name in names]
     except ImportError as error:
         raise ImportError(f"patch_open_clip: pip install 'itrloss[open-clip]' ({error})") from error
 

@@ -20,9 +20,8 @@ try:
     from pytorch_metric_learning.losses import BaseMetricLossFunction
     from pytorch_metric_learning.utils.loss_and_miner_utils import convert_to_pairs
 except ImportError as error:
-    needed = "pip install 'itrloss[pytorch-metric-learning]'"
     raise ImportError(
-        f"itrloss.integrations.pytorch_metric_learning: {needed} ({error})"
+        f"{__name__}: pip install 'itrloss[pytorch-metric-learning]' ({error})"
     ) from error
 
 
@@ -47,23 +46,28 @@ class _MinedPairs(Pairs):
         self._negatives[negative_anchors, negatives] = True
 
     def excluded(self, over: Over, rows: slice, cols: slice) -> Tensor:
-        counted = self._positives | self._negatives
+        """Return the (r, c) bool mask of the pairs that a sum leaves out."""
         if over == "positives":
             counted = self._positives
         elif over == "negatives":
             counted = self._negatives
+        else:
+            counted = self._positives | self._negatives
         return ~counted[rows, cols]
 
     def exclude_(
         self, x: Tensor, places: tuple[slice, slice], value: float, over: Over = "negatives"
     ) -> Tensor:
+        """Fill these pairs with ``value``, in a part of the matrix."""
         return x.masked_fill_(self.excluded(over, *places), value)
 
     def counts(self, side: int) -> tuple[Tensor, Tensor]:
+        """Return the (A,) numbers of positives and of negatives of each row (0) or column (1)."""
         return self._positives.sum(1 - side), self._negatives.sum(1 - side)
 
     @property
     def listed(self) -> tuple[Tensor, Tensor]:
+        """The (P,) row and (P,) column indices of the positive pairs, sorted by row."""
         i, j = self._positives.nonzero().unbind(1)
         return i, j
 
@@ -75,7 +79,18 @@ def _of_similarities(loss: Any) -> bool:
     if not isinstance(loss, PairLoss) or not takes_pairs(loss):
         return False
     parameters = inspect.signature(loss.compute).parameters.values()
-    return len([x for x in parameters if x.default is x.empty]) == 1
+    needed = [x.name for x in parameters if x.default is x.empty]
+    return len(needed) == 1
+
+
+def _of_mined(
+    embeddings: Tensor, ref_emb: Tensor, mined: tuple[Tensor, Tensor, Tensor, Tensor]
+) -> Similarity:
+    """Return the similarity of embeddings and candidates with the mined pairs alone."""
+    pairs = _MinedPairs((len(embeddings), len(ref_emb)), mined, embeddings.device)
+    rows = Embeddings(embeddings, normalize=True)
+    cols = Embeddings(ref_emb, normalize=True)
+    return Similarity.of_anchors(AnchorSide(Matrix(rows, cols, pairs, "dense", 0), 0))
 
 
 # The name is one of those that CrossBatchMemory and SelfSupervisedLoss accept.
@@ -101,16 +116,17 @@ class ContrastiveLoss(BaseMetricLossFunction):
 
     def __init__(self, loss: PairLoss, **options: Any):
         if not _of_similarities(loss):
-            raise TypeError(
-                f"loss: expected one of similarities alone, such as itrloss.SupConLoss, got {loss!r}"
-            )
+            expected = "one of similarities alone, such as itrloss.SupConLoss"
+            raise TypeError(f"loss: expected {expected}, got {loss!r}")
         if loss.reduction != "none" or loss.gather:
-            expected = "reduction='none' without gather, as reducers and DistributedLossWrapper take their places"
-            raise ValueError(f"loss: expected {expected}, got {loss!r} with gather={loss.gather!r}")
-        if options.get("distance") is not None:
             raise ValueError(
-                f"distance: expected none, as scores are cosines, got {options['distance']!r}"
+                "loss: expected reduction='none' without gather, as reducers and "
+                "DistributedLossWrapper take their places, "
+                f"got {loss!r} with gather={loss.gather!r}"
             )
+        distance = options.get("distance")
+        if distance is not None:
+            raise ValueError(f"distance: expected none, as scores are cosines, got {distance!r}")
         super().__init__(**options)
         self.loss = loss
 
@@ -128,19 +144,15 @@ class ContrastiveLoss(BaseMetricLossFunction):
         if indices_tuple is None and ref_emb is not embeddings:
             sim = Similarity(embeddings, ref_emb, labels, ref_labels)
         else:
-            mined = convert_to_pairs(
-                indices_tuple, labels, None if ref_emb is embeddings else ref_labels
-            )
-            pairs = _MinedPairs((len(embeddings), len(ref_emb)), mined, embeddings.device)
-            sides = Embeddings(embeddings, normalize=True), Embeddings(ref_emb, normalize=True)
-            sim = Similarity.of_anchors(AnchorSide(Matrix(*sides, pairs, "dense", 0), 0))
+            others = None if ref_emb is embeddings else ref_labels
+            mined = convert_to_pairs(indices_tuple, labels, others)
+            sim = _of_mined(embeddings, ref_emb, mined)
         valid = sim.valid()
-        anchors = (
-            torch.arange(len(sim), device=sim.device)
-            if valid is None
-            else valid.nonzero().squeeze(1)
-        )
+        if valid is None:
+            valid = torch.ones(len(sim), dtype=torch.bool, device=sim.device)
+        anchors = valid.nonzero().squeeze(1)
         if not len(anchors):
             return self.zero_losses()
-        losses = self.loss(sim)[0][anchors]
-        return {"loss": {"losses": losses, "indices": anchors, "reduction_type": "element"}}
+        of_rows, _ = self.loss(sim)
+        values = {"losses": of_rows[anchors], "indices": anchors, "reduction_type": "element"}
+        return {"loss": values}

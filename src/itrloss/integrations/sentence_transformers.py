@@ -12,20 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from .. import __version__
-from ..checks import as_ids, check_size
+from ..checks import check_size
 from ..losses import Matryoshka, PairLoss
 from ..metrics import confidence_intervals, default_ids, retrieval_results
 from ..rerank import Reranker
 from ..similarity import Similarity
-from . import inner_loss
+from . import ids_of, inner_loss
 
 try:
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.base.evaluation import BaseEvaluator
     from sentence_transformers.base.losses import CachedLossMixin
 except ImportError as error:
-    needed = "pip install 'itrloss[sentence-transformers]'"
-    raise ImportError(f"itrloss.integrations.sentence_transformers: {needed} ({error})") from error
+    raise ImportError(
+        f"{__name__}: pip install 'itrloss[sentence-transformers]' ({error})"
+    ) from error
 
 
 class RetrievalLoss(CachedLossMixin, nn.Module):
@@ -60,7 +61,9 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
         inner_loss(loss)
         if mini_batch_size is not None:
             check_size("mini_batch_size", mini_batch_size)
-        self.model, self.loss, self.mini_batch_size = model, loss, mini_batch_size  # type: ignore
+        self.model = model
+        self.loss = loss
+        self.mini_batch_size = mini_batch_size  # type: ignore[assignment] # None: without the cache
         self.uses_gradient_cache = mini_batch_size is not None  # of CachedLossMixin
 
     def forward(
@@ -68,12 +71,13 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
     ) -> Tensor:
         """Return the loss of the columns' features; ``labels``: None or (B,) integers."""
         if not self.uses_gradient_cache:
-            return self._loss(
-                [self.model(x)["sentence_embedding"] for x in sentence_features], labels
-            )
+            columns = [self.model(x)["sentence_embedding"] for x in sentence_features]
+            return self._loss(columns, labels)
         # The backward pass may scale gradients, but those of the loss's own parameters are complete
         # after this forward pass. So they are put into the graph of its value.
-        trained = [p for p in self.loss.parameters() if p.requires_grad and torch.is_grad_enabled()]
+        trained = []
+        if torch.is_grad_enabled():
+            trained = [p for p in self.loss.parameters() if p.requires_grad]
         before = [p.grad for p in trained]
         for p in trained:
             p.grad = None
@@ -91,19 +95,21 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
         value = self._loss([torch.cat(x) for x in reps], labels)
         if with_backward:
             value.backward()
-        return value.detach() if with_backward else value
+            value = value.detach()
+        return value
 
     def _loss(self, columns: Sequence[Tensor], labels: Tensor | None) -> Tensor:
+        """Return the loss of the columns' (B, D) embeddings."""
         few = "negatives" not in inspect.signature(self.loss.forward).parameters
         if len(columns) < 2 or (few and len(columns) > 2):
             expected = "two columns" if few else "two or more columns"
-            raise ValueError(
-                f"sentence_features: expected {expected} for {self.loss}, got {len(columns)}"
-            )
+            got = len(columns)
+            raise ValueError(f"sentence_features: expected {expected} for {self.loss}, got {got}")
         images, texts, *others = columns
-        ids = None if labels is None else as_ids("labels", labels, len(images), images.device)
-        negatives = {"negatives": torch.cat(others)} if others else {}
-        return self.loss(images, texts, ids, ids, **negatives)
+        ids = ids_of(labels, images)
+        if not others:
+            return self.loss(images, texts, ids, ids)
+        return self.loss(images, texts, ids, ids, negatives=torch.cat(others))
 
     def get_config_dict(self) -> dict[str, Any]:
         """Return the options, for the model card."""
@@ -129,8 +135,9 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
 class RetrievalEvaluator(BaseEvaluator):
     """An evaluator of retrieval in both directions, with confidence intervals and re-ranking.
 
-    It returns :func:`itrloss.metrics.retrieval_metrics`, and for those that have them, the ends of their
-    :func:`itrloss.metrics.confidence_intervals` as ``…_low`` and ``…_high``. The primary metric is ``rsum``.
+    It returns :func:`itrloss.metrics.retrieval_metrics`, and the ends of their
+    :func:`itrloss.metrics.confidence_intervals`, where they have any, as ``…_low`` and ``…_high``.
+    The primary metric is ``rsum``.
 
     Args:
         images, texts: whatever the model's ``encode`` takes; images may be queries, or other
@@ -153,27 +160,22 @@ class RetrievalEvaluator(BaseEvaluator):
         encode: dict[str, Any] | None = None,
     ):
         super().__init__()
-        ids = (
-            default_ids(len(images), len(texts))
-            if image_ids is text_ids is None
-            else (image_ids, text_ids)
-        )
-        self.images, self.texts, self.ids = images, texts, ids
-        self.reranker, self.name, self.encode, self.primary_metric = (
-            reranker,
-            name,
-            encode or {},
-            "rsum",
-        )
+        self.images = images
+        self.texts = texts
+        self.ids = (image_ids, text_ids)
+        if image_ids is None and text_ids is None:
+            self.ids = default_ids(len(images), len(texts))
+        self.reranker = reranker
+        self.name = name
+        self.encode = encode or {}
+        self.primary_metric = "rsum"
 
     def __call__(
         self, model: Any, output_path: str | None = None, epoch: int = -1, steps: int = -1
     ) -> dict[str, Any]:
         """Return the metrics of a model by name; nothing is written to ``output_path``."""
-        images, texts = (
-            model.encode(x, convert_to_tensor=True, **self.encode)
-            for x in (self.images, self.texts)
-        )
+        images = model.encode(self.images, convert_to_tensor=True, **self.encode)
+        texts = model.encode(self.texts, convert_to_tensor=True, **self.encode)
         results = retrieval_results(Similarity(images, texts, *self.ids), reranker=self.reranker)
         metrics = results.metrics()
         for metric, (low, high) in confidence_intervals(results).items():
@@ -184,4 +186,7 @@ class RetrievalEvaluator(BaseEvaluator):
 
     def get_config_dict(self) -> dict[str, Any]:
         """Return the options, for the model card."""
-        return self.encode | ({} if self.reranker is None else {"reranker": repr(self.reranker)})
+        options = dict(self.encode)
+        if self.reranker is not None:
+            options["reranker"] = repr(self.reranker)
+        return options

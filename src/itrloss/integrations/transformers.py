@@ -6,15 +6,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..checks import as_ids
 from ..losses import Matryoshka, PairLoss
-from . import inner_loss
+from . import ids_of, inner_loss
 
 try:
     from transformers import Trainer
 except ImportError as error:
-    needed = "pip install 'itrloss[transformers]'"
-    raise ImportError(f"itrloss.integrations.transformers: {needed} ({error})") from error
+    raise ImportError(f"{__name__}: pip install 'itrloss[transformers]' ({error})") from error
 
 # a loss's parameters, and the model's of the same meaning
 _SHARED = {"log_scale": "logit_scale", "bias": "logit_bias"}
@@ -56,6 +54,7 @@ class RetrievalTrainer(Trainer):
         return model
 
     def _share_parameters(self, model: Any) -> None:
+        """Put the model's scale and bias into the loss, in place of its own."""
         inner = inner_loss(self.loss)
         own = dict(inner.named_parameters())
         for name, of_model in _SHARED.items():
@@ -66,9 +65,9 @@ class RetrievalTrainer(Trainer):
                 else:
                     setattr(inner, name, p)
         if own:
-            missing = f"{type(model).__name__} does not have {', '.join(own)}, and trains its own parameters alone"
             raise ValueError(
-                f"loss: {missing}; expected one with learnable=False, got {self.loss!r}"
+                f"loss: {type(model).__name__} does not have {', '.join(own)}, and trains its own "
+                f"parameters alone; expected one with learnable=False, got {self.loss!r}"
             )
 
     def compute_loss(
@@ -80,14 +79,18 @@ class RetrievalTrainer(Trainer):
     ) -> Any:
         """Return the loss of a batch, and with ``return_outputs`` the model's outputs."""
         others = {name: x for name, x in inputs.items() if name not in ("labels", "return_loss")}
-        outputs, labels = model(**others), inputs.get("labels")
+        outputs = model(**others)
         fields = outputs if isinstance(outputs, dict) else {}
-        images, texts = fields.get("image_embeds"), fields.get("text_embeds")
+        images = fields.get("image_embeds")
+        texts = fields.get("text_embeds")
         if not isinstance(images, Tensor) or not isinstance(texts, Tensor):
             got = ", ".join(fields) or type(outputs).__name__
             raise TypeError(
-                f"model: expected outputs with image_embeds and text_embeds, as CLIPModel's, got {got}"
+                "model: expected outputs with image_embeds and text_embeds, as CLIPModel's, "
+                f"got {got}"
             )
-        ids = None if labels is None else as_ids("labels", labels, len(images), images.device)
+        ids = ids_of(inputs.get("labels"), images)
         loss = self.loss(images, texts, ids, ids)
-        return (loss, outputs) if return_outputs else loss
+        if return_outputs:
+            return loss, outputs
+        return loss

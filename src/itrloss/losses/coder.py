@@ -1,36 +1,89 @@
-"""CODER's losses: diversity-sensitive contrast in the batch and against a memory, and prototypes."""
+"""CODER's losses: diversity-sensitive contrast in the batch or with a memory, and prototypes."""
 
-from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..checks import check_matrix, check_number, check_size
+from ..checks import (
+    CheckedModule,
+    Choice,
+    Fixed,
+    Number,
+    NumberOr,
+    check_matrix,
+    check_size,
+)
+from ..distributed import padded
 from ..engine.vectors import compute_dtype, host_may_read, normalized
 from ..kmeans import OnlineKMeans
 from ..memory import CoupledMemory, MemorySimilarity
 from ..similarity import Engine, Similarity
-from .base import Loss, MemoryLoss, PairLoss, SimilarityLoss, above_zero
+from .base import Loss, MemoryLoss, PairLoss, SimilarityLoss
 
 
-@dataclass(eq=False, repr=False)
 class DiversityOptions(SimilarityLoss):
     """The options of DCL and M-DCL."""
 
-    temperature: float = above_zero(0.1)
-    margin: float = 0.3
-    diversity: functional.Diversity = "std"
-    epsilon: float = above_zero(0.1)
-    detach_diversity: bool = True
-    positive_weight: functional.PositiveWeight = "paper"
-    positive: functional.PositiveForm = "clamp"
-    _: KW_ONLY
-    entropy_temperature: float = above_zero(1.0)
+    shown = (
+        "temperature",
+        "margin",
+        "diversity",
+        "epsilon",
+        "detach_diversity",
+        "positive_weight",
+        "positive",
+        "entropy_temperature",
+        "reduction",
+    )
+    temperature = Number(above=0)
+    margin = Number()
+    diversity: Choice[functional.Diversity] = Choice("std", "entropy", None)
+    epsilon = Number(above=0)
+    detach_diversity = Choice(True, False)
+    positive_weight = NumberOr("paper")
+    positive: Choice[functional.PositiveForm] = Choice("clamp", "relu")
+    entropy_temperature = Number(above=0)
+
+    def __init__(
+        self,
+        temperature: float = 0.1,
+        margin: float = 0.3,
+        diversity: functional.Diversity = "std",
+        epsilon: float = 0.1,
+        detach_diversity: bool = True,
+        positive_weight: functional.PositiveWeight = "paper",
+        positive: functional.PositiveForm = "clamp",
+        *,
+        entropy_temperature: float = 1.0,
+        **common: Any,
+    ):
+        super().__init__(**common)
+        self.temperature = temperature
+        self.margin = margin
+        self.diversity = diversity
+        self.epsilon = epsilon
+        self.detach_diversity = detach_diversity
+        self.positive_weight = positive_weight
+        self.positive = positive
+        self.entropy_temperature = entropy_temperature
+
+    def _options(self) -> dict[str, Any]:
+        """Return the arguments of the function that computes the loss."""
+        return {
+            "temperature": self.temperature,
+            "margin": self.margin,
+            "diversity": self.diversity,
+            "epsilon": self.epsilon,
+            "detach_diversity": self.detach_diversity,
+            "positive_weight": self.positive_weight,
+            "positive": self.positive,
+            "entropy_temperature": self.entropy_temperature,
+            "reduction": self.reduction,
+        }
 
 
-@dataclass(eq=False, repr=False)
 class DiversityContrastiveLoss(DiversityOptions, PairLoss):
     r"""Diversity-sensitive contrastive loss, DCL (Wang et al., CODER, ECCV 2022, Eq. 4-5).
 
@@ -56,10 +109,9 @@ class DiversityContrastiveLoss(DiversityOptions, PairLoss):
     """
 
     def compute(self, sim: Similarity) -> Any:
-        return functional.diversity_contrastive_loss(sim, **self._options(DiversityContrastiveLoss))
+        return functional.diversity_contrastive_loss(sim, **self._options())
 
 
-@dataclass(eq=False, repr=False)
 class MemoryDiversityContrastiveLoss(DiversityOptions, MemoryLoss):
     r"""Memory-aided DCL, M-DCL (CODER Eq. 6): a batch against the keys of earlier batches.
 
@@ -68,9 +120,9 @@ class MemoryDiversityContrastiveLoss(DiversityOptions, MemoryLoss):
                  - w \operatorname{mean}_{p \in pos(i)} \log(1 + \cos(x_i, k_p)), \qquad
         d_i = \tfrac12 (d_i^{batch} + d_i^{memory})
 
-    for images against the memory's texts and for texts against its images, over the entries q whose id differs from the
-    anchor's and the batch's momentum keys k that have it. While the memory is empty the loss is 0; see
-    :doc:`methods/memory`.
+    for images against the memory's texts and for texts against its images, over the entries q whose
+    id differs from the anchor's and the batch's momentum keys k that have it. While the memory is
+    empty the loss is 0; see :doc:`methods/memory`.
 
     Args:
         positive_from: ``"key"``, or ``"batch"`` to take positives from the batch instead of its
@@ -80,17 +132,30 @@ class MemoryDiversityContrastiveLoss(DiversityOptions, MemoryLoss):
         others: see :class:`DiversityContrastiveLoss` and :class:`MemoryLoss`.
     """
 
-    _: KW_ONLY
-    positive_from: functional.PositiveFrom = "key"
-    diversity_from: functional.DiversityFrom = "both"
+    shown = (*DiversityOptions.shown, "positive_from", "diversity_from")
+    positive_from: Choice[functional.PositiveFrom] = Choice("key", "batch")
+    diversity_from: Choice[functional.DiversityFrom] = Choice("both", "batch")
+
+    def __init__(
+        self,
+        *options: Any,
+        positive_from: functional.PositiveFrom = "key",
+        diversity_from: functional.DiversityFrom = "both",
+        **others: Any,
+    ):
+        super().__init__(*options, **others)
+        self.positive_from = positive_from
+        self.diversity_from = diversity_from
 
     def compute(self, sims: MemorySimilarity) -> Any:
         return functional.memory_diversity_contrastive_loss(
-            sims, **self._options(MemoryDiversityContrastiveLoss)
+            sims,
+            positive_from=self.positive_from,
+            diversity_from=self.diversity_from,
+            **self._options(),
         )
 
 
-@dataclass(eq=False, repr=False)
 class PrototypeClassificationLoss(Loss):
     r"""Prototype-guided classification, PGC (Wang et al., CODER, ECCV 2022, Eq. 7).
 
@@ -111,32 +176,40 @@ class PrototypeClassificationLoss(Loss):
         weight: (clusters, dim) P, a parameter: pass it to the optimiser.
     """
 
-    dim: int
-    clusters: int
-    _: KW_ONLY
-    engine: Engine = "auto"
-    check_finite: bool = False
+    shown = ("dim", "clusters", "reduction")
+    dim = Fixed[int]()
+    clusters = Fixed[int]()
+    engine: Choice[Engine] = Choice("auto", "dense", "tiled", "triton")
+    check_finite = Choice(True, False)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_size("dim", self.dim)
-        check_size("clusters", self.clusters)
-        self.weight = nn.Parameter(
-            torch.empty(self.clusters, self.dim).uniform_(-1, 1) / self.dim**0.5
-        )
+    def __init__(
+        self,
+        dim: int,
+        clusters: int,
+        *,
+        engine: Engine = "auto",
+        check_finite: bool = False,
+        **common: Any,
+    ):
+        super().__init__(**common)
+        check_size("dim", dim)
+        check_size("clusters", clusters)
+        self.dim = dim
+        self.clusters = clusters
+        self.engine = engine
+        self.check_finite = check_finite
+        self.weight = nn.Parameter(torch.empty(clusters, dim).uniform_(-1, 1) / dim**0.5)
 
     def forward(self, image_concepts: Tensor, text_concepts: Tensor, prototype_ids: Tensor) -> Any:
         """Return the loss, see :func:`itrloss.functional.prototype_classification_loss`."""
-        return self._of_all(
-            self._of_samples, (image_concepts, text_concepts, prototype_ids), self._reduced
-        )
+        return self._of_samples((image_concepts, text_concepts, prototype_ids), self._reduced)
 
     def _reduced(
         self, images: Tensor, texts: Tensor, ids: Tensor, reduction: functional.Reduction
     ) -> Any:
         for name, x in (("image_concepts", images), ("text_concepts", texts)):
             check_matrix(name, x, f"(B, {self.dim})", self.check_finite)
-        weight = self.weight.to(compute_dtype(images))
+        weight = self.shared(self.weight).to(compute_dtype(images))
         return functional.prototype_classification_loss(
             images, texts, weight, ids, reduction, self.engine
         )
@@ -164,9 +237,8 @@ class PrototypeClassificationLoss(Loss):
             )
         check_matrix("centroids", centroids, f"({self.clusters}, {self.dim})")
         if centroids.shape != self.weight.shape:
-            raise ValueError(
-                f"centroids: expected shape {(self.clusters, self.dim)}, got {tuple(centroids.shape)}"
-            )
+            expected = f"expected shape {(self.clusters, self.dim)}"
+            raise ValueError(f"centroids: {expected}, got {tuple(centroids.shape)}")
         # on an accelerator the check would synchronise
         if host_may_read(self.weight) and not reseeded.any():
             return
@@ -186,7 +258,7 @@ class CODERTerms(NamedTuple):
     prototype: Tensor
 
 
-class CODERObjective(nn.Module):
+class CODERObjective(CheckedModule):
     r"""The training objective of CODER (Wang et al., ECCV 2022, Eq. 8).
 
     .. math:: L = 3\, L^I_{DCL} + L^I_{M\text{-}DCL} + 2\, L^C_{DCL} + L_{PGC}
@@ -211,6 +283,11 @@ class CODERObjective(nn.Module):
             which has a parameter.
     """
 
+    batch_weight = Number()
+    memory_weight = Number()
+    concept_weight = Number()
+    prototype_weight = Number()
+
     def __init__(
         self,
         dim: int,
@@ -227,18 +304,23 @@ class CODERObjective(nn.Module):
         super().__init__()
         if options.get("reduction", "mean") == "none":
             raise ValueError("reduction: expected 'mean' or 'sum' for a total, got 'none'")
-        self.weights = CODERTerms(batch_weight, memory_weight, concept_weight, prototype_weight)  # type: ignore[arg-type]
-        for name, weight in self.weights._asdict().items():
-            check_number(f"{name}_weight", weight)
-        self.batch, self.concept = (
-            DiversityContrastiveLoss(**options),
-            DiversityContrastiveLoss(**options),
-        )
+        self.batch_weight = batch_weight
+        self.memory_weight = memory_weight
+        self.concept_weight = concept_weight
+        self.prototype_weight = prototype_weight
+        self.batch = DiversityContrastiveLoss(**options)
+        self.concept = DiversityContrastiveLoss(**options)
         self.memory = MemoryDiversityContrastiveLoss(diversity_from=diversity_from, **options)
         self.prototypes = OnlineKMeans(clusters, dim, max_count=max_count)
-        names = "reduction", "engine", "check_finite", "gather", "process_group"
-        common = {name: getattr(self.batch, name) for name in names}
-        self.classifier = PrototypeClassificationLoss(dim, clusters, **common)
+        self.classifier = PrototypeClassificationLoss(
+            dim,
+            clusters,
+            reduction=self.batch.reduction,
+            engine=self.batch.engine,
+            check_finite=self.batch.check_finite,
+            gather=self.batch.gather,
+            process_group=self.batch.process_group,
+        )
 
     def forward(
         self,
@@ -259,53 +341,73 @@ class CODERObjective(nn.Module):
             image_keys, text_keys, memory, image_ids, text_ids: as in :meth:`MemoryLoss.forward`.
             image_concepts, text_concepts: (B, dim) concept embeddings.
         """
-        parts = {
-            "images": images,
-            "texts": texts,
-            "image_concepts": image_concepts,
-            "text_concepts": text_concepts,
-        }
 
-        def check() -> None:
-            for name, x in parts.items():
-                check_matrix(name, x, "(B, dim)", empty=True)
-                shape = (len(images), self.prototypes.dim)
-                if x.shape != shape:
-                    raise ValueError(
-                        f"{name}: expected shape {shape}, a row for each image, got {tuple(x.shape)}"
-                    )
+        def check() -> str:
+            check_rows(self.prototypes.dim, images, texts, image_concepts, text_concepts)
+            return self._described()
 
-        self.batch._checked(check)
+        self.batch.agree(check)
         zero = images.new_zeros((), dtype=compute_dtype(images))
-        ids, keys, concepts = (
-            (image_ids, text_ids),
-            (image_keys, text_keys),
-            (image_concepts, text_concepts),
-        )
+        batch = zero
+        if self.batch_weight:
+            batch = self.batch(images, texts, image_ids, text_ids)
+        against_memory = zero
+        if self.memory_weight:
+            keys = image_keys, text_keys
+            against_memory = self.memory(images, texts, *keys, memory, image_ids, text_ids)
+        concept = zero
+        if self.concept_weight:
+            concept = self.concept(image_concepts, text_concepts, image_ids, text_ids)
+        prototype = zero
         # In evaluation mode there may be no prototypes yet.
-        has_prototypes = self.weights.prototype and (self.training or len(self.prototypes))
-        terms = CODERTerms(
-            batch=self.batch(images, texts, *ids) if self.weights.batch else zero,
-            memory=self.memory(images, texts, *keys, memory, *ids) if self.weights.memory else zero,
-            concept=self.concept(*concepts, *ids) if self.weights.concept else zero,
-            prototype=self.classifier(*concepts, self._prototypes_of(images, texts))
-            if has_prototypes
-            else zero,
+        if self.prototype_weight and (self.training or len(self.prototypes)):
+            ids = self._prototypes_of(images, texts)
+            prototype = self.classifier(image_concepts, text_concepts, ids)
+        total = (
+            self.batch_weight * batch
+            + self.memory_weight * against_memory
+            + self.concept_weight * concept
+            + self.prototype_weight * prototype
         )
-        total: Any = sum(weight * term for weight, term in zip(self.weights, terms, strict=True))
-        return total, CODERTerms(*(x.detach() for x in terms))
+        terms = batch, against_memory, concept, prototype
+        return total, CODERTerms(*(term.detach() for term in terms))
+
+    def _described(self) -> str:
+        """Return what has to be the same in all processes, in words."""
+        parts = self.batch, self.memory, self.concept, self.classifier
+        options = "; ".join(part.described() for part in parts)
+        return f"CODERObjective {self.extra_repr()}, training {self.training}; {options}"
 
     @torch.no_grad()
     def _prototypes_of(self, images: Tensor, texts: Tensor) -> Tensor:
         """Return the (B,) prototypes of pairs, which move with them in training mode."""
         pairs = normalized(images) + normalized(texts)
         if not self.training:
-            return self.prototypes.predict(pairs)
+            # a process of several may have none
+            some = padded(pairs, max(1, len(pairs)))
+            return self.prototypes.predict(some)[: len(pairs)]
         ids = self.prototypes.update(pairs, self.batch.process_group)
         self.classifier.reset(self.prototypes.reseeded, self.prototypes.centroids)
         return ids
 
     def extra_repr(self) -> str:
-        return ", ".join(
-            f"{name}_weight={weight}" for name, weight in self.weights._asdict().items()
+        return (
+            f"batch_weight={self.batch_weight}, memory_weight={self.memory_weight}, "
+            f"concept_weight={self.concept_weight}, prototype_weight={self.prototype_weight}"
         )
+
+
+def check_rows(dim: int, images: Any, texts: Any, image_concepts: Any, text_concepts: Any) -> None:
+    """Raise an error unless all embeddings are (B, dim)."""
+    parts = {
+        "images": images,
+        "texts": texts,
+        "image_concepts": image_concepts,
+        "text_concepts": text_concepts,
+    }
+    for name, x in parts.items():
+        check_matrix(name, x, "(B, dim)", empty=True)
+        shape = len(images), dim
+        if x.shape != shape:
+            expected = f"expected shape {shape}, a row for each image"
+            raise ValueError(f"{name}: {expected}, got {tuple(x.shape)}")

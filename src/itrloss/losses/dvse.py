@@ -1,16 +1,23 @@
 """DVSE's losses on sets of sub-embeddings, and its objective."""
 
 import functools
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import functional
 from ..anchors import AnchorSide
-from ..checks import IMAGES_AND_TEXTS, check_embeddings, check_matrix, check_number, check_size
+from ..checks import (
+    IMAGES_AND_TEXTS,
+    CheckedModule,
+    Choice,
+    Number,
+    check_embeddings,
+    check_matrix,
+    check_size,
+)
 from ..distributed import gather_parts, world_size
 from ..engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
 from ..engine.vectors import Embeddings, full_precision, normalized
@@ -21,7 +28,6 @@ from .base import Loss, SimilarityLoss
 _NAMES = IMAGES_AND_TEXTS._replace(rows="image_sets")
 
 
-@dataclass(eq=False, repr=False)
 class VarianceAwareLoss(SimilarityLoss):
     r"""Variance-aware weighting loss (Wei et al., DVSE 2023, Eq. 8, 11) on sets of image
     embeddings.
@@ -49,9 +55,22 @@ class VarianceAwareLoss(SimilarityLoss):
             an accelerator synchronises or, in a CUDA graph or compiled, forms the matrices.
     """
 
-    margin: float = 0.2
-    detach_sigma: bool = False
-    shared_sigma: bool = True
+    shown = ("margin", "detach_sigma", "shared_sigma", "reduction")
+    margin = Number()
+    detach_sigma = Choice(True, False)
+    shared_sigma = Choice(True, False)
+
+    def __init__(
+        self,
+        margin: float = 0.2,
+        detach_sigma: bool = False,
+        shared_sigma: bool = True,
+        **common: Any,
+    ):
+        super().__init__(**common)
+        self.margin = margin
+        self.detach_sigma = detach_sigma
+        self.shared_sigma = shared_sigma
 
     def forward(
         self,
@@ -63,32 +82,28 @@ class VarianceAwareLoss(SimilarityLoss):
         """Return the loss of sets of image embeddings (N, K, D) of any length; else see
         :meth:`PairLoss.forward`.
         """
-        heads, frame = self._heads(image_sets, texts, image_ids, text_ids)
-        value = self._of_all(
-            functional.variance_aware_loss, heads, *self._options(VarianceAwareLoss).values()
+        heads, frame = self._heads(image_sets, texts, (image_ids, text_ids))
+        value = functional.variance_aware_loss(
+            heads, self.margin, self.detach_sigma, self.shared_sigma, self.reduction
         )
         if self.observed and not torch.compiler.is_compiling():
             self.telemetry = self._described(heads, frame)
         return value
 
     def _heads(
-        self, images: Tensor, texts: Tensor, *ids: Tensor | None
+        self, images: Tensor, texts: Tensor, ids: tuple[Tensor | None, Tensor | None]
     ) -> tuple[list[Similarity], Similarity]:
         """Return the similarities of each head, and one of the first head from embeddings."""
 
         def check() -> str:
-            check_matrix("image_sets", images, "(N, K, D)", dims=3, empty=self._sharded)
-            check_embeddings(
-                images.flatten(0, 1), texts, self.check_finite, _NAMES, empty=self._sharded
-            )
-            return f"{images.shape[1]} heads,"
+            empty = self.sharded
+            check_matrix("image_sets", images, "(N, K, D)", dims=3, empty=empty)
+            elements = images.flatten(0, 1)
+            check_embeddings(elements, texts, self.check_finite, _NAMES, empty=empty)
+            return f"{images.shape[1]} heads, {self.described()}"
 
-        options: Any = {"engine": self.engine, "names": _NAMES}
-        self._checked(check)
-        if self._sharded:
-            frame = Similarity.sharded(images[:, 0], texts, *ids, **options, **self._shared)
-        else:
-            frame = Similarity(images[:, 0], texts, *ids, **options)
+        self.agree(check)
+        frame = self._between(images[:, 0], texts, ids, names=_NAMES)
         units = normalized(images.transpose(0, 1))  # (K, N, D)
         n = frame.pairs.shape[0]
         if n > units.shape[1]:  # padding of a batch that processes share
@@ -132,15 +147,15 @@ def head_matrices(
     return [Matrix(Embeddings(x, False), shared, frame.pairs, chosen, 0) for x in units]
 
 
-@dataclass(eq=False, repr=False)
 class DynamicOrthogonalLoss(Loss):
     r"""Dynamic orthogonal constraint (Wei et al., DVSE 2023, Eq. 4): an image's sub-embeddings
     should differ.
 
-    .. math:: \Bigl[ \frac1{K (K - 1)} \sum_{i \ne j} |m_i m_j \langle u_i, u_j \rangle| - \beta \Bigr]_+
+    .. math:: \Bigl[ \frac1{K (K - 1)} \sum_{i \ne j} |m_i m_j \langle u_i, u_j \rangle|
+              - \beta \Bigr]_+
 
-    for the normalised residuals u of an image's K heads and a gate m that selects which of them take part, see
-    :class:`DynamicGate` and :doc:`methods/orthogonal`.
+    for the normalised residuals u of an image's K heads and a gate m that selects which of them
+    take part, see :class:`DynamicGate` and :doc:`methods/orthogonal`.
 
     Args:
         slack: β, the correlation that is tolerated.
@@ -151,8 +166,19 @@ class DynamicOrthogonalLoss(Loss):
         gather, process_group: see :class:`PairLoss`.
     """
 
-    slack: float = 0.4
-    pair_reduction: functional.PairReduction = "mean"
+    shown = ("slack", "pair_reduction", "reduction")
+    slack = Number()
+    pair_reduction: Choice[functional.PairReduction] = Choice("mean", "sum", "frobenius")
+
+    def __init__(
+        self,
+        slack: float = 0.4,
+        pair_reduction: functional.PairReduction = "mean",
+        **common: Any,
+    ):
+        super().__init__(**common)
+        self.slack = slack
+        self.pair_reduction = pair_reduction
 
     def forward(self, residuals: Tensor, gate: Tensor | None = None) -> Tensor:
         """Return the loss, see :func:`itrloss.functional.dynamic_orthogonal_loss`."""
@@ -167,7 +193,7 @@ class DynamicOrthogonalLoss(Loss):
         return self._of_samples((residuals, gate), reduced)
 
 
-class DynamicGate(nn.Module):
+class DynamicGate(CheckedModule):
     r"""The gate that selects which heads of an image take part in the orthogonal constraint (DVSE
     Eq. 3).
 
@@ -188,6 +214,7 @@ class DynamicGate(nn.Module):
             or 1 is stuck.
     """
 
+    momentum = Number(above=0)
     weight: Tensor
     centre: Tensor
     on_rate: Tensor
@@ -197,7 +224,6 @@ class DynamicGate(nn.Module):
         super().__init__()
         check_size("dim", dim)
         check_size("heads", heads)
-        check_number("momentum", momentum, positive=True)
         self.momentum = momentum
         self.register_buffer("weight", torch.randn(heads, dim) / dim**0.5)
         self.register_buffer("centre", torch.zeros(heads))
@@ -271,7 +297,7 @@ class DVSETerms(NamedTuple):
     orthogonal: Tensor
 
 
-class DVSEObjective(nn.Module):
+class DVSEObjective(CheckedModule):
     r"""The training objective of DVSE (Wei et al., 2023, Eq. 12).
 
     .. math:: L = \eta\, L_{var} + (1 - \eta)\, L_{dc}
@@ -284,6 +310,8 @@ class DVSEObjective(nn.Module):
         options: of :class:`VarianceAwareLoss`.
     """
 
+    balance = Number(at_least=0, at_most=1)
+
     def __init__(
         self,
         balance: float = 0.6,
@@ -293,17 +321,18 @@ class DVSEObjective(nn.Module):
         **options: Any,
     ):
         super().__init__()
-        check_number("balance", balance)
-        if not 0 <= balance <= 1:
-            raise ValueError(f"balance: expected a number in [0, 1], got {balance}")
         if options.get("reduction", "mean") != "mean":
             raise ValueError(
                 f"reduction: expected 'mean' for a total, got {options['reduction']!r}"
             )
         self.balance = balance
         self.variance_aware = VarianceAwareLoss(**options)
-        shared = {name: options[name] for name in ("gather", "process_group") if name in options}
-        self.orthogonal = DynamicOrthogonalLoss(slack, pair_reduction, **shared)
+        self.orthogonal = DynamicOrthogonalLoss(
+            slack,
+            pair_reduction,
+            gather=self.variance_aware.gather,
+            process_group=self.variance_aware.process_group,
+        )
 
     def forward(
         self,
@@ -322,6 +351,7 @@ class DVSEObjective(nn.Module):
                 normalisation.
             gate: (N, K) of :class:`DynamicGate`; None: all heads are on.
         """
+        self.variance_aware.agree(lambda: f"DVSEObjective {self.extra_repr()}")
         variance = self.variance_aware(image_sets, texts, image_ids, text_ids)
         orthogonal = self.orthogonal(residuals, gate)
         total = self.balance * variance + (1 - self.balance) * orthogonal

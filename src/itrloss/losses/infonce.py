@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,25 +9,16 @@ from torch import Tensor
 
 from .. import functional
 from ..anchors import Anchors
-from ..checks import check_matrix, one_of
+from ..checks import Choice, Number, check_matrix, one_of
 from ..engine.vectors import host_may_read
 from ..similarity import Similarity
 from ..terms import identity, negative_log_likelihood
-from .base import PairLoss, above_zero
+from .base import LEAST_LOG, PairLoss
+
+ACROSS: tuple[str, ...] = "image-text", "text-image"  # which have the positives
+DIRECTIONS: tuple[str, ...] = (*ACROSS, "image-image", "text-text")
 
 
-def _kind(other: Any) -> str:
-    """Return what a teacher or guide is, in words: processes that differ in it would exchange
-    different things.
-    """
-    shared = isinstance(other, Similarity) and other.exchange is not None
-    return f"{type(other).__name__} of {'several processes' if shared else 'one process'}"
-
-
-DIRECTIONS: tuple[str, ...] = "image-text", "text-image", "image-image", "text-text"
-
-
-@dataclass(eq=False, repr=False)
 class DirectionalInfoNCELoss(PairLoss):
     r"""InfoNCE over chosen directions, in one softmax or in one for each; jointly, GTE's improved
     contrastive loss.
@@ -52,23 +42,38 @@ class DirectionalInfoNCELoss(PairLoss):
         engine, check_finite, telemetry, gather, process_group: see there.
     """
 
-    temperature: float = above_zero(0.07)
-    directions: Sequence[str] = DIRECTIONS
-    joint: bool = True
+    shown = ("temperature", "directions", "joint", "reduction")
+    temperature = Number(above=0)
+    joint = Choice(True, False)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        one_of("joint", self.joint, True, False)
-        directions = self.directions
-        for direction in (directions,) if isinstance(directions, str) else directions:
-            one_of("directions", direction, *DIRECTIONS)
-        if isinstance(directions, str):
-            raise TypeError(f"directions: expected several names, got {directions!r}")
-        if not set(DIRECTIONS[:2]) & set(directions) or len(set(directions)) < len(directions):
-            raise ValueError(
-                f"directions: expected each once, and one of {DIRECTIONS[:2]}, got {directions!r}"
-            )
-        self.directions = tuple(directions)
+    def __init__(
+        self,
+        temperature: float = 0.07,
+        directions: Sequence[str] = DIRECTIONS,
+        joint: bool = True,
+        **common: Any,
+    ):
+        super().__init__(**common)
+        self.temperature = temperature
+        self.directions = directions
+        self.joint = joint
+
+    @property
+    def directions(self) -> Sequence[str]:
+        """The names of the directions. May be set later."""
+        return self._directions
+
+    @directions.setter
+    def directions(self, names: Sequence[str]) -> None:
+        for name in [names] if isinstance(names, str) else names:
+            one_of("directions", name, *DIRECTIONS)
+        if isinstance(names, str):
+            raise TypeError(f"directions: expected several names, got {names!r}")
+        chosen = set(names)
+        if chosen.isdisjoint(ACROSS) or len(chosen) < len(names):
+            expected = f"expected each once, and one of {ACROSS}"
+            raise ValueError(f"directions: {expected}, got {names!r}")
+        self._directions = tuple(names)
 
     def forward(  # type: ignore[override]
         self,
@@ -82,47 +87,43 @@ class DirectionalInfoNCELoss(PairLoss):
         ``image_ids``, ``text_ids``: None, or both, (N,) integers that are equal for image i and
         text i.
         """
-        ids = image_ids, text_ids
-        if not all(isinstance(x, Tensor) for x in (images, texts)) or len(images) != len(texts):
-            self._fail(ValueError("texts: expected a tensor, and one text for each image"))
-        if (image_ids is None) != (text_ids is None):
-            self._fail(ValueError("image_ids, text_ids: expected both or neither"))
-        if all(isinstance(x, Tensor) and host_may_read(x) for x in ids) and not torch.equal(*ids):  # type: ignore
-            self._fail(
-                ValueError("text_ids: expected image_ids, as image i belongs to text i, got others")
-            )
-        sims = [
-            self._similarity(x, y, own, others, None)
-            for x, y, own, others in (
-                (images, texts, image_ids, text_ids),
-                (images, images, image_ids, image_ids),
-                (texts, texts, text_ids, text_ids),
-            )
-        ]
-        return self._value(*sims)
 
-    def compute(self, sim: Similarity, images: Similarity, texts: Similarity) -> Any:  # type: ignore[override]
+        def check() -> str:
+            check_pairs(images, texts, image_ids, text_ids)
+            return ""
+
+        return self._value(
+            self._similarity(images, texts, image_ids, text_ids, check=check),
+            self._similarity(images, images, image_ids, image_ids),
+            self._similarity(texts, texts, text_ids, text_ids),
+        )
+
+    def compute(self, sim: Similarity, images: Similarity, texts: Similarity) -> Any:
+        """Return the loss of images with texts, with images, and texts with texts."""
         anchors = dict(zip(DIRECTIONS, (sim, sim.T, images, texts), strict=True))
-        across = [d for d in self.directions if d in DIRECTIONS[:2]]
-        pairs = Anchors.together(*(anchors[d] for d in across))  # rows and columns in one pass
-        norms = dict(zip(across, pairs.split(pairs.logsumexp(1 / self.temperature)), strict=True))
-        norms |= {
-            d: anchors[d].logsumexp(1 / self.temperature) for d in self.directions if d not in norms
-        }
+        scale = 1 / self.temperature
+        across = [name for name in self.directions if name in ACROSS]
+        pairs = Anchors.together(*(anchors[name] for name in across))  # in one pass
+        norms = dict(zip(across, pairs.split(pairs.logsumexp(scale)), strict=True))
+        for name in self.directions:
+            if name not in norms:
+                norms[name] = anchors[name].logsumexp(scale)
         if self.joint:
             return self._of_softmax(sim, list(norms.values()), len(across))
-        sides = {d: sim if d.startswith("image") else sim.T for d in self.directions}
-        values = [self._of_softmax(sides[d], [norms[d]], across.count(d)) for d in self.directions]
+        values = []
+        for name in self.directions:
+            own = sim if name.startswith("image") else sim.T
+            values.append(self._of_softmax(own, [norms[name]], across.count(name)))
         return sum(values) if self.reduction != "none" else tuple(x for (x,) in values)
 
     def _of_softmax(self, own: Similarity, norms: Sequence[Tensor], several: int) -> Any:
         """Return the loss of one softmax, from the log-sum-exps of its negatives; ``several`` have
         the positive.
         """
-        scale, norm = 1 / self.temperature, norms[0]
+        scale = 1 / self.temperature
+        norm = norms[0]
         if len(norms) > 1:
-            # of -inf alone, the gradient would be nan
-            norm = torch.stack([*norms]).clamp_min(-1e30).logsumexp(0)
+            norm = torch.stack([*norms]).clamp_min(LEAST_LOG).logsumexp(0)
         if several:
             log = math.log(several)
             values = own.mean_of_positives(negative_log_likelihood, norm - log, scale) + log
@@ -131,7 +132,47 @@ class DirectionalInfoNCELoss(PairLoss):
         return own.reduce(values, self.reduction)
 
 
-@dataclass(eq=False, repr=False)
+def check_pairs(images: Any, texts: Any, image_ids: Any, text_ids: Any) -> None:
+    """Raise an error unless image i belongs to text i; on an accelerator, ids are not compared."""
+    if not isinstance(images, Tensor) or not isinstance(texts, Tensor) or len(images) != len(texts):
+        raise ValueError("texts: expected a tensor, and one text for each image")
+    if (image_ids is None) != (text_ids is None):
+        raise ValueError("image_ids, text_ids: expected both or neither")
+    tensors = isinstance(image_ids, Tensor) and isinstance(text_ids, Tensor)
+    if tensors and host_may_read(text_ids) and not torch.equal(image_ids, text_ids):
+        expected = "expected image_ids, as image i belongs to text i"
+        raise ValueError(f"text_ids: {expected}, got others")
+
+
+def described_model(name: str, other: Any, images: Any, texts: Any) -> str:
+    """Return what another model's part of a shared batch is, in words.
+
+    Raise an error unless it is of this process's images and texts.
+    """
+    if not isinstance(other, Similarity) or other.share is None:
+        expected = "expected a Similarity.sharded in a job of several processes"
+        raise TypeError(f"{name}: {expected}, got {type(other).__name__}")
+    sizes = len(images), len(texts)
+    got = other.shape[0], other.T.shape[0]
+    if got != sizes:
+        raise ValueError(f"{name}: expected {sizes} images and texts of this process, got {got}")
+    return f"{name} of {other.totals} images and texts"
+
+
+def check_guide_ids(guide: Similarity, sim: Similarity) -> None:
+    """Raise an error unless a guide has the ids of the loss; on an accelerator, if one has any."""
+    ids = zip(sim.ids, guide.ids, strict=True)
+    if sim.share is not None:  # those of all processes, so that all raise the error
+        ids = zip(sim.all_ids, guide.all_ids, strict=True)
+    for own, others in ids:
+        same = (own is None) == (others is None)
+        if own is not None and others is not None and host_may_read(own) and host_may_read(others):
+            same = torch.equal(own, others)
+        if not same:
+            expected = "expected the ids of the loss, as its positives' scores are limits"
+            raise ValueError(f"guide: {expected}")
+
+
 class FilteredInfoNCELoss(PairLoss):
     r"""InfoNCE without negatives that score too high beside the positive, as they are probably
     matches without a label.
@@ -153,11 +194,24 @@ class FilteredInfoNCELoss(PairLoss):
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
-    temperature: float = above_zero(0.05)
-    margin: float = 0.1
-    relative: bool = False
+    shown = ("temperature", "margin", "relative", "reduction")
+    temperature = Number(above=0)
+    margin = Number()
+    relative = Choice(True, False)
 
-    def forward(  # type: ignore[override]
+    def __init__(
+        self,
+        temperature: float = 0.05,
+        margin: float = 0.1,
+        relative: bool = False,
+        **common: Any,
+    ):
+        super().__init__(**common)
+        self.temperature = temperature
+        self.margin = margin
+        self.relative = relative
+
+    def forward(
         self,
         images: Tensor | Similarity | None = None,
         texts: Tensor | None = None,
@@ -170,37 +224,39 @@ class FilteredInfoNCELoss(PairLoss):
         """Return the loss as :meth:`PairLoss.forward` does.
 
         ``guide``: a :class:`Similarity` with the same ids of the embeddings of the same images and
-        texts by another model. In a job it is a :meth:`Similarity.sharded`.
+        texts by another model. In a job it is a :meth:`Similarity.sharded`. The ids themselves are
+        not compared on accelerators, as the host would wait.
         """
-        sim = self._similarity(
-            images, texts, image_ids, text_ids, scores, also_same=f"guide {_kind(guide)}"
-        )
+
+        def check() -> str:
+            if guide is None:
+                return "without a guide"
+            return described_model("guide", guide, images, texts) if self.sharded else ""
+
+        sim = self._similarity(images, texts, image_ids, text_ids, scores, check=check)
         if guide is not None:
-            without_ids = [
-                [x is None for x in s.ids]
-                for s in (sim, functional._other_model("guide", guide, sim))
-            ]
-            if without_ids[0] != without_ids[1]:
-                raise ValueError(
-                    "guide: expected the ids of the loss, as its positives' scores are limits"
-                )
+            functional.check_other_model("guide", guide, sim)
+            check_guide_ids(guide, sim)
         return self._value(sim, guide)
 
     def compute(self, sim: Similarity, guide: Similarity | None = None) -> Any:
-        judge = (sim if guide is None else guide).both
+        judge = sim.both if guide is None else guide.both
         own = judge.mean_of_positives(identity)
-        below = own + self.margin * (own.abs() if self.relative else 1)
-        other = None if guide is None else judge
+        margin = self.margin * own.abs() if self.relative else self.margin
         return functional.info_nce_loss(
-            sim, self.temperature, self.reduction, below=below, guide=other
+            sim,
+            self.temperature,
+            self.reduction,
+            below=own + margin,
+            guide=None if guide is None else judge,
         )
 
 
-@dataclass(eq=False, repr=False)
 class DistillationLoss(PairLoss):
     r"""Cross-entropy against the softmax of a teacher's scores, over both directions.
 
-    .. math:: \ell_i = -\sum_j q_{ij} \log p_{ij}, \qquad p_i = \operatorname{softmax}_j(S_{ij} / \tau), \qquad
+    .. math:: \ell_i = -\sum_j q_{ij} \log p_{ij}, \qquad
+        p_i = \operatorname{softmax}_j(S_{ij} / \tau), \qquad
         q_i = \operatorname{softmax}_j(T_{ij} / \tau_t)
 
     over all candidates, whatever matches. It is the divergence KL(q | p) plus the entropy of q, a
@@ -213,8 +269,14 @@ class DistillationLoss(PairLoss):
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
-    temperature: float = above_zero(0.07)
-    teacher_temperature: float = above_zero(0.07)
+    shown = ("temperature", "teacher_temperature", "reduction")
+    temperature = Number(above=0)
+    teacher_temperature = Number(above=0)
+
+    def __init__(self, temperature: float = 0.07, teacher_temperature: float = 0.07, **common: Any):
+        super().__init__(**common)
+        self.temperature = temperature
+        self.teacher_temperature = teacher_temperature
 
     def forward(  # type: ignore[override]
         self,
@@ -227,19 +289,18 @@ class DistillationLoss(PairLoss):
         """Return the loss of (N, D) images and (M, D) texts.
 
         ``teacher``: (N, M) scores of another model, or a :class:`Similarity` of its embeddings, see
-        :meth:`FilteredInfoNCELoss.forward`. Ids are as in :meth:`PairLoss.forward`; they are for ``telemetry`` alone.
+        :meth:`FilteredInfoNCELoss.forward`. Ids are as in :meth:`PairLoss.forward`; they are for
+        ``telemetry`` alone.
         """
-        if not self._sharded and image_ids is None is text_ids and len(images) != len(texts):
-            image_ids, text_ids = (torch.arange(len(x), device=x.device) for x in (images, texts))
-        if isinstance(teacher, Tensor) and self._sharded:
-            self._fail(
-                TypeError(
-                    "teacher: expected a Similarity.sharded in a job of several processes, got a tensor"
-                )
-            )
-        sim = self._similarity(
-            images, texts, image_ids, text_ids, None, also_same=f"teacher {_kind(teacher)}"
-        )
+
+        def check() -> str:
+            return described_model("teacher", teacher, images, texts) if self.sharded else ""
+
+        no_ids = image_ids is None and text_ids is None
+        if no_ids and not self.sharded and len(images) != len(texts):
+            image_ids = torch.arange(len(images), device=images.device)
+            text_ids = torch.arange(len(texts), device=texts.device)
+        sim = self._similarity(images, texts, image_ids, text_ids, check=check)
         if isinstance(teacher, Tensor):
             check_matrix("teacher", teacher, "(N, M)", self.check_finite)
             if teacher.shape != sim.shape:
@@ -247,6 +308,8 @@ class DistillationLoss(PairLoss):
             teacher = Similarity.from_scores(teacher, image_ids, text_ids)
         return self._value(sim, teacher)
 
-    def compute(self, sim: Similarity, teacher: Similarity) -> Any:  # type: ignore[override]
-        temperatures = self.temperature, self.teacher_temperature
-        return functional.distillation_loss(sim, teacher, *temperatures, self.reduction)
+    def compute(self, sim: Similarity, teacher: Similarity) -> Any:
+        """Return the loss of the similarities of two models."""
+        return functional.distillation_loss(
+            sim, teacher, self.temperature, self.teacher_temperature, self.reduction
+        )

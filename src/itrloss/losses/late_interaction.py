@@ -1,17 +1,22 @@
 """InfoNCE on the scores of sets of token embeddings."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from .. import functional
-from ..checks import IMAGES_AND_TEXTS, check_matrix, require_finite
+from ..checks import (
+    IMAGES_AND_TEXTS,
+    Choice,
+    Number,
+    NumberOr,
+    check_matrix,
+    require_finite,
+)
 from ..similarity import Similarity
-from .base import SimilarityLoss, above_zero
+from .base import SimilarityLoss
 
 
-@dataclass(eq=False, repr=False)
 class LateInteractionLoss(SimilarityLoss):
     r"""InfoNCE on late-interaction scores of sets of token embeddings, as in ColBERT (Khattab &
     Zaharia, SIGIR 2020).
@@ -32,9 +37,22 @@ class LateInteractionLoss(SimilarityLoss):
         gather: False, unless there is one process: sets are not exchanged between processes.
     """
 
-    temperature: float = above_zero(1.0)
-    alpha: float | None = None
-    normalize: bool = True
+    shown = ("temperature", "alpha", "normalize", "reduction")
+    temperature = Number(above=0)
+    alpha = NumberOr(None)
+    normalize = Choice(True, False)
+
+    def __init__(
+        self,
+        temperature: float = 1.0,
+        alpha: float | None = None,
+        normalize: bool = True,
+        **common: Any,
+    ):
+        super().__init__(**common)
+        self.temperature = temperature
+        self.alpha = alpha
+        self.normalize = normalize
 
     def forward(
         self,
@@ -54,18 +72,21 @@ class LateInteractionLoss(SimilarityLoss):
                 padding, of any value. An empty set scores 0.
             image_ids, text_ids: as in :meth:`PairLoss.forward`.
         """
-        if self._sharded:
-            raise ValueError(
-                f"gather: expected False, as sets are not exchanged between processes, got {self.gather!r}"
-            )
+        if self.sharded:
+            expected = "expected False, as sets are not exchanged between processes"
+            raise ValueError(f"gather: {expected}, got {self.gather!r}")
         for name, x in (("images", images), ("texts", texts)):
             check_matrix(name, x, "(N, K, D)", dims=3)
             if self.check_finite:
                 require_finite(name, x.flatten(0, 1))
-        form, alpha = ("max_sum", 1.0) if self.alpha is None else ("smooth_max_sum", self.alpha)
-        lengths: Any = {"image_lengths": image_lengths, "text_lengths": text_lengths}
         scores = functional.set_similarity(
-            images, texts, form, alpha, normalize=self.normalize, **lengths
+            images,
+            texts,
+            "max_sum" if self.alpha is None else "smooth_max_sum",
+            1.0 if self.alpha is None else self.alpha,
+            normalize=self.normalize,
+            image_lengths=image_lengths,
+            text_lengths=text_lengths,
         )
         sim = Similarity.from_scores(
             scores, image_ids, text_ids, engine=self.engine, names=IMAGES_AND_TEXTS

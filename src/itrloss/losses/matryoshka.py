@@ -35,22 +35,13 @@ class Matryoshka(nn.Module):
         super().__init__()
         if not isinstance(loss, nn.Module):
             raise TypeError(f"loss: expected a module called as loss(images, texts), got {loss!r}")
-        weights = [1.0] * len(dims) if weights is None else weights
-        if len(weights) != len(dims):
-            raise ValueError(
-                f"weights: expected {len(dims)}, one for each of dims, got {len(weights)}"
-            )
-        for d, weight in zip(dims, weights, strict=True):
-            check_size("dims", d)
-            check_number("weights", weight)
-        if not dims or len(set(dims)) < len(dims):
-            raise ValueError(f"dims: expected numbers that differ, got {list(dims)}")
+        if weights is None:
+            weights = [1.0] * len(dims)
+        check_dims(dims, weights)
         ordered = sorted(zip(dims, weights, strict=True))
-        self.loss, self.dims, self.weights = (
-            loss,
-            [d for d, _ in ordered],
-            [float(w) for _, w in ordered],
-        )
+        self.loss = loss
+        self.dims = [d for d, _ in ordered]
+        self.weights = [float(weight) for _, weight in ordered]
 
     def forward(self, images: Tensor, texts: Tensor, *args: Any, **options: Any) -> Any:
         """Return the loss of (N, D) images and (M, D) texts; what else the loss takes is passed on
@@ -61,32 +52,47 @@ class Matryoshka(nn.Module):
         """
 
         def check() -> str:
-            for name, x in (("images", images), ("texts", texts)):
-                if not isinstance(x, Tensor) or not x.ndim or x.shape[-1] < self.dims[-1]:
-                    got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-                    raise ValueError(
-                        f"{name}: expected embeddings of at least {self.dims[-1]} dimensions, got {got}"
-                    )
-            if images.shape[-1] != texts.shape[-1]:
-                raise ValueError(
-                    f"texts: expected {images.shape[-1]} dimensions like images, got {texts.shape[-1]}"
-                )
-            return self.extra_repr()
+            check_dims(self.dims, self.weights)  # which are set one after the other
+            check_dimensions(images, texts, max(self.dims))
+            return f"Matryoshka {self.extra_repr()}"
 
-        # in a job, all processes raise the error, also where dims or weights differ
         if isinstance(self.loss, Loss):
-            self.loss._checked(check)
+            self.loss.agree(check)
         else:
             check()
         parts = [self.loss(images[..., :d], texts[..., :d], *args, **options) for d in self.dims]
-        if isinstance(parts[0], tuple):
-            return tuple(
-                weight * x for weight, part in zip(self.weights, parts, strict=True) for x in part
-            )
-        return sum(weight * part for weight, part in zip(self.weights, parts, strict=True))
+        if not isinstance(parts[0], tuple):
+            return sum(weight * part for weight, part in zip(self.weights, parts, strict=True))
+        values: list[Tensor] = []
+        for weight, part in zip(self.weights, parts, strict=True):
+            values.extend(weight * x for x in part)
+        return tuple(values)
 
     def extra_repr(self) -> str:
         return f"dims={self.dims}, weights={self.weights}"
+
+
+def check_dims(dims: Sequence[int], weights: Sequence[float]) -> None:
+    """Raise an error unless numbers of dimensions differ, and each has a weight."""
+    if len(weights) != len(dims):
+        raise ValueError(f"weights: expected {len(dims)}, one for each of dims, got {len(weights)}")
+    for d, weight in zip(dims, weights, strict=True):
+        check_size("dims", d)
+        check_number("weights", weight)
+    if not dims or len(set(dims)) < len(dims):
+        raise ValueError(f"dims: expected numbers that differ, got {list(dims)}")
+
+
+def check_dimensions(images: Any, texts: Any, least: int) -> None:
+    """Raise an error unless embeddings have as many dimensions, at least so many."""
+    for name, x in (("images", images), ("texts", texts)):
+        if not isinstance(x, Tensor) or not x.ndim or x.shape[-1] < least:
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            expected = f"embeddings of at least {least} dimensions"
+            raise ValueError(f"{name}: expected {expected}, got {got}")
+    if images.shape[-1] != texts.shape[-1]:
+        expected = f"{images.shape[-1]} dimensions like images"
+        raise ValueError(f"texts: expected {expected}, got {texts.shape[-1]}")
 
 
 def takes_pairs(loss: PairLoss) -> bool:
@@ -104,9 +110,8 @@ def inner_loss(loss: Any) -> PairLoss:
     """
     inner = loss.loss if isinstance(loss, Matryoshka) else loss
     if not isinstance(inner, PairLoss) or not takes_pairs(inner):
-        raise TypeError(
-            f"loss: expected one of images and texts alone, such as itrloss.InfoNCELoss(), got {loss!r}"
-        )
+        expected = "expected one of images and texts alone, such as itrloss.InfoNCELoss()"
+        raise TypeError(f"loss: {expected}, got {loss!r}")
     if inner.reduction == "none":
         raise ValueError(
             "loss: expected reduction 'mean' or 'sum', as the trainer needs a scalar, got 'none'"

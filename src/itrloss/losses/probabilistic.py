@@ -6,7 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checks import Names, check_alike, check_embeddings, check_matrix, check_number
+from ..checks import (
+    Choice,
+    Fixed,
+    Learnable,
+    Names,
+    Number,
+    check_alike,
+    check_embeddings,
+    check_matrix,
+)
 from ..engine.vectors import normalized
 from ..similarity import Similarity
 from ..terms import identity, pair_term, softplus
@@ -52,6 +61,22 @@ class PCMEPlusPlusLoss(SimilarityLoss):
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
+    shown = (
+        "scale",
+        "shift",
+        "learnable",
+        "pseudo_weight",
+        "vib_weight",
+        "normalize",
+        "reduction",
+    )
+    scale = Learnable(above=0)
+    shift = Learnable()
+    learnable = Fixed[bool]()
+    pseudo_weight = Number(at_least=0)
+    vib_weight = Number(at_least=0)
+    normalize = Choice(True, False)
+
     def __init__(
         self,
         scale: float = 5.0,
@@ -63,27 +88,16 @@ class PCMEPlusPlusLoss(SimilarityLoss):
         **common: Any,
     ):
         super().__init__(**common)
-        self.shown = (
-            "scale",
-            "shift",
-            "learnable",
-            "pseudo_weight",
-            "vib_weight",
-            "normalize",
-            "reduction",
-        )
-        check_number("scale", scale, positive=True)
-        check_number("shift", shift)
-        for name, x in (("pseudo_weight", pseudo_weight), ("vib_weight", vib_weight)):
-            check_number(name, x)
-            if x < 0:
-                raise ValueError(f"{name}: expected a number of at least 0, got {x}")
-        # (1,): FSDP and the like do not shard 0-dim parameters.
-        self.scale, self.shift = (
-            nn.Parameter(torch.tensor([float(x)])) if learnable else x for x in (scale, shift)
-        )
-        self.learnable, self.normalize = learnable, normalize
-        self.pseudo_weight, self.vib_weight = pseudo_weight, vib_weight
+        self.learnable = learnable
+        if learnable:
+            # (1,): FSDP and the like do not shard 0-dim parameters.
+            self.scale = nn.Parameter(torch.zeros(1))
+            self.shift = nn.Parameter(torch.zeros(1))
+        self.scale = scale
+        self.shift = shift
+        self.pseudo_weight = pseudo_weight
+        self.vib_weight = vib_weight
+        self.normalize = normalize
 
     def forward(
         self,
@@ -124,7 +138,12 @@ class PCMEPlusPlusLoss(SimilarityLoss):
         :meth:`forward`.
         """
         distributions = images_mean, texts_mean, images_log_variance, texts_log_variance
-        self._checked(lambda: self._check(*distributions))
+
+        def check() -> str:
+            self._check(*distributions)
+            return self.described()
+
+        self.agree(check)
         means = [normalized(x, self.normalize) for x in distributions[:2]]
         sums = [
             m.square().sum(1) + x.to(m.dtype).exp().sum(1)
@@ -132,19 +151,16 @@ class PCMEPlusPlusLoss(SimilarityLoss):
         ]
         # -d = 2 <m, m'> - |m|^2 - |m'|^2 - ..., an inner product and a bias of each side
         rows, cols = (2**0.5 * m for m in means)
-        options: Any = {
-            "engine": self.engine,
-            "names": _NAMES,
-            "normalize": False,
-            "bias": (-sums[0], -sums[1]),
-        }
-        if self.gather:
-            return Similarity.sharded(rows, cols, image_ids, text_ids, **options, **self._shared)
-        return Similarity(rows, cols, image_ids, text_ids, **options)
+        bias = -sums[0], -sums[1]
+        ids = image_ids, text_ids
+        return self._between(rows, cols, ids, names=_NAMES, normalize=False, bias=bias)
 
     def compute(self, sim: Similarity, divergence: Tensor | None = None) -> Any:
         """Return the loss of the similarities -d; ``divergence``: (A,), of each anchor."""
-        anchors, a, b, positives = sim.both, self.scale, self.shift, sim.both.positive_counts
+        anchors = sim.both
+        a = self.shared(self.scale)
+        b = self.shared(self.shift)
+        positives = anchors.positive_counts
         candidates = positives + anchors.negative_counts
         values = anchors.sum(softplus, scale=a, shift=b) + anchors.sum_of_positives(
             softplus, scale=-a, shift=-b
@@ -173,10 +189,10 @@ class PCMEPlusPlusLoss(SimilarityLoss):
         return torch.cat(parts)
 
     def _check(self, images: Tensor, texts: Tensor, *log_variances: Tensor) -> None:
-        check_embeddings(images, texts, self.check_finite, _NAMES, empty=self._sharded)
+        check_embeddings(images, texts, self.check_finite, _NAMES, empty=self.sharded)
         for side, mean, x in zip(_NAMES, (images, texts), log_variances, strict=False):
             name = side.replace("mean", "log_variance")
-            check_matrix(name, x, "(B, D)", self.check_finite, empty=self._sharded)
+            check_matrix(name, x, "(B, D)", self.check_finite, empty=self.sharded)
             if x.shape != mean.shape:
                 raise ValueError(
                     f"{name}: expected shape {tuple(mean.shape)} like {side}, got {tuple(x.shape)}"

@@ -1,15 +1,15 @@
 """Losses for data in which some pairs do not match: wrong captions, noisy web data."""
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..checks import Number
 from ..similarity import Similarity
 from ..terms import pair_term, shifted_exponential
-from .base import PairLoss, above_zero
+from .base import PairLoss
 
 _RANGE = 70.0  # exp(70), times any number of candidates, does not overflow in float32
 _LEAST = 1e-6  # what 1 - p is at least: in float32 a smaller one is rounding
@@ -35,7 +35,6 @@ def negative_log_complement(scores: Tensor, scale: Tensor, top: Tensor, rest: Te
     return -(-z.expm1()).clamp_min(_LEAST).log()
 
 
-@dataclass(eq=False, repr=False)
 class RINCELoss(PairLoss):
     r"""Robust InfoNCE (`Chuang et al., CVPR 2022 <https://arxiv.org/abs/2201.04309>`__), over both
     directions.
@@ -44,9 +43,9 @@ class RINCELoss(PairLoss):
         \Bigl( \lambda \bigl( e^{S_{ip}/\tau} + \sum_{j \in neg(i)} e^{S_{ij}/\tau} \bigr) \Bigr)^q
         - e^{q S_{ip}/\tau} \Bigr]
 
-    For q → 0 it is InfoNCE, :class:`InfoNCELoss`, plus log λ. For q = 1 a pair counts in proportion to
-    :math:`e^{S/\tau}`, so that a wrong positive, which scores low, hardly does. Values are negative for a good model,
-    and grow as :math:`e^{q/\tau}`; see :doc:`methods/robust`.
+    For q → 0 it is InfoNCE, :class:`InfoNCELoss`, plus log λ. For q = 1 a pair counts in proportion
+    to :math:`e^{S/\tau}`, so that a wrong positive, which scores low, hardly does. Values are
+    negative for a good model, and grow as :math:`e^{q/\tau}`; see :doc:`methods/robust`.
 
     Args:
         temperature: τ, in units of cosine similarity; at least q / 70, as float32 would overflow.
@@ -55,31 +54,35 @@ class RINCELoss(PairLoss):
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
-    temperature: float = above_zero(0.07)
-    q: float = above_zero(0.5)
-    lam: float = above_zero(0.01)
+    shown = ("temperature", "q", "lam", "reduction")
+    temperature = Number(above=0)
+    q = Number(above=0, at_most=1)
+    lam = Number(above=0, at_most=1)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(self, temperature: float = 0.07, q: float = 0.5, lam: float = 0.01, **common: Any):
+        super().__init__(**common)
+        self.temperature = temperature
+        self.q = q
+        self.lam = lam
+        self._check_range()
+
+    def _check_range(self) -> None:
+        """Raise an error if the loss overflows; at each call, as options are set one by one."""
         if self.q / self.temperature > _RANGE:
             expected = f"expected at least q / {_RANGE:g} = {self.q / _RANGE:.2g}"
             raise ValueError(
                 f"temperature: {expected}, as float32 would overflow, got {self.temperature}"
             )
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("q", "lam") and isinstance(value, float | int) and value > 1:
-            raise ValueError(f"{name}: expected a number above 0 and at most 1, got {value}")
-        super().__setattr__(name, value)
-
     def compute(self, sim: Similarity) -> Any:
-        anchors, scale = sim.both, 1 / self.temperature
+        self._check_range()
+        anchors = sim.both
+        scale = 1 / self.temperature
         negatives = anchors.logsumexp(scale)
         values = anchors.mean_of_positives(power_gap, negatives, scale, self.q, math.log(self.lam))
         return anchors.reduce(values, self.reduction)
 
 
-@dataclass(eq=False, repr=False)
 class ComplementaryContrastiveLoss(PairLoss):
     r"""Complementary contrastive loss, RCL (`Hu et al., TPAMI 2023
     <https://doi.org/10.1109/TPAMI.2023.3247939>`__).
@@ -96,10 +99,16 @@ class ComplementaryContrastiveLoss(PairLoss):
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
-    temperature: float = above_zero(0.05)
+    shown = ("temperature", "reduction")
+    temperature = Number(above=0)
+
+    def __init__(self, temperature: float = 0.05, **common: Any):
+        super().__init__(**common)
+        self.temperature = temperature
 
     def compute(self, sim: Similarity) -> Any:
-        anchors, scale = sim.both, 1 / self.temperature
+        anchors = sim.both
+        scale = 1 / self.temperature
         with torch.no_grad():
             top = anchors.logsumexp(scale, over="all").nan_to_num(neginf=0.0)
         # 1 - p is small where p is near 1, and the log-sum-exp has only seven digits. The sum of

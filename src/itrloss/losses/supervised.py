@@ -1,6 +1,5 @@
 """Losses of metric learning with labels: SupCon, MIL-NCE, multi-similarity and circle loss."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,9 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..anchors import Anchors
+from ..checks import Choice, Number, NumberOr
 from ..similarity import Similarity
 from ..terms import identity, pair_term
-from .base import PairLoss, above_zero
+from .base import PairLoss, finite_logsumexp
 
 _SHARP = 2.0**20  # so sharp a soft minimum of scores is their minimum, but for rounding
 
@@ -19,7 +19,7 @@ def _mil_nce(anchors: Anchors, scale: float) -> Tensor:
     """Return (A,) ``-log`` of the positives' share of the softmax over all, exact also where that
     is nearly 1.
     """
-    ahead = anchors.logsumexp(scale) - anchors.logsumexp(scale, over="positives")
+    ahead = finite_logsumexp(anchors, scale) - finite_logsumexp(anchors, scale, over="positives")
     return F.softplus(ahead, threshold=40)
 
 
@@ -29,30 +29,38 @@ def _lowest_positives(anchors: Anchors) -> Tensor:
         return -anchors.logsumexp(-_SHARP, over="positives") / _SHARP
 
 
-@dataclass(eq=False, repr=False)
 class SupConLoss(PairLoss):
     r"""Supervised contrastive loss (Khosla et al. 2020, https://arxiv.org/abs/2004.11362), over
     both directions.
 
     .. math::
-        \ell^{out}_i = \operatorname{mean}_{p \in pos(i)} -\log \frac{e^{S_{ip}/\tau}}{\sum_j e^{S_{ij}/\tau}}, \qquad
-        \ell^{in}_i = -\log \operatorname{mean}_{p \in pos(i)} \frac{e^{S_{ip}/\tau}}{\sum_j e^{S_{ij}/\tau}}
+        \ell^{out}_i = \operatorname{mean}_{p \in pos(i)}
+        -\log \frac{e^{S_{ip}/\tau}}{\sum_j e^{S_{ij}/\tau}}, \qquad
+        \ell^{in}_i = -\log \operatorname{mean}_{p \in pos(i)}
+        \frac{e^{S_{ip}/\tau}}{\sum_j e^{S_{ij}/\tau}}
 
-    Eq. 2 and 3 there. The sums over j run over all candidates, an anchor's other positives among them; in
-    :class:`InfoNCELoss` those do not compete. See :doc:`methods/supervised`.
+    Eq. 2 and 3 there. The sums over j run over all candidates, an anchor's other positives among
+    them; in :class:`InfoNCELoss` those do not compete. See :doc:`methods/supervised`.
 
     Args:
         temperature: τ, in units of cosine similarity.
-        inside: take the mean inside of the logarithm: :math:`\ell^{in}`, the gradient of which is that of
+        inside: take the mean inside of the logarithm: :math:`\ell^{in}`, which has the gradient of
             :class:`MILNCELoss`.
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
-    temperature: float = above_zero(0.1)
-    inside: bool = False
+    shown = ("temperature", "inside", "reduction")
+    temperature = Number(above=0)
+    inside = Choice(True, False)
+
+    def __init__(self, temperature: float = 0.1, inside: bool = False, **common: Any):
+        super().__init__(**common)
+        self.temperature = temperature
+        self.inside = inside
 
     def compute(self, sim: Similarity) -> Any:
-        anchors, scale = sim.both, 1 / self.temperature
+        anchors = sim.both
+        scale = 1 / self.temperature
         if self.inside:
             values = _mil_nce(anchors, scale) + anchors.positive_counts.to(anchors.dtype).log()
         else:
@@ -62,7 +70,6 @@ class SupConLoss(PairLoss):
         return anchors.reduce(values, self.reduction)
 
 
-@dataclass(eq=False, repr=False)
 class MILNCELoss(PairLoss):
     r"""MIL-NCE (Miech et al. 2020, https://arxiv.org/abs/1912.06430): of many positives, one has to
     be right.
@@ -78,19 +85,24 @@ class MILNCELoss(PairLoss):
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
-    temperature: float = above_zero(0.07)
+    shown = ("temperature", "reduction")
+    temperature = Number(above=0)
+
+    def __init__(self, temperature: float = 0.07, **common: Any):
+        super().__init__(**common)
+        self.temperature = temperature
 
     def compute(self, sim: Similarity) -> Any:
         return sim.both.reduce(_mil_nce(sim.both, 1 / self.temperature), self.reduction)
 
 
-@dataclass(eq=False, repr=False)
 class MultiSimilarityLoss(PairLoss):
     r"""Multi-similarity loss (Wang et al. 2019, https://arxiv.org/abs/1904.06627), over both
     directions.
 
     .. math::
-        \ell_i = \tfrac1\alpha \log\Bigl(1 + \sum_{p \in pos(i)} e^{-\alpha (S_{ip} - \lambda)}\Bigr)
+        \ell_i = \tfrac1\alpha
+        \log\Bigl(1 + \sum_{p \in pos(i)} e^{-\alpha (S_{ip} - \lambda)}\Bigr)
         + \tfrac1\beta \log\Bigl(1 + \sum_{j \in neg(i)} e^{\beta (S_{ij} - \lambda)}\Bigr)
 
     Args:
@@ -104,14 +116,32 @@ class MultiSimilarityLoss(PairLoss):
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
-    alpha: float = above_zero(2.0)
-    beta: float = above_zero(50.0)
-    base: float = 0.5
-    epsilon: float | None = None
+    shown = ("alpha", "beta", "base", "epsilon", "reduction")
+    alpha = Number(above=0)
+    beta = Number(above=0)
+    base = Number()
+    epsilon = NumberOr(None)
+
+    def __init__(
+        self,
+        alpha: float = 2.0,
+        beta: float = 50.0,
+        base: float = 0.5,
+        epsilon: float | None = None,
+        **common: Any,
+    ):
+        super().__init__(**common)
+        self.alpha = alpha
+        self.beta = beta
+        self.base = base
+        self.epsilon = epsilon
 
     def compute(self, sim: Similarity) -> Any:
-        anchors, a, b = sim.both, self.alpha, self.beta
-        below = above = None
+        anchors = sim.both
+        a = self.alpha
+        b = self.beta
+        below = None
+        above = None
         if self.epsilon is not None:
             below = anchors.hardest_negatives().values.detach() + self.epsilon
             above = _lowest_positives(anchors) - self.epsilon
@@ -141,7 +171,6 @@ def circle_of_positives(scores: Tensor, scale: Tensor, margin: Tensor, top: Tens
     return circle_of_negatives(1 - scores, scale, margin, top)
 
 
-@dataclass(eq=False, repr=False)
 class CircleLoss(PairLoss):
     r"""Circle loss (Sun et al. 2020, https://arxiv.org/abs/2002.10857), over both directions.
 
@@ -160,11 +189,18 @@ class CircleLoss(PairLoss):
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
-    margin: float = 0.4
-    scale: float = above_zero(80.0)
+    shown = ("margin", "scale", "reduction")
+    margin = Number()
+    scale = Number(above=0)
+
+    def __init__(self, margin: float = 0.4, scale: float = 80.0, **common: Any):
+        super().__init__(**common)
+        self.margin = margin
+        self.scale = scale
 
     def compute(self, sim: Similarity) -> Any:
-        anchors, options = sim.both, (self.scale, self.margin)
+        anchors = sim.both
+        options = self.scale, self.margin
         # Exponents of negatives are 0 up to -m, then fall and rise again: that of the hardest is
         # the largest, or is below that of an easy one, which is 0 at most. So with a shift of -60
         # at least no sum overflows. A bound on scores is for anchors without pairs. Positives have

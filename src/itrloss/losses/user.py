@@ -1,21 +1,22 @@
 """USER's hubness-aware losses."""
 
-from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from .. import functional
+from ..checks import Choice, Number
 from ..memory import MemorySimilarity
 from ..similarity import Similarity
-from .base import MemoryLoss, PairLoss, above_zero
+from .base import MemoryLoss, PairLoss
 
 
-@dataclass(eq=False, repr=False)
 class HubnessAwareLoss(PairLoss):
     r"""Hubness-aware loss, HAL (Liu et al. 2020), in the form of USER Eq. 17.
 
     .. math::
-        \frac1B \sum_i \Bigl[ \tfrac1\gamma \log\bigl(1 + \sum_{j \ne i} e^{\gamma (S_{ij} - \varepsilon)}\bigr)
-        + \tfrac1\gamma \log\bigl(1 + \sum_{j \ne i} e^{\gamma (S_{ji} - \varepsilon)}\bigr) - \log(1 + S_{ii}) \Bigr]
+        \frac1B \sum_i \Bigl[
+        \tfrac1\gamma \log\bigl(1 + \sum_{j \ne i} e^{\gamma (S_{ij} - \varepsilon)}\bigr)
+        + \tfrac1\gamma \log\bigl(1 + \sum_{j \ne i} e^{\gamma (S_{ji} - \varepsilon)}\bigr)
+        - \log(1 + S_{ii}) \Bigr]
 
     For several positives, and for how it differs from public codes, see :doc:`methods/hal`.
 
@@ -26,15 +27,29 @@ class HubnessAwareLoss(PairLoss):
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
-    scale: float = above_zero(90.0)
-    margin: float = 0.5
-    positive: functional.PositiveForm = "clamp"
+    shown = ("scale", "margin", "positive", "reduction")
+    scale = Number(above=0)
+    margin = Number()
+    positive: Choice[functional.PositiveForm] = Choice("clamp", "relu")
+
+    def __init__(
+        self,
+        scale: float = 90.0,
+        margin: float = 0.5,
+        positive: functional.PositiveForm = "clamp",
+        **common: Any,
+    ):
+        super().__init__(**common)
+        self.scale = scale
+        self.margin = margin
+        self.positive = positive
 
     def compute(self, sim: Similarity) -> Any:
-        return functional.hubness_aware_loss(sim, **self._options(HubnessAwareLoss))
+        return functional.hubness_aware_loss(
+            sim, self.scale, self.margin, self.reduction, positive=self.positive
+        )
 
 
-@dataclass(eq=False, repr=False)
 class UnifiedTrainingObjective(MemoryLoss):
     r"""Unified training objective, UTO (USER Eq. 18-21): HAL in the batch, and the batch against a
     memory.
@@ -55,15 +70,49 @@ class UnifiedTrainingObjective(MemoryLoss):
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`MemoryLoss`.
     """
 
-    scale: float = above_zero(90.0)
-    margin: float = 0.5
-    batch_weight: float = 1.0
-    positive: functional.PositiveForm = "clamp"
-    _: KW_ONLY
-    image_memory_weight: float = 1.0
-    text_memory_weight: float = 1.0
+    shown = (
+        "scale",
+        "margin",
+        "batch_weight",
+        "positive",
+        "image_memory_weight",
+        "text_memory_weight",
+        "reduction",
+    )
+    scale = Number(above=0)
+    margin = Number()
+    batch_weight = Number()
+    positive: Choice[functional.PositiveForm] = Choice("clamp", "relu")
+    image_memory_weight = Number()
+    text_memory_weight = Number()
+
+    def __init__(
+        self,
+        scale: float = 90.0,
+        margin: float = 0.5,
+        batch_weight: float = 1.0,
+        positive: functional.PositiveForm = "clamp",
+        *,
+        image_memory_weight: float = 1.0,
+        text_memory_weight: float = 1.0,
+        **common: Any,
+    ):
+        super().__init__(**common)
+        self.scale = scale
+        self.margin = margin
+        self.batch_weight = batch_weight
+        self.positive = positive
+        self.image_memory_weight = image_memory_weight
+        self.text_memory_weight = text_memory_weight
 
     def compute(self, sims: MemorySimilarity) -> Any:
         return functional.unified_training_objective(
-            sims, **self._options(UnifiedTrainingObjective)
+            sims,
+            batch_weight=self.batch_weight,
+            image_memory_weight=self.image_memory_weight,
+            text_memory_weight=self.text_memory_weight,
+            scale=self.scale,
+            margin=self.margin,
+            positive=self.positive,
+            reduction=self.reduction,
         )

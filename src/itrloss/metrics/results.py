@@ -99,11 +99,11 @@ class QueryResults:
 
         See :func:`retrieval_metrics`.
         """
-        answered = self.positives > 0
-        if not bool(answered.any()):
+        matched = self.positives > 0
+        if not bool(matched.any()):
             raise ValueError("image_ids, text_ids: no query has a matching candidate")
         counted = QueryResults(
-            self.ids[answered], self.ranks[answered], self.top[answered], self.candidates
+            self.ids[matched], self.ranks[matched], self.top[matched], self.candidates
         )
         metrics = {}
         for k, hits in zip(RECALLS, counted.hits.unbind(1), strict=True):

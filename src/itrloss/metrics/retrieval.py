@@ -184,7 +184,7 @@ def _ranked(
     i2t = sim
     t2i = sims[-1].T
     if reranker is not None:
-        ranked = reranker._ranked(sim, k, ties)
+        ranked = reranker.ranked(sim, k, ties)
     elif relevant is not None:
         pairs = distinct_pairs("relevant", *relevant, sim.shape)[0]
         images, texts = pairs.to(sim.device)
@@ -203,12 +203,12 @@ def _sharded_results(
     """Return the results of all processes, each of which ranks for its own queries."""
     if isinstance(scores, Similarity) and scores.embeddings is not None:
         scores = folded(scores)
-    method = None if reranker is None else reranker._description()
+    method = None if reranker is None else reranker.description()
     sim = shared(scores, f"{method} {k} {ties}", group)
     if reranker is None:
         ranked = [view.ranked(k, ties=ties) for view in (sim, sim.T)]
     else:
-        ranked = reranker._ranked_by_all(sim, k, ties)
+        ranked = reranker.ranked_by_all(sim, k, ties)
     gathered = []
     for ranks, top in ranked:
         gathered.append((gather_table(ranks, group), gather_rows(top.indices, group)))

@@ -149,10 +149,10 @@ def _bootstrap(runs: Sequence[RetrievalResults], samples: int, seed: int) -> Ten
 
 
 def _sums_by_id(results: RetrievalResults, first: RetrievalResults) -> Tensor:
-    """Return the (ids, 2, 6) sums over the answered queries of each id and direction.
+    """Return the (ids, 2, 6) sums over the queries with positives of each id and direction.
 
-    Summed are the metrics, and last the queries. Answered are queries with positives, in
-    ``results`` the same as in ``first``.
+    Summed are the metrics, and last the queries. The same queries must have positives in
+    ``results`` and in ``first``.
     """
     if not isinstance(results, RetrievalResults):
         got = type(results).__name__
@@ -164,13 +164,13 @@ def _sums_by_id(results: RetrievalResults, first: RetrievalResults) -> Tensor:
     indices = inverse.tensor_split([len(image_ids)])
     for side, (way, queries) in enumerate(results.ways.items()):
         expected = first.ways[way]
-        answered = queries.positives > 0
+        matched = queries.positives > 0
         alike = torch.equal(queries.ids, expected.ids)
-        if not alike or not torch.equal(answered, expected.positives > 0):
+        if not alike or not torch.equal(matched, expected.positives > 0):
             raise ValueError(f"others: expected results of the same queries; those of {way} differ")
         columns = [*queries.hits.unbind(1), queries.r_precision, queries.average_precision]
-        columns.append(torch.ones_like(answered))
-        values = torch.stack([column.double() for column in columns], 1) * answered[:, None]
+        columns.append(torch.ones_like(matched))
+        values = torch.stack([column.double() for column in columns], 1) * matched[:, None]
         sums[:, side].index_add_(0, indices[side], values.cpu())
     if not bool(sums[..., -1].any()):
         raise ValueError("results: no query has a right candidate")

@@ -26,24 +26,21 @@ COLOURS = ("#2f86c9", "#cf6a1c", "#1f9a70", "#b065a5", "#9a7d0a", "#7a838c")
 DASHES = ("-", (0, (6, 2)), (0, (2, 1.5)), (0, (6, 2, 1, 2)), (0, (4, 2)), "-")
 MARKERS = "os^DPv"
 _INK = "#010203"  # becomes currentColor, for which matplotlib has no name
-_INKED = (
-    "text.color",
-    "axes.edgecolor",
-    "axes.labelcolor",
-    "xtick.color",
-    "ytick.color",
-    "grid.color",
-)
 _STYLE = {
-    **dict.fromkeys(_INKED, _INK),
-    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
-    **{
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "grid.alpha": 0.15,
-        "font.size": 12,
-        "lines.markersize": 5,
-    },
+    "text.color": _INK,
+    "axes.edgecolor": _INK,
+    "axes.labelcolor": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "grid.color": _INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.15,
+    "font.size": 12,
+    "lines.markersize": 5,
     "svg.fonttype": "none",  # text stays text
     "text.parse_math": False,  # names may hold dollars
 }
@@ -73,14 +70,12 @@ def lines(
     def draw(axes: Axes) -> Legend:
         handles = []
         for i, one in enumerate(series, style):
-            colour, dash, marker = (kinds[i % len(COLOURS)] for kinds in (COLOURS, DASHES, MARKERS))
+            kind = i % len(COLOURS)
+            thin: Any = {"color": COLOURS[kind], "linewidth": 0.8, "alpha": 0.6}
             for run in one.runs:
-                axes.plot(
-                    one.x[: len(run)], run[: len(one.x)], color=colour, linewidth=0.8, alpha=0.6
-                )
-            handles += axes.plot(
-                one.x, one.y, color=colour, linestyle=dash, marker=marker, linewidth=2
-            )
+                axes.plot(one.x[: len(run)], run[: len(one.x)], **thin)
+            look: Any = {"linestyle": DASHES[kind], "marker": MARKERS[kind], "linewidth": 2}
+            handles += axes.plot(one.x, one.y, color=COLOURS[kind], **look)
         axes.locator_params(axis="x", integer=True)
         return handles, [one.name for one in series]
 
@@ -93,13 +88,14 @@ def histograms(counts: Mapping[str, np.ndarray], label: str, x: str, y: str) -> 
     """
     first, second = counts.values()
     most = max(int(first.max()), int(second.max()))
-    edges = np.arange(0, most + 2 * (width := most // 28 + 1), width) - 0.5
+    width = most // 28 + 1
+    edges = np.arange(0, most + 2 * width, width) - 0.5
 
     def draw(axes: Axes) -> Legend:
-        bars = axes.stairs(
-            np.histogram(first, edges)[0], edges, fill=True, color=COLOURS[-1], alpha=0.6
-        )
-        outline = axes.stairs(np.histogram(second, edges)[0], edges, color=COLOURS[0], linewidth=2)
+        heights = np.histogram(first, edges)[0]
+        bars = axes.stairs(heights, edges, fill=True, color=COLOURS[-1], alpha=0.6)
+        heights = np.histogram(second, edges)[0]
+        outline = axes.stairs(heights, edges, color=COLOURS[0], linewidth=2)
         mean = axes.axvline(first.mean(), color=_INK, linestyle=":")
         axes.set_yscale("log")
         axes.set_ylim(bottom=0.6)
@@ -123,12 +119,14 @@ def intervals(
     """
 
     def draw(axes: Axes) -> Legend:
-        handles, apart = [], min(0.3, 0.8 / len(groups))
+        handles = []
+        apart = min(0.3, 0.8 / len(groups))
         for i, values in enumerate(groups.values()):
             places = np.arange(len(names)) + apart * (i - (len(groups) - 1) / 2)
             value, low, high = np.array(values, float).T
+            errors = value - low, high - value
             look: Any = {"fmt": MARKERS[i], "color": COLOURS[i], "capsize": 3}
-            handles.append(axes.errorbar(value, places, xerr=(value - low, high - value), **look))
+            handles.append(axes.errorbar(value, places, xerr=errors, **look))
         axes.set_yticks(range(len(names)), names)
         axes.set_ylim(len(names) - 0.4, -0.6)
         if zero:
@@ -139,6 +137,7 @@ def intervals(
 
 
 def _svg(draw: Callable[[Axes], Legend], label: str, x: str, y: str, size: tuple[int, int]) -> str:
+    """Return a chart as an ``<svg>`` element."""
     check()
     from matplotlib import style
     from matplotlib.figure import Figure
@@ -166,5 +165,8 @@ def _svg(draw: Callable[[Axes], Legend], label: str, x: str, y: str, size: tuple
         f'viewBox="0 0 {width} {height}" width="{width}" role="img" aria-label="{escape(label)}"'
     )
     # A font not wider than matplotlib's, for which the text was placed.
-    flexible = f"max-width: 100%; min-width: {0.75 * width:.0f}px; height: auto; font-family: system-ui, sans-serif"
-    return f'<svg {frame} style="{flexible}; stroke-linejoin: round">{body}'
+    look = (
+        f"max-width: 100%; min-width: {0.75 * width:.0f}px; height: auto; "
+        "font-family: system-ui, sans-serif; stroke-linejoin: round"
+    )
+    return f'<svg {frame} style="{look}">{body}'

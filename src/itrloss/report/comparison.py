@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
 
 from ..comparison import Entry, RerankerComparison
 from ..metrics import QueryResults, skewness
-from ..metrics.results import RECALLS, WAYS
+from ..metrics.results import RECALL_NAMES, WAYS
 from . import Block, number, render
 from .charts import histograms, intervals
+
+Cell = dict[str, str | bool]  # text, and whether it is strong
 
 _LISTED = 10  # hubs, queries that gained, queries that lost
 
@@ -22,26 +27,33 @@ def page(
     """
     n, m = comparison.sim.shape
     about = (
-        f"{n} images, {m} texts. Recalls in percent. Intervals: 95 % confidence intervals of the change of the RSUM "
-        "(paired bootstrap over images). A skewness of 0 means that no candidate is a hub."
+        f"{n} images, {m} texts. Recalls in percent. Intervals: 95 % confidence intervals of the "
+        "change of the RSUM (paired bootstrap over images). A skewness of 0 means that no "
+        "candidate is a hub."
     )
-    by = chosen.name if chosen.reranker is None else f"{chosen.name}, hubs of {chosen.looks_at},"
-    changed = [_changed(comparison.entries[0], chosen, names, side) for side in (0, 1)]
-    sections = {"All methods": _methods(comparison, chosen), f"What {by} changed": changed}
-    return render(
-        title, [about, *({"title": name, "blocks": blocks} for name, blocks in sections.items())]
-    )
+    by = chosen.name
+    if chosen.reranker is not None:
+        by = f"{chosen.name}, hubs of {chosen.looks_at},"
+    first = comparison.entries[0].results
+    after = chosen.results
+    images, texts = names
+    changed = [
+        _Change("image", "text", images, texts, first.i2t, after.i2t).section(),
+        _Change("text", "image", texts, images, first.t2i, after.t2i).section(),
+    ]
+    methods = {"title": "All methods", "blocks": _methods(comparison, chosen)}
+    return render(title, [about, methods, {"title": f"What {by} changed", "blocks": changed}])
 
 
 def hubness(
     before: QueryResults, after: QueryResults, names: Sequence[str], query: str, candidate: str
 ) -> tuple[str, str]:
     """Return a chart of the k-occurrences of two results, and its caption."""
-    k, counts = before.top.shape[1], [results.occurrences.cpu() for results in (before, after)]
-    label = f"How often a {candidate} is among the first {k} of a {query}, {' and '.join(names)}"
+    k = before.top.shape[1]
+    counts = [before.occurrences.cpu(), after.occurrences.cpu()]
     chart = histograms(
         {name: x.numpy() for name, x in zip(names, counts, strict=True)},
-        label,
+        f"How often a {candidate} is among the first {k} of a {query}, {' and '.join(names)}",
         f"number of {query}s with it among their first {k}",
         f"number of {candidate}s (log scale)",
     )
@@ -49,76 +61,117 @@ def hubness(
     most = " → ".join(f"{int(x.max()):,}" for x in counts)
     never = " → ".join(f"{int((x == 0).sum()):,}" for x in counts)
     return chart, (
-        f"{candidate.capitalize()}s, retrieved by {len(before.top):,} {query}s. Skewness {skews}. The most popular "
-        f"{candidate} is in {most} lists; {never} of {len(counts[0]):,} are in none."
+        f"{candidate.capitalize()}s, retrieved by {len(before.top):,} {query}s. Skewness {skews}. "
+        f"The most popular {candidate} is in {most} lists; {never} of {len(counts[0]):,} are in "
+        "none."
     )
 
 
 def _methods(comparison: RerankerComparison, chosen: Entry) -> list[Block]:
-    rows, changes = [], {}
-    for entry in comparison.entries:
-        m, c = entry.results.metrics(), entry.change
-        cells = [entry.name, entry.looks_at]
-        cells += [
-            number(m[name]) for name in (*(f"{way}_r{k}" for way in WAYS for k in RECALLS), "rsum")
-        ]
-        if entry.reranker is None:
-            cells += ["", ""]
-        else:
-            cells += [
-                number(c.difference, "+.1f"),
-                f"{number(c.low, '+.1f')} to {number(c.high, '+.1f')}",
-            ]
-            changes[f"hubs of {entry.looks_at}", entry.name] = c.difference, c.low, c.high
-        cells += [number(m[f"{way}_skewness"], ".2f") for way in WAYS] + [number(entry.seconds)]
-        strong = [{"text": x, "strong": entry is chosen} for x in cells]
-        rows.append((strong[:2], strong[2:]))
-    kinds, methods = (
-        (list(dict.fromkeys(names)) for names in zip(*changes, strict=True))
-        if changes
-        else ([], [])
-    )
-    label = "Change of the RSUM by each method, with its interval"
-    values = {
-        kind: [changes.get((kind, method), (math.nan,) * 3) for method in methods] for kind in kinds
-    }
-    chart = intervals(methods, values, label, "change of the RSUM, in points", zero=True)
+    """Return the table of all methods, and a chart of what they change."""
+    rows = [_row(entry, entry is chosen) for entry in comparison.entries]
     head = ["R@1", "R@5", "R@10"] * 2 + ["RSUM", "change", "interval", "i → t", "t → i", "seconds"]
     groups = [("image → text", 3), ("text → image", 3), ("", 3), ("skewness", 2), ("", 1)]
-    return [
-        {"table": rows, "columns": (["method", "hubs in"], head), "groups": groups},
-        *({"note": f"{name} was left out: {why}."} for name, why in comparison.left_out.items()),
-        {"figures": [(chart, f"{label}.")] if changes else []},
-        "With hubs in the test queries, the result of a query depends on the other queries; compare it with results "
-        "of the same kind. With a bank, queries are independent.",
-    ]
-
-
-def _changed(first: Entry, chosen: Entry, names: Sequence[Sequence[str]], side: int) -> Block:
-    """Return the section on hubs and queries of one direction."""
-    before, after = (getattr(x.results, WAYS[side]) for x in (first, chosen))
-    query, candidate = ("text", "image") if side else ("image", "text")
-    queries, candidates = names[side], names[1 - side]
-    counts = before.occurrences, after.occurrences
-    hubs = counts[0].sort(descending=True, stable=True).indices[:_LISTED].tolist()
-    rows = [([candidates[hub]], [f"{int(x[hub]):,}" for x in counts]) for hub in hubs]
-    answered = (before.best > 0).nonzero().squeeze(1)
-    old, new = before.best[answered], after.best[answered]  # ranks of the best right candidate
     blocks: list[Block] = [
-        {"figures": [hubness(before, after, ("before", "after"), query, candidate)]},
-        {"table": rows, "columns": (["greatest hubs before"], ["queries before", "after"])},
-        f"{int((new < old).sum())} of {len(answered)} queries rank their right candidate higher than before, "
-        f"{int((new > old).sum())} lower.",
+        {"table": rows, "columns": (["method", "hubs in"], head), "groups": groups}
     ]
-    gain = old.double().log() - new.double().log()  # from 20 to 2 is more than from 200 to 182
-    heads = ["first candidate before", "first candidate after"], ["rank before", "after"]
-    for title, gains in (("gained most", gain), ("lost most", -gain)):
-        order = gains.sort(descending=True, stable=True).indices[:_LISTED]
+    for name, why in comparison.left_out.items():
+        blocks.append({"note": f"{name} was left out: {why}."})
+    return [
+        *blocks,
+        {"figures": _changes([x for x in comparison.entries if x.reranker is not None])},
+        "With hubs in the test queries, the result of a query depends on the other queries; "
+        "compare it with results of the same kind. With a bank, queries are independent.",
+    ]
+
+
+def _row(entry: Entry, strong: bool) -> tuple[list[Cell], list[Cell]]:
+    """Return a method's row of the table."""
+    metrics = entry.results.metrics()
+    change = interval = ""
+    if entry.reranker is not None:
+        of_rsum = entry.change
+        change = number(of_rsum.difference, "+.1f")
+        interval = f"{number(of_rsum.low, '+.1f')} to {number(of_rsum.high, '+.1f')}"
+    figures = [number(metrics[name]) for name in (*RECALL_NAMES, "rsum")]
+    figures += [change, interval]
+    figures += [number(metrics[f"{way}_skewness"], ".2f") for way in WAYS]
+    figures.append(number(entry.seconds))
+    texts = [entry.name, entry.looks_at]
+    return _cells(texts, strong), _cells(figures, strong)
+
+
+def _cells(texts: Sequence[str], strong: bool) -> list[Cell]:
+    return [{"text": text, "strong": strong} for text in texts]
+
+
+def _changes(entries: Sequence[Entry]) -> list[tuple[str, str]]:
+    """Return a chart of the changes of the RSUM, with its caption; none without re-rankers."""
+    if not entries:
+        return []
+    methods = list(dict.fromkeys(entry.name for entry in entries))
+    unknown = math.nan, math.nan, math.nan
+    values: dict[str, list[tuple[float, float, float]]] = {}
+    for entry in entries:
+        kind = values.setdefault(f"hubs of {entry.looks_at}", [unknown] * len(methods))
+        change = entry.change
+        kind[methods.index(entry.name)] = change.difference, change.low, change.high
+    label = "Change of the RSUM by each method, with its interval"
+    chart = intervals(methods, values, label, "change of the RSUM, in points", zero=True)
+    return [(chart, f"{label}.")]
+
+
+@dataclass
+class _Change:
+    """The results of one direction before and after re-ranking."""
+
+    query: str
+    candidate: str
+    queries: Sequence[str]  # their names
+    candidates: Sequence[str]
+    before: QueryResults
+    after: QueryResults
+
+    def section(self) -> Block:
+        """Return the section on hubs and queries."""
+        matched = (self.before.best > 0).nonzero().squeeze(1)
+        old = self.before.best[matched]  # ranks of the best right candidate
+        new = self.after.best[matched]
+        gain = old.double().log() - new.double().log()  # from 20 to 2 is more than from 200 to 182
+        chart = hubness(self.before, self.after, ("before", "after"), self.query, self.candidate)
+        blocks = [
+            {"figures": [chart]},
+            self.hubs(),
+            f"{int((new < old).sum())} of {len(matched)} queries rank their right candidate "
+            f"higher than before, {int((new > old).sum())} lower.",
+            self.examples("gained most", matched, gain),
+            self.examples("lost most", matched, -gain),
+        ]
+        return {"title": f"{self.query} → {self.candidate}", "blocks": blocks}
+
+    def hubs(self) -> Block:
+        """Return the table of the candidates that most queries had among their first."""
+        before = self.before.occurrences
+        after = self.after.occurrences
         rows = []
-        for i in order[gains[order] > 0].tolist():
-            q = int(answered[i])
-            firsts = [candidates[int(x.top[q, 0])] for x in (before, after)]
-            rows.append(([queries[q], *firsts], [f"{int(x[i]):,}" for x in (old, new)]))
+        for hub in before.sort(descending=True, stable=True).indices[:_LISTED].tolist():
+            rows.append(([self.candidates[hub]], [f"{before[hub]:,}", f"{after[hub]:,}"]))
+        return {"table": rows, "columns": (["greatest hubs before"], ["queries before", "after"])}
+
+    def examples(self, title: str, matched: Tensor, gain: Tensor) -> Block:
+        """Return the table of the queries with the greatest gains, if they are above 0.
+
+        ``matched`` (Q,): the queries that have a right candidate; ``gain`` (Q,): what they gained.
+        """
+        order = gain.sort(descending=True, stable=True).indices[:_LISTED]
+        rows = []
+        for q in matched[order[gain[order] > 0]].tolist():
+            names = [self.queries[q]]
+            ranks = []
+            for results in (self.before, self.after):
+                names.append(self.candidates[int(results.top[q, 0])])
+                ranks.append(f"{int(results.best[q]):,}")
+            rows.append((names, ranks))
+        heads = [title, "first candidate before", "first candidate after"]
         # nothing where there are no rows
-        blocks.append({"table": rows, "columns": ([title, *heads[0]], heads[1])})
-    return {"title": f"{query} → {candidate}", "blocks": blocks}
+        return {"table": rows, "columns": (heads, ["rank before", "after"])}

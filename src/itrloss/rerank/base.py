@@ -10,17 +10,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import check_matrix, check_size
 from ..distributed import consensus, world_size
+from ..distributed.shards import Processes
 from ..metrics.labels import ids_or_indices, shared, with_ids
 from ..similarity import Similarity, TopK
 from .direction import SIDES, Bias, Direction, Rule, against, fitting, unlabelled
 
 T = TypeVar("T", Tensor, TopK)
 R = TypeVar("R", bound="Reranker")
-Ranked = tuple[Tensor, TopK]  # (Q, P) ranks of the queries' positives, and their best candidates
+# the (Q, P) ranks of the queries' positives (empty for ``ties=None``), and their best candidates
+Ranked = tuple[Tensor, TopK]
 
 
 class Reranked(tuple[T, T], Generic[T]):
@@ -33,10 +36,12 @@ class Reranked(tuple[T, T], Generic[T]):
 
     @property
     def i2t(self) -> T:
+        """The result of image→text."""
         return self[0]
 
     @property
     def t2i(self) -> T:
+        """The result of text→image."""
         return self[1]
 
 
@@ -47,6 +52,14 @@ class RerankBiases(NamedTuple):
 
     texts: Tensor
     images: Tensor
+
+
+class Ruled(NamedTuple):
+    """A direction, its queries with their ids, and how its candidates are ranked."""
+
+    direction: Direction
+    labelled: Similarity
+    rule: Rule  # a bias has the candidates of all processes
 
 
 class Reranker(ABC):
@@ -91,7 +104,9 @@ class Reranker(ABC):
         """
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self._options().items())})"
+        """Return the method and its options, as they are passed to it."""
+        options = ", ".join(f"{name}={value!r}" for name, value in self._options().items())
+        return f"{type(self).__name__}({options})"
 
     def _options(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
@@ -120,15 +135,16 @@ class Reranker(ABC):
                 scores.
         """
         if not self.takes_bank:
-            raise ValueError(
-                f"images, texts: {type(self).__name__} has no use for a bank of queries"
-            )
-        for name, bank in (("images", images), ("texts", texts)):
-            if bank is not None:
-                check_matrix(name, bank, "(N, M)", check_finite=True)
-        self._images, self._texts = (
-            None if bank is None else bank.detach() for bank in (images, texts)
-        )
+            name = type(self).__name__
+            raise ValueError(f"images, texts: {name} has no use for a bank of queries")
+        if images is not None:
+            check_matrix("images", images, "(N, M)", check_finite=True)
+            images = images.detach()
+        if texts is not None:
+            check_matrix("texts", texts, "(N, M)", check_finite=True)
+            texts = texts.detach()
+        self._images = images
+        self._texts = texts
         return self
 
     def state_dict(self) -> dict[str, Any]:
@@ -148,15 +164,14 @@ class Reranker(ABC):
         Raises:
             ValueError: the state is another method's or incomplete; this object is unchanged.
         """
+        expected = f"state: expected a state of {type(self).__name__}"
         missing = {"method", "options", "images", "texts"} - set(state)
-        if missing or state["method"] != type(self).__name__:
-            got = (
-                f"one without {', '.join(sorted(missing))}"
-                if missing
-                else f"one of {state['method']}"
-            )
-            raise ValueError(f"state: expected a state of {type(self).__name__}, got {got}")
-        options, own = state["options"], self.state_dict()["options"]
+        if missing:
+            raise ValueError(f"{expected}, got one without {', '.join(sorted(missing))}")
+        if state["method"] != type(self).__name__:
+            raise ValueError(f"{expected}, got one of {state['method']}")
+        options = state["options"]
+        own = self.state_dict()["options"]
         if set(options) != set(own):
             raise ValueError(f"state: expected the options {sorted(own)}, got {sorted(options)}")
         loaded = type(self)(**self._options() | options)
@@ -181,18 +196,23 @@ class Reranker(ABC):
                 without a bank; for a missing bank or embeddings that the method needs.
         """
         sim = with_ids("scores", scores, None, None, by_ids=False).detach()
-        results, matrix = [], None
-        for direction, rule, _ in self._ruled(self._directions(sim)):
-            # one product for both directions, the second of which overwrites it
-            if isinstance(rule, Bias):
-                matrix = sim.scores() if matrix is None else matrix
-                own, out = (matrix.T, matrix.T) if direction.side else (matrix, None)
-                result = torch.add(rule.bias.to(own), own, alpha=rule.factor, out=out)
-            else:
+        results = []
+        matrix = None
+        for direction, _, rule in self._ruled(self._directions(sim)):
+            if not isinstance(rule, Bias):
                 result = torch.empty(direction.queries.shape, dtype=sim.dtype, device=sim.device)
                 for rows, block in direction.queries.blocks():
                     result[rows] = rule(block, rows)
-            results.append(result.T if direction.side else result)
+                results.append(result.T if direction.side else result)
+                continue
+            # one product for both directions, the second of which overwrites it
+            if matrix is None:
+                matrix = sim.scores()
+            bias = rule.bias.to(matrix)
+            if direction.side == 0:
+                results.append(torch.add(bias, matrix, alpha=rule.factor))
+            else:
+                results.append(torch.add(bias[:, None], matrix, alpha=rule.factor, out=matrix))
         return self._pair(results)
 
     def topk(
@@ -225,11 +245,10 @@ class Reranker(ABC):
         """
         check_size("k", k)
         if gather and world_size(process_group) > 1:
-            ranked = self._ranked_by_all(
-                shared(scores, f"{self._description()} {k}", process_group), k, None
-            )
+            sim = shared(scores, f"{self.description()} {k}", process_group)
+            ranked = self.ranked_by_all(sim, k, None)
         else:
-            ranked = self._ranked(with_ids("scores", scores, None, None, by_ids=False), k, None)
+            ranked = self.ranked(with_ids("scores", scores, None, None, by_ids=False), k, None)
         return self._pair(top for _, top in ranked)
 
     def _pair(self, results: Iterable[T]) -> Reranked[T]:
@@ -245,59 +264,55 @@ class Reranker(ABC):
             ValueError: as :meth:`rerank`, and for a method that is not a bias per candidate.
         """
         sim = with_ids("scores", scores, None, None, by_ids=False)
-        rules = [rule for _, rule, _ in self._ruled(self._directions(sim))]
+        rules = [ruled.rule for ruled in self._ruled(self._directions(sim))]
         biases = [rule.bias / rule.factor for rule in rules if isinstance(rule, Bias)]
         if len(biases) < 2:
             raise ValueError(f"biases: {type(self).__name__} is not a bias per candidate")
         return RerankBiases(*biases)
 
-    def _ranked(self, sim: Similarity, k: int, ties: str | None) -> list[Ranked]:
-        """Return the ranks (empty for ``ties=None``) and best candidates of all images, and of all
-        texts.
+    def ranked(self, sim: Similarity, k: int, ties: str | None) -> list[Ranked]:
+        """Return the ranks (empty for ``ties=None``) and the k best candidates of all images, and
+        of all texts; see :meth:`itrloss.Similarity.ranked`.
         """
-        return [_ranks(*each, k, ties) for each in self._ruled(self._directions(sim))]
+        return [_ranks(ruled, k, ties) for ruled in self._ruled(self._directions(sim))]
 
-    def _ranked_by_all(self, sim: Similarity, k: int, ties: str | None) -> Iterator[Ranked]:
-        """Yield :meth:`_ranked` of this process's queries among the candidates of all processes."""
+    def ranked_by_all(self, sim: Similarity, k: int, ties: str | None) -> Iterator[Ranked]:
+        """Yield :meth:`ranked` of this process's queries among the candidates of all processes."""
         for view in self._directions(sim):
             with consensus(view[0].group):
                 (ruled,) = self._ruled([view])
-                ranked = _ranks(*ruled, k, ties)
+                ranked = _ranks(ruled, k, ties)
             yield ranked
 
     @torch.no_grad()
-    def _ruled(
-        self, views: Iterable[tuple[Direction, Similarity]]
-    ) -> list[tuple[Direction, Rule, Similarity]]:
-        """Return :meth:`_directions` with their rules; a bias covers the candidates of all
-        processes.
-        """
-        directions, labelled = zip(*views, strict=True)
-        rules = []
-        for direction, rule in zip(directions, self._rules_together(directions), strict=True):
+    def _ruled(self, views: Iterable[tuple[Direction, Similarity]]) -> list[Ruled]:
+        """Return :meth:`_directions` with their rules."""
+        views = list(views)
+        rules = self._rules_together([direction for direction, _ in views])
+        ruled = []
+        for (direction, labelled), rule in zip(views, rules, strict=True):
             if isinstance(rule, Bias):
                 rule = rule._replace(bias=direction.of_all(rule.bias))
                 if not bool(rule.bias.isfinite().all()):
                     raise ValueError(f"scores: too large for {self!r}")
-            rules.append(rule)
-        return list(zip(directions, rules, labelled, strict=True))
+            ruled.append(Ruled(direction, labelled, rule))
+        return ruled
 
     def _rules_together(self, directions: Sequence[Direction]) -> Sequence[Rule]:
         return [self.rule(direction) for direction in directions]
 
-    def _description(self) -> str:
+    def description(self) -> str:
         """Return the method, its options and its banks as a string, which must be the same in all
         processes.
         """
-        banks = [
-            None if bank is None else bank.cpu().contiguous()
-            for bank in (self._images, self._texts)
-        ]
-        kinds = [
-            x if x is None else (x.shape, x.dtype, zlib.crc32(x.view(torch.uint8).numpy().data))
-            for x in banks
-        ]
-        return f"{self!r} {kinds}"
+        banks: list[Any] = []
+        for bank in (self._images, self._texts):
+            if bank is None:
+                banks.append(None)
+                continue
+            data = bank.cpu().contiguous().view(torch.uint8).numpy().data
+            banks.append((bank.shape, bank.dtype, zlib.crc32(data)))
+        return f"{self!r} {banks}"
 
     @torch.no_grad()
     def _directions(self, sim: Similarity) -> Iterator[tuple[Direction, Similarity]]:
@@ -307,69 +322,82 @@ class Reranker(ABC):
         Raises an error unless the method can re-rank ``sim``.
         """
         self._check(sim)
-        banks = [
-            None if bank is None else fitting(bank, side, sim)
-            for side, bank in enumerate((self._images, self._texts))
-        ]
-        p = None if sim.share is None else sim.share.processes
-        if p is None:
+        banks = [self._images, self._texts]
+        for side, bank in enumerate(banks):
+            if bank is not None:
+                banks[side] = fitting(bank, side, sim)
+        if sim.share is None:
+            labelled = sim, sim.T
             plain = unlabelled(sim)
-            labelled, plains = (sim, sim.T), (plain, plain.T)
+            plains = plain, plain.T
         else:  # own images with all texts, own texts with all images
             labelled = sim.local(), sim.T.local()
             plains = unlabelled(labelled[0]), unlabelled(labelled[1])
-        shared = p is not None and not self.needs_all_candidates
-        for side, (queries, bank) in enumerate(zip(plains, banks, strict=True)):
-            candidates, references, first = plains[1 - side], bank, (0, 0)
-            if p is not None:
-                first = p.first(side), p.first(1 - side) if shared else 0
-                if not shared:
-                    references = candidates.embeddings[1] if bank is None else bank  # type: ignore[index]
-                    candidates = queries.T
-            if references is not None:
-                candidates = against(candidates, references)
-            group = None if p is None else p.group
-            direction = Direction(
-                side, queries, candidates, bank is None, banks[1 - side], shared, first, group
-            )
-            yield direction, labelled[side]
+        processes = None if sim.share is None else sim.share.processes
+        for side in (0, 1):
+            yield self._direction(side, plains, banks, processes), labelled[side]
+
+    def _direction(
+        self,
+        side: int,
+        views: tuple[Similarity, Similarity],  # this process's images, and its texts
+        banks: Sequence[Tensor | None],
+        processes: Processes | None,
+    ) -> Direction:
+        """Return image→text (0) or text→image (1)."""
+        queries = views[side]
+        candidates = views[1 - side]
+        references = banks[side]
+        group = None
+        first = 0, 0
+        shared = processes is not None and not self.needs_all_candidates
+        if processes is not None:
+            group = processes.group
+            first = processes.first(side), processes.first(1 - side) if shared else 0
+            if not shared and references is None:
+                assert candidates.embeddings is not None
+                references = candidates.embeddings[1]  # the queries of all processes
+            if not shared:
+                candidates = queries.T
+        if references is not None:
+            candidates = against(candidates, references)
+        transductive = banks[side] is None
+        gallery = banks[1 - side]
+        return Direction(side, queries, candidates, transductive, gallery, shared, first, group)
 
     def _check(self, sim: Similarity) -> None:
         """Raise an error for a missing bank or embeddings."""
+        method = type(self).__name__
         if self.needs_embeddings and sim.embeddings is None:
-            expected = (
+            needed = (
                 "a Similarity of embeddings: images are compared with images, or texts with texts"
             )
-            raise ValueError(
-                f"scores: {type(self).__name__} needs {expected}; got a matrix of scores"
-            )
+            raise ValueError(f"scores: {method} needs {needed}; got a matrix of scores")
         for name, transductive, count in zip(SIDES, self.transductive, sim.totals, strict=True):
+            advice = f"call fit({name}=...) first"
             if transductive and self.needs_bank:
-                raise ValueError(
-                    f"{name}: {type(self).__name__} needs a bank of queries; call fit({name}=...) first"
-                )
+                raise ValueError(f"{name}: {method} needs a bank of queries; {advice}")
             if transductive and self.takes_bank and count == 1:
-                raise ValueError(
-                    f"scores: a single query needs a bank to be compared with; call fit({name}=...) first"
-                )
+                needed = "a single query needs a bank to be compared with"
+                raise ValueError(f"scores: {needed}; {advice}")
 
 
 @torch.no_grad()
-def _ranks(
-    direction: Direction, rule: Rule, labelled: Similarity, k: int, ties: str | None
-) -> Ranked:
-    """Return ranks and best candidates by re-ranked score; ``labelled``: the direction's queries
-    with their ids.
-    """
+def _ranks(ruled: Ruled, k: int, ties: str | None) -> Ranked:
+    """Return ranks and best candidates by re-ranked score."""
+    direction, labelled, rule = ruled
     if isinstance(rule, Bias):
         ranks, top = labelled.ranked(k, rule.bias / rule.factor, ties=ties)
         return ranks, TopK(top.values * rule.factor, top.indices)
     ids, candidate_ids = ids_or_indices(labelled)
-    ranked = (
-        Similarity.from_scores(rule(block, rows), ids[rows], candidate_ids).ranked(k, ties=ties)
-        for rows, block in direction.queries.blocks()
-    )
-    ranks, tops = zip(*ranked, strict=True)
+    ranks = []
+    tops = []
+    for rows, block in direction.queries.blocks():
+        pair_ids = ids[rows], candidate_ids
+        own_ranks, top = Similarity.from_scores(rule(block, rows), *pair_ids).ranked(k, ties=ties)
+        ranks.append(own_ranks)
+        tops.append(top)
     width = max(x.shape[-1] for x in ranks)
-    padded = [torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in ranks]
-    return torch.cat(padded), TopK(*(torch.cat(x) for x in zip(*tops, strict=True)))
+    padded = torch.cat([F.pad(x, (0, width - x.shape[-1])) for x in ranks])
+    values = torch.cat([top.values for top in tops])
+    return padded, TopK(values, torch.cat([top.indices for top in tops]))

@@ -74,7 +74,7 @@ def against(sim: Similarity, bank: Tensor, more_rows: Tensor | None = None) -> S
             row_bias = torch.cat([row_bias, row_bias.new_zeros(len(more_rows))])
     engine: Any = sim.engine if sim.engine in ("tiled", "triton") else "auto"
     ids = _no_match((len(rows), len(bank)), sim.device)
-    bias = None if row_bias is None else (row_bias, None)
+    bias = row_bias, None
     return Similarity(rows, bank, *ids, normalize=sim.normalizes, engine=engine, bias=bias)
 
 
@@ -85,17 +85,17 @@ def fitting(bank: Tensor, side: int, sim: Similarity) -> Tensor:
     In the dtype of the scores, as half precision would round a float32 bank. Raises an error if the
     bank does not fit.
     """
-    like = sim if sim.embeddings is None else sim.embeddings[0]
-    axis, what = (
-        (1 - side, "scores with the {} candidates")
-        if like is sim
-        else (1, "embeddings of dimension {}")
-    )
-    if bank.shape[axis] != like.shape[axis]:
-        expected = what.format(like.shape[axis])
+    axis = 1 - side
+    size = sim.shape[axis]
+    expected = f"scores with the {size} candidates"
+    if sim.embeddings is not None:
+        axis = 1
+        size = sim.embeddings[0].shape[1]
+        expected = f"embeddings of dimension {size}"
+    if bank.shape[axis] != size:
         raise ValueError(f"{SIDES[side]}: expected {expected}, got a bank of {bank.shape[axis]}")
     bank = bank.to(sim.device, sim.dtype)
-    return bank.T if like is sim and side == 0 else bank
+    return bank.T if sim.embeddings is None and side == 0 else bank
 
 
 def _no_match(shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:

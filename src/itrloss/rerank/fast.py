@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +19,33 @@ from .direction import Bias, Direction, Rule
 SCALES = (5.0, 7.0, 10.0, 14.0, 20.0, 28.0, 40.0, 57.0, 80.0)
 
 
-class FastReranker(Reranker):
+class _LogSumExpReranker(Reranker):
+    """Re-ranking by ``factor S_qc - log sum_r exp(scale R_rc)``."""
+
+    @abstractmethod
+    def _options_of(self, side: int) -> tuple[float, float]:
+        """Return the scale and the factor of image→text (0) or text→image (1)."""
+
+    def rule(self, direction: Direction) -> Rule:
+        """Return minus the log-sum-exp of each candidate as its bias."""
+        return self._rules_together([direction])[0]
+
+    def _rules_together(self, directions: Sequence[Direction]) -> list[Rule]:
+        scales = []
+        factors = []
+        for direction in directions:
+            scale, factor = self._options_of(direction.side)
+            scales.append(scale)
+            factors.append(factor)
+        # one product where there is one matrix
+        candidates = Anchors.together(*(direction.candidates for direction in directions))
+        sizes = torch.tensor(candidates.sizes)
+        each = torch.tensor(scales, dtype=candidates.dtype).repeat_interleave(sizes)
+        sums = candidates.split(candidates.logsumexp(each))
+        return [Bias(-x, factor) for x, factor in zip(sums, factors, strict=True)]
+
+
+class FastReranker(_LogSumExpReranker):
     """Fast Re-ranking (DVSE Eq. 13-15): candidates that are similar to every query move down.
 
     Image→text ranks by ``γ2 S_qc - log sum_r exp(γ1 R_rc)``, text→image by ``λ2 S_qc - log sum_r
@@ -40,20 +67,11 @@ class FastReranker(Reranker):
                 raise ValueError(f"{name}: expected two numbers above 0, got {pair!r}")
             for x in pair:
                 check_number(name, x, positive=True)
-        self.i2t, self.t2i = i2t, t2i
+        self.i2t = i2t
+        self.t2i = t2i
 
-    def rule(self, direction: Direction) -> Rule:
-        return self._rules_together([direction])[0]
-
-    def _rules_together(self, directions: Sequence[Direction]) -> list[Rule]:
-        scales, factors = zip(*((self.i2t, self.t2i)[d.side] for d in directions), strict=True)
-        # one product where there is one matrix
-        candidates = Anchors.together(*(d.candidates for d in directions))
-        each = torch.tensor(scales, dtype=candidates.dtype).repeat_interleave(
-            torch.tensor(candidates.sizes)
-        )
-        sums = candidates.split(candidates.logsumexp(each))
-        return [Bias(-x, factor) for x, factor in zip(sums, factors, strict=True)]
+    def _options_of(self, side: int) -> tuple[float, float]:
+        return self.t2i if side else self.i2t
 
     @torch.no_grad()
     def calibrate(
@@ -86,7 +104,7 @@ class FastReranker(Reranker):
             )
         chosen = []
         for direction, labelled in self._directions(sim):
-            qualities = {}
+            qualities: dict[tuple[float, float], tuple[float, float]] = {}
             for scale in scales:
                 penalty = direction.candidates.logsumexp(scale)
                 for factor in scales:
@@ -97,12 +115,13 @@ class FastReranker(Reranker):
 
 
 def _quality(ranks: Tensor) -> tuple[float, float]:
-    """Return the sum of the recalls and the mean reciprocal rank, over the queries with a positive."""
+    """Return the sum of the recalls and the mean reciprocal rank of queries with a positive."""
     ranks = ranks[ranks > 0].double()
-    return sum(float((ranks <= k).double().mean()) for k in (1, 5, 10)), float((1 / ranks).mean())
+    recalls = sum(float((ranks <= k).double().mean()) for k in (1, 5, 10))
+    return recalls, float((1 / ranks).mean())
 
 
-class InvertedSoftmax(Reranker):
+class InvertedSoftmax(_LogSumExpReranker):
     """Inverted softmax (Smith et al., ICLR 2017): ``scale S_qc - log sum_r exp(scale R_rc)``.
 
     It is :class:`FastReranker` with all four parameters the same.
@@ -112,9 +131,5 @@ class InvertedSoftmax(Reranker):
         check_number("scale", scale, positive=True)
         self.scale = scale
 
-    def rule(self, direction: Direction) -> Rule:
-        return self._rules_together([direction])[0]
-
-    def _rules_together(self, directions: Sequence[Direction]) -> list[Rule]:
-        pair = self.scale, self.scale
-        return FastReranker(pair, pair)._rules_together(directions)
+    def _options_of(self, side: int) -> tuple[float, float]:
+        return self.scale, self.scale

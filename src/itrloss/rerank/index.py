@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,10 +45,9 @@ class BiasedIndex:
             import faiss  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ImportError("an index needs FAISS: pip install 'itrloss[faiss]'") from error
-        bias = torch.zeros(len(candidates)) if bias is None else bias
-        data = torch.cat(
-            [normalized(candidates.detach().cpu()).float(), bias.float()[:, None]], 1
-        ).numpy()
+        if bias is None:
+            bias = torch.zeros(len(candidates))
+        data = _extended(candidates, bias)
         try:
             self.index = faiss.index_factory(data.shape[1], factory, faiss.METRIC_INNER_PRODUCT)
             if not self.index.is_trained:
@@ -57,12 +57,10 @@ class BiasedIndex:
                 faiss.ParameterSpace().set_index_parameter(self.index, "nprobe", nprobe)
         except RuntimeError as error:
             message = str(error).strip().splitlines()[-1]
-            options = f"{factory!r} with {len(data)} candidates" + (
-                f" and nprobe = {nprobe}" if nprobe else ""
-            )
-            raise ValueError(
-                f"factory: FAISS cannot build the index {options}: {message}"
-            ) from None
+            index = f"the index {factory!r} with {len(data)} candidates"
+            if nprobe is not None:
+                index += f" and nprobe = {nprobe}"
+            raise ValueError(f"factory: FAISS cannot build {index}: {message}") from None
 
     def search(self, queries: Tensor, k: int) -> TopK:
         """Return the (Q, k) scores and indices of the k best candidates of each query.
@@ -75,12 +73,15 @@ class BiasedIndex:
         """
         check_matrix("queries", queries, "(Q, D)", True)
         check_size("k", k)
-        if queries.shape[1] != self.index.d - 1:
-            raise ValueError(
-                f"queries: expected shape (Q, {self.index.d - 1}), got {tuple(queries.shape)}"
-            )
-        vectors = torch.cat(
-            [normalized(queries.detach().cpu()).float(), torch.ones(len(queries), 1)], 1
-        )
-        values, indices = map(torch.from_numpy, self.index.search(vectors.numpy(), k))
+        dim = self.index.d - 1
+        if queries.shape[1] != dim:
+            raise ValueError(f"queries: expected shape (Q, {dim}), got {tuple(queries.shape)}")
+        vectors = _extended(queries, torch.ones(len(queries)))
+        values, indices = map(torch.from_numpy, self.index.search(vectors, k))
         return TopK(values.masked_fill(indices < 0, -torch.inf), indices)
+
+
+def _extended(embeddings: Tensor, last: Tensor) -> np.ndarray:
+    """Return embeddings (N, D) at unit length with a last dimension (N,), in float32."""
+    vectors = normalized(embeddings.detach().cpu()).float()
+    return torch.cat([vectors, last.float()[:, None]], 1).numpy()

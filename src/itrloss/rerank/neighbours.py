@@ -5,12 +5,14 @@ expensive scorer.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import check_number, check_size
+from ..similarity import Similarity
 from ..terms import identity
 from .base import Reranker
 from .direction import Direction, Rule
@@ -18,40 +20,49 @@ from .direction import Direction, Rule
 _AT_ONCE = 2**19  # scores compared at once, which fit into a cache
 
 
-def _best_candidates(direction: Direction, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the (Q, k) best candidates of this process's queries, their scores, and their places
-    by the query's rank.
+class _Best(NamedTuple):
+    """The k best candidates of this process's queries."""
+
+    candidates: Tensor  # (Q, k)
+    scores: Tensor  # (Q, k), in descending order
+    places: Tensor  # (Q, k) from 1, by the query's rank for the candidate
+
+
+def _best_candidates(direction: Direction, k: int) -> _Best:
+    """Return the best candidates of this process's queries.
 
     Of candidates with the same score, the one with the lower index comes first. The query's rank is
-    the number of references with a higher score for the candidate; places count from 1, and equal
-    ranks stay in the order of scores.
+    the number of references with a higher score for the candidate; equal ranks stay in the order of
+    scores.
     """
     best = direction.queries.topk(min(k, direction.queries.shape[1]))
     candidates, by_index = best.indices.sort(1)
-    values, order = best.values.gather(1, by_index).sort(dim=1, descending=True, stable=True)
+    scores, order = best.values.gather(1, by_index).sort(dim=1, descending=True, stable=True)
     candidates = candidates.gather(1, order)
-    ranks = direction.summed(
-        _query_ranks(direction, direction.of_all(values), direction.of_all(candidates))
-    )
-    ranks = ranks[direction.first[0] :][: len(candidates)]
-    return candidates, values, ranks.argsort(dim=1, stable=True).argsort(1).add(1).to(values.dtype)
+    all_ranks = _query_ranks(direction, direction.of_all(scores), direction.of_all(candidates))
+    ranks = direction.summed(all_ranks)[direction.first[0] :][: len(candidates)]
+    places = ranks.argsort(dim=1, stable=True).argsort(1) + 1
+    return _Best(candidates, scores, places.to(scores.dtype))
 
 
-def _query_ranks(direction: Direction, values: Tensor, candidates: Tensor) -> Tensor:
+def _query_ranks(direction: Direction, scores: Tensor, candidates: Tensor) -> Tensor:
     """Return the (Q, k) number of references above each query of all processes; 0 for other
     processes' candidates.
     """
-    ranks, own = torch.zeros_like(candidates), candidates - direction.first[1]
-    for rows, scores in direction.candidates.blocks():
+    ranks = torch.zeros_like(candidates)
+    own = candidates - direction.first[1]
+    for rows, block in direction.candidates.blocks():
         query, place = ((own >= rows.start) & (own < rows.stop)).nonzero(as_tuple=True)
-        row, value = own[query, place] - rows.start, values[query, place]
+        row = own[query, place] - rows.start  # (P,), as its score
+        score = scores[query, place]
         # from the same product: rounded otherwise, a query could rank behind itself
         if direction.transductive:
-            value = scores[row, query]
-        step = max(1, _AT_ONCE // scores.shape[1])
-        parts = (x.split(step) for x in (query, place, row, value))
-        for q, p, r, x in zip(*parts, strict=True):
-            ranks[q, p] = (scores[r] > x[:, None]).sum(1)
+            score = block[row, query]
+        step = max(1, _AT_ONCE // block.shape[1])
+        above = []
+        for some_rows, some_scores in zip(row.split(step), score.split(step), strict=True):
+            above.append((block[some_rows] > some_scores[:, None]).sum(1))
+        ranks[query, place] = torch.cat(above)
     return ranks
 
 
@@ -81,11 +92,13 @@ class ReciprocalReranker(Reranker):
     def __init__(self, i2t_k: int = 15, t2i_k: int = 20):
         check_size("i2t_k", i2t_k)
         check_size("t2i_k", t2i_k)
-        self.i2t_k, self.t2i_k = i2t_k, t2i_k
+        self.i2t_k = i2t_k
+        self.t2i_k = t2i_k
 
     def rule(self, direction: Direction) -> Rule:
-        candidates, _, place = _best_candidates(direction, (self.i2t_k, self.t2i_k)[direction.side])
-        return _in_front(candidates, -place)
+        """Return the rule that sorts the best candidates by the query's rank."""
+        best = _best_candidates(direction, self.t2i_k if direction.side else self.i2t_k)
+        return _in_front(best.candidates, -best.places)
 
 
 class MultiFactorReranker(Reranker):
@@ -101,19 +114,21 @@ class MultiFactorReranker(Reranker):
         check_size("k", k)
         check_number("share_weight", share_weight)
         check_number("place_weight", place_weight)
-        self.k, self.share_weight, self.place_weight = k, share_weight, place_weight
+        self.k = k
+        self.share_weight = share_weight
+        self.place_weight = place_weight
 
     def rule(self, direction: Direction) -> Rule:
+        """Return the rule that sorts the best candidates by the three terms."""
         sums = direction.of_all(direction.candidates.sum(identity))
-        candidates, scores, place = _best_candidates(direction, self.k)
-        j = torch.arange(1, candidates.shape[1] + 1, dtype=sums.dtype, device=sums.device)
-        share = torch.where(sums[candidates] == 0, 0.0, scores / sums[candidates])
-        values = (
-            self.share_weight * share
-            + (-0.05 * j).exp()
-            + self.place_weight * (-0.05 * place).exp()
-        )
-        return _in_front(candidates, values)
+        best = _best_candidates(direction, self.k)
+        own_sums = sums[best.candidates]
+        share = torch.where(own_sums == 0, 0.0, best.scores / own_sums)
+        j = torch.arange(1, best.candidates.shape[1] + 1, dtype=sums.dtype, device=sums.device)
+        by_score = (-0.05 * j).exp()
+        by_place = (-0.05 * best.places).exp()
+        values = self.share_weight * share + by_score + self.place_weight * by_place
+        return _in_front(best.candidates, values)
 
 
 class TwoStageReranker(Reranker):
@@ -143,13 +158,15 @@ class TwoStageReranker(Reranker):
         batch_size: int = 256,
     ):
         if not callable(scorer):
-            raise TypeError(
-                f"scorer: expected a function of image and text numbers, got {type(scorer).__name__}"
-            )
+            expected = "a function of image and text numbers"
+            raise TypeError(f"scorer: expected {expected}, got {type(scorer).__name__}")
         check_size("k", k)
         check_number("weight", weight)
         check_size("batch_size", batch_size)
-        self.scorer, self.k, self.weight, self.batch_size = scorer, k, weight, batch_size
+        self.scorer = scorer
+        self.k = k
+        self.weight = weight
+        self.batch_size = batch_size
 
     @property
     def transductive(self) -> tuple[bool, bool]:
@@ -162,27 +179,36 @@ class TwoStageReranker(Reranker):
         del state["options"]["scorer"]
         return state
 
-    def _description(self) -> str:
-        # a scorer may have another address elsewhere
+    def description(self) -> str:
+        """Return the method and its options without the scorer."""
+        # A scorer may have another address elsewhere.
         return f"{type(self).__name__} {self.state_dict()['options']}"
 
     def rule(self, direction: Direction) -> Rule:
-        scores, candidates = direction.queries.topk(min(self.k, direction.queries.shape[1]))
-        queries = torch.arange(len(candidates), device=candidates.device) + direction.first[0]
-        pairs = queries.repeat_interleave(candidates.shape[1]), candidates.flatten()
-        batches = (x.split(self.batch_size) for x in pairs[:: 1 - 2 * direction.side])
+        """Return the rule that sorts the best candidates by the scorer's values."""
+        best = direction.queries.topk(min(self.k, direction.queries.shape[1]))
+        numbers = torch.arange(len(best.indices), device=best.indices.device) + direction.first[0]
+        queries = numbers.repeat_interleave(best.indices.shape[1])
+        candidates = best.indices.flatten()
+        if direction.side == 0:
+            scored = self._scored(queries, candidates)
+        else:
+            scored = self._scored(candidates, queries)
+        scored = scored.to(best.values).view_as(best.values)
+        return _in_front(best.indices, scored + self.weight * best.values)
+
+    def _scored(self, images: Tensor, texts: Tensor) -> Tensor:
+        """Return the scorer's (P,) values of pairs of images (P,) and texts (P,), checked."""
         values = []
-        for images, texts in zip(*batches, strict=True):
-            x = self.scorer(images, texts)
-            if not isinstance(x, Tensor) or x.shape != images.shape or not bool(x.isfinite().all()):
-                got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-                raise ValueError(
-                    f"scorer: expected finite scores of shape ({len(images)},), got {got}"
-                )
+        batches = zip(images.split(self.batch_size), texts.split(self.batch_size), strict=True)
+        for some_images, some_texts in batches:
+            x = self.scorer(some_images, some_texts)
+            shape = tuple(some_images.shape)
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            if got != shape or not bool(x.isfinite().all()):
+                raise ValueError(f"scorer: expected finite scores of shape {shape}, got {got}")
             values.append(x.detach())
-        return _in_front(
-            candidates, torch.cat(values).to(scores).view_as(scores) + self.weight * scores
-        )
+        return torch.cat(values)
 
 
 class KReciprocalReranker(Reranker):
@@ -209,51 +235,66 @@ class KReciprocalReranker(Reranker):
         check_number("weight", weight)
         if not 0 <= weight <= 1:
             raise ValueError(f"weight: expected a number in [0, 1], got {weight}")
-        self.k1, self.k2, self.weight = k1, k2, weight
+        self.k1 = k1
+        self.k2 = k2
+        self.weight = weight
 
-    def _description(self) -> str:
+    def description(self) -> str:
+        """Raise an error, as processes cannot share the work."""
         raise ValueError("gather: KReciprocalReranker needs all items in one process")
 
     def rule(self, direction: Direction) -> Rule:
-        pair = direction.queries.embeddings
-        assert pair is not None
-        items = torch.cat(
-            [torch.nn.functional.normalize(x.to(direction.queries.dtype), dim=1) for x in pair]
-        )
-        distance = (2 - 2 * items @ items.T).clamp_min_(0.0)
-        distance /= distance.amax(1, keepdim=True).clamp_min(torch.finfo(distance.dtype).tiny)
-        distance.fill_diagonal_(-1.0)  # so that the nearest neighbour of an item is itself
-        # frees the rest
-        near = distance.argsort(dim=1, stable=True)[:, : max(self.k1, self.k2) + 1].clone()
-        distance.fill_diagonal_(0.0)
-        weights = self._encoded(distance, near)
+        """Return the rule that compares the neighbourhoods of query and candidate."""
+        distance = _distances(direction.queries)
+        weights = self._encoded(distance, _nearest(distance, max(self.k1, self.k2) + 1))
         n = direction.queries.shape[0]
-        # frees the rest
-        candidates, distance = weights[n:].T.contiguous(), distance[:n, n:].clone()
+        candidates = weights[n:].T.contiguous()
+        between = distance[:n, n:].clone()  # frees the rest
 
         def by_neighbours(scores: Tensor, rows: slice) -> Tensor:
             for query, own in zip(scores, weights[rows], strict=True):
                 near = own.nonzero().squeeze(1)
                 torch.sum(torch.minimum(own[near, None], candidates[near]), 0, out=query)
             jaccard = 1 - scores / (2 - scores)
-            return -((1 - self.weight) * jaccard + self.weight * distance[rows])
+            return -((1 - self.weight) * jaccard + self.weight * between[rows])
 
         return by_neighbours
 
     def _encoded(self, distance: Tensor, near: Tensor) -> Tensor:
         """Return the (n, n) weights of each item's neighbours; rows sum to 1."""
+        nearest = near[:, : self.k1 + 1]
         half = near[:, : round(self.k1 / 2) + 1]
-        neighbours, in_half = _mutual(near[:, : self.k1 + 1]), _mutual(half).gather(1, half)
+        neighbours = _mutual(nearest)  # (n, n)
+        in_half = _mutual(half).gather(1, half)  # as half
         expanded = neighbours.clone()
-        for y in near[:, : self.k1 + 1].T:  # of each item, the nearest, the second, …
-            added, is_mutual = half[y], in_half[y]
+        for y in nearest.T:  # of each item, the nearest, the second, …
+            added = half[y]
+            is_mutual = in_half[y]
             common = (neighbours.gather(1, added) & is_mutual).sum(1)
-            joins = neighbours.gather(1, y[:, None]) & (3 * common > 2 * is_mutual.sum(1))[:, None]
+            overlaps = 3 * common > 2 * is_mutual.sum(1)
+            joins = neighbours.gather(1, y[:, None]) & overlaps[:, None]
             x, place = (is_mutual & joins).nonzero(as_tuple=True)
             expanded[x, added[x, place]] = True
         weights = torch.exp(-distance).masked_fill_(~expanded, 0.0)
         weights /= weights.sum(1, keepdim=True)
-        return torch.nn.functional.embedding_bag(near[:, : self.k2], weights, mode="mean")
+        return F.embedding_bag(near[:, : self.k2], weights, mode="mean")
+
+
+def _distances(sim: Similarity) -> Tensor:
+    """Return the (n, n) squared distances of rows and columns, divided by each row's largest."""
+    assert sim.embeddings is not None
+    items = torch.cat([F.normalize(x.to(sim.dtype), dim=1) for x in sim.embeddings])
+    distance = (2 - 2 * items @ items.T).clamp_min_(0.0)
+    distance /= distance.amax(1, keepdim=True).clamp_min(torch.finfo(sim.dtype).tiny)
+    return distance.fill_diagonal_(0.0)
+
+
+def _nearest(distance: Tensor, k: int) -> Tensor:
+    """Return the (n, k) items with the least distances (n, n), first of all the item itself."""
+    distance.fill_diagonal_(-1.0)
+    nearest = distance.argsort(dim=1, stable=True)[:, :k].clone()  # frees the rest
+    distance.fill_diagonal_(0.0)
+    return nearest
 
 
 def _mutual(near: Tensor) -> Tensor:

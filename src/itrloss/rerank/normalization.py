@@ -14,13 +14,17 @@ from .direction import Bias, Direction, Rule, against
 
 
 class DualSoftmax(Reranker):
-    """Dual softmax (CAMoE; Cheng et al., 2021): ``S_qc exp(scale S_qc) / sum_r exp(scale R_rc)``."""
+    """Dual softmax (CAMoE; Cheng et al., 2021).
+
+    ``S_qc exp(scale S_qc) / sum_r exp(scale R_rc)``
+    """
 
     def __init__(self, scale: float = 20.0):
         check_number("scale", scale, positive=True)
         self.scale = scale
 
     def rule(self, direction: Direction) -> Rule:
+        """Return the rule that multiplies scores by their share of the softmax."""
         total = direction.of_all(direction.candidates.logsumexp(self.scale))
 
         def share_weighted(scores: Tensor, rows: slice) -> Tensor:
@@ -47,9 +51,11 @@ class QueryBankNorm(Reranker):
     def __init__(self, scale: float = 20.0, k: int = 1):
         check_number("scale", scale, positive=True)
         check_size("k", k)
-        self.scale, self.k = scale, k
+        self.scale = scale
+        self.k = k
 
     def rule(self, direction: Direction) -> Rule:
+        """Return the rule that lowers the candidates of queries whose best candidate is a hub."""
         penalty = direction.of_all(direction.candidates.logsumexp(self.scale))
         best = direction.candidates.T.topk(min(self.k, direction.candidates.shape[0]))
         # The k best of all candidates are among the k best of each process.
@@ -78,15 +84,16 @@ class DualBankNorm(Reranker):
     def __init__(self, query_scale: float = 1 / 1.99, gallery_scale: float = 3.0):
         check_number("query_scale", query_scale, positive=True)
         check_number("gallery_scale", gallery_scale, positive=True)
-        self.query_scale, self.gallery_scale = query_scale, gallery_scale
+        self.query_scale = query_scale
+        self.gallery_scale = gallery_scale
 
     def rule(self, direction: Direction) -> Rule:
+        """Return minus the log-sum-exps over both banks as each candidate's bias."""
         assert direction.gallery is not None
         gallery = against(direction.candidates, direction.gallery)
-        penalty = direction.candidates.logsumexp(self.query_scale) + gallery.logsumexp(
-            self.gallery_scale
-        )
-        return Bias(-penalty, self.query_scale + self.gallery_scale)
+        of_queries = direction.candidates.logsumexp(self.query_scale)
+        of_gallery = gallery.logsumexp(self.gallery_scale)
+        return Bias(-of_queries - of_gallery, self.query_scale + self.gallery_scale)
 
 
 class NearestNeighborNorm(Reranker):
@@ -100,9 +107,11 @@ class NearestNeighborNorm(Reranker):
     def __init__(self, alpha: float = 0.75, k: int = 128):
         check_number("alpha", alpha)
         check_size("k", k)
-        self.alpha, self.k = alpha, k
+        self.alpha = alpha
+        self.k = k
 
     def rule(self, direction: Direction) -> Bias:
+        """Return minus the mean of each candidate's highest scores, times alpha, as its bias."""
         highest = direction.candidates.topk(min(self.k, direction.candidates.shape[1])).values
         return Bias(-self.alpha * highest.mean(1))
 
@@ -120,6 +129,7 @@ class CSLS(Reranker):
         self.k = k
 
     def rule(self, direction: Direction) -> Rule:
+        """Return minus the mean of each candidate's highest scores as its bias."""
         return NearestNeighborNorm(1.0, self.k).rule(direction)._replace(factor=2.0)
 
 
@@ -132,8 +142,11 @@ class MutualProximity(Reranker):
     """
 
     def rule(self, direction: Direction) -> Rule:
-        query, candidate = direction.queries.mean_std(), direction.candidates.mean_std()
-        mean, std = direction.of_all(candidate.mean), direction.of_all(candidate.std)
+        """Return the rule that ranks by the log probability."""
+        query = direction.queries.mean_std()
+        candidate = direction.candidates.mean_std()
+        mean = direction.of_all(candidate.mean)
+        std = direction.of_all(candidate.std)
 
         def log_probability(scores: Tensor, rows: slice) -> Tensor:
             candidate_term = torch.special.log_ndtr((scores - mean).div_(std))
@@ -156,9 +169,11 @@ class Sinkhorn(Reranker):
     def __init__(self, scale: float = 100.0, iterations: int = 10):
         check_number("scale", scale, positive=True)
         check_size("iterations", iterations)
-        self.scale, self.iterations = scale, iterations
+        self.scale = scale
+        self.iterations = iterations
 
     def rule(self, direction: Direction) -> Bias:
+        """Return g, after the last iteration, as each candidate's bias."""
         candidates = direction.candidates
         c, r = candidates.shape
         g = torch.zeros(c, dtype=candidates.dtype, device=candidates.device)
@@ -179,6 +194,7 @@ class DualBankSinkhorn(Sinkhorn):
     needs_embeddings = True
 
     def rule(self, direction: Direction) -> Bias:
+        """Return g of the test candidates as their bias."""
         candidates = direction.candidates
         assert direction.gallery is not None and candidates.embeddings is not None
         items = against(candidates, candidates.embeddings[1], direction.gallery)

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..grad_cache import grad_cache_step
 from .registry import check
-from .subject import Batch, Result, Subject, same, total
+from .subject import Batch, Result, Subject, identical, normal, result_of, same, total
 
 _FULL = torch.float64
 
@@ -36,8 +36,8 @@ def repeated_calls(subject: Subject) -> None:
     Labels that are cached for the first batch are wrong for the last one of an epoch. Losses with a
     queue fail.
     """
-    loss, sizes = subject.fresh(_FULL), (9, 5, 12, 9)
-    for seed, size in enumerate(sizes):
+    loss = subject.fresh()
+    for seed, size in enumerate((9, 5, 12, 9)):
         batch = subject.batch(size, size, seed=seed)
         same(f"call {seed + 1}, {size} pairs", subject.result(batch, loss), subject.result(batch))
 
@@ -45,9 +45,10 @@ def repeated_calls(subject: Subject) -> None:
 @check()
 def deterministic(subject: Subject) -> None:
     """The same batch gives the same bits, gradients included."""
-    batch, loss = subject.batch(40, 50).to(torch.float32), subject.fresh()
-    first, second = (tree_leaves(subject.result(batch, loss)) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), "two calls differ"
+    batch = subject.batch(40, 50).to(torch.float32)
+    loss = subject.fresh(None)
+    first = subject.result(batch, loss)
+    identical("two calls differ", subject.result(batch, loss), first)
 
 
 @check()
@@ -56,32 +57,41 @@ def random_state(subject: Subject) -> None:
     another loss's.
     """
     before = torch.get_rng_state()
-    subject.result(subject.batch(9, 14))
-    assert torch.equal(before, torch.get_rng_state()), (
-        "the random state is another one after a call"
-    )
+    subject.result(subject.batch())
+    identical("the random state is another one after a call", torch.get_rng_state(), before)
+
+
+def _strided(x: Tensor) -> Tensor:
+    """Return a tensor that is every other row in memory."""
+    return torch.stack([x, torch.zeros_like(x)], 1).flatten(0, 1)[::2]
+
+
+def _transposed(x: Tensor) -> Tensor:
+    """Return a matrix that lies in memory by columns."""
+    return x.T.contiguous().T
 
 
 @check()
 def non_contiguous_inputs(subject: Subject) -> None:
-    """Transposed, strided and expanded tensors count as what they hold, not as what lies in memory."""
-    batch, loss = subject.batch(9, 14), subject.fresh(_FULL)
+    """Transposed and strided tensors count as what they hold, not as what lies in memory."""
+    batch = subject.batch()
+    loss = subject.fresh()
     expected = subject.result(batch, loss)
-    every_other = lambda x: torch.stack([x, torch.zeros_like(x)], 1).flatten(0, 1)[::2]  # noqa: E731
-    forms = {"transposed": lambda x: x.T.contiguous().T, "strided": every_other}
-    for name, form in forms.items():
-        ids = [x if x is None else every_other(x) for x in batch[2:]]
-        images, texts = (form(x).detach().requires_grad_() for x in batch[:2])
+    image_ids, text_ids = (_strided(x) for x in batch.ids)
+    for name, form in (("transposed", _transposed), ("strided", _strided)):
+        images, texts = (form(x).detach().requires_grad_() for x in batch.embeddings)
         assert not images.is_contiguous()
-        value = subject.value(Batch(images, texts, *ids), loss)
-        same(name, (value, *torch.autograd.grad(value, (images, texts))), expected[:3])
+        leaves = Batch(images, texts, image_ids, text_ids)
+        same(name, result_of(subject.value(leaves, loss), leaves, loss), expected)
 
 
 @check()
 def default_dtype(subject: Subject) -> None:
     """PyTorch's default dtype changes nothing."""
-    batch, default = subject.batch(9, 14), torch.get_default_dtype()
-    loss, expected = subject.fresh(_FULL), subject.result(batch)
+    batch = subject.batch()
+    loss = subject.fresh()
+    expected = subject.result(batch)
+    default = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.float64 if default == torch.float32 else torch.float32)
         got = subject.result(batch, loss)
@@ -95,9 +105,9 @@ def training_and_evaluation(subject: Subject) -> None:
     """The value is the same in training and evaluation mode, so that validation losses can be
     compared.
     """
-    batch = subject.batch(9, 14)
-    modes = [subject.result(batch, subject.fresh(_FULL).train(mode)) for mode in (True, False)]
-    same("evaluation mode", modes[1], modes[0])
+    batch = subject.batch()
+    training = subject.result(batch, subject.fresh().train())
+    same("evaluation mode", subject.result(batch, subject.fresh().eval()), training)
 
 
 def _altered(loss: nn.Module) -> nn.Module:
@@ -114,24 +124,14 @@ def state_dict_round_trip(subject: Subject) -> None:
     """The state_dict holds all parameters and buffers that the value depends on, and loads
     strictly.
     """
-    batch, trained = subject.batch(9, 14), _altered(subject.fresh(_FULL))
+    batch = subject.batch()
+    altered = _altered(subject.fresh())
     stored = io.BytesIO()
-    torch.save(trained.state_dict(), stored)
+    torch.save(altered.state_dict(), stored)
     stored.seek(0)
-    loaded = subject.fresh(_FULL)
+    loaded = subject.fresh()
     loaded.load_state_dict(torch.load(stored, weights_only=True))
-    same("loaded", subject.result(batch, loaded), subject.result(batch, trained))
-
-
-def _steps(subject: Subject, loss: nn.Module, optimizer: Any, seeds: range) -> list[Tensor]:
-    values = []
-    for seed in seeds:
-        value = subject.value(subject.batch(9, 9, seed=seed).leaves(), loss)
-        optimizer.zero_grad()
-        value.backward()
-        optimizer.step()
-        values.append(value.detach())
-    return values
+    same("loaded", subject.result(batch, loaded), subject.result(batch, altered))
 
 
 @check("module")
@@ -142,23 +142,21 @@ def resumed_training(subject: Subject) -> None:
     Queues have been published whose place was not saved.
     """
 
-    def start() -> tuple[nn.Module, Any]:
-        loss = subject.fresh(_FULL)
-        return loss, torch.optim.SGD(
-            [*loss.parameters(), nn.Parameter(torch.zeros(1))], lr=0.01, momentum=0.9
-        )
+    def start() -> tuple[nn.Module, torch.optim.Optimizer]:
+        loss = subject.fresh()
+        parameters = [*loss.parameters(), nn.Parameter(torch.zeros(1))]
+        return loss, torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
+    batches = [subject.batch(9, 9, seed=seed).leaves() for seed in range(10)]
     loss, optimizer = start()
-    _steps(subject, loss, optimizer, range(5))
+    subject.steps(loss, optimizer, batches[:5])
     states = copy.deepcopy((loss.state_dict(), optimizer.state_dict()))
-    expected = _steps(subject, loss, optimizer, range(5, 10))
+    expected = subject.steps(loss, optimizer, batches[5:])
     other, other_optimizer = start()
     other.load_state_dict(states[0])
     other_optimizer.load_state_dict(states[1])
-    got = _steps(subject, other, other_optimizer, range(5, 10))
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), (
-        "the resumed run differs"
-    )
+    got = subject.steps(other, other_optimizer, batches[5:])
+    identical("the resumed run differs", got, expected)
 
 
 @check("module")
@@ -166,30 +164,30 @@ def deepcopy(subject: Subject) -> None:
     """A deep copy has the same value, and parameters of its own, as for an averaged or a second
     model.
     """
-    batch, loss = subject.batch(9, 14), subject.fresh(_FULL)
-    expected, (twin, other) = subject.result(batch), (copy.deepcopy(loss) for _ in range(2))
-    same("copy", subject.result(batch, twin), expected)
-    _altered(other)
+    batch = subject.batch()
+    loss = subject.fresh()
+    expected = subject.result(batch)
+    same("copy", subject.result(batch, copy.deepcopy(loss)), expected)
+    _altered(copy.deepcopy(loss))
     same("the original after a change of a copy", subject.result(batch, loss), expected)
 
 
 @check("module")
 def pickled(subject: Subject) -> None:
     """The loss can be pickled, as torch.save of a whole model and spawned processes do it."""
-    batch, loss = subject.batch(9, 14), _altered(subject.fresh(_FULL))
-    same(
-        "pickled",
-        subject.result(batch, pickle.loads(pickle.dumps(loss))),
-        subject.result(batch, loss),
-    )
+    batch = subject.batch()
+    loss = _altered(subject.fresh())
+    loaded = pickle.loads(pickle.dumps(loss))
+    same("pickled", subject.result(batch, loaded), subject.result(batch, loss))
 
 
 @check()
 def threads(subject: Subject) -> None:
     """Threads may share a loss, as nn.DataParallel and evaluation beside training do."""
-    loss, batches = subject.fresh(_FULL), [subject.batch(9, 14, seed=seed) for seed in range(4)]
+    loss = subject.fresh()
+    batches = [subject.batch(seed=seed) for seed in range(4)]
     expected = [subject.result(batch, loss) for batch in batches]
-    errors: list[Exception | AssertionError] = []
+    errors: list[Exception] = []
 
     def work(batch: Batch, wanted: Result) -> None:
         try:
@@ -218,27 +216,21 @@ def threads(subject: Subject) -> None:
 def engines_agree(subject: Subject) -> None:
     """The engines "dense" and "tiled" give the same value and gradients."""
     batch = subject.batch(21, 34)
-    dense, tiled = (
-        subject.result(batch, subject.fresh(_FULL, engine=x)) for x in ("dense", "tiled")
-    )
+    dense = subject.result(batch, subject.fresh(engine="dense"))
+    tiled = subject.result(batch, subject.fresh(engine="tiled"))
     same("tiled beside dense", tiled, dense)
 
 
 def _compiled(subject: Subject, fullgraph: bool) -> None:
+    """Raise an AssertionError unless the compiled loss has the same value and gradients."""
     torch.compiler.reset()
-    batch, loss = subject.batch(9, 14).to(torch.float32), subject.fresh()
-    expected = subject.result(batch, loss)
+    leaves = subject.batch().to(torch.float32).leaves()
+    loss = subject.fresh(None)
+    expected = subject.result(leaves, loss)
     compiled = torch.compile(subject.output, backend="aot_eager", fullgraph=fullgraph)
     try:
-        leaves = batch.leaves()
-        value = total(compiled(leaves, loss))
-        same(
-            "compiled",
-            (value, *torch.autograd.grad(value, leaves[:2])),
-            expected[:3],
-            rtol=1e-4,
-            atol=1e-5,
-        )
+        got = result_of(total(compiled(leaves, loss)), leaves, loss)
+        same("compiled", got, expected, rtol=1e-4, atol=1e-5)
     finally:
         torch.compiler.reset()
 
@@ -259,7 +251,8 @@ def compiled_as_one_graph(subject: Subject) -> None:
 
 def _nodes(start: Any) -> Iterator[Any]:
     """Yield the nodes of the autograd graph."""
-    seen, left = set(), [start]
+    seen = set()
+    left = [start]
     while left:
         node = left.pop()
         if node is not None and node not in seen:
@@ -270,22 +263,24 @@ def _nodes(start: Any) -> Iterator[Any]:
 
 def _saved_bytes(subject: Subject, n: int) -> int:
     """Return the bytes that autograd saves for n pairs, attributes of custom functions included."""
-    batch, storages = subject.batch(n, one=True, d=4).to(torch.float32).leaves(), {}
+    batch = subject.batch(n, one=True, d=4).to(torch.float32).leaves()
+    loss = subject.fresh(None)
+    if not subject.lacks("engine"):
+        loss.engine = "tiled"
+    storages = {}  # by address; they are kept, so that none is used again
 
-    def note(x: Tensor) -> Tensor:
-        if x.layout == torch.strided:
-            storages[x.untyped_storage().data_ptr()] = x
+    def note(x: Any) -> Any:
+        if isinstance(x, Tensor) and x.layout == torch.strided:
+            storage = x.untyped_storage()
+            storages[storage.data_ptr()] = storage
         return x
 
-    options: dict[str, Any] = {} if subject.lacks("engine") else {"engine": "tiled"}
-    loss = subject.fresh(**options)
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
         value = subject.value(batch, loss)
     for node in _nodes(value.grad_fn):
         for x in tree_leaves([*getattr(node, "__dict__", {}).values()]):
-            if isinstance(x, Tensor):
-                note(x)
-    return sum(x.untyped_storage().nbytes() for x in storages.values())
+            note(x)
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 @check()
@@ -297,7 +292,8 @@ def memory_grows_linearly(subject: Subject) -> None:
     are no remedy.
     """
     for small, large in ((64, 256), (1024, 4096)):
-        few, many = _saved_bytes(subject, small), _saved_bytes(subject, large)
+        few = _saved_bytes(subject, small)
+        many = _saved_bytes(subject, large)
         if many <= 8 * few:
             return
         if many > 2**25:
@@ -310,36 +306,39 @@ def cached_step(subject: Subject) -> None:
     """A step with gradient caching (:func:`itrloss.grad_cache_step`) has the gradients of the whole
     batch.
     """
-    batch, loss = subject.batch(9, 14), subject.fresh(_FULL)
+    batch = subject.batch()
+    loss = subject.fresh()
     generator = torch.Generator().manual_seed(0)
     encoders = [nn.Linear(8, 6, bias=False, dtype=_FULL) for _ in range(2)]
-    for encoder in encoders:
-        encoder.weight.data = torch.randn(6, 8, generator=generator, dtype=_FULL)
-    compute = lambda images, texts: subject.value(batch.of(images, texts), loss)  # noqa: E731
-    compute(*(encoder(x) for encoder, x in zip(encoders, batch[:2], strict=True))).backward()
-    expected = []
-    for encoder in encoders:
-        expected.append(encoder.weight.grad)
-        encoder.weight.grad = None
-    grad_cache_step(compute, encoders, batch[:2], 4)
-    same("chunks of 4 rows", [encoder.weight.grad for encoder in encoders], expected)
+    weights = [encoder.weight for encoder in encoders]
+    for weight in weights:
+        weight.data = normal((6, 8), generator)
+
+    def compute(images: Tensor, texts: Tensor) -> Tensor:
+        return subject.value(batch.of(images, texts), loss)
+
+    value = compute(batch.images @ weights[0].T, batch.texts @ weights[1].T)
+    expected = torch.autograd.grad(value, weights)
+    grad_cache_step(compute, encoders, batch.embeddings, 4)
+    same("chunks of 4 rows", [weight.grad for weight in weights], expected)
 
 
 def _shared(subject: Subject, batch: Batch, rank: int, world: int) -> tuple[Tensor, Tensor]:
-    """Return a process's value, and the gradient of an encoder's weight as it is before the
-    processes' mean.
-    """
-    loss = subject.fresh(_FULL) if world == 1 else subject.fresh(_FULL, gather=True)
+    """Return a process's value and gradient of an encoder's weight, before the processes' mean."""
+    loss = subject.fresh()
+    if world > 1:
+        loss.gather = True
     weight = torch.linspace(-1, 1, 48, dtype=_FULL).view(8, 6).sin().requires_grad_()
-    own = [slice(rank * len(x) // world, (rank + 1) * len(x) // world) for x in batch[:2]]
-    ids = [x if x is None else x[k] for x, k in zip(batch[2:], own, strict=True)]
-    value = subject.value(
-        Batch(batch.images[own[0]] @ weight, batch.texts[own[1]] @ weight, *ids), loss
-    )
-    return value.detach(), torch.autograd.grad(value, weight)[0]
+    size = len(batch.images)  # of both sides
+    own = slice(rank * size // world, (rank + 1) * size // world)
+    part = batch.take(own, own)
+    value = subject.value(part.of(part.images @ weight, part.texts @ weight), loss)
+    (gradient,) = torch.autograd.grad(value, weight)
+    return value.detach(), gradient
 
 
 def _process(rank: int, subject: Subject, batch: Batch, world: int, folder: str) -> None:
+    """Store the value and the mean gradient of one process of several in a folder."""
     torch.set_num_threads(1)
     where = f"file://{folder}/store"
     dist.init_process_group("gloo", where, timedelta(seconds=60), rank=rank, world_size=world)
@@ -364,10 +363,10 @@ def several_processes(subject: Subject) -> None:
         pickle.dumps(subject)
     except Exception as error:
         raise SkipTest(f"the loss or call= cannot be sent to other processes: {error}") from error
-    batch, world = subject.batch(8 * subject.processes, one=True), subject.processes
+    world = subject.processes
+    batch = subject.batch(8 * world, one=True)
     expected = _shared(subject, batch, 0, 1)
     with tempfile.TemporaryDirectory() as folder:
-        args = subject, batch, world, folder
-        spawn(_process, args, world)
+        spawn(_process, (subject, batch, world, folder), world)
         for rank in range(world):
             same(f"process {rank} of {world}", torch.load(Path(folder, f"{rank}.pt")), expected)

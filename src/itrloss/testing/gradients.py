@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from .registry import check
-from .subject import Subject, gradients, same, total, trained
+from .subject import Batch, Subject, normal, result_of, same, total, trained
+
+
+def _gradcheck(value: Callable[[Batch], Tensor], batch: Batch) -> None:
+    """Raise an error unless gradients are those of finite differences, entry by entry."""
+
+    def compute(images: Tensor, texts: Tensor) -> Tensor:
+        return value(batch.of(images, texts))
+
+    torch.autograd.gradcheck(compute, batch.leaves().embeddings, check_undefined_grad=False)
 
 
 @check()
@@ -22,10 +32,8 @@ def gradcheck(subject: Subject) -> None:
 
     Losses with weights that the gradient takes for constants fail; name them as expected failures.
     """
-    batch = subject.batch(4, 5, d=4)
-    loss = subject.fresh(torch.float64)
-    compute = lambda v, w: subject.value(batch.of(v, w), loss)  # noqa: E731
-    torch.autograd.gradcheck(compute, batch.leaves()[:2], check_undefined_grad=False)
+    loss = subject.fresh()
+    _gradcheck(lambda batch: subject.value(batch, loss), subject.batch(4, 5, d=4))
 
 
 @check()
@@ -34,17 +42,18 @@ def finite_differences(subject: Subject) -> None:
 
     A hand-written gradient may be right within one block and wrong across blocks.
     """
-    batch, step = subject.batch(70, 83), 1e-7  # so small that hinges are hardly crossed
+    batch = subject.batch(70, 83)
+    step = 1e-7  # so small that hinges are hardly crossed
     result = subject.result(batch)
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
-        along = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in batch[:2]]
-        high, low = (
-            subject.value(batch.of(batch.images + s * along[0], batch.texts + s * along[1]))
-            for s in (step, -step)
-        )
-        slope = sum((g * a).sum() for g, a in zip(result[1:3], along, strict=True))
-        same("slope", slope, (high - low) / (2 * step), rtol=1e-4, atol=1e-6)
+        images, texts = (normal(x.shape, generator) for x in batch.embeddings)
+        ends = []
+        for shift in (step, -step):
+            moved = batch.of(batch.images + shift * images, batch.texts + shift * texts)
+            ends.append(subject.value(moved))
+        slope = (result.images * images).sum() + (result.texts * texts).sum()
+        same("slope", slope, (ends[0] - ends[1]) / (2 * step), rtol=1e-4, atol=1e-6)
 
 
 @check("parameters")
@@ -53,24 +62,22 @@ def gradients_of_parameters(subject: Subject) -> None:
 
     Kernels have been published whose gradient of the bias was wrong, with tests too weak to tell.
     """
-    batch, loss, step = subject.batch(9, 14), subject.fresh(torch.float64), 1e-5
+    batch = subject.batch()
+    loss = subject.fresh()
+    step = 1e-5
     expected = subject.result(batch, loss).parameters
     for parameter, gradient in zip(trained(loss), expected, strict=True):
-        flat, slopes = parameter.data.view(-1), []
-        for i in range(min(10, len(flat))):
-            centre, ends = flat[i].item(), []
+        flat = parameter.data.view(-1)[:10]
+        slopes = []
+        for i, centre in enumerate(flat.tolist()):
+            ends = []
             for shift in (step, -step):
                 flat[i] = centre + shift
                 ends.append(subject.value(batch, loss).detach())
             flat[i] = centre
             slopes.append((ends[0] - ends[1]) / (2 * step))
-        same(
-            "slope of a parameter",
-            gradient.view(-1)[: len(slopes)],
-            torch.stack(slopes),
-            rtol=1e-4,
-            atol=1e-6,
-        )
+        own = gradient.view(-1)[: len(slopes)]
+        same("slope of a parameter", own, torch.stack(slopes), rtol=1e-4, atol=1e-6)
 
 
 @check()
@@ -78,9 +85,11 @@ def upstream_gradient(subject: Subject) -> None:
     """Gradients are proportional to what comes from above: a weight of the loss, a GradScaler's
     factor.
     """
-    batch, weight = subject.batch(9, 14), -3.7
-    plain, weighted = subject.result(batch), subject.result(batch, weight=weight)
-    same("-3.7 times the loss", weighted[1:], [weight * x for x in tree_leaves(plain[1:])])
+    batch = subject.batch()
+    weight = -3.7
+    plain = subject.result(batch)
+    weighted = subject.result(batch, weight=weight)
+    same("-3.7 times the loss", weighted.gradients, [weight * x for x in plain.gradients])
 
 
 @check("reduction")
@@ -90,13 +99,13 @@ def uneven_upstream(subject: Subject) -> None:
 
     A published kernel scaled all of it by the first weight, for a year.
     """
-    batch, loss = subject.batch(4, 5, d=4), subject.fresh(torch.float64, reduction="none")
+    loss = subject.fresh(reduction="none")
 
-    def weighted(images: Tensor, texts: Tensor) -> Tensor:
-        values = tree_leaves(subject.output(batch.of(images, texts), loss))
+    def weighted(batch: Batch) -> Tensor:
+        values = tree_leaves(subject.output(batch, loss))
         return total([x * (torch.arange(len(x), dtype=x.dtype) - 1.3) for x in values])
 
-    torch.autograd.gradcheck(weighted, batch.leaves()[:2], check_undefined_grad=False)
+    _gradcheck(weighted, subject.batch(4, 5, d=4))
 
 
 @check("reduction")
@@ -105,15 +114,13 @@ def reductions_agree(subject: Subject) -> None:
 
     Where there are values of images and of texts, the mean is the sum of their two means.
     """
-    batch = subject.batch(9, one=True)
+    batch = subject.batch(one=True)
     none, added, mean = (
-        subject.output(batch, subject.fresh(torch.float64, reduction=x))
-        for x in ("none", "sum", "mean")
+        subject.output(batch, subject.fresh(reduction=x)) for x in ("none", "sum", "mean")
     )
     values = tree_leaves(none)
-    assert all(x.dim() == 1 for x in values), (
-        f'expected vectors for "none", got {[tuple(x.shape) for x in values]}'
-    )
+    shapes = [tuple(x.shape) for x in values]
+    assert all(len(shape) == 1 for shape in shapes), f'expected vectors for "none", got {shapes}'
     same('"sum"', added, total(values))
     same('"mean"', mean, torch.stack([x.mean() for x in values]).sum())
 
@@ -123,19 +130,16 @@ def frozen_side(subject: Subject) -> None:
     """With one side frozen, as in LiT, the other one has the same gradient, and the frozen one
     none.
     """
-    batch = subject.batch(9, 14)
+    batch = subject.batch()
     expected = subject.result(batch)
-    for name in ("images", "texts"):
+    names = ("images", "texts")
+    for frozen, other in ((0, 1), (1, 0)):
         leaves = batch.leaves()
-        getattr(leaves, name).requires_grad_(False)
+        leaves.embeddings[frozen].requires_grad_(False)
         subject.value(leaves).backward()
-        other = "texts" if name == "images" else "images"
-        same(
-            f"{name} frozen, gradient of {other}",
-            getattr(leaves, other).grad,
-            getattr(expected, other),
-        )
-        assert getattr(leaves, name).grad is None, f"frozen {name} got a gradient"
+        what = f"{names[frozen]} frozen, gradient of {names[other]}"
+        same(what, leaves.embeddings[other].grad, expected.embeddings[other])
+        assert leaves.embeddings[frozen].grad is None, f"frozen {names[frozen]} got a gradient"
 
 
 @check()
@@ -143,27 +147,26 @@ def no_gradient_where_none_is_required(subject: Subject) -> None:
     """Under no_grad, in inference mode and for frozen inputs, the value is the same and holds no
     graph.
     """
-    batch, loss = subject.batch(9, 14), subject.fresh(torch.float64)
+    batch = subject.batch()
+    loss = subject.fresh()
     expected = subject.value(batch.leaves(), loss)
     for guard in (torch.no_grad, torch.inference_mode):
         with guard():
             value = subject.value(batch.leaves(), loss)
         assert not value.requires_grad, f"the value requires a gradient under {guard.__name__}"
         same(guard.__name__, value, expected)
-    assert subject.value(batch, loss).requires_grad == bool(trained(loss)), (
-        "frozen inputs: the value has a graph"
-    )
+    graph = subject.value(batch, loss).requires_grad
+    assert graph == bool(trained(loss)), "frozen inputs: the value has a graph"
     same("after inference mode", subject.value(batch.leaves(), loss), expected)
 
 
 @check()
 def one_tensor_on_both_sides(subject: Subject) -> None:
     """A tensor that is both sides gets the sum of both gradients, as in SimCSE."""
-    batch = subject.batch(9, one=True)
-    both = batch._replace(texts=batch.images)
-    expected = subject.result(both)
+    batch = subject.batch(one=True)
+    expected = subject.result(batch.of(batch.images, batch.images))
     x = batch.images.clone().requires_grad_()
-    (got,) = torch.autograd.grad(subject.value(both.of(x, x)), x)
+    (got,) = torch.autograd.grad(subject.value(batch.of(x, x)), x)
     same("gradient", got, expected.images + expected.texts)
 
 
@@ -174,12 +177,13 @@ def two_forwards_before_one_backward(subject: Subject) -> None:
 
     Buffers and queues that the second call overwrites are still needed by the first.
     """
-    batches = [subject.batch(9, 14, seed=seed) for seed in (0, 1)]
-    expected = [subject.result(batch) for batch in batches]
-    loss, leaves = subject.fresh(torch.float64), [batch.leaves() for batch in batches]
-    sum(subject.value(x, loss) for x in leaves).backward()  # type: ignore[union-attr]
-    for number, (x, wanted) in enumerate(zip(leaves, expected, strict=True), 1):
-        same(f"gradients of batch {number}", (x.images.grad, x.texts.grad), wanted[1:3])
+    batches = [subject.batch(seed=seed) for seed in (0, 1)]
+    loss = subject.fresh()
+    leaves = [batch.leaves() for batch in batches]
+    torch.stack([subject.value(x, loss) for x in leaves]).sum().backward()
+    for number, (x, batch) in enumerate(zip(leaves, batches, strict=True), 1):
+        expected = subject.result(batch).embeddings
+        same(f"gradients of batch {number}", (x.images.grad, x.texts.grad), expected)
 
 
 @check()
@@ -187,11 +191,11 @@ def two_backwards(subject: Subject) -> None:
     """A second backward pass through a retained graph gives the same gradients: the first one
     modified nothing.
     """
-    batch, loss = subject.batch(9, 14).leaves(), subject.fresh(torch.float64)
-    value = subject.value(batch, loss)
-    first = gradients(value, *batch[:2], loss, retain_graph=True)
-    first = [x.clone() for x in tree_leaves(first)]
-    same("second backward", tree_leaves(gradients(value, *batch[:2], loss)), first)
+    leaves = subject.batch().leaves()
+    loss = subject.fresh()
+    value = subject.value(leaves, loss)
+    first = [x.clone() for x in result_of(value, leaves, loss, keep=True).gradients]
+    same("second backward", result_of(value, leaves, loss).gradients, first)
 
 
 @check()
@@ -200,16 +204,15 @@ def inputs_not_modified(subject: Subject) -> None:
 
     They belong to the caller, who may log, enqueue or re-use them.
     """
-    batch = subject.batch(9, 14)
+    batch = subject.batch()
     leaves = batch.leaves()
     tensors = [x for x in leaves if x is not None]
+    copies = [x.detach().clone() for x in tensors]
     versions = [x._version for x in tensors]
     value = subject.value(leaves)
     assert leaves.images.grad is None is leaves.texts.grad, "the forward pass sets .grad"
     value.backward()
-    for x, version, before in zip(
-        tensors, versions, [x for x in batch if x is not None], strict=True
-    ):
+    for x, before, version in zip(tensors, copies, versions, strict=True):
         assert torch.equal(x, before), "an input has other values after the call"
         assert x._version == version, "an input was written to"
 
@@ -221,17 +224,18 @@ def ids_used_again(subject: Subject) -> None:
 
     An error is fine, too.
     """
-    batch = subject.batch(9, 14)
-    expected, leaves = subject.result(batch), batch.leaves()
-    leaves = leaves.with_ids(*(x.clone() for x in batch[2:]))  # type: ignore[union-attr]
+    batch = subject.batch()
+    expected = subject.result(batch).embeddings
+    image_ids, text_ids = (x.clone() for x in batch.ids)
+    leaves = batch.leaves().with_ids(image_ids, text_ids)
     value = subject.value(leaves)
-    for x in leaves[2:]:
-        x.zero_()  # type: ignore[union-attr]
+    image_ids.zero_()
+    text_ids.zero_()
     try:
         value.backward()
     except RuntimeError:
         return
-    same("gradients", (leaves.images.grad, leaves.texts.grad), expected[1:3])
+    same("gradients", (leaves.images.grad, leaves.texts.grad), expected)
 
 
 @check()
@@ -239,18 +243,18 @@ def nothing_is_kept(subject: Subject) -> None:
     """A loss holds no reference to a batch after its backward pass: it would keep memory, and the
     graph.
     """
-    loss, batch = subject.fresh(torch.float64), subject.batch(9, 14)
+    loss = subject.fresh()
+    batch = subject.batch()
 
     def step() -> list[Any]:
         leaves = batch.leaves()
         value = subject.value(leaves, loss)
         value.backward()
-        return [weakref.ref(x) for x in (value, *leaves[:2])]
+        return [weakref.ref(x) for x in (value, *leaves.embeddings)]
 
     references = step()
     # by a cycle, perhaps; a collection may take half a second
     if any(x() is not None for x in references):
         gc.collect()
-    assert not any(x() is not None for x in references), (
-        "the batch or the value is still referenced"
-    )
+    kept = [x for x in references if x() is not None]
+    assert not kept, "the batch or the value is still referenced"

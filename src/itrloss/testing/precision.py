@@ -5,52 +5,49 @@ embeddings.
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+import copy
 
 import torch
 
 from .registry import check
-from .subject import Batch, Result, Subject, finite, same
+from .subject import Batch, Result, Subject, same
 
-_SEEDS = range(3)
 # With float32 scores losses of this library are at 0.12 to 0.38, with scores that are rounded to
 # bfloat16 at 0.43 up.
 _HALF = 0.4
 
 
-def _distance(a: Result, b: Result) -> list[float]:
+def _distances(a: Result, b: Result) -> list[float]:
     """Return relative distances: of the values, and of the gradients in the Frobenius norm."""
-    gradients = [torch.cat([x.double().flatten() for x in result[1:3]]) for result in (a, b)]
-    size = gradients[1].norm().clamp_min(torch.finfo(torch.float64).tiny)
     value = (a.value.double() - b.value.double()).abs() / b.value.double().abs().clamp_min(1e-3)
-    return [float(value), float((gradients[0] - gradients[1]).norm() / size)]
+    first, second = (torch.cat([x.double().flatten() for x in r.embeddings]) for r in (a, b))
+    size = second.norm().clamp_min(torch.finfo(torch.float64).tiny)
+    return [float(value), float((first - second).norm() / size)]
 
 
 def _rounding(subject: Subject, dtype: torch.dtype, times: float, autocast: bool = False) -> None:
     """Raise an AssertionError if errors exceed those of rounding the embeddings and the gradients,
     so many times.
     """
-    errors, plain = [], []
-    for seed in _SEEDS:
+    errors = []  # of the value and of the gradients, for each seed
+    plain = []
+    for seed in range(3):
         batch = subject.batch(48, 60, d=64, seed=seed)
         rounded = batch.to(dtype)
         exact = subject.result(rounded.to(torch.float64))
-        plain.append(_distance(exact, subject.result(batch)))
-        given: Batch = rounded.to(torch.float32) if autocast else rounded
+        plain.append(_distances(exact, subject.result(batch)))
+        if autocast:
+            rounded = rounded.to(torch.float32)
         with torch.autocast("cpu", dtype) if autocast else contextlib.nullcontext():
-            got = subject.result(given)
-        for x, like in ((got.images, given.images), (got.texts, given.texts)):
+            got = subject.result(rounded)
+        for x, like in zip(got.embeddings, rounded.embeddings, strict=True):
             assert x.dtype == like.dtype, f"expected gradients of {like.dtype}, got {x.dtype}"
-        errors.append(_distance(got, exact))
-    unit = torch.finfo(dtype).eps
-    for name, *both in zip(
-        ("value", "gradient"), zip(*errors, strict=True), zip(*plain, strict=True), strict=True
-    ):
-        own, least = both
-        error, rounding = max(own), max(least) + unit
-        assert error <= times * rounding, (
-            f"relative error of the {name} {error:.2g}, of plain rounding {rounding:.2g}"
-        )
+        errors.append(_distances(got, exact))
+    largest = torch.tensor(errors, dtype=torch.float64).amax(0).tolist()
+    allowed = torch.tensor(plain, dtype=torch.float64).amax(0) + torch.finfo(dtype).eps
+    for name, error, rounding in zip(("value", "gradient"), largest, allowed.tolist(), strict=True):
+        message = f"relative error of the {name} {error:.2g}, of plain rounding {rounding:.2g}"
+        assert error <= times * rounding, message
 
 
 @check()
@@ -93,17 +90,18 @@ def autocast_error(subject: Subject) -> None:
     _rounding(subject, torch.bfloat16, _HALF, autocast=True)
 
 
-def _with_zeros(subject: Subject, dtype: torch.dtype) -> Result:
+def _zeros_are_harmless(subject: Subject, dtype: torch.dtype, what: str) -> None:
+    """Raise an AssertionError unless results with embeddings of zeros are finite."""
     batch = subject.batch(6, one=True)
     batch.images[1] = 0
     batch.texts[1:4] = 0
-    return subject.result(batch.to(dtype))
+    subject.finite(what, batch.to(dtype))
 
 
 @check()
 def zero_vectors(subject: Subject) -> None:
     """Embeddings of zeros, as of an empty text, leave the value and its gradients finite."""
-    finite("zero vectors", _with_zeros(subject, torch.float32))
+    _zeros_are_harmless(subject, torch.float32, "zero vectors")
 
 
 @check()
@@ -112,16 +110,16 @@ def zero_vectors_in_half_precision(subject: Subject) -> None:
     0 in float16.
     """
     for dtype in (torch.float16, torch.bfloat16):
-        finite(f"zero vectors in {dtype}", _with_zeros(subject, dtype))
+        _zeros_are_harmless(subject, dtype, f"zero vectors in {dtype}")
 
 
 def _of_length(subject: Subject, length: float) -> None:
-    batch = subject.batch(9, 14).to(torch.float32)
-    expected = subject.result(batch)
-    got = subject.result(batch.of(batch.images * length, batch.texts * length))
-    finite(f"embeddings of length {length:g}", got)
-    scaled = got._replace(images=got.images * length, texts=got.texts * length)
-    same(f"embeddings of length {length:g}", scaled, expected, rtol=1e-3, atol=1e-5)
+    """Raise an AssertionError unless embeddings of a length have the same loss in float32."""
+    what = f"embeddings of length {length:g}"
+    batch = subject.batch().to(torch.float32)
+    got = subject.finite(what, batch.of(batch.images * length, batch.texts * length))
+    scaled = got.of(got.images * length, got.texts * length)
+    same(what, scaled, subject.result(batch), rtol=1e-3, atol=1e-5)
 
 
 @check("normalizes")
@@ -144,8 +142,8 @@ def _extreme(batch: Batch) -> list[Batch]:
     """Return pairs that are equal, pairs that are opposite, and embeddings that are all equal."""
     first = batch.images[:1].expand(len(batch.images), -1)
     return [
-        batch._replace(texts=batch.images),
-        batch._replace(texts=-batch.images),
+        batch.of(batch.images, batch.images),
+        batch.of(batch.images, -batch.images),
         batch.of(first, first),
     ]
 
@@ -157,9 +155,9 @@ def extreme_scores(subject: Subject) -> None:
 
     Cosines of 1 and -1 are the ends of logarithms, roots and arcs.
     """
-    for pairs in (subject.batch(9, one=True), subject.axes(9)):
+    for pairs in (subject.batch(one=True), subject.axes(9)):
         for batch in _extreme(pairs.to(torch.float32)):
-            finite("scores of 1 or -1", subject.result(batch))
+            subject.finite("scores of 1 or -1", batch)
 
 
 @check("temperature")
@@ -170,10 +168,11 @@ def low_temperature(subject: Subject) -> None:
     An exponential of scores without their maximum overflows, and the logarithm of a softmax that is
     0 is -inf.
     """
+    pairs = subject.batch(one=True).to(torch.float32)
     try:
-        options: dict[str, Any] = {"temperature": 0.004}
-        subject.fresh(**options)
+        loss = subject.fresh(None, temperature=0.004)
+        subject.value(pairs, copy.deepcopy(loss))
     except (AttributeError, ValueError):
-        return  # refused, or a property that follows a parameter
-    for batch in _extreme(subject.batch(9, one=True).to(torch.float32)):
-        finite("temperature 0.004", subject.result(batch, subject.fresh(**options)))
+        return  # refused when it is set or used, or a property that follows a parameter
+    for batch in _extreme(pairs):
+        subject.finite("temperature 0.004", batch, copy.deepcopy(loss))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 from unittest import SkipTest
 
 from . import behaviour, gradients, precision, values  # noqa: F401 — register the checks
-from .registry import CHECKS
+from .registry import CHECKS, Check
 from .subject import Subject
 
 Status = Literal["passed", "failed", "expected failure", "skipped"]
@@ -35,24 +36,23 @@ class Report:
     outcomes: tuple[Outcome, ...]
 
     def names(self, status: Status) -> list[str]:
-        """Return the names of the checks that passed, failed, failed as expected or were skipped."""
+        """Return the names of the checks with this outcome."""
         return [x.name for x in self.outcomes if x.status == status]
 
     @property
     def summary(self) -> str:
         """One line of numbers."""
-        counts = [(len(self.names(status)), status) for status in get_args(Status)]
-        return f"{self.loss}: " + ", ".join(
-            f"{number} {status}" for number, status in counts if number
-        )
+        counts = Counter(x.status for x in self.outcomes)
+        found = [f"{counts[status]} {status}" for status in get_args(Status) if counts[status]]
+        return f"{self.loss}: {', '.join(found)}"
 
     def __str__(self) -> str:
         width = max((len(x.name) for x in self.outcomes), default=0)
-        rows = (
-            f"{x.name:{width}}  {x.status:16}  {x.seconds:5.1f} s  {x.reason}"
-            for x in self.outcomes
-        )
-        return "\n".join([self.summary, *(row.rstrip() for row in rows)])
+        rows = [self.summary]
+        for x in self.outcomes:
+            row = f"{x.name:{width}}  {x.status:16}  {x.seconds:5.1f} s  {x.reason}"
+            rows.append(row.rstrip())
+        return "\n".join(rows)
 
 
 class ConformanceError(AssertionError):
@@ -60,15 +60,17 @@ class ConformanceError(AssertionError):
 
     def __init__(self, report: Report):
         self.report = report
-        failed = [x for x in report.outcomes if x.status == "failed"]
-        super().__init__("\n".join([report.summary, *(f"- {x.name}: {x.reason}" for x in failed)]))
+        failed = [f"- {x.name}: {x.reason}" for x in report.outcomes if x.status == "failed"]
+        super().__init__("\n".join([report.summary, *failed]))
 
 
 class LossCheck:
     """One check, bound to a loss: call it. ``str`` gives the check's name."""
 
     def __init__(self, name: str, subject: Subject, expected: str | None = None):
-        self.name, self.subject, self.expected = name, subject, expected
+        self.name = name
+        self.subject = subject
+        self.expected = expected
 
     def __str__(self) -> str:
         return self.name
@@ -87,20 +89,26 @@ class LossCheck:
 
     def run(self) -> Outcome:
         """Return the outcome."""
-        start, check = time.perf_counter(), CHECKS[self.name]
-        missing = [reason for reason in map(self.subject.lacks, check.needs) if reason]
-        status, reason = ("skipped", missing[0]) if missing else self._tried(check.function)
+        start = time.perf_counter()
+        status, reason = self._tried(CHECKS[self.name])
         if self.expected is not None and status == "failed":
-            status, reason = "expected failure", self.expected
+            status = "expected failure"
+            reason = self.expected
         elif self.expected is not None and status == "passed":
-            status, reason = "failed", f"passed, but was expected to fail: {self.expected}"
+            status = "failed"
+            reason = f"passed, but was expected to fail: {self.expected}"
         return Outcome(self.name, status, reason, time.perf_counter() - start)
 
-    def _tried(self, function: Callable[[Subject], None]) -> tuple[Status, str]:
+    def _tried(self, check: Check) -> tuple[Status, str]:
+        """Return the outcome as such, whatever is expected, and its reason."""
+        for need in check.needs:
+            missing = self.subject.lacks(need)
+            if missing:
+                return "skipped", missing
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of losses about odd batches
-                function(self.subject)
+                check.function(self.subject)
         except SkipTest as skip:
             return "skipped", str(skip)
         except AssertionError as error:
@@ -111,8 +119,11 @@ class LossCheck:
 
 
 def _brief(message: str) -> str:
+    """Return a message in one line of at most 200 characters."""
     text = " ".join(message.split())
-    return text if len(text) <= 200 else text[:199] + "…"
+    if len(text) > 200:
+        text = text[:199] + "…"
+    return text
 
 
 def loss_checks(
@@ -134,19 +145,15 @@ def loss_checks(
         raise TypeError(f"loss: expected a module or function, got {type(loss).__name__}")
     if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
         raise ValueError(f"processes: expected an integer of at least 1, got {processes!r}")
-    expected = {} if expected_failures is None else dict(expected_failures)
-    for argument, names in (("expected_failures", expected), ("only", only or ())):
-        unknown = sorted(set(names) - CHECKS.keys())
+    expected = dict(expected_failures or {})
+    chosen = CHECKS.keys() if only is None else set(only)
+    for argument, names in (("expected_failures", expected.keys()), ("only", chosen)):
+        unknown = sorted(names - CHECKS.keys())
         if unknown:
-            raise ValueError(
-                f"{argument}: expected names of checks, got {', '.join(map(repr, unknown))}"
-            )
+            got = ", ".join(map(repr, unknown))
+            raise ValueError(f"{argument}: expected names of checks, got {got}")
     subject = Subject(loss, call, ids, normalizes, processes)
-    return [
-        LossCheck(name, subject, expected.get(name))
-        for name in CHECKS
-        if only is None or name in only
-    ]
+    return [LossCheck(name, subject, expected.get(name)) for name in CHECKS if name in chosen]
 
 
 def check_loss(loss: Callable[..., Any], **options: Any) -> Report:
@@ -179,11 +186,9 @@ def check_loss(loss: Callable[..., Any], **options: Any) -> Report:
         ValueError: for a name that no check has.
     """
     checks = loss_checks(loss, **options)
-    name = (
-        type(loss).__name__
-        if hasattr(type(loss), "forward")
-        else getattr(loss, "__name__", type(loss).__name__)
-    )
+    name = type(loss).__name__
+    if not hasattr(type(loss), "forward"):
+        name = getattr(loss, "__name__", name)  # of a function
     report = Report(name, tuple(check.run() for check in checks))
     if report.names("failed"):
         raise ConformanceError(report)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,29 +23,42 @@ class Batch(NamedTuple):
     image_ids: Tensor | None = None
     text_ids: Tensor | None = None
 
-    def to(self, dtype: torch.dtype) -> Batch:
-        return self._replace(images=self.images.to(dtype), texts=self.texts.to(dtype))
+    @property
+    def embeddings(self) -> tuple[Tensor, Tensor]:
+        """Images and texts."""
+        return self.images, self.texts
+
+    @property
+    def ids(self) -> tuple[Tensor, Tensor]:
+        """The ids of images and texts; their numbers, if there are none."""
+        if self.image_ids is None or self.text_ids is None:
+            return torch.arange(len(self.images)), torch.arange(len(self.texts))
+        return self.image_ids, self.text_ids
 
     def of(self, images: Tensor, texts: Tensor) -> Batch:
         """Return the batch with other embeddings, and the same ids."""
         return self._replace(images=images, texts=texts)
 
+    def to(self, dtype: torch.dtype) -> Batch:
+        """Return the batch with embeddings of another dtype."""
+        return self.of(self.images.to(dtype), self.texts.to(dtype))
+
     def leaves(self) -> Batch:
         """Return the batch with copies of the embeddings that require gradients."""
-        return self.of(
-            self.images.detach().clone().requires_grad_(),
-            self.texts.detach().clone().requires_grad_(),
-        )
+        images, texts = (x.detach().clone().requires_grad_() for x in self.embeddings)
+        return self.of(images, texts)
 
-    def take(self, rows: Tensor, cols: Tensor) -> Batch:
+    def take(self, rows: Tensor | slice, cols: Tensor | slice) -> Batch:
         """Return the batch of these images and texts."""
-        ids = [x if x is None else x[k] for x, k in zip(self[2:], (rows, cols), strict=True)]
-        return Batch(self.images[rows], self.texts[cols], *ids)
+        image_ids, text_ids = self.ids
+        return Batch(self.images[rows], self.texts[cols], image_ids[rows], text_ids[cols])
 
     def swapped(self) -> Batch:
+        """Return the batch with images and texts in each other's place."""
         return Batch(self.texts, self.images, self.text_ids, self.image_ids)
 
     def with_ids(self, image_ids: Tensor | None, text_ids: Tensor | None) -> Batch:
+        """Return the batch with other ids."""
         return self._replace(image_ids=image_ids, text_ids=text_ids)
 
 
@@ -56,6 +69,20 @@ class Result(NamedTuple):
     images: Tensor
     texts: Tensor
     parameters: tuple[Tensor, ...]
+
+    @property
+    def embeddings(self) -> tuple[Tensor, Tensor]:
+        """The gradients of images and texts."""
+        return self.images, self.texts
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """All gradients."""
+        return [self.images, self.texts, *self.parameters]
+
+    def of(self, images: Tensor, texts: Tensor) -> Result:
+        """Return the result with other gradients of images and texts."""
+        return self._replace(images=images, texts=texts)
 
 
 def total(value: Any) -> Tensor:
@@ -79,32 +106,26 @@ class Subject:
 
     def lacks(self, feature: str) -> str:
         """Return why a check that needs a feature does not apply, or an empty text."""
-        module = isinstance(self.loss, nn.Module)
-        reasons = {
+        both_calls = self.ids and self.call is None
+        lengths = "it depends on the embeddings' lengths (normalizes=False)"
+        known = {
             "ids": (self.ids, "it takes no ids (ids=False)"),
             "pairing": (not self.ids or self.call is None, "call= always gets ids"),
-            "default ids": (
-                self.ids and self.call is None,
-                "it is not called both with ids and without",
-            ),
-            "normalizes": (
-                self.normalizes,
-                "it depends on the embeddings' lengths (normalizes=False)",
-            ),
-            "module": (module, "it is no nn.Module"),
-            "parameters": (
-                module and any(p.requires_grad for p in self.loss.parameters()),
-                "it has no parameters",
-            ),
+            "default ids": (both_calls, "it is not called both with ids and without"),
+            "normalizes": (self.normalizes, lengths),
+            "module": (isinstance(self.loss, nn.Module), "it is no nn.Module"),
+            "parameters": (bool(trained(self.loss)), "it has no parameters"),
             "processes": (self.processes > 1, "asked for with processes=2"),
         }
-        holds, reason = reasons.get(
-            feature, (hasattr(self.loss, feature), f"it has no attribute {feature!r}")
-        )
+        if feature in known:
+            holds, reason = known[feature]
+        else:
+            holds = hasattr(self.loss, feature)
+            reason = f"it has no attribute {feature!r}"
         return "" if holds else reason
 
-    def fresh(self, dtype: torch.dtype | None = None, **options: Any) -> Any:
-        """Return a copy of the loss, its parameters of a dtype, with attributes set."""
+    def fresh(self, dtype: torch.dtype | None = torch.float64, **options: Any) -> Any:
+        """Return a copy of the loss, its parameters of a dtype unless None, with attributes set."""
         loss = copy.deepcopy(self.loss)
         if dtype is not None and isinstance(loss, nn.Module):
             loss = loss.to(dtype)
@@ -114,42 +135,40 @@ class Subject:
 
     def batch(
         self,
-        n: int,
-        m: int | None = None,
+        n: int = 9,
+        m: int = 14,
         d: int = 8,
         *,
         classes: int | None = None,
         seed: int = 0,
         one: bool = False,
     ) -> Batch:
-        """Return a float64 batch in which positives resemble each other a little.
+        """Return a float64 batch of n images and m texts in which positives resemble each other a
+        little.
 
         The ids are random classes, or with ``one``, and for a loss without ids, there are n pairs.
         """
         generator = torch.Generator().manual_seed(seed)
-        sample = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
-        one = one or not self.ids
-        m, classes = (
-            (n, n)
-            if one
-            else (n if m is None else m, max(3, n // 3) if classes is None else classes)
-        )
-        ids = [
-            torch.arange(n) if one else torch.randint(classes, (size,), generator=generator)
-            for size in (n, m)
-        ]
-        centres = sample(classes, d)
-        images, texts = (centres[x] + sample(len(x), d) for x in ids)
-        if self.normalizes:
-            images, texts = (
-                x
-                * (0.5 + 1.5 * torch.rand(len(x), 1, generator=generator, dtype=torch.float64))
-                / math.sqrt(d)
-                for x in (images, texts)
-            )
+        if one or not self.ids:
+            m = n
+            classes = n
+            ids = [torch.arange(n), torch.arange(n)]
         else:
-            images, texts = (nn.functional.normalize(x, dim=1) for x in (images, texts))
-        return Batch(images, texts, *(ids if self.ids else (None, None)))
+            if classes is None:
+                classes = max(3, n // 3)
+            ids = [torch.randint(classes, (size,), generator=generator) for size in (n, m)]
+        centres = normal((classes, d), generator)
+        images = centres[ids[0]] + normal((n, d), generator)
+        texts = centres[ids[1]] + normal((m, d), generator)
+        if self.normalizes:
+            images = images * _lengths(images, generator)
+            texts = texts * _lengths(texts, generator)
+        else:
+            images = nn.functional.normalize(images, dim=1)
+            texts = nn.functional.normalize(texts, dim=1)
+        if not self.ids:
+            return Batch(images, texts)
+        return Batch(images, texts, *ids)
 
     def axes(self, n: int) -> Batch:
         """Return a float64 batch of n pairs along the axes, whose cosines are 1 and 0 however
@@ -159,15 +178,21 @@ class Subject:
         return self.batch(n, one=True).of(units, units.clone())
 
     def _fresh_for(self, batch: Batch) -> Any:
+        """Return a copy of the loss, of float64 for a float64 batch."""
         return self.fresh(torch.float64 if batch.images.dtype == torch.float64 else None)
 
     def output(self, batch: Batch, loss: Any = None) -> Any:
         """Return what a loss returns for a batch; by default, a fresh copy, of float64 for a
         float64 batch.
         """
-        loss = self._fresh_for(batch) if loss is None else loss
-        inputs = batch if self.ids and batch.image_ids is not None else batch[:2]
-        return loss(*inputs) if self.call is None else self.call(loss, *inputs)
+        if loss is None:
+            loss = self._fresh_for(batch)
+        inputs = batch.embeddings
+        if self.ids and batch.image_ids is not None:
+            inputs = batch
+        if self.call is None:
+            return loss(*inputs)
+        return self.call(loss, *inputs)
 
     def value(self, batch: Batch, loss: Any = None) -> Tensor:
         """Return the 0-dim value, see :meth:`output`."""
@@ -175,26 +200,64 @@ class Subject:
 
     def result(self, batch: Batch, loss: Any = None, weight: float = 1.0) -> Result:
         """Return the value and the gradients of ``weight`` times the value."""
-        loss, leaves = self._fresh_for(batch) if loss is None else loss, batch.leaves()
+        if loss is None:
+            loss = self._fresh_for(batch)
+        leaves = batch.leaves()
         value = self.value(leaves, loss)
-        return Result(value.detach(), *gradients(value * weight, *leaves[:2], loss))
+        return result_of(value, leaves, loss, weight)
+
+    def finite(self, what: str, batch: Batch, loss: Any = None) -> Result:
+        """Return the result; raise an AssertionError unless value and gradients are finite."""
+        result = self.result(batch, loss)
+        names = ["value", "gradient of images", "gradient of texts"]
+        names += ["gradient of a parameter"] * len(result.parameters)
+        for name, x in zip(names, [result.value, *result.gradients], strict=True):
+            assert bool(x.isfinite().all()), f"{what}: the {name} is not finite"
+        return result
+
+    def steps(self, loss: Any, optimizer: Any, batches: Iterable[Batch]) -> list[Tensor]:
+        """Return the values of a training step on each batch."""
+        values = []
+        for batch in batches:
+            value = self.value(batch, loss)
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+            values.append(value.detach())
+        return values
+
+
+def normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Return a float64 tensor of normally distributed numbers."""
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def _lengths(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Return (N, 1) factors that give normally distributed (N, D) rows lengths of 0.5 to 2."""
+    uniform = torch.rand(len(x), 1, generator=generator, dtype=torch.float64)
+    return (0.5 + 1.5 * uniform) / math.sqrt(x.shape[1])
 
 
 def trained(loss: Any) -> list[Tensor]:
     """Return the parameters of a loss that require a gradient."""
-    return [p for p in loss.parameters() if p.requires_grad] if isinstance(loss, nn.Module) else []
+    if not isinstance(loss, nn.Module):
+        return []
+    return [p for p in loss.parameters() if p.requires_grad]
 
 
-def gradients(
-    value: Tensor, images: Tensor, texts: Tensor, loss: Any, **options: Any
-) -> tuple[Any, ...]:
-    """Return the gradients of a value: images, texts, and a tuple of those of the loss's
-    parameters.
-    """
+def result_of(
+    value: Tensor, leaves: Batch, loss: Any, weight: float = 1.0, keep: bool = False
+) -> Result:
+    """Return a value, and the gradients of ``weight`` times it; with ``keep`` its graph remains."""
     assert value.requires_grad, "the value has no gradient"
-    leaves = [images, texts, *trained(loss)]
-    own = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True, **options)
-    return own[0], own[1], own[2:]
+    images, texts, *parameters = torch.autograd.grad(
+        weight * value,
+        [*leaves.embeddings, *trained(loss)],
+        allow_unused=True,
+        materialize_grads=True,
+        retain_graph=keep,
+    )
+    return Result(value.detach(), images, texts, tuple(parameters))
 
 
 def same(what: str, got: Any, expected: Any, rtol: float = 1e-7, atol: float = 1e-9) -> None:
@@ -209,14 +272,7 @@ def same(what: str, got: Any, expected: Any, rtol: float = 1e-7, atol: float = 1
     )
 
 
-def finite(what: str, result: Result) -> None:
-    """Raise an AssertionError unless a value and its gradients are finite."""
-    for name, x in (
-        ("value", result.value),
-        ("gradient of images", result.images),
-        ("of texts", result.texts),
-    ):
-        assert bool(x.isfinite().all()), f"{what}: the {name} is not finite"
-    assert all(bool(x.isfinite().all()) for x in result.parameters), (
-        f"{what}: a parameter's gradient is not finite"
-    )
+def identical(message: str, got: Any, expected: Any) -> None:
+    """Raise an AssertionError with this message unless all tensors are equal bit for bit."""
+    pairs = zip(tree_leaves(got), tree_leaves(expected), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs), message
