@@ -98,6 +98,24 @@ def test_softplus_slopes(benchmark, hand):
     torch.testing.assert_close(by_score, z.sigmoid())
 
 
+# --------------------------------------------------------------------------------- late interaction
+
+
+def late_interaction(way, queries, documents):
+    """(N, M) scores of sets of unit vectors: sums of maxima. ``product``: only the product, in
+    blocks.
+    """
+    if way == "ours":
+        return functional.set_similarity(queries, documents, "max_sum", normalize=False)
+    if way == "product":
+        block = queries
+        for d in documents.split(2):
+            for q in queries.split(16):
+                block = products.matmul(q.flatten(0, 1), d.flatten(0, 1).T)
+        return block
+    return torch.einsum("nkd,mld->nkml", queries, documents).amax(3).sum(1)
+
+
 @pytest.mark.parametrize("way", ["ours", "eager", "product"])
 def test_late_interaction_step(benchmark, way):
     """Forward and backward of 64 sets of 32 vectors and 64 of 1024; as a test, of 20 sets each."""
