@@ -415,14 +415,17 @@ class Matrix:
     def _scores_pairs_alone(self, i: Index) -> bool:
         """Return whether plain PyTorch scores some pairs by themselves, which saves two products.
 
-        In eager mode, copies of the vectors of listed pairs take longer than products: 1.3 times as
-        long for the triplet loss at 128 x 128 x 512. Compiled, they are not made, and pairs alone
-        take half of the time at 512 x 512 x 1024 (``python -m benchmarks --losses "triplet hardest"
-        --shapes 128x128x512 --variants dense compiled``, with and without).
+        In eager mode it does so unless the scores are there already: copies of the vectors of listed
+        pairs take longer than the products of backward, 1.3 times as long for the triplet loss at
+        128 x 128 x 512. Compiled, they are not made, and pairs alone take half of the time at
+        512 x 512 x 1024 (``python -m benchmarks --losses "triplet hardest" --shapes 128x128x512
+        --variants dense compiled``, with and without).
         """
         if self.embeddings is None or self._summed:
             return False
-        return i is None or (torch.compiler.is_compiling() and len(i) <= sum(self.shape))
+        if i is not None and len(i) > sum(self.shape):
+            return False
+        return torch.compiler.is_compiling() or self._graph_scores is None
 
     def _plain_inputs(self) -> Inputs:
         """Return the vectors at unit length with their graph."""
