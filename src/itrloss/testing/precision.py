@@ -175,4 +175,10 @@ def low_temperature(subject: Subject) -> None:
     except (AttributeError, ValueError):
         return  # refused, or a property that follows a parameter
     for batch in _extreme(subject.batch(one=True).to(torch.float32)):
+        try:
+            subject.value(batch, copy.deepcopy(loss))
+        except ValueError as error:
+            if str(error).startswith("temperature:"):
+                return  # refused by the call, as it depends on another option
+            raise
         finite("temperature 0.004", subject.result(batch, copy.deepcopy(loss)))
