@@ -52,7 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Forward and backward of losses, their variants interleaved in one process: medians and ratios.",
+        description="Forward and backward of losses, their variants interleaved in one process: "
+        "medians and ratios.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="\n\n".join(lists),
     )

@@ -236,7 +236,8 @@ def check_shape(case: Case) -> None:
     size, memory = 4 * KINDS[case.kind].vectors(n, m) * (dim + DIRECTIONS), _memory_of_machine()
     if 2 * size > memory:  # generating them needs twice the memory
         raise ValueError(
-            f"shape: the inputs of {case} take {size / 1e9:.3g} GB, and the machine has {memory / 1e9:.3g}"
+            f"shape: the inputs of {case} take {size / 1e9:.3g} GB, and the machine has "
+            f"{memory / 1e9:.3g}"
         )
 
 
@@ -335,7 +336,8 @@ SUITES: dict[str, Suite] = {
         ("ours", "eager", "matmul_bound", "open_clip", "linear_cross_entropy chunked"),
     ),
     "cuda": Suite(
-        "the Triton engine, bfloat16: every loss of pairs, M-DCL, large InfoNCE of one caption an image and of four",
+        "the Triton engine, bfloat16: every loss of pairs, M-DCL, large InfoNCE of one caption "
+        "an image and of four",
         _cases(
             "pairs",
             [(n, m, d) for d in (512, 1024) for n, m in ((32768, 32768), (16384, 65536))],
@@ -347,7 +349,8 @@ SUITES: dict[str, Suite] = {
         (*_ALL, "ours graphed", "ours dense", "ours triton", "ours tiled", "peers"),
     ),
     "huge": Suite(
-        "InfoNCE of 262144 pairs on a CUDA device, bfloat16: a matrix of 128 GiB, which is never stored",
+        "InfoNCE of 262144 pairs on a CUDA device, bfloat16: a matrix of 128 GiB, which is never "
+        "stored",
         _cases("pairs", [(262144, 262144, 512)], ["infonce"], **_CUDA),
         ("ours triton", "matmul_bound"),
     ),

@@ -160,7 +160,7 @@ def hal(
     return losses[0] + losses[1]
 
 
-def dcl(
+def dcl(  # noqa: PLR0913 (the options of our loss, by keyword)
     images: Tensor,
     texts: Tensor,
     image_ids: Tensor | None = None,
@@ -205,7 +205,7 @@ def dcl(
     return losses[0] + losses[1]
 
 
-def memory_dcl(
+def memory_dcl(  # noqa: PLR0913 (the arguments of our loss)
     images: Tensor,
     texts: Tensor,
     image_keys: Tensor,
@@ -244,7 +244,7 @@ def memory_dcl(
     return loss
 
 
-def uto(
+def uto(  # noqa: PLR0913 (the arguments of our loss)
     images: Tensor,
     texts: Tensor,
     image_keys: Tensor,
@@ -387,7 +387,9 @@ def _diversity(batch: Batch, side: Side, kind: str, epsilon: float) -> Tensor:
         if side.matches is None:
             count = side.candidates - 1
             total = batch.scores.sum(side.dim) - batch.pairs
-        else:  # not minus _sum_by_anchor(pairs): inductor (torch 2.13) then compiles dcl to wrong gradients
+        else:
+            # Not the sum of all minus _sum_by_anchor(pairs): inductor (torch 2.13) then compiles
+            # dcl to wrong gradients.
             count = side.matches.negatives.clamp_min(1)
             total = batch.scores.masked_fill(batch.mask, 0).sum(side.dim)
         deviations = (batch.scores - (total / count).unsqueeze(side.dim)).masked_fill_(

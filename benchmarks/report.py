@@ -91,7 +91,8 @@ def check_plot(path: Path) -> None:
     suffixes = FigureCanvasBase.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in suffixes:
         raise ValueError(
-            f"plot: expected a file name that ends in one of {', '.join(suffixes)}; got {str(path)!r}"
+            f"plot: expected a file name that ends in one of {', '.join(suffixes)}; got "
+            f"{str(path)!r}"
         )
     check_path(path)
 

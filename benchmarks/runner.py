@@ -80,12 +80,7 @@ def measure(
     Raises:
         ValueError: for an unknown variant, a shape that the loss cannot have, or no time.
     """
-    names = [*VARIANTS, *PEERS]
-    for name in variants:
-        if name not in names:
-            raise ValueError(f"variants: expected some of {', '.join(names)}; got {name!r}")
-    if not seconds > 0:
-        raise ValueError(f"seconds: expected a number above 0, got {seconds}")
+    _check(variants, seconds)
     problem = cases.problem(case)
     rows: dict[str, Row] = {}
     steps: dict[str, Step] = {}
@@ -117,6 +112,24 @@ def measure(
             if "error" not in rows[name]:
                 rows[name] |= _figures(times, name, problem)
     exact = _exact_gradient(case, problem) if accuracy and case.kind == "pairs" else None
+    _compare(gradients, exact, case, rows)
+    return list(rows.values())
+
+
+def _check(variants: Sequence[str], seconds: float) -> None:
+    """Raise a ValueError for an unknown variant, or no time."""
+    names = [*VARIANTS, *PEERS]
+    for name in variants:
+        if name not in names:
+            raise ValueError(f"variants: expected some of {', '.join(names)}; got {name!r}")
+    if not seconds > 0:
+        raise ValueError(f"seconds: expected a number above 0, got {seconds}")
+
+
+def _compare(
+    gradients: dict[str, Tensor], exact: Tensor | None, case: Case, rows: dict[str, Row]
+) -> None:
+    """Put the distances of the gradients from ours, and from the exact one, into the rows."""
     for name, gradient in gradients.items():
         if "error" in rows[name] or not _is_same_loss(name, case):
             continue
@@ -124,7 +137,6 @@ def measure(
             rows[name]["gradient difference"] = _distance(gradient, gradients["ours"])
         if exact is not None:
             rows[name]["gradient error"] = _distance(gradient, exact)
-    return list(rows.values())
 
 
 @contextlib.contextmanager

@@ -52,11 +52,11 @@ import torch
 os.chdir({str(ROOT)!r})
 torch.manual_seed(0)
 torch.set_printoptions(precision=4, sci_mode=False)
-# torch.compile's default backend builds C++; the snippet that uses it is left out where nothing can.
+# torch.compile's default backend builds C++; where nothing can, the snippet is left out.
 no_metrics = not all(map(find_spec, ("scipy", "pandas", "torchmetrics")))
-no_compiler = not (
-    (shutil.which("g++") or shutil.which("clang++")) and Path(sysconfig.get_path("include"), "Python.h").exists()
-)
+compiler = shutil.which("g++") or shutil.which("clang++")
+headers = Path(sysconfig.get_path("include"), "Python.h")
+no_compiler = not (compiler and headers.exists())
 """
 
 # Nothing on the pages comes from the network: the theme has its scripts with it, fonts are those of

@@ -28,7 +28,9 @@ def convert(tex: str, display: bool) -> str:
     """Return the equation as a MathML element."""
 
     def mark(match: re.Match) -> str:
-        return rf"\text{{{STARRED if match[1] else FUNCTION}{match[2].replace(chr(92) + ',', chr(0x2009))}}}"
+        sign = STARRED if match[1] else FUNCTION
+        name = match[2].replace("\\,", "\u2009")  # a thin space
+        return rf"\text{{{sign}{name}}}"
 
     tex = " ".join(tex.split())
     marked = re.sub(r"\\operatorname(\*?)\{([^{}]*)\}", mark, tex)

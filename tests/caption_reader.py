@@ -220,15 +220,11 @@ class Reader:
         """Whether these objects, which fit the noun phrases in this order, are arranged as the
         sentence says.
         """
-        for words, item in zip(self.places, items, strict=False):
-            (left, right), (top, bottom) = SPOTS[words]
-            if not (left <= item.x <= right and top <= item.y <= bottom):
-                return False
-        for words, relation in RELATIONS.items():
-            if re.fullmatch(rf"(we see )?N (is |sits |appears )?({words}) N", self.skeleton):
-                return relation(*items)
-            if re.fullmatch(rf"({words}) N there is N", self.skeleton):
-                return relation(*items[::-1])
+        if not self._in_their_places(items):
+            return False
+        related = self._related(items)
+        if related is not None:
+            return related
         if re.fullmatch(f"{WITH_PLACES}|{WITH_BACKGROUND}", self.skeleton):
             return True  # the sentence has no other content than places and the background
         if match := re.fullmatch(r"the (\w+) (shape|object|thing|figure) is N( P)?", self.skeleton):
@@ -247,6 +243,22 @@ class Reader:
         if self.skeleton == "the middle is empty, with N P":
             return not any(0.35 < item.x < 0.65 and 0.35 < item.y < 0.65 for item in scene.objects)
         raise AssertionError(f"cannot read: {self.skeleton}")
+
+    def _in_their_places(self, items: tuple[SceneObject, ...]) -> bool:
+        for words, item in zip(self.places, items, strict=False):
+            (left, right), (top, bottom) = SPOTS[words]
+            if not (left <= item.x <= right and top <= item.y <= bottom):
+                return False
+        return True
+
+    def _related(self, items: tuple[SceneObject, ...]) -> bool | None:
+        """Whether two objects have the relation that the sentence names; None if it names none."""
+        for words, relation in RELATIONS.items():
+            if re.fullmatch(rf"(we see )?N (is |sits |appears )?({words}) N", self.skeleton):
+                return relation(*items)
+            if re.fullmatch(rf"({words}) N there is N", self.skeleton):
+                return relation(*items[::-1])
+        return None
 
     @staticmethod
     def _extreme(superlative: str, scene: Scene, item: SceneObject) -> bool:

@@ -106,7 +106,7 @@ def compiled(case: tuple[int, dict]) -> list[dict]:
     ]
 
 
-def ask(
+def ask(  # noqa: PLR0913 (what a kernel is compiled for, by keyword)
     asked=EXPONENTIAL,
     dtype=torch.bfloat16,
     shared=False,

@@ -189,7 +189,7 @@ def hal(
     )
 
 
-def dcl(
+def dcl(  # noqa: PLR0913 (the options of the loss)
     S: ArrayLike,
     row_ids: Ids,
     col_ids: Ids,

@@ -37,7 +37,7 @@ from oracle import (
 # ------------------------------------------------------------------------------------ memory losses
 
 
-def memory_dcl(
+def memory_dcl(  # noqa: PLR0913 (the arguments and options of the loss)
     V: ArrayLike,
     W: ArrayLike,
     V_keys: ArrayLike,
@@ -113,7 +113,7 @@ def memory_dcl(
     return _reduce(images, texts, valid_images, valid_texts, reduction)
 
 
-def memory_diversity(
+def memory_diversity(  # noqa: PLR0913 (the arguments and options of the loss)
     V: ArrayLike,
     W: ArrayLike,
     memory_images: ArrayLike,
@@ -149,7 +149,7 @@ def memory_diversity(
     return (images + image_memory) / 2, (texts + text_memory) / 2
 
 
-def uto(
+def uto(  # noqa: PLR0913 (the arguments and options of the loss)
     V: ArrayLike,
     W: ArrayLike,
     V_keys: ArrayLike,
@@ -362,15 +362,7 @@ def dynamic_orthogonal(
     _one_of("reduction", reduction, ("mean", "sum", "none"))
     heads = np.asarray(residuals, np.float64)
     N, K, D = heads.shape
-    per_entry = np.ones((N, K, D))
-    if gate is not None:
-        mask = np.asarray(gate, np.float64)
-        if mask.shape not in ((N, K), (N, D)):
-            raise ValueError(f"gate must be ({N}, {K}) or ({N}, {D}), got {mask.shape}")
-        for n in range(N):
-            for k in range(K):
-                for d in range(D):
-                    per_entry[n, k, d] = mask[n, k] if mask.shape == (N, K) else mask[n, d]
+    per_entry = _gate_of_entries(gate, N, K, D)
     values = np.zeros(N)
     for n in range(N):
         if gate_first:
@@ -378,16 +370,34 @@ def dynamic_orthogonal(
         else:
             vectors = [_unit(heads[n, k]) * per_entry[n, k] for k in range(K)]
         scores = [abs(_dot(vectors[i], vectors[j])) for i in range(K) for j in range(K) if i != j]
-        if pair_reduction == "mean":
-            correlation = math.fsum(scores) / (K * (K - 1)) if K > 1 else 0.0
-        elif pair_reduction == "sum":
-            correlation = math.fsum(scores)
-        else:
-            correlation = math.sqrt(math.fsum(c * c for c in scores)) / K**2
-        values[n] = max(0.0, correlation - slack)
+        values[n] = max(0.0, _correlation(scores, K, pair_reduction) - slack)
     if reduction == "none":
         return values
     return math.fsum(values) / (N if reduction == "mean" else 1)
+
+
+def _gate_of_entries(gate: ArrayLike | None, N: int, K: int, D: int) -> Array:
+    """Return the factor (N, K, D) of each entry of the residuals."""
+    per_entry = np.ones((N, K, D))
+    if gate is None:
+        return per_entry
+    mask = np.asarray(gate, np.float64)
+    if mask.shape not in ((N, K), (N, D)):
+        raise ValueError(f"gate must be ({N}, {K}) or ({N}, {D}), got {mask.shape}")
+    for n in range(N):
+        for k in range(K):
+            for d in range(D):
+                per_entry[n, k, d] = mask[n, k] if mask.shape == (N, K) else mask[n, d]
+    return per_entry
+
+
+def _correlation(scores: Sequence[float], K: int, pair_reduction: str) -> float:
+    """Return what the pairs of K heads have in common, from their scores in both orders."""
+    if pair_reduction == "sum":
+        return math.fsum(scores)
+    if pair_reduction == "frobenius":
+        return math.sqrt(math.fsum(c * c for c in scores)) / K**2
+    return math.fsum(scores) / (K * (K - 1)) if K > 1 else 0.0
 
 
 def set_max(S: ArrayLike) -> Array:

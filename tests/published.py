@@ -147,7 +147,9 @@ def create_loss(args):
     return ClipLoss(use_horovod=args.horovod, **shared)
 
 
-def train_one_epoch(model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args):
+def train_one_epoch(  # noqa: PLR0913 (as open_clip calls it)
+    model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args
+):
     model.train()
     data["train"].set_epoch(epoch)
     for images, texts in data["train"].dataloader:

@@ -336,7 +336,9 @@ class ClipLoss(torch.nn.Module):
     def __init__(self, cache_labels=False):
         super().__init__()
 
-    def forward(self, image_features, text_features, logit_scale, logit_bias=None, output_dict=False):
+    def forward(
+        self, image_features, text_features, logit_scale, logit_bias=None, output_dict=False
+    ):
         logits = logit_scale * image_features @ text_features.T
         labels = torch.arange(len(logits))
         return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2

@@ -397,8 +397,10 @@ def test_the_report_names_hubs_and_who_gained(saved: Path, tmp_path: Path):
     results = [retrieval_results(torch.from_numpy(scores()), reranker=x) for x in (None, chosen)]
     for way, size in (("t2i", N * C), ("i2t", N)):
         before, after = (getattr(x, way).best for x in results)
-        moved = f"{int((after < before).sum())} of {size} queries rank their right candidate higher than before"
-        assert f"{moved}, {int((after > before).sum())} lower" in page.text
+        higher = int((after < before).sum())
+        lower = int((after > before).sum())
+        moved = f"{higher} of {size} queries rank their right candidate higher than before"
+        assert f"{moved}, {lower} lower" in page.text
     gained = int((before.double().log() - after.double().log()).argmax())
     heads = r"gained most\s*first candidate before\s*first candidate after\s*rank before\s*after\s*"
     assert re.search(rf"{heads}image {gained}\D", page.text)

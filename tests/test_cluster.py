@@ -463,7 +463,7 @@ def test_types_of_the_two_sides_may_differ():
     torch.testing.assert_close(found, wanted)
 
 
-def test_reset_does_not_disturb_a_graph_where_nothing_was_reseeded_and_clears_gradients_where_it_was():
+def test_reset_leaves_a_graph_alone_where_nothing_was_reseeded_and_clears_gradients_elsewhere():
     v, w, _, ids = concepts(4, 5, 6)
     module, means = PrototypeClassificationLoss(6, 5), trained(5)
     v, w = v.float(), w.float()

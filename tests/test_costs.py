@@ -92,7 +92,8 @@ torch.set_num_threads(1)  # as in conftest.py: others would wait for it by spinn
 def measured(loss, n, d, equal):
     v, w = (torch.randn(n, d).requires_grad_() for _ in range(2))
     ids, loss = [torch.arange(n) // equal] * 2 if equal else [], eval(loss, vars(itrloss))
-    loss(*(torch.randn(600, d).requires_grad_() for _ in range(2))).backward()  # libraries load and threads start
+    # libraries load and threads start
+    loss(*(torch.randn(600, d).requires_grad_() for _ in range(2))).backward()
     found = peak_memory(lambda: loss(v, w, *ids).backward(), torch.device("cpu"))
     assert v.grad.isfinite().all()
     return found

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -188,47 +190,55 @@ def test_two_processes_rank_as_one_does(tmp_path):
 # --- metrics --------------------------------------------------------------------------------------
 
 
+# images and texts of a process, or of one with everything; and so for the kind "one image"
+OWN = {None: (slice(8), slice(16)), 0: (slice(5), slice(12)), 1: (slice(5, 8), slice(12, 16))}
+ONE_IMAGE = {
+    None: (slice(6), slice(16)),
+    0: (slice(5), slice(15)),
+    1: (slice(5, 6), slice(15, 16)),
+}
+
+
 def parts_of(rank: int | None, given: dict[str, torch.Tensor]) -> dict[str, itrloss.Similarity]:
     """This process's share, or everything, with ids or with the default that replaces them."""
     images, texts = given["images"], given["texts"]
-    near, of = images + 0.5 * texts[:8], torch.arange(16) // 2
-    n, m = {None: (slice(8), slice(16)), 0: (slice(5), slice(12)), 1: (slice(5, 8), slice(12, 16))}[
-        rank
-    ]
+    n, m = OWN[rank]
     own = torch.arange(8)[n]
-    # per process, the ids are unique: row i matches column i
-    twice = torch.tensor([7, 3, 1, 2, 9, 3, 1, 7])
-    return {
+    of = torch.arange(16) // 2  # the image of each text
+    crowd = torch.arange(16)[m].int() // 11
+    several = {
         "matches across": itrloss.Similarity(images[n], texts[m], own, of[m]),
+        "crowded": itrloss.Similarity(images[n], texts[m], own // 6, crowd),
+    }
+    n, m = ONE_IMAGE[rank]
+    image_ids = torch.cat((of[:5], of[10:11]))
+    text_ids = torch.cat((torch.arange(15) % 6, torch.tensor([4])))
+    one_image = itrloss.Similarity(images[:6][n], texts[m], image_ids[n], text_ids[m])
+    return {**several, "one image": one_image, **pairs_of(rank, images, images + 0.5 * texts[:8])}
+
+
+def pairs_of(
+    rank: int | None, images: torch.Tensor, near: torch.Tensor
+) -> dict[str, itrloss.Similarity]:
+    """This process's share of images and of one text each, or all of them."""
+    n, _ = OWN[rank]
+    own = torch.arange(8)[n]
+    first = own - own[0]
+    lengths = torch.arange(1, 9)[n, None]
+    # Integers, whose scores are exact in any order of summation: otherwise copies might not tie
+    # across processes.
+    copies = (4 * images[:1]).round().expand(8, D)[n]
+    whole_numbers = (4 * near[n]).round()
+    # per process, the ids are unique: row i matches column i
+    twice = torch.tensor([7, 3, 1, 2, 9, 3, 1, 7])[n]
+    of_none = torch.where(own % 5 == 2, -1, first)
+    return {
         "pairs": itrloss.Similarity(images[n], near[n]),
-        "crowded": itrloss.Similarity(
-            images[n], texts[m], own // 6, torch.arange(16)[m].int() // 11
-        ),
-        "lengths count": itrloss.Similarity(
-            images[n], near[n] * torch.arange(1, 9)[n, None], normalize=False
-        ),
-        # Integers, whose scores are exact in any order of summation: otherwise copies might not tie
-        # across processes.
-        "ties": itrloss.Similarity(
-            (4 * images[:1]).round().expand(8, D)[n], (4 * near[n]).round(), normalize=False
-        ),
-        "one image": itrloss.Similarity(
-            *((images[:5], texts[:15]) if rank == 0 else (images[5:6], texts[15:])),
-            of[:5] if rank == 0 else of[10:11],
-            torch.arange(16)[:15] % 6 if rank == 0 else torch.tensor([4]),
-        )
-        if rank is not None
-        else itrloss.Similarity(
-            images[:6],
-            texts,
-            torch.cat((of[:5], of[10:11])),
-            torch.cat((torch.arange(15) % 6, torch.tensor([4]))),
-        ),
-        "the same ids in both": itrloss.Similarity(images[n], near[n], twice[n], twice[n]),
-        "numbers": itrloss.Similarity(images[n], near[n].flip(0), None, (own - own[0]).flip(0)),
-        "numbers of none": itrloss.Similarity(
-            images[n], near[n], None, torch.where(own % 5 == 2, -1, own - own[0])
-        ),
+        "lengths count": itrloss.Similarity(images[n], near[n] * lengths, normalize=False),
+        "ties": itrloss.Similarity(copies, whole_numbers, normalize=False),
+        "the same ids in both": itrloss.Similarity(images[n], near[n], twice, twice),
+        "numbers": itrloss.Similarity(images[n], near[n].flip(0), None, first.flip(0)),
+        "numbers of none": itrloss.Similarity(images[n], near[n], None, of_none),
     }
 
 
@@ -253,79 +263,77 @@ def evaluated(rank: int | None, **options: Any) -> dict[str, Any]:
     return found
 
 
-def metrics_worker(rank: int) -> dict[str, Any]:
-    found, given = evaluated(rank, gather=True), embedded()
-    sims, metrics = parts_of(rank, given), itrloss.metrics
-    broken = given["images"][:3].clone()
+def metrics(sim: Any, **options: Any) -> dict[str, float]:
+    return itrloss.metrics.retrieval_metrics(sim, gather=True, **options)
+
+
+def wrong_embeddings(rank: int) -> dict[str, Callable[[], Any]]:
+    """Evaluations of embeddings that one process refuses, or that differ in their kind."""
+    given = embedded()
+    images, texts = given["images"][:3], given["texts"][:3]
+    broken = images.clone()
     broken[1, 2] = float("nan") if rank == 1 else 0.0
-    whole, unnormalised = (
-        itrloss.Similarity(given["images"][:3], given["texts"][:3]),
-        {"normalize": False},
-    )
-    changed = given["images"][:3].clone()
-    late = itrloss.Similarity(changed, given["texts"][:3])
+    dtype = (torch.float16, torch.bfloat16)[rank]
+    dim = D - rank
+    numbers = (torch.arange(3), torch.arange(3)) if rank else ()
+    huge = given["images"] * 1e200
+    far = itrloss.Similarity(huge, huge, normalize=False)
+    changed = images.clone()
+    late = itrloss.Similarity(changed, texts)
     changed += rank
-    far = itrloss.Similarity(given["images"] * 1e200, given["images"] * 1e200, **unnormalised)
-    halves = [given[x][:3].to((torch.float16, torch.bfloat16)[rank]) for x in ("images", "texts")]
-    numbered = (torch.arange(3), torch.arange(3)) if rank else ()
-    x = given["images"][:1]
-    wrong = {
-        "nan": lambda: metrics.retrieval_metrics(
-            itrloss.Similarity(broken, given["texts"][:3]), gather=True
+    best = RERANKERS["nnn"].topk
+    return {
+        "nan": partial(metrics, itrloss.Similarity(broken, texts)),
+        "nan, best": partial(best, itrloss.Similarity(broken, texts), 2, gather=True),
+        "nan in texts": partial(metrics, itrloss.Similarity(texts, broken)),
+        "type": partial(metrics, itrloss.Similarity(images.to(dtype), texts.to(dtype))),
+        "dimension": partial(
+            metrics, itrloss.Similarity(torch.ones_like(images)[:, :dim], texts[:, :dim])
         ),
-        "nan, best": lambda: RERANKERS["nnn"].topk(
-            itrloss.Similarity(broken, given["texts"][:3]), 2, gather=True
-        ),
-        "nan in texts": lambda: metrics.retrieval_metrics(
-            itrloss.Similarity(given["texts"][:3], broken), gather=True
-        ),
-        "type": lambda: metrics.retrieval_metrics(itrloss.Similarity(*halves), gather=True),
-        "dimension": lambda: metrics.retrieval_metrics(
-            itrloss.Similarity(
-                *[x[:, : D - rank] for x in (torch.ones_like(broken), given["texts"][:3])]
-            ),
-            gather=True,
-        ),
-        "numbers here": lambda: metrics.retrieval_metrics(
-            itrloss.Similarity(given["images"][:3], given["texts"][:3], *numbered), gather=True
-        ),
-        "one asks more": lambda: metrics.retrieval_metrics(whole, hubness_k=2 + rank, gather=True),
-        "one without": lambda: metrics.retrieval_metrics(
-            whole if rank else torch.eye(3), gather=True
-        ),
-        "changed": lambda: metrics.retrieval_metrics(late, gather=True),
-        "far": lambda: RERANKERS["nnn"].topk(far, 2, gather=True),
-        "scores": lambda: metrics.retrieval_metrics(torch.eye(4), gather=True),
-        "folds": lambda: metrics.retrieval_metrics(sims["matches across"], gather=True, folds=2),
-        "blocks": lambda: metrics.retrieval_metrics(
-            sims["matches across"], gather=True, reranker=itrloss.rerank.KReciprocalReranker()
-        ),
-        "other banks": lambda: metrics.retrieval_metrics(
-            sims["matches across"],
-            gather=True,
-            reranker=itrloss.rerank.ReciprocalReranker().fit(
-                given["bank_images"] + rank, given["bank_texts"]
-            ),
-        ),
-        "one bank": lambda: (
-            itrloss.rerank.DualSoftmax()
-            .fit(*[given["bank_images"]] * rank)
-            .topk(sims["matches across"], 3, gather=True)
-        ),
-        "one overflows, best": lambda: (
-            itrloss.rerank.DualSoftmax(2e3)
-            .fit(x, torch.cat([x, -x]))
-            .topk(itrloss.Similarity((1.0 - 2 * rank) * x, (1.0 - 2 * rank) * x), 1, gather=True)
-        ),
-        "one overflows": lambda: metrics.retrieval_metrics(
-            itrloss.Similarity((1.0 - 2 * rank) * x, (1.0 - 2 * rank) * x),
-            gather=True,
-            reranker=itrloss.rerank.DualSoftmax(2e3).fit(x, torch.cat([x, -x])),
-        ),
-        "other": lambda: metrics.retrieval_results(
-            (sims["matches across"], torch.eye(4)), gather=True
-        ),
+        "numbers here": partial(metrics, itrloss.Similarity(images, texts, *numbers)),
+        "changed": partial(metrics, late),
+        "far": partial(best, far, 2, gather=True),
     }
+
+
+def wrong_questions(rank: int) -> dict[str, Callable[[], Any]]:
+    """Evaluations that processes cannot do together, or that differ in what they ask."""
+    given = embedded()
+    whole = itrloss.Similarity(given["images"][:3], given["texts"][:3])
+    across = parts_of(rank, given)["matches across"]
+    blocks = itrloss.rerank.KReciprocalReranker()
+    return {
+        "one asks more": partial(metrics, whole, hubness_k=2 + rank),
+        "one without": partial(metrics, whole if rank else torch.eye(3)),
+        "scores": partial(metrics, torch.eye(4)),
+        "folds": partial(metrics, across, folds=2),
+        "blocks": partial(metrics, across, reranker=blocks),
+        "other": partial(itrloss.metrics.retrieval_results, (across, torch.eye(4)), gather=True),
+    }
+
+
+def wrong_banks(rank: int) -> dict[str, Callable[[], Any]]:
+    """Evaluations with re-rankers whose banks differ, or whose scores overflow in one process."""
+    given = embedded()
+    across = parts_of(rank, given)["matches across"]
+    bank = given["bank_images"]
+    moved = itrloss.rerank.ReciprocalReranker().fit(bank + rank, given["bank_texts"])
+    fitted = itrloss.rerank.DualSoftmax().fit(*[bank] * rank)
+    x = given["images"][:1]
+    sharp = itrloss.rerank.DualSoftmax(2e3).fit(x, torch.cat([x, -x]))
+    turned = (1.0 - 2 * rank) * x
+    opposite = itrloss.Similarity(turned, turned)
+    return {
+        "other banks": partial(metrics, across, reranker=moved),
+        "one bank": partial(fitted.topk, across, 3, gather=True),
+        "one overflows, best": partial(sharp.topk, opposite, 1, gather=True),
+        "one overflows": partial(metrics, opposite, reranker=sharp),
+    }
+
+
+def metrics_worker(rank: int) -> dict[str, Any]:
+    found = evaluated(rank, gather=True)
+    wrong = wrong_embeddings(rank) | wrong_questions(rank) | wrong_banks(rank)
     for name, call in wrong.items():
         try:
             call()
@@ -338,9 +346,8 @@ def metrics_worker(rank: int) -> dict[str, Any]:
 def test_two_processes_evaluate_as_one_does(tmp_path):
     first, second = both(metrics_worker, tmp_path)
     for name, (here, there) in REFUSED.items():
-        assert first[f"wrong: {name}"].startswith(here) and second[f"wrong: {name}"].startswith(
-            there
-        ), name
+        assert first[f"wrong: {name}"].startswith(here), name
+        assert second[f"wrong: {name}"].startswith(there), name
     first, second = (
         {k: x for k, x in found.items() if "wrong" not in k} for found in (first, second)
     )

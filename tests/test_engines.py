@@ -310,28 +310,49 @@ def test_matrices_without_ids_keep_what_holds_for_each_alone(engine):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_anchors_of_several_matrices_are_counted_split_and_reduced(engine, monkeypatch):
+def test_pooled_anchors_are_counted_and_listed(engine, monkeypatch):
     n, m, _ = SHAPES["wide"]
     (v, w), ids = embeddings(n, m), make_ids("random", n, m)
     sim = similarity(v, w, ids, engine)
-    pooled = Anchors.pooled(
-        *(part.both for part in parts(v, w[:15], (ids[0], ids[1][:15]), engine, (5, 10)))
-    )
+    some = parts(v, w[:15], (ids[0], ids[1][:15]), engine, (5, 10))
+    pooled = Anchors.pooled(*(part.both for part in some))
     assert len(pooled) == n + 5 and pooled.sizes == [n, 5]
     rows = Anchors.pooled(*parts(v, w, ids, engine, (4,)))
     assert torch.equal(rows.positive_counts, sim.positive_counts)
     assert torch.equal(rows.negative_counts, sim.negative_counts)
-    assert torch.equal(rows.hardest_negatives().indices, sim.hardest_negatives().indices)
-    blocks = Anchors.pooled(*parts(v, w, ids, engine, (4, 9)))  # each block has its own offset
-    assert torch.equal(blocks.hardest_negatives().indices, sim.hardest_negatives().indices)
+    with pytest.raises(ValueError, match="as many anchors"):
+        Anchors.pooled(sim, sim.T)
+    torch.testing.assert_close(rows.hinge_sum(0.1), sim.hinge_sum(0.1))
+    monkeypatch.setattr(pairs.Pairs, "listable", False)
+    with pytest.raises(ValueError, match=r"hinge_sum.*one matrix"):
+        rows.hinge_sum(0.1)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_hardest_negatives_of_pooled_matrices_are_numbered_in_their_order(engine):
+    n, m, _ = SHAPES["wide"]
+    (v, w), ids = embeddings(n, m), make_ids("random", n, m)
+    wanted = similarity(v, w, ids, engine).hardest_negatives().indices
+    for cuts in ((4,), (4, 9)):  # each block has its own offset
+        pooled = Anchors.pooled(*parts(v, w, ids, engine, cuts))
+        assert torch.equal(pooled.hardest_negatives().indices, wanted)
     first, second = parts(v, w, ids, engine, (4,))  # in one order and in the other
     orders = [Anchors.pooled(first, second), Anchors.pooled(second, first)]
     wanted = torch.cat([x.hardest_negatives().indices for x in orders])
     assert torch.equal(Anchors.together(*orders).hardest_negatives().indices, wanted)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_anchors_together_are_split_and_reduced(engine):
+    n, m, _ = SHAPES["wide"]
+    (v, w), ids = embeddings(n, m), make_ids("random", n, m)
+    sim = similarity(v, w, ids, engine)
     three = Anchors.together(sim, sim.T, sim)  # the rows of one matrix twice
-    p = parameters(n, n + m)
-    wanted = sim.logsumexp(p[:n]), sim.T.logsumexp(p[n : n + m]), sim.logsumexp(p[n + m :])
-    torch.testing.assert_close(three.logsumexp(p), torch.cat(wanted))
+    scales = parameters(n, n + m)
+    of_rows, of_cols, of_rows_again = scales.split((n, m, n))
+    wanted = [sim.logsumexp(of_rows), sim.T.logsumexp(of_cols), sim.logsumexp(of_rows_again)]
+    torch.testing.assert_close(three.logsumexp(scales), torch.cat(wanted))
+    rows = Anchors.pooled(*parts(v, w, ids, engine, (4,)))
     three = Anchors.together(rows, sim.T, rows)
     assert three.sizes == [n, m, n] and not rows.one_to_one
     values = torch.arange(2.0 * n + m)
@@ -343,12 +364,6 @@ def test_anchors_of_several_matrices_are_counted_split_and_reduced(engine, monke
     torch.testing.assert_close(three.reduce(values, "mean"), sum(means))
     torch.testing.assert_close(three.reduce(values, "sum"), values[valid].sum())
     assert [len(x) for x in three.reduce(values, "none")] == [n, m, n]
-    with pytest.raises(ValueError, match="as many anchors"):
-        Anchors.pooled(sim, sim.T)
-    torch.testing.assert_close(rows.hinge_sum(0.1), sim.hinge_sum(0.1))
-    monkeypatch.setattr(pairs.Pairs, "listable", False)
-    with pytest.raises(ValueError, match=r"hinge_sum.*one matrix"):
-        rows.hinge_sum(0.1)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -459,11 +474,12 @@ def test_ignored_entries_are_not_counted_ranked_or_named(engine, small_tiles):
 
 
 def gradients_of_parameters(
-    engine, ids, n, m, which, term, shared, dtype=torch.float64, device="cpu"
+    engine, ids, sizes, which, term, shared, dtype=torch.float64, device="cpu"
 ):
     """Gradients of a term's two parameters, shared or one per anchor, for its sum over
     ``which``.
     """
+    n, m = sizes
     v, w = (x.to(device, dtype) for x in embeddings(n, m))
     size = 1 if shared else n + m
     params = [
@@ -491,7 +507,7 @@ def gradients_of_parameters(
 )
 def test_gradients_of_parameters(engine, shape, term, which, shared, small_tiles):
     n, m, kind = SHAPES[shape]
-    given = make_ids(kind, n, m), n, m, which, term, shared
+    given = make_ids(kind, n, m), (n, m), which, term, shared
     found, wanted = (
         gradients_of_parameters(engine, *given),
         gradients_of_parameters("reference", *given),

@@ -689,7 +689,8 @@ def test_telemetry_gather_in_one_process_and_representation(name):
 
 
 # ---------------------------------------------------------------------------- sentence-transformers
-# Their losses have one direction, from queries to documents. Its part of ours are the values of the images.
+# Their losses have one direction, from queries to documents. Its part of ours are the values of
+# the images.
 
 THEIRS = {I2T: "query_to_doc", T2I: "doc_to_query", I2I: "query_to_query", T2T: "doc_to_doc"}
 

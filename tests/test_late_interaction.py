@@ -241,7 +241,8 @@ from itrloss import functional
 from benchmarks.peak import peak_memory
 
 torch.set_num_threads(1)
-v, w = torch.randn(32, 32, 64, requires_grad=True), torch.randn(32, 1024, 64, requires_grad=True)  # 134 MB of scores
+v = torch.randn(32, 32, 64, requires_grad=True)
+w = torch.randn(32, 1024, 64, requires_grad=True)  # 134 MB of scores
 
 def measured(aggregation):
     def step(v, w):

@@ -110,7 +110,9 @@ def test_gradients_of_tiles_equal_those_of_plain_pytorch_for_uneven_upstream(
 @pytest.mark.parametrize("engine", ["dense", "tiled", "scores"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_anchors_without_candidates_give_no_nan_on_the_way(name, engine):
-    """Padding, an anchor without positives and one without negatives: autograd's detector is calm."""
+    """Padding, an anchor without positives and one without negatives: autograd's detector is
+    calm.
+    """
     least = torch.iinfo(torch.int64).min
     for ids in ([0, 1, least, 3], [least] * 4, [5] * 4, [0, 1, 2, least]):
         v, w = (x.float().requires_grad_() for x in embeddings(4, 4))

@@ -65,6 +65,19 @@ def names(transductive=False, matrix=False):
     return [name for name, m in found.items() if not (matrix and m.needs_embeddings)]
 
 
+# the oracles of the others, which treat both directions alike and take no more than one bank
+ORACLES = {
+    "inverted softmax": lambda m, S, R: oracle_rerank.inverted_softmax(S, R, m.scale),
+    "dual softmax": lambda m, S, R: oracle_rerank.dual_softmax(S, R, m.scale),
+    "qb-norm": lambda m, S, R: oracle_rerank.query_bank_norm(S, R, m.scale, m.k),
+    "nnn": lambda m, S, R: oracle_rerank.nearest_neighbor_norm(S, R, m.alpha, m.k),
+    "csls": lambda m, S, R: oracle_rerank.csls(S, R, m.k),
+    "mutual proximity": lambda m, S, R: oracle_rerank.mutual_proximity(S, R),
+    "sinkhorn": lambda m, S, R: oracle_rerank.sinkhorn(S, R, m.scale, m.iterations),
+    "mr": lambda m, S, R: oracle_rerank.multi_factor(S, R, m.k, m.share_weight, m.place_weight)[0],
+}
+
+
 def expected(name, S, R, side, G=None, B=None):
     """The oracle's scores or order for one direction; G: gallery bank x candidates, B: query x
     gallery bank.
@@ -72,34 +85,15 @@ def expected(name, S, R, side, G=None, B=None):
     method = METHODS[name]
     if name == "fast":
         return oracle_rerank.fast(S, R, *(method.i2t, method.t2i)[side])
-    if name == "inverted softmax":
-        return oracle_rerank.inverted_softmax(S, R, method.scale)
-    if name == "dual softmax":
-        return oracle_rerank.dual_softmax(S, R, method.scale)
-    if name == "qb-norm":
-        return oracle_rerank.query_bank_norm(S, R, method.scale, method.k)
     if name == "dbnorm":
         return oracle_rerank.dual_bank_norm(S, R, G, method.query_scale, method.gallery_scale)
-    if name == "nnn":
-        return oracle_rerank.nearest_neighbor_norm(S, R, method.alpha, method.k)
-    if name == "csls":
-        return oracle_rerank.csls(S, R, method.k)
-    if name == "mutual proximity":
-        return oracle_rerank.mutual_proximity(S, R)
-    if name == "sinkhorn":
-        return oracle_rerank.sinkhorn(S, R, method.scale, method.iterations)
     if name == "dbsn":
-        wide = oracle_rerank.sinkhorn(
-            np.c_[S, np.zeros((len(S), B.shape[1]))], np.c_[R, B], method.scale, method.iterations
-        )
-        return wide[:, : S.shape[1]]
+        wide = np.c_[S, np.zeros((len(S), B.shape[1]))]
+        found = oracle_rerank.sinkhorn(wide, np.c_[R, B], method.scale, method.iterations)
+        return found[:, : S.shape[1]]
     if name == "rr":
         return oracle_rerank.reciprocal_order(S, R, (method.i2t_k, method.t2i_k)[side])
-    if name == "mr":
-        return oracle_rerank.multi_factor(S, R, method.k, method.share_weight, method.place_weight)[
-            0
-        ]
-    raise AssertionError(name)
+    return ORACLES[name](method, S, R)
 
 
 def agrees(name, found, wanted):

@@ -271,7 +271,7 @@ def main(arguments: list[str] | None = None) -> None:
     # Removed before parsing: after --seeds 0 1, argparse would take key=value for another seed.
     common = [word for word in words if re.match(r"[a-z_.]+=", word)]
     parser = argparse.ArgumentParser(
-        description="Run the rows of a paper's ablation tables and compare them with the printed ones.",
+        description="Run the rows of a paper's ablation tables and compare them with its own.",
         epilog="key=value anywhere: settings of all rows, as for examples.retrieval.train",
     )
     parser.add_argument("paper", choices=PAPERS)

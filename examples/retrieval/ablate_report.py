@@ -80,10 +80,14 @@ def write_report(grid: Grid) -> str:
     settings = [*([f"--config {grid.file}"] if grid.file else []), *grid.common]
     parts = [
         f"# {grid.source.title}: ablations",
-        f"Settings of all rows: {' '.join(settings) or 'none'}. Seeds {', '.join(map(str, grid.seeds))}.",
-        "RSUM on the development split, mean ± standard deviation over seeds. Differences (Δ) from the bold row are\n"
-        "paired by seed, ± half of a 95 % confidence interval. Intervals are not corrected for multiplicity. The best\n"
-        "epoch of a run was selected on the same split; the papers print figures of test splits of other data.",
+        f"Settings of all rows: {' '.join(settings) or 'none'}. Seeds "
+        f"{', '.join(map(str, grid.seeds))}.",
+        "RSUM on the development split, mean ± standard deviation over seeds. Differences (Δ) "
+        "from the bold row are\n"
+        "paired by seed, ± half of a 95 % confidence interval. Intervals are not corrected for "
+        "multiplicity. The best\n"
+        "epoch of a run was selected on the same split; the papers print figures of test splits "
+        "of other data.",
     ]
     content: dict[str, Any] = {
         "paper": grid.source.title,
@@ -172,7 +176,10 @@ def _alike(grid: Grid, table: Table, rows: Rows) -> str:
         and grid.config(table.rows[a], grid.seeds[0]).out
         != grid.config(table.rows[b], grid.seeds[0]).out
     ]
-    what = "Other settings with equal figures, because the best epochs precede the settings' effect, in rows "
+    what = (
+        "Other settings with equal figures, because the best epochs precede the settings' effect, "
+        "in rows "
+    )
     return what + "; ".join(pairs) + "." if pairs else ""
 
 

@@ -50,7 +50,10 @@ class WordPieces:
         # If its files are missing, transformers makes a tokeniser with special tokens only.
         fits = len(tokenizer.all_special_ids) < len(tokenizer) <= sizes.vocab_size
         if sizes.model_type != "bert" or tokenizer.mask_token_id is None or not fits:
-            pair = f"a {sizes.model_type} of {sizes.vocab_size} pieces, a tokeniser of {len(tokenizer)}"
+            pair = (
+                f"a {sizes.model_type} of {sizes.vocab_size} pieces, a tokeniser of "
+                f"{len(tokenizer)}"
+            )
             raise ValueError(f"{_bert(path)} with a tokeniser that fits it, not {pair}")
         settings = sizes.to_diff_dict()
         # of the installed library; resuming with a newer one is allowed
@@ -106,7 +109,8 @@ class BertEncoder(nn.Module):
             )
             if report["missing_keys"]:
                 raise ValueError(
-                    f"{len(report['missing_keys'])} are missing, such as {min(report['missing_keys'])}"
+                    f"{len(report['missing_keys'])} are missing, such as "
+                    f"{min(report['missing_keys'])}"
                 )
         except (OSError, ValueError) as error:
             raise ValueError(
@@ -141,7 +145,10 @@ def _transformers() -> Any:
 
 
 def _bert(path: str) -> str:
-    return f"bert = {path!r}: must be a BERT, as a local directory or a name that was downloaded before,"
+    return (
+        f"bert = {path!r}: must be a BERT, as a local directory or a name that was downloaded "
+        "before,"
+    )
 
 
 # ------------------------------------------------------------------------------------------- images
@@ -259,7 +266,8 @@ class Backbone(nn.Module):
         super().__init__()
         if name not in RESNETS and not name.startswith("timm/"):
             raise ValueError(
-                f"backbone = {name!r}: must be one of {', '.join(RESNETS)}, or timm/ and a name of timm's"
+                f"backbone = {name!r}: must be one of {', '.join(RESNETS)}, or timm/ and a name "
+                "of timm's"
             )
         self.network: Any = ResNet(*RESNETS[name]) if name in RESNETS else _of_timm(name)
         self.dim: int = self.network.num_features
@@ -307,8 +315,9 @@ class Backbone(nn.Module):
         lacking = [n for n, x in own.items() if n not in weights or weights[n].shape != x.shape]
         if lacking:
             raise ValueError(
-                f"backbone_weights = {path!r}: must hold the weights of the backbone; {len(lacking)} of its {len(own)} "
-                f"are missing or have another shape, such as {lacking[0]}"
+                f"backbone_weights = {path!r}: must hold the weights of the backbone; "
+                f"{len(lacking)} of its {len(own)} are missing or have another shape, such as "
+                f"{lacking[0]}"
             )
         self.network.load_state_dict({n: weights[n] for n in own})
 

@@ -26,16 +26,18 @@ SPLITS = {
 
 LAYOUTS = {
     "features": """\
-  a split is {split}_ims.npy, (n, regions, d), floating point, and {split}_caps.txt, one caption per line,
-  with one or five consecutive lines per image; and optionally {split}_global.npy, (n, d).
-  Or raw images: dataset_flickr30k.json or dataset_coco.json with images/, or text_c10/ and images/ of CUB.""",
+  a split is {split}_ims.npy, (n, regions, d), floating point, and {split}_caps.txt, one caption
+  per line, with one or five consecutive lines per image; and optionally {split}_global.npy, (n, d).
+  Or raw images: dataset_flickr30k.json or dataset_coco.json with images/, or text_c10/ and images/
+  of CUB.""",
     "karpathy": """\
-  Karpathy's dataset_*.json names its images: they belong in images/ (or flickr30k-images/, or next to the JSON), those
-  of MSCOCO in its train2014/ and val2014/. Links are allowed.""",
+  Karpathy's dataset_*.json names its images: they belong in images/ (or flickr30k-images/, or next
+  to the JSON), those of MSCOCO in its train2014/ and val2014/. Links are allowed.""",
     "cub": """\
-  CUB Captions: text_c10/<class>/<image>.txt, ten captions, one per line; images/<class>/<image>.jpg (or in
-  CUB_200_2011/images/); trainclasses.txt, valclasses.txt and testclasses.txt, one class per line; or, for PCME's
-  protocol, trainvalclasses.txt, testclasses.txt and seen_test_images.txt. Links are allowed.""",
+  CUB Captions: text_c10/<class>/<image>.txt, ten captions, one per line; images/<class>/<image>.jpg
+  (or in CUB_200_2011/images/); trainclasses.txt, valclasses.txt and testclasses.txt, one class per
+  line; or, for PCME's protocol, trainvalclasses.txt, testclasses.txt and seen_test_images.txt.
+  Links are allowed.""",
 }
 
 
@@ -54,7 +56,8 @@ def check(root: str | Path, min_count: int = 2) -> tuple[list[str], bool]:
         ]
         if missing:
             lines.append(
-                f"  {name:6} {'MISSING' if needed else 'not there'}: {', '.join(missing)} ({purpose})"
+                f"  {name:6} {'MISSING' if needed else 'not there'}: {', '.join(missing)} "
+                f"({purpose})"
             )
             ready &= not needed
             continue
@@ -78,7 +81,8 @@ def check(root: str | Path, min_count: int = 2) -> tuple[list[str], bool]:
     if "train" in splits:
         vocabulary = Vocabulary.from_captions(splits["train"].captions, min_count)
         lines.append(
-            f"  words  {len(vocabulary) - 2} that occur {min_count} times or more in the training captions"
+            f"  words  {len(vocabulary) - 2} that occur {min_count} times or more in the training "
+            "captions"
         )
     if ready:
         more = "" if kind == "features" else " backbone=resnet50 backbone_weights=FILE"

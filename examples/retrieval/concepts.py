@@ -98,7 +98,8 @@ def find_concepts(captions: Sequence[str], size: int, tagger: str = "rules") -> 
     }
     if sum(map(len, best.values())) < size:
         raise ValueError(
-            f"concepts = {size}: the captions have {sum(map(len, best.values()))} words that can be some"
+            f"concepts = {size}: the captions have {sum(map(len, best.values()))} words that can "
+            "be some"
         )
     chosen = [
         word

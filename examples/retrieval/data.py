@@ -70,12 +70,13 @@ def load_split(root: str | Path, name: str, image_size: int = 256) -> Split:
     captions = lines[:-1] if lines[-1] == "" else lines
     if features.ndim != 3 or features.dtype.kind != "f" or not len(features):
         raise ValueError(
-            f"{features_path}: {features.dtype} {features.shape}, must be a float array (n, regions, d)"
+            f"{features_path}: {features.dtype} {features.shape}, must be a float array (n, "
+            "regions, d)"
         )
     if len(captions) not in (len(features), 5 * len(features)):
         raise ValueError(
-            f"{captions_path} has {len(captions)} captions and {features_path} has {len(features)} images: "
-            "there must be five captions an image, or one"
+            f"{captions_path} has {len(captions)} captions and {features_path} has "
+            f"{len(features)} images: there must be five captions an image, or one"
         )
     wholes_path = Path(root, f"{name}_global.npy")
     wholes = np.load(wholes_path, mmap_mode="r") if wholes_path.exists() else None
@@ -83,7 +84,8 @@ def load_split(root: str | Path, name: str, image_size: int = 256) -> Split:
         wholes.ndim != 2 or wholes.dtype.kind != "f" or len(wholes) != len(features)
     ):
         raise ValueError(
-            f"{wholes_path}: {wholes.dtype} {wholes.shape}, must be a float array ({len(features)}, d)"
+            f"{wholes_path}: {wholes.dtype} {wholes.shape}, must be a float array "
+            f"({len(features)}, d)"
         )
     return Split(features, captions, len(captions) // len(features), wholes)
 
@@ -161,13 +163,15 @@ def word_vectors(path: str | Path) -> dict[str, np.ndarray]:
     named = path.with_suffix(".json")
     if not named.exists() and len(beside) != 1:
         raise ValueError(
-            f"{path}: its words must be a list in {named.name}, or in the only .json file of the folder"
+            f"{path}: its words must be a list in {named.name}, or in the only .json file of the "
+            "folder"
         )
     words = json.loads((named if named.exists() else beside[0]).read_text(encoding="utf-8"))
     array = np.load(path).astype(np.float32)
     if array.ndim != 2 or len(array) != len(words):
         raise ValueError(
-            f"{path}: shape {array.shape}, must be ({len(words)}, d) for the words in {beside[0].name}"
+            f"{path}: shape {array.shape}, must be ({len(words)}, d) for the words in "
+            f"{beside[0].name}"
         )
     return dict(zip(words, array, strict=True))
 
@@ -181,7 +185,8 @@ def begin_with(weight: Tensor, words: Sequence[str], vectors: Mapping[str, np.nd
         new = torch.from_numpy(np.stack([vectors[words[i]] for i in rows]))
         if new.shape[1] > weight.shape[1]:
             raise ValueError(
-                f"word_dim = {weight.shape[1]}: must be at least {new.shape[1]}, as the word vectors have"
+                f"word_dim = {weight.shape[1]}: must be at least {new.shape[1]}, as the word "
+                "vectors have"
             )
         new *= weight[rows].norm(dim=1).mean() / new.norm(dim=1).mean()
         with torch.no_grad():
@@ -284,7 +289,8 @@ class Batches:
     ) -> None:
         if captions_per_image > split.captions_per_image:
             raise ValueError(
-                f"captions_per_image = {captions_per_image}: must be at most all {split.captions_per_image} of an image"
+                f"captions_per_image = {captions_per_image}: must be at most all "
+                f"{split.captions_per_image} of an image"
             )
         self.split = split
         self.image_ids = split.image_ids

@@ -97,7 +97,8 @@ def train_all(configs: Sequence[Config]) -> None:
                 rsum = future.result()["best_rsum"]
                 seconds = time.perf_counter() - start
                 tqdm.write(
-                    f"{TITLES[config.loss][0]}: RSUM {rsum:.1f} on dev, finished after {seconds:.1f} s"
+                    f"{TITLES[config.loss][0]}: RSUM {rsum:.1f} on dev, finished after "
+                    f"{seconds:.1f} s"
                 )
             bar.n = sum(epochs_done(config) for config in configs)
             bar.refresh()

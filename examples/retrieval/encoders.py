@@ -256,7 +256,7 @@ class ImageEncoder(nn.Module):
     whole_mean: Tensor
     whole_std: Tensor
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (the settings of a run, most by keyword)
         self,
         region_dim: int,
         dim: int,
@@ -333,7 +333,7 @@ class TextEncoder(nn.Module):
 
     idf: Tensor
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (the settings of a run, most by keyword)
         self,
         vocabulary_size: int,
         word_dim: int,

@@ -1,8 +1,11 @@
 """Data sets of raw images: Karpathy's JSON and CUB Captions. Pictures are loaded lazily.
 
-    dataset_flickr30k.json, images/ or flickr30k-images/            Karpathy's splits of Flickr30K (and of Flickr8k)
-    dataset_coco.json, train2014/, val2014/ (or both in images/)    of MSCOCO, whose `restval` joins the training set
-    text_c10/<class>/<image>.txt, images/<class>/<image>.jpg        CUB with the ten captions an image of Reed et al.
+* Karpathy's splits of Flickr30K (and of Flickr8k): dataset_flickr30k.json, images/ or
+  flickr30k-images/
+* those of MSCOCO, whose `restval` joins the training set: dataset_coco.json, train2014/ and
+  val2014/, or both in images/
+* CUB with the ten captions an image of Reed et al.: text_c10/<class>/<image>.txt,
+  images/<class>/<image>.jpg
 
 CUB comes with lists of classes, trainclasses.txt, valclasses.txt and testclasses.txt, with 100, 50
 and 50 classes. If PCME's seen_test_images.txt exists, its images are the development set, and the

@@ -81,7 +81,10 @@ def check_fit(config: Config, root: Path, train: Split, batch_size: int) -> None
         )
         raise ValueError(f"backbone = {config.backbone!r}: must be {expected} of {root}")
     if config.micro_batch and (batch_size - 1) % config.micro_batch == 0:
-        last = f"must leave more than one of the {batch_size} samples for the last chunk's batch normalisation"
+        last = (
+            f"must leave more than one of the {batch_size} samples for the last chunk's batch "
+            "normalisation"
+        )
         raise ValueError(f"micro_batch = {config.micro_batch}: {last}")
 
 

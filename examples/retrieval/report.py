@@ -243,7 +243,10 @@ def _header(runs: Sequence[Run], splits: Mapping[str, Split], data_root: Path) -
         "Time": f"{sum(run.seconds for run in runs) / 60:.1f} minutes of training ({times})",
         "Finished": f"{max(run.finished for run in runs):%Y-%m-%d %H:%M}",
     }
-    lead += " by the cosine of image and text embeddings, and again after Fast Re-ranking of the same scores."
+    lead += (
+        " by the cosine of image and text embeddings, and again after Fast Re-ranking of the same "
+        "scores."
+    )
     return [lead, {"facts": facts}]
 
 
@@ -329,8 +332,11 @@ def _table(runs: Sequence[Run], split: str) -> list[Block]:
             rows.append(([*name, "cosine" if when == "before" else "re-ranked"], cells))
     held_out = "The test split was not used for selection: the epoch is the best on dev."
     if split == "dev":
-        held_out = "The epoch was selected on the dev split, too, so these figures are slightly optimistic."
-    marked = " Bold on a tint: the best of its column, among the cosine rows and among the re-ranked rows."
+        held_out = "The epoch is the best on dev, so these figures are slightly optimistic."
+    marked = (
+        " Bold on a tint: the best of its column, among the cosine rows and among the re-ranked "
+        "rows."
+    )
     groups = [
         ("image → text", 3),
         ("text → image", 3),
@@ -340,14 +346,15 @@ def _table(runs: Sequence[Run], split: str) -> list[Block]:
     ]
     columns = ["R@1", "R@5", "R@10"] * 2 + ["RSUM", *["i → t", "t → i"] * 2]
     return [
-        f"Percentage of queries of the {split} split with a right answer among the first 1, 5 or 10, for pictures as "
-        f"queries for captions and for captions as queries for pictures. {held_out}",
+        f"Percentage of queries of the {split} split with a right answer among the first 1, 5 or "
+        "10, for pictures as queries for captions and for captions as queries for pictures. "
+        f"{held_out}",
         {"table": rows, "columns": (["", ""], columns), "groups": groups},
         {
-            "note": f"{'±: standard deviation over seeds. ' * any(run.seeds for run in runs)}Small figures with a "
-            f"sign: the change by re-ranking.{marked * (len(runs) > 1)} Median rank: that of the first right answer; "
-            "lower is better. Skewness: that of how often each candidate is among a query's first 10; 0 means that "
-            "no candidate is a hub."
+            "note": f"{'±: standard deviation over seeds. ' * any(run.seeds for run in runs)}Small "
+            f"figures with a sign: the change by re-ranking.{marked * (len(runs) > 1)} Median "
+            "rank: that of the first right answer; lower is better. Skewness: that of how often "
+            "each candidate is among a query's first 10; 0 means that no candidate is a hub."
         },
     ]
 
@@ -365,7 +372,10 @@ def _curves(runs: Sequence[Run]) -> list[Block]:
         series, "RSUM on the dev split after each epoch", "epoch", "RSUM on dev, at most 600"
     )
     thin = " Thin lines are single seeds, thick ones their means." * any(run.seeds for run in runs)
-    phases = " In its warm-up the triplet loss sums over all negatives; the shorter of its two phases is not shown."
+    phases = (
+        " In its warm-up the triplet loss sums over all negatives; the shorter of its two phases "
+        "is not shown."
+    )
     return [
         {
             "figures": [
@@ -380,8 +390,8 @@ def _curves(runs: Sequence[Run]) -> list[Block]:
             "blocks": [
                 {"figures": [_loss_chart(run, i) for i, run in enumerate(runs)], "width": 16},
                 {
-                    "note": "Mean over each epoch. Losses have different scales: compare the shapes, not the heights."
-                    f"{phases * any(map(_warmup, runs))}"
+                    "note": "Mean over each epoch. Losses have different scales: compare the "
+                    f"shapes, not the heights.{phases * any(map(_warmup, runs))}"
                 },
             ],
         },
@@ -408,9 +418,10 @@ def _hubness(run: Run, results: Sequence[RetrievalResults], split: str) -> list[
         hubness(before.t2i, after.t2i, names, "caption", "picture"),
     ]
     return [
-        "A hub is a candidate that is retrieved for many queries, right or wrong. If answers were distributed evenly, "
-        f"every candidate would be in the mean number of lists. The charts show {run.title}, with the highest RSUM "
-        f"after re-ranking on {split}, for scores of the dev split, with counts on a logarithmic axis.",
+        "A hub is a candidate that is retrieved for many queries, right or wrong. If answers "
+        "were distributed evenly, every candidate would be in the mean number of lists. The "
+        f"charts show {run.title}, with the highest RSUM after re-ranking on {split}, for scores "
+        "of the dev split, with counts on a logarithmic axis.",
         {"figures": charts},
     ]
 
@@ -421,10 +432,11 @@ def _hubness(run: Run, results: Sequence[RetrievalResults], split: str) -> list[
 def _gallery(run: Run, results: Sequence[RetrievalResults], gallery: Gallery) -> list[Block]:
     i2t, t2i = ([getattr(x, way) for x in results] for way in ("i2t", "t2i"))
     return [
-        f"Dev queries answered by {run.title}, drawn at random, not selected by hand (NumPy seed {SEED}), from "
-        "groups by the rank of the first right answer: two queries with a right answer at rank 1, one nearly right, "
-        f"one with none in its first {MISSED}, one that re-ranking corrected and one that it made wrong. A group "
-        "without queries is omitted. Right answers have a green edge and a check mark\u00a0✓.",
+        f"Dev queries answered by {run.title}, drawn at random, not selected by hand (NumPy seed "
+        f"{SEED}), from groups by the rank of the first right answer: two queries with a right "
+        f"answer at rank 1, one nearly right, one with none in its first {MISSED}, one that "
+        "re-ranking corrected and one that it made wrong. A group without queries is omitted. "
+        "Right answers have a green edge and a check mark\u00a0✓.",
         {
             "title": "Pictures asking for captions",
             "blocks": [{"cards": gallery.cards("i2t", *i2t)}],
@@ -448,14 +460,15 @@ def _closing(runs: Sequence[Run], split: Split) -> list[Block]:
     drawn = "The pictures are drawn by a program; losses may compare differently on photographs. "
     n = len(split.features)
     return [
-        "RSUM is the sum of the six recalls, at most 600. R@K counts a query as answered if any of its right answers "
-        f"is among the first K; a picture has {_count(split.captions_per_image, 'right caption')}, a caption one right "
-        "picture. A caption is right only for the picture that it was written for, so an answer marked wrong may still "
-        "be true.",
-        f"{trained}. With {n:,} pictures an image → text recall has a standard error of up to {50 / n**0.5:.1f} "
-        "points, and also varies with the seed, so that small differences between losses are not significant. "
-        f"{drawn * synthetic}Fast Re-ranking uses all queries of a split together, and no labels; a single query "
-        "cannot be re-ranked.",
+        "RSUM is the sum of the six recalls, at most 600. R@K counts a query as answered if any "
+        "of its right answers is among the first K; a picture has "
+        f"{_count(split.captions_per_image, 'right caption')}, a caption one right picture. A "
+        "caption is right only for the picture that it was written for, so an answer marked "
+        "wrong may still be true.",
+        f"{trained}. With {n:,} pictures an image → text recall has a standard error of up to "
+        f"{50 / n**0.5:.1f} points, and also varies with the seed, so that small differences "
+        f"between losses are not significant. {drawn * synthetic}Fast Re-ranking uses all queries "
+        "of a split together, and no labels; a single query cannot be re-ranked.",
     ]
 
 

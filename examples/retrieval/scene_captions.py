@@ -194,9 +194,11 @@ class _Speaker:
         colour, shape = self.pick(list(colours)), self.pick(list(shapes))
         texts = [
             f"{total} {things} in {listed(list(colours))}",
-            f"{self.pick(('the picture shows', 'this image contains', 'someone drew'))} {inventory}",
+            f"{self.pick(('the picture shows', 'this image contains', 'someone drew'))} "
+            f"{inventory}",
             f"{self.pick(('in total we have', 'we count', 'a collection of'))} {listed(by_colour)}",
-            f"{total} {things}, {COUNT_WORDS[colours[colour]]} of them {colour}, including {by_shape[shape]}",
+            f"{total} {things}, {COUNT_WORDS[colours[colour]]} of them {colour}, including "
+            f"{by_shape[shape]}",
         ]
         if len(colours) > 1:
             shares = (
@@ -237,21 +239,45 @@ class _Speaker:
 
     def arrangement(self, pairs: Sequence[tuple[SceneObject, SceneObject]]) -> list[str]:
         items = self.scene.objects
+        columns = [item.column for item in items]
+        rows = [item.row for item in items]
+        texts = self.in_order(columns, ("left", "right"), ("leftmost", "rightmost"))
+        texts += self.in_order(rows, ("top", "bottom"), ("highest", "lowest"))
+        texts += self.in_lines()
+        texts += self.distances(pairs)
+        if pairs:
+            texts += self.relation(*pairs[0])
+        if all((item.column, item.row) != (1, 1) for item in items):
+            item = self.pick(items)
+            where = self.pick(PLACES[item.column, item.row])
+            texts.append(f"the middle is empty, with {self.name(item)} {where}")
+        return texts
+
+    def in_order(
+        self, places: Sequence[int], ends: tuple[str, str], superlatives: tuple[str, str]
+    ) -> list[str]:
+        """Sentences on the order of the objects' columns or rows, and on the first and the last."""
+        order = sorted(range(len(places)), key=lambda k: places[k])
+        items = [self.scene.objects[k] for k in order]
+        places = [places[k] for k in order]
+        start, end = ends
         texts: list[str] = []
-        for axis, start, end, lowest, highest in (
-            ("column", "left", "right", "leftmost", "rightmost"),
-            ("row", "top", "bottom", "highest", "lowest"),
-        ):
-            order = sorted(items, key=lambda item, axis=axis: getattr(item, axis))
-            places = [getattr(item, axis) for item in order]
-            if len(set(places)) == len(places):
-                enumeration = listed(self.names(order))
-                texts.append(f"from {start} to {end} we see {enumeration}")
-                texts.append(f"{enumeration}, in this order from {start} to {end}")
-            if places[0] != places[1]:
-                texts.append(f"the {lowest} {self.pick(ANY_SHAPE)} is {self.name(order[0], 0.6)}")
-            if places[-1] != places[-2]:
-                texts.append(f"the {highest} {self.pick(ANY_SHAPE)} is {self.name(order[-1], 0.6)}")
+        if len(set(places)) == len(places):
+            enumeration = listed(self.names(items))
+            texts.append(f"from {start} to {end} we see {enumeration}")
+            texts.append(f"{enumeration}, in this order from {start} to {end}")
+        if places[0] != places[1]:
+            shape = self.pick(ANY_SHAPE)
+            texts.append(f"the {superlatives[0]} {shape} is {self.name(items[0], 0.6)}")
+        if places[-1] != places[-2]:
+            shape = self.pick(ANY_SHAPE)
+            texts.append(f"the {superlatives[1]} {shape} is {self.name(items[-1], 0.6)}")
+        return texts
+
+    def in_lines(self) -> list[str]:
+        """Sentences on objects in opposite corners, and between others."""
+        items = self.scene.objects
+        texts: list[str] = []
         for a, b in combinations(items, 2):
             if {a.column, b.column} == {a.row, b.row} == {0, 2}:
                 texts.append(f"{' and '.join(self.names((a, b)))} are in opposite corners")
@@ -261,17 +287,17 @@ class _Speaker:
                 texts.append(
                     f"{inner} is {self.pick(('between', 'halfway between'))} {outer} and {other}"
                 )
+        return texts
+
+    def distances(self, pairs: Sequence[tuple[SceneObject, SceneObject]]) -> list[str]:
+        """Sentences on pairs that are near or far."""
+        near = ("next to", "close to", "near")
+        far = ("far from", "far away from")
+        texts: list[str] = []
         for a, b in pairs:
             if not (a.contains(b) or 0.4 < a.distance(b) < 0.6):
-                near, far = ("next to", "close to", "near"), ("far from", "far away from")
                 how = self.pick(near if a.distance(b) <= 0.4 else far)
                 texts.append(f" is {how} ".join(self.names((a, b))))
-        if pairs:
-            texts += self.relation(*pairs[0])
-        if all((item.column, item.row) != (1, 1) for item in items):
-            item = self.pick(items)
-            where = self.pick(PLACES[item.column, item.row])
-            texts.append(f"the middle is empty, with {self.name(item)} {where}")
         return texts
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
@@ -89,27 +89,13 @@ def _background(kind: str) -> Image.Image:
     draw = ImageDraw.Draw(image, "RGBA")
     rng = np.random.default_rng(7)  # strokes independent of the data set's seed
     if kind == "sky":
-        for left, top, width in rng.uniform((-0.1, 0.02, 0.25), (0.8, 0.85, 0.45), (7, 3)) * side:
-            for puff in range(3):
-                x, lift = left + puff * width / 4, width / 10 * (puff == 1)
-                draw.ellipse((x, top - lift, x + width / 2, top + width / 4), (255, 255, 255, 90))
+        _clouds(draw, rng, side)
         image = image.filter(ImageFilter.GaussianBlur(3))
     elif kind == "night":
         for x, y, radius in rng.uniform((0, 0, 0.6), (side, side, 2.2), (70, 3)):
             draw.ellipse((x - radius, y - radius, x + radius, y + radius), (255, 250, 220, 190))
-    elif kind in ("sea", "sand", "sunset"):
-        ink = {
-            "sea": (255, 255, 255, 60),
-            "sand": (150, 112, 60, 50),
-            "sunset": (255, 226, 190, 46),
-        }[kind]
-        xs = np.arange(-4, side + 8, 4)
-        for level in range(10, side, 20 if kind != "sunset" else 34):
-            height = {"sea": 4, "sand": 2.5, "sunset": 0.6}[kind]
-            ys = level + height * np.sin(xs / 11 + rng.uniform(0, 6.3))
-            draw.line(
-                list(zip(xs.tolist(), ys.tolist(), strict=True)), ink, 8 if kind == "sunset" else 3
-            )
+    elif kind in WAVES:
+        _waves(draw, rng, side, WAVES[kind])
     elif kind == "grass":
         for x, y, lean in rng.uniform((0, 0, -5), (side, side, 5), (420, 3)):
             draw.line((x, y, x + lean, y - 11), (48, 112, 44, 80), 2)
@@ -117,6 +103,37 @@ def _background(kind: str) -> Image.Image:
         for left in range(0, side, 48):
             draw.rectangle((left, 0, left + 23, side), (178, 190, 206, 255))
     return image
+
+
+def _clouds(draw: ImageDraw.ImageDraw, rng: np.random.Generator, side: int) -> None:
+    for left, top, width in rng.uniform((-0.1, 0.02, 0.25), (0.8, 0.85, 0.45), (7, 3)) * side:
+        for puff in range(3):
+            x = left + puff * width / 4
+            lift = width / 10 * (puff == 1)
+            draw.ellipse((x, top - lift, x + width / 2, top + width / 4), (255, 255, 255, 90))
+
+
+class _Waves(NamedTuple):
+    """How waves are drawn: their colour, height, distance and width."""
+
+    ink: tuple[int, int, int, int]
+    height: float
+    distance: int
+    width: int
+
+
+WAVES = {
+    "sea": _Waves((255, 255, 255, 60), 4, 20, 3),
+    "sand": _Waves((150, 112, 60, 50), 2.5, 20, 3),
+    "sunset": _Waves((255, 226, 190, 46), 0.6, 34, 8),
+}
+
+
+def _waves(draw: ImageDraw.ImageDraw, rng: np.random.Generator, side: int, waves: _Waves) -> None:
+    xs = np.arange(-4, side + 8, 4)
+    for level in range(10, side, waves.distance):
+        ys = level + waves.height * np.sin(xs / 11 + rng.uniform(0, 6.3))
+        draw.line(list(zip(xs.tolist(), ys.tolist(), strict=True)), waves.ink, waves.width)
 
 
 def render(scene: Scene) -> Image.Image:

@@ -197,7 +197,8 @@ class Trainer:
         coming_down = self.scaler.is_enabled() and self.scaler.get_scale() > 1e-3
         if not math.isfinite(value) or not (torch.isfinite(norm) or coming_down):
             raise FloatingPointError(
-                f"epoch {self.epoch + 1}, step {self.step + 1}: loss {value}, gradient norm {norm.item()}"
+                f"epoch {self.epoch + 1}, step {self.step + 1}: loss {value}, gradient norm "
+                f"{norm.item()}"
             )
         self.scaler.step(self.optimizer)
         self.scaler.update()

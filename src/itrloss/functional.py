@@ -44,7 +44,9 @@ LINEAR_SOFTPLUS = 40.0  # above it, log(1 + e^z) equals z in float64
 def std_diversity(sim: Anchors, epsilon: float = 0.1) -> Tensor:
     r"""Return the (N,) diversity of each row's negatives by their standard deviation (CODER Eq. 3).
 
-    .. math:: \mathrm{raw}_i = 1 + e^{-\epsilon / SD_i}, \qquad \mathrm{div}_i = \mathrm{raw}_i / \max_k \mathrm{raw}_k
+    .. math::
+        \mathrm{raw}_i = 1 + e^{-\epsilon / SD_i}, \qquad
+        \mathrm{div}_i = \mathrm{raw}_i / \max_k \mathrm{raw}_k
 
     ``SD_i`` is the population standard deviation of ``{S_ij : j negative}``, at least 1e-6. The
     score is low for negatives that are all equally far away, above ½, and 1 for the most diverse
@@ -89,7 +91,7 @@ def _diversity(
         return torch.cat([part / top for part, top in parts])
 
 
-def diversity_contrastive_loss(
+def diversity_contrastive_loss(  # noqa: PLR0913 (the options of the module)
     sim: Anchors,
     temperature: float = 0.1,
     margin: float = 0.3,
@@ -104,7 +106,7 @@ def diversity_contrastive_loss(
     positives: Anchors | None = None,
     diversity_of: Sequence[Anchors] = (),
 ) -> Any:
-    """Return the diversity-sensitive contrastive loss; see :class:`itrloss.DiversityContrastiveLoss`.
+    """Return the loss of :class:`itrloss.DiversityContrastiveLoss`.
 
     A tensor (A,) for ``diversity`` holds diversity scores of your own. ``positives``: the same
     anchors with other candidates, from which the positives are taken, while the negatives come from
@@ -174,8 +176,8 @@ def hubness_aware_loss(
     """Return the hubness-aware loss, HAL; see :class:`itrloss.HubnessAwareLoss`.
 
     With ``reduction="none"`` each direction has one half of the positive term. ``positives``: as in
-    :func:`diversity_contrastive_loss`. Then the mean of ``log(1 + S)`` is over each anchor's own positives, as in the
-    memory's terms of :class:`itrloss.UnifiedTrainingObjective`.
+    :func:`diversity_contrastive_loss`. Then the mean of ``log(1 + S)`` is over each anchor's own
+    positives, as in the memory's terms of :class:`itrloss.UnifiedTrainingObjective`.
     """
     if positives is not None:  # DCL without diversity
         options: dict[str, Any] = {
@@ -238,8 +240,8 @@ def info_nce_loss(
     :class:`itrloss.InfoNCELoss`.
 
     ``temperature``: a number or a tensor of one value, which gets a gradient. ``positives``: as in
-    :func:`diversity_contrastive_loss`. Negatives count ``below`` a limit, of a ``guide``'s scores if there is one: see
-    :meth:`itrloss.Anchors.logsumexp`.
+    :func:`diversity_contrastive_loss`. Negatives count ``below`` a limit, of a ``guide``'s scores
+    if there is one: see :meth:`itrloss.Anchors.logsumexp`.
     """
     anchors = _anchors(sim)
     if isinstance(temperature, Tensor):
@@ -265,7 +267,9 @@ def _hard_negatives(
     below: Limit,
     guide: Anchors | None,
 ) -> Tensor:
-    """Return the (A,) log-sum-exp of ``scale S + hardness S``, whose second part has no gradient."""
+    """Return the (A,) log-sum-exp of ``scale S + hardness S``, whose second part has no
+    gradient.
+    """
     share = scale / (scale + hardness)
     rest = hardness / (scale + hardness)  # 1 - share could be 0: times an empty sum's -inf, nan
     if isinstance(scale, Tensor):

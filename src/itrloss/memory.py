@@ -177,7 +177,7 @@ class MemorySimilarity(NamedTuple):
     memory: Anchors  # images with the memory's texts; texts with its images
 
     @classmethod
-    def of(
+    def of(  # noqa: PLR0913 (the arguments of the losses with a memory)
         cls,
         images: Tensor,
         texts: Tensor,

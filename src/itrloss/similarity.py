@@ -64,7 +64,7 @@ class Similarity(Anchors):
         TypeError, ValueError: naming the argument, what it should be and what it was.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (options, by keyword)
         self,
         rows: Tensor,
         cols: Tensor,
@@ -217,7 +217,7 @@ class Similarity(Anchors):
             f"device={self.device})"
         )
 
-    # ---------------------------------------------------------------------------- what it is made of
+    # --------------------------------------------------------------------------- what it is made of
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -425,7 +425,7 @@ class Similarity(Anchors):
             if part.start < n:
                 yield slice(part.start, min(part.stop, n)), block[: n - part.start]
 
-    # -------------------------------------------------------------------- answers without a gradient
+    # ------------------------------------------------------------------- answers without a gradient
 
     def topk(self, k: int, bias: Tensor | None = None, *, below: Limit = None) -> TopK:
         """Return the (N, k) columns with the highest ``S_ij + bias_j`` for each row. No gradient.
@@ -500,7 +500,9 @@ class Similarity(Anchors):
         return ranks[:n], TopK(top.values[:n], top.indices[:n])
 
     def _candidate_bias(self, bias: Tensor | None) -> Tensor | None:
-        """Return what is added to the candidates' scores (M,): those that do not exist rank last."""
+        """Return what is added to the candidates' scores (M,): those that do not exist rank
+        last.
+        """
         m = self.shape[1]
         checked = as_bias("bias", bias, m, self.device)
         ignored = self._matrix.pairs.ignored[1 - self._side]

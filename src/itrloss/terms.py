@@ -1,4 +1,4 @@
-"""The terms that losses sum over negatives or positives, with :meth:`itrloss.Anchors.sum` and others.
+"""The terms that losses sum over negatives or positives, as :meth:`itrloss.Anchors.sum` does.
 
 Each takes scores, and parameters with one value for each anchor or for all. See
 :func:`itrloss.pair_term` for more.

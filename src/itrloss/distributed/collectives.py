@@ -53,7 +53,7 @@ def who_is_lost(group: Any) -> str:
     return f"no answer from process {', '.join(map(str, silent))}"
 
 
-# ---------------------------------------------------------------------- without a gradient of their own
+# ------------------------------------------------------------------ without a gradient of their own
 
 
 def all_gather(x: Tensor, group: Any) -> Tensor:
@@ -96,7 +96,9 @@ def largest(x: Tensor, group: Any = None) -> Tensor:
 
 
 def merge_largest(x: Tensor, group: Any = None) -> Tensor:
-    """Return this process's part (B, ...) of the maximum of ``x`` (W B, ...), without a gradient."""
+    """Return this process's part (B, ...) of the maximum of ``x`` (W B, ...), without a
+    gradient.
+    """
     return largest(x, group).chunk(world_size(group))[dist.get_rank(group)]
 
 

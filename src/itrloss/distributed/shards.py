@@ -41,7 +41,9 @@ class Processes:
         self.pairs: Pairs
 
     def gather_ids(self, rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather all ids; return the (B,) padded ids of own rows and the (M,) ids of all columns."""
+        """Gather all ids; return the (B,) padded ids of own rows and the (M,) ids of all
+        columns.
+        """
         n, m = self.padded
         padded_rows = F.pad(rows, (0, n - len(rows)), value=IGNORE_ID)
         padded_cols = F.pad(cols, (0, m - len(cols)), value=IGNORE_ID)
@@ -80,7 +82,9 @@ class Processes:
         return torch.where(index < 0, index, index - missing)
 
     def existing(self, x: Tensor, side: int) -> Tensor:
-        """Return the rows or columns (..., of all processes) in ``x`` (W B, ...) without padding."""
+        """Return the rows or columns (..., of all processes) in ``x`` (W B, ...) without
+        padding.
+        """
         if self.is_even(side):
             return x
         parts = zip(x.chunk(self.world), self.sizes, strict=True)

@@ -17,8 +17,12 @@ from .registry import check
 from .subject import Batch, Subject, normal, result_of, same, total, trained
 
 
-def _gradcheck(compute: Callable[[Tensor, Tensor], Tensor], batch: Batch) -> None:
+def _gradcheck(value: Callable[[Batch], Tensor], batch: Batch) -> None:
     """Raise an error unless gradients are those of finite differences, entry by entry."""
+
+    def compute(images: Tensor, texts: Tensor) -> Tensor:
+        return value(batch.of(images, texts))
+
     torch.autograd.gradcheck(compute, batch.leaves().embeddings, check_undefined_grad=False)
 
 
@@ -28,13 +32,8 @@ def gradcheck(subject: Subject) -> None:
 
     Losses with weights that the gradient takes for constants fail; name them as expected failures.
     """
-    batch = subject.batch(4, 5, d=4)
     loss = subject.fresh()
-
-    def compute(images: Tensor, texts: Tensor) -> Tensor:
-        return subject.value(batch.of(images, texts), loss)
-
-    _gradcheck(compute, batch)
+    _gradcheck(lambda batch: subject.value(batch, loss), subject.batch(4, 5, d=4))
 
 
 @check()
@@ -100,14 +99,13 @@ def uneven_upstream(subject: Subject) -> None:
 
     A published kernel scaled all of it by the first weight, for a year.
     """
-    batch = subject.batch(4, 5, d=4)
     loss = subject.fresh(reduction="none")
 
-    def weighted(images: Tensor, texts: Tensor) -> Tensor:
-        values = tree_leaves(subject.output(batch.of(images, texts), loss))
+    def weighted(batch: Batch) -> Tensor:
+        values = tree_leaves(subject.output(batch, loss))
         return total([x * (torch.arange(len(x), dtype=x.dtype) - 1.3) for x in values])
 
-    _gradcheck(weighted, batch)
+    _gradcheck(weighted, subject.batch(4, 5, d=4))
 
 
 @check("reduction")

@@ -8,30 +8,30 @@ from typing import NamedTuple
 
 from .subject import Subject
 
+CheckFunction = Callable[[Subject], None]
+
 
 class Check(NamedTuple):
-    """A function that raises an AssertionError if a loss has not the property that its docstring
-    states.
-    """
+    """A function that raises an AssertionError if a loss lacks the property in its docstring."""
 
-    function: Callable[[Subject], None]
+    function: CheckFunction
     needs: tuple[str, ...]
 
     @property
     def about(self) -> str:
-        """What is demanded, and why."""
+        """What a loss has to do, and why."""
         return inspect.cleandoc(self.function.__doc__ or "")
 
 
 CHECKS: dict[str, Check] = {}
 
 
-def check(*needs: str) -> Callable[[Callable[[Subject], None]], Callable[[Subject], None]]:
+def check(*needs: str) -> Callable[[CheckFunction], CheckFunction]:
     """Return a decorator that registers a check under its function's name; ``needs``: see
     :meth:`Subject.lacks`.
     """
 
-    def register(function: Callable[[Subject], None]) -> Callable[[Subject], None]:
+    def register(function: CheckFunction) -> CheckFunction:
         CHECKS[function.__name__] = Check(function, needs)
         return function
 

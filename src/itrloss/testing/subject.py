@@ -206,6 +206,15 @@ class Subject:
         value = self.value(leaves, loss)
         return result_of(value, leaves, loss, weight)
 
+    def finite(self, what: str, batch: Batch, loss: Any = None) -> Result:
+        """Return the result; raise an AssertionError unless value and gradients are finite."""
+        result = self.result(batch, loss)
+        names = ["value", "gradient of images", "gradient of texts"]
+        names += ["gradient of a parameter"] * len(result.parameters)
+        for name, x in zip(names, [result.value, *result.gradients], strict=True):
+            assert bool(x.isfinite().all()), f"{what}: the {name} is not finite"
+        return result
+
     def steps(self, loss: Any, optimizer: Any, batches: Iterable[Batch]) -> list[Tensor]:
         """Return the values of a training step on each batch."""
         values = []
@@ -267,11 +276,3 @@ def identical(message: str, got: Any, expected: Any) -> None:
     """Raise an AssertionError with this message unless all tensors are equal bit for bit."""
     pairs = zip(tree_leaves(got), tree_leaves(expected), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs), message
-
-
-def finite(what: str, result: Result) -> None:
-    """Raise an AssertionError unless a value and its gradients are finite."""
-    names = ["value", "gradient of images", "gradient of texts"]
-    names += ["gradient of a parameter"] * len(result.parameters)
-    for name, x in zip(names, [result.value, *result.gradients], strict=True):
-        assert bool(x.isfinite().all()), f"{what}: the {name} is not finite"

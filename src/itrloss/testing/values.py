@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import normalize
 
 from .registry import check
-from .subject import Batch, Subject, finite, normal, same, total
+from .subject import Batch, Subject, normal, same, total
 
 
 def _order(size: int, seed: int = 1) -> torch.Tensor:
@@ -129,9 +129,9 @@ def duplicates(subject: Subject) -> None:
     """
     twice = torch.arange(6).repeat(2)
     for batch in (subject.batch(6, one=True), subject.axes(6)):
-        finite("duplicates", subject.result(batch.take(twice, twice)))
+        subject.finite("duplicates", batch.take(twice, twice))
         equal = batch.of(batch.images, batch.images)
-        finite("texts that equal their images", subject.result(equal))
+        subject.finite("texts that equal their images", equal)
 
 
 @check("ids")
@@ -144,10 +144,10 @@ def without_positives(subject: Subject) -> None:
     image_ids, text_ids = (x.clone() for x in batch.ids)
     image_ids[2] = 100
     text_ids[3] = 200
-    few = subject.result(batch.with_ids(image_ids, text_ids))
-    finite("one image and one text without a positive", few)
-    none = subject.result(batch.with_ids(torch.arange(9), torch.arange(14) + 50))
-    finite("no positives at all", none)
+    few = batch.with_ids(image_ids, text_ids)
+    subject.finite("one image and one text without a positive", few)
+    none = batch.with_ids(torch.arange(9), torch.arange(14) + 50)
+    subject.finite("no positives at all", none)
 
 
 @check("ids")
@@ -159,7 +159,7 @@ def without_negatives(subject: Subject) -> None:
     """
     batch = subject.batch(5, 7)
     same_class = batch.with_ids(*(torch.zeros_like(x) for x in batch.ids))
-    finite("one class", subject.result(same_class))
+    subject.finite("one class", same_class)
 
 
 @check("ids")
@@ -167,8 +167,7 @@ def more_texts_than_images(subject: Subject) -> None:
     """N and M may differ, either way: five captions an image, or several images of a text."""
     batch = subject.batch(5, 13)
     for what, x in (("5 images, 13 texts", batch), ("13 images, 5 texts", batch.swapped())):
-        result = subject.result(x)
-        finite(what, result)
+        result = subject.finite(what, x)
         assert bool(result.images.any() and result.texts.any()), f"{what}: one side has no gradient"
 
 
@@ -179,7 +178,7 @@ def one_pair(subject: Subject) -> None:
     The last batch of an epoch may have one. The sample standard deviation of one score is nan.
     """
     for size in (1, 2):
-        finite(f"{size} pair(s)", subject.result(subject.batch(size, one=True)))
+        subject.finite(f"{size} pair(s)", subject.batch(size, one=True))
 
 
 @check()
