@@ -98,18 +98,6 @@ def test_softplus_slopes(benchmark, hand):
     torch.testing.assert_close(by_score, z.sigmoid())
 
 
-@pytest.mark.parametrize("through_matrix", [False, True], ids=["pairs", "matrix"])
-def test_pairs_alone(benchmark, through_matrix):
-    v, w = (torch.randn(128, 1024, requires_grad=True) for _ in range(2))
-
-    def once():
-        sim = Similarity(v, w, engine="dense")
-        sim._matrix._summed = through_matrix
-        return torch.autograd.grad(functional.triplet_loss(sim), (v, w))
-
-    assert all(x.isfinite().all() and x.any() for x in benchmark(once))
-
-
 # --------------------------------------------------------------------------------- late interaction
 
 

@@ -1148,10 +1148,10 @@ def test_an_answer_without_gradient_leaves_the_others_theirs(engine, answer):
     torch.testing.assert_close(found, wanted)
 
 
-def test_auto_visits_tiles():
+def test_auto_visits_tiles_from_a_size_on():
     ids = torch.arange(300), torch.arange(300) % 300
     v, w = embeddings(300, 300, dtype=torch.float32)
-    assert Similarity(v[:256], w[:256]).engine == "tiled"
+    assert Similarity(v[:256], w[:256]).engine == "dense"
     assert Similarity(v, w, *ids).engine == "tiled" == Similarity(v.double(), w.double()).engine
     assert Similarity.from_scores(torch.rand(300, 300)).engine == "tiled"
     assert "tiled" in repr(Similarity(v, w, *ids, engine="tiled"))

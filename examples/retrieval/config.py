@@ -113,107 +113,87 @@ class Config:
     progress: bool = True
 
     def __post_init__(self) -> None:
-        for name in (
-            "min_count",
-            "captions_per_image",
-            "dim",
-            "word_dim",
-            "epochs",
-            "batch_size",
-            "memory",
-            "concepts",
-            "heads",
-            "image_size",
-        ):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        for name in (
-            "seed",
-            "warmup_epochs",
-            "caption_weight",
-            "micro_batch",
-            "lr_warmup_steps",
-            "weight_decay",
-            "patience",
-            "threads",
-            "save_steps",
-            "bert_lr_factor",
-            "backbone_lr_factor",
-        ):
-            _require(getattr(self, name) >= 0, name, getattr(self, name), "not negative")
+        settings = vars(self)
+        for name in AT_LEAST_ONE:
+            _require(settings[name] >= 1, name, settings[name], "at least 1")
+        for name in NOT_NEGATIVE:
+            _require(settings[name] >= 0, name, settings[name], "not negative")
         four = len(self.rerank) == 4 and all(x > 0 for x in self.rerank)
         _require(four, "rerank", self.rerank, "four numbers above 0")
-        _require(
-            all(e >= 1 for e in self.decay_epochs),
-            "decay_epochs",
-            self.decay_epochs,
-            "numbers of at least 1",
-        )
-        for name in ("feature_dropout", "whole_dropout", "word_dropout", "embedding_dropout"):
-            _require(0 <= getattr(self, name) < 1, name, getattr(self, name), "in [0, 1)")
-        for name in ("momentum", "concept_threshold", "concept_share"):
-            _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "in [0, 1]")
-        two = self.captions_per_image > 1 or not self.caption_weight
-        _require(
-            two, "captions_per_image", self.captions_per_image, "at least 2 for caption_weight"
-        )
-        _require(
-            self.warmup in ("triplet", "infonce"), "warmup", self.warmup, "'triplet' or 'infonce'"
-        )
+        epochs = all(e >= 1 for e in self.decay_epochs)
+        _require(epochs, "decay_epochs", self.decay_epochs, "numbers of at least 1")
+        for name in BELOW_ONE:
+            _require(0 <= settings[name] < 1, name, settings[name], "in [0, 1)")
+        for name in AT_MOST_ONE:
+            _require(0 <= settings[name] <= 1, name, settings[name], "in [0, 1]")
+        several = self.captions_per_image > 1 or not self.caption_weight
+        expected = "at least 2 for caption_weight"
+        _require(several, "captions_per_image", self.captions_per_image, expected)
+        _require_one_of("warmup", self.warmup, "triplet", "infonce")
+        self._check_views()
+        _require_one_of("tagger", self.tagger, "rules", "spacy")
+        precisions = ("float32", "bfloat16", "float16")
+        expected = ", ".join(map(repr, precisions))
+        _require(self.precision in precisions, "precision", self.precision, expected)
+        self._check_backbone()
+        for name in ("lr", "clip"):
+            _require(settings[name] > 0, name, settings[name], "positive")
+
+    def _check_views(self) -> None:
+        """Raise a ValueError for views that do not exist, or that the loss cannot have."""
         views = self.views.split("+")
         known = all(view in ("regions", "whole") for view in views)
-        _require(
-            known, "views", self.views, "'regions', 'whole', or several of them, joined by '+'"
-        )
-        _require(
-            self.loss != "pvse" or "whole" not in views,
-            "views",
-            self.views,
-            "of regions for loss = 'pvse'",
-        )
+        expected = "'regions', 'whole', or several of them, joined by '+'"
+        _require(known, "views", self.views, expected)
+        regions_alone = self.loss != "pvse" or "whole" not in views
+        _require(regions_alone, "views", self.views, "of regions for loss = 'pvse'")
         heads = self.loss != "dvse" or "regions" in views
-        _require(
-            heads, "views", self.views, "'regions' too for loss = 'dvse', whose heads need a set"
-        )
-        _require(
-            self.enhancement in ("", "sge", "cge"),
-            "enhancement",
-            self.enhancement,
-            "'sge', 'cge' or ''",
-        )
+        expected = "'regions' too for loss = 'dvse', whose heads need a set"
+        _require(heads, "views", self.views, expected)
+        _require_one_of("enhancement", self.enhancement, "sge", "cge", "")
         seen = not self.enhancement or "regions" in self.views
-        _require(
-            seen,
-            "enhancement",
-            self.enhancement,
-            f"empty for views = {self.views!r}: it is of regions",
-        )
-        _require(self.tagger in ("rules", "spacy"), "tagger", self.tagger, "'rules' or 'spacy'")
-        precisions = ("float32", "bfloat16", "float16")
-        _require(
-            self.precision in precisions,
-            "precision",
-            self.precision,
-            ", ".join(map(repr, precisions)),
-        )
-        _require(
-            0 <= self.backbone_frozen <= 5, "backbone_frozen", self.backbone_frozen, "from 0 to 5"
-        )
-        if not self.backbone:
-            _require(
-                not self.backbone_weights,
-                "backbone_weights",
-                self.backbone_weights,
-                "empty without a backbone",
-            )
-            _require(
-                not self.backbone_frozen,
-                "backbone_frozen",
-                self.backbone_frozen,
-                "0 without a backbone",
-            )
-        for name in ("lr", "clip"):
-            _require(getattr(self, name) > 0, name, getattr(self, name), "positive")
+        expected = f"empty for views = {self.views!r}: it is of regions"
+        _require(seen, "enhancement", self.enhancement, expected)
 
+    def _check_backbone(self) -> None:
+        """Raise a ValueError for settings of a backbone where there is none."""
+        stages = 0 <= self.backbone_frozen <= 5
+        _require(stages, "backbone_frozen", self.backbone_frozen, "from 0 to 5")
+        if self.backbone:
+            return
+        weights = self.backbone_weights
+        _require(not weights, "backbone_weights", weights, "empty without a backbone")
+        frozen = self.backbone_frozen
+        _require(not frozen, "backbone_frozen", frozen, "0 without a backbone")
+
+
+AT_LEAST_ONE = (
+    "min_count",
+    "captions_per_image",
+    "dim",
+    "word_dim",
+    "epochs",
+    "batch_size",
+    "memory",
+    "concepts",
+    "heads",
+    "image_size",
+)
+NOT_NEGATIVE = (
+    "seed",
+    "warmup_epochs",
+    "caption_weight",
+    "micro_batch",
+    "lr_warmup_steps",
+    "weight_decay",
+    "patience",
+    "threads",
+    "save_steps",
+    "bert_lr_factor",
+    "backbone_lr_factor",
+)
+BELOW_ONE = ("feature_dropout", "whole_dropout", "word_dropout", "embedding_dropout")
+AT_MOST_ONE = ("momentum", "concept_threshold", "concept_share")
 
 # Settings that do not change results.
 NO_EFFECT = {
@@ -233,6 +213,11 @@ RESUMABLE = NO_EFFECT | {"data", "epochs", "patience", "device", "rerank"}
 def _require(condition: bool, name: str, value: object, expected: str) -> None:
     if not condition:
         raise ValueError(f"{name} = {value!r}: must be {expected}")
+
+
+def _require_one_of(name: str, value: str, *allowed: str) -> None:
+    *others, last = map(repr, allowed)
+    _require(value in allowed, name, value, f"{', '.join(others)} or {last}")
 
 
 def make_config(values: Mapping[str, Any]) -> Config:

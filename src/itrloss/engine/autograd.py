@@ -260,20 +260,36 @@ def plain_scores(inputs: Inputs, targets: Targets) -> Tensor:
         )
     rows = plain_side(inputs.rows, targets.rows)
     cols = plain_side(inputs.cols, targets.cols)
-    scores = rows @ cols.T
-    if inputs.rows.bias is not None:
-        scores = scores + inputs.rows.bias[:, None]
-    if inputs.cols.bias is not None:
-        scores = scores + inputs.cols.bias
+    return plain_product(rows, cols, inputs.rows.bias, inputs.cols.bias)
+
+
+def plain_product(
+    rows: Tensor,  # (N, D) at unit length
+    cols: Tensor,  # (M, D)
+    row_bias: Tensor | None,  # (N,)
+    col_bias: Tensor | None,  # (M,)
+) -> Tensor:
+    """Return the (N, M) scores of vectors, by operators that autograd differentiates."""
+    with full_precision(rows):
+        scores = rows @ cols.T
+    if row_bias is not None:
+        scores = scores + row_bias[:, None]
+    if col_bias is not None:
+        scores = scores + col_bias
     return scores
+
+
+def pairs_of(scores: Tensor, i: Index, j: Index) -> Tensor:
+    """Return the entries (P,) of scores (N, M) in rows i and columns j; None: the diagonal."""
+    if i is None or j is None:
+        return scores.diagonal()
+    return scores[i, j]
 
 
 def plain_pair_scores(inputs: Inputs, targets: Targets, i: Index, j: Index) -> Tensor:
     """Return the (P,) scores of rows i with columns j with their graph."""
     if targets.scores is not None:
-        if i is None or j is None:
-            return targets.scores.diagonal()
-        return targets.scores[i, j]
+        return pairs_of(targets.scores, i, j)
     rows = plain_side(inputs.rows, targets.rows)
     cols = plain_side(inputs.cols, targets.cols)
     rows = rows if i is None else rows[i]

@@ -10,9 +10,9 @@ import math
 import torch
 from torch import Tensor
 
+from .pairs import EVERYTHING
 from .question import Question, Value, affine, has_each
-
-EVERYTHING = slice(None)
+from .terms import Term
 
 
 class SideQuestion:
@@ -58,21 +58,54 @@ class SideQuestion:
             own.append(column)
         return own
 
-    def excluded(self) -> Tensor:
-        """Return the bool mask (A, C) of candidates that do not count."""
+    def excluded(self) -> Tensor | None:
+        """Return the bool mask (A, C) of candidates that do not count; None if all do."""
         question = self.question
-        scores = self.scores.detach()
         mask = question.pairs.excluded(question.over, EVERYTHING, EVERYTHING)
-        if mask is None:
-            mask = torch.zeros_like(scores, dtype=torch.bool)
-        else:
+        if mask is not None:
             mask = self.turned(mask.expand(question.pairs.shape))
-        judged = scores if self.other is None else self.other
+        if not question.limited:
+            return mask
+        judged = self.scores.detach() if self.other is None else self.other
         if question.below is not None:
-            mask = mask | (judged >= self.column(question.below))
+            mask = joined(mask, judged >= self.column(question.below))
         if question.above is not None:
-            mask = mask | (judged <= self.column(question.above))
+            mask = joined(mask, judged <= self.column(question.above))
         return mask
+
+    def values(self) -> list[Tensor]:
+        """Return the values (A, C) of each term, added over the shifts."""
+        mask = self.excluded()
+        scale = self.column(self.question.scale)
+        found: list[Tensor] = []
+        for shift in self.shifts():
+            z = affine(self.scores, scale, shift)
+            values = [self.masked_values(term, z, mask) for term in self.question.terms]
+            if found:
+                values = [a + b for a, b in zip(found, values, strict=True)]
+            found = values
+        return found
+
+    def masked_values(self, term: Term, z: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the values (A, C) of a term, 0 where they are masked."""
+        if mask is None:
+            return term(z, *self.params())
+        if term.zero is not None:
+            return term.value(z.masked_fill(mask, term.zero))
+        if term.slope is not None:
+            # Of an excluded pair it could overflow, and 0 times inf is nan.
+            z = z.masked_fill(mask, 0.0)
+        return term(z, *self.params()).masked_fill(mask, 0.0)
+
+
+def joined(mask: Tensor | None, other: Tensor) -> Tensor:
+    """Return where one of two masks is true."""
+    return other if mask is None else mask | other
+
+
+def filled(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Return scores with -inf where they are masked."""
+    return x if mask is None else x.masked_fill(mask, -math.inf)
 
 
 def by_side(question: Question, scores: Tensor, other: Tensor | None) -> list[SideQuestion]:
@@ -85,28 +118,15 @@ def sums(question: Question, scores: Tensor, other: Tensor | None = None) -> Ten
 
     ``other``: the scores (N, M) of a guide or a teacher.
     """
-    found = []
-    for asked in by_side(question, scores, other):
-        mask = asked.excluded()
-        totals = [sums_with_shift(asked, mask, shift) for shift in asked.shifts()]
-        found.append(sum(totals[1:], start=totals[0]))
-    whole = torch.cat(found, 1)
-    return whole[0] if len(question.terms) == 1 else whole
-
-
-def sums_with_shift(asked: SideQuestion, mask: Tensor, shift: Value | None) -> Tensor:
-    """Return the sums (K, A) of the terms over the candidates (A, C) that are not masked."""
-    scale = asked.column(asked.question.scale)
-    z = affine(asked.scores, scale, shift)
-    found = []
-    for term in asked.question.terms:
-        argument = z
-        if term.slope is not None:
-            # Of an excluded pair it could overflow, and 0 times inf is nan.
-            argument = z.masked_fill(mask, 0.0)
-        values = term(argument, *asked.params())
-        found.append(values.masked_fill(mask, 0.0).sum(1))
-    return torch.stack(found)
+    if question.is_shared:  # one evaluation serves the rows and the columns
+        values = SideQuestion(question, 0, scores, other).values()
+        totals = [torch.cat([x.sum(1), x.sum(0)]) for x in values]
+    else:
+        of_sides = []
+        for asked in by_side(question, scores, other):
+            of_sides.append([x.sum(1) for x in asked.values()])
+        totals = [torch.cat(parts) for parts in zip(*of_sides, strict=True)]
+    return totals[0] if len(totals) == 1 else torch.stack(totals)
 
 
 def highest(question: Question, scores: Tensor, other: Tensor | None = None) -> Tensor:
@@ -114,7 +134,7 @@ def highest(question: Question, scores: Tensor, other: Tensor | None = None) -> 
     found = []
     for asked in by_side(question, scores, other):
         z = affine(asked.scores, asked.column(question.scale), None)
-        found.append(z.masked_fill(asked.excluded(), -math.inf).amax(1))
+        found.append(filled(z, asked.excluded()).amax(1))
     return torch.cat(found)
 
 
@@ -123,7 +143,7 @@ def hardest(question: Question, scores: Tensor) -> tuple[Tensor, Tensor]:
     values = []
     indices = []
     for asked in by_side(question, scores, None):
-        value, index = asked.scores.masked_fill(asked.excluded(), -math.inf).max(1)
+        value, index = filled(asked.scores, asked.excluded()).max(1)
         values.append(value)
         indices.append(index.masked_fill(value == -math.inf, -1))
     return torch.cat(values), torch.cat(indices)
@@ -136,12 +156,10 @@ def sorted_excesses(question: Question, scores: Tensor, margin: float) -> Tensor
     its threshold are the last of the anchor's sorted negatives, and their sum is a cumulative one.
     """
     found = []
-    not_positive = [
-        asked.excluded() for asked in by_side(question._replace(over="positives"), scores, None)
-    ]
-    for asked, excluded in zip(by_side(question, scores, None), not_positive, strict=True):
-        negatives = asked.scores.masked_fill(asked.excluded(), -math.inf)
-        ordered = negatives.sort(dim=1).values
+    for side in question.sides:
+        asked = SideQuestion(question, side, scores, None)
+        positives = SideQuestion(question._replace(over="positives"), side, scores, None)
+        ordered = filled(asked.scores, asked.excluded()).sort(dim=1).values
         sums = ordered.masked_fill(ordered == -math.inf, 0.0).flip(1).cumsum(1)
         thresholds = asked.scores - margin
         below = torch.searchsorted(
@@ -150,5 +168,7 @@ def sorted_excesses(question: Question, scores: Tensor, margin: float) -> Tensor
         count = asked.scores.shape[1] - below
         above = torch.nn.functional.pad(sums, (1, 0)).gather(1, count)
         hinges = above - count * thresholds
-        found.append(hinges.masked_fill(excluded, 0.0).sum(1))
+        not_positive = positives.excluded()
+        assert not_positive is not None
+        found.append(hinges.masked_fill(not_positive, 0.0).sum(1))
     return torch.cat(found)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..checks import one_of
 from . import dense, tiled
-from .autograd import AllScores, Request, Targets, ask
+from .autograd import AllScores, Request, Targets, ask, pairs_of, plain_pair_scores, plain_product
 from .inputs import NO_SIDE, Inputs, Side, even_chunks, tile_shape, whole_scores
 from .pair_scores import Index, pair_scores
 from .pairs import Pairs, segment_sum
@@ -27,6 +27,10 @@ Engine = Literal["auto", "dense", "tiled", "triton"]
 ENGINES = "dense", "tiled", "triton"
 Bias = tuple[Tensor | None, Tensor | None]  # (N,) and (M,), added to the scores
 
+# Scores up to which calls of operators and of Python take longer than passes over the matrix. There
+# "auto" takes plain PyTorch: 0.75 of the time of tiles at 128 x 512 (``python -m benchmarks --losses
+# infonce --shapes 128x128x512 --variants dense tiled``).
+DENSE_UP_TO = 2**16
 SMALL = 2**20  # scores of a matrix that is one tile
 MEMORY_BUDGET = 256 * 2**20  # bytes of scores that "auto" keeps (8192 x 8192 in float32)
 BLOCK = (
@@ -65,6 +69,8 @@ def choose_automatically(numel: int, budget: int, x: Tensor) -> str:
     if torch.compiler.is_compiling():  # the compiler fuses what plain PyTorch does with a matrix
         itemsize = 8 if x.dtype == torch.float64 else 4
         return "dense" if numel * itemsize <= budget else "tiled"
+    if numel <= DENSE_UP_TO:
+        return "dense"
     if x.device.type != "cuda" or x.dtype == torch.float64 or numel <= TRITON_FROM:
         return "tiled"
     if importlib.util.find_spec("triton") is None:
@@ -94,10 +100,11 @@ class Matrix:
         self.bias = tuple(None if b is None else b.to(rows.dtype) for b in bias)
         self._start(pairs, engine, rows)
         numel = math.prod(self.shape)
+        fits = engine == "tiled" and numel * self.dtype.itemsize <= budget
         #: Whether scores are kept, and unit vectors with them, from the first question on.
-        self.keeps = engine == "tiled" and numel * self.dtype.itemsize <= budget
+        self.keeps = engine == "dense" or fits
         #: Whether they are a tensor in the graph, with one node between them and the embeddings.
-        self.is_small = self.keeps and numel <= SMALL
+        self.in_graph = engine == "dense" or (fits and numel <= SMALL)
         #: Whether scores certainly lie in [-1, 1].
         self.bounded = rows.normalize and cols.normalize and bias == (None, None)
 
@@ -110,7 +117,7 @@ class Matrix:
         matrix.bias = (None, None)
         matrix._start(pairs, engine, scores)
         matrix.keeps = False
-        matrix.is_small = False
+        matrix.in_graph = True
         matrix.bounded = False
         return matrix
 
@@ -138,7 +145,7 @@ class Matrix:
         bias = tuple(None if b is None else b.detach() for b in self.bias)
         twin = Matrix(rows.detach(), cols.detach(), self.pairs, self.engine, 0, bias)  # type: ignore[arg-type]
         twin.keeps = self.keeps
-        twin.is_small = self.is_small
+        twin.in_graph = self.in_graph
         twin.bounded = self.bounded
         twin.is_memory = self.is_memory
         twin._kept_scores = self._kept_scores
@@ -176,48 +183,44 @@ class Matrix:
         That saves one product in backward and in each later pass: 0.81 of the time of HAL at 1024 x
         1024 x 512 (``pytest benchmarks/test_micro.py --benchmark-enable -k kept_scores``).
         """
-        if self.embeddings is None or self.engine == "dense":
+        if self.embeddings is None or (torch.compiler.is_compiling() and self.engine == "dense"):
             return Inputs(NO_SIDE, NO_SIDE, self.graph_scores().detach())
         rows, cols = self.embeddings
         if not self.keeps or not may_keep():
             return Inputs(self._side(rows, 0), self._side(cols, 1), None)
-        sides = self._kept_side(rows, 0), self._kept_side(cols, 1)
+        sides = self._kept_sides()
+        if self._kept_scores is None and self.in_graph and self.embedding_targets().trained:
+            self._kept_scores = self.graph_scores().detach()
         if self._kept_scores is None:
-            self._kept_scores = self._formed_scores(Inputs(*sides, None))
+            with torch.no_grad(), full_precision(rows.x):
+                self._kept_scores = whole_scores(*sides)
         return Inputs(*sides, self._kept_scores)
-
-    def _formed_scores(self, inputs: Inputs) -> Tensor:
-        """Return the (N, M) scores without their graph, which a small matrix keeps beside them."""
-        targets = self.embedding_targets()
-        if self.is_small and targets.trained:
-            with torch.enable_grad():  # even if first used under no_grad
-                scores = AllScores.apply(*targets[:4], inputs)
-            assert isinstance(scores, Tensor)
-            self._graph_scores = scores
-            return scores.detach()
-        with torch.no_grad(), full_precision(inputs.like):
-            return whole_scores(inputs.rows, inputs.cols)
 
     def _side(self, embeddings: Embeddings, side: int) -> Side:
         return Side(embeddings.x, embeddings.inverse_norms(), None, self.bias[side])
 
-    def _kept_side(self, embeddings: Embeddings, side: int) -> Side:
-        unit, inv = embeddings.kept()
-        return Side(None, inv, unit, self.bias[side])
+    def _kept_sides(self) -> tuple[Side, Side]:
+        """Return both sides at unit length."""
+        assert self.embeddings is not None
+        rows, cols = self.embeddings
+        row_unit, row_inv = rows.kept()
+        col_unit, col_inv = cols.kept()
+        row_bias, col_bias = self.bias
+        return Side(None, row_inv, row_unit, row_bias), Side(None, col_inv, col_unit, col_bias)
 
     def targets(self) -> Targets:
         """Return what gets the gradient of sums over the scores."""
-        if self.embeddings is None or self.engine == "dense":
+        if self.in_graph and (self.embeddings is None or self._graph_scores is not None):
             return Targets(scores=self.graph_scores())
-        if self.is_small and self._graph_scores is not None:
-            return Targets(scores=self._graph_scores)
         return self.embedding_targets()
 
     def embedding_targets(self) -> Targets:
-        """Return the embeddings and biases that get a gradient."""
+        """Return the embeddings and biases that get a gradient, or the precomputed scores."""
         if self.embeddings is None:
             return Targets(scores=self.graph_scores())
         rows, cols = self.embeddings
+        if self.engine == "dense":  # all questions meet in the scores, which rounds once, too
+            return Targets(rows.x, cols.x, *self.bias)
         return Targets(rows.gradient_target(), cols.gradient_target(), *self.bias)
 
     def graph_scores(self) -> Tensor:
@@ -226,38 +229,28 @@ class Matrix:
             return self._graph_scores
         keep = may_keep()
         with torch.set_grad_enabled(keep):  # with their graph, even if first used under no_grad
-            if self.embeddings is None:
-                assert self.given is not None
-                scores = self.given.x.to(self.dtype)
-            else:
-                scores = self._products()
-        if keep:
+            scores = self._scores_of_graph()
+        if keep and self.in_graph:
             self._graph_scores = scores
         return scores
 
-    def _products(self) -> Tensor:
-        """Return the (N, M) scores of embeddings, in plain PyTorch."""
-        assert self.embeddings is not None
+    def _scores_of_graph(self) -> Tensor:
+        """Return the (N, M) scores with their graph: plain PyTorch for the compiler, else one node."""
+        if self.embeddings is None:
+            assert self.given is not None
+            return self.given.x.to(self.dtype)
         rows, cols = self.embeddings
-        row_bias, col_bias = self.bias
-        with full_precision(rows.x):
-            scores = rows.differentiable() @ cols.differentiable().T
-        if row_bias is not None:
-            scores = scores + row_bias[:, None]
-        if col_bias is not None:
-            scores = scores + col_bias
-        return scores
+        if torch.compiler.is_compiling():
+            return plain_product(rows.differentiable(), cols.differentiable(), *self.bias)
+        inputs = Inputs(*self._kept_sides(), None)
+        return AllScores.apply(*self.embedding_targets()[:4], inputs)  # type: ignore[return-value]
 
     def scores(self) -> Tensor:
         """Return the (N, M) scores, with their graph if they are trained; not to be modified."""
-        if self.embeddings is None or self.engine == "dense":
+        trained = torch.is_grad_enabled() and self.embedding_targets().trained
+        if trained or self.embeddings is None:
             return self.graph_scores()
-        trained = self.embedding_targets().trained and torch.is_grad_enabled()
         inputs = self.inputs()
-        if trained and self.is_small and self._graph_scores is not None:
-            return self._graph_scores
-        if trained:
-            return self._products()
         if inputs.scores is not None:
             return inputs.scores
         with torch.no_grad(), full_precision(inputs.like):
@@ -408,8 +401,10 @@ class Matrix:
     def pair_scores(self, i: Index, j: Index) -> Tensor:
         """Return the differentiable (P,) scores of rows i with columns j; None: row p, column p."""
         self.check_unchanged()
+        if self.engine == "dense" and self._scores_pairs_alone(i):
+            return plain_pair_scores(self._plain_inputs(), Targets(), i, j)
         if self.engine == "dense":
-            return self._dense_pair_scores(i, j)
+            return pairs_of(self.graph_scores(), i, j)
         request = Request(None, self.inputs(), None, (i, j), False)
         # Where no sum puts all scores into the graph, pairs alone save two products in backward.
         targets = self.targets() if self._summed else self.embedding_targets()
@@ -417,28 +412,28 @@ class Matrix:
         assert scores is not None
         return scores
 
-    def _dense_pair_scores(self, i: Index, j: Index) -> Tensor:
-        many = i is not None and len(i) > sum(self.shape)
-        if self.embeddings is None or self._summed or many:
-            scores = self.graph_scores()
-            if i is None and j is None:
-                return scores.diagonal()
-            rows = torch.arange(self.shape[0], device=self.device) if i is None else i
-            cols = torch.arange(self.shape[1], device=self.device) if j is None else j
-            return scores[rows, cols]
-        # Unless copies for many pairs are larger, scoring them alone saves a loss of pairs two
-        # products in backward: 0.80 of the time at 128 x 128 x 1024 (pytest
-        # benchmarks/test_micro.py --benchmark-enable -k pairs_alone).
-        left, right = self.embeddings[0].differentiable(), self.embeddings[1].differentiable()
-        left = left if i is None else left.index_select(0, i)
-        right = right if j is None else right.index_select(0, j)
-        scores = (left * right).sum(1)
+    def _scores_pairs_alone(self, i: Index) -> bool:
+        """Return whether plain PyTorch scores some pairs by themselves, which saves two products.
+
+        In eager mode, copies of the vectors of listed pairs take longer than products: 1.3 times as
+        long for the triplet loss at 128 x 128 x 512. Compiled, they are not made, and pairs alone
+        take half of the time at 512 x 512 x 1024 (``python -m benchmarks --losses "triplet hardest"
+        --shapes 128x128x512 --variants dense compiled``, with and without).
+        """
+        if self.embeddings is None or self._summed:
+            return False
+        return i is None or (torch.compiler.is_compiling() and len(i) <= sum(self.shape))
+
+    def _plain_inputs(self) -> Inputs:
+        """Return the vectors at unit length with their graph."""
+        assert self.embeddings is not None
+        rows, cols = self.embeddings
         row_bias, col_bias = self.bias
-        if row_bias is not None:
-            scores = scores + (row_bias if i is None else row_bias[i])
-        if col_bias is not None:
-            scores = scores + (col_bias if j is None else col_bias[j])
-        return scores
+        return Inputs(
+            Side(None, None, rows.differentiable(), row_bias),
+            Side(None, None, cols.differentiable(), col_bias),
+            None,
+        )
 
     def positive_scores(self) -> Tensor:
         """Return the (P,) scores of the positive pairs in the order of ``pairs.listed``."""

@@ -14,6 +14,8 @@ from .vectors import host_may_read, may_keep
 
 IGNORE_ID = torch.iinfo(torch.int64).min  # id of an entry that does not exist: it matches nothing
 
+EVERYTHING = slice(None)
+
 Ids = tuple[Tensor | None, Tensor | None]
 Over = Literal["negatives", "positives", "all"]
 Result = TypeVar("Result")
@@ -156,6 +158,8 @@ class Pairs:
         if row_ids is not None and col_ids is not None:
             return row_ids[rows, None] == col_ids[None, cols]
         n, m = self.shape
+        if rows == cols == EVERYTHING:
+            return torch.eye(n, m, dtype=torch.bool, device=self.device)
         row_numbers = torch.arange(n, device=self.device)[rows, None]
         return row_numbers == torch.arange(m, device=self.device)[None, cols]
 

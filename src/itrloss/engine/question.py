@@ -15,7 +15,6 @@ from .terms import Term
 from .vectors import host_may_read
 
 Reduced = Callable[[Tensor, int], Tensor]  # torch.sum or torch.amax
-STACKED = 2**16  # scores up to which calls of operators take longer than a copy of the matrix
 LARGE_SCALE = 60.0  # float32 has exponents up to it to 4e-6
 
 Value = float | Tensor  # one number for all anchors, or a tensor (1,) or (A,)
@@ -96,27 +95,29 @@ class Question(NamedTuple):
         """Whether scores decide which candidates count."""
         return self.below is not None or self.above is not None
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether rows and columns ask the same, so that one evaluation serves both."""
+        return len(self.sides) == 2 and not any(has_each(x) for x in self.values)
+
     def views(self, tile: Tile) -> list[View]:
         """Return a tile as the sides see it, for each shift."""
         found: list[View] = []
-        for kind in self._view_kinds(tile):
+        for kind in self._view_kinds():
             for slot in range(self.slots):
                 view = kind(self, tile, slot)
                 if slot == 0 or not view.is_unused():
                     found.append(view)
         return found
 
-    def _view_kinds(self, tile: Tile) -> list[type[View]]:
+    def _view_kinds(self) -> list[type[View]]:
         """Return how the sides see a tile: together, if they ask the same, or one by one."""
         if self.sides == (0,):
             return [RowsView]
         if self.sides == (1,):
             return [ColumnsView]
-        if not any(has_each(x) for x in self.values):
+        if self.is_shared:
             return [SharedView]
-        n, m = self.pairs.shape
-        if n == m and n * m <= STACKED and tile.scores.shape == (n, m):
-            return [StackedView]
         return [RowsView, ColumnsView]
 
 
@@ -260,35 +261,6 @@ class ColumnsView(View):
 
     def slope(self, x: Tensor) -> Tensor:
         return x.T
-
-
-class StackedView(View):
-    """The rows of a small square matrix, and below them its columns: half the operators.
-
-    0.6 of the time of one by one for DCL at 32 x 256 (``python -m benchmarks --losses dcl --shapes
-    32x32x256``, with and without).
-    """
-
-    def start(self) -> None:
-        self.size = self.tile.scores.shape[0]
-        self.anchors = slice(0, 2 * self.size)
-        self.scores = self.seen(self.tile.scores)
-
-    def seen(self, x: Tensor) -> Tensor:
-        return torch.cat([x, x.T])
-
-    def fill_(self, x: Tensor, value: float) -> None:
-        pairs = self.question.pairs
-        over = self.question.over
-        pairs.exclude_(x[: self.size], self.tile.places, value, over)
-        pairs.exclude_(x[self.size :].T, self.tile.places, value, over)
-
-    def by_side(self, x: Tensor, reduced: Reduced) -> list[tuple[int, Tensor]]:
-        rows, cols = reduced(x, 1).split(self.size)
-        return [(0, rows), (1, cols)]
-
-    def slope(self, x: Tensor) -> Tensor:
-        return x[: self.size].add_(x[self.size :].T)
 
 
 def affine(scores: Tensor, scale: Value, shift: Value | None) -> Tensor:

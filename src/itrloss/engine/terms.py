@@ -34,6 +34,9 @@ class Term:
     tensor([0., 2.])
     """
 
+    #: An argument at which the function is 0: it stands for a pair that does not count.
+    zero: float | None = None
+
     def __init__(self, value: Function, slope: Callable[[Tensor], Tensor] | None = None):
         """Store a function and its derivative.
 
@@ -185,6 +188,12 @@ def _information_slope(z: Tensor) -> Tensor:
 def information(z: Tensor) -> Tensor:
     """Return ``z e^z``, which is 0 for -inf."""
     return z.exp() * z.clamp_min(SMALLEST_LOG)
+
+
+for _term in (exponential, excess, softplus, information):
+    _term.zero = -torch.inf
+for _term in (square, identity):
+    _term.zero = 0.0
 
 
 # --------------------------------------------------------------- terms that losses ask of positives

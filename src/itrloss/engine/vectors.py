@@ -86,26 +86,31 @@ def normalized(x: Tensor, normalize: bool = True) -> Tensor:
         return x.to(compute_dtype(x))
     if torch.compiler.is_compiling():
         return plain_unit(x, True)
-    return Normalize.apply(x)  # type: ignore[return-value]
+    inv = inverse_norms(x.detach())
+    return Normalize.apply(x, scaled(x.detach(), inv), inv)  # type: ignore[return-value]
 
 
 class Normalize(torch.autograd.Function):
     """Unit vectors, whose backward reads and writes them half as often as autograd's would."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        inv = inverse_norms(x)
-        unit = x * inv  # promoted to the dtype of the norms
+    def forward(
+        ctx: Any,
+        x: Tensor,  # (..., D)
+        unit: Tensor,  # (..., D) at unit length
+        inv: Tensor,  # (..., 1) inverse norms
+    ) -> Tensor:
         ctx.save_for_backward(x, unit, inv)
         return unit
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         x, unit, inv = ctx.saved_tensors
         (grad,) = grads
         if torch.is_grad_enabled():  # create_graph=True
-            return torch.autograd.grad(plain_unit(x, True), x, grad, create_graph=True)[0]
-        return project(grad, unit, inv).to(x.dtype)
+            unit = plain_unit(x, True)
+            return torch.autograd.grad(unit, x, grad, create_graph=True)[0], None, None
+        return project(grad, unit, inv).to(x.dtype), None, None
 
 
 def project(
@@ -172,7 +177,11 @@ class Embeddings:
             return self._differentiable
         keep = may_keep()
         with torch.set_grad_enabled(keep):  # with their graph, even if first used under no_grad
-            unit = normalized(self.x, self.normalize)
+            if torch.compiler.is_compiling() or not self.normalize:
+                unit = normalized(self.x, self.normalize)
+            else:
+                unit = Normalize.apply(self.x, *self.kept())
+        assert isinstance(unit, Tensor)
         if keep:
             self._differentiable = unit
         return unit
@@ -181,8 +190,8 @@ class Embeddings:
         """Return the (N, D) unit vectors and their (N, 1) inverse norms, without a graph; cached."""
         if self._kept is not None:
             return self._kept
-        inv = self.inverse_norms()
         with torch.no_grad():
+            inv = inverse_norms(self.x) if self.normalize else None
             kept = scaled(self.x, inv), inv
         if may_keep():
             self._kept = kept
