@@ -1,5 +1,7 @@
 """CODER's losses: diversity-sensitive contrast in the batch or with a memory, and prototypes."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import torch
