@@ -46,7 +46,7 @@ class MeanStd(NamedTuple):
 
 
 class Hardest(NamedTuple):
-    """Score (A,) and index (A,) int64 of each anchor's highest-scoring negative; -inf and -1 if none."""
+    """Score (A,) and index (A,) int64 of each anchor's hardest negative; -inf and -1 if none."""
 
     values: Tensor
     indices: Tensor
@@ -711,7 +711,7 @@ class Anchors:
         return all(size == self.sizes[0] for size in self.sizes)
 
     def valid(self) -> Tensor | None:
-        """Return the (A,) bool mask of anchors with a positive and a negative; None: all of them."""
+        """Return the (A,) bool mask of anchors with a positive and a negative; None: all."""
         if self._complete:
             return None
         return (self.positive_counts > 0) & (self.negative_counts > 0)

@@ -322,7 +322,7 @@ def block_scores(block: Block, form: Form, keep: bool) -> tuple[Tensor, Tensor |
 def scores_and_winners(
     rows: Sets, cols: Sets, form: Form, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the (N, M) scores and, with ``keep``, the elements that win: (M, N, K or 1) integers."""
+    """Return the (N, M) scores and, with ``keep``, which elements win: (M, N, K or 1) integers."""
     scores = rows.x.new_empty(rows.number, cols.number, dtype=compute_dtype(rows.x))
     winners = empty_winners(rows, cols, form) if keep and form.is_hard else None
     with torch.no_grad(), full_precision(rows.x):
