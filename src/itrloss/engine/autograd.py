@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from . import dense, tiled
-from .inputs import NO_INPUTS, Inputs, Side, whole_scores
+from .inputs import Inputs, Side, whole_scores
 from .pair_scores import Index, ListedPairs, pair_scores
 from .question import Question, Value, is_trained
+from .saved import save, saved
 from .tiled import Gradients, Needs
 from .vectors import full_precision, plain_unit
 
@@ -38,16 +39,16 @@ class AllScores(torch.autograd.Function):
         col_bias: Tensor | None,  # (M,)
         inputs: Inputs,
     ) -> Tensor:
-        trained = [x if is_trained(x) else None for x in (rows, cols, row_bias, col_bias)]
-        ctx.save_for_backward(*inputs.flat, *trained)
+        targets = Targets(rows, cols, row_bias, col_bias)
+        save(ctx, (inputs, targets.only_trained()))
         with full_precision(inputs.like):
             return whole_scores(inputs.rows, inputs.cols)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        *tensors, rows, cols, row_bias, col_bias = ctx.saved_tensors
-        inputs = Inputs.of(tensors)
-        targets = Targets(rows, cols, row_bias, col_bias)
+        inputs: Inputs
+        targets: Targets
+        inputs, targets = saved(ctx)
         (grad,) = grads
         if torch.is_grad_enabled():  # create_graph=True
             scores = plain_scores(inputs, targets)
@@ -72,6 +73,10 @@ class Targets(NamedTuple):
         """Whether one of them gets a gradient."""
         return any(is_trained(x) for x in self)
 
+    def only_trained(self) -> Targets:
+        """Return those that get a gradient: they link a second derivative to their origin."""
+        return Targets(*[x if is_trained(x) else None for x in self])
+
 
 class Request(NamedTuple):
     """A question of a matrix, or pairs whose scores are asked for, or both."""
@@ -81,42 +86,6 @@ class Request(NamedTuple):
     guide: Inputs | None
     pairs: tuple[Index, Index] | None
     triton: bool
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """All tensors: of the inputs, the guide, the pairs and the question."""
-        guide = NO_INPUTS if self.guide is None else self.guide
-        pairs = NO_PAIRS if self.pairs is None else self.pairs
-        values = () if self.question is None else self.question.values
-        of_question = [x if isinstance(x, Tensor) else None for x in values]
-        return *self.inputs.flat, *guide.flat, *pairs, *of_question
-
-    def without_tensors(self) -> Request:
-        """Return the rest, to which :meth:`with_tensors` adds them."""
-        return Request(
-            None if self.question is None else self.question.without_tensors(),
-            NO_INPUTS,
-            None if self.guide is None else NO_INPUTS,
-            None if self.pairs is None else NO_PAIRS,
-            self.triton,
-        )
-
-    def with_tensors(self, tensors: Sequence[Tensor | None]) -> Request:
-        """Return the request with its tensors."""
-        width = len(NO_INPUTS.flat)
-        inputs = Inputs.of(tensors[:width])
-        guide = Inputs.of(tensors[width : 2 * width])
-        i, j, *values = tensors[2 * width :]
-        return Request(
-            None if self.question is None else self.question.with_tensors(values),
-            inputs,
-            None if self.guide is None else guide,
-            None if self.pairs is None else (i, j),
-            self.triton,
-        )
-
-
-NO_PAIRS: tuple[Index, Index] = (None, None)
 
 
 def answer(request: Request) -> tuple[Tensor | None, Tensor | None]:
@@ -146,10 +115,10 @@ def ask(request: Request, targets: Targets) -> tuple[Tensor | None, Tensor | Non
             "itrloss: tiles are visited outside of compiled graphs; "
             "fullgraph=True needs engine='dense'"
         )
-    return Reduction.apply(request, *targets, *values)  # type: ignore[return-value]
+    return SumsAndPairScores.apply(request, *targets, *values)  # type: ignore[return-value]
 
 
-class Reduction(torch.autograd.Function):
+class SumsAndPairScores(torch.autograd.Function):
     """The sums (A,) and the scores (P,) of listed pairs; None for what is not asked for."""
 
     @staticmethod
@@ -163,12 +132,8 @@ class Reduction(torch.autograd.Function):
         scores: Tensor | None,
         *values: Value | None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        # Autograd holds the tensors, so that hooks and checkpoints see all of them. Targets that
-        # are trained link a second derivative to what they come from.
         targets = Targets(rows, cols, row_bias, col_bias, scores)
-        trained = Targets(*[x if is_trained(x) else None for x in targets])
-        ctx.save_for_backward(*request.tensors, *trained)
-        ctx.request = request.without_tensors()
+        save(ctx, (request, targets.only_trained()))
         ctx.dtypes = [torch.float32 if x is None else x.dtype for x in (rows, cols)]
         ctx.set_materialize_grads(False)  # a loss may use the sums alone, or the pairs alone
         return answer(request)
@@ -177,9 +142,9 @@ class Reduction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         if grads == (None, None):
             return (None,) * len(ctx.needs_input_grad)
-        tensors = ctx.saved_tensors
-        request = ctx.request.with_tensors(tensors[: -len(Targets._fields)])
-        targets = Targets(*tensors[-len(Targets._fields) :])
+        request: Request
+        targets: Targets
+        request, targets = saved(ctx)
         if torch.is_grad_enabled():  # create_graph=True
             return None, *second_derivatives(request, targets, *grads)
         needs = needs_of(request, ctx.needs_input_grad)._replace(dtypes=tuple(ctx.dtypes))
@@ -191,7 +156,7 @@ class Reduction(torch.autograd.Function):
 
 
 def needs_of(request: Request, needed: Sequence[bool]) -> Needs:
-    """Return what a gradient is needed of, from the places of :meth:`Reduction.forward`."""
+    """Return what a gradient is needed of, from the places of :meth:`SumsAndPairScores.forward`."""
     _, rows, cols, row_bias, col_bias, scores, *values = needed
     if request.question is None:
         return Needs(rows, cols, row_bias, col_bias, scores, False, False, ())

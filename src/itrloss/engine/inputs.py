@@ -7,7 +7,7 @@ for rows u and columns v at unit length, unless they are taken as they are, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -65,17 +65,6 @@ class Inputs(NamedTuple):
     rows: Side
     cols: Side
     scores: Tensor | None  # (N, M): given, or kept once they were computed
-
-    @property
-    def flat(self) -> tuple[Tensor | None, ...]:
-        """All tensors."""
-        return *self.rows, *self.cols, self.scores
-
-    @classmethod
-    def of(cls, flat: Sequence[Tensor | None]) -> Inputs:
-        """Return the inputs from all their tensors."""
-        width = len(NO_SIDE)
-        return cls(Side(*flat[:width]), Side(*flat[width:-1]), flat[-1])
 
     @property
     def shape(self) -> tuple[int, int]:

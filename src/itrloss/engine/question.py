@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, TypeGuard
 
 import torch
@@ -44,39 +43,6 @@ class Question(NamedTuple):
     def values(self) -> tuple[Value | None, ...]:
         """The numbers that may differ between anchors."""
         return self.scale, self.shift, self.below, self.above, *self.params
-
-    def without_tensors(self) -> Question:
-        """Return the question with numbers alone; the tensors among its values are missing."""
-        numbers = [None if isinstance(x, Tensor) else x for x in self.values[:4]]
-        scale, shift, below, above = numbers
-        return Question(
-            self.pairs,
-            self.sides,
-            self.terms,
-            self.over,
-            math.nan if scale is None else scale,
-            shift,
-            below,
-            above,
-            (),
-            self.teaches,
-        )
-
-    def with_tensors(self, tensors: Sequence[Tensor | None]) -> Question:
-        """Return the question with the tensors among its values, None for its numbers."""
-        scale, shift, below, above, *params = tensors
-        return Question(
-            self.pairs,
-            self.sides,
-            self.terms,
-            self.over,
-            self.scale if scale is None else scale,
-            self.shift if shift is None else shift,
-            self.below if below is None else below,
-            self.above if above is None else above,
-            tuple(x for x in params if x is not None),
-            self.teaches,
-        )
 
     @property
     def size(self) -> int:
