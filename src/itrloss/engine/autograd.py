@@ -9,13 +9,14 @@ tests/test_costs.py -k memory``).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import dense, tiled
-from .inputs import Inputs, Side, whole_scores
+from .inputs import Inputs, Side, taken, whole_scores
 from .pair_scores import Index, ListedPairs, pair_scores
 from .question import Question, Value, is_trained
 from .saved import save, saved
@@ -68,9 +69,8 @@ class Targets(NamedTuple):
     col_bias: Tensor | None = None  # (M,)
     scores: Tensor | None = None  # (N, M), where they were given
 
-    @property
-    def trained(self) -> bool:
-        """Whether one of them gets a gradient."""
+    def any_trained(self) -> bool:
+        """Return whether one of them gets a gradient."""
         return any(is_trained(x) for x in self)
 
     def only_trained(self) -> Targets:
@@ -78,7 +78,8 @@ class Targets(NamedTuple):
         return Targets(*[x if is_trained(x) else None for x in self])
 
 
-class Request(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Request:
     """A question of a matrix, or pairs whose scores are asked for, or both."""
 
     question: Question | None
@@ -107,7 +108,7 @@ def ask(request: Request, targets: Targets) -> tuple[Tensor | None, Tensor | Non
     values: tuple[Value | None, ...] = ()
     if request.question is not None:
         values = request.question.values
-    trained = targets.trained or any(is_trained(x) for x in values)
+    trained = targets.any_trained() or any(is_trained(x) for x in values)
     if not torch.is_grad_enabled() or not trained:
         return answer(request)
     if torch.compiler.is_compiling():
@@ -168,19 +169,20 @@ def first_derivatives(
     request: Request, needs: Needs, grad_sums: Tensor | None, grad_pairs: Tensor | None
 ) -> Gradients:
     """Return the gradients from the gradients of the sums (A,) and of the pairs' scores (P,)."""
-    question, inputs, guide, pairs, use_triton = request
+    question = request.question
+    inputs = request.inputs
     listed = None
-    if pairs is not None and grad_pairs is not None:
-        listed = ListedPairs(*pairs, grad_pairs)
+    if request.pairs is not None and grad_pairs is not None:
+        listed = ListedPairs(*request.pairs, grad_pairs)
     with full_precision(inputs.like):
         if question is None or grad_sums is None:
             assert listed is not None
             return tiled.pair_gradients(inputs, needs, listed)
-        if use_triton:
+        if request.triton:
             from . import triton
 
             return triton.gradients(question, inputs, grad_sums, needs, listed)
-        return tiled.gradients(question, inputs, guide, grad_sums, needs, listed)
+        return tiled.gradients(question, inputs, request.guide, grad_sums, needs, listed)
 
 
 # ------------------------------------------------------------------------------ second derivatives
@@ -190,7 +192,10 @@ def second_derivatives(
     request: Request, targets: Targets, grad_sums: Tensor | None, grad_pairs: Tensor | None
 ) -> list[Tensor | None]:
     """Return the gradients with a graph of their own, from plain PyTorch."""
-    question, inputs, guide, pairs, _ = request
+    question = request.question
+    inputs = request.inputs
+    guide = request.guide
+    pairs = request.pairs
     outputs: list[Tensor] = []
     grads: list[Tensor] = []
     values: tuple[Value | None, ...] = ()
@@ -257,15 +262,11 @@ def plain_pair_scores(inputs: Inputs, targets: Targets, i: Index, j: Index) -> T
         return pairs_of(targets.scores, i, j)
     rows = plain_side(inputs.rows, targets.rows)
     cols = plain_side(inputs.cols, targets.cols)
-    rows = rows if i is None else rows[i]
-    cols = cols if j is None else cols[j]
-    scores = (rows * cols).sum(1)
-    row_bias = inputs.rows.bias
-    if row_bias is not None:
-        scores = scores + (row_bias if i is None else row_bias[i])
-    col_bias = inputs.cols.bias
-    if col_bias is not None:
-        scores = scores + (col_bias if j is None else col_bias[j])
+    scores = (taken(rows, i) * taken(cols, j)).sum(1)
+    if inputs.rows.bias is not None:
+        scores = scores + taken(inputs.rows.bias, i)
+    if inputs.cols.bias is not None:
+        scores = scores + taken(inputs.cols.bias, j)
     return scores
 
 

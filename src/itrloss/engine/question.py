@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeGuard
+from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -19,7 +20,8 @@ LARGE_SCALE = 60.0  # float32 has exponents up to it to 4e-6
 Value = float | Tensor  # one number for all anchors, or a tensor (1,) or (A,)
 
 
-class Question(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Question:
     """The sums of terms over the candidates of the sides that ask.
 
         total_i = sum_j f(scale_i S_ij + shift_i, *params_i)

@@ -1,4 +1,4 @@
-"""Values of nested tuples, taken apart so that autograd holds their tensors.
+"""Values in nested tuples and dataclasses, taken apart so that autograd holds their tensors.
 
 Autograd sees only tensors that are saved by ``save_for_backward``: hooks, checkpoints and the
 detection of tensors that were modified in place depend on it.
@@ -6,7 +6,8 @@ detection of tensors that were modified in place depend on it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -34,26 +35,26 @@ PLACE = Place()
 
 
 def without_tensors(value: T, tensors: list[Tensor]) -> T:
-    """Return nested tuples with a place for each tensor; the tensors are appended to a list."""
+    """Return a value with a place for each tensor; the tensors are appended to a list."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return PLACE  # type: ignore[return-value]
-    if not isinstance(value, tuple):
-        return value
-    return like(value, [without_tensors(x, tensors) for x in value])
+    return rebuilt(value, lambda x: without_tensors(x, tensors))
 
 
 def with_tensors(value: T, tensors: Iterator[Tensor]) -> T:
-    """Return nested tuples with tensors in their places."""
+    """Return a value with tensors in their places."""
     if value is PLACE:
         return next(tensors)  # type: ignore[return-value]
+    return rebuilt(value, lambda x: with_tensors(x, tensors))
+
+
+def rebuilt(value: Any, part: Callable[[Any], Any]) -> Any:
+    """Return a tuple or dataclass of ``part(x)`` for each of its values x; others as they are."""
+    if dataclasses.is_dataclass(value):
+        return type(value)(*[part(getattr(value, x.name)) for x in dataclasses.fields(value)])
     if not isinstance(value, tuple):
         return value
-    return like(value, [with_tensors(x, tensors) for x in value])
-
-
-def like(value: Any, parts: list[Any]) -> Any:
-    """Return parts as a tuple of the same kind."""
-    if hasattr(value, "_fields"):  # a NamedTuple
-        return type(value)(*parts)
-    return tuple(parts)
+    parts = [part(x) for x in value]
+    is_named = hasattr(value, "_fields")
+    return type(value)(*parts) if is_named else tuple(parts)
