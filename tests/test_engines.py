@@ -1764,3 +1764,15 @@ def test_best_candidates_below_a_limit(engine):
         wanted = left.topk(4)
         torch.testing.assert_close(top.values, wanted.values)
         assert torch.equal(top.indices, wanted.indices.masked_fill(wanted.values == -math.inf, -1))
+
+
+def test_anchors_without_pairs_stay_in_the_graph_of_second_derivatives():
+    """A process without pairs would otherwise leave out an exchange that the others wait in."""
+    ignored = torch.iinfo(torch.int64).min
+    ids = torch.full((3,), ignored), torch.tensor([ignored, 1, 2, 3])
+    v, w = (x.requires_grad_() for x in embeddings(3, 4))
+    sums = Similarity(v, w, *ids, engine="dense").both.sum_of_positives(log1p_clamp)
+    upstream = torch.ones_like(sums, requires_grad=True)
+    first = torch.autograd.grad(sums, (v, w), upstream, create_graph=True)
+    (second,) = torch.autograd.grad(sum(x.sum() for x in first), upstream)
+    assert torch.equal(second, torch.zeros_like(upstream))

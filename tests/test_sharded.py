@@ -268,3 +268,52 @@ def test_of_equal_negatives_the_first_is_the_hardest(tmp_path):
     found = zip(*run(tied, tmp_path), strict=True)
     wanted = Similarity(torch.ones(6, 4), torch.ones(6, 4)).both.hardest_negatives().indices
     assert torch.equal(torch.cat([torch.cat(parts) for parts in found]), wanted)
+
+
+SECOND = {
+    "infonce": lambda **options: itrloss.InfoNCELoss(0.2, learnable=True, **options),
+    "sigmoid": lambda **options: itrloss.SigmoidLoss(5.0, -2.0, **options),
+    "dcl": lambda **options: itrloss.DiversityContrastiveLoss(detach_diversity=False, **options),
+    "hal": lambda **options: itrloss.HubnessAwareLoss(20.0, 0.2, **options),
+    "supcon": lambda **options: itrloss.SupConLoss(**options),
+}
+
+
+def second_derivatives(
+    criterion: torch.nn.Module, images: torch.Tensor, texts: torch.Tensor, factor: float
+) -> list[torch.Tensor]:
+    """Return the gradients of ``factor (|dL/dv|^2 + |dL/dw|^2)``."""
+    images = images.clone().requires_grad_()
+    texts = texts.clone().requires_grad_()
+    first = torch.autograd.grad(criterion(images, texts), (images, texts), create_graph=True)
+    squares = factor * sum(x.square().sum() for x in first)
+    return list(torch.autograd.grad(squares, (images, texts)))
+
+
+def second_derivatives_of_a_part(
+    rank: int, all_sizes: list[list[int]], images: torch.Tensor, texts: torch.Tensor
+) -> list[Any]:
+    found = []
+    for sizes in all_sizes:
+        for make in SECOND.values():
+            criterion = make(engine="dense", gather=True).double()
+            v = images[: sum(sizes)].split(sizes)[rank]
+            w = texts[: sum(sizes)].split(sizes)[rank]
+            found.append(second_derivatives(criterion, v, w, 1.0))
+    return found
+
+
+@pytest.mark.slow
+def test_second_derivatives_are_those_of_one_process(tmp_path):
+    images, texts = torch.randn(2, 8, 5, dtype=torch.float64)
+    all_sizes = [[4, 4], [4, 3], [1, 4], [0, 4], [4, 0]]
+    found = run(second_derivatives_of_a_part, tmp_path, all_sizes, images, texts)
+    cases = [(sizes, name) for sizes in all_sizes for name in SECOND]
+    for (sizes, name), parts in zip(cases, zip(*found, strict=True), strict=True):
+        n = sum(sizes)
+        criterion = SECOND[name](engine="dense").double()
+        # A process's first derivatives are twice as large, as DDP takes the mean.
+        whole = second_derivatives(criterion, images[:n], texts[:n], 4.0)
+        for side, expected in enumerate(whole):
+            got = torch.cat([part[side] for part in parts])
+            torch.testing.assert_close(got, expected, msg=f"{sizes} {name}")

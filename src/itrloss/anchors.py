@@ -46,7 +46,7 @@ class MeanStd(NamedTuple):
 
 
 class Hardest(NamedTuple):
-    """Score (A,) and index (A,) int64 of each anchor's highest-scoring negative; -inf and -1 if none."""
+    """Score (A,) and index (A,) int64 of each anchor's hardest negative; -inf and -1 if none."""
 
     values: Tensor
     indices: Tensor
@@ -650,12 +650,17 @@ class Anchors:
                 if not self.one_to_one and self._index is None:
                     index.append(side.matrix.pairs.listed[side.side] + first)
             first += size
-        if not index:
-            return torch.cat(scores), self._index
+        if self.one_to_one:
+            return torch.cat(scores), None
+        # As columns (P, 1): torch.cat would cut a vector without entries out of the graph, and a
+        # process without pairs has to take part in the exchanges of second derivatives.
+        every_score = torch.cat([x[:, None] for x in scores]).squeeze(1)
+        if self._index is not None:
+            return every_score, self._index
         anchors = torch.cat(index)
         if may_keep():
             self._index = anchors  # one tensor for all graphs that save it
-        return torch.cat(scores), anchors
+        return every_score, anchors
 
     def hinge_sum(self, margin: float) -> Tensor:
         """Return (A,) ``sum_{p in pos(i)} sum_{j in neg(i)} max(margin - S_ip + S_ij, 0)``.
@@ -706,7 +711,7 @@ class Anchors:
         return all(size == self.sizes[0] for size in self.sizes)
 
     def valid(self) -> Tensor | None:
-        """Return the (A,) bool mask of anchors with a positive and a negative; None: all of them."""
+        """Return the (A,) bool mask of anchors with a positive and a negative; None: all."""
         if self._complete:
             return None
         return (self.positive_counts > 0) & (self.negative_counts > 0)

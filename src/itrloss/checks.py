@@ -198,10 +198,9 @@ def as_bias(name: str, bias: Any, size: int, device: torch.device) -> Tensor | N
 class Option(Generic[T]):
     """An option of a :class:`CheckedModule`, declared in the body of its class."""
 
-    name: str
-
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
+        self.place = f"_{name}"  # of the value; the compiler of PyTorch 2.8 needs another name
 
     def check(self, value: Any) -> None:
         """Raise an error that names the option unless it may have the value."""
@@ -215,13 +214,13 @@ class Option(Generic[T]):
         if module is None:
             return self
         try:
-            return module.__dict__[self.name]
+            return module.__dict__[self.place]
         except KeyError:
             raise AttributeError(f"{owner.__name__} has not set its option {self.name}") from None
 
     def __set__(self, module: nn.Module, value: T) -> None:
         self.check(value)
-        module.__dict__[self.name] = value
+        module.__dict__[self.place] = value
 
 
 class CheckedModule(nn.Module):
@@ -311,13 +310,13 @@ class Learnable(Bounded[Any]):
 
     def __set__(self, module: nn.Module, value: Any) -> None:
         if isinstance(value, nn.Parameter):
-            module.__dict__.pop(self.name, None)
+            module.__dict__.pop(self.place, None)
             module.register_parameter(self.name, value)
             return
         self.check(value)
         parameter = module._parameters.get(self.name)
         if parameter is None:
-            module.__dict__[self.name] = value
+            module.__dict__[self.place] = value
             return
         with torch.no_grad():
             parameter.fill_(value)
@@ -330,11 +329,11 @@ class Fixed(Option[T]):
         pass
 
     def __set__(self, module: nn.Module, value: T) -> None:
-        if self.name in module.__dict__:
+        if self.place in module.__dict__:
             raise AttributeError(
                 f"{self.name}: cannot be changed, as parameters depend on it; make a new module"
             )
-        module.__dict__[self.name] = value
+        module.__dict__[self.place] = value
 
 
 class WholeState(nn.Module):

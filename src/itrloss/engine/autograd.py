@@ -163,8 +163,8 @@ class Reduction(torch.autograd.Function):
         scores: Tensor | None,
         *values: Value | None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        # Autograd holds the tensors, so that hooks and checkpoints see all of them. Targets that are
-        # trained link a second derivative to what they come from.
+        # Autograd holds the tensors, so that hooks and checkpoints see all of them. Targets that
+        # are trained link a second derivative to what they come from.
         targets = Targets(rows, cols, row_bias, col_bias, scores)
         trained = Targets(*[x if is_trained(x) else None for x in targets])
         ctx.save_for_backward(*request.tensors, *trained)

@@ -139,7 +139,7 @@ def highest(question: Question, scores: Tensor, other: Tensor | None = None) -> 
 
 
 def hardest(question: Question, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the highest score that counts of each anchor, and its candidate; -inf and -1 if none."""
+    """Return each anchor's highest score that counts, and its candidate; -inf and -1 if none."""
     values = []
     indices = []
     for asked in by_side(question, scores, None):

@@ -28,8 +28,8 @@ ENGINES = "dense", "tiled", "triton"
 Bias = tuple[Tensor | None, Tensor | None]  # (N,) and (M,), added to the scores
 
 # Scores up to which calls of operators and of Python take longer than passes over the matrix. There
-# "auto" takes plain PyTorch: 0.75 of the time of tiles at 128 x 512 (``python -m benchmarks --losses
-# infonce --shapes 128x128x512 --variants dense tiled``).
+# "auto" takes plain PyTorch: 0.75 of the time of tiles at 128 x 512 (``python -m benchmarks
+# --losses infonce --shapes 128x128x512 --variants dense tiled``).
 DENSE_UP_TO = 2**16
 SMALL = 2**20  # scores of a matrix that is one tile
 MEMORY_BUDGET = 256 * 2**20  # bytes of scores that "auto" keeps (8192 x 8192 in float32)
@@ -235,7 +235,7 @@ class Matrix:
         return scores
 
     def _scores_of_graph(self) -> Tensor:
-        """Return the (N, M) scores with their graph: plain PyTorch for the compiler, else one node."""
+        """Return the (N, M) scores with their graph: one node, or plain PyTorch when compiled."""
         if self.embeddings is None:
             assert self.given is not None
             return self.given.x.to(self.dtype)
@@ -415,14 +415,17 @@ class Matrix:
     def _scores_pairs_alone(self, i: Index) -> bool:
         """Return whether plain PyTorch scores some pairs by themselves, which saves two products.
 
-        In eager mode, copies of the vectors of listed pairs take longer than products: 1.3 times as
-        long for the triplet loss at 128 x 128 x 512. Compiled, they are not made, and pairs alone
-        take half of the time at 512 x 512 x 1024 (``python -m benchmarks --losses "triplet hardest"
-        --shapes 128x128x512 --variants dense compiled``, with and without).
+        In eager mode it does so unless the scores are there already: copies of the vectors of
+        listed pairs take longer than the products of backward, 1.3 times as long for the triplet
+        loss at 128 x 128 x 512. Compiled, they are not made, and pairs alone take half of the time
+        at 512 x 512 x 1024 (``python -m benchmarks --losses "triplet hardest" --shapes 128x128x512
+        --variants dense compiled``, with and without).
         """
         if self.embeddings is None or self._summed:
             return False
-        return i is None or (torch.compiler.is_compiling() and len(i) <= sum(self.shape))
+        if i is not None and len(i) > sum(self.shape):
+            return False
+        return torch.compiler.is_compiling() or self._graph_scores is None
 
     def _plain_inputs(self) -> Inputs:
         """Return the vectors at unit length with their graph."""

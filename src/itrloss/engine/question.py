@@ -150,7 +150,7 @@ class View:
         return grad[self.anchors, None]
 
     def by_side(self, x: Tensor, reduced: Reduced) -> list[tuple[int, Tensor]]:
-        """Return the sums or maxima over the candidates, with the side of the matrix they are of."""
+        """Return the sums or maxima over the candidates, each with its side of the matrix."""
         raise NotImplementedError
 
     def slope(self, x: Tensor) -> Tensor:

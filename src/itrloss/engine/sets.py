@@ -1,21 +1,21 @@
-"""Scores of sets of embeddings from the scores of their elements, which are held for a few sets at
-a time.
+"""Scores of sets of embeddings from the scores of their elements, a few sets at a time.
 
-The scores ``x`` of the elements of n sets with those of m others are (n, K, m, L), those of the
-sets (n, m):
+The scores ``x`` of the elements of n sets with those of m others are (n, K, m, L), the scores of
+the sets (n, m):
 
-    max               max_k max_l x                     max_sum           sum_k max_l x
-    smooth_max_sum    sum_k soft_l x                    smooth_chamfer    (mean_k soft_l x + mean_l soft_k x) / 2
+    max               max_k max_l x
+    max_sum           sum_k max_l x
+    smooth_max_sum    sum_k soft_l x
+    smooth_chamfer    (mean_k soft_l x + mean_l soft_k x) / 2
 
 with ``soft_l x = log(sum_l exp(alpha x)) / alpha``. Where a maximum has a gradient, forward notes
 which element won, and backward forms no scores: it adds up the winners. The scores of the smooth
-ones are formed again in backward.
+forms are computed again in backward.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +33,8 @@ from .vectors import (
     scaled,
 )
 
-# a winner, with its indices and what sorting them takes, needs the memory of so many scores
-_WINNER = 8
+# A winner, with its indices and what sorting them takes, needs the memory of so many scores.
+WINNER = 8
 
 
 class Sets(NamedTuple):
@@ -44,183 +44,264 @@ class Sets(NamedTuple):
     inv: Tensor | None = None  # (N, K, 1) inverse norms; None: vectors are not normalised
     lengths: Tensor | None = None  # (N,) int64; None: all elements exist
 
+    @property
+    def number(self) -> int:
+        """The number of sets, N."""
+        return self.x.shape[0]
+
+    @property
+    def size(self) -> int:
+        """The number of elements of a set, K, with padding."""
+        return self.x.shape[1]
+
     def part(self, part: slice) -> Sets:
         """Return some of the sets."""
-        return Sets(*(None if x is None else x[part] for x in self))  # type: ignore[arg-type]
+        return Sets(
+            self.x[part],
+            None if self.inv is None else self.inv[part],
+            None if self.lengths is None else self.lengths[part],
+        )
 
     def missing(self) -> Tensor | None:
         """Return the (N, K) bool mask of the elements that do not exist; None if all do."""
         if self.lengths is None:
             return None
-        return torch.arange(self.x.shape[1], device=self.x.device) >= self.lengths[:, None]
+        return torch.arange(self.size, device=self.x.device) >= self.lengths[:, None]
+
+    def numbers_of_elements(self) -> Tensor:
+        """Return how many elements exist, (N,) or (1,), at least 1, in the compute dtype."""
+        if self.lengths is None:
+            numbers = torch.full((1,), self.size, device=self.x.device)
+        else:
+            numbers = self.lengths.clamp_min(1)
+        return numbers.to(compute_dtype(self.x))
 
     def unit(self) -> Tensor:
         """Return the (N K, D) vectors in the compute dtype, at unit length if they are normalised.
 
-        Elements that do not exist are zero, whatever they hold; they add nothing to the others'
-        gradient.
+        Elements that do not exist are zero, whatever they hold, and add nothing to a gradient.
         """
-        vectors, missing = scaled(self.x.flatten(0, 1), self._inverse()), self.missing()
+        vectors = scaled(self.x, self.inv).flatten(0, 1)
+        missing = self.missing()
         return vectors if missing is None else vectors.masked_fill(missing.view(-1, 1), 0.0)
 
     def differentiable(self, normalize: bool) -> Tensor:
         """Return the (N, K, D) vectors in the compute dtype, as `unit` does, differentiable."""
         missing = self.missing()
-        return normalized(
-            self.x if missing is None else self.x.masked_fill(missing.unsqueeze(-1), 0.0), normalize
-        )
+        x = self.x
+        if missing is not None:
+            x = x.masked_fill(missing.unsqueeze(-1), 0.0)
+        return normalized(x, normalize)
 
     def gradient(self, grad: Tensor) -> Tensor:
-        """Return the (N, K, D) gradient of the sets from that of their ``unit`` vectors, which is
-        overwritten.
-        """
-        inv = self._inverse()
-        result = grad.flatten(0, 1)
-        if inv is not None:
-            result = project(result, self.unit(), inv)
-        result = result.to(self.x.dtype).view_as(self.x)
+        """Return the gradient (N, K, D) from the gradient of the `unit` vectors (N K, D)."""
+        if self.inv is not None:
+            grad = project(grad, self.unit(), self.inv.flatten(0, 1))
+        grad = grad.to(self.x.dtype).view_as(self.x)
         missing = self.missing()
-        return result if missing is None else result.masked_fill_(missing.unsqueeze(-1), 0.0)
-
-    def _inverse(self) -> Tensor | None:
-        return None if self.inv is None else self.inv.flatten(0, 1)
+        return grad if missing is None else grad.masked_fill_(missing.unsqueeze(-1), 0.0)
 
 
 class Form(NamedTuple):
-    """How elements' scores are aggregated."""
+    """How the scores of elements are aggregated."""
 
     name: str
     alpha: float
 
     @property
-    def hard(self) -> bool:
+    def is_hard(self) -> bool:
         """Whether elements are chosen, so that the gradient is theirs."""
         return self.name in ("max", "max_sum")
 
 
-def blocks(a: Sets, b: Sets, values: int) -> tuple[list[slice], list[slice]]:
-    """Return slices of both sides' sets: ``values`` for each element of ``a`` and set of ``b`` are
-    held at once.
-    """
-    (n, k, d), (m, size, _) = a.x.shape, b.x.shape
-    numel, width = TILE.get(a.x.device.type, ACCELERATOR_TILE)
-    c = max(1, min(m, max(width, numel // (n * k)) // values, numel // (size * d)))
-    r = max(1, min(n, numel // (c * values * k), numel // (k * d)))
-    return even_chunks(n, r), even_chunks(m, c)
+class Block(NamedTuple):
+    """Some sets of both sides, whose elements are scored at once."""
+
+    r: slice
+    c: slice
+    rows: Sets  # n of them
+    cols: Sets  # m of them
+    right: Tensor  # (m L, D) the unit vectors of ``cols``
 
 
-# ------------------------------------------------------------------------------------- of one block
+def blocks(
+    rows: Sets,
+    cols: Sets,
+    values: int,  # that are held for each element of ``rows`` and set of ``cols``
+) -> Iterator[Block]:
+    """Yield blocks that cover every pair of sets once."""
+    d = rows.x.shape[2]
+    numel, width = TILE.get(rows.x.device.type, ACCELERATOR_TILE)
+    by_scores = max(width, numel // (rows.number * rows.size)) // values
+    by_vectors = numel // (cols.size * d)
+    step = max(1, min(cols.number, by_scores, by_vectors))
+    col_parts = even_chunks(cols.number, step)
+    by_scores = numel // (step * values * rows.size)
+    by_vectors = numel // (rows.size * d)
+    row_parts = even_chunks(rows.number, max(1, min(rows.number, by_scores, by_vectors)))
+    for c in col_parts:  # the larger parts outside: they are normalised once
+        some_cols = cols.part(c)
+        right = some_cols.unit()
+        for r in row_parts:
+            yield Block(r, c, rows.part(r), some_cols, right)
+
+
+# ------------------------------------------------------------------------------------------- maxima
 
 
 def winning(
-    x: Tensor, form: Form, a: Sets, b: Sets, keep: bool = True
+    x: Tensor,  # (m, L, n, K) scores of elements, overwritten
+    form: Form,
+    rows: Sets,
+    cols: Sets,
+    keep: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the (n, m) maxima of elements' scores (m, L, n, K) and, with ``keep``, which won;
-    overwrites ``x``.
+    """Return the (n, m) maxima of elements' scores and, with ``keep``, which elements won.
 
-    The second is (m, n, K) for the element of ``b`` that is the best of each of ``a``, or (m, n, 1)
-    ``k L + l`` for the best pair of elements.
+    The second is (m, n, K) for the element of ``cols`` that is the best of each of ``rows``, or
+    (m, n, 1) ``k L + l`` for the best pair of elements.
     """
-    rows, cols = a.missing(), b.missing()
-    if cols is not None:
-        x.masked_fill_(cols[:, :, None, None], _low(x))
+    size = x.shape[1]
+    missing_rows = rows.missing()
+    missing_cols = cols.missing()
+    if missing_cols is not None:
+        x.masked_fill_(missing_cols[:, :, None, None], lowest(x))
+    which: Tensor | None = None
     if torch.is_grad_enabled():
         value, which = x.max(1)
+    elif keep:
+        value, which = argmax_(x)
     else:
-        value, which = _argmax_(x) if keep else (x.amax(1), None)
-    if rows is not None:
-        value = value.masked_fill(rows, _low(x) if form.name == "max" else 0.0)
+        value = x.amax(1)
+    if missing_rows is not None:
+        value = value.masked_fill(missing_rows, lowest(x) if form.name == "max" else 0.0)
     if form.name == "max":
         value, best = value.max(2, keepdim=True)
-        which = None if which is None else which.gather(2, best) + best * x.shape[1]
+        if which is not None:
+            which = which.gather(2, best) + best * size
     return value.sum(2).T, which
 
 
-def _argmax_(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``x.max(1)``, the first of equal ones; overwrites ``x``. PyTorch vectorises it on a
-    CPU without the index.
+def argmax_(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``x.max(1)`` of (m, L, n, K), the first of equal ones; overwrites ``x``.
 
-    So it takes 0.2 to 0.3 of the time (L of 32 to 1024, one thread of Zen 3). Scores within 1e-25
-    are equal here.
+    PyTorch vectorises it on a CPU without the index: so it takes 0.2 to 0.3 of the time (L of 32 to
+    1024, one thread of Zen 3). Scores within 1e-25 are equal here.
     """
-    value, last = x.amax(1), x.shape[1] - 1
+    value = x.amax(1)
+    last = x.shape[1] - 1
     places = torch.arange(last, -1, -1, dtype=x.dtype, device=x.device).view(-1, 1, 1)
     best = torch.add(places, x.sub_(value.unsqueeze(1)), alpha=1e30, out=x).amax(1)
     return value, last - best.nan_to_num_(0.0).clamp_(0, last).long()
 
 
-def smooth(x: Tensor, form: Form, a: Sets, b: Sets) -> Tensor:
-    """Return the (n, m) sums of exponentials of elements' scores (n, K, m, L), by plain PyTorch."""
-    rows, cols = a.missing(), b.missing()
+class WinningPairs(NamedTuple):
+    """Pairs of elements that won, and the gradients of their scores."""
 
-    def soft(dim: int, missing: Tensor | None) -> Tensor:
-        z = x * form.alpha
-        return (z if missing is None else z.masked_fill_(missing, _low(x))).logsumexp(
-            dim
-        ) / form.alpha
+    i: Tensor  # (P,) elements of the rows
+    j: Tensor  # (P,) elements of the columns
+    grad: Tensor  # (P,)
 
-    total = _sum(soft(3, cols), 1, None if rows is None else rows.unsqueeze(-1))
-    if form.name != "smooth_chamfer":
+
+def winning_pairs(
+    winners: Tensor,  # (m, n, K or 1), as from `winning`
+    grad: Tensor,  # (n, m)
+    block: Block,
+) -> WinningPairs:
+    """Return the pairs of elements of a block that won."""
+    m, n, k = winners.shape
+    size = block.cols.size
+    device = winners.device
+    numbers = winners.long()
+    first_of_rows = torch.arange(n * k, device=device).view(n, k) * (block.rows.size // k)
+    first_of_cols = torch.arange(m, device=device).view(m, 1, 1) * size
+    i = first_of_rows + numbers // size
+    j = first_of_cols + numbers % size
+    each = grad.T.unsqueeze(2).expand(m, n, k)
+    return WinningPairs(i.flatten(), j.flatten(), each.flatten())
+
+
+# ------------------------------------------------------------------------------------- smooth forms
+
+
+def smooth(
+    x: Tensor,  # (n, K, m, L) scores of elements
+    form: Form,
+    rows: Sets,
+    cols: Sets,
+) -> Tensor:
+    """Return the smooth scores (n, m) of sets, in plain PyTorch."""
+    missing_rows = rows.missing()
+    missing_cols = cols.missing()
+    of_rows = soft_maximum(x, form, 3, missing_cols)  # (n, K, m)
+    if missing_rows is not None:
+        of_rows = of_rows.masked_fill(missing_rows.unsqueeze(-1), 0.0)
+    total = of_rows.sum(1)
+    if form.name == "smooth_max_sum":
         return total
-    over_rows = _sum(soft(1, None if rows is None else rows[:, :, None, None]), 2, cols)
-    return (total / _counts(a)[:, None] + over_rows / _counts(b)) / 2
+    if missing_rows is not None:
+        missing_rows = missing_rows[:, :, None, None]
+    of_cols = soft_maximum(x, form, 1, missing_rows)  # (n, m, L)
+    if missing_cols is not None:
+        of_cols = of_cols.masked_fill(missing_cols, 0.0)
+    mean_of_rows = total / rows.numbers_of_elements()[:, None]
+    mean_of_cols = of_cols.sum(2) / cols.numbers_of_elements()
+    return (mean_of_rows + mean_of_cols) / 2
 
 
-def slopes(x: Tensor, form: Form, a: Sets, b: Sets, grad: Tensor) -> Tensor:
-    """Return the gradient (n, K, m, L) of smooth scores (n, m) w.r.t. those of their elements."""
-    rows, cols = a.missing(), b.missing()
+def soft_maximum(x: Tensor, form: Form, dim: int, missing: Tensor | None) -> Tensor:
+    """Return ``log(sum exp(alpha x)) / alpha`` over a dimension's existing elements."""
     z = x * form.alpha
-    by_col = (z if cols is None else z.masked_fill(cols, _low(x))).softmax(3)
-    if form.name != "smooth_chamfer":
+    if missing is not None:
+        z = z.masked_fill_(missing, lowest(x))
+    return z.logsumexp(dim) / form.alpha
+
+
+def smooth_slopes(
+    x: Tensor,  # (n, K, m, L) scores of elements
+    form: Form,
+    block: Block,
+    grad: Tensor,  # (n, m) of the sets' scores
+) -> Tensor:
+    """Return the gradient (n, K, m, L) of the scores of elements."""
+    missing_rows = block.rows.missing()
+    missing_cols = block.cols.missing()
+    z = x * form.alpha
+    by_col = z if missing_cols is None else z.masked_fill(missing_cols, lowest(x))
+    by_col = by_col.softmax(3)
+    if form.name == "smooth_max_sum":
         return by_col.mul_(grad[:, None, :, None])
-    by_row = (z if rows is None else z.masked_fill_(rows[:, :, None, None], _low(x))).softmax(1)
-    by_col.mul_((grad / _counts(a)[:, None] / 2)[:, None, :, None])
-    return by_col.addcmul_(by_row, (grad / _counts(b) / 2)[:, None, :, None])
+    if missing_rows is not None:
+        z.masked_fill_(missing_rows[:, :, None, None], lowest(x))
+    by_row = z.softmax(1)
+    of_rows = grad / block.rows.numbers_of_elements()[:, None] / 2
+    of_cols = grad / block.cols.numbers_of_elements() / 2
+    by_col.mul_(of_rows[:, None, :, None])
+    return by_col.addcmul_(by_row, of_cols[:, None, :, None])
 
 
-def _low(x: Tensor) -> float:
-    """Return the score of missing elements: it is finite, as a sum of exponentials of -inf has no
-    gradient.
+def lowest(x: Tensor) -> float:
+    """Return the score of missing elements.
+
+    It is finite, as a sum of exponentials of -inf has no gradient.
     """
     return torch.finfo(x.dtype).min / 2
 
 
-def _sum(x: Tensor, dim: int, missing: Tensor | None) -> Tensor:
-    return x.sum(dim) if missing is None else x.masked_fill(missing, 0.0).sum(dim)
+# --------------------------------------------------------------------------------- sums over blocks
 
 
-def _counts(sets: Sets) -> Tensor:
-    """Return the number of elements of each set (n,), at least 1, in the compute dtype; () if all
-    are alike.
-    """
-    x = sets.x
-    counts = (
-        torch.full((1,), x.shape[1], device=x.device)
-        if sets.lengths is None
-        else sets.lengths.clamp_min(1)
-    )
-    return counts.to(compute_dtype(x))
-
-
-# ---------------------------------------------------------------------------------------- operators
-
-
-def _sets(source: Sequence[Tensor | None]) -> tuple[Sets, Sets]:
-    return Sets(*source[:3]), Sets(*source[3:])  # type: ignore[arg-type]
-
-
-def _of_existing(x: Tensor, a: Sets, b: Sets) -> Tensor:
+def of_existing(x: Tensor, rows: Sets, cols: Sets) -> Tensor:
     """Return values of pairs (N, M) with 0 where one of the sets is empty."""
-    for sets, dim in ((a, 1), (b, 0)):
-        x = x if sets.lengths is None else x.masked_fill((sets.lengths == 0).unsqueeze(dim), 0.0)
+    if rows.lengths is not None:
+        x = x.masked_fill((rows.lengths == 0).unsqueeze(1), 0.0)
+    if cols.lengths is not None:
+        x = x.masked_fill(cols.lengths == 0, 0.0)
     return x
 
 
-def _block_scores(
-    right: Tensor, form: Form, a: Sets, b: Sets, keep: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return the (n, m) scores of a block of sets, the second of unit vectors ``right``, and which
-    elements won.
+def block_scores(block: Block, form: Form, keep: bool) -> tuple[Tensor, Tensor | None]:
+    """Return the (n, m) scores of a block of sets and, of maxima, which elements won.
 
     For maxima the scores of elements are (m, L, n, K). With the product they take 0.78 of the time
     of (n, K, m, L) for 32 queries of 32 elements with documents of 666, 0.75 for 64 sets of 49 with
@@ -228,153 +309,179 @@ def _block_scores(
     benchmarks/test_micro.py --benchmark-enable -k late_interaction``). Exponentials would take
     longer.
     """
-    (n, k, _), (m, size, _) = a.x.shape, b.x.shape
-    if form.hard:
-        return winning(matmul(right, a.unit().T).view(m, size, n, k), form, a, b, keep)
-    return smooth(matmul(a.unit(), right.T).view(n, k, m, size), form, a, b), None
+    rows = block.rows
+    cols = block.cols
+    left = rows.unit()
+    if form.is_hard:
+        x = matmul(block.right, left.T).view(cols.number, cols.size, rows.number, rows.size)
+        return winning(x, form, rows, cols, keep)
+    x = matmul(left, block.right.T).view(rows.number, rows.size, cols.number, cols.size)
+    return smooth(x, form, rows, cols), None
 
 
-def _scores(
-    source: list[Tensor | None], name: str, alpha: float, keep: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the (N, M) scores and, with ``keep``, the elements that win, (M, N, K or 1) integers."""
-    (a, b), form = _sets(source), Form(name, alpha)
-    scores, winners = _fake_scores(source, name, alpha, keep)
-    with torch.no_grad(), full_precision(a.x):
-        rows, cols = blocks(a, b, b.x.shape[1])
-        for c in cols:  # the larger blocks outside: they are normalised once
-            other = b.part(c)
-            right = other.unit()
-            for r in rows:
-                own = a.part(r)
-                scores[r, c], which = _block_scores(right, form, own, other, keep)
-                if which is not None:
-                    winners[c, r] = which
-        return _of_existing(scores, a, b), winners
+def scores_and_winners(
+    rows: Sets, cols: Sets, form: Form, keep: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the (N, M) scores and, with ``keep``, which elements win: (M, N, K or 1) integers."""
+    scores = rows.x.new_empty(rows.number, cols.number, dtype=compute_dtype(rows.x))
+    winners = empty_winners(rows, cols, form) if keep and form.is_hard else None
+    with torch.no_grad(), full_precision(rows.x):
+        for block in blocks(rows, cols, cols.size):
+            scores[block.r, block.c], which = block_scores(block, form, keep)
+            if winners is not None and which is not None:
+                winners[block.c, block.r] = which
+        return of_existing(scores, rows, cols), winners
 
 
-def _fake_scores(
-    source: list[Tensor | None], name: str, alpha: float, keep: bool
-) -> tuple[Tensor, Tensor]:
-    (a, b), form = _sets(source), Form(name, alpha)
-    (n, k, _), (m, size, _) = a.x.shape, b.x.shape
-    k, size = (1, k * size) if name == "max" else (k, size)
-    kind = next(
-        x for x in (torch.uint8, torch.int16, torch.int32) if size <= torch.iinfo(x).max + 1
+def empty_winners(rows: Sets, cols: Sets, form: Form) -> Tensor:
+    """Return space for the numbers of elements that win, in the smallest dtype that holds them."""
+    each = rows.size
+    numbers = cols.size
+    if form.name == "max":  # the best pair of elements
+        each = 1
+        numbers = rows.size * cols.size
+    dtype = torch.int32
+    if numbers <= 2**15:
+        dtype = torch.int16
+    if numbers <= 2**8:
+        dtype = torch.uint8
+    return rows.x.new_empty((cols.number, rows.number, each), dtype=dtype)
+
+
+def gradients(
+    rows: Sets,
+    cols: Sets,
+    winners: Tensor | None,  # as from `scores_and_winners`
+    grad: Tensor,  # (N, M) of the scores
+    form: Form,
+    needs: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of both sides' sets, None where they are not needed."""
+    of_rows = zeros_of_elements(rows) if needs[0] else None
+    of_cols = zeros_of_elements(cols) if needs[1] else None
+    with torch.no_grad(), full_precision(rows.x):
+        grad = of_existing(grad, rows, cols)
+        for block in blocks(rows, cols, WINNER if form.is_hard else cols.size):
+            own = grad[block.r, block.c]
+            totals = BlockTotals(
+                None if of_rows is None else of_rows[block.r].flatten(0, 1),
+                None if of_cols is None else of_cols[block.c].flatten(0, 1),
+            )
+            if winners is not None:
+                pairs = winning_pairs(winners[block.c, block.r], own, block)
+                add_winners_(totals, pairs, block)
+            else:
+                add_smooth_(totals, own, block, form)
+        return (
+            None if of_rows is None else rows.gradient(of_rows.flatten(0, 1)),
+            None if of_cols is None else cols.gradient(of_cols.flatten(0, 1)),
+        )
+
+
+def zeros_of_elements(sets: Sets) -> Tensor:
+    """Return zeros (N, K, D) in the compute dtype."""
+    return torch.zeros_like(
+        sets.x, dtype=compute_dtype(sets.x), memory_format=torch.contiguous_format
     )
-    winners = a.x.new_empty((m, n, k) if keep and form.hard else (0,), dtype=kind)
-    return a.x.new_empty(n, m, dtype=compute_dtype(a.x)), winners
 
 
-def _gradients(
-    source: list[Tensor | None],
-    winners: Tensor,
-    grad: Tensor,
-    name: str,
-    alpha: float,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the sets of both sides; empty where not needed."""
-    (a, b), form = _sets(source), Form(name, alpha)
-    new = functools.partial(torch.zeros, dtype=grad.dtype, device=grad.device)
-    of_rows, of_cols = (
-        new(a.x.shape if needs[0] else 0),
-        b.x.new_empty(b.x.shape if needs[1] else 0),
-    )
-    with torch.no_grad(), full_precision(a.x):
-        grad = _of_existing(grad, a, b)
-        rows, cols = blocks(a, b, _WINNER if form.hard else b.x.shape[1])
-        for c in cols:
-            other = b.part(c)
-            right, held = other.unit(), new(other.x.shape if needs[1] else 0)
-            for r in rows:
-                own = a.part(r)
-                left = own.unit()
-                if form.hard:
-                    i, j, weights = _winning_pairs(winners[c, r], grad[r, c].T, own, other)
-                    if needs[0]:
-                        of_rows[r] += weighted_sums(right, j, weights, i, len(left)).view_as(own.x)
-                    if needs[1]:
-                        held += weighted_sums(left, i, weights, j, len(right)).view_as(other.x)
-                else:
-                    x = matmul(left, right.T).view(*own.x.shape[:2], *other.x.shape[:2])
-                    x = slopes(x, form, own, other, grad[r, c]).view(len(left), len(right))
-                    if needs[0]:
-                        add_matmul_(of_rows[r].flatten(0, 1), x, right)
-                    if needs[1]:
-                        add_matmul_(held.flatten(0, 1), x.T, left)
-            if needs[1]:
-                of_cols[c] = other.gradient(held)
-    return a.gradient(of_rows) if needs[0] else a.x.new_empty(0), of_cols
+class BlockTotals(NamedTuple):
+    """The gradients of a block's unit vectors, to be added to; None where they are not needed."""
+
+    rows: Tensor | None  # (n K, D)
+    cols: Tensor | None  # (m L, D)
 
 
-def _winning_pairs(
-    winners: Tensor, grad: Tensor, a: Sets, b: Sets
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (P,) elements of ``a`` and ``b`` that won, (m, n, K or 1), and the gradients (m, n) of
-    their scores.
-    """
-    (m, n, k), size = winners.shape, b.x.shape[1]
-    winners, device = winners.long(), winners.device
-    i = torch.arange(n * k, device=device).view(n, k) * (a.x.shape[1] // k) + winners // size
-    j = torch.arange(m, device=device).view(m, 1, 1) * size + winners % size
-    return i.flatten(), j.flatten(), grad.unsqueeze(2).expand(m, n, k).flatten()
+def add_winners_(totals: BlockTotals, pairs: WinningPairs, block: Block) -> None:
+    """Add the gradient of the scores of elements that won."""
+    i, j, grad = pairs
+    if totals.rows is not None:
+        totals.rows.add_(weighted_sums(block.right, j, grad, i, len(totals.rows)))
+    if totals.cols is not None:
+        left = block.rows.unit()
+        totals.cols.add_(weighted_sums(left, i, grad, j, len(totals.cols)))
 
 
-class _SetScores(torch.autograd.Function):
+def add_smooth_(totals: BlockTotals, grad: Tensor, block: Block, form: Form) -> None:
+    """Add the gradient of the scores of all elements, which are computed again."""
+    rows = block.rows
+    cols = block.cols
+    left = rows.unit()
+    products = matmul(left, block.right.T).view(rows.number, rows.size, cols.number, cols.size)
+    slopes = smooth_slopes(products, form, block, grad).view(len(left), len(block.right))
+    if totals.rows is not None:
+        add_matmul_(totals.rows, slopes, block.right)
+    if totals.cols is not None:
+        add_matmul_(totals.cols, slopes.T, left)
+
+
+class SetScores(torch.autograd.Function):
     """The (N, M) scores of sets, twice differentiable."""
 
     @staticmethod
-    def forward(ctx: Any, form: Form, *source):
+    def forward(
+        ctx: Any,
+        row_x: Tensor,  # (N, K, D), which ``rows`` hold without their graph
+        col_x: Tensor,  # (M, L, D)
+        rows: Sets,
+        cols: Sets,
+        form: Form,
+    ) -> Tensor:
+        scores, winners = scores_and_winners(rows, cols, form, keep=True)
         ctx.form = form
-        scores, winners = _scores(list(source), form.name, form.alpha, True)
-        ctx.save_for_backward(*source, winners)
+        ctx.save_for_backward(row_x, rows.inv, rows.lengths, col_x, cols.inv, cols.lengths, winners)
         return scores
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor):
-        source, winners = list(ctx.saved_tensors[:6]), ctx.saved_tensors[6]
-        needs, form = (ctx.needs_input_grad[1], ctx.needs_input_grad[4]), ctx.form
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        row_x, row_inv, row_lengths, col_x, col_inv, col_lengths, winners = ctx.saved_tensors
+        rows = Sets(row_x, row_inv, row_lengths)
+        cols = Sets(col_x, col_inv, col_lengths)
+        needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
+        (grad,) = grads
         if torch.is_grad_enabled():  # create_graph=True
-            inputs = [x for x, need in zip((source[0], source[3]), needs, strict=True) if need]
-            of_inputs = iter(
-                torch.autograd.grad(
-                    _plain(*_sets(source), form), inputs, grads[0], create_graph=True
-                )
-            )
-            gradients = [next(of_inputs) if need else None for need in needs]
+            scores = plain_scores(rows, cols, ctx.form)
+            trained = [x for x, needed in zip((row_x, col_x), needs, strict=True) if needed]
+            found = iter(torch.autograd.grad(scores, trained, grad, create_graph=True))
+            of_rows, of_cols = [next(found) if needed else None for needed in needs]
         else:
-            results = _gradients(source, winners, grads[0], form.name, form.alpha, needs)
-            gradients = [x if need else None for x, need in zip(results, needs, strict=True)]
-        return None, gradients[0], None, None, gradients[1], None, None
+            of_rows, of_cols = gradients(rows, cols, winners, grad, ctx.form, needs)
+        return of_rows, of_cols, None, None, None
 
 
-def _plain(a: Sets, b: Sets, form: Form) -> Tensor:
-    """Return the (N, M) scores by plain PyTorch, which holds all elements' scores."""
-    units = [sets.differentiable(sets.inv is not None) for sets in (a, b)]
-    with full_precision(a.x):
-        if form.hard:
-            scores = winning(torch.einsum("nkd,mld->mlnk", *units), form, a, b)[0]
+def plain_scores(rows: Sets, cols: Sets, form: Form) -> Tensor:
+    """Return the (N, M) scores in plain PyTorch, which holds the scores of all elements."""
+    left = rows.differentiable(rows.inv is not None)
+    right = cols.differentiable(cols.inv is not None)
+    with full_precision(rows.x):
+        if form.is_hard:
+            products = torch.einsum("nkd,mld->mlnk", left, right)
+            scores, _ = winning(products, form, rows, cols)
         else:
-            scores = smooth(torch.einsum("nkd,mld->nkml", *units), form, a, b)
-    return _of_existing(scores, a, b)
+            products = torch.einsum("nkd,mld->nkml", left, right)
+            scores = smooth(products, form, rows, cols)
+    return of_existing(scores, rows, cols)
 
 
 def set_scores(
-    rows: tuple[Tensor, Tensor | None],
-    cols: tuple[Tensor, Tensor | None],
+    rows: tuple[Tensor, Tensor | None],  # (N, K, D) and the (N,) lengths, if not all are alike
+    cols: tuple[Tensor, Tensor | None],  # (M, L, D) and the (M,) lengths
     name: str,
     alpha: float,
     normalize: bool,
 ) -> Tensor:
-    """Return the differentiable (N, M) scores of sets (N, K, D) and lengths (N,) with sets (M, L,
-    D) and lengths.
-    """
-    source: list[Tensor | None] = []
-    for x, lengths in (rows, cols):
-        source += [x, inverse_norms(x.detach()) if normalize else None, lengths]
+    """Return the differentiable (N, M) scores of sets."""
+    own = sets_of(rows, normalize)
+    others = sets_of(cols, normalize)
+    form = Form(name, float(alpha))
     if torch.compiler.is_compiling():
-        return _plain(*_sets(source), Form(name, float(alpha)))
-    if torch.is_grad_enabled() and (rows[0].requires_grad or cols[0].requires_grad):
-        return _SetScores.apply(Form(name, float(alpha)), *source)  # type: ignore[return-value]
-    return _scores(source, name, float(alpha), False)[0]
+        return plain_scores(own, others, form)
+    if torch.is_grad_enabled() and (own.x.requires_grad or others.x.requires_grad):
+        return SetScores.apply(own.x, others.x, own, others, form)  # type: ignore[return-value]
+    return scores_and_winners(own, others, form, keep=False)[0]
+
+
+def sets_of(side: tuple[Tensor, Tensor | None], normalize: bool) -> Sets:
+    """Return the sets of one side with their inverse norms."""
+    x, lengths = side
+    return Sets(x, inverse_norms(x.detach()) if normalize else None, lengths)

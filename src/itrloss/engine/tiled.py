@@ -158,7 +158,7 @@ def pair_gradients(inputs: Inputs, needs: Needs, listed: ListedPairs) -> Gradien
 
 
 def gradients_of_scores(inputs: Inputs, needs: Needs, grad: Tensor) -> Gradients:
-    """Return the gradients of what all scores are made of, from the gradient (N, M) of the scores."""
+    """Return the gradients of what scores are made of, from the gradient (N, M) of all scores."""
     n, m = grad.shape
     scores = ScoreGradients(inputs, needs)
     scores.add((slice(0, n), slice(0, m)), grad)

@@ -1,5 +1,7 @@
 """CODER's losses: diversity-sensitive contrast in the batch or with a memory, and prototypes."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import torch
@@ -322,7 +324,7 @@ class CODERObjective(CheckedModule):
             process_group=self.batch.process_group,
         )
 
-    def forward(
+    def forward(  # noqa: PLR0913 - what the model returns, and ids
         self,
         images: Tensor,
         texts: Tensor,

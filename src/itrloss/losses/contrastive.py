@@ -1,5 +1,7 @@
 """The field's standard losses: triplet, InfoNCE and SigLIP."""
 
+from __future__ import annotations
+
 import math
 import warnings
 from typing import Any

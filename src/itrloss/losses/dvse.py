@@ -1,5 +1,7 @@
 """DVSE's losses on sets of sub-embeddings, and its objective."""
 
+from __future__ import annotations
+
 import functools
 from typing import Any, NamedTuple
 

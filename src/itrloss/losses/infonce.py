@@ -1,5 +1,7 @@
 """Forms of InfoNCE: over more directions, without likely false negatives, and against a teacher."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """InfoNCE on the scores of sets of token embeddings."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from torch import Tensor

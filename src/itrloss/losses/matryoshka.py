@@ -1,5 +1,7 @@
 """Losses of the first dimensions of embeddings."""
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Sequence
 from typing import Any

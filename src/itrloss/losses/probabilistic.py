@@ -1,5 +1,7 @@
 """PCME++: images and texts as normal distributions, with a distance in closed form."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch
@@ -190,7 +192,8 @@ class PCMEPlusPlusLoss(SimilarityLoss):
 
     def _check(self, images: Tensor, texts: Tensor, *log_variances: Tensor) -> None:
         check_embeddings(images, texts, self.check_finite, _NAMES, empty=self.sharded)
-        for side, mean, x in zip(_NAMES, (images, texts), log_variances, strict=False):
+        sides = _NAMES.rows, _NAMES.cols
+        for side, mean, x in zip(sides, (images, texts), log_variances, strict=True):
             name = side.replace("mean", "log_variance")
             check_matrix(name, x, "(B, D)", self.check_finite, empty=self.sharded)
             if x.shape != mean.shape:

@@ -1,5 +1,7 @@
 """Losses for data in which some pairs do not match: wrong captions, noisy web data."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Losses of metric learning with labels: SupCon, MIL-NCE, multi-similarity and circle loss."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -1,5 +1,7 @@
 """USER's hubness-aware losses."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from .. import functional
